@@ -31,8 +31,8 @@ from roundpipe_cli.train.checkpoint.step_folders import list_best, list_checkpoi
 from roundpipe_cli.train.intervals import is_due
 from roundpipe_cli.train.result.finish import save_result, verify_best
 from tests.support.e2e import (
+    Outcome,
     finetune,
-    fresh,
     launch,
     make_model,
     make_tokenizer,
@@ -55,6 +55,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def folder(tmp_path: Path, model: Path) -> Path:
     return make_workspace(tmp_path / "work", model)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, model: Path) -> tuple[Path, Outcome]:
+    """A run of `EVALUATION` that nothing disturbed, in `out`, and what it said."""
+    folder = make_workspace(tmp_path_factory.mktemp("whole") / "work", model)
+    return folder, finetune(folder, *EVALUATION).expect(0)
 
 
 def evaluations(output_dir: Path) -> list[dict[str, Any]]:
@@ -194,8 +201,8 @@ def test_rows_are_held_out_or_trained_never_both(tmp_path: Path) -> None:
 # --- the command line ---------------------------------------------------------------------------------------------
 
 
-def test_a_run_writes_the_loss_that_plain_pytorch_computes(folder: Path) -> None:
-    done = finetune(folder, *EVALUATION).expect(0)
+def test_a_run_writes_the_loss_that_plain_pytorch_computes(whole: tuple[Path, Outcome]) -> None:
+    folder, done = whole
     out = folder / "out"
     rows = evaluations(out)
     assert [row["step"] for row in rows] == [2, 4]  # 7 rows left: 2 steps an epoch
@@ -268,7 +275,8 @@ def unlike_rows(folder: Path) -> tuple[str, str]:
 def test_the_best_weights_are_the_result(folder: Path, method: str) -> None:
     words = (*unlike_rows(folder), f"method={method}", "eval_steps=2", "max_steps=8", "lr_scheduler_type=constant")
     words = (*words, "kernels=reference")  # at this rate rounding decides which evaluation is the best
-    done = finetune(folder, *words, "load_best_model_at_end=true", "warmup_steps=0").expect(0)
+    words = (*words, "warmup_steps=0")
+    done = finetune(folder, *words, "load_best_model_at_end=true").expect(0)
     out = folder / "out"
     losses = {row["step"]: row["loss"] for row in evaluations(out)}
     best = min(losses, key=lambda step: losses[step])
@@ -284,8 +292,9 @@ def test_the_best_weights_are_the_result(folder: Path, method: str) -> None:
     assert f"eval {best}/8" in done.out
     report = json.loads((out / "report.json").read_text())["evaluation"]
     assert (report["best_step"], report["result_is_best"]) == (best, True)
-    finetune(folder, *words, "output_dir=short", f"max_steps={best}").expect(0)  # the same model, stopped there
-    assert (folder / "short" / name).exists()
+    if method == "lora":
+        finetune(folder, *words, "output_dir=short", f"max_steps={best}").expect(0)
+        assert (out / name).read_bytes() == (folder / "short" / name).read_bytes(), "a run that ends there"
 
 
 def test_early_stopping_ends_the_run_with_its_result(folder: Path) -> None:
@@ -303,25 +312,29 @@ def test_early_stopping_ends_the_run_with_its_result(folder: Path) -> None:
     assert "finished" in again.err
 
 
-KEPT = (*EVALUATION, "num_train_epochs=4", "load_best_model_at_end=true", "eval_samples=1", "save_steps=2")
+KEPT = (
+    *(*EVALUATION, "num_train_epochs=3", "load_best_model_at_end=true", "save_steps=2", "warmup_steps=0"),
+    *("eval_samples=1", "eval_max_new_tokens=4"),
+)
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
-    """A run of `EVALUATION` that nothing disturbed, in `out`, and one of `KEPT`, in `kept`."""
-    folder = make_workspace(tmp_path_factory.mktemp("whole") / "work", model)
-    finetune(folder, *EVALUATION).expect(0)
-    finetune(folder, *KEPT, "output_dir=kept").expect(0)
-    return folder
+def kept(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
+    """The results of a run of `KEPT` that nothing disturbed."""
+    folder = make_workspace(tmp_path_factory.mktemp("kept") / "work", model)
+    finetune(folder, *KEPT).expect(0)
+    return folder / "out"
 
 
-@pytest.mark.parametrize(
-    "where", ["eval:kill:step=4", "optimizer:kill:step=4", "ckpt_writer:kill:step=4", "export:kill"]
-)
-def test_a_kill_changes_nothing(folder: Path, whole: Path, where: str) -> None:
-    assert finetune(folder, *KEPT, environment={"ROUNDPIPE_FAULT": where}).code == -9
-    finetune(folder, *KEPT, "--resume").expect(0)
-    out, kept = folder / "out", whole / "kept"
+@pytest.fixture(scope="module")
+def killed_in_export(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
+    """The results of a run of `KEPT` that was killed while it wrote its result, to copy."""
+    folder = make_workspace(tmp_path_factory.mktemp("killed") / "work", model)
+    assert finetune(folder, *KEPT, environment={"ROUNDPIPE_FAULT": "export:kill"}).code == -9
+    return folder / "out"
+
+
+def assert_as_kept(out: Path, kept: Path) -> None:
     assert numbers(out) == numbers(kept)
     assert evaluations(out) == evaluations(kept)
     files = [sorted(path.name for path in base.iterdir()) for base in (out, kept)]
@@ -330,8 +343,21 @@ def test_a_kill_changes_nothing(folder: Path, whole: Path, where: str) -> None:
     assert (out / name).read_bytes() == (kept / name).read_bytes()
 
 
+@pytest.mark.parametrize("where", ["eval:kill:step=4", "optimizer:kill:step=4", "ckpt_writer:kill:step=4"])
+def test_a_kill_changes_nothing(folder: Path, kept: Path, where: str) -> None:
+    assert finetune(folder, *KEPT, environment={"ROUNDPIPE_FAULT": where}).code == -9
+    finetune(folder, *KEPT, "--resume").expect(0)
+    assert_as_kept(folder / "out", kept)
+
+
+def test_a_kill_while_the_result_is_written_changes_nothing(folder: Path, kept: Path, killed_in_export: Path) -> None:
+    shutil.copytree(killed_in_export, folder / "out")
+    finetune(folder, *KEPT, "--resume").expect(0)
+    assert_as_kept(folder / "out", kept)
+
+
 @pytest.mark.parametrize("step", [2, 4])
-def test_a_signal_during_an_evaluation_puts_it_off(folder: Path, whole: Path, step: int) -> None:
+def test_a_signal_during_an_evaluation_puts_it_off(folder: Path, whole: tuple[Path, Outcome], step: int) -> None:
     """Also the last one: the run is then not finished."""
     running = launch(
         folder, "finetune", "recipe.yaml", *EVALUATION, environment={"ROUNDPIPE_FAULT": f"eval:slow=2:step={step}"}
@@ -342,37 +368,42 @@ def test_a_signal_during_an_evaluation_puts_it_off(folder: Path, whole: Path, st
     assert running.finish().code == 143
     assert [row["step"] for row in evaluations(folder / "out")] == [2][: step // 2 - 1]
     assert f"resuming after step {step}" in finetune(folder, *EVALUATION, "--resume").expect(0).err
-    assert evaluations(folder / "out") == evaluations(whole / "out")
-    assert numbers(folder / "out") == numbers(whole / "out")
+    assert evaluations(folder / "out") == evaluations(whole[0] / "out")
+    assert numbers(folder / "out") == numbers(whole[0] / "out")
 
 
-def test_evaluation_changes_no_training_loss(folder: Path) -> None:
+@pytest.fixture(scope="module")
+def often(tmp_path_factory: pytest.TempPathFactory, model: Path) -> tuple[Path, Outcome]:
+    """A run that evaluates and answers after every step, and what it said."""
+    folder = make_workspace(tmp_path_factory.mktemp("often") / "work", model)
+    words = ("val_set_size=3", "eval_steps=1", "eval_samples=2", "eval_max_new_tokens=12")
+    return folder, finetune(folder, *words).expect(0)
+
+
+def test_evaluation_changes_no_training_loss(folder: Path, often: tuple[Path, Outcome]) -> None:
     finetune(folder, "val_set_size=3").expect(0)
-    finetune(folder, "val_set_size=3", "eval_steps=1", "eval_samples=2", "output_dir=often").expect(0)
-    assert numbers(folder / "out") == numbers(folder / "often")
-    assert len(evaluations(folder / "often")) == 4 and len(evaluations(folder / "out")) == 1
+    assert numbers(folder / "out") == numbers(often[0] / "out")
+    assert len(evaluations(often[0] / "out")) == 4 and len(evaluations(folder / "out")) == 1
 
 
-def test_samples_are_the_greedy_answers_of_generate(folder: Path) -> None:
-    words = ("val_set_size=3", "eval_samples=2", "eval_max_new_tokens=12", "num_train_epochs=4")
-    done = finetune(folder, *words).expect(0)
+def test_samples_are_the_greedy_answers_of_generate(often: tuple[Path, Outcome]) -> None:
+    folder, done = often
     samples = evaluations(folder / "out")[-1]["samples"]
     tokenizer = AutoTokenizer.from_pretrained(folder / "out")
     base = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
     plain = PeftModel.from_pretrained(base, folder / "out").eval()
-    assert len(samples) == 2 and done.err.count("sample: ") == 2
+    assert len(samples) == 2 and done.err.count("sample: ") == 4 * 2
     for sample in samples:
         ids = tokenizer(sample["prompt"], return_tensors="pt", add_special_tokens=False).input_ids
         output = plain.generate(input_ids=ids, max_new_tokens=12, do_sample=False, pad_token_id=0)
         assert sample["answer"] == tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
 
 
-def test_best_weights_that_are_gone_are_told(folder: Path) -> None:
-    words = (*EVALUATION, "num_train_epochs=4", "load_best_model_at_end=true")
-    assert finetune(folder, *words, environment={"ROUNDPIPE_FAULT": "optimizer:kill:step=6"}).code == -9
+def test_best_weights_that_are_gone_are_told(folder: Path, killed_in_export: Path) -> None:
+    shutil.copytree(killed_in_export, folder / "out")
     for path in (folder / "out").glob("best-*"):
         shutil.rmtree(path)
-    assert "are gone" in finetune(folder, *words, "--resume").expect(0).err
+    assert "are gone" in finetune(folder, *KEPT, "--resume").expect(0).err
 
 
 def flip_a_bit(path: Path) -> None:
@@ -381,12 +412,10 @@ def flip_a_bit(path: Path) -> None:
     path.write_bytes(data)
 
 
-def test_best_weights_that_are_damaged_are_not_the_result(folder: Path) -> None:
+def test_best_weights_that_are_damaged_are_not_the_result(folder: Path, killed_in_export: Path) -> None:
     """Story: they were taken as they were, and a flipped bit of them was in the result. At a resume the search begins
     anew; while the result is written, nothing of them is taken."""
-    words = (*EVALUATION, "num_train_epochs=4", "load_best_model_at_end=true", "warmup_steps=0")
-    assert finetune(folder, *words, environment={"ROUNDPIPE_FAULT": "export:kill"}).code == -9
-    out = folder / "out"
+    out = Path(shutil.copytree(killed_in_export, folder / "out"))
     best = out / f"best-{evaluations(out)[-1]['step']:08d}"
     assert verify_best(best)
     flip_a_bit(best / "adapter_model.safetensors")
@@ -394,7 +423,7 @@ def test_best_weights_that_are_damaged_are_not_the_result(folder: Path) -> None:
     with pytest.raises(DamagedError, match=r"adapter_model.safetensors: found SHA-256"):
         save_result(nothing, out, best)
     assert not (out / "adapter_model.safetensors").exists() and not (out / ".tmp-result").exists()
-    done = finetune(folder, *words, "--resume").expect(0)
+    done = finetune(folder, *KEPT, "--resume").expect(0)
     assert f"the best weights so far, of step {int(best.name[5:])}, are damaged: " in done.err
     assert "adapter_model.safetensors: found SHA-256" in done.err and "the search begins anew" in done.err
     assert json.loads((out / "report.json").read_text())["evaluation"]["result_is_best"] is False
@@ -417,7 +446,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(folder: Path) -> None:
 
 
 def test_keys_of_evaluation_without_rows_are_refused(folder: Path) -> None:
-    done = fresh(folder, "finetune", "recipe.yaml", "eval_steps=2", "load_best_model_at_end=true").expect(2)
+    done = finetune(folder, "eval_steps=2", "load_best_model_at_end=true").expect(2)
     assert "eval_steps needs rows" in done.err and "load_best_model_at_end needs rows" in done.err
     done = finetune(folder, "val_set_size=10").expect(2)
     assert "none is left to train on" in done.err
