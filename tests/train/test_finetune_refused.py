@@ -59,6 +59,14 @@ def folder(tmp_path: Path, model: Path) -> Path:
     return make_workspace(tmp_path / "work", model)
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
+    """The results of a run that nothing disturbed."""
+    folder = make_workspace(tmp_path_factory.mktemp("whole") / "work", model)
+    finetune(folder).expect(0)
+    return folder / "out"
+
+
 def refused(folder: Path, *words: str, code: int = 2) -> Outcome:
     """Run, expect a refusal, and see that the working directory is as it was."""
     before = tree(folder)
@@ -104,9 +112,7 @@ def test_a_hub_model_without_a_network(folder: Path) -> None:
     shutil.rmtree(cache)
     missing = fresh(folder, "finetune", "recipe.yaml", "model=nobody/nothing", environment=environment).expect(2)
     says(missing, "neither a local folder nor to be had from the hub", "nobody/nothing (Connect", "check the name")
-    offline = fresh(
-        folder, "finetune", "recipe.yaml", "model=nobody/nothing", "--offline", environment=environment
-    ).expect(2)
+    offline = finetune(folder, "model=nobody/nothing", "--offline").expect(2)
     says(offline, "nobody/nothing (offline)")
     assert not (folder / "out").exists()
 
@@ -313,7 +319,7 @@ def test_a_disk_that_is_too_small(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("left_bytes", [0, 240_000])
-def test_a_disk_that_fills_up_during_a_run(folder: Path, left_bytes: int) -> None:
+def test_a_disk_that_fills_up_during_a_run(folder: Path, whole: Path, left_bytes: int) -> None:
     """Exit 5 at the next checkpoint that finds no room; with room again, --resume goes on."""
     (folder / "disk").mkdir()
     with mounted(folder / "disk", "-t", "tmpfs", "-o", "size=2m", "tmpfs"):
@@ -330,8 +336,7 @@ def test_a_disk_that_fills_up_during_a_run(folder: Path, left_bytes: int) -> Non
         assert list(out.glob("step-*"))
         (folder / "disk" / "filler").unlink()
         run(folder, *words, "--resume").expect(0)
-        finetune(folder).expect(0)
-        assert numbers(out) == numbers(folder / "out")
+        assert numbers(out) == numbers(whole)
 
 
 def test_metrics_that_cannot_be_written(folder: Path) -> None:
