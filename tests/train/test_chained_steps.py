@@ -280,7 +280,7 @@ def test_a_run_saved_at_every_step_and_killed_goes_on_with_the_same_rows(folder:
     assert numbers(folder / "out") == numbers(whole)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.sweep)])
 def test_a_stop_waits_for_the_step_under_way(folder: Path, whole: Path, number: signal.Signals) -> None:
     words = (STALE, "pipeline.devices=[cpu,cpu]")
     running = launch(folder, "finetune", "recipe.yaml", *words, environment={"ROUNDPIPE_FAULT": "work:slow=0.02"})
