@@ -61,11 +61,12 @@ def test_first_by_recomputing_layer_by_layer_without_changing_a_bit(folder: Path
 
 
 @pytest.mark.parametrize("staleness", ["0", "1"])
-def test_then_by_dividing_the_microbatches(folder: Path, staleness: str) -> None:
+def test_then_by_dividing_the_microbatches(folder: Path, whole: Path, staleness: str) -> None:
     """Twice too much: 4 rows become 2, then 1; rows, loss and curve stay, and the run resumes as it was."""
     pipeline = f"pipeline.optimizer_staleness={staleness}"
-    finetune(folder, pipeline, "output_dir=plain").expect(0)
-    expected = [row["loss"] for row in metrics(folder / "plain")]
+    if staleness == "1":
+        finetune(folder, pipeline, "output_dir=plain").expect(0)
+    expected = [row["loss"] for row in metrics(whole / "out" if staleness == "0" else folder / "plain")]
     twice = {"ROUNDPIPE_FAULT": f"{OUT_OF_MEMORY},compute:raise=MemoryError:step=4:nth=2"}
     adapt = ["on_oom=adapt", "pipeline.recompute=layer", pipeline]
     done = finetune(folder, *adapt, environment=twice).expect(0)
