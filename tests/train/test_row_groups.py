@@ -56,7 +56,7 @@ def one_by_one(tmp_path_factory: pytest.TempPathFactory, model: Path) -> tuple[l
     return trained(folder)
 
 
-@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.sweep), 8])
 def test_rows_of_like_length_meet_and_the_loss_stays(
     tmp_path: Path, model: Path, one_by_one: tuple[list[float], list[list[int]]], size: int
 ) -> None:
@@ -66,35 +66,44 @@ def test_rows_of_like_length_meet_and_the_loss_stays(
     assert losses == pytest.approx(one_by_one[0], rel=TOLERANCE)
 
 
-@pytest.mark.parametrize("tokens, packing", [(128, False), (300, False), (512, False), (256, True), (1024, True)])
+PACKED = {"packing": True, "micro_batch_size": 1, "gradient_accumulation_steps": 4}
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory, model: Path) -> tuple[list[float], list[list[int]]]:
+    """One packed row in a microbatch."""
+    return trained(workspace(tmp_path_factory.mktemp("packed"), model, **PACKED))
+
+
+@pytest.mark.parametrize("tokens", [128, 300, pytest.param(512, marks=pytest.mark.sweep)])
 def test_microbatches_filled_by_tokens_keep_rows_and_loss(
-    tmp_path: Path, model: Path, one_by_one: tuple[list[float], list[list[int]]], tokens: int, packing: bool
+    tmp_path: Path, model: Path, one_by_one: tuple[list[float], list[list[int]]], tokens: int
 ) -> None:
     shape = {"micro_batch_size": 1, "gradient_accumulation_steps": STEP_ROWS}
-    if packing:
-        shape["gradient_accumulation_steps"] = 4
-        one_by_one = trained(workspace(tmp_path / "one", model, packing=True, **shape))
-    folder = workspace(tmp_path / "work", model, packing=packing, micro_batch_tokens=tokens, **shape)
-    losses, rows = trained(folder)
+    losses, rows = trained(workspace(tmp_path, model, micro_batch_tokens=tokens, **shape))
     assert rows == one_by_one[1], "the rows of each step are those that they were"
     assert losses == pytest.approx(one_by_one[0], rel=TOLERANCE)
 
 
+@pytest.mark.parametrize("tokens", [256, 1024])
+def test_microbatches_filled_by_packed_rows_keep_rows_and_loss(
+    tmp_path: Path, model: Path, packed: tuple[list[float], list[list[int]]], tokens: int
+) -> None:
+    losses, rows = trained(workspace(tmp_path, model, micro_batch_tokens=tokens, **PACKED))
+    assert rows == packed[1], "the rows of each step are those that they were"
+    assert losses == pytest.approx(packed[0], rel=TOLERANCE)
+
+
 def test_bits_do_not_depend_on_workers_stages_or_an_interruption(tmp_path: Path, model: Path) -> None:
-    """Steps have 2 to 4 microbatches here."""
+    """Steps have 2 to 4 microbatches here. One worker; two up to a kill, then three."""
     shape = {"micro_batch_size": 1, "gradient_accumulation_steps": STEP_ROWS, "micro_batch_tokens": 256}
-    whole = workspace(tmp_path / "whole", model, pipeline__devices=["cpu"], val_set_size=3, **shape)
-    finetune(whole).expect(0)
-    expected = [row["loss_hex"] for row in metrics(whole / "out")]
-    for count in (2, 3):
-        folder = workspace(
-            tmp_path / str(count), model, pipeline__devices=["cpu"] * count, val_set_size=3, max_steps=3, **shape
-        )
-        finetune(folder).expect(0)
-        finetune(folder, "--resume", "max_steps=5").expect(0)
-        rows = [row["loss_hex"] for row in metrics(folder / "out")]
-        assert rows[:3] == expected[:3] and len(rows) == 5
-    evaluations = [(tmp_path / name / "out" / "eval.jsonl").read_text().splitlines()[-1] for name in ("2", "3")]
+    folder = workspace(tmp_path / "work", model, val_set_size=3, **shape)
+    finetune(folder, "pipeline.devices=[cpu]", "output_dir=whole").expect(0)
+    assert finetune(folder, environment={"ROUNDPIPE_FAULT": "optimizer:kill:step=3"}).code < 0
+    finetune(folder, "--resume", "pipeline.devices=[cpu,cpu,cpu]").expect(0)
+    found, expected = ([row["loss_hex"] for row in metrics(folder / name)] for name in ("out", "whole"))
+    assert found == expected and len(found) == 6
+    evaluations = [(folder / name / "eval.jsonl").read_text().splitlines()[-1] for name in ("out", "whole")]
     assert json.loads(evaluations[0])["loss_hex"] == json.loads(evaluations[1])["loss_hex"]
 
 
@@ -130,16 +139,16 @@ def test_pairs_are_filled_by_both_answers(tmp_path: Path, model: Path) -> None:
     assert losses[2] == pytest.approx(losses[0], rel=TOLERANCE)
 
 
-def test_a_device_that_runs_out_of_memory_gets_smaller_microbatches(tmp_path: Path, model: Path) -> None:
+def test_a_device_that_runs_out_of_memory_gets_smaller_microbatches(
+    tmp_path: Path, model: Path, one_by_one: tuple[list[float], list[list[int]]]
+) -> None:
     shape = {"micro_batch_size": 1, "gradient_accumulation_steps": STEP_ROWS, "micro_batch_tokens": 512}
-    whole = workspace(tmp_path / "whole", model, **shape)
-    finetune(whole).expect(0)
     folder = workspace(tmp_path / "adapts", model, **shape)
     twice = ",".join(f"compute:raise=MemoryError:step=1:nth={count}" for count in (1, 2))
     done = finetune(folder, "on_oom=adapt", environment={"ROUNDPIPE_FAULT": twice}).expect(0)
     assert "write micro_batch_tokens: 256, pipeline.recompute: layer" in done.err
-    adapted, plain = ([row["loss"] for row in metrics(one / "out")] for one in (folder, whole))
-    assert adapted == pytest.approx(plain, rel=TOLERANCE)
+    adapted = [row["loss"] for row in metrics(folder / "out")]
+    assert adapted == pytest.approx(one_by_one[0], rel=TOLERANCE)
     for out in (folder / "out" / "step-00000006", folder / "out" / "report.json"):
         remove(out)
     advised = ["micro_batch_tokens=256", "pipeline.recompute=layer"]
