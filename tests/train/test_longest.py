@@ -39,7 +39,7 @@ def test_the_longest_rows_come_first() -> None:
 )
 def test_a_run_is_the_same_to_the_bit(tmp_path: Path, model: Path, words: tuple[str, ...]) -> None:
     """Dropout is on, and a layer is updated early where nothing needs the norm."""
-    folder = make_workspace(tmp_path / "work", model)
+    folder = make_workspace(tmp_path / "work", model, num_train_epochs=1)
     plain = finetune(folder, *words, "output_dir=plain", "--no-dashboard").expect(0)
     done = finetune(folder, *words, "check_longest_rows=true", "--no-dashboard").expect(0)
     assert "longest rows" not in plain.err
