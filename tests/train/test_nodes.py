@@ -73,11 +73,22 @@ def rows_of(path: Path) -> list[object]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.mark.parametrize("count", [2, 4])
-def test_several_processes_give_the_numbers_of_one(workspace: Path, count: int) -> None:
+def shared_by(workspace: Path, count: int) -> list[Outcome]:
+    """The workspace's run by `count` processes, which log their rows, into `shared{count}`."""
     logs = {f"p{rank}": {"ROUNDPIPE_ROW_LOG": str(workspace / f"rows-{count}-{rank}")} for rank in range(count)}
     outcomes = train(workspace, count, f"output_dir=shared{count}", **logs)
     assert [outcome.code for outcome in outcomes] == [0] * count, outcomes
+    return outcomes
+
+
+@pytest.fixture(scope="module")
+def by_two(workspace: Path) -> list[Outcome]:
+    return shared_by(workspace, 2)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_several_processes_give_the_numbers_of_one(workspace: Path, by_two: list[Outcome], count: int) -> None:
+    outcomes = by_two if count == 2 else shared_by(workspace, count)
     alone, shared = metrics(workspace / "out"), metrics(workspace / f"shared{count}")
     assert [row["loss"] for row in shared] == pytest.approx([row["loss"] for row in alone], rel=1e-6)
     assert [row["grad_norm"] for row in shared] == pytest.approx([row["grad_norm"] for row in alone], rel=1e-5)
@@ -89,7 +100,7 @@ def test_several_processes_give_the_numbers_of_one(workspace: Path, count: int) 
     assert {path.name for path in (workspace / f"shared{count}").iterdir()} == names, "and only it writes"
 
 
-@pytest.mark.parametrize("tokens", [128, "auto"])
+@pytest.mark.parametrize("tokens", [pytest.param(128, marks=pytest.mark.sweep), "auto"])
 def test_microbatches_filled_by_tokens_are_shared(workspace: Path, tokens: int | str) -> None:
     """Rows are short, so that a step has fewer microbatches than full rows would make."""
     words = (f"micro_batch_tokens={tokens}", "lora.dropout=0", "max_steps=4")
@@ -125,18 +136,33 @@ def tensors_of(folder: Path) -> dict[str, bytes]:
 STALE = ("dtype=bfloat16", "pipeline.optimizer_staleness=1")
 
 
-@pytest.mark.parametrize(("count", "words"), [(2, STALE), (3, ())])
-def test_a_shared_out_optimizer_gives_the_same_bits(workspace: Path, count: int, words: tuple[str, ...]) -> None:
-    """With its checkpoints, which the first process writes whole, and the result."""
-    whole, folder = workspace / f"whole{count}", workspace / f"sharded{count}"
-    assert [outcome.code for outcome in train(workspace, count, *FULL, *words, f"output_dir={whole}")] == [0] * count
-    outcomes = train(workspace, count, *FULL, *words, "nodes.shard_optimizer=true", f"output_dir={folder}")
-    assert [outcome.code for outcome in outcomes] == [0] * count, outcomes
+@pytest.fixture(scope="module")
+def sharded(workspace: Path) -> tuple[Path, list[Outcome]]:
+    """Full fine-tuning in bfloat16 with staleness 1, by three processes with a shared-out optimizer."""
+    outcomes = train(workspace, 3, *FULL, *STALE, "nodes.shard_optimizer=true", "output_dir=sharded3")
+    return workspace / "sharded3", outcomes
+
+
+def assert_shared_out(outcomes: list[Outcome], folder: Path, whole: Path) -> None:
+    """The same bits as `whole`, with its checkpoints, which the first process writes whole, and the result."""
+    assert [outcome.code for outcome in outcomes] == [0] * len(outcomes), outcomes
     assert "shared out over" in outcomes[0].err
     assert numbers(folder) == numbers(whole)
     for step in ("step-00000004", "step-00000006", "."):
         files = tensors_of(folder / step)
         assert files and files == tensors_of(whole / step)
+
+
+def test_a_shared_out_optimizer_gives_the_same_bits(trained: Path) -> None:
+    outcomes = train(trained, 2, *FULL, "nodes.shard_optimizer=true", "output_dir=sharded2")
+    assert_shared_out(outcomes, trained / "sharded2", trained / "full2")
+
+
+def test_a_shared_out_optimizer_behind_by_a_step_gives_the_same_bits(
+    workspace: Path, sharded: tuple[Path, list[Outcome]]
+) -> None:
+    assert [outcome.code for outcome in train(workspace, 3, *FULL, *STALE, "output_dir=whole3")] == [0] * 3
+    assert_shared_out(sharded[1], sharded[0], workspace / "whole3")
 
 
 def test_every_machine_keeps_its_share() -> None:
@@ -151,12 +177,12 @@ def test_every_machine_keeps_its_share() -> None:
     assert max(kept) < 0.36 * sum(kept)
 
 
-@pytest.mark.parametrize("count", [1, 3])
-def test_a_shared_out_run_resumes_on_another_number_of_machines(workspace: Path, count: int) -> None:
-    """From a checkpoint of two in bfloat16 with staleness 1: masters, moments and two versions of the weights."""
-    whole = workspace / "sharded2"
-    if not whole.exists():
-        train(workspace, 2, *FULL, *STALE, "nodes.shard_optimizer=true", f"output_dir={whole}")
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_shared_out_run_resumes_on_another_number_of_machines(
+    workspace: Path, sharded: tuple[Path, list[Outcome]], count: int
+) -> None:
+    """From a checkpoint of three in bfloat16 with staleness 1: masters, moments and two versions of the weights."""
+    whole, _ = sharded
     folder = workspace / f"resumed{count}"
     shutil.copytree(whole, folder, ignore=shutil.ignore_patterns("report.*", "model*", "step-00000006"))
     words = (*FULL, *STALE, "nodes.shard_optimizer=true", f"output_dir={folder}", "--resume")
@@ -167,16 +193,20 @@ def test_a_shared_out_run_resumes_on_another_number_of_machines(workspace: Path,
     assert tensors_of(folder / "step-00000006").keys() == tensors_of(whole / "step-00000006").keys()
 
 
-def test_a_killed_process_ends_the_run_which_resumes(workspace: Path) -> None:
-    folder = workspace.parent / "killed"
-    shutil.copytree(workspace, folder, ignore=shutil.ignore_patterns("out", "shared*"))
+def copy_of(workspace: Path, name: str) -> Path:
+    """Recipe, rows and model alone."""
+    ignored = shutil.ignore_patterns("out", "shared*", "sharded*", "whole*", "full*", "one-*", "two-*", "resumed*")
+    return Path(shutil.copytree(workspace, workspace.parent / name, ignore=ignored))
+
+
+def test_a_killed_process_ends_the_run_which_resumes(workspace: Path, by_two: list[Outcome]) -> None:
+    folder = copy_of(workspace, "killed")
     first, second = train(folder, 2, p1={"ROUNDPIPE_FAULT": "compute:kill:step=3"})
     assert second.code == -signal.SIGKILL
     first.expect(1)
     assert first.err.count("error:") == 1 and "another process of this run ended" in first.err
     assert [outcome.code for outcome in train(folder, 2, "--resume")] == [0, 0]
-    train(folder, 2, "output_dir=whole")
-    assert numbers(folder / "out") == numbers(folder / "whole"), "to the bit"
+    assert numbers(folder / "out") == numbers(workspace / "shared2"), "to the bit"
 
 
 @pytest.mark.sweep
@@ -192,8 +222,7 @@ def test_the_benchmark_runs() -> None:
 
 
 def test_a_signal_to_one_stops_all_with_a_checkpoint(workspace: Path) -> None:
-    folder = workspace.parent / "stopped"
-    shutil.copytree(workspace, folder, ignore=shutil.ignore_patterns("out", "shared*"))
+    folder = copy_of(workspace, "stopped")
     first, second = start(folder, 2, "num_train_epochs=40", p0={"ROUNDPIPE_FAULT": "compute:slow=0.01"})
     first.wait_for_steps(3)
     second.kill(signal.SIGTERM)
@@ -204,8 +233,7 @@ def test_a_signal_to_one_stops_all_with_a_checkpoint(workspace: Path) -> None:
 
 
 def test_processes_that_do_not_train_the_same_are_refused(workspace: Path) -> None:
-    folder = workspace.parent / "other"
-    shutil.copytree(workspace, folder, ignore=shutil.ignore_patterns("out", "shared*"))
+    folder = copy_of(workspace, "other")
     (folder / "rows.jsonl").rename(folder / "first.jsonl")
     changed = (folder / "first.jsonl").read_text().replace("is said", "was said", 1)
     (folder / "second.jsonl").write_text(changed)
