@@ -34,27 +34,27 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path, model: Path) -> Path:
-    return make_workspace(tmp_path / "work", model, num_train_epochs=3)
+    return make_workspace(tmp_path / "work", model)
 
 
 @pytest.mark.parametrize("words", [["dtype=bfloat16", "method=full"], ["dtype=float32"]])
 def test_stopped_killed_and_resumed_on_other_workers_gives_the_same_bits(folder: Path, words: list[str]) -> None:
     finetune(folder, STALE, *words, "output_dir=whole").expect(0)
     running = launch(
-        folder, "finetune", "recipe.yaml", STALE, *words, environment={"ROUNDPIPE_FAULT": "optimizer:slow=0.1"}
+        folder, "finetune", "recipe.yaml", STALE, *words, environment={"ROUNDPIPE_FAULT": "optimizer:slow=0.3"}
     )
-    running.wait_for_steps(3)
+    running.wait_for_steps(2)
     running.kill(signal.SIGTERM)
     stopped = running.finish().expect(143)
     assert "with a checkpoint" in stopped.err and "training waited" in stopped.err
     three = "pipeline.devices=[cpu,cpu,cpu]"
-    died = finetune(folder, STALE, *words, three, "--resume", environment={"ROUNDPIPE_FAULT": "optimizer:kill:step=7"})
+    died = finetune(folder, STALE, *words, three, "--resume", environment={"ROUNDPIPE_FAULT": "optimizer:kill:step=4"})
     assert died.code == -signal.SIGKILL
     finetune(folder, STALE, *words, "pipeline.devices=[cpu]", "--resume").expect(0)
     assert numbers(folder / "out") == numbers(folder / "whole")
     name = ADAPTER if "method=full" not in words else "model.safetensors"
     assert (folder / "out" / name).read_bytes() == (folder / "whole" / name).read_bytes()
-    first, second = (folder / place / "step-00000008" for place in ("out", "whole"))
+    first, second = (folder / place / "step-00000006" for place in ("out", "whole"))
     for file in ("masters", "moments", "weights"):
         mine, theirs = (load_file(path / f"{file}.safetensors") for path in (first, second))
         assert all(torch.equal(mine[key], theirs[key]) for key in theirs) and mine.keys() == theirs.keys()
@@ -68,15 +68,16 @@ def test_staleness_may_change_at_a_resume_and_it_says_what_that_means(folder: Pa
     running.wait_for_steps(2)
     running.kill(signal.SIGINT)
     running.finish().expect(130)
-    done = finetune(folder, STALE, "--resume", "num_train_epochs=4").expect(0)
+    done = finetune(folder, STALE, "--resume", "num_train_epochs=3").expect(0)
     assert "written without staleness: the next two steps compute with the same weights" in done.err
-    assert [row["step"] for row in metrics(folder / "out")] == list(range(1, 13))
+    assert [row["step"] for row in metrics(folder / "out")] == list(range(1, 10))
     assert json.loads((folder / "out" / "report.json").read_text())["skipped_steps"] == 0
 
 
 # --- host bytes -------------------------------------------------------------------------------------------------------
 
-NUM_PARAMETERS = 48 * 2**20
+MANY, FEWER = 48 * 2**20, 16 * 2**20
+"""Parameters: with two bytes each there have to be more, lest what else the process holds shows."""
 MEASURE = """
 import sys
 from pathlib import Path
@@ -109,18 +110,18 @@ with Updater(store, optimizer, num_threads=1) as updater:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "staleness", "method", "expected"),
+    ("dtype", "staleness", "method", "count", "expected"),
     [
-        pytest.param("bfloat16", 0, "full", 18, marks=pytest.mark.sweep),
-        ("bfloat16", 1, "full", 24),
-        pytest.param("float32", 0, "full", 16, marks=pytest.mark.sweep),
-        pytest.param("float32", 1, "full", 24, marks=pytest.mark.sweep),
-        ("bfloat16", 1, "frozen", 2.0),
+        pytest.param("bfloat16", 0, "full", MANY, 18, marks=pytest.mark.sweep),
+        ("bfloat16", 1, "full", FEWER, 24),
+        pytest.param("float32", 0, "full", MANY, 16, marks=pytest.mark.sweep),
+        pytest.param("float32", 1, "full", MANY, 24, marks=pytest.mark.sweep),
+        ("bfloat16", 1, "frozen", MANY, 2.0),
     ],
 )
-def test_host_bytes_per_parameter(dtype: str, staleness: int, method: str, expected: float) -> None:
+def test_host_bytes_per_parameter(dtype: str, staleness: int, method: str, count: int, expected: float) -> None:
     """What the process really holds after two updates, and what the store says of itself."""
-    words = [sys.executable, "-c", MEASURE, dtype, str(staleness), method, str(NUM_PARAMETERS)]
+    words = [sys.executable, "-c", MEASURE, dtype, str(staleness), method, str(count)]
     done = subprocess.run(
         words, cwd=REPOSITORY, env=child_environment(), capture_output=True, text=True, check=True, timeout=120
     )
