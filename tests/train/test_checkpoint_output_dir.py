@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import os
 import random
@@ -43,6 +44,7 @@ def _save(folder: Path, step: int, keep: int = 2) -> None:
 def _fork(work: Callable[[], None]) -> int:
     pid = os.fork()
     if pid == 0:
+        gc.disable()  # a collection would write to, and so copy, every page
         try:
             work()
         except BaseException:
@@ -190,7 +192,7 @@ def test_a_second_process_is_told_who_holds_the_folder(tmp_path: Path) -> None:
 
 
 def test_many_starts_at_once_have_one_winner(tmp_path: Path) -> None:
-    for trial in range(10):
+    for trial in range(6):
         folder = tmp_path / str(trial)
         go, done = folder.with_suffix(".go"), folder.with_suffix(".done")
 
@@ -218,14 +220,14 @@ def test_many_starts_at_once_have_one_winner(tmp_path: Path) -> None:
 
 
 def test_sigkill_at_random_points_of_a_save(tmp_path: Path) -> None:
-    """After each of 60 kills: start, clean up, load; what loads is whole, and no older than what was known saved."""
+    """After each of 24 kills: start, clean up, load; what loads is whole, and no older than what was known saved."""
     draw = random.Random(2)
     folder, progress = tmp_path / "out", tmp_path / "progress"
     with OutputDir(folder):
         _save(folder, 1)
     known, num_half = 1, 0
 
-    for _ in range(60):
+    for _ in range(24):
         first = known + 1
 
         def run(first: int = first) -> None:
@@ -253,7 +255,7 @@ def test_sigkill_at_random_points_of_a_save(tmp_path: Path) -> None:
                     assert torch.equal(tensor, torch.full((_NUM_ELEMENTS,), float(loaded.step)))
             assert len(list_checkpoints(folder)) >= min(2, loaded.step)
             known = loaded.step
-    assert num_half >= 10, f"only {num_half} of 60 kills fell inside a save"
+    assert num_half >= 4, f"only {num_half} of 24 kills fell inside a save"
 
 
 @pytest.mark.parametrize("nth", range(1, 7))

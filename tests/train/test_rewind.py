@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -83,6 +84,7 @@ def killed_at(nth: int, folder: Path, step: int, num_steps: int) -> bool:
     """Rewind in a child that dies instead of its `nth` call that changes the disk; whether it got that far."""
     pid = os.fork()
     if pid == 0:
+        gc.disable()  # a collection would write to, and so copy, every page
         count = 0
 
         def dying(call: str) -> Any:
