@@ -22,11 +22,19 @@ TERMS = 16
 """Products that a tensor core adds up at once; their sum is then added to the narrow one."""
 
 
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`narrow`, and `wide`, whose sums are of hundreds of products."""
+    folder = tmp_path_factory.mktemp("models")
+    make_model(folder / "narrow", num_hidden_layers=2)
+    make_model(folder / "wide", num_hidden_layers=2, hidden_size=256, intermediate_size=512)
+    return folder
+
+
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, models: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("ROUNDPIPE_CACHE", str(tmp_path / "cache"))
-    model = make_model(tmp_path / "model", num_hidden_layers=2, hidden_size=256, intermediate_size=512)
-    work = make_workspace(tmp_path / "work", model, num_train_epochs=2, method="full", learning_rate=1e-3)
+    work = make_workspace(tmp_path / "work", models / "narrow", method="full", learning_rate=1e-3)
     monkeypatch.chdir(work)
     return work
 
@@ -62,17 +70,18 @@ def narrow_products() -> Iterator[None]:
         library._destroy()
 
 
-def test_a_run_with_narrow_sums_learns_as_one_with_wide_ones() -> None:
+def test_a_run_with_narrow_sums_learns_as_one_with_wide_ones(models: Path) -> None:
     """The losses lie beside each other, a few parts in ten thousand apart; float32's are as near."""
+    wide_model = f"model={models / 'wide'}"
     torch.manual_seed(0)
     a, b = torch.randn(64, 512).half(), torch.randn(512, 64).half()
     exact = a.double() @ b.double()
     wide_error = float((torch.mm(a, b).double() - exact).abs().max())
     with narrow_products():
         assert float((torch.mm(a, b).double() - exact).abs().max()) > 2 * wide_error, "the sums are not narrow"
-        narrow = losses(finetune(*NARROW, ON_CPU, "output_dir=narrow"))
-    wide = losses(finetune("dtype=float16", ON_CPU, "output_dir=wide"))
-    exact_losses = losses(finetune("dtype=float32", ON_CPU, "output_dir=float32"))
+        narrow = losses(finetune(*NARROW, wide_model, ON_CPU, "output_dir=narrow"))
+    wide = losses(finetune("dtype=float16", wide_model, ON_CPU, "output_dir=wide"))
+    exact_losses = losses(finetune("dtype=float32", wide_model, ON_CPU, "output_dir=float32"))
     apart = [max(abs(x - y) for x, y in zip(one, exact_losses, strict=True)) for one in (narrow, wide)]
     print(json.dumps({"narrow": narrow, "wide": wide, "float32": exact_losses, "apart": apart}))
     assert narrow != wide and all(math.isfinite(loss) for loss in narrow)
