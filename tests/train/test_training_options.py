@@ -463,6 +463,7 @@ def updates(store: Any, optimizer: HostOptimizer, steps: range) -> None:
         optimizer.step(1e-3, 0.5, step)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("staleness", [0, 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", sorted(RULES))
