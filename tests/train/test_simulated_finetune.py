@@ -228,8 +228,10 @@ def test_bench_compares_schedules(folder: Path, words: tuple[str, ...], kept: st
 
 def test_microbatches_filled_by_tokens(folder: Path) -> None:
     """Their number varies from step to step; so do their rows."""
-    words = ("micro_batch_size=1", "gradient_accumulation_steps=8", "packing=auto", "num_train_epochs=2")
-    words = (*words, "dtype=float32")
+    words = (
+        *("micro_batch_size=1", "gradient_accumulation_steps=8", "packing=auto", "num_train_epochs=2"),
+        "dtype=float32",
+    )
     chosen, given = "micro_batch_tokens=auto", "micro_batch_tokens=128"
     two = finetune(*words, chosen, ON_CARDS, "output_dir=two")
     assert "micro_batch_tokens (auto): 128" in notices(two)
