@@ -37,7 +37,7 @@ INPUTS_SHARE = 0.05
 """Share of the free host memory for inputs of layers that are kept only so that a recompute can leave more out."""
 PINNED_RING_BYTES = 8 * CHUNK_BYTES
 """Page-locked staging chunks per device and direction."""
-INTERPRETER_BYTES = 460 * MIB
+INTERPRETER_BYTES = 418 * MIB
 """Python, torch, PEFT, a tokenizer and the libraries' pages of one process: measured with a tiny model."""
 TOKEN_BYTES = 700
 """A token of a tokenizer takes so many: 35 MB measured with 49,152 of them."""
