@@ -10,7 +10,7 @@ from roundpipe_cli.planning.predict import make_plan
 from roundpipe_cli.recipe.load import load_recipe
 
 
-@pytest.mark.parametrize("machine", ["4x4090", "2x3090"])
+@pytest.mark.parametrize("machine", ["4x4090", pytest.param("2x3090", marks=pytest.mark.sweep)])
 def test_more_host_memory_never_makes_a_step_slower(tmp_path: Path, machine: str) -> None:
     """Where weights come from disk the search chose cuts that upload more: with 14 GiB 8 % slower than with 12."""
     recipe = tmp_path / "recipe.yaml"
