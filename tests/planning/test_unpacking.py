@@ -140,7 +140,7 @@ def planned(architecture: Architecture, settings: TrainingSettings, cut: StageCu
     return sum(busy_s(timeline)), need.total_bytes
 
 
-@pytest.mark.parametrize("recompute", ["stage", "layer"])
+@pytest.mark.parametrize("recompute", ["stage", pytest.param("layer", marks=pytest.mark.sweep)])
 def test_an_engine_unpacks_as_often_and_holds_as_much_as_is_counted(
     recompute: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,7 +45,7 @@ def run_with_log(folder: Path, *words: str, **environment: str) -> Any:
     )
 
 
-@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("packing", [False, pytest.param(True, marks=pytest.mark.sweep)])  # torture's chains pack rows
 def test_stopped_runs_repeat_no_row_and_lose_none(tmp_path: Path, model: Path, packing: bool) -> None:
     """Stopped at random moments of two of three epochs: the concatenated rows are those of one run."""
     whole = workspace(tmp_path / "whole", model, packing=packing)

@@ -91,6 +91,7 @@ def assert_same_run(folder: Path, whole: Path) -> None:
 # --- killed ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep  # the suite kills a run three times in tests/reliability/test_reliability.py too
 def test_killed_three_times_at_random_moments(folder: Path, whole: Path) -> None:
     """SIGKILL at start-up, between steps and inside saves; each time the command goes on where the last save was."""
     moments = random.Random(20260)

@@ -195,7 +195,11 @@ def test_weights_unpacked_once_in_a_visit(folder: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(
     ("words", "kept"),
-    [((), "each microbatch on one"), (("pipeline.weight_cache=1000000",), ""), (("method=full",), "")],
+    [
+        ((), "each microbatch on one"),
+        (("pipeline.weight_cache=1000000",), ""),
+        pytest.param(("method=full",), "", marks=pytest.mark.sweep),
+    ],
     ids=["auto", "fixed", "none"],
 )
 def test_bench_compares_schedules(folder: Path, words: tuple[str, ...], kept: str) -> None:
