@@ -12,7 +12,7 @@ from roundpipe_cli.planning.answers import number
 from roundpipe_cli.planning.compare import SimulationCase, StageCut, costs_per_microbatch
 from roundpipe_cli.planning.forward import forward_stages
 from roundpipe_cli.planning.question import PlanRequest
-from roundpipe_cli.schedule.builders import SCORED_PER_WORKER, build_forward, build_schedule
+from roundpipe_cli.schedule.builders import SCORED_PER_WORKER, build_forward, build_schedule, place_on
 from roundpipe_cli.schedule.dealing import Rounds, options_of
 from roundpipe_cli.schedule.lower import lower
 from roundpipe_cli.schedule.operations import WEIGHT_GRADIENT, WEIGHTS, Program
@@ -79,7 +79,7 @@ def overlaps_steps(question: PlanRequest) -> bool:
 
 def simulate_step(question: PlanRequest, cut: StageCut) -> SimulatedStep:
     """One optimizer step. Beyond `MAX_SIMULATED_MICROBATCHES` the time grows by what two more rounds cost."""
-    wanted, costs = question.settings.num_microbatches, _costs_of_workers(question, cut)
+    wanted, costs = question.settings.num_microbatches, step_costs(question, cut)
     rounds, full = _rounds(question, cut), _num_simulated(question, cut)
     program = _program(question, cut, full, num_steps=1)
     one = simulated_ends(program, costs)
@@ -102,7 +102,7 @@ def simulate_step(question: PlanRequest, cut: StageCut) -> SimulatedStep:
 def timeline_of_step(question: PlanRequest, cut: StageCut) -> Timeline:
     """The timeline of one step, of at most `MAX_SIMULATED_MICROBATCHES` microbatches."""
     program = _program(question, cut, _num_simulated(question, cut), num_steps=1)
-    return simulate_program(program, _costs_of_workers(question, cut))
+    return simulate_program(program, step_costs(question, cut))
 
 
 def _rounds(question: PlanRequest, cut: StageCut) -> int:
@@ -153,18 +153,11 @@ def step_costs(question: PlanRequest, cut: StageCut) -> CostModel:
     return with_cached_weights(costs, settings.weight_cache_bytes, settings.dtype_bytes)
 
 
-def _costs_of_workers(question: PlanRequest, cut: StageCut) -> CostModel:
-    """`step_costs`, with the speeds of those workers that get stages."""
-    costs = step_costs(question, cut)
-    if costs.worker_speed is None or not cut.workers:
-        return costs
-    return replace(costs, worker_speed=tuple(costs.worker_speed[worker] for worker in cut.workers))
-
-
 def _program(question: PlanRequest, cut: StageCut, num_microbatches: int, *, num_steps: int) -> Program:
-    """The lowered steps, to be simulated with `_costs_of_workers`."""
-    costs, staleness = _costs_of_workers(question, cut), question.settings.staleness
+    """The lowered steps on all workers, also those that the cut leaves idle; to be simulated with `step_costs`."""
+    costs, staleness = step_costs(question, cut), question.settings.staleness
     workers = cut.workers or tuple(range(question.num_workers))
+    own_speeds = None if costs.worker_speed is None else tuple(costs.worker_speed[worker] for worker in workers)
     pipeline = question.loaded.recipe.pipeline
     options = cut.dealing or options_of(pipeline.head_workers, pipeline.dispatch)
     schedule = build_schedule(
@@ -180,9 +173,9 @@ def _program(question: PlanRequest, cut: StageCut, num_microbatches: int, *, num
             options=options,
             sequence_chunks=question.settings.sequence_chunks,
         ),
-        costs=costs,
+        costs=replace(costs, worker_speed=own_speeds),
     )
-    return lower(schedule, costs, staleness=staleness)
+    return lower(place_on(schedule, workers, question.num_workers), costs, staleness=staleness)
 
 
 def _link_bytes(program: Program) -> list[int]:

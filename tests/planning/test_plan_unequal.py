@@ -71,6 +71,17 @@ def test_a_slower_card_takes_proportionally_less(loaded: LoadedRecipe) -> None:
     assert answer.step_s <= alone.step_s * 1.001
 
 
+def test_a_card_that_would_hold_the_others_up_is_said_to_be_idle() -> None:
+    """`plan -v` ended in an error: the simulated step knew only the cards that get stages."""
+    answer = make_plan(load_recipe("qwen3-8b", []), "2x4090+3060")
+    assert answer.cut.workers == (0, 1) and answer.timeline.num_workers == 3
+    *others, idle = busy_s(answer.timeline)
+    assert idle == 0 < min(others)
+    text = "\n".join(plan_text(answer, None))
+    assert "1 x rtx-3060: speed 0.20, stays idle: faster so" in text
+    assert answer.bubble_ratio > 1 / 3, "it counts"
+
+
 def test_cards_that_hold_no_stage_are_left_out(loaded: LoadedRecipe) -> None:
     machine = "3090+2xcustom:memory_gib=2:acc32_tflops=70+3090"
     answer = make_plan(loaded, machine)
