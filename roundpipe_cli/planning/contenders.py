@@ -14,7 +14,6 @@ from roundpipe_cli.planning.counting import Build
 from roundpipe_cli.planning.predict import decide, stage_case
 from roundpipe_cli.planning.question import PlanRequest, ask
 from roundpipe_cli.planning.unequal import with_cards_of
-from roundpipe_cli.recipe.load import LoadedRecipe
 from roundpipe_cli.recipe.schema import Recipe
 
 
@@ -43,12 +42,15 @@ def contenders(
         own: the recipe as it stands, on the devices to use.
         hardware, build, answers: as of `make_plan`.
     """
-    recipes = [_loaded_with(own.loaded, name) for name in names]
     least_bytes = min(device.memory_bytes for device in own.hardware.devices)
-    questions = [
-        own if one is own.loaded else with_cards_of(ask(one, hardware, build=build), least_bytes) for one in recipes
-    ]
-    return [_contender(question, name, answers) for question, name in zip(questions, names, strict=True)]
+
+    def question(name: ScheduleName) -> PlanRequest:
+        if name == own.loaded.recipe.pipeline.schedule:
+            return own
+        loaded = replace(own.loaded, recipe=with_schedule(own.loaded.recipe, name))
+        return with_cards_of(ask(loaded, hardware, build=build), least_bytes)
+
+    return [_contender(asked, name, answers) for name, asked in [(name, question(name)) for name in names]]
 
 
 def _contender(question: PlanRequest, name: ScheduleName, answers: Answers | None) -> Contender:
@@ -58,14 +60,6 @@ def _contender(question: PlanRequest, name: ScheduleName, answers: Answers | Non
         costs = with_cached_weights(costs, settings.weight_cache_bytes, settings.dtype_bytes)
     case = replace(stage_case(question), costs=costs, staleness=1 if settings.staleness else 0)
     return Contender(name, cut, case, verdict.short_reasons)
-
-
-def _loaded_with(loaded: LoadedRecipe, name: ScheduleName) -> LoadedRecipe:
-    return (
-        loaded
-        if name == loaded.recipe.pipeline.schedule
-        else replace(loaded, recipe=with_schedule(loaded.recipe, name))
-    )
 
 
 def with_schedule(recipe: Recipe, name: ScheduleName) -> Recipe:

@@ -53,15 +53,14 @@ class KeptWeights:
     @property
     def words(self) -> str:
         """For a notice."""
-        whole = format_bytes(sum(layer.param_bytes for layer in self.costs.layers))
         if self.cut is not None:
             text = f"weight cache (auto): all {format_bytes(self.num_bytes)} of weights stay on each GPU"
             if self.was_unpacked:
                 text += " (unpacked for each microbatch and pass)"
             return f"{text}, and each microbatch on one"
-        is_all = self.num_bytes >= sum(layer.param_bytes for layer in self.costs.layers)
-        kept = "all" if is_all else format_bytes(self.num_bytes)
-        return f"weight cache (auto): {kept} of {whole} of weights stay on each GPU"
+        whole = sum(layer.param_bytes for layer in self.costs.layers)
+        kept = "all" if self.num_bytes >= whole else format_bytes(self.num_bytes)
+        return f"weight cache (auto): {kept} of {format_bytes(whole)} of weights stay on each GPU"
 
 
 def weights_to_keep(

@@ -14,7 +14,7 @@ from roundpipe_cli.engine.step import Microbatch, StepResult
 from roundpipe_cli.errors import InternalError
 from roundpipe_cli.events import Notice, Say, StepFinished, Tell, run_clock
 from roundpipe_cli.planning.adaptive import PROFILE_STEPS
-from roundpipe_cli.planning.choose import choose, given_cut
+from roundpipe_cli.planning.choose import case_for, choose, given_cut
 from roundpipe_cli.planning.compare import Result, SimulationCase, StageCut, run
 from roundpipe_cli.planning.contenders import with_schedule
 from roundpipe_cli.planning.profile import measured_costs, measured_speeds, profile_schedule
@@ -113,10 +113,10 @@ def compare_for_real(
         tell(replace(run_started(setup, clock(), 0, num_steps), goal="speed"))
         teller = _Teller(tell, clock, num_steps, num_tokens)
         say(f"profiling: {PROFILE_STEPS} steps with one layer a stage")
-        costs = profile(engine, setup, microbatches, teller)
-        measured = [_planned(setup, name, costs, len(microbatches)) for name in names]
-        for entry in measured:
-            entry.num_tokens = num_tokens
+        planner = make_planner(setup)
+        costs = profile(engine, setup, microbatches, planner.rough, teller)
+        case = planner.case(len(microbatches) * setup.recipe.pipeline.num_chunks, costs=costs)
+        measured = [_planned(setup, name, case, num_tokens) for name in names]
         keeper = _Keeper(setup, engine)
         for repetition in range(repetitions + 1):
             for entry in measured:
@@ -143,13 +143,17 @@ def compare_for_real(
     return Comparison(costs, setup.devices, len(microbatches), tuple(measured))
 
 
-def _planned(setup: Setup, name: ScheduleName, costs: CostModel, num_microbatches: int) -> Measured:
-    """A schedule with the stages that a run of the recipe with it would have, simulated."""
-    recipe = with_schedule(setup.recipe, name)
-    planner = make_planner(replace(setup, recipe=recipe))
-    case = planner.case(num_microbatches * recipe.pipeline.num_chunks, costs=costs)
+def _planned(setup: Setup, name: ScheduleName, own: SimulationCase, num_tokens: int) -> Measured:
+    """A schedule with the stages that a run of the recipe with it would have, simulated.
+
+    Args:
+        own: the case of the recipe's own schedule.
+    """
+    recipe, counts = with_schedule(setup.recipe, name), (own.num_workers, own.num_microbatches)
+    stays = setup.devices[0] == "cpu" and recipe.may_hold_all_weights and own.num_workers > 1
+    case = case_for(recipe.pipeline, own.costs, counts, own.limits, weights_stay=stays)
     cut = given_cut(recipe.pipeline, case.num_workers) or choose(name, case, effort="quick")
-    return Measured(name, run(name, cut, case), cut, case)
+    return Measured(name, run(name, cut, case), cut, case, num_tokens=num_tokens)
 
 
 class _Keeper:
@@ -223,18 +227,16 @@ class _Teller:
 
 
 def profile(
-    engine: Engine, setup: Setup, microbatches: Sequence[Microbatch], teller: _Teller | None = None
+    engine: Engine, setup: Setup, microbatches: Sequence[Microbatch], rough: CostModel, teller: _Teller
 ) -> CostModel:
-    """Costs of the layers, measured by steps with one layer a stage."""
+    """Costs of the layers, `rough` before, measured by steps with one layer a stage."""
     chunks = setup.recipe.pipeline.num_chunks
     schedule = profile_schedule(engine.num_layers, engine.num_workers, len(microbatches) * chunks, chunks)
     steps = []
     for _ in range(PROFILE_STEPS + 1):
         result = engine.run_step(microbatches, schedule, step=0)
         steps.append(result.timeline)
-        if teller is not None:
-            teller.ran(result)
-    rough = make_planner(setup).rough
+        teller.ran(result)
     speeds = measured_speeds(rough, steps[1:], engine.num_workers) if engine.num_workers > 1 else None
     return measured_costs(replace(rough, worker_speed=speeds), steps[1:])
 
