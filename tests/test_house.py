@@ -10,8 +10,8 @@ from pathlib import Path
 from tests.conftest import FORKING, LONGEST, SMOKE
 from tests.test_architecture import PACKAGE, ROOT, place, sources, tree_of
 
-MAX_LINES = 400
-MAX_PARAMETERS = 6
+MAX_LINES = 800
+MAX_PARAMETERS = 10
 SIGNATURES_OF_LIBRARIES = {
     *("forward", "_grouped_mm_kernel", "_grouped_outer_kernel"),  # torch.autograd.Function, Triton
     *("of", "_attention", "sink_attention"),  # torch's scaled_dot_product_attention, transformers' attention
