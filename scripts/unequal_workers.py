@@ -23,13 +23,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from roundpipe_cli import faults
 from roundpipe_cli.costs.cost import CostModel, LayerCost
-from roundpipe_cli.engine.dispatch.emulate import run_emulated
 from roundpipe_cli.engine.rough_costs import AssumedDevice, LayerSizes, rough_costs
 from roundpipe_cli.planning.adaptive import AdaptivePlanner
 from roundpipe_cli.planning.choose import choose
 from roundpipe_cli.planning.compare import SimulationCase, make_schedule
 from roundpipe_cli.recipe.sections import PipelineConfig
 from roundpipe_cli.schedule.timeline import busy_s
+from tests.support.emulated import run_emulated
 from tests.support.tiny import Rig, make_rig, random_microbatches
 
 MICROBATCHES, BLOCKS = 12, 6
