@@ -39,7 +39,7 @@ DISPATCHES = ("round_robin", "auto")
 def cpu_step_s(rig: Rig, num_workers: int, dispatch: str, repetitions: int) -> tuple[float, tuple[float, ...] | None]:
     """Median seconds of a step once the first ones have been looked at, and the speeds they showed."""
     layouts = rig.store.layouts
-    sizes = LayerSizes(layouts, [layout.num_bytes // 4 for layout in layouts], hidden_size=16)
+    sizes = LayerSizes(layouts, [layout.num_bytes // 4 for layout in layouts], boundary_columns=16)
     costs = rough_costs(sizes, AssumedDevice("cpu"), method="lora", tokens=4)
     planner = AdaptivePlanner(costs, num_workers, PipelineConfig(dispatch=dispatch))  # type: ignore[arg-type]
     microbatches = random_microbatches([(1, 4)] * MICROBATCHES)
