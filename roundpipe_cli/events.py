@@ -55,8 +55,8 @@ class RunStarted:
     first_step: int
     """Steps that an earlier part of the run has done; 0 for a new one."""
     goal: str = "loss"
-    """Content of the chart: `loss`, or `speed` where nothing is learnt (`bench --run`); `simulated` where nothing is
-    trained (`watch --demo`, `bench --costs F --run`), which every screen and picture says."""
+    """Content of the chart: `loss`, or `speed` where nothing is learnt (`bench --run`); `simulated` where nothing runs
+    (`watch --demo`), which every screen and picture says."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,21 +17,23 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 from dataclasses import replace
 from pathlib import Path
 
-from bench_emulated import compressed
-from simulated_gains import HUB_IDS, Column
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from roundpipe_cli.costs.cost import CostModel
 from roundpipe_cli.costs.shipped_models import shipped_architecture
-from roundpipe_cli.engine.dispatch.emulate import run_emulated
 from roundpipe_cli.planning.choose import chunk_cut
 from roundpipe_cli.planning.compare import SimulationCase, make_schedule
 from roundpipe_cli.schedule.dealing import Options
 from roundpipe_cli.schedule.simulate import simulate
 from roundpipe_cli.schedule.timeline import bubble_ratio, makespan_s
 from roundpipe_cli.schedule.validate import validate_schedule
+from scripts.bench_dispatcher import compressed
+from scripts.simulated_gains import HUB_IDS, Column
+from tests.support.emulated import run_emulated
 
 
 def row(name: str, costs: CostModel, args: argparse.Namespace, head_workers: int) -> str:

@@ -1,17 +1,13 @@
-"""The dispatcher against the simulator on 8 emulated workers, and priorities against first in, first out: two tables.
+"""A costs file's schedules, carried out by the engine's dispatcher on emulated devices: measured against simulated.
 
-    python scripts/bench_emulated.py tests/facts/published_schedules.json              # 20 minutes, mostly asleep
-    python scripts/bench_emulated.py FACTS --compress 4 --repetitions 1 --only links   # a minute
+    python scripts/bench_emulated.py --costs recipes/example_costs.json --workers 8 --microbatches 16 --json
+    python scripts/bench_emulated.py --costs FILE --workers 4 --microbatches 8 --schedule roundpipe --head-workers 4
 
-16 microbatches of 8192 tokens; layer times and hops are the published ones of an RTX 4090, bytes are estimated as in
-`simulated_gains.py`; updates take 1 ns of the host for each trained parameter. Every second is divided by `--compress`
-(and every link's rate multiplied), so that a run is shorter; what the host itself takes is not, so a run that is
-compressed too much shows in `late`: the time that a worker's streams lost because the host issued too late, of the
-worker that lost most, as a share of the makespan: of its compute stream, and of compute and both links added up.
-
-The first table says how long the engine's own threads, queues and events took for what the simulator predicts. The
-second has slow links: `exposed` is the time for which a worker's compute stood still and all it waited for was a
-transfer, summed over workers.
+The schedules and stages are those that `roundpipe bench --costs` simulates, and its flags mean the same here. More
+flags switch on options of roundpipe, which change its costs or how it deals out its stages; the other schedules stay as
+they are. `--json` prints the document of `bench` with what was measured in each result: `measured_makespan_s`,
+`measured_bubble_ratio`, `late_s` (the longest time that a worker lost because the host issued too late),
+`exposed_transfer_s` and, with `--steps`, `measured_step_s`. A run sleeps as long as its schedule takes.
 """
 
 from __future__ import annotations
@@ -21,124 +17,270 @@ import json
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from simulated_gains import HUB_IDS, MICROBATCHES, WORKERS, Column
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from roundpipe_cli.costs.cost import CostModel
-from roundpipe_cli.costs.shipped_models import shipped_architecture
-from roundpipe_cli.engine.dispatch.emulate import Emulated, run_emulated
+from rich.console import Console
+from rich.table import Table
+
+from roundpipe_cli.choices import BOUND_SCHEDULES
+from roundpipe_cli.cli.bench_options import CaseFlags, asked_cuts, case_of_costs
+from roundpipe_cli.cli.bench_results import bench_document
+from roundpipe_cli.cli.output import run_command, say
+from roundpipe_cli.costs.cost import CostModel, keep_activations, skip_projections
+from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.planning.choose import choose
-from roundpipe_cli.planning.compare import SimulationCase, make_schedule
-from roundpipe_cli.schedule.actions import Schedule
-from roundpipe_cli.schedule.simulate import simulate
-from roundpipe_cli.schedule.timeline import makespan_s
+from roundpipe_cli.planning.compare import Result, SimulationCase, StageCut, check_case, make_schedule, run
+from roundpipe_cli.schedule.dealing import Options
+from roundpipe_cli.units import format_seconds
+from tests.support.emulated import Emulated, run_emulated
 
-UPDATE_S = 1e-9
-"""Of the host, for each trained parameter."""
-SLOW_LINK_BYTES_PER_S = 3e9
-CASES = (("roundpipe", 0, 1), ("roundpipe", 1, 2), ("looped_bfs", 0, 1))
-"""(schedule, staleness, chained steps): at staleness 1 the second step overlaps the first one's updates."""
+Asked = tuple[str, StageCut, SimulationCase]
+"""(schedule, its stages, its case)."""
 
 
-def compressed(costs: CostModel, factor: float) -> CostModel:
-    """The same machine with a faster clock."""
-    layers = tuple(
-        replace(
-            layer,
-            forward_s=layer.forward_s / factor,
-            backward_s=layer.backward_s / factor,
-            optimizer_s=layer.grad_bytes / 4 * UPDATE_S / factor,
-        )
-        for layer in costs.layers
-    )
-    rate = costs.link_bytes_per_s * factor
-    return replace(costs, layers=layers, hop_s=costs.hop_s / factor, link_bytes_per_s=rate)
+@dataclass(frozen=True)
+class MeasuredSchedule:
+    """Medians over the repetitions."""
+
+    makespan_s: float
+    bubble_ratio: float
+    late_s: float
+    """Longest time that a worker waited for the host."""
+    exposed_transfer_s: float
+    step_s: float | None
+    """Time per step over the chained steps; None for a single step."""
 
 
-def late_share(runs: Sequence[Emulated]) -> str:
-    """Medians of the worst worker's: compute, and all streams together."""
-    compute, together = (
-        statistics.median(max(late) / run.makespan_s for late, run in zip(lates, runs, strict=True))
-        for lates in ([run.compute_late_s for run in runs], [run.late_s for run in runs])
-    )
-    return f"{100 * compute:.1f}, {100 * together:.1f} %"
-
-
-def question_for(costs: CostModel, staleness: int) -> SimulationCase:
-    return SimulationCase(costs, WORKERS, MICROBATCHES, staleness=1 if staleness else 0)
-
-
-def against_simulator(title: str, costs: CostModel, args: argparse.Namespace) -> None:
-    """A row for each of `CASES`."""
-    for name, staleness, num_steps in CASES:
-        question = question_for(costs, staleness)
-        schedule = make_schedule(name, choose(name, question), question, num_steps)
-        wanted_s = makespan_s(simulate(schedule, costs, staleness=staleness))
-        runs = [run_emulated(schedule, costs, staleness=staleness) for _ in range(args.repetitions)]
-        ratios = sorted(run.makespan_s / wanted_s for run in runs)
-        spread = f"{statistics.median(ratios):.3f} | {ratios[0]:.3f} to {ratios[-1]:.3f}"
-        print(
-            f"| {title} | {name} | {staleness} | {num_steps} | {args.compress * wanted_s:.3f} s "
-            f"| {spread} | {late_share(runs)} |",
-            flush=True,
-        )
-
-
-def exposed(schedule: Schedule, costs: CostModel, args: argparse.Namespace, *, fifo: bool) -> tuple[float, str]:
-    """Exposed seconds, median, and the row's figures."""
-    runs = [run_emulated(schedule, costs, fifo=fifo) for _ in range(args.repetitions)]
-    seconds = args.compress * statistics.median(run.transfers.exposed_s for run in runs)
-    makespan = args.compress * statistics.median(run.makespan_s for run in runs)
-    return seconds, f"{seconds:.3f} s | {makespan:.3f} s | {late_share(runs)}"
-
-
-def slow_links(title: str, costs: CostModel, args: argparse.Namespace) -> None:
-    """Rows for priorities and for first in, first out: with the plan for fast links and with one for slow ones."""
-    slow = replace(costs, link_bytes_per_s=SLOW_LINK_BYTES_PER_S * args.compress)
-    for planned_for, planned in (("25 GB/s", costs), ("3 GB/s", slow)):
-        question = question_for(planned, 0)
-        schedule = make_schedule("roundpipe", choose("roundpipe", question), question)
-        first, row = exposed(schedule, slow, args, fifo=False)
-        other, fifo_row = exposed(schedule, slow, args, fifo=True)
-        print(f"| {title} | {planned_for} | {row} | {fifo_row} | {first / other:.2f} |", flush=True)
-
-
-def main() -> None:
+def parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("figures", type=Path, help="published_schedules.json")
-    parser.add_argument("--compress", type=float, default=1.0, help="run this many times as fast")
-    parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--gradients", choices=["none", "lora", "full"], default="lora", help="what is trained")
-    parser.add_argument("--only", choices=["simulator", "links"], help="one of the tables")
-    args = parser.parse_args()
-    models = json.loads(args.figures.read_text(encoding="utf-8"))["models"]
-    columns = {}
-    for name, hub_id in HUB_IDS.items():
-        architecture = shipped_architecture(hub_id)
-        assert architecture is not None
-        columns[hub_id.split("/")[1]] = compressed(
-            Column(architecture, models[name], args.gradients).costs, args.compress
+    parser.add_argument("--costs", type=Path, required=True, help="costs file (JSON, seconds)")
+    parser.add_argument("--workers", type=int)
+    parser.add_argument("--microbatches", type=int, help="of a step")
+    parser.add_argument("--schedule", action="append", help="may be given several times; default: all")
+    parser.add_argument("--forward-stages", help="JSON, [[0, 3], [4, 7], ...]; otherwise they are planned")
+    parser.add_argument("--backward-stages", help="JSON, the one with the head first (roundpipe only)")
+    parser.add_argument("--steps", type=int, help="chained optimizer steps: 1, or an even number")
+    parser.add_argument("--staleness", type=int, choices=[0, 1], help="updates that the weights of a step lag")
+    parser.add_argument("--accounting", default="default", help="default, or published: no transfers, no optimizer")
+    parser.add_argument("--repetitions", type=int, default=1, help="rounds, in which each schedule is run once")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    only = parser.add_argument_group("roundpipe only")
+    only.add_argument("--head-workers", type=int, default=1, help="workers that share the stage with the head")
+    only.add_argument("--earliest-free", action="store_true", help="a microbatch goes where it can start first")
+    only.add_argument("--skip-projection", action="store_true", help="recompute without a block's last projection")
+    only.add_argument("--keep-activations", type=int, default=0, help="last so many blocks that are not recomputed")
+    return parser.parse_args(words)
+
+
+def asked_cases(args: argparse.Namespace) -> list[Asked]:
+    """Each schedule with its stages and its case.
+
+    Raises:
+        RefusedError: costs, counts, stages or flags that do not go together.
+    """
+    flags = CaseFlags(args.workers, args.microbatches, args.accounting, args.staleness, args.steps)
+    flags.check()
+    question = case_of_costs(args.costs, flags)
+    check_case(question)
+    changed = changed_case(question, args)
+    cuts = asked_cuts(args.schedule, args.forward_stages, args.backward_stages, question)
+    check_schedules(args, [name for name, _ in cuts])
+    cases = [changed if name not in BOUND_SCHEDULES else question for name, _ in cuts]
+    return [(name, cut or choose(name, case), case) for (name, cut), case in zip(cuts, cases, strict=True)]
+
+
+def words_of(args: argparse.Namespace) -> str:
+    """The flags that change how roundpipe works, as they were typed."""
+    flags = {
+        f"--head-workers {args.head_workers}": args.head_workers != 1,
+        "--earliest-free": args.earliest_free,
+        "--skip-projection": args.skip_projection,
+        f"--keep-activations {args.keep_activations}": args.keep_activations != 0,
+    }
+    return " ".join(flag for flag, is_on in flags.items() if is_on)
+
+
+def check_schedules(args: argparse.Namespace, names: Sequence[str]) -> None:
+    """Refuse flags that would change nothing; bound schedules that `--schedule` does not name are for comparison.
+
+    Raises:
+        RefusedError: a bound schedule was asked for, or roundpipe is not simulated at all.
+    """
+    on, bound = words_of(args), [name for name in names if name in BOUND_SCHEDULES]
+    if on and bound and (args.schedule or len(bound) == len(names)):
+        raise RefusedError(
+            f"{on}: only roundpipe has this",
+            found=f"also {', '.join(bound)}" if len(bound) < len(names) else ", ".join(bound),
+            expected="--schedule roundpipe, or no --schedule at all",
+            hint=f"leave {on} out, or add --schedule roundpipe",
         )
-    print(
-        f"{WORKERS} emulated workers, {MICROBATCHES} microbatches, {args.gradients} gradients, links of "
-        f"{next(iter(columns.values())).link_bytes_per_s / args.compress / 1e9:g} GB/s, {args.repetitions} runs, "
-        f"{args.compress:g} times as fast as the clock; seconds are those of the emulated machine\n"
+
+
+def changed_case(question: SimulationCase, args: argparse.Namespace) -> SimulationCase:
+    """The case for roundpipe; unchanged if all its flags are off.
+
+    Raises:
+        RefusedError: values that mean nothing for these workers and costs.
+    """
+    if not 1 <= args.head_workers <= question.num_workers:
+        raise RefusedError(
+            "--head-workers does not suit the workers",
+            found=str(args.head_workers),
+            expected=f"1 to {question.num_workers}",
+            hint="1 is the default: one worker computes the head",
+        )
+    if args.earliest_free and args.head_workers != 1:
+        raise RefusedError(
+            "--earliest-free deals out each microbatch separately, which leaves no fixed share to a worker",
+            found=words_of(args),
+            expected="--earliest-free, or --head-workers",
+            hint="leave one of the two out",
+        )
+    costs = _kept(question.costs, args.keep_activations)
+    if args.skip_projection:
+        costs = _skipped(costs)
+    return replace(question, costs=costs, options=Options(args.head_workers, args.earliest_free))
+
+
+def _kept(costs: CostModel, count: int) -> CostModel:
+    """Without the recompute of the last `count` recomputed layers: backward needs their activations soonest."""
+    recomputed = [index for index, layer in enumerate(costs.layers) if layer.recompute]
+    if not 0 <= count <= len(recomputed):
+        raise RefusedError(
+            "--keep-activations does not suit the layers",
+            where=f"costs {costs.name}",
+            found=str(count),
+            expected=f"0 to {len(recomputed)}, the layers that are recomputed",
+            hint="0 keeps none, which is the default",
+        )
+    return keep_activations(costs, recomputed[len(recomputed) - count :]) if count else costs
+
+
+def _skipped(costs: CostModel) -> CostModel:
+    if not any(layer.recompute and layer.recompute_skippable_s for layer in costs.layers):
+        raise RefusedError(
+            "--skip-projection: nothing in the recompute can be left out",
+            where=f"costs {costs.name}",
+            found="no recomputed layer with recompute_skippable_s",
+            expected="recompute_skippable_s, in seconds, in at least one layer",
+            hint="leave --skip-projection out, or add the key to the costs file (scripts/README.md describes it)",
+        )
+    return skip_projections(costs)
+
+
+def measure(asked: Sequence[Asked], results: Sequence[Result], repetitions: int) -> list[MeasuredSchedule]:
+    """Run every schedule `repetitions` times, in turn, then half of its chained steps and all of them."""
+    say(f"running on emulated devices: about {format_seconds(max(1, round(planned_s(asked, results, repetitions))))}")
+    runs: list[list[Emulated]] = [[] for _ in asked]
+    for _ in range(repetitions):
+        for entry, found in zip(asked, runs, strict=True):
+            found.append(emulate(*entry, 1))
+    return [
+        MeasuredSchedule(
+            statistics.median(run.makespan_s for run in found),
+            statistics.median(run.bubble_ratio for run in found),
+            statistics.median(max(run.late_s) for run in found),
+            statistics.median(run.transfers.exposed_s for run in found),
+            chained_s(entry),
+        )
+        for entry, found in zip(asked, runs, strict=True)
+    ]
+
+
+def planned_s(asked: Sequence[Asked], results: Sequence[Result], repetitions: int) -> float:
+    """How long all runs will take."""
+    chained = sum(
+        result.makespan_s + (count - 1) * result.step_s
+        for (_, _, case), result in zip(asked, results, strict=True)
+        for count in (case.num_steps // 2, case.num_steps)
+        if case.num_steps > 1
     )
-    if args.only != "links":
-        print("| model | schedule | staleness | steps | simulated | measured / simulated, median | all runs ", end="")
-        print("| late: compute, all |")
-        print("|---|---|---:|---:|---:|---:|---:|---:|")
-        for title, costs in columns.items():
-            against_simulator(title, costs, args)
-    if args.only != "simulator":
-        print("\n| model | links of 3 GB/s, plan for | exposed, by priority | makespan | late ", end="")
-        print("| exposed, first in, first out | makespan | late | exposed: by priority / fifo |")
-        print("|---|---|---:|---:|---:|---:|---:|---:|---:|")
-        for title, costs in columns.items():
-            slow_links(title, costs, args)
+    return repetitions * sum(result.makespan_s for result in results) + chained
+
+
+def emulate(name: str, cut: StageCut, case: SimulationCase, num_steps: int) -> Emulated:
+    """`num_steps` chained steps of one schedule on emulated devices."""
+    schedule = make_schedule(name, cut, case, num_steps)
+    costs = _without_transfers(case.costs) if case.accounting == "published" else case.costs
+    return run_emulated(schedule, costs, staleness=case.staleness)
+
+
+def _without_transfers(costs: CostModel) -> CostModel:
+    """The costs without bytes and updates, which the published rules leave out."""
+    free = {"param_bytes": 0, "boundary_bytes": 0, "grad_bytes": 0, "optimizer_s": 0.0}
+    return replace(costs, layers=tuple(replace(layer, **free) for layer in costs.layers))
+
+
+def chained_s(entry: Asked) -> float | None:
+    """Time per step over the chained steps; None for a single step."""
+    num_steps = entry[2].num_steps
+    if num_steps == 1:
+        return None
+    half = num_steps // 2
+    spans_s = [emulate(*entry, count).makespan_s for count in (half, num_steps)]
+    return (spans_s[1] - spans_s[0]) / half
+
+
+def print_json(case: SimulationCase, results: Sequence[Result], measured: Sequence[MeasuredSchedule]) -> None:
+    found = bench_document(case, list(results))
+    for entry, item in zip(found["results"], measured, strict=True):
+        entry["measured_makespan_s"] = item.makespan_s
+        entry["measured_bubble_ratio"] = item.bubble_ratio
+        entry["late_s"] = item.late_s
+        entry["exposed_transfer_s"] = item.exposed_transfer_s
+        if item.step_s is not None:
+            entry["measured_step_s"] = item.step_s
+    print(json.dumps(found))
+
+
+def print_table(case: SimulationCase, results: Sequence[Result], measured: Sequence[MeasuredSchedule], on: str) -> None:
+    table = Table(
+        title=f"{case.costs.name}: {case.num_workers} emulated workers, {case.num_microbatches} microbatches "
+        f"({case.accounting} accounting){f', roundpipe with {on}' if on else ''}",
+        title_justify="left",
+        box=None,
+        pad_edge=False,
+    )
+    table.add_column("schedule", no_wrap=True)
+    for heading in ("makespan", "simulated", "off", "bubble", "simulated", "exposed", "late"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for result, item in zip(results, measured, strict=True):
+        table.add_row(
+            result.schedule.name,
+            format_seconds(item.makespan_s),
+            format_seconds(result.makespan_s),
+            f"{100 * (item.makespan_s / result.makespan_s - 1):+.1f} %",
+            f"{100 * item.bubble_ratio:.1f} %",
+            f"{100 * result.parts.ratio:.1f} %",
+            format_seconds(item.exposed_transfer_s),
+            f"{100 * item.late_s / item.makespan_s:.1f} %",
+        )
+    console = Console()
+    console.print(table)
+    for result, item in zip(results, measured, strict=True):
+        if item.step_s is not None:
+            off = 100 * (item.step_s / result.step_s - 1)
+            console.print(
+                f"{result.schedule.name}: {format_seconds(item.step_s)} per chained step, simulated "
+                f"{format_seconds(result.step_s)} ({off:+.1f} %)"
+            )
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    args = parse(words)
+    if args.repetitions < 1:
+        raise RefusedError("--repetitions must be at least 1", found=str(args.repetitions), expected="1 or more")
+    asked = asked_cases(args)
+    results = [run(*one) for one in asked]
+    measured = measure(asked, results, args.repetitions)
+    if args.json:
+        print_json(asked[0][2], results, measured)
+    else:
+        print_table(asked[0][2], results, measured, words_of(args))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

@@ -23,13 +23,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from roundpipe_cli import faults
 from roundpipe_cli.costs.cost import CostModel, LayerCost
-from roundpipe_cli.engine.dispatch.emulate import run_emulated
 from roundpipe_cli.engine.rough_costs import AssumedDevice, LayerSizes, rough_costs
 from roundpipe_cli.planning.adaptive import AdaptivePlanner
 from roundpipe_cli.planning.choose import choose
 from roundpipe_cli.planning.compare import SimulationCase, make_schedule
 from roundpipe_cli.recipe.sections import PipelineConfig
 from roundpipe_cli.schedule.timeline import busy_s
+from tests.support.emulated import run_emulated
 from tests.support.tiny import Rig, make_rig, random_microbatches
 
 MICROBATCHES, BLOCKS = 12, 6
@@ -39,7 +39,7 @@ DISPATCHES = ("round_robin", "auto")
 def cpu_step_s(rig: Rig, num_workers: int, dispatch: str, repetitions: int) -> tuple[float, tuple[float, ...] | None]:
     """Median seconds of a step once the first ones have been looked at, and the speeds they showed."""
     layouts = rig.store.layouts
-    sizes = LayerSizes(layouts, [layout.num_bytes // 4 for layout in layouts], hidden_size=16)
+    sizes = LayerSizes(layouts, [layout.num_bytes // 4 for layout in layouts], boundary_columns=16)
     costs = rough_costs(sizes, AssumedDevice("cpu"), method="lora", tokens=4)
     planner = AdaptivePlanner(costs, num_workers, PipelineConfig(dispatch=dispatch))  # type: ignore[arg-type]
     microbatches = random_microbatches([(1, 4)] * MICROBATCHES)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from roundpipe_cli.choices import ScheduleName
-    from roundpipe_cli.cli.bench_options import CaseFlags, RoundpipeFlags
+    from roundpipe_cli.cli.bench_options import CaseFlags
     from roundpipe_cli.planning.answers import Answers
     from roundpipe_cli.planning.choose import Effort
     from roundpipe_cli.planning.compare import Result, SimulationCase, StageCut
@@ -50,30 +50,12 @@ def bench(
         int | None,
         typer.Option(min=0, max=1, help="Updates that the weights of a step lag. Default: 0, or the recipe's."),
     ] = None,
-    head_workers: Annotated[
-        int, typer.Option(min=1, help="roundpipe: workers that share the microbatches of the stage with the head.")
-    ] = 1,
-    earliest_free: Annotated[
-        bool,
-        typer.Option("--earliest-free", help="roundpipe: each microbatch goes to the worker that can start first."),
-    ] = False,
-    skip_projection: Annotated[
-        bool, typer.Option("--skip-projection", help="roundpipe: recompute without a block's last projection.")
-    ] = False,
-    keep_activations: Annotated[
-        int, typer.Option(min=0, help="roundpipe: last so many blocks that keep their activations.")
-    ] = 0,
     accounting: Annotated[str, typer.Option(help="default, or published: no transfers, no optimizer.")] = "default",
     hardware: Annotated[str | None, typer.Option(help="With a recipe: hardware such as 8x4090.")] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
     svg: Annotated[Path | None, typer.Option(help="Write a picture with one row per schedule.")] = None,
-    run_really: Annotated[
-        bool,
-        typer.Option("--run", help="Carry the schedules out on the recipe's devices, or emulated ones for --costs."),
-    ] = False,
-    repetitions: Annotated[
-        int | None, typer.Option(min=1, help="With --run: alternating rounds. Default: 5, for --costs 1.")
-    ] = None,
+    run_really: Annotated[bool, typer.Option("--run", help="Carry the schedules out on the recipe's devices.")] = False,
+    repetitions: Annotated[int, typer.Option(min=1, help="With --run: alternating rounds.")] = 5,
     no_dashboard: Annotated[
         bool, typer.Option("--no-dashboard", help="With --run: plain lines instead of a dashboard.")
     ] = False,
@@ -84,50 +66,51 @@ def bench(
     """
     if recipe or costs:
         say(f"reading {recipe or costs} ...")
-    from roundpipe_cli.cli.bench_options import CaseFlags, RoundpipeFlags, changed_question
-
-    flags = RoundpipeFlags(head_workers, earliest_free, skip_projection, keep_activations)
-    if run_really and costs is None:
+    if run_really:
         from roundpipe_cli.cli.bench_measured import run_for_real
 
         plain = json_output or no_dashboard
-        run_for_real(_to_run(recipe, flags), overrides or [], schedule, repetitions or 5, json_output, plain=plain)
+        run_for_real(_to_run(recipe, costs), overrides or [], schedule, repetitions, json_output, plain=plain)
         return
-    from roundpipe_cli.choices import BOUND_SCHEDULES
+    from roundpipe_cli.cli.bench_options import CaseFlags, asked_cuts
     from roundpipe_cli.planning.answers import Answers
     from roundpipe_cli.planning.compare import check_case, run
-    from roundpipe_cli.schedule.dealing import Options
 
-    case_flags = CaseFlags(workers, microbatches, accounting, staleness, steps)
-    question, request = _question(recipe, overrides or [], costs, hardware, case_flags)
+    flags = CaseFlags(workers, microbatches, accounting, staleness, steps)
+    question, request = _question(recipe, overrides or [], costs, hardware, flags)
     check_case(question)
-    changed, question = changed_question(question, flags), replace(question, options=Options())
     answers = Answers()
-    if request and not (forward_stages or backward_stages or flags.words()) and case_flags == CaseFlags():
+    if request and not (forward_stages or backward_stages) and flags == CaseFlags():
         from roundpipe_cli.cli.bench_recipe import as_planned
 
         asked = as_planned(request, hardware, schedule, answers)
     else:
-        partitions = _partitions(schedule, (forward_stages, backward_stages), question, changed, flags, answers)
+        cuts = asked_cuts(schedule, forward_stages, backward_stages, question)
+        cases = [_case_for(name, question) for name, _ in cuts]
+        asked = [
+            (name, cut or _known_cut(name, case, answers), case) for (name, cut), case in zip(cuts, cases, strict=True)
+        ]
         if request:
             say("note: with these flags no weights stay on GPUs, as `weight_cache: auto` would have them")
-        asked = [(name, partition, question if name in BOUND_SCHEDULES else changed) for name, partition in partitions]
-    needs_timelines = svg is not None or run_really
-    results = [run(*one) if needs_timelines else _known_result(*one, answers) for one in asked]
+    results = [_known_result(*one, answers) if svg is None else run(*one) for one in asked]
     for damage in answers.damage:
         say(f"notice: {damage}")
     if svg is not None:
         _write_svg(svg, question, request.hardware.description if request else "", results)
-    if run_really:
-        from roundpipe_cli.cli.bench_emulated import run_emulated_bench
-
-        run_emulated_bench(asked, results, repetitions or 1, json_output, plain=no_dashboard)
-    elif json_output:
+    if json_output:
         import json
 
         typer.echo(json.dumps(bench_document(question, results)))
     else:
-        _print_table(question, results, flags, _search_words(forward_stages, question))
+        _print_table(question, results, _search_words(forward_stages, question))
+
+
+def _case_for(name: ScheduleName, question: SimulationCase) -> SimulationCase:
+    """The case of one schedule: only roundpipe deals out its stages as the recipe says."""
+    from roundpipe_cli.choices import BOUND_SCHEDULES
+    from roundpipe_cli.schedule.dealing import Options
+
+    return replace(question, options=Options()) if name in BOUND_SCHEDULES else question
 
 
 def _known_result(name: str, cut: StageCut, case: SimulationCase, answers: Answers) -> Result:
@@ -143,34 +126,37 @@ def _known_result(name: str, cut: StageCut, case: SimulationCase, answers: Answe
     )
 
 
-def _known_cut(name: ScheduleName, case: SimulationCase, effort: Effort, answers: Answers) -> StageCut:
+def _known_cut(name: ScheduleName, case: SimulationCase, answers: Answers) -> StageCut:
     """The planner's stages."""
     from roundpipe_cli.planning.answers import cut_document, cut_from
     from roundpipe_cli.planning.choose import choose
 
-    asked = "chosen", name, case, effort
+    effort: Effort = "full" if case.limits is None else "quick"
     return answers.once(
-        asked,
+        ("chosen", name, case, effort),
         lambda: choose(name, case, effort=effort),
         cut_document,
         lambda document: cut_from(document, name, len(case.costs.layers), case.num_workers),
     )
 
 
-def _to_run(recipe: str | None, flags: RoundpipeFlags) -> str:
+def _to_run(recipe: str | None, costs: Path | None) -> str:
     """The recipe that `--run` carries out.
 
     Raises:
-        RefusedError: none is given, or flags that can only be simulated.
+        RefusedError: none is given, or costs, which only emulated devices can carry out.
     """
     from roundpipe_cli.errors import RefusedError
 
-    if flags.words():
+    if costs is not None:
         raise RefusedError(
-            f"not yet supported: {flags.words()} with --run", hint="leave out --run to simulate what it gains"
+            "--run carries out a recipe; a costs file is only simulated",
+            found=f"--costs {costs}",
+            expected="roundpipe bench RECIPE --run, or --costs without --run",
+            hint=f"in a clone of the repository: python scripts/bench_emulated.py --costs {costs}, on emulated devices",
         )
     if recipe is None:
-        raise RefusedError("--run needs a recipe or a costs file", hint="roundpipe bench recipes/quickstart.yaml --run")
+        raise RefusedError("--run needs a recipe", hint="roundpipe bench recipes/quickstart.yaml --run")
     return recipe
 
 
@@ -178,9 +164,8 @@ def _question(
     recipe: str | None, overrides: list[str], costs_file: Path | None, hardware: str | None, flags: CaseFlags
 ) -> tuple[SimulationCase, PlanRequest | None]:
     """The case to simulate, and the recipe's request that it is from; None with a costs file."""
-    from roundpipe_cli.costs.cost import load_costs
+    from roundpipe_cli.cli.bench_options import case_of_costs
     from roundpipe_cli.errors import RefusedError
-    from roundpipe_cli.planning.compare import SimulationCase
 
     flags.check()
     if (recipe is None) == (costs_file is None):
@@ -191,8 +176,7 @@ def _question(
             hint="roundpipe bench qwen3-8b --hardware 4x3090",
         )
     if costs_file is not None:
-        num_workers, num_microbatches = flags.counts()
-        return flags.applied_to(SimulationCase(load_costs(costs_file), num_workers, num_microbatches)), None
+        return case_of_costs(costs_file, flags), None
     assert recipe is not None
     from roundpipe_cli.cli.bench_recipe import request_of
 
@@ -212,77 +196,6 @@ def _case_of(request: PlanRequest) -> SimulationCase:
             "`plan` counts them"
         )
     return stage_case(request)
-
-
-def _partitions(
-    schedules: list[str] | None,
-    given: tuple[str | None, str | None],
-    question: SimulationCase,
-    changed: SimulationCase,
-    flags: RoundpipeFlags,
-    answers: Answers,
-) -> list[tuple[str, StageCut]]:
-    """The schedules to simulate with their stages: given ones where they apply, planned ones otherwise.
-
-    `changed` is the question with what `flags` say, which roundpipe is asked; the others are asked `question`.
-
-    Given without backward stages, forward stages are those of bound schedules; with them, those of roundpipe. Without
-    `--schedule` the schedules that they suit are simulated.
-    """
-    from roundpipe_cli.choices import BOUND_SCHEDULES, CHUNK_SCHEDULES, SCHEDULE_KINDS, SCHEDULES
-    from roundpipe_cli.cli.bench_options import check_schedules
-    from roundpipe_cli.errors import RefusedError
-    from roundpipe_cli.planning.compare import StageCut
-    from roundpipe_cli.schedule.builders import schedule_name
-
-    forward, backward = given
-    known = SCHEDULES if question.sequence_chunks == 1 else CHUNK_SCHEDULES
-    names = list(dict.fromkeys(schedule_name(name) for name in schedules or known))
-    if forward is None:
-        if backward is not None:
-            raise RefusedError(
-                "--backward-stages without --forward-stages", hint="give both, or none to have them planned"
-            )
-        check_schedules(flags, names, bool(schedules))
-        effort: Effort = "full" if question.limits is None else "quick"
-        cases = [(name, question if name in BOUND_SCHEDULES else changed) for name in names]
-        return [(name, _known_cut(name, case, effort, answers)) for name, case in cases]
-    forward_ranges = _stages("--forward-stages", forward)
-    backward_ranges = _stages("--backward-stages", backward) if backward is not None else ()
-    if not schedules and backward is not None:
-        names = [name for name in SCHEDULES if name not in BOUND_SCHEDULES]
-    elif not schedules:
-        one_each = len(forward_ranges) == question.num_workers
-        names = [name for name in BOUND_SCHEDULES if one_each or not SCHEDULE_KINDS[name].one_stage_each]
-    check_schedules(flags, names, bool(schedules))
-    dealt = [name for name in names if name not in BOUND_SCHEDULES]
-    if backward is None and dealt:
-        what, hint = f"{dealt[0]} needs --backward-stages beside --forward-stages", "or neither: planned then"
-        raise RefusedError(what, hint=hint)
-    return [(name, StageCut(forward_ranges, backward_ranges)) for name in names]
-
-
-_RANGES = "like '[[0, 3], [4, 7]]'"
-_RANGES_HINT = "one [first, last] per stage, layers counted from 0, all in single quotes for the shell"
-
-
-def _stages(flag: str, text: str) -> tuple[tuple[int, int], ...]:
-    """Layer ranges from JSON such as `[[0, 3], [4, 7]]`."""
-    import json
-
-    from roundpipe_cli.errors import RefusedError
-
-    try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise RefusedError(f"{flag} is not JSON", found=str(error), expected=_RANGES, hint=_RANGES_HINT) from error
-    good = isinstance(data, list) and all(
-        isinstance(pair, list) and len(pair) == 2 and all(type(end) is int for end in pair) for pair in data
-    )
-    if not good:
-        shown = text if len(text) <= 60 else text[:57] + "..."
-        raise RefusedError(f"{flag} is not a list of ranges", found=shown, expected=_RANGES, hint=_RANGES_HINT)
-    return tuple((first, last) for first, last in data)
 
 
 def _write_svg(path: Path, question: SimulationCase, machine: str, results: list[Result]) -> None:
@@ -335,15 +248,13 @@ def _search_words(forward_stages: str | None, question: SimulationCase) -> str:
     return "full search" if question.limits is None else "quick search, as by plan"
 
 
-def _print_table(question: SimulationCase, results: list[Result], flags: RoundpipeFlags, search: str) -> None:
+def _print_table(question: SimulationCase, results: list[Result], search: str) -> None:
     from rich.table import Table
 
     from roundpipe_cli.units import format_seconds
 
-    costs = question.costs
-    on = f", roundpipe with {flags.words()}" if flags.words() else ""
     table = Table(
-        title=f"{_case_words(question)}, simulated ({question.accounting} accounting, {search}){on}",
+        title=f"{_case_words(question)}, simulated ({question.accounting} accounting, {search})",
         title_justify="left",
         box=None,
         pad_edge=False,
@@ -353,12 +264,11 @@ def _print_table(question: SimulationCase, results: list[Result], flags: Roundpi
         table.add_column(heading, justify="right", no_wrap=True)
     best = min(results, key=lambda result: result.step_s) if len(results) > 1 else None
     for result in results:
-        chosen = result.dealing.earliest_free and not flags.earliest_free
         stages = [sum(last >= first for first, last in ranges) for ranges in directions(result)]
         parts = result.parts
         shares = (parts.fill, parts.switch, parts.drain, parts.steady)
         table.add_row(
-            f"{result.schedule.name}{', earliest free' if chosen else ''}",
+            f"{result.schedule.name}{', earliest free' if result.dealing.earliest_free else ''}",
             f"{stages[0]}+{stages[1]}",
             format_seconds(result.makespan_s),
             format_seconds(result.step_s),
@@ -371,7 +281,7 @@ def _print_table(question: SimulationCase, results: list[Result], flags: Roundpi
         names = ", ".join(result.schedule.name for result in results if _num_idle(result) == num_idle)
         say(
             f"note: {num_idle} of {counted(question.num_workers, 'worker')} have nothing to do, "
-            f"with {len(costs.layers)} layers and {question.num_microbatches} microbatches: {names}"
+            f"with {len(question.costs.layers)} layers and {question.num_microbatches} microbatches: {names}"
         )
 
 

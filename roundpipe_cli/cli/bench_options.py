@@ -1,15 +1,17 @@
-"""The flags of `roundpipe bench` that change how roundpipe works: their checks and their effect on the case."""
+"""The flags of `roundpipe bench` that say what is simulated: their checks and their effect on the case."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
-from roundpipe_cli.choices import BOUND_SCHEDULES
-from roundpipe_cli.costs.cost import CostModel, keep_activations, skip_projections
+from roundpipe_cli.choices import BOUND_SCHEDULES, CHUNK_SCHEDULES, SCHEDULE_KINDS, SCHEDULES, ScheduleName
+from roundpipe_cli.costs.cost import load_costs
 from roundpipe_cli.errors import RefusedError, closest
-from roundpipe_cli.planning.compare import SimulationCase
-from roundpipe_cli.schedule.dealing import Options
+from roundpipe_cli.planning.compare import SimulationCase, StageCut
+from roundpipe_cli.schedule.builders import schedule_name
 
 MAX_WORKERS, MAX_MICROBATCHES, MAX_STEPS = 256, 20_000, 1000
 """2,000 microbatches of five layers on four workers, with all schedules, take 5 s of processor time."""
@@ -78,96 +80,65 @@ class CaseFlags:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class RoundpipeFlags:
-    """The flags that change how roundpipe works; the defaults change nothing."""
+def case_of_costs(path: Path, flags: CaseFlags) -> SimulationCase:
+    """The case of a costs file.
 
-    head_workers: int = 1
-    earliest_free: bool = False
-    skip_projection: bool = False
-    keep_activations: int = 0
-    """Layers, counted from the last recomputed one, whose activations are kept: backward needs those soonest."""
-
-    def words(self) -> str:
-        """The flags that are on, as they were typed."""
-        flags = {
-            f"--head-workers {self.head_workers}": self.head_workers != 1,
-            "--earliest-free": self.earliest_free,
-            "--skip-projection": self.skip_projection,
-            f"--keep-activations {self.keep_activations}": self.keep_activations != 0,
-        }
-        return " ".join(flag for flag, is_on in flags.items() if is_on)
+    Raises:
+        RefusedError: the file, or counts that are missing.
+    """
+    num_workers, num_microbatches = flags.counts()
+    return flags.applied_to(SimulationCase(load_costs(path), num_workers, num_microbatches))
 
 
-def check_schedules(flags: RoundpipeFlags, names: Sequence[str], are_named: bool) -> None:
-    """Refuse flags that would change nothing.
+def asked_cuts(
+    schedules: Sequence[str] | None, forward: str | None, backward: str | None, case: SimulationCase
+) -> list[tuple[ScheduleName, StageCut | None]]:
+    """The schedules to simulate with the stages that were given; None: they are to be planned.
+
+    Given without backward stages, forward stages are those of bound schedules; with them, those of roundpipe. Without
+    `--schedule` the schedules that they suit are simulated.
 
     Args:
-        names: the schedules that are simulated.
-        are_named: whether `--schedule` named them; otherwise bound ones are there for comparison and stay as they are.
-
-    Raises:
-        RefusedError: a bound schedule was asked for, or roundpipe is not simulated at all.
+        schedules: the values of `--schedule`.
+        forward: `--forward-stages`, JSON.
+        backward: `--backward-stages`, JSON.
     """
-    bound = [name for name in names if name in BOUND_SCHEDULES]
-    if flags.words() and bound and (are_named or len(bound) == len(names)):
-        raise RefusedError(
-            f"{flags.words()}: only roundpipe has this",
-            found=f"also {', '.join(bound)}" if len(bound) < len(names) else ", ".join(bound),
-            expected="--schedule roundpipe, or no --schedule at all",
-            hint=f"leave {flags.words()} out, or add --schedule roundpipe",
-        )
+    known = SCHEDULES if case.sequence_chunks == 1 else CHUNK_SCHEDULES
+    names = list(dict.fromkeys(schedule_name(name) for name in schedules or known))
+    if forward is None:
+        if backward is not None:
+            raise RefusedError(
+                "--backward-stages without --forward-stages", hint="give both, or none to have them planned"
+            )
+        return [(name, None) for name in names]
+    forward_ranges = _stages("--forward-stages", forward)
+    backward_ranges = _stages("--backward-stages", backward) if backward is not None else ()
+    if not schedules and backward is not None:
+        names = [name for name in SCHEDULES if name not in BOUND_SCHEDULES]
+    elif not schedules:
+        one_each = len(forward_ranges) == case.num_workers
+        names = [name for name in BOUND_SCHEDULES if one_each or not SCHEDULE_KINDS[name].one_stage_each]
+    dealt = [name for name in names if name not in BOUND_SCHEDULES]
+    if backward is None and dealt:
+        what, hint = f"{dealt[0]} needs --backward-stages beside --forward-stages", "or neither: planned then"
+        raise RefusedError(what, hint=hint)
+    return [(name, StageCut(forward_ranges, backward_ranges)) for name in names]
 
 
-def changed_question(question: SimulationCase, flags: RoundpipeFlags) -> SimulationCase:
-    """The case for roundpipe; unchanged if all flags are off.
-
-    Raises:
-        RefusedError: values that mean nothing for these workers and costs.
-    """
-    if not 1 <= flags.head_workers <= question.num_workers:
-        raise RefusedError(
-            "--head-workers does not suit the workers",
-            found=str(flags.head_workers),
-            expected=f"1 to {question.num_workers}",
-            hint="1 is the default: one worker computes the head",
-        )
-    if flags.earliest_free and flags.head_workers != 1:
-        raise RefusedError(
-            "--earliest-free deals out each microbatch separately, which leaves no fixed share to a worker",
-            found=flags.words(),
-            expected="--earliest-free, or --head-workers",
-            hint="leave one of the two out",
-        )
-    costs = _kept(question.costs, flags.keep_activations)
-    if flags.skip_projection:
-        costs = _skipped(costs)
-    options = Options(flags.head_workers, flags.earliest_free)
-    if options == Options():
-        options = question.options
-    return replace(question, costs=costs, options=options)
+_RANGES = "like '[[0, 3], [4, 7]]'"
+_RANGES_HINT = "one [first, last] per stage, layers counted from 0, all in single quotes for the shell"
 
 
-def _kept(costs: CostModel, count: int) -> CostModel:
-    recomputed = [index for index, layer in enumerate(costs.layers) if layer.recompute]
-    if not 0 <= count <= len(recomputed):
-        raise RefusedError(
-            "--keep-activations does not suit the layers",
-            where=f"costs {costs.name}",
-            found=str(count),
-            expected=f"0 to {len(recomputed)}, the layers that are recomputed",
-            hint="0 keeps none, which is the default",
-        )
-    return keep_activations(costs, recomputed[len(recomputed) - count :]) if count else costs
-
-
-def _skipped(costs: CostModel) -> CostModel:
-    if not any(layer.recompute and layer.recompute_skippable_s for layer in costs.layers):
-        raise RefusedError(
-            "--skip-projection: nothing in the recompute can be left out",
-            where=f"costs {costs.name}",
-            found="no recomputed layer with recompute_skippable_s",
-            expected="recompute_skippable_s, in seconds, in at least one layer",
-            hint="leave --skip-projection out, or add the key to the costs file (scripts/README.md describes it)",
-        )
-    return skip_projections(costs)
+def _stages(flag: str, text: str) -> tuple[tuple[int, int], ...]:
+    """Layer ranges from JSON such as `[[0, 3], [4, 7]]`."""
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RefusedError(f"{flag} is not JSON", found=str(error), expected=_RANGES, hint=_RANGES_HINT) from error
+    good = isinstance(data, list) and all(
+        isinstance(pair, list) and len(pair) == 2 and all(type(end) is int for end in pair) for pair in data
+    )
+    if not good:
+        shown = text if len(text) <= 60 else text[:57] + "..."
+        raise RefusedError(f"{flag} is not a list of ranges", found=shown, expected=_RANGES, hint=_RANGES_HINT)
+    return tuple((first, last) for first, last in data)

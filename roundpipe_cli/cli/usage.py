@@ -36,6 +36,14 @@ _OPTION_EXAMPLES = {
 }
 """Shown where the value of an option is missing."""
 
+_KEYS_OF_BENCH = {
+    "--head-workers": "pipeline.head_workers={}",
+    "--earliest-free": "pipeline.dispatch=earliest_free",
+    "--skip-projection": "pipeline.skip_last_projection=true",
+    "--keep-activations": "pipeline.keep_activations={}",
+}
+"""Recipe keys in place of options that `bench` had, which scripts/bench_emulated.py has for costs files."""
+
 
 def explain_usage(error: Any, words: Sequence[str]) -> RefusedError:
     """The error to show in place of click's.
@@ -110,11 +118,25 @@ def _no_such_option(error: Any, program: str, words: Sequence[str]) -> RefusedEr
     hint = f"did you mean {nearest}?" if nearest else f"{program} --help"
     if option in ("--recipe", "--config"):
         hint = f"the recipe is named without an option: {program} recipes/quickstart.yaml"
+    elif program.endswith("bench") and option in _KEYS_OF_BENCH:
+        key = _KEYS_OF_BENCH[option].format(_typed_value(typed, words))
+        hint = f"in a recipe that is a key: roundpipe bench RECIPE {key}"
+        if any(word.startswith("--costs") for word in words):
+            hint = f"for a costs file, in a clone of the repository: python scripts/bench_emulated.py ... {option}"
     elif program.endswith("finetune") and not nearest:
-        key, equals, value = typed.lstrip("-").replace("-", "_").partition("=")
-        after = words[words.index(typed) + 1 :][:1] if typed in words and not equals else ()
-        value = (
-            value if equals else next((word for word in after if not word.startswith("-") and "=" not in word), "VALUE")
-        )
-        hint = f"keys of the recipe are written without dashes: {key}={value}"
+        key = typed.partition("=")[0].lstrip("-").replace("-", "_")
+        hint = f"keys of the recipe are written without dashes: {key}={_typed_value(typed, words)}"
     return RefusedError(f"{program} has no option {option}", hint=hint)
+
+
+def _typed_value(typed: str, words: Sequence[str]) -> str:
+    """The value that was typed for an option; `VALUE` where there is none.
+
+    Args:
+        typed: the word with the option.
+    """
+    _, equals, value = typed.partition("=")
+    if equals:
+        return value
+    after = words[words.index(typed) + 1 :][:1] if typed in words else ()
+    return next((word for word in after if not word.startswith("-") and "=" not in word), "VALUE")

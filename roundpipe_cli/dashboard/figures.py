@@ -39,7 +39,7 @@ def _step_rows(state: DashboardState, has_loss: bool) -> list[tuple[str, str, st
     if has_loss and state.is_over and not state.is_simulated:  # the end of a run shows the median below
         rows = [(f"{name}, last", value, "") for name, value, _ in rows[:2]] + [("bubble, median", median, "")]
     if state.is_simulated:
-        return rows if step.tokens else rows[1:]
+        return rows
     if has_loss or (state.run is not None and state.run.goal != "loss"):
         rows.insert(0 if has_loss else len(rows), ("loss", format_loss(step.loss), ""))
     rewards = step.preference or {}
@@ -64,7 +64,7 @@ def _machine_rows(state: DashboardState) -> list[tuple[str, str, str]]:
         rows.append(("upload", f"{step.upload_bytes / step.step_s / 1e9:.1f} GB/s", ""))
     if step is not None and step.device_peak_bytes and all(w.sample.used_bytes is None for w in state.workers):
         rows.append(("device peak", f"{step.device_peak_bytes / GIB:.2f} GiB", ""))
-    if step is not None and step.tokens:
+    if step is not None:
         rows.append(("tokens", _grouped(step.tokens), " this step"))
     if sample is not None:
         rows += [(f"queue of {name}", str(count), "") for name, count in sample.queues]

@@ -163,7 +163,7 @@ class DashboardState:
 
     @property
     def is_simulated(self) -> bool:
-        """Whether nothing is trained: a prediction is played, or workers are emulated."""
+        """Whether nothing ran: a prediction is played."""
         return self.run is not None and self.run.goal == SIMULATED
 
     @property
@@ -175,9 +175,9 @@ class DashboardState:
 
     @property
     def worker_word(self) -> str:
-        """`GPUs`, or `workers` where one of them is the processor or emulated."""
+        """`GPUs`, or `workers` where one of them is the processor."""
         devices = self.run.devices if self.run else ()
-        return "workers" if any(device.partition(":")[0] in ("cpu", "emulated") for device in devices) else "GPUs"
+        return "workers" if any(device.partition(":")[0] == "cpu" for device in devices) else "GPUs"
 
     @property
     def bubble_ratio(self) -> float | None:

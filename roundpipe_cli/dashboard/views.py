@@ -166,7 +166,7 @@ def curve_and_figures(state: DashboardState, now_s: float, width: int, height: i
         side = 0
     curve_width = width - side
     if state.is_simulated:
-        title = Text(_whose(state) or "a step", style="bold")
+        title = Text("a step", style="bold")
         lines = _busy(state, curve_width - 4, height - 2, theme)
     else:
         lines = chart(points, () if speed else state.evaluations, curve_width - 4, height - 2, theme)
@@ -175,19 +175,13 @@ def curve_and_figures(state: DashboardState, now_s: float, width: int, height: i
         return curve
     rows = figure_lines(state, height - 2, side - 4, theme)
     block = framed(
-        Text(_whose(state) or ("last step" if state.is_over else "this step"), style="bold"),
+        Text("last step" if state.is_over else "this step", style="bold"),
         "",
         [*rows, *[Text()] * (height - 2 - len(rows))],
         side,
         theme,
     )
     return beside([curve, block], [curve_width, side], theme)
-
-
-def _whose(state: DashboardState) -> str:
-    """Where several emulated runs follow each other, the one whose figures are shown until the next one has its own."""
-    is_new = state.is_simulated and all(worker.utilization is None for worker in state.workers)
-    return "the run before" if is_new and state.step is not None else ""
 
 
 def _busy(state: DashboardState, width: int, height: int, theme: Theme) -> list[Text]:

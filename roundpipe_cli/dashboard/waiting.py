@@ -5,7 +5,7 @@ up       ..uuu......uuu                     (weights of the next stage)
              upload  boundary  boundary  tail or host
 
 Only what the next computation needs counts: weights of its own stage, and the result of the stage before for its
-microbatch. A measured step may also wait for the program to launch its work; simulated and emulated ones do not.
+microbatch. A measured step may also wait for the program to launch its work; simulated ones do not.
 """
 
 from __future__ import annotations

@@ -298,7 +298,9 @@ def _advice(value: Any, hint: Any) -> str | None:
             choices = ["cpu", *(f"cuda:{index}" for index in range(8))]
         if "lora" in choices and value.lower() == "qlora":  # what other tools call a method is two keys here
             return "write `method: lora`, and `load_in_4bit: true` on a line below"
-        return _mean(value, choices) or (f"write [{value}]" if "a list" in wanted else None)
+        items = [item.strip() for item in value.split(",")]
+        is_a_list_without_brackets = check(items, hint, (), Findings({})) is not REFUSED
+        return _mean(value, choices) or (f"write [{value}]" if is_a_list_without_brackets else None)
     if isinstance(value, float) and "integer" in wanted and math.isfinite(value) and value == int(value) < 2**31:
         return f"write {int(value)}"
     if isinstance(value, (bool, int, float)) and "text" in wanted:

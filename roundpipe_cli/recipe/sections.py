@@ -163,10 +163,9 @@ class DatasetConfig:
 class PipelineConfig:
     """How the model is cut and who computes what. Changes speed and memory, never the loss."""
 
-    devices: Literal["auto", "emulated"] | Annotated[tuple[DeviceName, ...], NotEmpty()] = "auto"
+    devices: Literal["auto"] | Annotated[tuple[DeviceName, ...], NotEmpty()] = "auto"
     """One worker for each entry: [cuda:0, cuda:1] or [cpu, cpu]; a device may be listed twice. `auto` is all GPUs, but
-    those of less memory where `plan` finds a run faster, or possible, without them; [cpu, cpu] where there is none.
-    `emulated` runs the real dispatcher without mathematics (bench only)."""
+    those of less memory where `plan` finds a run faster, or possible, without them; [cpu, cpu] where there is none."""
     schedule: ScheduleName = "roundpipe"
     """Order of the work; all but roundpipe are there for comparison."""
     forward_stages: Literal["auto"] | Stages = "auto"

@@ -199,9 +199,6 @@ def _find_stage_problems(pipeline: PipelineConfig, findings: Findings) -> None:
             expected = "schedule: roundpipe, or neither head_workers nor dispatch"
             findings.add(("pipeline", key), what, found=f"schedule: {pipeline.schedule}", expected=expected)
     devices = pipeline.devices
-    if devices == "emulated":
-        what, hint = "not yet supported: training on emulated devices", "delete the line, or write `devices: auto`"
-        findings.add(("pipeline", "devices"), what, found=devices, expected="pipeline.devices: auto", hint=hint)
     if not isinstance(devices, str) and len({device == "cpu" for device in devices}) > 1:
         what, found = "processors and GPUs cannot work in one pool", ", ".join(devices)
         findings.add(("pipeline", "devices"), what, found=found, expected="either cpu or cuda devices")

@@ -16,6 +16,8 @@ from roundpipe_cli.costs.cost import load_costs
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.planning.chunk_partition import balanced_stages
 from roundpipe_cli.planning.stages import even_stages
+from roundpipe_cli.recipe.load import load_recipe
+from tests.cli.test_terminal_text import call
 
 APP = typer.Typer()
 APP.command()(bench)
@@ -148,6 +150,30 @@ def test_a_recipes_picture_names_the_machine(tmp_path: Path) -> None:
 )
 def test_refused_arguments(tmp_path: Path, arguments: list[str], message: str) -> None:
     assert message in refusal(invoke(write(tmp_path, costs_of()), *arguments))
+
+
+def test_a_costs_file_is_not_run(tmp_path: Path) -> None:
+    text = refusal(invoke(write(tmp_path, costs_of()), "--run"))
+    assert "--run carries out a recipe" in text and "scripts/bench_emulated.py --costs" in text
+    assert "--run needs a recipe" in refusal(CliRunner().invoke(APP, ["--run"]))
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (["--head-workers", "4"], "pipeline.head_workers=4"),
+        (["--earliest-free"], "pipeline.dispatch=earliest_free"),
+        (["--skip-projection"], "pipeline.skip_last_projection=true"),
+        (["--keep-activations=1"], "pipeline.keep_activations=1"),
+    ],
+)
+def test_switches_of_the_planner_are_recipe_keys(words: list[str], key: str) -> None:
+    code, _, text = call("bench", "qwen3-8b", *words)
+    option = words[0].partition("=")[0]
+    assert code == 2 and f"roundpipe bench has no option {option}" in text
+    assert text.endswith(f"roundpipe bench RECIPE {key}\n") and load_recipe("qwen3-8b", [key])
+    code, _, text = call("bench", "--costs", "costs.json", *words)
+    assert code == 2 and text.endswith(f"python scripts/bench_emulated.py ... {option}\n")
 
 
 def test_workers_without_work_are_told(tmp_path: Path) -> None:

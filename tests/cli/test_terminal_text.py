@@ -160,6 +160,8 @@ COMMANDS: tuple[tuple[str, ...], ...] = (
     ("bench",),
     ("bench", "--costs", "costs.json"),
     ("bench", "--costs", "costs.json", "--workers", "8", "--microbatches", "16"),
+    ("bench", "--costs", "costs.json", "--run"),
+    ("bench", "good.yaml", "--head-workers", "2"),
     ("watch", "nowhere"),
     ("generate", "nowhere", "hi"),
     ("export", "nowhere"),

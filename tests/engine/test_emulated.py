@@ -6,7 +6,6 @@ the emulation itself, and the bounds below make use of that.
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import threading
@@ -14,13 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from roundpipe_cli.choices import SCHEDULES
-from roundpipe_cli.cli.app import app
 from roundpipe_cli.costs.cost import CostModel, LayerCost
-from roundpipe_cli.engine.backends.emulated import StreamClock, finish, happens_in_s
-from roundpipe_cli.engine.dispatch.emulate import Emulated, run_emulated
 from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.schedule.builders import build_schedule
 from roundpipe_cli.schedule.dealing import Rounds
@@ -28,6 +23,7 @@ from roundpipe_cli.schedule.lower import lower
 from roundpipe_cli.schedule.operations import WEIGHT_GRADIENT, WEIGHTS
 from roundpipe_cli.schedule.simulate import simulate
 from roundpipe_cli.schedule.timeline import COMPUTE, DOWN, HOST, UP, busy_s, makespan_s
+from tests.support.emulated import Emulated, StreamClock, finish, happens_in_s, run_emulated
 
 MIB = 1024**2
 NUM_BLOCKS, NUM_MICROBATCHES = 6, 4
@@ -154,38 +150,5 @@ def test_no_thread_is_left() -> None:
 
 
 def test_emulation_needs_no_torch() -> None:
-    code = "import sys, roundpipe_cli.cli.bench_emulated; assert 'torch' not in sys.modules"
+    code = "import sys, scripts.bench_emulated; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
-
-
-def costs_file(folder: Path) -> str:
-    layer = {"forward_s": 4e-4, "backward_s": 9e-4, "param_bytes": 2**20, "boundary_bytes": 2**19}
-    layers = [{"name": f"block.{index}", **layer} for index in range(NUM_BLOCKS)]
-    layers.append({"name": "head", "forward_s": 3e-4, "backward_s": 5e-4, "recompute": False})
-    path = folder / "costs.json"
-    path.write_text(json.dumps({"name": "small", "hop_s": 1e-4, "layers": layers}))
-    return str(path)
-
-
-@pytest.mark.parametrize("accounting", ["default", "published"])
-def test_bench_runs_a_costs_file(tmp_path: Path, accounting: str) -> None:
-    arguments = ["bench", "--costs", costs_file(tmp_path), "--workers", "3", "--microbatches", "4", "--run", "--json"]
-    arguments += ["--steps", "2", "--staleness", "1", "--accounting", accounting]
-    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    document = json.loads(result.stdout)
-    assert [entry["schedule"] for entry in document["results"]] == list(SCHEDULES)
-    for entry in document["results"]:
-        assert entry["measured_makespan_s"] > 0 and entry["late_s"] >= 0
-        assert isinstance(entry["measured_step_s"], float)  # a difference of two runs, which a busy machine may bend
-        assert 0 <= entry["measured_bubble_ratio"] < 1
-        if accounting == "published":
-            assert entry["measured_makespan_s"] >= entry["makespan_s"] * (1 - 1e-9)
-
-
-def test_bench_prints_what_it_measured(tmp_path: Path) -> None:
-    arguments = ["bench", "--costs", costs_file(tmp_path), "--workers", "2", "--microbatches", "3", "--run"]
-    arguments += ["--schedule", "roundpipe", "--repetitions", "2", "--head-workers", "2", "--steps", "2"]
-    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    assert "2 emulated workers" in result.stdout and "per chained step" in result.stdout

@@ -10,11 +10,11 @@ import pytest
 from roundpipe_cli import faults
 from roundpipe_cli.costs.cost import CostModel, LayerCost
 from roundpipe_cli.engine.dispatch import pool
-from roundpipe_cli.engine.dispatch.emulate import run_emulated
 from roundpipe_cli.errors import InternalError, ResourceError
 from roundpipe_cli.faults import ENVIRONMENT_VARIABLE
 from roundpipe_cli.schedule.builders import build_schedule
 from roundpipe_cli.schedule.dealing import Rounds
+from tests.support.emulated import run_emulated
 
 NUM_WORKERS, NUM_MICROBATCHES, NUM_STEPS, NUM_BLOCKS = 8, 8, 3, 16
 MIB = 1024**2

@@ -336,9 +336,12 @@ def test_replicas_of_an_older_recipe_are_left_out_where_they_are_off(tmp_path: P
     assert "pipeline.replicas has a value without counterpart here" in found
 
 
-def test_training_on_emulated_devices_is_refused(tmp_path: Path) -> None:
+def test_devices_are_processors_and_gpus(tmp_path: Path) -> None:
     (found,) = problems_of(write(tmp_path, SMALLEST), "pipeline.devices=emulated")
-    assert "not yet supported: training on emulated devices" in found
+    assert "pipeline.devices has a value that is not accepted" in found
+    assert "write [" not in found, "a list of it would be refused too"
+    (found,) = problems_of(write(tmp_path, SMALLEST), "pipeline.devices=cpu, cpu")
+    assert "write [cpu, cpu]" in found
 
 
 def test_lora_keys_with_full_fine_tuning_are_noticed(tmp_path: Path) -> None:

@@ -269,10 +269,6 @@ def test_stages_that_cannot_be(folder: Path) -> None:
     says(refused(folder, *both), "gpipe takes no backward_stages")
 
 
-def test_what_has_not_landed_is_refused(folder: Path) -> None:
-    says(refused(folder, "pipeline.devices=emulated"), "not yet supported", "devices")
-
-
 # --- output directory -----------------------------------------------------------------------------------------------
 
 

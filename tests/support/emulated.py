@@ -3,18 +3,26 @@
     measured = run_emulated(schedule, costs, staleness=0)      # sleeps as long as the schedule takes
 
 No tensors, no mathematics, no torch: every operation of the lowered program is issued by the same threads, queues and
-events as in training, to clocks (`backends/emulated.py`) that know from the cost model what it takes.
+events as in training, to clocks that know from the cost model what it takes.
+
+A stream is a clock, as CUDA's is seen from the host: issuing returns at once. An operation starts at the latest of
+the wall time of its issue, the end of the operation before it on that stream, and the ends of the events that it waits
+for; its end is fixed then and is its event: an absolute time of `time.perf_counter`. Nothing sleeps per operation;
+only a host wait sleeps, until an absolute deadline. So work that the host issues too late shows, and is counted, as on
+a GPU.
+
+    wall    issue A    issue B                issue C (late)
+    stream  |---- A ----|---- B ----|  late   |---- C ----|
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from roundpipe_cli.costs.cost import CostModel
-from roundpipe_cli.engine.backends.emulated import EmulatedDevice, EmulatedEvent, finish, happens_in_s
 from roundpipe_cli.engine.dispatch.dispatch import StepRun
 from roundpipe_cli.engine.dispatch.ledger import links_of
 from roundpipe_cli.engine.dispatch.pool import Pool
@@ -22,14 +30,81 @@ from roundpipe_cli.engine.dispatch.progress import Progress
 from roundpipe_cli.engine.dispatch.transfer import TransferOptions, TransferStatistics, statistics_of
 from roundpipe_cli.engine.dispatch.work import TransferChunk
 from roundpipe_cli.engine.program import describe_op
-from roundpipe_cli.events import Span
 from roundpipe_cli.faults import fault
 from roundpipe_cli.schedule.actions import Kind, Schedule
-from roundpipe_cli.schedule.drawn import span_of
 from roundpipe_cli.schedule.durations import StageTimes, stage_times
 from roundpipe_cli.schedule.lower import lower
 from roundpipe_cli.schedule.operations import Op, Program
 from roundpipe_cli.schedule.timeline import COMPUTE, DOWN, HOST, UP, Interval, Timeline, bubble_ratio, makespan_s
+
+EmulatedEvent = float | None
+"""The absolute time at which something ends; None: it has already happened."""
+
+
+class StreamClock:
+    """One stream of an emulated device."""
+
+    def __init__(self) -> None:
+        self.end_s = 0.0
+        """End of the last operation issued."""
+        self.late_s = 0.0
+        """Time that the stream lost because the host issued too late."""
+
+    def start_step(self, now_s: float) -> None:
+        """Start counting at `now_s`."""
+        self.end_s, self.late_s = now_s, 0.0
+
+    def issue(
+        self,
+        seconds: float,
+        after: Sequence[EmulatedEvent] = (),
+        lead_s: float = 0.0,
+        late: Sequence[EmulatedEvent] = (),
+    ) -> tuple[float, float]:
+        """Put an operation on the stream; returns (start, end).
+
+        Args:
+            seconds: what it takes.
+            after: events that it waits for.
+            lead_s: its first part, which does not need `late`; it runs right before the rest.
+            late: events that only the rest waits for.
+        """
+        now_s = time.perf_counter()
+        could_s = max(self.end_s, *(event for event in after if event is not None), 0.0)
+        needed_s = max((event for event in late if event is not None), default=0.0)
+        could_s = max(could_s, needed_s - lead_s)
+        start_s = max(now_s, could_s)
+        self.late_s += start_s - could_s
+        self.end_s = start_s + seconds
+        return start_s, self.end_s
+
+
+class EmulatedDevice:
+    """One worker's streams."""
+
+    def __init__(self) -> None:
+        self.compute, self.up, self.down = StreamClock(), StreamClock(), StreamClock()
+
+    def start_step(self, now_s: float) -> None:
+        """Set all streams idle and start counting at `now_s`."""
+        for clock in (self.compute, self.up, self.down):
+            clock.start_step(now_s)
+
+    @property
+    def late_s(self) -> float:
+        """Time that the compute stream and the links lost because the host issued too late."""
+        return self.compute.late_s + self.up.late_s + self.down.late_s
+
+
+def happens_in_s(event: EmulatedEvent) -> float:
+    """0 if `event` has happened, else the seconds until it does."""
+    return 0.0 if event is None else max(0.0, event - time.perf_counter())
+
+
+def finish(event: EmulatedEvent) -> None:
+    """Block the host until `event` has happened."""
+    while (left_s := happens_in_s(event)) > 0:
+        time.sleep(left_s)
 
 
 @dataclass(frozen=True)
@@ -157,31 +232,6 @@ class EmulatedWork:
         self.intervals.append((op.id, Interval(op.worker, lane, op.kind, op.stage, op.microbatch, start_s, end_s)))
 
 
-@dataclass(frozen=True)
-class EmulatedInWork:
-    """A run that has begun, for a display."""
-
-    works: Sequence[EmulatedWork]
-    started_s: float
-    """Start by `time.perf_counter`."""
-    fused_head: bool
-    """`fused_head` of the schedule."""
-
-    def news(self) -> Iterator[list[Span]]:
-        """Spans issued since the last call, by `time.perf_counter`; they may lie in the future."""
-        num_seen = [0] * len(self.works)
-        while True:
-            found: list[Span] = []
-            for index, work in enumerate(self.works):
-                new = work.intervals[num_seen[index] :]
-                num_seen[index] += len(new)
-                found += (span_of(item, fused_head=self.fused_head) for _, item in new if item.lane == COMPUTE)
-            yield found
-
-
-OnBegun = Callable[[EmulatedInWork], None]
-
-
 def run_emulated(
     schedule: Schedule,
     costs: CostModel,
@@ -189,7 +239,6 @@ def run_emulated(
     staleness: int = 0,
     fifo: bool = False,
     watchdog_s: float | None = 600.0,
-    begun: OnBegun | None = None,
 ) -> Emulated:
     """Carry a schedule out, all of its chained steps, on emulated devices; takes as long as it says.
 
@@ -197,7 +246,6 @@ def run_emulated(
         staleness: 0 or 1, as in the simulator.
         fifo: transfers go first in, first out, in place of priorities and overtaking.
         watchdog_s: fail after this long without progress.
-        begun: is called when the workers start.
 
     Raises:
         InternalError: a fault, or a thread that is stuck.
@@ -206,20 +254,12 @@ def run_emulated(
     emulation = _Emulation(program, costs)
     works = [EmulatedWork(worker, emulation) for worker in range(schedule.num_workers)]
     host = EmulatedWork(-1, emulation)
-    pool = Pool(
-        works,
-        host=host,
-        options=TransferOptions(fifo=fifo),
-        watchdog_s=watchdog_s,
-    )
-    links = links_of(program)
-    run = StepRun(program, links, 0, Progress(), pool.works)
+    pool = Pool(works, host=host, options=TransferOptions(fifo=fifo), watchdog_s=watchdog_s)
+    run = StepRun(program, links_of(program), 0, Progress(), pool.works)
     with pool:
         started_s = time.perf_counter()
         for work in (*works, host):
             work.device.start_step(started_s)
-        if begun is not None:
-            begun(EmulatedInWork(works, started_s, schedule.fused_head))
         pool.run(run)
     return _result(program, [*works, host], run, started_s)
 
