@@ -21,10 +21,10 @@ from roundpipe_cli.model.attention_kernels import (
     set_up_attention,
     takes_shared_keys,
 )
-from roundpipe_cli.model.block_launches import META, FusedFunctions, worker_on_meta
 from roundpipe_cli.model.load import build_skeleton
 from roundpipe_cli.model.split import split_model
 from scripts.gpu_checks.models import FAMILIES, configuration, shipped
+from tests.support.launches import META, FusedFunctions, worker_on_meta
 
 CARDS = ((7, 5), (8, 6), (8, 9), (9, 0), (12, 0))
 TOKENS = 48
