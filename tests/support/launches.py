@@ -47,7 +47,7 @@ META = torch.device("meta")
 TIMED_PASSES = 2
 PRODUCTS = frozenset(
     {"mm", "bmm", "addmm", "addmm_", "baddbmm", "linear", "_grouped_mm", "attention", "attention_backward"}
-    | {"_scaled_mm", "_scaled_mm_v2", "grouped_mm", "grouped_mm_lora", "grouped_outer"}
+    | {"grouped_mm", "grouped_mm_lora", "grouped_outer"}
     | {f"_scaled_dot_product_{kind}_attention{end}" for kind in ("flash", "efficient", "cudnn", "fused")
        for end in ("", "_backward", "_for_cpu", "_for_cpu_backward")}
 )  # fmt: skip

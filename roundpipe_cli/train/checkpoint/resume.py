@@ -16,6 +16,7 @@ from roundpipe_cli import __version__
 from roundpipe_cli.errors import NoCheckpointError, Problem, RecipeError, RefusedError
 from roundpipe_cli.model.fused import fused_counts
 from roundpipe_cli.plain_files import read_regular
+from roundpipe_cli.recipe.aliases import REMOVED, is_off
 from roundpipe_cli.recipe.schema import Recipe, plain_data, with_lists
 from roundpipe_cli.recipe.sections import DatasetConfig
 from roundpipe_cli.recipe.strict_yaml import MAX_BYTES, parse_bytes
@@ -207,18 +208,20 @@ def check_unchanged(saved: Mapping[str, Any], setup: Setup, allowed: Sequence[st
         changes.append((DECAY_KEY, saved.get("decayed", "all"), DECAYED))
     if setup.recipe.rows_per_microbatch > 1 and saved.get("grouping") != BY_LENGTH:
         changes.append((GROUPING_KEY, saved.get("grouping", "rows in the order of the epoch"), BY_LENGTH))
-    changes = [change for change in changes if not _is_longer(saved, *change)]
+    changes = [change for change in changes if not _is_longer(saved, *change) and not _was_off(*change)]
     if _as_advised(saved, setup.recipe):
         changes = [change for change in changes if change[0] not in MICROBATCH_KEYS]
     for key, old, new in changes:
-        if key.split(" ")[0] not in {name.split(" ")[0] for name in allowed}:
+        word = key.split(" ")[0]
+        if word not in {name.split(" ")[0] for name in allowed}:
+            way = f"{REMOVED[key]}: add" if key in REMOVED else "put the old value back, or add"
             problems.append(
                 Problem(
                     "changed since the checkpoint was written",
                     where=key,
                     found=short_json(new),
                     expected=short_json(old),
-                    hint=f"put the old value back, or add --allow-changed {key.split(' ')[0]}",
+                    hint=f"{way} --allow-changed {word}",
                 )
             )
     if problems:
@@ -228,6 +231,11 @@ def check_unchanged(saved: Mapping[str, Any], setup: Setup, allowed: Sequence[st
 def _is_longer(saved: Mapping[str, Any], key: str, old: Any, new: Any) -> bool:
     """Whether a number of epochs was replaced by a number of steps that is not smaller."""
     return key == "max_steps" and old is None and new >= (saved.get("num_steps") or math.inf)
+
+
+def _was_off(key: str, old: Any, new: Any) -> bool:
+    """Whether a key that recipes no longer have asked for nothing."""
+    return key in REMOVED and new is None and is_off(old)
 
 
 def _as_advised(saved: Mapping[str, Any], recipe: Recipe) -> bool:
