@@ -17,8 +17,11 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 from dataclasses import replace
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench_emulated import compressed
 from simulated_gains import HUB_IDS, Column
@@ -31,7 +34,7 @@ from roundpipe_cli.planning.compare import SimulationCase, make_schedule
 from roundpipe_cli.schedule.dealing import Options
 from roundpipe_cli.schedule.simulate import simulate
 from roundpipe_cli.schedule.timeline import bubble_ratio, makespan_s
-from roundpipe_cli.schedule.validate import validate_schedule
+from tests.support.schedules import validate_schedule
 
 
 def row(name: str, costs: CostModel, args: argparse.Namespace, head_workers: int) -> str:
