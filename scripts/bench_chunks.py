@@ -30,10 +30,10 @@ from roundpipe_cli.planning.compare import SimulationCase, make_schedule
 from roundpipe_cli.schedule.dealing import Options
 from roundpipe_cli.schedule.simulate import simulate
 from roundpipe_cli.schedule.timeline import bubble_ratio, makespan_s
-from roundpipe_cli.schedule.validate import validate_schedule
 from scripts.bench_dispatcher import compressed
 from scripts.simulated_gains import HUB_IDS, Column
 from tests.support.emulated import run_emulated
+from tests.support.schedules import validate_schedule
 
 
 def row(name: str, costs: CostModel, args: argparse.Namespace, head_workers: int) -> str:

@@ -31,7 +31,6 @@ from roundpipe_cli.cli.libraries import quiet_libraries
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.probe import worker_on_host
 from roundpipe_cli.model.fused import FusedOps
-from roundpipe_cli.model.launches import PRODUCTS
 from roundpipe_cli.model.worker_options import WorkerOptions
 from roundpipe_cli.planning.adaptive import PROFILE_STEPS
 from roundpipe_cli.schedule.actions import Schedule
@@ -39,6 +38,7 @@ from roundpipe_cli.train.build import make_engine, make_planner
 from roundpipe_cli.train.optim.optimizer import HostOptimizer
 from roundpipe_cli.train.setup import Setup
 from scripts.bench_vs_torch import batches, setup_for
+from tests.support.launches import PRODUCTS
 
 KERNELS = ("auto", "reference")
 BLOCK_ROUNDS = 25

@@ -31,16 +31,15 @@ from torch import nn
 
 from roundpipe_cli.engine.backends.cuda import SWITCH_INTERVAL_S
 from roundpipe_cli.engine.backends.turns import IssueTurns
-from roundpipe_cli.model.block_launches import block_passes
 from roundpipe_cli.model.fused import find_fused_ops
 from roundpipe_cli.model.gradient_taps import GradientTaps
-from roundpipe_cli.model.launches import LaunchCounter
 from roundpipe_cli.model.load import build_skeleton
 from roundpipe_cli.model.lora import LoraSettings, add_lora
 from roundpipe_cli.model.split import split_model
 from roundpipe_cli.model.worker_model import WorkerModel
 from roundpipe_cli.model.worker_options import WorkerOptions
 from scripts.gpu_checks.models import FAMILIES, build, configuration, shipped, tiny
+from tests.support.launches import LaunchCounter, block_passes
 
 COUNTS = (1, 2, 4, 8)
 CAPABILITY = (8, 9)

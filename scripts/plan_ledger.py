@@ -5,9 +5,9 @@
     python scripts/plan_ledger.py --only Qwen/Qwen3-8B --tokens 512
 
 One row for each kind of block, LoRA r 16 and full, weights in bfloat16 and, for LoRA, in 4 bit. The ledger is
-`model/block_launches.py`: a block at its real width on meta tensors, `kernels: auto`, for a card of compute capability
-8.9. `plan`'s counts are those of `costs/block_work.py`. A cell is `plan / ledger`, forward and backward; what is more
-than 3 % off is marked with `!`. Launches equal operators where no kernel loops; then a cell has both.
+`tests/support/launches.py`: a block at its real width on meta tensors, `kernels: auto`, for a card of compute
+capability 8.9. `plan`'s counts are those of `costs/block_work.py`. A cell is `plan / ledger`, forward and backward;
+what is more than 3 % off is marked with `!`. Launches equal operators where no kernel loops; then a cell has both.
 """
 
 from __future__ import annotations
@@ -29,13 +29,12 @@ from roundpipe_cli.costs.models import parse_config
 from roundpipe_cli.costs.shipped_models import figures_of
 from roundpipe_cli.costs.tally import PassWork, Tally
 from roundpipe_cli.costs.training import TrainingSettings
-from roundpipe_cli.model.block_launches import BlockLaunches, block_launches
 from roundpipe_cli.model.fused import find_fused_ops
-from roundpipe_cli.model.launches import Launches
 from roundpipe_cli.model.load import build_skeleton
 from roundpipe_cli.model.lora import LoraSettings, add_lora
 from roundpipe_cli.model.split import split_model
 from scripts.gpu_checks.models import configuration
+from tests.support.launches import BlockLaunches, Launches, block_launches
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 CAPABILITY = (8, 9)

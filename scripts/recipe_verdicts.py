@@ -11,11 +11,22 @@ import sys
 
 from roundpipe_cli.planning.predict import Plan, make_plan
 from roundpipe_cli.recipe.load import load_recipe
-from roundpipe_cli.recipe.shipped import HeaderVerdict, ShippedRecipe, shipped_recipes, with_verdict
+from roundpipe_cli.recipe.shipped import VERDICT, HeaderVerdict, ShippedRecipe, shipped_recipes
 from roundpipe_cli.units import GIB
 
 TOLERANCE = 0.02
 """Relative; the header is rounded to three figures."""
+
+
+def with_verdict(text: str, recipe: str, verdict: HeaderVerdict) -> str:
+    """`text` with the header's verdict replaced.
+
+    Raises:
+        ValueError: the text has no verdict to replace.
+    """
+    if VERDICT.search(text) is None:
+        raise ValueError(f"{recipe} has no verdict in its header")
+    return VERDICT.sub(lambda _: verdict.text(recipe), text, count=1)
 
 
 def verdict_now(recipe: ShippedRecipe, hardware: str) -> HeaderVerdict:

@@ -22,8 +22,8 @@ from roundpipe_cli.model.packed_weights import packed_bytes
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.schedule.builders import build_schedule
 from roundpipe_cli.schedule.dealing import Rounds
-from roundpipe_cli.schedule.validate import validate_schedule
 from roundpipe_cli.train.optim.update_rules import RULES, RuleSettings, make_rule
+from tests.support.schedules import validate_schedule
 
 KEYS = {field.name for field in fields(Recipe)}
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 from tests.conftest import FORKING, LONGEST, SMOKE
@@ -17,6 +18,17 @@ SIGNATURES_OF_LIBRARIES = {
     *("of", "_attention", "sink_attention"),  # torch's scaled_dot_product_attention, transformers' attention
 }
 """Functions whose arguments a library has chosen."""
+USED_OUTSIDE = {
+    "release_workspaces": "measurements of memory need it, and no other file names torch's private parts of CUDA",
+    "on_device": "holds a tensor until its copy has arrived; nobody reads it",
+    "load_in_fp8": "read by the key that `PACKED_FORMATS` makes of its name",
+    "coerce": "typer calls it",
+    **dict.fromkeys(
+        ("is_compileable", "is_dummy", "get_seq_length", "get_query_offset", "get_mask_sizes"),
+        "transformers asks it of what it takes for a cache of keys and values",
+    ),
+}
+"""Names of product code that no product code mentions, each with its reason to stay."""
 EXEMPT = (Path(__file__), ROOT / "tests" / "data" / "test_data_masks.py")
 """The second also reads rows that we may not ship, where somebody has put them beside the clone."""
 OUTSIDE = re.compile(r"\.\./(\.\./)?shared\b|/ \"shared\"|\b(DESIGN|STYLE|TRAPS|RELIABILITY)\.md|RELIABILITY S\d")
@@ -43,6 +55,46 @@ def _defined(node: ast.stmt) -> str | None:
         is_variable = isinstance(node.value, ast.Call) and ast.unparse(node.value.func) == "TypeVar"
         return name if not name.isupper() and name[0].isupper() and not is_variable else None
     return None
+
+
+def test_product_code_is_used_by_product_code() -> None:
+    """What only scripts or tests use lives there. By name alone: one that has a namesake in use is not found."""
+    used = Counter(name for path in sources() for name in _mentioned(tree_of(path)))
+    own = {node.name for path in sources() for node in tree_of(path).body if isinstance(node, ast.ClassDef)}
+    unused = {
+        name: place(path, node.lineno)
+        for path in sources()
+        for name, node in _definitions(tree_of(path), own)
+        if used[name] <= Counter(_mentioned(node))[name]
+    }
+    assert sorted(unused) == sorted(USED_OUTSIDE), unused
+
+
+def _mentioned(tree: ast.AST) -> Iterator[str]:
+    """Names that are read, imported or written as text, as lazily imported commands are."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+            yield node.attr
+        elif isinstance(node, ast.alias):
+            yield node.name
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def _definitions(tree: ast.Module, own: set[str]) -> Iterator[tuple[str, ast.stmt]]:
+    """Functions, classes and constants, but for commands; methods and fields of classes whose bases are all `own`."""
+    for outer in tree.body:
+        inside = outer.body if isinstance(outer, ast.ClassDef) and {*map(ast.unparse, outer.bases)} <= own else []
+        for node in (outer, *inside):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                is_command = any(".command(" in ast.unparse(decorator) for decorator in node.decorator_list)
+                names = [] if is_command else [node.name]
+            else:
+                targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+                names = [target.id for target in targets if isinstance(target, ast.Name)]
+            yield from ((name, node) for name in names if not name.startswith("__"))
 
 
 def test_docstrings_begin_with_what_the_thing_is_or_does() -> None:

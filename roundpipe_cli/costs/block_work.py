@@ -1,6 +1,6 @@
 """Kernels that one block launches for one microbatch, counted from the model's figures: no torch, no device.
 
-The counterpart of `model/block_launches.py`, which counts the same on meta tensors as it is dispatched and is the
+The counterpart of `tests/support/launches.py`, which counts the same on meta tensors as it is dispatched and is the
 truth: `scripts/plan_ledger.py` prints both side by side, and a test holds them together. Counted are the fused
 operators that `kernels: auto` takes on a GPU, and our Triton kernels for experts. Dropout is not counted.
 """

@@ -4,8 +4,7 @@
 
 448 is the largest number of e4m3, which has a sign, 4 bits of exponent and 3 of mantissa: a weight changes by at most
 1/16 of itself, or by 2^-10 of the scale where that is more. A row is what is contiguous: of a linear layer what makes
-one output, as products of FP8 want it; of GPT-2's Conv1D, and of experts that hold their matrices transposed, what one
-input contributes.
+one output; of GPT-2's Conv1D, and of experts that hold their matrices transposed, what one input contributes.
 
 A row with a weight that is not finite is not a number from end to end, by its scale.
 """
@@ -14,8 +13,8 @@ from __future__ import annotations
 
 import torch
 
-from roundpipe_cli.kernels.fp8_linear import LARGEST_E4M3
-
+LARGEST_E4M3 = 448.0
+"""The largest number of e4m3."""
 AT_ONCE = 1 << 18
 """Weights that the processor unpacks at once, so that intermediate values stay in its cache."""
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
@@ -30,7 +30,6 @@ from roundpipe_cli.model.fused import FusedLora
 from roundpipe_cli.model.linear_modules import is_linear
 from roundpipe_cli.model.mlp_chunks import ATTRIBUTE, MlpChunks
 
-Parameters = Mapping[str, nn.Parameter]
 Found = TypeVar("Found")
 
 _aten = torch.ops.aten

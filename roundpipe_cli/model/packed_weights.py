@@ -227,19 +227,11 @@ class PackedParameter(nn.Parameter):
             self._whole = whole
         return whole
 
-    def fp8_parts(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(codes, scales) of a weight in FP8: float8_e4m3fn [rows, columns] and float32 [rows], on its own bytes."""
-        count, packed = self.whole_shape.numel(), self.detach()
-        codes = packed[:count].view(torch.float8_e4m3fn).view(-1, self.whole_shape[-1])
-        return codes, packed[_codes_bytes(count, self.kind) :].view(torch.float32)
-
     def let_go(self) -> None:
         """Drop the held weight, and hold none from now on."""
         self.stays_whole, self._whole = False, None
 
 
-MULTIPLIES_PACKED = "_multiplies_packed"
-"""A module with this attribute reads its packed weight itself."""
 PackedPlace = tuple[nn.Module, str, PackedParameter]
 """(module, attribute, its packed parameter)."""
 
@@ -255,12 +247,8 @@ class _Kept:
 
 
 @contextmanager
-def whole_weights(places: Sequence[PackedPlace], *, every: bool = False) -> Iterator[None]:
-    """Put dequantised weights into `places`; a graph that is made meanwhile keeps them packed.
-
-    Args:
-        every: also into modules that multiply packed weights (`MULTIPLIES_PACKED`).
-    """
+def whole_weights(places: Sequence[PackedPlace]) -> Iterator[None]:
+    """Put dequantised weights into `places`; a graph that is made meanwhile keeps them packed."""
     by_storage: dict[int, PackedParameter] = {}  # by the storage itself: on the meta device all addresses are 0
 
     def pack(tensor: torch.Tensor) -> Any:
@@ -272,8 +260,6 @@ def whole_weights(places: Sequence[PackedPlace], *, every: bool = False) -> Iter
 
     try:
         for module, attribute, parameter in places:
-            if MULTIPLIES_PACKED in module.__dict__ and not every:
-                continue
             whole = parameter.dequantized()
             by_storage[whole.untyped_storage()._cdata] = parameter
             module._parameters[attribute] = whole  # type: ignore[assignment]  # modules read it, nobody trains it

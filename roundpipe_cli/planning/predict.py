@@ -341,8 +341,6 @@ def _assumptions(question: PlanRequest, cut: StageCut) -> tuple[str, ...]:
             )
         if settings.packed_as == "fp8":
             lines.append("assumed: FP8 weights (load_in_fp8) are unpacked at the GPU's memory rate; not measured")
-        if question.loaded.recipe.fp8_products:
-            lines.append("assumed: fp8_products saves no time, and every GPU has compute capability 8.9 or newer")
         links = sorted({device.link_bytes_per_s / 1e9 for device in hardware.devices})
         lines.append(f"assumed: {' and '.join(f'{link:.3g}' for link in links)} GB/s per link and direction")
     lines.append(f"assumed: every row has max_seq_length={settings.max_seq_length} tokens")

@@ -192,7 +192,6 @@ def _candidates(architecture: Architecture, settings: TrainingSettings) -> Itera
         )
     elif settings.packed_as != "4bit":
         instead = [f"{PACKED_FORMATS[settings.packed_as].key}=false"] if settings.packed_as else []
-        instead += ["fp8_products=false"] if settings.packed_as == "fp8" else []
         yield (
             Change(
                 ("load_in_4bit=true", *instead),

@@ -145,6 +145,12 @@ ALIASES: dict[str, AliasConversion] = {
 }
 """Dotted key of another trainer -> its meaning here."""
 
+REMOVED: dict[str, str] = {
+    "fp8_products": "it saved no time; `load_in_fp8: true` alone keeps the weights in FP8, on any GPU",
+}
+"""Dotted keys that recipes once had: refused with this advice, dropped with a notice where they are off. A run that
+began with one of them off may be resumed."""
+
 _DEVICES = "layers are streamed through all devices anyway; name them with pipeline.devices"
 
 NO_COUNTERPART: dict[str, str] = {

@@ -237,9 +237,9 @@ def _check_mapping(value: dict[str, Any], hint: Any, path: KeyPath, findings: Fi
 
 
 def _check_section(value: dict[str, Any], schema: type, path: KeyPath, findings: Findings) -> Any:
-    """A schema dataclass from a mapping whose unknown keys are already gone."""
+    """A schema dataclass from a mapping; unknown keys are left out, and reported elsewhere."""
     hints = hints_of(schema)
-    arguments = {key: check(item, hints[key], (*path, key), findings) for key, item in value.items()}
+    arguments = {key: check(item, hints[key], (*path, key), findings) for key, item in value.items() if key in hints}
     missing = [f.name for f in fields(schema) if f.default is MISSING and f.default_factory is MISSING]  # type: ignore[arg-type]
     missing = [key for key in missing if key not in value]
     for key in missing:

@@ -67,11 +67,6 @@ class Recipe:
     """Keep the frozen base weights in FP8 (e4m3, a scale for each row): half of the host memory and of uploads. Like
     8 bit, but without bitsandbytes and coarser: normally distributed weights change by 2.6 % (root mean square; 8 bit
     1 %, 4 bit 9 %). They are unpacked to `dtype` for use, so any GPU will do. Not yet measured on a GPU."""
-    fp8_products: bool = False
-    """With `load_in_fp8` and `dtype: bfloat16`: adapted linear layers multiply in FP8, with inputs rounded to it for
-    each token, which changes their results by about 2.6 % more; the gradients of the inputs are computed in `dtype`.
-    For GPUs of compute capability 8.9 (RTX 40, L4, H100) and newer; the processor computes the same numbers, slowly.
-    Compare the loss of a short run without it first. Not yet measured on a GPU."""
     datasets: Annotated[tuple[DatasetConfig, ...], NotEmpty()]
     """Training rows, from one or more sources."""
     val_set_size: Annotated[int, Range(0)] | Annotated[float, Range(0, 1, below=True)] = 0.0

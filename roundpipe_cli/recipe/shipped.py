@@ -16,7 +16,7 @@ from roundpipe_cli.errors import RefusedError, closest
 from roundpipe_cli.plain_files import named_path
 from roundpipe_cli.units import GIB
 
-_VERDICT = re.compile(
+VERDICT = re.compile(
     r"^# roundpipe plan (?P<recipe>\S+) --hardware (?P<hardware>\S+)\n"
     r"#   (?P<verdict>fits|does not fit): (?P<step_s>[\d.]+) s \((?P<least_s>[\d.]+) to "
     r"(?P<most_s>[\d.]+)\) a step of (?P<tokens>[\d,]+) tokens, "
@@ -24,6 +24,7 @@ _VERDICT = re.compile(
     r"disk (?P<disk>[\d.]+) GiB$",
     re.MULTILINE,
 )
+"""Lines in which a recipe's header says what `plan` gave."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +117,7 @@ def purpose_of(text: str) -> str:
 
 def verdict_of(text: str) -> HeaderVerdict | None:
     """The verdict in a recipe's header, if it has one."""
-    found = _VERDICT.search(text)
+    found = VERDICT.search(text)
     if found is None:
         return None
     return HeaderVerdict(
@@ -130,17 +131,6 @@ def verdict_of(text: str) -> HeaderVerdict | None:
         host_bytes=float(found["host"]) * GIB,
         disk_bytes=float(found["disk"]) * GIB,
     )
-
-
-def with_verdict(text: str, recipe: str, verdict: HeaderVerdict) -> str:
-    """`text` with the header's verdict replaced.
-
-    Raises:
-        ValueError: the text has no verdict to replace.
-    """
-    if _VERDICT.search(text) is None:
-        raise ValueError(f"{recipe} has no verdict in its header")
-    return _VERDICT.sub(lambda _: verdict.text(recipe), text, count=1)
 
 
 def find_recipe(name: Path | str) -> tuple[Path, str | None]:

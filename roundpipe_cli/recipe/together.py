@@ -45,11 +45,6 @@ def find_contradictions(recipe: Recipe, findings: Findings) -> None:
     if recipe.float16_accumulation and recipe.dtype != "float16":
         what, found = "only products of float16 can add up in float16", f"dtype: {recipe.dtype}"
         findings.add(("float16_accumulation",), what, found=found, hint="`dtype: float16`, or delete the line")
-    needs = {"load_in_fp8: true": recipe.load_in_fp8, "dtype: bfloat16": recipe.dtype == "bfloat16"}
-    for needed, given in {**needs, "kernels: auto": recipe.kernels == "auto"}.items():
-        if recipe.fp8_products and not given:
-            hint = f"`{needed}`, or delete the line fp8_products"
-            findings.add(("fp8_products",), f"products in FP8 need {needed}", hint=hint)
     _find_split_problems(recipe, findings)
     _find_budget_problems(recipe, findings)
     _find_rule_problems(recipe, findings)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from roundpipe_cli.errors import Problem, RecipeError, closest
-from roundpipe_cli.recipe.aliases import ALIASES, NO_COUNTERPART, Writes, is_off, note, value_alias
+from roundpipe_cli.recipe.aliases import ALIASES, NO_COUNTERPART, REMOVED, Writes, is_off, note, value_alias
 from roundpipe_cli.recipe.check import Findings, hints_of
 from roundpipe_cli.recipe.references import MISSING, look_up, refuse_bad_references
 from roundpipe_cli.recipe.schema import Recipe
@@ -185,7 +185,7 @@ def _translate_keys(
             writes = _convert(here, value, findings, notices)
             for target, meant in writes.items():
                 _move(root, here, tuple(target.split(".")), meant, findings, plain=len(writes) == 1 and meant is value)
-        elif name in NO_COUNTERPART:
+        elif name in NO_COUNTERPART or name in REMOVED:
             _no_counterpart(here, mapping.pop(key), findings, notices)
     for key, value in mapping.items():
         if isinstance(value, dict):
@@ -216,7 +216,8 @@ def _no_counterpart(path: KeyPath, value: Any, findings: Findings, notices: list
             f"{findings.place(path).origin}: {name}: {shown_value(value)} changes nothing here and is left out"
         )
     else:
-        findings.add(path, f"unknown key {name}", found=shown_value(value), hint=NO_COUNTERPART[name])
+        what = f"{name} is no longer a key" if name in REMOVED else f"unknown key {name}"
+        findings.add(path, what, found=shown_value(value), hint=REMOVED.get(name) or NO_COUNTERPART[name])
 
 
 def _move(

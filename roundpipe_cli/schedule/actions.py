@@ -7,12 +7,10 @@ stage 0 runs first and holds the head.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from enum import Enum
 
 from roundpipe_cli.costs.cost import StageRange
-from roundpipe_cli.errors import RefusedError
 
 
 class Kind(str, Enum):
@@ -24,9 +22,6 @@ class Kind(str, Enum):
     UPLOAD = "U"
     DOWNLOAD = "D"
     OPTIMIZER = "O"
-
-
-_TEXT = re.compile(r"^(\d+)([FRBUDO])(\d+)$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,18 +43,6 @@ def in_backward_order(microbatch: int, sequence_chunks: int) -> int:
     """Sequence after sequence, each from its last chunk to its first: place of a microbatch, or which is at a place."""
     chunk = microbatch % sequence_chunks
     return microbatch + sequence_chunks - 1 - 2 * chunk
-
-
-def parse_action(text: str, worker: int) -> Action:
-    """The inverse of `str(action)`.
-
-    Raises:
-        ValueError: `text` is not of the form `2F0`.
-    """
-    match = _TEXT.match(text.strip())
-    if match is None:
-        raise ValueError(f"not an action: {text!r} (expected for instance '2F0')")
-    return Action(Kind(match.group(2)), int(match.group(1)), int(match.group(3)), worker)
 
 
 @dataclass(frozen=True)
@@ -97,23 +80,3 @@ class Schedule:
 
     def __str__(self) -> str:
         return "\n".join(" ".join(str(action) for action in row) for row in self.actions)
-
-
-def parse_rows(text: str) -> tuple[tuple[Action, ...], ...]:
-    """The inverse of `str(schedule)`: one line per worker, actions separated by spaces.
-
-    Raises:
-        RefusedError: names the worker and the word that is not an action.
-    """
-    rows: list[tuple[Action, ...]] = []
-    for worker, line in enumerate(text.split("\n")):
-        row: list[Action] = []
-        for position, word in enumerate(line.split()):
-            try:
-                row.append(parse_action(word, worker))
-            except ValueError as error:
-                raise RefusedError(
-                    "not a schedule", where=f"worker {worker}, action {position}", found=repr(word), expected="like 2F0"
-                ) from error
-        rows.append(tuple(row))
-    return tuple(rows)

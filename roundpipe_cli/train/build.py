@@ -244,7 +244,6 @@ def _profile_cache(setup: Setup, costs: CostModel) -> ProfileCache:
             "sequence_chunks": recipe.pipeline.num_chunks,
             "keep_activations": recipe.pipeline.keep_activations,
             "packed_as": recipe.packed_as,
-            "fp8_products": recipe.fp8_products,
             "unpacks_once": setup.unpacks_once,
         }
     )

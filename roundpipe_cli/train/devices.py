@@ -13,7 +13,6 @@ from roundpipe_cli.engine.backends.cpu import CpuBackend
 from roundpipe_cli.engine.backends.turns import IssueTurns
 from roundpipe_cli.engine.link_speed import measure_links
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.kernels.fp8_linear import MIN_CAPABILITY, takes_fp8
 from roundpipe_cli.recipe.schema import Recipe
 
 ASSUMED_LINK_BYTES_PER_S = 25e9
@@ -69,25 +68,6 @@ def with_dtype_of(recipe: Recipe, devices: Sequence[str]) -> tuple[Recipe, str |
         return recipe, None
     text = f"no bfloat16 on {', '.join(lacking)}: training in float16 with loss scaling (dtype: float16)"
     return replace(recipe, dtype="float16"), text
-
-
-def refuse_without_fp8(devices: Sequence[str]) -> None:
-    """Check that all devices multiply in FP8.
-
-    Raises:
-        RefusedError: a GPU does not.
-    """
-    indices = {name: gpu_index(name) for name in devices if name != "cpu"}
-    older = [name for name, index in indices.items() if not takes_fp8(cuda.capability_of(index))]
-    if older:
-        least = "{}.{}".format(*MIN_CAPABILITY)
-        raise RefusedError(
-            "products in FP8 need newer GPUs",
-            where="fp8_products: true",
-            found=", ".join(f"{name} ({cuda.describe_device(indices[name])})" for name in older),
-            expected=f"compute capability {least} (RTX 40, L4, H100) or newer",
-            hint="fp8_products=false; load_in_fp8 alone works on any GPU",
-        )
 
 
 def gpu_index(device: str) -> int:

@@ -32,7 +32,7 @@ from roundpipe_cli.faults import fault
 from roundpipe_cli.train.batches import collate_rows
 from roundpipe_cli.train.checkpoint.manifest import DamagedError
 from roundpipe_cli.train.checkpoint.output_dir import EVAL_NAME
-from roundpipe_cli.train.checkpoint.reading import peek
+from roundpipe_cli.train.checkpoint.reading import best_step_of
 from roundpipe_cli.train.checkpoint.records import RowDigest
 from roundpipe_cli.train.checkpoint.step_folders import best_folder, list_best, list_checkpoints
 from roundpipe_cli.train.intervals import is_due
@@ -172,7 +172,7 @@ class Evaluator:
         """Remove best weights that no checkpoint needs any more: the run may have to go back to each of them."""
         keep = {self.best_step, self._stated_best}
         for _, folder in list_checkpoints(self._output_dir):
-            keep.add(((peek(folder) or {}).get("evaluation") or {}).get("best_step"))
+            keep.add(best_step_of(folder))
         for step, folder in list_best(self._output_dir):
             if step not in keep:
                 remove_tree(folder)
@@ -226,11 +226,11 @@ class Evaluator:
 
     def start(self, state: Mapping[str, Any] | None) -> None:
         """Restore the state of a checkpoint, or begin without one."""
-        if state and state.get("last_step") is not None:
+        if state and None not in (state.get("last_step"), state.get("last_loss")):
             self._last_step, self.last_loss = int(state["last_step"]), float(state["last_loss"])
-        if state and state.get("best_step") is not None:
+        if state and None not in (state.get("best_step"), state.get("best_loss")):
             self.best_step, self.best_loss = int(state["best_step"]), float(state["best_loss"])
-            self._num_worse = int(state["num_worse"])
+            self._num_worse = int(state.get("num_worse") or 0)
             if self.best_folder is not None and not self.agree(self._is_whole(self.best_folder)):
                 self.best_step, self.best_loss, self._num_worse = None, math.inf, 0
         self._stated_best = self.best_step

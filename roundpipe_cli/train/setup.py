@@ -21,12 +21,11 @@ from roundpipe_cli.engine.probe import can_attend_in_rows, has_masks
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import Notice, Phase, Tell
-from roundpipe_cli.kernels.fp8_linear import MULTIPLE
 from roundpipe_cli.model.all_linear import describe_left_out
 from roundpipe_cli.model.architectures import check_mask_bytes
 from roundpipe_cli.model.chunks import check_sequence_chunks
 from roundpipe_cli.model.fingerprint import Fingerprint, config_fingerprint
-from roundpipe_cli.model.fused import FusedOps, find_fused_ops, with_fp8_products
+from roundpipe_cli.model.fused import FusedOps, find_fused_ops
 from roundpipe_cli.model.layer_parameters import layer_parameters
 from roundpipe_cli.model.layout import LayerLayout, make_layout
 from roundpipe_cli.model.load import build_skeleton, load_config, load_tokenizer, switch_off
@@ -40,7 +39,7 @@ from roundpipe_cli.plain_files import named_path
 from roundpipe_cli.recipe.load import LoadedRecipe
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.train.base_model import BaseModel, find_base
-from roundpipe_cli.train.devices import choose_devices, refuse_without_fp8, with_dtype_of
+from roundpipe_cli.train.devices import choose_devices, with_dtype_of
 from roundpipe_cli.train.loading import fill_store
 from roundpipe_cli.train.optim.learning_rate import num_steps_of, schedule_of
 from roundpipe_cli.train.packing_choice import with_packing
@@ -169,8 +168,7 @@ def prepare(
     store = _make_store(recipe, layouts, tell, elsewhere(layouts))
     fill_store(store, base.source, model, recipe, start, tell)
     tell(Notice(_describe_model(config, layouts, recipe, devices)))
-    fused = None if proof.not_fused else _find_fused(recipe, model, split, packed, tell)
-    _check_fp8_products(recipe, fused)
+    fused = None if proof.not_fused else _find_fused(recipe, model, split, tell)
     return Setup(
         recipe,
         base.source,
@@ -194,8 +192,6 @@ def prepare(
 def _on_devices(loaded: LoadedRecipe, tell: Tell) -> tuple[tuple[str, ...], LoadedRecipe]:
     """The device of each worker, and the recipe in a data type that all of them have."""
     devices, no_gpu = choose_devices(loaded.recipe.pipeline.devices)
-    if loaded.recipe.fp8_products:
-        refuse_without_fp8(devices)
     recipe, other_dtype = with_dtype_of(loaded.recipe, devices)
     without_effect = None
     if recipe.float16_accumulation and "cpu" in devices:
@@ -304,30 +300,15 @@ def _ending_as_trained(files: BaseFiles, tokenizer: Any, recipe: Recipe, tell: T
     return files
 
 
-def _find_fused(
-    recipe: Recipe, model: nn.Module, split: ModelSplit, packed: Collection[str], tell: Tell
-) -> FusedOps | None:
+def _find_fused(recipe: Recipe, model: nn.Module, split: ModelSplit, tell: Tell) -> FusedOps | None:
     """The modules that compute by fused operators, as `kernels` asks; the user is told which."""
     if recipe.kernels == "reference":
         return None
     found = find_fused_ops(model, split)
-    if recipe.fp8_products:
-        found = with_fp8_products(found, model, packed)
     text = ", ".join(f"{count} {name}" for name, count in found.counts().items())
     own_code = "kernels=reference uses the model's and PEFT's own code"
     tell(Notice(f"kernels: {text or 'none of this model is fused'} ({own_code})"))
     return found
-
-
-def _check_fp8_products(recipe: Recipe, fused: FusedOps | None) -> None:
-    """Refuse `fp8_products` where there would be none."""
-    if recipe.fp8_products and (fused is None or not fused.fp8_linears):
-        raise RefusedError(
-            "no layer of this model can be multiplied in FP8",
-            where="fp8_products: true",
-            expected=f"adapted linear layers whose features in and out are multiples of {MULTIPLE}",
-            hint="fp8_products=false",
-        )
 
 
 def _make_store(recipe: Recipe, layouts: list[LayerLayout], tell: Tell, elsewhere: Collection[int]) -> WeightStore:

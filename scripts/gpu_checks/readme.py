@@ -97,12 +97,12 @@ def _experts(document: Document) -> str:
 
 
 def _fp8(document: Document) -> str:
-    keys = ("bfloat16", "unpacking", "unpacking, bfloat16", "FP8")
+    keys = ("bfloat16", "unpacking")
     own = figures(document, "fp8").items()
     rows = [
         [name, *(f"{one['milliseconds'][key]:.2f} ms" for key in keys)] for name, one in own if "milliseconds" in one
     ]
-    return table("FP8 weights | product in bfloat16 | unpacking | both | product in FP8", rows)
+    return table("FP8 weights | product in bfloat16 | unpacking", rows)
 
 
 def updated(page: str, document: Document, day: str) -> str:

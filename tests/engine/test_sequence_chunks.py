@@ -23,16 +23,16 @@ from roundpipe_cli.model.split import split_model
 from roundpipe_cli.planning.choose import choose
 from roundpipe_cli.planning.compare import SimulationCase, run
 from roundpipe_cli.recipe.load import load_recipe
-from roundpipe_cli.schedule.actions import Schedule, parse_rows
+from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.schedule.builders import build_schedule
 from roundpipe_cli.schedule.dealing import Options, Rounds
 from roundpipe_cli.schedule.durations import equal_costs
 from roundpipe_cli.schedule.simulate import simulate
 from roundpipe_cli.schedule.timeline import bubble_ratio
-from roundpipe_cli.schedule.validate import InvalidScheduleError, validate_schedule
 from roundpipe_cli.train.rows import describe_padded_to_chunks
 from tests.support.e2e import finetune, launch, make_model, make_workspace, metrics, numbers
 from tests.support.every_type import tiny_config_of
+from tests.support.schedules import InvalidScheduleError, parse_rows, validate_schedule
 from tests.support.tiny import Rig, _Masks, make_rig, plain_step, random_microbatches, tiny_config
 
 TOLERANCE = 1e-5

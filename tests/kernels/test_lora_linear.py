@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from roundpipe_cli.kernels.lora_linear import AdapterTerm, lora_linear
-from roundpipe_cli.model.launches import LaunchCounter
+from tests.support.launches import LaunchCounter
 
 Tensors = dict[str, torch.Tensor]
 

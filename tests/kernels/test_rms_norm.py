@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from roundpipe_cli.kernels.rms_norm import _ScaleByOnePlus, rms_norm
-from roundpipe_cli.model.launches import LaunchCounter
+from tests.support.launches import LaunchCounter
 
 EPS = 1e-6
 

@@ -8,7 +8,7 @@ from transformers.models.gpt_oss import modeling_gpt_oss
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from roundpipe_cli.kernels.rotary import rotate
-from roundpipe_cli.model.launches import LaunchCounter
+from tests.support.launches import LaunchCounter
 
 
 def example(dtype: torch.dtype) -> list[torch.Tensor]:

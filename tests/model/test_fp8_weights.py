@@ -247,8 +247,8 @@ def test_plan_names_the_format_and_says_what_is_not_measured(
 
 
 def test_what_fits_in_4_bit_in_place_of_fp8_can_be_asked_for(tmp_path: Path) -> None:
-    """`fp8_products` needs `load_in_fp8`, so both make way."""
-    changes = {"model": "Qwen/Qwen3-32B", "load_in_fp8": True, "fp8_products": True, "weights": "pinned"}
+    """`load_in_fp8` makes way."""
+    changes = {"model": "Qwen/Qwen3-32B", "load_in_fp8": True, "weights": "pinned"}
     recipe = write_recipe(tmp_path / "recipe.yaml", pipeline={}, dtype="bfloat16", **changes)
     question = ask(load_recipe(recipe), "1x4090,host_memory_gib=32")
     found = solve(question.architecture, question.settings, question.hardware)

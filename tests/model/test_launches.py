@@ -12,14 +12,13 @@ import pytest
 import torch
 
 from roundpipe_cli.kernels.grouped_choice import takes_triton
-from roundpipe_cli.model.block_launches import block_launches, worker_on_meta
 from roundpipe_cli.model.fused import find_fused_ops
 from roundpipe_cli.model.grouped_experts import use_grouped_kernel
-from roundpipe_cli.model.launches import LaunchCounter
 from roundpipe_cli.model.load import build_skeleton
 from roundpipe_cli.model.lora import LoraSettings, add_lora
 from roundpipe_cli.model.split import split_model
 from scripts.gpu_checks.models import FAMILIES, configuration, shipped
+from tests.support.launches import LaunchCounter, block_launches, worker_on_meta
 from tests.support.versions import at_least
 
 TOKENS = 512

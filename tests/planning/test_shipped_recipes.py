@@ -18,10 +18,10 @@ from roundpipe_cli.planning.fitting import fitting_recipe
 from roundpipe_cli.planning.predict import Plan, make_plan
 from roundpipe_cli.planning.question import ask
 from roundpipe_cli.recipe.load import load_recipe
-from roundpipe_cli.recipe.shipped import find_recipe, find_shipped, shipped_recipes, verdict_of, with_verdict
+from roundpipe_cli.recipe.shipped import find_recipe, find_shipped, shipped_recipes, verdict_of
 from roundpipe_cli.units import GIB
 from scripts.readme_picture import out_of_date
-from scripts.recipe_verdicts import differences, verdict_of_plan
+from scripts.recipe_verdicts import differences, verdict_of_plan, with_verdict
 from tests.support.e2e import fresh, run
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -438,7 +438,6 @@ NOT_OF_PEERS = {
     "micro_batch_tokens",
     "float16_accumulation",
     "load_in_fp8",
-    "fp8_products",
     "method",
     "objective",
     "dpo",

@@ -14,6 +14,8 @@ import pytest
 from roundpipe_cli.cli.recipes import resolve
 from roundpipe_cli.errors import RecipeError, RefusedError
 from roundpipe_cli.recipe import schema, sections
+from roundpipe_cli.recipe.aliases import ALIASES, NO_COUNTERPART, REMOVED
+from roundpipe_cli.recipe.check import known_keys
 from roundpipe_cli.recipe.load import load_recipe, resolve_path, resolved_yaml, tried_paths
 from roundpipe_cli.recipe.schema import Recipe, plain_data
 from roundpipe_cli.recipe.sections import DatasetConfig, LoraConfig
@@ -334,6 +336,15 @@ def test_replicas_of_an_older_recipe_are_left_out_where_they_are_off(tmp_path: P
     assert "pipeline.replicas: 1 changes nothing here" in loaded.notices[0]
     (found,) = problems_of(write(tmp_path, SMALLEST), "pipeline.replicas=2")
     assert "pipeline.replicas has a value without counterpart here" in found
+
+
+def test_a_key_that_recipes_once_had_is_refused_with_a_hint_and_left_out_where_it_is_off(tmp_path: Path) -> None:
+    loaded = load_recipe(write(tmp_path, SMALLEST + "fp8_products: false\n"))
+    assert "fp8_products: false changes nothing here" in loaded.notices[0]
+    for file, words in (("fp8_products: true\n", ()), ("", ("fp8_products=true",))):
+        (found,) = problems_of(write(tmp_path, SMALLEST + file), *words)
+        assert "fp8_products is no longer a key" in found and "`load_in_fp8: true` alone keeps" in found
+    assert not set(REMOVED) & {*known_keys(Recipe), *ALIASES, *NO_COUNTERPART}
 
 
 def test_devices_are_processors_and_gpus(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ import pytest
 from roundpipe_cli.choices import BOUND_SCHEDULES, SCHEDULES
 from roundpipe_cli.costs.cost import CostModel, StageRange
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.schedule.actions import parse_rows
 from roundpipe_cli.schedule.builders import (
     build_schedule,
     interleaved_groups,
@@ -18,7 +17,7 @@ from roundpipe_cli.schedule.builders import (
 )
 from roundpipe_cli.schedule.dealing import Options, Rounds
 from roundpipe_cli.schedule.durations import equal_costs
-from roundpipe_cli.schedule.validate import validate_schedule
+from tests.support.schedules import parse_rows, validate_schedule
 
 
 def cut(num_layers: int, num_stages: int) -> list[StageRange]:

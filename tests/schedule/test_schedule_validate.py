@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.schedule.actions import Action, Kind, Schedule, parse_rows
+from roundpipe_cli.schedule.actions import Action, Kind, Schedule
 from roundpipe_cli.schedule.builders import build_schedule
 from roundpipe_cli.schedule.dealing import Rounds
 from roundpipe_cli.schedule.durations import equal_costs
 from roundpipe_cli.schedule.published import simulate_published
 from roundpipe_cli.schedule.simulate import simulate
-from roundpipe_cli.schedule.validate import InvalidScheduleError, marked_grid, validate_schedule
+from tests.support.schedules import InvalidScheduleError, marked_grid, parse_rows, validate_schedule
 
 
 def gpipe(num_steps: int = 1) -> Schedule:

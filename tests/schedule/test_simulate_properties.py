@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from roundpipe_cli.choices import SCHEDULES
 from roundpipe_cli.costs.cost import CostModel, LayerCost, StageRange
-from roundpipe_cli.schedule.actions import Kind, Schedule, parse_rows
+from roundpipe_cli.schedule.actions import Kind, Schedule
 from roundpipe_cli.schedule.builders import build_schedule
 from roundpipe_cli.schedule.dealing import Options, Rounds
 from roundpipe_cli.schedule.lower import lower
@@ -26,7 +26,7 @@ from roundpipe_cli.schedule.timeline import (
     compute_rows,
     makespan_s,
 )
-from roundpipe_cli.schedule.validate import validate_schedule
+from tests.support.schedules import parse_rows, validate_schedule
 
 MIB = 1024**2
 SECONDS = st.floats(0.001, 5.0)

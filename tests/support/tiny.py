@@ -20,7 +20,7 @@ from roundpipe_cli.engine.step import Microbatch
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.model import sink_attention
 from roundpipe_cli.model.dropout import SeededDropout, layer_seed
-from roundpipe_cli.model.fused import FusedOps, find_fused_ops, with_fp8_products
+from roundpipe_cli.model.fused import FusedOps, find_fused_ops
 from roundpipe_cli.model.layer_parameters import layer_parameters
 from roundpipe_cli.model.layout import make_layout
 from roundpipe_cli.model.load import build_skeleton
@@ -145,17 +145,11 @@ class Rig:
     peft_model: Any = None
     kernels: str = "reference"
     """As in the recipe."""
-    fp8_products: bool = False
-    """As in the recipe."""
 
     @property
     def fused(self) -> FusedOps | None:
         """The modules that compute by fused operators."""
-        if self.kernels != "auto":
-            return None
-        found = find_fused_ops(self.skeleton, self.split)
-        packed = [place.name for layout in self.store.layouts for place in layout.places if place.packed_as == "fp8"]
-        return with_fp8_products(found, self.skeleton, packed) if self.fp8_products else found
+        return find_fused_ops(self.skeleton, self.split) if self.kernels == "auto" else None
 
     @property
     def num_layers(self) -> int:
@@ -177,7 +171,6 @@ def make_rig(
     packed_as: PackedName | None = None,
     lora_rank: int = 4,
     kernels: str = "reference",
-    fp8_products: bool = False,
     config: Any = None,
     **changes: Any,
 ) -> Rig:
@@ -214,7 +207,7 @@ def make_rig(
         for name, values in initial_values(skeleton, seed):
             if ".lora_A." in name:
                 store.set_parameter(name, values)
-    return Rig(skeleton, split, store, plain_copy(skeleton, store), peft_model, kernels, fp8_products)
+    return Rig(skeleton, split, store, plain_copy(skeleton, store), peft_model, kernels)
 
 
 def plain_copy(skeleton: nn.Module, store: WeightStore) -> nn.Module:

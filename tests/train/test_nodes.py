@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,7 +17,6 @@ from roundpipe_cli.train.nodes.group import Nodes
 from roundpipe_cli.train.nodes.shard import Shards, owners
 from roundpipe_cli.train.optim.optimizer import HostOptimizer
 from tests.support.e2e import (
-    REPOSITORY,
     Outcome,
     Running,
     finetune,
@@ -207,18 +203,6 @@ def test_a_killed_process_ends_the_run_which_resumes(workspace: Path, by_two: li
     assert first.err.count("error:") == 1 and "another process of this run ended" in first.err
     assert [outcome.code for outcome in train(folder, 2, "--resume")] == [0, 0]
     assert numbers(folder / "out") == numbers(workspace / "shared2"), "to the bit"
-
-
-@pytest.mark.sweep
-def test_the_benchmark_runs() -> None:
-    """At a size that says nothing about speed."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    size = ["--blocks", "2", "--hidden", "16", "--slow", "0", "--rounds", "1"]
-    command = [*torchrun, "--master-port", str(free_port()), "scripts/bench_nodes.py", *size]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert [line.split(" | ")[0] for line in done.stdout.splitlines()[-3:]] == ["| alone", "| overlapped", "| after"]
 
 
 def test_a_signal_to_one_stops_all_with_a_checkpoint(workspace: Path) -> None:

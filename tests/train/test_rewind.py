@@ -388,6 +388,23 @@ def test_epochs_may_give_way_to_as_many_steps() -> None:
         check(8)
 
 
+def test_a_key_that_recipes_once_had_is_no_change_where_it_was_off() -> None:
+    setup: Any = SimpleNamespace(
+        fused=None,
+        recipe=recipe_of(),
+        dataset=SimpleNamespace(content_hash="d"),
+        tokenizer=SimpleNamespace(get_vocab=dict, special_tokens_map={}),
+        model_hash="",
+        config_hash="",
+    )
+    saved = plain_data(setup.recipe)
+    check_unchanged({"recipe": {**saved, "fp8_products": False}}, setup, [])
+    with pytest.raises(RefusedError, match="fp8_products: changed") as refused:
+        check_unchanged({"recipe": {**saved, "fp8_products": True}}, setup, [])
+    assert "add --allow-changed fp8_products" in str(refused.value.problems[0].hint)
+    check_unchanged({"recipe": {**saved, "fp8_products": True}}, setup, ["fp8_products"])
+
+
 def test_decay_of_norms_is_not_given_up_in_the_middle_of_a_run() -> None:
     """Runs begun when weight decay shrank norms too continue under the new rule only if that is asked for."""
     recipe = recipe_of(method="full", weight_decay=0.1)

@@ -64,11 +64,6 @@ def describe_device(index: int) -> str:
     return f"{properties.name}, {properties.total_memory / 1024**3:.0f} GiB"
 
 
-def capability_of(index: int) -> tuple[int, int]:
-    """Compute capability of GPU `index`, e.g. (8, 9); (0, 0): it is not of NVIDIA."""
-    return torch.cuda.get_device_capability(index) if torch.version.hip is None else (0, 0)
-
-
 def has_bfloat16(index: int) -> bool:
     """Whether GPU `index` computes in bfloat16 itself; torch would emulate it, many times slower."""
     with torch.cuda.device(index):

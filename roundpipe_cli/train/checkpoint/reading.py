@@ -21,7 +21,6 @@ from roundpipe_cli.train.checkpoint.manifest import (
     read_records,
     verify_files,
 )
-from roundpipe_cli.train.checkpoint.state_shape import is_kind
 from roundpipe_cli.train.checkpoint.step_folders import STEP_FOLDER, list_checkpoints
 
 FORMAT_NAME = "roundpipe-checkpoint"
@@ -118,7 +117,14 @@ def peek(folder: Path) -> dict[str, Any] | None:
         meta = read_own_json(folder / STATE_NAME).get("meta")
     except DamagedError:
         return None
-    return meta if isinstance(meta, dict) and is_kind(meta, "evaluation") else None
+    return meta if isinstance(meta, dict) else None
+
+
+def best_step_of(folder: Path) -> int | None:
+    """The step whose weights were the best so far, as a checkpoint says; None: it names none, or cannot be read."""
+    evaluation = (peek(folder) or {}).get("evaluation")
+    step = evaluation.get("best_step") if isinstance(evaluation, dict) else None
+    return step if type(step) is int else None
 
 
 def _load(folder: Path, step: int) -> Checkpoint:
@@ -131,8 +137,6 @@ def _load(folder: Path, step: int) -> Checkpoint:
     state = read_own_json(folder / STATE_NAME)
     if state.get("step") != step or not isinstance(state.get("meta"), dict):
         raise DamagedError(folder / STATE_NAME, f"step {state.get('step')!r}", f"step {step} and its state")
-    if not is_kind(state["meta"], "evaluation"):
-        raise DamagedError(folder / STATE_NAME, "an evaluation that is none", "its steps and losses")
     return Checkpoint(folder, step, state["meta"], tuple(groups))
 
 

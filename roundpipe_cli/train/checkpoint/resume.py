@@ -6,9 +6,9 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
@@ -16,12 +16,14 @@ from roundpipe_cli import __version__
 from roundpipe_cli.errors import NoCheckpointError, Problem, RecipeError, RefusedError
 from roundpipe_cli.model.fused import fused_counts
 from roundpipe_cli.plain_files import read_regular
+from roundpipe_cli.recipe.aliases import REMOVED, is_off
+from roundpipe_cli.recipe.check import Findings, check, hints_of
+from roundpipe_cli.recipe.constraints import Range
 from roundpipe_cli.recipe.schema import Recipe, plain_data, with_lists
 from roundpipe_cli.recipe.sections import DatasetConfig
-from roundpipe_cli.recipe.strict_yaml import MAX_BYTES, parse_bytes
+from roundpipe_cli.recipe.strict_yaml import MAX_BYTES, Place, parse_bytes
 from roundpipe_cli.train.checkpoint.manifest import STATE_NAME
 from roundpipe_cli.train.checkpoint.reading import Checkpoint, peek
-from roundpipe_cli.train.checkpoint.state_shape import short_json, wrong_values
 from roundpipe_cli.train.checkpoint.step_folders import list_checkpoints
 from roundpipe_cli.train.setup import Setup
 
@@ -64,6 +66,55 @@ BEFORE_THE_KEY: Mapping[str, Any] = {"kernels": "reference"}
 """Key -> value that releases without the key used, where it is not the default."""
 MICROBATCH_KEYS = ("micro_batch_size", "gradient_accumulation_steps", "micro_batch_tokens")
 """Keys that decide how a step's rows are grouped."""
+USED_KEYS = (*MICROBATCH_KEYS, *GROWING_KEYS, "packing")
+"""Keys of a checkpoint's recipe that a run computes with; all others are only compared."""
+MOST = 2**62
+Whole = Annotated[int, Range(0, MOST)]
+"""A number of steps or rows. None is below 0, where the sampler of rows would look for rows for ever."""
+SHOWN_CHARACTERS = 120
+
+
+@dataclass(frozen=True)
+class SavedPosition:
+    """Where in the data the next step begins."""
+
+    epoch: Whole
+    window: Whole
+    offset: Whole
+
+
+@dataclass(frozen=True)
+class SavedFit:
+    """How a run computed that had adapted itself to its memory."""
+
+    micro_batch_size: Annotated[int, Range(1, MOST)]
+    first_step: Whole
+
+
+@dataclass(frozen=True)
+class SavedEvaluation:
+    """The last evaluation, and the best."""
+
+    last_step: Whole | None = None
+    last_loss: float | None = None
+    best_step: Whole | None = None
+    best_loss: float | None = None
+    num_worse: Whole | None = None
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """A run's state beside tensors and its recipe. Earlier releases had no keys that have a default here."""
+
+    num_updates: Whole
+    loss_scale: Annotated[float, Range(0, MOST)]
+    steps_since_overflow: Whole
+    training_s: Annotated[float, Range(0, MOST)]
+    data_position: SavedPosition
+    num_steps: Whole | None = None
+    skipped_steps: Whole | None = None
+    fit: SavedFit | None = None
+    evaluation: SavedEvaluation | None = None
 
 
 def run_state(setup: Setup, loss_scale: float, seconds: float) -> dict[str, Any]:
@@ -137,14 +188,24 @@ def check_not_past_end(checkpoint: Checkpoint, num_steps: int) -> None:
 
 
 def check_state(checkpoint: Checkpoint) -> None:
-    """Refuse an undamaged checkpoint that lacks values which a run needs: an old or foreign one.
+    """Refuse an undamaged checkpoint whose values a run cannot continue with: another program or release wrote it.
+
+    All are looked at before any is used.
 
     Raises:
-        NoCheckpointError: every key that is missing or of another type.
+        NoCheckpointError: every key that is missing, or has a value of another type or out of range.
     """
-    wrong = wrong_values(checkpoint.meta)
+    findings = Findings({(): Place(STATE_NAME, 0)})
+    check(checkpoint.meta, SavedState, (), findings)
+    recipe = checkpoint.meta.get("recipe")
+    if not isinstance(recipe, dict):
+        findings.add(("recipe",), "recipe is no mapping", found=short_json(recipe))
+    for key in USED_KEYS:
+        if isinstance(recipe, dict) and key in recipe:
+            check(recipe[key], hints_of(Recipe)[key], ("recipe", key), findings)
+    wrong = [f"{one.what} ({one.found})" if one.found else one.what for one in findings.problems]
     if wrong:
-        raise _not_ours(checkpoint, STATE_NAME, ", ".join(wrong), "the state that this release saves")
+        raise _not_ours(checkpoint, STATE_NAME, "; ".join(wrong), "the state that this release saves")
 
 
 def check_tensors(checkpoint: Checkpoint, wanted: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
@@ -192,7 +253,8 @@ def check_unchanged(saved: Mapping[str, Any], setup: Setup, allowed: Sequence[st
         RecipeError: something else changed; every changed key with its old and new value.
     """
     problems = []
-    changes = [*_changed_keys(_with_newer_keys(saved["recipe"]), plain_data(setup.recipe))]
+    old_recipe = _with_newer_keys(saved["recipe"])
+    changes = [*_changed_keys(old_recipe, plain_data(setup.recipe))]
     for key, name, now in (
         (DATA_KEY, "data_hash", setup.dataset.content_hash),
         (TOKENIZER_KEY, "tokenizer_hash", tokenizer_hash(setup.tokenizer)),
@@ -207,18 +269,20 @@ def check_unchanged(saved: Mapping[str, Any], setup: Setup, allowed: Sequence[st
         changes.append((DECAY_KEY, saved.get("decayed", "all"), DECAYED))
     if setup.recipe.rows_per_microbatch > 1 and saved.get("grouping") != BY_LENGTH:
         changes.append((GROUPING_KEY, saved.get("grouping", "rows in the order of the epoch"), BY_LENGTH))
-    changes = [change for change in changes if not _is_longer(saved, *change)]
-    if _as_advised(saved, setup.recipe):
+    changes = [change for change in changes if not _is_longer(saved, *change) and not _was_off(*change)]
+    if _as_advised(saved.get("fit"), old_recipe, setup.recipe):
         changes = [change for change in changes if change[0] not in MICROBATCH_KEYS]
     for key, old, new in changes:
-        if key.split(" ")[0] not in {name.split(" ")[0] for name in allowed}:
+        word = key.split(" ")[0]
+        if word not in {name.split(" ")[0] for name in allowed}:
+            way = f"{REMOVED[key]}: add" if key in REMOVED else "put the old value back, or add"
             problems.append(
                 Problem(
                     "changed since the checkpoint was written",
                     where=key,
                     found=short_json(new),
                     expected=short_json(old),
-                    hint=f"put the old value back, or add --allow-changed {key.split(' ')[0]}",
+                    hint=f"{way} --allow-changed {word}",
                 )
             )
     if problems:
@@ -230,9 +294,13 @@ def _is_longer(saved: Mapping[str, Any], key: str, old: Any, new: Any) -> bool:
     return key == "max_steps" and old is None and new >= (saved.get("num_steps") or math.inf)
 
 
-def _as_advised(saved: Mapping[str, Any], recipe: Recipe) -> bool:
+def _was_off(key: str, old: Any, new: Any) -> bool:
+    """Whether a key that recipes no longer have asked for nothing."""
+    return key in REMOVED and new is None and is_off(old)
+
+
+def _as_advised(fit: Mapping[str, Any] | None, old: Mapping[str, Any], recipe: Recipe) -> bool:
     """Whether the microbatches are now those to which the run had adapted itself: the same rows in each step."""
-    fit, old = saved.get("fit"), saved["recipe"]  # with both keys: `check_state` saw them
     rows = old["micro_batch_size"] * old["gradient_accumulation_steps"]
     by_tokens = recipe.token_budget is not None, old.get("micro_batch_tokens") is not None
     same_rows = recipe.rows_per_step == rows and by_tokens[0] == by_tokens[1]
@@ -243,7 +311,16 @@ def _with_newer_keys(saved: Mapping[str, Any]) -> Any:
     """A checkpoint's recipe with the defaults of keys, those of its datasets too, that it was written without."""
     defaults = {**plain_data(Recipe(model="", datasets=(), output_dir="")), **BEFORE_THE_KEY}
     of_rows = with_lists(asdict(DatasetConfig(path="")))
-    return {**_filled(saved, defaults), "datasets": [_filled(entry, of_rows) for entry in saved["datasets"]]}
+    filled, entries = _filled(saved, defaults), saved.get("datasets")
+    if isinstance(entries, list):
+        filled["datasets"] = [_filled(entry, of_rows) for entry in entries]
+    return filled
+
+
+def short_json(value: Any) -> str:
+    """A value as JSON, short."""
+    text = json.dumps(value)
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[: SHOWN_CHARACTERS - 3]}..."
 
 
 def _filled(old: Any, defaults: Any) -> Any:
