@@ -13,7 +13,7 @@ import io
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -354,12 +354,46 @@ def _read_parquet(path: Path, progress: ReadProgress) -> Iterator[RawRow]:
         _refusing_parquet(path, lambda: number),
         pyarrow.parquet.ParquetFile(path, read_dictionary=dictionary_columns) as table,
     ):
+        structs = structs_of(table.schema_arrow)
         for batch in table.iter_batches(batch_size=batch_rows):
             for index in range(batch.num_rows):  # one by one: texts of a dictionary are copied for each row
                 (columns,) = batch.slice(index, 1).to_pylist()
                 number += 1
                 progress.known_share = number / table.metadata.num_rows
-                yield RawRow(number, columns)
+                yield table_row(number, columns, structs)
+
+
+def structs_of(kind: Any) -> Any:
+    """Where a type or schema of pyarrow has structs: a dict for each, a list around those of its items, else None."""
+    import pyarrow
+    from pyarrow.types import is_struct  # type: ignore[import-untyped]
+
+    if hasattr(kind, "value_type"):
+        inner = structs_of(kind.value_type)
+        return None if inner is None else [inner]
+    has_fields = not isinstance(kind, pyarrow.DataType) or is_struct(kind)
+    return {field.name: structs_of(field.type) for field in kind} if has_fields else None
+
+
+def table_row(number: int, columns: Mapping[str, object], structs: Any) -> RawRow:
+    """A row of a table without the nulls that its structs have for every key of other rows.
+
+    A null of the row's own cannot be told from these. Columns, the items of lists and whatever is stored as JSON text
+    keep theirs, and so do pairs of bytes and path, the form of a stored image.
+
+    Args:
+        structs: of the table's schema, as of `structs_of`.
+    """
+    return RawRow(number, {name: _unfilled(value, structs[name]) for name, value in columns.items()})
+
+
+def _unfilled(value: Any, structs: Any) -> Any:
+    if isinstance(structs, dict) and isinstance(value, dict) and value.keys() != {"bytes", "path"}:
+        filled = ((name, item) for name, item in value.items() if item is not None)
+        return {name: _unfilled(item, inner) if (inner := structs[name]) else item for name, item in filled}
+    if isinstance(structs, list) and isinstance(value, list):
+        return [_unfilled(item, structs[0]) for item in value]
+    return value
 
 
 def _parquet_head(path: Path) -> tuple[list[str], int]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from roundpipe_cli.data.digests import digest_file
-from roundpipe_cli.data.files import SUFFIXES, ReadProgress, known_suffix, read_file
+from roundpipe_cli.data.files import SUFFIXES, ReadProgress, known_suffix, read_file, structs_of, table_row
 from roundpipe_cli.data.folders import folder_files
 from roundpipe_cli.data.rows import RawRow, printable
 from roundpipe_cli.data.settings import DatasetSpec
@@ -124,9 +124,10 @@ class Source:
 
     def _table_rows(self) -> Iterator[RawRow]:
         table = self._loaded_table()
+        structs = structs_of(table.features.arrow_schema)
         for number, columns in enumerate(table, start=1):
             self.progress.known_share = number / len(table)
-            yield RawRow(number, columns)
+            yield table_row(number, columns, structs)
 
     def _loaded_table(self) -> Any:
         if self._table is None:

@@ -73,12 +73,15 @@ def read_tools(value: object, column: str) -> tuple[dict[str, Any], ...]:
 
 def _wrapped(tool: dict[str, Any], field: str) -> dict[str, Any]:
     """A tool as OpenAI writes it, where it is a bare function (LLaMA-Factory, OpenAI's older form)."""
-    if not isinstance(tool.get("function", {}), dict):
+    if not isinstance(tool.get("function"), dict | None):
         found = describe_value(tool["function"])
         raise BadRowError(f"{field} has a tool whose function is no object", found=found, expected="function.name")
-    is_bare = "function" not in tool and isinstance(tool.get("name"), str) and tool.get("type") in (None, "function")
-    function = {key: value for key, value in tool.items() if key != "type"}
-    return {"type": "function", "function": function} if is_bare else tool
+    if tool.get("function") is not None:
+        return tool
+    rest = {key: value for key, value in tool.items() if key != "function"}
+    if isinstance(rest.get("name"), str) and rest.get("type") in (None, "function"):
+        return {"type": "function", "function": {key: value for key, value in rest.items() if key != "type"}}
+    return rest
 
 
 def _parsed(text: str, field: str) -> object:
@@ -98,9 +101,9 @@ def _checked_list(value: object, field: str) -> Sequence[Mapping[str, Any]]:
 
 
 def _plain(value: object, field: str) -> Any:
-    """Objects and lists of JSON, without the keys that a table format filled with null in rows that lack them."""
+    """Objects and lists of JSON, as dict and list."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(item, field) for key, item in value.items() if item is not None}
+        return {str(key): _plain(item, field) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(item, field) for item in value]
     if isinstance(value, str):
