@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, AnyStr, cast
 
-from roundpipe_cli.data.rows import RawRow, RowFault, describe_value, printable
+from roundpipe_cli.data.rows import JSON_DECODER, RawRow, RowFault, TwiceError, describe_value, printable
 from roundpipe_cli.data.text_rows import text_rows
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.limited import Limits, run_limited
@@ -163,15 +163,21 @@ def _read_jsonl(path: Path, progress: ReadProgress) -> Iterator[RawRow]:
 
 def _parse_json_line(line: bytes, number: int) -> RawRow:
     try:
-        return _as_row(json.loads(line.decode("utf-8")), number)
+        return _as_row(JSON_DECODER.decode(line.decode("utf-8")), number)
     except UnicodeDecodeError as error:
         fault = RowFault("the line is not valid UTF-8", f"byte 0x{line[error.start]:02x} at column {error.start + 1}")
     except json.JSONDecodeError as error:
         what = error.msg.removesuffix(" at")  # some messages of json end in this way
         fault = RowFault("the line is not valid JSON", f"{what} at column {error.colno}", "one JSON object a line")
+    except TwiceError as error:
+        fault = _twice(error)
     except (ValueError, RecursionError) as error:  # an integer of thousands of digits; thousands of nested lists
         fault = RowFault("the line cannot be read as JSON", printable(str(error)), "one JSON object a line")
     return RawRow(number, {}, fault)
+
+
+def _twice(error: TwiceError) -> RowFault:
+    return RowFault("the row has two values for one key", str(error), "each key once in an object")
 
 
 def _as_row(value: object, number: int) -> RawRow:
@@ -232,20 +238,19 @@ def check_list_size(path: Path) -> None:
 
 
 def _read_json_list(path: Path, text: str, start: int, progress: ReadProgress) -> Iterator[RawRow]:
-    decoder = json.JSONDecoder()
     position = _skip_space(text, start + 1)
     line, counted = 1, 0  # `line` is the line of character `counted`
     if text[position : position + 1] != "]":
         while True:
             line, counted = line + text.count("\n", counted, position), position
             try:
-                value, end = decoder.raw_decode(text, position)
+                row, end = _next_of_list(text, position, line)
             except json.JSONDecodeError as error:
                 raise _broken_json(path, text, error.pos, error.msg.removesuffix(" at")) from None
             except (ValueError, RecursionError) as error:
                 raise _broken_json(path, text, position, printable(str(error))) from None
             progress.known_share = end / len(text)
-            yield _checked_utf8(_as_row(value, line), text[position:end])
+            yield _checked_utf8(row, text[position:end])
             position = _skip_space(text, end)
             mark = text[position : position + 1]
             if mark == "]":
@@ -255,6 +260,15 @@ def _read_json_list(path: Path, text: str, start: int, progress: ReadProgress) -
             position = _skip_space(text, position + 1)
     if _skip_space(text, position + 1) != len(text):
         raise _broken_json(path, text, position + 1, "more text behind the end of the list")
+
+
+def _next_of_list(text: str, position: int, line: int) -> tuple[RawRow, int]:
+    """The row that begins at `position`, and where it ends."""
+    try:
+        value, end = JSON_DECODER.raw_decode(text, position)
+    except TwiceError as error:
+        return RawRow(line, {}, _twice(error)), json.JSONDecoder().raw_decode(text, position)[1]
+    return _as_row(value, line), end
 
 
 def _skip_space(text: str, position: int) -> int:
@@ -301,8 +315,7 @@ def _read_csv(path: Path, delimiter: str, progress: ReadProgress) -> Iterator[Ra
             raise RefusedError("the header is not valid CSV", where=f"{path}:1", found=found) from error
         if header is None:
             return
-        if len(set(header)) != len(header):
-            raise RefusedError("two columns have the same name", where=f"{path}:1", found=printable(", ".join(header)))
+        _refuse_double_columns(header, f"{path}:1")
         number = reader.line_num + 1
         while True:
             try:
@@ -315,6 +328,11 @@ def _read_csv(path: Path, delimiter: str, progress: ReadProgress) -> Iterator[Ra
                 if values:  # an empty line is no row
                     yield _csv_row(header, values, number)
             number = reader.line_num + 1
+
+
+def _refuse_double_columns(names: list[str], where: str) -> None:
+    if len(set(names)) != len(names):
+        raise RefusedError("two columns have the same name", where=where, found=printable(", ".join(names)))
 
 
 def _csv_row(header: list[str], values: list[str], number: int) -> RawRow:
@@ -354,6 +372,7 @@ def _read_parquet(path: Path, progress: ReadProgress) -> Iterator[RawRow]:
         _refusing_parquet(path, lambda: number),
         pyarrow.parquet.ParquetFile(path, read_dictionary=dictionary_columns) as table,
     ):
+        _refuse_double_columns(table.schema_arrow.names, str(path))
         structs = structs_of(table.schema_arrow)
         for batch in table.iter_batches(batch_size=batch_rows):
             for index in range(batch.num_rows):  # one by one: texts of a dictionary are copied for each row

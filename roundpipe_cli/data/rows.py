@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from roundpipe_cli.errors import Problem
 
@@ -47,6 +49,25 @@ class BadRowError(Exception):
 
 def fault_problem(fault: RowFault, where: str) -> Problem:
     return Problem(fault.what, where=where, found=fault.found, expected=fault.expected, hint=fault.hint)
+
+
+class TwiceError(ValueError):
+    """An object of JSON with two values for one key, of which Python would keep the last."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__(f"the key {printable(key, 60)!r} twice")
+
+
+def _checked_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        keys = [key for key, _ in pairs]
+        raise TwiceError(next(key for index, key in enumerate(keys) if key in keys[:index]))
+    return made
+
+
+JSON_DECODER = json.JSONDecoder(object_pairs_hook=_checked_object)
+"""Reads JSON as Python does, and raises `TwiceError`."""
 
 
 def printable(text: str, limit: int = MAX_SHOWN_CHARACTERS) -> str:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from roundpipe_cli.data.rows import BadRowError, check_text, describe_value, printable
+from roundpipe_cli.data.rows import JSON_DECODER, BadRowError, check_text, describe_value, printable
 
 END_OF_THOUGHT = "</think>"
 
@@ -87,7 +86,7 @@ def _wrapped(tool: dict[str, Any], field: str) -> dict[str, Any]:
 def _parsed(text: str, field: str) -> object:
     check_text(text, field)
     try:
-        return json.loads(text)
+        return JSON_DECODER.decode(text)
     except (ValueError, RecursionError) as error:
         raise BadRowError(f"{field} cannot be read as JSON", found=printable(str(error))) from None
 

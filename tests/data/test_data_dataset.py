@@ -559,6 +559,7 @@ CALL = {"function": {"name": "add", "arguments": '{"a": 1}'}}
         ([{"role": "assistant", "content": "Yo"}], [{"function": []}], "has a tool whose function is no object"),
         ([{"role": "assistant", "tool_calls": [{"function": {}}]}], None, "has a call without a name"),
         ([{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "3"}]}], None, "arguments are no object"),
+        ([{"role": "assistant", "tool_calls": [{"name": "f", "arguments": '{"a": 1, "a": 2}'}]}], None, "as JSON"),
         ([{"role": "assistant", "content": [{"type": "image"}]}], None, "has a part that is not text"),
     ],
 )

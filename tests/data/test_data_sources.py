@@ -118,6 +118,31 @@ def test_csv_header_only_and_double_columns(tmp_path: Path) -> None:
         read(write(tmp_path / "y.csv", "a,a\n1,2\n"))
 
 
+@pytest.mark.parametrize("inner", ["", "[{", '{"of": {'])
+def test_two_values_for_one_key_are_a_fault(tmp_path: Path, inner: str) -> None:
+    """Story: Python keeps the last value of a key that an object has twice, so half of a row vanished in silence."""
+    close = inner.replace("[{", "}]").replace('{"of": {', "}}") if inner else ""
+    twice = f'{{"a": {inner}"b": 1, "c": 2, "b": 1{close}}}' if inner else '{"a": 1, "b": 1, "a": 2}'
+    lines = write(tmp_path / "x.jsonl", f'{{"a": 1}}\n{twice}\n{{"a": 3}}\n')
+    packed = write(tmp_path / "x.jsonl.gz", gzip.compress(lines.read_bytes()))
+    listed = write(tmp_path / "x.json", f'[{{"a": 1}},\n{twice},\n{{"a": 3}}]')
+    for path in (lines, packed, listed):
+        rows = read(path)
+        assert summary(rows) == [(1, 1), (2, "the row has two values for one key"), (3, 3)]
+        assert rows[1].fault is not None and rows[1].fault.found == f"the key {'b' if inner else 'a'!r} twice"
+
+
+def test_two_parquet_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    """Story: the last one was trained; so it is for CSV, which refuses."""
+    texts = [pyarrow.array(["one"]), pyarrow.array(["two"])]
+    inner = pyarrow.StructArray.from_arrays(texts, names=["role", "role"])
+    for columns, names in ((texts, ["text", "text"]), ([inner], ["messages"])):
+        path = tmp_path / f"{names[0]}.parquet"
+        pyarrow.parquet.write_table(pyarrow.Table.from_arrays(columns, names=names), path)
+        with pytest.raises(RefusedError, match=r"two columns have the same name|duplicate field names"):
+            read(path)
+
+
 def test_parquet(tmp_path: Path) -> None:
     import pyarrow
     import pyarrow.parquet
