@@ -416,6 +416,21 @@ def test_the_report_counts_pairs(tmp_path: Path) -> None:
     assert chosen.report.total_tokens == int(chosen.rows.lengths.sum() + rejected.lengths.sum())
 
 
+def test_pairs_of_two_equal_answers_are_named(tmp_path: Path) -> None:
+    """Story: they teach no preference, and nothing said that they were there; nor that a cut had made them equal."""
+    rows: list[Any] = [{"prompt": "Hi", "chosen": "Yo", "rejected": other} for other in ("Yo", "No")]
+    whole: list[Any] = [{"chosen": CHAT, "rejected": CHAT}]
+    whole += [{side: [USER, {**YO, "content": "Y" * 990 + side}] for side in ("chosen", "rejected")}]
+    for name, made, count in (("x", rows, "1 of 2"), ("y", whole, "2 of 2")):
+        path = write_rows(tmp_path / f"{name}.jsonl", made)
+        chosen, rejected = pairs_of(path, byte_tokenizer())
+        assert len(chosen.rows) == len(rejected) == 2
+        (said,) = [text for text in chosen.notices if "equal answers" in text]
+        assert said.startswith(f"{count} pairs have two equal answers") and f"{path}:1" in said
+    only_other = write_rows(tmp_path / "z.jsonl", rows[1:])
+    assert not any("equal answers" in text for text in pairs_of(only_other, byte_tokenizer())[0].notices)
+
+
 def test_both_readings_of_a_file_have_shards_of_their_own(tmp_path: Path) -> None:
     """The same file as single answers, as chosen and as rejected answers: three entries of the cache."""
     path = write_rows(tmp_path / "x.jsonl", [{"prompt": "Hi", "completion": "Yo"}])
