@@ -12,7 +12,7 @@ from typing import Any
 
 from roundpipe_cli.data.digests import digest_file
 from roundpipe_cli.data.files import SUFFIXES, ReadProgress, known_suffix, read_file, structs_of, table_row
-from roundpipe_cli.data.folders import folder_files
+from roundpipe_cli.data.folders import folder_files, pattern_files
 from roundpipe_cli.data.rows import RawRow, printable
 from roundpipe_cli.data.settings import DatasetSpec
 from roundpipe_cli.errors import RefusedError, closest
@@ -21,7 +21,6 @@ from roundpipe_cli.plain_files import named_path
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 MAX_BESIDE = 1000
 """Most names among which a suggestion is searched."""
-GLOB_CHARACTERS = "*?["
 SPLIT = re.compile(r"(?P<name>[\w.-]+)(\[(?P<start>-?\d+%?)?:(?P<stop>-?\d+%?)?\])?")
 
 
@@ -143,31 +142,32 @@ class Source:
 
 
 def find_sources(spec: DatasetSpec, folder: Path | None, offline: bool) -> list[Source]:
-    """The sources that `spec.path` names: one file, each file of a glob (sorted), a folder, or a hub dataset.
+    """The sources that `spec.path` names: one file, a folder, each file of a pattern (sorted), or a hub dataset.
 
-    Relative paths are tried from the working directory, then from `folder`.
+    A file or folder of exactly this name is no pattern: `data[1].jsonl`. Relative paths are tried from the working
+    directory, then from `folder`.
 
     Raises:
         RefusedError: nothing there, and it cannot be a hub id.
     """
     split = parse_split(spec.split)
-    tried = _candidates(spec.path, folder)
+    tried, left_out = _candidates(spec.path, folder), tuple[str, ...]()
     for candidate in tried:
-        if any(character in spec.path for character in GLOB_CHARACTERS):
-            files = sorted(path for path in candidate.parent.glob(candidate.name) if path.is_file())
-            if files:
-                return _sliced([_file_source(path, spec, offline) for path in files], split)
-        elif candidate.is_file():
+        if candidate.is_file():
             return [_file_source(candidate, spec, offline)]
-        elif candidate.is_dir():
+        if candidate.is_dir():
             return _folder_sources(candidate, spec, split, offline)
+        found = pattern_files(candidate)
+        left_out += found.notices
+        if found.files:
+            first, *rest = (_file_source(path, spec, offline) for path in found.files)
+            return _sliced([replace(first, notices=(*first.notices, *found.notices)), *rest], split)
+    missing = f"no file or folder {tried[0]}" if len(tried) == 1 else "neither " + " nor ".join(map(str, tried))
     if _looks_like_file(spec.path) or HUB_ID.fullmatch(spec.path) is None:
         raise RefusedError(
             "dataset not found",
             where=f"datasets: {printable(spec.path)}",
-            found="neither " + " nor ".join(str(path) for path in tried)
-            if len(tried) > 1
-            else f"no file or folder {tried[0]}",
+            found="; ".join([missing, *left_out]),
             expected="a file, a folder or the id of a hub dataset",
             hint=f"did you mean {near}?"
             if (near := _near(tried))

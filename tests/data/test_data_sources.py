@@ -241,6 +241,70 @@ def test_globs_are_read_in_the_order_of_names(tmp_path: Path) -> None:
         find_sources(DatasetSpec(str(tmp_path / "*.csv")), None, offline=True)
 
 
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        ("d/**/*.jsonl", ["d/a.jsonl", "d/e/b.jsonl", "d/e/f/c.jsonl"]),
+        ("d/**", ["d/a.jsonl", "d/e/b.jsonl", "d/e/f/c.jsonl"]),
+        ("**/[bc].jsonl", ["d/e/b.jsonl", "d/e/f/c.jsonl"]),
+        ("d/*/*.jsonl", ["d/e/b.jsonl"]),
+        ("d*/?/b.jsonl", ["d/e/b.jsonl"]),
+        ("d/**.jsonl", ["d/a.jsonl"]),
+        ("d/**/.*.jsonl", ["d/.h.jsonl"]),
+        ("data[1].jsonl", ["data[1].jsonl"]),
+        ("data[[]1].jsonl", ["data[1].jsonl"]),
+        ("run[1]", ["run[1]/x.jsonl"]),
+        ("run[1]/*.jsonl", ["run[1]/x.jsonl"]),
+        ("run[0-9]/**/*.jsonl", ["run1/y.jsonl"]),
+        ("what?.jsonl", ["what?.jsonl"]),
+    ],
+)
+def test_patterns_and_names_with_their_characters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pattern: str, expected: list[str]
+) -> None:
+    """Story: only the last part of a path could be a pattern, and no file be called `data[1].jsonl`."""
+    monkeypatch.chdir(tmp_path)
+    names = [
+        "d/a.jsonl",
+        "d/e/b.jsonl",
+        "d/e/f/c.jsonl",
+        "d/.h.jsonl",
+        "data[1].jsonl",
+        "run[1]/x.jsonl",
+        "run1/y.jsonl",
+    ]
+    for name in [*names, "what?.jsonl"]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        write(tmp_path / name, "{}\n")
+    (tmp_path / "d" / "e" / "round").symlink_to(tmp_path / "d")
+    for path in (pattern, str(tmp_path / pattern)):
+        sources = find_sources(DatasetSpec(path), None, offline=True)
+        assert [source.name for source in sources] == expected
+
+
+def test_a_pattern_reads_regular_files_inside_its_folder(tmp_path: Path) -> None:
+    """As of a folder: what is left out is said, also where nothing is left."""
+    secret = write(tmp_path / "secret.jsonl", '{"a": "secret"}\n')
+    folder = tmp_path / "mine" / "more"
+    folder.mkdir(parents=True)
+    (folder / "link.jsonl").symlink_to(secret)
+    (folder / "gone.jsonl").symlink_to(folder / "nothing")
+    os.mkfifo(folder / "pipe.jsonl")
+    write(folder / ".hidden.jsonl", "{}\n")
+    left_out = "left out: 1 (hidden), 1 (links that lead out of the folder), 2 (no regular files)"
+    for pattern in ("mine/more/*.jsonl", "mine/**/*.jsonl"):
+        with pytest.raises(RefusedError, match="dataset not found") as caught:
+            find_sources(DatasetSpec(str(tmp_path / pattern)), None, offline=True)
+        assert sorted(left_out.split(": ")[1].split(", ")) == sorted(
+            str(caught.value.problems[0].found).split("left out: ")[1].split(", ")
+        )
+    inside = write(folder / "inside.jsonl", '{"a": 1}\n')
+    (folder / "other.jsonl").symlink_to(inside)
+    first, second = find_sources(DatasetSpec(str(tmp_path / "mine/**/*.jsonl")), None, offline=True)
+    assert (first.file, second.file) == (inside, folder / "other.jsonl")
+    assert "2 (no regular files)" in first.notices[0] and not second.notices
+
+
 def read_all(path: Path, split: str = "train", name: str | None = None) -> list[object]:
     """The column `a` of all rows of all sources."""
     sources = find_sources(DatasetSpec(str(path), split=split, name=name), None, offline=True)
