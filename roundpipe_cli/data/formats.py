@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from roundpipe_cli.data.columns import may_hold_text, refuse_layout, unused_columns
+from roundpipe_cli.data.column_rules import find_column
+from roundpipe_cli.data.columns import likely_columns, refuse_layout, unused_columns
 from roundpipe_cli.data.messages import (
     Content,
     Conversation,
@@ -196,16 +197,19 @@ def _decide(spec: DatasetSpec, layouts: Sequence[Sequence[str]], where: str) -> 
         )
     if spec.type != "auto":
         _check_mapping(spec, _all_fields(spec.type), where)
-        pair = _pair_format(spec, layouts[0], where) if spec.type == "prompt_completion" else None
+        pair = None
+        if spec.type == "prompt_completion":
+            pair = _pair_format(spec, layouts[0], where, _written) or _pair_format(spec, layouts[0], where, find_column)
         return pair or RowFormat(spec.type, _mapped(spec.type, spec.columns, layouts[0]))
     _check_mapping(spec, [field for row_type in FIELDS for field in _all_fields(row_type)], where)
-    for columns in layouts:
-        row_format = _detect(spec, columns, where)
-        if row_format is not None:
-            return row_format
+    for find in (_written, find_column):
+        for columns in layouts:
+            row_format = _detect(spec, columns, where, find)
+            if row_format is not None:
+                return row_format
     refuse_layout(layouts, where)
     expected = "; ".join(f"{row_type}: {', '.join(fields)}" for row_type, fields in FIELDS.items())
-    first, second = [*filter(may_hold_text, layouts[0]), "COLUMN", "COLUMN"][:2]
+    first, second = likely_columns(layouts[0])
     raise RefusedError(
         "cannot tell the type of this dataset from its columns",
         where=where,
@@ -215,26 +219,37 @@ def _decide(spec: DatasetSpec, layouts: Sequence[Sequence[str]], where: str) -> 
     )
 
 
-def _detect(spec: DatasetSpec, columns: Sequence[str], where: str) -> RowFormat | None:
+Find = Callable[[str, Sequence[str]], str | None]
+"""Finds the column of a name."""
+
+
+def _written(name: str, layout: Sequence[str]) -> str | None:
+    """The column of exactly this name."""
+    return name if name in layout else None
+
+
+def _detect(spec: DatasetSpec, columns: Sequence[str], where: str, find: Find) -> RowFormat | None:
     for row_type, fields in FIELDS.items():
         mapped = _mapped(row_type, spec.columns, columns)
-        if all(mapped[field] in columns for field in fields):
+        if all(mapped[field] in columns and (field in spec.columns or find(field, columns)) for field in fields):
             shown = ", ".join(mapped[field] for field in _all_fields(row_type) if mapped[field] in columns)
             return RowFormat(row_type, mapped, f"{where}: read as type {row_type} (columns {printable(shown)})")
-        pair = _pair_format(spec, columns, where) if row_type == "prompt_completion" else None
+        pair = _pair_format(spec, columns, where, find) if row_type == "prompt_completion" else None
         if pair is not None:
             return pair
     return None
 
 
-def _pair_format(spec: DatasetSpec, columns: Sequence[str], where: str) -> RowFormat | None:
+def _pair_format(spec: DatasetSpec, columns: Sequence[str], where: str, find: Find) -> RowFormat | None:
     """A prompt and its completion under other names, unless the recipe maps columns or the usual names are there."""
-    if spec.columns or "prompt" in columns and "completion" in columns:
+    if spec.columns or find("prompt", columns) and find("completion", columns):
         return None
-    for prompt, completion in PAIR_COLUMNS:
-        if prompt in columns and completion in columns:
+    for names in PAIR_COLUMNS:
+        prompt, completion = (find(name, columns) for name in names)
+        if prompt is not None and completion is not None:
             mapped = _mapped("prompt_completion", {"prompt": prompt, "completion": completion}, columns)
-            decided = f"read as type prompt_completion, {prompt} as the prompt and {completion} as the completion"
+            shown = f"{printable(prompt)} as the prompt and {printable(completion)} as the completion"
+            decided = f"read as type prompt_completion, {shown}"
             beside = [mapped[field] for field in OPTIONAL_FIELDS["prompt_completion"] if mapped[field] in columns]
             decided += f", with {', '.join(beside)}" if beside else ""
             return RowFormat("prompt_completion", mapped, f"{where}: {decided}")
@@ -247,10 +262,10 @@ def _all_fields(row_type: RowType) -> tuple[str, ...]:
 
 def _mapped(row_type: RowType, columns: Mapping[str, str], layout: Sequence[str]) -> dict[str, str]:
     """Our fields to the columns of a row with these columns."""
-    mapped = {field: columns.get(field, field) for field in _all_fields(row_type)}
-    for field, names in OTHER_NAMES.items():
-        if field in mapped and field not in columns and field not in layout:
-            mapped[field] = next((name for name in names if name in layout), field)
+    mapped = {}
+    for field in _all_fields(row_type):
+        found = (find_column(name, layout) for name in (field, *OTHER_NAMES.get(field, ())))
+        mapped[field] = columns.get(field) or next(filter(None, found), field)
     return mapped
 
 

@@ -187,6 +187,55 @@ def test_layouts_that_are_used(tmp_path: Path, name: str) -> None:
     assert trained_text(tokenizer, dataset) == (prompt + "Yo</s>\n", "Yo</s>")
 
 
+@pytest.mark.parametrize(
+    ("row", "prompt"),
+    [
+        ({"Question": "Hi", "Answer": "Yo"}, HI),
+        ({"PROMPT": "Hi", "Completion": "Yo"}, HI),
+        ({" question": "Hi", "answer ": "Yo"}, HI),
+        ({"Instruction": "Hi", "Input": "you", "Output": "Yo"}, "<s>user\nHi\n\nyou</s>\n<s>assistant\n"),
+        ({"Messages": CHAT, "System": "Be brief."}, SYSTEM + HI),
+        ({"Conversations": SHAREGPT}, HI),
+        ({"prompt": "Hi", "completion": "Yo", "System_Prompt": "Be brief."}, SYSTEM + HI),
+        ({"Question": "no", "question": "Hi", "answer": "Yo", "QUESTION": "Hi"}, None),
+        ({"Question": "no", "QUESTION": "Hi", "answer": "Yo"}, None),
+        ({"Chosen": "Hi", "Rejected": "Yo", "Prompt": "Hi"}, None),
+    ],
+)
+def test_columns_in_other_capitals(tmp_path: Path, row: dict[str, Any], prompt: str | None) -> None:
+    """Story: `Question,Answer` was not known, and the hint offered the answer as the prompt."""
+    tokenizer = byte_tokenizer()
+    path = write_rows(tmp_path / "x.jsonl", [row])
+    if prompt is None:
+        with pytest.raises(RefusedError, match=r"part of the prompt|cannot tell the type|preference pairs"):
+            build(path, tokenizer)
+        return
+    assert trained_text(tokenizer, build(path, tokenizer)) == (prompt + "Yo</s>\n", "Yo</s>")
+
+
+def test_a_column_as_it_is_written_comes_before_other_capitals(tmp_path: Path) -> None:
+    """A file that was read before is read in the same way: `Messages` beside `text` stays an unused column."""
+    dataset = build(write_rows(tmp_path / "x.jsonl", [{"Messages": CHAT, "text": "Hi"}]))
+    assert dataset.report.sources[0].type == "text" and "Messages" in dataset.notices[1]
+    pairs = write_rows(tmp_path / "y.jsonl", [{"Prompt": "Hi", "Chosen": "Yo", "REJECTED": "No"}])
+    assert trained_text(byte_tokenizer(), pairs_of(pairs, byte_tokenizer())[0]) == (HI + "Yo</s>\n", "Yo</s>")
+
+
+@pytest.mark.parametrize(
+    ("columns", "hint"),
+    [
+        (["question", "final_answer"], "prompt: question, completion: final_answer"),
+        (["model_output", "user_input", "id"], "prompt: user_input, completion: model_output"),
+        (["Frage", "Antwort"], "prompt: Frage, completion: Antwort"),
+        (["Answer"], "prompt: COLUMN, completion: Answer"),
+    ],
+)
+def test_the_hint_does_not_swap_prompt_and_answer(tmp_path: Path, columns: list[str], hint: str) -> None:
+    with pytest.raises(RefusedError, match="cannot tell the type") as caught:
+        build(write_rows(tmp_path / "x.jsonl", [dict.fromkeys(columns, "x")]))
+    assert f"{{{hint}}}" in str(caught.value)
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_layouts_that_are_refused_by_name(tmp_path: Path, name: str) -> None:
     """Each of these columns changes what the row means, and was ignored or refused in other words."""
