@@ -23,10 +23,10 @@ from roundpipe_cli.data.messages import (
     read_turns,
     with_system,
 )
-from roundpipe_cli.data.pair_rows import PAIR_FIELDS, find_pair_columns, parse_pair
+from roundpipe_cli.data.pair_rows import ANSWERS, PAIR_FIELDS, find_pair_columns, parse_pair
 from roundpipe_cli.data.rows import BadRowError, checked_text, column_names, printable
 from roundpipe_cli.data.settings import AlpacaJoin, DatasetSpec, PairAnswer, TrainRules
-from roundpipe_cli.data.tools import read_tools
+from roundpipe_cli.data.tools import LIST_TEXT, from_json_text, messages_in_text, read_tools
 from roundpipe_cli.errors import RefusedError, closest
 
 RowType = Literal["chat", "sharegpt", "alpaca", "prompt_completion", "text", "preference"]
@@ -45,6 +45,8 @@ OPTIONAL_FIELDS: dict[RowType, tuple[str, ...]] = {
     "alpaca": ("input", "system", "tools", "history"),
     "prompt_completion": ("system", "tools", "history"),
 }
+LIST_FIELDS = ("messages", "conversations", "history")
+"""Fields that hold lists, or JSON text of them."""
 OTHER_NAMES = {"system": ("system_prompt", "system_message")}
 """Names under which an optional field is found where nobody maps it."""
 PAIR_COLUMNS = (
@@ -76,8 +78,36 @@ class RowFormat:
     alpaca_join: AlpacaJoin = "blank_line"
     """These three as in `DatasetSpec`."""
 
+    def opened(self, row: Mapping[str, object]) -> Mapping[str, object]:
+        """The row with its lists of messages in place of their JSON text, which is how CSV files have them.
+
+        A prompt and its answers may be any text: they are opened where both answers of a pair, or a prompt and its
+        completion, are the text of messages.
+
+        Raises:
+            BadRowError: what must be a list is a text that is no JSON.
+        """
+        found: dict[str, object] = {}
+        for field in LIST_FIELDS:
+            column = self.columns.get(field, "")
+            value = row.get(column)
+            if isinstance(value, (list, tuple)) or (isinstance(value, str) and LIST_TEXT.match(value)):
+                found[column] = from_json_text(value, f"`{column}`")
+        fields: Sequence[str] = {"prompt_completion": ("prompt", "completion"), "preference": ANSWERS}.get(
+            self.type, ()
+        )
+        spoken = {self.columns[field]: messages_in_text(row.get(self.columns[field])) for field in fields}
+        if spoken and all(spoken.values()):
+            found |= spoken
+            prompt = self.columns.get("prompt", "")
+            found |= {prompt: messages} if (messages := messages_in_text(row.get(prompt))) else {}
+        return {**row, **found} if found else row
+
     def parse(self, row: Mapping[str, object]) -> Content:
         """
+        Args:
+            row: as of `opened`.
+
         Raises:
             BadRowError: a field is missing, of the wrong type, empty or no text.
         """
@@ -94,6 +124,9 @@ class RowFormat:
 
     def unused(self, row: Mapping[str, object]) -> list[str]:
         """Names of the columns, and of the keys in messages, that `parse` does not read.
+
+        Args:
+            row: as of `opened`.
 
         Raises:
             BadRowError: one of them changes what the row means.

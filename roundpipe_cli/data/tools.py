@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from roundpipe_cli.data.rows import JSON_DECODER, BadRowError, check_text, describe_value, printable
 
 END_OF_THOUGHT = "</think>"
+LIST_TEXT = re.compile(r"\s*(array\()?[\[{]")
+"""The beginning of the text of a list, or of an object in place of one."""
+PYTHON_TEXT = re.compile(r"\s*(array\()?[\[(]*\{'")
+"""The beginning of a list of objects as Python prints it, for instance pandas into a CSV file."""
 
 
 def read_calls(value: object, field: str) -> list[dict[str, Any]]:
@@ -16,10 +21,9 @@ def read_calls(value: object, field: str) -> list[dict[str, Any]]:
     Raises:
         BadRowError: no list of calls.
     """
-    if value is None:
-        return []
     calls = []
-    for call in _checked_list(value, field):
+    value = from_json_text(value, field)
+    for call in _checked_list([] if value is None else value, field):
         function = call.get("function", call)
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise BadRowError(
@@ -62,12 +66,9 @@ def read_tools(value: object, column: str) -> tuple[dict[str, Any], ...]:
     Raises:
         BadRowError: something else.
     """
-    if value is None or value == "":
-        return ()
     field = f"`{column}`"
-    if isinstance(value, str):
-        value = _parsed(value, field)
-    return tuple(_wrapped(_plain(tool, field), field) for tool in _checked_list(value or [], field))
+    tools = _checked_list(from_json_text(value, field) or [], field)
+    return tuple(_wrapped(_plain(tool, field), field) for tool in tools)
 
 
 def _wrapped(tool: dict[str, Any], field: str) -> dict[str, Any]:
@@ -83,12 +84,44 @@ def _wrapped(tool: dict[str, Any], field: str) -> dict[str, Any]:
     return rest
 
 
-def _parsed(text: str, field: str) -> object:
+def from_json_text(value: object, field: str) -> object:
+    """A list or an object that may be JSON text, as in a CSV file, as may be the objects of a list; None for a blank.
+
+    Raises:
+        BadRowError: a text that is no JSON.
+    """
+    if isinstance(value, str):
+        value = _parsed(value, field) if value.strip() else None
+    if isinstance(value, (list, tuple)) and any(map(_is_object_text, value)):
+        return [_parsed(item, field) if _is_object_text(item) else item for item in value]
+    return value
+
+
+def messages_in_text(value: object) -> list[Any] | None:
+    """The messages whose JSON text `value` is; None: it is another text, or none."""
+    if not isinstance(value, str) or value[:64].lstrip()[:1] not in ("[", "{"):
+        return None
+    try:
+        found = JSON_DECODER.decode(value)
+    except (ValueError, RecursionError):
+        return None
+    items = found if isinstance(found, list) else [found]
+    forms = (("role", "content"), ("role", "tool_calls"), ("from", "value"))
+    said = [isinstance(item, dict) and any(set(form) <= set(item) for form in forms) for item in items]
+    return items if said and all(said) else None
+
+
+def _is_object_text(value: object) -> bool:
+    return isinstance(value, str) and value.lstrip()[:1] == "{"
+
+
+def _parsed(text: Any, field: str) -> object:
     check_text(text, field)
     try:
         return JSON_DECODER.decode(text)
     except (ValueError, RecursionError) as error:
-        raise BadRowError(f"{field} cannot be read as JSON", found=printable(str(error))) from None
+        hint = "Python wrote this text: write it with json.dumps" if PYTHON_TEXT.match(text) else None
+        raise BadRowError(f"{field} cannot be read as JSON", found=printable(str(error)), hint=hint) from None
 
 
 def _checked_list(value: object, field: str) -> Sequence[Mapping[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -219,6 +220,84 @@ def test_a_column_as_it_is_written_comes_before_other_capitals(tmp_path: Path) -
     assert dataset.report.sources[0].type == "text" and "Messages" in dataset.notices[1]
     pairs = write_rows(tmp_path / "y.jsonl", [{"Prompt": "Hi", "Chosen": "Yo", "REJECTED": "No"}])
     assert trained_text(byte_tokenizer(), pairs_of(pairs, byte_tokenizer())[0]) == (HI + "Yo</s>\n", "Yo</s>")
+
+
+def write_csv(path: Path, row: dict[str, Any], delimiter: str = ",") -> Path:
+    """One row, with the JSON text of what is no text."""
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file, delimiter=delimiter)
+        writer.writerow(row)
+        writer.writerow(value if isinstance(value, str) else json.dumps(value) for value in row.values())
+    return path
+
+
+OPENED: dict[str, tuple[dict[str, Any], str]] = {
+    "messages": ({"messages": CHAT}, HI),
+    "conversations with tools": (
+        {"conversations": SHAREGPT, "tools": [TOOL]}, '[{"type": "function", "function": {"name": "add"}}]' + HI,
+    ),
+    "history": (
+        {"instruction": "Hi", "output": "Yo", "history": [["A", "B"]]},
+        "<s>user\nA</s>\n<s>assistant\nB</s>\n" + HI,
+    ),
+    "an empty history": ({"instruction": "Hi", "output": "Yo", "history": []}, HI),
+    "prompt and completion": ({"prompt": [USER], "completion": [YO]}, HI),
+    "texts that look alike": ({"prompt": "Hi", "completion": "Yo", "system": ""}, HI),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPENED)
+def test_lists_as_json_text_in_csv(tmp_path: Path, name: str) -> None:
+    """Story: `messages` was refused as text, and a prompt of messages was trained as the letters of its JSON."""
+    row, prompt = OPENED[name]
+    tokenizer = byte_tokenizer(template=TOOLS_TEMPLATE)
+    texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in row.items()}
+    for path in (write_csv(tmp_path / "x.csv", row), write_rows(tmp_path / "x.jsonl", [texts])):
+        expected = "B</s>Yo</s>" if "\nB" in prompt else "Yo</s>"
+        assert trained_text(tokenizer, build(path, tokenizer)) == (prompt + "Yo</s>\n", expected)
+
+
+def test_messages_in_a_list_of_json_texts(tmp_path: Path) -> None:
+    """As parquet files have what `datasets` stores as JSON; rules for keys of messages hold in texts too."""
+    tokenizer = byte_tokenizer()
+    path = write_rows(tmp_path / "x.jsonl", [{"messages": list(map(json.dumps, CHAT))}])
+    assert trained_text(tokenizer, build(path, tokenizer)) == (HI + "Yo</s>\n", "Yo</s>")
+    for message, what in (({**USER, "images": ["a.jpg"]}, MEDIA), ({**YO, "weight": 0.5}, "how much this turn")):
+        with pytest.raises(RefusedError) as caught:
+            build(write_csv(tmp_path / "y.csv", {"messages": [message, YO]}), tokenizer)
+        assert what in str(caught.value)
+
+
+def test_pairs_as_json_text_in_csv(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer()
+    rows: list[dict[str, Any]] = [
+        {"chosen": CHAT, "rejected": [USER, NO]},
+        {"prompt": "Hi", "chosen": CHAT, "rejected": [USER, NO]},
+        {"prompt": [USER], "chosen": [YO], "rejected": [NO]},
+        {"messages": [USER], "chosen": YO, "rejected": NO},
+    ]
+    for index, row in enumerate(rows):
+        chosen, rejected = pairs_of(write_csv(tmp_path / f"{index}.csv", row), tokenizer)
+        assert trained_text(tokenizer, chosen) == (HI + "Yo</s>\n", "Yo</s>")
+        assert trained_text(tokenizer, replace(chosen, rows=rejected)) == (HI + "No</s>\n", "No</s>")
+
+
+def test_a_text_of_json_stays_text(tmp_path: Path) -> None:
+    """Answers may be JSON, and a chat may be quoted in a question."""
+    tokenizer = byte_tokenizer()
+    for prompt, completion in (("Hi", json.dumps([YO])), (json.dumps(CHAT), "greeting"), ('[{"role": 1}]', '{"a": 1}')):
+        row = {"prompt": prompt, "completion": completion}
+        text = f"<s>user\n{prompt}</s>\n<s>assistant\n{completion}</s>\n"
+        assert trained_text(tokenizer, build(write_csv(tmp_path / "x.csv", row), tokenizer))[0] == text
+
+
+@pytest.mark.parametrize("text", [str(CHAT), f"array({CHAT})", "[{]"])
+def test_messages_that_are_no_json_text(tmp_path: Path, text: str) -> None:
+    with pytest.raises(RefusedError, match="rows cannot be used") as caught:
+        build(write_csv(tmp_path / "x.csv", {"messages": text}))
+    problem = caught.value.problems[1]
+    assert problem.what == "`messages` cannot be read as JSON"
+    assert ("json.dumps" in str(problem.hint)) == ("'role'" in text)
 
 
 @pytest.mark.parametrize(

@@ -173,8 +173,17 @@ CALLS = (
             ],
             "tools": [TOOL],
         },
+        {
+            "messages": [
+                {"role": "user", "content": "1+1?"},
+                {"role": "assistant", "tool_calls": '[{"function": {"name": "add", "arguments": {"a": 1}}}]'},
+                {"role": "tool", "content": "2", "tool_calls": ""},
+                {"role": "assistant", "content": "Two.", "tool_calls": "[]"},
+            ],
+            "tools": [json.dumps(TOOL)],
+        },
     ],
-    ids=["llama-factory", "openai", "trl"],
+    ids=["llama-factory", "openai", "trl", "calls as text"],
 )
 def test_calls_of_three_tools_are_one_text(tmp_path: Path, row: dict[str, Any]) -> None:
     """LLaMA-Factory's function_call and OpenAI's older form were refused; bare functions reached templates bare."""
