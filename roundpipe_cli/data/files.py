@@ -7,6 +7,7 @@ numbers of the rows behind it stay true; only a file that cannot be read at all 
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import gzip
 import io
@@ -20,7 +21,16 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, AnyStr, cast
 
-from roundpipe_cli.data.rows import JSON_DECODER, RawRow, RowFault, TwiceError, describe_value, printable
+from roundpipe_cli.data.rows import (
+    DELIMITERS,
+    JSON_DECODER,
+    RawRow,
+    RowFault,
+    TwiceError,
+    delimiter_hint,
+    describe_value,
+    printable,
+)
 from roundpipe_cli.data.text_rows import text_rows
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.limited import Limits, run_limited
@@ -32,6 +42,8 @@ MAX_LINE_BYTES = 64 * 1024**2
 MAX_UNPACKED_BYTES = 1024**3
 """A compressed .json file is read whole: a few megabytes of it can unpack to more than any memory."""
 
+MAX_SNIFFED_BYTES = 1 << 20
+"""Header and first row of a table of text are looked for in these."""
 PARQUET_HEAD_S = 20.0
 """Processor time; tables of thousands of columns have large heads."""
 
@@ -77,7 +89,7 @@ def read_file(path: Path, progress: ReadProgress | None = None, txt_rows: str = 
         elif suffix == ".json":
             yield from _read_json(path, progress)
         elif suffix in (".csv", ".tsv"):
-            yield from _read_csv(path, "\t" if suffix == ".tsv" else ",", progress)
+            yield from _read_csv(path, csv_delimiter(path), progress)
         elif suffix == ".parquet":
             yield from _read_parquet(path, progress)
         elif suffix == ".txt":
@@ -300,6 +312,40 @@ def _broken_json(path: Path, text: str, position: int, message: str) -> RefusedE
     )
 
 
+def own_delimiter(path: Path) -> str:
+    """The character between columns that the name of a table of text says."""
+    return "\t" if known_suffix(path) == ".tsv" else ","
+
+
+def csv_delimiter(path: Path) -> str:
+    """The character between the columns of a table of text.
+
+    Another than `own_delimiter` only where that one leaves the header a single field, and exactly one other parts
+    header and first row into equally many: a file that is what its name says is never read in another way.
+    """
+    own, head = own_delimiter(path), ""
+    with contextlib.suppress(OSError, EOFError, zlib.error), _open(path, ReadProgress()) as file:
+        head = file.read(MAX_SNIFFED_BYTES).decode("utf-8-sig", errors="replace")
+    if len(_first_records(head, own)[0]) > 1:
+        return own
+    fitting = []
+    for delimiter in DELIMITERS:
+        header, row = _first_records(head, delimiter)
+        if len(header) > 1 and all(map(str.strip, header)) and len(row) in (0, len(header)):
+            fitting.append(delimiter)
+    return fitting[0] if len(fitting) == 1 else own
+
+
+def _first_records(head: str, delimiter: str) -> tuple[list[str], list[str]]:
+    """Header and first row; each empty where there is none, or no valid one."""
+    reader = csv.reader(io.StringIO(head, newline=""), delimiter=delimiter, strict=True)
+    records: list[list[str]] = [[], []]
+    with contextlib.suppress(csv.Error):
+        records[0] = next(reader, [])
+        records[1] = next(filter(None, reader), [])
+    return records[0], records[1]
+
+
 def _read_csv(path: Path, delimiter: str, progress: ReadProgress) -> Iterator[RawRow]:
     csv.field_size_limit(MAX_LINE_BYTES)  # the module's own limit of 131,072 is shorter than real documents
     with (
@@ -337,7 +383,8 @@ def _refuse_double_columns(names: list[str], where: str) -> None:
 
 def _csv_row(header: list[str], values: list[str], number: int) -> RawRow:
     if len(values) != len(header):
-        fault = RowFault("the row does not fit the header", f"{len(values)} fields", f"{len(header)} fields")
+        found, expected = f"{len(values)} fields", f"{len(header)} fields"
+        fault = RowFault("the row does not fit the header", found, expected, delimiter_hint(header))
         return RawRow(number, {}, fault)
     return RawRow(number, dict(zip(header, values, strict=True)))
 

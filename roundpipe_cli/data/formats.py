@@ -24,7 +24,7 @@ from roundpipe_cli.data.messages import (
     with_system,
 )
 from roundpipe_cli.data.pair_rows import ANSWERS, PAIR_FIELDS, find_pair_columns, parse_pair
-from roundpipe_cli.data.rows import BadRowError, checked_text, column_names, printable
+from roundpipe_cli.data.rows import BadRowError, checked_text, column_names, delimiter_hint, printable
 from roundpipe_cli.data.settings import AlpacaJoin, DatasetSpec, PairAnswer, TrainRules
 from roundpipe_cli.data.tools import LIST_TEXT, from_json_text, messages_in_text, read_tools
 from roundpipe_cli.errors import RefusedError, closest
@@ -248,7 +248,8 @@ def _decide(spec: DatasetSpec, layouts: Sequence[Sequence[str]], where: str) -> 
         where=where,
         found=column_names(dict.fromkeys(layouts[0])),
         expected=expected,
-        hint=f"name the columns: `columns: {{prompt: {printable(first, 40)}, completion: {printable(second, 40)}}}`",
+        hint=delimiter_hint(layouts[0])
+        or f"name the columns: `columns: {{prompt: {printable(first, 40)}, completion: {printable(second, 40)}}}`",
     )
 
 

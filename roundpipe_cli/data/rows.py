@@ -11,6 +11,8 @@ from roundpipe_cli.errors import Problem
 
 MAX_SHOWN_CHARACTERS = 200
 """No message shows more characters of a row's text, which may be private."""
+DELIMITERS = {",": "commas", "\t": "tabs", ";": "semicolons", "|": "bars"}
+"""What parts the columns of a table of text, and its name."""
 CHUNK_ROWS = 500
 """Most rows of one chunk."""
 CHUNK_CHARACTERS = 2_000_000
@@ -106,6 +108,12 @@ def column_names(columns: Mapping[str, object]) -> str:
     if not columns:
         return "no columns"
     return printable("columns " + ", ".join(str(name) for name in columns))
+
+
+def delimiter_hint(columns: Iterable[str]) -> str | None:
+    """A hint where the name of a column holds what may part columns."""
+    names = [name for mark, name in DELIMITERS.items() if any(mark in column for column in columns)]
+    return f"are the columns parted by {names[0]}? Write them with commas (.csv) or tabs (.tsv)" if names else None
 
 
 def check_text(text: str, field: str) -> None:

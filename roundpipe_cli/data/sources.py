@@ -11,9 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from roundpipe_cli.data.digests import digest_file
-from roundpipe_cli.data.files import SUFFIXES, ReadProgress, known_suffix, read_file, structs_of, table_row
+from roundpipe_cli.data.files import (
+    SUFFIXES,
+    ReadProgress,
+    csv_delimiter,
+    known_suffix,
+    own_delimiter,
+    read_file,
+    structs_of,
+    table_row,
+)
 from roundpipe_cli.data.folders import folder_files, pattern_files
-from roundpipe_cli.data.rows import RawRow, printable
+from roundpipe_cli.data.rows import DELIMITERS, RawRow, printable
 from roundpipe_cli.data.settings import DatasetSpec
 from roundpipe_cli.errors import RefusedError, closest
 from roundpipe_cli.plain_files import named_path
@@ -179,8 +188,9 @@ def find_sources(spec: DatasetSpec, folder: Path | None, offline: bool) -> list[
 def _folder_sources(folder: Path, spec: DatasetSpec, split: Split, offline: bool) -> list[Source]:
     found = folder_files(folder, split.name, spec.name)
     whole = replace(spec, split="train")
-    first, *rest = _sliced([Source(_shown(path), path, whole, offline) for path in found.files], split)
-    return [replace(first, notices=found.notices), *rest]
+    sources = [Source(_shown(path), path, whole, offline, notices=_delimiter_notice(path)) for path in found.files]
+    first, *rest = _sliced(sources, split)
+    return [replace(first, notices=(*first.notices, *found.notices)), *rest]
 
 
 def _sliced(sources: list[Source], split: Split) -> list[Source]:
@@ -247,7 +257,15 @@ def _file_source(path: Path, spec: DatasetSpec, offline: bool) -> Source:
             found=f"split: {spec.split}",
             hint="split: " + spec.split.replace(split.name, "train", 1),
         )
-    return Source(shown, path, spec, offline)
+    return Source(shown, path, spec, offline, notices=_delimiter_notice(path))
+
+
+def _delimiter_notice(path: Path) -> tuple[str, ...]:
+    if known_suffix(path) not in (".csv", ".tsv"):
+        return ()
+    own, used = own_delimiter(path), csv_delimiter(path)
+    between = f"{DELIMITERS[used]} between its columns, not {DELIMITERS[own]}"
+    return () if used == own else (f"{_shown(path)} has {between}, and is read so",)
 
 
 def _shown(path: Path) -> str:

@@ -315,6 +315,11 @@ def test_the_hint_does_not_swap_prompt_and_answer(tmp_path: Path, columns: list[
     assert f"{{{hint}}}" in str(caught.value)
 
 
+def test_unknown_columns_that_hold_a_delimiter_name_it(tmp_path: Path) -> None:
+    with pytest.raises(RefusedError, match="parted by semicolons"):
+        build(write_csv(tmp_path / "x.csv", {"Frage;Antwort, kurz": "x", "b;c": "y"}))
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_layouts_that_are_refused_by_name(tmp_path: Path, name: str) -> None:
     """Each of these columns changes what the row means, and was ignored or refused in other words."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
+import io
 import json
 import os
 import random
 import re
 from pathlib import Path
+from typing import Any
 
 import pyarrow  # type: ignore[import-untyped]
 import pyarrow.parquet  # type: ignore[import-untyped]
@@ -109,6 +112,52 @@ def test_csv_rows_with_line_breaks_quotes_and_faults(tmp_path: Path) -> None:
     assert summary(read(write(tmp_path / "x.tsv", "a\tb\n1\t2\n"))) == [(2, "1")]
     long_field = "word " * 100_000
     assert read(write(tmp_path / "long.csv", f"a,b\n{long_field},1\n"))[0].columns["a"] == long_field
+
+
+@pytest.mark.parametrize("ending", [".csv", ".tsv", ".csv.gz"])
+@pytest.mark.parametrize(("delimiter", "name"), [(",", "commas"), (";", "semicolons"), ("\t", "tabs"), ("|", "bars")])
+@pytest.mark.parametrize("quoting", [csv.QUOTE_MINIMAL, csv.QUOTE_ALL])
+def test_tables_with_another_character_between_columns(
+    tmp_path: Path, ending: str, delimiter: str, name: str, quoting: Any
+) -> None:
+    """Story: a CSV with semicolons was refused for its columns, or its rows as unfit, and no delimiter named."""
+    text = io.StringIO()
+    rows = [["a", "question"], ["1", "one, two; three|four\tfive\nsix"], ["2", ""]]
+    csv.writer(text, delimiter=delimiter, quoting=quoting).writerows(rows)
+    data = text.getvalue().encode()
+    path = write(tmp_path / f"x{ending}", gzip.compress(data) if ending.endswith(".gz") else data)
+    (source,) = find_sources(DatasetSpec(str(path)), None, offline=True)
+    assert [list(row.columns.values()) for row in source.rows()] == rows[1:]
+    own = "\t" if ending == ".tsv" else ","
+    assert source.notices == (
+        ()
+        if delimiter == own
+        else (f"{path} has {name} between its columns, not {'tabs' if own != ',' else 'commas'}, and is read so",)
+    )
+    (source, *_) = find_sources(DatasetSpec(str(tmp_path)), None, offline=True)
+    assert bool(source.notices) == (delimiter != own)
+
+
+@pytest.mark.parametrize(
+    ("text", "columns"),
+    [
+        ("text\na;b\nc|d\n", {"text": "a;b"}),
+        ('text\n"a;b\tc"\n', {"text": "a;b\tc"}),
+        ("a;b\nno such part\n", {"a;b": "no such part"}),
+        ("a;b|c\nd;e|f\n", {"a;b|c": "d;e|f"}),
+        ("a;\nd;e\n", {"a;": "d;e"}),
+        ("a;b,c\nd;e,f\n", {"a;b": "d;e", "c": "f"}),
+        ('"a;b"\n"c;d"\n', {"a;b": "c;d"}),
+    ],
+)
+def test_a_comma_file_means_what_it_meant(tmp_path: Path, text: str, columns: dict[str, str]) -> None:
+    (source,) = find_sources(DatasetSpec(str(write(tmp_path / "x.csv", text))), None, offline=True)
+    assert next(source.rows()).columns == columns and source.notices == ()
+
+
+def test_a_delimiter_that_cannot_be_told_is_named(tmp_path: Path) -> None:
+    row = read(write(tmp_path / "x.csv", "id;question, short;answer\n1;Hi;Yo\n"))[0]
+    assert row.fault is not None and "semicolons" in str(row.fault.hint)
 
 
 def test_csv_header_only_and_double_columns(tmp_path: Path) -> None:
