@@ -21,6 +21,7 @@ from roundpipe_cli.data.column_rules import (
     RULES,
     SAME_PROMPT,
     ColumnRule,
+    find_column,
     is_decoded_media,
     says_something,
 )
@@ -44,11 +45,11 @@ def refuse_layout(layouts: Sequence[Sequence[str]], where: str) -> None:
         RefusedError: the columns, which fit no type, are those of a known kind of rows.
     """
     for columns in layouts:
-        names = {name.strip().lower() for name in columns}
-        layout = next((layout for layout in LAYOUTS if layout.columns <= names), None)
+        found = (layout for layout in LAYOUTS if all(find_column(name, columns) for name in layout.columns))
+        layout = next(found, None)
         if layout is not None:
-            found = column_names(dict.fromkeys(columns))
-            raise RefusedError(layout.what, where=where, found=found, hint=layout.hint)
+            shown = column_names(dict.fromkeys(columns))
+            raise RefusedError(layout.what, where=where, found=shown, hint=layout.hint)
 
 
 def unused_columns(row: Mapping[str, object], used: Collection[str], row_type: str) -> list[str]:

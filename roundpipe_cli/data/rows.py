@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,9 +110,10 @@ def column_names(columns: Mapping[str, object]) -> str:
     return printable("columns " + ", ".join(str(name) for name in columns))
 
 
-def delimiter_hint(columns: Iterable[str]) -> str | None:
-    """A hint where the name of a column holds what may part columns."""
-    names = [name for mark, name in DELIMITERS.items() if any(mark in column for column in columns)]
+def delimiter_hint(columns: Sequence[str]) -> str | None:
+    """A hint where the name of a column holds what may part columns; the only column's commas count too."""
+    marks = [mark for mark in DELIMITERS if mark != "," or len(columns) == 1]
+    names = [DELIMITERS[mark] for mark in marks if any(mark in column for column in columns)]
     return f"are the columns parted by {names[0]}? Write them with commas (.csv) or tabs (.tsv)" if names else None
 
 
