@@ -80,7 +80,7 @@ def _trained_tokens(offsets: npt.NDArray[np.int64], spans: Sequence[TokenSpan]) 
 
 
 def _ids_in_front(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """What the tokenizer puts before every text: BOS, or nothing."""
+    """Ids that the tokenizer puts before every text: of BOS, or none."""
     whole, bare = (_ids(tokenizer, "a", plain=plain) for plain in (True, False))
     return next((whole[:place] for place in range(len(whole)) if whole[place : place + len(bare)] == bare), [])
 

@@ -253,7 +253,7 @@ def _decide(spec: DatasetSpec, layouts: Sequence[Sequence[str]], where: str) -> 
     )
 
 
-Find = Callable[[str, Sequence[str]], str | None]
+FindColumn = Callable[[str, Sequence[str]], str | None]
 """Finds the column of a name."""
 
 
@@ -262,7 +262,7 @@ def _written(name: str, layout: Sequence[str]) -> str | None:
     return name if name in layout else None
 
 
-def _detect(spec: DatasetSpec, columns: Sequence[str], where: str, find: Find) -> RowFormat | None:
+def _detect(spec: DatasetSpec, columns: Sequence[str], where: str, find: FindColumn) -> RowFormat | None:
     for row_type, fields in FIELDS.items():
         mapped = _mapped(row_type, spec.columns, columns)
         if all(mapped[field] in columns and (field in spec.columns or find(field, columns)) for field in fields):
@@ -274,7 +274,7 @@ def _detect(spec: DatasetSpec, columns: Sequence[str], where: str, find: Find) -
     return None
 
 
-def _pair_format(spec: DatasetSpec, columns: Sequence[str], where: str, find: Find) -> RowFormat | None:
+def _pair_format(spec: DatasetSpec, columns: Sequence[str], where: str, find: FindColumn) -> RowFormat | None:
     """A prompt and its completion under other names, unless the recipe maps columns or the usual names are there."""
     if spec.columns or find("prompt", columns) and find("completion", columns):
         return None

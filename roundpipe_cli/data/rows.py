@@ -12,7 +12,7 @@ from roundpipe_cli.errors import Problem
 MAX_SHOWN_CHARACTERS = 200
 """No message shows more characters of a row's text, which may be private."""
 DELIMITERS = {",": "commas", "\t": "tabs", ";": "semicolons", "|": "bars"}
-"""What parts the columns of a table of text, and its name."""
+"""Characters between the columns of a table of text, with their names."""
 CHUNK_ROWS = 500
 """Most rows of one chunk."""
 CHUNK_CHARACTERS = 2_000_000
