@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from roundpipe_cli.data.messages import holds_messages
@@ -23,6 +23,14 @@ VERDICTS = (
     *("good", "bad", "accepted", "wanted", "unwanted", "preferred", "dispreferred"),
 )
 """Texts that mean that an answer is wanted or not, in lower case."""
+
+
+def find_column(name: str, layout: Sequence[str]) -> str | None:
+    """The column with this name in lower case; in capitals or between blanks if it is the only one of that name."""
+    if name in layout:
+        return name
+    spelled = [column for column in layout if column.strip().lower() == name]
+    return spelled[0] if len(spelled) == 1 else None
 
 
 def says_something(value: object) -> bool:

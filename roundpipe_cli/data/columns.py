@@ -21,6 +21,7 @@ from roundpipe_cli.data.column_rules import (
     RULES,
     SAME_PROMPT,
     ColumnRule,
+    find_column,
     is_decoded_media,
     says_something,
 )
@@ -28,6 +29,8 @@ from roundpipe_cli.data.messages import MESSAGE_KEYS, holds_messages
 from roundpipe_cli.data.rows import BadRowError, column_names, describe_value, printable
 from roundpipe_cli.errors import RefusedError
 
+PROMPT_WORDS = frozenset({"prompt", "question", "instruction", "query", "problem", "input"})
+ANSWER_WORDS = frozenset({"completion", "answer", "response", "output", "solution"})
 PLACEHOLDER = re.compile(r"<(\|?)(image|video|audio)(_pad)?\1>")
 MEDIA_ENDINGS = (
     *(".jpg", ".jpeg", ".png", ".gif", ".webp", ".bmp", ".tif", ".tiff"),
@@ -42,10 +45,11 @@ def refuse_layout(layouts: Sequence[Sequence[str]], where: str) -> None:
         RefusedError: the columns, which fit no type, are those of a known kind of rows.
     """
     for columns in layouts:
-        layout = next((layout for layout in LAYOUTS if layout.columns <= set(columns)), None)
+        found = (layout for layout in LAYOUTS if all(find_column(name, columns) for name in layout.columns))
+        layout = next(found, None)
         if layout is not None:
-            found = column_names(dict.fromkeys(columns))
-            raise RefusedError(layout.what, where=where, found=found, hint=layout.hint)
+            shown = column_names(dict.fromkeys(columns))
+            raise RefusedError(layout.what, where=where, found=shown, hint=layout.hint)
 
 
 def unused_columns(row: Mapping[str, object], used: Collection[str], row_type: str) -> list[str]:
@@ -74,10 +78,11 @@ def unused_columns(row: Mapping[str, object], used: Collection[str], row_type: s
 def _is_harmless(rule: ColumnRule, name: str, row: Mapping[str, object], used: Collection[str]) -> bool:
     """Whether a column that has a rule is left out on purpose, or repeats what is read."""
     if rule is PROMPT_PART:
-        text, around = row[name], name.lower() in SAME_PROMPT
+        text, around = row[name], name.strip().lower() in SAME_PROMPT
         read = [other.strip() for other in map(row.get, used) if isinstance(other, str) and other.strip()]
         return isinstance(text, str) and any(text.strip() in other or (around and other in text) for other in read)
-    return REJECTED.fullmatch(name.lower()) is not None and any(CHOSEN.fullmatch(column) for column in used)
+    read_names = (column.strip().lower() for column in used)
+    return REJECTED.fullmatch(name.strip().lower()) is not None and any(map(CHOSEN.fullmatch, read_names))
 
 
 def _find_rule(name: str, value: object, row_type: str) -> ColumnRule | None:
@@ -88,15 +93,30 @@ def _find_rule(name: str, value: object, row_type: str) -> ColumnRule | None:
 @lru_cache(maxsize=4096)
 def _rules_named(name: str, row_type: str) -> tuple[ColumnRule, ...]:
     """Rules for a column of this name; for most names there are none."""
-    lower, rules = name.lower(), MESSAGE_RULES if row_type == IN_MESSAGES else RULES
+    lower, rules = name.strip().lower(), MESSAGE_RULES if row_type == IN_MESSAGES else RULES
     return tuple(
         rule for rule in rules if (rule.types is None or row_type in rule.types) and rule.names.fullmatch(lower)
     )
 
 
-def may_hold_text(name: str) -> bool:
+def likely_columns(layout: Sequence[str]) -> tuple[str, str]:
+    """A prompt and its answer among columns of no known type, by the words in their names, else by their order."""
+    rest = [name for name in layout if _may_hold_text(name)]
+    answer = next((name for name in rest if ANSWER_WORDS & _words(name)), None)
+    prompt = next((name for name in rest if name != answer and PROMPT_WORDS & _words(name)), None)
+    others = iter([*(name for name in rest if name not in (answer, prompt)), "COLUMN", "COLUMN"])
+    return prompt or next(others), answer or next(others)
+
+
+def _may_hold_text(name: str) -> bool:
     """Whether a column of this name may be a prompt or an answer: none that means something else."""
-    return not any(rule.names.fullmatch(name.lower()) for rule in RULES) and name.lower() not in ("id", "uuid", "index")
+    lower = name.strip().lower()
+    others = (rule for rule in RULES if rule is not PROMPT_PART)
+    return not any(rule.names.fullmatch(lower) for rule in others) and lower not in ("id", "uuid", "index")
+
+
+def _words(name: str) -> set[str]:
+    return set(re.findall(r"[a-z]+", name.lower()))
 
 
 def _refusal(rule: ColumnRule, name: str, value: object) -> BadRowError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,13 +38,17 @@ def encode_batch(
 
     Args:
         plain: text without a template: the tokenizer adds its own special tokens (BOS), and EOS is appended, trained
-            where the text's last character is. A chat template has written them all itself.
+            where the text's last character is. A text that brings either of them has no second one, and loses the
+            blanks before its BOS and behind its EOS. A chat template has written them all itself.
     """
     if not rendered:  # the tokenizers take no empty batch
         return []
     fault("tokenize")
+    begin = _ids_in_front(tokenizer) if plain else []
+    if plain:
+        rendered = [_between_own_marks(tokenizer, row, begin) for row in rendered]
     if not getattr(tokenizer, "is_fast", False):
-        return [_encode_slow(tokenizer, row, plain=plain) for row in rendered]
+        return [_encode_slow(tokenizer, row, begin, plain=plain) for row in rendered]
     batch: Any = tokenizer(
         [row.text for row in rendered],
         add_special_tokens=plain,
@@ -56,7 +60,8 @@ def encode_batch(
     encoded: list[Encoded | BadRowError] = []
     for row, ids, offsets in zip(rendered, batch["input_ids"], batch["offset_mapping"], strict=True):
         trained = _trained_tokens(np.asarray(offsets, dtype=np.int64).reshape(-1, 2), row.trained)
-        encoded.append(_with_eos(tokenizer, np.asarray(ids, dtype=np.int32), trained, row, plain=plain))
+        made = Encoded(np.asarray(ids, dtype=np.int32), trained)
+        encoded.append(_with_marks_once(tokenizer, made, row, begin) if plain else made)
     return encoded
 
 
@@ -74,25 +79,54 @@ def _trained_tokens(offsets: npt.NDArray[np.int64], spans: Sequence[TokenSpan]) 
     return trained
 
 
-def _with_eos(
-    tokenizer: PreTrainedTokenizerBase,
-    input_ids: npt.NDArray[np.int32],
-    trained: npt.NDArray[np.bool_],
-    row: Rendered,
-    *,
-    plain: bool,
-) -> Encoded:
-    if not plain:
-        return Encoded(input_ids, trained)
+def _ids_in_front(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Ids that the tokenizer puts before every text: of BOS, or none."""
+    whole, bare = (_ids(tokenizer, "a", plain=plain) for plain in (True, False))
+    return next((whole[:place] for place in range(len(whole)) if whole[place : place + len(bare)] == bare), [])
+
+
+def _between_own_marks(tokenizer: PreTrainedTokenizerBase, row: Rendered, begin: list[int]) -> Rendered:
+    """The row without the blanks before its own BOS and behind its own EOS."""
+    text = row.text
+    start, end = len(text) - len(text.lstrip()), len(text.rstrip())
+    bos = "".join(tokenizer.convert_ids_to_tokens(begin))
+    start = start if bos and text.startswith(bos, start) else 0
+    end = end if text[:end].endswith(str(tokenizer.eos_token)) else len(text)
+    if (start, end) == (0, len(text)):
+        return row
+    spans = tuple((max(0, first - start), min(last, end) - start) for first, last in row.trained)
+    return replace(row, text=text[start:end], trained=spans)
+
+
+def _with_marks_once(tokenizer: PreTrainedTokenizerBase, made: Encoded, row: Rendered, begin: list[int]) -> Encoded:
+    """The tokens of a text with BOS, where the tokenizer has one, and EOS, neither oftener than the text has it.
+
+    Args:
+        begin: what the tokenizer has put before the text.
+    """
+    input_ids, trained = made.input_ids, made.trained
+    if begin and input_ids[: 2 * len(begin)].tolist() == [*begin, *begin]:  # the text's own follows
+        kept = np.r_[: len(begin), 2 * len(begin) : len(input_ids)]
+        input_ids, trained = input_ids[kept], trained[kept]
+    num_own, num_ends = 0, 0  # at the end of the text, and of its tokens
+    mark = str(tokenizer.eos_token)
+    while row.text.endswith(mark, 0, len(row.text) - num_own * len(mark)):
+        num_own += 1
+    while num_ends < len(input_ids) and input_ids[-1 - num_ends] == tokenizer.eos_token_id:
+        num_ends += 1
     eos_trained = row.trains_eos and bool(row.trained) and row.trained[-1][1] == len(row.text)
-    if len(input_ids) and input_ids[-1] == tokenizer.eos_token_id:  # some tokenizers append it themselves
-        trained[-1] = trained[-1] and row.trains_eos or eos_trained
-        return Encoded(input_ids, trained)
-    eos = np.array([tokenizer.eos_token_id], dtype=np.int32)
-    return Encoded(np.concatenate([input_ids, eos]), np.concatenate([trained, [eos_trained]]))
+    if num_ends == 0:
+        end = np.array([tokenizer.eos_token_id], dtype=np.int32)
+        return Encoded(np.concatenate([input_ids, end]), np.concatenate([trained, [eos_trained]]))
+    length = len(input_ids) - max(0, num_ends - max(1, num_own))  # some tokenizers append EOS themselves
+    input_ids, trained = input_ids[:length], trained[:length].copy()
+    trained[-1] = trained[-1] and row.trains_eos or eos_trained
+    return Encoded(input_ids, trained)
 
 
-def _encode_slow(tokenizer: PreTrainedTokenizerBase, row: Rendered, *, plain: bool) -> Encoded | BadRowError:
+def _encode_slow(
+    tokenizer: PreTrainedTokenizerBase, row: Rendered, begin: list[int], *, plain: bool
+) -> Encoded | BadRowError:
     """For tokenizers without character offsets: the tokens of each prefix must be a prefix of the tokens."""
     ids = _ids(tokenizer, row.text, plain=plain)
     trained = np.zeros(len(ids), dtype=np.bool_)
@@ -108,7 +142,8 @@ def _encode_slow(tokenizer: PreTrainedTokenizerBase, row: Rendered, *, plain: bo
                 )
             borders.append(len(prefix))
         trained[borders[0] : borders[1]] = True
-    return _with_eos(tokenizer, np.asarray(ids, dtype=np.int32), trained, row, plain=plain)
+    made = Encoded(np.asarray(ids, dtype=np.int32), trained)
+    return _with_marks_once(tokenizer, made, row, begin) if plain else made
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase, text: str, *, plain: bool) -> list[int]:

@@ -7,20 +7,30 @@ numbers of the rows behind it stay true; only a file that cannot be read at all 
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import gzip
 import io
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, AnyStr, cast
 
-from roundpipe_cli.data.rows import RawRow, RowFault, describe_value, printable
+from roundpipe_cli.data.rows import (
+    DELIMITERS,
+    JSON_DECODER,
+    RawRow,
+    RowFault,
+    TwiceError,
+    delimiter_hint,
+    describe_value,
+    printable,
+)
 from roundpipe_cli.data.text_rows import text_rows
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.limited import Limits, run_limited
@@ -32,6 +42,8 @@ MAX_LINE_BYTES = 64 * 1024**2
 MAX_UNPACKED_BYTES = 1024**3
 """A compressed .json file is read whole: a few megabytes of it can unpack to more than any memory."""
 
+MAX_SNIFFED_BYTES = 1 << 20
+"""Header and first row of a table of text are looked for in these."""
 PARQUET_HEAD_S = 20.0
 """Processor time; tables of thousands of columns have large heads."""
 
@@ -77,7 +89,7 @@ def read_file(path: Path, progress: ReadProgress | None = None, txt_rows: str = 
         elif suffix == ".json":
             yield from _read_json(path, progress)
         elif suffix in (".csv", ".tsv"):
-            yield from _read_csv(path, "\t" if suffix == ".tsv" else ",", progress)
+            yield from _read_csv(path, csv_delimiter(path), progress)
         elif suffix == ".parquet":
             yield from _read_parquet(path, progress)
         elif suffix == ".txt":
@@ -163,15 +175,21 @@ def _read_jsonl(path: Path, progress: ReadProgress) -> Iterator[RawRow]:
 
 def _parse_json_line(line: bytes, number: int) -> RawRow:
     try:
-        return _as_row(json.loads(line.decode("utf-8")), number)
+        return _as_row(JSON_DECODER.decode(line.decode("utf-8")), number)
     except UnicodeDecodeError as error:
         fault = RowFault("the line is not valid UTF-8", f"byte 0x{line[error.start]:02x} at column {error.start + 1}")
     except json.JSONDecodeError as error:
         what = error.msg.removesuffix(" at")  # some messages of json end in this way
         fault = RowFault("the line is not valid JSON", f"{what} at column {error.colno}", "one JSON object a line")
+    except TwiceError as error:
+        fault = _twice(error)
     except (ValueError, RecursionError) as error:  # an integer of thousands of digits; thousands of nested lists
         fault = RowFault("the line cannot be read as JSON", printable(str(error)), "one JSON object a line")
     return RawRow(number, {}, fault)
+
+
+def _twice(error: TwiceError) -> RowFault:
+    return RowFault("the row has two values for one key", str(error), "each key once in an object")
 
 
 def _as_row(value: object, number: int) -> RawRow:
@@ -232,20 +250,19 @@ def check_list_size(path: Path) -> None:
 
 
 def _read_json_list(path: Path, text: str, start: int, progress: ReadProgress) -> Iterator[RawRow]:
-    decoder = json.JSONDecoder()
     position = _skip_space(text, start + 1)
     line, counted = 1, 0  # `line` is the line of character `counted`
     if text[position : position + 1] != "]":
         while True:
             line, counted = line + text.count("\n", counted, position), position
             try:
-                value, end = decoder.raw_decode(text, position)
+                row, end = _next_of_list(text, position, line)
             except json.JSONDecodeError as error:
                 raise _broken_json(path, text, error.pos, error.msg.removesuffix(" at")) from None
             except (ValueError, RecursionError) as error:
                 raise _broken_json(path, text, position, printable(str(error))) from None
             progress.known_share = end / len(text)
-            yield _checked_utf8(_as_row(value, line), text[position:end])
+            yield _checked_utf8(row, text[position:end])
             position = _skip_space(text, end)
             mark = text[position : position + 1]
             if mark == "]":
@@ -255,6 +272,15 @@ def _read_json_list(path: Path, text: str, start: int, progress: ReadProgress) -
             position = _skip_space(text, position + 1)
     if _skip_space(text, position + 1) != len(text):
         raise _broken_json(path, text, position + 1, "more text behind the end of the list")
+
+
+def _next_of_list(text: str, position: int, line: int) -> tuple[RawRow, int]:
+    """The row that begins at `position`, and where it ends."""
+    try:
+        value, end = JSON_DECODER.raw_decode(text, position)
+    except TwiceError as error:
+        return RawRow(line, {}, _twice(error)), json.JSONDecoder().raw_decode(text, position)[1]
+    return _as_row(value, line), end
 
 
 def _skip_space(text: str, position: int) -> int:
@@ -286,6 +312,40 @@ def _broken_json(path: Path, text: str, position: int, message: str) -> RefusedE
     )
 
 
+def own_delimiter(path: Path) -> str:
+    """The character between columns that the name of a table of text says."""
+    return "\t" if known_suffix(path) == ".tsv" else ","
+
+
+def csv_delimiter(path: Path) -> str:
+    """The character between the columns of a table of text.
+
+    Another than `own_delimiter` only where that one leaves the header a single field, and exactly one other parts
+    header and first row into equally many: a file that is what its name says is never read in another way.
+    """
+    own, head = own_delimiter(path), ""
+    with contextlib.suppress(OSError, EOFError, zlib.error), _open(path, ReadProgress()) as file:
+        head = file.read(MAX_SNIFFED_BYTES).decode("utf-8-sig", errors="replace")
+    if len(_first_records(head, own)[0]) > 1:
+        return own
+    fitting = []
+    for delimiter in DELIMITERS:
+        header, row = _first_records(head, delimiter)
+        if len(header) > 1 and all(map(str.strip, header)) and len(row) in (0, len(header)):
+            fitting.append(delimiter)
+    return fitting[0] if len(fitting) == 1 else own
+
+
+def _first_records(head: str, delimiter: str) -> tuple[list[str], list[str]]:
+    """Header and first row; each empty where there is none, or no valid one."""
+    reader = csv.reader(io.StringIO(head, newline=""), delimiter=delimiter, strict=True)
+    records: list[list[str]] = [[], []]
+    with contextlib.suppress(csv.Error):
+        records[0] = next(reader, [])
+        records[1] = next(filter(None, reader), [])
+    return records[0], records[1]
+
+
 def _read_csv(path: Path, delimiter: str, progress: ReadProgress) -> Iterator[RawRow]:
     csv.field_size_limit(MAX_LINE_BYTES)  # the module's own limit of 131,072 is shorter than real documents
     with (
@@ -301,8 +361,7 @@ def _read_csv(path: Path, delimiter: str, progress: ReadProgress) -> Iterator[Ra
             raise RefusedError("the header is not valid CSV", where=f"{path}:1", found=found) from error
         if header is None:
             return
-        if len(set(header)) != len(header):
-            raise RefusedError("two columns have the same name", where=f"{path}:1", found=printable(", ".join(header)))
+        _refuse_double_columns(header, f"{path}:1")
         number = reader.line_num + 1
         while True:
             try:
@@ -317,9 +376,15 @@ def _read_csv(path: Path, delimiter: str, progress: ReadProgress) -> Iterator[Ra
             number = reader.line_num + 1
 
 
+def _refuse_double_columns(names: list[str], where: str) -> None:
+    if len(set(names)) != len(names):
+        raise RefusedError("two columns have the same name", where=where, found=printable(", ".join(names)))
+
+
 def _csv_row(header: list[str], values: list[str], number: int) -> RawRow:
     if len(values) != len(header):
-        fault = RowFault("the row does not fit the header", f"{len(values)} fields", f"{len(header)} fields")
+        found, expected = f"{len(values)} fields", f"{len(header)} fields"
+        fault = RowFault("the row does not fit the header", found, expected, delimiter_hint(header))
         return RawRow(number, {}, fault)
     return RawRow(number, dict(zip(header, values, strict=True)))
 
@@ -354,12 +419,47 @@ def _read_parquet(path: Path, progress: ReadProgress) -> Iterator[RawRow]:
         _refusing_parquet(path, lambda: number),
         pyarrow.parquet.ParquetFile(path, read_dictionary=dictionary_columns) as table,
     ):
+        _refuse_double_columns(table.schema_arrow.names, str(path))
+        structs = structs_of(table.schema_arrow)
         for batch in table.iter_batches(batch_size=batch_rows):
             for index in range(batch.num_rows):  # one by one: texts of a dictionary are copied for each row
                 (columns,) = batch.slice(index, 1).to_pylist()
                 number += 1
                 progress.known_share = number / table.metadata.num_rows
-                yield RawRow(number, columns)
+                yield table_row(number, columns, structs)
+
+
+def structs_of(kind: Any) -> Any:
+    """Where a type or schema of pyarrow has structs: a dict for each, a list around those of its items, else None."""
+    import pyarrow
+    from pyarrow.types import is_struct  # type: ignore[import-untyped]
+
+    if hasattr(kind, "value_type"):
+        inner = structs_of(kind.value_type)
+        return None if inner is None else [inner]
+    has_fields = not isinstance(kind, pyarrow.DataType) or is_struct(kind)
+    return {field.name: structs_of(field.type) for field in kind} if has_fields else None
+
+
+def table_row(number: int, columns: Mapping[str, object], structs: Any) -> RawRow:
+    """A row of a table without the nulls that its structs have for every key of other rows.
+
+    A null of the row's own cannot be told from these. Columns, the items of lists and whatever is stored as JSON text
+    keep theirs, and so do pairs of bytes and path, the form of a stored image.
+
+    Args:
+        structs: of the table's schema, as of `structs_of`.
+    """
+    return RawRow(number, {name: _unfilled(value, structs[name]) for name, value in columns.items()})
+
+
+def _unfilled(value: Any, structs: Any) -> Any:
+    if isinstance(structs, dict) and isinstance(value, dict) and value.keys() != {"bytes", "path"}:
+        filled = ((name, item) for name, item in value.items() if item is not None)
+        return {name: _unfilled(item, inner) if (inner := structs[name]) else item for name, item in filled}
+    if isinstance(structs, list) and isinstance(value, list):
+        return [_unfilled(item, structs[0]) for item in value]
+    return value
 
 
 def _parquet_head(path: Path) -> tuple[list[str], int]:

@@ -1,4 +1,4 @@
-"""Data folders: chooses the files of a split by their names alone.
+"""Data folders and patterns: chooses the files of a split, or of a pattern, by their names alone.
 
 A folder is untrusted: its README.md and other files decide neither which files are read (they could be
 anywhere) nor how (archives, scripts). Regular files inside the folder are read, of kinds that `files.py` knows:
@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import re
 import stat
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +27,7 @@ SPLIT_WORDS = {
     **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
 }
 """Words in names -> the split that they mean, as in the `datasets` library."""
+GLOB_CHARACTERS = frozenset("*?[")
 SHARD = re.compile(r"(?P<split>\w[\w.]*)-\d{5,}-of-\d{5,}.*")
 METADATA = frozenset({"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"})
 """Files about a dataset that hold no rows."""
@@ -34,7 +36,7 @@ MAX_FILES = 100_000
 
 @dataclass(frozen=True)
 class FolderFiles:
-    """Files of one split of a folder."""
+    """Files of one split of a folder, or of a pattern."""
 
     files: tuple[Path, ...]
     notices: tuple[str, ...]
@@ -86,6 +88,43 @@ def folder_files(folder: Path, split: str, configuration: str | None) -> FolderF
             hint=f"path: {inside}/*{kinds[0]}",
         )
     return FolderFiles(tuple(chosen), tuple(_notices(inside, by_split, files, texts, num_links)))
+
+
+def pattern_files(path: Path) -> FolderFiles:
+    """The files that a path fits, in the order of their names.
+
+    `*`, `?` and `[...]` work in every part of the path, and `**` as a part is any number of folders. Names that begin
+    with a dot fit no pattern without such a part. Links that lead out of the folder in front of the first pattern are
+    left out, and `**` follows none to a folder. A part that exists under just this name is no pattern.
+
+    Raises:
+        RefusedError: too many files.
+    """
+    folder, parts = Path(path.anchor), list(path.parts[1:] if path.anchor else path.parts)
+    while parts and (not GLOB_CHARACTERS & {*parts[0]} or (folder / parts[0]).exists()):
+        folder /= parts.pop(0)
+    pattern = [part if part == "**" else re.sub(r"\*\*+", "*", part) for part in parts]
+    if not pattern:
+        return FolderFiles((folder,) if _is_regular(folder) else (), ())
+    pattern += ["*"] if pattern[-1] == "**" else []
+    names_hidden = any(part.startswith(".") for part in pattern)
+    files, left_out = [], Counter[str]()
+    for found in sorted(set(folder.glob("/".join(pattern)))):
+        is_hidden = any(part.startswith(".") for part in found.relative_to(folder).parts)
+        if found.is_dir():
+            continue
+        if is_hidden and not names_hidden:
+            left_out["hidden"] += 1
+        elif not stays_inside(found, folder):
+            left_out["links that lead out of the folder"] += 1
+        elif not _is_regular(found):
+            left_out["no regular files"] += 1
+        else:
+            files.append(found)
+        if len(files) > MAX_FILES:
+            raise RefusedError("the pattern fits too many files", where=str(path), expected=f"{MAX_FILES:,} at most")
+    kinds = ", ".join(f"{count} ({kind})" for kind, count in left_out.items())
+    return FolderFiles(tuple(files), (f"{folder}: files that fit the pattern are left out: {kinds}",) if kinds else ())
 
 
 def _notices(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from roundpipe_cli.data.columns import may_hold_text, refuse_layout, unused_columns
+from roundpipe_cli.data.column_rules import find_column
+from roundpipe_cli.data.columns import likely_columns, refuse_layout, unused_columns
 from roundpipe_cli.data.messages import (
     Content,
     Conversation,
@@ -22,10 +23,10 @@ from roundpipe_cli.data.messages import (
     read_turns,
     with_system,
 )
-from roundpipe_cli.data.pair_rows import PAIR_FIELDS, find_pair_columns, parse_pair
-from roundpipe_cli.data.rows import BadRowError, checked_text, column_names, printable
+from roundpipe_cli.data.pair_rows import ANSWERS, PAIR_FIELDS, find_pair_columns, parse_pair
+from roundpipe_cli.data.rows import BadRowError, checked_text, column_names, delimiter_hint, printable
 from roundpipe_cli.data.settings import AlpacaJoin, DatasetSpec, PairAnswer, TrainRules
-from roundpipe_cli.data.tools import read_tools
+from roundpipe_cli.data.tools import LIST_TEXT, from_json_text, messages_in_text, read_tools
 from roundpipe_cli.errors import RefusedError, closest
 
 RowType = Literal["chat", "sharegpt", "alpaca", "prompt_completion", "text", "preference"]
@@ -44,6 +45,8 @@ OPTIONAL_FIELDS: dict[RowType, tuple[str, ...]] = {
     "alpaca": ("input", "system", "tools", "history"),
     "prompt_completion": ("system", "tools", "history"),
 }
+LIST_FIELDS = ("messages", "conversations", "history")
+"""Fields that hold lists, or JSON text of them."""
 OTHER_NAMES = {"system": ("system_prompt", "system_message")}
 """Names under which an optional field is found where nobody maps it."""
 PAIR_COLUMNS = (
@@ -75,8 +78,36 @@ class RowFormat:
     alpaca_join: AlpacaJoin = "blank_line"
     """These three as in `DatasetSpec`."""
 
+    def opened(self, row: Mapping[str, object]) -> Mapping[str, object]:
+        """The row with its lists of messages in place of their JSON text, which is how CSV files have them.
+
+        A prompt and its answers may be any text: they are opened where both answers of a pair, or a prompt and its
+        completion, are the text of messages.
+
+        Raises:
+            BadRowError: what must be a list is a text that is no JSON.
+        """
+        found: dict[str, object] = {}
+        for field in LIST_FIELDS:
+            column = self.columns.get(field, "")
+            value = row.get(column)
+            if isinstance(value, (list, tuple)) or (isinstance(value, str) and LIST_TEXT.match(value)):
+                found[column] = from_json_text(value, f"`{column}`")
+        fields: Sequence[str] = {"prompt_completion": ("prompt", "completion"), "preference": ANSWERS}.get(
+            self.type, ()
+        )
+        spoken = {self.columns[field]: messages_in_text(row.get(self.columns[field])) for field in fields}
+        if spoken and all(spoken.values()):
+            found |= spoken
+            prompt = self.columns.get("prompt", "")
+            found |= {prompt: messages} if (messages := messages_in_text(row.get(prompt))) else {}
+        return {**row, **found} if found else row
+
     def parse(self, row: Mapping[str, object]) -> Content:
         """
+        Args:
+            row: as of `opened`.
+
         Raises:
             BadRowError: a field is missing, of the wrong type, empty or no text.
         """
@@ -93,6 +124,9 @@ class RowFormat:
 
     def unused(self, row: Mapping[str, object]) -> list[str]:
         """Names of the columns, and of the keys in messages, that `parse` does not read.
+
+        Args:
+            row: as of `opened`.
 
         Raises:
             BadRowError: one of them changes what the row means.
@@ -196,45 +230,60 @@ def _decide(spec: DatasetSpec, layouts: Sequence[Sequence[str]], where: str) -> 
         )
     if spec.type != "auto":
         _check_mapping(spec, _all_fields(spec.type), where)
-        pair = _pair_format(spec, layouts[0], where) if spec.type == "prompt_completion" else None
+        pair = None
+        if spec.type == "prompt_completion":
+            pair = _pair_format(spec, layouts[0], where, _written) or _pair_format(spec, layouts[0], where, find_column)
         return pair or RowFormat(spec.type, _mapped(spec.type, spec.columns, layouts[0]))
     _check_mapping(spec, [field for row_type in FIELDS for field in _all_fields(row_type)], where)
-    for columns in layouts:
-        row_format = _detect(spec, columns, where)
-        if row_format is not None:
-            return row_format
+    for find in (_written, find_column):
+        for columns in layouts:
+            row_format = _detect(spec, columns, where, find)
+            if row_format is not None:
+                return row_format
     refuse_layout(layouts, where)
     expected = "; ".join(f"{row_type}: {', '.join(fields)}" for row_type, fields in FIELDS.items())
-    first, second = [*filter(may_hold_text, layouts[0]), "COLUMN", "COLUMN"][:2]
+    first, second = likely_columns(layouts[0])
     raise RefusedError(
         "cannot tell the type of this dataset from its columns",
         where=where,
         found=column_names(dict.fromkeys(layouts[0])),
         expected=expected,
-        hint=f"name the columns: `columns: {{prompt: {printable(first, 40)}, completion: {printable(second, 40)}}}`",
+        hint=delimiter_hint(layouts[0])
+        or f"name the columns: `columns: {{prompt: {printable(first, 40)}, completion: {printable(second, 40)}}}`",
     )
 
 
-def _detect(spec: DatasetSpec, columns: Sequence[str], where: str) -> RowFormat | None:
+FindColumn = Callable[[str, Sequence[str]], str | None]
+"""Finds the column of a name."""
+
+
+def _written(name: str, layout: Sequence[str]) -> str | None:
+    """The column of exactly this name."""
+    return name if name in layout else None
+
+
+def _detect(spec: DatasetSpec, columns: Sequence[str], where: str, find: FindColumn) -> RowFormat | None:
     for row_type, fields in FIELDS.items():
         mapped = _mapped(row_type, spec.columns, columns)
-        if all(mapped[field] in columns for field in fields):
+        if all(mapped[field] in columns and (field in spec.columns or find(field, columns)) for field in fields):
             shown = ", ".join(mapped[field] for field in _all_fields(row_type) if mapped[field] in columns)
             return RowFormat(row_type, mapped, f"{where}: read as type {row_type} (columns {printable(shown)})")
-        pair = _pair_format(spec, columns, where) if row_type == "prompt_completion" else None
+        pair = _pair_format(spec, columns, where, find) if row_type == "prompt_completion" else None
         if pair is not None:
             return pair
     return None
 
 
-def _pair_format(spec: DatasetSpec, columns: Sequence[str], where: str) -> RowFormat | None:
+def _pair_format(spec: DatasetSpec, columns: Sequence[str], where: str, find: FindColumn) -> RowFormat | None:
     """A prompt and its completion under other names, unless the recipe maps columns or the usual names are there."""
-    if spec.columns or "prompt" in columns and "completion" in columns:
+    if spec.columns or find("prompt", columns) and find("completion", columns):
         return None
-    for prompt, completion in PAIR_COLUMNS:
-        if prompt in columns and completion in columns:
+    for names in PAIR_COLUMNS:
+        prompt, completion = (find(name, columns) for name in names)
+        if prompt is not None and completion is not None:
             mapped = _mapped("prompt_completion", {"prompt": prompt, "completion": completion}, columns)
-            decided = f"read as type prompt_completion, {prompt} as the prompt and {completion} as the completion"
+            shown = f"{printable(prompt)} as the prompt and {printable(completion)} as the completion"
+            decided = f"read as type prompt_completion, {shown}"
             beside = [mapped[field] for field in OPTIONAL_FIELDS["prompt_completion"] if mapped[field] in columns]
             decided += f", with {', '.join(beside)}" if beside else ""
             return RowFormat("prompt_completion", mapped, f"{where}: {decided}")
@@ -247,10 +296,10 @@ def _all_fields(row_type: RowType) -> tuple[str, ...]:
 
 def _mapped(row_type: RowType, columns: Mapping[str, str], layout: Sequence[str]) -> dict[str, str]:
     """Our fields to the columns of a row with these columns."""
-    mapped = {field: columns.get(field, field) for field in _all_fields(row_type)}
-    for field, names in OTHER_NAMES.items():
-        if field in mapped and field not in columns and field not in layout:
-            mapped[field] = next((name for name in names if name in layout), field)
+    mapped = {}
+    for field in _all_fields(row_type):
+        found = (find_column(name, layout) for name in (field, *OTHER_NAMES.get(field, ())))
+        mapped[field] = columns.get(field) or next(filter(None, found), field)
     return mapped
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from roundpipe_cli.data.column_rules import ANSWER_COLUMNS
+from roundpipe_cli.data.column_rules import ANSWER_COLUMNS, find_column
 from roundpipe_cli.data.messages import (
     Conversation,
     Exchange,
@@ -45,9 +45,10 @@ def find_pair_columns(spec: DatasetSpec, layouts: Sequence[Sequence[str]], where
     """
     for layout in layouts:
         names = [tuple(spec.columns.get(side, side) for side in ANSWERS), *ANSWER_COLUMNS]
-        answers = next((pair for pair in names if set(pair) <= set(layout)), None)
+        found = ([find_column(name, layout) for name in pair] for pair in names)
+        answers = next((pair for pair in found if None not in pair), None)
         if answers is not None:
-            columns = dict(zip(ANSWERS, answers, strict=True)) | _prompt_columns(spec, layout)
+            columns = dict(zip(ANSWERS, map(str, answers), strict=True)) | _prompt_columns(spec, layout)
             return columns, printable("columns " + ", ".join(dict.fromkeys(columns.values())))
     raise RefusedError(
         "cannot find preference pairs in the columns of this dataset",
@@ -65,13 +66,13 @@ def _prompt_columns(spec: DatasetSpec, layout: Sequence[str]) -> dict[str, str]:
     found |= given
     others = (("prompt", PROMPT_COLUMNS), ("messages", HISTORY_COLUMNS), ("system", SYSTEM_COLUMNS))
     for field, names in (*others, ("tools", ("tools",)), ("history", ("history",))):
-        name = next((name for name in names if name in layout), None)
+        name = next(filter(None, (find_column(name, layout) for name in names)), None)
         if field not in found and name is not None and not (field == "prompt" and "instruction" in found):
             found[field] = name
-    if found.get("prompt") == "instruction":
+    if found.get("prompt", "").strip().lower() == "instruction":
         found["instruction"] = found.pop("prompt")
-    if "instruction" in found and "input" not in found and "input" in layout:
-        found["input"] = "input"
+    if "instruction" in found and "input" not in found and (column := find_column("input", layout)) is not None:
+        found["input"] = column
     return found
 
 

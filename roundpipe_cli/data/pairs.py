@@ -15,7 +15,7 @@ import numpy.typing as npt
 from roundpipe_cli.choices import IGNORED_LABEL
 from roundpipe_cli.data.dataset import build_dataset
 from roundpipe_cli.data.hold_out import hold_out, part_of
-from roundpipe_cli.data.report import DataReport, SourceReport
+from roundpipe_cli.data.report import DataReport, SourceReport, listed
 from roundpipe_cli.data.settings import DataSettings, PairAnswer
 from roundpipe_cli.data.tokenized import TokenizedDataset, TokenizedRows
 from roundpipe_cli.errors import RefusedError
@@ -45,9 +45,21 @@ def build_pairs(
     rows = rejected.rows.select(other_places.astype(np.int64))
     kept = part_of(chosen, places.astype(np.int64))
     told = set(chosen.notices)
-    notices = (*chosen.notices, *(f"rejected: {text}" for text in rejected.notices if text not in told))
+    notices = [*chosen.notices, *(f"rejected: {text}" for text in rejected.notices if text not in told)]
+    equal = [kept.where(kept.rows[index].row_id) for index in _equal_pairs(kept.rows, rows)]
+    if equal:
+        notices.append(
+            f"{len(equal)} of {len(rows)} pairs have two equal answers, which prefer nothing (they are kept): "
+            f"{listed(equal)}"
+        )
     report = _joint_report(chosen.report, rejected.report, kept.rows, rows)
-    return replace(_of_pairs(kept, rows), notices=notices, report=report), rows
+    return replace(_of_pairs(kept, rows), notices=tuple(notices), report=report), rows
+
+
+def _equal_pairs(chosen: TokenizedRows, rejected: TokenizedRows) -> list[int]:
+    """Pairs whose answers have the same tokens: as they stand in the file, or once they are cut."""
+    candidates = np.flatnonzero(chosen.lengths == rejected.lengths).tolist()
+    return [index for index in candidates if np.array_equal(chosen[index].input_ids, rejected[index].input_ids)]
 
 
 def hold_out_pairs(

@@ -121,8 +121,9 @@ class RowEncoder:
                 if raw.fault is not None or row_format is None:
                     fault = raw.fault or RowFault("the row cannot be read")
                     raise BadRowError(fault.what, found=fault.found, expected=fault.expected, hint=fault.hint)
-                unused.update(row_format.unused(raw.columns))
-                content = row_format.parse(raw.columns)
+                columns = row_format.opened(raw.columns)
+                unused.update(row_format.unused(columns))
+                content = row_format.parse(columns)
                 rendered.append(self._render(content, row_format))
                 unused.update(rendered[-1].left_out)
                 places.append(place)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from roundpipe_cli.errors import Problem
 
 MAX_SHOWN_CHARACTERS = 200
 """No message shows more characters of a row's text, which may be private."""
+DELIMITERS = {",": "commas", "\t": "tabs", ";": "semicolons", "|": "bars"}
+"""Characters between the columns of a table of text, with their names."""
 CHUNK_ROWS = 500
 """Most rows of one chunk."""
 CHUNK_CHARACTERS = 2_000_000
@@ -49,6 +53,25 @@ def fault_problem(fault: RowFault, where: str) -> Problem:
     return Problem(fault.what, where=where, found=fault.found, expected=fault.expected, hint=fault.hint)
 
 
+class TwiceError(ValueError):
+    """An object of JSON with two values for one key, of which Python would keep the last."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__(f"the key {printable(key, 60)!r} twice")
+
+
+def _checked_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        keys = [key for key, _ in pairs]
+        raise TwiceError(next(key for index, key in enumerate(keys) if key in keys[:index]))
+    return made
+
+
+JSON_DECODER = json.JSONDecoder(object_pairs_hook=_checked_object)
+"""Reads JSON as Python does, and raises `TwiceError`."""
+
+
 def printable(text: str, limit: int = MAX_SHOWN_CHARACTERS) -> str:
     """`text` with control characters escaped and cut to `limit` characters, safe for a terminal and a log."""
     shown = []
@@ -85,6 +108,13 @@ def column_names(columns: Mapping[str, object]) -> str:
     if not columns:
         return "no columns"
     return printable("columns " + ", ".join(str(name) for name in columns))
+
+
+def delimiter_hint(columns: Sequence[str]) -> str | None:
+    """A hint where the name of a column holds what may part columns; the only column's commas count too."""
+    marks = [mark for mark in DELIMITERS if mark != "," or len(columns) == 1]
+    names = [DELIMITERS[mark] for mark in marks if any(mark in column for column in columns)]
+    return f"are the columns parted by {names[0]}? Write them with commas (.csv) or tabs (.tsv)" if names else None
 
 
 def check_text(text: str, field: str) -> None:

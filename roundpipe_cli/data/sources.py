@@ -11,9 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from roundpipe_cli.data.digests import digest_file
-from roundpipe_cli.data.files import SUFFIXES, ReadProgress, known_suffix, read_file
-from roundpipe_cli.data.folders import folder_files
-from roundpipe_cli.data.rows import RawRow, printable
+from roundpipe_cli.data.files import (
+    SUFFIXES,
+    ReadProgress,
+    csv_delimiter,
+    known_suffix,
+    own_delimiter,
+    read_file,
+    structs_of,
+    table_row,
+)
+from roundpipe_cli.data.folders import folder_files, pattern_files
+from roundpipe_cli.data.rows import DELIMITERS, RawRow, printable
 from roundpipe_cli.data.settings import DatasetSpec
 from roundpipe_cli.errors import RefusedError, closest
 from roundpipe_cli.plain_files import named_path
@@ -21,7 +30,6 @@ from roundpipe_cli.plain_files import named_path
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 MAX_BESIDE = 1000
 """Most names among which a suggestion is searched."""
-GLOB_CHARACTERS = "*?["
 SPLIT = re.compile(r"(?P<name>[\w.-]+)(\[(?P<start>-?\d+%?)?:(?P<stop>-?\d+%?)?\])?")
 
 
@@ -124,9 +132,10 @@ class Source:
 
     def _table_rows(self) -> Iterator[RawRow]:
         table = self._loaded_table()
+        structs = structs_of(table.features.arrow_schema)
         for number, columns in enumerate(table, start=1):
             self.progress.known_share = number / len(table)
-            yield RawRow(number, columns)
+            yield table_row(number, columns, structs)
 
     def _loaded_table(self) -> Any:
         if self._table is None:
@@ -142,31 +151,32 @@ class Source:
 
 
 def find_sources(spec: DatasetSpec, folder: Path | None, offline: bool) -> list[Source]:
-    """The sources that `spec.path` names: one file, each file of a glob (sorted), a folder, or a hub dataset.
+    """The sources that `spec.path` names: one file, a folder, each file of a pattern (sorted), or a hub dataset.
 
-    Relative paths are tried from the working directory, then from `folder`.
+    A file or folder of exactly this name is no pattern: `data[1].jsonl`. Relative paths are tried from the working
+    directory, then from `folder`.
 
     Raises:
         RefusedError: nothing there, and it cannot be a hub id.
     """
     split = parse_split(spec.split)
-    tried = _candidates(spec.path, folder)
+    tried, left_out = _candidates(spec.path, folder), tuple[str, ...]()
     for candidate in tried:
-        if any(character in spec.path for character in GLOB_CHARACTERS):
-            files = sorted(path for path in candidate.parent.glob(candidate.name) if path.is_file())
-            if files:
-                return _sliced([_file_source(path, spec, offline) for path in files], split)
-        elif candidate.is_file():
+        if candidate.is_file():
             return [_file_source(candidate, spec, offline)]
-        elif candidate.is_dir():
+        if candidate.is_dir():
             return _folder_sources(candidate, spec, split, offline)
+        found = pattern_files(candidate)
+        left_out += found.notices
+        if found.files:
+            first, *rest = (_file_source(path, spec, offline) for path in found.files)
+            return _sliced([replace(first, notices=(*first.notices, *found.notices)), *rest], split)
+    missing = f"no file or folder {tried[0]}" if len(tried) == 1 else "neither " + " nor ".join(map(str, tried))
     if _looks_like_file(spec.path) or HUB_ID.fullmatch(spec.path) is None:
         raise RefusedError(
             "dataset not found",
             where=f"datasets: {printable(spec.path)}",
-            found="neither " + " nor ".join(str(path) for path in tried)
-            if len(tried) > 1
-            else f"no file or folder {tried[0]}",
+            found="; ".join([missing, *left_out]),
             expected="a file, a folder or the id of a hub dataset",
             hint=f"did you mean {near}?"
             if (near := _near(tried))
@@ -178,8 +188,9 @@ def find_sources(spec: DatasetSpec, folder: Path | None, offline: bool) -> list[
 def _folder_sources(folder: Path, spec: DatasetSpec, split: Split, offline: bool) -> list[Source]:
     found = folder_files(folder, split.name, spec.name)
     whole = replace(spec, split="train")
-    first, *rest = _sliced([Source(_shown(path), path, whole, offline) for path in found.files], split)
-    return [replace(first, notices=found.notices), *rest]
+    sources = [Source(_shown(path), path, whole, offline, notices=_delimiter_notice(path)) for path in found.files]
+    first, *rest = _sliced(sources, split)
+    return [replace(first, notices=(*first.notices, *found.notices)), *rest]
 
 
 def _sliced(sources: list[Source], split: Split) -> list[Source]:
@@ -246,7 +257,15 @@ def _file_source(path: Path, spec: DatasetSpec, offline: bool) -> Source:
             found=f"split: {spec.split}",
             hint="split: " + spec.split.replace(split.name, "train", 1),
         )
-    return Source(shown, path, spec, offline)
+    return Source(shown, path, spec, offline, notices=_delimiter_notice(path))
+
+
+def _delimiter_notice(path: Path) -> tuple[str, ...]:
+    if known_suffix(path) not in (".csv", ".tsv"):
+        return ()
+    own, used = own_delimiter(path), csv_delimiter(path)
+    between = f"{DELIMITERS[used]} between its columns, not {DELIMITERS[own]}"
+    return () if used == own else (f"{_shown(path)} has {between}, and is read so",)
 
 
 def _shown(path: Path) -> str:

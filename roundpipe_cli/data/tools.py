@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from roundpipe_cli.data.rows import BadRowError, check_text, describe_value, printable
+from roundpipe_cli.data.rows import JSON_DECODER, BadRowError, check_text, describe_value, printable
 
 END_OF_THOUGHT = "</think>"
+LIST_TEXT = re.compile(r"\s*(array\()?[\[{]")
+"""The beginning of the text of a list, or of an object in place of one."""
+PYTHON_TEXT = re.compile(r"\s*(array\()?[\[(]*\{'")
+"""The beginning of a list of objects as Python prints it, for instance pandas into a CSV file."""
 
 
 def read_calls(value: object, field: str) -> list[dict[str, Any]]:
@@ -17,10 +21,9 @@ def read_calls(value: object, field: str) -> list[dict[str, Any]]:
     Raises:
         BadRowError: no list of calls.
     """
-    if value is None:
-        return []
     calls = []
-    for call in _checked_list(value, field):
+    value = from_json_text(value, field)
+    for call in _checked_list([] if value is None else value, field):
         function = call.get("function", call)
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise BadRowError(
@@ -63,30 +66,62 @@ def read_tools(value: object, column: str) -> tuple[dict[str, Any], ...]:
     Raises:
         BadRowError: something else.
     """
-    if value is None or value == "":
-        return ()
     field = f"`{column}`"
-    if isinstance(value, str):
-        value = _parsed(value, field)
-    return tuple(_wrapped(_plain(tool, field), field) for tool in _checked_list(value or [], field))
+    tools = _checked_list(from_json_text(value, field) or [], field)
+    return tuple(_wrapped(_plain(tool, field), field) for tool in tools)
 
 
 def _wrapped(tool: dict[str, Any], field: str) -> dict[str, Any]:
     """A tool as OpenAI writes it, where it is a bare function (LLaMA-Factory, OpenAI's older form)."""
-    if not isinstance(tool.get("function", {}), dict):
+    if not isinstance(tool.get("function"), dict | None):
         found = describe_value(tool["function"])
         raise BadRowError(f"{field} has a tool whose function is no object", found=found, expected="function.name")
-    is_bare = "function" not in tool and isinstance(tool.get("name"), str) and tool.get("type") in (None, "function")
-    function = {key: value for key, value in tool.items() if key != "type"}
-    return {"type": "function", "function": function} if is_bare else tool
+    if tool.get("function") is not None:
+        return tool
+    rest = {key: value for key, value in tool.items() if key != "function"}
+    if isinstance(rest.get("name"), str) and rest.get("type") in (None, "function"):
+        return {"type": "function", "function": {key: value for key, value in rest.items() if key != "type"}}
+    return rest
 
 
-def _parsed(text: str, field: str) -> object:
+def from_json_text(value: object, field: str) -> object:
+    """A list or an object that may be JSON text, as in a CSV file, as may be the objects of a list; None for a blank.
+
+    Raises:
+        BadRowError: a text that is no JSON.
+    """
+    if isinstance(value, str):
+        value = _parsed(value, field) if value.strip() else None
+    if isinstance(value, (list, tuple)) and any(map(_is_object_text, value)):
+        return [_parsed(item, field) if _is_object_text(item) else item for item in value]
+    return value
+
+
+def messages_in_text(value: object) -> list[Any] | None:
+    """The messages whose JSON text `value` is; None: it is another text, or none."""
+    if not isinstance(value, str) or value[:64].lstrip()[:1] not in ("[", "{"):
+        return None
+    try:
+        found = JSON_DECODER.decode(value)
+    except (ValueError, RecursionError):
+        return None
+    items = found if isinstance(found, list) else [found]
+    forms = (("role", "content"), ("role", "tool_calls"), ("from", "value"))
+    said = [isinstance(item, dict) and any(set(form) <= set(item) for form in forms) for item in items]
+    return items if said and all(said) else None
+
+
+def _is_object_text(value: object) -> bool:
+    return isinstance(value, str) and value.lstrip()[:1] == "{"
+
+
+def _parsed(text: Any, field: str) -> object:
     check_text(text, field)
     try:
-        return json.loads(text)
+        return JSON_DECODER.decode(text)
     except (ValueError, RecursionError) as error:
-        raise BadRowError(f"{field} cannot be read as JSON", found=printable(str(error))) from None
+        hint = "Python wrote this text: write it with json.dumps" if PYTHON_TEXT.match(text) else None
+        raise BadRowError(f"{field} cannot be read as JSON", found=printable(str(error)), hint=hint) from None
 
 
 def _checked_list(value: object, field: str) -> Sequence[Mapping[str, Any]]:
@@ -98,9 +133,9 @@ def _checked_list(value: object, field: str) -> Sequence[Mapping[str, Any]]:
 
 
 def _plain(value: object, field: str) -> Any:
-    """Objects and lists of JSON, without the keys that a table format filled with null in rows that lack them."""
+    """Objects and lists of JSON, as dict and list."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(item, field) for key, item in value.items() if item is not None}
+        return {str(key): _plain(item, field) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(item, field) for item in value]
     if isinstance(value, str):

@@ -124,8 +124,8 @@ class DatasetConfig:
     """One source of rows."""
 
     path: Words
-    """A local file, glob or folder (jsonl, json, parquet, csv, tsv, txt, also .gz), or a hub dataset id. Relative paths
-    are tried from the working directory, then from the recipe's folder."""
+    """A local file, glob (`data/**/*.jsonl`) or folder (jsonl, json, parquet, csv, tsv, txt, also .gz), or a hub
+    dataset id. Relative paths are tried from the working directory, then from the recipe's folder."""
     name: Words | None = None
     """Configuration of a hub dataset, for instance `main` of openai/gsm8k. null is its default."""
     type: Literal["auto", "chat", "sharegpt", "alpaca", "prompt_completion", "text", "preference"] = "auto"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -185,6 +186,138 @@ def test_layouts_that_are_used(tmp_path: Path, name: str) -> None:
     tokenizer = byte_tokenizer(template=TOOLS_TEMPLATE)
     dataset = build(write_rows(tmp_path / "x.jsonl", [row]), tokenizer)
     assert trained_text(tokenizer, dataset) == (prompt + "Yo</s>\n", "Yo</s>")
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt"),
+    [
+        ({"Question": "Hi", "Answer": "Yo"}, HI),
+        ({"PROMPT": "Hi", "Completion": "Yo"}, HI),
+        ({" question": "Hi", "answer ": "Yo"}, HI),
+        ({"Instruction": "Hi", "Input": "you", "Output": "Yo"}, "<s>user\nHi\n\nyou</s>\n<s>assistant\n"),
+        ({"Messages": CHAT, "System": "Be brief."}, SYSTEM + HI),
+        ({"Conversations": SHAREGPT}, HI),
+        ({"prompt": "Hi", "completion": "Yo", "System_Prompt": "Be brief."}, SYSTEM + HI),
+        ({"Question": "no", "question": "Hi", "answer": "Yo", "QUESTION": "Hi"}, None),
+        ({"Question": "no", "QUESTION": "Hi", "answer": "Yo"}, None),
+        ({"Chosen": "Hi", "Rejected": "Yo", "Prompt": "Hi"}, None),
+    ],
+)
+def test_columns_in_other_capitals(tmp_path: Path, row: dict[str, Any], prompt: str | None) -> None:
+    """Story: `Question,Answer` was not known, and the hint offered the answer as the prompt."""
+    tokenizer = byte_tokenizer()
+    path = write_rows(tmp_path / "x.jsonl", [row])
+    if prompt is None:
+        with pytest.raises(RefusedError, match=r"part of the prompt|cannot tell the type|preference pairs"):
+            build(path, tokenizer)
+        return
+    assert trained_text(tokenizer, build(path, tokenizer)) == (prompt + "Yo</s>\n", "Yo</s>")
+
+
+def test_a_column_as_it_is_written_comes_before_other_capitals(tmp_path: Path) -> None:
+    """A file that was read before is read in the same way: `Messages` beside `text` stays an unused column."""
+    dataset = build(write_rows(tmp_path / "x.jsonl", [{"Messages": CHAT, "text": "Hi"}]))
+    assert dataset.report.sources[0].type == "text" and "Messages" in dataset.notices[1]
+    pairs = write_rows(tmp_path / "y.jsonl", [{"Prompt": "Hi", "Chosen": "Yo", "REJECTED": "No"}])
+    assert trained_text(byte_tokenizer(), pairs_of(pairs, byte_tokenizer())[0]) == (HI + "Yo</s>\n", "Yo</s>")
+
+
+def write_csv(path: Path, row: dict[str, Any], delimiter: str = ",") -> Path:
+    """One row, with the JSON text of what is no text."""
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file, delimiter=delimiter)
+        writer.writerow(row)
+        writer.writerow(value if isinstance(value, str) else json.dumps(value) for value in row.values())
+    return path
+
+
+OPENED: dict[str, tuple[dict[str, Any], str]] = {
+    "messages": ({"messages": CHAT}, HI),
+    "conversations with tools": (
+        {"conversations": SHAREGPT, "tools": [TOOL]}, '[{"type": "function", "function": {"name": "add"}}]' + HI,
+    ),
+    "history": (
+        {"instruction": "Hi", "output": "Yo", "history": [["A", "B"]]},
+        "<s>user\nA</s>\n<s>assistant\nB</s>\n" + HI,
+    ),
+    "an empty history": ({"instruction": "Hi", "output": "Yo", "history": []}, HI),
+    "prompt and completion": ({"prompt": [USER], "completion": [YO]}, HI),
+    "texts that look alike": ({"prompt": "Hi", "completion": "Yo", "system": ""}, HI),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPENED)
+def test_lists_as_json_text_in_csv(tmp_path: Path, name: str) -> None:
+    """Story: `messages` was refused as text, and a prompt of messages was trained as the letters of its JSON."""
+    row, prompt = OPENED[name]
+    tokenizer = byte_tokenizer(template=TOOLS_TEMPLATE)
+    texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in row.items()}
+    for path in (write_csv(tmp_path / "x.csv", row), write_rows(tmp_path / "x.jsonl", [texts])):
+        expected = "B</s>Yo</s>" if "\nB" in prompt else "Yo</s>"
+        assert trained_text(tokenizer, build(path, tokenizer)) == (prompt + "Yo</s>\n", expected)
+
+
+def test_messages_in_a_list_of_json_texts(tmp_path: Path) -> None:
+    """As parquet files have what `datasets` stores as JSON; rules for keys of messages hold in texts too."""
+    tokenizer = byte_tokenizer()
+    path = write_rows(tmp_path / "x.jsonl", [{"messages": list(map(json.dumps, CHAT))}])
+    assert trained_text(tokenizer, build(path, tokenizer)) == (HI + "Yo</s>\n", "Yo</s>")
+    for message, what in (({**USER, "images": ["a.jpg"]}, MEDIA), ({**YO, "weight": 0.5}, "how much this turn")):
+        with pytest.raises(RefusedError) as caught:
+            build(write_csv(tmp_path / "y.csv", {"messages": [message, YO]}), tokenizer)
+        assert what in str(caught.value)
+
+
+def test_pairs_as_json_text_in_csv(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer()
+    rows: list[dict[str, Any]] = [
+        {"chosen": CHAT, "rejected": [USER, NO]},
+        {"prompt": "Hi", "chosen": CHAT, "rejected": [USER, NO]},
+        {"prompt": [USER], "chosen": [YO], "rejected": [NO]},
+        {"messages": [USER], "chosen": YO, "rejected": NO},
+    ]
+    for index, row in enumerate(rows):
+        chosen, rejected = pairs_of(write_csv(tmp_path / f"{index}.csv", row), tokenizer)
+        assert trained_text(tokenizer, chosen) == (HI + "Yo</s>\n", "Yo</s>")
+        assert trained_text(tokenizer, replace(chosen, rows=rejected)) == (HI + "No</s>\n", "No</s>")
+
+
+def test_a_text_of_json_stays_text(tmp_path: Path) -> None:
+    """Answers may be JSON, and a chat may be quoted in a question."""
+    tokenizer = byte_tokenizer()
+    for prompt, completion in (("Hi", json.dumps([YO])), (json.dumps(CHAT), "greeting"), ('[{"role": 1}]', '{"a": 1}')):
+        row = {"prompt": prompt, "completion": completion}
+        text = f"<s>user\n{prompt}</s>\n<s>assistant\n{completion}</s>\n"
+        assert trained_text(tokenizer, build(write_csv(tmp_path / "x.csv", row), tokenizer))[0] == text
+
+
+@pytest.mark.parametrize("text", [str(CHAT), f"array({CHAT})", "[{]"])
+def test_messages_that_are_no_json_text(tmp_path: Path, text: str) -> None:
+    with pytest.raises(RefusedError, match="rows cannot be used") as caught:
+        build(write_csv(tmp_path / "x.csv", {"messages": text}))
+    problem = caught.value.problems[1]
+    assert problem.what == "`messages` cannot be read as JSON"
+    assert ("json.dumps" in str(problem.hint)) == ("'role'" in text)
+
+
+@pytest.mark.parametrize(
+    ("columns", "hint"),
+    [
+        (["question", "final_answer"], "prompt: question, completion: final_answer"),
+        (["model_output", "user_input", "id"], "prompt: user_input, completion: model_output"),
+        (["Frage", "Antwort"], "prompt: Frage, completion: Antwort"),
+        (["Answer"], "prompt: COLUMN, completion: Answer"),
+    ],
+)
+def test_the_hint_does_not_swap_prompt_and_answer(tmp_path: Path, columns: list[str], hint: str) -> None:
+    with pytest.raises(RefusedError, match="cannot tell the type") as caught:
+        build(write_rows(tmp_path / "x.jsonl", [dict.fromkeys(columns, "x")]))
+    assert f"{{{hint}}}" in str(caught.value)
+
+
+def test_unknown_columns_that_hold_a_delimiter_name_it(tmp_path: Path) -> None:
+    with pytest.raises(RefusedError, match="parted by semicolons"):
+        build(write_csv(tmp_path / "x.csv", {"Frage;Antwort, kurz": "x", "b;c": "y"}))
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -414,6 +547,21 @@ def test_the_report_counts_pairs(tmp_path: Path) -> None:
     assert chosen.report.filter_counts() == "3 rows read, 1 bad, 0 too long, 0 without a trained token, 2 kept"
     assert chosen.report.trained_tokens == 3 + 3 + 3 + 91 and chosen.report.sources[0].unused_columns == {"id": 1}
     assert chosen.report.total_tokens == int(chosen.rows.lengths.sum() + rejected.lengths.sum())
+
+
+def test_pairs_of_two_equal_answers_are_named(tmp_path: Path) -> None:
+    """Story: they teach no preference, and nothing said that they were there; nor that a cut had made them equal."""
+    rows: list[Any] = [{"prompt": "Hi", "chosen": "Yo", "rejected": other} for other in ("Yo", "No")]
+    whole: list[Any] = [{"chosen": CHAT, "rejected": CHAT}]
+    whole += [{side: [USER, {**YO, "content": "Y" * 990 + side}] for side in ("chosen", "rejected")}]
+    for name, made, count in (("x", rows, "1 of 2"), ("y", whole, "2 of 2")):
+        path = write_rows(tmp_path / f"{name}.jsonl", made)
+        chosen, rejected = pairs_of(path, byte_tokenizer())
+        assert len(chosen.rows) == len(rejected) == 2
+        (said,) = [text for text in chosen.notices if "equal answers" in text]
+        assert said.startswith(f"{count} pairs have two equal answers") and f"{path}:1" in said
+    only_other = write_rows(tmp_path / "z.jsonl", rows[1:])
+    assert not any("equal answers" in text for text in pairs_of(only_other, byte_tokenizer())[0].notices)
 
 
 def test_both_readings_of_a_file_have_shards_of_their_own(tmp_path: Path) -> None:

@@ -45,6 +45,25 @@ def byte_tokenizer(*, template: str | None = CHATML, eos: bool = True, bos: bool
     return made
 
 
+class WithoutOffsets:
+    """A tokenizer that cannot tell offsets, with the tokens of another one."""
+
+    is_fast = False
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def __len__(self) -> int:
+        return len(self._tokenizer)
+
+    def __call__(self, text: str, **options: Any) -> Any:
+        assert "return_offsets_mapping" not in options
+        return self._tokenizer(text, **options)
+
+
 def write_rows(path: Path, rows: Sequence[object]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
@@ -141,6 +160,36 @@ def test_sentencepiece_style_tokens_with_bytes_for_the_unknown(tmp_path: Path, p
     assert (whole, trained) == (f"<s> {prompt}{completion}</s>", f"{completion}</s>")
 
 
+@pytest.mark.parametrize("is_fast", [True, False])
+@pytest.mark.parametrize("bos", [True, False])
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Hi", "Hi</s>"),
+        ("<s>Hi", "<s>Hi</s>"),
+        ("Hi</s>", "Hi</s>"),
+        ("Hi</s>\n", "Hi</s>"),
+        ("<s>Hi</s> \n\n", "<s>Hi</s>"),
+        ("<s>Hi </s>\n<s>Yo", "<s>Hi </s>\n<s>Yo</s>"),
+        ("<s><s>Hi</s></s>", "<s><s>Hi</s></s>"),
+        ("Hi </s> Yo\n", "Hi </s> Yo\n</s>"),
+    ],
+)
+def test_a_text_with_bos_and_eos_of_its_own_has_no_second_ones(
+    tmp_path: Path, text: str, expected: str, bos: bool, is_fast: bool
+) -> None:
+    """Story: a text that began with BOS got another, and one that ended in EOS and a line break got a second EOS."""
+    tokenizer = byte_tokenizer(bos=bos)
+    if not is_fast:
+        tokenizer = WithoutOffsets(tokenizer)
+    for blanks in ("", "\n ") if bos and text.startswith("<s>") else ("",):
+        rows = [{"text": blanks + text}, {"text": "x"}]
+        dataset = build(write_rows(tmp_path / f"{len(blanks)}.jsonl", rows), tokenizer)
+        row = dataset.rows[0]
+        assert tokenizer.decode(row.input_ids) == ("<s>" if bos and not text.startswith("<s>") else "") + expected
+        assert row.labels[1:].tolist() == row.input_ids[1:].tolist()
+
+
 def test_plain_alpaca_uses_the_prompt_that_defines_the_type(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer(template=None)
     path = write_rows(tmp_path / "x.jsonl", [{"instruction": "Add", "input": "1 2", "output": "3"}])
@@ -152,24 +201,9 @@ def test_plain_alpaca_uses_the_prompt_that_defines_the_type(tmp_path: Path) -> N
 def test_slow_and_fast_tokenizers_agree(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer()
 
-    class WithoutOffsets:
-        """The same tokenizer as one that cannot tell offsets."""
-
-        is_fast = False
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(tokenizer, name)
-
-        def __len__(self) -> int:
-            return len(tokenizer)
-
-        def __call__(self, text: str, **options: Any) -> Any:
-            assert "return_offsets_mapping" not in options
-            return tokenizer(text, **options)
-
     rows = [{"prompt": f"Hi {index}", "completion": f"Yo é {index}"} for index in range(5)]
     path = write_rows(tmp_path / "x.jsonl", rows)
-    assert build(path, WithoutOffsets()).content_hash == build(path, tokenizer).content_hash
+    assert build(path, WithoutOffsets(tokenizer)).content_hash == build(path, tokenizer).content_hash
 
 
 @pytest.mark.parametrize(
@@ -559,6 +593,7 @@ CALL = {"function": {"name": "add", "arguments": '{"a": 1}'}}
         ([{"role": "assistant", "content": "Yo"}], [{"function": []}], "has a tool whose function is no object"),
         ([{"role": "assistant", "tool_calls": [{"function": {}}]}], None, "has a call without a name"),
         ([{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "3"}]}], None, "arguments are no object"),
+        ([{"role": "assistant", "tool_calls": [{"name": "f", "arguments": '{"a": 1, "a": 2}'}]}], None, "as JSON"),
         ([{"role": "assistant", "content": [{"type": "image"}]}], None, "has a part that is not text"),
     ],
 )

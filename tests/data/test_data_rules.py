@@ -9,11 +9,16 @@ import json
 from pathlib import Path
 from typing import Any
 
+import datasets  # type: ignore[import-untyped]
+import pyarrow  # type: ignore[import-untyped]
+import pyarrow.parquet  # type: ignore[import-untyped]
 import pytest
+from datasets import Dataset
 
 from roundpipe_cli.data.dataset import build_dataset
 from roundpipe_cli.data.files import read_file
 from roundpipe_cli.data.settings import DatasetSpec, DataSettings, TrainRules
+from roundpipe_cli.data.sources import Source
 from roundpipe_cli.data.tokenized import TokenizedDataset
 from roundpipe_cli.errors import RecipeError, RefusedError
 from roundpipe_cli.recipe.load import load_text
@@ -168,8 +173,17 @@ CALLS = (
             ],
             "tools": [TOOL],
         },
+        {
+            "messages": [
+                {"role": "user", "content": "1+1?"},
+                {"role": "assistant", "tool_calls": '[{"function": {"name": "add", "arguments": {"a": 1}}}]'},
+                {"role": "tool", "content": "2", "tool_calls": ""},
+                {"role": "assistant", "content": "Two.", "tool_calls": "[]"},
+            ],
+            "tools": [json.dumps(TOOL)],
+        },
     ],
-    ids=["llama-factory", "openai", "trl"],
+    ids=["llama-factory", "openai", "trl", "calls as text"],
 )
 def test_calls_of_three_tools_are_one_text(tmp_path: Path, row: dict[str, Any]) -> None:
     """LLaMA-Factory's function_call and OpenAI's older form were refused; bare functions reached templates bare."""
@@ -191,6 +205,56 @@ def test_a_thought_before_a_function_call_is_kept(tmp_path: Path) -> None:
     turns = [{"from": "human", "value": "x"}, {"from": "function_call", "value": value}]
     shown = read(tmp_path / "x.jsonl", [{"conversations": turns}], template=CALLS)[1]
     assert shown == "<s>user\nx</s>\n<s>assistant\n[[<think>hm</think>add{}</s>]]\n"
+
+
+NULLS = {"a": None, "of": [None, {"b": None}]}
+NULL_TOOL = {"name": "add", "parameters": {"type": "object", "default": None}}
+ALL_OF_TOOLS = CALLS.replace("t.function.name", "t.function | tojson")
+
+
+@pytest.mark.parametrize("written", ["objects", "text", "list", "text in a table"])
+def test_nulls_of_calls_and_schemas_are_kept(tmp_path: Path, written: str) -> None:
+    """Story: a call `{"a": null}` was trained as `{}`, and a schema lost `"default": null`, also in JSON text."""
+    is_text = "text" in written
+    arguments, tools = (json.dumps(NULLS), json.dumps([NULL_TOOL])) if is_text else (NULLS, [NULL_TOOL])
+    call = {"function": {"name": "add", "arguments": arguments}}
+    row = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "tool_calls": [call]}], "tools": tools}
+    tokenizer = byte_tokenizer(template=ALL_OF_TOOLS)
+    path = tmp_path / ("x.parquet" if written == "text in a table" else "x.json" if written == "list" else "x.jsonl")
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), path)
+    else:
+        path.write_text(json.dumps([row] if written == "list" else row))
+    dataset = build_dataset(DataSettings((DatasetSpec(str(path)),), 1000), tokenizer)
+    assert marked(tokenizer, dataset.rows[0]) == (
+        'function:{"name": "add", "parameters": {"type": "object", "default": null}}\n<s>user\nHi</s>\n<s>assistant\n'
+        '[[add{"a": null, "of": [null, {"b": null}]}</s>]]\n'
+    )
+
+
+def test_nulls_that_a_table_added_are_left_out(tmp_path: Path) -> None:
+    """A struct has the keys of all rows in each; lists and JSON text have what was written."""
+    rows = [
+        {"calls": [{"name": "add", "arguments": {"a": 1}}], "list": [None, 1], "none": None, "text": '{"a": null}'},
+        {"calls": [{"name": "tell", "arguments": {"to": {"all": True}}}], "list": [], "none": {"x": 1}, "text": ""},
+        {"calls": [{"name": "stop", "arguments": {}}], "list": None, "none": {"x": None}, "text": None},
+    ]
+    expected = [*rows[:2], {**rows[2], "none": {}}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "x.parquet")
+    assert [row.columns for row in read_file(tmp_path / "x.parquet")] == expected
+    table = Dataset.from_list(rows)
+    assert [row.columns for row in Source("hub", None, DatasetSpec("me/rows"), True, _table=table).rows()] == expected
+    image = {"image": {"bytes": None, "path": "a.png"}}
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([image]), tmp_path / "image.parquet")
+    assert next(read_file(tmp_path / "image.parquet")).columns == image
+
+
+@pytest.mark.skipif(not hasattr(datasets, "Json"), reason="this `datasets` stores no objects as JSON")
+def test_nulls_of_objects_that_datasets_stores_as_json_are_kept() -> None:
+    features = datasets.Features({"call": datasets.Json(), "calls": datasets.List(datasets.Json())})
+    row = {"call": NULLS, "calls": [NULLS, {"b": 1}]}
+    table = Dataset.from_list([row], features=features)
+    assert next(Source("hub", None, DatasetSpec("me/rows"), True, _table=table).rows()).columns == row
 
 
 ALPACA = {"instruction": "Add.", "input": "1 1", "output": "2"}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
+import io
 import json
 import os
 import random
 import re
 from pathlib import Path
+from typing import Any
 
 import pyarrow  # type: ignore[import-untyped]
 import pyarrow.parquet  # type: ignore[import-untyped]
@@ -111,11 +114,82 @@ def test_csv_rows_with_line_breaks_quotes_and_faults(tmp_path: Path) -> None:
     assert read(write(tmp_path / "long.csv", f"a,b\n{long_field},1\n"))[0].columns["a"] == long_field
 
 
+@pytest.mark.parametrize("ending", [".csv", ".tsv", ".csv.gz"])
+@pytest.mark.parametrize(("delimiter", "name"), [(",", "commas"), (";", "semicolons"), ("\t", "tabs"), ("|", "bars")])
+@pytest.mark.parametrize("quoting", [csv.QUOTE_MINIMAL, csv.QUOTE_ALL])
+def test_tables_with_another_character_between_columns(
+    tmp_path: Path, ending: str, delimiter: str, name: str, quoting: Any
+) -> None:
+    """Story: a CSV with semicolons was refused for its columns, or its rows as unfit, and no delimiter named."""
+    text = io.StringIO()
+    rows = [["a", "question"], ["1", "one, two; three|four\tfive\nsix"], ["2", ""]]
+    csv.writer(text, delimiter=delimiter, quoting=quoting).writerows(rows)
+    data = text.getvalue().encode()
+    path = write(tmp_path / f"x{ending}", gzip.compress(data) if ending.endswith(".gz") else data)
+    (source,) = find_sources(DatasetSpec(str(path)), None, offline=True)
+    assert [list(row.columns.values()) for row in source.rows()] == rows[1:]
+    own = "\t" if ending == ".tsv" else ","
+    assert source.notices == (
+        ()
+        if delimiter == own
+        else (f"{path} has {name} between its columns, not {'tabs' if own != ',' else 'commas'}, and is read so",)
+    )
+    (source, *_) = find_sources(DatasetSpec(str(tmp_path)), None, offline=True)
+    assert bool(source.notices) == (delimiter != own)
+
+
+@pytest.mark.parametrize(
+    ("text", "columns"),
+    [
+        ("text\na;b\nc|d\n", {"text": "a;b"}),
+        ('text\n"a;b\tc"\n', {"text": "a;b\tc"}),
+        ("a;b\nno such part\n", {"a;b": "no such part"}),
+        ("a;b|c\nd;e|f\n", {"a;b|c": "d;e|f"}),
+        ("a;\nd;e\n", {"a;": "d;e"}),
+        ("a;b,c\nd;e,f\n", {"a;b": "d;e", "c": "f"}),
+        ('"a;b"\n"c;d"\n', {"a;b": "c;d"}),
+    ],
+)
+def test_a_comma_file_means_what_it_meant(tmp_path: Path, text: str, columns: dict[str, str]) -> None:
+    (source,) = find_sources(DatasetSpec(str(write(tmp_path / "x.csv", text))), None, offline=True)
+    assert next(source.rows()).columns == columns and source.notices == ()
+
+
+def test_a_delimiter_that_cannot_be_told_is_named(tmp_path: Path) -> None:
+    row = read(write(tmp_path / "x.csv", "id;question, short;answer\n1;Hi;Yo\n"))[0]
+    assert row.fault is not None and "semicolons" in str(row.fault.hint)
+
+
 def test_csv_header_only_and_double_columns(tmp_path: Path) -> None:
     assert read(write(tmp_path / "x.csv", "a,b\n")) == []
     assert read(write(tmp_path / "zero.csv", "")) == []
     with pytest.raises(RefusedError, match="two columns have the same name"):
         read(write(tmp_path / "y.csv", "a,a\n1,2\n"))
+
+
+@pytest.mark.parametrize("inner", ["", "[{", '{"of": {'])
+def test_two_values_for_one_key_are_a_fault(tmp_path: Path, inner: str) -> None:
+    """Story: Python keeps the last value of a key that an object has twice, so half of a row vanished in silence."""
+    close = inner.replace("[{", "}]").replace('{"of": {', "}}") if inner else ""
+    twice = f'{{"a": {inner}"b": 1, "c": 2, "b": 1{close}}}' if inner else '{"a": 1, "b": 1, "a": 2}'
+    lines = write(tmp_path / "x.jsonl", f'{{"a": 1}}\n{twice}\n{{"a": 3}}\n')
+    packed = write(tmp_path / "x.jsonl.gz", gzip.compress(lines.read_bytes()))
+    listed = write(tmp_path / "x.json", f'[{{"a": 1}},\n{twice},\n{{"a": 3}}]')
+    for path in (lines, packed, listed):
+        rows = read(path)
+        assert summary(rows) == [(1, 1), (2, "the row has two values for one key"), (3, 3)]
+        assert rows[1].fault is not None and rows[1].fault.found == f"the key {'b' if inner else 'a'!r} twice"
+
+
+def test_two_parquet_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    """Story: the last one was trained; so it is for CSV, which refuses."""
+    texts = [pyarrow.array(["one"]), pyarrow.array(["two"])]
+    inner = pyarrow.StructArray.from_arrays(texts, names=["role", "role"])
+    for columns, names in ((texts, ["text", "text"]), ([inner], ["messages"])):
+        path = tmp_path / f"{names[0]}.parquet"
+        pyarrow.parquet.write_table(pyarrow.Table.from_arrays(columns, names=names), path)
+        with pytest.raises(RefusedError, match=r"two columns have the same name|duplicate field names"):
+            read(path)
 
 
 def test_parquet(tmp_path: Path) -> None:
@@ -214,6 +288,70 @@ def test_globs_are_read_in_the_order_of_names(tmp_path: Path) -> None:
     assert [Path(source.name).name for source in sources] == ["a.jsonl", "b.jsonl", "c.jsonl"]
     with pytest.raises(RefusedError, match="dataset not found"):
         find_sources(DatasetSpec(str(tmp_path / "*.csv")), None, offline=True)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        ("d/**/*.jsonl", ["d/a.jsonl", "d/e/b.jsonl", "d/e/f/c.jsonl"]),
+        ("d/**", ["d/a.jsonl", "d/e/b.jsonl", "d/e/f/c.jsonl"]),
+        ("**/[bc].jsonl", ["d/e/b.jsonl", "d/e/f/c.jsonl"]),
+        ("d/*/*.jsonl", ["d/e/b.jsonl"]),
+        ("d*/?/b.jsonl", ["d/e/b.jsonl"]),
+        ("d/**.jsonl", ["d/a.jsonl"]),
+        ("d/**/.*.jsonl", ["d/.h.jsonl"]),
+        ("data[1].jsonl", ["data[1].jsonl"]),
+        ("data[[]1].jsonl", ["data[1].jsonl"]),
+        ("run[1]", ["run[1]/x.jsonl"]),
+        ("run[1]/*.jsonl", ["run[1]/x.jsonl"]),
+        ("run[0-9]/**/*.jsonl", ["run1/y.jsonl"]),
+        ("what?.jsonl", ["what?.jsonl"]),
+    ],
+)
+def test_patterns_and_names_with_their_characters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pattern: str, expected: list[str]
+) -> None:
+    """Story: only the last part of a path could be a pattern, and no file be called `data[1].jsonl`."""
+    monkeypatch.chdir(tmp_path)
+    names = [
+        "d/a.jsonl",
+        "d/e/b.jsonl",
+        "d/e/f/c.jsonl",
+        "d/.h.jsonl",
+        "data[1].jsonl",
+        "run[1]/x.jsonl",
+        "run1/y.jsonl",
+    ]
+    for name in [*names, "what?.jsonl"]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        write(tmp_path / name, "{}\n")
+    (tmp_path / "d" / "e" / "round").symlink_to(tmp_path / "d")
+    for path in (pattern, str(tmp_path / pattern)):
+        sources = find_sources(DatasetSpec(path), None, offline=True)
+        assert [source.name for source in sources] == expected
+
+
+def test_a_pattern_reads_regular_files_inside_its_folder(tmp_path: Path) -> None:
+    """As of a folder: what is left out is said, also where nothing is left."""
+    secret = write(tmp_path / "secret.jsonl", '{"a": "secret"}\n')
+    folder = tmp_path / "mine" / "more"
+    folder.mkdir(parents=True)
+    (folder / "link.jsonl").symlink_to(secret)
+    (folder / "gone.jsonl").symlink_to(folder / "nothing")
+    os.mkfifo(folder / "pipe.jsonl")
+    write(folder / ".hidden.jsonl", "{}\n")
+    left_out = "left out: 1 (hidden), 1 (links that lead out of the folder), 2 (no regular files)"
+    for pattern in ("mine/more/*.jsonl", "mine/**/*.jsonl"):
+        with pytest.raises(RefusedError, match="dataset not found") as caught:
+            find_sources(DatasetSpec(str(tmp_path / pattern)), None, offline=True)
+        assert sorted(left_out.split(": ")[1].split(", ")) == sorted(
+            str(caught.value.problems[0].found).split("left out: ")[1].split(", ")
+        )
+    inside = write(folder / "inside.jsonl", '{"a": 1}\n')
+    (folder / "other.jsonl").symlink_to(inside)
+    first, second = find_sources(DatasetSpec(str(tmp_path / "mine/**/*.jsonl")), None, offline=True)
+    assert (first.file, second.file) == (inside, folder / "other.jsonl")
+    assert "2 (no regular files)" in first.notices[0] and not second.notices
 
 
 def read_all(path: Path, split: str = "train", name: str | None = None) -> list[object]:
