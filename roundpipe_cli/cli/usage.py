@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from typing import Any
 
@@ -110,11 +111,29 @@ def _no_such_option(error: Any, program: str, words: Sequence[str]) -> RefusedEr
     hint = f"did you mean {nearest}?" if nearest else f"{program} --help"
     if option in ("--recipe", "--config"):
         hint = f"the recipe is named without an option: {program} recipes/quickstart.yaml"
-    elif program.endswith("finetune") and not nearest:
-        key, equals, value = typed.lstrip("-").replace("-", "_").partition("=")
-        after = words[words.index(typed) + 1 :][:1] if typed in words and not equals else ()
-        value = (
-            value if equals else next((word for word in after if not word.startswith("-") and "=" not in word), "VALUE")
-        )
-        hint = f"keys of the recipe are written without dashes: {key}={value}"
+    elif any(param.name == "overrides" for param in error.ctx.command.params):
+        name, equals, value = typed.lstrip("-").partition("=")  # the value stays as it was typed
+        key = name.replace("-", "_")
+        if not equals:
+            after = words[words.index(typed) + 1 :][:1] if typed in words else ()
+            value = next((word for word in after if "=" not in word and (word[:1] != "-" or _is_number(word))), "VALUE")
+        if _is_recipe_key(key) or not nearest:
+            hint = f"keys of the recipe are written without dashes: {shlex.quote(f'{key}={value}')}"
     return RefusedError(f"{program} has no option {option}", hint=hint)
+
+
+def _is_recipe_key(key: str) -> bool:
+    """Whether a key path begins with a key of recipes, by its name here or elsewhere."""
+    from roundpipe_cli.recipe.aliases import ALIASES
+    from roundpipe_cli.recipe.check import hints_of
+    from roundpipe_cli.recipe.schema import Recipe
+
+    return key in ALIASES or key.partition(".")[0].partition("[")[0] in hints_of(Recipe)
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
