@@ -18,7 +18,7 @@ from roundpipe_cli.engine.options import GradientOptions
 from roundpipe_cli.engine.step import Microbatch, StepResult
 from roundpipe_cli.errors import OutOfDeviceMemoryError
 from roundpipe_cli.events import Notice, Phase, RunFinished, StepFinished, run_clock
-from roundpipe_cli.recipe.schema import Recipe
+from roundpipe_cli.recipe.schema import Recipe, plain_data
 from roundpipe_cli.train.adapt import Fit, resumed_fit
 from roundpipe_cli.train.ahead import Begun, StepsAhead
 from roundpipe_cli.train.auto_cache import make_auto_cache
@@ -28,7 +28,7 @@ from roundpipe_cli.train.build import make_engine, make_planner, page_locked
 from roundpipe_cli.train.checkpoint.other_run import copy_records
 from roundpipe_cli.train.checkpoint.output_dir import EVAL_NAME, METRICS_NAME
 from roundpipe_cli.train.checkpoint.reading import Checkpoint
-from roundpipe_cli.train.checkpoint.records import RECORDS_KEY, RowDigest
+from roundpipe_cli.train.checkpoint.records import RECORDS_KEY, RowDigest, losses_by_step
 from roundpipe_cli.train.checkpoint.resume import run_state
 from roundpipe_cli.train.checkpoint.rewind import rewind
 from roundpipe_cli.train.checkpoint.saver import Saver, Snapshot
@@ -126,13 +126,23 @@ class Trainer:
             if checkpoint is not None and not checkpoint.folder.parent.samefile(self.output_dir):
                 copy_records(checkpoint.folder, checkpoint.meta, self.output_dir, say)
             rewind(self.output_dir, first_step, num_steps=self.num_steps, say=say)
+            self._log.earlier_losses = losses_by_step(metrics_path)
         told = self.recipe if self._machines.is_first else replace(self.recipe, report_to=())
         with (
             EventRecorder(self.output_dir, first_step, self._clock, self._tell) as recorder,
             Trackers(told, self.output_dir, first_step, recorder) as trackers,
         ):
             self._tell = trackers
-            self._train(first_step, metrics_path, checkpoint.meta.get("evaluation") if checkpoint else None)
+            self._train(first_step, metrics_path, self._evaluation_before(checkpoint) if checkpoint else None)
+
+    def _evaluation_before(self, checkpoint: Checkpoint) -> dict[str, Any] | None:
+        """State of the evaluations before the checkpoint; losses of other rows are not compared with those to come."""
+        state = checkpoint.meta.get("evaluation")
+        was = checkpoint.meta["recipe"].get("eval_datasets")
+        if not state or state.get("best_step") is None or was == plain_data(self.recipe)["eval_datasets"]:
+            return state
+        self._say("eval_datasets are others than before: the search for the best evaluation begins anew")
+        return {key: state[key] for key in ("last_step", "last_loss")}
 
     def _train(self, first_step: int, metrics_path: Path, evaluation: Mapping[str, Any] | None) -> None:
         setup = self.setup

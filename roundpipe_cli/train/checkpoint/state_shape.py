@@ -64,6 +64,8 @@ STATE: Mapping[str, Value] = {
     "evaluation.last_loss": MAYBE_LOSS,
     "evaluation.best_step": MAYBE_WHOLE,
     "evaluation.best_loss": MAYBE_LOSS,
+    "evaluation.kept_step": MAYBE_WHOLE,
+    "evaluation.kept_loss": MAYBE_LOSS,
     "evaluation.num_worse": MAYBE_WHOLE,
 }
 """Dotted key -> kind, each part before what is in it; keys of a part count only where there is one."""
@@ -71,6 +73,7 @@ TOGETHER = (
     ("evaluation.last_step", "evaluation.last_loss"),
     ("evaluation.best_step", "evaluation.best_loss"),
     ("evaluation.best_step", "evaluation.num_worse"),
+    ("evaluation.kept_step", "evaluation.kept_loss"),
 )
 """Pairs of which a run needs the second where it has the first."""
 

@@ -41,10 +41,10 @@ from roundpipe_cli.events import (
 from roundpipe_cli.redact import redact
 from roundpipe_cli.schedule.drawn import span_of, work_letter
 from roundpipe_cli.schedule.timeline import COMPUTE
+from roundpipe_cli.train.checkpoint.output_dir import EVENTS_NAME
 from roundpipe_cli.train.monitor.device_samples import DeviceSampler
 from roundpipe_cli.train.setup import Setup
 
-EVENTS_NAME = "events.jsonl"
 LOOK_S = 0.2
 SAMPLE_S = 1.0
 TIMELINE_S = 2.0
