@@ -67,7 +67,7 @@ def comparison_table(report: Mapping[str, Any]) -> Table:
 
 
 def headings(report: Mapping[str, Any]) -> ComparisonRow:
-    """What stands above the columns of the table."""
+    """Headings of the columns of the table."""
     return "", "predicted", f"measured {since_resume(report)}".rstrip(), "off"
 
 

@@ -118,7 +118,7 @@ def parse_override(text: str, origin: str) -> tuple[KeyPath, Any]:
 
 
 _BRACKETS = {"[": "]", "{": "}", "'": "'", '"': '"'}
-"""What a list, a mapping and a quoted text begin with, and what they end with."""
+"""First character of a list, a mapping or a quoted text -> its last one."""
 
 
 def _value(written: str, origin: str) -> Any:

@@ -88,7 +88,7 @@ class Clock:
 
 def record(folder: Path, events: list[Event], *, first_step: int = 0, step_s: float = 5.0) -> list[dict[str, Any]]:
     clock = Clock()
-    with EventRecorder(folder, first_step, clock, lambda event: None) as recorder:
+    with EventRecorder(folder, clock, lambda event: None).opened(first_step) as recorder:
         for event in events:
             recorder(event)
             clock.now_s += step_s
@@ -103,6 +103,19 @@ def test_a_resumed_run_forgets_what_came_after_its_checkpoint(tmp_path: Path) ->
     lines = record(tmp_path, [Notice("new")], first_step=4)
     assert [line.get("text", line.get("step")) for line in lines] == [2, 4, "kept", "new"]
     assert [line.get("text") for line in record(tmp_path, [Notice("afresh")])] == ["afresh"]
+
+
+def test_what_was_said_before_the_file_is_open_is_in_it(tmp_path: Path) -> None:
+    """With its own time; what the kernels are, how much memory is kept and what a resume begins with came too early."""
+    clock, told = Clock(), list[Event]()
+    recorder = EventRecorder(tmp_path, clock, told.append)
+    clock.now_s = 5.0
+    recorder(Notice("early"))
+    assert told == [Notice("early")] and not (tmp_path / EVENTS_NAME).exists()
+    clock.now_s = 9.0
+    with recorder.opened(0):
+        recorder(Notice("late"))
+    assert [(line["t"], line["text"]) for line in read_lines(tmp_path / EVENTS_NAME)] == [(5.0, "early"), (9.0, "late")]
 
 
 def test_timelines_are_rare_but_the_last_three_are_there(tmp_path: Path) -> None:
@@ -125,7 +138,7 @@ def test_the_file_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_full_disk_ends_the_record_and_not_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Event] = []
-    with EventRecorder(tmp_path, 0, Clock(), told.append) as recorder:
+    with EventRecorder(tmp_path, Clock(), told.append) as recorder:
         recorder(Notice("before"))
         monkeypatch.setattr(telemetry.os, "write", lambda *arguments: 3)
         recorder(Notice("lost"))
@@ -145,6 +158,8 @@ def test_what_a_run_records(tmp_path: Path, model: Path) -> None:
     kinds = [line["event"] for line in lines]
     assert kinds.index("RunStarted") < kinds.index("StepTimeline") < kinds.index("RunFinished")
     assert [line["step"] for line in lines if line["event"] == "StepTimeline"][-3:] == [4, 5, 6]
+    said = [line["text"] for line in lines if line["event"] == "Notice"]
+    assert any(text.startswith("model: ") for text in said) and any(text.startswith("data: ") for text in said)
     assert "Sample" in kinds and all(decode(line) is not None for line in lines)
     [sample] = [decode(line) for line in lines if line["event"] == "Sample"][:1]
     assert isinstance(sample, Sample)
