@@ -13,7 +13,7 @@ They do nothing unless the environment variable `ROUNDPIPE_FAULT` is set when th
 Actions: `raise` (a `FaultError`, or the exception named), `hang`, `nan`, `inf`, `kill` (SIGKILL to this process),
 `stop` (SIGSTOP: the process waits for SIGCONT, so that a tracer can be put to it), `slow=SECONDS`. Triggers: `nth=N`
 (from 1, counted over the passages that the other triggers match) and any number that the point passes on (`step=`,
-`microbatch=`, `worker=` ...). All triggers must match.
+`microbatch=`, `worker=` ...), as the code counts it: the engine's first step is 0. All triggers must match.
 """
 
 from __future__ import annotations

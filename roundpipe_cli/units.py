@@ -18,6 +18,11 @@ def format_bytes(num_bytes: float) -> str:
     return f"{size:.3g} TiB" if abs(size) < 999.5 else f"{size:,.0f} TiB"
 
 
+def shown_step(index: int) -> int:
+    """The number of the step with this index as users see it, in messages, metrics.jsonl and folders: from 1."""
+    return index + 1
+
+
 def format_seconds(seconds: float) -> str:
     """`75 -> '1m15s'`; below a minute with three significant figures."""
     if seconds == 0:

@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -37,14 +38,22 @@ def is_terminal() -> bool:
 class Display:
     """Shows events; a context manager, so that the terminal is always restored."""
 
-    def __init__(self, plain: Tell, *, dashboard: bool, keys: Mapping[str, KeyBinding] | None = None) -> None:
+    def __init__(
+        self,
+        plain: Tell,
+        *,
+        dashboard: bool,
+        keys: Mapping[str, KeyBinding] | None = None,
+        output_dir: Path | None = None,
+    ) -> None:
         """
         Args:
             plain: shows an event as a line, before and after the dashboard, or all the time.
             dashboard: show one while the workers run, if this is a terminal.
             keys: what keys do; None: q leaves.
+            output_dir: of the run, whose files know the steps before a resume.
         """
-        self._plain = plain
+        self._plain, self._output_dir = plain, output_dir
         self.is_dashboard = dashboard and is_terminal()
         self._keys = keys if keys is not None else {"q": self.leave_key()}
         self._asked_by_key = False
@@ -81,7 +90,7 @@ class Display:
     def __call__(self, event: Event) -> None:
         live = self._live
         if live is None and self.is_dashboard and isinstance(event, RunStarted):
-            live = self._open()
+            live = self._open(event.first_step)
         if live is None:
             self._plain(event)
             if self.is_dashboard:
@@ -130,13 +139,15 @@ class Display:
         if self._finished is not None:
             self._plain(self._finished)
 
-    def _open(self) -> LiveDashboard | None:
+    def _open(self, first_step: int) -> LiveDashboard | None:
         from rich.console import Console
 
         from roundpipe_cli.dashboard.live import LiveDashboard
+        from roundpipe_cli.dashboard.replay import RunFiles
         from roundpipe_cli.dashboard.terminal import Terminal
 
-        live = LiveDashboard(Terminal(), Console(file=sys.stdout), run_clock(), self._keys)
+        known = RunFiles(self._output_dir).before(first_step) if first_step and self._output_dir is not None else None
+        live = LiveDashboard(Terminal(), Console(file=sys.stdout), run_clock(), self._keys, known)
         for event in self._early:
             live.tell(event)
         self._early.clear()

@@ -81,17 +81,18 @@ def finetune(
         quiet_libraries()
         from roundpipe_cli.train.finetune import run_finetune as train
 
-        with Display(plain, dashboard=is_first and not (no_dashboard or json_), keys=training_keys(signals)) as display:
+        output_dir = named_path(loaded.recipe.output_dir)
+        has_screen = is_first and not (no_dashboard or json_)
+        with Display(plain, dashboard=has_screen, keys=training_keys(signals), output_dir=output_dir) as display:
             signals.announce = display.announce
             planned = functools.partial(planned_bytes, loaded)
             reporting = Reporting(display, live=display.is_dashboard, trace=trace, planned=planned)
             train(loaded, start, reporting, signals)
         if is_first:
-            show_end(named_path(loaded.recipe.output_dir))
+            show_end(output_dir)
             if loaded.recipe.hub_model_id is not None:
                 say(f"uploading the result to {loaded.recipe.hub_model_id} ...")
-                folder = named_path(loaded.recipe.output_dir)
-                say(f"uploaded to {push_result(folder, loaded.recipe.hub_model_id, loaded.recipe.model)}")
+                say(f"uploaded to {push_result(output_dir, loaded.recipe.hub_model_id, loaded.recipe.model)}")
 
 
 def _silent(event: Event) -> None:

@@ -43,18 +43,29 @@ def show_end(output_dir: Path) -> None:
 
 
 def summary(report: Mapping[str, Any]) -> str:
-    """`loss 3.8712 -> 3.6952, 33 tokens/s, bubble 2.0 %, 2m29s of training`; what is not known is left out."""
+    """`loss 3.8712 -> 3.6952, 33 tokens/s, bubble 2.0 %, 2m29s of training`; what is not known is left out.
+
+    Speeds are of the steps since the last resume, and say so; the rest is of the whole run.
+    """
+    from roundpipe_cli.dashboard.comparison import since_resume
+
     loss, measured = report.get("loss") or {}, report.get("measured") or {}
     evaluation = report.get("evaluation") or {}
     parts = []
     if loss.get("first") is not None:
         parts.append(f"loss {format_loss(loss['first'])} -> {format_loss(loss['last'])}")
+    elif loss.get("last") is not None:
+        parts.append(f"last loss {format_loss(loss['last'])}")
     if isinstance(best := evaluation.get("best_loss"), (int, float)):
         parts.append(f"best evaluation {format_loss(best)}")
+    speeds = []
     if measured.get("tokens_per_s"):
-        parts.append(f"{measured['tokens_per_s']:,.0f} tokens/s")
+        speeds.append(f"{measured['tokens_per_s']:,.0f} tokens/s")
     if measured.get("bubble_ratio") is not None:
-        parts.append(f"bubble {100 * measured['bubble_ratio']:.1f} %")
+        speeds.append(f"bubble {100 * measured['bubble_ratio']:.1f} %")
+    if speeds and since_resume(report):
+        speeds[-1] += f" ({since_resume(report)})"
+    parts += speeds
     if parts and report.get("seconds"):
         parts.append(f"{format_seconds(report['seconds'])} of training")
     return ", ".join(parts)

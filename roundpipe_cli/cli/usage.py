@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from typing import Any
 
@@ -123,14 +124,16 @@ def _no_such_option(error: Any, program: str, words: Sequence[str]) -> RefusedEr
         hint = f"in a recipe that is a key: roundpipe bench RECIPE {key}"
         if any(word.startswith("--costs") for word in words):
             hint = f"for a costs file, in a clone of the repository: python scripts/bench_emulated.py ... {option}"
-    elif program.endswith("finetune") and not nearest:
+    elif any(param.name == "overrides" for param in error.ctx.command.params):
         key = typed.partition("=")[0].lstrip("-").replace("-", "_")
-        hint = f"keys of the recipe are written without dashes: {key}={_typed_value(typed, words)}"
+        if _is_recipe_key(key) or not nearest:
+            word = shlex.quote(f"{key}={_typed_value(typed, words)}")
+            hint = f"keys of the recipe are written without dashes: {word}"
     return RefusedError(f"{program} has no option {option}", hint=hint)
 
 
 def _typed_value(typed: str, words: Sequence[str]) -> str:
-    """The value that was typed for an option; `VALUE` where there is none.
+    """The value that was typed for an option, as it was typed; `VALUE` where there is none.
 
     Args:
         typed: the word with the option.
@@ -139,4 +142,21 @@ def _typed_value(typed: str, words: Sequence[str]) -> str:
     if equals:
         return value
     after = words[words.index(typed) + 1 :][:1] if typed in words else ()
-    return next((word for word in after if not word.startswith("-") and "=" not in word), "VALUE")
+    return next((word for word in after if "=" not in word and (word[:1] != "-" or _is_number(word))), "VALUE")
+
+
+def _is_recipe_key(key: str) -> bool:
+    """Whether a key path begins with a key of recipes, by its name here or elsewhere."""
+    from roundpipe_cli.recipe.aliases import ALIASES
+    from roundpipe_cli.recipe.check import hints_of
+    from roundpipe_cli.recipe.schema import Recipe
+
+    return key in ALIASES or key.partition(".")[0].partition("[")[0] in hints_of(Recipe)
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True

@@ -39,6 +39,12 @@ def range_note(report: Mapping[str, Any]) -> str:
     return f"forward and backward: {where} the predicted range, {format_seconds(least_s)} to {format_seconds(most_s)}"
 
 
+def since_resume(report: Mapping[str, Any]) -> str:
+    """`since step 5` where the measured figures begin with a resume after step 4; empty where with the run."""
+    first_step = figures(report, "measured").get("first_step", 1)
+    return f"since step {first_step:.0f}" if first_step > 1 else ""
+
+
 def figures(report: Mapping[str, Any], key: str) -> dict[str, float]:
     """The numbers of a part of the report; other values are left out."""
     part = report.get(key)
@@ -53,11 +59,16 @@ def figures(report: Mapping[str, Any], key: str) -> dict[str, float]:
 def comparison_table(report: Mapping[str, Any]) -> Table:
     """The table as lines for a terminal."""
     table = Table(box=None, pad_edge=False)
-    for index, heading in enumerate(("", "predicted", "measured", "off")):
+    for index, heading in enumerate(headings(report)):
         table.add_column(heading, justify="right" if index else "left", no_wrap=True)
     for row in comparison(report):
         table.add_row(*row)
     return table
+
+
+def headings(report: Mapping[str, Any]) -> ComparisonRow:
+    """Headings of the columns of the table."""
+    return "", "predicted", f"measured {since_resume(report)}".rstrip(), "off"
 
 
 def _row(name: str, predicted: float | None, measured: float | None, show: Any) -> ComparisonRow:

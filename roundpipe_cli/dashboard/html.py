@@ -13,7 +13,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from roundpipe_cli.dashboard.comparison import comparison, figures, range_note
+from roundpipe_cli.dashboard.comparison import comparison, figures, headings, range_note, since_resume
 from roundpipe_cli.dashboard.replay import REPORT_NAME, RunFiles, TimedEvent
 from roundpipe_cli.dashboard.state import DashboardState, fold_all
 from roundpipe_cli.dashboard.svg import STEPS, TIME, Series, curves, timelines
@@ -156,10 +156,11 @@ def _cards(state: DashboardState, report: Mapping[str, Any]) -> str:
         cards.append(("last evaluation", format_loss(state.evaluations[-1][1])))
     if "reward_margin" in (step.preference or {}):
         cards.append(("last reward margin", f"{(step.preference or {})['reward_margin']:.3g}"))
+    since = f", {since_resume(report)}" if since_resume(report) else ""
     cards += [
-        ("tokens per second", f"{tokens_per_s:,.0f}"),
-        ("time per step", format_seconds(measured.get("step_s") or step.step_s)),
-        ("bubble, median of steps", f"{100 * bubble:.1f} %"),
+        (f"tokens per second{since}", f"{tokens_per_s:,.0f}"),
+        (f"time per step{since}", format_seconds(measured.get("step_s") or step.step_s)),
+        (f"bubble, median of steps{since}", f"{100 * bubble:.1f} %"),
     ]
     if state.finished:
         cards.append(("training time", format_seconds(state.finished.seconds)))
@@ -290,7 +291,7 @@ def _comparison(report: Mapping[str, Any]) -> str:
     rows = comparison(report)
     if not rows:
         return ""
-    head = "<tr><th></th><th>predicted</th><th>measured</th><th>off</th></tr>"
+    head = "<tr>" + "".join(f"<th>{escape(heading)}</th>" for heading in headings(report)) + "</tr>"
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     note = f"<p>{escape(range_note(report))}</p>" if range_note(report) else ""
     return f'<h2>Predicted and measured</h2><div class="scroll"><table>{head}{body}</table></div>{note}'

@@ -14,8 +14,18 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from roundpipe_cli.dashboard.state import DashboardState, fold_all
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.events import MAX_NUMBER, Event, RunStarted, StepFinished, StepTimeline, decode, is_sound
+from roundpipe_cli.events import (
+    MAX_NUMBER,
+    EvaluationFinished,
+    Event,
+    RunStarted,
+    StepFinished,
+    StepTimeline,
+    decode,
+    is_sound,
+)
 from roundpipe_cli.plain_files import open_regular, read_regular
 
 METRICS_NAME, EVENTS_NAME, REPORT_NAME, LOCK_NAME = "metrics.jsonl", "events.jsonl", "report.json", ".roundpipe.lock"
@@ -196,6 +206,13 @@ class RunFiles:
         except (KeyError, TypeError, ValueError, OverflowError):
             return None
         return finished if is_sound(finished) else None
+
+    def before(self, first_step: int) -> DashboardState:
+        """The curves of the first `first_step` steps, which a resumed run begins with."""
+        kinds = (StepFinished, EvaluationFinished)
+        told = [timed for timed in self.poll()[1] if isinstance(timed[1], kinds) and timed[1].step <= first_step]
+        known = fold_all(told)
+        return DashboardState(losses=known.losses, speeds=known.speeds, evaluations=known.evaluations)
 
     def life(self) -> Life:
         """Whether the run goes on, as far as this machine can tell."""

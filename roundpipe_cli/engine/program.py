@@ -14,6 +14,7 @@ from roundpipe_cli.costs.cost import CostModel, LayerCost, StageRange
 from roundpipe_cli.schedule.actions import Kind, Schedule
 from roundpipe_cli.schedule.lower import lower
 from roundpipe_cli.schedule.operations import Op, Program
+from roundpipe_cli.units import shown_step
 
 if TYPE_CHECKING:
     from roundpipe_cli.model.layout import LayerLayout
@@ -86,7 +87,11 @@ def device_folds(program: Program) -> frozenset[int]:
 
 
 def describe_op(op: Op, schedule: Schedule, step: int) -> str:
-    """Name of an operation, for error messages."""
+    """Name of an operation, for error messages.
+
+    Args:
+        step: its index, from 0.
+    """
     kind = {Kind.FORWARD: "forward", Kind.RECOMPUTE: "recompute", Kind.BACKWARD: "backward"}[op.kind]
     first, last = stage_layers(schedule, op)
-    return f"{kind} of stage {op.stage} (layers {first}-{last}), microbatch {op.microbatch}, step {step}"
+    return f"{kind} of stage {op.stage} (layers {first}-{last}), microbatch {op.microbatch}, step {shown_step(step)}"

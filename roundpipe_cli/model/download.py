@@ -16,6 +16,7 @@ from roundpipe_cli.model.untrusted import (
     MAX_CONFIG_BYTES,
     MAX_INDEX_BYTES,
     MAX_TOKENIZER_BYTES,
+    SINGLE_NAME,
     adapter_refusal,
     check_model_folder,
     indexed_shards,
@@ -74,14 +75,14 @@ def weight_files(listing: Listing, folder: Path) -> list[str]:
     Raises:
         RefusedError: no weights in safetensors, or not all that the index names.
     """
+    if SINGLE_NAME in listing.files:
+        return [SINGLE_NAME]
     if INDEX_NAME in listing.files:
         shards = indexed_shards(folder)
         for shard in shards:
             if shard not in listing.files:
                 raise missing_shard(shard, _place(listing))
         return shards
-    if "model.safetensors" in listing.files:
-        return ["model.safetensors"]
     found = sorted(name for name in listing.files if "/" not in name and name.endswith(".safetensors"))
     found = [name for name in found if not any(fnmatch(name, pattern) for pattern in NOT_TRANSFORMERS)]
     if not found:

@@ -17,9 +17,10 @@ from roundpipe_cli.events import Event, Notice, Tell
 from roundpipe_cli.hub.ask import UnreachableError
 from roundpipe_cli.hub.listing import find_listing
 from roundpipe_cli.model.download import complete_snapshot, fetch_configuration, fetch_weights
-from roundpipe_cli.model.untrusted import check_model_folder
+from roundpipe_cli.model.untrusted import SINGLE_NAME, check_model_folder, unread_shards
 from roundpipe_cli.model_packages import missing_package
 from roundpipe_cli.plain_files import named_path
+from roundpipe_cli.units import counted
 
 HUB_ID = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?$")
 
@@ -76,6 +77,7 @@ def resolve_model(
         return ModelSource(name, local.parent, local.name)
     if local is not None:
         check_model_folder(local, weights=weights)
+        _say_unread(name, local, tell)
         return ModelSource(name, local)
     looks_like_path = name.startswith((".", "/", "~")) or name.endswith(".gguf") or name.count("/") > 1
     if looks_like_path or not HUB_ID.match(name):
@@ -168,6 +170,7 @@ def _hub_model(
     folder = fetch_configuration(listing, tell)
     if weights:
         fetch_weights(listing, folder, tell)
+        _say_unread(name, folder, tell)
     return ModelSource(name, folder, None, listing.commit)
 
 
@@ -184,11 +187,27 @@ def _cached_model(
             expected="a local folder, a .gguf file, package:NAME, or a hub id that can be reached or is in the cache",
             hint=near or "check the name and the network; a gated model needs `hf auth login`",
         )
-    if why != "offline" and (name, revision) not in _told:
-        _told.add((name, revision))
-        tell(Notice(f"the hub cannot be reached ({why}): {name} is taken from the cache, commit {folder.name[:12]}"))
+    if why != "offline":
+        text = f"the hub cannot be reached ({why}): {name} is taken from the cache, commit {folder.name[:12]}"
+        _say_once((name, revision), text, tell)
+    if weights:
+        _say_unread(name, folder, tell)
     return ModelSource(name, folder, None, folder.name)
 
 
+def _say_unread(name: str, folder: Path, tell: Tell) -> None:
+    """Report files of weights that transformers would not read either."""
+    unread = unread_shards(folder)
+    if unread:
+        text = f"{name} has {SINGLE_NAME} and an index of {counted(len(unread), 'other file')} of weights"
+        _say_once((str(folder), None), f"{text}: {SINGLE_NAME} is read, as transformers does", tell)
+
+
+def _say_once(key: tuple[str, str | None], text: str, tell: Tell) -> None:
+    if key not in _told and tell is not _ignore:
+        _told.add(key)
+        tell(Notice(text))
+
+
 _told: set[tuple[str, str | None]] = set()
-"""Models whose use from the cache was already reported: a run looks at its model more than once."""
+"""Notices about models that were given already: a run looks at its model more than once."""

@@ -29,6 +29,7 @@ from roundpipe_cli.plain_files import kind_of_file, stays_inside
 from roundpipe_cli.units import format_bytes
 
 SHARD_NAME = re.compile(r"^[A-Za-z0-9_-][A-Za-z0-9._-]*\.safetensors$")
+SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 10 * 1024**2
 MAX_TENSORS = 1 << 16
@@ -73,7 +74,7 @@ def check_model_folder(folder: Path, *, weights: bool = True) -> None:
     if (folder / "adapter_config.json").exists():
         raise adapter_refusal(str(folder))
     check_small_files(folder)
-    read_config(folder)  # there must be one
+    _check_weights_name(folder, read_config(folder))  # there must be one
     if not weights:
         return
     shards = sorted(folder.glob("*.safetensors"))
@@ -134,6 +135,18 @@ def _small_files(folder: Path) -> Iterator[Path]:
     for place in (folder, templates):
         if place.is_dir():
             yield from (path for path in place.iterdir() if path.suffix.lower() in SMALL_SUFFIXES)
+
+
+def _check_weights_name(folder: Path, config: dict[str, Any]) -> None:
+    name = config.get("transformers_weights")
+    if name not in (None, SINGLE_NAME):
+        raise RefusedError(
+            "the configuration names its own file of weights, which is not read",
+            where=str(folder / "config.json"),
+            found=f"transformers_weights: {str(name)[:80]!r}",
+            expected=f"no such line: the weights in {SINGLE_NAME}, or in the files of {INDEX_NAME}",
+            hint=f"call the file {SINGLE_NAME}, in a copy of the folder without that line",
+        )
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -238,13 +251,14 @@ def _entries(value: Any, place: str) -> Iterator[tuple[str, str, Any]]:
 
 
 def find_shards(folder: Path) -> list[Path]:
-    """The safetensors files of a model folder, from its index if there is one.
+    """The safetensors files of a model folder, as transformers chooses them: `model.safetensors` if there is one, else
+    those of the index. Without either, all of them.
 
     Raises:
         RefusedError: an index that is not readable or names something outside the folder.
     """
-    if not (folder / INDEX_NAME).exists():
-        single = folder / "model.safetensors"
+    single = folder / SINGLE_NAME
+    if single.exists() or not (folder / INDEX_NAME).exists():
         return [single] if single.exists() else sorted(folder.glob("*.safetensors"))
     shards = indexed_shards(folder)
     for shard in shards:
@@ -274,6 +288,16 @@ def indexed_shards(folder: Path) -> list[str]:
         if not SHARD_NAME.match(shard):
             raise _outside(index, shard)
     return shards
+
+
+def unread_shards(folder: Path) -> list[str]:
+    """Names of the files of weights that the index has and that are not read, since there is `model.safetensors`."""
+    if not ((folder / SINGLE_NAME).exists() and (folder / INDEX_NAME).exists()):
+        return []
+    try:
+        return [name for name in indexed_shards(folder) if name != SINGLE_NAME]
+    except RefusedError:  # nobody reads this index
+        return []
 
 
 def missing_shard(name: str, where: str) -> RefusedError:

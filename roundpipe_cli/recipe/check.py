@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 import types
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
@@ -12,7 +13,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 from roundpipe_cli.errors import Problem, closest, one_edit_apart
 from roundpipe_cli.recipe.schema import Recipe
-from roundpipe_cli.recipe.strict_yaml import KeyPath, Place, format_key, shown_value
+from roundpipe_cli.recipe.strict_yaml import KeyPath, Place, format_key, parse_scalar, shown_value
 
 MAX_SHOWN = 30
 """Problems shown one by one; the rest are counted."""
@@ -260,7 +261,7 @@ def _refuse(value: Any, hint: Any, path: KeyPath, findings: Findings) -> Any:
         f"{format_key(path) or 'the recipe'} has a value that is not accepted",
         found=shown_value(value),
         expected=describe_type(hint),
-        hint=_advice(value, hint) or _where_it_is_told(path),
+        hint=_advice(value, hint, findings.place(path).origin) or _where_it_is_told(path),
     )
     return REFUSED
 
@@ -269,7 +270,7 @@ def _where_it_is_told(path: KeyPath) -> str | None:
     return f"`roundpipe recipes keys {path[0]}` says what it means and its default" if path else None
 
 
-def _advice(value: Any, hint: Any) -> str | None:
+def _advice(value: Any, hint: Any, origin: str) -> str | None:
     """A hint for the traps of YAML and of the field."""
     wanted = describe_type(hint)
     section, is_list = section_of(hint)
@@ -304,6 +305,10 @@ def _advice(value: Any, hint: Any) -> str | None:
     if isinstance(value, float) and "integer" in wanted and math.isfinite(value) and value == int(value) < 2**31:
         return f"write {int(value)}"
     if isinstance(value, (bool, int, float)) and "text" in wanted:
+        key, _, written = origin.removeprefix("override ").partition("=")
+        if written and parse_scalar(written) == value:  # the shell takes one pair of quotes away
+            quoted = shlex.quote(f'{key}="{written}"')
+            return f"write {quoted} if it is meant as text"
         return "put it in quotes if it is meant as text"
     return None
 

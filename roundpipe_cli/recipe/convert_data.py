@@ -36,8 +36,11 @@ _CHANGES = {
     "split_thinking": "thoughts stay as the rows have them",
     "data_dir": "the dataset's own folder is read",
     "skip": "the first rows are trained too",
+    "fraction": "all rows are trained",
 }
 """Settings of a dataset that are left out, and what happens instead."""
+WITHOUT_IT = "rows are read without it"
+"""The same for settings that are not known here: any of them may change which rows there are, and what they say."""
 _USUAL: dict[str, tuple[Any, ...]] = {
     "message_field_training": ("train",),
     "field_thinking": ("reasoning_content", "thinking", "reasoning"),
@@ -116,7 +119,9 @@ def _axolotl_entries(item: Entry, where: str, name: str, result: Conversion) -> 
         elif key in FIELD_COLUMNS and isinstance(value, str):
             _rename(columns, FIELD_COLUMNS[key], value)
         elif not (is_off(value) or key in _HARMLESS or value in _USUAL.get(key, ())):
-            result.leave_out(f"{where}.{key}", value, "the rows' own form decides", change=_CHANGES.get(key))
+            result.leave_out(
+                f"{where}.{key}", value, "the rows' own form decides", change=_CHANGES.get(key, WITHOUT_IT)
+            )
     if columns:
         entry["columns"] = columns
     paths = file_paths(entry["path"], files, f"{name}: {where}")
@@ -279,7 +284,9 @@ def _trl_entries(item: Entry, where: str, name: str, result: Conversion) -> list
     paths = file_paths(entry["path"], item.pop("data_files", None), f"{name}: {where}")
     for key, value in item.items():
         if not is_off(value):
-            result.leave_out(f"{where}.{key}", value, "the rows' own form decides", change=_CHANGES.get(key))
+            result.leave_out(
+                f"{where}.{key}", value, "the rows' own form decides", change=_CHANGES.get(key, WITHOUT_IT)
+            )
     return [{**entry, "path": path} for path in paths]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from roundpipe_cli.errors import RefusedError, closest
 from roundpipe_cli.plain_files import named_path
 from roundpipe_cli.recipe.aliases import is_off
-from roundpipe_cli.recipe.convert_data import Entry, check_role, message_type
+from roundpipe_cli.recipe.convert_data import WITHOUT_IT, Entry, check_role, message_type
 from roundpipe_cli.recipe.convert_objectives import Job, is_pairs, job_of
 from roundpipe_cli.recipe.convert_result import Conversion
 from roundpipe_cli.recipe.convert_tables import FACTORY_COLUMNS
@@ -183,7 +183,7 @@ class _Dataset:
             entry["columns"] = renamed
         for key, value in self._known.items():
             if key not in _READ and not is_off(value):
-                self._result.leave_out(f"{self._dataset}.{key}", value, "no counterpart here")
+                self._result.leave_out(f"{self._dataset}.{key}", value, "no counterpart here", change=WITHOUT_IT)
         return entry
 
     def _refuse_other_rows(self) -> None:

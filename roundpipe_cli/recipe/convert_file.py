@@ -9,6 +9,7 @@ number of GPUs, so the accumulation is multiplied by it.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from typing import Any, cast
@@ -40,8 +41,10 @@ from roundpipe_cli.recipe.convert_tables import (
     NO_COUNTERPART,
     PEFT_TARGETS,
     REQUIRED,
+    SHARING_KEYS,
     SIGNS,
     TOOLS,
+    UNKNOWN,
     WITHOUT_EFFECT,
     WITHOUT_EFFECT_PREFIXES,
     Tool,
@@ -100,7 +103,7 @@ def convert_file(
     writes.values["method"] = "lora" if is_lora else "full"
     if not is_lora:
         writes.drop("lora", "every weight is trained")
-    _multiply(writes, num_gpus, result)
+    _multiply(data, writes, num_gpus, result)
     _say_defaults(data, writes, datasets, result)
     _say_prompts(data, writes, datasets, result)
     _assemble(writes, datasets, result)
@@ -227,7 +230,7 @@ def _convert_key(key: str, value: Any, data: dict[str, Any], writes: RecipeWrite
         _write(lambda: RULES[key](value, data), key, value, writes, result)
     elif key in ("micro_batch_size", "gradient_accumulation_steps"):
         writes.put(key, value, key, value)
-    elif key in WITHOUT_EFFECT or key.startswith(WITHOUT_EFFECT_PREFIXES):
+    elif key in WITHOUT_EFFECT:
         result.without_effect.append(key)
     elif key in CHANGES or key in NO_COUNTERPART:
         if off:
@@ -238,10 +241,10 @@ def _convert_key(key: str, value: Any, data: dict[str, Any], writes: RecipeWrite
         _write(lambda: ALIASES[key](value), key, value, writes, result)
     elif key in _TOP_KEYS and not (off and value is not False):
         writes.put(key, value, key, value)
-    elif off:
+    elif off or key.startswith(WITHOUT_EFFECT_PREFIXES):
         result.without_effect.append(key)
     else:
-        result.leave_out(key, value, "no counterpart here")
+        result.leave_out(key, value, "no counterpart here", change=UNKNOWN)
 
 
 def _write(meaning: Callable[[], Writes], key: str, value: Any, writes: RecipeWrites, result: Conversion) -> None:
@@ -277,12 +280,16 @@ def _convert_mixture(data: dict[str, Any], writes: RecipeWrites, result: Convers
             result.leave_out(name, value, "one seed, the recipe's, is for everything")
 
 
-def _multiply(writes: RecipeWrites, num_gpus: int, result: Conversion) -> None:
+def _multiply(data: dict[str, Any], writes: RecipeWrites, num_gpus: int, result: Conversion) -> None:
     micro = int(writes.values.get("micro_batch_size", 1))
     steps = int(writes.values.get("gradient_accumulation_steps", 1))
+    gpus = f"{num_gpus} GPUs" if num_gpus > 1 else "one GPU"
+    sharing = math.prod(data[key] for key in SHARING_KEYS if type(data.get(key)) is int and data[key] > 0)
+    if num_gpus > 1 and sharing > 1:
+        gpus += f" / {sharing} that share their rows"
+        num_gpus = max(1, num_gpus // sharing)
     writes.values["gradient_accumulation_steps"] = steps * num_gpus
     rows = micro * steps * num_gpus
-    gpus = f"{num_gpus} GPUs" if num_gpus > 1 else "one GPU"
     result.notes.append(
         f"A step has {rows} rows: micro batch {micro} x accumulation {steps} x {gpus}; here the number of GPUs does "
         "not multiply it."

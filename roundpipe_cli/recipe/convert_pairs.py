@@ -6,7 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from roundpipe_cli.recipe.aliases import is_off
-from roundpipe_cli.recipe.convert_data import Entry, check_role, file_paths, items_with_path, message_type
+from roundpipe_cli.recipe.convert_data import (
+    WITHOUT_IT,
+    Entry,
+    check_role,
+    file_paths,
+    items_with_path,
+    message_type,
+)
 from roundpipe_cli.recipe.convert_result import Conversion
 
 _PROMPTS: Mapping[str, str] = {"intel": "question", "icr": "input", "prompt_pairs": "prompt", "ultra": "prompt"}
@@ -51,7 +58,7 @@ def _entries(item: Entry, where: str, name: str, result: Conversion) -> list[Ent
             if value != _COLUMNS[key]:
                 columns[_COLUMNS[key]] = value
         elif not (is_off(value) or key in _HARMLESS):
-            result.leave_out(f"{where}.{key}", value, "the rows' own form decides")
+            result.leave_out(f"{where}.{key}", value, "the rows' own form decides", change=WITHOUT_IT)
     if columns:
         entry["columns"] = columns
     return [{**entry, "path": path} for path in file_paths(str(entry["path"]), files, f"{name}: {where}")]

@@ -128,10 +128,31 @@ _DECIDED_HERE = """
     fp8_backend fp8_config fp8_enable_fsdp_float8_all_gather gradient_checkpointing infer_dtype hub_private_repo
     generation_max_length generation_num_beams do_causal_lm_eval eval_causal_lm_metrics eval_table_size
     media_dir greater_is_better ignore_data_skip create_new_adapter
+    bf16_full_eval fp16_full_eval activation_checkpointing activation_checkpointing_kwargs liger_kernel_config
+    log_on_each_node logging_nan_inf_filter log_level log_level_replica project include_for_metrics batch_eval_metrics
+    prediction_loss_only eval_do_concat_batches eval_use_gather_object eval_accumulation_steps eval_on_each_dataset
+    eval_num_beams save_on_each_node save_first_step enable_jit_checkpoint dynamic_checkpoint full_determinism use_cpu
+    restore_callback_states_from_checkpoint parallelism_config dataloader_multiprocessing_context dataloader_in_order
+    ddp_static_graph ddp skip_memory_metrics label_names length_column_name ignore_bias_buffers compute_accuracy
+    cache_dir temperature top_p top_k num_beams max_new_tokens repetition_penalty length_penalty skip_special_tokens
+    quantization_device_map bnb_config_kwargs master_addr master_port enable_torch_profiler capabilities
+    env_capabilities device do_bench_eval bench_dataset bench_split gc_collect_steps is_preprocess preprocess_iterable
+    sample_packing_mp_start_method pretrain_multipack_buffer_size torch_compile_options axolotl_config_path
+    total_supervised_tokens push_dataset_to_hub num_generation_samples type_of_model cls_model_config
+    tokenizer_save_jinja_files qlora_sharded_model_loading peft_autocast_adapter_dtype peft_ensure_weight_tying
+    peft_layers_pattern freeze_trainable_layers freeze_trainable_modules freeze_extra_modules module_dropout
+    init_special_tokens embeddings_skip_upcast mean_resizing_embeddings quantization merge_method torchdistx_path
+    resources_per_worker infer_backend fp32_norm_classes num_dataset_shards_to_save pad_token
 """
 WITHOUT_EFFECT = frozenset(_DECIDED_HERE.split())
 """How another tool gets onto its devices, what its kernels and loaders are: decided by the program itself here. And
 settings of what `CHANGES` has left out already."""
+
+SHARING_KEYS = (
+    *("context_parallel_size", "sequence_parallel_degree", "tensor_parallel_size", "tensor_model_parallel_size"),
+    "pipeline_model_parallel_size",
+)
+"""Settings for several GPUs that work on the same rows: those GPUs do not multiply the rows of a step."""
 
 WITHOUT_EFFECT_PREFIXES = (
     "galore_",
@@ -142,6 +163,14 @@ WITHOUT_EFFECT_PREFIXES = (
     "profiler_",
     "jagged_restart_warmup",
     "jagged_restart_anneal",
+    "scaling_softmax_",
+    "oft_",
+    "relora_",
+    "pose_",
+    *("wandb_", "swanlab_", "mlflow_", "comet_", "gradio_", "ray_", "otel_", "trackio_", "hub_", "hf_mlflow_"),
+    *("use_wandb", "use_swanlab", "use_mlflow", "use_comet", "use_otel", "use_trackio", "hf_use_auth_token"),
+    *("vllm_", "sglang_", "kt_", "export_", "generation_", "generate_samples", "lm_eval_", "profile_"),
+    *("hf_hub_token", "ms_hub_token", "om_hub_token", "hatchery_"),
 )
 """Beginnings of the names of such settings."""
 
@@ -162,11 +191,24 @@ CHANGES: Mapping[str, str] = {
     "pissa_init": "the adapters start by lora.init in place of PiSSA",
     "fp8": "products are computed in the recipe's dtype, not in fp8",
     "shift_attn": "attention is whole, not shifted as in LongLoRA",
+    "s2_attention": "attention is whole, not shifted as in LongLoRA",
+    "block_diag_attn": "attention is as packing says",
+    "fp32_norms": "norms are computed in the recipe's dtype",
+    "tool_format": "tools are as the chat template writes them",
+    "preserve_thinking": "thoughts are as the chat template writes them",
+    "eot_tokens": "an answer is trained to the end of its turn as the chat template writes it",
+    "tokenizer_config": "the model's own tokenizer is used",
+    "tokenizer_use_mistral_common": "the model's own tokenizer is used",
     "default_system": "the chat template's own system message is used",
     "default_system_message": "the chat template's own system message is used",
     "add_tokens": "no tokens are added",
     "add_special_tokens": "no tokens are added",
     "new_special_tokens_config": "no tokens are added",
+    "new_special_tokens": "no tokens are added",
+    "resize_vocab": "the embedding keeps its size",
+    "shrink_embeddings": "the embedding keeps its size",
+    "fix_untrained_tokens": "rows of the embedding that were never trained stay as they are",
+    "split_special_tokens": "special tokens in texts are single tokens",
     "tokens": "no tokens are added",
     "added_tokens_overrides": "the tokenizer's own tokens are used",
     "eos_token": "the tokenizer's own end token is used",
@@ -175,13 +217,20 @@ CHANGES: Mapping[str, str] = {
     "router_aux_loss_coef": _BALANCE,
     "model_config": "the model's own configuration is used",
     "overrides_of_model_config": "the model's own configuration is used",
+    "overrides_of_model_kwargs": "the model is loaded as its own configuration says",
+    "base_model_config": "the model's own configuration is used",
+    "model_quantization_config": "the weights are loaded as the model's own files say",
     "model_init_kwargs": "the model is loaded as its own configuration says",
     "lora_rank_pattern": "all adapters have the rank lora.r",
     "lora_alpha_pattern": "all adapters have the scale lora.alpha",
     "lora_target_parameters": "adapters go into modules only: see lora.target_modules",
-    "peft_layers_to_transform": "adapters go into every layer",
+    **dict.fromkeys(
+        ("peft_layers_to_transform", "lora_layers_to_transform", "layers_to_transform"), "adapters go into every layer"
+    ),
+    "adapter_folder": "adapters are read from the paths of adapter_name_or_path alone",
     "peft_trainable_token_indices": "no single rows of the embedding are trained",
     "lr_groups": "all weights have one learning rate",
+    "loraplus_lr_embedding": "adapters of the embedding learn at learning_rate",
     "embedding_lr": "all weights have one learning rate",
     "embedding_lr_scale": "all weights have one learning rate",
     "lr_quadratic_warmup": "the warmup is a line",
@@ -194,18 +243,28 @@ CHANGES: Mapping[str, str] = {
     "lr_div_factor": "the warmup starts at zero",
     "min_sample_len": "short rows are trained too",
     "dataset_exact_deduplication": "equal rows are all trained",
-    "optim_args": "the optimizer has its usual settings",
+    **dict.fromkeys(("optim_args", "adam_epsilon2", "adam_beta3"), "the optimizer has its usual settings"),
+    "trainer_cls": "the trainer is this program",
+    "dataset_kwargs": "rows are read, rendered and cut as the recipe says",
+    **dict.fromkeys(("dataset_shard_num", "dataset_shard_idx"), "all rows are trained, not a shard"),
+    "dataloader_drop_last": "the last rows of an epoch are trained too",
+    "data_seed": "rows come in the order of the recipe's seed",
+    "eval_delay": "evaluations begin with the first steps",
+    "eval_sequence_len": "rows of evaluations are as long as those that are trained",
+    "max_packed_sequence_len": "rows are packed where the recipe says packing",
     "gptq": "the weights are loaded as the model's own files say",
     "scaling_softmax": "attention is not scaled by the length",
     "auto_find_batch_size": "the batch is the one written",
 }
 """Keys whose work is not done here, and what training does instead: said in the recipe's first line."""
 
+UNKNOWN = "no key that is known here: what it does to training is not done"
+"""The same for keys in no table, of another release or a plugin: any of them may change what is trained."""
+
 NO_COUNTERPART: Mapping[str, str] = {
     "lora_fan_in_fan_out": "not needed for the models that load here",
     "trust_remote_code": "code from a model's repository is never run",
     "do_sample": "nothing is generated while training",
-    "eot_tokens": "an answer is trained to the end of its turn as the chat template writes it",
     "resize_token_embeddings_to_32x": "the embedding keeps its size",
     "wandb_project": "the project's name goes into the WANDB_PROJECT variable",
     "wandb_entity": "the entity goes into the WANDB_ENTITY variable",
@@ -215,7 +274,6 @@ NO_COUNTERPART: Mapping[str, str] = {
     "hub_strategy": "the finished result is uploaded, and no checkpoint",
     "loss_watchdog_threshold": "on_nonfinite says what a loss that is no number does",
     "loss_watchdog_patience": "on_nonfinite says what a loss that is no number does",
-    "model_quantization_config": "the weights are loaded as the model's own files say",
     "model_quantization_config_kwargs": "the weights are loaded as the model's own files say",
     "gptq_disable_exllama": "the weights are loaded as the model's own files say",
     "xpu_backend": "not a device of this program",

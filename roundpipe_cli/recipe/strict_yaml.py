@@ -136,10 +136,7 @@ def parse_text(text: str, name: str, *, fixed_origin: bool = False) -> Document:
     Raises:
         RecipeError: the text is not YAML, or is refused.
     """
-    bad = _NOT_TEXT.search(text)
-    if bad:
-        place = _at(name, *_line_and_column(text, bad.start()), fixed_origin)
-        raise _refusal(place, f"the character {ascii(bad.group())} may not stand in a YAML file", hint="delete it")
+    refuse_characters(text, name, fixed_origin=fixed_origin)
     builder = _Builder(name, fixed_origin)
     loader = _Loader(text)
     try:
@@ -152,6 +149,17 @@ def parse_text(text: str, name: str, *, fixed_origin: bool = False) -> Document:
     finally:
         loader.dispose()
     return Document(data, builder.places, builder.problems)
+
+
+def refuse_characters(text: str, name: str, *, fixed_origin: bool = False) -> None:
+    """
+    Raises:
+        RecipeError: `text` has a character that no YAML file may have.
+    """
+    bad = _NOT_TEXT.search(text)
+    if bad:
+        place = _at(name, *_line_and_column(text, bad.start()), fixed_origin)
+        raise _refusal(place, f"the character {ascii(bad.group())} may not stand in a YAML file", hint="delete it")
 
 
 class _Builder:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,16 @@ from roundpipe_cli.recipe.aliases import ALIASES, NO_COUNTERPART, REMOVED, Write
 from roundpipe_cli.recipe.check import Findings, hints_of
 from roundpipe_cli.recipe.references import MISSING, look_up, refuse_bad_references
 from roundpipe_cli.recipe.schema import Recipe
-from roundpipe_cli.recipe.strict_yaml import MAX_DEPTH, KeyPath, Place, format_key, parse_text, shown_value
+from roundpipe_cli.recipe.strict_yaml import (
+    MAX_DEPTH,
+    KeyPath,
+    Place,
+    format_key,
+    parse_scalar,
+    parse_text,
+    refuse_characters,
+    shown_value,
+)
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -69,7 +79,8 @@ def _without_loose_equals(overrides: Sequence[str], findings: Findings) -> list[
             kept.append(words.pop(0))
             continue
         written = " ".join(words[:loose])
-        problem = Problem("no spaces around `=` in an override", found=written, hint=f"write {''.join(words[:loose])}")
+        hint = f"write {shlex.quote(''.join(words[:loose]))}"
+        problem = Problem("no spaces around `=` in an override", found=written, hint=hint)
         findings.add_problem(problem, _LINE_OF_OVERRIDES + len(kept))
         del words[:loose]
     return kept
@@ -88,23 +99,51 @@ def _num_loose(words: Sequence[str]) -> int:
 
 
 def parse_override(text: str, origin: str) -> tuple[KeyPath, Any]:
-    """`lora.r=32 -> (("lora", "r"), 32)`, split at the first `=`; the value is YAML, flow lists and mappings included.
+    """`lora.r=32 -> (("lora", "r"), 32)`, split at the first `=`.
 
     Raises:
-        RecipeError: no `=`, a key that is no key path, or a value that is not YAML.
+        RecipeError: no `=`, a key that is no key path, or a value that is refused.
     """
     key, equals, written = text.partition("=")
-    key = key.strip()
+    if key != key.rstrip():  # `'seed = 3'` in quotes: the blanks belong to the equals sign
+        key, written = key.rstrip(), written.lstrip()
+    key = key.lstrip()
     if not equals or not _PATH.fullmatch(key):
         raise RecipeError([_no_override(text, key, equals, origin)])
     path = tuple(int(part) if part.isdigit() else part for part in re.findall(r"[^.\[\]]+", key))
     if len(path) > MAX_DEPTH:
         too_deep = f"the key is deeper than {MAX_DEPTH} levels"
         raise RecipeError([Problem(too_deep, where=origin, hint="`roundpipe recipes keys` lists all keys")])
-    document = parse_text(written, origin, fixed_origin=True)
-    if document.problems:
-        raise RecipeError([problem for _, problem in document.problems])
-    return path, document.data
+    return path, _value(written, origin)
+
+
+_BRACKETS = {"[": "]", "{": "}", "'": "'", '"': '"'}
+"""First character of a list, a mapping or a quoted text -> its last one."""
+
+
+def _value(written: str, origin: str) -> Any:
+    """The value of an override: a whole list, mapping or quoted text is YAML, a word such as `null` or `3e-4` what YAML
+    makes of it, and everything else is the text as it was typed, with every ` #`, `: ` and `&` in it.
+
+    Raises:
+        RecipeError: a list or mapping that is not YAML, or a character that no file may have.
+    """
+    inner = written.strip()
+    closing = _BRACKETS.get(inner[:1])
+    is_quoted = closing == inner[:1] and bool(inner)
+    if closing is not None and (inner[1:].endswith(closing) or not (is_quoted or closing in inner)):
+        try:
+            document = parse_text(inner, origin, fixed_origin=True)
+        except RecipeError:
+            if not is_quoted:
+                raise
+        else:
+            if document.problems:
+                raise RecipeError([problem for _, problem in document.problems])
+            return document.data
+    refuse_characters(written, origin, fixed_origin=True)
+    value = parse_scalar(inner)
+    return written.rstrip("\r\n") if isinstance(value, str) else value  # a script of Windows ends its lines with `\r`
 
 
 def _remove(config: DictConfig, key: str, place: Place, findings: Findings) -> DictConfig:
@@ -153,7 +192,7 @@ def _move_up(path: KeyPath, findings: Findings) -> None:
 def _no_override(text: str, key: str, equals: str, origin: str) -> Problem:
     """The error for an override that is not `key=value`."""
     if equals:
-        hint = f"write {key.lstrip('-')}={text.partition('=')[2]}" if _PATH.fullmatch(key.lstrip("-")) else None
+        hint = f"write {shlex.quote(text.lstrip('-'))}" if _PATH.fullmatch(key.lstrip("-")) else None
     elif _PATH.fullmatch(key) and (known := _known_key(key)):
         hint = f"write {known}=VALUE"
     else:

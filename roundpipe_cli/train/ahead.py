@@ -18,6 +18,7 @@ from roundpipe_cli.planning.adaptive import AdaptivePlanner
 from roundpipe_cli.schedule.timeline import busy_s
 from roundpipe_cli.train.batches import log_rows
 from roundpipe_cli.train.setup import Setup
+from roundpipe_cli.units import shown_step
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class StepsAhead:
         if len(batches) != num_microbatches:  # an epoch may end with fewer microbatches
             self._sampler.seek(position)
             return None
-        log_rows(self._setup.dataset.rows, step + 1, batches)
+        log_rows(self._setup.dataset.rows, shown_step(step), batches)
         microbatches, num_tokens = self._make(step, batches)
         version = self._setup.store.step_version(step)
         under_way = engine.start_step(microbatches, chain.next(), step=step, version=version)

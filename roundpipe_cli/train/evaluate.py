@@ -32,9 +32,9 @@ from roundpipe_cli.faults import fault
 from roundpipe_cli.train.batches import collate_rows
 from roundpipe_cli.train.checkpoint.manifest import DamagedError
 from roundpipe_cli.train.checkpoint.output_dir import EVAL_NAME
-from roundpipe_cli.train.checkpoint.reading import best_step_of
+from roundpipe_cli.train.checkpoint.reading import kept_step_of
 from roundpipe_cli.train.checkpoint.records import RowDigest
-from roundpipe_cli.train.checkpoint.step_folders import best_folder, list_best, list_checkpoints
+from roundpipe_cli.train.checkpoint.step_folders import best_folder, kept_weights, list_best, list_checkpoints
 from roundpipe_cli.train.intervals import is_due
 from roundpipe_cli.train.preference import score_pairs
 from roundpipe_cli.train.result.base_files import end_tokens
@@ -56,14 +56,18 @@ class Evaluator:
         self.ends_epoch: Callable[[], bool] = lambda: False
         """Whether the last finished step was an epoch's last."""
         self.best_step: int | None = None
+        """Step of the run's best evaluation."""
         self.best_loss = math.inf
+        self.kept_step: int | None = None
+        """Step of the best evaluation whose weights are kept: `best_step`, unless those were lost or never kept."""
+        self.kept_loss = math.inf
         self.last_loss: float | None = None
         self._last_step: int | None = None
         """Step of the last evaluation."""
         self._num_worse = 0
         """Evaluations since the best one."""
         self._stated_best: int | None = None
-        """The best step in the newest checkpoint, which may not be written yet."""
+        """The step of the kept weights in the newest checkpoint, which may not be written yet."""
 
     @property
     def exhausted(self) -> bool:
@@ -73,10 +77,10 @@ class Evaluator:
 
     @property
     def best_folder(self) -> Path | None:
-        """Weights of the best evaluation, if they are kept."""
-        if self.best_step is None or not self._setup.recipe.load_best_model_at_end:
+        """The kept weights, if there are any."""
+        if self.kept_step is None or not self._setup.recipe.load_best_model_at_end:
             return None
-        return best_folder(self._output_dir, self.best_step)
+        return best_folder(self._output_dir, self.kept_step)
 
     def is_owed(self, done: int) -> bool:
         """Whether an evaluation after `done` updates is due and has not been made."""
@@ -114,10 +118,11 @@ class Evaluator:
         self._last_step, self.last_loss = done, loss
         if best:
             self.best_step, self.best_loss, self._num_worse = done, loss, 0
-            if self._setup.recipe.load_best_model_at_end:
-                self._keep_weights(done, loss)
         else:
             self._num_worse += 1
+        if loss < self.kept_loss and self._setup.recipe.load_best_model_at_end:
+            self.kept_step, self.kept_loss = done, loss
+            self._keep_weights(done, loss)
         seconds = time.monotonic() - started_s
         event = EvaluationFinished(
             done, self._num_steps, loss, perplexity(loss), tokens, seconds, best, samples, preference
@@ -170,9 +175,9 @@ class Evaluator:
 
     def _prune(self) -> None:
         """Remove best weights that no checkpoint needs any more: the run may have to go back to each of them."""
-        keep = {self.best_step, self._stated_best}
+        keep = {self.kept_step, self._stated_best}
         for _, folder in list_checkpoints(self._output_dir):
-            keep.add(best_step_of(folder))
+            keep.add(kept_step_of(folder))
         for step, folder in list_best(self._output_dir):
             if step not in keep:
                 remove_tree(folder)
@@ -189,14 +194,14 @@ class Evaluator:
         except DamagedError as damage:
             self._tell(
                 Notice(
-                    f"the best weights, of step {self.best_step}, are damaged ({damage}): the result is the weights "
+                    f"the best weights, of step {self.kept_step}, are damaged ({damage}): the result is the weights "
                     "after the last step"
                 )
             )
-            self.best_step, self.best_loss = None, math.inf
+            self.kept_step, self.kept_loss = None, math.inf
             return save_result(self._setup, self._output_dir)
         for step, folder in list_best(self._output_dir):
-            if step != self.best_step:  # from here the run goes back to no checkpoint
+            if step != self.kept_step:  # from here the run goes back to no checkpoint
                 remove_tree(folder)
         return names
 
@@ -204,21 +209,29 @@ class Evaluator:
         """For report.json; None without evaluation rows."""
         if not self._setup.eval_rows:
             return None
+        result_step = self._last_step if self.best_folder is None else self.kept_step
         return {
             "rows": len(self._setup.eval_rows) // (1 if self._setup.rejected is None else 2),
             "last_loss": self.last_loss,
             "best_loss": None if self.best_step is None else self.best_loss,
             "best_step": self.best_step,
-            "result_is_best": self.best_folder is not None,
+            "result_is_best": result_step is not None and result_step == self.best_step,
             "stopped_early": self.exhausted,
         }
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint; plain JSON values."""
-        self._stated_best = self.best_step
+        self._stated_best = self.kept_step
         best = None if self.best_step is None else self.best_loss
+        kept = None if self.kept_step is None else self.kept_loss
         counts = {"last_step": self._last_step, "last_loss": self.last_loss, "num_worse": self._num_worse}
-        return {"best_step": self.best_step, "best_loss": best, **counts}
+        return {
+            "best_step": self.best_step,
+            "best_loss": best,
+            "kept_step": self.kept_step,
+            "kept_loss": kept,
+            **counts,
+        }
 
     def saved(self) -> None:
         """Note that a checkpoint is durable: best weights that only older ones needed can be removed."""
@@ -231,14 +244,20 @@ class Evaluator:
         if state and None not in (state.get("best_step"), state.get("best_loss")):
             self.best_step, self.best_loss = int(state["best_step"]), float(state["best_loss"])
             self._num_worse = int(state.get("num_worse") or 0)
-            if self.best_folder is not None and not self.agree(self._is_whole(self.best_folder)):
-                self.best_step, self.best_loss, self._num_worse = None, math.inf, 0
-        self._stated_best = self.best_step
+            self.kept_step, self.kept_loss = kept_weights(state)
+            if self._setup.recipe.load_best_model_at_end and not self.agree(self._is_whole()):
+                self.kept_step, self.kept_loss = None, math.inf
+        self._stated_best = self.kept_step
         self._prune()
 
-    def _is_whole(self, folder: Path) -> bool:
-        """Whether the best weights are as they were written; reports if they are not, or cannot be compared."""
-        what = f"the best weights so far, of step {self.best_step},"
+    def _is_whole(self) -> bool:
+        """Whether the kept weights are as they were written; reports if they are not, or cannot be compared."""
+        folder = self.best_folder
+        if folder is None:
+            text = f"the best weights so far, of step {self.best_step}, were not kept"
+            self._tell(Notice(f"{text}: the result is the best of the evaluations from here on"))
+            return False
+        what = f"the best weights so far, of step {self.kept_step},"
         if not folder.is_dir():
             self._tell(Notice(f"{what} are gone; the search begins anew"))
             return False

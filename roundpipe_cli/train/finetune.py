@@ -10,7 +10,7 @@ from pathlib import Path
 
 from roundpipe_cli.costs.processes import was_restarted
 from roundpipe_cli.durable import write_atomically
-from roundpipe_cli.events import Notice
+from roundpipe_cli.events import Notice, run_clock
 from roundpipe_cli.model.layout import LayerLayout
 from roundpipe_cli.plain_files import named_path
 from roundpipe_cli.recipe.load import LoadedRecipe, resolved_yaml
@@ -28,6 +28,7 @@ from roundpipe_cli.train.checkpoint.resume import (
 )
 from roundpipe_cli.train.checkpoint.step_folders import list_checkpoints
 from roundpipe_cli.train.loop import Trainer
+from roundpipe_cli.train.monitor.telemetry import EventRecorder
 from roundpipe_cli.train.nodes.group import nodes_of
 from roundpipe_cli.train.nodes.machines import Machines
 from roundpipe_cli.train.nodes.shard import Shards, make_shards
@@ -47,7 +48,7 @@ def run_finetune(loaded: LoadedRecipe, start: Start, reporting: Reporting, signa
     Raises:
         RoundpipeError: with the documented exit code.
     """
-    recipe, tell = loaded.recipe, reporting.tell
+    recipe = loaded.recipe
     with nodes_of(recipe) as nodes, ExitStack() as stack:
         output_dir = named_path(recipe.output_dir)
         resume = start.resume or recipe.resume_from_checkpoint is not None
@@ -57,6 +58,7 @@ def run_finetune(loaded: LoadedRecipe, start: Start, reporting: Reporting, signa
             output_dir, resume = Path(stack.enter_context(tempfile.TemporaryDirectory())), False
         is_other = resume and is_of_other_run(recipe, output_dir)
         held = stack.enter_context(OutputDir(output_dir, resume and not is_other))
+        tell = recorder = EventRecorder(output_dir, run_clock(), reporting.tell)
         finished = nodes.from_first(held.state is RunState.FINISHED)
         if nodes.from_first(finished and not may_ask_for_more(output_dir, recipe)):
             tell(Notice(f"this run is finished: the result is in {output_dir}; nothing was changed"))
@@ -84,7 +86,7 @@ def run_finetune(loaded: LoadedRecipe, start: Start, reporting: Reporting, signa
             nodes.check_same(shared_facts(setup))
             if checkpoint is not None:
                 check_unchanged(checkpoint.meta, setup, start.allow_changed)
-            trainer = Trainer(setup, output_dir, signals, reporting, Machines(nodes, *shards))
+            trainer = Trainer(setup, output_dir, signals, reporting, Machines(nodes, *shards), recorder)
             if checkpoint is not None:
                 if finished and (why := is_complete(checkpoint, recipe, trainer.num_steps)):
                     tell(Notice(f"this run is finished: {why}; the result is in {output_dir}; nothing was changed"))

@@ -12,6 +12,7 @@ from roundpipe_cli.errors import NotFiniteError
 from roundpipe_cli.events import Notice, Tell
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.train.optim.loss_scale import LossScale
+from roundpipe_cli.units import shown_step
 
 MAX_SKIPPED_IN_A_ROW = 10
 """With more steps left out in a row than these, the weights are the cause, not the rows."""
@@ -50,7 +51,7 @@ class FiniteGuard:
         if math.isfinite(result.loss) and self.loss_scale.may_be_too_large:
             self.loss_scale.overflowed()
             scale = self.loss_scale.value
-            tell(Notice(f"step {step + 1}: gradient overflow, update skipped, loss scale {scale:g}"))
+            tell(Notice(f"step {shown_step(step)}: gradient overflow, update skipped, loss scale {scale:g}"))
             return
         dataset = self._dataset
         self.num_skipped += 1
@@ -60,12 +61,12 @@ class FiniteGuard:
         what = "loss" if not math.isfinite(result.loss) else "gradient"
         found = f"loss {result.loss}, gradient norm {result.gradient_norm}, rows {', '.join(rows[:16])}"
         if self._may_skip and self.num_in_a_row < MAX_SKIPPED_IN_A_ROW:
-            text = f"step {step + 1}: the {what} is not finite ({found}): no update; {self.num_skipped} skipped so far"
-            tell(Notice(text))
+            text = f"the {what} is not finite ({found}): no update; {self.num_skipped} skipped so far"
+            tell(Notice(f"step {shown_step(step)}: {text}"))
             return
         raise NotFiniteError(
             f"the {what} is not finite: stopped before the update",
-            where=f"step {step + 1}",
+            where=f"step {shown_step(step)}",
             found=found,
             hint="the last checkpoint is good; look at these rows, or lower learning_rate, then --resume; or leave "
             "such steps out with on_nonfinite=skip",

@@ -17,8 +17,8 @@ from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.options import GradientOptions
 from roundpipe_cli.engine.step import Microbatch, StepResult
 from roundpipe_cli.errors import OutOfDeviceMemoryError
-from roundpipe_cli.events import Notice, Phase, RunFinished, StepFinished, run_clock
-from roundpipe_cli.recipe.schema import Recipe
+from roundpipe_cli.events import Event, Notice, Phase, RunFinished, StepFinished, Tell, run_clock
+from roundpipe_cli.recipe.schema import Recipe, plain_data
 from roundpipe_cli.train.adapt import Fit, resumed_fit
 from roundpipe_cli.train.ahead import Begun, StepsAhead
 from roundpipe_cli.train.auto_cache import make_auto_cache
@@ -28,7 +28,7 @@ from roundpipe_cli.train.build import make_engine, make_planner, page_locked
 from roundpipe_cli.train.checkpoint.other_run import copy_records
 from roundpipe_cli.train.checkpoint.output_dir import EVAL_NAME, METRICS_NAME
 from roundpipe_cli.train.checkpoint.reading import Checkpoint
-from roundpipe_cli.train.checkpoint.records import RECORDS_KEY, RowDigest
+from roundpipe_cli.train.checkpoint.records import RECORDS_KEY, RowDigest, losses_by_step
 from roundpipe_cli.train.checkpoint.resume import run_state
 from roundpipe_cli.train.checkpoint.rewind import rewind
 from roundpipe_cli.train.checkpoint.saver import Saver, Snapshot
@@ -54,6 +54,7 @@ from roundpipe_cli.train.run_log import RunLog
 from roundpipe_cli.train.scoring import Scorer
 from roundpipe_cli.train.setup import Setup
 from roundpipe_cli.train.signals import StopSignals
+from roundpipe_cli.units import shown_step
 
 CLIP_EPSILON = 1e-6
 """As in torch.nn.utils.clip_grad_norm_."""
@@ -70,16 +71,22 @@ class Trainer:
         signals: StopSignals,
         reporting: Reporting,
         machines: Machines | None = None,
+        recorder: EventRecorder | None = None,
     ) -> None:
-        recipe, tell = setup.recipe, reporting.tell
+        """
+        Args:
+            recorder: passes events on to `reporting.tell`, and knows what was said before; None: a new one.
+        """
+        recipe, tell = setup.recipe, self._tell
+        self._clock = recorder.clock if recorder else run_clock()
+        self._recorder = recorder or EventRecorder(output_dir, self._clock, reporting.tell)
+        self._listener: Tell = self._recorder
         self._machines = machines or Machines(Nodes(0, 1, recipe.watchdog_s))
         self.setup = setup
         self.output_dir = output_dir
         self._signals = signals
-        self._tell = tell
         self._reporting = reporting
         self._log = RunLog(trace=reporting.trace)
-        self._clock = run_clock()
         self.sampler = make_sampler(setup)
         for text in describe_order(setup, self.sampler):
             tell(Notice(text))
@@ -112,6 +119,10 @@ class Trainer:
     def recipe(self) -> Recipe:
         return self.setup.recipe
 
+    def _tell(self, event: Event) -> None:
+        """Report an event: to the screen, to events.jsonl, and to the trackers once they are open."""
+        self._listener(event)
+
     def _say(self, text: str) -> None:
         self._tell(Notice(text))
 
@@ -126,13 +137,23 @@ class Trainer:
             if checkpoint is not None and not checkpoint.folder.parent.samefile(self.output_dir):
                 copy_records(checkpoint.folder, checkpoint.meta, self.output_dir, say)
             rewind(self.output_dir, first_step, num_steps=self.num_steps, say=say)
+            self._log.earlier_losses = losses_by_step(metrics_path)
         told = self.recipe if self._machines.is_first else replace(self.recipe, report_to=())
         with (
-            EventRecorder(self.output_dir, first_step, self._clock, self._tell) as recorder,
+            self._recorder.opened(first_step) as recorder,
             Trackers(told, self.output_dir, first_step, recorder) as trackers,
         ):
-            self._tell = trackers
-            self._train(first_step, metrics_path, checkpoint.meta.get("evaluation") if checkpoint else None)
+            self._listener = trackers
+            self._train(first_step, metrics_path, self._evaluation_before(checkpoint) if checkpoint else None)
+
+    def _evaluation_before(self, checkpoint: Checkpoint) -> dict[str, Any] | None:
+        """State of the evaluations before the checkpoint; losses of other rows are not compared with those to come."""
+        state = checkpoint.meta.get("evaluation")
+        was = checkpoint.meta["recipe"].get("eval_datasets")
+        if not state or state.get("best_step") is None or was == plain_data(self.recipe)["eval_datasets"]:
+            return state
+        self._say("eval_datasets are others than before: the search for the best evaluation begins anew")
+        return {key: state[key] for key in ("last_step", "last_loss")}
 
     def _train(self, first_step: int, metrics_path: Path, evaluation: Mapping[str, Any] | None) -> None:
         setup = self.setup
@@ -225,7 +246,7 @@ class Trainer:
             result = self._finish(engine, step, begun)
         else:
             batches = self.sampler.next_step()
-            log_rows(self.setup.dataset.rows, step + 1, batches)
+            log_rows(self.setup.dataset.rows, shown_step(step), batches)
             if self._updates_early:
                 self._updater.begin_early(step, learning_rate)
             result, microbatches, num_tokens = self._compute(engine, step, batches)
@@ -238,7 +259,7 @@ class Trainer:
         self._log.computed(result, pipeline_s, microbatches)
         for text in result.notices:
             self._tell(Notice(text))
-        self._tell(step_timeline(result, step + 1, self._clock))
+        self._tell(step_timeline(result, shown_step(step), self._clock))
         result = poisoned(result, self._updater.poison(step))
         if self._guard.is_finite(result):
             self._update(step, result.gradient_norm, learning_rate)
@@ -249,7 +270,7 @@ class Trainer:
             self._updater.wait()
         step_s = time.monotonic() - started_s
         event = StepFinished(
-            step=step + 1,
+            step=shown_step(step),
             num_steps=self.num_steps,
             loss=result.loss,
             learning_rate=learning_rate,
@@ -289,7 +310,7 @@ class Trainer:
                 return run(engine, step, microbatches), microbatches, num_tokens
             except OutOfDeviceMemoryError as error:
                 spare = self._auto_cache.spare if self._machines.is_only and not self._updates_early else None
-                smaller = self._fit.smaller(step + 1) if self.recipe.on_oom == "adapt" else None
+                smaller = self._fit.smaller(shown_step(step)) if self.recipe.on_oom == "adapt" else None
                 if spare is None and smaller is None:
                     raise
                 problem = error.problems[0]
@@ -298,15 +319,15 @@ class Trainer:
             self._auto_cache.give_up(engine)
             if spare is not None or smaller is None:  # an optional use of memory must not end a run
                 text = f"{problem.what} ({problem.where}: {problem.found}); computing it again without {spare}"
-                self._tell(Notice(f"step {step + 1}: {text}"))
+                self._tell(Notice(f"step {shown_step(step)}: {text}"))
                 continue
             self._fit = smaller
             engine.use_less_memory()
             lines = ", ".join(f"{key}: {value}" for key, value in smaller.recipe_lines(self.recipe).items())
             self._tell(
                 Notice(
-                    f"step {step + 1}: {problem.what} ({problem.where}: {problem.found}); computing it again, and all "
-                    f"that follows, with less; to have it so from the start, write {lines}"
+                    f"step {shown_step(step)}: {problem.what} ({problem.where}: {problem.found}); computing it again, "
+                    f"and all that follows, with less; to have it so from the start, write {lines}"
                 )
             )
 

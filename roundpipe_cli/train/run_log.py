@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from roundpipe_cli.engine.step import Microbatch, StepResult
@@ -27,6 +27,8 @@ class RunLog:
         """
         self.earlier_s = 0.0
         """Seconds that the run took before it was resumed."""
+        self.earlier_losses: Mapping[int, float] = {}
+        """Step -> loss of the steps before it was resumed, as far as their rows are known."""
         self.timelines: deque[tuple[float, Timeline]] = deque(maxlen=TRACED_STEPS if trace else 0)
         """The last steps, each with its start, of `time.perf_counter`."""
         self.longest_row = 0
@@ -79,4 +81,7 @@ class RunLog:
 
     def figures(self, num_steps: int, moments_bytes: int) -> RunFigures:
         """The figures of the run until now, after `num_steps` steps."""
-        return RunFigures(self._rows, self._pipeline_s, self._launch_bound, num_steps, self.seconds, moments_bytes)
+        losses = {**self.earlier_losses, **{row.step: row.loss for row in self._rows}}
+        return RunFigures(
+            self._rows, self._pipeline_s, self._launch_bound, losses, num_steps, self.seconds, moments_bytes
+        )

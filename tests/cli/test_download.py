@@ -135,6 +135,15 @@ def test_one_file_of_weights_without_an_index(hub: ModelHub, tmp_path: Path) -> 
     assert sorted(hub.gets()) == sorted([*SMALL, "model.safetensors"])
 
 
+def test_of_one_file_and_an_index_the_file_is_fetched(hub: ModelHub, tmp_path: Path) -> None:
+    """As transformers does; the shards would be fetched for nothing."""
+    files = hub.models[NAME]
+    files["model.safetensors"] = files[SHARDS[0]]
+    done = download(hub, tmp_path).expect(0)
+    assert sorted(hub.gets()) == sorted([*SMALL, INDEX, "model.safetensors"])
+    assert done.err.count("model.safetensors is read, as transformers does") == 1
+
+
 @pytest.mark.parametrize(
     ("changes", "removed", "said"),
     [

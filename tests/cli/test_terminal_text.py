@@ -208,6 +208,11 @@ COMMANDS: tuple[tuple[str, ...], ...] = (
     ("init",),
     ("init", "--model", "model", "--data", "rows.jsonl", "--hardware", "here", "--output", "good.yaml"),
     ("finetune", "good.yaml", "output_dir=rows.jsonl"),
+    ("finetune", "good.yaml", "--output-dir=out/my-dir"),
+    ("finetune", "good.yaml", "--learning_rate=3e-4"),
+    ("finetune", "good.yaml", "--output-dir", "out/my run #1"),
+    ("plan", "good.yaml", "--max-steps", "-1"),
+    ("finetune", "good.yaml", "output_dir=2024"),
 )
 
 

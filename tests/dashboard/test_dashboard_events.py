@@ -33,6 +33,7 @@ from roundpipe_cli.events import (
     decode,
     encode,
 )
+from roundpipe_cli.train.checkpoint.output_dir import EVENTS_NAME
 from roundpipe_cli.train.monitor import telemetry
 from roundpipe_cli.train.monitor.telemetry import EventRecorder, read_lines
 from tests.support.e2e import launch, make_model, make_workspace, metrics, run
@@ -87,21 +88,34 @@ class Clock:
 
 def record(folder: Path, events: list[Event], *, first_step: int = 0, step_s: float = 5.0) -> list[dict[str, Any]]:
     clock = Clock()
-    with EventRecorder(folder, first_step, clock, lambda event: None) as recorder:
+    with EventRecorder(folder, clock, lambda event: None).opened(first_step) as recorder:
         for event in events:
             recorder(event)
             clock.now_s += step_s
-    return read_lines(folder / telemetry.EVENTS_NAME)
+    return read_lines(folder / EVENTS_NAME)
 
 
 def test_a_resumed_run_forgets_what_came_after_its_checkpoint(tmp_path: Path) -> None:
     evaluations: list[Event] = [EvaluationFinished(step, 9, 1.0, 2.7, 5, 0.1, False) for step in (2, 4, 6)]
     record(tmp_path, [*evaluations, Notice("kept")])
-    path = tmp_path / telemetry.EVENTS_NAME
+    path = tmp_path / EVENTS_NAME
     path.write_bytes(path.read_bytes() + b'{"event": "Notice", "te')  # torn by a kill
     lines = record(tmp_path, [Notice("new")], first_step=4)
     assert [line.get("text", line.get("step")) for line in lines] == [2, 4, "kept", "new"]
     assert [line.get("text") for line in record(tmp_path, [Notice("afresh")])] == ["afresh"]
+
+
+def test_what_was_said_before_the_file_is_open_is_in_it(tmp_path: Path) -> None:
+    """With its own time; what the kernels are, how much memory is kept and what a resume begins with came too early."""
+    clock, told = Clock(), list[Event]()
+    recorder = EventRecorder(tmp_path, clock, told.append)
+    clock.now_s = 5.0
+    recorder(Notice("early"))
+    assert told == [Notice("early")] and not (tmp_path / EVENTS_NAME).exists()
+    clock.now_s = 9.0
+    with recorder.opened(0):
+        recorder(Notice("late"))
+    assert [(line["t"], line["text"]) for line in read_lines(tmp_path / EVENTS_NAME)] == [(5.0, "early"), (9.0, "late")]
 
 
 def test_timelines_are_rare_but_the_last_three_are_there(tmp_path: Path) -> None:
@@ -115,7 +129,7 @@ def test_the_file_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(telemetry, "MAX_FILE_BYTES", 20_000)
     samples: list[Event] = [Sample(float(n), n, n, n, ()) for n in range(3000)]
     lines = record(tmp_path, [EVENTS[1], *samples, RunStopped("end")], step_s=1.0)
-    assert (tmp_path / telemetry.EVENTS_NAME).stat().st_size < 21_000
+    assert (tmp_path / EVENTS_NAME).stat().st_size < 21_000
     assert lines[0]["event"] == "RunStarted" and lines[-1]["event"] == "RunStopped"
     times = [line["time_s"] for line in lines if line["event"] == "Sample"]
     gaps = [after - before for before, after in zip(times, times[1:], strict=False)]
@@ -124,7 +138,7 @@ def test_the_file_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_full_disk_ends_the_record_and_not_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Event] = []
-    with EventRecorder(tmp_path, 0, Clock(), told.append) as recorder:
+    with EventRecorder(tmp_path, Clock(), told.append) as recorder:
         recorder(Notice("before"))
         monkeypatch.setattr(telemetry.os, "write", lambda *arguments: 3)
         recorder(Notice("lost"))
@@ -140,10 +154,12 @@ def test_a_full_disk_ends_the_record_and_not_the_run(tmp_path: Path, monkeypatch
 def test_what_a_run_records(tmp_path: Path, model: Path) -> None:
     folder = make_workspace(tmp_path / "work", model)
     run(folder, "finetune", "recipe.yaml").expect(0)
-    lines = read_lines(folder / "out" / telemetry.EVENTS_NAME)
+    lines = read_lines(folder / "out" / EVENTS_NAME)
     kinds = [line["event"] for line in lines]
     assert kinds.index("RunStarted") < kinds.index("StepTimeline") < kinds.index("RunFinished")
     assert [line["step"] for line in lines if line["event"] == "StepTimeline"][-3:] == [4, 5, 6]
+    said = [line["text"] for line in lines if line["event"] == "Notice"]
+    assert any(text.startswith("model: ") for text in said) and any(text.startswith("data: ") for text in said)
     assert "Sample" in kinds and all(decode(line) is not None for line in lines)
     [sample] = [decode(line) for line in lines if line["event"] == "Sample"][:1]
     assert isinstance(sample, Sample)
@@ -162,10 +178,10 @@ def test_a_killed_run_leaves_whole_lines(tmp_path: Path, model: Path) -> None:
     running.wait_for_steps(5)
     running.kill(signal.SIGKILL)
     running.process.join()
-    data = (folder / "out" / telemetry.EVENTS_NAME).read_bytes()
+    data = (folder / "out" / EVENTS_NAME).read_bytes()
     assert [json.loads(line) for line in data.split(b"\n")[:-1]]
     run(folder, "finetune", "recipe.yaml", "--resume").expect(0)
-    lines = read_lines(folder / "out" / telemetry.EVENTS_NAME)
+    lines = read_lines(folder / "out" / EVENTS_NAME)
     assert sum(line["event"] == "RunStarted" for line in lines) == 2
     steps = [line["step"] for line in lines if line["event"] == "StepTimeline"]
     assert steps == sorted(set(steps))

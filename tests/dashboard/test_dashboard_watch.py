@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from roundpipe_cli.cli.display import Display
 from roundpipe_cli.dashboard import replay
 from roundpipe_cli.dashboard.comparison import comparison
 from roundpipe_cli.dashboard.html import page, read_report, report_page
@@ -74,6 +75,18 @@ def test_a_file_that_was_replaced_begins_anew(finished: Path, tmp_path: Path) ->
     (tmp_path / "new").rename(tmp_path / "metrics.jsonl")
     anew, events = files.poll()
     assert anew and steps(fold_all(events)) == 1
+
+
+def test_a_resumed_dashboard_begins_with_the_steps_before(finished: Path) -> None:
+    """Its curve began at the resumed step, while `watch` showed the whole run."""
+    known = RunFiles(finished).before(2)
+    assert [step for step, _ in known.losses.all_points] == [1, 2] and known.step is None
+    display = Display(lambda event: None, dashboard=False, output_dir=finished)
+    display.is_dashboard = True  # pretend that this is a terminal
+    display(RunStarted(0.0, "a", "b", ("cpu",), 3, 2))
+    live = display._live
+    assert live is not None and live.state.losses == known.losses and live.state.speeds == known.speeds
+    live.stop()
 
 
 def test_rubbish_in_the_files_is_passed_over(finished: Path, tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def test_a_fault_is_raised_once_with_its_place(rig: Rig, ask: Ask, point: str, s
     with pytest.raises(InternalError) as caught, rig.engine(num_workers, copy=True) as engine:
         run_steps(rig, engine)
     place = place_of(caught.value)
-    assert (int(place["worker"]), int(place["step"])) == (worker, step)
+    assert (int(place["worker"]), int(place["step"])) == (worker, step + 1), "users count from 1"
     assert isinstance(caught.value.__cause__, FaultError) and caught.value.__cause__.__traceback__ is not None
     assert f"FaultError: fault asked for by '{point}:raise" in str(caught.value)
     assert caught.value.exit_code == 1 and len(caught.value.problems) == 1
@@ -102,7 +102,7 @@ def test_a_fault_with_aliasing_workers(rig: Rig, ask: Ask) -> None:
     before = set(threading.enumerate())
     with pytest.raises(InternalError) as caught, rig.engine(2) as engine:
         run_steps(rig, engine)
-    assert place_of(caught.value)["step"] == "1"
+    assert place_of(caught.value)["step"] == "2"
     assert new_threads(before) == []
 
 
@@ -120,7 +120,7 @@ def test_out_of_memory_is_a_resource_error(rig: Rig, ask: Ask, point: str) -> No
     with pytest.raises(ResourceError) as caught, rig.engine(2, copy=True) as engine:
         run_steps(rig, engine)
     assert caught.value.exit_code == 5
-    assert place_of(caught.value)["step"] == "1"
+    assert place_of(caught.value)["step"] == "2"
     assert "micro_batch_size" in str(caught.value)
 
 
@@ -155,7 +155,7 @@ def test_a_stuck_worker_ends_the_step(
     before = set(threading.enumerate())
     with pytest.raises(InternalError) as caught, rig.engine(2, copy=True, watchdog_s=0.8) as engine:
         run_steps(rig, engine)
-    assert "no progress" in str(caught.value) and "step 1" in str(caught.value)
+    assert "no progress" in str(caught.value) and "step 2" in str(caught.value)
     assert "faults.py" in capfd.readouterr().err, "the stacks of all threads are shown"
     time.sleep(0.1)
     assert new_threads(before) == [f"{'worker' if point == 'compute' else 'up'}-0"]

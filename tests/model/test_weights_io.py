@@ -16,11 +16,12 @@ from torch import nn
 
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.events import Event
 from roundpipe_cli.model.layer_parameters import layer_parameters
 from roundpipe_cli.model.layout import make_layout
 from roundpipe_cli.model.load import build_skeleton, load_config
 from roundpipe_cli.model.lora import LoraSettings, add_lora
-from roundpipe_cli.model.source import ModelSource
+from roundpipe_cli.model.source import ModelSource, resolve_model
 from roundpipe_cli.model.split import split_model
 from roundpipe_cli.model.stored import tensors
 from roundpipe_cli.model.stored.names import base_name
@@ -229,6 +230,37 @@ def test_a_missing_shard_is_refused(tmp_path: Path) -> None:
         load(tmp_path)
 
 
+def test_a_single_file_goes_before_an_index_as_in_transformers(tmp_path: Path) -> None:
+    """Both in one folder: the shards were read here, the single file there."""
+    from transformers import AutoModelForCausalLM
+
+    save_tiny(tmp_path, "llama", max_shard_size="60KB")
+    other = AutoModelForCausalLM.from_config(tiny_config("llama"), dtype=torch.float32)
+    save_file({name: value.contiguous() for name, value in other.state_dict().items()}, tmp_path / "model.safetensors")
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).state_dict()
+    store, _, _ = load(tmp_path)
+    assert torch.equal(store.views[NAME], expected[NAME]) and torch.equal(expected[NAME], other.state_dict()[NAME])
+    told: list[str] = []
+
+    def note(event: Event) -> None:
+        told.append(str(event))
+
+    for _ in range(2):
+        resolve_model(str(tmp_path), revision=None, recipe_folder=tmp_path, offline=True, tell=note)
+    assert len(told) == 1 and "model.safetensors is read, as transformers does" in told[0], told
+    sorted(tmp_path.glob("model-0*.safetensors"))[0].unlink()  # nobody reads it
+    assert torch.equal(load(tmp_path)[0].views[NAME], expected[NAME])
+
+
+def test_a_file_of_weights_that_the_configuration_names_is_refused(tmp_path: Path) -> None:
+    """transformers reads that file, in place of the usual one."""
+    save_tiny(tmp_path, "llama")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "transformers_weights": "other.safetensors"}))
+    with pytest.raises(RefusedError, match=r"other\.safetensors"):
+        resolve_model(str(tmp_path), revision=None, recipe_folder=tmp_path, offline=True)
+
+
 @pytest.mark.parametrize("text", ["{", "[]", '{"weight_map": 3}', '{"weight_map": {"a": 1}}'])
 def test_an_index_of_another_form_is_refused(tmp_path: Path, text: str) -> None:
     save_tiny(tmp_path, "llama", max_shard_size="60KB")
@@ -258,7 +290,7 @@ import torch
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.model.layout import make_layout
 from roundpipe_cli.model.load import build_skeleton, load_config
-from roundpipe_cli.model.source import ModelSource
+from roundpipe_cli.model.source import ModelSource, resolve_model
 from roundpipe_cli.model.split import split_model
 from roundpipe_cli.model.weights_io import load_weights
 from roundpipe_cli.model.layer_parameters import layer_parameters

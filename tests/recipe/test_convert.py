@@ -316,12 +316,39 @@ def test_file_without_rows_is_refused(tool: str) -> None:
         ("trl", "average_tokens_across_devices: false", "mean over all tokens"),
         ("trl", "max_length: null", "max_seq_length: 2048"),
         ("trl", "{dataset_text_field: null}", "only answers are trained"),
+        ("axolotl", "{adapter: lora, lora_r: 8, lora_alpha: 8, lora_layers_to_transform: [0, 1]}", "every layer"),
+        ("llama-factory", "new_special_tokens: '<a>,<b>'", "no tokens are added"),
+        ("llama-factory", "resize_vocab: true", "keeps its size"),
+        ("axolotl", "eot_tokens: ['<end>']", "end of its turn"),
+        ("axolotl", "fp32_norms: true", "the recipe's dtype"),
+        ("axolotl", "dataset_shard_num: 4", "not a shard"),
+        ("axolotl", "datasets: [{path: x, type: chat_template, logprobs_field: p}]", "rows are read without it"),
+        ("trl", "dataloader_drop_last: true", "last rows of an epoch"),
+        ("trl", "key_of_a_later_release: 3", "no key that is known here"),
     ],
 )
 def test_first_line_says_what_is_trained_differently(tool: str, lines: str, named: str) -> None:
     result = converted(tool, lines)
     first = result.text("a.yaml").splitlines()[0]
     assert first.startswith("# Not the same training as a.yaml: ") and re.search(named, first), first
+
+
+def test_gpus_that_share_rows_do_not_multiply_them() -> None:
+    """Four GPUs, two of which hold parts of the same sequences, train two sets of rows at a time."""
+    text = BASES["axolotl"] + "micro_batch_size: 2\ngradient_accumulation_steps: 3\ncontext_parallel_size: 2\n"
+    result = convert_file(text.encode(), "a.yaml", num_gpus=4)
+    assert result.recipe["gradient_accumulation_steps"] == 6
+    assert "x 4 GPUs / 2 that share their rows" in " ".join(result.notes)
+
+
+def test_each_key_of_transformers_trainer_is_known() -> None:
+    """A key in no table may change training, so the first line names it; none of the trainer's own is such a key."""
+    from transformers.training_args import TrainingArguments
+
+    for name in TrainingArguments.__dataclass_fields__:
+        if name != "output_dir":
+            changes = converted("trl", f"{name}: 0.5").changes
+            assert not any("no key that is known" in change for change in changes), (name, changes)
 
 
 def test_first_line_of_a_faithful_recipe_names_its_source() -> None:

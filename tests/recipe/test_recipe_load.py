@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -140,6 +141,40 @@ def test_overrides(tmp_path: Path) -> None:
     assert recipe.pipeline.forward_stages == ((0, 3), (4, 7))
 
 
+AS_TYPED = [
+    *("out/my run #1", "#1", "a: b", "x:", "- a", "? a", "| a", ">a", "&a", "*.jsonl", "!a", "%d", "@a", "`a", "a "),
+    *(" a", "[ab]*.jsonl", "[a] b", "{name}/x", "it's", "'it's", '"a" b', '"a" and "b"', '"a', "a, b", "---"),
+    *("...", "yes", "~/data", "null/x", "out/[1]", "C:\\new", "a\tb"),
+]
+
+
+@pytest.mark.parametrize("typed", AS_TYPED)
+def test_an_override_is_taken_as_it_was_typed(tmp_path: Path, typed: str) -> None:
+    """`output_dir=out/my run #1` wrote to `out/my run`, and `a: b` was a mapping; a run saves what it was given."""
+    recipe = load_recipe(write(tmp_path, SMALLEST), [f"output_dir={typed}"]).recipe
+    assert recipe.output_dir == typed
+    assert load_recipe(write(tmp_path, resolved_yaml(recipe), "again.yaml")).recipe == recipe
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("seed=3 ", 3),
+        ("seed = 3", 3),
+        ("learning_rate=3e-4\r", 3e-4),
+        ("revision=null", None),
+        ("revision='null'", "null"),
+        ('revision="a: b"', "a: b"),
+        ("revision=a\r", "a"),
+        ("report_to= [tensorboard] ", ("tensorboard",)),
+        ("lora={r: 4}", LoraConfig(r=4)),
+    ],
+)
+def test_lists_words_and_quoted_texts_of_overrides_are_yaml(tmp_path: Path, override: str, expected: Any) -> None:
+    recipe = load_recipe(write(tmp_path, SMALLEST), [override]).recipe
+    assert getattr(recipe, override.partition("=")[0].strip()) == expected
+
+
 def test_a_key_is_removed_by_a_tilde(tmp_path: Path) -> None:
     """Its default is in force again; what is wrong with a removed key is no mistake, and lists close up."""
     datasets = "datasets:\n  - {path: rows.jsonl}\n  - {path: other.jsonl, typ: chat}\n  - {path: last.jsonl}\n"
@@ -179,7 +214,7 @@ def test_a_resolved_recipe_is_printed_without_a_run(tmp_path: Path, capsys: pyte
         ("a..b=3", "not of the form key=value"),
         ("seed=three", "seed has a value that is not accepted"),
         ("model=[a", "not valid YAML"),
-        ("model=&a x", "the anchor 'a' is refused"),
+        ("lora={r: &a 1}", "the anchor 'a' is refused"),
         ("lora={r: 1, r: 2}", "the key r is given twice"),
         ("datasets[3].path=x", "the recipe has no such item"),
         ("datasets.path=x", "the recipe has no such item"),

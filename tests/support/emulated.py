@@ -36,6 +36,7 @@ from roundpipe_cli.schedule.durations import StageTimes, stage_times
 from roundpipe_cli.schedule.lower import lower
 from roundpipe_cli.schedule.operations import Op, Program
 from roundpipe_cli.schedule.timeline import COMPUTE, DOWN, HOST, UP, Interval, Timeline, bubble_ratio, makespan_s
+from roundpipe_cli.units import shown_step
 
 EmulatedEvent = float | None
 """The absolute time at which something ends; None: it has already happened."""
@@ -212,7 +213,7 @@ class EmulatedWork:
 
     def where(self, op: Op, *, weights: bool) -> str:
         if op.lane == HOST:
-            return f"host (emulated), update of layer {op.stage}, step {op.step}"
+            return f"host (emulated), update of layer {op.stage}, step {shown_step(op.step)}"
         what = "weights for " if weights else ""
         return f"worker {self.worker} (emulated), {what}{describe_op(op, self._emulation.program.schedule, op.step)}"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,7 @@ def losses(folder: Path) -> list[float]:
 def test_first_by_recomputing_layer_by_layer_without_changing_a_bit(folder: Path, whole: Path) -> None:
     done = finetune(folder, "on_oom=adapt", environment={"ROUNDPIPE_FAULT": OUT_OF_MEMORY}).expect(0)
     assert "step 3: out of memory on a worker" in done.err and "write pipeline.recompute: layer" in done.err
+    assert re.search(r"note: step 3: [^:]*microbatch 0, step 3, layer", done.err), "one number for a step"
     rows = metrics(folder / "out")
     assert rows[2].pop("segment") == {"micro_batch_size": 4, "recompute": "layer", "first_step": 3}
     assert not any("segment" in row for row in rows)

@@ -19,7 +19,7 @@ from roundpipe_cli import durable
 from roundpipe_cli.errors import NoCheckpointError, ResourceError
 from roundpipe_cli.train.checkpoint import store as store
 from roundpipe_cli.train.checkpoint.manifest import DamagedError, read_own_json
-from roundpipe_cli.train.checkpoint.reading import Checkpoint, best_step_of, load_newest, verify_checkpoint
+from roundpipe_cli.train.checkpoint.reading import Checkpoint, kept_step_of, load_newest, verify_checkpoint
 from roundpipe_cli.train.checkpoint.safetensors_stream import DTYPE_NAMES, TensorSpec, TensorStream
 from roundpipe_cli.train.checkpoint.store import list_checkpoints, save_checkpoint
 from tests.support.os_calls import replace_os_call
@@ -312,7 +312,7 @@ def test_an_evaluation_that_is_none_has_no_best_step(tmp_path: Path, evaluation:
     """Story: with a manifest made to fit it, the run called it a bug of ours."""
     for step, meta in ((1, {"evaluation": {"best_step": 1, "best_loss": 0.5}}), (2, {"evaluation": evaluation})):
         save_checkpoint(tmp_path, step, {"masters": _group(step)}, meta, 3)
-    assert [best_step_of(tmp_path / f"step-{step:08}") for step in (1, 2, 3)] == [1, None, None]
+    assert [kept_step_of(tmp_path / f"step-{step:08}") for step in (1, 2, 3)] == [1, None, None]
 
 
 @pytest.mark.parametrize("number", ["1e400", "-1e400", "NaN", "Infinity", "-Infinity"])

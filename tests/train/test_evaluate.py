@@ -426,7 +426,9 @@ def test_best_weights_that_are_damaged_are_not_the_result(folder: Path, killed_i
     done = finetune(folder, *KEPT, "--resume").expect(0)
     assert f"the best weights so far, of step {int(best.name[5:])}, are damaged: " in done.err
     assert "adapter_model.safetensors: found SHA-256" in done.err and "the search begins anew" in done.err
-    assert json.loads((out / "report.json").read_text())["evaluation"]["result_is_best"] is False
+    report = json.loads((out / "report.json").read_text())["evaluation"]
+    assert report["best_step"] == int(best.name[5:]) == metrics(out)[-1]["step"] and report["result_is_best"] is True
+    assert not list(out.glob("best-*")), "the weights after the last step, which had the best evaluation"
 
 
 def test_the_best_weights_of_each_checkpoint_are_kept(folder: Path, model: Path, tmp_path: Path) -> None:

@@ -12,6 +12,9 @@ from typing import Any
 
 import pytest
 
+from roundpipe_cli.dashboard.replay import RunFiles
+from roundpipe_cli.events import StepFinished
+from roundpipe_cli.train.result.model_card import model_card
 from tests.support.e2e import (
     Running,
     child_environment,
@@ -317,6 +320,51 @@ def test_another_tokenizer_or_configuration_is_refused(halfway: Path) -> None:
 def test_a_larger_number_of_epochs_goes_on(halfway: Path) -> None:
     finetune(halfway, "--resume", "num_train_epochs=4", "output_dir=out").expect(0)
     assert [row["step"] for row in metrics(halfway / "out")] == list(range(1, 13))
+
+
+def report_of(output_dir: Path) -> dict[str, Any]:
+    report: dict[str, Any] = json.loads((output_dir / "report.json").read_text())
+    return report
+
+
+@pytest.mark.parametrize("named", ["in its own folder", "in another"])
+def test_the_report_of_a_resumed_run_is_of_the_whole_run(halfway: Path, whole: Path, named: str) -> None:
+    """A run that began at 4.2023 and was resumed at its end was reported with a first loss of 0.3832."""
+    newest = max((halfway / "out").glob("step-*"))
+    first_step, words = int(newest.name[5:]) + 1, ["--resume"]
+    if named == "in another":
+        (halfway / "out").rename(halfway / "other")
+        words = [f"resume_from_checkpoint=other/{newest.name}"]
+    done = finetune(halfway, *words).expect(0)
+    mine, theirs = report_of(halfway / "out"), report_of(whole / "out")
+    assert mine["loss"] == theirs["loss"] and mine["loss"]["first"] == metrics(whole / "out")[0]["loss"]
+    assert (mine["measured"]["first_step"], mine["measured"]["steps"]) == (first_step, 10 - first_step)
+    assert theirs["measured"]["first_step"] == 1
+    assert f"loss {mine['loss']['first']:.4f} -> {mine['loss']['last']:.4f}" in done.err
+    assert f"since step {first_step}" in done.err, done.err
+    card = model_card(halfway / "out", base=None, merged=False, usage="")
+    assert f"| first training loss | {theirs['loss']['first']:.4f} |" in card
+    _, events = RunFiles(halfway / "out").poll()
+    assert [event.step for _, event in events if isinstance(event, StepFinished)] == list(range(1, 10))
+
+
+def test_resumed_after_its_last_step_a_run_knows_its_losses(halfway: Path, whole: Path) -> None:
+    """Killed while its result was written, and resumed twice."""
+    for point in ("optimizer:kill:step=6", "export:kill"):
+        assert finetune(halfway, "--resume", environment={"ROUNDPIPE_FAULT": point}).code < 0
+    done = finetune(halfway, "--resume").expect(0)
+    mine = report_of(halfway / "out")
+    assert mine["loss"] == report_of(whole / "out")["loss"] and mine["measured"]["steps"] == 0
+    assert "loss " in done.err
+
+
+def test_rows_that_were_lost_leave_no_first_loss(halfway: Path) -> None:
+    path = halfway / "out" / "metrics.jsonl"
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[1:]))
+    done = finetune(halfway, "--resume").expect(0)
+    report = report_of(halfway / "out")
+    assert report["loss"]["first"] is None and report["loss"]["last"] == metrics(halfway / "out")[-1]["loss"]
+    assert f"last loss {report['loss']['last']:.4f}" in done.err
 
 
 def test_a_named_checkpoint(halfway: Path, whole: Path) -> None:

@@ -357,7 +357,7 @@ def test_a_copy_of_another_runs_records(tmp_path: Path, recorded: Path) -> None:
     (target / "metrics.jsonl").write_text(rows(1, 2))  # of a try that was killed
     said: list[str] = []
     for _ in range(2):
-        copy_records(other / "step-00000008", {"evaluation": {"best_step": 4}}, target, said.append)
+        copy_records(other / "step-00000008", {"evaluation": {"best_step": 4, "best_loss": 1.0}}, target, said.append)
         rewind(target, 8, num_steps=12, say=said.append)
         assert steps_in(target / "metrics.jsonl") == list(range(1, 9)) and steps_in(target / "eval.jsonl") == [4, 8]
     assert (target / "best-00000004" / "best.json").is_file() and not list(target.glob(".tmp-*"))

@@ -27,6 +27,7 @@ from roundpipe_cli.engine.dispatch.transfer import TransferRecord
 from roundpipe_cli.engine.dispatch.work import NOBODY, AddedTransfer, DispatchEvent, Work
 from roundpipe_cli.schedule.operations import WEIGHTS, Op, Program
 from roundpipe_cli.schedule.timeline import COMPUTE, DOWN, HOST, UP
+from roundpipe_cli.units import shown_step
 
 MEMORY_HINT = (
     "lower micro_batch_size (or micro_batch_tokens) or max_seq_length, set pipeline.recompute=layer, or on_oom=adapt"
@@ -221,7 +222,7 @@ class StepRun:
         """Note that the lane's thread gave this step up: on a broken device everything that follows fails too."""
         what = "host updates" if worker == NOBODY else f"worker {worker}, its {lane} lane"
         with self.progress.lock:
-            self.errors.append(WorkResult(worker, error, f"{what}, step {self.step}"))
+            self.errors.append(WorkResult(worker, error, f"{what}, step {shown_step(self.step)}"))
         self.progress.abort()
 
     def lane_left(self, lane: str, worker: int) -> None:

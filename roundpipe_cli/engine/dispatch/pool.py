@@ -31,6 +31,7 @@ from roundpipe_cli.engine.dispatch.transfer import TransferOptions
 from roundpipe_cli.engine.dispatch.work import NOBODY, Work
 from roundpipe_cli.errors import InternalError, NoProgressError, OutOfDeviceMemoryError, RoundpipeError
 from roundpipe_cli.schedule.operations import Op
+from roundpipe_cli.units import shown_step
 
 TICK_S = 0.25
 JOIN_TIMEOUT_S = 5.0
@@ -156,7 +157,7 @@ class Pool:
                 try:
                     work.take_up(run.parts.pop(worker, None))  # no cycle: it holds the run
                 except BaseException as error:
-                    result.error, result.where = error, f"worker {worker}, taking up step {run.step}"
+                    result.error, result.where = error, f"worker {worker}, taking up step {shown_step(run.step)}"
                     run.progress.abort()
                 for lane in self._lanes[worker]:
                     lane.orders.put(run)
@@ -213,7 +214,7 @@ class Pool:
                     self._raise_first([*results, *run.errors])
                     raise NoProgressError(
                         f"no progress for {still_s:.0f} s: a worker is stuck (the stacks of all threads are above)",
-                        where=f"step {run.step}",
+                        where=f"step {shown_step(run.step)}",
                     ) from None
         return results
 

@@ -16,16 +16,17 @@ from typing import Any
 from roundpipe_cli.durable import TEMPORARY_PREFIX, disk_error, remove_tree, sync_folder, write_atomically
 from roundpipe_cli.events import Say
 from roundpipe_cli.plain_files import read_regular
-from roundpipe_cli.train.checkpoint.output_dir import EVAL_NAME, METRICS_NAME
+from roundpipe_cli.train.checkpoint.output_dir import EVAL_NAME, EVENTS_NAME, METRICS_NAME
 from roundpipe_cli.train.checkpoint.records import keep_edited_rows
-from roundpipe_cli.train.checkpoint.step_folders import best_folder
+from roundpipe_cli.train.checkpoint.step_folders import best_folder, kept_weights
 
 MAX_ROWS_BYTES = 1 << 30
 """A thousand bytes a row, a million rows."""
 
 
 def copy_records(checkpoint: Path, meta: Mapping[str, Any], output_dir: Path, say: Say) -> None:
-    """Copy what a run wrote before `checkpoint` into `output_dir`: its rows, and the best weights that `meta` names.
+    """Copy what a run wrote before `checkpoint` into `output_dir`: its rows and events, and the best weights that
+    `meta` names.
 
     Rows of later steps are copied too and cut later.
 
@@ -35,12 +36,12 @@ def copy_records(checkpoint: Path, meta: Mapping[str, Any], output_dir: Path, sa
     """
     run_dir = checkpoint.parent
     keep_edited_rows(run_dir, output_dir, say)
-    for name in (METRICS_NAME, EVAL_NAME):
+    for name in (METRICS_NAME, EVAL_NAME, EVENTS_NAME):
         if (run_dir / name).exists():
             write_atomically(output_dir / name, read_regular(run_dir / name, MAX_ROWS_BYTES))
-    best_step = (meta.get("evaluation") or {}).get("best_step")
-    if type(best_step) is int:
-        _copy_folder(best_folder(run_dir, best_step), best_folder(output_dir, best_step))
+    kept_step, _ = kept_weights(meta.get("evaluation"))
+    if kept_step is not None:
+        _copy_folder(best_folder(run_dir, kept_step), best_folder(output_dir, kept_step))
     say(f"{run_dir} stays as it is; its rows up to {checkpoint.name} are copied to {output_dir}")
 
 

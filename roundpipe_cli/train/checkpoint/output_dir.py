@@ -39,6 +39,7 @@ MARKER_NAME = ".roundpipe"
 LOCK_NAME = ".roundpipe.lock"
 METRICS_NAME = "metrics.jsonl"
 EVAL_NAME = "eval.jsonl"
+EVENTS_NAME = "events.jsonl"
 REPORT_NAME = "report.json"
 
 MAX_LOCK_BYTES = 1 << 16

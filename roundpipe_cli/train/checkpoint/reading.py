@@ -120,10 +120,11 @@ def peek(folder: Path) -> dict[str, Any] | None:
     return meta if isinstance(meta, dict) else None
 
 
-def best_step_of(folder: Path) -> int | None:
-    """The step whose weights were the best so far, as a checkpoint says; None: it names none, or cannot be read."""
+def kept_step_of(folder: Path) -> int | None:
+    """The step whose weights a checkpoint counts on as the best ones kept; None: it names none, or cannot be read."""
     evaluation = (peek(folder) or {}).get("evaluation")
-    step = evaluation.get("best_step") if isinstance(evaluation, dict) else None
+    state = evaluation if isinstance(evaluation, dict) else {}
+    step = state.get("kept_step", state.get("best_step"))  # earlier releases kept the weights of each best evaluation
     return step if type(step) is int else None
 
 

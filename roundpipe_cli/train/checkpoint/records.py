@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,17 @@ def truncate_metrics(path: Path, step: int) -> int:
     if rest != data:
         write_atomically(path, rest)
     return len(kept)
+
+
+def losses_by_step(path: Path) -> dict[int, float]:
+    """Step -> loss of the rows in `metrics.jsonl`, NaN where it was not finite; empty where there is no file."""
+    losses: dict[int, float] = {}
+    for line in path.read_bytes().split(b"\n")[:-1] if path.exists() else ():
+        step = _row_step(line)
+        if step is not None:
+            loss = json.loads(line).get("loss")
+            losses[step] = float(loss) if isinstance(loss, (int, float)) else math.nan
+    return losses
 
 
 def _row_step(line: bytes) -> int | None:

@@ -99,6 +99,8 @@ class SavedEvaluation:
     last_loss: float | None = None
     best_step: Whole | None = None
     best_loss: float | None = None
+    kept_step: Whole | None = None
+    kept_loss: float | None = None
     num_worse: Whole | None = None
 
 

@@ -8,9 +8,12 @@ result-00000020             the result of a finished run that was continued
 
 from __future__ import annotations
 
+import math
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from roundpipe_cli.errors import ResourceError
 
@@ -30,6 +33,13 @@ def step_folder(output_dir: Path, step: int) -> Path:
 def best_folder(output_dir: Path, step: int) -> Path:
     """`best_folder(Path("out"), 12)` is `out/best-00000012`."""
     return output_dir / f"best-{step:08d}"
+
+
+def kept_weights(state: Mapping[str, Any] | None) -> tuple[int | None, float]:
+    """(step, loss) of the kept weights in a checkpoint's state; those of the best evaluation where it does not say."""
+    state = state or {}
+    step, loss = (state.get(key, state.get(f"best_{key[5:]}")) for key in ("kept_step", "kept_loss"))
+    return (None, math.inf) if step is None or loss is None else (int(step), float(loss))
 
 
 def list_checkpoints(output_dir: Path) -> list[tuple[int, Path]]:

@@ -41,10 +41,11 @@ from roundpipe_cli.events import (
 from roundpipe_cli.redact import redact
 from roundpipe_cli.schedule.drawn import span_of, work_letter
 from roundpipe_cli.schedule.timeline import COMPUTE
+from roundpipe_cli.train.checkpoint.output_dir import EVENTS_NAME
 from roundpipe_cli.train.monitor.device_samples import DeviceSampler
 from roundpipe_cli.train.setup import Setup
+from roundpipe_cli.units import shown_step
 
-EVENTS_NAME = "events.jsonl"
 LOOK_S = 0.2
 SAMPLE_S = 1.0
 TIMELINE_S = 2.0
@@ -130,7 +131,7 @@ class Telemetry:
         offset_s = self._clock() - time.perf_counter() + look.started_s
         done = tuple(_span(item, look, offset_s) for item in look.done)
         running = tuple(_span(item, look, offset_s) for item in look.running)
-        self._tell(WorkSeen(offset_s + look.now_s, look.step + 1, done, running))
+        self._tell(WorkSeen(offset_s + look.now_s, shown_step(look.step), done, running))
 
     def _sample(self) -> Sample:
         memory = host_memory()
@@ -156,17 +157,18 @@ def _span(item: ActionTime, look: LiveNews, offset_s: float) -> Span:
 class EventRecorder:
     """Passes events on and keeps those of later use in a file; a full disk ends the file, not the run."""
 
-    def __init__(self, output_dir: Path, first_step: int, clock: Clock, tell: Tell) -> None:
+    def __init__(self, output_dir: Path, clock: Clock, tell: Tell) -> None:
         """
         Args:
-            output_dir: of this run, locked.
-            first_step: steps done; what an earlier attempt wrote about later ones is cut off.
+            output_dir: of this run, locked; nothing is written there before `opened`.
             clock: the run's.
             tell: gets every event first.
         """
         self._path = output_dir / EVENTS_NAME
-        self._first_step = first_step
-        self._clock, self._tell = clock, tell
+        self._first_step = 0
+        self.clock, self._tell = clock, tell
+        self._early: deque[tuple[float, Notice]] | None = deque(maxlen=KEPT_NOTICES)
+        """Notices from before the file is open, with their times; None from then on."""
         self._lock = threading.Lock()
         self._file: int | None = None
         self._num_bytes = 0
@@ -175,11 +177,21 @@ class EventRecorder:
         self._next_sample_s = self._next_timeline_s = 0.0
         self._unwritten: deque[StepTimeline] = deque(maxlen=KEPT_TIMELINES)
 
+    def opened(self, first_step: int) -> EventRecorder:
+        """This recorder, for a run of which `first_step` steps are done: what an earlier attempt wrote about later ones
+        is cut off."""
+        self._first_step = first_step
+        return self
+
     def __enter__(self) -> EventRecorder:
         with self._failing_softly():
             lines = read_lines(self._path)
             kept = [line for line in lines if _step(line) <= self._first_step] if self._first_step else []
             self._rewrite(kept)
+        with self._lock:
+            early, self._early = self._early or (), None
+            for time_s, event in early:
+                self._write(event, time_s)
         return self
 
     def __exit__(
@@ -199,9 +211,11 @@ class EventRecorder:
 
     def _record(self, event: Event) -> None:
         with self._lock:
+            if self._early is not None and isinstance(event, Notice):
+                self._early.append((self.clock(), event))
             if self._file is None or isinstance(event, (StepFinished, WorkSeen)):
                 return
-            now_s = self._clock()
+            now_s = self.clock()
             if isinstance(event, StepTimeline):
                 self._unwritten.append(event)
                 if now_s >= self._next_timeline_s:
@@ -217,10 +231,10 @@ class EventRecorder:
         while self._unwritten:
             self._write(self._unwritten.popleft())
 
-    def _write(self, event: Event) -> None:
+    def _write(self, event: Event, time_s: float | None = None) -> None:
         if self._file is None:
             return
-        line = _line({"t": round(self._clock(), 3), **encode(event)})
+        line = _line({"t": round(self.clock() if time_s is None else time_s, 3), **encode(event)})
         with self._failing_softly():
             if os.write(self._file, line) < len(line):
                 raise OSError("the disk is full")

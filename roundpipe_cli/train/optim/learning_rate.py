@@ -12,7 +12,7 @@ import torch
 from roundpipe_cli.data.batching import BatchSampler
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.recipe.schema import Recipe
-from roundpipe_cli.units import counted
+from roundpipe_cli.units import counted, shown_step
 
 MAX_CHECKED_STEPS = 100_000
 """Every step of a run is checked up to here, in a fraction of a second; of a longer one evenly spaced ones, and those
@@ -98,7 +98,7 @@ def make_rate_schedule(
             if not math.isfinite(rate) or rate < 0 or (rate > peak * (1 + ROUNDING) and not above_peak):
                 raise _out_of_bounds(name, step, rate, peak, what)
     except (ValueError, TypeError, ArithmeticError) as error:
-        at = "" if step is None else f" at step {step + 1}"
+        at = "" if step is None else f" at step {shown_step(step)}"
         raise RefusedError(
             f"the schedule {name} does not take these settings",
             where="lr_scheduler_kwargs",
@@ -121,7 +121,7 @@ def _out_of_bounds(name: str, step: int, rate: float, peak: float, what: str) ->
     return RefusedError(
         f"the schedule {name} gives a learning rate that is out of bounds",
         where="lr_scheduler_kwargs",
-        found=f"{rate:g} at step {step + 1}, by {what}",
+        found=f"{rate:g} at step {shown_step(step)}, by {what}",
         expected=f"a number from 0 to learning_rate, {peak:g}, at every step",
         hint="lr_above_peak: true, if it is meant to exceed it" if math.isfinite(rate) and rate > peak else None,
     )
@@ -140,14 +140,16 @@ def describe_schedule(schedule: RateSchedule, recipe: Recipe, num_steps: int) ->
         )
     last = next((step for step in reversed(rates) if rates[step] > 0), None)
     if last is not None and last + 2 < num_steps:
-        lines.append(f"the learning rate is 0 from step {last + 2} to the end, step {num_steps}: they train nothing")
+        lines.append(
+            f"the learning rate is 0 from step {shown_step(last + 1)} to the end, step {num_steps}: they train nothing"
+        )
     return lines
 
 
 def describe_change(old: RateSchedule, new: RateSchedule, *, step: int, old_steps: int, num_steps: int) -> str:
     """One line for the user: how another number of steps changes a run that continues after `step` updates."""
     text = f"the run has {num_steps} steps instead of {old_steps}"
-    now, before = f"step {step + 1} has {new(step):.4g}", f"step {step} had {old(step - 1):.4g}"
+    now, before = f"step {shown_step(step)} has {new(step):.4g}", f"step {step} had {old(step - 1):.4g}"
     if all(old(k) == new(k) for k in range(step)):
         return f"{text}: so far the learning rate is that of a run of {num_steps} steps; {before}, {now}"
     return (

@@ -23,6 +23,7 @@ from roundpipe_cli.errors import InternalError, ResourceError, RoundpipeError
 from roundpipe_cli.faults import fault
 from roundpipe_cli.train.nodes.shard import Shards
 from roundpipe_cli.train.optim.optimizer import HostOptimizer
+from roundpipe_cli.units import shown_step
 from roundpipe_cli.watchdog import at_work
 
 UpdateQueue = queue.Queue[Callable[[], None] | None]
@@ -179,12 +180,12 @@ class Updater:
                 self._changed.notify_all()
 
     def _pass_fault(self, step: int) -> None:
-        self._where = f"the optimizer, step {step + 1}"
+        self._where = f"the optimizer, step {shown_step(step)}"
         with at_work(self._where):
             self._poison = fault("optimizer", step=step)
 
     def _enter_layer(self, step: int, layer: int) -> None:
-        self._where = f"the optimizer, step {step + 1}, layer {self._store.layouts[layer].name}"
+        self._where = f"the optimizer, step {shown_step(step)}, layer {self._store.layouts[layer].name}"
         if self.before_layer is not None:
             self.before_layer(layer, self._store.version_of(layer) + 1)
 
@@ -215,7 +216,7 @@ class Updater:
             return
         if self.before_layer is not None:
             self.before_layer(layer, version)
-        where = f"new weights of {self._store.layouts[layer].name}, step {step + 1}"
+        where = f"new weights of {self._store.layouts[layer].name}, step {shown_step(step)}"
         with at_work(where), self._store.next_version(layer) as target:
             self._shards.share(layer, target.whole)
 

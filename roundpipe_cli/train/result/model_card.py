@@ -123,7 +123,11 @@ def _figures(report: Mapping[str, Any]) -> list[str]:
     loss, evaluation = _part(report, "loss"), _part(report, "evaluation")
     rows = [("steps", report.get("num_steps")), ("first training loss", loss.get("first"))]
     rows += [("last training loss", loss.get("last"))]
-    rows += [(f"evaluation: {key}", value) for key, value in evaluation.items() if isinstance(value, (int, float))]
+    rows += [
+        (f"evaluation: {key.replace('_', ' ')}", value)
+        for key, value in evaluation.items()
+        if isinstance(value, (int, float)) and not isinstance(value, bool)
+    ]
     rows = [(name, value) for name, value in rows if value is not None]
     if not rows:
         return []
@@ -131,7 +135,17 @@ def _figures(report: Mapping[str, Any]) -> list[str]:
         f"| {_plain(name)} | {value:.4f} |" if isinstance(value, float) else f"| {_plain(name)} | {_plain(value)} |"
         for name, value in rows
     ]
-    return ["## Figures", "", "| figure | value |", "|---|---|", *table, ""]
+    return ["## Figures", "", "| figure | value |", "|---|---|", *table, "", *_which_weights(report, evaluation)]
+
+
+def _which_weights(report: Mapping[str, Any], evaluation: Mapping[str, Any]) -> list[str]:
+    """Whether the weights are those of the best evaluation."""
+    best_step = evaluation.get("best_step")
+    if type(best_step) is not int:
+        return []
+    if evaluation.get("result_is_best") is True or best_step == report.get("num_steps"):
+        return [f"The weights are those of the best evaluation, after step {best_step}.", ""]
+    return [f"The weights are not those of the best evaluation, which was after step {best_step}.", ""]
 
 
 def _base(report: Mapping[str, Any]) -> list[str]:

@@ -33,6 +33,8 @@ class RunFigures:
     """Seconds of forward and backward of each step."""
     launch_bound: Sequence[float]
     """Share of each step's busy time in which GPUs may have waited for launches."""
+    losses: Mapping[int, float]
+    """Step -> loss since the start of the run; steps whose rows were lost are missing."""
     num_steps: int
     """Steps since the start of the run."""
     seconds: float
@@ -51,7 +53,7 @@ def make_report(setup: Setup, figures: RunFigures, predicted: Mapping[str, float
     import transformers
 
     store, rows = setup.store, figures.rows
-    losses = [row.loss for row in rows if math.isfinite(row.loss)]
+    losses = [figures.losses[step] for step in sorted(figures.losses) if math.isfinite(figures.losses[step])]
     return {
         "tool_version": __version__,
         "model": setup.source.name,
@@ -73,13 +75,14 @@ def make_report(setup: Setup, figures: RunFigures, predicted: Mapping[str, float
             "trained_tokens": setup.dataset.report.trained_tokens,
         },
         "loss": {
-            "first": losses[0] if losses else None,
+            "first": losses[0] if losses and 1 in figures.losses else None,
             "last": losses[-1] if losses else None,
             f"mean_of_last_{LAST_STEPS}": statistics.fmean(losses[-LAST_STEPS:]) if losses else None,
         },
         "predicted": dict(predicted) or None,
         "measured": {
             "steps": len(rows),
+            "first_step": rows[0].step if rows else None,
             "step_s": _median([row.step_s for row in rows]),
             "pipeline_s": _median(figures.pipeline_s),
             "tokens_per_s": _median([row.tokens_per_s for row in rows]),
