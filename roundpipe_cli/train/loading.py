@@ -68,7 +68,8 @@ class _Progress:
 def fill_store(
     store: WeightStore, source: ModelSource, model: nn.Module, recipe: Recipe, start: Path | None, tell: Tell
 ) -> None:
-    """Load the base weights, then the adapter's: first values, or those that are trained further.
+    """Load the base weights, then the adapter's: first values, or those that are trained further, which DPO's reference
+    keeps.
 
     Args:
         model: the skeleton, adapters included.
@@ -86,3 +87,5 @@ def fill_store(
     first = initial_values(model, recipe.seed, store.base_weight, recipe.lora.init)
     for name, values in first if start is None else read_adapter_tensors(model, start).items():
         store.set_parameter(name, values)
+    if start is not None and recipe.objective == "dpo":
+        store.keep_reference()

@@ -55,7 +55,13 @@ from roundpipe_cli.train.rows import (
 )
 from roundpipe_cli.train.sampling import rows_of_steps
 from roundpipe_cli.train.token_budget import with_token_budget
-from roundpipe_cli.train.trainable import describe_unreached, make_trainable, start_folder
+from roundpipe_cli.train.trainable import (
+    describe_reference,
+    describe_unreached,
+    make_trainable,
+    start_folder,
+    start_hash,
+)
 from roundpipe_cli.train.unpacking import decide_unpacking
 from roundpipe_cli.units import format_bytes, format_count
 
@@ -89,6 +95,8 @@ class Setup:
     """Hash of the base weights' files; see `Fingerprint`."""
     config_hash: str = ""
     """See `config_fingerprint`."""
+    start_hash: str = ""
+    """Hash of the adapter that is trained further; see `start_hash`."""
     fused: FusedOps | None = None
     """Modules that compute by fused operators; None: all by their own code (`kernels: reference`)."""
     unpacks_once: bool = False
@@ -159,6 +167,8 @@ def prepare(
         for text in describe_left_out(model, split.blocks_path):
             tell(Notice(text))
     peft_model = trained.put_into(model, split)
+    if reference := describe_reference(recipe, base.source, start):
+        tell(Notice(reference))
     packed = _packed_names(base, model, split, tell)
     proof = prove_once(model, split, recipe, trained.build, tell)
     refuse_long_rows(longest_row(rows.dataset, rows.rejected, rows.evaluation), proof)
@@ -186,6 +196,7 @@ def prepare(
         base_files,
         fingerprint.result(),
         config_fingerprint(base.source),
+        start_hash(start, recipe),
         fused,
         decide_unpacking(loaded, base.packed_as, tell),
     )
