@@ -30,6 +30,7 @@ from roundpipe_cli.model.fused import FusedOps, find_fused_ops, with_fp8_product
 from roundpipe_cli.model.layer_parameters import layer_parameters
 from roundpipe_cli.model.layout import LayerLayout, make_layout
 from roundpipe_cli.model.load import build_skeleton, load_config, load_tokenizer, switch_off
+from roundpipe_cli.model.lora import describe_dead_alternatives
 from roundpipe_cli.model.packed_weights import check_packed, quantizable_names
 from roundpipe_cli.model.packing import check_packing
 from roundpipe_cli.model.router_loss import describe_router_loss, leave_out_router_loss
@@ -163,9 +164,8 @@ def prepare(
         schedule_of(recipe, num_steps_of(recipe, sampler))  # and a learning rate out of bounds
     start = start_folder(loaded)
     trained = _Training(recipe, base.source, start)
-    if recipe.method == "lora" and start is None and recipe.lora.target_modules == "all-linear":
-        for text in describe_left_out(model, split.blocks_path):
-            tell(Notice(text))
+    for text in _describe_targets(model, split, recipe) if start is None else ():
+        tell(Notice(text))
     peft_model = trained.put_into(model, split)
     if reference := describe_reference(recipe, base.source, start):
         tell(Notice(reference))
@@ -200,6 +200,16 @@ def prepare(
         fused,
         decide_unpacking(loaded, base.packed_as, tell),
     )
+
+
+def _describe_targets(model: nn.Module, split: ModelSplit, recipe: Recipe) -> list[str]:
+    """Notes on what the recipe's names of adapted modules leave out."""
+    targets = recipe.lora.target_modules
+    if recipe.method != "lora" or not isinstance(targets, str):
+        return []
+    if targets == "all-linear":
+        return describe_left_out(model, split.blocks_path)
+    return describe_dead_alternatives(model, targets)
 
 
 def _on_devices(loaded: LoadedRecipe, tell: Tell) -> tuple[tuple[str, ...], LoadedRecipe]:
