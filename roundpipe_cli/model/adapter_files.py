@@ -137,7 +137,7 @@ class StartedBase:
             )
 
     def weight(self, name: str, values: torch.Tensor) -> torch.Tensor:
-        """What the start makes of a base weight, in the model's type; the weight itself where it changes nothing.
+        """A base weight after the start, in the model's type; the weight itself where it changes nothing.
 
         Raises:
             RefusedError: PEFT cannot start on it.

@@ -206,7 +206,7 @@ def describe_dead_alternatives(model: nn.Module, pattern: str) -> list[str]:
 def _alternatives(pattern: str) -> Iterator[tuple[str, str]]:
     """(text between `|`, the pattern with that text alone in its group), but for groups that exclude."""
     open_groups: list[list[int]] = [[0]]
-    """Of each group that is open, where its text begins, and where each of its `|` stands."""
+    """Places of each group that is open: where its text begins, then each of its `|`."""
     groups: list[tuple[list[int], int]] = []
     place = 0
     while place < len(pattern):

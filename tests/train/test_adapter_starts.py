@@ -227,8 +227,8 @@ def test_starts_that_are_not_offered_are_refused(bases: dict[str, Base], tmp_pat
     make_adapter(bases["untied"], tmp_path / "kasa", kasa_config=KasaConfig())
     with pytest.raises(RefusedError, match="KaSA"):
         continued(bases["untied"], tmp_path / "kasa")
-    make_adapter(bases["tied"], tmp_path / "shared", init_lora_weights="pissa", target_modules=["lm_head", "q_proj"])
-    for base, name, text in (("untied", "kasa", "KaSA"), ("tied", "shared", "embedding and LM head share")):
+    make_adapter(bases["tied"], tmp_path / "table", init_lora_weights="pissa", target_modules=["lm_head", "q_proj"])
+    for base, name, text in (("untied", "kasa", "KaSA"), ("tied", "table", "embedding and LM head share")):
         with pytest.raises(RefusedError, match=text):
             merge_result(tmp_path / name, ModelSource("base", bases[base].folder), tmp_path / "merged", None)
 
