@@ -264,6 +264,7 @@ class Engine:
         *,
         step: int,
         adapters: bool = True,
+        version: int | None = None,
         greedy: bool = False,
     ) -> list[HeadScores]:
         """Losses and log-probabilities of the target tokens of each microbatch, without dropout, gradients or backward.
@@ -273,6 +274,7 @@ class Engine:
             schedule: forwards alone, from `build_forward`.
             step: for error messages.
             adapters: False leaves the adapters out: the base model's.
+            version: of the weights; None: the newest.
             greedy: also tell the most probable token at each target's place.
 
         Raises:
@@ -282,7 +284,9 @@ class Engine:
         assert schedule.num_workers == self.num_workers and schedule.num_microbatches == len(microbatches)
         assert not self._under_way
         context = self._context(microbatch_states(microbatches, schedule.sequence_chunks), schedule, step)
-        context = replace(context, scoring=Scoring(adapters, greedy))
+        context = replace(
+            context, scoring=Scoring(adapters, greedy), version=context.version if version is None else version
+        )
         self._wait(self._start(context, 1.0))
         scores = [state.scores for state in context.microbatches]
         return [replace(item, loss_sum=float(item.loss_sum)) for item in scores if item is not None]

@@ -51,7 +51,7 @@ class StageSlots:
         self._bound: dict[tuple[int, int, int], dict[str, nn.Parameter]] = {}
         """By (slot or `KEPT`, offset, layer)."""
         self._on_host: dict[int, list[dict[str, nn.Parameter]]] = {}
-        """By version modulo the number of versions kept: the embed layer's parameters, then those of aliased layers."""
+        """By the version's slot in the store: the embed layer's parameters, then those of aliased layers."""
         self._host_version = -1
         self.bound_visit = -1
         """The visit of the step at work whose layers the modules have."""
@@ -158,7 +158,7 @@ class StageSlots:
         """Point what is read from host memory at the weights of `version`: the embed layer, aliased layers."""
         store, model = self._store, self._layers.model
         last = len(store.layouts) if self._backend.aliases_host else 1
-        slot = version % (1 + store.staleness)
+        slot = store.slot_of(version)
         if slot == self._host_version:
             return
         if slot not in self._on_host:

@@ -31,6 +31,8 @@ from roundpipe_cli.model.quantized_files import PackedWeight
 
 NO_VERSION = -1
 """Version of a buffer that is empty or being written."""
+REFERENCE = -2
+"""Version of the weights that `keep_reference` put aside."""
 
 
 def mapped_buffers(folder: Path, sizes: Sequence[int]) -> list[torch.Tensor]:
@@ -117,21 +119,47 @@ class WeightStore:
         self._places: dict[str, tuple[int, ParameterPlace]] = {
             place.name: (index, place) for index, layout in enumerate(layouts) for place in layout.places
         }
+        self._reference: list[torch.Tensor] = []
+        """Per layer, uint8: the trainable weights that were put aside; empty: none were."""
+        self._reference_views: Mapping[str, torch.Tensor] = {}
         self._views = [self._make_views(slot) for slot in range(1 + staleness)]
         self._trained = [layer for layer, layout in enumerate(layouts) if layout.num_trainable_elements]
         self._held: list[list[int]] = []
         """Per layer, which version each of its buffers holds."""
         self.set_version(0)
 
-    def _make_views(self, slot: int) -> dict[str, torch.Tensor]:
-        return {name: self._place(index, place, slot) for name, (index, place) in self._places.items()}
+    def _make_views(self, version: int) -> dict[str, torch.Tensor]:
+        return {name: self._place(index, place, version) for name, (index, place) in self._places.items()}
 
-    def _place(self, layer: int, place: ParameterPlace, slot: int) -> torch.Tensor:
-        if slot and place.trainable:
-            return _moved(place, self.layouts[layer]).view(self._odd[layer])
+    def _place(self, layer: int, place: ParameterPlace, version: int) -> torch.Tensor:
+        apart = self._apart(layer, version)
+        if apart is not None and place.trainable:
+            return _moved(place, self.layouts[layer]).view(apart)
         return place.view(self.buffers[layer])
 
+    def _apart(self, layer: int, version: int) -> torch.Tensor | None:
+        """The bytes of a layer's trainable weights of a version that does not lie in the layer's own buffer."""
+        if version == REFERENCE:
+            return self._reference[layer]
+        return self._odd[layer] if self.slot_of(version) else None
+
     # -- versions ------------------------------------------------------------------------------------------------
+
+    def keep_reference(self) -> None:
+        """Put the trainable weights aside as they are now: every pass can read them as version `REFERENCE`."""
+        self._reference = [page_aligned(layout.trainable_num_bytes) for layout in self.layouts]
+        for layer, kept in enumerate(self._reference):
+            kept.copy_(self.trained_bytes(layer, self.newest))
+        self._reference_views = self._make_views(REFERENCE)
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether weights were put aside."""
+        return bool(self._reference)
+
+    def slot_of(self, version: int) -> int:
+        """Stands for the memory in which a version lies: versions with one slot are not there at once."""
+        return REFERENCE if version == REFERENCE else version % (1 + self.staleness)
 
     @property
     def newest(self) -> int:
@@ -148,7 +176,7 @@ class WeightStore:
 
     def check_version(self, layer: int, version: int) -> None:
         """Assert that `layer` has its weights of `version`, whole; called wherever a step starts to read them."""
-        if self.layouts[layer].num_trainable_elements:
+        if self.layouts[layer].num_trainable_elements and version != REFERENCE:
             held = self._held[layer][version % len(self._views)]
             assert held == version, f"layer {layer} has weights of version {held}, not {version}"
 
@@ -166,8 +194,8 @@ class WeightStore:
 
     def trained_bytes(self, layer: int, version: int) -> torch.Tensor:
         """The bytes of a layer's trainable weights of one version, uint8."""
-        odd = version % len(self._views)
-        return self._odd[layer] if odd else self.layouts[layer].trainable_bytes(self.buffers[layer])
+        apart = self._apart(layer, version)
+        return self.layouts[layer].trainable_bytes(self.buffers[layer]) if apart is None else apart
 
     def _flat(self, layer: int, version: int) -> torch.Tensor:
         """The trainable weights of one version, flat, in the layer's dtype."""
@@ -195,19 +223,19 @@ class WeightStore:
     def pieces(self, layer: int, version: int) -> list[tuple[int, torch.Tensor]]:
         """The bytes of a layer at `version` as (offset in the layer's layout, uint8 tensor): what is to be uploaded."""
         self.check_version(layer, version)
-        layout = self.layouts[layer]
-        if not layout.num_trainable_elements or version % len(self._views) == 0:
+        layout, apart = self.layouts[layer], self._apart(layer, version)
+        if not layout.num_trainable_elements or apart is None:
             return [(0, self.buffers[layer])]
         frozen_bytes = layout.trainable_offset_bytes
         frozen = [(0, self.buffers[layer][:frozen_bytes])] if frozen_bytes else []
-        return [*frozen, (frozen_bytes, self._odd[layer])]
+        return [*frozen, (frozen_bytes, apart)]
 
     def parameters(self, layer: int, version: int) -> dict[str, torch.nn.Parameter]:
         """Parameters on the host's own bytes of a layer at `version`, for devices that read host memory."""
-        layout, odd = self.layouts[layer], bool(version % len(self._views))
+        layout, apart = self.layouts[layer], self._apart(layer, version)
         return {
-            place.name: _moved(place, layout).parameter(self._odd[layer])
-            if odd and place.trainable
+            place.name: _moved(place, layout).parameter(apart)
+            if apart is not None and place.trainable
             else place.parameter(self.buffers[layer])
             for place in layout.places
         }
@@ -219,7 +247,7 @@ class WeightStore:
 
     def views_at(self, version: int) -> Mapping[str, torch.Tensor]:
         """Parameter name -> its weights of `version`, a view."""
-        return self._views[version % len(self._views)]
+        return self._reference_views if version == REFERENCE else self._views[self.slot_of(version)]
 
     @property
     def trainable_names(self) -> frozenset[str]:
@@ -280,18 +308,19 @@ class WeightStore:
         return [
             *([] if self.is_mapped else self.buffers),
             *self._odd,
+            *self._reference,
             *(gradient for slot in self._gradients for gradient in slot),
         ]
 
     def num_bytes(self) -> dict[str, int]:
-        """Host bytes by part: weights (all versions), masters (0 in float32), gradients."""
+        """Host bytes by part: weights (all versions, and those put aside), masters (0 in float32), gradients."""
         masters = sum(
             master.nbytes
             for master, layout in zip(self.masters, self.layouts, strict=True)
             if layout.trainable_dtype != torch.float32 and not master.is_meta
         )
         return {
-            "weights": sum(buffer.nbytes for buffer in (*self.buffers, *self._odd)),
+            "weights": sum(buffer.nbytes for buffer in (*self.buffers, *self._odd, *self._reference)),
             "masters": masters,
             "gradients": sum(gradient.nbytes for slot in self._gradients for gradient in slot),
         }

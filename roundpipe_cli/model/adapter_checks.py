@@ -21,6 +21,20 @@ PATTERN_S = 2.0
 REFUSED_KEYS = ("megatron_config", "layer_replication")
 """The first imports a module that the file names; the second changes the base model, by any number of layers."""
 
+PLAIN_STARTS = ("gaussian", "eva", "orthogonal", "mica")
+"""Values of `init_lora_weights` beside true and false that leave the base weights as they are."""
+BASE_STARTS = ("pissa", "olora")
+"""Those that take the adapter's first product out of the base weights; PEFT makes the same ones again when it loads."""
+CONVERT_HINT = "where it was trained, convert it: save_pretrained(..., path_initial_model_for_weight_conversion=)"
+MERGE_HINT = "where it was trained, merge it with merge_and_unload() and take the result for a base"
+LOST_STARTS = (
+    ("pissa_niter_", "random numbers decide its base weights, and no adapter holds them", CONVERT_HINT),
+    ("corda", "its base weights were made from activations of its training data", CONVERT_HINT),
+    ("lora_ga", "its base weights were made from gradients of its training data", CONVERT_HINT),
+    ("loftq", "its base weights are the quantised ones that PEFT made on its GPU", MERGE_HINT),
+)
+"""(beginning of the value, why its base weights cannot be made again, hint)."""
+
 
 def check_adapter_folder(folder: Path) -> dict[str, Any]:
     """The adapter's configuration as plain data, of a folder that is safe to open.
@@ -43,6 +57,31 @@ def check_adapter_folder(folder: Path) -> dict[str, Any]:
         if config.get(key) is not None and not fits(config[key]):
             raise _odd(path, key, config[key], expected)
     return config
+
+
+def base_start(config: Mapping[str, Any], folder: Path) -> str | None:
+    """The start by which the adapter changed the weights of its base, `pissa` or `olora`; None: it left them alone.
+
+    Args:
+        config: the adapter's configuration as plain data.
+
+    Raises:
+        RefusedError: those weights cannot be made again, or PEFT knows no such start.
+    """
+    value = config.get("init_lora_weights", True)
+    name = value if isinstance(value, str) else ""
+    name = name.lower() if name.lower() in ("gaussian", "mica", "olora") else name  # as PEFT reads them
+    if name in BASE_STARTS:
+        return name
+    where, what = str(folder / ADAPTER_CONFIG), "the base weights that this adapter was trained on cannot be made again"
+    for beginning, reason, hint in LOST_STARTS:
+        if name.startswith(beginning):
+            raise RefusedError(what, where=where, found=f"init_lora_weights: {name}: {reason}", hint=hint)
+    if name not in PLAIN_STARTS and not (value is None or isinstance(value, bool)):
+        known = ", ".join(("true", "false", *PLAIN_STARTS, *BASE_STARTS))
+        what = "this start of an adapter is not known"
+        raise RefusedError(what, where=where, found=f"init_lora_weights: {value!r}"[:200], expected=f"one of {known}")
+    return None
 
 
 def _odd(path: Path, key: str, value: object, expected: str) -> RefusedError:

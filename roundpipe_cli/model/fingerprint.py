@@ -60,7 +60,7 @@ class Fingerprint:
             if path is None:
                 return
             try:
-                self._digests[path] = _sha256(path)
+                self._digests[path] = sha256_of(path)
             except OSError as error:
                 self._digests[path] = error
 
@@ -77,7 +77,8 @@ def config_fingerprint(source: ModelSource) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
-def _sha256(path: Path) -> str:
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file, hexadecimal."""
     digest = hashlib.sha256()
     buffer = memoryview(bytearray(CHUNK_BYTES))
     with path.open("rb", buffering=0) as file:

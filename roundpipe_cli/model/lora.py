@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,13 +16,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.errors import RefusedError, closest
+from roundpipe_cli.model.adapter_checks import ADAPTER_CONFIG
 from roundpipe_cli.model.adapter_files import put_adapter, read_adapter_config
 from roundpipe_cli.model.all_linear import left_out_pattern
 from roundpipe_cli.model.architectures import dropout_refusal
 from roundpipe_cli.model.packed_weights import import_bitsandbytes
+from roundpipe_cli.model.stored.names import base_name, is_adapter
 
 ADAPTER = "default"
+TARGETS_HINT = "lora.target_modules=all-linear adapts every linear layer of the blocks"
 
 
 @dataclass(frozen=True)
@@ -83,7 +88,7 @@ def add_lora(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # says that all-linear covers fused experts; the run's notices say it too
             peft_model = get_peft_model(model, config, autocast_adapter_dtype=False)  # type: ignore[arg-type]
-    except ValueError as error:
+    except (ValueError, re.error) as error:
         reason = str(error).splitlines()[0][:200]
         if settings.use_dora and "dora" in reason.lower():
             hint = "set lora.use_dora=false, or leave the experts out with lora.target_modules"
@@ -96,8 +101,9 @@ def add_lora(
             "LoRA finds nothing to adapt",
             where="lora.target_modules",
             found=f"{names!r}: {reason}",
-            hint="lora.target_modules=all-linear adapts every linear layer of the blocks",
+            hint=_nearest(model, settings.target_modules) or TARGETS_HINT,
         ) from error
+    _refuse_unmatched(peft_model, "lora.target_modules")
     peft_model.peft_config[ADAPTER].base_model_name_or_path = base_name
     _use_dtype(model, dtype)
     return peft_model
@@ -115,6 +121,8 @@ def continue_lora(model: nn.Module, folder: Path, *, dropout: float, dtype: torc
     config.base_model_name_or_path = base_name
     _refuse_missing(model, tuple(config.modules_to_save or ()))
     peft_model = put_adapter(model, config, folder)
+    hint = "delete it there: the adapter has no weights for it"
+    _refuse_unmatched(peft_model, f"{folder / ADAPTER_CONFIG}: target_modules", hint)
     _use_dtype(model, dtype)
     return peft_model
 
@@ -136,7 +144,7 @@ def _refuse_missing(model: nn.Module, modules_to_save: tuple[str, ...]) -> None:
         found = [m for path, m in model.named_modules() if path == wanted or path.endswith(f".{wanted}")]
         where = "lora.modules_to_save"
         if not found:
-            raise RefusedError("no such module to train", where=where, found=wanted)
+            raise RefusedError("no such module to train", where=where, found=wanted, hint=_nearest(model, [wanted]))
         shared = {id(parameter) for parameter in _shared(model)}
         if any(id(parameter) in shared for module in found for parameter in module.parameters()):
             raise RefusedError(
@@ -145,6 +153,82 @@ def _refuse_missing(model: nn.Module, modules_to_save: tuple[str, ...]) -> None:
                 found=wanted,
                 hint="leave it out, or use method: full",
             )
+
+
+def _refuse_unmatched(peft_model: Any, where: str, hint: str | None = None) -> None:
+    """PEFT adapts what it finds of several names, and says nothing of the others.
+
+    Args:
+        hint: None: the nearest names of the model.
+
+    Raises:
+        RefusedError: a name that matches nothing.
+    """
+    tuner, config = peft_model.base_model, peft_model.peft_config[ADAPTER]
+    if isinstance(config.target_modules, str):
+        return
+    found = [f".{path}" for path in (*tuner.targeted_module_names, *tuner.targeted_parameter_names)]
+    # PEFT itself moves names of experts whose weights are fused to the parameters that hold them.
+    names = sorted({*(config.target_modules or ()), *(config.target_parameters or ())})
+    unmatched = [name for name in names if not any(path.endswith(f".{name}") for path in found)]
+    if unmatched:
+        hint = hint or _nearest(tuner.model, unmatched) or TARGETS_HINT
+        raise RefusedError("no such module to adapt", where=where, found=", ".join(unmatched), hint=hint)
+
+
+def _nearest(model: nn.Module, names: str | Sequence[str]) -> str | None:
+    """A hint with the model's own names for misspelt ones; None where none is near."""
+    paths = [base_name(path).split(".") for path, _ in model.named_modules() if path and not is_adapter(f".{path}.")]
+    known: dict[str, None] = {}
+    for name in [names] if isinstance(names, str) else names:
+        num_parts = name.count(".") + 1
+        ends = {".".join(path[-num_parts:]) for path in paths if not path[-1].isdecimal()}
+        if name in ends and isinstance(names, str):
+            return f"a name is written in a list: lora.target_modules=[{name}]"
+        if name not in ends and (near := closest(name, sorted(ends))):
+            known[near] = None
+    return f"did you mean {', '.join(known)}?" if known else None
+
+
+def describe_dead_alternatives(model: nn.Module, pattern: str) -> list[str]:
+    """Notes on the parts of a pattern between `|` without which it matches the same modules."""
+    paths = [path for path, _ in model.named_modules()]
+    notes = []
+    for alternative, alone in _alternatives(pattern):
+        with suppress(re.error):  # a group that is referred to elsewhere
+            if alternative and not any(re.fullmatch(alone, path) for path in paths):
+                text = f"lora.target_modules: {alternative} in the pattern matches no module of this model"
+                near = _nearest(model, [alternative])
+                notes.append(f"{text}; {near}" if near else text)
+    return notes
+
+
+def _alternatives(pattern: str) -> Iterator[tuple[str, str]]:
+    """(text between `|`, the pattern with that text alone in its group), but for groups that exclude."""
+    open_groups: list[list[int]] = [[0]]
+    """Places of each group that is open: where its text begins, then each of its `|`."""
+    groups: list[tuple[list[int], int]] = []
+    place = 0
+    while place < len(pattern):
+        if skipped := re.compile(r"\\.|\[\^?\]?[^]]*\]|\{[^}]*\}", re.DOTALL).match(pattern, place):
+            place = skipped.end()
+            continue
+        if pattern[place] == "(":
+            prefix = re.compile(r"\((\?(:|P?<\w+>|=|!|<=|<!))?").match(pattern, place)
+            assert prefix is not None
+            open_groups.append([prefix.end()])
+            place = prefix.end()
+            continue
+        if pattern[place] == "|":
+            open_groups[-1].append(place)
+        elif pattern[place] == ")" and len(open_groups) > 1:
+            groups.append((open_groups.pop(), place))
+        place += 1
+    groups.append((open_groups[0], len(pattern)))
+    for (begin, *bars), end in groups:
+        if bars and not pattern[:begin].endswith("!"):
+            for left, right in zip([begin, *(bar + 1 for bar in bars)], [*bars, end], strict=True):
+                yield pattern[left:right], pattern[:begin] + pattern[left:right] + pattern[end:]
 
 
 def _shared(model: nn.Module) -> list[nn.Parameter]:

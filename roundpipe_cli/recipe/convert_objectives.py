@@ -79,7 +79,7 @@ _TARGETS: Mapping[str, Mapping[str, str]] = {
 }
 """Key of another tool -> objective -> recipe key."""
 
-_REFERENCE = "the reference is the base model below the adapters"
+_REFERENCE = "the reference is the base model, or the adapter of lora.start_from as it is"
 _LIKELIHOOD = "the chosen answers' likelihood has no part in the loss"
 _PAIR_CHANGES: Mapping[str, str] = {
     **dict.fromkeys(("ref_model", "ref_model_adapters", "ref_model_quantization_bit"), _REFERENCE),

@@ -8,6 +8,7 @@ from typing import Any
 
 from roundpipe_cli.recipe.aliases import Writes
 from roundpipe_cli.recipe.convert_intervals import INTERVAL_RULES
+from roundpipe_cli.recipe.convert_objectives import job_of
 from roundpipe_cli.recipe.convert_outcomes import ConversionRule, Data, LeaveOutError, Partly
 from roundpipe_cli.recipe.convert_tables import NEAR_OPTIMIZERS, OTHER_TEMPLATES
 from roundpipe_cli.recipe.convert_templates import is_own_template
@@ -77,6 +78,10 @@ def _adapters(value: Any, data: Data) -> Writes:
     """LLaMA-Factory merges all adapters but the last into the base weights, and every one before a new adapter."""
     if data.get("create_new_adapter") or not isinstance(value, str) or "," in value:
         raise LeaveOutError("merge them into the model first", "the base weights are without those adapters")
+    if job_of(data, "llama-factory") == "dpo":
+        return Partly(
+            {"lora.start_from": value}, "this adapter is the reference; LLaMA-Factory's is the base model below it"
+        )
     return {"lora.start_from": value}
 
 

@@ -48,8 +48,8 @@ class Recipe:
     """`lora` trains adapters; `full` trains every weight (18 bytes of host memory a parameter in 16 bit)."""
     objective: Literal["sft"] | PairObjective = "sft"
     """`sft` trains on answers; `dpo`, `orpo` and `simpo` on pairs of a chosen and a rejected answer (datasets of type
-    preference: columns prompt, chosen, rejected). The reference of `dpo` is the base model, so it needs `method: lora`;
-    the others need no reference."""
+    preference: columns prompt, chosen, rejected). The reference of `dpo` is the base model, or the adapter of
+    `lora.start_from` as it is, so it needs `method: lora`; the others need no reference."""
     dpo: DpoConfig = field(default_factory=DpoConfig)
     """Not used unless `objective` is dpo."""
     orpo: OrpoConfig = field(default_factory=OrpoConfig)

@@ -79,7 +79,8 @@ class LoraConfig:
     """The learning rate of the B matrices is this many times the recipe's (LoRA+, arXiv 2402.12354; 16 is usual)."""
     start_from: Words | None = None
     """Folder of a LoRA adapter in PEFT's format to train further. Rank, alpha, targets and the other shapes are the
-    adapter's. null starts with a fresh one."""
+    adapter's; base weights that its start changed (PiSSA, OLoRA) are changed again. With `objective: dpo` the adapter,
+    as it is, becomes the reference. null starts with a fresh one."""
 
 
 @dataclass(frozen=True, kw_only=True)

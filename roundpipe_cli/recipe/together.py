@@ -120,7 +120,7 @@ def _find_preference_problems(recipe: Recipe, findings: Findings) -> None:
     if recipe.long_rows == "split":
         findings.add(("long_rows",), "pairs cannot be split", hint=SPLIT_HINT)
     if objective == "dpo" and recipe.method != "lora":
-        why = "the reference is the base model below the adapters; objective orpo and simpo need none"
+        why = "the reference leaves the trained adapter out, or has its start; objective orpo and simpo need none"
         findings.add(("method",), "objective dpo needs method lora", found=recipe.method, hint=why)
     if objective != "dpo":  # a prompt's log-probability would be part of the means that are compared
         off.append(("train_on_inputs", False))

@@ -10,7 +10,7 @@ from torch import nn
 
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.events import Notice, Phase, Tell
-from roundpipe_cli.model.adapter_files import read_adapter_tensors
+from roundpipe_cli.model.adapter_files import StartedBase, read_adapter_tensors
 from roundpipe_cli.model.lora import initial_values
 from roundpipe_cli.model.quantized_files import PackedWeight
 from roundpipe_cli.model.source import ModelSource
@@ -25,8 +25,12 @@ TELL_EVERY_S = 5.0
 class _Progress:
     """Gives weights to the store and reports from time to time how many bytes are filled."""
 
-    def __init__(self, store: WeightStore, tell: Tell) -> None:
-        self._store, self._tell = store, tell
+    def __init__(self, store: WeightStore, started: StartedBase | None, tell: Tell) -> None:
+        """
+        Args:
+            started: base weights as an adapter that is trained further has changed them.
+        """
+        self._store, self._started, self._tell = store, started, tell
         places = [place for layout in store.layouts for place in layout.places if not is_adapter(place.name)]
         self._sizes = {place.name: place.num_bytes for place in places}
         self._num_bytes = sum(self._sizes.values())
@@ -35,10 +39,12 @@ class _Progress:
         tell(Phase(f"loading {format_bytes(self._num_bytes)} of weights"))
 
     def set_parameter(self, name: str, values: torch.Tensor) -> None:
-        self._store.set_parameter(name, values)
+        self._store.set_parameter(name, values if self._started is None else self._started.weight(name, values))
         self._count(name)
 
     def set_packed(self, name: str, weight: PackedWeight) -> None:
+        if self._started is not None:
+            self._started.refuse_packed(name)
         self._store.set_packed(name, weight)
         self._count(name)
 
@@ -62,7 +68,8 @@ class _Progress:
 def fill_store(
     store: WeightStore, source: ModelSource, model: nn.Module, recipe: Recipe, start: Path | None, tell: Tell
 ) -> None:
-    """Load the base weights, then the adapter's: first values, or those that are trained further.
+    """Load the base weights, then the adapter's: first values, or those that are trained further, which DPO's reference
+    keeps.
 
     Args:
         model: the skeleton, adapters included.
@@ -70,9 +77,9 @@ def fill_store(
         tell: is told how much is loaded and how fast, and what the files hold.
 
     Raises:
-        RefusedError: see `load_weights`.
+        RefusedError: see `load_weights` and `StartedBase`.
     """
-    progress = _Progress(store, tell)
+    progress = _Progress(store, None if start is None else StartedBase(model, start), tell)
     for text in load_weights(source, model, progress.set_parameter, progress.set_packed):
         tell(Notice(text))
     if recipe.method == "full":
@@ -80,3 +87,5 @@ def fill_store(
     first = initial_values(model, recipe.seed, store.base_weight, recipe.lora.init)
     for name, values in first if start is None else read_adapter_tensors(model, start).items():
         store.set_parameter(name, values)
+    if start is not None and recipe.objective == "dpo":
+        store.keep_reference()

@@ -346,7 +346,7 @@ class Trainer:
         return self._sharing.finish(result, scale)
 
     def _microbatches(self, step: int, batches: list[RowBatch]) -> tuple[list[Microbatch], int]:
-        """A step's microbatches, DPO's pairs with what the base model says of them, and the number of tokens."""
+        """A step's microbatches, DPO's pairs with what the reference says of them, and the number of tokens."""
         batches = self._fit.divide(batches, self.sampler.grouping)
         if self.setup.rejected is None:
             return make_microbatches(self.setup, batches)

@@ -1,6 +1,7 @@
 """Preference pairs: from rows with prompt, chosen and rejected answer to microbatches with their loss.
 
-DPO's reference model is the base model: the same engine with the adapters left out, before each step.
+DPO's reference model is the base model, or the adapter that is trained further as it was: the same engine with the
+adapters left out, or with their first weights, before each step.
 """
 
 from __future__ import annotations
@@ -108,9 +109,9 @@ def _num_targets(microbatch: Microbatch) -> torch.Tensor:
 
 
 def add_references(scorer: Scorer, microbatches: Sequence[Microbatch], step: int) -> list[Microbatch]:
-    """The microbatches with the log-probabilities of their sequences under the base model."""
+    """The microbatches with the log-probabilities of their sequences under the reference model."""
     result = []
-    scores = scorer.scores(microbatches, step=step, adapters=False)
+    scores = scorer.scores(microbatches, step=step, reference=True)
     for microbatch, scored in zip(microbatches, scores, strict=True):
         assert microbatch.preference is not None
         preference = replace(microbatch.preference, reference=scored.sequence_sums)

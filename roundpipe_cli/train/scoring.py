@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from roundpipe_cli.costs.cost import StageRange
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.step import Microbatch
+from roundpipe_cli.engine.weights import REFERENCE
 from roundpipe_cli.model.head import HeadScores
 from roundpipe_cli.planning.adaptive import AdaptivePlanner
 from roundpipe_cli.planning.forward import forward_stages
@@ -35,9 +36,12 @@ class Scorer:
         self._schedules: dict[tuple[tuple[StageRange, ...], int], Schedule] = {}
 
     def scores(
-        self, microbatches: Sequence[Microbatch], *, step: int, adapters: bool = True, greedy: bool = False
+        self, microbatches: Sequence[Microbatch], *, step: int, reference: bool = False, greedy: bool = False
     ) -> Iterator[HeadScores]:
         """Scores of each microbatch, in order; see `Engine.score`.
+
+        Args:
+            reference: by DPO's reference model: the weights that the store has put aside, or the base model.
 
         Raises:
             InterruptedScoring: between two passes, because the run is asked to stop.
@@ -47,7 +51,15 @@ class Scorer:
             if self._stopping():
                 raise InterruptedScoring
             part = microbatches[start : start + size]
-            yield from self._engine.score(part, self._schedule(len(part)), step=step, adapters=adapters, greedy=greedy)
+            kept = reference and self._engine.store.has_reference
+            yield from self._engine.score(
+                part,
+                self._schedule(len(part)),
+                step=step,
+                adapters=kept or not reference,
+                version=REFERENCE if kept else None,
+                greedy=greedy,
+            )
 
     def _schedule(self, num_microbatches: int) -> Schedule:
         step = self._planner.schedule(self._step_microbatches)

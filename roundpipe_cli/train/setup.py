@@ -29,6 +29,7 @@ from roundpipe_cli.model.fused import FusedOps, find_fused_ops
 from roundpipe_cli.model.layer_parameters import layer_parameters
 from roundpipe_cli.model.layout import LayerLayout, make_layout
 from roundpipe_cli.model.load import build_skeleton, load_config, load_tokenizer, switch_off
+from roundpipe_cli.model.lora import describe_dead_alternatives
 from roundpipe_cli.model.packed_weights import check_packed, quantizable_names
 from roundpipe_cli.model.packing import check_packing
 from roundpipe_cli.model.router_loss import describe_router_loss, leave_out_router_loss
@@ -54,7 +55,13 @@ from roundpipe_cli.train.rows import (
 )
 from roundpipe_cli.train.sampling import rows_of_steps
 from roundpipe_cli.train.token_budget import with_token_budget
-from roundpipe_cli.train.trainable import describe_unreached, make_trainable, start_folder
+from roundpipe_cli.train.trainable import (
+    describe_reference,
+    describe_unreached,
+    make_trainable,
+    start_folder,
+    start_hash,
+)
 from roundpipe_cli.train.unpacking import decide_unpacking
 from roundpipe_cli.units import format_bytes, format_count
 
@@ -88,6 +95,8 @@ class Setup:
     """Hash of the base weights' files; see `Fingerprint`."""
     config_hash: str = ""
     """See `config_fingerprint`."""
+    start_hash: str = ""
+    """Hash of the adapter that is trained further; see `start_hash`."""
     fused: FusedOps | None = None
     """Modules that compute by fused operators; None: all by their own code (`kernels: reference`)."""
     unpacks_once: bool = False
@@ -154,10 +163,11 @@ def prepare(
         schedule_of(recipe, num_steps_of(recipe, sampler))  # and a learning rate out of bounds
     start = start_folder(loaded)
     trained = _Training(recipe, base.source, start)
-    if recipe.method == "lora" and start is None and recipe.lora.target_modules == "all-linear":
-        for text in describe_left_out(model, split.blocks_path):
-            tell(Notice(text))
+    for text in _describe_targets(model, split, recipe) if start is None else ():
+        tell(Notice(text))
     peft_model = trained.put_into(model, split)
+    if reference := describe_reference(recipe, base.source, start):
+        tell(Notice(reference))
     packed = _packed_names(base, model, split, tell)
     proof = prove_once(model, split, recipe, trained.build, tell)
     refuse_long_rows(longest_row(rows.dataset, rows.rejected, rows.evaluation), proof)
@@ -184,9 +194,20 @@ def prepare(
         base_files,
         fingerprint.result(),
         config_fingerprint(base.source),
+        start_hash(start, recipe),
         fused,
         decide_unpacking(loaded, base.packed_as, tell),
     )
+
+
+def _describe_targets(model: nn.Module, split: ModelSplit, recipe: Recipe) -> list[str]:
+    """Notes on what the recipe's names of adapted modules leave out."""
+    targets = recipe.lora.target_modules
+    if recipe.method != "lora" or not isinstance(targets, str):
+        return []
+    if targets == "all-linear":
+        return describe_left_out(model, split.blocks_path)
+    return describe_dead_alternatives(model, targets)
 
 
 def _on_devices(loaded: LoadedRecipe, tell: Tell) -> tuple[tuple[str, ...], LoadedRecipe]:

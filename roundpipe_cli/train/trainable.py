@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -11,8 +12,9 @@ import torch
 from torch import nn
 
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.model.adapter_checks import ADAPTER_WEIGHTS
+from roundpipe_cli.model.adapter_checks import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from roundpipe_cli.model.dropout import NOISE_ATTRIBUTE
+from roundpipe_cli.model.fingerprint import sha256_of
 from roundpipe_cli.model.lora import ADAPTER, LoraSettings, add_lora, continue_lora, refuse_adapters_outside_blocks
 from roundpipe_cli.model.source import ModelSource
 from roundpipe_cli.model.split import ModelSplit
@@ -117,6 +119,31 @@ def start_folder(loaded: LoadedRecipe) -> Path | None:
         tried = ", ".join(str(path / ADAPTER_WEIGHTS) for path in tried_paths(named, loaded.folder))
         raise RefusedError("no adapter there", where="lora.start_from", found=named, expected=f"one of {tried}")
     return folder
+
+
+def start_hash(start: Path | None, recipe: Recipe) -> str:
+    """SHA-256 over the files of an adapter that is trained further and that a resumed run reads again: its
+    configuration, and the weights where they are DPO's reference. Empty without one.
+
+    Raises:
+        RefusedError: one cannot be read.
+    """
+    if start is None:
+        return ""
+    names = (ADAPTER_CONFIG, ADAPTER_WEIGHTS) if recipe.objective == "dpo" else (ADAPTER_CONFIG,)
+    try:
+        return hashlib.sha256("".join(sha256_of(start / name) for name in names).encode()).hexdigest()
+    except OSError as error:
+        raise RefusedError("the adapter cannot be read", where=str(start), found=error.strerror) from error
+
+
+def describe_reference(recipe: Recipe, source: ModelSource, start: Path | None) -> str | None:
+    """A notice about DPO's reference model; None: the objective has none."""
+    if recipe.objective != "dpo":
+        return None
+    if start is None:
+        return f"reference model of dpo: {source.name}, without the adapter that is trained"
+    return f"reference model of dpo: {source.name} with the adapter {start} as it is, which is trained further"
 
 
 def refuse_other_shape(lora: LoraConfig, adapter: Any, folder: Path) -> None:

@@ -304,6 +304,7 @@ def test_file_without_rows_is_refused(tool: str) -> None:
         ("axolotl", "lr_scheduler: rex", "lr_scheduler_type: .*cosine"),
         ("axolotl", "learning_rate: null", "learning_rate"),
         ("llama-factory", "adapter_name_or_path: first,second", "without those adapters"),
+        ("llama-factory", "stage: dpo\nadapter_name_or_path: first", "LLaMA-Factory's is the base model below it"),
         ("trl", "loss_type: dft", "DFT"),
         ("axolotl", "jagged_restart_steps: 100", "no restarts"),
         ("axolotl", "group_by_length: true", "which rows a step has is not by length"),

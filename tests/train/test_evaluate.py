@@ -475,6 +475,7 @@ def test_a_checkpoint_of_a_release_without_a_key_can_be_resumed(folder: Path) ->
         dataset=SimpleNamespace(content_hash="d"),
         model_hash="m",
         config_hash="c",
+        start_hash="",
         tokenizer=tokenizer,
     )
     with pytest.raises(RefusedError) as caught:  # the recipe of this test has a dropout, the default is none

@@ -5,22 +5,30 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from torch import nn
 from torch.nn.functional import logsigmoid
+from transformers import AutoModelForCausalLM
 
 from roundpipe_cli.data.tokenized import Row
+from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.step import Microbatch
+from roundpipe_cli.engine.weights import REFERENCE
 from roundpipe_cli.model.preference import Preference, preference_loss
 from roundpipe_cli.recipe.load import load_recipe
+from roundpipe_cli.schedule.builders import build_forward
 from roundpipe_cli.train.preference import make_pairs, with_nll, with_prompts
 from roundpipe_cli.train.setup import prepare
 from tests.support.e2e import finetune, make_model, make_workspace, metrics, numbers, run
 from tests.support.tiny import Rig, make_rig, random_microbatches, schedule_for
+from tests.train.test_export import random_adapter
 
 BETA = 0.3
 SIZES = [(4, 11), (2, 9), (4, 7)]
@@ -128,6 +136,28 @@ def test_the_same_bits_for_any_number_of_workers(name: str) -> None:
         assert loss == want_loss and all(torch.equal(a, b) for a, b in zip(gradients, want, strict=True))
 
 
+@pytest.mark.parametrize("copy", [False, True])
+def test_weights_that_were_put_aside_can_be_scored(copy: bool) -> None:
+    """DPO's reference, beside weights that have changed since: on devices that read host memory, and on ones that take
+    copies and keep them."""
+    rig = make_rig("llama", "lora")
+    microbatches = random_microbatches(SIZES)
+    schedule = build_forward([(0, 2), (3, rig.num_layers - 1)], num_workers=2, num_microbatches=len(SIZES))
+
+    def sums(engine: Engine, **options: Any) -> torch.Tensor:
+        return torch.cat([one.sequence_sums for one in engine.score(microbatches, schedule, step=0, **options)])
+
+    with rig.engine(2, copy=copy, weight_cache_bytes=10**8 if copy else 0) as engine:
+        before = sums(engine)
+        rig.store.keep_reference()
+        engine.run_step(microbatches, schedule_for(rig, 2, len(SIZES)), step=0)
+        for name in rig.store.trainable_names:
+            rig.store.set_parameter(name, rig.store.master(name) + 0.1)
+        after = sums(engine)
+        assert torch.equal(sums(engine, version=REFERENCE), before) and not torch.allclose(after, before)
+        assert torch.equal(sums(engine), after)
+
+
 def test_an_answer_of_probability_1_has_a_finite_loss() -> None:
     """Its odds are infinite, and so is the slope of TRL's formula; float32's log softmax rounds to 0 long before."""
     for policy in ([0.0, -3.0], [-3.0, 0.0], [0.0, 0.0], [-1e-9, -80.0]):
@@ -159,11 +189,73 @@ def test_the_first_loss_is_ln_2_and_margins_grow(folder: Path) -> None:
     done = finetune(folder, "num_train_epochs=4").expect(0)
     rows = metrics(folder / "out")
     assert f"margin {rows[-1]['reward_margin']:.3f}" in done.out.splitlines()[-1]
+    assert "reference model of dpo: model, without the adapter that is trained" in " ".join(done.err.split())
     assert rows[0]["loss"] == pytest.approx(math.log(2), abs=1e-4) and rows[0]["reward_margin"] == pytest.approx(
         0, abs=1e-4
     )
     assert rows[-1]["loss"] < 0.5 and rows[-1]["reward_margin"] > 0.5 and rows[-1]["reward_accuracy"] == 1.0
     assert rows[-1]["reward_margin"] == pytest.approx(rows[-1]["rewards_chosen"] - rows[-1]["rewards_rejected"])
+
+
+@pytest.mark.parametrize("start", ["plain", "whole", "pissa"])
+def test_the_reference_of_a_continued_adapter_is_that_adapter(folder: Path, start: str) -> None:
+    """Story: the bare base was the reference, so a run from a trained adapter began at a loss of 0.55 and a margin."""
+    options: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "whole": {"modules_to_save": ["embed_tokens", "lm_head"]},
+        "pissa": {"init_lora_weights": "pissa"},
+    }
+    random_adapter(folder / "model", folder / "first", **options[start])
+    words = ("lora.start_from=first", "lora.dropout=0", "eval_datasets=[{path: rows.jsonl}]", "eval_steps=1")
+    done = finetune(folder, *words).expect(0)
+    said = f"reference model of dpo: model with the adapter {folder / 'first'} as it is, which is trained further"
+    assert said in " ".join(done.err.split()), done.err
+    rows = metrics(folder / "out")
+    assert rows[0]["loss"] == pytest.approx(math.log(2), abs=1e-4) and abs(rows[0]["reward_margin"]) < 1e-4
+    assert rows[-1]["reward_margin"] > 0.05
+    # The library alone: log-probabilities of the result against those of the adapter with which training began.
+    evaluated = [json.loads(line) for line in (folder / "out" / "eval.jsonl").read_text().splitlines()]
+    setup = prepare(load_recipe(str(folder / "recipe.yaml"), list(words)), offline=True, tell=lambda event: None)
+    pairs_of = make_pairs(setup, [[(index,)] for index in range(10)])[0]
+    sums = []
+    for name in ("out", "first"):
+        base = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+        model = PeftModel.from_pretrained(base, str(folder / name)).eval()
+        sums.append([sequence_sums(model, microbatch) for microbatch in pairs_of])
+    gains = torch.stack([torch.cat(one) for one in sums])
+    rewards = 0.1 * (gains[0] - gains[1]).view(-1, 2)
+    assert evaluated[-1]["reward_margin"] == pytest.approx(float((rewards[:, 0] - rewards[:, 1]).mean()), rel=1e-3)
+
+
+def sequence_sums(model: Any, microbatch: Microbatch) -> torch.Tensor:
+    """Log-probability of each sequence's targets, by the library."""
+    with torch.no_grad():
+        logits = model(input_ids=microbatch.input_ids, use_cache=False).logits[:, :-1].double()
+    labels = microbatch.labels[:, 1:]
+    picked = torch.log_softmax(logits, -1).gather(2, labels.clamp(min=0)[..., None])[..., 0]
+    return (picked * (labels != -100)).sum(-1)
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_resume_keeps_the_reference(folder: Path, staleness: int) -> None:
+    """Also on other workers, which take copies of the weights; another adapter in its place is refused."""
+    random_adapter(folder / "model", folder / "first")
+    words = ("lora.start_from=first", f"pipeline.optimizer_staleness={staleness}")
+    finetune(folder, *words).expect(0)
+    three = "pipeline.devices=[cpu, cpu, cpu]"
+    died = finetune(
+        folder, *words, three, "output_dir=killed", environment={"ROUNDPIPE_FAULT": "optimizer:kill:step=3"}
+    )
+    assert died.code == -9
+    (folder / "first").rename(folder / "kept")
+    random_adapter(folder / "model", folder / "first", init_lora_weights=False)
+    done = finetune(folder, *words, "output_dir=killed", "--resume").expect(2)
+    assert "lora.start_from (files): changed since the checkpoint was written" in done.err
+    shutil.rmtree(folder / "first")
+    (folder / "kept").rename(folder / "first")
+    done = finetune(folder, *words, "output_dir=killed", "--resume").expect(0)
+    assert "reference model of dpo" in done.err
+    assert numbers(folder / "killed") == numbers(folder / "out")
 
 
 def test_workers_and_a_resume_change_no_bit(folder: Path) -> None:
@@ -186,6 +278,7 @@ def test_a_run_without_a_reference_model(folder: Path, objective: str) -> None:
     assert f"margin {rows[-1]['reward_margin']:.3f}" in done.out.splitlines()[-1]
     assert rows[-1]["loss"] < rows[0]["loss"] and rows[-1]["reward_accuracy"] == 1.0
     assert rows[-1]["reward_margin"] > rows[0]["reward_margin"] + (0.02 if objective == "orpo" else 1.0)
+    assert "reference model" not in done.err
     assert ("nll_loss" in rows[0]) is ("orpo.nll_on_prompt" in done.err) is (objective == "orpo")
     other = ("pipeline={devices: [cpu, cpu, cpu], threads_per_worker: 1}", "output_dir=other")
     died = finetune(folder, *words, *other, environment={"ROUNDPIPE_FAULT": "optimizer:kill:step=3"})

@@ -379,6 +379,7 @@ def test_epochs_may_give_way_to_as_many_steps() -> None:
             tokenizer=tokenizer,
             model_hash="",
             config_hash="",
+            start_hash="",
         )
         check_unchanged(saved, setup, [])
 
@@ -415,6 +416,7 @@ def test_decay_of_norms_is_not_given_up_in_the_middle_of_a_run() -> None:
         tokenizer=SimpleNamespace(get_vocab=dict, special_tokens_map={}),
         model_hash="",
         config_hash="",
+        start_hash="",
     )
     old = {"recipe": plain_data(recipe), "num_steps": 9}
     with pytest.raises(RefusedError, match="weight_decay .of which weights.: changed"):
@@ -432,6 +434,7 @@ def test_rows_do_not_meet_others_in_the_middle_of_a_run() -> None:
         tokenizer=SimpleNamespace(get_vocab=dict, special_tokens_map={}),
         model_hash="",
         config_hash="",
+        start_hash="",
     )
     old = {"recipe": plain_data(setup.recipe), "num_steps": 9}
     with pytest.raises(RefusedError, match="micro_batch_size .which rows meet.: changed"):

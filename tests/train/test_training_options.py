@@ -307,6 +307,78 @@ def test_what_cannot_be_done_is_refused(
     assert raised.value.problems[0].where == where
 
 
+@pytest.mark.parametrize(
+    ("model", "key", "value", "found", "hint"),
+    [
+        ("untied", "target_modules", "[q_proj, v_prj]", "v_prj", "did you mean v_proj?"),
+        ("untied", "target_modules", "[v_prj]", "v_prj", "did you mean v_proj?"),
+        ("untied", "target_modules", "[self_attn.v_prj, q_proj]", "self_attn.v_prj", "did you mean self_attn.v_proj?"),
+        ("untied", "target_modules", "[q_prj, v_prj, o_proj]", "q_prj, v_prj", "did you mean q_proj, v_proj?"),
+        ("untied", "target_modules", "[q_proj, w9]", "w9", "lora.target_modules=all-linear"),
+        ("untied", "target_modules", "v_prj", "v_prj", "did you mean v_proj?"),
+        ("untied", "target_modules", "q_proj", "q_proj", "lora.target_modules=[q_proj]"),
+        ("untied", "target_modules", "'('", "unterminated", "lora.target_modules=all-linear"),
+        ("experts", "target_modules", "[q_proj, w1]", "w1", "lora.target_modules=all-linear"),
+        ("untied", "modules_to_save", "[lm_hed]", "lm_hed", "did you mean lm_head?"),
+    ],
+)
+def test_a_name_of_a_module_that_is_not_there_is_refused(
+    model: str, key: str, value: str, found: str, hint: str, tmp_path: Path, models: dict[str, Path]
+) -> None:
+    """Story: `[q_proj, v_prj]` trained q_proj alone, with exit code 0."""
+    folder = make_workspace(tmp_path / "work", models[model])
+    with pytest.raises(RefusedError) as raised:
+        setup_of(folder, f"lora.{key}={value}")
+    (problem,) = raised.value.problems
+    assert problem.where == f"lora.{key}" and found in str(problem.found) and hint in str(problem.hint)
+
+
+def test_names_of_fused_experts_are_there(tmp_path: Path, models: dict[str, Path]) -> None:
+    """PEFT finds what they name in the experts' parameters."""
+    folder = make_workspace(tmp_path / "work", models["experts"])
+    setup = setup_of(folder, "lora.target_modules=[q_proj, gate_proj, up_proj, down_proj]")
+    assert sum(".experts." in name for name in setup.store.trainable_names) == 2 * 2 * 2
+
+
+def test_a_name_that_a_continued_adapter_has_no_weights_for_is_refused(tmp_path: Path, models: dict[str, Path]) -> None:
+    folder = make_workspace(tmp_path / "work", models["untied"])
+    train(setup_of(folder, "lora.target_modules=[q_proj, v_proj]", output="first"), folder / "first")
+    path = folder / "first" / "adapter_config.json"
+    config = json.loads(path.read_text())
+    for name in ("v_prj", "c_attn"):
+        path.write_text(json.dumps({**config, "target_modules": ["q_proj", "v_proj", name]}))
+        with pytest.raises(RefusedError) as raised:
+            setup_of(folder, *_start(folder))
+        (problem,) = raised.value.problems
+        assert (
+            problem.where == f"{path}: target_modules"
+            and name == problem.found
+            and "delete it there" in str(problem.hint)
+        )
+
+
+@pytest.mark.parametrize(
+    ("pattern", "said"),
+    [
+        (r".*\.(q_proj|v_prj)", "v_prj in the pattern matches no module of this model; did you mean v_proj?"),
+        (r".*\.q_proj|.*\.v_prj", r".*\.v_prj in the pattern matches no module of this model"),
+        (r"model.layers.[\d]+.(mlp|cross_attn|self_attn).(up|q|o)_proj", "cross_attn in the pattern matches no module"),
+        (r"(?!.*(vision|audio)).*layers\.(0|1)\..*[q|v]_proj", None),
+        (r"(model\.)?layers\.\d+\.self_attn\.(q|v)_proj", None),
+    ],
+)
+def test_a_part_of_a_pattern_that_matches_nothing_is_said(
+    pattern: str, said: str | None, tmp_path: Path, models: dict[str, Path]
+) -> None:
+    """A pattern may be for several kinds of models: what is not there is no mistake."""
+    folder = make_workspace(tmp_path / "work", models["untied"])
+    words = [*COMMON, f"output_dir={tmp_path / 'out'}", f"lora.target_modules='{pattern}'"]
+    told: list[str] = []
+    prepare(load_recipe(str(folder / "recipe.yaml"), words), offline=True, tell=lambda event: told.append(str(event)))
+    notes = [text.replace("\\\\", "\\") for text in told if "in the pattern" in text]
+    assert len(notes) == (said is not None) and (said is None or said in notes[0])
+
+
 OUT_OF_BOUNDS = [
     ("warmup_stable_decay", "min_lr_ratio", "-0.1"),
     ("warmup_stable_decay", "min_lr_ratio", "1.5"),

@@ -57,6 +57,7 @@ DATA_KEY = "datasets (content)"
 TOKENIZER_KEY = "tokenizer"
 MODEL_KEY = "model (files)"
 CONFIG_KEY = "model (config.json)"
+START_KEY = "lora.start_from (files)"
 FUSED_KEY = "kernels (fused modules)"
 DECAY_KEY = "weight_decay (of which weights)"
 DECAYED = "all but norms and biases"
@@ -129,6 +130,7 @@ def run_state(setup: Setup, loss_scale: float, seconds: float) -> dict[str, Any]
         "model_commit": setup.source.commit,
         "model_hash": setup.model_hash,
         "config_hash": setup.config_hash,
+        "start_hash": setup.start_hash,
         "fused": fused_counts(setup.fused),
         "decayed": DECAYED,
         "grouping": BY_LENGTH,
@@ -262,6 +264,7 @@ def check_unchanged(saved: Mapping[str, Any], setup: Setup, allowed: Sequence[st
         (TOKENIZER_KEY, "tokenizer_hash", tokenizer_hash(setup.tokenizer)),
         (MODEL_KEY, "model_hash", setup.model_hash),
         (CONFIG_KEY, "config_hash", setup.config_hash),
+        (START_KEY, "start_hash", setup.start_hash),
         (FUSED_KEY, "fused", fused_counts(setup.fused)),
     ):
         is_implied = key == FUSED_KEY and any(changed == "kernels" for changed, _, _ in changes)

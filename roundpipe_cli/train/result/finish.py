@@ -12,6 +12,7 @@ from typing import Any
 from roundpipe_cli.durable import TEMPORARY_PREFIX, disk_error, sync_folder, write_atomically
 from roundpipe_cli.faults import fault
 from roundpipe_cli.model.lora import save_adapter
+from roundpipe_cli.model.stored.names import is_adapter
 from roundpipe_cli.model.weights_io import save_model
 from roundpipe_cli.schedule.pictures import chrome_trace
 from roundpipe_cli.schedule.timeline import Interval, Timeline, makespan_s
@@ -118,7 +119,7 @@ def _fill(setup: Setup, folder: Path) -> None:
     """Make `folder` with the weights as they are now, what goes with them, and the tokenizer."""
     folder.mkdir()
     if setup.peft_model is not None:
-        masters = {name: setup.store.master(name) for name in setup.store.trainable_names}
+        masters = {name: setup.store.master(name) for name in setup.store.views if is_adapter(name)}
         save_adapter(setup.peft_model, masters, folder)
     else:
         save_model(setup.model, setup.store.views, folder)

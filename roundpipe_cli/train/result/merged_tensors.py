@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from roundpipe_cli.faults import fault
-from roundpipe_cli.model.adapter_files import put_adapter, read_adapter_config, read_adapter_tensors
+from roundpipe_cli.model.adapter_files import StartedBase, put_adapter, read_adapter_config, read_adapter_tensors
 from roundpipe_cli.model.base_weights import BaseWeights, WeightGroup
+from roundpipe_cli.model.quantized_files import is_nf4
 from roundpipe_cli.model.stored.names import base_name, is_adapter, tied_names
 from roundpipe_cli.model.stored.tensors import OpenFiles
 from roundpipe_cli.train.checkpoint.safetensors_stream import TensorSpec
@@ -115,6 +116,10 @@ class _Adapted:
         """
         self._base, self._own = base, own
         self._adapter = adapt(model, result)
+        self._started = StartedBase(model, result)
+        for name in self._started.names:
+            if any(is_nf4(weight) for weight in base.group_of(base_name(name)).stored.values()):
+                self._started.refuse_packed(name)
         self._units = dict(_units(model))
         self._unit_of = {
             base_name(f"{path}.{inner}"): path
@@ -157,7 +162,8 @@ class _Adapted:
                 if parameter is not None:
                     name = ".".join(part for part in (path, module_path, attribute) if part)
                     values = self._adapter[name] if is_adapter(name) else self._base[base_name(name)]
-                    module._parameters[attribute] = nn.Parameter(values.float(), requires_grad=False)
+                    values = self._started.weight(name, values).float()
+                    module._parameters[attribute] = nn.Parameter(values, requires_grad=False)
         for _, module in unit.named_modules():
             if hasattr(module, "merged_adapters"):
                 module.merge(safe_merge=True)

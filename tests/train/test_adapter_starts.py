@@ -1,0 +1,245 @@
+"""Adapters from elsewhere, merged and trained further: the logits are those of PEFT's own model.
+
+Some starts of an adapter change the base weights, and PEFT changes them again when it loads the adapter. Others cannot
+be made again: those are refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora.config import KasaConfig
+from safetensors.torch import load_file
+
+from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.model.source import ModelSource
+from roundpipe_cli.recipe.load import load_recipe
+from roundpipe_cli.train.loop import Trainer
+from roundpipe_cli.train.reporting import Reporting
+from roundpipe_cli.train.result.export import merge_result
+from roundpipe_cli.train.result.generate import load_result
+from roundpipe_cli.train.setup import Setup, prepare
+from roundpipe_cli.train.signals import StopSignals
+from tests.model.test_quantized_files import save_in_4bit
+from tests.support.e2e import make_model, make_tokenizer, make_workspace
+from tests.support.tiny import plain_copy
+from tests.train.test_multimodal_result import make_base
+
+WRAPPERS = ("mistral3", "qwen3_vl")
+STARTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "rslora": {"use_rslora": True},
+    "dora": {"use_dora": True},
+    "random": {"init_lora_weights": False},
+    "gaussian": {"init_lora_weights": "gaussian"},
+    "eva": {"init_lora_weights": "eva", "rank_pattern": {"q_proj": 2}},
+    "orthogonal": {"init_lora_weights": "orthogonal"},
+    "mica": {"init_lora_weights": "mica"},
+    "pissa": {"init_lora_weights": "pissa"},
+    "pissa, rslora": {"init_lora_weights": "pissa", "use_rslora": True},
+    "pissa, dora": {"init_lora_weights": "pissa", "use_dora": True},
+    "olora": {"init_lora_weights": "OLoRA"},
+    "olora, ranks": {"init_lora_weights": "olora", "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"v_proj": 3}},
+}
+"""Every start of the installed PEFT that can be made again, and the kinds of plain adapters."""
+TABLES = (("lm_head",), ("embed_tokens",), ("lm_head", "embed_tokens"))
+TIED_TABLES: tuple[tuple[str, ...], ...] = ()
+"""Those of `TABLES` that a base where both are one table can have too."""
+SOME = ("plain", "rslora", "dora", "pissa", "olora")
+CASES: list[tuple[str, str, tuple[str, ...]]] = [
+    *((base, start, ()) for base in ("untied", "tied") for start in STARTS),
+    *((wrapper, start, ()) for wrapper in WRAPPERS for start in SOME),
+    *(("gpt2", start, ()) for start in ("plain", "dora", "pissa")),
+    ("experts", "plain", ()),
+    *(("untied", start, tables) for start in SOME for tables in TABLES),
+    *(("tied", start, tables) for start in SOME for tables in TIED_TABLES),
+]
+"""(base, start, tables that the adapter saves whole)."""
+
+
+@dataclass(frozen=True)
+class Base:
+    """A base model in a working directory, and the class that loads it."""
+
+    work: Path
+    kind: str
+
+    @property
+    def folder(self) -> Path:
+        return self.work / "model"
+
+    def load(self, folder: Path | None = None) -> Any:
+        """By its own class, every tensor in its place."""
+        found = getattr(transformers, self.kind).from_pretrained(
+            str(folder or self.folder), dtype=torch.float32, output_loading_info=True
+        )
+        assert not found[1]["missing_keys"] and not found[1]["unexpected_keys"] and not found[1]["mismatched_keys"]
+        return found[0].eval()
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Base]:
+    folder = tmp_path_factory.mktemp("bases")
+    kinds = dict.fromkeys(("untied", "tied", "gpt2", "experts"), "AutoModelForCausalLM")
+    make_model(folder / "untied", num_hidden_layers=2)
+    make_model(folder / "tied", num_hidden_layers=2, tie_word_embeddings=True)
+    make_model(folder / "gpt2", "gpt2", n_layer=2)
+    make_model(folder / "experts", "qwen3_moe", num_hidden_layers=2)
+    kinds |= {name: make_base(name, folder / name) for name in WRAPPERS}
+    return {name: Base(make_workspace(folder / f"{name}-work", folder / name), kind) for name, kind in kinds.items()}
+
+
+def make_adapter(base: Base, folder: Path, **options: Any) -> torch.Tensor:
+    """An adapter by PEFT that has been trained, as far as its weights show; returns the logits of the trained model."""
+    torch.manual_seed(5)
+    model = base.load()
+    blocks = r".*language_model\.(model\.)?layers\.\d+\..*\.(q_proj|v_proj|down_proj)"
+    targets = blocks if base.kind != "AutoModelForCausalLM" else "all-linear"
+    settings = {"r": 4, "lora_alpha": 8, "target_modules": targets, "task_type": "CAUSAL_LM", **options}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        peft_model = get_peft_model(model, LoraConfig(**settings))
+        with torch.no_grad():
+            for parameter in peft_model.parameters():
+                if parameter.requires_grad:
+                    parameter += 0.1 * torch.randn_like(parameter)
+        peft_model.save_pretrained(str(folder), save_embedding_layers=False)
+    make_tokenizer().save_pretrained(str(folder))
+    return logits_of(peft_model)
+
+
+def logits_of(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        tokens = torch.arange(3, 43).reshape(2, 20)
+        logits: torch.Tensor = model.eval()(input_ids=tokens, use_cache=False).logits
+        return logits
+
+
+def by_peft(base: Base, adapter: Path) -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return logits_of(PeftModel.from_pretrained(base.load(), str(adapter)))
+
+
+def continued(base: Base, adapter: Path, *words: str) -> Setup:
+    """A run that trains the adapter further, before its first step."""
+    keys = [f"lora.start_from={adapter}", "lora.r=16", "lora.alpha=32", "lora.dropout=0", *words]
+    return prepare(load_recipe(str(base.work / "recipe.yaml"), keys), offline=True, tell=lambda event: None)
+
+
+def assert_equal(found: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize(
+    ("name", "start", "tables"), CASES, ids=[" ".join(filter(None, (*case[:2], *case[2]))) for case in CASES]
+)
+def test_merged_and_continued_adapters_compute_what_peft_computes(
+    bases: dict[str, Base], tmp_path: Path, name: str, start: str, tables: tuple[str, ...]
+) -> None:
+    """Story: adapters that began by PiSSA were merged into the whole base, 0.42 away in their logits."""
+    base, adapter = bases[name], tmp_path / "adapter"
+    trained = make_adapter(base, adapter, **STARTS[start], **({"modules_to_save": list(tables)} if tables else {}))
+    expected = by_peft(base, adapter)
+    assert_equal(expected, trained)
+    merge_result(adapter, ModelSource("base", base.folder), tmp_path / "merged", None)
+    assert_equal(logits_of(base.load(tmp_path / "merged")), expected)
+    assert float((logits_of(base.load()) - expected).abs().max()) > 0.01
+    if tables and name == "tied":
+        with pytest.raises(RefusedError, match="are one table"):
+            continued(base, adapter)
+        return
+    setup = continued(base, adapter)
+    assert_equal(logits_of(plain_copy(setup.model, setup.store)), expected)
+
+
+@pytest.mark.parametrize("start", ["mica", "pissa", "olora, ranks"])
+def test_what_a_continued_adapter_becomes_is_read_by_peft(bases: dict[str, Base], tmp_path: Path, start: str) -> None:
+    """MiCA trains A alone: B was missing in the result, which could not be merged or trained further."""
+    base, adapter = bases["untied"], tmp_path / "adapter"
+    make_adapter(base, adapter, **STARTS[start])
+    setup = continued(base, adapter, "max_steps=2", "learning_rate=0.05", f"output_dir={tmp_path / 'out'}")
+    before = logits_of(plain_copy(setup.model, setup.store))
+    (tmp_path / "out").mkdir()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PEFT's, when it saves
+        Trainer(setup, tmp_path / "out", StopSignals(), Reporting(lambda event: None)).run(None)
+    trained = logits_of(plain_copy(setup.model, setup.store))
+    assert float((trained - before).abs().max()) > 0.01
+    assert_equal(by_peft(base, tmp_path / "out"), trained)
+    names = [load_file(folder / "adapter_model.safetensors").keys() for folder in (adapter, tmp_path / "out")]
+    assert names[0] == names[1]
+    merge_result(tmp_path / "out", ModelSource("base", base.folder), tmp_path / "merged", None)
+    assert_equal(logits_of(base.load(tmp_path / "merged")), trained)
+
+
+@pytest.mark.parametrize(
+    ("start", "reason"),
+    [
+        ("pissa_niter_4", "random numbers"),
+        ("corda", "activations of its training data"),
+        ("lora_ga", "gradients of its training data"),
+        ("loftq", "quantised"),
+        ("PISSA", "expected: one of true, false"),
+        ("other", "expected: one of true, false"),
+        (3, "expected: one of true, false"),
+    ],
+)
+def test_a_start_that_cannot_be_made_again_is_refused_by_name(
+    bases: dict[str, Base], tmp_path: Path, start: object, reason: str
+) -> None:
+    """Where it is merged, trained further or answers: PEFT loads a random start too, with other numbers."""
+    base, adapter = bases["untied"], tmp_path / "adapter"
+    make_adapter(base, adapter)
+    path = adapter / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"init_lora_weights": start}))
+    source = ModelSource("base", base.folder)
+    for use in (
+        lambda: merge_result(adapter, source, tmp_path / "merged", None),
+        lambda: continued(base, adapter),
+        lambda: load_result(adapter, source, "float32", is_adapter=True),
+    ):
+        with pytest.raises(RefusedError) as raised:
+            use()  # type: ignore[no-untyped-call]
+        text = str(raised.value)
+        assert f"init_lora_weights: {start}" in text.replace("'", "") and reason in text and str(path) in text
+    assert not (tmp_path / "merged").exists()
+
+
+def test_a_start_is_applied_where_a_result_answers(bases: dict[str, Base], tmp_path: Path) -> None:
+    base, adapter = bases["untied"], tmp_path / "adapter"
+    trained = make_adapter(base, adapter, init_lora_weights="pissa")
+    model, _ = load_result(adapter, ModelSource("base", base.folder), "float32", is_adapter=True)
+    assert_equal(logits_of(model), trained)
+
+
+def test_starts_that_are_not_offered_are_refused(bases: dict[str, Base], tmp_path: Path) -> None:
+    """KaSA beside the factors, and a start on a table that embedding and LM head share."""
+    make_adapter(bases["untied"], tmp_path / "kasa", kasa_config=KasaConfig())
+    with pytest.raises(RefusedError, match="KaSA"):
+        continued(bases["untied"], tmp_path / "kasa")
+    make_adapter(bases["tied"], tmp_path / "table", init_lora_weights="pissa", target_modules=["lm_head", "q_proj"])
+    for base, name, text in (("untied", "kasa", "KaSA"), ("tied", "table", "embedding and LM head share")):
+        with pytest.raises(RefusedError, match=text):
+            merge_result(tmp_path / name, ModelSource("base", bases[base].folder), tmp_path / "merged", None)
+
+
+def test_a_start_that_changes_weights_in_4_bit_is_refused(bases: dict[str, Base], tmp_path: Path) -> None:
+    """PEFT would pack them once more, after the start."""
+    pytest.importorskip("bitsandbytes", reason="needs the extra 4bit")
+    save_in_4bit(bases["untied"].folder, tmp_path / "packed", double=False)
+    make_adapter(bases["untied"], tmp_path / "adapter", init_lora_weights="olora")
+    work = Base(make_workspace(tmp_path / "work", tmp_path / "packed"), "AutoModelForCausalLM")
+    with pytest.raises(RefusedError, match="these are in 4 bit"):
+        continued(work, tmp_path / "adapter")
+    with pytest.raises(RefusedError, match="these are in 4 bit"):
+        merge_result(tmp_path / "adapter", ModelSource("base", work.folder), tmp_path / "merged", None)
