@@ -94,8 +94,8 @@ def pattern_files(path: Path) -> FolderFiles:
     """The files that a path fits, in the order of their names.
 
     `*`, `?` and `[...]` work in every part of the path, and `**` as a part is any number of folders. Names that begin
-    with a dot fit no pattern without such a part. Links that lead out of the folder in front of the first pattern are
-    left out, and `**` follows none to a folder. A part that exists under just this name is no pattern.
+    with a dot fit no pattern without such a part. `**` reads what lies in its folder: links that lead out are left out.
+    A part that exists under just this name is no pattern.
 
     Raises:
         RefusedError: too many files.
@@ -115,7 +115,7 @@ def pattern_files(path: Path) -> FolderFiles:
             continue
         if is_hidden and not names_hidden:
             left_out["hidden"] += 1
-        elif not stays_inside(found, folder):
+        elif "**" in pattern and not stays_inside(found, folder):
             left_out["links that lead out of the folder"] += 1
         elif not _is_regular(found):
             left_out["no regular files"] += 1
