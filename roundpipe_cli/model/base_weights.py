@@ -18,7 +18,7 @@ from roundpipe_cli.model.stored.conversions import Conversions, WeightConversion
 from roundpipe_cli.model.stored.gguf import gguf_weights
 from roundpipe_cli.model.stored.names import base_name, conv1d_names, is_adapter, own_shapes, tied_names
 from roundpipe_cli.model.stored.quantized import find_stored
-from roundpipe_cli.model.stored.tensors import OpenFiles, StoredTensor, turned
+from roundpipe_cli.model.stored.tensors import OpenFiles, StoredTensor, check_finite, turned
 
 MOST_TENSORS_PER_WEIGHT = 2048
 """Most tensors of a group: a fused weight of experts may be stored as a tensor per expert and projection."""
@@ -85,7 +85,10 @@ class BaseWeights(Mapping[str, torch.Tensor]):
         def read(files: OpenFiles, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
             def tensor(name: str) -> torch.Tensor:
                 values = self.stored[name].read(files)
-                return values if dtype is None or conversion.rule is None else values.to(dtype)
+                if dtype is None or conversion.rule is None:
+                    return values
+                check_finite(values, dtype, name)
+                return values.to(dtype)
 
             return conversion.apply(tensor, self._model)
 

@@ -20,12 +20,11 @@ from roundpipe_cli.model.quantization import WHAT_WORKS
 from roundpipe_cli.model.quantized_files import PackedWeight, is_nf4, read_nf4
 from roundpipe_cli.model.source import ModelSource
 from roundpipe_cli.model.stored.names import base_name, is_adapter
-from roundpipe_cli.model.stored.tensors import OpenFiles
+from roundpipe_cli.model.stored.tensors import OpenFiles, check_finite
 from roundpipe_cli.watchdog import at_work
 
 SetParameter = Callable[[str, torch.Tensor], None]
 SetPacked = Callable[[str, PackedWeight], None]
-FINITE_CHECK_ELEMENTS = 2**20
 
 
 def load_weights(
@@ -46,7 +45,7 @@ def load_weights(
     dtype = next(p.dtype for _, p in parameters.values() if p.is_floating_point())
     base = BaseWeights(source, model, dtype)
     names = {name: own for name, (own, _) in parameters.items()}
-    checked = _Checked(source.name, names, {name: p.shape for name, (_, p) in parameters.items()}, set_parameter)
+    checked = _Checked(source.name, names, {name: p for name, (_, p) in parameters.items()}, set_parameter)
     buffers = dict(model.named_buffers())
     twins = {found: name for name, found in base.twins.items()}
     with OpenFiles() as files:
@@ -109,9 +108,9 @@ class _Checked:
     """Checks a tensor and passes it on under the skeleton's name."""
 
     def __init__(
-        self, where: str, names: Mapping[str, str], shapes: Mapping[str, torch.Size], set_parameter: SetParameter
+        self, where: str, names: Mapping[str, str], parameters: Mapping[str, nn.Parameter], set_parameter: SetParameter
     ) -> None:
-        self._where, self._names, self._shapes, self._set = where, names, shapes, set_parameter
+        self._where, self._names, self._parameters, self._set = where, names, parameters, set_parameter
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
         with at_work(f"loading {name}"):
@@ -122,17 +121,16 @@ class _Checked:
         with at_work(f"loading {name}"):
             fault("load")
             self._check_shape(name, weight.shape)
-            if not bool(torch.isfinite(weight.scales).all()):
-                raise RefusedError("a base weight is not finite (NaN or infinite)", where=f"{self._where}: {name}")
+            check_finite(weight.scales, self._parameters[name].dtype, f"{self._where}: {name}")
             set_packed(self._names[name], weight)
 
     def _check_shape(self, name: str, shape: torch.Size) -> None:
-        if shape != self._shapes[name]:
+        if shape != self._parameters[name].shape:
             raise RefusedError(
                 "a weight has another shape than the architecture",
                 where=f"{self._where}: {name}",
                 found=str(list(shape)),
-                expected=str(list(self._shapes[name])),
+                expected=str(list(self._parameters[name].shape)),
             )
 
     def _put(self, name: str, tensor: torch.Tensor) -> None:
@@ -144,9 +142,7 @@ class _Checked:
                 found=str(tensor.dtype).removeprefix("torch."),
                 expected=WHAT_WORKS,
             )
-        # In parts: a check of the whole would hold a copy of a large tensor.
-        if not all(bool(torch.isfinite(part).all()) for part in tensor.flatten().split(FINITE_CHECK_ELEMENTS)):
-            raise RefusedError("a base weight is not finite (NaN or infinite)", where=f"{self._where}: {name}")
+        check_finite(tensor, self._parameters[name].dtype, f"{self._where}: {name}")
         self._set(self._names[name], tensor)
 
 
