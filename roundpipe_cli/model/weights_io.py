@@ -7,7 +7,7 @@ fused, quantised weights, GGUF files) is converted weight by weight.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -21,6 +21,7 @@ from roundpipe_cli.model.quantized_files import PackedWeight, is_nf4, read_nf4
 from roundpipe_cli.model.source import ModelSource
 from roundpipe_cli.model.stored.names import base_name, is_adapter
 from roundpipe_cli.model.stored.tensors import OpenFiles, check_finite
+from roundpipe_cli.model.unread import check_unread
 from roundpipe_cli.watchdog import at_work
 
 SetParameter = Callable[[str, torch.Tensor], None]
@@ -44,6 +45,7 @@ def load_weights(
     parameters = {base_name(name): (name, p) for name, p in model.named_parameters() if not is_adapter(name)}
     dtype = next(p.dtype for _, p in parameters.values() if p.is_floating_point())
     base = BaseWeights(source, model, dtype)
+    left_out = check_unread(model, source.name, base.unread, base.sources)
     names = {name: own for name, (own, _) in parameters.items()}
     checked = _Checked(source.name, names, {name: p for name, (_, p) in parameters.items()}, set_parameter)
     buffers = dict(model.named_buffers())
@@ -61,7 +63,7 @@ def load_weights(
                     buffers[name].copy_(tensor)
                 elif twins.get(name, name) in names:  # the other name of a shared matrix may be the model's
                     checked.put(twins.get(name, name), tensor)
-    return _notices(base)
+    return [*([left_out] if left_out else []), *_notices(base)]
 
 
 def _packed_name(group: WeightGroup, source: ModelSource) -> str | None:
@@ -84,16 +86,9 @@ def _packed_name(group: WeightGroup, source: ModelSource) -> str | None:
 
 def _notices(base: BaseWeights) -> list[str]:
     notices = []
-    if base.conversions is not None and (unused := base.conversions.unused):
-        which = f"{len(unused)} of the files' tensors, {_some(unused)}"
-        notices.append(f"left out, for they have no place in this architecture: {which}")
     if dequantized := [name for name, weight in base.stored.items() if weight.is_quantized and not is_nf4(weight)]:
         notices.append(f"{len(dequantized)} weights are quantised in the files and dequantised while loading")
     return notices
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:2]) + (", ..." if len(names) > 2 else "")
 
 
 def packed_names(source: ModelSource, model: nn.Module) -> frozenset[str]:
