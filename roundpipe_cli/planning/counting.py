@@ -21,6 +21,7 @@ from roundpipe_cli.planning.admission import has_weights, holds_weights
 from roundpipe_cli.units import format_count
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+FLAG = "tie_word_embeddings"
 HEAD = re.compile(r"(?<!mtp\.)\b(lm_head|embed_out|output_projection|lm_loss)\.(?!.*bias$)")
 EMBEDDING = re.compile(
     r"\b(embed_tokens|tokens_embed|embed_in|word_embeddings?|tok_embeddings|wte|embeddings)\.weight$"
@@ -55,6 +56,17 @@ def counted_architecture(found: FoundConfig, build: Build | None = None) -> Arch
     return _noting_no_weights(found, with_stored_count(architecture, count, source))
 
 
+def _says_tied(config: Mapping[str, Any]) -> bool:
+    """Whether a configuration itself says whether the LM head is the embedding."""
+    text = config.get("text_config")
+    return FLAG in config or (isinstance(text, dict) and FLAG in text)
+
+
+def _lists_weights(found: FoundConfig) -> bool:
+    """Whether the names of the model's weights are known."""
+    return found.folder is not None and (holds_weights(found) or (found.folder / INDEX_NAME).is_file())
+
+
 def _has_own_head(found: FoundConfig) -> bool:
     """Whether the files hold an LM head beside the embedding, with other values as far as they are here.
 
@@ -79,11 +91,17 @@ def _as_built(found: FoundConfig, counts: Mapping[str, Any]) -> Architecture:
     if counts["shared"] and _has_own_head(found):
         counts = {**counts, "parameters": counts["parameters"] + counts["shared"], "shared": 0}
     architecture = built_architecture(counts, name=found.name, source=how)
+    if counts["shared"] and not _says_tied(found.config) and not _lists_weights(found):
+        note = (
+            f"note: the LM head is counted as the embedding, as transformers takes it where config.json says nothing; "
+            f"one that the files hold beside it adds {format_count(counts['shared'])} parameters"
+        )
+        architecture = replace(architecture, notes=(note,))
     count, source = _stored_count(found, architecture.tied)
     if count is not None and abs(architecture.parameters / count - 1) > MAX_COUNT_ERROR:
         held, own = format_count(count), format_count(architecture.parameters)
         note = f"note: {held} parameters by {source}, {own} in the model that transformers builds, which is planned for"
-        architecture = replace(architecture, notes=(note,))
+        architecture = replace(architecture, notes=(*architecture.notes, note))
     return _noting_no_weights(found, architecture)
 
 

@@ -30,6 +30,7 @@ from roundpipe_cli.planning.counting import counted_architecture
 from roundpipe_cli.planning.predict import make_plan
 from roundpipe_cli.recipe.load import load_recipe
 from tests.support.every_type import tiny_config_of
+from tests.support.wrappers import tiny_wrapper
 
 STAGES = ("pipeline.forward_stages=[[0,2]]", "pipeline.backward_stages=[[3,4],[0,2]]")
 
@@ -165,11 +166,21 @@ def test_files_without_weights_are_refused(tmp_path: Path) -> None:
             counted_architecture(find_config("model", folder), build)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "cohere2"])
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "cohere2", "aya_vision"])
 @pytest.mark.parametrize("equal", [True, False], ids=["equal", "different"])
 def test_the_files_say_whether_the_head_is_the_embedding(tmp_path: Path, model_type: str, equal: bool) -> None:
     """The configuration says tied; a head that is not the embedding is one matrix more, in memory and on disk."""
-    folder, tied = put_model(tmp_path, model_type, tie_word_embeddings=True)
+    if model_type == "aya_vision":
+        config = tiny_wrapper(model_type)
+        tied = sum(p.numel() for p in build_skeleton(config, torch.bfloat16).parameters())
+        folder = tmp_path / "wrapper"
+        folder.mkdir()
+        values = json.loads(config.to_json_string())
+        for part in (values, values["text_config"]):
+            part.pop("tie_word_embeddings", None)  # as in many published ones
+        (folder / "config.json").write_text(json.dumps(values))
+    else:
+        folder, tied = put_model(tmp_path, model_type, tie_word_embeddings=True)
     tables = [name for name in _write_weights(folder) if name.endswith("embed_tokens.weight")]
     tensors = load_file(folder / "model.safetensors")
     table = tensors[tables[0]]
@@ -184,6 +195,9 @@ def test_the_files_say_whether_the_head_is_the_embedding(tmp_path: Path, model_t
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     there = replace(find_config(str(folder), folder), is_local=False)  # of the hub, whose weights are not here yet
     assert not counted_architecture(there, lambda _: counts_of(folder, str(folder))).tied, "the index names a head"
+    (folder / "model.safetensors.index.json").unlink()
+    said = [note for note in counted(folder).notes if "adds" in note]
+    assert bool(said) == (model_type == "aya_vision"), "its configuration leaves it to the class"
 
 
 def counted(folder: Path) -> Architecture:
