@@ -6,6 +6,7 @@ tensor; fused experts are one of many, by transformers' own rules.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -18,7 +19,8 @@ from roundpipe_cli.model.stored.conversions import Conversions, WeightConversion
 from roundpipe_cli.model.stored.gguf import gguf_weights
 from roundpipe_cli.model.stored.names import base_name, conv1d_names, is_adapter, own_shapes, tied_names
 from roundpipe_cli.model.stored.quantized import find_stored
-from roundpipe_cli.model.stored.tensors import OpenFiles, StoredTensor, turned
+from roundpipe_cli.model.stored.tensors import OpenFiles, StoredTensor, check_finite, turned
+from roundpipe_cli.model.unread import switch_for
 
 MOST_TENSORS_PER_WEIGHT = 2048
 """Most tensors of a group: a fused weight of experts may be stored as a tensor per expert and projection."""
@@ -52,6 +54,10 @@ class BaseWeights(Mapping[str, torch.Tensor]):
         """How the files' tensors become the model's weights; None for a GGUF file."""
         self.stored: dict[str, StoredTensor] = {}
         """The files' weights under the names of the unquantised checkpoint; empty for a GGUF file."""
+        self.unread: Mapping[str, Callable[[], torch.Tensor]] = {}
+        """Tensors of the files that are in no weight of the model, and how each is read."""
+        self.sources: dict[str, str] = {}
+        """All other tensors of the files, and a weight that each is in."""
         self._model = model
         self.groups = self._find_groups(source, dtype)
         self._group_of = {name: group for group in self.groups for name in group.targets}
@@ -60,10 +66,11 @@ class BaseWeights(Mapping[str, torch.Tensor]):
 
     def _find_groups(self, source: ModelSource, dtype: torch.dtype) -> list[WeightGroup]:
         if source.gguf_file is not None:
-            found = gguf_weights(source, self._model)
+            found, self.unread = gguf_weights(source, self._model)
+            self.sources = {name: next(iter(targets)) for targets, _, names in found for name in names}
             return [
                 WeightGroup(targets, lambda files, dtype, read=read: read(), {})  # type: ignore[misc]
-                for targets, read in found
+                for targets, read, _ in found
             ]
         self.stored = find_stored(source.folder, dtype)
         for name in conv1d_names(self._model) & self.stored.keys():
@@ -79,13 +86,22 @@ class BaseWeights(Mapping[str, torch.Tensor]):
             )
         shapes = {name: weight.shape for name, weight in self.stored.items()}
         self.conversions = find_conversions(self._model, shapes, own)
+        self.sources = {name: next(iter(one.targets)) for one in self.conversions.found for name in one.sources}
+        self.unread = {name: functools.partial(self._stored, name) for name in self.conversions.unused}
         return [self._group(conversion) for conversion in self.conversions.found]
+
+    def _stored(self, name: str) -> torch.Tensor:
+        with OpenFiles() as files:
+            return self.stored[name].read(files).clone()
 
     def _group(self, conversion: WeightConversion) -> WeightGroup:
         def read(files: OpenFiles, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
             def tensor(name: str) -> torch.Tensor:
                 values = self.stored[name].read(files)
-                return values if dtype is None or conversion.rule is None else values.to(dtype)
+                if dtype is None or conversion.rule is None:
+                    return values
+                check_finite(values, dtype, name)
+                return values.to(dtype)
 
             return conversion.apply(tensor, self._model)
 
@@ -138,5 +154,6 @@ def _find_missing(
             "weights of the architecture are missing",
             where=source.name,
             found=f"{len(missing)} missing, for instance {', '.join(missing[:3])}",
+            hint=switch_for(model, unfilled=missing) if source.gguf_file is None else None,
         )
     return twins

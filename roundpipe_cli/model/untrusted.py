@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import re
 import stat
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,8 @@ MAX_CONFIG_BYTES = 10 * 1024**2
 MAX_TOKENIZER_BYTES = 256 * 1024**2
 MAX_RUN_FILE_BYTES = 4 * 1024**2
 """Largest size of a result's recipe.yaml and report.json."""
+COMPARED_BYTES = 8 * 1024**2
+"""Read at once of each of two tensors that are compared."""
 
 DTYPE_BITS = {
     **{"F64": 64, "F32": 32, "F16": 16, "BF16": 16, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "C64": 64},
@@ -353,16 +355,46 @@ def check_header(path: Path) -> None:
     _sound_headers.add(known)
 
 
-def num_elements(path: Path, *, without: str | None = None) -> int:
-    """Number of elements of all tensors in a safetensors file that was checked.
+@dataclass(frozen=True, slots=True)
+class TensorPlace:
+    """One tensor of a safetensors file, by its header."""
 
-    Args:
-        without: end of the name of a tensor that is left out.
-    """
+    path: Path
+    shape: tuple[int, ...]
+    dtype: str
+    """Type as in the header, such as `BF16`."""
+    begin: int
+    """First byte, counted from the start of the file."""
+    num_bytes: int
+
+
+def tensor_places(path: Path) -> dict[str, TensorPlace]:
+    """Name -> tensor of a safetensors file that was checked."""
     with path.open("rb") as file:
-        entries = _parse_header(path, file.read(int.from_bytes(file.read(8), "little")))
-    names = [name for name in entries if name != "__metadata__" and not (without and name.endswith(without))]
-    return sum(math.prod(entries[name]["shape"]) for name in names)
+        length = int.from_bytes(file.read(8), "little")
+        entries = _parse_header(path, file.read(length))
+    places = {}
+    for name, entry in entries.items():
+        if name != "__metadata__":
+            begin, end = entry["data_offsets"]
+            places[name] = TensorPlace(path, tuple(entry["shape"]), entry["dtype"], 8 + length + begin, end - begin)
+    return places
+
+
+def are_equal(first: TensorPlace, second: TensorPlace) -> bool:
+    """Whether two tensors are one table written twice: of one type and shape, to the byte."""
+    if (first.shape, first.dtype, first.num_bytes) != (second.shape, second.dtype, second.num_bytes):
+        return False
+    with first.path.open("rb") as one, second.path.open("rb") as other:
+        one.seek(first.begin)
+        other.seek(second.begin)
+        left = first.num_bytes
+        while left > 0:
+            count = min(left, COMPARED_BYTES)
+            if one.read(count) != other.read(count):
+                return False
+            left -= count
+    return True
 
 
 def _parse_header(path: Path, raw: bytes) -> dict[str, Any]:

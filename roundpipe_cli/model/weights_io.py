@@ -7,7 +7,7 @@ fused, quantised weights, GGUF files) is converted weight by weight.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -20,12 +20,12 @@ from roundpipe_cli.model.quantization import WHAT_WORKS
 from roundpipe_cli.model.quantized_files import PackedWeight, is_nf4, read_nf4
 from roundpipe_cli.model.source import ModelSource
 from roundpipe_cli.model.stored.names import base_name, is_adapter
-from roundpipe_cli.model.stored.tensors import OpenFiles
+from roundpipe_cli.model.stored.tensors import OpenFiles, check_finite
+from roundpipe_cli.model.unread import check_unread
 from roundpipe_cli.watchdog import at_work
 
 SetParameter = Callable[[str, torch.Tensor], None]
 SetPacked = Callable[[str, PackedWeight], None]
-FINITE_CHECK_ELEMENTS = 2**20
 
 
 def load_weights(
@@ -45,8 +45,9 @@ def load_weights(
     parameters = {base_name(name): (name, p) for name, p in model.named_parameters() if not is_adapter(name)}
     dtype = next(p.dtype for _, p in parameters.values() if p.is_floating_point())
     base = BaseWeights(source, model, dtype)
+    left_out = check_unread(model, source.name, base.unread, base.sources)
     names = {name: own for name, (own, _) in parameters.items()}
-    checked = _Checked(source.name, names, {name: p.shape for name, (_, p) in parameters.items()}, set_parameter)
+    checked = _Checked(source.name, names, {name: p for name, (_, p) in parameters.items()}, set_parameter)
     buffers = dict(model.named_buffers())
     twins = {found: name for name, found in base.twins.items()}
     with OpenFiles() as files:
@@ -62,7 +63,7 @@ def load_weights(
                     buffers[name].copy_(tensor)
                 elif twins.get(name, name) in names:  # the other name of a shared matrix may be the model's
                     checked.put(twins.get(name, name), tensor)
-    return _notices(base)
+    return [*([left_out] if left_out else []), *_notices(base)]
 
 
 def _packed_name(group: WeightGroup, source: ModelSource) -> str | None:
@@ -85,16 +86,9 @@ def _packed_name(group: WeightGroup, source: ModelSource) -> str | None:
 
 def _notices(base: BaseWeights) -> list[str]:
     notices = []
-    if base.conversions is not None and (unused := base.conversions.unused):
-        which = f"{len(unused)} of the files' tensors, {_some(unused)}"
-        notices.append(f"left out, for they have no place in this architecture: {which}")
     if dequantized := [name for name, weight in base.stored.items() if weight.is_quantized and not is_nf4(weight)]:
         notices.append(f"{len(dequantized)} weights are quantised in the files and dequantised while loading")
     return notices
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:2]) + (", ..." if len(names) > 2 else "")
 
 
 def packed_names(source: ModelSource, model: nn.Module) -> frozenset[str]:
@@ -109,9 +103,9 @@ class _Checked:
     """Checks a tensor and passes it on under the skeleton's name."""
 
     def __init__(
-        self, where: str, names: Mapping[str, str], shapes: Mapping[str, torch.Size], set_parameter: SetParameter
+        self, where: str, names: Mapping[str, str], parameters: Mapping[str, nn.Parameter], set_parameter: SetParameter
     ) -> None:
-        self._where, self._names, self._shapes, self._set = where, names, shapes, set_parameter
+        self._where, self._names, self._parameters, self._set = where, names, parameters, set_parameter
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
         with at_work(f"loading {name}"):
@@ -122,17 +116,16 @@ class _Checked:
         with at_work(f"loading {name}"):
             fault("load")
             self._check_shape(name, weight.shape)
-            if not bool(torch.isfinite(weight.scales).all()):
-                raise RefusedError("a base weight is not finite (NaN or infinite)", where=f"{self._where}: {name}")
+            check_finite(weight.scales, self._parameters[name].dtype, f"{self._where}: {name}")
             set_packed(self._names[name], weight)
 
     def _check_shape(self, name: str, shape: torch.Size) -> None:
-        if shape != self._shapes[name]:
+        if shape != self._parameters[name].shape:
             raise RefusedError(
                 "a weight has another shape than the architecture",
                 where=f"{self._where}: {name}",
                 found=str(list(shape)),
-                expected=str(list(self._shapes[name])),
+                expected=str(list(self._parameters[name].shape)),
             )
 
     def _put(self, name: str, tensor: torch.Tensor) -> None:
@@ -144,9 +137,7 @@ class _Checked:
                 found=str(tensor.dtype).removeprefix("torch."),
                 expected=WHAT_WORKS,
             )
-        # In parts: a check of the whole would hold a copy of a large tensor.
-        if not all(bool(torch.isfinite(part).all()) for part in tensor.flatten().split(FINITE_CHECK_ELEMENTS)):
-            raise RefusedError("a base weight is not finite (NaN or infinite)", where=f"{self._where}: {name}")
+        check_finite(tensor, self._parameters[name].dtype, f"{self._where}: {name}")
         self._set(self._names[name], tensor)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,13 +15,18 @@ from roundpipe_cli.costs.find_model import FoundConfig
 from roundpipe_cli.costs.models import MAX_COUNT_ERROR, Architecture, with_stored_count
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.quantization import quantization_settings
-from roundpipe_cli.model.untrusted import INDEX_NAME, find_shards, num_elements, read_json
+from roundpipe_cli.model.untrusted import INDEX_NAME, are_equal, find_shards, read_json, tensor_places
 from roundpipe_cli.model_sizes import check_sizes
 from roundpipe_cli.planning.admission import has_weights, holds_weights
 from roundpipe_cli.units import format_count
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-
+FLAG = "tie_word_embeddings"
+HEAD = re.compile(r"(?<!mtp\.)\b(lm_head|embed_out|output_projection|lm_loss)\.(?!.*bias$)")
+EMBEDDING = re.compile(
+    r"\b(embed_tokens|tokens_embed|embed_in|word_embeddings?|tok_embeddings|wte|embeddings)\.weight$"
+)
+"""Names that the LM head and the embedding have in the files of language models."""
 
 Build = Callable[[FoundConfig], Mapping[str, Any] | None]
 """Counts a model by building it without weights (`model/meta_counts.py`); None: it could not be built."""
@@ -40,6 +47,8 @@ def counted_architecture(found: FoundConfig, build: Build | None = None) -> Arch
         if counts is not None:
             return _as_built(found, counts)
     architecture = found.architecture()
+    if architecture.tied and _has_own_head(found):
+        architecture = replace(architecture, tied=False)
     in_header = found.config.get("stored_parameters")
     if isinstance(in_header, int):
         return with_stored_count(architecture, in_header, found.source)
@@ -47,15 +56,52 @@ def counted_architecture(found: FoundConfig, build: Build | None = None) -> Arch
     return _noting_no_weights(found, with_stored_count(architecture, count, source))
 
 
+def _says_tied(config: Mapping[str, Any]) -> bool:
+    """Whether a configuration itself says whether the LM head is the embedding."""
+    text = config.get("text_config")
+    return FLAG in config or (isinstance(text, dict) and FLAG in text)
+
+
+def _lists_weights(found: FoundConfig) -> bool:
+    """Whether the names of the model's weights are known."""
+    return found.folder is not None and (holds_weights(found) or (found.folder / INDEX_NAME).is_file())
+
+
+def _has_own_head(found: FoundConfig) -> bool:
+    """Whether the files hold an LM head beside the embedding, with other values as far as they are here.
+
+    `finetune` then uses both, whatever the configuration says (`model/stored/tables.py`).
+    """
+    if found.folder is None:
+        return False
+    if not holds_weights(found):
+        try:
+            names = read_json(found.folder / INDEX_NAME)["weight_map"]
+        except (RefusedError, KeyError):
+            return False
+        return all(any(pattern.search(str(name)) for name in names) for pattern in (HEAD, EMBEDDING))
+    places = {name: place for path in find_shards(found.folder) for name, place in tensor_places(path).items()}
+    heads, tables = ([places[name] for name in places if pattern.search(name)] for pattern in (HEAD, EMBEDDING))
+    return bool(heads and tables) and not any(are_equal(head, table) for head in heads for table in tables)
+
+
 def _as_built(found: FoundConfig, counts: Mapping[str, Any]) -> Architecture:
     """The model's own count; a notice says so where the files hold another number."""
     how = f"{found.source}; parameters counted on the model itself, built without weights"
+    if counts["shared"] and _has_own_head(found):
+        counts = {**counts, "parameters": counts["parameters"] + counts["shared"], "shared": 0}
     architecture = built_architecture(counts, name=found.name, source=how)
+    if counts["shared"] and not _says_tied(found.config) and not _lists_weights(found):
+        note = (
+            f"note: the LM head is counted as the embedding, as transformers takes it where config.json says nothing; "
+            f"one that the files hold beside it adds {format_count(counts['shared'])} parameters"
+        )
+        architecture = replace(architecture, notes=(note,))
     count, source = _stored_count(found, architecture.tied)
     if count is not None and abs(architecture.parameters / count - 1) > MAX_COUNT_ERROR:
         held, own = format_count(count), format_count(architecture.parameters)
         note = f"note: {held} parameters by {source}, {own} in the model that transformers builds, which is planned for"
-        architecture = replace(architecture, notes=(note,))
+        architecture = replace(architecture, notes=(*architecture.notes, note))
     return _noting_no_weights(found, architecture)
 
 
@@ -71,8 +117,9 @@ def _stored_count(found: FoundConfig, tied: bool) -> tuple[int | None, str]:
     if found.folder is None or quantization_settings(found.config):
         return None, ""
     if holds_weights(found):
-        twice = "lm_head.weight" if tied else None  # some files hold a shared matrix under both names
-        count = sum(num_elements(path, without=twice) for path in find_shards(found.folder))
+        places = [(n, place) for path in find_shards(found.folder) for n, place in tensor_places(path).items()]
+        # some files hold a shared matrix under both names
+        count = sum(math.prod(place.shape) for name, place in places if not (tied and HEAD.search(name)))
         if not count:
             raise RefusedError(
                 "the model's files hold no weights",

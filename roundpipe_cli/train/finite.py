@@ -17,6 +17,8 @@ from roundpipe_cli.units import shown_step
 MAX_SKIPPED_IN_A_ROW = 10
 """With more steps left out in a row than these, the weights are the cause, not the rows."""
 
+IN_FLOAT16 = "values above 65,504 overflow in float16: dtype=bfloat16 or dtype=float32 has room; if that is not all, "
+
 
 def poisoned(result: StepResult, poison: float | None) -> StepResult:
     """The result with the value of a fault point in place of the gradient norm."""
@@ -32,6 +34,7 @@ class FiniteGuard:
         """Steps left out since the start of the run."""
         self.num_in_a_row = 0
         """Steps left out since the last update."""
+        self._is_float16 = recipe.dtype == "float16"
         self._may_skip = recipe.on_nonfinite == "skip"
         self._dataset = dataset
 
@@ -68,6 +71,7 @@ class FiniteGuard:
             f"the {what} is not finite: stopped before the update",
             where=f"step {shown_step(step)}",
             found=found,
-            hint="the last checkpoint is good; look at these rows, or lower learning_rate, then --resume; or leave "
+            hint=(IN_FLOAT16 if self._is_float16 else "")
+            + "the last checkpoint is good; look at these rows, or lower learning_rate, then --resume; or leave "
             "such steps out with on_nonfinite=skip",
         )

@@ -35,6 +35,7 @@ from roundpipe_cli.model.packing import check_packing
 from roundpipe_cli.model.router_loss import describe_router_loss, leave_out_router_loss
 from roundpipe_cli.model.source import ModelSource
 from roundpipe_cli.model.split import ModelSplit, split_model
+from roundpipe_cli.model.stored.tables import untie_stored
 from roundpipe_cli.model.weights_io import packed_names
 from roundpipe_cli.plain_files import named_path
 from roundpipe_cli.recipe.load import LoadedRecipe
@@ -149,6 +150,8 @@ def prepare(
     recipe = loaded.recipe
     config, base_files = _config_and_files(base, recipe, tell)
     model = build_skeleton(config, DTYPES[recipe.dtype])
+    if base.source.gguf_file is None and (untied := untie_stored(model, base.source.folder)):
+        tell(Notice(untied))
     split = split_model(model)
     if balance := describe_router_loss(split.routers, split.no_router_loss):
         tell(Notice(balance))

@@ -79,7 +79,9 @@ def test_fused_experts_of_a_gguf_file_are_dequantised_one_at_a_time(tmp_path: Pa
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    found = {next(iter(targets)): read for targets, read in gguf_weights(ModelSource("m", tmp_path, "m.gguf"), model)}
+    groups, unread = gguf_weights(ModelSource("m", tmp_path, "m.gguf"), model)
+    assert not unread
+    found = {next(iter(targets)): read for targets, read, _ in groups}
     name = "model.layers.0.mlp.experts.gate_up_proj"
     assert torch.equal(found[name]()[name], torch.cat([expected["gate"], expected["up"]], dim=1))
     name = "model.embed_tokens.weight"

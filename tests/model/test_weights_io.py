@@ -201,6 +201,25 @@ def test_large_but_finite_weights_are_accepted(tmp_path: Path, dtype: torch.dtyp
     assert not torch.equal(dict(model.named_parameters())[NAME], tensors[NAME])
 
 
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
+def test_a_weight_that_overflows_in_float16_is_named(tmp_path: Path, model_type: str) -> None:
+    """Infinities were trained, and the first step blamed rows and learning rate; bfloat16 has room."""
+    save_tiny(tmp_path, model_type)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    name = NAME if model_type == "llama" else next(name for name in tensors if "experts.1.up_proj" in name)
+    tensors[name][0, 0] = -7e4
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(RefusedError, match="overflows in float16") as caught:
+        load(tmp_path, torch.float16)
+    assert caught.value.exit_code == 2 and name in str(caught.value) and "7e+04" in str(caught.value)
+    load(tmp_path, torch.bfloat16)
+    tensors[name][0, 0] = float("inf")
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(RefusedError, match="not finite"):
+        load(tmp_path, torch.float16)
+
+
 @pytest.mark.parametrize("shard", ["../outside.safetensors", "/etc/passwd", "sub/a.safetensors", "..", "model.bin"])
 def test_an_index_that_leads_outside_is_refused(tmp_path: Path, shard: str) -> None:
     save_tiny(tmp_path, "llama", max_shard_size="60KB")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from roundpipe_cli.cli.built_model import build_counts
 from roundpipe_cli.cli.plan import plan_text
@@ -17,15 +19,18 @@ from roundpipe_cli.costs.built_counts import built_architecture
 from roundpipe_cli.costs.counted_types import EXACT_TYPES, TIED_BY_DEFAULT, is_counted_exactly
 from roundpipe_cli.costs.find_model import find_config
 from roundpipe_cli.costs.hardware import parse_hardware
+from roundpipe_cli.costs.models import Architecture
 from roundpipe_cli.costs.training import TrainingSettings
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model import meta_counts
-from roundpipe_cli.model.load import build_skeleton
+from roundpipe_cli.model.load import build_skeleton, load_config
 from roundpipe_cli.model.meta_counts import NotBuiltError, count_on_meta, counts_of
+from roundpipe_cli.model.source import ModelSource
 from roundpipe_cli.planning.counting import counted_architecture
 from roundpipe_cli.planning.predict import make_plan
 from roundpipe_cli.recipe.load import load_recipe
 from tests.support.every_type import tiny_config_of
+from tests.support.wrappers import tiny_wrapper
 
 STAGES = ("pipeline.forward_stages=[[0,2]]", "pipeline.backward_stages=[[3,4],[0,2]]")
 
@@ -159,3 +164,49 @@ def test_files_without_weights_are_refused(tmp_path: Path) -> None:
     for build in (None, build_counts):
         with pytest.raises(RefusedError, match="hold no weights"):
             counted_architecture(find_config("model", folder), build)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "cohere2", "aya_vision"])
+@pytest.mark.parametrize("equal", [True, False], ids=["equal", "different"])
+def test_the_files_say_whether_the_head_is_the_embedding(tmp_path: Path, model_type: str, equal: bool) -> None:
+    """The configuration says tied; a head that is not the embedding is one matrix more, in memory and on disk."""
+    if model_type == "aya_vision":
+        config = tiny_wrapper(model_type)
+        tied = sum(p.numel() for p in build_skeleton(config, torch.bfloat16).parameters())
+        folder = tmp_path / "wrapper"
+        folder.mkdir()
+        values = json.loads(config.to_json_string())
+        for part in (values, values["text_config"]):
+            part.pop("tie_word_embeddings", None)  # as in many published ones
+        (folder / "config.json").write_text(json.dumps(values))
+    else:
+        folder, tied = put_model(tmp_path, model_type, tie_word_embeddings=True)
+    tables = [name for name in _write_weights(folder) if name.endswith("embed_tokens.weight")]
+    tensors = load_file(folder / "model.safetensors")
+    table = tensors[tables[0]]
+    assert counted(folder).parameters == tied and counted(folder).tied
+    tensors["lm_head.weight"] = table.clone() if equal else table + 1
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    architecture = counted(folder)
+    assert architecture.tied == equal
+    assert architecture.parameters == tied + (0 if equal else table.numel())
+    index = {"weight_map": dict.fromkeys(tensors, "model.safetensors")}
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    there = replace(find_config(str(folder), folder), is_local=False)  # of the hub, whose weights are not here yet
+    assert not counted_architecture(there, lambda _: counts_of(folder, str(folder))).tied, "the index names a head"
+    (folder / "model.safetensors.index.json").unlink()
+    said = [note for note in counted(folder).notes if "adds" in note]
+    assert bool(said) == (model_type == "aya_vision"), "its configuration leaves it to the class"
+
+
+def counted(folder: Path) -> Architecture:
+    return counted_architecture(find_config(str(folder), folder), lambda _: counts_of(folder, str(folder)))
+
+
+def _write_weights(folder: Path) -> list[str]:
+    """Names of the weights of the folder's configuration, written into it."""
+    model = build_skeleton(load_config(ModelSource("here", folder)), torch.bfloat16)
+    weights = {name: torch.zeros(p.shape, dtype=p.dtype) for name, p in model.named_parameters()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return list(weights)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support.e2e import finetune, make_model, make_workspace, metrics, numbers
+from tests.support.e2e import finetune, make_model, make_workspace, metrics, numbers, run
 
 STAGES = "pipeline.forward_stages=[[0,1],[2,3]]", "pipeline.backward_stages=[[4,4],[3,3],[1,2],[0,0]]"
 
@@ -97,6 +97,26 @@ def test_real_float16_overflow(folder: Path) -> None:
     state = json.loads((folder / "out" / "step-00000020" / "state.json").read_text())["meta"]
     assert state["loss_scale"] == 2.0 ** (16 - skipped) and state["num_updates"] == 20 - skipped
     assert rows[-1]["loss"] < rows[0]["loss"]
+
+
+def test_weights_beyond_float16_are_refused_when_they_load(folder: Path) -> None:
+    """Story: `the loss is not finite ... look at these rows, or lower learning_rate`, for weights that are infinite in
+    this type; and `export --dtype float16` wrote them as infinities."""
+    from safetensors.torch import save_file
+
+    path = folder / "model" / "model.safetensors"
+    weights = load_file(path)
+    name = "model.layers.1.mlp.up_proj.weight"
+    weights[name][3, 3] = 1e5
+    save_file(weights, path, metadata={"format": "pt"})
+    refused = finetune(folder, "dtype=float16").expect(2)
+    assert name in refused.err and "dtype=bfloat16" in refused.err and "learning_rate" not in refused.err
+    finetune(folder).expect(0)
+    words = ("export", "out", "--merge", "--to")
+    refused = run(folder, *words, "half", "--dtype", "float16").expect(2)
+    assert name in refused.err and "overflows in float16" in refused.err
+    assert not (folder / "half").exists()
+    run(folder, *words, "whole", "--dtype", "bfloat16").expect(0)
 
 
 def test_float16_overflow_and_resume_give_the_same_bits(folder: Path, overflowed: Path) -> None:

@@ -11,7 +11,7 @@ a version that has them otherwise, names are matched as they are, and `rules` is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -115,6 +115,13 @@ def find_conversions(model: nn.Module, stored: Shapes, own: Shapes, rules: list[
             unused.append(name)
     found = tuple(_conversion(target, members, rules, model, stored, own) for target, members in groups.items())
     return Conversions(found, tuple(unused), None if rules is None else tuple(rules))
+
+
+def find_targets(model: nn.Module, names: Iterable[str], own: Shapes) -> dict[str, str]:
+    """Name in the checkpoint -> name of the weight that it becomes, or a part of it, for those that become one."""
+    rules = _rules(model)
+    targets = {name: _renamed(name, rules, model, own)[0] for name in names}
+    return {name: target for name, target in targets.items() if target in own}
 
 
 def _conversion(

@@ -6,7 +6,8 @@ dequantised one expert after the other, other weights some rows after the others
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy
@@ -24,10 +25,14 @@ GGUF_TABLES = "transformers.modeling_gguf_pytorch_utils"
 ROWS_AT_ONCE = 4096
 BACKBONE_DEPTH = 2
 ReadWeights = Callable[[], dict[str, torch.Tensor]]
+Group = tuple[Mapping[str, torch.Size], ReadWeights, Sequence[str]]
+"""Weights of the model that are read together, how, and the file's tensors that they are made of."""
+Found = tuple[list[Group], Mapping[str, Callable[[], torch.Tensor]]]
+"""The groups, and the tensors of the file that are in none, each with what reads it."""
 
 
-def gguf_weights(source: ModelSource, model: nn.Module) -> list[tuple[Mapping[str, torch.Size], ReadWeights]]:
-    """Weights of the model that are read together, and how.
+def gguf_weights(source: ModelSource, model: nn.Module) -> Found:
+    """Weights of the model that are read together, and what of the file is not read.
 
     Raises:
         RefusedError: the file cannot be read, or transformers does not know its names.
@@ -51,18 +56,19 @@ def gguf_weights(source: ModelSource, model: nn.Module) -> list[tuple[Mapping[st
         ) from error
 
 
-def _by_tables(
-    tensors: list[Any], architecture: str, model: nn.Module
-) -> list[tuple[Mapping[str, torch.Size], ReadWeights]]:
+def _by_tables(tensors: list[Any], architecture: str, model: nn.Module) -> Found:
     processors, usual = (library_name(GGUF_TABLES, name) for name in ("TENSOR_PROCESSORS", "TensorProcessor"))
     processor = processors.get(architecture, usual)(config=_settings(model.config))
     table = library_name(GGUF_TABLES, "get_gguf_hf_weights_map")(_BaseNames(model), processor)
     own = own_shapes(model)
     parts: dict[str, list[Any]] = {}
+    unread = []
     for tensor in tensors:
         target = table.get(tensor.name) or table.get(tensor.name.removesuffix(".weight"))
         if target in own:
             parts.setdefault(target, []).append(tensor)
+        else:
+            unread.append(tensor)
 
     def reader(target: str, listed: list[Any]) -> ReadWeights:
         def read() -> dict[str, torch.Tensor]:
@@ -75,7 +81,11 @@ def _by_tables(
 
         return read
 
-    return [({target: own[target]}, reader(target, listed)) for target, listed in parts.items()]
+    groups: list[Group] = [
+        ({target: own[target]}, reader(target, listed), [one.name for one in listed])
+        for target, listed in parts.items()
+    ]
+    return groups, {tensor.name: functools.partial(_whole, tensor) for tensor in unread}
 
 
 def _settings(config: Any) -> dict[str, Any]:
@@ -130,14 +140,21 @@ def _dequantized(tensor: Any, rows: slice) -> Any:
     return whole
 
 
-def _by_rules(
-    tensors: list[Any], rules: list[Any], model: nn.Module
-) -> list[tuple[Mapping[str, torch.Size], ReadWeights]]:
+def _whole(tensor: Any) -> torch.Tensor:
+    """A tensor of the file, dequantised."""
+    return torch.from_numpy(numpy.require(_dequantized(tensor, slice(None)), requirements=["C", "W"]))
+
+
+def _by_rules(tensors: list[Any], rules: list[Any], model: nn.Module) -> Found:
     by_name = {tensor.name: tensor for tensor in tensors}
     stored = {name: torch.Size(int(size) for size in reversed(tensor.shape)) for name, tensor in by_name.items()}
-    found = find_conversions(model, stored, own_shapes(model), rules).found
+    conversions = find_conversions(model, stored, own_shapes(model), rules)
 
     def read(name: str) -> torch.Tensor:
-        return torch.from_numpy(numpy.require(_dequantized(by_name[name], slice(None)), requirements=["C", "W"]))
+        return _whole(by_name[name])
 
-    return [(one.targets, lambda one=one: one.apply(read, model)) for one in found]  # type: ignore[misc]
+    groups: list[Group] = [
+        (one.targets, lambda one=one: one.apply(read, model), one.sources)  # type: ignore[misc]
+        for one in conversions.found
+    ]
+    return groups, {name: functools.partial(read, name) for name in conversions.unused}

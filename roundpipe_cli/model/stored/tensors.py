@@ -29,6 +29,9 @@ DTYPES = {
 MAX_MAPPED_BYTES = 16 * 1024**2
 """Read from mapped files before they are closed, between weights."""
 
+FINITE_CHECK_ELEMENTS = 2**20
+"""Values that are checked at once: a check of the whole would hold a copy of a large tensor."""
+
 Unpack = Callable[[Mapping[str, torch.Tensor], torch.dtype], torch.Tensor]
 """Takes the tensors of a quantised weight by their role, and the type to return."""
 
@@ -114,6 +117,27 @@ def turned(weight: StoredTensor) -> StoredTensor:
 def plain(piece: FileTensor) -> StoredTensor:
     """A weight that is one tensor of the files."""
     return StoredTensor({"": piece}, piece.shape, piece.torch_dtype)
+
+
+def check_finite(values: torch.Tensor, dtype: torch.dtype, where: str) -> None:
+    """Refuse values that are not finite, or would not be in another type: those above 65,504 in float16.
+
+    Raises:
+        RefusedError: there is one.
+    """
+    for part in values.flatten().split(FINITE_CHECK_ELEMENTS):
+        if bool(torch.isfinite(part.to(dtype)).all()):
+            continue
+        if not all(bool(torch.isfinite(one).all()) for one in values.flatten().split(FINITE_CHECK_ELEMENTS)):
+            raise RefusedError("a base weight is not finite (NaN or infinite)", where=where)
+        name = str(dtype).removeprefix("torch.")
+        raise RefusedError(
+            f"a weight overflows in {name}",
+            where=where,
+            found=f"values up to {float(part.abs().max()):.4g} in this tensor",
+            expected=f"at most {torch.finfo(dtype).max:.5g}, the largest number of {name}",
+            hint="bfloat16 and float32 have room for it: dtype=bfloat16 in a recipe, --dtype bfloat16 in an export",
+        )
 
 
 class OpenFiles(AbstractContextManager["OpenFiles"]):

@@ -36,6 +36,7 @@ from roundpipe_cli.model.base_weights import BaseWeights
 from roundpipe_cli.model.library_calls import refusing
 from roundpipe_cli.model.load import build_skeleton, load_config
 from roundpipe_cli.model.source import ModelSource
+from roundpipe_cli.model.stored.tables import untie_stored
 from roundpipe_cli.model.untrusted import check_file, check_model_folder, check_small_files
 from roundpipe_cli.train.checkpoint.output_dir import RESULT_FOLDER_MODE
 from roundpipe_cli.train.checkpoint.safetensors_stream import TensorSpec, TensorStream, stream_file
@@ -211,6 +212,8 @@ def merge_result(
         base_files = read_base_files(source, config)
         own_dtype = _own_dtype(config)  # a skeleton's own replaces it
         model = build_skeleton(config, torch.float32)
+        if source.gguf_file is None:
+            untie_stored(model, source.folder)
         base = BaseWeights(source, model, own_dtype)
         merging = MergedTensors(model, base, result, dtype or (torch.bfloat16 if source.gguf_file else None))
         require_free_bytes(temporary, sum(spec.num_bytes for spec in merging.specs), "the merged model")

@@ -13,7 +13,7 @@ from roundpipe_cli.model.adapter_files import StartedBase, put_adapter, read_ada
 from roundpipe_cli.model.base_weights import BaseWeights, WeightGroup
 from roundpipe_cli.model.quantized_files import is_nf4
 from roundpipe_cli.model.stored.names import base_name, is_adapter, tied_names
-from roundpipe_cli.model.stored.tensors import OpenFiles
+from roundpipe_cli.model.stored.tensors import OpenFiles, check_finite
 from roundpipe_cli.train.checkpoint.safetensors_stream import TensorSpec
 
 
@@ -60,14 +60,14 @@ class MergedTensors:
         for spec in specs:
             fault("export")
             if not self.has_base_names:
-                yield spec.name, self._adapted.weight(spec.name).to(spec.dtype)
+                yield spec.name, _in_type(self._adapted.weight(spec.name), spec)
                 continue
             group = self._group_of.get(spec.name)
             if group is not None and self._adapted.changes(group):
-                yield spec.name, self._reverted(group)[spec.name].to(spec.dtype)
+                yield spec.name, _in_type(self._reverted(group)[spec.name], spec)
             else:
                 with OpenFiles() as files:
-                    yield spec.name, self._base.stored[spec.name].read(files).to(spec.dtype).clone()
+                    yield spec.name, _in_type(self._base.stored[spec.name].read(files), spec).clone()
 
     def _reverted(self, group: WeightGroup) -> Mapping[str, torch.Tensor]:
         """The tensors of the files that a group of changed weights becomes."""
@@ -79,6 +79,17 @@ class MergedTensors:
             assert made is not None, "it was tried on the meta device"
             self._current = (group, made)
         return self._current[1]
+
+
+def _in_type(values: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """The values in the type in which they are written.
+
+    Raises:
+        RefusedError: they overflow in it.
+    """
+    if values.is_floating_point() and spec.dtype.is_floating_point and values.dtype != spec.dtype:
+        check_finite(values, spec.dtype, spec.name)
+    return values.to(spec.dtype)
 
 
 def base_layout(model: nn.Module, base: BaseWeights, dtype: torch.dtype | None) -> list[TensorSpec] | None:
