@@ -83,6 +83,8 @@ def export(
         copy_result(output_dir, target, extras)
         if kind == "adapter" and has_expert_adapters(output_dir):
             say(f"note: {EXPERTS_NOTE}")
+        if not extras.has_tokenizer:
+            say("note: the adapter has no tokenizer: its base's belongs to it")
     else:
         torch.set_grad_enabled(False)
         done = merge_result(output_dir, source, target, None if dtype is None else getattr(torch, dtype), extras)
@@ -115,6 +117,10 @@ def _notes(done: Merged, source: ModelSource) -> list[str]:
         notes.append(f"quantised in the base's files, and whole here: {', '.join(done.dequantized)}")
     if not done.has_base_names and source.gguf_file is None:
         notes.append("transformers cannot undo how it fuses this model's weights: they are written as it has them")
+    if done.untied:
+        notes.append("the adapter changes one of the tables that the base shares: both are written, no longer tied")
+    if done.replaced:
+        notes.append(f"whole weights in the adapter's file take the place of the base's: {', '.join(done.replaced)}")
     return notes
 
 
@@ -213,12 +219,15 @@ def find_adapter_base(output_dir: Path, named: str | None, *, offline: bool) -> 
             values = parse_text(_small_text(recipe), str(recipe)).data
         if report.is_file():
             commit = json.loads(_small_text(report)).get("model_commit")
-        model = named or values.get("model") or json.loads(_small_text(adapter))["base_model_name_or_path"]
+        trained = values.get("model") or json.loads(_small_text(adapter)).get("base_model_name_or_path")
+        model = named or trained
+        if not model:
+            raise ValueError("no base model is named")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, RecipeError) as error:
         raise RefusedError(
             "cannot tell the base model of this adapter", where=str(output_dir), hint="name it with --base"
         ) from error
-    revision = None if named else commit or values.get("revision") or _trained_revision(adapter)
+    revision = None if model != trained else commit or values.get("revision") or _trained_revision(adapter)
     try:
         source = resolve_model(
             str(model),
