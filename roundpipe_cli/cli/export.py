@@ -29,6 +29,9 @@ def export(
         Path | None, typer.Option("--to", metavar="FOLDER", help="New folder. [default: OUTPUT_DIR/merged or exported]")
     ] = None,
     base: Annotated[str | None, typer.Option("--base", metavar="MODEL", help="Base model, if it has moved.")] = None,
+    allow_other_base: Annotated[
+        bool, typer.Option("--allow-other-base", help="The base may be another than the adapter was trained on.")
+    ] = False,
     dtype: Annotated[
         str | None, typer.Option("--dtype", help="Of merged weights: bfloat16, float16, float32. [default: the base's]")
     ] = None,
@@ -71,6 +74,8 @@ def export(
     if offline:
         go_offline()
     source = find_adapter_base(output_dir, base, offline=offline) if merge else None
+    if source is not None:
+        compare_base(output_dir, source, allowed=allow_other_base)
     say("loading torch and transformers ...")
     quiet_libraries()
     import torch
@@ -197,6 +202,26 @@ def _trained_revision(adapter_config: Path) -> str | None:
     except (OSError, ValueError, AttributeError, RecursionError):
         return None
     return revision if isinstance(revision, str) else None
+
+
+def compare_base(output_dir: Path, source: ModelSource, *, allowed: bool) -> None:
+    """Say where a base model may be another than the adapter was trained on.
+
+    Args:
+        allowed: another one is meant.
+
+    Raises:
+        RefusedError: it is another.
+    """
+    from roundpipe_cli.model.fingerprint import Fingerprint, check_trained_on
+
+    def weights() -> str:
+        say("comparing the base model with the one that was trained ...")
+        return Fingerprint(source).result()
+
+    text = check_trained_on(output_dir, source, allowed=allowed, weights=weights, where=str(source.name))
+    if text is not None:
+        say(f"note: {text}")
 
 
 def find_adapter_base(output_dir: Path, named: str | None, *, offline: bool) -> ModelSource:
