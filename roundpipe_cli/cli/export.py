@@ -29,6 +29,9 @@ def export(
         Path | None, typer.Option("--to", metavar="FOLDER", help="New folder. [default: OUTPUT_DIR/merged or exported]")
     ] = None,
     base: Annotated[str | None, typer.Option("--base", metavar="MODEL", help="Base model, if it has moved.")] = None,
+    allow_other_base: Annotated[
+        bool, typer.Option("--allow-other-base", help="The base may be another than the adapter was trained on.")
+    ] = False,
     dtype: Annotated[
         str | None, typer.Option("--dtype", help="Of merged weights: bfloat16, float16, float32. [default: the base's]")
     ] = None,
@@ -71,6 +74,8 @@ def export(
     if offline:
         go_offline()
     source = find_adapter_base(output_dir, base, offline=offline) if merge else None
+    if source is not None:
+        compare_base(output_dir, source, allowed=allow_other_base)
     say("loading torch and transformers ...")
     quiet_libraries()
     import torch
@@ -83,6 +88,8 @@ def export(
         copy_result(output_dir, target, extras)
         if kind == "adapter" and has_expert_adapters(output_dir):
             say(f"note: {EXPERTS_NOTE}")
+        if not extras.has_tokenizer:
+            say("note: the adapter has no tokenizer: its base's belongs to it")
     else:
         torch.set_grad_enabled(False)
         done = merge_result(output_dir, source, target, None if dtype is None else getattr(torch, dtype), extras)
@@ -115,6 +122,10 @@ def _notes(done: Merged, source: ModelSource) -> list[str]:
         notes.append(f"quantised in the base's files, and whole here: {', '.join(done.dequantized)}")
     if not done.has_base_names and source.gguf_file is None:
         notes.append("transformers cannot undo how it fuses this model's weights: they are written as it has them")
+    if done.untied:
+        notes.append("the adapter changes one of the tables that the base shares: both are written, no longer tied")
+    if done.replaced:
+        notes.append(f"whole weights in the adapter's file take the place of the base's: {', '.join(done.replaced)}")
     return notes
 
 
@@ -193,6 +204,26 @@ def _trained_revision(adapter_config: Path) -> str | None:
     return revision if isinstance(revision, str) else None
 
 
+def compare_base(output_dir: Path, source: ModelSource, *, allowed: bool) -> None:
+    """Say where a base model may be another than the adapter was trained on.
+
+    Args:
+        allowed: another one is meant.
+
+    Raises:
+        RefusedError: it is another.
+    """
+    from roundpipe_cli.model.fingerprint import Fingerprint, check_trained_on
+
+    def weights() -> str:
+        say("comparing the base model with the one that was trained ...")
+        return Fingerprint(source).result()
+
+    text = check_trained_on(output_dir, source, allowed=allowed, weights=weights, where=str(source.name))
+    if text is not None:
+        say(f"note: {text}")
+
+
 def find_adapter_base(output_dir: Path, named: str | None, *, offline: bool) -> ModelSource:
     """The base model of an adapter: as named, else as the run's recipe or the adapter's configuration says.
 
@@ -213,12 +244,15 @@ def find_adapter_base(output_dir: Path, named: str | None, *, offline: bool) -> 
             values = parse_text(_small_text(recipe), str(recipe)).data
         if report.is_file():
             commit = json.loads(_small_text(report)).get("model_commit")
-        model = named or values.get("model") or json.loads(_small_text(adapter))["base_model_name_or_path"]
+        trained = values.get("model") or json.loads(_small_text(adapter)).get("base_model_name_or_path")
+        model = named or trained
+        if not model:
+            raise ValueError("no base model is named")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, RecipeError) as error:
         raise RefusedError(
             "cannot tell the base model of this adapter", where=str(output_dir), hint="name it with --base"
         ) from error
-    revision = None if named else commit or values.get("revision") or _trained_revision(adapter)
+    revision = None if model != trained else commit or values.get("revision") or _trained_revision(adapter)
     try:
         source = resolve_model(
             str(model),

@@ -32,6 +32,9 @@ def finetune(
     allow_changed: Annotated[
         list[str] | None, typer.Option("--allow-changed", metavar="KEY", help="Resume although KEY changed.")
     ] = None,
+    allow_other_base: Annotated[
+        bool, typer.Option("--allow-other-base", help="Start from an adapter (lora.start_from) of another base model.")
+    ] = False,
     offline: Annotated[bool, typer.Option("--offline", help="Use local files only, open no connection.")] = False,
     trace: Annotated[
         bool, typer.Option("--trace", help="Write the last steps' work to trace.json, for ui.perfetto.dev.")
@@ -68,7 +71,7 @@ def finetune(
         from roundpipe_cli.train.preflight import check_names, fetch_model
         from roundpipe_cli.train.reporting import Reporting, Start
 
-        start = Start(resume, offline, allow_changed or ())
+        start = Start(resume, offline, allow_changed or (), allow_other_base)
         plain = LinePrinter(loaded.recipe.logging_steps, as_json=json_) if is_first else _silent
         check_names(loaded, start, plain)
         loaded = on_cards_worth_using(loaded, plain)

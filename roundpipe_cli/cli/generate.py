@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from roundpipe_cli.cli.export import find_adapter_base, kind_of
+from roundpipe_cli.cli.export import compare_base, find_adapter_base, kind_of
 from roundpipe_cli.cli.libraries import go_offline, quiet_libraries
 from roundpipe_cli.cli.output import say, say_data
 from roundpipe_cli.errors import RefusedError
@@ -35,6 +35,9 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="Of the answer, at most.")] = 200,
     temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0: the most probable tokens.")] = 0.0,
     base: Annotated[str | None, typer.Option("--base", metavar="MODEL", help="Base model, if it has moved.")] = None,
+    allow_other_base: Annotated[
+        bool, typer.Option("--allow-other-base", help="The base may be another than the adapter was trained on.")
+    ] = False,
     dtype: Annotated[str, typer.Option("--dtype", help="bfloat16, float16 or float32.")] = "bfloat16",
     offline: Annotated[bool, typer.Option("--offline", help="Use local files only, open no connection.")] = False,
     json_: Annotated[
@@ -63,6 +66,7 @@ def generate(
     check_temperature(temperature)
     if kind == "adapter":
         source = find_adapter_base(output_dir, base, offline=offline)
+        compare_base(output_dir, source, allowed=allow_other_base)
     else:
         from roundpipe_cli.model.source import resolve_model
 

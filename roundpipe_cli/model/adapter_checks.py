@@ -20,6 +20,38 @@ PATTERN_S = 2.0
 """Seconds of processor time to match an adapter's patterns with all names of modules."""
 REFUSED_KEYS = ("megatron_config", "layer_replication")
 """The first imports a module that the file names; the second changes the base model, by any number of layers."""
+APPLIED_KEYS = (
+    *("peft_type", "base_model_name_or_path", "revision", "r", "lora_alpha", "lora_dropout", "init_lora_weights"),
+    *("target_modules", "exclude_modules", "target_parameters", "layers_to_transform", "layers_pattern"),
+    *("rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "use_bdlora", "fan_in_fan_out", "bias", "lora_bias"),
+    *("modules_to_save", "ensure_weight_tying"),
+)
+"""Keys of PEFT's LoraConfig that `export --merge` applies."""
+KEYS_WITHOUT_EFFECT = (
+    *("task_type", "auto_mapping", "peft_version", "inference_mode", "runtime_config", "megatron_core"),
+    *("qalora_group_size", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
+)
+"""Keys of PEFT's LoraConfig that change nothing by themselves: notes for programs, and settings of `use_qalora` or of
+the start that `init_lora_weights` names."""
+NOT_MERGED: Mapping[str, str] = {
+    "trainable_token_indices": "it trains single rows of the embedding beside the adapter",
+    "alora_invocation_tokens": "an activated LoRA works only behind its invocation tokens",
+    "use_qalora": "QALoRA pools the inputs of GPTQ's layers",
+    "velora_config": "VeLoRA keeps compressed activations",
+    "monteclora_config": "MonteCLoRA draws samples around the adapter",
+    "arrow_config": "Arrow routes between several adapters",
+    "kasa_config": "KaSA cuts singular values off the base's weights",
+}
+"""Keys with which only PEFT itself computes -> why."""
+NOT_TRAINED: Mapping[str, str] = {
+    "bias": "biases of the base model were trained beside the adapter",
+    "lora_bias": "the adapter has biases",
+    "use_bdlora": "its matrices are block-diagonal",
+    "ensure_weight_tying": "the adapter changes the table that embedding and LM head share",
+}
+"""Keys of adapters that can be merged but not trained further -> why."""
+OTHER_PROGRAMS_KEYS = ("merge_weights", "enable_lora", "lora_dtype", "lorap_lr_ratio", "lorap_emb_lr")
+"""Keys that PEFT 0.2 and ms-swift write. They say nothing about what a finished adapter computes."""
 
 PLAIN_STARTS = ("gaussian", "eva", "orthogonal", "mica")
 """Values of `init_lora_weights` beside true and false that leave the base weights as they are."""
@@ -84,6 +116,52 @@ def base_start(config: Mapping[str, Any], folder: Path) -> str | None:
     return None
 
 
+def refuse_not_merged(config: Mapping[str, Any], folder: Path) -> None:
+    """
+    Raises:
+        RefusedError: a key with which only PEFT itself, or only another version of it, computes.
+    """
+    refuse_unknown_keys(config, folder)
+    for key, why in NOT_MERGED.items():
+        if config.get(key):
+            hint = "`roundpipe generate` and PEFT use the adapter as it is"
+            raise _not_for(folder, "only PEFT itself can compute with this adapter", key, config[key], why, hint)
+
+
+def refuse_not_trained(config: Mapping[str, Any], folder: Path) -> None:
+    """
+    Raises:
+        RefusedError: a key of an adapter that cannot be trained further.
+    """
+    refuse_not_merged(config, folder)
+    for key, why in NOT_TRAINED.items():
+        if config.get(key) not in (None, False, "none"):
+            hint = f"merge it first (`roundpipe export {folder} --merge`), then train a new adapter on the result"
+            raise _not_for(folder, "this adapter cannot be trained further", key, config[key], why, hint)
+
+
+def refuse_unknown_keys(config: Mapping[str, Any], folder: Path) -> None:
+    """PEFT leaves out keys that it does not know, such as those of its own later releases.
+
+    Raises:
+        RefusedError: one is set.
+    """
+    known = {*APPLIED_KEYS, *KEYS_WITHOUT_EFFECT, *REFUSED_KEYS, *NOT_MERGED, *OTHER_PROGRAMS_KEYS}
+    for key in sorted(config.keys() - known):
+        if config[key]:
+            raise RefusedError(
+                "the adapter's configuration has a key that the installed PEFT does not know",
+                where=str(folder / ADAPTER_CONFIG),
+                found=f"{key}: {config[key]!r}"[:200],
+                hint="install the PEFT that wrote it, or delete the key if it changes no result",
+            )
+
+
+def _not_for(folder: Path, what: str, key: str, value: object, why: str, hint: str) -> RefusedError:
+    found = f"{key}: {value!r}"[:200]
+    return RefusedError(what, where=str(folder / ADAPTER_CONFIG), found=f"{found} ({why})", hint=hint)
+
+
 def _odd(path: Path, key: str, value: object, expected: str) -> RefusedError:
     what = "the adapter's configuration has a value that cannot be used"
     return RefusedError(what, where=str(path), found=f"{key}: {value!r}"[:200], expected=expected)
@@ -127,9 +205,10 @@ _KEYS: Mapping[str, tuple[Callable[[object], bool], str]] = {
     "layers_to_transform": (_is_layers, "whole numbers"),
     "layers_pattern": (_is_pattern, "a pattern, or a list of patterns"),
     "base_model_name_or_path": (lambda value: isinstance(value, str), "a name"),
+    "bias": (lambda value: value in ("none", "all", "lora_only"), "none, all or lora_only"),
     **{
         key: (lambda value: isinstance(value, bool), "true or false")
-        for key in ("use_dora", "use_rslora", "fan_in_fan_out")
+        for key in ("use_dora", "use_rslora", "fan_in_fan_out", "lora_bias", "ensure_weight_tying")
     },
 }
 

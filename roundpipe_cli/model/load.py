@@ -6,6 +6,7 @@ import copy
 import functools
 import re
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -153,10 +154,15 @@ def _tokenizer_values(tokenizer: Any) -> list[Any]:
     return [type(tokenizer).__name__, vocabulary, added, *others]
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a folder holds the files of a tokenizer."""
+    return any((folder / name).exists() for name in TOKENIZER_FILES)
+
+
 def _load_tokenizer(source: ModelSource) -> Any:
     from transformers import AutoTokenizer
 
-    if source.gguf_file is None and not any((source.folder / name).exists() for name in TOKENIZER_FILES):
+    if source.gguf_file is None and not has_tokenizer(source.folder):
         raise RefusedError(
             "the model folder has no tokenizer",
             where=str(source.folder),

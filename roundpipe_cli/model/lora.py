@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from roundpipe_cli.errors import RefusedError, closest
-from roundpipe_cli.model.adapter_checks import ADAPTER_CONFIG
+from roundpipe_cli.model.adapter_checks import ADAPTER_CONFIG, refuse_not_trained
 from roundpipe_cli.model.adapter_files import put_adapter, read_adapter_config
 from roundpipe_cli.model.all_linear import left_out_pattern
 from roundpipe_cli.model.architectures import dropout_refusal
@@ -115,11 +115,11 @@ def continue_lora(model: nn.Module, folder: Path, *, dropout: float, dtype: torc
     Raises:
         RefusedError: it cannot be read, or does not fit the model.
     """
-    config = read_adapter_config(folder)
+    config = read_adapter_config(folder, refuse_not_trained)
     config.inference_mode = False
     config.lora_dropout = dropout
     config.base_model_name_or_path = base_name
-    _refuse_missing(model, tuple(config.modules_to_save or ()))
+    _refuse_missing(model, tuple(config.modules_to_save or ()), start=folder)
     peft_model = put_adapter(model, config, folder)
     hint = "delete it there: the adapter has no weights for it"
     _refuse_unmatched(peft_model, f"{folder / ADAPTER_CONFIG}: target_modules", hint)
@@ -134,15 +134,21 @@ def _use_dtype(model: nn.Module, dtype: torch.dtype) -> None:
                 module._parameters[name] = nn.Parameter(parameter.to(dtype))
 
 
-def _refuse_missing(model: nn.Module, modules_to_save: tuple[str, ...]) -> None:
+def _refuse_missing(model: nn.Module, modules_to_save: tuple[str, ...], start: Path | None = None) -> None:
     """PEFT leaves out what it does not find, and a table that embedding and head share would come apart.
+
+    Args:
+        start: folder of the adapter that is trained further and has these modules.
 
     Raises:
         RefusedError: either of them.
     """
     for wanted in modules_to_save:
         found = [m for path, m in model.named_modules() if path == wanted or path.endswith(f".{wanted}")]
-        where = "lora.modules_to_save"
+        where, hint = "lora.modules_to_save", "leave it out, or use method: full"
+        if start is not None:
+            where = "lora.start_from"
+            hint = f"merge it first (`roundpipe export {start} --merge`), then train a new adapter on the result"
         if not found:
             raise RefusedError("no such module to train", where=where, found=wanted, hint=_nearest(model, [wanted]))
         shared = {id(parameter) for parameter in _shared(model)}
@@ -151,7 +157,7 @@ def _refuse_missing(model: nn.Module, modules_to_save: tuple[str, ...]) -> None:
                 "embedding and LM head of this model are one table, which cannot be trained beside adapters",
                 where=where,
                 found=wanted,
-                hint="leave it out, or use method: full",
+                hint=hint,
             )
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from roundpipe_cli.costs.processes import was_restarted
 from roundpipe_cli.durable import write_atomically
 from roundpipe_cli.events import Notice, run_clock
+from roundpipe_cli.model.fingerprint import check_trained_on
 from roundpipe_cli.model.layout import LayerLayout
 from roundpipe_cli.plain_files import named_path
 from roundpipe_cli.recipe.load import LoadedRecipe, resolved_yaml
@@ -36,6 +37,7 @@ from roundpipe_cli.train.reporting import Reporting, Start
 from roundpipe_cli.train.setup import prepare
 from roundpipe_cli.train.signals import StopSignals
 from roundpipe_cli.train.token_budget import with_token_budget
+from roundpipe_cli.train.trainable import start_folder
 from roundpipe_cli.watchdog import watching
 
 
@@ -84,6 +86,16 @@ def run_finetune(loaded: LoadedRecipe, start: Start, reporting: Reporting, signa
             base = find_base(loaded, revision, offline=start.offline, tell=tell)
             setup = prepare(loaded, offline=start.offline, tell=tell, base=base, elsewhere=share_out)
             nodes.check_same(shared_facts(setup))
+            if checkpoint is None and (folder := start_folder(loaded)) is not None:
+                other = check_trained_on(
+                    folder,
+                    setup.source,
+                    allowed=start.allow_other_base,
+                    weights=lambda: setup.model_hash,
+                    where="model",
+                )
+                if other is not None:
+                    tell(Notice(other))
             if checkpoint is not None:
                 check_unchanged(checkpoint.meta, setup, start.allow_changed)
             trainer = Trainer(setup, output_dir, signals, reporting, Machines(nodes, *shards), recorder)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from roundpipe_cli.engine.weights import WeightStore
+from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import Notice, Phase, Tell
 from roundpipe_cli.model.adapter_files import StartedBase, read_adapter_tensors
 from roundpipe_cli.model.lora import initial_values
@@ -85,7 +86,30 @@ def fill_store(
     if recipe.method == "full":
         return
     first = initial_values(model, recipe.seed, store.base_weight, recipe.lora.init)
-    for name, values in first if start is None else read_adapter_tensors(model, start).items():
+    for name, values in first if start is None else _started_from(start, model, store).items():
         store.set_parameter(name, values)
     if start is not None and recipe.objective == "dpo":
         store.keep_reference()
+
+
+def _started_from(start: Path, model: nn.Module, store: WeightStore) -> dict[str, torch.Tensor]:
+    """The tensors of an adapter that is trained further.
+
+    Raises:
+        RefusedError: they do not fit the model, or weights beside them are others than the base's: the result, which is
+            an adapter, would not hold them.
+    """
+    found = read_adapter_tensors(model, start)
+    places = {place.name for layout in store.layouts for place in layout.places}
+    twins = dict(model.named_parameters(remove_duplicate=False))
+    names = {id(parameter): name for name, parameter in twins.items() if name in places}
+    for name in [name for name in found if not is_adapter(name)]:
+        base = store.base_weight(names[id(twins[name])])
+        if not torch.equal(found.pop(name).to(base.dtype), base):
+            raise RefusedError(
+                "a table beside the adapter is another than the base model's, and would not be in the result",
+                where="lora.start_from",
+                found=f"{name} in {start}",
+                hint=f"merge it first (`roundpipe export {start} --merge`), then train a new adapter on the result",
+            )
+    return found

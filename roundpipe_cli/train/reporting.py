@@ -22,6 +22,8 @@ class Start:
     """Use local files only."""
     allow_changed: Sequence[str] = ()
     """Recipe keys that may differ from the checkpoint's."""
+    allow_other_base: bool = False
+    """The adapter of `lora.start_from` may have been trained on another base model."""
 
 
 @dataclass(frozen=True)

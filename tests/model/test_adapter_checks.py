@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model import adapter_checks
-from roundpipe_cli.model.adapter_checks import check_adapter_folder
+from roundpipe_cli.model.adapter_checks import (
+    APPLIED_KEYS,
+    KEYS_WITHOUT_EFFECT,
+    NOT_MERGED,
+    NOT_TRAINED,
+    REFUSED_KEYS,
+    check_adapter_folder,
+    refuse_not_trained,
+    refuse_unknown_keys,
+)
 from roundpipe_cli.model.adapter_files import put_adapter, read_adapter_config
 from roundpipe_cli.model.untrusted import check_small_files
 from roundpipe_cli.train.result.export import Extras, copy_result
@@ -38,7 +49,8 @@ def write(folder: Path, **changes: Any) -> Path:
         *({"peft_type": value} for value in ("NOPE", 3, [], "IA3")),
         {"layers_to_transform": ["0"]}, {"layers_pattern": 3}, {"use_dora": "yes"}, {"modules_to_save": "lm_head"},
         {"megatron_config": {"a": 1}, "megatron_core": "this"}, {"layer_replication": [[0, 10**9]]},
-        {"bias": "all"}, {"bias": 7}, {"base_model_name_or_path": 3},
+        {"bias": 7}, {"base_model_name_or_path": 3}, {"lora_bias": "yes"}, {"ensure_weight_tying": 1},
+        {"peft_type": "ADALORA"},
     ],
     ids=str,
 )  # fmt: skip
@@ -99,3 +111,54 @@ def test_a_template_among_several_may_not_be_a_link_or_a_pipe(tmp_path: Path) ->
     with pytest.raises(RefusedError, match="no regular file") as caught:
         check_adapter_folder(folder)
     assert "named pipe" in str(caught.value)
+
+
+# --- what PEFT's own configuration can say ----------------------------------------------------------------------------
+
+
+def test_every_field_of_peft_s_configuration_is_decided() -> None:
+    """A field is applied, changes nothing, or is refused. A release of PEFT with a new one fails here first."""
+    decided = [*APPLIED_KEYS, *KEYS_WITHOUT_EFFECT, *REFUSED_KEYS, *NOT_MERGED]
+    assert sorted(decided) == sorted({field.name for field in dataclasses.fields(LoraConfig)})
+    assert NOT_TRAINED.keys() <= set(APPLIED_KEYS)
+
+
+VALUES: dict[str, Any] = {
+    "trainable_token_indices": [5, 6],
+    "alora_invocation_tokens": [8, 9],
+    "use_qalora": True,
+    "velora_config": {"num_groups": 8},
+    "monteclora_config": {"num_samples": 4},
+    "arrow_config": {"top_k": 2},
+    "kasa_config": {"beta": 1e-4},
+    "lora_bias": True,
+    "bias": "all",
+    "use_bdlora": {"target_modules_bd_a": ["q_proj"], "nblocks": 2},
+    "ensure_weight_tying": True,
+}
+
+
+@pytest.mark.parametrize("key", NOT_MERGED)
+def test_what_only_peft_computes_is_refused_by_name(tmp_path: Path, key: str) -> None:
+    """`trainable_token_indices` "did not fit the base model", aLoRA was "a bug of roundpipe"; `generate` uses them."""
+    folder = write(tmp_path / "adapter", **{key: VALUES[key]})
+    with pytest.raises(RefusedError, match="only PEFT itself") as caught:
+        read_adapter_config(folder)
+    assert f"{key}: " in str(caught.value) and "roundpipe generate" in str(caught.value)
+    refuse_unknown_keys(json.loads((folder / "adapter_config.json").read_text()), folder)
+
+
+@pytest.mark.parametrize("key", NOT_TRAINED)
+def test_what_can_be_merged_and_not_trained_is_refused_by_name(tmp_path: Path, key: str) -> None:
+    folder = write(tmp_path / "adapter", **{key: VALUES[key]})
+    with pytest.raises(RefusedError, match="cannot be trained further") as caught:
+        read_adapter_config(folder, refuse_not_trained)
+    assert f"{key}: " in str(caught.value) and f"roundpipe export {folder} --merge" in str(caught.value)
+
+
+def test_a_key_of_a_newer_peft_is_refused(tmp_path: Path) -> None:
+    """PEFT leaves out what it does not know and computes something else; keys that are off, or old, do not matter."""
+    read_adapter_config(write(tmp_path / "adapter", use_new=False, new_config=None, merge_weights=True))
+    with pytest.raises(RefusedError, match="installed PEFT does not know") as caught:
+        read_adapter_config(write(tmp_path / "adapter", use_new={"a": 1}))
+    assert "use_new" in str(caught.value)

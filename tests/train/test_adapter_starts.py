@@ -51,7 +51,7 @@ STARTS: dict[str, dict[str, Any]] = {
 }
 """Every start of the installed PEFT that can be made again, and the kinds of plain adapters."""
 TABLES = (("lm_head",), ("embed_tokens",), ("lm_head", "embed_tokens"))
-TIED_TABLES: tuple[tuple[str, ...], ...] = ()
+TIED_TABLES = TABLES
 """Those of `TABLES` that a base where both are one table can have too."""
 SOME = ("plain", "rslora", "dora", "pissa", "olora")
 CASES: list[tuple[str, str, tuple[str, ...]]] = [

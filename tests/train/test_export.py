@@ -364,5 +364,7 @@ def test_what_cannot_be_exported_is_told(trained: Path, tmp_path: Path) -> None:
         done = fresh(trained, "export", *words) if words == ("nowhere",) else run(trained, "export", *words)
         assert text in done.expect(2).err and not (trained / "out" / "merged").exists()
     make_model(tmp_path / "other", hidden_size=32)
-    done = run(trained, "export", "out", "--merge", "--base", str(tmp_path / "other")).expect(2)
+    words = ("export", "out", "--merge", "--base", str(tmp_path / "other"))
+    assert "another base model" in run(trained, *words).expect(2).err
+    done = run(trained, *words, "--allow-other-base").expect(2)
     assert "does not fit the base model" in done.err and not (trained / "out" / "merged").exists()

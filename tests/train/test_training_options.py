@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from roundpipe_cli.costs.memory import moment_bytes_per_param
@@ -32,8 +33,10 @@ from roundpipe_cli.train.optim.update_rules import Adafactor, AdamW, AdamW8, Ada
 from roundpipe_cli.train.reporting import Reporting
 from roundpipe_cli.train.setup import Setup, prepare
 from roundpipe_cli.train.signals import StopSignals
-from tests.support.e2e import finetune, make_model, make_workspace, metrics, numbers
+from tests.support.e2e import finetune, make_model, make_tokenizer, make_workspace, metrics, numbers
 from tests.support.tiny import make_rig
+from tests.train.test_export_adapters import adapter as make_adapter
+from tests.train.test_export_adapters import adapter_of_experts
 
 bitsandbytes: Any = import_bitsandbytes()
 
@@ -614,3 +617,55 @@ def test_evaluation_is_without_smoothing_and_noise(tmp_path: Path, models: dict[
         losses.append(json.loads(text.splitlines()[-1])["loss"])
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     assert metrics(folder / "out0")[0]["loss"] != pytest.approx(metrics(folder / "out1")[0]["loss"], rel=1e-3)
+
+
+# --- starting from adapters of other programs -------------------------------------------------------------------------
+
+HINT = "roundpipe export {start} --merge"
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "where"),
+    [
+        ("tied", {"modules_to_save": ["lm_head"]}, "lora.start_from"),
+        ("tied", {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}, "adapter_config.json"),
+        ("untied", {"trainable_token_indices": [4]}, "adapter_config.json"),
+        ("untied", {"lora_bias": True}, "adapter_config.json"),
+    ],
+)
+def test_an_adapter_that_cannot_be_trained_further_is_refused(
+    model: str, options: dict[str, Any], where: str, tmp_path: Path, models: dict[str, Path]
+) -> None:
+    """Story: the hint was to leave a key out that the recipe does not have."""
+    folder = make_workspace(tmp_path / "work", models[model])
+    make_adapter(folder / "model", folder / "first", **options)
+    with pytest.raises(RefusedError) as raised:
+        setup_of(folder, *_start(folder))
+    problem = raised.value.problems[0]
+    assert str(problem.where).endswith(where)
+    assert HINT.format(start=folder / "first") in str(problem.hint) or "trainable_token_indices" in options
+
+
+@pytest.mark.parametrize("model", ["tied", "untied"])
+def test_tables_beside_an_adapter_must_be_the_base_s(model: str, tmp_path: Path, models: dict[str, Path]) -> None:
+    """They are not trained, so the result would not hold them."""
+    folder = make_workspace(tmp_path / "work", models[model])
+    make_adapter(folder / "model", folder / "first", save_tables=True)
+    setup_of(folder, *_start(folder))
+    path = folder / "first" / "adapter_model.safetensors"
+    save_file({key: 2 * value if "embed_tokens" in key else value for key, value in load_file(path).items()}, path)
+    with pytest.raises(RefusedError, match="another than the base model's"):
+        setup_of(folder, *_start(folder))
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "qwen2_moe"])
+def test_an_adapter_of_single_experts_is_trained_further(model_type: str, tmp_path: Path) -> None:
+    """The first loss is that of the model with the adapter merged."""
+    folder = make_workspace(tmp_path / "work", make_model(tmp_path / "tiny", model_type, num_hidden_layers=2))
+    adapter_of_experts(folder / "model", folder / "first", ("q_proj", "gate_proj", "up_proj", "down_proj"))
+    make_tokenizer().save_pretrained(folder / "reference")
+    losses = []
+    for words, output in ((_start(folder), "out"), ([f"model={folder / 'reference'}"], "merged")):
+        train(setup_of(folder, *words, "max_steps=1", output=output), folder / output)
+        losses.append(metrics(folder / output)[0]["loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.model.stored.names import own_shapes
 
 Shapes = Mapping[str, torch.Size]
 
@@ -122,6 +123,30 @@ def find_targets(model: nn.Module, names: Iterable[str], own: Shapes) -> dict[st
     rules = _rules(model)
     targets = {name: _renamed(name, rules, model, own)[0] for name in names}
     return {name: target for name, target in targets.items() if target in own}
+
+
+def current_names(names: Iterable[str], model: nn.Module) -> dict[str, str]:
+    """Names of weights -> those that they have in the model, by transformers' rules for checkpoints of older releases.
+    Names that lead to no weight, or to one that is made of several, stay as they are."""
+    own, rules = own_shapes(model), _rules(model)
+    found = {}
+    for name in names:
+        target, pattern = (name, None) if name in own else _renamed(name, rules, model, own)
+        found[name] = target if pattern is None and target in own else name
+    return found
+
+
+def fused_names(names: Iterable[str], model: nn.Module) -> dict[str, tuple[str, int]]:
+    """Names of weights of single experts -> the model's parameter of all experts that holds them, and how many weights
+    of each expert it holds; names of other weights are left out."""
+    own, rules = own_shapes(model), _rules(model)
+    found = {}
+    for name in names:
+        target, pattern = _renamed(name, rules, model, own)
+        if pattern is not None and target in own:
+            rule = next(rule for rule in rules or () if pattern in rule.source_patterns)
+            found[name] = target, len(rule.source_patterns)
+    return found
 
 
 def _conversion(

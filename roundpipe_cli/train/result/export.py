@@ -12,7 +12,6 @@ import ctypes
 import json
 import re
 import shutil
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,11 +32,10 @@ from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.faults import fault
 from roundpipe_cli.model.adapter_checks import ADAPTER_CONFIG, check_adapter_folder
 from roundpipe_cli.model.base_weights import BaseWeights
-from roundpipe_cli.model.library_calls import refusing
-from roundpipe_cli.model.load import build_skeleton, load_config
+from roundpipe_cli.model.load import build_skeleton, has_tokenizer, load_config, load_tokenizer
 from roundpipe_cli.model.source import ModelSource
 from roundpipe_cli.model.stored.tables import untie_stored
-from roundpipe_cli.model.untrusted import check_file, check_model_folder, check_small_files
+from roundpipe_cli.model.untrusted import check_file, check_model_folder
 from roundpipe_cli.train.checkpoint.output_dir import RESULT_FOLDER_MODE
 from roundpipe_cli.train.checkpoint.safetensors_stream import TensorSpec, TensorStream, stream_file
 from roundpipe_cli.train.result.base_files import ESCAPED, GENERATION_CONFIG, OTHER_NAMES, BaseFiles, read_base_files
@@ -110,6 +108,8 @@ class Extras:
     """File or folder that the Modelfile loads."""
     has_template: bool = False
     """Whether the chat template could be written in Ollama's language; set when it is written."""
+    has_tokenizer: bool = True
+    """Whether the copied result has one; set when it is copied."""
     added_ends: list[str] = field(default_factory=list)
     """End tokens that the base model's settings did not have; set when they are written."""
 
@@ -142,7 +142,9 @@ def copy_result(result: Path, folder: Path, extras: Extras) -> None:
                 check_file(path, None)
                 write_new_file(temporary / path.name, _chunks(path), FILE_MODE)
         is_whole = not (result / ADAPTER_CONFIG).is_file()
-        extras.write(result, temporary, _save_tokenizer(result, temporary), whole=is_whole)
+        extras.has_tokenizer = is_whole or has_tokenizer(result)
+        tokenizer = _save_tokenizer(result, temporary) if extras.has_tokenizer else None
+        extras.write(result, temporary, tokenizer, whole=is_whole)
 
 
 RESULT_NAMES = (ADAPTER_CONFIG, "config.json", GENERATION_CONFIG, *OTHER_NAMES)
@@ -158,15 +160,12 @@ def _chunks(path: Path) -> Iterator[bytes]:
             yield chunk
 
 
-def _save_tokenizer(result: Path, folder: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    check_small_files(result)
-    with refusing("the tokenizer cannot be loaded", str(result)), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        tokenizer = AutoTokenizer.from_pretrained(str(result), trust_remote_code=False)
-        tokenizer.save_pretrained(str(folder))
-        return tokenizer
+def _save_tokenizer(result: Path, folder: Path, base: ModelSource | None = None) -> Any:
+    """Save a result's tokenizer, or its base's where it has none, into `folder`."""
+    source = ModelSource(str(result), result) if base is None or has_tokenizer(result) else base
+    tokenizer = load_tokenizer(source)
+    tokenizer.save_pretrained(str(folder))
+    return tokenizer
 
 
 # --- merging --------------------------------------------------------------------------------------------------------
@@ -184,6 +183,10 @@ class Merged:
     """Names, as `layers.*`, of the weights that the base's files hold quantised and the result does not."""
     has_base_names: bool
     """Whether the tensors are those of the base's files; else they are the model's own."""
+    untied: tuple[str, ...] = ()
+    """Names of weights that the base shares with another, and the result does not."""
+    replaced: tuple[str, ...] = ()
+    """Names of the base's weights for which the adapter's file has others."""
 
 
 def merge_result(
@@ -197,7 +200,7 @@ def merge_result(
     """Write base model and adapter as one model in Hugging Face format.
 
     Args:
-        result: a folder with an adapter in PEFT's format and the tokenizer.
+        result: a folder with an adapter in PEFT's format; where it has no tokenizer, the base's is taken.
         source: the base model.
         dtype: of the weights written; None keeps that of the base's files, bfloat16 for GGUF; for dequantised weights
             that of the base's configuration.
@@ -222,15 +225,25 @@ def merge_result(
             stream = TensorStream(tuple(specs), merging.tensors(specs), {"format": "pt"})
             write_new_file(temporary / name, stream_file(stream), FILE_MODE)
         _write_index(temporary, shards)
-        tokenizer = _save_tokenizer(result, temporary)
+        tokenizer = _save_tokenizer(result, temporary, source)
         extras = extras or Extras(None)
         base_files, extras.added_ends = base_files.ending_as_trained(tokenizer)
+        if merging.untied:
+            _untie(model)
         _write_configs(model, merging.main_dtype, base_files, temporary)
         extras.write(result, temporary, tokenizer, whole=True)
     total = sum(spec.num_bytes for spec in merging.specs)
     quantized = [name for name, weight in base.stored.items() if weight.is_quantized]
     patterns = dict.fromkeys(re.sub(r"\.\d+(?=\.)", ".*", name) for name in quantized)
-    return Merged(merging.num_modules, total, len(shards), tuple(patterns), merging.has_base_names)
+    return Merged(
+        merging.num_modules,
+        total,
+        len(shards),
+        tuple(patterns),
+        merging.has_base_names,
+        tuple(merging.untied),
+        tuple(merging.replaced),
+    )
 
 
 def _own_dtype(config: Any) -> torch.dtype:
@@ -268,6 +281,13 @@ def _write_index(folder: Path, shards: Mapping[str, Sequence[TensorSpec]]) -> No
     weight_map = {spec.name: name for name, specs in shards.items() for spec in specs}
     content = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2).encode()
     write_new_file(folder / "model.safetensors.index.json", [content], FILE_MODE)
+
+
+def _untie(model: nn.Module) -> None:
+    """Have the configuration say that embedding and LM head are two tables."""
+    config: Any = model.config
+    for part in (config, config.get_text_config()):
+        part.tie_word_embeddings = False
 
 
 def _write_configs(model: nn.Module, dtype: torch.dtype, base_files: BaseFiles, folder: Path) -> None:

@@ -6,11 +6,16 @@ import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from roundpipe_cli.durable import TEMPORARY_PREFIX, disk_error, sync_folder, write_atomically
+from safetensors import safe_open
+
+from roundpipe_cli.durable import TEMPORARY_PREFIX, disk_error, sync_folder, write_atomically, write_new_file
 from roundpipe_cli.faults import fault
+from roundpipe_cli.model.adapter_checks import ADAPTER_WEIGHTS
+from roundpipe_cli.model.fingerprint import TrainedOn
 from roundpipe_cli.model.lora import save_adapter
 from roundpipe_cli.model.stored.names import is_adapter
 from roundpipe_cli.model.weights_io import save_model
@@ -24,6 +29,7 @@ from roundpipe_cli.train.checkpoint.manifest import (
     write_manifest,
 )
 from roundpipe_cli.train.checkpoint.output_dir import REPORT_NAME, RESULT_FOLDER_MODE
+from roundpipe_cli.train.checkpoint.safetensors_stream import TensorStream, stream_file
 from roundpipe_cli.train.checkpoint.step_folders import BEST_NOTE
 from roundpipe_cli.train.setup import Setup
 from roundpipe_cli.watchdog import at_work
@@ -121,11 +127,22 @@ def _fill(setup: Setup, folder: Path) -> None:
     if setup.peft_model is not None:
         masters = {name: setup.store.master(name) for name in setup.store.views if is_adapter(name)}
         save_adapter(setup.peft_model, masters, folder)
+        _add_metadata(folder / ADAPTER_WEIGHTS, TrainedOn(setup.model_hash, setup.config_hash).metadata())
     else:
         save_model(setup.model, setup.store.views, folder)
         for name, content in setup.base_files.contents((folder / "config.json").read_bytes()).items():
             (folder / name).write_bytes(content)
     setup.tokenizer.save_pretrained(str(folder))
+
+
+def _add_metadata(path: Path, metadata: Mapping[str, str]) -> None:
+    """Write a file of tensors again with more in its header."""
+    with safe_open(str(path), framework="pt") as file:
+        group = TensorStream.of([(key, file.get_tensor(key)) for key in file.keys()])  # noqa: SIM118 - no mapping
+        stream = replace(group, metadata={**file.metadata(), **metadata})
+        temporary = path.with_name(f"{TEMPORARY_PREFIX}{path.name}")
+        write_new_file(temporary, stream_file(stream), 0o644)
+    temporary.replace(path)
 
 
 def _synced(folder: Path) -> list[Path]:

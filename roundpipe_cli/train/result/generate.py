@@ -14,11 +14,11 @@ from roundpipe_cli.data.template import find_template
 from roundpipe_cli.engine.backends import cuda
 from roundpipe_cli.events import Say
 from roundpipe_cli.limited import run_limited
-from roundpipe_cli.model.adapter_checks import check_patterns
-from roundpipe_cli.model.adapter_files import read_adapter_config
+from roundpipe_cli.model.adapter_checks import refuse_unknown_keys
+from roundpipe_cli.model.adapter_files import load_adapter, read_adapter_config
 from roundpipe_cli.model.auto_class import auto_class
 from roundpipe_cli.model.library_calls import refusing
-from roundpipe_cli.model.load import load_config, load_tokenizer
+from roundpipe_cli.model.load import has_tokenizer, load_config, load_tokenizer
 from roundpipe_cli.model.packed_weights import import_bitsandbytes
 from roundpipe_cli.model.source import ModelSource
 from roundpipe_cli.train.result.base_files import TEMPLATE_LIMITS, end_tokens, trained_ends
@@ -71,7 +71,7 @@ def load_result(result: Path, source: ModelSource, dtype: str, *, is_adapter: bo
     import_bitsandbytes()
 
     config = load_config(source)  # refuses what would run code, and what is no language model
-    adapter = read_adapter_config(result) if is_adapter else None
+    adapter = read_adapter_config(result, refuse_unknown_keys) if is_adapter else None
     arguments: dict[str, Any] = source.load_arguments or {"use_safetensors": True}
     with refusing("the result cannot be loaded", str(result)), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -79,11 +79,9 @@ def load_result(result: Path, source: ModelSource, dtype: str, *, is_adapter: bo
             str(source.folder), dtype=getattr(torch, dtype), trust_remote_code=False, **arguments
         )
         if adapter is not None:
-            from peft import PeftModel
-
-            check_patterns(adapter, (name for name, _ in model.named_modules()), result)
-            model = PeftModel.from_pretrained(model, str(result), use_safetensors=True)
-    return model.eval(), load_tokenizer(ModelSource(str(result), result))
+            model = load_adapter(model, adapter, result)
+    own = not is_adapter or has_tokenizer(result)
+    return model.eval(), load_tokenizer(ModelSource(str(result), result) if own else source)
 
 
 def move_to_gpu(model: Any, tell: Say) -> Any:

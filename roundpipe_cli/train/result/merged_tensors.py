@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
+from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.faults import fault
+from roundpipe_cli.model.adapter_checks import ADAPTER_CONFIG
 from roundpipe_cli.model.adapter_files import StartedBase, put_adapter, read_adapter_config, read_adapter_tensors
 from roundpipe_cli.model.base_weights import BaseWeights, WeightGroup
 from roundpipe_cli.model.quantized_files import is_nf4
@@ -29,17 +32,22 @@ class MergedTensors:
         """
         tied = tied_names(model)
         parameters = {name: parameter.shape for name, parameter in model.named_parameters()}
-        own = {twin: name for name in parameters for twin in tied.get(name, ())}
         layout = base_layout(model, base, dtype)
-        self._adapted = _Adapted(model, base, result, own)
+        first = {twin: name for name in parameters for twin in tied.get(name, ())}
+        self._adapted = _Adapted(model, base, result, first)
         self.has_base_names = layout is not None and all(
             not self._adapted.changes(group) or reverts(group, base, model) for group in base.groups
         )
         self._model, self._base = model, base
+        in_files = {name for group in base.groups for name in group.targets}
         if layout is not None and self.has_base_names:
             self.specs = layout
+            added = [name for twin, name in self.untied.items() for name in (twin, name) if name not in in_files]
+            shapes = {name: parameters[self.untied.get(name, name)] for name in added}
         else:
-            self.specs = [TensorSpec(name, dtype or base.dtype(name), tuple(parameters[name])) for name in parameters]
+            self.specs, shapes = [], {**parameters, **{twin: parameters[name] for twin, name in self.untied.items()}}
+        kinds = {name: dtype or base.dtype(self.untied.get(name, name)) for name in shapes}
+        self.specs += [TensorSpec(name, kinds[name], tuple(shape)) for name, shape in shapes.items()]
         self._group_of = {name: group for group in base.groups for name in group.stored}
         self._current: tuple[WeightGroup | None, Mapping[str, torch.Tensor]] = (None, {})
         # Larger elements first, as the format's alignment wants it; otherwise the files' order, so that a module is
@@ -55,11 +63,21 @@ class MergedTensors:
         """Modules whose weights the adapter changed."""
         return self._adapted.num_modules
 
+    @property
+    def untied(self) -> Mapping[str, str]:
+        """Weights that the base has once and the result twice: other name -> the model's."""
+        return self._adapted.untied
+
+    @property
+    def replaced(self) -> Sequence[str]:
+        """Weights of the base for which the adapter's file has others."""
+        return self._adapted.replaced
+
     def tensors(self, specs: Sequence[TensorSpec]) -> Iterator[tuple[str, torch.Tensor]]:
         """Names and values of these, in their order."""
         for spec in specs:
             fault("export")
-            if not self.has_base_names:
+            if spec.name not in self._base.stored or not self.has_base_names:
                 yield spec.name, _in_type(self._adapted.weight(spec.name), spec)
                 continue
             group = self._group_of.get(spec.name)
@@ -120,18 +138,22 @@ def reverts(group: WeightGroup, base: BaseWeights, model: nn.Module) -> bool:
 class _Adapted:
     """Weights of the model by name, those of adapted modules with the adapter added."""
 
-    def __init__(self, model: nn.Module, base: BaseWeights, result: Path, own: Mapping[str, str]) -> None:
+    def __init__(self, model: nn.Module, base: BaseWeights, result: Path, first: Mapping[str, str]) -> None:
         """
         Args:
-            own: other names of a shared weight -> the model's.
+            first: other names of a shared weight -> the model's.
+
+        Raises:
+            RefusedError: see `adapt`; an adapter has a bias and its layer has none.
         """
-        self._base, self._own = base, own
+        self._base = base
         self._adapter = adapt(model, result)
         self._started = StartedBase(model, result)
         for name in self._started.names:
             if any(is_nf4(weight) for weight in base.group_of(base_name(name)).stored.values()):
                 self._started.refuse_packed(name)
         self._units = dict(_units(model))
+        _refuse_lost_biases(self._units, result)
         self._unit_of = {
             base_name(f"{path}.{inner}"): path
             for path, unit in self._units.items()
@@ -141,16 +163,36 @@ class _Adapted:
         self._saved_whole = {
             name.replace(".modules_to_save.default", ""): name for name in self._adapter if ".modules_to_save." in name
         }
+        self._beside = {base_name(name): tensor for name, tensor in self._adapter.items() if not is_adapter(name)}
+        config: Any = model.peft_config
+        stays_tied = config["default"].ensure_weight_tying
+        self.untied = {} if stays_tied else {twin: name for twin, name in first.items() if self._differ(twin, name)}
+        self._own = {twin: name for twin, name in first.items() if twin not in self.untied}
+        self._first = first
         self._current: tuple[str, dict[str, torch.Tensor]] = ("", {})
 
     @property
     def num_modules(self) -> int:
         return len(self._units) + len(self._saved_whole)
 
+    @property
+    def replaced(self) -> list[str]:
+        return sorted(self._beside)
+
+    def _differ(self, twin: str, name: str) -> bool:
+        """Whether the adapter treats the names of one weight differently. PEFT adapts the module of one name alone."""
+        if any(one in self._unit_of or one in self._saved_whole for one in (twin, name)):
+            whole = [self._adapter[self._saved_whole[one]] for one in (twin, name) if one in self._saved_whole]
+            return len(whole) < 2 or not torch.equal(*whole)
+        beside = [self._beside[one] for one in (twin, name) if one in self._beside]
+        return len(beside) == 2 and not torch.equal(*beside)
+
     def changes(self, group: WeightGroup) -> bool:
         """Whether one of a group's weights differs from the base's."""
         names = {self._own.get(name, name) for name in group.targets} | set(group.targets)
-        return any(name in self._unit_of or name in self._saved_whole for name in names)
+        others = {twin for twin, name in self._own.items() if name in names}
+        changed = self._unit_of.keys() | self._saved_whole.keys() | self._beside.keys()
+        return bool(changed & (names | others))
 
     def weight(self, name: str) -> torch.Tensor:
         """A weight of the result."""
@@ -159,7 +201,15 @@ class _Adapted:
         path = self._unit_of.get(name)
         if name in self._saved_whole:
             return self._adapter[self._saved_whole[name]]
-        return self._base[name] if path is None else self._merged(path)[name]
+        return self._base_weight(name) if path is None else self._merged(path)[name]
+
+    def _base_weight(self, name: str) -> torch.Tensor:
+        """A weight before the adapter is added."""
+        first = self._first.get(name, name)
+        for one in (name, first, *(twin for twin, other in self._first.items() if other == first)):
+            if one in self._beside:
+                return self._beside[one]
+        return self._base[name if name in self._base else first]
 
     def _merged(self, path: str) -> dict[str, torch.Tensor]:
         """The base weights of one adapted module with the adapter added, float32."""
@@ -172,7 +222,7 @@ class _Adapted:
             for attribute, parameter in module._parameters.items():
                 if parameter is not None:
                     name = ".".join(part for part in (path, module_path, attribute) if part)
-                    values = self._adapter[name] if is_adapter(name) else self._base[base_name(name)]
+                    values = self._adapter[name] if is_adapter(name) else self._base_weight(base_name(name))
                     values = self._started.weight(name, values).float()
                     module._parameters[attribute] = nn.Parameter(values, requires_grad=False)
         for _, module in unit.named_modules():
@@ -196,9 +246,25 @@ def adapt(model: nn.Module, result: Path) -> Mapping[str, torch.Tensor]:
         RefusedError: it cannot be read, or does not fit the model.
     """
     config = read_adapter_config(result)
-    config.inference_mode = True
+    config.inference_mode, config.lora_dropout = True, 0.0
     put_adapter(model, config, result)
     return read_adapter_tensors(model, result)
+
+
+def _refuse_lost_biases(units: Mapping[str, nn.Module], result: Path) -> None:
+    """
+    Raises:
+        RefusedError: an adapter has a bias (`lora_bias`), and the layer that it is merged into has none.
+    """
+    for path, unit in units.items():
+        layer: Any = unit
+        if any(layer.lora_bias.values()) and getattr(layer.get_base_layer(), "bias", None) is None:
+            raise RefusedError(
+                "the adapter has a bias where the base model has none to add it to",
+                where=str(result / ADAPTER_CONFIG),
+                found=f"lora_bias: true on {path}",
+                hint="`roundpipe generate` and PEFT use the adapter as it is",
+            )
 
 
 def _units(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
