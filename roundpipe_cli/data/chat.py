@@ -33,7 +33,7 @@ from roundpipe_cli.data.rows import BadRowError, printable
 from roundpipe_cli.data.settings import TrainRules
 from roundpipe_cli.data.spans import TokenSpan, behind_thoughts, turns_to_train, with_ends
 from roundpipe_cli.data.tools import calls_as_text, with_plans, with_short_ids, without_empty_content
-from roundpipe_cli.data.traced import join_traced, traced_environment
+from roundpipe_cli.data.traced import traced_environment
 from roundpipe_cli.data.turns import TEMPLATE_HINT, Ends, WrittenTurns
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.library_names import library_name
@@ -100,10 +100,13 @@ class ChatTemplate:
         self._control_tokens = re.compile("|".join(map(re.escape, controls))) if controls else None
         self.writes_date = "strftime_now" in text
         self._owners: list[int] = []
+        self._plain: set[int] = set()
         self._compiled, self._has_marks = self._compile()
         self._ends = self._probe_ends(next_special)
         self.end_of_turn = self._ends.end_of_turn
         """The special token behind every turn of the assistant, as text; None where the template writes none."""
+        self.ends_by_next = self._ends.next_mark_ends
+        """An answer ends with the first special token of the next turn."""
 
     def render(self, messages: Sequence[Message], tools: Tools = (), *, add_generation_prompt: bool = False) -> str:
         """
@@ -213,6 +216,8 @@ class ChatTemplate:
             BadRowError: the template raised, or did what the sandbox forbids.
         """
         self._owners[:] = [of.message for of in fields.fields]
+        self._plain.clear()
+        self._plain.update(map(id, tools))
         given = {**self._special_tokens, "messages": list(messages), "tools": list(tools) or None, "documents": None}
         try:
             pieces = list(self._compiled.generate(given, add_generation_prompt=add_generation_prompt))
@@ -228,7 +233,7 @@ class ChatTemplate:
                 if not has_calls
                 else "turns in an order and tool calls in a form that it takes",
             ) from error
-        return lay(join_traced(pieces), fields.fields)
+        return lay(pieces, fields.fields)
 
     def _thought_hint(self, in_content: bool) -> str:
         other = self._keeps_thoughts(in_content=not in_content)
@@ -261,7 +266,7 @@ class ChatTemplate:
 
         try:
             compiled: Any = library_name("transformers.utils.chat_template_utils", "_compile_jinja_template")(self.text)
-            environment = traced_environment(compiled.environment, self._owners)
+            environment = traced_environment(compiled.environment, self._owners, self._plain)
             environment.globals["strftime_now"] = TEMPLATE_DATE.strftime
             marks = [node.name for node in environment.parse(self.text).find_all(nodes.ExtensionAttribute)]
             return environment.from_string(self.text), bool(marks)
@@ -283,6 +288,7 @@ class ChatTemplate:
         again = self._try_render([question, answer, {"role": "user", "content": "x"}]) or ""
         gap = again.rsplit(PLACEHOLDER, 1)[-1]
         has_prompt = prompted is not None and prompted != self._try_render([question])
+        prompt = (prompted or "").rpartition(PLACEHOLDER)[2] if has_prompt and PLACEHOLDER in (prompted or "") else None
         header = (asked or "").partition(end_of_question or "\0")[2]
         return Ends(
             self._specials,
@@ -291,6 +297,8 @@ class ChatTemplate:
             end_of_question,
             next_mark_ends=answered is not None and end_of_turn is None and next_special.match(gap) is not None,
             has_generation_prompt=has_prompt,
+            prompt=prompt or None,
+            closing=answered if end_of_turn is not None else None,
             always_prompts=not has_prompt and bool(header.strip()),
         )
 

@@ -172,30 +172,34 @@ def _same(piece: Piece, other: Piece) -> bool:
     return piece.field == other.field and piece.covers[-1:] == other.covers[-1:] and bool(piece.covers)
 
 
-def lay(text: str, fields: Sequence[Field]) -> Laid:
-    """Find the pieces of a rendered text."""
+def lay(parts: Sequence[str], fields: Sequence[Field]) -> Laid:
+    """Find the pieces of a rendered text, which is these parts end to end."""
     runs: list[Run] = []
     marks: list[TokenSpan] = []
     opened: list[int] = []
     found: dict[int, list[tuple[int, int, Run]]] = {}
     changed: set[int] = set()
     position = 0
-    for piece in pieces_of(text):
-        if piece.field == OPEN:
-            opened.append(position)
-        elif piece.field == CLOSE:
-            marks.append((opened.pop(), position))
-        elif piece.field != OWN and piece.length:
-            message = fields[piece.field].message if piece.field >= 0 else -1
-            run = Run(position, position + piece.length, piece, message)
-            runs.append(run)
-            if piece.how == CHANGED:
-                changed.add(piece.field)
-            else:
-                for of, start, stop in piece.covers:
-                    found.setdefault(of, []).append((start, stop, run))
-        position += piece.length
-    return Laid(str.__str__(text), tuple(runs), tuple(sorted(marks)), fields, found, changed)
+    for part in parts:
+        if not isinstance(part, Traced):
+            position += len(part)
+            continue
+        for piece in pieces_of(part):
+            length, field, covers, how = piece
+            if field == OPEN:
+                opened.append(position)
+            elif field == CLOSE:
+                marks.append((opened.pop(), position))
+            elif field != OWN and length:
+                run = Run(position, position + length, piece, fields[field].message if field >= 0 else -1)
+                runs.append(run)
+                if how == CHANGED:
+                    changed.add(field)
+                else:
+                    for of, start, stop in covers:
+                        found.setdefault(of, []).append((start, stop, run))
+            position += length
+    return Laid("".join(parts), tuple(runs), tuple(sorted(marks)), fields, found, changed)
 
 
 def is_thought(content: str, lost: Sequence[TokenSpan]) -> bool:

@@ -98,10 +98,12 @@ class Traced(str):
         return self
 
     def __add__(self, other: str) -> str:
-        return join_traced((self, other)) if isinstance(other, str) else NotImplemented
+        return Traced(str.__add__(self, other), self._pieces + pieces_of(other))
 
     def __radd__(self, other: str) -> str:
-        return join_traced((other, self)) if isinstance(other, str) else NotImplemented
+        if not isinstance(other, str):
+            return NotImplemented
+        return Traced(str.__add__(other, self), pieces_of(other) + self._pieces)
 
     def __mul__(self, times: SupportsIndex) -> str:
         return join_traced([self] * times.__index__())
@@ -296,12 +298,13 @@ def found_in(value: object, found: list[Cover]) -> None:
             found_in(item, found)
 
 
-def traced_environment(base: Any, owners: list[int]) -> ImmutableSandboxedEnvironment:
+def traced_environment(base: Any, owners: list[int], plain: set[int]) -> ImmutableSandboxedEnvironment:
     """transformers' environment for chat templates, whose templates keep the pieces of what they are given.
 
     Args:
         base: that environment.
         owners: the message of each field; whoever renders fills it.
+        plain: `id` of objects that hold no text of a message; whoever renders fills it.
     """
     from jinja2 import nodes
     from jinja2.compiler import CodeGenerator, Frame
@@ -356,7 +359,8 @@ def traced_environment(base: Any, owners: list[int]) -> ImmutableSandboxedEnviro
     def to_json(value: Any, *args: Any, **kwargs: Any) -> str:
         text: str = base.filters["tojson"](value, *args, **kwargs)
         found: list[Cover] = []
-        found_in(value, found)
+        if id(value) not in plain:
+            found_in(value, found)
         if not found:
             return text
         field = found[0][0] if len({owners[cover[0]] for cover in found}) == 1 else SEVERAL

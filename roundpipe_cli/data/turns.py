@@ -35,6 +35,10 @@ class Ends:
     has_generation_prompt: bool
     always_prompts: bool
     """Every text ends with a generation prompt."""
+    prompt: str | None
+    """What the model is given behind a question, with the generation prompt; None: it cannot be told."""
+    closing: str | None
+    """What a text has behind an answer that it ends with; None: it cannot be told."""
 
 
 class WrittenTurns:
@@ -60,6 +64,8 @@ class WrittenTurns:
         self._lay = lay
         self._ends = ends
         self._thought_hint = thought_hint
+        self._starts: dict[tuple[object, ...], int] = {}
+        self._tails: dict[tuple[str, str], str | None] = {}
         self._until: dict[int, Laid | None] = {len(self.messages) - 1: laid}
 
     def check_kept(self, trained: Collection[int]) -> list[str]:
@@ -226,9 +232,27 @@ class WrittenTurns:
         """
         position = 0 if before is None else before.end
         gap = self.laid.text[position : first.start]
+        is_next = before is not None and before.message == index - 1  # no turn without words lies between
+        asked = before is not None and is_next and self.messages[before.message]["role"] == "user"
+        if asked and self._ends.prompt is not None and gap.startswith(self._ends.prompt):
+            return position + len(self._ends.prompt)
+        key = (gap, is_next and before and self._kind(before), self._kind(first), index if not is_next else 0)
+        if key not in self._starts:
+            self._starts[key] = self._offset(index, before, gap)
+        return position + self._starts[key]
+
+    def _kind(self, run: Run) -> tuple[str, str]:
+        return (
+            (self.messages[run.message]["role"], self._fields.fields[run.piece.field].part)
+            if run.message >= 0
+            else ("", "")
+        )
+
+    def _offset(self, index: int, before: Run | None, gap: str) -> int:
+        """Where in the gap between two turns the second one's words begin."""
         given = self._behind(before, self.messages[:index], prompt=True) if self._ends.has_generation_prompt else None
         if given and gap.startswith(given):
-            return position + len(given)
+            return len(given)
         words: Message = {"role": "assistant", "content": "x"}
         fields = Fields.of([*self.messages[:index], words])
         laid = self._lay(fields, fields.messages, False)
@@ -237,17 +261,23 @@ class WrittenTurns:
         if laid is not None and written and behind is not None and behind <= written[0].start:
             given = laid.text[behind : written[0].start]
         if given is None:
-            return first.start
-        shared = commonprefix([gap, given])
-        return position + len(_whole_marks(shared, gap))
+            return len(gap)
+        return len(_whole_marks(commonprefix([gap, given]), gap))
 
     def _end(self, index: int, last: Run, stop: int) -> tuple[int, TokenSpan | None]:
         """Where what the model writes ends, behind the last piece of a turn, and its end of turn."""
+        closing, gap = self._ends.closing, self.laid.text[last.end : stop]
+        part = self._kind(last)[1]
+        if index < len(self.messages) - 1 and part == "content" and closing is not None and gap.startswith(closing):
+            return self._end_between(last.end, stop, closing)
+        if index < len(self.messages) - 1 and (gap, part) in self._tails:
+            return self._end_between(last.end, stop, self._tails[gap, part])
         until = self._text_until(index)
         begin = until.last_at(last.piece) if until is not None else None
         tail = None
         if until is not None and begin is not None:
             tail = until.text[begin : next((run.start for run in until.runs if run.start >= begin), len(until.text))]
+        self._tails[gap, part] = tail
         return self._end_between(last.end, stop, tail)
 
     def _end_between(self, start: int, stop: int, tail: str | None) -> tuple[int, TokenSpan | None]:
