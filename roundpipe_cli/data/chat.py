@@ -262,14 +262,13 @@ class ChatTemplate:
         Raises:
             RefusedError: it is not valid Jinja.
         """
-        from jinja2 import TemplateSyntaxError, nodes
+        from jinja2 import TemplateSyntaxError
 
+        base: Any = library_name("transformers.utils.chat_template_utils", "_compile_jinja_template")("")
+        environment = traced_environment(base.environment, self._owners, self._plain)
+        environment.globals["strftime_now"] = TEMPLATE_DATE.strftime
         try:
-            compiled: Any = library_name("transformers.utils.chat_template_utils", "_compile_jinja_template")(self.text)
-            environment = traced_environment(compiled.environment, self._owners, self._plain)
-            environment.globals["strftime_now"] = TEMPLATE_DATE.strftime
-            marks = [node.name for node in environment.parse(self.text).find_all(nodes.ExtensionAttribute)]
-            return environment.from_string(self.text), bool(marks)
+            return environment.from_string(self.text), environment.has_marks
         except TemplateSyntaxError as error:
             raise RefusedError(
                 "the chat template is not valid Jinja",

@@ -13,10 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex
-
-if TYPE_CHECKING:
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+from typing import Any, NamedTuple, SupportsIndex
 
 OWN = -1
 """The field of the template's own text."""
@@ -298,7 +295,7 @@ def found_in(value: object, found: list[Cover]) -> None:
             found_in(item, found)
 
 
-def traced_environment(base: Any, owners: list[int], plain: set[int]) -> ImmutableSandboxedEnvironment:
+def traced_environment(base: Any, owners: list[int], plain: set[int]) -> Any:
     """transformers' environment for chat templates, whose templates keep the pieces of what they are given.
 
     Args:
@@ -327,6 +324,8 @@ def traced_environment(base: Any, owners: list[int], plain: set[int]) -> Immutab
         concat = staticmethod(join_traced)
         code_generator_class = Generator
         intercepted_binops = frozenset("%")
+        has_marks = False
+        """Whether a template with `{% generation %}` was compiled here."""
 
         def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
             return percent(left, right) if isinstance(left, str) else super().call_binop(context, operator, left, right)
@@ -350,6 +349,7 @@ def traced_environment(base: Any, owners: list[int], plain: set[int]) -> Immutab
 
         def parse(self, parser: Parser) -> nodes.Node:
             line = next(parser.stream).lineno
+            environment.has_marks = True
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
             return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
 
