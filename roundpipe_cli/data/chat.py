@@ -34,7 +34,7 @@ from roundpipe_cli.data.settings import TrainRules
 from roundpipe_cli.data.spans import TokenSpan, behind_thoughts, turns_to_train, with_ends
 from roundpipe_cli.data.tools import calls_as_text, with_plans, with_short_ids, without_empty_content
 from roundpipe_cli.data.traced import traced_environment
-from roundpipe_cli.data.turns import TEMPLATE_HINT, Ends, WrittenTurns
+from roundpipe_cli.data.turns import TEMPLATE_HINT, TurnEnds, WrittenTurns
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.library_names import library_name
 
@@ -168,7 +168,7 @@ class ChatTemplate:
     def _first_that_fits(
         self, conversation: Conversation | Exchange, make: Callable[[WrittenTurns], Rendered]
     ) -> Rendered:
-        """What `make` returns for the conversation as it is, else for the first form of its calls that it takes.
+        """The result of `make` for the conversation as it is, else for the first form of its calls that it takes.
 
         Raises:
             BadRowError: of the conversation as it is, where it takes none.
@@ -277,7 +277,7 @@ class ChatTemplate:
                 hint="chat_template: path/to/template.jinja",
             ) from error
 
-    def _probe_ends(self, next_special: re.Pattern[str]) -> Ends:
+    def _probe_ends(self, next_special: re.Pattern[str]) -> TurnEnds:
         """Without a generation prompt, the header of the assistant's turn would count as what the model writes."""
         question: Message = {"role": "user", "content": PLACEHOLDER}
         answer: Message = {"role": "assistant", "content": PLACEHOLDER}
@@ -289,7 +289,7 @@ class ChatTemplate:
         has_prompt = prompted is not None and prompted != self._try_render([question])
         prompt = (prompted or "").rpartition(PLACEHOLDER)[2] if has_prompt and PLACEHOLDER in (prompted or "") else None
         header = (asked or "").partition(end_of_question or "\0")[2]
-        return Ends(
+        return TurnEnds(
             self._specials,
             next_special,
             end_of_turn,

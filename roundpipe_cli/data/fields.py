@@ -16,7 +16,7 @@ from roundpipe_cli.data.traced import (
     DUMPED,
     OPEN,
     OWN,
-    Piece,
+    TextPiece,
     Traced,
     TracedFloat,
     TracedInt,
@@ -27,7 +27,7 @@ NOT_SAID = re.compile(r"(?:\s|</?think>)*")
 """Characters of a content that a template may leave out, or write itself."""
 CONSTANTS = {True: "true", False: "false", None: "null|none"}
 
-Part = Literal["content", "thought", "name", "arguments"]
+FieldPart = Literal["content", "thought", "name", "arguments"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +35,12 @@ class Field:
     """A text of a message."""
 
     message: int
-    part: Part
+    part: FieldPart
     text: str
     call: int = 0
     """Which of the message's calls it belongs to."""
     constant: str = ""
-    """Of a key of arguments: how its value is spelt, where that is no text and no number."""
+    """Spelling of the value that a key of arguments has, where that is no text and no number."""
 
 
 @dataclass(slots=True)
@@ -113,7 +113,7 @@ class Run:
 
     start: int
     end: int
-    piece: Piece
+    piece: TextPiece
     message: int
     """-1: of several messages."""
 
@@ -126,7 +126,7 @@ class Laid:
     runs: tuple[Run, ...]
     """Pieces that are not the template's own."""
     marks: tuple[TokenSpan, ...]
-    """What is between `{% generation %}` marks."""
+    """Ranges between `{% generation %}` marks."""
     fields: Sequence[Field]
     _found: Mapping[int, list[tuple[int, int, Run]]]
     """Ranges of each field that are there as they stand, with their runs."""
@@ -137,7 +137,7 @@ class Laid:
         """Runs of a message, in order."""
         return [run for run in self.runs if run.message == index]
 
-    def last_at(self, piece: Piece) -> int | None:
+    def last_at(self, piece: TextPiece) -> int | None:
         """The end of the last run of the same field, and the same part of it."""
         return next((run.end for run in reversed(self.runs) if _same(run.piece, piece)), None)
 
@@ -168,7 +168,7 @@ class Laid:
         return re.search(rf"\b(?:{constant})\b", self.text[key.end : stop], re.IGNORECASE) is not None
 
 
-def _same(piece: Piece, other: Piece) -> bool:
+def _same(piece: TextPiece, other: TextPiece) -> bool:
     return piece.field == other.field and piece.covers[-1:] == other.covers[-1:] and bool(piece.covers)
 
 

@@ -19,7 +19,7 @@ TEMPLATE_HINT = "`chat_template: FILE`"
 
 
 @dataclass(frozen=True, slots=True)
-class Ends:
+class TurnEnds:
     """How a template and its tokenizer end turns."""
 
     specials: tuple[str, ...]
@@ -36,9 +36,9 @@ class Ends:
     always_prompts: bool
     """Every text ends with a generation prompt."""
     prompt: str | None
-    """What the model is given behind a question, with the generation prompt; None: it cannot be told."""
+    """The text behind a question that the model is given, with the generation prompt; None: it cannot be told."""
     closing: str | None
-    """What a text has behind an answer that it ends with; None: it cannot be told."""
+    """The rest of a text behind an answer that it ends with; None: it cannot be told."""
 
 
 class WrittenTurns:
@@ -48,7 +48,7 @@ class WrittenTurns:
         self,
         fields: Fields,
         lay: Callable[[Fields, Sequence[Message], bool], Laid | None],
-        ends: Ends,
+        ends: TurnEnds,
         laid: Laid,
         thought_hint: Callable[[bool], str],
     ) -> None:
@@ -311,7 +311,7 @@ class WrittenTurns:
         return start + len(shared), None
 
     def _behind(self, anchor: Run | None, messages: Sequence[Message], *, prompt: bool) -> str | None:
-        """What the text of some messages has behind a piece of them; None where it cannot be told."""
+        """The rest of the text of some messages behind a piece of them; None where it cannot be told."""
         laid = self._lay(self._fields, messages, prompt) if messages else None
         begin = _anchor(laid, anchor) if laid is not None else None
         return None if laid is None or begin is None else laid.text[begin:]
@@ -447,7 +447,7 @@ def _anchor(laid: Laid, run: Run | None) -> int | None:
 
 
 def _whole_marks(shared: str, gap: str) -> str:
-    """What two texts share, up to a mark of which they share the beginning only, or to a thought that begins."""
+    """The beginning that two texts share, up to a mark of which they share the beginning only, or to a thought that begins."""
     for begin, end in ("<>", "[]"):
         opened = shared.rfind(begin)
         if opened > shared.rfind(end) and len(shared) < len(gap):
