@@ -16,10 +16,10 @@ from roundpipe_cli.data.traced import (
     DUMPED,
     OPEN,
     OWN,
-    TextPiece,
     Traced,
     TracedFloat,
     TracedInt,
+    TracedPiece,
     pieces_of,
 )
 
@@ -113,7 +113,7 @@ class Run:
 
     start: int
     end: int
-    piece: TextPiece
+    piece: TracedPiece
     message: int
     """-1: of several messages."""
 
@@ -137,7 +137,7 @@ class Laid:
         """Runs of a message, in order."""
         return [run for run in self.runs if run.message == index]
 
-    def last_at(self, piece: TextPiece) -> int | None:
+    def last_at(self, piece: TracedPiece) -> int | None:
         """The end of the last run of the same field, and the same part of it."""
         return next((run.end for run in reversed(self.runs) if _same(run.piece, piece)), None)
 
@@ -168,7 +168,7 @@ class Laid:
         return re.search(rf"\b(?:{constant})\b", self.text[key.end : stop], re.IGNORECASE) is not None
 
 
-def _same(piece: TextPiece, other: TextPiece) -> bool:
+def _same(piece: TracedPiece, other: TracedPiece) -> bool:
     return piece.field == other.field and piece.covers[-1:] == other.covers[-1:] and bool(piece.covers)
 
 

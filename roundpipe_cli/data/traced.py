@@ -30,7 +30,7 @@ Cover = tuple[int, int, int]
 """A range of a field: field, first character, the one behind the last."""
 
 
-class TextPiece(NamedTuple):
+class TracedPiece(NamedTuple):
     """Characters of a text that come from one place."""
 
     length: int
@@ -45,17 +45,17 @@ class Traced(str):
     """A text with its pieces."""
 
     __slots__ = ("_pieces",)
-    _pieces: tuple[TextPiece, ...]
+    _pieces: tuple[TracedPiece, ...]
 
-    def __new__(cls, text: str, pieces: tuple[TextPiece, ...] | None = None) -> Traced:
+    def __new__(cls, text: str, pieces: tuple[TracedPiece, ...] | None = None) -> Traced:
         made = str.__new__(cls, text)
-        made._pieces = (TextPiece(len(text), OWN),) if pieces is None else pieces
+        made._pieces = (TracedPiece(len(text), OWN),) if pieces is None else pieces
         return made
 
     @classmethod
     def of_field(cls, text: str, field: int) -> Traced:
         """A whole field."""
-        return cls(text, (TextPiece(len(text), field, ((field, 0, len(text)),)),))
+        return cls(text, (TracedPiece(len(text), field, ((field, 0, len(text)),)),))
 
     def _cut(self, start: int, stop: int) -> str:
         if start <= 0 and stop >= len(self):
@@ -71,17 +71,17 @@ class Traced(str):
             position += piece.length
         return type(self)(text, tuple(pieces))
 
-    def _part(self, piece: TextPiece, position: int, first: int, last: int) -> TextPiece:
+    def _part(self, piece: TracedPiece, position: int, first: int, last: int) -> TracedPiece:
         """The characters from `first` to `last` of a piece that begins at `position`."""
         end = position + piece.length
         if (first == position and last == end) or piece.field < 0:
             return piece._replace(length=last - first)
         if piece.how == COPIED:
             ((field, begin, _),) = piece.covers
-            return TextPiece(last - first, field, ((field, begin + first - position, begin + last - position),))
+            return TracedPiece(last - first, field, ((field, begin + first - position, begin + last - position),))
         lost = str.__getitem__(self, slice(position, first)) + str.__getitem__(self, slice(last, end))
         kept = piece.how == DUMPED and JSON_MARKS.fullmatch(lost) is not None
-        return TextPiece(last - first, piece.field, piece.covers if kept else (), piece.how)
+        return TracedPiece(last - first, piece.field, piece.covers if kept else (), piece.how)
 
     def _changed(self, text: str) -> str:
         if str.__eq__(self, text):
@@ -232,11 +232,11 @@ class TracedFloat(float):
         return Traced.of_field(float.__repr__(self), self.field)
 
 
-def pieces_of(text: str) -> tuple[TextPiece, ...]:
+def pieces_of(text: str) -> tuple[TracedPiece, ...]:
     """The pieces of any text."""
     if isinstance(text, Traced):
         return text._pieces
-    return (TextPiece(len(text), OWN),) if text else ()
+    return (TracedPiece(len(text), OWN),) if text else ()
 
 
 def join_traced(parts: Iterable[str], between: str = "") -> str:
@@ -245,7 +245,7 @@ def join_traced(parts: Iterable[str], between: str = "") -> str:
     text = str.join(between, parts)
     if not isinstance(between, Traced) and not any(isinstance(part, Traced) for part in parts):
         return text
-    pieces: list[TextPiece] = []
+    pieces: list[TracedPiece] = []
     for index, part in enumerate(parts):
         if index and between:
             pieces += pieces_of(between)
@@ -354,7 +354,7 @@ def traced_environment(base: Any, owners: list[int], plain: set[int]) -> Any:
             return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
 
         def _marked(self, caller: Callable[[], str]) -> str:
-            return join_traced((Traced("", (TextPiece(0, OPEN),)), caller(), Traced("", (TextPiece(0, CLOSE),))))
+            return join_traced((Traced("", (TracedPiece(0, OPEN),)), caller(), Traced("", (TracedPiece(0, CLOSE),))))
 
     def to_json(value: Any, *args: Any, **kwargs: Any) -> str:
         text: str = base.filters["tojson"](value, *args, **kwargs)
@@ -364,7 +364,7 @@ def traced_environment(base: Any, owners: list[int], plain: set[int]) -> Any:
         if not found:
             return text
         field = found[0][0] if len({owners[cover[0]] for cover in found}) == 1 else SEVERAL
-        return Traced(text, (TextPiece(len(text), field, tuple(found), DUMPED),))
+        return Traced(text, (TracedPiece(len(text), field, tuple(found), DUMPED),))
 
     def join(value: Iterable[Any], between: str = "", attribute: Any = None) -> str:
         if attribute is not None:

@@ -269,18 +269,18 @@ class WrittenTurns:
         closing, gap = self._ends.closing, self.laid.text[last.end : stop]
         part = self._kind(last)[1]
         if index < len(self.messages) - 1 and part == "content" and closing is not None and gap.startswith(closing):
-            return self._end_between(last.end, stop, closing)
+            return self._end_between(index, last.end, stop, closing)
         if index < len(self.messages) - 1 and (gap, part) in self._tails:
-            return self._end_between(last.end, stop, self._tails[gap, part])
+            return self._end_between(index, last.end, stop, self._tails[gap, part])
         until = self._text_until(index)
         begin = until.last_at(last.piece) if until is not None else None
         tail = None
         if until is not None and begin is not None:
             tail = until.text[begin : next((run.start for run in until.runs if run.start >= begin), len(until.text))]
         self._tails[gap, part] = tail
-        return self._end_between(last.end, stop, tail)
+        return self._end_between(index, last.end, stop, tail)
 
-    def _end_between(self, start: int, stop: int, tail: str | None) -> tuple[int, TokenSpan | None]:
+    def _end_between(self, index: int, start: int, stop: int, tail: str | None) -> tuple[int, TokenSpan | None]:
         """Where the end of a turn ends, which is somewhere in a range of the text.
 
         It ends as the text does that has nothing behind this turn, and with a special token. Where that text has none,
@@ -306,6 +306,8 @@ class WrittenTurns:
         if is_end and kept.endswith(ends.specials):
             return end, None
         following = ends.next_special.match(self.laid.text, end, stop)
+        if ends.next_mark_ends and [item["role"] for item in self.messages[index + 1 : index + 2]] == ["assistant"]:
+            following = None  # it is the header of another answer
         if following is not None:
             return following.end(), following.span(1)
         return start + len(shared), None
@@ -329,7 +331,7 @@ class WrittenTurns:
             return TurnSpans(())
         start += len(given)
         stop = next((run.start for run in self.laid.runs if run.start >= start), len(self.laid.text))
-        last, end = self._end_between(start, stop, until.text[begin + len(given) :])
+        last, end = self._end_between(index, start, stop, until.text[begin + len(given) :])
         return TurnSpans(((start, last),), end) if last > start else TurnSpans(())
 
     def _last_run_before(self, index: int) -> Run | None:
@@ -447,7 +449,7 @@ def _anchor(laid: Laid, run: Run | None) -> int | None:
 
 
 def _whole_marks(shared: str, gap: str) -> str:
-    """The beginning that two texts share, up to a mark of which they share the beginning only, or to a thought that begins."""
+    """The beginning that two texts share, up to a mark that they share in part only, or to a thought that begins."""
     for begin, end in ("<>", "[]"):
         opened = shared.rfind(begin)
         if opened > shared.rfind(end) and len(shared) < len(gap):

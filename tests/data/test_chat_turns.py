@@ -204,6 +204,7 @@ def test_the_mark_of_the_next_turn_ends_a_turn(tmp_path: Path) -> None:
     assert shown(GLM4, [ASKED, said("One."), ASKED, said("Two.")], train_on_eos="none") == (
         "<|u|>\nQ?<|a|>[[\nOne.]]<|u|>\nQ?<|a|>[[\nTwo.]]"
     )
+    assert shown(GLM4, [ASKED, said("One."), said("Two.")]) == "<|u|>\nQ?<|a|>[[\nOne.]]<|a|>[[\nTwo.]]"
     path = write_rows(tmp_path / "x.jsonl", [{"prompt": "Q?", "completion": "One."}])
     dataset = build_dataset(DataSettings((DatasetSpec(str(path)),), 500), byte_tokenizer(template=GLM4))
     assert any("ends an answer with the mark of the next turn" in notice for notice in dataset.notices)
