@@ -78,9 +78,9 @@ class _Builder:
         self._pool = pool
         self._tell = tell
         self._told_s = time.monotonic()
-        self._template = find_template(
-            tokenizer, settings.chat_template, settings.folder, settings.chat_template_kwargs
-        )
+        given = (settings.chat_template, settings.folder, settings.chat_template_kwargs)
+        self._template = find_template(tokenizer, *given)
+        self._tool_template = self._template and find_template(tokenizer, *given, with_tools=True)
         self._tokenizer_digest = digest_tokenizer(tokenizer)
         self._sources: list[Source] = []
         self._shards: list[Shard] = []
@@ -101,7 +101,7 @@ class _Builder:
         """
         self._sources.append(source)
         self._source_notices.extend(source.notices)
-        key = shard_key(source, self._settings, self._tokenizer_digest, self._template)
+        key = shard_key(source, self._settings, self._tokenizer_digest, [self._template, self._tool_template])
         shard = self._cached(source, key) if key is not None else None
         if shard is not None:
             self._num_cached += 1
@@ -192,7 +192,12 @@ class _Builder:
         elif row_format.type == "text":
             self._check_eos(source, row_format)
         else:
-            if facts.end_of_turn is None:
+            if facts.ends_by_next:
+                notices.append(
+                    "the chat template ends an answer with the mark of the next turn: behind the last answer of a row "
+                    "the model does not learn to stop"
+                )
+            elif facts.end_of_turn is None:
                 notices.append(
                     "the chat template ends the assistant's turns without a special token: the model may not learn to "
                     "stop"

@@ -58,11 +58,27 @@ def encode_batch(
         verbose=False,
     )
     encoded: list[Encoded | BadRowError] = []
+    added = tokenizer.added_tokens_decoder.items()
+    taking = np.array([token_id for token_id, token in added if token.lstrip or token.rstrip], dtype=np.int64)
     for row, ids, offsets in zip(rendered, batch["input_ids"], batch["offset_mapping"], strict=True):
-        trained = _trained_tokens(np.asarray(offsets, dtype=np.int64).reshape(-1, 2), row.trained)
-        made = Encoded(np.asarray(ids, dtype=np.int32), trained)
+        places = np.asarray(offsets, dtype=np.int64).reshape(-1, 2)
+        if len(taking):
+            _give_blanks_back(places, np.flatnonzero(np.isin(ids, taking)), row.text)
+        made = Encoded(np.asarray(ids, dtype=np.int32), _trained_tokens(places, row.trained))
         encoded.append(_with_marks_once(tokenizer, made, row, begin) if plain else made)
     return encoded
+
+
+def _give_blanks_back(offsets: npt.NDArray[np.int64], tokens: npt.NDArray[np.int64], text: str) -> None:
+    """Leave the special tokens that take blanks beside them (Phi-3's) their own characters, in place.
+
+    The header before an answer that begins with blanks would otherwise be trained with it.
+    """
+    for index in tokens.tolist():
+        start, end = offsets[index].tolist()
+        taken = text[start:end]
+        if taken.strip():
+            offsets[index] = start + len(taken) - len(taken.lstrip()), start + len(taken.rstrip())
 
 
 def _trained_tokens(offsets: npt.NDArray[np.int64], spans: Sequence[TokenSpan]) -> npt.NDArray[np.bool_]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -20,8 +20,13 @@ if TYPE_CHECKING:
 LIBRARIES = ("transformers", "tokenizers", "jinja2", "datasets", "pyarrow")
 
 
-def shard_key(source: Source, settings: DataSettings, tokenizer_digest: str, template: str | None) -> str | None:
+def shard_key(
+    source: Source, settings: DataSettings, tokenizer_digest: str, templates: Sequence[str | None]
+) -> str | None:
     """Name of the source's shard in the cache; None where its content cannot be told from its name.
+
+    Args:
+        templates: for rows without tools, and with them.
 
     Raises:
         RefusedError: a hub dataset cannot be loaded.
@@ -38,7 +43,7 @@ def shard_key(source: Source, settings: DataSettings, tokenizer_digest: str, tem
         "name": source.name,
         "spec": {name: value for name, value in asdict(spec).items() if name != "path"},
         "tokenizer": tokenizer_digest,
-        "template": template,
+        "templates": templates,
         "max_seq_length": settings.max_seq_length,
         "long_rows": [settings.long_rows, settings.long_rows_overlap],
         "train_on_inputs": settings.train_on_inputs,

@@ -21,7 +21,7 @@ from roundpipe_cli.data.formats import RowFormat
 from roundpipe_cli.data.messages import Content, Conversation, Exchange, PlainText
 from roundpipe_cli.data.rows import BadRowError, RawRow, RowFault
 from roundpipe_cli.data.settings import DataSettings, TrainRules
-from roundpipe_cli.data.spans import behind_thoughts, without_thoughts
+from roundpipe_cli.data.spans import TurnSpans, behind_thoughts, refuse_open_thought, without_thoughts
 from roundpipe_cli.data.template import find_template
 from roundpipe_cli.errors import RefusedError
 
@@ -42,6 +42,8 @@ class TemplateFacts:
 
     end_of_turn: str | None
     writes_date: bool
+    ends_by_next: bool = False
+    """An answer ends with the mark of the next turn, if there is one."""
 
 
 @dataclass
@@ -90,16 +92,26 @@ class RowEncoder:
         self._settings = settings
         self._tokenizer = tokenizer
         self._limited = limited
-        text = find_template(tokenizer, settings.chat_template, settings.folder, settings.chat_template_kwargs)
-        self._template: ChatTemplate | None = None
-        if text is not None:
-            with self._within_limits():
-                self._template = ChatTemplate(tokenizer, text)
+        self._template = self._find(with_tools=False)
+        self._tool_template = self._find(with_tools=True) if self._template is not None else None
+
+    def _find(self, *, with_tools: bool) -> ChatTemplate | None:
+        settings = self._settings
+        given = (settings.chat_template, settings.folder, settings.chat_template_kwargs)
+        text = find_template(self._tokenizer, *given, with_tools=with_tools)
+        if text is None or (with_tools and self._template is not None and text == self._template.text):
+            return self._template if with_tools else None
+        with self._within_limits():
+            return ChatTemplate(self._tokenizer, text)
 
     def facts(self) -> TemplateFacts | None:
         """None without a template."""
         template = self._template
-        return None if template is None else TemplateFacts(template.end_of_turn, template.writes_date)
+        return (
+            None
+            if template is None
+            else TemplateFacts(template.end_of_turn, template.writes_date, template.ends_by_next)
+        )
 
     def encode(self, row_format: RowFormat | None, rows: Sequence[RawRow], *, count_only: bool = False) -> ChunkResult:
         """Tokenise `rows`.
@@ -209,13 +221,14 @@ class RowEncoder:
         if rules.thoughts == "drop":
             content = without_thoughts(content)
         is_chat = isinstance(content, Conversation) or (isinstance(content, Exchange) and row_format.as_chat)
-        if is_chat and self._template is not None:
+        template = self._tool_template if isinstance(content, Conversation) and content.tools else self._template
+        if is_chat and template is not None:
             assert isinstance(content, (Conversation, Exchange))
             with self._within_limits():
                 if train_all:
-                    rendered = self._template.render_all_trained(content)
+                    rendered = template.render_all_trained(content)
                 else:
-                    rendered = self._template.render_trained(content, rules)
+                    rendered = template.render_trained(content, rules)
         elif isinstance(content, Conversation):
             raise BadRowError(
                 "the row is a conversation, and the tokenizer has no chat template",
@@ -269,5 +282,6 @@ def _plain(content: Exchange | PlainText, rules: TrainRules, *, train_all: bool)
     begins_at_prompt = train_all or "user" in rules.roles_to_train
     span = (0 if begins_at_prompt else border, len(text))
     if rules.thoughts == "mask" and not train_all:
-        span = behind_thoughts(text, span, {})
+        refuse_open_thought(content.completion)
+        (span,) = behind_thoughts(text, TurnSpans((span,)), {}).spans or ((len(text), len(text)),)
     return Rendered(text, (span,), is_plain=True, trains_eos=train_all or rules.train_on_eos != "none")

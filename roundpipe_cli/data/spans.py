@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from roundpipe_cli.data.messages import Content, Conversation, Exchange
@@ -12,6 +12,7 @@ from roundpipe_cli.data.rows import BadRowError
 from roundpipe_cli.data.settings import TrainRules
 from roundpipe_cli.data.tools import END_OF_THOUGHT
 
+BEGIN_OF_THOUGHT = "<think>"
 THOUGHT = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 OPEN_THOUGHT = re.compile(r"^.*?</think>\s*", re.DOTALL)
 """Thoughts whose begin stands in the generation prompt."""
@@ -31,9 +32,26 @@ def turns_to_train(conversation: Conversation | Exchange, rules: TrainRules) -> 
     return turns[-1:] if rules.turns_to_train == "last" else turns
 
 
-def behind_thoughts(text: str, span: TokenSpan, message: Mapping[str, Any]) -> TokenSpan:
-    """The rest of an answer's span behind its thoughts and the blanks that follow them."""
-    start, end = span
+@dataclass(frozen=True, slots=True)
+class TurnSpans:
+    """The trained characters of a turn."""
+
+    spans: tuple[TokenSpan, ...]
+    """In order; several where other turns' text lies between."""
+    end: TokenSpan | None = None
+    """The end of the turn, at the end of the last span; None where none is written."""
+
+
+def behind_thoughts(text: str, turn: TurnSpans, message: Mapping[str, Any]) -> TurnSpans:
+    """The rest of an answer behind its thoughts and the blanks that follow them.
+
+    Raises:
+        BadRowError: a thought has no end.
+    """
+    refuse_open_thought(str(message.get("content", "")))
+    if not turn.spans:
+        return turn
+    start, end = turn.spans[0][0], turn.spans[-1][1]
     said = text[start:end]
     thought = str(message.get("reasoning_content", "")).strip()
     close = said.rfind(END_OF_THOUGHT)
@@ -42,15 +60,30 @@ def behind_thoughts(text: str, span: TokenSpan, message: Mapping[str, Any]) -> T
     elif thought and thought in said:
         start += said.index(thought) + len(thought)
     else:
-        return span
-    return start + len(text[start:end]) - len(text[start:end].lstrip()), end
+        return turn
+    start += len(text[start:end]) - len(text[start:end].lstrip())
+    return replace(turn, spans=tuple((max(start, first), last) for first, last in turn.spans if last > start))
+
+
+def refuse_open_thought(content: str) -> None:
+    """Refuse an answer that is a thought up to its end.
+
+    Raises:
+        BadRowError: <think> without </think> behind it.
+    """
+    if content.rfind(BEGIN_OF_THOUGHT) > content.rfind(END_OF_THOUGHT):
+        raise BadRowError(
+            "an answer begins a thought that never ends",
+            found=f"{BEGIN_OF_THOUGHT} without {END_OF_THOUGHT} behind it",
+            expected="an answer behind every thought, where `thoughts` says to mask or to drop them",
+        )
 
 
 def without_thoughts(content: Content) -> Content:
     """The row without the assistant's thoughts: those beside the answers, and those in <think> marks within them.
 
     Raises:
-        BadRowError: no answer is left.
+        BadRowError: no answer is left, or a thought has no end.
     """
     if isinstance(content, Exchange):
         content = replace(content, completion=_without_thought(content.completion))
@@ -78,32 +111,31 @@ def without_thoughts(content: Content) -> Content:
 
 
 def _without_thought(text: str) -> str:
+    refuse_open_thought(text)
     kept = THOUGHT.sub("", text)
     return OPEN_THOUGHT.sub("", kept) if END_OF_THOUGHT in kept else kept
 
 
 def with_ends(
-    text: str, spans: Sequence[TokenSpan], end_of_turn: str | None, which: Literal["turn", "last", "all", "none"]
+    text: str, turns: Sequence[TurnSpans], end_of_turn: str | None, which: Literal["turn", "last", "all", "none"]
 ) -> list[TokenSpan]:
-    """The spans with the ends of turns that are trained, and without the others.
+    """The spans of turns with the ends that are trained, and without the others, in the text's order.
 
     Args:
-        spans: of turns, in order, each with its end of turn where the template writes one.
+        end_of_turn: the token that the template writes behind every turn; None: none.
     """
-    if which == "turn" or end_of_turn is None:
-        return list(spans)
-    if which == "all":
+    last = len(turns) - 1
+    whole = [which in ("turn", "all") or (which == "last" and place == last) for place in range(len(turns))]
+    kept = [turn if is_whole else _without_end(turn) for turn, is_whole in zip(turns, whole, strict=True)]
+    made = [span for turn in kept for span in turn.spans]
+    if which == "all" and end_of_turn is not None:
         ends = [found.span() for found in re.finditer(re.escape(end_of_turn), text)]
-        others = [end for end in ends if not any(start <= end[0] and end[1] <= stop for start, stop in spans)]
-        return sorted([*spans, *others])
-    last = len(spans) - 1
-    return [
-        span if which == "last" and index == last else _without_end(text, span, end_of_turn)
-        for index, span in enumerate(spans)
-    ]
+        made += [end for end in ends if not any(start <= end[0] and end[1] <= stop for start, stop in made)]
+    return sorted(made)
 
 
-def _without_end(text: str, span: TokenSpan, end_of_turn: str) -> TokenSpan:
-    start, end = span
-    said = text[start:end].rstrip()
-    return (start, start + len(said) - len(end_of_turn)) if said.endswith(end_of_turn) else span
+def _without_end(turn: TurnSpans) -> TurnSpans:
+    if turn.end is None:
+        return turn
+    first, _ = turn.spans[-1]
+    return TurnSpans((*turn.spans[:-1], (first, max(first, turn.end[0]))))

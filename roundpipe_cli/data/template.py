@@ -28,20 +28,27 @@ def find_template(
     override: str | None,
     folder: Path | None,
     variables: Mapping[str, bool | int | float | str] | None = None,
+    *,
+    with_tools: bool = False,
 ) -> str | None:
-    """The text of the template in force: `override` (a file, or the text itself), else the tokenizer's; None if none.
+    """The text of the template in force: `override`, else the tokenizer's; None if none.
 
     Args:
+        override: a file, the text itself, or the name of one of the tokenizer's.
+        with_tools: for rows with tools: of a tokenizer that has several templates, the one called `tool_use`.
         variables: values that the template has from now on, unless whoever renders it gives others.
 
     Raises:
         RefusedError: the file does not exist, the template is too large, or does not read one of `variables`.
     """
-    if override is not None:
+    named = tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else {}
+    if override is not None and override in named:
+        template = str(named[override])
+    elif override is not None:
         template = override if "{" in override else _read_template(override, folder)
     else:
         try:
-            template = str(tokenizer.get_chat_template())
+            template = str(tokenizer.get_chat_template(tools=[] if with_tools else None))
         except ValueError:  # none set, or several and none called `default`
             if variables:
                 raise RefusedError(
@@ -58,7 +65,14 @@ def find_template(
             found=f"{len(template)} characters",
             expected=f"at most {MAX_TEMPLATE_BYTES} bytes",
         )
-    return _with_defaults(template, variables or {})
+    variables = variables or {}
+    if with_tools and "tool_use" in named:  # the other one reads them
+        variables = {name: value for name, value in variables.items() if _reads(template, name)}
+    return _with_defaults(template, variables)
+
+
+def _reads(template: str, name: str) -> bool:
+    return re.search(rf"\b{re.escape(name)}\b", template) is not None
 
 
 def _with_defaults(template: str, variables: Mapping[str, bool | int | float | str]) -> str:
@@ -69,7 +83,7 @@ def _with_defaults(template: str, variables: Mapping[str, bool | int | float | s
     """
     line = ""
     for name, value in variables.items():
-        if name in GIVEN_VARIABLES or not re.search(rf"\b{re.escape(name)}\b", template):
+        if name in GIVEN_VARIABLES or not _reads(template, name):
             given = name in GIVEN_VARIABLES
             raise RefusedError(
                 f"the chat template {'is always given' if given else 'does not read'} {name}",

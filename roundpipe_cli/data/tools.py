@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from roundpipe_cli.data.rows import JSON_DECODER, BadRowError, check_text, describe_value, printable
@@ -13,6 +15,7 @@ LIST_TEXT = re.compile(r"\s*(array\()?[\[{]")
 """The beginning of the text of a list, or of an object in place of one."""
 PYTHON_TEXT = re.compile(r"\s*(array\()?[\[(]*\{'")
 """The beginning of a list of objects as Python prints it, for instance pandas into a CSV file."""
+SHORT_ID = re.compile("[A-Za-z0-9]{9}")
 
 
 def read_calls(value: object, field: str) -> list[dict[str, Any]]:
@@ -143,3 +146,66 @@ def _plain(value: object, field: str) -> Any:
     elif value is not None and not isinstance(value, (bool, int, float)):
         raise BadRowError(f"{field} holds something that is not JSON", found=describe_value(value))
     return value
+
+
+def calls_as_text(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with the arguments of calls as JSON text, which some templates join to their own."""
+    return [_with_functions(message, lambda of: {**of, "arguments": _as_text(of["arguments"])}) for message in messages]
+
+
+def without_empty_content(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages without a content where a turn of calls says nothing else."""
+    return [
+        {key: value for key, value in message.items() if key != "content"}
+        if "tool_calls" in message and not message["content"].strip()
+        else message
+        for message in messages
+    ]
+
+
+def with_plans(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with what is said or thought before calls as `tool_plan`, where Cohere's templates look for it."""
+    return [
+        {**message, "tool_plan": message["content"] if message["content"].strip() else message["reasoning_content"]}
+        if "tool_calls" in message and (message["content"].strip() or "reasoning_content" in message)
+        else message
+        for message in messages
+    ]
+
+
+def with_short_ids(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with ids of nine letters and digits for calls and their results, which Mistral's templates want.
+
+    The results behind a turn belong to its calls in turn, where they do not name one.
+    """
+    made: list[dict[str, Any]] = []
+    ids: dict[str, str] = {}
+    open_calls: list[str] = []
+    for index, message in enumerate(messages):
+        if "tool_calls" in message:
+            calls = []
+            for place, call in enumerate(message["tool_calls"]):
+                name = call.get("id", f"{index}.{place}")
+                ids[name] = name if SHORT_ID.fullmatch(name) else hashlib.sha256(name.encode()).hexdigest()[:9]
+                calls.append({**call, "id": ids[name]})
+            open_calls = [call["id"] for call in calls]
+            message = {**message, "tool_calls": calls}
+        elif message["role"] == "tool":
+            known = ids.get(message.get("tool_call_id", ""))
+            if known is None and open_calls:
+                known = open_calls[0]
+            if known is not None:
+                open_calls = [name for name in open_calls if name != known]
+                message = {**message, "tool_call_id": known}
+        made.append(message)
+    return made
+
+
+def _with_functions(message: dict[str, Any], change: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
+    if "tool_calls" not in message:
+        return message
+    return {**message, "tool_calls": [{**call, "function": change(call["function"])} for call in message["tool_calls"]]}
+
+
+def _as_text(arguments: object) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)

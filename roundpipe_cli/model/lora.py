@@ -103,7 +103,8 @@ def add_lora(
             found=f"{names!r}: {reason}",
             hint=_nearest(model, settings.target_modules) or TARGETS_HINT,
         ) from error
-    _refuse_unmatched(peft_model, "lora.target_modules")
+    if names != "all-linear":  # PEFT makes a list of it, with names of layers that it then leaves out
+        _refuse_unmatched(peft_model, "lora.target_modules")
     peft_model.peft_config[ADAPTER].base_model_name_or_path = base_name
     _use_dtype(model, dtype)
     return peft_model

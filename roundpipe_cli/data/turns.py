@@ -1,0 +1,457 @@
+"""Finds the turns of a conversation in the text that a chat template made of it, and what the template left out."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from os.path import commonprefix
+
+from roundpipe_cli.data.fields import Field, Fields, Laid, Run, is_thought
+from roundpipe_cli.data.messages import Message
+from roundpipe_cli.data.rows import BadRowError, printable
+from roundpipe_cli.data.spans import BEGIN_OF_THOUGHT, TokenSpan, TurnSpans
+from roundpipe_cli.data.traced import Cover
+
+NOT_KEPT = "(not kept by the chat template)"
+TEMPLATE_HINT = "`chat_template: FILE`"
+
+
+@dataclass(frozen=True, slots=True)
+class TurnEnds:
+    """How a template and its tokenizer end turns."""
+
+    specials: tuple[str, ...]
+    """Special and added tokens."""
+    next_special: re.Pattern[str]
+    """Blanks and a special token (group 1)."""
+    end_of_turn: str | None
+    """The special token behind every turn of the assistant; None: none is."""
+    end_of_question: str | None
+    """The special token behind a turn of the user."""
+    next_mark_ends: bool
+    """An answer ends with the first special token of the next turn."""
+    has_generation_prompt: bool
+    always_prompts: bool
+    """Every text ends with a generation prompt."""
+    prompt: str | None
+    """The text behind a question that the model is given, with the generation prompt; None: it cannot be told."""
+    closing: str | None
+    """The rest of a text behind an answer that it ends with; None: it cannot be told."""
+
+
+class WrittenTurns:
+    """A conversation and its text."""
+
+    def __init__(
+        self,
+        fields: Fields,
+        lay: Callable[[Fields, Sequence[Message], bool], Laid | None],
+        ends: TurnEnds,
+        laid: Laid,
+        thought_hint: Callable[[bool], str],
+    ) -> None:
+        """
+        Args:
+            lay: renders messages, with a generation prompt or without; None: the template refuses them.
+            laid: the whole text.
+            thought_hint: what to do about thoughts that are left out (True: of those in contents).
+        """
+        self.laid = laid
+        self.messages = fields.messages
+        self._fields = fields
+        self._lay = lay
+        self._ends = ends
+        self._thought_hint = thought_hint
+        self._starts: dict[tuple[object, ...], int] = {}
+        self._tails: dict[tuple[str, str], str | None] = {}
+        self._until: dict[int, Laid | None] = {len(self.messages) - 1: laid}
+
+    def check_kept(self, trained: Collection[int]) -> list[str]:
+        """Parts of messages that are not in the text, by name.
+
+        Args:
+            trained: turns that have to be found as they stand.
+
+        Raises:
+            BadRowError: one that is to be learnt, or a whole turn, is not in it.
+        """
+        left_out = []
+        for place, of in enumerate(self._fields.fields):
+            lost = self.laid.missing(place)
+            if not lost:
+                continue
+            role = self.messages[of.message]["role"]
+            if of.part == "thought" or (role == "assistant" and of.part == "content" and is_thought(of.text, lost)):
+                left_out.append(self._lost_thought(place, of))
+            elif of.part != "content":
+                raise self._lost_call(of)
+            elif role == "assistant" and (of.message in trained or not self.laid.holds(place)):
+                left_out.append(self._lost_words(place, of))
+            elif not self.laid.holds(place):
+                raise BadRowError(
+                    f"the chat template leaves a turn of the role {role} out",
+                    found=f"nothing of turn {of.message + 1} in its text",
+                    expected="a template that writes such turns",
+                    hint=TEMPLATE_HINT,
+                )
+        if any(message.get("name", "") not in self.laid.text for message in self.messages):
+            left_out.append("name of messages (not in the chat template)")
+        return left_out
+
+    def _is_kept_at_the_end(self, place: int) -> bool:
+        """Whether a field is in the text where its turn is the last one."""
+        index = self._fields.fields[place].message
+        until = self._text_until(index)
+        return index < len(self.messages) - 1 and until is not None and not until.missing(place)
+
+    def _lost_thought(self, place: int, of: Field) -> str:
+        name = "reasoning_content" if of.part == "thought" else "thoughts in content"
+        if self._is_kept_at_the_end(place):
+            return f"{name} of earlier turns {NOT_KEPT}"
+        beside = of.part == "thought"
+        what = "`reasoning_content`" if beside else "thought in `content`"
+        raise BadRowError(
+            "the chat template leaves the assistant's thoughts out",
+            found=f"no {what} of turn {of.message + 1} in its text",
+            expected="a template with `reasoning_content`" if beside else "a template that keeps thoughts",
+            hint=self._thought_hint(not beside),
+        )
+
+    def _lost_words(self, place: int, of: Field) -> str:
+        if "tool_calls" in self.messages[of.message] and self._is_kept_at_the_end(place):
+            return f"content beside tool calls of earlier turns {NOT_KEPT}"
+        if self.laid.holds(place):
+            raise self._cannot_tell(of.message)
+        beside = "tool_calls" in self.messages[of.message]
+        raise BadRowError(
+            "the chat template leaves the assistant's words out",
+            found=f"nothing of the content of turn {of.message + 1} in its text{', which has tool calls' * beside}",
+            expected="a template that writes them, or turns whose content is empty",
+            hint=TEMPLATE_HINT,
+        )
+
+    def _lost_call(self, of: Field) -> BadRowError:
+        turn = of.message + 1
+        names = [place for place, item in enumerate(self._fields.fields) if _is_name(item, of.message)]
+        written = [place for place in names if not self.laid.missing(place)]
+        if not written:
+            return BadRowError(
+                "the chat template leaves the tool calls out",
+                found=f"nothing of turn {turn} in its text",
+                expected="a template that writes calls of tools",
+                hint=TEMPLATE_HINT,
+            )
+        if len(written) < len(names):
+            return BadRowError(
+                "the chat template leaves some tool calls of a turn out",
+                found=f"{len(written)} of the {len(names)} calls of turn {turn} in its text",
+                expected="one call a turn, or a template that writes several",
+                hint="one call a turn, its output behind it, then the next call; or " + TEMPLATE_HINT,
+            )
+        return BadRowError(
+            "the chat template leaves arguments of a tool call out, or writes them in another way",
+            found=printable(f"no {of.text!r} of turn {turn} in its text", 100),
+            expected="a template that writes every argument as it stands or as JSON",
+            hint=TEMPLATE_HINT,
+        )
+
+    def _cannot_tell(self, index: int) -> BadRowError:
+        role = self.messages[index]["role"]
+        marks = "or has {% generation %} marks around them"
+        return BadRowError(
+            f"cannot tell what the {role} said in the text that the chat template makes",
+            found=f"turn {index + 1} of {len(self.messages)} is rewritten by the template",
+            expected=f"a template that keeps the assistant's words, {marks}"
+            if role == "assistant"
+            else f"a template that keeps the words of the {role}, or `roles_to_train` without it",
+        )
+
+    def answer(self, index: int) -> TurnSpans:
+        """The spans of a turn of the assistant, by the pieces of it that the text has.
+
+        Raises:
+            BadRowError: it cannot be told apart.
+        """
+        stretches = self._stretches(index)
+        if not stretches:
+            return self._empty_answer(index)
+        spans: list[TokenSpan] = []
+        end: TokenSpan | None = None
+        for place, (before, runs, stop) in enumerate(stretches):
+            start = runs[0].start if place else self._start(index, before, runs[0])
+            last, end = self._end(index, runs[-1], stop)
+            spans.append((start, last))
+        return TurnSpans(tuple(spans), end)
+
+    def _stretches(self, index: int) -> list[tuple[Run | None, list[Run], int]]:
+        """Runs of a turn without those of others between: the run before them, they, and where the next begins."""
+        own = self.laid.of_message(index)
+        echoes = self._echoes(index, own)
+        made: list[tuple[Run | None, list[Run], int]] = []
+        before: Run | None = None
+        is_open = False
+        for run in self.laid.runs:
+            if run.message == index and run not in echoes:
+                if is_open:
+                    made[-1][1].append(run)
+                else:
+                    made.append((before, [run], len(self.laid.text)))
+                is_open = True
+                continue
+            if is_open:
+                made[-1] = (made[-1][0], made[-1][1], run.start)
+            is_open, before = False, run
+        return made
+
+    def _echoes(self, index: int, own: Sequence[Run]) -> list[Run]:
+        """Runs that other turns repeat, as the name of a call before its output."""
+        seen: dict[tuple[Cover, ...], int] = {}
+        repeated = []
+        for run in own:
+            seen[run.piece.covers] = seen.get(run.piece.covers, 0) + 1
+            if seen[run.piece.covers] > 1:
+                repeated.append((run, seen[run.piece.covers]))
+        if not repeated:
+            return []
+        until = self._text_until(index)
+        written = [] if until is None else [run.piece.covers for run in until.of_message(index)]
+        return [run for run, times in repeated if times > max(1, written.count(run.piece.covers))]
+
+    def _text_until(self, index: int) -> Laid | None:
+        if index not in self._until:
+            self._until[index] = self._lay(self._fields, self.messages[: index + 1], False)
+        return self._until[index]
+
+    def _start(self, index: int, before: Run | None, first: Run) -> int:
+        """Where what the model writes begins, between the turn before and the first piece of this one.
+
+        It begins behind what the model is given, as far as the text has that. Where it has something else, it begins
+        where an answer would begin that has only words.
+        """
+        position = 0 if before is None else before.end
+        gap = self.laid.text[position : first.start]
+        is_next = before is not None and before.message == index - 1  # no turn without words lies between
+        asked = before is not None and is_next and self.messages[before.message]["role"] == "user"
+        if asked and self._ends.prompt is not None and gap.startswith(self._ends.prompt):
+            return position + len(self._ends.prompt)
+        key = (gap, is_next and before and self._kind(before), self._kind(first), index if not is_next else 0)
+        if key not in self._starts:
+            self._starts[key] = self._offset(index, before, gap)
+        return position + self._starts[key]
+
+    def _kind(self, run: Run) -> tuple[str, str]:
+        return (
+            (self.messages[run.message]["role"], self._fields.fields[run.piece.field].part)
+            if run.message >= 0
+            else ("", "")
+        )
+
+    def _offset(self, index: int, before: Run | None, gap: str) -> int:
+        """Where in the gap between two turns the second one's words begin."""
+        given = self._behind(before, self.messages[:index], prompt=True) if self._ends.has_generation_prompt else None
+        if given and gap.startswith(given):
+            return len(given)
+        words: Message = {"role": "assistant", "content": "x"}
+        fields = Fields.of([*self.messages[:index], words])
+        laid = self._lay(fields, fields.messages, False)
+        written = laid.of_message(index) if laid is not None else []
+        behind = _anchor(laid, before) if laid is not None else None
+        if laid is not None and written and behind is not None and behind <= written[0].start:
+            given = laid.text[behind : written[0].start]
+        if given is None:
+            return len(gap)
+        return len(_whole_marks(commonprefix([gap, given]), gap))
+
+    def _end(self, index: int, last: Run, stop: int) -> tuple[int, TokenSpan | None]:
+        """Where what the model writes ends, behind the last piece of a turn, and its end of turn."""
+        closing, gap = self._ends.closing, self.laid.text[last.end : stop]
+        part = self._kind(last)[1]
+        if index < len(self.messages) - 1 and part == "content" and closing is not None and gap.startswith(closing):
+            return self._end_between(index, last.end, stop, closing)
+        if index < len(self.messages) - 1 and (gap, part) in self._tails:
+            return self._end_between(index, last.end, stop, self._tails[gap, part])
+        until = self._text_until(index)
+        begin = until.last_at(last.piece) if until is not None else None
+        tail = None
+        if until is not None and begin is not None:
+            tail = until.text[begin : next((run.start for run in until.runs if run.start >= begin), len(until.text))]
+        self._tails[gap, part] = tail
+        return self._end_between(index, last.end, stop, tail)
+
+    def _end_between(self, index: int, start: int, stop: int, tail: str | None) -> tuple[int, TokenSpan | None]:
+        """Where the end of a turn ends, which is somewhere in a range of the text.
+
+        It ends as the text does that has nothing behind this turn, and with a special token. Where that text has none,
+        the next turn's first special token is what the model stops with.
+
+        Args:
+            tail: what that text has behind the turn; None: it is not known.
+        """
+        ends = self._ends
+        gap = self.laid.text[start:stop]
+        shared = commonprefix([gap, tail or ""])
+        is_whole = tail is not None and len(shared) == len(tail) and not ends.always_prompts
+        if not is_whole:
+            shared = _whole_marks(shared, gap)
+            closed = [shared.rfind(token) + len(token) for token in (ends.end_of_turn, ends.end_of_question)
+                      if token is not None and token in shared]  # fmt: skip
+            shared = shared[: max(closed)] if closed else shared
+        kept = shared.rstrip()
+        end = start + len(kept)
+        if ends.end_of_turn is not None and kept.endswith(ends.end_of_turn):
+            return end, (end - len(ends.end_of_turn), end)
+        is_end = not ends.next_mark_ends if is_whole else kept.endswith(ends.end_of_question or "\0")
+        if is_end and kept.endswith(ends.specials):
+            return end, None
+        following = ends.next_special.match(self.laid.text, end, stop)
+        if ends.next_mark_ends and [item["role"] for item in self.messages[index + 1 : index + 2]] == ["assistant"]:
+            following = None  # it is the header of another answer
+        if following is not None:
+            return following.end(), following.span(1)
+        return start + len(shared), None
+
+    def _behind(self, anchor: Run | None, messages: Sequence[Message], *, prompt: bool) -> str | None:
+        """The rest of the text of some messages behind a piece of them; None where it cannot be told."""
+        laid = self._lay(self._fields, messages, prompt) if messages else None
+        begin = _anchor(laid, anchor) if laid is not None else None
+        return None if laid is None or begin is None else laid.text[begin:]
+
+    def _empty_answer(self, index: int) -> TurnSpans:
+        """The span of a turn without a word: the end of the turn, behind what the model is given."""
+        before = self._last_run_before(index)
+        given = self._behind(before, self.messages[:index], prompt=True) if self._ends.has_generation_prompt else None
+        until = self._text_until(index)
+        begin = _anchor(until, before) if until is not None else None
+        start = 0 if before is None else before.end
+        if not given or until is None or begin is None or not until.text.startswith(given, begin):
+            return TurnSpans(())
+        if not self.laid.text.startswith(given, start):
+            return TurnSpans(())
+        start += len(given)
+        stop = next((run.start for run in self.laid.runs if run.start >= start), len(self.laid.text))
+        last, end = self._end_between(index, start, stop, until.text[begin + len(given) :])
+        return TurnSpans(((start, last),), end) if last > start else TurnSpans(())
+
+    def _last_run_before(self, index: int) -> Run | None:
+        return next((run for run in reversed(self.laid.runs) if 0 <= run.message < index), None)
+
+    def other(self, index: int) -> TurnSpans:
+        """The span of a turn that is not the assistant's, with its end of turn.
+
+        Raises:
+            BadRowError: it is not in the text as it stands.
+        """
+        runs = self.laid.of_message(index)
+        lost = any(self.laid.missing(place) for place, of in enumerate(self._fields.fields) if of.message == index)
+        if not runs or lost:
+            raise self._cannot_tell(index)
+        return self.to_end_of_turn((runs[0].start, runs[-1].end))
+
+    def to_end_of_turn(self, span: TokenSpan) -> TurnSpans:
+        """`span` lengthened over the end-of-turn token, if that comes next."""
+        start, end = span
+        if self._ends.end_of_turn is not None:
+            rest = self.laid.text[end : end + len(self._ends.end_of_turn) + 16]
+            token_start = len(rest) - len(rest.lstrip())
+            if rest.startswith(self._ends.end_of_turn, token_start):
+                end += token_start + len(self._ends.end_of_turn)
+        return self.with_end(((start, end),))
+
+    def with_end(self, spans: tuple[TokenSpan, ...]) -> TurnSpans:
+        """Spans whose last one may close with an end of turn."""
+        start, end = spans[-1]
+        said, token = self.laid.text[start:end].rstrip(), self._ends.end_of_turn
+        if token is None or not said.endswith(token):
+            return TurnSpans(spans)
+        return TurnSpans(spans, (start + len(said) - len(token), start + len(said)))
+
+    def marked(self, turns: Sequence[int]) -> dict[int, TurnSpans]:
+        """The spans between the template's own marks, of the assistant's turns among these.
+
+        Raises:
+            BadRowError: marks are around turns that are trained and others at once.
+        """
+        spans: dict[int, list[TokenSpan]] = {}
+        answers = [index for index, message in enumerate(self.messages) if message["role"] == "assistant"]
+        starts = [run.start for run in self.laid.runs]
+        for start, end in self.laid.marks:
+            if start == end:
+                continue
+            first = bisect_left(starts, start)
+            inside = [run for run in self.laid.runs[first : bisect_left(starts, end)] if run.message >= 0]
+            told = list(dict.fromkeys(run.message for run in inside if run.message in answers))
+            if not told:  # nothing of a message: the end of the turn before, or a turn without words
+                earlier = self.laid.runs[first - 1].message if first else -1
+                told = [earlier] if earlier in answers else [index for index in answers if index > earlier][:1]
+                if not told:
+                    continue
+            if len({index in turns for index in told}) > 1:
+                raise BadRowError(
+                    "cannot tell which turns of the assistant the row says not to train",
+                    found=f"turns {', '.join(str(index + 1) for index in told)} in one mark of the chat template",
+                )
+            spans.setdefault(told[0], []).append((start, end))
+        return {index: self._lengthened(spans.get(index, [])) for index in answers if index in turns}
+
+    def _lengthened(self, spans: Sequence[TokenSpan]) -> TurnSpans:
+        if not spans:
+            return TurnSpans(())
+        last = self.to_end_of_turn(spans[-1])
+        return TurnSpans((*spans[:-1], *last.spans), last.end)
+
+    def check_spans(self, turns: dict[int, TurnSpans]) -> list[str]:
+        """Check the rule: what is trained is of the trained turns, and all of it. Returns what is named as left out.
+
+        Raises:
+            BadRowError: it is not so.
+        """
+        left_out = []
+        starts = [run.start for run in self.laid.runs]
+        inside: set[Run] = set()
+        for index, turn in turns.items():
+            for start, end in turn.spans:
+                first = bisect_left(starts, start)
+                for run in self.laid.runs[max(0, first - 1) : bisect_left(starts, end)]:
+                    if run.end <= start:
+                        continue
+                    if run.message not in turns:
+                        role = self.messages[run.message]["role"] if run.message >= 0 else "user"
+                        raise BadRowError(
+                            f"what the {role} said would be trained with the assistant's turn {index + 1}",
+                            found="the {% generation %} marks of the chat template are around both",
+                            expected="a template whose marks are around the assistant's words",
+                            hint=TEMPLATE_HINT,
+                        )
+                    if start <= run.start and run.end <= end:
+                        inside.add(run)
+        for index in turns:
+            covered = {cover for run in inside if run.message == index for cover in run.piece.covers}
+            for run in self.laid.of_message(index):
+                if run in inside or not run.piece.covers or set(run.piece.covers) <= covered:
+                    continue
+                of = self._fields.fields[run.piece.field]
+                lost = [cover[1:] for cover in run.piece.covers]
+                if of.part == "thought" or (of.part == "content" and is_thought(of.text, lost)):
+                    left_out.append("thoughts outside the chat template's {% generation %} marks")
+                else:
+                    raise self._cannot_tell(index)
+        return left_out
+
+
+def _is_name(of: Field, message: int) -> bool:
+    return of.part == "name" and of.message == message
+
+
+def _anchor(laid: Laid, run: Run | None) -> int | None:
+    return 0 if run is None else laid.last_at(run.piece)
+
+
+def _whole_marks(shared: str, gap: str) -> str:
+    """The beginning that two texts share, up to a mark that they share in part only, or to a thought that begins."""
+    for begin, end in ("<>", "[]"):
+        opened = shared.rfind(begin)
+        if opened > shared.rfind(end) and len(shared) < len(gap):
+            shared = shared[:opened]
+    return shared.partition(BEGIN_OF_THOUGHT)[0]

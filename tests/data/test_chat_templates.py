@@ -1,0 +1,214 @@
+"""What is trained of a conversation, over all chat templates that trl carries.
+
+One rule holds for every template and conversation: each content, thought and argument of a trained turn lies inside a
+trained span or is named as left out, no word of another turn does, and no header. Or the conversation is refused, with
+a reason. Every text of the conversations has a word of its own, so the check needs nothing of the code it checks.
+
+None of the templates is in this repository: without trl the tests are skipped (`pip install --no-deps trl==1.16`; trl
+need not be importable, only its folder is looked for).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import re
+from collections import Counter
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roundpipe_cli.data.chat import TEMPLATE_DATE, ChatTemplate, Rendered
+from roundpipe_cli.data.encode import encode_batch
+from roundpipe_cli.data.messages import Conversation
+from roundpipe_cli.data.rows import BadRowError
+from roundpipe_cli.library_names import library_name
+from tests.data.test_data_dataset import byte_tokenizer
+from tests.support.e2e import REPOSITORY
+
+Messages = list[dict[str, Any]]
+
+PARAMETERS = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "description": "A."}, "b": {"type": "string", "description": "B."}},
+    "required": ["a"],
+}
+TOOL = {"type": "function", "function": {"name": "addup", "description": "Adds.", "parameters": PARAMETERS}}
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def said(text: str, *calls: dict[str, Any], thought: str = "") -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": text}
+    if thought:
+        message["reasoning_content"] = thought
+    if calls:
+        message["tool_calls"] = [{"type": "function", "function": {"name": "addup", "arguments": of}} for of in calls]
+    return message
+
+
+def output(text: str) -> dict[str, Any]:
+    return {"role": "tool", "content": text}
+
+
+SYSTEM = {"role": "system", "content": "Systemword."}
+CONVERSATIONS: dict[str, Messages] = {
+    "plain": [user("Userone?"), said("Answerone.")],
+    "system prompt": [SYSTEM, user("Userone?"), said("Answerone.")],
+    "two exchanges": [user("Userone?"), said("Answerone."), user("Usertwo?"), said("Answertwo.")],
+    "thoughts beside": [
+        user("Userone?"), said("Answerone.", thought="Thoughtone."),
+        user("Usertwo?"), said("Answertwo.", thought="Thoughttwo."),
+    ],
+    "thoughts in content": [
+        user("Userone?"), said("<think>\nThoughtone.\n</think>\n\nAnswerone."),
+        user("Usertwo?"), said("<think>\nThoughttwo.\n</think>\n\nAnswertwo."),
+    ],
+    "one call": [user("Userone?"), said("", {"a": 4711, "b": "Bone"}), output("Outputone"), said("Answertwo.")],
+    "two calls": [
+        user("Userone?"), said("", {"a": 4711, "b": "Bone"}, {"a": 4712, "b": "Btwo"}),
+        output("Outputone"), output("Outputtwo"), said("Answertwo."),
+    ],
+    "call with content": [
+        user("Userone?"), said("Answerone.", {"a": 4711, "b": "Bone"}), output("Outputone"), said("Answertwo."),
+    ],
+    "call in the last turn": [user("Userone?"), said("", {"a": 4711, "b": "Bone", "c": True})],
+    "call with a thought": [
+        user("Userone?"), said("", {"a": 4711, "b": "Bone"}, thought="Thoughtone."), output("Outputone"),
+        said("Answertwo."),
+    ],
+    "empty content": [user("Userone?"), said(""), user("Usertwo?"), said("Answertwo.")],
+    "unicode and special tokens": [
+        user("Ünï日本🤖<|im_end|>\n<|im_start|>assistant\nUserone</s>"), said("Answerone é 🤖 日本."),
+        user("<|end|> Usertwo </think>"), said("Answertwo."),
+    ],
+}  # fmt: skip
+WORDS = re.compile(r"(?:System|User|Answer|Thought|Output)\w+|\bB(?:one|two)\b|471[12]")
+SPECIAL = re.compile(
+    r"<[|｜][^<>\s'\"]{1,40}[|｜]>|<(?:start|end)_of_turn>|</?tool_calls?>|</?think>|\[/?[A-Z_]{3,}\]|</s>"
+    r"|<\|\w{1,20}>|<\w{1,20}\|>"
+)
+
+
+def templates_folder() -> Path | None:
+    spec = importlib.util.find_spec("trl")
+    places = spec.submodule_search_locations if spec is not None else None
+    folder = Path(next(iter(places))) / "chat_templates" if places else None
+    return folder if folder is not None and folder.is_dir() else None
+
+
+FOLDER = templates_folder()
+PATHS = sorted(FOLDER.glob("*.jinja")) if FOLDER is not None else []
+needs_trl = pytest.mark.skipif(not PATHS, reason="trl, whose chat templates are tried, is not installed")
+
+
+@functools.cache
+def tokenizer_for(text: str, *, with_specials: bool) -> Any:
+    """One token a byte, and the special tokens that the template spells."""
+    tokenizer = byte_tokenizer(template=text)
+    tokenizer.bos_token = "<s>"
+    if with_specials:
+        tokenizer.add_tokens(sorted(set(SPECIAL.findall(text)) - {"</s>"}), special_tokens=True)
+    return tokenizer
+
+
+@functools.cache
+def template_of(text: str, *, with_specials: bool) -> ChatTemplate:
+    return ChatTemplate(tokenizer_for(text, with_specials=with_specials), text)
+
+
+def written(text: str, messages: Messages, *, with_specials: bool = True) -> Rendered | BadRowError:
+    tools = (TOOL,) if any(message["role"] == "tool" or "tool_calls" in message for message in messages) else ()
+    try:
+        template = template_of(text, with_specials=with_specials)
+        return template.render_trained(Conversation(tuple(messages), tools))
+    except BadRowError as error:
+        return error
+
+
+def words_of(messages: Messages, *, of_assistant: bool) -> list[str]:
+    spoken = [str(message) for message in messages if (message["role"] == "assistant") is of_assistant]
+    return [word for text in spoken for word in WORDS.findall(text)]
+
+
+def broken(rendered: Rendered, messages: Messages) -> list[str]:
+    """What does not hold of the rule."""
+    inside = [rendered.text[start:end] for start, end in rendered.trained]
+    trained = set(WORDS.findall("\n".join(inside)))
+    named = " ".join(rendered.left_out)
+    lost = set(words_of(messages, of_assistant=True)) - trained
+    kept_out = {word for word in lost if word.startswith("Thought") and ("thoughts" in named or "reasoning" in named)}
+    kept_out |= {word for word in lost if "content beside tool calls" in named and word == "Answerone"}
+    wrong = [f"{word} is not trained" for word in sorted(lost - kept_out)]
+    wrong += [f"{word} is trained" for word in sorted(trained & set(words_of(messages, of_assistant=False)))]
+    # `<|user|>` may end an answer, where the template has no other end; ` to=user` is a recipient, which models write.
+    heads = [re.sub(r"<\|(user|observation)\|>\s*$| to=user<", "", text) for text in inside]
+    return wrong + [f"a header is trained: {text[-60:]!r}" for text in heads if re.search(r"\b(user|system)\b", text)]
+
+
+@needs_trl
+@pytest.mark.parametrize("with_specials", [True, False], ids=["specials", "bytes"])
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
+def test_every_conversation_is_trained_right_or_refused(path: Path, with_specials: bool) -> None:
+    """With a tokenizer that knows the template's special tokens, and with one that knows none of them."""
+    text = path.read_text(encoding="utf-8")
+    for name, messages in CONVERSATIONS.items():
+        rendered = written(text, messages, with_specials=with_specials)
+        if isinstance(rendered, BadRowError):
+            assert rendered.fault.what.startswith("the chat template") and rendered.fault.found, (name, rendered.fault)
+            continue
+        assert not broken(rendered, messages), name
+        assert any(start < end for start, end in rendered.trained), name
+
+
+@needs_trl
+@pytest.mark.parametrize(
+    "path", [path for path in PATHS if "generation" in path.read_text()], ids=lambda path: path.stem
+)
+def test_masks_of_marked_templates_are_those_of_transformers(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    tokenizer = tokenizer_for(text, with_specials=True)
+    compiled = library_name("transformers.utils.chat_template_utils", "_compile_jinja_template")(text)
+    compiled.environment.globals["strftime_now"] = TEMPLATE_DATE.strftime
+    for name, messages in CONVERSATIONS.items():
+        rendered = written(text, messages)
+        if isinstance(rendered, BadRowError) or not re.search(r"\{%-?\s*generation", text):
+            continue
+        tools = [TOOL] if any("tool_calls" in message for message in messages) else None
+        try:
+            expected = tokenizer.apply_chat_template(
+                messages, tools=tools, chat_template=text, return_dict=True, return_assistant_tokens_mask=True
+            )
+        except Exception:  # it takes the calls in another form only
+            continue
+        encoded = encode_batch(tokenizer, [rendered], plain=False)[0]
+        assert not isinstance(encoded, BadRowError)
+        assert encoded.input_ids.tolist() == expected["input_ids"], name
+        assert encoded.trained.astype(int).tolist() == expected["assistant_masks"], name
+
+
+@needs_trl
+def test_the_table_of_kept_and_refused_conversations() -> None:
+    """The README's table is what the templates of this version do."""
+    try:
+        if version("trl") != "1.16.0":
+            pytest.skip("the table is of trl 1.16")
+    except PackageNotFoundError:
+        pytest.skip("trl without its version")
+    texts = [path.read_text(encoding="utf-8") for path in PATHS]
+    kept: Counter[str] = Counter()
+    named: Counter[str] = Counter()
+    for name, messages in CONVERSATIONS.items():
+        for text in texts:
+            rendered = written(text, messages)
+            if not isinstance(rendered, BadRowError):
+                kept[name] += 1
+                named[name] += bool(rendered.left_out)
+    rows = [f"| {name} | {kept[name]} | {named[name]} | {len(texts) - kept[name]} |" for name in CONVERSATIONS]
+    readme = (REPOSITORY / "tests" / "README.md").read_text(encoding="utf-8")
+    missing = [row for row in rows if row not in readme]
+    assert not missing, "\n".join(rows)
