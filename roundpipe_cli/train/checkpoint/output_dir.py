@@ -41,6 +41,8 @@ METRICS_NAME = "metrics.jsonl"
 EVAL_NAME = "eval.jsonl"
 EVENTS_NAME = "events.jsonl"
 REPORT_NAME = "report.json"
+LAST_NAMES = ("config.json", "adapter_config.json")
+"""Files of a result that are renamed last: without them the folder does not count as a model."""
 
 MAX_LOCK_BYTES = 1 << 16
 RUN_SUFFIXES = (".json", ".jsonl", ".yaml", ".safetensors", ".html")

@@ -19,7 +19,7 @@ from pathlib import Path
 from roundpipe_cli.durable import disk_error, sync_folder
 from roundpipe_cli.events import Say
 from roundpipe_cli.plain_files import read_json_of_ours
-from roundpipe_cli.train.checkpoint.output_dir import EVAL_NAME, METRICS_NAME, REPORT_NAME
+from roundpipe_cli.train.checkpoint.output_dir import EVAL_NAME, LAST_NAMES, METRICS_NAME, REPORT_NAME
 from roundpipe_cli.train.checkpoint.records import keep_edited_rows, truncate_metrics
 from roundpipe_cli.train.checkpoint.step_folders import (
     SET_ASIDE_PREFIX,
@@ -28,7 +28,6 @@ from roundpipe_cli.train.checkpoint.step_folders import (
     list_checkpoints,
     list_set_aside,
 )
-from roundpipe_cli.train.result.finish import LAST_NAMES
 
 
 def rewind(output_dir: Path, step: int, *, num_steps: int, say: Say) -> None:

@@ -28,15 +28,13 @@ from roundpipe_cli.train.checkpoint.manifest import (
     verify_files,
     write_manifest,
 )
-from roundpipe_cli.train.checkpoint.output_dir import REPORT_NAME, RESULT_FOLDER_MODE
+from roundpipe_cli.train.checkpoint.output_dir import LAST_NAMES, REPORT_NAME, RESULT_FOLDER_MODE
 from roundpipe_cli.train.checkpoint.safetensors_stream import TensorStream, stream_file
 from roundpipe_cli.train.checkpoint.step_folders import BEST_NOTE
 from roundpipe_cli.train.setup import Setup
 from roundpipe_cli.watchdog import at_work
 
 RESULT_FOLDER = ".tmp-result"
-LAST_NAMES = ("config.json", "adapter_config.json")
-"""Files that are renamed last: without them the folder does not count as a model."""
 
 
 def save_result(setup: Setup, output_dir: Path, best: Path | None = None) -> list[str]:
