@@ -66,8 +66,6 @@ def put_config(folder: Path, model_type: str, **values: Any) -> None:
 
 QUANTIZED: list[dict[str, Any]] = [
     {"quant_method": "fp8"},
-    {"quant_method": "gptq", "bits": 4},
-    {"quant_method": "awq", "bits": 4},
     {"quant_method": "mxfp4"},
     {"quant_method": "modelopt", "quant_algo": "NVFP4"},
     {"quant_method": "compressed-tensors", "format": "pack-quantized"},
@@ -109,7 +107,8 @@ def refused_by_loading(folder: Path) -> RefusedError:
         ("bart", {}, "not a decoder-only language model"),
         ("llama", {"auto_map": {"AutoModelForCausalLM": "modeling.Mine"}}, "needs code from its repository"),
         ("llama", {"_attn_implementation": "someone/kernel"}, "kernel from elsewhere"),
-        ("llama", {"quantization_config": {"quant_method": "gptq", "bits": 5}}, "quantised in a form"),
+        ("llama", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "found: GPTQ, 4 bits"),
+        ("llama", {"quantization_config": {"quant_method": "awq", "bits": 4}}, "found: AWQ, 4 bits"),
         ("llama", {"quantization_config": {"quant_method": "aqlm"}}, "quantised in a form"),
         ("llama", {"quantization_config": {"load_in_8bit": True, "quant_method": "bitsandbytes"}}, "quantised in a"),
     ],
