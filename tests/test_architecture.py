@@ -44,7 +44,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "schedule": {"costs"},
     "planning": {
         *("recipe", "costs", "schedule"),
-        *("model.architectures", "model.quantization", "model.type_refusals", "model.untrusted"),
+        *("model.architectures", "model.quantization", "model.untrusted"),
     },
     "kernels": set(),
     "model": {"kernels", "hub", "costs"},
