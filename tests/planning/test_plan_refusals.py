@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from roundpipe_cli.cli.built_model import build_counts
 from roundpipe_cli.cli.finetune import refuse_too_large
 from roundpipe_cli.cli.plan import plan_document, plan_text
 from roundpipe_cli.costs.counted_types import is_counted_exactly
@@ -83,7 +84,7 @@ def put_weights(folder: Path, *shapes: tuple[int, ...], name: str = "model.safet
 
 def refused_by_plan(folder: Path, *overrides: str) -> RefusedError:
     with pytest.raises(RefusedError) as caught:
-        make_plan(load_recipe(folder / "recipe.yaml", overrides), "1x4090")
+        make_plan(load_recipe(folder / "recipe.yaml", overrides), "1x4090", build_counts)
     return caught.value
 
 
