@@ -40,8 +40,8 @@ def run_for_real(
 
     printer = LinePrinter(1)
     check_sources(loaded, Start(), printer)
-    fetch_model(loaded, Start(), printer)
     quiet_libraries()
+    fetch_model(loaded, Start(), printer)
     loaded = on_cards_worth_using(loaded, printer)
 
     def show(event: Event) -> None:

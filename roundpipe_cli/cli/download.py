@@ -62,15 +62,21 @@ def _recipe(model: str, revision: str | None) -> LoadedRecipe | None:
 
 
 def _fetch_for(loaded: LoadedRecipe, *, offline: bool) -> dict[str, Any]:
-    """Check the model and ask `plan`'s verdict before the weights are fetched, as `finetune` does."""
+    """Check the model, ask `plan`'s verdict and prove the model before the weights are fetched, as `finetune` does."""
     from roundpipe_cli.cli.finetune import on_cards_worth_using, refuse_too_large
+    from roundpipe_cli.cli.libraries import quiet_libraries
     from roundpipe_cli.cli.lines import LinePrinter
-    from roundpipe_cli.train.preflight import check_base
+    from roundpipe_cli.model.source import is_hub_model
+    from roundpipe_cli.train.preflight import check_base, prove_unfetched
     from roundpipe_cli.train.reporting import Start
 
-    printer = LinePrinter(1)
-    check_base(loaded, Start(offline=offline), printer)
-    refuse_too_large(on_cards_worth_using(loaded, printer))
+    printer, start = LinePrinter(1), Start(offline=offline)
+    check_base(loaded, start, printer)
+    loaded = on_cards_worth_using(loaded, printer)
+    refuse_too_large(loaded)
+    if is_hub_model(loaded.recipe.model, loaded.folder):
+        quiet_libraries()
+        prove_unfetched(loaded, start, printer)
     return _fetch(loaded.recipe.model, loaded.recipe.revision, offline=offline, folder=loaded.folder)
 
 

@@ -78,10 +78,10 @@ def finetune(
         refuse_too_large(loaded)
         if is_first and loaded.recipe.hub_model_id is not None:
             make_repository(loaded.recipe.hub_model_id, offline=offline)
-        fetch_model(loaded, start, plain)
         if is_first:
             say("loading torch and transformers ...")
         quiet_libraries()
+        fetch_model(loaded, start, plain)
         from roundpipe_cli.train.finetune import run_finetune as train
 
         output_dir = named_path(loaded.recipe.output_dir)

@@ -39,7 +39,9 @@ class ModelTypes:
 
 
 def check_architecture(config: Mapping[str, Any], *, name: str, where: str) -> None:
-    """Refuse a configuration that is not a decoder-only language model's.
+    """Refuse a configuration that says itself that it is not a decoder-only language model's.
+
+    An encoder by its class's default is refused by `load_config`, which `plan` asks for types that it must build.
 
     Args:
         name: of the model, as the recipe has it.
@@ -54,9 +56,8 @@ def check_architecture(config: Mapping[str, Any], *, name: str, where: str) -> N
     model_type = str(config.get("model_type", ""))
     if model_type not in types.known:
         raise unknown_architecture(model_type, where, list(types.known))
-    encodes = config.get("is_encoder_decoder", class_default(model_type, "is_encoder_decoder"))
     both_ways = model_type in types.masked and not config.get("is_decoder")
-    if model_type not in {*types.causal, *types.multimodal} or encodes or both_ways:
+    if model_type not in {*types.causal, *types.multimodal} or config.get("is_encoder_decoder") or both_ways:
         raise no_decoder(name, model_type, config.get("architectures"))
 
 
@@ -82,17 +83,6 @@ def no_decoder(name: str, model_type: str, architectures: object) -> RefusedErro
 
 
 # --- packed rows, and sequences in chunks ---------------------------------------------------------------------------
-
-
-def dropout_refusal(dropout: float) -> RefusedError:
-    """The refusal of LoRA with dropout on experts whose weights are fused: PEFT has none there."""
-    return RefusedError(
-        "adapters on fused experts have no dropout",
-        where="lora.dropout",
-        found=f"{dropout:g}",
-        expected="0",
-        hint="lora.dropout=0, or leave the experts out with lora.target_modules",
-    )
 
 
 NO_MASK = "a block that is given no mask for packed rows"
@@ -167,40 +157,6 @@ def model_types() -> ModelTypes | None:
                 found[name] |= _pairs(statement)
     known, causal, masked, multimodal = (found[name] for name in _ASKED)
     return ModelTypes(known, causal, masked, multimodal) if {"llama", "gpt2"} <= known.keys() & causal.keys() else None
-
-
-def class_default(model_type: str, key: str) -> Any:
-    """Value that transformers takes for a key that a config.json leaves out; None where it is no plain value."""
-    return _class_defaults(model_type).get(key)
-
-
-@lru_cache(maxsize=8)
-def _class_defaults(model_type: str) -> dict[str, Any]:
-    types, folder = model_types(), _transformers_folder()
-    if types is None or folder is None or model_type not in types.known:
-        return {}
-    wanted, own = types.known[model_type], model_type.replace("-", "_")
-    places = [folder / "models" / own / f"configuration_{own}.py"]
-    if not places[0].is_file():  # a part of another model's, such as gemma3_text
-        places = [
-            path for path in sorted(folder.glob("models/*/configuration_*.py")) if own.startswith(path.parent.name)
-        ]
-    for path in reversed(places):
-        tree = _parsed(path)
-        for node in tree.body if tree is not None else ():
-            if isinstance(node, ast.ClassDef) and node.name == wanted:
-                return _plain_values(node)
-    return {}
-
-
-def _plain_values(node: ast.ClassDef) -> dict[str, Any]:
-    values = {}
-    for statement in node.body:
-        if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):
-            continue
-        if isinstance(statement.value, ast.Constant):
-            values[statement.target.id] = statement.value.value
-    return values
 
 
 def _transformers_folder() -> Path | None:

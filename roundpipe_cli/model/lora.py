@@ -20,7 +20,6 @@ from roundpipe_cli.errors import RefusedError, closest
 from roundpipe_cli.model.adapter_checks import ADAPTER_CONFIG, refuse_not_trained
 from roundpipe_cli.model.adapter_files import put_adapter, read_adapter_config
 from roundpipe_cli.model.all_linear import left_out_pattern
-from roundpipe_cli.model.architectures import dropout_refusal
 from roundpipe_cli.model.packed_weights import import_bitsandbytes
 from roundpipe_cli.model.stored.names import base_name, is_adapter
 
@@ -96,7 +95,13 @@ def add_lora(
                 "DoRA cannot adapt this model", where="lora.use_dora", found=reason, hint=hint
             ) from error
         if settings.dropout and "lora_dropout" in reason:
-            raise dropout_refusal(settings.dropout) from error
+            raise RefusedError(  # PEFT has none there
+                "adapters on fused experts have no dropout",
+                where="lora.dropout",
+                found=f"{settings.dropout:g}",
+                expected="0",
+                hint="lora.dropout=0, or leave the experts out with lora.target_modules",
+            ) from error
         raise RefusedError(
             "LoRA finds nothing to adapt",
             where="lora.target_modules",

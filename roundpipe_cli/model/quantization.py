@@ -1,6 +1,8 @@
-"""Forms in which a checkpoint's weights may be quantised, by its config.json, for `plan` and `finetune`. No torch.
+"""Forms in which a checkpoint's weights may be quantised, by its config.json, for `plan`, `download` and `finetune`.
+No torch.
 
-All but bitsandbytes' 4 bit are dequantised while they are read, one weight at a time.
+All but bitsandbytes' 4 bit are dequantised while they are read, one weight at a time. Other forms, GPTQ and AWQ among
+them, are refused before a weight is downloaded or read, with the size of the unquantised model.
 """
 
 from __future__ import annotations
@@ -9,26 +11,29 @@ from collections.abc import Mapping
 from typing import Any
 
 from roundpipe_cli.choices import PACKED_FORMATS, PackedName
+from roundpipe_cli.costs.memory import loading_need
+from roundpipe_cli.costs.models import parse_config
+from roundpipe_cli.costs.training import TrainingSettings
 from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.units import format_bytes, format_count
 
 COMPRESSED = "compressed-tensors"
+_SETTINGS = ("quantization_config", "compression_config")
 WHAT_WORKS = (
-    "FP8, MXFP4, NVFP4, GPTQ, AWQ, compressed-tensors, bitsandbytes' NF4, a .gguf file, or the unquantised model "
+    "FP8, MXFP4, NVFP4, compressed-tensors, bitsandbytes' NF4, a .gguf file, or the unquantised model "
     "(load_in_4bit, load_in_8bit or load_in_fp8: true packs it while loading)"
 )
 COMPRESSED_FORMATS = (
     *("dense", "float-quantized", "naive-quantized", "int-quantized", "pack-quantized", "mixed-precision"),
     *("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"),
 )
-GPTQ_BITS = (2, 3, 4, 8)
-GPTQ_FORMATS = (None, "", "gptq", "gptq_v2")
 MODELOPT_KINDS = ("FP8", "NVFP4", "MIXED_PRECISION", "FP8_PB_WO", "NVFP4_AWQ")
 
 
 def quantization_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a configuration about how the model's files are quantised; empty where they are not."""
     for part in (config, config.get("text_config")):
-        for key in ("quantization_config", "compression_config"):
+        for key in _SETTINGS:
             found = part.get(key) if isinstance(part, dict) else None
             if found:
                 return found if isinstance(found, dict) else {"quant_method": str(found)}
@@ -60,8 +65,25 @@ def stored_form(config: Mapping[str, Any], where: str) -> str | None:
             where=f"{where}: quantization_config",
             found=unread[:120],
             expected=WHAT_WORKS,
+            hint=_unquantised(config, where),
         )
     return method
+
+
+def _unquantised(config: Mapping[str, Any], where: str) -> str:
+    """Advice to take the unquantised model, with its size and need where the configuration has its figures."""
+    advice = "name the unquantised model, with load_in_4bit: true"
+    plain = {key: value for key, value in config.items() if key not in _SETTINGS}
+    try:
+        architecture = parse_config(plain, name="the unquantised model", source=where)
+    except RefusedError:
+        return advice
+    count, about = architecture.parameters, "about " if architecture.is_guess else ""
+    need = loading_need(architecture, TrainingSettings(max_seq_length=1, packed_as="4bit"))
+    return (
+        f"{advice}: {about}{format_count(count)} parameters, {format_bytes(2 * count)} in 16 bit; in 4 bit it takes "
+        f"about {format_bytes(need.total_bytes)} of host memory"
+    )
 
 
 def _unread_bitsandbytes(settings: Mapping[str, Any]) -> str | None:
@@ -71,34 +93,10 @@ def _unread_bitsandbytes(settings: Mapping[str, Any]) -> str | None:
     return None if kind == "nf4" else f"bitsandbytes, {kind} in 4 bit"
 
 
-def _unread_gptq(settings: Mapping[str, Any]) -> str | None:
-    bits, form = settings.get("bits"), gptq_format(settings)
-    if bits not in GPTQ_BITS:
-        return f"gptq, bits: {bits}"
-    return _unread_words("gptq", settings) if form in GPTQ_FORMATS else f"gptq, checkpoint_format: {form}"
-
-
-def gptq_format(settings: Mapping[str, Any]) -> str | None:
-    """Arrangement of GPTQ's words, under any of its names; None: the first."""
-    if settings.get("is_marlin_format"):
-        return "marlin"
-    found: str | None = settings.get("checkpoint_format") or settings.get("format")
-    return found
-
-
-def _unread_words(method: str, settings: Mapping[str, Any]) -> str | None:
-    words = settings.get("pack_dtype") or "int32"
-    if words != "int32":
-        return f"{method}, pack_dtype: {words}"
-    return f"{method}, rotation: {settings['rotation']}" if settings.get("rotation") else None
-
-
-def _unread_awq(settings: Mapping[str, Any]) -> str | None:
-    bits = settings.get("bits", settings.get("w_bit", 4))
-    named = settings.get("version") or settings.get("checkpoint_format") or settings.get("format") or "gemm"
-    if bits != 4:
-        return f"awq, bits: {bits}"
-    return _unread_words("awq", settings) if str(named).lower() == "gemm" else f"awq, version: {str(named).lower()}"
+def _unread_groups(settings: Mapping[str, Any]) -> str:
+    """GPTQ and AWQ: whole numbers of few bits, with a scale and a zero point for each group of inputs."""
+    name, bits = str(settings["quant_method"]).upper(), settings.get("bits", settings.get("w_bit"))
+    return f"{name}, {bits} bits" if bits else name
 
 
 def _unread_compressed(settings: Mapping[str, Any]) -> str | None:
@@ -126,8 +124,8 @@ def _read(settings: Mapping[str, Any]) -> None:
 
 _UNREAD = {
     "bitsandbytes": _unread_bitsandbytes,
-    "gptq": _unread_gptq,
-    "awq": _unread_awq,
+    "gptq": _unread_groups,
+    "awq": _unread_groups,
     COMPRESSED: _unread_compressed,
     "modelopt": _unread_modelopt,
     "fp8": _read,

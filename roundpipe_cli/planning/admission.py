@@ -1,22 +1,27 @@
 """Whether `finetune` would take a recipe's model, as far as its configuration, files and the recipe decide. No torch.
 
-`finetune` asks the same functions while it loads; `plan` and `bench` ask them all before they answer.
+Whether the split, packed rows or chunks keep a model's numbers, `finetune` proves on the model itself.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from roundpipe_cli.choices import PACKED_FORMATS
 from roundpipe_cli.costs.find_model import FoundConfig
-from roundpipe_cli.costs.models import Architecture
+from roundpipe_cli.costs.models import COUNTED_TYPES, Architecture
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.model.architectures import check_architecture, dropout_refusal
+from roundpipe_cli.model.architectures import check_architecture, chunk_refusal, packing_refusal, scaled_by_length
 from roundpipe_cli.model.quantization import check_stored_in_4bit, is_stored_in_4bit
-from roundpipe_cli.model.type_refusals import FUSED_EXPERTS, PROVEN, check_type
 from roundpipe_cli.model.untrusted import PICKLES, check_model_folder, find_shards
 from roundpipe_cli.recipe.schema import Recipe
+
+_STATEFUL_KIND = re.compile(r"mamba|compress|conv|linear|recurrent|ssm|rwkv|lightning|delta|retention|lstm|hybrid")
+"""Names of recurrent and convolution blocks in a configuration's list of kinds."""
 
 
 def check_model(found: FoundConfig, recipe: Recipe) -> None:
@@ -33,7 +38,7 @@ def check_model(found: FoundConfig, recipe: Recipe) -> None:
         check_architecture(found.config, name=found.name, where=where)
         if is_stored_in_4bit(found.config, where):
             check_stored_in_4bit(found.name, method=recipe.method, packed_as=recipe.packed_as)
-    check_type(
+    check_rows(
         found.config,
         packing=recipe.packs,
         chunks=recipe.pipeline.num_chunks > 1,
@@ -41,16 +46,45 @@ def check_model(found: FoundConfig, recipe: Recipe) -> None:
     )
 
 
-def check_adapters(architecture: Architecture, recipe: Recipe) -> None:
-    """Refuse adapters that `finetune` would refuse.
+def check_rows(config: Mapping[str, Any], *, packing: bool, chunks: bool, max_seq_length: int) -> None:
+    """Refuse rows that a configuration's own words rule out; everything else about them is proven by `finetune`.
+
+    Args:
+        packing, chunks: whether the recipe asks for packed rows, and for sequences in chunks.
 
     Raises:
-        RefusedError: as there.
+        RefusedError: blocks that carry state from token to token, or positions that depend on the longest row.
     """
-    lora, has_experts = recipe.lora, any(block.num_experts for block in architecture.blocks)
-    adapts_all = recipe.method == "lora" and lora.target_modules == "all-linear" and lora.start_from is None
-    if lora.dropout and adapts_all and has_experts and architecture.model_type in FUSED_EXPERTS:
-        raise dropout_refusal(lora.dropout)
+    text = config.get("text_config")
+    config = text if isinstance(text, dict) else config
+    stateful, scaled = _stateful_block(config), _scaled_positions(config, max_seq_length)
+    if packing and stateful is not None:
+        raise packing_refusal(*stateful)
+    if packing and scaled is not None:
+        raise packing_refusal("model.rotary_emb", scaled)
+    if chunks and stateful is not None:
+        raise chunk_refusal(*stateful)
+    if chunks and scaled is not None:
+        raise chunk_refusal("model.rotary_emb", scaled, "positions that do not depend on the length of the sequence")
+
+
+def _stateful_block(config: Mapping[str, Any]) -> tuple[str, str] | None:
+    """(where, what) of the first block whose kind is a recurrent or convolution block's, in a list of kinds."""
+    kinds = config.get("layer_types") or config.get("layers_block_type")
+    for index, kind in enumerate(kinds if isinstance(kinds, list) else ()):
+        if _STATEFUL_KIND.search(str(kind)):
+            return f"block.{index}", f"a block of the kind {kind}, which carries state from token to token"
+    return None
+
+
+def _scaled_positions(config: Mapping[str, Any], max_seq_length: int) -> str | None:
+    scaling = config.get("rope_parameters") or config.get("rope_scaling")
+    if not isinstance(scaling, dict):
+        return None
+    parts = [scaling, *(part for part in scaling.values() if isinstance(part, dict))]
+    kinds = {str(part[key]) for part in parts for key in ("rope_type", "type") if part.get(key)}
+    limit = config.get("max_position_embeddings")
+    return scaled_by_length(kinds, limit if isinstance(limit, int) else None, max_seq_length)
 
 
 def packing_obstacle(found: FoundConfig, recipe: Recipe) -> str | None:
@@ -58,7 +92,7 @@ def packing_obstacle(found: FoundConfig, recipe: Recipe) -> str | None:
     if recipe.unpackable is not None:
         return recipe.unpackable
     try:
-        check_type(found.config, packing=True, chunks=False, max_seq_length=recipe.max_seq_length)
+        check_rows(found.config, packing=True, chunks=False, max_seq_length=recipe.max_seq_length)
     except RefusedError as error:
         return error.in_short
     return None
@@ -70,17 +104,20 @@ def packing_note(found: FoundConfig, recipe: Recipe) -> str:
         return ""
     obstacle = packing_obstacle(found, recipe)
     if obstacle is None:
-        return "packing (auto): short rows will be packed, so sequences are counted as full"
+        return (
+            "packing (auto): short rows will be packed where `finetune` proves that the model keeps them apart, so "
+            "sequences are counted as full"
+        )
     return f"packing (auto): off: {obstacle}; rows shorter than max_seq_length train fewer tokens a second than this"
 
 
 def unproven(architecture: Architecture, recipe: Recipe) -> list[str]:
     """Lines on what only `finetune` finds out about the model, and what only another machine can do."""
     lines = []
-    if architecture.model_type not in PROVEN:
+    if architecture.model_type not in COUNTED_TYPES:
         lines.append(
-            f"not known: whether `finetune` takes models of the type {architecture.model_type}; it tries the model "
-            "itself before it trains, and refuses it where the split would change its numbers"
+            f"not known: whether `finetune` takes models of the type {architecture.model_type}; it proves the model on "
+            "its configuration before weights are fetched or read, and refuses it where its numbers would change"
         )
     needs_it = recipe.packed_as is not None and PACKED_FORMATS[recipe.packed_as].needs_bitsandbytes
     if needs_it and importlib.util.find_spec("bitsandbytes") is None:

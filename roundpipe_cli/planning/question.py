@@ -13,7 +13,7 @@ from roundpipe_cli.costs.machine import MAX_PARAMETERS_ON_CPU, cpu_devices, this
 from roundpipe_cli.costs.memory import INPUTS_SHARE, frozen_bytes, host_need, usable_host_bytes
 from roundpipe_cli.costs.models import Architecture
 from roundpipe_cli.costs.training import TrainingSettings
-from roundpipe_cli.planning.admission import check_adapters, check_model, packing_note, packing_obstacle
+from roundpipe_cli.planning.admission import check_model, packing_note, packing_obstacle
 from roundpipe_cli.planning.counting import Build, counted_architecture
 from roundpipe_cli.planning.token_budget import choose_token_budget, with_smallest_card
 from roundpipe_cli.planning.unpacking import Unpacking, choose_unpacking
@@ -116,7 +116,6 @@ def ask(
     found = find_config(recipe.model, resolve_path(recipe.model, loaded.folder), recipe.revision)
     check_model(found, recipe)
     architecture = counted_architecture(found, build)
-    check_adapters(architecture, recipe)
     source = THIS_MACHINE if hardware is None else "as --hardware says"
     if hardware is None and recipe.hardware is not None and not here:
         hardware = parse_hardware(recipe.hardware, where=f"hardware: {recipe.hardware}")

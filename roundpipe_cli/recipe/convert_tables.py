@@ -252,7 +252,7 @@ CHANGES: Mapping[str, str] = {
     "eval_delay": "evaluations begin with the first steps",
     "eval_sequence_len": "rows of evaluations are as long as those that are trained",
     "max_packed_sequence_len": "rows are packed where the recipe says packing",
-    "gptq": "the weights are loaded as the model's own files say",
+    "gptq": "checkpoints in GPTQ are not read: name the unquantised model, with load_in_4bit: true",
     "scaling_softmax": "attention is not scaled by the length",
     "auto_find_batch_size": "the batch is the one written",
 }
@@ -275,7 +275,7 @@ NO_COUNTERPART: Mapping[str, str] = {
     "loss_watchdog_threshold": "on_nonfinite says what a loss that is no number does",
     "loss_watchdog_patience": "on_nonfinite says what a loss that is no number does",
     "model_quantization_config_kwargs": "the weights are loaded as the model's own files say",
-    "gptq_disable_exllama": "the weights are loaded as the model's own files say",
+    "gptq_disable_exllama": "checkpoints in GPTQ are not read",
     "xpu_backend": "not a device of this program",
 }
 """Keys without a key here, and what to do instead. Never one that a recipe has: a test holds that."""

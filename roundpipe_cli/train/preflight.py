@@ -13,7 +13,7 @@ from roundpipe_cli.model.source import check_model_name, is_hub_model, resolve_m
 from roundpipe_cli.model.untrusted import read_config
 from roundpipe_cli.model_sizes import check_sizes
 from roundpipe_cli.plain_files import named_path
-from roundpipe_cli.planning.admission import check_model
+from roundpipe_cli.planning.admission import check_model, holds_weights
 from roundpipe_cli.recipe.load import LoadedRecipe
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.train.checkpoint.manifest import STATE_NAME, DamagedError, read_own_json
@@ -78,15 +78,34 @@ def check_base(loaded: LoadedRecipe, start: Start, tell: Tell) -> None:
 
 
 def fetch_model(loaded: LoadedRecipe, start: Start, tell: Tell) -> None:
-    """Download the weights of a hub model that are not here yet.
+    """Download the weights of a hub model that are not here yet, once it is proven.
 
     Raises:
-        RefusedError, ResourceError: see `resolve_model`.
+        RefusedError, ResourceError: see `prove_unfetched` and `resolve_model`.
     """
     recipe = loaded.recipe
     if is_hub_model(recipe.model, loaded.folder):
+        prove_unfetched(loaded, start, tell)
         revision = base_revision(recipe, start)
         resolve_model(recipe.model, revision=revision, recipe_folder=loaded.folder, offline=start.offline, tell=tell)
+
+
+def prove_unfetched(loaded: LoadedRecipe, start: Start, tell: Tell) -> None:
+    """Refuse a hub model that does not pass the proof before its weights are fetched. Loads torch if they are to be.
+
+    Raises:
+        RefusedError: see `prove_from_configuration`.
+    """
+    recipe, revision = loaded.recipe, base_revision(loaded.recipe, start)
+    source = check_model_name(
+        recipe.model, revision=revision, recipe_folder=loaded.folder, offline=start.offline, tell=tell
+    )
+    found = FoundConfig(read_config(source.folder), source.name, recipe.model, source.folder)
+    if start.offline or holds_weights(found):
+        return
+    from roundpipe_cli.train.setup import prove_from_configuration
+
+    prove_from_configuration(loaded, source, tell)
 
 
 def base_revision(recipe: Recipe, start: Start) -> str | None:

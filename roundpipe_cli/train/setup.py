@@ -20,7 +20,7 @@ from roundpipe_cli.engine.host_pages import settle_heap
 from roundpipe_cli.engine.probe import can_attend_in_rows, has_masks
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.events import Notice, Phase, Tell
+from roundpipe_cli.events import Event, Notice, Phase, Tell
 from roundpipe_cli.model.all_linear import describe_left_out
 from roundpipe_cli.model.architectures import check_mask_bytes
 from roundpipe_cli.model.chunks import check_sequence_chunks
@@ -201,6 +201,34 @@ def prepare(
         fused,
         decide_unpacking(loaded, base.packed_as, tell),
     )
+
+
+def prove_from_configuration(loaded: LoadedRecipe, source: ModelSource, tell: Tell) -> None:
+    """The checks and the proof of `prepare` that need no weights and no rows; `prepare` finds the proof in the cache.
+
+    Args:
+        source: the model, whose weights need not be there.
+        tell: is told that a proof begins.
+
+    Raises:
+        RefusedError: the model cannot be trained as the recipe says.
+    """
+
+    def tell_phase(event: Event) -> None:
+        if isinstance(event, Phase):  # `prepare` says the rest
+            tell(event)
+
+    devices, loaded = _on_devices(loaded, tell_phase)
+    recipe, config = loaded.recipe, load_config(source)
+    switch_off(config)
+    if recipe.pipeline.num_chunks > 1:
+        leave_out_router_loss(config)
+    trained = _Training(recipe, source, start_folder(loaded))
+    model = build_skeleton(config, DTYPES[recipe.dtype])
+    split = split_model(model)
+    _check_model(model, split, recipe, devices)
+    trained.put_into(model, split)
+    prove_once(model, split, recipe, trained.build, tell_phase)
 
 
 def _describe_targets(model: nn.Module, split: ModelSplit, recipe: Recipe) -> list[str]:

@@ -26,6 +26,7 @@ from roundpipe_cli.dashboard.state import fetching_line
 from roundpipe_cli.events import Fetching
 from tests.support.e2e import Outcome, child_environment, command_line, fresh, make_model, write_recipe, write_rows
 from tests.support.model_hub import COMMIT, OTHER_COMMIT, ModelHub, folder_files, model_hub
+from tests.support.tiny import tiny_config
 
 NAME = "me/tiny"
 SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
@@ -171,6 +172,46 @@ def test_what_cannot_be_trained_is_refused_before_its_weights_come(
         del hub.models[NAME][name]
     done = download(hub, tmp_path).expect(2)
     assert said in done.err and not [name for name in hub.gets() if name.endswith(".safetensors")]
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_gptq_and_awq_are_refused_by_name_with_the_size_of_the_unquantised_model(
+    hub: ModelHub, tmp_path: Path, method: str
+) -> None:
+    work = workspace(tmp_path / "work")
+    quantized = {"quantization_config": {"quant_method": method, "bits": 4, "group_size": 128}}
+    figures = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": False}
+    config = {**json.loads(hub.models[NAME]["config.json"]), **figures, **heads, **quantized}
+    hub.models[NAME]["config.json"] = json.dumps(config).encode()
+    for words in (["plan", "--hardware", "1x4090"], ["download"], ["finetune", "--no-dashboard"]):
+        named = NAME if words[0] == "download" else "recipe.yaml"
+        refused = fresh(
+            work, words[0], named, *words[1:], environment=settings(hub, tmp_path / f"cache-{words[0]}")
+        ).expect(2)
+        assert f"found: {method.upper()}, 4 bits" in refused.err
+        assert "load_in_4bit: true: 8.03B parameters, 15 GiB in 16 bit; in 4 bit it takes about " in refused.err
+    assert not set(SHARDS) & set(hub.gets())
+
+
+@pytest.mark.parametrize(
+    ("model_type", "override", "said"),
+    [
+        ("qwen3_moe", "lora.dropout=0.1", "adapters on fused experts have no dropout"),
+        ("llama", "lora.target_modules=[nowhere]", "nowhere"),
+        ("qwen3_next", "packing=true", "cannot train on packed rows"),
+        ("bloom", "packing=true", "takes no position ids"),
+    ],
+)
+def test_what_the_proof_refuses_is_refused_before_the_weights_come(
+    hub: ModelHub, tmp_path: Path, model_type: str, override: str, said: str
+) -> None:
+    """The proof needs the configuration alone; it ran once all weights had come."""
+    work = workspace(tmp_path / "work")
+    hub.models[NAME]["config.json"] = tiny_config(model_type).to_json_string().encode()
+    words = ["recipe.yaml", override, "--no-dashboard"]
+    refused = fresh(work, "finetune", *words, environment=settings(hub, tmp_path / "cache")).expect(2)
+    assert said in refused.err and not set(SHARDS) & set(hub.gets())
 
 
 def test_a_recipe_is_planned_before_the_weights_come(hub: ModelHub, tmp_path: Path) -> None:

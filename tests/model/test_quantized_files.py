@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import warnings
 from collections.abc import Callable
@@ -99,9 +100,8 @@ def test_training_is_that_of_a_model_packed_while_loading(saved: tuple[Path, Any
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"quant_method": "gptq", "bits": 5}, "gptq, bits: 5"),
-        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "checkpoint_format: marlin"),
-        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "awq, version: gemv"),
+        ({"quant_method": "gptq", "bits": 4}, "GPTQ, 4 bits"),
+        ({"quant_method": "awq", "w_bit": 4, "version": "gemm"}, "AWQ, 4 bits"),
         ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "format: marlin-24"),
         ({"quant_method": "compressed-tensors", "transform_config": {"R1": {}}}, "rotations"),
         ({"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity"),
@@ -122,6 +122,7 @@ def test_other_forms_are_refused_with_advice(
         prepare(load_recipe(work / "recipe.yaml", [f"model={work}/model"]), offline=True, tell=lambda event: None)
     problem = error.value.problems[0]
     assert named in str(problem.found) and "load_in_4bit" in str(problem.expected)
+    assert re.search(r"unquantised model, with load_in_4bit: true: .* in 16 bit; .* of host memory", problem.hint or "")
 
 
 MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

@@ -107,36 +107,6 @@ def nvfp4(packed: str, second: str, divides: bool) -> Make:
     return make
 
 
-def gptq(bits: int, offset: int, shuffled: bool) -> Make:
-    def make(shape: torch.Size, generator: torch.Generator) -> Made:
-        codes = codes_of((shape[1], shape[0]), bits, generator)
-        groups = torch.arange(shape[1]) // 32
-        groups = groups[torch.randperm(shape[1], generator=generator)] if shuffled else groups
-        scales = scales_of((shape[1] // 32, shape[0]), generator, torch.float16)
-        zeros = torch.randint(1, (1 << bits) - 1, scales.shape, generator=generator)
-        weight = scales.double()[groups] * (codes - zeros[groups]).double()
-        files = {
-            "qweight": words_of(codes.T, bits).T.contiguous(),
-            "qzeros": words_of(zeros - offset, bits),
-            "scales": scales,
-            "g_idx": groups.int(),
-        }
-        return files, weight.T
-
-    return make
-
-
-def awq(shape: torch.Size, generator: torch.Generator) -> Made:
-    codes = codes_of((shape[1], shape[0]), 4, generator)
-    scales = scales_of((shape[1] // 32, shape[0]), generator, torch.float16)
-    zeros = codes_of(tuple(scales.shape), 4, generator)
-    groups = torch.arange(shape[1]) // 32
-    order = torch.tensor([8 * (n // 8) + (0, 2, 4, 6, 1, 3, 5, 7)[n % 8] for n in range(shape[0])])
-    weight = scales.double()[groups] * (codes - zeros[groups]).double()
-    files = {"qweight": words_of(codes[:, order], 4), "qzeros": words_of(zeros[:, order], 4), "scales": scales}
-    return files, weight.T
-
-
 def packed_int(bits: int, zero_points: bool, shuffled: bool = False) -> Make:
     def make(shape: torch.Size, generator: torch.Generator) -> Made:
         codes, offset = codes_of(tuple(shape), bits, generator), 1 << (bits - 1)
@@ -175,13 +145,6 @@ FORMATS: dict[str, tuple[dict[str, Any], Make]] = {
         {"quant_method": "modelopt", "quant_algo": "NVFP4"},
         nvfp4("weight", "weight_scale_2", divides=False),
     ),
-    "gptq-4": ({"quant_method": "gptq", "bits": 4, "group_size": 32}, gptq(4, 1, shuffled=False)),
-    "gptq-3-act-order": ({"quant_method": "gptq", "bits": 3, "group_size": 32}, gptq(3, 1, shuffled=True)),
-    "gptq-8-v2": (
-        {"quant_method": "gptq", "bits": 8, "group_size": 32, "checkpoint_format": "gptq_v2"},
-        gptq(8, 0, shuffled=False),
-    ),
-    "awq": ({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}, awq),
     "float-quantized": ({**COMPRESSED, "format": "float-quantized"}, fp8_rows),
     "int-quantized": ({**COMPRESSED, "format": "int-quantized"}, int8),
     "mxfp8": ({**COMPRESSED, "format": "mxfp8-quantized"}, mxfp8),
@@ -274,7 +237,7 @@ def test_dequantised_weights_are_those_of_the_published_layout(tmp_path: Path, n
             assert torch.equal(store.views[key], parameter), key
 
 
-@pytest.mark.parametrize("name", ["gptq-4", "awq"])
+@pytest.mark.parametrize("name", ["fp8-one-scale", "pack-4"])
 def test_quantised_conv1d_is_turned(tmp_path: Path, name: str) -> None:
     """Story: files hold gpt2's matrices with outputs first; square ones were taken as they are, others refused."""
     model, references = save_quantized(tmp_path, "gpt2", name, matrices="c_")
@@ -298,7 +261,7 @@ def test_the_first_loss_is_that_of_the_dequantised_model(tmp_path: Path, name: s
         assert float(model(input_ids=ids, labels=ids).loss) == pytest.approx(expected, abs=1e-4)
 
 
-@pytest.mark.parametrize("name", ["fp8-blocks", "pack-4", "gptq-4", "modelopt-nvfp4"])
+@pytest.mark.parametrize("name", ["fp8-blocks", "pack-4", "modelopt-nvfp4"])
 def test_quantised_experts_are_fused(tmp_path: Path, name: str) -> None:
     """DeepSeek and Kimi are published so: one quantised tensor per expert, fused in the model."""
     model, references = save_quantized(tmp_path, "qwen3_moe", name)
@@ -350,7 +313,6 @@ def test_fp8_is_what_transformers_makes_of_it(tmp_path: Path) -> None:
     ("name", "end", "said"),
     [
         ("fp8-blocks", "weight_scale_inv", "cannot be read"),
-        ("gptq-4", "scales", "not as its format has it"),
         ("pack-4", "weight_scale", "not as its format has it"),
     ],
 )

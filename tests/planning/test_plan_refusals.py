@@ -12,22 +12,20 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from roundpipe_cli.cli.built_model import build_counts
 from roundpipe_cli.cli.finetune import refuse_too_large
 from roundpipe_cli.cli.plan import plan_document, plan_text
 from roundpipe_cli.costs.counted_types import is_counted_exactly
 from roundpipe_cli.costs.models import COUNTED_TYPES, MAX_COUNT_ERROR, parse_config
 from roundpipe_cli.errors import RecipeError, RefusedError
 from roundpipe_cli.model.architectures import model_types
-from roundpipe_cli.model.load import build_skeleton, load_config
-from roundpipe_cli.model.lora import LoraSettings, add_lora
-from roundpipe_cli.model.packing import check_packing
+from roundpipe_cli.model.load import load_config
 from roundpipe_cli.model.source import ModelSource, resolve_model
-from roundpipe_cli.model.split import split_model
-from roundpipe_cli.model.type_refusals import NO_POSITION_IDS, SPLIT, STATEFUL, check_type
+from roundpipe_cli.planning.admission import check_rows
 from roundpipe_cli.planning.predict import make_plan
 from roundpipe_cli.planning.question import ask
 from roundpipe_cli.recipe.load import load_recipe
-from tests.support.tiny import BASE, EXTRA, tiny_config
+from tests.support.tiny import EXTRA
 
 STAGES = ("pipeline.forward_stages=[[0,2]]", "pipeline.backward_stages=[[3,4],[0,2]]")
 """Of three blocks: the planner's search takes a second."""
@@ -66,8 +64,6 @@ def put_config(folder: Path, model_type: str, **values: Any) -> None:
 
 QUANTIZED: list[dict[str, Any]] = [
     {"quant_method": "fp8"},
-    {"quant_method": "gptq", "bits": 4},
-    {"quant_method": "awq", "bits": 4},
     {"quant_method": "mxfp4"},
     {"quant_method": "modelopt", "quant_algo": "NVFP4"},
     {"quant_method": "compressed-tensors", "format": "pack-quantized"},
@@ -88,7 +84,7 @@ def put_weights(folder: Path, *shapes: tuple[int, ...], name: str = "model.safet
 
 def refused_by_plan(folder: Path, *overrides: str) -> RefusedError:
     with pytest.raises(RefusedError) as caught:
-        make_plan(load_recipe(folder / "recipe.yaml", overrides), "1x4090")
+        make_plan(load_recipe(folder / "recipe.yaml", overrides), "1x4090", build_counts)
     return caught.value
 
 
@@ -109,7 +105,8 @@ def refused_by_loading(folder: Path) -> RefusedError:
         ("bart", {}, "not a decoder-only language model"),
         ("llama", {"auto_map": {"AutoModelForCausalLM": "modeling.Mine"}}, "needs code from its repository"),
         ("llama", {"_attn_implementation": "someone/kernel"}, "kernel from elsewhere"),
-        ("llama", {"quantization_config": {"quant_method": "gptq", "bits": 5}}, "quantised in a form"),
+        ("llama", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "found: GPTQ, 4 bits"),
+        ("llama", {"quantization_config": {"quant_method": "awq", "bits": 4}}, "found: AWQ, 4 bits"),
         ("llama", {"quantization_config": {"quant_method": "aqlm"}}, "quantised in a form"),
         ("llama", {"quantization_config": {"load_in_8bit": True, "quant_method": "bitsandbytes"}}, "quantised in a"),
     ],
@@ -175,70 +172,15 @@ def test_packed_rows_and_scaled_positions(folder: Path) -> None:
     ask(load_recipe(folder / "recipe.yaml", ["packing=true", "max_seq_length=128"]), "1x4090")
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral"])
-def test_dropout_on_fused_experts_is_refused_alike(tmp_path: Path, model_type: str) -> None:
-    """`plan` planned it, and `finetune` said that LoRA finds nothing to adapt."""
-    config = tiny_config(model_type)
-    (tmp_path / "model").mkdir()
-    config.save_pretrained(str(tmp_path / "model"))
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("model: model\nmethod: lora\nlora: {dropout: 0.1}\ndatasets: [{path: rows.jsonl}]\n")
-    with pytest.raises(RefusedError) as planned:
-        make_plan(load_recipe(recipe))
-    with pytest.raises(RefusedError) as tuned:
-        add_lora(
-            build_skeleton(config, torch.float32), LoraSettings(4, 8, dropout=0.1), dtype=torch.float32, base_name="m"
-        )
-    assert planned.value.problems == tuned.value.problems and "have no dropout" in planned.value.problems[0].what
-    make_plan(load_recipe(recipe, ["lora.target_modules=[q_proj]"]))
-
-
-# --- what is known of types -----------------------------------------------------------------------------------------
-
-BUILT = (
-    "qwen3_next",
-    "minimax",
-    "bloom",
-    "mpt",
-    "xlnet",
-    "cpmant",
-    "opt",
-    "roberta",
-    "bart",
-    "falcon",
-    "xglm",
-)
-"""Types of the tables that are small to build; all of the tables were tried in the same way."""
-
-
-@pytest.mark.parametrize("model_type", BUILT)
-def test_the_tables_say_what_the_proof_says(model_type: str) -> None:
-    """For a type of `type_refusals.py` the modules themselves are refused in the same words."""
-    from transformers import CONFIG_MAPPING
-
-    values = {} if model_type in ("xlnet", "cpmant") else BASE
-    config = tiny_config(model_type) if model_type in EXTRA else CONFIG_MAPPING[model_type](**values)
-    with pytest.raises(RefusedError) as known:
-        check_type(json.loads(config.to_json_string()), packing=True, chunks=False, max_seq_length=64)
-    with pytest.raises(RefusedError) as proven:
-        model = build_skeleton(config, torch.float32)
-        check_packing(model, split_model(model), max_seq_length=64, micro_batch_size=1)
-    (expected,), (found,) = proven.value.problems, known.value.problems
-    assert (found.what, found.where) == (expected.what, expected.where)
-    if model_type not in SPLIT:
-        assert found == expected
-
-
 def test_hybrid_models_of_attention_alone_may_be_packed() -> None:
     config = {"model_type": "qwen3_next", "layer_types": ["full_attention"] * 3}
-    check_type(config, packing=True, chunks=True, max_seq_length=64)
+    check_rows(config, packing=True, chunks=True, max_seq_length=64)
     config = {"model_type": "lfm2", "layer_types": ["full_attention", "conv"]}
     with pytest.raises(RefusedError, match="packed rows"):
-        check_type(config, packing=True, chunks=False, max_seq_length=64)
-    check_type(config, packing=False, chunks=False, max_seq_length=64)
+        check_rows(config, packing=True, chunks=False, max_seq_length=64)
+    check_rows(config, packing=False, chunks=False, max_seq_length=64)
     with pytest.raises(RefusedError, match="in chunks"):
-        check_type(config, packing=False, chunks=True, max_seq_length=64)
-    assert STATEFUL.keys().isdisjoint(NO_POSITION_IDS)
+        check_rows(config, packing=False, chunks=True, max_seq_length=64)
 
 
 def test_the_tables_of_transformers_are_read_without_importing_it() -> None:

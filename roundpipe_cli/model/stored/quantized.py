@@ -16,7 +16,6 @@ from roundpipe_cli.model.quantized_files import find_nf4
 from roundpipe_cli.model.stored.compressed import find_compressed
 from roundpipe_cli.model.stored.fp4 import find_modelopt, find_mxfp4
 from roundpipe_cli.model.stored.fp8 import find_fp8
-from roundpipe_cli.model.stored.gptq import find_awq, find_gptq
 from roundpipe_cli.model.stored.tensors import FileTensor, StoredTensor, find_file_tensors, plain
 from roundpipe_cli.model.untrusted import read_config
 
@@ -26,8 +25,6 @@ FORMATS: dict[str, Find] = {
     "fbgemm_fp8": find_fp8,
     "mxfp4": find_mxfp4,
     "modelopt": find_modelopt,
-    "gptq": find_gptq,
-    "awq": find_awq,
     COMPRESSED: find_compressed,
     "bitsandbytes": find_nf4,
 }
@@ -35,7 +32,7 @@ FORMATS: dict[str, Find] = {
 BESIDE = frozenset(
     {
         *("activation_scale", "input_scale", "input_global_scale", "input_zero_point", "output_scale", "qscale_act"),
-        *("k_scale", "v_scale", "q_scale", "g_idx"),
+        *("k_scale", "v_scale", "q_scale"),
     }
 )
 """Last parts of the names of scales of activations and caches, which training does not quantise."""
