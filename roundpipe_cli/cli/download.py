@@ -63,14 +63,14 @@ def _recipe(model: str, revision: str | None) -> LoadedRecipe | None:
 
 def _fetch_for(loaded: LoadedRecipe, *, offline: bool) -> dict[str, Any]:
     """Check the model and ask `plan`'s verdict before the weights are fetched, as `finetune` does."""
-    from roundpipe_cli.cli.finetune import on_cards_worth_using, refuse_too_large
+    from roundpipe_cli.cli.finetune import ask_on_cards_worth_using, refuse_too_large
     from roundpipe_cli.cli.lines import LinePrinter
-    from roundpipe_cli.train.preflight import check_base
+    from roundpipe_cli.train.preflight import check_base, found_config
     from roundpipe_cli.train.reporting import Start
 
     printer = LinePrinter(1)
-    check_base(loaded, Start(offline=offline), printer)
-    refuse_too_large(on_cards_worth_using(loaded, printer))
+    source = check_base(loaded, Start(offline=offline), printer)
+    refuse_too_large(ask_on_cards_worth_using(loaded, printer, found_config(source)))
     return _fetch(loaded.recipe.model, loaded.recipe.revision, offline=offline, folder=loaded.folder)
 
 
