@@ -83,7 +83,7 @@ def bench(
     if request and not (forward_stages or backward_stages) and flags == CaseFlags():
         from roundpipe_cli.cli.bench_recipe import as_planned
 
-        asked = as_planned(request, hardware, schedule, answers)
+        asked = as_planned(request, schedule, answers)
     else:
         cuts = asked_cuts(schedule, forward_stages, backward_stages, question)
         cases = [_case_for(name, question) for name, _ in cuts]

@@ -21,14 +21,14 @@ def run_for_real(
     from roundpipe_cli.choices import CHUNK_SCHEDULES, SCHEDULES
     from roundpipe_cli.cli.bench_results import entry
     from roundpipe_cli.cli.display import Display
-    from roundpipe_cli.cli.finetune import on_cards_worth_using
+    from roundpipe_cli.cli.finetune import ask_on_cards_worth_using
     from roundpipe_cli.cli.libraries import quiet_libraries
     from roundpipe_cli.cli.lines import LinePrinter
     from roundpipe_cli.cli.output import say
     from roundpipe_cli.events import Event, StepFinished
     from roundpipe_cli.recipe.load import load_recipe
     from roundpipe_cli.schedule.builders import schedule_name
-    from roundpipe_cli.train.preflight import check_sources, fetch_model
+    from roundpipe_cli.train.preflight import check_sources, fetch_model, found_config
     from roundpipe_cli.train.reporting import Start
 
     loaded = load_recipe(recipe, overrides)
@@ -39,10 +39,12 @@ def run_for_real(
     from roundpipe_cli.train.bench_run import compare_for_real
 
     printer = LinePrinter(1)
-    check_sources(loaded, Start(), printer)
+    source = check_sources(loaded, Start(), printer)
     quiet_libraries()
-    fetch_model(loaded, Start(), printer)
-    loaded = on_cards_worth_using(loaded, printer)
+    source = fetch_model(loaded, Start(), printer, source)
+    asked = ask_on_cards_worth_using(loaded, printer, found_config(source))
+    if asked is not None and asked.given is not None:
+        loaded = asked.given
 
     def show(event: Event) -> None:
         if not isinstance(event, StepFinished):  # stdout is for the comparison
@@ -56,6 +58,7 @@ def run_for_real(
             tell=display,
             say=display.say,
             live=display.is_dashboard,
+            asked=asked,
         )
     if json_output:
         import json

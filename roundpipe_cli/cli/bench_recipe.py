@@ -31,7 +31,7 @@ def request_of(recipe: str, overrides: list[str], hardware: str | None) -> PlanR
 
 
 def as_planned(
-    request: PlanRequest, hardware: str | None, schedules: list[str] | None, answers: Answers
+    request: PlanRequest, schedules: list[str] | None, answers: Answers
 ) -> list[tuple[str, StageCut, SimulationCase]]:
     """Each schedule with its stages and the case to simulate; all schedules where none is named.
 
@@ -42,7 +42,7 @@ def as_planned(
     known = SCHEDULES if recipe.pipeline.num_chunks == 1 else CHUNK_SCHEDULES
     names = list(dict.fromkeys(schedule_name(name) for name in schedules or known))
     with watching(recipe.watchdog_s):
-        found = contenders(request, names, hardware, build_counts, answers)
+        found = contenders(request, names, answers)
     for one in found:
         if one.reasons:
             say(f"note: {one.name} does not fit: {one.reasons[0]}")

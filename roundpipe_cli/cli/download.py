@@ -63,20 +63,19 @@ def _recipe(model: str, revision: str | None) -> LoadedRecipe | None:
 
 def _fetch_for(loaded: LoadedRecipe, *, offline: bool) -> dict[str, Any]:
     """Check the model, ask `plan`'s verdict and prove the model before the weights are fetched, as `finetune` does."""
-    from roundpipe_cli.cli.finetune import on_cards_worth_using, refuse_too_large
+    from roundpipe_cli.cli.finetune import ask_on_cards_worth_using, refuse_too_large
     from roundpipe_cli.cli.libraries import quiet_libraries
     from roundpipe_cli.cli.lines import LinePrinter
-    from roundpipe_cli.model.source import is_hub_model
-    from roundpipe_cli.train.preflight import check_base, prove_unfetched
+    from roundpipe_cli.train.preflight import check_base, found_config, prove_unfetched
     from roundpipe_cli.train.reporting import Start
 
     printer, start = LinePrinter(1), Start(offline=offline)
-    check_base(loaded, start, printer)
-    loaded = on_cards_worth_using(loaded, printer)
-    refuse_too_large(loaded)
-    if is_hub_model(loaded.recipe.model, loaded.folder):
+    source = check_base(loaded, start, printer)
+    asked = ask_on_cards_worth_using(loaded, printer, found_config(source))
+    refuse_too_large(asked)
+    if source.commit is not None:
         quiet_libraries()
-        prove_unfetched(loaded, start, printer)
+        prove_unfetched(loaded if asked is None or asked.given is None else asked.given, source, start, printer)
     return _fetch(loaded.recipe.model, loaded.recipe.revision, offline=offline, folder=loaded.folder)
 
 

@@ -15,7 +15,9 @@ from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.plain_files import named_path
 
 if TYPE_CHECKING:
+    from roundpipe_cli.costs.find_model import FoundConfig
     from roundpipe_cli.events import Event, Tell
+    from roundpipe_cli.planning.question import PlanRequest
     from roundpipe_cli.recipe.load import LoadedRecipe
 
 
@@ -68,29 +70,31 @@ def finetune(
         from roundpipe_cli.cli.publish import make_repository, push_result
         from roundpipe_cli.cli.run_end import show_end
         from roundpipe_cli.planning.planned import planned_bytes
-        from roundpipe_cli.train.preflight import check_names, fetch_model
+        from roundpipe_cli.train.preflight import check_names, fetch_model, found_config
         from roundpipe_cli.train.reporting import Reporting, Start
 
         start = Start(resume, offline, allow_changed or (), allow_other_base)
         plain = LinePrinter(loaded.recipe.logging_steps, as_json=json_) if is_first else _silent
-        check_names(loaded, start, plain)
-        loaded = on_cards_worth_using(loaded, plain)
-        refuse_too_large(loaded)
+        source = check_names(loaded, start, plain)
+        asked = ask_on_cards_worth_using(loaded, plain, found_config(source))
+        refuse_too_large(asked)
+        if asked is not None and asked.given is not None:
+            loaded = asked.given
         if is_first and loaded.recipe.hub_model_id is not None:
             make_repository(loaded.recipe.hub_model_id, offline=offline)
         if is_first:
             say("loading torch and transformers ...")
         quiet_libraries()
-        fetch_model(loaded, start, plain)
+        source = fetch_model(loaded, start, plain, source)
         from roundpipe_cli.train.finetune import run_finetune as train
 
         output_dir = named_path(loaded.recipe.output_dir)
         has_screen = is_first and not (no_dashboard or json_)
         with Display(plain, dashboard=has_screen, keys=training_keys(signals), output_dir=output_dir) as display:
             signals.announce = display.announce
-            planned = functools.partial(planned_bytes, loaded)
+            planned = None if asked is None else functools.partial(planned_bytes, asked)
             reporting = Reporting(display, live=display.is_dashboard, trace=trace, planned=planned)
-            train(loaded, start, reporting, signals)
+            train(loaded, start, reporting, signals, source=source, asked=asked)
         if is_first:
             show_end(output_dir)
             if loaded.recipe.hub_model_id is not None:
@@ -102,22 +106,30 @@ def _silent(event: Event) -> None:
     return None
 
 
-def on_cards_worth_using(loaded: LoadedRecipe, tell: Tell) -> LoadedRecipe:
-    """The recipe on the GPUs that `plan` uses, with a notice of those left out; on all GPUs where `plan` has no figures
-    for the model."""
+def ask_on_cards_worth_using(loaded: LoadedRecipe, tell: Tell, found: FoundConfig | None = None) -> PlanRequest | None:
+    """The planner's question on the GPUs that `plan` uses, with a notice of those left out; None where `plan` has no
+    figures for the model.
+
+    Args:
+        found: see `ask`.
+    """
     from roundpipe_cli.events import Notice
     from roundpipe_cli.planning.fit_check import leave_small_cards
+    from roundpipe_cli.planning.question import ask
 
+    asked = None
     with contextlib.suppress(RefusedError):
-        loaded, text = leave_small_cards(loaded)
+        asked = ask(loaded, here=True, found=found)
+        asked, text = leave_small_cards(asked)
         if text is not None:
             tell(Notice(text))
-    return loaded
+    return asked
 
 
-def refuse_too_large(loaded: LoadedRecipe) -> None:
+def refuse_too_large(asked: PlanRequest | None) -> None:
     """Exit 5 where `plan` says that it cannot fit. A model that `plan` has no figures for is left to the loader."""
     from roundpipe_cli.planning.fit_check import check_fits
 
-    with contextlib.suppress(RefusedError):
-        check_fits(loaded)
+    if asked is not None:
+        with contextlib.suppress(RefusedError):
+            check_fits(asked)

@@ -70,6 +70,12 @@ def analytic_costs(architecture: Architecture, settings: TrainingSettings, hardw
     )
 
 
+def with_gains(analytic: AnalyticCosts, settings: TrainingSettings) -> AnalyticCosts:
+    """Costs of settings that have no `skip_last_projection` and no `keep_blocks`, with those of `settings`."""
+    layers = _with_gains(analytic.costs.layers, settings)
+    return replace(analytic, costs=replace(analytic.costs, layers=layers))
+
+
 def _with_gains(layers: tuple[LayerCost, ...], settings: TrainingSettings) -> tuple[LayerCost, ...]:
     """The costs with shorter recomputes, and with none of blocks whose activations are kept."""
     costs = CostModel("", layers)

@@ -14,7 +14,7 @@ from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.adapter_checks import ADAPTER_WEIGHTS, check_adapter_folder
 from roundpipe_cli.model.library_calls import refusing
 from roundpipe_cli.model.source import ModelSource
-from roundpipe_cli.model.untrusted import find_shards, read_config
+from roundpipe_cli.model.untrusted import find_shards
 
 NUM_THREADS = 8
 CHUNK_BYTES = 8 * 1024**2
@@ -153,7 +153,7 @@ def config_fingerprint(source: ModelSource) -> str:
     """
     if source.commit is not None or source.gguf_file is not None:
         return ""
-    values = {key: value for key, value in read_config(source.folder).items() if key != "transformers_version"}
+    values = {key: value for key, value in source.config.items() if key != "transformers_version"}
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 

@@ -21,7 +21,6 @@ from roundpipe_cli.model.library_calls import refusing
 from roundpipe_cli.model.quantized_files import stored_in_4bit
 from roundpipe_cli.model.router_loss import WANTED
 from roundpipe_cli.model.source import ModelSource
-from roundpipe_cli.model.untrusted import read_config
 from roundpipe_cli.model.without_weights import build_without_weights
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
@@ -51,7 +50,7 @@ def _load_config(source: ModelSource) -> Any:
     from transformers import CONFIG_MAPPING, AutoConfig
 
     if source.gguf_file is None:
-        raw, file = read_config(source.folder), str(source.folder / "config.json")
+        raw, file = source.config, str(source.folder / "config.json")
         check_architecture(raw, name=source.name, where=file)
         model_type = str(raw.get("model_type", ""))
         if model_type not in CONFIG_MAPPING:

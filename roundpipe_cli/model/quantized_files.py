@@ -31,7 +31,6 @@ from roundpipe_cli.model.packed_weights import (
 from roundpipe_cli.model.quantization import WHAT_WORKS, is_stored_in_4bit
 from roundpipe_cli.model.source import ModelSource
 from roundpipe_cli.model.stored.tensors import FileTensor, OpenFiles, StoredTensor
-from roundpipe_cli.model.untrusted import read_config
 
 STATE = "quant_state.bitsandbytes__nf4"
 PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map", STATE)
@@ -47,7 +46,7 @@ def stored_in_4bit(source: ModelSource) -> bool:
     """
     if source.gguf_file:
         return False
-    return is_stored_in_4bit(read_config(source.folder), str(source.folder / "config.json"))
+    return is_stored_in_4bit(source.config, str(source.folder / "config.json"))
 
 
 @dataclass(frozen=True)

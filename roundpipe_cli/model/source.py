@@ -6,6 +6,7 @@ installed Python package). Nothing of the model is executed: no remote code, no 
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import re
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from roundpipe_cli.events import Event, Notice, Tell
 from roundpipe_cli.hub.ask import UnreachableError
 from roundpipe_cli.hub.listing import find_listing
 from roundpipe_cli.model.download import complete_snapshot, fetch_configuration, fetch_weights
-from roundpipe_cli.model.untrusted import SINGLE_NAME, check_model_folder, unread_shards
+from roundpipe_cli.model.untrusted import SINGLE_NAME, check_model_folder, read_config, unread_shards
 from roundpipe_cli.model_packages import missing_package
 from roundpipe_cli.plain_files import named_path
 from roundpipe_cli.units import counted
@@ -36,6 +37,15 @@ class ModelSource:
     """Name of the GGUF file in `folder`, or None for safetensors."""
     commit: str | None = None
     """The hub's commit, for a hub model."""
+
+    @functools.cached_property
+    def config(self) -> dict[str, Any]:
+        """config.json as plain data, read once; nobody changes it.
+
+        Raises:
+            RefusedError: see `read_config`.
+        """
+        return read_config(self.folder)
 
     @property
     def load_arguments(self) -> dict[str, Any]:

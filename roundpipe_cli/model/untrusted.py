@@ -76,7 +76,8 @@ def check_model_folder(folder: Path, *, weights: bool = True) -> None:
     if (folder / "adapter_config.json").exists():
         raise adapter_refusal(str(folder))
     check_small_files(folder)
-    _check_weights_name(folder, read_config(folder))  # there must be one
+    if not (folder / "config.json").exists():
+        raise _missing(folder / "config.json")
     if not weights:
         return
     shards = sorted(folder.glob("*.safetensors"))
@@ -117,11 +118,14 @@ def check_small_files(folder: Path) -> None:
     """
     for path in sorted(_small_files(folder)):
         check_file(path, MAX_INDEX_BYTES if path.name == INDEX_NAME else _limit(path))
+    values = {}
     for name in CONFIGS:
         if (folder / name).exists():
-            _check_config(folder / name, read_json(folder / name))
-    if (folder / "config.json").exists():
-        check_sizes(read_json(folder / "config.json"), str(folder / "config.json"))
+            values[name] = read_json(folder / name)
+            _check_config(folder / name, values[name])
+    if "config.json" in values:
+        check_sizes(values["config.json"], str(folder / "config.json"))
+        _check_weights_name(folder, values["config.json"])
 
 
 def _small_files(folder: Path) -> Iterator[Path]:
@@ -171,12 +175,16 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise RefusedError(f"the model folder has no {path.name}", where=str(path.parent)) from error
+        raise _missing(path) from error
     except (OSError, ValueError, RecursionError) as error:
         raise RefusedError(f"{path.name} cannot be read", where=str(path), found=str(error)[:200]) from error
     if not isinstance(value, dict):
         raise RefusedError(f"{path.name} is not a JSON object", where=str(path), found=type(value).__name__)
     return value
+
+
+def _missing(path: Path) -> RefusedError:
+    return RefusedError(f"the model folder has no {path.name}", where=str(path.parent))
 
 
 def check_file(path: Path, max_bytes: int | None) -> None:

@@ -30,10 +30,18 @@ def check_model(found: FoundConfig, recipe: Recipe) -> None:
     Raises:
         RefusedError: as there.
     """
-    where = found.source
     if found.folder is not None:
         check_model_folder(found.folder, weights=holds_weights(found))
-        where = str(found.folder / "config.json")
+    check_configuration(found, recipe)
+
+
+def check_configuration(found: FoundConfig, recipe: Recipe) -> None:
+    """The part of `check_model` that reads no file.
+
+    Raises:
+        RefusedError: as there.
+    """
+    where = found.source if found.folder is None else str(found.folder / "config.json")
     if found.is_config:
         check_architecture(found.config, name=found.name, where=where)
         if is_stored_in_4bit(found.config, where):

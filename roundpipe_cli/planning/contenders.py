@@ -6,13 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from roundpipe_cli.choices import SCHEDULE_KINDS, ScheduleName
-from roundpipe_cli.costs.hardware import Hardware
 from roundpipe_cli.costs.memory import with_cached_weights
 from roundpipe_cli.planning.answers import Answers
 from roundpipe_cli.planning.compare import SimulationCase, StageCut
-from roundpipe_cli.planning.counting import Build
 from roundpipe_cli.planning.predict import decide, stage_case
-from roundpipe_cli.planning.question import PlanRequest, ask
+from roundpipe_cli.planning.question import PlanRequest, ask_again
 from roundpipe_cli.planning.unequal import with_cards_of
 from roundpipe_cli.recipe.schema import Recipe
 
@@ -29,18 +27,12 @@ class Contender:
     """Reasons why the recipe does not fit with it; empty: it fits."""
 
 
-def contenders(
-    own: PlanRequest,
-    names: Sequence[ScheduleName],
-    hardware: str | Hardware | None,
-    build: Build | None,
-    answers: Answers | None,
-) -> list[Contender]:
+def contenders(own: PlanRequest, names: Sequence[ScheduleName], answers: Answers | None) -> list[Contender]:
     """A contender for each schedule, all with the same microbatches; errors as of `make_plan`.
 
     Args:
         own: the recipe as it stands, on the devices to use.
-        hardware, build, answers: as of `make_plan`.
+        answers: as of `make_plan`.
     """
     least_bytes = min(device.memory_bytes for device in own.hardware.devices)
 
@@ -48,7 +40,7 @@ def contenders(
         if name == own.loaded.recipe.pipeline.schedule:
             return own
         loaded = replace(own.loaded, recipe=with_schedule(own.loaded.recipe, name))
-        return with_cards_of(ask(loaded, hardware, build=build), least_bytes)
+        return with_cards_of(ask_again(own, loaded), least_bytes)
 
     return [_contender(asked, name, answers) for name, asked in [(name, question(name)) for name in names]]
 

@@ -251,8 +251,7 @@ def _cut(question: PlanRequest) -> StageCut:
         why = f"{settings.sequence_chunks} chunks a sequence: stages of about equal time, the head alone in its stage"
         found = choose("roundpipe", case, effort="quick")
         return replace(found, explanation=(why, found.dealing.why) if found.dealing else (why,))
-    stages = question.architecture, settings, question.hardware
-    if not judge_coarsest(*stages).fits:
+    if not judge_coarsest(question.architecture, settings, question.hardware, question.analytic).fits:
         why = "it does not fit, so this is the cut that needs least host memory of those that need least of the devices"
         return _coarsest(question, why)
     try:

@@ -6,14 +6,14 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from roundpipe_cli.costs.analytic import AnalyticCosts, analytic_costs
-from roundpipe_cli.costs.find_model import find_config
+from roundpipe_cli.costs.analytic import AnalyticCosts, analytic_costs, with_gains
+from roundpipe_cli.costs.find_model import FoundConfig, find_config
 from roundpipe_cli.costs.hardware import ASSUMED_DISK_BYTES_PER_S, Device, Hardware, parse_hardware
 from roundpipe_cli.costs.machine import MAX_PARAMETERS_ON_CPU, cpu_devices, this_machine, visible_gpus
 from roundpipe_cli.costs.memory import INPUTS_SHARE, frozen_bytes, host_need, usable_host_bytes
 from roundpipe_cli.costs.models import Architecture
 from roundpipe_cli.costs.training import TrainingSettings
-from roundpipe_cli.planning.admission import check_model, packing_note, packing_obstacle
+from roundpipe_cli.planning.admission import check_configuration, check_model, packing_note, packing_obstacle
 from roundpipe_cli.planning.counting import Build, counted_architecture
 from roundpipe_cli.planning.token_budget import choose_token_budget, with_smallest_card
 from roundpipe_cli.planning.unpacking import Unpacking, choose_unpacking
@@ -45,6 +45,12 @@ class PlanRequest:
     """How packed weights are unpacked; None: there are none."""
     packs: bool = False
     """Rows will be packed: the recipe says so, or `auto` will, as far as that is known before rows are read."""
+    given: LoadedRecipe | None = None
+    """The recipe as it was asked about: `loaded`, with `auto` where a number was decided."""
+    found: FoundConfig | None = None
+    """The model's configuration."""
+    machine: Hardware | None = None
+    """The machine as it was found: `hardware` without the notes on what was decided for it."""
 
     @property
     def is_for_lack_of_gpus(self) -> bool:
@@ -100,7 +106,12 @@ def settings_of(recipe: Recipe) -> TrainingSettings:
 
 
 def ask(
-    loaded: LoadedRecipe, hardware: str | Hardware | None = None, *, here: bool = False, build: Build | None = None
+    loaded: LoadedRecipe,
+    hardware: str | Hardware | None = None,
+    *,
+    here: bool = False,
+    build: Build | None = None,
+    found: FoundConfig | None = None,
 ) -> PlanRequest:
     """Find the model's figures and the machine.
 
@@ -108,13 +119,17 @@ def ask(
         hardware: in words or figures; None: what the recipe's `hardware` says, or else its devices on this machine.
         here: leave the recipe's `hardware` out.
         build: counts models that are not counted exactly here.
+        found: the model's configuration, where its files were read and checked before.
 
     Raises:
         RefusedError: no such model or hardware.
     """
     recipe = loaded.recipe
-    found = find_config(recipe.model, resolve_path(recipe.model, loaded.folder), recipe.revision)
-    check_model(found, recipe)
+    if found is None:
+        found = find_config(recipe.model, resolve_path(recipe.model, loaded.folder), recipe.revision)
+        check_model(found, recipe)
+    else:
+        check_configuration(found, recipe)
     architecture = counted_architecture(found, build)
     source = THIS_MACHINE if hardware is None else "as --hardware says"
     if hardware is None and recipe.hardware is not None and not here:
@@ -122,8 +137,30 @@ def ask(
         source = "the recipe's `hardware`"
     elif isinstance(hardware, str):
         hardware = parse_hardware(hardware)
-    machine = hardware or hardware_of(recipe, architecture)
-    settings = settings_of(recipe)
+    return _decided(loaded, found, architecture, hardware or hardware_of(recipe, architecture), source)
+
+
+def ask_again(question: PlanRequest, loaded: LoadedRecipe) -> PlanRequest:
+    """The question for another recipe of the same model and machine, which are not looked for again.
+
+    Raises:
+        RefusedError: the recipe asks for what this model cannot do.
+    """
+    given, found = question.given, question.found
+    machine = question.machine
+    assert given is not None and found is not None and machine is not None
+    if loaded.recipe in (given.recipe, question.loaded.recipe):
+        return question
+    check_configuration(found, loaded.recipe)
+    return _decided(loaded, found, question.architecture, machine, question.machine_source)
+
+
+def _decided(
+    loaded: LoadedRecipe, found: FoundConfig, architecture: Architecture, machine: Hardware, source: str
+) -> PlanRequest:
+    """The question, with all that the recipe leaves open decided for the model and the machine."""
+    given, found_machine = loaded, machine
+    recipe, settings = loaded.recipe, settings_of(loaded.recipe)
     if architecture.stored_in_4bit:
         settings = replace(settings, packed_as="4bit")
     lacking = sorted({device.name for device in machine.devices if not device.has_bfloat16})
@@ -138,23 +175,38 @@ def ask(
         loaded, choices = replace(loaded, recipe=recipe), [*choices, describe_budget(recipe)]
         size, count = recipe.rows_per_microbatch, recipe.microbatches_per_step
         settings = replace(settings, micro_batch_size=size, num_microbatches=count, counts_tokens=True)
+    analytic = analytic_costs(architecture, settings, machine)
     if recipe.weights == "auto":
-        settings = choose_tier(architecture, settings, machine)
+        settings = choose_tier(architecture, settings, machine, analytic)
     settings = replace(
         settings,
         skip_last_projection=_skips(recipe, architecture, settings, machine),
         keep_blocks=_kept_blocks(recipe, len(machine.devices)),
     )
-    unpacking = choose_unpacking(architecture, settings, machine, recipe.pipeline)
+    analytic = with_gains(analytic, settings)
+    unpacking, analytic = choose_unpacking(architecture, settings, machine, recipe.pipeline, analytic)
     if unpacking is not None:
         settings = replace(settings, unpacks_once=unpacking.once)
-    analytic = analytic_costs(architecture, settings, machine)
     in_memory = analytic
     if settings.weights_on_disk:
         machine, analytic = _read_from_disk(architecture, settings, machine, analytic)
     reads_disk = analytic is not in_memory
     made = tuple(filter(None, choices))
-    return PlanRequest(loaded, architecture, settings, machine, analytic, reads_disk, source, made, unpacking, packs)
+    return PlanRequest(
+        loaded=loaded,
+        architecture=architecture,
+        settings=settings,
+        hardware=machine,
+        analytic=analytic,
+        reads_disk=reads_disk,
+        machine_source=source,
+        choices=made,
+        unpacking=unpacking,
+        packs=packs,
+        given=given,
+        found=found,
+        machine=found_machine,
+    )
 
 
 def _token_budget(recipe: Recipe, architecture: Architecture, settings: TrainingSettings, machine: Hardware) -> int:
@@ -193,12 +245,18 @@ def _kept_blocks(recipe: Recipe, num_workers: int) -> int:
     return 0 if kept == "auto" or not same_worker else kept
 
 
-def choose_tier(architecture: Architecture, settings: TrainingSettings, machine: Hardware) -> TrainingSettings:
-    """The settings, with frozen weights mapped from disk where host memory is too small and only that helps."""
-    if settings.method == "full" or judge_coarsest(architecture, settings, machine).fits:
+def choose_tier(
+    architecture: Architecture, settings: TrainingSettings, machine: Hardware, analytic: AnalyticCosts | None = None
+) -> TrainingSettings:
+    """The settings, with frozen weights mapped from disk where host memory is too small and only that helps.
+
+    Args:
+        analytic: see `judge_coarsest`.
+    """
+    if settings.method == "full" or judge_coarsest(architecture, settings, machine, analytic).fits:
         return settings
     mapped = replace(settings, weights_on_disk=True)
-    return mapped if judge_coarsest(architecture, mapped, machine).fits else settings
+    return mapped if judge_coarsest(architecture, mapped, machine, analytic).fits else settings
 
 
 def _read_from_disk(

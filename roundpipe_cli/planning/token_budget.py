@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from roundpipe_cli.costs.analytic import analytic_costs
+from roundpipe_cli.costs.analytic import AnalyticCosts, analytic_costs
+from roundpipe_cli.costs.cost import CostModel
 from roundpipe_cli.costs.hardware import Hardware
 from roundpipe_cli.costs.memory import (
     DEVICE_SHARE,
@@ -66,13 +67,15 @@ def choose_token_budget(
     for rows in range(max(1, wanted // row_tokens), 0, -1):
         count = settings.num_microbatches // rows
         least = MIN_LARGE_MICROBATCHES if rows * row_tokens > USUAL_TOKENS else MIN_MICROBATCHES
+        if count < least or settings.num_microbatches % rows:
+            continue
         tried = replace(settings, micro_batch_size=rows, num_microbatches=count)
-        if count >= least and settings.num_microbatches % rows == 0 and _has_room(architecture, tried, smallest):
-            fitting.append(tried)
-    if not fitting:
-        return row_tokens
-    keeping = [tried for tried in fitting if may_hold and not on_cpu and _keeps_all(architecture, tried, smallest)]
-    return int((keeping or fitting)[0].micro_batch_size) * row_tokens
+        analytic = analytic_costs(architecture, tried, smallest)
+        if _has_room(architecture, tried, smallest, analytic):
+            if not may_hold or on_cpu or _keeps_all(architecture, tried, smallest, analytic.costs):
+                return rows * row_tokens
+            fitting.append(rows)
+    return max(fitting, default=1) * row_tokens
 
 
 def with_smallest_card(machine: Hardware) -> Hardware:
@@ -84,17 +87,17 @@ def with_smallest_card(machine: Hardware) -> Hardware:
     return replace(machine, devices=(alone,), disk_free_bytes=None)
 
 
-def _keeps_all(architecture: Architecture, settings: TrainingSettings, machine: Hardware) -> bool:
+def _keeps_all(architecture: Architecture, settings: TrainingSettings, machine: Hardware, costs: CostModel) -> bool:
     """Whether the card holds all weights and the activations of a microbatch in all blocks."""
-    costs = analytic_costs(architecture, settings, machine).costs
     fixed = fixed_device_need(costs, architecture, settings, machine).total_bytes
     activations = sum(layer.activation_bytes for layer in costs.layers[:-1])
     return whole_cache_bytes(costs.layers) + activations + fixed <= usable_device_bytes(machine.devices[0])
 
 
-def _has_room(architecture: Architecture, settings: TrainingSettings, machine: Hardware) -> bool:
+def _has_room(
+    architecture: Architecture, settings: TrainingSettings, machine: Hardware, analytic: AnalyticCosts
+) -> bool:
     """Whether such microbatches fit one device, and `MICROBATCHES_KEPT` of them the host."""
-    analytic = analytic_costs(architecture, settings, machine)
     cut = coarsest_cut(architecture, settings, machine, analytic)
     kept = replace(cut, microbatches_per_round=min(MICROBATCHES_KEPT, settings.num_microbatches))
     if not judge(architecture, settings, machine, analytic, kept).fits:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from roundpipe_cli.choices import PACKED_FORMATS, SCHEDULE_KINDS
-from roundpipe_cli.costs.analytic import analytic_costs
+from roundpipe_cli.costs.analytic import AnalyticCosts, analytic_costs
 from roundpipe_cli.costs.cost import StageRange
 from roundpipe_cli.costs.hardware import Hardware
 from roundpipe_cli.costs.memory import DEVICE_SHARE, device_need, usable_host_bytes
@@ -48,31 +48,38 @@ class Unpacking:
 
 
 def choose_unpacking(
-    architecture: Architecture, settings: TrainingSettings, machine: Hardware, pipeline: PipelineConfig
-) -> Unpacking | None:
-    """How packed weights are unpacked; None where there are none.
+    architecture: Architecture,
+    settings: TrainingSettings,
+    machine: Hardware,
+    pipeline: PipelineConfig,
+    analytic: AnalyticCosts,
+) -> tuple[Unpacking | None, AnalyticCosts]:
+    """How packed weights are unpacked, None where there are none; and the costs of a step so.
 
     Args:
         settings: as they are apart from this decision.
         pipeline: the recipe's section, which may give the stages.
+        analytic: costs with these settings.
     """
     if not settings.packed_bytes_per_param or settings.packed_as is None:
-        return None
+        return None, analytic
     label = PACKED_FORMATS[settings.packed_as].label
     tried = replace(settings, unpacks_once=True)
-    analytic = analytic_costs(architecture, tried, machine)
-    forward, backward = _least_stages(pipeline, len(analytic.costs.layers), len(machine.devices))
-    needed = device_need(analytic.costs, architecture, tried, machine, forward, backward).total_bytes
+    once = analytic_costs(architecture, tried, machine)
+    forward, backward = _least_stages(pipeline, len(once.costs.layers), len(machine.devices))
+    needed = device_need(once.costs, architecture, tried, machine, forward, backward).total_bytes
     sizes = [device.memory_bytes for device in machine.devices if not device.is_cpu]
-    on_cpu = worker_budget_bytes(architecture, tried, machine, analytic)
+    on_cpu = worker_budget_bytes(architecture, tried, machine, once)
     lacking = needed - (int(DEVICE_SHARE * min(sizes)) if sizes else on_cpu)
     if lacking > 0:
-        return Unpacking(label, False, f"{format_bytes(lacking)} of {'GPU' if sizes else 'host'} memory")
-    verdict = judge_coarsest(architecture, tried, machine)
-    if verdict.fits or not judge_coarsest(architecture, settings, machine).fits:
-        return Unpacking(label, verdict.fits)
+        return Unpacking(label, False, f"{format_bytes(lacking)} of {'GPU' if sizes else 'host'} memory"), analytic
+    verdict = judge_coarsest(architecture, tried, machine, once)
+    if verdict.fits:
+        return Unpacking(label, True), once
+    if not judge_coarsest(architecture, settings, machine, analytic).fits:
+        return Unpacking(label, False), analytic
     over = max(verdict.host.total_bytes, verdict.loading.total_bytes) - usable_host_bytes(machine)
-    return Unpacking(label, False, f"{format_bytes(max(0, over))} of host memory")
+    return Unpacking(label, False, f"{format_bytes(max(0, over))} of host memory"), analytic
 
 
 def _least_stages(

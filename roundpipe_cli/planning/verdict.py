@@ -76,13 +76,18 @@ def judge(
     return Verdict(device, host, loading, disk, tuple(reason for reason in reasons if reason is not None))
 
 
-def judge_coarsest(architecture: Architecture, settings: TrainingSettings, hardware: Hardware) -> Verdict:
+def judge_coarsest(
+    architecture: Architecture, settings: TrainingSettings, hardware: Hardware, analytic: AnalyticCosts | None = None
+) -> Verdict:
     """The verdict on the coarsest even cut that the devices hold, in the shortest rounds: what does not fit so never
     fits.
 
     Larger stages need more device memory and, with fewer boundaries to keep, less host memory.
+
+    Args:
+        analytic: costs of such microbatches, where they are known; what memory holds does not change them.
     """
-    analytic = analytic_costs(architecture, settings, hardware)
+    analytic = analytic or analytic_costs(architecture, settings, hardware)
     return judge(architecture, settings, hardware, analytic, coarsest_cut(architecture, settings, hardware, analytic))
 
 

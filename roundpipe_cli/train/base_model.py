@@ -24,11 +24,14 @@ class BaseModel:
     """Whether the files themselves are in 4 bit."""
 
 
-def find_base(loaded: LoadedRecipe, revision: str | None, *, offline: bool, tell: Tell) -> BaseModel:
+def find_base(
+    loaded: LoadedRecipe, revision: str | None, *, offline: bool, tell: Tell, source: ModelSource | None = None
+) -> BaseModel:
     """The base model of a recipe; a hub model is downloaded if it is not here.
 
     Args:
         revision: of a hub model; a run that continues may have another than its recipe.
+        source: the model's files, where they were found and checked before.
 
     Raises:
         RefusedError, ResourceError: see `resolve_model`.
@@ -37,7 +40,8 @@ def find_base(loaded: LoadedRecipe, revision: str | None, *, offline: bool, tell
     packed_as = recipe.packed_as
     if packed_as is not None and PACKED_FORMATS[packed_as].needs_bitsandbytes:
         require_bitsandbytes(f"{PACKED_FORMATS[packed_as].key}: true")
-    source = resolve_model(recipe.model, revision=revision, recipe_folder=loaded.folder, offline=offline, tell=tell)
+    if source is None:
+        source = resolve_model(recipe.model, revision=revision, recipe_folder=loaded.folder, offline=offline, tell=tell)
     if revision != recipe.revision and source.commit is not None:
         tell(Notice(f"base model: commit {source.commit[:12]}, with which the run began"))
     if not stored_in_4bit(source):

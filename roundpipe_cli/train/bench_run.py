@@ -18,6 +18,7 @@ from roundpipe_cli.planning.choose import case_for, choose, given_cut
 from roundpipe_cli.planning.compare import Result, SimulationCase, StageCut, run
 from roundpipe_cli.planning.contenders import with_schedule
 from roundpipe_cli.planning.profile import measured_costs, measured_speeds, profile_schedule
+from roundpipe_cli.planning.question import PlanRequest
 from roundpipe_cli.recipe.load import LoadedRecipe
 from roundpipe_cli.train.auto_cache import KeptWeights, is_cache_open, trained_weight_bytes, weights_to_keep
 from roundpipe_cli.train.batches import make_microbatches, make_sampler
@@ -89,6 +90,7 @@ def compare_for_real(
     tell: Tell,
     say: Say,
     live: bool = False,
+    asked: PlanRequest | None = None,
 ) -> Comparison:
     """Profile the layers, plan each schedule with the measured costs, then run all of them in turn.
 
@@ -96,12 +98,13 @@ def compare_for_real(
 
     Args:
         live: report several times a second what the workers do.
+        asked: see `ask_here`.
 
     Raises:
         RefusedError: recipe, model or data refused.
         InternalError: two schedules give different losses.
     """
-    setup = prepare(loaded, offline=False, tell=tell)
+    setup = prepare(loaded, offline=False, tell=tell, asked=asked)
     microbatches, num_tokens = make_microbatches(setup, make_sampler(setup).next_step())
     clock = run_clock()
     with (

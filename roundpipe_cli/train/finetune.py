@@ -13,7 +13,9 @@ from roundpipe_cli.durable import write_atomically
 from roundpipe_cli.events import Notice, run_clock
 from roundpipe_cli.model.fingerprint import check_trained_on
 from roundpipe_cli.model.layout import LayerLayout
+from roundpipe_cli.model.source import ModelSource
 from roundpipe_cli.plain_files import named_path
+from roundpipe_cli.planning.question import PlanRequest
 from roundpipe_cli.recipe.load import LoadedRecipe, resolved_yaml
 from roundpipe_cli.train.base_model import find_base
 from roundpipe_cli.train.checkpoint.output_dir import OutputDir, RunState, is_of_other_run, named_checkpoint
@@ -41,11 +43,21 @@ from roundpipe_cli.train.trainable import start_folder
 from roundpipe_cli.watchdog import watching
 
 
-def run_finetune(loaded: LoadedRecipe, start: Start, reporting: Reporting, signals: StopSignals) -> None:
+def run_finetune(
+    loaded: LoadedRecipe,
+    start: Start,
+    reporting: Reporting,
+    signals: StopSignals,
+    *,
+    source: ModelSource | None = None,
+    asked: PlanRequest | None = None,
+) -> None:
     """Train what the recipe says, into its output directory.
 
     Args:
         signals: active; asks for a stop.
+        source: the model's files, where they were found and checked before; of the revision that `base_revision` says.
+        asked: see `ask_here`.
 
     Raises:
         RoundpipeError: with the documented exit code.
@@ -82,9 +94,11 @@ def run_finetune(loaded: LoadedRecipe, start: Start, reporting: Reporting, signa
                 shards.extend(filter(None, [make_shards(nodes, recipe, layouts, tell)]))
                 return shards[0].elsewhere if shards else frozenset()
 
-            loaded = with_token_budget(loaded, tell, lambda tokens: -nodes.most([-tokens])[0])
-            base = find_base(loaded, revision, offline=start.offline, tell=tell)
-            setup = prepare(loaded, offline=start.offline, tell=tell, base=base, elsewhere=share_out)
+            loaded = with_token_budget(loaded, tell, lambda tokens: -nodes.most([-tokens])[0], asked)
+            if checkpoint is not None and source is not None and source.commit not in (None, revision):
+                source = None  # the checkpoint is of another commit than the one that was looked for
+            base = find_base(loaded, revision, offline=start.offline, tell=tell, source=source)
+            setup = prepare(loaded, offline=start.offline, tell=tell, base=base, asked=asked, elsewhere=share_out)
             nodes.check_same(shared_facts(setup))
             if checkpoint is None and (folder := start_folder(loaded)) is not None:
                 other = check_trained_on(

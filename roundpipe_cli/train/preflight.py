@@ -9,11 +9,10 @@ from roundpipe_cli.costs.gguf_header import read_gguf_config
 from roundpipe_cli.data.settings import DatasetSpec
 from roundpipe_cli.data.sources import find_sources
 from roundpipe_cli.events import Tell
-from roundpipe_cli.model.source import check_model_name, is_hub_model, resolve_model
-from roundpipe_cli.model.untrusted import read_config
+from roundpipe_cli.model.source import ModelSource, check_model_name, is_hub_model, resolve_model
 from roundpipe_cli.model_sizes import check_sizes
 from roundpipe_cli.plain_files import named_path
-from roundpipe_cli.planning.admission import check_model, holds_weights
+from roundpipe_cli.planning.admission import check_configuration, holds_weights
 from roundpipe_cli.recipe.load import LoadedRecipe
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.train.checkpoint.manifest import STATE_NAME, DamagedError, read_own_json
@@ -25,8 +24,8 @@ from roundpipe_cli.train.monitor.trackers import require_trackers
 from roundpipe_cli.train.reporting import Start
 
 
-def check_names(loaded: LoadedRecipe, start: Start, tell: Tell) -> None:
-    """Check that output directory, model and datasets exist and that a run may start.
+def check_names(loaded: LoadedRecipe, start: Start, tell: Tell) -> ModelSource:
+    """Check that output directory, model and datasets exist and that a run may start; returns the place of the model.
 
     Args:
         tell: is told of downloads, and where the hub is slow.
@@ -38,24 +37,25 @@ def check_names(loaded: LoadedRecipe, start: Start, tell: Tell) -> None:
     recipe = loaded.recipe
     refuse_wrong_start(recipe, resume=start.resume)
     require_trackers(recipe.report_to)
-    check_sources(loaded, start, tell)
+    return check_sources(loaded, start, tell)
 
 
-def check_sources(loaded: LoadedRecipe, start: Start, tell: Tell) -> None:
+def check_sources(loaded: LoadedRecipe, start: Start, tell: Tell) -> ModelSource:
     """Check that model and datasets exist, see `check_base`.
 
     Raises:
         RefusedError: no such model or dataset, a model that cannot be trained, or a library with a known hole.
     """
     recipe = loaded.recipe
-    check_base(loaded, start, tell)
+    source = check_base(loaded, start, tell)
     for dataset in (*recipe.datasets, *recipe.eval_datasets):
         # The type and the columns are looked at later.
         spec = DatasetSpec(dataset.path, split=dataset.split, name=dataset.name, txt_rows=dataset.txt_rows)
         find_sources(spec, loaded.folder, start.offline)
+    return source
 
 
-def check_base(loaded: LoadedRecipe, start: Start, tell: Tell) -> None:
+def check_base(loaded: LoadedRecipe, start: Start, tell: Tell) -> ModelSource:
     """Check that the model exists; of a hub model everything but the weights is fetched and checked.
 
     Raises:
@@ -74,33 +74,46 @@ def check_base(loaded: LoadedRecipe, start: Start, tell: Tell) -> None:
         file = source.folder / source.gguf_file
         check_sizes(read_gguf_config(file), str(file))
     if source.commit is not None:  # before the weights are fetched
-        check_model(FoundConfig(read_config(source.folder), source.name, recipe.model, source.folder), recipe)
+        check_configuration(FoundConfig(source.config, source.name, recipe.model, source.folder), recipe)
+    return source
 
 
-def fetch_model(loaded: LoadedRecipe, start: Start, tell: Tell) -> None:
-    """Download the weights of a hub model that are not here yet, once it is proven.
+def found_config(source: ModelSource) -> FoundConfig | None:
+    """The configuration of a local folder that was checked, for `ask`; None for other models, which it looks for."""
+    if source.commit is not None or source.gguf_file is not None:
+        return None
+    return FoundConfig(source.config, source.name, str(source.folder / "config.json"), source.folder, is_local=True)
+
+
+def fetch_model(loaded: LoadedRecipe, start: Start, tell: Tell, source: ModelSource) -> ModelSource:
+    """Download the weights of a hub model that are not here yet, once it is proven; returns the place of the model.
+
+    Args:
+        source: as `check_base` found it.
 
     Raises:
         RefusedError, ResourceError: see `prove_unfetched` and `resolve_model`.
     """
     recipe = loaded.recipe
     if is_hub_model(recipe.model, loaded.folder):
-        prove_unfetched(loaded, start, tell)
+        prove_unfetched(loaded, source, start, tell)
         revision = base_revision(recipe, start)
-        resolve_model(recipe.model, revision=revision, recipe_folder=loaded.folder, offline=start.offline, tell=tell)
+        source = resolve_model(
+            recipe.model, revision=revision, recipe_folder=loaded.folder, offline=start.offline, tell=tell
+        )
+    return source
 
 
-def prove_unfetched(loaded: LoadedRecipe, start: Start, tell: Tell) -> None:
+def prove_unfetched(loaded: LoadedRecipe, source: ModelSource, start: Start, tell: Tell) -> None:
     """Refuse a hub model that does not pass the proof before its weights are fetched. Loads torch if they are to be.
+
+    Args:
+        source: as `check_base` found it.
 
     Raises:
         RefusedError: see `prove_from_configuration`.
     """
-    recipe, revision = loaded.recipe, base_revision(loaded.recipe, start)
-    source = check_model_name(
-        recipe.model, revision=revision, recipe_folder=loaded.folder, offline=start.offline, tell=tell
-    )
-    found = FoundConfig(read_config(source.folder), source.name, recipe.model, source.folder)
+    found = FoundConfig(source.config, source.name, loaded.recipe.model, source.folder)
     if start.offline or holds_weights(found):
         return
     from roundpipe_cli.train.setup import prove_from_configuration

@@ -9,7 +9,7 @@ from roundpipe_cli.events import Tell
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.schedule.actions import Schedule
 
-Planned = Callable[[Recipe, Schedule, bool, int], Mapping[str, float]]
+Planned = Callable[[Recipe, Sequence[Schedule], bool, int], Sequence[Mapping[str, float]]]
 
 
 @dataclass(frozen=True)
@@ -37,5 +37,5 @@ class Reporting:
     trace: bool = False
     """Write what the workers did in the last steps to trace.json."""
     planned: Planned | None = None
-    """Says for the report what was predicted of a schedule, besides its times: of the recipe as the
-    run resolved it, the schedule, whether all weights stay on the devices, and the tokens of the longest row."""
+    """Says for the report what was predicted of each schedule, besides its times: of the recipe as the
+    run resolved it, the schedules, whether all weights stay on the devices, and the tokens of the longest row."""

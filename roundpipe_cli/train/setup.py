@@ -38,6 +38,7 @@ from roundpipe_cli.model.split import ModelSplit, split_model
 from roundpipe_cli.model.stored.tables import untie_stored
 from roundpipe_cli.model.weights_io import packed_names
 from roundpipe_cli.plain_files import named_path
+from roundpipe_cli.planning.question import PlanRequest
 from roundpipe_cli.recipe.load import LoadedRecipe
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.train.base_model import BaseModel, find_base
@@ -128,6 +129,7 @@ def prepare(
     offline: bool,
     tell: Tell,
     base: BaseModel | None = None,
+    asked: PlanRequest | None = None,
     elsewhere: Callable[[Sequence[LayerLayout]], Collection[int]] = lambda layouts: (),
 ) -> Setup:
     """Load all that a run needs.
@@ -136,6 +138,7 @@ def prepare(
         offline: use local files only.
         tell: is told what happens.
         base: None: as the recipe names it.
+        asked: see `ask_here`.
         elsewhere: says which layers' masters another process keeps.
 
     Raises:
@@ -143,7 +146,7 @@ def prepare(
         ResourceError: not enough host memory (exit code 5).
     """
     settle_heap()
-    loaded = with_token_budget(loaded, tell)
+    loaded = with_token_budget(loaded, tell, asked=asked)
     base = base or find_base(loaded, loaded.recipe.revision, offline=offline, tell=tell)
     fingerprint = Fingerprint(base.source)
     devices, loaded = _on_devices(loaded, tell)
@@ -199,7 +202,7 @@ def prepare(
         config_fingerprint(base.source),
         start_hash(start, recipe),
         fused,
-        decide_unpacking(loaded, base.packed_as, tell),
+        decide_unpacking(loaded, base.packed_as, tell, asked),
     )
 
 

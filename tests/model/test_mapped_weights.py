@@ -70,4 +70,4 @@ def test_the_plan_maps_weights_where_host_memory_is_short(tmp_path: Path, monkey
 def test_full_fine_tuning_is_never_mapped(tmp_path: Path) -> None:
     answer = make_plan(load(tmp_path, "method=full"), "2x4090,host_memory_gib=64")
     assert not answer.verdict.fits and not answer.question.settings.weights_on_disk
-    check_fits(load(tmp_path, "model=HuggingFaceTB/SmolLM2-135M-Instruct", "pipeline.devices=[cpu]"))
+    check_fits(ask(load(tmp_path, "model=HuggingFaceTB/SmolLM2-135M-Instruct", "pipeline.devices=[cpu]"), here=True))

@@ -144,7 +144,7 @@ def test_plan_and_bench_agree_with_weights_that_stay_on_gpus(
     words.remove("pipeline.weight_cache=0")
     path = recipe_of(name, schedule).path
     plan = make_plan(load_recipe(path, words), machine)
-    ((_, cut, case),) = as_planned(request_of(str(path), words, machine), machine, [schedule], Answers())
+    ((_, cut, case),) = as_planned(request_of(str(path), words, machine), [schedule], Answers())
     assert (cut.forward_stages, cut.backward_stages) == (plan.forward_stages, plan.backward_stages)
     result = run(schedule, cut, case)
     assert result.step_s + plan.host_s == pytest.approx(plan.step_s, rel=1e-9)
@@ -156,7 +156,7 @@ def test_a_schedule_that_does_not_fit_is_told(
 ) -> None:
     words = ["method=full", "pipeline.keep_activations=7", "gradient_accumulation_steps=32"]
     request = request_of(str(recipe_of("llama", "gpipe").path), words, "2x3090")
-    as_planned(request, "2x3090", ["gpipe"], Answers())
+    as_planned(request, ["gpipe"], Answers())
     err = capsys.readouterr().err
     assert "note: gpipe does not fit: memory of rtx-3090: needs" in err and "Needed are" not in err
 

@@ -230,7 +230,7 @@ def test_without_gpus_the_machine_is_said(recipe: Path, monkeypatch: pytest.Monk
     assert any("`finetune` needs pipeline.devices=[cpu,cpu]" in note for note in large.hardware.notes)
     slow = plan_text(make_plan(load(recipe, "model=Qwen/Qwen3-8B", *AUTO)), None, details=False)
     assert slow[0].startswith(("SLOW: ", "DOES NOT FIT: ")) and any("--hardware 1x4090" in line for line in slow)
-    check_fits(load(recipe, "model=Qwen/Qwen3-235B-A22B"))  # that there is no GPU is another refusal
+    check_fits(ask(load(recipe, "model=Qwen/Qwen3-235B-A22B"), here=True))  # that there is no GPU is another refusal
     three = ask(load(recipe, "pipeline.devices=[cpu, cpu, cpu]"))
     assert len(three.hardware.devices) == 3
     assert all(layer.param_bytes == 0 for layer in three.analytic.costs.layers), "CPU workers alias the weights"
@@ -288,9 +288,11 @@ def test_staleness_and_turing_settings_reach_the_plan(recipe: Path) -> None:
 
 
 def test_finetune_refuses_what_cannot_fit_before_loading(recipe: Path) -> None:
-    check_fits(load(recipe))
+    check_fits(ask(load(recipe), here=True))
     with pytest.raises(ResourceError) as caught:
-        check_fits(load(recipe, "model=Qwen/Qwen3-235B-A22B", "method=full", "pipeline.devices=[cpu, cpu]"))
+        check_fits(
+            ask(load(recipe, "model=Qwen/Qwen3-235B-A22B", "method=full", "pipeline.devices=[cpu, cpu]"), here=True)
+        )
     assert caught.value.exit_code == 5
     assert "host memory: needs" in str(caught.value)
     assert "--solve" in str(caught.value)
@@ -304,7 +306,12 @@ def test_the_recipe_names_the_machine_that_is_planned_for(recipe: Path) -> None:
     assert machine.host_memory_bytes == 64 * 1024**3
     assert machine.devices[0].link_bytes_per_s < ask(load(recipe), "3090").hardware.devices[0].link_bytes_per_s
     assert len(ask(load(recipe, words), "4090").hardware.devices) == 1
-    check_fits(load(recipe, "model=Qwen/Qwen3-8B", "hardware='8x4090,host_memory_gib=1'", "pipeline.devices=[cpu]"))
+    check_fits(
+        ask(
+            load(recipe, "model=Qwen/Qwen3-8B", "hardware='8x4090,host_memory_gib=1'", "pipeline.devices=[cpu]"),
+            here=True,
+        )
+    )
     with pytest.raises(RefusedError) as caught:
         ask(load(recipe, "hardware=2x3900"))
     assert "hardware: 2x3900" in str(caught.value) and "did you mean rtx-3090" in str(caught.value)

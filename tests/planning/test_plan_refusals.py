@@ -275,4 +275,4 @@ def test_a_guess_refuses_no_run(folder: Path) -> None:
     """`finetune` ends with 5 where `plan` knows that memory is short; a guessed count is no such knowledge."""
     put_config(folder, UNTAUGHT, hidden_size=64_000, vocab_size=10_000_000)
     with contextlib.suppress(RefusedError):
-        refuse_too_large(load_recipe(folder / "recipe.yaml", ["pipeline.devices=[cpu]"]))
+        refuse_too_large(ask(load_recipe(folder / "recipe.yaml", ["pipeline.devices=[cpu]"]), here=True))

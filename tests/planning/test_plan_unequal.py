@@ -8,7 +8,7 @@ import pytest
 
 from roundpipe_cli.choices import SCHEDULES
 from roundpipe_cli.cli.bench_recipe import as_planned, request_of
-from roundpipe_cli.cli.finetune import on_cards_worth_using
+from roundpipe_cli.cli.finetune import ask_on_cards_worth_using
 from roundpipe_cli.cli.plan import plan_text
 from roundpipe_cli.costs.hardware import parse_hardware
 from roundpipe_cli.costs.memory import device_need, usable_device_bytes
@@ -17,6 +17,7 @@ from roundpipe_cli.events import Event, Notice
 from roundpipe_cli.planning.answers import Answers
 from roundpipe_cli.planning.fit_check import check_fits
 from roundpipe_cli.planning.predict import Plan, make_plan
+from roundpipe_cli.planning.question import ask
 from roundpipe_cli.planning.unequal import without_small_cards
 from roundpipe_cli.recipe.load import LoadedRecipe, load_recipe
 from roundpipe_cli.schedule.timeline import busy_s
@@ -108,27 +109,33 @@ def test_a_run_and_bench_leave_out_what_plan_leaves_out(
 ) -> None:
     """A run was refused where plan said that it fits, and bench compared schedules on all four cards."""
     told: list[Event] = []
-    alone = on_cards_worth_using(loaded, told.append)
+    asked = ask_on_cards_worth_using(loaded, told.append)
+    assert asked is not None and asked.given is not None
+    alone = asked.given
     assert alone.recipe.pipeline.devices == ("cuda:0", "cuda:3")
-    check_fits(alone)
+    anew = ask(alone, here=True)
+    assert (asked.settings, asked.analytic, asked.unpacking) == (anew.settings, anew.analytic, anew.unpacking)
+    assert asked.hardware.devices == anew.hardware.devices and asked.loaded == anew.loaded
+    check_fits(asked)
     assert [event.text for event in told if isinstance(event, Notice)] == [
         "devices: cuda:0, cuda:3: faster, or only so within memory, than with GPUs of less memory; "
         "pipeline.devices=[cuda:0,cuda:1,cuda:2,cuda:3] takes all"
     ]
     planned, again = make_plan(loaded), make_plan(alone)
     assert planned.cut == again.cut and planned.step_s == pytest.approx(again.step_s)
-    asked = request_of(str(loaded.path), ["pipeline.weight_cache=0"], SMALL_CARD)
+    request = request_of(str(loaded.path), ["pipeline.weight_cache=0"], SMALL_CARD)
     assert "note: as in `plan`, on 2 of 4 GPUs" in capsys.readouterr().err
-    found = as_planned(asked, SMALL_CARD, None, Answers())
+    found = as_planned(request, None, Answers())
     assert {case.num_workers for _, _, case in found} == {2} and len(found) == len(SCHEDULES)
 
 
 def test_cards_that_are_listed_are_all_used(loaded: LoadedRecipe, with_small_cards: None) -> None:
     loaded = with_keys(loaded, "pipeline.devices=[cuda:3,cuda:1]")
     told: list[Event] = []
-    assert on_cards_worth_using(loaded, told.append) is loaded and not told
+    asked = ask_on_cards_worth_using(loaded, told.append)
+    assert asked is not None and asked.given is loaded and not told
     with pytest.raises(ResourceError) as caught:
-        check_fits(loaded)
+        check_fits(asked)
     better = "better without 1 x custom: no stage fits its memory; write pipeline.devices: [cuda:3]"
     assert better in str(caught.value)
     answer = make_plan(loaded)
@@ -141,12 +148,11 @@ def test_machines_of_equal_memory_are_not_planned_before_a_run(
     devices = parse_hardware("2x3090+2x4090").devices
     monkeypatch.setattr("roundpipe_cli.planning.question.visible_gpus", lambda: (devices, ()))
     monkeypatch.setattr("roundpipe_cli.planning.predict._plan", pytest.fail)
-    assert on_cards_worth_using(loaded, pytest.fail) is loaded
+    asked = ask_on_cards_worth_using(loaded, pytest.fail)
+    assert asked is not None and asked.given is loaded
 
 
 def test_only_memory_that_differs_makes_smaller_machines(loaded: LoadedRecipe) -> None:
-    from roundpipe_cli.planning.question import ask
-
     counts = {
         "4x3090+2x4090": [],
         "2x3090+4060ti": [2],

@@ -22,6 +22,7 @@ from roundpipe_cli.planning.adaptive import AdaptivePlanner
 from roundpipe_cli.planning.compare import StageCut
 from roundpipe_cli.planning.planned import planned_bytes
 from roundpipe_cli.planning.predict import Plan, make_plan
+from roundpipe_cli.planning.question import ask
 from roundpipe_cli.planning.resident import DEALING, resident_cut
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.recipe.sections import PipelineConfig
@@ -241,7 +242,10 @@ def test_the_report_compares_with_the_stages_that_were_used(tmp_path: Path) -> N
     stages = {"forward_stages": (), "backward_stages": ((0, 31),)}
     schedule = build_schedule("roundpipe", **stages, num_workers=2, rounds=Rounds(2))
     assert plan.question.settings.weight_cache_bytes
-    found = planned_bytes(loaded, loaded.recipe, schedule, True, 64)
-    assert found == planned_bytes(loaded, loaded.recipe, schedule, False, 64)  # on the CPU nothing is kept
-    longer = planned_bytes(loaded, loaded.recipe, schedule, True, 128)
+    asked = ask(loaded, here=True)
+    found, same = planned_bytes(asked, loaded.recipe, [schedule, schedule], True, 64)
+    assert found == same and [found] == planned_bytes(asked, loaded.recipe, [schedule], False, 64), (
+        "a CPU keeps nothing"
+    )
+    (longer,) = planned_bytes(asked, loaded.recipe, [schedule], True, 128)
     assert longer["host_bytes"] > found["host_bytes"], "activations of the longest row that there was"

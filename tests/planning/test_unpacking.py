@@ -14,7 +14,7 @@ import torch
 from roundpipe_cli.costs.analytic import analytic_costs
 from roundpipe_cli.costs.cost import CostModel, LayerCost, share_out_visits
 from roundpipe_cli.costs.find_model import find_architecture
-from roundpipe_cli.costs.hardware import parse_hardware
+from roundpipe_cli.costs.hardware import Hardware, parse_hardware
 from roundpipe_cli.costs.memory import DEVICE_SHARE, device_need
 from roundpipe_cli.costs.models import Architecture
 from roundpipe_cli.costs.training import TrainingSettings
@@ -42,14 +42,23 @@ def recipe(tmp_path: Path, *words: str, model: str = "Qwen/Qwen3-8B") -> LoadedR
     return load_recipe(tmp_path / "recipe.yaml", list(words))
 
 
+def chosen(architecture: Architecture, settings: TrainingSettings, hardware: Hardware, pipeline: Any) -> Any:
+    """The decision; the costs beside it are those of the settings with it."""
+    before = analytic_costs(architecture, settings, hardware)
+    found, analytic = choose_unpacking(architecture, settings, hardware, pipeline, before)
+    once = found is not None and found.once
+    assert analytic == analytic_costs(architecture, replace(settings, unpacks_once=once), hardware)
+    return found
+
+
 @pytest.mark.parametrize(("packed_as", "label"), [("4bit", "4-bit"), ("8bit", "8-bit"), ("fp8", "FP8")])
 def test_once_per_visit_where_memory_allows(packed_as: Any, label: str) -> None:
     architecture, hardware = find_architecture("Qwen/Qwen3-32B"), parse_hardware("1x4090")
     settings = replace(LARGE, packed_as=packed_as)
-    found = choose_unpacking(architecture, settings, hardware, PipelineConfig())
+    found = chosen(architecture, settings, hardware, PipelineConfig())
     assert found is not None and found.once
     assert found.describe() == f"{label} weights are unpacked once per visit of a stage"
-    assert choose_unpacking(architecture, replace(settings, packed_as=None), hardware, PipelineConfig()) is None
+    assert chosen(architecture, replace(settings, packed_as=None), hardware, PipelineConfig()) is None
 
 
 def test_a_card_with_too_little_memory_falls_back() -> None:
@@ -63,7 +72,7 @@ def test_a_card_with_too_little_memory_falls_back() -> None:
     def on(memory_bytes: int) -> Any:
         (card,) = hardware.devices
         small = replace(hardware, devices=(replace(card, memory_bytes=memory_bytes),))
-        return choose_unpacking(architecture, LARGE, small, pipeline)
+        return chosen(architecture, LARGE, small, pipeline)
 
     assert on(int(need / DEVICE_SHARE) + 2).once
     short = on(int((need - 3 * 2**29) / DEVICE_SHARE) + 2)

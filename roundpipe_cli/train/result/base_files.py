@@ -6,6 +6,7 @@ They are read when a run begins: hours later the base's folder may be gone.
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.limited import Limits, run_limited
 from roundpipe_cli.model.router_loss import WANTED
 from roundpipe_cli.model.source import ModelSource
-from roundpipe_cli.model.untrusted import MAX_TOKENIZER_BYTES, check_file, read_config, read_json
+from roundpipe_cli.model.untrusted import MAX_TOKENIZER_BYTES, check_file, read_json
 
 GENERATION_CONFIG = "generation_config.json"
 OTHER_NAMES = (
@@ -90,7 +91,7 @@ def read_base_files(source: ModelSource, config: Any) -> BaseFiles:
             check_file(path, MAX_TOKENIZER_BYTES)
             others[path.name] = path.read_bytes()
     if not (source.folder / GENERATION_CONFIG).exists():
-        return BaseFiles(changed, _generation_of(read_config(source.folder)), others)
+        return BaseFiles(changed, _generation_of(copy.deepcopy(source.config)), others)
     generation = read_json(source.folder / GENERATION_CONFIG)
     if generation.get("use_cache") is False:  # a trace of training, which slows answers down and changes none
         generation["use_cache"] = True

@@ -1,0 +1,77 @@
+"""A run reads its model's folder once and asks the planner's question once: calls are counted in a run of two steps."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections import Counter
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from roundpipe_cli.costs.analytic import analytic_costs
+from roundpipe_cli.model.untrusted import check_model_folder, read_config, read_json
+from roundpipe_cli.planning.question import ask
+from roundpipe_cli.planning.token_budget import choose_token_budget
+from roundpipe_cli.planning.unpacking import choose_unpacking
+from roundpipe_cli.planning.verdict import judge, judge_coarsest
+from tests.support.e2e import launch, make_model, make_workspace
+
+COUNTED = (
+    *(ask, analytic_costs, choose_token_budget, choose_unpacking, judge, judge_coarsest),
+    *(read_config, read_json, check_model_folder),
+)
+LOG = "calls.log"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("models") / "model", num_hidden_layers=2)
+
+
+def write_down_calls(functions: tuple[Any, ...]) -> None:
+    """Append the name of each of these functions to `LOG` whenever the main thread calls it, by whatever name."""
+    names = {function.__code__: function.__name__ for function in functions}
+    log = Path(LOG).absolute().open("a", buffering=1, encoding="utf-8")
+
+    def see(frame: FrameType, event: str, value: object) -> None:
+        if event == "call" and frame.f_code in names:
+            log.write(f"{names[frame.f_code]}\n")
+
+    sys.setprofile(see)
+
+
+def calls(folder: Path, *words: str) -> Counter[str]:
+    """How often a command that succeeds calls each of the functions."""
+    launch(folder, *words, before=functools.partial(write_down_calls, COUNTED)).finish().expect(0)
+    return Counter((folder / LOG).read_text(encoding="utf-8").split())
+
+
+@pytest.mark.parametrize("words", [[], ["pipeline.devices=auto"], ["method=full"]], ids=["", "auto", "full"])
+def test_a_run_with_fixed_keys_asks_once(model: Path, tmp_path: Path, words: list[str]) -> None:
+    """It asked three times, made the costs eight times and read config.json ten times."""
+    folder = make_workspace(tmp_path / "work", model, num_train_epochs=1, max_steps=2)
+    found = calls(folder, "finetune", "recipe.yaml", *words)
+    assert found["ask"] == 1 and found["analytic_costs"] == 2, "the second: for the longest row that there was"
+    assert found["judge"] - found["judge_coarsest"] == 1, "the run's own cut"
+    assert found["check_model_folder"] == 1 and found["read_config"] == 2 and found["read_json"] <= 6
+
+
+def test_a_run_tries_each_candidate_once(model: Path, tmp_path: Path) -> None:
+    """Tokens of a microbatch and unpacking are decided before torch is loaded, and the run takes what was decided."""
+    auto = {"micro_batch_size": None, "micro_batch_tokens": "auto", "packing": "auto", "load_in_fp8": True}
+    folder = make_workspace(tmp_path / "work", model, max_steps=2, gradient_accumulation_steps=10, **auto)
+    found = calls(folder, "finetune", "recipe.yaml")
+    assert found["ask"] == 1 and found["check_model_folder"] == 1 and found["read_config"] == 2
+    assert found["choose_token_budget"] == 1 and found["choose_unpacking"] == 2, "the second for the report"
+    assert found["analytic_costs"] <= 6, "two for the tokens; then two, and two for the report: unpacked once or not"
+
+
+def test_plan_and_bench_ask_once(model: Path, tmp_path: Path) -> None:
+    folder = make_workspace(tmp_path / "work", model)
+    for command in ("plan", "bench"):
+        found = calls(folder, command, "recipe.yaml")
+        (folder / LOG).unlink()
+        assert found["ask"] == 1 and found["check_model_folder"] == 1, command
