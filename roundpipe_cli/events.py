@@ -34,7 +34,7 @@ class Fetching:
     files_done: int
     num_files: int
     bytes_done: int
-    """Bytes of the files that were not here, with what an earlier run had brought of them."""
+    """Bytes that came of the files that were not here."""
     num_bytes: int
     bytes_per_s: float
     """Rate of the bytes that came in this run, since it began."""

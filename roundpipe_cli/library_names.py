@@ -27,7 +27,7 @@ class LibraryName:
     """The first ones, in order, where this program calls or replaces it; empty for a class or table."""
 
 
-NEWEST_TRIED = {"torch": "2.13", "transformers": "5.23", "peft": "0.21", "huggingface_hub": "2.4"}
+NEWEST_TRIED = {"torch": "2.13", "transformers": "5.23", "peft": "0.21"}
 """Releases with all of the names, for the advice which one to install."""
 
 _PEFT, _GGUF = "peft.tuners.lora.layer", "transformers.modeling_gguf_pytorch_utils"
@@ -56,13 +56,6 @@ LIBRARY_NAMES = (
     LibraryName("transformers", _GGUF, "TENSOR_PROCESSORS", _OLD_GGUF),
     LibraryName("transformers", _GGUF, "TensorProcessor", _OLD_GGUF, ("config",)),
     LibraryName("transformers", _GGUF, "get_gguf_hf_weights_map", _OLD_GGUF, ("hf_model", "processor")),
-    LibraryName(
-        "huggingface_hub",
-        "huggingface_hub.file_download",
-        "http_get",
-        "downloads that continue after a kill",
-        ("url", "temp_file", "resume_size", "headers", "expected_size"),
-    ),
     LibraryName("torch", "torch._C", "_accelerator_setAllocatorSettings", "GPU memory in segments that grow"),
 )
 _BY_PLACE = {(entry.module, entry.name): entry for entry in LIBRARY_NAMES}

@@ -21,7 +21,7 @@ from roundpipe_cli.data.sources import find_sources
 from roundpipe_cli.data.template import find_template
 from roundpipe_cli.durable import write_named
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.hub.listing import commit_in
+from roundpipe_cli.hub.download import commit_in
 from roundpipe_cli.model.source import check_model_name, resolve_model
 from roundpipe_cli.plain_files import read_json_of_ours
 from roundpipe_cli.planning.row_counts import cached_hub_rows

@@ -12,7 +12,7 @@ import typer
 from roundpipe_cli.cli.lazy import LazyGroup, add_commands
 from roundpipe_cli.cli.output import open_closed_streams, run_command, say, say_at_once
 from roundpipe_cli.cli.usage import UsageError, explain_usage
-from roundpipe_cli.hub.notices import listen
+from roundpipe_cli.hub.ask import listen
 
 COMMANDS = {
     "finetune": "Fine-tune a model as a recipe says.",

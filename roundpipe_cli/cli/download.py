@@ -10,7 +10,7 @@ import typer
 from roundpipe_cli.cli.output import say, say_data
 
 if TYPE_CHECKING:
-    from roundpipe_cli.hub.listing import Listing
+    from roundpipe_cli.hub.download import Listing
     from roundpipe_cli.recipe.load import LoadedRecipe
 
 
@@ -28,7 +28,7 @@ def download(
 ) -> None:
     """Fetch what training needs of a hub model: configuration and tokenizer first, then exactly its weights.
 
-    What an earlier run fetched is kept, and a file that was cut off is continued. A recipe file is planned first, and
+    Files that an earlier run fetched are kept; one that was cut off starts again. A recipe file is planned first, and
     weights that cannot fit here are not fetched.
 
     Example: roundpipe download Qwen/Qwen3-0.6B
@@ -39,7 +39,7 @@ def download(
 
     if offline:
         go_offline()
-    with StopSignals("; what came is kept, and the same command continues"):
+    with StopSignals("; finished files are kept, and the same command fetches the rest"):
         loaded = _recipe(model, revision)
         document = _fetch(model, revision, offline=offline) if loaded is None else _fetch_for(loaded, offline=offline)
     if json_:
@@ -83,7 +83,7 @@ def _fetch(model: str, revision: str | None, *, offline: bool, folder: Path | No
     from roundpipe_cli.cli.lines import LinePrinter
     from roundpipe_cli.events import Notice
     from roundpipe_cli.hub.ask import UnreachableError
-    from roundpipe_cli.hub.listing import find_listing
+    from roundpipe_cli.hub.download import find_listing
     from roundpipe_cli.model.architectures import check_architecture
     from roundpipe_cli.model.download import fetch_configuration
     from roundpipe_cli.model.quantization import stored_form
@@ -113,7 +113,7 @@ def _fetch(model: str, revision: str | None, *, offline: bool, folder: Path | No
 
 
 def _expected(listing: Listing) -> dict[str, Any]:
-    from roundpipe_cli.hub.fetch import missing_bytes, missing_files
+    from roundpipe_cli.hub.download import missing_bytes, missing_files
     from roundpipe_cli.model.download import small_files
 
     names = small_files(listing)
@@ -122,7 +122,7 @@ def _expected(listing: Listing) -> dict[str, Any]:
 
 def _announce(listing: Listing, folder: Path, small: dict[str, Any]) -> dict[str, Any]:
     """Say what is going to be fetched, and how much of it is here."""
-    from roundpipe_cli.hub.fetch import missing_bytes, missing_files
+    from roundpipe_cli.hub.download import missing_bytes, missing_files
     from roundpipe_cli.model.download import small_files, weight_files
     from roundpipe_cli.units import counted, format_bytes
 

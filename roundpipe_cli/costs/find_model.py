@@ -16,9 +16,15 @@ from roundpipe_cli.costs.gguf_header import read_gguf_config
 from roundpipe_cli.costs.models import Architecture, parse_config
 from roundpipe_cli.costs.shipped_models import figures_of, shipped_figures
 from roundpipe_cli.errors import RefusedError, closest
-from roundpipe_cli.hub.ask import TIMEOUT, Repository, UnreachableError, ask_hub, is_offline
-from roundpipe_cli.hub.notices import notice
-from roundpipe_cli.hub.quiet import library_messages
+from roundpipe_cli.hub.ask import (
+    TIMEOUT,
+    Repository,
+    UnreachableError,
+    ask_hub,
+    is_offline,
+    library_messages,
+    notice,
+)
 from roundpipe_cli.model_packages import CARRIERS, missing_package
 from roundpipe_cli.plain_files import read_regular
 from roundpipe_cli.watchdog import at_work

@@ -13,8 +13,7 @@ from typing import Any
 from roundpipe_cli.data.rows import printable
 from roundpipe_cli.data.settings import DatasetSpec
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.hub.ask import TIMEOUT, Repository, UnreachableError, ask_hub
-from roundpipe_cli.hub.notices import notice
+from roundpipe_cli.hub.ask import TIMEOUT, Repository, UnreachableError, ask_hub, notice
 
 READERS = frozenset({"json", "csv", "parquet", "text", "arrow"})
 """Readers of `datasets` that only parse tables; the others open archives, images or pickles."""

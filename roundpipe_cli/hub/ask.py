@@ -1,4 +1,4 @@
-"""Questions to the hub: time limits, waiting, and messages for its refusals.
+"""Questions to the hub: time limits, waiting, and this program's words for its refusals and the library's messages.
 
 A hub that takes the connection and answers late is slow, not absent: the program waits and says so. A hub that
 takes no connection within `CONNECT_S` is not reachable, and the caller uses the cache.
@@ -6,12 +6,12 @@ takes no connection within `CONNECT_S` is not reachable, and the caller uses the
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
@@ -92,6 +92,7 @@ def is_offline() -> bool:
 
 def hub_answers() -> bool:
     """Whether the hub's host takes a connection; nothing is sent."""
+    import socket
     from urllib.request import getproxies  # with the libraries of HTTP: nobody else needs them
 
     if getproxies():  # the proxy resolves names
@@ -251,3 +252,54 @@ def _short(error: BaseException) -> str:
     """`ConnectTimeout: timed out`, within a line."""
     lines = str(error).splitlines()
     return f"{type(error).__name__}: {lines[0][:200]}" if lines and lines[0] else type(error).__name__
+
+
+# --- messages -------------------------------------------------------------------------------------------------------
+
+_listeners: list[Say] = []
+
+
+def listen(say: Say) -> None:
+    """Send notices of the hub to `say` from now on; the program does so once at its start."""
+    _listeners[:] = [say]
+
+
+def notice(text: str) -> None:
+    """Send a notice while a configuration or data set is asked for; dropped where nobody listens."""
+    for say in _listeners:
+        say(text)
+
+
+_SIGNED = re.compile(r"\?\S+")
+"""Parts of an address that hold keys."""
+
+
+@contextlib.contextmanager
+def library_messages(tell: Say) -> Iterator[None]:
+    """While the body runs, huggingface_hub draws no bars, and its warnings become notices, each once."""
+    import logging  # with the library: `--help` needs neither
+
+    from huggingface_hub import utils
+
+    library: Any = utils  # its types do not name what it exports
+    told: set[str] = set()
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines = [line.strip() for line in record.getMessage().splitlines() if line.strip()]
+            text = _SIGNED.sub("", f"the hub's client: {' '.join(lines)}")[:300]
+            if text not in told:
+                told.add(text)
+                tell(text)
+
+    logger = logging.getLogger("huggingface_hub")
+    before, had_bars = logger.handlers[:], not library.are_progress_bars_disabled()
+    logger.handlers[:] = [Handler(logging.WARNING)]
+    if had_bars:
+        library.disable_progress_bars()
+    try:
+        yield
+    finally:
+        logger.handlers[:] = before
+        if had_bars:
+            library.enable_progress_bars()

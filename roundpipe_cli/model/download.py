@@ -9,8 +9,7 @@ from pathlib import Path
 
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import Tell
-from roundpipe_cli.hub.fetch import fetch_files, missing_files, remember_revision, require_space
-from roundpipe_cli.hub.listing import Listing, cached_snapshots
+from roundpipe_cli.hub.download import Listing, cached_snapshots, fetch_files, remember_revision
 from roundpipe_cli.model.untrusted import (
     INDEX_NAME,
     MAX_CONFIG_BYTES,
@@ -113,10 +112,7 @@ def fetch_weights(listing: Listing, folder: Path, tell: Tell) -> None:
     Raises:
         RefusedError, ResourceError: see `fetch_files` and `check_model_folder`.
     """
-    names = weight_files(listing, folder)
-    if missing_files(listing, names):
-        require_space(listing, names)
-        fetch_files(listing, names, tell)
+    fetch_files(listing, weight_files(listing, folder), tell)
     check_model_folder(folder)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from roundpipe_cli.errors import RefusedError, closest
 from roundpipe_cli.events import Event, Notice, Tell
 from roundpipe_cli.hub.ask import UnreachableError
-from roundpipe_cli.hub.listing import find_listing
+from roundpipe_cli.hub.download import find_listing
 from roundpipe_cli.model.download import complete_snapshot, fetch_configuration, fetch_weights
 from roundpipe_cli.model.untrusted import SINGLE_NAME, check_model_folder, read_config, unread_shards
 from roundpipe_cli.model_packages import missing_package

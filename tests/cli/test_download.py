@@ -1,6 +1,6 @@
 """Downloads from a small hub on this machine: the order of what is asked for, and every way in which it can fail.
 
-Each ends in one error or one whole set of files, and no file comes twice.
+Each ends in one error or one whole set of files, and no finished file comes twice.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from roundpipe_cli.dashboard.state import fetching_line
+from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import Fetching
+from roundpipe_cli.hub.ask import Repository
+from roundpipe_cli.hub.download import Listing, RemoteFile, fetch_files
 from tests.support.e2e import Outcome, child_environment, command_line, fresh, make_model, write_recipe, write_rows
 from tests.support.model_hub import COMMIT, OTHER_COMMIT, ModelHub, folder_files, model_hub
 from tests.support.tiny import tiny_config
@@ -232,58 +235,100 @@ def test_a_recipe_is_planned_before_the_weights_come(hub: ModelHub, tmp_path: Pa
 # --- kills, disks and damage ----------------------------------------------------------------------------------------
 
 
-def big_shards(hub: ModelHub, num_bytes: int = 4 << 20) -> None:
-    """Shards that take a while, in the index's names."""
+def big_shards(hub: ModelHub, num_bytes: int = 4 << 20, first_bytes: int | None = None) -> None:
+    """Shards that take a while, in the index's names; the first one may be smaller."""
     weight_map = {f"big.{number}": shard for number, shard in enumerate(SHARDS)}
     hub.models[NAME][INDEX] = json.dumps({"weight_map": weight_map}).encode()
-    for number, shard in enumerate(SHARDS):
-        values = torch.arange(num_bytes // 4, dtype=torch.float32) + number
-        header = {f"big.{number}": {"dtype": "F32", "shape": [len(values)], "data_offsets": [0, num_bytes]}}
+    for number, (shard, size) in enumerate(zip(SHARDS, (first_bytes or num_bytes, num_bytes), strict=True)):
+        values = torch.arange(size // 4, dtype=torch.float32) + number
+        header = {f"big.{number}": {"dtype": "F32", "shape": [len(values)], "data_offsets": [0, size]}}
         text = json.dumps(header).encode()
         hub.models[NAME][shard] = len(text).to_bytes(8, "little") + text + values.numpy().tobytes()
 
 
-@pytest.mark.parametrize("has_ranges", [True, False])
-def test_a_killed_download_continues_where_it_was(hub: ModelHub, tmp_path: Path, has_ranges: bool) -> None:
-    big_shards(hub)
-    hub.byte_s = 0.05
-    environment = child_environment(settings(hub, tmp_path / "cache"))
-    blobs = snapshot(tmp_path).parents[1] / "blobs"
-    deadline_s = time.monotonic() + 60
+def unfinished(folder: Path) -> list[Path]:
+    return list((snapshot(folder).parents[1] / "blobs").glob("*.incomplete"))
 
-    def written() -> list[int]:
-        with contextlib.suppress(FileNotFoundError):  # a small file that is whole is renamed between list and size
-            return [path.stat().st_size for path in blobs.glob("*.incomplete")]
-        return []
 
-    command = command_line("download", NAME)
-    with subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.DEVNULL) as process:
+@contextlib.contextmanager
+def downloading(hub: ModelHub, folder: Path, **others: str) -> Iterator[subprocess.Popen[str]]:
+    """A slow download, from the moment when both shards have been asked for."""
+    hub.byte_s = hub.byte_s or 0.1
+    environment = child_environment(settings(hub, folder / "cache", **others))
+    words = command_line("download", NAME)
+    with subprocess.Popen(words, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True) as process:
         try:
-            while len(sizes := written()) < 2 or min(sizes) < 1 << 20:
-                assert process.poll() is None and time.monotonic() < deadline_s
+            while not set(SHARDS) <= set(hub.gets()):
+                assert process.poll() is None
                 time.sleep(0.02)
+            yield process
         finally:
-            process.send_signal(signal.SIGKILL)
-    kept = sorted(written())
-    assert len(kept) == 2 and not any((snapshot(tmp_path) / shard).exists() for shard in SHARDS)
-    hub.byte_s, hub.has_ranges = 0.0, has_ranges
+            process.kill()
+
+
+def test_a_killed_download_keeps_its_finished_files(hub: ModelHub, tmp_path: Path) -> None:
+    """What was cut off starts again, and nothing of it stays on the disk."""
+    big_shards(hub, first_bytes=1 << 20)
+    hub.byte_s = 0.05
+    with downloading(hub, tmp_path) as process:
+        while not (snapshot(tmp_path) / SHARDS[0]).exists() or not unfinished(tmp_path):
+            assert process.poll() is None
+            time.sleep(0.02)
+        process.send_signal(signal.SIGKILL)
+    assert len(unfinished(tmp_path)) == 1 and not (snapshot(tmp_path) / SHARDS[1]).exists()
+    hub.byte_s = 0.0
     before = hub.gets()
     done = download(hub, tmp_path).expect(0)
     is_whole(tmp_path, hub)
-    assert sorted(hub.gets()[len(before) :]) == SHARDS, "what was whole is not asked for again"
-    starts = sorted(hub.sent[shard][1][0] for shard in SHARDS)
-    assert starts == (kept if has_ranges else [0, 0]), "no byte comes twice, where the server can send a part"
-    assert "to fetch: 2 files of weights" in done.err
+    assert hub.gets()[len(before) :] == [SHARDS[1]], "what was whole is not asked for again"
+    assert "to fetch: 1 file of weights" in done.err
 
 
-def test_a_connection_that_breaks_is_taken_up_again(hub: ModelHub, tmp_path: Path) -> None:
+def test_two_downloads_at_a_time(hub: ModelHub, tmp_path: Path) -> None:
+    """The second one leaves alone what the first one is writing, and waits for it."""
     big_shards(hub)
-    hub.cut_after = 1 << 20
+    with downloading(hub, tmp_path) as first, downloading(hub, tmp_path) as second:
+        while sum(way == "HEAD" and path.endswith(SHARDS[1]) for way, path in hub.asked) < 4:
+            assert first.poll() is None and second.poll() is None
+            time.sleep(0.02)
+        assert len(unfinished(tmp_path)) == 2
+        hub.byte_s = 0.0
+        said = [process.communicate(timeout=60)[1] for process in (first, second)]
+        assert [first.returncode, second.returncode] == [0, 0], said
+    is_whole(tmp_path, hub)
+    assert sorted(hub.gets()) == WANTED, "each once"
+
+
+@pytest.mark.parametrize("has_ranges", [True, False])
+def test_a_connection_that_breaks_is_taken_up_again(hub: ModelHub, tmp_path: Path, has_ranges: bool) -> None:
+    big_shards(hub)
+    hub.cut_after, hub.has_ranges = 1 << 20, has_ranges
     hub.is_cut = {*SMALL, INDEX}
     done = download(hub, tmp_path).expect(0)
     is_whole(tmp_path, hub)
-    assert all([start for start, _ in hub.sent[shard]] == [0, 1 << 20] for shard in SHARDS)
+    starts = [0, 1 << 20 if has_ranges else 0]
+    assert all([start for start, _ in hub.sent[shard]] == starts for shard in SHARDS), "no byte twice, where possible"
     assert "note: the hub's client: Error while downloading" in done.err and "Trying to resume" in done.err
+    assert "downloading: 2 of 2 files, 8 MiB of 8 MiB" in done.err
+
+
+@pytest.mark.parametrize("is_xet", [False, True])
+def test_the_token_stays_with_the_hub(hub: ModelHub, tmp_path: Path, is_xet: bool) -> None:
+    """A hub keeps weights on other hosts, and sends there with an address that is a key by itself."""
+    with model_hub(NAME, hub.models[NAME]) as storage:
+        hub.elsewhere, hub.is_xet = storage.address.replace("127.0.0.1", "localhost"), is_xet
+        download(hub, tmp_path, HF_TOKEN="hf_secret").expect(0)
+        is_whole(tmp_path, hub)
+        assert hub.tokens == {"Bearer hf_secret"} and storage.tokens == set()
+        assert sorted(storage.gets()) == SHARDS and storage.questions() == 0
+
+
+def test_a_file_beyond_the_limit_of_plain_downloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    file = RemoteFile("model.safetensors", 60 * 10**9, None, None)
+    with pytest.raises(RefusedError, match="model.safetensors is too large for a plain download") as refused:
+        fetch_files(Listing(Repository(NAME), None, COMMIT, {file.name: file}), [file.name], lambda _: None)
+    assert f"`hf download {NAME} --revision {COMMIT}` fetches it" in str(refused.value)
 
 
 @pytest.mark.parametrize("spoilt", [SHARDS[1], "tokenizer.json"])
@@ -301,49 +346,40 @@ def test_another_content_than_the_hash_says(hub: ModelHub, tmp_path: Path, spoil
     assert all(hub.gets().count(name) == 1 for name in WANTED if name not in (spoilt, *SHARDS))
 
 
-def test_a_part_that_was_damaged_is_fetched_anew(hub: ModelHub, tmp_path: Path) -> None:
-    """What a power cut left of a file may hold zeros."""
-    blobs = snapshot(tmp_path).parents[1] / "blobs"
-    blobs.mkdir(parents=True)
-    name = hashlib.sha256(hub.models[NAME][SHARDS[0]]).hexdigest()
-    (blobs / f"{name}.incomplete").write_bytes(bytes(1000))
-    done = download(hub, tmp_path).expect(0)
-    assert f"{SHARDS[0]}: what was here of it was damaged" in done.err
-    assert [start for start, _ in hub.sent[SHARDS[0]]] == [1000, 0]
-    is_whole(tmp_path, hub)
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_stopped_download_says_what_is_left(hub: ModelHub, tmp_path: Path, number: signal.Signals) -> None:
     """Story: it said that no checkpoint was written."""
     big_shards(hub)
-    hub.byte_s = 0.1
-    environment = child_environment(settings(hub, tmp_path / "cache"))
-    process = subprocess.Popen(
-        command_line("download", NAME), cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True
-    )
-    while not set(SHARDS) <= set(hub.gets()):
-        assert process.poll() is None
-        time.sleep(0.02)
-    process.send_signal(number)
-    _, said = process.communicate(timeout=60)
+    with downloading(hub, tmp_path) as process:
+        process.send_signal(number)
+        _, said = process.communicate(timeout=60)
     assert process.returncode == 128 + number, said
-    assert said.splitlines()[-1] == f"stopped by {number.name}; what came is kept, and the same command continues"
+    left = "finished files are kept, and the same command fetches the rest"
+    assert said.splitlines()[-1] == f"stopped by {number.name}; {left}"
+    assert not unfinished(tmp_path), "what was cut off is removed"
     hub.byte_s = 0.0
     download(hub, tmp_path).expect(0)
     is_whole(tmp_path, hub)
 
 
-@pytest.mark.parametrize("kind", ["link", "pipe"])
+@pytest.mark.parametrize("kind", ["link", "pipe", "left by a kill", "link in the file's place"])
 def test_a_part_that_is_no_file_of_the_cache_is_not_written_to(hub: ModelHub, tmp_path: Path, kind: str) -> None:
     """Story: a link in a cache that several users share led what was downloaded over a file elsewhere."""
     blobs = snapshot(tmp_path).parents[1] / "blobs"
     blobs.mkdir(parents=True)
-    partial = blobs / f"{hashlib.sha256(hub.models[NAME][SHARDS[0]]).hexdigest()}.incomplete"
+    blob = blobs / hashlib.sha256(hub.models[NAME][SHARDS[0]]).hexdigest()
+    partial = blob.with_suffix(".incomplete")
     (tmp_path / "mine").write_bytes(b"precious")
-    partial.symlink_to(tmp_path / "mine") if kind == "link" else os.mkfifo(partial)
+    if kind == "link":
+        partial.symlink_to(tmp_path / "mine")
+    elif kind == "pipe":
+        os.mkfifo(partial)
+    elif kind == "left by a kill":
+        blob.with_suffix(".0123abcd.incomplete").write_bytes(bytes(1000))
+    else:
+        blob.symlink_to(tmp_path / "new")
     download(hub, tmp_path).expect(0)
-    assert (tmp_path / "mine").read_bytes() == b"precious"
+    assert (tmp_path / "mine").read_bytes() == b"precious" and not (tmp_path / "new").exists()
     is_whole(tmp_path, hub)
 
 
@@ -370,24 +406,20 @@ def test_no_room_is_said_before_the_weights_come(hub: ModelHub, tmp_path: Path, 
 
 
 def test_a_disk_that_fills_on_the_way(hub: ModelHub, tmp_path: Path, small_disk: Path) -> None:
-    """Another program takes the room; what came is kept, and the rest comes when there is room again."""
+    """Another program takes the room; finished files are kept, and the rest comes when there is room again."""
     big_shards(hub, 1 << 20)
-    hub.byte_s = 0.1
-    environment = child_environment(settings(hub, tmp_path / "cache", HF_HOME=str(small_disk)))
-    process = subprocess.Popen(
-        command_line("download", NAME), cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True
-    )
-    while not set(SHARDS) <= set(hub.gets()):
-        assert process.poll() is None
-        time.sleep(0.02)
-    (small_disk / "other").write_bytes(bytes(os.statvfs(small_disk).f_bavail * 4096 - (600 << 10)))
-    _, said = process.communicate(timeout=60)
+    cache = str(small_disk / "cache")
+    with downloading(hub, tmp_path, HF_HOME=cache) as process:
+        (small_disk / "other").write_bytes(bytes(os.statvfs(small_disk).f_bavail * 4096 - (600 << 10)))
+        _, said = process.communicate(timeout=60)
     assert process.returncode == 5, said
     assert said.count("error: ") == 1 and "No space left on device" in said and "HF_HUB_CACHE=" in said
+    assert "finished files are kept" in said and not unfinished(small_disk) and "Warning" not in said
     (small_disk / "other").unlink()
     hub.byte_s = 0.0
-    download(hub, tmp_path, HF_HOME=str(small_disk)).expect(0)
-    assert all(start > 0 for shard in SHARDS for start, _ in hub.sent[shard][1:]), hub.sent
+    download(hub, tmp_path, HF_HOME=cache).expect(0)
+    is_whole(small_disk, hub)
+    assert all(hub.gets().count(name) == 1 for name in (*SMALL, INDEX))
 
 
 def test_a_limit_on_the_size_of_files_is_said(hub: ModelHub, tmp_path: Path) -> None:
@@ -535,7 +567,7 @@ def test_plan_of_a_model_whose_download_was_cut_off(hub: ModelHub, tmp_path: Pat
 def test_a_slow_or_missing_hub_of_a_dataset(hub: ModelHub, tmp_path: Path) -> None:
     program = (
         "from roundpipe_cli.data.hub import load_table\nfrom roundpipe_cli.data.settings import DatasetSpec\n"
-        "from roundpipe_cli.errors import RefusedError\nfrom roundpipe_cli.hub.notices import listen\nlisten(print)\n"
+        "from roundpipe_cli.errors import RefusedError\nfrom roundpipe_cli.hub.ask import listen\nlisten(print)\n"
         "try: load_table(DatasetSpec('me/rows', split='train'), False)\nexcept RefusedError as error: print(error)\n"
     )
 

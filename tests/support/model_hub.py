@@ -48,6 +48,12 @@ class ModelHub:
     """Answered in place of a listing."""
     etag: str | None = None
     """Answered in place of each file's."""
+    elsewhere: str | None = None
+    """Address of the host to which it sends for weights."""
+    is_xet: bool = False
+    """Whether it names Xet storage for the weights."""
+    tokens: set[str] = field(default_factory=set)
+    """Tokens that came with questions."""
 
     def gets(self) -> list[str]:
         """Files that were asked for, in their order."""
@@ -99,6 +105,7 @@ def model_hub(name: str, files: dict[str, bytes]) -> Iterator[ModelHub]:
         def do_GET(self) -> None:
             path = unquote(urlsplit(self.path).path)
             hub.asked.append((self.command, path))
+            hub.tokens |= {self.headers["Authorization"]} if "Authorization" in self.headers else set()
             time.sleep(hub.slow_s)
             for part, statuses in hub.status.items():
                 if part in path and statuses:
@@ -138,6 +145,11 @@ def model_hub(name: str, files: dict[str, bytes]) -> Iterator[ModelHub]:
         def _file(self, file: str, content: bytes, commit: str) -> None:
             etag = hub.etag or _sha256(file, content) or _git(content)
             headers = {"ETag": f'"{etag}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
+            if hub.elsewhere and _sha256(file, content):
+                headers |= {"X-Linked-ETag": f'"{etag}"', "X-Linked-Size": str(len(content))}
+                if hub.is_xet:
+                    headers |= {"X-Xet-Hash": "e" * 64, "X-Xet-Refresh-Route": f"{hub.address}/api/xet"}
+                return self._answer(302, b"", {**headers, "Location": hub.elsewhere + self.path})
             if self.command == "HEAD":
                 self.send_response(200)
                 for key, value in {**headers, "Content-Length": str(len(content))}.items():
