@@ -95,7 +95,7 @@ def pattern_files(path: Path) -> FolderFiles:
 
     `*`, `?` and `[...]` work in every part of the path, and `**` as a part is any number of folders. Names that begin
     with a dot fit no pattern without such a part. `**` reads what lies in its folder: links that lead out are left out.
-    A part that exists under just this name is no pattern.
+    A part that exists under just this name is no pattern; a path without a pattern fits nothing.
 
     Raises:
         RefusedError: too many files.
@@ -105,7 +105,7 @@ def pattern_files(path: Path) -> FolderFiles:
         folder /= parts.pop(0)
     pattern = [part if part == "**" else re.sub(r"\*\*+", "*", part) for part in parts]
     if not pattern:
-        return FolderFiles((folder,) if _is_regular(folder) else (), ())
+        return FolderFiles((), ())
     pattern += ["*"] if pattern[-1] == "**" else []
     names_hidden = any(part.startswith(".") for part in pattern)
     files, left_out = [], Counter[str]()
