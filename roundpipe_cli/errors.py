@@ -1,4 +1,4 @@
-"""Every error that a user can meet, with its exit code.
+"""Every error that a user can meet, with its exit code, and the words that no error or log may repeat: secrets.
 
 An error says what went wrong, where, what was found, what was expected, and a hint: the command or line that fixes it.
 Raise one of these for anything the user caused or can fix; `assert` and plain exceptions are for our own bugs
@@ -8,7 +8,28 @@ Raise one of these for anything the user caused or can fix; `assert` and plain e
 from __future__ import annotations
 
 import errno
+import os
+import re
 from dataclasses import dataclass
+
+# Keeps secrets out of what is printed or written: the values of the environment's secret variables, and passwords in
+# addresses. No recipe key or flag takes a secret, so a message can repeat no others.
+
+SECRET_NAME = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_?KEY|CREDENTIAL|NETRC_PASS)", re.IGNORECASE)
+IN_ADDRESS = re.compile(r"(?<=://)[^/@\s:'\"]*:[^/@\s'\"]+(?=@)")
+MIN_LENGTH = 8
+"""Shorter values are no secrets, and replacing them would spoil words."""
+MASK = "***"
+
+
+def redact(text: str) -> str:
+    """`text` with every secret replaced by ***."""
+    text = IN_ADDRESS.sub(MASK, text)
+    for name, value in os.environ.items():
+        if len(value) >= MIN_LENGTH and value in text and SECRET_NAME.search(name):
+            text = text.replace(value, MASK)
+    return text
+
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """A disk that is full, limited or failing: a lack of resources, and not a mistake in what was asked for."""

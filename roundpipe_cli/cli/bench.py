@@ -199,7 +199,7 @@ def _case_of(request: PlanRequest) -> SimulationCase:
 
 
 def _write_svg(path: Path, question: SimulationCase, machine: str, results: list[Result]) -> None:
-    from roundpipe_cli.durable import write_named
+    from roundpipe_cli.files import write_named
     from roundpipe_cli.schedule.pictures import svg_picture
     from roundpipe_cli.units import format_seconds
 

@@ -41,7 +41,7 @@ def convert(
     say(f"reading {file} ...")
     from roundpipe_cli.cli.recipes import write_new
     from roundpipe_cli.errors import RefusedError
-    from roundpipe_cli.plain_files import open_regular
+    from roundpipe_cli.files import open_regular
     from roundpipe_cli.recipe.convert_file import convert_file
     from roundpipe_cli.recipe.shipped import ROW_SUFFIXES
     from roundpipe_cli.recipe.strict_yaml import MAX_BYTES, shown_value

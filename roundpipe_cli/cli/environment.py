@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 
-from roundpipe_cli.cache import cache_folder
 from roundpipe_cli.cli.output import say
 from roundpipe_cli.costs.processes import Process, launched_without_ranks
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.faults import load_faults
+from roundpipe_cli.files import cache_folder
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.train.nodes.processes import check_processes
 

@@ -12,7 +12,7 @@ from roundpipe_cli.cli.libraries import go_offline, quiet_libraries
 from roundpipe_cli.cli.output import say, say_data
 from roundpipe_cli.cli.publish import CONVERTER, GGUF_NAME, convert_to_gguf, find_converter, push
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.plain_files import named_path
+from roundpipe_cli.files import named_path
 from roundpipe_cli.units import format_bytes
 
 if TYPE_CHECKING:
@@ -160,8 +160,8 @@ def _small_text(path: Path) -> str:
         OSError, ValueError: it cannot be read, or is no UTF-8.
         RefusedError: a link that leads out of the folder, no regular file, or too large.
     """
+    from roundpipe_cli.files import read_regular
     from roundpipe_cli.model.untrusted import MAX_RUN_FILE_BYTES, check_file
-    from roundpipe_cli.plain_files import read_regular
 
     check_file(path, MAX_RUN_FILE_BYTES)
     return read_regular(path, MAX_RUN_FILE_BYTES).decode("utf-8")

@@ -12,7 +12,7 @@ import typer
 from roundpipe_cli.cli.libraries import go_offline, quiet_libraries
 from roundpipe_cli.cli.output import say
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.plain_files import named_path
+from roundpipe_cli.files import named_path
 
 if TYPE_CHECKING:
     from roundpipe_cli.costs.find_model import FoundConfig

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from roundpipe_cli.plain_files import named_path
+from roundpipe_cli.files import named_path
 
 if TYPE_CHECKING:
     from roundpipe_cli.cli.init_choice import Choice

@@ -11,8 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from roundpipe_cli.errors import DISK_ERRORS, InternalError, ResourceError, RoundpipeError, render_problem
-from roundpipe_cli.redact import redact
+from roundpipe_cli.errors import DISK_ERRORS, InternalError, ResourceError, RoundpipeError, redact, render_problem
 
 DEBUG_VARIABLE = "ROUNDPIPE_DEBUG"
 PACKAGE = str(Path(__file__).resolve().parents[1])

@@ -10,10 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from roundpipe_cli.durable import TEMPORARY_PREFIX
-from roundpipe_cli.errors import Problem, RefusedError
-from roundpipe_cli.plain_files import kind_of_file, named_path, stays_inside
-from roundpipe_cli.redact import redact
+from roundpipe_cli.errors import Problem, RefusedError, redact
+from roundpipe_cli.files import TEMPORARY_PREFIX, kind_of_file, named_path, stays_inside
 
 CONVERTER = "convert_hf_to_gguf.py"
 GGUF_NAME = "model.gguf"

@@ -286,8 +286,8 @@ def write_new(path: Path, content: bytes) -> None:
         RefusedError: it exists, or cannot be written.
         ResourceError: the disk is full or failing.
     """
-    from roundpipe_cli.durable import TEMPORARY_PREFIX
     from roundpipe_cli.errors import DISK_ERRORS, RefusedError, ResourceError
+    from roundpipe_cli.files import TEMPORARY_PREFIX
 
     if path.is_dir():
         raise RefusedError(f"{path} is a folder", expected="a file to write", hint=f"name one: {path / 'mine.yaml'}")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from roundpipe_cli.cli.output import say, say_data
-from roundpipe_cli.plain_files import named_path
+from roundpipe_cli.files import named_path
 
 if TYPE_CHECKING:
     from roundpipe_cli.dashboard.replay import RunFiles, TimedEvent

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from roundpipe_cli.choices import PACKED_FORMATS
 from roundpipe_cli.cli.output import say, say_data
-from roundpipe_cli.plain_files import named_path
+from roundpipe_cli.files import named_path
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -115,7 +115,7 @@ def write_picture(state: DashboardState, path: Path, *, where: str) -> None:
         ResourceError: the disk is full or failing.
     """
     from roundpipe_cli.dashboard.share import shared_picture
-    from roundpipe_cli.durable import write_named
+    from roundpipe_cli.files import write_named
 
     path = named_path(path)
     write_named(path, shared_picture(state, where=where))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from roundpipe_cli.errors import Problem, RecipeError, RefusedError, closest
-from roundpipe_cli.plain_files import read_regular
+from roundpipe_cli.files import read_regular
 
 CHUNK_BYTES = 32 * 1024**2
 """A transfer can be overtaken by a more urgent one after every chunk of this size."""

@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from roundpipe_cli.choices import CARRIERS, missing_package
 from roundpipe_cli.costs.gguf_header import read_gguf_config
 from roundpipe_cli.costs.models import Architecture, parse_config
 from roundpipe_cli.costs.shipped_models import figures_of, shipped_figures
 from roundpipe_cli.errors import RefusedError, closest
+from roundpipe_cli.files import read_regular
 from roundpipe_cli.hub.ask import (
     TIMEOUT,
     Repository,
@@ -25,8 +27,6 @@ from roundpipe_cli.hub.ask import (
     library_messages,
     notice,
 )
-from roundpipe_cli.model_packages import CARRIERS, missing_package
-from roundpipe_cli.plain_files import read_regular
 from roundpipe_cli.watchdog import at_work
 
 _MAX_CONFIG_BYTES = 16 * 1024 * 1024

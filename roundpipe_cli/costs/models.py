@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from roundpipe_cli.choices import SIZE_NAMES, check_sizes
 from roundpipe_cli.costs.counted_types import TIED_BY_DEFAULT
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.model_sizes import SIZE_NAMES, check_sizes
 from roundpipe_cli.units import format_count
 
 _TWO_MATRIX_MLP = frozenset(

@@ -18,10 +18,9 @@ from roundpipe_cli.dashboard.replay import REPORT_NAME, RunFiles, TimedEvent
 from roundpipe_cli.dashboard.state import DashboardState, fold_all
 from roundpipe_cli.dashboard.svg import STEPS, TIME, Series, curves, timelines
 from roundpipe_cli.dashboard.waiting import CAUSES, longest_waiting
-from roundpipe_cli.durable import write_named
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import RunStarted, Sample, StepTimeline
-from roundpipe_cli.plain_files import read_regular
+from roundpipe_cli.files import read_regular, write_named
 from roundpipe_cli.schedule.palette import BOTH_ID, BOTH_NAME, WORK_COLOURS, WORK_NAMES
 from roundpipe_cli.units import GIB, counted, format_loss, format_seconds
 

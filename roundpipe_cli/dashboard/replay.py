@@ -26,7 +26,7 @@ from roundpipe_cli.events import (
     decode,
     is_sound,
 )
-from roundpipe_cli.plain_files import open_regular, read_regular
+from roundpipe_cli.files import open_regular, read_regular
 
 METRICS_NAME, EVENTS_NAME, REPORT_NAME, LOCK_NAME = "metrics.jsonl", "events.jsonl", "report.json", ".roundpipe.lock"
 ETA_STEPS = 20

@@ -19,7 +19,7 @@ from pathlib import Path
 from roundpipe_cli.data.files import known_suffix
 from roundpipe_cli.data.rows import printable
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.plain_files import stays_inside
+from roundpipe_cli.files import stays_inside
 
 SPLIT_WORDS = {
     **dict.fromkeys(("train", "training"), "train"),

@@ -25,11 +25,11 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-from roundpipe_cli.cache import cache_folder, new_folder, prune_cache, sync
 from roundpipe_cli.data.block_sums import BlockSums, DamageError, ToldShare, checksum, num_blocks, verify_blocks
 from roundpipe_cli.data.report import SourceReport
 from roundpipe_cli.data.row_chunks import ChunkResult
 from roundpipe_cli.errors import ResourceError
+from roundpipe_cli.files import cache_folder, new_folder, prune_cache, sync
 
 FOLDER = "tokens"
 SHARD_NAME = "shard.json"

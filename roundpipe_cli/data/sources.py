@@ -25,7 +25,7 @@ from roundpipe_cli.data.folders import folder_files, pattern_files
 from roundpipe_cli.data.rows import DELIMITERS, RawRow, printable
 from roundpipe_cli.data.settings import DatasetSpec
 from roundpipe_cli.errors import RefusedError, closest
-from roundpipe_cli.plain_files import named_path
+from roundpipe_cli.files import named_path
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 MAX_BESIDE = 1000

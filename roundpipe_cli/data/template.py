@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from roundpipe_cli.data.rows import printable
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.plain_files import named_path, read_regular
+from roundpipe_cli.files import named_path, read_regular
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

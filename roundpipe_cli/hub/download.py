@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from roundpipe_cli.durable import disk_error, free_bytes
 from roundpipe_cli.errors import RefusedError, ResourceError
 from roundpipe_cli.events import Fetching, Notice, Say, Tell
+from roundpipe_cli.files import disk_error, free_bytes, read_regular
 from roundpipe_cli.hub.ask import (
     READ_S,
     TIMEOUT,
@@ -35,7 +35,6 @@ from roundpipe_cli.hub.ask import (
     library_messages,
     no_hub,
 )
-from roundpipe_cli.plain_files import read_regular
 from roundpipe_cli.units import format_bytes
 
 MAX_REF_BYTES = 1024

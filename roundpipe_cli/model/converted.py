@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from roundpipe_cli import __version__
-from roundpipe_cli.cache import cache_folder, new_folder, prune_cache, sync
 from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.files import cache_folder, new_folder, prune_cache, sync
 from roundpipe_cli.model.source import ModelSource
 from roundpipe_cli.model.untrusted import MAX_TOKENIZER_BYTES, check_file, check_small_files
 

@@ -18,12 +18,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from roundpipe_cli.cache import cache_folder
-from roundpipe_cli.durable import write_atomically
+from roundpipe_cli.choices import SIZE_NAMES
 from roundpipe_cli.errors import RefusedError, ResourceError, RoundpipeError
+from roundpipe_cli.files import cache_folder, read_regular, write_atomically
 from roundpipe_cli.limited import Limits, run_limited
-from roundpipe_cli.model_sizes import SIZE_NAMES
-from roundpipe_cli.plain_files import read_regular
 
 FORMAT = 5
 """Version of the documents; raised when they get another meaning."""

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from roundpipe_cli.choices import missing_package
 from roundpipe_cli.errors import RefusedError, closest
 from roundpipe_cli.events import Event, Notice, Tell
+from roundpipe_cli.files import named_path
 from roundpipe_cli.hub.ask import UnreachableError
 from roundpipe_cli.hub.download import find_listing
 from roundpipe_cli.model.download import complete_snapshot, fetch_configuration, fetch_weights
 from roundpipe_cli.model.untrusted import SINGLE_NAME, check_model_folder, read_config, unread_shards
-from roundpipe_cli.model_packages import missing_package
-from roundpipe_cli.plain_files import named_path
 from roundpipe_cli.units import counted
 
 HUB_ID = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?$")

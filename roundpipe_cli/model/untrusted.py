@@ -23,9 +23,9 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from roundpipe_cli.choices import check_sizes
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.model_sizes import check_sizes
-from roundpipe_cli.plain_files import kind_of_file, stays_inside
+from roundpipe_cli.files import kind_of_file, stays_inside
 from roundpipe_cli.units import format_bytes
 
 SHARD_NAME = re.compile(r"^[A-Za-z0-9_-][A-Za-z0-9._-]*\.safetensors$")

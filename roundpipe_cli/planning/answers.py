@@ -18,11 +18,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from roundpipe_cli.cache import KEPT_S, cache_folder
 from roundpipe_cli.costs.cost import StageRange
-from roundpipe_cli.durable import write_atomically
 from roundpipe_cli.errors import RefusedError, ResourceError
-from roundpipe_cli.plain_files import read_regular
+from roundpipe_cli.files import KEPT_S, cache_folder, read_regular, write_atomically
 from roundpipe_cli.planning.compare import Result, SimulationCase, StageCut, make_schedule
 from roundpipe_cli.schedule.dealing import Options
 from roundpipe_cli.schedule.timeline import Bubble, Timeline

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from roundpipe_cli.choices import check_sizes
 from roundpipe_cli.costs.built_counts import built_architecture
 from roundpipe_cli.costs.counted_types import is_counted_exactly
 from roundpipe_cli.costs.find_model import FoundConfig
@@ -16,7 +17,6 @@ from roundpipe_cli.costs.models import MAX_COUNT_ERROR, Architecture, with_store
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.quantization import quantization_settings
 from roundpipe_cli.model.untrusted import INDEX_NAME, are_equal, find_shards, read_json, tensor_places
-from roundpipe_cli.model_sizes import check_sizes
 from roundpipe_cli.planning.admission import has_weights, holds_weights
 from roundpipe_cli.units import format_count
 

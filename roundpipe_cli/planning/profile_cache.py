@@ -14,11 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from roundpipe_cli.cache import cache_folder
 from roundpipe_cli.costs.cost import CostModel
-from roundpipe_cli.durable import write_atomically
 from roundpipe_cli.errors import RefusedError, ResourceError
-from roundpipe_cli.plain_files import read_regular
+from roundpipe_cli.files import cache_folder, read_regular, write_atomically
 
 FORMAT = 2
 """Version of the files; raised when the times get another meaning."""

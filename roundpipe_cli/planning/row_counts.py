@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO
 
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.plain_files import read_regular
+from roundpipe_cli.files import read_regular
 
 MAX_COUNTED_BYTES = 256 * 1024**2
 MAX_PARSED_BYTES = 32 * 1024**2

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from roundpipe_cli.errors import RefusedError, closest
-from roundpipe_cli.plain_files import named_path
+from roundpipe_cli.files import named_path
 from roundpipe_cli.recipe.aliases import is_off
 from roundpipe_cli.recipe.convert_data import WITHOUT_IT, Entry, check_role, message_type
 from roundpipe_cli.recipe.convert_objectives import Job, is_pairs, job_of

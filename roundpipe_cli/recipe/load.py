@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from roundpipe_cli.errors import ContradictionError, RecipeError, RefusedError
-from roundpipe_cli.plain_files import named_path
+from roundpipe_cli.files import named_path
 from roundpipe_cli.recipe.aliases import ALIASES
 from roundpipe_cli.recipe.check import Findings, check, hints_of, remove_unknown_keys, section_of
 from roundpipe_cli.recipe.references import escape, refuse_bad_references, resolve_references

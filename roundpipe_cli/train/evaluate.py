@@ -24,11 +24,11 @@ import torch
 from roundpipe_cli.choices import IGNORED_LABEL
 from roundpipe_cli.data.batching import pad_token_id
 from roundpipe_cli.data.tokenized import Row
-from roundpipe_cli.durable import append_line, remove_tree
 from roundpipe_cli.engine.step import Microbatch
 from roundpipe_cli.errors import NotFiniteError
 from roundpipe_cli.events import EvaluationFinished, Notice, Tell
 from roundpipe_cli.faults import fault
+from roundpipe_cli.files import append_line, remove_tree
 from roundpipe_cli.train.batches import collate_rows
 from roundpipe_cli.train.checkpoint.manifest import DamagedError
 from roundpipe_cli.train.checkpoint.output_dir import EVAL_NAME

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 
+from roundpipe_cli.choices import check_sizes
 from roundpipe_cli.costs.find_model import FoundConfig
 from roundpipe_cli.costs.gguf_header import read_gguf_config
 from roundpipe_cli.data.settings import DatasetSpec
 from roundpipe_cli.data.sources import find_sources
 from roundpipe_cli.events import Tell
+from roundpipe_cli.files import named_path
 from roundpipe_cli.model.source import ModelSource, check_model_name, is_hub_model, resolve_model
-from roundpipe_cli.model_sizes import check_sizes
-from roundpipe_cli.plain_files import named_path
 from roundpipe_cli.planning.admission import check_configuration, holds_weights
 from roundpipe_cli.recipe.load import LoadedRecipe
 from roundpipe_cli.recipe.schema import Recipe

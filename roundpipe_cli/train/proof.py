@@ -17,14 +17,12 @@ from typing import Any
 from torch import nn
 
 from roundpipe_cli import __version__
-from roundpipe_cli.cache import cache_folder
-from roundpipe_cli.durable import write_atomically
 from roundpipe_cli.engine.parity import MAX_PARAMETERS, ParityRefusedError, Proof, prove
 from roundpipe_cli.errors import RefusedError, ResourceError
 from roundpipe_cli.events import Notice, Phase, Tell
+from roundpipe_cli.files import cache_folder, read_json_of_ours, write_atomically
 from roundpipe_cli.model.reduced import reduce_model, shrunk_configs
 from roundpipe_cli.model.split import ModelSplit
-from roundpipe_cli.plain_files import read_json_of_ours
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.watchdog import at_work
 

@@ -15,12 +15,12 @@ from torch import nn
 
 from roundpipe_cli.costs.machine import MAX_PARAMETERS_ON_CPU, host_memory
 from roundpipe_cli.data.tokenized import Row, TokenizedDataset, TokenizedRows
-from roundpipe_cli.durable import disk_error, require_free_bytes
 from roundpipe_cli.engine.host_pages import settle_heap
 from roundpipe_cli.engine.probe import can_attend_in_rows, has_masks
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import Event, Notice, Phase, Tell
+from roundpipe_cli.files import disk_error, named_path, require_free_bytes
 from roundpipe_cli.model.all_linear import describe_left_out
 from roundpipe_cli.model.architectures import check_mask_bytes
 from roundpipe_cli.model.chunks import check_sequence_chunks
@@ -37,7 +37,6 @@ from roundpipe_cli.model.source import ModelSource
 from roundpipe_cli.model.split import ModelSplit, split_model
 from roundpipe_cli.model.stored.tables import untie_stored
 from roundpipe_cli.model.weights_io import packed_names
-from roundpipe_cli.plain_files import named_path
 from roundpipe_cli.planning.question import PlanRequest
 from roundpipe_cli.recipe.load import LoadedRecipe
 from roundpipe_cli.recipe.schema import Recipe

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from roundpipe_cli.cache import CACHE_VARIABLE, cache_folder
 from roundpipe_cli.data import block_sums, keys
 from roundpipe_cli.data import dataset as dataset_module
 from roundpipe_cli.data.dataset import build_dataset
@@ -22,6 +21,7 @@ from roundpipe_cli.data.settings import DatasetSpec, DataSettings
 from roundpipe_cli.data.shards import _content_sum
 from roundpipe_cli.data.tokenized import TokenizedDataset
 from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.files import CACHE_VARIABLE, cache_folder
 from tests.data.test_data_dataset import CHATML, byte_tokenizer, write_rows
 from tests.support.e2e import launch, make_model, make_workspace
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from roundpipe_cli.cache import CACHE_VARIABLE, cache_folder
 from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.files import CACHE_VARIABLE, cache_folder
 from roundpipe_cli.model.converted import FOLDER, convert_once
 from roundpipe_cli.model.load import _tokenizer_values, end_as_the_model_does, load_config, load_tokenizer
 from roundpipe_cli.model.source import ModelSource, resolve_model

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from roundpipe_cli.cache import cache_folder
 from roundpipe_cli.choices import PACKED_FORMATS, PackedFormat
 from roundpipe_cli.engine import parity
 from roundpipe_cli.engine.parity import ParityRefusedError, prove
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import Event, Notice, Phase
+from roundpipe_cli.files import cache_folder
 from roundpipe_cli.model.block_calls import SplitRefusedError
 from roundpipe_cli.model.fused_norm import FusedNorm
 from roundpipe_cli.model.load import build_skeleton, switch_off

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
+from roundpipe_cli.choices import check_sizes
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.limited import Limits, run_limited
 from roundpipe_cli.model.load import build_skeleton
 from roundpipe_cli.model.without_weights import MANY, build_without_weights
-from roundpipe_cli.model_sizes import check_sizes
 from tests.support.tiny import tiny_config
 
 

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from roundpipe_cli.errors import RecipeError
-from roundpipe_cli.redact import redact
+from roundpipe_cli.errors import RecipeError, redact
 from roundpipe_cli.train import floors
 from tests.support.e2e import launch, make_model, make_workspace, write_rows
 from tests.torture import guard

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from roundpipe_cli.cache import CACHE_VARIABLE
+from roundpipe_cli.files import CACHE_VARIABLE
 from tests.support.e2e import CHAT_TEMPLATE, make_model, run, write_recipe, write_rows
 from tests.torture.fuzz import Reader, fuzz
 from tests.torture.mutations import damage_bytes, damage_json, damage_lines, damage_text

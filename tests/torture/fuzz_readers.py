@@ -12,7 +12,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from roundpipe_cli.cache import CACHE_VARIABLE
+from roundpipe_cli.files import CACHE_VARIABLE
 from tests.support.e2e import make_model, make_tokenizer
 from tests.support.tiny import tiny_config
 from tests.torture.fuzz import Reader, fuzz

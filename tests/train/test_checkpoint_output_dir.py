@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from roundpipe_cli.durable import disk_error
 from roundpipe_cli.errors import NoCheckpointError, OutputInUseError, RefusedError, ResourceError
+from roundpipe_cli.files import disk_error
 from roundpipe_cli.train.checkpoint.output_dir import (
     OutputDir,
     RunState,

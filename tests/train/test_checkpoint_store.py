@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from roundpipe_cli import durable
+from roundpipe_cli import files as durable
 from roundpipe_cli.errors import NoCheckpointError, ResourceError
 from roundpipe_cli.train.checkpoint import store as store
 from roundpipe_cli.train.checkpoint.manifest import DamagedError, read_own_json

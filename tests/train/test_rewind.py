@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from roundpipe_cli.durable import append_line
 from roundpipe_cli.errors import RefusedError, ResourceError
+from roundpipe_cli.files import append_line
 from roundpipe_cli.recipe.schema import Recipe, plain_data
 from roundpipe_cli.train.checkpoint import store as store
 from roundpipe_cli.train.checkpoint.other_run import copy_records

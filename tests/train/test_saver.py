@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from roundpipe_cli import durable, faults
+from roundpipe_cli import faults
+from roundpipe_cli import files as durable
 from roundpipe_cli.errors import InternalError, ResourceError
 from roundpipe_cli.events import CheckpointSaved, Event
 from roundpipe_cli.train.checkpoint.reading import load_newest

@@ -13,9 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from roundpipe_cli.durable import TEMPORARY_PREFIX, disk_error, remove_tree, sync_folder, write_atomically
 from roundpipe_cli.events import Say
-from roundpipe_cli.plain_files import read_regular
+from roundpipe_cli.files import TEMPORARY_PREFIX, disk_error, read_regular, remove_tree, sync_folder, write_atomically
 from roundpipe_cli.train.checkpoint.output_dir import EVAL_NAME, EVENTS_NAME, METRICS_NAME
 from roundpipe_cli.train.checkpoint.records import keep_edited_rows
 from roundpipe_cli.train.checkpoint.step_folders import best_folder, kept_weights

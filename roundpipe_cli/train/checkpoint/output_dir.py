@@ -22,16 +22,20 @@ from enum import Enum
 from pathlib import Path
 from types import TracebackType
 
-from roundpipe_cli.durable import (
+from roundpipe_cli.errors import NoCheckpointError, OutputInUseError, RefusedError, ResourceError, RoundpipeError
+from roundpipe_cli.files import (
     DELETED_PREFIX,
     STATE_FILE_MODE,
     TEMPORARY_PREFIX,
     disk_error,
+    kind_of_file,
+    named_path,
+    open_regular,
+    read_json_of_ours,
+    read_regular,
     remove_tree,
     write_atomically,
 )
-from roundpipe_cli.errors import NoCheckpointError, OutputInUseError, RefusedError, ResourceError, RoundpipeError
-from roundpipe_cli.plain_files import kind_of_file, named_path, open_regular, read_json_of_ours, read_regular
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.train.checkpoint.step_folders import list_checkpoints
 

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from roundpipe_cli.durable import write_atomically
 from roundpipe_cli.events import Say
+from roundpipe_cli.files import write_atomically
 from roundpipe_cli.train.checkpoint.output_dir import EVAL_NAME, METRICS_NAME
 from roundpipe_cli.train.checkpoint.reading import peek
 from roundpipe_cli.train.checkpoint.step_folders import list_checkpoints

@@ -14,8 +14,8 @@ import torch
 
 from roundpipe_cli import __version__
 from roundpipe_cli.errors import NoCheckpointError, Problem, RecipeError, RefusedError
+from roundpipe_cli.files import read_regular
 from roundpipe_cli.model.fused import fused_counts
-from roundpipe_cli.plain_files import read_regular
 from roundpipe_cli.recipe.aliases import REMOVED, is_off
 from roundpipe_cli.recipe.check import Findings, check, hints_of
 from roundpipe_cli.recipe.constraints import Range

@@ -16,9 +16,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from roundpipe_cli.durable import disk_error, sync_folder
 from roundpipe_cli.events import Say
-from roundpipe_cli.plain_files import read_json_of_ours
+from roundpipe_cli.files import disk_error, read_json_of_ours, sync_folder
 from roundpipe_cli.train.checkpoint.output_dir import EVAL_NAME, LAST_NAMES, METRICS_NAME, REPORT_NAME
 from roundpipe_cli.train.checkpoint.records import keep_edited_rows, truncate_metrics
 from roundpipe_cli.train.checkpoint.step_folders import (

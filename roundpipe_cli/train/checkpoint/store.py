@@ -19,7 +19,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from roundpipe_cli.durable import (
+from roundpipe_cli.errors import NoCheckpointError, ResourceError
+from roundpipe_cli.events import Say
+from roundpipe_cli.faults import fault
+from roundpipe_cli.files import (
     DELETED_PREFIX,
     STATE_FOLDER_MODE,
     TEMPORARY_PREFIX,
@@ -31,9 +34,6 @@ from roundpipe_cli.durable import (
     sync_folder,
     write_new_file,
 )
-from roundpipe_cli.errors import NoCheckpointError, ResourceError
-from roundpipe_cli.events import Say
-from roundpipe_cli.faults import fault
 from roundpipe_cli.train.checkpoint.manifest import STATE_NAME, DamagedError, FileRecord
 from roundpipe_cli.train.checkpoint.reading import (
     FORMAT_NAME,

@@ -12,9 +12,9 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from roundpipe_cli.durable import disk_error
 from roundpipe_cli.errors import ResourceError
 from roundpipe_cli.events import StepFinished
+from roundpipe_cli.files import disk_error
 
 
 def metrics_row(event: StepFinished) -> dict[str, Any]:

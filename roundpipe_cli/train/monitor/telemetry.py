@@ -19,11 +19,10 @@ from types import TracebackType
 from typing import Any
 
 from roundpipe_cli.costs.machine import host_memory
-from roundpipe_cli.durable import STATE_FILE_MODE, write_atomically
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.live import ActionTime, LiveNews, Watcher
 from roundpipe_cli.engine.step import StepResult
-from roundpipe_cli.errors import ResourceError, RoundpipeError
+from roundpipe_cli.errors import ResourceError, RoundpipeError, redact
 from roundpipe_cli.events import (
     Event,
     Notice,
@@ -38,7 +37,7 @@ from roundpipe_cli.events import (
     decode,
     encode,
 )
-from roundpipe_cli.redact import redact
+from roundpipe_cli.files import STATE_FILE_MODE, write_atomically
 from roundpipe_cli.schedule.drawn import span_of, work_letter
 from roundpipe_cli.schedule.timeline import COMPUTE
 from roundpipe_cli.train.checkpoint.output_dir import EVENTS_NAME

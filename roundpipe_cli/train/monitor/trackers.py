@@ -20,11 +20,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.errors import RefusedError, redact
 from roundpipe_cli.events import EvaluationFinished, Event, Notice, StepFinished, Tell
-from roundpipe_cli.plain_files import read_json_of_ours
+from roundpipe_cli.files import read_json_of_ours
 from roundpipe_cli.recipe.schema import Recipe, plain_data
-from roundpipe_cli.redact import redact
 
 PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio"}
 """Tracker -> the package that has to be installed."""
@@ -215,7 +214,7 @@ class Trackers:
 
     def _keep_id(self, name: str, run_id: str) -> None:
         """Store the tracker's name of the run, so that a resumed run continues there."""
-        from roundpipe_cli.durable import STATE_FILE_MODE, write_atomically
+        from roundpipe_cli.files import STATE_FILE_MODE, write_atomically
 
         with self._lock:
             self._ids[name] = run_id

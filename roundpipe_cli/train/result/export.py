@@ -20,7 +20,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from roundpipe_cli.durable import (
+from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.faults import fault
+from roundpipe_cli.files import (
     TEMPORARY_PREFIX,
     disk_error,
     remove_tree,
@@ -28,8 +30,6 @@ from roundpipe_cli.durable import (
     sync_folder,
     write_new_file,
 )
-from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.faults import fault
 from roundpipe_cli.model.adapter_checks import ADAPTER_CONFIG, check_adapter_folder
 from roundpipe_cli.model.base_weights import BaseWeights
 from roundpipe_cli.model.load import build_skeleton, has_tokenizer, load_config, load_tokenizer

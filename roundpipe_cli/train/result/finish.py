@@ -12,8 +12,8 @@ from typing import Any
 
 from safetensors import safe_open
 
-from roundpipe_cli.durable import TEMPORARY_PREFIX, disk_error, sync_folder, write_atomically, write_new_file
 from roundpipe_cli.faults import fault
+from roundpipe_cli.files import TEMPORARY_PREFIX, disk_error, sync_folder, write_atomically, write_new_file
 from roundpipe_cli.model.adapter_checks import ADAPTER_WEIGHTS
 from roundpipe_cli.model.fingerprint import TrainedOn
 from roundpipe_cli.model.lora import save_adapter

@@ -10,10 +10,9 @@ from typing import Any
 
 import yaml
 
-from roundpipe_cli.errors import RecipeError
-from roundpipe_cli.plain_files import read_regular
+from roundpipe_cli.errors import RecipeError, redact
+from roundpipe_cli.files import read_regular
 from roundpipe_cli.recipe.strict_yaml import parse_bytes
-from roundpipe_cli.redact import redact
 
 MAX_FILE_BYTES = 16 * 1024**2
 

@@ -16,9 +16,9 @@ import torch
 
 from roundpipe_cli import __version__
 from roundpipe_cli.costs.machine import processor_name
+from roundpipe_cli.errors import redact
 from roundpipe_cli.events import StepFinished
 from roundpipe_cli.model.fused import fused_counts
-from roundpipe_cli.redact import redact
 from roundpipe_cli.train.setup import Setup
 
 LAST_STEPS = 5
