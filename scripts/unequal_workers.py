@@ -27,7 +27,7 @@ from roundpipe_cli.engine.rough_costs import AssumedDevice, LayerSizes, rough_co
 from roundpipe_cli.planning.adaptive import AdaptivePlanner
 from roundpipe_cli.planning.choose import choose
 from roundpipe_cli.planning.compare import SimulationCase, make_schedule
-from roundpipe_cli.recipe.sections import PipelineConfig
+from roundpipe_cli.recipe.schema import PipelineConfig
 from roundpipe_cli.schedule.timeline import busy_s
 from tests.support.emulated import run_emulated
 from tests.support.tiny import Rig, make_rig, random_microbatches

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from roundpipe_cli.recipe.convert_objectives import Job
+    from roundpipe_cli.recipe.convert_rules import Job
     from roundpipe_cli.recipe.convert_tables import Tool
 
 
@@ -42,7 +42,7 @@ def convert(
     from roundpipe_cli.cli.recipes import write_new
     from roundpipe_cli.errors import RefusedError
     from roundpipe_cli.files import open_regular
-    from roundpipe_cli.recipe.convert_file import convert_file
+    from roundpipe_cli.recipe.convert import convert_file
     from roundpipe_cli.recipe.shipped import ROW_SUFFIXES
     from roundpipe_cli.recipe.strict_yaml import MAX_BYTES, shown_value
 

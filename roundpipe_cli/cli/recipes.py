@@ -206,7 +206,7 @@ def schema() -> None:
     import json
 
     from roundpipe_cli.cli.output import say_data
-    from roundpipe_cli.recipe.json_schema import recipe_json_schema
+    from roundpipe_cli.recipe.keys import recipe_json_schema
 
     say_data(json.dumps(recipe_json_schema(), indent=1))
 

@@ -18,7 +18,7 @@ from roundpipe_cli.planning.compare import SimulationCase, StageCut, make_schedu
 from roundpipe_cli.planning.profile import measured_costs, measured_speeds, profile_schedule
 from roundpipe_cli.planning.profile_cache import ProfileCache
 from roundpipe_cli.planning.stages import StageLimits, limits_for
-from roundpipe_cli.recipe.sections import PipelineConfig
+from roundpipe_cli.recipe.schema import PipelineConfig
 from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.schedule.builders import StepChain, build_schedule
 from roundpipe_cli.schedule.dealing import Options, Rounds

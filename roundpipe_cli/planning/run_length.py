@@ -9,7 +9,7 @@ from pathlib import Path
 
 from roundpipe_cli.planning.row_counts import RowCount, cached_hub_rows, count_rows
 from roundpipe_cli.recipe.load import LoadedRecipe, resolve_path
-from roundpipe_cli.recipe.sections import DatasetConfig
+from roundpipe_cli.recipe.schema import DatasetConfig
 
 BYTES_PER_TOKEN = 4
 """Bytes of text a token: usual for English and code (assumed); other languages have fewer, so longer runs."""

@@ -24,7 +24,7 @@ from roundpipe_cli.costs.training import TrainingSettings
 from roundpipe_cli.planning.choose import given_cut
 from roundpipe_cli.planning.stages import even_stages
 from roundpipe_cli.planning.verdict import judge_coarsest, stages_of_blocks, worker_budget_bytes
-from roundpipe_cli.recipe.sections import PipelineConfig
+from roundpipe_cli.recipe.schema import PipelineConfig
 from roundpipe_cli.units import format_bytes
 
 

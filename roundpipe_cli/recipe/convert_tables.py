@@ -1,4 +1,4 @@
-"""Meanings of the keys of axolotl, LLaMA-Factory and TRL: the tables of `convert_file.py`.
+"""Tables of the keys of axolotl, LLaMA-Factory and TRL, and the outcomes and the result of a conversion.
 
 The spellings that a recipe accepts itself (`aliases.py`) are not repeated; what depends on the value is in
 `convert_rules.py`. A key that is in no table and is no recipe key either has no counterpart.
@@ -6,8 +6,16 @@ The spellings that a recipe accepts itself (`aliases.py`) are not repeated; what
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import re
+import textwrap
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
+
+import yaml
+
+from roundpipe_cli.recipe.aliases import Writes
 
 Tool = Literal["axolotl", "llama-factory", "trl"]
 
@@ -319,3 +327,209 @@ SHAREGPT_ROLES: Mapping[str, str] = {
     **{"tool": "tool", "observation": "tool", "function_response": "tool", "function_call": "assistant"},
 }
 """Names of roles that rows may have here, as in `data/formats.py`; a test holds the two together."""
+
+
+# The outcomes of a rule for one line of another tool's file: values to write, a part of them, or none.
+
+Data = Mapping[str, Any]
+
+
+class LeaveOutError(ValueError):
+    """This line is left out, for the reason given; `change` says what training does instead, where that differs."""
+
+    def __init__(self, reason: str, change: str | None = None) -> None:
+        super().__init__(reason)
+        self.change = change
+
+
+class Partly(dict[str, Any]):
+    """Writes that do nearly what the line says; `change` names the difference."""
+
+    def __init__(self, writes: Writes, change: str) -> None:
+        super().__init__(writes)
+        self.change = change
+
+
+ConversionRule = Callable[[Any, Data], Writes]
+"""(value, the whole file) -> dotted recipe key to value; nothing where the line changes nothing."""
+
+
+# Names of chat templates in axolotl and LLaMA-Factory that are a model's own, so that its tokenizer has them.
+
+_FAMILIES: Mapping[str, str] = {
+    "qwen": r"qwen(1\.5|2)",
+    "gemma": r"gemma-?(2b|7b|1\.1)",
+    "smollm": r"smollm-",
+    "phi": r"phi-?3",
+    "phi_small": r"phi-?3-small",
+    "cohere": r"command-r|aya",
+    "deepseek": r"deepseek-(v2|llm|moe)",
+    "deepseek3": r"deepseek-v3",
+    "deepseek_v2": r"deepseek-v2",
+    "deepseekcoder": r"deepseek-coder",
+    "mistral_small": r"mistral-small",
+    "mistral_v1": r"mistral.*v0\.1",
+    "mistral_v2v3": r"mistral.*v0\.[23]",
+    "mistral_v3_tekken": r"mistral-nemo",
+    "mistral_v7_tekken": r"mistral-small",
+    "command_a": r"command-a",
+}
+"""Templates whose name is not, or not only, how the names of their models begin."""
+
+
+def is_own_template(template: str, model: str) -> bool:
+    """Whether the template is that of the model's family, by both names: `llama3` and `meta-llama/Llama-3.1-8B`."""
+    name = model.rstrip("/").rpartition("/")[2].lower()
+    if template in _FAMILIES:
+        return re.search(_FAMILIES[template], name) is not None
+    family, plain = (re.sub(r"[^a-z0-9]", "", text.lower()) for text in (template, name))
+    return len(family) > 2 and re.search(rf"(?:^|meta){re.escape(family)}", plain) is not None
+
+
+# The result of a conversion, and its recipe as text, whose header begins with what trains differently.
+
+
+@dataclass(frozen=True, slots=True)
+class UnusedLine:
+    """A line of the file that the recipe does not have."""
+
+    key: str
+    value: Any
+    reason: str
+
+
+@dataclass(slots=True)
+class Conversion:
+    """The result of converting one file."""
+
+    tool: Tool
+    recipe: dict[str, Any] = field(default_factory=dict)
+    """Nested, as it is written."""
+    changes: list[str] = field(default_factory=list)
+    """Differences between what recipe and file train, a clause each; they stand in the recipe's first line."""
+    left_out: list[UnusedLine] = field(default_factory=list)
+    without_effect: list[str] = field(default_factory=list)
+    """Keys that change nothing here."""
+    written: set[str] = field(default_factory=set)
+    """Keys of the file that set a value of the recipe."""
+    notes: list[str] = field(default_factory=list)
+    """Notes for users of the other tool."""
+
+    def leave_out(self, key: str, value: Any, reason: str, *, change: str | None = None) -> None:
+        """List a line as left out; `change` says what training does instead, where that is not the same."""
+        self.left_out.append(UnusedLine(key, value, reason))
+        if change is not None:
+            self.change(key, change)
+
+    def change(self, key: str, what: str) -> None:
+        """Name in the first line what training does in place of `key`."""
+        sentence = f"{key}: {what}"
+        if sentence not in self.changes:
+            self.changes.append(sentence)
+
+    def text(self, source: str) -> str:
+        """The recipe's file: a header that says what happened, then the keys."""
+        lines = []
+        if self.changes:
+            changes = "; ".join(self.changes).replace("\n", " ")
+            lines.append(f"# Not the same training as {source}: {changes}.")  # one line, however long
+        lines += _comment(f"Converted from {source}, a file of {self.tool}.", *self.notes)
+        if self.left_out:
+            lines += ["#", "# Left out:"]
+            for entry in self.left_out:
+                lines += textwrap.wrap(
+                    f"{entry.key}: {short(entry.value)} - {entry.reason}",
+                    width=116,
+                    initial_indent="#   ",
+                    subsequent_indent="#     ",
+                    break_on_hyphens=False,
+                )
+        return "\n".join([*lines, "", dump(self.recipe)])
+
+
+class _Dumper(yaml.SafeDumper):
+    """Numbers such as 2.0e-05 as YAML 1.2 reads them."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def dump(recipe: dict[str, Any]) -> str:
+    """A recipe's keys as YAML, in their order."""
+    return yaml.dump(recipe, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
+
+
+def short(value: Any) -> str:
+    """A value as JSON, cut to 60 characters."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _comment(*sentences: str) -> list[str]:
+    return textwrap.wrap(" ".join(sentences), 118, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False)
+
+
+# Other tools' settings for saving and evaluating, as `save_steps` and `eval_steps`.
+
+_BY_STRATEGY = ("epoch", "no", False, "best")
+"""Strategies with which transformers does not read the number of steps."""
+
+
+def _save_strategy(value: Any, data: Data) -> Writes:
+    if value == "steps":
+        return {}
+    if value == "epoch":
+        return {"save_steps": "epoch"}
+    if value == "no" or value is False:
+        return {"save_steps": None}
+    raise LeaveOutError("checkpoints come every save_steps steps; load_best_model_at_end keeps the best weights")
+
+
+def _save_steps(value: Any, data: Data) -> Writes:
+    return {} if data.get("save_strategy") in _BY_STRATEGY else {"save_steps": value}
+
+
+def _eval_steps(value: Any, data: Data) -> Writes:
+    strategies = [data.get(key) for key in ("eval_strategy", "evaluation_strategy")]
+    return {} if any(strategy in _BY_STRATEGY for strategy in strategies) else {"eval_steps": value}
+
+
+def _per_epoch(target: str) -> ConversionRule:
+    """axolotl's number of saves or evaluations in an epoch: it makes a share of all steps of it."""
+
+    def writes_of(value: Any, data: Data) -> Writes:
+        if target == "eval_steps" and not (data.get("val_set_size") or data.get("test_datasets")):
+            return {}
+        if value == 1 and not data.get("max_steps"):
+            return {target: "epoch"}
+        epochs = data.get("num_epochs") or 1
+        if not isinstance(value, (int, float)) or not isinstance(epochs, (int, float)) or value <= 0 or epochs <= 0:
+            raise LeaveOutError("no number above 0")
+        if value * epochs > 1:
+            return {target: 1 / (value * epochs)}
+        return {target: "epoch" if target == "save_steps" else None}
+
+    return writes_of
+
+
+def _eval_strategy(value: Any, data: Data) -> Writes:
+    """With `steps`, transformers evaluates every `eval_steps`, or every `logging_steps` where that is not given."""
+    if value == "no" or value is False:
+        return {}
+    if value == "epoch":
+        return {"eval_steps": "epoch"}
+    if value != "steps":
+        raise LeaveOutError("evaluations come every eval_steps steps, and at the end")
+    steps = data.get("eval_steps") or data.get("logging_steps")
+    return {"eval_steps": steps} if steps else {}
+
+
+INTERVAL_RULES: Mapping[str, ConversionRule] = {
+    "save_strategy": _save_strategy,
+    "save_steps": _save_steps,
+    "eval_steps": _eval_steps,
+    "saves_per_epoch": _per_epoch("save_steps"),
+    "evals_per_epoch": _per_epoch("eval_steps"),
+    **dict.fromkeys(("eval_strategy", "evaluation_strategy"), _eval_strategy),
+}
+"""Key of another tool -> its rule."""

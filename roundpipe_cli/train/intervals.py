@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from roundpipe_cli.recipe.sections import StepInterval
+from roundpipe_cli.recipe.schema import StepInterval
 
 
 def is_due(every: StepInterval | None, done: int, num_steps: int, *, ends_epoch: bool) -> bool:

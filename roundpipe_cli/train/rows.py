@@ -18,7 +18,7 @@ from roundpipe_cli.data.tokenized import Row, TokenizedDataset, TokenizedRows
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import Notice, Say, Tell
 from roundpipe_cli.recipe.load import LoadedRecipe
-from roundpipe_cli.recipe.sections import DatasetConfig
+from roundpipe_cli.recipe.schema import DatasetConfig
 
 NLL_NOTICE = "orpo: the chosen rows' prompts are trained too, by the likelihood alone (orpo.nll_on_prompt=false: not)"
 

@@ -19,8 +19,7 @@ from roundpipe_cli.model.lora import ADAPTER, LoraSettings, add_lora, continue_l
 from roundpipe_cli.model.source import ModelSource
 from roundpipe_cli.model.split import ModelSplit
 from roundpipe_cli.recipe.load import LoadedRecipe, resolve_path, tried_paths
-from roundpipe_cli.recipe.schema import Recipe
-from roundpipe_cli.recipe.sections import LoraConfig
+from roundpipe_cli.recipe.schema import LoraConfig, Recipe
 from roundpipe_cli.units import format_count
 
 

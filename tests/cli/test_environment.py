@@ -13,8 +13,7 @@ from roundpipe_cli.cli.environment import check_environment
 from roundpipe_cli.costs.processes import Process, launched_without_ranks, this_process
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.files import CACHE_VARIABLE
-from roundpipe_cli.recipe.schema import Recipe
-from roundpipe_cli.recipe.sections import PipelineConfig
+from roundpipe_cli.recipe.schema import PipelineConfig, Recipe
 from roundpipe_cli.train.devices import choose_devices
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,7 +14,7 @@ from roundpipe_cli.planning.compare import SimulationCase, run
 from roundpipe_cli.planning.predict import make_plan
 from roundpipe_cli.planning.profile_cache import ProfileCache
 from roundpipe_cli.recipe.load import load_recipe
-from roundpipe_cli.recipe.sections import PipelineConfig
+from roundpipe_cli.recipe.schema import PipelineConfig
 from roundpipe_cli.schedule.actions import Kind, Schedule
 from roundpipe_cli.schedule.dealing import Options
 

@@ -25,7 +25,7 @@ from roundpipe_cli.planning.predict import Plan, make_plan
 from roundpipe_cli.planning.question import ask
 from roundpipe_cli.planning.resident import DEALING, resident_cut
 from roundpipe_cli.recipe.load import load_recipe
-from roundpipe_cli.recipe.sections import PipelineConfig
+from roundpipe_cli.recipe.schema import PipelineConfig
 from roundpipe_cli.schedule.builders import build_forward, build_schedule, every_stage
 from roundpipe_cli.schedule.dealing import Rounds
 from roundpipe_cli.train.auto_cache import AutoCache

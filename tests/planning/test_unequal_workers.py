@@ -14,7 +14,7 @@ from roundpipe_cli.planning.adaptive import CONFIRM_STEPS, PROFILE_STEPS, Adapti
 from roundpipe_cli.planning.choose import choose, choose_dealing
 from roundpipe_cli.planning.compare import SimulationCase, StageCut, run
 from roundpipe_cli.planning.profile_cache import ProfileCache
-from roundpipe_cli.recipe.sections import PipelineConfig
+from roundpipe_cli.recipe.schema import PipelineConfig
 from roundpipe_cli.schedule.actions import Action
 from roundpipe_cli.schedule.dealing import Options
 from roundpipe_cli.schedule.simulate import simulate

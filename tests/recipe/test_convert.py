@@ -14,14 +14,12 @@ from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.recipe import convert_tables as tables
 from roundpipe_cli.recipe.aliases import _NAMES, ALIASES
 from roundpipe_cli.recipe.aliases import NO_COUNTERPART as RECIPES_NO_COUNTERPART
-from roundpipe_cli.recipe.check import known_keys
-from roundpipe_cli.recipe.convert_file import convert_file
-from roundpipe_cli.recipe.convert_result import Conversion
-from roundpipe_cli.recipe.convert_tables import CHANGES, NO_COUNTERPART, Tool
+from roundpipe_cli.recipe.check import NEEDS_EVALUATION, known_keys
+from roundpipe_cli.recipe.convert import convert_file
+from roundpipe_cli.recipe.convert_tables import CHANGES, NO_COUNTERPART, Conversion, Tool
 from roundpipe_cli.recipe.load import load_recipe, load_text
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.recipe.strict_yaml import parse_bytes
-from roundpipe_cli.recipe.together import NEEDS_EVALUATION
 from tests.support.convert_files import EXAMPLES
 from tests.support.e2e import fresh, run
 

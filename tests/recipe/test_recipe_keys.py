@@ -16,8 +16,15 @@ from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.recipe.check import known_keys
 from roundpipe_cli.recipe.keys import as_markdown, as_text, field_docstrings, recipe_keys
 from roundpipe_cli.recipe.load import load_recipe
-from roundpipe_cli.recipe.schema import Recipe, plain_data
-from roundpipe_cli.recipe.sections import DatasetConfig, DpoConfig, LoraConfig, NodesConfig, PipelineConfig
+from roundpipe_cli.recipe.schema import (
+    DatasetConfig,
+    DpoConfig,
+    LoraConfig,
+    NodesConfig,
+    PipelineConfig,
+    Recipe,
+    plain_data,
+)
 from roundpipe_cli.recipe.shipped import shipped_recipes
 from roundpipe_cli.recipe.strict_yaml import parse_text
 from scripts.recipe_pages import PAGE, updated

@@ -14,12 +14,11 @@ import pytest
 
 from roundpipe_cli.cli.recipes import resolve
 from roundpipe_cli.errors import RecipeError, RefusedError
-from roundpipe_cli.recipe import schema, sections
+from roundpipe_cli.recipe import schema
 from roundpipe_cli.recipe.aliases import ALIASES, NO_COUNTERPART, REMOVED
 from roundpipe_cli.recipe.check import known_keys
 from roundpipe_cli.recipe.load import load_recipe, resolve_path, resolved_yaml, tried_paths
-from roundpipe_cli.recipe.schema import Recipe, plain_data
-from roundpipe_cli.recipe.sections import DatasetConfig, LoraConfig
+from roundpipe_cli.recipe.schema import DatasetConfig, LoraConfig, Recipe, plain_data
 from roundpipe_cli.recipe.shipped import find_recipe
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -69,11 +68,11 @@ def test_the_smallest_recipe_has_every_default(tmp_path: Path) -> None:
 def test_every_key_of_the_contract_is_in_the_schema() -> None:
     """Keys that other programs rely on: a release may add keys, and never renames one of these."""
     assert CONTRACT_KEYS - {field.name for field in dataclasses.fields(Recipe)} == set()
-    assert CONTRACT_PIPELINE_KEYS - {field.name for field in dataclasses.fields(sections.PipelineConfig)} == set()
+    assert CONTRACT_PIPELINE_KEYS - {field.name for field in dataclasses.fields(schema.PipelineConfig)} == set()
 
 
 def test_every_field_has_a_docstring() -> None:
-    trees = [ast.parse(Path(module.__file__).read_text(encoding="utf-8")) for module in (schema, sections)]
+    trees = [ast.parse(Path(module.__file__).read_text(encoding="utf-8")) for module in (schema, schema)]
     nodes = [node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)]
     assert {"Recipe", "LoraConfig", "DatasetConfig", "PipelineConfig"} <= {node.name for node in nodes}
     for node in nodes:

@@ -16,7 +16,7 @@ from roundpipe_cli.events import Event, Notice
 from roundpipe_cli.planning.adaptive import AdaptivePlanner
 from roundpipe_cli.planning.predict import Plan, make_plan
 from roundpipe_cli.recipe.load import load_recipe
-from roundpipe_cli.recipe.sections import PipelineConfig
+from roundpipe_cli.recipe.schema import PipelineConfig
 from roundpipe_cli.train.auto_cache import AutoCache
 from tests.support.tiny import Rig, gpu_costs, make_rig, random_microbatches
 

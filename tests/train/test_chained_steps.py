@@ -27,8 +27,7 @@ from roundpipe_cli.errors import InternalError, StoppedError
 from roundpipe_cli.events import Event, Paused, StepFinished
 from roundpipe_cli.planning.adaptive import AdaptivePlanner, RunConditions
 from roundpipe_cli.recipe.load import load_recipe
-from roundpipe_cli.recipe.schema import Recipe
-from roundpipe_cli.recipe.sections import DatasetConfig, PipelineConfig
+from roundpipe_cli.recipe.schema import DatasetConfig, PipelineConfig, Recipe
 from roundpipe_cli.schedule.actions import Kind, Schedule
 from roundpipe_cli.schedule.builders import StepChain, build_schedule
 from roundpipe_cli.schedule.dealing import Rounds

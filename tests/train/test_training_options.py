@@ -23,8 +23,8 @@ from roundpipe_cli.costs.training import TrainingSettings
 from roundpipe_cli.errors import RecipeError, RefusedError
 from roundpipe_cli.model.dropout import embedding_noise, layer_seed
 from roundpipe_cli.model.packed_weights import import_bitsandbytes
+from roundpipe_cli.recipe.check import SCHEDULE_KEYS
 from roundpipe_cli.recipe.load import load_recipe
-from roundpipe_cli.recipe.schedules import SCHEDULE_KEYS
 from roundpipe_cli.train.batches import make_microbatches, make_sampler
 from roundpipe_cli.train.loop import Trainer
 from roundpipe_cli.train.optim.learning_rate import describe_schedule, make_rate_schedule, schedule_of

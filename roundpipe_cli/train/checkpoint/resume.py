@@ -18,9 +18,7 @@ from roundpipe_cli.files import read_regular
 from roundpipe_cli.model.fused import fused_counts
 from roundpipe_cli.recipe.aliases import REMOVED, is_off
 from roundpipe_cli.recipe.check import Findings, check, hints_of
-from roundpipe_cli.recipe.constraints import Range
-from roundpipe_cli.recipe.schema import Recipe, plain_data, with_lists
-from roundpipe_cli.recipe.sections import DatasetConfig
+from roundpipe_cli.recipe.schema import DatasetConfig, Range, Recipe, plain_data, with_lists
 from roundpipe_cli.recipe.strict_yaml import MAX_BYTES, Place, parse_bytes
 from roundpipe_cli.train.checkpoint.manifest import STATE_NAME
 from roundpipe_cli.train.checkpoint.reading import Checkpoint, peek
