@@ -27,7 +27,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from roundpipe_cli.costs.cost import CostModel
-from roundpipe_cli.costs.shipped_models import shipped_architecture
+from roundpipe_cli.costs.find_model import shipped_architecture
 from roundpipe_cli.planning.choose import choose
 from roundpipe_cli.planning.compare import SimulationCase, make_schedule
 from roundpipe_cli.schedule.actions import Schedule

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from roundpipe_cli.costs.host_layout import HostLayout, host_layout
+from roundpipe_cli.costs.machine import HostLayout, host_layout
 from roundpipe_cli.engine import host_pages
 from roundpipe_cli.train.optim.update_rules import AdamW, RuleSettings
 

@@ -26,9 +26,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 from accelerate import init_empty_weights
 
-from roundpipe_cli.costs.counted_types import is_counted_exactly
-from roundpipe_cli.costs.find_model import find_config
-from roundpipe_cli.costs.shipped_models import shipped_figures
+from roundpipe_cli.costs.find_model import find_config, shipped_figures
+from roundpipe_cli.costs.models import is_counted_exactly
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.auto_class import auto_class
 from roundpipe_cli.model.load import build_skeleton, load_config

@@ -24,11 +24,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from roundpipe_cli.costs.block_work import block_work
-from roundpipe_cli.costs.models import parse_config
-from roundpipe_cli.costs.shipped_models import figures_of
-from roundpipe_cli.costs.tally import PassWork, Tally
-from roundpipe_cli.costs.training import TrainingSettings
+from roundpipe_cli.costs.block_work import PassWork, Tally, block_work
+from roundpipe_cli.costs.find_model import figures_of
+from roundpipe_cli.costs.models import TrainingSettings, parse_config
 from roundpipe_cli.model.fused import find_fused_ops
 from roundpipe_cli.model.load import build_skeleton
 from roundpipe_cli.model.lora import LoraSettings, add_lora

@@ -16,15 +16,13 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from roundpipe_cli.costs.activations import head_chunk_bytes
-from roundpipe_cli.costs.block_work import attended_tokens
+from roundpipe_cli.costs.analytic import head_chunk_bytes
+from roundpipe_cli.costs.block_work import attended_tokens, lora_params
 from roundpipe_cli.costs.cost import CostModel, LayerCost, keep_activations, skip_projections
+from roundpipe_cli.costs.find_model import shipped_architecture
 from roundpipe_cli.costs.hardware import parse_hardware
-from roundpipe_cli.costs.matrices import lora_params
 from roundpipe_cli.costs.memory import device_need, one_layer_bytes, usable_device_bytes
-from roundpipe_cli.costs.models import Architecture
-from roundpipe_cli.costs.shipped_models import shipped_architecture
-from roundpipe_cli.costs.training import TrainingSettings
+from roundpipe_cli.costs.models import Architecture, TrainingSettings
 from roundpipe_cli.planning.choose import choose, dealt_cut
 from roundpipe_cli.planning.compare import SimulationCase, StageCut, run
 from roundpipe_cli.schedule.dealing import Options

@@ -17,10 +17,13 @@ from typing import Any, Literal
 from packaging.version import InvalidVersion, Version
 
 from roundpipe_cli import __version__
-from roundpipe_cli.costs.host_layout import SWITCH, SYS, host_layout
+from roundpipe_cli.costs.find_model import shipped_figures
 from roundpipe_cli.costs.machine import (
+    SWITCH,
+    SYS,
     cpu_devices,
     free_disk_bytes,
+    host_layout,
     host_memory,
     lockable_bytes,
     num_cores,
@@ -28,7 +31,6 @@ from roundpipe_cli.costs.machine import (
     this_machine,
     visible_gpus,
 )
-from roundpipe_cli.costs.shipped_models import shipped_figures
 from roundpipe_cli.hub.ask import hub_answers, is_offline
 from roundpipe_cli.planning.reach import SEQUENCE, Reach, reach_of
 from roundpipe_cli.train.floors import FLOORS, WORKING_FLOORS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from roundpipe_cli.cli.output import say
-from roundpipe_cli.costs.processes import Process, launched_without_ranks
+from roundpipe_cli.costs.machine import Process, launched_without_ranks
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.faults import load_faults
 from roundpipe_cli.files import cache_folder

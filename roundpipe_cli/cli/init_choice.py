@@ -9,8 +9,7 @@ from typing import Literal
 from roundpipe_cli.costs.analytic import analytic_costs
 from roundpipe_cli.costs.find_model import find_architecture
 from roundpipe_cli.costs.hardware import Hardware, parse_hardware
-from roundpipe_cli.costs.models import Architecture
-from roundpipe_cli.costs.training import DType, TrainingSettings
+from roundpipe_cli.costs.models import Architecture, DType, TrainingSettings
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.planning.fitting import fitting_recipe
 from roundpipe_cli.planning.question import PlanRequest, choose_tier, hardware_of

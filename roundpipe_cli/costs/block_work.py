@@ -7,12 +7,493 @@ operators that `kernels: auto` takes on a GPU, and our Triton kernels for expert
 
 from __future__ import annotations
 
-from roundpipe_cli.costs.expert_work import compute_experts, route
-from roundpipe_cli.costs.matrices import BlockMatrices, Matrix, block_matrices
-from roundpipe_cli.costs.models import Architecture, Block
-from roundpipe_cli.costs.structure import HALF_ANGLES, NORMS_AROUND_ZERO, UNTURNED
-from roundpipe_cli.costs.tally import Tally
-from roundpipe_cli.costs.training import TrainingSettings
+import math
+from dataclasses import dataclass, field, replace
+
+from roundpipe_cli.choices import PACKED_FORMATS, UNPACKED_AT_ONCE
+from roundpipe_cli.costs.models import (
+    ADAPTED_EXPERTS,
+    CHOSEN_BY_LOGIT,
+    CHOSEN_SUM_TO_ONE,
+    EXPERT_BIAS,
+    HALF_ANGLES,
+    MLP_BIAS,
+    NORMS_AROUND_ZERO,
+    OUTPUT_BIAS,
+    QKV_BIAS,
+    UNTURNED,
+    Architecture,
+    Block,
+    TrainingSettings,
+)
+
+# The matrices of a block: their shapes, which of them are adapted or have a bias.
+
+_GATE_AND_UP = (frozenset({"gate_proj", "w1"}), frozenset({"up_proj", "w3"}))
+_DOWN = frozenset({"down_proj", "w2"})
+_FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """One weight of a block, or one of each expert."""
+
+    name: str
+    inputs: int
+    outputs: int
+    rank: int = 0
+    """Rank of its adapter; 0: none."""
+    num_experts: int = 0
+    """Number of experts that have such a matrix; 0: it belongs to no expert."""
+    has_bias: bool = False
+
+    @property
+    def params(self) -> int:
+        return max(1, self.num_experts) * self.inputs * self.outputs
+
+    @property
+    def adapter_params(self) -> int:
+        return max(1, self.num_experts) * self.rank * (self.inputs + self.outputs)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockMatrices:
+    """All matrices of a block, by part."""
+
+    query: Matrix
+    key: Matrix
+    value: Matrix
+    output: Matrix
+    dense: tuple[Matrix, ...]
+    """The feed-forward part that all tokens pass: gate (where there is one), up, down; shared experts, too."""
+    router: Matrix | None
+    experts: tuple[Matrix, ...]
+    """Matrices of routed experts: gate and up in one, and down."""
+
+    def every(self) -> tuple[Matrix, ...]:
+        router = () if self.router is None else (self.router,)
+        return (self.query, self.key, self.value, self.output, *self.dense, *router, *self.experts)
+
+
+def block_matrices(architecture: Architecture, block: Block, settings: TrainingSettings) -> BlockMatrices:
+    """The matrices of `block`, with adapters where `settings` asks for them."""
+    hidden, model_type = architecture.hidden_size, architecture.model_type
+    query, key_value = _attention_widths(architecture, block)
+    has_bias = model_type in QKV_BIAS
+
+    # where PEFT adapts fused experts, it takes the names of a feed-forward part for theirs alone
+    dense_settings = replace(settings, lora_targets=()) if model_type in ADAPTED_EXPERTS else settings
+
+    def linear(name: str, inputs: int, outputs: int, bias: bool) -> Matrix:
+        rank = _rank(dense_settings if name in _FEED_FORWARD else settings, name) if inputs * outputs else 0
+        return Matrix(name, inputs, outputs, rank, has_bias=bias)
+
+    routed = _experts(architecture, block, settings)
+    router = None
+    if block.num_experts:
+        rank = _rank(settings, "gate") if model_type in ADAPTED_EXPERTS else 0
+        bias = model_type in EXPERT_BIAS
+        router = Matrix("gate", hidden, block.num_experts, rank, has_bias=bias)
+    beside = block.mlp_params - sum(one.params for one in routed) - (router.params if router else 0)
+    names = _FEED_FORWARD if architecture.gated_mlp else _FEED_FORWARD[1:]
+    width = beside // (len(names) * hidden)
+    dense = tuple(
+        linear(name, *((width, hidden) if name == "down_proj" else (hidden, width)), model_type in MLP_BIAS)
+        for name in names
+    )
+    return BlockMatrices(
+        query=linear("q_proj", hidden, query, has_bias),
+        key=linear("k_proj", hidden, key_value, has_bias),
+        value=linear("v_proj", hidden, key_value, has_bias),
+        output=linear("o_proj", query, hidden, model_type in OUTPUT_BIAS),
+        dense=dense if width > 0 else (),
+        router=router,
+        experts=routed,
+    )
+
+
+def _attention_widths(architecture: Architecture, block: Block) -> tuple[int, int]:
+    """Outputs of the queries' matrix and of each of the keys' and values'; together as many weights as the block has.
+
+    Where heads share keys in other ways than the figures say, or matrices go through a latent space, the difference is
+    the keys'.
+    """
+    query = architecture.num_attention_heads * architecture.head_dim
+    key_value = architecture.num_key_value_heads * architecture.head_dim
+    both = block.attention_params // (2 * architecture.hidden_size)
+    if both in (0, query + key_value):
+        return (query, key_value) if both else (0, 0)
+    return (query, both - query) if both > query else (both - both // 2, both // 2)
+
+
+def _experts(architecture: Architecture, block: Block, settings: TrainingSettings) -> tuple[Matrix, ...]:
+    """Gate and up of all experts lie in one weight, whose adapter has the ranks of both."""
+    if not block.num_experts:
+        return ()
+    hidden, width = architecture.hidden_size, architecture.intermediate_size
+    is_adapted, bias = architecture.model_type in ADAPTED_EXPERTS, architecture.model_type in EXPERT_BIAS
+    halves = _GATE_AND_UP if architecture.gated_mlp else _GATE_AND_UP[1:]
+    up_rank = sum(_rank(settings, *names) for names in halves) if is_adapted else 0
+    down_rank = _rank(settings, *_DOWN) if is_adapted else 0
+    return (
+        Matrix("gate_up_proj", hidden, len(halves) * width, up_rank, block.num_experts, bias),
+        Matrix("down_proj", width, hidden, down_rank, block.num_experts, bias),
+    )
+
+
+def _rank(settings: TrainingSettings, *names: str) -> int:
+    """Rank of the adapter of a matrix with one of `names`; 0 without one."""
+    targets = settings.lora_targets
+    is_adapted = targets is None or any(name in targets for name in names)
+    return settings.lora_r if settings.method == "lora" and is_adapted else 0
+
+
+def lora_params(architecture: Architecture, block: Block, settings: TrainingSettings) -> int:
+    """Weights of a block's adapters: rank x (inputs + outputs) for each adapted matrix, each expert's included."""
+    return sum(one.adapter_params for one in block_matrices(architecture, block, settings).every())
+
+
+# Adds up what the passes over one block launch, by the operators that all blocks have: sums, norms, linear layers.
+
+ACCUMULATED_BYTES = 8
+"""Bytes to read and write a float32 sum of gradients."""
+EXACT_BYTES = 4
+"""Size of a float32."""
+TILE = 64
+"""Rows and columns of a product's result that are computed together, at least: of narrow ones a part is wasted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """One matrix product, as a GPU has to compute it."""
+
+    flops: float
+    """With what is wasted in tiles that are partly empty."""
+    traffic_bytes: float
+    """Both factors and the result: what a narrow product waits for."""
+
+
+@dataclass(slots=True)
+class PassWork:
+    """Counts of one pass over a block."""
+
+    operators: int = 0
+    """Dispatched, those that write memory; each is one kernel."""
+    products: int = 0
+    """Matrix products and attention among the launches."""
+    traffic_bytes: float = 0.0
+    """Bytes that operators other than products read and write, each tensor of an operator once."""
+    product_flops: float = 0.0
+    """Matrix products and attention."""
+    attention_flops: float = 0.0
+    """Attention, among them."""
+    shapes: list[Product] = field(default_factory=list)
+    """Products without attention."""
+    unpacked_bytes: float = 0.0
+    """Read and written to make packed weights whole; part of `traffic_bytes`."""
+    library_bytes: float = 0.0
+    """Moved by transformers' and PEFT's own operators beyond `traffic_bytes`, in place of the fused ones."""
+
+    def moves(self, *traffic_bytes: float) -> None:
+        """Count operators that are no products, by the bytes of each."""
+        self.operators += len(traffic_bytes)
+        self.traffic_bytes += sum(traffic_bytes)
+
+    def attends(self, flops: float) -> None:
+        """Count attention of all heads."""
+        self._multiplies(flops)
+        self.attention_flops += flops
+
+    def product(self, rows: float, inner: float, columns: float, size: int) -> None:
+        """Count a product of [rows, inner] and [inner, columns], of values of `size` bytes."""
+        self._multiplies(2 * rows * inner * columns)
+        traffic_bytes = size * (rows * inner + inner * columns + rows * columns)
+        self.shapes.append(Product(2 * _tiled(rows) * inner * _tiled(columns), traffic_bytes))
+
+    def grouped_product(self, flops: float, wasted: float, traffic_bytes: float) -> None:
+        """Count a product with a matrix for each expert.
+
+        Args:
+            wasted: FLOPs in tiles that are partly empty.
+        """
+        self._multiplies(flops)
+        self.shapes.append(Product(flops + wasted, traffic_bytes))
+
+    def _multiplies(self, flops: float) -> None:
+        self.operators += 1
+        self.products += 1
+        self.product_flops += flops
+
+
+def _tiled(length: float) -> float:
+    return TILE * math.ceil(length / TILE)
+
+
+@dataclass(slots=True)
+class Tally:
+    """The passes over one block for one microbatch."""
+
+    hidden_size: int
+    settings: TrainingSettings
+    forward: PassWork = field(default_factory=PassWork)
+    """A recompute is a forward once more."""
+    backward: PassWork = field(default_factory=PassWork)
+
+    @property
+    def tokens(self) -> float:
+        return self.settings.tokens_per_microbatch
+
+    @property
+    def size(self) -> int:
+        """Bytes of a value."""
+        return self.settings.dtype_bytes
+
+    @property
+    def trains(self) -> bool:
+        """Whether the block's own weights are trained."""
+        return self.settings.method == "full"
+
+    @property
+    def hidden_bytes(self) -> float:
+        """Bytes of hidden states."""
+        return self.tokens * self.hidden_size * self.size
+
+    def residual(self) -> None:
+        """Count an addition to the hidden states; backward adds both gradients."""
+        self.forward.moves(3 * self.hidden_bytes)
+        self.sum_gradients(2)
+
+    def sum_gradients(self, num_uses: int) -> None:
+        """Add the gradients of hidden states that are used so often."""
+        self.backward.moves(*[3 * self.hidden_bytes] * (num_uses - 1))
+
+    def accumulate(self, *params: float) -> None:
+        """Add gradients of weights to their sums over microbatches."""
+        self.backward.moves(*(count * (self.size + ACCUMULATED_BYTES) for count in params))
+
+    def norm(self, columns: int, width: int | None = None, *, adds_one: bool) -> None:
+        """RMS norm of [T, columns], in rows of `width`: one kernel each way, another for the weight's gradient. Where
+        the factor is 1 + weight (`adds_one`), it is an operator of its own."""
+        width = width or columns
+        values, rows = self.tokens * columns * self.size, 4 * self.tokens * columns / width
+        weight = width * self.size
+        if adds_one:
+            self.forward.moves(2 * values + rows, 2 * values + weight)
+            self.backward.moves(2 * values + weight, 3 * values + rows)
+        else:
+            self.forward.moves(2 * values + rows + weight)
+            self.backward.moves(3 * values + rows + weight)
+        count, casts = self.tokens * columns, 0 if self.size == EXACT_BYTES else 2 * (self.size + EXACT_BYTES)
+        self.forward.library_bytes += count * (5 * EXACT_BYTES + casts)  # power, mean, product, and casts around them
+        self.backward.library_bytes += count * (16 * EXACT_BYTES + casts + self.size)  # nine operators in place of one
+        if self.trains:
+            self.backward.moves(*((3 * values, values + weight) if adds_one else (2 * values + rows + weight,)))
+            self.accumulate(width)
+
+    def linear(self, matrix: Matrix) -> None:
+        """A linear layer on all tokens; an adapter's products are launched beside it (`kernels/lora_linear.py`)."""
+        tokens, rank = self.tokens, matrix.rank
+        inputs, outputs, size = matrix.inputs, matrix.outputs, self.size
+        self.unpack(matrix)
+        self.forward.product(tokens, inputs, outputs, size)
+        self.backward.product(tokens, outputs, inputs, size)
+        if self.trains:
+            self.backward.product(outputs, tokens, inputs, size)
+            self.accumulate(matrix.params)
+            if matrix.has_bias:
+                self.backward.moves((tokens + 1) * matrix.outputs * self.size)
+                self.accumulate(matrix.outputs)
+        if rank:
+            self.forward.product(tokens, inputs, rank, size)
+            self.forward.product(tokens, rank, outputs, size)
+            self.backward.product(tokens, outputs, rank, size)
+            self.backward.product(tokens, rank, inputs, size)
+            self.backward.product(rank, tokens, inputs, size)
+            self.backward.product(outputs, tokens, rank, size)
+            self.accumulate(rank * inputs, rank * outputs)
+            self.forward.library_bytes += 5 * tokens * outputs * size  # scale, and add to the product
+            self.backward.library_bytes += tokens * (2 * outputs + 3 * inputs) * size
+
+    def unpack(self, matrix: Matrix) -> None:
+        """Make a packed weight whole, forward and once more in backward."""
+        packed, kind = self.settings.packed_bytes_per_param, self.settings.packed_as
+        if not packed or kind is None:
+            return
+        is_cut = PACKED_FORMATS[kind].needs_bitsandbytes
+        pieces = -(-matrix.params // UNPACKED_AT_ONCE) if is_cut else 1
+        whole = matrix.params * self.size
+        once = [(matrix.params * packed + whole) / pieces] * pieces
+        once += [2 * whole] * (PACKED_FORMATS[kind].passes - 1)
+        once += [2 * whole / pieces] * (pieces if pieces > 1 else 0)
+        for one in (self.forward, self.backward):
+            one.moves(*once)
+            one.unpacked_bytes += sum(once)
+
+
+# Kernels that routed experts launch: router, tokens sorted by expert, grouped products, weighted sum.
+#
+# transformers' `grouped_mm` implementation with the products of `kernels/grouped_mm.py`, as on cards where torch has no
+# kernel of its own for them. Adapters of experts: `model/grouped_experts.py`.
+#
+#     T: tokens, E: experts, P: (token, expert) pairs, H: hidden size, W: an expert's width, s: bytes of a value
+
+INDEX_BYTES, OFFSET_BYTES = 8, 4
+"""Sizes of an int64 and an int32."""
+EXPERT_TILE_TOKENS = 64
+"""Half of a tile of a grouped product: what an expert's last tile wastes on average."""
+
+
+def expert_fill(settings: TrainingSettings, num_experts: int, per_token: int) -> float:
+    """Useful share of the experts' tiles."""
+    per_expert = settings.tokens_per_mlp_call * per_token / num_experts
+    return per_expert / (per_expert + EXPERT_TILE_TOKENS)
+
+
+def route(tally: Tally, router: Matrix, per_token: int, model_type: str) -> None:
+    """Scores of all experts, the chosen ones of each token and their weights."""
+    _score(tally, router)
+    tokens, size = tally.tokens, tally.size
+    scores, chosen = tokens * router.outputs, tokens * per_token
+    forward, backward = tally.forward, tally.backward
+    if model_type in CHOSEN_BY_LOGIT:
+        forward.moves(scores * size + chosen * (size + INDEX_BYTES), 2 * chosen * size)
+        backward.moves(3 * chosen * size, scores * size, 2 * scores * size + chosen * (size + INDEX_BYTES))
+        return
+    exact = scores * EXACT_BYTES
+    cast = scores * (size + EXACT_BYTES), chosen * (size + EXACT_BYTES)
+    forward.moves(cast[0], 2 * exact, exact + chosen * (EXACT_BYTES + INDEX_BYTES), cast[1])
+    if model_type in CHOSEN_SUM_TO_ONE:
+        _divide_by_sum(tally, chosen * EXACT_BYTES, tokens * EXACT_BYTES)
+    backward.moves(cast[1], exact, 2 * exact + chosen * (EXACT_BYTES + INDEX_BYTES), 3 * exact, cast[0])
+
+
+def _divide_by_sum(tally: Tally, chosen: float, sums: float) -> None:
+    """Weights of a token's experts, so that they sum to one; arguments in bytes. The gradient takes seven operators."""
+    each = 2 * chosen + sums
+    tally.forward.moves(chosen + sums, each)
+    tally.backward.moves(each, each, 2 * chosen, 3 * chosen, each, chosen + sums, each)
+
+
+def _score(tally: Tally, router: Matrix) -> None:
+    """The router's product. Its adapter is added to its weight at each call."""
+    tokens, inputs, outputs, size = tally.tokens, router.inputs, router.outputs, tally.size
+    weight = router.params * size
+    tally.forward.product(tokens, inputs, outputs, size)
+    tally.backward.product(tokens, outputs, inputs, size)
+    tally.sum_gradients(2)
+    if tally.trains or router.rank:
+        tally.backward.product(outputs, tokens, inputs, size)
+    if tally.trains:
+        tally.accumulate(router.params)
+        if router.has_bias:
+            tally.backward.moves((tokens + 1) * outputs * size)
+            tally.accumulate(router.outputs)
+    if router.rank:
+        tally.forward.product(outputs, router.rank, inputs, size)
+        tally.forward.moves(2 * weight, 3 * weight)
+        tally.backward.moves(2 * weight)
+        tally.backward.product(router.rank, outputs, inputs, size)
+        tally.backward.product(outputs, inputs, router.rank, size)
+        tally.accumulate(router.rank * router.inputs, router.rank * router.outputs)
+
+
+def compute_experts(tally: Tally, matrices: tuple[Matrix, ...], per_token: int, *, clamps_gates: bool) -> None:
+    """Sort pairs by expert, multiply, and add up each token's results."""
+    up, down = matrices
+    pairs, size = tally.tokens * per_token, tally.size
+    of_pairs = pairs * tally.hidden_size * size
+    _gather(tally, up.num_experts, pairs, of_pairs)
+    _grouped(tally, up, pairs)
+    _gate(tally, up, pairs * down.inputs * size, clamps_gates=clamps_gates)
+    _grouped(tally, down, pairs)
+    _combine(tally, pairs, of_pairs)
+
+
+def _gather(tally: Tally, num_experts: int, pairs: float, of_pairs: float) -> None:
+    """Sort pairs by expert, copy each one's hidden states, count those of each expert; sum the gradients of a token."""
+    size, index, offset = tally.size, pairs * INDEX_BYTES, pairs * OFFSET_BYTES
+    tally.forward.moves(
+        3 * index,
+        2 * index,
+        tally.hidden_bytes + index + of_pairs,
+        2 * pairs * size + index,
+        index + offset,
+        offset + num_experts * OFFSET_BYTES,
+        2 * num_experts * OFFSET_BYTES,
+    )
+    tally.backward.moves(
+        pairs * size,
+        index + 3 * pairs * size,
+        tally.hidden_bytes,
+        2 * tally.hidden_bytes + index + of_pairs,
+    )
+
+
+def _grouped(tally: Tally, matrix: Matrix, pairs: float) -> None:
+    """A grouped product, its adapter's share in the same kernel, and its bias, a row for each pair."""
+    product, rank, size = 2 * pairs * matrix.inputs * matrix.outputs, matrix.rank, tally.size
+    low, back = 2 * pairs * rank * matrix.inputs, 2 * pairs * rank * matrix.outputs
+    read, made, weights = pairs * matrix.inputs * size, pairs * matrix.outputs * size, matrix.params * size
+    per_token = round(pairs / tally.tokens)
+    wasted = product * (1 / expert_fill(tally.settings, matrix.num_experts, per_token) - 1)
+    tally.unpack(matrix)
+    if rank:
+        copied = 2 * matrix.num_experts * rank * matrix.outputs * size  # B, which PEFT keeps in another order
+        tally.forward.grouped_product(low, 0, read)
+        tally.forward.grouped_product(product + back, wasted, read + weights + made)
+        tally.forward.moves(copied)
+        tally.backward.grouped_product(back, 0, made)
+        tally.backward.grouped_product(product + low, wasted, read + weights + made)
+        tally.backward.grouped_product(low, 0, read)
+        tally.backward.grouped_product(back, 0, made)
+        tally.backward.moves(copied)
+        tally.accumulate(matrix.num_experts * rank * matrix.inputs, matrix.num_experts * rank * matrix.outputs)
+    else:
+        tally.forward.grouped_product(product, wasted, read + weights + made)
+        tally.backward.grouped_product(product, wasted, read + weights + made)
+    if tally.trains:
+        tally.backward.grouped_product(product, wasted, read + weights + made)
+        tally.accumulate(matrix.params)
+    if matrix.has_bias:
+        _add_bias(tally, matrix, pairs)
+
+
+def _add_bias(tally: Tally, matrix: Matrix, pairs: float) -> None:
+    biases, values = (count * matrix.outputs * tally.size for count in (matrix.num_experts, pairs))
+    index = pairs * INDEX_BYTES
+    tally.forward.moves(biases + index + values, 3 * values)
+    if tally.trains:
+        tally.backward.moves(biases, 2 * biases + index + values)
+        tally.accumulate(matrix.num_experts * matrix.outputs)
+
+
+def _gate(tally: Tally, up: Matrix, inner: float, *, clamps_gates: bool) -> None:
+    """The activation of one half times the other, `inner` bytes each; clamped ones are `(up + 1) gate sigmoid(...)`."""
+    if not clamps_gates:
+        tally.forward.moves(2 * inner, 3 * inner)
+        tally.backward.moves(3 * inner, 3 * inner, 3 * inner, 4 * inner)  # both products, activation, halves joined
+        return
+    bools = inner / tally.size
+    tally.forward.moves(*[2 * inner] * 4, 3 * inner, 2 * inner, 3 * inner)
+    tally.backward.moves(*[3 * inner] * 5, 2 * inner, 3 * inner)
+    tally.backward.moves(tally.size, inner + bools, inner + bools, 3 * bools, 2 * inner + bools)  # of both limits
+    tally.backward.moves(tally.size, inner + bools, 2 * inner + bools)  # of one
+    tally.backward.moves(3 * inner, 3 * inner, 6 * inner)  # halves joined
+
+
+def _combine(tally: Tally, pairs: float, of_pairs: float) -> None:
+    """Weigh each pair's result, undo the order, add up those of a token."""
+    index, weights = pairs * INDEX_BYTES, pairs * tally.size
+    tally.forward.moves(2 * of_pairs + weights, index, 4 * index, 2 * of_pairs + index, of_pairs + tally.hidden_bytes)
+    tally.backward.moves(
+        tally.hidden_bytes + of_pairs,
+        of_pairs,
+        3 * of_pairs + index,
+        3 * of_pairs,
+        2 * of_pairs + weights,
+        of_pairs + weights,
+    )
+
 
 ATTENTION_BACKWARD = 2.5
 """FLOPs of attention's backward, of its forward's: the scores again, and four products (arXiv 2205.14135)."""

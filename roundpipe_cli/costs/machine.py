@@ -1,4 +1,4 @@
-"""Figures of this machine: its GPUs (asked of nvidia-smi, so without torch), host memory, cores, free disk.
+"""Figures of this machine: GPUs (asked of nvidia-smi, so without torch), host memory and its layout, cores, disk.
 
 A container's memory limit counts before the machine's: cgroup v2 and v1 are both read.
 """
@@ -6,14 +6,186 @@ A container's memory limit counts before the machine's: cgroup v2 and v1 are bot
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from roundpipe_cli.costs.hardware import Device, Hardware, catalogue, find_gpu, gpu_device
-from roundpipe_cli.costs.processes import this_process
+from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.units import GIB, MIB, format_bytes
+
+# The place of this process in a run, by torchrun's environment variables. No torch.
+#
+#     RANK, WORLD_SIZE              this process, and how many there are; both or none
+#     MASTER_ADDR, MASTER_PORT      where the first one listens
+#     LOCAL_RANK, LOCAL_WORLD_SIZE  the same two on this machine, where there is to be one
+#
+# An empty variable counts as one that is not set.
+
+EXAMPLE = "torchrun --nnodes 2 --nproc-per-node 1 --node-rank 0 --master-addr HOST --master-port 29500 --no-python ..."
+MAX_PORT = 65535
+LAUNCHERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+"""Number of tasks, of srun and the two kinds of mpirun; none of them sets RANK."""
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """One process of a run; alone, it is the first of one."""
+
+    rank: int = 0
+    count: int = 1
+    num_local: int = 1
+    """Processes of the run on this machine."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process writes the run's files."""
+        return self.rank == 0
+
+
+def this_process() -> Process:
+    """This process' place in the run.
+
+    Raises:
+        RefusedError: variables that are no numbers, contradict each other, or are incomplete.
+    """
+    rank, count = _number("RANK"), _number("WORLD_SIZE")
+    local_rank, num_local = _number("LOCAL_RANK"), _number("LOCAL_WORLD_SIZE")
+    if rank is None and (count or 1) > 1:
+        raise _half("WORLD_SIZE", "RANK")
+    if count is None and rank is not None:
+        raise _half("RANK", "WORLD_SIZE")
+    was_restarted()
+    _refuse_outside("RANK", rank, "WORLD_SIZE", count)
+    _refuse_outside("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", num_local)
+    return Process(rank or 0, 1 if count is None else count, max(1, num_local or 1, (local_rank or 0) + 1))
+
+
+def require_address() -> None:
+    """Refuse an environment that does not say where the first of several processes listens.
+
+    Raises:
+        RefusedError: MASTER_ADDR or MASTER_PORT is missing, or is no port.
+    """
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not _text(name)]
+    if missing:
+        raise _half("WORLD_SIZE", " and ".join(missing))
+    port = _text("MASTER_PORT")
+    if not (port.isascii() and port.isdecimal() and len(port) <= 5 and 1 <= int(port) <= MAX_PORT):
+        raise _wrong("MASTER_PORT", f"a port from 1 to {MAX_PORT}")
+
+
+def launched_without_ranks() -> str | None:
+    """A warning where a launcher started several tasks but none of them knows of the others; else None."""
+    for name in LAUNCHERS:
+        text = _text(name)
+        if text.isdecimal() and int(text) > 1 and not _text("WORLD_SIZE"):
+            alone = "RANK and WORLD_SIZE are not set, so each of them trains alone, on all rows"
+            return f"{name}={text} tasks were started, but {alone}; torchrun makes them one run"
+    return None
+
+
+def was_restarted() -> bool:
+    """Whether torchrun has started this run again after one of its processes ended.
+
+    Raises:
+        RefusedError: the variable is no number.
+    """
+    return (_number("TORCHELASTIC_RESTART_COUNT") or 0) > 0
+
+
+def _text(name: str) -> str:
+    return os.environ.get(name, "").strip()
+
+
+def _number(name: str) -> int | None:
+    """The variable's value; None where it is not set."""
+    text = _text(name)
+    if not text:
+        return None
+    if not (text.isascii() and text.isdecimal()) or len(text) > len(str(2**31)):
+        raise _wrong(name, "a whole number of at least 0")
+    return int(text)
+
+
+def _refuse_outside(rank_name: str, rank: int | None, count_name: str, count: int | None) -> None:
+    if count is not None and count < 1:
+        raise _wrong(count_name, "a whole number of at least 1")
+    if rank is not None and count is not None and rank >= count:
+        raise _wrong(rank_name, f"less than {count_name}={count}")
+
+
+def _wrong(name: str, expected: str) -> RefusedError:
+    return RefusedError(
+        "an environment variable of torchrun makes no sense",
+        where=name,
+        found=repr(os.environ.get(name, "")),
+        expected=expected,
+        hint=f"unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE for a run on one machine; for several: {EXAMPLE}",
+    )
+
+
+def _half(there: str, missing: str) -> RefusedError:
+    return RefusedError(
+        "the environment says only in part which process of a run this is",
+        where=f"{missing} not set",
+        found=f"{there}={_text(there)}",
+        expected="all of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or none of them",
+        hint=f"unset {there} for a run on one machine; for several: {EXAMPLE}",
+    )
+
+
+# Layout of the host's memory: NUMA nodes, and pages of 2 MiB for shared memory.
+#
+# Weights lie in shared anonymous memory (a fork must not take page-locked pages away), for which the system has a
+# switch of its own.
+
+SYS = Path("/sys")
+NODES = "devices/system/node"
+SWITCH = "kernel/mm/transparent_hugepage/shmem_enabled"
+
+
+@dataclass(frozen=True, slots=True)
+class HostLayout:
+    """Memory nodes and pages, as the system reports them."""
+
+    nodes: tuple[int, ...]
+    """NUMA nodes that have memory; one or none where the system does not tell."""
+    huge_pages: str | None
+    """always, within_size, advise, never, deny or force; None: the system has no such switch."""
+
+    @property
+    def gives_huge_pages(self) -> bool:
+        """Whether memory that asks for pages of 2 MiB gets them."""
+        return self.huge_pages in ("always", "within_size", "advise", "force")
+
+
+def host_layout(system: Path = SYS) -> HostLayout:
+    """Read from `/sys`; a system without it has one node and no switch."""
+    listed = _read(system / NODES / "has_memory") or _read(system / NODES / "online")
+    chosen = re.search(r"\[(\w+)\]", _read(system / SWITCH))
+    return HostLayout(_numbers(listed), chosen[1] if chosen else None)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii", errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """`0-1,4` as (0, 1, 4)."""
+    found: list[int] = []
+    for part in filter(None, text.split(",")):
+        first, _, last = part.partition("-")
+        if not (first.isdigit() and (last or first).isdigit()):
+            return ()
+        found += range(int(first), int(last or first) + 1)
+    return tuple(found)
+
 
 CPU_FLOAT32_FLOPS_PER_S_PER_CORE = 60e9
 """Whole training steps of SmolLM2-135M in float32 on a 2-core AVX-512 machine: 150 tokens/s."""

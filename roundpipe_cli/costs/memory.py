@@ -18,14 +18,31 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from roundpipe_cli.choices import OPTIMIZERS
-from roundpipe_cli.costs.activations import activation_bytes, key_value_bytes
-from roundpipe_cli.costs.analytic import trainable_params
+from roundpipe_cli.costs.analytic import activation_bytes, key_value_bytes, trainable_params
 from roundpipe_cli.costs.cost import CHUNK_BYTES, CostModel, LayerCost, StageRange
 from roundpipe_cli.costs.hardware import Device, Hardware
-from roundpipe_cli.costs.models import Architecture
-from roundpipe_cli.costs.single_weights import block_gradient_bytes, converted_bytes
-from roundpipe_cli.costs.training import TrainingSettings
+from roundpipe_cli.costs.models import Architecture, TrainingSettings
 from roundpipe_cli.units import GIB, MIB, format_bytes
+
+# The largest single weights of a block, which exist twice for a moment: while they are filled, and as gradients.
+
+
+def block_gradient_bytes(architecture: Architecture, settings: TrainingSettings) -> int:
+    """Gradient of a block's largest trained weight, which exists whole before it is added to its sum: of the
+    feed-forward part, where all experts' gates and what they multiply may be one."""
+    if settings.method == "lora":
+        return 0  # of a rank
+    matrix = architecture.hidden_size * architecture.intermediate_size * settings.dtype_bytes
+    return max(matrix, converted_bytes(architecture, settings))
+
+
+def converted_bytes(architecture: Architecture, settings: TrainingSettings) -> int:
+    """Size of the largest weight that is made of several tensors of the files: the experts' gates and what they
+    multiply, fused."""
+    experts = max((block.mlp_params for block in architecture.blocks if block.num_experts), default=0)
+    share = 2 / 3 if architecture.gated_mlp else 1 / 2
+    return int(experts * share) * settings.dtype_bytes
+
 
 CONTEXT_BYTES = 700 * MIB
 """CUDA context, kernels and library workspaces of one process on one device (assumed)."""
@@ -391,4 +408,46 @@ def disk_need(architecture: Architecture, settings: TrainingSettings) -> Need:
             NeedPart("the result", result),
             NeedPart("mapped weights", mapped),
         )
+    )
+
+
+# Memory of all workers of a machine without GPUs: part of the host's, with no weights and no gradient sums in it.
+
+KEPT_BYTES = 64 * MIB
+"""Memory of the heap that a step freed and that cannot be given back, for something lies on each of its pages: 60 to
+100 MB measured beside a model of 135M parameters after each step, and none beside a tiny one: at most what it took."""
+
+
+def cpu_workers_need(
+    costs: CostModel,
+    architecture: Architecture,
+    settings: TrainingSettings,
+    hardware: Hardware,
+    stages: tuple[Sequence[StageRange], Sequence[StageRange]],
+    microbatches_per_round: int,
+) -> tuple[NeedPart, ...]:
+    """Bytes of all CPU workers together at their peak.
+
+    Stages are dealt out in turn, so no two workers compute the same one unless there are more workers than stages: only
+    then does more than one hold the head's logits. A gradient of the later of the two waits for its turn to be added.
+
+    Args:
+        stages: forward and backward.
+        microbatches_per_round: of a visit of a stage.
+    """
+    workers, (forward, backward) = sum(device.is_cpu for device in hardware.devices), stages
+    at_once = math.ceil(workers / len(backward))
+    head = len(costs.layers) - 1
+    visits = []
+    for stage in backward:
+        need = device_need(costs, architecture, settings, hardware, forward, [stage])
+        lacks = () if stage[1] == head else (HEAD_CHUNK, LARGEST_GRADIENT)
+        of_weight = block_gradient_bytes(architecture, settings) if lacks else 0
+        visits.append(of_weight + sum(part.num_bytes for part in need.parts if part.name not in lacks))
+    visits = sorted(visits * at_once, reverse=True)[:workers]
+    waiting = (at_once - 1) * microbatches_per_round * sum(layer.grad_bytes for layer in costs.layers)
+    return (
+        NeedPart(f"{workers} CPU workers", sum(visits)),
+        NeedPart("heap that the C library keeps", min(KEPT_BYTES, sum(visits))),
+        *([NeedPart("gradients that wait for their turn", waiting)] if waiting else []),
     )

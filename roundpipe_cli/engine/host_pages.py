@@ -17,7 +17,7 @@ from contextlib import suppress
 
 import torch
 
-from roundpipe_cli.costs.host_layout import HostLayout, host_layout
+from roundpipe_cli.costs.machine import HostLayout, host_layout
 
 LEAST_BYTES = 2 * 1024**2
 """Smaller buffers are not placed."""

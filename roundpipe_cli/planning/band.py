@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from roundpipe_cli.costs.hardware import Hardware
-from roundpipe_cli.costs.models import Architecture
-from roundpipe_cli.costs.training import TrainingSettings
+from roundpipe_cli.costs.models import Architecture, TrainingSettings
 
 GROUPED_PRODUCTS = ("h100", "h800", "h200", "h20", "b200")
 """Starts of the names of GPUs for which torch has grouped products of its own (sm90, sm100)."""

@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from roundpipe_cli.choices import check_sizes
-from roundpipe_cli.costs.built_counts import built_architecture
-from roundpipe_cli.costs.counted_types import is_counted_exactly
-from roundpipe_cli.costs.find_model import FoundConfig
-from roundpipe_cli.costs.models import MAX_COUNT_ERROR, Architecture, with_stored_count
+from roundpipe_cli.costs.find_model import FoundConfig, built_architecture
+from roundpipe_cli.costs.models import MAX_COUNT_ERROR, Architecture, is_counted_exactly, with_stored_count
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.quantization import quantization_settings
 from roundpipe_cli.model.untrusted import INDEX_NAME, are_equal, find_shards, read_json, tensor_places

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from roundpipe_cli.costs.models import Architecture
-from roundpipe_cli.costs.shipped_models import shipped_architecture
-from roundpipe_cli.costs.training import TrainingSettings
+from roundpipe_cli.costs.find_model import shipped_architecture
+from roundpipe_cli.costs.models import Architecture, TrainingSettings
 from roundpipe_cli.planning.question import PlanRequest, settings_of
 from roundpipe_cli.planning.verdict import judge_coarsest
 from roundpipe_cli.recipe.load import load_recipe

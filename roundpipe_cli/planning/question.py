@@ -11,8 +11,7 @@ from roundpipe_cli.costs.find_model import FoundConfig, find_config
 from roundpipe_cli.costs.hardware import ASSUMED_DISK_BYTES_PER_S, Device, Hardware, parse_hardware
 from roundpipe_cli.costs.machine import MAX_PARAMETERS_ON_CPU, cpu_devices, this_machine, visible_gpus
 from roundpipe_cli.costs.memory import INPUTS_SHARE, frozen_bytes, host_need, usable_host_bytes
-from roundpipe_cli.costs.models import Architecture
-from roundpipe_cli.costs.training import TrainingSettings
+from roundpipe_cli.costs.models import Architecture, TrainingSettings
 from roundpipe_cli.planning.admission import check_configuration, check_model, packing_note, packing_obstacle
 from roundpipe_cli.planning.counting import Build, counted_architecture
 from roundpipe_cli.planning.token_budget import choose_token_budget, with_smallest_card

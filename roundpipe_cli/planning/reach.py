@@ -8,11 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from roundpipe_cli.costs.analytic import analytic_costs
+from roundpipe_cli.costs.find_model import shipped_architecture, shipped_figures
 from roundpipe_cli.costs.hardware import Hardware
 from roundpipe_cli.costs.machine import MAX_PARAMETERS_ON_CPU
-from roundpipe_cli.costs.models import Architecture
-from roundpipe_cli.costs.shipped_models import shipped_architecture, shipped_figures
-from roundpipe_cli.costs.training import TrainingSettings
+from roundpipe_cli.costs.models import Architecture, TrainingSettings
 from roundpipe_cli.planning.question import PlanRequest, settings_of
 from roundpipe_cli.planning.verdict import judge_coarsest
 from roundpipe_cli.recipe.load import LoadedRecipe, load_text

@@ -12,11 +12,10 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 
 from roundpipe_cli.choices import PACKED_FORMATS
+from roundpipe_cli.costs.find_model import shipped_architecture, shipped_figures
 from roundpipe_cli.costs.hardware import Hardware, catalogue, gpu_device
 from roundpipe_cli.costs.memory import HOST_MARGIN_BYTES
-from roundpipe_cli.costs.models import Architecture
-from roundpipe_cli.costs.shipped_models import shipped_architecture, shipped_figures
-from roundpipe_cli.costs.training import TrainingSettings
+from roundpipe_cli.costs.models import Architecture, TrainingSettings
 from roundpipe_cli.planning.verdict import judge_coarsest
 from roundpipe_cli.units import GIB, format_count
 

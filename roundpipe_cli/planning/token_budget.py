@@ -24,8 +24,7 @@ from roundpipe_cli.costs.memory import (
     usable_host_bytes,
     whole_cache_bytes,
 )
-from roundpipe_cli.costs.models import Architecture
-from roundpipe_cli.costs.training import TrainingSettings
+from roundpipe_cli.costs.models import Architecture, TrainingSettings
 from roundpipe_cli.planning.verdict import coarsest_cut, judge, stages_of_blocks
 
 USUAL_TOKENS = 8192

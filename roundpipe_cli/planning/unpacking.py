@@ -19,8 +19,7 @@ from roundpipe_cli.costs.analytic import AnalyticCosts, analytic_costs
 from roundpipe_cli.costs.cost import StageRange
 from roundpipe_cli.costs.hardware import Hardware
 from roundpipe_cli.costs.memory import DEVICE_SHARE, device_need, usable_host_bytes
-from roundpipe_cli.costs.models import Architecture
-from roundpipe_cli.costs.training import TrainingSettings
+from roundpipe_cli.costs.models import Architecture, TrainingSettings
 from roundpipe_cli.planning.choose import given_cut
 from roundpipe_cli.planning.stages import even_stages
 from roundpipe_cli.planning.verdict import judge_coarsest, stages_of_blocks, worker_budget_bytes

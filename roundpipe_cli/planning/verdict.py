@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from roundpipe_cli.costs.analytic import AnalyticCosts, analytic_costs
 from roundpipe_cli.costs.cost import StageRange
-from roundpipe_cli.costs.cpu_memory import cpu_workers_need
 from roundpipe_cli.costs.hardware import Device, Hardware
 from roundpipe_cli.costs.memory import (
     DEVICE_SHARE,
     Need,
+    cpu_workers_need,
     device_need,
     disk_need,
     fixed_device_need,
@@ -19,8 +19,7 @@ from roundpipe_cli.costs.memory import (
     usable_device_bytes,
     usable_host_bytes,
 )
-from roundpipe_cli.costs.models import Architecture
-from roundpipe_cli.costs.training import TrainingSettings
+from roundpipe_cli.costs.models import Architecture, TrainingSettings
 from roundpipe_cli.planning.compare import StageCut
 from roundpipe_cli.planning.stages import StageLimits, limits_for
 from roundpipe_cli.units import format_bytes

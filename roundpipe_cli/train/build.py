@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from roundpipe_cli.costs.activations import head_bytes
+from roundpipe_cli.costs.analytic import head_bytes
 from roundpipe_cli.costs.cost import CostModel
 from roundpipe_cli.costs.machine import host_memory, num_cores, processor_name
 from roundpipe_cli.costs.memory import CONTEXT_BYTES, INPUTS_SHARE, backward_workspace_bytes

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from roundpipe_cli.costs.processes import was_restarted
+from roundpipe_cli.costs.machine import was_restarted
 from roundpipe_cli.events import Notice, run_clock
 from roundpipe_cli.files import named_path, write_atomically
 from roundpipe_cli.model.fingerprint import check_trained_on

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 
 from roundpipe_cli.choices import check_sizes
-from roundpipe_cli.costs.find_model import FoundConfig
-from roundpipe_cli.costs.gguf_header import read_gguf_config
+from roundpipe_cli.costs.find_model import FoundConfig, read_gguf_config
 from roundpipe_cli.data.settings import DatasetSpec
 from roundpipe_cli.data.sources import find_sources
 from roundpipe_cli.events import Tell

@@ -7,8 +7,8 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from roundpipe_cli.costs.counted_types import is_counted_exactly
 from roundpipe_cli.costs.find_model import FoundConfig
+from roundpipe_cli.costs.models import is_counted_exactly
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import Notice, Tell
 from roundpipe_cli.model.meta_counts import NotBuiltError, count_on_meta

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from roundpipe_cli.costs.shipped_models import figures_of
+from roundpipe_cli.costs.find_model import figures_of
 from roundpipe_cli.engine.step import Microbatch
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.model.fused import FusedOps, find_fused_ops

@@ -12,17 +12,14 @@ from typing import Any
 
 import pytest
 
-from roundpipe_cli.costs import gguf_header, rates
-from roundpipe_cli.costs.analytic import AnalyticCosts, analytic_costs
+from roundpipe_cli.costs import find_model
+from roundpipe_cli.costs import hardware as rates
+from roundpipe_cli.costs.analytic import AnalyticCosts, analytic_costs, head_work
 from roundpipe_cli.costs.block_work import attended_tokens, block_work
 from roundpipe_cli.costs.cost import StageRange
-from roundpipe_cli.costs.find_model import find_architecture
-from roundpipe_cli.costs.gguf_header import read_gguf_config
+from roundpipe_cli.costs.find_model import find_architecture, read_gguf_config, shipped_architecture, shipped_figures
 from roundpipe_cli.costs.hardware import parse_hardware
-from roundpipe_cli.costs.head_work import head_work
-from roundpipe_cli.costs.models import parse_config
-from roundpipe_cli.costs.shipped_models import shipped_architecture, shipped_figures
-from roundpipe_cli.costs.training import TrainingSettings
+from roundpipe_cli.costs.models import TrainingSettings, parse_config
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.source import resolve_model
 from roundpipe_cli.model.untrusted import check_small_files
@@ -201,7 +198,7 @@ def test_gguf_texts_are_passed_by_wherever_blocks_end(tmp_path: Path, monkeypatc
     pairs = {"general.architecture": "llama", "tokenizer.ggml.tokens": texts, "llama.block_count": 3}
     file = _gguf(tmp_path / "m.gguf", pairs)
     for block_bytes in range(8, 40):
-        monkeypatch.setattr(gguf_header, "_BLOCK_BYTES", block_bytes)
+        monkeypatch.setattr(find_model, "_BLOCK_BYTES", block_bytes)
         config = read_gguf_config(file)
         assert (config["vocab_size"], config["num_hidden_layers"]) == (len(texts), 3)
     whole = file.read_bytes()

@@ -11,15 +11,14 @@ from typing import Any
 
 import pytest
 
-from roundpipe_cli.costs.activations import activation_bytes
-from roundpipe_cli.costs.analytic import analytic_costs, trainable_params
+from roundpipe_cli.costs.analytic import activation_bytes, analytic_costs, trainable_params
 from roundpipe_cli.costs.cost import CostModel, LayerCost
-from roundpipe_cli.costs.cpu_memory import cpu_workers_need
 from roundpipe_cli.costs.find_model import find_architecture
 from roundpipe_cli.costs.hardware import Hardware, parse_hardware
 from roundpipe_cli.costs.machine import cpu_devices
 from roundpipe_cli.costs.memory import (
     Need,
+    cpu_workers_need,
     device_need,
     disk_need,
     fixed_device_need,
@@ -27,8 +26,7 @@ from roundpipe_cli.costs.memory import (
     rounds_kept,
     usable_device_bytes,
 )
-from roundpipe_cli.costs.models import Architecture
-from roundpipe_cli.costs.training import TrainingSettings
+from roundpipe_cli.costs.models import Architecture, TrainingSettings
 from roundpipe_cli.planning.compare import SimulationCase, StageCut
 from roundpipe_cli.planning.partition import QUICK, plan_partition
 from roundpipe_cli.planning.solve import largest_micro_batch, longest_sequence, solve

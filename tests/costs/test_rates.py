@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 
 from roundpipe_cli.costs.analytic import analytic_costs, fused_share
+from roundpipe_cli.costs.block_work import PassWork
 from roundpipe_cli.costs.find_model import find_architecture
-from roundpipe_cli.costs.hardware import Device, catalogue, gpu_device, parse_hardware
+from roundpipe_cli.costs.hardware import Device, catalogue, gpu_device, parse_hardware, rates_of
 from roundpipe_cli.costs.machine import cpu_devices
-from roundpipe_cli.costs.rates import rates_of
-from roundpipe_cli.costs.tally import PassWork
-from roundpipe_cli.costs.training import TrainingSettings
+from roundpipe_cli.costs.models import TrainingSettings
 
 SHORT = TrainingSettings(2048, micro_batch_size=4)
 

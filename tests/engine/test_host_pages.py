@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from roundpipe_cli.cli import checks
-from roundpipe_cli.costs.host_layout import NODES, SWITCH, HostLayout, host_layout
+from roundpipe_cli.costs.machine import NODES, SWITCH, HostLayout, host_layout
 from roundpipe_cli.engine import host_pages
 
 

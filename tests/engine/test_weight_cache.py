@@ -9,10 +9,10 @@ import torch
 
 from roundpipe_cli import faults
 from roundpipe_cli.costs.analytic import analytic_costs
+from roundpipe_cli.costs.find_model import shipped_architecture
 from roundpipe_cli.costs.hardware import parse_hardware
 from roundpipe_cli.costs.memory import fixed_device_need
-from roundpipe_cli.costs.shipped_models import shipped_architecture
-from roundpipe_cli.costs.training import TrainingSettings
+from roundpipe_cli.costs.models import TrainingSettings
 from roundpipe_cli.engine.program import layer_range, lower_for_engine
 from roundpipe_cli.engine.slots import stage_bytes
 from roundpipe_cli.engine.step import StepResult

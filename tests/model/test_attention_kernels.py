@@ -17,7 +17,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers.integrations import sdpa_attention
 
-from roundpipe_cli.costs.shipped_models import shipped_figures
+from roundpipe_cli.costs.find_model import shipped_figures
 from roundpipe_cli.model import attention_kernels
 from roundpipe_cli.model.attention_kernels import (
     FLASH_CAPABILITY,

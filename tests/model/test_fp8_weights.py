@@ -17,8 +17,7 @@ from roundpipe_cli.costs.analytic import analytic_costs
 from roundpipe_cli.costs.find_model import find_architecture
 from roundpipe_cli.costs.hardware import parse_hardware
 from roundpipe_cli.costs.memory import frozen_bytes
-from roundpipe_cli.costs.models import parse_config
-from roundpipe_cli.costs.training import TrainingSettings
+from roundpipe_cli.costs.models import TrainingSettings, parse_config
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model import fp8_weights, packed_weights
 from roundpipe_cli.model.packed_weights import dequantize, packed_bytes, quantize

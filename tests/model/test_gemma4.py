@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from roundpipe_cli.costs.built_counts import built_architecture
+from roundpipe_cli.costs.find_model import built_architecture
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.meta_counts import counts_of
 from tests.engine.test_parity import check_gradients

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from roundpipe_cli.costs.activations import activation_bytes
+from roundpipe_cli.costs.analytic import activation_bytes
 from roundpipe_cli.costs.cost import CostModel, LayerCost, StageRange
 from roundpipe_cli.costs.memory import DEVICE_SHARE, largest_stage_bytes
-from roundpipe_cli.costs.models import parse_config
-from roundpipe_cli.costs.training import TrainingSettings
+from roundpipe_cli.costs.models import TrainingSettings, parse_config
 from roundpipe_cli.engine.probe import find_saved_bytes
 from roundpipe_cli.model.saved_bytes import SavedBytes, saved_sizes
 from roundpipe_cli.model.worker_options import WorkerOptions

@@ -15,12 +15,9 @@ from roundpipe_cli.cli.built_model import build_counts
 from roundpipe_cli.cli.plan import plan_text
 from roundpipe_cli.costs.analytic import analytic_costs
 from roundpipe_cli.costs.block_work import block_work
-from roundpipe_cli.costs.built_counts import built_architecture
-from roundpipe_cli.costs.counted_types import EXACT_TYPES, TIED_BY_DEFAULT, is_counted_exactly
-from roundpipe_cli.costs.find_model import find_config
+from roundpipe_cli.costs.find_model import built_architecture, find_config
 from roundpipe_cli.costs.hardware import parse_hardware
-from roundpipe_cli.costs.models import Architecture
-from roundpipe_cli.costs.training import TrainingSettings
+from roundpipe_cli.costs.models import EXACT_TYPES, TIED_BY_DEFAULT, Architecture, TrainingSettings, is_counted_exactly
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model import meta_counts
 from roundpipe_cli.model.load import build_skeleton, load_config

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from roundpipe_cli.cli.plan import plan_document, plan_text
+from roundpipe_cli.costs.find_model import shipped_architecture
 from roundpipe_cli.costs.hardware import parse_hardware
 from roundpipe_cli.costs.memory import host_need
-from roundpipe_cli.costs.shipped_models import shipped_architecture
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.planning import choose
 from roundpipe_cli.planning.fitting import fitting_recipe

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from roundpipe_cli.costs.memory import moment_bytes_per_param
-from roundpipe_cli.costs.training import TrainingSettings
+from roundpipe_cli.costs.models import TrainingSettings
 from roundpipe_cli.errors import RecipeError, RefusedError
 from roundpipe_cli.model.dropout import embedding_noise, layer_seed
 from roundpipe_cli.model.packed_weights import import_bitsandbytes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from roundpipe_cli.costs.processes import Process, require_address, this_process
+from roundpipe_cli.costs.machine import Process, require_address, this_process
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.recipe.schema import Recipe
 
