@@ -27,7 +27,7 @@ from roundpipe_cli.costs.cost import CostModel
 from roundpipe_cli.costs.find_model import shipped_architecture
 from roundpipe_cli.planning.choose import chunk_cut
 from roundpipe_cli.planning.compare import SimulationCase, make_schedule
-from roundpipe_cli.schedule.dealing import Options
+from roundpipe_cli.schedule.builders import Options
 from roundpipe_cli.schedule.simulate import simulate
 from roundpipe_cli.schedule.timeline import bubble_ratio, makespan_s
 from scripts.bench_dispatcher import compressed

@@ -33,7 +33,7 @@ from roundpipe_cli.costs.cost import CostModel, keep_activations, skip_projectio
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.planning.choose import choose
 from roundpipe_cli.planning.compare import Result, SimulationCase, StageCut, check_case, make_schedule, run
-from roundpipe_cli.schedule.dealing import Options
+from roundpipe_cli.schedule.builders import Options
 from roundpipe_cli.units import format_seconds
 from tests.support.emulated import Emulated, run_emulated
 

@@ -40,8 +40,7 @@ from roundpipe_cli.planning.resident import DEALING, resident_cut
 from roundpipe_cli.planning.stages import even_stages
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.schedule.actions import Schedule
-from roundpipe_cli.schedule.builders import build_schedule
-from roundpipe_cli.schedule.dealing import Options, Rounds
+from roundpipe_cli.schedule.builders import Options, Rounds, build_schedule
 from roundpipe_cli.train.build import make_planner
 from roundpipe_cli.train.setup import Setup, prepare
 

@@ -42,8 +42,7 @@ from roundpipe_cli.planning.partition import plan_partition
 from roundpipe_cli.planning.stages import StageLimits
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.schedule.actions import Schedule
-from roundpipe_cli.schedule.builders import build_schedule
-from roundpipe_cli.schedule.dealing import Rounds
+from roundpipe_cli.schedule.builders import Rounds, build_schedule
 from roundpipe_cli.train.build import make_planner, page_locked
 from roundpipe_cli.train.optim.optimizer import HostOptimizer
 from roundpipe_cli.train.setup import Setup, prepare

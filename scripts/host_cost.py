@@ -36,7 +36,7 @@ from roundpipe_cli.model.worker_model import WorkerModel
 from roundpipe_cli.planning.profile import profile_schedule
 from roundpipe_cli.schedule.actions import Kind
 from roundpipe_cli.schedule.builders import build_forward
-from roundpipe_cli.schedule.operations import Op
+from roundpipe_cli.schedule.program import Op
 from tests.support.tiny import Rig, make_rig, random_microbatches
 
 NUM_MICROBATCHES, TOKENS, WARM_UP = 8, 8, 4

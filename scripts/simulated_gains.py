@@ -25,7 +25,7 @@ from roundpipe_cli.costs.memory import device_need, one_layer_bytes, usable_devi
 from roundpipe_cli.costs.models import Architecture, TrainingSettings
 from roundpipe_cli.planning.choose import choose, dealt_cut
 from roundpipe_cli.planning.compare import SimulationCase, StageCut, run
-from roundpipe_cli.schedule.dealing import Options
+from roundpipe_cli.schedule.builders import Options
 
 HUB_IDS = {"Llama3-8B": "meta-llama/Llama-3.1-8B", "Qwen3-32B": "Qwen/Qwen3-32B"}
 WORKERS, MICROBATCHES, TOKENS = 8, 16, 8192

@@ -15,7 +15,7 @@ from roundpipe_cli.costs.cost import load_costs
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.planning.choose import choose, dealt_cut
 from roundpipe_cli.planning.compare import Result, SimulationCase, run
-from roundpipe_cli.schedule.dealing import Options
+from roundpipe_cli.schedule.builders import Options
 from scripts import bench_emulated
 from tests.cli.test_bench_cli import costs_of, results_of, write
 

@@ -20,8 +20,7 @@ from roundpipe_cli.choices import (
 )
 from roundpipe_cli.model.packed_weights import packed_bytes
 from roundpipe_cli.recipe.schema import Recipe
-from roundpipe_cli.schedule.builders import build_schedule
-from roundpipe_cli.schedule.dealing import Rounds
+from roundpipe_cli.schedule.builders import Rounds, build_schedule
 from roundpipe_cli.train.optim.update_rules import RULES, RuleSettings, make_rule
 from tests.support.schedules import validate_schedule
 

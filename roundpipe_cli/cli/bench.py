@@ -108,7 +108,7 @@ def bench(
 def _case_for(name: ScheduleName, question: SimulationCase) -> SimulationCase:
     """The case of one schedule: only roundpipe deals out its stages as the recipe says."""
     from roundpipe_cli.choices import BOUND_SCHEDULES
-    from roundpipe_cli.schedule.dealing import Options
+    from roundpipe_cli.schedule.builders import Options
 
     return replace(question, options=Options()) if name in BOUND_SCHEDULES else question
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from roundpipe_cli.dashboard.state import SIMULATED
 from roundpipe_cli.events import Event, Notice, RunStarted, Span, StepFinished, StepTimeline, WorkSeen
-from roundpipe_cli.schedule.drawn import span_of
+from roundpipe_cli.schedule.pictures import span_of
 from roundpipe_cli.schedule.timeline import COMPUTE, DOWN, UP, Timeline, bubble_ratio, makespan_s, utilization
 
 SAME_SHARE = 1 / 1000

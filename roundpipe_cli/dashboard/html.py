@@ -21,7 +21,7 @@ from roundpipe_cli.dashboard.waiting import CAUSES, longest_waiting
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import RunStarted, Sample, StepTimeline
 from roundpipe_cli.files import read_regular, write_named
-from roundpipe_cli.schedule.palette import BOTH_ID, BOTH_NAME, WORK_COLOURS, WORK_NAMES
+from roundpipe_cli.schedule.pictures import BOTH_ID, BOTH_NAME, WORK_COLOURS, WORK_NAMES
 from roundpipe_cli.units import GIB, counted, format_loss, format_seconds
 
 NUM_TIMELINES = 3

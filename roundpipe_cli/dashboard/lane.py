@@ -13,7 +13,7 @@ from rich.text import Text
 
 from roundpipe_cli.dashboard.theme import Theme
 from roundpipe_cli.events import Span
-from roundpipe_cli.schedule.palette import BOTH
+from roundpipe_cli.schedule.pictures import BOTH
 
 IDLE, WAIT = ".", "~"
 ROUNDING = 1e-6

@@ -7,9 +7,7 @@ import time
 from roundpipe_cli.dashboard.state import DashboardState
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import StepTimeline
-from roundpipe_cli.schedule.drawn import interval_of
-from roundpipe_cli.schedule.palette import BOTH
-from roundpipe_cli.schedule.pictures import svg_picture
+from roundpipe_cli.schedule.pictures import BOTH, interval_of, svg_picture
 from roundpipe_cli.schedule.timeline import Timeline
 from roundpipe_cli.units import format_loss, format_seconds
 

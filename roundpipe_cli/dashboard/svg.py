@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from html import escape
 
 from roundpipe_cli.events import Span, StepTimeline
-from roundpipe_cli.schedule.palette import BOTH_PAINT, DRAWN_NAMES
+from roundpipe_cli.schedule.pictures import BOTH_PAINT, DRAWN_NAMES
 from roundpipe_cli.units import format_seconds, round_step
 
 WIDTH = 720

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from roundpipe_cli.schedule.palette import WORK_COLOURS
+from roundpipe_cli.schedule.pictures import WORK_COLOURS
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from roundpipe_cli.dashboard.spans import window_s
 from roundpipe_cli.dashboard.state import SIMULATED, DashboardState
 from roundpipe_cli.dashboard.theme import Theme
 from roundpipe_cli.dashboard.workers import staircase_block, workers_block
-from roundpipe_cli.schedule.palette import WORK_NAMES
+from roundpipe_cli.schedule.pictures import WORK_NAMES
 from roundpipe_cli.units import format_loss, format_seconds
 
 MIN_WIDTH, MIN_HEIGHT = 40, 10

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from roundpipe_cli.dashboard.state import DashboardState
 from roundpipe_cli.events import Span, StepTimeline
-from roundpipe_cli.schedule.palette import BOTH
+from roundpipe_cli.schedule.pictures import BOTH
 from roundpipe_cli.units import format_seconds
 
 CAUSES = {

@@ -17,8 +17,7 @@ from roundpipe_cli.engine.backends.base import Backend, DeviceEvent, Pair
 from roundpipe_cli.engine.dispatch.dispatch import StepRun
 from roundpipe_cli.engine.dispatch.work import AddedTransfer
 from roundpipe_cli.schedule.actions import Kind
-from roundpipe_cli.schedule.lower import NUM_STAGING
-from roundpipe_cli.schedule.operations import ACTIVATION, GRADIENT, SAVED, URGENT, Op, Program
+from roundpipe_cli.schedule.program import ACTIVATION, GRADIENT, NUM_STAGING, SAVED, URGENT, Op, Program
 from roundpipe_cli.schedule.timeline import COMPUTE, DOWN, UP
 
 _KEYS, _VALUES = "keys", "values"

@@ -9,7 +9,7 @@ from roundpipe_cli.engine.dispatch.progress import Progress
 from roundpipe_cli.engine.gradients import StepGradients
 from roundpipe_cli.engine.prepared import PreparedProgram
 from roundpipe_cli.model.head import HeadLoss
-from roundpipe_cli.schedule.operations import Program
+from roundpipe_cli.schedule.program import Program
 
 
 @dataclass(frozen=True)

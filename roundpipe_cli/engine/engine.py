@@ -50,7 +50,7 @@ from roundpipe_cli.model.split import ModelSplit
 from roundpipe_cli.model.worker_model import WorkerModel
 from roundpipe_cli.model.worker_options import WorkerOptions
 from roundpipe_cli.schedule.actions import Schedule
-from roundpipe_cli.schedule.operations import Program
+from roundpipe_cli.schedule.program import Program
 
 
 @dataclass(frozen=True)

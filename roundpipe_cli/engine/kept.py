@@ -16,7 +16,7 @@ import torch
 
 from roundpipe_cli.engine.program import layer_range
 from roundpipe_cli.schedule.actions import Kind
-from roundpipe_cli.schedule.operations import Program
+from roundpipe_cli.schedule.program import Program
 
 KeptActivations = frozenset[tuple[int, int]]
 """(layer, microbatch) pairs whose activations stay."""

@@ -38,8 +38,7 @@ from roundpipe_cli.model.layout import make_layout
 from roundpipe_cli.model.reduced import Outcome, Piece, PlainModel, Reduced, random_weights, reduce_model
 from roundpipe_cli.model.split import ModelSplit
 from roundpipe_cli.schedule.actions import Schedule
-from roundpipe_cli.schedule.builders import build_schedule
-from roundpipe_cli.schedule.dealing import Rounds
+from roundpipe_cli.schedule.builders import Rounds, build_schedule
 
 TOLERANCE = 1e-5
 """Allowed relative error of a loss, and of a gradient in the 2-norm."""

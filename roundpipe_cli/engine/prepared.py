@@ -15,7 +15,7 @@ from roundpipe_cli.engine.program import device_folds, hidden_readers, layer_ran
 from roundpipe_cli.engine.trained import TrainedLayers
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.schedule.actions import Schedule
-from roundpipe_cli.schedule.operations import Program
+from roundpipe_cli.schedule.program import Program
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 
 from roundpipe_cli.costs.cost import CostModel, LayerCost, StageRange
 from roundpipe_cli.schedule.actions import Kind, Schedule
-from roundpipe_cli.schedule.lower import lower
-from roundpipe_cli.schedule.operations import Op, Program
+from roundpipe_cli.schedule.program import Op, Program, lower
 from roundpipe_cli.units import shown_step
 
 if TYPE_CHECKING:

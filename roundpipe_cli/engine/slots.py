@@ -16,7 +16,7 @@ from roundpipe_cli.engine.program import layer_range
 from roundpipe_cli.engine.weight_cache import WeightCache
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.model.layout import LayerLayout, round_up
-from roundpipe_cli.schedule.operations import Program
+from roundpipe_cli.schedule.program import Program
 
 KEPT = -1
 """Stands for the weight cache where a slot's index is expected."""

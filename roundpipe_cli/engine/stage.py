@@ -22,7 +22,7 @@ from roundpipe_cli.engine.program import layer_range, stage_layers
 from roundpipe_cli.engine.sequences import KINDS
 from roundpipe_cli.faults import fault
 from roundpipe_cli.schedule.actions import Kind
-from roundpipe_cli.schedule.operations import Op
+from roundpipe_cli.schedule.program import Op
 
 
 class StageRunner:

@@ -19,7 +19,7 @@ from roundpipe_cli.engine.slots import StageSlots
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.model.layout import round_up
 from roundpipe_cli.schedule.actions import Kind
-from roundpipe_cli.schedule.operations import Op, Program, Visit
+from roundpipe_cli.schedule.program import Op, Program, Visit
 from roundpipe_cli.schedule.timeline import UP
 
 

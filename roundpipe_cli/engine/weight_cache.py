@@ -26,7 +26,7 @@ from roundpipe_cli.engine.program import layer_range
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.model.layout import LayerLayout, round_up
 from roundpipe_cli.schedule.actions import Schedule
-from roundpipe_cli.schedule.operations import Program
+from roundpipe_cli.schedule.program import Program
 
 
 def layers_to_keep(program: Program, worker: int, layouts: Sequence[LayerLayout], budget_bytes: int) -> tuple[int, ...]:

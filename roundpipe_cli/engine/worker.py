@@ -25,7 +25,7 @@ from roundpipe_cli.engine.sums import DeviceSums
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.faults import fault
 from roundpipe_cli.schedule.actions import Kind
-from roundpipe_cli.schedule.operations import WEIGHT_GRADIENT, WEIGHTS, Op
+from roundpipe_cli.schedule.program import WEIGHT_GRADIENT, WEIGHTS, Op
 from roundpipe_cli.schedule.timeline import DOWN, UP
 
 

@@ -20,8 +20,7 @@ from roundpipe_cli.planning.profile_cache import ProfileCache
 from roundpipe_cli.planning.stages import StageLimits, limits_for
 from roundpipe_cli.recipe.schema import PipelineConfig
 from roundpipe_cli.schedule.actions import Schedule
-from roundpipe_cli.schedule.builders import StepChain, build_schedule
-from roundpipe_cli.schedule.dealing import Options, Rounds
+from roundpipe_cli.schedule.builders import Options, Rounds, StepChain, build_schedule
 from roundpipe_cli.schedule.simulate import simulate
 from roundpipe_cli.schedule.timeline import Timeline, bubble_ratio, busy_s, chained_step_s, makespan_s
 

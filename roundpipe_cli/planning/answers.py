@@ -22,7 +22,7 @@ from roundpipe_cli.costs.cost import StageRange
 from roundpipe_cli.errors import RefusedError, ResourceError
 from roundpipe_cli.files import KEPT_S, cache_folder, read_regular, write_atomically
 from roundpipe_cli.planning.compare import Result, SimulationCase, StageCut, make_schedule
-from roundpipe_cli.schedule.dealing import Options
+from roundpipe_cli.schedule.builders import Options
 from roundpipe_cli.schedule.timeline import Bubble, Timeline
 from roundpipe_cli.schedule.validate import check_stages
 

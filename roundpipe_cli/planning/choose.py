@@ -24,8 +24,7 @@ from roundpipe_cli.planning.resident import resident_cut
 from roundpipe_cli.planning.single_worker import single_cut
 from roundpipe_cli.planning.stages import StageLimits, StageSums, balanced_partition, even_stages, within_limits
 from roundpipe_cli.recipe.schema import PipelineConfig
-from roundpipe_cli.schedule.builders import build_schedule
-from roundpipe_cli.schedule.dealing import Options, Rounds, options_of
+from roundpipe_cli.schedule.builders import Options, Rounds, build_schedule, options_of
 from roundpipe_cli.schedule.published import simulate_published
 from roundpipe_cli.schedule.timeline import makespan_s
 

@@ -17,8 +17,8 @@ from itertools import product
 
 from roundpipe_cli.costs.cost import CostModel, StageRange
 from roundpipe_cli.planning.stages import forward_ranges
-from roundpipe_cli.schedule.dealing import Dealer, Options
-from roundpipe_cli.schedule.durations import stage_times
+from roundpipe_cli.schedule.actions import stage_times
+from roundpipe_cli.schedule.builders import Dealer, Options
 
 NUM_SIMULATED = 4
 """So many of the shapes that are fastest without transfers are simulated with transfers."""

@@ -11,8 +11,7 @@ from roundpipe_cli.costs.cost import CostModel, StageRange, share_out_visits, wi
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.planning.stages import StageLimits
 from roundpipe_cli.schedule.actions import Schedule
-from roundpipe_cli.schedule.builders import build_schedule, place_on
-from roundpipe_cli.schedule.dealing import Options, Rounds
+from roundpipe_cli.schedule.builders import Options, Rounds, build_schedule, place_on
 from roundpipe_cli.schedule.simulate import simulate, simulated_makespan_s
 from roundpipe_cli.schedule.timeline import Bubble, Timeline, bubble, busy_s, chained_step_s, makespan_s
 

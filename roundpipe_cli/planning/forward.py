@@ -16,7 +16,7 @@ from itertools import islice
 from roundpipe_cli.costs.cost import CostModel, LayerCost, StageRange
 from roundpipe_cli.costs.memory import largest_visit_bytes
 from roundpipe_cli.schedule.builders import build_forward
-from roundpipe_cli.schedule.lower import lower
+from roundpipe_cli.schedule.program import lower
 from roundpipe_cli.schedule.simulate import simulate_program
 from roundpipe_cli.schedule.timeline import makespan_s
 

@@ -14,8 +14,7 @@ from dataclasses import replace
 
 from roundpipe_cli.costs.cost import CostModel, LayerCost, StageRange
 from roundpipe_cli.schedule.actions import Kind, Schedule
-from roundpipe_cli.schedule.builders import build_schedule
-from roundpipe_cli.schedule.dealing import Rounds
+from roundpipe_cli.schedule.builders import Rounds, build_schedule
 from roundpipe_cli.schedule.timeline import Timeline
 
 MIN_DIFFERENCE = 0.1

@@ -12,8 +12,7 @@ from typing import Literal
 from roundpipe_cli.costs.cost import CostModel, StageRange
 from roundpipe_cli.planning.stages import StageLimits
 from roundpipe_cli.planning.verdict import stages_of_blocks
-from roundpipe_cli.schedule.builders import build_schedule
-from roundpipe_cli.schedule.dealing import Rounds
+from roundpipe_cli.schedule.builders import Rounds, build_schedule
 from roundpipe_cli.schedule.simulate import simulated_makespan_s
 
 MAX_LINK_SHARE = 0.7

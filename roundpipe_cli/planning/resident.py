@@ -17,7 +17,7 @@ from collections.abc import Callable
 from roundpipe_cli.costs.cost import CostModel
 from roundpipe_cli.planning.compare import StageCut
 from roundpipe_cli.planning.stages import backward_ranges, even_sizes
-from roundpipe_cli.schedule.dealing import Options
+from roundpipe_cli.schedule.builders import Options
 
 DEALING = Options(earliest_free=True)
 

@@ -12,10 +12,15 @@ from roundpipe_cli.planning.answers import number
 from roundpipe_cli.planning.compare import SimulationCase, StageCut, costs_per_microbatch
 from roundpipe_cli.planning.forward import forward_stages
 from roundpipe_cli.planning.question import PlanRequest
-from roundpipe_cli.schedule.builders import SCORED_PER_WORKER, build_forward, build_schedule, place_on
-from roundpipe_cli.schedule.dealing import Rounds, options_of
-from roundpipe_cli.schedule.lower import lower
-from roundpipe_cli.schedule.operations import WEIGHT_GRADIENT, WEIGHTS, Program
+from roundpipe_cli.schedule.builders import (
+    SCORED_PER_WORKER,
+    Rounds,
+    build_forward,
+    build_schedule,
+    options_of,
+    place_on,
+)
+from roundpipe_cli.schedule.program import WEIGHT_GRADIENT, WEIGHTS, Program, lower
 from roundpipe_cli.schedule.simulate import simulate_program, simulated_ends
 from roundpipe_cli.schedule.timeline import DOWN, UP, Timeline, chained_step_s
 

@@ -16,8 +16,7 @@ from roundpipe_cli.costs.cost import CostModel, StageRange
 from roundpipe_cli.planning.compare import SimulationCase, StageCut, costs_per_microbatch, run_step_s
 from roundpipe_cli.planning.quick_cut import enough_per_round
 from roundpipe_cli.planning.stages import StageLimits, backward_ranges, even_sizes, forward_ranges
-from roundpipe_cli.schedule.actions import Kind
-from roundpipe_cli.schedule.durations import stage_times
+from roundpipe_cli.schedule.actions import Kind, stage_times
 
 MAX_SIMULATED_MICROBATCHES = 8
 MAX_SHORT_ROUND = 4

@@ -1,4 +1,4 @@
-"""Pictures of timelines: SVG for a page, a trace for Perfetto. All from a `Timeline` alone."""
+"""Pictures of timelines, their colours and letters: SVG for a page, a trace for Perfetto."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 from xml.sax.saxutils import escape
 
+from roundpipe_cli.events import Span
 from roundpipe_cli.schedule.actions import Kind
-from roundpipe_cli.schedule.drawn import work_letter
-from roundpipe_cli.schedule.palette import BOTH, BOTH_ID, BOTH_PAINT, DRAWN_NAMES, WORK_COLOURS, WORK_NAMES
 from roundpipe_cli.schedule.timeline import (
     COMPUTE,
     DOWN,
@@ -21,6 +20,56 @@ from roundpipe_cli.schedule.timeline import (
     makespan_s,
 )
 from roundpipe_cli.units import format_seconds, round_step
+
+# Colours and names of forward, recompute and backward: the same on the terminal, on pages and in pictures.
+#
+# Each has a contrast of at least 3:1 with white and with the dark pages' background. In grey, and for readers who see
+# red and green alike, they differ too: forward is the darkest, recompute the lightest. A test computes this.
+
+WORK_COLOURS = {"F": "#2a5fc4", "R": "#cc7f10", "B": "#14866c"}
+"""By the letter of an action's kind."""
+WORK_NAMES = {"F": "forward", "R": "recompute", "B": "backward"}
+BOTH, BOTH_NAME = "H", "forward and backward"
+"""Letter and name of what the head's stage computes where its forward belongs to its backward: the loss is computed
+chunk by chunk, so the two are not measured apart. A mark has both colours, forward above backward."""
+DRAWN_NAMES = {**WORK_NAMES, BOTH: BOTH_NAME}
+"""Letter -> name of everything that is drawn."""
+BOTH_ID = "both"
+BOTH_PAINT = (
+    f'<defs><linearGradient id="{BOTH_ID}" x2="0" y2="1"><stop offset="0.5" stop-color="{WORK_COLOURS["F"]}"/>'
+    f'<stop offset="0.5" stop-color="{WORK_COLOURS["B"]}"/></linearGradient></defs>'
+)
+"""SVG definition that a picture needs before marks with both colours."""
+
+
+# How screens, pages and pictures show work: intervals as parts of events, and the letter of their colour.
+
+_KINDS = {**{kind.value: kind for kind in Kind}, BOTH: Kind.BACKWARD}
+
+
+def work_letter(kind: Kind, stage: int, *, fused_head: bool) -> str:
+    """The letter by which an action is drawn: of its kind, or `BOTH` in the head's stage.
+
+    Args:
+        stage: as of the action.
+        fused_head: as of its schedule.
+    """
+    return BOTH if fused_head and kind is Kind.BACKWARD and stage == 0 else kind.value
+
+
+def span_of(item: Interval, *, fused_head: bool) -> Span:
+    """An interval as part of an event; its seconds stay as they are."""
+    letter = work_letter(item.kind, item.stage, fused_head=fused_head and item.lane == COMPUTE)
+    return Span(item.worker, item.lane, letter, item.stage, item.microbatch, item.start_s, item.end_s)
+
+
+def interval_of(span: Span) -> Interval | None:
+    """The inverse of `span_of`; None for a letter that no action has."""
+    kind = _KINDS.get(span.kind)
+    if kind is None:
+        return None
+    return Interval(span.worker, span.lane, kind, span.stage, span.microbatch, span.start_s, span.end_s)
+
 
 _LEFT, _WIDTH, _RIGHT = 70, 1000, 20
 """Columns of labels, of lanes, and of the margin."""

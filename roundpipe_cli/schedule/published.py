@@ -15,8 +15,7 @@ free. A worker carries out its list in order.
 from __future__ import annotations
 
 from roundpipe_cli.costs.cost import CostModel
-from roundpipe_cli.schedule.actions import Action, Kind, Schedule
-from roundpipe_cli.schedule.durations import StageTimes, stage_times
+from roundpipe_cli.schedule.actions import Action, Kind, Schedule, StageTimes, stage_times
 from roundpipe_cli.schedule.timeline import COMPUTE, Interval, Timeline
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from roundpipe_cli.schedule.operations import WEIGHTS
+from roundpipe_cli.schedule.program import WEIGHTS
 from roundpipe_cli.schedule.timeline import UP
 from scripts.gpu_checks.place import Check, CheckPlace, Figures, SkippedCheckError, check
 from scripts.gpu_checks.ways import Trial, engine_steps, make_trial, plain_copy, plain_seconds

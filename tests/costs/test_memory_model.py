@@ -32,8 +32,7 @@ from roundpipe_cli.planning.partition import QUICK, plan_partition
 from roundpipe_cli.planning.solve import largest_micro_batch, longest_sequence, solve
 from roundpipe_cli.planning.verdict import judge, judge_coarsest, stage_limits, stages_of_blocks
 from roundpipe_cli.schedule.actions import Kind, Schedule
-from roundpipe_cli.schedule.builders import build_schedule
-from roundpipe_cli.schedule.dealing import Options, Rounds
+from roundpipe_cli.schedule.builders import Options, Rounds, build_schedule
 from roundpipe_cli.schedule.simulate import simulate
 from roundpipe_cli.schedule.timeline import COMPUTE, Timeline
 from roundpipe_cli.units import GIB

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 
-from roundpipe_cli.schedule.palette import WORK_COLOURS
+from roundpipe_cli.schedule.pictures import WORK_COLOURS
 
 SEEN_BY = {
     "all": ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0)),

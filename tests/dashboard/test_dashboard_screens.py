@@ -35,7 +35,7 @@ from roundpipe_cli.events import (
     Span,
     StepTimeline,
 )
-from roundpipe_cli.schedule.drawn import span_of
+from roundpipe_cli.schedule.pictures import span_of
 from roundpipe_cli.schedule.timeline import makespan_s
 from roundpipe_cli.units import format_seconds
 from tests.support.recorded import START_S, recorded_run, recorded_step, simulated_run

@@ -10,10 +10,8 @@ from roundpipe_cli.costs.cost import CostModel, LayerCost, StageRange
 from roundpipe_cli.engine.program import device_folds, layer_range, lower_for_engine
 from roundpipe_cli.engine.step import StepResult
 from roundpipe_cli.schedule.actions import Kind, Schedule
-from roundpipe_cli.schedule.builders import build_schedule
-from roundpipe_cli.schedule.dealing import Options, Rounds
-from roundpipe_cli.schedule.lower import lower
-from roundpipe_cli.schedule.operations import WEIGHT_GRADIENT, Program
+from roundpipe_cli.schedule.builders import Options, Rounds, build_schedule
+from roundpipe_cli.schedule.program import WEIGHT_GRADIENT, Program, lower
 from roundpipe_cli.schedule.timeline import DOWN
 from tests.support.tiny import Rig, make_rig, random_microbatches
 

@@ -17,10 +17,8 @@ import pytest
 from roundpipe_cli.choices import SCHEDULES
 from roundpipe_cli.costs.cost import CostModel, LayerCost
 from roundpipe_cli.schedule.actions import Schedule
-from roundpipe_cli.schedule.builders import build_schedule
-from roundpipe_cli.schedule.dealing import Rounds
-from roundpipe_cli.schedule.lower import lower
-from roundpipe_cli.schedule.operations import WEIGHT_GRADIENT, WEIGHTS
+from roundpipe_cli.schedule.builders import Rounds, build_schedule
+from roundpipe_cli.schedule.program import WEIGHT_GRADIENT, WEIGHTS, lower
 from roundpipe_cli.schedule.simulate import simulate
 from roundpipe_cli.schedule.timeline import COMPUTE, DOWN, HOST, UP, busy_s, makespan_s
 from tests.support.emulated import Emulated, StreamClock, finish, happens_in_s, run_emulated

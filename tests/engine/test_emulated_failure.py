@@ -12,8 +12,7 @@ from roundpipe_cli.costs.cost import CostModel, LayerCost
 from roundpipe_cli.engine.dispatch import pool
 from roundpipe_cli.errors import InternalError, ResourceError
 from roundpipe_cli.faults import ENVIRONMENT_VARIABLE
-from roundpipe_cli.schedule.builders import build_schedule
-from roundpipe_cli.schedule.dealing import Rounds
+from roundpipe_cli.schedule.builders import Rounds, build_schedule
 from tests.support.emulated import run_emulated
 
 NUM_WORKERS, NUM_MICROBATCHES, NUM_STEPS, NUM_BLOCKS = 8, 8, 3, 16

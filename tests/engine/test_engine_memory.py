@@ -26,8 +26,7 @@ from roundpipe_cli.engine.context import StepContext
 from roundpipe_cli.engine.dispatch.dispatch import StepRun
 from roundpipe_cli.engine.step import Microbatch, StepResult
 from roundpipe_cli.schedule.actions import Kind, Schedule
-from roundpipe_cli.schedule.builders import build_schedule
-from roundpipe_cli.schedule.dealing import Rounds
+from roundpipe_cli.schedule.builders import Rounds, build_schedule
 from roundpipe_cli.schedule.timeline import COMPUTE, UP
 from tests.support.tiny import Rig, make_rig, random_microbatches, schedule_for
 

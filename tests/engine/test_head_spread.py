@@ -16,7 +16,7 @@ from roundpipe_cli.planning.profile_cache import ProfileCache
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.recipe.schema import PipelineConfig
 from roundpipe_cli.schedule.actions import Kind, Schedule
-from roundpipe_cli.schedule.dealing import Options
+from roundpipe_cli.schedule.builders import Options
 
 WORKERS, MICROBATCHES = 4, 8
 SPREAD = Options(head_workers=WORKERS)

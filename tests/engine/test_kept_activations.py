@@ -12,8 +12,7 @@ import torch
 from roundpipe_cli.engine.kept import kept_activations, weights_found_again
 from roundpipe_cli.engine.program import lower_for_engine
 from roundpipe_cli.schedule.actions import Schedule
-from roundpipe_cli.schedule.builders import build_schedule
-from roundpipe_cli.schedule.dealing import Rounds
+from roundpipe_cli.schedule.builders import Rounds, build_schedule
 from tests.support.tiny import Rig, make_rig, random_microbatches
 
 SIZES = [(2, 9), (1, 7), (2, 5)]

@@ -15,10 +15,8 @@ from roundpipe_cli.choices import SCHEDULES
 from roundpipe_cli.costs.cost import CostModel, LayerCost
 from roundpipe_cli.engine.dispatch.transfer import TransferOptions, TransferRecord, statistics_of
 from roundpipe_cli.schedule.actions import Kind
-from roundpipe_cli.schedule.builders import build_schedule
-from roundpipe_cli.schedule.dealing import Options, Rounds
-from roundpipe_cli.schedule.lower import lower
-from roundpipe_cli.schedule.operations import ACTIVATION, WEIGHT_GRADIENT, WEIGHTS, Op, Program
+from roundpipe_cli.schedule.builders import Options, Rounds, build_schedule
+from roundpipe_cli.schedule.program import ACTIVATION, WEIGHT_GRADIENT, WEIGHTS, Op, Program, lower
 from roundpipe_cli.schedule.timeline import DOWN, HOST, UP
 from tests.support.protocol_machine import Facts, Machine
 

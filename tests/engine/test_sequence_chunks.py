@@ -23,10 +23,8 @@ from roundpipe_cli.model.split import split_model
 from roundpipe_cli.planning.choose import choose
 from roundpipe_cli.planning.compare import SimulationCase, run
 from roundpipe_cli.recipe.load import load_recipe
-from roundpipe_cli.schedule.actions import Schedule
-from roundpipe_cli.schedule.builders import build_schedule
-from roundpipe_cli.schedule.dealing import Options, Rounds
-from roundpipe_cli.schedule.durations import equal_costs
+from roundpipe_cli.schedule.actions import Schedule, equal_costs
+from roundpipe_cli.schedule.builders import Options, Rounds, build_schedule
 from roundpipe_cli.schedule.simulate import simulate
 from roundpipe_cli.schedule.timeline import bubble_ratio
 from roundpipe_cli.train.rows import describe_padded_to_chunks

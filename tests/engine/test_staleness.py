@@ -20,8 +20,7 @@ import torch
 from roundpipe_cli import faults
 from roundpipe_cli.engine.options import GradientOptions
 from roundpipe_cli.recipe.load import load_recipe
-from roundpipe_cli.schedule.builders import build_schedule
-from roundpipe_cli.schedule.dealing import Rounds
+from roundpipe_cli.schedule.builders import Rounds, build_schedule
 from roundpipe_cli.train.batches import make_microbatches, make_sampler
 from roundpipe_cli.train.build import make_engine
 from roundpipe_cli.train.loop import Trainer

@@ -20,9 +20,8 @@ from roundpipe_cli.engine.weight_cache import layers_to_keep
 from roundpipe_cli.errors import InternalError
 from roundpipe_cli.faults import ENVIRONMENT_VARIABLE
 from roundpipe_cli.schedule.actions import Schedule
-from roundpipe_cli.schedule.builders import build_forward, build_schedule
-from roundpipe_cli.schedule.dealing import Rounds
-from roundpipe_cli.schedule.operations import WEIGHTS
+from roundpipe_cli.schedule.builders import Rounds, build_forward, build_schedule
+from roundpipe_cli.schedule.program import WEIGHTS
 from roundpipe_cli.schedule.timeline import UP
 from tests.support.tiny import Rig, make_rig, random_microbatches, schedule_for, write_new_weights
 

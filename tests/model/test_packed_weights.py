@@ -28,8 +28,7 @@ from roundpipe_cli.model.packed_weights import (
     whole_weights,
 )
 from roundpipe_cli.recipe.load import load_recipe
-from roundpipe_cli.schedule.builders import build_schedule
-from roundpipe_cli.schedule.dealing import Rounds
+from roundpipe_cli.schedule.builders import Rounds, build_schedule
 from tests.engine.test_parity import check_parity
 from tests.support.e2e import (
     MAX_WAIT_S,

@@ -18,8 +18,7 @@ from roundpipe_cli.model.worker_options import WorkerOptions
 from roundpipe_cli.planning.adaptive import AdaptivePlanner, RunConditions
 from roundpipe_cli.planning.stages import StageSums, limits_for, within_limits
 from roundpipe_cli.recipe.schema import PipelineConfig
-from roundpipe_cli.schedule.builders import build_schedule
-from roundpipe_cli.schedule.dealing import Rounds
+from roundpipe_cli.schedule.builders import Rounds, build_schedule
 from roundpipe_cli.train.auto_cache import modelled_bytes
 from tests.engine.test_engine_memory import saved_bytes_per_block
 from tests.support.tiny import EXTRA, gpu_costs, make_rig, random_microbatches

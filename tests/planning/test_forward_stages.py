@@ -15,9 +15,8 @@ from roundpipe_cli.planning.partition import QUICK, plan_partition
 from roundpipe_cli.planning.predict import Plan, make_plan
 from roundpipe_cli.planning.stages import limits_for
 from roundpipe_cli.recipe.load import load_recipe
-from roundpipe_cli.schedule.builders import build_forward, build_schedule, every_stage
-from roundpipe_cli.schedule.dealing import Rounds
-from roundpipe_cli.schedule.lower import lower
+from roundpipe_cli.schedule.builders import Rounds, build_forward, build_schedule, every_stage
+from roundpipe_cli.schedule.program import lower
 from roundpipe_cli.schedule.simulate import simulate_program
 from roundpipe_cli.schedule.timeline import makespan_s
 

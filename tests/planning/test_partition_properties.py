@@ -14,8 +14,7 @@ from roundpipe_cli.planning.compare import SimulationCase, StageCut, run
 from roundpipe_cli.planning.partition import PlannedCut, plan_partition
 from roundpipe_cli.planning.search.run import SearchEffort
 from roundpipe_cli.planning.stages import StageLimits, StageSums, balanced_partition
-from roundpipe_cli.schedule.builders import build_schedule
-from roundpipe_cli.schedule.dealing import Rounds
+from roundpipe_cli.schedule.builders import Rounds, build_schedule
 from roundpipe_cli.schedule.simulate import simulate
 from roundpipe_cli.schedule.timeline import makespan_s
 

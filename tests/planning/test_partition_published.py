@@ -17,8 +17,7 @@ from roundpipe_cli.planning.search.batch import Batch, BatchScorer
 from roundpipe_cli.planning.search.bound import lower_bounds
 from roundpipe_cli.planning.search.chain import RoundChain, chain_of, worker_speeds
 from roundpipe_cli.planning.stages import StageSums, backward_ranges, forward_ranges
-from roundpipe_cli.schedule.builders import build_schedule
-from roundpipe_cli.schedule.dealing import Rounds
+from roundpipe_cli.schedule.builders import Rounds, build_schedule
 from roundpipe_cli.schedule.simulate import simulate
 from roundpipe_cli.schedule.timeline import makespan_s
 

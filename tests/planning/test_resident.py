@@ -26,8 +26,7 @@ from roundpipe_cli.planning.question import ask
 from roundpipe_cli.planning.resident import DEALING, resident_cut
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.recipe.schema import PipelineConfig
-from roundpipe_cli.schedule.builders import build_forward, build_schedule, every_stage
-from roundpipe_cli.schedule.dealing import Rounds
+from roundpipe_cli.schedule.builders import Rounds, build_forward, build_schedule, every_stage
 from roundpipe_cli.train.auto_cache import AutoCache
 from tests.support.tiny import Rig, gpu_costs, make_rig, random_microbatches, schedule_for
 

@@ -16,7 +16,7 @@ from roundpipe_cli.planning.compare import SimulationCase, StageCut, run
 from roundpipe_cli.planning.profile_cache import ProfileCache
 from roundpipe_cli.recipe.schema import PipelineConfig
 from roundpipe_cli.schedule.actions import Action
-from roundpipe_cli.schedule.dealing import Options
+from roundpipe_cli.schedule.builders import Options
 from roundpipe_cli.schedule.simulate import simulate
 from roundpipe_cli.schedule.timeline import busy_s, makespan_s
 

@@ -9,10 +9,18 @@ import pytest
 
 from roundpipe_cli.costs.cost import CHUNK_BYTES, CostModel, LayerCost, keep_activations, skip_projections
 from roundpipe_cli.schedule.actions import Kind, Schedule
-from roundpipe_cli.schedule.builders import build_schedule
-from roundpipe_cli.schedule.dealing import Rounds
-from roundpipe_cli.schedule.lower import lower
-from roundpipe_cli.schedule.operations import ACTIVATION, GRADIENT, LAST, NEXT, SAVED, URGENT, WEIGHT_GRADIENT, WEIGHTS
+from roundpipe_cli.schedule.builders import Rounds, build_schedule
+from roundpipe_cli.schedule.program import (
+    ACTIVATION,
+    GRADIENT,
+    LAST,
+    NEXT,
+    SAVED,
+    URGENT,
+    WEIGHT_GRADIENT,
+    WEIGHTS,
+    lower,
+)
 from roundpipe_cli.schedule.simulate import simulate
 from roundpipe_cli.schedule.timeline import DOWN, HOST, UP, Timeline, compute_rows, makespan_s
 

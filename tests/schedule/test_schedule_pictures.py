@@ -8,9 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from roundpipe_cli.schedule.builders import build_schedule
-from roundpipe_cli.schedule.dealing import Rounds
-from roundpipe_cli.schedule.durations import equal_costs
+from roundpipe_cli.schedule.actions import equal_costs
+from roundpipe_cli.schedule.builders import Rounds, build_schedule
 from roundpipe_cli.schedule.pictures import chrome_trace, svg_picture
 from roundpipe_cli.schedule.simulate import simulate
 from roundpipe_cli.schedule.timeline import Timeline, bubble_ratio

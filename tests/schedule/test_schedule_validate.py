@@ -7,10 +7,8 @@ from dataclasses import replace
 import pytest
 
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.schedule.actions import Action, Kind, Schedule
-from roundpipe_cli.schedule.builders import build_schedule
-from roundpipe_cli.schedule.dealing import Rounds
-from roundpipe_cli.schedule.durations import equal_costs
+from roundpipe_cli.schedule.actions import Action, Kind, Schedule, equal_costs
+from roundpipe_cli.schedule.builders import Rounds, build_schedule
 from roundpipe_cli.schedule.published import simulate_published
 from roundpipe_cli.schedule.simulate import simulate
 from tests.support.schedules import InvalidScheduleError, marked_grid, parse_rows, validate_schedule

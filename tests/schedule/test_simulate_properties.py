@@ -11,10 +11,8 @@ from hypothesis import strategies as st
 from roundpipe_cli.choices import SCHEDULES
 from roundpipe_cli.costs.cost import CostModel, LayerCost, StageRange
 from roundpipe_cli.schedule.actions import Kind, Schedule
-from roundpipe_cli.schedule.builders import build_schedule
-from roundpipe_cli.schedule.dealing import Options, Rounds
-from roundpipe_cli.schedule.lower import lower
-from roundpipe_cli.schedule.operations import Program
+from roundpipe_cli.schedule.builders import Options, Rounds, build_schedule
+from roundpipe_cli.schedule.program import Program, lower
 from roundpipe_cli.schedule.simulate import simulate, simulate_program, simulated_makespan_s
 from roundpipe_cli.schedule.timeline import (
     COMPUTE,

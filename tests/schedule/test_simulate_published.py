@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from roundpipe_cli.costs.cost import CostModel, LayerCost, StageRange
-from roundpipe_cli.schedule.builders import _dealer, build_schedule
-from roundpipe_cli.schedule.dealing import Options, Rounds
+from roundpipe_cli.schedule.builders import Options, Rounds, _dealer, build_schedule
 from roundpipe_cli.schedule.published import simulate_published
 from roundpipe_cli.schedule.timeline import Interval, bubble, compute_rows, makespan_s, utilization
 

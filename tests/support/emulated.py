@@ -31,10 +31,8 @@ from roundpipe_cli.engine.dispatch.transfer import TransferOptions, TransferStat
 from roundpipe_cli.engine.dispatch.work import TransferChunk
 from roundpipe_cli.engine.program import describe_op
 from roundpipe_cli.faults import fault
-from roundpipe_cli.schedule.actions import Kind, Schedule
-from roundpipe_cli.schedule.durations import StageTimes, stage_times
-from roundpipe_cli.schedule.lower import lower
-from roundpipe_cli.schedule.operations import Op, Program
+from roundpipe_cli.schedule.actions import Kind, Schedule, StageTimes, stage_times
+from roundpipe_cli.schedule.program import Op, Program, lower
 from roundpipe_cli.schedule.timeline import COMPUTE, DOWN, HOST, UP, Interval, Timeline, bubble_ratio, makespan_s
 from roundpipe_cli.units import shown_step
 

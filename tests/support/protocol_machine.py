@@ -15,8 +15,7 @@ from typing import Any
 from roundpipe_cli.engine.dispatch.ledger import Dependencies, Ledger, links_of
 from roundpipe_cli.engine.dispatch.transfer import TransferOptions, TransferQueue
 from roundpipe_cli.schedule.actions import Kind
-from roundpipe_cli.schedule.lower import NUM_STAGING
-from roundpipe_cli.schedule.operations import ACTIVATION, GRADIENT, WEIGHT_GRADIENT, WEIGHTS, Op, Program
+from roundpipe_cli.schedule.program import ACTIVATION, GRADIENT, NUM_STAGING, WEIGHT_GRADIENT, WEIGHTS, Op, Program
 from roundpipe_cli.schedule.timeline import COMPUTE, DOWN, HOST, UP
 
 Move = tuple[str, Any]

@@ -21,7 +21,7 @@ from roundpipe_cli.events import (
     WorkSeen,
 )
 from roundpipe_cli.schedule.actions import Kind
-from roundpipe_cli.schedule.drawn import span_of
+from roundpipe_cli.schedule.pictures import span_of
 from roundpipe_cli.schedule.timeline import Interval, Timeline, bubble_ratio, makespan_s, utilization
 
 START_S = 1_800_000_000.0

@@ -20,10 +20,8 @@ from roundpipe_cli.kernels import rms_norm
 from roundpipe_cli.model import attention_kernels, counter_random, packed_weights
 from roundpipe_cli.model.preference import Preference
 from roundpipe_cli.planning.resident import DEALING, resident_cut
-from roundpipe_cli.schedule.actions import Schedule
-from roundpipe_cli.schedule.builders import build_forward, build_schedule
-from roundpipe_cli.schedule.dealing import Options, Rounds
-from roundpipe_cli.schedule.durations import equal_costs
+from roundpipe_cli.schedule.actions import Schedule, equal_costs
+from roundpipe_cli.schedule.builders import Options, Rounds, build_forward, build_schedule
 from tests.support.simulated_cuda import SMALL_CARD, Card, Simulation
 from tests.support.tiny import Rig, make_rig, random_microbatches, write_new_weights
 

@@ -28,8 +28,7 @@ from roundpipe_cli.model.lora import LoraSettings, add_lora, initial_values
 from roundpipe_cli.model.packed_weights import dequantize, quantizable_names
 from roundpipe_cli.model.split import ModelSplit, split_model
 from roundpipe_cli.schedule.actions import Schedule
-from roundpipe_cli.schedule.builders import build_schedule
-from roundpipe_cli.schedule.dealing import Rounds
+from roundpipe_cli.schedule.builders import Rounds, build_schedule
 
 BASE = {
     "vocab_size": 128,

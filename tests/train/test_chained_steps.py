@@ -29,8 +29,7 @@ from roundpipe_cli.planning.adaptive import AdaptivePlanner, RunConditions
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.recipe.schema import DatasetConfig, PipelineConfig, Recipe
 from roundpipe_cli.schedule.actions import Kind, Schedule
-from roundpipe_cli.schedule.builders import StepChain, build_schedule
-from roundpipe_cli.schedule.dealing import Rounds
+from roundpipe_cli.schedule.builders import Rounds, StepChain, build_schedule
 from roundpipe_cli.schedule.simulate import simulate
 from roundpipe_cli.schedule.timeline import makespan_s
 from roundpipe_cli.train.finetune import run_finetune as finetune_here

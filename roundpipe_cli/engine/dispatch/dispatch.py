@@ -25,7 +25,7 @@ from roundpipe_cli.engine.dispatch.ledger import Dependencies, Ledger
 from roundpipe_cli.engine.dispatch.progress import AbortedError, Progress
 from roundpipe_cli.engine.dispatch.transfer import TransferRecord
 from roundpipe_cli.engine.dispatch.work import NOBODY, AddedTransfer, DispatchEvent, Work
-from roundpipe_cli.schedule.operations import WEIGHTS, Op, Program
+from roundpipe_cli.schedule.program import WEIGHTS, Op, Program
 from roundpipe_cli.schedule.timeline import COMPUTE, DOWN, HOST, UP
 from roundpipe_cli.units import shown_step
 

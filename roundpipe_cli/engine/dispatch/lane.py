@@ -11,7 +11,7 @@ from roundpipe_cli.engine.dispatch.dispatch import StepRun, WorkResult
 from roundpipe_cli.engine.dispatch.transfer import TransferOptions, TransferQueue, TransferRecord
 from roundpipe_cli.engine.dispatch.work import NOBODY, DispatchEvent, TransferChunk, Work
 from roundpipe_cli.faults import fault
-from roundpipe_cli.schedule.operations import WEIGHTS, Op
+from roundpipe_cli.schedule.program import WEIGHTS, Op
 from roundpipe_cli.schedule.timeline import DOWN, HOST, UP
 
 _FAULT_POINTS = {UP: "upload", DOWN: "download", HOST: "optimizer"}

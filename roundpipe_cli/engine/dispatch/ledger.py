@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from roundpipe_cli.schedule.operations import Op, Program
+from roundpipe_cli.schedule.program import Op, Program
 
 
 @dataclass(frozen=True)

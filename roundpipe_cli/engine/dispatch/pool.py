@@ -30,7 +30,7 @@ from roundpipe_cli.engine.dispatch.progress import AbortedError
 from roundpipe_cli.engine.dispatch.transfer import TransferOptions
 from roundpipe_cli.engine.dispatch.work import NOBODY, Work
 from roundpipe_cli.errors import InternalError, NoProgressError, OutOfDeviceMemoryError, RoundpipeError
-from roundpipe_cli.schedule.operations import Op
+from roundpipe_cli.schedule.program import Op
 from roundpipe_cli.units import shown_step
 
 TICK_S = 0.25

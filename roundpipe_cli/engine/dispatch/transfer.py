@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from roundpipe_cli.costs.cost import CHUNK_BYTES
-from roundpipe_cli.schedule.operations import Program
+from roundpipe_cli.schedule.program import Program
 from roundpipe_cli.schedule.timeline import COMPUTE, DOWN, UP
 
 MAX_IN_FLIGHT = 2

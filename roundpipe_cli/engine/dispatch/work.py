@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 from roundpipe_cli.schedule.actions import Kind
-from roundpipe_cli.schedule.operations import Op
+from roundpipe_cli.schedule.program import Op
 
 DispatchEvent = Any
 """A point in a device's work; None: it has already happened."""

@@ -38,7 +38,7 @@ from roundpipe_cli.events import (
     encode,
 )
 from roundpipe_cli.files import STATE_FILE_MODE, write_atomically
-from roundpipe_cli.schedule.drawn import span_of, work_letter
+from roundpipe_cli.schedule.pictures import span_of, work_letter
 from roundpipe_cli.schedule.timeline import COMPUTE
 from roundpipe_cli.train.checkpoint.output_dir import EVENTS_NAME
 from roundpipe_cli.train.monitor.device_samples import DeviceSampler

@@ -28,25 +28,108 @@ staleness 1 step k uses the weights after update k - 2.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from roundpipe_cli.costs.cost import CostModel, StageRange
+from roundpipe_cli.costs.cost import CostModel, LayerCost, StageRange
 from roundpipe_cli.schedule.actions import Action, Kind, Schedule
-from roundpipe_cli.schedule.folds import host_folded
-from roundpipe_cli.schedule.operations import (
-    ACTIVATION,
-    GRADIENT,
-    LAST,
-    NEXT,
-    SAVED,
-    URGENT,
-    WEIGHT_GRADIENT,
-    WEIGHTS,
-    Op,
-    Program,
-    Visit,
-)
 from roundpipe_cli.schedule.timeline import COMPUTE, DOWN, HOST, UP
+
+# A lowered program as plain data: operations, visits of stages, and the program of both. See `lower.py`.
+
+WEIGHTS, ACTIVATION, GRADIENT, WEIGHT_GRADIENT = "weights", "activation", "gradient", "weight gradient"
+"""Loads of a transfer. `GRADIENT` is the gradient of a boundary tensor."""
+
+URGENT, NEXT, SAVED, LAST = 0, 1, 2, 3
+"""First part of a priority: what unblocks compute; weights, by visit; what a recompute reads; weight gradients."""
+
+
+class Op(NamedTuple):
+    """One operation of a program. Bytes; indices as in `Action`; -1 where something does not apply."""
+
+    id: int
+    kind: Kind
+    lane: str
+    worker: int
+    """-1 for updates, which run on the host."""
+    stage: int
+    """Forward stage for F, backward stage for R and B; a transfer has that of the compute operation it belongs to; an
+    update has its layer, or -1 for the gate that waits for the step's gradients."""
+    microbatch: int
+    step: int
+    payload: str
+    num_bytes: int
+    visit: int
+    """Index into `Program.visits`."""
+    priority: tuple[int, int]
+    deps: list[int]
+    late_deps: list[int]
+    boundary: int = -1
+    """A transfer carries the hidden states at the input of this layer, or their gradient."""
+
+
+@dataclass(slots=True)
+class Visit:
+    """A worker's stay on one range of layers."""
+
+    worker: int
+    layers: StageRange
+    step: int
+    slot: int
+    num_bytes: int
+    """Bytes of weights and gradient accumulators in the slot."""
+    ops: list[int] = field(default_factory=list)
+    """Compute operations, in order."""
+    upload: int = -1
+    downloads: list[int] = field(default_factory=list)
+    """Downloads of gradient sums: one, or where they are added up on the host one for each backward."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A lowered schedule."""
+
+    schedule: Schedule
+    ops: list[Op]
+    compute: list[list[int]]
+    """Per worker: ids of F, R and B in order."""
+    visits: list[Visit]
+    staleness: int
+    host_folded: frozenset[StageRange] = frozenset()
+    """Backward stages whose visits do not follow each other microbatch by microbatch, because several workers share
+    them, or share a round of them: each microbatch's gradients go down by themselves and are added up on the host, in
+    order."""
+
+
+# Stages whose gradient sums are added up on the host, because they cannot travel with the stage.
+
+
+def host_folded(
+    schedule: Schedule, layers: Sequence[LayerCost], visits: Sequence[Visit], ops: Sequence[Op]
+) -> frozenset[StageRange]:
+    """Backward stages as `Program.host_folded` has them."""
+    spans: dict[tuple[StageRange, int], list[list[int]]] = {}
+    workers: dict[tuple[StageRange, int, int], set[int]] = {}
+    for visit in visits:
+        backward_ops = [ops[op_id] for op_id in visit.ops if ops[op_id].kind is Kind.BACKWARD]
+        trained = any(layer.grad_bytes for layer in layers[visit.layers[0] : visit.layers[1] + 1])
+        if not backward_ops or not trained:
+            continue
+        places = [schedule.backward_place(op.stage, op.microbatch) for op in backward_ops]
+        spans.setdefault((visit.layers, visit.step), []).append(places)
+        for op in backward_ops:
+            turn = op.microbatch % schedule.num_microbatches // schedule.microbatches_per_round
+            workers.setdefault((visit.layers, visit.step, turn), set()).add(visit.worker)
+    # Workers that share a stage's microbatches of one round would wait for each other's sums.
+    folded = {stage for (stage, _, _), sharing in workers.items() if len(sharing) > 1}
+    for (stage, step), shares in spans.items():
+        first = step * schedule.num_microbatches
+        in_turn = [microbatch for share in sorted(shares) for microbatch in share]
+        if in_turn != list(range(first, first + len(in_turn))):
+            folded.add(stage)
+    return frozenset(folded)
+
 
 NUM_STAGING = 2
 """Boundary tensors that may wait on a worker, per direction, and microbatches whose gradients
