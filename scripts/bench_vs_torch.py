@@ -39,7 +39,7 @@ from roundpipe_cli.engine.step import Microbatch, StepResult
 from roundpipe_cli.planning.adaptive import PROFILE_STEPS
 from roundpipe_cli.planning.compare import SimulationCase
 from roundpipe_cli.planning.partition import plan_partition
-from roundpipe_cli.planning.stages import StageLimits
+from roundpipe_cli.planning.search.stages import StageLimits
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.schedule.builders import Rounds, build_schedule

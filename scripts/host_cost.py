@@ -33,7 +33,7 @@ from roundpipe_cli.engine.stage import StageRunner
 from roundpipe_cli.model import worker_model
 from roundpipe_cli.model.block_calls import BlockCall
 from roundpipe_cli.model.worker_model import WorkerModel
-from roundpipe_cli.planning.profile import profile_schedule
+from roundpipe_cli.planning.adaptive import profile_schedule
 from roundpipe_cli.schedule.actions import Kind
 from roundpipe_cli.schedule.builders import build_forward
 from roundpipe_cli.schedule.program import Op

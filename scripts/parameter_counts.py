@@ -35,7 +35,7 @@ from roundpipe_cli.model.meta_counts import counts_of
 from roundpipe_cli.model.source import ModelSource
 from roundpipe_cli.model.split import split_model
 from roundpipe_cli.planning.admission import check_model
-from roundpipe_cli.planning.counting import counted_architecture
+from roundpipe_cli.planning.question import counted_architecture
 from roundpipe_cli.recipe.load import load_recipe
 from tests.support.every_type import NoTinyConfigError, causal_types, tiny_config_of
 

@@ -7,9 +7,9 @@ from roundpipe_cli.cli.built_model import build_counts
 from roundpipe_cli.cli.output import say
 from roundpipe_cli.planning.answers import Answers
 from roundpipe_cli.planning.compare import SimulationCase, StageCut
-from roundpipe_cli.planning.contenders import contenders
 from roundpipe_cli.planning.predict import cards_worth_using
 from roundpipe_cli.planning.question import PlanRequest, ask
+from roundpipe_cli.planning.run_plan import contenders
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.schedule.builders import schedule_name
 from roundpipe_cli.watchdog import watching

@@ -69,7 +69,7 @@ def finetune(
         from roundpipe_cli.cli.lines import LinePrinter
         from roundpipe_cli.cli.publish import make_repository, push_result
         from roundpipe_cli.cli.run_end import show_end
-        from roundpipe_cli.planning.planned import planned_bytes
+        from roundpipe_cli.planning.run_plan import planned_bytes
         from roundpipe_cli.train.preflight import check_names, fetch_model, found_config
         from roundpipe_cli.train.reporting import Reporting, Start
 
@@ -114,8 +114,8 @@ def ask_on_cards_worth_using(loaded: LoadedRecipe, tell: Tell, found: FoundConfi
         found: see `ask`.
     """
     from roundpipe_cli.events import Notice
-    from roundpipe_cli.planning.fit_check import leave_small_cards
     from roundpipe_cli.planning.question import ask
+    from roundpipe_cli.planning.run_plan import leave_small_cards
 
     asked = None
     with contextlib.suppress(RefusedError):
@@ -128,7 +128,7 @@ def ask_on_cards_worth_using(loaded: LoadedRecipe, tell: Tell, found: FoundConfi
 
 def refuse_too_large(asked: PlanRequest | None) -> None:
     """Exit 5 where `plan` says that it cannot fit. A model that `plan` has no figures for is left to the loader."""
-    from roundpipe_cli.planning.fit_check import check_fits
+    from roundpipe_cli.planning.run_plan import check_fits
 
     if asked is not None:
         with contextlib.suppress(RefusedError):

@@ -45,7 +45,7 @@ def init(
     from roundpipe_cli.cli.recipes import write_new
     from roundpipe_cli.cli.wrap import terminal_width, wrapped
     from roundpipe_cli.errors import RefusedError
-    from roundpipe_cli.planning.row_counts import count_rows
+    from roundpipe_cli.planning.run_length import count_rows
     from roundpipe_cli.recipe.load import load_recipe
 
     if path.exists():

@@ -11,9 +11,9 @@ from roundpipe_cli.costs.find_model import find_architecture
 from roundpipe_cli.costs.hardware import Hardware, parse_hardware
 from roundpipe_cli.costs.models import Architecture, DType, TrainingSettings
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.planning.fitting import fitting_recipe
+from roundpipe_cli.planning.auto_choices import choose_token_budget, with_smallest_card
 from roundpipe_cli.planning.question import PlanRequest, choose_tier, hardware_of
-from roundpipe_cli.planning.token_budget import choose_token_budget, with_smallest_card
+from roundpipe_cli.planning.solve import fitting_recipe
 from roundpipe_cli.planning.verdict import judge_coarsest
 from roundpipe_cli.recipe.load import load_text, resolve_path
 from roundpipe_cli.units import counted, format_bytes, format_count

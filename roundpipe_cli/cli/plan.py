@@ -141,7 +141,7 @@ def plan_document(answer: Plan, solution: Solution | None) -> dict[str, Any]:
 
 def _fitting_name(answer: Plan) -> str | None:
     """The shipped recipe that fits where this one does not, as a user types it."""
-    from roundpipe_cli.planning.fitting import fitting_recipe
+    from roundpipe_cli.planning.solve import fitting_recipe
 
     fitting = fitting_recipe(answer.question)
     return fitting.command_name if fitting is not None else None
@@ -150,7 +150,7 @@ def _fitting_name(answer: Plan) -> str | None:
 def plan_text(answer: Plan, solution: Solution | None, *, details: bool = True) -> list[str]:
     """The plan as text, the verdict first."""
     from roundpipe_cli.cli.plan_verdict import verdict_lines
-    from roundpipe_cli.planning.unequal import who_does_what
+    from roundpipe_cli.planning.question import who_does_what
 
     lines = [*verdict_lines(answer), ""]
     if solution is not None:

@@ -16,7 +16,7 @@ EXAMPLE_ROWS = 10_000
 def verdict_lines(answer: Plan) -> list[str]:
     """The word and its reason, the model, the machine; then a figure a line."""
     from roundpipe_cli.choices import PACKED_FORMATS
-    from roundpipe_cli.planning.summary import summary_of
+    from roundpipe_cli.planning.what_if import summary_of
     from roundpipe_cli.units import format_count, format_seconds
 
     question, settings = answer.question, answer.question.settings
@@ -81,7 +81,7 @@ def _time_to_finish(answer: Plan) -> str:
 
 def _hints(answer: Plan) -> list[str]:
     """Commands to try next."""
-    from roundpipe_cli.planning.fitting import fitting_recipe
+    from roundpipe_cli.planning.solve import fitting_recipe
 
     question, lines = answer.question, []
     if not answer.verdict.fits:

@@ -81,7 +81,7 @@ def recipe_and_overrides(words: Sequence[str]) -> tuple[str, list[str]]:
 def simulated_run(answer: Plan) -> SimulatedRun:
     """A plan as a run that can be played; its notes say what a lane leaves out."""
     from roundpipe_cli.dashboard.demo import SimulatedRun
-    from roundpipe_cli.planning.simulated_step import MAX_SIMULATED_MICROBATCHES
+    from roundpipe_cli.planning.predict import MAX_SIMULATED_MICROBATCHES
     from roundpipe_cli.schedule.timeline import makespan_s
     from roundpipe_cli.units import format_seconds
 

@@ -16,13 +16,19 @@ from typing import Literal
 from roundpipe_cli.choices import SCHEDULE_KINDS, ScheduleName
 from roundpipe_cli.costs.cost import CostModel, StageRange
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.planning.chunk_partition import balanced_stages, chunk_shapes, fastest_shape
 from roundpipe_cli.planning.compare import Result, SimulationCase, StageCut, costs_per_microbatch, run, run_step_s
+from roundpipe_cli.planning.cuts import (
+    balanced_stages,
+    chunk_shapes,
+    enough_per_round,
+    fastest_shape,
+    links_bind,
+    quick_cut,
+    resident_cut,
+    single_cut,
+)
 from roundpipe_cli.planning.partition import LIGHT, plan_partition
-from roundpipe_cli.planning.quick_cut import enough_per_round, links_bind, quick_cut
-from roundpipe_cli.planning.resident import resident_cut
-from roundpipe_cli.planning.single_worker import single_cut
-from roundpipe_cli.planning.stages import StageLimits, StageSums, balanced_partition, even_stages, within_limits
+from roundpipe_cli.planning.search.stages import StageLimits, StageSums, balanced_partition, even_stages, within_limits
 from roundpipe_cli.recipe.schema import PipelineConfig
 from roundpipe_cli.schedule.builders import Options, Rounds, build_schedule, options_of
 from roundpipe_cli.schedule.published import simulate_published

@@ -9,7 +9,7 @@ from typing import Literal
 from roundpipe_cli.choices import SCHEDULE_KINDS
 from roundpipe_cli.costs.cost import CostModel, StageRange, share_out_visits, without_bytes
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.planning.stages import StageLimits
+from roundpipe_cli.planning.search.stages import StageLimits
 from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.schedule.builders import Options, Rounds, build_schedule, place_on
 from roundpipe_cli.schedule.simulate import simulate, simulated_makespan_s

@@ -1,25 +1,174 @@
-"""The question to a planner: a recipe's model and settings, and a machine. No torch."""
+"""The question to a planner: a recipe's model and settings, and the cards of a machine. No torch."""
 
 from __future__ import annotations
 
+import math
+import re
 from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
+from roundpipe_cli.choices import check_sizes
 from roundpipe_cli.costs.analytic import AnalyticCosts, analytic_costs, with_gains
-from roundpipe_cli.costs.find_model import FoundConfig, find_config
+from roundpipe_cli.costs.find_model import FoundConfig, built_architecture, find_config
 from roundpipe_cli.costs.hardware import ASSUMED_DISK_BYTES_PER_S, Device, Hardware, parse_hardware
 from roundpipe_cli.costs.machine import MAX_PARAMETERS_ON_CPU, cpu_devices, this_machine, visible_gpus
 from roundpipe_cli.costs.memory import INPUTS_SHARE, frozen_bytes, host_need, usable_host_bytes
-from roundpipe_cli.costs.models import Architecture, TrainingSettings
-from roundpipe_cli.planning.admission import check_configuration, check_model, packing_note, packing_obstacle
-from roundpipe_cli.planning.counting import Build, counted_architecture
-from roundpipe_cli.planning.token_budget import choose_token_budget, with_smallest_card
-from roundpipe_cli.planning.unpacking import Unpacking, choose_unpacking
+from roundpipe_cli.costs.models import (
+    MAX_COUNT_ERROR,
+    Architecture,
+    TrainingSettings,
+    is_counted_exactly,
+    with_stored_count,
+)
+from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.model.quantization import quantization_settings
+from roundpipe_cli.model.untrusted import INDEX_NAME, are_equal, find_shards, read_json, tensor_places
+from roundpipe_cli.planning.admission import (
+    check_configuration,
+    check_model,
+    has_weights,
+    holds_weights,
+    packing_note,
+    packing_obstacle,
+)
+from roundpipe_cli.planning.auto_choices import Unpacking, choose_token_budget, choose_unpacking, with_smallest_card
 from roundpipe_cli.planning.verdict import judge_coarsest
 from roundpipe_cli.recipe.load import LoadedRecipe, resolve_path
 from roundpipe_cli.recipe.schema import Recipe
+from roundpipe_cli.schedule.timeline import Timeline, busy_s
 from roundpipe_cli.units import counted, format_bytes, format_count
+
+# Number of parameters of a model, by `plan`'s own count, by the model itself or by its files. No torch.
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+FLAG = "tie_word_embeddings"
+HEAD = re.compile(r"(?<!mtp\.)\b(lm_head|embed_out|output_projection|lm_loss)\.(?!.*bias$)")
+EMBEDDING = re.compile(
+    r"\b(embed_tokens|tokens_embed|embed_in|word_embeddings?|tok_embeddings|wte|embeddings)\.weight$"
+)
+"""Names that the LM head and the embedding have in the files of language models."""
+
+Build = Callable[[FoundConfig], Mapping[str, Any] | None]
+"""Counts a model by building it without weights (`model/meta_counts.py`); None: it could not be built."""
+
+
+def counted_architecture(found: FoundConfig, build: Build | None = None) -> Architecture:
+    """The model's architecture, with as many parameters as the model has, or as its files hold.
+
+    Args:
+        build: for a configuration that is not counted exactly here.
+
+    Raises:
+        RefusedError: a needed figure is missing or impossible, or `build` refuses the model.
+    """
+    if build is not None and found.is_config and not is_counted_exactly(found.config):
+        check_sizes(found.config, f"{found.name} ({found.source})")
+        counts = build(found)
+        if counts is not None:
+            return _as_built(found, counts)
+    architecture = found.architecture()
+    if architecture.tied and _has_own_head(found):
+        architecture = replace(architecture, tied=False)
+    in_header = found.config.get("stored_parameters")
+    if isinstance(in_header, int):
+        return with_stored_count(architecture, in_header, found.source)
+    count, source = _stored_count(found, architecture.tied)
+    return _noting_no_weights(found, with_stored_count(architecture, count, source))
+
+
+def _says_tied(config: Mapping[str, Any]) -> bool:
+    """Whether a configuration itself says whether the LM head is the embedding."""
+    text = config.get("text_config")
+    return FLAG in config or (isinstance(text, dict) and FLAG in text)
+
+
+def _lists_weights(found: FoundConfig) -> bool:
+    """Whether the names of the model's weights are known."""
+    return found.folder is not None and (holds_weights(found) or (found.folder / INDEX_NAME).is_file())
+
+
+def _has_own_head(found: FoundConfig) -> bool:
+    """Whether the files hold an LM head beside the embedding, with other values as far as they are here.
+
+    `finetune` then uses both, whatever the configuration says (`model/stored/tables.py`).
+    """
+    if found.folder is None:
+        return False
+    if not holds_weights(found):
+        try:
+            names = read_json(found.folder / INDEX_NAME)["weight_map"]
+        except (RefusedError, KeyError):
+            return False
+        return all(any(pattern.search(str(name)) for name in names) for pattern in (HEAD, EMBEDDING))
+    places = {name: place for path in find_shards(found.folder) for name, place in tensor_places(path).items()}
+    heads, tables = ([places[name] for name in places if pattern.search(name)] for pattern in (HEAD, EMBEDDING))
+    return bool(heads and tables) and not any(are_equal(head, table) for head in heads for table in tables)
+
+
+def _as_built(found: FoundConfig, counts: Mapping[str, Any]) -> Architecture:
+    """The model's own count; a notice says so where the files hold another number."""
+    how = f"{found.source}; parameters counted on the model itself, built without weights"
+    if counts["shared"] and _has_own_head(found):
+        counts = {**counts, "parameters": counts["parameters"] + counts["shared"], "shared": 0}
+    architecture = built_architecture(counts, name=found.name, source=how)
+    if counts["shared"] and not _says_tied(found.config) and not _lists_weights(found):
+        note = (
+            f"note: the LM head is counted as the embedding, as transformers takes it where config.json says nothing; "
+            f"one that the files hold beside it adds {format_count(counts['shared'])} parameters"
+        )
+        architecture = replace(architecture, notes=(note,))
+    count, source = _stored_count(found, architecture.tied)
+    if count is not None and abs(architecture.parameters / count - 1) > MAX_COUNT_ERROR:
+        held, own = format_count(count), format_count(architecture.parameters)
+        note = f"note: {held} parameters by {source}, {own} in the model that transformers builds, which is planned for"
+        architecture = replace(architecture, notes=(*architecture.notes, note))
+    return _noting_no_weights(found, architecture)
+
+
+def _noting_no_weights(found: FoundConfig, architecture: Architecture) -> Architecture:
+    if not found.is_local or found.folder is None or quantization_settings(found.config) or has_weights(found.folder):
+        return architecture
+    note = f"note: {found.folder} holds no weights; `finetune` needs *.safetensors there"
+    return replace(architecture, notes=(*architecture.notes, note))
+
+
+def _stored_count(found: FoundConfig, tied: bool) -> tuple[int | None, str]:
+    """Parameters in the model's files, or None, and the name of the source."""
+    if found.folder is None or quantization_settings(found.config):
+        return None, ""
+    if holds_weights(found):
+        places = [(n, place) for path in find_shards(found.folder) for n, place in tensor_places(path).items()]
+        # some files hold a shared matrix under both names
+        count = sum(math.prod(place.shape) for name, place in places if not (tied and HEAD.search(name)))
+        if not count:
+            raise RefusedError(
+                "the model's files hold no weights",
+                where=str(found.folder),
+                found="0 numbers in their headers",
+                expected="the weights of the model in *.safetensors",
+                hint="they may have been cut off: fetch or copy the model again",
+            )
+        return count, "the headers of its weights"
+    return _count_of_index(found.folder, found.config), INDEX_NAME
+
+
+def _count_of_index(folder: Path, config: dict[str, Any]) -> int | None:
+    """Parameters by the index of weights that are not here; None where it has no total."""
+    try:
+        metadata = read_json(folder / INDEX_NAME).get("metadata")
+    except RefusedError:
+        return None
+    figures = metadata if isinstance(metadata, dict) else {}
+    count, size = figures.get("total_parameters"), figures.get("total_size")
+    dtype_bytes = DTYPE_BYTES.get(str(config.get("dtype") or config.get("torch_dtype")))
+    if isinstance(count, int) and count > 0:
+        return count
+    return round(size / dtype_bytes) if isinstance(size, (int, float)) and size > 0 and dtype_bytes else None
+
 
 THIS_MACHINE = "this machine"
 
@@ -323,3 +472,85 @@ def _share(device: Device, count: int) -> Device:
         float32_flops_per_s=device.float32_flops_per_s / count,
         link_bytes_per_s=device.link_bytes_per_s / count,
     )
+
+
+# Plans for machines whose workers are not all alike, and what `plan` says of them. No torch.
+
+
+def without_small_cards(question: PlanRequest) -> Iterator[PlanRequest]:
+    """The same question for the GPUs of more memory only, once for each memory size that the others fall short of.
+
+    Stages are sized for the smallest device, since every stage may run on every worker; without the small ones they may
+    be larger, and so may what fits.
+    """
+    devices = question.hardware.devices
+    sizes = sorted({device.memory_bytes for device in devices if not device.is_cpu})
+    for least in sizes[1:]:
+        yield with_cards_of(question, least)
+
+
+def with_cards_of(question: PlanRequest, least_bytes: int) -> PlanRequest:
+    """The question for the devices of at least so much memory."""
+    kept = tuple(device for device in question.hardware.devices if device.memory_bytes >= least_bytes)
+    if len(kept) == question.num_workers:
+        return question
+    hardware = replace(question.hardware, devices=kept)
+    analytic = analytic_costs(question.architecture, question.settings, hardware)
+    if question.settings.weights_on_disk:  # the disk is the link, whatever the devices'
+        link = question.analytic.costs.link_bytes_per_s
+        analytic = replace(analytic, costs=replace(analytic.costs, link_bytes_per_s=link))
+    return replace(question, hardware=hardware, analytic=analytic)
+
+
+def describe_idle_gpus(question: PlanRequest, fewer: PlanRequest, *, fits: bool) -> str:
+    """A line that says which devices stay idle, and why; of devices that the recipe lists, that they should.
+
+    Args:
+        fits: whether it would fit with them.
+    """
+    least = min(device.memory_bytes for device in fewer.hardware.devices)
+    out = Counter(device.name for device in question.hardware.devices if device.memory_bytes < least)
+    names = " and ".join(f"{count} x {name}" for name, count in out.items())
+    why = "stages sized for its memory would be slower" if fits else "no stage fits its memory"
+    listed = ", ".join(names_of_cards(question, fewer))
+    if question.lists_devices:
+        why = "stages sized for its memory are slower" if fits else why
+        return f"better without {names}: {why}; write pipeline.devices: [{listed}]"
+    return f"{names} left out: {why} (pipeline.devices: [{listed}])"
+
+
+def names_of_cards(question: PlanRequest, fewer: PlanRequest) -> tuple[str, ...]:
+    """The devices of `question` that are in `fewer` too, as a recipe names them."""
+    least, devices = min(device.memory_bytes for device in fewer.hardware.devices), question.hardware.devices
+    names = question.loaded.recipe.pipeline.devices if question.lists_devices else ()
+    return tuple(
+        names[place] if names else f"cuda:{place}"
+        for place, device in enumerate(devices)
+        if device.memory_bytes >= least
+    )
+
+
+def who_does_what(question: PlanRequest, make_timeline: Callable[[], Timeline]) -> list[str]:
+    """One line for each kind of device: its speed and its part of the work; none where all are alike.
+
+    Args:
+        make_timeline: simulates a step; not called where all are alike.
+    """
+    devices = question.hardware.devices
+    speeds = question.analytic.costs.worker_speed or (1.0,) * len(devices)
+    if len({(device.name, device.memory_bytes, speed) for device, speed in zip(devices, speeds, strict=True)}) == 1:
+        return []
+    work = [seconds * speed for seconds, speed in zip(busy_s(make_timeline()), speeds, strict=True)]
+    smallest = min(devices, key=lambda device: device.memory_bytes)
+    lines = [f"unequal workers; stages are sized for the smallest, {_memory(smallest)}"]
+    kinds = sorted(zip(devices, speeds, work, strict=True), key=lambda one: (-one[1], one[0].name))
+    for (name, speed), members in groupby(kinds, key=lambda one: (one[0].name, one[1])):
+        parts = [part / sum(work) for _, _, part in members]
+        each = sum(parts) / len(parts)
+        does = f"does {each:.1%} of the work{' each' if len(parts) > 1 else ''}" if each else "stays idle: faster so"
+        lines.append(f"  {len(parts)} x {name}: speed {speed:.2f}, {does}")
+    return lines
+
+
+def _memory(device: Device) -> str:
+    return f"{device.name}: {format_bytes(device.memory_bytes)}"

@@ -21,7 +21,7 @@ from roundpipe_cli.costs.memory import (
 )
 from roundpipe_cli.costs.models import Architecture, TrainingSettings
 from roundpipe_cli.planning.compare import StageCut
-from roundpipe_cli.planning.stages import StageLimits, limits_for
+from roundpipe_cli.planning.search.stages import StageLimits, limits_for
 from roundpipe_cli.units import format_bytes
 
 

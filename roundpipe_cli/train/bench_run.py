@@ -13,12 +13,11 @@ from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.step import Microbatch, StepResult
 from roundpipe_cli.errors import InternalError
 from roundpipe_cli.events import Notice, Say, StepFinished, Tell, run_clock
-from roundpipe_cli.planning.adaptive import PROFILE_STEPS
+from roundpipe_cli.planning.adaptive import PROFILE_STEPS, measured_costs, measured_speeds, profile_schedule
 from roundpipe_cli.planning.choose import case_for, choose, given_cut
 from roundpipe_cli.planning.compare import Result, SimulationCase, StageCut, run
-from roundpipe_cli.planning.contenders import with_schedule
-from roundpipe_cli.planning.profile import measured_costs, measured_speeds, profile_schedule
 from roundpipe_cli.planning.question import PlanRequest
+from roundpipe_cli.planning.run_plan import with_schedule
 from roundpipe_cli.recipe.load import LoadedRecipe
 from roundpipe_cli.train.auto_cache import KeptWeights, is_cache_open, trained_weight_bytes, weights_to_keep
 from roundpipe_cli.train.batches import make_microbatches, make_sampler

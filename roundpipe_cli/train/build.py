@@ -25,8 +25,7 @@ from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.errors import ResourceError
 from roundpipe_cli.events import Notice, Tell
 from roundpipe_cli.model.worker_options import WorkerOptions
-from roundpipe_cli.planning.adaptive import AdaptivePlanner, RunConditions
-from roundpipe_cli.planning.profile_cache import ProfileCache
+from roundpipe_cli.planning.adaptive import AdaptivePlanner, ProfileCache, RunConditions
 from roundpipe_cli.recipe.schema import PipelineConfig, Recipe
 from roundpipe_cli.train.devices import gpu_index, make_backends, slowest_link_bytes_per_s, threads_per_worker
 from roundpipe_cli.train.setup import Setup, active_parameters, experts_per_token

@@ -7,8 +7,8 @@ from contextlib import suppress
 from roundpipe_cli.choices import PACKED_FORMATS, PackedName
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import Notice, Tell
+from roundpipe_cli.planning.auto_choices import Unpacking
 from roundpipe_cli.planning.question import PlanRequest
-from roundpipe_cli.planning.unpacking import Unpacking
 from roundpipe_cli.recipe.load import LoadedRecipe
 from roundpipe_cli.train.token_budget import ask_here
 

@@ -14,8 +14,8 @@ from typer.testing import CliRunner, Result
 from roundpipe_cli.cli.bench import bench
 from roundpipe_cli.costs.cost import load_costs
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.planning.chunk_partition import balanced_stages
-from roundpipe_cli.planning.stages import even_stages
+from roundpipe_cli.planning.cuts import balanced_stages
+from roundpipe_cli.planning.search.stages import even_stages
 from roundpipe_cli.recipe.load import load_recipe
 from tests.cli.test_terminal_text import call
 

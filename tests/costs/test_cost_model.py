@@ -23,7 +23,7 @@ from roundpipe_cli.costs.models import TrainingSettings, parse_config
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.source import resolve_model
 from roundpipe_cli.model.untrusted import check_small_files
-from roundpipe_cli.planning.stages import backward_ranges, forward_ranges
+from roundpipe_cli.planning.search.stages import backward_ranges, forward_ranges
 from roundpipe_cli.schedule.builders import Rounds, build_schedule
 from roundpipe_cli.schedule.simulate import simulate
 from roundpipe_cli.schedule.timeline import COMPUTE

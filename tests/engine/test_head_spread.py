@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 
 from roundpipe_cli.costs.cost import CostModel, LayerCost
-from roundpipe_cli.planning.adaptive import AdaptivePlanner
+from roundpipe_cli.planning.adaptive import AdaptivePlanner, ProfileCache
 from roundpipe_cli.planning.choose import choose
 from roundpipe_cli.planning.compare import SimulationCase, run
 from roundpipe_cli.planning.predict import make_plan
-from roundpipe_cli.planning.profile_cache import ProfileCache
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.recipe.schema import PipelineConfig
 from roundpipe_cli.schedule.actions import Kind, Schedule

@@ -9,9 +9,9 @@ import torch
 
 from roundpipe_cli.engine.weights import mapped_buffers
 from roundpipe_cli.planning import choose
-from roundpipe_cli.planning.fit_check import check_fits
 from roundpipe_cli.planning.predict import make_plan
 from roundpipe_cli.planning.question import ask
+from roundpipe_cli.planning.run_plan import check_fits
 from roundpipe_cli.recipe.load import LoadedRecipe, load_recipe
 from tests.support.e2e import finetune, make_model, make_workspace, numbers
 

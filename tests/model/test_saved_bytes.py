@@ -16,7 +16,7 @@ from roundpipe_cli.engine.probe import find_saved_bytes
 from roundpipe_cli.model.saved_bytes import SavedBytes, saved_sizes
 from roundpipe_cli.model.worker_options import WorkerOptions
 from roundpipe_cli.planning.adaptive import AdaptivePlanner, RunConditions
-from roundpipe_cli.planning.stages import StageSums, limits_for, within_limits
+from roundpipe_cli.planning.search.stages import StageSums, limits_for, within_limits
 from roundpipe_cli.recipe.schema import PipelineConfig
 from roundpipe_cli.schedule.builders import Rounds, build_schedule
 from roundpipe_cli.train.auto_cache import modelled_bytes

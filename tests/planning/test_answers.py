@@ -18,7 +18,7 @@ from roundpipe_cli.planning.answers import Answers
 from roundpipe_cli.planning.compare import SimulationCase, StageCut, run
 from roundpipe_cli.planning.predict import Plan, make_plan
 from roundpipe_cli.planning.question import PlanRequest
-from roundpipe_cli.planning.stages import StageLimits
+from roundpipe_cli.planning.search.stages import StageLimits
 from roundpipe_cli.recipe.load import load_recipe
 
 MACHINE = "1x4090,host_memory_gib=64"

@@ -8,8 +8,16 @@ import pytest
 
 from roundpipe_cli.cli.plan import plan_document
 from roundpipe_cli.dashboard.comparison import range_note
-from roundpipe_cli.planning.band import EXPERTS, EXPERTS_BY_OWN_KERNELS, FULL, FULL_ELSEWHERE, LORA, MEASURED, ON_CPU
-from roundpipe_cli.planning.predict import make_plan
+from roundpipe_cli.planning.predict import (
+    EXPERTS,
+    EXPERTS_BY_OWN_KERNELS,
+    FULL,
+    FULL_ELSEWHERE,
+    LORA,
+    MEASURED,
+    ON_CPU,
+    make_plan,
+)
 from roundpipe_cli.recipe.load import load_text
 
 RECIPE = "model: {}\nmethod: {}\ndatasets: [{{path: rows.jsonl}}]\nmax_seq_length: 512\n"

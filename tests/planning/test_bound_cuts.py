@@ -9,7 +9,7 @@ from roundpipe_cli.costs.cost import CostModel, LayerCost
 from roundpipe_cli.planning import choose as choosing
 from roundpipe_cli.planning.choose import choose
 from roundpipe_cli.planning.compare import SimulationCase, StageCut, run_step_s
-from roundpipe_cli.planning.stages import StageLimits
+from roundpipe_cli.planning.search.stages import StageLimits
 
 
 @pytest.mark.parametrize("name", ["looped_bfs", "interleaved_1f1b"])

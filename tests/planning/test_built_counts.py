@@ -23,8 +23,8 @@ from roundpipe_cli.model import meta_counts
 from roundpipe_cli.model.load import build_skeleton, load_config
 from roundpipe_cli.model.meta_counts import NotBuiltError, count_on_meta, counts_of
 from roundpipe_cli.model.source import ModelSource
-from roundpipe_cli.planning.counting import counted_architecture
 from roundpipe_cli.planning.predict import make_plan
+from roundpipe_cli.planning.question import counted_architecture
 from roundpipe_cli.recipe.load import load_recipe
 from tests.support.every_type import tiny_config_of
 from tests.support.wrappers import tiny_wrapper

@@ -10,10 +10,10 @@ import pytest
 from roundpipe_cli.cli.plan import plan_text
 from roundpipe_cli.costs.cost import CostModel, LayerCost, StageRange
 from roundpipe_cli.planning.compare import SimulationCase
-from roundpipe_cli.planning.forward import forward_stages
+from roundpipe_cli.planning.cuts import forward_stages
 from roundpipe_cli.planning.partition import QUICK, plan_partition
 from roundpipe_cli.planning.predict import Plan, make_plan
-from roundpipe_cli.planning.stages import limits_for
+from roundpipe_cli.planning.search.stages import limits_for
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.schedule.builders import Rounds, build_forward, build_schedule, every_stage
 from roundpipe_cli.schedule.program import lower

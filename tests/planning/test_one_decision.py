@@ -27,7 +27,7 @@ from roundpipe_cli.planning.compare import SimulationCase, run
 from roundpipe_cli.planning.partition import PlannedCut, plan_partition
 from roundpipe_cli.planning.predict import make_plan, stage_case
 from roundpipe_cli.planning.question import PlanRequest, ask
-from roundpipe_cli.planning.search.run import SearchEffort
+from roundpipe_cli.planning.search.search import SearchEffort
 from roundpipe_cli.recipe.load import LoadedRecipe, load_recipe
 
 _LLAMA = {

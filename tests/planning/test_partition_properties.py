@@ -12,8 +12,8 @@ from roundpipe_cli.costs.cost import CostModel, LayerCost
 from roundpipe_cli.errors import RefusedError, ResourceError
 from roundpipe_cli.planning.compare import SimulationCase, StageCut, run
 from roundpipe_cli.planning.partition import PlannedCut, plan_partition
-from roundpipe_cli.planning.search.run import SearchEffort
-from roundpipe_cli.planning.stages import StageLimits, StageSums, balanced_partition
+from roundpipe_cli.planning.search.search import SearchEffort
+from roundpipe_cli.planning.search.stages import StageLimits, StageSums, balanced_partition
 from roundpipe_cli.schedule.builders import Rounds, build_schedule
 from roundpipe_cli.schedule.simulate import simulate
 from roundpipe_cli.schedule.timeline import makespan_s

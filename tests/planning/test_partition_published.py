@@ -13,10 +13,9 @@ import pytest
 from roundpipe_cli.costs.cost import CostModel, LayerCost, StageRange, with_updates
 from roundpipe_cli.planning.compare import SimulationCase
 from roundpipe_cli.planning.partition import plan_partition
-from roundpipe_cli.planning.search.batch import Batch, BatchScorer
-from roundpipe_cli.planning.search.bound import lower_bounds
-from roundpipe_cli.planning.search.chain import RoundChain, chain_of, worker_speeds
-from roundpipe_cli.planning.stages import StageSums, backward_ranges, forward_ranges
+from roundpipe_cli.planning.search.batch import Batch, BatchScorer, RoundChain, chain_of, worker_speeds
+from roundpipe_cli.planning.search.search import lower_bounds
+from roundpipe_cli.planning.search.stages import StageSums, backward_ranges, forward_ranges
 from roundpipe_cli.schedule.builders import Rounds, build_schedule
 from roundpipe_cli.schedule.simulate import simulate
 from roundpipe_cli.schedule.timeline import makespan_s

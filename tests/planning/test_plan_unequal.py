@@ -15,10 +15,9 @@ from roundpipe_cli.costs.memory import device_need, usable_device_bytes
 from roundpipe_cli.errors import ResourceError
 from roundpipe_cli.events import Event, Notice
 from roundpipe_cli.planning.answers import Answers
-from roundpipe_cli.planning.fit_check import check_fits
 from roundpipe_cli.planning.predict import Plan, make_plan
-from roundpipe_cli.planning.question import ask
-from roundpipe_cli.planning.unequal import without_small_cards
+from roundpipe_cli.planning.question import ask, without_small_cards
+from roundpipe_cli.planning.run_plan import check_fits
 from roundpipe_cli.recipe.load import LoadedRecipe, load_recipe
 from roundpipe_cli.schedule.timeline import busy_s
 

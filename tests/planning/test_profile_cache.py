@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from roundpipe_cli.costs.cost import CostModel, LayerCost
-from roundpipe_cli.planning.adaptive import MAX_SEARCHES, PROFILE_STEPS, AdaptivePlanner
-from roundpipe_cli.planning.profile_cache import ProfileCache
+from roundpipe_cli.planning.adaptive import MAX_SEARCHES, PROFILE_STEPS, AdaptivePlanner, ProfileCache
 from roundpipe_cli.recipe.schema import PipelineConfig
 from roundpipe_cli.schedule.simulate import simulate
 from tests.support.e2e import finetune, make_model, make_workspace, numbers

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from roundpipe_cli.data.files import read_file
-from roundpipe_cli.planning import row_counts
-from roundpipe_cli.planning.row_counts import cached_hub_rows, count_rows
+from roundpipe_cli.planning import run_length
+from roundpipe_cli.planning.run_length import cached_hub_rows, count_rows
 
 ROWS = [{"text": f'row {number}\nof two lines, "quoted"', "more": number} for number in range(23)]
 
@@ -57,7 +57,7 @@ def test_parquet_says_it_in_its_footer(tmp_path: Path) -> None:
 
 
 def test_a_large_file_is_counted_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_counts, "MAX_COUNTED_BYTES", 1000)
+    monkeypatch.setattr(run_length, "MAX_COUNTED_BYTES", 1000)
     path = tmp_path / "rows.jsonl"
     path.write_text('{"text": "all rows are alike"}\n' * 5000)
     counted = count_rows(path)

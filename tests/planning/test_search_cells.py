@@ -6,11 +6,9 @@ import numpy
 import pytest
 
 from roundpipe_cli.costs.cost import CostModel, LayerCost
-from roundpipe_cli.planning.search.batch import INFEASIBLE, BatchScorer
-from roundpipe_cli.planning.search.chain import LinkCosts, chain_of
-from roundpipe_cli.planning.search.run import Search, SearchEffort
-from roundpipe_cli.planning.search.seeds import PATTERNS, make_cells, seeds, unit_bounds
-from roundpipe_cli.planning.stages import StageLimits, StageSums
+from roundpipe_cli.planning.search.batch import INFEASIBLE, BatchScorer, LinkCosts, chain_of
+from roundpipe_cli.planning.search.search import PATTERNS, Search, SearchEffort, make_cells, seeds, unit_bounds
+from roundpipe_cli.planning.search.stages import StageLimits, StageSums
 
 BLOCKS = 9
 LIMITS = StageLimits(forward_bytes=40, backward_bytes=30, head_bytes=35)

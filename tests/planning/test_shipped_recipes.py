@@ -14,9 +14,9 @@ from roundpipe_cli.costs.hardware import parse_hardware
 from roundpipe_cli.costs.memory import host_need
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.planning import choose
-from roundpipe_cli.planning.fitting import fitting_recipe
 from roundpipe_cli.planning.predict import Plan, make_plan
 from roundpipe_cli.planning.question import ask
+from roundpipe_cli.planning.solve import fitting_recipe
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.recipe.shipped import find_recipe, find_shipped, shipped_recipes, verdict_of
 from roundpipe_cli.units import GIB

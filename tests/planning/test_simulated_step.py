@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from roundpipe_cli.planning import simulated_step
-from roundpipe_cli.planning.predict import make_plan
-from roundpipe_cli.planning.simulated_step import simulate_step
+from roundpipe_cli.planning import predict
+from roundpipe_cli.planning.predict import make_plan, simulate_step
 from roundpipe_cli.recipe.load import load_recipe
 
 
@@ -27,7 +26,7 @@ def test_a_long_step_takes_what_all_its_microbatches_take(
     plan = make_plan(load_recipe("qwen3/1.7b_lora_1x16gb", words), machine)
     part = simulate_step(plan.question, plan.cut)
     assert len({interval.microbatch for interval in plan.timeline.intervals} - {-1}) <= 64
-    monkeypatch.setattr(simulated_step, "MAX_SIMULATED_MICROBATCHES", 10_000)
+    monkeypatch.setattr(predict, "MAX_SIMULATED_MICROBATCHES", 10_000)
     whole = simulate_step(plan.question, plan.cut)
     assert plan.question.settings.num_microbatches > 64
     assert part.step_s == pytest.approx(whole.step_s, rel=tolerance)
@@ -42,6 +41,6 @@ def test_a_step_of_few_long_rounds_is_simulated_whole(monkeypatch: pytest.Monkey
     wanted = plan.question.settings.num_microbatches
     cut = replace(plan.cut, microbatches_per_round=wanted - 1)
     part = simulate_step(plan.question, cut)
-    monkeypatch.setattr(simulated_step, "MAX_SIMULATED_MICROBATCHES", 10_000)
+    monkeypatch.setattr(predict, "MAX_SIMULATED_MICROBATCHES", 10_000)
     assert wanted > 64
     assert part == simulate_step(plan.question, cut)

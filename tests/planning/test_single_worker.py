@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from roundpipe_cli.costs.cost import CostModel, LayerCost
-from roundpipe_cli.planning import single_worker
+from roundpipe_cli.planning import cuts as single_worker
 from roundpipe_cli.planning.compare import SimulationCase, StageCut, run_step_s
-from roundpipe_cli.planning.single_worker import ROUNDING, single_cut, single_worker_bound_s
-from roundpipe_cli.planning.stages import StageLimits
+from roundpipe_cli.planning.cuts import ROUNDING, single_cut, single_worker_bound_s
+from roundpipe_cli.planning.search.stages import StageLimits
 
 
 def random_case(seed: int) -> SimulationCase:

@@ -10,10 +10,9 @@ import pytest
 from roundpipe_cli.costs.cost import CostModel, LayerCost
 from roundpipe_cli.engine.live import ActionTime
 from roundpipe_cli.engine.step import StepResult
-from roundpipe_cli.planning.adaptive import CONFIRM_STEPS, PROFILE_STEPS, AdaptivePlanner
+from roundpipe_cli.planning.adaptive import CONFIRM_STEPS, PROFILE_STEPS, AdaptivePlanner, ProfileCache
 from roundpipe_cli.planning.choose import choose, choose_dealing
 from roundpipe_cli.planning.compare import SimulationCase, StageCut, run
-from roundpipe_cli.planning.profile_cache import ProfileCache
 from roundpipe_cli.recipe.schema import PipelineConfig
 from roundpipe_cli.schedule.actions import Action
 from roundpipe_cli.schedule.builders import Options

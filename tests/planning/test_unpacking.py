@@ -18,10 +18,10 @@ from roundpipe_cli.costs.hardware import Hardware, parse_hardware
 from roundpipe_cli.costs.memory import DEVICE_SHARE, device_need
 from roundpipe_cli.costs.models import Architecture, TrainingSettings
 from roundpipe_cli.model import packed_weights
+from roundpipe_cli.planning.auto_choices import choose_unpacking
 from roundpipe_cli.planning.compare import SimulationCase, StageCut, make_schedule, run
 from roundpipe_cli.planning.predict import make_plan
 from roundpipe_cli.planning.question import ask
-from roundpipe_cli.planning.unpacking import choose_unpacking
 from roundpipe_cli.planning.verdict import stages_of_blocks
 from roundpipe_cli.recipe.load import LoadedRecipe, load_recipe
 from roundpipe_cli.recipe.schema import PipelineConfig

@@ -19,7 +19,7 @@ from roundpipe_cli.engine.step import Microbatch
 from roundpipe_cli.kernels import rms_norm
 from roundpipe_cli.model import attention_kernels, counter_random, packed_weights
 from roundpipe_cli.model.preference import Preference
-from roundpipe_cli.planning.resident import DEALING, resident_cut
+from roundpipe_cli.planning.cuts import DEALING, resident_cut
 from roundpipe_cli.schedule.actions import Schedule, equal_costs
 from roundpipe_cli.schedule.builders import Options, Rounds, build_forward, build_schedule
 from tests.support.simulated_cuda import SMALL_CARD, Card, Simulation

@@ -21,7 +21,7 @@ from roundpipe_cli.model.meta_counts import counts_of
 from roundpipe_cli.model.packed_weights import check_packed, quantizable_names
 from roundpipe_cli.model.packing import check_packing
 from roundpipe_cli.model.split import ModelSplit, split_model
-from roundpipe_cli.planning.counting import counted_architecture
+from roundpipe_cli.planning.question import counted_architecture
 
 LORA = LoraSettings(r=4, alpha=8)
 YES = "yes"

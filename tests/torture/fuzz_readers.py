@@ -227,7 +227,7 @@ def _read_run(folder: Path) -> None:
 
 
 def _make_cache(folder: Path) -> None:
-    from roundpipe_cli.planning.profile_cache import ProfileCache
+    from roundpipe_cli.planning.adaptive import ProfileCache
 
     os.environ[CACHE_VARIABLE] = str(folder / "cache")
     folder.mkdir()
@@ -258,7 +258,7 @@ def _damage_cache(folder: Path, draw: random.Random) -> None:
 
 
 def _read_cache(folder: Path) -> None:
-    from roundpipe_cli.planning.profile_cache import ProfileCache
+    from roundpipe_cli.planning.adaptive import ProfileCache
 
     os.environ[CACHE_VARIABLE] = str(folder / "cache")
     ProfileCache({"a": 1}).load(_costs())

@@ -1,4 +1,4 @@
-"""`micro_batch_tokens: auto`: how many tokens a microbatch may hold, from the recipe and the smallest card. No torch.
+"""What `auto` means: tokens of a microbatch, and how often packed weights are unpacked; the same for `plan` and a run.
 
     rows of max_seq_length tokens     1     2     4     8       the largest count is taken
     tokens                         2048  4096  8192 16384       that the card has room for
@@ -10,10 +10,12 @@ are the same on one such card and on eight.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
+from roundpipe_cli.choices import PACKED_FORMATS, SCHEDULE_KINDS
 from roundpipe_cli.costs.analytic import AnalyticCosts, analytic_costs
-from roundpipe_cli.costs.cost import CostModel
+from roundpipe_cli.costs.cost import CostModel, StageRange
 from roundpipe_cli.costs.hardware import Hardware
 from roundpipe_cli.costs.memory import (
     DEVICE_SHARE,
@@ -25,7 +27,11 @@ from roundpipe_cli.costs.memory import (
     whole_cache_bytes,
 )
 from roundpipe_cli.costs.models import Architecture, TrainingSettings
-from roundpipe_cli.planning.verdict import coarsest_cut, judge, stages_of_blocks
+from roundpipe_cli.planning.choose import given_cut
+from roundpipe_cli.planning.search.stages import even_stages
+from roundpipe_cli.planning.verdict import coarsest_cut, judge, judge_coarsest, stages_of_blocks, worker_budget_bytes
+from roundpipe_cli.recipe.schema import PipelineConfig
+from roundpipe_cli.units import format_bytes
 
 USUAL_TOKENS = 8192
 """Tokens with which products take longer than launches and uploads of weights (rule of thumb)."""
@@ -106,3 +112,81 @@ def _has_room(
     stages = stages_of_blocks(len(analytic.costs.layers), 1)
     need = device_need(analytic.costs, architecture, settings, machine, *stages)
     return need.total_bytes <= CPU_SHARE * usable_host_bytes(machine)
+
+
+# How often packed weights (4 bit, 8 bit, FP8) are unpacked: the one answer for `plan`, `bench` and a run. No torch.
+#
+#     once per visit      a visit begins          all microbatches pass            it ends
+#                         its blocks unpacked ... and stay so ...................  dropped
+#     otherwise           each block for each microbatch, in forward, recompute and backward
+#
+# The same bits either way. Once per visit saves time and takes memory: that of a stage's unpacked weights in place of
+# one block's. Stages are then cut smaller, so memory allows it wherever stages of one block fit; and the host has to
+# have room for the boundaries of so many stages.
+
+
+@dataclass(frozen=True, slots=True)
+class Unpacking:
+    """The decision, and what prevents unpacking once per visit."""
+
+    label: str
+    """Name of the format, for the user."""
+    once: bool
+    """Once per visit of a stage; otherwise for each microbatch and pass."""
+    lacking: str = ""
+    """Memory that is missing for once per visit, such as `3 GiB of GPU memory`."""
+
+    def describe(self) -> str:
+        """A line for the user."""
+        what = f"{self.label.replace(' ', '-')} weights are unpacked"
+        if self.once:
+            return f"{what} once per visit of a stage"
+        return f"{what} for each microbatch and pass" + (f", for lack of {self.lacking}" if self.lacking else "")
+
+
+def choose_unpacking(
+    architecture: Architecture,
+    settings: TrainingSettings,
+    machine: Hardware,
+    pipeline: PipelineConfig,
+    analytic: AnalyticCosts,
+) -> tuple[Unpacking | None, AnalyticCosts]:
+    """How packed weights are unpacked, None where there are none; and the costs of a step so.
+
+    Args:
+        settings: as they are apart from this decision.
+        pipeline: the recipe's section, which may give the stages.
+        analytic: costs with these settings.
+    """
+    if not settings.packed_bytes_per_param or settings.packed_as is None:
+        return None, analytic
+    label = PACKED_FORMATS[settings.packed_as].label
+    tried = replace(settings, unpacks_once=True)
+    once = analytic_costs(architecture, tried, machine)
+    forward, backward = _least_stages(pipeline, len(once.costs.layers), len(machine.devices))
+    needed = device_need(once.costs, architecture, tried, machine, forward, backward).total_bytes
+    sizes = [device.memory_bytes for device in machine.devices if not device.is_cpu]
+    on_cpu = worker_budget_bytes(architecture, tried, machine, once)
+    lacking = needed - (int(DEVICE_SHARE * min(sizes)) if sizes else on_cpu)
+    if lacking > 0:
+        return Unpacking(label, False, f"{format_bytes(lacking)} of {'GPU' if sizes else 'host'} memory"), analytic
+    verdict = judge_coarsest(architecture, tried, machine, once)
+    if verdict.fits:
+        return Unpacking(label, True), once
+    if not judge_coarsest(architecture, settings, machine, analytic).fits:
+        return Unpacking(label, False), analytic
+    over = max(verdict.host.total_bytes, verdict.loading.total_bytes) - usable_host_bytes(machine)
+    return Unpacking(label, False, f"{format_bytes(max(0, over))} of host memory"), analytic
+
+
+def _least_stages(
+    pipeline: PipelineConfig, num_layers: int, num_workers: int
+) -> tuple[Sequence[StageRange], Sequence[StageRange]]:
+    """The stages that need least device memory: the recipe's own, or the smallest of its schedule."""
+    given = given_cut(pipeline, num_workers)
+    if given is not None:
+        return given.forward_stages, given.backward_stages
+    if SCHEDULE_KINDS[pipeline.schedule].one_stage_each:
+        stages = even_stages(num_layers, num_workers)
+        return stages, tuple(reversed(stages))
+    return stages_of_blocks(num_layers, 1)

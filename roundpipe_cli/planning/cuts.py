@@ -1,0 +1,440 @@
+"""Cuts that need no search: one worker, resident weights, sequences in chunks, very many layers, forwards alone.
+
+    F 0..15 | F 16..30 | B 31..head | B 24..30 | B 17..23 ...
+
+What matters is the head's stage, which recomputes nothing and so takes all that its limit allows, and whether uploads
+hide behind arithmetic: a few sizes of stages and rounds are simulated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import islice, product
+from typing import Literal
+
+from roundpipe_cli.costs.cost import CostModel, LayerCost, StageRange
+from roundpipe_cli.costs.memory import largest_visit_bytes
+from roundpipe_cli.planning.compare import SimulationCase, StageCut, costs_per_microbatch, run_step_s
+from roundpipe_cli.planning.search.stages import StageLimits, backward_ranges, even_sizes, forward_ranges
+from roundpipe_cli.planning.verdict import stages_of_blocks
+from roundpipe_cli.schedule.actions import Kind, stage_times
+from roundpipe_cli.schedule.builders import Dealer, Options, Rounds, build_forward, build_schedule
+from roundpipe_cli.schedule.program import lower
+from roundpipe_cli.schedule.simulate import simulate_program, simulated_makespan_s
+from roundpipe_cli.schedule.timeline import makespan_s
+
+# Stages for workers that hold all frozen weights.
+#
+# Where every worker has the weights, nothing is gained by passing a microbatch on: each stays on one worker from its
+# forward to its backward, and stages are cut for memory alone. As many blocks as its activations allow go into the
+# stage with the head, whose activations need no recompute:
+#
+#     all fit       worker 0   0B 2B ...        some do     worker 0   0F 0B 0R 0B   2F 2B 2R 2B ...
+#                   worker 1   1B 3B ...                    worker 1   1F 1B 1R 1B   3F 3B 3R 3B ...
+#
+# Only what is trained is uploaded, once a step, and each microbatch's gradients of it go to the host, which adds them
+# up.
+
+DEALING = Options(earliest_free=True)
+
+
+def resident_cut(costs: CostModel, num_workers: int, keeps: Callable[[StageCut], bool]) -> StageCut | None:
+    """The stages with the fewest recomputes among those that keep the limits of `keeps`; None if none does.
+
+    Args:
+        costs: their first layer is an embedding, which is gathered on the host.
+    """
+    num_blocks = len(costs.layers) - 2
+    fitting, failing = 0, num_blocks + 1
+    while failing - fitting > 1:  # what a stage takes grows with its blocks
+        middle = (fitting + failing) // 2
+        if keeps(_with_head(num_blocks, middle, num_workers)):
+            fitting = middle
+        else:
+            failing = middle
+    return _with_head(num_blocks, fitting, num_workers) if fitting else None
+
+
+def _with_head(num_blocks: int, count: int, num_workers: int) -> StageCut:
+    """The last `count` blocks with the head; the others in one forward stage and backward stages of as many at most."""
+    left = num_blocks - count
+    if not left:
+        return StageCut((), ((0, num_blocks + 1),), num_workers, dealing=DEALING)
+    sizes = [count + 1, *even_sizes(left, -(-left // count), larger_first=True)]
+    sizes[-1] += 1
+    return StageCut(((0, left),), backward_ranges(sizes, num_blocks + 2), num_workers, dealing=DEALING)
+
+
+# The planner's stages where sequences come in chunks: a backward stage starts with the last chunk, so nothing of a
+# sequence goes backward before all of it has gone forward.
+#
+#     worker 0 | 0F | 3F |      . 2B | 5B |      with one sequence a step it is filled and drained twice; many short
+#     worker 1   | 1F | 4F |    . 3B | 6B |      stages make that short, uneven ones make workers wait
+#     worker 2     | 2F | 0B(head) 1B | 4B |
+#
+# Few shapes are worth trying, so all are: stages of about equal time, as many of them as there are ways to put 1, 2, 3
+# ... blocks into one. Seconds.
+
+NUM_SIMULATED = 4
+"""So many of the shapes that are fastest without transfers are simulated with transfers."""
+MAX_ROUND_SIZES = 4
+ROUND_PER_WORKER = 4
+"""Most microbatches per worker in a round: the host keeps the round's boundaries, keys and values."""
+
+Shape = tuple[tuple[StageRange, ...], tuple[StageRange, ...], int]
+"""Forward stages, backward stages (the head alone first), microbatches per round."""
+
+
+def chunk_shapes(
+    costs: CostModel, num_workers: int, num_microbatches: int, sequence_chunks: int, options: Options
+) -> list[Shape]:
+    """Shapes of a step, the fastest first by the clocks of the dealing, which know no transfers."""
+    head = len(costs.layers) - 1
+    whole = [(index, index) for index in range(head + 1)]
+    times = stage_times(costs, whole, whole, fused_head=False)
+    backward_s = [sum(parts) for parts in zip(times.recompute_s, times.backward_s, strict=True)]
+    counts = sorted({-(-head // size) for size in range(1, head + 1)})
+    forward = {forward_ranges(balanced_sizes(times.forward_s[:head], count)) for count in counts}
+    backward = {forward_ranges(balanced_sizes(list(reversed(backward_s[:head])), count)) for count in counts}
+    num_sequences = num_microbatches // sequence_chunks
+    rounds = sorted({-(-num_sequences // parts) * sequence_chunks for parts in range(1, num_sequences + 1)})
+    timed = []
+    most = max(sequence_chunks, ROUND_PER_WORKER * num_workers)
+    rounds = [size for size in rounds if size <= most][-MAX_ROUND_SIZES:] or rounds[:1]
+    for first, second, per_round in product(sorted(forward), sorted(backward), rounds):
+        mirrored = tuple((head - 1 - last, head - 1 - start) for start, last in second)
+        shape = (first, ((head, head), *mirrored), per_round)
+        timed.append((_clock_s(costs, shape, num_workers, num_microbatches, sequence_chunks, options), shape))
+    return [shape for _, shape in sorted(timed)]
+
+
+def fastest_shape(
+    shapes: Sequence[Shape], keeps: Callable[[Shape], bool], simulated_s: Callable[[Shape], float]
+) -> Shape:
+    """The fastest by simulation of the first few that keep their limits; if none does, the one of least memory."""
+    kept = [shape for shape in shapes if keeps(shape)][:NUM_SIMULATED]
+    if not kept:
+        return max(shapes, key=lambda shape: (len(shape[1]), len(shape[0]), -shape[2]))
+    return min(kept, key=simulated_s)
+
+
+def _clock_s(
+    costs: CostModel, shape: Shape, num_workers: int, num_microbatches: int, sequence_chunks: int, options: Options
+) -> float:
+    times = stage_times(costs, shape[0], shape[1], fused_head=True)
+    if costs.boundaries_move:
+        times = replace(times, head_forward_s=0.0)
+    dealer = Dealer(num_workers, times, costs.hop_s, options, sequence_chunks)
+    for start in range(0, num_microbatches, shape[2]):
+        dealer.deal_round(range(start, min(start + shape[2], num_microbatches)))
+    return max(dealer.free_s)
+
+
+def balanced_sizes(layer_s: Sequence[float], num_stages: int) -> list[int]:
+    """Layers of each of at most `num_stages` consecutive stages, so that the slowest is fastest; filled in order."""
+    low, high = max(layer_s), sum(layer_s)
+    for _ in range(60):
+        middle = (low + high) / 2
+        if len(_fill(layer_s, middle)) <= num_stages:
+            high = middle
+        else:
+            low = middle
+    return _fill(layer_s, high)
+
+
+def _fill(layer_s: Sequence[float], limit_s: float) -> list[int]:
+    """Sizes of stages filled one after the other up to `limit_s`."""
+    sizes, filled = [0], 0.0
+    for seconds in layer_s:
+        if sizes[-1] and filled + seconds > limit_s * (1 + 1e-12):
+            sizes.append(0)
+            filled = 0.0
+        sizes[-1] += 1
+        filled += seconds
+    return sizes
+
+
+def balanced_stages(costs: CostModel, num_stages: int) -> tuple[StageRange, ...]:
+    """The cut whose slowest stage (forward, recompute and backward) is fastest; early stages are filled first.
+
+    A bisection over the time of the slowest stage: a greedy fill tells whether so many stages suffice.
+    """
+    whole = [(index, index) for index in range(len(costs.layers))]
+    times = stage_times(costs, whole, whole, fused_head=False)
+    layer_s = [sum(parts) for parts in zip(times.forward_s, times.recompute_s, times.backward_s, strict=True)]
+    sizes = balanced_sizes(layer_s, num_stages)
+    return forward_ranges(sizes + [0] * (num_stages - len(sizes)))
+
+
+# A good cut in under a second for models with very many layers, where the planner's search takes seconds.
+#
+# A few even cuts, each simulated; with so many stages unevenness hardly matters, the ratio of forward to backward
+# stages and the microbatches per round do.
+
+MAX_LINK_SHARE = 0.7
+MAX_QUICK_MICROBATCHES = 32
+
+QuickCut = tuple[tuple[StageRange, ...], tuple[StageRange, ...], int]
+"""Forward stages, backward stages, microbatches per round."""
+
+
+def quick_cut(
+    costs: CostModel, *, num_workers: int, num_microbatches: int, staleness: Literal[0, 1], limits: StageLimits
+) -> QuickCut:
+    """The fastest of a few even cuts, the head alone in its stage."""
+    per_round = enough_per_round(costs, num_workers, num_microbatches, limits)
+    simulated = min(num_microbatches, MAX_QUICK_MICROBATCHES)
+
+    def step_s(cut: QuickCut) -> float:
+        """Seconds of a simulated step with these stages."""
+        schedule = build_schedule(
+            "roundpipe",
+            forward_stages=cut[0],
+            backward_stages=cut[1],
+            num_workers=num_workers,
+            rounds=Rounds(simulated, per_round=cut[2], staleness=staleness),
+            costs=costs,
+        )
+        return simulated_makespan_s(schedule, costs, staleness=staleness)
+
+    cuts = [
+        (
+            tuple(stages_of_blocks(len(costs.layers), forward)[0]),
+            tuple(stages_of_blocks(len(costs.layers), backward)[1]),
+            per_round,
+        )
+        for forward, backward in _quick_sizes(costs, limits, num_workers)
+    ]
+    return cuts[0] if len(cuts) == 1 else min(cuts, key=step_s)
+
+
+def _quick_sizes(costs: CostModel, limits: StageLimits, num_workers: int) -> list[tuple[int, int]]:
+    """Blocks per (forward, backward) stage that keep the limits; backward does three times the work."""
+    blocks = costs.layers[1:-1]
+    weights = max(layer.param_bytes + layer.whole_bytes for layer in blocks)
+    whole = max(layer.param_bytes + layer.grad_bytes + layer.visit_bytes for layer in blocks)
+    most_forward = _most(limits.forward_bytes, weights, len(blocks))
+    most_backward = _most(limits.backward_bytes, whole, len(blocks))
+    enough_stages = max(1, len(blocks) // (2 * num_workers))
+    backward = min(most_backward, enough_stages, 2)
+    sizes = {(min(most_forward, times * each), each) for each in {1, backward} for times in (2, 3)}
+    return sorted(sizes)
+
+
+def _most(limit_bytes: int | None, block_bytes: int, num_blocks: int) -> int:
+    """Blocks of a stage that keep the limit, at least 1."""
+    return num_blocks if limit_bytes is None else max(1, limit_bytes // max(1, block_bytes))
+
+
+def enough_per_round(costs: CostModel, num_workers: int, num_microbatches: int, limits: StageLimits) -> int:
+    """More microbatches a round where the links would bind: every layer is sent twice a round, however many it serves.
+
+    Doubled from the number of workers until the links take at most `MAX_LINK_SHARE` of the workers' time.
+    """
+    per_round = num_workers
+    while (
+        per_round < num_microbatches
+        and limits.keeps_round(min(2 * per_round, num_microbatches))
+        and links_bind(costs, num_microbatches, per_round)
+    ):
+        per_round = min(2 * per_round, num_microbatches)
+    return per_round
+
+
+def links_bind(costs: CostModel, num_microbatches: int, per_round: int) -> bool:
+    """Whether weights take the links for more than `MAX_LINK_SHARE` of the workers' time."""
+    link_s = 2 * sum(layer.param_bytes for layer in costs.layers) / costs.link_bytes_per_s
+    compute_s = sum((2 if layer.recompute else 1) * layer.forward_s + layer.backward_s for layer in costs.layers)
+    return math.ceil(num_microbatches / per_round) * link_s > MAX_LINK_SHARE * num_microbatches * compute_s
+
+
+MAX_SIMULATED_MICROBATCHES = 8
+MAX_SHORT_ROUND = 4
+"""Rounds of these numbers of microbatches are tried, and longer ones where links would limit."""
+ROUNDING = 1e-9
+"""A bound may exceed a time by this relative difference, because sums are rounded."""
+
+
+def single_cut(case: SimulationCase, keeps: Callable[[StageCut], bool]) -> StageCut | None:
+    """The fastest of a few cuts that keep the limits of `keeps`; None if none does."""
+    assert case.limits is not None
+    cuts = list(filter(keeps, _candidates(case.costs, case.limits, case.num_microbatches)))
+    if len(cuts) < 2:
+        return cuts[0] if cuts else None
+    longest = max(cut.microbatches_per_round or 1 for cut in cuts)
+    simulated = min(case.num_microbatches, max(MAX_SIMULATED_MICROBATCHES, longest))
+    short = replace(case, num_microbatches=simulated)
+    # most promising first; of equal bounds the one with long rounds, which waits less for its link
+    order = sorted(
+        (single_worker_bound_s(cut, short), -(cut.microbatches_per_round or 1), place) for place, cut in enumerate(cuts)
+    )
+    found: list[tuple[float, int]] = []
+    for bound_s, _, place in order:
+        if found and bound_s > min(found)[0] * (1 + ROUNDING):
+            break
+        found.append((run_step_s("roundpipe", cuts[place], short), place))
+    return cuts[min(found)[1]]
+
+
+def single_worker_bound_s(cut: StageCut, case: SimulationCase) -> float:
+    """Lower bound on a step of one worker: its link carries nothing but weights, and gradients stay.
+
+    A visit waits for the visit before and for its weights, which wait for the weights before and for a slot. It is much
+    quicker than a simulation and hardly less than its time.
+    """
+    costs, per_round = (
+        costs_per_microbatch("roundpipe", case, cut.microbatches_per_round),
+        cut.microbatches_per_round or 1,
+    )
+    times = stage_times(costs, cut.forward_stages, cut.backward_stages, fused_head=True)
+    forward = [(layers, times.action_s(Kind.FORWARD, k, 0)) for k, layers in enumerate(cut.forward_stages)]
+    backward = [
+        (layers, times.action_s(Kind.RECOMPUTE, k, 0) + times.action_s(Kind.BACKWARD, k, 0))
+        for k, layers in enumerate(cut.backward_stages)
+    ]
+    upload_s = {
+        (first, last): sum(layer.param_bytes for layer in costs.layers[first : last + 1]) / costs.link_bytes_per_s
+        for (first, last), _ in forward + backward
+    }
+    now_s = link_s = 0.0
+    held: dict[StageRange, float] = {}
+    """Stages in slots, least recently used first, and the time at which each was left."""
+    for begin in range(0, case.num_microbatches, per_round):
+        size = min(per_round, case.num_microbatches - begin)
+        for layers, seconds in forward + backward:
+            if held.pop(layers, None) is None:
+                free_s = held.pop(next(iter(held))) if len(held) == costs.slots else 0.0
+                link_s = max(link_s, free_s) + upload_s[layers]
+                now_s = max(now_s, link_s)
+            now_s += size * seconds
+            held[layers] = now_s
+    return now_s
+
+
+def _candidates(costs: CostModel, limits: StageLimits, num_microbatches: int) -> list[StageCut]:
+    """Cuts with large and medium stages, with short rounds and with rounds long enough for the links."""
+    num_blocks = len(costs.layers) - 2
+    blocks = costs.layers[1:-1]
+    weights = max(layer.param_bytes + layer.whole_bytes for layer in blocks)
+    whole = max(layer.param_bytes + layer.grad_bytes + layer.visit_bytes for layer in blocks)
+    head = costs.layers[-1]
+    head_bytes = head.param_bytes + head.grad_bytes + head.activation_bytes
+    most_head = limits.backward_bytes if limits.head_bytes is None else limits.head_bytes
+    beside = num_blocks if most_head is None else int((most_head - head_bytes) // max(1, whole))
+    beside = max(0, min(num_blocks, beside))
+    left = num_blocks - beside
+    why = "one worker: the head's stage takes all it can, the others are as large as uploads can hide"
+    enough = enough_per_round(costs, 1, num_microbatches, limits)
+    rounds = sorted({1, min(MAX_SHORT_ROUND, num_microbatches), enough})
+    found = []
+    for forward, backward, per_round in product(
+        _sizes(limits.forward_bytes, weights, left), _sizes(limits.backward_bytes, whole, left), rounds
+    ):
+        if not limits.keeps_round(per_round):
+            continue
+        first = even_sizes(left, -(-left // forward), larger_first=False) if left else ()
+        later = even_sizes(left, -(-left // backward), larger_first=True) if left else ()
+        sizes = [beside + 1, *later]
+        sizes[-1] += 1  # the embedding
+        ranges = forward_ranges([1 + first[0], *first[1:]]) if first else ()
+        found.append(StageCut(ranges, backward_ranges(sizes, num_blocks + 2), per_round, explanation=(why,)))
+    return found
+
+
+def _sizes(limit_bytes: float | None, block_bytes: float, num_blocks: int) -> list[int]:
+    """Blocks of a stage: as many as the limit allows, and about a third of them."""
+    most = num_blocks if limit_bytes is None else int(limit_bytes // max(1, block_bytes))
+    most = max(1, min(most, num_blocks))
+    return sorted({most, max(1, most // 3)})
+
+
+# Stages of forwards alone, for evaluation and for what DPO compares with.
+#
+# A step's own stages suit forward and backward together: the last blocks are with the head, and the first forward
+# stages are short. Forwards alone want stages of equal time, as many as deal out evenly, no larger than the slots that
+# the step has taken. Each is then uploaded once in a pass of all its microbatches:
+#
+#     worker 0   0F0 0F1 0F2 0F3   2F0 2F1 2F2 2F3
+#     worker 1       1F0 1F1 1F2 1F3   3F0 3F1 3F2 3F3
+
+SEARCH_STEPS = 40
+COUNTS_TRIED = 3
+"""So many numbers of stages are tried, from the fewest that slots allow."""
+
+
+def forward_stages(
+    costs: CostModel,
+    own: Sequence[StageRange],
+    others: Sequence[StageRange],
+    *,
+    num_workers: int,
+    num_microbatches: int,
+) -> tuple[StageRange, ...]:
+    """Stages for a pass of forwards: the fastest of a few even cuts and of the step's own stages.
+
+    Args:
+        own: a step's stages that cover every layer once, in order. One or two stay as they are: each microbatch then
+            stays on a worker.
+        others: the step's other stages, whose size a slot has too, and what they unpack.
+    """
+    layers = costs.layers
+    weights = [sum(layer.param_bytes for layer in layers[first : last + 1]) for first, last in (*own, *others)]
+    if len(own) <= 2:
+        return tuple(own)
+    most = max(weights), largest_visit_bytes(layers, (*own, *others), ())
+    if _keeps(layers, most):
+        return ((0, len(layers) - 1),)
+    even = (_even(layers, count, most) for count in range(num_workers, len(layers), num_workers))
+    tried = [tuple(own), *islice(filter(None, even), COUNTS_TRIED)]
+
+    def taken_s(stages: tuple[StageRange, ...]) -> float:
+        schedule = build_forward(stages, num_workers=num_workers, num_microbatches=num_microbatches)
+        return makespan_s(simulate_program(lower(schedule, costs), costs))
+
+    return min(tried, key=taken_s)
+
+
+def _keeps(layers: Sequence[LayerCost], most_bytes: tuple[int, int]) -> bool:
+    """Whether a stage of these layers keeps both limits: bytes of weights, and of unpacked weights."""
+    weights, whole = sum(layer.param_bytes for layer in layers), sum(layer.whole_bytes for layer in layers)
+    return weights <= most_bytes[0] and whole <= most_bytes[1]
+
+
+def _even(layers: Sequence[LayerCost], count: int, most_bytes: tuple[int, int]) -> tuple[StageRange, ...] | None:
+    """`count` stages of at most so many bytes, the longest as short as can be; None where they are too few."""
+    # A head's time may be known for its backward alone, which begins with its forward.
+    seconds = [layer.forward_s or layer.backward_s / 2 for layer in layers]
+    low, high, best = 0.0, sum(seconds) or 1.0, None
+    for _ in range(SEARCH_STEPS):
+        middle = (low + high) / 2
+        found = _filled(layers, seconds, middle, most_bytes)
+        if found is not None and len(found) <= count:
+            best, high = found, middle
+        else:
+            low = middle
+    while best is not None and len(best) < count:
+        widest = max(best, key=lambda stage: stage[1] - max(1, stage[0]))
+        if widest[1] == max(1, widest[0]):
+            return None
+        half = (max(1, widest[0]) + widest[1]) // 2
+        best = sorted([*(stage for stage in best if stage != widest), (widest[0], half), (half + 1, widest[1])])
+    return None if best is None else tuple(best)
+
+
+def _filled(
+    layers: Sequence[LayerCost], seconds: Sequence[float], most_s: float, most_bytes: tuple[int, int]
+) -> list[StageRange] | None:
+    """Stages filled up one after the other; None where a layer alone takes longer. The first block is always with the
+    embedding, which takes no time and no weights."""
+    stages: list[StageRange] = []
+    first, taken_s = 0, 0.0
+    for index in range(len(layers)):
+        if index > 1 and (taken_s + seconds[index] > most_s or not _keeps(layers[first : index + 1], most_bytes)):
+            stages.append((first, index - 1))
+            first, taken_s = index, 0.0
+        taken_s += seconds[index]
+        if taken_s > most_s or not _keeps(layers[first : index + 1], most_bytes):
+            return None
+    return [*stages, (first, len(layers) - 1)]

@@ -1,0 +1,205 @@
+"""A run's own plan: refused where it cannot fit, beside other schedules in `bench`, and beside what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from roundpipe_cli.choices import SCHEDULE_KINDS, ScheduleName
+from roundpipe_cli.costs.cost import without_unpacked
+from roundpipe_cli.costs.machine import MAX_PARAMETERS_ON_CPU, host_memory, num_machines
+from roundpipe_cli.costs.memory import with_cached_weights
+from roundpipe_cli.errors import Problem, RefusedError, ResourceError
+from roundpipe_cli.planning.answers import Answers
+from roundpipe_cli.planning.compare import SimulationCase, StageCut
+from roundpipe_cli.planning.predict import cards_worth_using, decide, stage_case, with_all_weights, with_auto_cache
+from roundpipe_cli.planning.question import (
+    PlanRequest,
+    ask_again,
+    choose_tier,
+    describe_idle_gpus,
+    names_of_cards,
+    with_cards_of,
+    without_small_cards,
+)
+from roundpipe_cli.planning.verdict import Verdict, judge, judge_coarsest
+from roundpipe_cli.recipe.schema import Recipe
+from roundpipe_cli.schedule.actions import Schedule
+from roundpipe_cli.units import format_bytes
+
+
+def leave_small_cards(question: PlanRequest) -> tuple[PlanRequest, str | None]:
+    """The question for the GPUs that `plan` uses, where some have too little memory to help, and a notice of that.
+
+    Only where the recipe leaves the devices open; several machines use all of theirs.
+
+    Args:
+        question: of `ask` for this machine.
+
+    Raises:
+        RefusedError: the recipe, with these devices.
+    """
+    loaded, machine = question.given, question.machine
+    assert loaded is not None and machine is not None
+    if loaded.recipe.pipeline.devices != "auto" or num_machines() > 1:
+        return question, None
+    if question.architecture.is_guess or not machine.is_here:
+        return question, None
+    used = cards_worth_using(question, Answers())
+    if used.num_workers == question.num_workers:
+        return question, None
+    names = names_of_cards(question, used)
+    every = ",".join(f"cuda:{index}" for index in range(question.num_workers))
+    text = f"devices: {', '.join(names)}: faster, or only so within memory, than with GPUs of less memory"
+    pipeline = replace(loaded.recipe.pipeline, devices=names)
+    text += f"; pipeline.devices=[{every}] takes all"
+    loaded = replace(loaded, recipe=replace(loaded.recipe, pipeline=pipeline))
+    return ask_again(replace(question, machine=replace(machine, devices=used.hardware.devices)), loaded), text
+
+
+def check_fits(question: PlanRequest) -> None:
+    """Refuse a run that cannot fit on this machine, before anything is loaded.
+
+    Counts host memory that is available now, under a container's limit. A model whose parameters are a guess passes.
+
+    Args:
+        question: of `ask` for this machine.
+
+    Raises:
+        ResourceError: device memory, host memory or disk is too small; every number that breaks is named.
+    """
+    loaded = question.loaded
+    if question.architecture.is_guess:
+        return  # a guessed size is no reason to refuse a run
+    if not question.hardware.is_here:
+        return  # the recipe's GPUs are not here, which is another error than memory
+    if question.is_for_lack_of_gpus and question.architecture.parameters > MAX_PARAMETERS_ON_CPU:
+        return  # nor is any other GPU
+    memory = host_memory()
+    available = min(question.hardware.host_memory_bytes, memory.available_bytes)
+    machine = replace(question.hardware, host_memory_bytes=available)
+    settings = replace(question.settings, unpacks_once=False)  # what needs least
+    analytic = replace(question.analytic, costs=without_unpacked(question.analytic.costs))
+    if settings.method == "full" and loaded.recipe.nodes.shard_optimizer is not False:
+        settings = replace(settings, num_shards=num_machines())
+    verdict = judge_coarsest(question.architecture, settings, machine, analytic)
+    if verdict.fits:
+        return
+    if loaded.recipe.weights == "auto":
+        settings = choose_tier(question.architecture, settings, machine, analytic)
+        verdict = judge_coarsest(question.architecture, settings, machine, analytic)
+        if verdict.fits:
+            return
+    error = ResourceError(verdict.reasons[0])
+    found = f"{format_bytes(available)} available now of {format_bytes(memory.total_bytes)} ({memory.limited_by})"
+    hint = f"`roundpipe plan {loaded.path} --solve` names the cheapest changes that make it fit"
+    for fewer in without_small_cards(replace(question, settings=settings, hardware=machine)):
+        if judge_coarsest(fewer.architecture, settings, fewer.hardware, fewer.analytic).fits:
+            hint = f"{describe_idle_gpus(question, fewer, fits=False)}; {hint}"
+            break
+    error.problems = tuple(
+        Problem(
+            reason,
+            where=str(loaded.path),
+            found=found if reason.startswith("host memory") else None,
+            hint=hint if reason is verdict.reasons[-1] else None,
+        )
+        for reason in verdict.reasons
+    )
+    raise error
+
+
+# Predictions for the stages that a run used, for the comparison at its end.
+
+
+def planned_bytes(
+    asked: PlanRequest, recipe: Recipe, schedules: Sequence[Schedule], holds_all: bool, longest_row: int
+) -> list[dict[str, float]]:
+    """Predicted device and host bytes of each schedule; none for devices that `plan` has no figures for.
+
+    Args:
+        asked: when the run began.
+        recipe: as the run resolved it, without `auto` where that is decided once.
+        holds_all: the schedules are for GPUs that hold all weights.
+        longest_row: tokens of the longest row that was computed; before the data is read, `max_seq_length` is assumed.
+    """
+    recipe = replace(recipe, max_seq_length=min(longest_row, recipe.max_seq_length))
+    try:
+        question = ask_again(asked, replace(asked.loaded, recipe=recipe))
+    except RefusedError:
+        return []
+    if not question.hardware.is_here:
+        return []
+    whole = with_all_weights(question) if holds_all else None
+    return [_needs(whole or question, schedule, is_whole=whole is not None) for schedule in schedules]
+
+
+def _needs(question: PlanRequest, schedule: Schedule, *, is_whole: bool) -> dict[str, float]:
+    """Bytes that `schedule` needs.
+
+    Args:
+        is_whole: the question is for devices that hold all weights; any other may have room for a cache.
+    """
+    verdict = _verdict(question, schedule)
+    cached = question if is_whole else with_auto_cache(question, verdict)[0]
+    if cached is not question:
+        verdict = _verdict(cached, schedule)
+    return {"device_peak_bytes": verdict.device.total_bytes, "host_bytes": verdict.host.total_bytes}
+
+
+def _verdict(question: PlanRequest, schedule: Schedule) -> Verdict:
+    cut = StageCut(schedule.forward_stages, schedule.backward_stages, schedule.microbatches_per_round)
+    return judge(question.architecture, question.settings, question.hardware, question.analytic, cut)
+
+
+# The schedules that `bench` compares on a recipe, each with the stages and costs that `plan` has for it. No torch.
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A schedule as `plan` sees the recipe with it."""
+
+    name: ScheduleName
+    cut: StageCut
+    case: SimulationCase
+    """To be simulated; the costs know the weights that stay on GPUs."""
+    reasons: tuple[str, ...]
+    """Reasons why the recipe does not fit with it; empty: it fits."""
+
+
+def contenders(own: PlanRequest, names: Sequence[ScheduleName], answers: Answers | None) -> list[Contender]:
+    """A contender for each schedule, all with the same microbatches; errors as of `make_plan`.
+
+    Args:
+        own: the recipe as it stands, on the devices to use.
+        answers: as of `make_plan`.
+    """
+    least_bytes = min(device.memory_bytes for device in own.hardware.devices)
+
+    def question(name: ScheduleName) -> PlanRequest:
+        if name == own.loaded.recipe.pipeline.schedule:
+            return own
+        loaded = replace(own.loaded, recipe=with_schedule(own.loaded.recipe, name))
+        return with_cards_of(ask_again(own, loaded), least_bytes)
+
+    return [_contender(asked, name, answers) for name, asked in [(name, question(name)) for name in names]]
+
+
+def _contender(question: PlanRequest, name: ScheduleName, answers: Answers | None) -> Contender:
+    question, cut, verdict, _, _ = decide(question, answers)
+    settings, costs = question.settings, question.analytic.costs
+    if settings.weight_cache_bytes:
+        costs = with_cached_weights(costs, settings.weight_cache_bytes, settings.dtype_bytes)
+    case = replace(stage_case(question), costs=costs, staleness=1 if settings.staleness else 0)
+    return Contender(name, cut, case, verdict.short_reasons)
+
+
+def with_schedule(recipe: Recipe, name: ScheduleName) -> Recipe:
+    """The recipe with another schedule; stages that it gives, and dealings that the schedule lacks, are left out."""
+    pipeline = recipe.pipeline
+    if name == pipeline.schedule:
+        return recipe
+    pipeline = replace(pipeline, schedule=name, forward_stages="auto", backward_stages="auto")
+    if SCHEDULE_KINDS[name].binds_stages:
+        pipeline = replace(pipeline, head_workers="auto", dispatch="auto")
+    return replace(recipe, pipeline=pipeline)
