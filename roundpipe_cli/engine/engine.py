@@ -42,7 +42,7 @@ from roundpipe_cli.engine.weight_cache import WeightCache
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.engine.worker import Worker, WorkerPart, WorkerStep
 from roundpipe_cli.errors import OutOfDeviceMemoryError
-from roundpipe_cli.kernels.grouped_choice import describe_experts, forgets_empty_groups, takes_triton, why_no_triton
+from roundpipe_cli.kernels.grouped_mm import describe_experts, forgets_empty_groups, takes_triton, why_no_triton
 from roundpipe_cli.model.grouped_experts import use_grouped_kernel
 from roundpipe_cli.model.head import HeadLoss, HeadScores
 from roundpipe_cli.model.preference import Rewards

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from roundpipe_cli.kernels.lora_linear import AdapterTerm, lora_linear
+from roundpipe_cli.kernels.fused import AdapterTerm, lora_linear
 from roundpipe_cli.model.dropout import drawn_mask
 from roundpipe_cli.model.fused_norm import FusedNorm, NormForm, norm_form, norm_kind
 from roundpipe_cli.model.fused_rotary import can_rotate, fuse_rotary

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from roundpipe_cli.kernels.rms_norm import rms_norm
+from roundpipe_cli.kernels.fused import rms_norm
 
 MAX_EPS = 1e-2
 """A float attribute of a module up to this size may be its eps."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from roundpipe_cli.kernels.rotary import rotate
+from roundpipe_cli.kernels.fused import rotate
 
 NAME = "apply_rotary_pos_emb"
 RENAMING = "transformers.utils.deprecation"

@@ -3,7 +3,7 @@
     y = x W^T + s (x A^T) B^T        per expert; two kernels, whatever the number of experts, and no host wait
 
 transformers' `grouped_mm` implementation sorts tokens by expert on the device and asks torch for grouped products,
-which are a loop on most cards (`kernels/grouped_choice.py`). While an expert module runs, a mode of its own answers
+which are a loop on most cards (`kernels/grouped_mm.py`). While an expert module runs, a mode of its own answers
 those questions. Adapters of the module are registered with that mode by `expert_lora.py`.
 """
 

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch.nn import functional
 
-from roundpipe_cli.kernels.grouped_choice import MIN_CAPABILITY, loops_over_groups, why_no_triton
-from roundpipe_cli.kernels.grouped_mm import AdaptedProduct
+from roundpipe_cli.kernels.grouped_mm import MIN_CAPABILITY, AdaptedProduct, loops_over_groups, why_no_triton
 from scripts.gpu_checks.place import Check, CheckPlace, Figures, SkippedCheckError, check, skip_unless_real
 
 COUNTS = (300, 0, 1, 129, 0, 64, 18)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from roundpipe_cli.engine.backends.turns import IssueTurns
-from roundpipe_cli.kernels.grouped_choice import takes_triton, why_no_triton
+from roundpipe_cli.kernels.grouped_mm import takes_triton, why_no_triton
 from roundpipe_cli.model.grouped_experts import use_grouped_kernel
 from roundpipe_cli.model.worker_model import WorkerModel
 from roundpipe_cli.model.worker_options import WorkerOptions

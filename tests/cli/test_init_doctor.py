@@ -23,7 +23,7 @@ from roundpipe_cli.costs.hardware import parse_hardware
 from roundpipe_cli.engine.backends.cpu import CpuBackend
 from roundpipe_cli.engine.link_speed import measure_links
 from roundpipe_cli.errors import RefusedError, ResourceError
-from roundpipe_cli.kernels.grouped_choice import why_no_triton
+from roundpipe_cli.kernels.grouped_mm import why_no_triton
 from roundpipe_cli.planning.predict import make_plan
 from roundpipe_cli.planning.reach import reach_of
 from roundpipe_cli.recipe.load import load_recipe

@@ -12,7 +12,7 @@ import torch
 from roundpipe_cli.engine.backends.cuda import CudaBackend
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.options import EngineOptions
-from roundpipe_cli.kernels.grouped_choice import describe_experts, takes_triton, why_no_triton
+from roundpipe_cli.kernels.grouped_mm import describe_experts, takes_triton, why_no_triton
 from roundpipe_cli.model.expert_lora import isolate_expert_adapters
 from roundpipe_cli.model.grouped_experts import use_grouped_kernel
 from roundpipe_cli.model.packed_weights import PackedParameter, packed_bytes, quantize, whole_weights

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from roundpipe_cli.kernels.lora_linear import AdapterTerm, lora_linear
+from roundpipe_cli.kernels.fused import AdapterTerm, lora_linear
 from tests.support.launches import LaunchCounter
 
 Tensors = dict[str, torch.Tensor]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from roundpipe_cli.kernels.rms_norm import _ScaleByOnePlus, rms_norm
+from roundpipe_cli.kernels.fused import _ScaleByOnePlus, rms_norm
 from tests.support.launches import LaunchCounter
 
 EPS = 1e-6

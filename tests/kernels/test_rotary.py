@@ -7,7 +7,7 @@ import torch
 from transformers.models.gpt_oss import modeling_gpt_oss
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from roundpipe_cli.kernels.rotary import rotate
+from roundpipe_cli.kernels.fused import rotate
 from tests.support.launches import LaunchCounter
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from roundpipe_cli.kernels.grouped_choice import takes_triton
+from roundpipe_cli.kernels.grouped_mm import takes_triton
 from roundpipe_cli.model.fused import find_fused_ops
 from roundpipe_cli.model.grouped_experts import use_grouped_kernel
 from roundpipe_cli.model.load import build_skeleton

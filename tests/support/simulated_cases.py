@@ -16,7 +16,7 @@ from roundpipe_cli.engine.backends.cpu import CpuBackend
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.options import EngineOptions, GradientOptions
 from roundpipe_cli.engine.step import Microbatch
-from roundpipe_cli.kernels import rms_norm
+from roundpipe_cli.kernels import fused
 from roundpipe_cli.model import attention_kernels, counter_random, packed_weights
 from roundpipe_cli.model.preference import Preference
 from roundpipe_cli.planning.cuts import DEALING, resident_cut
@@ -203,12 +203,12 @@ def simulated(seed: int = 0, cards: Sequence[Card] = CARDS, **options: Any) -> I
 @contextmanager
 def norms_as_on_cards() -> Iterator[None]:
     """Norms computed on the processor by torch's function, as on a card, which rounds otherwise."""
-    decide = rms_norm.takes_own_formula
-    rms_norm.takes_own_formula = lambda device: False
+    decide = fused.takes_own_formula
+    fused.takes_own_formula = lambda device: False
     try:
         yield
     finally:
-        rms_norm.takes_own_formula = decide
+        fused.takes_own_formula = decide
 
 
 @contextmanager
