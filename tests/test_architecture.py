@@ -238,7 +238,7 @@ def test_importing_everything_starts_no_thread_and_prints_nothing() -> None:
         "import importlib, os, signal, sys, threading, warnings\n"
         "warnings.simplefilter('ignore')  # the libraries' own\n"
         "import torch, transformers, datasets\n"
-        "from roundpipe_cli.model.packed_weights import import_bitsandbytes\n"
+        "from roundpipe_cli.model.stored.packed_weights import import_bitsandbytes\n"
         "import_bitsandbytes()  # as every room does before it imports peft, which would do it otherwise\n"
         "import peft\n"
         "def state():\n"

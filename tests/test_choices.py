@@ -18,7 +18,7 @@ from roundpipe_cli.choices import (
     OptimizerName,
     PackedFormat,
 )
-from roundpipe_cli.model.packed_weights import packed_bytes
+from roundpipe_cli.model.stored.packed_weights import packed_bytes
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.schedule.builders import Rounds, build_schedule
 from roundpipe_cli.train.optim.update_rules import RULES, RuleSettings, make_rule

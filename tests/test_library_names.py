@@ -4,7 +4,7 @@ newer one has moved it.
 | library | name | where | what the user gets when it has moved |
 |---|---|---|---|
 | all of `LIBRARY_NAMES` | see there | `library_name(...)` | exit 2, with the release to install |
-| peft | `LoraModel._check_target_module_compatiblity` | `model/all_linear.py` | PEFT's own refusal, later |
+| peft | `LoraModel._check_target_module_compatiblity` | `model/lora.py` | PEFT's own refusal, later |
 | torch | the names of `TORCH_NAMES` | see there | an internal error; `scripts/test` fails first |
 """
 
@@ -92,7 +92,7 @@ def test_bitsandbytes_comes_without_a_compiler(tmp_path: Path) -> None:
     """Its import handed four functions to torch.compile, and so loaded the compiler: a sixth of a run's start."""
     pytest.importorskip("bitsandbytes")
     program = (
-        "import sys, torch\nfrom roundpipe_cli.model.packed_weights import import_bitsandbytes\n"
+        "import sys, torch\nfrom roundpipe_cli.model.stored.packed_weights import import_bitsandbytes\n"
         "before = torch.compile\nfound = import_bitsandbytes()\nprint(found.__name__, torch.compile is before, "
         "'torch._inductor.compile_fx' in sys.modules)"
     )

@@ -22,7 +22,7 @@ from roundpipe_cli.data.template import find_template
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.files import read_json_of_ours, write_named
 from roundpipe_cli.hub.download import commit_in
-from roundpipe_cli.model.source import check_model_name, resolve_model
+from roundpipe_cli.model.files.source import check_model_name, resolve_model
 from roundpipe_cli.planning.run_length import cached_hub_rows
 from roundpipe_cli.recipe.load import load_recipe, resolve_path
 from tests.data.test_data_dataset import byte_tokenizer

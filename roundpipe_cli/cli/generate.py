@@ -68,7 +68,7 @@ def generate(
         source = find_adapter_base(output_dir, base, offline=offline)
         compare_base(output_dir, source, allowed=allow_other_base)
     else:
-        from roundpipe_cli.model.source import resolve_model
+        from roundpipe_cli.model.files.source import resolve_model
 
         source = resolve_model(str(output_dir.absolute()), revision=None, recipe_folder=output_dir, offline=True)
     say("loading torch and transformers ...")

@@ -333,7 +333,7 @@ class Tally:
 # Kernels that routed experts launch: router, tokens sorted by expert, grouped products, weighted sum.
 #
 # transformers' `grouped_mm` implementation with the products of `kernels/grouped_mm.py`, as on cards where torch has no
-# kernel of its own for them. Adapters of experts: `model/grouped_experts.py`.
+# kernel of its own for them. Adapters of experts: `model/expert_lora.py`.
 #
 #     T: tokens, E: experts, P: (token, expert) pairs, H: hidden size, W: an expert's width, s: bytes of a value
 

@@ -3,7 +3,7 @@
     rows of a window, longest first    7 6 5 4 3 3 2        sequences of 10 tokens: [7 3] [6 4] [5 3 2]
 
 Rows of one sequence do not see each other: position ids restart with each row, and from that the model's own code makes
-a block-diagonal mask (see `model/packing.py`).
+a block-diagonal mask (see `model/chunks.py`).
 """
 
 from __future__ import annotations

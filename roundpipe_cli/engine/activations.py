@@ -12,10 +12,8 @@ import torch
 
 from roundpipe_cli.engine.backends.base import DeviceEvent
 from roundpipe_cli.engine.dispatch.progress import Progress
-from roundpipe_cli.model.block_calls import BlockCall
-from roundpipe_cli.model.embedding import Prologue
-from roundpipe_cli.model.head import HeadScores
-from roundpipe_cli.model.preference import Preference
+from roundpipe_cli.model.block_calls import BlockCall, Prologue
+from roundpipe_cli.model.head import HeadScores, Preference
 
 
 class BoundaryKind(str, Enum):

@@ -11,7 +11,7 @@ import torch
 from roundpipe_cli.engine.backends.base import Backend
 from roundpipe_cli.engine.context import StepContext
 from roundpipe_cli.engine.gradients import GradientParts, Leaving, square_sum
-from roundpipe_cli.model.gradient_taps import Take
+from roundpipe_cli.model.head import Take
 
 
 class GradientCollector:

@@ -43,12 +43,10 @@ from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.engine.worker import Worker, WorkerPart, WorkerStep
 from roundpipe_cli.errors import OutOfDeviceMemoryError
 from roundpipe_cli.kernels.grouped_mm import describe_experts, forgets_empty_groups, takes_triton, why_no_triton
-from roundpipe_cli.model.grouped_experts import use_grouped_kernel
-from roundpipe_cli.model.head import HeadLoss, HeadScores
-from roundpipe_cli.model.preference import Rewards
+from roundpipe_cli.model.expert_lora import use_grouped_kernel
+from roundpipe_cli.model.head import HeadLoss, HeadScores, Rewards
 from roundpipe_cli.model.split import ModelSplit
-from roundpipe_cli.model.worker_model import WorkerModel
-from roundpipe_cli.model.worker_options import WorkerOptions
+from roundpipe_cli.model.worker_model import WorkerModel, WorkerOptions
 from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.schedule.program import Program
 

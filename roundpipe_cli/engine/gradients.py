@@ -19,7 +19,7 @@ from roundpipe_cli.engine.dispatch.progress import Progress
 from roundpipe_cli.engine.intra_op import set_own_threads
 from roundpipe_cli.engine.options import OnGradient
 from roundpipe_cli.engine.weights import WeightStore
-from roundpipe_cli.model.embedding import EmbedGradient
+from roundpipe_cli.model.block_calls import EmbedGradient
 from roundpipe_cli.model.layout import LayerLayout
 
 SQUARED_ELEMENTS = 1 << 22

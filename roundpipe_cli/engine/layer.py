@@ -22,12 +22,10 @@ from roundpipe_cli.engine.kept import weights_found_again
 from roundpipe_cli.engine.program import layer_range
 from roundpipe_cli.engine.sequences import BlockSequence, Sequences
 from roundpipe_cli.engine.trained import TrainedLayers
-from roundpipe_cli.model.block_calls import BlockCall
+from roundpipe_cli.model.block_calls import BlockCall, Prologue
 from roundpipe_cli.model.chunks import ChunkCache, KeyValues
 from roundpipe_cli.model.dropout import layer_seed
-from roundpipe_cli.model.embedding import Prologue
-from roundpipe_cli.model.gradient_taps import GradientTaps
-from roundpipe_cli.model.head import HeadTargets, run_head, score_head
+from roundpipe_cli.model.head import GradientTaps, HeadTargets, run_head, score_head
 from roundpipe_cli.model.worker_model import WorkerModel
 
 

@@ -30,11 +30,10 @@ from roundpipe_cli.engine.options import EngineOptions
 from roundpipe_cli.engine.step import Microbatch
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.errors import NoProgressError, RefusedError, ResourceError
-from roundpipe_cli.model.architectures import chunk_refusal, packing_refusal
 from roundpipe_cli.model.dropout import switch_off_dropout
+from roundpipe_cli.model.files.supported import chunk_refusal, packing_refusal
 from roundpipe_cli.model.fused import find_fused_ops
-from roundpipe_cli.model.layer_parameters import layer_parameters
-from roundpipe_cli.model.layout import make_layout
+from roundpipe_cli.model.layout import layer_parameters, make_layout
 from roundpipe_cli.model.reduced import Outcome, Piece, PlainModel, Reduced, random_weights, reduce_model
 from roundpipe_cli.model.split import ModelSplit
 from roundpipe_cli.schedule.actions import Schedule

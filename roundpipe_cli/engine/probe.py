@@ -10,10 +10,8 @@ from torch import nn
 
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.model.last_projection import by_kind
-from roundpipe_cli.model.saved_bytes import PROBE_TOKENS, SavedBytes
 from roundpipe_cli.model.split import ModelSplit
-from roundpipe_cli.model.worker_model import WorkerModel
-from roundpipe_cli.model.worker_options import WorkerOptions
+from roundpipe_cli.model.worker_model import PROBE_TOKENS, SavedBytes, WorkerModel, WorkerOptions
 
 NUM_CHUNKS = 3
 """Chunks of a probe's tokens, where feed-forward parts are computed in chunks."""

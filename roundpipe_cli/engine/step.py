@@ -8,7 +8,7 @@ import torch
 
 from roundpipe_cli.engine.dispatch.transfer import TransferStatistics
 from roundpipe_cli.engine.live import ActionTime
-from roundpipe_cli.model.preference import Preference, Rewards
+from roundpipe_cli.model.head import Preference, Rewards
 from roundpipe_cli.schedule.program import WEIGHT_GRADIENT, WEIGHTS
 from roundpipe_cli.schedule.timeline import COMPUTE, UP, Interval, Timeline, bubble_ratio, utilization
 

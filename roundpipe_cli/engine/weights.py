@@ -26,8 +26,8 @@ import torch
 
 from roundpipe_cli.engine.host_pages import page_aligned
 from roundpipe_cli.model.layout import LayerLayout, ParameterPlace, round_up
-from roundpipe_cli.model.packed_weights import dequantize
-from roundpipe_cli.model.quantized_files import PackedWeight
+from roundpipe_cli.model.stored.packed_weights import dequantize
+from roundpipe_cli.model.stored.quantized_files import PackedWeight
 
 NO_VERSION = -1
 """Version of a buffer that is empty or being written."""

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.model.adapter_checks import ADAPTER_WEIGHTS, check_adapter_folder
-from roundpipe_cli.model.library_calls import refusing
-from roundpipe_cli.model.source import ModelSource
-from roundpipe_cli.model.untrusted import find_shards
+from roundpipe_cli.model.adapter_files import ADAPTER_WEIGHTS, check_adapter_folder
+from roundpipe_cli.model.files.source import ModelSource
+from roundpipe_cli.model.files.untrusted import find_shards, refusing
 
 NUM_THREADS = 8
 CHUNK_BYTES = 8 * 1024**2

@@ -27,8 +27,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from roundpipe_cli.model.block_calls import BlockCall
 from roundpipe_cli.model.fused import FusedLora
-from roundpipe_cli.model.linear_modules import is_linear
 from roundpipe_cli.model.mlp_chunks import ATTRIBUTE, MlpChunks
+from roundpipe_cli.model.stored.packed_weights import is_linear
 
 Found = TypeVar("Found")
 

@@ -16,9 +16,11 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from roundpipe_cli.choices import PackedName
-from roundpipe_cli.model.packed_weights import ALIGNMENT_BYTES, PackedParameter, packed_bytes, quantize
+from roundpipe_cli.model.split import ModelSplit
+from roundpipe_cli.model.stored.packed_weights import ALIGNMENT_BYTES, PackedParameter, packed_bytes, quantize
 
 TRAINABLE_ALIGNMENT_ELEMENTS = 32
 """64 bytes in a 16-bit dtype, 128 bytes in float32."""
@@ -42,7 +44,7 @@ class ParameterPlace:
     element_offset: int = 0
     """Trainable parameters: first element in the layer's flat trainable tensor."""
     packed_as: PackedName | None = None
-    """It lies here packed (`model/packed_weights.py`) and `dtype` is that in which it is used. None: whole."""
+    """It lies here packed (`model/stored/packed_weights.py`) and `dtype` is that in which it is used. None: whole."""
 
     @property
     def num_elements(self) -> int:
@@ -188,3 +190,34 @@ def _place_trainable(
             end = at + parameter.numel() * parameter.dtype.itemsize
         places.append(ParameterPlace(name, parameter.shape, parameter.dtype, at, True, start))
     return places, elements
+
+
+# The parameters of each layer of a split model.
+
+
+def layer_parameters(model: nn.Module, split: ModelSplit) -> list[list[tuple[str, nn.Parameter]]]:
+    """The parameters of each layer, `embed` first and `head` last. A parameter that both share belongs to the head."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    blocks = [
+        [(names[id(p)], p) for p in block.parameters()] for block in model.get_submodule(split.blocks_path).children()
+    ]
+    in_blocks = {id(p) for block in blocks for _, p in block}
+    tail_ids = {id(p) for path in split.tail_paths for p in model.get_submodule(path).parameters()}
+    backbone_ids = {id(p) for p in model.get_submodule(split.backbone_path).parameters()}
+    outside_ids = _parameters_outside(model, split.backbone_path)
+    head_ids = (tail_ids | outside_ids) - in_blocks
+    head = [(name, p) for name, p in model.named_parameters() if id(p) in head_ids]
+    embed = [
+        (name, p)
+        for name, p in model.named_parameters()
+        if id(p) in backbone_ids and id(p) not in head_ids and id(p) not in in_blocks
+    ]
+    return [embed, *blocks, head]
+
+
+def _parameters_outside(model: nn.Module, backbone_path: str) -> set[int]:
+    found: set[int] = set()
+    for path, module in model.named_modules():
+        if path != backbone_path and not path.startswith(backbone_path + "."):
+            found.update(id(p) for p in module.parameters(recurse=False))
+    return found

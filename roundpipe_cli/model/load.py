@@ -1,27 +1,212 @@
-"""From a model's files to a configuration, a tokenizer and a skeleton without weights."""
+"""From a model's files to a configuration, a tokenizer and a skeleton without weights, GGUF files included."""
 
 from __future__ import annotations
 
 import copy
 import functools
+import hashlib
+import json
+import os
 import re
+import shutil
 import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
+from roundpipe_cli import __version__
 from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.files import cache_folder, new_folder, prune_cache, sync
 from roundpipe_cli.model import sink_attention
-from roundpipe_cli.model.architectures import check_architecture, no_decoder, unknown_architecture
-from roundpipe_cli.model.auto_class import auto_class, is_language_model
-from roundpipe_cli.model.converted import convert_once
-from roundpipe_cli.model.library_calls import refusing
-from roundpipe_cli.model.quantized_files import stored_in_4bit
+from roundpipe_cli.model.files.source import ModelSource
+from roundpipe_cli.model.files.supported import check_architecture, no_decoder, unknown_architecture
+from roundpipe_cli.model.files.untrusted import MAX_TOKENIZER_BYTES, check_file, check_small_files, refusing
 from roundpipe_cli.model.router_loss import WANTED
-from roundpipe_cli.model.source import ModelSource
-from roundpipe_cli.model.without_weights import build_without_weights
+from roundpipe_cli.model.stored.quantized_files import stored_in_4bit
+
+# Which of transformers' classes a configuration becomes: the causal model, or the multimodal one that holds it.
+
+
+def auto_class(config: Any) -> Any:
+    """AutoModelForImageTextToText where the files are such a model's, else AutoModelForCausalLM.
+
+    A type that has both classes is what its configuration's `architectures` says, so that the names of the weights are
+    those of the files.
+    """
+    from transformers import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+    )
+
+    if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return AutoModelForCausalLM
+    whole = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)].__name__
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or whole in (getattr(config, "architectures", None) or ()):
+        return AutoModelForImageTextToText
+    return AutoModelForCausalLM
+
+
+def is_language_model(config: Any) -> bool:
+    """Whether there is a causal language model in what `config` describes."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    return type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+
+# Building a model without its weights: parameters on the meta device, buffers real.
+
+MANY = 1 << 20
+"""`torch.empty` of at least this many elements gives a tensor without memory."""
+
+
+def build_without_weights(make: Callable[[], nn.Module]) -> nn.Module:
+    """The model that `make` returns, with parameters on the meta device and real buffers.
+
+    Large tensors without values have no memory from the start: a layer of fused experts may be larger than all memory,
+    before it would be moved to the meta device as a parameter. Where a buffer turns out to be one of them, the model
+    is built again with memory for everything.
+    """
+    from accelerate import init_empty_weights
+
+    with init_empty_weights(include_buffers=False):
+        with _EmptyOnMeta():
+            model = make()
+        if any(buffer.is_meta for buffer in model.buffers()):
+            model = make()
+    return model
+
+
+class _EmptyOnMeta(TorchFunctionMode):
+    """While active, `torch.empty` of many elements makes tensors on the meta device, if no other one is asked for."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.empty and kwargs.get("device") is None and _count(args, kwargs) >= MANY:
+            kwargs = {**kwargs, "device": "meta"}
+        return func(*args, **kwargs)
+
+
+def _count(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Elements that a call of `torch.empty` asks for; 0 where it does not say so in whole numbers."""
+    sizes = kwargs.get("size", args[0] if len(args) == 1 and isinstance(args[0], (tuple, list)) else args)
+    count = 1
+    for size in sizes:
+        if not isinstance(size, int):
+            return 0
+        count *= size
+    return count
+
+
+# A GGUF file's configuration and tokenizer in Hugging Face's form, kept in the cache: converting takes seconds each.
+#
+#     <cache>/converted/<key>/   config.json, or tokenizer.json, tokenizer_config.json, chat_template.jinja
+#       digests.json             written last: SHA-256 of each of them
+#
+# Files that are read back are checked like any model's. They are kept only if they read back unchanged; files that
+# cannot be used are made again.
+
+FOLDER = "converted"
+DIGESTS_NAME = "digests.json"
+HEAD_BYTES = 64 * 1024**2
+"""So much of the file is hashed for its key: the metadata, which come first, of any model known."""
+LIBRARIES = ("transformers", "tokenizers", "gguf")
+
+Load = Callable[[ModelSource], Any]
+Describe = Callable[[Any], Any]
+
+
+def convert_once(source: ModelSource, kind: str, load: Load, describe: Describe) -> Any:
+    """The result of `load` for a GGUF file, taken from the cache where an earlier run has left it.
+
+    Args:
+        kind: name of this kind of result.
+        load: takes the GGUF file, and the folder that `save_pretrained` wrote.
+        describe: all that matters of a loaded one, to be compared.
+
+    Raises:
+        RefusedError: the GGUF file cannot be loaded.
+    """
+    try:
+        folder = cache_folder(FOLDER) / _key(source, kind)
+    except OSError:  # unreadable: `load` reports it
+        return load(source)
+    found = _load_kept(folder, source.name, load)
+    if found is None:
+        found = load(source)
+        _keep(folder, found, source.name, load, describe)
+    return found
+
+
+def _key(source: ModelSource, kind: str) -> str:
+    assert source.gguf_file is not None
+    path = source.folder / source.gguf_file
+    status = path.stat()
+    with path.open("rb") as file:
+        head = hashlib.sha256(file.read(HEAD_BYTES)).hexdigest()
+    parts = [kind, head, status.st_size, status.st_mtime_ns, __version__, *map(_version, LIBRARIES)]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:40]
+
+
+def _version(library: str) -> str:
+    try:
+        return version(library)
+    except PackageNotFoundError:
+        return "none"
+
+
+def _load_kept(folder: Path, name: str, load: Load) -> Any | None:
+    if not folder.exists():
+        return None
+    try:
+        for path in folder.iterdir():
+            check_file(path, MAX_TOKENIZER_BYTES)
+        check_small_files(folder)
+        if json.loads((folder / DIGESTS_NAME).read_bytes()) != _digests(folder):
+            raise ValueError(f"{folder} is not as it was written")
+        found = load(ModelSource(name, folder))
+    except (OSError, ValueError, RecursionError, RefusedError):
+        shutil.rmtree(folder, ignore_errors=True)  # it would block its successor
+        return None
+    with suppress(OSError):
+        os.utime(folder)  # mark it as used
+    return found
+
+
+def _keep(folder: Path, loaded: Any, name: str, load: Load, describe: Describe) -> None:
+    """Save the result in the cache, if it can be written and reads back unchanged."""
+    temporary = new_folder(FOLDER)
+    if temporary is None:
+        return
+    try:
+        loaded.save_pretrained(str(temporary))
+        check_small_files(temporary)
+        if describe(load(ModelSource(name, temporary))) != describe(loaded):
+            return
+        (temporary / DIGESTS_NAME).write_text(json.dumps(_digests(temporary)), encoding="utf-8")
+        for path in temporary.iterdir():
+            sync(path)
+        temporary.rename(folder)  # fails if another run was faster
+        sync(folder.parent)
+        prune_cache(folder.parent, DIGESTS_NAME)
+    except (OSError, ValueError, NotImplementedError, RefusedError):  # a full disk; a kind that is not saved
+        pass
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    """SHA-256 of every file that matters, by name."""
+    names = sorted(path.name for path in folder.iterdir() if path.name != DIGESTS_NAME)
+    return {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names}
+
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 """Files that a tokenizer is loaded from; a folder needs at least one of them."""

@@ -120,9 +120,9 @@ def counts_of(folder: Path, name: str) -> dict[str, Any]:
     import torch
     from transformers import logging
 
-    from roundpipe_cli.model.layer_parameters import layer_parameters
+    from roundpipe_cli.model.files.source import ModelSource
+    from roundpipe_cli.model.layout import layer_parameters
     from roundpipe_cli.model.load import build_skeleton, load_config
-    from roundpipe_cli.model.source import ModelSource
     from roundpipe_cli.model.split import split_model
 
     logging.set_verbosity_error()

@@ -19,13 +19,12 @@ from torch import nn
 
 from roundpipe_cli.choices import IGNORED_LABEL
 from roundpipe_cli.model import sink_attention
-from roundpipe_cli.model.block_calls import BlockCall, ResultMark, install_stubs
+from roundpipe_cli.model.block_calls import BlockCall, ResultMark, StandIn, install_stubs
 from roundpipe_cli.model.chunks import ChunkCache
 from roundpipe_cli.model.dropout import NOISE_ATTRIBUTE, SeededDropout, layer_seed
 from roundpipe_cli.model.fused import FusedOps
 from roundpipe_cli.model.last_projection import block_kind
 from roundpipe_cli.model.split import ModelSplit, materialised_copy
-from roundpipe_cli.model.stand_in import StandIn
 
 SMALL_MODEL_PARAMETERS = 200_000
 """Up to here a model is tried whole."""

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from roundpipe_cli.model.packed_attention import PackedRows, attend_rows, rows_or_causal_mask
+from roundpipe_cli.model.attention import PackedRows, attend_rows, rows_or_causal_mask
 
 NAME = "roundpipe_sinks"
 """Name of the implementation in transformers' registry."""

@@ -6,23 +6,294 @@ fused, quantised weights, GGUF files) is converted weight by weight.
 
 from __future__ import annotations
 
+import copy
+import functools
+import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.faults import fault
-from roundpipe_cli.model.base_weights import BaseWeights, WeightGroup
-from roundpipe_cli.model.quantization import WHAT_WORKS
-from roundpipe_cli.model.quantized_files import PackedWeight, is_nf4, read_nf4
-from roundpipe_cli.model.source import ModelSource
-from roundpipe_cli.model.stored.names import base_name, is_adapter
-from roundpipe_cli.model.stored.tensors import OpenFiles, check_finite
-from roundpipe_cli.model.unread import check_unread
+from roundpipe_cli.model.files.quantization import WHAT_WORKS
+from roundpipe_cli.model.files.source import ModelSource
+from roundpipe_cli.model.load import build_skeleton
+from roundpipe_cli.model.split import find_blocks
+from roundpipe_cli.model.stored.conversions import Conversions, WeightConversion, find_conversions
+from roundpipe_cli.model.stored.formats import find_stored
+from roundpipe_cli.model.stored.gguf import gguf_weights
+from roundpipe_cli.model.stored.quantized_files import PackedWeight, is_nf4, read_nf4
+from roundpipe_cli.model.stored.tensors import (
+    OpenFiles,
+    StoredTensor,
+    base_name,
+    check_finite,
+    conv1d_names,
+    is_adapter,
+    own_shapes,
+    tied_names,
+    turned,
+)
 from roundpipe_cli.watchdog import at_work
+
+# Tensors of a model's files for which its architecture has no place: what is left out with a notice, and what is
+# refused because the model would compute something else without it.
+#
+# A configuration decides whether there are biases and norms, and how many blocks; the files say which of them were
+# trained. transformers drops the rest with a warning.
+
+Read = Callable[[], torch.Tensor]
+ROPE_FACTORS = "rope_freqs.weight"
+"""A tensor of llama.cpp's: what the frequencies of rotary embeddings are divided by."""
+AS_SAFETENSORS = "take the same model as safetensors, whose config.json says what it has"
+_IN_BLOCK = re.compile(r"(.*?\.)(\d+)\.(.+)")
+"""The part before a block's number, the number, and the name in the block."""
+_PART = re.compile(r"\.bias$|norm[^.]*\.(weight|bias)$")
+_SWITCH = re.compile(r"bias|norm|tie_word")
+"""Keys of a configuration that add or leave out biases and norms, or a table."""
+
+
+def check_unread(model: nn.Module, where: str, unread: Mapping[str, Read], read: Mapping[str, str]) -> str | None:
+    """A notice about tensors that are left out; None where there are none.
+
+    Args:
+        model: the skeleton; adapters may be in it.
+        where: the model's name.
+        unread: name -> reads the tensor.
+        read: names of all others -> a weight that is made of them.
+
+    Raises:
+        RefusedError: the model's blocks are not those of the files without them.
+    """
+    if not unread:
+        return None
+    path = find_blocks(model)[0]
+    prefixes = {match[1] for name, target in read.items() if f"{path}." in target and (match := _IN_BLOCK.match(name))}
+    blocks: dict[int, set[str]] = defaultdict(set)
+    for name in (*read, *unread):
+        if (match := _IN_BLOCK.match(name)) and match[1] in prefixes:
+            blocks[int(match[2])].add(match[3])
+    count = len(list(model.get_submodule(path).children()))
+    known = [names for index, names in blocks.items() if index < count]
+    more = sorted(index for index, names in blocks.items() if index >= count and names in known)
+    if more:
+        raise RefusedError(
+            "the files hold more blocks than the model's configuration",
+            where=where,
+            found=f"{count + len(more)} blocks like these",
+            expected=f"{count}, num_hidden_layers of the configuration",
+            hint="correct num_hidden_layers in config.json, or remove the blocks from the files",
+        )
+    may_ignore = [re.compile(one) for one in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
+    lost = [
+        name
+        for name, values in unread.items()
+        if (match := _IN_BLOCK.match(name)) and match[1] in prefixes and int(match[2]) < count
+        if _PART.search(name) and not any(one.search(name) for one in may_ignore) and _matters(name, values())
+    ]
+    if lost:
+        raise RefusedError(
+            "the files hold parts of the blocks that the model's configuration leaves out",
+            where=where,
+            found=f"{len(lost)} tensors, {_some(lost)}",
+            expected="blocks as they were trained",
+            hint=AS_SAFETENSORS
+            if prefixes == {"blk."}
+            else switch_for(model, lacking=lost) or "correct config.json, or remove the tensors if they mean nothing",
+        )
+    if ROPE_FACTORS in unread and not bool((unread[ROPE_FACTORS]() == 1).all()):
+        raise RefusedError(
+            "the file scales the model's rotary frequencies, which transformers does not read from GGUF files",
+            where=where,
+            found=ROPE_FACTORS,
+            hint=AS_SAFETENSORS,
+        )
+    which = f"{len(unread)} of the files' tensors, {_some(list(unread))}"
+    return f"left out, for they have no place in this architecture: {which}"
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:2]) + (", ..." if len(names) > 2 else "")
+
+
+def _matters(name: str, values: torch.Tensor) -> bool:
+    """Whether a bias or a norm changes what is computed: a bias of zeros does not, a mask under its name is none."""
+    return values.dim() == 1 and values.is_floating_point() and (not name.endswith(".bias") or bool(values.any()))
+
+
+def switch_for(model: nn.Module, *, lacking: Iterable[str] = (), unfilled: Collection[str] = ()) -> str | None:
+    """A hint: the key of the configuration with which the model has what the files hold; None where no key does.
+
+    Args:
+        lacking: tensors of the files without a place in the model.
+        unfilled: weights of the model that the files do not have.
+    """
+    config: Any = model.config
+    for key, value in config.get_text_config().to_dict().items():
+        if not isinstance(value, bool) or not _SWITCH.search(key):
+            continue
+        changed = copy.deepcopy(config)
+        for part in (changed, changed.get_text_config()):
+            if getattr(part, key, None) is value:
+                setattr(part, key, not value)
+        try:
+            other = build_skeleton(changed, torch.bfloat16)
+        except RefusedError:
+            continue
+        own = own_shapes(other)
+        needed = {base_name(name) for name, _ in other.named_parameters()}
+        if all(name in own for name in lacking) and not needed & set(unfilled):
+            return f'"{key}": {str(not value).lower()} in config.json, if the model was trained so'
+    return None
+
+
+# Base weights by name, from any kind of file: memory holds one weight at a time.
+#
+# Weights are read in groups: those that are made of the same tensors of the files. Most groups are one weight of one
+# tensor; fused experts are one of many, by transformers' own rules.
+
+MOST_TENSORS_PER_WEIGHT = 2048
+"""Most tensors of a group: a fused weight of experts may be stored as a tensor per expert and projection."""
+
+
+@dataclass(frozen=True)
+class WeightGroup:
+    """Weights of the model that are read together."""
+
+    targets: Mapping[str, torch.Size]
+    read: Callable[[OpenFiles, torch.dtype | None], dict[str, torch.Tensor]]
+    """Reads them, as the files have them or in a type; what lies in a file as it is stays a view of it."""
+    stored: Mapping[str, StoredTensor]
+    """The tensors they are made of; empty for a GGUF file."""
+    conversion: WeightConversion | None = None
+
+
+class BaseWeights(Mapping[str, torch.Tensor]):
+    """Name in the model -> tensor, read again at each access."""
+
+    def __init__(self, source: ModelSource, model: nn.Module, dtype: torch.dtype) -> None:
+        """
+        Args:
+            model: the skeleton; adapters may be in it.
+            dtype: of weights that are dequantised.
+
+        Raises:
+            RefusedError: weights are missing or cannot be read.
+        """
+        self.conversions: Conversions | None = None
+        """How the files' tensors become the model's weights; None for a GGUF file."""
+        self.stored: dict[str, StoredTensor] = {}
+        """The files' weights under the names of the unquantised checkpoint; empty for a GGUF file."""
+        self.unread: Mapping[str, Callable[[], torch.Tensor]] = {}
+        """Tensors of the files that are in no weight of the model, and how each is read."""
+        self.sources: dict[str, str] = {}
+        """All other tensors of the files, and a weight that each is in."""
+        self._model = model
+        self.groups = self._find_groups(source, dtype)
+        self._group_of = {name: group for group in self.groups for name in group.targets}
+        names = [base_name(name) for name, _ in model.named_parameters() if not is_adapter(name)]
+        self._twins = _find_missing(source, model, names, self._group_of)
+
+    def _find_groups(self, source: ModelSource, dtype: torch.dtype) -> list[WeightGroup]:
+        if source.gguf_file is not None:
+            found, self.unread = gguf_weights(source, self._model)
+            self.sources = {name: next(iter(targets)) for targets, _, names in found for name in names}
+            return [
+                WeightGroup(targets, lambda files, dtype, read=read: read(), {})  # type: ignore[misc]
+                for targets, read, _ in found
+            ]
+        self.stored = find_stored(source.folder, dtype)
+        for name in conv1d_names(self._model) & self.stored.keys():
+            if self.stored[name].is_quantized:
+                self.stored[name] = turned(self.stored[name])
+        own = own_shapes(self._model)
+        if len(self.stored) > MOST_TENSORS_PER_WEIGHT * len(own):
+            raise RefusedError(
+                "the files hold far more tensors than the architecture has weights",
+                where=str(source.folder),
+                found=str(len(self.stored)),
+                expected=f"about {len(own)}",
+            )
+        shapes = {name: weight.shape for name, weight in self.stored.items()}
+        self.conversions = find_conversions(self._model, shapes, own)
+        self.sources = {name: next(iter(one.targets)) for one in self.conversions.found for name in one.sources}
+        self.unread = {name: functools.partial(self._stored, name) for name in self.conversions.unused}
+        return [self._group(conversion) for conversion in self.conversions.found]
+
+    def _stored(self, name: str) -> torch.Tensor:
+        with OpenFiles() as files:
+            return self.stored[name].read(files).clone()
+
+    def _group(self, conversion: WeightConversion) -> WeightGroup:
+        def read(files: OpenFiles, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+            def tensor(name: str) -> torch.Tensor:
+                values = self.stored[name].read(files)
+                if dtype is None or conversion.rule is None:
+                    return values
+                check_finite(values, dtype, name)
+                return values.to(dtype)
+
+            return conversion.apply(tensor, self._model)
+
+        stored = {name: self.stored[name] for name in conversion.sources}
+        return WeightGroup(conversion.targets, read, stored, conversion)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        name = self._twins.get(name, name)
+        with OpenFiles() as files:
+            return self._group_of[name].read(files, None)[name].clone()
+
+    def group_of(self, name: str) -> WeightGroup:
+        """The group that a weight is read with."""
+        return self._group_of[self._twins.get(name, name)]
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Type of a weight as it is read; does not read it where a file's header says it."""
+        group = self.group_of(name)
+        return next(iter(group.stored.values())).dtype if group.stored else torch.float32
+
+    @property
+    def twins(self) -> Mapping[str, str]:
+        """Names of weights that the files have under another name of the same parameter."""
+        return self._twins
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([*self._group_of, *self._twins])
+
+    def __len__(self) -> int:
+        return len(self._group_of) + len(self._twins)
+
+
+def _find_missing(
+    source: ModelSource, model: nn.Module, names: list[str], found: Mapping[str, WeightGroup]
+) -> dict[str, str]:
+    """Names that the files do not have -> another name of the same parameter that they have.
+
+    Raises:
+        RefusedError: there is none.
+    """
+    tied, missing = tied_names(model), list[str]()
+    twins: dict[str, str] = {}
+    for name in names:
+        if name not in found:
+            twin = next((other for other in tied.get(name, ()) if other in found), None)
+            missing += [name] if twin is None else []
+            twins |= {} if twin is None else {name: twin}
+    if missing:
+        raise RefusedError(
+            "weights of the architecture are missing",
+            where=source.name,
+            found=f"{len(missing)} missing, for instance {', '.join(missing[:3])}",
+            hint=switch_for(model, unfilled=missing) if source.gguf_file is None else None,
+        )
+    return twins
+
 
 SetParameter = Callable[[str, torch.Tensor], None]
 SetPacked = Callable[[str, PackedWeight], None]

@@ -8,29 +8,144 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from roundpipe_cli.model.block_calls import BackboneStub, BeforeBlocks, BlockCall, install_stubs, replace_module
-from roundpipe_cli.model.carried import carry_along, weights_dtype
+from roundpipe_cli.model.attention import in_rows, in_whole_rows
+from roundpipe_cli.model.block_calls import (
+    BackboneStub,
+    BeforeBlocks,
+    BlockCall,
+    EmbedLeaf,
+    GatheringEmbedding,
+    Prologue,
+    install_stubs,
+    replace_module,
+)
 from roundpipe_cli.model.chunks import ChunkCache, cache_argument
 from roundpipe_cli.model.dropout import SeededDropout, layer_seed
-from roundpipe_cli.model.embedding import EmbedLeaf, GatheringEmbedding, Prologue
 from roundpipe_cli.model.expert_lora import isolate_expert_adapters
 from roundpipe_cli.model.fused import FusedOps, fuse
 from roundpipe_cli.model.last_projection import UnreadProducts, by_kind, find_unread
 from roundpipe_cli.model.lora import ADAPTER
 from roundpipe_cli.model.mlp_chunks import MlpChunks, check_feed_forward_chunks, find_mlp
-from roundpipe_cli.model.module_copy import copy_modules
-from roundpipe_cli.model.module_state import ModuleState
-from roundpipe_cli.model.packed_attention import in_rows, in_whole_rows
-from roundpipe_cli.model.packed_weights import PackedParameter, PackedPlace, whole_weights
-from roundpipe_cli.model.saved_bytes import SavedBytes, saved_sizes
-from roundpipe_cli.model.split import ModelSplit
-from roundpipe_cli.model.worker_options import WorkerOptions
+from roundpipe_cli.model.split import ModelSplit, carry_along, copy_modules, weights_dtype
+from roundpipe_cli.model.stored.packed_weights import PackedParameter, PackedPlace, whole_weights
+
+# Settings of a worker's modules, apart from the model itself.
+
+
+@dataclass(frozen=True)
+class WorkerOptions:
+    """Settings of a `WorkerModel`; equal for all workers of a run."""
+
+    mlp_chunk_tokens: int | None = None
+    """Tokens of a chunk of the blocks' feed-forward part; None: it is computed whole."""
+    fused: FusedOps | None = None
+    """Modules that compute by fused operators; None: all by their own code."""
+    attends_in_rows: bool = False
+    """Blocks get the places of rows instead of a mask of all pairs of tokens; `engine/probe.py` proves it."""
+
+
+# State that modules keep from call to call, and how it is reset.
+#
+# Dynamic rotary scaling (`rope_type: dynamic`) keeps the frequencies of the longest sequence that it has met. A worker
+# meets other microbatches than its neighbour, so each call has to begin from the state that the model was built with.
+
+
+class ModuleState:
+    """A snapshot of the attributes and buffers of the modules below `root`.
+
+    Only values that a module replaces are put back, not tensors that it writes into.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._found = [(module, _attributes(module), dict(module._buffers)) for module in root.modules()]
+
+    def restore(self) -> None:
+        """Restore the state of every module."""
+        for module, attributes, buffers in self._found:
+            module.__dict__.update(attributes)
+            module._buffers.update(buffers)
+
+
+_MODES = ("training", "_disable_adapters")
+"""Attributes that the worker itself switches."""
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """Plain values and tensors among a module's attributes."""
+    kept = (bool, int, float, torch.Tensor, type(None))
+    return {name: value for name, value in vars(module).items() if name not in _MODES and isinstance(value, kept)}
+
+
+# Memory that autograd keeps for a block's backward, measured on a few tokens.
+#
+# Two lengths, T and 2T, tell how each tensor that is kept grows: not at all, with the tokens, or with the pairs of
+# tokens of a sequence, as scores of attention and masks do. Where the longer one keeps other tensors, only the sums are
+# told apart:
+#
+#     s(T) = a T + b T^2        b = (s(2T) - 2 s(T)) / 2 T^2        a = s(T) / T - b T
+
+PROBE_TOKENS = 128
+"""Largest shorter length: two of the pieces in which linear attention computes."""
+GROWS, GROWS_BY_PAIRS = 1.5, 3.0
+"""Factors between the two lengths above which a tensor grows with the tokens, or with their pairs."""
+
+
+@dataclass(frozen=True)
+class SavedBytes:
+    """Bytes saved by one block."""
+
+    fixed: float
+    per_token: float
+    per_pair: float
+    """Bytes per pair of tokens of one sequence."""
+
+    @staticmethod
+    def of_lengths(short: Sequence[int], long: Sequence[int], tokens: int) -> SavedBytes:
+        """The bytes from the sizes of the tensors that sequences of `tokens` and of twice as many keep."""
+        if len(short) != len(long):
+            per_pair = max(0.0, (sum(long) - 2 * sum(short)) / (2 * tokens**2))
+            return SavedBytes(0.0, max(0.0, sum(short) / tokens - per_pair * tokens), per_pair)
+        fixed = per_token = per_pair = 0.0
+        for size, larger in zip(short, long, strict=True):
+            if larger > GROWS_BY_PAIRS * size:
+                per_pair += larger / (2 * tokens) ** 2
+            elif larger > GROWS * size:
+                per_token += larger / (2 * tokens)
+            else:
+                fixed += larger
+        return SavedBytes(fixed, per_token, per_pair)
+
+    def of(self, rows: int, tokens: int, context: int) -> int:
+        """Bytes of a microbatch of `rows` sequences (or chunks of them) of `tokens` each, which attend to `context`."""
+        return int(self.fixed + rows * tokens * (self.per_token + self.per_pair * context))
+
+
+def saved_sizes(run: Callable[[], object], known: Iterable[torch.Tensor]) -> list[int]:
+    """Bytes of each storage that autograd keeps of what `run` computes and returns, in the order of first use.
+
+    Args:
+        known: tensors that are there anyway: weights, and what all blocks are called with.
+    """
+    there = {tensor.untyped_storage().data_ptr() for tensor in known}
+    found: dict[int, int] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in there:
+            found[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        kept = run()  # while it lives, no other storage gets its address
+    del kept
+    return list(found.values())
+
 
 Binding = tuple[nn.Module, str, str]
 """(module, attribute, parameter name)."""
@@ -217,7 +332,7 @@ class WorkerModel:
         """Everything before the first block, on the host, for `input_ids` [B, T].
 
         `position_ids` [B, T] of packed rows restart with each row. With them, no mask and no cache, the model's own
-        code makes the masks that keep the rows apart (`model/packing.py` has checked that it does), or says where they
+        code makes the masks that keep the rows apart (`model/chunks.py` has checked that it does), or says where they
         lie (`attends_in_rows`). Rows that are not packed are told so too, where the causal mask is not enough.
 
         `start`: the ids are a chunk of a longer sequence, behind so many tokens; None: a sequence of its own.

@@ -15,9 +15,9 @@ from roundpipe_cli.choices import PACKED_FORMATS
 from roundpipe_cli.costs.find_model import FoundConfig
 from roundpipe_cli.costs.models import COUNTED_TYPES, Architecture
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.model.architectures import check_architecture, chunk_refusal, packing_refusal, scaled_by_length
-from roundpipe_cli.model.quantization import check_stored_in_4bit, is_stored_in_4bit
-from roundpipe_cli.model.untrusted import PICKLES, check_model_folder, find_shards
+from roundpipe_cli.model.files.quantization import check_stored_in_4bit, is_stored_in_4bit
+from roundpipe_cli.model.files.supported import check_architecture, chunk_refusal, packing_refusal, scaled_by_length
+from roundpipe_cli.model.files.untrusted import PICKLES, check_model_folder, find_shards
 from roundpipe_cli.recipe.schema import Recipe
 
 _STATEFUL_KIND = re.compile(r"mamba|compress|conv|linear|recurrent|ssm|rwkv|lightning|delta|retention|lstm|hybrid")

@@ -25,8 +25,8 @@ from roundpipe_cli.costs.models import (
     with_stored_count,
 )
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.model.quantization import quantization_settings
-from roundpipe_cli.model.untrusted import INDEX_NAME, are_equal, find_shards, read_json, tensor_places
+from roundpipe_cli.model.files.quantization import quantization_settings
+from roundpipe_cli.model.files.untrusted import INDEX_NAME, are_equal, find_shards, read_json, tensor_places
 from roundpipe_cli.planning.admission import (
     check_configuration,
     check_model,
@@ -94,7 +94,7 @@ def _lists_weights(found: FoundConfig) -> bool:
 def _has_own_head(found: FoundConfig) -> bool:
     """Whether the files hold an LM head beside the embedding, with other values as far as they are here.
 
-    `finetune` then uses both, whatever the configuration says (`model/stored/tables.py`).
+    `finetune` then uses both, whatever the configuration says (`model/stored/formats.py`).
     """
     if found.folder is None:
         return False

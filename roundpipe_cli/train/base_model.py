@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from roundpipe_cli.choices import PACKED_FORMATS, PackedName
 from roundpipe_cli.events import Notice, Tell
-from roundpipe_cli.model.packed_weights import require_bitsandbytes
-from roundpipe_cli.model.quantization import check_stored_in_4bit
-from roundpipe_cli.model.quantized_files import stored_in_4bit
-from roundpipe_cli.model.source import ModelSource, resolve_model
+from roundpipe_cli.model.files.quantization import check_stored_in_4bit
+from roundpipe_cli.model.files.source import ModelSource, resolve_model
+from roundpipe_cli.model.stored.packed_weights import require_bitsandbytes
+from roundpipe_cli.model.stored.quantized_files import stored_in_4bit
 from roundpipe_cli.recipe.load import LoadedRecipe
 
 

@@ -24,7 +24,7 @@ from roundpipe_cli.engine.rough_costs import SHARED_BYTES_PER_S, AssumedDevice, 
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.errors import ResourceError
 from roundpipe_cli.events import Notice, Tell
-from roundpipe_cli.model.worker_options import WorkerOptions
+from roundpipe_cli.model.worker_model import WorkerOptions
 from roundpipe_cli.planning.adaptive import AdaptivePlanner, ProfileCache, RunConditions
 from roundpipe_cli.recipe.schema import PipelineConfig, Recipe
 from roundpipe_cli.train.devices import gpu_index, make_backends, slowest_link_bytes_per_s, threads_per_worker

@@ -11,9 +11,9 @@ from pathlib import Path
 from roundpipe_cli.costs.machine import was_restarted
 from roundpipe_cli.events import Notice, run_clock
 from roundpipe_cli.files import named_path, write_atomically
+from roundpipe_cli.model.files.source import ModelSource
 from roundpipe_cli.model.fingerprint import check_trained_on
 from roundpipe_cli.model.layout import LayerLayout
-from roundpipe_cli.model.source import ModelSource
 from roundpipe_cli.planning.question import PlanRequest
 from roundpipe_cli.recipe.load import LoadedRecipe, resolved_yaml
 from roundpipe_cli.train.base_model import find_base

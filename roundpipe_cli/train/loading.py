@@ -12,10 +12,10 @@ from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import Notice, Phase, Tell
 from roundpipe_cli.model.adapter_files import StartedBase, read_adapter_tensors
+from roundpipe_cli.model.files.source import ModelSource
 from roundpipe_cli.model.lora import initial_values
-from roundpipe_cli.model.quantized_files import PackedWeight
-from roundpipe_cli.model.source import ModelSource
-from roundpipe_cli.model.stored.names import is_adapter
+from roundpipe_cli.model.stored.quantized_files import PackedWeight
+from roundpipe_cli.model.stored.tensors import is_adapter
 from roundpipe_cli.model.weights_io import load_weights
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.units import format_bytes, format_seconds

@@ -11,8 +11,8 @@ from roundpipe_cli.data.packing_choice import StepNeeds, choose_packing
 from roundpipe_cli.data.tokenized import TokenizedDataset
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import Notice, Tell
-from roundpipe_cli.model.architectures import check_mask_bytes
-from roundpipe_cli.model.packing import check_packing
+from roundpipe_cli.model.chunks import check_packing
+from roundpipe_cli.model.files.supported import check_mask_bytes
 from roundpipe_cli.model.split import ModelSplit
 from roundpipe_cli.recipe.schema import Recipe
 

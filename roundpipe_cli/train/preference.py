@@ -17,7 +17,7 @@ from roundpipe_cli.data.batching import pad_token_id
 from roundpipe_cli.data.grouping import RowBatch
 from roundpipe_cli.data.tokenized import Row
 from roundpipe_cli.engine.step import Microbatch
-from roundpipe_cli.model.preference import Preference, Rewards, pair_loss
+from roundpipe_cli.model.head import Preference, Rewards, pair_loss
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.train.batches import collate_rows
 from roundpipe_cli.train.sampling import grouping_of

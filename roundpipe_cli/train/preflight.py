@@ -10,7 +10,7 @@ from roundpipe_cli.data.settings import DatasetSpec
 from roundpipe_cli.data.sources import find_sources
 from roundpipe_cli.events import Tell
 from roundpipe_cli.files import named_path
-from roundpipe_cli.model.source import ModelSource, check_model_name, is_hub_model, resolve_model
+from roundpipe_cli.model.files.source import ModelSource, check_model_name, is_hub_model, resolve_model
 from roundpipe_cli.planning.admission import check_configuration, holds_weights
 from roundpipe_cli.recipe.load import LoadedRecipe
 from roundpipe_cli.recipe.schema import Recipe

@@ -21,21 +21,18 @@ from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import Event, Notice, Phase, Tell
 from roundpipe_cli.files import disk_error, named_path, require_free_bytes
-from roundpipe_cli.model.all_linear import describe_left_out
-from roundpipe_cli.model.architectures import check_mask_bytes
-from roundpipe_cli.model.chunks import check_sequence_chunks
+from roundpipe_cli.model.chunks import check_packing, check_sequence_chunks
+from roundpipe_cli.model.files.source import ModelSource
+from roundpipe_cli.model.files.supported import check_mask_bytes
 from roundpipe_cli.model.fingerprint import Fingerprint, config_fingerprint
 from roundpipe_cli.model.fused import FusedOps, find_fused_ops
-from roundpipe_cli.model.layer_parameters import layer_parameters
-from roundpipe_cli.model.layout import LayerLayout, make_layout
+from roundpipe_cli.model.layout import LayerLayout, layer_parameters, make_layout
 from roundpipe_cli.model.load import build_skeleton, load_config, load_tokenizer, switch_off
-from roundpipe_cli.model.lora import describe_dead_alternatives
-from roundpipe_cli.model.packed_weights import check_packed, quantizable_names
-from roundpipe_cli.model.packing import check_packing
+from roundpipe_cli.model.lora import describe_dead_alternatives, describe_left_out
 from roundpipe_cli.model.router_loss import describe_router_loss, leave_out_router_loss
-from roundpipe_cli.model.source import ModelSource
 from roundpipe_cli.model.split import ModelSplit, split_model
-from roundpipe_cli.model.stored.tables import untie_stored
+from roundpipe_cli.model.stored.formats import untie_stored
+from roundpipe_cli.model.stored.packed_weights import check_packed, quantizable_names
 from roundpipe_cli.model.weights_io import packed_names
 from roundpipe_cli.planning.question import PlanRequest
 from roundpipe_cli.recipe.load import LoadedRecipe

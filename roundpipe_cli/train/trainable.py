@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.model.adapter_checks import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from roundpipe_cli.model.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from roundpipe_cli.model.dropout import NOISE_ATTRIBUTE
+from roundpipe_cli.model.files.source import ModelSource
 from roundpipe_cli.model.fingerprint import sha256_of
 from roundpipe_cli.model.lora import ADAPTER, LoraSettings, add_lora, continue_lora, refuse_adapters_outside_blocks
-from roundpipe_cli.model.source import ModelSource
 from roundpipe_cli.model.split import ModelSplit
 from roundpipe_cli.recipe.load import LoadedRecipe, resolve_path, tried_paths
 from roundpipe_cli.recipe.schema import LoraConfig, Recipe

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from roundpipe_cli.model.packed_weights import PackedParameter, packed_bytes, quantize
+from roundpipe_cli.model.stored.packed_weights import PackedParameter, packed_bytes, quantize
 from scripts.gpu_checks.place import Check, CheckPlace, Figures, check, skip_unless_real
 
 SIZES = {"tiny": ((64, 128, 96),), "full": ((8192, 4096, 14336), (8192, 14336, 4096), (2048, 4096, 4096))}

@@ -14,9 +14,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from roundpipe_cli.engine.backends.turns import IssueTurns
 from roundpipe_cli.kernels.grouped_mm import takes_triton, why_no_triton
-from roundpipe_cli.model.grouped_experts import use_grouped_kernel
-from roundpipe_cli.model.worker_model import WorkerModel
-from roundpipe_cli.model.worker_options import WorkerOptions
+from roundpipe_cli.model.expert_lora import use_grouped_kernel
+from roundpipe_cli.model.worker_model import WorkerModel, WorkerOptions
 from scripts import issue_rate
 from scripts.gpu_checks.models import FAMILIES, build, of_scale, random_rows
 from scripts.gpu_checks.place import Check, CheckPlace, Figures, check

@@ -14,8 +14,7 @@ from roundpipe_cli.costs.find_model import figures_of
 from roundpipe_cli.engine.step import Microbatch
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.model.fused import FusedOps, find_fused_ops
-from roundpipe_cli.model.layer_parameters import layer_parameters
-from roundpipe_cli.model.layout import make_layout
+from roundpipe_cli.model.layout import layer_parameters, make_layout
 from roundpipe_cli.model.load import build_skeleton
 from roundpipe_cli.model.lora import LoraSettings, add_lora
 from roundpipe_cli.model.split import ModelSplit, split_model

@@ -21,8 +21,8 @@ from roundpipe_cli.costs.find_model import find_architecture, read_gguf_config, 
 from roundpipe_cli.costs.hardware import parse_hardware
 from roundpipe_cli.costs.models import TrainingSettings, parse_config
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.model.source import resolve_model
-from roundpipe_cli.model.untrusted import check_small_files
+from roundpipe_cli.model.files.source import resolve_model
+from roundpipe_cli.model.files.untrusted import check_small_files
 from roundpipe_cli.planning.search.stages import backward_ranges, forward_ranges
 from roundpipe_cli.schedule.builders import Rounds, build_schedule
 from roundpipe_cli.schedule.simulate import simulate

@@ -19,8 +19,8 @@ from roundpipe_cli.data.tokenized import Row
 from roundpipe_cli.engine.parity import prove
 from roundpipe_cli.engine.step import Microbatch, StepResult
 from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.model.chunks import check_packing
 from roundpipe_cli.model.load import build_skeleton
-from roundpipe_cli.model.packing import check_packing
 from roundpipe_cli.model.split import split_model
 from tests.support.tiny import BASE, EXTRA, Rig, make_rig, schedule_for, tiny_config
 

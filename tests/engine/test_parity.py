@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from roundpipe_cli.engine.weights import WeightStore
-from roundpipe_cli.model.layer_parameters import layer_parameters
+from roundpipe_cli.model.layout import layer_parameters
 from roundpipe_cli.model.load import build_skeleton
 from roundpipe_cli.model.split import ModelSplit, split_model
 from roundpipe_cli.train.optim.optimizer import HostOptimizer

@@ -20,7 +20,7 @@ from roundpipe_cli.engine.link_speed import measure_links
 from roundpipe_cli.engine.measure import launch_bound_s
 from roundpipe_cli.engine.worker import ComputeInterval, WorkerStep
 from roundpipe_cli.errors import InternalError, OutOfDeviceMemoryError, RefusedError
-from roundpipe_cli.model.counter_random import keep_mask, uniform
+from roundpipe_cli.model.dropout import keep_mask, uniform
 from roundpipe_cli.recipe.load import load_text
 from roundpipe_cli.train import devices
 from roundpipe_cli.train.devices import choose_devices, make_backends, with_dtype_of

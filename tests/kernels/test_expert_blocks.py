@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from roundpipe_cli.model.expert_lora import isolate_expert_adapters
-from roundpipe_cli.model.grouped_experts import use_grouped_kernel
+from roundpipe_cli.model.expert_lora import isolate_expert_adapters, use_grouped_kernel
 from tests.kernels.groups import error
 from tests.support.tiny import Rig, make_rig
 

@@ -13,9 +13,8 @@ from roundpipe_cli.engine.backends.cuda import CudaBackend
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.options import EngineOptions
 from roundpipe_cli.kernels.grouped_mm import describe_experts, takes_triton, why_no_triton
-from roundpipe_cli.model.expert_lora import isolate_expert_adapters
-from roundpipe_cli.model.grouped_experts import use_grouped_kernel
-from roundpipe_cli.model.packed_weights import PackedParameter, packed_bytes, quantize, whole_weights
+from roundpipe_cli.model.expert_lora import isolate_expert_adapters, use_grouped_kernel
+from roundpipe_cli.model.stored.packed_weights import PackedParameter, packed_bytes, quantize, whole_weights
 from tests.support.simulated_cases import Case, is_equal, page_locked, simulated
 from tests.support.simulated_cuda import GAMING_CARD
 from tests.support.tiny import make_rig

@@ -13,19 +13,20 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.model import adapter_checks
-from roundpipe_cli.model.adapter_checks import (
+from roundpipe_cli.model import adapter_files
+from roundpipe_cli.model.adapter_files import (
     APPLIED_KEYS,
     KEYS_WITHOUT_EFFECT,
     NOT_MERGED,
     NOT_TRAINED,
     REFUSED_KEYS,
     check_adapter_folder,
+    put_adapter,
+    read_adapter_config,
     refuse_not_trained,
     refuse_unknown_keys,
 )
-from roundpipe_cli.model.adapter_files import put_adapter, read_adapter_config
-from roundpipe_cli.model.untrusted import check_small_files
+from roundpipe_cli.model.files.untrusted import check_small_files
 from roundpipe_cli.train.result.export import Extras, copy_result
 from tests.support.tiny import tiny_config
 
@@ -75,7 +76,7 @@ def test_patterns_of_an_adapter_have_a_time_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
 ) -> None:
     """PEFT matches them with every module's name; some patterns take longer than anybody waits."""
-    monkeypatch.setattr(adapter_checks, "PATTERN_S", 0.2)
+    monkeypatch.setattr(adapter_files, "PATTERN_S", 0.2)
     folder = write(tmp_path / "adapter", **changes)
     model = AutoModelForCausalLM.from_config(tiny_config("llama"))
     with pytest.raises(RefusedError, match=r"takes too long|no regular expression"):

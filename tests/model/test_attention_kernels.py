@@ -18,13 +18,8 @@ from torch.overrides import TorchFunctionMode
 from transformers.integrations import sdpa_attention
 
 from roundpipe_cli.costs.find_model import shipped_figures
-from roundpipe_cli.model import attention_kernels
-from roundpipe_cli.model.attention_kernels import (
-    FLASH_CAPABILITY,
-    MAX_FLASH_WIDTH,
-    set_up_attention,
-    takes_shared_keys,
-)
+from roundpipe_cli.model import attention
+from roundpipe_cli.model.attention import FLASH_CAPABILITY, MAX_FLASH_WIDTH, set_up_attention, takes_shared_keys
 from roundpipe_cli.model.load import build_skeleton
 from roundpipe_cli.model.split import split_model
 from scripts.gpu_checks.models import FAMILIES, configuration, shipped
@@ -189,7 +184,7 @@ def test_no_shipped_model_attends_by_the_math_kernel(
     """It keeps scores of all pairs. A dense mask only where `MASKED` says why; the flash kernel where it can be had."""
     model_type = shipped(hub_id)["model_type"]
     for card, dtype in ON_CARDS:
-        monkeypatch.setattr(attention_kernels, "_least_capability", card)
+        monkeypatch.setattr(attention, "_least_capability", card)
         calls = attention_of(hub_id, packed, takes_shared_keys(torch.empty(1, dtype=dtype, device=META)))
         assert calls
         for one in (replace(call, dtype=dtype) for call in calls):
@@ -214,7 +209,7 @@ def test_keys_are_shared_where_a_fused_kernel_takes_it(
     card: tuple[int, int], dtype: torch.dtype, shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On the processor, and before a run has taken cards, as transformers decides."""
-    monkeypatch.setattr(attention_kernels, "_least_capability", None)
+    monkeypatch.setattr(attention, "_least_capability", None)
     on_card, on_cpu = torch.empty(1, 2, 4, 8, dtype=dtype, device=META), torch.empty(1, 2, 4, 8, dtype=dtype)
     assert sdpa_attention.use_gqa_in_sdpa(None, on_card, on_card)
     set_up_attention(card)

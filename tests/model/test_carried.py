@@ -10,14 +10,13 @@ import torch
 
 from roundpipe_cli.engine.parity import prove
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.model.all_linear import describe_left_out
-from roundpipe_cli.model.boundary_layout import Carried, Carry
 from roundpipe_cli.model.chunks import check_sequence_chunks
 from roundpipe_cli.model.load import build_skeleton
-from roundpipe_cli.model.lora import LoraSettings, add_lora
-from roundpipe_cli.model.packed_weights import quantizable_names
+from roundpipe_cli.model.lora import LoraSettings, add_lora, describe_left_out
 from roundpipe_cli.model.reduced import reduce_model
+from roundpipe_cli.model.router_loss import Carried, Carry
 from roundpipe_cli.model.split import split_model
+from roundpipe_cli.model.stored.packed_weights import quantizable_names
 from tests.support.every_type import tiny_config_of
 
 FOUR = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}

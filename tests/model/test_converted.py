@@ -15,9 +15,15 @@ import pytest
 
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.files import CACHE_VARIABLE, cache_folder
-from roundpipe_cli.model.converted import FOLDER, convert_once
-from roundpipe_cli.model.load import _tokenizer_values, end_as_the_model_does, load_config, load_tokenizer
-from roundpipe_cli.model.source import ModelSource, resolve_model
+from roundpipe_cli.model.files.source import ModelSource, resolve_model
+from roundpipe_cli.model.load import (
+    FOLDER,
+    _tokenizer_values,
+    convert_once,
+    end_as_the_model_does,
+    load_config,
+    load_tokenizer,
+)
 from tests.support.e2e import REPOSITORY, make_tokenizer, smollm2_folder
 
 TEXTS = [
@@ -136,7 +142,7 @@ def test_a_failure_while_writing_keeps_nothing(source: ModelSource, monkeypatch:
 
     converter = Converter()
     with monkeypatch.context() as patch:
-        patch.setattr("roundpipe_cli.model.converted.sync", full)
+        patch.setattr("roundpipe_cli.model.load.sync", full)
         converter.once(source)
     assert kept() == []
     converter.once(source)

@@ -19,8 +19,8 @@ from roundpipe_cli.costs.hardware import parse_hardware
 from roundpipe_cli.costs.memory import frozen_bytes
 from roundpipe_cli.costs.models import TrainingSettings, parse_config
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.model import fp8_weights, packed_weights
-from roundpipe_cli.model.packed_weights import dequantize, packed_bytes, quantize
+from roundpipe_cli.model.stored import packed_weights
+from roundpipe_cli.model.stored.packed_weights import dequantize, packed_bytes, quantize
 from roundpipe_cli.planning.predict import make_plan
 from roundpipe_cli.planning.question import ask
 from roundpipe_cli.planning.solve import solve
@@ -85,7 +85,7 @@ def test_a_weight_loses_at_most_a_sixteenth(dtype: torch.dtype) -> None:
 def test_the_processors_table_gives_what_a_card_computes(dtype: torch.dtype) -> None:
     """A card converts by torch's own kernel and multiplies in place: one rounding as well."""
     codes, scales = FINITE.repeat(9), 10 ** (4 * torch.rand(9) - 4)
-    found = fp8_weights.dequantize_rows(codes, scales, torch.Size([9, len(FINITE)]), dtype)
+    found = packed_weights.dequantize_rows(codes, scales, torch.Size([9, len(FINITE)]), dtype)
     on_card = codes.view(9, -1).view(torch.float8_e4m3fn).to(dtype).mul_(scales[:, None])
     assert torch.equal(found, on_card)
 
@@ -114,7 +114,7 @@ def test_packing_and_unpacking_in_parts_change_nothing(shape: tuple[int, ...], m
     whole = packed_of(values)
     expected = dequantize(whole, values.shape, torch.bfloat16, "fp8")
     monkeypatch.setattr(packed_weights, "PACKED_AT_ONCE", 128)
-    monkeypatch.setattr(fp8_weights, "AT_ONCE", 128)
+    monkeypatch.setattr(packed_weights, "AT_ONCE", 128)
     assert torch.equal(packed_of(values), whole)
     assert torch.equal(dequantize(whole, values.shape, torch.bfloat16, "fp8"), expected)
 

@@ -8,9 +8,16 @@ import pytest
 import torch
 from torch import nn
 
-from roundpipe_cli.model.fused import FusedLora, find_fused_ops
-from roundpipe_cli.model.fused_norm import FusedNorm, NormForm, norm_form, norm_kind
-from roundpipe_cli.model.fused_rotary import can_rotate, fuse_rotary
+from roundpipe_cli.model.fused import (
+    FusedLora,
+    FusedNorm,
+    NormForm,
+    can_rotate,
+    find_fused_ops,
+    fuse_rotary,
+    norm_form,
+    norm_kind,
+)
 from roundpipe_cli.model.load import build_skeleton
 from roundpipe_cli.model.lora import LoraSettings, add_lora
 from roundpipe_cli.model.split import split_model

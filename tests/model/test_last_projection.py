@@ -13,7 +13,7 @@ from roundpipe_cli.engine.backends.cpu import CpuBackend
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.options import EngineOptions
 from roundpipe_cli.engine.probe import find_unread_products
-from roundpipe_cli.model.worker_options import WorkerOptions
+from roundpipe_cli.model.worker_model import WorkerOptions
 from tests.support.tiny import Rig, make_rig, random_microbatches, schedule_for
 
 SIZES = [(2, 9), (1, 7), (2, 5)]

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from roundpipe_cli.kernels.grouped_mm import takes_triton
+from roundpipe_cli.model.expert_lora import use_grouped_kernel
 from roundpipe_cli.model.fused import find_fused_ops
-from roundpipe_cli.model.grouped_experts import use_grouped_kernel
 from roundpipe_cli.model.load import build_skeleton
 from roundpipe_cli.model.lora import LoraSettings, add_lora
 from roundpipe_cli.model.split import split_model

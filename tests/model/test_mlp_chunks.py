@@ -9,7 +9,7 @@ import pytest
 
 from roundpipe_cli.engine.probe import find_unread_products
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.model.worker_options import WorkerOptions
+from roundpipe_cli.model.worker_model import WorkerOptions
 from roundpipe_cli.schedule.actions import Schedule
 from tests.engine.test_parity import check_gradients, set_weights
 from tests.support.e2e import finetune, make_model, make_workspace, metrics

@@ -19,12 +19,12 @@ from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import Event, Notice, Phase
 from roundpipe_cli.files import cache_folder
 from roundpipe_cli.model.block_calls import SplitRefusedError
-from roundpipe_cli.model.fused_norm import FusedNorm
+from roundpipe_cli.model.fused import FusedNorm
 from roundpipe_cli.model.load import build_skeleton, switch_off
 from roundpipe_cli.model.lora import LoraSettings, add_lora
-from roundpipe_cli.model.packed_weights import check_packed, quantizable_names
 from roundpipe_cli.model.reduced import reduce_model, shrunk_configs
 from roundpipe_cli.model.split import ModelSplit, split_model
+from roundpipe_cli.model.stored.packed_weights import check_packed, quantizable_names
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.train.proof import prove_once, refuse_long_rows
 from roundpipe_cli.train.setup import prepare

@@ -19,8 +19,8 @@ from transformers.masking_utils import chunked_causal_mask_function, sdpa_mask, 
 
 from roundpipe_cli.engine.probe import can_attend_in_rows, has_masks
 from roundpipe_cli.engine.step import Microbatch
-from roundpipe_cli.model import attention_kernels, packed_attention
-from roundpipe_cli.model.packed_attention import PackedRows, attend_rows, in_rows, rows_or_mask
+from roundpipe_cli.model import attention
+from roundpipe_cli.model.attention import PackedRows, attend_rows, in_rows, rows_or_mask
 from roundpipe_cli.model.worker_model import WorkerModel
 from tests.support.simulated_cases import CASES, is_equal
 from tests.support.tiny import Rig, make_rig, random_microbatches
@@ -95,7 +95,7 @@ def gradients(attend: Callable[..., Any]) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("window", WINDOWS)
 def test_each_row_by_itself_gives_the_numbers_of_the_mask(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_attention, "BLOCK_TOKENS", 6)  # so that a row is cut into blocks
+    monkeypatch.setattr(attention, "BLOCK_TOKENS", 6)  # so that a row is cut into blocks
     rows = packed_rows(window)
     attend = functools.partial(sdpa_attention_forward, SimpleNamespace(num_key_value_groups=2, is_causal=True))
     found = gradients(lambda q, k, v: attend_rows(attend, q, k, v, rows, {"scaling": 0.3}))
@@ -124,7 +124,7 @@ def test_all_rows_at_once_where_a_gpu_has_the_kernel(window: int | None, monkeyp
     """The arguments that the kernel is given, by what the documentation says they mean."""
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_by_its_documentation)
     rows = packed_rows(window)
-    found = gradients(lambda q, k, v: (packed_attention._attend_at_once(q, k, v, rows, {"scaling": 0.3}), None))
+    found = gradients(lambda q, k, v: (attention._attend_at_once(q, k, v, rows, {"scaling": 0.3}), None))
     expected = gradients(lambda q, k, v: _by_mask(q, k, v, rows))
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
@@ -149,9 +149,9 @@ def _by_mask(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: 
 def test_which_gpus_have_the_kernel(
     card: Any, dtype: torch.dtype, width: int, dropout: float, has_kernel: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention_kernels, "_least_capability", card)
+    monkeypatch.setattr(attention, "_least_capability", card)
     part: Any = SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=(1, 2, 3, width))
-    assert packed_attention._has_own_kernel(part, part, part, {"dropout": dropout}) is has_kernel
+    assert attention._has_own_kernel(part, part, part, {"dropout": dropout}) is has_kernel
 
 
 def packed_microbatches() -> list[Microbatch]:
@@ -207,8 +207,8 @@ def worker_of(rig: Rig) -> WorkerModel:
 def test_blocks_are_tried_before_they_are_told_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = make_rig("llama", "lora")
     assert can_attend_in_rows(rig.skeleton, rig.split, rig.store)
-    row = packed_attention._attend_row
-    monkeypatch.setattr(packed_attention, "_attend_row", lambda *given: row(*given) * 1.1)
+    row = attention._attend_row
+    monkeypatch.setattr(attention, "_attend_row", lambda *given: row(*given) * 1.1)
     assert not can_attend_in_rows(rig.skeleton, rig.split, rig.store), "other numbers"
 
 

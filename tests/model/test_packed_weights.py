@@ -18,8 +18,8 @@ from torch import nn
 
 from roundpipe_cli.choices import PACKED_FORMATS
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.model import packed_weights
-from roundpipe_cli.model.packed_weights import (
+from roundpipe_cli.model.stored import packed_weights
+from roundpipe_cli.model.stored.packed_weights import (
     PackedParameter,
     dequantize,
     packed_bytes,

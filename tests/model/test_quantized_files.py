@@ -16,11 +16,11 @@ from safetensors.torch import load_file, save_file
 
 from roundpipe_cli.costs.models import parse_config
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.model.base_weights import BaseWeights
 from roundpipe_cli.model.load import build_skeleton, load_config
-from roundpipe_cli.model.packed_weights import import_bitsandbytes
-from roundpipe_cli.model.quantized_files import STATE
-from roundpipe_cli.model.stored.names import base_name
+from roundpipe_cli.model.stored.packed_weights import import_bitsandbytes
+from roundpipe_cli.model.stored.quantized_files import STATE
+from roundpipe_cli.model.stored.tensors import base_name
+from roundpipe_cli.model.weights_io import BaseWeights
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.train.setup import prepare
 from tests.support.e2e import finetune, make_model, make_workspace, metrics

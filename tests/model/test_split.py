@@ -15,9 +15,9 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.block_calls import SplitRefusedError
-from roundpipe_cli.model.layer_parameters import layer_parameters
+from roundpipe_cli.model.files.source import ModelSource
+from roundpipe_cli.model.layout import layer_parameters
 from roundpipe_cli.model.load import build_skeleton, load_config
-from roundpipe_cli.model.source import ModelSource
 from roundpipe_cli.model.split import split_model
 from tests.support.every_type import tiny_config_of
 from tests.support.tiny import make_rig, tiny_config

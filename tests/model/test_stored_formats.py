@@ -14,13 +14,11 @@ from safetensors.torch import load_file, save_file
 
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.model.base_weights import BaseWeights
-from roundpipe_cli.model.layer_parameters import layer_parameters
-from roundpipe_cli.model.layout import make_layout
+from roundpipe_cli.model.files.source import ModelSource
+from roundpipe_cli.model.layout import layer_parameters, make_layout
 from roundpipe_cli.model.load import build_skeleton, load_config
-from roundpipe_cli.model.source import ModelSource
 from roundpipe_cli.model.split import split_model
-from roundpipe_cli.model.weights_io import load_weights
+from roundpipe_cli.model.weights_io import BaseWeights, load_weights
 from tests.support.tiny import tiny_config
 
 Tensors = dict[str, torch.Tensor]
@@ -273,7 +271,7 @@ def test_quantised_experts_are_fused(tmp_path: Path, name: str) -> None:
 
 def test_fused_experts_in_fp8(tmp_path: Path) -> None:
     """Some checkpoints hold all experts of a layer in one tensor, with a scale grid for each."""
-    from roundpipe_cli.model.stored.fp8 import in_8bit
+    from roundpipe_cli.model.stored.formats import in_8bit
     from roundpipe_cli.model.stored.tensors import OpenFiles, find_file_tensors
 
     generator = torch.Generator().manual_seed(0)

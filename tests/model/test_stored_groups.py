@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.model.stored.quantized import find_stored
+from roundpipe_cli.model.stored.formats import find_stored
 from roundpipe_cli.model.stored.tensors import OpenFiles
 from tests.model.test_stored_formats import (
     COMPRESSED,

@@ -13,15 +13,15 @@ import torch
 from gguf import GGMLQuantizationType, GGUFWriter, dequantize, quantize
 
 from roundpipe_cli.choices import PACKED_FORMATS
-from roundpipe_cli.model import packed_weights
-from roundpipe_cli.model.base_weights import BaseWeights
+from roundpipe_cli.model.files.source import ModelSource
 from roundpipe_cli.model.load import build_skeleton, load_config
 from roundpipe_cli.model.lora import LoraSettings, add_lora
-from roundpipe_cli.model.source import ModelSource
 from roundpipe_cli.model.split import split_model
+from roundpipe_cli.model.stored import packed_weights
 from roundpipe_cli.model.stored.conversions import find_conversions
 from roundpipe_cli.model.stored.gguf import gguf_weights
-from roundpipe_cli.model.stored.names import own_shapes
+from roundpipe_cli.model.stored.tensors import own_shapes
+from roundpipe_cli.model.weights_io import BaseWeights
 from tests.support.e2e import smollm2_source
 from tests.support.tiny import tiny_config
 

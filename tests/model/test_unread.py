@@ -19,8 +19,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.model.files.source import ModelSource
 from roundpipe_cli.model.load import build_skeleton, load_config
-from roundpipe_cli.model.source import ModelSource
 from roundpipe_cli.model.weights_io import load_weights
 from tests.model.test_multimodal import multimodal
 from tests.support.tiny import tiny_config

@@ -17,14 +17,13 @@ from torch import nn
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import Event
-from roundpipe_cli.model.layer_parameters import layer_parameters
-from roundpipe_cli.model.layout import make_layout
+from roundpipe_cli.model.files.source import ModelSource, resolve_model
+from roundpipe_cli.model.layout import layer_parameters, make_layout
 from roundpipe_cli.model.load import build_skeleton, load_config
 from roundpipe_cli.model.lora import LoraSettings, add_lora
-from roundpipe_cli.model.source import ModelSource, resolve_model
 from roundpipe_cli.model.split import split_model
 from roundpipe_cli.model.stored import tensors
-from roundpipe_cli.model.stored.names import base_name
+from roundpipe_cli.model.stored.tensors import base_name
 from roundpipe_cli.model.weights_io import load_weights
 from tests.support.tiny import make_rig, tiny_config
 
@@ -309,10 +308,10 @@ import torch
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.model.layout import make_layout
 from roundpipe_cli.model.load import build_skeleton, load_config
-from roundpipe_cli.model.source import ModelSource, resolve_model
+from roundpipe_cli.model.files.source import ModelSource, resolve_model
 from roundpipe_cli.model.split import split_model
 from roundpipe_cli.model.weights_io import load_weights
-from roundpipe_cli.model.layer_parameters import layer_parameters
+from roundpipe_cli.model.layout import layer_parameters
 
 def status_bytes(key):
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key + ":"))

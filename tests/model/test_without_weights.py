@@ -11,8 +11,7 @@ from torch import nn
 from roundpipe_cli.choices import check_sizes
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.limited import Limits, run_limited
-from roundpipe_cli.model.load import build_skeleton
-from roundpipe_cli.model.without_weights import MANY, build_without_weights
+from roundpipe_cli.model.load import MANY, build_skeleton, build_without_weights
 from tests.support.tiny import tiny_config
 
 

@@ -20,9 +20,9 @@ from roundpipe_cli.costs.hardware import parse_hardware
 from roundpipe_cli.costs.models import EXACT_TYPES, TIED_BY_DEFAULT, Architecture, TrainingSettings, is_counted_exactly
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model import meta_counts
+from roundpipe_cli.model.files.source import ModelSource
 from roundpipe_cli.model.load import build_skeleton, load_config
 from roundpipe_cli.model.meta_counts import NotBuiltError, count_on_meta, counts_of
-from roundpipe_cli.model.source import ModelSource
 from roundpipe_cli.planning.predict import make_plan
 from roundpipe_cli.planning.question import counted_architecture
 from roundpipe_cli.recipe.load import load_recipe

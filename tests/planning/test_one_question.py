@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from roundpipe_cli.costs.analytic import analytic_costs
-from roundpipe_cli.model.untrusted import check_model_folder, read_config, read_json
+from roundpipe_cli.model.files.untrusted import check_model_folder, read_config, read_json
 from roundpipe_cli.planning.auto_choices import choose_token_budget, choose_unpacking
 from roundpipe_cli.planning.question import ask
 from roundpipe_cli.planning.verdict import judge, judge_coarsest

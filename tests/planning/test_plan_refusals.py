@@ -17,9 +17,9 @@ from roundpipe_cli.cli.finetune import refuse_too_large
 from roundpipe_cli.cli.plan import plan_document, plan_text
 from roundpipe_cli.costs.models import COUNTED_TYPES, MAX_COUNT_ERROR, is_counted_exactly, parse_config
 from roundpipe_cli.errors import RecipeError, RefusedError
-from roundpipe_cli.model.architectures import model_types
+from roundpipe_cli.model.files.source import ModelSource, resolve_model
+from roundpipe_cli.model.files.supported import model_types
 from roundpipe_cli.model.load import load_config
-from roundpipe_cli.model.source import ModelSource, resolve_model
 from roundpipe_cli.planning.admission import check_rows
 from roundpipe_cli.planning.predict import make_plan
 from roundpipe_cli.planning.question import ask

@@ -28,7 +28,7 @@ import yaml
 
 from roundpipe_cli.cli.environment import SWITCHES
 from roundpipe_cli.files import CACHE_VARIABLE
-from roundpipe_cli.model.source import ModelSource
+from roundpipe_cli.model.files.source import ModelSource
 from tests.support.tiny import tiny_config
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -34,14 +34,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from roundpipe_cli.choices import PackedName
 from roundpipe_cli.kernels.grouped_mm import loops_over_groups, takes_triton
 from roundpipe_cli.model.block_calls import BlockCall
+from roundpipe_cli.model.expert_lora import use_grouped_kernel
 from roundpipe_cli.model.fused import FusedOps
-from roundpipe_cli.model.gradient_taps import GradientTaps
-from roundpipe_cli.model.grouped_experts import use_grouped_kernel
+from roundpipe_cli.model.head import GradientTaps
 from roundpipe_cli.model.last_projection import block_kind
-from roundpipe_cli.model.packed_weights import PackedParameter, packed_bytes, quantizable_names
 from roundpipe_cli.model.split import ModelSplit
-from roundpipe_cli.model.worker_model import WorkerModel
-from roundpipe_cli.model.worker_options import WorkerOptions
+from roundpipe_cli.model.stored.packed_weights import PackedParameter, packed_bytes, quantizable_names
+from roundpipe_cli.model.worker_model import WorkerModel, WorkerOptions
 
 META = torch.device("meta")
 TIMED_PASSES = 2

@@ -18,12 +18,12 @@ MODULES = (
 """All of the program, and what it loads late. Those that a release of a library lacks are left to the runs."""
 
 importlib.import_module(
-    "roundpipe_cli.model.packed_weights"
+    "roundpipe_cli.model.stored.packed_weights"
 ).import_bitsandbytes()  # before PEFT does, and without a hub kernel
 for name in MODULES:
     with contextlib.suppress(ImportError):
         importlib.import_module(name)
 with contextlib.suppress(ImportError, AttributeError):  # a table that is built once a process, in a quarter of a second
     importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("llama")
-importlib.import_module("roundpipe_cli.model.architectures").model_types()
+importlib.import_module("roundpipe_cli.model.files.supported").model_types()
 gc.freeze()  # a collection in a fork would otherwise write to, and so copy, every page

@@ -17,8 +17,9 @@ from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.options import EngineOptions, GradientOptions
 from roundpipe_cli.engine.step import Microbatch
 from roundpipe_cli.kernels import fused
-from roundpipe_cli.model import attention_kernels, counter_random, packed_weights
-from roundpipe_cli.model.preference import Preference
+from roundpipe_cli.model import attention, dropout
+from roundpipe_cli.model.head import Preference
+from roundpipe_cli.model.stored import packed_weights
 from roundpipe_cli.planning.cuts import DEALING, resident_cut
 from roundpipe_cli.schedule.actions import Schedule, equal_costs
 from roundpipe_cli.schedule.builders import Options, Rounds, build_forward, build_schedule
@@ -195,8 +196,8 @@ def simulated(seed: int = 0, cards: Sequence[Card] = CARDS, **options: Any) -> I
         with Simulation(cards, seed, **options) as simulation:
             yield simulation
     finally:
-        attention_kernels._least_capability = None
-        counter_random._columns.cache_clear()
+        attention._least_capability = None
+        dropout._columns.cache_clear()
         packed_weights._dynamic_map.cache_clear()
 
 
@@ -214,15 +215,15 @@ def norms_as_on_cards() -> Iterator[None]:
 @contextmanager
 def kernels_as_on(cards: Sequence[Card] = CARDS) -> Iterator[None]:
     """On the processor the kernels of a run on these cards, shared keys and norms: the same rounding of gradients."""
-    decide = attention_kernels.takes_shared_keys
-    attention_kernels.set_up_attention(min(card.capability for card in cards))
-    attention_kernels.takes_shared_keys = lambda key: decide(torch.empty(0, dtype=key.dtype, device="meta"))
+    decide = attention.takes_shared_keys
+    attention.set_up_attention(min(card.capability for card in cards))
+    attention.takes_shared_keys = lambda key: decide(torch.empty(0, dtype=key.dtype, device="meta"))
     try:
         with norms_as_on_cards():
             yield
     finally:
-        attention_kernels.takes_shared_keys = decide
-        attention_kernels._least_capability = None
+        attention.takes_shared_keys = decide
+        attention._least_capability = None
 
 
 @contextmanager

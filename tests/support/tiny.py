@@ -21,12 +21,11 @@ from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.model import sink_attention
 from roundpipe_cli.model.dropout import SeededDropout, layer_seed
 from roundpipe_cli.model.fused import FusedOps, find_fused_ops
-from roundpipe_cli.model.layer_parameters import layer_parameters
-from roundpipe_cli.model.layout import make_layout
+from roundpipe_cli.model.layout import layer_parameters, make_layout
 from roundpipe_cli.model.load import build_skeleton
 from roundpipe_cli.model.lora import LoraSettings, add_lora, initial_values
-from roundpipe_cli.model.packed_weights import dequantize, quantizable_names
 from roundpipe_cli.model.split import ModelSplit, split_model
+from roundpipe_cli.model.stored.packed_weights import dequantize, quantizable_names
 from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.schedule.builders import Rounds, build_schedule
 

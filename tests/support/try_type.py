@@ -14,13 +14,12 @@ from torch import nn
 from roundpipe_cli.costs.find_model import find_config
 from roundpipe_cli.engine.parity import ParityRefusedError, prove
 from roundpipe_cli.errors import RoundpipeError
-from roundpipe_cli.model.chunks import check_sequence_chunks
+from roundpipe_cli.model.chunks import check_packing, check_sequence_chunks
 from roundpipe_cli.model.load import build_skeleton
 from roundpipe_cli.model.lora import LoraSettings, add_lora, refuse_adapters_outside_blocks
 from roundpipe_cli.model.meta_counts import counts_of
-from roundpipe_cli.model.packed_weights import check_packed, quantizable_names
-from roundpipe_cli.model.packing import check_packing
 from roundpipe_cli.model.split import ModelSplit, split_model
+from roundpipe_cli.model.stored.packed_weights import check_packed, quantizable_names
 from roundpipe_cli.planning.question import counted_architecture
 
 LORA = LoraSettings(r=4, alpha=8)

@@ -15,12 +15,11 @@ from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.options import EngineOptions
 from roundpipe_cli.engine.step import Microbatch
 from roundpipe_cli.engine.weights import WeightStore
-from roundpipe_cli.model.layer_parameters import layer_parameters
-from roundpipe_cli.model.layout import make_layout
+from roundpipe_cli.model.files.source import ModelSource
+from roundpipe_cli.model.layout import layer_parameters, make_layout
 from roundpipe_cli.model.load import build_skeleton, load_config
-from roundpipe_cli.model.source import ModelSource
 from roundpipe_cli.model.split import split_model
-from roundpipe_cli.model.stored.tables import untie_stored
+from roundpipe_cli.model.stored.formats import untie_stored
 from roundpipe_cli.model.weights_io import load_weights
 from tests.support.every_type import GENERIC, MAX_PARAMETERS, OF_TYPE, NoTinyConfigError, tiny_config_of
 from tests.support.tiny import Rig, schedule_for

@@ -201,8 +201,8 @@ def _damage_weights(folder: Path, draw: random.Random) -> None:
 def _read_weights(folder: Path) -> None:
     import torch
 
+    from roundpipe_cli.model.files.source import resolve_model
     from roundpipe_cli.model.load import build_skeleton, load_config
-    from roundpipe_cli.model.source import resolve_model
     from roundpipe_cli.model.weights_io import load_weights
 
     source = resolve_model(str(folder), revision=None, recipe_folder=folder, offline=True)
@@ -282,8 +282,8 @@ def _damage_hub(folder: Path, draw: random.Random) -> None:
 def _read_hub(folder: Path) -> None:
     from huggingface_hub import constants
 
+    from roundpipe_cli.model.files.source import resolve_model
     from roundpipe_cli.model.load import load_config, load_tokenizer
-    from roundpipe_cli.model.source import resolve_model
 
     before, constants.HF_HUB_CACHE = constants.HF_HUB_CACHE, str(folder / "hub")
     try:

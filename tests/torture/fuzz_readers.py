@@ -71,8 +71,8 @@ def _read_gguf(folder: Path) -> None:
     import torch
 
     from roundpipe_cli.costs.find_model import find_architecture
+    from roundpipe_cli.model.files.source import ModelSource
     from roundpipe_cli.model.load import build_skeleton, load_config, load_tokenizer
-    from roundpipe_cli.model.source import ModelSource
 
     os.environ[CACHE_VARIABLE] = str(folder / "cache")
     find_architecture("model.gguf", folder / "model.gguf")
@@ -97,8 +97,8 @@ def _read_configs(folder: Path) -> None:
     import torch
 
     from roundpipe_cli.costs.find_model import find_architecture
+    from roundpipe_cli.model.files.source import resolve_model
     from roundpipe_cli.model.load import build_skeleton, load_config, load_tokenizer
-    from roundpipe_cli.model.source import resolve_model
     from roundpipe_cli.train.result.base_files import read_base_files
 
     source = resolve_model(str(folder), revision=None, recipe_folder=folder, offline=True)

@@ -20,7 +20,7 @@ from peft.tuners.lora.config import KasaConfig
 from safetensors.torch import load_file
 
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.model.source import ModelSource
+from roundpipe_cli.model.files.source import ModelSource
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.train.loop import Trainer
 from roundpipe_cli.train.reporting import Reporting

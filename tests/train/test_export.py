@@ -16,8 +16,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from roundpipe_cli.model.files.source import ModelSource, resolve_model
 from roundpipe_cli.model.load import load_config, load_tokenizer
-from roundpipe_cli.model.source import ModelSource, resolve_model
 from roundpipe_cli.train.checkpoint.safetensors_stream import TensorSpec
 from roundpipe_cli.train.result.base_files import BaseFiles, read_base_files
 from roundpipe_cli.train.result.export import merge_result, split_shards
@@ -165,7 +165,7 @@ def peak():
 import torch, transformers, peft
 from transformers import AutoTokenizer, LlamaForCausalLM
 import roundpipe_cli.train.result.export as export
-from roundpipe_cli.model.source import resolve_model
+from roundpipe_cli.model.files.source import resolve_model
 torch.set_grad_enabled(False)
 torch.set_num_threads(1)
 source = resolve_model(sys.argv[1], revision=None, recipe_folder=Path("."), offline=True)

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoModelForCausalLM
 
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.model.source import ModelSource
+from roundpipe_cli.model.files.source import ModelSource
 from roundpipe_cli.train.result.export import Extras, Merged, copy_result, merge_result
 from roundpipe_cli.train.result.generate import load_result
 from tests.model.test_multimodal import QWEN_VISION

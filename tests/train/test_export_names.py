@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from roundpipe_cli.model.source import ModelSource
+from roundpipe_cli.model.files.source import ModelSource
 from roundpipe_cli.train.result.export import Merged, merge_result
 from tests.model.test_stored_formats import save_quantized
 from tests.support.e2e import make_model, make_tokenizer

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from roundpipe_cli.events import Event, Phase
-from roundpipe_cli.model.source import ModelSource
+from roundpipe_cli.model.files.source import ModelSource
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.train.loading import fill_store
 from tests.support.tiny import make_rig

@@ -10,8 +10,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.model.files.source import ModelSource
 from roundpipe_cli.model.fingerprint import Fingerprint, TrainedOn, check_trained_on, trained_on
-from roundpipe_cli.model.source import ModelSource
 from tests.support.e2e import finetune, make_model, make_workspace, run
 
 ADAPTER = "adapter_model.safetensors"

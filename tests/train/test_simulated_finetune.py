@@ -18,7 +18,7 @@ from roundpipe_cli.dashboard.waiting import longest_waiting
 from roundpipe_cli.engine.link_speed import LinkSpeed
 from roundpipe_cli.errors import OutOfDeviceMemoryError
 from roundpipe_cli.events import EvaluationFinished, Event, Notice, RunStarted, StepFinished, StepTimeline
-from roundpipe_cli.model import packed_weights
+from roundpipe_cli.model.stored import packed_weights
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.train import build, devices
 from roundpipe_cli.train.bench_run import compare_for_real

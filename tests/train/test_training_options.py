@@ -22,7 +22,7 @@ from roundpipe_cli.costs.memory import moment_bytes_per_param
 from roundpipe_cli.costs.models import TrainingSettings
 from roundpipe_cli.errors import RecipeError, RefusedError
 from roundpipe_cli.model.dropout import embedding_noise, layer_seed
-from roundpipe_cli.model.packed_weights import import_bitsandbytes
+from roundpipe_cli.model.stored.packed_weights import import_bitsandbytes
 from roundpipe_cli.recipe.check import SCHEDULE_KEYS
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.train.batches import make_microbatches, make_sampler

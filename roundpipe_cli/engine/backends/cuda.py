@@ -20,7 +20,7 @@ from roundpipe_cli.engine.backends.base import Backend, DeviceEvent, Pair, is_ou
 from roundpipe_cli.engine.backends.turns import IssueTurns
 from roundpipe_cli.engine.intra_op import set_own_threads
 from roundpipe_cli.library_names import library_name
-from roundpipe_cli.model.attention_kernels import set_up_attention
+from roundpipe_cli.model.attention import set_up_attention
 
 SWITCH_INTERVAL_S = 0.5e-3
 """Seconds after which one of our threads yields the interpreter to another."""

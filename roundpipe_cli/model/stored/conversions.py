@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.model.stored.names import own_shapes
+from roundpipe_cli.model.stored.tensors import own_shapes
 
 Shapes = Mapping[str, torch.Size]
 

@@ -16,9 +16,9 @@ from torch import nn
 
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.library_names import library_name
-from roundpipe_cli.model.source import ModelSource
+from roundpipe_cli.model.files.source import ModelSource
 from roundpipe_cli.model.stored.conversions import find_conversions, gguf_rules
-from roundpipe_cli.model.stored.names import base_name, is_adapter, own_shapes
+from roundpipe_cli.model.stored.tensors import base_name, is_adapter, own_shapes
 
 GGUF_TABLES = "transformers.modeling_gguf_pytorch_utils"
 

@@ -17,7 +17,7 @@ from torch.optim.sgd import sgd
 
 from roundpipe_cli.choices import OptimizerName
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.model.packed_weights import import_bitsandbytes
+from roundpipe_cli.model.stored.packed_weights import import_bitsandbytes
 
 Moments = Mapping[str, torch.Tensor]
 

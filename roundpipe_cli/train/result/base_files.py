@@ -16,9 +16,9 @@ from roundpipe_cli.data.chat import ChatTemplate
 from roundpipe_cli.data.template import find_template
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.limited import Limits, run_limited
+from roundpipe_cli.model.files.source import ModelSource
+from roundpipe_cli.model.files.untrusted import MAX_TOKENIZER_BYTES, check_file, read_json
 from roundpipe_cli.model.router_loss import WANTED
-from roundpipe_cli.model.source import ModelSource
-from roundpipe_cli.model.untrusted import MAX_TOKENIZER_BYTES, check_file, read_json
 
 GENERATION_CONFIG = "generation_config.json"
 OTHER_NAMES = (

@@ -30,12 +30,12 @@ from roundpipe_cli.files import (
     sync_folder,
     write_new_file,
 )
-from roundpipe_cli.model.adapter_checks import ADAPTER_CONFIG, check_adapter_folder
-from roundpipe_cli.model.base_weights import BaseWeights
+from roundpipe_cli.model.adapter_files import ADAPTER_CONFIG, check_adapter_folder
+from roundpipe_cli.model.files.source import ModelSource
+from roundpipe_cli.model.files.untrusted import check_file, check_model_folder
 from roundpipe_cli.model.load import build_skeleton, has_tokenizer, load_config, load_tokenizer
-from roundpipe_cli.model.source import ModelSource
-from roundpipe_cli.model.stored.tables import untie_stored
-from roundpipe_cli.model.untrusted import check_file, check_model_folder
+from roundpipe_cli.model.stored.formats import untie_stored
+from roundpipe_cli.model.weights_io import BaseWeights
 from roundpipe_cli.train.checkpoint.output_dir import RESULT_FOLDER_MODE
 from roundpipe_cli.train.checkpoint.safetensors_stream import TensorSpec, TensorStream, stream_file
 from roundpipe_cli.train.result.base_files import ESCAPED, GENERATION_CONFIG, OTHER_NAMES, BaseFiles, read_base_files

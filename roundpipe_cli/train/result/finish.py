@@ -14,10 +14,10 @@ from safetensors import safe_open
 
 from roundpipe_cli.faults import fault
 from roundpipe_cli.files import TEMPORARY_PREFIX, disk_error, sync_folder, write_atomically, write_new_file
-from roundpipe_cli.model.adapter_checks import ADAPTER_WEIGHTS
+from roundpipe_cli.model.adapter_files import ADAPTER_WEIGHTS
 from roundpipe_cli.model.fingerprint import TrainedOn
 from roundpipe_cli.model.lora import save_adapter
-from roundpipe_cli.model.stored.names import is_adapter
+from roundpipe_cli.model.stored.tensors import is_adapter
 from roundpipe_cli.model.weights_io import save_model
 from roundpipe_cli.schedule.pictures import chrome_trace
 from roundpipe_cli.schedule.timeline import Interval, Timeline, makespan_s

@@ -14,13 +14,11 @@ from roundpipe_cli.data.template import find_template
 from roundpipe_cli.engine.backends import cuda
 from roundpipe_cli.events import Say
 from roundpipe_cli.limited import run_limited
-from roundpipe_cli.model.adapter_checks import refuse_unknown_keys
-from roundpipe_cli.model.adapter_files import load_adapter, read_adapter_config
-from roundpipe_cli.model.auto_class import auto_class
-from roundpipe_cli.model.library_calls import refusing
-from roundpipe_cli.model.load import has_tokenizer, load_config, load_tokenizer
-from roundpipe_cli.model.packed_weights import import_bitsandbytes
-from roundpipe_cli.model.source import ModelSource
+from roundpipe_cli.model.adapter_files import load_adapter, read_adapter_config, refuse_unknown_keys
+from roundpipe_cli.model.files.source import ModelSource
+from roundpipe_cli.model.files.untrusted import refusing
+from roundpipe_cli.model.load import auto_class, has_tokenizer, load_config, load_tokenizer
+from roundpipe_cli.model.stored.packed_weights import import_bitsandbytes
 from roundpipe_cli.train.result.base_files import TEMPLATE_LIMITS, end_tokens, trained_ends
 from roundpipe_cli.units import format_bytes
 

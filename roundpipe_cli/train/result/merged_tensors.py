@@ -11,12 +11,16 @@ from torch import nn
 
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.faults import fault
-from roundpipe_cli.model.adapter_checks import ADAPTER_CONFIG
-from roundpipe_cli.model.adapter_files import StartedBase, put_adapter, read_adapter_config, read_adapter_tensors
-from roundpipe_cli.model.base_weights import BaseWeights, WeightGroup
-from roundpipe_cli.model.quantized_files import is_nf4
-from roundpipe_cli.model.stored.names import base_name, is_adapter, tied_names
-from roundpipe_cli.model.stored.tensors import OpenFiles, check_finite
+from roundpipe_cli.model.adapter_files import (
+    ADAPTER_CONFIG,
+    StartedBase,
+    put_adapter,
+    read_adapter_config,
+    read_adapter_tensors,
+)
+from roundpipe_cli.model.stored.quantized_files import is_nf4
+from roundpipe_cli.model.stored.tensors import OpenFiles, base_name, check_finite, is_adapter, tied_names
+from roundpipe_cli.model.weights_io import BaseWeights, WeightGroup
 from roundpipe_cli.train.checkpoint.safetensors_stream import TensorSpec
 
 

@@ -1,4 +1,4 @@
-"""Attention of rows without a mask for all pairs of tokens: each row by itself, by torch's causal kernels.
+"""Attention of rows without a mask for all pairs of tokens, and which kernel a card takes for it.
 
 transformers keeps rows apart by a mask [B, 1, T, T]: a byte a pair on the host, made for every microbatch and uploaded
 to every worker, and no fused kernel skips what it leaves out. Where rows lie is all that it says, so within `in_rows`
@@ -28,7 +28,55 @@ from typing import Any
 import torch
 from torch import nn
 
-from roundpipe_cli.model import attention_kernels
+from roundpipe_cli.library_names import library_name
+
+# Attention on cards whose kernels take no keys that several query heads share: each head gets its own copy.
+
+FLASH_CAPABILITY = (8, 0)
+"""Compute capability from which cards have flash attention."""
+MAX_FLASH_WIDTH = 256
+"""The widest heads that it takes."""
+_least_capability: tuple[int, int] | None = None
+"""Compute capability of the cards of this process's run; None: it runs on none."""
+
+
+def set_up_attention(least_capability: tuple[int, int]) -> None:
+    """Give each query head its own copy of keys and values where no fused kernel takes shared ones.
+
+    transformers shares them wherever there is no mask. Flash attention takes that, the efficient kernel does not, and
+    the math kernel, which is left, keeps scores of all pairs of tokens: in float32, and before sm80. One choice for all
+    cards of a run, or workers would round gradients of keys differently; what runs on the processor stays as it was.
+
+    Args:
+        least_capability: the smallest of the cards that the run uses, e.g. (8, 6).
+    """
+    from transformers.integrations import sdpa_attention  # late: it imports torch's compiler
+
+    global _least_capability
+    _least_capability = least_capability
+    if not hasattr(getattr(sdpa_attention, "use_gqa_in_sdpa", None), "__wrapped__"):
+        shares_keys = library_name("transformers.integrations.sdpa_attention", "use_gqa_in_sdpa")
+        sdpa_attention.use_gqa_in_sdpa = _where_flash_takes_it(shares_keys)
+
+
+def _where_flash_takes_it(shares_keys: Callable[..., bool]) -> Callable[..., bool]:
+    @functools.wraps(shares_keys)
+    def decide(attention_mask: torch.Tensor | None, key: torch.Tensor, *rest: Any) -> bool:
+        return shares_keys(attention_mask, key, *rest) and takes_shared_keys(key)
+
+    return decide
+
+
+def takes_shared_keys(key: torch.Tensor) -> bool:
+    """Whether a fused kernel takes keys [batch, heads, tokens, width] that several query heads share."""
+    return key.device.type == "cpu" or _least_capability is None or has_flash(key.dtype)
+
+
+def has_flash(dtype: torch.dtype) -> bool:
+    """Whether all cards of this process's run have flash attention in `dtype`."""
+    has_kernel = _least_capability is not None and _least_capability >= FLASH_CAPABILITY
+    return has_kernel and dtype in (torch.float16, torch.bfloat16)
+
 
 NAME = "sdpa"
 """The implementation in transformers' registries that reads `PackedRows`."""
@@ -269,9 +317,7 @@ def _has_own_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     if more.get("s_aux") is not None:  # sinks
         return False
     return (
-        query.shape[-1] <= attention_kernels.MAX_FLASH_WIDTH
-        and attention_kernels.has_flash(query.dtype)
-        and "window_size" in _variable_length_arguments()
+        query.shape[-1] <= MAX_FLASH_WIDTH and has_flash(query.dtype) and "window_size" in _variable_length_arguments()
     )
 
 

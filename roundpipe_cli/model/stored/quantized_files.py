@@ -22,14 +22,9 @@ import torch
 
 from roundpipe_cli.choices import WEIGHTS_PER_SCALE
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.model.packed_weights import (
-    dequantize,
-    import_bitsandbytes,
-    packed_bytes,
-    put_packed,
-)
-from roundpipe_cli.model.quantization import WHAT_WORKS, is_stored_in_4bit
-from roundpipe_cli.model.source import ModelSource
+from roundpipe_cli.model.files.quantization import WHAT_WORKS, is_stored_in_4bit
+from roundpipe_cli.model.files.source import ModelSource
+from roundpipe_cli.model.stored.packed_weights import dequantize, import_bitsandbytes, packed_bytes, put_packed
 from roundpipe_cli.model.stored.tensors import FileTensor, OpenFiles, StoredTensor
 
 STATE = "quant_state.bitsandbytes__nf4"

@@ -1,4 +1,4 @@
-"""Models that are refused by their config.json alone; `plan` and `finetune` use the same rule. No torch.
+"""Models and types that are refused before a weight is read; `plan` and `finetune` use the same rules. No torch.
 
 Which model types there are is read from the installed transformers, whose tables are parsed, not imported (importing
 them loads torch and takes seconds).
