@@ -27,10 +27,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from roundpipe_cli.data.batching import collate, collate_packed
-from roundpipe_cli.data.grouping import Grouping
-from roundpipe_cli.data.packing import Packer
-from roundpipe_cli.data.tokenized import Row
+from roundpipe_cli.data.batching import Grouping, collate, collate_packed
+from roundpipe_cli.data.tokenized import Packer, Row
 from roundpipe_cli.engine.backends.cpu import CpuBackend
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.options import EngineOptions

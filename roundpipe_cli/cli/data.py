@@ -81,8 +81,7 @@ def _look(loaded: LoadedRecipe, offline: bool) -> DataView:
     from roundpipe_cli.cli.lines import LinePrinter
     from roundpipe_cli.costs.find_model import find_config
     from roundpipe_cli.data.describe import fill_with_packing, samples
-    from roundpipe_cli.data.order import RowMix
-    from roundpipe_cli.data.packing_choice import choose_packing
+    from roundpipe_cli.data.tokenized import RowMix, choose_packing
     from roundpipe_cli.model.files.source import resolve_model
     from roundpipe_cli.model.load import load_tokenizer
     from roundpipe_cli.planning.admission import packing_obstacle
@@ -158,7 +157,7 @@ def report_lines(look: DataView, max_seq_length: int) -> Iterator[str]:
 
 
 def _places(where: Any, numbers: Sequence[int]) -> str:
-    from roundpipe_cli.data.report import listed
+    from roundpipe_cli.data.shards import listed
 
     return f"{len(numbers)}: " + listed([where(number) for number in numbers])
 

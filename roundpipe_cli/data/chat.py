@@ -27,13 +27,18 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from roundpipe_cli.data.fields import Fields, Laid, lay
-from roundpipe_cli.data.messages import Conversation, Exchange, Message
-from roundpipe_cli.data.rows import BadRowError, printable
-from roundpipe_cli.data.settings import TrainRules
+from roundpipe_cli.data.messages import (
+    Conversation,
+    Exchange,
+    Message,
+    calls_as_text,
+    with_plans,
+    with_short_ids,
+    without_empty_content,
+)
+from roundpipe_cli.data.rows import BadRowError, TrainRules, printable
 from roundpipe_cli.data.spans import TokenSpan, behind_thoughts, turns_to_train, with_ends
-from roundpipe_cli.data.tools import calls_as_text, with_plans, with_short_ids, without_empty_content
-from roundpipe_cli.data.traced import traced_environment
+from roundpipe_cli.data.traced import Fields, Laid, lay, traced_environment
 from roundpipe_cli.data.turns import TEMPLATE_HINT, TurnEnds, WrittenTurns
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.library_names import library_name

@@ -5,30 +5,309 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from roundpipe_cli.data.column_rules import (
-    CHOSEN,
-    IN_MESSAGES,
-    LAYOUTS,
-    MEDIA,
-    MESSAGE_RULES,
-    PROMPT_PART,
-    REJECTED,
-    RULES,
-    SAME_PROMPT,
-    ColumnRule,
-    find_column,
-    is_decoded_media,
-    says_something,
-)
 from roundpipe_cli.data.messages import MESSAGE_KEYS, holds_messages
 from roundpipe_cli.data.rows import BadRowError, column_names, describe_value, printable
 from roundpipe_cli.errors import RefusedError
 
+# Rules for columns and keys of messages that have a meaning but are not read.
+#
+# An empty value (null, an empty text or list) has no meaning in any column.
+
+ANSWER_TYPES = ("chat", "sharegpt", "alpaca", "prompt_completion")
+"""Types of rows with an answer to train."""
+PROMPT_TYPES = (*ANSWER_TYPES, "preference")
+"""Types of rows with a prompt."""
+IN_MESSAGES = "messages"
+"""Stands in place of a type of rows, for rules of keys of messages."""
+VERDICTS = (
+    *("true", "false", "0", "1", "desirable", "undesirable", "chosen", "rejected"),
+    *("good", "bad", "accepted", "wanted", "unwanted", "preferred", "dispreferred"),
+)
+"""Texts that mean that an answer is wanted or not, in lower case."""
+
+
+def find_column(name: str, layout: Sequence[str]) -> str | None:
+    """The column with this name in lower case; in capitals or between blanks if it is the only one of that name."""
+    if name in layout:
+        return name
+    spelled = [column for column in layout if column.strip().lower() == name]
+    return spelled[0] if len(spelled) == 1 else None
+
+
+def says_something(value: object) -> bool:
+    """Whether a value holds anything: not null, nor empty, nor a list of such values, nor the text of one."""
+    if isinstance(value, str):
+        return value.strip() not in ("", "[]", "{}", "null", "None")
+    if isinstance(value, Mapping):
+        return any(says_something(item) for item in value.values())
+    if isinstance(value, (list, tuple)):
+        return any(map(says_something, value))
+    if isinstance(value, bytes):
+        return bool(value)
+    return value is not None and value is not False and not (isinstance(value, float) and math.isnan(value))
+
+
+def is_verdict(value: object) -> bool:
+    """Yes or no, in any of the forms that files have for it."""
+    if isinstance(value, str):
+        return value.strip().lower() in VERDICTS
+    return isinstance(value, (bool, int, float)) and value in (0, 1)
+
+
+def is_weight(value: object) -> bool:
+    """A number other than 1, also as text."""
+    try:
+        return says_something(value) and float(value) != 1  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return True
+
+
+def _is_given(value: object) -> bool:
+    """Whether a setting is given; `false` counts as given."""
+    return (
+        isinstance(value, (bool, int, float)) or says_something(value) or (isinstance(value, Mapping) and bool(value))
+    )
+
+
+def _is_no(value: object) -> bool:
+    return value is False or (isinstance(value, str) and value.strip().lower() == "false")
+
+
+def _is_content(value: object) -> bool:
+    """Whether it says something and is neither a count nor a flag."""
+    return not isinstance(value, (bool, int, float)) and says_something(value)
+
+
+def is_decoded_media(value: object) -> bool:
+    """An image or a sound as the `datasets` library stores it, or a list of them."""
+    if isinstance(value, (list, tuple)):
+        return any(map(is_decoded_media, value))
+    return (
+        isinstance(value, Mapping)
+        and ({"bytes", "path"} == set(value) or {"array", "sampling_rate"} <= set(value))
+        and says_something(value)
+    )
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, (list, tuple)) and says_something(value)
+
+
+def _is_list_of_numbers(value: object) -> bool:
+    return isinstance(value, (list, tuple)) and bool(value) and all(isinstance(item, (bool, int)) for item in value)
+
+
+@dataclass(frozen=True)
+class ColumnRule:
+    """A rule for columns that have a meaning but are not read."""
+
+    names: re.Pattern[str]
+    """Pattern for the whole name of the column, in lower case."""
+    what: str
+    """Description of the column, behind its name."""
+    hint: str
+    types: tuple[str, ...] | None = None
+    """Types of rows to which the rule applies; None: all."""
+    matters: Callable[[object], bool] = says_something
+
+
+def _rule(names: str, what: str, hint: str, types: tuple[str, ...] | None = None, **options: object) -> ColumnRule:
+    return ColumnRule(re.compile(names), what, hint, types, **options)  # type: ignore[arg-type]
+
+
+ANSWER_FORMS = ("messages", "response", "conversations", "answer", "output", "completion", "text")
+"""Endings of the columns that hold an answer of a pair: `chosen_messages`, `rejected-response`."""
+REJECTED = re.compile(rf"rejected([_-]({'|'.join(ANSWER_FORMS)}))?")
+CHOSEN = re.compile(rf"chosen([_-]({'|'.join(ANSWER_FORMS)}))?")
+PAIR_HINT = "write `objective: dpo` (or orpo, simpo)"
+THOUGHTS = r"reasoning(_content)?|thinking|thoughts?|think|cot|chain_of_thought"
+KTO_HINT = "keep the rows whose answers are wanted and delete the column, or make pairs of them for `objective: dpo`"
+TOKENS_HINT = "give the texts or messages that the tokens were made of"
+SEGMENTS_HINT = "write them as `prompt` and `completion`, or as `messages` with `train: false`"
+STEPS_HINT = "write one answer as `completion`"
+
+MEDIA = _rule(
+    r"((input|query|prompt|question|user|source|first|second)_)?(image|img|video|audio|picture|photo|pixel)s?(_?\d+)?"
+    r"(_?(path|url|uri|file|byte|value|data|list|name|filename|base64|feature|input|grid_thw)s?)?"
+    r"|input_features",
+    "holds images, video or sound, and only text is trained",
+    "train the rows that are text alone: delete the others, or `on_bad_row=skip`",
+    matters=_is_content,
+)
+
+SAME_PROMPT = ("prompt", "question", "query", "problem")
+"""Columns that often repeat the prompt with text around it."""
+PROMPT_PART = _rule(
+    r"instruction|input|context|passage|article|documents?|choices|options|prefix|suffix|" + "|".join(SAME_PROMPT),
+    "holds a part of the prompt that is not read",
+    "`type: alpaca`, `columns: {instruction: COLUMN, input: COLUMN, output: COLUMN}`, or write it into the prompt",
+    ("alpaca", "prompt_completion", "preference"),
+)
+"""Harmless where the text is in a column that is read."""
+
+RULES = (
+    _rule(
+        r"label|kto_tag|kto_label|(is_)?desirable|thumbs?_(up|down)",
+        "marks answers as wanted or unwanted (KTO), which is not offered",
+        KTO_HINT,
+        ANSWER_TYPES,
+        matters=is_verdict,
+    ),
+    _rule(
+        f"{CHOSEN.pattern}|{REJECTED.pattern}",
+        "belongs to a preference pair, which objective sft does not train",
+        PAIR_HINT,
+        (*ANSWER_TYPES, "text"),
+    ),
+    MEDIA,
+    _rule(
+        r"(loss|sample|example|row|token)?_?weights?|loss_scale",
+        "says how much the row counts, which is not offered",
+        "weigh whole datasets against each other with `weight` in the recipe, and delete the column",
+        matters=is_weight,
+    ),
+    _rule(
+        r"(prompt_|completion_|chosen_|rejected_)?input_ids|(prompt|completion|chosen|rejected|token)_ids|tokens"
+        r"|((completion|assistant|loss|label|labels|prompt)_)?masks?|assistant_tokens_mask",
+        "holds tokens or masks that are made already, which is not offered",
+        TOKENS_HINT,
+        matters=_is_list_of_numbers,
+    ),
+    _rule(
+        r"segments",
+        "holds pieces of text with a label each (axolotl's input_output), which is not offered",
+        SEGMENTS_HINT,
+        matters=holds_messages,
+    ),
+    _rule(
+        r"completions",
+        "holds steps or several answers to judge (process supervision), which is not offered",
+        STEPS_HINT,
+        ANSWER_TYPES,
+        matters=_is_list,
+    ),
+    _rule(
+        r"tools|functions|tool_definitions",
+        "holds tools that this type of rows does not read",
+        "use `messages` (type chat) with a column `tools`",
+    ),
+    _rule(
+        r"system(_prompt|_message)?",
+        "holds a system prompt that is not read",
+        "name the column: `columns: {system: COLUMN}`",
+        PROMPT_TYPES,
+    ),
+    _rule(r"history", "holds earlier turns that are not read", "write all turns as `messages`", PROMPT_TYPES),
+    PROMPT_PART,
+    _rule(
+        r"(chat_)?template_kwargs|enable_thinking|reasoning_effort|documents",
+        "holds settings of the chat template, which are not offered in rows",
+        "one setting for all rows: `chat_template_kwargs` in the recipe; then delete the column",
+        PROMPT_TYPES,
+        matters=_is_given,
+    ),
+    _rule(
+        r"(train|training|trainable)",
+        "says that the row is not trained, which is not offered",
+        "leave such rows out with `on_bad_row=skip`",
+        matters=_is_no,
+    ),
+    _rule(
+        r"corrected|correction",
+        "holds a corrected answer that is not read (axolotl's alpaca_reflect)",
+        "name the answer to train: `columns: {output: COLUMN}`",
+        ("alpaca",),
+    ),
+    _rule(
+        rf"(\w+_)?({THOUGHTS})",
+        "holds thoughts that are not read",
+        "write them into the messages of a chat, as `reasoning_content`",
+        ("alpaca", "prompt_completion", "preference"),
+        matters=_is_content,
+    ),
+)
+
+MESSAGE_RULES = (
+    MEDIA,
+    _rule(r"attachments?|files?", MEDIA.what, MEDIA.hint),
+    _rule(
+        r"tools|functions|tool_definitions",
+        "holds tools inside a message, which are not read there",
+        "write them into a column `tools` beside the messages",
+    ),
+    _rule(
+        THOUGHTS,
+        "holds thoughts under a name that is not read",
+        "call them `reasoning_content`, or add them to `content`",
+    ),
+    _rule(
+        r"function_call",
+        "holds a call in a form that is not read",
+        "write it as `tool_calls`: [{function: {name, arguments}}]",
+    ),
+    _rule(r"refusal", "holds words of the assistant that are not read", "write them as the message's `content`"),
+    _rule(
+        r"(reasoning_)?(training|train)_detail|masks?|loss_mask|weights|train_on_.*",
+        "says which part of the turn is trained, which is not offered",
+        "split the turn, or give whole messages `train: false`",
+        matters=_is_given,
+    ),
+    _rule(r"label", "says which turns are wanted, which is not offered", "write `train: false`", matters=is_verdict),
+    _rule(r"chosen|rejected", "belongs to a preference pair", PAIR_HINT),
+)
+
+
+ANSWER_COLUMNS = (
+    ("chosen", "rejected"),
+    *((f"chosen{joint}{form}", f"rejected{joint}{form}") for form in ANSWER_FORMS for joint in ("_", "-")),
+)
+"""Names under which both answers of a pair are found."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Columns that only a kind of training not offered has; told where the columns fit no type."""
+
+    columns: frozenset[str]
+    what: str
+    hint: str
+
+
+LAYOUTS = (
+    Layout(frozenset({"input_ids"}), "the rows are tokenised already", TOKENS_HINT),
+    Layout(
+        frozenset({"segments"}),
+        "rows of segments with a label each (axolotl's input_output) are not offered",
+        SEGMENTS_HINT,
+    ),
+    *(
+        Layout(frozenset(pair), "the rows are preference pairs, and objective sft trains single answers", PAIR_HINT)
+        for pair in ANSWER_COLUMNS
+    ),
+    Layout(
+        frozenset({"completions", "labels"}), "rows of steps to judge (process supervision) are not offered", STEPS_HINT
+    ),
+    *(
+        Layout(
+            frozenset({"completion", tag}),
+            "rows of answers marked as wanted or unwanted (KTO) are not offered",
+            KTO_HINT,
+        )
+        for tag in ("label", "kto_tag")
+    ),
+    Layout(
+        frozenset({"prompt"}),
+        "the rows are prompts without an answer to train on",
+        "training on rewards (GRPO, PPO) is not offered; name an answer: `columns: {completion: COLUMN}`",
+    ),
+)
 PROMPT_WORDS = frozenset({"prompt", "question", "instruction", "query", "problem", "input"})
 ANSWER_WORDS = frozenset({"completion", "answer", "response", "output", "solution"})
 PLACEHOLDER = re.compile(r"<(\|?)(image|video|audio)(_pad)?\1>")

@@ -10,11 +10,16 @@ import numpy as np
 import numpy.typing as npt
 
 from roundpipe_cli.choices import IGNORED_LABEL
-from roundpipe_cli.data.order import RowMix
-from roundpipe_cli.data.packing import Packer
-from roundpipe_cli.data.packing_choice import PackingChoice, count_sequences
-from roundpipe_cli.data.report import SourceReport
-from roundpipe_cli.data.tokenized import Row, TokenizedDataset, TokenizedRows
+from roundpipe_cli.data.shards import SourceReport
+from roundpipe_cli.data.tokenized import (
+    Packer,
+    PackingChoice,
+    Row,
+    RowMix,
+    TokenizedDataset,
+    TokenizedRows,
+    count_sequences,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

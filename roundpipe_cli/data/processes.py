@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from roundpipe_cli.data.formats import RowFormat
 from roundpipe_cli.data.row_chunks import ChunkResult, RowEncoder, TemplateFacts
-from roundpipe_cli.data.rows import RawRow
-from roundpipe_cli.data.settings import DataSettings
+from roundpipe_cli.data.rows import DataSettings, RawRow
 from roundpipe_cli.errors import InternalError, RefusedError, ResourceError, RoundpipeError
 from roundpipe_cli.limited import OutOfTime, leave_parent, processor_limit, signals_held
 from roundpipe_cli.units import format_bytes

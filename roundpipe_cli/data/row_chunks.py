@@ -1,32 +1,285 @@
-"""The way of a chunk of rows: parsed, rendered, tokenised, masked and cut. Runs in a child process.
+"""The way of a chunk of rows: parsed, rendered by its template, tokenised, masked and cut. Runs in a child process.
 
 Nothing here knows of files or other chunks, so that any process can do any chunk.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from roundpipe_cli.data.chat import ChatTemplate, Rendered
-from roundpipe_cli.data.encode import Encoded, encode_batch
 from roundpipe_cli.data.formats import RowFormat
 from roundpipe_cli.data.messages import Content, Conversation, Exchange, PlainText
-from roundpipe_cli.data.rows import BadRowError, RawRow, RowFault
-from roundpipe_cli.data.settings import DataSettings, TrainRules
-from roundpipe_cli.data.spans import TurnSpans, behind_thoughts, refuse_open_thought, without_thoughts
-from roundpipe_cli.data.template import find_template
+from roundpipe_cli.data.rows import BadRowError, DataSettings, RawRow, RowFault, TrainRules, printable
+from roundpipe_cli.data.spans import TokenSpan, TurnSpans, behind_thoughts, refuse_open_thought, without_thoughts
 from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.faults import fault
+from roundpipe_cli.files import named_path, read_regular
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+# Chooses the chat template, the recipe's or the tokenizer's own, and gives it the recipe's values.
+
+MAX_TEMPLATE_BYTES = 64 * 1024
+MAX_FILE_BYTES = 1024**2
+GIVEN_VARIABLES = frozenset(
+    {"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token", "pad_token", "unk_token"}
+)
+"""Variables that every rendering of a template sets."""
+
+
+def find_template(
+    tokenizer: PreTrainedTokenizerBase,
+    override: str | None,
+    folder: Path | None,
+    variables: Mapping[str, bool | int | float | str] | None = None,
+    *,
+    with_tools: bool = False,
+) -> str | None:
+    """The text of the template in force: `override`, else the tokenizer's; None if none.
+
+    Args:
+        override: a file, the text itself, or the name of one of the tokenizer's.
+        with_tools: for rows with tools: of a tokenizer that has several templates, the one called `tool_use`.
+        variables: values that the template has from now on, unless whoever renders it gives others.
+
+    Raises:
+        RefusedError: the file does not exist, the template is too large, or does not read one of `variables`.
+    """
+    named = tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else {}
+    if override is not None and override in named:
+        template = str(named[override])
+    elif override is not None:
+        template = override if "{" in override else _read_template(override, folder)
+    else:
+        try:
+            template = str(tokenizer.get_chat_template(tools=[] if with_tools else None))
+        except ValueError:  # none set, or several and none called `default`
+            if variables:
+                raise RefusedError(
+                    "the tokenizer has no chat template to give variables to",
+                    where="chat_template_kwargs",
+                    found=", ".join(variables),
+                    hint="delete the line, or add `chat_template: path/to/template.jinja`",
+                ) from None
+            return None
+    if len(template.encode("utf-8", errors="replace")) > MAX_TEMPLATE_BYTES:
+        raise RefusedError(
+            "the chat template is too large",
+            where="chat_template",
+            found=f"{len(template)} characters",
+            expected=f"at most {MAX_TEMPLATE_BYTES} bytes",
+        )
+    variables = variables or {}
+    if with_tools and "tool_use" in named:  # the other one reads them
+        variables = {name: value for name, value in variables.items() if _reads(template, name)}
+    return _with_defaults(template, variables)
+
+
+def _reads(template: str, name: str) -> bool:
+    return re.search(rf"\b{re.escape(name)}\b", template) is not None
+
+
+def _with_defaults(template: str, variables: Mapping[str, bool | int | float | str]) -> str:
+    """The template behind a line that gives its variables values.
+
+    Raises:
+        RefusedError: it does not read one of them, or whoever renders it always gives it.
+    """
+    line = ""
+    for name, value in variables.items():
+        if name in GIVEN_VARIABLES or not _reads(template, name):
+            given = name in GIVEN_VARIABLES
+            raise RefusedError(
+                f"the chat template {'is always given' if given else 'does not read'} {name}",
+                where="chat_template_kwargs",
+                found=f"{name}: {printable(json.dumps(value))}",
+                expected="variables that the template reads, such as enable_thinking where a model has it",
+            )
+        line += f"{{% if {name} is not defined %}}{{% set {name} = {json.dumps(value)} %}}{{% endif %}}"
+    return f"{line}\n{template}" if line else template
+
+
+def _read_template(path: str, folder: Path | None) -> str:
+    written = named_path(path)
+    tried = [Path.cwd() / written] + ([folder / written] if folder is not None else [])
+    for candidate in tried:
+        if candidate.is_file():
+            try:
+                return read_regular(candidate, MAX_FILE_BYTES).decode("utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise RefusedError("cannot read the chat template", where=str(candidate), found=str(error)) from error
+    raise RefusedError(
+        "chat template not found",
+        where=f"chat_template: {printable(path)}",
+        found="neither " + " nor ".join(str(candidate) for candidate in dict.fromkeys(tried)),
+        expected="a file, or the text of a template",
+    )
+
+
+# From text with trained spans to token ids with labels.
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """Tokens of one row."""
+
+    input_ids: npt.NDArray[np.int32]
+    """Shape [tokens]."""
+    trained: npt.NDArray[np.bool_]
+    """Shape [tokens]."""
+
+
+def encode_batch(
+    tokenizer: PreTrainedTokenizerBase, rendered: Sequence[Rendered], *, plain: bool
+) -> list[Encoded | BadRowError]:
+    """Tokenise many rows at once (the fast tokenizers then use all cores).
+
+    A token is trained if any character that it stands for is: where one token spans the border of prompt and answer,
+    the answer's first character would otherwise never be learnt.
+
+    Args:
+        plain: text without a template: the tokenizer adds its own special tokens (BOS), and EOS is appended, trained
+            where the text's last character is. A text that brings either of them has no second one, and loses the
+            blanks before its BOS and behind its EOS. A chat template has written them all itself.
+    """
+    if not rendered:  # the tokenizers take no empty batch
+        return []
+    fault("tokenize")
+    begin = _ids_in_front(tokenizer) if plain else []
+    if plain:
+        rendered = [_between_own_marks(tokenizer, row, begin) for row in rendered]
+    if not getattr(tokenizer, "is_fast", False):
+        return [_encode_slow(tokenizer, row, begin, plain=plain) for row in rendered]
+    batch: Any = tokenizer(
+        [row.text for row in rendered],
+        add_special_tokens=plain,
+        return_offsets_mapping=True,
+        return_attention_mask=False,
+        return_token_type_ids=False,
+        verbose=False,
+    )
+    encoded: list[Encoded | BadRowError] = []
+    added = tokenizer.added_tokens_decoder.items()
+    taking = np.array([token_id for token_id, token in added if token.lstrip or token.rstrip], dtype=np.int64)
+    for row, ids, offsets in zip(rendered, batch["input_ids"], batch["offset_mapping"], strict=True):
+        places = np.asarray(offsets, dtype=np.int64).reshape(-1, 2)
+        if len(taking):
+            _give_blanks_back(places, np.flatnonzero(np.isin(ids, taking)), row.text)
+        made = Encoded(np.asarray(ids, dtype=np.int32), _trained_tokens(places, row.trained))
+        encoded.append(_with_marks_once(tokenizer, made, row, begin) if plain else made)
+    return encoded
+
+
+def _give_blanks_back(offsets: npt.NDArray[np.int64], tokens: npt.NDArray[np.int64], text: str) -> None:
+    """Leave the special tokens that take blanks beside them (Phi-3's) their own characters, in place.
+
+    The header before an answer that begins with blanks would otherwise be trained with it.
+    """
+    for index in tokens.tolist():
+        start, end = offsets[index].tolist()
+        taken = text[start:end]
+        if taken.strip():
+            offsets[index] = start + len(taken) - len(taken.lstrip()), start + len(taken.rstrip())
+
+
+def _trained_tokens(offsets: npt.NDArray[np.int64], spans: Sequence[TokenSpan]) -> npt.NDArray[np.bool_]:
+    """Which tokens overlap a span. `offsets` [tokens, 2]: first character of each token and the one behind its last."""
+    starts, ends = offsets[:, 0], offsets[:, 1]
+    if len(ends) > 1:
+        # Tokenizers that trim offsets (GPT-2's) give a token of blanks no width, at its end: it begins where the
+        # token before ended. Special tokens that the tokenizer adds are at (0, 0) and stay without width.
+        previous_ends = np.concatenate([[0], np.maximum.accumulate(ends)[:-1]])
+        starts = np.where((starts == ends) & (ends > previous_ends), previous_ends, starts)
+    trained = np.zeros(len(ends), dtype=np.bool_)
+    for start, end in spans:
+        trained |= (starts < end) & (ends > start) & (ends > starts)
+    return trained
+
+
+def _ids_in_front(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Ids that the tokenizer puts before every text: of BOS, or none."""
+    whole, bare = (_ids(tokenizer, "a", plain=plain) for plain in (True, False))
+    return next((whole[:place] for place in range(len(whole)) if whole[place : place + len(bare)] == bare), [])
+
+
+def _between_own_marks(tokenizer: PreTrainedTokenizerBase, row: Rendered, begin: list[int]) -> Rendered:
+    """The row without the blanks before its own BOS and behind its own EOS."""
+    text = row.text
+    start, end = len(text) - len(text.lstrip()), len(text.rstrip())
+    bos = "".join(tokenizer.convert_ids_to_tokens(begin))
+    start = start if bos and text.startswith(bos, start) else 0
+    end = end if text[:end].endswith(str(tokenizer.eos_token)) else len(text)
+    if (start, end) == (0, len(text)):
+        return row
+    spans = tuple((max(0, first - start), min(last, end) - start) for first, last in row.trained)
+    return replace(row, text=text[start:end], trained=spans)
+
+
+def _with_marks_once(tokenizer: PreTrainedTokenizerBase, made: Encoded, row: Rendered, begin: list[int]) -> Encoded:
+    """The tokens of a text with BOS, where the tokenizer has one, and EOS, neither oftener than the text has it.
+
+    Args:
+        begin: what the tokenizer has put before the text.
+    """
+    input_ids, trained = made.input_ids, made.trained
+    if begin and input_ids[: 2 * len(begin)].tolist() == [*begin, *begin]:  # the text's own follows
+        kept = np.r_[: len(begin), 2 * len(begin) : len(input_ids)]
+        input_ids, trained = input_ids[kept], trained[kept]
+    num_own, num_ends = 0, 0  # at the end of the text, and of its tokens
+    mark = str(tokenizer.eos_token)
+    while row.text.endswith(mark, 0, len(row.text) - num_own * len(mark)):
+        num_own += 1
+    while num_ends < len(input_ids) and input_ids[-1 - num_ends] == tokenizer.eos_token_id:
+        num_ends += 1
+    eos_trained = row.trains_eos and bool(row.trained) and row.trained[-1][1] == len(row.text)
+    if num_ends == 0:
+        end = np.array([tokenizer.eos_token_id], dtype=np.int32)
+        return Encoded(np.concatenate([input_ids, end]), np.concatenate([trained, [eos_trained]]))
+    length = len(input_ids) - max(0, num_ends - max(1, num_own))  # some tokenizers append EOS themselves
+    input_ids, trained = input_ids[:length], trained[:length].copy()
+    trained[-1] = trained[-1] and row.trains_eos or eos_trained
+    return Encoded(input_ids, trained)
+
+
+def _encode_slow(
+    tokenizer: PreTrainedTokenizerBase, row: Rendered, begin: list[int], *, plain: bool
+) -> Encoded | BadRowError:
+    """For tokenizers without character offsets: the tokens of each prefix must be a prefix of the tokens."""
+    ids = _ids(tokenizer, row.text, plain=plain)
+    trained = np.zeros(len(ids), dtype=np.bool_)
+    for span in row.trained:
+        borders = []
+        for position in span:
+            prefix = ids if position == len(row.text) else _ids(tokenizer, row.text[:position], plain=plain)
+            if ids[: len(prefix)] != prefix:
+                return BadRowError(
+                    "cannot tell which tokens belong to the answer",
+                    found="a tokenizer without character offsets, with a token that spans the border",
+                    expected="a fast tokenizer (a model folder with a tokenizer.json)",
+                )
+            borders.append(len(prefix))
+        trained[borders[0] : borders[1]] = True
+    made = Encoded(np.asarray(ids, dtype=np.int32), trained)
+    return _with_marks_once(tokenizer, made, row, begin) if plain else made
+
+
+def _ids(tokenizer: PreTrainedTokenizerBase, text: str, *, plain: bool) -> list[int]:
+    ids: Any = tokenizer(text, add_special_tokens=plain, verbose=False)["input_ids"]
+    return list(ids) if text else []
+
 
 MAX_ROW_CHARACTERS = 16 * 1024**2
 """Characters of one row's text. The offsets of that many tokens need more than a gigabyte."""

@@ -1,4 +1,4 @@
-"""The tokens of one source on disk: written once, chunk by chunk, and mapped into memory from then on.
+"""The tokens of one source on disk, and the report on its rows: written once, mapped into memory from then on.
 
     <cache>/tokens/<key>/
       input_ids.bin   int32, all kept rows end to end        rows.bin      int64 [rows, 2]: place in the source, number
@@ -17,19 +17,237 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from roundpipe_cli.data.block_sums import BlockSums, DamageError, ToldShare, checksum, num_blocks, verify_blocks
-from roundpipe_cli.data.report import SourceReport
+from roundpipe_cli.data.formats import RowType
 from roundpipe_cli.data.row_chunks import ChunkResult
+from roundpipe_cli.data.rows import RowFault, printable
 from roundpipe_cli.errors import ResourceError
 from roundpipe_cli.files import cache_folder, new_folder, prune_cache, sync
+
+# Checksums of a file's blocks, so that several threads can compare a large file with them.
+#
+# BLAKE2b: faster than SHA-256 on processors without instructions for it, and as good at finding damage.
+
+BLOCK_BYTES = 16 * 1024**2
+MAX_THREADS = 16
+DIGEST_BYTES = 32
+
+BlockCheck = Callable[[str, bytes], None]
+"""Called with the name of a file and the bytes of a block; raises DamageError where they cannot be right."""
+ToldShare = Callable[[float], None]
+"""Called with the share of the blocks that has been compared."""
+
+
+class DamageError(Exception):
+    """A file differs from what was written."""
+
+
+class BlockSums:
+    """The checksums of a file that is written piece by piece."""
+
+    def __init__(self) -> None:
+        self._sums: list[str] = []
+        self._digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+        self._num_bytes = 0
+        """Bytes of the block that is not full yet."""
+
+    def update(self, data: bytes) -> None:
+        """Add the next bytes of the file."""
+        rest = memoryview(data)
+        while rest:
+            piece = rest[: BLOCK_BYTES - self._num_bytes]
+            self._digest.update(piece)
+            self._num_bytes += len(piece)
+            rest = rest[len(piece) :]
+            if self._num_bytes == BLOCK_BYTES:
+                self._close()
+
+    def finish(self) -> list[str]:
+        """One hexadecimal checksum for each block; the last block may be shorter."""
+        if self._num_bytes:
+            self._close()
+        return self._sums
+
+    def _close(self) -> None:
+        self._sums.append(self._digest.hexdigest())
+        self._digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+        self._num_bytes = 0
+
+
+def checksum(data: bytes) -> str:
+    """Checksum of one piece, hexadecimal."""
+    return hashlib.blake2b(data, digest_size=DIGEST_BYTES).hexdigest()
+
+
+def num_blocks(num_bytes: int) -> int:
+    """Number of blocks in a file of that size."""
+    return -(-num_bytes // BLOCK_BYTES)
+
+
+def verify_blocks(folder: Path, sums: Mapping[str, Sequence[str]], look: BlockCheck, progress: ToldShare) -> None:
+    """Read the files of `folder` named in `sums` once, on all cores, and compare every block.
+
+    Raises:
+        DamageError: the first difference, or what `look` found.
+        OSError: a file cannot be read.
+    """
+    blocks = [(name, index) for name, its_sums in sums.items() for index in range(len(its_sums))]
+
+    def compare(block: tuple[str, int]) -> None:
+        name, index = block
+        with (folder / name).open("rb", buffering=0) as file:
+            data = os.pread(file.fileno(), BLOCK_BYTES, index * BLOCK_BYTES)
+        if checksum(data) != sums[name][index]:
+            raise DamageError(f"{name}: block {index} of {len(sums[name])} is not as it was written")
+        look(name, data)
+
+    num_threads = min(len(os.sched_getaffinity(0)), MAX_THREADS)
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="token-sums") as threads:
+        try:
+            for done, _ in enumerate(threads.map(compare, blocks), start=1):
+                progress(done / len(blocks))
+        except BaseException:
+            threads.shutdown(cancel_futures=True)
+            raise
+
+
+# The report on rows: everything that was dropped, cut or skipped is counted.
+
+MAX_LISTED = 10
+"""Rows named in one message; the report holds them all."""
+
+MAX_UNUSED_NAMES = 100
+"""Unused columns that are counted one by one; rows of JSON can have a name of their own each."""
+OTHER_NAMES = "(others)"
+
+
+@dataclass
+class SourceReport:
+    """Counts of one file or hub dataset, filled while it is read. Row numbers count as in `RawRow.number`."""
+
+    name: str
+    type: RowType | None = None
+    """Type of the rows, from the recipe or the columns; None where no row could be read."""
+    rows_read: int = 0
+    rows_kept: int = 0
+    """Sequences to train: a row that is split is several."""
+    bad_rows: list[tuple[int, RowFault]] = field(default_factory=list)
+    too_long_rows: list[int] = field(default_factory=list)
+    """Rows of more than `max_seq_length` tokens: kept and cut, split, dropped or refused, as `long_rows` says."""
+    untrained_rows: list[int] = field(default_factory=list)
+    """Rows without one token to train (left), always dropped."""
+    control_token_rows: list[int] = field(default_factory=list)
+    """Rows of a conversation whose text spells a special token of the tokenizer, such as `<|im_end|>`; kept."""
+    placeholder_rows: list[int] = field(default_factory=list)
+    """Rows whose text has `<image>`, `<video>` or `<audio>` and that have no column with it: letters to the model."""
+    unused_columns: dict[str, int] = field(default_factory=dict)
+    """Rows with a column that is not used, by its name; keys in messages are called `messages[].id`."""
+    trained_tokens: int = 0
+    """Labels that count in the loss: all but each row's first token, which nothing predicts."""
+    total_tokens: int = 0
+    lost_tokens: int = 0
+    """Tokens of rows that were read and could be used, and that no sequence has: cut off, or dropped with their row."""
+    longest_row_tokens: int = 0
+    """Before any cut."""
+
+    def count_unused(self, counts: Mapping[str, int]) -> None:
+        """Add rows with unused columns, by name; behind `MAX_UNUSED_NAMES` names, others are counted together."""
+        for name, count in counts.items():
+            has_room = name in self.unused_columns or len(self.unused_columns) < MAX_UNUSED_NAMES
+            key = name if has_room else OTHER_NAMES
+            self.unused_columns[key] = self.unused_columns.get(key, 0) + count
+
+    def unused_text(self) -> str:
+        """`id, source (3 of 12 rows)`; empty if all columns are used."""
+        parts = []
+        for name, count in self.unused_columns.items():
+            share = f" ({count} of {self.rows_read} rows)" if count < self.rows_read else ""
+            parts.append(printable(name, 80) + share)
+        return ", ".join(parts)
+
+    def to_json(self) -> dict[str, Any]:
+        """In the types of JSON; `from_json` takes it back."""
+        return {**asdict(self), "bad_rows": [[number, *astuple(fault)] for number, fault in self.bad_rows]}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> SourceReport:
+        """
+        Raises:
+            TypeError, ValueError: not what `to_json` makes.
+        """
+        bad_rows = [(int(number), RowFault(*texts)) for number, *texts in data["bad_rows"]]
+        return cls(**{**data, "bad_rows": bad_rows})
+
+
+@dataclass(frozen=True)
+class DataReport:
+    """Totals of all sources."""
+
+    sources: tuple[SourceReport, ...]
+    long_rows: str
+    """Treatment of `too_long_rows`: error, drop, truncate or split."""
+
+    @property
+    def rows_read(self) -> int:
+        return sum(source.rows_read for source in self.sources)
+
+    @property
+    def rows_kept(self) -> int:
+        return sum(source.rows_kept for source in self.sources)
+
+    @property
+    def rows_bad(self) -> int:
+        return sum(len(source.bad_rows) for source in self.sources)
+
+    @property
+    def rows_too_long(self) -> int:
+        return sum(len(source.too_long_rows) for source in self.sources)
+
+    @property
+    def rows_truncated(self) -> int:
+        return self.rows_too_long if self.long_rows == "truncate" else 0
+
+    @property
+    def rows_untrained(self) -> int:
+        return sum(len(source.untrained_rows) for source in self.sources)
+
+    @property
+    def trained_tokens(self) -> int:
+        return sum(source.trained_tokens for source in self.sources)
+
+    @property
+    def total_tokens(self) -> int:
+        return sum(source.total_tokens for source in self.sources)
+
+    @property
+    def lost_tokens(self) -> int:
+        return sum(source.lost_tokens for source in self.sources)
+
+    def filter_counts(self) -> str:
+        """`120 rows read, 3 bad, 2 too long, 0 without a trained token, 115 kept`."""
+        long_verb = {"truncate": "cut", "split": "split"}.get(self.long_rows, "too long")
+        kept = f"{self.rows_kept} sequences" if self.long_rows == "split" else f"{self.rows_kept} kept"
+        return (
+            f"{self.rows_read} rows read, {self.rows_bad} bad, {self.rows_too_long} {long_verb}, "
+            f"{self.rows_untrained} without a trained token, {kept}"
+        )
+
+
+def listed(places: Sequence[str]) -> str:
+    """The first places, and how many more there are."""
+    shown = ", ".join(places[:MAX_LISTED])
+    rest = len(places) - MAX_LISTED
+    return f"{shown} and {rest} more" if rest > 0 else shown
+
 
 FOLDER = "tokens"
 SHARD_NAME = "shard.json"

@@ -7,10 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from roundpipe_cli.data.messages import Content, Conversation, Exchange
-from roundpipe_cli.data.rows import BadRowError
-from roundpipe_cli.data.settings import TrainRules
-from roundpipe_cli.data.tools import END_OF_THOUGHT
+from roundpipe_cli.data.messages import END_OF_THOUGHT, Content, Conversation, Exchange
+from roundpipe_cli.data.rows import BadRowError, TrainRules
 
 BEGIN_OF_THOUGHT = "<think>"
 THOUGHT = re.compile(r"<think>.*?</think>\s*", re.DOTALL)

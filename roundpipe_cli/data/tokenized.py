@@ -1,19 +1,179 @@
-"""Tokenized rows, mapped from shards on disk and shared by all readers."""
+"""Tokenized rows shared by all readers: their order, what is packed, and what is held out for evaluation."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import overload
 
 import numpy as np
 import numpy.typing as npt
 
 from roundpipe_cli.choices import IGNORED_LABEL
-from roundpipe_cli.data.report import DataReport
-from roundpipe_cli.data.shards import Shard
+from roundpipe_cli.data.shards import DataReport, Shard
 from roundpipe_cli.data.sources import Source
+from roundpipe_cli.errors import RefusedError
+
+# The rows of an epoch and their order: a pure function of (sizes, weights, seed, epoch).
+#
+# Weights all equal: every row once an epoch, whatever the sizes of the sources. Otherwise each source has its share of
+# the epoch's rows, weight / sum of weights, and is gone through pass after pass: a row comes again only when all rows
+# of its source have come equally often, also across the border of two epochs.
+#
+#     sources a: 4 rows, weight 3; b: 4 rows, weight 1; an epoch has 8 rows, 6 of a and 2 of b
+#     epoch 0: a2 a0 a3 a1 | a1 a3   b3 b0
+#     epoch 1: a0 a2 | a3 a1 a0 a2   b1 b2 |      the bars are the borders of passes; then each epoch is shuffled
+
+Rows = npt.NDArray[np.int64]
+
+
+def permutation(num_rows: int, label: str) -> Rows:
+    """A permutation of `range(num_rows)` that `label` decides.
+
+    Sorted by raw Philox output rather than `Generator.permutation`, whose stream numpy may change between versions.
+    """
+    digest = hashlib.sha256(label.encode()).digest()
+    generator = np.random.Philox(key=int.from_bytes(digest[:16], "little"))
+    keys = generator.random_raw(num_rows)
+    return np.argsort(np.asarray(keys, dtype=np.uint64), kind="stable").astype(np.int64)
+
+
+def epoch_order(num_rows: int, epoch: int, seed: int, shuffle: bool) -> Rows:
+    """The order of rows in an epoch: a permutation of `range(num_rows)`, shape [num_rows]."""
+    if not shuffle:
+        return np.arange(num_rows, dtype=np.int64)
+    return permutation(num_rows, f"roundpipe order 1 {seed} {epoch}")
+
+
+class RowMix:
+    """The rows of each epoch, from sources that stand one behind the other."""
+
+    def __init__(self, source_rows: Sequence[int], weights: Sequence[float], seed: int, shuffle: bool) -> None:
+        """
+        Args:
+            source_rows: kept rows of each source; indices of rows count through all of them.
+            weights: one for each source, above 0.
+        """
+        self.source_rows = tuple(source_rows)
+        self.num_rows = sum(source_rows)
+        self._seed = seed
+        self._shuffle = shuffle
+        weights = [weight if rows else 0.0 for rows, weight in zip(source_rows, weights, strict=True)]
+        self._is_mixed = len(set(weights) - {0.0}) > 1
+        self.epoch_rows = _shares(self.num_rows, weights) if self._is_mixed else self.source_rows
+        """Rows that each source has in an epoch."""
+        self._cached_epoch: int | None = None
+        self._cached_order: Rows = np.empty(0, dtype=np.int64)
+
+    @property
+    def rows_per_epoch(self) -> int:
+        return sum(self.epoch_rows)
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether weights decide how often a row comes."""
+        return self._is_mixed
+
+    def order(self, epoch: int) -> Rows:
+        """Row indices of an epoch in order, shape [rows_per_epoch]."""
+        if epoch != self._cached_epoch:
+            self._cached_order = (
+                self._mixed_order(epoch)
+                if self._is_mixed
+                else epoch_order(self.num_rows, epoch, self._seed, self._shuffle)
+            )
+            self._cached_epoch = epoch
+        return self._cached_order
+
+    def _mixed_order(self, epoch: int) -> Rows:
+        parts, places = [], []
+        first_row = 0
+        for source, (num_rows, count) in enumerate(zip(self.source_rows, self.epoch_rows, strict=True)):
+            parts.append(first_row + self._passes(source, num_rows, epoch * count, count))
+            places.append((np.arange(count) + 0.5) / max(count, 1))  # evenly spread through the epoch
+            first_row += num_rows
+        rows = np.concatenate(parts)
+        if self._shuffle:
+            return rows[permutation(len(rows), f"roundpipe order 1 {self._seed} {epoch}")]
+        return rows[np.argsort(np.concatenate(places), kind="stable")]
+
+    def _passes(self, source: int, num_rows: int, start: int, count: int) -> Rows:
+        """Rows `start` to `start + count` of a source's passes put end to end."""
+        parts = []
+        while count > 0:
+            number, offset = divmod(start, num_rows)
+            label = f"roundpipe pass 1 {self._seed} {source} {number}"
+            one_pass = permutation(num_rows, label) if self._shuffle else np.arange(num_rows, dtype=np.int64)
+            parts.append(one_pass[offset : offset + count])
+            start, count = start + len(parts[-1]), count - len(parts[-1])
+        return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+
+
+def _shares(num_rows: int, weights: Sequence[float]) -> tuple[int, ...]:
+    """`num_rows` dealt by weight, largest remainders first, at least one for each weight above 0."""
+    exact = [num_rows * weight / sum(weights) for weight in weights]
+    counts = [max(1, int(share)) if weight else 0 for share, weight in zip(exact, weights, strict=True)]
+    filled = [index for index, weight in enumerate(weights) if weight]
+    by_remainder = sorted(filled, key=lambda index: (counts[index] - exact[index], index))
+    for index in by_remainder[: max(0, num_rows - sum(counts))]:
+        counts[index] += 1
+    return tuple(counts)
+
+
+# Several short rows in one sequence, by first-fit decreasing.
+#
+#     rows of a window, longest first    7 6 5 4 3 3 2        sequences of 10 tokens: [7 3] [6 4] [5 3 2]
+#
+# Rows of one sequence do not see each other: position ids restart with each row, and from that the model's own code
+# makes a block-diagonal mask (see `model/chunks.py`).
+
+WINDOW_ROWS = 4096
+"""Rows that are packed together: enough for full sequences, few enough to be packed again at once on resume."""
+
+SequenceRows = tuple[int, ...]
+"""Row indices of one sequence, in the order of the epoch."""
+
+
+class Packer:
+    """Packs windows of rows."""
+
+    def __init__(self, lengths: npt.NDArray[np.int64], max_tokens: int, seed: int, shuffle: bool) -> None:
+        """
+        Args:
+            lengths: tokens of each row, at most `max_tokens`.
+            max_tokens: tokens of a sequence.
+            shuffle: give a window's sequences a random order, since first-fit leaves the fullest in front.
+        """
+        self._lengths = lengths
+        self._max_tokens = max_tokens
+        self._label = f"roundpipe window 1 {seed}" if shuffle else ""
+
+    def pack(self, rows: npt.NDArray[np.int64], epoch: int, window: int) -> list[SequenceRows]:
+        """The sequences of the `window`-th window of an epoch; each row is in one of them."""
+        bins = first_fit_decreasing(self._lengths[rows], self._max_tokens)
+        sequences = [tuple(rows[sorted(places)].tolist()) for places in bins]
+        if not self._label:
+            return sequences
+        return [sequences[index] for index in permutation(len(sequences), f"{self._label} {epoch} {window}")]
+
+
+def first_fit_decreasing(lengths: npt.NDArray[np.int64], max_tokens: int) -> list[list[int]]:
+    """Positions into `lengths`, bin by bin; each bin's lengths sum to at most `max_tokens`.
+
+    Longest first (equal ones in order), each into the first bin with room. At most 11/9 of the fewest bins, + 1
+    (D. S. Johnson, 1973).
+    """
+    room = np.full(len(lengths), max_tokens, dtype=np.int64)  # room of every bin that may be needed, open bins first
+    bins: list[list[int]] = []
+    for place in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[place])
+        index = int(np.argmax(room[: len(bins) + 1] >= length))  # the bin behind the open ones has room for any row
+        if index == len(bins):
+            bins.append([])
+        bins[index].append(place)
+        room[index] -= length
+    return bins
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,3 +297,125 @@ class TokenizedDataset:
         """
         source, number = self.rows.origin(row_id)
         return self.sources[source].where(number)
+
+
+# Rows set apart for evaluation: a pure function of the seed, never trained on.
+
+
+def held_out_positions(num_rows: int, size: float, seed: int) -> npt.NDArray[np.int64]:
+    """Indices of the held-out rows among `num_rows`, ascending.
+
+    Args:
+        size: a number of rows, or a fraction below 1 of them, rounded up.
+    """
+    count = int(size) if size >= 1 else -int(-size * num_rows // 1)
+    return np.sort(permutation(num_rows, f"roundpipe held out 1 {seed}")[:count])
+
+
+def hold_out(dataset: TokenizedDataset, size: float, seed: int) -> tuple[TokenizedDataset, TokenizedDataset]:
+    """Rows to train on and rows to evaluate on, both in the order of the files. Arguments as `held_out_positions`.
+
+    All sequences of a row that was split are on one side.
+
+    Raises:
+        RefusedError: nothing is left to train on.
+    """
+    row_ids, row_of = np.unique(dataset.rows.row_ids, return_inverse=True)
+    num_rows = len(row_ids)
+    held = held_out_positions(num_rows, size, seed)
+    if len(held) >= num_rows:
+        raise RefusedError(
+            "all rows are held out for evaluation, none is left to train on",
+            where="val_set_size",
+            found=f"{len(held)} of {num_rows} rows",
+            expected=f"less than {num_rows}",
+        )
+    is_held = np.isin(row_of, held)
+    return part_of(dataset, np.flatnonzero(~is_held)), part_of(dataset, np.flatnonzero(is_held))
+
+
+def part_of(dataset: TokenizedDataset, positions: npt.NDArray[np.int64]) -> TokenizedDataset:
+    """The rows of `dataset` at these ascending positions, as a dataset of their own."""
+    rows = dataset.rows.select(positions)
+    borders = np.cumsum([0, *dataset.rows_by_spec])
+    by_spec = np.diff(np.searchsorted(positions, borders))
+    return replace(
+        dataset,
+        rows=rows,
+        content_hash=rows.content_hash(),
+        rows_by_spec=tuple(int(count) for count in by_spec),
+    )
+
+
+# `packing: auto`: rows are packed where they are short, where the model allows it, and where enough steps are left.
+#
+#     max_seq_length 2048, 16 sequences a step        rows of 150 tokens        rows of 1,500 tokens
+#     packed                                          14 rows a sequence: on    1 row a sequence: off
+#
+# What is short depends on the rows alone, so that the answer is the same on every machine.
+
+SHORT_SHARE = 0.5
+"""Rows are short if their mean is at most this share of a sequence: two and more of them fit."""
+MIN_STEPS = 10
+"""Steps that epochs of packed rows make at least, where `auto` may choose: fewer updates learn little."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackingChoice:
+    """The answer, and its reason in words."""
+
+    packs: bool
+    why: str
+
+    def describe(self) -> str:
+        """A line for the user."""
+        return f"packing (auto): {'on' if self.packs else 'off'}: {self.why}"
+
+
+@dataclass(frozen=True, slots=True)
+class StepNeeds:
+    """Demands of a recipe beside its rows."""
+
+    max_seq_length: int
+    rows_per_step: int
+    num_epochs: int
+    max_steps: int | None
+    seed: int
+    shuffle: bool
+
+
+def count_sequences(mix: RowMix, packer: Packer) -> int:
+    """Packed sequences of the first epoch."""
+    order = mix.order(0)
+    windows = [order[start : start + WINDOW_ROWS] for start in range(0, len(order), WINDOW_ROWS)]
+    return sum(len(packer.pack(rows, 0, index)) for index, rows in enumerate(windows))
+
+
+def choose_packing(
+    mix: RowMix, lengths: npt.NDArray[np.int64], needs: StepNeeds, obstacle: str | None = None
+) -> PackingChoice:
+    """Whether `packing: auto` packs these rows.
+
+    Args:
+        lengths: tokens of each row.
+        obstacle: why this model or recipe cannot train on packed rows; None where it can.
+    """
+    tokens = lengths[mix.order(0)]
+    mean, longest = float(tokens.mean()), needs.max_seq_length
+    measured = f"rows have {mean:,.0f} tokens on average, max_seq_length is {longest:,}"
+    if mean > SHORT_SHARE * longest:
+        return PackingChoice(False, measured)
+    if obstacle is not None:
+        little = f"a step has {mean / longest:.0%} of the tokens that `plan` counts"
+        return PackingChoice(False, f"{obstacle}; {measured}: {little}, more with gradient_accumulation_steps")
+    packer = Packer(lengths, longest, needs.seed, needs.shuffle)
+    num_sequences, per_step = count_sequences(mix, packer), needs.rows_per_step
+    per_epoch = -(-num_sequences // per_step)
+    steps = per_epoch * needs.num_epochs if num_sequences >= per_step else 0
+    if not steps or (needs.max_steps is None and steps < MIN_STEPS):
+        few = f"{num_sequences} sequences would make {steps} steps of {per_step}"
+        return PackingChoice(False, f"{measured}, but {few}; fewer gradient_accumulation_steps, or packing=true")
+    rows = round(mix.rows_per_epoch * per_step / num_sequences)
+    unpacked = -(-mix.rows_per_epoch // per_step)
+    change = f"a step has about {rows} rows in place of {per_step}, an epoch {per_epoch} steps in place of {unpacked}"
+    return PackingChoice(True, f"{measured}: {change}; packing=false keeps to {per_step} rows")

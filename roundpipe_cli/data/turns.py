@@ -8,11 +8,10 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from os.path import commonprefix
 
-from roundpipe_cli.data.fields import Field, Fields, Laid, Run, is_thought
 from roundpipe_cli.data.messages import Message
 from roundpipe_cli.data.rows import BadRowError, printable
 from roundpipe_cli.data.spans import BEGIN_OF_THOUGHT, TokenSpan, TurnSpans
-from roundpipe_cli.data.traced import Cover
+from roundpipe_cli.data.traced import Cover, Field, Fields, Laid, Run, is_thought
 
 NOT_KEPT = "(not kept by the chat template)"
 TEMPLATE_HINT = "`chat_template: FILE`"

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from roundpipe_cli.data.grouping import Grouping, RowBatch
+from roundpipe_cli.data.batching import Grouping, RowBatch
 from roundpipe_cli.recipe.schema import Recipe
 
 

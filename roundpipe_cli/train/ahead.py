@@ -10,8 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from roundpipe_cli.data.batching import BatchSampler, Position
-from roundpipe_cli.data.grouping import RowBatch
+from roundpipe_cli.data.batching import BatchSampler, Position, RowBatch
 from roundpipe_cli.engine.engine import Engine, StepUnderWay
 from roundpipe_cli.engine.step import Microbatch, StepResult
 from roundpipe_cli.planning.adaptive import AdaptivePlanner

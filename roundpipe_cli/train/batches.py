@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from roundpipe_cli.data.batching import BatchSampler, collate, collate_packed, pad_token_id
-from roundpipe_cli.data.grouping import RowBatch
+from roundpipe_cli.data.batching import BatchSampler, RowBatch, collate, collate_packed, pad_token_id
 from roundpipe_cli.data.tokenized import Row, TokenizedRows
 from roundpipe_cli.engine.step import Microbatch
 from roundpipe_cli.train.sampling import rows_of_steps

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from roundpipe_cli.data.grouping import RowBatch
+from roundpipe_cli.data.batching import RowBatch
 from roundpipe_cli.data.tokenized import TokenizedDataset
 from roundpipe_cli.engine.step import StepResult
 from roundpipe_cli.errors import NotFiniteError

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from roundpipe_cli.data.grouping import Grouping, RowBatch
+from roundpipe_cli.data.batching import Grouping, RowBatch
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.options import GradientOptions
 from roundpipe_cli.engine.step import Microbatch, StepResult

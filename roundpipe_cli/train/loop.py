@@ -11,8 +11,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from roundpipe_cli.data.batching import Position
-from roundpipe_cli.data.grouping import RowBatch
+from roundpipe_cli.data.batching import Position, RowBatch
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.options import GradientOptions
 from roundpipe_cli.engine.step import Microbatch, StepResult

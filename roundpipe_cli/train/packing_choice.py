@@ -6,9 +6,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from roundpipe_cli.data.order import RowMix
-from roundpipe_cli.data.packing_choice import StepNeeds, choose_packing
-from roundpipe_cli.data.tokenized import TokenizedDataset
+from roundpipe_cli.data.tokenized import RowMix, StepNeeds, TokenizedDataset, choose_packing
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import Notice, Tell
 from roundpipe_cli.model.chunks import check_packing

@@ -6,7 +6,7 @@ import contextlib
 
 from roundpipe_cli.choices import check_sizes
 from roundpipe_cli.costs.find_model import FoundConfig, read_gguf_config
-from roundpipe_cli.data.settings import DatasetSpec
+from roundpipe_cli.data.rows import DatasetSpec
 from roundpipe_cli.data.sources import find_sources
 from roundpipe_cli.events import Tell
 from roundpipe_cli.files import named_path

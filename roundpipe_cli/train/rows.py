@@ -10,11 +10,9 @@ import numpy as np
 import numpy.typing as npt
 from torch import nn
 
-from roundpipe_cli.data.dataset import build_dataset
-from roundpipe_cli.data.hold_out import hold_out
-from roundpipe_cli.data.pairs import build_pairs, hold_out_pairs
-from roundpipe_cli.data.settings import DatasetSpec, DataSettings, TrainRules
-from roundpipe_cli.data.tokenized import Row, TokenizedDataset, TokenizedRows
+from roundpipe_cli.data.dataset import build_dataset, build_pairs, hold_out_pairs
+from roundpipe_cli.data.rows import DatasetSpec, DataSettings, TrainRules
+from roundpipe_cli.data.tokenized import Row, TokenizedDataset, TokenizedRows, hold_out
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import Notice, Say, Tell
 from roundpipe_cli.recipe.load import LoadedRecipe

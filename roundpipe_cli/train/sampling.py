@@ -5,11 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from roundpipe_cli.data.batching import BatchSampler
-from roundpipe_cli.data.grouping import Grouping
-from roundpipe_cli.data.order import RowMix
-from roundpipe_cli.data.packing import Packer
-from roundpipe_cli.data.tokenized import TokenizedDataset, TokenizedRows
+from roundpipe_cli.data.batching import BatchSampler, Grouping
+from roundpipe_cli.data.tokenized import Packer, RowMix, TokenizedDataset, TokenizedRows
 from roundpipe_cli.recipe.schema import Recipe
 
 

@@ -566,7 +566,7 @@ def test_plan_of_a_model_whose_download_was_cut_off(hub: ModelHub, tmp_path: Pat
 
 def test_a_slow_or_missing_hub_of_a_dataset(hub: ModelHub, tmp_path: Path) -> None:
     program = (
-        "from roundpipe_cli.data.hub import load_table\nfrom roundpipe_cli.data.settings import DatasetSpec\n"
+        "from roundpipe_cli.data.sources import load_table\nfrom roundpipe_cli.data.rows import DatasetSpec\n"
         "from roundpipe_cli.errors import RefusedError\nfrom roundpipe_cli.hub.ask import listen\nlisten(print)\n"
         "try: load_table(DatasetSpec('me/rows', split='train'), False)\nexcept RefusedError as error: print(error)\n"
     )

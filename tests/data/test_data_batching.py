@@ -9,11 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roundpipe_cli.data.batching import BatchSampler, Position, collate, pad_token_id
-from roundpipe_cli.data.grouping import RowBatch
-from roundpipe_cli.data.order import RowMix, epoch_order
-from roundpipe_cli.data.packing import Packer
-from roundpipe_cli.data.tokenized import Row
+from roundpipe_cli.data.batching import BatchSampler, Position, RowBatch, collate, pad_token_id
+from roundpipe_cli.data.tokenized import Packer, Row, RowMix, epoch_order
 from roundpipe_cli.errors import RefusedError
 
 

@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from roundpipe_cli.data import block_sums, keys
 from roundpipe_cli.data import dataset as dataset_module
+from roundpipe_cli.data import dataset as keys
+from roundpipe_cli.data import shards as block_sums
 from roundpipe_cli.data.dataset import build_dataset
-from roundpipe_cli.data.settings import DatasetSpec, DataSettings
+from roundpipe_cli.data.rows import DatasetSpec, DataSettings
 from roundpipe_cli.data.shards import _content_sum
 from roundpipe_cli.data.tokenized import TokenizedDataset
 from roundpipe_cli.errors import RefusedError

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from roundpipe_cli.data.column_rules import says_something
-from roundpipe_cli.data.dataset import build_dataset
-from roundpipe_cli.data.pairs import build_pairs
-from roundpipe_cli.data.settings import DatasetSpec, DataSettings
+from roundpipe_cli.data.columns import says_something
+from roundpipe_cli.data.dataset import build_dataset, build_pairs
+from roundpipe_cli.data.rows import DatasetSpec, DataSettings
 from roundpipe_cli.data.tokenized import TokenizedDataset, TokenizedRows
 from roundpipe_cli.errors import RefusedError
 from tests.data.test_data_dataset import CHATML, build, byte_tokenizer, trained_text, write_rows

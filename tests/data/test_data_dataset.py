@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 
 from roundpipe_cli.data.dataset import build_dataset
-from roundpipe_cli.data.hold_out import hold_out
-from roundpipe_cli.data.settings import DatasetSpec, DataSettings
-from roundpipe_cli.data.tokenized import TokenizedDataset
+from roundpipe_cli.data.rows import DatasetSpec, DataSettings
+from roundpipe_cli.data.tokenized import TokenizedDataset, hold_out
 from roundpipe_cli.errors import RefusedError
 
 CHATML = (

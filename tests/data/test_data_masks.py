@@ -19,10 +19,9 @@ from hypothesis import strategies as st
 
 from roundpipe_cli.data.chat import ChatTemplate
 from roundpipe_cli.data.dataset import build_dataset
-from roundpipe_cli.data.encode import encode_batch
 from roundpipe_cli.data.messages import Conversation
-from roundpipe_cli.data.rows import BadRowError
-from roundpipe_cli.data.settings import DatasetSpec, DataSettings
+from roundpipe_cli.data.row_chunks import encode_batch
+from roundpipe_cli.data.rows import BadRowError, DatasetSpec, DataSettings
 from roundpipe_cli.model.load import load_tokenizer
 from tests.support.e2e import REPOSITORY, smollm2_source
 

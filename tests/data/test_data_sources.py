@@ -17,11 +17,9 @@ import pyarrow.parquet  # type: ignore[import-untyped]
 import pytest
 
 from roundpipe_cli.data import files
-from roundpipe_cli.data.digests import digest_file
-from roundpipe_cli.data.hub import check_files
-from roundpipe_cli.data.rows import RawRow, printable
-from roundpipe_cli.data.settings import DatasetSpec
-from roundpipe_cli.data.sources import Source, find_sources, parse_split
+from roundpipe_cli.data.files import digest_file
+from roundpipe_cli.data.rows import DatasetSpec, RawRow, printable
+from roundpipe_cli.data.sources import Source, check_files, find_sources, parse_split
 from roundpipe_cli.errors import RefusedError
 from tests.support.versions import at_least
 

@@ -8,10 +8,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roundpipe_cli.data.batching import BatchSampler
-from roundpipe_cli.data.grouping import Grouping
-from roundpipe_cli.data.order import RowMix
-from roundpipe_cli.data.packing import Packer
+from roundpipe_cli.data.batching import BatchSampler, Grouping
+from roundpipe_cli.data.tokenized import Packer, RowMix
 
 
 def flat(batches: list[list[tuple[int, ...]]]) -> list[tuple[int, ...]]:

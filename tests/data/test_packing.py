@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roundpipe_cli.data.batching import collate, collate_packed
-from roundpipe_cli.data.packing import Packer, first_fit_decreasing
-from roundpipe_cli.data.tokenized import Row
+from roundpipe_cli.data.tokenized import Packer, Row, first_fit_decreasing
 from roundpipe_cli.engine.parity import prove
 from roundpipe_cli.engine.step import Microbatch, StepResult
 from roundpipe_cli.errors import RefusedError

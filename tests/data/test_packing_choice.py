@@ -7,8 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from roundpipe_cli.data.order import RowMix
-from roundpipe_cli.data.packing_choice import PackingChoice, StepNeeds, choose_packing
+from roundpipe_cli.data.tokenized import PackingChoice, RowMix, StepNeeds, choose_packing
 
 NEEDS = StepNeeds(max_seq_length=2048, rows_per_step=16, num_epochs=1, max_steps=None, seed=0, shuffle=True)
 

@@ -246,7 +246,7 @@ def _costs() -> Any:
 
 def _build_dataset(folder: Path) -> None:
     from roundpipe_cli.data.dataset import build_dataset
-    from roundpipe_cli.data.settings import DatasetSpec, DataSettings
+    from roundpipe_cli.data.rows import DatasetSpec, DataSettings
 
     build_dataset(DataSettings((DatasetSpec(str(folder / "rows.jsonl")),), 64), make_tokenizer(), num_workers=1)
 
@@ -297,7 +297,7 @@ def _damage_gz(folder: Path, draw: random.Random) -> None:
 
 
 def _read_gz(folder: Path) -> None:
-    from roundpipe_cli.data.settings import DatasetSpec
+    from roundpipe_cli.data.rows import DatasetSpec
     from roundpipe_cli.data.sources import find_sources
 
     for path in sorted(folder.glob("*.gz")):
@@ -331,7 +331,7 @@ def _damage_parquet(folder: Path, draw: random.Random) -> None:
 
 
 def _read_parquet(folder: Path) -> None:
-    from roundpipe_cli.data.settings import DatasetSpec
+    from roundpipe_cli.data.rows import DatasetSpec
     from roundpipe_cli.data.sources import find_sources
 
     for path in sorted(folder.glob("*.parquet")):

@@ -20,8 +20,8 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from roundpipe_cli.data.dataset import build_dataset
-from roundpipe_cli.data.hold_out import held_out_positions, hold_out
-from roundpipe_cli.data.settings import DatasetSpec, DataSettings
+from roundpipe_cli.data.rows import DatasetSpec, DataSettings
+from roundpipe_cli.data.tokenized import held_out_positions, hold_out
 from roundpipe_cli.engine.step import Microbatch
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.schedule.builders import build_forward

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from roundpipe_cli.data.grouping import Grouping
+from roundpipe_cli.data.batching import Grouping
 from roundpipe_cli.train.longest import longest_batches
 from tests.support.e2e import finetune, make_model, make_workspace, metrics, numbers
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from roundpipe_cli.data.chat import ChatTemplate
-from roundpipe_cli.data.template import find_template
+from roundpipe_cli.data.row_chunks import find_template
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.limited import Limits, run_limited
 from roundpipe_cli.model.files.source import ModelSource

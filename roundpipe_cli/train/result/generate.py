@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from roundpipe_cli.data.row_chunks import find_template
 from roundpipe_cli.data.rows import printable
-from roundpipe_cli.data.template import find_template
 from roundpipe_cli.engine.backends import cuda
 from roundpipe_cli.events import Say
 from roundpipe_cli.limited import run_limited
