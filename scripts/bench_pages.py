@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from roundpipe_cli.costs.machine import HostLayout, host_layout
-from roundpipe_cli.engine import host_pages
+from roundpipe_cli.engine import weights
 from roundpipe_cli.train.optim.update_rules import AdamW, RuleSettings
 
 WAYS = {"ordinary": "never", "2 MiB": "advise"}
@@ -26,10 +26,8 @@ WAYS = {"ordinary": "never", "2 MiB": "advise"}
 
 def update_s(num_elements: int, huge: str) -> float:
     """Processor seconds of the second update of that many parameters, whose memory is made anew."""
-    with mock.patch.object(host_pages, "layout", lambda: HostLayout((0,), huge)):
-        values, gradient, first, second = (
-            host_pages.page_aligned(4 * num_elements).view(torch.float32) for _ in range(4)
-        )
+    with mock.patch.object(weights, "layout", lambda: HostLayout((0,), huge)):
+        values, gradient, first, second = (weights.page_aligned(4 * num_elements).view(torch.float32) for _ in range(4))
     rule = AdamW.of(RuleSettings())
     state = {"exp_avg": first, "exp_avg_sq": second}
     taken = []

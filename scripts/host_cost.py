@@ -27,7 +27,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from roundpipe_cli.engine.context import StepContext
+from roundpipe_cli.engine.prepared import StepContext
 from roundpipe_cli.engine.program import stage_layers
 from roundpipe_cli.engine.stage import StageRunner
 from roundpipe_cli.model import worker_model

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from roundpipe_cli.engine.backends.turns import IssueTurns
+from roundpipe_cli.engine.backends.cuda import IssueTurns
 from scripts import bench_packing, bench_published, issue_rate
 from tests.support.e2e import make_model, write_rows
 

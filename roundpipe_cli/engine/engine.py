@@ -19,36 +19,120 @@ from types import TracebackType
 import torch
 from torch import nn
 
-from roundpipe_cli.engine.activations import BoundaryStore, MicrobatchState
 from roundpipe_cli.engine.backends.base import Backend, is_out_of_memory
-from roundpipe_cli.engine.carrier import Carrier
-from roundpipe_cli.engine.context import Scoring, StepContext
-from roundpipe_cli.engine.dispatch.dispatch import MEMORY_HINT, StepRun
-from roundpipe_cli.engine.dispatch.pool import Pool
-from roundpipe_cli.engine.dispatch.progress import Progress
-from roundpipe_cli.engine.dispatch.transfer import TransferOptions, statistics_of
+from roundpipe_cli.engine.carrier import BoundaryStore, Carrier, MicrobatchState
+from roundpipe_cli.engine.dispatch.decisions import Progress, TransferOptions, statistics_of
+from roundpipe_cli.engine.dispatch.dispatch import MEMORY_HINT, Pool, StepRun
 from roundpipe_cli.engine.gradients import StepGradients, gradient_folds
-from roundpipe_cli.engine.layer import LayerRunner
-from roundpipe_cli.engine.live import StepInWork
-from roundpipe_cli.engine.measure import launch_bound_s, measured_actions, measured_transfers
-from roundpipe_cli.engine.microbatches import microbatch_states
+from roundpipe_cli.engine.layer import LayerRunner, chunk_states
+from roundpipe_cli.engine.live import ActionTime, StepInWork
 from roundpipe_cli.engine.options import EngineOptions, GradientOptions
-from roundpipe_cli.engine.prepared import ProgramStore
-from roundpipe_cli.engine.slots import StageSlots
+from roundpipe_cli.engine.prepared import ProgramStore, Scoring, StepContext
+from roundpipe_cli.engine.program import trained_layers
+from roundpipe_cli.engine.slots import StageSlots, WeightCache
 from roundpipe_cli.engine.stage import StageRunner
 from roundpipe_cli.engine.step import Microbatch, Part, StepResult
-from roundpipe_cli.engine.trained import trained_layers
-from roundpipe_cli.engine.weight_cache import WeightCache
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.engine.worker import Worker, WorkerPart, WorkerStep
 from roundpipe_cli.errors import OutOfDeviceMemoryError
 from roundpipe_cli.kernels.grouped_mm import describe_experts, forgets_empty_groups, takes_triton, why_no_triton
 from roundpipe_cli.model.expert_lora import use_grouped_kernel
-from roundpipe_cli.model.head import HeadLoss, HeadScores, Rewards
+from roundpipe_cli.model.head import HeadLoss, HeadScores, Rewards, target_rows
 from roundpipe_cli.model.split import ModelSplit
 from roundpipe_cli.model.worker_model import WorkerModel, WorkerOptions
-from roundpipe_cli.schedule.actions import Schedule
+from roundpipe_cli.schedule.actions import Action, Schedule
 from roundpipe_cli.schedule.program import Program
+from roundpipe_cli.schedule.timeline import DOWN, UP, Interval
+
+# Times of a finished step's operations, from its workers' marks, and of its transfers.
+
+LAUNCH_BOUND_SHARE = 0.1
+"""An operation waited for its launches if its device was done within this share of its time after the last of them."""
+
+
+def measured_actions(
+    workers: Sequence[Worker], steps: Sequence[WorkerStep], started_s: float
+) -> tuple[list[ActionTime], dict[int, tuple[float, float]]]:
+    """The actions of a step with their times.
+
+    Args:
+        started_s: when the step started, of `time.perf_counter`.
+
+    Returns:
+        the actions, in seconds since the step started, and operation -> start and end of `time.perf_counter`.
+    """
+    actions = []
+    compute_s = {}
+    for step in steps:
+        backend, offset_s = workers[step.worker].backend, step.started_s - started_s
+        for interval in step.intervals:
+            begin_s = offset_s + backend.seconds_between(step.start, interval.start)
+            end_s = offset_s + backend.seconds_between(step.start, interval.end)
+            op = interval.op
+            compute_s[op.id] = (started_s + begin_s, started_s + end_s)
+            actions.append(ActionTime(Action(op.kind, op.stage, op.microbatch, op.worker), begin_s, end_s))
+    return actions, compute_s
+
+
+def measured_transfers(run: StepRun, started_s: float) -> tuple[Interval, ...]:
+    """The transfers of a step that has ended, in the order in which they arrived, in seconds since it started.
+
+    A transfer lasts from the issue of its first chunk until a lane's thread has seen that its last one is there: on a
+    GPU up to a millisecond late.
+
+    Args:
+        started_s: when the step started, of `time.perf_counter`.
+    """
+    found = []
+    for record in run.records:
+        op = run.ledger.ops[record.op_id]
+        if op.lane in (UP, DOWN):
+            start_s, end_s = record.start_s - started_s, record.end_s - started_s
+            found.append(Interval(op.worker, op.lane, op.kind, op.stage, op.microbatch, start_s, end_s))
+    return tuple(found)
+
+
+def launch_bound_s(backend: Backend, step: WorkerStep) -> float:
+    """Seconds of a GPU's operations in which it kept up with the host, so that it may have waited for launches.
+
+    What of them was arithmetic cannot be told. 0 for processors, which compute where they launch.
+    """
+    if backend.capability is None:
+        return 0.0
+    total_s = 0.0
+    for interval in step.intervals:
+        begin_s, end_s = (backend.seconds_between(step.start, mark) for mark in (interval.start, interval.end))
+        left_s = end_s - (interval.issued_s - step.started_s)
+        if left_s <= LAUNCH_BOUND_SHARE * (end_s - begin_s):
+            total_s += end_s - begin_s
+    return total_s
+
+
+# The states of a step's microbatches.
+
+
+def microbatch_states(
+    microbatches: Sequence[Microbatch], num_chunks: int, part: Part | None = None
+) -> list[MicrobatchState]:
+    """A step's microbatches, each sequence cut into `num_chunks`; `part`: see `Engine.start_step`."""
+    states: list[MicrobatchState] = []
+    for microbatch in microbatches:
+        states += _states_of(microbatch, len(states), num_chunks)
+    if part is not None:
+        for state in states:
+            state.place += part.first * num_chunks
+    return states
+
+
+def _states_of(microbatch: Microbatch, first: int, num_chunks: int) -> list[MicrobatchState]:
+    """The states of one microbatch, the first of whose chunks has the index `first`."""
+    indices, targets = target_rows(microbatch.labels)
+    if num_chunks == 1:
+        state = MicrobatchState(first, microbatch.input_ids, indices, targets, microbatch.position_ids, place=first)
+        state.preference, state.lengths = microbatch.preference, microbatch.lengths
+        return [state]
+    assert microbatch.position_ids is None and microbatch.preference is None, "packed rows and pairs are not cut"
+    return chunk_states(microbatch.input_ids, indices, targets, first, num_chunks)
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from functools import partial
 
 import torch
 
-from roundpipe_cli.engine.dispatch.progress import Progress
-from roundpipe_cli.engine.intra_op import set_own_threads
+from roundpipe_cli.engine.backends.base import set_own_threads
+from roundpipe_cli.engine.dispatch.decisions import Progress
 from roundpipe_cli.engine.options import OnGradient
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.model.block_calls import EmbedGradient

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from roundpipe_cli.engine.dispatch.transfer import TransferOptions
+from roundpipe_cli.engine.dispatch.decisions import TransferOptions
 from roundpipe_cli.model.fused import FusedOps
 
 OnGradient = Callable[[int, Callable[[], float]], None]

@@ -1,4 +1,4 @@
-"""A schedule prepared for the engine: lowered, with the facts that its steps need, once for all steps."""
+"""A schedule prepared for the engine, once for all steps, and the state that the threads of one step share."""
 
 from __future__ import annotations
 
@@ -6,14 +6,21 @@ from collections import Counter
 from dataclasses import dataclass
 
 from roundpipe_cli.costs.cost import StageRange
-from roundpipe_cli.engine.activations import BoundaryKey
-from roundpipe_cli.engine.carrier import downloads_of
-from roundpipe_cli.engine.dispatch.ledger import Dependencies, links_of
-from roundpipe_cli.engine.kept import KeptActivations, kept_activations
+from roundpipe_cli.engine.carrier import BoundaryKey, BoundaryStore, MicrobatchState, downloads_of
+from roundpipe_cli.engine.dispatch.decisions import Dependencies, Progress, links_of
+from roundpipe_cli.engine.gradients import StepGradients
 from roundpipe_cli.engine.options import EngineOptions
-from roundpipe_cli.engine.program import device_folds, hidden_readers, layer_range, lower_for_engine
-from roundpipe_cli.engine.trained import TrainedLayers
+from roundpipe_cli.engine.program import (
+    KeptActivations,
+    TrainedLayers,
+    device_folds,
+    hidden_readers,
+    kept_activations,
+    layer_range,
+    lower_for_engine,
+)
 from roundpipe_cli.engine.weights import WeightStore
+from roundpipe_cli.model.head import HeadLoss
 from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.schedule.program import Program
 
@@ -143,3 +150,44 @@ def _attended(schedule: Schedule, num_layers: int, lowest_read: int) -> frozense
     stages = [stage for stage in schedule.backward_stages if stage[1] >= lowest_read]
     layers = {layer for stage in stages for layer in layer_range(stage)}
     return frozenset(layers - {0, num_layers - 1})
+
+
+# State that the threads of one step share.
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """A pass without backward, dropout or gradients."""
+
+    adapters: bool = True
+    """False: only the base model computes, without adapters."""
+    greedy: bool = False
+    """Also return the most probable token at each target's place."""
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """One step: its program, its microbatches and where its results go."""
+
+    step: int
+    version: int
+    """Version of the weights that the whole step reads, the embedding's rows included."""
+    prepared: PreparedProgram
+    microbatches: list[MicrobatchState]
+    num_units: int
+    """Number of the step's target tokens, or pairs: the loss is their mean."""
+    loss: HeadLoss
+    """How the loss is computed; its gradient scale is the step's loss scale / `num_units`."""
+    dropout_seed: int
+    """The run's seed."""
+    seeds_blocks: bool
+    """Watch blocks for calls of random functions; False: they are known to call none."""
+    progress: Progress
+    boundaries: BoundaryStore
+    gradients: StepGradients
+    scoring: Scoring | None = None
+    """None in a training step."""
+
+    @property
+    def program(self) -> Program:
+        return self.prepared.program

@@ -14,12 +14,10 @@ from typing import Any
 import torch
 
 from roundpipe_cli.costs.cost import StageRange
-from roundpipe_cli.engine.activations import BoundaryKey, BoundaryKind, MicrobatchState
-from roundpipe_cli.engine.carrier import Carrier
-from roundpipe_cli.engine.context import StepContext
-from roundpipe_cli.engine.layer import LayerGraph, LayerRunner
+from roundpipe_cli.engine.carrier import BoundaryKey, BoundaryKind, Carrier, MicrobatchState
+from roundpipe_cli.engine.layer import KINDS, LayerGraph, LayerRunner
+from roundpipe_cli.engine.prepared import StepContext
 from roundpipe_cli.engine.program import layer_range, stage_layers
-from roundpipe_cli.engine.sequences import KINDS
 from roundpipe_cli.faults import fault
 from roundpipe_cli.schedule.actions import Kind
 from roundpipe_cli.schedule.program import Op

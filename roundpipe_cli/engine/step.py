@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from roundpipe_cli.engine.dispatch.transfer import TransferStatistics
+from roundpipe_cli.engine.dispatch.decisions import TransferStatistics
 from roundpipe_cli.engine.live import ActionTime
 from roundpipe_cli.model.head import Preference, Rewards
 from roundpipe_cli.schedule.program import WEIGHT_GRADIENT, WEIGHTS

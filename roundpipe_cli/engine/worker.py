@@ -13,20 +13,50 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
-from roundpipe_cli.engine.backends.base import DeviceEvent
+from roundpipe_cli.engine.backends.base import DeviceEvent, Pair
 from roundpipe_cli.engine.carrier import Carrier
-from roundpipe_cli.engine.context import StepContext
-from roundpipe_cli.engine.copies import chunks_of
-from roundpipe_cli.engine.dispatch.work import TransferChunk
+from roundpipe_cli.engine.dispatch.decisions import TransferChunk
+from roundpipe_cli.engine.prepared import StepContext
 from roundpipe_cli.engine.program import describe_op, layer_range, stage_layers
-from roundpipe_cli.engine.slots import StageSlots
+from roundpipe_cli.engine.slots import DeviceSums, StageSlots
 from roundpipe_cli.engine.stage import StageRunner
-from roundpipe_cli.engine.sums import DeviceSums
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.faults import fault
 from roundpipe_cli.schedule.actions import Kind
 from roundpipe_cli.schedule.program import WEIGHT_GRADIENT, WEIGHTS, Op
 from roundpipe_cli.schedule.timeline import DOWN, UP
+
+# Copies between host and device, cut into the chunks that a link carries at a time.
+
+
+def chunks_of(pairs: Sequence[Pair], chunk_bytes: int) -> list[TransferChunk]:
+    """Copies cut, and put together, to chunks of at most `chunk_bytes`; a tensor with gaps is a chunk of its own."""
+    chunks: list[TransferChunk] = []
+    pieces: list[Pair] = []
+    filled = 0
+
+    def close() -> None:
+        nonlocal pieces, filled
+        if pieces:
+            chunks.append(TransferChunk(filled, pieces))
+        pieces, filled = [], 0
+
+    for target, source in pairs:
+        if not (target.is_contiguous() and source.is_contiguous()):
+            chunks.append(TransferChunk(source.nbytes, [(target, source)]))
+            continue
+        target, source = target.view(-1), source.view(-1)
+        start = 0
+        while start < source.numel():
+            count = max(1, (chunk_bytes - filled) // source.element_size())
+            end = min(source.numel(), start + count)
+            pieces.append((target[start:end], source[start:end]))
+            filled += (end - start) * source.element_size()
+            start = end
+            if filled >= chunk_bytes:
+                close()
+    close()
+    return chunks
 
 
 @dataclass(frozen=True)

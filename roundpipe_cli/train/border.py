@@ -6,7 +6,7 @@ import signal as signals
 import time
 from collections.abc import Callable
 
-from roundpipe_cli.engine.host_pages import UnusedHeap
+from roundpipe_cli.engine.weights import UnusedHeap
 from roundpipe_cli.errors import StoppedError
 from roundpipe_cli.events import Paused, Tell
 from roundpipe_cli.train.checkpoint.saver import Saver

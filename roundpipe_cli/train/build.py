@@ -19,8 +19,14 @@ from roundpipe_cli.costs.memory import CONTEXT_BYTES, INPUTS_SHARE, backward_wor
 from roundpipe_cli.engine.backends import cuda
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.options import EngineOptions
-from roundpipe_cli.engine.probe import find_saved_bytes, find_unread_products
-from roundpipe_cli.engine.rough_costs import SHARED_BYTES_PER_S, AssumedDevice, LayerSizes, rough_costs
+from roundpipe_cli.engine.probe import (
+    SHARED_BYTES_PER_S,
+    AssumedDevice,
+    LayerSizes,
+    find_saved_bytes,
+    find_unread_products,
+    rough_costs,
+)
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.errors import ResourceError
 from roundpipe_cli.events import Notice, Tell

@@ -10,7 +10,7 @@ from roundpipe_cli.costs.machine import num_cores
 from roundpipe_cli.engine.backends import cuda
 from roundpipe_cli.engine.backends.base import Backend
 from roundpipe_cli.engine.backends.cpu import CpuBackend
-from roundpipe_cli.engine.backends.turns import IssueTurns
+from roundpipe_cli.engine.backends.cuda import IssueTurns
 from roundpipe_cli.engine.link_speed import measure_links
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.recipe.schema import Recipe

@@ -15,9 +15,8 @@ from torch import nn
 
 from roundpipe_cli.costs.machine import MAX_PARAMETERS_ON_CPU, host_memory
 from roundpipe_cli.data.tokenized import Row, TokenizedDataset, TokenizedRows
-from roundpipe_cli.engine.host_pages import settle_heap
 from roundpipe_cli.engine.probe import can_attend_in_rows, has_masks
-from roundpipe_cli.engine.weights import WeightStore
+from roundpipe_cli.engine.weights import WeightStore, settle_heap
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import Event, Notice, Phase, Tell
 from roundpipe_cli.files import disk_error, named_path, require_free_bytes

@@ -9,7 +9,7 @@ import pytest
 
 from roundpipe_cli import faults
 from roundpipe_cli.costs.cost import CostModel, LayerCost
-from roundpipe_cli.engine.dispatch import pool
+from roundpipe_cli.engine.dispatch import dispatch
 from roundpipe_cli.errors import InternalError, ResourceError
 from roundpipe_cli.faults import ENVIRONMENT_VARIABLE
 from roundpipe_cli.schedule.builders import Rounds, build_schedule
@@ -85,7 +85,7 @@ def test_one_error_with_its_place(ask: Ask, point: str, step: int) -> None:
 def test_a_hang_is_ended_by_the_watchdog(
     ask: Ask, point: str, step: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(pool, "JOIN_AFTER_ERROR_S", 0.2)  # the hung thread never ends: it is a daemon
+    monkeypatch.setattr(dispatch, "JOIN_AFTER_ERROR_S", 0.2)  # the hung thread never ends: it is a daemon
     ask(f"{point}:hang:step={step}{POINTS[point]}:nth=1")
     before = set(threading.enumerate())
     with pytest.raises(InternalError, match="no progress"):

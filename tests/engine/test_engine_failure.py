@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from roundpipe_cli import faults
-from roundpipe_cli.engine.dispatch import pool
+from roundpipe_cli.engine.dispatch import dispatch
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.step import StepResult
 from roundpipe_cli.errors import InternalError, ResourceError
@@ -150,7 +150,7 @@ def test_the_step_can_be_repeated_after_a_failure(rig: Rig, ask: Ask) -> None:
 def test_a_stuck_worker_ends_the_step(
     rig: Rig, ask: Ask, point: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(pool, "JOIN_TIMEOUT_S", 0.2)  # the hung thread never ends: it is a daemon
+    monkeypatch.setattr(dispatch, "JOIN_TIMEOUT_S", 0.2)  # the hung thread never ends: it is a daemon
     ask(f"{point}:hang:step=1:worker=0:nth=2")
     before = set(threading.enumerate())
     with pytest.raises(InternalError) as caught, rig.engine(2, copy=True, watchdog_s=0.8) as engine:
@@ -163,7 +163,7 @@ def test_a_stuck_worker_ends_the_step(
 
 def test_a_failure_beside_a_stuck_worker_is_told(rig: Rig, ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
     """Waiting for the stuck one would never end, and the failure says more than the watchdog."""
-    monkeypatch.setattr(pool, "JOIN_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(dispatch, "JOIN_TIMEOUT_S", 0.2)
     ask("compute:hang:worker=1:nth=1,compute:raise:worker=0:nth=2")
     with pytest.raises(InternalError) as caught, rig.engine(2, copy=True, watchdog_s=0.8) as engine:
         run_steps(rig, engine)

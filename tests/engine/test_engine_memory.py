@@ -22,8 +22,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from roundpipe_cli.engine.context import StepContext
 from roundpipe_cli.engine.dispatch.dispatch import StepRun
+from roundpipe_cli.engine.prepared import StepContext
 from roundpipe_cli.engine.step import Microbatch, StepResult
 from roundpipe_cli.schedule.actions import Kind, Schedule
 from roundpipe_cli.schedule.builders import Rounds, build_schedule

@@ -16,7 +16,7 @@ import torch
 
 from roundpipe_cli.cli import checks
 from roundpipe_cli.costs.machine import NODES, SWITCH, HostLayout, host_layout
-from roundpipe_cli.engine import host_pages
+from roundpipe_cli.engine import weights
 
 
 def fake_system(folder: Path, memory: str | None, huge: str | None, online: str = "0") -> Path:
@@ -53,27 +53,27 @@ def test_a_system_that_says_nothing(tmp_path: Path) -> None:
 
 def test_large_buffers_ask_and_small_ones_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[int, tuple[int, ...]]] = []
-    monkeypatch.setattr(host_pages, "layout", lambda: HostLayout((0, 1), "advise"))
-    monkeypatch.setattr(host_pages, "interleave", lambda address, size, nodes: asked.append((size, nodes)))
-    large, small = host_pages.page_aligned(host_pages.LEAST_BYTES + 5), host_pages.page_aligned(4096)
-    assert asked == [(host_pages.LEAST_BYTES + 5, (0, 1))]
-    assert large.nbytes == host_pages.LEAST_BYTES + 5 and not large.any() and not small.any()
-    assert large.data_ptr() % mmap.PAGESIZE == 0 and host_pages.page_aligned(0).nbytes == 0
+    monkeypatch.setattr(weights, "layout", lambda: HostLayout((0, 1), "advise"))
+    monkeypatch.setattr(weights, "interleave", lambda address, size, nodes: asked.append((size, nodes)))
+    large, small = weights.page_aligned(weights.LEAST_BYTES + 5), weights.page_aligned(4096)
+    assert asked == [(weights.LEAST_BYTES + 5, (0, 1))]
+    assert large.nbytes == weights.LEAST_BYTES + 5 and not large.any() and not small.any()
+    assert large.data_ptr() % mmap.PAGESIZE == 0 and weights.page_aligned(0).nbytes == 0
 
 
 @pytest.mark.skipif(0 not in host_layout().nodes, reason="the system does not tell its nodes")
 def test_the_system_takes_the_call_and_refuses_nodes_that_are_not_there() -> None:
-    buffer = mmap.mmap(-1, host_pages.LEAST_BYTES)
+    buffer = mmap.mmap(-1, weights.LEAST_BYTES)
     address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
-    if not host_pages.interleave(address, len(buffer), (0,)):
+    if not weights.interleave(address, len(buffer), (0,)):
         pytest.skip("this container may not place memory")
-    assert not host_pages.interleave(address, len(buffer), (63,))
+    assert not weights.interleave(address, len(buffer), (63,))
     torch.frombuffer(buffer, dtype=torch.uint8).fill_(1)
 
 
 def test_other_machines_are_left_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.machine", lambda: "riscv64")
-    assert not host_pages.interleave(0, 4096, (0, 1))
+    assert not weights.interleave(0, 4096, (0, 1))
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_doctor_says_what_it_found(
 
 HEAP_PROGRAM = """
 import ctypes, threading, torch
-from roundpipe_cli.engine.host_pages import UnusedHeap, settle_heap
+from roundpipe_cli.engine.weights import UnusedHeap, settle_heap
 
 settle_heap()
 for _ in range(3): place = torch.empty(25_000_000, dtype=torch.uint8)
@@ -144,8 +144,8 @@ def test_unused_heap_is_given_back_but_rarely(monkeypatch: pytest.MonkeyPatch) -
     """Giving back takes at most a hundredth of the time."""
     assert heap_of()[0] > 80_000
     now, trims = [0.0], []
-    monkeypatch.setattr(host_pages.time, "monotonic", lambda: now[0])
-    heap = host_pages.UnusedHeap()
+    monkeypatch.setattr(weights.time, "monotonic", lambda: now[0])
+    heap = weights.UnusedHeap()
 
     def trim(pad: object) -> int:
         trims.append(now[0])

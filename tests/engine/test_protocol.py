@@ -13,7 +13,7 @@ import pytest
 
 from roundpipe_cli.choices import SCHEDULES
 from roundpipe_cli.costs.cost import CostModel, LayerCost
-from roundpipe_cli.engine.dispatch.transfer import TransferOptions, TransferRecord, statistics_of
+from roundpipe_cli.engine.dispatch.decisions import TransferOptions, TransferRecord, statistics_of
 from roundpipe_cli.schedule.actions import Kind
 from roundpipe_cli.schedule.builders import Options, Rounds, build_schedule
 from roundpipe_cli.schedule.program import ACTIVATION, WEIGHT_GRADIENT, WEIGHTS, Op, Program, lower

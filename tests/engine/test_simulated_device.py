@@ -15,9 +15,8 @@ from torch.utils._device import _device_constructors
 from roundpipe_cli.engine import gradients
 from roundpipe_cli.engine.backends import cuda
 from roundpipe_cli.engine.backends.cpu import CpuBackend
-from roundpipe_cli.engine.engine import Engine
+from roundpipe_cli.engine.engine import Engine, launch_bound_s
 from roundpipe_cli.engine.link_speed import measure_links
-from roundpipe_cli.engine.measure import launch_bound_s
 from roundpipe_cli.engine.worker import ComputeInterval, WorkerStep
 from roundpipe_cli.errors import InternalError, OutOfDeviceMemoryError, RefusedError
 from roundpipe_cli.model.dropout import keep_mask, uniform

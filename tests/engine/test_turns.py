@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from roundpipe_cli.engine.backends import turns as module
-from roundpipe_cli.engine.backends.turns import IssueTurns
+from roundpipe_cli.engine.backends import cuda as module
+from roundpipe_cli.engine.backends.cuda import IssueTurns
 
 
 def test_one_pass_at_a_time() -> None:

@@ -14,9 +14,8 @@ from roundpipe_cli.costs.hardware import parse_hardware
 from roundpipe_cli.costs.memory import fixed_device_need
 from roundpipe_cli.costs.models import TrainingSettings
 from roundpipe_cli.engine.program import layer_range, lower_for_engine
-from roundpipe_cli.engine.slots import stage_bytes
+from roundpipe_cli.engine.slots import layers_to_keep, stage_bytes
 from roundpipe_cli.engine.step import StepResult
-from roundpipe_cli.engine.weight_cache import layers_to_keep
 from roundpipe_cli.errors import InternalError
 from roundpipe_cli.faults import ENVIRONMENT_VARIABLE
 from roundpipe_cli.schedule.actions import Schedule

@@ -23,12 +23,15 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from roundpipe_cli.costs.cost import CostModel
-from roundpipe_cli.engine.dispatch.dispatch import StepRun
-from roundpipe_cli.engine.dispatch.ledger import links_of
-from roundpipe_cli.engine.dispatch.pool import Pool
-from roundpipe_cli.engine.dispatch.progress import Progress
-from roundpipe_cli.engine.dispatch.transfer import TransferOptions, TransferStatistics, statistics_of
-from roundpipe_cli.engine.dispatch.work import TransferChunk
+from roundpipe_cli.engine.dispatch.decisions import (
+    Progress,
+    TransferChunk,
+    TransferOptions,
+    TransferStatistics,
+    links_of,
+    statistics_of,
+)
+from roundpipe_cli.engine.dispatch.dispatch import Pool, StepRun
 from roundpipe_cli.engine.program import describe_op
 from roundpipe_cli.faults import fault
 from roundpipe_cli.schedule.actions import Kind, Schedule, StageTimes, stage_times

@@ -12,8 +12,7 @@ from collections.abc import Hashable
 from copy import copy
 from typing import Any
 
-from roundpipe_cli.engine.dispatch.ledger import Dependencies, Ledger, links_of
-from roundpipe_cli.engine.dispatch.transfer import TransferOptions, TransferQueue
+from roundpipe_cli.engine.dispatch.decisions import Dependencies, Ledger, TransferOptions, TransferQueue, links_of
 from roundpipe_cli.schedule.actions import Kind
 from roundpipe_cli.schedule.program import ACTIVATION, GRADIENT, NUM_STAGING, WEIGHT_GRADIENT, WEIGHTS, Op, Program
 from roundpipe_cli.schedule.timeline import COMPUTE, DOWN, HOST, UP

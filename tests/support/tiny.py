@@ -15,7 +15,7 @@ from roundpipe_cli.costs.cost import CostModel
 from roundpipe_cli.engine.backends.cpu import CpuBackend
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.options import EngineOptions
-from roundpipe_cli.engine.rough_costs import AssumedDevice, LayerSizes, rough_costs
+from roundpipe_cli.engine.probe import AssumedDevice, LayerSizes, rough_costs
 from roundpipe_cli.engine.step import Microbatch
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.model import sink_attention

@@ -12,8 +12,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from roundpipe_cli.engine.backends.base import Backend, DeviceEvent, Pair
-from roundpipe_cli.engine.intra_op import set_own_threads
+from roundpipe_cli.engine.backends.base import Backend, DeviceEvent, Pair, set_own_threads
 
 
 class LiveBytes(TorchDispatchMode):

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from roundpipe_cli.engine.intra_op import set_own_threads
+from roundpipe_cli.engine.backends.base import set_own_threads
 from roundpipe_cli.errors import InternalError, ResourceError, RoundpipeError
 from roundpipe_cli.events import CheckpointSaved, Notice, Tell
 from roundpipe_cli.train.checkpoint.safetensors_stream import FileSet, TensorSpec

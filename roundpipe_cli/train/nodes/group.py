@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 from roundpipe_cli.choices import IGNORED_LABEL
+from roundpipe_cli.engine.backends.base import set_own_threads
 from roundpipe_cli.engine.gradients import square_sum
-from roundpipe_cli.engine.intra_op import set_own_threads
 from roundpipe_cli.engine.options import OnGradient
 from roundpipe_cli.engine.step import Microbatch, Part, StepResult
 from roundpipe_cli.engine.weights import WeightStore

@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from roundpipe_cli.engine.host_pages import page_aligned
-from roundpipe_cli.engine.weights import LayerUpdate, WeightStore
+from roundpipe_cli.engine.weights import LayerUpdate, WeightStore, page_aligned
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.train.optim.update_rules import AdamW, RuleSettings, UpdateRule, make_rule
 

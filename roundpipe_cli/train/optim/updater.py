@@ -17,7 +17,7 @@ from collections.abc import Callable
 from functools import partial
 from types import TracebackType
 
-from roundpipe_cli.engine.intra_op import set_own_threads
+from roundpipe_cli.engine.backends.base import set_own_threads
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.errors import InternalError, ResourceError, RoundpipeError
 from roundpipe_cli.faults import fault

@@ -1,0 +1,426 @@
+"""What is issued and carried next: pure decisions (events in, instructions out; no thread, no clock).
+
+One queue per worker and direction. A transfer enters it when everything that it waits for has happened, so nothing on
+the device's stream ever waits for anything but the link. It goes in chunks, the most urgent transfer first; one that
+turns up later but is more urgent overtakes at the next chunk border. Few chunks are in flight, or overtaking would
+come too late:
+
+    queue   weights 3 4 5 6 ...     boundary enters       boundary goes next     weights go on
+    stream  [weights 1][weights 2]                        [boundary]             [weights 3]
+"""
+
+from __future__ import annotations
+
+import heapq
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from roundpipe_cli.costs.cost import CHUNK_BYTES
+from roundpipe_cli.schedule.actions import Kind
+from roundpipe_cli.schedule.program import Op, Program
+from roundpipe_cli.schedule.timeline import COMPUTE, DOWN, UP
+
+# State that all threads of a step share: a lock, an abort, and the time of the last progress.
+
+
+class AbortedError(Exception):
+    """Another thread failed and its error will be shown: leave without a message."""
+
+
+class Progress:
+    """Wakes waiting threads, spreads an abort and reports progress to the watchdog, all under one lock."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.condition = threading.Condition(self.lock)
+        self._conditions = [self.condition]
+        self.aborted = False
+        self.last_s = time.monotonic()
+
+    def new_condition(self) -> threading.Condition:
+        """A condition for one thread on the common lock, so that its events wake no other thread."""
+        condition = threading.Condition(self.lock)
+        with self.lock:
+            self._conditions.append(condition)
+        return condition
+
+    def abort(self) -> None:
+        with self.lock:
+            self.aborted = True
+            for condition in self._conditions:
+                condition.notify_all()
+
+    def moved(self) -> None:
+        """Say that something has happened."""
+        with self.lock:
+            self.last_s = time.monotonic()
+            self.condition.notify_all()
+
+    def wait_for(self, ready: Callable[[], bool]) -> None:
+        """Block until `ready()` is true; it is called with the lock held.
+
+        Raises:
+            AbortedError: another thread of the step failed.
+        """
+        with self.condition:
+            while not ready():
+                if self.aborted:
+                    raise AbortedError
+                self.condition.wait()
+            if self.aborted:
+                raise AbortedError
+
+
+# The interface between the dispatcher and the code that carries operations out.
+
+DispatchEvent = Any
+"""A point in a device's work; None: it has already happened."""
+NOBODY = -1
+"""The worker of host updates."""
+
+
+class TransferChunk(NamedTuple):
+    """A piece of a transfer."""
+
+    num_bytes: int
+    content: Any
+    """Data that the `Work` that made the chunk needs to copy it."""
+
+
+class AddedTransfer(NamedTuple):
+    """A transfer of a boundary that a step needs beside its program; fields as those of `Op`."""
+
+    kind: Kind
+    lane: str
+    payload: str
+    boundary: int
+    priority: tuple[int, int]
+
+
+class Work(Protocol):
+    """Carries out the operations of one worker, or of the host."""
+
+    lanes: tuple[str, ...]
+    """Lanes that have a thread."""
+
+    def compute_thread(self) -> AbstractContextManager[None]:
+        """Prepare the current thread for issuing compute operations."""
+
+    def lane_thread(self) -> AbstractContextManager[None]:
+        """Prepare the current thread for issuing transfers."""
+
+    def take_up(self, part: Any) -> None:
+        """Begin a step; the compute thread calls this before any other thread of the worker touches the step.
+
+        Args:
+            part: what `StepRun.parts` has for this worker.
+        """
+
+    def begin(self, op: Op) -> None:
+        """Note that `op` comes next in the compute thread."""
+
+    def run(self, op: Op, ready: Sequence[DispatchEvent], late: Sequence[DispatchEvent]) -> DispatchEvent:
+        """Issue a compute operation behind its events (`late`: of `late_deps`); returns the event of its end."""
+
+    def prepare(self, op: Op, after: Sequence[DispatchEvent]) -> Sequence[TransferChunk]:
+        """The chunks of a transfer whose inputs have happened; none where nothing is to be moved."""
+
+    def copy(self, op: Op, chunk: TransferChunk) -> DispatchEvent:
+        """Issue one chunk; returns the event of its arrival."""
+
+    def issued(self, op: Op, event: DispatchEvent) -> None:
+        """Note that all chunks of a transfer have been issued; it has arrived once `event` has happened."""
+
+    def ended(self, op: Op) -> None:
+        """Note that a transfer has arrived."""
+
+    def arrival(self, dep: Op, op: Op, event: DispatchEvent) -> DispatchEvent:
+        """The event after which `op` can use the result of `dep`, which ends with `event`."""
+
+    def happens_in_s(self, event: DispatchEvent) -> float:
+        """0 if `event` has happened, else the seconds after which to ask again."""
+
+    def happened_at_s(self, event: DispatchEvent, now_s: float) -> float:
+        """Time at which a past event happened (`time.perf_counter`); `now_s` where that is unknown."""
+
+    def where(self, op: Op, *, weights: bool) -> str:
+        """The place of an error, for its message; `weights`: while waiting for the weights of `op`."""
+
+    def drain(self) -> None:
+        """Block until all issued work is done."""
+
+    def busy_s(self) -> float:
+        """Seconds for which the device will certainly be busy; 0 where unknown."""
+
+    def reset(self) -> None:
+        """Drop what a step left, which may have ended early."""
+
+
+# Which operations of a program may be issued: pure decisions, no thread, no clock. PROTOCOL.md explains it.
+#
+# An operation may be issued to its device once all that it waits for has been issued (and so has an event); whether
+# those events have happened is the device's business (compute) or the lane's (transfers).
+
+
+@dataclass(frozen=True)
+class Dependencies:
+    """The dependencies between a program's operations; made once and used for every step."""
+
+    num_missing: tuple[int, ...]
+    """Per operation: the number of operations that it waits for."""
+    followers: tuple[tuple[int, ...], ...]
+
+
+def links_of(program: Program) -> Dependencies:
+    """The dependencies of a program, turned around."""
+    followers: list[list[int]] = [[] for _ in program.ops]
+    for op in program.ops:
+        for dep in (*op.deps, *op.late_deps):
+            followers[dep].append(op.id)
+    counts = tuple(len(op.deps) + len(op.late_deps) for op in program.ops)
+    return Dependencies(counts, tuple(tuple(row) for row in followers))
+
+
+class Ledger:
+    """Record of what has been issued in one step. Operations beyond the program's own may be added on the way."""
+
+    def __init__(self, program: Program, links: Dependencies) -> None:
+        self.ops: list[Op] = list(program.ops)
+        self.num_missing = list(links.num_missing)
+        self.events: list[Any] = [None] * len(self.ops)
+        self.is_issued = bytearray(len(self.ops))
+        self._followers = links.followers
+        self._released: dict[int, Any] = {}
+
+    def issuable(self) -> list[int]:
+        """Operations that wait for no other."""
+        return [op_id for op_id, count in enumerate(self.num_missing) if not count]
+
+    def issue(self, op_id: int, event: Any) -> list[int]:
+        """`op_id` is on its stream, `event` comes after it. Returns what waits for nothing else any more."""
+        assert not self.is_issued[op_id] and not self.num_missing[op_id], f"operation {op_id} issued out of turn"
+        self.is_issued[op_id] = 1
+        self.events[op_id] = event
+        found = []
+        for follower in self.followers(op_id):
+            if follower in self._released:
+                continue
+            self.num_missing[follower] -= 1
+            if not self.num_missing[follower]:
+                found.append(follower)
+        return found
+
+    def release(self, op_id: int, event: Any) -> None:
+        """Let the transfer `op_id` start once `event` has happened, before the operation that feeds it has ended."""
+        assert not self.is_issued[op_id] and op_id not in self._released
+        self._released[op_id] = event
+        self.num_missing[op_id] = 0
+
+    def add(self, op: Op, event: Any) -> None:
+        """One more transfer, which waits for `event` only; its id is the next one."""
+        assert op.id == len(self.ops)
+        self.ops.append(op)
+        self.num_missing.append(0)
+        self.events.append(None)
+        self.is_issued.append(0)
+        self._released[op.id] = event
+
+    def followers(self, op_id: int) -> tuple[int, ...]:
+        """Operations that wait for `op_id`."""
+        return self._followers[op_id] if op_id < len(self._followers) else ()
+
+    def inputs(self, op_id: int) -> Sequence[tuple[int, Any]]:
+        """(operation waited for, its event) of everything that `op_id` waits for; -1 for an event of no operation."""
+        if op_id in self._released:
+            return [(-1, self._released[op_id])]
+        op = self.ops[op_id]
+        return [(dep, self.events[dep]) for dep in (*op.deps, *op.late_deps)]
+
+
+MAX_IN_FLIGHT = 2
+"""Chunks on a stream at a time: one moves, one follows without a gap."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransferOptions:
+    """How transfers share a link."""
+
+    chunk_bytes: int = CHUNK_BYTES
+    max_in_flight: int = MAX_IN_FLIGHT
+    fifo: bool = False
+    """First in, first out, whole transfers at a time; for comparison with priorities."""
+
+
+class TransferQueue:
+    """The transfers of one direction of one worker's link."""
+
+    def __init__(self, options: TransferOptions) -> None:
+        self._options = options
+        self._ready: list[tuple[tuple[int, int], int, int]] = []
+        """Heap of (priority, order of arrival, id)."""
+        self._chunks_left: dict[int, int] = {}
+        self._num_arrived = 0
+        self.num_in_flight = 0
+
+    def __len__(self) -> int:
+        """Transfers with chunks that are not yet in flight."""
+        return len(self._ready)
+
+    def enter(self, transfer: int, priority: tuple[int, int], num_chunks: int) -> None:
+        """Put a transfer, whose inputs have all happened, into the queue."""
+        assert num_chunks > 0 and transfer not in self._chunks_left
+        self._num_arrived += 1
+        self._chunks_left[transfer] = num_chunks
+        key = (0, 0) if self._options.fifo else priority
+        heapq.heappush(self._ready, (key, self._num_arrived, transfer))
+
+    def next(self) -> tuple[int, bool] | None:
+        """Put the next chunk in flight: (transfer, whether it is its last chunk); None: nothing may go now."""
+        if not self._ready or self.num_in_flight >= self._options.max_in_flight:
+            return None
+        transfer = self._ready[0][2]
+        self.num_in_flight += 1
+        self._chunks_left[transfer] -= 1
+        last = not self._chunks_left[transfer]
+        if last:
+            heapq.heappop(self._ready)
+            del self._chunks_left[transfer]
+        return transfer, last
+
+    def ended(self) -> None:
+        """The oldest chunk in flight has arrived."""
+        assert self.num_in_flight > 0
+        self.num_in_flight -= 1
+
+
+@dataclass(slots=True)
+class TransferRecord:
+    """Times at which a transfer entered its queue, began to move and had arrived; seconds of one clock."""
+
+    op_id: int
+    payload: str
+    lane: str
+    num_bytes: int
+    ready_s: float
+    start_s: float = 0.0
+    end_s: float = 0.0
+
+
+@dataclass
+class ClassStatistics:
+    """Sums over the transfers of one class."""
+
+    num_transfers: int = 0
+    num_bytes: int = 0
+    waiting_s: float = 0.0
+    """Time between entering the queue and the start of the copy."""
+    moving_s: float = 0.0
+    """Sum over the links of the time in which at least one transfer moved."""
+    exposed_s: float = 0.0
+    """Time in which a worker's compute stood still and waited only for such transfers."""
+
+    def add(self, other: ClassStatistics) -> None:
+        self.num_transfers += other.num_transfers
+        self.num_bytes += other.num_bytes
+        self.waiting_s += other.waiting_s
+        self.moving_s += other.moving_s
+        self.exposed_s += other.exposed_s
+
+
+@dataclass
+class TransferStatistics:
+    """Bytes and seconds of a step's transfers, by class: (`up` or `down`, payload)."""
+
+    classes: dict[tuple[str, str], ClassStatistics] = field(default_factory=lambda: defaultdict(ClassStatistics))
+    exposed_s: float = 0.0
+    """Exposed time of all classes together; a moment with two of them counts once."""
+
+    def add(self, other: TransferStatistics) -> None:
+        """Add the statistics of another step."""
+        for key, statistics in other.classes.items():
+            self.classes[key].add(statistics)
+        self.exposed_s += other.exposed_s
+
+
+ByteSpan = tuple[float, float]
+
+
+def statistics_of(
+    program: Program, compute_s: Mapping[int, ByteSpan], records: Iterable[TransferRecord], started_s: float
+) -> TransferStatistics:
+    """Bytes, waiting and exposed time per class.
+
+    A gap in a worker's compute counts as exposed where a transfer that the next operation waits for, or one that such
+    a transfer waits for, was in its queue or moving at that time, and everything that had to be computed before had
+    been: a worker that waits for another worker's result does not wait for the link.
+
+    Args:
+        compute_s: compute operation -> (start, end).
+        records: of all transfers.
+        started_s: when the step began; same clock as all the others.
+    """
+    found = TransferStatistics()
+    moving: dict[tuple[str, str, int], list[ByteSpan]] = defaultdict(list)
+    of_op = {record.op_id: record for record in records}
+    for record in of_op.values():
+        entry = found.classes[record.lane, record.payload]
+        entry.num_transfers += 1
+        entry.num_bytes += record.num_bytes
+        entry.waiting_s += record.start_s - record.ready_s
+        if record.op_id < len(program.ops):
+            moving[record.lane, record.payload, program.ops[record.op_id].worker].append((record.start_s, record.end_s))
+    for (lane, payload, _), spans in moving.items():
+        found.classes[lane, payload].moving_s += covered_s(spans)
+    for row in program.compute:
+        free_s = started_s
+        for op_id in row:
+            start_s, end_s = compute_s.get(op_id, (free_s, free_s))
+            if start_s > free_s:
+                _add_exposed(found, program, of_op, compute_s, op_id, (free_s, start_s))
+            free_s = max(free_s, end_s)
+    return found
+
+
+def _add_exposed(
+    found: TransferStatistics,
+    program: Program,
+    records: Mapping[int, TransferRecord],
+    compute_s: Mapping[int, ByteSpan],
+    op_id: int,
+    gap: ByteSpan,
+) -> None:
+    waited: list[TransferRecord] = []
+    begin_s, end_s = gap
+    todo = [*program.ops[op_id].deps, *program.ops[op_id].late_deps]
+    while todo:
+        dep = program.ops[todo.pop()]
+        if dep.lane == COMPUTE:
+            begin_s = max(begin_s, compute_s[dep.id][1] if dep.id in compute_s else begin_s)
+            continue
+        record = records.get(dep.id)
+        if record is not None:
+            waited.append(record)
+        if dep.lane in (UP, DOWN):
+            todo += [other for other in dep.deps if program.ops[other].lane in (COMPUTE, DOWN)]
+    spans: dict[tuple[str, str], list[ByteSpan]] = defaultdict(list)
+    for record in waited:
+        span = max(record.ready_s, begin_s), min(record.end_s, end_s)
+        if span[1] > span[0]:
+            spans[record.lane, record.payload].append(span)
+    for key, pieces in spans.items():
+        found.classes[key].exposed_s += covered_s(pieces)
+    found.exposed_s += covered_s([piece for pieces in spans.values() for piece in pieces])
+
+
+def covered_s(spans: Sequence[ByteSpan]) -> float:
+    """Seconds that are covered by at least one span."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
