@@ -1,7 +1,7 @@
 """Tables of what a recipe chooses by name, the limits of a model's sizes, and packages that carry a model.
 
 An entry says what planner, checks and documentation need to know. How it is done is elsewhere: rows of a schedule in
-`schedule/builders.py`, the arithmetic of an optimizer in `train/optim/update_rules.py`, the codes of packed weights in
+`schedule/builders.py`, the arithmetic of an optimizer in `train/optim/optimizer.py`, the codes of packed weights in
 `model/stored/packed_weights.py`.
 """
 

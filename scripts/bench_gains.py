@@ -41,7 +41,7 @@ from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.schedule.builders import Options, Rounds, build_schedule
 from roundpipe_cli.train.build import make_planner
-from roundpipe_cli.train.setup import Setup, prepare
+from roundpipe_cli.train.prepare.setup import Setup, prepare
 
 WORKERS = 2
 WAYS: dict[str, tuple[str, dict[str, Any], Options]] = {

@@ -37,7 +37,7 @@ from roundpipe_cli.engine.step import Microbatch
 from roundpipe_cli.planning.search.stages import even_stages
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.schedule.builders import Rounds, build_schedule
-from roundpipe_cli.train.setup import Setup, prepare
+from roundpipe_cli.train.prepare.setup import Setup, prepare
 
 PADDED_ROWS = 8
 

@@ -19,7 +19,7 @@ import torch
 
 from roundpipe_cli.costs.machine import HostLayout, host_layout
 from roundpipe_cli.engine import weights
-from roundpipe_cli.train.optim.update_rules import AdamW, RuleSettings
+from roundpipe_cli.train.optim.optimizer import AdamW, RuleSettings
 
 WAYS = {"ordinary": "never", "2 MiB": "advise"}
 

@@ -40,10 +40,9 @@ from roundpipe_cli.model.lora import initial_values
 from roundpipe_cli.model.stored.tensors import is_adapter
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.recipe.schema import Recipe
-from roundpipe_cli.train import setup
 from roundpipe_cli.train.finetune import run_finetune
-from roundpipe_cli.train.reporting import Reporting, Start
-from roundpipe_cli.train.signals import StopSignals
+from roundpipe_cli.train.prepare import setup
+from roundpipe_cli.train.signals import Reporting, Start, StopSignals
 from scripts.gpu_checks.models import SCALE, configuration, shipped, tiny
 from tests.support.e2e import make_tokenizer
 

@@ -45,7 +45,7 @@ from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.schedule.builders import Rounds, build_schedule
 from roundpipe_cli.train.build import make_planner, page_locked
 from roundpipe_cli.train.optim.optimizer import HostOptimizer
-from roundpipe_cli.train.setup import Setup, prepare
+from roundpipe_cli.train.prepare.setup import Setup, prepare
 
 LEARNING_RATE = 0.0
 """Updates are made and timed, but all ways keep the same weights, so that their losses can be compared."""

@@ -34,7 +34,7 @@ LOAD = """
 import sys
 from pathlib import Path
 from roundpipe_cli.recipe.load import load_recipe
-from roundpipe_cli.train.setup import prepare
+from roundpipe_cli.train.prepare.setup import prepare
 setup = prepare(load_recipe(Path("recipe.yaml"), sys.argv[1:]), offline=True, tell=lambda event: None)
 sizes = setup.store.num_bytes()
 whole = [sum(place.num_elements for place in layout.places if not place.trainable) for layout in setup.store.layouts]

@@ -100,7 +100,7 @@ def ours(recipe: Path) -> tuple[list[float], list[float]]:
 def equal_rows(recipe: Path, trainer: Any) -> int:
     """Rows whose tokens and labels are those of TRL's collator."""
     from roundpipe_cli.recipe.load import load_recipe
-    from roundpipe_cli.train.setup import prepare
+    from roundpipe_cli.train.prepare.setup import prepare
 
     setup = prepare(load_recipe(str(recipe), []), offline=True, tell=lambda event: None)
     equal = 0

@@ -21,7 +21,7 @@ from roundpipe_cli.choices import (
 from roundpipe_cli.model.stored.packed_weights import packed_bytes
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.schedule.builders import Rounds, build_schedule
-from roundpipe_cli.train.optim.update_rules import RULES, RuleSettings, make_rule
+from roundpipe_cli.train.optim.optimizer import RULES, RuleSettings, make_rule
 from tests.support.schedules import validate_schedule
 
 KEYS = {field.name for field in fields(Recipe)}

@@ -28,8 +28,8 @@ def run_for_real(
     from roundpipe_cli.events import Event, StepFinished
     from roundpipe_cli.recipe.load import load_recipe
     from roundpipe_cli.schedule.builders import schedule_name
-    from roundpipe_cli.train.preflight import check_sources, fetch_model, found_config
-    from roundpipe_cli.train.reporting import Start
+    from roundpipe_cli.train.finetune import check_sources, fetch_model, found_config
+    from roundpipe_cli.train.signals import Start
 
     loaded = load_recipe(recipe, overrides)
     for text in loaded.notices:

@@ -86,8 +86,7 @@ def _look(loaded: LoadedRecipe, offline: bool) -> DataView:
     from roundpipe_cli.model.load import load_tokenizer
     from roundpipe_cli.planning.admission import packing_obstacle
     from roundpipe_cli.recipe.load import resolve_path
-    from roundpipe_cli.train.packing_choice import step_needs
-    from roundpipe_cli.train.rows import read_rows
+    from roundpipe_cli.train.prepare.setup import read_rows, step_needs
 
     recipe = loaded.recipe
     source = resolve_model(

@@ -10,7 +10,7 @@ from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.faults import load_faults
 from roundpipe_cli.files import cache_folder
 from roundpipe_cli.recipe.schema import Recipe
-from roundpipe_cli.train.nodes.processes import check_processes
+from roundpipe_cli.train.nodes.group import check_processes
 
 YES, NO = ("1", "ON", "YES", "TRUE"), ("", "0", "OFF", "NO", "FALSE")
 """As huggingface_hub reads them; it takes anything else for no."""

@@ -80,7 +80,7 @@ def export(
     quiet_libraries()
     import torch
 
-    from roundpipe_cli.train.result.base_files import describe_added
+    from roundpipe_cli.train.prepare.base_files import describe_added
     from roundpipe_cli.train.result.export import Extras, copy_result, merge_result
 
     extras = Extras(_base_name(output_dir, base), f"./{GGUF_NAME}" if gguf else ".")

@@ -70,8 +70,8 @@ def finetune(
         from roundpipe_cli.cli.publish import make_repository, push_result
         from roundpipe_cli.cli.run_end import show_end
         from roundpipe_cli.planning.run_plan import planned_bytes
-        from roundpipe_cli.train.preflight import check_names, fetch_model, found_config
-        from roundpipe_cli.train.reporting import Reporting, Start
+        from roundpipe_cli.train.finetune import check_names, fetch_model, found_config
+        from roundpipe_cli.train.signals import Reporting, Start
 
         start = Start(resume, offline, allow_changed or (), allow_other_base)
         plain = LinePrinter(loaded.recipe.logging_steps, as_json=json_) if is_first else _silent

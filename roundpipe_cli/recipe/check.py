@@ -371,7 +371,7 @@ def suggest(key: str, path: KeyPath, siblings: list[str], also_known: list[str])
 # The settings of learning-rate schedules, and their values that keep the learning rate in bounds.
 #
 # No schedule may give a learning rate that is negative, or above `learning_rate` unless `lr_above_peak` asks for it.
-# The bounds here do not depend on the number of steps; `train/optim/learning_rate.py` looks at every step before
+# The bounds here do not depend on the number of steps; `train/prepare/learning_rate.py` looks at every step before
 # training.
 
 SCHEDULE_KEYS: dict[str, tuple[str, ...]] = {

@@ -13,10 +13,10 @@ import torch
 from roundpipe_cli.data.batching import BatchSampler, RowBatch, collate, collate_packed, pad_token_id
 from roundpipe_cli.data.tokenized import Row, TokenizedRows
 from roundpipe_cli.engine.step import Microbatch
-from roundpipe_cli.train.sampling import rows_of_steps
+from roundpipe_cli.train.prepare.setup import rows_of_steps
 
 if TYPE_CHECKING:
-    from roundpipe_cli.train.setup import Setup
+    from roundpipe_cli.train.prepare.setup import Setup
 
 ROW_LOG_VARIABLE = "ROUNDPIPE_ROW_LOG"
 

@@ -23,7 +23,7 @@ from roundpipe_cli.train.auto_cache import KeptWeights, is_cache_open, trained_w
 from roundpipe_cli.train.batches import make_microbatches, make_sampler
 from roundpipe_cli.train.build import make_engine, make_planner, page_locked, weight_cache_bytes
 from roundpipe_cli.train.monitor.telemetry import Telemetry, run_started, step_timeline
-from roundpipe_cli.train.setup import Setup, prepare
+from roundpipe_cli.train.prepare.setup import Setup, prepare
 
 TOLERANCE = {"float32": 1e-6, "bfloat16": 1e-3, "float16": 1e-3}
 """Allowed relative difference between the losses of two schedules."""

@@ -33,8 +33,8 @@ from roundpipe_cli.events import Notice, Tell
 from roundpipe_cli.model.worker_model import WorkerOptions
 from roundpipe_cli.planning.adaptive import AdaptivePlanner, ProfileCache, RunConditions
 from roundpipe_cli.recipe.schema import PipelineConfig, Recipe
-from roundpipe_cli.train.devices import gpu_index, make_backends, slowest_link_bytes_per_s, threads_per_worker
-from roundpipe_cli.train.setup import Setup, active_parameters, experts_per_token
+from roundpipe_cli.train.prepare.devices import gpu_index, make_backends, slowest_link_bytes_per_s, threads_per_worker
+from roundpipe_cli.train.prepare.setup import Setup, active_parameters, experts_per_token
 
 PROBE_PRODUCTS = 10**10
 """Weights times tokens of the longer of two sequences that a block is tried with, at most: a second for a desktop's

@@ -3,57 +3,266 @@
 from __future__ import annotations
 
 import gc
+import statistics
 import time
-from collections.abc import Mapping
-from dataclasses import replace
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from roundpipe_cli.data.batching import Position, RowBatch
-from roundpipe_cli.engine.engine import Engine
+import numpy as np
+
+from roundpipe_cli.data.batching import BatchSampler, Grouping, Position, RowBatch
+from roundpipe_cli.engine.engine import Engine, StepUnderWay
 from roundpipe_cli.engine.options import GradientOptions
 from roundpipe_cli.engine.step import Microbatch, StepResult
 from roundpipe_cli.errors import OutOfDeviceMemoryError
 from roundpipe_cli.events import Event, Notice, Phase, RunFinished, StepFinished, Tell, run_clock
+from roundpipe_cli.planning.adaptive import AdaptivePlanner
 from roundpipe_cli.recipe.schema import Recipe, plain_data
-from roundpipe_cli.train.adapt import Fit, resumed_fit
-from roundpipe_cli.train.ahead import Begun, StepsAhead
+from roundpipe_cli.schedule.timeline import Timeline, busy_s
+from roundpipe_cli.train.adapt import FiniteGuard, Fit, poisoned, resumed_fit
 from roundpipe_cli.train.auto_cache import make_auto_cache
 from roundpipe_cli.train.batches import describe_order, log_rows, make_microbatches, make_sampler
-from roundpipe_cli.train.border import Border
+from roundpipe_cli.train.border import Border, layer_state, restore_state
 from roundpipe_cli.train.build import make_engine, make_planner, page_locked
-from roundpipe_cli.train.checkpoint.other_run import copy_records
 from roundpipe_cli.train.checkpoint.output_dir import EVAL_NAME, METRICS_NAME
 from roundpipe_cli.train.checkpoint.reading import Checkpoint
-from roundpipe_cli.train.checkpoint.records import RECORDS_KEY, RowDigest, losses_by_step
 from roundpipe_cli.train.checkpoint.resume import run_state
-from roundpipe_cli.train.checkpoint.rewind import rewind
-from roundpipe_cli.train.checkpoint.saver import Saver, Snapshot
-from roundpipe_cli.train.checkpoint.state import layer_state, restore_state
-from roundpipe_cli.train.devices import updater_threads
-from roundpipe_cli.train.evaluate import Evaluator
-from roundpipe_cli.train.finite import FiniteGuard, poisoned
-from roundpipe_cli.train.intervals import is_due
-from roundpipe_cli.train.longest import RunStep, try_longest
-from roundpipe_cli.train.monitor.metrics import append_row, metrics_row, sync_rows
-from roundpipe_cli.train.monitor.telemetry import EventRecorder, Telemetry, run_started, step_timeline
+from roundpipe_cli.train.checkpoint.rewind import RECORDS_KEY, RowDigest, copy_records, losses_by_step, rewind
+from roundpipe_cli.train.checkpoint.writing import Saver, Snapshot
+from roundpipe_cli.train.evaluate import Evaluator, is_due
+from roundpipe_cli.train.machines import Machines
+from roundpipe_cli.train.monitor.telemetry import (
+    EventRecorder,
+    Telemetry,
+    append_row,
+    metrics_row,
+    run_started,
+    step_timeline,
+    sync_rows,
+)
 from roundpipe_cli.train.monitor.trackers import Trackers
 from roundpipe_cli.train.nodes.group import Nodes
-from roundpipe_cli.train.nodes.machines import Machines
-from roundpipe_cli.train.optim.learning_rate import describe_change, describe_schedule, num_steps_of, schedule_of
 from roundpipe_cli.train.optim.optimizer import make_optimizer
 from roundpipe_cli.train.optim.updater import Updater
-from roundpipe_cli.train.preference import add_references, make_pairs, pair_metrics
-from roundpipe_cli.train.reporting import Reporting
-from roundpipe_cli.train.result.finish import write_report, write_trace
-from roundpipe_cli.train.result.report import make_report
-from roundpipe_cli.train.run_log import RunLog
-from roundpipe_cli.train.scoring import Scorer
-from roundpipe_cli.train.setup import Setup
-from roundpipe_cli.train.signals import StopSignals
+from roundpipe_cli.train.preference import Scorer, add_references, make_pairs, pair_metrics
+from roundpipe_cli.train.prepare.devices import updater_threads
+from roundpipe_cli.train.prepare.learning_rate import describe_change, describe_schedule, num_steps_of, schedule_of
+from roundpipe_cli.train.prepare.setup import Setup, grouping_of
+from roundpipe_cli.train.result.finish import RunFigures, make_report, write_report, write_trace
+from roundpipe_cli.train.signals import Reporting, StopSignals
 from roundpipe_cli.units import shown_step
+
+# Measurements of a run's steps, for the report, the trace and the time that is left.
+
+ETA_STEPS = 20
+TRACED_STEPS = 3
+
+
+class RunLog:
+    """The steps since the start or the last resume."""
+
+    def __init__(self, *, trace: bool) -> None:
+        """
+        Args:
+            trace: keep the timelines of the last steps.
+        """
+        self.earlier_s = 0.0
+        """Seconds that the run took before it was resumed."""
+        self.earlier_losses: Mapping[int, float] = {}
+        """Step -> loss of the steps before it was resumed, as far as their rows are known."""
+        self.timelines: deque[tuple[float, Timeline]] = deque(maxlen=TRACED_STEPS if trace else 0)
+        """The last steps, each with its start, of `time.perf_counter`."""
+        self.longest_row = 0
+        """Tokens of the longest row until now."""
+        self._rows: list[StepFinished] = []
+        self._counts: list[int] = []
+        """Microbatches of each step."""
+        self._pipeline_s: list[float] = []
+        self._launch_bound: list[float] = []
+        self._started_s = time.monotonic()
+
+    def start(self) -> None:
+        """Note the start of training."""
+        self._started_s = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of training, those before the last resume included."""
+        return self.earlier_s + time.monotonic() - self._started_s
+
+    @property
+    def tokens(self) -> float | None:
+        """Median of the steps' tokens; None before the first step."""
+        return statistics.median(row.tokens for row in self._rows) if self._rows else None
+
+    @property
+    def num_microbatches(self) -> int | None:
+        """Microbatches of most steps; None before the first step."""
+        return statistics.mode(self._counts) if self._counts else None
+
+    def computed(self, result: StepResult, pipeline_s: float, microbatches: Sequence[Microbatch]) -> None:
+        """A step's forward and backward are done, in `pipeline_s` seconds."""
+        self.longest_row = max(self.longest_row, *(one.input_ids.shape[1] for one in microbatches))
+        self._counts.append(len(microbatches))
+        self._pipeline_s.append(pipeline_s)
+        self._launch_bound.append(result.launch_bound_ratio)
+        if self.timelines.maxlen:
+            computed = result.timeline
+            timeline = replace(computed, intervals=(*computed.intervals, *result.links))
+            self.timelines.append((result.started_s, timeline))
+
+    def finished(self, row: StepFinished) -> None:
+        """Note a finished step."""
+        self._rows.append(row)
+
+    def eta_s(self, step_s: float, steps_left: int) -> float:
+        """Seconds until the end, where the newest step took `step_s`."""
+        recent = [row.step_s for row in self._rows[-ETA_STEPS:]] + [step_s]
+        return statistics.median(recent) * steps_left
+
+    def figures(self, num_steps: int, moments_bytes: int) -> RunFigures:
+        """The figures of the run until now, after `num_steps` steps."""
+        losses = {**self.earlier_losses, **{row.step: row.loss for row in self._rows}}
+        return RunFigures(
+            self._rows, self._pipeline_s, self._launch_bound, losses, num_steps, self.seconds, moments_bytes
+        )
+
+
+# A step of the longest rows before the first one: a device that is too small shows at once, not hours later.
+#
+# The result is discarded: weights, the order of the rows and every bit of the run are as without it.
+
+RunStep = Callable[[Engine, int, list[Microbatch]], StepResult]
+Compute = Callable[[list[RowBatch], RunStep], object]
+"""Computes a step of such rows by the given function; where the recipe lets it adapt, with less memory."""
+
+
+def try_longest(setup: Setup, planner: AdaptivePlanner, compute: Compute, tell: Tell, *, is_only: bool) -> None:
+    """Compute a step of the longest rows with the stages of later steps, where the recipe says so, and discard it.
+
+    Args:
+        is_only: there is one machine.
+
+    Raises:
+        OutOfDeviceMemoryError: it does not fit.
+    """
+    asked, recipe = setup.recipe.check_longest_rows, setup.recipe
+    if asked is False or (asked == "auto" and setup.devices[0] == "cpu"):
+        return
+    if recipe.packs or not is_only:
+        if asked is True:
+            why = "packed sequences are about as long" if recipe.packs else "there are several machines"
+            tell(Notice(f"check_longest_rows: no step is tried before the first one, since {why}"))
+        return
+
+    def run(engine: Engine, step: int, microbatches: list[Microbatch]) -> StepResult:
+        version = setup.store.step_version(step)
+        schedule = planner.expected(len(microbatches))
+        return engine.run_step(microbatches, schedule, step=step, version=version, gradients=GradientOptions())
+
+    lengths = setup.dataset.rows.lengths
+    if setup.rejected is not None:
+        lengths = np.maximum(lengths, setup.rejected.lengths)
+    tell(Phase("computing a step of the longest rows"))
+    compute(longest_batches(grouping_of(recipe, lengths), recipe.rows_per_step), run)
+    text = f"the longest rows ({lengths.max()} tokens) fit: a step of them was computed and discarded"
+    tell(Notice(f"{text}; check_longest_rows=false begins without it"))
+
+
+def longest_batches(grouping: Grouping, num_rows: int) -> list[RowBatch]:
+    """Microbatches of at most `num_rows` rows (or pairs), the longest of all, grouped as those of a step are."""
+    order: list[int] = np.argsort(-grouping.lengths, kind="stable")[:num_rows].tolist()
+    return grouping.group([(index,) for index in order])
+
+
+# Steps without a barrier: workers get the next step while they compute this one.
+#
+# main thread    begin k | begin k + 1 | wait for k: row, update | begin k + 2 | wait for k + 1 ...
+# workers        k ............ k + 1 ...............                             each goes on when its own part is done
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A step that the workers have."""
+
+    batches: list[RowBatch]
+    position: Position
+    """Position of the data behind the step's rows."""
+    microbatches: list[Microbatch]
+    num_tokens: int
+    under_way: StepUnderWay
+
+
+class StepsAhead:
+    """Begins steps, where the planner has a chain of them."""
+
+    def __init__(
+        self,
+        setup: Setup,
+        planner: AdaptivePlanner,
+        sampler: BatchSampler,
+        make_microbatches: Callable[[int, list[RowBatch]], tuple[list[Microbatch], int]],
+    ) -> None:
+        """
+        Args:
+            planner: says whether steps overlap, and of each how its stages are dealt out.
+            sampler: whose position is that of the newest step begun.
+            make_microbatches: of a step (from 0), with the number of tokens.
+        """
+        self._setup, self._planner, self._sampler, self._make = setup, planner, sampler, make_microbatches
+        self.next: Begun | None = None
+        """A step that began while the step before was under way."""
+        self._ended_s = 0.0
+        """End of the step before, by `time.perf_counter`."""
+        self._recent: deque[tuple[list[float], float]] = deque(maxlen=len(setup.devices))
+        """The last overlapping steps: seconds that each worker computed, and seconds that the step took."""
+
+    def begin(self, engine: Engine, step: int) -> Begun | None:
+        """The next step, begun now if it was not yet; None where it has to be computed alone."""
+        begun, self.next = self.next, None
+        return begun or self._begin(engine, step)
+
+    def begin_next(self, engine: Engine, step: int) -> None:
+        """Begin another step behind the current one, unless it has to be computed alone."""
+        self.next = self._begin(engine, step)
+
+    def _begin(self, engine: Engine, step: int) -> Begun | None:
+        num_microbatches = self._setup.recipe.microbatches_per_step
+        chain = self._planner.chain(num_microbatches)
+        if chain is None:
+            return None
+        position = self._sampler.position
+        batches = self._sampler.next_step()
+        if len(batches) != num_microbatches:  # an epoch may end with fewer microbatches
+            self._sampler.seek(position)
+            return None
+        log_rows(self._setup.dataset.rows, shown_step(step), batches)
+        microbatches, num_tokens = self._make(step, batches)
+        version = self._setup.store.step_version(step)
+        under_way = engine.start_step(microbatches, chain.next(), step=step, version=version)
+        return Begun(batches, self._sampler.position, microbatches, num_tokens, under_way)
+
+    def span(self, result: StepResult, *, overlaps: bool) -> tuple[float, tuple[float, ...]]:
+        """Seconds that a finished step took by itself, and the share of them for which each worker computed.
+
+        Of steps that overlap the time from end to end counts; and since a worker may do more of one step and less of
+        the next, the shares are those of the last few.
+        """
+        before_s, self._ended_s = self._ended_s, result.started_s + result.step_s
+        if not overlaps:
+            self._recent.clear()
+            return result.step_s, result.utilization
+        span_s = self._ended_s - max(before_s, result.started_s)
+        self._recent.append((busy_s(result.timeline), span_s))
+        whole_s = sum(seconds for _, seconds in self._recent)
+        busy = [sum(shares) / whole_s for shares in zip(*(each for each, _ in self._recent), strict=True)]
+        return span_s, tuple(min(1.0, share) for share in busy)
+
 
 CLIP_EPSILON = 1e-6
 """As in torch.nn.utils.clip_grad_norm_."""

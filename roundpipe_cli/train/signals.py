@@ -1,14 +1,18 @@
-"""Requests of the user at a step border: stop (by a signal), pause, save. A second SIGINT stops it at once."""
+"""What a user asks of a run: its options, and requests at a step border: stop, pause, save."""
 
 from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any
 
 from roundpipe_cli.errors import StoppedError
-from roundpipe_cli.events import Say
+from roundpipe_cli.events import Say, Tell
+from roundpipe_cli.recipe.schema import Recipe
+from roundpipe_cli.schedule.actions import Schedule
 
 AGAIN_S = 0.01
 """Time after which a stop that Python ignored is tried again."""
@@ -121,3 +125,37 @@ class StopSignals:
         else:
             return
         raise _StopNow(StoppedError(text, exit_code=EXIT_CODES[received]))
+
+
+# Settings of a run beside its recipe: how it starts, and where it reports.
+
+Planned = Callable[[Recipe, Sequence[Schedule], bool, int], Sequence[Mapping[str, float]]]
+
+
+@dataclass(frozen=True)
+class Start:
+    """How a run begins."""
+
+    resume: bool = False
+    """Continue from the newest valid checkpoint."""
+    offline: bool = False
+    """Use local files only."""
+    allow_changed: Sequence[str] = ()
+    """Recipe keys that may differ from the checkpoint's."""
+    allow_other_base: bool = False
+    """The adapter of `lora.start_from` may have been trained on another base model."""
+
+
+@dataclass(frozen=True)
+class Reporting:
+    """Reports of a run while it lasts, and files beside its result."""
+
+    tell: Tell
+    """Called with each event."""
+    live: bool = False
+    """Report several times a second what the workers do."""
+    trace: bool = False
+    """Write what the workers did in the last steps to trace.json."""
+    planned: Planned | None = None
+    """Says for the report what was predicted of each schedule, besides its times: of the recipe as the
+    run resolved it, the schedules, whether all weights stay on the devices, and the tokens of the longest row."""

@@ -121,8 +121,7 @@ def finetune(place: CheckPlace, change: str) -> Figures:
     require("omegaconf")
     from roundpipe_cli.recipe.load import load_recipe
     from roundpipe_cli.train.finetune import run_finetune
-    from roundpipe_cli.train.reporting import Reporting, Start
-    from roundpipe_cli.train.signals import StopSignals
+    from roundpipe_cli.train.signals import Reporting, Start, StopSignals
     from tests.support.e2e import make_model, make_workspace, metrics
 
     def run(folder: Path, resume: bool, *words: str) -> list[float]:

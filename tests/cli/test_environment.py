@@ -14,7 +14,7 @@ from roundpipe_cli.costs.machine import Process, launched_without_ranks, this_pr
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.files import CACHE_VARIABLE
 from roundpipe_cli.recipe.schema import PipelineConfig, Recipe
-from roundpipe_cli.train.devices import choose_devices
+from roundpipe_cli.train.prepare.devices import choose_devices
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = (

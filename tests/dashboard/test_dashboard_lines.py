@@ -14,7 +14,7 @@ from roundpipe_cli.dashboard.live import MIN_HEIGHT, last_frame
 from roundpipe_cli.dashboard.replay import RunFiles
 from roundpipe_cli.dashboard.state import fold_all
 from roundpipe_cli.events import EvaluationFinished, Event, RunStopped, StepFinished, WorkSeen, encode
-from roundpipe_cli.train.monitor.metrics import metrics_row
+from roundpipe_cli.train.monitor.telemetry import metrics_row
 from tests.support.recorded import recorded_run
 
 REWARDS = {"rewards_chosen": 0.8, "rewards_rejected": 0.1, "reward_margin": 0.7, "reward_accuracy": 0.875}

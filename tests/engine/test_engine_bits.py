@@ -14,8 +14,7 @@ import torch
 from roundpipe_cli.choices import BOUND_SCHEDULES, SCHEDULES
 from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.schedule.builders import Rounds, build_schedule
-from roundpipe_cli.train.optim.optimizer import HostOptimizer
-from roundpipe_cli.train.optim.update_rules import AdamW
+from roundpipe_cli.train.optim.optimizer import AdamW, HostOptimizer
 from tests.support.tiny import Rig, make_rig, random_microbatches
 
 SIZES = [(2, 12), (1, 7), (2, 9)]

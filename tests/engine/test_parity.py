@@ -19,8 +19,7 @@ from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.model.layout import layer_parameters
 from roundpipe_cli.model.load import build_skeleton
 from roundpipe_cli.model.split import ModelSplit, split_model
-from roundpipe_cli.train.optim.optimizer import HostOptimizer
-from roundpipe_cli.train.optim.update_rules import AdamW
+from roundpipe_cli.train.optim.optimizer import AdamW, HostOptimizer
 from tests.support.tiny import (
     EXTRA,
     Rig,

@@ -27,7 +27,7 @@ from roundpipe_cli.schedule.actions import Schedule, equal_costs
 from roundpipe_cli.schedule.builders import Options, Rounds, build_schedule
 from roundpipe_cli.schedule.simulate import simulate
 from roundpipe_cli.schedule.timeline import bubble_ratio
-from roundpipe_cli.train.rows import describe_padded_to_chunks
+from roundpipe_cli.train.prepare.setup import describe_padded_to_chunks
 from tests.support.e2e import finetune, launch, make_model, make_workspace, metrics, numbers
 from tests.support.every_type import tiny_config_of
 from tests.support.schedules import InvalidScheduleError, parse_rows, validate_schedule

@@ -21,8 +21,8 @@ from roundpipe_cli.engine.worker import ComputeInterval, WorkerStep
 from roundpipe_cli.errors import InternalError, OutOfDeviceMemoryError, RefusedError
 from roundpipe_cli.model.dropout import keep_mask, uniform
 from roundpipe_cli.recipe.load import load_text
-from roundpipe_cli.train import devices
-from roundpipe_cli.train.devices import choose_devices, make_backends, with_dtype_of
+from roundpipe_cli.train.prepare import devices
+from roundpipe_cli.train.prepare.devices import choose_devices, make_backends, with_dtype_of
 from roundpipe_cli.train.result import generate
 from tests.support.e2e import make_tokenizer
 from tests.support.simulated_cases import CASES, is_equal, page_locked, simulated, two_workers

@@ -26,9 +26,8 @@ from roundpipe_cli.train.build import make_engine
 from roundpipe_cli.train.loop import Trainer
 from roundpipe_cli.train.optim.optimizer import HostOptimizer, undecayed_names
 from roundpipe_cli.train.optim.updater import Updater
-from roundpipe_cli.train.reporting import Reporting
-from roundpipe_cli.train.setup import Setup, prepare
-from roundpipe_cli.train.signals import StopSignals
+from roundpipe_cli.train.prepare.setup import Setup, prepare
+from roundpipe_cli.train.signals import Reporting, StopSignals
 from tests.support.e2e import make_model, make_workspace, metrics
 from tests.support.tiny import make_rig, plain_copy, random_microbatches, schedule_for
 

@@ -25,7 +25,7 @@ from roundpipe_cli.planning.predict import make_plan
 from roundpipe_cli.planning.question import ask
 from roundpipe_cli.planning.solve import solve
 from roundpipe_cli.recipe.load import load_recipe
-from roundpipe_cli.train.setup import prepare
+from roundpipe_cli.train.prepare.setup import prepare
 from tests.engine.test_parity import check_parity
 from tests.support.e2e import finetune, make_model, make_workspace, metrics, numbers, run, write_recipe
 from tests.support.tiny import Rig, make_rig, plain_step, random_microbatches, schedule_for

@@ -22,7 +22,7 @@ from roundpipe_cli.model.stored.quantized_files import STATE
 from roundpipe_cli.model.stored.tensors import base_name
 from roundpipe_cli.model.weights_io import BaseWeights
 from roundpipe_cli.recipe.load import load_recipe
-from roundpipe_cli.train.setup import prepare
+from roundpipe_cli.train.prepare.setup import prepare
 from tests.support.e2e import finetune, make_model, make_workspace, metrics
 
 pytest.importorskip("bitsandbytes", reason="needs the extra 4bit")

@@ -27,7 +27,7 @@ from roundpipe_cli.recipe.load import LoadedRecipe, load_recipe
 from roundpipe_cli.recipe.schema import PipelineConfig
 from roundpipe_cli.schedule.actions import equal_costs
 from roundpipe_cli.schedule.timeline import busy_s
-from roundpipe_cli.train.unpacking import decide_unpacking
+from roundpipe_cli.train.prepare.setup import decide_unpacking
 from tests.support.tiny import make_rig, random_microbatches
 
 TWO_CARDS = parse_hardware("2x4090")

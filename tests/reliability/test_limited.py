@@ -17,8 +17,9 @@ import pytest
 from roundpipe_cli import limited
 from roundpipe_cli.errors import InternalError, RefusedError, RoundpipeError
 from roundpipe_cli.limited import Limits, run_limited
-from roundpipe_cli.train.result import base_files, ollama
-from roundpipe_cli.train.result.base_files import trained_ends
+from roundpipe_cli.train.prepare import base_files
+from roundpipe_cli.train.prepare.base_files import trained_ends
+from roundpipe_cli.train.result import ollama
 from roundpipe_cli.train.result.generate import _render
 from roundpipe_cli.train.result.ollama import find_turns
 from tests.data.test_data_dataset import CHATML, byte_tokenizer
@@ -103,5 +104,5 @@ def test_no_template_is_rendered_outside_a_child() -> None:
     callers = {str(path.relative_to(package)) for path in package.rglob("*.py") if names.search(path.read_text())}
     assert callers == {
         *("data/chat.py", "data/row_chunks.py"),
-        *("train/result/base_files.py", "train/result/generate.py", "train/result/ollama.py"),
+        *("train/prepare/base_files.py", "train/result/generate.py", "train/result/ollama.py"),
     }

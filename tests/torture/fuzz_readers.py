@@ -99,7 +99,7 @@ def _read_configs(folder: Path) -> None:
     from roundpipe_cli.costs.find_model import find_architecture
     from roundpipe_cli.model.files.source import resolve_model
     from roundpipe_cli.model.load import build_skeleton, load_config, load_tokenizer
-    from roundpipe_cli.train.result.base_files import read_base_files
+    from roundpipe_cli.train.prepare.base_files import read_base_files
 
     source = resolve_model(str(folder), revision=None, recipe_folder=folder, offline=True)
     find_architecture(str(folder), folder)
@@ -212,7 +212,7 @@ def _read_run(folder: Path) -> None:
     from roundpipe_cli.dashboard.state import fold_all
     from roundpipe_cli.dashboard.theme import Theme
     from roundpipe_cli.dashboard.views import screen
-    from roundpipe_cli.train.result.model_card import model_card
+    from roundpipe_cli.train.result.export import model_card
 
     watch([str(folder)], html=str(folder / "page.html"))
     watch([str(folder)], json_output=True, follow=False)

@@ -99,7 +99,7 @@ def _run(arena: Arena, fault: str, workers: int, *words: str) -> tuple[Path, Out
 def copy_weights() -> None:
     """CPU workers copy weights and gradients, as GPUs do, so that every fault point is passed."""
     from roundpipe_cli.engine.backends.cpu import CpuBackend
-    from roundpipe_cli.train import devices
+    from roundpipe_cli.train.prepare import devices
 
     devices.CpuBackend = functools.partial(CpuBackend, copy=True)  # type: ignore[misc,assignment]
 

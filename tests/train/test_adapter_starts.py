@@ -23,11 +23,10 @@ from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.files.source import ModelSource
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.train.loop import Trainer
-from roundpipe_cli.train.reporting import Reporting
+from roundpipe_cli.train.prepare.setup import Setup, prepare
 from roundpipe_cli.train.result.export import merge_result
 from roundpipe_cli.train.result.generate import load_result
-from roundpipe_cli.train.setup import Setup, prepare
-from roundpipe_cli.train.signals import StopSignals
+from roundpipe_cli.train.signals import Reporting, StopSignals
 from tests.model.test_quantized_files import save_in_4bit
 from tests.support.e2e import make_model, make_tokenizer, make_workspace
 from tests.support.tiny import plain_copy

@@ -33,8 +33,7 @@ from roundpipe_cli.schedule.builders import Rounds, StepChain, build_schedule
 from roundpipe_cli.schedule.simulate import simulate
 from roundpipe_cli.schedule.timeline import makespan_s
 from roundpipe_cli.train.finetune import run_finetune as finetune_here
-from roundpipe_cli.train.reporting import Reporting, Start
-from roundpipe_cli.train.signals import StopSignals
+from roundpipe_cli.train.signals import Reporting, Start, StopSignals
 from tests.support.e2e import finetune, launch, make_model, make_workspace, metrics, numbers
 from tests.support.tiny import Rig, make_rig, random_microbatches, schedule_for
 

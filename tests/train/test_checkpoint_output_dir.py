@@ -28,9 +28,9 @@ from roundpipe_cli.train.checkpoint.output_dir import (
     refuse_if_held,
 )
 from roundpipe_cli.train.checkpoint.reading import load_newest
-from roundpipe_cli.train.checkpoint.records import truncate_metrics
-from roundpipe_cli.train.checkpoint.store import list_checkpoints, save_checkpoint
-from roundpipe_cli.train.monitor.metrics import append_row
+from roundpipe_cli.train.checkpoint.rewind import truncate_metrics
+from roundpipe_cli.train.checkpoint.writing import list_checkpoints, save_checkpoint
+from roundpipe_cli.train.monitor.telemetry import append_row
 
 _NUM_ELEMENTS = 20_000
 
@@ -289,7 +289,7 @@ def _mount(folder: Path, options: str) -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount")
 def test_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """File systems of 2 to 4 checkpoints: whichever save fails, the ones before stay good; with space it goes on."""
-    from roundpipe_cli.train.checkpoint import store as store
+    from roundpipe_cli.train.checkpoint import writing as store
 
     for look_before in (True, False):
         if not look_before:  # another program fills the disk after we looked

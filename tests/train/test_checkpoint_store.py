@@ -17,11 +17,22 @@ from safetensors import safe_open
 
 from roundpipe_cli import files as durable
 from roundpipe_cli.errors import NoCheckpointError, ResourceError
-from roundpipe_cli.train.checkpoint import store as store
-from roundpipe_cli.train.checkpoint.manifest import DamagedError, read_own_json
-from roundpipe_cli.train.checkpoint.reading import Checkpoint, kept_step_of, load_newest, verify_checkpoint
-from roundpipe_cli.train.checkpoint.safetensors_stream import DTYPE_NAMES, TensorSpec, TensorStream
-from roundpipe_cli.train.checkpoint.store import list_checkpoints, save_checkpoint
+from roundpipe_cli.train.checkpoint import writing as store
+from roundpipe_cli.train.checkpoint.reading import (
+    Checkpoint,
+    DamagedError,
+    kept_step_of,
+    load_newest,
+    read_own_json,
+    verify_checkpoint,
+)
+from roundpipe_cli.train.checkpoint.writing import (
+    DTYPE_NAMES,
+    TensorSpec,
+    TensorStream,
+    list_checkpoints,
+    save_checkpoint,
+)
 from tests.support.os_calls import replace_os_call
 
 

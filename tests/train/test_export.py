@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from roundpipe_cli.model.files.source import ModelSource, resolve_model
 from roundpipe_cli.model.load import load_config, load_tokenizer
-from roundpipe_cli.train.checkpoint.safetensors_stream import TensorSpec
-from roundpipe_cli.train.result.base_files import BaseFiles, read_base_files
+from roundpipe_cli.train.checkpoint.writing import TensorSpec
+from roundpipe_cli.train.prepare.base_files import BaseFiles, read_base_files
 from roundpipe_cli.train.result.export import merge_result, split_shards
 from tests.support.e2e import child_environment, finetune, fresh, make_model, make_tokenizer, make_workspace, run
 from tests.support.tiny import tiny_config

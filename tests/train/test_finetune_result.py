@@ -19,9 +19,8 @@ from roundpipe_cli.events import Event
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.train.checkpoint.output_dir import OutputDir
 from roundpipe_cli.train.loop import Trainer
-from roundpipe_cli.train.reporting import Reporting
-from roundpipe_cli.train.setup import Setup, prepare
-from roundpipe_cli.train.signals import StopSignals
+from roundpipe_cli.train.prepare.setup import Setup, prepare
+from roundpipe_cli.train.signals import Reporting, StopSignals
 from tests.support.e2e import METRIC_KEYS, Outcome, finetune, make_model, make_workspace, metrics, numbers, run
 from tests.support.tiny import plain_copy
 

@@ -14,7 +14,7 @@ import pytest
 
 from roundpipe_cli.dashboard.replay import RunFiles
 from roundpipe_cli.events import StepFinished
-from roundpipe_cli.train.result.model_card import model_card
+from roundpipe_cli.train.result.export import model_card
 from tests.support.e2e import (
     Running,
     child_environment,

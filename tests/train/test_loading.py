@@ -13,7 +13,7 @@ import pytest
 from roundpipe_cli.events import Event, Phase
 from roundpipe_cli.model.files.source import ModelSource
 from roundpipe_cli.recipe.schema import Recipe
-from roundpipe_cli.train.loading import fill_store
+from roundpipe_cli.train.prepare.trainable import fill_store
 from tests.support.tiny import make_rig
 
 
@@ -23,7 +23,7 @@ def test_loading_says_how_much_and_how_fast(tmp_path: Path, monkeypatch: pytest.
     plain: Any = rig.plain
     plain.save_pretrained(str(tmp_path))
     seconds = itertools.count(0.0, 2.0)  # each weight takes two
-    monkeypatch.setattr("roundpipe_cli.train.loading.time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    monkeypatch.setattr("roundpipe_cli.train.prepare.trainable.time", SimpleNamespace(monotonic=lambda: next(seconds)))
     told: list[Event] = []
     recipe = Recipe(model="tiny", method="full", datasets=(), output_dir="out")
     fill_store(rig.store, ModelSource("tiny", tmp_path), rig.skeleton, recipe, None, told.append)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from roundpipe_cli.data.batching import Grouping
-from roundpipe_cli.train.longest import longest_batches
+from roundpipe_cli.train.loop import longest_batches
 from tests.support.e2e import finetune, make_model, make_workspace, metrics, numbers
 
 FIRST = {"ROUNDPIPE_FAULT": "compute:raise=MemoryError:step=0:nth=1"}

@@ -14,8 +14,8 @@ import torch
 
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.train.nodes.group import Nodes
-from roundpipe_cli.train.nodes.shard import Shards, owners
 from roundpipe_cli.train.optim.optimizer import HostOptimizer
+from roundpipe_cli.train.optim.shard import Shards, owners
 from tests.support.e2e import (
     Outcome,
     Running,

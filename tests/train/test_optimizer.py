@@ -6,8 +6,7 @@ import pytest
 import torch
 from transformers import Trainer
 
-from roundpipe_cli.train.optim.optimizer import HostOptimizer, undecayed_names
-from roundpipe_cli.train.optim.update_rules import AdamW
+from roundpipe_cli.train.optim.optimizer import AdamW, HostOptimizer, undecayed_names
 from tests.support.tiny import Rig, make_rig
 
 NUM_STEPS = 6

@@ -25,7 +25,7 @@ from roundpipe_cli.model.head import Preference, preference_loss
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.schedule.builders import build_forward
 from roundpipe_cli.train.preference import make_pairs, with_nll, with_prompts
-from roundpipe_cli.train.setup import prepare
+from roundpipe_cli.train.prepare.setup import prepare
 from tests.support.e2e import finetune, make_model, make_workspace, metrics, numbers, run
 from tests.support.tiny import Rig, make_rig, random_microbatches, schedule_for
 from tests.train.test_export import random_adapter

@@ -17,11 +17,9 @@ import torch
 from roundpipe_cli.errors import RefusedError, ResourceError
 from roundpipe_cli.files import append_line
 from roundpipe_cli.recipe.schema import Recipe, plain_data
-from roundpipe_cli.train.checkpoint import store as store
-from roundpipe_cli.train.checkpoint.other_run import copy_records
-from roundpipe_cli.train.checkpoint.output_dir import RunState, is_of_other_run, named_checkpoint, read_state
+from roundpipe_cli.train.checkpoint import writing as store
+from roundpipe_cli.train.checkpoint.output_dir import RunState, is_of_other_run, list_best, named_checkpoint, read_state
 from roundpipe_cli.train.checkpoint.reading import Checkpoint, load_newest
-from roundpipe_cli.train.checkpoint.records import RowDigest
 from roundpipe_cli.train.checkpoint.resume import (
     BY_LENGTH,
     DECAYED,
@@ -30,9 +28,8 @@ from roundpipe_cli.train.checkpoint.resume import (
     is_complete,
     may_ask_for_more,
 )
-from roundpipe_cli.train.checkpoint.rewind import rewind
-from roundpipe_cli.train.checkpoint.step_folders import list_best
-from roundpipe_cli.train.checkpoint.store import list_checkpoints, save_checkpoint
+from roundpipe_cli.train.checkpoint.rewind import RowDigest, copy_records, rewind
+from roundpipe_cli.train.checkpoint.writing import list_checkpoints, save_checkpoint
 from tests.support.os_calls import replace_os_call
 
 CALLS = ("rename", "replace", "fsync", "mkdir", "write", "open", "unlink")

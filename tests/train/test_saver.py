@@ -16,7 +16,7 @@ from roundpipe_cli import files as durable
 from roundpipe_cli.errors import InternalError, ResourceError
 from roundpipe_cli.events import CheckpointSaved, Event
 from roundpipe_cli.train.checkpoint.reading import load_newest
-from roundpipe_cli.train.checkpoint.saver import Saver, Snapshot, State, _Ring
+from roundpipe_cli.train.checkpoint.writing import Saver, Snapshot, State, _Ring
 
 NUM_LAYERS, ELEMENTS = 6, 20_000
 

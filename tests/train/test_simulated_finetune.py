@@ -20,11 +20,11 @@ from roundpipe_cli.errors import OutOfDeviceMemoryError
 from roundpipe_cli.events import EvaluationFinished, Event, Notice, RunStarted, StepFinished, StepTimeline
 from roundpipe_cli.model.stored import packed_weights
 from roundpipe_cli.recipe.load import load_recipe
-from roundpipe_cli.train import build, devices
+from roundpipe_cli.train import build
 from roundpipe_cli.train.bench_run import compare_for_real
 from roundpipe_cli.train.finetune import run_finetune
-from roundpipe_cli.train.reporting import Reporting, Start
-from roundpipe_cli.train.signals import StoppedError, StopSignals
+from roundpipe_cli.train.prepare import devices
+from roundpipe_cli.train.signals import Reporting, Start, StoppedError, StopSignals
 from tests.support.e2e import make_model, make_workspace, metrics
 from tests.support.simulated_cases import kernels_as_on, simulated
 from tests.support.simulated_cuda import memory

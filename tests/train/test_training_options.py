@@ -27,12 +27,10 @@ from roundpipe_cli.recipe.check import SCHEDULE_KEYS
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.train.batches import make_microbatches, make_sampler
 from roundpipe_cli.train.loop import Trainer
-from roundpipe_cli.train.optim.learning_rate import describe_schedule, make_rate_schedule, schedule_of
-from roundpipe_cli.train.optim.optimizer import HostOptimizer
-from roundpipe_cli.train.optim.update_rules import Adafactor, AdamW, AdamW8, AdamW16, Sgd, UpdateRule
-from roundpipe_cli.train.reporting import Reporting
-from roundpipe_cli.train.setup import Setup, prepare
-from roundpipe_cli.train.signals import StopSignals
+from roundpipe_cli.train.optim.optimizer import Adafactor, AdamW, AdamW8, AdamW16, HostOptimizer, Sgd, UpdateRule
+from roundpipe_cli.train.prepare.learning_rate import describe_schedule, make_rate_schedule, schedule_of
+from roundpipe_cli.train.prepare.setup import Setup, prepare
+from roundpipe_cli.train.signals import Reporting, StopSignals
 from tests.support.e2e import finetune, make_model, make_tokenizer, make_workspace, metrics, numbers
 from tests.support.tiny import make_rig
 from tests.train.test_export_adapters import adapter as make_adapter

@@ -1,4 +1,4 @@
-"""Events about workers and memory while a run trains, and the file that other programs read.
+"""Events about workers, devices and memory while a run trains, and the rows that other programs read.
 
 `Telemetry` looks several times a second from a thread of its own; workers are never asked to wait for it. `Recorder`
 passes every event on and appends what is worth keeping to events.jsonl: whole lines, so that a kill at any byte costs
@@ -8,22 +8,27 @@ at most the last one. Steps themselves are in metrics.jsonl.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
+import math
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from roundpipe_cli.costs.machine import host_memory
+from roundpipe_cli.engine.backends import cuda
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.live import ActionTime, LiveNews, Watcher
 from roundpipe_cli.engine.step import StepResult
 from roundpipe_cli.errors import ResourceError, RoundpipeError, redact
 from roundpipe_cli.events import (
+    DeviceSample,
     Event,
     Notice,
     RunStarted,
@@ -37,13 +42,142 @@ from roundpipe_cli.events import (
     decode,
     encode,
 )
-from roundpipe_cli.files import STATE_FILE_MODE, write_atomically
+from roundpipe_cli.files import STATE_FILE_MODE, disk_error, write_atomically
 from roundpipe_cli.schedule.pictures import span_of, work_letter
 from roundpipe_cli.schedule.timeline import COMPUTE
 from roundpipe_cli.train.checkpoint.output_dir import EVENTS_NAME
-from roundpipe_cli.train.monitor.device_samples import DeviceSampler
-from roundpipe_cli.train.setup import Setup
+from roundpipe_cli.train.prepare.setup import Setup
 from roundpipe_cli.units import shown_step
+
+# Memory, temperature and power of the workers' devices, as far as torch and the driver tell.
+#
+# Temperature and power need the package nvidia-ml-py (`pip install roundpipe-cli[monitor]`).
+
+
+class DeviceSampler:
+    """Samples the devices of all workers; close it in the thread that used it."""
+
+    def __init__(self, devices: Sequence[str]) -> None:
+        self._indices = [int(name.removeprefix("cuda:")) if name.startswith("cuda:") else None for name in devices]
+        self._driver: Any = None
+        self._handles: dict[int, Any] = {}
+        self._opened = False
+
+    def sample(self) -> tuple[DeviceSample, ...]:
+        """One sample per worker."""
+        if not self._opened:
+            self._opened = True
+            self._open()
+        return tuple(DeviceSample() if index is None else self._one(index) for index in self._indices)
+
+    def close(self) -> None:
+        """Release the driver."""
+        if self._driver is not None:
+            with contextlib.suppress(self._driver.NVMLError):
+                self._driver.nvmlShutdown()
+            self._driver = None
+
+    def _open(self) -> None:
+        found = sorted({index for index in self._indices if index is not None})
+        if not found:
+            return
+        try:
+            import pynvml
+        except ImportError:
+            return
+        try:
+            pynvml.nvmlInit()
+            self._driver = pynvml
+            for index in found:
+                self._handles[index] = pynvml.nvmlDeviceGetHandleByUUID(cuda.uuid(index))
+        except pynvml.NVMLError:
+            return
+
+    def _one(self, index: int) -> DeviceSample:
+        used_bytes, total_bytes = cuda.memory_use(index)
+        driver, handle = self._driver, self._handles.get(index)
+        if driver is None or handle is None:
+            return DeviceSample(used_bytes, total_bytes)
+        return DeviceSample(
+            used_bytes,
+            total_bytes,
+            temperature_c=self._ask(lambda: driver.nvmlDeviceGetTemperature(handle, driver.NVML_TEMPERATURE_GPU)),
+            power_w=self._ask(lambda: driver.nvmlDeviceGetPowerUsage(handle) / 1e3),  # milliwatts
+        )
+
+    def _ask(self, question: Callable[[], float]) -> float | None:
+        try:
+            return float(question())
+        except self._driver.NVMLError:  # not every card has this figure
+            return None
+
+
+# Rows of `metrics.jsonl`: one a step, each whole or, after a crash, cut off by `--resume`.
+
+
+def metrics_row(event: StepFinished) -> dict[str, Any]:
+    """The row of a step. `loss_hex` is exact; a value that is not finite is null."""
+    return {
+        "step": event.step,
+        "loss": event.loss if math.isfinite(event.loss) else None,
+        "loss_hex": event.loss.hex(),
+        "learning_rate": event.learning_rate,
+        "grad_norm": event.grad_norm if math.isfinite(event.grad_norm) else None,
+        "tokens": event.tokens,
+        "tokens_per_s": event.tokens_per_s,
+        "step_s": event.step_s,
+        "bubble_ratio": event.bubble_ratio,
+        "utilization": list(event.utilization),
+        "upload_bytes": event.upload_bytes,
+        "device_peak_bytes": event.device_peak_bytes,
+        **(event.preference or {}),
+    }
+
+
+def append_row(file: FileIO, path: Path, row: Mapping[str, Any]) -> bytes:
+    """Write one more row; returns its line.
+
+    Raises:
+        ResourceError: the disk is full or does not take it, or the file is no longer where it was.
+    """
+    _check_place(file, path)
+    line = (json.dumps(row, allow_nan=False) + "\n").encode()
+    try:
+        if file.write(line) < len(line):  # the rest does not fit; --resume cuts off a torn line
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    except OSError as error:
+        raise disk_error(error, path, f"the metrics of step {row['step']}") from error
+    return line
+
+
+def _check_place(file: FileIO, path: Path) -> None:
+    """Refuse to write to a file that was moved or removed: the row, and the run's result, would be lost.
+
+    Raises:
+        ResourceError: as said.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            return
+    folder = path.parent
+    if not folder.is_dir():
+        what, hint = "the output directory was removed or moved during the run", "--resume continues where it is now"
+    else:
+        what, hint = f"{path.name} was removed or replaced during the run", "--resume continues from a checkpoint"
+    raise ResourceError(what, where=str(path if folder.is_dir() else folder), hint=hint)
+
+
+def sync_rows(file: FileIO, path: Path) -> None:
+    """All rows are on the disk when this returns.
+
+    Raises:
+        ResourceError: the disk does not take them.
+    """
+    try:
+        os.fsync(file.fileno())
+    except OSError as error:
+        raise disk_error(error, path, "the metrics") from error
+
 
 LOOK_S = 0.2
 SAMPLE_S = 1.0

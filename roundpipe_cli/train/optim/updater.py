@@ -21,8 +21,8 @@ from roundpipe_cli.engine.backends.base import set_own_threads
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.errors import InternalError, ResourceError, RoundpipeError
 from roundpipe_cli.faults import fault
-from roundpipe_cli.train.nodes.shard import Shards
 from roundpipe_cli.train.optim.optimizer import HostOptimizer
+from roundpipe_cli.train.optim.shard import Shards
 from roundpipe_cli.units import shown_step
 from roundpipe_cli.watchdog import at_work
 

@@ -19,7 +19,7 @@ from roundpipe_cli.model.files.source import ModelSource
 from roundpipe_cli.model.files.untrusted import refusing
 from roundpipe_cli.model.load import auto_class, has_tokenizer, load_config, load_tokenizer
 from roundpipe_cli.model.stored.packed_weights import import_bitsandbytes
-from roundpipe_cli.train.result.base_files import TEMPLATE_LIMITS, end_tokens, trained_ends
+from roundpipe_cli.train.prepare.base_files import TEMPLATE_LIMITS, end_tokens, trained_ends
 from roundpipe_cli.units import format_bytes
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.limited import run_limited
-from roundpipe_cli.train.result.base_files import TEMPLATE_LIMITS, end_tokens
+from roundpipe_cli.train.prepare.base_files import TEMPLATE_LIMITS, end_tokens
 
 Messages = list[dict[str, str]]
 

@@ -13,9 +13,9 @@ import torch
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.options import OnGradient
 from roundpipe_cli.engine.step import Microbatch, StepResult
-from roundpipe_cli.train.checkpoint.saver import Snapshot, State
+from roundpipe_cli.train.checkpoint.writing import Snapshot, State
 from roundpipe_cli.train.nodes.group import Nodes, Sharing
-from roundpipe_cli.train.nodes.shard import Shards
+from roundpipe_cli.train.optim.shard import Shards
 
 
 class WholeSteps:

@@ -19,10 +19,10 @@ from roundpipe_cli.costs.machine import host_memory
 from roundpipe_cli.events import Notice, Tell
 from roundpipe_cli.model.layout import LayerLayout
 from roundpipe_cli.recipe.schema import Recipe
-from roundpipe_cli.train.checkpoint.saver import State
+from roundpipe_cli.train.checkpoint.writing import State
 from roundpipe_cli.train.nodes.group import Nodes
-from roundpipe_cli.train.optim.update_rules import RuleSettings, make_rule
-from roundpipe_cli.train.setup import MAX_MEMORY_SHARE
+from roundpipe_cli.train.optim.optimizer import RuleSettings, make_rule
+from roundpipe_cli.train.prepare.setup import MAX_MEMORY_SHARE
 from roundpipe_cli.units import format_bytes
 
 

@@ -5,62 +5,382 @@ names first, then the architecture, then the data, then memory, then the weights
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 
+from roundpipe_cli.choices import PACKED_FORMATS, PackedName
+from roundpipe_cli.costs.find_model import FoundConfig
 from roundpipe_cli.costs.machine import MAX_PARAMETERS_ON_CPU, host_memory
-from roundpipe_cli.data.tokenized import Row, TokenizedDataset, TokenizedRows
+from roundpipe_cli.costs.models import is_counted_exactly
+from roundpipe_cli.data.batching import BatchSampler, Grouping
+from roundpipe_cli.data.dataset import build_dataset, build_pairs, hold_out_pairs
+from roundpipe_cli.data.rows import DatasetSpec, DataSettings, TrainRules
+from roundpipe_cli.data.tokenized import (
+    Packer,
+    Row,
+    RowMix,
+    StepNeeds,
+    TokenizedDataset,
+    TokenizedRows,
+    choose_packing,
+    hold_out,
+)
 from roundpipe_cli.engine.probe import can_attend_in_rows, has_masks
 from roundpipe_cli.engine.weights import WeightStore, settle_heap
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.events import Event, Notice, Phase, Tell
+from roundpipe_cli.events import Event, Notice, Phase, Say, Tell
 from roundpipe_cli.files import disk_error, named_path, require_free_bytes
 from roundpipe_cli.model.chunks import check_packing, check_sequence_chunks
-from roundpipe_cli.model.files.source import ModelSource
+from roundpipe_cli.model.files.quantization import check_stored_in_4bit
+from roundpipe_cli.model.files.source import ModelSource, resolve_model
 from roundpipe_cli.model.files.supported import check_mask_bytes
 from roundpipe_cli.model.fingerprint import Fingerprint, config_fingerprint
 from roundpipe_cli.model.fused import FusedOps, find_fused_ops
 from roundpipe_cli.model.layout import LayerLayout, layer_parameters, make_layout
 from roundpipe_cli.model.load import build_skeleton, load_config, load_tokenizer, switch_off
 from roundpipe_cli.model.lora import describe_dead_alternatives, describe_left_out
+from roundpipe_cli.model.meta_counts import NotBuiltError, count_on_meta
 from roundpipe_cli.model.router_loss import describe_router_loss, leave_out_router_loss
 from roundpipe_cli.model.split import ModelSplit, split_model
 from roundpipe_cli.model.stored.formats import untie_stored
-from roundpipe_cli.model.stored.packed_weights import check_packed, quantizable_names
+from roundpipe_cli.model.stored.packed_weights import check_packed, quantizable_names, require_bitsandbytes
+from roundpipe_cli.model.stored.quantized_files import stored_in_4bit
 from roundpipe_cli.model.weights_io import packed_names
-from roundpipe_cli.planning.question import PlanRequest
+from roundpipe_cli.planning.auto_choices import Unpacking
+from roundpipe_cli.planning.question import PlanRequest, ask, ask_again, describe_budget
 from roundpipe_cli.recipe.load import LoadedRecipe
-from roundpipe_cli.recipe.schema import Recipe
-from roundpipe_cli.train.base_model import BaseModel, find_base
-from roundpipe_cli.train.devices import choose_devices, with_dtype_of
-from roundpipe_cli.train.loading import fill_store
-from roundpipe_cli.train.optim.learning_rate import num_steps_of, schedule_of
-from roundpipe_cli.train.packing_choice import with_packing
-from roundpipe_cli.train.proof import prove_once, refuse_long_rows
-from roundpipe_cli.train.result.base_files import BaseFiles, describe_added, put_template, read_base_files
-from roundpipe_cli.train.rows import (
-    describe_padded_to_chunks,
-    evaluation_rows,
-    longest_row,
-    read_rows,
-    refuse_unknown_ids,
-)
-from roundpipe_cli.train.sampling import rows_of_steps
-from roundpipe_cli.train.token_budget import with_token_budget
-from roundpipe_cli.train.trainable import (
+from roundpipe_cli.recipe.schema import DatasetConfig, Recipe
+from roundpipe_cli.train.prepare.base_files import BaseFiles, describe_added, put_template, read_base_files
+from roundpipe_cli.train.prepare.devices import choose_devices, with_dtype_of
+from roundpipe_cli.train.prepare.learning_rate import num_steps_of, schedule_of
+from roundpipe_cli.train.prepare.trainable import (
     describe_reference,
     describe_unreached,
+    fill_store,
     make_trainable,
+    prove_once,
+    refuse_long_rows,
     start_folder,
     start_hash,
 )
-from roundpipe_cli.train.unpacking import decide_unpacking
 from roundpipe_cli.units import format_bytes, format_count
+
+# The base model of a run: its files, and the format of its weights in memory.
+
+
+@dataclass(frozen=True)
+class BaseModel:
+    """The base model's files."""
+
+    source: ModelSource
+    packed_as: PackedName | None
+    """Format of the blocks' frozen weights; None: they are not packed."""
+    is_stored_packed: bool
+    """Whether the files themselves are in 4 bit."""
+
+
+def find_base(
+    loaded: LoadedRecipe, revision: str | None, *, offline: bool, tell: Tell, source: ModelSource | None = None
+) -> BaseModel:
+    """The base model of a recipe; a hub model is downloaded if it is not here.
+
+    Args:
+        revision: of a hub model; a run that continues may have another than its recipe.
+        source: the model's files, where they were found and checked before.
+
+    Raises:
+        RefusedError, ResourceError: see `resolve_model`.
+    """
+    recipe = loaded.recipe
+    packed_as = recipe.packed_as
+    if packed_as is not None and PACKED_FORMATS[packed_as].needs_bitsandbytes:
+        require_bitsandbytes(f"{PACKED_FORMATS[packed_as].key}: true")
+    if source is None:
+        source = resolve_model(recipe.model, revision=revision, recipe_folder=loaded.folder, offline=offline, tell=tell)
+    if revision != recipe.revision and source.commit is not None:
+        tell(Notice(f"base model: commit {source.commit[:12]}, with which the run began"))
+    if not stored_in_4bit(source):
+        return BaseModel(source, packed_as, False)
+    check_stored_in_4bit(source.name, method=recipe.method, packed_as=packed_as)
+    require_bitsandbytes(f"{source.name}, whose files are in bitsandbytes' 4 bit")
+    return BaseModel(source, "4bit", True)
+
+
+# The choice of `packing: auto` for a run, from its rows and its model.
+
+
+def with_packing(recipe: Recipe, model: nn.Module, split: ModelSplit, dataset: TokenizedDataset, tell: Tell) -> Recipe:
+    """The recipe with `packing` decided; `tell` gets the reason."""
+    if recipe.packing != "auto":
+        return recipe
+    weights = [entry.weight for entry in recipe.datasets]
+    mix = RowMix(dataset.rows_by_spec, weights, recipe.seed, recipe.shuffle)
+    choice = choose_packing(mix, dataset.rows.lengths, step_needs(recipe), _obstacle(recipe, model, split))
+    tell(Notice(choice.describe()))
+    return replace(recipe, packing=choice.packs)
+
+
+def step_needs(recipe: Recipe) -> StepNeeds:
+    """The recipe's values that decide."""
+    length, epochs = recipe.max_seq_length, recipe.num_train_epochs
+    return StepNeeds(length, recipe.rows_per_step, epochs, recipe.max_steps, recipe.seed, recipe.shuffle)
+
+
+def _obstacle(recipe: Recipe, model: nn.Module, split: ModelSplit) -> str | None:
+    if recipe.unpackable is not None:
+        return recipe.unpackable
+    shape = {"max_seq_length": recipe.max_seq_length, "micro_batch_size": recipe.rows_per_microbatch}
+    try:
+        check_packing(model, split, **shape)
+        if recipe.kernels == "reference":  # whose masks are of all pairs of tokens
+            check_mask_bytes(**shape)
+    except RefusedError as error:
+        return error.in_short
+    return None
+
+
+# The value of `micro_batch_tokens: auto` for a run.
+
+
+def with_token_budget(
+    loaded: LoadedRecipe,
+    tell: Tell,
+    smallest: Callable[[int], int] = lambda tokens: tokens,
+    asked: PlanRequest | None = None,
+) -> LoadedRecipe:
+    """The recipe with `micro_batch_tokens` decided; a full row where `plan` has no figures of the model.
+
+    Args:
+        tell: gets the number.
+        smallest: of the numbers of all machines of the run.
+        asked: see `ask_here`.
+    """
+    recipe = loaded.recipe
+    if recipe.micro_batch_tokens != "auto":
+        return loaded
+    tokens = None
+    with suppress(RefusedError):  # another check reports what is wrong
+        tokens = ask_here(loaded, asked).loaded.recipe.token_budget
+    recipe = replace(recipe, micro_batch_tokens=smallest(tokens or recipe.tokens_of_full_row))
+    tell(Notice(f"{describe_budget(recipe)}, or more shorter ones"))
+    return replace(loaded, recipe=recipe)
+
+
+def ask_here(loaded: LoadedRecipe, asked: PlanRequest | None) -> PlanRequest:
+    """The planner's question on this machine, with the model's own count where the tables do not know it.
+
+    Args:
+        asked: before torch was there, so without that count; None: there was no answer, or nobody asked.
+
+    Raises:
+        RefusedError: see `ask`.
+    """
+    found = None if asked is None else asked.found
+    if asked is None or found is None or (found.is_config and not is_counted_exactly(found.config)):
+        return ask(loaded, here=True, build=_count_blocks, found=found)
+    return ask_again(asked, loaded)
+
+
+def _count_blocks(found: FoundConfig) -> Mapping[str, Any] | None:
+    """The counts that `plan` takes of a model that the tables do not know."""
+    try:
+        return count_on_meta(found.config, found.name, found.folder)
+    except NotBuiltError:
+        return None
+
+
+# How a run unpacks packed weights: as `plan` says for this machine.
+
+
+def decide_unpacking(
+    loaded: LoadedRecipe, packed_as: PackedName | None, tell: Tell, asked: PlanRequest | None = None
+) -> bool:
+    """Whether packed weights are unpacked once per visit of a stage; else for each microbatch and pass.
+
+    Args:
+        packed_as: how the base's weights lie.
+        tell: gets a line about it, where any are packed.
+        asked: see `ask_here`.
+    """
+    if packed_as is None:
+        return False
+    found = None
+    with suppress(RefusedError):  # another check reports what is wrong
+        found = ask_here(loaded, asked).unpacking
+    unpacking = found or Unpacking(PACKED_FORMATS[packed_as].label, once=False, lacking="figures of this model")
+    tell(Notice(unpacking.describe()))
+    return unpacking.once
+
+
+# The rows that a recipe names: to train on, and to evaluate on.
+
+NLL_NOTICE = "orpo: the chosen rows' prompts are trained too, by the likelihood alone (orpo.nll_on_prompt=false: not)"
+
+
+def data_settings(loaded: LoadedRecipe, offline: bool) -> DataSettings:
+    """The recipe's data keys in the data room's terms."""
+    recipe = loaded.recipe
+    return DataSettings(
+        datasets=tuple(_spec(dataset) for dataset in recipe.datasets),
+        max_seq_length=recipe.max_seq_length,
+        train_on_inputs=recipe.train_on_inputs,
+        long_rows=recipe.long_rows,
+        long_rows_overlap=recipe.long_rows_overlap,
+        on_bad_row=recipe.on_bad_row,
+        shuffle=recipe.shuffle,
+        seed=recipe.seed,
+        folder=loaded.folder,
+        offline=offline,
+        chat_template=recipe.chat_template,
+        chat_template_kwargs=recipe.chat_template_kwargs,
+    )
+
+
+def read_rows(
+    loaded: LoadedRecipe, tokenizer: Any, offline: bool, tell: Say
+) -> tuple[TokenizedDataset, TokenizedRows | None]:
+    """The rows to train on; of preference pairs the chosen ones, and the rejected ones beside them.
+
+    Raises:
+        RefusedError: see `build_dataset` and `build_pairs`.
+    """
+    settings = data_settings(loaded, offline)
+    if loaded.recipe.trains_pairs:
+        chosen, rejected = build_pairs(settings, tokenizer, tell)
+        if loaded.recipe.objective == "orpo" and loaded.recipe.orpo.nll_on_prompt:
+            chosen = replace(chosen, notices=(*chosen.notices, NLL_NOTICE))
+        return chosen, rejected
+    return build_dataset(settings, tokenizer, tell), None
+
+
+def _spec(dataset: DatasetConfig) -> DatasetSpec:
+    return DatasetSpec(
+        path=dataset.path,
+        type="auto" if dataset.type == "preference" else dataset.type,  # `build_pairs` handles pairs
+        split=dataset.split,
+        name=dataset.name,
+        columns={str(key): value for key, value in dataset.columns.items()},
+        rules=TrainRules(
+            roles_to_train=dataset.roles_to_train,
+            turns_to_train=dataset.turns_to_train,
+            train_on_eos=dataset.train_on_eos,
+            thoughts=dataset.thoughts,
+        ),
+        as_chat=dataset.as_chat,
+        alpaca_join=dataset.alpaca_join,
+        txt_rows=dataset.txt_rows,
+    )
+
+
+def evaluation_rows(
+    loaded: LoadedRecipe,
+    training: tuple[TokenizedDataset, TokenizedRows | None],
+    tokenizer: Any,
+    offline: bool,
+    tell: Tell,
+) -> tuple[TokenizedDataset, TokenizedRows | None, list[Row]]:
+    """The rows left to train on (as `read_rows`), and those to evaluate on: of pairs all chosen ones, then the rejected
+    ones in the same order."""
+    recipe, (dataset, rejected) = loaded.recipe, training
+    rows: list[Row] = []
+    rejected_rows: list[Row] = []
+    if recipe.val_set_size and rejected is not None:
+        (dataset, rejected), (held, held_rejected) = hold_out_pairs(dataset, rejected, recipe.val_set_size, recipe.seed)
+        rows, rejected_rows = [*held.rows], [*held_rejected]
+    elif recipe.val_set_size:
+        dataset, held = hold_out(dataset, recipe.val_set_size, recipe.seed)
+        rows += held.rows
+    if recipe.eval_datasets:
+        settings = replace(data_settings(loaded, offline), datasets=tuple(map(_spec, recipe.eval_datasets)))
+        if rejected is not None:
+            other, other_rejected = build_pairs(settings, tokenizer, lambda text: None)
+            rejected_rows += other_rejected
+        else:
+            other = build_dataset(settings, tokenizer)
+        for text in other.notices:
+            tell(Notice(f"evaluation: {text}"))
+        rows += other.rows
+    if rows:
+        what = "rows" if rejected is None else "pairs"
+        tell(Notice(f"evaluation: {len(rows)} {what}, {len(dataset.rows)} to train on"))
+    return dataset, rejected, rows + rejected_rows
+
+
+def longest_row(dataset: TokenizedDataset, rejected: TokenizedRows | None, eval_rows: Sequence[Row]) -> int:
+    """Tokens of the longest row."""
+    lengths = [int(rows.lengths.max()) for rows in (dataset.rows, rejected) if rows is not None and len(rows)]
+    return max([*lengths, *(len(row.input_ids) for row in eval_rows)])
+
+
+def refuse_unknown_ids(
+    model: nn.Module, tokenizer: Any, datasets: Sequence[TokenizedRows], eval_rows: Sequence[Row]
+) -> None:
+    """Refuse data with tokens that the model has no embedding for.
+
+    Raises:
+        RefusedError: the tokenizer is not the model's.
+    """
+    found = max([rows.max_id for rows in datasets] + [int(row.input_ids.max()) for row in eval_rows])
+    table: Any = model.get_input_embeddings()  # type: ignore[operator]
+    num_rows = int(table.weight.shape[0])
+    if found >= num_rows:
+        raise RefusedError(
+            "the data has tokens that the model has no embedding for",
+            where="datasets",
+            found=f"token {found}, {tokenizer.convert_ids_to_tokens(found)!r}",
+            expected=f"ids below {num_rows}, the rows of the model's embedding",
+            hint="use the tokenizer that the model was made with, or a model whose embedding has a row for each token",
+        )
+
+
+def describe_padded_to_chunks(lengths: npt.NDArray[np.int64], num_chunks: int) -> str | None:
+    """Words about rows that are padded because they have fewer tokens than chunks; `lengths`: tokens of each."""
+    num_short = int((lengths < num_chunks).sum())
+    if not num_short:
+        return None
+    what = f"{num_short} of {len(lengths)} rows have fewer tokens than pipeline.sequence_chunks: {num_chunks}"
+    return f"{what}; each is padded to one token a chunk, which takes as long as longer chunks: use fewer of them"
+
+
+# The order in which a run's rows become batches.
+
+
+def grouping_of(recipe: Recipe, lengths: npt.NDArray[np.int64], num_rows: int | None = None) -> Grouping:
+    """How sequences become microbatches.
+
+    Args:
+        lengths: tokens of each row; of a pair, of its longer answer.
+        num_rows: of `max_seq_length` tokens in a microbatch; None: as the recipe says.
+    """
+    num_rows = num_rows or recipe.rows_per_microbatch
+    return Grouping(lengths, num_rows, None if recipe.token_budget is None else num_rows * recipe.max_seq_length)
+
+
+def rows_of_steps(recipe: Recipe, dataset: TokenizedDataset, rejected: TokenizedRows | None = None) -> BatchSampler:
+    """The sampler of a recipe's rows.
+
+    Args:
+        rejected: beside the rows of `dataset`, of preference pairs.
+
+    Raises:
+        RefusedError: fewer rows than one step takes.
+    """
+    weights = [entry.weight for entry in recipe.datasets]
+    mix = RowMix(dataset.rows_by_spec, weights, recipe.seed, recipe.shuffle)
+    lengths = dataset.rows.lengths
+    packer = Packer(lengths, recipe.max_seq_length, recipe.seed, recipe.shuffle) if recipe.packs else None
+    padded = lengths if rejected is None else np.maximum(lengths, rejected.lengths)
+    grouping = grouping_of(recipe, padded)
+    return BatchSampler(mix, recipe.micro_batch_size, recipe.gradient_accumulation_steps, packer, grouping)
+
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 MAX_MEMORY_SHARE = 0.8

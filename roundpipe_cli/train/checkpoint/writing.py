@@ -1,0 +1,715 @@
+"""Checkpoints written beside the training, tensor by tensor, through a small ring of buffers; complete or absent.
+
+    training     | step k | update: layer 0 waits for its copy, 1, 2 ... | step k + 1 | ...
+    copy thread  | layer 0 -> ring | layer 1 -> ring (full: waits) | ...           a layer copied may change again
+    writer       |   ring -> files, SHA-256 | ...                | fsync, manifest, rename, prune
+
+The ring holds at most a part of the state, never a second copy of it. A save that fails leaves no trace but its error,
+which the next call raises in the training thread.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from roundpipe_cli.engine.backends.base import set_own_threads
+from roundpipe_cli.errors import InternalError, NoCheckpointError, ResourceError, RoundpipeError
+from roundpipe_cli.events import CheckpointSaved, Notice, Say, Tell
+from roundpipe_cli.faults import fault
+from roundpipe_cli.files import (
+    DELETED_PREFIX,
+    STATE_FOLDER_MODE,
+    TEMPORARY_PREFIX,
+    NewFile,
+    disk_error,
+    free_bytes,
+    remove_tree,
+    require_free_bytes,
+    sync_folder,
+    write_new_file,
+)
+from roundpipe_cli.train.checkpoint.output_dir import free_name, list_checkpoints, list_set_aside, step_folder
+from roundpipe_cli.train.checkpoint.reading import (
+    FORMAT_NAME,
+    FORMAT_VERSION,
+    MANIFEST_NAME,
+    STATE_NAME,
+    DamagedError,
+    FileRecord,
+    verify_checkpoint,
+)
+from roundpipe_cli.watchdog import at_work
+
+# Writing the safetensors format tensor by tensor, so that no second copy of the whole state is ever in memory.
+#
+# The format (https://github.com/huggingface/safetensors#format): 8 bytes with the header's length N (little endian),
+# N bytes of JSON `{"name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [begin, end]}, ...}` that begins with `{`
+# and may end in spaces, then the tensors' bytes without gaps, offsets counted from the end of the header.
+# The library's own `serialize` needs all bytes at once; its `safe_open` reads what is written here.
+
+DTYPE_NAMES: dict[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor's entry in the header, known before its bytes are."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count * self.dtype.itemsize
+
+    @staticmethod
+    def of(name: str, tensor: torch.Tensor) -> TensorSpec:
+        return TensorSpec(name, tensor.dtype, tuple(tensor.shape))
+
+
+@dataclass(frozen=True)
+class TensorStream:
+    """Tensors that come into being one after the other, for instance a layer's snapshot at a time.
+
+    `specs` announces them all; `tensors` is run through once and yields them in that order. A tensor may be
+    overwritten by its owner as soon as the next one is asked for.
+    """
+
+    specs: tuple[TensorSpec, ...]
+    tensors: Iterable[tuple[str, torch.Tensor]]
+    metadata: Mapping[str, str] | None = None
+    """Metadata of the header; transformers wants `{"format": "pt"}`."""
+
+    @staticmethod
+    def of(group: TensorGroup) -> TensorStream:
+        """Any accepted form of a group as a stream.
+
+        A mapping or list keeps its order among tensors of one element size, larger elements first, so that every
+        tensor is aligned. Its tensors must exist already: a generator is run to its end here; use a `TensorStream`
+        where that would make a copy of everything.
+        """
+        if isinstance(group, TensorStream):
+            return group
+        pairs = list(group.items() if isinstance(group, Mapping) else group)
+        pairs.sort(key=lambda pair: -pair[1].dtype.itemsize)
+        return TensorStream(tuple(TensorSpec.of(name, tensor) for name, tensor in pairs), pairs)
+
+
+TensorGroup = TensorStream | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+
+
+def encode_header(specs: Iterable[TensorSpec], metadata: Mapping[str, str] | None = None) -> bytes:
+    """Length and JSON header, padded so that the tensors begin at a multiple of 8 bytes.
+
+    Raises:
+        ValueError: two tensors of one name, a dtype that safetensors lacks, or a tensor that would not be aligned.
+    """
+    header: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    offset = 0
+    for spec in specs:
+        if spec.name in header or spec.name == "__metadata__":
+            raise ValueError(f"two tensors named {spec.name!r} in one group")
+        if spec.dtype not in DTYPE_NAMES:
+            raise ValueError(f"safetensors has no name for {spec.dtype} (tensor {spec.name!r})")
+        if offset % spec.dtype.itemsize:
+            raise ValueError(f"tensor {spec.name!r} would begin at byte {offset}: put larger element sizes first")
+        end = offset + spec.num_bytes
+        header[spec.name] = {
+            "dtype": DTYPE_NAMES[spec.dtype],
+            "shape": list(spec.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def stream_file(stream: TensorStream) -> Iterator[bytes | memoryview]:
+    """The bytes of the file, header first, then one piece a tensor (its own memory where it is contiguous, on the CPU).
+
+    Raises:
+        ValueError: `stream.tensors` does not yield what `stream.specs` announces.
+    """
+    yield encode_header(stream.specs, stream.metadata)
+    yield from _checked_pieces(stream)
+
+
+@dataclass(frozen=True)
+class FileSet:
+    """Several files whose bytes come in one run, for instance all that belongs to one layer, then the next layer.
+
+    `specs` announces each file's tensors, in their order; `pieces` is run through once and yields (file, next bytes of
+    its tensors). A piece may be overwritten by its owner as soon as the next one is asked for.
+    """
+
+    specs: Mapping[str, tuple[TensorSpec, ...]]
+    pieces: Iterable[tuple[str, memoryview]]
+
+    @staticmethod
+    def of(groups: Mapping[str, TensorGroup]) -> FileSet:
+        """One file after the other, a tensor at a time (its own memory where it is contiguous, on the CPU)."""
+        streams = {name: TensorStream.of(group) for name, group in groups.items()}
+        pieces = ((name, piece) for name, stream in streams.items() for piece in _checked_pieces(stream))
+        return FileSet({name: stream.specs for name, stream in streams.items()}, pieces)
+
+    def num_bytes(self, name: str) -> int:
+        """Size of one of the files."""
+        return len(encode_header(self.specs[name])) + sum(spec.num_bytes for spec in self.specs[name])
+
+
+def _checked_pieces(stream: TensorStream) -> Iterator[memoryview]:
+    """The bytes of each tensor.
+
+    Raises:
+        ValueError: `stream.tensors` does not yield what `stream.specs` announces.
+    """
+    num_seen = 0
+    for name, tensor in stream.tensors:
+        expected = stream.specs[num_seen] if num_seen < len(stream.specs) else None
+        if TensorSpec.of(name, tensor) != expected:
+            raise ValueError(f"tensor {num_seen} is {TensorSpec.of(name, tensor)}, announced was {expected}")
+        num_seen += 1
+        yield bytes_of_tensor(tensor)
+    if num_seen != len(stream.specs):
+        raise ValueError(f"{len(stream.specs)} tensors were announced, {num_seen} came")
+
+
+def bytes_of_tensor(tensor: torch.Tensor) -> memoryview:
+    """The tensor's elements in row-major order as bytes."""
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    array: Any = flat.view(torch.uint8).numpy()
+    return memoryview(array)
+
+
+# Checkpoints: `OUTPUT_DIR/step-00000020/` holds everything that a run needs to continue bit-identically.
+#
+#     step-00000020/
+#       masters.safetensors     one file per tensor group
+#       moments.safetensors
+#       state.json              all that is not a tensor: cursor, schedule, hashes of recipe and data, versions
+#       manifest.json           name, size and SHA-256 of every file above; written last
+#
+# A folder is built as `.tmp-step-...` and renamed when every byte is on the disk: what is named `step-...` is complete.
+# Loading nevertheless verifies every byte first: disks flip bits, people edit and copy. No pickle anywhere.
+
+MIN_KEEP = 2
+"""Least checkpoints kept: if the only one were damaged, there would be nothing to fall back on."""
+
+_GROUP_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")
+_FILE_SYSTEM_SLACK_BYTES = 64 * 1024
+"""Bytes of disk for folder entries and partly filled blocks, beside the files' own."""
+
+
+# --- saving ---------------------------------------------------------------------------------------------------------
+
+
+def save_checkpoint(
+    output_dir: Path,
+    step: int,
+    files: Mapping[str, TensorGroup] | FileSet,
+    meta: Mapping[str, Any],
+    keep: int,
+    warn: Say | None = None,
+) -> Path:
+    """Write `step-<step>` durably, then remove all but the newest `keep` checkpoints. Returns the folder.
+
+    Args:
+        files: tensor groups by name; `{"masters": ...}` becomes `masters.safetensors`. See `TensorStream` and `FileSet`
+            for what comes layer by layer. The tensors must not change while they are written.
+        meta: plain JSON values (no NaN).
+        keep: at least 2.
+        warn: told about old checkpoints that could not be removed.
+
+    Raises:
+        ResourceError: disk full or failing; nothing was committed, older checkpoints are as they were.
+    """
+    if keep < MIN_KEEP:
+        raise ValueError(f"keep must be at least {MIN_KEEP}, not {keep}")
+    if not isinstance(files, FileSet):
+        files = FileSet.of(files)
+    bad_names = [name for name in files.specs if not _GROUP_NAME.match(name)]
+    if bad_names:
+        raise ValueError(f"not a name for a tensor group: {bad_names[0]!r}")
+    state = _encode_json({"format_version": FORMAT_VERSION, "step": step, "meta": dict(meta)})
+    needed_bytes = sum(files.num_bytes(name) for name in files.specs) + len(state) + _FILE_SYSTEM_SLACK_BYTES
+    target = step_folder(output_dir, step)
+    _make_room(output_dir, needed_bytes, warn)
+    require_free_bytes(output_dir, needed_bytes, f"the checkpoint of step {step}")
+    temporary = output_dir / f"{TEMPORARY_PREFIX}{target.name}"
+    try:
+        records = _write_folder(temporary, step, files, state)
+        if _already_there(target, step, records):
+            remove_tree(temporary)
+        else:
+            _commit(output_dir, temporary, step)
+    except OSError as error:
+        _discard(temporary)
+        raise disk_error(error, target, f"the checkpoint of step {step}", needed_bytes) from error
+    except BaseException:
+        _discard(temporary)
+        raise
+    prune_checkpoints(output_dir, step, keep, warn)
+    return target
+
+
+def _write_folder(temporary: Path, step: int, files: FileSet, state: bytes) -> list[FileRecord]:
+    """Write and fsync every file of a checkpoint, the manifest last, then the folder."""
+    if os.path.lexists(temporary):
+        remove_tree(temporary)
+    temporary.mkdir(mode=STATE_FOLDER_MODE)
+    records = _write_tensors(temporary, step, files)
+    _pass_fault(step)
+    records.append(FileRecord(STATE_NAME, *write_new_file(temporary / STATE_NAME, [state])))
+    manifest = {
+        "format": FORMAT_NAME,
+        "format_version": FORMAT_VERSION,
+        "step": step,
+        "files": [{"name": record.name, "size": record.size, "sha256": record.sha256} for record in records],
+    }
+    write_new_file(temporary / MANIFEST_NAME, [_encode_json(manifest)])
+    sync_folder(temporary)
+    return records
+
+
+def _write_tensors(temporary: Path, step: int, files: FileSet) -> list[FileRecord]:
+    """Write and fsync the tensor files, all of them at once, in the order in which their bytes come."""
+    _pass_fault(step)
+    open_files: dict[str, NewFile] = {}
+    try:
+        for group, specs in files.specs.items():
+            open_files[group] = NewFile(temporary / f"{group}.safetensors")
+            open_files[group].write(encode_header(specs))
+        for group, piece in files.pieces:
+            open_files[group].write(piece)
+        records: list[FileRecord] = []
+        for group, file in open_files.items():
+            if records:
+                _pass_fault(step)
+            assert file.num_bytes == files.num_bytes(group), f"{group}: not as many bytes as announced"
+            records.append(FileRecord(f"{group}.safetensors", *file.finish()))
+        return records
+    finally:
+        for file in open_files.values():
+            file.close()
+
+
+def _pass_fault(step: int) -> None:
+    with at_work(f"the checkpoint of step {step}"):
+        fault("ckpt_writer", step=step)
+
+
+def _already_there(target: Path, step: int, records: list[FileRecord]) -> bool:
+    """Whether the same state was saved at this step before (resumed, then stopped before another step was done)."""
+    try:
+        return os.path.lexists(target) and verify_checkpoint(target, step) == records
+    except (DamagedError, NoCheckpointError):
+        return False
+
+
+def _commit(output_dir: Path, temporary: Path, step: int) -> None:
+    """Give the finished folder its name.
+
+    Checkpoints of this step or later belong to a future that this run has left (it resumed from an earlier one):
+    were they still there after the rename, the next resume would take the newest of them for the run's own.
+    """
+    target = step_folder(output_dir, step)
+    set_aside: list[tuple[Path, Path]] = []
+    try:
+        for other_step, folder in list_checkpoints(output_dir):
+            if other_step >= step:
+                set_aside.append((folder, folder.rename(_free_deleted_name(folder))))
+        _pass_fault(step)
+        temporary.rename(target)
+        try:
+            sync_folder(output_dir)
+        except OSError:
+            target.rename(temporary)  # its name may not be durable, so it must not count as committed
+            raise
+    except BaseException:
+        for folder, deleted in set_aside:
+            deleted.rename(folder)
+        raise
+
+
+def prune_checkpoints(output_dir: Path, step: int, keep: int, warn: Say | None = None) -> None:
+    """Remove what `keep` leaves out, by step number (clocks jump), and what was set aside of steps up to `step`.
+
+    `step` was just made durable and stays. What cannot be removed is reported and left: the checkpoint just written is
+    good nevertheless.
+    """
+    try:
+        mine = [folder for other_step, folder in list_checkpoints(output_dir) if other_step <= step]
+        doomed = [entry for entry in output_dir.iterdir() if entry.name.startswith(f"{DELETED_PREFIX}step-")]
+        doomed += [folder for other_step, folder in list_set_aside(output_dir) if other_step <= step]
+    except (OSError, ResourceError) as error:
+        found = error.strerror if isinstance(error, OSError) else error.problems[0].found
+        _tell(warn, f"could not look for old checkpoints in {output_dir}: {found}")
+        return
+    for folder in mine[keep:]:
+        _pass_fault(step)
+        try:
+            doomed.append(folder.rename(_free_deleted_name(folder)))
+        except OSError as error:
+            _tell(warn, f"could not remove the old checkpoint {folder}: {error.strerror}")
+    for folder in doomed:
+        try:
+            remove_tree(folder)
+        except OSError as error:
+            _tell(warn, f"could not remove {folder}: {error.strerror}")
+
+
+def _make_room(output_dir: Path, needed_bytes: int, warn: Say | None) -> None:
+    """Remove what was set aside, the newest first, as long as the disk has no room for a checkpoint."""
+    for _, folder in list_set_aside(output_dir):
+        if free_bytes(output_dir) >= needed_bytes:
+            return
+        try:
+            remove_tree(folder)
+            _tell(warn, f"{folder} was removed: the disk has no room for it and another checkpoint")
+        except OSError as error:
+            _tell(warn, f"could not remove {folder}: {error.strerror}")
+
+
+def _free_deleted_name(folder: Path) -> Path:
+    """`.del-step-...`, with a number where an earlier removal was cut short."""
+    return free_name(folder.with_name(f"{DELETED_PREFIX}{folder.name}"))
+
+
+def _discard(temporary: Path) -> None:
+    """Remove a checkpoint that failed; what stays behind is removed at the next start."""
+    try:
+        if os.path.lexists(temporary):
+            remove_tree(temporary)
+    except OSError:
+        pass
+
+
+def _encode_json(value: Mapping[str, Any]) -> bytes:
+    return json.dumps(value, indent=1, allow_nan=False).encode() + b"\n"
+
+
+def _tell(warn: Say | None, message: str) -> None:
+    if warn is not None:
+        warn(message)
+
+
+RING_BUFFERS = 32
+MAX_BUFFER_BYTES = 8 * 1024**2
+"""The ring takes at most 256 MiB, and at most half of what is saved."""
+MIN_BUFFER_BYTES = 4096
+STILL_S = 3.0
+"""If a run ends by an error, it waits for a save in flight that makes progress at least this often."""
+
+State = list[tuple[str, str, torch.Tensor]]
+"""(file, tensor name, tensor) of one layer."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The contents of a checkpoint, and functions that give them layer by layer."""
+
+    step: int
+    layers: Sequence[int]
+    """Layers in the order in which they are copied, which is the order of the next update."""
+    state_of: Callable[[int], State]
+    """State of one layer; called again when it is copied, in the copying thread."""
+    wait_ready: Callable[[int], None]
+    """Blocks until a layer's state is that of `step`; called in the copying thread."""
+    meta: Mapping[str, Any]
+    """Plain JSON values."""
+    contents_of: Callable[[int], Iterable[tuple[str, str, torch.Tensor]]] | None = None
+    """Contents of one layer, called when it is copied in place of `state_of`, whose tensors may then be on the meta
+    device."""
+    is_written: bool = True
+    """False: `contents_of` sends each layer to the process that writes, and gives nothing."""
+
+
+class _StoppedError(Exception):
+    """The other thread of a save failed, or the run was interrupted."""
+
+
+@dataclass
+class _Buffer:
+    """One place of the ring."""
+
+    data: torch.Tensor
+    """uint8"""
+    num_bytes: int = 0
+    parts: list[tuple[str, int, int]] = field(default_factory=list)
+    """(file, start, end)"""
+
+
+class _Ring:
+    """Buffers that pass from the copying thread to the writing thread and back."""
+
+    def __init__(self, total_bytes: int) -> None:
+        size = min(MAX_BUFFER_BYTES, max(MIN_BUFFER_BYTES, total_bytes // 8))
+        count = min(RING_BUFFERS, max(2, total_bytes // 2 // size))
+        self.num_bytes = size * count
+        self._free: queue.Queue[_Buffer | None] = queue.Queue()
+        self._full: queue.Queue[_Buffer | None] = queue.Queue()
+        self._filling: _Buffer | None = None
+        for _ in range(count):
+            self._free.put(_Buffer(torch.empty(size, dtype=torch.uint8)))
+
+    def put(self, file: str, tensor: torch.Tensor) -> None:
+        """Copy a contiguous tensor into the ring; waits for room. When it returns, the tensor may change.
+
+        Raises:
+            _StoppedError: nobody reads any more.
+        """
+        rest = tensor.detach().reshape(-1).view(torch.uint8)
+        while rest.numel():
+            buffer = self._filling or self._next()
+            start = buffer.num_bytes
+            count = min(rest.numel(), buffer.data.numel() - start)
+            buffer.data[start : start + count].copy_(rest[:count])
+            buffer.parts.append((file, start, start + count))
+            buffer.num_bytes += count
+            rest = rest[count:]
+            if buffer.num_bytes == buffer.data.numel():
+                self._hand_over()
+
+    def _next(self) -> _Buffer:
+        buffer = self._free.get()
+        if buffer is None:
+            self._free.put(None)
+            raise _StoppedError
+        buffer.num_bytes = 0
+        buffer.parts.clear()
+        self._filling = buffer
+        return buffer
+
+    def _hand_over(self) -> None:
+        self._full.put(self._filling)
+        self._filling = None
+
+    def finish(self) -> None:
+        """Note that nothing more will be put."""
+        if self._filling is not None:
+            self._hand_over()
+        self._full.put(None)
+
+    def pieces(self) -> Iterator[tuple[str, memoryview]]:
+        """Everything that was put, in order."""
+        while (buffer := self._full.get()) is not None:
+            array: Any = buffer.data.numpy()
+            for file, start, end in buffer.parts:
+                yield file, memoryview(array)[start:end]
+            self._free.put(buffer)
+
+    def stop(self) -> None:
+        """Let both threads end."""
+        self._free.put(None)
+        self._full.put(None)
+
+
+class _Save:
+    """One checkpoint on its way to the disk."""
+
+    def __init__(self, snapshot: Snapshot, output_dir: Path, keep: int, tell: Tell, pause_s: float) -> None:
+        self.snapshot = snapshot
+        self.error: BaseException | None = None
+        self.moved_s = time.monotonic()
+        self._output_dir, self._keep, self._tell = output_dir, keep, tell
+        self._started_s = time.monotonic()
+        self._pause_s = pause_s
+        self._stopped = False
+        self._changed = threading.Condition()
+        self._waiting = set(snapshot.layers)
+        """Layers that must not change yet."""
+        specs: dict[str, list[TensorSpec]] = {}
+        for layer in snapshot.layers if snapshot.is_written else ():
+            for file, name, tensor in snapshot.state_of(layer):
+                specs.setdefault(file, []).append(TensorSpec.of(name, tensor))
+        self._specs = {file: tuple(items) for file, items in specs.items()}
+        self.ring = _Ring(sum(spec.num_bytes for items in specs.values() for spec in items))
+        self.threads = [threading.Thread(target=self._copy, name="ckpt-copy", daemon=True)]
+        if snapshot.is_written:
+            self.threads.append(threading.Thread(target=self._write, name="ckpt-writer", daemon=True))
+        for thread in self.threads:
+            thread.start()
+
+    def before_layer(self, layer: int, version: int) -> None:
+        """Block until `layer` has been copied, or never will be; not for the version that is itself to be copied."""
+        with self._changed:
+            if layer in self._waiting and version > self.snapshot.step:
+                started_s = time.monotonic()
+                while layer in self._waiting:
+                    self._changed.wait()
+                self._pause_s += time.monotonic() - started_s
+
+    def stop(self) -> None:
+        """Give up, and remove what was written."""
+        self._stopped = True
+        self.ring.stop()
+        self._release_all()
+
+    def _release_all(self) -> None:
+        with self._changed:
+            self._waiting.clear()
+            self._changed.notify_all()
+
+    def _fail(self, error: BaseException) -> None:
+        if self.error is None and not isinstance(error, _StoppedError):
+            self.error = error
+        self.stop()
+
+    def _copy(self) -> None:
+        set_own_threads(1)
+        contents_of = self.snapshot.contents_of or self.snapshot.state_of
+        try:
+            for layer in self.snapshot.layers:
+                self.snapshot.wait_ready(layer)
+                for file, _, tensor in contents_of(layer):
+                    self.moved_s = time.monotonic()
+                    self.ring.put(file, tensor)
+                with self._changed:
+                    self._waiting.discard(layer)
+                    self._changed.notify_all()
+            self.ring.finish()
+        except BaseException as error:  # travels as a value
+            self._fail(error)
+
+    def _pieces(self) -> Iterator[tuple[str, memoryview]]:
+        for piece in self.ring.pieces():
+            yield piece
+            self.moved_s = time.monotonic()
+        if self._stopped:
+            raise _StoppedError
+
+    def _write(self) -> None:
+        set_own_threads(1)
+        step = self.snapshot.step
+        files = FileSet(self._specs, self._pieces())
+        try:
+            folder = save_checkpoint(self._output_dir, step, files, self.snapshot.meta, self._keep, self._warn)
+            seconds = time.monotonic() - self._started_s
+            self._tell(CheckpointSaved(step, str(folder), seconds, self._pause_s))
+        except BaseException as error:  # travels as a value
+            self._fail(error)
+
+    def _warn(self, text: str) -> None:
+        self._tell(Notice(text))
+
+
+class Saver:
+    """Writes checkpoints in the background, one at a time; owns its threads inside `with`."""
+
+    def __init__(self, output_dir: Path, keep: int, tell: Tell, saved: Callable[[Mapping[str, Any]], None]) -> None:
+        """
+        Args:
+            output_dir: of the run.
+            keep: checkpoints kept.
+            tell: is told of each checkpoint, from a thread of the saver's.
+            saved: called in the owner's thread, some time after a checkpoint has become durable, with its `meta`.
+        """
+        self._output_dir, self._keep, self._tell, self._saved = output_dir, keep, tell, saved
+        self._save: _Save | None = None
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        save = self._save
+        if save is None:
+            return
+        if error is None:
+            self.wait()
+            return
+        if not isinstance(error, Exception):  # stopped at once
+            save.stop()
+        save.moved_s = time.monotonic()
+        for thread in save.threads:
+            while thread.is_alive() and time.monotonic() - save.moved_s < STILL_S:
+                thread.join(0.05)
+
+    def begin(self, snapshot: Snapshot, started_s: float) -> None:
+        """Start to save; waits for the save before this one.
+
+        Args:
+            started_s: monotonic time since when the training waits.
+
+        Raises:
+            as `wait`.
+        """
+        self.wait()
+        pause_s = time.monotonic() - started_s
+        self._save = _Save(snapshot, self._output_dir, self._keep, self._tell, pause_s)
+
+    def before_layer(self, layer: int, version: int) -> None:
+        """Block until the save in flight, if any, has copied `layer`, which is about to become that of step `version`.
+
+        Called by the thread that changes it.
+        """
+        save = self._save
+        if save is not None:
+            save.before_layer(layer, version)
+
+    def poll(self) -> None:
+        """Note the end of a save that has finished.
+
+        Raises:
+            as `wait`.
+        """
+        save = self._save
+        if save is not None and not any(thread.is_alive() for thread in save.threads):
+            self.wait()
+
+    def wait(self) -> None:
+        """Block until nothing is being saved.
+
+        Raises:
+            ResourceError: disk full or failing; older checkpoints are as they were.
+            InternalError: saving failed otherwise.
+        """
+        save = self._save
+        if save is None:
+            return
+        for thread in save.threads:
+            thread.join()
+        self._save = None
+        if save.error is None:
+            self._saved(save.snapshot.meta)
+            return
+        if isinstance(save.error, RoundpipeError):
+            raise save.error
+        text = f"{type(save.error).__name__}: {save.error}".strip()
+        where = f"the checkpoint of step {save.snapshot.step}"
+        if isinstance(save.error, MemoryError):
+            raise ResourceError("out of host memory while saving", where=where, found=text) from save.error
+        raise InternalError(f"saving failed: {text}", where=where) from save.error
