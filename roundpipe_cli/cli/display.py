@@ -142,9 +142,8 @@ class Display:
     def _open(self, first_step: int) -> LiveDashboard | None:
         from rich.console import Console
 
-        from roundpipe_cli.dashboard.live import LiveDashboard
+        from roundpipe_cli.dashboard.live import LiveDashboard, Terminal
         from roundpipe_cli.dashboard.replay import RunFiles
-        from roundpipe_cli.dashboard.terminal import Terminal
 
         known = RunFiles(self._output_dir).before(first_step) if first_step and self._output_dir is not None else None
         live = LiveDashboard(Terminal(), Console(file=sys.stdout), run_clock(), self._keys, known)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from roundpipe_cli.cli.output import say, say_data
 from roundpipe_cli.cli.progress_line import ProgressLine
 from roundpipe_cli.dashboard.state import DashboardState, fold
-from roundpipe_cli.dashboard.words import details
+from roundpipe_cli.dashboard.waiting import details
 from roundpipe_cli.events import (
     CheckpointSaved,
     EvaluationFinished,

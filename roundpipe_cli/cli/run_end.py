@@ -17,8 +17,7 @@ def show_end(output_dir: Path) -> None:
     """Say how a finished run went and which commands come next, and write its page."""
     from rich.console import Console
 
-    from roundpipe_cli.dashboard.comparison import comparison, comparison_table, range_note
-    from roundpipe_cli.dashboard.html import read_report, write_page
+    from roundpipe_cli.dashboard.html import comparison, comparison_table, range_note, read_report, write_page
     from roundpipe_cli.errors import RoundpipeError
 
     page = output_dir / "report.html"
@@ -47,7 +46,7 @@ def summary(report: Mapping[str, Any]) -> str:
 
     Speeds are of the steps since the last resume, and say so; the rest is of the whole run.
     """
-    from roundpipe_cli.dashboard.comparison import since_resume
+    from roundpipe_cli.dashboard.html import since_resume
 
     loss, measured = report.get("loss") or {}, report.get("measured") or {}
     evaluation = report.get("evaluation") or {}

@@ -193,9 +193,8 @@ def _live(files: RunFiles, state: DashboardState) -> DashboardState:
 
     from rich.console import Console
 
-    from roundpipe_cli.dashboard.live import KeyBinding, LiveDashboard
+    from roundpipe_cli.dashboard.live import KeyBinding, LiveDashboard, Terminal
     from roundpipe_cli.dashboard.state import fold_all
-    from roundpipe_cli.dashboard.terminal import Terminal
     from roundpipe_cli.events import run_clock
 
     left = threading.Event()
@@ -229,8 +228,7 @@ def _print_last(files: RunFiles, state: DashboardState) -> None:
 
     from rich.console import Console
 
-    from roundpipe_cli.dashboard.comparison import comparison, comparison_table, range_note
-    from roundpipe_cli.dashboard.html import read_report
+    from roundpipe_cli.dashboard.html import comparison, comparison_table, range_note, read_report
     from roundpipe_cli.dashboard.live import last_frame
     from roundpipe_cli.dashboard.replay import Life
 

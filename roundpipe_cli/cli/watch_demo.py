@@ -114,7 +114,7 @@ def write_picture(state: DashboardState, path: Path, *, where: str) -> None:
         RefusedError: no step to draw, or no such folder.
         ResourceError: the disk is full or failing.
     """
-    from roundpipe_cli.dashboard.share import shared_picture
+    from roundpipe_cli.dashboard.demo import shared_picture
     from roundpipe_cli.files import write_named
 
     path = named_path(path)
@@ -140,9 +140,8 @@ def _play(run: SimulatedRun, start_s: float) -> DashboardState:
     from rich.console import Console
 
     from roundpipe_cli.dashboard.demo import demo_events
-    from roundpipe_cli.dashboard.live import KeyBinding, LiveDashboard
+    from roundpipe_cli.dashboard.live import KeyBinding, LiveDashboard, Terminal
     from roundpipe_cli.dashboard.state import fold_all
-    from roundpipe_cli.dashboard.terminal import Terminal
     from roundpipe_cli.schedule.timeline import makespan_s
 
     left, step_s = threading.Event(), makespan_s(run.timeline)

@@ -1,4 +1,4 @@
-"""report.html: a run on one page without network or script. Everything comes from the run's files.
+"""report.html: a run on one page without network or script, with its pictures and predicted against measured.
 
 It has only content of the output directory: figures, messages, the resolved recipe. Recipes have no secrets.
 """
@@ -7,22 +7,299 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from roundpipe_cli.dashboard.comparison import comparison, figures, headings, range_note, since_resume
+from rich.table import Table
+
 from roundpipe_cli.dashboard.replay import REPORT_NAME, RunFiles, TimedEvent
 from roundpipe_cli.dashboard.state import DashboardState, fold_all
-from roundpipe_cli.dashboard.svg import STEPS, TIME, Series, curves, timelines
 from roundpipe_cli.dashboard.waiting import CAUSES, longest_waiting
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.events import RunStarted, Sample, StepTimeline
+from roundpipe_cli.events import MAX_NUMBER, RunStarted, Sample, Span, StepTimeline
 from roundpipe_cli.files import read_regular, write_named
-from roundpipe_cli.schedule.pictures import BOTH_ID, BOTH_NAME, WORK_COLOURS, WORK_NAMES
-from roundpipe_cli.units import GIB, counted, format_loss, format_seconds
+from roundpipe_cli.schedule.pictures import BOTH_ID, BOTH_NAME, BOTH_PAINT, DRAWN_NAMES, WORK_COLOURS, WORK_NAMES
+from roundpipe_cli.units import GIB, counted, format_bytes, format_loss, format_seconds, round_step
+
+# Pictures of a run as SVG: curves over steps or time, and what each worker did. Colours come from the page's CSS.
+
+WIDTH = 720
+"""Units of a picture; the page scales it."""
+LEFT, RIGHT, TOP, BOTTOM = 76, 12, 14, 30
+MAX_RECTANGLES = 6000
+MIN_MARGIN = 24
+"""A value nearer to the right end than this ends below its place, in place of having its middle there."""
+NUM_TICKS = 5
+"""About so many on an axis, at round values."""
+SvgPoint = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Series:
+    """One line of a picture."""
+
+    name: str
+    points: Sequence[SvgPoint]
+    css: str
+    marks: bool = False
+    """Single points in place of a line."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Quantity of the horizontal axis."""
+
+    name: str
+    show: Callable[[float], str]
+    """A value in words."""
+    least: float = 0.0
+    """Distance of two ticks at least."""
+    round_lengths: Sequence[float] = ()
+    """Distances that are round beside powers of ten, in order: of seconds, those that are minutes and hours."""
+
+    def ticks(self, left: float, right: float) -> list[float]:
+        """Round values from `left` to `right`."""
+        if right <= left:
+            return [left]
+        step = max(self.least, round_step(right - left, NUM_TICKS))
+        wanted = (right - left) / NUM_TICKS
+        if self.round_lengths and self.round_lengths[0] <= wanted <= self.round_lengths[-1]:
+            step = next(length for length in self.round_lengths if length >= wanted)
+        first, last = math.ceil(left / step - 1e-9), math.floor(right / step + 1e-9)
+        return [index * step for index in range(first, last + 1)]
+
+
+STEPS = Axis("step", lambda step: f"{step:.0f}", least=1.0)
+TIME = Axis(
+    "time",
+    format_seconds,
+    round_lengths=(10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 28800, 43200, 86400),
+)
+
+
+def curves(
+    series: Sequence[Series],
+    axis: Axis,
+    *,
+    title: str,
+    height: int = 260,
+    from_zero: bool = False,
+) -> str:
+    """Lines over a common axis; an empty picture says so."""
+    points = [point for one in series for point in one.points]
+    body = [f'<text class="note" x="{WIDTH / 2}" y="{height / 2}" text-anchor="middle">nothing was recorded</text>']
+    if points:
+        box = _Box(points, height, from_zero)
+        body = [*box.axes(axis), *(_draw(one, box) for one in series if one.points)]
+    return _picture(title, height, body)
+
+
+class _Box:
+    """From values to places in a picture."""
+
+    def __init__(self, points: Sequence[SvgPoint], height: int, from_zero: bool) -> None:
+        self.left, self.right = min(x for x, _ in points), max(x for x, _ in points)
+        self.low = 0.0 if from_zero else min(y for _, y in points)
+        self.high = max(y for _, y in points)
+        if self.high - self.low <= 1e-9 * abs(self.high):
+            self.low, self.high = self.low - 0.5, self.high + 0.5
+        self.height = height
+
+    def place(self, point: SvgPoint) -> SvgPoint:
+        across = (point[0] - self.left) / (self.right - self.left) if self.right > self.left else 0.5
+        up = (point[1] - self.low) / (self.high - self.low)
+        return (
+            LEFT + across * (WIDTH - LEFT - RIGHT),
+            self.height - BOTTOM - up * (self.height - TOP - BOTTOM),
+        )
+
+    def axes(self, axis: Axis) -> list[str]:
+        parts = []
+        step = round_step(self.high - self.low, NUM_TICKS)
+        for index in range(math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9) + 1):
+            value = index * step
+            _, y = self.place((self.left, value))
+            parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+            parts.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{value:.6g}</text>')
+        bottom = self.height - 8
+        parts.append(f'<text x="{LEFT - 8}" y="{bottom}" text-anchor="end">{escape(axis.name)}</text>')
+        for value in axis.ticks(self.left, self.right):
+            x, _ = self.place((value, self.low))
+            parts.append(tick(x, bottom, axis.show(value)))
+        return parts
+
+
+def tick(x: float, y: float, text: str) -> str:
+    """A value of the lower axis, inside the picture at both of its ends."""
+    anchor = "start" if x < LEFT + 1 else "end" if x > WIDTH - RIGHT - MIN_MARGIN else "middle"
+    return f'<text x="{x:.1f}" y="{y}" text-anchor="{anchor}">{escape(text)}</text>'
+
+
+def _draw(series: Series, box: _Box) -> str:
+    places = [box.place(point) for point in series.points]
+    if series.marks or len(places) == 1:
+        dots = (
+            f'<circle class="{series.css} dot" cx="{x:.1f}" cy="{y:.1f}" r="4"><title>{escape(series.name)} '
+            f"{value:.4f} at {at:g}</title></circle>"
+            for (x, y), (at, value) in zip(places, series.points, strict=True)
+        )
+        return "".join(dots)
+    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+    return f'<polyline class="{series.css}" points="{path}"><title>{escape(series.name)}</title></polyline>'
+
+
+def timelines(steps: Sequence[StepTimeline], devices: Sequence[str], *, title: str) -> str:
+    """The work of each worker in consecutive steps, each step from zero on a common scale, one below the other."""
+    lane, gap, heading = 18, 6, 30
+    num_workers = max(len(devices), 1)
+    block = heading + num_workers * (lane + gap) + 10
+    height = max(60, len(steps) * block + BOTTOM)
+    longest_s = max((span.end_s for step in steps for span in step.spans), default=0.0) or 1.0
+    scale = (WIDTH - LEFT - RIGHT) / longest_s
+    body = [BOTH_PAINT]
+    if not steps:
+        body.append(f'<text class="note" x="{WIDTH / 2}" y="34" text-anchor="middle">no timeline was recorded</text>')
+    smallest_s = _smallest_s(steps, longest_s)
+    for index, step in enumerate(steps):
+        top = index * block
+        last_s = max((span.end_s for span in step.spans), default=0.0)
+        body.append(f'<text class="strong" x="4" y="{top + 20}">step {step.step}: {format_seconds(last_s)}</text>')
+        for worker in range(num_workers):
+            y = top + heading + worker * (lane + gap)
+            body.append(f'<text x="{LEFT - 8}" y="{y + 13}" text-anchor="end">w{worker}</text>')
+            body.append(
+                f'<rect class="idle" x="{LEFT}" y="{y}" width="{last_s * scale:.2f}" height="{lane}">'
+                f"<title>idle</title></rect>"
+            )
+        for span in step.spans:
+            if span.end_s - span.start_s < smallest_s or not 0 <= span.worker < num_workers:
+                continue
+            y = top + heading + span.worker * (lane + gap)
+            body.append(_rectangle(span, y, scale))
+    body += [tick(LEFT + value * scale, height - 8, TIME.show(value)) for value in TIME.ticks(0.0, longest_s)]
+    return _picture(title, height, body)
+
+
+def _smallest_s(steps: Sequence[StepTimeline], longest_s: float) -> float:
+    """Shorter pieces are left out where there are more than a page can show."""
+    lengths = sorted((span.end_s - span.start_s for step in steps for span in step.spans), reverse=True)
+    if len(lengths) <= MAX_RECTANGLES:
+        return 0.0
+    return max(lengths[MAX_RECTANGLES], 1e-5 * longest_s)
+
+
+def _rectangle(span: Span, y: float, scale: float) -> str:
+    seconds = span.end_s - span.start_s
+    x, width = LEFT + span.start_s * scale, max(seconds * scale, 0.3)
+    if span.lane == "compute" and span.kind in DRAWN_NAMES:
+        work = f"stage {span.stage}, microbatch {span.microbatch}"
+        name = f"{DRAWN_NAMES[span.kind]}, {work}, {format_seconds(seconds)}"
+        place = f'x="{x:.2f}" y="{y}" width="{width:.2f}" height="14"'
+        return f'<rect class="kind-{span.kind}" {place}><title>{name}</title></rect>'
+    if span.lane not in ("up", "down"):
+        return ""
+    top = y + (14 if span.lane == "up" else 16)  # links are thin lines below the computation
+    place = f'x="{x:.2f}" y="{top}" width="{width:.2f}" height="2"'
+    return f'<rect class="{span.lane}" {place}><title>{span.lane}</title></rect>'
+
+
+def _picture(title: str, height: int, body: Sequence[str]) -> str:
+    return (
+        f'<svg role="img" viewBox="0 0 {WIDTH} {height}" xmlns="http://www.w3.org/2000/svg">'
+        f"<title>{escape(title)}</title>{''.join(body)}</svg>"
+    )
+
+
+# Predicted against measured: the rows of a table, from a run's report.json.
+
+ComparisonRow = tuple[str, str, str, str]
+_NONE = "-"
+
+
+def comparison(report: Mapping[str, Any]) -> list[ComparisonRow]:
+    """(name, predicted, measured, error) of a finished run."""
+    predicted, measured = figures(report, "predicted"), figures(report, "measured")
+    rows = [
+        _row("forward and backward", predicted.get("step_s"), measured.get("pipeline_s"), _seconds),
+        _row("whole step", None, measured.get("step_s"), _seconds),
+        _row("tokens/s", predicted.get("tokens_per_s"), measured.get("tokens_per_s"), _rate),
+        _share("bubble", predicted.get("bubble_ratio"), measured.get("bubble_ratio")),
+        _share("busy, launch bound", None, measured.get("launch_bound_ratio") or None),
+        _row("device memory", predicted.get("device_peak_bytes"), measured.get("device_peak_bytes"), _bytes),
+        _row("host memory", predicted.get("host_bytes"), measured.get("host_peak_bytes"), _bytes),
+    ]
+    return [row for row in rows if row[2] != _NONE]
+
+
+def range_note(report: Mapping[str, Any]) -> str:
+    """Whether the measured time of forward and backward lay in the predicted range; empty where either is not known."""
+    predicted, measured = figures(report, "predicted"), figures(report, "measured").get("pipeline_s")
+    least_s, most_s = predicted.get("least_step_s"), predicted.get("most_step_s")
+    if not (least_s and most_s and measured):
+        return ""
+    where = "inside" if least_s <= measured <= most_s else "OUTSIDE"
+    return f"forward and backward: {where} the predicted range, {format_seconds(least_s)} to {format_seconds(most_s)}"
+
+
+def since_resume(report: Mapping[str, Any]) -> str:
+    """`since step 5` where the measured figures begin with a resume after step 4; empty where with the run."""
+    first_step = figures(report, "measured").get("first_step", 1)
+    return f"since step {first_step:.0f}" if first_step > 1 else ""
+
+
+def figures(report: Mapping[str, Any], key: str) -> dict[str, float]:
+    """The numbers of a part of the report; other values are left out."""
+    part = report.get(key)
+    items = part.items() if isinstance(part, dict) else ()
+    return {
+        name: value
+        for name, value in items
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < MAX_NUMBER
+    }
+
+
+def comparison_table(report: Mapping[str, Any]) -> Table:
+    """The table as lines for a terminal."""
+    table = Table(box=None, pad_edge=False)
+    for index, heading in enumerate(headings(report)):
+        table.add_column(heading, justify="right" if index else "left", no_wrap=True)
+    for row in comparison(report):
+        table.add_row(*row)
+    return table
+
+
+def headings(report: Mapping[str, Any]) -> ComparisonRow:
+    """Headings of the columns of the table."""
+    return "", "predicted", f"measured {since_resume(report)}".rstrip(), "off"
+
+
+def _row(name: str, predicted: float | None, measured: float | None, show: Any) -> ComparisonRow:
+    off = f"{100 * (measured / predicted - 1):+.0f} %" if predicted and measured else _NONE
+    return name, show(predicted), show(measured), off
+
+
+def _share(name: str, predicted: float | None, measured: float | None) -> ComparisonRow:
+    points = 100 * (measured - predicted) if predicted is not None and measured is not None else None
+    shown = [_NONE if share is None else f"{100 * share:.1f} %" for share in (predicted, measured)]
+    return name, shown[0], shown[1], _NONE if points is None else f"{points:+.1f} points"
+
+
+def _seconds(value: float | None) -> str:
+    return format_seconds(value) if value else _NONE
+
+
+def _bytes(value: float | None) -> str:
+    return format_bytes(value) if value else _NONE
+
+
+def _rate(value: float | None) -> str:
+    return f"{value:,.0f}" if value else _NONE
+
 
 NUM_TIMELINES = 3
 MAX_SAMPLES = 1500

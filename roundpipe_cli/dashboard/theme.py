@@ -1,10 +1,11 @@
-"""Colours and characters. Colours are of middle brightness, so that they show on dark and on light terminals; the text
-itself has the terminal's own colour."""
+"""Colours and characters of a screen, and how its lines are cut, framed and set side by side."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+
+from rich.text import Text
 
 from roundpipe_cli.schedule.pictures import WORK_COLOURS
 
@@ -75,3 +76,55 @@ def theme_for(encoding: str, has_colour: bool) -> Theme:
     """The theme for a terminal that writes `encoding`."""
     is_unicode = encoding.lower().replace("-", "").replace("_", "").startswith("utf")
     return Theme(has_colour=has_colour, glyphs=Glyphs() if is_unicode else ASCII)
+
+
+# Arranges lines of text: cut to a width, framed, side by side.
+
+
+def escape_controls(text: str) -> str:
+    """Control characters escaped, so that no name or message can steer the terminal."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def fit(line: Text, width: int, theme: Theme) -> Text:
+    """A copy of exactly `width` columns."""
+    line = line.copy()
+    if line.cell_len > width > 0:
+        line.truncate(width - 1, overflow="crop")
+        line.append(theme.glyphs.ellipsis, theme.faint)
+    line.truncate(width, overflow="crop", pad=True)
+    return line
+
+
+def spread(left: Text, right: Text, width: int, theme: Theme) -> Text:
+    """`left` at the left and, if there is room, `right` at the right."""
+    gap = width - left.cell_len - right.cell_len
+    return Text.assemble(left, " " * gap, right) if gap >= 0 else fit(left, width, theme)
+
+
+def framed(title: Text, note: str, lines: Sequence[Text], width: int, theme: Theme) -> list[Text]:
+    """Lines in a frame with a title at its left and a note at its right."""
+    top_left, bar, top_right, side, bottom_left, bottom_right = tuple(theme.glyphs.frame)
+    faint, inner = theme.faint, width - 4
+    title = fit(title, min(title.cell_len, inner - 2), theme)
+    if title.cell_len + len(note) + 4 > inner:
+        note = ""
+    gap = width - 5 - title.cell_len - (len(note) + 2 if note else 0)
+    top = Text.assemble((f"{top_left}{bar} ", faint), title, (f" {bar * (gap - 1)}", faint))
+    if note:
+        top.append(f" {note} ", faint)
+    top.append(f"{bar}{top_right}", faint)
+    rows = [Text.assemble((f"{side} ", faint), fit(line, inner, theme), (f" {side}", faint)) for line in lines]
+    return [top, *rows, Text(f"{bottom_left}{bar * (width - 2)}{bottom_right}", style=faint)]
+
+
+def beside(blocks: Sequence[Sequence[Text]], widths: Sequence[int], theme: Theme) -> list[Text]:
+    """Blocks of lines next to each other, the shorter ones filled up."""
+    height = max((len(block) for block in blocks), default=0)
+    rows = []
+    for index in range(height):
+        row = Text()
+        for block, width in zip(blocks, widths, strict=True):
+            row.append_text(fit(block[index] if index < len(block) else Text(), width, theme))
+        rows.append(row)
+    return rows

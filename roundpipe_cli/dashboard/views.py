@@ -1,4 +1,4 @@
-"""A screen from a state: a pure function of state, time and size.
+"""A screen from a state: figures, lanes and workers as a pure function of state, time and size.
 
 header and progress           2 lines
 workers                       framed where there is room, down to a line each
@@ -11,20 +11,373 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from rich.text import Text
 
-from roundpipe_cli.dashboard.chart import chart
-from roundpipe_cli.dashboard.digits import large
-from roundpipe_cli.dashboard.figures import figure_lines
-from roundpipe_cli.dashboard.layout import beside, escape_controls, fit, framed, spread
-from roundpipe_cli.dashboard.spans import window_s
-from roundpipe_cli.dashboard.state import SIMULATED, DashboardState
-from roundpipe_cli.dashboard.theme import Theme
-from roundpipe_cli.dashboard.workers import staircase_block, workers_block
-from roundpipe_cli.schedule.pictures import WORK_NAMES
-from roundpipe_cli.units import format_loss, format_seconds
+from roundpipe_cli.dashboard.chart import chart, large
+from roundpipe_cli.dashboard.state import SIMULATED, DashboardState, WorkerView, window_s
+from roundpipe_cli.dashboard.theme import Theme, beside, escape_controls, fit, framed, spread
+from roundpipe_cli.events import Span
+from roundpipe_cli.schedule.pictures import BOTH, WORK_NAMES
+from roundpipe_cli.units import GIB, format_loss, format_seconds
+
+# The figures of a run at the side of its curve, the most important first.
+
+
+def figure_lines(state: DashboardState, height: int, width: int, theme: Theme, *, has_loss: bool = False) -> list[Text]:
+    """At most `height` lines of `width` columns: a name and a value each.
+
+    Args:
+        has_loss: the loss first; elsewhere the curve's title has it.
+    """
+    rows = [*_step_rows(state, has_loss), *_machine_rows(state)]
+    return [_row(name, value, note, width, theme) for name, value, note in rows[:height]]
+
+
+def _row(name: str, value: str, note: str, width: int, theme: Theme) -> Text:
+    if len(name) + len(value) + len(note) + 1 > width:  # a note adds to the value; the unit is in the value
+        note = ""
+    gap = max(1, width - len(name) - len(value) - len(note))
+    return Text.assemble((name, theme.faint), " " * gap, (value, "bold"), (note, theme.faint))
+
+
+def _step_rows(state: DashboardState, has_loss: bool) -> list[tuple[str, str, str]]:
+    step = state.step
+    if step is None:
+        return [("tokens/s", "-", ""), ("step", "-", ""), ("bubble", "-", "")]
+    median = f"{100 * state.median_bubble.value:.1f} %"
+    rows = [
+        ("tokens/s", _grouped(step.tokens_per_s), ""),
+        ("step", format_seconds(step.step_s), ""),
+        ("bubble", f"{100 * step.bubble_ratio:.1f} %", "" if state.is_simulated else f" median {median}"),
+    ]
+    if has_loss and state.is_over and not state.is_simulated:  # the end of a run shows the median below
+        rows = [(f"{name}, last", value, "") for name, value, _ in rows[:2]] + [("bubble, median", median, "")]
+    if state.is_simulated:
+        return rows
+    if has_loss or (state.run is not None and state.run.goal != "loss"):
+        rows.insert(0 if has_loss else len(rows), ("loss", format_loss(step.loss), ""))
+    rewards = step.preference or {}
+    if "reward_margin" in rewards:  # of preference pairs: what training is to make larger
+        rows.append(("reward margin", f"{rewards['reward_margin']:.3g}", ""))
+    if "reward_accuracy" in rewards:
+        rows.append(("reward accuracy", f"{100 * rewards['reward_accuracy']:.0f} %", ""))
+    if state.run is None or state.run.goal == "loss":
+        rows += [("learning rate", f"{step.learning_rate:.2e}", ""), ("gradient norm", f"{step.grad_norm:.3g}", "")]
+    return rows
+
+
+def _machine_rows(state: DashboardState) -> list[tuple[str, str, str]]:
+    rows: list[tuple[str, str, str]] = []
+    sample, step = state.sample, state.step
+    if sample is not None:
+        total = f" of {sample.host_total_bytes / GIB:.3g} GiB"
+        rows.append(("host memory", f"{sample.host_used_bytes / GIB:.1f} GiB", total))
+        rows.append(("this program", f"{sample.process_bytes / GIB:.1f} GiB", ""))
+    rates = [worker.sample.upload_bytes_per_s for worker in state.workers]
+    if step is not None and step.upload_bytes and all(rate is None for rate in rates):
+        rows.append(("upload", f"{step.upload_bytes / step.step_s / 1e9:.1f} GB/s", ""))
+    if step is not None and step.device_peak_bytes and all(w.sample.used_bytes is None for w in state.workers):
+        rows.append(("device peak", f"{step.device_peak_bytes / GIB:.2f} GiB", ""))
+    if step is not None:
+        rows.append(("tokens", _grouped(step.tokens), " this step"))
+    if sample is not None:
+        rows += [(f"queue of {name}", str(count), "") for name, count in sample.queues]
+    return rows
+
+
+def _grouped(value: float) -> str:
+    """Thousands apart, as `plan` writes them: `12,345`."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+# The lane of a worker: what it did in each short slice of the last seconds, in proportion, as characters.
+#
+# forward        recompute and backward           idle
+# FFFFFFFFFF.....RRBBBRRBBBRRBBB..................~~~FFFF        (without colour; ~ waits for an upload)
+
+IDLE, WAIT = ".", "~"
+ROUNDING = 1e-6
+"""Smaller shares are rounding errors."""
+
+
+def slices(spans: Sequence[Span], num_slices: int, slice_s: float, end_index: int) -> str:
+    """One letter per slice; slice k of the world lasts from k to k + 1 times `slice_s`.
+
+    A slice that several kinds of work share shows one of them. What it could not show of the others is carried over to
+    the next slice that has them, so that over a lane each kind has as many letters as its share of the time.
+
+    Slices are bound to the clock and not to the present, and so is the slice where carrying begins: a moving lane does
+    not flicker.
+
+    Args:
+        spans: of one worker, on the run's clock.
+        num_slices: how many.
+        end_index: of the world's slice after the last one shown.
+    """
+    if num_slices <= 0:
+        return ""
+    first = end_index - num_slices
+    begin = first // num_slices * num_slices
+    shares = _shares(spans, begin, end_index, slice_s)
+    letters = _letters(shares)[first - begin :]
+    return "".join("FB"[(first + at) % 2] if one == BOTH else one for at, one in enumerate(letters))
+
+
+def _shares(spans: Sequence[Span], begin: int, end: int, slice_s: float) -> list[dict[str, float]]:
+    """Shares of each slice by use: kinds of work, and the rest as waiting or idle."""
+    compute: list[dict[str, float]] = [{} for _ in range(end - begin)]
+    uploads = [0.0] * len(compute)
+    for span in spans:
+        if span.end_s <= begin * slice_s or span.lane not in ("compute", "up"):
+            continue
+        start_at, end_at = span.start_s / slice_s - begin, span.end_s / slice_s - begin
+        for index in range(max(0, math.floor(start_at)), min(len(compute), math.ceil(end_at))):
+            share = min(end_at, index + 1) - max(start_at, index)
+            if span.lane == "up":
+                uploads[index] += share
+            else:
+                compute[index][span.kind] = compute[index].get(span.kind, 0.0) + share
+    for shares, upload in zip(compute, uploads, strict=True):
+        idle = 1.0 - sum(shares.values())
+        if idle > ROUNDING:
+            shares[WAIT if upload > 0.5 * idle else IDLE] = idle
+    return compute
+
+
+def _letters(shares: Sequence[Mapping[str, float]]) -> str:
+    """For each slice, the kind of work in it with most time not yet shown."""
+    owed: dict[str, float] = {}
+    letters = []
+    for slice_ in shares:
+        for kind, share in slice_.items():
+            owed[kind] = owed.get(kind, 0.0) + share
+        letter = max(slice_, key=lambda kind: (owed[kind], slice_[kind]))
+        owed[letter] -= 1.0
+        letters.append(letter)
+    return "".join(letters)
+
+
+def lane(
+    spans: Sequence[Span], end_s: float, seconds: float, width: int, theme: Theme, num_lines: int = 1
+) -> list[Text]:
+    """The last `seconds` before `end_s` of one worker in `width` characters, with colour two slices in each.
+
+    Args:
+        num_lines: equal ones, but for the thin line where the worker is idle.
+    """
+    if width <= 0:
+        return [Text()] * num_lines
+    if not theme.has_colour:
+        slice_s = seconds / width
+        return [Text(slices(spans, width, slice_s, math.floor(end_s / slice_s)))] * num_lines
+    slice_s = seconds / width / 2
+    end_index = math.floor(end_s / slice_s / 2) * 2
+    letters = slices(spans, 2 * width, slice_s, end_index)
+    idle = [" "] * num_lines
+    idle[num_lines // 2] = theme.glyphs.idle_of_two if num_lines == 2 else theme.glyphs.idle
+    return [_line(letters, width, idle[line], theme) for line in range(num_lines)]
+
+
+def _line(letters: str, width: int, idle: str, theme: Theme) -> Text:
+    text = Text()
+    start = 0
+    pairs = [letters[index : index + 2] for index in range(0, 2 * width, 2)]
+    for index in range(1, width + 1):  # runs of equal characters are one piece: fewer bytes for the terminal
+        if index == width or pairs[index] != pairs[start]:
+            character, style = _block(pairs[start], idle, theme)
+            text.append(character * (index - start), style)
+            start = index
+    return text
+
+
+def _block(pair: str, idle: str, theme: Theme) -> tuple[str, str]:
+    """Character and style of two slices."""
+    left, right = pair[0], pair[1]
+    glyphs, colours = theme.glyphs, theme.kinds
+    if left in colours and right in colours:
+        return (glyphs.full, colours[left]) if left == right else (glyphs.left, f"{colours[left]} on {colours[right]}")
+    if left in colours:
+        return glyphs.left, colours[left]
+    if right in colours:
+        return glyphs.right, colours[right]
+    return (glyphs.wait, theme.wait) if WAIT in pair else (idle, theme.faint)
+
+
+# The workers' part of a screen: the largest of several layouts that fits.
+#
+# framed      title, lane (of several lines where there is room), figures, bottom
+# two lines   lane, figures
+# one line    name, lane, busy share, memory
+#
+# A simulated run has lanes without figures between them, in one column: the staircase of the method.
+
+RESERVED_LINES = 9
+"""Lines of the room that is left, for curve and messages; a look that takes them is chosen only if none leaves them."""
+MIN_COLUMN = 58
+
+
+@dataclass(frozen=True)
+class _Scene:
+    workers: Sequence[WorkerView]
+    end_s: float
+    """End of the lanes, on the run's clock."""
+    seconds: float
+    theme: Theme
+
+
+_Look = Callable[[_Scene, int, int], list[Text]]
+
+
+def workers_block(
+    workers: Sequence[WorkerView], end_s: float, seconds: float, width: int, height: int, theme: Theme
+) -> list[Text]:
+    """At most `height` lines; workers that have no room at all are counted in the last line.
+
+    Args:
+        end_s: up to when it is known what workers did, on the run's clock.
+        seconds: that a lane shows.
+    """
+    if not workers or height <= 0:
+        return []
+    scene = _Scene(workers, end_s, seconds, theme)
+    looks: list[tuple[int, _Look]] = [(n + 3, _framed(n)) for n in ((3, 2, 1) if theme.has_colour else (1,))]
+    looks += [(2, _two_lines), (1, _one_line)]
+    columns = [1] if width < 2 * MIN_COLUMN else [1, 2] if width < 4 * MIN_COLUMN else [1, 2, 4]
+    candidates = [(lines, look, count) for lines, look in looks for count in columns if not (count > 1 and lines == 6)]
+    reserved = RESERVED_LINES if height >= 18 else 0
+    for room in (height - reserved, height):
+        for lines, look, count in candidates:
+            if lines * -(-len(workers) // count) <= room:
+                return _grid(scene, look, count, width)
+    shown = max(0, height - 1) * columns[-1]
+    some = _Scene(workers[:shown], end_s, seconds, theme)
+    rest = Text(f"  and {len(workers) - shown} more workers: a higher terminal shows them", style=theme.faint)
+    return [*_grid(some, _one_line, columns[-1], width), rest]
+
+
+def staircase_block(
+    workers: Sequence[WorkerView], end_s: float, seconds: float, width: int, height: int, theme: Theme
+) -> list[Text]:
+    """One column of lanes, as high as there is room for; arguments as of `workers_block`."""
+    for lines in (3, 2) if theme.has_colour else ():
+        if 0 < lines * len(workers) <= height - RESERVED_LINES:
+            return _grid(_Scene(workers, end_s, seconds, theme), _named(lines), 1, width)
+    if len(workers) > height:
+        return workers_block(workers, end_s, seconds, width, height, theme)
+    return _grid(_Scene(workers, end_s, seconds, theme), _one_line, 1, width)
+
+
+def _grid(scene: _Scene, look: _Look, count: int, width: int) -> list[Text]:
+    widths = [width // count + (index < width % count) for index in range(count)]
+    lines: list[Text] = []
+    for start in range(0, len(scene.workers), count):
+        members = range(start, min(start + count, len(scene.workers)))
+        blocks = [look(scene, index, widths[index - start]) for index in members]
+        lines += beside(blocks, widths[: len(blocks)], scene.theme)
+    return lines
+
+
+def _lane(scene: _Scene, worker: WorkerView, width: int, num_lines: int = 1) -> list[Text]:
+    spans = worker.spans if worker.running is None else (*worker.spans, worker.running)
+    return lane(spans, scene.end_s, scene.seconds, width, scene.theme, num_lines)
+
+
+def _framed(num_lanes: int) -> _Look:
+    def look(scene: _Scene, index: int, width: int) -> list[Text]:
+        worker, theme = scene.workers[index], scene.theme
+        title = Text.assemble((f"worker {index}", "bold"), f" {theme.glyphs.between} {escape_controls(worker.device)}")
+        body = [*_lane(scene, worker, width - 4, num_lanes), _figures(worker, width - 4, theme)]
+        return framed(title, f"last {format_seconds(scene.seconds)}", body, width, theme)
+
+    return look
+
+
+def _two_lines(scene: _Scene, index: int, width: int) -> list[Text]:
+    worker, theme = scene.workers[index], scene.theme
+    name = _name_of(scene, index)
+    indent = name.cell_len
+    return [
+        Text.assemble(name, *_lane(scene, worker, width - indent - 1)),
+        Text.assemble(" " * indent, _figures(worker, width - indent - 1, theme)),
+    ]
+
+
+def _named(num_lanes: int) -> _Look:
+    """A lane of several lines with its name and share beside one of them, and no line between two lanes."""
+
+    def look(scene: _Scene, index: int, width: int) -> list[Text]:
+        worker, middle = scene.workers[index], (num_lanes - 1) // 2
+        name, tail = _name_of(scene, index), Text(f" {_percent(worker.utilization)} ")
+        blank, after = Text(" " * name.cell_len), Text(" " * tail.cell_len)
+        lanes = _lane(scene, worker, width - name.cell_len - tail.cell_len, num_lanes)
+        return [
+            Text.assemble(name if at == middle else blank, line, tail if at == middle else after)
+            for at, line in enumerate(lanes)
+        ]
+
+    return look
+
+
+def _name_of(scene: _Scene, index: int) -> Text:
+    """Number and device, as wide as the longest of them: lanes begin below each other."""
+    number = len(str(len(scene.workers) - 1))
+    devices = [escape_controls(worker.device) for worker in scene.workers]
+    name = Text.assemble((f" {index:>{number}} ", "bold"), f"{devices[index]} ")
+    return fit(name, max(10, number + 3 + max(map(len, devices))), scene.theme)
+
+
+def _one_line(scene: _Scene, index: int, width: int) -> list[Text]:
+    worker, name = scene.workers[index], _name_of(scene, index)
+    tail = Text(f" {_percent(worker.utilization)}")
+    sample = worker.sample
+    if sample.used_bytes is not None and sample.total_bytes:
+        tail.append(f" {sample.used_bytes / GIB:4.1f}/{sample.total_bytes / GIB:.0f} GiB")
+    tail.append(" ")
+    return [Text.assemble(name, *_lane(scene, worker, width - name.cell_len - tail.cell_len), tail)]
+
+
+def _percent(share: float | None) -> str:
+    return f"{100 * share:3.0f} %" if share is not None else "  - %"
+
+
+def _figures(worker: WorkerView, width: int, theme: Theme) -> Text:
+    """Share of the last step that it computed, and what the device tells; the rest is left out where it has no room."""
+    now, mean = worker.utilization, worker.mean_utilization.value
+    parts = []
+    if now is not None:
+        busy = Text.assemble("busy ", (_percent(now).strip(), "bold"), (f" mean {_percent(mean).strip()}", theme.faint))
+        parts.append(busy)
+    else:
+        parts.append(Text("first step", style=theme.faint))
+    sample = worker.sample
+    if sample.used_bytes is not None and sample.total_bytes:
+        parts.append(Text(f"{sample.used_bytes / GIB:.1f} of {sample.total_bytes / GIB:.0f} GiB"))
+    if sample.upload_bytes_per_s is not None:
+        rates = f"{theme.glyphs.up}{sample.upload_bytes_per_s / 1e9:.1f}"
+        if sample.download_bytes_per_s is not None:
+            rates += f" {theme.glyphs.down}{sample.download_bytes_per_s / 1e9:.1f}"
+        parts.append(Text(f"{rates} GB/s"))
+    if sample.temperature_c is not None:
+        parts.append(Text(f"{sample.temperature_c:.0f}{theme.glyphs.degree}"))
+    if sample.power_w is not None:
+        parts.append(Text(f"{sample.power_w:.0f} W"))
+    return _joined(parts, width)
+
+
+def _joined(parts: Sequence[Text], width: int) -> Text:
+    """The parts that fit, three columns apart where there is room, otherwise two or one."""
+    for gap in (3, 2, 1):
+        if sum(part.cell_len + gap for part in parts) - gap <= width:
+            return Text(" " * gap).join(parts)
+    line = Text()
+    for part in parts:
+        if line.cell_len + 1 + part.cell_len <= width:
+            line.append(" " if line.cell_len else "").append_text(part)
+    return line
+
 
 MIN_WIDTH, MIN_HEIGHT = 40, 10
 """On smaller screens only the header is shown."""

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from roundpipe_cli.dashboard.demo import demo_events
+from roundpipe_cli.dashboard.demo import demo_events, shared_picture
 from roundpipe_cli.dashboard.html import page
-from roundpipe_cli.dashboard.share import shared_picture
 from roundpipe_cli.dashboard.state import fold_all
 from scripts import page_check
 from tests.support.recorded import START_S, recorded_run, simulated_run

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from roundpipe_cli import events
-from roundpipe_cli.dashboard.comparison import comparison
+from roundpipe_cli.dashboard.html import comparison
 from roundpipe_cli.dashboard.replay import RunFiles
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import (

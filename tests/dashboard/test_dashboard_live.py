@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from roundpipe_cli.dashboard.live import MAX_QUEUED, LiveDashboard
-from roundpipe_cli.dashboard.terminal import Terminal
+from roundpipe_cli.dashboard.live import MAX_QUEUED, LiveDashboard, Terminal
 from roundpipe_cli.events import Notice
 from tests.support.e2e import REPOSITORY, make_model, make_workspace, metrics
 

@@ -16,13 +16,11 @@ from rich.console import Console
 
 from roundpipe_cli.dashboard.chart import chart
 from roundpipe_cli.dashboard.demo import demo_events
-from roundpipe_cli.dashboard.lane import lane, slices
 from roundpipe_cli.dashboard.live import ansi
-from roundpipe_cli.dashboard.spans import MAX_SPANS, window_s
-from roundpipe_cli.dashboard.state import MAX_POINTS, Curve, DashboardState, Median, fold, fold_all
+from roundpipe_cli.dashboard.state import MAX_POINTS, MAX_SPANS, Curve, DashboardState, Median, fold, fold_all, window_s
 from roundpipe_cli.dashboard.theme import ASCII, Theme, theme_for
-from roundpipe_cli.dashboard.views import screen
-from roundpipe_cli.dashboard.words import details
+from roundpipe_cli.dashboard.views import lane, screen, slices
+from roundpipe_cli.dashboard.waiting import details
 from roundpipe_cli.events import (
     EvaluationFinished,
     Event,

@@ -9,10 +9,9 @@ import pytest
 
 from roundpipe_cli.cli.watch import watch
 from roundpipe_cli.cli.watch_demo import DEMO_RECIPE, recipe_and_overrides
-from roundpipe_cli.dashboard.demo import demo_events
-from roundpipe_cli.dashboard.share import shared_picture
+from roundpipe_cli.dashboard.demo import demo_events, shared_picture
+from roundpipe_cli.dashboard.html import STEPS, TIME
 from roundpipe_cli.dashboard.state import DashboardState, fold_all
-from roundpipe_cli.dashboard.svg import STEPS, TIME
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.schedule.timeline import bubble_ratio
 from tests.support.recorded import START_S, recorded_run, recorded_step, simulated_run

@@ -8,12 +8,11 @@ from dataclasses import replace
 import pytest
 
 from roundpipe_cli.cli.lines import LinePrinter
-from roundpipe_cli.dashboard.figures import figure_lines
-from roundpipe_cli.dashboard.help import help_screen
 from roundpipe_cli.dashboard.html import page
+from roundpipe_cli.dashboard.live import help_screen
 from roundpipe_cli.dashboard.state import DashboardState, fold_all
 from roundpipe_cli.dashboard.theme import Theme
-from roundpipe_cli.dashboard.views import screen
+from roundpipe_cli.dashboard.views import figure_lines, screen
 from roundpipe_cli.dashboard.waiting import longest_waiting, waiting
 from roundpipe_cli.events import RunStarted, Span, StepFinished, StepTimeline
 from roundpipe_cli.schedule.timeline import makespan_s, utilization

@@ -16,8 +16,7 @@ import pytest
 
 from roundpipe_cli.cli.display import Display
 from roundpipe_cli.dashboard import replay
-from roundpipe_cli.dashboard.comparison import comparison
-from roundpipe_cli.dashboard.html import page, read_report, report_page
+from roundpipe_cli.dashboard.html import comparison, page, read_report, report_page
 from roundpipe_cli.dashboard.replay import Life, RunFiles
 from roundpipe_cli.dashboard.state import DashboardState, Median, fold_all
 from roundpipe_cli.events import RunStarted, StepFinished, StepTimeline

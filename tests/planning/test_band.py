@@ -7,7 +7,7 @@ import json
 import pytest
 
 from roundpipe_cli.cli.plan import plan_document
-from roundpipe_cli.dashboard.comparison import range_note
+from roundpipe_cli.dashboard.html import range_note
 from roundpipe_cli.planning.predict import (
     EXPERTS,
     EXPERTS_BY_OWN_KERNELS,
