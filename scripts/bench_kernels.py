@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from roundpipe_cli.cli.libraries import quiet_libraries
+from roundpipe_cli.cli.output import quiet_libraries
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.probe import worker_on_host
 from roundpipe_cli.model.fused import FusedOps

@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch import nn
 
-from roundpipe_cli.cli.libraries import quiet_libraries
+from roundpipe_cli.cli.output import quiet_libraries
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.events import Event, Notice, StepFinished, Tell
 from roundpipe_cli.model.files.source import ModelSource

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from roundpipe_cli.cli.libraries import quiet_libraries
+from roundpipe_cli.cli.output import quiet_libraries
 from roundpipe_cli.costs.cost import CostModel
 from roundpipe_cli.costs.machine import num_cores
 from roundpipe_cli.engine.backends.base import Backend

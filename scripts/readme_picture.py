@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 from roundpipe_cli.cli.plan import plan_text
-from roundpipe_cli.cli.watch_demo import watch_demo
+from roundpipe_cli.cli.watch import watch_demo
 from roundpipe_cli.planning.predict import make_plan
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.recipe.shipped import shipped_recipes

@@ -18,8 +18,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from roundpipe_cli.cli.libraries import quiet_libraries
-from roundpipe_cli.cli.output import say
+from roundpipe_cli.cli.output import quiet_libraries, say
 from roundpipe_cli.errors import RefusedError, RoundpipeError
 
 ANSWERS_NAME = "answers.json"

@@ -17,9 +17,7 @@ from typing import Any
 import pytest
 import typer.main
 
-from roundpipe_cli.cli.app import app, main
-from roundpipe_cli.cli.usage import UsageError, explain_usage
-from roundpipe_cli.cli.version import version_lines
+from roundpipe_cli.cli.app import UsageError, app, explain_usage, main, version_lines
 from roundpipe_cli.costs.hardware import catalogue, find_gpu, parse_hardware
 from roundpipe_cli.errors import RecipeError, RefusedError
 from roundpipe_cli.recipe.load import load_text

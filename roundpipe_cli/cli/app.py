@@ -1,18 +1,299 @@
-"""The program `roundpipe`: its commands and their exit codes. Nothing heavy is imported before a command runs."""
+"""The program `roundpipe`: its commands, imported when they are chosen, mistyped ones, and exit codes."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
+import shlex
+import shutil
 import signal
+import subprocess
 import sys
-from typing import Annotated
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
-from roundpipe_cli.cli.lazy import LazyGroup, add_commands
+from roundpipe_cli import __version__
 from roundpipe_cli.cli.output import open_closed_streams, run_command, say, say_at_once
-from roundpipe_cli.cli.usage import UsageError, explain_usage
+from roundpipe_cli.errors import RefusedError, closest
 from roundpipe_cli.hub.ask import listen
+
+# A command line that imports only the chosen command's modules: imports are most of the time of `--help`.
+
+KNOWN_TYPER = "0.29."
+"""Versions whose way to convert values is known; older ones convert without pydantic, newer ones as they like."""
+PLAIN: Mapping[Any, Any] = {str: str, Path: Path, list[str]: list, int: int}
+"""Types of options whose values need little check, with what makes these."""
+
+
+def add_commands(app: typer.Typer, short_helps: Mapping[str, str]) -> None:
+    """Register commands of a `LazyGroup` by name; the function of `NAME` is `roundpipe_cli.cli.NAME.NAME`."""
+    for name, short_help in short_helps.items():
+        app.command(name, short_help=short_help)(_stands_for_a_command)
+
+
+def _stands_for_a_command() -> None:
+    raise AssertionError("LazyGroup puts the command itself in its place")
+
+
+class PlainGroup(TyperGroup):
+    """A group whose commands convert plain options themselves, and only those that are given.
+
+    Typer does both by a library (pydantic) that takes longer to import than help takes to print.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the options before the command's name, if there are any; click's signature."""
+        if args and not args[0].startswith("-"):
+            self.params, self.add_help_option = [], False
+        return super().parse_args(ctx, args)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command that the words name; click's signature."""
+        name, command, rest = super().resolve_command(ctx, args)
+        if command is not None:
+            command = self.loaded(command)
+            for param in command.get_params(ctx) if typer.__version__.startswith(KNOWN_TYPER) else ():
+                if hasattr(param, "_runtime_param"):
+                    param._runtime_param = PlainValue()
+        return name, command, rest
+
+    def loaded(self, command: Any) -> Any:
+        """The command itself, where `command` stands for it."""
+        return command
+
+
+class LazyGroup(PlainGroup):
+    """A group made by `add_commands`: its help and its completion list names, and only one command is imported."""
+
+    def loaded(self, command: Any) -> Any:
+        """The command `roundpipe NAME`, imported."""
+        implementation = getattr(import_module(f"roundpipe_cli.cli.{command.name}"), command.name)
+        if isinstance(implementation, typer.Typer):
+            return typer.main.get_command(implementation)
+        alone = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+        alone.command(command.name)(implementation)
+        return typer.main.get_command(alone)
+
+
+class PlainValue:
+    """Converts an option's value as typer does, and leaves to typer what has to be checked."""
+
+    def coerce(self, value: Any, param: Any, ctx: Any) -> Any:
+        """The value that the command's function gets; typer's signature."""
+        if value is None:
+            return () if param.multiple or param.nargs == -1 else None
+        annotation = param.type_descriptor.annotation
+        if type(value) is annotation:  # a default
+            return value
+        if annotation in PLAIN and not param.type_descriptor.is_ranged:
+            with contextlib.suppress(ValueError):
+                return PLAIN[annotation](value)
+        param._runtime_param = None  # typer converts it, or refuses it with its own message
+        return param.get_runtime_param().coerce(value, param=param, ctx=ctx)
+
+
+# Messages for mistyped commands and options, and for words in the wrong place. Exit code 2.
+
+UsageError: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "UsageError")
+"""The class of click, or of the copy of click that newer versions of typer contain."""
+
+OTHER_NAMES = ("train", "tune", "sft", "fit", "run", "lora")
+"""Names that other programs use for `finetune`."""
+
+_EXAMPLES = {
+    "roundpipe finetune": "roundpipe finetune recipes/quickstart.yaml",
+    "roundpipe plan": "roundpipe plan recipes/qwen3-8b.yaml --hardware 2x3090",
+    "roundpipe bench": "roundpipe bench recipes/quickstart.yaml --run",
+    "roundpipe data": "roundpipe data recipes/quickstart.yaml",
+    "roundpipe generate": 'roundpipe generate outputs/quickstart "How do I undo the last commit?"',
+    "roundpipe export": "roundpipe export outputs/quickstart --merge",
+    "roundpipe convert": "roundpipe convert axolotl.yaml --output mine.yaml",
+    "roundpipe download": "roundpipe download Qwen/Qwen3-8B",
+    "roundpipe recipes show": "roundpipe recipes show qwen3-8b",
+    "roundpipe recipes cp": "roundpipe recipes cp qwen3-8b mine.yaml",
+    "roundpipe recipes validate": "roundpipe recipes validate mine.yaml",
+}
+"""Shown where an argument is missing."""
+_OPTION_EXAMPLES = {
+    "--demo": "roundpipe watch --demo 8x4090 qwen3-32b",
+    "--hardware": "--hardware 2x3090,host_memory_gib=64, for instance",
+    "--costs": "roundpipe bench --costs costs.json --workers 8 --microbatches 16",
+}
+"""Shown where the value of an option is missing."""
+
+_KEYS_OF_BENCH = {
+    "--head-workers": "pipeline.head_workers={}",
+    "--earliest-free": "pipeline.dispatch=earliest_free",
+    "--skip-projection": "pipeline.skip_last_projection=true",
+    "--keep-activations": "pipeline.keep_activations={}",
+}
+"""Recipe keys in place of options that `bench` had, which scripts/bench_emulated.py has for costs files."""
+
+
+def explain_usage(error: Any, words: Sequence[str]) -> RefusedError:
+    """The error to show in place of click's.
+
+    Args:
+        error: a `UsageError`.
+        words: the command line, without the program's name.
+    """
+    context = error.ctx
+    program = context.command_path if context else "roundpipe"
+    kind = type(error).__name__
+    if kind == "MissingParameter" and error.param is not None and error.param.param_type_name == "argument":
+        name = str(error.param.metavar or error.param.name).lower()
+        article = "an" if name[0] in "aeiou" else "a"
+        return RefusedError(f"{program} needs {article} {name}", hint=_EXAMPLES.get(program, f"{program} --help"))
+    if kind == "BadParameter" and error.param is not None:
+        return _bad_value(error, program, words)
+    if kind == "BadOptionUsage":
+        named = program if context else f"roundpipe {words[0]}"
+        hint = _OPTION_EXAMPLES.get(str(error.option_name), f"{named} --help")
+        return RefusedError(f"{error.option_name} needs a value", where=named, hint=hint)
+    if kind == "NoSuchOption":
+        return _no_such_option(error, program, words)
+    commands = getattr(context.command, "commands", None) if context else None
+    if commands:
+        inside = program.split()[1:]  # `recipes` of `roundpipe recipes`
+        return _no_such_command(program, list(commands), words[len(inside) :])
+    return RefusedError(error.format_message().rstrip("."), hint=f"{program} --help")
+
+
+def _bad_value(error: Any, program: str, words: Sequence[str]) -> RefusedError:
+    """A value of an option that is no number, or out of range, in place of the words of typer's library."""
+    option = next((name for name in error.param.opts if name.startswith("--")), str(error.param.name))
+    following = dict(zip(words, words[1:], strict=False))
+    found = next((word.split("=", 1)[1] for word in words if word.startswith(f"{option}=")), following.get(option))
+    descriptor = getattr(error.param, "type_descriptor", None)
+    kind, limits = getattr(descriptor, "annotation", str).__name__, getattr(descriptor, "parameter_info", None)
+    if descriptor is None:  # typer before it had these: click's own types, such as `integer range`
+        limits = error.param.type if hasattr(error.param.type, "min") else None
+        kind = {"integer": "int", "float": "float"}.get(str(error.param.type.name).split()[0], "str")
+    expected = {"int": "an integer", "float": "a number"}.get(kind)
+    if expected and limits is not None and limits.min is not None:
+        expected += f" of at least {limits.min:g}" if limits.max is None else f" from {limits.min:g} to {limits.max:g}"
+    if expected is None:
+        return RefusedError(error.format_message().rstrip("."), hint=f"{program} --help")
+    what = f"{option} has a value that is not accepted"
+    return RefusedError(what, found=found, expected=expected, hint=f"{program} --help")
+
+
+def _no_such_command(program: str, commands: list[str], words: Sequence[str]) -> RefusedError:
+    word = next((word for word in words if not word.startswith("-")), "")
+    is_top = program == "roundpipe"
+    nearest = closest(word, [*commands, *(OTHER_NAMES if is_top else ())])
+    if nearest in OTHER_NAMES:
+        nearest = "finetune"
+    if is_top and word.endswith((".yaml", ".yml")):
+        hint = f"roundpipe finetune {word}"
+    elif nearest:
+        hint = f"did you mean {program} {nearest}?"
+    else:
+        hint = f"{program} --help"
+    return RefusedError(
+        f"there is no command {f'{program} {word}'.removeprefix('roundpipe ')}", expected=", ".join(commands), hint=hint
+    )
+
+
+def _no_such_option(error: Any, program: str, words: Sequence[str]) -> RefusedError:
+    option = str(error.option_name)
+    typed = next((word for word in words if word.split("=", 1)[0] == option), option)
+    known = [name for param in error.ctx.command.params for name in param.opts if name.startswith("--")]
+    nearest = closest(option, known)
+    hint = f"did you mean {nearest}?" if nearest else f"{program} --help"
+    if option in ("--recipe", "--config"):
+        hint = f"the recipe is named without an option: {program} recipes/quickstart.yaml"
+    elif program.endswith("bench") and option in _KEYS_OF_BENCH:
+        key = _KEYS_OF_BENCH[option].format(_typed_value(typed, words))
+        hint = f"in a recipe that is a key: roundpipe bench RECIPE {key}"
+        if any(word.startswith("--costs") for word in words):
+            hint = f"for a costs file, in a clone of the repository: python scripts/bench_emulated.py ... {option}"
+    elif any(param.name == "overrides" for param in error.ctx.command.params):
+        key = typed.partition("=")[0].lstrip("-").replace("-", "_")
+        if _is_recipe_key(key) or not nearest:
+            word = shlex.quote(f"{key}={_typed_value(typed, words)}")
+            hint = f"keys of the recipe are written without dashes: {word}"
+    return RefusedError(f"{program} has no option {option}", hint=hint)
+
+
+def _typed_value(typed: str, words: Sequence[str]) -> str:
+    """The value that was typed for an option, as it was typed; `VALUE` where there is none.
+
+    Args:
+        typed: the word with the option.
+    """
+    _, equals, value = typed.partition("=")
+    if equals:
+        return value
+    after = words[words.index(typed) + 1 :][:1] if typed in words else ()
+    return next((word for word in after if "=" not in word and (word[:1] != "-" or _is_number(word))), "VALUE")
+
+
+def _is_recipe_key(key: str) -> bool:
+    """Whether a key path begins with a key of recipes, by its name here or elsewhere."""
+    from roundpipe_cli.recipe.aliases import ALIASES
+    from roundpipe_cli.recipe.check import hints_of
+    from roundpipe_cli.recipe.schema import Recipe
+
+    return key in ALIASES or key.partition(".")[0].partition("[")[0] in hints_of(Recipe)
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
+
+
+# Output of `roundpipe --version`: this program, torch and what it was built for, the driver. Loads no torch.
+
+DRIVER_TIMEOUT_S = 10.0
+
+
+def version_lines() -> list[str]:
+    """One line each for roundpipe, torch and driver."""
+    return [f"roundpipe {__version__}", torch_line(), driver_line()]
+
+
+def torch_line() -> str:
+    """torch's version and its CUDA, read from the file that its build writes."""
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
+        return "torch is not installed"
+    try:
+        text = (Path(spec.origin).parent / "version.py").read_text(encoding="utf-8")
+    except OSError as error:
+        return f"torch has no version file: {error.strerror}"
+    found = dict(re.findall(r"^(\w+)(?:\s*:[^=]+)?\s*=\s*'([^']*)'", text, re.MULTILINE))
+    built_for = [f"{name} {found[key]}" for key, name in (("cuda", "CUDA"), ("hip", "ROCm")) if key in found]
+    return (
+        f"torch {found.get('__version__', 'of unknown version')}, built for {(built_for or ['the processor only'])[0]}"
+    )
+
+
+def driver_line() -> str:
+    """The NVIDIA driver's version, asked of nvidia-smi."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return "driver: none (no nvidia-smi)"
+    query = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=DRIVER_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"driver: nvidia-smi does not answer ({type(error).__name__})"
+    lines = done.stdout.split()
+    if done.returncode or not lines:
+        return "driver: nvidia-smi finds no GPU"
+    return f"driver: NVIDIA {lines[0]}"
+
 
 COMMANDS = {
     "finetune": "Fine-tune a model as a recipe says.",
@@ -44,7 +325,6 @@ app = typer.Typer(
 def _version(value: bool) -> None:
     if value:
         from roundpipe_cli.cli.output import say_data
-        from roundpipe_cli.cli.version import version_lines
 
         for line in version_lines():
             say_data(line)

@@ -37,7 +37,7 @@ def data(
     Example: roundpipe data recipes/quickstart.yaml
     """
     say(f"reading {recipe} ...")
-    from roundpipe_cli.cli.libraries import go_offline, quiet_libraries
+    from roundpipe_cli.cli.output import go_offline, quiet_libraries
     from roundpipe_cli.recipe.load import load_recipe
     from roundpipe_cli.train.signals import StopSignals
     from roundpipe_cli.watchdog import watching

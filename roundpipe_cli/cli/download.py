@@ -34,7 +34,7 @@ def download(
     Example: roundpipe download Qwen/Qwen3-0.6B
     """
     say(f"looking for {model} ...")
-    from roundpipe_cli.cli.libraries import go_offline
+    from roundpipe_cli.cli.output import go_offline
     from roundpipe_cli.train.signals import StopSignals
 
     if offline:
@@ -64,8 +64,8 @@ def _recipe(model: str, revision: str | None) -> LoadedRecipe | None:
 def _fetch_for(loaded: LoadedRecipe, *, offline: bool) -> dict[str, Any]:
     """Check the model, ask `plan`'s verdict and prove the model before the weights are fetched, as `finetune` does."""
     from roundpipe_cli.cli.finetune import ask_on_cards_worth_using, refuse_too_large
-    from roundpipe_cli.cli.libraries import quiet_libraries
     from roundpipe_cli.cli.lines import LinePrinter
+    from roundpipe_cli.cli.output import quiet_libraries
     from roundpipe_cli.train.finetune import check_base, found_config, prove_unfetched
     from roundpipe_cli.train.signals import Start
 

@@ -4,21 +4,135 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import os
-from typing import TYPE_CHECKING, Annotated
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from roundpipe_cli.cli.libraries import go_offline, quiet_libraries
-from roundpipe_cli.cli.output import say
+from roundpipe_cli.cli.output import go_offline, quiet_libraries, say, terminal_width, wrapped
+from roundpipe_cli.costs.machine import Process, launched_without_ranks
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.files import named_path
+from roundpipe_cli.faults import load_faults
+from roundpipe_cli.files import cache_folder, named_path
+from roundpipe_cli.recipe.schema import Recipe
+from roundpipe_cli.train.nodes.group import check_processes
+from roundpipe_cli.units import format_loss, format_seconds
 
 if TYPE_CHECKING:
     from roundpipe_cli.costs.find_model import FoundConfig
     from roundpipe_cli.events import Event, Tell
     from roundpipe_cli.planning.question import PlanRequest
     from roundpipe_cli.recipe.load import LoadedRecipe
+
+
+# Environment variables that a run reads; impossible values are refused before anything starts. No torch.
+
+YES, NO = ("1", "ON", "YES", "TRUE"), ("", "0", "OFF", "NO", "FALSE")
+"""As huggingface_hub reads them; it takes anything else for no."""
+SWITCHES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
+
+
+def check_environment(recipe: Recipe) -> Process:
+    """This process' place in the run, when all variables make sense.
+
+    Raises:
+        RefusedError: one does not.
+    """
+    for name in SWITCHES:
+        value = os.environ.get(name, "")
+        if value.strip().upper() not in (*YES, *NO):
+            raise RefusedError(
+                "an environment variable is neither yes nor no, and the hub would be asked",
+                where=name,
+                found=repr(value),
+                expected="1 or 0",
+                hint=f"export {name}=1",
+            )
+        if not value.strip():
+            os.environ.pop(name, None)  # PEFT refuses an empty value when it saves
+    cache_folder("data")  # refuses a path that cannot be one
+    load_faults()
+    process = check_processes(recipe)
+    notice = launched_without_ranks()
+    if notice:
+        say(f"note: {notice}")
+    return process
+
+
+# The end of a run: its figures, predicted against measured, and what to do with the result.
+
+
+def show_end(output_dir: Path) -> None:
+    """Say how a finished run went and which commands come next, and write its page."""
+    from rich.console import Console
+
+    from roundpipe_cli.dashboard.html import comparison, comparison_table, range_note, read_report, write_page
+    from roundpipe_cli.errors import RoundpipeError
+
+    page = output_dir / "report.html"
+    finished = output_dir / "report.json"
+    if page.exists() and finished.exists() and page.stat().st_mtime >= finished.stat().st_mtime:
+        return  # the run was finished already
+    report = read_report(output_dir)
+    width = terminal_width(2)
+    for line in wrapped([summary(report)], width):
+        if line:
+            say(line)
+    if comparison(report):
+        table = io.StringIO()  # not to a terminal, which may be gone
+        Console(file=table, width=80).print(comparison_table(report))
+        say("\n".join(line for line in (table.getvalue().rstrip(), *wrapped([range_note(report)], width)) if line))
+    try:
+        write_page(output_dir, page)
+    except RoundpipeError as error:  # the result itself is complete
+        say(f"note: no report.html: {error}")
+    if report:
+        say(next_commands(output_dir, report))
+
+
+def summary(report: Mapping[str, Any]) -> str:
+    """`loss 3.8712 -> 3.6952, 33 tokens/s, bubble 2.0 %, 2m29s of training`; what is not known is left out.
+
+    Speeds are of the steps since the last resume, and say so; the rest is of the whole run.
+    """
+    from roundpipe_cli.dashboard.html import since_resume
+
+    loss, measured = report.get("loss") or {}, report.get("measured") or {}
+    evaluation = report.get("evaluation") or {}
+    parts = []
+    if loss.get("first") is not None:
+        parts.append(f"loss {format_loss(loss['first'])} -> {format_loss(loss['last'])}")
+    elif loss.get("last") is not None:
+        parts.append(f"last loss {format_loss(loss['last'])}")
+    if isinstance(best := evaluation.get("best_loss"), (int, float)):
+        parts.append(f"best evaluation {format_loss(best)}")
+    speeds = []
+    if measured.get("tokens_per_s"):
+        speeds.append(f"{measured['tokens_per_s']:,.0f} tokens/s")
+    if measured.get("bubble_ratio") is not None:
+        speeds.append(f"bubble {100 * measured['bubble_ratio']:.1f} %")
+    if speeds and since_resume(report):
+        speeds[-1] += f" ({since_resume(report)})"
+    parts += speeds
+    if parts and report.get("seconds"):
+        parts.append(f"{format_seconds(report['seconds'])} of training")
+    return ", ".join(parts)
+
+
+def next_commands(output_dir: Path, report: Mapping[str, Any]) -> str:
+    """Commands to copy: ask the result, export it, see its page."""
+    folder = shlex.quote(str(output_dir))
+    merged = shlex.quote(f"{output_dir}-merged")
+    export = f"export {folder} --to {shlex.quote(f'{output_dir}-exported')}"
+    if report.get("method") == "lora":
+        export = f"export {folder} --merge --to {merged}"
+    page = shlex.quote(str(output_dir / "report.html"))
+    rows = (f'roundpipe generate {folder} "your question"', f"roundpipe {export}", f"xdg-open {page}")
+    return "\n".join(["next:", *(f"  {row}" for row in rows)])
 
 
 def finetune(
@@ -48,7 +162,6 @@ def finetune(
     """
     if os.environ.get("RANK", "0") in ("", "0"):  # of several machines the first one speaks
         say(f"reading {recipe} ...")
-    from roundpipe_cli.cli.environment import check_environment
     from roundpipe_cli.recipe.load import load_recipe
     from roundpipe_cli.train.signals import StopSignals
 
@@ -66,9 +179,8 @@ def finetune(
             refuse_if_held(named_path(loaded.recipe.output_dir))
             refuse_wrong_start(loaded.recipe, resume=resume)  # again in `check_names`, which takes longer to import
         from roundpipe_cli.cli.display import Display, training_keys
+        from roundpipe_cli.cli.export import make_repository, push_result
         from roundpipe_cli.cli.lines import LinePrinter
-        from roundpipe_cli.cli.publish import make_repository, push_result
-        from roundpipe_cli.cli.run_end import show_end
         from roundpipe_cli.planning.run_plan import planned_bytes
         from roundpipe_cli.train.finetune import check_names, fetch_model, found_config
         from roundpipe_cli.train.signals import Reporting, Start

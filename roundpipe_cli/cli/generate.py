@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from roundpipe_cli.cli.export import compare_base, find_adapter_base, kind_of
-from roundpipe_cli.cli.libraries import go_offline, quiet_libraries
-from roundpipe_cli.cli.output import say, say_data
+from roundpipe_cli.cli.output import go_offline, quiet_libraries, say, say_data
 from roundpipe_cli.errors import RefusedError
 
 if TYPE_CHECKING:

@@ -1,17 +1,115 @@
-"""Prints messages to stderr and results to stdout, and turns errors into text and exit codes."""
+"""Messages on stderr, results on stdout, errors as text and exit codes: fitted to the terminal, in its colours."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import os
+import re
+import shutil
 import sys
+import textwrap
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from roundpipe_cli.errors import DISK_ERRORS, InternalError, ResourceError, RoundpipeError, redact, render_problem
+
+if TYPE_CHECKING:
+    from roundpipe_cli.costs.find_model import FoundConfig
+
+
+# Fits lines to a terminal. In a pipe or a file they stay whole, for `grep` and comparisons.
+
+LEAST_WIDTH = 40
+"""Narrower terminals get lines of this width."""
+
+
+def terminal_width(stream: int = 1) -> int | None:
+    """Columns of the terminal behind a stream (1: stdout, 2: stderr); None where there is none."""
+    try:
+        if not os.isatty(stream):
+            return None
+        columns = int(os.environ.get("COLUMNS") or 0) or os.get_terminal_size(stream).columns
+    except (OSError, ValueError):
+        columns = 0
+    return max(LEAST_WIDTH, columns or shutil.get_terminal_size().columns)
+
+
+def wrapped(lines: Iterable[str], width: int | None) -> Iterator[str]:
+    """Lines of at most `width` columns, cut between words; what follows a cut is indented two more than its line.
+
+    A word that is longer, such as a path, stays whole, so that it can be copied.
+    """
+    for line in lines:
+        if width is None or len(line) <= width:
+            yield line
+            continue
+        indent = " " * (len(line) - len(line.lstrip()))
+        words = line.strip()
+        yield from textwrap.wrap(
+            words,
+            width,
+            initial_indent=indent,
+            subsequent_indent=indent + "  ",
+            break_on_hyphens=False,
+            break_long_words=False,
+        )
+
+
+# Colour of single words in lines that are printed on a terminal.
+
+_GOOD, _WARN, _BAD = "1;32", "1;33", "1;31"  # bold green, yellow and red
+VERDICTS = {r"\bFITS\b": _GOOD, r"\bSLOW\b": _WARN, r"\bDOES NOT FIT\b": _BAD, r"\bASSUMED\b": _WARN}
+"""Words of `plan`, anywhere in a line."""
+CHECKS = {"^good ": _GOOD, "^note ": _WARN, "^fails ": _BAD}
+"""First words of `doctor`'s lines."""
+
+
+def has_colour(stream: TextIO) -> bool:
+    """Whether a stream is a terminal that may be coloured (https://no-color.org)."""
+    if os.environ.get("NO_COLOR") or os.environ.get("TERM", "") in ("", "dumb"):
+        return False
+    try:
+        return stream.isatty()
+    except ValueError:  # closed
+        return False
+
+
+def with_colours(line: str, colours: Mapping[str, str]) -> str:
+    """A line with escape sequences around words.
+
+    Args:
+        line: without control characters.
+        colours: patterns of words, which do not overlap, to codes.
+    """
+    for pattern, code in colours.items():
+        line = re.sub(pattern, lambda found, code=code: f"\x1b[{code}m{found[0]}\x1b[0m", line)  # type: ignore[misc]
+    return line
+
+
+# Settings of the libraries that commands use: no network, no progress bars.
+
+
+def go_offline() -> None:
+    """Keep the hub's libraries from opening connections; they read these variables when imported."""
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"):
+        os.environ[name] = "1"
+
+
+def quiet_libraries() -> None:
+    """Our own messages say what matters; the libraries' advice is for programmers."""
+    import warnings
+
+    os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported
+    from transformers.utils import logging
+
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
 
 DEBUG_VARIABLE = "ROUNDPIPE_DEBUG"
 PACKAGE = str(Path(__file__).resolve().parents[1])
@@ -48,7 +146,6 @@ def _fitted(line: str, target: TextIO) -> str:
     """A note cut between words where the terminal is narrower. Errors stay whole: their hints are to be copied."""
     if not line.startswith(("note: ", "notice: ")):
         return line
-    from roundpipe_cli.cli.wrap import terminal_width, wrapped
 
     try:
         width = terminal_width(target.fileno())
@@ -67,8 +164,6 @@ def say_data(text: str, *, colours: Mapping[str, str] | None = None, is_kept: bo
     if sys.stdout is None:  # the program was started without one
         return
     if colours:
-        from roundpipe_cli.cli.colour import has_colour, with_colours
-
         if has_colour(sys.stdout):
             say(with_colours(_printable(text), colours), stream=sys.stdout, painted=True)
             return
@@ -165,3 +260,25 @@ def _bug(error: BaseException) -> InternalError:
     )
     internal.__cause__ = error
     return internal
+
+
+# The count of parameters for `plan` and `bench`, by building the model.
+
+
+def build_counts(found: FoundConfig) -> Mapping[str, Any] | None:
+    """Parameters of each layer, counted on the model itself without its weights; None where that cannot be done.
+
+    Raises:
+        RefusedError: `finetune` would refuse the model with these words.
+    """
+    from roundpipe_cli.model.meta_counts import NotBuiltError, count_on_meta, is_remembered
+
+    if not is_remembered(found.config):
+        kind = found.config.get("model_type")
+        say(f"building the model ({kind}) without weights, to count its parameters: loads torch, takes seconds ...")
+    try:
+        return count_on_meta(found.config, found.name, found.folder)
+    except NotBuiltError as error:
+        problem = error.problems[0]
+        say(f"note: the parameters are not counted on the model: {problem.what} ({problem.found or 'no reason given'})")
+        return None

@@ -2,18 +2,215 @@
 
 from __future__ import annotations
 
+import os
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from roundpipe_cli.costs.cost import LayerCost, StageRange
     from roundpipe_cli.costs.memory import Need
     from roundpipe_cli.planning.predict import Plan
     from roundpipe_cli.planning.solve import Solution
+    from roundpipe_cli.planning.what_if import Combination
+
+
+# The verdict of a plan: what `roundpipe plan` prints first, within a screen of 24 rows and 80 columns.
+
+COMMON_HARDWARE = ("1x4090", "2x3090,host_memory_gib=64", "8x4090,host_memory_gib=256", "1xh100")
+
+EXAMPLE_ROWS = 10_000
+"""Number of steps whose time is shown where a run's own are not known."""
+
+
+def verdict_lines(answer: Plan) -> list[str]:
+    """The word and its reason, the model, the machine; then a figure a line."""
+    from roundpipe_cli.choices import PACKED_FORMATS
+    from roundpipe_cli.planning.what_if import summary_of
+    from roundpipe_cli.units import format_count, format_seconds
+
+    question, settings = answer.question, answer.question.settings
+    summary = summary_of(answer)
+    count = f"{format_count(question.architecture.parameters)} parameters"
+    if question.architecture.is_guess:
+        count = f"a guess: {count}"
+    packed = f" in {PACKED_FORMATS[settings.packed_as].label}" if settings.packed_as else ""
+    what = f"{question.loaded.recipe.model} ({count}), {settings.method}{packed}, {settings.dtype}"
+    lines = [f"{summary.word}: {what}", *(f"  {reason}" for reason in summary.reasons)]
+    lines.append(f"  on {question.hardware.description}: {question.machine_source}")
+    lines += [f"  {note}" for note in question.architecture.notes]
+    tokens = int(settings.num_microbatches * settings.tokens_per_microbatch)
+    bubble = f"{tokens:,} tokens, bubble {100 * answer.bubble_ratio:.1f} %"
+    if summary.word == "DOES NOT FIT":
+        bubble += ", if it did fit"
+    a_step = " to ".join(format_seconds(seconds) for seconds in answer.band.around(answer.step_s))
+    least, most = answer.band.around(answer.tokens_per_s)
+    return [
+        *lines,
+        *_memory(answer),
+        f"  a step          {format_seconds(answer.step_s)} ({a_step}): {bubble}",
+        f"  tokens/s        {answer.tokens_per_s:,.0f} ({least:,.0f} to {most:,.0f}): {answer.band.why}",
+        f"  time to finish  {_time_to_finish(answer)}",
+        *_hints(answer),
+    ]
+
+
+def _memory(answer: Plan) -> list[str]:
+    from roundpipe_cli.units import format_bytes
+
+    hardware, verdict = answer.question.hardware, answer.verdict
+    gpus = [device for device in hardware.devices if not device.is_cpu]
+    smallest = min((device.memory_bytes for device in gpus), default=None)
+    has = "" if smallest is None else f" of {format_bytes(smallest)}{' each' if len(gpus) > 1 else ''}"
+    cache = answer.question.settings.weight_cache_bytes
+    kept = f", {format_bytes(cache)} of it a cache of weights" if cache else ""
+    need, when = verdict.host, ""
+    if verdict.loading.total_bytes > need.total_bytes:
+        need, when = verdict.loading, ", while loading"
+    source = "this machine's" if hardware.is_here else "given"
+    if hardware.host_memory_is_assumed:
+        source = "ASSUMED: set host_memory_gib="
+    host = f"{format_bytes(need.total_bytes)} of {format_bytes(hardware.host_memory_bytes)} ({source}){when}"
+    device = f"{format_bytes(verdict.device.total_bytes)}{has}{kept}"
+    return [f"  {'GPU' if gpus else 'CPU'} memory      {device}", f"  host memory     {host}"]
+
+
+def _time_to_finish(answer: Plan) -> str:
+    from roundpipe_cli.planning.run_length import length_of
+    from roundpipe_cli.units import counted, format_seconds
+
+    length = length_of(answer.question.loaded, packs=answer.question.packs)
+    steps, how_known = length.steps, length.why
+    if steps is None:
+        recipe = answer.question.loaded.recipe
+        each_s = answer.step_s * recipe.num_train_epochs * EXAMPLE_ROWS / recipe.rows_per_step
+        return f"{format_seconds(each_s)} for every {EXAMPLE_ROWS:,} full rows ({how_known})"
+    full = "" if length.is_packed else ", if every row is full"
+    return f"{format_seconds(steps * answer.step_s)} for {counted(steps, 'step')} ({how_known}){full}"
+
+
+def _hints(answer: Plan) -> list[str]:
+    """Commands to try next."""
+    from roundpipe_cli.planning.solve import fitting_recipe
+
+    question, lines = answer.question, []
+    if not answer.verdict.fits:
+        fitting = fitting_recipe(question)
+        if fitting is not None:
+            lines.append(f"The nearest recipe of the tool that fits: {fitting.command_name}")
+    if question.is_for_lack_of_gpus:
+        lines.append("No GPU here: planned for the CPU. Other machines, for instance:")
+        lines += [f"  --hardware {words}" for words in COMMON_HARDWARE]
+    return lines
+
+
+# `roundpipe plan --compare`: one row for each combination of values.
+
+QUIET_S = 1.0
+"""Seconds before the first report of progress."""
+
+
+def show_comparison(recipe: str, overrides: Sequence[str], hardware: str | None, *, as_json: bool) -> None:
+    """Print the table, or its JSON document.
+
+    Raises:
+        RefusedError: as `compare_plans`.
+    """
+    import json
+
+    from roundpipe_cli.cli.output import VERDICTS, build_counts, say_data, terminal_width, wrapped
+    from roundpipe_cli.planning.what_if import compare_plans
+
+    rows = compare_plans(recipe, overrides, hardware, build_counts, _progress())
+    if as_json:
+        say_data(json.dumps({"rows": [row_document(row) for row in rows]}, indent=1))
+        return
+    width = terminal_width()
+    for line in wrapped(comparison_lines(rows, width), width):
+        say_data(line, colours=VERDICTS)
+
+
+def _progress() -> Any:
+    """Shows the progress on a terminal, from the second second on."""
+    from roundpipe_cli.cli.output import say
+
+    started_s = time.monotonic()
+
+    def tell(done: int, count: int, values: Mapping[str, str]) -> None:
+        if os.isatty(2) and time.monotonic() - started_s > QUIET_S:
+            say(f"planning {done + 1} of {count}: {_words(values)} ...")
+
+    return tell
+
+
+def _words(values: Mapping[str, str]) -> str:
+    return " ".join(f"{key}={value}" for key, value in values.items())
+
+
+def row_document(row: Combination) -> dict[str, Any]:
+    """A row for `--json`, bytes and seconds; what a refused combination does not have is null."""
+    plan, summary = row.plan, row.summary
+    runs = plan is not None and plan.verdict.fits
+    return {
+        "values": dict(row.values),
+        "verdict": summary.word if summary is not None else "REFUSED",
+        "reasons": list(summary.reasons) if summary is not None else [row.refused],
+        "device_bytes": plan.verdict.device.total_bytes if plan is not None else None,
+        "host_bytes": _host_bytes(row),
+        "step_s": plan.step_s if plan is not None and runs else None,
+        "tokens_per_s": plan.tokens_per_s if plan is not None and runs else None,
+    }
+
+
+def _host_bytes(row: Combination) -> int | None:
+    verdict = row.plan.verdict if row.plan is not None else None
+    return None if verdict is None else max(verdict.host.total_bytes, verdict.loading.total_bytes)
+
+
+LEFT_OUT = ("host", "GPU")
+"""Columns to leave out where the terminal is too narrow, the first one first; --json has all."""
+
+
+def comparison_lines(rows: Sequence[Combination], width: int | None = None) -> list[str]:
+    """Aligned columns; the reason of a row that is slow, does not fit or is refused follows below it.
+
+    Args:
+        width: columns of the terminal; None: any number.
+    """
+    from roundpipe_cli.units import format_bytes, format_seconds
+
+    cells = [[*rows[0].values, "verdict", "GPU", "host", "step", "tokens/s"]]
+    for row in rows:
+        document = row_document(row)
+        cells.append(
+            [
+                *row.values.values(),
+                document["verdict"],
+                *(format_bytes(document[key]) if document[key] else "-" for key in ("device_bytes", "host_bytes")),
+                format_seconds(document["step_s"]) if document["step_s"] else "-",
+                f"{document['tokens_per_s']:,.0f}" if document["tokens_per_s"] else "-",
+            ]
+        )
+    widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
+    num_left = len(rows[0].values) + 1
+    kept = list(range(len(widths)))
+    for name in LEFT_OUT:
+        if width is None or sum(widths[column] for column in kept) + 2 * (len(kept) - 1) <= width:
+            break
+        kept.remove(cells[0].index(name, num_left))
+    lines = []
+    shown: list[Combination | None] = [None, *rows]
+    for line, row_of in zip(cells, shown, strict=True):
+        padded = (
+            line[column].ljust(widths[column]) if column < num_left else line[column].rjust(widths[column])
+            for column in kept
+        )
+        lines.append("  ".join(padded).rstrip())
+        lines += [f"    {reason}" for reason in (row_document(row_of)["reasons"] if row_of is not None else ())]
+    return lines
 
 
 def plan(
@@ -46,11 +243,8 @@ def plan(
     from roundpipe_cli.cli.output import say, say_data
 
     say(f"planning {recipe} ...")
-    from roundpipe_cli.cli.built_model import build_counts
-    from roundpipe_cli.cli.colour import VERDICTS
-    from roundpipe_cli.cli.plan_compare import show_comparison
-    from roundpipe_cli.cli.watch_demo import write_plan_picture
-    from roundpipe_cli.cli.wrap import terminal_width, wrapped
+    from roundpipe_cli.cli.output import VERDICTS, build_counts, terminal_width, wrapped
+    from roundpipe_cli.cli.watch import write_plan_picture
     from roundpipe_cli.planning.answers import Answers
     from roundpipe_cli.planning.predict import make_plan, solve_recipe
     from roundpipe_cli.recipe.load import load_recipe
@@ -149,7 +343,6 @@ def _fitting_name(answer: Plan) -> str | None:
 
 def plan_text(answer: Plan, solution: Solution | None, *, details: bool = True) -> list[str]:
     """The plan as text, the verdict first."""
-    from roundpipe_cli.cli.plan_verdict import verdict_lines
     from roundpipe_cli.planning.question import who_does_what
 
     lines = [*verdict_lines(answer), ""]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from roundpipe_cli.cli.lazy import PlainGroup
+from roundpipe_cli.cli.app import PlainGroup
 from roundpipe_cli.units import GIB
 
 if TYPE_CHECKING:
@@ -38,8 +38,7 @@ def list_recipes(
 
     Example: roundpipe recipes ls lora 2x24gb
     """
-    from roundpipe_cli.cli.output import say, say_data
-    from roundpipe_cli.cli.wrap import terminal_width
+    from roundpipe_cli.cli.output import say, say_data, terminal_width
     from roundpipe_cli.recipe.shipped import shipped_recipes
 
     found = [
@@ -177,8 +176,7 @@ def keys(
 
     Example: roundpipe recipes keys lora
     """
-    from roundpipe_cli.cli.output import say, say_data
-    from roundpipe_cli.cli.wrap import terminal_width
+    from roundpipe_cli.cli.output import say, say_data, terminal_width
     from roundpipe_cli.errors import RefusedError
     from roundpipe_cli.recipe.keys import as_markdown, as_text, recipe_keys
 

@@ -11,12 +11,196 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from roundpipe_cli.choices import PACKED_FORMATS
 from roundpipe_cli.cli.output import say, say_data
 from roundpipe_cli.files import named_path
 
 if TYPE_CHECKING:
+    from roundpipe_cli.dashboard.demo import SimulatedRun
     from roundpipe_cli.dashboard.replay import RunFiles, TimedEvent
     from roundpipe_cli.dashboard.state import DashboardState
+    from roundpipe_cli.events import Event
+    from roundpipe_cli.planning.predict import Plan
+
+
+# `roundpipe watch --demo`: the planner's step of a recipe, played in the dashboard of a run. Nothing is trained.
+
+DEMO_RECIPE = "qwen3-32b"
+DEMO_S = 120.0
+"""Seconds that a demo lasts, where nobody leaves it before."""
+LEAST_SHOWN_S, MOST_SHOWN_S = 1.0, 10.0
+"""Seconds in which a step is played; one between them takes its own time."""
+
+
+def watch_demo(hardware: str, words: Sequence[str], svg: Path | None) -> None:
+    """Plan a recipe on a machine and play the simulated step.
+
+    Args:
+        hardware: in words, such as 8x4090.
+        words: a recipe and key=value texts; without a recipe a well-known one.
+        svg: write one step as a picture there, in place of playing it.
+    """
+    from roundpipe_cli.cli.display import is_terminal
+    from roundpipe_cli.cli.output import build_counts
+    from roundpipe_cli.planning.predict import make_plan
+    from roundpipe_cli.recipe.load import load_recipe
+
+    recipe, overrides = recipe_and_overrides(words)
+    loaded = load_recipe(recipe, overrides)
+    for notice in loaded.notices:
+        say(f"notice: {notice}")
+    say(f"planning {recipe} on {hardware} ...")
+    answer = make_plan(loaded, hardware, build_counts)
+    if svg is not None:
+        write_plan_picture(answer, svg)
+        return
+    run = simulated_run(answer)
+    if is_terminal():
+        _leave_last(_play(run, time.time()))
+        return
+    last = _after_one_step(run)
+    say_data(_one_line(last))
+    for message in last.messages:
+        say_data(f"  {message.text}")
+
+
+def write_plan_picture(answer: Plan, path: Path) -> None:
+    """Write the simulated step of a plan as a picture; errors as of `write_picture`."""
+    write_picture(_after_one_step(simulated_run(answer)), path, where=str(answer.question.loaded.path))
+
+
+def _after_one_step(run: SimulatedRun) -> DashboardState:
+    from roundpipe_cli.dashboard.demo import demo_events
+    from roundpipe_cli.dashboard.state import fold_all
+
+    return fold_all(demo_events(run, 1, 0.0))
+
+
+def recipe_and_overrides(words: Sequence[str]) -> tuple[str, list[str]]:
+    """(recipe, overrides) of what follows `--demo`."""
+    is_override = bool(words) and "=" in words[0]
+    if not words or is_override:
+        return DEMO_RECIPE, list(words)
+    return words[0], list(words[1:])
+
+
+def simulated_run(answer: Plan) -> SimulatedRun:
+    """A plan as a run that can be played; its notes say what a lane leaves out."""
+    from roundpipe_cli.dashboard.demo import SimulatedRun
+    from roundpipe_cli.planning.predict import MAX_SIMULATED_MICROBATCHES
+    from roundpipe_cli.schedule.timeline import makespan_s
+    from roundpipe_cli.units import format_seconds
+
+    question, settings = answer.question, answer.question.settings
+    names = [device.name.removeprefix("rtx-") for device in question.hardware.devices]
+    notes = ["simulated by roundpipe, not measured"]
+    if not answer.verdict.fits:
+        notes.append(f"it DOES NOT FIT: {answer.verdict.reasons[0]}")
+    shown_s = makespan_s(answer.timeline)
+    if settings.num_microbatches > MAX_SIMULATED_MICROBATCHES:
+        notes.append(f"lanes show {format_seconds(shown_s)}, a part of the {settings.num_microbatches} microbatches")
+    elif answer.host_s > 0.01 * answer.step_s:
+        notes.append(f"not in the lanes: {format_seconds(answer.host_s)} a step in which Python starts the operators")
+    packed = f" {PACKED_FORMATS[settings.packed_as].label}" if settings.packed_as else ""
+    return SimulatedRun(
+        title=question.architecture.name.rpartition("/")[2],
+        settings=f"{settings.method}{packed}",
+        devices=tuple(f"{name}:{index}" for index, name in enumerate(names)),
+        timeline=answer.timeline,
+        step_s=answer.step_s,
+        tokens=int(settings.num_microbatches * settings.tokens_per_microbatch),
+        notes=tuple(notes),
+    )
+
+
+def write_picture(state: DashboardState, path: Path, *, where: str) -> None:
+    """Write a run's newest step as a picture.
+
+    Raises:
+        RefusedError: no step to draw, or no such folder.
+        ResourceError: the disk is full or failing.
+    """
+    from roundpipe_cli.dashboard.demo import shared_picture
+    from roundpipe_cli.files import write_named
+
+    path = named_path(path)
+    write_named(path, shared_picture(state, where=where))
+    say(f"wrote {path}")
+
+
+def _one_line(state: DashboardState) -> str:
+    from roundpipe_cli.units import format_seconds
+
+    assert state.run is not None and state.step is not None
+    busy = f"{state.worker_word} {100 * (1 - state.step.bubble_ratio):.0f} % busy"
+    return (
+        f"{state.run.title} {state.run.settings} on {state.pool.replace(' ', '')}: "
+        f"{format_seconds(state.step.step_s)} a step, {state.step.tokens_per_s:,.0f} tokens/s, {busy}"
+    )
+
+
+def _play(run: SimulatedRun, start_s: float) -> DashboardState:
+    """Tell the events at their time, on a clock that makes a step last 1 to 10 seconds; q and Ctrl-C leave."""
+    import sys
+
+    from rich.console import Console
+
+    from roundpipe_cli.dashboard.demo import demo_events
+    from roundpipe_cli.dashboard.live import KeyBinding, LiveDashboard, Terminal
+    from roundpipe_cli.dashboard.state import fold_all
+    from roundpipe_cli.schedule.timeline import makespan_s
+
+    left, step_s = threading.Event(), makespan_s(run.timeline)
+    speed = step_s / min(MOST_SHOWN_S, max(LEAST_SHOWN_S, step_s))
+    num_steps = 1 + max(1, round(DEMO_S * speed / step_s))
+    began_s = time.monotonic() - step_s / speed  # the first step is over: its lanes and figures are seen at once
+    events = demo_events(run, num_steps, start_s)
+    state = fold_all(_up_to_a_step(events))
+
+    def clock() -> float:
+        return start_s + speed * (time.monotonic() - began_s)
+
+    def leave(_: DashboardState) -> str:
+        left.set()
+        return ""
+
+    live = LiveDashboard(Terminal(), Console(file=sys.stdout), clock, {"q": KeyBinding("leave", leave)}, state)
+    live.start()
+    try:
+        for time_s, event in events:
+            if left.wait(max(0.0, (time_s - clock()) / speed)):
+                break
+            live.tell(event)
+    except KeyboardInterrupt:  # as q
+        pass
+    finally:
+        live.stop()
+    return live.state
+
+
+def _up_to_a_step(events: Iterator[tuple[float, Event]]) -> Iterator[tuple[float, Event]]:
+    """The events up to the end of a step; the others are left."""
+    from roundpipe_cli.events import StepFinished
+
+    for time_s, event in events:
+        yield time_s, event
+        if isinstance(event, StepFinished):
+            return
+
+
+def _leave_last(state: DashboardState) -> None:
+    """The last frame stays on the terminal."""
+    import shutil
+    import sys
+
+    from rich.console import Console
+
+    from roundpipe_cli.dashboard.live import last_frame
+
+    console = Console(file=sys.stdout)
+    for line in last_frame(state, console, shutil.get_terminal_size()):
+        console.print(line, crop=True, no_wrap=True)
+
 
 POLL_S = 0.25
 GRACE_S = 2.0
@@ -49,7 +233,6 @@ def watch(
     Example: roundpipe watch outputs/first; roundpipe watch --demo 8x4090 qwen3-8b
     """
     from roundpipe_cli.cli.display import is_terminal
-    from roundpipe_cli.cli.watch_demo import watch_demo, write_picture
     from roundpipe_cli.dashboard.replay import RunFiles
 
     if demo is not None:

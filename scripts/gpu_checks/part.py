@@ -82,7 +82,7 @@ def record(results: Path, line: Mapping[str, Any]) -> None:
 
 def main(args: argparse.Namespace) -> int:
     block_imports(tuple(args.without))
-    from roundpipe_cli.cli.libraries import quiet_libraries
+    from roundpipe_cli.cli.output import quiet_libraries
 
     quiet_libraries()
     place = CheckPlace(args.device == "simulated", tuple(args.indices) or visible_gpus(), args.scale)

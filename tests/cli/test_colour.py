@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from roundpipe_cli.cli.colour import CHECKS, VERDICTS, with_colours
+from roundpipe_cli.cli.output import CHECKS, VERDICTS, with_colours
 from tests.support.e2e import REPOSITORY, child_environment
 
 GREEN = "\x1b[1;32m"

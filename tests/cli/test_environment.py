@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from roundpipe_cli.cli.environment import check_environment
+from roundpipe_cli.cli.finetune import check_environment
 from roundpipe_cli.costs.machine import Process, launched_without_ranks, this_process
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.files import CACHE_VARIABLE

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from roundpipe_cli.cli import publish
-from roundpipe_cli.cli.publish import GGUF_NAME, check_upload, convert_to_gguf, push
+from roundpipe_cli.cli import export
+from roundpipe_cli.cli.export import GGUF_NAME, check_upload, convert_to_gguf, push
 from roundpipe_cli.errors import RefusedError
 
 
@@ -25,8 +25,8 @@ def test_a_converter_that_does_not_end_well_is_one_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, words: str
 ) -> None:
     """One that was stopped was waited for without an end."""
-    monkeypatch.setattr(publish, "STALLED_S", 0.4)
-    monkeypatch.setattr(publish, "LOOK_S", 0.1)
+    monkeypatch.setattr(export, "STALLED_S", 0.4)
+    monkeypatch.setattr(export, "LOOK_S", 0.1)
     (tmp_path / "convert.py").write_text(code)
     with pytest.raises(RefusedError, match=words):
         convert_to_gguf(tmp_path / "convert.py", tmp_path)
@@ -34,7 +34,7 @@ def test_a_converter_that_does_not_end_well_is_one_error(
 
 
 def test_a_converter_that_works_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(publish, "LOOK_S", 0.05)
+    monkeypatch.setattr(export, "LOOK_S", 0.05)
     (tmp_path / "convert.py").write_text("import sys; open(sys.argv[3], 'w').write('gguf')")
     assert convert_to_gguf(tmp_path / "convert.py", tmp_path).read_text() == "gguf"
 

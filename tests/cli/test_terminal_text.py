@@ -18,9 +18,9 @@ from unittest.mock import patch
 import pytest
 
 from roundpipe_cli.cli.app import main
+from roundpipe_cli.cli.finetune import next_commands, summary
+from roundpipe_cli.cli.output import wrapped
 from roundpipe_cli.cli.recipes import table
-from roundpipe_cli.cli.run_end import next_commands, summary
-from roundpipe_cli.cli.wrap import wrapped
 from roundpipe_cli.recipe.shipped import shipped_recipes
 from roundpipe_cli.units import counted
 

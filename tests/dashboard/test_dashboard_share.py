@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from roundpipe_cli.cli.watch import watch
-from roundpipe_cli.cli.watch_demo import DEMO_RECIPE, recipe_and_overrides
+from roundpipe_cli.cli.watch import DEMO_RECIPE, recipe_and_overrides, watch
 from roundpipe_cli.dashboard.demo import demo_events, shared_picture
 from roundpipe_cli.dashboard.html import STEPS, TIME
 from roundpipe_cli.dashboard.state import DashboardState, fold_all

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from roundpipe_cli.choices import PACKED_FORMATS
-from roundpipe_cli.cli.plan_verdict import verdict_lines
+from roundpipe_cli.cli.plan import verdict_lines
 from roundpipe_cli.costs.analytic import analytic_costs
 from roundpipe_cli.costs.find_model import find_architecture
 from roundpipe_cli.costs.hardware import parse_hardware

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from roundpipe_cli.cli.output import wrapped
 from roundpipe_cli.cli.plan import plan, plan_document, plan_text
-from roundpipe_cli.cli.wrap import wrapped
 from roundpipe_cli.costs import find_model
 from roundpipe_cli.errors import NoProgressError, RefusedError, ResourceError
 from roundpipe_cli.planning.predict import make_plan, solve_recipe

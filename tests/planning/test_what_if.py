@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from roundpipe_cli.cli.plan_compare import comparison_lines, row_document, show_comparison
+from roundpipe_cli.cli.plan import comparison_lines, row_document, show_comparison
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.planning.what_if import MAX_COMBINATIONS, axes_of, compare_plans
 

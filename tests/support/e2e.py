@@ -26,7 +26,7 @@ from typing import Any
 import pytest
 import yaml
 
-from roundpipe_cli.cli.environment import SWITCHES
+from roundpipe_cli.cli.finetune import SWITCHES
 from roundpipe_cli.files import CACHE_VARIABLE
 from roundpipe_cli.model.files.source import ModelSource
 from tests.support.tiny import tiny_config
