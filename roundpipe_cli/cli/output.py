@@ -163,10 +163,9 @@ def say_data(text: str, *, colours: Mapping[str, str] | None = None, is_kept: bo
     """
     if sys.stdout is None:  # the program was started without one
         return
-    if colours:
-        if has_colour(sys.stdout):
-            say(with_colours(_printable(text), colours), stream=sys.stdout, painted=True)
-            return
+    if colours and has_colour(sys.stdout):
+        say(with_colours(_printable(text), colours), stream=sys.stdout, painted=True)
+        return
     say(text, stream=sys.stdout, is_data=not is_kept)
 
 

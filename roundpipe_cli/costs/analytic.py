@@ -7,7 +7,7 @@ backward              2x the forward's products when the weights are trained, 1x
                       arXiv 2205.14135, section 3.1). Full recompute adds one forward: in sum 4x linear + 4.5x
                       attention + 3x head for full training, 3x, 4.5x and 2x for LoRA
 time                  products by their FLOPs or their traffic, whichever takes longer; attention by its FLOPs; all
-                      other operators by their traffic (`block_work.py` counts, `rates.py` has the rates)
+                      other operators by their traffic (`block_work.py` counts, `hardware.py` has the rates)
 unpacking             of 4-bit, 8-bit and FP8 weights: at the rate of device memory, in each forward, recompute and
                       backward, or once per visit of a stage
 host                  the interpreter launches operators one after the other for all workers together: about 5 us

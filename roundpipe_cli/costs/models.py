@@ -1,7 +1,7 @@
 """A model's architecture and a recipe's settings in numbers: enough to count parameters, bytes and operations.
 
 `parse_config` reads any decoder-only Hugging Face configuration as plain JSON; nothing is imported from transformers.
-Types in `COUNTED_TYPES` are counted within 2 %, those of `counted_types.py` and the shipped models exactly, and a test
+Types in `COUNTED_TYPES` are counted within 2 %, those listed below and the shipped models exactly, and a test
 holds both; any other type may be counted wrong by a multiple, and is said to be a guess.
 """
 
@@ -134,7 +134,7 @@ class TrainingSettings:
         return self.packed_bytes_per_param + 4 * PACKED_FORMATS[self.packed_as].passes - 2
 
 
-# The configurations that `models.py` counts exactly, so that the model need not be built for a count.
+# The configurations that are counted exactly, so that the model need not be built for a count.
 
 TIED_BY_DEFAULT = frozenset({"gpt2", "gemma", "gemma2", "gemma3_text", "smollm3"})
 """Types whose embedding and LM head share a matrix unless config.json says otherwise."""

@@ -1,6 +1,6 @@
 """Unused columns and keys of messages: reported, or refused where they change the meaning of a row.
 
-`column_rules.py` has the rules.
+The rules come first.
 """
 
 from __future__ import annotations

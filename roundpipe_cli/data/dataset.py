@@ -450,7 +450,7 @@ def _unused_notices(report: DataReport) -> Iterator[str]:
             yield f"{source.name}: columns that are not used: {source.unused_text()}"
 
 
-# Preference pairs: rows with a chosen and a rejected answer to one prompt (`pair_rows.py` has their shapes).
+# Preference pairs: rows with a chosen and a rejected answer to one prompt (`formats.py` has their shapes).
 #
 # The rows are read twice, once for each answer; a pair is kept if both were.
 

@@ -43,7 +43,7 @@ from roundpipe_cli.errors import RefusedError, closest
 #
 #     prompt              + chosen + rejected     texts, messages or lists of messages (TRL, axolotl)
 #     instruction, input  + chosen + rejected     texts (LLaMA-Factory's alpaca), with `system` and `history`
-#     conversations       + chosen + rejected     the prompt as a list, an answer as a message (LLaMA-Factory's sharegpt)
+#     conversations       + chosen + rejected     the prompt as a list, an answer as a message (sharegpt)
 #                           chosen + rejected     whole conversations: what both begin with is the prompt
 #
 # The rejected answer is read with the chosen one, so that a row is bad for both or for neither.

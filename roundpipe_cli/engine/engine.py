@@ -214,7 +214,7 @@ class Engine:
         return len(self._workers)
 
     def grant_weight_cache(self, num_bytes: int) -> None:
-        """Let each device keep weights in so much of its memory from the next step on; see `weight_cache.py`."""
+        """Let each device keep weights in so much of its memory from the next step on; see `slots.py`."""
         for worker in self._workers:
             worker.slots.grant_cache(num_bytes)
 

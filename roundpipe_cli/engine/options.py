@@ -54,7 +54,7 @@ class EngineOptions:
     num_slots: int = 2
     """Stages whose weights are on a device at once."""
     weight_cache_bytes: int = 0
-    """Memory of each device for weights that stay there; see `weight_cache.py`."""
+    """Memory of each device for weights that stay there; see `slots.py`."""
     watchdog_s: float | None = 600.0
     """Fail after this long without progress, with all stacks on stderr; None: wait forever."""
     transfers: TransferOptions | None = None

@@ -1,6 +1,6 @@
 """A worker's operations on its device: weights into slots, stages computed, gradient sums in and out.
 
-The dispatcher's threads call this (`dispatch/work.py` says when). The mathematics of a stage is `StageRunner`'s, memory
+The dispatcher's threads call this (`dispatch/decisions.py` says when). The mathematics of a stage is `StageRunner`'s, memory
 for weights `StageSlots`', gradient sums on the device are `DeviceSums`'. One object per device for the whole run; it
 takes up one `WorkerPart` after the other.
 """

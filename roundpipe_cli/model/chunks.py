@@ -1,4 +1,4 @@
-"""Rows packed into one sequence, and one sequence in chunks: proven for a model by what its blocks are given, or refused.
+"""Rows packed into one sequence, and one sequence in chunks: proven by what a model's blocks are given, or refused.
 
 To the model's own code a chunk is what a prompt's continuation is in generation: tokens behind a cache of `start`
 earlier ones. So it makes masks and positions itself, and each block gives its keys and values to the cache's `update`:
@@ -38,7 +38,7 @@ from roundpipe_cli.model.split import ModelSplit, materialised_copy
 # Proof that a model keeps packed rows apart, by the arguments of its blocks; other models are refused.
 #
 # Packed rows are told apart by position ids that restart, with no mask and no cache. From that, the model's own code
-# makes masks like this one for rows of 3 and 2 tokens (1: may see), which `packed_attention.py` does without:
+# makes masks like this one for rows of 3 and 2 tokens (1: may see), which `attention.py` does without:
 #
 #     1 . . . .      A mask of ones, or a cache, would let the second row see the first. So would a block that carries
 #     1 1 . . .      state from token to token without a mask: recurrent (Mamba, linear attention, RWKV) and

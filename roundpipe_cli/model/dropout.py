@@ -1,7 +1,7 @@
 """Random numbers of a model's own code that depend only on (seed, step, microbatch, layer), on no thread or device.
 
 A layer's forward and its recompute must draw the same, on any worker and in any order. Each call of a layer runs under
-a function mode of its own thread that answers every random function of torch from a counter (`counter_random.py`) whose
+a function mode of its own thread that answers every random function of torch from a counter whose
 key is a hash of the layer's place and the number of earlier draws, or refuses it by name.
 """
 

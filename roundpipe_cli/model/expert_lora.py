@@ -12,7 +12,7 @@ would cost more stays a loop:
 
     x [S, in] --> [E, C, in] --bmm--> [E, C, out] --> y [S, out]        C: most tokens of an expert
 
-On GPUs where torch has no kernel for grouped products, ours takes them (`grouped_experts.py`).
+On GPUs where torch has no kernel for grouped products, ours takes them.
 
 S: (token, expert) pairs, E: experts, r: rank, s: scaling.
 """
@@ -40,7 +40,7 @@ from roundpipe_cli.model.stored.packed_weights import import_bitsandbytes
 #
 # transformers' `grouped_mm` implementation sorts tokens by expert on the device and asks torch for grouped products,
 # which are a loop on most cards (`kernels/grouped_mm.py`). While an expert module runs, a mode of its own answers
-# those questions. Adapters of the module are registered with that mode by `expert_lora.py`.
+# those questions. Adapters of the module are registered with that mode below.
 
 Takes = Callable[[torch.dtype, int], bool]
 """Whether our kernels multiply weights of such a type, with adapters of such a rank (0: without)."""

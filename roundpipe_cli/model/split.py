@@ -73,7 +73,7 @@ def copy_modules(model: nn.Module) -> tuple[nn.Module, dict[int, Any]]:
 
 # Tensors that travel beside the hidden states from block to block, all in one boundary tensor.
 #
-#     embed -> [hidden | a | b] -> block.0 (reads a) -> [hidden | b] -> block.1 (writes k) -> [hidden | b | k] -> block.2
+#     embed -> [hidden | a | b] -> block.0 (reads a) -> [hidden | b] -> block.1 (writes k) -> [hidden | b | k] ->
 #
 # Some blocks are given tensors that a gradient flows through (gemma4's inputs of each layer), some hand keys and values
 # to later blocks through a mapping (gemma4's shared layers), some return more than hidden states, which the next block

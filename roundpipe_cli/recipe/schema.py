@@ -23,7 +23,7 @@ from roundpipe_cli.choices import (
     ScheduleName,
 )
 
-# Conditions beside the type that a value of a recipe must meet; they stand in the annotations of `schema.py`.
+# Conditions beside the type that a value of a recipe must meet; they stand in the annotations of keys.
 
 MAX_INTEGER = 2**31 - 1
 
@@ -104,7 +104,7 @@ class InclusiveRange:
         return "an inclusive range of layers such as [0, 6]"
 
 
-# Parts of a recipe that are mappings of their own, and the types of values that keys share; see `schema.py`.
+# Parts of a recipe that are mappings of their own, and the types of values that keys share.
 
 Words = Annotated[str, NotEmpty()]
 PositiveInt = Annotated[int, Range(1)]

@@ -36,7 +36,7 @@ from roundpipe_cli.costs.cost import CostModel, LayerCost, StageRange
 from roundpipe_cli.schedule.actions import Action, Kind, Schedule
 from roundpipe_cli.schedule.timeline import COMPUTE, DOWN, HOST, UP
 
-# A lowered program as plain data: operations, visits of stages, and the program of both. See `lower.py`.
+# A lowered program as plain data: operations, visits of stages, and the program of both.
 
 WEIGHTS, ACTIVATION, GRADIENT, WEIGHT_GRADIENT = "weights", "activation", "gradient", "weight gradient"
 """Loads of a transfer. `GRADIENT` is the gradient of a boundary tensor."""

@@ -155,7 +155,7 @@ def test_what_cannot_be_built_is_refused_or_stays_a_guess(
 
 
 def test_files_without_weights_are_refused(tmp_path: Path) -> None:
-    """`error: counting.py:55, in _as_built: ZeroDivisionError`."""
+    """`error: question.py:55, in _as_built: ZeroDivisionError`."""
     folder, _ = put_model(tmp_path, "gpt2")
     (folder / "model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
     for build in (None, build_counts):

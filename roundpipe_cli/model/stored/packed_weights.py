@@ -1,7 +1,7 @@
 """Frozen weights in 4 or 8 bit by bitsandbytes, or in FP8: packed on the host and in slots, unpacked for use.
 
 4 bit: NF4 (arXiv 2305.14314). 8 bit: its blockwise dynamic code (arXiv 2110.02861), for weights alone: products are
-computed with the unpacked weights, other than those of LLM.int8. FP8: `fp8_weights.py`. A packed weight is one run of
+computed with the unpacked weights, other than those of LLM.int8. A packed weight is one run of
 bytes: codes, then the scales that they are to be multiplied by. bitsandbytes has one for each 64 weights, so 4.5 or 8.5
 bits a weight; FP8 has one for each row.
 

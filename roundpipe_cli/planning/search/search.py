@@ -102,7 +102,7 @@ def _may_fit(numpy: Any, allowed: Array, bounds: list[int], cells: tuple[Array, 
 def _cell_bounds(
     scorer: BatchScorer, bounds: list[int], chain: RoundChain, forward: Array, later: Array, head: Array
 ) -> tuple[Array, Array]:
-    """Bounds like those of `search/bound.py`, from averages, and guesses."""
+    """Bounds like those of `lower_bounds`, from averages, and guesses."""
     numpy = scorer.numpy
     units, layers, workers = len(bounds) - 1, scorer.num_layers, scorer.num_workers
     unit_f, unit_r, unit_b = (

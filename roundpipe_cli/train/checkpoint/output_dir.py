@@ -4,7 +4,7 @@ OUTPUT_DIR/
   .roundpipe          marker: made by us, so our left-overs may be removed
   .roundpipe.lock     held with flock by the run; names its process
   recipe.yaml  metrics.jsonl
-  step-00000020/ ...  checkpoints (other folders with a step: `step_folders.py`)
+  step-00000020/ ...  checkpoints (other folders with a step: below)
   report.json         written last of all: the run is finished
 """
 
@@ -42,7 +42,7 @@ from roundpipe_cli.files import (
 )
 from roundpipe_cli.recipe.schema import Recipe
 
-# Names of a run's folders with a step number in them. Apart from `store.py`, since finding them needs no torch.
+# Names of a run's folders with a step number in them. Apart from `writing.py`, since finding them needs no torch.
 #
 # step-00000020               a checkpoint
 # best-00000012               weights of the best evaluation

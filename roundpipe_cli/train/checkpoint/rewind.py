@@ -8,7 +8,7 @@
 
 Rows are cut last: whenever a kill comes, each folder that still counts as a checkpoint has a row for each of its steps,
 so the next resume leaves no gap. What is set aside goes when a checkpoint of its step, or a later one, is saved
-(`store.py`); a result stays.
+(`writing.py`); a result stays.
 """
 
 from __future__ import annotations
