@@ -86,7 +86,7 @@ def setup_for(args: argparse.Namespace) -> Setup:
 
 def engine_for(setup: Setup, **options: Any) -> Engine:
     backends = [CpuBackend(1) for _ in range(WORKERS)]
-    return Engine(setup.model, setup.split, setup.store, backends, EngineOptions(fused=setup.fused, **options))
+    return Engine(setup.model, setup.split, setup.store, backends, options=EngineOptions(fused=setup.fused, **options))
 
 
 def profile(setup: Setup, microbatches: list[Microbatch]) -> CostModel:

@@ -126,7 +126,7 @@ def main(words: Sequence[str] | None = None) -> None:
         ways = {}
         for name, microbatches in made.items():
             options = EngineOptions(attends_in_rows=name == "by rows", fused=setup.fused)
-            engine = Engine(setup.model, setup.split, setup.store, [CpuBackend(1)], options)
+            engine = Engine(setup.model, setup.split, setup.store, [CpuBackend(1)], options=options)
             ways[name] = Way(engine, microbatches)
         with ExitStack() as engines:  # an engine's threads start once
             for way in ways.values():

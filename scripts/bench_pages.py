@@ -33,7 +33,7 @@ def update_s(num_elements: int, huge: str) -> float:
     taken = []
     for number in (1, 2):
         start_s = time.process_time()
-        rule.update(values, gradient, state, 1e-3, number, 0)
+        rule.update(values, gradient, state, 1e-3, number=number, salt=0)
         taken.append(time.process_time() - start_s)
     return taken[1]
 

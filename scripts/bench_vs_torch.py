@@ -172,7 +172,10 @@ def measure(args: argparse.Namespace, dtype: str) -> dict[str, list[float]]:
     planner = make_planner(setup)
     seconds: dict[str, list[float]] = {name: [] for name in ("plain", "independent", "engine", "planned", "bubble")}
     locked = page_locked(setup.store, setup.devices, setup.recipe.weights, print)
-    with locked, Engine(setup.model, setup.split, setup.store, workers, EngineOptions(fused=setup.fused)) as engine:
+    with (
+        locked,
+        Engine(setup.model, setup.split, setup.store, workers, options=EngineOptions(fused=setup.fused)) as engine,
+    ):
 
         def engine_step(schedule: Schedule, number: int) -> tuple[float, StepResult]:
             started = time.perf_counter()

@@ -80,7 +80,7 @@ class Direct:
 
 def bound_block(rig: Rig, tokens: int) -> tuple[WorkerModel, BlockCall, torch.Tensor]:
     """A worker's model with the weights of the first block, how that is called, and hidden states for it."""
-    model = WorkerModel(rig.skeleton, rig.split, rig.store.views, rig.store.trainable_names, torch.device("cpu"))
+    model = WorkerModel(rig.skeleton, rig.split, rig.store.views, rig.store.trainable_names, device=torch.device("cpu"))
     model.bind(1, {place.name: place.parameter(rig.store.buffers[1]) for place in rig.store.layouts[1].places})
     call = model.prologue(torch.arange(tokens)[None] % 128).calls[0]
     return model, call, torch.randn(1, tokens, rig.skeleton.config.hidden_size)

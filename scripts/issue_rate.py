@@ -63,7 +63,7 @@ def on_processor(model_type: str, method: str, device: str = "cpu") -> Passes:
     model = build(tiny(model_type), method, torch.float32)
     views, trainable = model.store.views, model.store.trainable_names
     options = WorkerOptions(fused=model.fused)
-    worker = WorkerModel(model.skeleton, model.split, views, trainable, torch.device(device), options)
+    worker = WorkerModel(model.skeleton, model.split, views, trainable, device=torch.device(device), options=options)
     worker.bind(1, {one.name: nn.Parameter(views[one.name].to(device, copy=True), one.name in trainable)
                     for one in model.store.layouts[1].places})  # fmt: skip
     prologue = worker.prologue(torch.zeros((1, FEW_TOKENS), dtype=torch.long))

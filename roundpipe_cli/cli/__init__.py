@@ -1,1 +1,0 @@
-"""Thin commands: parse, call, print."""

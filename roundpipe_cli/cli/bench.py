@@ -208,13 +208,15 @@ def bench(
         from roundpipe_cli.cli.bench_recipe import run_for_real
 
         plain = json_output or no_dashboard
-        run_for_real(_to_run(recipe, costs), overrides or [], schedule, repetitions, json_output, plain=plain)
+        run_for_real(
+            _to_run(recipe, costs), overrides or [], schedule, repetitions, json_output=json_output, plain=plain
+        )
         return
     from roundpipe_cli.planning.answers import Answers
     from roundpipe_cli.planning.compare import check_case, run
 
     flags = CaseFlags(workers, microbatches, accounting, staleness, steps)
-    question, request = _question(recipe, overrides or [], costs, hardware, flags)
+    question, request = _question(recipe, overrides or [], costs, hardware, flags=flags)
     check_case(question)
     answers = Answers()
     if request and not (forward_stages or backward_stages) and flags == CaseFlags():
@@ -298,7 +300,7 @@ def _to_run(recipe: str | None, costs: Path | None) -> str:
 
 
 def _question(
-    recipe: str | None, overrides: list[str], costs_file: Path | None, hardware: str | None, flags: CaseFlags
+    recipe: str | None, overrides: list[str], costs_file: Path | None, hardware: str | None, *, flags: CaseFlags
 ) -> tuple[SimulationCase, PlanRequest | None]:
     """The case to simulate, and the recipe's request that it is from; None with a costs file."""
     from roundpipe_cli.errors import RefusedError

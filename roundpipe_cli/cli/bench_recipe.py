@@ -50,6 +50,7 @@ def entry(result: Result) -> dict[str, Any]:
 
 
 def directions(result: Result) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]:
+    """Stages of a result, forward and backward, in the order in which they run."""
     return result.schedule.forward_stages, result.schedule.backward_stages
 
 
@@ -61,8 +62,8 @@ def run_for_real(
     overrides: list[str],
     schedules: list[str] | None,
     repetitions: int,
-    json_output: bool,
     *,
+    json_output: bool,
     plain: bool = False,
 ) -> None:
     """Run the schedules of a recipe on its devices and print what was measured."""
@@ -74,7 +75,7 @@ def run_for_real(
     from roundpipe_cli.events import Event, StepFinished
     from roundpipe_cli.recipe.load import load_recipe
     from roundpipe_cli.schedule.builders import schedule_name
-    from roundpipe_cli.train.finetune import check_sources, fetch_model, found_config
+    from roundpipe_cli.train.preflight import check_sources, fetch_model, found_config
     from roundpipe_cli.train.signals import Start
 
     loaded = load_recipe(recipe, overrides)

@@ -58,7 +58,9 @@ def data(
         from roundpipe_cli.data.describe import data_document
 
         max_seq_length = loaded.recipe.max_seq_length
-        say_data(json.dumps(data_document(look.dataset, look.fill, look.samples, max_seq_length, look.rejected)))
+        say_data(
+            json.dumps(data_document(look.dataset, look.fill, look.samples, max_seq_length, rejected=look.rejected))
+        )
         return
     for line in report_lines(look, loaded.recipe.max_seq_length):
         say_data(line)
@@ -104,7 +106,7 @@ def _look(loaded: LoadedRecipe, offline: bool) -> DataView:
         return DataView(dataset, rejected, None, shown)
     weights = [entry.weight for entry in recipe.datasets]
     mix = RowMix(dataset.rows_by_spec, weights, recipe.seed, recipe.shuffle)
-    fill = fill_with_packing(mix, dataset.rows.lengths, recipe.max_seq_length, recipe.seed, recipe.shuffle)
+    fill = fill_with_packing(mix, dataset.rows.lengths, recipe.max_seq_length, recipe.seed, shuffle=recipe.shuffle)
     if recipe.packing == "auto":
         found = find_config(recipe.model, resolve_path(recipe.model, loaded.folder), recipe.revision)
         choice = choose_packing(mix, dataset.rows.lengths, step_needs(recipe), packing_obstacle(found, recipe))

@@ -146,7 +146,7 @@ class Display:
         from roundpipe_cli.dashboard.replay import RunFiles
 
         known = RunFiles(self._output_dir).before(first_step) if first_step and self._output_dir is not None else None
-        live = LiveDashboard(Terminal(), Console(file=sys.stdout), run_clock(), self._keys, known)
+        live = LiveDashboard(Terminal(), Console(file=sys.stdout), run_clock(), self._keys, state=known)
         for event in self._early:
             live.tell(event)
         self._early.clear()

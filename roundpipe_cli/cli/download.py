@@ -66,7 +66,7 @@ def _fetch_for(loaded: LoadedRecipe, *, offline: bool) -> dict[str, Any]:
     from roundpipe_cli.cli.finetune import ask_on_cards_worth_using, refuse_too_large
     from roundpipe_cli.cli.lines import LinePrinter
     from roundpipe_cli.cli.output import quiet_libraries
-    from roundpipe_cli.train.finetune import check_base, found_config, prove_unfetched
+    from roundpipe_cli.train.preflight import check_base, found_config, prove_unfetched
     from roundpipe_cli.train.signals import Start
 
     printer, start = LinePrinter(1), Start(offline=offline)

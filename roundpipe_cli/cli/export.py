@@ -267,7 +267,7 @@ def export(
             say("note: the adapter has no tokenizer: its base's belongs to it")
     else:
         torch.set_grad_enabled(False)
-        done = merge_result(output_dir, source, target, None if dtype is None else getattr(torch, dtype), extras)
+        done = merge_result(output_dir, source, target, None if dtype is None else getattr(torch, dtype), extras=extras)
         for note in _notes(done, source):
             say(f"note: {note}")
         shards = f"{done.num_shards} file{'s' if done.num_shards > 1 else ''}"

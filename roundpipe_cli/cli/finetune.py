@@ -19,7 +19,7 @@ from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.faults import load_faults
 from roundpipe_cli.files import cache_folder, named_path
 from roundpipe_cli.recipe.schema import Recipe
-from roundpipe_cli.train.nodes.group import check_processes
+from roundpipe_cli.train.nodes.processes import check_processes
 from roundpipe_cli.units import format_loss, format_seconds
 
 if TYPE_CHECKING:
@@ -182,7 +182,7 @@ def finetune(
         from roundpipe_cli.cli.export import make_repository, push_result
         from roundpipe_cli.cli.lines import LinePrinter
         from roundpipe_cli.planning.run_plan import planned_bytes
-        from roundpipe_cli.train.finetune import check_names, fetch_model, found_config
+        from roundpipe_cli.train.preflight import check_names, fetch_model, found_config
         from roundpipe_cli.train.signals import Reporting, Start
 
         start = Start(resume, offline, allow_changed or (), allow_other_base)

@@ -124,7 +124,7 @@ def show_comparison(recipe: str, overrides: Sequence[str], hardware: str | None,
     from roundpipe_cli.cli.output import VERDICTS, build_counts, say_data, terminal_width, wrapped
     from roundpipe_cli.planning.what_if import compare_plans
 
-    rows = compare_plans(recipe, overrides, hardware, build_counts, _progress())
+    rows = compare_plans(recipe, overrides, hardware, build_counts, tell=_progress())
     if as_json:
         say_data(json.dumps({"rows": [row_document(row) for row in rows]}, indent=1))
         return

@@ -164,7 +164,7 @@ def _play(run: SimulatedRun, start_s: float) -> DashboardState:
         left.set()
         return ""
 
-    live = LiveDashboard(Terminal(), Console(file=sys.stdout), clock, {"q": KeyBinding("leave", leave)}, state)
+    live = LiveDashboard(Terminal(), Console(file=sys.stdout), clock, {"q": KeyBinding("leave", leave)}, state=state)
     live.start()
     try:
         for time_s, event in events:
@@ -387,7 +387,7 @@ def _live(files: RunFiles, state: DashboardState) -> DashboardState:
         return ""
 
     keys = {"q": KeyBinding("leave; the run continues", leave)}
-    live = LiveDashboard(Terminal(), Console(file=sys.stdout), run_clock(), keys, state)
+    live = LiveDashboard(Terminal(), Console(file=sys.stdout), run_clock(), keys, state=state)
     live.start()
     try:
         for anew, events in _polls(files, follow=True):

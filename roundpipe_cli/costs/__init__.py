@@ -1,1 +1,0 @@
-"""Time and bytes of each layer: models, hardware, memory. No torch."""

@@ -96,10 +96,10 @@ def key_value_bytes(architecture: Architecture, settings: TrainingSettings) -> i
 def head_chunk_bytes(architecture: Architecture, settings: TrainingSettings) -> int:
     """The head's working memory, see `head_bytes`."""
     tokens, chunk = settings.tokens_per_microbatch, settings.head_chunk_tokens
-    return head_bytes(tokens, chunk, architecture.vocab_size, architecture.hidden_size, settings.dtype_bytes)
+    return head_bytes(tokens, chunk, architecture.vocab_size, architecture.hidden_size, size=settings.dtype_bytes)
 
 
-def head_bytes(tokens: float, chunk_tokens: int, vocab_size: int, hidden_size: int, size: int) -> int:
+def head_bytes(tokens: float, chunk_tokens: int, vocab_size: int, hidden_size: int, *, size: int) -> int:
     """Bytes of the head: logits in 16 bit and float32 and the gradient of each, for one chunk of tokens; hidden
     states, their float32 copy in the norm and their gradient for all `tokens`.
 

@@ -121,7 +121,10 @@ def device_need(
             NeedPart("activations", activations),
             *([NeedPart("weights of a stage, unpacked", whole_bytes)] if settings.unpacks_once else []),
             NeedPart("kept activations", _kept_activations(layers, settings)),
-            NeedPart(LARGEST_GRADIENT, _gradient_bytes(costs, architecture, settings, hardware, backward_stages)),
+            NeedPart(
+                LARGEST_GRADIENT,
+                _gradient_bytes(costs, architecture, settings, hardware, backward_stages=backward_stages),
+            ),
             *fixed.parts,
         )
     )
@@ -206,6 +209,7 @@ def _gradient_bytes(
     architecture: Architecture,
     settings: TrainingSettings,
     hardware: Hardware,
+    *,
     backward_stages: Sequence[StageRange],
 ) -> int:
     """Gradient of the largest weight, which exists whole before it is added to its sum, as far as it needs more than
@@ -236,7 +240,7 @@ def fixed_device_need(
     boundary = max(layer.boundary_bytes for layer in costs.layers)
     wide = architecture.intermediate_size * max(1, architecture.num_experts_per_tok)
     workspace = backward_workspace_bytes(
-        tokens, settings.tokens_per_mlp_call, wide, architecture.hidden_size, settings.dtype_bytes
+        tokens, settings.tokens_per_mlp_call, wide, architecture.hidden_size, size=settings.dtype_bytes
     )
     if settings.tokens_per_mlp_call < tokens:  # gradients of its weights are summed over the chunks
         workspace += max((layer.grad_bytes for layer in costs.layers[1:-1]), default=0)
@@ -257,7 +261,7 @@ def fixed_device_need(
     return Need(tuple(parts))
 
 
-def backward_workspace_bytes(tokens: float, mlp_tokens: float, width: int, hidden_size: int, size: int) -> int:
+def backward_workspace_bytes(tokens: float, mlp_tokens: float, width: int, hidden_size: int, *, size: int) -> int:
     """Gradients of what a block's backward is at: of its feed-forward part, and of hidden states.
 
     Args:

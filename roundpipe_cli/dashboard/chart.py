@@ -60,7 +60,7 @@ _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 LABEL_WIDTH = 7
 
 
-def chart(points: Sequence[Point], marks: Sequence[Point], width: int, height: int, theme: Theme) -> list[Text]:
+def chart(points: Sequence[Point], marks: Sequence[Point], width: int, height: int, *, theme: Theme) -> list[Text]:
     """A curve with its axes in `height` lines of `width` characters.
 
     Args:
@@ -87,7 +87,7 @@ def chart(points: Sequence[Point], marks: Sequence[Point], width: int, height: i
         x, y = place(mark)
         marked.add((y * rows // down, min(columns - 1, x * columns // across)))
     lines = [
-        _row(index, cells[index], [x for y, x in sorted(marked) if y == index], (rows, low, high), theme)
+        _row(index, cells[index], [x for y, x in sorted(marked) if y == index], (rows, low, high), theme=theme)
         for index in range(rows)
     ]
     left, right = f"{first:.0f}", f"{last:.0f}"
@@ -97,7 +97,7 @@ def chart(points: Sequence[Point], marks: Sequence[Point], width: int, height: i
     return lines
 
 
-def _row(index: int, cells: str, marked: Sequence[int], scale: tuple[int, float, float], theme: Theme) -> Text:
+def _row(index: int, cells: str, marked: Sequence[int], scale: tuple[int, float, float], *, theme: Theme) -> Text:
     """One line: label, axis, curve, and the marks at these columns; `scale` is (lines, lowest, highest value)."""
     rows, low, high = scale
     labelled = index in (0, rows - 1) or (rows >= 7 and index == rows // 2)

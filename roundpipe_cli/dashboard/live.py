@@ -348,6 +348,7 @@ class LiveDashboard:
         console: Console,
         clock: Callable[[], float],
         keys: Mapping[str, KeyBinding],
+        *,
         state: DashboardState | None = None,
     ) -> None:
         """

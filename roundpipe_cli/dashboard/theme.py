@@ -102,7 +102,7 @@ def spread(left: Text, right: Text, width: int, theme: Theme) -> Text:
     return Text.assemble(left, " " * gap, right) if gap >= 0 else fit(left, width, theme)
 
 
-def framed(title: Text, note: str, lines: Sequence[Text], width: int, theme: Theme) -> list[Text]:
+def framed(title: Text, note: str, lines: Sequence[Text], width: int, *, theme: Theme) -> list[Text]:
     """Lines in a frame with a title at its left and a note at its right."""
     top_left, bar, top_right, side, bottom_left, bottom_right = tuple(theme.glyphs.frame)
     faint, inner = theme.faint, width - 4

@@ -33,10 +33,10 @@ def figure_lines(state: DashboardState, height: int, width: int, theme: Theme, *
         has_loss: the loss first; elsewhere the curve's title has it.
     """
     rows = [*_step_rows(state, has_loss), *_machine_rows(state)]
-    return [_row(name, value, note, width, theme) for name, value, note in rows[:height]]
+    return [_row(name, value, note, width, theme=theme) for name, value, note in rows[:height]]
 
 
-def _row(name: str, value: str, note: str, width: int, theme: Theme) -> Text:
+def _row(name: str, value: str, note: str, width: int, *, theme: Theme) -> Text:
     if len(name) + len(value) + len(note) + 1 > width:  # a note adds to the value; the unit is in the value
         note = ""
     gap = max(1, width - len(name) - len(value) - len(note))
@@ -161,7 +161,7 @@ def _letters(shares: Sequence[Mapping[str, float]]) -> str:
 
 
 def lane(
-    spans: Sequence[Span], end_s: float, seconds: float, width: int, theme: Theme, num_lines: int = 1
+    spans: Sequence[Span], end_s: float, seconds: float, width: int, *, theme: Theme, num_lines: int = 1
 ) -> list[Text]:
     """The last `seconds` before `end_s` of one worker in `width` characters, with colour two slices in each.
 
@@ -282,7 +282,7 @@ def _grid(scene: _Scene, look: _Look, count: int, width: int) -> list[Text]:
 
 def _lane(scene: _Scene, worker: WorkerView, width: int, num_lines: int = 1) -> list[Text]:
     spans = worker.spans if worker.running is None else (*worker.spans, worker.running)
-    return lane(spans, scene.end_s, scene.seconds, width, scene.theme, num_lines)
+    return lane(spans, scene.end_s, scene.seconds, width, theme=scene.theme, num_lines=num_lines)
 
 
 def _framed(num_lanes: int) -> _Look:
@@ -290,7 +290,7 @@ def _framed(num_lanes: int) -> _Look:
         worker, theme = scene.workers[index], scene.theme
         title = Text.assemble((f"worker {index}", "bold"), f" {theme.glyphs.between} {escape_controls(worker.device)}")
         body = [*_lane(scene, worker, width - 4, num_lanes), _figures(worker, width - 4, theme)]
-        return framed(title, f"last {format_seconds(scene.seconds)}", body, width, theme)
+        return framed(title, f"last {format_seconds(scene.seconds)}", body, width, theme=theme)
 
     return look
 
@@ -421,9 +421,9 @@ def screen(
     messages_room = max(MIN_MESSAGES, min(len(state.messages) + 1, room // 3))
     curve_height = room - messages_room
     if curve_height >= MIN_CURVE_HEIGHT:
-        middle = curve_and_figures(state, now_s, width, curve_height, theme)
+        middle = curve_and_figures(state, now_s, width, curve_height, theme=theme)
     else:
-        middle = _short_figures(state, now_s, width, min(2, room), theme)
+        middle = _short_figures(state, now_s, width, min(2, room), theme=theme)
     if room == len(middle) > 0 and _has_news(state, now_s):  # an answer to a key is seen on the smallest screen too
         middle = [*middle[:-1], *messages(state, width, 1, theme)]
     said = messages(state, width, room - len(middle), theme)
@@ -504,7 +504,7 @@ def progress(state: DashboardState, now_s: float, width: int, theme: Theme) -> T
     )
 
 
-def curve_and_figures(state: DashboardState, now_s: float, width: int, height: int, theme: Theme) -> list[Text]:
+def curve_and_figures(state: DashboardState, now_s: float, width: int, height: int, *, theme: Theme) -> list[Text]:
     """The loss (or speed) curve and, at its right, the figures of the last step."""
     speed = state.run is not None and state.run.goal == "speed"
     points = (state.speeds if speed else state.losses).all_points
@@ -522,8 +522,8 @@ def curve_and_figures(state: DashboardState, now_s: float, width: int, height: i
         title = Text("a step", style="bold")
         lines = _busy(state, curve_width - 4, height - 2, theme)
     else:
-        lines = chart(points, () if speed else state.evaluations, curve_width - 4, height - 2, theme)
-    curve = framed(title, "", lines, curve_width, theme)
+        lines = chart(points, () if speed else state.evaluations, curve_width - 4, height - 2, theme=theme)
+    curve = framed(title, "", lines, curve_width, theme=theme)
     if not side:
         return curve
     rows = figure_lines(state, height - 2, side - 4, theme)
@@ -532,7 +532,7 @@ def curve_and_figures(state: DashboardState, now_s: float, width: int, height: i
         "",
         [*rows, *[Text()] * (height - 2 - len(rows))],
         side,
-        theme,
+        theme=theme,
     )
     return beside([curve, block], [curve_width, side], theme)
 
@@ -548,7 +548,7 @@ def _busy(state: DashboardState, width: int, height: int, theme: Theme) -> list[
     return [*[Text()] * ((height - len(lines)) // 2), *lines, *[Text()] * (height - len(lines))][:height]
 
 
-def _short_figures(state: DashboardState, now_s: float, width: int, height: int, theme: Theme) -> list[Text]:
+def _short_figures(state: DashboardState, now_s: float, width: int, height: int, *, theme: Theme) -> list[Text]:
     """The most important figures in one line or two, where there is no room for a curve."""
     rows = figure_lines(state, 6, 24, theme, has_loss=True)
     per_line = max(1, (width - 2) // 26)
@@ -571,11 +571,11 @@ def messages(state: DashboardState, width: int, height: int, theme: Theme) -> li
         if room <= 0:
             break
         since = format_seconds(round(message.time_s - started_s)) if message.time_s >= started_s + 1 else ""
-        said = [*_wrapped(f" {since:>7}  ", escape_controls(message.text), width, room, theme), *said]
+        said = [*_wrapped(f" {since:>7}  ", escape_controls(message.text), width, room, theme=theme), *said]
     return [*lines, *said][:height]
 
 
-def _wrapped(time: str, text: str, width: int, room: int, theme: Theme) -> list[Text]:
+def _wrapped(time: str, text: str, width: int, room: int, *, theme: Theme) -> list[Text]:
     """A message behind its time, in at most `room` lines; the last of them is cut where it needs more."""
     parts = textwrap.wrap(text, max(MIN_LEFT, width - len(time)), break_on_hyphens=False) or [""]
     parts = [*parts[: room - 1], " ".join(parts[room - 1 :])] if len(parts) > room else parts

@@ -1,1 +1,0 @@
-"""From files to microbatches of token ids and labels."""

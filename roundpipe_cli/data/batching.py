@@ -124,6 +124,7 @@ class BatchSampler:
         micro_batch_size: int,
         microbatches_per_step: int,
         packer: Packer | None = None,
+        *,
         grouping: Grouping | None = None,
     ) -> None:
         """

@@ -211,7 +211,7 @@ class ChatTemplate:
             except BadRowError:
                 return None
 
-        return WrittenTurns(fields, lay_part, self._ends, laid, self._thought_hint)
+        return WrittenTurns(fields, lay_part, self._ends, laid, thought_hint=self._thought_hint)
 
     def _lay(
         self, fields: Fields, messages: Sequence[Message], tools: Tools, *, add_generation_prompt: bool = False

@@ -205,7 +205,7 @@ class _Builder:
             )
         self._facts = self._facts or self._pool.facts()
         with ShardWriter(key) as writer:
-            for numbers, result in self._encoded(source, report, notices, first, chunks):
+            for numbers, result in self._encoded(source, report, notices, first, rest=chunks):
                 self._count(report, numbers, result)
                 writer.add(result, report.rows_read - len(numbers), numbers)
                 self._tell_progress(source, report)
@@ -219,6 +219,7 @@ class _Builder:
         report: SourceReport,
         notices: list[str],
         first: list[RawRow],
+        *,
         rest: Iterator[list[RawRow]],
     ) -> Iterator[tuple[npt.NDArray[np.int64], ChunkResult]]:
         """(numbers of the rows, result) of each chunk."""

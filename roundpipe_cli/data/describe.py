@@ -75,7 +75,9 @@ def histogram(lengths: npt.NDArray[np.int64]) -> list[tuple[int, int, int]]:
     return [(index * width, (index + 1) * width, int(count)) for index, count in enumerate(counts)]
 
 
-def fill_with_packing(mix: RowMix, lengths: npt.NDArray[np.int64], max_tokens: int, seed: int, shuffle: bool) -> Fill:
+def fill_with_packing(
+    mix: RowMix, lengths: npt.NDArray[np.int64], max_tokens: int, seed: int, *, shuffle: bool
+) -> Fill:
     """Fill of the first epoch."""
     num_sequences = count_sequences(mix, Packer(lengths, max_tokens, seed, shuffle))
     return Fill(num_sequences, float(lengths[mix.order(0)].sum()) / (num_sequences * max_tokens))
@@ -91,11 +93,11 @@ def samples(
     made = []
     for kind, index in picked.items():
         where = dataset.where(dataset.rows[index].row_id)
-        made += [_sample(rows[index], tokenizer, kind, where, answer) for answer, rows in sides]
+        made += [_sample(rows[index], tokenizer, kind, where, answer=answer) for answer, rows in sides]
     return made
 
 
-def _sample(row: Row, tokenizer: PreTrainedTokenizerBase, kind: str, where: str, answer: str | None) -> RowSample:
+def _sample(row: Row, tokenizer: PreTrainedTokenizerBase, kind: str, where: str, *, answer: str | None) -> RowSample:
     trained = row.labels != IGNORED_LABEL
     borders = [0, *(np.flatnonzero(trained[1:] != trained[:-1]) + 1).tolist(), len(trained)]
     pieces = []
@@ -116,6 +118,7 @@ def data_document(
     fill: Fill | None,
     shown: list[RowSample],
     max_seq_length: int,
+    *,
     rejected: TokenizedRows | None = None,
 ) -> dict[str, Any]:
     """The report in the types of JSON.

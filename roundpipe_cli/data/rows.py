@@ -116,6 +116,7 @@ class BadRowError(Exception):
 
 
 def fault_problem(fault: RowFault, where: str) -> Problem:
+    """The problem of an error message for a fault of a row."""
     return Problem(fault.what, where=where, found=fault.found, expected=fault.expected, hint=fault.hint)
 
 

@@ -104,7 +104,7 @@ def folder_files(folder: Path, split: str, configuration: str | None) -> FolderF
             expected="files of one kind",
             hint=f"path: {inside}/*{kinds[0]}",
         )
-    return FolderFiles(tuple(chosen), tuple(_notices(inside, by_split, files, texts, num_links)))
+    return FolderFiles(tuple(chosen), tuple(_notices(inside, by_split, files, texts, num_links=num_links)))
 
 
 def pattern_files(path: Path) -> FolderFiles:
@@ -145,7 +145,7 @@ def pattern_files(path: Path) -> FolderFiles:
 
 
 def _notices(
-    folder: Path, by_split: dict[str, list[Path]], files: list[Path], texts: list[Path], num_links: int
+    folder: Path, by_split: dict[str, list[Path]], files: list[Path], texts: list[Path], *, num_links: int
 ) -> list[str]:
     notices = []
     if _asks_for_files(folder / "README.md"):

@@ -49,6 +49,7 @@ class WrittenTurns:
         lay: Callable[[Fields, Sequence[Message], bool], Laid | None],
         ends: TurnEnds,
         laid: Laid,
+        *,
         thought_hint: Callable[[bool], str],
     ) -> None:
         """

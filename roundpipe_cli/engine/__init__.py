@@ -1,1 +1,0 @@
-"""Runs a schedule on devices: stores, transfers, workers."""

@@ -132,7 +132,7 @@ def _states_of(microbatch: Microbatch, first: int, num_chunks: int) -> list[Micr
         state.preference, state.lengths = microbatch.preference, microbatch.lengths
         return [state]
     assert microbatch.position_ids is None and microbatch.preference is None, "packed rows and pairs are not cut"
-    return chunk_states(microbatch.input_ids, indices, targets, first, num_chunks)
+    return chunk_states(microbatch.input_ids, indices, targets, first, num_chunks=num_chunks)
 
 
 @dataclass(frozen=True)
@@ -156,6 +156,7 @@ class Engine:
         split: ModelSplit,
         store: WeightStore,
         backends: Sequence[Backend],
+        *,
         options: EngineOptions | None = None,
     ) -> None:
         """
@@ -183,16 +184,20 @@ class Engine:
         self._workers = []
         how = WorkerOptions(options.mlp_chunk_tokens, options.fused, options.attends_in_rows)
         for index, backend in enumerate(backends):
-            worker_model = WorkerModel(model, split, store.views, store.trainable_names, backend.device, how)
+            worker_model = WorkerModel(
+                model, split, store.views, store.trainable_names, device=backend.device, options=how
+            )
             worker_model.leave_out(options.unread or {})
             if backend.capability is not None:
                 forgets = forgets_empty_groups(backend.capability)
                 expert_dtypes = use_grouped_kernel(worker_model.blocks, takes, forgets=forgets)
             layers = LayerRunner(
-                index, worker_model, backend, self._trained, [layout.num_bytes for layout in store.layouts]
+                index, worker_model, backend, self._trained, layer_bytes=[layout.num_bytes for layout in store.layouts]
             )
             slots = StageSlots(layers, store, WeightCache(index, backend, store, options.weight_cache_bytes))
-            self._workers.append(Worker(StageRunner(layers), store, slots, split.layer_names(), transfers.chunk_bytes))
+            self._workers.append(
+                Worker(StageRunner(layers), store, slots, split.layer_names(), chunk_bytes=transfers.chunk_bytes)
+            )
             self._workers[-1].whole_per_visit = options.whole_per_visit
         self._notice = describe_experts(capabilities, expert_dtypes, missing)
         """Note of the first result on the kernels; None: nothing."""
@@ -377,7 +382,7 @@ class Engine:
         """Let the workers run the context's program."""
         prepared = context.prepared
         self._reserve(prepared.program, keeps_weights=context.scoring is None)
-        run = StepRun(prepared.program, prepared.links, context.step, context.progress, self._pool.works)
+        run = StepRun(prepared.program, prepared.links, context.step, context.progress, works=self._pool.works)
         steps = [WorkerStep(worker.index) for worker in self._workers]
         for worker, step in zip(self._workers, steps, strict=True):
             run.parts[worker.index] = WorkerPart(context, self._carrier(worker, context, run), step)

@@ -33,7 +33,7 @@ class GradientFold:
     """The gradient sum of one layer during one step."""
 
     def __init__(
-        self, layer: int, layout: LayerLayout, flat: torch.Tensor, num_microbatches: int, progress: Progress
+        self, layer: int, layout: LayerLayout, flat: torch.Tensor, num_microbatches: int, *, progress: Progress
     ) -> None:
         """
         Args:
@@ -104,7 +104,9 @@ def gradient_folds(
 ) -> list[GradientFold | None]:
     """A step's folds, one per layer; None where nothing is trained. Arguments as of `GradientFold`."""
     return [
-        GradientFold(layer, layout, flats[layer], num_microbatches, progress) if layout.num_trainable_elements else None
+        GradientFold(layer, layout, flats[layer], num_microbatches, progress=progress)
+        if layout.num_trainable_elements
+        else None
         for layer, layout in enumerate(layouts)
     ]
 

@@ -118,7 +118,7 @@ class Sequences:
 
 
 def chunk_states(
-    input_ids: torch.Tensor, indices: torch.Tensor, targets: torch.Tensor, first: int, num_chunks: int
+    input_ids: torch.Tensor, indices: torch.Tensor, targets: torch.Tensor, first: int, *, num_chunks: int
 ) -> list[MicrobatchState]:
     """The chunks of sequences `input_ids` [B, T] as microbatches, the first of which has the index `first`.
 
@@ -242,7 +242,7 @@ class LayerRunner:
     """Computes layers on one worker's module objects."""
 
     def __init__(
-        self, worker: int, model: WorkerModel, backend: Backend, trained: TrainedLayers, layer_bytes: Sequence[int]
+        self, worker: int, model: WorkerModel, backend: Backend, trained: TrainedLayers, *, layer_bytes: Sequence[int]
     ) -> None:
         """
         Args:
@@ -282,7 +282,9 @@ class LayerRunner:
         if state.prologue is None:
             seed = self._seed(context, 0, state)
             start = None if state.chunk is None else state.chunk.start
-            state.prologue = self.model.prologue(state.input_ids, seed, state.position_ids, start, state.lengths)
+            state.prologue = self.model.prologue(
+                state.input_ids, seed, state.position_ids, start, lengths=state.lengths
+            )
             if context.scoring is not None:  # keep no graph
                 state.prologue = Prologue(state.prologue.hidden.detach(), state.prologue.calls)
         return self.backend.receive(state.prologue.hidden.detach())
@@ -345,7 +347,7 @@ class LayerRunner:
         return graph.output.detach()
 
     def graph_of(
-        self, context: StepContext, layer: int, state: MicrobatchState, hidden: torch.Tensor, output_is_read: bool
+        self, context: StepContext, layer: int, state: MicrobatchState, hidden: torch.Tensor, *, output_is_read: bool
     ) -> LayerGraph:
         """The forward of one block with its graph, computed or kept; no graph below the first trained layer."""
         if (layer, state.index) in self._kept:
@@ -361,7 +363,7 @@ class LayerRunner:
             keys, values = (tensor.detach().requires_grad_() for tensor in cache.earlier)
             graph.earlier = cache.earlier = (keys, values)
         with torch.enable_grad(), self.backend.compute():
-            graph.output = self._run_block(context, layer, state, leaf, output_is_read, cache)
+            graph.output = self._run_block(context, layer, state, leaf, output_is_read=output_is_read, cache=cache)
         graph.own = None if cache is None else cache.only(f"block.{layer - 1}")
         return graph
 
@@ -478,6 +480,7 @@ class LayerRunner:
         layer: int,
         state: MicrobatchState,
         hidden: torch.Tensor,
+        *,
         output_is_read: bool = True,
         cache: ChunkCache | None = None,
     ) -> torch.Tensor:

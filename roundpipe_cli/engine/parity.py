@@ -113,7 +113,7 @@ def prove(
         if chunks:
             ways.append(("chunks compute what whole sequences do", _piece(reduced.vocab_size, 2, LONG, 5), NUM_CHUNKS))
         for what, piece, num_chunks in ways:
-            if not _prove_other_way(reduced, split, weights, piece, num_chunks) and not proof.unproven:
+            if not _prove_other_way(reduced, split, weights, piece, num_chunks=num_chunks) and not proof.unproven:
                 return replace(proof, unproven=f"that {what} was not compared: the model draws random numbers")
         return proof
     except _PlainFailed as error:
@@ -131,17 +131,17 @@ def _prove(reduced: Reduced, split: ModelSplit, weights: Mapping[str, torch.Tens
     pieces = usual_pieces(reduced.vocab_size)
     beyond = [] if limit is None else pieces_beyond(reduced, split, limit)
     try:
-        plain = _run_plain(exact, split, weights, torch.float32, [*pieces, *beyond])
+        plain = _run_plain(exact, split, weights, torch.float32, pieces=[*pieces, *beyond])
         pieces, limit = [*pieces, *beyond], None
     except _PlainFailed:
-        plain = _run_plain(exact, split, weights, torch.float32, pieces)
-    found = _run_engine(exact, split, weights, pieces, reduced)
+        plain = _run_plain(exact, split, weights, torch.float32, pieces=pieces)
+    found = _run_engine(exact, split, weights, pieces, reduced=reduced)
     errors = differences(found, plain)
     if any(not error <= TOLERANCE for error in errors.values()):
-        wide = _run_plain(exact, split, weights, torch.float64, pieces)
+        wide = _run_plain(exact, split, weights, torch.float64, pieces=pieces)
         allowed = {name: min(max(TOLERANCE, 2 * error), MAX_OWN) for name, error in differences(plain, wide).items()}
         errors = _smaller(errors, differences(found, wide))
-        again = _run_engine(exact, split, weights, pieces, reduced)
+        again = _run_engine(exact, split, weights, pieces, reduced=reduced)
         _check(errors, allowed, "float32", _smaller(differences(again, plain), differences(again, wide)))
     unproven = ""
     if dtype != torch.float32:
@@ -154,7 +154,7 @@ def _prove(reduced: Reduced, split: ModelSplit, weights: Mapping[str, torch.Tens
 
 
 def _prove_other_way(
-    reduced: Reduced, split: ModelSplit, weights: Mapping[str, torch.Tensor], piece: Piece, num_chunks: int = 1
+    reduced: Reduced, split: ModelSplit, weights: Mapping[str, torch.Tensor], piece: Piece, *, num_chunks: int = 1
 ) -> bool:
     """Compare a packed sequence with its rows one by one, or one in chunks with the whole, in float32 and without
     dropout.
@@ -172,8 +172,8 @@ def _prove_other_way(
     plain.run(usual_pieces(reduced.vocab_size)[:1], SEED, STEP)
     if plain.has_drawn:
         return False
-    expected = _run_plain(exact, split, weights, torch.float32, [piece])
-    errors = differences(_run_engine(exact, split, weights, [piece], reduced, num_chunks), expected)
+    expected = _run_plain(exact, split, weights, torch.float32, pieces=[piece])
+    errors = differences(_run_engine(exact, split, weights, [piece], reduced=reduced, num_chunks=num_chunks), expected)
     worst = max(errors, key=lambda name: errors[name])
     if not errors[worst] <= MAX_OTHER_ERROR:
         what = f"the {f'gradient of {worst}' if worst else 'loss'} is {errors[worst]:.1e} off that of the"
@@ -192,9 +192,9 @@ def _check_16_bit(reduced: Reduced, exact: nn.Module, split: ModelSplit, weights
     dtype = next(p.dtype for p in reduced.model.parameters() if p.is_floating_point())
     for attempt in range(TRIES):
         pieces = usual_pieces(reduced.vocab_size, attempt)
-        plain = _run_plain(exact, split, weights, torch.float32, pieces)
-        own = differences(_run_plain(reduced.model, split, weights, dtype, pieces), plain)
-        here = differences(_run_engine(reduced.model, split, weights, pieces, reduced), plain)
+        plain = _run_plain(exact, split, weights, torch.float32, pieces=pieces)
+        own = differences(_run_plain(reduced.model, split, weights, dtype, pieces=pieces), plain)
+        here = differences(_run_engine(reduced.model, split, weights, pieces, reduced=reduced), plain)
         worst = max((error for name, error in own.items() if name and error == error), default=0.0)
         limits = {name: 2 * (worst if name else own[name]) + torch.finfo(dtype).eps for name in here}
         try:
@@ -283,12 +283,12 @@ def pieces_beyond(reduced: Reduced, split: ModelSplit, limit: int) -> list[Piece
     """
     backbone = reduced.model.get_submodule(split.backbone_path)
     if "position_ids" in inspect.signature(backbone.forward).parameters:
-        return [_piece(reduced.vocab_size, 1, LONG, 3, end) for end in (2 * limit, limit + SHORT)]
+        return [_piece(reduced.vocab_size, 1, LONG, 3, end=end) for end in (2 * limit, limit + SHORT)]
     tokens = limit + SHORT
     return [_piece(reduced.vocab_size, 1, tokens, 3)] if tokens <= MAX_ROW_TOKENS else []
 
 
-def _piece(vocab_size: int, rows: int, tokens: int, seed: int, end: int | None = None) -> Piece:
+def _piece(vocab_size: int, rows: int, tokens: int, seed: int, *, end: int | None = None) -> Piece:
     """Random tokens, about a third of them no targets. `end`: the position behind the last token; None: `tokens`."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(min(3, vocab_size - 1), vocab_size, (rows, tokens), generator=generator)
@@ -316,6 +316,7 @@ def _run_plain(
     split: ModelSplit,
     weights: Mapping[str, torch.Tensor],
     dtype: torch.dtype,
+    *,
     pieces: Sequence[Piece],
 ) -> Outcome:
     try:
@@ -337,6 +338,7 @@ def _run_engine(
     split: ModelSplit,
     weights: Mapping[str, torch.Tensor],
     pieces: Sequence[Piece],
+    *,
     reduced: Reduced,
     num_chunks: int = 1,
 ) -> Outcome:
@@ -354,12 +356,12 @@ def _run_engine(
     for name, values in weights.items():
         store.set_parameter(name, values)
     microbatches = [Microbatch(piece.input_ids, piece.labels, piece.position_ids) for piece in pieces]
-    schedule = _schedule(len(layouts), reduced.kept, num_workers, len(pieces), num_chunks)
+    schedule = _schedule(len(layouts), reduced.kept, num_workers, len(pieces), num_chunks=num_chunks)
     num_threads = max(1, min(MAX_THREADS, torch.get_num_threads()) // num_workers)
     backends = [CpuBackend(num_threads) for _ in range(num_workers)]
     options = EngineOptions(seed=SEED, head_chunk_tokens=SHORT, fused=reduced.fused)
     try:
-        with Engine(model, split, store, backends, options) as engine:
+        with Engine(model, split, store, backends, options=options) as engine:
             result = engine.run_step(microbatches, schedule, step=STEP)
     except (NoProgressError, ResourceError):  # a fault of the machine, not of the model
         raise
@@ -379,7 +381,7 @@ def _run_engine(
 
 
 def _schedule(
-    num_layers: int, kept: Sequence[int], num_workers: int, num_microbatches: int, num_chunks: int
+    num_layers: int, kept: Sequence[int], num_workers: int, num_microbatches: int, *, num_chunks: int
 ) -> Schedule:
     head = num_layers - 1
     starts = sorted({0, *(index + 1 for index in kept)})

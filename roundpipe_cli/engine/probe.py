@@ -110,7 +110,7 @@ def worker_on_host(
     model: nn.Module, split: ModelSplit, store: WeightStore, options: WorkerOptions
 ) -> tuple[WorkerModel, Callable[[int], None]]:
     """A worker on the processor, and a function that gives one of its blocks the host's weights."""
-    worker = WorkerModel(model, split, store.views, store.trainable_names, torch.device("cpu"), options)
+    worker = WorkerModel(model, split, store.views, store.trainable_names, device=torch.device("cpu"), options=options)
 
     def bind(block: int) -> None:
         layer = block + 1

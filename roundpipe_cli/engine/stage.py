@@ -132,7 +132,7 @@ class StageRunner:
                 if layer > first and layer in prepared.read_layers and not has_head:
                     hidden = self._take_hidden(context, layer, state)
                 is_read = has_head or (layer < last and layer + 1 not in prepared.read_layers)
-                graph = self.layers.graph_of(context, layer, state, hidden, is_read)
+                graph = self.layers.graph_of(context, layer, state, hidden, output_is_read=is_read)
                 graphs.append(graph)
                 if graph.output is not None:
                     hidden = graph.output.detach()

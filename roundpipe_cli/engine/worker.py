@@ -1,8 +1,8 @@
 """A worker's operations on its device: weights into slots, stages computed, gradient sums in and out.
 
-The dispatcher's threads call this (`dispatch/decisions.py` says when). The mathematics of a stage is `StageRunner`'s, memory
-for weights `StageSlots`', gradient sums on the device are `DeviceSums`'. One object per device for the whole run; it
-takes up one `WorkerPart` after the other.
+The dispatcher's threads call this (`dispatch/decisions.py` says when). The mathematics of a stage is `StageRunner`'s,
+memory for weights `StageSlots`', gradient sums on the device are `DeviceSums`'. One object per device for the whole
+run; it takes up one `WorkerPart` after the other.
 """
 
 from __future__ import annotations
@@ -110,7 +110,13 @@ class Worker:
     """Carries out the operations on one device: the dispatcher's `Work`."""
 
     def __init__(
-        self, runner: StageRunner, store: WeightStore, slots: StageSlots, layer_names: Sequence[str], chunk_bytes: int
+        self,
+        runner: StageRunner,
+        store: WeightStore,
+        slots: StageSlots,
+        layer_names: Sequence[str],
+        *,
+        chunk_bytes: int,
     ) -> None:
         """
         Args:

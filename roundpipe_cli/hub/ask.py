@@ -206,7 +206,7 @@ def _translated(repository: Repository, error: BaseException, attempts: int) -> 
     if names & (_NO_CONNECTION | _NO_ANSWER):
         return UnreachableError(_short(error))
     if status is not None:
-        return _refusal(repository, names, status, error, attempts)
+        return _refusal(repository, names, status, error, attempts=attempts)
     if names & _NOT_OF_A_HUB:
         return no_hub(repository, _short(error))
     if "HFValidationError" in names:
@@ -215,7 +215,7 @@ def _translated(repository: Repository, error: BaseException, attempts: int) -> 
 
 
 def _refusal(
-    repository: Repository, names: set[str], status: int, error: BaseException, attempts: int
+    repository: Repository, names: set[str], status: int, error: BaseException, *, attempts: int
 ) -> RefusedError | UnreachableError:
     name, kind, where = repository.name, repository.kind, repository.where
     if "GatedRepoError" in names or status == 403:

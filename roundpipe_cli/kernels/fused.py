@@ -51,6 +51,7 @@ def lora_linear(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     lora_a: torch.Tensor,
+    *,
     lora_b: torch.Tensor,
     term: AdapterTerm,
 ) -> torch.Tensor:
@@ -204,14 +205,14 @@ class _Rotate(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.save_for_backward(cos, sin)
         sin1, sin2 = _halves(sin, query.shape[-1])
-        return _turned(query, cos, -1, sin1, sin2), _turned(key, cos, -1, sin1, sin2)
+        return _turned(query, cos, -1, sin1, sin2=sin2), _turned(key, cos, -1, sin1, sin2=sin2)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
         sin1, sin2 = _halves(sin, gradients[0].shape[-1])
-        return *(_turned(one, cos, 1, sin2, sin1) for one in gradients), None, None
+        return *(_turned(one, cos, 1, sin2, sin2=sin1) for one in gradients), None, None
 
 
 def _halves(sin: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -220,7 +221,7 @@ def _halves(sin: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
     return first, second
 
 
-def _turned(x: torch.Tensor, cos: torch.Tensor, sign: int, sin1: torch.Tensor, sin2: torch.Tensor) -> torch.Tensor:
+def _turned(x: torch.Tensor, cos: torch.Tensor, sign: int, sin1: torch.Tensor, *, sin2: torch.Tensor) -> torch.Tensor:
     """x cos, plus sign x2 sin1 in the first half and -sign x1 sin2 in the second."""
     is_half = cos.shape[-1] < x.shape[-1]
     y: torch.Tensor = (x.unflatten(-1, (2, -1)) * cos.unsqueeze(-2)).flatten(-2) if is_half else x * cos

@@ -111,7 +111,7 @@ LowRank = tuple[torch.Tensor, torch.Tensor]
 @torch.library.custom_op("roundpipe::grouped_mm", mutates_args=())
 def grouped_mm(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
     """scale x W for each group of rows: x [S, K], w [E, K, N] in any layout, ends [E] -> [S, N]. Differentiable."""
-    return _rows(x, w, ends, scale, None)
+    return _rows(x, w, ends, scale, beside=None)
 
 
 @torch.library.custom_op("roundpipe::grouped_mm_lora", mutates_args=())
@@ -119,7 +119,7 @@ def grouped_mm_lora(
     x: torch.Tensor, w: torch.Tensor, low: torch.Tensor, b: torch.Tensor, ends: torch.Tensor, scale: float
 ) -> torch.Tensor:
     """x W + scale low B: x [S, K], w [E, K, N], low [S, R], b [E, R, N], ends [E] -> [S, N]."""
-    return _rows(x, w, ends, scale, (low, b))
+    return _rows(x, w, ends, scale, beside=(low, b))
 
 
 @torch.library.custom_op("roundpipe::grouped_outer", mutates_args=())
@@ -153,14 +153,16 @@ def _(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor, scale: float 
     return left.new_empty((ends.numel(), left.shape[1], right.shape[1]))
 
 
-def _rows(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor, scale: float, beside: LowRank | None) -> torch.Tensor:
+def _rows(
+    x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor, scale: float, *, beside: LowRank | None
+) -> torch.Tensor:
     assert x.shape[1] == w.shape[1] and ends.shape == w.shape[:1], (x.shape, w.shape, ends.shape)
     assert ends.is_contiguous()
     assert {one.dtype for one in (w, *(beside or ()))} == {x.dtype}, "one type for all"
     if _has_kernels(x):
         from roundpipe_cli.kernels.grouped_triton import launch_rows
 
-        return launch_rows(x, w, ends, scale, beside)
+        return launch_rows(x, w, ends, scale, beside=beside)
     out = x.new_zeros((x.shape[0], w.shape[2]))
     for group, (start, end) in enumerate(_borders(ends)):
         product = x[start:end].float() @ w[group].float()

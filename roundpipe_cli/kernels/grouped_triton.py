@@ -151,7 +151,12 @@ def _new_result(like: torch.Tensor, *shape: int) -> torch.Tensor:
 
 
 def launch_rows(
-    x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor, scale: float, beside: tuple[torch.Tensor, torch.Tensor] | None
+    x: torch.Tensor,
+    w: torch.Tensor,
+    ends: torch.Tensor,
+    scale: float,
+    *,
+    beside: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> torch.Tensor:
     """scale x W per group, or x W + scale low B: x [S, K], W [E, K, N], `beside` = (low [S, R], B [E, R, N])."""
     (num_rows, width), (num_groups, _, columns) = x.shape, w.shape

@@ -1,1 +1,0 @@
-"""From a Hugging Face model to a list of layers with flat host buffers."""

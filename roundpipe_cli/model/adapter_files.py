@@ -142,7 +142,9 @@ def refuse_not_merged(config: Mapping[str, Any], folder: Path) -> None:
     for key, why in NOT_MERGED.items():
         if config.get(key):
             hint = "`roundpipe generate` and PEFT use the adapter as it is"
-            raise _not_for(folder, "only PEFT itself can compute with this adapter", key, config[key], why, hint)
+            raise _not_for(
+                folder, "only PEFT itself can compute with this adapter", key, config[key], why=why, hint=hint
+            )
 
 
 def refuse_not_trained(config: Mapping[str, Any], folder: Path) -> None:
@@ -154,7 +156,7 @@ def refuse_not_trained(config: Mapping[str, Any], folder: Path) -> None:
     for key, why in NOT_TRAINED.items():
         if config.get(key) not in (None, False, "none"):
             hint = f"merge it first (`roundpipe export {folder} --merge`), then train a new adapter on the result"
-            raise _not_for(folder, "this adapter cannot be trained further", key, config[key], why, hint)
+            raise _not_for(folder, "this adapter cannot be trained further", key, config[key], why=why, hint=hint)
 
 
 def refuse_unknown_keys(config: Mapping[str, Any], folder: Path) -> None:
@@ -174,7 +176,7 @@ def refuse_unknown_keys(config: Mapping[str, Any], folder: Path) -> None:
             )
 
 
-def _not_for(folder: Path, what: str, key: str, value: object, why: str, hint: str) -> RefusedError:
+def _not_for(folder: Path, what: str, key: str, value: object, *, why: str, hint: str) -> RefusedError:
     found = f"{key}: {value!r}"[:200]
     return RefusedError(what, where=str(folder / ADAPTER_CONFIG), found=f"{found} ({why})", hint=hint)
 
@@ -475,7 +477,7 @@ def _name_as_today(config: Any, model: nn.Module, folder: Path) -> None:
     paths = {key.removeprefix(PEFT_PREFIX).partition(".lora_A")[0] for key in _current_keys(keys, model).values()}
     experts = {path for path in paths if _EXPERT.search(path)}
     if experts:
-        _fuse_experts(config, model, paths - experts, experts, folder)
+        _fuse_experts(config, model, paths - experts, experts, folder=folder)
 
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")
@@ -483,7 +485,7 @@ _ROUTED = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 """Names that PEFT takes out of `target_modules` for types with experts, also where other layers have them."""
 
 
-def _fuse_experts(config: Any, model: nn.Module, others: set[str], experts: set[str], folder: Path) -> None:
+def _fuse_experts(config: Any, model: nn.Module, others: set[str], experts: set[str], *, folder: Path) -> None:
     """Have a configuration name the parameters of fused experts, and each other adapted layer.
 
     Args:

@@ -185,7 +185,9 @@ def _register() -> None:
     def attend(module: nn.Module, query: Any, key: Any, value: Any, attention_mask: Any, **more: Any) -> Any:
         if not isinstance(attention_mask, PackedRows):
             return sdpa_attention_forward(module, query, key, value, attention_mask, **more)
-        return attend_rows(functools.partial(sdpa_attention_forward, module), query, key, value, attention_mask, more)
+        return attend_rows(
+            functools.partial(sdpa_attention_forward, module), query, key, value, rows=attention_mask, more=more
+        )
 
     AttentionMaskInterface.register(NAME, functools.wraps(sdpa_mask)(functools.partial(rows_or_mask, sdpa_mask)))
     AttentionInterface.register(NAME, attend)
@@ -257,6 +259,7 @@ def attend_rows(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
+    *,
     rows: PackedRows,
     more: dict[str, Any],
 ) -> tuple[torch.Tensor, None]:
@@ -275,7 +278,7 @@ def attend_rows(
     if more.get("position_bias") is not None or more.get("is_causal") is False:
         return attend(query, key, value, rows.mask(), **more)
     if _has_own_kernel(query, key, value, more):
-        return _attend_at_once(query, key, value, rows, more), None
+        return _attend_at_once(query, key, value, rows, more=more), None
     if rows.are_whole:
         return _attend_row(attend, query, key, value, rows.window, more), None
     found = []
@@ -332,7 +335,7 @@ def _variable_length_arguments() -> frozenset[str]:
 
 
 def _attend_at_once(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: PackedRows, more: dict[str, Any]
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: PackedRows, *, more: dict[str, Any]
 ) -> torch.Tensor:
     from torch.nn.attention import varlen
 

@@ -268,12 +268,12 @@ def _attention(
 # What answers a random function: (mode, function, its arguments) -> its result.
 
 
-def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], place: int, name: str, default: Any) -> Any:
+def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], place: int, name: str, *, default: Any) -> Any:
     return kwargs.get(name, args[place] if len(args) > place else default)
 
 
 def _sdpa(mode: SeededDropout, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if _argument(args, kwargs, 4, "dropout_p", 0.0) > 0.0:
+    if _argument(args, kwargs, 4, "dropout_p", default=0.0) > 0.0:
         return _attention(mode, *args, **kwargs)
     return func(*args, **kwargs)
 
@@ -299,32 +299,32 @@ def _made_by(make: Function, numbers: Callable[[SeededDropout, torch.Tensor], to
 
 
 def _uniform_(mode: SeededDropout, _: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    low = float(_argument(args, kwargs, 1, "from", 0.0))
-    high = float(_argument(args, kwargs, 2, "to", 1.0))
+    low = float(_argument(args, kwargs, 1, "from", default=0.0))
+    high = float(_argument(args, kwargs, 2, "to", default=1.0))
     tensor: torch.Tensor = args[0]
     return tensor.copy_(mode.uniform(tensor).mul_(high - low).add_(low))
 
 
 def _normal_(mode: SeededDropout, _: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    mean = float(_argument(args, kwargs, 1, "mean", 0.0))
-    std = float(_argument(args, kwargs, 2, "std", 1.0))
+    mean = float(_argument(args, kwargs, 1, "mean", default=0.0))
+    std = float(_argument(args, kwargs, 2, "std", default=1.0))
     tensor: torch.Tensor = args[0]
     return tensor.copy_(mode.normal(tensor).mul_(std).add_(mean))
 
 
 def _exponential_(mode: SeededDropout, _: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     tensor: torch.Tensor = args[0]
-    return tensor.copy_(mode.exponential(tensor).div_(float(_argument(args, kwargs, 1, "lambd", 1.0))))
+    return tensor.copy_(mode.exponential(tensor).div_(float(_argument(args, kwargs, 1, "lambd", default=1.0))))
 
 
 def _bernoulli_(mode: SeededDropout, _: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     tensor: torch.Tensor = args[0]
-    return tensor.copy_(_ones_and_zeros(mode, tensor, _argument(args, kwargs, 1, "p", 0.5)))
+    return tensor.copy_(_ones_and_zeros(mode, tensor, _argument(args, kwargs, 1, "p", default=0.5)))
 
 
 def _bernoulli(mode: SeededDropout, _: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    tensor = _argument(args, kwargs, 0, "input", None)
-    return _ones_and_zeros(mode, tensor, _argument(args, kwargs, 1, "p", tensor)).to(tensor.dtype)
+    tensor = _argument(args, kwargs, 0, "input", default=None)
+    return _ones_and_zeros(mode, tensor, _argument(args, kwargs, 1, "p", default=tensor)).to(tensor.dtype)
 
 
 def _ones_and_zeros(mode: SeededDropout, like: torch.Tensor, p: float | torch.Tensor) -> torch.Tensor:

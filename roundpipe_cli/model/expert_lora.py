@@ -207,7 +207,7 @@ def _activate(wrapper: Any, active_adapters: list[str]) -> Iterator[None]:
             yield
         return
     if is_one_matrix or not _is_grouped(layer, weights, rank):
-        with _added(wrapper, adapters[0], layer, name, low_precision):
+        with _added(wrapper, adapters[0], layer, name, low_precision=low_precision):
             yield
         return
     mode = _Beside(weights, _adapter(wrapper, adapters[0]), kernel)
@@ -233,7 +233,7 @@ def _is_grouped(layer: Any, weights: torch.Tensor, rank: int) -> bool:
 
 
 @contextmanager
-def _added(wrapper: Any, adapter: str, layer: Any, name: str, low_precision: bool) -> Iterator[None]:
+def _added(wrapper: Any, adapter: str, layer: Any, name: str, *, low_precision: bool) -> Iterator[None]:
     """PEFT's own way: adapted weights in the parameter's slot for the time of the call."""
     weights = layer._parameters[name]
     proxy: nn.Module
@@ -303,7 +303,7 @@ class _Groups:
         return rows.view(-1, rows.shape[2]).index_select(0, self.places)
 
     def sum(
-        self, x: torch.Tensor, rows: torch.Tensor, w: torch.Tensor, low: torch.Tensor, b: torch.Tensor, s: float
+        self, x: torch.Tensor, rows: torch.Tensor, w: torch.Tensor, low: torch.Tensor, *, b: torch.Tensor, s: float
     ) -> torch.Tensor:
         """x W + s low B per expert: x [S, in], also rows [E, C, in]; W [E, in, out], low [E, C, r], B [E, r, out]."""
         if self.wastes(w):
@@ -343,7 +343,7 @@ class _Batched(torch.autograd.Function):
         low = torch.bmm(rows, a.transpose(1, 2))
         ctx.save_for_backward(x, w, a, b, low)
         ctx.scaled = scaled
-        return groups.sum(x, rows, w, low, b.transpose(1, 2), scaled.scaling)
+        return groups.sum(x, rows, w, low, b=b.transpose(1, 2), s=scaled.scaling)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
@@ -353,7 +353,7 @@ class _Batched(torch.autograd.Function):
         grad_low = torch.bmm(rows, b).mul_(scaling)
         grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_x = groups.sum(gradient, rows, w.transpose(1, 2), grad_low, a, 1.0)
+            grad_x = groups.sum(gradient, rows, w.transpose(1, 2), grad_low, b=a, s=1.0)
         grad_a = torch.bmm(grad_low.transpose(1, 2), groups.spread(x))
         grad_b = torch.bmm(rows.transpose(1, 2), low).mul_(scaling)
         return grad_x, None, grad_a, grad_b, None

@@ -72,7 +72,7 @@ def norm_form(module: nn.Module) -> NormForm | None:
     above = torch.randn((2, 2, *weight.shape), generator=generator)
     # more than one dimension of rows: a mean over the wrong one must show
     rows = torch.randn(above.shape, generator=generator) * torch.tensor(ROW_SCALES).view(2, 2, 1)
-    expected = _run(module, name, values, rows, above)
+    expected = _run(module, name, values, rows, above=above)
     if expected is None:
         return None
     for eps in _small_floats(module):
@@ -99,7 +99,7 @@ def _with_gradients(
 
 
 def _run(
-    module: nn.Module, name: str, values: torch.Tensor, rows: torch.Tensor, above: torch.Tensor
+    module: nn.Module, name: str, values: torch.Tensor, rows: torch.Tensor, *, above: torch.Tensor
 ) -> tuple[torch.Tensor, ...] | None:
     """Result and gradients of a copy of `module` with the weight `values`; None where it is none of the same form."""
     shadow = type(module).__new__(type(module))
@@ -116,7 +116,7 @@ def _is_close(module: nn.Module, form: NormForm, values: torch.Tensor, rows: tor
     """Whether the fused norm in the weight's type is as close to float64 as the module itself, within twice."""
     dtype = module._parameters[form.weight].dtype  # type: ignore[union-attr]
     values, rows = nn.Parameter(values.detach().to(dtype)), rows.to(dtype)
-    own = _run(module, form.weight, values, rows, rows)
+    own = _run(module, form.weight, values, rows, above=rows)
     exact = rms_norm_in_float64(rows, values, form)
     return (
         own is not None and _error(_fused_norm(rows, values, form), exact) <= 2 * _error(own[0], exact) + MAX_NORM_ERROR
@@ -324,4 +324,4 @@ class FusedLora:
         drops = isinstance(self._dropout, nn.Dropout) and self._dropout.training
         p = float(self._dropout.p) if drops else 0.0
         mask = drawn_mask(x, p) if p else None
-        return lora_linear(x, weight, bias, a, b, AdapterTerm(self._scaling / (1 - p), mask, self.fill))
+        return lora_linear(x, weight, bias, a, lora_b=b, term=AdapterTerm(self._scaling / (1 - p), mask, self.fill))

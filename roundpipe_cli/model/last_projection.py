@@ -241,6 +241,7 @@ def find_unread(
     calls: Sequence[BlockCall],
     hidden: torch.Tensor,
     bind: Callable[[int], None],
+    *,
     seeded: Callable[[], Any],
 ) -> dict[int, tuple[str, ...]]:
     """For each block, names of the modules whose products a recompute may leave out.

@@ -138,6 +138,7 @@ def make_layout(
     parameters: Iterable[tuple[str, torch.nn.Parameter]],
     dtype: torch.dtype,
     packed: Collection[str] = (),
+    *,
     packed_as: PackedName | None = "4bit",
 ) -> LayerLayout:
     """Lay out the parameters of one layer; a parameter is trainable if it requires grad.

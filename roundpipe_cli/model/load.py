@@ -141,7 +141,7 @@ def convert_once(source: ModelSource, kind: str, load: Load, describe: Describe)
     found = _load_kept(folder, source.name, load)
     if found is None:
         found = load(source)
-        _keep(folder, found, source.name, load, describe)
+        _keep(folder, found, source.name, load, describe=describe)
     return found
 
 
@@ -180,7 +180,7 @@ def _load_kept(folder: Path, name: str, load: Load) -> Any | None:
     return found
 
 
-def _keep(folder: Path, loaded: Any, name: str, load: Load, describe: Describe) -> None:
+def _keep(folder: Path, loaded: Any, name: str, load: Load, *, describe: Describe) -> None:
     """Save the result in the cache, if it can be written and reads back unchanged."""
     temporary = new_folder(FOLDER)
     if temporary is None:

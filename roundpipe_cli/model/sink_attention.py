@@ -50,7 +50,7 @@ def _attend(
 ) -> tuple[torch.Tensor, None]:
     if not isinstance(attention_mask, PackedRows):
         return sink_attention(module, query, key, value, attention_mask, **more)
-    return attend_rows(functools.partial(_attend_row, module), query, key, value, attention_mask, more)
+    return attend_rows(functools.partial(_attend_row, module), query, key, value, rows=attention_mask, more=more)
 
 
 def _attend_row(

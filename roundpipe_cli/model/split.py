@@ -105,6 +105,7 @@ def carry_along(
     calls: Sequence[BlockCall],
     shared: Sequence[SharedStates],
     handed: Sequence[HandedOn],
+    *,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, tuple[BlockCall, ...]]:
     """The first boundary tensor, and the calls with marks for what it carries.
@@ -476,7 +477,9 @@ def _probe(model: nn.Module, blocks_path: str, recorder: CallRecorder) -> ModelS
     blocks = list(model.get_submodule(blocks_path).children())
     shared, handed = find_states(blocks, recorder.calls, recorder.first_hidden)
     dtype = weights_dtype(blocks)
-    boundary, calls = carry_along(recorder.first_hidden, recorder.calls, shared, handed, dtype)  # may refuse the model
+    boundary, calls = carry_along(
+        recorder.first_hidden, recorder.calls, shared, handed, dtype=dtype
+    )  # may refuse the model
     limit = getattr(config.get_text_config(), "index_topk", None) or TOKENS
     columns = [boundary.shape[2:].numel(), *(call.carry.most_columns(limit) for call in calls if call.carry)]
     outermost = next((path for path in trace.top_level if blocks_path.startswith(path + ".")), "")

@@ -160,6 +160,7 @@ class WorkerModel:
         split: ModelSplit,
         host_views: Mapping[str, torch.Tensor],
         trainable: frozenset[str],
+        *,
         device: torch.device,
         options: WorkerOptions | None = None,
     ) -> None:
@@ -327,6 +328,7 @@ class WorkerModel:
         dropout_seed: int | None = None,
         position_ids: torch.Tensor | None = None,
         start: int | None = None,
+        *,
         lengths: torch.Tensor | None = None,
     ) -> Prologue:
         """Everything before the first block, on the host, for `input_ids` [B, T].
@@ -362,7 +364,9 @@ class WorkerModel:
         if self._embedding._trainable:
             assert self._embedding.rows is not None
             leaves.insert(0, (self._embedding_name, self._embedding.token_ids, self._embedding.rows))
-        boundary, calls = carry_along(hidden, self._recorder.calls, self.split.shared, self.split.handed, self._dtype)
+        boundary, calls = carry_along(
+            hidden, self._recorder.calls, self.split.shared, self.split.handed, dtype=self._dtype
+        )
         if self.split.routers is not None:
             boundary, routed = self.split.routers.begin(boundary, [call.carry for call in calls], lengths)
             calls = tuple(replace(call, routed=its) for call, its in zip(calls, routed, strict=True))
@@ -385,7 +389,7 @@ class WorkerModel:
             bound = index + 1
 
         ready = lambda: self._ready(bound, dropout_seed)  # noqa: E731 - `bound` as it is when a block is called
-        return find_unread(self.blocks, prologue.calls, prologue.hidden, bind_block, ready)
+        return find_unread(self.blocks, prologue.calls, prologue.hidden, bind_block, seeded=ready)
 
     def saved_bytes(
         self, bind: Callable[[int], None], dropout_seed: int | None, *, tokens: int, packed: bool

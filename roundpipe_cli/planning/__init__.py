@@ -1,1 +1,0 @@
-"""Decisions: which stages a step gets, whether a run fits, how long it takes. No torch."""

@@ -276,6 +276,7 @@ class AdaptivePlanner:
         num_workers: int,
         pipeline: PipelineConfig,
         cache: ProfileCache | None = None,
+        *,
         conditions: RunConditions | None = None,
     ) -> None:
         """

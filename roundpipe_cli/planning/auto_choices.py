@@ -1,4 +1,4 @@
-"""What `auto` means: tokens of a microbatch, and how often packed weights are unpacked; the same for `plan` and a run.
+"""The values of `auto`: tokens of a microbatch, and how often packed weights are unpacked; for `plan` and a run alike.
 
     rows of max_seq_length tokens     1     2     4     8       the largest count is taken
     tokens                         2048  4096  8192 16384       that the card has room for
@@ -105,7 +105,7 @@ def _has_room(
     """Whether such microbatches fit one device, and `MICROBATCHES_KEPT` of them the host."""
     cut = coarsest_cut(architecture, settings, machine, analytic)
     kept = replace(cut, microbatches_per_round=min(MICROBATCHES_KEPT, settings.num_microbatches))
-    if not judge(architecture, settings, machine, analytic, kept).fits:
+    if not judge(architecture, settings, machine, analytic, cut=kept).fits:
         return False
     if not machine.devices[0].is_cpu:
         return True
@@ -149,6 +149,7 @@ def choose_unpacking(
     settings: TrainingSettings,
     machine: Hardware,
     pipeline: PipelineConfig,
+    *,
     analytic: AnalyticCosts,
 ) -> tuple[Unpacking | None, AnalyticCosts]:
     """How packed weights are unpacked, None where there are none; and the costs of a step so.

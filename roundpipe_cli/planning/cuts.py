@@ -106,7 +106,12 @@ def chunk_shapes(
     for first, second, per_round in product(sorted(forward), sorted(backward), rounds):
         mirrored = tuple((head - 1 - last, head - 1 - start) for start, last in second)
         shape = (first, ((head, head), *mirrored), per_round)
-        timed.append((_clock_s(costs, shape, num_workers, num_microbatches, sequence_chunks, options), shape))
+        timed.append(
+            (
+                _clock_s(costs, shape, num_workers, num_microbatches, sequence_chunks=sequence_chunks, options=options),
+                shape,
+            )
+        )
     return [shape for _, shape in sorted(timed)]
 
 
@@ -121,12 +126,12 @@ def fastest_shape(
 
 
 def _clock_s(
-    costs: CostModel, shape: Shape, num_workers: int, num_microbatches: int, sequence_chunks: int, options: Options
+    costs: CostModel, shape: Shape, num_workers: int, num_microbatches: int, *, sequence_chunks: int, options: Options
 ) -> float:
     times = stage_times(costs, shape[0], shape[1], fused_head=True)
     if costs.boundaries_move:
         times = replace(times, head_forward_s=0.0)
-    dealer = Dealer(num_workers, times, costs.hop_s, options, sequence_chunks)
+    dealer = Dealer(num_workers, times, costs.hop_s, options, sequence_chunks=sequence_chunks)
     for start in range(0, num_microbatches, shape[2]):
         dealer.deal_round(range(start, min(start + shape[2], num_microbatches)))
     return max(dealer.free_s)

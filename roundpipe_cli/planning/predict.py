@@ -525,7 +525,7 @@ def _judged(question: PlanRequest, cut: StageCut) -> Verdict:
     keeps_few = SCHEDULE_KINDS[question.loaded.recipe.pipeline.schedule].keeps_few
     per_round = question.num_workers if keeps_few else per_round_of(question, cut)
     judged = replace(cut, microbatches_per_round=per_round)
-    return judge(question.architecture, question.settings, question.hardware, question.analytic, judged)
+    return judge(question.architecture, question.settings, question.hardware, question.analytic, cut=judged)
 
 
 def _coarser(question: PlanRequest, cut: StageCut) -> StageCut:

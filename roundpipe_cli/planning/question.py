@@ -285,7 +285,7 @@ def ask(
         source = "the recipe's `hardware`"
     elif isinstance(hardware, str):
         hardware = parse_hardware(hardware)
-    return _decided(loaded, found, architecture, hardware or hardware_of(recipe, architecture), source)
+    return _decided(loaded, found, architecture, hardware or hardware_of(recipe, architecture), source=source)
 
 
 def ask_again(question: PlanRequest, loaded: LoadedRecipe) -> PlanRequest:
@@ -300,11 +300,11 @@ def ask_again(question: PlanRequest, loaded: LoadedRecipe) -> PlanRequest:
     if loaded.recipe in (given.recipe, question.loaded.recipe):
         return question
     check_configuration(found, loaded.recipe)
-    return _decided(loaded, found, question.architecture, machine, question.machine_source)
+    return _decided(loaded, found, question.architecture, machine, source=question.machine_source)
 
 
 def _decided(
-    loaded: LoadedRecipe, found: FoundConfig, architecture: Architecture, machine: Hardware, source: str
+    loaded: LoadedRecipe, found: FoundConfig, architecture: Architecture, machine: Hardware, *, source: str
 ) -> PlanRequest:
     """The question, with all that the recipe leaves open decided for the model and the machine."""
     given, found_machine = loaded, machine
@@ -332,7 +332,7 @@ def _decided(
         keep_blocks=_kept_blocks(recipe, len(machine.devices)),
     )
     analytic = with_gains(analytic, settings)
-    unpacking, analytic = choose_unpacking(architecture, settings, machine, recipe.pipeline, analytic)
+    unpacking, analytic = choose_unpacking(architecture, settings, machine, recipe.pipeline, analytic=analytic)
     if unpacking is not None:
         settings = replace(settings, unpacks_once=unpacking.once)
     in_memory = analytic

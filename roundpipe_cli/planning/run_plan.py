@@ -113,7 +113,7 @@ def check_fits(question: PlanRequest) -> None:
 
 
 def planned_bytes(
-    asked: PlanRequest, recipe: Recipe, schedules: Sequence[Schedule], holds_all: bool, longest_row: int
+    asked: PlanRequest, recipe: Recipe, schedules: Sequence[Schedule], holds_all: bool, *, longest_row: int
 ) -> list[dict[str, float]]:
     """Predicted device and host bytes of each schedule; none for devices that `plan` has no figures for.
 
@@ -149,7 +149,7 @@ def _needs(question: PlanRequest, schedule: Schedule, *, is_whole: bool) -> dict
 
 def _verdict(question: PlanRequest, schedule: Schedule) -> Verdict:
     cut = StageCut(schedule.forward_stages, schedule.backward_stages, schedule.microbatches_per_round)
-    return judge(question.architecture, question.settings, question.hardware, question.analytic, cut)
+    return judge(question.architecture, question.settings, question.hardware, question.analytic, cut=cut)
 
 
 # The schedules that `bench` compares on a recipe, each with the stages and costs that `plan` has for it. No torch.

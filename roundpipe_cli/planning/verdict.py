@@ -54,6 +54,7 @@ def judge(
     settings: TrainingSettings,
     hardware: Hardware,
     analytic: AnalyticCosts,
+    *,
     cut: StageCut,
 ) -> Verdict:
     """The verdict on one cut of the layers into stages, and on the rounds that it has."""
@@ -87,7 +88,9 @@ def judge_coarsest(
         analytic: costs of such microbatches, where they are known; what memory holds does not change them.
     """
     analytic = analytic or analytic_costs(architecture, settings, hardware)
-    return judge(architecture, settings, hardware, analytic, coarsest_cut(architecture, settings, hardware, analytic))
+    return judge(
+        architecture, settings, hardware, analytic, cut=coarsest_cut(architecture, settings, hardware, analytic)
+    )
 
 
 def coarsest_cut(
@@ -117,7 +120,7 @@ def worker_budget_bytes(
     gpus = _smallest_device(hardware)
     if gpus:
         return usable_device_bytes(gpus[0])
-    host_bytes = _finest_host_bytes(architecture, settings, hardware, analytic, 2 * len(hardware.devices))
+    host_bytes = _finest_host_bytes(architecture, settings, hardware, analytic, per_round=2 * len(hardware.devices))
     return max(0, usable_host_bytes(hardware) - host_bytes) // len(hardware.devices)
 
 
@@ -127,7 +130,7 @@ def most_per_round(
     """Microbatches of the longest rounds whose boundaries the host has room for; at least as many as workers."""
     taken = worker_budget_bytes(architecture, settings, hardware, analytic) * sum(d.is_cpu for d in hardware.devices)
     without, with_one = (
-        _finest_host_bytes(architecture, settings, hardware, analytic, per_round)
+        _finest_host_bytes(architecture, settings, hardware, analytic, per_round=per_round)
         for per_round in (0, settings.sequence_chunks)
     )
     fitting = (usable_host_bytes(hardware) - taken - without) // max(1, with_one - without)
@@ -139,6 +142,7 @@ def _finest_host_bytes(
     settings: TrainingSettings,
     hardware: Hardware,
     analytic: AnalyticCosts,
+    *,
     per_round: int,
 ) -> int:
     """The host's need with one layer a stage, which keeps the most boundaries."""

@@ -132,6 +132,7 @@ def compare_plans(
     overrides: Sequence[str],
     hardware: str | None,
     build: Build | None,
+    *,
     tell: Callable[[int, int, Mapping[str, str]], None],
 ) -> list[Combination]:
     """A row for every combination, the fastest first.

@@ -1,1 +1,0 @@
-"""The user's recipe: its types and its strict loader. No torch."""

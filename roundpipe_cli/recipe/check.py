@@ -121,7 +121,7 @@ def remove_unknown_keys(
     hints = hints_of(schema)
     for key in [key for key in data if key not in hints]:
         if (*path, key) not in findings.refused:
-            _report_unknown(key, path, schema, findings, also_known)
+            _report_unknown(key, path, schema, findings, also_known=also_known)
         del data[key]
     for key, value in data.items():
         section, is_list = section_of(hints[key])
@@ -330,7 +330,7 @@ def _mean(word: str, candidates: list[str]) -> str | None:
     return f"did you mean {near}?" if near else None
 
 
-def _report_unknown(key: str, path: KeyPath, schema: type, findings: Findings, also_known: list[str]) -> None:
+def _report_unknown(key: str, path: KeyPath, schema: type, findings: Findings, *, also_known: list[str]) -> None:
     here = (*path, key)
     hint: str | None = None
     name, colon, value = key.partition(":")

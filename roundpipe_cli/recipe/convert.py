@@ -265,7 +265,7 @@ def convert_file(
             entry["turns_to_train"] = "last"
     for key, value in data.items():
         if key not in _DATASET_KEYS[tool] and key != OBJECTIVE_KEY:
-            _convert_key(key, value, data, writes, result)
+            _convert_key(key, value, data, writes, result=result)
     _convert_mixture(data, writes, result)
     if is_pairs(job):
         writes.values.setdefault("objective", job)
@@ -394,16 +394,16 @@ def _datasets(data: dict[str, Any], tool: Tool, name: str, result: Conversion) -
     return datasets, eval_datasets
 
 
-def _convert_key(key: str, value: Any, data: dict[str, Any], writes: RecipeWrites, result: Conversion) -> None:
+def _convert_key(key: str, value: Any, data: dict[str, Any], writes: RecipeWrites, *, result: Conversion) -> None:
     """One line of the file into one of the three lists."""
     off, job = is_off(value), job_of(data, result.tool)
     assert job is not None, "refuse_other_jobs comes first"
     if key == "stage" and job == "pretraining":
         result.notes.append("stage: pt: rows are texts, trained whole.")
     elif reads_loss_key(key, job, result.tool):
-        _write(lambda: loss_writes(key, value, data, job), key, value, writes, result)
+        _write(lambda: loss_writes(key, value, data, job), key, value, writes, result=result)
     elif key in RULES and value is not None:
-        _write(lambda: RULES[key](value, data), key, value, writes, result)
+        _write(lambda: RULES[key](value, data), key, value, writes, result=result)
     elif key in ("micro_batch_size", "gradient_accumulation_steps"):
         writes.put(key, value, key, value)
     elif key in WITHOUT_EFFECT:
@@ -414,7 +414,7 @@ def _convert_key(key: str, value: Any, data: dict[str, Any], writes: RecipeWrite
         else:
             result.leave_out(key, value, NO_COUNTERPART.get(key, "no counterpart here"), change=CHANGES.get(key))
     elif key in ALIASES and not (off and key not in ("adapter", "use_peft")):
-        _write(lambda: ALIASES[key](value), key, value, writes, result)
+        _write(lambda: ALIASES[key](value), key, value, writes, result=result)
     elif key in _TOP_KEYS and not (off and value is not False):
         writes.put(key, value, key, value)
     elif off or key.startswith(WITHOUT_EFFECT_PREFIXES):
@@ -423,7 +423,7 @@ def _convert_key(key: str, value: Any, data: dict[str, Any], writes: RecipeWrite
         result.leave_out(key, value, "no counterpart here", change=UNKNOWN)
 
 
-def _write(meaning: Callable[[], Writes], key: str, value: Any, writes: RecipeWrites, result: Conversion) -> None:
+def _write(meaning: Callable[[], Writes], key: str, value: Any, writes: RecipeWrites, *, result: Conversion) -> None:
     """Keys and values that a rule or an alias makes of a line."""
     try:
         targets = meaning()

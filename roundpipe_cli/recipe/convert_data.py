@@ -454,7 +454,7 @@ def factory_datasets(data: Mapping[str, Any], key: str, name: str, result: Conve
                 found=", ".join(list(table)[:8]),
                 hint=f"did you mean {near}?" if near else None,
             )
-        entry = _Dataset(dataset, table[dataset], name, result, job).entry(folder)
+        entry = _Dataset(dataset, table[dataset], name, result, job=job).entry(folder)
         entries.append(_limited(entry, data, table[dataset], result))
     return _with_weights(entries, data) if key == "dataset" else entries
 
@@ -524,7 +524,7 @@ class _Dataset:
     """One dataset of the table."""
 
     def __init__(
-        self, dataset: str, known: Mapping[str, Any], name: str, result: Conversion, job: Job | None = "sft"
+        self, dataset: str, known: Mapping[str, Any], name: str, result: Conversion, *, job: Job | None = "sft"
     ) -> None:
         self._dataset, self._known, self._result, self._job = dataset, known, result, job
         self._where = f"{name}: dataset {dataset}"

@@ -115,7 +115,7 @@ def resolve_references(data: dict[str, Any], findings: Findings) -> dict[str, An
         return data
     sizes: dict[KeyPath, _Size] = {}
     for path in texts:
-        _measure(path, data, sizes, [], findings)
+        _measure(path, data, sizes, [], findings=findings)
     for path in texts:
         if path in findings.refused:
             _replace(data, path, None)
@@ -150,7 +150,7 @@ def _texts(value: Any, path: KeyPath) -> list[tuple[KeyPath, str]]:
 
 
 def _measure(
-    path: KeyPath, data: dict[str, Any], sizes: dict[KeyPath, _Size], open_paths: list[KeyPath], findings: Findings
+    path: KeyPath, data: dict[str, Any], sizes: dict[KeyPath, _Size], open_paths: list[KeyPath], *, findings: Findings
 ) -> _Size:
     """Size of the text at `path` after replacing; a finding where it cannot be replaced. Nothing is expanded."""
     value = look_up(data, path)
@@ -163,7 +163,7 @@ def _measure(
         target = _parse(match[1])
         problem = _problem_of(target, data, [*open_paths, path])
         if problem is None:
-            size = _measure(target, data, sizes, [*open_paths, path], findings)
+            size = _measure(target, data, sizes, [*open_paths, path], findings=findings)
             length, chain = length + size.length, max(chain, size.chain + 1)
             if length > MAX_CHARACTERS:
                 problem = f"makes the text grow to more than {MAX_CHARACTERS} characters"
@@ -220,7 +220,7 @@ def dotted(path: KeyPath) -> str:
 
 def translate_file(data: dict[str, Any], findings: Findings, notices: list[str]) -> None:
     """Replace every alias in `data` (keys and values), each with a notice; the places move along."""
-    _translate_keys(data, data, (), findings, notices)
+    _translate_keys(data, data, (), findings, notices=notices)
     _translate_values(data, (), findings, notices)
 
 
@@ -245,8 +245,8 @@ def apply_overrides(
             for problem in error.problems:
                 findings.add_problem(problem, place.line)
             continue
-        for target, meant, shown in _writes_of(path, value, place, findings, notices):
-            _write(config, target, meant, shown, findings)
+        for target, meant, shown in _writes_of(path, value, place, findings, notices=notices):
+            _write(config, target, meant, shown, findings=findings)
     plain = OmegaConf.to_container(config, resolve=False)
     assert isinstance(plain, dict)
     return {str(key): value for key, value in plain.items()}
@@ -396,7 +396,7 @@ def _known_key(key: str) -> str | None:
 
 
 def _translate_keys(
-    root: dict[str, Any], mapping: dict[str, Any], path: KeyPath, findings: Findings, notices: list[str]
+    root: dict[str, Any], mapping: dict[str, Any], path: KeyPath, findings: Findings, *, notices: list[str]
 ) -> None:
     for key in list(mapping):
         here = (*path, key)
@@ -405,12 +405,19 @@ def _translate_keys(
             value = mapping.pop(key)
             writes = _convert(here, value, findings, notices)
             for target, meant in writes.items():
-                _move(root, here, tuple(target.split(".")), meant, findings, plain=len(writes) == 1 and meant is value)
+                _move(
+                    root,
+                    here,
+                    tuple(target.split(".")),
+                    meant,
+                    findings=findings,
+                    plain=len(writes) == 1 and meant is value,
+                )
         elif name in NO_COUNTERPART or name in REMOVED:
             _no_counterpart(here, mapping.pop(key), findings, notices)
     for key, value in mapping.items():
         if isinstance(value, dict):
-            _translate_keys(root, value, (*path, key), findings, notices)
+            _translate_keys(root, value, (*path, key), findings, notices=notices)
 
 
 def _convert(path: KeyPath, value: Any, findings: Findings, notices: list[str]) -> Writes:
@@ -442,7 +449,7 @@ def _no_counterpart(path: KeyPath, value: Any, findings: Findings, notices: list
 
 
 def _move(
-    root: dict[str, Any], source: KeyPath, target: KeyPath, value: Any, findings: Findings, *, plain: bool
+    root: dict[str, Any], source: KeyPath, target: KeyPath, value: Any, *, findings: Findings, plain: bool
 ) -> None:
     """Write what stood at the alias `source` to `target`, unless that is given too."""
     section = root
@@ -492,7 +499,7 @@ def _translate_values(value: Any, path: KeyPath, findings: Findings, notices: li
 
 
 def _writes_of(
-    path: KeyPath, value: Any, place: Place, findings: Findings, notices: list[str]
+    path: KeyPath, value: Any, place: Place, findings: Findings, *, notices: list[str]
 ) -> list[tuple[KeyPath, Any, Place]]:
     """The single values that one override stands for, after aliases; `lora={r: 4, rank: 8}` is read like a file."""
     if any(isinstance(part, int) for part in path):
@@ -513,7 +520,7 @@ def _leaves(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
         yield from _leaves(item, (*path, key))
 
 
-def _write(config: DictConfig, path: KeyPath, value: Any, place: Place, findings: Findings) -> None:
+def _write(config: DictConfig, path: KeyPath, value: Any, place: Place, *, findings: Findings) -> None:
     """One override into the merged recipe; mappings are merged, everything else replaced."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException

@@ -360,6 +360,6 @@ def _explain(error: yaml.MarkedYAMLError, text: str, line: int, column: int) -> 
 
 
 def _refusal(
-    where: str, what: str, found: str | None = None, expected: str | None = None, hint: str | None = None
+    where: str, what: str, found: str | None = None, expected: str | None = None, *, hint: str | None = None
 ) -> RecipeError:
     return RecipeError([Problem(what, where, found, expected, hint)])

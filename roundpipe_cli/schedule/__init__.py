@@ -1,1 +1,0 @@
-"""Who does what when: schedules as data, their lowering and their simulation. No torch."""

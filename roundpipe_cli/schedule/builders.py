@@ -120,7 +120,7 @@ class Dealer:
     """
 
     def __init__(
-        self, num_workers: int, times: StageTimes, hop_s: float, options: Options, sequence_chunks: int = 1
+        self, num_workers: int, times: StageTimes, hop_s: float, options: Options, *, sequence_chunks: int = 1
     ) -> None:
         self.sequence_chunks = sequence_chunks
         """See `Schedule`; a round holds whole sequences."""
@@ -263,14 +263,14 @@ def build_schedule(
     per_round = rounds.per_round
     if per_round is None:  # whole sequences
         per_round = -(-num_workers // chunks) * chunks
-    check_chunks(name, backward[0], num_layers, num_microbatches, per_round, chunks)
+    check_chunks(name, backward[0], num_layers, num_microbatches, per_round=per_round, sequence_chunks=chunks)
     if not binds_stages:
         if per_round < 1:
             raise RefusedError("a round needs at least one microbatch", found=str(per_round), expected="1 or more")
         costs = costs or equal_costs(num_layers)
         dealer = _dealer(num_workers, costs, forward, backward, rounds.options, chunks)
         dealer.waits = rounds.staleness == 1 and costs.has_updates
-        rows = _roundpipe_rows(dealer, num_microbatches, per_round, rounds.num_steps, rounds.staleness)
+        rows = _roundpipe_rows(dealer, num_microbatches, per_round, rounds.num_steps, staleness=rounds.staleness)
     else:
         row_of = _BOUND_ROWS[name]
         one_step = [row_of(worker, num_workers, len(forward), num_microbatches) for worker in range(num_workers)]
@@ -303,7 +303,7 @@ def _dealer(
     times = stage_times(costs, forward, backward, fused_head=True)
     if costs.boundaries_move:
         times = replace(times, head_forward_s=0.0)
-    return Dealer(num_workers, times, costs.hop_s, options, sequence_chunks)
+    return Dealer(num_workers, times, costs.hop_s, options, sequence_chunks=sequence_chunks)
 
 
 class StepChain:
@@ -470,7 +470,7 @@ _BOUND_ROWS: dict[ScheduleName, Callable[[int, int, int, int], WorkerRow]] = {
 
 
 def _roundpipe_rows(
-    dealer: Dealer, num_microbatches: int, per_round: int, num_steps: int, staleness: int
+    dealer: Dealer, num_microbatches: int, per_round: int, num_steps: int, *, staleness: int
 ) -> list[WorkerRow]:
     """Rounds of at most `per_round` microbatches; each starts on the worker that is free first."""
     for step in range(num_steps):

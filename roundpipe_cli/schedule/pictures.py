@@ -116,7 +116,7 @@ def svg_picture(rows: Sequence[tuple[str, Timeline]], *, heading: str, note: str
     top, lane = 60, _HIGH_LANE if len(rows) == 1 else _LANE_HEIGHT
     has_host = len(rows) == 1 and any(interval.lane == HOST for interval in rows[0][1].intervals)
     for title, timeline in rows:
-        parts += _svg_row(title, timeline, top, longest_s, lane)
+        parts += _svg_row(title, timeline, top, longest_s, lane=lane)
         top += _TITLE_HEIGHT + timeline.num_workers * lane + _GAP
     if has_host:
         parts += _host_row(rows[0][1], top - _GAP, longest_s)
@@ -138,7 +138,7 @@ def svg_picture(rows: Sequence[tuple[str, Timeline]], *, heading: str, note: str
     )
 
 
-def _svg_row(title: str, timeline: Timeline, top: int, longest_s: float, lane: int) -> list[str]:
+def _svg_row(title: str, timeline: Timeline, top: int, longest_s: float, *, lane: int) -> list[str]:
     scale = _WIDTH / longest_s
     parts = [f'<text class="strong" x="{_LEFT}" y="{top + 16}">{escape(title)}</text>']
     span = makespan_s(timeline) * scale

@@ -218,7 +218,7 @@ class _Lowering:
         self.ops.append(Op(op_id, action.kind, COMPUTE, *place, "", 0, visit, (0, 0), [], []))
         return op_id
 
-    def _transfer(self, lane: str, op: Op, load: _Load, priority: tuple[int, int], deps: list[int]) -> int:
+    def _transfer(self, lane: str, op: Op, load: _Load, priority: tuple[int, int], *, deps: list[int]) -> int:
         """Add a transfer that belongs to the compute operation `op`."""
         op_id, kind = len(self.ops), Kind.UPLOAD if lane == UP else Kind.DOWNLOAD
         microbatch = op.microbatch if load.boundary >= 0 else -1
@@ -306,7 +306,7 @@ class _Lowering:
         last = self.schedule.forward_stages[op.stage][1]
         priority = (URGENT if boundary == last + 1 else SAVED, producer)
         load = _Load(ACTIVATION, self.hidden_bytes[boundary], boundary)
-        self.boundary_ops[key] = self._transfer(DOWN, op, load, priority, [producer])
+        self.boundary_ops[key] = self._transfer(DOWN, op, load, priority, deps=[producer])
         return self.boundary_ops[key]
 
     def _input(self, reader: _Reader, boundary: int, staged: list[int]) -> None:
@@ -340,7 +340,7 @@ class _Lowering:
         if len(staged) >= NUM_STAGING:
             deps.append(staged[-NUM_STAGING])
         staged.append(reader.consumer.id)
-        return self._transfer(UP, reader.op, load, (URGENT, reader.position), deps)
+        return self._transfer(UP, reader.op, load, (URGENT, reader.position), deps=deps)
 
     def _bytes_at(self, boundary: int) -> int:
         """Bytes of what goes up to a stage that begins there; the embedding's rows come from the host."""
@@ -356,7 +356,7 @@ class _Lowering:
         if key not in self.gradient_ops:
             op = self.ops[self.backward_ops[stage][microbatch]]
             load = _Load(GRADIENT, self._gradient_bytes(stage), self.schedule.backward_stages[stage][0])
-            self.gradient_ops[key] = self._transfer(DOWN, op, load, (URGENT, op.id), [op.id])
+            self.gradient_ops[key] = self._transfer(DOWN, op, load, (URGENT, op.id), deps=[op.id])
         return self.gradient_ops[key]
 
     def _forward_output(self, op: Op, outputs: list[list[int]]) -> None:
@@ -393,7 +393,7 @@ class _Lowering:
             if backwards and num_bytes:
                 for op in map(self.ops.__getitem__, backwards if visit.layers in self.host_folded else backwards[-1:]):
                     load = _Load(WEIGHT_GRADIENT, num_bytes, visit=index)
-                    download = self._transfer(DOWN, op, load, (LAST, op.id), [op.id])
+                    download = self._transfer(DOWN, op, load, (LAST, op.id), deps=[op.id])
                     if len(visit.downloads) >= NUM_STAGING:  # gradients that wait for the lane take device memory
                         self.ops[op.id].deps.append(visit.downloads[-NUM_STAGING])
                     visit.downloads.append(download)
@@ -432,7 +432,7 @@ class _Lowering:
         slot_deps = [] if previous is None else [previous.ops[-1], *previous.downloads]
         if num_bytes:
             load = _Load(WEIGHTS, num_bytes, visit=visit_id)
-            visit.upload = self._transfer(UP, first_op, load, (NEXT, visit_id), deps + slot_deps)
+            visit.upload = self._transfer(UP, first_op, load, (NEXT, visit_id), deps=deps + slot_deps)
             first_op.deps.append(visit.upload)
         else:
             first_op.deps.extend(deps)
@@ -441,7 +441,7 @@ class _Lowering:
             backward = next(self.ops[op_id] for op_id in visit.ops if self.ops[op_id].kind is Kind.BACKWARD)
             num_bytes = sum(layer.grad_bytes for layer in self.layers[first : last + 1])
             load = _Load(WEIGHT_GRADIENT, num_bytes, visit=visit_id)
-            backward.deps.append(self._transfer(UP, backward, load, (NEXT, visit_id), [*slot_deps, before]))
+            backward.deps.append(self._transfer(UP, backward, load, (NEXT, visit_id), deps=[*slot_deps, before]))
 
     def _version_deps(self, visit: Visit) -> list[int]:
         needed = visit.step - 1 - self.staleness

@@ -36,8 +36,8 @@ def device_peak_bytes(program: Program, costs: CostModel, start_s: list[float], 
     """The most bytes that each worker held at once."""
     changes: list[_Changes] = [[] for _ in program.compute]
     _add_visits(program, changes, start_s, end_s)
-    _add_unpacked(program, costs, changes, start_s, end_s)
-    _add_activations(program, costs, changes, start_s, end_s)
+    _add_unpacked(program, costs, changes, start_s, end_s=end_s)
+    _add_activations(program, costs, changes, start_s, end_s=end_s)
     _add_boundaries(program, changes, start_s, end_s)
     return tuple(_peak(worker_changes) for worker_changes in changes)
 
@@ -50,7 +50,7 @@ def _add_visits(program: Program, changes: list[_Changes], start_s: list[float],
 
 
 def _add_unpacked(
-    program: Program, costs: CostModel, changes: list[_Changes], start_s: list[float], end_s: list[float]
+    program: Program, costs: CostModel, changes: list[_Changes], start_s: list[float], *, end_s: list[float]
 ) -> None:
     for visit in program.visits:
         first, last = visit.layers
@@ -59,7 +59,7 @@ def _add_unpacked(
 
 
 def _add_activations(
-    program: Program, costs: CostModel, changes: list[_Changes], start_s: list[float], end_s: list[float]
+    program: Program, costs: CostModel, changes: list[_Changes], start_s: list[float], *, end_s: list[float]
 ) -> None:
     stage_bytes = [
         sum(layer.activation_bytes for layer in costs.layers[first : last + 1])

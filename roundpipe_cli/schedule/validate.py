@@ -57,6 +57,7 @@ def check_chunks(
     head_stage: StageRange,
     num_layers: int,
     num_microbatches: int,
+    *,
     per_round: int,
     sequence_chunks: int,
 ) -> None:

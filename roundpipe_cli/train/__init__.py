@@ -1,1 +1,0 @@
-"""The training loop, the host optimizer, checkpoints."""

@@ -68,6 +68,7 @@ def weights_to_keep(
     schedule: Schedule,
     reserved_bytes: Sequence[int],
     devices: Sequence[str],
+    *,
     trained_bytes: int | None,
 ) -> KeptWeights | None:
     """Weights that may stay on the devices beside a step; None where nothing may.
@@ -171,7 +172,9 @@ class AutoCache:
             return
         self._is_open = False
         schedule, costs = self._planner.schedule(count), self._planner.costs
-        kept = weights_to_keep(costs, schedule, result.device_reserved_bytes, self._devices, self._trained_bytes)
+        kept = weights_to_keep(
+            costs, schedule, result.device_reserved_bytes, self._devices, trained_bytes=self._trained_bytes
+        )
         if kept is None:
             return
         self.num_bytes, self.holds_all = kept.num_bytes, kept.cut is not None

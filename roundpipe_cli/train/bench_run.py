@@ -116,7 +116,7 @@ def compare_for_real(
         teller = _Teller(tell, clock, num_steps, num_tokens)
         say(f"profiling: {PROFILE_STEPS} steps with one layer a stage")
         planner = make_planner(setup)
-        costs = profile(engine, setup, microbatches, planner.rough, teller)
+        costs = profile(engine, setup, microbatches, planner.rough, teller=teller)
         case = planner.case(len(microbatches) * setup.recipe.pipeline.num_chunks, costs=costs)
         measured = [_planned(setup, name, case, num_tokens) for name in names]
         keeper = _Keeper(setup, engine)
@@ -176,7 +176,9 @@ class _Keeper:
         if is_open:
             trained_bytes = trained_weight_bytes(replace(setup, recipe=with_schedule(setup.recipe, entry.asked)))
             reserved_bytes = result.device_reserved_bytes
-            kept = weights_to_keep(entry.case.costs, schedule, reserved_bytes, setup.devices, trained_bytes)
+            kept = weights_to_keep(
+                entry.case.costs, schedule, reserved_bytes, setup.devices, trained_bytes=trained_bytes
+            )
         elif fixed_bytes and setup.devices[0] != "cpu":
             kept = KeptWeights(fixed_bytes, schedule, entry.case.costs)
         if kept is None:
@@ -229,7 +231,7 @@ class _Teller:
 
 
 def profile(
-    engine: Engine, setup: Setup, microbatches: Sequence[Microbatch], rough: CostModel, teller: _Teller
+    engine: Engine, setup: Setup, microbatches: Sequence[Microbatch], rough: CostModel, *, teller: _Teller
 ) -> CostModel:
     """Costs of the layers, `rough` before, measured by steps with one layer a stage."""
     chunks = setup.recipe.pipeline.num_chunks

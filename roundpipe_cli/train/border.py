@@ -23,7 +23,7 @@ class Border:
     """The border between two steps; used after every step."""
 
     def __init__(
-        self, stop: StopSignals, machines: Machines, saver: Saver, save: Callable[[int], None], tell: Tell
+        self, stop: StopSignals, machines: Machines, saver: Saver, save: Callable[[int], None], *, tell: Tell
     ) -> None:
         """
         Args:

@@ -63,7 +63,7 @@ def make_engine(setup: Setup, *, count_bytes: bool = False) -> Engine:
         make_backends(
             setup.devices, num_threads, float16_accumulation=recipe.float16_accumulation, count_bytes=count_bytes
         ),
-        EngineOptions(
+        options=EngineOptions(
             seed=recipe.seed,
             head_chunk_tokens=recipe.head_chunk_tokens,
             mlp_chunk_tokens=chunks,
@@ -133,7 +133,7 @@ def make_planner(setup: Setup, *, chained: bool = False) -> AdaptivePlanner:
         len(setup.devices),
         recipe.pipeline,
         _profile_cache(setup, costs),
-        RunConditions(
+        conditions=RunConditions(
             chained=chained,
             microbatches_per_round=max(room, len(setup.devices), recipe.pipeline.num_chunks),
             weights_stay=not on_gpu and recipe.may_hold_all_weights,
@@ -186,12 +186,12 @@ def _memory_parts(setup: Setup, form: _Form, active: Sequence[int]) -> _MemoryPa
     recipe, config = setup.recipe, setup.model.config
     text_config: Any = config.get_text_config()  # type: ignore[operator,union-attr]
     size, hidden = setup.store.layouts[0].trainable_dtype.itemsize, text_config.hidden_size
-    head = head_bytes(form.tokens, recipe.head_chunk_tokens, text_config.vocab_size, hidden, size)
+    head = head_bytes(form.tokens, recipe.head_chunk_tokens, text_config.vocab_size, hidden, size=size)
     widths = (getattr(text_config, name, None) for name in ("moe_intermediate_size", "intermediate_size"))
     width = next(filter(None, widths), 4 * hidden) * max(1, experts_per_token(text_config))
     mlp_tokens = min(form.tokens, recipe.mlp_chunk_tokens or form.tokens)
     boundary = form.tokens * setup.split.boundary_columns * size
-    shared = head + 4 * boundary + backward_workspace_bytes(form.tokens, mlp_tokens, width, hidden, size)
+    shared = head + 4 * boundary + backward_workspace_bytes(form.tokens, mlp_tokens, width, hidden, size=size)
     if not setup.unpacks_once:
         shared += max(layout.whole_bytes for layout in setup.store.layouts)
     if setup.devices[0] != "cpu":

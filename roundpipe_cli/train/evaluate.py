@@ -31,8 +31,9 @@ from roundpipe_cli.faults import fault
 from roundpipe_cli.files import append_line, remove_tree
 from roundpipe_cli.recipe.schema import StepInterval
 from roundpipe_cli.train.batches import collate_rows
+from roundpipe_cli.train.checkpoint.manifest import DamagedError
 from roundpipe_cli.train.checkpoint.output_dir import EVAL_NAME, best_folder, kept_weights, list_best, list_checkpoints
-from roundpipe_cli.train.checkpoint.reading import DamagedError, kept_step_of
+from roundpipe_cli.train.checkpoint.reading import kept_step_of
 from roundpipe_cli.train.checkpoint.rewind import RowDigest
 from roundpipe_cli.train.preference import InterruptedScoring, Scorer, score_pairs
 from roundpipe_cli.train.prepare.base_files import end_tokens
@@ -57,7 +58,7 @@ def is_due(every: StepInterval | None, done: int, num_steps: int, *, ends_epoch:
 class Evaluator:
     """Decides when to evaluate, and keeps the results so far."""
 
-    def __init__(self, setup: Setup, scorer: Scorer, output_dir: Path, num_steps: int, tell: Tell) -> None:
+    def __init__(self, setup: Setup, scorer: Scorer, output_dir: Path, num_steps: int, *, tell: Tell) -> None:
         self._setup, self._scorer, self._output_dir, self._tell = setup, scorer, output_dir, tell
         self._num_steps = num_steps
         self.rows = RowDigest(output_dir / EVAL_NAME)

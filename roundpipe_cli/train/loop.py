@@ -278,6 +278,7 @@ class Trainer:
         output_dir: Path,
         signals: StopSignals,
         reporting: Reporting,
+        *,
         machines: Machines | None = None,
         recorder: EventRecorder | None = None,
     ) -> None:
@@ -373,7 +374,7 @@ class Trainer:
         self._references = Scorer(engine, self._planner, size, lambda: False)
         alone = self._machines.is_only
         scorer = Scorer(engine, self._planner, size, lambda: alone and self._signals.requested is not None)
-        evaluator = self.evaluator = Evaluator(setup, scorer, self.output_dir, self.num_steps, self._tell)
+        evaluator = self.evaluator = Evaluator(setup, scorer, self.output_dir, self.num_steps, tell=self._tell)
         evaluator.agree, evaluator.ends_epoch = self._machines.from_first, lambda: self._position.starts_epoch
         evaluator.start(evaluation)
         self._rows = RowDigest(metrics_path)
@@ -389,7 +390,7 @@ class Trainer:
             self._machines.sharing(engine) as self._sharing,
         ):
             save = partial(self._save, saver, metrics)
-            border = Border(self._signals, self._machines, saver, save, self._tell)
+            border = Border(self._signals, self._machines, saver, save, tell=self._tell)
             self._signals.guard()
             self._tell(run_started(setup, self._clock(), first_step, self.num_steps))
             with Telemetry(engine, setup.devices, self._tell, self._clock, live=self._reporting.live):

@@ -73,7 +73,7 @@ class Machines:
         if self.is_only:
             return nullcontext(WholeSteps())
         late, table = sorted(engine.late_layers), f"{engine.split.embedding_path}.weight"
-        return Sharing(self._nodes, engine.store, late, table, self.shards.owner if self.shards else None)
+        return Sharing(self._nodes, engine.store, late, table, owner=self.shards.owner if self.shards else None)
 
     @property
     def saves(self) -> bool:

@@ -1,4 +1,4 @@
-"""What a user asks of a run: its options, and requests at a step border: stop, pause, save."""
+"""Requests of a user to a run: its options, and at a step border stop, pause, save."""
 
 from __future__ import annotations
 

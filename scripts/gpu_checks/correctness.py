@@ -99,7 +99,7 @@ def less_memory(place: CheckPlace) -> Figures:
     options = EngineOptions(seed=3, head_chunk_tokens=8, watchdog_s=WATCHDOG_S, fused=rig.fused)
     with place.devices(), page_locked(rig):
         backends = [cuda.CudaBackend(place.first), cuda.CudaBackend(place.first)]
-        with Engine(rig.skeleton, rig.split, rig.store, backends, options) as engine:
+        with Engine(rig.skeleton, rig.split, rig.store, backends, options=options) as engine:
             backends[0].release_unused()
             torch.cuda.set_per_process_memory_fraction(OOM_FRACTION, place.first)
             try:

@@ -93,7 +93,7 @@ def one_block(place: CheckPlace, model_type: str, method: str, kernels: str) -> 
         device = torch.device("cuda", place.first)
         options = WorkerOptions(fused=model.fused if kernels == "auto" else None)
         worker = WorkerModel(
-            model.skeleton, model.split, model.store.views, model.store.trainable_names, device, options
+            model.skeleton, model.split, model.store.views, model.store.trainable_names, device=device, options=options
         )
         capability = torch.cuda.get_device_capability(device)
         ours = kernels == "auto" and why_no_triton() is None

@@ -106,7 +106,7 @@ def engine_steps(place: CheckPlace, trial: Trial, way: str) -> list[StepResult]:
     try:
         for buffer in buffers:
             assert cuda.register_host_buffer(buffer, place.first), "page-locked memory is refused"
-        with Engine(model.skeleton, model.split, model.store, backends, options) as engine:
+        with Engine(model.skeleton, model.split, model.store, backends, options=options) as engine:
             count = WARM_UP + NUM_STEPS[place.scale]
             return [engine.run_step(trial.microbatches, schedule, step=0) for _ in range(count)][WARM_UP:]
     finally:

@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from roundpipe_cli.cli import doctor
-from roundpipe_cli.cli.doctor import check_lines, version_check
-from roundpipe_cli.cli.init import choose_settings
+from roundpipe_cli.cli.checks import version_check
+from roundpipe_cli.cli.doctor import check_lines
+from roundpipe_cli.cli.init_choice import choose_settings
 from roundpipe_cli.cli.recipes import write_new
 from roundpipe_cli.costs.hardware import parse_hardware
 from roundpipe_cli.engine.backends.cpu import CpuBackend

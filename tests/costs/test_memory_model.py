@@ -214,7 +214,7 @@ def test_cpu_workers_need_host_memory_and_no_slots() -> None:
     hardware = Hardware("2 CPU workers", cpu_devices(2), 16 * GIB)
     analytic = analytic_costs(architecture, settings, hardware)
     forward, backward = map(tuple, stages_of_blocks(32, 5))
-    verdict = judge(architecture, settings, hardware, analytic, StageCut(forward, backward, 2))
+    verdict = judge(architecture, settings, hardware, analytic, cut=StageCut(forward, backward, 2))
     assert part(verdict.device, "slots") == 0
     both = part(verdict.host, "2 CPU workers")
     assert verdict.device.total_bytes < both < 2 * verdict.device.total_bytes, "one of them has the head's logits"

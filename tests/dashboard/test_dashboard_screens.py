@@ -359,7 +359,7 @@ def test_the_stage_with_the_loss_shows_forward_and_backward_in_turn() -> None:
     spans = [work("F", 0, 2), work("H", 2, 8), work("R", 8, 9)]
     assert slices(spans, 10, 1.0, 10) == "FFFBFBFBR."
     assert slices(spans, 9, 1.0, 10) == "FFBFBFBR.", "bound to the clock"
-    shown = lane(spans, 10.0, 10.0, 5, COLOUR)[0]
+    shown = lane(spans, 10.0, 10.0, 5, theme=COLOUR)[0]
     assert [str(part.style) for part in shown.spans][1] == f"{COLOUR.kinds['F']} on {COLOUR.kinds['B']}"
 
 
@@ -368,7 +368,7 @@ def test_a_moving_lane_does_not_flicker() -> None:
     spans = [work("FRB"[n % 3], 0.37 * n, 0.37 * n + 0.3) for n in range(100)]
     before = ""
     for moment in range(200):
-        now = lane(spans, 20 + moment * 0.01, 10.0, 50, LETTERS)[0].plain
+        now = lane(spans, 20 + moment * 0.01, 10.0, 50, theme=LETTERS)[0].plain
         assert now in (before, before[1:] + now[-1]) or not before
         before = now
 
@@ -385,7 +385,7 @@ def test_a_lane_shows_about_one_and_a_half_steps() -> None:
 
 
 def test_a_chart_goes_through_its_points() -> None:
-    lines = [line.plain for line in chart([(1, 4.0), (2, 3.0), (3, 2.0), (4, 1.0)], [(4, 1.0)], 20, 5, COLOUR)]
+    lines = [line.plain for line in chart([(1, 4.0), (2, 3.0), (3, 2.0), (4, 1.0)], [(4, 1.0)], 20, 5, theme=COLOUR)]
     assert lines == [
         " 4.000 ┤⠑⠢⢄         ",
         "       │   ⠉⠢⢄      ",

@@ -95,7 +95,7 @@ def test_packed_rows_of_150_tokens_fill_the_step_that_plan_counts() -> None:
     """16 sequences of 2,048 tokens a step, in microbatches of 8,192: not a twelfth of the tokens in 16 microbatches."""
     lengths = np.random.default_rng(1).integers(100, 200, 7473)
     packer = Packer(lengths, 2048, seed=0, shuffle=True)
-    sampler = BatchSampler(RowMix([7473], [1.0], 0, shuffle=True), 1, 16, packer, Grouping(lengths, 4, 8192))
+    sampler = BatchSampler(RowMix([7473], [1.0], 0, shuffle=True), 1, 16, packer, grouping=Grouping(lengths, 4, 8192))
     for _ in range(sampler.num_steps(1) - 1):
         step = sampler.next_step()
         assert len(step) == 4

@@ -132,7 +132,7 @@ def test_microbatches_that_stay_on_one_worker(late: str, kept: int) -> None:
     )
     backends = [late_in(late)(0) for _ in range(2)]
     options = EngineOptions(weight_cache_bytes=10**9)
-    with page_locked(rig), Engine(rig.skeleton, rig.split, rig.store, backends, options) as engine:
+    with page_locked(rig), Engine(rig.skeleton, rig.split, rig.store, backends, options=options) as engine:
         for step in range(3):
             result = engine.run_step(random_microbatches(sizes), schedule, step=step)
             assert result.loss == pytest.approx(usual.loss, rel=1e-6)
@@ -168,7 +168,7 @@ def test_weight_cache_and_kept_activations_change_nothing(devices: list[int]) ->
     plain = run(make_rig("llama", "lora"), devices, sizes)
     rig = make_rig("llama", "lora")
     options = EngineOptions(weight_cache_bytes=10**9, keep_blocks=2)
-    with Engine(rig.skeleton, rig.split, rig.store, [cuda.CudaBackend(i) for i in devices], options) as engine:
+    with Engine(rig.skeleton, rig.split, rig.store, [cuda.CudaBackend(i) for i in devices], options=options) as engine:
         schedule = schedule_for(rig, len(devices), len(sizes))
         results = [engine.run_step(random_microbatches(sizes), schedule, step=0) for _ in range(3)]
     for result in results:

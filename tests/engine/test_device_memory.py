@@ -75,7 +75,9 @@ def test_larger_slots_take_the_place_of_the_smaller_ones() -> None:
 def test_a_cache_that_is_given_up_is_free_at_once() -> None:
     rig, schedule, _ = rig_and_stages()
     backend = Counting()
-    with Engine(rig.skeleton, rig.split, rig.store, [backend], EngineOptions(weight_cache_bytes=1 << 30)) as engine:
+    with Engine(
+        rig.skeleton, rig.split, rig.store, [backend], options=EngineOptions(weight_cache_bytes=1 << 30)
+    ) as engine:
         expected = engine.run_step(random_microbatches(SIZES), schedule, step=0).loss
         with_cache = backend.alive()
         engine.grant_weight_cache(0)
@@ -90,7 +92,9 @@ def test_no_room_for_the_weight_cache_is_out_of_device_memory() -> None:
     """Which `on_oom: adapt` knows what to do about; and the engine goes on without a cache."""
     rig, schedule, _ = rig_and_stages()
     backend = Counting(most_bytes=sum(layout.num_bytes for layout in rig.store.layouts[1:]) - 1)
-    with Engine(rig.skeleton, rig.split, rig.store, [backend], EngineOptions(weight_cache_bytes=1 << 30)) as engine:
+    with Engine(
+        rig.skeleton, rig.split, rig.store, [backend], options=EngineOptions(weight_cache_bytes=1 << 30)
+    ) as engine:
         for _ in range(2):
             with pytest.raises(OutOfDeviceMemoryError, match="weight cache"):
                 engine.run_step(random_microbatches(SIZES), schedule, step=0)
@@ -112,7 +116,7 @@ def test_an_error_that_a_lane_meets_ends_the_run_with_its_words() -> None:
     backends = [CpuBackend(1, copy=True), Broken(1, copy=True)]
     with (
         pytest.raises(InternalError) as caught,
-        Engine(rig.skeleton, rig.split, rig.store, backends, EngineOptions(watchdog_s=60)) as engine,
+        Engine(rig.skeleton, rig.split, rig.store, backends, options=EngineOptions(watchdog_s=60)) as engine,
     ):
         engine.run_step(random_microbatches(SIZES), schedule_for(rig, 2, len(SIZES)), step=4)
     text = str(caught.value)

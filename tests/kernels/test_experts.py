@@ -39,7 +39,7 @@ def test_no_thread_waits_for_a_card_without_a_kernel_of_torchs(name: str) -> Non
     with simulated(cards=(GAMING_CARD, GAMING_CARD)) as simulation, page_locked(rig):
         backends = [CudaBackend(0), CudaBackend(1)]
         options = EngineOptions(seed=3, head_chunk_tokens=8, fused=rig.fused)
-        with Engine(rig.skeleton, rig.split, rig.store, backends, options) as engine:
+        with Engine(rig.skeleton, rig.split, rig.store, backends, options=options) as engine:
             found = case.steps(engine, rig, case)
             assert engine._told == {"the experts of a layer are multiplied by one Triton kernel (sm86)"}
     assert is_equal(found, expected, case.bound)

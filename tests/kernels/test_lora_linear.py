@@ -45,7 +45,7 @@ def composed(t: Tensors, scaling: float, *, masked: bool, biased: bool) -> list[
 
 def fused(t: Tensors, scaling: float, *, masked: bool, biased: bool) -> list[torch.Tensor]:
     term = AdapterTerm(scaling, t["mask"] if masked else None)
-    y = lora_linear(t["x"], t["weight"], t["bias"] if biased else None, t["a"], t["b"], term)
+    y = lora_linear(t["x"], t["weight"], t["bias"] if biased else None, t["a"], lora_b=t["b"], term=term)
     return [y, *torch.autograd.grad(y, (t["x"], t["a"], t["b"]), t["dy"])]
 
 
@@ -77,7 +77,7 @@ def test_an_input_without_a_gradient_has_none_and_other_strides_do() -> None:
     t = tensors((6, 5, 8), 4, out=3)
     exact = composed(t, 1.0, masked=False, biased=False)
     turned = {**t, "x": t["x"].detach().transpose(0, 1).contiguous().transpose(0, 1)}
-    y = lora_linear(turned["x"], t["weight"], None, t["a"], t["b"], AdapterTerm(1.0))
+    y = lora_linear(turned["x"], t["weight"], None, t["a"], lora_b=t["b"], term=AdapterTerm(1.0))
     found = torch.autograd.grad(y, (t["a"], t["b"]), t["dy"].transpose(0, 1).contiguous().transpose(0, 1))
     assert all(
         error(one, other.double()) < 1e-6 for one, other in zip((y, *found), (exact[0], *exact[2:]), strict=True)
@@ -94,7 +94,7 @@ def test_what_is_launched_and_kept() -> None:
         return one
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda one: one), LaunchCounter() as forward:
-        y = lora_linear(t["x"], t["weight"], None, t["a"], t["b"], AdapterTerm(2.0))
+        y = lora_linear(t["x"], t["weight"], None, t["a"], lora_b=t["b"], term=AdapterTerm(2.0))
     with LaunchCounter() as backward:
         torch.autograd.grad(y, (t["x"], t["a"], t["b"]), t["dy"])
     assert (forward.launches.num_launches, forward.launches.num_products) == (3, 3), forward.launches
@@ -106,7 +106,9 @@ def test_an_unread_result_costs_no_product_and_the_gradients_keep_their_bits() -
     t = tensors((3, 5, 8), 4, out=6)
     whole = fused(t, 0.5, masked=True, biased=True)
     with LaunchCounter() as counter:
-        y = lora_linear(t["x"], t["weight"], t["bias"], t["a"], t["b"], AdapterTerm(0.5, t["mask"], fill=float("nan")))
+        y = lora_linear(
+            t["x"], t["weight"], t["bias"], t["a"], lora_b=t["b"], term=AdapterTerm(0.5, t["mask"], fill=float("nan"))
+        )
     assert counter.launches.num_products == 1 and bool(y.isnan().all())
     found = torch.autograd.grad(y, (t["x"], t["a"], t["b"]), t["dy"])
     assert all(torch.equal(one, other) for one, other in zip(found, whole[1:], strict=True))
@@ -115,7 +117,7 @@ def test_an_unread_result_costs_no_product_and_the_gradients_keep_their_bits() -
 def test_what_it_returns_may_be_written_to() -> None:
     """As llama4's attention does; a view made within an autograd function refuses."""
     t = tensors((2, 3, 8), 2, 6)
-    result = lora_linear(t["x"], t["weight"], None, t["a"], t["b"], AdapterTerm(0.5))
+    result = lora_linear(t["x"], t["weight"], None, t["a"], lora_b=t["b"], term=AdapterTerm(0.5))
     expected = result.detach() * 2
     result *= 2
     result.backward(t["dy"])

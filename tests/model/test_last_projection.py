@@ -128,7 +128,9 @@ def test_it_is_left_out(options: dict[str, Any], blocks_left_out: int) -> None:
     nums = []
     for names in ({}, unread):
         backend = _CountingBackend()
-        with Engine(rig.skeleton, rig.split, rig.store, [backend], EngineOptions(unread=names, **options)) as engine:
+        with Engine(
+            rig.skeleton, rig.split, rig.store, [backend], options=EngineOptions(unread=names, **options)
+        ) as engine:
             engine.run_step(random_microbatches(SIZES), schedule, step=0)
         nums.append(backend.products.num)
     assert nums[0] - nums[1] == 2 * blocks_left_out * len(SIZES)

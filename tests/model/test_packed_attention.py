@@ -98,7 +98,7 @@ def test_each_row_by_itself_gives_the_numbers_of_the_mask(window: int | None, mo
     monkeypatch.setattr(attention, "BLOCK_TOKENS", 6)  # so that a row is cut into blocks
     rows = packed_rows(window)
     attend = functools.partial(sdpa_attention_forward, SimpleNamespace(num_key_value_groups=2, is_causal=True))
-    found = gradients(lambda q, k, v: attend_rows(attend, q, k, v, rows, {"scaling": 0.3}))
+    found = gradients(lambda q, k, v: attend_rows(attend, q, k, v, rows=rows, more={"scaling": 0.3}))
     expected = gradients(lambda q, k, v: attend(q, k, v, rows.mask(), scaling=0.3))
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
@@ -124,7 +124,7 @@ def test_all_rows_at_once_where_a_gpu_has_the_kernel(window: int | None, monkeyp
     """The arguments that the kernel is given, by what the documentation says they mean."""
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_by_its_documentation)
     rows = packed_rows(window)
-    found = gradients(lambda q, k, v: (attention._attend_at_once(q, k, v, rows, {"scaling": 0.3}), None))
+    found = gradients(lambda q, k, v: (attention._attend_at_once(q, k, v, rows, more={"scaling": 0.3}), None))
     expected = gradients(lambda q, k, v: _by_mask(q, k, v, rows))
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
@@ -201,7 +201,7 @@ def test_who_needs_more_than_the_causal_mask(model_type: str, at_least: int | No
 
 
 def worker_of(rig: Rig) -> WorkerModel:
-    return WorkerModel(rig.skeleton, rig.split, rig.store.views, rig.store.trainable_names, torch.device("cpu"))
+    return WorkerModel(rig.skeleton, rig.split, rig.store.views, rig.store.trainable_names, device=torch.device("cpu"))
 
 
 def test_blocks_are_tried_before_they_are_told_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,7 +102,7 @@ def planner_of(question: PlanRequest) -> AdaptivePlanner:
 
 
 def asked_by_bench(path: Path, words: list[str], machine: str) -> SimulationCase:
-    return _question(str(path), words, None, machine, CaseFlags())[0]
+    return _question(str(path), words, None, machine, flags=CaseFlags())[0]
 
 
 @pytest.mark.parametrize(("name", "machine", "schedule"), EVERY)

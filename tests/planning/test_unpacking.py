@@ -44,7 +44,7 @@ def recipe(tmp_path: Path, *words: str, model: str = "Qwen/Qwen3-8B") -> LoadedR
 def chosen(architecture: Architecture, settings: TrainingSettings, hardware: Hardware, pipeline: Any) -> Any:
     """The decision; the costs beside it are those of the settings with it."""
     before = analytic_costs(architecture, settings, hardware)
-    found, analytic = choose_unpacking(architecture, settings, hardware, pipeline, before)
+    found, analytic = choose_unpacking(architecture, settings, hardware, pipeline, analytic=before)
     once = found is not None and found.once
     assert analytic == analytic_costs(architecture, replace(settings, unpacks_once=once), hardware)
     return found

@@ -37,7 +37,7 @@ def quiet(*_: object) -> None:
 def test_every_combination_has_a_row_with_its_verdict(recipe: str) -> None:
     """What fits comes first, the fastest on top; then what does not fit, then what is refused with its reason."""
     wanted = ["hardware=1x4090,1x4090,host_memory_gib=1", "method=lora,full", "load_in_4bit=false,true"]
-    rows = compare_plans(recipe, [*STAGES, *wanted], None, None, quiet)
+    rows = compare_plans(recipe, [*STAGES, *wanted], None, None, tell=quiet)
     documents = [row_document(row) for row in rows]
     assert len(rows) == 8
     order = ["FITS", "SLOW", "DOES NOT FIT", "REFUSED"]
@@ -84,7 +84,7 @@ def test_values_are_split_at_commas_outside_brackets_and_machines() -> None:
 )
 def test_bad_input_is_one_error(recipe: str, overrides: list[str], said: str) -> None:
     with pytest.raises(RefusedError, match=said) as caught:
-        compare_plans(recipe, [*STAGES, *overrides], None, None, quiet)
+        compare_plans(recipe, [*STAGES, *overrides], None, None, tell=quiet)
     assert caught.value.exit_code == 2
     assert MAX_COMBINATIONS == 64
 
@@ -97,4 +97,4 @@ def test_json_holds_the_rows(recipe: str, capsys: pytest.CaptureFixture[str]) ->
         *("values", "verdict", "reasons", "device_bytes", "host_bytes", "step_s", "tokens_per_s"),
     }
     with pytest.raises(RefusedError, match="hardware is given twice"):
-        compare_plans(recipe, ["hardware=1x4090,2x4090"], "1x4090", None, quiet)
+        compare_plans(recipe, ["hardware=1x4090,2x4090"], "1x4090", None, tell=quiet)

@@ -257,7 +257,7 @@ def run_emulated(
     works = [EmulatedWork(worker, emulation) for worker in range(schedule.num_workers)]
     host = EmulatedWork(-1, emulation)
     pool = Pool(works, host=host, options=TransferOptions(fifo=fifo), watchdog_s=watchdog_s)
-    run = StepRun(program, links_of(program), 0, Progress(), pool.works)
+    run = StepRun(program, links_of(program), 0, Progress(), works=pool.works)
     with pool:
         started_s = time.perf_counter()
         for work in (*works, host):

@@ -347,7 +347,7 @@ def worker_on_meta(
     names = dict(model.named_parameters())
     trainable = frozenset(name for name, parameter in names.items() if parameter.requires_grad)
     host = {name: torch.zeros((), dtype=one.dtype).expand(one.shape) for name, one in names.items()}
-    worker = WorkerModel(model, split, host, trainable, META, WorkerOptions(fused=fused))
+    worker = WorkerModel(model, split, host, trainable, device=META, options=WorkerOptions(fused=fused))
     in_form = quantizable_names(model, split.blocks_path) if packed else frozenset()
 
     def on_meta(name: str) -> nn.Parameter:

@@ -116,7 +116,9 @@ def validate_schedule(schedule: Schedule) -> None:
     )
     first = schedule.backward_stages[0]
     per_round, chunks = schedule.microbatches_per_round, schedule.sequence_chunks
-    check_chunks(schedule.name, first, num_layers, schedule.num_microbatches, per_round, chunks)
+    check_chunks(
+        schedule.name, first, num_layers, schedule.num_microbatches, per_round=per_round, sequence_chunks=chunks
+    )
     places = _places(schedule)
     _check_complete(schedule, places)
     _check_chunk_order(schedule, places)

@@ -153,7 +153,7 @@ class Case:
     def on(self, rig: Rig, backends: Sequence[Backend]) -> Bits:
         """What the steps come to on these devices."""
         options = EngineOptions(seed=3, head_chunk_tokens=8, fused=rig.fused, **self.engine)
-        with Engine(rig.skeleton, rig.split, rig.store, backends, options) as engine:
+        with Engine(rig.skeleton, rig.split, rig.store, backends, options=options) as engine:
             return self.steps(engine, rig, self)
 
     def on_processor(self) -> Bits:
@@ -182,7 +182,7 @@ class Case:
         with simulated() as simulation, page_locked(rig):
             options = EngineOptions(seed=3, head_chunk_tokens=8, fused=rig.fused, **self.engine)
             backends = [cuda.CudaBackend(0), cuda.CudaBackend(1)]
-            with Engine(rig.skeleton, rig.split, rig.store, backends, options) as engine:
+            with Engine(rig.skeleton, rig.split, rig.store, backends, options=options) as engine:
                 for seed in seeds:
                     simulation.draw_again(seed, lazy=seed % 2 == 1)
                     yield seed, self.steps(engine, rig, self), simulation
@@ -243,7 +243,11 @@ def two_workers(rig: Rig) -> Engine:
     """On both cards, as a case is run."""
     backends = [cuda.CudaBackend(0), cuda.CudaBackend(1)]
     return Engine(
-        rig.skeleton, rig.split, rig.store, backends, EngineOptions(seed=3, head_chunk_tokens=8, fused=rig.fused)
+        rig.skeleton,
+        rig.split,
+        rig.store,
+        backends,
+        options=EngineOptions(seed=3, head_chunk_tokens=8, fused=rig.fused),
     )
 
 

@@ -155,7 +155,9 @@ class Rig:
 
     def engine(self, num_workers: int = 2, copy: bool = False, count_bytes: bool = False, **options: Any) -> Engine:
         backends = [CpuBackend(1, copy=copy, count_bytes=count_bytes) for _ in range(num_workers)]
-        return Engine(self.skeleton, self.split, self.store, backends, EngineOptions(fused=self.fused, **options))
+        return Engine(
+            self.skeleton, self.split, self.store, backends, options=EngineOptions(fused=self.fused, **options)
+        )
 
 
 def make_rig(
@@ -191,7 +193,7 @@ def make_rig(
         peft_model = add_lora(skeleton, settings, dtype=dtype, base_name="tiny", blocks_path=split.blocks_path)
     packed = quantizable_names(skeleton, split.blocks_path) if packed_as else frozenset()
     layouts = [
-        make_layout(name, parameters, dtype, packed, packed_as)
+        make_layout(name, parameters, dtype, packed, packed_as=packed_as)
         for name, parameters in zip(split.layer_names(), layer_parameters(skeleton, split), strict=True)
     ]
     store = WeightStore(layouts, staleness)

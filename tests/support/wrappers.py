@@ -173,7 +173,7 @@ def first_losses(folder: Path) -> tuple[float, float]:
     store = WeightStore(layouts)
     load_weights(source, model, store.set_parameter)
     rig = Rig(model, split, store, model)
-    with Engine(model, split, store, [CpuBackend(1)], EngineOptions()) as engine:
+    with Engine(model, split, store, [CpuBackend(1)], options=EngineOptions()) as engine:
         ours = engine.run_step([Microbatch(ids, ids)], schedule_for(rig, 1, 1), step=0).loss
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -38,7 +38,7 @@ _NUM_ELEMENTS = 20_000
 def _save(folder: Path, step: int, keep: int = 2) -> None:
     """All values of a checkpoint are its step, so a mixture of two would show."""
     tensors = {f"block.{layer}": torch.full((_NUM_ELEMENTS,), float(step)) for layer in range(3)}
-    save_checkpoint(folder, step, {"masters": tensors, "moments": tensors}, {"step": step}, keep)
+    save_checkpoint(folder, step, {"masters": tensors, "moments": tensors}, {"step": step}, keep=keep)
 
 
 def _fork(work: Callable[[], None]) -> int:

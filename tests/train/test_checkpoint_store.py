@@ -18,14 +18,8 @@ from safetensors import safe_open
 from roundpipe_cli import files as durable
 from roundpipe_cli.errors import NoCheckpointError, ResourceError
 from roundpipe_cli.train.checkpoint import writing as store
-from roundpipe_cli.train.checkpoint.reading import (
-    Checkpoint,
-    DamagedError,
-    kept_step_of,
-    load_newest,
-    read_own_json,
-    verify_checkpoint,
-)
+from roundpipe_cli.train.checkpoint.manifest import DamagedError, read_own_json
+from roundpipe_cli.train.checkpoint.reading import Checkpoint, kept_step_of, load_newest, verify_checkpoint
 from roundpipe_cli.train.checkpoint.writing import (
     DTYPE_NAMES,
     TensorSpec,
@@ -48,7 +42,7 @@ def _group(step: int) -> dict[str, torch.Tensor]:
 
 def _save(folder: Path, step: int, keep: int = 2) -> Path:
     meta = {"cursor": step * 8, "loss_hex": (1 / (step + 1)).hex()}
-    return save_checkpoint(folder, step, {"masters": _group(step), "moments": _group(step + 1000)}, meta, keep)
+    return save_checkpoint(folder, step, {"masters": _group(step), "moments": _group(step + 1000)}, meta, keep=keep)
 
 
 def _assert_is(loaded: Checkpoint, step: int) -> None:
@@ -159,7 +153,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_only_reported(
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(store, "remove_tree", failing)
-    save_checkpoint(tmp_path, 3, {"masters": _group(3)}, {}, 2, warnings.append)
+    save_checkpoint(tmp_path, 3, {"masters": _group(3)}, {}, keep=2, warn=warnings.append)
     assert len(warnings) == 1 and ".del-step-00000001" in warnings[0]
     assert load_newest(tmp_path).step == 3
     monkeypatch.undo()
@@ -181,7 +175,7 @@ def test_saving_a_step_again(tmp_path: Path) -> None:
     first = _save(tmp_path, 5)
     inode = first.stat().st_ino
     assert _save(tmp_path, 5).stat().st_ino == inode  # the same state: kept
-    save_checkpoint(tmp_path, 5, {"masters": _group(9)}, {"changed": True}, 2)
+    save_checkpoint(tmp_path, 5, {"masters": _group(9)}, {"changed": True}, keep=2)
     assert load_newest(tmp_path).meta == {"changed": True}
     assert _names(tmp_path) == ["step-00000005"]
 
@@ -322,7 +316,7 @@ def test_a_newer_format_is_refused_with_both_versions(two: Path) -> None:
 def test_an_evaluation_that_is_none_has_no_best_step(tmp_path: Path, evaluation: Any) -> None:
     """Story: with a manifest made to fit it, the run called it a bug of ours."""
     for step, meta in ((1, {"evaluation": {"best_step": 1, "best_loss": 0.5}}), (2, {"evaluation": evaluation})):
-        save_checkpoint(tmp_path, step, {"masters": _group(step)}, meta, 3)
+        save_checkpoint(tmp_path, step, {"masters": _group(step)}, meta, keep=3)
     assert [kept_step_of(tmp_path / f"step-{step:08}") for step in (1, 2, 3)] == [1, None, None]
 
 
@@ -491,7 +485,7 @@ def test_a_folder_that_cannot_be_listed_keeps_the_new_checkpoint(
         return whole(folder)
 
     monkeypatch.setattr(store, "list_checkpoints", failing)
-    save_checkpoint(tmp_path, 3, {"masters": _group(3)}, {}, 2, told.append)
+    save_checkpoint(tmp_path, 3, {"masters": _group(3)}, {}, keep=2, warn=told.append)
     monkeypatch.undo()
     assert calls == 2 and "could not look for old checkpoints" in told[0]
     assert [step for step, _ in list_checkpoints(tmp_path)] == [3, 2, 1]

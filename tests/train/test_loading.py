@@ -26,7 +26,7 @@ def test_loading_says_how_much_and_how_fast(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr("roundpipe_cli.train.prepare.trainable.time", SimpleNamespace(monotonic=lambda: next(seconds)))
     told: list[Event] = []
     recipe = Recipe(model="tiny", method="full", datasets=(), output_dir="out")
-    fill_store(rig.store, ModelSource("tiny", tmp_path), rig.skeleton, recipe, None, told.append)
+    fill_store(rig.store, ModelSource("tiny", tmp_path), rig.skeleton, recipe, start=None, tell=told.append)
     texts = [event.text for event in told if isinstance(event, Phase)]
     assert re.fullmatch(r"loading [\d.]+ KiB of weights", texts[0])
     pattern = r"loading weights: ([\d.]+) KiB of ([\d.]+) KiB, ([\d.]+) (K?i?B)/s, (\w+|[\d.]+ s) left"

@@ -44,7 +44,7 @@ def steps_in(path: Path) -> list[int]:
 
 
 def save(folder: Path, step: int, keep: int = 5) -> None:
-    save_checkpoint(folder, step, {"masters": {"w": torch.tensor(float(step))}}, {"recipe": {}}, keep)
+    save_checkpoint(folder, step, {"masters": {"w": torch.tensor(float(step))}}, {"recipe": {}}, keep=keep)
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +176,7 @@ def test_a_full_disk_takes_what_is_set_aside_first(tmp_path: Path, monkeypatch: 
     rewind(folder, 4, num_steps=12, say=lambda text: None)
     monkeypatch.setattr(store, "free_bytes", lambda path: 10**12 if not list(folder.glob("*-step-*12")) else 0)
     told: list[str] = []
-    save_checkpoint(folder, 5, {"masters": {"w": torch.ones(1)}}, {}, 5, told.append)
+    save_checkpoint(folder, 5, {"masters": {"w": torch.ones(1)}}, {}, keep=5, warn=told.append)
     removed = {"step-00000012", "best-00000012"} - {path.name[len("set-aside-") :] for path in folder.glob("set-*")}
     assert "step-00000012" in removed and (folder / "set-aside-step-00000008").is_dir()
     assert len(told) == len(removed) and "no room" in told[0]
@@ -232,7 +232,9 @@ def test_a_finished_run_is_continued_where_the_recipe_grew(
     from roundpipe_cli.recipe.load import resolved_yaml
 
     if where == "checkpoint":
-        save_checkpoint(tmp_path, 9, {"masters": {"w": torch.ones(1)}}, {"recipe": plain_data(recipe_of(**old))}, 2)
+        save_checkpoint(
+            tmp_path, 9, {"masters": {"w": torch.ones(1)}}, {"recipe": plain_data(recipe_of(**old))}, keep=2
+        )
     else:  # its checkpoints were deleted
         (tmp_path / "recipe.yaml").write_text(resolved_yaml(recipe_of(**old)))
     assert may_ask_for_more(tmp_path, recipe_of(**new)) is more
@@ -279,7 +281,7 @@ def make_recorded_run(folder: Path) -> Path:
             digests[name].add(append_line(folder / name, json.dumps({"step": step, "loss": 1 / step})))
         if step % 4 == 0:
             records = {name: digest.state() for name, digest in digests.items()}
-            save_checkpoint(folder, step, {"masters": {"w": torch.ones(1)}}, {"recipe": {}, "records": records}, 5)
+            save_checkpoint(folder, step, {"masters": {"w": torch.ones(1)}}, {"recipe": {}, "records": records}, keep=5)
     return folder
 
 

@@ -91,7 +91,7 @@ def recipe_of(tmp_path: Path, text: str = "") -> Recipe:
 
 def run(tmp_path: Path, recipe: Recipe, flush_s: float = 10.0, num_steps: int = 3) -> list[Event]:
     told: list[Event] = []
-    with Trackers(recipe, tmp_path, 0, told.append, flush_s) as tell:
+    with Trackers(recipe, tmp_path, 0, told.append, flush_s=flush_s) as tell:
         for step in range(1, num_steps + 1):
             tell(replace(STEP, step=step))
     return told

@@ -584,7 +584,7 @@ def test_moments_in_bfloat16_stay_near_those_in_float32() -> None:
     for step in range(1, 201):
         for key, rule in rules.items():
             size = 1.0 if step <= 20 else 1e-3
-            rule.update(values[key], gradient * size, state[key], 1e-3, step, salt=step % 3)
+            rule.update(values[key], gradient * size, state[key], 1e-3, number=step, salt=step % 3)
     theirs, ours = state["float32"]["exp_avg_sq"], state["bfloat16"]["exp_avg_sq"].float()
     assert float(ours.mean()) == pytest.approx(float(theirs.mean()), rel=0.01)
     torch.testing.assert_close(values["bfloat16"], values["float32"], rtol=0.05, atol=1e-4)

@@ -1,1 +1,0 @@
-"""One file per kind of device behind one small interface."""

@@ -1,4 +1,4 @@
-"""What is issued and carried next: pure decisions (events in, instructions out; no thread, no clock).
+"""Decides what is issued and carried next: pure (events in, instructions out; no thread, no clock).
 
 One queue per worker and direction. A transfer enters it when everything that it waits for has happened, so nothing on
 the device's stream ever waits for anything but the link. It goes in chunks, the most urgent transfer first; one that
@@ -381,7 +381,7 @@ def statistics_of(
         for op_id in row:
             start_s, end_s = compute_s.get(op_id, (free_s, free_s))
             if start_s > free_s:
-                _add_exposed(found, program, of_op, compute_s, op_id, (free_s, start_s))
+                _add_exposed(found, program, of_op, compute_s, op_id=op_id, gap=(free_s, start_s))
             free_s = max(free_s, end_s)
     return found
 
@@ -391,6 +391,7 @@ def _add_exposed(
     program: Program,
     records: Mapping[int, TransferRecord],
     compute_s: Mapping[int, ByteSpan],
+    *,
     op_id: int,
     gap: ByteSpan,
 ) -> None:

@@ -7,9 +7,9 @@
     host       lane thread      the host's updates, where a program has them
 
 It knows no tensors and no device: what an operation does is a `Work`'s business, which the engine supplies with
-mathematics and the tests' emulation with costs (`decisions.py`). Here are what the threads of a step share, the compute
-threads and those of the links. PROTOCOL.md says why the order that this gives is safe. An exception in any thread is put
-into the results as a value; the caller raises it, once.
+mathematics and the tests' emulation with costs (`decisions.py`). Here are the threads of a step, for compute and links,
+and what they share. PROTOCOL.md says why the order that this gives is safe. An exception in any thread is put into the
+results as a value; the caller raises it, once.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class StepRun:
     """A program that is being carried out: the state that its threads share."""
 
     def __init__(
-        self, program: Program, links: Dependencies, step: int, progress: Progress, works: dict[int, Work]
+        self, program: Program, links: Dependencies, step: int, progress: Progress, *, works: dict[int, Work]
     ) -> None:
         self.program, self.step, self.progress = program, step, progress
         self.ledger = Ledger(program, links)

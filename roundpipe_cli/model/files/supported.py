@@ -62,6 +62,7 @@ def check_architecture(config: Mapping[str, Any], *, name: str, where: str) -> N
 
 
 def unknown_architecture(model_type: str, where: str, known: list[str]) -> RefusedError:
+    """The error for a model type that the installed transformers does not have."""
     nearest = closest(model_type, known) if model_type else None
     return RefusedError(
         "unknown architecture",
@@ -73,6 +74,7 @@ def unknown_architecture(model_type: str, where: str, known: list[str]) -> Refus
 
 
 def no_decoder(name: str, model_type: str, architectures: object) -> RefusedError:
+    """The error for a model that does not continue text."""
     classes = [str(one) for one in architectures] if isinstance(architectures, (list, tuple)) else []
     return RefusedError(
         "not a decoder-only language model",
@@ -90,6 +92,7 @@ MASK_OF_ONE = "a mask that lets a row see the row before it"
 
 
 def packing_refusal(where: str, found: str) -> RefusedError:
+    """The error for a model whose packed rows would see each other."""
     return RefusedError(
         "this model cannot train on packed rows: they would see each other",
         where=f"packing: {where}",
@@ -100,6 +103,7 @@ def packing_refusal(where: str, found: str) -> RefusedError:
 
 
 def chunk_refusal(where: str, found: str, expected: str = "blocks of attention") -> RefusedError:
+    """The error for a model that cannot take a sequence in chunks."""
     return RefusedError(
         "this model cannot train on sequences in chunks",
         where=f"pipeline.sequence_chunks: {where}",

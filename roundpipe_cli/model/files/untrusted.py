@@ -312,6 +312,7 @@ def unread_shards(folder: Path) -> list[str]:
 
 
 def missing_shard(name: str, where: str) -> RefusedError:
+    """The error for an index that names a file which is not there."""
     return RefusedError("a file of the weights is missing", where=where, found=f"no {name}")
 
 

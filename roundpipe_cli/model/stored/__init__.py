@@ -1,1 +1,0 @@
-"""Readers of a model's files, one weight at a time."""

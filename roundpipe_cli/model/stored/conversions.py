@@ -53,7 +53,7 @@ class WeightConversion:
         try:
             if _stacks(self.rule, self.patterns):
                 return _by_expert(self, read, model)
-            return _convert(self, self.sources, self.patterns, read, model)
+            return _convert(self, self.sources, self.patterns, read, model=model)
         except (RuntimeError, ValueError, IndexError, KeyError, TypeError) as error:
             raise RefusedError(
                 "tensors of the files do not fit together",
@@ -114,7 +114,9 @@ def find_conversions(model: nn.Module, stored: Shapes, own: Shapes, rules: list[
             groups.setdefault(target, []).append((name, pattern))
         else:
             unused.append(name)
-    found = tuple(_conversion(target, members, rules, model, stored, own) for target, members in groups.items())
+    found = tuple(
+        _conversion(target, members, rules, model, stored=stored, own=own) for target, members in groups.items()
+    )
     return Conversions(found, tuple(unused), None if rules is None else tuple(rules))
 
 
@@ -154,6 +156,7 @@ def _conversion(
     members: list[tuple[str, str | None]],
     rules: list[Any] | None,
     model: nn.Module,
+    *,
     stored: Shapes,
     own: Shapes,
 ) -> WeightConversion:
@@ -220,6 +223,7 @@ def _convert(
     sources: Sequence[str],
     patterns: Sequence[str],
     read: Callable[[str], torch.Tensor],
+    *,
     model: nn.Module,
 ) -> dict[str, torch.Tensor]:
     rule, target = deepcopy(conversion.rule), next(iter(conversion.targets))
@@ -254,7 +258,7 @@ def _by_expert(
     ]
     whole: dict[str, torch.Tensor] = {}
     for expert, names in enumerate(zip(*lists, strict=True)):
-        for target, part in _convert(conversion, names, kinds, read, model).items():
+        for target, part in _convert(conversion, names, kinds, read, model=model).items():
             if target not in whole:
                 whole[target] = torch.empty((len(lists[0]), *part.shape[1:]), dtype=part.dtype, device=part.device)
             whole[target][expert] = part[0]

@@ -59,6 +59,7 @@ def scaled_rows(
     scale: torch.Tensor,
     shape: torch.Size,
     dtype: torch.dtype,
+    *,
     block: tuple[int, int] | None = None,
 ) -> torch.Tensor:
     """A weight of `shape` [rows, columns] from its values and a grid of scales.
@@ -178,6 +179,7 @@ def in_8bit(
     scale: FileTensor,
     dtype: torch.dtype,
     block: BlockSize,
+    *,
     zero_point: FileTensor | None = None,
     is_int: bool = False,
 ) -> StoredTensor:
@@ -189,7 +191,7 @@ def in_8bit(
 
 
 def _unpack_fp8(
-    parts: Mapping[str, torch.Tensor], dtype: torch.dtype, shape: torch.Size, block: BlockSize, is_int: bool
+    parts: Mapping[str, torch.Tensor], dtype: torch.dtype, shape: torch.Size, block: BlockSize, *, is_int: bool
 ) -> torch.Tensor:
     codes, scale, zero = parts["codes"], parts["scale"], parts.get("zero_point")
     if len(shape) == 3:
@@ -197,7 +199,7 @@ def _unpack_fp8(
         whole = torch.empty(shape, dtype=dtype)
         for expert in range(shape[0]):
             one = {"codes": codes[expert], "scale": scale[expert] if own else scale}
-            whole[expert] = _unpack_fp8(one, dtype, torch.Size(shape[1:]), block, is_int)
+            whole[expert] = _unpack_fp8(one, dtype, torch.Size(shape[1:]), block, is_int=is_int)
         return whole
 
     def values(rows: slice) -> torch.Tensor:
@@ -206,7 +208,7 @@ def _unpack_fp8(
         values = codes[rows].float()
         return values if zero is None else values - _of_rows(zero.float(), rows, shape)
 
-    return scaled_rows(values, scale, shape, dtype, block)
+    return scaled_rows(values, scale, shape, dtype, block=block)
 
 
 def _of_rows(zero: torch.Tensor, rows: slice, shape: torch.Size) -> torch.Tensor:
@@ -324,9 +326,9 @@ def find_compressed(
             zero = beside.get("weight_zero_point")
             is_int, scale = piece.dtype == "I8", beside["weight_scale"]
             block = next((one for one in blocks if _covers(one, scale.shape, piece.shape)), None)
-            found[key] = in_8bit(piece, scale, dtype, block, zero if is_int else None, is_int)
+            found[key] = in_8bit(piece, scale, dtype, block, zero_point=zero if is_int else None, is_int=is_int)
         elif role == "weight_packed":
-            found[f"{module}.weight"] = _packed(piece, beside, bits, sizes, dtype)
+            found[f"{module}.weight"] = _packed(piece, beside, bits, sizes, dtype=dtype)
     return found
 
 
@@ -347,7 +349,7 @@ def _weight_settings(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _packed(
-    piece: FileTensor, beside: Mapping[str, FileTensor], bits: list[int], sizes: Sequence[int], dtype: torch.dtype
+    piece: FileTensor, beside: Mapping[str, FileTensor], bits: list[int], sizes: Sequence[int], *, dtype: torch.dtype
 ) -> StoredTensor:
     if "weight_global_scale" in beside:
         return nvfp4(piece, beside["weight_scale"], beside["weight_global_scale"], dtype, divides=True)
@@ -366,7 +368,7 @@ def _shape_of(piece: FileTensor) -> torch.Size:
 
 
 def _unpack_bits(
-    parts: Mapping[str, torch.Tensor], dtype: torch.dtype, shape: torch.Size, bits: int, sizes: Sequence[int]
+    parts: Mapping[str, torch.Tensor], dtype: torch.dtype, shape: torch.Size, bits: int, *, sizes: Sequence[int]
 ) -> torch.Tensor:
     if not bits:
         raise ValueError(f"{parts['codes'].shape[-1]} words for {shape[-1]} inputs")
@@ -374,7 +376,7 @@ def _unpack_bits(
         whole = torch.empty(shape, dtype=dtype)
         for expert in range(shape[0]):
             one = {role: part if role == "weight_shape" else part[expert] for role, part in parts.items()}
-            whole[expert] = _unpack_bits(one, dtype, torch.Size(shape[1:]), bits, sizes)
+            whole[expert] = _unpack_bits(one, dtype, torch.Size(shape[1:]), bits, sizes=sizes)
         return whole
     scale, offset = as_float(parts["weight_scale"]).reshape(-1, parts["weight_scale"].shape[-1]), 1 << (bits - 1)
     zeros = torch.zeros(1, 1)

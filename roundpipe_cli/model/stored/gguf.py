@@ -73,10 +73,10 @@ def _by_tables(tensors: list[Any], architecture: str, model: nn.Module) -> Found
     def reader(target: str, listed: list[Any]) -> ReadWeights:
         def read() -> dict[str, torch.Tensor]:
             if listed[0].data.ndim < 3:
-                return {target: _processed(listed, target, processor, table, slice(None))}
+                return {target: _processed(listed, target, processor, table, rows=slice(None))}
             whole = torch.empty(own[target])
             for expert in range(len(listed[0].data)):
-                whole[expert] = _processed(listed, target, processor, table, slice(expert, expert + 1))[0]
+                whole[expert] = _processed(listed, target, processor, table, rows=slice(expert, expert + 1))[0]
             return {target: whole}
 
         return read
@@ -114,7 +114,9 @@ class _BaseNames:
         return ((name, _BaseNames(child, self._depth + 1)) for name, child in below)
 
 
-def _processed(tensors: list[Any], target: str, processor: Any, table: Mapping[str, str], rows: slice) -> torch.Tensor:
+def _processed(
+    tensors: list[Any], target: str, processor: Any, table: Mapping[str, str], *, rows: slice
+) -> torch.Tensor:
     """The model's weight from the file's tensors that make it: one, or gates and what they multiply."""
     parsed: dict[str, dict[str, torch.Tensor]] = {"tensors": {}}
     weight = None

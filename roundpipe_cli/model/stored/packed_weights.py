@@ -245,18 +245,18 @@ def dequantize(packed: torch.Tensor, shape: torch.Size, dtype: torch.dtype, kind
     if kind == "fp8":
         return dequantize_rows(codes, scales, shape, dtype)
     if count <= UNPACKED_AT_ONCE:
-        return _dequantize(codes, scales, shape, dtype, kind)
+        return _dequantize(codes, scales, shape, dtype, kind=kind)
     whole = torch.empty(shape, dtype=dtype, device=packed.device)
     for start in range(0, count, UNPACKED_AT_ONCE):
         part = whole.view(-1)[start : start + UNPACKED_AT_ONCE]
         own_codes = codes[_num_codes(start, kind) :][: _num_codes(len(part), kind)]
         own_scales = scales[start // WEIGHTS_PER_SCALE :][: _num_scales(len(part))]
-        part.copy_(_dequantize(own_codes, own_scales, part.shape, dtype, kind).view(-1))
+        part.copy_(_dequantize(own_codes, own_scales, part.shape, dtype, kind=kind).view(-1))
     return whole
 
 
 def _dequantize(
-    codes: torch.Tensor, scales: torch.Tensor, shape: torch.Size, dtype: torch.dtype, kind: PackedName
+    codes: torch.Tensor, scales: torch.Tensor, shape: torch.Size, dtype: torch.dtype, *, kind: PackedName
 ) -> torch.Tensor:
     """The weights of at most `UNPACKED_AT_ONCE` codes, by bitsandbytes."""
     functional = import_bitsandbytes().functional

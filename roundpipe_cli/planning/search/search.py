@@ -74,7 +74,7 @@ def make_cells(scorer: BatchScorer, bounds: list[int], chain: RoundChain) -> Cel
     if scorer.allowed is not None:
         keep &= _may_fit(scorer.numpy, scorer.allowed, bounds, (forward, later, head))
     forward, later, head, body = forward[keep], later[keep], head[keep], body[keep]
-    bound, guess = _cell_bounds(scorer, bounds, chain, forward, later, head)
+    bound, guess = _cell_bounds(scorer, bounds, chain, forward, later=later, head=head)
     order = numpy.lexsort((head, forward, forward + later, guess))
     return Cells(forward, later, head, bound, guess).take(order)
 
@@ -100,7 +100,7 @@ def _may_fit(numpy: Any, allowed: Array, bounds: list[int], cells: tuple[Array, 
 
 
 def _cell_bounds(
-    scorer: BatchScorer, bounds: list[int], chain: RoundChain, forward: Array, later: Array, head: Array
+    scorer: BatchScorer, bounds: list[int], chain: RoundChain, forward: Array, *, later: Array, head: Array
 ) -> tuple[Array, Array]:
     """Bounds like those of `lower_bounds`, from averages, and guesses."""
     numpy = scorer.numpy
@@ -155,8 +155,10 @@ def seeds(scorer: BatchScorer, bounds: list[int], cells: Cells, patterns: tuple[
     num_stages = forward + 1 + later
     body = len(bounds) - 1 - head
     position = numpy.arange(int(num_stages.max()) + 1)[:, None]
-    up = _passed(numpy, numpy.clip(position, 0, forward), body, numpy.maximum(forward, 1), patterns[0])
-    down = _passed(numpy, numpy.clip(position - forward - 1, 0, later), body, numpy.maximum(later, 1), patterns[1])
+    up = _passed(numpy, numpy.clip(position, 0, forward), body, numpy.maximum(forward, 1), pattern=patterns[0])
+    down = _passed(
+        numpy, numpy.clip(position - forward - 1, 0, later), body, numpy.maximum(later, 1), pattern=patterns[1]
+    )
     table = numpy.array(bounds)
     top = table[body]
     sizes = numpy.diff(table[up], axis=0) - numpy.diff(table[body - down], axis=0)
@@ -165,7 +167,7 @@ def seeds(scorer: BatchScorer, bounds: list[int], cells: Cells, patterns: tuple[
     return Batch(sizes.T[whole], forward[whole], num_stages[whole]), whole
 
 
-def _passed(numpy: Array, index: Array, total: Array, parts: Array, pattern: str) -> Array:
+def _passed(numpy: Array, index: Array, total: Array, parts: Array, *, pattern: str) -> Array:
     """Units in the first `index` of `parts` stages."""
     size, larger = total // parts, total % parts
     if pattern == "spread":
@@ -320,6 +322,7 @@ class Search:
         bounds: list[int],
         chain: RoundChain,
         effort: SearchEffort,
+        *,
         beat_s: float = INFEASIBLE,
     ) -> None:
         self.scorer, self.bounds, self.chain, self.effort = scorer, bounds, chain, effort

@@ -1,1 +1,0 @@
-"""Checkpoints, the output directory, and continuing from both."""

@@ -1,4 +1,4 @@
-"""What a run continues from beside tensors, what it keeps to, and whether it may continue."""
+"""The part of a checkpoint beside tensors, and whether a run may continue from it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,40 +20,10 @@ from roundpipe_cli.recipe.aliases import REMOVED, is_off
 from roundpipe_cli.recipe.check import Findings, check, hints_of
 from roundpipe_cli.recipe.schema import DatasetConfig, Range, Recipe, plain_data, with_lists
 from roundpipe_cli.recipe.strict_yaml import MAX_BYTES, Place, parse_bytes
+from roundpipe_cli.train.checkpoint.manifest import STATE_NAME
 from roundpipe_cli.train.checkpoint.output_dir import list_checkpoints
-from roundpipe_cli.train.checkpoint.reading import STATE_NAME, Checkpoint, peek
+from roundpipe_cli.train.checkpoint.reading import Checkpoint, peek
 from roundpipe_cli.train.prepare.setup import Setup
-
-# Keys that a run decides once, at its start: a resumed run keeps to what the checkpoint's recipe holds.
-
-DECIDED_ONCE: Mapping[str, Any] = {"packing": False, "micro_batch_tokens": None}
-"""Keys whose `auto` depends on rows, model or machine, with the value of releases without the key."""
-
-
-def as_decided(recipe: Recipe, saved: Mapping[str, Any]) -> Recipe:
-    """The recipe with the saved recipe's value for each key that is `auto`.
-
-    Args:
-        saved: recipe of the checkpoint.
-    """
-    open_keys = [key for key in DECIDED_ONCE if getattr(recipe, key) == "auto"]
-    return replace(recipe, **{key: saved.get(key, DECIDED_ONCE[key]) for key in open_keys})
-
-
-def begun_with(saved: Mapping[str, Any], recipe: Recipe, allowed: Sequence[str]) -> str | None:
-    """The revision of the base model for a run that continues: the commit that it began with, whatever the hub has now.
-
-    Args:
-        saved: meta of the checkpoint.
-        allowed: keys that the user allows to differ; `model` asks for the hub's newest again.
-    """
-    before = saved.get("recipe")
-    commit = saved.get("model_commit")
-    if not isinstance(before, dict) or not isinstance(commit, str) or "model" in {key.split(" ")[0] for key in allowed}:
-        return recipe.revision
-    is_same = before.get("model") == recipe.model and before.get("revision") == recipe.revision
-    return commit if is_same else recipe.revision
-
 
 FREE_KEYS = (
     "output_dir",

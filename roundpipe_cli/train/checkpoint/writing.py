@@ -40,16 +40,9 @@ from roundpipe_cli.files import (
     sync_folder,
     write_new_file,
 )
+from roundpipe_cli.train.checkpoint.manifest import STATE_NAME, DamagedError, FileRecord
 from roundpipe_cli.train.checkpoint.output_dir import free_name, list_checkpoints, list_set_aside, step_folder
-from roundpipe_cli.train.checkpoint.reading import (
-    FORMAT_NAME,
-    FORMAT_VERSION,
-    MANIFEST_NAME,
-    STATE_NAME,
-    DamagedError,
-    FileRecord,
-    verify_checkpoint,
-)
+from roundpipe_cli.train.checkpoint.reading import FORMAT_NAME, FORMAT_VERSION, MANIFEST_NAME, verify_checkpoint
 from roundpipe_cli.watchdog import at_work
 
 # Writing the safetensors format tensor by tensor, so that no second copy of the whole state is ever in memory.
@@ -240,6 +233,7 @@ def save_checkpoint(
     step: int,
     files: Mapping[str, TensorGroup] | FileSet,
     meta: Mapping[str, Any],
+    *,
     keep: int,
     warn: Say | None = None,
 ) -> Path:
@@ -539,7 +533,7 @@ class _Ring:
 class _Save:
     """One checkpoint on its way to the disk."""
 
-    def __init__(self, snapshot: Snapshot, output_dir: Path, keep: int, tell: Tell, pause_s: float) -> None:
+    def __init__(self, snapshot: Snapshot, output_dir: Path, keep: int, tell: Tell, *, pause_s: float) -> None:
         self.snapshot = snapshot
         self.error: BaseException | None = None
         self.moved_s = time.monotonic()
@@ -615,7 +609,9 @@ class _Save:
         step = self.snapshot.step
         files = FileSet(self._specs, self._pieces())
         try:
-            folder = save_checkpoint(self._output_dir, step, files, self.snapshot.meta, self._keep, self._warn)
+            folder = save_checkpoint(
+                self._output_dir, step, files, self.snapshot.meta, keep=self._keep, warn=self._warn
+            )
             seconds = time.monotonic() - self._started_s
             self._tell(CheckpointSaved(step, str(folder), seconds, self._pause_s))
         except BaseException as error:  # travels as a value
@@ -669,7 +665,7 @@ class Saver:
         """
         self.wait()
         pause_s = time.monotonic() - started_s
-        self._save = _Save(snapshot, self._output_dir, self._keep, self._tell, pause_s)
+        self._save = _Save(snapshot, self._output_dir, self._keep, self._tell, pause_s=pause_s)
 
     def before_layer(self, layer: int, version: int) -> None:
         """Block until the save in flight, if any, has copied `layer`, which is about to become that of step `version`.

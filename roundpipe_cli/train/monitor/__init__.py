@@ -1,1 +1,0 @@
-"""Reports of a run while it trains: metrics, events, trackers."""

@@ -174,7 +174,9 @@ SINKS: dict[str, Callable[[RunInfo], TrackerRun]] = {
 class Trackers:
     """Passes events on and sends the numbers among them to trackers, as a context manager."""
 
-    def __init__(self, recipe: Recipe, output_dir: Path, first_step: int, tell: Tell, flush_s: float = FLUSH_S) -> None:
+    def __init__(
+        self, recipe: Recipe, output_dir: Path, first_step: int, tell: Tell, *, flush_s: float = FLUSH_S
+    ) -> None:
         """
         Args:
             output_dir: of this run, locked.

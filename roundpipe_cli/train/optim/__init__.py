@@ -1,1 +1,0 @@
-"""The optimizer on the host, its schedule and its thread."""

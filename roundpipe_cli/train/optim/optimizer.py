@@ -45,7 +45,14 @@ class UpdateRule(Protocol):
         """The state before the first update for values of this shape."""
 
     def update(
-        self, values: torch.Tensor, gradient: torch.Tensor, state: Moments, learning_rate: float, number: int, salt: int
+        self,
+        values: torch.Tensor,
+        gradient: torch.Tensor,
+        state: Moments,
+        learning_rate: float,
+        *,
+        number: int,
+        salt: int,
     ) -> None:
         """One update in place, number `number` (from 1); `salt` differs from block to block."""
 
@@ -77,9 +84,18 @@ class AdamW:
         return {"exp_avg": torch.empty(shape), "exp_avg_sq": torch.empty(shape)}
 
     def update(
-        self, values: torch.Tensor, gradient: torch.Tensor, state: Moments, learning_rate: float, number: int, salt: int
+        self,
+        values: torch.Tensor,
+        gradient: torch.Tensor,
+        state: Moments,
+        learning_rate: float,
+        *,
+        number: int,
+        salt: int,
     ) -> None:
-        self._update(values, gradient, state["exp_avg"], state["exp_avg_sq"], learning_rate, number)
+        self._update(
+            values, gradient, state["exp_avg"], state["exp_avg_sq"], learning_rate=learning_rate, number=number
+        )
 
     def _update(
         self,
@@ -87,6 +103,7 @@ class AdamW:
         gradient: torch.Tensor,
         moment: torch.Tensor,
         square_moment: torch.Tensor,
+        *,
         learning_rate: float,
         number: int,
     ) -> None:
@@ -121,10 +138,17 @@ class AdamW16(AdamW):
         return {name: torch.empty(shape, dtype=torch.bfloat16) for name in ("exp_avg", "exp_avg_sq")}
 
     def update(
-        self, values: torch.Tensor, gradient: torch.Tensor, state: Moments, learning_rate: float, number: int, salt: int
+        self,
+        values: torch.Tensor,
+        gradient: torch.Tensor,
+        state: Moments,
+        learning_rate: float,
+        *,
+        number: int,
+        salt: int,
     ) -> None:
         moment, square_moment = state["exp_avg"].float(), state["exp_avg_sq"].float()
-        self._update(values, gradient, moment, square_moment, learning_rate, number)
+        self._update(values, gradient, moment, square_moment, learning_rate=learning_rate, number=number)
         state["exp_avg"].copy_(moment)
         bits = square_moment.view(torch.int32)
         start = (number * 1_000_003 + salt * 7_919) % NOISE_ELEMENTS
@@ -177,7 +201,14 @@ class AdamW8(AdamW):
         }
 
     def update(
-        self, values: torch.Tensor, gradient: torch.Tensor, state: Moments, learning_rate: float, number: int, salt: int
+        self,
+        values: torch.Tensor,
+        gradient: torch.Tensor,
+        state: Moments,
+        learning_rate: float,
+        *,
+        number: int,
+        salt: int,
     ) -> None:
         functional: Any = import_bitsandbytes().functional
         moment, square_moment = state["state1"], state["state2"]
@@ -211,7 +242,14 @@ class Sgd:
         return {"momentum": torch.empty(shape)} if self.momentum else {}
 
     def update(
-        self, values: torch.Tensor, gradient: torch.Tensor, state: Moments, learning_rate: float, number: int, salt: int
+        self,
+        values: torch.Tensor,
+        gradient: torch.Tensor,
+        state: Moments,
+        learning_rate: float,
+        *,
+        number: int,
+        salt: int,
     ) -> None:
         sgd(
             [values],
@@ -248,7 +286,14 @@ class Adafactor:
         }
 
     def update(
-        self, values: torch.Tensor, gradient: torch.Tensor, state: Moments, learning_rate: float, number: int, salt: int
+        self,
+        values: torch.Tensor,
+        gradient: torch.Tensor,
+        state: Moments,
+        learning_rate: float,
+        *,
+        number: int,
+        salt: int,
     ) -> None:
         from transformers import Adafactor as Theirs
 
@@ -316,6 +361,7 @@ class HostOptimizer:
         rule: UpdateRule | None = None,
         rates: Mapping[str, float] | None = None,
         elsewhere: Collection[int] = (),
+        *,
         rules: Mapping[str, UpdateRule] | None = None,
     ) -> None:
         """
@@ -395,11 +441,11 @@ class HostOptimizer:
         self.num_updates += 1
         gradients = self._store.gradients_of(step)
         for layer in self.layers:
-            self.update_layer(layer, gradients[layer], self.num_updates, learning_rate, gradient_factor)
+            self.update_layer(layer, gradients[layer], self.num_updates, learning_rate, gradient_factor=gradient_factor)
 
     @torch.no_grad()
     def update_layer(
-        self, layer: int, gradient: torch.Tensor, num_updates: int, learning_rate: float, gradient_factor: float
+        self, layer: int, gradient: torch.Tensor, num_updates: int, learning_rate: float, *, gradient_factor: float
     ) -> None:
         """Clip factor, update and rounding of one layer, as its update number `num_updates` (from 1).
 
@@ -412,13 +458,15 @@ class HostOptimizer:
                 if not self._rule.is_flat:
                     block = slice(piece.start, piece.stop)
                     grad, new = _prepared(gradient[block], target, block, gradient_factor)
-                    piece.rule.update(new.view(piece.shape), grad.view(piece.shape), piece.state, rate, num_updates, 0)
+                    piece.rule.update(
+                        new.view(piece.shape), grad.view(piece.shape), piece.state, rate, number=num_updates, salt=0
+                    )
                     _round(target, block)
                     continue
                 for block, state in piece.blocks(BLOCK_ELEMENTS):
                     grad, new = _prepared(gradient[block], target, block, gradient_factor)
                     salt = layer * 8_191 + block.start // 32
-                    piece.rule.update(new, grad, state, rate, num_updates, salt)
+                    piece.rule.update(new, grad, state, rate, number=num_updates, salt=salt)
                     _round(target, block)
 
     @torch.no_grad()
@@ -469,7 +517,7 @@ def make_optimizer(store: WeightStore, recipe: Recipe, elsewhere: Collection[int
     rates = dict.fromkeys(lora_plus_names(store), ratio) if ratio != 1.0 else None
     bare = make_rule(recipe.optim, replace(settings, weight_decay=0.0))
     rules = dict.fromkeys(undecayed_names(store), bare) if recipe.weight_decay else None
-    return HostOptimizer(store, rule, rates, elsewhere, rules)
+    return HostOptimizer(store, rule, rates, elsewhere, rules=rules)
 
 
 def undecayed_names(store: WeightStore) -> list[str]:

@@ -86,7 +86,7 @@ class Updater:
         self._optimizer.num_updates += 1
         number, version = self._optimizer.num_updates, self._store.newest + 1
         for layer in self._own:
-            self._give(partial(self._update, step, layer, number, learning_rate, gradient_factor))
+            self._give(partial(self._update, step, layer, number, learning_rate, gradient_factor=gradient_factor))
         self._send_round(step, version)
 
     def skip(self, step: int) -> None:
@@ -189,14 +189,14 @@ class Updater:
         if self.before_layer is not None:
             self.before_layer(layer, self._store.version_of(layer) + 1)
 
-    def _update(self, step: int, layer: int, number: int, learning_rate: float, gradient_factor: float) -> None:
+    def _update(self, step: int, layer: int, number: int, learning_rate: float, *, gradient_factor: float) -> None:
         self._enter_layer(step, layer)
-        self._change(step, layer, number, learning_rate, gradient_factor)
+        self._change(step, layer, number, learning_rate, gradient_factor=gradient_factor)
 
-    def _change(self, step: int, layer: int, number: int, learning_rate: float, gradient_factor: float) -> None:
+    def _change(self, step: int, layer: int, number: int, learning_rate: float, *, gradient_factor: float) -> None:
         with at_work(self._where):
             gradient = self._store.gradients_of(step)[layer]
-            self._optimizer.update_layer(layer, gradient, number, learning_rate, gradient_factor)
+            self._optimizer.update_layer(layer, gradient, number, learning_rate, gradient_factor=gradient_factor)
 
     def _skip(self, step: int, layer: int) -> None:
         self._enter_layer(step, layer)
@@ -227,4 +227,4 @@ class Updater:
         if not math.isfinite(square_sum()):
             self._poison = math.nan  # the run will stop; do not spoil more
         if self._poison is None:
-            self._change(step, layer, number, learning_rate, 1.0)
+            self._change(step, layer, number, learning_rate, gradient_factor=1.0)

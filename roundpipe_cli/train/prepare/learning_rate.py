@@ -96,7 +96,7 @@ def make_rate_schedule(
         for step in _steps_to_check(num_steps, warmup, settings or {}):
             rate = peak * float(factor(step))
             if not math.isfinite(rate) or rate < 0 or (rate > peak * (1 + ROUNDING) and not above_peak):
-                raise _out_of_bounds(name, step, rate, peak, what)
+                raise _out_of_bounds(name, step, rate, peak, what=what)
     except (ValueError, TypeError, ArithmeticError) as error:
         at = "" if step is None else f" at step {shown_step(step)}"
         raise RefusedError(
@@ -117,7 +117,7 @@ def _steps_to_check(num_steps: int, warmup: int, settings: Mapping[Any, Any]) ->
     return sorted({step for step in around if 0 <= step < num_steps}.union(spread))
 
 
-def _out_of_bounds(name: str, step: int, rate: float, peak: float, what: str) -> RefusedError:
+def _out_of_bounds(name: str, step: int, rate: float, peak: float, *, what: str) -> RefusedError:
     return RefusedError(
         f"the schedule {name} gives a learning rate that is out of bounds",
         where="lr_scheduler_kwargs",

@@ -117,7 +117,9 @@ def find_base(
 # The choice of `packing: auto` for a run, from its rows and its model.
 
 
-def with_packing(recipe: Recipe, model: nn.Module, split: ModelSplit, dataset: TokenizedDataset, tell: Tell) -> Recipe:
+def with_packing(
+    recipe: Recipe, model: nn.Module, split: ModelSplit, dataset: TokenizedDataset, *, tell: Tell
+) -> Recipe:
     """The recipe with `packing` decided; `tell` gets the reason."""
     if recipe.packing != "auto":
         return recipe
@@ -285,6 +287,7 @@ def evaluation_rows(
     training: tuple[TokenizedDataset, TokenizedRows | None],
     tokenizer: Any,
     offline: bool,
+    *,
     tell: Tell,
 ) -> tuple[TokenizedDataset, TokenizedRows | None, list[Row]]:
     """The rows left to train on (as `read_rows`), and those to evaluate on: of pairs all chosen ones, then the rejected
@@ -379,7 +382,7 @@ def rows_of_steps(recipe: Recipe, dataset: TokenizedDataset, rejected: Tokenized
     packer = Packer(lengths, recipe.max_seq_length, recipe.seed, recipe.shuffle) if recipe.packs else None
     padded = lengths if rejected is None else np.maximum(lengths, rejected.lengths)
     grouping = grouping_of(recipe, padded)
-    return BatchSampler(mix, recipe.micro_batch_size, recipe.gradient_accumulation_steps, packer, grouping)
+    return BatchSampler(mix, recipe.micro_batch_size, recipe.gradient_accumulation_steps, packer, grouping=grouping)
 
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -476,9 +479,9 @@ def prepare(
     if text_only := describe_unreached(model, split):
         tell(Notice(text_only))
     _check_model(model, split, recipe, devices)
-    rows, base_files = _read_data(loaded, base.source, base_files, offline, tell)
+    rows, base_files = _read_data(loaded, base.source, base_files, offline, tell=tell)
     refuse_unknown_ids(model, rows.tokenizer, rows.tokenized, rows.evaluation)
-    recipe = with_packing(recipe, model, split, rows.dataset, tell)
+    recipe = with_packing(recipe, model, split, rows.dataset, tell=tell)
     sampler = rows_of_steps(recipe, rows.dataset, rows.rejected)  # report too few rows before the weights are loaded
     if recipe.lr_scheduler_kwargs:
         schedule_of(recipe, num_steps_of(recipe, sampler))  # and a learning rate out of bounds
@@ -493,11 +496,11 @@ def prepare(
     proof = prove_once(model, split, recipe, trained.build, tell)
     refuse_long_rows(longest_row(rows.dataset, rows.rejected, rows.evaluation), proof)
     layouts = [
-        make_layout(name, parameters, DTYPES[recipe.dtype], packed, base.packed_as)
+        make_layout(name, parameters, DTYPES[recipe.dtype], packed, packed_as=base.packed_as)
         for name, parameters in zip(split.layer_names(), layer_parameters(model, split), strict=True)
     ]
     store = _make_store(recipe, layouts, tell, elsewhere(layouts))
-    fill_store(store, base.source, model, recipe, start, tell)
+    fill_store(store, base.source, model, recipe, start=start, tell=tell)
     tell(Notice(_describe_model(config, layouts, recipe, devices)))
     fused = None if proof.not_fused else _find_fused(recipe, model, split, tell)
     return Setup(
@@ -611,7 +614,7 @@ class _Rows:
 
 
 def _read_data(
-    loaded: LoadedRecipe, source: ModelSource, base_files: BaseFiles, offline: bool, tell: Tell
+    loaded: LoadedRecipe, source: ModelSource, base_files: BaseFiles, offline: bool, *, tell: Tell
 ) -> tuple[_Rows, BaseFiles]:
     """The rows, and the base's files with the end tokens of training."""
     tell(Phase("tokenising the data"))
@@ -625,7 +628,7 @@ def _read_data(
     tell(Notice(f"data: {dataset.report.filter_counts()}; {dataset.report.trained_tokens} trained tokens"))
     if padded := describe_padded_to_chunks(dataset.rows.lengths, loaded.recipe.pipeline.num_chunks):
         tell(Notice(padded))
-    dataset, rejected, evaluation = evaluation_rows(loaded, (dataset, rejected), tokenizer, offline, tell)
+    dataset, rejected, evaluation = evaluation_rows(loaded, (dataset, rejected), tokenizer, offline, tell=tell)
     return _Rows(tokenizer, dataset, rejected, evaluation), base_files
 
 
@@ -640,7 +643,7 @@ class _Training:
 
     def put_into(self, model: nn.Module, split: ModelSplit) -> Any:
         """Adapters, and marks of what is trained; returns PEFT's model around it, if there is one."""
-        return make_trainable(model, split, self.recipe, self.source, DTYPES[self.recipe.dtype], self.start)
+        return make_trainable(model, split, self.recipe, self.source, dtype=DTYPES[self.recipe.dtype], start=self.start)
 
     def build(self, config: Any) -> tuple[nn.Module, ModelSplit]:
         """A model of this configuration, trainable."""

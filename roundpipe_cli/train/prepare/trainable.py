@@ -93,7 +93,7 @@ class _Progress:
 
 
 def fill_store(
-    store: WeightStore, source: ModelSource, model: nn.Module, recipe: Recipe, start: Path | None, tell: Tell
+    store: WeightStore, source: ModelSource, model: nn.Module, recipe: Recipe, *, start: Path | None, tell: Tell
 ) -> None:
     """Load the base weights, then the adapter's: first values, or those that are trained further, which DPO's reference
     keeps.
@@ -259,7 +259,7 @@ def _load(path: Path) -> Proof | None:
 
 
 def make_trainable(
-    model: nn.Module, split: ModelSplit, recipe: Recipe, source: ModelSource, dtype: torch.dtype, start: Path | None
+    model: nn.Module, split: ModelSplit, recipe: Recipe, source: ModelSource, *, dtype: torch.dtype, start: Path | None
 ) -> Any:
     """Put adapters into a model, or mark which of its parameters are trained.
 

@@ -1,1 +1,0 @@
-"""Results of a run: adapter or model, report, export, generation."""

@@ -604,6 +604,7 @@ def merge_result(
     source: ModelSource,
     folder: Path,
     dtype: torch.dtype | None,
+    *,
     extras: Extras | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Merged:

@@ -33,14 +33,14 @@ from roundpipe_cli.model.stored.tensors import is_adapter
 from roundpipe_cli.model.weights_io import save_model
 from roundpipe_cli.schedule.pictures import chrome_trace
 from roundpipe_cli.schedule.timeline import Interval, Timeline, makespan_s
-from roundpipe_cli.train.checkpoint.output_dir import BEST_NOTE, LAST_NAMES, REPORT_NAME, RESULT_FOLDER_MODE
-from roundpipe_cli.train.checkpoint.reading import (
+from roundpipe_cli.train.checkpoint.manifest import (
     DamagedError,
     read_own_json,
     read_records,
     verify_files,
     write_manifest,
 )
+from roundpipe_cli.train.checkpoint.output_dir import BEST_NOTE, LAST_NAMES, REPORT_NAME, RESULT_FOLDER_MODE
 from roundpipe_cli.train.checkpoint.writing import TensorStream, stream_file
 from roundpipe_cli.train.prepare.setup import Setup
 from roundpipe_cli.watchdog import at_work

@@ -1,0 +1,350 @@
+"""The checks of `roundpipe doctor`: each says what it found and how to fix it. Nothing is changed."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from packaging.version import InvalidVersion, Version
+
+from roundpipe_cli import __version__
+from roundpipe_cli.costs.find_model import shipped_figures
+from roundpipe_cli.costs.machine import (
+    SWITCH,
+    SYS,
+    cpu_devices,
+    free_disk_bytes,
+    host_layout,
+    host_memory,
+    lockable_bytes,
+    num_cores,
+    processor_name,
+    this_machine,
+    visible_gpus,
+)
+from roundpipe_cli.hub.ask import hub_answers, is_offline
+from roundpipe_cli.planning.reach import SEQUENCE, Reach, reach_of
+from roundpipe_cli.train.preflight import FLOORS, WORKING_FLOORS
+from roundpipe_cli.units import GIB, MIB, format_bytes
+
+# The checks of `roundpipe doctor`: each says what it found and how to fix it. Nothing is changed.
+
+CheckState = Literal["good", "note", "fails"]
+"""Results of a check. `note`: training runs, but slower or without some feature."""
+
+LEAST_VERSIONS = {**{name: floor for name, (floor, _) in FLOORS.items()}, **WORKING_FLOORS}
+OPTIONAL = {
+    "bitsandbytes": "4-bit base weights",
+    "pynvml": "temperature and power of GPUs in the dashboard",
+    "tensorboard": "report_to: [tensorboard]",
+    "wandb": "report_to: [wandb]",
+}
+"""Module -> the feature that needs it."""
+_PACKAGES = {"pynvml": "nvidia-ml-py"}
+LEAST_HOST_BYTES = 2 * GIB
+LOW_HOST_BYTES = 12 * GIB
+LOW_DISK_BYTES = 20 * GIB
+LOW_LINK_BYTES_PER_S = 5e9
+MEASURED_BYTES = 256 * MIB
+_SMI_FIELDS = (
+    *("driver_version", "name", "memory.total", "memory.used"),
+    *("pcie.link.gen.current", "pcie.link.gen.max", "pcie.link.width.current", "pcie.link.width.max"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """Result of one check."""
+
+    name: str
+    state: CheckState
+    found: str
+    fix: str | None = None
+    """A command, or what to do."""
+
+
+def all_checks(*, offline: bool) -> Iterator[Check]:
+    """All checks in the order of a report; those without torch and network come first."""
+    yield _program()
+    yield from _versions()
+    rows, driver = _driver()
+    yield driver
+    yield from _gpus(rows)
+    yield _memory()
+    yield from _host_layout()
+    yield from _disk()
+    yield from _optional()
+    yield from trainable_checks()
+    torch_check, num_gpus = _torch(len(rows))
+    yield torch_check
+    yield _workers(num_gpus)
+    yield _locking(num_gpus)
+    if torch_check.state != "fails":
+        yield from _links(num_gpus)
+        yield from triton_check(num_gpus)
+    yield from _hub(offline)
+
+
+def trainable_checks() -> Iterator[Check]:
+    """Report what this machine can train, by the memory model: its largest models, and what bars larger ones."""
+    gpus, notes = visible_gpus()
+    devices = gpus or cpu_devices(2)
+    machine = this_machine(devices, "this machine", notes, Path("outputs"))
+    free = min(machine.host_memory_bytes, host_memory().available_bytes)
+    for reach in reach_of(replace(machine, host_memory_bytes=free)):
+        models = ", ".join(f"{one.name} at most {one.most_tokens_per_s:,.0f} tokens/s" for one in reach.models)
+        limit = f"; too large: {reach.too_large} ({reach.reason})" if reach.too_large else ""
+        fix = remedy(reach) if reach.reason else None
+        name = f"largest, {reach.method}"
+        yield Check(name, "good" if models else "note", f"{models or 'no model of the table'}{limit}", fix)
+    settings = f"max_seq_length {SEQUENCE}, micro_batch_size 1, {format_bytes(free)} of host memory"
+    bound = "at most: an upper bound, as if workers never waited; `roundpipe plan` predicts"
+    yield Check(
+        "largest, basis", "good", f"of the {len(shipped_figures())} models in the tool's table, at {settings}; {bound}"
+    )
+
+
+def remedy(reach: Reach) -> str:
+    """The change that would let the next larger model fit."""
+    reason = reach.reason or ""
+    if reason.startswith("host memory"):
+        options = {"LoRA": "load_in_4bit: true, weights: mmap", "4-bit LoRA": "weights: mmap", "full": "method: lora"}
+        return f"{options[reach.method]}, or more host memory"
+    if reason.startswith("memory of"):
+        return "a shorter max_seq_length, pipeline.recompute: layer, or a GPU of more memory"
+    if reason.startswith("disk"):
+        return "output_dir on another disk, or a smaller save_total_limit"
+    return "a GPU, or name pipeline.devices=[cpu,cpu] and be patient"
+
+
+def _program() -> Check:
+    system = f"{platform.system()} {platform.machine()}"
+    state: CheckState = "good" if sys.platform == "linux" else "note"
+    fix = None if state == "good" else "only Linux is tested; on Windows use WSL2"
+    return Check("program", state, f"roundpipe {__version__}, Python {platform.python_version()}, {system}", fix)
+
+
+def _versions() -> Iterator[Check]:
+    for name, floor in LEAST_VERSIONS.items():
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            yield Check(name, "fails", "not installed", f"pip install '{name}>={floor}'")
+            continue
+        yield version_check(name, version, floor)
+
+
+def version_check(name: str, version: str, floor: str) -> Check:
+    """Check a library against its oldest version that works."""
+    try:
+        is_old = Version(version) < Version(floor)
+    except InvalidVersion:
+        return Check(name, "note", f"{version}, which is no version number that can be compared", None)
+    if is_old:
+        return Check(name, "fails", f"{version}, at least {floor} is needed", f"pip install '{name}>={floor}'")
+    return Check(name, "good", version)
+
+
+def _driver() -> tuple[list[list[str]], Check]:
+    """One row of nvidia-smi for each GPU, and the check of the driver."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        found = "none: no nvidia-smi here, or none that this container may use; training runs on the processor"
+        fix = "install the driver, or start the container with --gpus all" if _has_nvidia_card() else None
+        return [], Check("driver", "note", found, fix)
+    try:
+        answer = subprocess.run(  # fixed arguments, no shell
+            [program, f"--query-gpu={','.join(_SMI_FIELDS)}", "--format=csv,noheader,nounits"],
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=False,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        return [], Check("driver", "note", f"nvidia-smi does not answer: {error}", "reboot, or reinstall the driver")
+    if answer.returncode != 0:
+        words = (answer.stdout + answer.stderr).strip().splitlines()
+        return [], Check("driver", "note", f"nvidia-smi: {words[0] if words else 'failed'}", "reinstall the driver")
+    rows = [[cell.strip() for cell in line.split(",")] for line in answer.stdout.splitlines()]
+    rows = [row for row in rows if len(row) == len(_SMI_FIELDS)]
+    return rows, Check("driver", "good", f"NVIDIA {rows[0][0]}" if rows else "no GPU listed")
+
+
+def _has_nvidia_card() -> bool:
+    """Whether the PCI bus has a display device of NVIDIA, driver or not."""
+    for device in Path("/sys/bus/pci/devices").glob("*"):
+        try:
+            vendor, kind = ((device / name).read_text(encoding="ascii") for name in ("vendor", "class"))
+        except (OSError, UnicodeDecodeError):
+            continue
+        if vendor.strip() == "0x10de" and kind.startswith("0x03"):
+            return True
+    return False
+
+
+def _torch(num_listed: int) -> tuple[Check, int]:
+    """The build of torch, and how many GPUs it can use."""
+    try:
+        import torch
+
+        from roundpipe_cli.engine.backends import cuda
+
+        version = str(torch.__version__)
+        built_for = f"CUDA {torch.version.cuda}" if torch.version.cuda else None
+        built_for = built_for or (f"ROCm {torch.version.hip}" if torch.version.hip else "the processor only")
+        num_gpus = cuda.num_devices()
+    except Exception as error:  # a broken installation may raise anything
+        return Check("torch build", "fails", f"cannot be loaded: {error}", "pip install --force-reinstall torch"), 0
+    found = f"{version}, for {built_for}, sees {num_gpus} GPU{'' if num_gpus == 1 else 's'}"
+    if num_listed > num_gpus:
+        mends = "a driver as new as that CUDA" if torch.version.cuda else "a build for CUDA: see pytorch.org"
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+        fix = f"CUDA_VISIBLE_DEVICES={hidden} hides some" if hidden is not None else f"install {mends}"
+        return Check("torch build", "note", f"{found} of {num_listed} in the machine", fix), num_gpus
+    return Check("torch build", "good", found), num_gpus
+
+
+def _gpus(rows: list[list[str]]) -> Iterator[Check]:
+    for index, row in enumerate(rows):
+        _, name, total, used, _, most_generation, width, most_width = row
+        found = f"{name}, {total} MiB ({used} in use), PCIe {most_generation} x{width}"
+        narrow = width.isdigit() and most_width.isdigit() and int(width) < int(most_width)
+        fix = f"it could have x{most_width}: another slot, or the board's settings" if narrow else None
+        yield Check(f"GPU {index}", "note" if narrow else "good", found, fix)
+
+
+def _workers(num_gpus: int) -> Check:
+    if num_gpus:
+        return Check("workers", "good", ", ".join(f"cuda:{index}" for index in range(num_gpus)))
+    cores = num_cores()
+    found = f"no GPU: two CPU workers, {max(1, cores // 2)} of {cores} cores each ({processor_name() or 'processor'}); "
+    found += "up to 2B parameters, larger models only where pipeline.devices names them"
+    return Check("workers", "note", found)
+
+
+def _links(num_gpus: int) -> Iterator[Check]:
+    from roundpipe_cli.engine.backends.base import Backend
+    from roundpipe_cli.engine.backends.cpu import CpuBackend
+    from roundpipe_cli.engine.link_speed import measure_links
+
+    try:
+        backends: list[Backend]
+        if num_gpus:
+            from roundpipe_cli.engine.backends.cuda import CudaBackend
+
+            backends = [CudaBackend(index) for index in range(num_gpus)]
+        else:
+            backends = [CpuBackend(1, copy=True)]
+        speeds = measure_links(backends, MEASURED_BYTES)
+    except Exception as error:  # a check that fails is a finding, whatever the error
+        yield Check("links", "note", f"not measured: {error}", "another program may hold the memory")
+        return
+    for index, speed in enumerate(speeds):
+        found = f"{speed.up_bytes_per_s / 1e9:.1f} GB/s up, {speed.down_bytes_per_s / 1e9:.1f} GB/s down, measured"
+        if not num_gpus:
+            yield Check("memory copy", "good", found.replace(" up", " there").replace(" down", " back"))
+            continue
+        is_slow = speed.up_bytes_per_s < LOW_LINK_BYTES_PER_S
+        fix = f"name it for plan: --hardware ...:pcie_gb_per_s={speed.up_bytes_per_s / 1e9:.1f}" if is_slow else None
+        together = " with all GPUs at once" if num_gpus > 1 else ""
+        yield Check(f"link {index}", "note" if is_slow else "good", found + together, fix)
+
+
+def _locking(num_gpus: int) -> Check:
+    limit, memory = lockable_bytes(), host_memory().total_bytes
+    if limit is None:
+        return Check("page-locking", "good", "no limit")
+    found = f"at most {format_bytes(limit)} (ulimit -l)"
+    if not num_gpus:
+        return Check("page-locking", "good", f"{found}; CPU workers need none")
+    if limit >= memory // 2:
+        return Check("page-locking", "good", found)
+    fix = "ulimit -l unlimited; in docker --ulimit memlock=-1; for good: memlock in /etc/security/limits.conf"
+    return Check("page-locking", "note", f"{found}: uploads of the rest are slower", fix)
+
+
+def _memory() -> Check:
+    memory = host_memory()
+    limit = "" if memory.limited_by == "the machine" else f", limited by {memory.limited_by}"
+    found = f"{format_bytes(memory.available_bytes)} free of {format_bytes(memory.total_bytes)}{limit}"
+    if memory.available_bytes < LEAST_HOST_BYTES:
+        return Check("host memory", "fails", found, f"at least {format_bytes(LEAST_HOST_BYTES)} must be free")
+    if memory.available_bytes < LOW_HOST_BYTES:
+        fix = "enough for small models only: a model needs 2 bytes a parameter by LoRA, 18 in full"
+        return Check("host memory", "note", found, fix)
+    return Check("host memory", "good", found)
+
+
+def _host_layout() -> Iterator[Check]:
+    """NUMA nodes, over which weights are spread, and pages of 2 MiB."""
+    layout = host_layout()
+    if len(layout.nodes) > 1:
+        nodes = ", ".join(map(str, layout.nodes))
+        yield Check("memory nodes", "good", f"NUMA nodes {nodes}: weights are spread over all of them")
+    if layout.gives_huge_pages:
+        yield Check("large pages", "good", f"of 2 MiB, given to weights ({layout.huge_pages})")
+    elif layout.huge_pages is not None:
+        found = f"of 2 MiB, not given to shared memory ({layout.huge_pages}); updates of full fine-tuning are slower"
+        yield Check("large pages", "note", found, f"as root, until the next start: echo advise > {SYS / SWITCH}")
+
+
+def _disk() -> Iterator[Check]:
+    cache = Path(os.path.expanduser(os.environ.get("HF_HOME") or "~/.cache/huggingface"))  # noqa: PTH111 (no home: as it is)
+    for name, folder, fix in (
+        ("disk, outputs", Path("outputs"), "output_dir=/another/disk for checkpoints"),
+        ("disk, models", cache, "HF_HOME=/another/disk for downloaded models"),
+    ):
+        free = free_disk_bytes(folder)
+        if free is None:
+            yield Check(name, "note", f"{folder}: not known")
+        else:
+            low = free < LOW_DISK_BYTES
+            yield Check(
+                name, "note" if low else "good", f"{format_bytes(free)} free for {folder}", fix if low else None
+            )
+
+
+def _hub(offline: bool) -> Iterator[Check]:
+    if offline or is_offline():
+        yield Check("hub", "good", "not asked: offline; local models, .gguf files and package:NAME work")
+    elif hub_answers():
+        yield Check("hub", "good", "answers")
+    else:
+        fix = "check the network or HF_ENDPOINT; local models, .gguf files and package:NAME need no hub"
+        yield Check("hub", "note", "cannot be reached", fix)
+    from huggingface_hub import get_token
+
+    has_token: bool = bool(get_token())  # the token itself is never shown
+    login = None if has_token else "hf auth login, for models whose terms must be accepted"
+    yield Check("hub token", "good" if has_token else "note", "there is one" if has_token else "none", login)
+
+
+def triton_check(num_gpus: int) -> list[Check]:
+    """Whether Triton's kernels can be made here; processors use none."""
+    if not num_gpus:
+        return []
+    from roundpipe_cli.kernels.grouped_mm import why_no_triton
+
+    missing = why_no_triton()
+    if missing is not None:
+        return [Check("kernels", "note", f"{missing}: experts are multiplied one after the other on most GPUs")]
+    return [Check("kernels", "good", f"triton {importlib.metadata.version('triton')} and a C compiler, for experts")]
+
+
+def _optional() -> Iterator[Check]:
+    for module, needs in OPTIONAL.items():
+        spec: Any = importlib.util.find_spec(module)
+        package = _PACKAGES.get(module, module)
+        if spec is None:
+            yield Check(package, "note", f"not installed; needed for {needs}", f"pip install {package}")
+        else:
+            yield Check(package, "good", f"installed, for {needs}")

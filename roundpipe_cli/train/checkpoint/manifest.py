@@ -1,0 +1,163 @@
+"""Manifests: name, size and SHA-256 of every file of a folder, so that damage is found before anything is used."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from roundpipe_cli.files import write_new_file
+
+# Manifests: name, size and SHA-256 of every file of a folder, so that damage is found before anything is used.
+
+_FILE_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
+_MAX_JSON_BYTES = 16 * 1024**2
+STATE_NAME = "state.json"
+"""Step and JSON part of a checkpoint."""
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """One line of the manifest."""
+
+    name: str
+    size: int
+    """In bytes."""
+    sha256: str
+    """Lower-case hexadecimal."""
+
+
+class DamagedError(Exception):
+    """A damaged folder; callers turn this into a warning and do without the folder."""
+
+    def __init__(self, path: Path, found: str, expected: str) -> None:
+        super().__init__(f"{path}: found {found}, expected {expected}")
+
+
+def write_manifest(folder: Path, manifest_name: str, head: Mapping[str, Any]) -> None:
+    """Write the manifest of all files below `folder`, after `head`'s own keys.
+
+    Raises:
+        OSError, DamagedError: as the system reports it.
+    """
+    paths = sorted(path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
+    records = [
+        FileRecord(path.relative_to(folder).as_posix(), path.stat().st_size, file_sha256(path)) for path in paths
+    ]
+    document = {**head, "files": [asdict(record) for record in records]}
+    write_new_file(folder / manifest_name, [json.dumps(document).encode() + b"\n"])
+
+
+def verify_files(folder: Path, records: Sequence[FileRecord], manifest_name: str) -> None:
+    """Compare every byte of `folder` with its manifest's records.
+
+    Raises:
+        DamagedError: the first difference.
+    """
+    named = [Path(record.name) for record in records]
+    expected = {manifest_name, *map(Path.as_posix, named), *(path.parts[0] for path in named)}
+    extra = sorted({entry.relative_to(folder).as_posix() for entry in folder.rglob("*")} - expected)
+    if extra:
+        raise DamagedError(folder / extra[0], "a file that is not in the manifest", "only the files saved")
+    for record in records:  # sizes first: it is cheap, and files cut short are the usual damage
+        path = folder / record.name
+        is_link = path.is_symlink() or (path.parent != folder and path.parent.is_symlink())
+        if is_link or (path.exists() and not path.is_file()):
+            raise DamagedError(path, "a link or special file", "a regular file")
+        size = path.stat().st_size if path.exists() else None
+        if size != record.size:
+            raise DamagedError(path, "no file" if size is None else f"{size} bytes", f"{record.size} bytes")
+    for record in records:
+        found = file_sha256(folder / record.name)
+        if found != record.sha256:
+            raise DamagedError(folder / record.name, f"SHA-256 {found}", record.sha256)
+
+
+def read_records(path: Path, lines: object, *, depth: int = 1) -> list[FileRecord]:
+    """The list of files in the manifest at `path`.
+
+    Args:
+        depth: 2 where the folder may have folders of its own, as a result has `additional_chat_templates/`.
+
+    Raises:
+        DamagedError: not such a list, a file twice, or a name that leaves the folder.
+    """
+    if not isinstance(lines, list) or not lines:
+        raise DamagedError(path, "no list of files", "name, size and SHA-256 of each file")
+    records = [_read_record(path, line, depth) for line in lines]
+    names = [record.name for record in records]
+    if len(set(names)) != len(names):
+        raise DamagedError(path, f"files {', '.join(names)}", "each file once")
+    return records
+
+
+def _read_record(path: Path, line: object, depth: int) -> FileRecord:
+    if not isinstance(line, dict) or set(line) != {"name", "size", "sha256"}:
+        raise DamagedError(path, "a line without name, size and sha256", "all three")
+    name, size, sha256 = line["name"], line["size"], line["sha256"]
+    if not isinstance(name, str) or not _is_inside(name, depth) or name == path.name:
+        raise DamagedError(path, f"the file name {str(name)[:80]!r}", "a plain name inside the manifest's folder")
+    if type(size) is not int or size < 0 or not isinstance(sha256, str):
+        raise DamagedError(path, f"size {size!r} for {name}", "a number of bytes and a SHA-256")
+    return FileRecord(name, size, sha256)
+
+
+def _is_inside(name: str, depth: int) -> bool:
+    """Whether a record names a file of the folder, at most `depth` names down."""
+    parts = name.split("/")
+    return len(parts) <= depth and all(_FILE_NAME.match(part) for part in parts)
+
+
+def read_own_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a small file that must be our own.
+
+    Raises:
+        DamagedError: missing, a link, too large, or not a JSON object.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        with os.fdopen(descriptor, "rb") as file:
+            data = file.read(_MAX_JSON_BYTES + 1)
+    except OSError as error:
+        raise DamagedError(path, error.strerror or "an error", "a file") from error
+    if len(data) > _MAX_JSON_BYTES:
+        raise DamagedError(path, f"over {_MAX_JSON_BYTES} bytes", "a small file")
+    try:
+        value = json.loads(data, parse_float=_finite, parse_constant=_finite)
+    except (ValueError, RecursionError) as error:
+        raise DamagedError(path, f"{len(data)} bytes that are not JSON", "JSON") from error
+    if not isinstance(value, dict):
+        raise DamagedError(path, "JSON that is not an object", "an object")
+    return value
+
+
+def _finite(text: str) -> float:
+    """The value of a JSON number; we write finite ones alone, and could not write others again."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(text)
+    return value
+
+
+def file_sha256(path: Path) -> str:
+    """Hexadecimal.
+
+    Raises:
+        DamagedError: the file cannot be read, or is a link.
+    """
+    digest = hashlib.sha256()
+    buffer = memoryview(bytearray(1024**2))
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with os.fdopen(descriptor, "rb", buffering=0) as file:
+            while num_read := file.readinto(buffer):
+                digest.update(buffer[:num_read])
+    except OSError as error:
+        raise DamagedError(path, error.strerror or "an error", "a readable file") from error
+    return digest.hexdigest()

@@ -1,0 +1,192 @@
+"""Checks before torch is loaded, so that a wrong name is reported within a second or two."""
+
+from __future__ import annotations
+
+import contextlib
+from importlib.metadata import PackageNotFoundError, version
+
+from packaging.version import InvalidVersion, Version
+
+from roundpipe_cli.choices import check_sizes
+from roundpipe_cli.costs.find_model import FoundConfig, read_gguf_config
+from roundpipe_cli.data.rows import DatasetSpec
+from roundpipe_cli.data.sources import find_sources
+from roundpipe_cli.errors import Problem, RecipeError
+from roundpipe_cli.events import Tell
+from roundpipe_cli.files import named_path
+from roundpipe_cli.model.files.source import ModelSource, check_model_name, is_hub_model, resolve_model
+from roundpipe_cli.planning.admission import check_configuration, holds_weights
+from roundpipe_cli.recipe.load import LoadedRecipe
+from roundpipe_cli.recipe.schema import Recipe
+from roundpipe_cli.train.checkpoint.manifest import STATE_NAME, DamagedError, read_own_json
+from roundpipe_cli.train.checkpoint.output_dir import (
+    list_checkpoints,
+    named_checkpoint,
+    refuse_wrong_start,
+)
+from roundpipe_cli.train.checkpoint.resolved import begun_with
+from roundpipe_cli.train.monitor.trackers import require_trackers
+from roundpipe_cli.train.signals import Start
+
+# The oldest versions of libraries without a known hole that lets a model or checkpoint run code.
+
+FLOORS = {
+    "torch": ("2.10", "CVE-2025-32434, CVE-2026-24747"),
+    "transformers": ("5.3", "CVE-2026-4372, CVE-2026-5241, CVE-2026-1839"),
+    "safetensors": ("0.8", "files are not written atomically before"),
+    "PyYAML": ("6", "unsafe loaders by default before"),
+    "Jinja2": ("3.1.6", "ways out of the sandbox before: CVE-2025-27516"),
+}
+WORKING_FLOORS = {
+    "torch": "2.11",
+    "transformers": "5.17",
+    "peft": "0.21",
+    "accelerate": "1.10",
+    "huggingface_hub": "1.0",
+}
+"""The oldest versions with which the test suite passes."""
+
+
+def check_floors() -> None:
+    """Refuse to start with a library that is too old, before it is imported.
+
+    Raises:
+        RecipeError: (exit code 2) each of them with the reason.
+    """
+    problems = []
+    for name in FLOORS | WORKING_FLOORS:
+        safe, reason = FLOORS.get(name, ("0", ""))
+        floor, found = max(safe, WORKING_FLOORS.get(name, "0"), key=Version), _installed(name)
+        if found is None or found < Version(floor):
+            old = f"too old to be safe ({reason})" if found and found < Version(safe) else "too old for this release"
+            problems.append(
+                Problem(
+                    f"{name} is {'missing' if found is None else old}",
+                    found="not installed" if found is None else str(found),
+                    expected=f"{floor} or later",
+                    hint=f"pip install -U '{name}>={floor}'",
+                )
+            )
+    if problems:
+        raise RecipeError(problems)
+
+
+def _installed(name: str) -> Version | None:
+    try:
+        return Version(version(name))
+    except (PackageNotFoundError, InvalidVersion):
+        return None
+
+
+# Checks before torch is loaded, so that a wrong name is reported within a second or two.
+
+
+def check_names(loaded: LoadedRecipe, start: Start, tell: Tell) -> ModelSource:
+    """Check that output directory, model and datasets exist and that a run may start; returns the place of the model.
+
+    Args:
+        tell: is told of downloads, and where the hub is slow.
+
+    Raises:
+        RefusedError: no such model, dataset or tracker, or the output directory holds another run.
+        NoCheckpointError: nothing to resume from.
+    """
+    recipe = loaded.recipe
+    refuse_wrong_start(recipe, resume=start.resume)
+    require_trackers(recipe.report_to)
+    return check_sources(loaded, start, tell)
+
+
+def check_sources(loaded: LoadedRecipe, start: Start, tell: Tell) -> ModelSource:
+    """Check that model and datasets exist, see `check_base`.
+
+    Raises:
+        RefusedError: no such model or dataset, a model that cannot be trained, or a library with a known hole.
+    """
+    recipe = loaded.recipe
+    source = check_base(loaded, start, tell)
+    for dataset in (*recipe.datasets, *recipe.eval_datasets):
+        # The type and the columns are looked at later.
+        spec = DatasetSpec(dataset.path, split=dataset.split, name=dataset.name, txt_rows=dataset.txt_rows)
+        find_sources(spec, loaded.folder, start.offline)
+    return source
+
+
+def check_base(loaded: LoadedRecipe, start: Start, tell: Tell) -> ModelSource:
+    """Check that the model exists; of a hub model everything but the weights is fetched and checked.
+
+    Raises:
+        RefusedError: no such model, one that cannot be trained, or a library with a known hole.
+    """
+    recipe = loaded.recipe
+    check_floors()
+    source = check_model_name(
+        recipe.model,
+        revision=base_revision(recipe, start),
+        recipe_folder=loaded.folder,
+        offline=start.offline,
+        tell=tell,
+    )
+    if source.gguf_file is not None:  # before a library opens it
+        file = source.folder / source.gguf_file
+        check_sizes(read_gguf_config(file), str(file))
+    if source.commit is not None:  # before the weights are fetched
+        check_configuration(FoundConfig(source.config, source.name, recipe.model, source.folder), recipe)
+    return source
+
+
+def found_config(source: ModelSource) -> FoundConfig | None:
+    """The configuration of a local folder that was checked, for `ask`; None for other models, which it looks for."""
+    if source.commit is not None or source.gguf_file is not None:
+        return None
+    return FoundConfig(source.config, source.name, str(source.folder / "config.json"), source.folder, is_local=True)
+
+
+def fetch_model(loaded: LoadedRecipe, start: Start, tell: Tell, source: ModelSource) -> ModelSource:
+    """Download the weights of a hub model that are not here yet, once it is proven; returns the place of the model.
+
+    Args:
+        source: as `check_base` found it.
+
+    Raises:
+        RefusedError, ResourceError: see `prove_unfetched` and `resolve_model`.
+    """
+    recipe = loaded.recipe
+    if is_hub_model(recipe.model, loaded.folder):
+        prove_unfetched(loaded, source, start, tell)
+        revision = base_revision(recipe, start)
+        source = resolve_model(
+            recipe.model, revision=revision, recipe_folder=loaded.folder, offline=start.offline, tell=tell
+        )
+    return source
+
+
+def prove_unfetched(loaded: LoadedRecipe, source: ModelSource, start: Start, tell: Tell) -> None:
+    """Refuse a hub model that does not pass the proof before its weights are fetched. Loads torch if they are to be.
+
+    Args:
+        source: as `check_base` found it.
+
+    Raises:
+        RefusedError: see `prove_from_configuration`.
+    """
+    found = FoundConfig(source.config, source.name, loaded.recipe.model, source.folder)
+    if start.offline or holds_weights(found):
+        return
+    from roundpipe_cli.train.prepare.setup import prove_from_configuration
+
+    prove_from_configuration(loaded, source, tell)
+
+
+def base_revision(recipe: Recipe, start: Start) -> str | None:
+    """The revision of the base model: of a run that continues the commit it began with, whatever the hub has now."""
+    if not (start.resume or recipe.resume_from_checkpoint is not None):
+        return recipe.revision
+    named = named_checkpoint(recipe)
+    folders = [named] if named else [folder for _, folder in list_checkpoints(named_path(recipe.output_dir))]
+    for folder in folders:
+        with contextlib.suppress(DamagedError):
+            meta = read_own_json(folder / STATE_NAME).get("meta")
+            if isinstance(meta, dict):
+                return begun_with(meta, recipe, start.allow_changed)
+    return recipe.revision
