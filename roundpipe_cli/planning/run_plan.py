@@ -113,17 +113,15 @@ def check_fits(question: PlanRequest) -> None:
 
 
 def planned_bytes(
-    asked: PlanRequest, recipe: Recipe, schedules: Sequence[Schedule], holds_all: bool, *, longest_row: int
+    asked: PlanRequest, recipe: Recipe, schedules: Sequence[Schedule], holds_all: bool
 ) -> list[dict[str, float]]:
     """Predicted device and host bytes of each schedule; none for devices that `plan` has no figures for.
 
     Args:
         asked: when the run began.
-        recipe: as the run resolved it, without `auto` where that is decided once.
+        recipe: as the run resolved it, without `auto` where that is decided once, and with the longest row that it had.
         holds_all: the schedules are for GPUs that hold all weights.
-        longest_row: tokens of the longest row that was computed; before the data is read, `max_seq_length` is assumed.
     """
-    recipe = replace(recipe, max_seq_length=min(longest_row, recipe.max_seq_length))
     try:
         question = ask_again(asked, replace(asked.loaded, recipe=recipe))
     except RefusedError:

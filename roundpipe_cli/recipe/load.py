@@ -127,7 +127,7 @@ def resolve_references(data: dict[str, Any], findings: Findings) -> dict[str, An
 
 
 def look_up(data: Any, path: KeyPath) -> Any:
-    """The item of nested dictionaries and lists at `path`, or MISSING."""
+    """The item of nested dictionaries and lists at `path`, or ABSENT."""
     for part in path:
         try:
             data = data[part]
@@ -334,8 +334,8 @@ def _remove(config: DictConfig, key: str, place: Place, findings: Findings) -> D
 
     plain = OmegaConf.to_container(config, resolve=False)
     path = tuple(int(part) if part.isdigit() else part for part in re.findall(r"[^.\[\]]+", key))
-    section: Any = look_up(plain, path[:-1]) if _PATH.fullmatch(key) else MISSING
-    if section is MISSING or look_up(plain, path) is MISSING:
+    section: Any = look_up(plain, path[:-1]) if _PATH.fullmatch(key) else ABSENT
+    if section is ABSENT or look_up(plain, path) is ABSENT:
         known = sorted(str(name) for name in plain) if isinstance(plain, dict) else []
         near = closest(key, known)
         problem = Problem(
@@ -532,7 +532,7 @@ def _write(config: DictConfig, path: KeyPath, value: Any, place: Place, *, findi
     findings.refused -= {known for known in findings.refused if known[: len(path)] == path}
     value = refuse_bad_references(value, path, findings)
     plain = OmegaConf.to_container(config, resolve=False)
-    section = next((path[:end] for end in range(len(path) - 1, 0, -1) if look_up(plain, path[:end]) is not MISSING), ())
+    section = next((path[:end] for end in range(len(path) - 1, 0, -1) if look_up(plain, path[:end]) is not ABSENT), ())
     try:
         if not isinstance(look_up(plain, section), dict if isinstance(path[len(section)], str) else list):
             raise TypeError("a name needs a section, an index a list")

@@ -430,7 +430,8 @@ class Trainer:
             figures["tokens_per_s"] = tokens / figures["step_s"]
         planned, holds_all = self._reporting.planned, self._auto_cache.holds_all
         longest, schedules = self._log.longest_row, self._planner.schedules
-        needs = planned(self.recipe, schedules, holds_all, longest) if planned and longest else []
+        recipe = replace(self.recipe, max_seq_length=min(longest or 0, self.recipe.max_seq_length))
+        needs = planned(recipe, schedules, holds_all) if planned and longest else []
         for need in needs:  # the longest step needs most: a short step has other stages
             figures |= {name: max(num_bytes, figures.get(name, 0.0)) for name, num_bytes in need.items()}
         return figures

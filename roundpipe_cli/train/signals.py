@@ -129,7 +129,7 @@ class StopSignals:
 
 # Settings of a run beside its recipe: how it starts, and where it reports.
 
-Planned = Callable[[Recipe, Sequence[Schedule], bool, int], Sequence[Mapping[str, float]]]
+Planned = Callable[[Recipe, Sequence[Schedule], bool], Sequence[Mapping[str, float]]]
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from roundpipe_cli.cli import doctor
+from roundpipe_cli.cli import checks
 from roundpipe_cli.cli.checks import version_check
 from roundpipe_cli.cli.doctor import check_lines
 from roundpipe_cli.cli.init_choice import choose_settings
@@ -151,8 +151,8 @@ def test_doctor_says_no_where_nothing_can_train(tmp_path: Path, monkeypatch: pyt
     old = version_check("torch", "2.3.1+cu121", "2.10")
     assert old.state == "fails" and old.fix == "pip install 'torch>=2.10'"
     assert version_check("torch", "2.13.0+cpu", "2.10").state == "good"
-    monkeypatch.setattr(doctor, "LEAST_HOST_BYTES", 1 << 60)
-    assert doctor._memory().state == "fails"
+    monkeypatch.setattr(checks, "LEAST_HOST_BYTES", 1 << 60)
+    assert checks._memory().state == "fails"
     site = tmp_path / "site"
     (site / "torch").mkdir(parents=True)
     (site / "torch" / "__init__.py").write_text("raise ImportError('libcudart.so.12 is missing')\n")
@@ -172,13 +172,13 @@ def test_doctor_reads_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\nprintf '{listing}'\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
-    assert doctor._driver()[1].state == "note", "`good  driver  no nvidia-smi` it said"
+    assert checks._driver()[1].state == "note", "`good  driver  no nvidia-smi` it said"
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    rows, driver = doctor._driver()
+    rows, driver = checks._driver()
     assert driver.found == "NVIDIA 570.86" and len(rows) == 2
-    narrow, good = doctor._gpus(rows)
+    narrow, good = checks._gpus(rows)
     assert (narrow.state, good.state) == ("note", "good") and narrow.fix is not None and "x16" in narrow.fix
-    check, num_gpus = doctor._torch(num_listed=num_gpus_here() + 1)
+    check, num_gpus = checks._torch(num_listed=num_gpus_here() + 1)
     assert check.state == "note" and num_gpus == num_gpus_here() and check.fix
 
 
@@ -204,7 +204,7 @@ def test_the_largest_models_of_a_machine(hardware: str, method: str, largest: st
     assert len(found.models) == (3 if largest else len(found.models))
     assert not largest or found.models[0].name == largest
     assert found.reason is not None and found.reason.startswith(limit) and "too little" in found.reason
-    assert all(model.most_tokens_per_s > 0 for model in found.models) and doctor.remedy(found)
+    assert all(model.most_tokens_per_s > 0 for model in found.models) and checks.remedy(found)
 
 
 def test_the_upper_bound_of_a_speed_is_one() -> None:
@@ -218,10 +218,10 @@ def test_what_can_be_trained_is_said_before_torch_is_loaded(monkeypatch: pytest.
     def too_early(num_listed: int) -> None:
         raise InterruptedError
 
-    monkeypatch.setattr(doctor, "_torch", too_early)
+    monkeypatch.setattr(checks, "_torch", too_early)
     early = []
     with pytest.raises(InterruptedError):
-        for check in doctor.all_checks(offline=True):
+        for check in checks.all_checks(offline=True):
             early.append(check)
             assert all(len(line) <= 80 for line in check_lines(check, 80))
     names = [check.name for check in early]
@@ -232,12 +232,12 @@ def test_what_can_be_trained_is_said_before_torch_is_loaded(monkeypatch: pytest.
 def test_doctor_says_whether_triton_can_make_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """On GPUs only; a missing compiler costs a mixture of experts most of its speed on most cards."""
     pytest.importorskip("triton")
-    assert doctor.triton_check(0) == []
-    (found,) = doctor.triton_check(1)
+    assert checks.triton_check(0) == []
+    (found,) = checks.triton_check(1)
     assert found.state == ("good" if why_no_triton() is None else "note"), found
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CC", raising=False)
-    (found,) = doctor.triton_check(1)
+    (found,) = checks.triton_check(1)
     assert found.state == "note" and "no C compiler (install gcc)" in found.found
 
 

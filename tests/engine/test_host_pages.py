@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from roundpipe_cli.cli import doctor
+from roundpipe_cli.cli import checks
 from roundpipe_cli.costs.machine import NODES, SWITCH, HostLayout, host_layout
 from roundpipe_cli.engine import weights
 
@@ -87,8 +87,8 @@ def test_other_machines_are_left_as_they_are(monkeypatch: pytest.MonkeyPatch) ->
 def test_doctor_says_what_it_found(
     layout: HostLayout, expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor, "host_layout", lambda: layout)
-    found = list(doctor._host_layout())
+    monkeypatch.setattr(checks, "host_layout", lambda: layout)
+    found = list(checks._host_layout())
     assert {check.name: check.state for check in found} == expected
     assert all(check.fix and "echo advise" in check.fix for check in found if check.state == "note")
 

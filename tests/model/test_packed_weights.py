@@ -85,9 +85,9 @@ def test_a_large_weight_is_unpacked_in_parts(count: int, kind: Any, monkeypatch:
     largest = []
     at_once = packed_weights._dequantize
 
-    def counted(codes: torch.Tensor, scales: torch.Tensor, shape: torch.Size, *args: Any) -> torch.Tensor:
+    def counted(codes: torch.Tensor, scales: torch.Tensor, shape: torch.Size, *args: Any, **more: Any) -> torch.Tensor:
         largest.append(shape.numel())
-        return at_once(codes, scales, shape, *args)
+        return at_once(codes, scales, shape, *args, **more)
 
     monkeypatch.setattr(packed_weights, "_dequantize", counted)
     monkeypatch.setattr(packed_weights, "UNPACKED_AT_ONCE", 128)

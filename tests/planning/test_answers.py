@@ -106,7 +106,7 @@ def test_bench_remembers_stages_and_figures() -> None:
     costs = CostModel("small", (*layers, LayerCost("head", 1.0, 2.0, False)))
     case = SimulationCase(costs, 2, 4, limits=StageLimits())
     for name in ("roundpipe", "looped_bfs"):
-        cuts = [_known_cut(name, case, "quick", Answers()) for _ in range(2)]
+        cuts = [_known_cut(name, case, Answers()) for _ in range(2)]
         assert replace(cuts[0], explanation=()) == replace(cuts[1], explanation=())
         fresh = run(name, cuts[0], case)
         _known_result(name, cuts[0], case, Answers())

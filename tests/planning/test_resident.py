@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -242,9 +243,9 @@ def test_the_report_compares_with_the_stages_that_were_used(tmp_path: Path) -> N
     schedule = build_schedule("roundpipe", **stages, num_workers=2, rounds=Rounds(2))
     assert plan.question.settings.weight_cache_bytes
     asked = ask(loaded, here=True)
-    found, same = planned_bytes(asked, loaded.recipe, [schedule, schedule], True, longest_row=64)
-    assert found == same and [found] == planned_bytes(asked, loaded.recipe, [schedule], False, longest_row=64), (
-        "a CPU keeps nothing"
-    )
-    (longer,) = planned_bytes(asked, loaded.recipe, [schedule], True, longest_row=128)
+    found, same = planned_bytes(asked, replace(loaded.recipe, max_seq_length=64), [schedule, schedule], True)
+    assert found == same and [found] == planned_bytes(
+        asked, replace(loaded.recipe, max_seq_length=64), [schedule], False
+    ), "a CPU keeps nothing"
+    (longer,) = planned_bytes(asked, replace(loaded.recipe, max_seq_length=128), [schedule], True)
     assert longer["host_bytes"] > found["host_bytes"], "activations of the longest row that there was"
