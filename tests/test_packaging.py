@@ -187,21 +187,6 @@ def test_readme_speaks_of_what_is_there(tmp_path: Path) -> None:
     assert {"finetune", "plan", "data"} <= commands <= set(getattr(typer.main.get_command(app), "commands", {}))
 
 
-def test_code_map_names_every_room_and_only_files_that_exist() -> None:
-    """One section of roundpipe_cli/README.md for each package; its file names are relative to the package."""
-    package = ROOT / "roundpipe_cli"
-    page = (package / "README.md").read_text(encoding="utf-8")
-    code_map = page.partition("## Code map\n")[2].partition("\n## ")[0]
-    leaves, *sections = re.split(r"^### `(?=[a-z]+/`)", code_map, flags=re.MULTILINE)
-    rooms = {section.partition("/")[0]: section for section in sections}
-    assert set(rooms) == {path.name for path in package.iterdir() if (path / "__init__.py").is_file()}
-    places = [(package, leaves), *((package / room, section) for room, section in rooms.items())]
-    named = [folder / name for folder, text in places for name in re.findall(r"`([\w/]+\.(?:py|json|md))`", text)]
-    assert len(named) > 150
-    missing = [path.relative_to(package).as_posix() for path in named if not path.is_file()]
-    assert not missing
-
-
 def test_files_of_the_table_of_changes_exist() -> None:
     """The section "I want to change ..." names files relative to the package, or tests and scripts."""
     page = (ROOT / "roundpipe_cli" / "README.md").read_text(encoding="utf-8")

@@ -2,163 +2,26 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from roundpipe_cli.choices import BOUND_SCHEDULES, CHUNK_SCHEDULES, SCHEDULE_KINDS, SCHEDULES, ScheduleName
-from roundpipe_cli.cli.bench_recipe import bench_document, directions
+from roundpipe_cli.choices import BOUND_SCHEDULES, ScheduleName
+from roundpipe_cli.cli.bench_results import bench_document, directions
 from roundpipe_cli.cli.output import say
-from roundpipe_cli.costs.cost import load_costs
-from roundpipe_cli.errors import RefusedError, closest
-from roundpipe_cli.planning.compare import SimulationCase, StageCut
-from roundpipe_cli.schedule.builders import schedule_name
+from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.units import counted
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from roundpipe_cli.cli.bench_options import CaseFlags
     from roundpipe_cli.planning.answers import Answers
     from roundpipe_cli.planning.choose import Effort
-    from roundpipe_cli.planning.compare import Result
+    from roundpipe_cli.planning.compare import Result, SimulationCase, StageCut
     from roundpipe_cli.planning.question import PlanRequest
-
-
-# The flags of `roundpipe bench` that say what is simulated: their checks and their effect on the case.
-
-MAX_WORKERS, MAX_MICROBATCHES, MAX_STEPS = 256, 20_000, 1000
-"""2,000 microbatches of five layers on four workers, with all schedules, take 5 s of processor time."""
-
-
-@dataclass(frozen=True, slots=True)
-class CaseFlags:
-    """The flags that apply to every schedule; None leaves the value to the recipe or the default."""
-
-    workers: int | None = None
-    microbatches: int | None = None
-    accounting: str = "default"
-    staleness: int | None = None
-    steps: int | None = None
-
-    def check(self) -> None:
-        """Refuse an accounting that does not exist, and a case that would be simulated for hours.
-
-        Raises:
-            RefusedError: as said.
-        """
-        for flag, value, most in (
-            ("--workers", self.workers, MAX_WORKERS),
-            ("--microbatches", self.microbatches, MAX_MICROBATCHES),
-            ("--steps", self.steps, MAX_STEPS),
-        ):
-            if value is not None and value > most:
-                raise RefusedError(f"{flag} is too large to simulate", found=str(value), expected=f"at most {most}")
-        if self.accounting in ("default", "published"):
-            return
-        nearest = closest(self.accounting, ["default", "published"])
-        hint = f"did you mean {nearest}?" if nearest else None
-        raise RefusedError(
-            "unknown accounting", found=repr(self.accounting), expected="default or published", hint=hint
-        )
-
-    def counts(self) -> tuple[int, int]:
-        """Workers and microbatches, which a costs file does not contain.
-
-        Raises:
-            RefusedError: one of them is not given.
-        """
-        given = (("--workers", self.workers), ("--microbatches", self.microbatches))
-        missing = [flag for flag, value in given if value is None]
-        if missing:
-            raise RefusedError(
-                f"{' and '.join(missing)} missing",
-                expected="both, beside --costs",
-                hint="--workers 8 --microbatches 16",
-            )
-        assert self.workers is not None and self.microbatches is not None
-        return self.workers, self.microbatches
-
-    def applied_to(self, case: SimulationCase) -> SimulationCase:
-        """The case with the flags' values in place of its own."""
-        is_published = self.accounting == "published"
-        if self.staleness is not None and self.staleness != case.staleness:
-            case = replace(case, staleness=1 if self.staleness else 0, num_steps=1)
-        return replace(
-            case,
-            num_workers=case.num_workers if self.workers is None else self.workers,
-            num_microbatches=case.num_microbatches if self.microbatches is None else self.microbatches,
-            accounting="published" if is_published else "default",
-            limits=None if is_published else case.limits,
-            num_steps=case.num_steps if self.steps is None else self.steps,
-        )
-
-
-def case_of_costs(path: Path, flags: CaseFlags) -> SimulationCase:
-    """The case of a costs file.
-
-    Raises:
-        RefusedError: the file, or counts that are missing.
-    """
-    num_workers, num_microbatches = flags.counts()
-    return flags.applied_to(SimulationCase(load_costs(path), num_workers, num_microbatches))
-
-
-def asked_cuts(
-    schedules: Sequence[str] | None, forward: str | None, backward: str | None, case: SimulationCase
-) -> list[tuple[ScheduleName, StageCut | None]]:
-    """The schedules to simulate with the stages that were given; None: they are to be planned.
-
-    Given without backward stages, forward stages are those of bound schedules; with them, those of roundpipe. Without
-    `--schedule` the schedules that they suit are simulated.
-
-    Args:
-        schedules: the values of `--schedule`.
-        forward: `--forward-stages`, JSON.
-        backward: `--backward-stages`, JSON.
-    """
-    known = SCHEDULES if case.sequence_chunks == 1 else CHUNK_SCHEDULES
-    names = list(dict.fromkeys(schedule_name(name) for name in schedules or known))
-    if forward is None:
-        if backward is not None:
-            raise RefusedError(
-                "--backward-stages without --forward-stages", hint="give both, or none to have them planned"
-            )
-        return [(name, None) for name in names]
-    forward_ranges = _stages("--forward-stages", forward)
-    backward_ranges = _stages("--backward-stages", backward) if backward is not None else ()
-    if not schedules and backward is not None:
-        names = [name for name in SCHEDULES if name not in BOUND_SCHEDULES]
-    elif not schedules:
-        one_each = len(forward_ranges) == case.num_workers
-        names = [name for name in BOUND_SCHEDULES if one_each or not SCHEDULE_KINDS[name].one_stage_each]
-    dealt = [name for name in names if name not in BOUND_SCHEDULES]
-    if backward is None and dealt:
-        what, hint = f"{dealt[0]} needs --backward-stages beside --forward-stages", "or neither: planned then"
-        raise RefusedError(what, hint=hint)
-    return [(name, StageCut(forward_ranges, backward_ranges)) for name in names]
-
-
-_RANGES = "like '[[0, 3], [4, 7]]'"
-_RANGES_HINT = "one [first, last] per stage, layers counted from 0, all in single quotes for the shell"
-
-
-def _stages(flag: str, text: str) -> tuple[tuple[int, int], ...]:
-    """Layer ranges from JSON such as `[[0, 3], [4, 7]]`."""
-    try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise RefusedError(f"{flag} is not JSON", found=str(error), expected=_RANGES, hint=_RANGES_HINT) from error
-    good = isinstance(data, list) and all(
-        isinstance(pair, list) and len(pair) == 2 and all(type(end) is int for end in pair) for pair in data
-    )
-    if not good:
-        shown = text if len(text) <= 60 else text[:57] + "..."
-        raise RefusedError(f"{flag} is not a list of ranges", found=shown, expected=_RANGES, hint=_RANGES_HINT)
-    return tuple((first, last) for first, last in data)
 
 
 def bench(
@@ -212,6 +75,7 @@ def bench(
             _to_run(recipe, costs), overrides or [], schedule, repetitions, json_output=json_output, plain=plain
         )
         return
+    from roundpipe_cli.cli.bench_options import CaseFlags, asked_cuts
     from roundpipe_cli.planning.answers import Answers
     from roundpipe_cli.planning.compare import check_case, run
 
@@ -246,7 +110,6 @@ def bench(
 
 def _case_for(name: ScheduleName, question: SimulationCase) -> SimulationCase:
     """The case of one schedule: only roundpipe deals out its stages as the recipe says."""
-    from roundpipe_cli.choices import BOUND_SCHEDULES
     from roundpipe_cli.schedule.builders import Options
 
     return replace(question, options=Options()) if name in BOUND_SCHEDULES else question
@@ -285,7 +148,6 @@ def _to_run(recipe: str | None, costs: Path | None) -> str:
     Raises:
         RefusedError: none is given, or costs, which only emulated devices can carry out.
     """
-    from roundpipe_cli.errors import RefusedError
 
     if costs is not None:
         raise RefusedError(
@@ -303,7 +165,7 @@ def _question(
     recipe: str | None, overrides: list[str], costs_file: Path | None, hardware: str | None, *, flags: CaseFlags
 ) -> tuple[SimulationCase, PlanRequest | None]:
     """The case to simulate, and the recipe's request that it is from; None with a costs file."""
-    from roundpipe_cli.errors import RefusedError
+    from roundpipe_cli.cli.bench_options import case_of_costs
 
     flags.check()
     if (recipe is None) == (costs_file is None):

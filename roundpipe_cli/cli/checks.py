@@ -33,7 +33,7 @@ from roundpipe_cli.costs.machine import (
 )
 from roundpipe_cli.hub.ask import hub_answers, is_offline
 from roundpipe_cli.planning.reach import SEQUENCE, Reach, reach_of
-from roundpipe_cli.train.preflight import FLOORS, WORKING_FLOORS
+from roundpipe_cli.train.floors import FLOORS, WORKING_FLOORS
 from roundpipe_cli.units import GIB, MIB, format_bytes
 
 # The checks of `roundpipe doctor`: each says what it found and how to fix it. Nothing is changed.

@@ -19,7 +19,8 @@ from roundpipe_cli.engine.backends.base import Backend, DeviceEvent
 from roundpipe_cli.engine.carrier import BoundaryKind, MicrobatchState, SequenceChunk
 from roundpipe_cli.engine.gradients import GradientParts, Leaving, square_sum
 from roundpipe_cli.engine.prepared import Scoring, StepContext
-from roundpipe_cli.engine.program import TrainedLayers, layer_range, weights_found_again
+from roundpipe_cli.engine.program import layer_range
+from roundpipe_cli.engine.trained import TrainedLayers, weights_found_again
 from roundpipe_cli.model.block_calls import BlockCall, Prologue
 from roundpipe_cli.model.chunks import ChunkCache, KeyValues
 from roundpipe_cli.model.dropout import layer_seed

@@ -10,15 +10,8 @@ from roundpipe_cli.engine.carrier import BoundaryKey, BoundaryStore, MicrobatchS
 from roundpipe_cli.engine.dispatch.decisions import Dependencies, Progress, links_of
 from roundpipe_cli.engine.gradients import StepGradients
 from roundpipe_cli.engine.options import EngineOptions
-from roundpipe_cli.engine.program import (
-    KeptActivations,
-    TrainedLayers,
-    device_folds,
-    hidden_readers,
-    kept_activations,
-    layer_range,
-    lower_for_engine,
-)
+from roundpipe_cli.engine.program import device_folds, hidden_readers, layer_range, lower_for_engine
+from roundpipe_cli.engine.trained import KeptActivations, TrainedLayers, kept_activations
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.model.head import HeadLoss
 from roundpipe_cli.schedule.actions import Schedule

@@ -62,7 +62,7 @@ def new_threads(before: set[threading.Thread]) -> list[str]:
 def check_place(error: InternalError | ResourceError, point: str, step: int) -> None:
     assert len(error.problems) == 1
     where = error.problems[0].where
-    assert where is not None and where.endswith(f"step {step}"), where
+    assert where is not None and where.endswith(f"step {step + 1}"), where
     who = POINTS[point].removeprefix(":").replace("=", " ")
     assert where.startswith(f"{who} (emulated), " if who else "host (emulated), update of layer "), where
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from roundpipe_cli.engine.program import kept_activations, lower_for_engine, weights_found_again
+from roundpipe_cli.engine.program import lower_for_engine
+from roundpipe_cli.engine.trained import kept_activations, weights_found_again
 from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.schedule.builders import Rounds, build_schedule
 from tests.support.tiny import Rig, make_rig, random_microbatches

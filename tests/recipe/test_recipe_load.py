@@ -72,8 +72,9 @@ def test_every_key_of_the_contract_is_in_the_schema() -> None:
 
 
 def test_every_field_has_a_docstring() -> None:
-    trees = [ast.parse(Path(module.__file__).read_text(encoding="utf-8")) for module in (schema, schema)]
-    nodes = [node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)]
+    tree = ast.parse(Path(schema.__file__).read_text(encoding="utf-8"))
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    nodes = [node for node in classes if node.name == "Recipe" or node.name.endswith("Config")]
     assert {"Recipe", "LoraConfig", "DatasetConfig", "PipelineConfig"} <= {node.name for node in nodes}
     for node in nodes:
         for statement, after in zip(node.body, [*node.body[1:], None], strict=True):

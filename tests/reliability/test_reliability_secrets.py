@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from roundpipe_cli.errors import RecipeError, redact
-from roundpipe_cli.train import preflight
+from roundpipe_cli.train import floors
 from tests.support.e2e import launch, make_model, make_workspace, write_rows
 from tests.torture import guard
 
@@ -101,12 +101,12 @@ def test_state_is_private_and_the_result_is_not(folder: Path, mask: int, monkeyp
 
 
 def test_libraries_with_known_holes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    preflight.check_floors()
+    floors.check_floors()
     old = {"torch": "2.9.1+cpu", "transformers": "5.2.0", "safetensors": "0.7.0"}
     real = importlib.metadata.version
-    monkeypatch.setattr(preflight, "version", lambda name: old.get(name) or real(name))
+    monkeypatch.setattr(floors, "version", lambda name: old.get(name) or real(name))
     with pytest.raises(RecipeError) as caught:
-        preflight.check_floors()
+        floors.check_floors()
     assert caught.value.exit_code == 2 and len(caught.value.problems) == 3
     assert "CVE-2025-32434" in str(caught.value) and "pip install -U 'torch>=2.11'" in str(caught.value)
 
@@ -114,26 +114,26 @@ def test_libraries_with_known_holes_are_refused(monkeypatch: pytest.MonkeyPatch)
 def test_a_library_that_is_safe_may_be_too_old_to_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """With transformers 5.3 and torch 2.10 two hundred of our tests fail."""
     real = importlib.metadata.version
-    monkeypatch.setattr(preflight, "version", lambda asked: "2.10.0" if asked == "torch" else real(asked))
+    monkeypatch.setattr(floors, "version", lambda asked: "2.10.0" if asked == "torch" else real(asked))
     with pytest.raises(RecipeError, match=r"(?s)torch is too old for this release.*pip install -U 'torch>=2\.11'"):
-        preflight.check_floors()
+        floors.check_floors()
 
 
 @pytest.mark.parametrize("name", ["peft", "huggingface_hub", "accelerate"])
 def test_libraries_that_are_too_old_are_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Story: an older PEFT ended the run by an ImportError, and only `doctor` knew why."""
     real = importlib.metadata.version
-    monkeypatch.setattr(preflight, "version", lambda asked: "0.20.1" if asked == name else real(asked))
+    monkeypatch.setattr(floors, "version", lambda asked: "0.20.1" if asked == name else real(asked))
     with pytest.raises(RecipeError, match=rf"(?s){name} is too old for.*0\.20\.1.*pip install -U '{name}>=") as caught:
-        preflight.check_floors()
+        floors.check_floors()
     assert caught.value.exit_code == 2 and len(caught.value.problems) == 1
 
 
 def test_the_floors_are_those_of_the_package() -> None:
     text = (Path(__file__).resolve().parents[2] / "pyproject.toml").read_text()
     for name, floor in {
-        **{name: safe for name, (safe, _) in preflight.FLOORS.items()},
-        **finetune.WORKING_FLOORS,
+        **{name: safe for name, (safe, _) in floors.FLOORS.items()},
+        **floors.WORKING_FLOORS,
     }.items():
         assert f'"{name}>={floor}"' in text
 

@@ -396,6 +396,7 @@ def test_a_key_that_recipes_once_had_is_no_change_where_it_was_off() -> None:
         tokenizer=SimpleNamespace(get_vocab=dict, special_tokens_map={}),
         model_hash="",
         config_hash="",
+        start_hash="",
     )
     saved = plain_data(setup.recipe)
     check_unchanged({"recipe": {**saved, "fp8_products": False}}, setup, [])
