@@ -22,7 +22,7 @@ WORKING_FLOORS = {
     "transformers": "5.17",
     "peft": "0.21",
     "accelerate": "1.10",
-    "huggingface_hub": "1.0",
+    "huggingface_hub": "1.31",
 }
 """The oldest versions with which the test suite passes."""
 

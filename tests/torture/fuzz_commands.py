@@ -163,7 +163,7 @@ def _read_rows(folder: Path) -> None:
 
 # --- weights ----------------------------------------------------------------------------------------------------------
 
-_SHARDS = ("Model.safetensors", "model.safetensors")
+_SHARDS = ("Weights.safetensors", "weights.safetensors")
 """Their names differ by case alone."""
 
 
@@ -172,6 +172,7 @@ def _make_weights(folder: Path) -> None:
 
     make_model(folder)
     tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()  # it would be read in place of the index
     names = sorted(tensors)
     halves = names[: len(names) // 2], names[len(names) // 2 :]
     for shard, half in zip(_SHARDS, halves, strict=True):

@@ -251,7 +251,7 @@ INDEXES: dict[str, Any] = {
     "index link out": {"lm_head.weight": "link.safetensors"},
     "index missing shard": {"lm_head.weight": "model-00002-of-00002.safetensors"},
     "index of numbers": {"lm_head.weight": 7},
-    "index a list": [["lm_head.weight", "model.safetensors"]],
+    "index a list": [["lm_head.weight", "model-00001-of-00002.safetensors"]],
     "index NUL": {"lm_head.weight": "model\0.safetensors"},
 }
 
@@ -266,6 +266,8 @@ def _write_index(weight_map: Any, model: Path, canary: str) -> None:
     (model / "link.safetensors").symlink_to(secret)
     if "link" not in str(weight_map):
         (model / "link.safetensors").unlink()
+    # a file of just this name would be read in place of the index, as transformers does
+    (model / "model.safetensors").rename(model / "model-00001-of-00002.safetensors")
     (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
