@@ -13,8 +13,6 @@ from roundpipe_cli.errors import RefusedError, closest
 from roundpipe_cli.planning.compare import SimulationCase, StageCut
 from roundpipe_cli.schedule.builders import schedule_name
 
-# The flags of `roundpipe bench` that say what is simulated: their checks and their effect on the case.
-
 MAX_WORKERS, MAX_MICROBATCHES, MAX_STEPS = 256, 20_000, 1000
 """2,000 microbatches of five layers on four workers, with all schedules, take 5 s of processor time."""
 

@@ -36,8 +36,6 @@ from roundpipe_cli.planning.reach import SEQUENCE, Reach, reach_of
 from roundpipe_cli.train.floors import FLOORS, WORKING_FLOORS
 from roundpipe_cli.units import GIB, MIB, format_bytes
 
-# The checks of `roundpipe doctor`: each says what it found and how to fix it. Nothing is changed.
-
 CheckState = Literal["good", "note", "fails"]
 """Results of a check. `note`: training runs, but slower or without some feature."""
 

@@ -18,8 +18,6 @@ from roundpipe_cli.planning.verdict import judge_coarsest
 from roundpipe_cli.recipe.load import load_text, resolve_path
 from roundpipe_cli.units import counted, format_bytes, format_count
 
-# Settings for a model on a machine, each with its reason, by the memory and cost model of `plan`.
-
 SEQUENCES = (2048, 1024, 512, 256)
 """Lengths of sequences to try, in tokens, longest first."""
 MAX_FULL_PARAMETERS = 500_000_000

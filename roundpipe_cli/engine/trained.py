@@ -1,4 +1,4 @@
-"""The trained layers of a model, and the facts that follow for every step."""
+"""The trained layers of a model, and the activations that stay on a device: facts that hold for every step."""
 
 from __future__ import annotations
 

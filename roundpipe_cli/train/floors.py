@@ -8,8 +8,6 @@ from packaging.version import InvalidVersion, Version
 
 from roundpipe_cli.errors import Problem, RecipeError
 
-# The oldest versions of libraries without a known hole that lets a model or checkpoint run code.
-
 FLOORS = {
     "torch": ("2.10", "CVE-2025-32434, CVE-2026-24747"),
     "transformers": ("5.3", "CVE-2026-4372, CVE-2026-5241, CVE-2026-1839"),

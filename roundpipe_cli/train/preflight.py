@@ -25,8 +25,6 @@ from roundpipe_cli.train.floors import check_floors
 from roundpipe_cli.train.monitor.trackers import require_trackers
 from roundpipe_cli.train.signals import Start
 
-# Checks before torch is loaded, so that a wrong name is reported within a second or two.
-
 
 def check_names(loaded: LoadedRecipe, start: Start, tell: Tell) -> ModelSource:
     """Check that output directory, model and datasets exist and that a run may start; returns the place of the model.

@@ -14,8 +14,6 @@ from typing import Any
 
 from roundpipe_cli.files import write_new_file
 
-# Manifests: name, size and SHA-256 of every file of a folder, so that damage is found before anything is used.
-
 _FILE_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
 _MAX_JSON_BYTES = 16 * 1024**2
 STATE_NAME = "state.json"

@@ -8,8 +8,6 @@ from typing import Any
 
 from roundpipe_cli.recipe.schema import Recipe
 
-# Keys that a run decides once, at its start: a resumed run keeps to what the checkpoint's recipe holds.
-
 DECIDED_ONCE: Mapping[str, Any] = {"packing": False, "micro_batch_tokens": None}
 """Keys whose `auto` depends on rows, model or machine, with the value of releases without the key."""
 

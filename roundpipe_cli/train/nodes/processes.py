@@ -6,8 +6,6 @@ from roundpipe_cli.costs.machine import Process, require_address, this_process
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.recipe.schema import Recipe
 
-# Whether a recipe can be trained by the processes that the environment tells of. Loads no torch.
-
 
 def check_processes(recipe: Recipe) -> Process:
     """This process' place among those that train the recipe.
