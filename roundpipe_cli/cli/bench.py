@@ -12,7 +12,7 @@ from roundpipe_cli.choices import BOUND_SCHEDULES, ScheduleName
 from roundpipe_cli.cli.bench_results import bench_document, directions
 from roundpipe_cli.cli.output import say
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.units import counted
+from roundpipe_cli.units import counted, format_seconds
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -187,7 +187,6 @@ def _question(
 def _case_of(request: PlanRequest) -> SimulationCase:
     """The case that a recipe describes: costs, workers and microbatches."""
     from roundpipe_cli.planning.predict import stage_case
-    from roundpipe_cli.units import format_seconds
 
     host_s = request.settings.num_microbatches * request.analytic.host_s_per_microbatch
     if host_s:
@@ -201,7 +200,6 @@ def _case_of(request: PlanRequest) -> SimulationCase:
 def _write_svg(path: Path, question: SimulationCase, machine: str, results: list[Result]) -> None:
     from roundpipe_cli.files import write_named
     from roundpipe_cli.schedule.pictures import svg_picture
-    from roundpipe_cli.units import format_seconds
 
     rows = []
     for result in results:
@@ -250,8 +248,6 @@ def _search_words(forward_stages: str | None, question: SimulationCase) -> str:
 
 def _print_table(question: SimulationCase, results: list[Result], search: str) -> None:
     from rich.table import Table
-
-    from roundpipe_cli.units import format_seconds
 
     table = Table(
         title=f"{_case_words(question)}, simulated ({question.accounting} accounting, {search})",

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import typer
+
 from roundpipe_cli.choices import CHUNK_SCHEDULES, SCHEDULES
 from roundpipe_cli.cli.bench_results import entry
-from roundpipe_cli.cli.output import build_counts, say
+from roundpipe_cli.cli.output import build_counts, quiet_libraries, say
+from roundpipe_cli.events import Event, StepFinished
 from roundpipe_cli.planning.answers import Answers
 from roundpipe_cli.planning.compare import SimulationCase, StageCut
 from roundpipe_cli.planning.predict import cards_worth_using
@@ -14,6 +17,7 @@ from roundpipe_cli.planning.question import PlanRequest, ask
 from roundpipe_cli.planning.run_plan import contenders
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.schedule.builders import schedule_name
+from roundpipe_cli.units import format_bytes, format_seconds
 from roundpipe_cli.watchdog import watching
 
 if TYPE_CHECKING:
@@ -37,8 +41,6 @@ def run_for_real(
     from roundpipe_cli.cli.display import Display
     from roundpipe_cli.cli.finetune import ask_on_cards_worth_using
     from roundpipe_cli.cli.lines import LinePrinter
-    from roundpipe_cli.cli.output import quiet_libraries, say
-    from roundpipe_cli.events import Event, StepFinished
     from roundpipe_cli.recipe.load import load_recipe
     from roundpipe_cli.schedule.builders import schedule_name
     from roundpipe_cli.train.preflight import check_sources, fetch_model, found_config
@@ -75,8 +77,6 @@ def run_for_real(
         )
     if json_output:
         import json
-
-        import typer
 
         rows = [{**entry(item.predicted), **_measured(item)} for item in comparison.schedules]
         document = {
@@ -123,8 +123,6 @@ def keep_lines(comparison: Comparison) -> dict[str, Any]:
 def _print(comparison: Comparison, repetitions: int) -> None:
     from rich.console import Console
     from rich.table import Table
-
-    from roundpipe_cli.units import format_bytes, format_seconds
 
     table = Table(
         title=f"{', '.join(comparison.devices)}; {comparison.num_microbatches} microbatches; "

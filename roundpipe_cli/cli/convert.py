@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from roundpipe_cli.cli.output import say, say_data
+from roundpipe_cli.errors import RefusedError, closest
 
 if TYPE_CHECKING:
     from roundpipe_cli.recipe.convert_rules import Job
@@ -36,11 +40,8 @@ def convert(
 
     Example: roundpipe convert axolotl.yaml --gpus 4 --output mine.yaml
     """
-    from roundpipe_cli.cli.output import say, say_data
-
     say(f"reading {file} ...")
     from roundpipe_cli.cli.recipes import write_new
-    from roundpipe_cli.errors import RefusedError
     from roundpipe_cli.files import open_regular
     from roundpipe_cli.recipe.convert import convert_file
     from roundpipe_cli.recipe.shipped import ROW_SUFFIXES
@@ -70,7 +71,6 @@ def convert(
         write_new(output, text.encode())
     if json_:
         import json
-        from dataclasses import asdict
 
         document = {
             "tool": result.tool,
@@ -96,7 +96,6 @@ def convert(
 
 def _job(name: str | None) -> Job | None:
     from roundpipe_cli.choices import PAIR_OBJECTIVES
-    from roundpipe_cli.errors import RefusedError, closest
 
     known: tuple[Job, ...] = ("sft", *PAIR_OBJECTIVES)
     found = next((job for job in known if job == name), None)
@@ -108,7 +107,6 @@ def _job(name: str | None) -> Job | None:
 
 
 def _tool(name: str | None) -> Tool | None:
-    from roundpipe_cli.errors import RefusedError, closest
     from roundpipe_cli.recipe.convert_tables import TOOLS
 
     if name is None:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from roundpipe_cli.cli.output import say, say_data
+from roundpipe_cli.cli.output import go_offline, quiet_libraries, say, say_data
+from roundpipe_cli.units import counted
 
 if TYPE_CHECKING:
     from roundpipe_cli.data.describe import Fill, RowSample
@@ -37,7 +38,6 @@ def data(
     Example: roundpipe data recipes/quickstart.yaml
     """
     say(f"reading {recipe} ...")
-    from roundpipe_cli.cli.output import go_offline, quiet_libraries
     from roundpipe_cli.recipe.load import load_recipe
     from roundpipe_cli.train.signals import StopSignals
     from roundpipe_cli.watchdog import watching
@@ -117,7 +117,6 @@ def _look(loaded: LoadedRecipe, offline: bool) -> DataView:
 def report_lines(look: DataView, max_seq_length: int) -> Iterator[str]:
     """The lines of the report, without its samples."""
     from roundpipe_cli.data.describe import histogram, sequence_lengths
-    from roundpipe_cli.units import counted
 
     dataset, report = look.dataset, look.dataset.report
     lengths = sequence_lengths(dataset, look.rejected)

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import textwrap
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from roundpipe_cli.cli.output import CHECKS, say, say_data, terminal_width
+from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.units import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,13 +31,8 @@ def doctor(
 
     Example: roundpipe doctor --json
     """
-    from roundpipe_cli.cli.output import say, say_data
-
     say("checking this machine ...")
     from roundpipe_cli.cli.checks import all_checks
-    from roundpipe_cli.cli.output import CHECKS, terminal_width
-    from roundpipe_cli.errors import RefusedError
-    from roundpipe_cli.units import counted
 
     checks = []
     for check in all_checks(offline=offline):  # each is shown as soon as it is known: torch takes seconds to load
@@ -43,7 +43,6 @@ def doctor(
     can_train = not any(check.state == "fails" for check in checks)
     if json_:
         import json
-        from dataclasses import asdict
 
         say_data(json.dumps({"can_train": can_train, "checks": [asdict(check) for check in checks]}, indent=1))
     else:

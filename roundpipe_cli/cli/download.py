@@ -7,7 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from roundpipe_cli.cli.output import say, say_data
+from roundpipe_cli.cli.output import go_offline, quiet_libraries, say, say_data
+from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.events import Notice
+from roundpipe_cli.hub.ask import UnreachableError
+from roundpipe_cli.units import counted, format_bytes
 
 if TYPE_CHECKING:
     from roundpipe_cli.hub.download import Listing
@@ -34,7 +38,6 @@ def download(
     Example: roundpipe download Qwen/Qwen3-0.6B
     """
     say(f"looking for {model} ...")
-    from roundpipe_cli.cli.output import go_offline
     from roundpipe_cli.train.signals import StopSignals
 
     if offline:
@@ -53,7 +56,6 @@ def download(
 def _recipe(model: str, revision: str | None) -> LoadedRecipe | None:
     if not model.endswith((".yaml", ".yml")):
         return None
-    from roundpipe_cli.errors import RefusedError
     from roundpipe_cli.recipe.load import load_recipe
 
     if revision is not None:
@@ -65,7 +67,6 @@ def _fetch_for(loaded: LoadedRecipe, *, offline: bool) -> dict[str, Any]:
     """Check the model, ask `plan`'s verdict and prove the model before the weights are fetched, as `finetune` does."""
     from roundpipe_cli.cli.finetune import ask_on_cards_worth_using, refuse_too_large
     from roundpipe_cli.cli.lines import LinePrinter
-    from roundpipe_cli.cli.output import quiet_libraries
     from roundpipe_cli.train.preflight import check_base, found_config, prove_unfetched
     from roundpipe_cli.train.signals import Start
 
@@ -81,8 +82,6 @@ def _fetch_for(loaded: LoadedRecipe, *, offline: bool) -> dict[str, Any]:
 
 def _fetch(model: str, revision: str | None, *, offline: bool, folder: Path | None = None) -> dict[str, Any]:
     from roundpipe_cli.cli.lines import LinePrinter
-    from roundpipe_cli.events import Notice
-    from roundpipe_cli.hub.ask import UnreachableError
     from roundpipe_cli.hub.download import find_listing
     from roundpipe_cli.model.files.quantization import stored_form
     from roundpipe_cli.model.files.source import fetch_configuration, is_hub_model, resolve_model
@@ -123,7 +122,6 @@ def _announce(listing: Listing, folder: Path, small: dict[str, Any]) -> dict[str
     """Say what is going to be fetched, and how much of it is here."""
     from roundpipe_cli.hub.download import missing_bytes, missing_files
     from roundpipe_cli.model.files.source import small_files, weight_files
-    from roundpipe_cli.units import counted, format_bytes
 
     weights = weight_files(listing, folder)
     names = [*small_files(listing), *weights]

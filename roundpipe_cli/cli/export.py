@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from roundpipe_cli.cli.output import go_offline, quiet_libraries, say, say_data
-from roundpipe_cli.errors import Problem, RefusedError, redact
+from roundpipe_cli.errors import Problem, RecipeError, RefusedError, redact
 from roundpipe_cli.files import TEMPORARY_PREFIX, kind_of_file, named_path, stays_inside
 from roundpipe_cli.units import format_bytes
 
@@ -407,7 +407,6 @@ def find_adapter_base(output_dir: Path, named: str | None, *, offline: bool) -> 
     """
     from roundpipe_cli.cli.lines import LinePrinter
     from roundpipe_cli.costs.find_model import find_architecture
-    from roundpipe_cli.errors import RecipeError
     from roundpipe_cli.model.files.source import resolve_model
     from roundpipe_cli.recipe.strict_yaml import parse_text
 

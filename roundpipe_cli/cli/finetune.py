@@ -15,7 +15,8 @@ import typer
 
 from roundpipe_cli.cli.output import go_offline, quiet_libraries, say, terminal_width, wrapped
 from roundpipe_cli.costs.machine import Process, launched_without_ranks
-from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.errors import RefusedError, RoundpipeError
+from roundpipe_cli.events import Notice
 from roundpipe_cli.faults import load_faults
 from roundpipe_cli.files import cache_folder, named_path
 from roundpipe_cli.recipe.schema import Recipe
@@ -71,7 +72,6 @@ def show_end(output_dir: Path) -> None:
     from rich.console import Console
 
     from roundpipe_cli.dashboard.html import comparison, comparison_table, range_note, read_report, write_page
-    from roundpipe_cli.errors import RoundpipeError
 
     page = output_dir / "report.html"
     finished = output_dir / "report.json"
@@ -225,7 +225,6 @@ def ask_on_cards_worth_using(loaded: LoadedRecipe, tell: Tell, found: FoundConfi
     Args:
         found: see `ask`.
     """
-    from roundpipe_cli.events import Notice
     from roundpipe_cli.planning.question import ask
     from roundpipe_cli.planning.run_plan import leave_small_cards
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from roundpipe_cli.cli.output import say, terminal_width, wrapped
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.files import named_path
 
@@ -33,8 +36,6 @@ def init(
 
     Example: roundpipe init --model Qwen/Qwen3-8B --data rows.jsonl --hardware here --output mine.yaml
     """
-    from roundpipe_cli.cli.output import say
-
     model = model or _ask("model", "Model (hub id, local folder or .gguf file)", "Qwen/Qwen3-8B")
     data = data or _ask("data", "Your rows (a file, or a hub id)", "data/train.jsonl")
     hardware = hardware or _ask("hardware", "Hardware (`here`, or for instance 2x3090,host_memory_gib=64)", HERE)
@@ -43,7 +44,6 @@ def init(
     path = output or Path(f"{_file_stem(model)}.yaml")
     say(f"choosing settings for {model} ...")
     from roundpipe_cli.cli.init_choice import choose_settings
-    from roundpipe_cli.cli.output import terminal_width, wrapped
     from roundpipe_cli.cli.recipes import write_new
     from roundpipe_cli.planning.run_length import count_rows
     from roundpipe_cli.recipe.load import load_recipe
@@ -65,9 +65,6 @@ def init(
 
 def recipe_text(choice: Choice, data: str, path: Path) -> str:
     """The recipe: a header with the reasons, then the keys."""
-    import shlex
-    import textwrap
-
     from roundpipe_cli.data.rows import printable
     from roundpipe_cli.recipe.strict_yaml import parse_scalar
 

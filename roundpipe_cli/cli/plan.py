@@ -10,6 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from roundpipe_cli.cli.output import VERDICTS, build_counts, say, say_data, terminal_width, wrapped
+from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.units import counted, format_bytes, format_count, format_seconds
+
 if TYPE_CHECKING:
     from roundpipe_cli.costs.cost import LayerCost, StageRange
     from roundpipe_cli.costs.memory import Need
@@ -30,7 +34,6 @@ def verdict_lines(answer: Plan) -> list[str]:
     """The word and its reason, the model, the machine; then a figure a line."""
     from roundpipe_cli.choices import PACKED_FORMATS
     from roundpipe_cli.planning.what_if import summary_of
-    from roundpipe_cli.units import format_count, format_seconds
 
     question, settings = answer.question, answer.question.settings
     summary = summary_of(answer)
@@ -59,8 +62,6 @@ def verdict_lines(answer: Plan) -> list[str]:
 
 
 def _memory(answer: Plan) -> list[str]:
-    from roundpipe_cli.units import format_bytes
-
     hardware, verdict = answer.question.hardware, answer.verdict
     gpus = [device for device in hardware.devices if not device.is_cpu]
     smallest = min((device.memory_bytes for device in gpus), default=None)
@@ -80,7 +81,6 @@ def _memory(answer: Plan) -> list[str]:
 
 def _time_to_finish(answer: Plan) -> str:
     from roundpipe_cli.planning.run_length import length_of
-    from roundpipe_cli.units import counted, format_seconds
 
     length = length_of(answer.question.loaded, packs=answer.question.packs)
     steps, how_known = length.steps, length.why
@@ -121,7 +121,6 @@ def show_comparison(recipe: str, overrides: Sequence[str], hardware: str | None,
     """
     import json
 
-    from roundpipe_cli.cli.output import VERDICTS, build_counts, say_data, terminal_width, wrapped
     from roundpipe_cli.planning.what_if import compare_plans
 
     rows = compare_plans(recipe, overrides, hardware, build_counts, tell=_progress())
@@ -135,8 +134,6 @@ def show_comparison(recipe: str, overrides: Sequence[str], hardware: str | None,
 
 def _progress() -> Any:
     """Shows the progress on a terminal, from the second second on."""
-    from roundpipe_cli.cli.output import say
-
     started_s = time.monotonic()
 
     def tell(done: int, count: int, values: Mapping[str, str]) -> None:
@@ -180,8 +177,6 @@ def comparison_lines(rows: Sequence[Combination], width: int | None = None) -> l
     Args:
         width: columns of the terminal; None: any number.
     """
-    from roundpipe_cli.units import format_bytes, format_seconds
-
     cells = [[*rows[0].values, "verdict", "GPU", "host", "step", "tokens/s"]]
     for row in rows:
         document = row_document(row)
@@ -240,10 +235,7 @@ def plan(
 
     Example: roundpipe plan qwen3-8b --hardware 2x3090,host_memory_gib=64 --solve
     """
-    from roundpipe_cli.cli.output import say, say_data
-
     say(f"planning {recipe} ...")
-    from roundpipe_cli.cli.output import VERDICTS, build_counts, terminal_width, wrapped
     from roundpipe_cli.cli.watch import write_plan_picture
     from roundpipe_cli.planning.answers import Answers
     from roundpipe_cli.planning.predict import make_plan, solve_recipe
@@ -275,8 +267,6 @@ def plan(
 
 
 def _refuse_beside_compare(solve: bool, svg: Path | None) -> None:
-    from roundpipe_cli.errors import RefusedError
-
     if solve or svg is not None:
         other = "--solve" if solve else "--svg"
         hint = f"leave --compare out to use {other} on one of its combinations"
@@ -382,8 +372,6 @@ def _or_none(value: int | None) -> str:
 
 
 def _stage_lines(answer: Plan) -> list[str]:
-    from roundpipe_cli.units import counted, format_bytes, format_seconds
-
     layers = answer.question.analytic.costs.layers
     lines = [
         f"{len(answer.forward_stages) or 'no'} forward and {counted(len(answer.backward_stages), 'backward stage')}, "
@@ -425,8 +413,6 @@ def _alike(layers: Sequence[LayerCost], stages: Sequence[StageRange]) -> list[tu
 
 
 def _memory_lines(answer: Plan) -> list[str]:
-    from roundpipe_cli.units import format_bytes
-
     hardware, verdict = answer.question.hardware, answer.verdict
     smallest = min(hardware.devices, key=lambda device: device.memory_bytes)
     has = f" of {format_bytes(smallest.memory_bytes)}" if not smallest.is_cpu else ""
@@ -443,15 +429,11 @@ def _memory_lines(answer: Plan) -> list[str]:
 
 
 def _part_lines(need: Need) -> list[str]:
-    from roundpipe_cli.units import format_bytes
-
     parts = sorted((part for part in need.parts if part.num_bytes), key=lambda part: -part.num_bytes)
     return [f"  {format_bytes(part.num_bytes):>10}  {part.name}" for part in parts]
 
 
 def _link_lines(answer: Plan) -> list[str]:
-    from roundpipe_cli.units import format_bytes, format_seconds
-
     links = answer.links
     lines = [
         "over the links in one step, all workers together",

@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from roundpipe_cli.cli.app import PlainGroup
+from roundpipe_cli.cli.output import say, say_data, show_error, terminal_width
+from roundpipe_cli.errors import DISK_ERRORS, RefusedError, ResourceError
 from roundpipe_cli.units import GIB
 
 if TYPE_CHECKING:
@@ -38,7 +41,6 @@ def list_recipes(
 
     Example: roundpipe recipes ls lora 2x24gb
     """
-    from roundpipe_cli.cli.output import say, say_data, terminal_width
     from roundpipe_cli.recipe.shipped import shipped_recipes
 
     found = [
@@ -65,7 +67,6 @@ def show(
 
     Example: roundpipe recipes show qwen3-8b
     """
-    from roundpipe_cli.cli.output import say_data
     from roundpipe_cli.recipe.shipped import find_shipped
 
     say_data(find_shipped(name).read_text(encoding="utf-8").rstrip("\n"))
@@ -80,7 +81,6 @@ def copy(
 
     Example: roundpipe recipes cp qwen3-8b mine.yaml
     """
-    from roundpipe_cli.cli.output import say
     from roundpipe_cli.recipe.load import load_recipe
     from roundpipe_cli.recipe.shipped import find_shipped
 
@@ -105,8 +105,6 @@ def validate(
 
     Example: roundpipe recipes validate mine.yaml other.yaml lora.r=32
     """
-    from roundpipe_cli.cli.output import say, say_data, show_error
-    from roundpipe_cli.errors import RefusedError
     from roundpipe_cli.recipe.load import load_recipe
 
     overrides = [word for word in words if ("=" in word or word.startswith("~")) and not Path(word).exists()]
@@ -149,7 +147,6 @@ def resolve(
 
     Example: roundpipe recipes resolve mine.yaml lora.r=32 ~val_set_size
     """
-    from roundpipe_cli.cli.output import say, say_data
     from roundpipe_cli.recipe.load import load_recipe, resolved_yaml
     from roundpipe_cli.recipe.schema import plain_data
 
@@ -176,8 +173,6 @@ def keys(
 
     Example: roundpipe recipes keys lora
     """
-    from roundpipe_cli.cli.output import say, say_data, terminal_width
-    from roundpipe_cli.errors import RefusedError
     from roundpipe_cli.recipe.keys import as_markdown, as_text, recipe_keys
 
     if json_ and markdown:
@@ -185,7 +180,6 @@ def keys(
     found = [key for key in recipe_keys() if all(word.lower() in key.name for word in words or ())]
     if json_:
         import json
-        from dataclasses import asdict
 
         say_data(json.dumps([asdict(key) for key in found], indent=1))
         return
@@ -203,15 +197,12 @@ def schema() -> None:
     """
     import json
 
-    from roundpipe_cli.cli.output import say_data
     from roundpipe_cli.recipe.keys import recipe_json_schema
 
     say_data(json.dumps(recipe_json_schema(), indent=1))
 
 
 def _validation(file: str, notices: tuple[str, ...], error: Any) -> dict[str, Any]:
-    from dataclasses import asdict
-
     problems = [asdict(problem) for problem in error.problems] if error is not None else []
     return {"file": file, "valid": error is None, "problems": problems, "notices": list(notices)}
 
@@ -284,7 +275,6 @@ def write_new(path: Path, content: bytes) -> None:
         RefusedError: it exists, or cannot be written.
         ResourceError: the disk is full or failing.
     """
-    from roundpipe_cli.errors import DISK_ERRORS, RefusedError, ResourceError
     from roundpipe_cli.files import TEMPORARY_PREFIX
 
     if path.is_dir():

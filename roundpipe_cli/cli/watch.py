@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -12,8 +14,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from roundpipe_cli.choices import PACKED_FORMATS
-from roundpipe_cli.cli.output import say, say_data
+from roundpipe_cli.cli.output import build_counts, say, say_data
+from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.events import RunStopped, StepFinished, run_clock
 from roundpipe_cli.files import named_path
+from roundpipe_cli.units import format_seconds
 
 if TYPE_CHECKING:
     from roundpipe_cli.dashboard.demo import SimulatedRun
@@ -41,7 +46,6 @@ def watch_demo(hardware: str, words: Sequence[str], svg: Path | None) -> None:
         svg: write one step as a picture there, in place of playing it.
     """
     from roundpipe_cli.cli.display import is_terminal
-    from roundpipe_cli.cli.output import build_counts
     from roundpipe_cli.planning.predict import make_plan
     from roundpipe_cli.recipe.load import load_recipe
 
@@ -89,7 +93,6 @@ def simulated_run(answer: Plan) -> SimulatedRun:
     from roundpipe_cli.dashboard.demo import SimulatedRun
     from roundpipe_cli.planning.predict import MAX_SIMULATED_MICROBATCHES
     from roundpipe_cli.schedule.timeline import makespan_s
-    from roundpipe_cli.units import format_seconds
 
     question, settings = answer.question, answer.question.settings
     names = [device.name.removeprefix("rtx-") for device in question.hardware.devices]
@@ -129,8 +132,6 @@ def write_picture(state: DashboardState, path: Path, *, where: str) -> None:
 
 
 def _one_line(state: DashboardState) -> str:
-    from roundpipe_cli.units import format_seconds
-
     assert state.run is not None and state.step is not None
     busy = f"{state.worker_word} {100 * (1 - state.step.bubble_ratio):.0f} % busy"
     return (
@@ -141,8 +142,6 @@ def _one_line(state: DashboardState) -> str:
 
 def _play(run: SimulatedRun, start_s: float) -> DashboardState:
     """Tell the events at their time, on a clock that makes a step last 1 to 10 seconds; q and Ctrl-C leave."""
-    import sys
-
     from rich.console import Console
 
     from roundpipe_cli.dashboard.demo import demo_events
@@ -180,8 +179,6 @@ def _play(run: SimulatedRun, start_s: float) -> DashboardState:
 
 def _up_to_a_step(events: Iterator[tuple[float, Event]]) -> Iterator[tuple[float, Event]]:
     """The events up to the end of a step; the others are left."""
-    from roundpipe_cli.events import StepFinished
-
     for time_s, event in events:
         yield time_s, event
         if isinstance(event, StepFinished):
@@ -190,9 +187,6 @@ def _up_to_a_step(events: Iterator[tuple[float, Event]]) -> Iterator[tuple[float
 
 def _leave_last(state: DashboardState) -> None:
     """The last frame stays on the terminal."""
-    import shutil
-    import sys
-
     from rich.console import Console
 
     from roundpipe_cli.dashboard.live import last_frame
@@ -263,8 +257,6 @@ def watch(
 
 
 def _refuse_json_beside_files(json_output: bool) -> None:
-    from roundpipe_cli.errors import RefusedError
-
     if json_output:
         raise RefusedError(
             "--json prints a run, --svg and --html write it",
@@ -275,8 +267,6 @@ def _refuse_json_beside_files(json_output: bool) -> None:
 
 
 def _refuse_beside_demo(*, json_output: bool, html: str | None) -> None:
-    from roundpipe_cli.errors import RefusedError
-
     if json_output or html is not None:
         other = "--json" if json_output else "--html"
         raise RefusedError(
@@ -290,7 +280,6 @@ def _refuse_beside_demo(*, json_output: bool, html: str | None) -> None:
 
 def _folder_of(words: Sequence[str]) -> Path:
     from roundpipe_cli.dashboard.replay import run_hint
-    from roundpipe_cli.errors import RefusedError
 
     if len(words) == 1:
         return named_path(words[0])
@@ -329,7 +318,6 @@ _NO_STEP = "no step of this run is finished"
 
 def _as_json(files: RunFiles, follow: bool) -> None:
     from roundpipe_cli.cli.lines import step_json
-    from roundpipe_cli.events import StepFinished
 
     last = 0
     for anew, events in _polls(files, follow):
@@ -345,7 +333,6 @@ def _as_json(files: RunFiles, follow: bool) -> None:
 
 def _as_lines(files: RunFiles, follow: bool) -> None:
     from roundpipe_cli.cli.lines import LinePrinter
-    from roundpipe_cli.events import RunStopped, StepFinished
 
     time_s, has_step = 0.0, False
     show = LinePrinter(1, clock=lambda: time_s)  # of the run, which may be over
@@ -372,13 +359,10 @@ def _on_screen(files: RunFiles, follow: bool) -> None:
 
 
 def _live(files: RunFiles, state: DashboardState) -> DashboardState:
-    import sys
-
     from rich.console import Console
 
     from roundpipe_cli.dashboard.live import KeyBinding, LiveDashboard, Terminal
     from roundpipe_cli.dashboard.state import fold_all
-    from roundpipe_cli.events import run_clock
 
     left = threading.Event()
 
@@ -406,9 +390,6 @@ def _live(files: RunFiles, state: DashboardState) -> DashboardState:
 
 
 def _print_last(files: RunFiles, state: DashboardState) -> None:
-    import shutil
-    import sys
-
     from rich.console import Console
 
     from roundpipe_cli.dashboard.html import comparison, comparison_table, range_note, read_report
