@@ -10,7 +10,7 @@ import typer
 
 from roundpipe_cli.choices import BOUND_SCHEDULES, ScheduleName
 from roundpipe_cli.cli.bench_results import bench_document, directions
-from roundpipe_cli.cli.output import say
+from roundpipe_cli.cli.output import say, say_json
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.units import counted, format_seconds
 
@@ -70,9 +70,15 @@ def bench(
     if run_really:
         from roundpipe_cli.cli.bench_recipe import run_for_real
 
+        for_simulation = {
+            **{"--workers": workers, "--microbatches": microbatches, "--steps": steps, "--staleness": staleness},
+            **{"--forward-stages": forward_stages, "--backward-stages": backward_stages, "--hardware": hardware},
+            **{"--accounting": None if accounting == "default" else accounting, "--svg": svg},
+        }
+        named = [flag for flag, value in for_simulation.items() if value is not None]
         plain = json_output or no_dashboard
         run_for_real(
-            _to_run(recipe, costs), overrides or [], schedule, repetitions, json_output=json_output, plain=plain
+            _to_run(recipe, costs, named), overrides or [], schedule, repetitions, json_output=json_output, plain=plain
         )
         return
     from roundpipe_cli.cli.bench_options import CaseFlags, asked_cuts
@@ -101,9 +107,7 @@ def bench(
     if svg is not None:
         _write_svg(svg, question, request.hardware.description if request else "", results)
     if json_output:
-        import json
-
-        typer.echo(json.dumps(bench_document(question, results)))
+        say_json(bench_document(question, results), indent=None)
     else:
         _print_table(question, results, _search_words(forward_stages, question))
 
@@ -142,13 +146,12 @@ def _known_cut(name: ScheduleName, case: SimulationCase, answers: Answers) -> St
     )
 
 
-def _to_run(recipe: str | None, costs: Path | None) -> str:
+def _to_run(recipe: str | None, costs: Path | None, for_simulation: list[str]) -> str:
     """The recipe that `--run` carries out.
 
     Raises:
-        RefusedError: none is given, or costs, which only emulated devices can carry out.
+        RefusedError: none is given, or costs, which only emulated devices can carry out, or flags of a simulation.
     """
-
     if costs is not None:
         raise RefusedError(
             "--run carries out a recipe; a costs file is only simulated",
@@ -158,6 +161,13 @@ def _to_run(recipe: str | None, costs: Path | None) -> str:
         )
     if recipe is None:
         raise RefusedError("--run needs a recipe", hint="roundpipe bench recipes/quickstart.yaml --run")
+    if for_simulation:
+        raise RefusedError(
+            "--run carries the recipe out as it is; other counts, stages and machines are only simulated",
+            found=" ".join(for_simulation),
+            expected="--run with --schedule, --repetitions, --json and --no-dashboard",
+            hint="change the recipe's keys, for instance: pipeline.devices=[cpu,cpu] gradient_accumulation_steps=16",
+        )
     return recipe
 
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import typer
-
-from roundpipe_cli.choices import CHUNK_SCHEDULES, SCHEDULES
+from roundpipe_cli.choices import BOUND_SCHEDULES, CHUNK_SCHEDULES, SCHEDULES, ScheduleName
 from roundpipe_cli.cli.bench_results import entry
-from roundpipe_cli.cli.output import build_counts, quiet_libraries, say
+from roundpipe_cli.cli.output import build_counts, quiet_libraries, say, say_json
 from roundpipe_cli.events import Event, StepFinished
 from roundpipe_cli.planning.answers import Answers
 from roundpipe_cli.planning.compare import SimulationCase, StageCut
@@ -16,6 +14,7 @@ from roundpipe_cli.planning.predict import cards_worth_using
 from roundpipe_cli.planning.question import PlanRequest, ask
 from roundpipe_cli.planning.run_plan import contenders
 from roundpipe_cli.recipe.load import load_recipe
+from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.schedule.builders import schedule_name
 from roundpipe_cli.units import format_bytes, format_seconds
 from roundpipe_cli.watchdog import watching
@@ -37,20 +36,16 @@ def run_for_real(
     plain: bool = False,
 ) -> None:
     """Run the schedules of a recipe on its devices and print what was measured."""
-    from roundpipe_cli.choices import CHUNK_SCHEDULES, SCHEDULES
     from roundpipe_cli.cli.display import Display
     from roundpipe_cli.cli.finetune import ask_on_cards_worth_using
     from roundpipe_cli.cli.lines import LinePrinter
-    from roundpipe_cli.recipe.load import load_recipe
-    from roundpipe_cli.schedule.builders import schedule_name
     from roundpipe_cli.train.preflight import check_sources, fetch_model, found_config
     from roundpipe_cli.train.signals import Start
 
     loaded = load_recipe(recipe, overrides)
     for text in loaded.notices:
         say(f"note: {text}")
-    known = SCHEDULES if loaded.recipe.pipeline.num_chunks == 1 else CHUNK_SCHEDULES
-    names = list(dict.fromkeys(schedule_name(name) for name in schedules or known))
+    names = _names(schedules, loaded.recipe)
     from roundpipe_cli.train.bench_run import compare_for_real
 
     printer = LinePrinter(1)
@@ -76,8 +71,6 @@ def run_for_real(
             asked=asked,
         )
     if json_output:
-        import json
-
         rows = [{**entry(item.predicted), **_measured(item)} for item in comparison.schedules]
         document = {
             "workers": len(comparison.devices),
@@ -85,7 +78,7 @@ def run_for_real(
             "results": rows,
             "keep": keep_lines(comparison),
         }
-        typer.echo(json.dumps(document))
+        say_json(document, indent=None)
     else:
         _print(comparison, repetitions)
 
@@ -107,8 +100,6 @@ def most_tokens_per_s(comparison: Comparison) -> Measured:
 
 def keep_lines(comparison: Comparison) -> dict[str, Any]:
     """Recipe keys that select the fastest schedule as it was measured."""
-    from roundpipe_cli.choices import BOUND_SCHEDULES
-
     best = most_tokens_per_s(comparison).predicted.schedule
     if not best.forward_stages:  # a run chooses whole microbatches on each worker where it may
         return {"pipeline": {"schedule": best.name}}
@@ -175,6 +166,12 @@ def request_of(recipe: str, overrides: list[str], hardware: str | None) -> PlanR
     return used
 
 
+def _names(schedules: list[str] | None, recipe: Recipe) -> list[ScheduleName]:
+    """The schedules that are named, else all that suit the recipe."""
+    known = SCHEDULES if recipe.pipeline.num_chunks == 1 else CHUNK_SCHEDULES
+    return list(dict.fromkeys(schedule_name(name) for name in schedules or known))
+
+
 def as_planned(
     request: PlanRequest, schedules: list[str] | None, answers: Answers
 ) -> list[tuple[str, StageCut, SimulationCase]]:
@@ -184,10 +181,8 @@ def as_planned(
         RefusedError: a schedule, or the recipe with it.
     """
     recipe = request.loaded.recipe
-    known = SCHEDULES if recipe.pipeline.num_chunks == 1 else CHUNK_SCHEDULES
-    names = list(dict.fromkeys(schedule_name(name) for name in schedules or known))
     with watching(recipe.watchdog_s):
-        found = contenders(request, names, answers)
+        found = contenders(request, _names(schedules, recipe), answers)
     for one in found:
         if one.reasons:
             say(f"note: {one.name} does not fit: {one.reasons[0]}")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from roundpipe_cli.cli.output import say, say_data
+from roundpipe_cli.cli.output import say, say_data, say_json
 from roundpipe_cli.errors import RefusedError, closest
 
 if TYPE_CHECKING:
@@ -70,17 +70,7 @@ def convert(
     if output is not None:
         write_new(output, text.encode())
     if json_:
-        import json
-
-        document = {
-            "tool": result.tool,
-            "recipe": result.recipe,
-            "changes": result.changes,
-            "left_out": [asdict(entry) for entry in result.left_out],
-            "without_effect": result.without_effect,
-            "notes": result.notes,
-        }
-        say_data(json.dumps(document, indent=1))
+        say_json(asdict(result))
     elif output is None:
         say_data(text.rstrip("\n"))
     for change in result.changes:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from roundpipe_cli.cli.output import go_offline, quiet_libraries, say, say_data
+from roundpipe_cli.cli.output import go_offline, quiet_libraries, say, say_data, say_json
 from roundpipe_cli.units import counted
 
 if TYPE_CHECKING:
@@ -53,14 +53,10 @@ def data(
         with watching(loaded.recipe.watchdog_s):
             look = _look(loaded, offline)
     if json_:
-        import json
-
         from roundpipe_cli.data.describe import data_document
 
-        max_seq_length = loaded.recipe.max_seq_length
-        say_data(
-            json.dumps(data_document(look.dataset, look.fill, look.samples, max_seq_length, rejected=look.rejected))
-        )
+        most = loaded.recipe.max_seq_length
+        say_json(data_document(look.dataset, look.fill, look.samples, most, rejected=look.rejected), indent=None)
         return
     for line in report_lines(look, loaded.recipe.max_seq_length):
         say_data(line)

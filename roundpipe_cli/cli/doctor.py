@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from roundpipe_cli.cli.output import CHECKS, say, say_data, terminal_width
+from roundpipe_cli.cli.output import CHECKS, say, say_data, say_json, terminal_width
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.units import counted
 
@@ -42,9 +42,7 @@ def doctor(
                 say_data(line, colours=CHECKS)
     can_train = not any(check.state == "fails" for check in checks)
     if json_:
-        import json
-
-        say_data(json.dumps({"can_train": can_train, "checks": [asdict(check) for check in checks]}, indent=1))
+        say_json({"can_train": can_train, "checks": [asdict(check) for check in checks]})
     else:
         problems = sum(check.fix is not None and check.state != "good" for check in checks)
         verdict = "Training can run here" if can_train else "Training cannot run here"

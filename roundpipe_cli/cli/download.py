@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from roundpipe_cli.cli.output import go_offline, quiet_libraries, say, say_data
+from roundpipe_cli.cli.output import go_offline, quiet_libraries, say, say_data, say_json
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import Notice
 from roundpipe_cli.hub.ask import UnreachableError
@@ -46,9 +46,7 @@ def download(
         loaded = _recipe(model, revision)
         document = _fetch(model, revision, offline=offline) if loaded is None else _fetch_for(loaded, offline=offline)
     if json_:
-        import json
-
-        say_data(json.dumps(document))
+        say_json(document, indent=None)
     else:
         say_data(document["folder"])
 

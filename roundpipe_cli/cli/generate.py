@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from roundpipe_cli.cli.export import compare_base, find_adapter_base, kind_of
-from roundpipe_cli.cli.output import go_offline, quiet_libraries, say, say_data
+from roundpipe_cli.cli.output import go_offline, quiet_libraries, say, say_json
 from roundpipe_cli.errors import RefusedError
 
 if TYPE_CHECKING:
@@ -89,10 +89,8 @@ def generate(
     def show(asked: Prompt) -> WholeAnswer:
         found = answer(model, tokenizer, asked, is_shown=not json_)
         if json_:
-            import json
-
             document = {"prompt": asked.text, "system": system, "answer": found.text, "tokens": found.num_tokens}
-            say_data(json.dumps({**document, "ended": found.is_ended}))
+            say_json({**document, "ended": found.is_ended}, indent=None)
         return found
 
     if text is not None:

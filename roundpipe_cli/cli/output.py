@@ -169,6 +169,13 @@ def say_data(text: str, *, colours: Mapping[str, str] | None = None, is_kept: bo
     say(text, stream=sys.stdout, is_data=not is_kept)
 
 
+def say_json(document: object, *, indent: int | None = 1) -> None:
+    """Print a document to stdout; without `indent` on one line."""
+    import json
+
+    say_data(json.dumps(document, indent=indent))
+
+
 def open_closed_streams() -> None:
     """Put the null device in place of stdin, stdout or stderr where the program was started without it.
 

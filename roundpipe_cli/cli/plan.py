@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from roundpipe_cli.cli.output import VERDICTS, build_counts, say, say_data, terminal_width, wrapped
+from roundpipe_cli.cli.output import VERDICTS, build_counts, say, say_data, say_json, terminal_width, wrapped
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.units import counted, format_bytes, format_count, format_seconds
 
@@ -119,13 +119,11 @@ def show_comparison(recipe: str, overrides: Sequence[str], hardware: str | None,
     Raises:
         RefusedError: as `compare_plans`.
     """
-    import json
-
     from roundpipe_cli.planning.what_if import compare_plans
 
     rows = compare_plans(recipe, overrides, hardware, build_counts, tell=_progress())
     if as_json:
-        say_data(json.dumps({"rows": [row_document(row) for row in rows]}, indent=1))
+        say_json({"rows": [row_document(row) for row in rows]})
         return
     width = terminal_width()
     for line in wrapped(comparison_lines(rows, width), width):
@@ -258,9 +256,7 @@ def plan(
     if svg is not None:
         write_plan_picture(answer, svg)
     if json_:
-        import json
-
-        say_data(json.dumps(plan_document(answer, solution), indent=1))
+        say_json(plan_document(answer, solution))
         return
     for line in wrapped(plan_text(answer, solution, details=verbose), terminal_width()):
         say_data(line, colours=VERDICTS)

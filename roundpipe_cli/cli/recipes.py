@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from roundpipe_cli.cli.app import PlainGroup
-from roundpipe_cli.cli.output import say, say_data, show_error, terminal_width
+from roundpipe_cli.cli.output import say, say_data, say_json, show_error, terminal_width
 from roundpipe_cli.errors import DISK_ERRORS, RefusedError, ResourceError
 from roundpipe_cli.units import GIB
 
@@ -49,9 +49,7 @@ def list_recipes(
         if all(word.lower() in f"{recipe.name} {recipe.short_name or ''}" for word in words or ())
     ]
     if json_:
-        import json
-
-        say_data(json.dumps([recipe_document(recipe) for recipe in found], indent=1))
+        say_json([recipe_document(recipe) for recipe in found])
         return
     for line in table(found, terminal_width()):
         say_data(line)
@@ -128,9 +126,7 @@ def validate(
             show_error(error)
         say_data(f"{file}: {'is a good recipe' if error is None else 'has mistakes'}")
     if json_:
-        import json
-
-        say_data(json.dumps(documents, indent=1))
+        say_json(documents)
     if not all(document["valid"] for document in documents):
         raise typer.Exit(RefusedError.exit_code)
 
@@ -154,9 +150,7 @@ def resolve(
     for notice in loaded.notices:
         say(f"note: {notice}")
     if json_:
-        import json
-
-        say_data(json.dumps(plain_data(loaded.recipe), indent=1))
+        say_json(plain_data(loaded.recipe))
         return
     say_data(resolved_yaml(loaded.recipe).rstrip("\n"))
 
@@ -179,9 +173,7 @@ def keys(
         raise RefusedError("--json and --markdown exclude each other", hint="give one of them")
     found = [key for key in recipe_keys() if all(word.lower() in key.name for word in words or ())]
     if json_:
-        import json
-
-        say_data(json.dumps([asdict(key) for key in found], indent=1))
+        say_json([asdict(key) for key in found])
         return
     for line in as_markdown(found) if markdown else as_text(found, min(100, terminal_width() or 100)):
         say_data(line)
@@ -195,11 +187,9 @@ def schema() -> None:
 
     Example: roundpipe recipes schema > recipe.schema.json
     """
-    import json
-
     from roundpipe_cli.recipe.keys import recipe_json_schema
 
-    say_data(json.dumps(recipe_json_schema(), indent=1))
+    say_json(recipe_json_schema())
 
 
 def _validation(file: str, notices: tuple[str, ...], error: Any) -> dict[str, Any]:

@@ -567,7 +567,7 @@ class RecipeWrites:
             self.refuse(target, key, written, reason)
             return
         self.values[target] = value
-        self.result.written.add(key)
+
         self._sources.setdefault(target, (key, written))
 
     def refuse(self, target: str, key: str, written: Any, reason: str) -> None:

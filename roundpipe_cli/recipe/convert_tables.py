@@ -410,8 +410,7 @@ class Conversion:
     left_out: list[UnusedLine] = field(default_factory=list)
     without_effect: list[str] = field(default_factory=list)
     """Keys that change nothing here."""
-    written: set[str] = field(default_factory=set)
-    """Keys of the file that set a value of the recipe."""
+
     notes: list[str] = field(default_factory=list)
     """Notes for users of the other tool."""
 

@@ -159,6 +159,19 @@ def test_a_costs_file_is_not_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "words",
+    [
+        *("--workers 3", "--microbatches 4", "--steps 2", "--staleness 0", "--accounting published", "--svg a.svg"),
+        *("--hardware 8x4090", "--forward-stages [[0,3]]", "--backward-stages [[0,3]]"),
+    ],
+)
+def test_flags_of_a_simulation_are_refused_beside_run(words: str) -> None:
+    """They were read and ignored: what was measured was the recipe as it stands."""
+    text = refusal(CliRunner().invoke(APP, ["quickstart", "--run", *words.split()]))
+    assert f"found: {words.split()[0]}" in text and "only simulated" in text
+
+
+@pytest.mark.parametrize(
     ("words", "key"),
     [
         (["--head-workers", "4"], "pipeline.head_workers=4"),
