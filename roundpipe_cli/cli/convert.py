@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
@@ -13,7 +14,6 @@ from roundpipe_cli.errors import RefusedError, closest
 
 if TYPE_CHECKING:
     from roundpipe_cli.recipe.convert_rules import Job
-    from roundpipe_cli.recipe.convert_tables import Tool
 
 
 def convert(
@@ -41,9 +41,11 @@ def convert(
     Example: roundpipe convert axolotl.yaml --gpus 4 --output mine.yaml
     """
     say(f"reading {file} ...")
+    from roundpipe_cli.choices import PAIR_OBJECTIVES
     from roundpipe_cli.cli.recipes import write_new
     from roundpipe_cli.files import open_regular
     from roundpipe_cli.recipe.convert import convert_file
+    from roundpipe_cli.recipe.convert_tables import TOOLS
     from roundpipe_cli.recipe.shipped import ROW_SUFFIXES
     from roundpipe_cli.recipe.strict_yaml import MAX_BYTES, shown_value
 
@@ -65,7 +67,10 @@ def convert(
             expected="a training file of axolotl, LLaMA-Factory or TRL",
             hint="roundpipe convert axolotl.yaml --output mine.yaml",
         ) from None
-    result = convert_file(raw, str(file), tool=_tool(from_), num_gpus=gpus, objective=_job(objective))
+    tool = _chosen("--from", from_, TOOLS, f"tool {from_} to convert from")
+    jobs: tuple[Job, ...] = ("sft", *PAIR_OBJECTIVES)
+    job = _chosen("--objective", objective, jobs, f"objective {objective}")
+    result = convert_file(raw, str(file), tool=tool, num_gpus=gpus, objective=job)
     text = result.text(file.name)
     if output is not None:
         write_new(output, text.encode())
@@ -84,31 +89,21 @@ def convert(
         say(f"wrote {output}\nnext: roundpipe plan {output}")
 
 
-def _job(name: str | None) -> Job | None:
-    from roundpipe_cli.choices import PAIR_OBJECTIVES
-
-    known: tuple[Job, ...] = ("sft", *PAIR_OBJECTIVES)
-    found = next((job for job in known if job == name), None)
-    if name is not None and found is None:
-        near = closest(name, list(known))
-        hint = f"did you mean --objective {near}?" if near else None
-        raise RefusedError(f"there is no objective {name}", expected=", ".join(known), hint=hint)
-    return found
+Name = TypeVar("Name", bound=str)
 
 
-def _tool(name: str | None) -> Tool | None:
-    from roundpipe_cli.recipe.convert_tables import TOOLS
+def _chosen(flag: str, name: str | None, known: Sequence[Name], what: str) -> Name | None:
+    """The one of `known` that a flag names, in capitals or without its dash too.
 
+    Raises:
+        RefusedError: it names none.
+    """
     if name is None:
         return None
-    found = next(
-        (tool for tool in TOOLS if tool.replace("-", "") == name.lower().replace("-", "").replace("_", "")), None
-    )
+    plain = name.lower().replace("-", "").replace("_", "")
+    found = next((one for one in known if one.replace("-", "") == plain), None)
     if found is None:
-        near = closest(name, list(TOOLS))
-        raise RefusedError(
-            f"there is no tool {name} to convert from",
-            expected=", ".join(TOOLS),
-            hint=f"did you mean --from {near}?" if near else None,
-        )
+        near = closest(name, list(known))
+        hint = f"did you mean {flag} {near}?" if near else None
+        raise RefusedError(f"there is no {what}", expected=", ".join(known), hint=hint)
     return found

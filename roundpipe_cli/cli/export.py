@@ -237,10 +237,7 @@ def export(
     if push_to is not None and offline:
         raise RefusedError("--push needs a connection", hint="leave --offline out")
     program = find_converter(converter) if gguf else None
-    if dtype not in (None, "bfloat16", "float16", "float32"):
-        raise RefusedError(
-            "unknown dtype", found=dtype, expected="bfloat16, float16 or float32", hint="leave --dtype out"
-        )
+    check_dtype(dtype)
     if dtype is not None and not merge:
         raise RefusedError("--dtype is for merged weights", hint="add --merge")
     target = named_path(to or output_dir / ("merged" if merge else "exported"))
@@ -282,6 +279,16 @@ def export(
     if push_to is not None:
         say(f"uploaded to {push(target, push_to)}")
     say_data(json.dumps(export_document(target, merged=merge, pushed=push_to)) if json_ else str(target))
+
+
+def check_dtype(dtype: str | None) -> None:
+    """
+    Raises:
+        RefusedError: no dtype of weights.
+    """
+    known = "bfloat16, float16 or float32"
+    if dtype not in (None, "bfloat16", "float16", "float32"):
+        raise RefusedError("unknown dtype", found=dtype, expected=known, hint="leave --dtype out")
 
 
 def export_document(folder: Path, *, merged: bool, pushed: str | None) -> dict[str, Any]:

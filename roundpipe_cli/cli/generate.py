@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from roundpipe_cli.cli.export import compare_base, find_adapter_base, kind_of
+from roundpipe_cli.cli.export import check_dtype, compare_base, find_adapter_base, kind_of
 from roundpipe_cli.cli.output import go_offline, quiet_libraries, say, say_json
 from roundpipe_cli.errors import RefusedError
 
@@ -54,10 +54,7 @@ def generate(
     """
     say(f"reading {output_dir} ...")
     kind = kind_of(output_dir)
-    if dtype not in ("bfloat16", "float16", "float32"):
-        raise RefusedError(
-            "unknown dtype", found=dtype, expected="bfloat16, float16 or float32", hint="leave --dtype out"
-        )
+    check_dtype(dtype)
     if offline:
         go_offline()
     text = None if prompt is None else read_prompt(prompt)
@@ -179,12 +176,8 @@ def read_prompt(prompt: str) -> str:
         return _checked(prompt, "PROMPT")
     data = sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1)
     if len(data) > MAX_PROMPT_BYTES:
-        raise RefusedError(
-            "the prompt is too long",
-            where="stdin",
-            expected=f"at most {MAX_PROMPT_BYTES} bytes",
-            hint="give fewer words",
-        )
+        most = f"at most {MAX_PROMPT_BYTES} bytes"
+        raise RefusedError("the prompt is too long", where="stdin", expected=most, hint="give fewer words")
     return _checked(data.decode("utf-8", errors="surrogateescape"), "stdin")
 
 

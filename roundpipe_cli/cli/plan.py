@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from roundpipe_cli.cli.output import VERDICTS, build_counts, say, say_data, say_json, terminal_width, wrapped
+from roundpipe_cli.cli.output import VERDICTS, aligned, build_counts, say, say_data, say_json, terminal_width, wrapped
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.units import counted, format_bytes, format_count, format_seconds
 
@@ -187,23 +187,11 @@ def comparison_lines(rows: Sequence[Combination], width: int | None = None) -> l
                 f"{document['tokens_per_s']:,.0f}" if document["tokens_per_s"] else "-",
             ]
         )
-    widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
-    num_left = len(rows[0].values) + 1
-    kept = list(range(len(widths)))
-    for name in LEFT_OUT:
-        if width is None or sum(widths[column] for column in kept) + 2 * (len(kept) - 1) <= width:
-            break
-        kept.remove(cells[0].index(name, num_left))
-    lines = []
-    shown: list[Combination | None] = [None, *rows]
-    for line, row_of in zip(cells, shown, strict=True):
-        padded = (
-            line[column].ljust(widths[column]) if column < num_left else line[column].rjust(widths[column])
-            for column in kept
-        )
-        lines.append("  ".join(padded).rstrip())
-        lines += [f"    {reason}" for reason in (row_document(row_of)["reasons"] if row_of is not None else ())]
-    return lines
+    heading, *lines = aligned(cells, len(rows[0].values) + 1, LEFT_OUT, width)
+    shown = [heading]
+    for line, row in zip(lines, rows, strict=True):
+        shown += [line, *(f"    {reason}" for reason in row_document(row)["reasons"])]
+    return shown
 
 
 def plan(

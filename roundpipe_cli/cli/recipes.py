@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from roundpipe_cli.cli.app import PlainGroup
-from roundpipe_cli.cli.output import say, say_data, say_json, show_error, terminal_width
+from roundpipe_cli.cli.output import aligned, say, say_data, say_json, show_error, terminal_width
 from roundpipe_cli.errors import DISK_ERRORS, RefusedError, ResourceError
 from roundpipe_cli.units import GIB
 
@@ -244,18 +244,7 @@ def table(found: list[ShippedRecipe], width: int | None = None) -> list[str]:
                 f"{verdict.host_bytes / GIB:.0f} GiB",
             )
         rows.append((recipe.name, recipe.short_name or "", *planned))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))] if rows else []
-    shown = list(range(len(COLUMNS)))
-    for name in LEFT_OUT:
-        if width is None or not rows or sum(widths[column] for column in shown) + 2 * (len(shown) - 1) <= width:
-            break
-        shown.remove(COLUMNS.index(name))
-    return [
-        "  ".join(
-            row[column].rjust(widths[column]) if column >= 3 else row[column].ljust(widths[column]) for column in shown
-        ).rstrip()
-        for row in rows
-    ]
+    return aligned(rows, 3, LEFT_OUT, width)
 
 
 def write_new(path: Path, content: bytes) -> None:

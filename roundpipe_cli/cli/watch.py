@@ -7,7 +7,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,7 +21,10 @@ from roundpipe_cli.files import named_path
 from roundpipe_cli.units import format_seconds
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from roundpipe_cli.dashboard.demo import SimulatedRun
+    from roundpipe_cli.dashboard.live import LiveDashboard
     from roundpipe_cli.dashboard.replay import RunFiles, TimedEvent
     from roundpipe_cli.dashboard.state import DashboardState
     from roundpipe_cli.events import Event
@@ -142,14 +145,11 @@ def _one_line(state: DashboardState) -> str:
 
 def _play(run: SimulatedRun, start_s: float) -> DashboardState:
     """Tell the events at their time, on a clock that makes a step last 1 to 10 seconds; q and Ctrl-C leave."""
-    from rich.console import Console
-
     from roundpipe_cli.dashboard.demo import demo_events
-    from roundpipe_cli.dashboard.live import KeyBinding, LiveDashboard, Terminal
     from roundpipe_cli.dashboard.state import fold_all
     from roundpipe_cli.schedule.timeline import makespan_s
 
-    left, step_s = threading.Event(), makespan_s(run.timeline)
+    step_s = makespan_s(run.timeline)
     speed = step_s / min(MOST_SHOWN_S, max(LEAST_SHOWN_S, step_s))
     num_steps = 1 + max(1, round(DEMO_S * speed / step_s))
     began_s = time.monotonic() - step_s / speed  # the first step is over: its lanes and figures are seen at once
@@ -159,17 +159,37 @@ def _play(run: SimulatedRun, start_s: float) -> DashboardState:
     def clock() -> float:
         return start_s + speed * (time.monotonic() - began_s)
 
-    def leave(_: DashboardState) -> str:
-        left.set()
-        return ""
-
-    live = LiveDashboard(Terminal(), Console(file=sys.stdout), clock, {"q": KeyBinding("leave", leave)}, state=state)
-    live.start()
-    try:
+    def play(live: LiveDashboard, left: threading.Event) -> None:
         for time_s, event in events:
             if left.wait(max(0.0, (time_s - clock()) / speed)):
                 break
             live.tell(event)
+
+    return _show(state, clock, "leave", play)
+
+
+def _show(
+    state: DashboardState,
+    clock: Callable[[], float],
+    meaning: str,
+    play: Callable[[LiveDashboard, threading.Event], None],
+) -> DashboardState:
+    """A dashboard while `play` reports events to it; q, whose meaning is shown, and Ctrl-C leave."""
+    from rich.console import Console
+
+    from roundpipe_cli.dashboard.live import KeyBinding, LiveDashboard, Terminal
+
+    left = threading.Event()
+
+    def leave(_: DashboardState) -> str:
+        left.set()
+        return ""
+
+    keys = {"q": KeyBinding(meaning, leave)}
+    live = LiveDashboard(Terminal(), Console(file=sys.stdout), clock, keys, state=state)
+    live.start()
+    try:
+        play(live, left)
     except KeyboardInterrupt:  # as q
         pass
     finally:
@@ -185,8 +205,8 @@ def _up_to_a_step(events: Iterator[tuple[float, Event]]) -> Iterator[tuple[float
             return
 
 
-def _leave_last(state: DashboardState) -> None:
-    """The last frame stays on the terminal."""
+def _leave_last(state: DashboardState) -> Console:
+    """The last frame stays on the terminal; returns what prints below it."""
     from rich.console import Console
 
     from roundpipe_cli.dashboard.live import last_frame
@@ -194,6 +214,7 @@ def _leave_last(state: DashboardState) -> None:
     console = Console(file=sys.stdout)
     for line in last_frame(state, console, shutil.get_terminal_size()):
         console.print(line, crop=True, no_wrap=True)
+    return console
 
 
 POLL_S = 0.25
@@ -359,21 +380,9 @@ def _on_screen(files: RunFiles, follow: bool) -> None:
 
 
 def _live(files: RunFiles, state: DashboardState) -> DashboardState:
-    from rich.console import Console
-
-    from roundpipe_cli.dashboard.live import KeyBinding, LiveDashboard, Terminal
     from roundpipe_cli.dashboard.state import fold_all
 
-    left = threading.Event()
-
-    def leave(_: DashboardState) -> str:
-        left.set()
-        return ""
-
-    keys = {"q": KeyBinding("leave; the run continues", leave)}
-    live = LiveDashboard(Terminal(), Console(file=sys.stdout), run_clock(), keys, state=state)
-    live.start()
-    try:
+    def play(live: LiveDashboard, left: threading.Event) -> None:
         for anew, events in _polls(files, follow=True):
             if anew:
                 live.begin_anew(fold_all(events))
@@ -382,23 +391,15 @@ def _live(files: RunFiles, state: DashboardState) -> DashboardState:
                     live.tell(event)
             if left.is_set():
                 break
-    except KeyboardInterrupt:  # as q
-        pass
-    finally:
-        live.stop()
-    return live.state
+
+    return _show(state, run_clock(), "leave; the run continues", play)
 
 
 def _print_last(files: RunFiles, state: DashboardState) -> None:
-    from rich.console import Console
-
     from roundpipe_cli.dashboard.html import comparison, comparison_table, range_note, read_report
-    from roundpipe_cli.dashboard.live import last_frame
     from roundpipe_cli.dashboard.replay import Life
 
-    console = Console(file=sys.stdout)
-    for line in last_frame(state, console, shutil.get_terminal_size()):
-        console.print(line, end="\n", crop=True, no_wrap=True)
+    console = _leave_last(state)
     report = read_report(files.folder)
     with contextlib.suppress(OSError):
         if comparison(report):
