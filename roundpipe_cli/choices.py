@@ -100,6 +100,48 @@ OPTIMIZER_KEYS = tuple(dict.fromkeys(key for kind in OPTIMIZERS.values() for key
 """Recipe keys that not every optimizer reads."""
 
 
+RowType = Literal["chat", "sharegpt", "alpaca", "prompt_completion", "text", "preference"]
+RowRole = Literal["system", "user", "assistant", "tool"]
+
+
+@dataclass(frozen=True, slots=True)
+class RowKind:
+    """What rows of a type hold, by the names of their columns."""
+
+    fields: tuple[str, ...]
+    """Fields that every row has."""
+    optional: tuple[str, ...] = ()
+    """Fields that it may have."""
+    num_answers: int = 1
+    """Answers of a row. Each column of another answer, or with a verdict on one, is refused where it is not read."""
+    needs_template: bool = False
+    """Rows are conversations, which only a chat template turns into text."""
+
+
+ROW_KINDS: Mapping[RowType, RowKind] = {
+    "chat": RowKind(("messages",), ("system", "tools"), needs_template=True),
+    "sharegpt": RowKind(("conversations",), ("system", "tools"), needs_template=True),
+    "alpaca": RowKind(("instruction", "output"), ("input", "system", "tools", "history")),
+    "prompt_completion": RowKind(("prompt", "completion"), ("system", "tools", "history")),
+    "text": RowKind(("text",), num_answers=0),
+    "preference": RowKind(
+        ("chosen", "rejected"),
+        ("prompt", "instruction", "input", "messages", "conversations", "system", "tools", "history"),
+        num_answers=2,
+    ),
+}
+"""All types of rows; `auto` takes the first, in this order, whose fields are all there."""
+
+CHAT_ROLES: Mapping[str, RowRole | Literal["developer"]] = {
+    **{"system": "system", "developer": "developer", "user": "user", "assistant": "assistant", "tool": "tool"},
+    **{"function": "tool", "observation": "tool", "function_call": "assistant"},
+}
+SHAREGPT_ROLES: Mapping[str, RowRole] = {
+    **{"system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"},
+    **{"tool": "tool", "observation": "tool", "function_response": "tool", "function_call": "assistant"},
+}
+"""Names of roles in messages, of `chat` and of `sharegpt`, with their meaning."""
+
 IGNORED_LABEL = -100
 """Label of a token that is not trained, as in torch and transformers."""
 UNPACKED_AT_ONCE = 1 << 30

@@ -1,4 +1,4 @@
-"""The generated tables of recipes/README.md: the shipped recipes by their headers, and every recipe key by the schema.
+"""The generated tables of recipes/README.md: shipped recipes by their headers, recipe keys and types of rows.
 
 python scripts/recipe_pages.py           # compare; exit 1 if the page is out of date
 python scripts/recipe_pages.py --write   # write the tables between their markers
@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from roundpipe_cli.choices import PACKED_FORMATS
+from roundpipe_cli.choices import PACKED_FORMATS, ROW_KINDS
 from roundpipe_cli.recipe.keys import as_markdown, recipe_keys
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.recipe.shipped import ShippedRecipe, shipped_recipes
@@ -50,7 +50,19 @@ def shipped_row(shipped: ShippedRecipe) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-TABLES = {"shipped recipes": shipped_table, "recipe keys": lambda: as_markdown(recipe_keys())}
+def row_types() -> Iterator[str]:
+    """One row for each type of rows."""
+    yield "| `type` | columns | may also have |"
+    yield "|---|---|---|"
+    for name, kind in ROW_KINDS.items():
+        yield f"| `{name}` | {', '.join(kind.fields)} | {', '.join(kind.optional)} |"
+
+
+TABLES = {
+    "shipped recipes": shipped_table,
+    "recipe keys": lambda: as_markdown(recipe_keys()),
+    "types of rows": row_types,
+}
 """Name in the markers -> lines of the table."""
 
 

@@ -12,14 +12,18 @@ from roundpipe_cli.choices import (
     OPTIMIZER_KEYS,
     OPTIMIZERS,
     PACKED_FORMATS,
+    ROW_KINDS,
     SCALE_BYTES,
     SCHEDULE_KINDS,
     SCHEDULES,
     OptimizerName,
     PackedFormat,
+    RowType,
 )
+from roundpipe_cli.data.columns import unused_columns
+from roundpipe_cli.data.rows import BadRowError
 from roundpipe_cli.model.stored.packed_weights import packed_bytes
-from roundpipe_cli.recipe.schema import Recipe
+from roundpipe_cli.recipe.schema import Column, Recipe
 from roundpipe_cli.schedule.builders import Rounds, build_schedule
 from roundpipe_cli.train.optim.optimizer import RULES, RuleSettings, make_rule
 from tests.support.schedules import validate_schedule
@@ -46,6 +50,17 @@ def test_every_optimizer_has_its_rule_and_keeps_what_the_table_says(name: Any, h
     kept = sum(tensor.nbytes for tensor in rule.make_state(shape).values())
     assert kept == shape.numel() * kind.state_bytes(*shape, has_momentum=has_momentum)
     assert set(kind.keys) <= set(OPTIMIZER_KEYS) <= KEYS
+
+
+def test_every_type_of_rows_has_its_columns_and_its_rules() -> None:
+    """Four lists had to agree; a type that one of them lacked trained answers that its rows reject."""
+    named = {field for kind in ROW_KINDS.values() for field in (*kind.fields, *kind.optional)}
+    assert set(get_args(RowType)) == set(ROW_KINDS) and set(get_args(Column)) == named
+    row = {"question": "Q", "rejected": "no"}
+    for name, kind in ROW_KINDS.items():
+        if kind.num_answers < 2:
+            with pytest.raises(BadRowError, match="preference pair"):
+                unused_columns(row, {"question"}, name)
 
 
 def test_no_rule_and_no_name_is_without_entry() -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from roundpipe_cli.choices import ROW_KINDS
 from roundpipe_cli.data.messages import MESSAGE_KEYS, holds_messages
 from roundpipe_cli.data.rows import BadRowError, column_names, describe_value, printable
 from roundpipe_cli.errors import RefusedError
@@ -20,10 +21,14 @@ from roundpipe_cli.errors import RefusedError
 #
 # An empty value (null, an empty text or list) has no meaning in any column.
 
-ANSWER_TYPES = ("chat", "sharegpt", "alpaca", "prompt_completion")
-"""Types of rows with an answer to train."""
-PROMPT_TYPES = (*ANSWER_TYPES, "preference")
+SINGLE_TYPES = tuple(name for name, kind in ROW_KINDS.items() if kind.num_answers < 2)
+"""Types of rows without a second answer."""
+ANSWER_TYPES = tuple(name for name in SINGLE_TYPES if ROW_KINDS[name].num_answers)
+"""Types of rows with one answer to train."""
+PROMPT_TYPES = tuple(name for name, kind in ROW_KINDS.items() if kind.num_answers)
 """Types of rows with a prompt."""
+PLAIN_TYPES = tuple(name for name in PROMPT_TYPES if not ROW_KINDS[name].needs_template)
+"""Types of rows whose prompt may be plain text."""
 IN_MESSAGES = "messages"
 """Stands in place of a type of rows, for rules of keys of messages."""
 VERDICTS = (
@@ -148,7 +153,7 @@ PROMPT_PART = _rule(
     r"instruction|input|context|passage|article|documents?|choices|options|prefix|suffix|" + "|".join(SAME_PROMPT),
     "holds a part of the prompt that is not read",
     "`type: alpaca`, `columns: {instruction: COLUMN, input: COLUMN, output: COLUMN}`, or write it into the prompt",
-    ("alpaca", "prompt_completion", "preference"),
+    PLAIN_TYPES,
 )
 """Harmless where the text is in a column that is read."""
 
@@ -164,7 +169,7 @@ RULES = (
         f"{CHOSEN.pattern}|{REJECTED.pattern}",
         "belongs to a preference pair, which objective sft does not train",
         PAIR_HINT,
-        (*ANSWER_TYPES, "text"),
+        SINGLE_TYPES,
     ),
     MEDIA,
     _rule(
@@ -229,7 +234,7 @@ RULES = (
         rf"(\w+_)?({THOUGHTS})",
         "holds thoughts that are not read",
         "write them into the messages of a chat, as `reasoning_content`",
-        ("alpaca", "prompt_completion", "preference"),
+        PLAIN_TYPES,
         matters=_is_content,
     ),
 )

@@ -21,8 +21,9 @@ import numpy as np
 import numpy.typing as npt
 
 from roundpipe_cli import __version__
-from roundpipe_cli.choices import IGNORED_LABEL
+from roundpipe_cli.choices import IGNORED_LABEL, ROW_KINDS
 from roundpipe_cli.data.chat import TEMPLATE_DATE
+from roundpipe_cli.data.columns import PLAIN_TYPES
 from roundpipe_cli.data.formats import RowFormat, decide_format
 from roundpipe_cli.data.processes import Chunk, EncoderPool
 from roundpipe_cli.data.row_chunks import ChunkResult, TemplateFacts, find_template
@@ -256,7 +257,7 @@ class _Builder:
                 hint="`long_rows: truncate` or drop, or a larger max_seq_length",
             )
         facts = self._facts  # read before the children start to work
-        joins = not row_format.as_chat and row_format.type in ("alpaca", "prompt_completion", "preference")
+        joins = not row_format.as_chat and row_format.type in PLAIN_TYPES
         if facts is None or joins:
             self._do_without_template(source, row_format, notices, has_template=facts is not None)
         elif row_format.type == "text":
@@ -282,7 +283,7 @@ class _Builder:
     def _do_without_template(
         self, source: Source, row_format: RowFormat, notices: list[str], *, has_template: bool
     ) -> None:
-        if row_format.type in ("chat", "sharegpt"):
+        if ROW_KINDS[row_format.type].needs_template:
             raise RefusedError(
                 "this dataset needs a chat template, and the tokenizer has none",
                 where=source.name,

@@ -5,9 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
 
-from roundpipe_cli.data.columns import ANSWER_COLUMNS, find_column, likely_columns, refuse_layout, unused_columns
+from roundpipe_cli.choices import ROW_KINDS, RowType
+from roundpipe_cli.data.columns import (
+    ANSWER_COLUMNS,
+    SINGLE_TYPES,
+    find_column,
+    likely_columns,
+    refuse_layout,
+    unused_columns,
+)
 from roundpipe_cli.data.messages import (
     LIST_TEXT,
     Content,
@@ -52,7 +59,6 @@ ANSWERS: tuple[PairAnswer, PairAnswer] = ("chosen", "rejected")
 PROMPT_COLUMNS = ("prompt", "instruction", "question", "query", "input")
 HISTORY_COLUMNS = ("messages", "conversations", "conversation")
 SYSTEM_COLUMNS = ("system", "system_prompt", "system_message")
-PAIR_FIELDS = (*ANSWERS, "prompt", "instruction", "input", "messages", "conversations", "system", "tools", "history")
 
 
 def find_pair_columns(spec: DatasetSpec, layouts: Sequence[Sequence[str]], where: str) -> tuple[dict[str, str], str]:
@@ -232,22 +238,6 @@ def _check_answers(whole: Mapping[PairAnswer, MessageColumn], num_shared: int, c
             )
 
 
-RowType = Literal["chat", "sharegpt", "alpaca", "prompt_completion", "text", "preference"]
-
-FIELDS: dict[RowType, tuple[str, ...]] = {
-    "chat": ("messages",),
-    "sharegpt": ("conversations",),
-    "alpaca": ("instruction", "output"),
-    "prompt_completion": ("prompt", "completion"),
-    "text": ("text",),
-}
-"""Fields that a row of each type must have; `auto` takes the first type, in this order, whose fields are all there."""
-OPTIONAL_FIELDS: dict[RowType, tuple[str, ...]] = {
-    "chat": ("system", "tools"),
-    "sharegpt": ("system", "tools"),
-    "alpaca": ("input", "system", "tools", "history"),
-    "prompt_completion": ("system", "tools", "history"),
-}
 LIST_FIELDS = ("messages", "conversations", "history")
 """Fields that hold lists, or JSON text of them."""
 OTHER_NAMES = {"system": ("system_prompt", "system_message")}
@@ -317,7 +307,7 @@ class RowFormat:
         if self.type == "preference":
             assert self.answer is not None
             return parse_pair(self.columns, row, self.answer, self.alpaca_join)
-        if self.type in ("chat", "sharegpt"):
+        if ROW_KINDS[self.type].needs_template:
             return self._conversation(row)
         if self.type == "alpaca":
             return self._in_context(row, self._alpaca(row))
@@ -418,10 +408,10 @@ def _decide(spec: DatasetSpec, layouts: Sequence[Sequence[str]], where: str) -> 
         RefusedError: no type fits, the type is unknown, or `spec.columns` maps a field that the type does not have.
     """
     if spec.answer is not None:
-        _check_mapping(spec, PAIR_FIELDS, where)
+        _check_mapping(spec, _all_fields("preference"), where)
         found, told = find_pair_columns(spec, layouts, where)
         return RowFormat("preference", found, f"{where}: read as preference pairs ({told})", spec.answer)
-    known: list[str] = [*FIELDS, "auto"]
+    known: list[str] = [*SINGLE_TYPES, "auto"]
     if spec.type not in known:
         near = closest(str(spec.type), known)
         raise RefusedError(
@@ -437,14 +427,14 @@ def _decide(spec: DatasetSpec, layouts: Sequence[Sequence[str]], where: str) -> 
         if spec.type == "prompt_completion":
             pair = _pair_format(spec, layouts[0], where, _written) or _pair_format(spec, layouts[0], where, find_column)
         return pair or RowFormat(spec.type, _mapped(spec.type, spec.columns, layouts[0]))
-    _check_mapping(spec, [field for row_type in FIELDS for field in _all_fields(row_type)], where)
+    _check_mapping(spec, [field for row_type in SINGLE_TYPES for field in _all_fields(row_type)], where)
     for find in (_written, find_column):
         for columns in layouts:
             row_format = _detect(spec, columns, where, find)
             if row_format is not None:
                 return row_format
     refuse_layout(layouts, where)
-    expected = "; ".join(f"{row_type}: {', '.join(fields)}" for row_type, fields in FIELDS.items())
+    expected = "; ".join(f"{row_type}: {', '.join(ROW_KINDS[row_type].fields)}" for row_type in SINGLE_TYPES)
     first, second = likely_columns(layouts[0])
     raise RefusedError(
         "cannot tell the type of this dataset from its columns",
@@ -466,9 +456,9 @@ def _written(name: str, layout: Sequence[str]) -> str | None:
 
 
 def _detect(spec: DatasetSpec, columns: Sequence[str], where: str, find: FindColumn) -> RowFormat | None:
-    for row_type, fields in FIELDS.items():
-        mapped = _mapped(row_type, spec.columns, columns)
-        if all(mapped[field] in columns and (field in spec.columns or find(field, columns)) for field in fields):
+    for row_type in SINGLE_TYPES:
+        mapped, needed = _mapped(row_type, spec.columns, columns), ROW_KINDS[row_type].fields
+        if all(mapped[field] in columns and (field in spec.columns or find(field, columns)) for field in needed):
             shown = ", ".join(mapped[field] for field in _all_fields(row_type) if mapped[field] in columns)
             return RowFormat(row_type, mapped, f"{where}: read as type {row_type} (columns {printable(shown)})")
         pair = _pair_format(spec, columns, where, find) if row_type == "prompt_completion" else None
@@ -487,14 +477,15 @@ def _pair_format(spec: DatasetSpec, columns: Sequence[str], where: str, find: Fi
             mapped = _mapped("prompt_completion", {"prompt": prompt, "completion": completion}, columns)
             shown = f"{printable(prompt)} as the prompt and {printable(completion)} as the completion"
             decided = f"read as type prompt_completion, {shown}"
-            beside = [mapped[field] for field in OPTIONAL_FIELDS["prompt_completion"] if mapped[field] in columns]
+            optional = ROW_KINDS["prompt_completion"].optional
+            beside = [mapped[field] for field in optional if mapped[field] in columns]
             decided += f", with {', '.join(beside)}" if beside else ""
             return RowFormat("prompt_completion", mapped, f"{where}: {decided}")
     return None
 
 
 def _all_fields(row_type: RowType) -> tuple[str, ...]:
-    return FIELDS[row_type] + OPTIONAL_FIELDS.get(row_type, ())
+    return ROW_KINDS[row_type].fields + ROW_KINDS[row_type].optional
 
 
 def _mapped(row_type: RowType, columns: Mapping[str, str], layout: Sequence[str]) -> dict[str, str]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from roundpipe_cli.choices import CHAT_ROLES, SHAREGPT_ROLES
 from roundpipe_cli.data.rows import (
     JSON_DECODER,
     AlpacaJoin,
@@ -227,21 +228,6 @@ Message = dict[str, Any]
 """`{"role": ..., "content": ...}`, both text. With tools also `tool_calls`, `name` and `tool_call_id`; with thoughts
 `reasoning_content`. Nothing else reaches a chat template."""
 
-ROLES = {
-    **{role: role for role in ("system", "developer", "user", "assistant", "tool")},
-    **{"function": "tool", "observation": "tool", "function_call": "assistant"},
-}
-SHAREGPT_ROLES = {
-    "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "tool": "tool",
-    "observation": "tool",
-    "function_response": "tool",
-    "function_call": "assistant",
-}
 CALL_ROLE = "function_call"
 """A turn whose text is the JSON of one call or of several, as LLaMA-Factory writes them."""
 THOUGHT_KEYS = ("reasoning_content", "thinking", "reasoning")
@@ -368,7 +354,7 @@ def read_turns(value: object, column: str, role_key: str = "role") -> MessageCol
 def _message(item: Mapping[str, object], field: str, role_key: str) -> Message:
     key = next((name for name in ("role", "from") if item.get(name) is not None), role_key)
     spoken, text_key = item.get(key), "content" if key == "role" else "value"
-    roles: Mapping[str, str] = ROLES if key == "role" else SHAREGPT_ROLES
+    roles: Mapping[str, str] = CHAT_ROLES if key == "role" else SHAREGPT_ROLES
     role = roles.get(spoken) if isinstance(spoken, str) else None
     if role is None:
         known = "one of " + ", ".join(roles)

@@ -8,13 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from roundpipe_cli.choices import RowRole, RowType
 from roundpipe_cli.errors import Problem
 
 # Settings for reading data, as plain arguments named like the recipe's keys.
 
-DataType = Literal["auto", "chat", "sharegpt", "alpaca", "prompt_completion", "text"]
 PairAnswer = Literal["chosen", "rejected"]
-Role = Literal["system", "user", "assistant", "tool"]
 AlpacaJoin = Literal["blank_line", "newline"]
 
 
@@ -22,7 +21,7 @@ AlpacaJoin = Literal["blank_line", "newline"]
 class TrainRules:
     """Parts of a conversation that are trained; named like a dataset's keys in the recipe."""
 
-    roles_to_train: tuple[Role, ...] = ("assistant",)
+    roles_to_train: tuple[RowRole, ...] = ("assistant",)
     turns_to_train: Literal["all", "last"] = "all"
     train_on_eos: Literal["turn", "last", "all", "none"] = "turn"
     thoughts: Literal["train", "mask", "drop"] = "train"
@@ -34,7 +33,7 @@ class DatasetSpec:
 
     path: str
     """A file, a glob of files, a folder, or the id of a dataset on the hub."""
-    type: DataType = "auto"
+    type: RowType | Literal["auto"] = "auto"
     split: str = "train"
     """Name of the split, with an optional slice: `train[:200]`, `train[10%:20%]`."""
     name: str | None = None

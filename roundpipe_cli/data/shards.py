@@ -27,7 +27,7 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-from roundpipe_cli.data.formats import RowType
+from roundpipe_cli.choices import RowType
 from roundpipe_cli.data.row_chunks import ChunkResult
 from roundpipe_cli.data.rows import RowFault, printable
 from roundpipe_cli.errors import ResourceError

@@ -8,16 +8,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from roundpipe_cli.choices import CHAT_ROLES, SHAREGPT_ROLES
 from roundpipe_cli.errors import RefusedError, closest
 from roundpipe_cli.files import named_path
 from roundpipe_cli.recipe.aliases import is_off
 from roundpipe_cli.recipe.convert_rules import Job, is_pairs, job_of
 from roundpipe_cli.recipe.convert_tables import (
-    CHAT_ROLES,
     DATASET_TYPES,
     FACTORY_COLUMNS,
     FIELD_COLUMNS,
-    SHAREGPT_ROLES,
     Conversion,
 )
 from roundpipe_cli.recipe.strict_yaml import MAX_BYTES, shown_value
@@ -214,7 +213,7 @@ def check_role(spelling: Any, meant: str, kind: str, where: str) -> None:
     Raises:
         RefusedError: rows of this type that name a role so are not read here.
     """
-    known = dict(SHAREGPT_ROLES if kind == "sharegpt" else CHAT_ROLES)
+    known: Mapping[str, str] = SHAREGPT_ROLES if kind == "sharegpt" else CHAT_ROLES
     if known.get(str(spelling)) != meant:
         raise RefusedError(
             f"messages of the {meant} with such a role cannot be read",

@@ -318,16 +318,6 @@ FACTORY_COLUMNS: Mapping[str, str] = {
 }
 """LLaMA-Factory's `columns` of rows in the alpaca format -> ours; the values are its own defaults too."""
 
-CHAT_ROLES: Mapping[str, str] = {
-    **{role: role for role in ("system", "developer", "user", "assistant", "tool")},
-    **{"function": "tool", "observation": "tool", "function_call": "assistant"},
-}
-SHAREGPT_ROLES: Mapping[str, str] = {
-    **{"system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"},
-    **{"tool": "tool", "observation": "tool", "function_response": "tool", "function_call": "assistant"},
-}
-"""Names of roles that rows may have here, as in `data/formats.py`; a test holds the two together."""
-
 
 # The outcomes of a rule for one line of another tool's file: values to write, a part of them, or none.
 

@@ -20,6 +20,8 @@ from roundpipe_cli.choices import (
     OptimizerName,
     PackedName,
     PairObjective,
+    RowRole,
+    RowType,
     ScheduleName,
 )
 
@@ -223,7 +225,7 @@ class DatasetConfig:
     dataset id. Relative paths are tried from the working directory, then from the recipe's folder."""
     name: Words | None = None
     """Configuration of a hub dataset, for instance `main` of openai/gsm8k. null is its default."""
-    type: Literal["auto", "chat", "sharegpt", "alpaca", "prompt_completion", "text", "preference"] = "auto"
+    type: Literal["auto", RowType] = "auto"
     """Shape of the rows; `auto` decides by the columns. Only the chat-shaped types need a chat template."""
     split: Words = "train"
     """Split of a hub dataset; slices such as `train[:1000]` are the hub library's own."""
@@ -233,7 +235,7 @@ class DatasetConfig:
     columns: Mapping[Column, Words] = field(default_factory=dict)
     """Other names of the columns: `{prompt: question, completion: answer}` reads the column `question` as the
     prompt. Empty: the columns have the type's own names."""
-    roles_to_train: Annotated[tuple[Literal["system", "user", "assistant", "tool"], ...], NotEmpty()] = ("assistant",)
+    roles_to_train: Annotated[tuple[RowRole, ...], NotEmpty()] = ("assistant",)
     """Roles whose turns are trained, each with the end of its turn. A message with `train: true` is too, and one with
     `train: false` or `weight: 0` is not, whatever its role."""
     turns_to_train: Literal["all", "last"] = "all"

@@ -9,9 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from roundpipe_cli.data import messages
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.recipe import convert_tables as tables
 from roundpipe_cli.recipe.aliases import _NAMES, ALIASES
 from roundpipe_cli.recipe.aliases import NO_COUNTERPART as RECIPES_NO_COUNTERPART
 from roundpipe_cli.recipe.check import NEEDS_EVALUATION, known_keys
@@ -579,11 +577,6 @@ def test_table_of_datasets_beside_the_file(tmp_path: Path, dataset: str, expecte
     result = convert_file((file + f"eval_dataset: {dataset}\n").encode(), str(tmp_path / "a.yaml"))
     assert result.recipe["datasets"] == result.recipe["eval_datasets"] == [expected]
     assert not [entry.key for entry in result.left_out if "columns" in entry.key]
-
-
-def test_rows_of_the_tables_are_those_that_the_reader_knows() -> None:
-    """Which roles a dataset's tags may name is written in two rooms that cannot import each other."""
-    assert dict(tables.SHAREGPT_ROLES) == messages.SHAREGPT_ROLES and tables.CHAT_ROLES == messages.ROLES
 
 
 def test_datasets_of_axolotl() -> None:
