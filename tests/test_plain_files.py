@@ -18,12 +18,11 @@ from roundpipe_cli.costs.cost import load_costs
 from roundpipe_cli.costs.find_model import find_config
 from roundpipe_cli.data.row_chunks import find_template
 from roundpipe_cli.data.rows import DatasetSpec
-from roundpipe_cli.data.sources import find_sources
+from roundpipe_cli.data.sources import count_dataset, find_sources
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.files import read_json_of_ours, write_named
 from roundpipe_cli.hub.download import commit_in
 from roundpipe_cli.model.files.source import check_model_name, resolve_model
-from roundpipe_cli.planning.run_length import cached_hub_rows
 from roundpipe_cli.recipe.load import load_recipe, resolve_path
 from tests.data.test_data_dataset import byte_tokenizer
 
@@ -100,7 +99,7 @@ def test_odd_files_in_caches_count_as_none(tmp_path: Path, monkeypatch: pytest.M
     infos.mkdir(parents=True)
     odd_file(infos / "dataset_info.json", kind)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
-    assert cached_hub_rows("me/rows", None, "train") is None
+    assert count_dataset(DatasetSpec("me/rows"), None) is None
 
 
 def test_a_commit_in_the_cache_leads_nowhere_else(tmp_path: Path) -> None:

@@ -45,12 +45,13 @@ def init(
     say(f"choosing settings for {model} ...")
     from roundpipe_cli.cli.init_choice import choose_settings
     from roundpipe_cli.cli.recipes import write_new
-    from roundpipe_cli.planning.run_length import count_rows
+    from roundpipe_cli.data.rows import DatasetSpec
+    from roundpipe_cli.data.sources import count_dataset
     from roundpipe_cli.recipe.load import load_recipe
 
     if path.exists():
         raise RefusedError(f"{path} is there already and is not overwritten", hint="--output names another file")
-    rows = count_rows(named_path(data)) if named_path(data).is_file() else None
+    rows = count_dataset(DatasetSpec(data), path.absolute().parent)
     machine = None if hardware.strip().lower() == HERE else hardware.strip()
     choice = choose_settings(model, machine, path, rows.num_rows if rows is not None else None)
     for line in wrapped(choice.reasons, terminal_width(2)):

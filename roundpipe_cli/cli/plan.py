@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from roundpipe_cli.planning.predict import Plan
     from roundpipe_cli.planning.solve import Solution
     from roundpipe_cli.planning.what_if import Combination
+    from roundpipe_cli.recipe.load import LoadedRecipe
 
 
 # The verdict of a plan: what `roundpipe plan` prints first, within a screen of 24 rows and 80 columns.
@@ -79,9 +82,56 @@ def _memory(answer: Plan) -> list[str]:
     return [f"  {'GPU' if gpus else 'CPU'} memory      {device}", f"  host memory     {host}"]
 
 
-def _time_to_finish(answer: Plan) -> str:
-    from roundpipe_cli.planning.run_length import length_of
+BYTES_PER_TOKEN = 4
+"""Bytes of text a token: usual for English and code (assumed); other languages have fewer, so longer runs."""
 
+
+@dataclass(frozen=True, slots=True)
+class RunLength:
+    """Optimizer steps of a whole run."""
+
+    steps: int | None
+    """None: the rows cannot be counted here."""
+    why: str
+    """How the number is known, or why it is not."""
+    is_packed: bool = False
+    """Rows are packed, so there are fewer sequences than rows."""
+
+
+def length_of(loaded: LoadedRecipe, *, packs: bool = False) -> RunLength:
+    """The length of a recipe's run, as far as the recipe and the files that it names say.
+
+    Args:
+        packs: rows will be packed, by the recipe or by what `auto` is for the model.
+    """
+    from roundpipe_cli.data.rows import DatasetSpec
+    from roundpipe_cli.data.sources import count_dataset
+
+    recipe = loaded.recipe
+    if recipe.max_steps is not None:
+        return RunLength(recipe.max_steps, "max_steps", packs)
+    counts = []
+    for entry in recipe.datasets:
+        spec = DatasetSpec(entry.path, split=entry.split, name=entry.name, txt_rows=entry.txt_rows)
+        found = count_dataset(spec, loaded.folder)
+        if found is None:
+            return RunLength(None, f"the rows of {entry.path} cannot be counted here", packs)
+        counts.append(found)
+    rows = sum(count.num_rows for count in counts)
+    held_out = recipe.val_set_size if recipe.val_set_size >= 1 else recipe.val_set_size * rows
+    trained = max(0, rows - int(held_out))
+    about = "" if all(count.is_exact for count in counts) else "about "
+    if packs and rows and all(count.num_bytes for count in counts):
+        tokens = sum(count.num_bytes for count in counts) / BYTES_PER_TOKEN * trained / rows
+        each = min(recipe.max_seq_length, tokens / max(1, trained))
+        sequences = math.ceil(trained * each / recipe.max_seq_length)
+        why = f"{about}{rows} rows of about {max(1, round(each))} tokens, packed"
+        return RunLength(math.ceil(sequences / recipe.rows_per_step) * recipe.num_train_epochs, why, is_packed=True)
+    steps = math.ceil(trained / recipe.rows_per_step) * recipe.num_train_epochs
+    return RunLength(steps, f"{about}{rows} rows")
+
+
+def _time_to_finish(answer: Plan) -> str:
     length = length_of(answer.question.loaded, packs=answer.question.packs)
     steps, how_known = length.steps, length.why
     if steps is None:

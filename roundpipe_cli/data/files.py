@@ -15,12 +15,12 @@ import io
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, AnyStr, cast
+from typing import IO, Any, AnyStr, NamedTuple, cast
 
 from roundpipe_cli.data.rows import (
     DELIMITERS,
@@ -40,7 +40,7 @@ from roundpipe_cli.units import format_bytes
 
 
 def text_rows(
-    lines: Iterator[bytes], kind: str, max_bytes: int, too_long: Callable[[int, str], Exception]
+    lines: Iterable[bytes], kind: str, max_bytes: int, too_long: Callable[[int, str], Exception]
 ) -> Iterator[RawRow]:
     """Rows with the column `text`, numbered by the first of their lines that is not blank; blank rows are left out.
 
@@ -64,7 +64,7 @@ def text_rows(
 
 
 def _paragraphs(
-    lines: Iterator[bytes], max_bytes: int, too_long: Callable[[int, str], Exception]
+    lines: Iterable[bytes], max_bytes: int, too_long: Callable[[int, str], Exception]
 ) -> Iterator[tuple[int, bytes]]:
     paragraph: list[bytes] = []
     number, length = 1, 0
@@ -82,7 +82,7 @@ def _paragraphs(
 
 
 def _separated(
-    lines: Iterator[bytes], separator: bytes, max_bytes: int, too_long: Callable[[int, str], Exception]
+    lines: Iterable[bytes], separator: bytes, max_bytes: int, too_long: Callable[[int, str], Exception]
 ) -> Iterator[tuple[int, bytes]]:
     """Parts of the whole text; an empty `separator` parts nothing."""
     kept, begin = bytearray(), 1  # of the part: its bytes so far, the line that it begins on
@@ -122,6 +122,11 @@ MAX_SNIFFED_BYTES = 1 << 20
 """Header and first row of a table of text are looked for in these."""
 PARQUET_HEAD_S = 20.0
 """Processor time; tables of thousands of columns have large heads."""
+COUNT_HEAD_S = 5.0
+"""The same where only rows are counted."""
+MAX_COUNTED_BYTES = 256 * 1024**2
+MAX_PARSED_BYTES = 32 * 1024**2
+"""Largest JSON list or quoted table that is counted: every byte has to be read."""
 
 
 @dataclass
@@ -465,6 +470,63 @@ def _csv_row(header: list[str], values: list[str], number: int) -> RawRow:
     return RawRow(number, dict(zip(header, values, strict=True)))
 
 
+@dataclass(frozen=True, slots=True)
+class RowCount:
+    """Rows of a file, or of all files of a dataset."""
+
+    num_rows: int
+    num_bytes: int
+    """Approximate bytes of text; 0: unknown."""
+    is_exact: bool = True
+
+
+def count_rows(path: Path, txt_rows: str = "paragraph") -> RowCount | None:
+    """As many rows as `read_file` gives, mostly without reading them; None where that takes long, or cannot be.
+
+    Of large files that have a row a line, and of .txt files, the first `MAX_COUNTED_BYTES` are counted and scaled.
+
+    Args:
+        txt_rows: as of `read_file`.
+    """
+    suffix, progress = known_suffix(path), ReadProgress()
+    try:
+        if suffix == ".parquet":
+            return RowCount(_parquet_head(path, COUNT_HEAD_S).num_rows, 0)
+        most = MAX_PARSED_BYTES if suffix in (".json", ".csv", ".tsv") else MAX_COUNTED_BYTES
+        with _open(path, progress) as file:
+            head, size = file.read(most + 1), path.stat().st_size
+            read = cast("IO[bytes]", progress.raw).tell()
+        is_whole = len(head) <= most
+        if suffix == ".json" and head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
+            return RowCount(len(json.loads(head)), len(head)) if is_whole else None
+        rows = _rows_in(head, path, txt_rows)
+    except (OSError, EOFError, ValueError, RecursionError, csv.Error, zlib.error, RefusedError):
+        return None
+    if rows is None or is_whole or not read:
+        return None if rows is None else RowCount(rows, len(head))
+    return RowCount(round(rows * size / read), round(len(head) * size / read), is_exact=False)
+
+
+def _rows_in(head: bytes, path: Path, txt_rows: str) -> int | None:
+    """Rows of the start of a file; None for a kind of file that is not counted."""
+    suffix = known_suffix(path)
+    if suffix in (".jsonl", ".ndjson", ".json"):
+        return sum(1 for line in head.split(b"\n") if line.strip())
+    if suffix in (".csv", ".tsv"):
+        text = io.StringIO(head.decode("utf-8-sig", errors="replace"), newline="")
+        return max(0, sum(1 for row in csv.reader(text, delimiter=csv_delimiter(path)) if row) - 1)
+    if suffix != ".txt":
+        return None
+    return sum(1 for _ in text_rows(io.BytesIO(head), txt_rows, len(head), partial(_too_long, path)))
+
+
+class _ParquetHead(NamedTuple):
+    num_rows: int
+    dictionary_columns: list[str]
+    batch_rows: int
+    """Rows to unpack at a time."""
+
+
 def _dictionary_columns(metadata: Any) -> list[str]:
     """Columns of texts of a parquet file that are stored once and named by rows. They stay so in memory: a file of
     500 bytes can hold a text of 1 MiB that 100,000 rows name."""
@@ -488,16 +550,14 @@ def _batch_rows(metadata: Any) -> int:
 def _read_parquet(path: Path, progress: ReadProgress) -> Iterator[RawRow]:
     import pyarrow.parquet  # type: ignore[import-untyped]
 
-    limits = Limits("reading the head of the parquet file", str(path), PARQUET_HEAD_S, hint="is the file whole?")
-    dictionary_columns, batch_rows = run_limited(lambda: _parquet_head(path), limits)
-    number = 0
+    head, number = _parquet_head(path), 0
     with (
         _refusing_parquet(path, lambda: number),
-        pyarrow.parquet.ParquetFile(path, read_dictionary=dictionary_columns) as table,
+        pyarrow.parquet.ParquetFile(path, read_dictionary=head.dictionary_columns) as table,
     ):
         _refuse_double_columns(table.schema_arrow.names, str(path))
         structs = structs_of(table.schema_arrow)
-        for batch in table.iter_batches(batch_size=batch_rows):
+        for batch in table.iter_batches(batch_size=head.batch_rows):
             for index in range(batch.num_rows):  # one by one: texts of a dictionary are copied for each row
                 (columns,) = batch.slice(index, 1).to_pylist()
                 number += 1
@@ -538,14 +598,23 @@ def _unfilled(value: Any, structs: Any) -> Any:
     return value
 
 
-def _parquet_head(path: Path) -> tuple[list[str], int]:
-    """(columns of texts by dictionary, rows to unpack at a time). For a child: pyarrow ends its process over some
-    damaged heads, by a C++ exception that nobody catches."""
-    import pyarrow.parquet
+def _parquet_head(path: Path, processor_s: float = PARQUET_HEAD_S) -> _ParquetHead:
+    """Facts of the file's footer, read in a child: pyarrow ends its process over some damaged ones, by a C++ exception
+    that nobody catches, and some ask for more memory than there is.
 
-    with _refusing_parquet(path, lambda: 0):
-        metadata = pyarrow.parquet.read_metadata(path)
-        return _dictionary_columns(metadata), _batch_rows(metadata)
+    Raises:
+        RefusedError: it is damaged, or beyond the limits.
+    """
+
+    def read() -> _ParquetHead:
+        import pyarrow.parquet
+
+        with _refusing_parquet(path, lambda: 0):
+            metadata = pyarrow.parquet.read_metadata(path)
+            return _ParquetHead(metadata.num_rows, _dictionary_columns(metadata), _batch_rows(metadata))
+
+    what = "reading the head of the parquet file"
+    return run_limited(read, Limits(what, str(path), processor_s, hint="is the file whole?"))
 
 
 @contextmanager

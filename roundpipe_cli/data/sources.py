@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import stat
@@ -17,6 +18,8 @@ from typing import Any
 from roundpipe_cli.data.files import (
     SUFFIXES,
     ReadProgress,
+    RowCount,
+    count_rows,
     csv_delimiter,
     digest_file,
     known_suffix,
@@ -27,7 +30,7 @@ from roundpipe_cli.data.files import (
 )
 from roundpipe_cli.data.rows import DELIMITERS, DatasetSpec, RawRow, printable
 from roundpipe_cli.errors import RefusedError, closest
-from roundpipe_cli.files import named_path, stays_inside
+from roundpipe_cli.files import named_path, read_regular, stays_inside
 from roundpipe_cli.hub.ask import TIMEOUT, Repository, UnreachableError, ask_hub, notice
 
 # Data folders and patterns: chooses the files of a split, or of a pattern, by their names alone.
@@ -337,6 +340,7 @@ def _no_network(active: bool) -> Iterator[None]:
 
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+MAX_INFO_BYTES = 16 * 1024**2
 MAX_BESIDE = 1000
 """Most names among which a suggestion is searched."""
 SPLIT = re.compile(r"(?P<name>[\w.-]+)(\[(?P<start>-?\d+%?)?:(?P<stop>-?\d+%?)?\])?")
@@ -490,6 +494,44 @@ def find_sources(spec: DatasetSpec, folder: Path | None, offline: bool) -> list[
             else "a relative path begins here or beside the recipe",
         )
     return [Source(f"{spec.path}[{split.name}]", None, spec, offline)]
+
+
+def count_dataset(spec: DatasetSpec, folder: Path | None) -> RowCount | None:
+    """Rows of what `spec` names, without a network; None where they are not known.
+
+    Args:
+        folder: as of `find_sources`.
+    """
+    try:
+        split = parse_split(spec.split)
+        sources = find_sources(replace(spec, split=split.name), folder, offline=True)
+    except (RefusedError, OSError, ValueError):
+        return None
+    counts: list[RowCount] = []
+    for source in sources:
+        found = count_rows(source.file, spec.txt_rows) if source.file else cached_hub_rows(spec, split.name)
+        if found is None:
+            return None
+        counts.append(found)
+    total, sizes = sum(count.num_rows for count in counts), [count.num_bytes for count in counts]
+    start, stop = split.range(total)
+    kept = max(0, stop - start)
+    num_bytes = sum(sizes) * kept / max(1, total) if all(sizes) else 0
+    return RowCount(kept, round(num_bytes), all(count.is_exact for count in counts))
+
+
+def cached_hub_rows(spec: DatasetSpec, split: str) -> RowCount | None:
+    """Rows of a hub dataset's split, as the `datasets` library noted them beside what it has downloaded."""
+    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    cache = Path(os.environ.get("HF_DATASETS_CACHE") or Path(home, "datasets")).expanduser()
+    folder = cache / spec.path.lower().replace("/", "___")
+    try:
+        infos = sorted(folder.glob(f"{spec.name or '*'}/*/*/dataset_info.json"), key=lambda path: path.stat().st_mtime)
+        found = json.loads(read_regular(infos[-1], MAX_INFO_BYTES))["splits"][split] if infos else {}
+        count, size = found.get("num_examples"), found.get("num_bytes")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, RefusedError):
+        return None
+    return RowCount(count, size if isinstance(size, int) else 0) if isinstance(count, int) else None
 
 
 def _folder_sources(folder: Path, spec: DatasetSpec, split: Split, offline: bool) -> list[Source]:

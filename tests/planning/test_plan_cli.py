@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 
 from roundpipe_cli.cli.output import wrapped
-from roundpipe_cli.cli.plan import plan, plan_document, plan_text
+from roundpipe_cli.cli.plan import RunLength, length_of, plan, plan_document, plan_text
 from roundpipe_cli.costs import find_model
 from roundpipe_cli.errors import NoProgressError, RefusedError, ResourceError
 from roundpipe_cli.planning.predict import make_plan, solve_recipe
 from roundpipe_cli.planning.question import ask
-from roundpipe_cli.planning.run_length import RunLength, length_of
 from roundpipe_cli.planning.run_plan import check_fits
 from roundpipe_cli.recipe.load import LoadedRecipe, load_recipe
 

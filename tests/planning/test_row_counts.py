@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from roundpipe_cli.data.files import read_file
-from roundpipe_cli.planning import run_length
-from roundpipe_cli.planning.run_length import cached_hub_rows, count_rows
+from roundpipe_cli.data import files
+from roundpipe_cli.data.files import count_rows, read_file
+from roundpipe_cli.data.rows import DatasetSpec
+from roundpipe_cli.data.sources import count_dataset, find_sources
 
 ROWS = [{"text": f'row {number}\nof two lines, "quoted"', "more": number} for number in range(23)]
 
@@ -57,7 +58,7 @@ def test_parquet_says_it_in_its_footer(tmp_path: Path) -> None:
 
 
 def test_a_large_file_is_counted_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_length, "MAX_COUNTED_BYTES", 1000)
+    monkeypatch.setattr(files, "MAX_COUNTED_BYTES", 1000)
     path = tmp_path / "rows.jsonl"
     path.write_text('{"text": "all rows are alike"}\n' * 5000)
     counted = count_rows(path)
@@ -79,6 +80,32 @@ def test_a_downloaded_dataset_is_known(tmp_path: Path, monkeypatch: pytest.Monke
     rows.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     datasets.load_dataset("json", data_files=str(rows), cache_dir=str(tmp_path / "cache"))
-    found = cached_hub_rows("json", None, "train")
+    found = count_dataset(DatasetSpec("json"), tmp_path)
     assert found is not None and found.num_rows == len(ROWS) and found.num_bytes > 0
-    assert cached_hub_rows("json", None, "test") is None and cached_hub_rows("org/other", None, "train") is None
+    assert count_dataset(DatasetSpec("json", split="test"), tmp_path) is None
+    assert count_dataset(DatasetSpec("org/other"), tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("path", "split"),
+    [
+        ("*.csv", "train"),
+        ("*.csv", "train[10%:-2]"),
+        ("folder", "train"),
+        ("bars.csv", "train[3:]"),
+        ("no.csv", "train"),
+    ],
+)
+def test_patterns_folders_and_other_delimiters_are_counted_as_they_are_read(
+    tmp_path: Path, path: str, split: str
+) -> None:
+    """`plan` took the pattern for a missing file, and a header with bars for one column of broken rows."""
+    for name in ("bars.csv", "more.csv", "folder/train.csv"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("a|b\n" + '"one\n, two"|2\n' * 20)
+    counted = count_dataset(DatasetSpec(str(tmp_path / path), split=split), None)
+    if path == "no.csv":
+        assert counted is None
+        return
+    sources = find_sources(DatasetSpec(str(tmp_path / path), split=split), None, offline=True)
+    assert counted is not None and counted.num_rows == sum(len(list(source.rows())) for source in sources) > 0
