@@ -41,46 +41,12 @@ BLOCK_BYTES = 16 * 1024**2
 MAX_THREADS = 16
 DIGEST_BYTES = 32
 
-BlockCheck = Callable[[str, bytes], None]
-"""Called with the name of a file and the bytes of a block; raises DamageError where they cannot be right."""
 ToldShare = Callable[[float], None]
-"""Called with the share of the blocks that has been compared."""
+"""Called with the share of the blocks that has been read."""
 
 
 class DamageError(Exception):
     """A file differs from what was written."""
-
-
-class BlockSums:
-    """The checksums of a file that is written piece by piece."""
-
-    def __init__(self) -> None:
-        self._sums: list[str] = []
-        self._digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
-        self._num_bytes = 0
-        """Bytes of the block that is not full yet."""
-
-    def update(self, data: bytes) -> None:
-        """Add the next bytes of the file."""
-        rest = memoryview(data)
-        while rest:
-            piece = rest[: BLOCK_BYTES - self._num_bytes]
-            self._digest.update(piece)
-            self._num_bytes += len(piece)
-            rest = rest[len(piece) :]
-            if self._num_bytes == BLOCK_BYTES:
-                self._close()
-
-    def finish(self) -> list[str]:
-        """One hexadecimal checksum for each block; the last block may be shorter."""
-        if self._num_bytes:
-            self._close()
-        return self._sums
-
-    def _close(self) -> None:
-        self._sums.append(self._digest.hexdigest())
-        self._digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
-        self._num_bytes = 0
 
 
 def checksum(data: bytes) -> str:
@@ -88,36 +54,29 @@ def checksum(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=DIGEST_BYTES).hexdigest()
 
 
-def num_blocks(num_bytes: int) -> int:
-    """Number of blocks in a file of that size."""
-    return -(-num_bytes // BLOCK_BYTES)
-
-
-def verify_blocks(folder: Path, sums: Mapping[str, Sequence[str]], look: BlockCheck, progress: ToldShare) -> None:
-    """Read the files of `folder` named in `sums` once, on all cores, and compare every block.
+def block_sums(folder: Path, progress: ToldShare = lambda share: None) -> dict[str, list[str]]:
+    """Checksums of the blocks of each array's file, which are read once, on all cores.
 
     Raises:
-        DamageError: the first difference, or what `look` found.
         OSError: a file cannot be read.
     """
-    blocks = [(name, index) for name, its_sums in sums.items() for index in range(len(its_sums))]
+    blocks = [(name, start) for name in ARRAYS for start in range(0, (folder / name).stat().st_size, BLOCK_BYTES)]
 
-    def compare(block: tuple[str, int]) -> None:
-        name, index = block
-        with (folder / name).open("rb", buffering=0) as file:
-            data = os.pread(file.fileno(), BLOCK_BYTES, index * BLOCK_BYTES)
-        if checksum(data) != sums[name][index]:
-            raise DamageError(f"{name}: block {index} of {len(sums[name])} is not as it was written")
-        look(name, data)
+    def sum_of(block: tuple[str, int]) -> str:
+        with (folder / block[0]).open("rb", buffering=0) as file:
+            return checksum(os.pread(file.fileno(), BLOCK_BYTES, block[1]))
 
+    sums: dict[str, list[str]] = {name: [] for name in ARRAYS}
     num_threads = min(len(os.sched_getaffinity(0)), MAX_THREADS)
     with ThreadPoolExecutor(num_threads, thread_name_prefix="token-sums") as threads:
         try:
-            for done, _ in enumerate(threads.map(compare, blocks), start=1):
+            for done, ((name, _), found) in enumerate(zip(blocks, threads.map(sum_of, blocks), strict=True), start=1):
+                sums[name].append(found)
                 progress(done / len(blocks))
         except BaseException:
             threads.shutdown(cancel_futures=True)
             raise
+    return sums
 
 
 # The report on rows: everything that was dropped, cut or skipped is counted.
@@ -285,7 +244,6 @@ class ShardWriter:
         self._folder = _new_folder(key is not None)
         self._files: dict[str, IO[bytes]] = {name: (self._folder / name).open("wb") for name in ARRAYS}
         self._digests = {name: hashlib.sha256(name.encode()) for name in ARRAYS if name != "rows.bin"}
-        self._sums = {name: BlockSums() for name in ARRAYS}
         self._max_id = -1
         self.num_rows = 0
 
@@ -318,7 +276,6 @@ class ShardWriter:
         for name, array in arrays.items():
             data = np.ascontiguousarray(array, dtype=ARRAYS[name]).tobytes()
             self._write(name, data)
-            self._sums[name].update(data)
             if name in self._digests:
                 self._digests[name].update(data)
 
@@ -354,8 +311,7 @@ class ShardWriter:
         content = {
             "digest": digest,
             "max_id": self._max_id,
-            "sizes": {name: (self._folder / name).stat().st_size for name in ARRAYS},
-            "sums": {name: sums.finish() for name, sums in self._sums.items()},
+            "sums": block_sums(self._folder),
             "report": report.to_json(),
             "notices": list(notices),
         }
@@ -385,15 +341,14 @@ def load_shard(key: str, vocabulary: int, progress: ToldShare) -> Shard | None:
     if not folder.is_dir():
         return None
 
-    def look(name: str, data: bytes) -> None:
-        if name == IDS_NAME:
-            ids = np.frombuffer(data, dtype=np.int32)
-            if ids.min() < 0 or ids.max() >= vocabulary:
-                raise DamageError(f"{name}: ids {ids.min()} to {ids.max()}, a vocabulary of {vocabulary}")
-
     try:
-        verify_blocks(folder, _content(folder)["sums"], look, progress)
+        written, found = _content(folder)["sums"], block_sums(folder, progress)
+        for name, sums in found.items():
+            if sums != written[name]:
+                raise DamageError(f"{name} is not as it was written")
         shard = _open(folder)
+        if len(shard.input_ids) and not 0 <= shard.input_ids.min() <= shard.input_ids.max() < vocabulary:
+            raise DamageError(f"{IDS_NAME}: ids outside of a vocabulary of {vocabulary}")
     except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, DamageError) as damage:
         shutil.rmtree(folder, ignore_errors=True)  # an incomplete shard would block its successor
         raise DamageError(str(damage)) from damage
@@ -415,9 +370,6 @@ def _content(folder: Path) -> dict[str, Any]:
     content: dict[str, Any] = document["content"]
     if _content_sum(content) != document["checksum"]:
         raise ValueError(f"{SHARD_NAME} is not as it was written")
-    for name in ARRAYS:
-        if len(content["sums"][name]) != num_blocks(content["sizes"][name]):
-            raise ValueError(f"{SHARD_NAME}: not a checksum for each block of {name}")
     return content
 
 
@@ -430,8 +382,6 @@ def _open(folder: Path) -> Shard:
     arrays: dict[str, Any] = {}
     for name, dtype in ARRAYS.items():
         path = folder / name
-        if path.stat().st_size != document["sizes"][name]:
-            raise ValueError(f"{name} has another size than when it was written")
         # As a plain array: slices of numpy's memmap class are slow.
         mapped = np.memmap(path, dtype=dtype, mode="r").view(np.ndarray) if path.stat().st_size else np.empty(0, dtype)
         mapped.flags.writeable = False
