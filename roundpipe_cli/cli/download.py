@@ -81,10 +81,7 @@ def _fetch_for(loaded: LoadedRecipe, *, offline: bool) -> dict[str, Any]:
 def _fetch(model: str, revision: str | None, *, offline: bool, folder: Path | None = None) -> dict[str, Any]:
     from roundpipe_cli.cli.lines import LinePrinter
     from roundpipe_cli.hub.download import find_listing
-    from roundpipe_cli.model.files.quantization import stored_form
     from roundpipe_cli.model.files.source import fetch_configuration, is_hub_model, resolve_model
-    from roundpipe_cli.model.files.supported import check_architecture
-    from roundpipe_cli.model.files.untrusted import read_config
 
     place, tell = folder or Path.cwd(), LinePrinter(1)
     fetched: dict[str, Any] = {"fetched_bytes": 0, "fetched_files": []}
@@ -93,9 +90,6 @@ def _fetch(model: str, revision: str | None, *, offline: bool, folder: Path | No
             listing = find_listing(model, revision, offline=offline, tell=lambda text: tell(Notice(text)))
             fetched = _expected(listing)
             small = fetch_configuration(listing, tell)
-            where, config = str(small / "config.json"), read_config(small)
-            check_architecture(config, name=model, where=where)
-            stored_form(config, where)
             fetched = _announce(listing, small, fetched)
         except UnreachableError:
             pass  # `resolve_model` looks in the cache, and says so
@@ -106,6 +100,16 @@ def _fetch(model: str, revision: str | None, *, offline: bool, folder: Path | No
         "total_bytes": sum(files.values()),
         **fetched,
     }
+
+
+def _check_configuration(name: str, folder: Path) -> None:
+    """Refuse what no run could train, before its weights are fetched. Loads torch."""
+    from roundpipe_cli.cli.output import quiet_libraries
+    from roundpipe_cli.model.files.source import ModelSource
+    from roundpipe_cli.model.load import load_config
+
+    quiet_libraries()
+    load_config(ModelSource(name, folder))
 
 
 def _expected(listing: Listing) -> dict[str, Any]:
@@ -125,6 +129,8 @@ def _announce(listing: Listing, folder: Path, small: dict[str, Any]) -> dict[str
     names = [*small_files(listing), *weights]
     missing, total = missing_files(listing, weights), listing.num_bytes(names)
     left = missing_bytes(listing, weights)
+    if missing:
+        _check_configuration(listing.repository.name, folder)
     say(f"{listing.repository.name} at commit {listing.commit}: {counted(len(names), 'file')}, {format_bytes(total)}")
     here = f"{counted(len(names) - len(missing), 'file')}, {format_bytes(total - left)}"
     say(f"in {folder}; here already: {here}")

@@ -117,11 +117,33 @@ def prove(
                 return replace(proof, unproven=f"that {what} was not compared: the model draws random numbers")
         return proof
     except _PlainFailed as error:
+        _refuse_if_the_engine_fails(reduced, split, weights, error)
         return Proof(0.0, 0.0, f"the model's own forward and backward fail on made-up tokens: {error}")
 
 
 class _PlainFailed(Exception):
     """The model itself cannot compute what it was given."""
+
+
+def _refuse_if_the_engine_fails(
+    reduced: Reduced, split: ModelSplit, weights: Mapping[str, torch.Tensor], error: _PlainFailed
+) -> None:
+    """A model that wants more than text in training, as Molmo 2 does, fails in the engine too.
+
+    Raises:
+        ParityRefusedError: it does.
+    """
+    try:
+        exact = copy.deepcopy(reduced.model).float()
+        _run_engine(exact, split, weights, usual_pieces(reduced.vocab_size), reduced=reduced)
+    except RefusedError as refused:
+        raise ParityRefusedError(
+            "this model cannot be trained on text alone: its own forward and backward fail, and the engine's too",
+            where="model",
+            found=str(error),
+            expected="losses and gradients of made-up tokens",
+            hint="this architecture is not supported; choose another model",
+        ) from refused
 
 
 def _prove(reduced: Reduced, split: ModelSplit, weights: Mapping[str, torch.Tensor]) -> Proof:

@@ -25,14 +25,7 @@ from torch import nn
 
 from roundpipe_cli.model.attention import in_rows
 from roundpipe_cli.model.block_calls import CACHE, BlockCall, install_stubs
-from roundpipe_cli.model.files.supported import (
-    MASK_OF_ONE,
-    NO_MASK,
-    check_mask_bytes,
-    chunk_refusal,
-    packing_refusal,
-    scaled_by_length,
-)
+from roundpipe_cli.model.files.supported import check_mask_bytes, chunk_refusal, packing_refusal, scaled_by_length
 from roundpipe_cli.model.split import ModelSplit, materialised_copy
 
 # Proof that a model keeps packed rows apart, by the arguments of its blocks; other models are refused.
@@ -108,11 +101,11 @@ def _check_masks(index: int, call: BlockCall) -> None:
     visible = (rows[:, None] == rows[None]).tril()
     masks = [tensor for tensor in _tensors([*call.args, *call.kwargs.values()]) if _is_mask(tensor)]
     if not masks:
-        raise packing_refusal(f"block.{index}", NO_MASK)
+        raise packing_refusal(f"block.{index}", "a block that is given no mask for packed rows")
     for mask in masks:
         allowed = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
         if bool((allowed & ~visible).any()):
-            raise packing_refusal(f"block.{index}", MASK_OF_ONE)
+            raise packing_refusal(f"block.{index}", "a mask that lets a row see the row before it")
 
 
 def _is_mask(tensor: torch.Tensor) -> bool:

@@ -21,11 +21,10 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from roundpipe_cli import __version__
-from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.errors import RefusedError, closest
 from roundpipe_cli.files import cache_folder, new_folder, prune_cache, sync
 from roundpipe_cli.model import sink_attention
 from roundpipe_cli.model.files.source import ModelSource
-from roundpipe_cli.model.files.supported import check_architecture, no_decoder, unknown_architecture
 from roundpipe_cli.model.files.untrusted import MAX_TOKENIZER_BYTES, check_file, check_small_files, refusing
 from roundpipe_cli.model.router_loss import WANTED
 from roundpipe_cli.model.stored.quantized_files import stored_in_4bit
@@ -235,18 +234,30 @@ def _load_config(source: ModelSource) -> Any:
     from transformers import CONFIG_MAPPING, AutoConfig
 
     if source.gguf_file is None:
-        raw, file = source.config, str(source.folder / "config.json")
-        check_architecture(raw, name=source.name, where=file)
-        model_type = str(raw.get("model_type", ""))
+        model_type = str(source.config.get("model_type", ""))
         if model_type not in CONFIG_MAPPING:
-            raise unknown_architecture(model_type, file, list(CONFIG_MAPPING))
+            nearest = closest(model_type, list(CONFIG_MAPPING)) if model_type else None
+            upgrade = "pip install -U transformers"
+            raise RefusedError(
+                "unknown architecture",
+                where=f"{source.folder / 'config.json'}: model_type",
+                found=repr(model_type),
+                expected="a model type of the installed transformers",
+                hint=f"did you mean {nearest}? else: {upgrade}" if nearest else upgrade,
+            )
     with refusing("the model's configuration cannot be read", source.name):
         config = AutoConfig.from_pretrained(str(source.folder), trust_remote_code=False, **source.load_arguments)
     stored_in_4bit(source)  # refuses unreadable forms
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # of the files; what is made of them is another matter
     if not is_language_model(config) or is_encoder(config):
-        raise no_decoder(source.name, config.model_type, config.architectures)
+        classes = ", ".join(map(str, config.architectures or ())) or "no architecture named"
+        raise RefusedError(
+            "not a decoder-only language model",
+            where="model",
+            found=f"{source.name}: {config.model_type}, {classes}",
+            expected="a causal language model, for instance Qwen3, Llama, Mistral, Gemma, GPT-OSS",
+        )
     return config
 
 

@@ -16,7 +16,7 @@ from roundpipe_cli.costs.find_model import FoundConfig
 from roundpipe_cli.costs.models import COUNTED_TYPES, Architecture
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.files.quantization import check_stored_in_4bit, is_stored_in_4bit
-from roundpipe_cli.model.files.supported import check_architecture, chunk_refusal, packing_refusal, scaled_by_length
+from roundpipe_cli.model.files.supported import chunk_refusal, packing_refusal, scaled_by_length
 from roundpipe_cli.model.files.untrusted import PICKLES, check_model_folder, find_shards
 from roundpipe_cli.recipe.schema import Recipe
 
@@ -42,10 +42,8 @@ def check_configuration(found: FoundConfig, recipe: Recipe) -> None:
         RefusedError: as there.
     """
     where = found.source if found.folder is None else str(found.folder / "config.json")
-    if found.is_config:
-        check_architecture(found.config, name=found.name, where=where)
-        if is_stored_in_4bit(found.config, where):
-            check_stored_in_4bit(found.name, method=recipe.method, packed_as=recipe.packed_as)
+    if found.is_config and is_stored_in_4bit(found.config, where):
+        check_stored_in_4bit(found.name, method=recipe.method, packed_as=recipe.packed_as)
     check_rows(
         found.config,
         packing=recipe.packs,

@@ -26,7 +26,7 @@ from roundpipe_cli.costs.models import (
 )
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.files.quantization import quantization_settings
-from roundpipe_cli.model.files.untrusted import INDEX_NAME, are_equal, find_shards, read_json, tensor_places
+from roundpipe_cli.model.files.untrusted import INDEX_NAME, are_equal, file_tensors, find_shards, read_json
 from roundpipe_cli.planning.admission import (
     check_configuration,
     check_model,
@@ -104,7 +104,7 @@ def _has_own_head(found: FoundConfig) -> bool:
         except (RefusedError, KeyError):
             return False
         return all(any(pattern.search(str(name)) for name in names) for pattern in (HEAD, EMBEDDING))
-    places = {name: place for path in find_shards(found.folder) for name, place in tensor_places(path).items()}
+    places = file_tensors(find_shards(found.folder))
     heads, tables = ([places[name] for name in places if pattern.search(name)] for pattern in (HEAD, EMBEDDING))
     return bool(heads and tables) and not any(are_equal(head, table) for head in heads for table in tables)
 
@@ -141,9 +141,9 @@ def _stored_count(found: FoundConfig, tied: bool) -> tuple[int | None, str]:
     if found.folder is None or quantization_settings(found.config):
         return None, ""
     if holds_weights(found):
-        places = [(n, place) for path in find_shards(found.folder) for n, place in tensor_places(path).items()]
+        places = file_tensors(find_shards(found.folder))
         # some files hold a shared matrix under both names
-        count = sum(math.prod(place.shape) for name, place in places if not (tied and HEAD.search(name)))
+        count = sum(math.prod(place.shape) for name, place in places.items() if not (tied and HEAD.search(name)))
         if not count:
             raise RefusedError(
                 "the model's files hold no weights",

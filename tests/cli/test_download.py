@@ -27,8 +27,17 @@ from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import Fetching
 from roundpipe_cli.hub.ask import Repository
 from roundpipe_cli.hub.download import Listing, RemoteFile, fetch_files
-from tests.support.e2e import Outcome, child_environment, command_line, fresh, make_model, write_recipe, write_rows
-from tests.support.model_hub import COMMIT, OTHER_COMMIT, ModelHub, folder_files, model_hub
+from tests.support.e2e import (
+    Outcome,
+    child_environment,
+    command_line,
+    fresh,
+    launch,
+    make_model,
+    write_recipe,
+    write_rows,
+)
+from tests.support.model_hub import COMMIT, OTHER_COMMIT, ModelHub, folder_files, model_hub, read_hub_settings_again
 from tests.support.tiny import tiny_config
 
 NAME = "me/tiny"
@@ -78,7 +87,8 @@ def settings(hub: ModelHub, cache: Path, **others: str) -> dict[str, str]:
 
 def download(hub: ModelHub, folder: Path, *words: str, **others: str) -> Outcome:
     words = words if words and not words[0].startswith("-") else (NAME, *words)
-    return fresh(folder, "download", *words, environment=settings(hub, folder / "cache", **others))
+    environment = settings(hub, folder / "cache", **others)
+    return launch(folder, "download", *words, environment=environment, before=read_hub_settings_again).finish()
 
 
 def workspace(folder: Path, **changes: Any) -> Path:

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from roundpipe_cli.engine.parity import prove
+from roundpipe_cli.engine.parity import ParityRefusedError, prove
 from roundpipe_cli.model.load import build_skeleton
 from roundpipe_cli.model.lora import LoraSettings, add_lora
 from roundpipe_cli.model.split import split_model
 from roundpipe_cli.model.weights_io import save_model
 from tests.support.every_type import GENERIC, TINY_VISION, tiny_config_of
 from tests.support.versions import at_least
+from tests.support.wrappers import tiny_wrapper, wrapper_types
 
 QWEN_VISION = {
     "depth": 1,
@@ -77,6 +78,16 @@ def test_the_language_model_is_found_and_trained(model_type: str, method: str) -
     assert all(name.startswith(split.blocks_path) for name in adapted) or method == "full"
     proof = prove(model, split)
     assert proof.unproven == "" and max(proof.loss_error, proof.gradient_error) < 1e-5
+
+
+def test_a_model_that_wants_more_than_text_in_training_is_refused_by_the_proof() -> None:
+    """Molmo 2 runs on text alone in evaluation, where it is split; its first step ended in an internal error."""
+    if "molmo2" not in wrapper_types():
+        pytest.skip("a release of transformers without it")
+    model = build_skeleton(tiny_wrapper("molmo2"), torch.float32)
+    with pytest.raises(ParityRefusedError, match="cannot be trained on text alone") as caught:
+        prove(model, split_model(model))
+    assert "mm_token_type_ids" in str(caught.value) and caught.value.exit_code == 2
 
 
 @pytest.mark.parametrize("model_type", sorted(FAMILIES))

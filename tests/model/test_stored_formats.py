@@ -271,14 +271,15 @@ def test_quantised_experts_are_fused(tmp_path: Path, name: str) -> None:
 
 def test_fused_experts_in_fp8(tmp_path: Path) -> None:
     """Some checkpoints hold all experts of a layer in one tensor, with a scale grid for each."""
+    from roundpipe_cli.model.files.untrusted import file_tensors
     from roundpipe_cli.model.stored.formats import in_8bit
-    from roundpipe_cli.model.stored.tensors import OpenFiles, find_file_tensors
+    from roundpipe_cli.model.stored.tensors import OpenFiles
 
     generator = torch.Generator().manual_seed(0)
     codes = torch.randn(3, 40, 24, generator=generator).to(torch.float8_e4m3fn)
     scale = scales_of((3, 5, 3), generator)
     save_file({"w": codes, "s": scale}, tmp_path / "model.safetensors")
-    pieces = find_file_tensors(tmp_path)
+    pieces = file_tensors([tmp_path / "model.safetensors"])
     with OpenFiles() as files:
         whole = in_8bit(pieces["w"], pieces["s"], torch.float32, (8, 8)).read(files)
     for expert in range(3):

@@ -18,7 +18,6 @@ from roundpipe_cli.cli.plan import plan_document, plan_text
 from roundpipe_cli.costs.models import COUNTED_TYPES, MAX_COUNT_ERROR, is_counted_exactly, parse_config
 from roundpipe_cli.errors import RecipeError, RefusedError
 from roundpipe_cli.model.files.source import ModelSource, resolve_model
-from roundpipe_cli.model.files.supported import model_types
 from roundpipe_cli.model.load import load_config
 from roundpipe_cli.planning.admission import check_rows
 from roundpipe_cli.planning.predict import make_plan
@@ -180,22 +179,6 @@ def test_hybrid_models_of_attention_alone_may_be_packed() -> None:
     check_rows(config, packing=False, chunks=False, max_seq_length=64)
     with pytest.raises(RefusedError, match="in chunks"):
         check_rows(config, packing=False, chunks=True, max_seq_length=64)
-
-
-def test_the_tables_of_transformers_are_read_without_importing_it() -> None:
-    from transformers import CONFIG_MAPPING
-    from transformers.models.auto.modeling_auto import (
-        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-        MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-    )
-
-    types = model_types()
-    assert types is not None
-    assert types.known.keys() == set(CONFIG_MAPPING)
-    assert types.causal.keys() == set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-    assert types.multimodal.keys() == set(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
-    assert types.masked.keys() == set(MODEL_FOR_MASKED_LM_MAPPING_NAMES)
 
 
 # --- parameter counts -----------------------------------------------------------------------------------------------

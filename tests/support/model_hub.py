@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import threading
 import time
@@ -13,6 +14,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
+
+import huggingface_hub
 
 COMMIT, OTHER_COMMIT = "a" * 40, "b" * 40
 
@@ -192,3 +195,8 @@ def model_hub(name: str, files: dict[str, bytes]) -> Iterator[ModelHub]:
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+def read_hub_settings_again() -> None:
+    """For a process forked from one that has loaded the hub's library, which reads the variables when it is loaded."""
+    importlib.reload(huggingface_hub.constants)

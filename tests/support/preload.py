@@ -25,5 +25,4 @@ for name in MODULES:
         importlib.import_module(name)
 with contextlib.suppress(ImportError, AttributeError):  # a table that is built once a process, in a quarter of a second
     importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("llama")
-importlib.import_module("roundpipe_cli.model.files.supported").model_types()
 gc.freeze()  # a collection in a fork would otherwise write to, and so copy, every page

@@ -22,14 +22,12 @@ import torch
 from torch import nn
 
 from roundpipe_cli.model.files.quantization import COMPRESSED, quantization_settings, stored_form
-from roundpipe_cli.model.files.untrusted import are_equal, read_config, tensor_places
+from roundpipe_cli.model.files.untrusted import FileTensor, are_equal, file_tensors, find_shards, read_config
 from roundpipe_cli.model.stored.conversions import find_targets
 from roundpipe_cli.model.stored.quantized_files import find_nf4
 from roundpipe_cli.model.stored.tensors import (
-    FileTensor,
     OpenFiles,
     StoredTensor,
-    find_file_tensors,
     own_shapes,
     plain,
     tied_names,
@@ -185,7 +183,7 @@ def in_8bit(
 ) -> StoredTensor:
     """A weight of codes and scales; [experts, rows, columns] or [rows, columns]."""
     two_a_byte = codes.dtype == "I8" and not is_int
-    shape = torch.Size((*codes.shape[:-1], 2 * codes.shape[-1])) if two_a_byte else codes.shape
+    shape = torch.Size((*codes.shape[:-1], 2 * codes.shape[-1])) if two_a_byte else torch.Size(codes.shape)
     parts = {"codes": codes, "scale": scale, **({} if zero_point is None else {"zero_point": zero_point})}
     return StoredTensor(parts, shape, dtype, partial(_unpack_fp8, shape=shape, block=block, is_int=is_int))
 
@@ -430,7 +428,7 @@ def find_stored(folder: Path, dtype: torch.dtype) -> dict[str, StoredTensor]:
         RefusedError: the files are quantised in a form that cannot be read, or cannot be read at all.
     """
     config = read_config(folder)
-    pieces = find_file_tensors(folder)
+    pieces = file_tensors(find_shards(folder))
     form = stored_form(config, str(folder / "config.json"))
     if form is None:
         return {name: plain(piece) for name, piece in pieces.items()}
@@ -501,7 +499,7 @@ def _are_equal(first: StoredTensor, second: StoredTensor) -> bool:
     if first.is_quantized or second.is_quantized:
         return False
     one, other = (weight.pieces[""] for weight in (first, second))
-    return are_equal(tensor_places(one.path)[one.key], tensor_places(other.path)[other.key])
+    return are_equal(one, other)
 
 
 def _configs_above(model: nn.Module, names: list[str]) -> Iterator[Any]:

@@ -24,8 +24,9 @@ from roundpipe_cli.choices import WEIGHTS_PER_SCALE
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.files.quantization import WHAT_WORKS, is_stored_in_4bit
 from roundpipe_cli.model.files.source import ModelSource
+from roundpipe_cli.model.files.untrusted import FileTensor
 from roundpipe_cli.model.stored.packed_weights import dequantize, import_bitsandbytes, packed_bytes, put_packed
-from roundpipe_cli.model.stored.tensors import FileTensor, OpenFiles, StoredTensor
+from roundpipe_cli.model.stored.tensors import OpenFiles, StoredTensor
 
 STATE = "quant_state.bitsandbytes__nf4"
 PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map", STATE)
@@ -116,7 +117,7 @@ def find_nf4(
         for key in [key.removesuffix(f".{STATE}") for key in pieces if key.endswith(f".{STATE}")]:
             if key in pieces:
                 parts = {part: pieces[f"{key}.{part}"] for part in PARTS if f"{key}.{part}" in pieces}
-                shape, own = _described(files.tensor(parts[STATE])) or (pieces[key].shape, dtype)
+                shape, own = _described(files.tensor(parts[STATE])) or (torch.Size(pieces[key].shape), dtype)
                 found[key] = StoredTensor({"codes": pieces[key], **parts}, shape, own, _dequantize_nf4)
     return found
 

@@ -7,7 +7,7 @@ has in the unquantised checkpoint, so that whatever comes after need not know ho
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.model.files.untrusted import check_file, check_header, find_shards
+from roundpipe_cli.model.files.untrusted import FileTensor
 
 # Names of a model's weights: without what adapters put around them, and with those that share one tensor.
 
@@ -58,7 +58,8 @@ def own_shapes(model: nn.Module) -> dict[str, torch.Size]:
 DTYPES = {
     **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
     **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu},
-    **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8},
+    **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8},
+    **{"U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8},
     **{"BOOL": torch.bool, "F4": torch.float4_e2m1fn_x2},
 }
 """Names in the header of a safetensors file; of other types nothing is read here."""
@@ -71,32 +72,6 @@ FINITE_CHECK_ELEMENTS = 2**20
 
 Unpack = Callable[[Mapping[str, torch.Tensor], torch.dtype], torch.Tensor]
 """Takes the tensors of a quantised weight by their role, and the type to return."""
-
-
-@dataclass(frozen=True, slots=True)
-class FileTensor:
-    """One tensor of the files."""
-
-    path: Path
-    key: str
-    shape: torch.Size
-    dtype: str
-    """Type as in the header, such as `BF16`."""
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        """
-        Raises:
-            RefusedError: torch has no such type.
-        """
-        if self.dtype not in DTYPES:
-            raise RefusedError(
-                "a tensor of the files has a type that cannot be read",
-                where=f"{self.path}: {self.key}",
-                found=self.dtype,
-                expected=", ".join(DTYPES),
-            )
-        return DTYPES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +127,19 @@ def turned(weight: StoredTensor) -> StoredTensor:
 
 
 def plain(piece: FileTensor) -> StoredTensor:
-    """A weight that is one tensor of the files."""
-    return StoredTensor({"": piece}, piece.shape, piece.torch_dtype)
+    """A weight that is one tensor of the files.
+
+    Raises:
+        RefusedError: torch has no such type.
+    """
+    if piece.dtype not in DTYPES:
+        raise RefusedError(
+            "a tensor of the files has a type that cannot be read",
+            where=f"{piece.path}: {piece.key}",
+            found=piece.dtype,
+            expected=", ".join(DTYPES),
+        )
+    return StoredTensor({"": piece}, torch.Size(piece.shape), DTYPES[piece.dtype])
 
 
 def check_finite(values: torch.Tensor, dtype: torch.dtype, where: str) -> None:
@@ -217,23 +203,3 @@ def open_shard(path: Path) -> Any:
         return safe_open(str(path), framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
         raise RefusedError("a file of the weights cannot be read", where=str(path), found=str(error)) from error
-
-
-def find_file_tensors(folder: Path) -> dict[str, FileTensor]:
-    """Name -> tensor of a model folder's safetensors files.
-
-    Raises:
-        RefusedError: an index or a file that cannot be read.
-    """
-    shards = find_shards(folder)
-    for path in shards:
-        check_file(path, None)
-        check_header(path)
-    return {piece.key: piece for path in shards for piece in _pieces_of(path)}
-
-
-def _pieces_of(path: Path) -> Iterable[FileTensor]:
-    with open_shard(path) as file:
-        for key in file.keys():  # noqa: SIM118 - the handle is no mapping
-            view = file.get_slice(key)
-            yield FileTensor(path, key, torch.Size(view.get_shape()), view.get_dtype())
