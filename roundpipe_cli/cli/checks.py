@@ -291,8 +291,8 @@ def _host_layout() -> Iterator[Check]:
     if layout.gives_huge_pages:
         yield Check("large pages", "good", f"of 2 MiB, given to weights ({layout.huge_pages})")
     elif layout.huge_pages is not None:
-        found = f"of 2 MiB, not given to shared memory ({layout.huge_pages}); updates of full fine-tuning are slower"
-        yield Check("large pages", "note", found, f"as root, until the next start: echo advise > {SYS / SWITCH}")
+        found = f"of 2 MiB, not given ({layout.huge_pages}); updates of full fine-tuning are slower"
+        yield Check("large pages", "note", found, f"as root, until the next start: echo madvise > {SYS / SWITCH}")
 
 
 def _disk() -> Iterator[Check]:

@@ -137,14 +137,11 @@ def _half(there: str, missing: str) -> RefusedError:
     )
 
 
-# Layout of the host's memory: NUMA nodes, and pages of 2 MiB for shared memory.
-#
-# Weights lie in shared anonymous memory (a fork must not take page-locked pages away), for which the system has a
-# switch of its own.
+# Layout of the host's memory: NUMA nodes, and pages of 2 MiB for memory that asks for them.
 
 SYS = Path("/sys")
 NODES = "devices/system/node"
-SWITCH = "kernel/mm/transparent_hugepage/shmem_enabled"
+SWITCH = "kernel/mm/transparent_hugepage/enabled"
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,12 +151,12 @@ class HostLayout:
     nodes: tuple[int, ...]
     """NUMA nodes that have memory; one or none where the system does not tell."""
     huge_pages: str | None
-    """always, within_size, advise, never, deny or force; None: the system has no such switch."""
+    """always, madvise or never; None: the system has no such switch."""
 
     @property
     def gives_huge_pages(self) -> bool:
         """Whether memory that asks for pages of 2 MiB gets them."""
-        return self.huge_pages in ("always", "within_size", "advise", "force")
+        return self.huge_pages in ("always", "madvise")
 
 
 def host_layout(system: Path = SYS) -> HostLayout:

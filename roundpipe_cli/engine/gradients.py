@@ -15,15 +15,18 @@ from functools import partial
 
 import torch
 
-from roundpipe_cli.engine.backends.base import set_own_threads
 from roundpipe_cli.engine.dispatch.decisions import Progress
 from roundpipe_cli.engine.options import OnGradient
-from roundpipe_cli.engine.weights import WeightStore
+from roundpipe_cli.engine.weights import WeightStore, own_scratch
 from roundpipe_cli.model.block_calls import EmbedGradient
 from roundpipe_cli.model.layout import LayerLayout
 
 SQUARED_ELEMENTS = 1 << 22
-"""Elements whose squares are summed at a time: torch first makes a float64 copy of them, twice as large."""
+"""Elements whose squares are summed in one row, as float64, which takes twice their memory. Decides bits."""
+SQUARED_ROWS = 4
+"""Most rows at a time, each by a thread: more threads than that wait for memory."""
+ADDED_ELEMENTS = 1 << 18
+"""Elements that are added at a time where a gradient and its sum differ in type: they stay in the caches."""
 
 GradientParts = list[tuple[int, torch.Tensor]]
 """(index of the parameter, its gradient), in the order of addition."""
@@ -86,7 +89,7 @@ class GradientFold:
                 turn = self._waiting.pop(self._next)
             views = self.begin()
             for index, gradient in turn:
-                views[index].add_(gradient)
+                add_to(views[index], gradient)
             with self._progress.condition:
                 self._next += 1
         self._progress.moved()
@@ -166,16 +169,13 @@ class StepGradients:
                 touched.add(layer)
                 target = store.gradient(item.name, step)
                 if item.token_ids is None:
-                    target.add_(item.gradient)
+                    add_to(target, item.gradient)
                 else:  # ids are distinct, so the order of additions is fixed
                     target.index_add_(0, item.token_ids, item.gradient.float())
-        threads = torch.get_num_threads()
-        set_own_threads(1)  # a sum over several threads would depend on their number
         for layer in touched:
             fold = self.folds[layer]
             assert fold is not None
             self._square_sums[layer] = square_sum(fold.flat)
-        set_own_threads(threads)
 
 
 @dataclass(frozen=True)
@@ -201,9 +201,37 @@ class Leaving:
         return [(index, piece.view(shape)) for (index, shape), piece in zip(self.shapes, pieces, strict=True)]
 
 
+def add_to(total: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Add `gradient` to the float32 `total` of the same shape.
+
+    On the host torch would first make a float32 copy of the whole gradient, on pages that the system has to clear.
+    """
+    if gradient.dtype == total.dtype or total.device.type != "cpu":
+        total.add_(gradient)
+        return
+    if total.is_contiguous() and gradient.is_contiguous():
+        total, gradient = total.view(-1), gradient.view(-1)
+    if total.numel() <= ADDED_ELEMENTS:
+        total.add_(own_scratch(total.numel(), total.dtype).view(total.shape).copy_(gradient))
+        return
+    num_rows = max(1, ADDED_ELEMENTS * len(total) // total.numel())
+    for part, added in zip(total.split(num_rows), gradient.split(num_rows), strict=True):
+        if num_rows == 1:
+            part, added = part[0], added[0]
+        add_to(part, added)
+
+
 def square_sum(flat: torch.Tensor) -> torch.Tensor:
-    """Sum of squares in float64, a 0-dim tensor on `flat`'s device."""
-    if flat.numel() <= SQUARED_ELEMENTS:
-        norm: torch.Tensor = torch.linalg.vector_norm(flat, 2, dtype=torch.float64)
-        return norm.square()
-    return torch.stack([square_sum(piece) for piece in flat.split(SQUARED_ELEMENTS)]).sum()
+    """Sum of squares in float64, a 0-dim tensor on `flat`'s device. The number of threads does not change its bits."""
+    if flat.device.type != "cpu":
+        norms = [torch.linalg.vector_norm(row, 2, dtype=torch.float64)[None] for row in flat.split(SQUARED_ELEMENTS)]
+        return torch.cat(norms).square().sum()
+    num_whole = flat.numel() // SQUARED_ELEMENTS * SQUARED_ELEMENTS
+    num_rows = max(1, min(SQUARED_ROWS, torch.get_num_threads(), num_whole // SQUARED_ELEMENTS))
+    norms = []
+    for part in (*flat[:num_whole].split(num_rows * SQUARED_ELEMENTS), flat[num_whole:]):
+        if part.numel():
+            rows = part.view(-1, min(SQUARED_ELEMENTS, part.numel()))
+            wide = own_scratch(part.numel(), torch.float64).view(rows.shape).copy_(rows)
+            norms.append(torch.linalg.vector_norm(wide, 2, dim=1))
+    return torch.cat(norms).square().sum()

@@ -17,7 +17,7 @@ from torch import nn
 from roundpipe_cli.costs.cost import StageRange
 from roundpipe_cli.engine.backends.base import Backend, DeviceEvent
 from roundpipe_cli.engine.carrier import BoundaryKind, MicrobatchState, SequenceChunk
-from roundpipe_cli.engine.gradients import GradientParts, Leaving, square_sum
+from roundpipe_cli.engine.gradients import GradientParts, Leaving, add_to, square_sum
 from roundpipe_cli.engine.prepared import Scoring, StepContext
 from roundpipe_cli.engine.program import layer_range
 from roundpipe_cli.engine.trained import TrainedLayers, weights_found_again
@@ -77,7 +77,7 @@ class BlockSequence:
         """Add the gradients of `before` that a chunk's backward has made."""
         for total, gradient in zip(self.gradients, gradients, strict=True):
             if gradient is not None:
-                total[: chunk.start].add_(gradient.permute(2, 0, 1, 3))
+                add_to(total[: chunk.start], gradient.permute(2, 0, 1, 3))
 
     def waiting(self, chunk: SequenceChunk, own: KeyValues) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """A chunk's own keys and values, each with the gradient that later chunks have made for it."""
@@ -177,7 +177,7 @@ class GradientCollector:
             if on_host and not leaves and self._backend.device.type != "cpu":
                 gradient = gradient.cpu()
             if sums:
-                sums[index].add_(gradient)
+                add_to(sums[index], gradient)
             else:
                 parts.append((index, gradient))
 

@@ -20,6 +20,7 @@ import mmap
 import os
 import platform
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -34,6 +35,9 @@ from roundpipe_cli.model.stored.packed_weights import dequantize
 from roundpipe_cli.model.stored.quantized_files import PackedWeight
 
 # The host's memory: large buffers over all NUMA nodes, on pages of 2 MiB where the system gives them; one heap.
+#
+# Buffers are private to this process. A forked child does not get them: its parent, which writes them on, would be
+# given copies of their pages, and lose those that are page-locked.
 #
 # A buffer on one node would be read over the link between two processors by half of the GPUs and of the updates. Large
 # pages make updates faster, which go through all weights, masters and moments (scripts/README.md has a figure).
@@ -58,10 +62,19 @@ def layout() -> HostLayout:
     return host_layout()
 
 
-def spread_over_nodes(buffer: mmap.mmap) -> None:
-    """Ask for pages on all nodes and of 2 MiB, before the buffer is first written. A refusal changes no bit."""
-    if len(buffer) < LEAST_BYTES:
-        return
+def page_aligned(num_bytes: int) -> torch.Tensor:
+    """A zeroed buffer at a page border, exact size, as a uint8 tensor [num_bytes]; forked children do not have it."""
+    if num_bytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    buffer = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    buffer.madvise(mmap.MADV_DONTFORK)
+    if num_bytes >= LEAST_BYTES:
+        _place(buffer)
+    return torch.frombuffer(buffer, dtype=torch.uint8)
+
+
+def _place(buffer: mmap.mmap) -> None:
+    """Ask for pages of 2 MiB on all nodes, before the buffer is first written. A refusal changes no bit."""
     if layout().gives_huge_pages:
         with suppress(OSError):
             buffer.madvise(mmap.MADV_HUGEPAGE)
@@ -69,13 +82,20 @@ def spread_over_nodes(buffer: mmap.mmap) -> None:
         interleave(ctypes.addressof(ctypes.c_char.from_buffer(buffer)), len(buffer), layout().nodes)
 
 
-def page_aligned(num_bytes: int) -> torch.Tensor:
-    """An anonymous zeroed buffer at a page border, exact size, as a uint8 tensor [num_bytes]."""
-    if num_bytes == 0:
-        return torch.empty(0, dtype=torch.uint8)
-    buffer = mmap.mmap(-1, num_bytes)
-    spread_over_nodes(buffer)
-    return torch.frombuffer(buffer, dtype=torch.uint8)
+_OWN = threading.local()
+
+
+def own_scratch(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+    """Memory of the calling thread, [num_elements], which the thread's next call with this dtype gives away again.
+
+    Memory that is asked for anew each time has pages that the system must clear first, which takes longer than most
+    arithmetic on them (scripts/README.md has figures).
+    """
+    held: dict[torch.dtype, torch.Tensor] = _OWN.__dict__
+    if dtype not in held or held[dtype].numel() < num_elements:
+        held.pop(dtype, None)
+        held[dtype] = page_aligned(num_elements * dtype.itemsize).view(dtype)
+    return held[dtype][:num_elements]
 
 
 def interleave(address: int, num_bytes: int, nodes: tuple[int, ...]) -> bool:

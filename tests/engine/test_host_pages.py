@@ -9,6 +9,7 @@ import os
 import platform
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,8 @@ import torch
 from roundpipe_cli.cli import checks
 from roundpipe_cli.costs.machine import NODES, SWITCH, HostLayout, host_layout
 from roundpipe_cli.engine import weights
+from roundpipe_cli.train.optim.optimizer import AdamW, HostOptimizer
+from tests.support.tiny import make_rig
 
 
 def fake_system(folder: Path, memory: str | None, huge: str | None, online: str = "0") -> Path:
@@ -33,8 +36,8 @@ def fake_system(folder: Path, memory: str | None, huge: str | None, online: str 
 @pytest.mark.parametrize(
     ("memory", "huge", "expected", "gives"),
     [
-        ("0-1", "always within_size [advise] never deny force", HostLayout((0, 1), "advise"), True),
-        ("0,2-3", "always within_size advise [never] deny force", HostLayout((0, 2, 3), "never"), False),
+        ("0-1", "always [madvise] never", HostLayout((0, 1), "madvise"), True),
+        ("0,2-3", "always madvise [never]", HostLayout((0, 2, 3), "never"), False),
         (None, None, HostLayout((0,), None), False),
         ("", "garbage", HostLayout((0,), None), False),
         ("0-x", "[always]", HostLayout((), "always"), True),
@@ -53,12 +56,60 @@ def test_a_system_that_says_nothing(tmp_path: Path) -> None:
 
 def test_large_buffers_ask_and_small_ones_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[int, tuple[int, ...]]] = []
-    monkeypatch.setattr(weights, "layout", lambda: HostLayout((0, 1), "advise"))
+    monkeypatch.setattr(weights, "layout", lambda: HostLayout((0, 1), "madvise"))
     monkeypatch.setattr(weights, "interleave", lambda address, size, nodes: asked.append((size, nodes)))
     large, small = weights.page_aligned(weights.LEAST_BYTES + 5), weights.page_aligned(4096)
     assert asked == [(weights.LEAST_BYTES + 5, (0, 1))]
     assert large.nbytes == weights.LEAST_BYTES + 5 and not large.any() and not small.any()
     assert large.data_ptr() % mmap.PAGESIZE == 0 and weights.page_aligned(0).nbytes == 0
+
+
+def mapping_of(tensor: torch.Tensor) -> dict[str, str]:
+    """What `/proc/self/smaps` says of the memory that a tensor lies in; empty where the system does not tell."""
+    with suppress(OSError):
+        found: dict[str, str] = {}
+        for line in Path("/proc/self/smaps").read_text().splitlines():
+            first, _, rest = line.partition(" ")
+            if first.endswith(":"):
+                found[first] = rest.strip()
+            elif "VmFlags:" in found and int(found["begin"], 16) <= tensor.data_ptr() < int(found["end"], 16):
+                break
+            else:
+                begin, end = first.split("-")
+                found = {"begin": begin, "end": end, "rights": rest.split()[0]}
+        return found
+    return {}
+
+
+def test_buffers_are_private_and_get_large_pages() -> None:
+    """They were shared, and an ordinary system gives no pages of 2 MiB to shared memory."""
+    if not mapping_of(torch.zeros(1)) or not host_layout().gives_huge_pages:
+        pytest.skip("the system has no pages of 2 MiB, or does not tell")
+    rig = make_rig("llama", "full", dtype=torch.bfloat16, vocab_size=32_768, num_hidden_layers=1)
+    moments = HostOptimizer(rig.store, AdamW()).moments_of(0)
+    large = [rig.store.masters[0], rig.store.gradients[0], rig.store.buffers[0], moments[0][1]]
+    for tensor in large:
+        assert tensor.nbytes >= 2 * weights.LEAST_BYTES
+        tensor.view(torch.uint8).fill_(1)
+        found = mapping_of(tensor)
+        assert found["rights"].endswith("p") and {"hg", "dc"} <= set(found["VmFlags:"].split())
+        assert int(found["AnonHugePages:"].split()[0]) >= 2048
+
+
+def test_a_forked_child_takes_no_pages_away() -> None:
+    """A child would share a private page until its parent, not the child, is given a copy on the next write."""
+    tensor = weights.page_aligned(weights.LEAST_BYTES)
+    tensor.fill_(1)
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if not mapped_at(tensor.data_ptr()) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0 and mapped_at(tensor.data_ptr())
+
+
+def mapped_at(address: int) -> bool:
+    """Whether this process has memory at `address`."""
+    pairs = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
+    return any(int(begin, 16) <= address < int(end, 16) for begin, end in pairs)
 
 
 @pytest.mark.skipif(0 not in host_layout().nodes, reason="the system does not tell its nodes")
@@ -79,7 +130,7 @@ def test_other_machines_are_left_as_they_are(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("layout", "expected"),
     [
-        (HostLayout((0, 1), "advise"), {"memory nodes": "good", "large pages": "good"}),
+        (HostLayout((0, 1), "madvise"), {"memory nodes": "good", "large pages": "good"}),
         (HostLayout((0,), "never"), {"large pages": "note"}),
         (HostLayout((), None), {}),
     ],
@@ -90,7 +141,7 @@ def test_doctor_says_what_it_found(
     monkeypatch.setattr(checks, "host_layout", lambda: layout)
     found = list(checks._host_layout())
     assert {check.name: check.state for check in found} == expected
-    assert all(check.fix and "echo advise" in check.fix for check in found if check.state == "note")
+    assert all(check.fix and "echo madvise" in check.fix for check in found if check.state == "note")
 
 
 HEAP_PROGRAM = """

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from transformers import Trainer
@@ -132,3 +135,23 @@ def test_bytes_of_the_moments() -> None:
     rig = make_rig("llama", "lora")
     elements = sum(layout.num_trainable_elements for layout in rig.store.layouts)
     assert HostOptimizer(rig.store).num_bytes == 8 * elements
+
+
+def test_an_update_in_8_bit_needs_little_memory() -> None:
+    """bitsandbytes' temporaries take 20 bytes an element: 12 GB for an embedding of 622M parameters."""
+    pytest.importorskip("bitsandbytes")
+    code = (
+        "import resource, torch\n"
+        "from roundpipe_cli.train.optim.optimizer import AdamW8, RuleSettings\n"
+        "def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "rule = AdamW8.of(RuleSettings())\n"
+        "def update(count):\n"
+        "    state = {name: torch.zeros_like(like) for name, like in rule.make_state(torch.Size([count])).items()}\n"
+        "    values = torch.ones(count)\n"
+        "    before = peak()\n"
+        "    rule.update(values, values, state, 1e-3, number=1, salt=0)\n"
+        "    return peak() - before\n"
+        "torch.set_num_threads(1); update(100_000); print(update(4_000_000))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 20_000, "KiB"

@@ -5,6 +5,7 @@ Equal to the library's own optimizer on float32 masters. Padding between paramet
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -16,7 +17,7 @@ from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from roundpipe_cli.choices import OptimizerName
-from roundpipe_cli.engine.weights import LayerUpdate, WeightStore, page_aligned
+from roundpipe_cli.engine.weights import LayerUpdate, WeightStore, own_scratch, page_aligned
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.stored.packed_weights import import_bitsandbytes
 from roundpipe_cli.recipe.schema import Recipe
@@ -33,6 +34,14 @@ SCALE_ELEMENTS = 256
 MIN_8BIT_ELEMENTS = 4096
 """Smaller parameters keep float32 moments, as in bitsandbytes."""
 NOISE_ELEMENTS = 2**20
+PART_ELEMENTS = 2**18
+"""Elements for each thread that an update with temporaries takes at a time: they stay in the caches."""
+
+
+def _parts(num_elements: int) -> Iterator[slice]:
+    """Consecutive parts of a flat tensor. A part begins where a scale of `SCALE_ELEMENTS` does."""
+    step = PART_ELEMENTS * torch.get_num_threads()
+    return (slice(start, min(start + step, num_elements)) for start in range(0, num_elements, step))
 
 
 class UpdateRule(Protocol):
@@ -147,24 +156,25 @@ class AdamW16(AdamW):
         number: int,
         salt: int,
     ) -> None:
-        moment, square_moment = state["exp_avg"].float(), state["exp_avg_sq"].float()
-        self._update(values, gradient, moment, square_moment, learning_rate=learning_rate, number=number)
-        state["exp_avg"].copy_(moment)
-        bits = square_moment.view(torch.int32)
-        start = (number * 1_000_003 + salt * 7_919) % NOISE_ELEMENTS
-        bits.add_(_noise()[start : start + bits.numel()]).bitwise_and_(-65536)
-        state["exp_avg_sq"].copy_(square_moment)
+        noise = _noise()[(number * 1_000_003 + salt * 7_919) % NOISE_ELEMENTS :]
+        for part in _parts(values.numel()):
+            kept = state["exp_avg"][part], state["exp_avg_sq"][part]
+            moment, square_moment = own_scratch(2 * len(kept[0]), torch.float32).view(2, -1)
+            moment.copy_(kept[0])
+            square_moment.copy_(kept[1])
+            self._update(
+                values[part], gradient[part], moment, square_moment, learning_rate=learning_rate, number=number
+            )
+            kept[0].copy_(moment)
+            square_moment.view(torch.int32).add_(noise[part]).bitwise_and_(-65536)
+            kept[1].copy_(square_moment)
 
 
-_NOISE: list[torch.Tensor] = []
-
-
+@functools.cache
 def _noise() -> torch.Tensor:
     """int32 [2 * NOISE_ELEMENTS] of 16 random bits, the same in every process."""
-    if not _NOISE:
-        generator = torch.Generator().manual_seed(0)
-        _NOISE.append(torch.randint(2**16, (NOISE_ELEMENTS,), generator=generator, dtype=torch.int32).repeat(2))
-    return _NOISE[0]
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(2**16, (NOISE_ELEMENTS,), generator=generator, dtype=torch.int32).repeat(2)
 
 
 @dataclass(frozen=True)
@@ -211,19 +221,29 @@ class AdamW8(AdamW):
         salt: int,
     ) -> None:
         functional: Any = import_bitsandbytes().functional
-        moment, square_moment = state["state1"], state["state2"]
+        moment, square_moment = state["state1"].view(-1), state["state2"].view(-1)
+        gradient, values = gradient.view(-1), values.view(-1)
         (beta1, beta2), eps, decay = self.betas, self.eps, self.weight_decay
         if "absmax1" not in state:
             first = (moment, beta1, eps, number, learning_rate)
             second = (square_moment, beta2, 0.0, 0.0, decay)
             functional.optimizer_update_32bit("adam", gradient, values, *first, *second, 1.0, None, max_unorm=0.0)
             return
-        maps = [functional.create_dynamic_map(signed=signed) for signed in (True, False)]
-        scales = state["absmax1"], state["absmax2"]
         numbers = (beta1, beta2, 0.0, 0.0, eps, number, learning_rate)
-        functional.optimizer_update_8bit_blockwise(
-            "adam", gradient, values, moment, square_moment, *numbers, *maps, *scales, decay, gnorm_scale=1.0
-        )
+        for part in _parts(values.numel()):  # its temporaries take 20 bytes an element
+            moments = moment[part], square_moment[part]
+            rows = slice(part.start // SCALE_ELEMENTS, -(-part.stop // SCALE_ELEMENTS))
+            others = (*numbers, *_maps(), state["absmax1"][rows], state["absmax2"][rows], decay)
+            functional.optimizer_update_8bit_blockwise(
+                "adam", gradient[part], values[part], *moments, *others, gnorm_scale=1.0
+            )
+
+
+@functools.cache
+def _maps() -> tuple[torch.Tensor, torch.Tensor]:
+    """bitsandbytes' codes of numbers with and without a sign, float32 [256]."""
+    functional: Any = import_bitsandbytes().functional
+    return functional.create_dynamic_map(signed=True), functional.create_dynamic_map(signed=False)
 
 
 @dataclass(frozen=True)
