@@ -213,17 +213,23 @@ def _gradient_bytes(
     backward_stages: Sequence[StageRange],
 ) -> int:
     """Gradient of the largest weight, which exists whole before it is added to its sum, as far as it needs more than
-    the largest activations and the head's chunk, which are counted together: of the head's matrix beside its chunk and
-    the activations of the head's stage, of a block's beside those of another."""
+    the largest activations and the head's chunk, which are counted together: of the head's matrix beside its chunk, the
+    sum over its microbatch's chunks and the activations of the head's stage, of a block's beside those of another."""
     head, chunk = len(costs.layers) - 1, costs.layers[-1].activation_bytes
     counted = _activations(costs.layers, settings, hardware, backward_stages) + chunk
     needed = 0
     for stage in backward_stages:
         activations = _activations(costs.layers, settings, hardware, [stage])
         of_block = activations + block_gradient_bytes(architecture, settings)
-        of_head = activations + chunk + costs.layers[-1].grad_bytes // 4 * settings.dtype_bytes
+        of_head = activations + chunk + trained_head_bytes(costs.layers[-1].grad_bytes // 4, settings)
         needed = max(needed, of_block, of_head if stage[1] == head else 0)
     return max(0, needed - counted)
+
+
+def trained_head_bytes(num_elements: int, settings: TrainingSettings) -> int:
+    """A trained head's gradient of one chunk, and its float32 sum over the microbatch's chunks where there are more."""
+    adds_up = settings.tokens_per_microbatch > settings.head_chunk_tokens
+    return num_elements * (settings.dtype_bytes + (4 if adds_up else 0))
 
 
 def _kept_activations(layers: Sequence[LayerCost], settings: TrainingSettings) -> int:

@@ -189,16 +189,31 @@ class Leaving:
     """(index of the parameter, shape), in the order in which they lie in `flat`."""
     flat: torch.Tensor
 
-    @staticmethod
-    def of(layer: int, place: int, parts: GradientParts) -> Leaving:
-        """The gradients as one tensor, which is one copy."""
-        flat = torch.cat([gradient.reshape(-1) for _, gradient in parts])
-        return Leaving(layer, place, tuple((index, gradient.shape) for index, gradient in parts), flat)
-
     def parts_in(self, host: torch.Tensor) -> GradientParts:
         """The same gradients in `host`, a copy of `flat`."""
         pieces = host.split([shape.numel() for _, shape in self.shapes])
         return [(index, piece.view(shape)) for (index, shape), piece in zip(self.shapes, pieces, strict=True)]
+
+
+OWN_COPY_BYTES = 1 << 22
+"""Gradients from here on leave by themselves, as the one of a head's matrix does: to join them would copy them."""
+
+
+def leaving_parts(layer: int, place: int, parts: GradientParts) -> list[Leaving]:
+    """One microbatch's gradients of one layer: small ones as one tensor, which is one copy. Arguments as of
+    `Leaving`."""
+    large = [[part] for part in parts if part[1].nbytes >= OWN_COPY_BYTES]
+    small = [part for part in parts if part[1].nbytes < OWN_COPY_BYTES]
+    return [
+        Leaving(
+            layer,
+            place,
+            tuple((index, gradient.shape) for index, gradient in group),
+            group[0][1].reshape(-1) if len(group) == 1 else torch.cat([gradient.reshape(-1) for _, gradient in group]),
+        )
+        for group in (*large, small)
+        if group
+    ]
 
 
 def add_to(total: torch.Tensor, gradient: torch.Tensor) -> None:

@@ -17,7 +17,7 @@ from torch import nn
 from roundpipe_cli.costs.cost import StageRange
 from roundpipe_cli.engine.backends.base import Backend, DeviceEvent
 from roundpipe_cli.engine.carrier import BoundaryKind, MicrobatchState, SequenceChunk
-from roundpipe_cli.engine.gradients import GradientParts, Leaving, add_to, square_sum
+from roundpipe_cli.engine.gradients import GradientParts, Leaving, add_to, leaving_parts, square_sum
 from roundpipe_cli.engine.prepared import Scoring, StepContext
 from roundpipe_cli.engine.program import layer_range
 from roundpipe_cli.engine.trained import TrainedLayers, weights_found_again
@@ -168,14 +168,11 @@ class GradientCollector:
         """Adds gradients to the layer's sum as backward makes them; lists them if an earlier microbatch is missing."""
         fold, prepared = context.gradients.folds[layer], context.prepared
         parts: GradientParts = []
-        on_host, leaves = layer not in prepared.device_folds, self._leaves(context, layer)
-        sums = [] if on_host else self.accumulators.get(layer, [])
-        if fold is not None and on_host and not leaves and fold.is_turn(prepared.fold_place(layer, microbatch)):
+        sums = self.accumulators.get(layer, []) if layer in prepared.device_folds else []
+        if fold is not None and self._backend.aliases_host and fold.is_turn(prepared.fold_place(layer, microbatch)):
             sums = fold.begin()
 
         def take(index: int, gradient: torch.Tensor) -> None:
-            if on_host and not leaves and self._backend.device.type != "cpu":
-                gradient = gradient.cpu()
             if sums:
                 add_to(sums[index], gradient)
             else:
@@ -183,14 +180,38 @@ class GradientCollector:
 
         return take, parts
 
+    def chunk_taker(self, *, adds_up: bool) -> tuple[Take, GradientParts]:
+        """Adds up a trained head's gradients over the chunks of one microbatch, in float32: apart from the other
+        microbatches', so that one sum of each worker's is all that has to reach the host.
+
+        Args:
+            adds_up: whether there is more than one chunk.
+        """
+        parts: GradientParts = []
+        sums: dict[int, torch.Tensor] = {}
+
+        def take(index: int, gradient: torch.Tensor) -> None:
+            if index in sums:
+                add_to(sums[index], gradient)
+            else:
+                sums[index] = gradient.float() if adds_up else gradient
+                parts.append((index, sums[index]))
+
+        return take, parts
+
     def fold(self, context: StepContext, layer: int, microbatch: int, parts: GradientParts) -> None:
-        """After a layer's backward: add listed gradients on the host, or let them wait for their turn or download."""
-        if context.gradients.folds[layer] is None or layer in context.prepared.device_folds:
+        """After a layer's backward: add listed gradients, or let them wait for their turn or download."""
+        if context.gradients.folds[layer] is None:
+            return
+        if layer in context.prepared.device_folds:
+            with self._backend.compute():
+                for index, gradient in parts:
+                    add_to(self.accumulators[layer][index], gradient)
             return
         place = context.prepared.fold_place(layer, microbatch)
-        if parts and self._leaves(context, layer):
+        if parts and not self._backend.aliases_host:
             with self._backend.compute():
-                self.leaving.append(Leaving.of(layer, place, parts))
+                self.leaving += leaving_parts(layer, place, parts)
         else:
             self.fold_on_host(context, layer, place, parts)
 
@@ -205,12 +226,6 @@ class GradientCollector:
         """The gradients that leave; they are no longer kept here."""
         leaving, self.leaving = self.leaving, []
         return leaving
-
-    def _leaves(self, context: StepContext, layer: int) -> bool:
-        """Whether a lane takes the layer's gradients to the host's fold. Not a trained head's, which are added up
-        chunk by chunk of its tokens and as large as its weights."""
-        prepared = context.prepared
-        return not (self._backend.aliases_host or layer == prepared.head or layer in prepared.device_folds)
 
 
 @dataclass
@@ -402,7 +417,8 @@ class LayerRunner:
     def head(self, context: StepContext, state: MicrobatchState, hidden: torch.Tensor) -> torch.Tensor | None:
         """Forward and backward of the head; returns the gradient of its input."""
         layer = self.layer = context.prepared.head
-        take, parts = self.collector.taker(context, layer, state.index)
+        adds_up = state.target_indices.numel() > context.loss.chunk_tokens
+        take, parts = self.collector.chunk_taker(adds_up=adds_up)
         routers = self.model.split.routers
         with self.backend.compute():
             if routers is not None:

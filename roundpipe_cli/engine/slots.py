@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from torch import nn
 from roundpipe_cli.costs.cost import StageRange
 from roundpipe_cli.costs.memory import DEVICE_ALIGNMENT_BYTES
 from roundpipe_cli.engine.backends.base import Backend, Pair
-from roundpipe_cli.engine.gradients import GradientFold, Leaving, square_sum
+from roundpipe_cli.engine.gradients import GradientFold, GradientParts, Leaving, square_sum
 from roundpipe_cli.engine.layer import GradientCollector, LayerRunner
 from roundpipe_cli.engine.prepared import StepContext
 from roundpipe_cli.engine.program import backward_ops, layer_range
@@ -397,8 +397,11 @@ class DeviceSums:
 
     def downloaded(self, context: StepContext, op: Op) -> None:
         """A download of gradients has arrived."""
+        landed: dict[tuple[int, int], GradientParts] = defaultdict(list)
         for leaving, host in self._landing.pop(op.id, ()):
-            self._collector.fold_on_host(context, leaving.layer, leaving.place, leaving.parts_in(host))
+            landed[leaving.layer, leaving.place] += leaving.parts_in(host)
+        for (layer, place), parts in landed.items():
+            self._collector.fold_on_host(context, layer, place, parts)
         end = _fold_place(context.program, backward_ops(context.program, op.visit)[-1]) + 1
         for fold, _ in self._sums(context, context.program.visits[op.visit]):
             fold.finish_visit(end)

@@ -13,7 +13,7 @@ import torch
 
 from roundpipe_cli.choices import BOUND_SCHEDULES, SCHEDULES
 from roundpipe_cli.schedule.actions import Schedule
-from roundpipe_cli.schedule.builders import Rounds, build_schedule
+from roundpipe_cli.schedule.builders import Options, Rounds, build_schedule
 from roundpipe_cli.train.optim.optimizer import AdamW, HostOptimizer
 from tests.support.tiny import Rig, make_rig, random_microbatches
 
@@ -64,14 +64,14 @@ def run_step(rig: Rig, schedule: Schedule, *, copy: bool, recompute: str, step: 
     return Bits(result.loss.hex(), result.gradient_norm.hex(), flat)
 
 
-def roundpipe(partition: str, num_workers: int, per_round: int | None = None) -> Schedule:
+def roundpipe(partition: str, num_workers: int, per_round: int | None = None, options: Options = Options()) -> Schedule:
     forward, backward = PARTITIONS[partition]
     return build_schedule(
         "roundpipe",
         forward_stages=forward,
         backward_stages=backward,
         num_workers=num_workers,
-        rounds=Rounds(len(SIZES), per_round=per_round),
+        rounds=Rounds(len(SIZES), per_round=per_round, options=options),
     )
 
 
@@ -105,6 +105,21 @@ def test_rounds_and_recompute(case: tuple[Rig, Bits], per_round: int, recompute:
     rig, expected = case
     schedule = roundpipe("uneven", 2, per_round)
     assert run_step(rig, schedule, copy=per_round % 2 == 0, recompute=recompute) == expected
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("copy", [False, True], ids=["alias", "copy"])
+@pytest.mark.parametrize("per_round", [2, 3])
+@pytest.mark.parametrize(
+    "options",
+    [Options(head_workers=2), Options(head_workers=3), Options(earliest_free=True)],
+    ids=["head on 2", "head on 3", "earliest free"],
+)
+def test_a_stage_shared_by_workers(case: tuple[Rig, Bits], options: Options, per_round: int, copy: bool) -> None:
+    """Each microbatch's gradients of a shared head are a sum of their own before they meet the others'."""
+    rig, expected = case
+    schedule = roundpipe("late-cut" if per_round == 2 else "single", 3, per_round, options)
+    assert run_step(rig, schedule, copy=copy, recompute="stage") == expected
 
 
 @pytest.mark.covering(2)

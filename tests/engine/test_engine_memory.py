@@ -144,6 +144,7 @@ def test_live_bytes_stay_within_the_bound(deep: Rig, blocks_per_stage: int, reco
         + schedule.microbatches_per_round * argument_bytes(deep, microbatch)
         + ROWS * TOKENS * 4 * (3 * INTERMEDIATE + 2 * HIDDEN)
         + max(4 * place.num_elements for layout in deep.store.layouts[1:-1] for place in layout.trainable)
+        + 4 * deep.store.layouts[-1].num_trainable_elements  # the head's sum over the chunks of a microbatch
     )
     model = sum(layout.num_bytes + 4 * layout.num_trainable_elements for layout in deep.store.layouts)
 
@@ -156,10 +157,10 @@ def test_live_bytes_stay_within_the_bound(deep: Rig, blocks_per_stage: int, reco
 
 
 def test_peak_does_not_grow_with_rounds(rig: Rig) -> None:
-    """A second round would add two microbatches' tensors; when one of them is freed depends on the threads' turns."""
-    one_round, two_rounds = (run(rig, cut(rig, 2, count)).device_peak_bytes for count in (2, 4))
+    """Each round more would add two microbatches' tensors; when one of them is freed depends on the threads' turns."""
+    two_rounds, four_rounds = (run(rig, cut(rig, 2, count)).device_peak_bytes for count in (4, 8))
     boundary = ROWS * TOKENS * HIDDEN * 4
-    assert max(two_rounds) <= max(one_round) + boundary
+    assert max(four_rounds) <= max(two_rounds) + boundary
 
 
 def visited_bytes(rig: Rig, schedule: Schedule) -> int:

@@ -288,7 +288,7 @@ CASES: dict[str, Case] = {
     "cache-partial": Case("llama", "full", engine={"weight_cache_bytes": 180_000}, num_steps=2),
     "resident": Case("llama", "lora", engine=_CACHED, schedule=resident),
     "spread-head": Case("llama", "lora", schedule=partial(roundpipe, options=Options(head_workers=2))),
-    "spread-head-full": Case("llama", "full", schedule=partial(roundpipe, options=Options(head_workers=2)), waits=True),
+    "spread-head-full": Case("llama", "full", schedule=partial(roundpipe, options=Options(head_workers=2))),
     "staleness-1": Case("llama", "full", {"staleness": 1}, num_steps=3, steps=overlap),
     "mixture-of-experts": Case("qwen3_moe", "full", waits=True),  # torch's grouped product is a loop in float32
     "expert-adapters": Case("qwen3_moe", "lora", {"dtype": torch.bfloat16, "lora_rank": 8}, bound=0.05, waits=True),
