@@ -30,7 +30,7 @@ from roundpipe_cli.errors import RefusedError
 ENVIRONMENT_VARIABLE = "ROUNDPIPE_FAULT"
 POINTS = (
     *("tokenize", "load"),
-    *("prefetch", "upload", "compute", "work", "download", "optimizer"),
+    *("prefetch", "upload", "compute", "work", "download", "optimizer", "update"),
     *("eval", "ckpt_writer", "export"),
 )
 """Fault points, in the order in which a run passes them."""

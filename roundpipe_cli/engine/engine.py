@@ -32,7 +32,7 @@ from roundpipe_cli.engine.slots import StageSlots, WeightCache
 from roundpipe_cli.engine.stage import StageRunner
 from roundpipe_cli.engine.step import Microbatch, Part, StepResult
 from roundpipe_cli.engine.trained import trained_layers
-from roundpipe_cli.engine.weights import WeightStore
+from roundpipe_cli.engine.weights import REFERENCE, WeightStore
 from roundpipe_cli.engine.worker import Worker, WorkerPart, WorkerStep
 from roundpipe_cli.errors import OutOfDeviceMemoryError
 from roundpipe_cli.kernels.grouped_mm import describe_experts, forgets_empty_groups, takes_triton, why_no_triton
@@ -382,15 +382,25 @@ class Engine:
         """Let the workers run the context's program."""
         prepared = context.prepared
         self._reserve(prepared.program, keeps_weights=context.scoring is None)
-        run = StepRun(prepared.program, prepared.links, context.step, context.progress, works=self._pool.works)
+        run = StepRun(
+            prepared.program,
+            prepared.links,
+            context.step,
+            context.progress,
+            works=self._pool.works,
+            readers=prepared.weight_readers if context.version != REFERENCE else None,
+        )
         steps = [WorkerStep(worker.index) for worker in self._workers]
         for worker, step in zip(self._workers, steps, strict=True):
             run.parts[worker.index] = WorkerPart(context, self._carrier(worker, context, run), step)
         under_way = StepUnderWay(context, run, steps, time.perf_counter(), loss_scale)
         self._under_way.append(under_way)
         self._show()
+        self.store.tell(run, context.version)
         self._pool.start(run)
-        context.gradients.begin_embed()
+        if context.gradients.folds[0] is not None:
+            self.store.wait_for(0, context.version)  # until then an update reads the sum
+            context.gradients.begin_embed()
         return under_way
 
     def _carrier(self, worker: Worker, context: StepContext, run: StepRun) -> Carrier:
@@ -408,9 +418,12 @@ class Engine:
         try:
             self._pool.wait(step.run)
         except BaseException:
-            self._under_way.clear()
+            for other in self._under_way[1:]:
+                self.store.forget(other.run)
+            del self._under_way[1:]
             raise
         finally:
+            self.store.forget(step.run)
             self._under_way = self._under_way[1:]
             self._show()
         for worker in self._workers:

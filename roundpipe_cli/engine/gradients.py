@@ -155,7 +155,7 @@ class StepGradients:
         """
         self._add_embed(store, step)
         if self._on_complete is not None:
-            for layer in sorted(self._late_layers):
+            for layer in sorted(self._late_layers, reverse=True):  # as the next step needs them
                 self._on_complete(layer, partial(float, self._square_sums[layer]))
         return [float(self._square_sums[layer]) for layer, fold in enumerate(self.folds) if fold is not None]
 

@@ -10,7 +10,7 @@ from roundpipe_cli.engine.carrier import BoundaryKey, BoundaryStore, MicrobatchS
 from roundpipe_cli.engine.dispatch.decisions import Dependencies, Progress, links_of
 from roundpipe_cli.engine.gradients import StepGradients
 from roundpipe_cli.engine.options import EngineOptions
-from roundpipe_cli.engine.program import device_folds, hidden_readers, layer_range, lower_for_engine
+from roundpipe_cli.engine.program import device_folds, hidden_readers, layer_range, lower_for_engine, weight_readers
 from roundpipe_cli.engine.trained import KeptActivations, TrainedLayers, kept_activations
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.model.head import HeadLoss
@@ -65,6 +65,8 @@ class PreparedProgram:
     """Activations that stay on their worker from the forward to the backward."""
     attended_layers: frozenset[int]
     """Blocks whose keys and values later chunks of a sequence ask for in the backward; none without chunks."""
+    weight_readers: dict[int, tuple[int, ...]]
+    """Trained layer -> operations before which the host must have its weights."""
     device_folds: frozenset[int]
     """Layers whose gradient sums travel with the stage instead of being folded on the host."""
 
@@ -126,6 +128,7 @@ class ProgramStore:
             readers=hidden_readers(schedule, recomputation.read_layers, lowest_read),
             kept=self._kept(program),
             attended_layers=_attended(schedule, num_layers, lowest_read),
+            weight_readers=weight_readers(program, self._store.trained, self._trained.late),
             device_folds=device_folds(program) if self._copies else frozenset(),
         )
 

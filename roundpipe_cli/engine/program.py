@@ -78,6 +78,26 @@ def backward_ops(program: Program, visit: int) -> list[Op]:
     return [program.ops[op] for op in program.visits[visit].ops if program.ops[op].kind is Kind.BACKWARD]
 
 
+def weight_readers(
+    program: Program, trained: Collection[int], embedding: Collection[int]
+) -> dict[int, tuple[int, ...]]:
+    """Trained layer -> operations before which the host must have its weights: the upload of each visit, or where
+    nothing is uploaded its first computation. The embedding is read from host memory in any case.
+
+    Args:
+        embedding: layers in which its parameters lie; not only its own where the table is tied to the head.
+    """
+    found: dict[int, list[int]] = {layer: [] for layer in trained}
+    for visit in program.visits:
+        own = set(layer_range(visit.layers)) if visit.ops else set()
+        uploaded = own - {0} if visit.upload >= 0 else set()
+        on_host = own - uploaded | (set(embedding) if 0 in own else set())
+        for op_id, layers in ((visit.upload, uploaded), (visit.ops[0] if visit.ops else -1, on_host)):
+            for layer in layers.intersection(trained):
+                found[layer].append(op_id)
+    return {layer: tuple(op_ids) for layer, op_ids in found.items()}
+
+
 def device_folds(program: Program) -> frozenset[int]:
     """Layers whose gradient sum travels with their stage; the others are added up on the host."""
     schedule = program.schedule

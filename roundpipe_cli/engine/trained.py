@@ -117,6 +117,13 @@ def trained_layers(store: WeightStore, split: ModelSplit) -> TrainedLayers:
     return TrainedLayers(num_layers, min(trained, default=num_layers), frozenset({0} & set(trained)))
 
 
+def in_order_of_need(store: WeightStore, split: ModelSplit) -> list[int]:
+    """The trained layers in the order in which a step first reads them: a tied table's, the embedding, the blocks, the
+    head."""
+    late = trained_layers(store, split).late
+    return sorted(store.trained, key=lambda layer: (0, -layer) if layer in late else (1, layer))
+
+
 def _trains_tied_table(store: WeightStore, split: ModelSplit) -> bool:
     """Whether the table is kept with the head but trained through the embed layer too."""
     embedding = f"{split.embedding_path}.weight"

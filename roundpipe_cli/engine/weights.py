@@ -26,6 +26,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -198,6 +199,16 @@ class LayerUpdate:
     """All of the layer's new trainable bytes, uint8; written in part when the update is over."""
 
 
+class VersionReader(Protocol):
+    """A step that reads one version of the weights."""
+
+    def ready(self, layer: int) -> None:
+        """Note that `layer` has the version; may come twice."""
+
+    def host_failed(self, error: BaseException) -> None:
+        """Note that what is missing will never come."""
+
+
 class WeightStore:
     """Weights, masters and gradients of all layers, in host memory."""
 
@@ -247,9 +258,14 @@ class WeightStore:
         """Per layer, uint8: the trainable weights that were put aside; empty: none were."""
         self._reference_views: Mapping[str, torch.Tensor] = {}
         self._views = [self._make_views(slot) for slot in range(1 + staleness)]
-        self._trained = [layer for layer, layout in enumerate(layouts) if layout.num_trainable_elements]
+        self.trained = [layer for layer, layout in enumerate(layouts) if layout.num_trainable_elements]
+        """Layers with trained weights, in order."""
         self._held: list[list[int]] = []
         """Per layer, which version each of its buffers holds."""
+        self._changed = threading.Condition()
+        self._error: BaseException | None = None
+        self._readers: list[tuple[VersionReader, int]] = []
+        """Steps under way, each with the version that it reads."""
         self.set_version(0)
 
     def _make_views(self, version: int) -> dict[str, torch.Tensor]:
@@ -288,11 +304,54 @@ class WeightStore:
     @property
     def newest(self) -> int:
         """The newest version that every layer has."""
-        return min((max(self._held[layer]) for layer in self._trained), default=0)
+        return min((max(self._held[layer]) for layer in self.trained), default=0)
 
     def version_of(self, layer: int) -> int:
         """The newest version that `layer` has, whole."""
         return max(self._held[layer])
+
+    def wait_for(self, layer: int, version: int) -> None:
+        """Block until `layer` has `version`, or a later one. Not for threads behind which others wait: see `tell`.
+
+        Raises:
+            the error given to `fail`: it never will.
+        """
+        with self._changed:
+            while self.version_of(layer) < version:
+                self.check_updates()
+                self._changed.wait()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether an update failed."""
+        return self._error is not None
+
+    def check_updates(self) -> None:
+        """Raise the error given to `fail`, if there was one."""
+        if self._error is not None:
+            raise self._error
+
+    def tell(self, reader: VersionReader, version: int) -> None:
+        """Report to `reader` each trained layer that has `version`, or a later one: now or as soon as it has, from the
+        thread that wrote it, until `forget`."""
+        self._readers = [*self._readers, (reader, version)]
+        for layer in self.trained:  # twice where it is written meanwhile, which harms nobody
+            if self.version_of(layer) >= version:
+                reader.ready(layer)
+        if self._error is not None:
+            reader.host_failed(self._error)
+
+    def forget(self, reader: VersionReader) -> None:
+        """Report nothing more to `reader`."""
+        self._readers = [item for item in self._readers if item[0] is not reader]
+
+    def fail(self, error: BaseException) -> None:
+        """No layer will get another version: all who wait for one get `error`."""
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
+        for reader, _ in self._readers:
+            reader.host_failed(error)
 
     def step_version(self, step: int) -> int:
         """The version that step `step` (from 0) reads, wherever it reads weights."""
@@ -312,7 +371,7 @@ class WeightStore:
             if version - back >= 0:
                 held[(version - back) % len(slots)] = version - back
         self._held = [list(held) for _ in self.layouts]
-        for layer in self._trained:
+        for layer in self.trained:
             if self.layouts[layer].trainable_dtype == torch.float32:
                 self.masters[layer] = self._flat(layer, version)
 
@@ -340,7 +399,12 @@ class WeightStore:
             yield LayerUpdate(masters, masters, self._flat(layer, version), whole)
             for place in self.layouts[layer].wide if not masters.is_meta else ():
                 self._views[slot][place.name].copy_(place.trainable_view(masters))
-        self._held[layer][slot] = version
+        with self._changed:
+            self._held[layer][slot] = version
+            self._changed.notify_all()
+        for reader, wanted in self._readers:
+            if version >= wanted:
+                reader.ready(layer)
 
     # -- reading -------------------------------------------------------------------------------------------------
 

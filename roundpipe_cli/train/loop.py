@@ -19,6 +19,7 @@ from roundpipe_cli.data.batching import BatchSampler, Grouping, Position, RowBat
 from roundpipe_cli.engine.engine import Engine, StepUnderWay
 from roundpipe_cli.engine.options import GradientOptions
 from roundpipe_cli.engine.step import Microbatch, StepResult
+from roundpipe_cli.engine.trained import in_order_of_need
 from roundpipe_cli.errors import OutOfDeviceMemoryError
 from roundpipe_cli.events import Event, Notice, Phase, RunFinished, StepFinished, Tell, run_clock
 from roundpipe_cli.planning.adaptive import AdaptivePlanner
@@ -305,7 +306,9 @@ class Trainer:
             tell(Notice(text))
         self.optimizer = make_optimizer(setup.store, recipe, self._machines.elsewhere)
         num_threads = updater_threads(setup.devices)
-        self._updater = Updater(setup.store, self.optimizer, num_threads=num_threads, shards=self._machines.shards)
+        order = in_order_of_need(setup.store, setup.split)
+        shards = self._machines.shards
+        self._updater = Updater(setup.store, self.optimizer, num_threads=num_threads, shards=shards, order=order)
         self._fit = Fit.of(recipe)
         self._guard = FiniteGuard(recipe, setup.dataset)
         self._position = Position()
@@ -404,10 +407,8 @@ class Trainer:
                     self._one_step(engine, done, metrics)
                     done += 1
                     if evaluator.is_owed(done):
-                        self._updater.wait()
                         evaluator.evaluate(done)
                     self._at_border(border, done)
-                self._updater.wait()
         self._write_result(done)
 
     def _write_result(self, done: int) -> None:
@@ -461,7 +462,8 @@ class Trainer:
                 self._updater.begin_early(step, learning_rate)
             result, microbatches, num_tokens = self._compute(engine, step, batches)
             self._position = self.sampler.position
-        self._updater.wait()  # at staleness 1, wait for the update that ran beside this step
+        if not self._machines.is_only:
+            self._updater.wait()
         self._auto_cache.observe(engine, result)
         if not self._planner.is_settled:
             self._planner.observe(result.timeline)
@@ -476,7 +478,8 @@ class Trainer:
         else:
             self._guard.skip(step, batches, result, self._tell)
             self._updater.skip(step)
-        if self.recipe.pipeline.optimizer_staleness == 0:
+        barrier = not self._machines.is_only and self.recipe.pipeline.optimizer_staleness == 0
+        if barrier or self._is_last(step + 1) or self.evaluator.is_owed(step + 1):
             self._updater.wait()
         step_s = time.monotonic() - started_s
         event = StepFinished(
@@ -503,7 +506,6 @@ class Trainer:
         """Wait for a step, with the next one already given to the workers where nothing keeps it back."""
         wanted = self._signals.requested is not None or bool(self._signals.paused)
         if not (self._is_last(step + 1) or self.evaluator.is_owed(step + 1) or wanted):
-            self._updater.wait()  # the next step reads what the update that runs beside this one makes
             self._ahead.begin_next(engine, step + 1)
         result = engine.finish_step(begun.under_way)
         self._position = begun.position
@@ -562,6 +564,7 @@ class Trainer:
             return make_microbatches(self.setup, batches)
         microbatches, num_tokens = make_pairs(self.setup, batches)
         if self.recipe.objective == "dpo":
+            self._updater.wait()
             microbatches = add_references(self._references, microbatches, step)
         return microbatches, num_tokens
 
@@ -601,9 +604,9 @@ class Trainer:
             "skipped_steps": self._guard.num_skipped,
             RECORDS_KEY: {METRICS_NAME: self._rows.state(), EVAL_NAME: self.evaluator.rows.state()},
         }
-        layers = self.optimizer.layers[:: -1 if self._updates_early else 1]
+        layers = self._updater.order[:: -1 if self._updates_early else 1]
         state_of = partial(layer_state, self.setup.store, self.optimizer, step)
-        ready = partial(self._updater.wait_for, version=step)
+        ready = partial(self.setup.store.wait_for, version=step)
         saver.begin(self._machines.own_part(Snapshot(step, layers, state_of, ready, meta)), started_s)
 
     def _restore(self, checkpoint: Checkpoint) -> int:

@@ -221,6 +221,15 @@ class Ledger:
         self._released[op_id] = event
         self.num_missing[op_id] = 0
 
+    def hold(self, op_id: int) -> None:
+        """Let `op_id` wait for something outside the program too, until as many calls of `let_go`."""
+        self.num_missing[op_id] += 1
+
+    def let_go(self, op_id: int) -> bool:
+        """Undo one `hold`. Returns whether `op_id` waits for nothing else any more."""
+        self.num_missing[op_id] -= 1
+        return not self.num_missing[op_id]
+
     def add(self, op: Op, event: Any) -> None:
         """One more transfer, which waits for `event` only; its id is the next one."""
         assert op.id == len(self.ops)

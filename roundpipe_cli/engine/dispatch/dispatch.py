@@ -21,8 +21,9 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from types import TracebackType
 from typing import Any
 
@@ -87,10 +88,26 @@ class StepRun:
     """A program that is being carried out: the state that its threads share."""
 
     def __init__(
-        self, program: Program, links: Dependencies, step: int, progress: Progress, *, works: dict[int, Work]
+        self,
+        program: Program,
+        links: Dependencies,
+        step: int,
+        progress: Progress,
+        *,
+        works: dict[int, Work],
+        readers: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
+        """
+        Args:
+            readers: layer -> operations that wait until `ready` names it: they read weights that the host writes.
+        """
         self.program, self.step, self.progress = program, step, progress
         self.ledger = Ledger(program, links)
+        self._readers = dict(readers or {})
+        for op_id in chain.from_iterable(self._readers.values()):
+            self.ledger.hold(op_id)
+        self.let_go_s: dict[int, float] = {}
+        """Operation -> when the last layer that it reads was ready, by `time.perf_counter`."""
         self.records: list[TransferRecord] = []
         self.errors: list[WorkResult] = []
         self.parts: dict[int, Any] = {}
@@ -112,6 +129,26 @@ class StepRun:
         with progress.lock:
             for op_id in self.ledger.issuable():
                 self._announce(op_id)
+
+    @property
+    def waits_for_host(self) -> bool:
+        """Whether the host has not written all the weights that the step reads."""
+        return bool(self._readers)
+
+    def ready(self, layer: int) -> None:
+        """Let go of the operations that read the weights of `layer`: the host has them. Any thread calls this."""
+        with self.progress.lock:
+            for op_id in self._readers.pop(layer, ()):
+                self.let_go_s[op_id] = time.perf_counter()
+                if self.ledger.let_go(op_id):
+                    self._announce(op_id)
+            self.progress.last_s = time.monotonic()
+
+    def host_failed(self, error: BaseException) -> None:
+        """Give the step up: the host will not write the weights that it, or a step behind it, reads."""
+        with self.progress.lock:
+            self.errors.append(WorkResult(NOBODY, error, "the host's updates"))
+        self.progress.abort()
 
     def lane(self, lane: str, worker: int) -> _LaneState:
         """The shared state of one lane."""
@@ -573,7 +610,8 @@ class Pool:
             try:
                 results.append(run.results.get(timeout=TICK_S))
             except queue.Empty:
-                if max(work.busy_s() for work in self.works.values()) > 0:
+                # The host's updates have a watchdog of their own.
+                if run.waits_for_host or max(work.busy_s() for work in self.works.values()) > 0:
                     run.progress.moved()
                 # Counted in ticks: while the whole process was stopped (SIGSTOP) nothing could move.
                 still_s = still_s + TICK_S if run.progress.last_s == seen_s else 0.0

@@ -1,0 +1,290 @@
+"""A step begins while the host still updates the weights for it: the bits of a loop with a barrier, sooner."""
+
+from __future__ import annotations
+
+import random
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from roundpipe_cli import faults
+from roundpipe_cli.engine.backends.cpu import CpuBackend
+from roundpipe_cli.engine.program import stage_layers
+from roundpipe_cli.errors import InternalError
+from roundpipe_cli.recipe.load import load_recipe
+from roundpipe_cli.schedule.actions import Kind
+from roundpipe_cli.train import build
+from roundpipe_cli.train.loop import Trainer
+from roundpipe_cli.train.optim.optimizer import HostOptimizer
+from roundpipe_cli.train.optim.updater import Updater
+from roundpipe_cli.train.prepare.setup import prepare
+from roundpipe_cli.train.signals import Reporting, StopSignals
+from tests.support.e2e import finetune, launch, make_model, make_workspace, metrics, numbers
+from tests.support.tiny import Rig, make_rig, random_microbatches, schedule_for
+
+SIZES = [(1, 6), (2, 5), (1, 4), (1, 7)]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("tiny")
+    return {
+        "untied": make_model(folder / "untied", num_hidden_layers=2),
+        "tied": make_model(folder / "tied", "gemma3_text", num_hidden_layers=2),
+    }
+
+
+@pytest.fixture
+def ask(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Ask for a fault, as the environment variable has it."""
+
+    def set_fault(text: str) -> None:
+        monkeypatch.setenv(faults.ENVIRONMENT_VARIABLE, text)
+        faults.load_faults()
+
+    yield set_fault
+    monkeypatch.undo()
+    faults.load_faults()
+
+
+def trainer_of(folder: Path, model: Path, *words: str) -> Trainer:
+    """A run in this process, not started; steps of two rows."""
+    work = make_workspace(folder, model, lora={"r": 4, "alpha": 8, "dropout": 0.1})
+    common = ["max_steps=5", "num_train_epochs=9", "save_steps=100", "warmup_steps=0", f"output_dir={work / 'out'}"]
+    setup = prepare(load_recipe(str(work / "recipe.yaml"), [*common, *words]), offline=True, tell=lambda event: None)
+    (work / "out").mkdir()
+    return Trainer(setup, work / "out", StopSignals(), Reporting(lambda event: None))
+
+
+def run(trainer: Trainer) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PEFT's, when it saves
+        trainer.run(None)
+
+
+def bits_of(trainer: Trainer) -> list[object]:
+    """All that a run came to."""
+    rows = [(row["loss_hex"], row["grad_norm"]) for row in metrics(trainer.output_dir)]
+    store: Any = trainer.setup.store
+    moments = [tensor.numpy().tobytes() for _, tensor in trainer.optimizer.moments()]
+    return [rows, [one.numpy().tobytes() for one in (*store.masters, *store.buffers)], moments]
+
+
+def with_barrier(patch: pytest.MonkeyPatch) -> None:
+    """Wait for each update before anything else."""
+    for name in ("begin", "skip"):
+
+        def whole(updater: Updater, *args: Any, own: Callable[..., None] = getattr(Updater, name)) -> None:
+            own(updater, *args)
+            updater.wait()
+
+        patch.setattr(Updater, name, whole)
+
+
+def with_delays(patch: pytest.MonkeyPatch, longest_s: float) -> None:
+    """Each layer's update begins late, by a random time."""
+    draw = random.Random(3)
+    for name in ("update_layer", "skip_layer"):
+
+        def slow(*args: Any, own: Callable[..., None] = getattr(HostOptimizer, name), **named: Any) -> None:
+            time.sleep(longest_s * draw.random())
+            own(*args, **named)
+
+        patch.setattr(HostOptimizer, name, slow)
+
+
+CASES = {
+    "full-float32": ("untied", 2, False, ["dtype=float32", "method=full"]),
+    "full-bfloat16-tied-copied": ("tied", 3, True, ["dtype=bfloat16", "method=full", "max_grad_norm=0.1"]),
+    "full-float16-overflow": ("untied", 3, True, ["dtype=float16", "method=full"]),
+    "lora-float16-tied-overflow": ("tied", 2, False, ["dtype=float16", "method=lora"]),
+    "full-early": ("untied", 2, True, ["dtype=float32", "method=full", "max_grad_norm=0"]),
+    "full-early-tied": ("tied", 1, False, ["dtype=bfloat16", "method=full", "max_grad_norm=0"]),
+}
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_slow_updates_beside_the_next_step_change_no_bit(
+    name: str, tmp_path: Path, models: dict[str, Path], ask: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, num_workers, copies, words = CASES[name]
+    words = [*words, f"pipeline.devices=[{','.join(['cpu'] * num_workers)}]"]
+    if name.endswith("overflow"):
+        ask("optimizer:inf:step=1,optimizer:inf:step=3")
+    if copies:
+        monkeypatch.setattr(
+            build, "make_backends", lambda devices, threads, **how: [CpuBackend(threads, copy=True) for _ in devices]
+        )
+    overlapped = trainer_of(tmp_path / "overlapped", models[model], *words)
+    with monkeypatch.context() as patch:
+        with_delays(patch, 0.05)
+        run(overlapped)
+    waiting = trainer_of(tmp_path / "waiting", models[model], *words)
+    with monkeypatch.context() as patch:
+        with_barrier(patch)
+        run(waiting)
+    assert bits_of(overlapped) == bits_of(waiting)
+    assert overlapped.setup.store.newest == 5
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize(("model", "expected"), [("untied", [0, 1, 2, 3]), ("tied", [3, 1, 2])])
+def test_layers_are_updated_in_the_order_in_which_the_next_step_needs_them(
+    model: str, expected: list[int], early: bool, tmp_path: Path, models: dict[str, Path], monkeypatch: Any
+) -> None:
+    """A tied table first, then the embedding, the blocks, the head; of those that are complete, where it is early."""
+    trainer = trainer_of(tmp_path / "work", models[model], "method=full", *(["max_grad_norm=0"] if early else []))
+    assert list(trainer._updater.order) == expected and trainer._updates_early is early
+    order: list[int] = []
+    update_layer = HostOptimizer.update_layer
+
+    def note(optimizer: HostOptimizer, layer: int, *args: Any, **named: Any) -> None:
+        order.append(layer)
+        time.sleep(0.05 if layer == max(expected) else 0)  # so that all others are complete when it is done
+        update_layer(optimizer, layer, *args, **named)
+
+    monkeypatch.setattr(HostOptimizer, "update_layer", note)
+    run(trainer)
+    steps = [order[start : start + len(expected)] for start in range(0, len(order), len(expected))]
+    assert len(steps) == 5 and all(sorted(step) == sorted(expected) for step in steps)
+    if not early:
+        assert steps == [expected] * 5
+
+
+def test_a_step_takes_no_longer_than_its_update_or_forward_and_its_backward(
+    tmp_path: Path, models: dict[str, Path], ask: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With sleeps in place of work: the update hides the forward, where it took its time before it."""
+    ask("work:slow=0.02,update:slow=0.1")
+    words = ["method=full", "dtype=float32", "max_steps=6", "pipeline.devices=[cpu]"]
+    steps_s = []
+    for barrier in (False, True):
+        with monkeypatch.context() as patch:
+            if barrier:
+                with_barrier(patch)
+            trainer = trainer_of(tmp_path / str(barrier), models["untied"], *words)
+            run(trainer)
+        rows = metrics(trainer.output_dir)
+        steps_s.append(sorted(row["step_s"] for row in rows[1:-1])[1])
+        if not barrier:
+            assert rows[-1]["step_s"] > rows[0]["step_s"] + 0.3, "the last step has its own update too, the first none"
+    forward_s = 0.02 * 2 * trainer.recipe.microbatches_per_step
+    assert steps_s[0] <= steps_s[1] - 0.8 * min(forward_s, 0.4)
+
+
+# --- failures -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words", [[], ["max_grad_norm=0"], ["pipeline.optimizer_staleness=1"]])
+def test_a_failing_update_ends_the_step_beside_it(
+    words: list[str], tmp_path: Path, models: dict[str, Path], ask: Callable[[str], None], monkeypatch: Any
+) -> None:
+    """Within 3 s, however long the step, with the layer and the cause."""
+    trainer = trainer_of(tmp_path / "work", models["untied"], "method=full", "pipeline.devices=[cpu,cpu]", *words)
+    ask("update:raise=MemoryError:step=1:layer=2,work:slow=0.5:step=2,update:slow=0.1")
+    failed_s = []
+    store = trainer.setup.store
+    fail = store.fail
+    monkeypatch.setattr(store, "fail", lambda error: (failed_s.append(time.monotonic()), fail(error)))
+    with pytest.raises(Exception, match="out of host memory in the optimizer") as caught:
+        run(trainer)
+    assert time.monotonic() - failed_s[0] < 3.0
+    assert "step 2, layer block.1" in str(caught.value) and "fault asked for" in str(caught.value)
+    assert len(metrics(trainer.output_dir)) == 2, "the step beside it is not finished"
+
+
+@pytest.mark.parametrize("copy", [False, True])
+def test_the_error_of_an_update_is_that_of_all_who_wait(copy: bool) -> None:
+    rig = make_rig("llama", num_hidden_layers=4)
+    error, raised = InternalError("the optimizer failed"), []
+
+    def wait() -> None:
+        try:
+            rig.store.wait_for(3, 1)
+        except InternalError as caught:
+            raised.append(caught)
+
+    thread = threading.Thread(target=wait)
+    with rig.engine(2, copy=copy) as engine:
+        schedule = schedule_for(rig, 2, len(SIZES))
+        engine.run_step(random_microbatches(SIZES), schedule, step=0)
+        write_layers(rig, rig.store.gradients, [0, 1])
+        under_way = engine.start_step(random_microbatches(SIZES), schedule, step=1, version=1)
+        thread.start()
+        started_s = time.monotonic()
+        rig.store.fail(error)
+        thread.join()
+        with pytest.raises(InternalError) as caught:
+            engine.finish_step(under_way)
+        assert time.monotonic() - started_s < 2.0
+    assert caught.value is error and raised == [error]
+    with pytest.raises(InternalError, match="the optimizer failed"):
+        rig.store.check_updates()
+
+
+# --- one version, layer by layer ------------------------------------------------------------------------------------
+
+
+def write_layers(rig: Rig, gradients: Sequence[torch.Tensor], layers: Sequence[int]) -> None:
+    """The next version of these layers, in float32."""
+    for layer in layers:
+        with rig.store.next_version(layer) as place:
+            torch.add(place.masters, gradients[layer], alpha=-0.01, out=place.new_masters)
+
+
+@pytest.mark.parametrize("copy", [False, True])
+def test_all_before_a_layer_that_is_not_updated_is_computed(copy: bool) -> None:
+    """And it goes over the same lanes, where weights are uploaded, past those that wait."""
+    rig = make_rig("llama", num_hidden_layers=4)
+    last, microbatches = rig.num_layers - 1, random_microbatches(SIZES)
+    with rig.engine(2, copy=copy) as engine:
+        schedule = schedule_for(rig, 2, len(SIZES))
+        engine.run_step(microbatches, schedule, step=0)
+        gradients = [gradient.clone() for gradient in rig.store.gradients]
+        write_layers(rig, gradients, range(last))
+        under_way = engine.start_step(microbatches, schedule, step=1, version=1)
+
+        def done() -> list[tuple[Kind, tuple[int, int]]]:
+            ops = [item.op for step in under_way.steps for item in step.intervals]
+            return [(op.kind, stage_layers(schedule, op)) for op in ops if op.visit >= 0]
+
+        before = schedule.microbatches_per_round * sum(first <= end < last for first, end in schedule.forward_stages)
+        deadline_s = time.monotonic() + 60
+        while len(done()) < before and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        time.sleep(0.2)
+        seen = done()
+        write_layers(rig, gradients, [last])
+        loss, found = engine.finish_step(under_way).loss, [gradient.clone() for gradient in rig.store.gradients]
+        again = engine.run_step(microbatches, schedule, step=1, version=1).loss
+    assert sum(kind is Kind.FORWARD for kind, _ in seen) == before > 0, "every forward of the first round"
+    assert all(layers[1] < last for _, layers in seen), "and nothing that reads the head"
+    assert loss == again and all(torch.equal(*pair) for pair in zip(found, rig.store.gradients, strict=True))
+
+
+# --- checkpoints ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words", [["method=full", "dtype=bfloat16"], ["max_grad_norm=0"]])
+def test_a_stop_in_the_middle_of_an_update_leaves_a_checkpoint_that_resumes_to_the_bit(
+    words: list[str], tmp_path: Path, models: dict[str, Path]
+) -> None:
+    folder = make_workspace(tmp_path / "work", models["untied"])
+    finetune(folder, *words, "output_dir=whole").expect(0)
+    slow = {"ROUNDPIPE_FAULT": "update:slow=0.3"}
+    running = launch(folder, "finetune", "recipe.yaml", *words, "pipeline.devices=[cpu,cpu]", environment=slow)
+    running.wait_for_steps(2)
+    running.kill(signal.SIGTERM)
+    assert "with a checkpoint" in running.finish().expect(143).err
+    assert len(metrics(folder / "out")) < len(metrics(folder / "whole"))
+    finetune(folder, *words, "--resume").expect(0)
+    assert numbers(folder / "out") == numbers(folder / "whole")
+    masters = [folder / place / "step-00000006" / "masters.safetensors" for place in ("out", "whole")]
+    assert masters[0].read_bytes() == masters[1].read_bytes()
