@@ -114,7 +114,7 @@ class RunLog:
         self._launch_bound.append(result.launch_bound_ratio)
         if self.timelines.maxlen:
             computed = result.timeline
-            timeline = replace(computed, intervals=(*computed.intervals, *result.links))
+            timeline = replace(computed, intervals=(*computed.intervals, *result.links, *result.waits))
             self.timelines.append((result.started_s, timeline))
 
     def finished(self, row: StepFinished) -> None:
