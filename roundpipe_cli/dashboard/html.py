@@ -201,6 +201,9 @@ def _rectangle(span: Span, y: float, scale: float) -> str:
         name = f"{DRAWN_NAMES[span.kind]}, {work}, {format_seconds(seconds)}"
         place = f'x="{x:.2f}" y="{y}" width="{width:.2f}" height="14"'
         return f'<rect class="kind-{span.kind}" {place}><title>{name}</title></rect>'
+    if span.lane == "host":
+        place = f'x="{x:.2f}" y="{y}" width="{width:.2f}" height="14"'
+        return f'<rect class="update" {place}><title>{UPDATE_NAME}, {format_seconds(seconds)}</title></rect>'
     if span.lane not in ("up", "down"):
         return ""
     top = y + (14 if span.lane == "up" else 16)  # links are thin lines below the computation
@@ -310,7 +313,7 @@ SMOOTHING = 20
 
 _CSS = """
 :root { color-scheme: light dark; --back: #fff; --text: #1c2024; --faint: #667; --line: #dde; --card: #f6f7f9;
-  --f: FORWARD; --r: RECOMPUTE; --b: BACKWARD; --wait: #c9507a; --idle: #e6e8ec;
+  --f: FORWARD; --r: RECOMPUTE; --b: BACKWARD; --wait: #c9507a; --update: #8a929b; --idle: #e6e8ec;
   --both: linear-gradient(var(--f) 50%, var(--b) 50%); }
 @media (prefers-color-scheme: dark) { :root { --back: #14171a; --text: #e6e8ea; --faint: #9aa; --line: #333a41;
   --card: #1c2126; --idle: #2a3037; } }
@@ -333,7 +336,7 @@ polyline { fill: none; stroke-width: 1.8; stroke-linejoin: round; }
 .c4.dot { fill: var(--wait); }
 .idle { fill: var(--idle); } .kind-F { fill: var(--f); } .kind-R { fill: var(--r); } .kind-B { fill: var(--b); }
 .kind-H { fill: url(#BOTH_ID); }
-.up { fill: var(--wait); } .down { fill: var(--faint); }
+.update { fill: var(--update); } .up { fill: var(--wait); } .down { fill: var(--faint); }
 .legend span { white-space: nowrap; margin-right: 0.7em; }
 .legend i { display: inline-block; width: 0.8em; height: 0.8em; border-radius: 2px; margin-right: 0.3em; }
 @media (max-width: 40rem) { svg { font-size: 20px; } table { font-size: 0.9rem; } }
@@ -455,6 +458,7 @@ def _legend(*entries: tuple[str, str]) -> str:
     return f'<div class="legend">{items}</div>'
 
 
+UPDATE_NAME = "waits for the update"
 _HEAD_NOTE = (
     '<p class="sub">The stage that ends with the loss computes forward and backward in one and has both colours.</p>'
 )
@@ -464,6 +468,7 @@ _WORK_LEGEND = _legend(
     ("b", "backward"),
     ("both", BOTH_NAME),
     ("idle", "idle"),
+    ("update", UPDATE_NAME),
     ("wait", "upload"),
     ("faint", "download"),
 )

@@ -65,6 +65,7 @@ class Theme:
     glyphs: Glyphs = field(default_factory=Glyphs)
     kinds: Mapping[str, str] = field(default_factory=lambda: dict(WORK_COLOURS))
     wait: str = "#c9507a"
+    update: str = "#8a929b"
     accent: str = "#3d86e8"
     good: str = "#35a162"
     warn: str = "#e0a02a"

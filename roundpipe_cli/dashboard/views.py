@@ -96,9 +96,9 @@ def _grouped(value: float) -> str:
 # The lane of a worker: what it did in each short slice of the last seconds, in proportion, as characters.
 #
 # forward        recompute and backward           idle
-# FFFFFFFFFF.....RRBBBRRBBBRRBBB..................~~~FFFF        (without colour; ~ waits for an upload)
+# FFFFFFFFFF.....RRBBBRRBBBRRBBB..........uuuuu...~~~FFFF        (without colour; ~ waits for an upload, u an update)
 
-IDLE, WAIT = ".", "~"
+IDLE, WAIT, UPDATE = ".", "~", "u"
 ROUNDING = 1e-6
 """Smaller shares are rounding errors."""
 
@@ -129,21 +129,21 @@ def slices(spans: Sequence[Span], num_slices: int, slice_s: float, end_index: in
 def _shares(spans: Sequence[Span], begin: int, end: int, slice_s: float) -> list[dict[str, float]]:
     """Shares of each slice by use: kinds of work, and the rest as waiting or idle."""
     compute: list[dict[str, float]] = [{} for _ in range(end - begin)]
-    uploads = [0.0] * len(compute)
+    waits = [{"up": 0.0, "host": 0.0} for _ in compute]
     for span in spans:
-        if span.end_s <= begin * slice_s or span.lane not in ("compute", "up"):
+        if span.end_s <= begin * slice_s or span.lane not in ("compute", "up", "host"):
             continue
         start_at, end_at = span.start_s / slice_s - begin, span.end_s / slice_s - begin
         for index in range(max(0, math.floor(start_at)), min(len(compute), math.ceil(end_at))):
             share = min(end_at, index + 1) - max(start_at, index)
-            if span.lane == "up":
-                uploads[index] += share
+            if span.lane in waits[index]:
+                waits[index][span.lane] += share
             else:
                 compute[index][span.kind] = compute[index].get(span.kind, 0.0) + share
-    for shares, upload in zip(compute, uploads, strict=True):
+    for shares, wait in zip(compute, waits, strict=True):
         idle = 1.0 - sum(shares.values())
         if idle > ROUNDING:
-            shares[WAIT if upload > 0.5 * idle else IDLE] = idle
+            shares[UPDATE if wait["host"] > 0.5 * idle else WAIT if wait["up"] > 0.5 * idle else IDLE] = idle
     return compute
 
 
@@ -203,6 +203,8 @@ def _block(pair: str, idle: str, theme: Theme) -> tuple[str, str]:
         return glyphs.left, colours[left]
     if right in colours:
         return glyphs.right, colours[right]
+    if UPDATE in pair:
+        return glyphs.wait, theme.update
     return (glyphs.wait, theme.wait) if WAIT in pair else (idle, theme.faint)
 
 
@@ -406,7 +408,8 @@ def screen(
     head = [header(state, now_s, width, theme), progress(state, now_s, width, theme)]
     if width < MIN_WIDTH or height < MIN_HEIGHT:
         return _exactly(head, width, height, theme)
-    foot = [footer(_now_meaning(keys, state), width, theme)]
+    updates = any(span.lane == "host" for worker in state.workers for span in worker.spans)
+    foot = [footer(_now_meaning(keys, state), width, theme, updates=updates)]
     room = height - len(head) - len(foot)
     draw = staircase_block if state.is_simulated else workers_block
     workers = draw(
@@ -587,26 +590,32 @@ def _now_meaning(keys: Sequence[tuple[str, str]], state: DashboardState) -> list
     return [(key, "resume" if state.paused and meaning == "pause" else meaning) for key, meaning in keys]
 
 
-def footer(keys: Sequence[tuple[str, str]], width: int, theme: Theme) -> Text:
-    """The keys, and what the colours of a lane mean; the keys lose their meaning before the colours do."""
+def footer(keys: Sequence[tuple[str, str]], width: int, theme: Theme, *, updates: bool = False) -> Text:
+    """The keys, and what the colours of a lane mean; the keys lose their meaning before the colours do.
+
+    Args:
+        updates: a lane shows a wait for an update.
+    """
     plain = [(key, "" if key == "?" else meaning) for key, meaning in keys]
     for gap, short, named in ((3, False, keys), (2, False, keys), (2, True, keys), (1, True, keys), (1, True, plain)):
         left = Text(" ")
         for key, meaning in named:
             left.append(key, "bold").append(f"{' ' * bool(meaning)}{meaning}{' ' * gap}")
-        right = legend(theme, short=short)
+        right = legend(theme, short=short, updates=updates)
         if left.cell_len + right.cell_len <= width:
             return spread(left, right, width, theme)
     left = Text.assemble(" ", *((f"{key} ", "bold") for key, _ in keys))
     return spread(left, right, width, theme)
 
 
-def legend(theme: Theme, *, short: bool = False) -> Text:
+def legend(theme: Theme, *, short: bool = False, updates: bool = False) -> Text:
     """Legend of a lane's characters or colours."""
     glyphs, has_colour = theme.glyphs, theme.has_colour
     text = Text()
     for letter, name in WORK_NAMES.items():
         text.append(glyphs.full if has_colour else letter, theme.kinds[letter] if has_colour else "bold")
         text.append(f" {SHORT_NAMES[letter] if short else name} ")
-    text.append(glyphs.wait if has_colour else "~", theme.wait if has_colour else "").append(" wait ")
+    text.append(glyphs.wait if has_colour else WAIT, theme.wait if has_colour else "").append(" wait ")
+    if updates:
+        text.append(glyphs.wait if has_colour else UPDATE, theme.update if has_colour else "").append(" update ")
     return text.append(glyphs.idle if has_colour else ".", theme.faint).append(" idle ")

@@ -2,7 +2,7 @@
 
 compute  ....FFFF....BBBB..RRBB........
 up       ..uuu......uuu                     (weights of the next stage)
-             upload  boundary  boundary  tail or host
+             upload  boundary  boundary  tail or update
 
 Only what the next computation needs counts: weights of its own stage, and the result of the stage before for its
 microbatch. A measured step may also wait for the program to launch its work; simulated ones do not.
@@ -22,7 +22,7 @@ CAUSES = {
     "upload": "the weights of its next stage had not arrived yet",
     "boundary": "another worker's result, which it needed next, had not arrived yet",
     "launch": "nothing was missing, but this program had not started its next work yet",
-    "host": "the host was updating weights",
+    "update": "the host had not updated the weights that it needed next",
     "tail": "the step had no work left for it",
 }
 """Cause of a wait -> what it means."""
@@ -57,7 +57,7 @@ class Waiting:
         after = ""
         if self.host_part_s > MIN_SHARE * self.step_s:
             host_s = format_seconds(self.host_part_s)
-            after = f"; besides, all workers waited {host_s} while the host prepared microbatches and updated weights"
+            after = f"; besides, all workers waited {host_s} while the host prepared microbatches or ended an update"
         if not self.by_cause_s:
             return f"worker {self.worker} did not wait in step {self.step}{after}"
         causes = sorted(self.by_cause_s.items(), key=lambda item: -item[1])
@@ -98,9 +98,9 @@ def waiting(step: StepTimeline, worker: int, *, launches: bool = True) -> Waitin
             for cause, time_s in inputs.causes(span, (free_s, span.start_s)).items():
                 seconds[cause if launches or cause != "launch" else "boundary"] += time_s
         free_s = max(free_s, span.end_s)
-    host_s = _overlap(inputs.host, (free_s, end_s))
-    seconds["host"] += host_s
-    seconds["tail"] += end_s - free_s - host_s
+    update_s = _overlap(inputs.updates, (free_s, end_s))
+    seconds["update"] += update_s
+    seconds["tail"] += end_s - free_s - update_s
     kept = {cause: time_s for cause, time_s in seconds.items() if time_s > MIN_SHARE * end_s}
     return Waiting(worker, step.step, end_s, kept)
 
@@ -111,7 +111,9 @@ class _Inputs:
     def __init__(self, step: StepTimeline, worker: int) -> None:
         spans = [replace(span, kind="B") if span.kind == BOTH else span for span in step.spans]
         self.own = [span for span in spans if span.worker == worker]
-        self.host = _merged([span for span in spans if span.lane == "host"])
+        self._host = [span for span in spans if span.lane == "host" and span.worker in (-1, worker)]
+        self.updates = _merged(self._host)
+        """Times of the host's updates in a simulated step; in a measured one of this worker's waits for them."""
         self._ended: dict[_Work, Span] = {
             (span.kind, span.stage, span.microbatch): span for span in spans if span.lane == "compute"
         }
@@ -127,20 +129,21 @@ class _Inputs:
                 self._tensors.setdefault((span.stage, span.microbatch), []).append(span)
 
     def causes(self, work: Span, gap: _Piece) -> dict[str, float]:
-        """Cause -> seconds of a gap before `work`. Moving weights come first, then results, then weights that had not
-        begun to move (their memory was not free), then the host."""
+        """Cause -> seconds of a gap before `work`. Moving weights come first, then results, then updates, then weights
+        that had not begun to move (their memory was not free)."""
         uploads = [span for span in self._weights.get(work.stage, ()) if span.start_s < gap[1]]
         moving = _merged(uploads)
         weights_s = min(gap[1], max((span.end_s for span in uploads), default=gap[0]))
         result_s = max(gap[0], min(gap[1], self._result_s(work)))
         upload_s = _overlap(moving, gap)
         boundary_s = result_s - gap[0] - _overlap(moving, (gap[0], result_s))
-        if weights_s > result_s:
-            upload_s += weights_s - result_s - _overlap(moving, (result_s, weights_s))
-        ready_s = max(weights_s, result_s)
-        host_s = _overlap(self.host, (ready_s, gap[1]))
-        rest_s = gap[1] - ready_s - host_s
-        return {"upload": upload_s, "boundary": boundary_s, "host": host_s, "launch": rest_s}
+        missing, ready_s = (result_s, max(weights_s, result_s)), max(weights_s, result_s)
+        moving_s = _overlap(moving, missing)
+        update_s = _overlap(_merged([*self._host, *uploads]), missing) - moving_s
+        upload_s += ready_s - result_s - moving_s - update_s
+        launch_s = gap[1] - ready_s - _overlap(self.updates, (ready_s, gap[1]))
+        update_s += gap[1] - ready_s - launch_s
+        return {"upload": upload_s, "boundary": boundary_s, "update": update_s, "launch": launch_s}
 
     def _result_s(self, work: Span) -> float:
         """When the result that `work` reads was there: the stage before had ended, on whichever worker, and all that

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 
@@ -40,9 +40,9 @@ from roundpipe_cli.model.expert_lora import use_grouped_kernel
 from roundpipe_cli.model.head import HeadLoss, HeadScores, Rewards, target_rows
 from roundpipe_cli.model.split import ModelSplit
 from roundpipe_cli.model.worker_model import WorkerModel, WorkerOptions
-from roundpipe_cli.schedule.actions import Action, Schedule
-from roundpipe_cli.schedule.program import Program
-from roundpipe_cli.schedule.timeline import DOWN, UP, Interval
+from roundpipe_cli.schedule.actions import Action, Kind, Schedule
+from roundpipe_cli.schedule.program import WEIGHTS, Program
+from roundpipe_cli.schedule.timeline import DOWN, HOST, UP, Interval
 
 # Times of a finished step's operations, from its workers' marks, and of its transfers.
 
@@ -89,6 +89,31 @@ def measured_transfers(run: StepRun, started_s: float) -> tuple[Interval, ...]:
         if op.lane in (UP, DOWN):
             start_s, end_s = record.start_s - started_s, record.end_s - started_s
             found.append(Interval(op.worker, op.lane, op.kind, op.stage, op.microbatch, start_s, end_s))
+    return tuple(found)
+
+
+MIN_WAIT_S = 1e-3
+"""Shorter waits for updates are not shown: the host takes as long to hand a step over."""
+
+
+def measured_waits(
+    run: StepRun, compute_s: Mapping[int, tuple[float, float]], started_s: float
+) -> tuple[Interval, ...]:
+    """Times in which a worker had nothing to compute and the host had not updated the weights that it reads next.
+
+    Args:
+        compute_s: compute operation -> start and end; like `started_s` by `time.perf_counter`.
+    """
+    found = []
+    for row in run.program.compute:
+        free_s = started_s
+        for op in (run.program.ops[op_id] for op_id in row):
+            held = (op.id, *(dep for dep in op.deps if run.program.ops[dep].payload == WEIGHTS))
+            let_go_s = max(run.let_go_s.get(op_id, started_s) for op_id in held)
+            if let_go_s - free_s > MIN_WAIT_S:
+                wait_s = free_s - started_s, let_go_s - started_s
+                found.append(Interval(op.worker, HOST, Kind.OPTIMIZER, op.stage, -1, *wait_s))
+            free_s = max(free_s, compute_s[op.id][1] if op.id in compute_s else free_s)
     return tuple(found)
 
 
@@ -498,6 +523,7 @@ class Engine:
             started_s=started_s,
             transfers=statistics_of(context.program, compute_s, done.run.records, started_s),
             links=measured_transfers(done.run, started_s),
+            waits=measured_waits(done.run, compute_s, started_s),
             device_peak_bytes=tuple(step.peak_bytes for step in done.steps),
             device_reserved_bytes=tuple(step.reserved_bytes for step in done.steps),
             launch_bound_s=tuple(launch_bound_s(self._workers[step.worker].backend, step) for step in done.steps),

@@ -67,6 +67,8 @@ class StepResult:
     """As of the schedule."""
     links: tuple[Interval, ...] = ()
     """The transfers; none where workers read host memory in place."""
+    waits: tuple[Interval, ...] = ()
+    """Waits of workers for updates of the weights that they needed next."""
     notices: tuple[str, ...] = ()
     """Notes on the devices for the user; each once in a run."""
 

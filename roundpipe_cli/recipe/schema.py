@@ -304,10 +304,11 @@ class PipelineConfig:
     when the model is loaded says which those are. `true` keeps the input of every block on the host meanwhile, `auto`
     only if that takes a small part of its memory; otherwise the product is left out at the end of a stage only."""
     optimizer_staleness: Literal[0, 1] = 0
-    """Updates by which the weights of a step lag. 0 equals plain PyTorch; 1 hides the optimizer behind the next step,
-    lets workers begin that step while others end this one, and needs 6 more bytes of host memory for each trainable
-    parameter in 16 bit. Steps wait for each other all the same with float16, dpo, on_oom: adapt, several machines, a
-    weight cache, micro_batch_tokens, another dispatch than in turn, or workers of different speed."""
+    """Updates by which the weights of a step lag. 0 equals plain PyTorch: each layer of a step waits for its own
+    update. 1 hides the optimizer behind the next step, lets workers begin that step while others end this one, and
+    needs 6 more bytes of host memory for each trainable parameter in 16 bit. Steps wait for each other all the same
+    with float16, dpo, on_oom: adapt, several machines, a weight cache, micro_batch_tokens, another dispatch than in
+    turn, or workers of different speed."""
 
     @property
     def binds_stages(self) -> bool:

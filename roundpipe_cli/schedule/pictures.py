@@ -281,6 +281,8 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
 
 def _event_name(interval: Interval) -> str:
     if interval.kind is Kind.OPTIMIZER:
+        if interval.worker >= 0:
+            return "waits for the update"
         return f"update of layer {interval.stage}" if interval.stage >= 0 else "gradients complete"
     if interval.microbatch < 0:
         return "weights up" if interval.lane == UP else "weight gradients down"

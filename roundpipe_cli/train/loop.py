@@ -114,7 +114,7 @@ class RunLog:
         self._launch_bound.append(result.launch_bound_ratio)
         if self.timelines.maxlen:
             computed = result.timeline
-            timeline = replace(computed, intervals=(*computed.intervals, *result.links))
+            timeline = replace(computed, intervals=(*computed.intervals, *result.links, *result.waits))
             self.timelines.append((result.started_s, timeline))
 
     def finished(self, row: StepFinished) -> None:
@@ -604,7 +604,7 @@ class Trainer:
             "skipped_steps": self._guard.num_skipped,
             RECORDS_KEY: {METRICS_NAME: self._rows.state(), EVAL_NAME: self.evaluator.rows.state()},
         }
-        layers = self._updater.order[:: -1 if self._updates_early else 1]
+        layers = self.optimizer.layers[:: -1 if self._updates_early else 1]
         state_of = partial(layer_state, self.setup.store, self.optimizer, step)
         ready = partial(self.setup.store.wait_for, version=step)
         saver.begin(self._machines.own_part(Snapshot(step, layers, state_of, ready, meta)), started_s)

@@ -12,7 +12,7 @@ from roundpipe_cli.dashboard.html import page
 from roundpipe_cli.dashboard.live import help_screen
 from roundpipe_cli.dashboard.state import DashboardState, fold_all
 from roundpipe_cli.dashboard.theme import Theme
-from roundpipe_cli.dashboard.views import figure_lines, screen
+from roundpipe_cli.dashboard.views import figure_lines, screen, slices
 from roundpipe_cli.dashboard.waiting import longest_waiting, waiting
 from roundpipe_cli.events import RunStarted, Span, StepFinished, StepTimeline
 from roundpipe_cli.schedule.timeline import makespan_s, utilization
@@ -50,10 +50,10 @@ def _row(step_s: float) -> StepFinished:
 def test_idle_time_has_a_cause() -> None:
     """Nothing said why a lane was empty: an upload, another worker, the host, or no work left."""
     found = waiting(STEP, 0, launches=False)
-    assert found is not None and found.by_cause_s == {"upload": 1.0, "boundary": 1.0, "host": 2.0, "tail": 2.0}
-    assert found.text().startswith("worker 0 waited 6 s of step 7 (75 %): host 2 s, tail 2 s, ")
+    assert found is not None and found.by_cause_s == {"upload": 1.0, "boundary": 1.0, "update": 2.0, "tail": 2.0}
+    assert found.text().startswith("worker 0 waited 6 s of step 7 (75 %): update 2 s, tail 2 s, ")
     other = waiting(STEP, 1)
-    assert other is not None and other.by_cause_s == {"host": 2.0}
+    assert other is not None and other.by_cause_s == {"update": 2.0}
     simulated = replace(STARTED, goal="simulated")
     assert longest_waiting(fold_all([(0.0, simulated), (8.0, STEP)])) == found
     assert longest_waiting(fold_all([(0.0, simulated), (8.0, StepTimeline(1, 0.0, ()))])) is None
@@ -88,6 +88,28 @@ def test_weights_that_had_no_room_are_waited_for() -> None:
     assert found is not None and found.by_cause_s == {"upload": 2.0}
 
 
+def test_a_wait_for_an_update_has_a_cause_and_a_mark() -> None:
+    """From when all else was there until the host had updated the weights; another worker's wait is not its own."""
+    spans = (
+        work("F", 0, 0, 1, worker=1),
+        Span(1, "host", "O", 0, -1, 0, 4),
+        Span(0, "host", "O", 1, -1, 0, 3),
+        work("U", 1, 3, 4, lane="up"),
+        work("F", 1, 4.5, 6),
+    )
+    step = StepTimeline(1, 0.0, spans)
+    found = waiting(step, 0)
+    assert found is not None and found.by_cause_s == {"boundary": 1.0, "update": 2.0, "upload": 1.0, "launch": 0.5}
+    own = [span for span in spans if span.worker == 0]
+    assert slices(own, 12, 0.5, 12) == "uuuuuu~~.FFF"
+    state = fold_all([(0.0, STARTED), (6.0, step)])
+    for theme, mark in ((Theme(has_colour=False), "u update"), (Theme(), "update")):
+        assert mark in str(screen(state, 6.0, 120, 30, theme, KEYS)[-1])
+        plain = fold_all([(0.0, STARTED), (6.0, replace(step, spans=spans[-1:]))])
+        assert mark not in str(screen(plain, 6.0, 120, 30, theme, KEYS)[-1])
+    assert "waits for the update, 3 s" in page([(0.0, STARTED), (6.0, step)], {}, "")
+
+
 def test_a_tensor_on_its_way_up_is_a_boundary() -> None:
     tensor = Span(0, "up", "F", 1, 0, 1.0, 2.5)
     spans = (work("F", 0, 0, 1, worker=1), tensor, work("F", 1, 3, 4))
@@ -107,7 +129,7 @@ def test_what_the_host_does_beside_the_pipeline_is_said() -> None:
     found = longest_waiting(fold_all([(0.0, STARTED), (8.0, STEP), (10.0, row)]))
     assert found is not None and found.host_part_s == 2.0
     assert found.text().endswith(
-        "; besides, all workers waited 2 s while the host prepared microbatches and updated weights"
+        "; besides, all workers waited 2 s while the host prepared microbatches or ended an update"
     )
     pairs = longest_waiting(fold_all([(0.0, STARTED), (8.0, STEP), (10.0, replace(row, preference={"rewards": 0.0}))]))
     assert pairs is not None and pairs.host_part_s == 0.0, "workers may have computed the base model's part"

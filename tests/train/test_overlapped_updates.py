@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import random
 import signal
-import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from roundpipe_cli import faults
 from roundpipe_cli.engine.backends.cpu import CpuBackend
-from roundpipe_cli.engine.program import stage_layers
-from roundpipe_cli.errors import InternalError
 from roundpipe_cli.recipe.load import load_recipe
-from roundpipe_cli.schedule.actions import Kind
 from roundpipe_cli.train import build
 from roundpipe_cli.train.loop import Trainer
 from roundpipe_cli.train.optim.optimizer import HostOptimizer
@@ -27,9 +22,6 @@ from roundpipe_cli.train.optim.updater import Updater
 from roundpipe_cli.train.prepare.setup import prepare
 from roundpipe_cli.train.signals import Reporting, StopSignals
 from tests.support.e2e import finetune, launch, make_model, make_workspace, metrics, numbers
-from tests.support.tiny import Rig, make_rig, random_microbatches, schedule_for
-
-SIZES = [(1, 6), (2, 5), (1, 4), (1, 7)]
 
 
 @pytest.fixture(scope="module")
@@ -198,75 +190,6 @@ def test_a_failing_update_ends_the_step_beside_it(
     assert time.monotonic() - failed_s[0] < 3.0
     assert "step 2, layer block.1" in str(caught.value) and "fault asked for" in str(caught.value)
     assert len(metrics(trainer.output_dir)) == 2, "the step beside it is not finished"
-
-
-@pytest.mark.parametrize("copy", [False, True])
-def test_the_error_of_an_update_is_that_of_all_who_wait(copy: bool) -> None:
-    rig = make_rig("llama", num_hidden_layers=4)
-    error, raised = InternalError("the optimizer failed"), []
-
-    def wait() -> None:
-        try:
-            rig.store.wait_for(3, 1)
-        except InternalError as caught:
-            raised.append(caught)
-
-    thread = threading.Thread(target=wait)
-    with rig.engine(2, copy=copy) as engine:
-        schedule = schedule_for(rig, 2, len(SIZES))
-        engine.run_step(random_microbatches(SIZES), schedule, step=0)
-        write_layers(rig, rig.store.gradients, [0, 1])
-        under_way = engine.start_step(random_microbatches(SIZES), schedule, step=1, version=1)
-        thread.start()
-        started_s = time.monotonic()
-        rig.store.fail(error)
-        thread.join()
-        with pytest.raises(InternalError) as caught:
-            engine.finish_step(under_way)
-        assert time.monotonic() - started_s < 2.0
-    assert caught.value is error and raised == [error]
-    with pytest.raises(InternalError, match="the optimizer failed"):
-        rig.store.check_updates()
-
-
-# --- one version, layer by layer ------------------------------------------------------------------------------------
-
-
-def write_layers(rig: Rig, gradients: Sequence[torch.Tensor], layers: Sequence[int]) -> None:
-    """The next version of these layers, in float32."""
-    for layer in layers:
-        with rig.store.next_version(layer) as place:
-            torch.add(place.masters, gradients[layer], alpha=-0.01, out=place.new_masters)
-
-
-@pytest.mark.parametrize("copy", [False, True])
-def test_all_before_a_layer_that_is_not_updated_is_computed(copy: bool) -> None:
-    """And it goes over the same lanes, where weights are uploaded, past those that wait."""
-    rig = make_rig("llama", num_hidden_layers=4)
-    last, microbatches = rig.num_layers - 1, random_microbatches(SIZES)
-    with rig.engine(2, copy=copy) as engine:
-        schedule = schedule_for(rig, 2, len(SIZES))
-        engine.run_step(microbatches, schedule, step=0)
-        gradients = [gradient.clone() for gradient in rig.store.gradients]
-        write_layers(rig, gradients, range(last))
-        under_way = engine.start_step(microbatches, schedule, step=1, version=1)
-
-        def done() -> list[tuple[Kind, tuple[int, int]]]:
-            ops = [item.op for step in under_way.steps for item in step.intervals]
-            return [(op.kind, stage_layers(schedule, op)) for op in ops if op.visit >= 0]
-
-        before = schedule.microbatches_per_round * sum(first <= end < last for first, end in schedule.forward_stages)
-        deadline_s = time.monotonic() + 60
-        while len(done()) < before and time.monotonic() < deadline_s:
-            time.sleep(0.01)
-        time.sleep(0.2)
-        seen = done()
-        write_layers(rig, gradients, [last])
-        loss, found = engine.finish_step(under_way).loss, [gradient.clone() for gradient in rig.store.gradients]
-        again = engine.run_step(microbatches, schedule, step=1, version=1).loss
-    assert sum(kind is Kind.FORWARD for kind, _ in seen) == before > 0, "every forward of the first round"
-    assert all(layers[1] < last for _, layers in seen), "and nothing that reads the head"
-    assert loss == again and all(torch.equal(*pair) for pair in zip(found, rig.store.gradients, strict=True))
 
 
 # --- checkpoints ----------------------------------------------------------------------------------------------------

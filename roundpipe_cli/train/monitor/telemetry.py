@@ -199,7 +199,7 @@ def run_started(setup: Setup, time_s: float, first_step: int, num_steps: int) ->
 
 
 def step_timeline(result: StepResult, step: int, clock: Clock) -> StepTimeline:
-    """The workers' actions and transfers in a step that has just ended, on the run's clock.
+    """The workers' actions, transfers and waits for updates in a step that has just ended, on the run's clock.
 
     Transfers end with the last action: what moves later is part of the time between two steps.
     """
@@ -207,7 +207,7 @@ def step_timeline(result: StepResult, step: int, clock: Clock) -> StepTimeline:
     actions = result.timeline.intervals
     end_s = max((item.end_s for item in actions), default=0.0)
     links = (item._replace(end_s=min(item.end_s, end_s)) for item in result.links if item.start_s < end_s)
-    spans = tuple(span_of(item, fused_head=result.fused_head) for item in (*actions, *links))
+    spans = tuple(span_of(item, fused_head=result.fused_head) for item in (*actions, *links, *result.waits))
     return StepTimeline(step, start_s, spans)
 
 
