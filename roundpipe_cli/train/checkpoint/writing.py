@@ -544,6 +544,8 @@ class _Save:
         self._changed = threading.Condition()
         self._waiting = set(snapshot.layers)
         """Layers that must not change yet."""
+        self._held_s: dict[int, float] = {}
+        """Layer -> the time since when its update waits."""
         specs: dict[str, list[TensorSpec]] = {}
         for layer in snapshot.layers if snapshot.is_written else ():
             for file, name, tensor in snapshot.state_of(layer):
@@ -560,20 +562,22 @@ class _Save:
         """Block until `layer` has been copied, or never will be; not for the version that is itself to be copied."""
         with self._changed:
             if layer in self._waiting and version > self.snapshot.step:
-                started_s = time.monotonic()
+                self._held_s[layer] = time.monotonic()
                 while layer in self._waiting:
                     self._changed.wait()
-                self._pause_s += time.monotonic() - started_s
 
     def stop(self) -> None:
         """Give up, and remove what was written."""
         self._stopped = True
         self.ring.stop()
-        self._release_all()
+        self._release(self.snapshot.layers)
 
-    def _release_all(self) -> None:
+    def _release(self, layers: Iterable[int]) -> None:
+        """Let layers change again, and count how long that was waited for: an update may wake up after the report."""
         with self._changed:
-            self._waiting.clear()
+            self._waiting.difference_update(layers)
+            for layer in self._held_s.keys() - self._waiting:
+                self._pause_s += time.monotonic() - self._held_s.pop(layer)
             self._changed.notify_all()
 
     def _fail(self, error: BaseException) -> None:
@@ -590,9 +594,7 @@ class _Save:
                 for file, _, tensor in contents_of(layer):
                     self.moved_s = time.monotonic()
                     self.ring.put(file, tensor)
-                with self._changed:
-                    self._waiting.discard(layer)
-                    self._changed.notify_all()
+                self._release([layer])
             self.ring.finish()
         except BaseException as error:  # travels as a value
             self._fail(error)
