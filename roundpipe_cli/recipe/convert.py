@@ -273,16 +273,19 @@ def convert_file(
         writes.put("eval_datasets", eval_datasets, "eval_datasets", eval_datasets)
     if tool == "trl" and data.get("max_length", 0) is None:
         writes.refuse("max_seq_length", "max_length", None, "rows have a largest length here")
+    method = "lora" if is_lora else "full"
+    writes.values.setdefault("method", method)
+    _accepted(writes, datasets)  # before anything counts with the values
+    writes.values["method"] = method
+    if not is_lora:
+        writes.drop("lora", "every weight is trained")
     _keep_long_texts(data, job, datasets, writes)
     for key, value in defaults.items():
         writes.default(key, value)
-    writes.values["method"] = "lora" if is_lora else "full"
-    if not is_lora:
-        writes.drop("lora", "every weight is trained")
     _multiply(data, writes, num_gpus, result)
     _say_defaults(data, writes, datasets, result)
     _say_prompts(data, writes, datasets, result)
-    _assemble(writes, datasets, result)
+    result.recipe = _accepted(writes, datasets)
     return result
 
 
@@ -358,7 +361,7 @@ _DATASET_KEYS: dict[str, frozenset[str]] = {
         | {"dataset_test_split"}
     ),
 }
-_TOP_KEYS = frozenset(key for key in known_keys(Recipe) if "." not in key)
+_TOP_KEYS = frozenset(key for key in known_keys(Recipe) if "." not in key and key != "datasets")
 
 
 def _datasets(data: dict[str, Any], tool: Tool, name: str, result: Conversion) -> tuple[list[Entry], list[Entry]]:
@@ -438,7 +441,10 @@ def _write(meaning: Callable[[], Writes], key: str, value: Any, writes: RecipeWr
     if not targets:
         result.without_effect.append(key)
     for target, meant in targets.items():
-        writes.put(target, meant, key, value)
+        if target == "datasets":  # its tool reads others
+            result.leave_out(key, value, "no counterpart here", change=UNKNOWN)
+        else:
+            writes.put(target, meant, key, value)
 
 
 def _convert_mixture(data: dict[str, Any], writes: RecipeWrites, result: Conversion) -> None:
@@ -504,41 +510,26 @@ def _say_prompts(data: dict[str, Any], writes: RecipeWrites, datasets: list[Entr
         result.change("assistant_only_loss", what)
 
 
-def _assemble(writes: RecipeWrites, datasets: list[Entry], result: Conversion) -> None:
-    """The recipe in the schema's order, checked whole."""
-    recipe: dict[str, Any] = {}
-    for target in known_keys(Recipe):
-        if target == "datasets":
-            recipe["datasets"] = datasets
-        elif _is_written(target, writes.values) and "[]" not in target:
-            section = recipe
-            *outer, last = target.split(".")
-            for part in outer:
-                section = section.setdefault(part, {})
-            section[last] = writes.values[target]
-    while True:
-        try:
-            load_text(dump(recipe), "recipe.yaml")
-            break
-        except RecipeError as error:
-            _leave_out(recipe, error, writes)
-    result.recipe = recipe
-
-
-def _is_written(target: str, values: dict[str, Any]) -> bool:
-    """Whether the recipe has the key: null is nothing to write, but for `save_steps`, where it is a choice."""
-    return target in values and (values[target] is not None or target == "save_steps")
-
-
-def _leave_out(recipe: dict[str, Any], error: RecipeError, writes: RecipeWrites) -> None:
-    """Take the key of the first problem out of the recipe.
+def _accepted(writes: RecipeWrites, datasets: list[Entry]) -> dict[str, Any]:
+    """The recipe in the schema's order. Values that its checks refuse are left out, one by one.
 
     Raises:
-        RecipeError: it is one that a recipe cannot do without.
+        RecipeError: a recipe cannot do without one of them.
     """
-    problem = error.problems[0]
-    key = (problem.where or "").rpartition(": ")[2].partition(" (")[0]
-    top = key.partition(".")[0].partition("[")[0]
-    if top in ("", "model", "datasets") or top not in recipe:
-        raise error
-    writes.refuse(top, top, recipe.pop(top), problem.what)
+    while True:
+        recipe: dict[str, Any] = {}
+        for target in known_keys(Recipe):
+            value = datasets if target == "datasets" else writes.values.get(target)
+            is_choice = target == "save_steps" and target in writes.values  # elsewhere null is nothing to write
+            if (value is not None or is_choice) and "[]" not in target:
+                section = recipe
+                *outer, last = target.split(".")
+                for part in outer:
+                    section = section.setdefault(part, {})
+                if isinstance(section, dict):  # else what should be a section is refused first
+                    section[last] = value
+        try:
+            load_text(dump(recipe), "recipe.yaml")
+            return recipe
+        except RecipeError as error:
+            writes.leave_out(error)

@@ -171,22 +171,33 @@ def _axolotl_rules(item: Entry, entry: Entry, where: str, result: Conversion) ->
 
 def _axolotl_messages(item: Entry, entry: Entry, columns: dict[str, str], where: str) -> None:
     """Which keys a message of the rows has: `role` and `content`, or `from` and `value`; others are refused."""
-    given = item.pop("message_property_mappings", None)
-    mapping = given if isinstance(given, dict) else {}
-    role = mapping.get("role", item.get("message_field_role") or "role")
-    content = mapping.get("content", item.get("message_field_content") or "content")
-    entry["type"] = kind = message_type(role, content, where)
+    mapping = item.get("message_property_mappings")
+    entry["type"] = kind = _kind_of_messages(item, where)
     if kind == "sharegpt":
         _rename(columns, "conversations", item.pop("field_messages", None) or "messages")
     elif not is_off(item.get("field_messages")):
         _rename(columns, "messages", item.pop("field_messages"))
-    others = {key: value for key, value in mapping.items() if key not in ("role", "content") and key != value}
-    if others:
+    others = mapping.items() if isinstance(mapping, dict) else ()
+    if others := {key: value for key, value in others if key not in ("role", "content") and key != value}:
         item["message_property_mappings"] = others
-    roles = item.pop("roles", None) or {}
+
+
+def _kind_of_messages(item: Entry, where: str) -> str:
+    """`chat` or `sharegpt`, by what axolotl says of a row's messages, which is taken out of `item`.
+
+    Raises:
+        RefusedError: the keys of a message, or the names of its roles, are none that are read here.
+    """
+    given = item.pop("message_property_mappings", None)
+    mapping = given if isinstance(given, dict) else {}
+    role = mapping.get("role", item.get("message_field_role") or "role")
+    content = mapping.get("content", item.get("message_field_content") or "content")
+    kind = message_type(role, content, where)
+    roles = item.pop("roles", None)
     for meant, names in roles.items() if isinstance(roles, dict) else ():
         for spelling in names if isinstance(names, list) else [names]:
             check_role(spelling, meant, kind, where)
+    return kind
 
 
 def message_type(role: Any, content: Any, where: str) -> str:
@@ -261,13 +272,8 @@ def trl_datasets(data: Mapping[str, Any], name: str, result: Conversion) -> list
     entries: list[Entry] = []
     if isinstance(mixture, dict):  # TRL reads nothing else then
         items = mixture.get("datasets")
-        for index, item in enumerate(items if isinstance(items, list) else []):
-            where = f"dataset_mixture.datasets[{index}]"
-            if not isinstance(item, dict) or not isinstance(item.get("path"), str):
-                raise RefusedError(
-                    "this dataset has no path", where=f"{name}: {where}", found=shown_value(item), hint=NAME_PATH
-                )
-            entries += _trl_entries(dict(item), where, name, result)
+        for where, item in items_with_path(items or [], "dataset_mixture.datasets", name):
+            entries += _trl_entries(item, where, name, result)
     elif isinstance(data.get("dataset_name"), str):
         entry: Entry = {"path": data["dataset_name"]}
         for key, target in (("dataset_config", "name"), ("dataset_train_split", "split")):
@@ -348,7 +354,7 @@ def _entries(item: Entry, where: str, name: str, result: Conversion) -> list[Ent
             result.change(f"{where}.type", _TEMPLATED)
     else:
         columns = _shape(str(kind or ""), where, result)
-    _check_messages(item, f"{name}: {where}")
+    _kind_of_messages(item, f"{name}: {where}")
     for key, value in item.items():
         if key in ("name", "split") and isinstance(value, str):
             entry[key] = value
@@ -372,22 +378,6 @@ def _shape(kind: str, where: str, result: Conversion) -> dict[str, str]:
         result.leave_out(f"{where}.type", kind, "read as preference pairs", change="the rows' columns decide how")
     prompt = _PROMPTS.get(shape)
     return {} if prompt in (None, "prompt") else {"prompt": str(prompt)}
-
-
-def _check_messages(item: Entry, where: str) -> None:
-    """
-    Raises:
-        RefusedError: the keys of a message, or the names of its roles, are none that are read here.
-    """
-    given = item.pop("message_property_mappings", None)
-    mapping = given if isinstance(given, dict) else {}
-    role = mapping.get("role", item.get("message_field_role") or "role")
-    content = mapping.get("content", item.get("message_field_content") or "content")
-    kind = message_type(role, content, where)
-    roles = item.pop("roles", None)
-    for meant, names in roles.items() if isinstance(roles, dict) else ():
-        for spelling in names if isinstance(names, list) else [names]:
-            check_role(spelling, meant, kind, where)
 
 
 # LLaMA-Factory's datasets: the names in a file, and what its table `dataset_info.json` says of each.
@@ -638,14 +628,10 @@ class _Dataset:
         if formatting != "alpaca":
             raise self._refusal("chats are no texts to pretrain on", "formatting", "alpaca, with columns.prompt")
         for key in ("query", "response", "system", "history"):
-            self._leave_out_column(key)
+            if not is_off(columns.get(key)):
+                where, why = f"{self._dataset}.columns.{key}", "rows of this type have no such column"
+                self._result.leave_out(where, columns[key], why, change="it is not read")
         return "text", {"text": str(columns.get("prompt") or "instruction")}
-
-    def _leave_out_column(self, key: str) -> None:
-        value = (self._columns or {}).get(key)
-        if not is_off(value):
-            where = f"{self._dataset}.columns.{key}"
-            self._result.leave_out(where, value, "rows of this type have no such column", change="it is not read")
 
     def _refusal(self, what: str, key: str, expected: str) -> RefusedError:
         value: Any = self._known

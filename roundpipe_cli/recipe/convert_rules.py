@@ -10,7 +10,6 @@ from typing import Any, Literal
 from roundpipe_cli.choices import PAIR_OBJECTIVES, PairObjective
 from roundpipe_cli.errors import RecipeError, RefusedError
 from roundpipe_cli.recipe.aliases import ALIASES, Writes, is_off, value_alias
-from roundpipe_cli.recipe.check import NEEDED_SCHEDULE_KEYS, NEEDS_EVALUATION, SCHEDULE_KEYS
 from roundpipe_cli.recipe.convert_tables import (
     INTERVAL_RULES,
     NEAR_OPTIMIZERS,
@@ -21,12 +20,10 @@ from roundpipe_cli.recipe.convert_tables import (
     LeaveOutError,
     Partly,
     Tool,
-    dump,
     is_own_template,
     short,
 )
-from roundpipe_cli.recipe.load import load_text
-from roundpipe_cli.recipe.schema import MAX_LEARNING_RATE, LoraConfig, Recipe
+from roundpipe_cli.recipe.schema import LoraConfig, Recipe
 from roundpipe_cli.recipe.strict_yaml import shown_value
 
 # The objective of another tool's file, and its keys for losses that compare answers.
@@ -66,10 +63,9 @@ def job_of(data: Mapping[str, Any], tool: Tool) -> Job | None:
     if named is not None:
         return named
     if tool == "llama-factory":
-        stages: Mapping[Any, Job] = {None: "sft", "sft": "sft", "pt": "pretraining"}
-        if data.get("stage") == "dpo":
-            return _LOSSES.get(str(data.get("pref_loss") or "sigmoid"))
-        return stages.get(data.get("stage"))
+        stage = "sft" if data.get("stage") is None else str(data["stage"])
+        stages: Mapping[str, Job] = {"sft": "sft", "pt": "pretraining"}
+        return _LOSSES.get(str(data.get("pref_loss") or "sigmoid")) if stage == "dpo" else stages.get(stage)
     if tool == "axolotl":
         if is_off(data.get("rl")):
             return "sft" if is_off(data.get("pretraining_dataset")) else "pretraining"
@@ -197,8 +193,30 @@ def _trl_section(value: Any, job: Job) -> Writes:
     return {} if section.get("beta") is None else {_BETAS[job]: section["beta"]}
 
 
-def _long_rows(value: Any, data: Data) -> Writes:
-    return {"long_rows": {"raise": "error"}.get(str(value), value)}
+def _only(usual: tuple[Any, ...], reason: str, change: str | None) -> ConversionRule:
+    """Values that ask for what is always done here; of others the line is left out, and `change` says what is done."""
+
+    def writes_of(value: Any, data: Data) -> Writes:
+        if value in usual:
+            return {}
+        raise LeaveOutError(reason, change and change.format(value))
+
+    return writes_of
+
+
+def _on_by_default(change: str) -> ConversionRule:
+    """A switch that does what is done here; `change` says what becomes of a file that turns it off."""
+    return lambda value, data: {} if value is not False else _only((), "cannot be turned off here", change)(value, data)
+
+
+def _if_true(writes: Writes) -> ConversionRule:
+    """A switch that changes nothing where it is off."""
+    return lambda value, data: writes if value is True else {}
+
+
+def _as(target: str) -> ConversionRule:
+    """The value as it is, under the recipe's name."""
+    return lambda value, data: {target: value}
 
 
 def _min_lr_ratio(value: Any, data: Data) -> Writes:
@@ -252,10 +270,6 @@ def _start_of_adapters(value: Any, data: Data) -> Writes:
     )
 
 
-def _loftq(value: Any, data: Data) -> Writes:
-    raise LeaveOutError("see lora.init", "the adapters start by lora.init in place of LoftQ")
-
-
 def _adapters(value: Any, data: Data) -> Writes:
     """LLaMA-Factory merges all adapters but the last into the base weights, and every one before a new adapter."""
     if data.get("create_new_adapter") or not isinstance(value, str) or "," in value:
@@ -265,10 +279,6 @@ def _adapters(value: Any, data: Data) -> Writes:
             {"lora.start_from": value}, "this adapter is the reference; LLaMA-Factory's is the base model below it"
         )
     return {"lora.start_from": value}
-
-
-def _neat_packing(value: Any, data: Data) -> Writes:
-    return {"packing": True} if value is True else {}
 
 
 def _packing(value: Any, data: Data) -> Writes:
@@ -283,31 +293,10 @@ def _packing_strategy(value: Any, data: Data) -> Writes:
     raise LeaveOutError("long rows are cut, never continued in the next sequence", "rows are packed whole")
 
 
-def _truncation(value: Any, data: Data) -> Writes:
-    if value == "keep_start":
-        return {}
-    raise LeaveOutError("the start of a long row is kept", "long rows lose their end")
-
-
-def _in_order(value: Any, data: Data) -> Writes:
-    return {"shuffle": False} if value is True else {}
-
-
 def _sampling(value: Any, data: Data) -> Writes:
     if value in ("sequential", "random"):
         return {"shuffle": value == "random"}
     raise LeaveOutError("rows come in random order or in theirs", f"rows come in random order, not {value}")
-
-
-def _on_by_default(change: str) -> ConversionRule:
-    """A switch that does what is done here; `change` says what becomes of a file that turns it off."""
-
-    def writes_of(value: Any, data: Data) -> Writes:
-        if value is False:
-            raise LeaveOutError("cannot be turned off here", change)
-        return {}
-
-    return writes_of
 
 
 def _thinking(value: Any, data: Data) -> Writes:
@@ -330,16 +319,6 @@ def _hub_push(value: Any, data: Data) -> Writes:
     if value is True and not data.get("hub_model_id"):
         raise LeaveOutError("name the repository: hub_model_id", "nothing is uploaded")
     return {}
-
-
-def _nothing(value: Any, data: Data) -> Writes:
-    return {}
-
-
-def _best_metric(value: Any, data: Data) -> Writes:
-    if value in ("loss", "eval_loss"):
-        return {}
-    raise LeaveOutError("the loss decides which weights are best", "the best weights are those of the lowest loss")
 
 
 def _resume(value: Any, data: Data) -> Writes:
@@ -379,10 +358,6 @@ def _chat_template(value: Any, data: Data) -> Writes:
     raise LeaveOutError(reason, change)
 
 
-def _jinja(value: Any, data: Data) -> Writes:
-    return {"chat_template": value}
-
-
 def _template_path(value: Any, data: Data) -> Writes:
     if str(value).endswith(_TEMPLATE_FILES):
         return {"chat_template": value}
@@ -404,10 +379,6 @@ def _tokens(value: Any, data: Data) -> Writes:
     raise LeaveOutError("the tokenizer's own tokens are used", f"the tokenizer's own {', '.join(names)}")
 
 
-def _dtype(value: Any, data: Data) -> Writes:
-    return {} if value == "auto" else {"dtype": value}
-
-
 def _bf16(value: Any, data: Data) -> Writes:
     """Off, and nothing in its place, is float32 in axolotl and TRL."""
     if value is False:
@@ -416,34 +387,10 @@ def _bf16(value: Any, data: Data) -> Writes:
     return {} if value == "auto" and data.get("fp16") is True else {"dtype": "bfloat16"}
 
 
-def _whole_dtype(name: str) -> ConversionRule:
-    return lambda value, data: {"dtype": name} if value is True else {}
-
-
-def _completion_only(value: Any, data: Data) -> Writes:
-    return {"train_on_inputs": not value}
-
-
-def _assistant_only(value: Any, data: Data) -> Writes:
-    return {"train_on_inputs": False} if value is True else {}
-
-
 def _loss_type(value: Any, data: Data) -> Writes:
     if value == "dft":
         raise LeaveOutError("only cross-entropy is offered", "the ordinary cross-entropy is trained in place of DFT's")
     return {}
-
-
-def _four_bit_type(value: Any, data: Data) -> Writes:
-    if value in ("nf4", "bnb"):
-        return {}
-    raise LeaveOutError("4 bit is bitsandbytes' NF4", f"the base weights are packed as NF4, not {value}")
-
-
-def _lora_bias(value: Any, data: Data) -> Writes:
-    if value in ("none", False):
-        return {}
-    raise LeaveOutError("biases stay frozen", "no biases are trained")
 
 
 def _plugins(value: Any, data: Data) -> Writes:
@@ -455,32 +402,14 @@ def _plugins(value: Any, data: Data) -> Writes:
     return {}
 
 
-def _prediction(value: Any, data: Data) -> Writes:
-    raise LeaveOutError("predictions are no part of training")
-
-
-def _tensorboard(value: Any, data: Data) -> Writes:
-    return {"report_to": ["tensorboard"]} if value is True else {}
-
-
-def _report(value: Any, data: Data) -> Writes:
-    return {"report_to": []} if value == ["none"] else {"report_to": value}
-
-
-def _shares(value: Any, data: Data) -> Writes:
-    return Partly({}, "shares of the draws become datasets[].weight, shares of an epoch's rows")
-
-
-def _mix(value: Any, data: Data) -> Writes:
-    if value == "concat":
-        return {}
-    raise LeaveOutError("rows are mixed by datasets[].weight", f"rows are not mixed by {shown_value(value)}")
-
+_SHARES = "shares of the draws become datasets[].weight, shares of an epoch's rows"
+_BEST = "the loss decides which weights are best", "the best weights are those of the lowest loss"
+_NF4 = "4 bit is bitsandbytes' NF4", "the base weights are packed as NF4, not {}"
 
 RULES: Mapping[str, ConversionRule] = {
     "hub_model_id": _hub_name,
     "push_to_hub": _hub_push,
-    "excess_length_strategy": _long_rows,
+    "excess_length_strategy": lambda value, data: {"long_rows": "error" if value == "raise" else value},
     "cosine_min_lr_ratio": _min_lr_ratio,
     **dict.fromkeys(("lr_scheduler", "lr_scheduler_type"), _schedule),
     "warmup_steps": _warmup,
@@ -488,47 +417,46 @@ RULES: Mapping[str, ConversionRule] = {
     **dict.fromkeys(("optimizer", "optim"), _optimizer),
     "lora_target_modules": _lora_targets,
     "peft_init_lora_weights": _start_of_adapters,
-    "peft": _loftq,
+    "peft": _only((), "see lora.init", "the adapters start by lora.init in place of LoftQ"),
     "adapter_name_or_path": _adapters,
-    "neat_packing": _neat_packing,
+    "neat_packing": _if_true({"packing": True}),
     "packing": _packing,
     "packing_strategy": _packing_strategy,
-    "truncation_mode": _truncation,
-    **dict.fromkeys(("disable_shuffling", "curriculum_sampling"), _in_order),
+    "truncation_mode": _only(("keep_start",), "the start of a long row is kept", "long rows lose their end"),
+    **dict.fromkeys(("disable_shuffling", "curriculum_sampling"), _if_true({"shuffle": False})),
     "train_sampling_strategy": _sampling,
     "ignore_pad_token_for_loss": _on_by_default("padding is never trained"),
     "average_tokens_across_devices": _on_by_default("the loss is a mean over all tokens of a step"),
     "pretrain_multipack_attn": _on_by_default("packed texts do not see each other"),
     "enable_thinking": _thinking,
     "max_length": _generated,
-    "shuffle_dataset": _nothing,
+    "shuffle_dataset": lambda value, data: {},
     **INTERVAL_RULES,
-    "metric_for_best_model": _best_metric,
+    "metric_for_best_model": _only(("loss", "eval_loss"), *_BEST),
     **dict.fromkeys(("resume_from_checkpoint", "auto_resume_from_checkpoints"), _resume),
-    "early_stopping_steps": lambda value, data: {"early_stopping_patience": value},
+    "early_stopping_steps": _as("early_stopping_patience"),
     "unfrozen_parameters": _unfrozen,
     "chat_template": _chat_template,
-    "chat_template_jinja": _jinja,
+    "chat_template_jinja": _as("chat_template"),
     "chat_template_path": _template_path,
     "template": _factory_template,
     "special_tokens": _tokens,
-    **dict.fromkeys(("dtype", "torch_dtype"), _dtype),
+    **dict.fromkeys(("dtype", "torch_dtype"), lambda value, data: {} if value == "auto" else {"dtype": value}),
     "bf16": _bf16,
-    **dict.fromkeys(("bfloat16", "pure_bf16"), _whole_dtype("bfloat16")),
-    "float16": _whole_dtype("float16"),
-    "float32": _whole_dtype("float32"),
-    "completion_only_loss": _completion_only,
-    "assistant_only_loss": _assistant_only,
+    **dict.fromkeys(("bfloat16", "pure_bf16"), _if_true({"dtype": "bfloat16"})),
+    **{name: _if_true({"dtype": name}) for name in ("float16", "float32")},
+    "completion_only_loss": lambda value, data: {"train_on_inputs": not value},
+    "assistant_only_loss": _if_true({"train_on_inputs": False}),
     "loss_type": _loss_type,
-    **dict.fromkeys(("bnb_4bit_quant_type", "quantization_type", "quantization_method"), _four_bit_type),
-    **dict.fromkeys(("lora_bias", "bias"), _lora_bias),
+    **dict.fromkeys(("bnb_4bit_quant_type", "quantization_type", "quantization_method"), _only(("nf4", "bnb"), *_NF4)),
+    **dict.fromkeys(("lora_bias", "bias"), _only(("none", False), "biases stay frozen", "no biases are trained")),
     "plugins": _plugins,
-    **dict.fromkeys(("do_predict", "predict_with_generate"), _prediction),
-    "report_to": _report,
-    "use_tensorboard": _tensorboard,
-    "mix_strategy": _mix,
-    "interleave_probs": _shares,
-    "adam_eps": lambda value, data: {"adam_epsilon": value},
+    **dict.fromkeys(("do_predict", "predict_with_generate"), _only((), "predictions are no part of training", None)),
+    "report_to": lambda value, data: {"report_to": [] if value == ["none"] else value},
+    "use_tensorboard": _if_true({"report_to": ["tensorboard"]}),
+    "mix_strategy": _only(("concat",), "rows are mixed by datasets[].weight", "rows are not mixed by {!r}"),
+    "interleave_probs": lambda value, data: Partly({}, _SHARES),
+    "adam_eps": _as("adam_epsilon"),
 }
 """Key of another tool -> its rule; they go before every table."""
 
@@ -562,13 +490,29 @@ class RecipeWrites:
             other = self._sources[target][0]
             self.result.leave_out(key, written, f"{other} says otherwise", change=f"{other} decides")
             return
-        reason = _mistake(target, value)
-        if reason is not None:
-            self.refuse(target, key, written, reason)
-            return
         self.values[target] = value
 
         self._sources.setdefault(target, (key, written))
+
+    def leave_out(self, error: RecipeError) -> None:
+        """Take the value of the first problem out of the recipe; its line is listed as left out.
+
+        Raises:
+            RecipeError: it is one that a recipe cannot do without.
+        """
+        problem = error.problems[0]
+        place = (problem.where or "").rpartition(": ")[2].partition(" (")[0]
+        target = max(
+            (known for known in self._sources if re.match(rf"{re.escape(known)}\b", place)), key=len, default="model"
+        )
+        if target == "model":
+            raise error
+        key, written = self._sources.pop(target)
+        del self.values[target]
+        self.defaults.pop(target, None)
+        self.refuse(
+            target, key, written, problem.what + (f" (expected: {problem.expected})" if problem.expected else "")
+        )
 
     def refuse(self, target: str, key: str, written: Any, reason: str) -> None:
         """List a line whose value no recipe can have, with what the recipe does instead."""
@@ -605,37 +549,3 @@ def _ours(target: str) -> Any:
     schema = LoraConfig if target.startswith("lora.") else Recipe
     default = {entry.name: entry.default for entry in fields(schema)}.get(target.rpartition(".")[2], MISSING)
     return "what it is without that line" if default is MISSING else short(default)
-
-
-def _mistake(target: str, value: Any) -> str | None:
-    """Why a recipe with this value is refused, or None."""
-    data: dict[str, Any] = {"model": "some/model", "datasets": [{"path": "rows.jsonl"}]}
-    section = data
-    *outer, last = target.split(".")
-    for part in outer:
-        section = section.setdefault(part, {})
-    section[last] = value
-    for key, needed in _together(target, value).items():
-        data.setdefault(key, needed)
-    try:
-        load_text(dump(data), "recipe.yaml")
-    except RecipeError as error:
-        problem = error.problems[0]
-        return problem.what + (f" (expected: {problem.expected})" if problem.expected else "")
-    return None
-
-
-def _together(target: str, value: Any) -> dict[str, Any]:
-    """Keys that a recipe needs beside a key so that it makes sense."""
-    if target == "lr_scheduler_kwargs" and isinstance(value, dict):
-        fitting = [name for name, keys in SCHEDULE_KEYS.items() if set(value) <= set(keys)]
-        return {"lr_scheduler_type": fitting[-1], "learning_rate": MAX_LEARNING_RATE} if fitting else {}
-    if target == "lr_scheduler_type" and isinstance(value, str):
-        return {"lr_scheduler_kwargs": dict.fromkeys(NEEDED_SCHEDULE_KEYS.get(value, ())[-1:], 1)}
-    if target in dict(NEEDS_EVALUATION):
-        return {"val_set_size": 0.1}
-    if target == "eval_datasets" and any(entry.get("type") == "preference" for entry in value):
-        return {"objective": "orpo"}
-    if target == "frozen_parameters":
-        return {"method": "full"}
-    return {"optim": "sgd"} if target == "sgd_momentum" else {}

@@ -714,3 +714,17 @@ def test_command(tmp_path: Path) -> None:
     assert "cannot be read" in missing.err
     wrong = run(tmp_path, "convert", "axolotl.yaml", "--from", "axolot").expect(2)
     assert "did you mean --from axolotl?" in wrong.err
+
+
+@pytest.mark.parametrize(
+    ("tool", "lines", "key"),
+    [
+        ("axolotl", "{adapter: lora, lora_r: 8, lora_alpha: 8, lora: 3}", "lora"),
+        ("axolotl", "eval_datasets: 5", "eval_datasets"),
+        ("trl", "datasets: [{path: other.jsonl}]", "datasets"),
+        ("trl", "method: lora_plus", "method"),
+    ],
+)
+def test_values_of_another_kind_are_left_out(tool: str, lines: str, key: str) -> None:
+    """A number for a list was a bug of ours; rows under a key of recipes were left out without a word."""
+    assert key in [entry.key for entry in converted(tool, lines).left_out]
