@@ -1,4 +1,4 @@
-"""The tables of scripts/README.md that come from a card, written from the JSON document of `gpu_check`."""
+"""The tables of scripts/MEASUREMENTS.md that come from a card, written from the JSON document of `gpu_check`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-PAGE = Path(__file__).resolve().parents[1] / "README.md"
+PAGE = Path(__file__).resolve().parents[1] / "MEASUREMENTS.md"
 START, END = "<!-- gpu_check: start -->", "<!-- gpu_check: end -->"
 Document = Mapping[str, Any]
 
