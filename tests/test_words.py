@@ -367,6 +367,15 @@ def test_links_and_tests_of_the_readmes_exist(page: Path) -> None:
         assert list(ROOT.glob(name)), f"{page}: {name}"
 
 
+def test_every_script_is_on_the_page() -> None:
+    """With what it is for and how long it takes; what scripts share too."""
+    page = (ROOT / "scripts" / "README.md").read_text(encoding="utf-8")
+    scripts = [
+        path.name for path in (ROOT / "scripts").iterdir() if path.is_file() and path.suffix in ("", ".py", ".sh")
+    ]
+    assert [name for name in scripts if f"`{name}`" not in page] == []
+
+
 @pytest.mark.parametrize("command", [one for one in ALL_COMMANDS if one.startswith("roundpipe ")])
 def test_readme_commands_are_understood(command: str) -> None:
     """Every option, argument and subcommand of the READMEs' commands exists: parsed as the program does, not run."""
