@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from scripts.gpu_checks import experts, fp8, procedure, readme
+from scripts.gpu_checks import experts, figures, fp8, procedure
 from scripts.gpu_checks.kernels import kind_of
 from scripts.gpu_checks.part import PARTS, outcome_of, run_part
 from scripts.gpu_checks.place import OPTIONAL, Check, CheckPlace, SkippedCheckError
@@ -194,13 +194,13 @@ def test_tables_bear_the_hardwares_name(tmp_path: Path) -> None:
         ],
     }  # fmt: skip
     document = {"device": "GPU", "hardware": "1 x NVIDIA H200, torch 2.11.0", "seconds": {}, "parts": parts}
-    page = readme.updated(readme.PAGE.read_text(encoding="utf-8"), document, "2026-12-01")
+    page = figures.updated(figures.PAGE.read_text(encoding="utf-8"), document, "2026-12-01")
     assert "1 x NVIDIA H200, torch 2.11.0, 2026-12-01: 5 ok, 1 failed, 0 stopped, 0 skipped." in page
     assert "| lora, streamed | 1,234 | 2.000 s | 3.0 % | 5.00 GB |" in page and "| one link | 25.0 | 26.0 |" in page
     assert "| time, bfloat16 | 4.00 ms | 9.00 ms | 12.00 ms | 30.00 ms | a loop |" in page
     assert "| time, 64 x 64 x 64 | 2.00 ms | 0.50 ms |" in page
-    assert readme.updated(page, document, "2026-12-01") == page
+    assert figures.updated(page, document, "2026-12-01") == page
     path = tmp_path / "simulated.json"
     path.write_text(json.dumps({**document, "device": "simulated"}))
-    before = readme.PAGE.read_bytes()
-    assert readme.main(path) == 2 and readme.PAGE.read_bytes() == before
+    before = figures.PAGE.read_bytes()
+    assert figures.main(path) == 2 and figures.PAGE.read_bytes() == before

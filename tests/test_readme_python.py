@@ -13,7 +13,7 @@ README = Path(__file__).resolve().parents[1] / "roundpipe_cli" / "README.md"
 
 
 def test_from_python(tmp_path: Path) -> None:
-    text = README.read_text(encoding="utf-8").partition("## From Python")[2].partition("\nThe adapter of")[0]
+    text = README.read_text(encoding="utf-8").partition("## From Python")[2].partition("\nA finished run")[0]
     code = textwrap.dedent("\n".join(line for line in text.splitlines() if line.startswith("    ") or not line.strip()))
     folder = make_workspace(tmp_path / "work", make_model(tmp_path / "made"))
     (folder / "recipe.yaml").rename(folder / "first.yaml")

@@ -256,7 +256,10 @@ def test_version_tells_torch_cuda_and_driver(tmp_path: Path, monkeypatch: pytest
 
 # --- READMEs --------------------------------------------------------------------------------------------------------
 
-READMES = [ROOT / name / "README.md" for name in ("", "recipes", "roundpipe_cli", "scripts", "tests")]
+READMES = [
+    *(ROOT / name / "README.md" for name in ("", "recipes", "roundpipe_cli", "scripts", "tests")),
+    ROOT / "scripts" / "MEASUREMENTS.md",
+]
 RUN_HERE = (
     "roundpipe recipes ls",
     "roundpipe recipes show",
@@ -272,6 +275,7 @@ RUN_ELSEWHERE = {
     "python scripts/recipe_pages.py": "tests/recipe/test_recipe_keys.py",
     "python scripts/recipe_verdicts.py": "tests/planning/test_shipped_recipes.py, on the functions that it calls",
     "python scripts/": "minutes: by hand",
+    "python -m tests.": "by hand: they rewrite golden files",
     "roundpipe finetune": "tests/train/test_finetune_*.py, with tiny models",
     "roundpipe bench": "tests/cli/test_bench_cli.py, tests/train/test_bench_run.py",
     "roundpipe watch": "tests/dashboard/test_dashboard_watch.py",
@@ -329,7 +333,7 @@ def runs_here(command: str) -> bool:
     return chosen and not files and reason_not_to_run(command) is None
 
 
-@pytest.mark.parametrize("page", READMES, ids=lambda page: page.parent.name)
+@pytest.mark.parametrize("page", READMES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_every_readme_command_is_run_somewhere(page: Path) -> None:
     """A command that nobody runs must be listed with the reason; a script must exist."""
     commands = readme_commands(page)
@@ -347,7 +351,7 @@ def test_what_runs_the_readmes_commands_is_there() -> None:
             assert list(ROOT.glob(file)), f"{file} is gone"
 
 
-@pytest.mark.parametrize("page", READMES, ids=lambda page: page.parent.name)
+@pytest.mark.parametrize("page", READMES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_links_and_tests_of_the_readmes_exist(page: Path) -> None:
     """Links lead to files, `tests/...` names are files, and what a link's anchor names is a heading."""
     text = page.read_text(encoding="utf-8")
@@ -361,6 +365,15 @@ def test_links_and_tests_of_the_readmes_exist(page: Path) -> None:
             assert anchor in places | set(re.findall(r'<a id="(\w+)"></a>', text)), anchor
     for name in re.findall(r"`((?:tests|scripts)/[\w*/]+(?:\.\w+)?)", text):
         assert list(ROOT.glob(name)), f"{page}: {name}"
+
+
+def test_every_script_is_on_the_page() -> None:
+    """With what it is for and how long it takes; what scripts share too."""
+    page = (ROOT / "scripts" / "README.md").read_text(encoding="utf-8")
+    scripts = [
+        path.name for path in (ROOT / "scripts").iterdir() if path.is_file() and path.suffix in ("", ".py", ".sh")
+    ]
+    assert [name for name in scripts if f"`{name}`" not in page] == []
 
 
 @pytest.mark.parametrize("command", [one for one in ALL_COMMANDS if one.startswith("roundpipe ")])

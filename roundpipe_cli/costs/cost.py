@@ -17,6 +17,10 @@ StageRange = tuple[int, int]
 """Inclusive range of layer indices; `(a, a - 1)` is an empty stage."""
 
 
+NUM_SLOTS = 2
+"""Stages whose weights are on a device at once: one is computed while the next is uploaded."""
+
+
 @dataclass(frozen=True, slots=True)
 class LayerCost:
     """Costs of one layer for one microbatch on a worker of speed 1."""
@@ -73,7 +77,7 @@ class CostModel:
     link_bytes_per_s: float = 25e9
     """Rate of each worker's host link in each direction."""
     device_memory_bytes: int | None = None
-    slots: int = 2
+    slots: int = NUM_SLOTS
     worker_speed: tuple[float, ...] | None = None
     """Relative speed per worker; None means all 1.0."""
     tied: bool = False

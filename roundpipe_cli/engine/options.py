@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from roundpipe_cli.costs.cost import NUM_SLOTS
 from roundpipe_cli.engine.dispatch.decisions import TransferOptions
 from roundpipe_cli.model.fused import FusedOps
 
@@ -51,7 +52,7 @@ class EngineOptions:
     whole_per_visit: bool = False
     """Packed weights are dequantised once in a visit and held until its end, 2 bytes (in 16 bit) for each weight of a
     stage, not for each microbatch and pass. The same bits."""
-    num_slots: int = 2
+    num_slots: int = NUM_SLOTS
     """Stages whose weights are on a device at once."""
     weight_cache_bytes: int = 0
     """Memory of each device for weights that stay there; see `slots.py`."""

@@ -41,7 +41,7 @@ from roundpipe_cli.model.stored.quantized_files import PackedWeight
 # given copies of their pages, and lose those that are page-locked.
 #
 # A buffer on one node would be read over the link between two processors by half of the GPUs and of the updates. Large
-# pages make updates faster, which go through all weights, masters and moments (scripts/README.md has a figure).
+# pages make updates faster, which go through all weights, masters and moments (measured: scripts/MEASUREMENTS.md).
 
 LEAST_BYTES = 2 * 1024**2
 """Smaller buffers are not placed."""
@@ -119,7 +119,7 @@ def settle_heap() -> None:
 
     By default glibc gives each new thread a heap of its own and keeps there what the thread frees, so a run on the
     processor grew to a seventh more than `plan` counts, and went on growing. Tensors of up to 32 MB come to lie between
-    small ones, where they leave holes (scripts/README.md has figures).
+    small ones, where they leave holes (scripts/MEASUREMENTS.md).
     """
     tunables = os.environ.get("GLIBC_TUNABLES", "")
     for setting, value, variable, name in (
@@ -135,7 +135,7 @@ class UnusedHeap:
     """Memory of the heap that nothing uses, between steps.
 
     glibc keeps what a step freed wherever something else lies above it. Where workers compute on the processor this
-    grew from step to step; given back after each, it is as large as one step needs (scripts/README.md has figures).
+    grew from step to step; given back after each, it is as large as one step needs (scripts/MEASUREMENTS.md).
     """
 
     def __init__(self) -> None:

@@ -254,8 +254,6 @@ def _short(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0][:200]}" if lines and lines[0] else type(error).__name__
 
 
-# --- messages -------------------------------------------------------------------------------------------------------
-
 _listeners: list[Say] = []
 
 

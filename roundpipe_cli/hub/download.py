@@ -130,9 +130,6 @@ def _ask_listing(repository: Repository, revision: str | None, tell: Say) -> Lis
     return Listing(repository, revision, commit, files)
 
 
-# --- the cache ------------------------------------------------------------------------------------------------------
-
-
 def repository_folder(name: str) -> Path:
     """A model's folder in the hub's cache, which may not be there."""
     from huggingface_hub import constants
@@ -231,9 +228,6 @@ def _remove_leftovers(listing: Listing, names: Sequence[str]) -> None:
                 with library.WeakFileLock(str(lock), timeout=LOCK_S):
                     for path in leftovers:
                         path.unlink(missing_ok=True)
-
-
-# --- fetching -------------------------------------------------------------------------------------------------------
 
 
 def fetch_files(listing: Listing, names: Sequence[str], tell: Tell) -> Path:

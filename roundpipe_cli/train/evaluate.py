@@ -301,9 +301,6 @@ def eval_row(event: EvaluationFinished) -> dict[str, Any]:
     return row
 
 
-# --- generation -------------------------------------------------------------------------------------------------------
-
-
 def prompt_ids(row: Row) -> list[int]:
     """The tokens of a row before the first trained one; of a row that is trained from the start, its first token."""
     trained = (row.labels != IGNORED_LABEL).nonzero()[0]

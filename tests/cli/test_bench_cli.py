@@ -11,6 +11,7 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
+from roundpipe_cli.choices import SCHEDULES
 from roundpipe_cli.cli.bench import bench
 from roundpipe_cli.costs.cost import load_costs
 from roundpipe_cli.errors import RefusedError
@@ -60,7 +61,7 @@ def test_json_has_the_documented_keys_and_parts_that_sum_to_the_bubble(tmp_path:
     assert list(document) == ["workers", "microbatches", "results"]
     assert (document["workers"], document["microbatches"]) == (2, 4)
     names = [result["schedule"] for result in document["results"]]
-    assert names == ["roundpipe", "looped_bfs", "gpipe", "1f1b", "interleaved_1f1b"]
+    assert names == list(SCHEDULES)
     for result in document["results"]:
         assert list(result) == [
             *("schedule", "round", "makespan_s", "bubble_ratio", "fill", "switch", "drain", "steady", "step_s"),
@@ -110,14 +111,14 @@ def test_table_and_picture(tmp_path: Path) -> None:
     path = write(tmp_path, costs_of())
     done = invoke(path, "--svg", str(tmp_path / "picture.svg"))
     assert done.exit_code == 0, done.exception
-    for name in ("roundpipe", "looped_bfs", "gpipe", "1f1b", "interleaved_1f1b"):
+    for name in SCHEDULES:
         assert name in done.stdout
     assert "full search" in " ".join(done.stdout.split())
     given = invoke(path, "--forward-stages", "[[0, 2], [3, 6]]", "--schedule", "gpipe")
     assert "given stages" in " ".join(given.stdout.split())
     root = xml.etree.ElementTree.parse(tmp_path / "picture.svg").getroot()
     texts = [element.text or "" for element in root.iter("{http://www.w3.org/2000/svg}text")]
-    assert sum("bubble" in text for text in texts) == 5
+    assert sum("bubble" in text for text in texts) == len(SCHEDULES)
     assert "cannot write picture.svg" in refusal(invoke(path, "--svg", str(tmp_path / "no" / "picture.svg")))
 
 

@@ -7,6 +7,7 @@ not trained. A change of one of them is a change of what users train.
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -130,3 +131,32 @@ def test_tokens_and_labels_are_the_golden_ones(smollm: Any, tmp_path: Path, temp
     golden = json.loads((GOLDEN / f"{template}.json").read_text(encoding="utf-8"))[case]
     assert golden["row"] == CASES[case]
     assert made["tokens"] == golden["tokens"]
+
+
+def write_golden() -> None:
+    """Write the golden files anew, one token a line."""
+    smollm = load_smollm()
+    for template in TEMPLATES:
+        entries = {}
+        for case in CASES:
+            with tempfile.TemporaryDirectory() as folder:
+                made = tokenize(smollm, template, case, Path(folder))
+            if (template, case) not in REFUSED:
+                entries[case] = made
+        (GOLDEN / f"{template}.json").write_text(as_text(entries), encoding="utf-8")
+
+
+def as_text(entries: dict[str, Any]) -> str:
+    """JSON with one token a line."""
+    parts = []
+    for case, entry in entries.items():
+        row, lines = (
+            json.dumps(entry["row"], ensure_ascii=False),
+            ",\n".join(f"   {json.dumps(token, ensure_ascii=False)}" for token in entry["tokens"]),
+        )
+        parts.append(f' {json.dumps(case)}: {{\n  "row": {row},\n  "tokens": [\n{lines}\n  ]\n }}')
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+if __name__ == "__main__":  # read the difference token by token before you commit it
+    write_golden()

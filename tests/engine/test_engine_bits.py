@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from roundpipe_cli.choices import BOUND_SCHEDULES, SCHEDULES
+from roundpipe_cli.choices import BOUND_SCHEDULES, SCHEDULE_KINDS, SCHEDULES
 from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.schedule.builders import Options, Rounds, build_schedule
 from roundpipe_cli.train.optim.optimizer import AdamW, HostOptimizer
@@ -76,7 +76,7 @@ def roundpipe(partition: str, num_workers: int, per_round: int | None = None, op
 
 
 def bound(name: str, num_workers: int) -> Schedule:
-    stages = BOUND_STAGES[num_workers][name in ("looped_bfs", "interleaved_1f1b")]
+    stages = BOUND_STAGES[num_workers][not SCHEDULE_KINDS[name].one_stage_each]
     return build_schedule(name, forward_stages=stages, num_workers=num_workers, rounds=Rounds(len(SIZES)))
 
 

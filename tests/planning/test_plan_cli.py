@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ import pytest
 from roundpipe_cli.cli.output import wrapped
 from roundpipe_cli.cli.plan import RunLength, length_of, plan, plan_document, plan_text
 from roundpipe_cli.costs import find_model
+from roundpipe_cli.costs.cost import NUM_SLOTS
+from roundpipe_cli.engine.options import EngineOptions
 from roundpipe_cli.errors import NoProgressError, RefusedError, ResourceError
 from roundpipe_cli.planning.predict import make_plan, solve_recipe
 from roundpipe_cli.planning.question import ask
@@ -387,3 +390,41 @@ def test_a_model_whose_figures_never_come_ends_plan(recipe: Path, monkeypatch: p
     with pytest.raises(NoProgressError, match="no progress for 0.5 s") as caught:
         plan(str(recipe), ["watchdog_s=0.5"])
     assert caught.value.problems[0].where == "reading the model's figures"
+
+
+READ_BY_PLANNING = {
+    "head_chunk_tokens": ("head_chunk_tokens=64", ""),
+    "mlp_chunk_tokens": ("mlp_chunk_tokens=64", ""),
+    "fused": ("kernels=reference", ""),
+    "recompute": ("pipeline.recompute=layer", ""),
+    "unread": ("pipeline.skip_last_projection=true", "pipeline.skip_last_projection=false"),
+    "keep_inputs": ("pipeline.skip_last_projection=true", "pipeline.skip_last_projection=false"),
+    "keep_blocks": ("pipeline.keep_activations=2", ""),
+    "weight_cache_bytes": ("pipeline.weight_cache=100000000", ""),
+}
+"""Option of the engine -> a value of the key that sets it, and a value for which the plan is another one."""
+DECIDED_BY_PLANNING = {"whole_per_visit", "num_slots"}
+"""Options that no recipe key sets: planner and engine read one value."""
+NEUTRAL = {
+    "seed": "changes values only",
+    "label_smoothing": "a term of the loss, far below what is counted",
+    "attends_in_rows": "rows are counted as full, and one row fills its sequence either way",
+    "watchdog_s": "acts only when nothing moves",
+    "transfers": "the engine's own defaults in every run; no recipe key sets them",
+}
+"""Options that change neither time nor memory of a plan, each with its reason."""
+
+
+def test_every_option_of_the_engine_is_planned_for(recipe: Path) -> None:
+    options = {field.name: field.default for field in fields(EngineOptions)}
+    assert options.keys() == {*READ_BY_PLANNING, *DECIDED_BY_PLANNING, *NEUTRAL}
+    assert len(options) == len(READ_BY_PLANNING) + len(DECIDED_BY_PLANNING) + len(NEUTRAL)
+
+    def planned(*overrides: str) -> dict[str, Any]:
+        return plan_document(make_plan(load(recipe, *filter(None, overrides)), "1x4090"), None)
+
+    for option, (value, other) in READ_BY_PLANNING.items():
+        assert planned(value) != planned(other), option
+    question = ask(load(recipe, "load_in_4bit=true"), "1x4090")
+    assert question.unpacking is not None and question.settings.unpacks_once == question.unpacking.once
+    assert question.analytic.costs.slots == options["num_slots"] == NUM_SLOTS

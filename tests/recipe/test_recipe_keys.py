@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 from pathlib import Path
+from typing import get_args
 
 import jsonschema
 import pytest
@@ -13,7 +14,7 @@ from typer.testing import CliRunner
 
 from roundpipe_cli.cli.recipes import recipes
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.recipe.check import known_keys
+from roundpipe_cli.recipe.check import KINDS, SCHEDULE_KEYS, known_keys
 from roundpipe_cli.recipe.keys import as_markdown, as_text, field_docstrings, recipe_keys
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.recipe.schema import (
@@ -23,6 +24,7 @@ from roundpipe_cli.recipe.schema import (
     NodesConfig,
     PipelineConfig,
     Recipe,
+    ScheduleKey,
     plain_data,
 )
 from roundpipe_cli.recipe.shipped import shipped_recipes
@@ -128,3 +130,8 @@ def test_the_json_schema_takes_what_the_loader_takes(tmp_path: Path) -> None:
         with pytest.raises(RefusedError):
             load_recipe(tmp_path / "recipe.yaml")
         assert list(validator.iter_errors(parse_text(text, "x").data)), line
+
+
+def test_every_setting_of_a_learning_rate_schedule_has_its_range() -> None:
+    """One without a range ended in a KeyError, one that no schedule takes could not be used."""
+    assert set(get_args(ScheduleKey)) == KINDS.keys() == {key for keys in SCHEDULE_KEYS.values() for key in keys}

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from roundpipe_cli.choices import BOUND_SCHEDULES, SCHEDULES
+from roundpipe_cli.choices import BOUND_SCHEDULES, SCHEDULE_KINDS, SCHEDULES
 from roundpipe_cli.costs.cost import CostModel, StageRange
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.schedule.actions import equal_costs
@@ -114,7 +114,7 @@ def test_staleness_0_starts_every_step_afresh_and_staleness_1_goes_on_like_round
 def every_small_schedule(num_workers: int, num_microbatches: int):  # type: ignore[no-untyped-def]
     for num_stages in range(1, 13):
         for name in BOUND_SCHEDULES:
-            if num_stages % num_workers or (name in ("gpipe", "1f1b") and num_stages != num_workers):
+            if num_stages % num_workers or (SCHEDULE_KINDS[name].one_stage_each and num_stages != num_workers):
                 continue
             yield name, {"forward_stages": cut(13, num_stages)}
         for num_backward in {1, 12, 13 - num_stages}:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roundpipe_cli.choices import SCHEDULES
+from roundpipe_cli.choices import SCHEDULE_KINDS, SCHEDULES
 from roundpipe_cli.costs.cost import CostModel, LayerCost, StageRange
 from roundpipe_cli.schedule.actions import Kind, Schedule
 from roundpipe_cli.schedule.builders import Options, Rounds, build_schedule
@@ -83,7 +83,9 @@ def cases(draw: st.DrawFn, *, with_bytes: bool) -> tuple[Schedule, CostModel, in
         per_round = draw(st.none() | st.integers(1, 6))
         options = Options(draw(st.integers(1, 3)), draw(st.booleans()))
     else:
-        looped = 2 if name not in ("gpipe", "1f1b") and num_layers > num_workers and draw(st.booleans()) else 1
+        looped = (
+            2 if not SCHEDULE_KINDS[name].one_stage_each and num_layers > num_workers and draw(st.booleans()) else 1
+        )
         stages = {"forward_stages": draw(cuts(num_layers, num_workers * looped))}
     staleness = draw(st.integers(0, 1))
     schedule = build_schedule(

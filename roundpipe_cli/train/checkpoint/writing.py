@@ -178,9 +178,6 @@ _FILE_SYSTEM_SLACK_BYTES = 64 * 1024
 """Bytes of disk for folder entries and partly filled blocks, beside the files' own."""
 
 
-# --- saving ---------------------------------------------------------------------------------------------------------
-
-
 def save_checkpoint(
     output_dir: Path,
     step: int,

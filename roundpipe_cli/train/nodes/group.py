@@ -34,7 +34,7 @@ from roundpipe_cli.train.checkpoint.reading import Checkpoint
 from roundpipe_cli.train.nodes.processes import check_processes
 
 LONGEST_WAIT = timedelta(days=1)
-"""Seconds to wait for the other processes where `watchdog_s` is 0."""
+"""Longest wait for the other processes where `watchdog_s` is 0."""
 DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8)}
 
 

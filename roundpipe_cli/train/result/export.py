@@ -578,9 +578,6 @@ def _save_tokenizer(result: Path, folder: Path, base: ModelSource | None = None)
     return tokenizer
 
 
-# --- merging --------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Merged:
     """Summary of a written export."""

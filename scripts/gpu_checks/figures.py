@@ -1,4 +1,4 @@
-"""The tables of scripts/README.md that come from a card, written from the JSON document of `gpu_check`."""
+"""The tables of scripts/MEASUREMENTS.md that come from a card, written from the JSON document of `gpu_check`."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-PAGE = Path(__file__).resolve().parents[1] / "README.md"
+PAGE = Path(__file__).resolve().parents[1] / "MEASUREMENTS.md"
 START, END = "<!-- gpu_check: start -->", "<!-- gpu_check: end -->"
 Document = Mapping[str, Any]
 
 
 def figures(document: Document, part: str) -> dict[str, dict[str, Any]]:
     """Figures by check, of those that passed."""
-    own = document["parts"].get(part, ())
-    return {one["check"]: one["figures"] for one in own if one["status"] == "ok"}
+    checks = document["parts"].get(part, ())
+    return {one["check"]: one["figures"] for one in checks if one["status"] == "ok"}
 
 
 def tables(document: Document, day: str) -> str:
     """Everything between the marks: the hardware's name, then a table for each part that has figures."""
-    outcomes = [one["status"] for own in document["parts"].values() for one in own]
+    outcomes = [one["status"] for checks in document["parts"].values() for one in checks]
     counts = ", ".join(f"{outcomes.count(word)} {word}" for word in ("ok", "failed", "stopped", "skipped"))
     blocks = [f"{document['hardware']}, {day}: {counts}.", _throughput(document), _memory(document)]
     blocks += [_prediction(document), _links(document), _kernels(document), _experts(document)]
@@ -55,8 +55,8 @@ def _throughput(document: Document) -> str:
 
 def _memory(document: Document) -> str:
     keys = ("planned_bytes", "allocated_bytes", "reserved_bytes", "driver_peak_bytes")
-    own = figures(document, "memory").items()
-    rows = [[name, *(_gigabytes(one[key]) for key in keys)] for name, one in own if "planned_bytes" in one]
+    checks = figures(document, "memory").items()
+    rows = [[name, *(_gigabytes(one[key]) for key in keys)] for name, one in checks if "planned_bytes" in one]
     return table("memory | planned | allocated | reserved | driver's peak", rows)
 
 
@@ -90,17 +90,17 @@ def _experts(document: Document) -> str:
     rows = []
     for name, one in figures(document, "experts").items():
         if "milliseconds" in one:
-            own = {key: f"{value:.2f} ms" for key, value in one["milliseconds"].items()}
+            times = {key: f"{value:.2f} ms" for key, value in one["milliseconds"].items()}
             kind = "a loop" if one["torch_loops"] else "one kernel"
-            rows.append([name, own["ours"], own["torch"], own["ours, both"], own["torch, both"], kind])
+            rows.append([name, times["ours"], times["torch"], times["ours, both"], times["torch, both"], kind])
     return table("experts | ours: forward | torch's | ours: both passes | torch's | torch's is", rows)
 
 
 def _fp8(document: Document) -> str:
     keys = ("bfloat16", "unpacking")
-    own = figures(document, "fp8").items()
+    checks = figures(document, "fp8").items()
     rows = [
-        [name, *(f"{one['milliseconds'][key]:.2f} ms" for key in keys)] for name, one in own if "milliseconds" in one
+        [name, *(f"{one['milliseconds'][key]:.2f} ms" for key in keys)] for name, one in checks if "milliseconds" in one
     ]
     return table("FP8 weights | product in bfloat16 | unpacking", rows)
 
