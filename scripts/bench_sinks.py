@@ -4,7 +4,7 @@
     scripts/bench_sinks.py
     scripts/bench_sinks.py --device cuda --dtype bfloat16 --lengths 2048 8192
 
-Heads of gpt-oss-20b unless told otherwise, random values, forward and backward of one layer's attention in turn.
+Heads of gpt-oss-20b by default, random values, forward and backward of one layer's attention in turn.
 """
 
 from __future__ import annotations

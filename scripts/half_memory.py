@@ -3,8 +3,8 @@
     python scripts/half_memory.py            3.8 GB of random bfloat16 weights; minutes; needs root and memory cgroups
     python scripts/half_memory.py --steps 2  shorter
 
-`weights` is `auto` in both: the limited run is to map its base weights from disk by itself. Prints a table; exit code 1
-where a loss differs in any bit or the limited run does not end by itself.
+`weights` is `auto` in both: the limited run must choose to map its base weights from disk. Prints a table; exit code 1
+where a loss differs in any bit or the limited run does not finish.
 """
 
 from __future__ import annotations

@@ -75,16 +75,16 @@ def chart(points: Sequence[Point], marks: Sequence[Point], width: int, height: i
     first, last = min(step for step, _ in every), max(step for step, _ in every)
     across, down = (2 * columns, 4 * rows) if theme.glyphs.braille else (columns, rows)
 
-    def place(point: Point) -> tuple[int, int]:
+    def dot(point: Point) -> tuple[int, int]:
         x = (point[0] - first) / (last - first) * (across - 1) if last > first else 0
         y = (high - point[1]) / (high - low) * (down - 1)
         return round(x), min(down - 1, max(0, round(y)))
 
-    dots = _line([place(point) for point in points])
+    dots = _line([dot(point) for point in points])
     cells = _cells(dots, columns, rows, theme)
     marked = set()
     for mark in marks:
-        x, y = place(mark)
+        x, y = dot(mark)
         marked.add((y * rows // down, min(columns - 1, x * columns // across)))
     lines = [
         _row(index, cells[index], [x for y, x in sorted(marked) if y == index], (rows, low, high), theme=theme)
@@ -129,10 +129,10 @@ def _number(value: float) -> str:
     return f"{value:.{digits}f}"
 
 
-def _line(places: Sequence[tuple[int, int]]) -> set[tuple[int, int]]:
-    """Dots of a line through the places, which are in order of x; several in one column become their mean."""
+def _line(corners: Sequence[tuple[int, int]]) -> set[tuple[int, int]]:
+    """Dots of a line through the corners, which are in order of x; several in one column become their mean."""
     columns: dict[int, list[int]] = {}
-    for x, y in places:
+    for x, y in corners:
         columns.setdefault(x, []).append(y)
     ends = [(x, round(sum(ys) / len(ys))) for x, ys in sorted(columns.items())]
     dots = set(ends[:1])

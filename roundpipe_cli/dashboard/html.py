@@ -100,7 +100,7 @@ def curves(
 
 
 class _Box:
-    """From values to places in a picture."""
+    """From values to pixels of a picture."""
 
     def __init__(self, points: Sequence[SvgPoint], height: int, from_zero: bool) -> None:
         self.left, self.right = min(x for x, _ in points), max(x for x, _ in points)
@@ -110,7 +110,7 @@ class _Box:
             self.low, self.high = self.low - 0.5, self.high + 0.5
         self.height = height
 
-    def place(self, point: SvgPoint) -> SvgPoint:
+    def pixel(self, point: SvgPoint) -> SvgPoint:
         across = (point[0] - self.left) / (self.right - self.left) if self.right > self.left else 0.5
         up = (point[1] - self.low) / (self.high - self.low)
         return (
@@ -123,13 +123,13 @@ class _Box:
         step = round_step(self.high - self.low, NUM_TICKS)
         for index in range(math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9) + 1):
             value = index * step
-            _, y = self.place((self.left, value))
+            _, y = self.pixel((self.left, value))
             parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
             parts.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{value:.6g}</text>')
         bottom = self.height - 8
         parts.append(f'<text x="{LEFT - 8}" y="{bottom}" text-anchor="end">{escape(axis.name)}</text>')
         for value in axis.ticks(self.left, self.right):
-            x, _ = self.place((value, self.low))
+            x, _ = self.pixel((value, self.low))
             parts.append(tick(x, bottom, axis.show(value)))
         return parts
 
@@ -141,15 +141,15 @@ def tick(x: float, y: float, text: str) -> str:
 
 
 def _draw(series: Series, box: _Box) -> str:
-    places = [box.place(point) for point in series.points]
-    if series.marks or len(places) == 1:
+    pixels = [box.pixel(point) for point in series.points]
+    if series.marks or len(pixels) == 1:
         dots = (
             f'<circle class="{series.css} dot" cx="{x:.1f}" cy="{y:.1f}" r="4"><title>{escape(series.name)} '
             f"{value:.4f} at {at:g}</title></circle>"
-            for (x, y), (at, value) in zip(places, series.points, strict=True)
+            for (x, y), (at, value) in zip(pixels, series.points, strict=True)
         )
         return "".join(dots)
-    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in pixels)
     return f'<polyline class="{series.css}" points="{path}"><title>{escape(series.name)}</title></polyline>'
 
 
@@ -199,16 +199,16 @@ def _rectangle(span: Span, y: float, scale: float) -> str:
     if span.lane == "compute" and span.kind in DRAWN_NAMES:
         work = f"stage {span.stage}, microbatch {span.microbatch}"
         name = f"{DRAWN_NAMES[span.kind]}, {work}, {format_seconds(seconds)}"
-        place = f'x="{x:.2f}" y="{y}" width="{width:.2f}" height="14"'
-        return f'<rect class="kind-{span.kind}" {place}><title>{name}</title></rect>'
+        box = f'x="{x:.2f}" y="{y}" width="{width:.2f}" height="14"'
+        return f'<rect class="kind-{span.kind}" {box}><title>{name}</title></rect>'
     if span.lane == "host":
-        place = f'x="{x:.2f}" y="{y}" width="{width:.2f}" height="14"'
-        return f'<rect class="update" {place}><title>{UPDATE_NAME}, {format_seconds(seconds)}</title></rect>'
+        box = f'x="{x:.2f}" y="{y}" width="{width:.2f}" height="14"'
+        return f'<rect class="update" {box}><title>{UPDATE_NAME}, {format_seconds(seconds)}</title></rect>'
     if span.lane not in ("up", "down"):
         return ""
     top = y + (14 if span.lane == "up" else 16)  # links are thin lines below the computation
-    place = f'x="{x:.2f}" y="{top}" width="{width:.2f}" height="2"'
-    return f'<rect class="{span.lane}" {place}><title>{span.lane}</title></rect>'
+    box = f'x="{x:.2f}" y="{top}" width="{width:.2f}" height="2"'
+    return f'<rect class="{span.lane}" {box}><title>{span.lane}</title></rect>'
 
 
 def _picture(title: str, height: int, body: Sequence[str]) -> str:

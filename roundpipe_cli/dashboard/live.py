@@ -42,8 +42,9 @@ HELP_KEY = "?"
 _LANES = (
     "A lane is a worker; time runs to the right. F computes a stage forward, R computes it again from the tensors "
     "kept at its boundary, B computes its gradients. The stage that ends with the loss does F and B in one; its lane "
-    "shows them in turn. A stage is a run of layers; a worker takes the next stage, whichever that is, and uploads its "
-    "weights while it computes the stage before; u waits for the host to update them, ~ for the upload."
+    "shows them in turn. A stage is a run of layers. No stage is assigned to a worker; each takes the next one in the "
+    "queue and uploads its weights while it computes the stage before; u waits for the host to update them, ~ for the "
+    "upload."
 )
 
 

@@ -144,7 +144,7 @@ class MicrobatchState:
 
 
 _KEYS, _VALUES = "keys", "values"
-"""Kinds that are in no program: the compute thread asks for them and publishes them itself."""
+"""Kinds that a program does not list: the compute thread requests and publishes them while it runs."""
 _PAYLOADS = {
     BoundaryKind.HIDDEN: ACTIVATION,
     BoundaryKind.GRADIENT: GRADIENT,

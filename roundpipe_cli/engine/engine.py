@@ -313,7 +313,8 @@ class Engine:
             schedule: for as many workers as the engine has.
             step: index of the step, from 0; seeds dropout and chooses the store's gradient sum.
             version: of the weights that every part of the step reads; None: the newest.
-            part: of a larger step; loss and gradients are then this part's share of the step's.
+            part: which microbatches of a step that machines share are computed here: loss and gradients are their
+                share of the step's; None: all of them.
             gradients: what is done with them; None: they are left in the store.
 
         Raises:

@@ -2,7 +2,7 @@
 
 Five schedules. Three bind stages to workers in turn (`interleaved_1f1b`, `looped_bfs`: stage s on worker s mod
 workers), two have as many stages as workers (`gpipe`, `1f1b`), and `roundpipe` binds nothing: stages are dealt out
-round-robin, forward stages first, then backward stages, and the next round goes on where a worker is free first:
+round-robin, forward stages first, then backward stages, and the next round starts on the worker that is free first:
 
     worker 0   0F0 0F1 0F2   3F0 3F1 3F2   2R0 2B0 2R1 2B1 ...      stage s of the round on (start + s) mod workers,
     worker 1   0F0 ...       0B0 0B1 0B2   3R0 ...                  backward stage b on (start + forward stages + b)

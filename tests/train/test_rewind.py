@@ -147,7 +147,8 @@ def test_what_is_set_aside_is_said_and_goes_when_it_is_caught_up_with(tmp_path: 
     aside = ["best-00000008", "best-00000012", "step-00000008", "step-00000012"]
     assert sorted(path.name for path in folder.glob("set-aside-*")) == [f"set-aside-{name}" for name in aside]
     assert (
-        all(name in said[0] and f"set-aside-{name}" in said[1] for name in aside) and "move them elsewhere" in said[1]
+        all(name in said[0] and f"set-aside-{name}" in said[1] for name in aside)
+        and "move any that you need" in said[1]
     )
     for step, left in ((6, 4), (8, 2), (10, 2), (12, 0)):
         save(folder, step)

@@ -24,7 +24,7 @@ from roundpipe_cli.model.attention import set_up_attention
 
 # Threads that issue work to GPUs take turns, a layer's pass each.
 #
-# Every operator gives the interpreter away and takes it back. Where two threads issue at once, each of these is a
+# Every operator releases the GIL and takes it again. Where two threads issue at once, each of these is a
 # switch from one thread to the other, and both together issue less than half of what one does alone
 # (scripts/issue_rate.py).
 

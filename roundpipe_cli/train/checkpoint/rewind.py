@@ -242,8 +242,8 @@ def _set_later_aside(output_dir: Path, step: int, say: Say) -> None:
         say(f"continuing after step {step}: {names} and the rows of later steps belong to a future that is left")
     aside = [folder for _, folder in list_set_aside(output_dir)]
     if aside:
-        rule = "each goes when a checkpoint of its step or a later one is saved, or when the disk is full"
-        say(f"set aside: {_listed(aside)}; {rule}; move them elsewhere to keep them")
+        rule = "each is deleted when the run saves a checkpoint of its step or a later one, or when the disk is full"
+        say(f"set aside: {_listed(aside)}; {rule}; move any that you need")
 
 
 def _set_result_aside(output_dir: Path, say: Say) -> None:
