@@ -110,10 +110,7 @@ TELL_EVERY_S = 5.0
 
 
 def build_dataset(
-    settings: DataSettings,
-    tokenizer: PreTrainedTokenizerBase,
-    tell: Say | None = None,
-    num_workers: int | None = None,
+    settings: DataSettings, tokenizer: PreTrainedTokenizerBase, tell: Say | None = None, num_workers: int | None = None
 ) -> TokenizedDataset:
     """Read, check, render, tokenise and mask all rows, in the order of the recipe and of the files.
 
@@ -380,7 +377,7 @@ class _Builder:
     def _bad_rows_error(self, report: DataReport) -> RefusedError:
         error = RefusedError(
             f"{report.rows_bad} of {report.rows_read} rows cannot be used"
-            + (f"; the first {MAX_LISTED}:" if report.rows_bad > MAX_LISTED else ":"),
+            + (f"; the first {MAX_LISTED}:" if report.rows_bad > MAX_LISTED else ":")
         )
         *faults, last = self._first_faults(report)
         advice = "correct the rows, or leave them out with `on_bad_row=skip`"  # below the rows that it is about

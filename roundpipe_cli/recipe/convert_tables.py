@@ -293,11 +293,7 @@ FIELD_COLUMNS: Mapping[str, str] = {
 }
 """Names of columns in axolotl's datasets -> ours."""
 
-FACTORY_COLUMNS: Mapping[str, str] = {
-    "prompt": "instruction",
-    "query": "input",
-    "response": "output",
-}
+FACTORY_COLUMNS: Mapping[str, str] = {"prompt": "instruction", "query": "input", "response": "output"}
 """LLaMA-Factory's `columns` of rows in the alpaca format -> ours; the values are its own defaults too."""
 
 
