@@ -106,7 +106,7 @@ RowRole = Literal["system", "user", "assistant", "tool"]
 
 @dataclass(frozen=True, slots=True)
 class RowKind:
-    """Contents of rows of a type, by the names of their columns."""
+    """Columns of a type of rows, and its answers."""
 
     fields: tuple[str, ...]
     """Fields that every row has."""

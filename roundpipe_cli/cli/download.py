@@ -136,10 +136,7 @@ def _announce(listing: Listing, folder: Path, small: dict[str, Any]) -> dict[str
     say(f"in {folder}; here already: {here}")
     if missing:
         say(f"to fetch: {counted(len(missing), 'file')} of weights, {format_bytes(left)}")
-    return {
-        "fetched_bytes": small["fetched_bytes"] + left,
-        "fetched_files": [*small["fetched_files"], *missing],
-    }
+    return {"fetched_bytes": small["fetched_bytes"] + left, "fetched_files": [*small["fetched_files"], *missing]}
 
 
 def _files(folder: Path) -> list[Path]:

@@ -82,14 +82,7 @@ TIME = Axis(
 )
 
 
-def curves(
-    series: Sequence[Series],
-    axis: Axis,
-    *,
-    title: str,
-    height: int = 260,
-    from_zero: bool = False,
-) -> str:
+def curves(series: Sequence[Series], axis: Axis, *, title: str, height: int = 260, from_zero: bool = False) -> str:
     """Lines over a common axis; an empty picture says so."""
     points = [point for one in series for point in one.points]
     body = [f'<text class="note" x="{WIDTH / 2}" y="{height / 2}" text-anchor="middle">nothing was recorded</text>']
@@ -113,10 +106,7 @@ class _Box:
     def pixel(self, point: SvgPoint) -> SvgPoint:
         across = (point[0] - self.left) / (self.right - self.left) if self.right > self.left else 0.5
         up = (point[1] - self.low) / (self.high - self.low)
-        return (
-            LEFT + across * (WIDTH - LEFT - RIGHT),
-            self.height - BOTTOM - up * (self.height - TOP - BOTTOM),
-        )
+        return (LEFT + across * (WIDTH - LEFT - RIGHT), self.height - BOTTOM - up * (self.height - TOP - BOTTOM))
 
     def axes(self, axis: Axis) -> list[str]:
         parts = []
@@ -558,13 +548,7 @@ def _memory(events: Iterable[TimedEvent]) -> tuple[str, str]:
     names = ((lines[series.name], series.name) for series in shown)
     entries = [(colour, f"{name} (dashed)" if "limit" in css else name) for (css, colour), name in names]
     legend = _legend(*entries) if entries else ""
-    picture = curves(
-        shown,
-        TIME,
-        title="Memory over time",
-        height=220,
-        from_zero=True,
-    )
+    picture = curves(shown, TIME, title="Memory over time", height=220, from_zero=True)
     return picture, legend
 
 

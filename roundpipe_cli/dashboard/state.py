@@ -344,9 +344,7 @@ def _step_timeline(state: DashboardState, event: StepTimeline) -> DashboardState
     workers = []
     for index, worker in enumerate(state.workers):
         before = tuple(span for span in worker.spans if span.start_s < event.start_s - SAME_MOMENT_S)
-        workers.append(
-            replace(worker, spans=recent((*before, *by_worker.get(index, ())), end_s, step_s), running=None),
-        )
+        workers.append(replace(worker, spans=recent((*before, *by_worker.get(index, ())), end_s, step_s), running=None))
     return replace(state, workers=tuple(workers), timeline=event, seen_s=max(state.seen_s, end_s), phase="")
 
 

@@ -412,14 +412,7 @@ def screen(
     foot = [footer(_now_meaning(keys, state), width, theme, updates=updates)]
     room = height - len(head) - len(foot)
     draw = staircase_block if state.is_simulated else workers_block
-    workers = draw(
-        state.workers,
-        state.seen_s,
-        _lanes_s(state),
-        width,
-        room - MIN_MESSAGES,
-        theme,
-    )
+    workers = draw(state.workers, state.seen_s, _lanes_s(state), width, room - MIN_MESSAGES, theme)
     room -= len(workers)
     messages_room = max(MIN_MESSAGES, min(len(state.messages) + 1, room // 3))
     curve_height = room - messages_room

@@ -110,10 +110,7 @@ TELL_EVERY_S = 5.0
 
 
 def build_dataset(
-    settings: DataSettings,
-    tokenizer: PreTrainedTokenizerBase,
-    tell: Say | None = None,
-    num_workers: int | None = None,
+    settings: DataSettings, tokenizer: PreTrainedTokenizerBase, tell: Say | None = None, num_workers: int | None = None
 ) -> TokenizedDataset:
     """Read, check, render, tokenise and mask all rows, in the order of the recipe and of the files.
 
@@ -380,7 +377,7 @@ class _Builder:
     def _bad_rows_error(self, report: DataReport) -> RefusedError:
         error = RefusedError(
             f"{report.rows_bad} of {report.rows_read} rows cannot be used"
-            + (f"; the first {MAX_LISTED}:" if report.rows_bad > MAX_LISTED else ":"),
+            + (f"; the first {MAX_LISTED}:" if report.rows_bad > MAX_LISTED else ":")
         )
         *faults, last = self._first_faults(report)
         advice = "correct the rows, or leave them out with `on_bad_row=skip`"  # below the rows that it is about
@@ -402,30 +399,29 @@ class _Builder:
         longest = max(source.longest_row_tokens for source in report.sources)
         return RefusedError(
             f"{report.rows_too_long} of {report.rows_read} rows are longer than {self._settings.max_seq_length} tokens",
-            where=listed(self._long_places(report)),
+            where=listed(self._places(report, "too_long_rows")),
             found=f"up to {longest} tokens",
             expected="max_seq_length tokens at most, since the recipe says `long_rows: error`",
             hint=f"max_seq_length={longest}, or long_rows=truncate, drop or, for texts, split",
         )
 
-    def _long_places(self, report: DataReport) -> list[str]:
+    def _places(self, report: DataReport, kind: str) -> list[str]:
+        """Places of the rows in one of the lists of `SourceReport`."""
         pairs = zip(self._sources, report.sources, strict=True)
-        return [source.where(number) for source, counted in pairs for number in counted.too_long_rows]
+        return [source.where(number) for source, counted in pairs for number in getattr(counted, kind)]
 
     def _loss_notices(self, report: DataReport) -> Iterator[str]:
         """One line for each way in which rows were lost or shortened."""
-        pairs = list(zip(self._sources, report.sources, strict=True))
         if report.rows_bad:
+            pairs = zip(self._sources, report.sources, strict=True)
             places = [f"{source.where(n)} ({fault.what})" for source, counted in pairs for n, fault in counted.bad_rows]
             yield f"{report.rows_bad} of {report.rows_read} rows skipped as unusable: {listed(places)}"
-        spelt = [source.where(number) for source, counted in pairs for number in counted.control_token_rows]
-        if spelt:
+        if spelt := self._places(report, "control_token_rows"):
             yield (
                 f"{len(spelt)} of {report.rows_read} rows spell special tokens in their text, which the tokenizer "
                 f"takes for real ones: {listed(spelt)}"
             )
-        literal = [source.where(number) for source, counted in pairs for number in counted.placeholder_rows]
-        if literal:
+        if literal := self._places(report, "placeholder_rows"):
             yield (
                 f"{len(literal)} of {report.rows_read} rows have `<image>`, `<video>` or `<audio>` in their "
                 f"text, and no such file belongs to them; the model learns the letters: {listed(literal)}"
@@ -436,9 +432,10 @@ class _Builder:
             done = ways.get(self._settings.long_rows, "dropped as too long")
             if report.lost_tokens:
                 done += f" ({report.lost_tokens} tokens lost)"
-            yield f"{report.rows_too_long} of {report.rows_read} rows {done}: {listed(self._long_places(report))}"
+            places = self._places(report, "too_long_rows")
+            yield f"{report.rows_too_long} of {report.rows_read} rows {done}: {listed(places)}"
         if report.rows_untrained:
-            places = [source.where(number) for source, counted in pairs for number in counted.untrained_rows]
+            places = self._places(report, "untrained_rows")
             warning = "warning: " if report.rows_untrained > UNTRAINED_WARN_SHARE * report.rows_read else ""
             yield (
                 f"{warning}{report.rows_untrained} of {report.rows_read} rows dropped, since no trained token is left "

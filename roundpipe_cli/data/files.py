@@ -429,10 +429,7 @@ def _first_records(head: str, delimiter: str) -> tuple[list[str], list[str]]:
 
 def _read_csv(path: Path, delimiter: str, progress: ReadProgress) -> Iterator[RawRow]:
     csv.field_size_limit(MAX_LINE_BYTES)  # the module's own limit of 131,072 is shorter than real documents
-    with (
-        _open(path, progress) as binary,
-        io.TextIOWrapper(binary, "utf-8-sig", "surrogateescape", newline="") as file,
-    ):
+    with _open(path, progress) as binary, io.TextIOWrapper(binary, "utf-8-sig", "surrogateescape", newline="") as file:
         _refuse_utf16(cast("io.BufferedReader", binary).peek(4)[:4], path)
         reader = csv.reader(_lines(file, path), delimiter=delimiter, strict=True)
         try:

@@ -340,10 +340,7 @@ def part_of(dataset: TokenizedDataset, positions: npt.NDArray[np.int64]) -> Toke
     borders = np.cumsum([0, *dataset.rows_by_spec])
     by_spec = np.diff(np.searchsorted(positions, borders))
     return replace(
-        dataset,
-        rows=rows,
-        content_hash=rows.content_hash(),
-        rows_by_spec=tuple(int(count) for count in by_spec),
+        dataset, rows=rows, content_hash=rows.content_hash(), rows_by_spec=tuple(int(count) for count in by_spec)
     )
 
 

@@ -6,7 +6,7 @@ import math
 import re
 import shlex
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -59,6 +59,14 @@ class Findings:
         while path and path not in self.places:
             path = path[:-1]
         return self.places.get(path, Place("recipe", 0))
+
+    def forget(self, path: KeyPath, *, with_places: bool = True) -> None:
+        """Forget that a value, or one in it, was refused, and where they were written: others take their place."""
+        depth = len(path)
+        self.refused = {known for known in self.refused if known[:depth] != path}
+        if with_places:
+            for inner in [known for known in self.places if known[:depth] == path]:
+                del self.places[inner]
 
     def trial(self) -> Findings:
         """Empty findings about the same data, for trying one type of a value."""
@@ -521,10 +529,16 @@ def _find_split_problems(recipe: Recipe, findings: Findings) -> None:
             found=str(overlap),
             expected=f"less than max_seq_length, {recipe.max_seq_length}",
         )
-    named = (("datasets", recipe.datasets), ("eval_datasets", recipe.eval_datasets))
-    for key, index, kind in ((key, at, one.type) for key, given in named for at, one in enumerate(given)):
-        if splits and kind not in ("auto", "text"):
-            findings.add((key, index, "type"), "only rows of type text can be split", found=kind, hint=SPLIT_HINT)
+    for path, dataset in _datasets_of(recipe):
+        if splits and dataset.type not in ("auto", "text"):
+            what = "only rows of type text can be split"
+            findings.add((*path, "type"), what, found=dataset.type, hint=SPLIT_HINT)
+
+
+def _datasets_of(recipe: Recipe) -> Iterator[tuple[KeyPath, DatasetConfig]]:
+    """Each data set to train or to evaluate on, behind its place in the recipe."""
+    for key in ("datasets", "eval_datasets"):
+        yield from (((key, index), dataset) for index, dataset in enumerate(getattr(recipe, key)))
 
 
 def _find_rule_problems(recipe: Recipe, findings: Findings) -> None:
@@ -533,20 +547,18 @@ def _find_rule_problems(recipe: Recipe, findings: Findings) -> None:
     every = recipe.train_on_inputs
     why = "train_on_inputs trains every token" if every else f"objective {recipe.objective} compares whole answers"
     keys = ["roles_to_train", "turns_to_train"] if every or recipe.trains_pairs else []
-    named = (("datasets", recipe.datasets), ("eval_datasets", recipe.eval_datasets))
-    for name, index, dataset in ((name, at, one) for name, given in named for at, one in enumerate(given)):
+    for path, dataset in _datasets_of(recipe):
         for key in [*keys, *(["train_on_eos"] if every else [])]:
             if getattr(dataset, key) != plain[key]:
-                findings.add((name, index, key), f"{why}: {key} changes nothing", hint=f"delete {key}")
+                findings.add((*path, key), f"{why}: {key} changes nothing", hint=f"delete {key}")
         if every and dataset.thoughts == "mask":
-            findings.add((name, index, "thoughts"), f"{why}, thoughts too", found="mask", expected="train or drop")
+            findings.add((*path, "thoughts"), f"{why}, thoughts too", found="mask", expected="train or drop")
 
 
 def _find_preference_problems(recipe: Recipe, findings: Findings) -> None:
     if not recipe.trains_pairs:
-        sources = (("datasets", recipe.datasets), ("eval_datasets", recipe.eval_datasets))
-        for name, at in ((name, at) for name, given in sources for at, one in enumerate(given) if one.type == PAIRS):
-            findings.add((name, at, "type"), "preference pairs need another objective", hint=PAIRS_HINT)
+        for path in (path for path, dataset in _datasets_of(recipe) if dataset.type == PAIRS):
+            findings.add((*path, "type"), "preference pairs need another objective", hint=PAIRS_HINT)
         return
     objective = recipe.objective
     off: list[tuple[str, object]] = [("label_smoothing_factor", 0.0)]
@@ -562,11 +574,10 @@ def _find_preference_problems(recipe: Recipe, findings: Findings) -> None:
     for key, without in off:
         if getattr(recipe, key) != without:
             findings.add((key,), f"{key} is not offered with objective {objective}", hint=f"delete the line {key}")
-    named = (("datasets", recipe.datasets), ("eval_datasets", recipe.eval_datasets))
-    for name, index, dataset in ((name, at, one) for name, given in named for at, one in enumerate(given)):
-        if dataset.type not in ("auto", "preference"):
-            what, path = f"objective {objective} needs preference pairs", (name, index, "type")
-            findings.add(path, what, found=dataset.type, expected="preference")
+    for path, dataset in _datasets_of(recipe):
+        if dataset.type not in ("auto", PAIRS):
+            what = f"objective {objective} needs preference pairs"
+            findings.add((*path, "type"), what, found=dataset.type, expected=PAIRS)
 
 
 def _find_chunk_problems(recipe: Recipe, findings: Findings) -> None:

@@ -116,9 +116,7 @@ _MULTIMODAL_KEYS = (
 )
 """Keys that only a model of images, video or sound has: refused whatever their value."""
 
-_STAGES = {
-    **{"rm": _REWARD, "ppo": _REINFORCEMENT, "dpo": _PREFERENCES, "kto": _PREFERENCES},
-}
+_STAGES = {"rm": _REWARD, "ppo": _REINFORCEMENT, "dpo": _PREFERENCES, "kto": _PREFERENCES}
 _PREFERENCE_KINDS = ("dpo", "ipo", "orpo", "simpo", "kto", "cpo")
 _METHODS = {"freeze": _PART, "oft": "orthogonal fine-tuning (OFT)"}
 _PLUGINS = {

@@ -163,18 +163,8 @@ SHARING_KEYS = (
 """Settings for several GPUs that work on the same rows: those GPUs do not multiply the rows of a step."""
 
 WITHOUT_EFFECT_PREFIXES = (
-    "galore_",
-    "apollo_",
-    "badam_",
-    "qgalore_",
-    "dion_",
-    "profiler_",
-    "jagged_restart_warmup",
-    "jagged_restart_anneal",
-    "scaling_softmax_",
-    "oft_",
-    "relora_",
-    "pose_",
+    *("galore_", "apollo_", "badam_", "qgalore_", "dion_", "profiler_", "oft_", "relora_", "pose_"),
+    *("jagged_restart_warmup", "jagged_restart_anneal", "scaling_softmax_"),
     *("wandb_", "swanlab_", "mlflow_", "comet_", "gradio_", "ray_", "otel_", "trackio_", "hub_", "hf_mlflow_"),
     *("use_wandb", "use_swanlab", "use_mlflow", "use_comet", "use_otel", "use_trackio", "hf_use_auth_token"),
     *("vllm_", "sglang_", "kt_", "export_", "generation_", "generate_samples", "lm_eval_", "profile_"),
@@ -194,41 +184,35 @@ CHANGES: Mapping[str, str] = {
     "use_muon": f"the recipe's optim is used in place of Muon{_RATE}",
     "use_dft_loss": f"{_LOSS} the DFT loss",
     "use_asft_loss": f"{_LOSS} the ASFT loss",
-    "use_eaft_loss": f"{_LOSS} the EAFT loss",
-    "use_eaft": f"{_LOSS} the EAFT loss",
+    **dict.fromkeys(("use_eaft_loss", "use_eaft"), f"{_LOSS} the EAFT loss"),
     "pissa_init": "the adapters start by lora.init in place of PiSSA",
     "fp8": "products are computed in the recipe's dtype, not in fp8",
-    "shift_attn": "attention is whole, not shifted as in LongLoRA",
-    "s2_attention": "attention is whole, not shifted as in LongLoRA",
+    **dict.fromkeys(("shift_attn", "s2_attention"), "attention is whole, not shifted as in LongLoRA"),
     "block_diag_attn": "attention is as packing says",
     "fp32_norms": "norms are computed in the recipe's dtype",
     "tool_format": "tools are as the chat template writes them",
     "preserve_thinking": "thoughts are as the chat template writes them",
     "eot_tokens": "an answer is trained to the end of its turn as the chat template writes it",
-    "tokenizer_config": "the model's own tokenizer is used",
-    "tokenizer_use_mistral_common": "the model's own tokenizer is used",
-    "default_system": "the chat template's own system message is used",
-    "default_system_message": "the chat template's own system message is used",
-    "add_tokens": "no tokens are added",
-    "add_special_tokens": "no tokens are added",
-    "new_special_tokens_config": "no tokens are added",
-    "new_special_tokens": "no tokens are added",
-    "resize_vocab": "the embedding keeps its size",
-    "shrink_embeddings": "the embedding keeps its size",
+    **dict.fromkeys(("tokenizer_config", "tokenizer_use_mistral_common"), "the model's own tokenizer is used"),
+    **dict.fromkeys(("default_system", "default_system_message"), "the chat template's own system message is used"),
+    **dict.fromkeys(
+        ("add_tokens", "add_special_tokens", "new_special_tokens_config", "new_special_tokens", "tokens"),
+        "no tokens are added",
+    ),
+    **dict.fromkeys(("resize_vocab", "shrink_embeddings"), "the embedding keeps its size"),
     "fix_untrained_tokens": "rows of the embedding that were never trained stay as they are",
     "split_special_tokens": "special tokens in texts are single tokens",
-    "tokens": "no tokens are added",
     "added_tokens_overrides": "the tokenizer's own tokens are used",
     "eos_token": "the tokenizer's own end token is used",
     "rope_scaling": "the model's own positions are used",
-    "moe_aux_loss_coef": _BALANCE,
-    "router_aux_loss_coef": _BALANCE,
-    "model_config": "the model's own configuration is used",
-    "overrides_of_model_config": "the model's own configuration is used",
-    "overrides_of_model_kwargs": "the model is loaded as its own configuration says",
-    "base_model_config": "the model's own configuration is used",
+    **dict.fromkeys(("moe_aux_loss_coef", "router_aux_loss_coef"), _BALANCE),
+    **dict.fromkeys(
+        ("model_config", "overrides_of_model_config", "base_model_config"), "the model's own configuration is used"
+    ),
+    **dict.fromkeys(
+        ("overrides_of_model_kwargs", "model_init_kwargs"), "the model is loaded as its own configuration says"
+    ),
     "model_quantization_config": "the weights are loaded as the model's own files say",
-    "model_init_kwargs": "the model is loaded as its own configuration says",
     "lora_rank_pattern": "all adapters have the rank lora.r",
     "lora_alpha_pattern": "all adapters have the scale lora.alpha",
     "lora_target_parameters": "adapters go into modules only: see lora.target_modules",
@@ -237,10 +221,8 @@ CHANGES: Mapping[str, str] = {
     ),
     "adapter_folder": "adapters are read from the paths of adapter_name_or_path alone",
     "peft_trainable_token_indices": "no single rows of the embedding are trained",
-    "lr_groups": "all weights have one learning rate",
+    **dict.fromkeys(("lr_groups", "embedding_lr", "embedding_lr_scale"), "all weights have one learning rate"),
     "loraplus_lr_embedding": "adapters of the embedding learn at learning_rate",
-    "embedding_lr": "all weights have one learning rate",
-    "embedding_lr_scale": "all weights have one learning rate",
     "lr_quadratic_warmup": "the warmup is a line",
     "cosine_constant_lr_ratio": "the schedule has no constant part",
     "jagged_restart_steps": "the learning rate has no restarts",
@@ -311,11 +293,7 @@ FIELD_COLUMNS: Mapping[str, str] = {
 }
 """Names of columns in axolotl's datasets -> ours."""
 
-FACTORY_COLUMNS: Mapping[str, str] = {
-    "prompt": "instruction",
-    "query": "input",
-    "response": "output",
-}
+FACTORY_COLUMNS: Mapping[str, str] = {"prompt": "instruction", "query": "input", "response": "output"}
 """LLaMA-Factory's `columns` of rows in the alpaca format -> ours; the values are its own defaults too."""
 
 

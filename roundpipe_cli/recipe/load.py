@@ -292,7 +292,7 @@ def parse_override(text: str, origin: str) -> tuple[KeyPath, Any]:
     key = key.lstrip()
     if not equals or not _PATH.fullmatch(key):
         raise RecipeError([_no_override(text, key, equals, origin)])
-    path = tuple(int(part) if part.isdigit() else part for part in re.findall(r"[^.\[\]]+", key))
+    path = _parse(key)
     if len(path) > MAX_DEPTH:
         too_deep = f"the key is deeper than {MAX_DEPTH} levels"
         raise RecipeError([Problem(too_deep, where=origin, hint="`roundpipe recipes keys` lists all keys")])
@@ -333,7 +333,7 @@ def _remove(config: DictConfig, key: str, place: Place, findings: Findings) -> D
     from omegaconf import DictConfig, OmegaConf
 
     plain = OmegaConf.to_container(config, resolve=False)
-    path = tuple(int(part) if part.isdigit() else part for part in re.findall(r"[^.\[\]]+", key))
+    path = _parse(key)
     section: Any = look_up(plain, path[:-1]) if _PATH.fullmatch(key) else ABSENT
     if section is ABSENT or look_up(plain, path) is ABSENT:
         known = sorted(str(name) for name in plain) if isinstance(plain, dict) else []
@@ -348,11 +348,9 @@ def _remove(config: DictConfig, key: str, place: Place, findings: Findings) -> D
         findings.add_problem(problem, place.line)
         return config
     del section[path[-1]]
-    for inner in [known for known in findings.places if known[: len(path)] == path]:
-        del findings.places[inner]
+    findings.forget(path)
     if isinstance(path[-1], int):  # later items of the list have moved up
         _move_up(path, findings)
-    findings.refused = {known for known in findings.refused if known[: len(path)] != path}
     left = OmegaConf.create(plain)
     assert isinstance(left, DictConfig)
     return left
@@ -525,11 +523,8 @@ def _write(config: DictConfig, path: KeyPath, value: Any, place: Place, *, findi
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    if not isinstance(value, dict):
-        for inner in [known for known in findings.places if known[: len(path)] == path]:
-            del findings.places[inner]
+    findings.forget(path, with_places=not isinstance(value, dict))
     findings.places[path] = place
-    findings.refused -= {known for known in findings.refused if known[: len(path)] == path}
     value = refuse_bad_references(value, path, findings)
     plain = OmegaConf.to_container(config, resolve=False)
     section = next((path[:end] for end in range(len(path) - 1, 0, -1) if look_up(plain, path[:end]) is not ABSENT), ())
