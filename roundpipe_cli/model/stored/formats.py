@@ -170,13 +170,14 @@ def find_mxfp4(
 
 def _unpack_experts(parts: Mapping[str, torch.Tensor], dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
     whole = torch.empty(shape, dtype=dtype)
+    turned = torch.Size((shape[2], shape[1]))
     for expert, (blocks, scales) in enumerate(zip(parts["blocks"], parts["scales"], strict=True)):
-        packed = blocks.flatten(1)
-        rows = scaled_rows(
-            lambda part, packed=packed: fp4_values(packed[part]), scales, torch.Size((shape[2], shape[1])), dtype
-        )
-        whole[expert] = rows.T
+        whole[expert] = scaled_rows(_values_of(blocks.flatten(1)), scales, turned, dtype).T
     return whole
+
+
+def _values_of(packed: torch.Tensor) -> Callable[[slice], torch.Tensor]:
+    return lambda rows: fp4_values(packed[rows])
 
 
 # A checkpoint's weights by name, dequantised as they are read where its files hold them quantised.
