@@ -64,6 +64,12 @@ class OptimizerKind:
     """State of every element where `sgd_momentum` is not 0."""
     side_bytes: float = 0.0
     """State of every row and of every column of a matrix."""
+    update_bytes: float = 30.0
+    """Traffic of host memory that takes as long as the update of an element. AdamW reads gradient 4, master 4 and
+    moments 8, and writes master 4, moments 8 and the 16-bit weight 2; others take more or less time than that, as
+    measured (scripts/README.md)."""
+    temporary_bytes: float = 0.0
+    """Temporaries of an update for each element of the largest parameter, where it is updated as a whole."""
     keys: tuple[str, ...] = ()
     """Recipe keys that only some optimizers read, this one among them."""
     other_names: tuple[str, ...] = ()
@@ -82,16 +88,20 @@ OPTIMIZERS: Mapping[OptimizerName, OptimizerKind] = {
         keys=ADAM_KEYS,
         other_names=("adamw_torch", "adamw_torch_fused", "adamw_hf", "AdamW", "paged_adamw_32bit"),
     ),
-    "adamw_bf16": OptimizerKind("4, the moments in bfloat16", moment_bytes=4, keys=ADAM_KEYS),
+    "adamw_bf16": OptimizerKind("4, the moments in bfloat16", moment_bytes=4, keys=ADAM_KEYS, update_bytes=75),
     "adamw_8bit": OptimizerKind(
         "2 (bitsandbytes; many times slower on the host)",
         moment_bytes=2 + 8 / 256,  # two codes, and two float32 scales for each 256
         keys=ADAM_KEYS,
+        update_bytes=670,
         other_names=("adamw_bnb_8bit", "paged_adamw_8bit", "adamw_8bit_bnb", "AdamW8bit"),
     ),
-    "sgd": OptimizerKind("0, with momentum 4", momentum_bytes=4, keys=("sgd_momentum",)),
+    "sgd": OptimizerKind("0, with momentum 4", momentum_bytes=4, keys=("sgd_momentum",), update_bytes=26),
     "adafactor": OptimizerKind(
-        "(that of transformers, with this recipe's learning rate) next to nothing", side_bytes=4
+        "(that of transformers, with this recipe's learning rate) next to nothing",
+        side_bytes=4,
+        update_bytes=320,
+        temporary_bytes=8,
     ),
 }
 """All values of `optim`."""

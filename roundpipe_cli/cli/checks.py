@@ -17,7 +17,9 @@ from typing import Any, Literal
 from packaging.version import InvalidVersion, Version
 
 from roundpipe_cli import __version__
+from roundpipe_cli.choices import OPTIMIZERS
 from roundpipe_cli.costs.find_model import shipped_figures
+from roundpipe_cli.costs.hardware import ASSUMED_HOST_MEMORY_BYTES_PER_S
 from roundpipe_cli.costs.machine import (
     SWITCH,
     SYS,
@@ -34,7 +36,7 @@ from roundpipe_cli.costs.machine import (
 from roundpipe_cli.hub.ask import hub_answers, is_offline
 from roundpipe_cli.planning.reach import SEQUENCE, Reach, reach_of
 from roundpipe_cli.train.floors import FLOORS, WORKING_FLOORS
-from roundpipe_cli.units import GIB, MIB, format_bytes
+from roundpipe_cli.units import GIB, MIB, counted, format_bytes
 
 CheckState = Literal["good", "note", "fails"]
 """Results of a check. `note`: training runs, but slower or without some feature."""
@@ -53,6 +55,7 @@ LOW_HOST_BYTES = 12 * GIB
 LOW_DISK_BYTES = 20 * GIB
 LOW_LINK_BYTES_PER_S = 5e9
 MEASURED_BYTES = 256 * MIB
+UPDATED_ELEMENTS = 16 * 1024**2
 _SMI_FIELDS = (
     *("driver_version", "name", "memory.total", "memory.used"),
     *("pcie.link.gen.current", "pcie.link.gen.max", "pcie.link.width.current", "pcie.link.width.max"),
@@ -88,6 +91,7 @@ def all_checks(*, offline: bool) -> Iterator[Check]:
     yield _locking(num_gpus)
     if torch_check.state != "fails":
         yield from _links(num_gpus)
+        yield _update(num_gpus)
         yield from triton_check(num_gpus)
     yield from _hub(offline)
 
@@ -255,6 +259,20 @@ def _links(num_gpus: int) -> Iterator[Check]:
         fix = f"name it for plan: --hardware ...:pcie_gb_per_s={speed.up_bytes_per_s / 1e9:.1f}" if is_slow else None
         together = " with all GPUs at once" if num_gpus > 1 else ""
         yield Check(f"link {index}", "note" if is_slow else "good", found + together, fix)
+
+
+def _update(num_gpus: int) -> Check:
+    """An update by AdamW, with the threads that a run on all GPUs has for it."""
+    from roundpipe_cli.train.optim.optimizer import measured_update_s
+    from roundpipe_cli.train.prepare.devices import updater_threads
+
+    num_threads = updater_threads([f"cuda:{index}" for index in range(num_gpus)])
+    update_s = measured_update_s(UPDATED_ELEMENTS, num_threads)
+    rate = OPTIMIZERS["adamw"].update_bytes / update_s
+    found = f"AdamW takes {1e9 * update_s:.2f} ns a parameter on {counted(num_threads, 'thread')}, measured"
+    is_slow = num_gpus > 0 and rate < ASSUMED_HOST_MEMORY_BYTES_PER_S / 2
+    fix = f"tell plan how slow: --hardware ...,host_memory_gb_per_s={rate / 1e9:.0f}" if is_slow else None
+    return Check("update", "note" if is_slow else "good", found, fix)
 
 
 def _locking(num_gpus: int) -> Check:

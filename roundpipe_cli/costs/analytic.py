@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 
+from roundpipe_cli.choices import OPTIMIZERS
 from roundpipe_cli.costs.block_work import EXACT_BYTES, PassWork, Tally, block_work, expert_fill, has_mask, lora_params
 from roundpipe_cli.costs.cost import CostModel, LayerCost, keep_activations, skip_projections
 from roundpipe_cli.costs.hardware import Accumulate, Device, Hardware, Rates, rates_of
@@ -136,8 +137,6 @@ def head_work(architecture: Architecture, settings: TrainingSettings) -> tuple[P
 HOST_S_PER_OPERATOR = 20e-3 / 4100
 HOP_S = 100e-6
 """Latency of a boundary between two workers beside its transfer: events and queues (assumed)."""
-OPTIMIZER_BYTES_PER_PARAM = 30
-"""AdamW reads gradient 4, master 4 and moments 8, and writes master 4, moments 8 and the 16-bit weight 2."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +193,7 @@ def _layers(
     accumulate: Accumulate = "fp16" if settings.float16_accumulation else hardware.accumulate
     timer = _Timer(architecture, settings, device, accumulate)
     distinct: dict[Block, LayerCost] = {block: timer.block(block) for block in set(architecture.blocks)}
-    optimizer_s_per_param = OPTIMIZER_BYTES_PER_PARAM / hardware.host_memory_bytes_per_s
+    optimizer_s_per_param = OPTIMIZERS[settings.optimizer].update_bytes / hardware.host_memory_bytes_per_s
     trainable = trainable_params(architecture, settings)
     layers = [timer.embed()]
     layers += [replace(distinct[block], name=f"block.{i}") for i, block in enumerate(architecture.blocks)]

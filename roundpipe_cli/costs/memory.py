@@ -342,6 +342,7 @@ def host_need(
     # at staleness 1 two steps overlap
     in_flight = min(settings.num_microbatches * versions, math.ceil(rounds * max(microbatches_per_round, chunks)))
     keys_and_values = key_value_bytes(architecture, settings) * len(architecture.blocks) * -(-in_flight // chunks)
+    temporaries = update_temporary_bytes(architecture, settings)
     num_inputs = len(costs.layers) if settings.skip_last_projection else stages[1]
     return Need(
         (
@@ -349,6 +350,7 @@ def host_need(
             NeedPart("trained weights", trainable * size * weight_versions),
             NeedPart("float32 masters", (updated if size == 2 else trainable) * 4),
             NeedPart("optimizer state", int(updated * moment_bytes_per_param(settings, architecture.hidden_size))),
+            *([NeedPart("temporaries of the optimizer", temporaries)] if temporaries else []),
             NeedPart("gradients", trainable * 4 * versions),
             NeedPart("boundary activations", boundary * (num_inputs + 2) * in_flight),
             *([NeedPart("keys and values of chunks", keys_and_values)] if keys_and_values else []),
@@ -392,6 +394,16 @@ def moment_bytes_per_param(settings: TrainingSettings, hidden_size: int) -> floa
     narrow = settings.lora_r if settings.method == "lora" else hidden_size
     kind = OPTIMIZERS[settings.optimizer]
     return kind.state_bytes(narrow, hidden_size, has_momentum=settings.has_momentum)
+
+
+def update_temporary_bytes(architecture: Architecture, settings: TrainingSettings) -> int:
+    """Temporaries of the update of the largest trained weight, of those optimizers that take it as a whole."""
+    width = max(architecture.vocab_size, architecture.intermediate_size)
+    fused = converted_bytes(architecture, settings) // settings.dtype_bytes
+    largest = max(architecture.hidden_size * width, fused)
+    if settings.method == "lora":
+        largest = settings.lora_r * max(architecture.hidden_size, architecture.intermediate_size)
+    return int(OPTIMIZERS[settings.optimizer].temporary_bytes * largest)
 
 
 def frozen_bytes(architecture: Architecture, settings: TrainingSettings) -> int:

@@ -140,6 +140,7 @@ def test_doctor_without_a_gpu(tmp_path: Path) -> None:
     for name in ("torch", "driver", "torch build", "workers", "page-locking", "host memory", "disk, outputs", "hub"):
         assert name in found, name
     assert all(check["state"] in ("good", "note") for check in document["checks"])
+    assert "ns a parameter" in found["update"]["found"]
     assert "GB/s" in found["memory copy"]["found"] or found["workers"]["found"].startswith("cuda")
     assert found["hub token"]["found"] == "there is one" and secret not in done.out + done.err
     words = run(tmp_path, "doctor", "--offline", environment=NO_GPU).expect(0)

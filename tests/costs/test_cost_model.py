@@ -8,10 +8,11 @@ import struct
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
+from roundpipe_cli.choices import OptimizerName
 from roundpipe_cli.costs import find_model
 from roundpipe_cli.costs import hardware as rates
 from roundpipe_cli.costs.analytic import AnalyticCosts, analytic_costs, head_work
@@ -125,6 +126,17 @@ def test_layers_are_embed_blocks_head() -> None:
     assert [layers[0].recompute, layers[1].recompute, layers[-1].recompute] == [False, True, False]
     assert layers[1].grad_bytes == 2 * layers[1].param_bytes
     assert all(layer.boundary_bytes == 8192 * 4096 * 2 for layer in layers[:-1])
+
+
+def test_each_optimizer_has_the_price_of_its_update() -> None:
+    """An update in 8 bit, which takes tens of seconds for 8B parameters, was priced like any other."""
+    taken = {
+        name: sum(layer.optimizer_s for layer in costs(method="full", optimizer=name).costs.layers)
+        for name in get_args(OptimizerName)
+    }
+    times = {name: taken[name] / taken["adamw"] for name in taken}
+    assert times["sgd"] < 1 < times["adamw_bf16"] < 5 < times["adafactor"] < times["adamw_8bit"] < 50
+    assert taken["adamw"] == pytest.approx(30 * 8.19e9 / 100e9, rel=1e-3)
 
 
 def test_config_json_of_a_folder(tmp_path: Path) -> None:

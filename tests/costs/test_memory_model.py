@@ -7,10 +7,11 @@ import json
 import random
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
+from roundpipe_cli.choices import OptimizerName
 from roundpipe_cli.costs.analytic import activation_bytes, analytic_costs, trainable_params
 from roundpipe_cli.costs.cost import CostModel, LayerCost
 from roundpipe_cli.costs.find_model import find_architecture
@@ -69,6 +70,15 @@ def test_host_bytes_per_trained_parameter(dtype: Any, staleness: int, bytes_per_
     assert part(shared, "optimizer state") == part(need, "optimizer state") // 4
     assert part(shared, "masters") == part(need, "masters") // (1 if dtype == "float32" else 4)
     assert part(shared, "gradients") == part(need, "gradients")
+
+
+@pytest.mark.parametrize("optimizer", get_args(OptimizerName))
+def test_temporaries_of_the_optimizer_are_counted(optimizer: OptimizerName) -> None:
+    """Adafactor alone takes a parameter as a whole: here the embedding, of 128,256 x 4,096 elements."""
+    architecture, settings, hardware = ask(LLAMA, "8x4090", method="full", optimizer=optimizer)
+    costs = analytic_costs(architecture, settings, hardware).costs
+    need = host_need(costs, architecture, settings, hardware, (33, 33), 8)
+    assert part(need, "temporaries") == (8 * 128_256 * 4096 if optimizer == "adafactor" else 0)
 
 
 def test_host_bytes_of_lora_are_the_frozen_weights_and_little_more() -> None:

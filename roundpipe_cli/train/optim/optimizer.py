@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import re
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -17,6 +18,7 @@ from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from roundpipe_cli.choices import OptimizerName
+from roundpipe_cli.engine.backends.base import set_own_threads
 from roundpipe_cli.engine.weights import LayerUpdate, WeightStore, own_scratch, page_aligned
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.stored.packed_weights import import_bitsandbytes
@@ -518,6 +520,27 @@ class HostOptimizer:
     def num_bytes(self) -> int:
         """Host bytes of the moments."""
         return sum(tensor.nbytes for _, tensor in self.moments() if not tensor.is_meta)
+
+
+def measured_update_s(num_elements: int, num_threads: int) -> float:
+    """Seconds that AdamW takes for an element on this machine: the fastest of a few updates, in a run's blocks.
+
+    Args:
+        num_elements: of a made-up layer, a multiple of `BLOCK_ELEMENTS`.
+        num_threads: intra-op threads.
+    """
+    values, gradient, *moments = (page_aligned(4 * num_elements).view(torch.float32) for _ in range(4))
+    rule, taken, threads = AdamW(), [], torch.get_num_threads()
+    set_own_threads(num_threads)
+    for number in range(1, 5):
+        start_s = time.perf_counter()
+        for start in range(0, num_elements, BLOCK_ELEMENTS):
+            block = slice(start, start + BLOCK_ELEMENTS)
+            state = {"exp_avg": moments[0][block], "exp_avg_sq": moments[1][block]}
+            rule.update(values[block], gradient[block], state, 1e-3, number=number, salt=0)
+        taken.append(time.perf_counter() - start_s)
+    set_own_threads(threads)
+    return min(taken) / num_elements
 
 
 def make_optimizer(store: WeightStore, recipe: Recipe, elsewhere: Collection[int] = ()) -> HostOptimizer:
