@@ -90,7 +90,7 @@ def own_scratch(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
     """Memory of the calling thread, [num_elements], which the thread's next call with this dtype gives away again.
 
     Memory that is asked for anew each time has pages that the system must clear first, which takes longer than most
-    arithmetic on them (scripts/README.md has figures).
+    arithmetic on them (scripts/MEASUREMENTS.md has figures).
     """
     held: dict[torch.dtype, torch.Tensor] = _OWN.__dict__
     if dtype not in held or held[dtype].numel() < num_elements:

@@ -237,6 +237,15 @@ def _warmup(value: Any, data: Data) -> Writes:
     return {} if not value and data.get("warmup_ratio") else {"warmup_steps": value}
 
 
+def _warmup_ratio(value: Any, data: Data) -> Writes:
+    """Steps go before a ratio, as in transformers, whichever the file says first."""
+    if not data.get("warmup_steps"):
+        return {"warmup_steps": value}
+    if not value:
+        return {}
+    raise LeaveOutError("warmup_steps says otherwise", "warmup_steps decides")
+
+
 def _accumulation_of_batch(value: Any, data: Data) -> Writes:
     """axolotl's `batch_size` is the micro batch times the accumulation."""
     micro = data.get("micro_batch_size") or 1
@@ -413,6 +422,7 @@ RULES: Mapping[str, ConversionRule] = {
     "cosine_min_lr_ratio": _min_lr_ratio,
     **dict.fromkeys(("lr_scheduler", "lr_scheduler_type"), _schedule),
     "warmup_steps": _warmup,
+    "warmup_ratio": _warmup_ratio,
     "batch_size": _accumulation_of_batch,
     **dict.fromkeys(("optimizer", "optim"), _optimizer),
     "lora_target_modules": _lora_targets,

@@ -17,7 +17,17 @@ from rich.console import Console
 from roundpipe_cli.dashboard.chart import chart
 from roundpipe_cli.dashboard.demo import demo_events
 from roundpipe_cli.dashboard.live import ansi
-from roundpipe_cli.dashboard.state import MAX_POINTS, MAX_SPANS, Curve, DashboardState, Median, fold, fold_all, window_s
+from roundpipe_cli.dashboard.state import (
+    MAX_MESSAGES,
+    MAX_POINTS,
+    MAX_SPANS,
+    Curve,
+    DashboardState,
+    Median,
+    fold,
+    fold_all,
+    window_s,
+)
 from roundpipe_cli.dashboard.theme import ASCII, Theme, theme_for
 from roundpipe_cli.dashboard.views import lane, screen, slices
 from roundpipe_cli.dashboard.waiting import details
@@ -170,6 +180,14 @@ def test_before_the_run_has_begun_a_message_has_no_time() -> None:
     events = run_in("loading", 2)
     text = "\n".join(line.plain for line in screen(fold_all(events), START_S + 1, 80, 24, COLOUR))
     assert "data: 233 rows" in text and not re.search(r"\dd\d\dh", text), text
+
+
+def test_the_newest_messages_are_kept_and_a_resumed_run_is_not_over() -> None:
+    stopped = (START_S, RunStopped("stopped")), *((START_S, Notice(f"message {n}")) for n in range(MAX_MESSAGES))
+    state = fold_all([*recorded_run(2), *stopped])
+    said = [message.text for message in state.messages]
+    assert said == [f"message {n}" for n in range(MAX_MESSAGES)] and state.is_over
+    assert not fold_all([*recorded_run(2), *stopped, *recorded_run(2)]).is_over
 
 
 def test_news_is_seen_on_the_smallest_screen() -> None:

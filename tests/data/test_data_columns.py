@@ -473,10 +473,31 @@ PAIRS: dict[str, tuple[dict[str, Any], str]] = {
 }  # fmt: skip
 
 
+SIDES = ("chosen", "rejected")
+
+
 def pairs_of(path: Path, tokenizer: Any, **options: Any) -> tuple[TokenizedDataset, TokenizedRows]:
     columns = options.pop("columns", {})
     settings = DataSettings((DatasetSpec(str(path), columns=columns),), 1000, **options)
     return build_pairs(settings, tokenizer, lambda text: None)
+
+
+@pytest.mark.parametrize("dropped", [None, "x" * 2000])
+@pytest.mark.parametrize("side", SIDES)
+def test_pairs_behind_a_dropped_one_keep_their_partners(tmp_path: Path, side: str, dropped: str | None) -> None:
+    """A bad row is dropped on both sides, one that is too long on its own. A checkpoint's hash is one of both."""
+    rows: list[dict[str, Any]] = [{"prompt": "Go ", "chosen": f"yes {n}", "rejected": f"no {n}"} for n in range(4)]
+    rows[0][side] = dropped
+    tokenizer, hashes = byte_tokenizer(), set()
+    for _ in range(2):
+        path = write_rows(tmp_path / "x.jsonl", rows)
+        chosen, rejected = pairs_of(path, tokenizer, on_bad_row="skip", long_rows="drop")
+        hashes.add(chosen.content_hash)
+        both = [[tokenizer.decode(row.input_ids) for row in one] for one in (chosen.rows, rejected)]
+        expected = [[f"<s>user\nGo </s>\n<s>assistant\n{row[name]}</s>\n" for row in rows[1:]] for name in SIDES]
+        assert both == expected
+        rows[2]["rejected"] = "na 2"
+    assert len(hashes) == 2
 
 
 @pytest.mark.parametrize("name", PAIRS)

@@ -10,17 +10,16 @@ import pytest
 import torch
 
 from roundpipe_cli.engine import carrier as carriers
+from roundpipe_cli.engine import slots
 from roundpipe_cli.engine import worker as workers
 from roundpipe_cli.engine.backends.base import DeviceEvent, Pair
 from roundpipe_cli.engine.backends.cuda import CudaBackend
-from roundpipe_cli.errors import RoundpipeError
+from roundpipe_cli.engine.layer import GradientCollector
+from roundpipe_cli.errors import InternalError, RoundpipeError
 from roundpipe_cli.schedule.timeline import DOWN
-from tests.support.simulated_cases import CASES, Bits, Case, is_equal
-from tests.support.tiny import random_microbatches
+from tests.support.simulated_cases import CASES, Bits, is_equal
 
 SEEDS = range(6)
-USED = {**CASES, "alike": Case("llama", "lora", microbatches=random_microbatches([(2, 5)] * 4))}
-"""And microbatches of one size, so that memory is used again."""
 Plant = Callable[[pytest.MonkeyPatch], None]
 
 
@@ -158,6 +157,37 @@ def sent_without_waiting(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(CudaBackend, "send", lambda backend, tensor: (send(backend, tensor)[0], None))
 
 
+def event_of_the_first_chunk(patch: pytest.MonkeyPatch) -> None:
+    """A transfer counts as done with its first chunk."""
+    copy = workers.Worker.copy
+
+    def early(worker: workers.Worker, op: Any, chunk: Any) -> DeviceEvent:
+        event = copy(worker, op, chunk)
+        return worker.__dict__.setdefault("first", {}).setdefault((id(worker._step), op.id), event)
+
+    patch.setattr(workers.Worker, "copy", early)
+
+
+def squares_behind_their_event(patch: pytest.MonkeyPatch) -> None:
+    """Squares of a complete sum are taken after the event that its download waits for."""
+    finish, run = slots.DeviceSums.finish, workers.Worker.run
+    late: dict[slots.DeviceSums, Any] = {}
+    patch.setattr(slots.DeviceSums, "finish", lambda sums, *which: late.update({sums: which}))
+
+    def run_and_finish(worker: workers.Worker, *order: Any) -> DeviceEvent:
+        event = run(worker, *order)
+        if worker._sums in late:
+            finish(worker._sums, *late.pop(worker._sums))
+        return event
+
+    patch.setattr(workers.Worker, "run", run_and_finish)
+
+
+def copies_not_waited_for(patch: pytest.MonkeyPatch) -> None:
+    """A step's end waits for compute alone, which a failed step's copies outlast."""
+    patch.setattr(CudaBackend, "synchronize", lambda backend: backend._compute.synchronize())
+
+
 FAULTS: dict[str, tuple[str, Plant, bool]] = {
     "a wait left out": ("lora", no_wait, True),
     "a record_stream left out": ("alike", no_record_stream, False),
@@ -172,6 +202,9 @@ FAULTS: dict[str, tuple[str, Plant, bool]] = {
     "an old event": ("full", old_event, False),
     "an upload past its stream": ("lora", received_elsewhere, True),
     "a host read without waiting": ("full", sent_without_waiting, True),
+    "an event of the first chunk": ("small-chunks", event_of_the_first_chunk, True),
+    "squares behind their event": ("early-updates", squares_behind_their_event, False),
+    "copies of a failed step": ("after-failures", copies_not_waited_for, False),
 }
 """Name -> (case, what plants it, whether copies put off change the result: compute is never put off)."""
 
@@ -179,7 +212,7 @@ FAULTS: dict[str, tuple[str, Plant, bool]] = {
 def outcome(case: str, seed: int, *, lazy: bool) -> tuple[Bits, int]:
     """What a run with the fault came to (nothing if it failed), and how many pairs of accesses had no order."""
     try:
-        bits, simulation = USED[case].simulated(seed, lazy=lazy, tolerant=True)
+        bits, simulation = CASES[case].simulated(seed, lazy=lazy, tolerant=True)
     except (RoundpipeError, AssertionError):
         return [], 0
     return bits, len(simulation.unordered)
@@ -187,7 +220,7 @@ def outcome(case: str, seed: int, *, lazy: bool) -> tuple[Bits, int]:
 
 @functools.cache
 def on_processor(case: str) -> Bits:
-    return USED[case].on_processor()
+    return CASES[case].on_processor()
 
 
 @pytest.mark.parametrize("name", sorted(FAULTS))
@@ -200,3 +233,21 @@ def test_a_planted_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch) ->
         assert any(not is_equal(outcome(case, seed, lazy=True)[0], expected) for seed in SEEDS), (
             "the result is the same"
         )
+
+
+def test_a_gradient_hook_that_takes_a_turn_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a card it runs in autograd's thread, and the thread that has the turn waits for it."""
+    taker = GradientCollector.taker
+
+    def with_turn(collector: GradientCollector, *which: Any) -> Any:
+        take, parts = taker(collector, *which)
+
+        def hook(index: int, gradient: torch.Tensor) -> None:
+            with collector._backend.compute():
+                take(index, gradient)
+
+        return hook, parts
+
+    monkeypatch.setattr(GradientCollector, "taker", with_turn)
+    with pytest.raises(InternalError, match="backward-cuda._0 waits for the turn"):
+        CASES["resident"].simulated(0)

@@ -329,3 +329,19 @@ def test_each_layer_updates_once_and_the_embedding_last(model_type: str, late: l
     assert sorted(order) == sorted({1, 2, 3, 4, *late})
     assert order[-1:] == late
     assert rig.store.newest == 1
+
+
+@pytest.mark.parametrize("squares", [math.inf, math.nan])
+def test_an_early_update_is_left_out_from_a_gradient_that_is_not_finite(squares: float) -> None:
+    """That layer's and all later ones; the run ends with the step's norm."""
+    rig = make_rig("llama", "lora", num_hidden_layers=2)
+    for name in rig.store.trainable_names:
+        rig.store.gradient(name).fill_(1.0)
+    before = {name: rig.store.master(name).clone() for name in rig.store.trainable_names}
+    with Updater(rig.store, HostOptimizer(rig.store), num_threads=1) as updater:
+        updater.begin_early(0, 1e-3)
+        for layer, found in ((2, 1.0), (1, squares)):
+            updater.gradient_complete(layer, lambda found=found: found)
+        updater.wait()
+    changed = {rig.store.layer_of(name) for name, old in before.items() if not torch.equal(rig.store.master(name), old)}
+    assert changed == {2}

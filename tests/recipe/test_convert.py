@@ -14,6 +14,7 @@ from roundpipe_cli.recipe.aliases import _NAMES, ALIASES
 from roundpipe_cli.recipe.aliases import NO_COUNTERPART as RECIPES_NO_COUNTERPART
 from roundpipe_cli.recipe.check import NEEDS_EVALUATION, known_keys
 from roundpipe_cli.recipe.convert import convert_file
+from roundpipe_cli.recipe.convert_rules import RULES
 from roundpipe_cli.recipe.convert_tables import CHANGES, NO_COUNTERPART, Conversion, Tool
 from roundpipe_cli.recipe.load import load_recipe, load_text
 from roundpipe_cli.recipe.schema import Recipe
@@ -392,7 +393,6 @@ def test_first_line_of_a_faithful_recipe_names_its_source() -> None:
         ("axolotl", "cosine_min_lr_ratio: 0.1", {"lr_scheduler_type": "cosine_with_min_lr"}),
         ("axolotl", "unfrozen_parameters: [a.b]", {"frozen_parameters": [r"^(?!(?:a\.b))"]}),
         ("trl", "completion_only_loss: false", {"train_on_inputs": True}),
-        ("llama-factory", "{warmup_steps: 0, warmup_ratio: 0.1}", {"warmup_steps": 0.1}),
         ("llama-factory", "{neat_packing: yes, cutoff_len: 4_096}", {"packing": True, "max_seq_length": 4096}),
         ("llama-factory", "disable_shuffling: true", {"shuffle": False}),
         (
@@ -435,6 +435,27 @@ def test_template_of_the_models_own_family_is_no_loss(tool: str, model: str, tem
     result = converted(tool, json.dumps(dict(zip(keys, (model, template), strict=True))))
     assert (keys[1] in [entry.key for entry in result.left_out]) is not is_own
     assert (f"The template {template} is the model's own" in " ".join(result.notes)) is is_own
+
+
+@pytest.mark.parametrize("tool", sorted(BASES))
+@pytest.mark.parametrize(("steps", "ratio", "expected"), [(7, 0.1, 7), (7, 0, 7), (7, None, 7), (0, 0.1, 0.1)])
+def test_warmup_steps_go_before_a_ratio(tool: str, steps: int, ratio: float | None, expected: float) -> None:
+    """The first of both won, so that a ratio of 0 before 7 steps was a run without warmup."""
+    for lines in ({"warmup_steps": steps, "warmup_ratio": ratio}, {"warmup_ratio": ratio, "warmup_steps": steps}):
+        result = converted(tool, json.dumps(lines))
+        assert result.recipe["warmup_steps"] == expected
+        assert ["warmup_ratio" in entry.key for entry in result.left_out].count(True) == bool(steps and ratio)
+        assert not any(entry.key == "warmup_steps" for entry in result.left_out)
+
+
+@pytest.mark.parametrize("tool", sorted(BASES))
+def test_null_is_no_value_and_not_false(tool: str) -> None:
+    """All known keys in one file, but two whose null means something: no largest length, a switch that is refused."""
+    own = {*parse_bytes(BASES[tool].encode(), "a.yaml").data, "max_length", "use_peft"}
+    nothing = {key: None for key in {*ALIASES, *RULES} - own if "." not in key}
+    plain, found = converted(tool), converted(tool, json.dumps(nothing))
+    assert len(nothing) > 50 and found.recipe == plain.recipe
+    assert found.left_out == plain.left_out and found.notes == plain.notes
 
 
 SAMPLES: dict[str, Any] = {

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import _thread
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 
+from roundpipe_cli import faults
 from roundpipe_cli.engine.backends import cuda
 from roundpipe_cli.engine.backends.base import Backend
 from roundpipe_cli.engine.backends.cpu import CpuBackend
+from roundpipe_cli.engine.dispatch.decisions import TransferOptions
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.options import EngineOptions, GradientOptions
 from roundpipe_cli.engine.step import Microbatch
+from roundpipe_cli.errors import InternalError
 from roundpipe_cli.kernels import fused
 from roundpipe_cli.model import attention, dropout
 from roundpipe_cli.model.head import Preference
@@ -23,7 +29,10 @@ from roundpipe_cli.model.stored import packed_weights
 from roundpipe_cli.planning.cuts import DEALING, resident_cut
 from roundpipe_cli.schedule.actions import Schedule, equal_costs
 from roundpipe_cli.schedule.builders import Options, Rounds, build_forward, build_schedule
+from roundpipe_cli.train.optim.optimizer import HostOptimizer
+from roundpipe_cli.train.optim.updater import Updater
 from tests.support.simulated_cuda import SMALL_CARD, Card, Simulation
+from tests.support.simulated_cuda.threads import BACKWARD
 from tests.support.tiny import Rig, make_rig, random_microbatches, write_new_weights
 
 SIZES, MORE_SIZES = ((2, 5), (1, 4)), ((2, 6), (1, 5), (2, 4))
@@ -76,6 +85,64 @@ def train(engine: Engine, rig: Rig, case: Case) -> Bits:
         bits += [result.loss, result.gradient_norm, *gradient_bits(rig, step), str(result.rewards)]
         if step < case.num_steps - 1:
             write_new_weights(rig, step)
+    return bits
+
+
+def update_early(engine: Engine, rig: Rig, case: Case) -> Bits:
+    """Steps without clipping: each layer is updated by another thread as soon as its gradient is complete."""
+    bits: Bits = []
+    schedule = case.schedule(rig, len(case.microbatches))
+    with Updater(rig.store, HostOptimizer(rig.store), num_threads=1) as updater:
+        for step in range(case.num_steps):
+            updater.begin_early(step, 1e-2)
+            gradients = GradientOptions(on_complete=updater.gradient_complete)
+            result = engine.run_step(case.microbatches, schedule, step=step, gradients=gradients)
+            updater.wait()
+            bits += [result.loss, result.gradient_norm, *(tensor.clone() for tensor in rig.store.masters)]
+    return bits
+
+
+@contextmanager
+def faulty(text: str) -> Iterator[None]:
+    """A fault asked for, as the environment variable has it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(faults.ENVIRONMENT_VARIABLE, text)
+        faults.load_faults()
+        yield
+    faults.load_faults()
+
+
+@contextmanager
+def copies_that_take_long() -> Iterator[None]:
+    """No copy that is issued within has arrived as far as the host knows."""
+
+    def long(copy: Callable[..., Any]) -> Callable[..., Any]:
+        def issue(*args: Any) -> Any:
+            event = copy(*args)
+            event.query = lambda: False
+            return event
+
+        return issue
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("copy_up", "copy_down"):
+            patch.setattr(cuda.CudaBackend, name, long(getattr(cuda.CudaBackend, name)))
+        yield
+
+
+def after_failures(engine: Engine, rig: Rig, case: Case) -> Bits:
+    """Steps after one that failed at each kind of work; the host writes over its memory in between.
+
+    Slots were freed and gradient sums zeroed while what the failed step had issued still used them.
+    """
+    bits: Bits = []
+    ways = {"work:slow=0.02:worker=0:nth=2,work:raise:worker=0:nth=2": copies_that_take_long()}
+    for fault, copies in {**ways, "upload:raise:nth=5": nullcontext(), "download:raise:nth=4": nullcontext()}.items():
+        with faulty(fault), copies, pytest.raises(InternalError, match="fault asked for"):
+            train(engine, rig, case)
+        for buffer in rig.store.transferred:
+            buffer.copy_(buffer.clone())
+        bits += train(engine, rig, case)
     return bits
 
 
@@ -164,7 +231,7 @@ class Case:
         """The same on simulated GPUs, from page-locked weights; fails if accesses are not ordered."""
         rig = self.rig()
         with simulated(seed, **options) as simulation, page_locked(rig):
-            bits = self.on(rig, [cuda.CudaBackend(index) for index in devices])
+            bits = self.on(rig, backends_of(devices))
         return bits, simulation
 
     @property
@@ -181,11 +248,29 @@ class Case:
         rig = self.rig()
         with simulated() as simulation, page_locked(rig):
             options = EngineOptions(seed=3, head_chunk_tokens=8, fused=rig.fused, **self.engine)
-            backends = [cuda.CudaBackend(0), cuda.CudaBackend(1)]
-            with Engine(rig.skeleton, rig.split, rig.store, backends, options=options) as engine:
+            with Engine(rig.skeleton, rig.split, rig.store, backends_of((0, 1)), options=options) as engine:
                 for seed in seeds:
                     simulation.draw_again(seed, lazy=seed % 2 == 1)
                     yield seed, self.steps(engine, rig, self), simulation
+
+
+class Turns(cuda.IssueTurns):
+    """Turns that autograd's threads may not take: the thread that has one waits for them. They order no accesses."""
+
+    def __init__(self) -> None:
+        super().__init__(stuck_s=60.0)
+        self._lock = _thread.RLock()  # a simulation's would hand clocks on
+
+    def _take(self) -> bool:
+        name = threading.current_thread().name
+        assert not name.startswith(BACKWARD), f"{name} waits for the turn of the thread that waits for it"
+        return super()._take()
+
+
+def backends_of(devices: Sequence[int]) -> list[cuda.CudaBackend]:
+    """The backends of a run's workers, who take turns."""
+    turns = Turns()
+    return [cuda.CudaBackend(index, turns) for index in devices]
 
 
 @contextmanager
@@ -241,12 +326,11 @@ def page_locked(rig: Rig) -> Iterator[None]:
 
 def two_workers(rig: Rig) -> Engine:
     """On both cards, as a case is run."""
-    backends = [cuda.CudaBackend(0), cuda.CudaBackend(1)]
     return Engine(
         rig.skeleton,
         rig.split,
         rig.store,
-        backends,
+        backends_of((0, 1)),
         options=EngineOptions(seed=3, head_chunk_tokens=8, fused=rig.fused),
     )
 
@@ -289,6 +373,12 @@ CASES: dict[str, Case] = {
     "resident": Case("llama", "lora", engine=_CACHED, schedule=resident),
     "spread-head": Case("llama", "lora", schedule=partial(roundpipe, options=Options(head_workers=2))),
     "spread-head-full": Case("llama", "full", schedule=partial(roundpipe, options=Options(head_workers=2))),
+    "early-updates": Case("llama", "full", num_steps=2, steps=update_early),
+    "small-chunks": Case("llama", "full", engine={"transfers": TransferOptions(chunk_bytes=10_000)},
+                         microbatches=random_microbatches([(2, 24), (1, 45)])),
+    "after-failures": Case("llama", "full", microbatches=random_microbatches(MORE_SIZES), steps=after_failures),
+    "after-failures-lora": Case("llama", "lora", microbatches=random_microbatches(MORE_SIZES), steps=after_failures),
+    "alike": Case("llama", "lora", microbatches=random_microbatches([(2, 5)] * 4)),
     "staleness-1": Case("llama", "full", {"staleness": 1}, num_steps=3, steps=overlap),
     "mixture-of-experts": Case("qwen3_moe", "full", waits=True),  # torch's grouped product is a loop in float32
     "expert-adapters": Case("qwen3_moe", "lora", {"dtype": torch.bfloat16, "lora_rank": 8}, bound=0.05, waits=True),

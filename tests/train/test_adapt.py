@@ -14,7 +14,7 @@ import pytest
 from roundpipe_cli import faults
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.train import loop
-from roundpipe_cli.train.adapt import Fit, resumed_fit
+from roundpipe_cli.train.adapt import GROWTH_STEPS, Fit, LossScale, resumed_fit
 from roundpipe_cli.train.auto_cache import AutoCache
 from tests.support.e2e import Outcome, finetune, launch, make_model, make_workspace, metrics, numbers
 
@@ -186,6 +186,23 @@ def test_skipped_steps_change_no_weight_and_are_counted(folder: Path, whole: Pat
         folder, *skip, "output_dir=killed", "--resume", environment={"ROUNDPIPE_FAULT": "optimizer:inf:step=4"}
     ).expect(0)
     assert numbers(folder / "killed") == numbers(folder / "out")
+
+
+def test_a_loss_scale_is_halved_down_to_1_alone() -> None:
+    """Below 1 the scale is not the cause: the run left steps out for ever. It is doubled after `GROWTH_STEPS` updates
+    in a row."""
+    scale, others = LossScale(4.0, grows=True), LossScale.of("bfloat16")
+    for expected in (2.0, 1.0):
+        assert scale.may_be_too_large
+        scale.overflowed()
+        assert (scale.value, scale.num_updates) == (expected, 0)
+    assert not scale.may_be_too_large and not others.may_be_too_large
+    for one in (scale, others):
+        for _ in range(GROWTH_STEPS - 1):
+            one.updated()
+        assert one.value == 1.0
+        one.updated()
+    assert (scale.value, others.value) == (2.0, 1.0)
 
 
 def test_ten_bad_steps_in_a_row_stop_the_run(folder: Path) -> None:

@@ -28,7 +28,7 @@ from tests.support.simulated_cuda.memory import BLOCK_BYTES, CachingAllocator, P
 from tests.support.simulated_cuda.mode import CardMode, Machine
 from tests.support.simulated_cuda.patches import Patch, Runtime, cuda_patches, tensor_patches
 from tests.support.simulated_cuda.streams import SimulatedStream, Streams
-from tests.support.simulated_cuda.threads import ThreadHooks
+from tests.support.simulated_cuda.threads import BackwardThreads, ThreadHooks
 
 GIB = 1024**3
 
@@ -139,7 +139,11 @@ class Simulation:
         SimulatedStream.owner = self.machine.streams
         self._stack.callback(lambda: delattr(SimulatedStream, "owner"))
         patches = cuda_patches(self.machine, self._cards, self._runtime)
-        for patch in (*patches, *tensor_patches(self.machine), *self._hooks.patches()):
+        for patch in (*patches, *self._hooks.patches()):
+            self._put(patch)
+        backward_threads = BackwardThreads(len(self._cards))  # whose locks hand clocks on
+        self._stack.callback(backward_threads.end)
+        for patch in tensor_patches(self.machine, backward_threads):
             self._put(patch)
         self._stack.callback(torch.backends.cuda.enable_cudnn_sdp, torch.backends.cuda.cudnn_sdp_enabled())
         self._stack.enter_context(CardMode(self.machine))

@@ -15,6 +15,7 @@ from tests.support.simulated_cuda.streams import (
     SimulatedStream,
     index_of,
 )
+from tests.support.simulated_cuda.threads import BackwardThreads
 
 Patch = tuple[Any, str, Any]
 """(owner, name, value)"""
@@ -49,7 +50,7 @@ class Runtime:
         return 0
 
 
-def tensor_patches(machine: Machine) -> list[Patch]:
+def tensor_patches(machine: Machine, backward_threads: BackwardThreads) -> list[Patch]:
     """Methods and functions of tensors that would show that all tensors lie on the processor."""
     base: Any = torch._C.TensorBase
     real_to, real_numpy, real_tolist = torch.Tensor.to, torch.Tensor.numpy, torch.Tensor.tolist
@@ -113,13 +114,21 @@ def tensor_patches(machine: Machine) -> list[Patch]:
         real = getattr(torch.autograd, name)
 
         def function(results: Any, *args: Any, **kwargs: Any) -> Any:
-            first = results if isinstance(results, torch.Tensor) else results[0]
-            before = getattr(machine.inside, "backward_of", None)
-            machine.inside.backward_of = machine.device_of(first)
-            try:
+            device = machine.device_of(results if isinstance(results, torch.Tensor) else results[0])
+            if device is None:
                 return real(results, *args, **kwargs)
-            finally:
-                machine.inside.backward_of = before
+            stream = machine.streams.current(device)
+
+            def work() -> Any:
+                before = getattr(machine.inside, "backward_of", None)
+                machine.inside.backward_of = device
+                try:
+                    with ChosenStream(stream):
+                        return real(results, *args, **kwargs)
+                finally:
+                    machine.inside.backward_of = before
+
+            return backward_threads.run(device, work)
 
         return function
 

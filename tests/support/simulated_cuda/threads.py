@@ -1,4 +1,8 @@
-"""Host threads as actors: locks hand clocks on, and every thread that starts gets the simulation's dispatch mode."""
+"""Host threads as actors: locks hand clocks on, and every thread that starts gets the simulation's dispatch mode.
+
+Torch's autograd has a thread for each device: nodes and hooks of all backward passes run there, on the stream of the
+thread that asked for one, which waits meanwhile and keeps its locks.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import _thread
 import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any
 
@@ -108,3 +113,24 @@ class ThreadHooks:
             (threading.Thread, "join", tracked_join),
             (queue, "SimpleQueue", queue._PySimpleQueue),  # type: ignore[attr-defined]
         ]
+
+
+BACKWARD = "backward-cuda"
+"""Begins the names of autograd's threads; the device's index follows."""
+
+
+class BackwardThreads:
+    """Autograd's threads, one for each device."""
+
+    def __init__(self, num_devices: int) -> None:
+        self._pools = [ThreadPoolExecutor(1, f"{BACKWARD}{index}") for index in range(num_devices)]
+
+    def run(self, device: int, work: Callable[[], Any]) -> Any:
+        """What `work` comes to in the device's thread; in place, where that is the thread that asks."""
+        if threading.current_thread().name.startswith(f"{BACKWARD}{device}"):
+            return work()
+        return self._pools[device].submit(work).result()
+
+    def end(self) -> None:
+        for pool in self._pools:
+            pool.shutdown()

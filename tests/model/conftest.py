@@ -1,0 +1,21 @@
+"""Large tensors are read and written in parts: in this folder's tests tiny ones are too."""
+
+from __future__ import annotations
+
+import pytest
+
+from roundpipe_cli.model import fingerprint
+from roundpipe_cli.model.files import untrusted
+from roundpipe_cli.model.stored import formats, gguf, tensors
+
+NUM_ROWS = 3
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(formats, "ELEMENTS_AT_ONCE", 1)
+    monkeypatch.setattr(formats, "ROWS_AT_ONCE", NUM_ROWS)
+    monkeypatch.setattr(gguf, "ROWS_AT_ONCE", NUM_ROWS)
+    monkeypatch.setattr(tensors, "FINITE_CHECK_ELEMENTS", 1000)
+    monkeypatch.setattr(fingerprint, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(untrusted, "COMPARED_BYTES", 1000)
