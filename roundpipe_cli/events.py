@@ -117,8 +117,8 @@ class StepFinished:
     tokens_per_s: float
     step_s: float
     """Seconds from the end of the step before, or of what came between them (an evaluation, a pause), to its own end:
-    waits for the update before it are in it. The first has none; the last, and one before an evaluation, has its own
-    update too."""
+    waits for the update before it are in it. The first has none. The last, one before an evaluation, and those in which
+    layers are timed include their own update."""
     bubble_ratio: float
     """1 - busy / (workers x seconds from when the workers were given the step, or had ended the one before)."""
     utilization: tuple[float, ...]

@@ -26,11 +26,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
 from roundpipe_cli.costs.machine import HostLayout, host_layout
+from roundpipe_cli.engine.dispatch.dispatch import StepRun
 from roundpipe_cli.model.layout import LayerLayout, ParameterPlace, round_up
 from roundpipe_cli.model.stored.packed_weights import dequantize
 from roundpipe_cli.model.stored.quantized_files import PackedWeight
@@ -199,16 +199,6 @@ class LayerUpdate:
     """All of the layer's new trainable bytes, uint8; written in part when the update is over."""
 
 
-class VersionReader(Protocol):
-    """A step that reads one version of the weights."""
-
-    def ready(self, layer: int) -> None:
-        """Note that `layer` has the version; may come twice."""
-
-    def host_failed(self, error: BaseException) -> None:
-        """Note that what is missing will never come."""
-
-
 class WeightStore:
     """Weights, masters and gradients of all layers, in host memory."""
 
@@ -264,7 +254,7 @@ class WeightStore:
         """Per layer, which version each of its buffers holds."""
         self._changed = threading.Condition()
         self._error: BaseException | None = None
-        self._readers: list[tuple[VersionReader, int]] = []
+        self._readers: list[tuple[StepRun, int]] = []
         """Steps under way, each with the version that it reads."""
         self.set_version(0)
 
@@ -321,17 +311,12 @@ class WeightStore:
                 self.check_updates()
                 self._changed.wait()
 
-    @property
-    def has_failed(self) -> bool:
-        """Whether an update failed."""
-        return self._error is not None
-
     def check_updates(self) -> None:
         """Raise the error given to `fail`, if there was one."""
         if self._error is not None:
             raise self._error
 
-    def tell(self, reader: VersionReader, version: int) -> None:
+    def tell(self, reader: StepRun, version: int) -> None:
         """Report to `reader` each trained layer that has `version`, or a later one: now or as soon as it has, from the
         thread that wrote it, until `forget`."""
         self._readers = [*self._readers, (reader, version)]
@@ -341,7 +326,7 @@ class WeightStore:
         if self._error is not None:
             reader.host_failed(self._error)
 
-    def forget(self, reader: VersionReader) -> None:
+    def forget(self, reader: StepRun) -> None:
         """Report nothing more to `reader`."""
         self._readers = [item for item in self._readers if item[0] is not reader]
 

@@ -17,7 +17,6 @@ import math
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 
@@ -39,19 +38,6 @@ _END: Order = (math.inf, 0, 0, None)
 JOIN_TIMEOUT_S = 5.0
 JOIN_AFTER_ERROR_S = 2.0
 """Seconds to wait for the thread at the end; one that hangs is left behind (it is a daemon)."""
-
-
-@dataclass
-class _EarlyStep:
-    """A step whose layers are updated as their gradients are complete."""
-
-    step: int
-    number: int
-    learning_rate: float
-    poison: float | None
-    """A fault point's number in place of the gradient norm."""
-    is_finite: bool = True
-    """False: the run will stop, and nothing more is to be spoilt."""
 
 
 class Updater:
@@ -91,7 +77,10 @@ class Updater:
         self._num_given = 0
         self._num_pending = 0
         self._where = ""
-        self._early: _EarlyStep | None = None
+        self._poison: float | None = None
+        self._early: tuple[int, int, float] | None = None
+        self._stopped_at = math.inf
+        """A step whose gradients are not finite: the run will stop, and nothing more is to be spoilt."""
         self._thread = threading.Thread(target=self._run, args=(self._work, num_threads), name="optimizer", daemon=True)
 
     def __enter__(self) -> Updater:
@@ -129,7 +118,10 @@ class Updater:
     def begin_early(self, step: int, learning_rate: float) -> None:
         """Begin `step`: update each layer with its gradients when `gradient_complete` names the layer."""
         self._optimizer.num_updates += 1
-        self._early = _EarlyStep(step, self._optimizer.num_updates, learning_rate, self._pass_fault(step))
+        self._early = (step, self._optimizer.num_updates, learning_rate)
+        self._poison = self._pass_fault(step)
+        if self._poison is not None:
+            self._stopped_at = step
 
     def gradient_complete(self, layer: int, square_sum: Callable[[], float]) -> None:
         """Note that the gradient of `layer` is complete and its weights are no longer read. Called by any thread.
@@ -138,7 +130,7 @@ class Updater:
             square_sum: waits until the gradient is on the host and gives its sum of squares.
         """
         assert self._early is not None
-        self._give(partial(self._update_early, self._early, layer, square_sum), self._early.step, layer)
+        self._give(partial(self._update_early, *self._early, layer, square_sum), self._early[0], layer)
 
     def poison(self, step: int) -> float | None:
         """The value that a fault point of the optimizer puts in place of the gradient norm of `step`, usually None.
@@ -146,7 +138,7 @@ class Updater:
         Raises:
             as `wait`.
         """
-        return self._pass_fault(step) if self._early is None else self._early.poison
+        return self._pass_fault(step) if self._early is None else self._poison
 
     def wait(self) -> None:
         """Block until all updates are done.
@@ -156,7 +148,8 @@ class Updater:
             ResourceError: out of host memory.
         """
         with self._changed:
-            while self._num_pending and not self._store.has_failed:
+            while self._num_pending:
+                self._store.check_updates()
                 self._changed.wait()
         self._store.check_updates()
 
@@ -185,8 +178,8 @@ class Updater:
         set_own_threads(num_threads)
         while (work := orders.get()[-1]) is not None:
             try:
-                if not self._store.has_failed:
-                    work()
+                self._store.check_updates()
+                work()
             except BaseException as error:  # passed on as a value; all who wait raise it
                 self._store.fail(self._described(error, self._where))
             with self._changed:
@@ -238,8 +231,11 @@ class Updater:
         with at_work(where), self._store.next_version(layer) as target:
             self._shards.share(layer, target.whole)
 
-    def _update_early(self, early: _EarlyStep, layer: int, square_sum: Callable[[], float]) -> None:
-        self._enter_layer(early.step, layer)
-        early.is_finite = early.is_finite and early.poison is None and math.isfinite(square_sum())
-        if early.is_finite:
-            self._change(early.step, layer, early.number, early.learning_rate, gradient_factor=1.0)
+    def _update_early(
+        self, step: int, number: int, learning_rate: float, layer: int, square_sum: Callable[[], float]
+    ) -> None:
+        self._enter_layer(step, layer)
+        if not math.isfinite(square_sum()):
+            self._stopped_at = step
+        if step < self._stopped_at:
+            self._change(step, layer, number, learning_rate, gradient_factor=1.0)
