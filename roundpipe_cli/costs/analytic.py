@@ -20,7 +20,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from roundpipe_cli.costs.block_work import EXACT_BYTES, PassWork, Tally, block_work, expert_fill, has_mask, lora_params
-from roundpipe_cli.costs.cost import CostModel, LayerCost, keep_activations, skip_projections
+from roundpipe_cli.costs.cost import UPDATE_BYTES, CostModel, LayerCost, keep_activations, skip_projections
 from roundpipe_cli.costs.hardware import Accumulate, Device, Hardware, Rates, rates_of
 from roundpipe_cli.costs.models import Architecture, Block, TrainingSettings
 
@@ -136,8 +136,6 @@ def head_work(architecture: Architecture, settings: TrainingSettings) -> tuple[P
 HOST_S_PER_OPERATOR = 20e-3 / 4100
 HOP_S = 100e-6
 """Latency of a boundary between two workers beside its transfer: events and queues (assumed)."""
-OPTIMIZER_BYTES_PER_PARAM = 30
-"""AdamW reads gradient 4, master 4 and moments 8, and writes master 4, moments 8 and the 16-bit weight 2."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +164,8 @@ def analytic_costs(architecture: Architecture, settings: TrainingSettings, hardw
             link_bytes_per_s=min(device.link_bytes_per_s for device in hardware.devices),
             device_memory_bytes=None,
             worker_speed=None if min(speeds) == 1.0 else speeds,
+            host_bytes_per_s=None if any_cpu else hardware.host_memory_bytes_per_s,
+            leaving_bytes=settings.dtype_bytes,
             tied=architecture.tied,
         ),
         host_s_per_microbatch=0.0 if any_cpu else host_s_per_microbatch(architecture, settings),
@@ -194,7 +194,7 @@ def _layers(
     accumulate: Accumulate = "fp16" if settings.float16_accumulation else hardware.accumulate
     timer = _Timer(architecture, settings, device, accumulate)
     distinct: dict[Block, LayerCost] = {block: timer.block(block) for block in set(architecture.blocks)}
-    optimizer_s_per_param = OPTIMIZER_BYTES_PER_PARAM / hardware.host_memory_bytes_per_s
+    optimizer_s_per_param = UPDATE_BYTES / hardware.host_memory_bytes_per_s
     trainable = trainable_params(architecture, settings)
     layers = [timer.embed()]
     layers += [replace(distinct[block], name=f"block.{i}") for i, block in enumerate(architecture.blocks)]
