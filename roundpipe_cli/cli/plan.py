@@ -48,6 +48,7 @@ def verdict_lines(answer: Plan) -> list[str]:
     lines = [f"{summary.word}: {what}", *(f"  {reason}" for reason in summary.reasons)]
     lines.append(f"  on {question.hardware.description}: {question.machine_source}")
     lines += [f"  {note}" for note in question.architecture.notes]
+    lines += [f"  warning: {answer.warning}"] if answer.warning else []
     tokens = int(settings.num_microbatches * settings.tokens_per_microbatch)
     bubble = f"{tokens:,} tokens, bubble {100 * answer.bubble_ratio:.1f} %"
     if summary.word == "DOES NOT FIT":

@@ -8,11 +8,17 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from roundpipe_cli.choices import OPTIMIZERS
 from roundpipe_cli.errors import Problem, RecipeError, RefusedError, closest
 from roundpipe_cli.files import read_regular
 
 CHUNK_BYTES = 32 * 1024**2
 """A transfer can be overtaken by a more urgent one after every chunk of this size."""
+ADDING_BYTES = 10
+"""Traffic of host memory while one value of a 16-bit gradient is added to its sum: 2 read, 4 read and 4 written.
+Measured: 0.32 ns where AdamW's update, which moves 30, takes 0.97."""
+SQUARING_BYTES = 11
+"""The same while one value of a sum is squared for the norm: 0.37 ns measured."""
 StageRange = tuple[int, int]
 """Inclusive range of layer indices; `(a, a - 1)` is an empty stage."""
 
@@ -80,6 +86,12 @@ class CostModel:
     slots: int = NUM_SLOTS
     worker_speed: tuple[float, ...] | None = None
     """Relative speed per worker; None means all 1.0."""
+    host_bytes_per_s: float | None = None
+    """Rate of the host's memory, which all links and the host's own work share; None: all that costs no time."""
+    update_bytes: float = OPTIMIZERS["adamw"].update_bytes
+    """Traffic of the host's memory while one value is updated, which takes `optimizer_s`. Not in costs files."""
+    leaving_bytes: int = 4
+    """Bytes of a value of a gradient that leaves its device to be added up on the host. Not in costs files."""
     tied: bool = False
     """The embedding is the head's matrix: its rows are new when the head's update is done. Not in costs files."""
 
@@ -96,6 +108,21 @@ class CostModel:
     def equal_workers(self) -> bool:
         """Whether all workers have the same speed."""
         return len(set(self.worker_speed or (1.0,))) == 1
+
+    @property
+    def has_frozen_blocks(self) -> bool:
+        """Whether most of each block's weights are frozen: what is trained is small beside them."""
+        blocks = self.layers[1:-1]
+        return all(2 * (layer.grad_bytes // 4) * self.leaving_bytes < layer.param_bytes for layer in blocks)
+
+    @property
+    def embedding_squares_bytes(self) -> int:
+        """Traffic of the host's memory for the norm of the embedding's gradient, which is complete last."""
+        head = self.layers[-1]
+        if self.host_bytes_per_s is None or self.layers[0].name != "embed":
+            return 0
+        own = int(self.layers[0].optimizer_s * self.host_bytes_per_s / self.update_bytes) * SQUARING_BYTES
+        return own + (head.grad_bytes // 4 * SQUARING_BYTES if self.tied else 0)
 
     @property
     def update_order(self) -> tuple[int, ...]:
@@ -173,12 +200,21 @@ def share_out_visits(costs: CostModel, microbatches: float) -> CostModel:
 
 
 _NOT_IN_FILES = ("recompute_s", "visit_s", "whole_bytes")
+_NOT_IN_MODEL = ("update_bytes", "leaving_bytes", "tied")
 _FILE_KEYS = tuple(field.name for field in fields(LayerCost) if field.name not in _NOT_IN_FILES)
 _MAX_NUMBER = 1e300
 """Largest of a file's figures; NaN and infinity are not below it, and whole numbers beyond cannot be made floats."""
 _MAX_FILE_BYTES = 16 * 1024**2
 _REQUIRED = ("name", "forward_s", "backward_s")
-_FLOATS = ("forward_s", "backward_s", "optimizer_s", "recompute_skippable_s", "hop_s", "link_bytes_per_s")
+_FLOATS = (
+    "forward_s",
+    "backward_s",
+    "optimizer_s",
+    "recompute_skippable_s",
+    "hop_s",
+    "link_bytes_per_s",
+    "host_bytes_per_s",
+)
 
 
 COSTS_FORM = (
@@ -227,7 +263,7 @@ def _cost_model(data: Any, file: str, problems: list[Problem]) -> CostModel | No
     if not isinstance(data, dict):
         problems.append(Problem("not a costs file", file, type(data).__name__, 'an object with "name" and "layers"'))
         return None
-    _check_keys(data, [field.name for field in fields(CostModel) if field.name != "tied"], file, problems)
+    _check_keys(data, [field.name for field in fields(CostModel) if field.name not in _NOT_IN_MODEL], file, problems)
     listed = data.get("layers")
     if not isinstance(listed, list) or not listed:
         problems.append(Problem("no layers", f"{file}: layers", _shown(listed), "a list of layers, the head last"))
@@ -254,11 +290,11 @@ def _cost_model(data: Any, file: str, problems: list[Problem]) -> CostModel | No
 
 
 def _check_model_values(data: dict[str, Any], values: dict[str, Any], file: str, problems: list[Problem]) -> None:
-    for key in ("hop_s", "link_bytes_per_s", "device_memory_bytes", "slots"):
-        if key not in data or (key == "device_memory_bytes" and data[key] is None):
+    for key in ("hop_s", "link_bytes_per_s", "host_bytes_per_s", "device_memory_bytes", "slots"):
+        if key not in data or (key in ("host_bytes_per_s", "device_memory_bytes") and data[key] is None):
             continue
         where = f"{file}: {key}"
-        at_least_one = key in ("slots", "link_bytes_per_s", "device_memory_bytes")
+        at_least_one = key != "hop_s"
         values[key] = _number(data[key], where, problems, whole=key not in _FLOATS, above_zero=at_least_one)
     speeds = data.get("worker_speed")
     if speeds is not None:

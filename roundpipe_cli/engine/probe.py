@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from roundpipe_cli.choices import OPTIMIZERS
 from roundpipe_cli.costs.cost import CostModel, LayerCost
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.model.last_projection import by_kind
@@ -154,6 +155,10 @@ class AssumedDevice:
     """Memory of the smallest device; on the processor, a worker's share of the host's."""
     link_bytes_per_s: float = SHARED_BYTES_PER_S
     """Speed of each worker's host link; workers on the processor share their memory."""
+    host_bytes_per_s: float | None = None
+    """Rate of the host's memory; None: updates and additions of gradients on the host are not counted."""
+    update_bytes: float = OPTIMIZERS["adamw"].update_bytes
+    """Traffic of the host's memory while one value is updated."""
 
 
 def rough_costs(sizes: LayerSizes, device: AssumedDevice, *, method: str, tokens: int) -> CostModel:
@@ -166,6 +171,7 @@ def rough_costs(sizes: LayerSizes, device: AssumedDevice, *, method: str, tokens
     backward = 1.0 if method == "lora" else 2.0
     streams = device.kind != "cpu"
     layouts, activation_bytes = sizes.layouts, sizes.activation_bytes
+    update_s = device.update_bytes / device.host_bytes_per_s if device.host_bytes_per_s else 0.0
     layers = []
     for index, (layout, active) in enumerate(zip(layouts, sizes.active_parameters, strict=True)):
         seconds = 2.0 * active * tokens / ASSUMED_FLOPS[device.kind] if index else 0.0
@@ -182,10 +188,18 @@ def rough_costs(sizes: LayerSizes, device: AssumedDevice, *, method: str, tokens
                 param_bytes=layout.num_bytes if streams and index else 0,
                 boundary_bytes=sizes.boundary_columns * tokens * item_bytes,
                 grad_bytes=4 * layout.num_trainable_elements if streams and index else 0,
+                optimizer_s=update_s * layout.num_trainable_elements,
                 activation_bytes=kept if activation_bytes is None else activation_bytes[index],
                 whole_bytes=layout.whole_bytes if sizes.unpacks_once else 0,
             )
         )
     return CostModel(
-        "layers", tuple(layers), device_memory_bytes=device.memory_bytes, link_bytes_per_s=device.link_bytes_per_s
+        "layers",
+        tuple(layers),
+        device_memory_bytes=device.memory_bytes,
+        link_bytes_per_s=device.link_bytes_per_s,
+        host_bytes_per_s=device.host_bytes_per_s,
+        update_bytes=device.update_bytes,
+        leaving_bytes=layouts[0].trainable_dtype.itemsize,
+        tied=bool(layouts[-1].num_trainable_elements and not layouts[0].num_trainable_elements),
     )

@@ -28,7 +28,7 @@ from roundpipe_cli.planning.search.stages import StageLimits, limits_for
 from roundpipe_cli.recipe.schema import PipelineConfig
 from roundpipe_cli.schedule.actions import Kind, Schedule
 from roundpipe_cli.schedule.builders import Options, Rounds, StepChain, build_schedule
-from roundpipe_cli.schedule.simulate import simulate
+from roundpipe_cli.schedule.simulate import simulate, simulated_step_s
 from roundpipe_cli.schedule.timeline import Timeline, bubble_ratio, busy_s, chained_step_s, makespan_s
 
 # Measured costs: each layer timed forward, recompute and backward on this machine, with all workers busy, and how much
@@ -379,7 +379,7 @@ class AdaptivePlanner:
         step_s = chained_step_s(
             busy_s(first), (makespan_s(to_half), makespan_s(to_end)), half, (1.0,) * self._num_workers
         )
-        return (StepChain(build(1), costs), step_s) if step_s < makespan_s(simulate(step, self.costs)) else None
+        return (StepChain(build(1), costs), step_s) if step_s < simulated_step_s(step, self.costs) else None
 
     def predicted(self, num_microbatches: int) -> dict[str, float] | None:
         """The simulator's figures of a full step by the measured costs; None before they are measured."""
@@ -388,7 +388,7 @@ class AdaptivePlanner:
         found = self._timed_chain(num_microbatches)
         if found is None:
             costs = self.costs if self._kept is None else self._kept.costs
-            timeline = simulate(self.schedule(num_microbatches), costs)
+            timeline = simulate(self.schedule(num_microbatches), costs, after_update=True)
             step_s, bubble = makespan_s(timeline), bubble_ratio(timeline)
         else:
             chain, step_s = found
@@ -444,7 +444,7 @@ class AdaptivePlanner:
         """Whether steps took about as long as the times of an earlier run predict."""
         for step in steps:
             num_microbatches = (1 + max(interval.microbatch for interval in step.intervals)) // self._chunks
-            predicted_s = makespan_s(simulate(self.schedule(num_microbatches), self.costs))
+            predicted_s = simulated_step_s(self.schedule(num_microbatches), self.costs)
             if predicted_s and 1 / MAX_OFF <= makespan_s(step) / predicted_s <= MAX_OFF:
                 return True
         return False

@@ -120,7 +120,7 @@ def cut_from(document: Any, schedule: str, num_layers: int, num_workers: int) ->
         _ranges(document["backward_stages"]),
         None if per_round is None else _count(per_round),
         tuple(_count(worker, least=0) for worker in document["workers"]),
-        None if dealing is None else Options(_count(dealing["head_workers"]), dealing["earliest_free"] is True),
+        None if dealing is None else _dealing(dealing),
         tuple(str(sentence) for sentence in document["explanation"]),
     )
     if not set(cut.workers) <= set(range(num_workers)):
@@ -170,6 +170,11 @@ def _count(value: Any, least: int = 1) -> int:
     if type(value) is not int or value < least:
         raise ValueError(f"{value!r} is no count")
     return value
+
+
+def _dealing(document: Any) -> Options:
+    shared = _count(document["shared_stages"], least=0)
+    return Options(_count(document["head_workers"]), document["earliest_free"] is True, shared)
 
 
 def _ranges(stages: Any) -> tuple[StageRange, ...]:

@@ -9,14 +9,22 @@ the effort alone:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Literal
 
 from roundpipe_cli.choices import SCHEDULE_KINDS, ScheduleName
 from roundpipe_cli.costs.cost import CostModel, StageRange
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.planning.compare import Result, SimulationCase, StageCut, costs_per_microbatch, run, run_step_s
+from roundpipe_cli.planning.compare import (
+    Result,
+    SimulationCase,
+    StageCut,
+    costs_per_microbatch,
+    make_schedule,
+    run,
+    run_step_s,
+)
 from roundpipe_cli.planning.cuts import (
     balanced_stages,
     chunk_shapes,
@@ -31,7 +39,9 @@ from roundpipe_cli.planning.partition import LIGHT, plan_partition
 from roundpipe_cli.planning.search.stages import StageLimits, StageSums, balanced_partition, even_stages, within_limits
 from roundpipe_cli.recipe.schema import PipelineConfig
 from roundpipe_cli.schedule.builders import Options, Rounds, build_schedule, options_of
+from roundpipe_cli.schedule.program import lower
 from roundpipe_cli.schedule.published import simulate_published
+from roundpipe_cli.schedule.simulate import Ends, simulated_ends
 from roundpipe_cli.schedule.timeline import makespan_s
 
 Effort = Literal["quick", "full"]
@@ -45,6 +55,10 @@ NUM_FINALISTS = 3
 """The best partitions by the short simulation; these are judged again by a whole step."""
 MIN_GAIN = 0.01
 """A dealing other than the published one is chosen if it saves more than this part of a step."""
+MIN_DEALING_GAIN = 0.02
+"""Stages that several workers hold at a time are chosen if they save at least this part of a step."""
+MAX_HOST_SHARE = 0.6
+"""Such a dealing may take at most this part of the host memory's rate for all links together."""
 MAX_PLANNED_ROUNDS = 4
 """Microbatches per worker in a quick search: later rounds repeat the first ones."""
 MAX_SEARCHED_LAYERS = 72
@@ -162,9 +176,16 @@ def choose(name: ScheduleName, case: SimulationCase, keeps: Keeps | None = None,
     if case.options != Options():
         # The planner knows the published dispatch only; for another one even stages may be better than its own.
         return dealt_cut(planned, case, allowed)
-    chosen = choose_dealing(planned, case, allowed)
+    chosen = deal_out(name, planned, unshared, allowed)
     whole = resident_cut(case.costs, case.num_workers, allowed) if case.weights_stay else None
     return chosen if whole is None else faster(chosen, whole, case)
+
+
+def deal_out(name: ScheduleName, planned: StageCut, case: SimulationCase, keeps: Keeps | None = None) -> StageCut:
+    """Stages of roundpipe, dealt out in the way that is fastest for this case and keeps the limits."""
+    may_split = not any(layer.visit_s for layer in case.costs.layers)
+    shared = replace(case, costs=costs_per_microbatch(name, case), may_split=may_split)
+    return choose_dealing(planned, shared, keeps)
 
 
 def _allowed(case: SimulationCase, keeps: Keeps | None) -> Keeps:
@@ -309,28 +330,78 @@ def _chunk_cut(case: SimulationCase, keeps: Keeps | None) -> StageCut:
 
 def choose_dealing(planned: StageCut, case: SimulationCase, keeps: Keeps | None = None) -> StageCut:
     """The planner's stages in turn, or where a simulated step is faster so: if workers differ in speed, earliest-free
-    dispatch with stages that suit it; if they are equal, the head on all of them. Not under published accounting.
+    dispatch with stages that suit it; if they are equal and the head is frozen, stages that several share. Not under
+    published accounting.
 
     The planner leaves out workers that would only hold the others up, so no choice is slower than without them.
     """
     spread = _head_spread(case)
     if spread is not None:
-        each = tuple((index, index) for index in range(len(case.costs.layers)))
-        # One layer a stage and long rounds: of all cuts tried, what suits a head that costs each worker little. But no
-        # longer than the planner's own or two microbatches a worker: the host keeps the boundaries of a round.
-        most = max(2 * case.num_workers, planned.microbatches_per_round or 0)
-        wide = StageCut(
-            each[:-1], each[::-1], min(case.num_microbatches, most), dealing=spread, explanation=(spread.why,)
-        )
-        judged = min(case.num_microbatches, MAX_JUDGED_ROUNDS * case.num_workers)
-        short = replace(case, num_microbatches=judged)
-        return faster(planned, wide, short) if keeps is None or keeps(wide) else planned
+        return _shared_out(planned, spread, case, keeps)
     if case.costs.equal_workers or not (case.auto_dealing and _leaves_open(case)):
         return planned
     free = Options(earliest_free=True)
     dealt = dealt_cut(planned, replace(case, options=free), keeps)
     dealt = replace(dealt, dealing=free, explanation=(free.why,))
     return faster(planned, dealt, replace(case, num_steps=min(case.num_steps, MAX_JUDGED_STEPS)))
+
+
+def _shared_out(planned: StageCut, spread: Options, case: SimulationCase, keeps: Keeps | None) -> StageCut:
+    """The planner's stages in turn or, where a simulated step is faster so, with stages that several workers share.
+
+    Args:
+        spread: the head on all workers.
+    """
+    each = tuple((index, index) for index in range(len(case.costs.layers)))
+    # One layer a stage and long rounds: of all cuts tried, what suits a head that costs each worker little. But no
+    # longer than the planner's own or two microbatches a worker: the host keeps the boundaries of a round.
+    most = max(2 * case.num_workers, planned.microbatches_per_round or 0)
+    wide = StageCut(each[:-1], each[::-1], min(case.num_microbatches, most), dealing=spread, explanation=(spread.why,))
+    short = replace(case, num_microbatches=min(case.num_microbatches, MAX_JUDGED_ROUNDS * case.num_workers))
+    best, ends = planned, _step_ends(planned, short)
+    if keeps is None or keeps(wide):
+        other = _step_ends(wide, short)
+        if other.makespan_s < ends.makespan_s * (1 - MIN_GAIN):
+            best, ends = wide, other
+    least_s = ends.makespan_s * (1 - MIN_DEALING_GAIN)
+    for cut in _splits(best, ends, short, keeps):
+        if sum(ends.busy_s) / case.num_workers > least_s:
+            break
+        other = _step_ends(cut, short)
+        if other.makespan_s < least_s and other.links_s <= MAX_HOST_SHARE * other.makespan_s:
+            best, least_s = cut, other.makespan_s
+    return best
+
+
+def _splits(cut: StageCut, ends: Ends, case: SimulationCase, keeps: Keeps | None) -> Iterator[StageCut]:
+    """The same stages, held by several workers at a time: earliest-free, and with the last ones of a step shared.
+
+    Only where blocks are frozen: gradients of trained ones would go to the host for every microbatch. And not where a
+    visit unpacks weights once, which each of the workers would do.
+    """
+    costs, workers = case.costs, case.num_workers
+    if not (case.may_split and case.auto_dealing and costs.has_frozen_blocks and costs.host_bytes_per_s):
+        return
+    usual = cut.microbatches_per_round or workers
+    for per_round in (case.num_microbatches, usual):  # a round as long as the step sends every stage least often
+        num_rounds = -(-case.num_microbatches // per_round)
+        stages = cut.forward_stages + cut.backward_stages
+        sent = sum(layer.param_bytes for first, last in stages for layer in costs.layers[first : last + 1])
+        up_s = workers * num_rounds * sent / costs.host_bytes_per_s
+        free, shared = Options(earliest_free=True), Options(shared_stages=workers if num_rounds == 1 else len(stages))
+        found = [
+            replace(cut, microbatches_per_round=per_round, dealing=dealing, explanation=(*cut.explanation, dealing.why))
+            for dealing in ((free, shared) if up_s <= MAX_HOST_SHARE * ends.makespan_s else (shared,))
+        ]
+        if keeps is None or keeps(found[0]):
+            yield from found
+            return
+
+
+def _step_ends(cut: StageCut, case: SimulationCase) -> Ends:
+    costs = costs_per_microbatch("roundpipe", case, cut)
+    schedule = make_schedule("roundpipe", cut, replace(case, costs=costs))
+    return simulated_ends(lower(schedule, costs, after_update=True), costs)
 
 
 def faster(planned: StageCut, other: StageCut, case: SimulationCase) -> StageCut:

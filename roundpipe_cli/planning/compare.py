@@ -34,7 +34,9 @@ class SimulationCase:
     options: Options = Options()
     """How roundpipe deals out its stages; the other schedules bind theirs."""
     auto_dealing: bool = True
-    """Whether the planner may choose earliest-free dispatch where `options` are the defaults and workers differ."""
+    """Whether the planner may deal stages out in another way where `options` are the defaults."""
+    may_split: bool = True
+    """Whether that may let several workers hold a stage with blocks at a time."""
     auto_head: bool = False
     """Whether the planner may share out a frozen head's microbatches where `options` are the defaults."""
     sequence_chunks: int = 1
@@ -103,17 +105,21 @@ def check_case(case: SimulationCase) -> None:
         )
 
 
-def costs_per_microbatch(name: str, case: SimulationCase, microbatches_per_round: int | None = None) -> CostModel:
+def costs_per_microbatch(name: str, case: SimulationCase, cut: StageCut | None = None) -> CostModel:
     """The case's costs, with the work that a visit does once shared out over its microbatches.
 
     Args:
-        microbatches_per_round: None: as few as there can be.
+        cut: None: rounds as short as there can be, dealt out as the case says.
     """
+    per_round = cut.microbatches_per_round if cut is not None else None
+    dealing = (cut.dealing if cut is not None else None) or case.options
     kind, per_visit = SCHEDULE_KINDS[name], float(case.num_microbatches)
     if not kind.takes_chunks:  # visits alternate, and only one visit's weights stay unpacked
         per_visit = 1.0
     elif not kind.binds_stages:
-        per_visit /= math.ceil(case.num_microbatches / max(1, microbatches_per_round or case.num_workers))
+        per_visit /= math.ceil(case.num_microbatches / max(1, per_round or case.num_workers))
+        if dealing.splits_stages:
+            per_visit = max(1.0, per_visit / case.num_workers)
     return share_out_visits(case.costs, per_visit)
 
 
@@ -123,7 +129,7 @@ def run(name: str, cut: StageCut, case: SimulationCase) -> Result:
     Raises:
         RefusedError: stages that do not suit the schedule.
     """
-    case = replace(case, costs=costs_per_microbatch(name, case, cut.microbatches_per_round))
+    case = replace(case, costs=costs_per_microbatch(name, case, cut))
     first = _timed(name, cut, case, 1)
     makespan = makespan_s(first[1])
     step_s = makespan
@@ -146,7 +152,7 @@ def run_step_s(name: str, cut: StageCut, case: SimulationCase) -> float:
     """
     if case.num_steps > 1:
         return run(name, cut, case).step_s
-    case = replace(case, costs=costs_per_microbatch(name, case, cut.microbatches_per_round))
+    case = replace(case, costs=costs_per_microbatch(name, case, cut))
     schedule = make_schedule(name, cut, case)
     return simulated_step_s(schedule, case.costs, accounting=case.accounting, staleness=case.staleness)
 

@@ -290,7 +290,7 @@ def single_worker_bound_s(cut: StageCut, case: SimulationCase) -> float:
     quicker than a simulation and hardly less than its time.
     """
     costs, per_round = (
-        costs_per_microbatch("roundpipe", case, cut.microbatches_per_round),
+        costs_per_microbatch("roundpipe", case, cut),
         cut.microbatches_per_round or 1,
     )
     times = stage_times(costs, cut.forward_stages, cut.backward_stages, fused_head=True)

@@ -10,14 +10,14 @@ from typing import Any
 
 from roundpipe_cli.choices import SCHEDULE_KINDS
 from roundpipe_cli.costs.analytic import analytic_costs, fused_share
-from roundpipe_cli.costs.cost import CostModel, LayerCost, StageRange
+from roundpipe_cli.costs.cost import ADDING_BYTES, CostModel, LayerCost, StageRange
 from roundpipe_cli.costs.hardware import Hardware
 from roundpipe_cli.costs.memory import DEVICE_SHARE, spare_for_cache, whole_cache_bytes, with_cached_weights
 from roundpipe_cli.costs.models import Architecture, TrainingSettings
 from roundpipe_cli.errors import ResourceError
 from roundpipe_cli.planning.admission import unproven
 from roundpipe_cli.planning.answers import Answers, cut_document, cut_from, number
-from roundpipe_cli.planning.choose import MIN_GAIN, case_for, choose, given_cut
+from roundpipe_cli.planning.choose import MIN_GAIN, case_for, choose, deal_out, given_cut
 from roundpipe_cli.planning.compare import SimulationCase, StageCut, costs_per_microbatch
 from roundpipe_cli.planning.cuts import enough_per_round, forward_stages, resident_cut
 from roundpipe_cli.planning.question import Build, PlanRequest, ask, describe_idle_gpus, without_small_cards
@@ -162,7 +162,7 @@ def reference_s(question: PlanRequest, cut: StageCut) -> float:
 def shared_costs(question: PlanRequest, cut: StageCut) -> CostModel:
     """Costs of the layers, with what visits take once in the times of their microbatches."""
     case = SimulationCase(question.analytic.costs, question.num_workers, question.settings.num_microbatches)
-    return costs_per_microbatch(question.loaded.recipe.pipeline.schedule, case, cut.microbatches_per_round)
+    return costs_per_microbatch(question.loaded.recipe.pipeline.schedule, case, cut)
 
 
 def step_costs(question: PlanRequest, cut: StageCut) -> CostModel:
@@ -344,6 +344,20 @@ class Plan:
         return settings.num_microbatches * settings.tokens_per_microbatch / self.step_s
 
     @property
+    def warning(self) -> str | None:
+        """Sentence for the user where the recipe's dealing costs the host much; None: it does not."""
+        pipeline, costs = self.question.loaded.recipe.pipeline, self.question.analytic.costs
+        if pipeline.dispatch != "earliest_free" or costs.has_frozen_blocks or not costs.host_bytes_per_s:
+            return None
+        down_bytes = self.links.gradients_down
+        added_s = down_bytes / costs.leaving_bytes * ADDING_BYTES / costs.host_bytes_per_s
+        return (
+            f"dispatch: earliest_free sends the gradients of all trained weights to the host for every microbatch, "
+            f"{format_bytes(down_bytes)} a step, which takes {format_seconds(added_s)} to add them; "
+            "dispatch: auto sends sums"
+        )
+
+    @property
     def device_step_s(self) -> float:
         """`step_s` without the interpreter's part."""
         return self.step_s - self.host_s
@@ -435,7 +449,9 @@ def decide(
     if kept is not None:
         verdict = _judged(question, cut)
     step = _known_step(question, cut, answers)
-    resident = _resident(whole, step.step_s if verdict.fits else math.inf, answers)
+    # Of two ways that send every stage to several workers, the one that does so once.
+    gain = 0.0 if cut.dealing is not None and cut.dealing.splits_stages else MIN_GAIN
+    resident = _resident(whole, step.step_s * (1 - gain) if verdict.fits else math.inf, answers)
     if resident is not None:
         question, cut, verdict, step = resident
         held = question.settings.weight_cache_bytes
@@ -447,7 +463,7 @@ def decide(
 def _resident(
     question: PlanRequest | None, streamed_s: float, answers: Answers | None
 ) -> tuple[PlanRequest, StageCut, Verdict, SimulatedStep] | None:
-    """Stages for GPUs that hold all weights, if those fit and a step is faster so than the other way, `streamed_s`."""
+    """Stages for GPUs that hold all weights, if those fit and a step is faster so than `streamed_s`."""
     if question is None:
         return None
 
@@ -459,7 +475,7 @@ def _resident(
         return None
     cut = replace(found, explanation=(RESIDENT_CUT,))
     step = _known_step(question, cut, answers)
-    return (question, cut, _judged(question, cut), step) if step.step_s < streamed_s * (1 - MIN_GAIN) else None
+    return (question, cut, _judged(question, cut), step) if step.step_s < streamed_s else None
 
 
 def stage_case(question: PlanRequest) -> SimulationCase:
@@ -516,12 +532,17 @@ def _cut(question: PlanRequest) -> StageCut:
     if not judge_coarsest(question.architecture, settings, question.hardware, question.analytic).fits:
         why = "it does not fit, so this is the cut that needs least host memory of those that need least of the devices"
         return _coarsest(question, why)
+
+    def keeps(cut: StageCut) -> bool:
+        return _judged(question, cut).fits
+
     try:
-        cut = choose("roundpipe", case, lambda cut: _judged(question, cut).fits, effort="quick")
+        cut = choose("roundpipe", case, keeps, effort="quick")
     except ResourceError:
         return _coarsest(question, "no cut keeps the devices' limits")
-    # the search sees little of uploads, which bind where weights are read from disk
-    return _coarser(question, cut) if settings.weights_on_disk or not _judged(question, cut).fits else cut
+    if settings.weights_on_disk:  # the search sees little of uploads, which bind there
+        return _coarser(question, cut)
+    return cut if keeps(cut) else deal_out("roundpipe", _coarser(question, cut), case, keeps)
 
 
 def _coarsest(question: PlanRequest, why: str) -> StageCut:

@@ -62,7 +62,9 @@ def judge(
     costs = analytic.costs
     device = device_need(costs, architecture, settings, hardware, cut.forward_stages, cut.backward_stages)
     stages = len(cut.forward_stages), len(cut.backward_stages)
-    host = host_need(costs, architecture, settings, hardware, stages, cut.microbatches_per_round)
+    splits = cut.dealing is not None and cut.dealing.splits_stages and not any(one.is_cpu for one in hardware.devices)
+    per_round = cut.microbatches_per_round
+    host = host_need(costs, architecture, settings, hardware, stages, per_round, splits_stages=splits)
     if any(one.is_cpu for one in hardware.devices):
         of_stages = cut.forward_stages, cut.backward_stages
         needs = (costs, architecture, settings, hardware, of_stages, cut.microbatches_per_round)

@@ -31,7 +31,12 @@ from roundpipe_cli.schedule.validate import check_chunks, check_stages
 # roundpipe's dispatch: the stages of a round are dealt out to workers, round after round.
 #
 # By default stage after stage goes to the next worker in turn, forward stages first, then backward stages, and a round
-# starts on the worker that is free first. `Options` has what may be better where the planner says so:
+# starts on the worker that is free first. `Options` has what may be better where the planner says so. With the last
+# stages shared nobody waits for the others to end a step:
+#
+#     in turn    worker 0   ... 5B0 5B1 5B2 5B3                          the last two shared   ... 5B0 5B2 6B0 6B2
+#                worker 1   ...     6B0 6B1 6B2 6B3                                            ... 5B1 5B3 6B1 6B3
+#
 #
 #     head spread over all workers
 #     worker 0   0F0 0F1   0B0
@@ -61,10 +66,22 @@ class Options:
     earliest_free: bool = False
     """Every microbatch of a stage goes to the worker that would end it first, in place of the next in turn; of a
     sequence in chunks, all of them together."""
+    shared_stages: int = 0
+    """So many stages at the end of a step's last round, at most the whole round, and where there are any also its
+    head, are shared by all workers: their microbatches go as with `earliest_free`. All others go in turn."""
+
+    @property
+    def splits_stages(self) -> bool:
+        """Whether several workers may hold one stage with blocks at a time."""
+        return self.earliest_free or self.shared_stages > 0
 
     @property
     def why(self) -> str:
         """Sentence for `plan` where the planner has chosen this dealing."""
+        if self.shared_stages:
+            return (
+                f"all workers share the last {self.shared_stages} stages of a step and its last head: it drains faster"
+            )
         if self.earliest_free:
             return "earliest-free dispatch: each microbatch of a stage goes to the worker that ends it first"
         return "the head is frozen, so all workers share its microbatches: faster here than one worker in turn"
@@ -139,20 +156,25 @@ class Dealer:
 
     def deal_step(self, microbatches: range, per_round: int) -> None:
         """Deal the rounds of one step, of at most `per_round` microbatches, each from the first free worker on."""
+        stop = microbatches.stop
         ends_s = [
-            self.deal_round(range(start, min(start + per_round, microbatches.stop)))
-            for start in range(microbatches.start, microbatches.stop, per_round)
+            self.deal_round(range(start, min(start + per_round, stop)), is_last=start + per_round >= stop)
+            for start in range(microbatches.start, stop, per_round)
         ]
         self.step_ends_s = [self.step_ends_s[1], max(ends_s)]
 
-    def deal_round(self, microbatches: range) -> float:
-        """Deal all stages of one round; returns when it ends."""
+    def deal_round(self, microbatches: range, *, is_last: bool = True) -> float:
+        """Deal all stages of one round, the last one of a step or another; returns when it ends."""
         num_forward = len(self.times.forward_s)
+        num_stages, num_shared = num_forward + len(self.times.backward_s), self.options.shared_stages
+        shared = {num_forward, *range(num_stages - num_shared, num_stages)} if is_last and num_shared else set()
         first_worker = self.free_s.index(min(self.free_s))
         arrivals: list[_Arrival] = [None] * len(microbatches)
         """End and worker of the previous stage for each microbatch of the round."""
-        for position in range(num_forward + len(self.times.backward_s)):
-            for worker, indices in self._shares(first_worker, position, len(microbatches), arrivals):
+        for position in range(num_stages):
+            is_free = self.options.earliest_free or position in shared
+            deal = self._earliest_free if is_free else self._in_turn
+            for worker, indices in deal(first_worker, position, len(microbatches), arrivals):
                 stage, dealt = position - num_forward, microbatches[indices.start : indices.stop]
                 if stage < 0:
                     self.rows[worker] += forward_run(position, dealt)
@@ -164,18 +186,21 @@ class Dealer:
                 self._advance(worker, position, order, arrivals)
         return max(end_s for end_s, _ in filter(None, arrivals))
 
-    def _shares(
+    def _earliest_free(
+        self, first_worker: int, position: int, count: int, arrivals: list[_Arrival]
+    ) -> Iterator[tuple[int, range]]:
+        """As `_in_turn`, each microbatch on the worker that would end it first."""
+        for start in range(0, count, self.sequence_chunks):
+            dealt = range(start, start + self.sequence_chunks)
+            order = backward_order(dealt, self.sequence_chunks) if position > len(self.times.forward_s) else dealt
+            ends = [self._ends_s(worker, position, order, arrivals)[-1] for worker in range(len(self.rows))]
+            yield ends.index(min(ends)), dealt
+
+    def _in_turn(
         self, first_worker: int, position: int, count: int, arrivals: list[_Arrival]
     ) -> Iterator[tuple[int, range]]:
         """Workers of one stage and the microbatches of the round, by index, that each takes."""
         num_workers = len(self.rows)
-        if self.options.earliest_free:
-            for start in range(0, count, self.sequence_chunks):
-                dealt = range(start, start + self.sequence_chunks)
-                order = backward_order(dealt, self.sequence_chunks) if position > len(self.times.forward_s) else dealt
-                ends = [self._ends_s(worker, position, order, arrivals)[-1] for worker in range(num_workers)]
-                yield ends.index(min(ends)), dealt
-            return
         is_head = position == len(self.times.forward_s)
         width = max(1, min(self.options.head_workers if is_head else 1, num_workers, count))
         first = first_worker + position

@@ -26,6 +26,9 @@ step's updates start when all its gradients have landed (the gate), in the order
 staleness 0 each of its uploads waits for the updates of its own layers alone; at staleness 1 step k uses the weights
 after update k - 2.
 
+Gradients that are added up on the host (`host_folded`) leave one microbatch at a time, in the type of the weights, and
+wait on the host's lane to be added. The gate takes the time of the norm that is left at the step's end.
+
 A run's step lasts from the gate of the step before to its own. Such a step alone (`after_update`) begins with the
 updates of the step before and ends with its own gate:
 
@@ -39,7 +42,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from roundpipe_cli.costs.cost import CostModel, LayerCost, StageRange
+from roundpipe_cli.costs.cost import ADDING_BYTES, SQUARING_BYTES, CostModel, LayerCost, StageRange
 from roundpipe_cli.schedule.actions import Action, Kind, Schedule
 from roundpipe_cli.schedule.timeline import COMPUTE, DOWN, HOST, UP
 
@@ -62,11 +65,12 @@ class Op(NamedTuple):
     """-1 for updates, which run on the host."""
     stage: int
     """Forward stage for F, backward stage for R and B; a transfer has that of the compute operation it belongs to; an
-    update has its layer, or -1 for the gate that waits for the step's gradients."""
+    update has its layer; -1 for the gate that waits for the step's gradients, and for additions of gradients."""
     microbatch: int
     step: int
     payload: str
     num_bytes: int
+    """Of a transfer; on the host's lane the traffic of its memory, beside what an update moves."""
     visit: int
     """Index into `Program.visits`."""
     priority: tuple[int, int]
@@ -191,6 +195,8 @@ class _Lowering:
 
     def __init__(self, schedule: Schedule, costs: CostModel, staleness: int, after_update: bool) -> None:
         self.schedule, self.layers, self.staleness = schedule, costs.layers, staleness
+        self.prices_host, self.leaving_bytes = costs.host_bytes_per_s is not None, costs.leaving_bytes
+        self.gate_bytes = costs.embedding_squares_bytes
         self.after_update, self.update_order = after_update, costs.update_order
         self.embed_source = len(costs.layers) - 1 if costs.tied else 0
         """The layer whose update makes the embedding's rows."""
@@ -243,11 +249,20 @@ class _Lowering:
         )
         return op_id
 
-    def _update(self, step: int, layer: int, deps: list[int]) -> int:
-        """Add the host's update of a layer; layer -1 is the gate."""
+    def _on_host(self, step: int, layer: int, deps: list[int], num_bytes: int = 0) -> int:
+        """Add work of the host: the update of a layer; layer -1 is the gate, or an addition of gradients."""
         op_id, place = len(self.ops), -1 if layer < 0 else self.update_order.index(layer)
-        self.ops.append(Op(op_id, Kind.OPTIMIZER, HOST, -1, layer, -1, step, "", 0, -1, (step, place), deps, []))
+        place_of = -1, layer, -1, step
+        self.ops.append(Op(op_id, Kind.OPTIMIZER, HOST, *place_of, "", num_bytes, -1, (step, place), deps, []))
         return op_id
+
+    def _addition(self, download: int, num_bytes: int) -> int:
+        """The host adds one microbatch's gradients, and after a step's last one squares the sum."""
+        op = self.ops[download]
+        backward = self.ops[op.deps[0]]
+        place = self.schedule.backward_place(backward.stage, backward.microbatch) % self.schedule.num_microbatches
+        each = ADDING_BYTES + (SQUARING_BYTES if place + 1 == self.schedule.num_microbatches else 0)
+        return self._on_host(op.step, -1, [download], num_bytes // 4 * each)
 
     def add_compute(self) -> None:
         """The schedule's own actions, and the visits they form."""
@@ -406,13 +421,15 @@ class _Lowering:
             backwards = [op_id for op_id in visit.ops if self.ops[op_id].kind is Kind.BACKWARD]
             num_bytes = sum(layer.grad_bytes for layer in self.layers[visit.layers[0] : visit.layers[1] + 1])
             if backwards and num_bytes:
-                for op in map(self.ops.__getitem__, backwards if visit.layers in self.host_folded else backwards[-1:]):
-                    load = _Load(WEIGHT_GRADIENT, num_bytes, visit=index)
+                leaves = visit.layers in self.host_folded
+                size = num_bytes // 4 * self.leaving_bytes if leaves else num_bytes
+                for op in map(self.ops.__getitem__, backwards if leaves else backwards[-1:]):
+                    load = _Load(WEIGHT_GRADIENT, size, visit=index)
                     download = self._transfer(DOWN, op, load, (LAST, op.id), deps=[op.id])
                     if len(visit.downloads) >= NUM_STAGING:  # gradients that wait for the lane take device memory
                         self.ops[op.id].deps.append(visit.downloads[-NUM_STAGING])
                     visit.downloads.append(download)
-                    landed.append(download)
+                    landed.append(self._addition(download, num_bytes) if leaves and self.prices_host else download)
                 visit.num_bytes += num_bytes
         if self.staleness and not self.updates_cost:
             return
@@ -420,7 +437,7 @@ class _Lowering:
             last_op = next((op_id for op_id in reversed(row) if self.ops[op_id].step == step), None)
             if last_op is not None:
                 landed.append(last_op)
-        gate = self._update(step, -1, landed)
+        gate = self._on_host(step, -1, landed, self.gate_bytes)
         self.update_ops[step] = {-1: gate}
         if not self.after_update:
             self.add_layer_updates(step, [gate])
@@ -435,7 +452,7 @@ class _Lowering:
         updates = self.update_ops.setdefault(step, {})
         for layer in self.update_order:
             if self.layers[layer].optimizer_s:
-                updates[layer] = self._update(step, layer, list(deps))
+                updates[layer] = self._on_host(step, layer, list(deps))
 
     def connect_rows(self) -> None:
         """Let the embedding's rows, which come from the host, wait for its update."""

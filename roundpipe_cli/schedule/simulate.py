@@ -151,6 +151,28 @@ class Ends:
     makespan_s: float
     busy_s: list[float]
     """Per worker."""
+    links_s: float
+    """Time in which the host's memory could serve what all links carry; 0 where its rate is unknown."""
+
+
+def host_s(op: Op, costs: CostModel) -> float:
+    """Seconds of an operation on the host's lane."""
+    update_s = costs.layers[op.stage].optimizer_s if op.stage >= 0 else 0.0
+    return update_s + (op.num_bytes / costs.host_bytes_per_s if costs.host_bytes_per_s else 0.0)
+
+
+def links_s(program: Program, costs: CostModel) -> float:
+    """As `Ends.links_s`."""
+    if costs.host_bytes_per_s is None:
+        return 0.0
+    return sum(op.num_bytes for op in program.ops if op.lane in (UP, DOWN)) / costs.host_bytes_per_s
+
+
+def host_memory_s(program: Program, costs: CostModel) -> float:
+    """Seconds in which the host's memory serves all links and the host's own work; no step is faster."""
+    if costs.host_bytes_per_s is None:
+        return 0.0
+    return links_s(program, costs) + sum(host_s(op, costs) for op in program.ops if op.lane == HOST)
 
 
 def simulated_ends(program: Program, costs: CostModel) -> Ends:
@@ -160,7 +182,8 @@ def simulated_ends(program: Program, costs: CostModel) -> Ends:
         ValueError: the program deadlocks.
     """
     run = _run(program, costs)
-    return Ends(run.makespan_s(updates_overlap=program.staleness == 1), run.busy_s())
+    makespan_s = max(run.makespan_s(updates_overlap=program.staleness == 1), host_memory_s(program, costs))
+    return Ends(makespan_s, run.busy_s(), links_s(program, costs))
 
 
 def simulate_program(program: Program, costs: CostModel) -> Timeline:
@@ -176,6 +199,7 @@ def simulate_program(program: Program, costs: CostModel) -> Timeline:
         fused_head=schedule.fused_head,
         updates_overlap=program.staleness == 1,
         device_peak_bytes=device_peak_bytes(program, costs, run.start_s, run.end_s),
+        host_memory_s=host_memory_s(program, costs),
     )
 
 
@@ -241,7 +265,7 @@ class _Run:
 
     def _connect(self, costs: CostModel) -> None:
         """Who follows whom, on which link, and how long a link takes. This and `_finish` are most of a simulation."""
-        followers, ready_s, late_s, layers = self.followers, self.ready_s, self.late_s, costs.layers
+        followers, ready_s, late_s = self.followers, self.ready_s, self.late_s
         worker_of = [op.worker for op in self.ops]
         hop_s, bytes_per_s = costs.hop_s, costs.link_bytes_per_s
         for op in self.ops:
@@ -257,7 +281,7 @@ class _Run:
                 continue
             self.link_of[op_id] = self.links[lane, worker]
             if lane == HOST:
-                self.remaining_s[op_id] = layers[op.stage].optimizer_s if op.stage >= 0 else 0.0
+                self.remaining_s[op_id] = host_s(op, costs)
             else:
                 self.remaining_s[op_id] = op.num_bytes / bytes_per_s
 

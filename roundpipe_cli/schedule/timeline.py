@@ -47,6 +47,8 @@ class Timeline:
     """Staleness 1: the host's updates run beside the next step and do not lengthen the makespan."""
     device_peak_bytes: tuple[int, ...] = ()
     """Peak of each worker's memory; empty: unknown."""
+    host_memory_s: float = 0.0
+    """Time that the host's memory needs for all traffic of a simulation, which no interval shows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,15 +67,13 @@ class Bubble:
 
 
 def makespan_s(timeline: Timeline) -> float:
-    """End of the last action. One that takes no time does not count."""
-    return max(
-        (
-            interval.end_s
-            for interval in timeline.intervals
-            if interval.end_s > interval.start_s and not (interval.lane == HOST and timeline.updates_overlap)
-        ),
-        default=0.0,
+    """End of the last action, or of the host memory's traffic. An action that takes no time does not count."""
+    ends_s = (
+        interval.end_s
+        for interval in timeline.intervals
+        if interval.end_s > interval.start_s and not (interval.lane == HOST and timeline.updates_overlap)
     )
+    return max(timeline.host_memory_s, *ends_s, 0.0)
 
 
 def busy_s(timeline: Timeline) -> list[float]:

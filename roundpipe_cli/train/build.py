@@ -12,8 +12,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from roundpipe_cli.choices import OPTIMIZERS
 from roundpipe_cli.costs.analytic import head_bytes
 from roundpipe_cli.costs.cost import CostModel
+from roundpipe_cli.costs.hardware import ASSUMED_HOST_MEMORY_BYTES_PER_S
 from roundpipe_cli.costs.machine import host_memory, num_cores, processor_name
 from roundpipe_cli.costs.memory import CONTEXT_BYTES, INPUTS_SHARE, backward_workspace_bytes
 from roundpipe_cli.engine.backends import cuda
@@ -125,7 +127,9 @@ def make_planner(setup: Setup, *, chained: bool = False) -> AdaptivePlanner:
         layouts, active, setup.split.boundary_columns, experts, memory_parts.activation_bytes, setup.unpacks_once
     )
     link_bytes_per_s = slowest_link_bytes_per_s(setup.devices) if on_gpu else SHARED_BYTES_PER_S
-    device = AssumedDevice("cuda" if on_gpu else "cpu", memory, link_bytes_per_s)
+    host_bytes_per_s = ASSUMED_HOST_MEMORY_BYTES_PER_S if on_gpu else None
+    update_bytes = OPTIMIZERS[recipe.optim].update_bytes
+    device = AssumedDevice("cuda" if on_gpu else "cpu", memory, link_bytes_per_s, host_bytes_per_s, update_bytes)
     costs = rough_costs(sizes, device, method=recipe.method, tokens=form.tokens)
     room = int(ROUND_SHARE * host_memory().available_bytes / sum(layer.boundary_bytes for layer in costs.layers))
     return AdaptivePlanner(

@@ -24,6 +24,8 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
 DEALT = {
     "head shared": Options(head_workers=3),
     "earliest free": Options(earliest_free=True),
+    "last stages shared": Options(shared_stages=2),
+    "last round shared": Options(shared_stages=99),
 }
 
 

@@ -10,7 +10,7 @@ import pytest
 from roundpipe_cli.costs.cost import CostModel, LayerCost
 from roundpipe_cli.planning.adaptive import AdaptivePlanner, ProfileCache
 from roundpipe_cli.planning.choose import choose
-from roundpipe_cli.planning.compare import SimulationCase, run
+from roundpipe_cli.planning.compare import SimulationCase, StageCut, run
 from roundpipe_cli.planning.predict import make_plan
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.recipe.schema import PipelineConfig
@@ -87,3 +87,56 @@ def test_plan_says_so() -> None:
     assert spread.step_s < 0.99 * alone.step_s
     full = make_plan(load_recipe("recipes/llama3.1-8b.yaml", [*words, "method=full"]), "8x4090")
     assert SPREAD.why not in full.explanation
+
+
+def with_links(*, trained: bool = False, host_bytes_per_s: float | None = 100e9) -> CostModel:
+    """The blocks with weights that a link carries in a hundredth of a block's time, frozen but for adapters."""
+    own = costs(head_s=0.5)
+    layers = tuple(
+        replace(layer, param_bytes=10**7, grad_bytes=2 * 10**7 if trained else 10**5)
+        if layer.name.startswith("block")
+        else layer
+        for layer in own.layers
+    )
+    return replace(own, layers=layers, link_bytes_per_s=1e9, host_bytes_per_s=host_bytes_per_s, leaving_bytes=2)
+
+
+def test_equal_workers_share_stages_of_frozen_blocks_where_it_is_faster() -> None:
+    question = SimulationCase(with_links(), WORKERS, MICROBATCHES, auto_head=True)
+    chosen = choose("roundpipe", question)
+    assert chosen.dealing is not None and chosen.dealing.splits_stages
+    in_turn = choose("roundpipe", replace(question, auto_dealing=False))
+    chosen_s, in_turn_s = (run("roundpipe", cut, question).step_s for cut in (chosen, in_turn))
+    assert chosen_s < 0.98 * in_turn_s
+    assert chosen.dealing.why in chosen.explanation
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"trained": True}, {"host_bytes_per_s": None}, {"host_bytes_per_s": 1e7}],
+    ids=["trained blocks", "the host's memory is unknown", "the links would take most of it"],
+)
+def test_otherwise_no_stage_is_shared(changes: dict[str, Any]) -> None:
+    question = SimulationCase(with_links(**changes), WORKERS, MICROBATCHES, auto_head=True)
+    chosen = choose("roundpipe", question)
+    assert chosen.dealing is None or not chosen.dealing.splits_stages
+
+
+def test_a_sharing_that_does_not_fit_is_not_chosen() -> None:
+    question = SimulationCase(with_links(), WORKERS, MICROBATCHES, auto_head=True)
+
+    def keeps(cut: StageCut) -> bool:
+        return cut.dealing is None or not cut.dealing.splits_stages
+
+    chosen = choose("roundpipe", question, keeps)
+    assert keeps(chosen)
+
+
+def test_earliest_free_with_trained_blocks_is_slow_and_plan_warns() -> None:
+    words = ["method=full", "gradient_accumulation_steps=32"]
+    usual, dealt = (
+        make_plan(load_recipe("recipes/qwen3-8b.yaml", [*words, *more]), "8x4090,host_memory_gib=512")
+        for more in ([], ["pipeline.dispatch=earliest_free"])
+    )
+    assert usual.warning is None and dealt.warning is not None
+    assert dealt.step_s > 1.2 * usual.step_s

@@ -20,7 +20,7 @@ from roundpipe_cli.schedule.program import ACTIVATION, WEIGHT_GRADIENT, WEIGHTS,
 from roundpipe_cli.schedule.timeline import DOWN, HOST, UP
 from tests.support.protocol_machine import Facts, Machine
 
-DEALINGS = (Options(), Options(head_workers=2), Options(earliest_free=True))
+DEALINGS = (Options(), Options(head_workers=2), Options(earliest_free=True), Options(shared_stages=2))
 
 
 def costs(num_blocks: int, slots: int) -> CostModel:

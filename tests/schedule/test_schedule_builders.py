@@ -201,6 +201,24 @@ def test_earliest_free_dispatch_takes_microbatches_where_they_can_start_first() 
     assert str(schedule) == "0F0 1F0 0B0 1R0 1B0 2R0 2B0\n0F1 1F1 0B1 1R1 1B1 2R1 2B1"
 
 
+def test_the_last_stages_of_a_step_are_shared_and_those_before_go_in_turn() -> None:
+    def dealt(shared: int) -> list[str]:
+        schedule = build_schedule(
+            "roundpipe",
+            forward_stages=[(0, 1)],
+            backward_stages=[(2, 2), (1, 1), (0, 0)],
+            num_workers=2,
+            rounds=Rounds(4, per_round=2, options=Options(shared_stages=shared)),
+        )
+        validate_schedule(schedule)
+        return str(schedule).split("\n")
+
+    first = ["0F0 0F1 1R0 1B0 1R1 1B1", "0B0 0B1 2R0 2B0 2R1 2B1"]
+    assert [row.startswith(before) for row, before in zip(dealt(9), first, strict=True)] == [True, True]
+    assert dealt(0) == [f"{first[0]} 0F2 0F3 1R2 1B2 1R3 1B3", f"{first[1]} 0B2 0B3 2R2 2B2 2R3 2B3"]
+    assert dealt(2) == [f"{first[0]} 0F2 0F3 0B3 1R3 1B3 2R3 2B3", f"{first[1]} 0B2 1R2 1B2 2R2 2B2"]
+
+
 def test_a_schedule_of_few_workers_can_be_placed_among_many() -> None:
     """The planner may leave workers idle; their rows are empty and the others keep their actions."""
     few = build_schedule(

@@ -9,7 +9,7 @@ import pytest
 
 from roundpipe_cli.costs.cost import CHUNK_BYTES, CostModel, LayerCost, keep_activations, skip_projections
 from roundpipe_cli.schedule.actions import Kind, Schedule
-from roundpipe_cli.schedule.builders import Rounds, build_schedule
+from roundpipe_cli.schedule.builders import Options, Rounds, build_schedule
 from roundpipe_cli.schedule.program import (
     ACTIVATION,
     GRADIENT,
@@ -157,6 +157,38 @@ def test_rows_of_a_tied_embedding_wait_for_the_heads_update() -> None:
         assert [op.stage for op in updates if op.stage >= 0] == order
         rows = [op for op in program.ops if op.lane == UP and op.boundary == 0]
         assert [[program.ops[dep].stage for dep in op.deps] for op in rows] == ([[5]] * 2 if tied else [[]] * 2)
+
+
+def test_the_host_adds_up_what_leaves_one_by_one() -> None:
+    """Two workers share a stage, so each microbatch's gradients go down, two bytes a value, and wait for the host."""
+    costs = replace(model(2, grad_bytes=4), leaving_bytes=2, host_bytes_per_s=10.0)
+    schedule = build_schedule(
+        "roundpipe",
+        forward_stages=[(0, 1)],
+        backward_stages=[(2, 2), (0, 1)],
+        num_workers=2,
+        rounds=Rounds(2, options=Options(earliest_free=True)),
+        costs=costs,
+    )
+    timeline = simulate(schedule, costs, after_update=True)
+    # per worker F 2, head 2, R 2, B 4; then 2 values of 2 bytes down; 2 values added at 10 bytes each take 2 s, and
+    # the last microbatch's are squared for the norm, 11 bytes more each
+    assert [(start, end) for _, start, end in spans(timeline, DOWN)] == [(10, 14)]
+    added = [(start, end) for _, start, end in spans(timeline, HOST, -1) if end > start]
+    assert [start for start, _ in added] == [14, 16] or [start for start, _ in added] == [14, pytest.approx(18.2)]
+    assert makespan_s(timeline) == pytest.approx(14 + 2 + 4.2)
+    free = simulate(schedule, replace(costs, host_bytes_per_s=None), after_update=True)
+    assert makespan_s(free) == 14
+
+
+def test_all_links_share_the_hosts_memory() -> None:
+    schedule, costs = roundpipe(num_workers=2, num_microbatches=2), model(4, param_bytes=4)
+    moved = sum(op.num_bytes for op in lower(schedule, costs).ops if op.lane in (UP, DOWN))
+    usual_s = simulated_step_s(schedule, costs)
+    for rate, wanted_s in ((moved / 5.0, usual_s), (moved / 500.0, 500.0)):
+        priced = replace(costs, host_bytes_per_s=rate)
+        assert simulated_step_s(schedule, priced) == pytest.approx(wanted_s)
+        assert makespan_s(simulate(schedule, priced, after_update=True)) == pytest.approx(wanted_s)
 
 
 def test_staleness_1_runs_updates_beside_the_next_step() -> None:

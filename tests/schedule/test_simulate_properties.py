@@ -81,7 +81,7 @@ def cases(draw: st.DrawFn, *, with_bytes: bool) -> tuple[Schedule, CostModel, in
             ],
         }
         per_round = draw(st.none() | st.integers(1, 6))
-        options = Options(draw(st.integers(1, 3)), draw(st.booleans()))
+        options = Options(draw(st.integers(1, 3)), draw(st.booleans()), draw(st.integers(0, 4)))
     else:
         looped = (
             2 if not SCHEDULE_KINDS[name].one_stage_each and num_layers > num_workers and draw(st.booleans()) else 1

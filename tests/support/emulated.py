@@ -36,6 +36,7 @@ from roundpipe_cli.engine.program import describe_op
 from roundpipe_cli.faults import fault
 from roundpipe_cli.schedule.actions import Kind, Schedule, StageTimes, stage_times
 from roundpipe_cli.schedule.program import Op, Program, lower
+from roundpipe_cli.schedule.simulate import host_s
 from roundpipe_cli.schedule.timeline import COMPUTE, DOWN, HOST, UP, Interval, Timeline, bubble_ratio, makespan_s
 from roundpipe_cli.units import shown_step
 
@@ -181,7 +182,8 @@ class EmulatedWork:
         """The chunks of a transfer, each with its seconds."""
         costs = self._emulation.costs
         if op.lane == HOST:
-            chunks = [TransferChunk(0, costs.layers[op.stage].optimizer_s)] if op.stage >= 0 else []
+            seconds = host_s(op, costs)
+            chunks = [TransferChunk(0, seconds)] if seconds else []
         else:
             size = self._emulation.chunk_bytes
             sizes = [min(size, op.num_bytes - start) for start in range(0, op.num_bytes, size)]
