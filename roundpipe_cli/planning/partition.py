@@ -20,7 +20,7 @@ from roundpipe_cli.planning.search.batch import (
     steady_chain,
     worker_speeds,
 )
-from roundpipe_cli.planning.search.search import SAME, Candidate, Search, SearchEffort, layer_bounds, unit_bounds
+from roundpipe_cli.planning.search.search import DENSE, SAME, Candidate, Search, SearchEffort, layer_bounds, unit_bounds
 from roundpipe_cli.planning.search.stages import StageLimits, StageSums, backward_ranges, check_costs, forward_ranges
 from roundpipe_cli.units import format_bytes, format_seconds
 
@@ -122,8 +122,9 @@ def _gain(best: Candidate, value_s: float, what: str) -> str:
     return f"{what} would be {max(gain, 0.0):.2f} % faster."
 
 
-MIN_ROUNDS = 40
-"""Least number of chained rounds that judge a plan for staleness 1."""
+MIN_ROUNDS, LEAST_ROUNDS = 40, 8
+"""Least numbers of chained rounds that judge a plan for staleness 1, of a model with up to `DENSE` layers and of the
+deepest: with many short stages a round is soon like the one before."""
 BRISK = SearchEffort(cell_work=5.0e7, pattern_cells=200, local_work=2.0e7)
 """Effort for the default accounting, which tries several round sizes and only estimates transfers."""
 STEADY = SearchEffort(cell_work=1.0e8, pattern_cells=200, local_work=6.0e7)
@@ -216,9 +217,10 @@ class _Task:
 
     def judged(self) -> RoundChain:
         """The rounds by which plans are compared: as `chain`, or more where those are too few for a steady state."""
-        chain = self.chain()
-        if chain.from_round and len(chain.round_sizes) < MIN_ROUNDS:
-            return steady_chain(self.num_microbatches, self.round_size, MIN_ROUNDS, waits=self._waits)
+        chain, layers = self.chain(), self.sums.num_layers
+        min_rounds = max(LEAST_ROUNDS, MIN_ROUNDS * DENSE // max(DENSE, layers))
+        if chain.from_round and len(chain.round_sizes) < min_rounds:
+            return steady_chain(self.num_microbatches, self.round_size, min_rounds, waits=self._waits)
         return chain
 
 
