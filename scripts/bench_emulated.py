@@ -205,7 +205,7 @@ def emulate(name: str, cut: StageCut, case: SimulationCase, num_steps: int) -> E
     """`num_steps` chained steps of one schedule on emulated devices."""
     schedule = make_schedule(name, cut, case, num_steps)
     costs = _without_transfers(case.costs) if case.accounting == "published" else case.costs
-    return run_emulated(schedule, costs, staleness=case.staleness)
+    return run_emulated(schedule, costs, staleness=case.staleness, after_update=case.staleness == 0 and num_steps == 1)
 
 
 def _without_transfers(costs: CostModel) -> CostModel:

@@ -309,6 +309,7 @@ def plan_document(answer: Plan, solution: Solution | None) -> dict[str, Any]:
         ],
         "predicted": {
             "step_s": answer.step_s,
+            "device_step_s": answer.device_step_s,
             "tokens_per_s": answer.tokens_per_s,
             "bubble_ratio": answer.bubble_ratio,
             "device_peak_bytes": verdict.device.total_bytes,

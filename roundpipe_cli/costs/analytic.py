@@ -166,6 +166,7 @@ def analytic_costs(architecture: Architecture, settings: TrainingSettings, hardw
             link_bytes_per_s=min(device.link_bytes_per_s for device in hardware.devices),
             device_memory_bytes=None,
             worker_speed=None if min(speeds) == 1.0 else speeds,
+            tied=architecture.tied,
         ),
         host_s_per_microbatch=0.0 if any_cpu else host_s_per_microbatch(architecture, settings),
         trainable_params=sum(trainable),

@@ -76,6 +76,8 @@ class CostModel:
     slots: int = 2
     worker_speed: tuple[float, ...] | None = None
     """Relative speed per worker; None means all 1.0."""
+    tied: bool = False
+    """The embedding is the head's matrix: its rows are new when the head's update is done. Not in costs files."""
 
     @property
     def boundaries_move(self) -> bool:
@@ -90,6 +92,12 @@ class CostModel:
     def equal_workers(self) -> bool:
         """Whether all workers have the same speed."""
         return len(set(self.worker_speed or (1.0,))) == 1
+
+    @property
+    def update_order(self) -> tuple[int, ...]:
+        """Layers in the order in which a step's forward needs their updates: a tied head is the embedding, so first."""
+        head = len(self.layers) - 1
+        return (head, *range(head)) if self.tied else tuple(range(head + 1))
 
     @property
     def has_updates(self) -> bool:
@@ -215,7 +223,7 @@ def _cost_model(data: Any, file: str, problems: list[Problem]) -> CostModel | No
     if not isinstance(data, dict):
         problems.append(Problem("not a costs file", file, type(data).__name__, 'an object with "name" and "layers"'))
         return None
-    _check_keys(data, [field.name for field in fields(CostModel)], file, problems)
+    _check_keys(data, [field.name for field in fields(CostModel) if field.name != "tied"], file, problems)
     listed = data.get("layers")
     if not isinstance(listed, list) or not listed:
         problems.append(Problem("no layers", f"{file}: layers", _shown(listed), "a list of layers, the head last"))

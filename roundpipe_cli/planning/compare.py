@@ -12,7 +12,7 @@ from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.planning.search.stages import StageLimits
 from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.schedule.builders import Options, Rounds, build_schedule, place_on
-from roundpipe_cli.schedule.simulate import simulate, simulated_makespan_s
+from roundpipe_cli.schedule.simulate import simulate, simulated_step_s
 from roundpipe_cli.schedule.timeline import Bubble, Timeline, bubble, busy_s, chained_step_s, makespan_s
 
 
@@ -69,6 +69,7 @@ class Result:
     timeline: Timeline
     """Timeline of the first step; empty where the figures come from the cache."""
     makespan_s: float
+    """Of one step, at staleness 0 from the end of the step before to its own."""
     parts: Bubble
     step_s: float
     microbatches_per_round: int
@@ -147,7 +148,7 @@ def run_step_s(name: str, cut: StageCut, case: SimulationCase) -> float:
         return run(name, cut, case).step_s
     case = replace(case, costs=costs_per_microbatch(name, case, cut.microbatches_per_round))
     schedule = make_schedule(name, cut, case)
-    return simulated_makespan_s(schedule, case.costs, accounting=case.accounting, staleness=case.staleness)
+    return simulated_step_s(schedule, case.costs, accounting=case.accounting, staleness=case.staleness)
 
 
 def make_schedule(name: str, cut: StageCut, case: SimulationCase, num_steps: int = 1) -> Schedule:
@@ -180,5 +181,8 @@ def make_schedule(name: str, cut: StageCut, case: SimulationCase, num_steps: int
 
 def _timed(name: str, cut: StageCut, case: SimulationCase, num_steps: int) -> tuple[Schedule, Timeline]:
     schedule = make_schedule(name, cut, case, num_steps)
-    timeline = simulate(schedule, case.costs, accounting=case.accounting, staleness=case.staleness)
+    after_update = case.staleness == 0 and num_steps == 1
+    timeline = simulate(
+        schedule, case.costs, accounting=case.accounting, staleness=case.staleness, after_update=after_update
+    )
     return schedule, timeline

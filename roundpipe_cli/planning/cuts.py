@@ -22,7 +22,7 @@ from roundpipe_cli.planning.verdict import stages_of_blocks
 from roundpipe_cli.schedule.actions import Kind, stage_times
 from roundpipe_cli.schedule.builders import Dealer, Options, Rounds, build_forward, build_schedule
 from roundpipe_cli.schedule.program import lower
-from roundpipe_cli.schedule.simulate import simulate_program, simulated_makespan_s
+from roundpipe_cli.schedule.simulate import simulate_program, simulated_step_s
 from roundpipe_cli.schedule.timeline import makespan_s
 
 # Stages for workers that hold all frozen weights.
@@ -202,7 +202,7 @@ def quick_cut(
             rounds=Rounds(simulated, per_round=cut[2], staleness=staleness),
             costs=costs,
         )
-        return simulated_makespan_s(schedule, costs, staleness=staleness)
+        return simulated_step_s(schedule, costs, staleness=staleness)
 
     cuts = [
         (

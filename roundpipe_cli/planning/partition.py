@@ -62,7 +62,7 @@ def explain(
         if other.hop_s != scorer.hop_s or other.links != scorer.links:
             lines.append(_gain(best, _score(other, best, chain), f"If {change}, this plan"))
     if updates.seconds:
-        where = "after every step" if updates.staleness == 0 else "beside the next step"
+        where = "beside the next step's forward" if updates.staleness == 0 else "beside the next step"
         lines.append(f"The host's updates take {format_seconds(updates.seconds)} {where}.")
     others = [candidate for candidate in found if candidate.shape != best.shape]
     if others:
@@ -196,6 +196,7 @@ class _Task:
             links=LinkCosts(costs.link_bytes_per_s, costs.slots) if self.default and moves and links else None,
             limits=self.limits,
             memory=memory,
+            after_update=self.default and self.staleness == 0,
         )
 
     def bounds(self) -> list[int]:
@@ -352,7 +353,7 @@ def _to_partition(plan: _Plan) -> PlannedCut:
     makespan_s, step_s = task.scorer().measure(best.sizes, best.num_forward, chain)
     updates_s = sum(layer.optimizer_s for layer in task.costs.layers) if task.default else 0.0
     if task.staleness == 0:
-        makespan_s, step_s = makespan_s + updates_s, step_s + updates_s
+        makespan_s += updates_s
     elif chain.from_round:
         step_s = max(step_s, updates_s)
     return PlannedCut(

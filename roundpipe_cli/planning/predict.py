@@ -98,7 +98,8 @@ def overlaps_steps(question: PlanRequest) -> bool:
 
 
 def simulate_step(question: PlanRequest, cut: StageCut) -> SimulatedStep:
-    """One optimizer step. Beyond `MAX_SIMULATED_MICROBATCHES` the time grows by what two more rounds cost."""
+    """One optimizer step as it follows another one. Beyond `MAX_SIMULATED_MICROBATCHES` the time grows by what two more
+    rounds cost."""
     wanted, costs = question.settings.num_microbatches, step_costs(question, cut)
     rounds, full = _rounds(question, cut), _num_simulated(question, cut)
     program = _program(question, cut, full, num_steps=1)
@@ -195,7 +196,8 @@ def _program(question: PlanRequest, cut: StageCut, num_microbatches: int, *, num
         ),
         costs=replace(costs, worker_speed=own_speeds),
     )
-    return lower(place_on(schedule, workers, question.num_workers), costs, staleness=staleness)
+    placed = place_on(schedule, workers, question.num_workers)
+    return lower(placed, costs, staleness=staleness, after_update=staleness == 0)
 
 
 def _link_bytes(program: Program) -> list[int]:
@@ -315,6 +317,7 @@ class Plan:
     microbatches_per_round: int
     verdict: Verdict
     step_s: float
+    """From the end of the step before to its own, as a run measures it: updates overlap the next step's forward."""
     host_s: float
     """Part of `step_s`: time of the Python interpreter, which serves one worker at a time."""
     bubble_ratio: float
@@ -339,6 +342,11 @@ class Plan:
     def tokens_per_s(self) -> float:
         settings = self.question.settings
         return settings.num_microbatches * settings.tokens_per_microbatch / self.step_s
+
+    @property
+    def device_step_s(self) -> float:
+        """`step_s` without the interpreter's part."""
+        return self.step_s - self.host_s
 
     @property
     def band(self) -> Band:

@@ -81,7 +81,7 @@ class Rounds:
     num_steps: int = 1
     """Chained optimizer steps."""
     staleness: int = 0
-    """0: each step starts behind a barrier. 1: steps follow each other like rounds."""
+    """0: each step is dealt out anew when the one before has ended. 1: steps follow each other like rounds."""
     sequence_chunks: int = 1
     """So many consecutive microbatches are one sequence; rounds hold whole sequences."""
     options: Options = Options()

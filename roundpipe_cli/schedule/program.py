@@ -21,14 +21,21 @@ Interpretation, the same for both:
 - Where a tensor has no bytes no transfer is made and the consumer depends on the producer itself. One with bytes passes
   by stages without layers.
 
-Rules of the contract that the dependencies spell out: two boundary tensors at most wait per worker and direction; at
-staleness 0 a step's updates start when all its gradients have landed, and the next step's weights wait for theirs; at
-staleness 1 step k uses the weights after update k - 2.
+Rules of the contract that the dependencies spell out: two boundary tensors at most wait per worker and direction; a
+step's updates start when all its gradients have landed (the gate), in the order in which the next step needs them; at
+staleness 0 each of its uploads waits for the updates of its own layers alone; at staleness 1 step k uses the weights
+after update k - 2.
+
+A run's step lasts from the gate of the step before to its own. Such a step alone (`after_update`) begins with the
+updates of the step before and ends with its own gate:
+
+    host        |O0 O1 O2 O3 ...|                       gate
+    worker 0       |U|0F0 0F1 ...                 0B1 D|
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -136,20 +143,25 @@ NUM_STAGING = 2
 may wait for their download."""
 
 
-def lower(schedule: Schedule, costs: CostModel, *, staleness: int = 0) -> Program:
+def lower(schedule: Schedule, costs: CostModel, *, staleness: int = 0, after_update: bool = False) -> Program:
     """Add transfers, updates and dependencies to a valid schedule.
 
     Args:
         costs: bytes of layers and boundaries, number of slots, and which layers have updates.
         staleness: 0 or 1, see the module's text.
+        after_update: one step at staleness 0 as it follows another one, see the module's text.
     """
-    lowering = _Lowering(schedule, costs, staleness)
+    assert not after_update or (staleness == 0 and schedule.num_steps == 1)
+    lowering = _Lowering(schedule, costs, staleness, after_update)
     lowering.add_compute()
     for row in lowering.compute:
         lowering.connect_boundaries(row)
     lowering.host_folded = host_folded(schedule, lowering.layers, lowering.visits, lowering.ops)
+    if after_update:
+        lowering.add_layer_updates(-1, [])
     for step in range(schedule.num_steps):
         lowering.add_updates(step)
+    lowering.connect_rows()
     for visit_id in range(len(lowering.visits)):
         lowering.connect_weights(visit_id)
     return Program(schedule, lowering.ops, lowering.compute, lowering.visits, staleness, lowering.host_folded)
@@ -177,8 +189,11 @@ class _Reader(NamedTuple):
 class _Lowering:
     """The program while it is being built."""
 
-    def __init__(self, schedule: Schedule, costs: CostModel, staleness: int) -> None:
+    def __init__(self, schedule: Schedule, costs: CostModel, staleness: int, after_update: bool) -> None:
         self.schedule, self.layers, self.staleness = schedule, costs.layers, staleness
+        self.after_update, self.update_order = after_update, costs.update_order
+        self.embed_source = len(costs.layers) - 1 if costs.tied else 0
+        """The layer whose update makes the embedding's rows."""
         self.num_slots = costs.slots
         total = schedule.num_microbatches * schedule.num_steps
         self.ops: list[Op] = []
@@ -190,7 +205,7 @@ class _Lowering:
         """(layer, microbatch) -> the download of the hidden states at the input of that layer."""
         self.gradient_ops: dict[tuple[int, int], int] = {}
         """(backward stage, microbatch) -> the download of the gradient that the stage passes on."""
-        self.update_ops: list[dict[int, int]] = []
+        self.update_ops: dict[int, dict[int, int]] = {}
         """Per step: layer -> update; key -1 is the gate. Empty where updates take no time and nothing waits."""
         self.hidden_bytes = [0] + [layer.boundary_bytes for layer in costs.layers]
         """Bytes of one microbatch's hidden states at the input of each layer."""
@@ -230,8 +245,8 @@ class _Lowering:
 
     def _update(self, step: int, layer: int, deps: list[int]) -> int:
         """Add the host's update of a layer; layer -1 is the gate."""
-        op_id = len(self.ops)
-        self.ops.append(Op(op_id, Kind.OPTIMIZER, HOST, -1, layer, -1, step, "", 0, -1, (step, layer), deps, []))
+        op_id, place = len(self.ops), -1 if layer < 0 else self.update_order.index(layer)
+        self.ops.append(Op(op_id, Kind.OPTIMIZER, HOST, -1, layer, -1, step, "", 0, -1, (step, place), deps, []))
         return op_id
 
     def add_compute(self) -> None:
@@ -399,7 +414,6 @@ class _Lowering:
                     visit.downloads.append(download)
                     landed.append(download)
                 visit.num_bytes += num_bytes
-        self.update_ops.append({})
         if self.staleness and not self.updates_cost:
             return
         for row in self.compute:
@@ -407,16 +421,27 @@ class _Lowering:
             if last_op is not None:
                 landed.append(last_op)
         gate = self._update(step, -1, landed)
-        updates = {-1: gate}
-        for index, layer in enumerate(self.layers):
-            if layer.optimizer_s:
-                updates[index] = self._update(step, index, [gate])
-        self.update_ops[step] = updates
+        self.update_ops[step] = {-1: gate}
+        if not self.after_update:
+            self.add_layer_updates(step, [gate])
         if not self.staleness:  # the barrier holds for stages without layers too, which have no visit
             for row in self.compute:
                 following = next((op_id for op_id in row if self.ops[op_id].step == step + 1), None)
                 if following is not None:
                     self.ops[following].deps.append(gate)
+
+    def add_layer_updates(self, step: int, deps: list[int]) -> None:
+        """One update for each layer that has any."""
+        updates = self.update_ops.setdefault(step, {})
+        for layer in self.update_order:
+            if self.layers[layer].optimizer_s:
+                updates[layer] = self._update(step, layer, list(deps))
+
+    def connect_rows(self) -> None:
+        """Let the embedding's rows, which come from the host, wait for its update."""
+        for op in self.ops:
+            if op.boundary == 0 and op.lane == UP:
+                op.deps.extend(self._version_deps(op.step, [self.embed_source]))
 
     def connect_weights(self, visit_id: int) -> None:
         """The upload of a visit's weights, behind its slot's last visit and the updates that it must see."""
@@ -424,7 +449,7 @@ class _Lowering:
         if not visit.ops:
             return
         first, last = visit.layers
-        deps = self._version_deps(visit)
+        deps = self._version_deps(visit.step, range(first, last + 1))
         num_bytes = sum(layer.param_bytes for layer in self.layers[first : last + 1])
         visit.num_bytes += num_bytes
         first_op = self.ops[visit.ops[0]]
@@ -443,13 +468,11 @@ class _Lowering:
             load = _Load(WEIGHT_GRADIENT, num_bytes, visit=visit_id)
             backward.deps.append(self._transfer(UP, backward, load, (NEXT, visit_id), deps=[*slot_deps, before]))
 
-    def _version_deps(self, visit: Visit) -> list[int]:
-        needed = visit.step - 1 - self.staleness
-        updates = self.update_ops[needed] if needed >= 0 else {}
-        if not updates:
-            return []
-        own = [updates[layer] for layer in range(visit.layers[0], visit.layers[1] + 1) if layer in updates]
-        return own or [updates[-1]]
+    def _version_deps(self, step: int, layers: Iterable[int]) -> list[int]:
+        """The updates that a step's reader of these layers must see, or the gate where they have none."""
+        updates = self.update_ops.get(step - 1 - self.staleness, {})
+        own = [updates[layer] for layer in layers if layer in updates]
+        return own or [updates[-1]] if -1 in updates else own
 
     def _accumulator_before(self, visit: Visit) -> int | None:
         """The download that a backward visit continues, if an earlier visit has folded the microbatches before."""

@@ -79,6 +79,18 @@ def test_without_bytes_the_emulation_is_the_simulation_plus_lateness(
     assert busy_s(result.timeline) == pytest.approx(busy_s(simulated))
 
 
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_step_that_begins_with_updates_is_the_simulation_plus_lateness(name: str) -> None:
+    one, model = schedule(name, 3), costs(with_bytes=False)
+    model = replace(model, layers=tuple(replace(layer, optimizer_s=1e-3) for layer in model.layers))
+    result, simulated = run_emulated(one, model, after_update=True), simulate(one, model, after_update=True)
+    late_s = sum(result.late_s) + result.host_late_s
+    assert makespan_s(simulated) * (1 - 1e-9) <= result.makespan_s <= makespan_s(simulated) + late_s + 1e-9
+    first = min(item.start_s for item in result.timeline.intervals if item.lane == COMPUTE)
+    last = max(item.end_s for item in result.timeline.intervals if item.lane == HOST)
+    assert 0 < first < last, "the forward begins before the last update has ended"
+
+
 @pytest.mark.parametrize("slots", [1, 2, 3])
 @pytest.mark.parametrize("staleness", [0, 1])
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -87,8 +87,9 @@ def test_json_document_has_the_documented_keys(recipe: Path) -> None:
         "fits", "reasons", "workers", "forward_stages", "backward_stages", "layers", "predicted", "assumptions",
     ]  # fmt: skip
     assert list(document["predicted"]) == [
-        "step_s", "tokens_per_s", "bubble_ratio", "device_peak_bytes", "host_bytes", "loading_host_bytes",
-        "disk_bytes", "upload_bytes_per_step", "step_s_range", "tokens_per_s_range", "range_rests_on",
+        "step_s", "device_step_s", "tokens_per_s", "bubble_ratio", "device_peak_bytes", "host_bytes",
+        "loading_host_bytes", "disk_bytes", "upload_bytes_per_step", "step_s_range", "tokens_per_s_range",
+        "range_rests_on",
     ]  # fmt: skip
     assert (document["fits"], document["reasons"], document["workers"]) == (True, [], 2)
     assert len(document["layers"]) == 32
@@ -97,6 +98,7 @@ def test_json_document_has_the_documented_keys(recipe: Path) -> None:
     predicted = document["predicted"]
     assert predicted["tokens_per_s"] == pytest.approx(4 * 512 / predicted["step_s"])
     assert 0 <= predicted["bubble_ratio"] < 1
+    assert predicted["device_step_s"] == pytest.approx(predicted["step_s"] - answer.host_s)
     solved = plan_document(answer, solve_recipe(answer))["solve"]
     assert list(solved) == ["max_seq_length", "micro_batch_size", "changes"]
     assert (solved["max_seq_length"], solved["changes"]) == (8192, [])

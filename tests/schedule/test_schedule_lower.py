@@ -21,7 +21,7 @@ from roundpipe_cli.schedule.program import (
     WEIGHTS,
     lower,
 )
-from roundpipe_cli.schedule.simulate import simulate
+from roundpipe_cli.schedule.simulate import simulate, simulated_step_s
 from roundpipe_cli.schedule.timeline import DOWN, HOST, UP, Timeline, compute_rows, makespan_s
 
 
@@ -134,6 +134,29 @@ def test_updates_wait_for_all_gradients_and_the_next_step_for_the_updates() -> N
     # the second step begins with block 0 and goes on when blocks 1 to 3 are updated too
     assert [interval.start_s for interval in compute_rows(timeline)[0][7:9]] == [20.5, 22.0]
     assert second[-1][2] == makespan_s(timeline) == 43.0
+
+
+def test_a_step_after_another_begins_with_its_updates() -> None:
+    """From gate to gate: block 0 computes when it is updated, blocks 1 to 3 wait for theirs."""
+    schedule, costs = roundpipe(), model(4, grad_bytes=1, optimizer_s=0.5)
+    timeline = simulate(schedule, costs, after_update=True)
+    assert [start for _, start, end in spans(timeline, HOST, -1) if end > start] == [0.0, 0.5, 1.0, 1.5]
+    assert [interval.start_s for interval in compute_rows(timeline)[0][:2]] == [0.5, 2.0]
+    # two steps and all their updates end at 43.0, one at 22.0
+    assert makespan_s(timeline) == simulated_step_s(schedule, costs) == 21.0
+
+
+def test_rows_of_a_tied_embedding_wait_for_the_heads_update() -> None:
+    embed = LayerCost("embed", 0.0, 0.0, recompute=False, boundary_bytes=5)
+    costs = model(4, optimizer_s=0.5)
+    costs = replace(costs, layers=(embed, *costs.layers[:-1], replace(costs.layers[-1], optimizer_s=0.5)))
+    schedule = build_schedule("gpipe", forward_stages=[(0, 5)], num_workers=1, rounds=Rounds(1))
+    for tied, order in ((False, [1, 2, 3, 4, 5]), (True, [5, 1, 2, 3, 4])):
+        program = lower(schedule, replace(costs, tied=tied), after_update=True)
+        updates = sorted((op for op in program.ops if op.kind is Kind.OPTIMIZER), key=lambda op: op.priority)
+        assert [op.stage for op in updates if op.stage >= 0] == order
+        rows = [op for op in program.ops if op.lane == UP and op.boundary == 0]
+        assert [[program.ops[dep].stage for dep in op.deps] for op in rows] == ([[5]] * 2 if tied else [[]] * 2)
 
 
 def test_staleness_1_runs_updates_beside_the_next_step() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from roundpipe_cli.costs.cost import CostModel, LayerCost, StageRange
 from roundpipe_cli.schedule.actions import Kind, Schedule
 from roundpipe_cli.schedule.builders import Options, Rounds, build_schedule
 from roundpipe_cli.schedule.program import Program, lower
-from roundpipe_cli.schedule.simulate import simulate, simulate_program, simulated_makespan_s
+from roundpipe_cli.schedule.simulate import simulate, simulate_program, simulated_step_s
 from roundpipe_cli.schedule.timeline import (
     COMPUTE,
     DOWN,
@@ -175,14 +176,41 @@ def test_no_faster_than_the_longest_path_and_the_busiest_resource(case: tuple[Sc
     assert moved == pytest.approx(total, rel=1e-6, abs=1)
 
 
+def chained(schedule: Schedule, num_steps: int) -> Schedule:
+    """The first step of `schedule` so many times."""
+    count = schedule.num_microbatches
+    rows = [[action for action in row if action.microbatch < count] for row in schedule.actions]
+    repeated = tuple(
+        tuple(
+            replace(action, microbatch=action.microbatch + step * count) for step in range(num_steps) for action in row
+        )
+        for row in rows
+    )
+    return replace(schedule, actions=repeated, num_steps=num_steps)
+
+
 @settings(max_examples=150, deadline=None)
 @given(cases(with_bytes=True), st.sampled_from(["default", "published"]))
 def test_searches_get_the_makespan_of_the_timeline(case: tuple[Schedule, CostModel, int], accounting: str) -> None:
     """To the last bit, under both accountings and with updates beside the next step or before it."""
     schedule, costs, staleness = case
-    timeline = simulate(schedule, costs, accounting=accounting, staleness=staleness)
-    quick_s = simulated_makespan_s(schedule, costs, accounting=accounting, staleness=staleness)
+    schedule = schedule if staleness else chained(schedule, 1)
+    timeline = simulate(schedule, costs, accounting=accounting, staleness=staleness, after_update=staleness == 0)
+    quick_s = simulated_step_s(schedule, costs, accounting=accounting, staleness=staleness)
     assert quick_s == makespan_s(timeline)
+
+
+@settings(max_examples=100, deadline=None)
+@given(cases(with_bytes=True), st.booleans())
+def test_a_step_after_another_takes_what_it_adds_to_it(case: tuple[Schedule, CostModel, int], tied: bool) -> None:
+    """From the end of a step to that of the next: two steps' makespan less one's, under every schedule."""
+    schedule, costs, _ = case
+    if any(last < first for first, last in (*schedule.forward_stages, *schedule.backward_stages)):
+        return  # the step's last action may take no time, and then the makespan leaves out its hop
+    costs = replace(costs, tied=tied)
+    one, two = (chained(schedule, count) for count in (1, 2))
+    added_s = makespan_s(simulate(two, costs)) - makespan_s(simulate(one, costs))
+    assert simulated_step_s(one, costs) == pytest.approx(added_s, rel=1e-9, abs=1e-9)
 
 
 @settings(max_examples=150, deadline=None)

@@ -118,6 +118,8 @@ class Emulated:
     """Per worker: time that its streams lost because the host issued too late, compute and links together."""
     compute_late_s: tuple[float, ...]
     """Per worker: the part of `late_s` that its compute stream lost; a link's lost time seldom delays anybody."""
+    host_late_s: float
+    """Time that the updates lost in the same way."""
     transfers: TransferStatistics
 
     @property
@@ -239,20 +241,21 @@ def run_emulated(
     costs: CostModel,
     *,
     staleness: int = 0,
+    after_update: bool = False,
     fifo: bool = False,
     watchdog_s: float | None = 600.0,
 ) -> Emulated:
     """Carry a schedule out, all of its chained steps, on emulated devices; takes as long as it says.
 
     Args:
-        staleness: 0 or 1, as in the simulator.
+        staleness, after_update: as in the simulator.
         fifo: transfers go first in, first out, in place of priorities and overtaking.
         watchdog_s: fail after this long without progress.
 
     Raises:
         InternalError: a fault, or a thread that is stuck.
     """
-    program = lower(schedule, costs, staleness=staleness)
+    program = lower(schedule, costs, staleness=staleness, after_update=after_update)
     emulation = _Emulation(program, costs)
     works = [EmulatedWork(worker, emulation) for worker in range(schedule.num_workers)]
     host = EmulatedWork(-1, emulation)
@@ -283,5 +286,6 @@ def _result(program: Program, works: Sequence[EmulatedWork], run: StepRun, start
         timeline,
         tuple(work.device.late_s for work in works if work.worker >= 0),
         tuple(work.device.compute.late_s for work in works if work.worker >= 0),
+        works[-1].device.late_s,
         statistics_of(program, compute_s, run.records, started_s),
     )

@@ -15,7 +15,7 @@ Shapes: C candidates, N stages per round (forward then backward), W workers, R m
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from roundpipe_cli.costs.cost import CostModel
@@ -129,6 +129,8 @@ class Works:
     upload_s: Array
     grad_s: Array
     """Seconds of a link for the weights, and for the gradients in one direction."""
+    updated_s: Array
+    """When a step's weights are there, from the end of the step before."""
 
     def take(self, which: Array) -> Works:
         """Some of the candidates, by mask, index or slice."""
@@ -152,7 +154,12 @@ class BatchScorer:
         links: LinkCosts | None = None,
         limits: StageLimits | None = None,
         memory: DeviceMemory | None = None,
+        after_update: bool = False,
     ) -> None:
+        """
+        Args:
+            after_update: steps begin with the updates of the step before, as in `schedule/program.py`.
+        """
         import numpy
 
         self.numpy = numpy
@@ -171,6 +178,7 @@ class BatchScorer:
         self.allowed = _allowed(numpy, sums, limits) if limits else None
         self.memory = memory
         self.visit_bytes = numpy.array(sums.visit_bytes)
+        self.updated_s = numpy.array(sums.updated_s) if after_update else None
 
     def works(self, batch: Batch) -> tuple[Works, Array]:
         """The stages' work, and (C,) whether every stage keeps its limit."""
@@ -195,7 +203,8 @@ class BatchScorer:
             arriving = self.boundary_bytes[numpy.where(is_forward | is_head, first, stop)]
             hop = hop + numpy.where(position > 0, 2.0, 1.0) * arriving / self.links.bytes_per_s
         hop = numpy.where(real, hop, -INFEASIBLE)
-        works = Works(lead, whole, is_head, hop, real, upload, grad)
+        updated = numpy.broadcast_to(0.0, lead.shape) if self.updated_s is None else self.updated_s[first, stop]
+        works = Works(lead, whole, is_head, hop, real, upload, grad, updated)
         fits = numpy.ones(len(batch.sizes), dtype=bool)
         if self.allowed is not None:
             kind = numpy.where(is_forward, 0, numpy.where(is_head, 2, 1))
@@ -226,7 +235,10 @@ class BatchScorer:
         numpy = self.numpy
         works, _ = self.works(Batch(numpy.array([sizes]), numpy.array([num_forward]), numpy.array([len(sizes)])))
         first = RoundChain(chain.round_sizes[: chain.rounds_per_step], chain.rounds_per_step, 0, 1)
-        makespan_s, step_s = (float(_Walk(self, works, plain=True).run(part)[0]) for part in (first, chain))
+        alone = replace(works, updated_s=0.0 * works.updated_s)
+        makespan_s, step_s = (
+            float(_Walk(self, part, plain=True).run(rounds)[0]) for part, rounds in ((alone, first), (works, chain))
+        )
         if not chain.from_round:
             return makespan_s, step_s
         once_s = float(numpy.where(works.is_head, works.whole_s, works.lead_s + works.whole_s).sum())
@@ -318,6 +330,8 @@ class _Walk:
             clock = free[worker]
             if self.links:
                 clock = maximum(clock, self._upload(worker, position, continues))
+            elif not continues:
+                clock = maximum(clock, self.works.updated_s[position])
             for end in ends:
                 add(clock, before, out=ready)
                 maximum(ready, end, out=end)
@@ -333,13 +347,13 @@ class _Walk:
 
     def _upload(self, worker: int, position: int, continues: bool) -> Array:
         """Time at which a visit's weights (in later rounds also its gradients so far) are in the oldest slot."""
-        seconds = self.works.upload_s[position]
+        numpy, seconds, updated = self.numpy, self.works.upload_s[position], self.works.updated_s[position]
         if continues:
-            seconds = seconds + self.works.grad_s[position]
+            seconds, updated = seconds + self.works.grad_s[position], 0.0
         up, slot = self.states[1], self.states[3]
-        end = self.numpy.where(seconds > 0, self.numpy.maximum(up[worker], slot[worker]) + seconds, 0.0)
-        self.numpy.maximum(up[worker], end, out=up[worker])
-        return end
+        end = numpy.where(seconds > 0, numpy.maximum(numpy.maximum(up[worker], slot[worker]), updated) + seconds, 0.0)
+        numpy.maximum(up[worker], end, out=up[worker])
+        return numpy.maximum(end, updated)
 
     def _download(self, worker: int, position: int) -> None:
         """The slot of a visit is free once its gradients have left."""

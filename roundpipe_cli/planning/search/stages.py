@@ -55,6 +55,8 @@ class StageSums:
         """On the device while a forward stage runs."""
         self.visit_bytes = _sums(layers, lambda layer: layer.visit_bytes)
         self.boundary_bytes = [float(layer.boundary_bytes) for layer in layers]
+        self.updated_s = _updated_s(costs)
+        """When the updates of `layers[first:stop]` are done, from the end of the step before."""
 
     def backward_bytes(self, first: int, stop: int) -> float:
         """Bytes on the device while the backward stage `first:stop` runs one microbatch."""
@@ -132,6 +134,19 @@ def _sums(layers: Sequence[LayerCost], value: Callable[[LayerCost], float]) -> l
             row[stop] = total
         rows.append(row)
     return rows
+
+
+def _updated_s(costs: CostModel) -> list[list[float]]:
+    """`updated[first][stop]`: the end of the last update of `layers[first:stop]`; 0 where none is updated."""
+    ends_s, now_s = [0.0] * len(costs.layers), 0.0
+    for layer in costs.update_order:
+        if costs.layers[layer].optimizer_s:
+            now_s += costs.layers[layer].optimizer_s
+            ends_s[layer] = now_s
+    if costs.tied:  # the rows that come in are new with the head
+        ends_s[0] = max(ends_s[0], ends_s[-1])
+    count = len(ends_s)
+    return [[max(ends_s[first:stop], default=0.0) for stop in range(count + 1)] for first in range(count + 1)]
 
 
 def forward_ranges(sizes: Sequence[int]) -> tuple[StageRange, ...]:
