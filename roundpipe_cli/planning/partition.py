@@ -331,15 +331,15 @@ def _best_rounds(task: _Task) -> _Plan:
 
 
 def _round_sizes(task: _Task) -> list[int]:
-    """Microbatches per round to try, most first: as many as workers, up to four times as many, down to half. Deep
-    models take longer and gain less, so few there."""
-    count, usual = task.num_microbatches, min(len(task.workers), task.num_microbatches)
-    sizes = {-(-count // rounds) for rounds in range(1, count + 1)} - {usual}
+    """Microbatches per round to try, most first, all rounds of a step equal: about as many as workers, up to four times
+    as many, down to half. Deep models take longer and gain less, so few there."""
+    count, workers = task.num_microbatches, len(task.workers)
+    usual = -(-count // -(-count // workers))
+    sizes = {-(-count // rounds) for rounds in range(1, count + 1)}
     if task.limits is not None:
         sizes = set(filter(task.limits.keeps_round, sizes))
-    if task.sums.num_layers > DEEP_LAYERS:
-        sizes &= {2 * usual, 4 * usual}
-    return sorted({usual, *(size for size in sizes if usual <= 2 * size and size <= 4 * usual)}, reverse=True)
+    tried = sorted({usual, *(size for size in sizes if usual <= 2 * size and size <= 4 * workers)}, reverse=True)
+    return tried if task.sums.num_layers <= DEEP_LAYERS else [*(size for size in tried if size > usual)][:2] + [usual]
 
 
 def _search(task: _Task, beat_s: float) -> _Plan:
