@@ -21,7 +21,7 @@ from roundpipe_cli.costs.cost import CostModel, LayerCost, StageRange, with_upda
 from roundpipe_cli.costs.memory import DEVICE_SHARE
 from roundpipe_cli.errors import RefusedError, ResourceError
 from roundpipe_cli.files import cache_folder, read_regular, write_atomically
-from roundpipe_cli.planning.choose import case_for, choose, dealing_options, given_cut
+from roundpipe_cli.planning.choose import case_for, choose, dealing_options, given_cut, in_long_rounds
 from roundpipe_cli.planning.compare import SimulationCase, StageCut, make_schedule
 from roundpipe_cli.planning.predict import MEASURED
 from roundpipe_cli.planning.search.stages import StageLimits, limits_for
@@ -454,7 +454,8 @@ class AdaptivePlanner:
             return profile_schedule(len(self.costs.layers), self._num_workers, num_microbatches, self._chunks)
         if self._kept is None:
             case = self.case(num_microbatches)
-            return make_schedule(self._pipeline.schedule, self._given or self._searched(num_microbatches, case), case)
+            given = None if self._given is None else in_long_rounds(self._given, case)
+            return make_schedule(self._pipeline.schedule, given or self._searched(num_microbatches, case), case)
         return build_schedule(
             self._pipeline.schedule,
             forward_stages=self._kept.stages[0],

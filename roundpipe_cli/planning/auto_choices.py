@@ -28,8 +28,8 @@ from roundpipe_cli.costs.memory import (
 )
 from roundpipe_cli.costs.models import Architecture, TrainingSettings
 from roundpipe_cli.planning.choose import given_cut
-from roundpipe_cli.planning.search.stages import even_stages
-from roundpipe_cli.planning.verdict import coarsest_cut, judge, judge_coarsest, stages_of_blocks, worker_budget_bytes
+from roundpipe_cli.planning.search.stages import even_cut, even_stages
+from roundpipe_cli.planning.verdict import coarsest_cut, judge, judge_coarsest, worker_budget_bytes
 from roundpipe_cli.recipe.schema import PipelineConfig
 from roundpipe_cli.units import format_bytes
 
@@ -109,7 +109,7 @@ def _has_room(
         return False
     if not machine.devices[0].is_cpu:
         return True
-    stages = stages_of_blocks(len(analytic.costs.layers), 1)
+    stages = even_cut(len(analytic.costs.layers), 1, 1)
     need = device_need(analytic.costs, architecture, settings, machine, *stages)
     return need.total_bytes <= CPU_SHARE * usable_host_bytes(machine)
 
@@ -190,4 +190,4 @@ def _least_stages(
     if SCHEDULE_KINDS[pipeline.schedule].one_stage_each:
         stages = even_stages(num_layers, num_workers)
         return stages, tuple(reversed(stages))
-    return stages_of_blocks(num_layers, 1)
+    return even_cut(num_layers, 1, 1)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Literal
 
 from roundpipe_cli.choices import SCHEDULE_KINDS, ScheduleName
@@ -36,7 +37,7 @@ from roundpipe_cli.planning.cuts import (
     single_cut,
 )
 from roundpipe_cli.planning.partition import LIGHT, plan_partition
-from roundpipe_cli.planning.search.stages import StageLimits, StageSums, balanced_partition, even_stages, within_limits
+from roundpipe_cli.planning.search.stages import StageLimits, StageSums, even_cut, even_stages, within_limits
 from roundpipe_cli.recipe.schema import PipelineConfig
 from roundpipe_cli.schedule.builders import Options, Rounds, build_schedule, options_of
 from roundpipe_cli.schedule.program import lower
@@ -149,6 +150,17 @@ def given_cut(pipeline: PipelineConfig, num_workers: int) -> StageCut | None:
         return StageCut(stages, tuple(reversed(stages)))
     chunks = pipeline.num_chunks
     return StageCut(stages, _ranges(backward), -(-num_workers // chunks) * chunks)
+
+
+def in_long_rounds(cut: StageCut, case: SimulationCase) -> StageCut:
+    """The cut in as few equal rounds as the host has room for: uploads, fill and drain come once a round."""
+    if cut.microbatches_per_round is None:
+        return cut
+    total, chunks, limit = case.num_microbatches, case.sequence_chunks, case.limits
+    longest = limit.microbatches_per_round if limit is not None else None
+    most = total if longest is None else min(total, max(cut.microbatches_per_round, longest))
+    num_rounds = -(-total // (most // chunks * chunks))
+    return replace(cut, microbatches_per_round=-(-total // (chunks * num_rounds)) * chunks)
 
 
 def _ranges(stages: Sequence[Sequence[int]] | str) -> tuple[StageRange, ...]:
@@ -352,17 +364,20 @@ def _shared_out(planned: StageCut, spread: Options, case: SimulationCase, keeps:
     Args:
         spread: the head on all workers.
     """
-    each = tuple((index, index) for index in range(len(case.costs.layers)))
-    # One layer a stage and long rounds: of all cuts tried, what suits a head that costs each worker little. But no
-    # longer than the planner's own or two microbatches a worker: the host keeps the boundaries of a round.
-    most = max(2 * case.num_workers, planned.microbatches_per_round or 0)
-    wide = StageCut(each[:-1], each[::-1], min(case.num_microbatches, most), dealing=spread, explanation=(spread.why,))
+    # One block a stage and long rounds: of all cuts tried, what suits a head that costs each worker little.
+    stages = even_cut(len(case.costs.layers), 1, 1)
+    longest = max(2 * case.num_workers, planned.microbatches_per_round or 0)
+    wide = [
+        StageCut(*stages, per_round, dealing=spread, explanation=(spread.why,))
+        for per_round in sorted({min(case.num_microbatches, size) for size in (2 * case.num_workers, longest)})
+    ]
     short = replace(case, num_microbatches=min(case.num_microbatches, MAX_JUDGED_ROUNDS * case.num_workers))
     best, ends = planned, _step_ends(planned, short)
-    if keeps is None or keeps(wide):
-        other = _step_ends(wide, short)
+    found = [(_step_ends(cut, short), cut) for cut in filter(keeps, wide)]
+    if found:
+        other, cut = min(found, key=lambda one: one[0].makespan_s)
         if other.makespan_s < ends.makespan_s * (1 - MIN_GAIN):
-            best, ends = wide, other
+            best, ends = cut, other
     least_s = ends.makespan_s * (1 - MIN_DEALING_GAIN)
     for cut in _splits(best, ends, short, keeps):
         if sum(ends.busy_s) / case.num_workers > least_s:
@@ -416,18 +431,18 @@ def dealt_cut(planned: StageCut, case: SimulationCase, keeps: Keeps | None = Non
     Judged by at most four microbatches a worker and four chained steps, so that long steps take no longer to judge, and
     the best of those by all.
     """
-    workers, blocks = case.num_workers, len(case.costs.layers) - 1
+    num_free = int(case.costs.layers[0].name == "embed")
+    workers, blocks = case.num_workers, len(case.costs.layers) - 1 - num_free
     num_microbatches = min(case.num_microbatches, MAX_JUDGED_ROUNDS * workers)
     short = replace(case, num_microbatches=num_microbatches, num_steps=min(case.num_steps, MAX_JUDGED_STEPS))
     rounds = sorted({min(size, num_microbatches) for size in (workers, 2 * workers, 4 * workers)})
     whole_step = replace(case, num_steps=short.num_steps)
-    counts = sorted({min(count, blocks) for count in (workers, 2 * workers, blocks)})
+    counts = sorted({max(1, min(count, blocks)) for count in (workers, 2 * workers, blocks)})
     if blocks > MAX_JUDGED_LAYERS:
         counts = [min(2 * workers, blocks)]
     candidates = [
-        StageCut(*balanced_partition(blocks + 1, num_forward, 1 + num_backward), per_round)
-        for num_forward in counts
-        for num_backward in counts
+        StageCut(*even_cut(blocks + 1 + num_free, *sizes, num_free=num_free), per_round)
+        for sizes in product([-(-blocks // count) for count in counts], repeat=2)
         for per_round in (rounds[:1] if case.accounting == "published" else rounds)
     ]
     scored = [(run_step_s("roundpipe", planned, short), 0, planned)]

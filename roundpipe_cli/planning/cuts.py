@@ -17,8 +17,7 @@ from typing import Literal
 from roundpipe_cli.costs.cost import CostModel, LayerCost, StageRange
 from roundpipe_cli.costs.memory import largest_visit_bytes
 from roundpipe_cli.planning.compare import SimulationCase, StageCut, costs_per_microbatch, run_step_s
-from roundpipe_cli.planning.search.stages import StageLimits, backward_ranges, even_sizes, forward_ranges
-from roundpipe_cli.planning.verdict import stages_of_blocks
+from roundpipe_cli.planning.search.stages import StageLimits, even_cut, forward_ranges
 from roundpipe_cli.schedule.actions import Kind, stage_times
 from roundpipe_cli.schedule.builders import Dealer, Options, Rounds, build_forward, build_schedule
 from roundpipe_cli.schedule.program import lower
@@ -59,12 +58,8 @@ def resident_cut(costs: CostModel, num_workers: int, keeps: Callable[[StageCut],
 
 def _with_head(num_blocks: int, count: int, num_workers: int) -> StageCut:
     """The last `count` blocks with the head; the others in one forward stage and backward stages of as many at most."""
-    left = num_blocks - count
-    if not left:
-        return StageCut((), ((0, num_blocks + 1),), num_workers, dealing=DEALING)
-    sizes = [count + 1, *even_sizes(left, -(-left // count), larger_first=True)]
-    sizes[-1] += 1
-    return StageCut(((0, left),), backward_ranges(sizes, num_blocks + 2), num_workers, dealing=DEALING)
+    stages = even_cut(num_blocks + 2, num_blocks, count, beside_head=count)
+    return StageCut(*stages, num_workers, dealing=DEALING)
 
 
 # The planner's stages where sequences come in chunks: a backward stage starts with the last chunk, so nothing of a
@@ -204,14 +199,7 @@ def quick_cut(
         )
         return simulated_step_s(schedule, costs, staleness=staleness)
 
-    cuts = [
-        (
-            tuple(stages_of_blocks(len(costs.layers), forward)[0]),
-            tuple(stages_of_blocks(len(costs.layers), backward)[1]),
-            per_round,
-        )
-        for forward, backward in _quick_sizes(costs, limits, num_workers)
-    ]
+    cuts = [(*even_cut(len(costs.layers), *sizes), per_round) for sizes in _quick_sizes(costs, limits, num_workers)]
     return cuts[0] if len(cuts) == 1 else min(cuts, key=step_s)
 
 
@@ -245,7 +233,7 @@ def enough_per_round(costs: CostModel, num_workers: int, num_microbatches: int, 
         and links_bind(costs, num_microbatches, per_round)
     ):
         per_round = min(2 * per_round, num_microbatches)
-    return per_round
+    return -(-num_microbatches // -(-num_microbatches // per_round))
 
 
 def links_bind(costs: CostModel, num_microbatches: int, per_round: int) -> bool:
@@ -339,19 +327,14 @@ def _candidates(costs: CostModel, limits: StageLimits, num_microbatches: int) ->
     ):
         if not limits.keeps_round(per_round):
             continue
-        first = even_sizes(left, -(-left // forward), larger_first=False) if left else ()
-        later = even_sizes(left, -(-left // backward), larger_first=True) if left else ()
-        sizes = [beside + 1, *later]
-        sizes[-1] += 1  # the embedding
-        ranges = forward_ranges([1 + first[0], *first[1:]]) if first else ()
-        found.append(StageCut(ranges, backward_ranges(sizes, num_blocks + 2), per_round, explanation=(why,)))
+        stages = even_cut(num_blocks + 2, forward, backward, beside_head=beside)
+        found.append(StageCut(*stages, per_round, explanation=(why,)))
     return found
 
 
-def _sizes(limit_bytes: float | None, block_bytes: float, num_blocks: int) -> list[int]:
+def _sizes(limit_bytes: int | None, block_bytes: int, num_blocks: int) -> list[int]:
     """Blocks of a stage: as many as the limit allows, and about a third of them."""
-    most = num_blocks if limit_bytes is None else int(limit_bytes // max(1, block_bytes))
-    most = max(1, min(most, num_blocks))
+    most = max(1, min(_most(limit_bytes, block_bytes, num_blocks), num_blocks))
     return sorted({most, max(1, most // 3)})
 
 

@@ -20,7 +20,7 @@ from roundpipe_cli.planning.search.batch import (
     steady_chain,
     worker_speeds,
 )
-from roundpipe_cli.planning.search.search import SAME, Candidate, Search, SearchEffort, layer_bounds, unit_bounds
+from roundpipe_cli.planning.search.search import DENSE, SAME, Candidate, Search, SearchEffort, layer_bounds, unit_bounds
 from roundpipe_cli.planning.search.stages import StageLimits, StageSums, backward_ranges, check_costs, forward_ranges
 from roundpipe_cli.units import format_bytes, format_seconds
 
@@ -122,8 +122,9 @@ def _gain(best: Candidate, value_s: float, what: str) -> str:
     return f"{what} would be {max(gain, 0.0):.2f} % faster."
 
 
-MIN_ROUNDS = 40
-"""Least number of chained rounds that judge a plan for staleness 1."""
+MIN_ROUNDS, LEAST_ROUNDS = 40, 8
+"""Least numbers of chained rounds that judge a plan for staleness 1, of a model with up to `DENSE` layers and of the
+deepest: with many short stages a round is soon like the one before."""
 BRISK = SearchEffort(cell_work=5.0e7, pattern_cells=200, local_work=2.0e7)
 """Effort for the default accounting, which tries several round sizes and only estimates transfers."""
 STEADY = SearchEffort(cell_work=1.0e8, pattern_cells=200, local_work=6.0e7)
@@ -217,9 +218,10 @@ class _Task:
 
     def judged(self) -> RoundChain:
         """The rounds by which plans are compared: as `chain`, or more where those are too few for a steady state."""
-        chain = self.chain()
-        if chain.from_round and len(chain.round_sizes) < MIN_ROUNDS:
-            return steady_chain(self.num_microbatches, self.round_size, MIN_ROUNDS, waits=self._waits)
+        chain, layers = self.chain(), self.sums.num_layers
+        min_rounds = max(LEAST_ROUNDS, MIN_ROUNDS * DENSE // max(DENSE, layers))
+        if chain.from_round and len(chain.round_sizes) < min_rounds:
+            return steady_chain(self.num_microbatches, self.round_size, min_rounds, waits=self._waits)
         return chain
 
 
@@ -329,15 +331,15 @@ def _best_rounds(task: _Task) -> _Plan:
 
 
 def _round_sizes(task: _Task) -> list[int]:
-    """Microbatches per round to try, most first: as many as workers, up to four times as many, down to half. Deep
-    models take longer and gain less, so few there."""
-    count, usual = task.num_microbatches, min(len(task.workers), task.num_microbatches)
-    sizes = {-(-count // rounds) for rounds in range(1, count + 1)} - {usual}
+    """Microbatches per round to try, most first, all rounds of a step equal: about as many as workers, up to four times
+    as many, down to half. Deep models take longer and gain less, so few there."""
+    count, workers = task.num_microbatches, len(task.workers)
+    usual = -(-count // -(-count // workers))
+    sizes = {-(-count // rounds) for rounds in range(1, count + 1)}
     if task.limits is not None:
         sizes = set(filter(task.limits.keeps_round, sizes))
-    if task.sums.num_layers > DEEP_LAYERS:
-        sizes &= {2 * usual, 4 * usual}
-    return sorted({usual, *(size for size in sizes if usual <= 2 * size and size <= 4 * usual)}, reverse=True)
+    tried = sorted({usual, *(size for size in sizes if usual <= 2 * size and size <= 4 * workers)}, reverse=True)
+    return tried if task.sums.num_layers <= DEEP_LAYERS else [*(size for size in tried if size > usual)][:2] + [usual]
 
 
 def _search(task: _Task, beat_s: float) -> _Plan:

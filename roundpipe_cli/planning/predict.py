@@ -17,12 +17,13 @@ from roundpipe_cli.costs.models import Architecture, TrainingSettings
 from roundpipe_cli.errors import ResourceError
 from roundpipe_cli.planning.admission import unproven
 from roundpipe_cli.planning.answers import Answers, cut_document, cut_from, number
-from roundpipe_cli.planning.choose import MIN_GAIN, case_for, choose, deal_out, given_cut
+from roundpipe_cli.planning.choose import MIN_GAIN, case_for, choose, deal_out, given_cut, in_long_rounds
 from roundpipe_cli.planning.compare import SimulationCase, StageCut, costs_per_microbatch
 from roundpipe_cli.planning.cuts import enough_per_round, forward_stages, resident_cut
 from roundpipe_cli.planning.question import Build, PlanRequest, ask, describe_idle_gpus, without_small_cards
+from roundpipe_cli.planning.search.stages import even_cut
 from roundpipe_cli.planning.solve import Solution, solve
-from roundpipe_cli.planning.verdict import Verdict, coarsest_cut, judge, judge_coarsest, stage_limits, stages_of_blocks
+from roundpipe_cli.planning.verdict import Verdict, coarsest_cut, judge, judge_coarsest, stage_limits
 from roundpipe_cli.recipe.load import LoadedRecipe
 from roundpipe_cli.schedule.builders import (
     SCORED_PER_WORKER,
@@ -519,10 +520,9 @@ def _known_step(question: PlanRequest, cut: StageCut, answers: Answers | None) -
 def _cut(question: PlanRequest) -> StageCut:
     """The recipe's own stages where it has them, the planner's otherwise."""
     pipeline, settings = question.loaded.recipe.pipeline, question.settings
-    given = given_cut(pipeline, question.num_workers)
+    given, case = given_cut(pipeline, question.num_workers), stage_case(question)
     if given is not None:
-        return given
-    case = stage_case(question)
+        return in_long_rounds(given, case)
     if pipeline.binds_stages:
         return choose(pipeline.schedule, case, effort="quick")
     if settings.sequence_chunks > 1:
@@ -565,14 +565,38 @@ def _coarser(question: PlanRequest, cut: StageCut) -> StageCut:
     limits = stage_limits(question.architecture, settings, question.hardware, question.analytic)
     enough = enough_per_round(costs, question.num_workers, settings.num_microbatches, limits)
     why = "host memory is short, so this is the fastest even cut with few enough boundaries to keep, and uploads"
-    cuts = []
-    for blocks in sorted({max(1, widest * part // 4) for part in range(1, 5)}):
-        forward, backward = stages_of_blocks(count, blocks)
-        for per_round in sorted({question.num_workers, enough}):
-            cuts.append(StageCut(tuple(forward), tuple(backward), per_round, explanation=(why,)))
-    fitting = {one: verdict for one in (cut, *cuts) if (verdict := _judged(question, one)).fits}
-    steps = {one: simulate_step(with_auto_cache(question, verdict)[0], one) for one, verdict in fitting.items()}
-    return min(steps, key=lambda one: steps[one].step_s, default=cut)
+    steps: dict[StageCut, float] = {}
+
+    def step_s(one: StageCut) -> float:
+        """Seconds of a step, infinite where it does not fit."""
+        if one not in steps:
+            verdict = _judged(question, one)
+            steps[one] = math.inf
+            if verdict.fits:
+                steps[one] = simulate_step(with_auto_cache(question, verdict)[0], one).step_s
+        return steps[one]
+
+    def even(forward: int, backward: int, beside_head: int, per_round: int) -> StageCut:
+        """The cut into stages of so many blocks."""
+        return StageCut(*even_cut(count, forward, backward, beside_head=beside_head), per_round, explanation=(why,))
+
+    sizes = sorted({max(1, widest * part // 4) for part in range(1, 5)})
+    rounds = sorted({question.num_workers, enough})
+    shapes = [(blocks, blocks, 0, per_round) for blocks in sizes for per_round in rounds]
+    best = min(shapes, key=lambda shape: step_s(even(*shape)))
+    longest = _longest_round(question, even(*best))
+    for place, value in ((2, 1), (3, longest), (0, best[0] + 1)):  # what may gain: one thing after the other
+        best = min(best, (*best[:place], value, *best[place + 1 :]), key=lambda shape: step_s(even(*shape)))
+    return min(cut, even(*best), key=step_s)
+
+
+def _longest_round(question: PlanRequest, cut: StageCut) -> int:
+    """Microbatches of each of the fewest equal rounds whose boundaries the host has room for."""
+    total, chunks = question.settings.num_microbatches, question.settings.sequence_chunks
+    least = -(-question.num_workers // chunks) * chunks
+    sizes = [-(-total // (chunks * rounds)) * chunks for rounds in range(1, max(1, total // least) + 1)]
+    fits = (size for size in sizes if _judged(question, replace(cut, microbatches_per_round=size)).fits)
+    return next(fits, min(least, total))
 
 
 def _needs_s(question: PlanRequest, step: SimulatedStep, host_s: float) -> dict[str, float]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from roundpipe_cli.costs.analytic import AnalyticCosts, analytic_costs
-from roundpipe_cli.costs.cost import StageRange
 from roundpipe_cli.costs.hardware import Device, Hardware
 from roundpipe_cli.costs.memory import (
     DEVICE_SHARE,
@@ -21,7 +20,7 @@ from roundpipe_cli.costs.memory import (
 )
 from roundpipe_cli.costs.models import Architecture, TrainingSettings
 from roundpipe_cli.planning.compare import StageCut
-from roundpipe_cli.planning.search.stages import StageLimits, limits_for
+from roundpipe_cli.planning.search.stages import StageLimits, even_cut, limits_for
 from roundpipe_cli.units import format_bytes
 
 
@@ -104,14 +103,13 @@ def coarsest_cut(
     low, high = 1, num_layers - 1
     while low < high:  # device memory grows with the blocks of a stage
         blocks = (low + high + 1) // 2
-        forward, backward = stages_of_blocks(num_layers, blocks)
-        need = device_need(analytic.costs, architecture, settings, hardware, forward, backward)
+        stages = even_cut(num_layers, blocks, blocks)
+        need = device_need(analytic.costs, architecture, settings, hardware, *stages)
         if need.total_bytes <= budget:
             low = blocks
         else:
             high = blocks - 1
-    forward, backward = stages_of_blocks(num_layers, low)
-    return StageCut(tuple(forward), tuple(backward), len(hardware.devices))
+    return StageCut(*even_cut(num_layers, low, low), len(hardware.devices))
 
 
 def worker_budget_bytes(
@@ -150,15 +148,6 @@ def _finest_host_bytes(
     """The host's need with one layer a stage, which keeps the most boundaries."""
     count = len(analytic.costs.layers)
     return host_need(analytic.costs, architecture, settings, hardware, (count, count), per_round).total_bytes
-
-
-def stages_of_blocks(num_layers: int, blocks_per_stage: int) -> tuple[list[StageRange], list[StageRange]]:
-    """Forward stages without the head, and backward stages with the head alone first; the embedding (layer 0) goes
-    with the first block."""
-    head = num_layers - 1
-    starts = [0, *range(1 + blocks_per_stage, head, blocks_per_stage)]
-    forward = [(start, end - 1) for start, end in zip(starts, [*starts[1:], head], strict=True)]
-    return forward, [(head, head), *reversed(forward)]
 
 
 def _smallest_device(hardware: Hardware) -> list[Device]:

@@ -14,7 +14,7 @@ from roundpipe_cli.engine.step import Microbatch, StepResult
 from roundpipe_cli.errors import InternalError
 from roundpipe_cli.events import Notice, Say, StepFinished, Tell, run_clock
 from roundpipe_cli.planning.adaptive import PROFILE_STEPS, measured_costs, measured_speeds, profile_schedule
-from roundpipe_cli.planning.choose import case_for, choose, given_cut
+from roundpipe_cli.planning.choose import case_for, choose, given_cut, in_long_rounds
 from roundpipe_cli.planning.compare import Result, SimulationCase, StageCut, run
 from roundpipe_cli.planning.question import PlanRequest
 from roundpipe_cli.planning.run_plan import with_schedule
@@ -154,7 +154,8 @@ def _planned(setup: Setup, name: ScheduleName, own: SimulationCase, num_tokens: 
     recipe, counts = with_schedule(setup.recipe, name), (own.num_workers, own.num_microbatches)
     stays = setup.devices[0] == "cpu" and recipe.may_hold_all_weights and own.num_workers > 1
     case = case_for(recipe.pipeline, own.costs, counts, own.limits, weights_stay=stays)
-    cut = given_cut(recipe.pipeline, case.num_workers) or choose(name, case, effort="quick")
+    given = given_cut(recipe.pipeline, case.num_workers)
+    cut = choose(name, case, effort="quick") if given is None else in_long_rounds(given, case)
     return Measured(name, run(name, cut, case), cut, case, num_tokens=num_tokens)
 
 

@@ -30,8 +30,9 @@ from roundpipe_cli.costs.memory import (
 from roundpipe_cli.costs.models import Architecture, TrainingSettings
 from roundpipe_cli.planning.compare import SimulationCase, StageCut
 from roundpipe_cli.planning.partition import QUICK, plan_partition
+from roundpipe_cli.planning.search.stages import even_cut
 from roundpipe_cli.planning.solve import largest_micro_batch, longest_sequence, solve
-from roundpipe_cli.planning.verdict import judge, judge_coarsest, stage_limits, stages_of_blocks
+from roundpipe_cli.planning.verdict import judge, judge_coarsest, stage_limits
 from roundpipe_cli.schedule.actions import Kind, Schedule
 from roundpipe_cli.schedule.builders import Options, Rounds, build_schedule
 from roundpipe_cli.schedule.simulate import simulate
@@ -178,21 +179,21 @@ def most_kept(schedule: Schedule, timeline: Timeline) -> float:
 def test_device_bytes_are_slots_activations_head_boundaries_and_workspace() -> None:
     architecture, settings, hardware = ask(QWEN, "8x4090", method="full")
     costs = analytic_costs(architecture, settings, hardware).costs
-    forward, backward = stages_of_blocks(66, 2)
+    forward, backward = even_cut(66, 2, 2)
     need = device_need(costs, architecture, settings, hardware, forward, backward)
     stage = sum(layer.param_bytes + layer.grad_bytes for layer in costs.layers[1:3])
     assert part(need, "slots") == 2 * stage
     assert need.parts[1].num_bytes == 2 * costs.layers[1].activation_bytes
     assert part(need, "boundary") == 4 * 2048 * 5120 * 2
     assert part(need, "head chunk") == costs.layers[-1].activation_bytes >= 1024 * 151936 * 12
-    smaller = device_need(costs, architecture, settings, hardware, *stages_of_blocks(66, 1))
+    smaller = device_need(costs, architecture, settings, hardware, *even_cut(66, 1, 1))
     assert smaller.total_bytes < need.total_bytes
 
 
 def test_recompute_by_layer_keeps_one_layer_and_the_inputs_of_the_rest() -> None:
     architecture, settings, hardware = ask(QWEN, "8x4090", micro_batch_size=4)
     by_layer = replace(settings, recompute="layer")
-    stages = stages_of_blocks(66, 4)
+    stages = even_cut(66, 4, 4)
     whole, layered, nothing = (
         device_need(analytic_costs(architecture, one, hardware).costs, architecture, one, hardware, *stages).total_bytes
         for one in (settings, by_layer, replace(settings, recompute="none"))
@@ -223,7 +224,7 @@ def test_cpu_workers_need_host_memory_and_no_slots() -> None:
     settings = TrainingSettings(max_seq_length=512)
     hardware = Hardware("2 CPU workers", cpu_devices(2), 16 * GIB)
     analytic = analytic_costs(architecture, settings, hardware)
-    forward, backward = map(tuple, stages_of_blocks(32, 5))
+    forward, backward = map(tuple, even_cut(32, 5, 5))
     verdict = judge(architecture, settings, hardware, analytic, cut=StageCut(forward, backward, 2))
     assert part(verdict.device, "slots") == 0
     both = part(verdict.host, "2 CPU workers")
@@ -239,13 +240,13 @@ def test_the_gradient_of_the_heads_matrix_counts_where_activations_leave_no_room
     )
     for (architecture, settings, hardware), expected in ((short, True), (long, False)):
         costs = analytic_costs(architecture, settings, hardware).costs
-        need = device_need(costs, architecture, settings, hardware, *stages_of_blocks(len(costs.layers), 1))
+        need = device_need(costs, architecture, settings, hardware, *even_cut(len(costs.layers), 1, 1))
         matrix = architecture.vocab_size * architecture.hidden_size * settings.dtype_bytes
         assert (0.5 * matrix < part(need, "largest weight") <= 1.01 * matrix) is expected
         assert expected or part(need, "largest weight") == 0
     lora = replace(short[1], method="lora")
     costs = analytic_costs(short[0], lora, short[2]).costs
-    need = device_need(costs, short[0], lora, short[2], *stages_of_blocks(len(costs.layers), 1))
+    need = device_need(costs, short[0], lora, short[2], *even_cut(len(costs.layers), 1, 1))
     assert part(need, "largest weight") == 0
 
 

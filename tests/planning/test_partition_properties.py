@@ -13,7 +13,7 @@ from roundpipe_cli.errors import RefusedError, ResourceError
 from roundpipe_cli.planning.compare import SimulationCase, StageCut, run
 from roundpipe_cli.planning.partition import PlannedCut, plan_partition
 from roundpipe_cli.planning.search.search import SearchEffort
-from roundpipe_cli.planning.search.stages import StageLimits, StageSums, balanced_partition
+from roundpipe_cli.planning.search.stages import StageLimits, StageSums, even_cut
 from roundpipe_cli.schedule.builders import Rounds, build_schedule
 from roundpipe_cli.schedule.simulate import simulate
 from roundpipe_cli.schedule.timeline import makespan_s
@@ -204,9 +204,10 @@ def test_meaningless_counts_are_refused() -> None:
             plan_partition(SimulationCase(model(3), workers, microbatches, num_steps=steps))
 
 
-def test_balanced_partition() -> None:
-    forward, backward = balanced_partition(8, 3, 4, head_blocks=1)
-    assert forward == ((0, 1), (2, 3), (4, 5))
-    assert backward == ((6, 7), (4, 5), (2, 3), (0, 1))
-    with pytest.raises(RefusedError, match="cannot cut 7 layers into 9 forward stages"):
-        balanced_partition(8, 9, 4)
+def test_even_cut() -> None:
+    """Every block once in each direction, sizes that differ by at most one, the embedding beside the first block."""
+    forward, backward = even_cut(9, 3, 2, beside_head=1)
+    assert forward == ((0, 3), (4, 6))
+    assert backward == ((7, 8), (5, 6), (3, 4), (0, 2))
+    assert even_cut(9, 4, 4, num_free=0) == (((0, 3), (4, 7)), ((8, 8), (4, 7), (0, 3)))
+    assert even_cut(3, 1, 1, beside_head=1) == ((), ((0, 2),))

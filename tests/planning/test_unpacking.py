@@ -22,7 +22,7 @@ from roundpipe_cli.planning.auto_choices import choose_unpacking
 from roundpipe_cli.planning.compare import SimulationCase, StageCut, make_schedule, run
 from roundpipe_cli.planning.predict import make_plan
 from roundpipe_cli.planning.question import ask
-from roundpipe_cli.planning.verdict import stages_of_blocks
+from roundpipe_cli.planning.search.stages import even_cut
 from roundpipe_cli.recipe.load import LoadedRecipe, load_recipe
 from roundpipe_cli.recipe.schema import PipelineConfig
 from roundpipe_cli.schedule.actions import equal_costs
@@ -66,7 +66,7 @@ def test_a_card_with_too_little_memory_falls_back() -> None:
     hardware = parse_hardware("1x4090")
     tried = replace(LARGE, unpacks_once=True)
     costs = analytic_costs(architecture, tried, hardware).costs
-    need = device_need(costs, architecture, tried, hardware, *stages_of_blocks(len(costs.layers), 1)).total_bytes
+    need = device_need(costs, architecture, tried, hardware, *even_cut(len(costs.layers), 1, 1)).total_bytes
 
     def on(memory_bytes: int) -> Any:
         (card,) = hardware.devices
@@ -109,7 +109,7 @@ def test_the_plan_counts_time_and_memory_of_either_way() -> None:
     settings = replace(LARGE, unpacks_once=True)
     costs = analytic_costs(architecture, settings, hardware).costs
     sizes = [
-        device_need(costs, architecture, settings, hardware, *stages_of_blocks(len(costs.layers), blocks))
+        device_need(costs, architecture, settings, hardware, *even_cut(len(costs.layers), blocks, blocks))
         for blocks in (1, 3)
     ]
     counted = [sum(one.num_bytes for one in need.parts if "unpacked" in one.name) for need in sizes]

@@ -17,6 +17,10 @@ from roundpipe_cli.planning.search.stages import StageSums
 
 PATTERNS = ("smaller first", "larger first", "spread")
 """Places of the stages that hold one unit more than the others."""
+COARSE = 12
+"""A deep model is first cut into every so many of these numbers of stages."""
+DENSE = 72
+"""Every number of stages up to this is tried; of more, where stages are all small, only some."""
 
 
 def unit_bounds(sums: StageSums) -> list[int]:
@@ -67,7 +71,7 @@ def make_cells(scorer: BatchScorer, bounds: list[int], chain: RoundChain) -> Cel
     """All cells that may keep the limits, in the order of their guesses, ties in that of the number of stages."""
     numpy = scorer.numpy
     units = len(bounds) - 1
-    count = numpy.arange(0, units + 1)
+    count = _counts(numpy, units)
     forward, later, head = (axis.ravel() for axis in numpy.meshgrid(count, count, count, indexing="ij"))
     body = units - head
     keep = (forward <= body) & (later <= body) & (forward > 0) & (later > 0) | (units + forward + later == 0)
@@ -77,6 +81,15 @@ def make_cells(scorer: BatchScorer, bounds: list[int], chain: RoundChain) -> Cel
     bound, guess = _cell_bounds(scorer, bounds, chain, forward, later=later, head=head)
     order = numpy.lexsort((head, forward, forward + later, guess))
     return Cells(forward, later, head, bound, guess).take(order)
+
+
+def _counts(numpy: Any, most: int) -> Array:
+    """Numbers from 0 to `most` to try: every one up to `DENSE`, from there on in steps of a twelfth and the last."""
+    dense = numpy.arange(min(most, DENSE) + 1)
+    if most <= DENSE:
+        return dense
+    sparse = DENSE * (1 + 1 / 12) ** numpy.arange(1, 200)
+    return numpy.concatenate([dense, numpy.unique(sparse[sparse < most].astype(int)), [most]])
 
 
 def _may_fit(numpy: Any, allowed: Array, bounds: list[int], cells: tuple[Array, Array, Array]) -> Array:
@@ -184,8 +197,11 @@ def neighbours(numpy: Any, sizes: Array, num_forward: int) -> Array:
     """(C, N) partitions with the same numbers of stages, one move away from `sizes` (N,)."""
     count = len(sizes)
     eye = numpy.eye(count, dtype=sizes.dtype)
-    forward = numpy.arange(num_forward)
-    later = numpy.arange(num_forward + 1, count)
+    most = max(2, MOST_MOVED // count)
+    forward, later = (
+        group if len(group) <= most else group[numpy.linspace(0, len(group) - 1, most).astype(int)]
+        for group in (numpy.arange(num_forward), numpy.arange(num_forward + 1, count))
+    )
     moves = [numpy.zeros((0, count), dtype=sizes.dtype)]
     for group in (forward, later):
         source, target = (axis.ravel() for axis in numpy.meshgrid(group, group, indexing="ij"))
@@ -227,6 +243,8 @@ def _recut(sizes: list[int]) -> list[list[int]]:
     return cuts
 
 
+MOST_MOVED = 20_000
+"""Of a partition with many stages only some trade layers, so many divided by their number."""
 MOST_SPLIT = 12
 """Only so many stages at the end are split in pairs: there a short drain gains most."""
 
@@ -273,6 +291,8 @@ SAME = 1e-9
 """Times with a smaller relative difference count as equal."""
 BLOCK = 512
 """Cells that are scored before the best time is looked at again."""
+MOST_WORK = 5e7
+"""Most work of one batch, a fraction of a second."""
 OVERHEAD = 500
 """Fixed cost of a batch, as a number of candidates."""
 
@@ -344,8 +364,9 @@ class Search:
         order = self.numpy.argsort(values, kind="stable")[: self.effort.pattern_cells]
         chosen = cells.take(order[values[order] < INFEASIBLE])
         if len(chosen):
+            limit = self.work + 2 * self.effort.cell_work
             for patterns in [(forward, later) for later in PATTERNS for forward in PATTERNS]:
-                if patterns not in FIRST_PATTERNS:
+                if patterns not in FIRST_PATTERNS and self.work < limit:
                     self._try_cells(chosen, patterns)
         self._improve()
         return sorted(self.found.values())
@@ -354,9 +375,14 @@ class Search:
         """(cells,) the best time of each cell under the first patterns."""
         numpy = self.numpy
         values = numpy.full(len(cells), INFEASIBLE)
+        blocks = [numpy.arange(begin, min(begin + BLOCK, len(cells))) for begin in range(0, len(cells), BLOCK)]
+        if len(self.bounds) > DENSE:  # guesses know little of deep models: look everywhere before looking closely
+            coarse = _counts(numpy, len(self.bounds) - 1)[1::COARSE]
+            is_coarse = numpy.isin(cells.forward, coarse) & numpy.isin(cells.later, coarse)
+            is_coarse &= (cells.head <= 1) | numpy.isin(cells.head, coarse)
+            blocks.insert(0, numpy.flatnonzero(is_coarse))
         limit = self.work + self.effort.cell_work
-        for begin in range(0, len(cells), BLOCK):
-            index = numpy.arange(begin, min(begin + BLOCK, len(cells)))
+        for index in blocks:
             index = index[(cells.bound_s if self.chain.from_round else cells.guess_s)[index] < self.best_s]
             index = index[numpy.argsort((cells.forward + cells.later)[index], kind="stable")]
             for patterns in FIRST_PATTERNS if len(index) else ():
@@ -377,15 +403,19 @@ class Search:
         return values
 
     def score(self, batch: Batch) -> tuple[Array, list[Candidate]]:
-        """(C,) times of those that could beat the best one so far, infinite for the others; and the best of them."""
+        """(C,) times of those that could beat the best one so far, infinite for the others; and the best of them. Of a
+        batch with more than `MOST_WORK` only as many as that, of the least bounds."""
         numpy = self.numpy
         values = numpy.full(len(batch.sizes), INFEASIBLE)
         works, fits = self.scorer.works(batch)
-        fits &= lower_bounds(self.scorer, works, self.chain) < self.best_s
-        index = numpy.flatnonzero(fits)
+        bound_s = lower_bounds(self.scorer, works, self.chain)
+        index = numpy.flatnonzero(fits & (bound_s < self.best_s))
         if not len(index):
             return values, []
-        self.work += (len(index) + OVERHEAD) * works.lead_s.shape[0] * (sum(self.chain.round_sizes) + 10)
+        each = works.lead_s.shape[0] * (sum(self.chain.round_sizes) + 10)
+        if len(index) * each > MOST_WORK:
+            index = numpy.sort(index[numpy.argsort(bound_s[index], kind="stable")[: 1 + int(MOST_WORK) // each]])
+        self.work += (len(index) + OVERHEAD) * each
         values[index] = self.scorer.step_s(works.take(index), self.chain)
         order = numpy.argsort(values, kind="stable")[: self.effort.keep]
         best = [self._candidate(values[i], batch, i) for i in order if values[i] < INFEASIBLE]

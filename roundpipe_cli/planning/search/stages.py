@@ -176,29 +176,23 @@ def even_sizes(total: int, parts: int, *, larger_first: bool) -> tuple[int, ...]
     return tuple(large + small if larger_first else small + large)
 
 
-def balanced_partition(
-    num_layers: int, num_forward_stages: int, num_backward_stages: int, *, head_blocks: int = 0
+def even_cut(
+    num_layers: int, forward_blocks: int, backward_blocks: int, *, beside_head: int = 0, num_free: int = 1
 ) -> tuple[tuple[StageRange, ...], tuple[StageRange, ...]]:
-    """Forward and backward stages with about equal numbers of layers.
+    """Forward and backward stages of at most so many blocks each, as equal as can be.
 
     Args:
         num_layers: all layers; the last one is the head.
-        num_backward_stages: including the stage with the head.
-        head_blocks: layers that the head's stage holds beside the head.
-
-    Raises:
-        RefusedError: more stages than layers.
+        beside_head: blocks in the head's stage.
+        num_free: layers at the start, such as an embedding, that take no time: they join the first block.
     """
-    blocks = num_layers - 1 - head_blocks
-    for direction, parts in (("forward", num_forward_stages), ("backward", num_backward_stages - 1)):
-        if parts > blocks or (parts < 1 and blocks > 0):
-            raise RefusedError(
-                f"cannot cut {blocks} layers into {parts} {direction} stages",
-                found=f"{parts} {direction} stages",
-                expected=f"1 to {blocks}, beside the stage with the head",
-            )
-    forward = even_sizes(blocks, num_forward_stages, larger_first=False) if blocks else ()
-    backward = (1 + head_blocks, *(even_sizes(blocks, num_backward_stages - 1, larger_first=True) if blocks else ()))
+    blocks = num_layers - 1 - num_free - beside_head
+    if blocks <= 0:
+        return (), ((0, num_layers - 1),)
+    forward = list(even_sizes(blocks, -(-blocks // forward_blocks), larger_first=False))
+    backward = [1 + beside_head, *even_sizes(blocks, -(-blocks // backward_blocks), larger_first=True)]
+    forward[0] += num_free
+    backward[-1] += num_free
     return forward_ranges(forward), backward_ranges(backward, num_layers)
 
 
