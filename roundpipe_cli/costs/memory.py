@@ -323,17 +323,16 @@ def host_need(
     stages: tuple[int, int],
     microbatches_per_round: int,
     *,
-    splits_stages: bool = False,
+    waiting_bytes: int = 0,
 ) -> Need:
     """Bytes of host memory at the peak of a step. CPU workers' own memory (`device_need`) is not in it.
 
     Args:
         stages: how many forward and backward.
         microbatches_per_round: whose boundaries are kept together.
-        splits_stages: workers hold a stage together, so gradients of each but one wait for their turn to be added.
+        waiting_bytes: gradients of stages that workers share, which wait for their turn to be added.
     """
     trainable = sum(trainable_params(architecture, settings))
-    waiting = len(hardware.devices) - 1 if splits_stages else 0
     updated = -(-trainable // settings.num_shards)
     size, versions = settings.dtype_bytes, 1 + settings.staleness
     weight_versions = versions if size == 2 else settings.staleness  # float32: the master is the newest weight
@@ -356,7 +355,7 @@ def host_need(
             NeedPart("optimizer state", int(updated * moment_bytes_per_param(settings, architecture.hidden_size))),
             *([NeedPart("temporaries of the optimizer", temporaries)] if temporaries else []),
             NeedPart("gradients", trainable * 4 * versions),
-            *([NeedPart("gradients in line", waiting * trainable * size)] if waiting else []),
+            *([NeedPart("gradients in line", waiting_bytes)] if waiting_bytes else []),
             NeedPart("boundary activations", boundary * (num_inputs + 2) * in_flight),
             *([NeedPart("keys and values of chunks", keys_and_values)] if keys_and_values else []),
             NeedPart("page-locked rings", 2 * PINNED_RING_BYTES * num_gpus),

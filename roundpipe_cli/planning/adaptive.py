@@ -265,6 +265,8 @@ class RunConditions:
     """Bytes of a device's memory that are needed whatever the stages are."""
     microbatches_per_round: int | None = None
     """Upper limit; None: no limit."""
+    waiting_bytes: int | None = None
+    """See `StageLimits`."""
 
 
 class AdaptivePlanner:
@@ -309,7 +311,7 @@ class AdaptivePlanner:
         self._planned = self._given is None
         self._chained = chained and num_workers > 1
         self._weights_stay = conditions.weights_stay and num_workers > 1 and not chained
-        self._most_per_round = conditions.microbatches_per_round
+        self._most_per_round, self._waiting_bytes = conditions.microbatches_per_round, conditions.waiting_bytes
         self._shared_bytes = conditions.shared_bytes
         self._chains: dict[int, tuple[StepChain, float] | None] = {}
         """Schedules by number of microbatches of a step, each with the seconds that a step takes."""
@@ -498,6 +500,6 @@ class AdaptivePlanner:
         """The part of a device's memory that one stage may take."""
         memory_bytes = self.costs.device_memory_bytes
         if memory_bytes is None:
-            return StageLimits(microbatches_per_round=self._most_per_round)
+            return StageLimits(microbatches_per_round=self._most_per_round, waiting_bytes=self._waiting_bytes)
         free = int(DEVICE_SHARE * memory_bytes) - self._shared_bytes
-        return limits_for(self.costs, free, self._most_per_round)
+        return replace(limits_for(self.costs, free, self._most_per_round), waiting_bytes=self._waiting_bytes)

@@ -37,7 +37,15 @@ from roundpipe_cli.planning.cuts import (
     single_cut,
 )
 from roundpipe_cli.planning.partition import LIGHT, plan_partition
-from roundpipe_cli.planning.search.stages import StageLimits, StageSums, even_cut, even_stages, within_limits
+from roundpipe_cli.planning.search.stages import (
+    StageLimits,
+    StageSums,
+    backward_ranges,
+    even_cut,
+    even_sizes,
+    even_stages,
+    within_limits,
+)
 from roundpipe_cli.recipe.schema import PipelineConfig
 from roundpipe_cli.schedule.builders import Options, Rounds, build_schedule, options_of
 from roundpipe_cli.schedule.program import lower
@@ -315,12 +323,15 @@ def chunk_cut(case: SimulationCase, keeps: Keeps | None = None) -> StageCut:
 
 
 def _head_spread(case: SimulationCase) -> Options | None:
-    """The head's microbatches on all workers, if that may be chosen: a trained head's gradients are added up in order,
-    so its workers would wait for each other."""
+    """The head's microbatches on all workers, if that may be chosen. A trained head's gradients then go to the host for
+    each microbatch, and wait there for their turn to be added: only where the host's part is known and has room."""
     costs, head = case.costs, case.costs.layers[-1]
-    is_frozen = costs.has_updates and not (head.grad_bytes or head.optimizer_s)
+    is_frozen = not (head.grad_bytes or head.optimizer_s)
+    room = case.limits.waiting_bytes if case.limits is not None else None
+    fits = room is None or case.num_workers * head.grad_bytes <= room
+    may_wait = is_frozen or (costs.host_bytes_per_s is not None and case.sequence_chunks == 1 and fits)
     is_open = case.auto_head and _leaves_open(case) and case.staleness == 0
-    may = is_open and is_frozen and costs.equal_workers and case.num_workers > 1
+    may = is_open and costs.has_updates and costs.equal_workers and case.num_workers > 1 and may_wait
     return Options(head_workers=case.num_workers) if may else None
 
 
@@ -342,8 +353,7 @@ def _chunk_cut(case: SimulationCase, keeps: Keeps | None) -> StageCut:
 
 def choose_dealing(planned: StageCut, case: SimulationCase, keeps: Keeps | None = None) -> StageCut:
     """The planner's stages in turn, or where a simulated step is faster so: if workers differ in speed, earliest-free
-    dispatch with stages that suit it; if they are equal and the head is frozen, stages that several share. Not under
-    published accounting.
+    dispatch with stages that suit it; if they are equal, stages that several share. Not under published accounting.
 
     The planner leaves out workers that would only hold the others up, so no choice is slower than without them.
     """
@@ -364,12 +374,12 @@ def _shared_out(planned: StageCut, spread: Options, case: SimulationCase, keeps:
     Args:
         spread: the head on all workers.
     """
-    # One block a stage and long rounds: of all cuts tried, what suits a head that costs each worker little.
-    stages = even_cut(len(case.costs.layers), 1, 1)
     longest = max(2 * case.num_workers, planned.microbatches_per_round or 0)
+    rounds = sorted({min(case.num_microbatches, size) for size in (2 * case.num_workers, longest)})
     wide = [
         StageCut(*stages, per_round, dealing=spread, explanation=(spread.why,))
-        for per_round in sorted({min(case.num_microbatches, size) for size in (2 * case.num_workers, longest)})
+        for stages in _fine_stages(case)
+        for per_round in rounds
     ]
     short = replace(case, num_microbatches=min(case.num_microbatches, MAX_JUDGED_ROUNDS * case.num_workers))
     best, ends = planned, _step_ends(planned, short)
@@ -386,6 +396,19 @@ def _shared_out(planned: StageCut, spread: Options, case: SimulationCase, keeps:
         if other.makespan_s < least_s and other.links_s <= MAX_HOST_SHARE * other.makespan_s:
             best, least_s = cut, other.makespan_s
     return best
+
+
+def _fine_stages(case: SimulationCase) -> Iterator[tuple[tuple[StageRange, ...], tuple[StageRange, ...]]]:
+    """One block a stage: of all cuts tried, what suits a head that costs each worker little. Beside a trained head,
+    whose gradients take host memory, coarser backward stages too, which leave more of it."""
+    num_layers, workers = len(case.costs.layers), case.num_workers
+    yield even_cut(num_layers, 1, 1)
+    if case.costs.layers[-1].grad_bytes:
+        forward, single = even_cut(num_layers, 1, 1)
+        for count in (3 * workers, 5 * workers // 2, 2 * workers):
+            if count < len(single) - 1:
+                sizes = even_sizes(num_layers - 2, count, larger_first=True)
+                yield forward, backward_ranges([1, *sizes[:-1], sizes[-1] + 1], num_layers)
 
 
 def _splits(cut: StageCut, ends: Ends, case: SimulationCase, keeps: Keeps | None) -> Iterator[StageCut]:

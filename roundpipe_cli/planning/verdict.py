@@ -9,6 +9,7 @@ from roundpipe_cli.costs.hardware import Device, Hardware
 from roundpipe_cli.costs.memory import (
     DEVICE_SHARE,
     Need,
+    NeedPart,
     cpu_workers_need,
     device_need,
     disk_need,
@@ -61,9 +62,11 @@ def judge(
     costs = analytic.costs
     device = device_need(costs, architecture, settings, hardware, cut.forward_stages, cut.backward_stages)
     stages = len(cut.forward_stages), len(cut.backward_stages)
-    splits = cut.dealing is not None and cut.dealing.splits_stages and not any(one.is_cpu for one in hardware.devices)
+    head_bytes, waiting_bytes = _waiting_bytes(settings, hardware, analytic, cut)
+    if head_bytes:
+        device = Need((*device.parts, NeedPart("a gradient of the head on its way to the host", head_bytes)))
     per_round = cut.microbatches_per_round
-    host = host_need(costs, architecture, settings, hardware, stages, per_round, splits_stages=splits)
+    host = host_need(costs, architecture, settings, hardware, stages, per_round, waiting_bytes=waiting_bytes)
     if any(one.is_cpu for one in hardware.devices):
         of_stages = cut.forward_stages, cut.backward_stages
         needs = (costs, architecture, settings, hardware, of_stages, cut.microbatches_per_round)
@@ -75,6 +78,20 @@ def judge(
     if hardware.disk_free_bytes is not None:
         reasons.append(_reason("disk", disk, hardware.disk_free_bytes, hardware.disk_free_bytes))
     return Verdict(device, host, loading, disk, tuple(reason for reason in reasons if reason is not None))
+
+
+def _waiting_bytes(
+    settings: TrainingSettings, hardware: Hardware, analytic: AnalyticCosts, cut: StageCut
+) -> tuple[int, int]:
+    """Gradients of stages that several GPUs share: of a trained head on a device while another one is computed, and of
+    all that wait in the host's memory for their turn to be added."""
+    dealing, workers = cut.dealing, len(hardware.devices)
+    if dealing is None or any(one.is_cpu for one in hardware.devices):
+        return 0, 0
+    if dealing.splits_stages:  # of each worker but one, all that it trains
+        return 0, (workers - 1) * analytic.trainable_params * settings.dtype_bytes
+    head_bytes = analytic.costs.layers[-1].grad_bytes if dealing.head_workers > 1 else 0
+    return head_bytes, min(dealing.head_workers, workers) * head_bytes
 
 
 def judge_coarsest(

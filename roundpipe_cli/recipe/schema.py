@@ -286,8 +286,8 @@ class PipelineConfig:
     Where all of them fit and the simulator finds it faster, stages count on that: each microbatch stays on one GPU."""
     head_workers: Literal["auto"] | PositiveInt = "auto"
     """Workers that share the microbatches of the stage with the LM head (roundpipe only). Pays where the head takes
-    much of a step and is frozen (LoRA): a trained head's gradients are added up in order, so its workers may wait for
-    each other. `auto` is all GPUs where the head is frozen and the simulator finds a step faster so, else 1."""
+    much of a step. A trained head's gradients then go to the host for each microbatch and wait there to be added in
+    order. `auto` is all GPUs where the simulator finds a step faster so and the memory suffices, else 1."""
     dispatch: Literal["auto", "round_robin", "earliest_free"] = "auto"
     """Who gets the next stage (roundpipe only): the next worker in turn, or for every microbatch the one that would be
     done with it first, which suits workers of different speed. `auto` is the latter where the first steps show that
@@ -583,7 +583,7 @@ class Recipe:
     def may_hold_all_weights(self) -> bool:
         """Whether GPUs may hold all frozen weights, and stages be cut and dealt out for that, as far as the recipe
         goes: it leaves the cache, the stages and their dealing to us. Not with preference pairs, of which a microbatch
-        has twice the rows, or a trained head, whose gradients are added up in order."""
+        has twice the rows, or a trained head, whose gradients are large."""
         pipeline = self.pipeline
         is_plain = self.method == "lora" and not self.trains_pairs and not self.lora.modules_to_save
         is_cache_open = is_plain and pipeline.weight_cache == "auto" and pipeline.num_chunks == 1

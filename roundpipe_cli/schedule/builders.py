@@ -84,7 +84,7 @@ class Options:
             )
         if self.earliest_free:
             return "earliest-free dispatch: each microbatch of a stage goes to the worker that ends it first"
-        return "the head is frozen, so all workers share its microbatches: faster here than one worker in turn"
+        return "all workers share the head's microbatches: faster here than one worker in turn"
 
 
 @dataclass(frozen=True, slots=True)

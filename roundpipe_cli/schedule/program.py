@@ -419,10 +419,11 @@ class _Lowering:
         visits = [(index, visit) for index, visit in enumerate(self.visits) if visit.step == step]
         for index, visit in visits:
             backwards = [op_id for op_id in visit.ops if self.ops[op_id].kind is Kind.BACKWARD]
-            num_bytes = sum(layer.grad_bytes for layer in self.layers[visit.layers[0] : visit.layers[1] + 1])
+            layers = range(visit.layers[0], visit.layers[1] + 1)
+            num_bytes = sum(self.layers[layer].grad_bytes for layer in layers)
             if backwards and num_bytes:
                 leaves = visit.layers in self.host_folded
-                size = num_bytes // 4 * self.leaving_bytes if leaves else num_bytes
+                size = sum(map(self._leaving, layers)) if leaves else num_bytes
                 for op in map(self.ops.__getitem__, backwards if leaves else backwards[-1:]):
                     load = _Load(WEIGHT_GRADIENT, size, visit=index)
                     download = self._transfer(DOWN, op, load, (LAST, op.id), deps=[op.id])
@@ -446,6 +447,12 @@ class _Lowering:
                 following = next((op_id for op_id in row if self.ops[op_id].step == step + 1), None)
                 if following is not None:
                     self.ops[following].deps.append(gate)
+
+    def _leaving(self, layer: int) -> int:
+        """Bytes of one microbatch's gradients of a layer on their way to the host's sum; the head's are a float32 sum
+        over chunks of its tokens."""
+        size = 4 if layer == len(self.layers) - 1 else self.leaving_bytes
+        return self.layers[layer].grad_bytes // 4 * size
 
     def add_layer_updates(self, step: int, deps: list[int]) -> None:
         """One update for each layer that has any."""

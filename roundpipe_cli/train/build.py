@@ -47,6 +47,10 @@ HOST_SHARE = 0.5
 ROUND_SHARE = 0.25
 """Share of the same, for the inputs of all layers of a round's microbatches. One microbatch per worker is always
 allowed."""
+WAITING_SHARE = 0.5
+"""Share of what is free beside gradient sums and moments, for a shared head's gradients that wait for their turn."""
+UNTOUCHED_BYTES = 12
+"""Bytes of a trained parameter's sum and moments, which no step has written yet."""
 
 
 def make_engine(setup: Setup, *, count_bytes: bool = False) -> Engine:
@@ -131,6 +135,8 @@ def make_planner(setup: Setup, *, chained: bool = False) -> AdaptivePlanner:
     update_bytes = OPTIMIZERS[recipe.optim].update_bytes
     device = AssumedDevice("cuda" if on_gpu else "cpu", memory, link_bytes_per_s, host_bytes_per_s, update_bytes)
     costs = rough_costs(sizes, device, method=recipe.method, tokens=form.tokens)
+    untouched = UNTOUCHED_BYTES * sum(layout.num_trainable_elements for layout in layouts)
+    waiting_bytes = max(0, int(WAITING_SHARE * (host_memory().available_bytes - untouched)))
     room = int(ROUND_SHARE * host_memory().available_bytes / sum(layer.boundary_bytes for layer in costs.layers))
     return AdaptivePlanner(
         costs,
@@ -142,6 +148,7 @@ def make_planner(setup: Setup, *, chained: bool = False) -> AdaptivePlanner:
             microbatches_per_round=max(room, len(setup.devices), recipe.pipeline.num_chunks),
             weights_stay=not on_gpu and recipe.may_hold_all_weights,
             shared_bytes=memory_parts.shared_bytes,
+            waiting_bytes=waiting_bytes,
         ),
     )
 

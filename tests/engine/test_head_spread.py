@@ -1,4 +1,4 @@
-"""`pipeline.head_workers: auto`: a frozen head's microbatches on all workers where that makes a step faster."""
+"""`pipeline.head_workers: auto`: the head's microbatches on all workers where that makes a step faster."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from roundpipe_cli.planning.adaptive import AdaptivePlanner, ProfileCache
 from roundpipe_cli.planning.choose import choose
 from roundpipe_cli.planning.compare import SimulationCase, StageCut, run
 from roundpipe_cli.planning.predict import make_plan
+from roundpipe_cli.planning.search.stages import StageLimits
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.recipe.schema import PipelineConfig
 from roundpipe_cli.schedule.actions import Kind, Schedule
@@ -38,6 +39,19 @@ def head_workers(schedule: Schedule) -> int:
     return max(map(len, workers.values()))
 
 
+@pytest.mark.parametrize(("room", "shared"), [(None, True), (WORKERS * 10**9, True), (WORKERS * 10**9 - 1, False)])
+def test_a_trained_head_is_shared_where_its_gradients_may_wait(room: int | None, shared: bool) -> None:
+    trained = replace(costs(head_s=8.0, trained_head=True), host_bytes_per_s=100e9)
+    limits = StageLimits(waiting_bytes=room)
+    question = SimulationCase(trained, WORKERS, MICROBATCHES, auto_head=True, limits=limits)
+    alone = replace(question, auto_head=False)
+    chosen = choose("roundpipe", question)
+    assert chosen.dealing == (SPREAD if shared else None)
+    if shared:
+        planned_s = run("roundpipe", choose("roundpipe", alone), alone).step_s
+        assert run("roundpipe", chosen, question).step_s < 0.99 * planned_s
+
+
 def test_a_long_frozen_head_is_shared_by_all() -> None:
     question = SimulationCase(costs(), WORKERS, MICROBATCHES, auto_head=True)
     chosen = choose("roundpipe", question)
@@ -59,7 +73,15 @@ def test_a_long_frozen_head_is_shared_by_all() -> None:
         SimulationCase(costs(), 1, MICROBATCHES, auto_head=True),
         SimulationCase(costs(), WORKERS, MICROBATCHES),
     ],
-    ids=["trained", "nothing is known of gradients", "short", "staleness 1", "published", "one worker", "not asked"],
+    ids=[
+        "trained, the host unknown",
+        "nothing is known of gradients",
+        "short",
+        "staleness 1",
+        "published",
+        "one worker",
+        "not asked",
+    ],
 )
 def test_otherwise_one_worker_has_it(question: SimulationCase) -> None:
     assert choose("roundpipe", question).dealing is None

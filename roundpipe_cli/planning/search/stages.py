@@ -31,6 +31,8 @@ class StageLimits:
     """Limit of the first backward stage, without its logits; None: as `backward_bytes`."""
     microbatches_per_round: int | None = None
     """Longest round: the host keeps the boundaries of all its microbatches."""
+    waiting_bytes: int | None = None
+    """Host memory for gradients of a trained head that wait for their turn to be added."""
 
     def keeps_round(self, microbatches: int) -> bool:
         """Whether a round may have this many microbatches."""
