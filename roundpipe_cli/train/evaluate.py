@@ -273,8 +273,7 @@ class Evaluator:
             self._tell(Notice(f"{what} are gone; the search begins anew"))
             return False
         try:
-            if not verify_best(folder):
-                self._tell(Notice(f"{what} are of an earlier release, which wrote no checksums: they are taken as is"))
+            verify_best(folder)
         except (DamagedError, OSError) as damage:
             self._tell(Notice(f"{what} are damaged: {damage}; the search begins anew"))
             return False

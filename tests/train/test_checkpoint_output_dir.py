@@ -29,8 +29,9 @@ from roundpipe_cli.train.checkpoint.output_dir import (
 )
 from roundpipe_cli.train.checkpoint.reading import load_newest
 from roundpipe_cli.train.checkpoint.rewind import truncate_metrics
-from roundpipe_cli.train.checkpoint.writing import list_checkpoints, save_checkpoint
+from roundpipe_cli.train.checkpoint.writing import list_checkpoints
 from roundpipe_cli.train.monitor.telemetry import append_row
+from tests.support.checkpoints import save_groups
 
 _NUM_ELEMENTS = 20_000
 
@@ -38,7 +39,7 @@ _NUM_ELEMENTS = 20_000
 def _save(folder: Path, step: int, keep: int = 2) -> None:
     """All values of a checkpoint are its step, so a mixture of two would show."""
     tensors = {f"block.{layer}": torch.full((_NUM_ELEMENTS,), float(step)) for layer in range(3)}
-    save_checkpoint(folder, step, {"masters": tensors, "moments": tensors}, {"step": step}, keep=keep)
+    save_groups(folder, step, {"masters": tensors, "moments": tensors}, {"step": step}, keep=keep)
 
 
 def _fork(work: Callable[[], None]) -> int:

@@ -25,8 +25,8 @@ from roundpipe_cli.train.checkpoint.writing import (
     TensorSpec,
     TensorStream,
     list_checkpoints,
-    save_checkpoint,
 )
+from tests.support.checkpoints import save_groups
 from tests.support.os_calls import replace_os_call
 
 
@@ -42,7 +42,7 @@ def _group(step: int) -> dict[str, torch.Tensor]:
 
 def _save(folder: Path, step: int, keep: int = 2) -> Path:
     meta = {"cursor": step * 8, "loss_hex": (1 / (step + 1)).hex()}
-    return save_checkpoint(folder, step, {"masters": _group(step), "moments": _group(step + 1000)}, meta, keep=keep)
+    return save_groups(folder, step, {"masters": _group(step), "moments": _group(step + 1000)}, meta, keep=keep)
 
 
 def _assert_is(loaded: Checkpoint, step: int) -> None:
@@ -62,13 +62,13 @@ def _names(folder: Path) -> list[str]:
 
 def test_round_trip_of_every_dtype_and_shape(tmp_path: Path) -> None:
     tensors: dict[str, torch.Tensor] = {}
-    for dtype in DTYPE_NAMES:
+    for dtype in DTYPE_NAMES.keys() - {torch.float8_e8m0fnu}:  # which has no zero
         for shape in ((), (0, 4), (3,), (2, 3, 5)):
             values = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
             tensors[f"{dtype}{shape}"] = values.to(dtype)
     tensors["transposed"] = torch.randn(4, 6).t()
     tensors["nan"] = torch.tensor([float("nan"), float("inf"), -0.0])
-    path = save_checkpoint(tmp_path, 1, {"all": tensors}, {}, keep=2)
+    path = save_groups(tmp_path, 1, {"all": tensors}, {}, keep=2)
 
     with safe_open(str(path / "all.safetensors"), framework="pt") as file:  # the library itself reads it
         assert set(file.keys()) == set(tensors)
@@ -90,7 +90,7 @@ def test_a_stream_is_taken_one_tensor_at_a_time(tmp_path: Path) -> None:
             yield f"block.{layer}", ring
 
     specs = tuple(TensorSpec(f"block.{layer}", torch.float32, (1000,)) for layer in range(20))
-    save_checkpoint(tmp_path, 3, {"masters": TensorStream(specs, layers())}, {}, keep=2)
+    save_groups(tmp_path, 3, {"masters": TensorStream(specs, layers())}, {}, keep=2)
     tensors = load_newest(tmp_path).tensors("masters")
     assert list(tensors) == [spec.name for spec in specs]
     assert all(torch.equal(tensors[f"block.{layer}"], torch.full((1000,), float(layer))) for layer in range(20))
@@ -100,10 +100,10 @@ def test_a_stream_that_breaks_its_word_commits_nothing(tmp_path: Path) -> None:
     specs = (TensorSpec("a", torch.float32, (2,)), TensorSpec("b", torch.float32, (2,)))
     for tensors in ([("a", torch.ones(2))], [("a", torch.ones(2)), ("b", torch.ones(3))]):
         with pytest.raises(ValueError, match="announced"):
-            save_checkpoint(tmp_path, 1, {"masters": TensorStream(specs, tensors)}, {}, keep=2)
+            save_groups(tmp_path, 1, {"masters": TensorStream(specs, tensors)}, {}, keep=2)
     misaligned = (TensorSpec("a", torch.uint8, (3,)), TensorSpec("b", torch.float32, (2,)))
     with pytest.raises(ValueError, match="larger element sizes first"):
-        save_checkpoint(tmp_path, 1, {"masters": TensorStream(misaligned, [])}, {}, keep=2)
+        save_groups(tmp_path, 1, {"masters": TensorStream(misaligned, [])}, {}, keep=2)
     assert _names(tmp_path) == []
 
 
@@ -153,7 +153,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_only_reported(
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(store, "remove_tree", failing)
-    save_checkpoint(tmp_path, 3, {"masters": _group(3)}, {}, keep=2, warn=warnings.append)
+    save_groups(tmp_path, 3, {"masters": _group(3)}, {}, keep=2, warn=warnings.append)
     assert len(warnings) == 1 and ".del-step-00000001" in warnings[0]
     assert load_newest(tmp_path).step == 3
     monkeypatch.undo()
@@ -175,7 +175,7 @@ def test_saving_a_step_again(tmp_path: Path) -> None:
     first = _save(tmp_path, 5)
     inode = first.stat().st_ino
     assert _save(tmp_path, 5).stat().st_ino == inode  # the same state: kept
-    save_checkpoint(tmp_path, 5, {"masters": _group(9)}, {"changed": True}, keep=2)
+    save_groups(tmp_path, 5, {"masters": _group(9)}, {"changed": True}, keep=2)
     assert load_newest(tmp_path).meta == {"changed": True}
     assert _names(tmp_path) == ["step-00000005"]
 
@@ -304,19 +304,11 @@ def test_a_checkpoint_named_by_hand_is_not_replaced_by_another(two: Path) -> Non
         load_newest(two, path=two / "step-00000077")
 
 
-def test_a_newer_format_is_refused_with_both_versions(two: Path) -> None:
-    path = two / "step-00000020" / "manifest.json"
-    manifest = json.loads(path.read_text())
-    path.write_text(json.dumps({**manifest, "format_version": 99, "novelty": []}))
-    with pytest.raises(NoCheckpointError, match=r"(?s)version 99.*version 1"):
-        load_newest(two)
-
-
-@pytest.mark.parametrize("evaluation", [3.0, [], "x", None, {"best_step": [1]}, {"best_step": True}], ids=str)
+@pytest.mark.parametrize("evaluation", [3.0, [], "x", None, {"kept_step": [1]}, {"kept_step": True}], ids=str)
 def test_an_evaluation_that_is_none_has_no_best_step(tmp_path: Path, evaluation: Any) -> None:
     """Story: with a manifest made to fit it, the run called it a bug of ours."""
-    for step, meta in ((1, {"evaluation": {"best_step": 1, "best_loss": 0.5}}), (2, {"evaluation": evaluation})):
-        save_checkpoint(tmp_path, step, {"masters": _group(step)}, meta, keep=3)
+    for step, meta in ((1, {"evaluation": {"kept_step": 1, "kept_loss": 0.5}}), (2, {"evaluation": evaluation})):
+        save_groups(tmp_path, step, {"masters": _group(step)}, meta, keep=3)
     assert [kept_step_of(tmp_path / f"step-{step:08}") for step in (1, 2, 3)] == [1, None, None]
 
 
@@ -485,7 +477,7 @@ def test_a_folder_that_cannot_be_listed_keeps_the_new_checkpoint(
         return whole(folder)
 
     monkeypatch.setattr(store, "list_checkpoints", failing)
-    save_checkpoint(tmp_path, 3, {"masters": _group(3)}, {}, keep=2, warn=told.append)
+    save_groups(tmp_path, 3, {"masters": _group(3)}, {}, keep=2, warn=told.append)
     monkeypatch.undo()
     assert calls == 2 and "could not look for old checkpoints" in told[0]
     assert [step for step, _ in list_checkpoints(tmp_path)] == [3, 2, 1]

@@ -16,20 +16,19 @@ import torch
 
 from roundpipe_cli.errors import RefusedError, ResourceError
 from roundpipe_cli.files import append_line
-from roundpipe_cli.recipe.schema import Recipe, plain_data
+from roundpipe_cli.recipe.schema import LoraConfig, Recipe, plain_data
 from roundpipe_cli.train.checkpoint import writing as store
 from roundpipe_cli.train.checkpoint.output_dir import RunState, is_of_other_run, list_best, named_checkpoint, read_state
 from roundpipe_cli.train.checkpoint.reading import Checkpoint, load_newest
 from roundpipe_cli.train.checkpoint.resume import (
-    BY_LENGTH,
-    DECAYED,
     check_not_past_end,
     check_unchanged,
     is_complete,
     may_ask_for_more,
 )
 from roundpipe_cli.train.checkpoint.rewind import RowDigest, copy_records, rewind
-from roundpipe_cli.train.checkpoint.writing import list_checkpoints, save_checkpoint
+from roundpipe_cli.train.checkpoint.writing import list_checkpoints
+from tests.support.checkpoints import save_groups
 from tests.support.os_calls import replace_os_call
 
 CALLS = ("rename", "replace", "fsync", "mkdir", "write", "open", "unlink")
@@ -44,7 +43,7 @@ def steps_in(path: Path) -> list[int]:
 
 
 def save(folder: Path, step: int, keep: int = 5) -> None:
-    save_checkpoint(folder, step, {"masters": {"w": torch.tensor(float(step))}}, {"recipe": {}}, keep=keep)
+    save_groups(folder, step, {"masters": {"w": torch.tensor(float(step))}}, {"recipe": {}}, keep=keep)
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +175,7 @@ def test_a_full_disk_takes_what_is_set_aside_first(tmp_path: Path, monkeypatch: 
     rewind(folder, 4, num_steps=12, say=lambda text: None)
     monkeypatch.setattr(store, "free_bytes", lambda path: 10**12 if not list(folder.glob("*-step-*12")) else 0)
     told: list[str] = []
-    save_checkpoint(folder, 5, {"masters": {"w": torch.ones(1)}}, {}, keep=5, warn=told.append)
+    save_groups(folder, 5, {"masters": {"w": torch.ones(1)}}, {}, keep=5, warn=told.append)
     removed = {"step-00000012", "best-00000012"} - {path.name[len("set-aside-") :] for path in folder.glob("set-*")}
     assert "step-00000012" in removed and (folder / "set-aside-step-00000008").is_dir()
     assert len(told) == len(removed) and "no room" in told[0]
@@ -232,9 +231,7 @@ def test_a_finished_run_is_continued_where_the_recipe_grew(
     from roundpipe_cli.recipe.load import resolved_yaml
 
     if where == "checkpoint":
-        save_checkpoint(
-            tmp_path, 9, {"masters": {"w": torch.ones(1)}}, {"recipe": plain_data(recipe_of(**old))}, keep=2
-        )
+        save_groups(tmp_path, 9, {"masters": {"w": torch.ones(1)}}, {"recipe": plain_data(recipe_of(**old))}, keep=2)
     else:  # its checkpoints were deleted
         (tmp_path / "recipe.yaml").write_text(resolved_yaml(recipe_of(**old)))
     assert may_ask_for_more(tmp_path, recipe_of(**new)) is more
@@ -281,7 +278,7 @@ def make_recorded_run(folder: Path) -> Path:
             digests[name].add(append_line(folder / name, json.dumps({"step": step, "loss": 1 / step})))
         if step % 4 == 0:
             records = {name: digest.state() for name, digest in digests.items()}
-            save_checkpoint(folder, step, {"masters": {"w": torch.ones(1)}}, {"recipe": {}, "records": records}, keep=5)
+            save_groups(folder, step, {"masters": {"w": torch.ones(1)}}, {"recipe": {}, "records": records}, keep=5)
     return folder
 
 
@@ -356,7 +353,7 @@ def test_a_copy_of_another_runs_records(tmp_path: Path, recorded: Path) -> None:
     (target / "metrics.jsonl").write_text(rows(1, 2))  # of a try that was killed
     said: list[str] = []
     for _ in range(2):
-        copy_records(other / "step-00000008", {"evaluation": {"best_step": 4, "best_loss": 1.0}}, target, said.append)
+        copy_records(other / "step-00000008", {"evaluation": {"kept_step": 4, "kept_loss": 1.0}}, target, said.append)
         rewind(target, 8, num_steps=12, say=said.append)
         assert steps_in(target / "metrics.jsonl") == list(range(1, 9)) and steps_in(target / "eval.jsonl") == [4, 8]
     assert (target / "best-00000004" / "best.json").is_file() and not list(target.glob(".tmp-*"))
@@ -364,52 +361,8 @@ def test_a_copy_of_another_runs_records(tmp_path: Path, recorded: Path) -> None:
     assert "stays as it is" in said[0]
 
 
-def test_epochs_may_give_way_to_as_many_steps() -> None:
-    """`max_steps` beside a recipe that had epochs only: longer is free, shorter is refused."""
-    dataset = SimpleNamespace(content_hash="d")
-    tokenizer = SimpleNamespace(get_vocab=dict, special_tokens_map={})
-    saved = {"recipe": plain_data(recipe_of()), "num_steps": 9}
-
-    def check(max_steps: int) -> None:
-        setup: Any = SimpleNamespace(
-            fused=None,
-            recipe=recipe_of(max_steps=max_steps),
-            dataset=dataset,
-            tokenizer=tokenizer,
-            model_hash="",
-            config_hash="",
-            start_hash="",
-        )
-        check_unchanged(saved, setup, [])
-
-    check(9)
-    check(18)
-    with pytest.raises(RefusedError, match="max_steps: changed"):
-        check(8)
-
-
-def test_a_key_that_recipes_once_had_is_no_change_where_it_was_off() -> None:
-    setup: Any = SimpleNamespace(
-        fused=None,
-        recipe=recipe_of(),
-        dataset=SimpleNamespace(content_hash="d"),
-        tokenizer=SimpleNamespace(get_vocab=dict, special_tokens_map={}),
-        model_hash="",
-        config_hash="",
-        start_hash="",
-    )
-    saved = plain_data(setup.recipe)
-    check_unchanged({"recipe": {**saved, "fp8_products": False}}, setup, [])
-    with pytest.raises(RefusedError, match="fp8_products: changed") as refused:
-        check_unchanged({"recipe": {**saved, "fp8_products": True}}, setup, [])
-    assert "add --allow-changed fp8_products" in str(refused.value.problems[0].hint)
-    check_unchanged({"recipe": {**saved, "fp8_products": True}}, setup, ["fp8_products"])
-
-
-def test_decay_of_norms_is_not_given_up_in_the_middle_of_a_run() -> None:
-    """Runs begun when weight decay shrank norms too continue under the new rule only if that is asked for."""
-    recipe = recipe_of(method="full", weight_decay=0.1)
-    setup: Any = SimpleNamespace(
+def unchanged_setup(recipe: Recipe) -> Any:
+    return SimpleNamespace(
         fused=None,
         recipe=recipe,
         dataset=SimpleNamespace(content_hash="d"),
@@ -418,28 +371,31 @@ def test_decay_of_norms_is_not_given_up_in_the_middle_of_a_run() -> None:
         config_hash="",
         start_hash="",
     )
-    old = {"recipe": plain_data(recipe), "num_steps": 9}
-    with pytest.raises(RefusedError, match="weight_decay .of which weights.: changed"):
-        check_unchanged(old, setup, [])
-    check_unchanged(old, setup, ["weight_decay"])
-    check_unchanged(old | {"decayed": DECAYED}, setup, [])
 
 
-def test_rows_do_not_meet_others_in_the_middle_of_a_run() -> None:
-    """Runs begun when rows met in the order of the epoch continue by length only if that is asked for."""
-    setup: Any = SimpleNamespace(
-        fused=None,
-        recipe=recipe_of(micro_batch_size=2),
-        dataset=SimpleNamespace(content_hash="d"),
-        tokenizer=SimpleNamespace(get_vocab=dict, special_tokens_map={}),
-        model_hash="",
-        config_hash="",
-        start_hash="",
-    )
-    old = {"recipe": plain_data(setup.recipe), "num_steps": 9}
-    with pytest.raises(RefusedError, match="micro_batch_size .which rows meet.: changed"):
-        check_unchanged(old, setup, [])
-    check_unchanged(old, setup, ["micro_batch_size"])
-    check_unchanged(old | {"grouping": BY_LENGTH}, setup, [])
-    setup.recipe = recipe_of(micro_batch_size=1)
-    check_unchanged(old | {"recipe": plain_data(setup.recipe)}, setup, [])
+def test_epochs_may_give_way_to_as_many_steps() -> None:
+    """`max_steps` beside a recipe that had epochs only: longer is free, shorter is refused."""
+    saved = {"recipe": plain_data(recipe_of()), "num_steps": 9}
+    for max_steps in (9, 18):
+        check_unchanged(saved, unchanged_setup(recipe_of(max_steps=max_steps)), [])
+    with pytest.raises(RefusedError, match="max_steps: changed"):
+        check_unchanged(saved, unchanged_setup(recipe_of(max_steps=8)), [])
+
+
+def test_a_key_that_recipes_once_had_is_no_change_where_it_was_off() -> None:
+    setup = unchanged_setup(recipe_of())
+    saved = plain_data(setup.recipe)
+    check_unchanged({"recipe": {**saved, "fp8_products": False}}, setup, [])
+    with pytest.raises(RefusedError, match="fp8_products: changed") as refused:
+        check_unchanged({"recipe": {**saved, "fp8_products": True}}, setup, [])
+    assert "add --allow-changed fp8_products" in str(refused.value.problems[0].hint)
+    check_unchanged({"recipe": {**saved, "fp8_products": True}}, setup, ["fp8_products"])
+
+
+def test_keys_that_came_later_count_as_their_default() -> None:
+    setup = unchanged_setup(recipe_of(lora=LoraConfig(dropout=0.1)))
+    saved = plain_data(setup.recipe)
+    del saved["weight_decay"], saved["lora"]["dropout"]
+    with pytest.raises(RefusedError) as caught:
+        check_unchanged({"recipe": saved}, setup, [])
+    assert [problem.where for problem in caught.value.problems] == ["lora.dropout"]

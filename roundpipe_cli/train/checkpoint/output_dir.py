@@ -68,9 +68,8 @@ def best_folder(output_dir: Path, step: int) -> Path:
 
 
 def kept_weights(state: Mapping[str, Any] | None) -> tuple[int | None, float]:
-    """(step, loss) of the kept weights in a checkpoint's state; those of the best evaluation where it does not say."""
-    state = state or {}
-    step, loss = (state.get(key, state.get(f"best_{key[5:]}")) for key in ("kept_step", "kept_loss"))
+    """(step, loss) of the kept weights in a checkpoint's state."""
+    step, loss = ((state or {}).get(key) for key in ("kept_step", "kept_loss"))
     return (None, math.inf) if step is None or loss is None else (int(step), float(loss))
 
 

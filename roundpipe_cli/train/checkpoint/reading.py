@@ -124,7 +124,7 @@ def kept_step_of(folder: Path) -> int | None:
     """The step whose weights a checkpoint counts on as the best ones kept; None: it names none, or cannot be read."""
     evaluation = (peek(folder) or {}).get("evaluation")
     state = evaluation if isinstance(evaluation, dict) else {}
-    step = state.get("kept_step", state.get("best_step"))  # earlier releases kept the weights of each best evaluation
+    step = state.get("kept_step")
     return step if type(step) is int else None
 
 

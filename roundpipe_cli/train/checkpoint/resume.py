@@ -57,12 +57,6 @@ MODEL_KEY = "model (files)"
 CONFIG_KEY = "model (config.json)"
 START_KEY = "lora.start_from (files)"
 FUSED_KEY = "kernels (fused modules)"
-DECAY_KEY = "weight_decay (of which weights)"
-DECAYED = "all but norms and biases"
-GROUPING_KEY = "micro_batch_size (which rows meet)"
-BY_LENGTH = "rows of like length"
-BEFORE_THE_KEY: Mapping[str, Any] = {"kernels": "reference"}
-"""Key -> value that releases without the key used, where it is not the default."""
 MICROBATCH_KEYS = ("micro_batch_size", "gradient_accumulation_steps", "micro_batch_tokens")
 """Keys that decide how a step's rows are grouped."""
 USED_KEYS = (*MICROBATCH_KEYS, *GROWING_KEYS, "packing")
@@ -130,8 +124,6 @@ def run_state(setup: Setup, loss_scale: float, seconds: float) -> dict[str, Any]
         "config_hash": setup.config_hash,
         "start_hash": setup.start_hash,
         "fused": fused_counts(setup.fused),
-        "decayed": DECAYED,
-        "grouping": BY_LENGTH,
         "loss_scale": loss_scale,
         "training_s": seconds,
     }
@@ -268,10 +260,6 @@ def check_unchanged(saved: Mapping[str, Any], setup: Setup, allowed: Sequence[st
         is_implied = key == FUSED_KEY and any(changed == "kernels" for changed, _, _ in changes)
         if name in saved and saved.get(name) != now and not is_implied:
             changes.append((key, saved.get(name), now))
-    if setup.recipe.method == "full" and setup.recipe.weight_decay and saved.get("decayed") != DECAYED:
-        changes.append((DECAY_KEY, saved.get("decayed", "all"), DECAYED))
-    if setup.recipe.rows_per_microbatch > 1 and saved.get("grouping") != BY_LENGTH:
-        changes.append((GROUPING_KEY, saved.get("grouping", "rows in the order of the epoch"), BY_LENGTH))
     changes = [change for change in changes if not _is_longer(saved, *change) and not _was_off(*change)]
     if _as_advised(saved.get("fit"), old_recipe, setup.recipe):
         changes = [change for change in changes if change[0] not in MICROBATCH_KEYS]
@@ -312,7 +300,7 @@ def _as_advised(fit: Mapping[str, Any] | None, old: Mapping[str, Any], recipe: R
 
 def _with_newer_keys(saved: Mapping[str, Any]) -> Any:
     """A checkpoint's recipe with the defaults of keys, those of its datasets too, that it was written without."""
-    defaults = {**plain_data(Recipe(model="", datasets=(), output_dir="")), **BEFORE_THE_KEY}
+    defaults = plain_data(Recipe(model="", datasets=(), output_dir=""))
     of_rows = with_lists(asdict(DatasetConfig(path="")))
     filled, entries = _filled(saved, defaults), saved.get("datasets")
     if isinstance(entries, list):

@@ -51,7 +51,7 @@ from roundpipe_cli.train.checkpoint.reading import peek
 # Whether a run's rows are as it wrote them: a running SHA-256, held by each checkpoint and compared at resume.
 
 RECORDS_KEY = "records"
-"""Where a checkpoint's `meta` holds the `RowDigest.state` of each file of rows. Earlier releases have none."""
+"""Where a checkpoint's `meta` holds the `RowDigest.state` of each file of rows."""
 
 
 class RowDigest:
@@ -273,7 +273,7 @@ def _set_result_aside(output_dir: Path, say: Say) -> None:
 def _result_names(output_dir: Path, report: Path) -> list[str]:
     """Files of the result that has this report, the configuration first: without it nobody takes them for a model.
 
-    Reports of earlier releases do not list them: of those the weights.
+    Where the report does not list them: the weights.
     """
     try:
         files = read_json_of_ours(report)["files"]

@@ -40,6 +40,7 @@ from roundpipe_cli.files import (
     sync_folder,
     write_new_file,
 )
+from roundpipe_cli.model.stored.tensors import DTYPES
 from roundpipe_cli.train.checkpoint.manifest import STATE_NAME, DamagedError, FileRecord
 from roundpipe_cli.train.checkpoint.output_dir import free_name, list_checkpoints, list_set_aside, step_folder
 from roundpipe_cli.train.checkpoint.reading import FORMAT_NAME, FORMAT_VERSION, MANIFEST_NAME, verify_checkpoint
@@ -52,23 +53,8 @@ from roundpipe_cli.watchdog import at_work
 # and may end in spaces, then the tensors' bytes without gaps, offsets counted from the end of the header.
 # The library's own `serialize` needs all bytes at once; its `safe_open` reads what is written here.
 
-DTYPE_NAMES: dict[torch.dtype, str] = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items() if name != "F4"}
+"""Names for the header; not of F4, whose shape there counts single values and in torch pairs of them."""
 
 
 @dataclass(frozen=True)
@@ -103,23 +89,6 @@ class TensorStream:
     tensors: Iterable[tuple[str, torch.Tensor]]
     metadata: Mapping[str, str] | None = None
     """Metadata of the header; transformers wants `{"format": "pt"}`."""
-
-    @staticmethod
-    def of(group: TensorGroup) -> TensorStream:
-        """Any accepted form of a group as a stream.
-
-        A mapping or list keeps its order among tensors of one element size, larger elements first, so that every
-        tensor is aligned. Its tensors must exist already: a generator is run to its end here; use a `TensorStream`
-        where that would make a copy of everything.
-        """
-        if isinstance(group, TensorStream):
-            return group
-        pairs = list(group.items() if isinstance(group, Mapping) else group)
-        pairs.sort(key=lambda pair: -pair[1].dtype.itemsize)
-        return TensorStream(tuple(TensorSpec.of(name, tensor) for name, tensor in pairs), pairs)
-
-
-TensorGroup = TensorStream | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 
 
 def encode_header(specs: Iterable[TensorSpec], metadata: Mapping[str, str] | None = None) -> bytes:
@@ -156,7 +125,15 @@ def stream_file(stream: TensorStream) -> Iterator[bytes | memoryview]:
         ValueError: `stream.tensors` does not yield what `stream.specs` announces.
     """
     yield encode_header(stream.specs, stream.metadata)
-    yield from _checked_pieces(stream)
+    num_seen = 0
+    for name, tensor in stream.tensors:
+        expected = stream.specs[num_seen] if num_seen < len(stream.specs) else None
+        if TensorSpec.of(name, tensor) != expected:
+            raise ValueError(f"tensor {num_seen} is {TensorSpec.of(name, tensor)}, announced was {expected}")
+        num_seen += 1
+        yield bytes_of_tensor(tensor)
+    if num_seen != len(stream.specs):
+        raise ValueError(f"{len(stream.specs)} tensors were announced, {num_seen} came")
 
 
 @dataclass(frozen=True)
@@ -170,33 +147,9 @@ class FileSet:
     specs: Mapping[str, tuple[TensorSpec, ...]]
     pieces: Iterable[tuple[str, memoryview]]
 
-    @staticmethod
-    def of(groups: Mapping[str, TensorGroup]) -> FileSet:
-        """One file after the other, a tensor at a time (its own memory where it is contiguous, on the CPU)."""
-        streams = {name: TensorStream.of(group) for name, group in groups.items()}
-        pieces = ((name, piece) for name, stream in streams.items() for piece in _checked_pieces(stream))
-        return FileSet({name: stream.specs for name, stream in streams.items()}, pieces)
-
     def num_bytes(self, name: str) -> int:
         """Size of one of the files."""
         return len(encode_header(self.specs[name])) + sum(spec.num_bytes for spec in self.specs[name])
-
-
-def _checked_pieces(stream: TensorStream) -> Iterator[memoryview]:
-    """The bytes of each tensor.
-
-    Raises:
-        ValueError: `stream.tensors` does not yield what `stream.specs` announces.
-    """
-    num_seen = 0
-    for name, tensor in stream.tensors:
-        expected = stream.specs[num_seen] if num_seen < len(stream.specs) else None
-        if TensorSpec.of(name, tensor) != expected:
-            raise ValueError(f"tensor {num_seen} is {TensorSpec.of(name, tensor)}, announced was {expected}")
-        num_seen += 1
-        yield bytes_of_tensor(tensor)
-    if num_seen != len(stream.specs):
-        raise ValueError(f"{len(stream.specs)} tensors were announced, {num_seen} came")
 
 
 def bytes_of_tensor(tensor: torch.Tensor) -> memoryview:
@@ -231,7 +184,7 @@ _FILE_SYSTEM_SLACK_BYTES = 64 * 1024
 def save_checkpoint(
     output_dir: Path,
     step: int,
-    files: Mapping[str, TensorGroup] | FileSet,
+    files: FileSet,
     meta: Mapping[str, Any],
     *,
     keep: int,
@@ -240,8 +193,8 @@ def save_checkpoint(
     """Write `step-<step>` durably, then remove all but the newest `keep` checkpoints. Returns the folder.
 
     Args:
-        files: tensor groups by name; `{"masters": ...}` becomes `masters.safetensors`. See `TensorStream` and `FileSet`
-            for what comes layer by layer. The tensors must not change while they are written.
+        files: tensor groups by name, which become files of these names. The tensors must not change while they are
+            written.
         meta: plain JSON values (no NaN).
         keep: at least 2.
         warn: told about old checkpoints that could not be removed.
@@ -251,8 +204,6 @@ def save_checkpoint(
     """
     if keep < MIN_KEEP:
         raise ValueError(f"keep must be at least {MIN_KEEP}, not {keep}")
-    if not isinstance(files, FileSet):
-        files = FileSet.of(files)
     bad_names = [name for name in files.specs if not _GROUP_NAME.match(name)]
     if bad_names:
         raise ValueError(f"not a name for a tensor group: {bad_names[0]!r}")

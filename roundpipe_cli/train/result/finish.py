@@ -12,7 +12,7 @@ import shutil
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ from roundpipe_cli.train.checkpoint.manifest import (
     write_manifest,
 )
 from roundpipe_cli.train.checkpoint.output_dir import BEST_NOTE, LAST_NAMES, REPORT_NAME, RESULT_FOLDER_MODE
-from roundpipe_cli.train.checkpoint.writing import TensorStream, stream_file
+from roundpipe_cli.train.checkpoint.writing import TensorSpec, TensorStream, stream_file
 from roundpipe_cli.train.prepare.setup import Setup
 from roundpipe_cli.watchdog import at_work
 
@@ -198,18 +198,14 @@ def write_best(setup: Setup, folder: Path, note: Mapping[str, Any]) -> None:
         raise disk_error(error, folder, "the best weights") from error
 
 
-def verify_best(folder: Path) -> bool:
-    """Compare every byte of a folder of `write_best` with its note; False where an earlier release wrote it, whose
-    notes do not list the files.
+def verify_best(folder: Path) -> None:
+    """Compare every byte of a folder of `write_best` with its note.
 
     Raises:
         DamagedError: the first difference.
     """
-    note = read_own_json(folder / BEST_NOTE)
-    if "files" not in note:
-        return False
-    verify_files(folder, read_records(folder / BEST_NOTE, note["files"], depth=2), BEST_NOTE)
-    return True
+    records = read_records(folder / BEST_NOTE, read_own_json(folder / BEST_NOTE).get("files"), depth=2)
+    verify_files(folder, records, BEST_NOTE)
 
 
 def _fill(setup: Setup, folder: Path) -> None:
@@ -227,10 +223,11 @@ def _fill(setup: Setup, folder: Path) -> None:
 
 
 def _add_metadata(path: Path, metadata: Mapping[str, str]) -> None:
-    """Write a file of tensors again with more in its header."""
+    """Write a file of tensors again with more in its header, in one order: the library's own has any."""
     with safe_open(str(path), framework="pt") as file:
-        group = TensorStream.of([(key, file.get_tensor(key)) for key in file.keys()])  # noqa: SIM118 - no mapping
-        stream = replace(group, metadata={**file.metadata(), **metadata})
+        tensors = [(key, file.get_tensor(key)) for key in file.keys()]  # noqa: SIM118 - no mapping
+        specs = tuple(TensorSpec.of(name, tensor) for name, tensor in tensors)
+        stream = TensorStream(specs, tensors, {**file.metadata(), **metadata})
         temporary = path.with_name(f"{TEMPORARY_PREFIX}{path.name}")
         write_new_file(temporary, stream_file(stream), 0o644)
     temporary.replace(path)
