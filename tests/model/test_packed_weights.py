@@ -110,11 +110,16 @@ def test_steps_agree_with_the_unpacked_weights_in_plain_pytorch(model_type: str,
     check_parity(rig, None, learning_rate=1e-3, copy=True, head_chunk_tokens=8, num_steps=2)
 
 
-def test_the_cut_and_the_workers_change_no_bit() -> None:
+@pytest.mark.parametrize("kind", ["4bit", "fp8"])
+def test_the_cut_and_the_workers_change_no_bit(kind: Any) -> None:
     microbatches, seen = random_microbatches(SIZES), set()
-    for num_workers, copy, recompute in ((1, False, "stage"), (2, True, "stage"), (3, True, "layer")):
-        rig = make_rig("qwen3_moe", "lora", packed_as="4bit")
-        with rig.engine(num_workers, copy=copy, recompute=recompute) as engine:
+    ways: list[tuple[int, dict[str, Any]]] = [
+        *((1, {"copy": False}), (2, {"copy": True}), (3, {"copy": True, "recompute": "layer"})),
+        (2, {"copy": True, "whole_per_visit": True}),
+    ]
+    for num_workers, options in ways:
+        rig = make_rig("qwen3_moe", "lora", packed_as=kind)
+        with rig.engine(num_workers, **options) as engine:
             result = engine.run_step(microbatches, schedule_for(rig, num_workers, len(SIZES)), step=0)
         seen.add((result.loss.hex(), b"".join(g.numpy().tobytes() for g in rig.store.gradients)))
     assert len(seen) == 1

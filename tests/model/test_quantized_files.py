@@ -125,35 +125,6 @@ def test_other_forms_are_refused_with_advice(
     assert re.search(r"unquantised model, with load_in_4bit: true: .* in 16 bit; .* of host memory", problem.hint or "")
 
 
-MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Of the codes 0 to 7 of https://www.opencompute.org (OCP Microscaling Formats, E2M1); 8 to 15 are their negatives."""
-
-
-def test_mxfp4_is_unpacked_while_loading(tmp_path: Path) -> None:
-    """As GPT-OSS is published: experts as codes, 32 to a power of two."""
-    work = workspace(tmp_path / "w", make_model(tmp_path / "made", "gpt_oss", dtype="bfloat16"))
-    path, config = work / "model" / "model.safetensors", work / "model" / "config.json"
-    generator, tensors, expected = torch.Generator().manual_seed(0), {}, {}
-    values = torch.tensor([*MXFP4_VALUES, *(-value for value in MXFP4_VALUES)])
-    for name, tensor in load_file(path).items():
-        if tensor.ndim < 3:
-            tensors[name] = tensor
-            continue
-        experts, rows, columns = tensor.shape  # the files have them the other way round
-        blocks = torch.randint(256, (experts, columns, rows // 32, 16), generator=generator, dtype=torch.uint8)
-        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": torch.full(blocks.shape[:3], 125, dtype=torch.uint8)}
-        codes = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(2).long()
-        expected[name] = values[codes].transpose(1, 2) / 4
-    save_file(tensors, path, metadata={"format": "pt"})
-    settings = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
-    config.write_text(json.dumps({**json.loads(config.read_text()), "quantization_config": settings}))
-    words = [f"model={work}/model", "dtype=bfloat16", "lora.target_modules=[q_proj]"]
-    setup = prepare(load_recipe(work / "recipe.yaml", words), offline=True, tell=lambda event: None)
-    assert len(expected) == 6
-    for name, whole in expected.items():
-        assert torch.equal(setup.store.base_weight(name), whole.bfloat16())
-
-
 def test_plan_counts_what_the_files_hold(saved: tuple[Path, Any]) -> None:
     for name, stored in (("whole", False), ("single", True)):
         config = json.loads((saved[0] / name / "config.json").read_text())

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,11 +11,9 @@ import torch
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
-from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.block_calls import SplitRefusedError
-from roundpipe_cli.model.files.source import ModelSource
 from roundpipe_cli.model.layout import layer_parameters
-from roundpipe_cli.model.load import build_skeleton, load_config
+from roundpipe_cli.model.load import build_skeleton
 from roundpipe_cli.model.split import split_model
 from tests.support.every_type import tiny_config_of
 from tests.support.tiny import make_rig, tiny_config
@@ -228,29 +224,6 @@ def test_a_tied_table_is_kept_with_the_head() -> None:
     rig = make_rig("gemma3_text")
     assert rig.split.embedding_path + ".weight" in [place.name for place in rig.store.layouts[-1].places]
     assert rig.store.layouts[0].places == ()
-
-
-def _source(folder: Path, config: dict[str, Any]) -> ModelSource:
-    (folder / "config.json").write_text(json.dumps(config))
-    return ModelSource("some/model", folder)
-
-
-@pytest.mark.parametrize("model_type", ["bert", "roberta", "t5", "vit"])
-def test_models_that_are_no_decoders_are_refused(tmp_path: Path, model_type: str) -> None:
-    with pytest.raises(RefusedError, match="not a decoder-only language model") as caught:
-        load_config(_source(tmp_path, {"model_type": model_type, "architectures": ["SomeModel"]}))
-    assert caught.value.exit_code == 2
-    assert f"some/model: {model_type}, SomeModel" in str(caught.value)
-
-
-def test_an_unknown_architecture_is_refused_with_the_nearest_name(tmp_path: Path) -> None:
-    with pytest.raises(RefusedError, match="unknown architecture") as caught:
-        load_config(_source(tmp_path, {"model_type": "qwen33"}))
-    assert "did you mean qwen3" in str(caught.value)
-
-
-def test_a_decoder_is_accepted(tmp_path: Path) -> None:
-    assert load_config(_source(tmp_path, {"model_type": "llama"})).model_type == "llama"
 
 
 def test_a_model_of_several_widths_is_refused() -> None:

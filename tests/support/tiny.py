@@ -340,3 +340,10 @@ def gpu_costs(rig: Rig, memory_bytes: int) -> CostModel:
     sizes = LayerSizes(rig.store.layouts, [layout.num_bytes // 4 for layout in rig.store.layouts], boundary_columns=64)
     rough = rough_costs(sizes, AssumedDevice("cuda", memory_bytes), method="lora", tokens=18)
     return replace(rough, link_bytes_per_s=1e15)
+
+
+def logits_of(model: Any) -> torch.Tensor:
+    """Logits of two rows of made-up tokens."""
+    with torch.no_grad():
+        logits: torch.Tensor = model.eval()(input_ids=torch.arange(3, 43).reshape(2, 20), use_cache=False).logits
+        return logits

@@ -29,7 +29,7 @@ from roundpipe_cli.train.result.generate import load_result
 from roundpipe_cli.train.signals import Reporting, StopSignals
 from tests.model.test_quantized_files import save_in_4bit
 from tests.support.e2e import make_model, make_tokenizer, make_workspace
-from tests.support.tiny import plain_copy
+from tests.support.tiny import logits_of, plain_copy
 from tests.train.test_multimodal_result import make_base
 
 WRAPPERS = ("mistral3", "qwen3_vl")
@@ -113,13 +113,6 @@ def make_adapter(base: Base, folder: Path, **options: Any) -> torch.Tensor:
         peft_model.save_pretrained(str(folder), save_embedding_layers=False)
     make_tokenizer().save_pretrained(str(folder))
     return logits_of(peft_model)
-
-
-def logits_of(model: Any) -> torch.Tensor:
-    with torch.no_grad():
-        tokens = torch.arange(3, 43).reshape(2, 20)
-        logits: torch.Tensor = model.eval()(input_ids=tokens, use_cache=False).logits
-        return logits
 
 
 def by_peft(base: Base, adapter: Path) -> torch.Tensor:

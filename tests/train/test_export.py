@@ -22,7 +22,7 @@ from roundpipe_cli.train.checkpoint.writing import TensorSpec
 from roundpipe_cli.train.prepare.base_files import BaseFiles, read_base_files
 from roundpipe_cli.train.result.export import merge_result, split_shards
 from tests.support.e2e import child_environment, finetune, fresh, make_model, make_tokenizer, make_workspace, run
-from tests.support.tiny import tiny_config
+from tests.support.tiny import logits_of, tiny_config
 
 ADAPTER = "adapter_model.safetensors"
 
@@ -34,13 +34,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     work = make_workspace(folder / "work", make_model(folder / "tiny"))
     finetune(work).expect(0)
     return work
-
-
-def logits_of(model: Any) -> torch.Tensor:
-    tokens = torch.arange(3, 43).reshape(2, 20)
-    with torch.no_grad():
-        logits: torch.Tensor = model.eval()(input_ids=tokens, use_cache=False).logits
-        return logits
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> Any:

@@ -22,6 +22,7 @@ from roundpipe_cli.train.result.generate import load_result
 from tests.model.test_multimodal import QWEN_VISION
 from tests.support.e2e import make_model, make_tokenizer, run, smollm2_source
 from tests.support.every_type import GENERIC, TINY_VISION, tiny_config_of
+from tests.support.tiny import logits_of
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 EMBEDDING, HEAD = "base_model.model.model.embed_tokens.weight", "base_model.model.lm_head.weight"
@@ -36,12 +37,6 @@ def load(folder: Path) -> Any:
         model, info = kind.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
     return model.eval()
-
-
-def logits_of(model: Any) -> torch.Tensor:
-    with torch.no_grad():
-        logits: torch.Tensor = model.eval()(input_ids=torch.arange(3, 43).reshape(2, 20), use_cache=False).logits
-        return logits
 
 
 def adapter(base: Path, folder: Path, *, save_tables: bool = False, **options: Any) -> None:

@@ -18,6 +18,7 @@ from roundpipe_cli.model.files.source import ModelSource
 from roundpipe_cli.train.result.export import Merged, merge_result
 from tests.model.test_stored_formats import save_quantized
 from tests.support.e2e import make_model, make_tokenizer
+from tests.support.tiny import logits_of
 
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
@@ -52,12 +53,6 @@ def adapter(base: Path, folder: Path, **options: Any) -> Any:
 def merge(folder: Path) -> Merged:
     with torch.no_grad():
         return merge_result(folder / "adapter", ModelSource("base", folder / "base"), folder / "merged", None)
-
-
-def logits_of(model: Any) -> torch.Tensor:
-    with torch.no_grad():
-        logits: torch.Tensor = model.eval()(input_ids=torch.arange(3, 43).reshape(2, 20), use_cache=False).logits
-        return logits
 
 
 @pytest.mark.parametrize(

@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 import json
-import random
-import signal
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from tests.support.e2e import finetune, launch, make_model, make_workspace, metrics, numbers, write_rows
+from tests.support.e2e import finetune, launch, make_model, make_workspace, numbers, write_rows
 
 NUM_ROWS = 24
 SLOW = {"ROUNDPIPE_FAULT": "optimizer:slow=0.05"}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("tiny") / "model")
 
 
 def workspace(folder: Path, model: Path, **changes: Any) -> Path:
@@ -43,33 +34,6 @@ def run_with_log(folder: Path, *words: str, **environment: str) -> Any:
     return launch(
         folder, "finetune", "recipe.yaml", *words, environment={"ROUNDPIPE_ROW_LOG": "rows.log", **environment}
     )
-
-
-@pytest.mark.parametrize("packing", [False, pytest.param(True, marks=pytest.mark.sweep)])  # torture's chains pack rows
-def test_stopped_runs_repeat_no_row_and_lose_none(tmp_path: Path, model: Path, packing: bool) -> None:
-    """Stopped at random moments of two of three epochs: the concatenated rows are those of one run."""
-    whole = workspace(tmp_path / "whole", model, packing=packing)
-    run_with_log(whole).finish().expect(0)
-    expected = row_log(whole)
-    assert Counter(row for _, rows in expected for row in rows) == dict.fromkeys(range(NUM_ROWS), 3)
-    folder = workspace(tmp_path / "stopped", model, packing=packing)
-    moments = random.Random(7)
-    resume: list[str] = []
-    for _ in range(2):
-        running = run_with_log(folder, *resume, **SLOW)
-        done = len(metrics(folder / "out")) if resume else 0
-        if done >= len(expected) - 1:
-            break
-        running.wait_for_steps(done + len(expected) // 3)
-        running.process.join(moments.uniform(0.0, 0.1))
-        running.kill(signal.SIGTERM)
-        if running.finish().code == 0:
-            break
-        resume = ["--resume"]
-    if not (folder / "out" / "report.json").exists():
-        run_with_log(folder, "--resume").finish().expect(0)
-    assert row_log(folder) == expected
-    assert numbers(folder / "out") == numbers(whole / "out")
 
 
 def test_packed_training_is_told_and_refused_where_rows_would_mix(tmp_path: Path, model: Path) -> None:

@@ -10,14 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support.e2e import finetune, make_model, make_workspace, metrics, numbers, run
+from tests.support.e2e import finetune, make_workspace, metrics, numbers, run
 
 STAGES = "pipeline.forward_stages=[[0,1],[2,3]]", "pipeline.backward_stages=[[4,4],[3,3],[1,2],[0,0]]"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("tiny") / "model")
 
 
 @pytest.fixture(scope="module")
@@ -26,11 +21,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
     folder = make_workspace(tmp_path_factory.mktemp("whole") / "work", model)
     finetune(folder).expect(0)
     return folder
-
-
-@pytest.fixture
-def folder(tmp_path: Path, model: Path) -> Path:
-    return make_workspace(tmp_path / "work", model)
 
 
 @pytest.mark.parametrize(

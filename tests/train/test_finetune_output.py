@@ -26,7 +26,6 @@ from tests.support.e2e import (
     finetune,
     fresh,
     launch,
-    make_model,
     make_workspace,
     metrics,
     num_lines,
@@ -47,11 +46,6 @@ STEP = StepFinished(
     device_peak_bytes=0,
     eta_s=4988 * 2.5,
 )
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("tiny") / "model")
 
 
 @pytest.fixture

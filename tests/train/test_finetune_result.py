@@ -22,12 +22,7 @@ from roundpipe_cli.train.loop import Trainer
 from roundpipe_cli.train.prepare.setup import Setup, prepare
 from roundpipe_cli.train.signals import Reporting, StopSignals
 from tests.support.e2e import METRIC_KEYS, Outcome, finetune, make_model, make_workspace, metrics, numbers, run
-from tests.support.tiny import plain_copy
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("tiny") / "model")
+from tests.support.tiny import logits_of, plain_copy
 
 
 @pytest.fixture
@@ -55,13 +50,6 @@ def train_here(folder: Path, *overrides: str) -> Setup:
         setup = prepare(loaded, offline=True, tell=events.append)
         Trainer(setup, output_dir, signals, Reporting(events.append)).run(None)
     return setup
-
-
-def logits_of(model: Any) -> torch.Tensor:
-    tokens = torch.arange(3, 43).reshape(2, 20)
-    with torch.no_grad():
-        logits: torch.Tensor = model.eval()(input_ids=tokens, use_cache=False).logits
-        return logits
 
 
 def base_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
