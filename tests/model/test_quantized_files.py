@@ -102,10 +102,8 @@ def test_training_is_that_of_a_model_packed_while_loading(saved: tuple[Path, Any
     [
         ({"quant_method": "gptq", "bits": 4}, "GPTQ, 4 bits"),
         ({"quant_method": "awq", "w_bit": 4, "version": "gemm"}, "AWQ, 4 bits"),
-        ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "format: marlin-24"),
-        ({"quant_method": "compressed-tensors", "transform_config": {"R1": {}}}, "rotations"),
-        ({"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity"),
-        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "modelopt, quant_algo: W4A8_AWQ"),
+        ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "compressed-tensors, pack-quantized"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "modelopt, NVFP4"),
         ({"quant_method": "hqq", "bits": 4}, "hqq"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}, "fp4 in 4 bit"),
         ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "LLM.int8"),

@@ -63,8 +63,6 @@ def put_config(folder: Path, model_type: str, **values: Any) -> None:
 QUANTIZED: list[dict[str, Any]] = [
     {"quant_method": "fp8"},
     {"quant_method": "mxfp4"},
-    {"quant_method": "modelopt", "quant_algo": "NVFP4"},
-    {"quant_method": "compressed-tensors", "format": "pack-quantized"},
 ]
 
 
@@ -106,6 +104,7 @@ def refused_by_loading(folder: Path) -> RefusedError:
         ("llama", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "found: GPTQ, 4 bits"),
         ("llama", {"quantization_config": {"quant_method": "awq", "bits": 4}}, "found: AWQ, 4 bits"),
         ("llama", {"quantization_config": {"quant_method": "aqlm"}}, "quantised in a form"),
+        ("llama", {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}, "modelopt, NVFP4"),
         ("llama", {"quantization_config": {"load_in_8bit": True, "quant_method": "bitsandbytes"}}, "quantised in a"),
     ],
 )

@@ -1,8 +1,9 @@
 """Forms in which a checkpoint's weights may be quantised, by its config.json, for `plan`, `download` and `finetune`.
 No torch.
 
-All but bitsandbytes' 4 bit are dequantised while they are read, one weight at a time. Other forms, GPTQ and AWQ among
-them, are refused before a weight is downloaded or read, with the size of the unquantised model.
+FP8 and MXFP4 are dequantised while they are read, one weight at a time; bitsandbytes' NF4 stays as it is. Other forms
+(GPTQ, AWQ, NVFP4, compressed-tensors ...) are refused before a weight is downloaded or read, with the size of the
+unquantised model.
 """
 
 from __future__ import annotations
@@ -16,17 +17,13 @@ from roundpipe_cli.costs.models import TrainingSettings, parse_config
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.units import format_bytes, format_count
 
-COMPRESSED = "compressed-tensors"
 _SETTINGS = ("quantization_config", "compression_config")
 WHAT_WORKS = (
-    "FP8, MXFP4, NVFP4, compressed-tensors, bitsandbytes' NF4, a .gguf file, or the unquantised model "
+    "FP8, MXFP4, bitsandbytes' NF4, a .gguf file, or the unquantised model "
     "(load_in_4bit, load_in_8bit or load_in_fp8: true packs it while loading)"
 )
-COMPRESSED_FORMATS = (
-    *("dense", "float-quantized", "naive-quantized", "int-quantized", "pack-quantized", "mixed-precision"),
-    *("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"),
-)
-MODELOPT_KINDS = ("FP8", "NVFP4", "MIXED_PRECISION", "FP8_PB_WO", "NVFP4_AWQ")
+_READ = ("fp8", "fbgemm_fp8", "mxfp4")
+"""Methods of which every setting can be read."""
 
 
 def quantization_settings(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -57,7 +54,7 @@ def stored_form(config: Mapping[str, Any], where: str) -> str | None:
     if not settings:
         return None
     method = _method(settings)
-    unread = _UNREAD[method](settings) if method in _UNREAD else method
+    unread = None if method in _READ else _unread(method, settings)
     if unread is not None:
         raise RefusedError(
             "the model's weights are quantised in a form that cannot be read",
@@ -85,53 +82,16 @@ def _unquantised(config: Mapping[str, Any], where: str) -> str:
     )
 
 
-def _unread_bitsandbytes(settings: Mapping[str, Any]) -> str | None:
-    kind = settings.get("bnb_4bit_quant_type", "fp4")
-    if not settings.get("load_in_4bit"):
-        return "bitsandbytes, LLM.int8"
-    return None if kind == "nf4" else f"bitsandbytes, {kind} in 4 bit"
-
-
-def _unread_groups(settings: Mapping[str, Any]) -> str:
-    """GPTQ and AWQ: whole numbers of few bits, with a scale and a zero point for each group of inputs."""
-    name, bits = str(settings["quant_method"]).upper(), settings.get("bits", settings.get("w_bit"))
-    return f"{name}, {bits} bits" if bits else name
-
-
-def _unread_compressed(settings: Mapping[str, Any]) -> str | None:
-    if settings.get("transform_config"):
-        return f"{COMPRESSED}, with rotations (transform_config)"
-    sparsity = settings.get("sparsity_config")
-    kind = sparsity.get("format", "dense") if isinstance(sparsity, dict) else "dense"
-    if kind != "dense":
-        return f"{COMPRESSED}, sparsity: {kind}"
-    groups = settings.get("config_groups")
-    listed = groups.values() if isinstance(groups, dict) else []
-    forms = [settings.get("format"), *(group.get("format") for group in listed if isinstance(group, dict))]
-    unread = next((form for form in forms if form and form not in COMPRESSED_FORMATS), None)
-    return None if unread is None else f"{COMPRESSED}, format: {unread}"
-
-
-def _unread_modelopt(settings: Mapping[str, Any]) -> str | None:
-    kind = settings.get("quant_algo")
-    return None if kind in MODELOPT_KINDS else f"modelopt, quant_algo: {kind}"
-
-
-def _read(settings: Mapping[str, Any]) -> None:
-    return None
-
-
-_UNREAD = {
-    "bitsandbytes": _unread_bitsandbytes,
-    "gptq": _unread_groups,
-    "awq": _unread_groups,
-    COMPRESSED: _unread_compressed,
-    "modelopt": _unread_modelopt,
-    "fp8": _read,
-    "fbgemm_fp8": _read,
-    "mxfp4": _read,
-}
-"""Method -> a function that names its unreadable settings, or returns None."""
+def _unread(method: str, settings: Mapping[str, Any]) -> str | None:
+    """The form's name, with what it says of its bits or kind; None for bitsandbytes' NF4."""
+    if method == "bitsandbytes":
+        kind = settings.get("bnb_4bit_quant_type", "fp4")
+        if not settings.get("load_in_4bit"):
+            return "bitsandbytes, LLM.int8"
+        return None if kind == "nf4" else f"bitsandbytes, {kind} in 4 bit"
+    bits, kind = settings.get("bits", settings.get("w_bit")), settings.get("format", settings.get("quant_algo"))
+    name = method.upper() if method in ("gptq", "awq") else method
+    return f"{name}, {bits} bits" if bits else f"{name}, {kind}" if kind else name
 
 
 def is_stored_in_4bit(config: Mapping[str, Any], where: str) -> bool:
