@@ -24,8 +24,8 @@ from roundpipe_cli.train.checkpoint.output_dir import (
     named_checkpoint,
 )
 from roundpipe_cli.train.checkpoint.reading import load_newest
-from roundpipe_cli.train.checkpoint.resolved import as_decided, begun_with
 from roundpipe_cli.train.checkpoint.resume import (
+    as_decided,
     check_not_past_end,
     check_state,
     check_unchanged,
@@ -38,6 +38,7 @@ from roundpipe_cli.train.machines import Machines
 from roundpipe_cli.train.monitor.telemetry import EventRecorder
 from roundpipe_cli.train.nodes.group import nodes_of
 from roundpipe_cli.train.optim.shard import Shards, make_shards
+from roundpipe_cli.train.preflight import begun_with
 from roundpipe_cli.train.prepare.setup import find_base, prepare, with_token_budget
 from roundpipe_cli.train.prepare.trainable import start_folder
 from roundpipe_cli.train.signals import Reporting, Start, StopSignals

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from roundpipe_cli.choices import check_sizes
 from roundpipe_cli.costs.find_model import FoundConfig, read_gguf_config
@@ -20,7 +22,6 @@ from roundpipe_cli.train.checkpoint.output_dir import (
     named_checkpoint,
     refuse_wrong_start,
 )
-from roundpipe_cli.train.checkpoint.resolved import begun_with
 from roundpipe_cli.train.floors import check_floors
 from roundpipe_cli.train.monitor.trackers import require_trackers
 from roundpipe_cli.train.signals import Start
@@ -135,3 +136,18 @@ def base_revision(recipe: Recipe, start: Start) -> str | None:
             if isinstance(meta, dict):
                 return begun_with(meta, recipe, start.allow_changed)
     return recipe.revision
+
+
+def begun_with(saved: Mapping[str, Any], recipe: Recipe, allowed: Sequence[str]) -> str | None:
+    """The revision of the base model for a run that continues: the commit that it began with, whatever the hub has now.
+
+    Args:
+        saved: meta of the checkpoint.
+        allowed: keys that the user allows to differ; `model` asks for the hub's newest again.
+    """
+    before = saved.get("recipe")
+    commit = saved.get("model_commit")
+    if not isinstance(before, dict) or not isinstance(commit, str) or "model" in {key.split(" ")[0] for key in allowed}:
+        return recipe.revision
+    is_same = before.get("model") == recipe.model and before.get("revision") == recipe.revision
+    return commit if is_same else recipe.revision

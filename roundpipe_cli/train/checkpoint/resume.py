@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -59,6 +59,8 @@ START_KEY = "lora.start_from (files)"
 FUSED_KEY = "kernels (fused modules)"
 MICROBATCH_KEYS = ("micro_batch_size", "gradient_accumulation_steps", "micro_batch_tokens")
 """Keys that decide how a step's rows are grouped."""
+DECIDED_ONCE = ("packing", "micro_batch_tokens")
+"""Keys whose `auto` is decided at the start of a run, by its rows, model or machine; a resumed run keeps to that."""
 USED_KEYS = (*MICROBATCH_KEYS, *GROWING_KEYS, "packing")
 """Keys of a checkpoint's recipe that a run computes with; all others are only compared."""
 MOST = 2**62
@@ -134,6 +136,12 @@ def shared_facts(setup: Setup) -> dict[str, Any]:
     state = run_state(setup, 0.0, 0.0)
     recipe = {key: value for key, value in state.pop("recipe").items() if key not in (*FREE_KEYS, "pipeline")}
     return {**{f"recipe: {key}": value for key, value in recipe.items()}, **state}
+
+
+def as_decided(recipe: Recipe, saved: Mapping[str, Any]) -> Recipe:
+    """The recipe with the value of a checkpoint's recipe, `saved`, for each key that is `auto`."""
+    open_keys = [key for key in DECIDED_ONCE if getattr(recipe, key) == "auto" and key in saved]
+    return replace(recipe, **{key: saved[key] for key in open_keys})
 
 
 def may_ask_for_more(output_dir: Path, recipe: Recipe) -> bool:
