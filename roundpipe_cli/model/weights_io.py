@@ -158,8 +158,8 @@ def switch_for(model: nn.Module, *, lacking: Iterable[str] = (), unfilled: Colle
 # Weights are read in groups: those that are made of the same tensors of the files. Most groups are one weight of one
 # tensor; fused experts are one of many, by transformers' own rules.
 
-MOST_TENSORS_PER_WEIGHT = 2048
-"""Most tensors of a group: a fused weight of experts may be stored as a tensor per expert and projection."""
+MOST_TENSORS_PER_WEIGHT = 1024
+"""Most tensors of a group: a fused weight of 512 experts may be stored as a tensor per expert and projection."""
 
 
 @dataclass(frozen=True)

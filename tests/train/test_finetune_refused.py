@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support.e2e import (
@@ -147,25 +146,11 @@ def test_damaged_model_folders(folder: Path) -> None:
     says(refused(folder, "model=bare"), "the model folder has no tokenizer", "tokenizer.json")
 
 
-@pytest.mark.parametrize("fault", ["nan", "shape", "missing", "most missing"])
-def test_wrong_weights(folder: Path, fault: str) -> None:
+def test_wrong_weights(folder: Path) -> None:
+    """Other kinds: tests/model/test_weights_io.py."""
     state = load_file(folder / "model" / "model.safetensors")
-    if fault == "nan":
-        state[LAYER][3, 4] = float("nan")
-    elif fault == "shape":
-        state[LAYER] = torch.zeros(3, 3)
-    elif fault == "most missing":
-        state = {LAYER: state[LAYER]}
-    else:
-        del state[LAYER]
-    save_file(state, folder / "model" / "model.safetensors")
-    texts = {
-        "nan": ["a base weight is not finite", LAYER],
-        "shape": ["another shape", LAYER, "found: [3, 3]", "expected: [128, 64]"],
-        "missing": ["weights of the architecture are missing", LAYER],
-        "most missing": ["weights of the architecture are missing", "found: 29 missing"],
-    }
-    says(refused(folder, "model=./model"), *texts[fault])
+    save_file({LAYER: state[LAYER]}, folder / "model" / "model.safetensors")
+    says(refused(folder, "model=./model"), "weights of the architecture are missing", "found: 29 missing")
 
 
 # --- data -----------------------------------------------------------------------------------------------------------
