@@ -317,7 +317,7 @@ def remote_code(arena: Arena, count: int) -> Seen:
     return _refused(arena, lures(), count)
 
 
-AFTER_THE_DATA = ("60,000 tensors of nothing", "other tensors")
+AFTER_THE_DATA = ("60,000 tensors of nothing", "other tensors", "twice", "more keys")
 """Refused when the model is built: processes of our own have tokenised rows and tried the template by then."""
 
 
