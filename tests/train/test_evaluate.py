@@ -406,7 +406,7 @@ def test_best_weights_that_are_damaged_are_not_the_result(folder: Path, killed_i
     anew; while the result is written, nothing of them is taken."""
     out = Path(shutil.copytree(killed_in_export, folder / "out"))
     best = out / f"best-{evaluations(out)[-1]['step']:08d}"
-    assert verify_best(best)
+    verify_best(best)
     flip_a_bit(best / "adapter_model.safetensors")
     nothing: Any = None
     with pytest.raises(DamagedError, match=r"adapter_model.safetensors: found SHA-256"):

@@ -42,6 +42,7 @@ from roundpipe_cli.train.checkpoint.manifest import (
     write_manifest,
 )
 from roundpipe_cli.train.checkpoint.output_dir import BEST_NOTE, LAST_NAMES, REPORT_NAME, RESULT_FOLDER_MODE
+from roundpipe_cli.train.checkpoint.writing import TensorSpec, TensorStream, stream_file
 from roundpipe_cli.train.prepare.setup import Setup
 from roundpipe_cli.watchdog import at_work
 
@@ -223,9 +224,11 @@ def _fill(setup: Setup, folder: Path) -> None:
 
 
 def _add_metadata(path: Path, metadata: Mapping[str, str]) -> None:
-    """Write a file of tensors again with more in its header."""
+    """Write a file of tensors again with more in its header, in one order: the library's own has any."""
     with safe_open(str(path), framework="pt") as file:
-        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - no mapping
+        tensors = [(key, file.get_tensor(key)) for key in file.keys()]  # noqa: SIM118 - no mapping
+        specs = tuple(TensorSpec.of(name, tensor) for name, tensor in tensors)
+        stream = TensorStream(specs, tensors, {**file.metadata(), **metadata})
         temporary = path.with_name(f"{TEMPORARY_PREFIX}{path.name}")
         save_file(tensors, temporary, {**file.metadata(), **metadata})
     temporary.replace(path)
