@@ -115,7 +115,8 @@ def packed_int(bits: int, zero_points: bool, shuffled: bool = False) -> Make:
         weight = (codes - zeros[:, groups]).double() * scale.double()[:, groups]
         files = {"weight_packed": words_of(codes, bits), "weight_scale": scale, "weight_shape": torch.tensor(shape)}
         files |= {"weight_zero_point": words_of(zeros.T, bits).T.contiguous()} if zero_points else {}
-        files |= {"weight_g_idx": groups.int()} if shuffled else {}
+        unset = torch.full((shape[1],), -1, dtype=torch.int32)
+        files |= {"weight_g_idx": groups.int() if shuffled else unset} if shuffled or not zero_points else {}
         return files, weight
 
     return make
