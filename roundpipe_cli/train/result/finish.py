@@ -18,14 +18,13 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 
 from roundpipe_cli import __version__
 from roundpipe_cli.costs.machine import processor_name
 from roundpipe_cli.errors import redact
 from roundpipe_cli.events import StepFinished
 from roundpipe_cli.faults import fault
-from roundpipe_cli.files import TEMPORARY_PREFIX, disk_error, sync_folder, write_atomically
+from roundpipe_cli.files import TEMPORARY_PREFIX, disk_error, sync_folder, write_atomically, write_new_file
 from roundpipe_cli.model.adapter_files import ADAPTER_WEIGHTS
 from roundpipe_cli.model.fingerprint import TrainedOn
 from roundpipe_cli.model.fused import fused_counts
@@ -230,7 +229,7 @@ def _add_metadata(path: Path, metadata: Mapping[str, str]) -> None:
         specs = tuple(TensorSpec.of(name, tensor) for name, tensor in tensors)
         stream = TensorStream(specs, tensors, {**file.metadata(), **metadata})
         temporary = path.with_name(f"{TEMPORARY_PREFIX}{path.name}")
-        save_file(tensors, temporary, {**file.metadata(), **metadata})
+        write_new_file(temporary, stream_file(stream), 0o644)
     temporary.replace(path)
 
 
