@@ -358,13 +358,16 @@ def _shared_out(planned: StageCut, spread: Options, case: SimulationCase, keeps:
     most = max(2 * case.num_workers, planned.microbatches_per_round or 0)
     wide = StageCut(each[:-1], each[::-1], min(case.num_microbatches, most), dealing=spread, explanation=(spread.why,))
     short = replace(case, num_microbatches=min(case.num_microbatches, MAX_JUDGED_ROUNDS * case.num_workers))
+    fits, is_whole = keeps is None or keeps(wide), short.num_microbatches == case.num_microbatches
+    if not (fits or is_whole):  # of a longer step the end, where sharing stages helps, is a small part
+        return planned
     best, ends = planned, _step_ends(planned, short)
-    if keeps is None or keeps(wide):
+    if fits:
         other = _step_ends(wide, short)
         if other.makespan_s < ends.makespan_s * (1 - MIN_GAIN):
             best, ends = wide, other
     least_s = ends.makespan_s * (1 - MIN_DEALING_GAIN)
-    for cut in _splits(best, ends, short, keeps):
+    for cut in _splits(best, ends, short, keeps) if is_whole else ():
         if sum(ends.busy_s) / case.num_workers > least_s:
             break
         other = _step_ends(cut, short)

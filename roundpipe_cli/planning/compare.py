@@ -71,7 +71,7 @@ class Result:
     timeline: Timeline
     """Timeline of the first step; empty where the figures come from the cache."""
     makespan_s: float
-    """Of one step, at staleness 0 from the end of the step before to its own."""
+    """Seconds of one step, at staleness 0 from the end of the step before to its own."""
     parts: Bubble
     step_s: float
     microbatches_per_round: int
