@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from roundpipe_cli.planning.choose import Effort
     from roundpipe_cli.planning.compare import Result, SimulationCase, StageCut
     from roundpipe_cli.planning.question import PlanRequest
+    from roundpipe_cli.schedule.builders import Options
 
 
 def bench(
@@ -274,7 +275,7 @@ def _print_table(question: SimulationCase, results: list[Result], search: str) -
         parts = result.parts
         shares = (parts.fill, parts.switch, parts.drain, parts.steady)
         table.add_row(
-            f"{result.schedule.name}{', earliest free' if result.dealing.earliest_free else ''}",
+            f"{result.schedule.name}{_dealing_words(result.dealing)}",
             f"{stages[0]}+{stages[1]}",
             format_seconds(result.makespan_s),
             format_seconds(result.step_s),
@@ -289,6 +290,12 @@ def _print_table(question: SimulationCase, results: list[Result], search: str) -
             f"note: {num_idle} of {counted(question.num_workers, 'worker')} have nothing to do, "
             f"with {len(question.costs.layers)} layers and {question.num_microbatches} microbatches: {names}"
         )
+
+
+def _dealing_words(dealing: Options) -> str:
+    if dealing.earliest_free:
+        return ", earliest free"
+    return ", last stages shared" if dealing.shared_stages else ""
 
 
 def _num_idle(result: Result) -> int:

@@ -376,20 +376,23 @@ def _shared_out(planned: StageCut, spread: Options, case: SimulationCase, keeps:
     """
     longest = max(2 * case.num_workers, planned.microbatches_per_round or 0)
     rounds = sorted({min(case.num_microbatches, size) for size in (2 * case.num_workers, longest)})
-    wide = [
+    fine = [
         StageCut(*stages, per_round, dealing=spread, explanation=(spread.why,))
         for stages in _fine_stages(case)
         for per_round in rounds
     ]
+    allowed = list(filter(keeps, fine))
     short = replace(case, num_microbatches=min(case.num_microbatches, MAX_JUDGED_ROUNDS * case.num_workers))
+    is_whole = short.num_microbatches == case.num_microbatches
+    if not (allowed or is_whole):  # of a longer step the end, where sharing stages helps, is a small part
+        return planned
     best, ends = planned, _step_ends(planned, short)
-    found = [(_step_ends(cut, short), cut) for cut in filter(keeps, wide)]
-    if found:
-        other, cut = min(found, key=lambda one: one[0].makespan_s)
+    if allowed:
+        other, cut = min(((_step_ends(cut, short), cut) for cut in allowed), key=lambda one: one[0].makespan_s)
         if other.makespan_s < ends.makespan_s * (1 - MIN_GAIN):
             best, ends = cut, other
     least_s = ends.makespan_s * (1 - MIN_DEALING_GAIN)
-    for cut in _splits(best, ends, short, keeps):
+    for cut in _splits(best, ends, short, keeps) if is_whole else ():
         if sum(ends.busy_s) / case.num_workers > least_s:
             break
         other = _step_ends(cut, short)

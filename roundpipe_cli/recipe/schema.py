@@ -291,7 +291,8 @@ class PipelineConfig:
     dispatch: Literal["auto", "round_robin", "earliest_free"] = "auto"
     """Who gets the next stage (roundpipe only): the next worker in turn, or for every microbatch the one that would be
     done with it first, which suits workers of different speed. `auto` is the latter where the first steps show that
-    workers differ by more than 10 % and the simulator finds it faster."""
+    workers differ by more than 10 %, or where blocks are frozen, and the simulator finds it faster; of frozen blocks
+    all workers may also share the last stages of a step."""
     sequence_chunks: Literal["auto"] | Annotated[int, Range(1, 1024)] = "auto"
     """Chunks into which each sequence is cut along its tokens, so that several workers compute one long sequence at
     once: chunks flow through the stages as microbatches do, and a chunk's attention reads the keys and values of the

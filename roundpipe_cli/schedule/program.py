@@ -70,7 +70,7 @@ class Op(NamedTuple):
     step: int
     payload: str
     num_bytes: int
-    """Of a transfer; on the host's lane the traffic of its memory, beside what an update moves."""
+    """Bytes of a transfer; on the host's lane the traffic of its memory, beside what an update moves."""
     visit: int
     """Index into `Program.visits`."""
     priority: tuple[int, int]
