@@ -582,12 +582,17 @@ def _coarser(question: PlanRequest, cut: StageCut) -> StageCut:
 
     sizes = sorted({max(1, widest * part // 4) for part in range(1, 5)})
     rounds = sorted({question.num_workers, enough})
-    shapes = [(blocks, blocks, 0, per_round) for blocks in sizes for per_round in rounds]
-    best = min(shapes, key=lambda shape: step_s(even(*shape)))
-    longest = _longest_round(question, even(*best))
-    for place, value in ((2, 1), (3, longest), (0, best[0] + 1)):  # what may gain: one thing after the other
-        best = min(best, (*best[:place], value, *best[place + 1 :]), key=lambda shape: step_s(even(*shape)))
-    return min(cut, even(*best), key=step_s)
+    shapes = [
+        {"forward": blocks, "backward": blocks, "beside_head": 0, "per_round": per_round}
+        for blocks in sizes
+        for per_round in rounds
+    ]
+    best = min(shapes, key=lambda shape: step_s(even(**shape)))
+    longest = _longest_round(question, even(**best))
+    changes = {"beside_head": 1}, {"per_round": longest}, {"forward": best["forward"] + 1}
+    for change in changes:  # what may gain, one after the other
+        best = min(best, {**best, **change}, key=lambda shape: step_s(even(**shape)))
+    return min(cut, even(**best), key=step_s)
 
 
 def _longest_round(question: PlanRequest, cut: StageCut) -> int:

@@ -10,8 +10,9 @@ import pytest
 
 from roundpipe_cli.costs.cost import CostModel, LayerCost
 from roundpipe_cli.errors import RefusedError, ResourceError
+from roundpipe_cli.planning.choose import in_long_rounds
 from roundpipe_cli.planning.compare import SimulationCase, StageCut, run
-from roundpipe_cli.planning.partition import PlannedCut, plan_partition
+from roundpipe_cli.planning.partition import LIGHT, PlannedCut, _round_sizes, _Task, plan_partition
 from roundpipe_cli.planning.search.search import SearchEffort
 from roundpipe_cli.planning.search.stages import StageLimits, StageSums, even_cut
 from roundpipe_cli.schedule.builders import Rounds, build_schedule
@@ -211,3 +212,24 @@ def test_even_cut() -> None:
     assert backward == ((7, 8), (5, 6), (3, 4), (0, 2))
     assert even_cut(9, 4, 4, num_free=0) == (((0, 3), (4, 7)), ((8, 8), (4, 7), (0, 3)))
     assert even_cut(3, 1, 1, beside_head=1) == ((), ((0, 2),))
+
+
+@pytest.mark.parametrize(("room", "expected"), [(None, 20), (32, 20), (12, 10), (8, 7), (2, 7)])
+def test_given_stages_get_few_equal_rounds(room: int | None, expected: int) -> None:
+    """20 microbatches on 8 workers were run as 8 + 8 + 4, however much memory the host had."""
+    limits = StageLimits(microbatches_per_round=room)
+    case = SimulationCase(model(6), 8, 20, limits=limits)
+    assert in_long_rounds(StageCut(*even_cut(6, 1, 1), 8), case).microbatches_per_round == expected
+
+
+def test_rounds_of_sequences_in_chunks_stay_whole() -> None:
+    case = SimulationCase(model(6), 2, 20, sequence_chunks=4, limits=StageLimits(microbatches_per_round=11))
+    assert in_long_rounds(StageCut(*even_cut(6, 1, 1), 4), case).microbatches_per_round == 8
+
+
+@pytest.mark.parametrize(("layers", "expected"), [(30, [20, 10, 7, 5, 4]), (60, [20, 10, 7])])
+def test_searched_rounds_are_equal(layers: int, expected: list[int]) -> None:
+    """No 8 + 8 + 4 among the rounds that the search tries."""
+    costs = model(layers)
+    task = _Task(costs, StageSums(costs), tuple(range(8)), 20, True, 0, 1, None, LIGHT)
+    assert _round_sizes(task) == expected

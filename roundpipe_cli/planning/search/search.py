@@ -244,7 +244,7 @@ def _recut(sizes: list[int]) -> list[list[int]]:
 
 
 MOST_MOVED = 20_000
-"""Of a partition with many stages only some trade layers, so many divided by their number."""
+"""Stages times those of a direction that trade layers: with many stages only some do."""
 MOST_SPLIT = 12
 """Only so many stages at the end are split in pairs: there a short drain gains most."""
 
