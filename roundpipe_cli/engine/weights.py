@@ -82,7 +82,14 @@ def _place(buffer: mmap.mmap) -> None:
         interleave(ctypes.addressof(ctypes.c_char.from_buffer(buffer)), len(buffer), layout().nodes)
 
 
-_OWN = threading.local()
+class _Own(threading.local):
+    """Memory that each thread keeps."""
+
+    def __init__(self) -> None:
+        self.scratch: dict[torch.dtype, torch.Tensor] = {}
+
+
+_OWN = _Own()
 
 
 def own_scratch(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
@@ -91,7 +98,7 @@ def own_scratch(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
     Memory that is asked for anew each time has pages that the system must clear first, which takes longer than most
     arithmetic on them (scripts/README.md has figures).
     """
-    held: dict[torch.dtype, torch.Tensor] = _OWN.__dict__
+    held = _OWN.scratch
     if dtype not in held or held[dtype].numel() < num_elements:
         held.pop(dtype, None)
         held[dtype] = page_aligned(num_elements * dtype.itemsize).view(dtype)
