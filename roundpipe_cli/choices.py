@@ -88,19 +88,19 @@ OPTIMIZERS: Mapping[OptimizerName, OptimizerKind] = {
         keys=ADAM_KEYS,
         other_names=("adamw_torch", "adamw_torch_fused", "adamw_hf", "AdamW", "paged_adamw_32bit"),
     ),
-    "adamw_bf16": OptimizerKind("4, the moments in bfloat16", moment_bytes=4, keys=ADAM_KEYS, update_bytes=75),
+    "adamw_bf16": OptimizerKind("4, the moments in bfloat16", moment_bytes=4, keys=ADAM_KEYS, update_bytes=60),
     "adamw_8bit": OptimizerKind(
         "2 (bitsandbytes; many times slower on the host)",
         moment_bytes=2 + 8 / 256,  # two codes, and two float32 scales for each 256
         keys=ADAM_KEYS,
-        update_bytes=670,
+        update_bytes=560,
         other_names=("adamw_bnb_8bit", "paged_adamw_8bit", "adamw_8bit_bnb", "AdamW8bit"),
     ),
-    "sgd": OptimizerKind("0, with momentum 4", momentum_bytes=4, keys=("sgd_momentum",), update_bytes=26),
+    "sgd": OptimizerKind("0, with momentum 4", momentum_bytes=4, keys=("sgd_momentum",), update_bytes=23),
     "adafactor": OptimizerKind(
         "(that of transformers, with this recipe's learning rate) next to nothing",
         side_bytes=4,
-        update_bytes=320,
+        update_bytes=265,
         temporary_bytes=8,
     ),
 }
