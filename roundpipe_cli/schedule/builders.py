@@ -147,7 +147,7 @@ class Dealer:
         self.step_ends_s = [0.0, 0.0]
         """Ends of the last two steps dealt; 0 where there are none."""
         self.waits = False
-        """Whether a step begins no sooner than the one two before it has ended, as real ones do at staleness 1."""
+        """Whether a step begins no sooner than the one two before it has ended: at staleness 1."""
         self.times, self.hop_s, self.options = times, hop_s, options
 
     def start_step(self) -> None:

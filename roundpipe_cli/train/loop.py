@@ -76,8 +76,8 @@ class RunLog:
         """Seconds that the run took before it was resumed."""
         self.earlier_losses: Mapping[int, float] = {}
         """Step -> loss of the steps before it was resumed, as far as their rows are known."""
-        self.timelines: deque[tuple[float, Timeline]] = deque(maxlen=TRACED_STEPS if trace else 0)
-        """The last steps, each with its start, of `time.perf_counter`."""
+        self.timelines: deque[Timeline] = deque(maxlen=TRACED_STEPS if trace else 0)
+        """The last steps."""
         self.longest_row = 0
         """Tokens of the longest row until now."""
         self._rows: list[StepFinished] = []
@@ -114,8 +114,8 @@ class RunLog:
         self._launch_bound.append(result.launch_bound_ratio)
         if self.timelines.maxlen:
             computed = result.timeline
-            timeline = replace(computed, intervals=(*computed.intervals, *result.links, *result.waits))
-            self.timelines.append((result.started_s, timeline))
+            intervals = *computed.intervals, *result.links, *result.waits
+            self.timelines.append(replace(computed, intervals=intervals))
 
     def finished(self, row: StepFinished) -> None:
         """Note a finished step."""
