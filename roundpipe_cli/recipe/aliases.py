@@ -147,8 +147,8 @@ ALIASES: dict[str, AliasConversion] = {
 
 REMOVED: dict[str, str] = {
     "fp8_products": "it saved no time; `load_in_fp8: true` alone keeps the weights in FP8, on any GPU",
-    "pipeline.optimizer_staleness": "leave it out: each layer of a step waits for its own update alone, which hides "
-    "updates behind the next step and changes no result",
+    "pipeline.optimizer_staleness": "each layer of a step now waits for its own update alone, which hides most of an "
+    "update beside the next step and keeps steps exact",
 }
 """Dotted keys that recipes once had: refused with this advice, dropped with a notice where they are off. A run that
 began with one of them off may be resumed."""

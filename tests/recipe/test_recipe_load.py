@@ -381,7 +381,7 @@ def test_a_key_that_recipes_once_had_is_refused_with_a_hint_and_left_out_where_i
     loaded = load_recipe(write(tmp_path, SMALLEST + "pipeline: {optimizer_staleness: 0}\n"))
     assert "pipeline.optimizer_staleness: 0 changes nothing here" in loaded.notices[0]
     (found,) = problems_of(write(tmp_path, SMALLEST), "pipeline.optimizer_staleness=1")
-    assert "optimizer_staleness is no longer a key" in found and "each layer of a step waits for" in found
+    assert "optimizer_staleness is no longer a key" in found and "each layer of a step now waits for" in found
     assert not set(REMOVED) & {*known_keys(Recipe), *ALIASES, *NO_COUNTERPART}
 
 
