@@ -56,7 +56,6 @@ CASES = {
     "4 bit": Case(("load_in_4bit=true",)),
     "experts": Case(("model=model",), experts=True, repeats=2),
     "dpo": Case(("objective=dpo",), pairs=True),
-    "staleness 1": Case(("pipeline.optimizer_staleness=1",)),
 }
 
 

@@ -46,11 +46,11 @@ def bench(
     ] = None,
     steps: Annotated[
         int | None,
-        typer.Option(help="Chained optimizer steps: 1, or an even number. Default: 1; a recipe's steps may overlap."),
+        typer.Option(help="Chained optimizer steps: 1, or an even number. Default: 1."),
     ] = None,
     staleness: Annotated[
         int | None,
-        typer.Option(min=0, max=1, help="Updates that the weights of a step lag. Default: 0, or the recipe's."),
+        typer.Option(min=0, max=1, help="Updates that the weights of a step lag, simulated. Default: 0."),
     ] = None,
     accounting: Annotated[str, typer.Option(help="default, or published: no transfers, no optimizer.")] = "default",
     hardware: Annotated[str | None, typer.Option(help="With a recipe: hardware such as 8x4090.")] = None,

@@ -145,12 +145,6 @@ def without_bytes(costs: CostModel) -> CostModel:
     return replace(costs, layers=layers)
 
 
-def with_updates(costs: CostModel) -> CostModel:
-    """The same model where every layer is updated, in no time worth counting: chained steps wait as they must."""
-    layers = tuple(replace(layer, optimizer_s=max(layer.optimizer_s, 1e-9)) for layer in costs.layers)
-    return replace(costs, layers=layers)
-
-
 def skip_projections(costs: CostModel) -> CostModel:
     """The same model where each recompute leaves out what backward never reads: a block's last projection.
 

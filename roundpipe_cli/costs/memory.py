@@ -4,8 +4,8 @@ device   slots x (weights and gradient accumulators of the largest stage), activ
          stage, the head's chunk, two boundary tensors per direction, the workspace of a backward, the gradient of
          the largest weight, the context; with packed weights those of one block, unpacked for its call, or those of a
          stage for its visit
-host     per trainable parameter 18 bytes in 16 bit (weight 2, master 4, moments 8, gradient 4), 24 at staleness 1
-         (two weights, two gradients), 16 and 24 in float32; frozen weights; boundary activations; page-locked rings
+host     per trainable parameter 18 bytes in 16 bit (weight 2, master 4, moments 8, gradient 4), 16
+         in float32; frozen weights; boundary activations; page-locked rings
 disk     (save_total_limit + 1) checkpoints, since the new one is complete before the oldest goes, and the result
 """
 
@@ -334,27 +334,25 @@ def host_need(
     """
     trainable = sum(trainable_params(architecture, settings))
     updated = -(-trainable // settings.num_shards)
-    size, versions = settings.dtype_bytes, 1 + settings.staleness
-    weight_versions = versions if size == 2 else settings.staleness  # float32: the master is the newest weight
+    size = settings.dtype_bytes
     boundary = max(layer.boundary_bytes for layer in costs.layers)
     num_gpus = sum(not device.is_cpu for device in hardware.devices)
     if num_gpus:  # torch gives page-locked memory away in powers of two
         boundary = 1 << (boundary - 1).bit_length()
     chunks = settings.sequence_chunks
     rounds = rounds_kept(len(hardware.devices), *stages)
-    # at staleness 1 two steps overlap
-    in_flight = min(settings.num_microbatches * versions, math.ceil(rounds * max(microbatches_per_round, chunks)))
+    in_flight = min(settings.num_microbatches, math.ceil(rounds * max(microbatches_per_round, chunks)))
     keys_and_values = key_value_bytes(architecture, settings) * len(architecture.blocks) * -(-in_flight // chunks)
     temporaries = update_temporary_bytes(architecture, settings)
     num_inputs = len(costs.layers) if settings.skip_last_projection else stages[1]
     return Need(
         (
             NeedPart("frozen weights", 0 if settings.weights_on_disk else frozen_bytes(architecture, settings)),
-            NeedPart("trained weights", trainable * size * weight_versions),
+            NeedPart("trained weights", trainable * size if size == 2 else 0),  # float32: the masters are the weights
             NeedPart("float32 masters", (updated if size == 2 else trainable) * 4),
             NeedPart("optimizer state", int(updated * moment_bytes_per_param(settings, architecture.hidden_size))),
             *([NeedPart("temporaries of the optimizer", temporaries)] if temporaries else []),
-            NeedPart("gradients", trainable * 4 * versions),
+            NeedPart("gradients", trainable * 4),
             *([NeedPart("gradients in line", waiting_bytes)] if waiting_bytes else []),
             NeedPart("boundary activations", boundary * (num_inputs + 2) * in_flight),
             *([NeedPart("keys and values of chunks", keys_and_values)] if keys_and_values else []),
@@ -378,12 +376,11 @@ def interpreter_bytes(num_gpus: int) -> int:
 def loading_need(architecture: Architecture, settings: TrainingSettings) -> Need:
     """Bytes of host memory at the peak of loading: what is filled, and the one weight that is converted."""
     trainable = sum(trainable_params(architecture, settings))
-    size, versions = settings.dtype_bytes, 1 + settings.staleness
-    weight_versions = versions if size == 2 else settings.staleness
+    size = settings.dtype_bytes
     return Need(
         (
             NeedPart("frozen weights", 0 if settings.weights_on_disk else frozen_bytes(architecture, settings)),
-            NeedPart("trained weights", trainable * size * weight_versions),
+            NeedPart("trained weights", trainable * size if size == 2 else 0),
             NeedPart("float32 masters", trainable * 4),
             NeedPart("a weight while it is converted", converted_bytes(architecture, settings)),
             NeedPart("interpreter", INTERPRETER_BYTES),
@@ -420,11 +417,10 @@ def frozen_bytes(architecture: Architecture, settings: TrainingSettings) -> int:
 
 
 def disk_need(architecture: Architecture, settings: TrainingSettings) -> Need:
-    """Bytes in `output_dir` at the peak: checkpoints hold masters and moments, at staleness 1 also 16-bit weights."""
+    """Bytes in `output_dir` at the peak: checkpoints hold masters and moments."""
     trainable = sum(trainable_params(architecture, settings))
-    stale_weights = settings.dtype_bytes * settings.staleness
     state = moment_bytes_per_param(settings, architecture.hidden_size)
-    checkpoint = int(trainable * (4 + state + stale_weights))
+    checkpoint = int(trainable * (4 + state))
     result = trainable * settings.dtype_bytes
     count = settings.save_total_limit + 1
     mapped = frozen_bytes(architecture, settings) if settings.weights_on_disk else 0

@@ -74,7 +74,6 @@ class TrainingSettings:
     unpacks_once: bool = False
     """Packed weights are unpacked once per visit of a stage, not for each microbatch and pass."""
     recompute: Literal["stage", "layer", "none"] = "stage"
-    staleness: int = 0
     optimizer: OptimizerName = "adamw"
     has_momentum: bool = False
     """The recipe's `sgd_momentum` is not 0."""

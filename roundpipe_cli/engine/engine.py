@@ -1,7 +1,7 @@
 """The engine: runs one step of a schedule on a pool of stateless workers.
 
     with Engine(model, split, store, backends, ...) as engine:
-        result = engine.run_step(microbatches, schedule, step=0)     # gradients are in store.gradients_of(0)
+        result = engine.run_step(microbatches, schedule, step=0)     # gradients are in store.gradients
 
 All that lasts is in host stores. A step's loss and gradients do not depend on the number of workers, the partition,
 the schedule or the timing. The threads live as long as the `with` block.
@@ -234,8 +234,7 @@ class Engine:
             is_out_of_memory=is_out_of_memory,
         )
         self._open = False
-        self._under_way: list[StepUnderWay] = []
-        """Steps under way, oldest first, at most two."""
+        self._under_way: StepUnderWay | None = None
         self.step_in_work: StepInWork | None = None
         """The step for displays, which any thread may read."""
 
@@ -287,15 +286,6 @@ class Engine:
             self.start_step(microbatches, schedule, step=step, version=version, part=part, gradients=gradients)
         )
 
-    def may_follow(self, schedule: Schedule) -> bool:
-        """Whether a step of `schedule` may start now: none is under way, or one with the same stages, and no weights
-        stay on a device (for a worker gets other stages in every step)."""
-        if not self._under_way:
-            return True
-        before = self._under_way[-1].context.program.schedule
-        same = (before.forward_stages, before.backward_stages) == (schedule.forward_stages, schedule.backward_stages)
-        return same and len(self._under_way) < 2 and not any(worker.slots.cache.is_on for worker in self._workers)
-
     def start_step(
         self,
         microbatches: Sequence[Microbatch],
@@ -306,12 +296,12 @@ class Engine:
         part: Part | None = None,
         gradients: GradientOptions | None = None,
     ) -> StepUnderWay:
-        """Queue a step for the workers, who begin it when they have ended the step before; returns at once.
+        """Let the workers begin a step, when the one before is done; returns once the embedding has its version.
 
         Args:
             microbatches: as many as the schedule has, or as it has sequences: each is cut into the schedule's chunks.
             schedule: for as many workers as the engine has.
-            step: index of the step, from 0; seeds dropout and chooses the store's gradient sum.
+            step: index of the step, from 0; seeds dropout.
             version: of the weights that every part of the step reads; None: the newest.
             part: which microbatches of a step that machines share are computed here: loss and gradients are their
                 share of the step's; None: all of them.
@@ -324,12 +314,12 @@ class Engine:
         assert self._open, "use the engine inside its `with` block"
         assert schedule.num_workers == self.num_workers
         assert schedule.num_microbatches == len(microbatches) * schedule.sequence_chunks
-        assert self.may_follow(schedule)
+        assert self._under_way is None
         gradients = gradients or GradientOptions()
         states = microbatch_states(microbatches, schedule.sequence_chunks, part)
         num_units = sum(state.num_units for state in states) if part is None else part.num_units
         context = self._context(states, schedule, step)
-        folds = gradient_folds(self.store.layouts, self.store.gradients_of(step), len(states), context.progress)
+        folds = gradient_folds(self.store.layouts, self.store.gradients, len(states), context.progress)
         context = replace(
             context,
             version=context.version if version is None else version,
@@ -360,11 +350,10 @@ class Engine:
         return HeadLoss(gradient_scale, self._options.head_chunk_tokens, self._options.label_smoothing)
 
     def finish_step(self, step: StepUnderWay) -> StepResult:
-        """Block until the oldest step under way is done.
+        """Block until the step under way is done.
 
         Raises:
-            OutOfDeviceMemoryError: exit code 5; the step can be run again after `use_less_memory`, if no other was
-                under way.
+            OutOfDeviceMemoryError: exit code 5; the step can be run again after `use_less_memory`.
             InternalError: a worker failed or got stuck (exit code 1); names worker, stage, layers, microbatch, step.
         """
         self._wait(step)
@@ -395,7 +384,7 @@ class Engine:
         """
         assert self._open, "use the engine inside its `with` block"
         assert schedule.num_workers == self.num_workers and schedule.num_microbatches == len(microbatches)
-        assert not self._under_way
+        assert self._under_way is None
         context = self._context(microbatch_states(microbatches, schedule.sequence_chunks), schedule, step)
         context = replace(
             context, scoring=Scoring(adapters, greedy), version=context.version if version is None else version
@@ -420,7 +409,7 @@ class Engine:
         for worker, step in zip(self._workers, steps, strict=True):
             run.parts[worker.index] = WorkerPart(context, self._carrier(worker, context, run), step)
         under_way = StepUnderWay(context, run, steps, time.perf_counter(), loss_scale)
-        self._under_way.append(under_way)
+        self._under_way = under_way
         self._show()
         self.store.tell(run, context.version)
         self._pool.start(run)
@@ -440,33 +429,23 @@ class Engine:
         )
 
     def _wait(self, step: StepUnderWay) -> None:
-        assert self._under_way and step is self._under_way[0], "steps end in the order in which they began"
+        assert step is self._under_way
         try:
             self._pool.wait(step.run)
-        except BaseException:
-            for other in self._under_way[1:]:
-                self.store.forget(other.run)
-            del self._under_way[1:]
-            raise
         finally:
             self.store.forget(step.run)
-            self._under_way = self._under_way[1:]
+            self._under_way = None
             self._show()
         for worker in self._workers:
             worker.slots.cache.step_done()
 
     def _show(self) -> None:
-        """Show the oldest step under way to displays."""
-        oldest = self._under_way[0] if self._under_way else None
+        """Show the step under way to displays."""
+        step = self._under_way
         self.step_in_work = None
-        if oldest is not None and oldest.context.scoring is None:
-            self.step_in_work = StepInWork(
-                oldest.context.step,
-                oldest.started_s,
-                self._workers,
-                oldest.steps,
-                oldest.context.program.schedule.fused_head,
-            )
+        if step is not None and step.context.scoring is None:
+            fused_head = step.context.program.schedule.fused_head
+            self.step_in_work = StepInWork(step.context.step, step.started_s, self._workers, step.steps, fused_head)
 
     def use_less_memory(self) -> None:
         """After a step ran out of memory: recompute one layer at a time from now on, which changes no bit."""
@@ -501,7 +480,7 @@ class Engine:
         if context.microbatches:  # blocks that drew nothing in the first step never do: later steps need not watch
             self._seeds_blocks &= any(worker.runner.layers.model.blocks_draw for worker in self._workers)
         seconds = time.perf_counter() - started_s
-        squares = context.gradients.finish(self.store, context.step)
+        squares = context.gradients.finish(self.store)
         loss_sum = 0.0
         for state in context.microbatches:
             assert state.loss_sum is not None

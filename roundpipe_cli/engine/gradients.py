@@ -147,19 +147,19 @@ class StepGradients:
         if self._on_complete is not None and layer not in self._late_layers:
             self._on_complete(layer, partial(float, squares))
 
-    def finish(self, store: WeightStore, step: int) -> list[float]:
+    def finish(self, store: WeightStore) -> list[float]:
         """Complete the late layers, when all workers are done.
 
         Returns:
             the sums of squares of all trained layers, in their order.
         """
-        self._add_embed(store, step)
+        self._add_embed(store)
         if self._on_complete is not None:
             for layer in sorted(self._late_layers, reverse=True):  # as the next step needs them
                 self._on_complete(layer, partial(float, self._square_sums[layer]))
         return [float(self._square_sums[layer]) for layer, fold in enumerate(self.folds) if fold is not None]
 
-    def _add_embed(self, store: WeightStore, step: int) -> None:
+    def _add_embed(self, store: WeightStore) -> None:
         """Add the embed layer's gradients in microbatch order: after the head's, where the table is tied to it."""
         touched: set[int] = {0} if self.folds[0] is not None else set()
         for index in sorted(self.of_embed):
@@ -167,7 +167,7 @@ class StepGradients:
                 layer = store.layer_of(item.name)
                 assert self.folds[layer] is not None
                 touched.add(layer)
-                target = store.gradient(item.name, step)
+                target = store.gradient(item.name)
                 if item.token_ids is None:
                     add_to(target, item.gradient)
                 else:  # ids are distinct, so the order of additions is fixed

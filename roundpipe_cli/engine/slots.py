@@ -16,7 +16,7 @@ from roundpipe_cli.engine.gradients import GradientFold, GradientParts, Leaving,
 from roundpipe_cli.engine.layer import GradientCollector, LayerRunner
 from roundpipe_cli.engine.prepared import StepContext
 from roundpipe_cli.engine.program import backward_ops, layer_range
-from roundpipe_cli.engine.weights import WeightStore
+from roundpipe_cli.engine.weights import REFERENCE, WeightStore
 from roundpipe_cli.model.layout import LayerLayout, round_up
 from roundpipe_cli.schedule.actions import Kind, Schedule
 from roundpipe_cli.schedule.program import Op, Program, Visit
@@ -194,9 +194,9 @@ class StageSlots:
         self.slots: list[Slot] = []
         self._bound: dict[tuple[int, int, int], dict[str, nn.Parameter]] = {}
         """By (slot or `KEPT`, offset, layer)."""
-        self._on_host: dict[int, list[dict[str, nn.Parameter]]] = {}
-        """By the version's slot in the store: the embed layer's parameters, then those of aliased layers."""
-        self._host_version = -1
+        self._on_host: dict[bool, list[dict[str, nn.Parameter]]] = {}
+        """By whether they were put aside: the embed layer's parameters, then those of aliased layers."""
+        self._bound_aside: bool | None = None
         self.bound_visit = -1
         """The visit of the step at work whose layers the modules have."""
 
@@ -302,16 +302,16 @@ class StageSlots:
         """Point what is read from host memory at the weights of `version`: the embed layer, aliased layers."""
         store, model = self._store, self._layers.model
         last = len(store.layouts) if self._backend.aliases_host else 1
-        slot = store.slot_of(version)
-        if slot == self._host_version:
+        aside = version == REFERENCE
+        if aside == self._bound_aside:
             return
-        if slot not in self._on_host:
+        self._bound_aside = aside
+        if aside not in self._on_host:
             embed = model.embed_parameters(store.views_at(version))
-            self._on_host[slot] = [embed, *(store.parameters(layer, version) for layer in range(1, last))]
-        self._host_version = slot
-        model.bind_embed(self._on_host[slot][0])
+            self._on_host[aside] = [embed, *(store.parameters(layer, version) for layer in range(1, last))]
+        model.bind_embed(self._on_host[aside][0])
         for layer in range(1, last):
-            self._use(layer, self._on_host[slot][layer])
+            self._use(layer, self._on_host[aside][layer])
 
     def _use(self, layer: int, parameters: dict[str, nn.Parameter]) -> None:
         self._layers.model.bind(layer, parameters)

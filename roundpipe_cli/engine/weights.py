@@ -1,15 +1,9 @@
 """The host's store of weights: one flat page-aligned buffer per layer, exact size.
 
 Trainable parameters also have float32 masters and float32 gradient sums, one flat tensor per layer each. All of it is
-allocated once. Version v of a layer is its weights after v updates; with staleness 1 a step reads version v - 1 while
-the update writes version v, so trainable weights are there twice:
-
-    staleness 0                              staleness 1
-    | frozen | trainable, any version |      | frozen | trainable, even versions |   | trainable, odd versions |
-    one gradient sum                         two gradient sums, for steps with even and odd numbers
-
-In 16 bit the masters are apart (one, newest version), and copied for parameters that are used in float32 nevertheless.
-In float32 the weights of the newest version are the masters.
+allocated once. Version v of a layer is its weights after v updates: step v reads it, and its update writes the next one
+over it. In 16 bit the masters are apart, and copied for parameters that are used in float32 nevertheless. In float32
+the weights are the masters.
 """
 
 from __future__ import annotations
@@ -197,11 +191,9 @@ class LayerUpdate:
     """Tensors that one update of a layer reads and writes; flat tensors [num_trainable_elements]."""
 
     masters: torch.Tensor
-    """float32 masters of the version before."""
-    new_masters: torch.Tensor
-    """float32, destination of the new masters; the same memory, except at staleness 1 in float32."""
+    """float32; changed in place."""
     weights: torch.Tensor | None
-    """Destination of the rounded new masters; None in float32."""
+    """Destination of the rounded masters; None in float32."""
     whole: torch.Tensor
     """All of the layer's new trainable bytes, uint8; written in part when the update is over."""
 
@@ -212,14 +204,12 @@ class WeightStore:
     def __init__(
         self,
         layouts: Sequence[LayerLayout],
-        staleness: int = 0,
         folder: Path | None = None,
         elsewhere: Collection[int] = (),
     ) -> None:
         """
         Args:
             layouts: one per layer.
-            staleness: 0 or 1: versions by which the weights of a step may lag.
             folder: map the weights from a file there; None: ordinary memory.
             elsewhere: layers that another process keeps the masters of: here they are on the meta device, unless they
                 are the weights themselves.
@@ -228,15 +218,12 @@ class WeightStore:
             OSError: no such file can be made in `folder`.
         """
         self.layouts = tuple(layouts)
-        self.staleness = staleness
         sizes = [layout.num_bytes for layout in layouts]
         self.is_mapped = folder is not None
         self.buffers = [page_aligned(size) for size in sizes] if folder is None else mapped_buffers(folder, sizes)
-        """Per layer, uint8: frozen weights, then the trainable ones of version 0, 2, ... (staleness 0: of any)."""
-        self._odd = [page_aligned(layout.trainable_num_bytes) for layout in layouts] if staleness else []
-        """Per layer, uint8: the trainable weights of version 1, 3, ..."""
+        """Per layer, uint8: frozen weights, then the trainable ones."""
         self.masters: list[torch.Tensor] = []
-        """Per layer, float32 [num_trainable_elements], of the newest version."""
+        """Per layer, float32 [num_trainable_elements]."""
         for layer, (layout, buffer) in enumerate(zip(layouts, self.buffers, strict=True)):
             if layout.trainable_dtype == torch.float32:
                 self.masters.append(layout.trainable_flat(layout.trainable_bytes(buffer)))
@@ -244,21 +231,20 @@ class WeightStore:
                 self.masters.append(torch.empty(layout.num_trainable_elements, device="meta"))
             else:
                 self.masters.append(page_aligned(4 * layout.num_trainable_elements).view(torch.float32))
-        self._gradients = [
-            [page_aligned(4 * layout.num_trainable_elements).view(torch.float32) for layout in layouts]
-            for _ in range(1 + staleness)
-        ]
+        self.gradients = [page_aligned(4 * layout.num_trainable_elements).view(torch.float32) for layout in layouts]
+        """Per layer, float32 [num_trainable_elements]: the sum over the microbatches of the newest step."""
         self._places: dict[str, tuple[int, ParameterPlace]] = {
             place.name: (index, place) for index, layout in enumerate(layouts) for place in layout.places
         }
         self._reference: list[torch.Tensor] = []
         """Per layer, uint8: the trainable weights that were put aside; empty: none were."""
         self._reference_views: Mapping[str, torch.Tensor] = {}
-        self._views = [self._make_views(slot) for slot in range(1 + staleness)]
+        self.views: Mapping[str, torch.Tensor] = self._make_views(NO_VERSION)
+        """Parameter name -> its weights, a view."""
         self.trained = [layer for layer, layout in enumerate(layouts) if layout.num_trainable_elements]
         """Layers with trained weights, in order."""
-        self._held: list[list[int]] = []
-        """Per layer, which version each of its buffers holds."""
+        self._held: list[int] = []
+        """Per layer, the version that it has; while an update writes it, `NO_VERSION`."""
         self._changed = threading.Condition()
         self._error: BaseException | None = None
         self._readers: list[tuple[StepRun, int]] = []
@@ -275,10 +261,8 @@ class WeightStore:
         return place.view(self.buffers[layer])
 
     def _apart(self, layer: int, version: int) -> torch.Tensor | None:
-        """The bytes of a layer's trainable weights of a version that does not lie in the layer's own buffer."""
-        if version == REFERENCE:
-            return self._reference[layer]
-        return self._odd[layer] if self.slot_of(version) else None
+        """The bytes of a layer's trainable weights that were put aside, if they are the version."""
+        return self._reference[layer] if version == REFERENCE else None
 
     # -- versions ------------------------------------------------------------------------------------------------
 
@@ -294,18 +278,14 @@ class WeightStore:
         """Whether weights were put aside."""
         return bool(self._reference)
 
-    def slot_of(self, version: int) -> int:
-        """Stands for the memory in which a version lies: versions with one slot are not there at once."""
-        return REFERENCE if version == REFERENCE else version % (1 + self.staleness)
-
     @property
     def newest(self) -> int:
         """The newest version that every layer has."""
-        return min((max(self._held[layer]) for layer in self.trained), default=0)
+        return min((self._held[layer] for layer in self.trained), default=0)
 
     def version_of(self, layer: int) -> int:
-        """The newest version that `layer` has, whole."""
-        return max(self._held[layer])
+        """The version that `layer` has, whole; `NO_VERSION` while an update writes it."""
+        return self._held[layer]
 
     def wait_for(self, layer: int, version: int) -> None:
         """Block until `layer` has `version`, or a later one. Not for threads behind which others wait: see `tell`.
@@ -345,54 +325,35 @@ class WeightStore:
         for reader, _ in self._readers:
             reader.host_failed(error)
 
-    def step_version(self, step: int) -> int:
-        """The version that step `step` (from 0) reads, wherever it reads weights."""
-        return max(step - self.staleness, 0)
-
     def check_version(self, layer: int, version: int) -> None:
         """Assert that `layer` has its weights of `version`, whole; called wherever a step starts to read them."""
         if self.layouts[layer].num_trainable_elements and version != REFERENCE:
-            held = self._held[layer][version % len(self._views)]
+            held = self._held[layer]
             assert held == version, f"layer {layer} has weights of version {held}, not {version}"
 
     def set_version(self, version: int) -> None:
-        """Declare what lies in the buffers now to be version `version`, and the one before it where there are two."""
-        slots = range(len(self._views))
-        held = [NO_VERSION for _ in slots]
-        for back in slots:
-            if version - back >= 0:
-                held[(version - back) % len(slots)] = version - back
-        self._held = [list(held) for _ in self.layouts]
-        for layer in self.trained:
-            if self.layouts[layer].trainable_dtype == torch.float32:
-                self.masters[layer] = self._flat(layer, version)
+        """Declare what lies in the buffers now to be version `version`."""
+        self._held = [version for _ in self.layouts]
 
     def trained_bytes(self, layer: int, version: int) -> torch.Tensor:
         """The bytes of a layer's trainable weights of one version, uint8."""
         apart = self._apart(layer, version)
         return self.layouts[layer].trainable_bytes(self.buffers[layer]) if apart is None else apart
 
-    def _flat(self, layer: int, version: int) -> torch.Tensor:
-        """The trainable weights of one version, flat, in the layer's dtype."""
-        return self.layouts[layer].trainable_flat(self.trained_bytes(layer, version))
-
     @contextmanager
     def next_version(self, layer: int) -> Iterator[LayerUpdate]:
         """Buffers for the update of one layer. On leaving without an error the layer has its next version."""
-        version = max(self._held[layer]) + 1
-        slot = version % len(self._views)
-        self._held[layer][slot] = NO_VERSION
-        masters, whole = self.masters[layer], self.trained_bytes(layer, version)
-        if self.layouts[layer].trainable_dtype == torch.float32:
-            target = self._flat(layer, version) if self.staleness else masters
-            yield LayerUpdate(masters, target, None, whole)
-            self.masters[layer] = target
+        version = self._held[layer] + 1
+        self._held[layer] = NO_VERSION
+        layout, masters, whole = self.layouts[layer], self.masters[layer], self.trained_bytes(layer, version)
+        if layout.trainable_dtype == torch.float32:
+            yield LayerUpdate(masters, None, whole)
         else:
-            yield LayerUpdate(masters, masters, self._flat(layer, version), whole)
-            for place in self.layouts[layer].wide if not masters.is_meta else ():
-                self._views[slot][place.name].copy_(place.trainable_view(masters))
+            yield LayerUpdate(masters, layout.trainable_flat(whole), whole)
+            for place in layout.wide if not masters.is_meta else ():
+                self.views[place.name].copy_(place.trainable_view(masters))
         with self._changed:
-            self._held[layer][slot] = version
+            self._held[layer] = version
             self._changed.notify_all()
         for reader, wanted in self._readers:
             if version >= wanted:
@@ -420,14 +381,9 @@ class WeightStore:
             for place in layout.places
         }
 
-    @property
-    def views(self) -> Mapping[str, torch.Tensor]:
-        """Parameter name -> its weights of the newest version, a view."""
-        return self.views_at(self.newest)
-
     def views_at(self, version: int) -> Mapping[str, torch.Tensor]:
         """Parameter name -> its weights of `version`, a view."""
-        return self._reference_views if version == REFERENCE else self._views[self.slot_of(version)]
+        return self._reference_views if version == REFERENCE else self.views
 
     @property
     def trainable_names(self) -> frozenset[str]:
@@ -438,16 +394,15 @@ class WeightStore:
         return self._places[name][0]
 
     def set_parameter(self, name: str, values: torch.Tensor) -> None:
-        """Write `values` as weights, of all versions, and, if the parameter is trainable, as float32 masters."""
+        """Write `values` as weights and, if the parameter is trainable, as float32 masters."""
         index, place = self._places[name]
         if place.trainable:
             place.trainable_view(self.masters[index]).copy_(values)
-        for views in self._views if place.trainable else self._views[:1]:
-            place.write(views[name], values)
+        place.write(self.views[name], values)
 
     def set_packed(self, name: str, weight: PackedWeight) -> None:
         """Write a weight that is packed already; unpacked where this parameter lies whole."""
-        place, view = self._places[name][1], self._views[0][name]
+        place, view = self._places[name][1], self.views[name]
         if place.packed_as == "4bit":
             weight.write(view)
         else:
@@ -456,29 +411,20 @@ class WeightStore:
     def master(self, name: str) -> torch.Tensor:
         """The float32 values of a trainable parameter (a view), else its weights."""
         index, place = self._places[name]
-        return place.trainable_view(self.masters[index]) if place.trainable else self._views[0][name]
+        return place.trainable_view(self.masters[index]) if place.trainable else self.views[name]
 
     def base_weight(self, name: str) -> torch.Tensor:
         """The whole weight of a parameter; a new tensor where it lies packed."""
         _, place = self._places[name]
-        view = self._views[0][name]
+        view = self.views[name]
         return dequantize(view, place.shape, place.dtype, place.packed_as) if place.packed_as else view
 
     # -- gradients -----------------------------------------------------------------------------------------------
 
-    @property
-    def gradients(self) -> list[torch.Tensor]:
-        """Per layer, float32 [num_trainable_elements]: the sum over the microbatches of step 0, 2, ...; see below."""
-        return self._gradients[0]
-
-    def gradients_of(self, step: int) -> list[torch.Tensor]:
-        """Per layer, the gradient sum of step `step`; each step in flight has its own."""
-        return self._gradients[step % len(self._gradients)]
-
-    def gradient(self, name: str, step: int = 0) -> torch.Tensor:
+    def gradient(self, name: str) -> torch.Tensor:
         """The float32 gradient sum of a trainable parameter, a view."""
         index, place = self._places[name]
-        return place.trainable_view(self.gradients_of(step)[index])
+        return place.trainable_view(self.gradients[index])
 
     # -- memory --------------------------------------------------------------------------------------------------
 
@@ -487,22 +433,21 @@ class WeightStore:
         """Every buffer that is copied to or from devices and stays in memory."""
         return [
             *([] if self.is_mapped else self.buffers),
-            *self._odd,
             *self._reference,
-            *(gradient for slot in self._gradients for gradient in slot),
+            *self.gradients,
         ]
 
     def num_bytes(self) -> dict[str, int]:
-        """Host bytes by part: weights (all versions, and those put aside), masters (0 in float32), gradients."""
+        """Host bytes by part: weights (with those put aside), masters (0 in float32), gradients."""
         masters = sum(
             master.nbytes
             for master, layout in zip(self.masters, self.layouts, strict=True)
             if layout.trainable_dtype != torch.float32 and not master.is_meta
         )
         return {
-            "weights": sum(buffer.nbytes for buffer in (*self.buffers, *self._odd, *self._reference)),
+            "weights": sum(buffer.nbytes for buffer in (*self.buffers, *self._reference)),
             "masters": masters,
-            "gradients": sum(gradient.nbytes for slot in self._gradients for gradient in slot),
+            "gradients": sum(gradient.nbytes for gradient in self.gradients),
         }
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from roundpipe_cli.costs.cost import CostModel, LayerCost, StageRange, with_updates
+from roundpipe_cli.costs.cost import CostModel, LayerCost, StageRange
 from roundpipe_cli.costs.memory import DEVICE_SHARE
 from roundpipe_cli.errors import RefusedError, ResourceError
 from roundpipe_cli.files import cache_folder, read_regular, write_atomically
@@ -27,9 +27,9 @@ from roundpipe_cli.planning.predict import MEASURED
 from roundpipe_cli.planning.search.stages import StageLimits, limits_for
 from roundpipe_cli.recipe.schema import PipelineConfig
 from roundpipe_cli.schedule.actions import Kind, Schedule
-from roundpipe_cli.schedule.builders import Options, Rounds, StepChain, build_schedule
+from roundpipe_cli.schedule.builders import Options, Rounds, build_schedule
 from roundpipe_cli.schedule.simulate import simulate, simulated_step_s
-from roundpipe_cli.schedule.timeline import Timeline, bubble_ratio, busy_s, chained_step_s, makespan_s
+from roundpipe_cli.schedule.timeline import Timeline, bubble_ratio, makespan_s
 
 # Measured costs: each layer timed forward, recompute and backward on this machine, with all workers busy, and how much
 # slower a worker is than the fastest.
@@ -239,8 +239,6 @@ MAX_OFF = 1.3
 """Steps that differ from an earlier run's times by more than this factor are measured again."""
 MAX_SEARCHES = 4
 """Numbers of microbatches for which stages are searched; a step of another number takes the nearest one's."""
-PREDICTED_STEPS = 16
-"""Number of chained steps that are simulated to predict the time of one."""
 
 
 @dataclass(frozen=True)
@@ -257,8 +255,6 @@ class _KeptStages:
 class RunConditions:
     """Conditions that bind a run's planner beside the recipe's pipeline section and the layers' costs."""
 
-    chained: bool = False
-    """Steps may follow each other without a barrier, see `Recipe.overlaps_steps`."""
     weights_stay: bool = False
     """Every worker can read all weights, so a microbatch may stay on one worker."""
     shared_bytes: int = 0
@@ -295,7 +291,6 @@ class AdaptivePlanner:
         """
         self.costs = self.rough = costs
         conditions = conditions or RunConditions()
-        chained = conditions.chained
         self._cache = cache
         self._num_workers = num_workers
         self._pipeline = pipeline
@@ -309,12 +304,9 @@ class AdaptivePlanner:
         self._options = dealing_options(pipeline)
         self._chunks = pipeline.num_chunks
         self._planned = self._given is None
-        self._chained = chained and num_workers > 1
-        self._weights_stay = conditions.weights_stay and num_workers > 1 and not chained
+        self._weights_stay = conditions.weights_stay and num_workers > 1
         self._most_per_round, self._waiting_bytes = conditions.microbatches_per_round, conditions.waiting_bytes
         self._shared_bytes = conditions.shared_bytes
-        self._chains: dict[int, tuple[StepChain, float] | None] = {}
-        """Schedules by number of microbatches of a step, each with the seconds that a step takes."""
         known = cache.load(costs) if cache is not None and self._planned else None
         self.notice = cache.damage if cache is not None else None
         """Note for the user on the remembered times."""
@@ -342,60 +334,15 @@ class AdaptivePlanner:
         """The most recent schedules of full and short steps."""
         return tuple(self._schedules.values())
 
-    def chain(self, num_microbatches: int) -> StepChain | None:
-        """Schedules of steps that follow each other without a barrier; None where steps have to end first.
-
-        None until stages are settled, where workers differ in speed, and where it would not be faster.
-        """
-        found = self._timed_chain(num_microbatches)
-        return None if found is None else found[0]
-
-    def _timed_chain(self, num_microbatches: int) -> tuple[StepChain, float] | None:
-        """The answer of `chain`, with the seconds that a step takes."""
-        if not (self._chained and self.is_settled and self._kept is None):
-            return None
-        if num_microbatches not in self._chains:
-            suits = self._options == Options() and self.costs.equal_workers
-            self._chains[num_microbatches] = self._make_chain(num_microbatches) if suits else None
-        return self._chains[num_microbatches]
-
-    def _make_chain(self, num_microbatches: int) -> tuple[StepChain, float] | None:
-        """Schedules of steps without a barrier, and seconds per step. No step drains, so no last stage is short."""
-        step, costs = self.schedule(num_microbatches), with_updates(self.costs)
-        cut = StageCut(step.forward_stages, step.backward_stages, step.microbatches_per_round)
-        if self._planned:
-            cut = choose("roundpipe", self.case(num_microbatches, overlaps=True), effort="quick")
-
-        def build(num_steps: int) -> Schedule:
-            return build_schedule(
-                "roundpipe",
-                forward_stages=cut.forward_stages,
-                backward_stages=cut.backward_stages,
-                num_workers=self._num_workers,
-                rounds=Rounds(num_microbatches, per_round=cut.microbatches_per_round, num_steps=num_steps, staleness=1),
-                costs=costs,
-            )
-
-        half = PREDICTED_STEPS // 2
-        first, to_half, to_end = (simulate(build(count), costs, staleness=1) for count in (1, half, 2 * half))
-        step_s = chained_step_s(
-            busy_s(first), (makespan_s(to_half), makespan_s(to_end)), half, (1.0,) * self._num_workers
-        )
-        return (StepChain(build(1), costs), step_s) if step_s < simulated_step_s(step, self.costs) else None
-
     def predicted(self, num_microbatches: int) -> dict[str, float] | None:
         """The simulator's figures of a full step by the measured costs; None before they are measured."""
         if not (self.measured and self._planned):
             return None
-        found = self._timed_chain(num_microbatches)
-        if found is None:
-            costs = self.costs if self._kept is None else self._kept.costs
-            timeline = simulate(self.schedule(num_microbatches), costs, after_update=True)
-            step_s, bubble = makespan_s(timeline), bubble_ratio(timeline)
-        else:
-            chain, step_s = found
-            bubble = max(0.0, 1 - sum(busy_s(simulate(chain.first, self.costs))) / (self._num_workers * step_s))
+        costs = self.costs if self._kept is None else self._kept.costs
+        timeline = simulate(self.schedule(num_microbatches), costs, after_update=True)
+        step_s = makespan_s(timeline)
         least_s, most_s = MEASURED.around(step_s)
+        bubble = bubble_ratio(timeline)
         return {"step_s": step_s, "least_step_s": least_s, "most_step_s": most_s, "bubble_ratio": bubble}
 
     def keep_stages(self, schedule: Schedule, costs: CostModel | None = None, options: Options | None = None) -> None:
@@ -480,21 +427,14 @@ class AdaptivePlanner:
         self._schedules.clear()
         self._cuts.clear()
 
-    def case(self, num_microbatches: int, *, costs: CostModel | None = None, overlaps: bool = False) -> SimulationCase:
+    def case(self, num_microbatches: int, *, costs: CostModel | None = None) -> SimulationCase:
         """The question to `choose` for a step of so many microbatches or chunks.
 
         Args:
             costs: of the layers; None: as far as they are known.
         """
-        costs = costs or self.costs
-        return case_for(
-            self._pipeline,
-            with_updates(costs) if overlaps else costs,
-            (self._num_workers, num_microbatches),
-            self._limits(),
-            overlaps=overlaps,
-            weights_stay=self._weights_stay,
-        )
+        counts = self._num_workers, num_microbatches
+        return case_for(self._pipeline, costs or self.costs, counts, self._limits(), weights_stay=self._weights_stay)
 
     def _limits(self) -> StageLimits:
         """The part of a device's memory that one stage may take."""

@@ -75,8 +75,6 @@ MAX_SEARCHED_LAYERS = 72
 try fewer numbers of stages."""
 MAX_WEIGHED_MICROBATCHES = 64
 """Microbatches in the simulations that compare cuts with rounds of different lengths."""
-STALE_STEPS = 4
-"""Chained steps that are simulated where steps overlap."""
 
 
 def case_for(
@@ -85,7 +83,6 @@ def case_for(
     counts: tuple[int, int],
     limits: StageLimits | None,
     *,
-    overlaps: bool = False,
     weights_stay: bool = False,
 ) -> SimulationCase:
     """The question that a recipe's pipeline section asks.
@@ -93,7 +90,6 @@ def case_for(
     Args:
         counts: workers, and microbatches of a step (chunks of sequences, where sequences are cut).
         limits: of stages and rounds on the machine.
-        overlaps: steps follow each other without a barrier, see `Recipe.overlaps_steps`.
         weights_stay: see `SimulationCase`.
 
     Raises:
@@ -102,8 +98,6 @@ def case_for(
     return SimulationCase(
         costs,
         *counts,
-        staleness=1 if overlaps else 0,
-        num_steps=STALE_STEPS if overlaps else 1,
         options=dealing_options(pipeline),
         auto_dealing=pipeline.dispatch == "auto",
         auto_head=pipeline.head_workers == "auto",

@@ -35,7 +35,7 @@ from roundpipe_cli.schedule.builders import (
 )
 from roundpipe_cli.schedule.program import WEIGHT_GRADIENT, WEIGHTS, Program, lower
 from roundpipe_cli.schedule.simulate import simulate_program, simulated_ends
-from roundpipe_cli.schedule.timeline import DOWN, UP, Timeline, chained_step_s
+from roundpipe_cli.schedule.timeline import DOWN, UP, Timeline
 from roundpipe_cli.units import counted, format_bytes, format_seconds
 
 # One optimizer step of a recipe on a machine, simulated: its time, its bubble, and what moves over the links.
@@ -91,27 +91,16 @@ def step_from(document: Any) -> SimulatedStep:
     return SimulatedStep(number(document["step_s"]), number(document["bubble_ratio"]), LinkBytes(**links))
 
 
-def overlaps_steps(question: PlanRequest) -> bool:
-    """Whether steps may overlap: no step waits until all of the step before has ended."""
-    on_cpu = all(device.is_cpu for device in question.hardware.devices)
-    may = question.loaded.recipe.overlaps_steps(on_cpu=on_cpu)
-    return may and question.num_workers > 1 and question.analytic.costs.equal_workers
-
-
 def simulate_step(question: PlanRequest, cut: StageCut) -> SimulatedStep:
     """One optimizer step as it follows another one. Beyond `MAX_SIMULATED_MICROBATCHES` the time grows by what two more
     rounds cost."""
     wanted, costs = question.settings.num_microbatches, step_costs(question, cut)
     rounds, full = _rounds(question, cut), _num_simulated(question, cut)
-    program = _program(question, cut, full, num_steps=1)
+    program = _program(question, cut, full)
     one = simulated_ends(program, costs)
     busy, step_s, num_bytes = sum(one.busy_s), one.makespan_s, _link_bytes(program)
-    if overlaps_steps(question):
-        ends = [simulated_ends(_program(question, cut, full, num_steps=n), costs) for n in (2, 4)]
-        ends_s = ends[0].makespan_s, ends[1].makespan_s
-        step_s = chained_step_s(one.busy_s, ends_s, 2, (1.0,) * question.num_workers)
     if full < wanted:
-        shorter, growth = _program(question, cut, full - 2 * rounds, num_steps=1), (wanted - full) / (2 * rounds)
+        shorter, growth = _program(question, cut, full - 2 * rounds), (wanted - full) / (2 * rounds)
         fewer = simulated_ends(shorter, costs)
         step_s, busy = step_s + growth * (one.makespan_s - fewer.makespan_s), busy * wanted / full
         num_bytes = [
@@ -123,7 +112,7 @@ def simulate_step(question: PlanRequest, cut: StageCut) -> SimulatedStep:
 
 def timeline_of_step(question: PlanRequest, cut: StageCut) -> Timeline:
     """The timeline of one step, of at most `MAX_SIMULATED_MICROBATCHES` microbatches."""
-    program = _program(question, cut, _num_simulated(question, cut), num_steps=1)
+    program = _program(question, cut, _num_simulated(question, cut))
     return simulate_program(program, step_costs(question, cut))
 
 
@@ -175,9 +164,9 @@ def step_costs(question: PlanRequest, cut: StageCut) -> CostModel:
     return with_cached_weights(costs, settings.weight_cache_bytes, settings.dtype_bytes)
 
 
-def _program(question: PlanRequest, cut: StageCut, num_microbatches: int, *, num_steps: int) -> Program:
-    """The lowered steps on all workers, also those that the cut leaves idle; to be simulated with `step_costs`."""
-    costs, staleness = step_costs(question, cut), question.settings.staleness
+def _program(question: PlanRequest, cut: StageCut, num_microbatches: int) -> Program:
+    """The lowered step on all workers, also those that the cut leaves idle; to be simulated with `step_costs`."""
+    costs = step_costs(question, cut)
     workers = cut.workers or tuple(range(question.num_workers))
     own_speeds = None if costs.worker_speed is None else tuple(costs.worker_speed[worker] for worker in workers)
     pipeline = question.loaded.recipe.pipeline
@@ -190,15 +179,13 @@ def _program(question: PlanRequest, cut: StageCut, num_microbatches: int, *, num
         rounds=Rounds(
             num_microbatches,
             per_round=cut.microbatches_per_round,
-            num_steps=num_steps,
-            staleness=staleness,
             options=options,
             sequence_chunks=question.settings.sequence_chunks,
         ),
         costs=replace(costs, worker_speed=own_speeds),
     )
     placed = place_on(schedule, workers, question.num_workers)
-    return lower(placed, costs, staleness=staleness, after_update=staleness == 0)
+    return lower(placed, costs, after_update=True)
 
 
 def _link_bytes(program: Program) -> list[int]:
@@ -264,8 +251,7 @@ def with_all_weights(question: PlanRequest) -> PlanRequest | None:
     if not recipe.may_hold_all_weights or costs.layers[0].name != "embed":
         return None
     if len(gpus) < question.num_workers:
-        chained = recipe.overlaps_steps(on_cpu=True)
-        return None if gpus or chained or question.num_workers == 1 else question
+        return None if gpus or question.num_workers == 1 else question
     cache_bytes = whole_cache_bytes(costs.layers)
     settings, unpacking = replace(question.settings, weight_cache_bytes=cache_bytes), question.unpacking
     if settings.unpacks_once and unpacking is not None:  # a stage is most of the model then
@@ -481,15 +467,14 @@ def _resident(
 
 def stage_case(question: PlanRequest) -> SimulationCase:
     """The question to `choose` for this recipe and machine, as `plan` and `bench` ask it."""
-    overlaps, recipe = overlaps_steps(question), question.loaded.recipe
+    recipe = question.loaded.recipe
     on_cpu = all(device.is_cpu for device in question.hardware.devices)
     return case_for(
         recipe.pipeline,
         question.analytic.costs,
         (question.num_workers, question.settings.num_microbatches),
         stage_limits(question.architecture, question.settings, question.hardware, question.analytic),
-        overlaps=overlaps,
-        weights_stay=on_cpu and recipe.may_hold_all_weights and question.num_workers > 1 and not overlaps,
+        weights_stay=on_cpu and recipe.may_hold_all_weights and question.num_workers > 1,
     )
 
 

@@ -242,7 +242,6 @@ def settings_of(recipe: Recipe) -> TrainingSettings:
         float16_accumulation=recipe.float16_accumulation,
         packed_as=recipe.packed_as,
         recompute=recipe.pipeline.recompute,
-        staleness=recipe.pipeline.optimizer_staleness,
         optimizer=recipe.optim,
         has_momentum=recipe.sgd_momentum > 0,
         head_chunk_tokens=recipe.head_chunk_tokens,

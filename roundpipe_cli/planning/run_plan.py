@@ -188,7 +188,7 @@ def _contender(question: PlanRequest, name: ScheduleName, answers: Answers | Non
     settings, costs = question.settings, question.analytic.costs
     if settings.weight_cache_bytes:
         costs = with_cached_weights(costs, settings.weight_cache_bytes, settings.dtype_bytes)
-    case = replace(stage_case(question), costs=costs, staleness=1 if settings.staleness else 0)
+    case = replace(stage_case(question), costs=costs)
     return Contender(name, cut, case, verdict.short_reasons)
 
 

@@ -213,15 +213,6 @@ def _candidates(architecture: Architecture, settings: TrainingSettings) -> Itera
             Change(("save_total_limit=2",), "save_total_limit=2: fewer old checkpoints are kept", 0.3),
             lambda s: replace(s, save_total_limit=2),
         )
-    if settings.staleness:
-        yield (
-            Change(
-                ("pipeline.optimizer_staleness=0",),
-                "pipeline.optimizer_staleness=0: the optimizer is no longer hidden behind the next step",
-                0.5,
-            ),
-            lambda s: replace(s, staleness=0),
-        )
     if settings.dtype == "float32":
         yield (
             Change(("dtype=bfloat16",), "dtype=bfloat16: 16-bit weights and activations", 0.9),

@@ -147,6 +147,8 @@ ALIASES: dict[str, AliasConversion] = {
 
 REMOVED: dict[str, str] = {
     "fp8_products": "it saved no time; `load_in_fp8: true` alone keeps the weights in FP8, on any GPU",
+    "pipeline.optimizer_staleness": "each layer of a step now waits for its own update alone, which hides most of an "
+    "update beside the next step and keeps steps exact",
 }
 """Dotted keys that recipes once had: refused with this advice, dropped with a notice where they are off. A run that
 began with one of them off may be resumed."""
@@ -207,6 +209,11 @@ VALUE_ALIASES: dict[str, dict[Any, Any]] = {
 def is_off(value: Any) -> bool:
     """Whether a line asks for nothing."""
     return value is None or value is False or value in ("", [], {}) or value == "none"
+
+
+def was_off(key: str, value: Any) -> bool:
+    """Whether a key that recipes no longer have asked for nothing."""
+    return key in REMOVED and (is_off(value) or value == 0)
 
 
 def note(alias: str) -> str:

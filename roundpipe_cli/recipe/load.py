@@ -16,7 +16,7 @@ import yaml
 
 from roundpipe_cli.errors import ContradictionError, Problem, RecipeError, RefusedError, closest
 from roundpipe_cli.files import named_path
-from roundpipe_cli.recipe.aliases import ALIASES, NO_COUNTERPART, REMOVED, Writes, is_off, note, value_alias
+from roundpipe_cli.recipe.aliases import ALIASES, NO_COUNTERPART, REMOVED, Writes, is_off, note, value_alias, was_off
 from roundpipe_cli.recipe.check import Findings, check, find_contradictions, hints_of, remove_unknown_keys, section_of
 from roundpipe_cli.recipe.schema import LoraConfig, Recipe, plain_data, with_lists
 from roundpipe_cli.recipe.shipped import find_recipe
@@ -437,7 +437,7 @@ def _convert(path: KeyPath, value: Any, findings: Findings, notices: list[str]) 
 
 def _no_counterpart(path: KeyPath, value: Any, findings: Findings, notices: list[str]) -> None:
     name = dotted(path)
-    if is_off(value):
+    if is_off(value) or was_off(name, value):
         notices.append(
             f"{findings.place(path).origin}: {name}: {shown_value(value)} changes nothing here and is left out"
         )

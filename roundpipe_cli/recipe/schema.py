@@ -304,12 +304,6 @@ class PipelineConfig:
     """Leave out of a recompute what backward never reads: products that only become a block's output. Exact; a proof
     when the model is loaded says which those are. `true` keeps the input of every block on the host meanwhile, `auto`
     only if that takes a small part of its memory; otherwise the product is left out at the end of a stage only."""
-    optimizer_staleness: Literal[0, 1] = 0
-    """Updates by which the weights of a step lag. 0 equals plain PyTorch: each layer of a step waits for its own
-    update. 1 hides the optimizer behind the next step, lets workers begin that step while others end this one, and
-    needs 6 more bytes of host memory for each trainable parameter in 16 bit. Steps wait for each other all the same
-    with float16, dpo, on_oom: adapt, several machines, a weight cache, micro_batch_tokens, another dispatch than in
-    turn, or workers of different speed."""
 
     @property
     def binds_stages(self) -> bool:
@@ -592,21 +586,6 @@ class Recipe:
         recomputes = pipeline.recompute == "stage" and pipeline.keep_activations in ("auto", 0)
         is_dealing_open = pipeline.dispatch != "round_robin" and pipeline.head_workers in ("auto", 1)
         return is_cache_open and is_cut_open and recomputes and is_dealing_open
-
-    def overlaps_steps(self, *, on_cpu: bool) -> bool:
-        """Whether workers may begin a step while others are at the one before, as far as the recipe goes.
-
-        Only at staleness 1, where a step does not wait for the update before it; and only where all that a step needs
-        is known before the one before it has ended: not a loss scale, the base model's log-probabilities, or smaller
-        microbatches after it ran out of memory; and only where steps have the same number of microbatches. Weights that
-        stay on a GPU are worth more there than full workers: a worker would have other stages in every step.
-        """
-        pipeline, cache = self.pipeline, self.pipeline.weight_cache
-        caches = not on_cpu and (self.method == "lora" if cache == "auto" else cache > 0)
-        needs_outcome = self.dtype == "float16" or self.objective == "dpo" or self.on_oom == "adapt"
-        in_turn = not pipeline.binds_stages and pipeline.dispatch != "earliest_free" and pipeline.num_chunks == 1
-        whole_stages = pipeline.head_workers in ("auto", 1) and self.micro_batch_tokens is None
-        return pipeline.optimizer_staleness == 1 and in_turn and whole_stages and not (caches or needs_outcome)
 
 
 def with_lists(value: Any) -> Any:

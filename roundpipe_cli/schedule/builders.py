@@ -147,7 +147,7 @@ class Dealer:
         self.step_ends_s = [0.0, 0.0]
         """Ends of the last two steps dealt; 0 where there are none."""
         self.waits = False
-        """Whether a step begins no sooner than the one two before it has ended, as real ones do at staleness 1."""
+        """Whether a step begins no sooner than the one two before it has ended: at staleness 1."""
         self.times, self.hop_s, self.options = times, hop_s, options
 
     def start_step(self) -> None:
@@ -329,39 +329,6 @@ def _dealer(
     if costs.boundaries_move:
         times = replace(times, head_forward_s=0.0)
     return Dealer(num_workers, times, costs.hop_s, options, sequence_chunks=sequence_chunks)
-
-
-class StepChain:
-    """Steps of roundpipe that follow each other without a barrier, as with staleness 1, one schedule at a time.
-
-    Each begins on the worker that is free first when the steps before are done, so all workers get their share of
-    every stage. Equal schedules are the same object.
-    """
-
-    def __init__(self, step: Schedule, costs: CostModel) -> None:
-        """
-        Args:
-            step: one step alone, dealt out in the published way to equal workers.
-            costs: by which it was built.
-        """
-        self.first = step
-        """Schedule of the first step, and of each later one that begins on the same workers."""
-        self._known = {step.actions: step}
-        stages = step.forward_stages, step.backward_stages
-        self._dealer = _dealer(step.num_workers, costs, *stages, Options(), step.sequence_chunks)
-        self._dealer.waits = True
-
-    def next(self) -> Schedule:
-        """Schedule of the next step."""
-        step, dealer = self.first, self._dealer
-        earliest_s = min(dealer.free_s)
-        # relative to that time, since a run may have millions of steps
-        dealer.free_s = [free_s - earliest_s for free_s in dealer.free_s]
-        dealer.step_ends_s = [end_s - earliest_s for end_s in dealer.step_ends_s]
-        dealer.rows = [[] for _ in range(step.num_workers)]
-        dealer.deal_step(range(step.num_microbatches), step.microbatches_per_round)
-        actions = _actions(dealer.rows)
-        return self._known.setdefault(actions, replace(step, actions=actions))
 
 
 def _actions(rows: Sequence[WorkerRow]) -> tuple[tuple[Action, ...], ...]:

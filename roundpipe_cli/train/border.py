@@ -35,14 +35,13 @@ class Border:
         self._saved_step = 0
         self._heap = UnusedHeap()
 
-    def at(self, done: int, num_steps: int, *, due: bool, last: bool, may_stop: bool) -> None:
+    def at(self, done: int, num_steps: int, *, due: bool, last: bool) -> None:
         """Give unused memory back, save where it is due or asked for, wait while the run is paused, stop if asked.
 
         Args:
             done: steps that are done.
             due: a checkpoint is due here.
             last: nothing is left to train.
-            may_stop: False: a stop waits, for the workers have been given the next step already.
 
         Raises:
             StoppedError: a signal asked for it; a checkpoint is written.
@@ -51,7 +50,7 @@ class Border:
         self._heap.give_back()
         self._saver.poll()
         while True:
-            signal, paused, asked = self._asked(may_stop)
+            signal, paused, asked = self._asked()
             if due or asked or signal:
                 self._save_once(done)
             if not paused or signal or last or self._stop.requested is not None:
@@ -62,7 +61,7 @@ class Border:
             time.sleep(PAUSE_LOOK_S)
         if held:
             self._tell(Paused(done, False))
-        signal, _, _ = self._asked(may_stop)  # read once: later requests count at the next border
+        signal, _, _ = self._asked()  # read once: later requests count at the next border
         if signal:
             self._save_once(done)
         if last or signal:
@@ -80,33 +79,27 @@ class Border:
             self._save(done)
             self._saved_step = done
 
-    def _asked(self, may_stop: bool) -> tuple[signals.Signals | None, bool, bool]:
+    def _asked(self) -> tuple[signals.Signals | None, bool, bool]:
         """The signal that asks for a stop, whether the run is held, and whether a checkpoint is asked for.
 
         What one machine is told holds for all.
         """
-        asked = (self._stop.requested or 0) if may_stop else 0
-        number, paused, save = self._machines.most([asked, self._stop.paused, self._stop.take_save()])
+        asked = [self._stop.requested or 0, self._stop.paused, self._stop.take_save()]
+        number, paused, save = self._machines.most(asked)
         return signals.Signals(number) if number else None, bool(paused), bool(save)
 
 
 # Weights and optimizer in a checkpoint, layer by layer, and how they come back.
 
 
-def layer_state(store: WeightStore, optimizer: HostOptimizer, step: int, layer: int) -> State:
-    """One layer's part of the checkpoint after `step` updates."""
-    names = [place.name for place in store.layouts[layer].trainable]
-    state = [("masters", name, store.master(name)) for name in names]
-    state += [("moments", name, tensor) for name, tensor in optimizer.moments_of(layer)]
-    if store.staleness:
-        stale = store.views_at(store.step_version(step))
-        state += [("weights", name, stale[name]) for name in names]
-    return state
+def layer_state(store: WeightStore, optimizer: HostOptimizer, layer: int) -> State:
+    """One layer's part of a checkpoint."""
+    state = [("masters", place.name, store.master(place.name)) for place in store.layouts[layer].trainable]
+    return state + [("moments", name, tensor) for name, tensor in optimizer.moments_of(layer)]
 
 
-def restore_state(store: WeightStore, optimizer: HostOptimizer, checkpoint: Checkpoint) -> bool:
-    """Weights and moments as they were when the checkpoint was made; false where it has no older weights, which
-    staleness 1 would compute the next step with.
+def restore_state(store: WeightStore, optimizer: HostOptimizer, checkpoint: Checkpoint) -> None:
+    """Weights and moments as they were when the checkpoint was made.
 
     Raises:
         NoCheckpointError: its tensors are others than this run's.
@@ -117,11 +110,5 @@ def restore_state(store: WeightStore, optimizer: HostOptimizer, checkpoint: Chec
     for name in own:
         store.set_parameter(name, masters[name])
     store.set_version(checkpoint.step)
-    has_older = "weights" in checkpoint.groups
-    if store.staleness and has_older:
-        weights, stale = checkpoint.tensors("weights"), store.views_at(store.step_version(checkpoint.step))
-        for name in own:
-            stale[name].copy_(weights[name])
     moments = checkpoint.tensors("moments") if "moments" in checkpoint.groups else {}  # sgd keeps none
     optimizer.load(moments, int(checkpoint.meta["num_updates"]))
-    return has_older or not store.staleness

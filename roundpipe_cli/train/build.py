@@ -111,8 +111,8 @@ def _inputs_bytes(setup: Setup) -> int:
     )
 
 
-def make_planner(setup: Setup, *, chained: bool = False) -> AdaptivePlanner:
-    """The planner of a run, with rough costs until the first steps were timed. `chained`: see `AdaptivePlanner`."""
+def make_planner(setup: Setup) -> AdaptivePlanner:
+    """The planner of a run, with rough costs until the first steps were timed."""
     recipe = setup.recipe
     layouts = setup.store.layouts
     on_gpu = setup.devices[0] != "cpu"
@@ -144,7 +144,6 @@ def make_planner(setup: Setup, *, chained: bool = False) -> AdaptivePlanner:
         recipe.pipeline,
         _profile_cache(setup, costs),
         conditions=RunConditions(
-            chained=chained,
             microbatches_per_round=max(room, len(setup.devices), recipe.pipeline.num_chunks),
             weights_stay=not on_gpu and recipe.may_hold_all_weights,
             shared_bytes=memory_parts.shared_bytes,

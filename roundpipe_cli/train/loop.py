@@ -7,7 +7,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from io import FileIO
 from pathlib import Path
@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from roundpipe_cli.data.batching import BatchSampler, Grouping, Position, RowBatch
-from roundpipe_cli.engine.engine import Engine, StepUnderWay
+from roundpipe_cli.data.batching import Grouping, Position, RowBatch
+from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.options import GradientOptions
 from roundpipe_cli.engine.step import Microbatch, StepResult
 from roundpipe_cli.engine.trained import in_order_of_need
@@ -24,7 +24,7 @@ from roundpipe_cli.errors import OutOfDeviceMemoryError
 from roundpipe_cli.events import Event, Notice, Phase, RunFinished, StepFinished, Tell, run_clock
 from roundpipe_cli.planning.adaptive import AdaptivePlanner
 from roundpipe_cli.recipe.schema import Recipe, plain_data
-from roundpipe_cli.schedule.timeline import Timeline, busy_s
+from roundpipe_cli.schedule.timeline import Timeline
 from roundpipe_cli.train.adapt import FiniteGuard, Fit, poisoned, resumed_fit
 from roundpipe_cli.train.auto_cache import make_auto_cache
 from roundpipe_cli.train.batches import describe_order, log_rows, make_microbatches, make_sampler
@@ -76,8 +76,8 @@ class RunLog:
         """Seconds that the run took before it was resumed."""
         self.earlier_losses: Mapping[int, float] = {}
         """Step -> loss of the steps before it was resumed, as far as their rows are known."""
-        self.timelines: deque[tuple[float, Timeline]] = deque(maxlen=TRACED_STEPS if trace else 0)
-        """The last steps, each with its start, of `time.perf_counter`."""
+        self.timelines: deque[Timeline] = deque(maxlen=TRACED_STEPS if trace else 0)
+        """The last steps."""
         self.longest_row = 0
         """Tokens of the longest row until now."""
         self._rows: list[StepFinished] = []
@@ -106,16 +106,16 @@ class RunLog:
         """Microbatches of most steps; None before the first step."""
         return statistics.mode(self._counts) if self._counts else None
 
-    def computed(self, result: StepResult, pipeline_s: float, microbatches: Sequence[Microbatch]) -> None:
-        """A step's forward and backward are done, in `pipeline_s` seconds."""
+    def computed(self, result: StepResult, microbatches: Sequence[Microbatch]) -> None:
+        """A step's forward and backward are done."""
         self.longest_row = max(self.longest_row, *(one.input_ids.shape[1] for one in microbatches))
         self._counts.append(len(microbatches))
-        self._pipeline_s.append(pipeline_s)
+        self._pipeline_s.append(result.step_s)
         self._launch_bound.append(result.launch_bound_ratio)
         if self.timelines.maxlen:
             computed = result.timeline
-            timeline = replace(computed, intervals=(*computed.intervals, *result.links, *result.waits))
-            self.timelines.append((result.started_s, timeline))
+            intervals = *computed.intervals, *result.links, *result.waits
+            self.timelines.append(replace(computed, intervals=intervals))
 
     def finished(self, row: StepFinished) -> None:
         """Note a finished step."""
@@ -162,9 +162,7 @@ def try_longest(setup: Setup, planner: AdaptivePlanner, compute: Compute, tell: 
         return
 
     def run(engine: Engine, step: int, microbatches: list[Microbatch]) -> StepResult:
-        version = setup.store.step_version(step)
-        schedule = planner.expected(len(microbatches))
-        return engine.run_step(microbatches, schedule, step=step, version=version, gradients=GradientOptions())
+        return engine.run_step(microbatches, planner.expected(len(microbatches)), step=step, version=step)
 
     lengths = setup.dataset.rows.lengths
     if setup.rejected is not None:
@@ -179,90 +177,6 @@ def longest_batches(grouping: Grouping, num_rows: int) -> list[RowBatch]:
     """Microbatches of at most `num_rows` rows (or pairs), the longest of all, grouped as those of a step are."""
     order: list[int] = np.argsort(-grouping.lengths, kind="stable")[:num_rows].tolist()
     return grouping.group([(index,) for index in order])
-
-
-# Steps without a barrier: workers get the next step while they compute this one.
-#
-# main thread    begin k | begin k + 1 | wait for k: row, update | begin k + 2 | wait for k + 1 ...
-# workers        k ............ k + 1 ...............                             each goes on when its own part is done
-
-
-@dataclass(frozen=True)
-class Begun:
-    """A step that the workers have."""
-
-    batches: list[RowBatch]
-    position: Position
-    """Position of the data behind the step's rows."""
-    microbatches: list[Microbatch]
-    num_tokens: int
-    under_way: StepUnderWay
-
-
-class StepsAhead:
-    """Begins steps, where the planner has a chain of them."""
-
-    def __init__(
-        self,
-        setup: Setup,
-        planner: AdaptivePlanner,
-        sampler: BatchSampler,
-        make_microbatches: Callable[[int, list[RowBatch]], tuple[list[Microbatch], int]],
-    ) -> None:
-        """
-        Args:
-            planner: says whether steps overlap, and of each how its stages are dealt out.
-            sampler: whose position is that of the newest step begun.
-            make_microbatches: of a step (from 0), with the number of tokens.
-        """
-        self._setup, self._planner, self._sampler, self._make = setup, planner, sampler, make_microbatches
-        self.next: Begun | None = None
-        """A step that began while the step before was under way."""
-        self._ended_s = 0.0
-        """End of the step before, by `time.perf_counter`."""
-        self._recent: deque[tuple[list[float], float]] = deque(maxlen=len(setup.devices))
-        """The last overlapping steps: seconds that each worker computed, and seconds that the step took."""
-
-    def begin(self, engine: Engine, step: int) -> Begun | None:
-        """The next step, begun now if it was not yet; None where it has to be computed alone."""
-        begun, self.next = self.next, None
-        return begun or self._begin(engine, step)
-
-    def begin_next(self, engine: Engine, step: int) -> None:
-        """Begin another step behind the current one, unless it has to be computed alone."""
-        self.next = self._begin(engine, step)
-
-    def _begin(self, engine: Engine, step: int) -> Begun | None:
-        num_microbatches = self._setup.recipe.microbatches_per_step
-        chain = self._planner.chain(num_microbatches)
-        if chain is None:
-            return None
-        position = self._sampler.position
-        batches = self._sampler.next_step()
-        if len(batches) != num_microbatches:  # an epoch may end with fewer microbatches
-            self._sampler.seek(position)
-            return None
-        log_rows(self._setup.dataset.rows, shown_step(step), batches)
-        microbatches, num_tokens = self._make(step, batches)
-        version = self._setup.store.step_version(step)
-        under_way = engine.start_step(microbatches, chain.next(), step=step, version=version)
-        return Begun(batches, self._sampler.position, microbatches, num_tokens, under_way)
-
-    def span(self, result: StepResult, *, overlaps: bool) -> tuple[float, tuple[float, ...]]:
-        """Seconds that a finished step took by itself, and the share of them for which each worker computed.
-
-        Of steps that overlap the time from end to end counts; and since a worker may do more of one step and less of
-        the next, the shares are those of the last few.
-        """
-        before_s, self._ended_s = self._ended_s, result.started_s + result.step_s
-        if not overlaps:
-            self._recent.clear()
-            return result.step_s, result.utilization
-        span_s = self._ended_s - max(before_s, result.started_s)
-        self._recent.append((busy_s(result.timeline), span_s))
-        whole_s = sum(seconds for _, seconds in self._recent)
-        busy = [sum(shares) / whole_s for shares in zip(*(each for each, _ in self._recent), strict=True)]
-        return span_s, tuple(min(1.0, share) for share in busy)
 
 
 CLIP_EPSILON = 1e-6
@@ -311,19 +225,13 @@ class Trainer:
         self._updater = Updater(setup.store, self.optimizer, num_threads=num_threads, shards=shards, order=order)
         self._fit = Fit.of(recipe)
         self._guard = FiniteGuard(recipe, setup.dataset)
-        self._position = Position()
-        """Position of the data, behind the last finished step."""
-        overlaps = self._machines.is_only and recipe.overlaps_steps(on_cpu=setup.devices[0] == "cpu")
-        self._planner = make_planner(setup, chained=overlaps)
+        self._planner = make_planner(setup)
         if self._planner.notice is not None:
             tell(Notice(self._planner.notice))
-        self._ahead = StepsAhead(setup, self._planner, self.sampler, self._microbatches)
         self._auto_cache = make_auto_cache(setup, self._planner, tell)
         needs_norm = recipe.max_grad_norm > 0 or recipe.dtype == "float16"
         may_compute_again = recipe.on_oom == "adapt" or recipe.on_nonfinite == "skip" or self._auto_cache.is_open
-        self._updates_early = recipe.pipeline.optimizer_staleness == 0 and not (
-            needs_norm or may_compute_again or not self._machines.is_only
-        )
+        self._updates_early = self._machines.is_only and not (needs_norm or may_compute_again)
         """Whether a layer is updated as soon as its gradient is complete."""
         self._planner.schedule(recipe.microbatches_per_step)  # impossible stages are refused now
 
@@ -378,7 +286,7 @@ class Trainer:
         alone = self._machines.is_only
         scorer = Scorer(engine, self._planner, size, lambda: alone and self._signals.requested is not None)
         evaluator = self.evaluator = Evaluator(setup, scorer, self.output_dir, self.num_steps, tell=self._tell)
-        evaluator.agree, evaluator.ends_epoch = self._machines.from_first, lambda: self._position.starts_epoch
+        evaluator.agree, evaluator.ends_epoch = self._machines.from_first, lambda: self.sampler.position.starts_epoch
         evaluator.start(evaluation)
         self._rows = RowDigest(metrics_path)
         self._log.start()
@@ -438,9 +346,9 @@ class Trainer:
         return figures
 
     def _at_border(self, border: Border, done: int) -> None:
-        last = self._is_last(done)
-        due = last or is_due(self.recipe.save_steps, done, self.num_steps, ends_epoch=self._position.starts_epoch)
-        border.at(done, self.num_steps, due=due, last=last, may_stop=self._ahead.next is None)
+        last, ends_epoch = self._is_last(done), self.sampler.position.starts_epoch
+        due = last or is_due(self.recipe.save_steps, done, self.num_steps, ends_epoch=ends_epoch)
+        border.at(done, self.num_steps, due=due, last=last)
 
     def _is_last(self, done: int) -> bool:
         """Whether nothing is left to train after `done` updates."""
@@ -451,24 +359,17 @@ class Trainer:
     def _one_step(self, engine: Engine, step: int, metrics: FileIO) -> None:
         started_s = time.monotonic()
         learning_rate = self._learning_rate(step)
-        begun = self._ahead.begin(engine, step)
-        if begun is not None:
-            batches, microbatches, num_tokens = begun.batches, begun.microbatches, begun.num_tokens
-            result = self._finish(engine, step, begun)
-        else:
-            batches = self.sampler.next_step()
-            log_rows(self.setup.dataset.rows, shown_step(step), batches)
-            if self._updates_early:
-                self._updater.begin_early(step, learning_rate)
-            result, microbatches, num_tokens = self._compute(engine, step, batches)
-            self._position = self.sampler.position
+        batches = self.sampler.next_step()
+        log_rows(self.setup.dataset.rows, shown_step(step), batches)
+        if self._updates_early:
+            self._updater.begin_early(step, learning_rate)
+        result, microbatches, num_tokens = self._compute(engine, step, batches)
         if not self._machines.is_only:
             self._updater.wait()
         self._auto_cache.observe(engine, result)
         if not self._planner.is_settled:
             self._planner.observe(result.timeline)
-        pipeline_s, busy = self._ahead.span(result, overlaps=begun is not None)
-        self._log.computed(result, pipeline_s, microbatches)
+        self._log.computed(result, microbatches)
         for text in result.notices:
             self._tell(Notice(text))
         self._tell(step_timeline(result, shown_step(step), self._clock))
@@ -479,7 +380,7 @@ class Trainer:
             self._guard.skip(step, batches, result, self._tell)
             self._updater.skip(step)
         # An update beside a step whose layers are timed would be in their times.
-        may_overlap = self.recipe.pipeline.optimizer_staleness or (self._machines.is_only and self._planner.is_settled)
+        may_overlap = self._machines.is_only and self._planner.is_settled
         if not may_overlap or self._is_last(step + 1) or self.evaluator.is_owed(step + 1):
             self._updater.wait()
         step_s = time.monotonic() - started_s
@@ -492,8 +393,8 @@ class Trainer:
             tokens=num_tokens,
             tokens_per_s=num_tokens / step_s,
             step_s=step_s,
-            bubble_ratio=max(0.0, 1 - sum(busy) / len(busy)),
-            utilization=busy,
+            bubble_ratio=result.bubble_ratio,
+            utilization=result.utilization,
             upload_bytes=result.upload_bytes,
             device_peak_bytes=max(result.device_peak_bytes),
             eta_s=self._log.eta_s(step_s, self.num_steps - step - 1),
@@ -502,15 +403,6 @@ class Trainer:
         self._log.finished(event)
         self._write_row(metrics, event)
         self._tell(event)
-
-    def _finish(self, engine: Engine, step: int, begun: Begun) -> StepResult:
-        """Wait for a step, with the next one already given to the workers where nothing keeps it back."""
-        wanted = self._signals.requested is not None or bool(self._signals.paused)
-        if not (self._is_last(step + 1) or self.evaluator.is_owed(step + 1) or wanted):
-            self._ahead.begin_next(engine, step + 1)
-        result = engine.finish_step(begun.under_way)
-        self._position = begun.position
-        return result
 
     def _compute(
         self, engine: Engine, step: int, batches: list[RowBatch], run: RunStep | None = None
@@ -552,7 +444,7 @@ class Trainer:
             own,
             self._planner.schedule(len(own)),
             step=step,
-            version=self.setup.store.step_version(step),
+            version=step,
             part=part,
             gradients=GradientOptions(scale, on_gradient),
         )
@@ -599,22 +491,20 @@ class Trainer:
             "num_steps": self.num_steps,
             "num_updates": self.optimizer.num_updates,
             "steps_since_overflow": scale.num_updates,
-            "data_position": self._position.to_json(),
+            "data_position": self.sampler.position.to_json(),
             "evaluation": self.evaluator.state(),
             "fit": self._fit.to_json(self.recipe),
             "skipped_steps": self._guard.num_skipped,
             RECORDS_KEY: {METRICS_NAME: self._rows.state(), EVAL_NAME: self.evaluator.rows.state()},
         }
         layers = self.optimizer.layers[:: -1 if self._updates_early else 1]
-        state_of = partial(layer_state, self.setup.store, self.optimizer, step)
+        state_of = partial(layer_state, self.setup.store, self.optimizer)
         ready = partial(self.setup.store.wait_for, version=step)
         saver.begin(self._machines.own_part(Snapshot(step, layers, state_of, ready, meta)), started_s)
 
     def _restore(self, checkpoint: Checkpoint) -> int:
         meta = checkpoint.meta
-        if not restore_state(self.setup.store, self.optimizer, checkpoint):
-            text = "the checkpoint was written without staleness: the next two steps compute with the same weights"
-            self._tell(Notice(text))
+        restore_state(self.setup.store, self.optimizer, checkpoint)
         self._guard.loss_scale.value = float(meta["loss_scale"])
         self._guard.loss_scale.num_updates = int(meta["steps_since_overflow"])
         self._log.earlier_s = float(meta["training_s"])
@@ -623,7 +513,6 @@ class Trainer:
         if self._fit.recipe_lines(self.recipe):
             self._auto_cache.keep_usual_stages()
         self.sampler.seek(Position.from_json(meta["data_position"]))
-        self._position = self.sampler.position
         self._tell(Notice(f"resuming after step {checkpoint.step} from {checkpoint.folder}"))
         was = meta["recipe"]
         epochs = int(was.get("num_train_epochs") or 1)

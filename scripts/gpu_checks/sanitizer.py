@@ -14,7 +14,7 @@ from scripts.gpu_checks.place import Check, CheckPlace, Figures, SkippedCheckErr
 from tests.support.simulated_cases import CASES, is_equal, page_locked
 
 TOOLS = ("memcheck", "initcheck", "synccheck")
-NAMES = ("lora", "full", "staleness-1")
+NAMES = ("lora", "full")
 ERROR_CODE = 9
 LIMIT_S = 150.0
 ROOT = Path(__file__).resolve().parents[2]

@@ -251,7 +251,6 @@ def _published_tokens_per_s(
         num_microbatches=20,
         method="full",
         dtype="float16",
-        staleness=1,
         head_chunk_tokens=1 << 15,  # the published head adds its gradient to the sum once for a microbatch
     )
     analytic = analytic_costs(architecture, settings, hardware)

@@ -26,7 +26,7 @@ def write_layers(rig: Rig, gradients: Sequence[torch.Tensor], layers: Sequence[i
     """The next version of these layers, in float32."""
     for layer in layers:
         with rig.store.next_version(layer) as place:
-            torch.add(place.masters, gradients[layer], alpha=-0.01, out=place.new_masters)
+            place.masters.add_(gradients[layer], alpha=-0.01)
 
 
 @pytest.mark.parametrize("copy", [False, True])
@@ -88,11 +88,21 @@ def test_all_before_a_layer_that_is_not_updated_is_computed(copy: bool) -> None:
     assert loss == again and all(torch.equal(*pair) for pair in zip(found, rig.store.gradients, strict=True))
 
 
+def test_an_engine_left_with_a_step_under_way_ends() -> None:
+    rig, before = make_rig("llama", "lora", num_hidden_layers=4), set(threading.enumerate())
+    with rig.engine(2) as engine:
+        microbatches, schedule = random_microbatches(SIZES), schedule_for(rig, 2, len(SIZES))
+        engine.start_step(microbatches, schedule, step=0, version=0)
+        with pytest.raises(AssertionError):
+            engine.start_step(microbatches, schedule, step=1, version=0)
+    assert not [thread.name for thread in set(threading.enumerate()) - before if thread.is_alive()]
+
+
 # --- on simulated cards ---------------------------------------------------------------------------------------------
 
 
 def beside(engine: Engine, rig: Rig, case: Case) -> Bits:
-    """Steps at staleness 0, each given to the workers while another thread writes the weights for it."""
+    """Steps, each given to the workers while another thread writes the weights for it."""
     bits: Bits = []
     schedule, draw = case.schedule(rig, len(case.microbatches)), random.Random(5)
     gradients = [gradient.clone() for gradient in rig.store.gradients]
@@ -105,7 +115,7 @@ def beside(engine: Engine, rig: Rig, case: Case) -> Bits:
     for step in range(case.num_steps):
         under_way = engine.start_step(case.microbatches, schedule, step=step, version=step)
         result = engine.finish_step(under_way)
-        bits += [result.loss, result.gradient_norm, *gradient_bits(rig, step)]
+        bits += [result.loss, result.gradient_norm, *gradient_bits(rig)]
         gradients = [gradient.clone() for gradient in rig.store.gradients]
         if step + 1 < case.num_steps:
             threading.Thread(target=update).start()

@@ -65,7 +65,7 @@ def assert_gradients_equal(rig: Rig) -> None:
     for name, parameter in rig.plain.named_parameters():
         if parameter.requires_grad:
             assert parameter.grad is not None, name
-            expected, found = parameter.grad, rig.store.gradient(name, 0)
+            expected, found = parameter.grad, rig.store.gradient(name)
             error = (found - expected).abs().max() / expected.abs().max().clamp(min=1e-12)
             assert error < TOLERANCE, f"{name}: {error}"
             compared += 1

@@ -190,7 +190,7 @@ def test_page_locked_memory_refused_for_transfers() -> None:
     schedule = case.schedule(rig, len(case.microbatches))
     with simulated(max_locked_bytes=room), page_locked(rig), two_workers(rig) as engine:
         first = engine.run_step(case.microbatches, schedule, step=0)
-        found = [first.loss, first.gradient_norm, *(one.clone() for one in rig.store.gradients_of(0))]
+        found = [first.loss, first.gradient_norm, *(one.clone() for one in rig.store.gradients)]
         again = engine.run_step(case.microbatches, schedule, step=0)
     assert is_equal(found, expected[: len(found)]) and again.loss == first.loss
     assert [text for text in first.notices if "page-lock" in text] == list(first.notices) and len(first.notices) == 1
@@ -211,7 +211,7 @@ def test_other_errors_of_page_locking_are_raised(monkeypatch: pytest.MonkeyPatch
 
 
 def test_updates_leave_a_core_for_each_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The update of staleness 1 took all cores beside the threads that issue."""
+    """An update beside a step took all cores beside the threads that issue."""
     monkeypatch.setattr(devices, "num_cores", lambda: 4)
     asked = [("cpu", "cpu"), ("cuda:0",), ("cuda:0", "cuda:1"), ("cuda:0",) * 9]
     assert [devices.updater_threads(names) for names in asked] == [4, 3, 2, 1]
@@ -286,7 +286,7 @@ def test_a_step_that_runs_out_of_memory_is_run_again_with_less() -> None:
         torch.cuda.set_per_process_memory_fraction(1.0, 1)
         engine.use_less_memory()
         result = engine.run_step(case.microbatches, schedule, step=0)
-    found = [result.loss, result.gradient_norm, *rig.store.gradients_of(0)]
+    found = [result.loss, result.gradient_norm, *rig.store.gradients]
     assert is_equal(found, expected[: len(found)])
 
 

@@ -95,7 +95,6 @@ def planner_of(question: PlanRequest) -> AdaptivePlanner:
         question.num_workers,
         recipe.pipeline,
         conditions=RunConditions(
-            chained=recipe.overlaps_steps(on_cpu=False),
             microbatches_per_round=limits.microbatches_per_round,
             shared_bytes=fixed_device_need(*needs).total_bytes,
         ),
@@ -139,8 +138,7 @@ def test_plan_and_bench_agree_with_weights_that_stay_on_gpus(
 ) -> None:
     """Earlier `bench` knew no weight cache: where all weights fit, `plan` kept each microbatch on one GPU (2.39 s for
     Qwen3-1.7B on 2x3090, without the interpreter's time), and `bench` passed it on (2.87 s)."""
-    chained = ["pipeline.optimizer_staleness=1", "max_grad_norm=0"] if name == "qwen3" else []
-    words = [*WORDS, f"pipeline.schedule={schedule}", *chained]
+    words = [*WORDS, f"pipeline.schedule={schedule}"]
     words.remove("pipeline.weight_cache=0")
     path = recipe_of(name, schedule).path
     plan = make_plan(load_recipe(path, words), machine)

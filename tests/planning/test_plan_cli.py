@@ -283,7 +283,7 @@ def test_step_time_of_many_microbatches_follows_from_fewer(recipe: Path) -> None
     assert 9 < many / few < 10.01
 
 
-def test_staleness_and_turing_settings_reach_the_plan(recipe: Path) -> None:
+def test_method_and_turing_settings_reach_the_plan(recipe: Path) -> None:
     document: dict[str, Any] = plan_document(make_plan(load(recipe), "2x2080ti"), None)
     assert any("no bfloat16; planned as float16" in line for line in document["assumptions"])
     question = ask(load(recipe, "method=full", "max_seq_length=9000"), "4090")

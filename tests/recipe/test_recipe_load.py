@@ -39,7 +39,6 @@ CONTRACT_PIPELINE_KEYS = {
         "backward_stages",
         "threads_per_worker",
         "recompute",
-        "optimizer_staleness",
     )
 }
 
@@ -379,6 +378,10 @@ def test_a_key_that_recipes_once_had_is_refused_with_a_hint_and_left_out_where_i
     for file, words in (("fp8_products: true\n", ()), ("", ("fp8_products=true",))):
         (found,) = problems_of(write(tmp_path, SMALLEST + file), *words)
         assert "fp8_products is no longer a key" in found and "`load_in_fp8: true` alone keeps" in found
+    loaded = load_recipe(write(tmp_path, SMALLEST + "pipeline: {optimizer_staleness: 0}\n"))
+    assert "pipeline.optimizer_staleness: 0 changes nothing here" in loaded.notices[0]
+    (found,) = problems_of(write(tmp_path, SMALLEST), "pipeline.optimizer_staleness=1")
+    assert "optimizer_staleness is no longer a key" in found and "each layer of a step now waits for" in found
     assert not set(REMOVED) & {*known_keys(Recipe), *ALIASES, *NO_COUNTERPART}
 
 

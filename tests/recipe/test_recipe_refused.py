@@ -277,7 +277,6 @@ SCALARS: dict[str, dict[str, object]] = {
         "[[0, true]]": None,
         "4": None,
     },
-    "pipeline.optimizer_staleness": {"0": 0, "2": None, "true": None, "0.0": None, "false": None},
     "pipeline.threads_per_worker": {"auto": "auto", "1": 1, "0": None, "1.0": None, '"1"': None},
     "datasets": {
         "[{path: x}]": None,

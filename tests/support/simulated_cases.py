@@ -70,8 +70,8 @@ def resident(rig: Rig, num_microbatches: int) -> Schedule:
     )
 
 
-def gradient_bits(rig: Rig, step: int) -> Bits:
-    return [gradient.clone() for gradient in rig.store.gradients_of(step)]
+def gradient_bits(rig: Rig) -> Bits:
+    return [gradient.clone() for gradient in rig.store.gradients]
 
 
 def train(engine: Engine, rig: Rig, case: Case) -> Bits:
@@ -79,12 +79,11 @@ def train(engine: Engine, rig: Rig, case: Case) -> Bits:
     bits: Bits = []
     schedule = case.schedule(rig, len(case.microbatches) * case.chunks)
     for step in range(case.num_steps):
-        version = rig.store.step_version(step)
         scaled = GradientOptions(loss_scale=case.loss_scale)
-        result = engine.run_step(case.microbatches, schedule, step=step, version=version, gradients=scaled)
-        bits += [result.loss, result.gradient_norm, *gradient_bits(rig, step), str(result.rewards)]
+        result = engine.run_step(case.microbatches, schedule, step=step, version=step, gradients=scaled)
+        bits += [result.loss, result.gradient_norm, *gradient_bits(rig), str(result.rewards)]
         if step < case.num_steps - 1:
-            write_new_weights(rig, step)
+            write_new_weights(rig)
     return bits
 
 
@@ -143,24 +142,6 @@ def after_failures(engine: Engine, rig: Rig, case: Case) -> Bits:
         for buffer in rig.store.transferred:
             buffer.copy_(buffer.clone())
         bits += train(engine, rig, case)
-    return bits
-
-
-def overlap(engine: Engine, rig: Rig, case: Case) -> Bits:
-    """Two steps under way at once, twice, with updates by this thread while the next ones run."""
-    bits: Bits = []
-    schedule = case.schedule(rig, len(case.microbatches))
-
-    def start(step: int) -> Any:
-        return engine.start_step(case.microbatches, schedule, step=step, version=rig.store.step_version(step))
-
-    under_way = [start(0)]
-    for step in range(case.num_steps):
-        if step + 1 < case.num_steps:
-            under_way.append(start(step + 1))
-        result = engine.finish_step(under_way.pop(0))
-        bits += [result.loss, result.gradient_norm, *gradient_bits(rig, step)]
-        write_new_weights(rig, step)
     return bits
 
 
@@ -379,7 +360,6 @@ CASES: dict[str, Case] = {
     "after-failures": Case("llama", "full", microbatches=random_microbatches(MORE_SIZES), steps=after_failures),
     "after-failures-lora": Case("llama", "lora", microbatches=random_microbatches(MORE_SIZES), steps=after_failures),
     "alike": Case("llama", "lora", microbatches=random_microbatches([(2, 5)] * 4)),
-    "staleness-1": Case("llama", "full", {"staleness": 1}, num_steps=3, steps=overlap),
     "mixture-of-experts": Case("qwen3_moe", "full", waits=True),  # torch's grouped product is a loop in float32
     "expert-adapters": Case("qwen3_moe", "lora", {"dtype": torch.bfloat16, "lora_rank": 8}, bound=0.05, waits=True),
     "gpt-oss": Case("gpt_oss", "full", waits=True),

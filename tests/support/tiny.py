@@ -166,7 +166,6 @@ def make_rig(
     seed: int = 0,
     lora_dropout: float = 0.0,
     dtype: torch.dtype = torch.float32,
-    staleness: int = 0,
     frozen: Sequence[str] = (),
     packed_as: PackedName | None = None,
     lora_rank: int = 4,
@@ -196,7 +195,7 @@ def make_rig(
         make_layout(name, parameters, dtype, packed, packed_as=packed_as)
         for name, parameters in zip(split.layer_names(), layer_parameters(skeleton, split), strict=True)
     ]
-    store = WeightStore(layouts, staleness)
+    store = WeightStore(layouts)
     generator = torch.Generator().manual_seed(seed)
     for place in (place for layout in layouts for place in layout.places):
         shape, name = place.shape, place.name
@@ -325,14 +324,14 @@ def schedule_for(
     )
 
 
-def write_new_weights(rig: Rig, step: int) -> None:
+def write_new_weights(rig: Rig) -> None:
     """Something new in every trained weight, made from the gradient, as an optimizer would write it."""
     for layer, layout in enumerate(rig.store.layouts):
         if layout.num_trainable_elements:
             with rig.store.next_version(layer) as place:
-                torch.add(place.masters, rig.store.gradients_of(step)[layer], alpha=-0.01, out=place.new_masters)
+                place.masters.add_(rig.store.gradients[layer], alpha=-0.01)
                 if place.weights is not None:
-                    place.weights.copy_(place.new_masters)
+                    place.weights.copy_(place.masters)
 
 
 def gpu_costs(rig: Rig, memory_bytes: int) -> CostModel:

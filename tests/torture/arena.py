@@ -33,7 +33,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "lora": {},
     "full": {"method": "full", "learning_rate": 1.0e-3, **PLANNED},
     "accumulate": {"micro_batch_size": 1, "gradient_accumulation_steps": 4},
-    "stale": {"pipeline__optimizer_staleness": 1},
     "4bit": {"load_in_4bit": True, **PLANNED},
     "8bit": {"load_in_8bit": True, **PLANNED},
     "fp8": {"load_in_fp8": True, **PLANNED},

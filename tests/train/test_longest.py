@@ -30,12 +30,11 @@ def test_the_longest_rows_come_first() -> None:
     "words",
     [
         (),
-        ("pipeline.optimizer_staleness=1",),
         ("max_grad_norm=0",),
         ("method=full", "neftune_noise_alpha=5", "pipeline.schedule=gpipe"),
         ("dtype=float16",),
     ],
-    ids=["lora", "stale", "early", "full", "float16"],
+    ids=["lora", "early", "full", "float16"],
 )
 def test_a_run_is_the_same_to_the_bit(tmp_path: Path, model: Path, words: tuple[str, ...]) -> None:
     """Dropout is on, and a layer is updated early where nothing needs the norm."""

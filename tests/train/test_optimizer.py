@@ -12,6 +12,7 @@ from transformers import Trainer
 
 from roundpipe_cli.choices import OPTIMIZERS, OptimizerName
 from roundpipe_cli.train.optim.optimizer import AdamW, HostOptimizer, undecayed_names
+from tests.support.e2e import REPOSITORY, child_environment
 from tests.support.tiny import Rig, make_rig
 
 NUM_STEPS = 6
@@ -137,3 +138,57 @@ def test_temporaries_of_an_update_are_what_plan_counts(name: str) -> None:
     done = subprocess.run([sys.executable, "-c", code, name], capture_output=True, text=True, check=True)
     counted_bytes = OPTIMIZERS[cast("OptimizerName", name)].temporary_bytes * 8_000_000
     assert int(done.stdout) == pytest.approx(counted_bytes, rel=0.1, abs=16_000_000)
+
+
+# --- host bytes -------------------------------------------------------------------------------------------------------
+
+MANY, FEWER = 48 * 2**20, 16 * 2**20
+"""Parameters: with two bytes each there have to be more, lest what else the process holds shows."""
+MEASURE = """
+import sys
+from pathlib import Path
+import torch
+from roundpipe_cli.engine.weights import WeightStore
+from roundpipe_cli.model.layout import make_layout
+from roundpipe_cli.train.optim.optimizer import HostOptimizer
+from roundpipe_cli.train.optim.updater import Updater
+
+def resident():
+    status = Path("/proc/self/status").read_text().split()
+    return 1024 * int(status[status.index("RssAnon:") + 1]) + 1024 * int(status[status.index("RssShmem:") + 1])
+
+dtype, trains, count = getattr(torch, sys.argv[1]), sys.argv[2] == "full", int(sys.argv[3])
+with torch.device("meta"):
+    layers = [torch.nn.Parameter(torch.empty(count // 6, dtype=dtype), requires_grad=trains) for _ in range(6)]
+torch.set_num_threads(1)
+torch._foreach_mul_([torch.ones(9)], 2.0)
+before = resident()
+store = WeightStore([make_layout(f"l{i}", [(f"w{i}", p)], dtype) for i, p in enumerate(layers)])
+for buffer in store.transferred:
+    buffer.view(torch.uint8).fill_(1) if buffer.dtype == torch.uint8 else buffer.fill_(1e-3)
+optimizer = HostOptimizer(store)
+with Updater(store, optimizer, num_threads=1) as updater:
+    for step in range(2 if trains else 0):
+        updater.begin(step, 1e-3, 0.5)
+        updater.wait()
+    print((resident() - before) / count, sum(store.num_bytes().values()) / count + optimizer.num_bytes / count)
+"""
+
+
+@pytest.mark.parametrize(
+    ("dtype", "method", "count", "expected"),
+    [
+        ("bfloat16", "full", FEWER, 18),
+        pytest.param("float32", "full", MANY, 16, marks=pytest.mark.sweep),
+        ("bfloat16", "frozen", MANY, 2.0),
+    ],
+)
+def test_host_bytes_per_parameter(dtype: str, method: str, count: int, expected: float) -> None:
+    """What the process really holds after two updates, and what the store says of itself."""
+    words = [sys.executable, "-c", MEASURE, dtype, method, str(count)]
+    done = subprocess.run(
+        words, cwd=REPOSITORY, env=child_environment(), capture_output=True, text=True, check=True, timeout=120
+    )
+    measured, counted = map(float, done.stdout.split())
+    assert measured == pytest.approx(expected, rel=0.05)
+    assert counted == pytest.approx(expected, rel=0.001)

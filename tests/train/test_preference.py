@@ -245,11 +245,10 @@ def sequence_sums(model: Any, microbatch: Microbatch) -> torch.Tensor:
     return (picked * (labels != -100)).sum(-1)
 
 
-@pytest.mark.parametrize("staleness", [0, 1])
-def test_a_resume_keeps_the_reference(folder: Path, staleness: int) -> None:
+def test_a_resume_keeps_the_reference(folder: Path) -> None:
     """Also on other workers, which take copies of the weights; another adapter in its place is refused."""
     random_adapter(folder / "model", folder / "first")
-    words = ("lora.start_from=first", f"pipeline.optimizer_staleness={staleness}")
+    words = ("lora.start_from=first",)
     finetune(folder, *words).expect(0)
     three = "pipeline.devices=[cpu, cpu, cpu]"
     died = finetune(

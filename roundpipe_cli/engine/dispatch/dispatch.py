@@ -431,14 +431,10 @@ class _LaneStep:
         self.run.records.append(record)
 
 
-# The pool of workers: their threads, and their steps, at most two at a time.
+# The pool of workers: their threads, and the step that they are at.
 #
-# A worker takes up the next step when its part of the one before is done, whatever the others still do:
-#
-#     worker 0   step k ............ | step k + 1 .........
-#     worker 1   step k ................. | step k + 1 ....        no barrier: what drains one step fills the next
-#
-# Its compute thread hands a step to the lanes of its link once it has taken it up; a step that failed is left quickly.
+# A worker's compute thread hands a step to the lanes of its link once it has taken it up; a step that failed is left
+# quickly.
 
 TICK_S = 0.25
 JOIN_TIMEOUT_S = 5.0
@@ -474,8 +470,7 @@ class Pool:
         self.is_stuck = False
         """A thread may still be busy with an old step, so no other step can run."""
         self._watchdog_s, self._is_out_of_memory = watchdog_s, is_out_of_memory
-        self._under_way: list[StepRun] = []
-        """Steps that were started and not waited for, oldest first."""
+        self._under_way: StepRun | None = None
         self._orders: list[queue.Queue[StepRun | None]] = [queue.Queue() for _ in works]
         self._threads = [
             threading.Thread(target=self._compute_main, args=(worker,), name=f"worker-{worker}", daemon=True)
@@ -495,7 +490,8 @@ class Pool:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Let the threads end once they have nothing left to do; a thread that hangs is left behind (a daemon)."""
-        self._abort_all()
+        if self._under_way is not None:
+            self._under_way.progress.abort()
         deadline_s = time.monotonic() + (JOIN_TIMEOUT_S if error is None else JOIN_AFTER_ERROR_S)
         for orders in self._orders:
             orders.put(None)
@@ -514,44 +510,33 @@ class Pool:
         return self.wait(run)
 
     def start(self, run: StepRun) -> None:
-        """Queue a step for the workers; returns at once."""
+        """Give a step to the workers; returns at once."""
         assert not self.is_stuck, "a pool that got stuck cannot be used any more"
-        self._under_way.append(run)
+        assert self._under_way is None, "one step at a time"
+        self._under_way = run
         for lane in self._lanes.get(NOBODY, ()):
             lane.orders.put(run)
         for orders in self._orders:
             orders.put(run)
 
     def wait(self, run: StepRun) -> StepRun:
-        """Block until the oldest step is done; returns it. If it fails, later steps are given up.
+        """Block until the step is done; returns it.
 
         Raises:
             ResourceError: out of device memory (exit code 5).
             InternalError: a worker failed or got stuck (exit code 1); names the place.
         """
-        assert self._under_way and run is self._under_way[0], "steps end in the order in which they began"
+        assert run is self._under_way
         try:
             results = self._collect(run)
-        except BaseException:  # stuck, or interrupted in this thread: workers leave their steps, and no other is taken
-            self.is_stuck = True
-            for other in self._under_way:
-                other.is_abandoned = True
-            self._abort_all()
-            raise
-        self._under_way.pop(0)
-        try:
-            self._raise_first([*results, *run.errors])
-        except RoundpipeError:
-            self.is_stuck = bool(self._under_way)
-            self._abort_all()
-            raise
-        return run
-
-    def _abort_all(self) -> None:
-        """Let the workers leave all steps whose results are no longer wanted."""
-        for run in self._under_way:
+        except BaseException:  # stuck, or interrupted in this thread: workers leave the step, and no other is taken
+            self.is_stuck = run.is_abandoned = True
             run.progress.abort()
-        self._under_way.clear()
+            raise
+        finally:
+            self._under_way = None
+        self._raise_first([*results, *run.errors])
+        return run
 
     def _compute_main(self, worker: int) -> None:
         work, orders = self.works[worker], self._orders[worker]

@@ -16,7 +16,7 @@ from roundpipe_cli import __version__
 from roundpipe_cli.errors import NoCheckpointError, Problem, RecipeError, RefusedError
 from roundpipe_cli.files import read_regular
 from roundpipe_cli.model.fused import fused_counts
-from roundpipe_cli.recipe.aliases import REMOVED, is_off
+from roundpipe_cli.recipe.aliases import REMOVED, was_off
 from roundpipe_cli.recipe.check import Findings, check, hints_of
 from roundpipe_cli.recipe.schema import DatasetConfig, Range, Recipe, plain_data, with_lists
 from roundpipe_cli.recipe.strict_yaml import MAX_BYTES, Place, parse_bytes
@@ -268,7 +268,9 @@ def check_unchanged(saved: Mapping[str, Any], setup: Setup, allowed: Sequence[st
         is_implied = key == FUSED_KEY and any(changed == "kernels" for changed, _, _ in changes)
         if name in saved and saved.get(name) != now and not is_implied:
             changes.append((key, saved.get(name), now))
-    changes = [change for change in changes if not _is_longer(saved, *change) and not _was_off(*change)]
+    changes = [
+        (key, old, new) for key, old, new in changes if not (_is_longer(saved, key, old, new) or was_off(key, old))
+    ]
     if _as_advised(saved.get("fit"), old_recipe, setup.recipe):
         changes = [change for change in changes if change[0] not in MICROBATCH_KEYS]
     for key, old, new in changes:
@@ -291,11 +293,6 @@ def check_unchanged(saved: Mapping[str, Any], setup: Setup, allowed: Sequence[st
 def _is_longer(saved: Mapping[str, Any], key: str, old: Any, new: Any) -> bool:
     """Whether a number of epochs was replaced by a number of steps that is not smaller."""
     return key == "max_steps" and old is None and new >= (saved.get("num_steps") or math.inf)
-
-
-def _was_off(key: str, old: Any, new: Any) -> bool:
-    """Whether a key that recipes no longer have asked for nothing."""
-    return key in REMOVED and new is None and is_off(old)
 
 
 def _as_advised(fit: Mapping[str, Any] | None, old: Mapping[str, Any], recipe: Recipe) -> bool:

@@ -327,9 +327,9 @@ class Sharing:
                     raise RoundpipeError("the run is over")
                 on_host = self._complete.pop(layer)
             on_host()
-            gradient = self._store.gradients_of(step)[layer]
+            gradient = self._store.gradients[layer]
             if self._table is not None and layer == 0:
-                self._sum_embed(step, gradient, self._table)
+                self._sum_embed(gradient, self._table)
             else:
                 self._add_up(layer, gradient)
             wanted = self._owner is None or self._owner[layer] == self._nodes.rank
@@ -339,12 +339,12 @@ class Sharing:
     def _add_up(self, layer: int, tensor: torch.Tensor) -> None:
         self._nodes.add_up(tensor, None if self._owner is None else self._owner[layer])
 
-    def _sum_embed(self, step: int, gradient: torch.Tensor, table: str) -> None:
+    def _sum_embed(self, gradient: torch.Tensor, table: str) -> None:
         """Sum the embed layer's gradient, of the table only the rows that the step has tokens for.
 
         It is complete last, with nothing left to compute beside its sum, and the table may be a good part of a model.
         """
-        rows, view = self._rows, self._store.gradient(table, step)
+        rows, view = self._rows, self._store.gradient(table)
         if rows is None or 2 * len(rows) > len(view):
             self._add_up(0, gradient)
             return

@@ -452,18 +452,17 @@ class HostOptimizer:
             self._moments[layer].append((f"{name}.{key}", memory))
         return state
 
-    def step(self, learning_rate: float, gradient_factor: float = 1.0, step: int = 0) -> None:
+    def step(self, learning_rate: float, gradient_factor: float = 1.0) -> None:
         """One update of every layer, at once.
 
         Args:
             learning_rate: of this update.
             gradient_factor: gradients are multiplied by this first: clipping and loss scale.
-            step: whose gradients are meant.
         """
         self.num_updates += 1
-        gradients = self._store.gradients_of(step)
+        number, gradients = self.num_updates, self._store.gradients
         for layer in self.layers:
-            self.update_layer(layer, gradients[layer], self.num_updates, learning_rate, gradient_factor=gradient_factor)
+            self.update_layer(layer, gradients[layer], number, learning_rate, gradient_factor=gradient_factor)
 
     @torch.no_grad()
     def update_layer(
@@ -495,8 +494,6 @@ class HostOptimizer:
     def skip_layer(self, layer: int) -> None:
         """The next version of one layer without an update: the values of the one before."""
         with self._store.next_version(layer) as target:
-            if target.new_masters is not target.masters:
-                target.new_masters.copy_(target.masters)
             if target.weights is not None:
                 target.weights.copy_(target.masters)
 
@@ -581,12 +578,9 @@ def _prepared(
     """The block's gradient times `factor`, and its masters where they are to be updated."""
     if factor != 1.0:
         gradient.mul_(factor)
-    new = target.new_masters[block]
-    if target.new_masters is not target.masters:
-        new.copy_(target.masters[block])
-    return gradient, new
+    return gradient, target.masters[block]
 
 
 def _round(target: LayerUpdate, block: slice) -> None:
     if target.weights is not None:
-        target.weights[block].copy_(target.new_masters[block])
+        target.weights[block].copy_(target.masters[block])

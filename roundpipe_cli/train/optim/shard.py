@@ -110,11 +110,8 @@ def make_shards(nodes: Nodes, recipe: Recipe, layouts: Sequence[LayerLayout], te
 
 def _whole_bytes(recipe: Recipe, layouts: Sequence[LayerLayout]) -> int:
     """Bytes of weights, gradients, masters and moments, all of them."""
-    versions = 1 + recipe.pipeline.optimizer_staleness
     elements = sum(layout.num_trainable_elements for layout in layouts)
-    trained_bytes = sum(layout.trainable_num_bytes for layout in layouts)
-    weights = sum(layout.num_bytes for layout in layouts) + trained_bytes * (versions - 1)
-    return weights + 4 * elements * versions + _state_bytes(recipe, elements)
+    return sum(layout.num_bytes for layout in layouts) + 4 * elements + _state_bytes(recipe, elements)
 
 
 def _state_bytes(recipe: Recipe, num_elements: int) -> int:

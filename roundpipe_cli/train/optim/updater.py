@@ -1,11 +1,8 @@
 """The thread that updates the weights, so that the next step can compute meanwhile.
 
-    staleness 0    step k        | forward, backward: version k | step k + 1: each layer as soon as it has version k + 1
-                   this thread                                  | embedding | layer 1 | layer 2 | ...
-                   early, as gradients land          | layer N | ... | layer 2 | embedding | layer 1 |
-
-    staleness 1    step k        | forward, backward: version k - 1 | step k + 1: version k
-                   this thread   | update k - 1 -> version k        | update k -> version k + 1
+    step k        | forward, backward: version k | step k + 1: each layer as soon as it has version k + 1
+    this thread                                  | embedding | layer 1 | layer 2 | ...
+    early, as gradients land          | layer N | ... | layer 2 | embedding | layer 1 |
 
 Of the layers that can be updated the one that the next step needs first goes first. Who reads weights waits for their
 version in the store (`WeightStore.tell`); an update that fails ends all these waits with its error.
@@ -130,7 +127,7 @@ class Updater:
             square_sum: waits until the gradient is on the host and gives its sum of squares.
         """
         assert self._early is not None
-        self._give(partial(self._update_early, *self._early, layer, square_sum), self._early[0], layer)
+        self._give(partial(self._update_early, *self._early, layer, square_sum=square_sum), self._early[0], layer)
 
     def poison(self, step: int) -> float | None:
         """The value that a fault point of the optimizer puts in place of the gradient norm of `step`, usually None.
@@ -206,7 +203,7 @@ class Updater:
     def _change(self, step: int, layer: int, number: int, learning_rate: float, *, gradient_factor: float) -> None:
         with at_work(self._where):
             fault("update", step=step, layer=layer)
-            gradient = self._store.gradients_of(step)[layer]
+            gradient = self._store.gradients[layer]
             self._optimizer.update_layer(layer, gradient, number, learning_rate, gradient_factor=gradient_factor)
 
     def _skip(self, step: int, layer: int) -> None:
@@ -232,7 +229,7 @@ class Updater:
             self._shards.share(layer, target.whole)
 
     def _update_early(
-        self, step: int, number: int, learning_rate: float, layer: int, square_sum: Callable[[], float]
+        self, step: int, number: int, learning_rate: float, layer: int, *, square_sum: Callable[[], float]
     ) -> None:
         self._enter_layer(step, layer)
         if not math.isfinite(square_sum()):

@@ -686,19 +686,18 @@ def _find_fused(recipe: Recipe, model: nn.Module, split: ModelSplit, tell: Tell)
 
 def _make_store(recipe: Recipe, layouts: list[LayerLayout], tell: Tell, elsewhere: Collection[int]) -> WeightStore:
     """The weights' place on the host: in memory, or on a file where the recipe says so or memory is short."""
-    staleness = recipe.pipeline.optimizer_staleness
     num_bytes = sum(layout.num_bytes for layout in layouts)
     available = host_memory().available_bytes
     short = recipe.weights == "auto" and recipe.method == "lora" and num_bytes > MAX_MEMORY_SHARE * available
     if recipe.weights != "mmap" and not short:
-        return WeightStore(layouts, staleness, elsewhere=elsewhere)
+        return WeightStore(layouts, elsewhere=elsewhere)
     folder = named_path(recipe.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     what = f"{format_bytes(num_bytes)} of weights are mapped from a file in {folder}"
     tell(Notice(f"{what}: {format_bytes(available)} of host memory are free" if short else what))
     require_free_bytes(folder, num_bytes, "the mapped weights")
     try:
-        return WeightStore(layouts, staleness, folder)
+        return WeightStore(layouts, folder)
     except OSError as error:
         raise disk_error(error, folder, "the mapped weights", num_bytes) from error
 

@@ -255,19 +255,17 @@ def write_report(output_dir: Path, report: Mapping[str, Any]) -> None:
     write_atomically(output_dir / REPORT_NAME, (json.dumps(report, indent=2) + "\n").encode(), mode=0o644)
 
 
-def write_trace(path: Path, steps: Sequence[tuple[float, Timeline]]) -> None:
+def write_trace(path: Path, steps: Sequence[Timeline]) -> None:
     """Write consecutive steps as one picture for Perfetto (Trace Event format).
 
     Args:
-        steps: when each began, of one clock, and what was done in it. Steps that overlap are shown so; the time between
-            others is left out.
+        steps: what was done in each; the time between them is left out.
     """
     intervals: list[Interval] = []
-    offset_s, (before_s, before) = 0.0, steps[0]
-    for started_s, timeline in steps:
-        offset_s += min(makespan_s(before), started_s - before_s)
+    offset_s = 0.0
+    for timeline in steps:
         for item in timeline.intervals:
             intervals.append(item._replace(start_s=item.start_s + offset_s, end_s=item.end_s + offset_s))
-        before_s, before = started_s, timeline
-    whole = Timeline(before.num_workers, tuple(intervals))
+        offset_s += makespan_s(timeline)
+    whole = Timeline(steps[0].num_workers, tuple(intervals))
     write_atomically(path, json.dumps(chrome_trace(whole)).encode(), mode=0o644)

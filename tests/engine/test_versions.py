@@ -1,4 +1,4 @@
-"""Optimizer staleness: step k computes with the weights after max(k - 1, 0) updates, wherever it reads weights.
+"""Versions of weights: step k computes with the weights after k updates, wherever it reads them, updates beside it.
 
 The training loop itself is compared with a loop that keeps every version by hand and updates masters with torch's
 AdamW: in float32 by plain PyTorch alone, in 16 bit with gradients from one worker.
@@ -6,10 +6,9 @@ AdamW: in float32 by plain PyTorch alone, in 16 bit with gradients from one work
 
 from __future__ import annotations
 
-import functools
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -68,22 +67,6 @@ def setup_of(folder: Path, *overrides: str) -> Setup:
     return prepare(loaded, offline=True, tell=lambda event: None)
 
 
-@pytest.fixture(scope="module")
-def trained(
-    models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str, int], tuple[Trainer, list[float]]]:
-    """Runs in float32 by method and staleness, with their losses; each once, for all tests that ask."""
-
-    @functools.cache
-    def run(method: str, staleness: int) -> tuple[Trainer, list[float]]:
-        folder = workspace(tmp_path_factory.mktemp("run"), models[MODEL_OF[method]])
-        words = [*FLOAT32, f"method={method}", f"pipeline.optimizer_staleness={staleness}"]
-        trainer = train(setup_of(folder, *words), folder)
-        return trainer, [row["loss"] for row in metrics(folder / "out")]
-
-    return run
-
-
 def train(setup: Setup, folder: Path, **changes: Any) -> Trainer:
     """The run itself, in this process."""
     (folder / "out").mkdir(exist_ok=True)
@@ -98,11 +81,10 @@ def train(setup: Setup, folder: Path, **changes: Any) -> Trainer:
 
 @dataclass
 class Reference:
-    """The delayed loop, with every version of every trained weight kept."""
+    """The loop by hand, with every version of every trained weight kept."""
 
     setup: Setup
     trainer: Trainer
-    staleness: int
     losses: list[float] = field(default_factory=list)
     scale: float = 1.0
 
@@ -137,17 +119,14 @@ class Reference:
         like = self.versions[0]
         self.versions.append([p.detach().to(w.dtype).clone() for p, w in zip(self.parameters, like, strict=True)])
 
-    def weights_of(self, step: int) -> list[torch.Tensor]:
-        return self.versions[max(step - self.staleness, 0)]
 
-
-def by_one_worker(setup: Setup, trainer: Trainer, staleness: int, overflow_step: int | None = None) -> Reference:
+def by_one_worker(setup: Setup, trainer: Trainer, overflow_step: int | None = None) -> Reference:
     """Gradients from one worker that holds one stage each way; the versions are set by hand."""
-    reference = Reference(setup, trainer, staleness)
+    reference = Reference(setup, trainer)
     sampler, store, last = make_sampler(setup), setup.store, len(setup.store.layouts) - 1
     with make_engine(setup) as engine:
         for step in range(NUM_STEPS):
-            for name, weights in zip(reference.names, reference.weights_of(step), strict=True):
+            for name, weights in zip(reference.names, reference.versions[step], strict=True):
                 store.views[name].copy_(weights)
             microbatches, _ = make_microbatches(setup, sampler.next_step())
             schedule = build_schedule(
@@ -181,18 +160,14 @@ CASES = {
 
 
 @pytest.mark.parametrize(
-    ("name", "staleness"),
+    "name",
     [
-        *((name, 1) for name in sorted({*CASES} - {"full-float32-clipped"})),
+        *sorted({*CASES} - {"full-float32-clipped"}),
         # float32: the case without clipping; tied: bfloat16's; clipped: float16's; all three: plain PyTorch's below
-        pytest.param("full-float32-clipped", 1, marks=pytest.mark.sweep),
-        ("full-bfloat16-tied", 0),
-        ("full-float16-scaled", 0),
+        pytest.param("full-float32-clipped", marks=pytest.mark.sweep),
     ],
 )
-def test_bits_of_the_delayed_loop(
-    name: str, staleness: int, tmp_path: Path, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bits_of_the_loop(name: str, tmp_path: Path, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     model, num_workers, overrides = CASES[name]
     overflow_step = 1 if name.endswith("overflow") else None
     if overflow_step is not None:
@@ -200,36 +175,32 @@ def test_bits_of_the_delayed_loop(
         faults.load_faults()
     folder = workspace(tmp_path, models[model])
     devices = f"pipeline.devices=[{','.join(['cpu'] * num_workers)}]"
-    ours = setup_of(folder, *overrides, devices, f"pipeline.optimizer_staleness={staleness}")
+    ours = setup_of(folder, *overrides, devices)
     trainer = train(ours, folder)
 
-    reference = by_one_worker(setup_of(folder, *overrides, "pipeline.devices=[cpu]"), trainer, staleness, overflow_step)
+    reference = by_one_worker(setup_of(folder, *overrides, "pipeline.devices=[cpu]"), trainer, overflow_step)
 
     assert [row["loss_hex"] for row in metrics(folder / "out")] == [loss.hex() for loss in reference.losses]
     assert ours.store.newest == NUM_STEPS
     for parameter, weights, key in zip(reference.parameters, reference.versions[-1], reference.names, strict=True):
         assert torch.equal(ours.store.master(key), parameter.detach()), key
         assert torch.equal(ours.store.views[key], weights), key
-        if staleness:
-            assert torch.equal(
-                ours.store.views_at(NUM_STEPS - 1)[key], reference.versions[-2][reference.names.index(key)]
-            )
 
 
-@pytest.mark.parametrize(("method", "staleness"), [("lora", 1), ("full", 1), ("full", 0)])
-def test_plain_pytorch_delayed_loop(
-    method: str, staleness: int, tmp_path: Path, models: dict[str, Path], trained: Any
-) -> None:
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_plain_pytorch_loop(method: str, tmp_path: Path, models: dict[str, Path]) -> None:
     """Nothing of the engine in the reference: an ordinary module, `backward()`, torch's clipping by hand and AdamW."""
-    trainer, ours = trained(method, staleness)
-    setup = setup_of(workspace(tmp_path, models[MODEL_OF[method]]), *FLOAT32, f"method={method}")
-    reference = Reference(setup, trainer, staleness)
+    folder, words = workspace(tmp_path, models[MODEL_OF[method]]), [*FLOAT32, f"method={method}"]
+    trainer = train(setup_of(folder, *words), folder)
+    ours = [row["loss"] for row in metrics(folder / "out")]
+    setup = setup_of(folder, *words)
+    reference = Reference(setup, trainer)
     plain = plain_copy(setup.model, setup.store)
     live = dict(plain.named_parameters())
     sampler = make_sampler(setup)
     for step in range(NUM_STEPS):
         with torch.no_grad():
-            for name, weights in zip(reference.names, reference.weights_of(step), strict=True):
+            for name, weights in zip(reference.names, reference.versions[step], strict=True):
                 live[name].copy_(weights)
         plain.zero_grad()
         microbatches, _ = make_microbatches(setup, sampler.next_step())
@@ -248,53 +219,25 @@ def test_plain_pytorch_delayed_loop(
     assert abs(ours[-1] - ours[0]) > 0.01, "nothing was learnt, so nothing was compared"
 
 
-def test_staleness_matters_and_lags_by_one(trained: Any) -> None:
-    """Steps 0 and 1 both use the first weights, so step 0's losses agree and later ones do not."""
-    losses = [trained("full", staleness)[1] for staleness in (0, 1)]
-    assert losses[0][0] == losses[1][0]
-    assert all(fresh != stale for fresh, stale in zip(losses[0][1:], losses[1][1:], strict=True))
-
-
 # --- versions -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("copy", [False, True])
 def test_a_step_refuses_weights_of_another_version(copy: bool) -> None:
-    """Staleness is asserted: a worker that is about to bind a layer of a version that is gone fails, naming it."""
-    rig = make_rig("llama", staleness=1)
+    """A worker that is about to bind a layer of a version that is gone fails, naming it."""
+    rig = make_rig("llama")
     optimizer = HostOptimizer(rig.store)
     microbatches = random_microbatches([(1, 6), (1, 6)])
     schedule = schedule_for(rig, 2, 2)
     with rig.engine(2, copy=copy) as engine:
         engine.run_step(microbatches, schedule, step=0, version=0)
-        optimizer.step(1e-3, 1.0, step=0)
-        for version in (0, 1):
-            engine.run_step(microbatches, schedule, step=1, version=version)
-        optimizer.step(1e-3, 1.0, step=1)
-        with pytest.raises(Exception, match=r"layer \d has weights of version 2, not 0"):
-            engine.run_step(microbatches, schedule, step=2, version=0)
-        layer = 2
-        with rig.store.next_version(layer), pytest.raises(Exception, match="layer 2 has weights of version -1, not 1"):
-            engine.run_step(microbatches, schedule, step=2, version=1)
+        optimizer.step(1e-3)
+        engine.run_step(microbatches, schedule, step=1, version=1)
+        with pytest.raises(Exception, match=r"layer \d has weights of version 1, not 0"):
+            engine.run_step(microbatches, schedule, step=1, version=0)
 
 
-def test_each_version_has_its_own_memory_and_frozen_weights_have_one() -> None:
-    for method, dtype in (("lora", torch.bfloat16), ("full", torch.bfloat16), ("full", torch.float32)):
-        rig = make_rig("llama", method, dtype=dtype, staleness=1)
-        before = {name: view.clone() for name, view in rig.store.views_at(0).items()}
-        for name in rig.store.trainable_names:
-            rig.store.gradient(name).fill_(1.0)
-        HostOptimizer(rig.store).step(1e-2)
-        old, new = rig.store.views_at(0), rig.store.views_at(1)
-        for name, values in before.items():
-            assert torch.equal(old[name], values), name
-            if name in rig.store.trainable_names:
-                assert not torch.equal(new[name], values) and torch.equal(new[name], rig.store.master(name).to(dtype))
-            else:
-                assert new[name].data_ptr() == old[name].data_ptr()
-
-
-# --- early updates at staleness 0 -----------------------------------------------------------------------------------
+# --- early updates --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("method", "model"), [("lora", "untied"), ("full", "untied"), ("full", "tied")])
@@ -342,6 +285,6 @@ def test_an_early_update_is_left_out_from_a_gradient_that_is_not_finite(squares:
         updater.begin_early(0, 1e-3)
         for layer, found in ((2, 1.0), (1, squares)):
             updater.gradient_complete(layer, lambda found=found: found)
-        updater.wait()
+            updater.wait()
     changed = {rig.store.layer_of(name) for name, old in before.items() if not torch.equal(rig.store.master(name), old)}
     assert changed == {2}
