@@ -221,15 +221,25 @@ def _gradient_bytes(
     for stage in backward_stages:
         activations = _activations(costs.layers, settings, hardware, [stage])
         of_block = activations + block_gradient_bytes(architecture, settings)
-        of_head = activations + chunk + trained_head_bytes(costs.layers[-1].grad_bytes // 4, settings)
+        of_head = activations + chunk + head_gradient_bytes(costs, settings)
         needed = max(needed, of_block, of_head if stage[1] == head else 0)
     return max(0, needed - counted)
 
 
-def trained_head_bytes(num_elements: int, settings: TrainingSettings) -> int:
+def beyond_margin(num_bytes: int, memory_bytes: int) -> int:
+    """The part of a head's gradients that is more than the margin which limits of stages leave below a verdict's."""
+    return max(0, num_bytes - int((FITTING_SHARE - DEVICE_SHARE) * memory_bytes))
+
+
+def head_gradient_bytes(costs: CostModel, settings: TrainingSettings) -> int:
+    """As `trained_head_bytes`."""
+    in_chunks = settings.tokens_per_microbatch > settings.head_chunk_tokens
+    return trained_head_bytes(costs.layers[-1].grad_bytes // 4, settings.dtype_bytes, in_chunks=in_chunks)
+
+
+def trained_head_bytes(num_elements: int, dtype_bytes: int, *, in_chunks: bool) -> int:
     """A trained head's gradient of one chunk, and its float32 sum over the microbatch's chunks where there are more."""
-    adds_up = settings.tokens_per_microbatch > settings.head_chunk_tokens
-    return num_elements * (settings.dtype_bytes + (4 if adds_up else 0))
+    return num_elements * (dtype_bytes + (4 if in_chunks else 0))
 
 
 def _kept_activations(layers: Sequence[LayerCost], settings: TrainingSettings) -> int:

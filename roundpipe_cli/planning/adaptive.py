@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from roundpipe_cli.costs.cost import CostModel, LayerCost, StageRange
-from roundpipe_cli.costs.memory import DEVICE_SHARE
+from roundpipe_cli.costs.memory import DEVICE_SHARE, beyond_margin
 from roundpipe_cli.errors import RefusedError, ResourceError
 from roundpipe_cli.files import cache_folder, read_regular, write_atomically
 from roundpipe_cli.planning.choose import case_for, choose, dealing_options, given_cut, in_long_rounds
@@ -263,6 +263,8 @@ class RunConditions:
     """Upper limit; None: no limit."""
     waiting_bytes: int | None = None
     """See `StageLimits`."""
+    head_gradient_bytes: int = 0
+    """See `limits_for`."""
 
 
 class AdaptivePlanner:
@@ -306,7 +308,7 @@ class AdaptivePlanner:
         self._planned = self._given is None
         self._weights_stay = conditions.weights_stay and num_workers > 1
         self._most_per_round, self._waiting_bytes = conditions.microbatches_per_round, conditions.waiting_bytes
-        self._shared_bytes = conditions.shared_bytes
+        self._shared_bytes, self._head_gradient_bytes = conditions.shared_bytes, conditions.head_gradient_bytes
         known = cache.load(costs) if cache is not None and self._planned else None
         self.notice = cache.damage if cache is not None else None
         """Note for the user on the remembered times."""
@@ -442,4 +444,6 @@ class AdaptivePlanner:
         if memory_bytes is None:
             return StageLimits(microbatches_per_round=self._most_per_round, waiting_bytes=self._waiting_bytes)
         free = int(DEVICE_SHARE * memory_bytes) - self._shared_bytes
-        return replace(limits_for(self.costs, free, self._most_per_round), waiting_bytes=self._waiting_bytes)
+        head = beyond_margin(self._head_gradient_bytes, memory_bytes)
+        limits = limits_for(self.costs, free, self._most_per_round, head_gradient_bytes=head)
+        return replace(limits, waiting_bytes=self._waiting_bytes)

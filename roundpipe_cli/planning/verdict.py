@@ -10,10 +10,12 @@ from roundpipe_cli.costs.memory import (
     DEVICE_SHARE,
     Need,
     NeedPart,
+    beyond_margin,
     cpu_workers_need,
     device_need,
     disk_need,
     fixed_device_need,
+    head_gradient_bytes,
     host_need,
     loading_need,
     usable_device_bytes,
@@ -197,4 +199,6 @@ def stage_limits(
     budget = worker_budget_bytes(architecture, settings, hardware, analytic)
     free = int(DEVICE_SHARE * gpus[0].memory_bytes) if gpus else budget
     free -= fixed_device_need(analytic.costs, architecture, settings, hardware).total_bytes
-    return limits_for(analytic.costs, free, most_per_round(architecture, settings, hardware, analytic))
+    most = most_per_round(architecture, settings, hardware, analytic)
+    head = beyond_margin(head_gradient_bytes(analytic.costs, settings), gpus[0].memory_bytes) if gpus else 0
+    return limits_for(analytic.costs, free, most, head_gradient_bytes=head)

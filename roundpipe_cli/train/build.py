@@ -17,7 +17,7 @@ from roundpipe_cli.costs.analytic import head_bytes
 from roundpipe_cli.costs.cost import CostModel
 from roundpipe_cli.costs.hardware import ASSUMED_HOST_MEMORY_BYTES_PER_S
 from roundpipe_cli.costs.machine import host_memory, num_cores, processor_name
-from roundpipe_cli.costs.memory import CONTEXT_BYTES, INPUTS_SHARE, backward_workspace_bytes
+from roundpipe_cli.costs.memory import CONTEXT_BYTES, INPUTS_SHARE, backward_workspace_bytes, trained_head_bytes
 from roundpipe_cli.engine.backends import cuda
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.options import EngineOptions
@@ -148,6 +148,11 @@ def make_planner(setup: Setup) -> AdaptivePlanner:
             weights_stay=not on_gpu and recipe.may_hold_all_weights,
             shared_bytes=memory_parts.shared_bytes,
             waiting_bytes=waiting_bytes,
+            head_gradient_bytes=trained_head_bytes(
+                layouts[-1].num_trainable_elements if on_gpu else 0,
+                layouts[0].trainable_dtype.itemsize,
+                in_chunks=form.tokens > recipe.head_chunk_tokens,
+            ),
         ),
     )
 

@@ -298,7 +298,7 @@ def test_what_solve_finds_fits_and_one_more_does_not(model: str, hardware: str) 
 
 @pytest.mark.parametrize(
     ("model", "hardware", "method"),
-    [(LLAMA, "2x3060", "full"), (LLAMA, "1x4090", "lora"), (QWEN, "2x4090", "lora"), (LARGE, "8x4090", "lora")],
+    [(LLAMA, "2x3090", "full"), (LLAMA, "1x4090", "lora"), (QWEN, "2x4090", "lora"), (LARGE, "8x4090", "lora")],
 )
 def test_limits_for_the_planner_make_every_cut_fit(model: str, hardware: str, method: str) -> None:
     """The largest stages that the limits allow, all at once, keep within the device."""

@@ -168,7 +168,8 @@ def test_what_a_run_records(tmp_path: Path, model: Path) -> None:
     timeline = next(decode(line) for line in reversed(lines) if line["event"] == "StepTimeline")
     assert isinstance(timeline, StepTimeline)
     ends = max(span.end_s for span in timeline.spans)
-    busy = [sum(span.end_s - span.start_s for span in timeline.spans if span.worker == worker) for worker in (0, 1)]
+    computed = [span for span in timeline.spans if span.lane == "compute"]
+    busy = [sum(span.end_s - span.start_s for span in computed if span.worker == worker) for worker in (0, 1)]
     assert [share / ends for share in busy] == pytest.approx(row["utilization"], abs=1e-3)
 
 

@@ -110,10 +110,12 @@ def test_plan_says_what_the_header_says(name: str, monkeypatch: pytest.MonkeyPat
 
 
 def _host_bytes(plan: Plan, num_stages: int, kept_microbatches: int) -> int:
-    """With so many boundaries: the number of stages and the rounds' length hang on the cut."""
+    """With so many boundaries: the number of stages and the rounds' length hang on the cut, and with rounds whether
+    workers share the head."""
     question, stages = plan.question, max(1, num_stages)
     costs, parts = question.analytic.costs, (question.architecture, question.settings, question.hardware)
-    return host_need(costs, *parts, (stages, stages), kept_microbatches).total_bytes
+    waiting = question.num_workers * costs.layers[-1].grad_bytes if kept_microbatches else 0
+    return host_need(costs, *parts, (stages, stages), kept_microbatches, waiting_bytes=waiting).total_bytes
 
 
 def test_verdict_lines_can_be_read_back_and_replaced() -> None:

@@ -84,7 +84,9 @@ def within_limits(
     return all(most is None or num_bytes <= most for num_bytes, most in held)
 
 
-def limits_for(costs: CostModel, free_bytes: int, microbatches_per_round: int | None = None) -> StageLimits:
+def limits_for(
+    costs: CostModel, free_bytes: int, microbatches_per_round: int | None = None, *, head_gradient_bytes: int = 0
+) -> StageLimits:
     """Limits under which every cut fits a device; the smallest stages may all the same be too large for it.
 
     Stages of b blocks backward and f forward need slots x max(f weights, b (weights + gradients), head's) + max(b
@@ -95,6 +97,7 @@ def limits_for(costs: CostModel, free_bytes: int, microbatches_per_round: int | 
         costs: of embedding, blocks and head.
         free_bytes: of a device, without what all stages share: the head's activations, boundaries, workspace.
         microbatches_per_round: at most.
+        head_gradient_bytes: of a trained head, beside its sum in the slot.
     """
     blocks, head = costs.layers[1:-1], costs.layers[-1]
     weights = max(layer.param_bytes for layer in blocks)
@@ -109,8 +112,10 @@ def limits_for(costs: CostModel, free_bytes: int, microbatches_per_round: int | 
         if costs.slots * widest + max(larger * kept, wide * whole) > free_bytes:
             break
         count = larger
-    slot_bytes = max((free_bytes - count * kept) // costs.slots, weights, trained, head_bytes)
+    room = max(count * kept, head_gradient_bytes)
+    slot_bytes = max((free_bytes - room) // costs.slots, weights, trained, head_bytes)
     beside_head = min(count, max(0, slot_bytes - head_bytes) // max(1, trained))
+    beside_head = min(beside_head, (room - head_gradient_bytes) // max(1, kept))
     forward_bytes = slot_bytes
     if whole:
         beside_slots = (free_bytes - costs.slots * max(count * trained, head_bytes)) // whole
