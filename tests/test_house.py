@@ -31,7 +31,7 @@ UNPACKED = {
     *("screen", "help_screen", "workers_block", "staircase_block"),
 }
 """Functions that take a pair by position, unpacked: stages forward and backward, a model and its split, a size."""
-MOST_FILES, MOST_LINES = 198, 61_900
+MOST_FILES, MOST_LINES = 196, 61_200
 """The package without `__init__.py`. Both may fall; what raises one gets a row here."""
 RISES: dict[str, tuple[int, int]] = {}
 """What raised the limits -> (files, lines)."""
