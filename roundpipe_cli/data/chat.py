@@ -38,7 +38,7 @@ from roundpipe_cli.data.messages import (
 )
 from roundpipe_cli.data.rows import BadRowError, TrainRules, printable
 from roundpipe_cli.data.spans import TokenSpan, behind_thoughts, turns_to_train, with_ends
-from roundpipe_cli.data.traced import Fields, Laid, TracedEnvironment, lay
+from roundpipe_cli.data.traced import Fields, Laid, lay, traced_environment
 from roundpipe_cli.data.turns import TEMPLATE_HINT, TurnEnds, WrittenTurns
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.library_names import library_name
@@ -270,7 +270,7 @@ class ChatTemplate:
         from jinja2 import TemplateSyntaxError
 
         base: Any = library_name("transformers.utils.chat_template_utils", "_compile_jinja_template")("")
-        environment = TracedEnvironment(base.environment, self._owners, self._plain)
+        environment = traced_environment(base.environment, self._owners, self._plain)
         environment.globals["strftime_now"] = TEMPLATE_DATE.strftime
         try:
             return environment.from_string(self.text), environment.has_marks

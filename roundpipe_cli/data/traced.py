@@ -14,15 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, SupportsIndex, cast
-
-from jinja2 import nodes
-from jinja2.compiler import CodeGenerator, Frame
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from markupsafe import Markup, escape
+from typing import Any, Literal, NamedTuple, SupportsIndex
 
 from roundpipe_cli.data.messages import END_OF_THOUGHT, Message
 from roundpipe_cli.data.spans import TokenSpan
@@ -216,6 +208,8 @@ class SafeTraced(Traced):
         return self._beside(other, lambda: join_traced((other, self)), lambda own: other + own)
 
     def _beside(self, other: str, traced: Callable[[], str], escaped: Callable[[str], str]) -> str:
+        from markupsafe import Markup, escape
+
         if not isinstance(other, str):
             return NotImplemented
         if hasattr(other, "__html__") or str.__eq__(str(escape(str.__str__(other))), other):
@@ -305,91 +299,95 @@ def found_in(value: object, found: list[Cover]) -> None:
             found_in(item, found)
 
 
-class _Generator(CodeGenerator):
-    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802 - jinja2 names it
-        self.write("environment.concat((")
-        for part in node.nodes:
-            self.write("str(")
-            self.visit(part, frame)
-            self.write("), ")
-        self.write("))")
+def traced_environment(base: Any, owners: list[int], plain: set[int]) -> Any:
+    """transformers' environment for chat templates, whose templates keep the pieces of what they are given.
 
+    Args:
+        base: that environment.
+        owners: the message of each field; whoever renders fills it.
+        plain: `id` of objects that hold no text of a message; whoever renders fills it.
+    """
+    from jinja2 import nodes
+    from jinja2.compiler import CodeGenerator, Frame
+    from jinja2.ext import Extension
+    from jinja2.parser import Parser
+    from jinja2.runtime import Context
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+    from markupsafe import Markup
 
-class _Marks(Extension):
-    """`{% generation %}`: the marks that a template may have around what the assistant says."""
+    class Generator(CodeGenerator):
+        def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802 - jinja2 names it
+            self.write("environment.concat((")
+            for part in node.nodes:
+                self.write("str(")
+                self.visit(part, frame)
+                self.write("), ")
+            self.write("))")
 
-    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
+    class Environment(ImmutableSandboxedEnvironment):
+        concat = staticmethod(join_traced)
+        code_generator_class = Generator
+        intercepted_binops = frozenset("%")
+        has_marks = False
+        """Whether a template with `{% generation %}` was compiled here."""
 
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        cast("TracedEnvironment", self.environment).has_marks = True
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+        def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+            return percent(left, right) if isinstance(left, str) else super().call_binop(context, operator, left, right)
 
-    def _marked(self, caller: Callable[[], str]) -> str:
-        return join_traced((Traced("", (TracedPiece(0, OPEN),)), caller(), Traced("", (TracedPiece(0, CLOSE),))))
+        def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+            plain = super().wrap_str_format(value)
+            if plain is None:
+                return None
+            return lambda *args, **kwargs: _filled(lambda given: str(plain(*given[0], **given[1])), (args, kwargs))
 
+        def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: B902, N805
+            owner = getattr(__obj, "__self__", None)
+            if type(owner) is str and args and __obj.__name__ in ("join", "replace"):  # their results are plain text
+                return getattr(Traced(owner), __obj.__name__)(*args, **kwargs)
+            return super().call(__context, __obj, *args, **kwargs)
 
-class TracedEnvironment(ImmutableSandboxedEnvironment):
-    """transformers' environment for chat templates, whose templates keep the pieces of what they are given."""
+    class Marks(Extension):
+        """`{% generation %}`: the marks that a template may have around what the assistant says."""
 
-    concat = staticmethod(join_traced)
-    code_generator_class = _Generator
-    intercepted_binops = frozenset("%")
-    has_marks = False
-    """Whether a template with `{% generation %}` was compiled here."""
+        tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
 
-    def __init__(self, base: Any, owners: list[int], plain: set[int]) -> None:
-        """
-        Args:
-            base: that environment.
-            owners: the message of each field; whoever renders fills it.
-            plain: `id` of objects that hold no text of a message; whoever renders fills it.
-        """
-        extensions = [type(item) for item in base.extensions.values() if "generation" not in item.tags]
-        super().__init__(
-            trim_blocks=base.trim_blocks, lstrip_blocks=base.lstrip_blocks, extensions=[*extensions, _Marks]
-        )
-        self._base_json, self._owners, self._plain = base.filters["tojson"], owners, plain
-        self.globals.update(base.globals)
-        self.filters.update(base.filters)
-        self.filters |= {"tojson": self._to_json, "join": self._join, "safe": _safe}
-        self.filters["format"] = lambda text, *args, **kwargs: percent(str(text), kwargs or args)
+        def parse(self, parser: Parser) -> nodes.Node:
+            line = next(parser.stream).lineno
+            environment.has_marks = True
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
 
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        return percent(left, right) if isinstance(left, str) else super().call_binop(context, operator, left, right)
+        def _marked(self, caller: Callable[[], str]) -> str:
+            return join_traced((Traced("", (TracedPiece(0, OPEN),)), caller(), Traced("", (TracedPiece(0, CLOSE),))))
 
-    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        plain = super().wrap_str_format(value)
-        if plain is None:
-            return None
-        return lambda *args, **kwargs: _filled(lambda given: str(plain(*given[0], **given[1])), (args, kwargs))
-
-    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: B902, N805
-        owner = getattr(__obj, "__self__", None)
-        if type(owner) is str and args and __obj.__name__ in ("join", "replace"):  # their results are plain text
-            return getattr(Traced(owner), __obj.__name__)(*args, **kwargs)
-        return super().call(__context, __obj, *args, **kwargs)
-
-    def _to_json(self, value: Any, *args: Any, **kwargs: Any) -> str:
-        text: str = self._base_json(value, *args, **kwargs)
+    def to_json(value: Any, *args: Any, **kwargs: Any) -> str:
+        text: str = base.filters["tojson"](value, *args, **kwargs)
         found: list[Cover] = []
-        if id(value) not in self._plain:
+        if id(value) not in plain:
             found_in(value, found)
         if not found:
             return text
-        field = found[0][0] if len({self._owners[cover[0]] for cover in found}) == 1 else SEVERAL
+        field = found[0][0] if len({owners[cover[0]] for cover in found}) == 1 else SEVERAL
         return Traced(text, (TracedPiece(len(text), field, tuple(found), DUMPED),))
 
-    def _join(self, value: Iterable[Any], between: str = "", attribute: Any = None) -> str:
+    def join(value: Iterable[Any], between: str = "", attribute: Any = None) -> str:
         if attribute is not None:
-            value = self.call_filter("map", value, kwargs={"attribute": attribute})
+            value = environment.call_filter("map", value, kwargs={"attribute": attribute})
         return join_traced([str(part) for part in value], str(between))
 
+    def safe(value: Any) -> str:
+        text = str(value)
+        return SafeTraced(text, text._pieces) if isinstance(text, Traced) else Markup(text)
 
-def _safe(value: Any) -> str:
-    text = str(value)
-    return SafeTraced(text, text._pieces) if isinstance(text, Traced) else Markup(text)
+    extensions = [type(item) for item in base.extensions.values() if "generation" not in item.tags]
+    environment = Environment(
+        trim_blocks=base.trim_blocks, lstrip_blocks=base.lstrip_blocks, extensions=[*extensions, Marks]
+    )
+    environment.globals.update(base.globals)
+    environment.filters.update(base.filters)
+    environment.filters |= {"tojson": to_json, "join": join, "safe": safe}
+    environment.filters["format"] = lambda text, *args, **kwargs: percent(str(text), kwargs or args)
+    return environment
 
 
 # The fields of a conversation (contents, thoughts, names and arguments of calls), and their places in its text.

@@ -172,8 +172,8 @@ def _axolotl_messages(item: Entry, entry: Entry, columns: dict[str, str], where:
         _rename(columns, "conversations", item.pop("field_messages", None) or "messages")
     elif not is_off(item.get("field_messages")):
         _rename(columns, "messages", item.pop("field_messages"))
-    given = mapping if isinstance(mapping, dict) else {}
-    if others := {key: value for key, value in given.items() if key not in ("role", "content") and key != value}:
+    others = mapping.items() if isinstance(mapping, dict) else ()
+    if others := {key: value for key, value in others if key not in ("role", "content") and key != value}:
         item["message_property_mappings"] = others
 
 
