@@ -306,23 +306,25 @@ class WeightStore:
     def tell(self, reader: StepRun, version: int) -> None:
         """Report to `reader` each trained layer that has `version`, or a later one: now or as soon as it has, from the
         thread that wrote it, until `forget`."""
-        self._readers = [*self._readers, (reader, version)]
-        for layer in self.trained:  # twice where it is written meanwhile, which harms nobody
-            if self.version_of(layer) >= version:
-                reader.ready(layer)
-        if self._error is not None:
-            reader.host_failed(self._error)
+        with self._changed:
+            self._readers = [*self._readers, (reader, version)]
+            there, error = [layer for layer in self.trained if self.version_of(layer) >= version], self._error
+        for layer in there:
+            reader.ready(layer)
+        if error is not None:
+            reader.host_failed(error)
 
     def forget(self, reader: StepRun) -> None:
         """Report nothing more to `reader`."""
-        self._readers = [item for item in self._readers if item[0] is not reader]
+        with self._changed:
+            self._readers = [item for item in self._readers if item[0] is not reader]
 
     def fail(self, error: BaseException) -> None:
         """No layer will get another version: all who wait for one get `error`."""
         with self._changed:
-            self._error = error
+            self._error, readers = error, self._readers
             self._changed.notify_all()
-        for reader, _ in self._readers:
+        for reader, _ in readers:
             reader.host_failed(error)
 
     def check_version(self, layer: int, version: int) -> None:
@@ -353,9 +355,9 @@ class WeightStore:
             for place in layout.wide if not masters.is_meta else ():
                 self.views[place.name].copy_(place.trainable_view(masters))
         with self._changed:
-            self._held[layer] = version
+            self._held[layer], readers = version, self._readers
             self._changed.notify_all()
-        for reader, wanted in self._readers:
+        for reader, wanted in readers:
             if version >= wanted:
                 reader.ready(layer)
 
