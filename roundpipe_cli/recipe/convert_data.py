@@ -13,7 +13,12 @@ from roundpipe_cli.errors import RefusedError, closest
 from roundpipe_cli.files import named_path
 from roundpipe_cli.recipe.aliases import is_off
 from roundpipe_cli.recipe.convert_rules import Job, is_pairs, job_of
-from roundpipe_cli.recipe.convert_tables import DATASET_TYPES, FACTORY_COLUMNS, FIELD_COLUMNS, Conversion
+from roundpipe_cli.recipe.convert_tables import (
+    DATASET_TYPES,
+    FACTORY_COLUMNS,
+    FIELD_COLUMNS,
+    Conversion,
+)
 from roundpipe_cli.recipe.strict_yaml import MAX_BYTES, shown_value
 
 NAME_PATH = "give it a file, a folder or the id of a hub dataset: path: data/train.jsonl"
@@ -172,8 +177,8 @@ def _axolotl_messages(item: Entry, entry: Entry, columns: dict[str, str], where:
         _rename(columns, "conversations", item.pop("field_messages", None) or "messages")
     elif not is_off(item.get("field_messages")):
         _rename(columns, "messages", item.pop("field_messages"))
-    others = mapping.items() if isinstance(mapping, dict) else ()
-    if others := {key: value for key, value in others if key not in ("role", "content") and key != value}:
+    given = mapping if isinstance(mapping, dict) else {}
+    if others := {key: value for key, value in given.items() if key not in ("role", "content") and key != value}:
         item["message_property_mappings"] = others
 
 
