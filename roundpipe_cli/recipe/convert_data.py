@@ -13,12 +13,7 @@ from roundpipe_cli.errors import RefusedError, closest
 from roundpipe_cli.files import named_path
 from roundpipe_cli.recipe.aliases import is_off
 from roundpipe_cli.recipe.convert_rules import Job, is_pairs, job_of
-from roundpipe_cli.recipe.convert_tables import (
-    DATASET_TYPES,
-    FACTORY_COLUMNS,
-    FIELD_COLUMNS,
-    Conversion,
-)
+from roundpipe_cli.recipe.convert_tables import DATASET_TYPES, FACTORY_COLUMNS, FIELD_COLUMNS, Conversion
 from roundpipe_cli.recipe.strict_yaml import MAX_BYTES, shown_value
 
 NAME_PATH = "give it a file, a folder or the id of a hub dataset: path: data/train.jsonl"
