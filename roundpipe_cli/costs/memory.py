@@ -4,8 +4,8 @@ device   slots x (weights and gradient accumulators of the largest stage), activ
          stage, the head's chunk, two boundary tensors per direction, the workspace of a backward, the gradient of
          the largest weight, the context; with packed weights those of one block, unpacked for its call, or those of a
          stage for its visit
-host     per trainable parameter 18 bytes in 16 bit (weight 2, master 4, moments 8, gradient 4), 16
-         in float32; frozen weights; boundary activations; page-locked rings
+host     per trainable parameter 18 bytes in 16 bit (weight 2, master 4, moments 8, gradient 4), 16 in
+         float32; frozen weights; boundary activations; page-locked rings
 disk     (save_total_limit + 1) checkpoints, since the new one is complete before the oldest goes, and the result
 """
 
@@ -232,7 +232,7 @@ def beyond_margin(num_bytes: int, memory_bytes: int) -> int:
 
 
 def head_gradient_bytes(costs: CostModel, settings: TrainingSettings) -> int:
-    """As `trained_head_bytes`."""
+    """The same of a recipe's microbatches, as `trained_head_bytes` counts it."""
     in_chunks = settings.tokens_per_microbatch > settings.head_chunk_tokens
     return trained_head_bytes(costs.layers[-1].grad_bytes // 4, settings.dtype_bytes, in_chunks=in_chunks)
 

@@ -399,9 +399,9 @@ def _fine_stages(case: SimulationCase) -> Iterator[tuple[tuple[StageRange, ...],
     """One block a stage: of all cuts tried, what suits a head that costs each worker little. Beside a trained head,
     whose gradients take host memory, coarser backward stages too, which leave more of it."""
     num_layers, workers = len(case.costs.layers), case.num_workers
-    yield even_cut(num_layers, 1, 1)
+    forward, single = even_cut(num_layers, 1, 1)
+    yield forward, single
     if case.costs.layers[-1].grad_bytes:
-        forward, single = even_cut(num_layers, 1, 1)
         for count in (3 * workers, 5 * workers // 2, 2 * workers):
             if count < len(single) - 1:
                 sizes = even_sizes(num_layers - 2, count, larger_first=True)

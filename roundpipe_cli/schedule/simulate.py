@@ -161,18 +161,13 @@ def host_s(op: Op, costs: CostModel) -> float:
     return update_s + (op.num_bytes / costs.host_bytes_per_s if costs.host_bytes_per_s else 0.0)
 
 
-def links_s(program: Program, costs: CostModel) -> float:
-    """As `Ends.links_s`."""
+def host_memory_s(program: Program, costs: CostModel) -> tuple[float, float]:
+    """Seconds in which the host's memory serves all links, and with them the host's own work: no step is faster. Both 0
+    where its rate is unknown."""
     if costs.host_bytes_per_s is None:
-        return 0.0
-    return sum(op.num_bytes for op in program.ops if op.lane in (UP, DOWN)) / costs.host_bytes_per_s
-
-
-def host_memory_s(program: Program, costs: CostModel) -> float:
-    """Seconds in which the host's memory serves all links and the host's own work; no step is faster."""
-    if costs.host_bytes_per_s is None:
-        return 0.0
-    return links_s(program, costs) + sum(host_s(op, costs) for op in program.ops if op.lane == HOST)
+        return 0.0, 0.0
+    links_s = sum(op.num_bytes for op in program.ops if op.lane in (UP, DOWN)) / costs.host_bytes_per_s
+    return links_s, links_s + sum(host_s(op, costs) for op in program.ops if op.lane == HOST)
 
 
 def simulated_ends(program: Program, costs: CostModel) -> Ends:
@@ -182,8 +177,9 @@ def simulated_ends(program: Program, costs: CostModel) -> Ends:
         ValueError: the program deadlocks.
     """
     run = _run(program, costs)
-    makespan_s = max(run.makespan_s(updates_overlap=program.staleness == 1), host_memory_s(program, costs))
-    return Ends(makespan_s, run.busy_s(), links_s(program, costs))
+    links_s, least_s = host_memory_s(program, costs)
+    makespan_s = max(run.makespan_s(updates_overlap=program.staleness == 1), least_s)
+    return Ends(makespan_s, run.busy_s(), links_s)
 
 
 def simulate_program(program: Program, costs: CostModel) -> Timeline:
@@ -199,7 +195,7 @@ def simulate_program(program: Program, costs: CostModel) -> Timeline:
         fused_head=schedule.fused_head,
         updates_overlap=program.staleness == 1,
         device_peak_bytes=device_peak_bytes(program, costs, run.start_s, run.end_s),
-        host_memory_s=host_memory_s(program, costs),
+        host_memory_s=host_memory_s(program, costs)[1],
     )
 
 

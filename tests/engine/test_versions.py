@@ -27,7 +27,7 @@ from roundpipe_cli.train.optim.optimizer import HostOptimizer, undecayed_names
 from roundpipe_cli.train.optim.updater import Updater
 from roundpipe_cli.train.prepare.setup import Setup, prepare
 from roundpipe_cli.train.signals import Reporting, StopSignals
-from tests.support.e2e import make_model, make_workspace, metrics
+from tests.support.e2e import make_workspace, metrics, untied_and_tied
 from tests.support.tiny import make_rig, plain_copy, random_microbatches, schedule_for
 
 NUM_STEPS = 4
@@ -45,11 +45,7 @@ MODEL_OF = {"lora": "untied", "full": "tied"}
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("tiny")
-    return {
-        "untied": make_model(folder / "untied", num_hidden_layers=2),
-        "tied": make_model(folder / "tied", "gemma3_text", num_hidden_layers=2),
-    }
+    return untied_and_tied(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(autouse=True)

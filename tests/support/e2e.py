@@ -53,6 +53,14 @@ MAX_WAIT_S = 120.0
 # --- what is trained ------------------------------------------------------------------------------------------------
 
 
+def untied_and_tied(folder: Path) -> dict[str, Path]:
+    """Models of two blocks, one with its head and embedding tied."""
+    return {
+        "untied": make_model(folder / "untied", num_hidden_layers=2),
+        "tied": make_model(folder / "tied", "gemma3_text", num_hidden_layers=2),
+    }
+
+
 def make_model(folder: Path, model_type: str = "llama", seed: int = 0, dtype: str = "float32", **changes: Any) -> Path:
     """A model folder with random weights and a byte-level tokenizer that has a chat template."""
     import torch

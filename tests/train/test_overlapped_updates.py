@@ -24,16 +24,12 @@ from roundpipe_cli.train.optim.optimizer import HostOptimizer
 from roundpipe_cli.train.optim.updater import Updater
 from roundpipe_cli.train.prepare.setup import prepare
 from roundpipe_cli.train.signals import Reporting, StopSignals
-from tests.support.e2e import finetune, launch, make_model, make_workspace, metrics, numbers
+from tests.support.e2e import finetune, launch, make_workspace, metrics, numbers, untied_and_tied
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("tiny")
-    return {
-        "untied": make_model(folder / "untied", num_hidden_layers=2),
-        "tied": make_model(folder / "tied", "gemma3_text", num_hidden_layers=2),
-    }
+    return untied_and_tied(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture
