@@ -45,6 +45,8 @@ class StopSignals:
         self.asked_by_key = False
         """The signal stands for a key of the dashboard, so no message names it."""
         self._requested: signal.Signals | None = None
+        self._stop: _StopNow | None = None
+        """Raised by the handler, and due to leave the block."""
         self._guarded = False
         self._ended = False
         self._save = False
@@ -67,11 +69,13 @@ class StopSignals:
     ) -> None:
         self._ended = True
         sys.unraisablehook = self._tell_ignored
-        if not isinstance(error, (_StopNow, StoppedError)):
-            for number, handler in self._previous.items():
-                signal.signal(number, handler)
-        if isinstance(error, _StopNow):
-            raise error.stopped from None
+        if isinstance(error, StoppedError):
+            return
+        stop = None if error is None else self._stop  # compiled code that meets a stop may make another error of it
+        if stop is not None:
+            raise stop.stopped from (None if error is stop else error)
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
 
     def guard(self) -> None:
         """Let a first signal wait for the step border from now on."""
@@ -124,7 +128,8 @@ class StopSignals:
             text = "stopped at once by a second SIGINT; the last checkpoint is as it was"
         else:
             return
-        raise _StopNow(StoppedError(text, exit_code=EXIT_CODES[received]))
+        self._stop = _StopNow(StoppedError(text, exit_code=EXIT_CODES[received]))
+        raise self._stop
 
 
 # Settings of a run beside its recipe: how it starts, and where it reports.

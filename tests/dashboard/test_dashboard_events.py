@@ -198,6 +198,12 @@ def test_after_a_stop_signals_wait_until_it_was_said() -> None:
             signal.raise_signal(signal.SIGTERM)
         for number in EXIT_CODES:
             signal.raise_signal(number)
+        with pytest.raises(StoppedError, match="stopped by SIGINT") as stopped, StopSignals():
+            try:
+                signal.raise_signal(signal.SIGINT)
+            except KeyboardInterrupt:  # as torch's conversion of a storage does
+                raise ValueError("could not determine the shape of object type") from None
+        assert isinstance(stopped.value.__cause__, ValueError)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
