@@ -141,7 +141,7 @@ class Worker:
         self._carrier: Carrier | None = None
         self._step = WorkerStep(index)
 
-    def take_up(self, part: WorkerPart) -> None:
+    def begin_part(self, part: WorkerPart) -> None:
         context = part.context
         self.backend.reset_peak()
         self._context, self._carrier, self.runner.carrier = context, part.carrier, part.carrier

@@ -52,7 +52,7 @@ from roundpipe_cli.train.optim.optimizer import make_optimizer
 from roundpipe_cli.train.optim.updater import Updater
 from roundpipe_cli.train.preference import Scorer, add_references, make_pairs, pair_metrics
 from roundpipe_cli.train.prepare.devices import updater_threads
-from roundpipe_cli.train.prepare.learning_rate import describe_change, describe_schedule, num_steps_of, schedule_of
+from roundpipe_cli.train.prepare.learning_rate import describe_change, describe_schedule, num_steps_of, rate_schedule_of
 from roundpipe_cli.train.prepare.setup import Setup, grouping_of
 from roundpipe_cli.train.result.finish import RunFigures, make_report, write_report, write_trace
 from roundpipe_cli.train.signals import Reporting, StopSignals
@@ -215,7 +215,7 @@ class Trainer:
         for text in describe_order(setup, self.sampler):
             tell(Notice(text))
         self.num_steps = num_steps_of(recipe, self.sampler)
-        self._learning_rate = schedule_of(recipe, self.num_steps)
+        self._learning_rate = rate_schedule_of(recipe, self.num_steps)
         for text in describe_schedule(self._learning_rate, recipe, self.num_steps):
             tell(Notice(text))
         self.optimizer = make_optimizer(setup.store, recipe, self._machines.elsewhere)
@@ -438,7 +438,7 @@ class Trainer:
 
     def _run_step(self, engine: Engine, step: int, microbatches: list[Microbatch]) -> StepResult:
         scale = self._guard.loss_scale.value
-        own, part = self._sharing.own(microbatches)
+        own, part = self._sharing.share_of(microbatches)
         on_gradient = self._sharing.begin(step, self._updater.gradient_complete if self._updates_early else None)
         result = engine.run_step(
             own,
@@ -518,7 +518,7 @@ class Trainer:
         epochs = int(was.get("num_train_epochs") or 1)
         old_steps = int(meta.get("num_steps") or was.get("max_steps") or self.sampler.num_steps(epochs))
         if old_steps != self.num_steps:
-            old, new = schedule_of(self.recipe, old_steps), self._learning_rate
+            old, new = rate_schedule_of(self.recipe, old_steps), self._learning_rate
             text = describe_change(old, new, step=checkpoint.step, old_steps=old_steps, num_steps=self.num_steps)
             self._tell(Notice(text))
         return checkpoint.step

@@ -21,7 +21,7 @@ from roundpipe_cli.train.optim.shard import Shards
 class WholeSteps:
     """Steps of which one machine computes everything: the `Sharing` of a machine that shares nothing."""
 
-    def own(self, microbatches: Sequence[Microbatch]) -> tuple[list[Microbatch], None]:
+    def share_of(self, microbatches: Sequence[Microbatch]) -> tuple[list[Microbatch], None]:
         """This machine's microbatches of a step: all."""
         return list(microbatches), None
 

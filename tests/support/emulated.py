@@ -162,7 +162,7 @@ class EmulatedWork:
     def lane_thread(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def take_up(self, part: None) -> None:
+    def begin_part(self, part: None) -> None:
         return None
 
     def begin(self, op: Op) -> None:

@@ -28,7 +28,7 @@ from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.train.batches import make_microbatches, make_sampler
 from roundpipe_cli.train.loop import Trainer
 from roundpipe_cli.train.optim.optimizer import Adafactor, AdamW, AdamW8, AdamW16, HostOptimizer, Sgd, UpdateRule
-from roundpipe_cli.train.prepare.learning_rate import describe_schedule, make_rate_schedule, schedule_of
+from roundpipe_cli.train.prepare.learning_rate import describe_schedule, make_rate_schedule, rate_schedule_of
 from roundpipe_cli.train.prepare.setup import Setup, prepare
 from roundpipe_cli.train.signals import Reporting, StopSignals
 from tests.support.e2e import finetune, make_model, make_tokenizer, make_workspace, metrics, numbers
@@ -481,7 +481,7 @@ def test_a_rate_above_the_peak_can_be_asked_for(tmp_path: Path, models: dict[str
     folder = make_workspace(tmp_path / "work", models["untied"])
     keys = ["lr_scheduler_type=cosine_with_min_lr", "lr_scheduler_kwargs={min_lr_rate: 3}", "lr_above_peak=true"]
     recipe = load_recipe(str(folder / "recipe.yaml"), [*keys, "max_steps=100"]).recipe
-    assert schedule_of(recipe, 100)(99) > 2.9 * recipe.learning_rate
+    assert rate_schedule_of(recipe, 100)(99) > 2.9 * recipe.learning_rate
 
 
 def test_a_wrong_schedule_is_refused_before_the_weights_are_loaded(tmp_path: Path, models: dict[str, Path]) -> None:
@@ -511,7 +511,7 @@ def test_a_schedule_that_trains_little_is_described(
 ) -> None:
     folder = make_workspace(tmp_path / "work", models["untied"])
     recipe = load_recipe(str(folder / "recipe.yaml"), ["max_steps=10", "warmup_steps=0.03", *keys]).recipe
-    lines = describe_schedule(schedule_of(recipe, recipe.max_steps or 0), recipe, recipe.max_steps or 0)
+    lines = describe_schedule(rate_schedule_of(recipe, recipe.max_steps or 0), recipe, recipe.max_steps or 0)
     assert not lines if expected is None else expected in lines[0]
 
 

@@ -114,7 +114,7 @@ class Work(Protocol):
     def lane_thread(self) -> AbstractContextManager[None]:
         """Prepare the current thread for issuing transfers."""
 
-    def take_up(self, part: Any) -> None:
+    def begin_part(self, part: Any) -> None:
         """Begin a step; the compute thread calls this before any other thread of the worker touches the step.
 
         Args:

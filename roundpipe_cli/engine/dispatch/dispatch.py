@@ -261,7 +261,7 @@ class StepRun:
         ops = (self.ledger.ops[follower] for follower in self.ledger.followers(op.id))
         return [other for other in ops if other.lane == COMPUTE]
 
-    def leave(self, worker: int) -> None:
+    def end_part(self, worker: int) -> None:
         """Wait until the lanes of `worker`, whose compute thread has ended its part, have ended theirs."""
         state = self._workers[worker]
         lanes = [self._lanes[lane, worker] for lane in self._works[worker].lanes]
@@ -547,7 +547,7 @@ class Pool:
                     return
                 result = WorkResult(worker)
                 try:
-                    work.take_up(run.parts.pop(worker, None))  # no cycle: it holds the run
+                    work.begin_part(run.parts.pop(worker, None))  # no cycle: it holds the run
                 except BaseException as error:
                     result.error, result.where = error, f"worker {worker}, taking up step {shown_step(run.step)}"
                     run.progress.abort()
@@ -555,7 +555,7 @@ class Pool:
                     lane.orders.put(run)
                 if result.error is None:
                     self._compute(run, work, result)
-                run.leave(worker)
+                run.end_part(worker)
                 try:
                     work.drain()  # for a failed step too: until then its work reads and writes slots and sums
                 except BaseException as error:

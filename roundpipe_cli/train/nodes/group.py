@@ -262,7 +262,7 @@ class Sharing:
         self._orders.put(None)
         self._thread.join(1.0 if error is not None else 5.0)
 
-    def own(self, microbatches: Sequence[Microbatch]) -> tuple[list[Microbatch], Part]:
+    def share_of(self, microbatches: Sequence[Microbatch]) -> tuple[list[Microbatch], Part]:
         """This process' microbatches of a step: every process has about as many, in order."""
         rank, count = self._nodes.rank, self._nodes.count
         first, last = (len(microbatches) * index // count for index in (rank, rank + 1))

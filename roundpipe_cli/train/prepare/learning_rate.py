@@ -29,7 +29,7 @@ def num_steps_of(recipe: Recipe, sampler: BatchSampler) -> int:
     return recipe.max_steps or sampler.num_steps(recipe.num_train_epochs)
 
 
-def schedule_of(recipe: Recipe, num_steps: int) -> RateSchedule:
+def rate_schedule_of(recipe: Recipe, num_steps: int) -> RateSchedule:
     """The learning rate of update k (from 0) of a run of `num_steps` updates.
 
     Raises:

@@ -60,7 +60,7 @@ from roundpipe_cli.recipe.load import LoadedRecipe
 from roundpipe_cli.recipe.schema import DatasetConfig, Recipe
 from roundpipe_cli.train.prepare.base_files import BaseFiles, describe_added, put_template, read_base_files
 from roundpipe_cli.train.prepare.devices import choose_devices, with_dtype_of
-from roundpipe_cli.train.prepare.learning_rate import num_steps_of, schedule_of
+from roundpipe_cli.train.prepare.learning_rate import num_steps_of, rate_schedule_of
 from roundpipe_cli.train.prepare.trainable import (
     describe_reference,
     describe_unreached,
@@ -484,7 +484,7 @@ def prepare(
     recipe = with_packing(recipe, model, split, rows.dataset, tell=tell)
     sampler = rows_of_steps(recipe, rows.dataset, rows.rejected)  # report too few rows before the weights are loaded
     if recipe.lr_scheduler_kwargs:
-        schedule_of(recipe, num_steps_of(recipe, sampler))  # and a learning rate out of bounds
+        rate_schedule_of(recipe, num_steps_of(recipe, sampler))  # and a learning rate out of bounds
     start = start_folder(loaded)
     trained = _Training(recipe, base.source, start)
     for text in _describe_targets(model, split, recipe) if start is None else ():
