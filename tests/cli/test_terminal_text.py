@@ -1,4 +1,4 @@
-"""What a user reads on a terminal of 80 columns, and forty mistakes with their messages.
+"""What a user reads on a terminal of 80 columns, and common mistakes with their messages.
 
 `python -m tests.cli.test_terminal_text` writes the golden file of the mistakes anew; read it aloud then.
 """
@@ -240,7 +240,7 @@ def as_text(folder: Path) -> str:
     return "\n".join(blocks).replace(str(folder), "HERE").replace(root, "ROOT")
 
 
-def test_forty_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each says what, where, what was found or expected, and what to do; no key twice in a line."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
