@@ -27,6 +27,7 @@ from roundpipe_cli.recipe.check import SCHEDULE_KEYS
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.train.batches import make_microbatches, make_sampler
 from roundpipe_cli.train.loop import Trainer
+from roundpipe_cli.train.optim import optimizer
 from roundpipe_cli.train.optim.optimizer import Adafactor, AdamW, AdamW8, AdamW16, HostOptimizer, Sgd, UpdateRule
 from roundpipe_cli.train.prepare.learning_rate import describe_schedule, make_rate_schedule, rate_schedule_of
 from roundpipe_cli.train.prepare.setup import Setup, prepare
@@ -527,13 +528,13 @@ RULES: dict[str, UpdateRule] = {
 }
 
 
-def updates(store: Any, optimizer: HostOptimizer, steps: range) -> None:
+def updates(store: Any, host: HostOptimizer, steps: range) -> None:
     for step in steps:
         generator = torch.Generator().manual_seed(step)
         for name in sorted(store.trainable_names):
             gradient = store.gradient(name)
             gradient.copy_(torch.randn(gradient.shape, generator=generator) * 0.1)
-        optimizer.step(1e-3, 0.5)
+        host.step(1e-3, 0.5)
 
 
 @pytest.mark.covering(2)
@@ -554,6 +555,19 @@ def test_saved_and_loaded_state_goes_on_to_the_bit(name: str, dtype: torch.dtype
         assert torch.equal(second.store.master(parameter), whole.store.master(parameter)), parameter
         assert torch.equal(second.store.views[parameter], whole.store.views[parameter]), parameter
     assert all(torch.equal(a, b) for (_, a), (_, b) in zip(after.moments(), uncut.moments(), strict=True))
+
+
+@pytest.mark.parametrize("name", sorted(RULES))
+def test_updates_in_parts_are_those_of_whole_tensors(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every tensor of the tiny models is one part otherwise."""
+    parts, whole = make_rig("llama", "full"), make_rig("llama", "full")
+    updates(whole.store, HostOptimizer(whole.store, RULES[name]), range(2))
+    monkeypatch.setattr(optimizer, "PART_ELEMENTS", optimizer.SCALE_ELEMENTS)
+    if name != "adamw_bf16":  # its noise depends on the blocks of a sweep
+        monkeypatch.setattr(optimizer, "BLOCK_ELEMENTS", 96)
+    updates(parts.store, HostOptimizer(parts.store, RULES[name]), range(2))
+    for parameter in whole.store.trainable_names:
+        assert torch.equal(parts.store.master(parameter), whole.store.master(parameter)), parameter
 
 
 @pytest.mark.parametrize("name", sorted(RULES))
