@@ -272,6 +272,28 @@ def test_an_adapter_is_trained_further(tmp_path: Path, models: dict[str, Path]) 
     compare(folder, Case([]), setup, folder / "first")
 
 
+def test_dropout_acts_on_an_adapter_that_is_trained_further(tmp_path: Path, models: dict[str, Path]) -> None:
+    folder = make_workspace(tmp_path / "work", models["untied"])
+    train(setup_of(folder, output="first"), folder / "first")
+    losses = set()
+    for dropout in (0.0, 0.5):
+        output = f"dropout-{dropout}"
+        train(setup_of(folder, *_start(folder), f"lora.dropout={dropout}", output=output), folder / output)
+        losses.add(metrics(folder / output)[0]["loss_hex"])
+    assert len(losses) == 2
+
+
+@pytest.mark.parametrize(("init", "deviation"), [("default", (3 * 64) ** -0.5), ("gaussian", 1 / 4)])
+def test_how_an_adapter_starts(init: str, deviation: float, tmp_path: Path, models: dict[str, Path]) -> None:
+    """As PEFT draws it: with 1 / r, or with Kaiming's bound of sqrt(6 / ((1 + 5) * 64))."""
+    folder = make_workspace(tmp_path / "work", models["untied"])
+    store = setup_of(folder, "lora.r=4", f"lora.init={init}").store
+    drawn = [name for name in store.trainable_names if "lora_A" in name and "down_proj" not in name]
+    values = torch.cat([store.master(name).flatten() for name in drawn])
+    assert float(values.std()) == pytest.approx(deviation, rel=0.05) and abs(float(values.mean())) < 0.02
+    assert not any(store.master(name).any() for name in store.trainable_names if "lora_B" in name)
+
+
 def _start(folder: Path) -> list[str]:
     """Rank and alpha at their defaults: they say nothing."""
     return ["lora.r=16", "lora.alpha=32", f"lora.start_from={folder / 'first'}"]
