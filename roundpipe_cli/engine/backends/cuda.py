@@ -29,9 +29,13 @@ from roundpipe_cli.model.attention import set_up_attention
 # (scripts/issue_rate.py).
 
 STUCK_S = 0.05
-"""A pass that takes longer to issue than this is waiting for its device."""
-MAX_STUCK = 8
-"""After so many passes that waited for their device turns are given up: other threads would wait too."""
+"""A pass that takes longer to issue than this is waiting for its device, or is the first of its shape."""
+MAX_STUCK = 32
+"""So many stuck passes, with few others between them, end the turns for a while: other threads would wait too."""
+FORGIVEN = 50
+"""After so many passes in a row that were not stuck one that was is forgotten, such as the first of a shape."""
+PAUSE_S, MAX_PAUSE_S = 10.0, 640.0
+"""Seconds without turns: the first time, and at most. Each time takes twice as long as the one before."""
 
 MOST_STUCK_TURNS = 20
 """Nobody waits for a turn longer than this number of waiting passes takes."""
@@ -46,7 +50,14 @@ class IssueTurns:
         self._since_s = math.inf
         """Start of the turn by `time.perf_counter`; infinite between turns."""
         self.num_stuck = 0
-        """Number of turns that waited for their device."""
+        """Number of passes that were stuck and are not forgotten."""
+        self._stuck_since_s = math.inf
+        """Start of the last one."""
+        self._num_passes = 0
+        """Passes since one was stuck or forgotten."""
+        self._off_until_s, self._pause_s = -math.inf, PAUSE_S
+        self.notice: str | None = None
+        """For the user, said once."""
 
     @contextmanager
     def turn(self) -> Iterator[None]:
@@ -59,19 +70,43 @@ class IssueTurns:
                 self._since_s = math.inf
                 self._lock.release()
 
+    def are_on(self) -> bool:
+        """Whether threads take turns now."""
+        return time.perf_counter() >= self._off_until_s
+
     def _take(self) -> bool:
-        if self.num_stuck >= MAX_STUCK:
+        if not self.are_on():
             return False
         asked_s = time.perf_counter()
         while not self._lock.acquire(timeout=self._stuck_s):
-            now_s = time.perf_counter()
-            if now_s - self._since_s > self._stuck_s:
-                self.num_stuck += 1
+            now_s, since_s = time.perf_counter(), self._since_s
+            if now_s - since_s > self._stuck_s:
+                self._note_stuck(now_s, since_s)
                 return False
             if now_s - asked_s > MOST_STUCK_TURNS * self._stuck_s:  # many others were faster
                 return False
         self._since_s = time.perf_counter()
+        self._num_passes += 1
+        if self._num_passes >= FORGIVEN:
+            self._num_passes, self.num_stuck = 0, max(0, self.num_stuck - 1)
         return True
+
+    def _note_stuck(self, now_s: float, since_s: float) -> None:
+        """Count the pass that began at `since_s`, once however many threads it holds up."""
+        if since_s == self._stuck_since_s:
+            return
+        self._stuck_since_s, self._num_passes = since_s, 0
+        self.num_stuck += 1
+        if self.num_stuck < MAX_STUCK:
+            return
+        if now_s > self._off_until_s + self._pause_s:  # it went well for as long as the last pause
+            self._pause_s = PAUSE_S
+        self.num_stuck, self._off_until_s = 0, now_s + self._pause_s
+        self.notice = (
+            f"threads that issue work to the GPUs take no turns for {self._pause_s:.0f} s: {MAX_STUCK} layers' passes "
+            f"took over {self._stuck_s * 1e3:.0f} ms to issue; a step may take longer meanwhile"
+        )
+        self._pause_s = min(MAX_PAUSE_S, 2 * self._pause_s)
 
 
 SWITCH_INTERVAL_S = 0.5e-3
@@ -201,6 +236,8 @@ class CudaBackend(Backend):
 
     def take_notice(self) -> str | None:
         notice, self._notice = self._notice, None
+        if notice is None and self._turns is not None:
+            notice, self._turns.notice = self._turns.notice, None
         return notice
 
     @contextmanager
