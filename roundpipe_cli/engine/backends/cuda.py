@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from roundpipe_cli.costs.machine import describe_locking
 from roundpipe_cli.engine.backends.base import Backend, DeviceEvent, Pair, is_out_of_memory, set_own_threads
 from roundpipe_cli.library_names import library_name
 from roundpipe_cli.model.attention import set_up_attention
@@ -118,7 +119,7 @@ POLL_SHARE = 1 / 8
 
 LOCK_REFUSED = (
     "the system does not let this process page-lock more host memory for its transfers: ordinary memory is used, and "
-    "GPUs wait for those copies; raise the limit of locked memory (ulimit -l unlimited; in a container, memlock)"
+    "GPUs wait for those copies"
 )
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """Environment variables with which users configure torch's allocator."""
@@ -193,7 +194,7 @@ def release_workspaces() -> None:
 def register_host_buffer(buffer: torch.Tensor, index: int) -> bool:
     """Page-lock an existing host buffer for all GPUs, exact size, by the driver's context of GPU `index`.
 
-    False if the system refuses (limit of locked memory).
+    False if the system refuses, see `describe_locking`.
     """
     if buffer.nbytes == 0:
         return True
@@ -277,7 +278,7 @@ class CudaBackend(Backend):
                 if not is_out_of_memory(error):
                     raise
                 self._refused_bytes = max(1, tensor.nbytes)
-                self._notice = LOCK_REFUSED
+                self._notice = f"{LOCK_REFUSED}; {describe_locking()}"
         return torch.empty_like(tensor, device="cpu")
 
     def copy_up(self, pairs: Sequence[Pair]) -> DeviceEvent:
