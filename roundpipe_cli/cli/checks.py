@@ -21,13 +21,14 @@ from roundpipe_cli.choices import OPTIMIZERS
 from roundpipe_cli.costs.find_model import shipped_figures
 from roundpipe_cli.costs.hardware import ASSUMED_HOST_MEMORY_BYTES_PER_S
 from roundpipe_cli.costs.machine import (
+    LOCKED_ON_WSL,
     SWITCH,
     SYS,
     cpu_devices,
     free_disk_bytes,
     host_layout,
     host_memory,
-    lockable_bytes,
+    is_wsl,
     num_cores,
     processor_name,
     this_machine,
@@ -276,16 +277,11 @@ def _update(num_gpus: int) -> Check:
 
 
 def _locking(num_gpus: int) -> Check:
-    limit, memory = lockable_bytes(), host_memory().total_bytes
-    if limit is None:
-        return Check("page-locking", "good", "no limit")
-    found = f"at most {format_bytes(limit)} (ulimit -l)"
     if not num_gpus:
-        return Check("page-locking", "good", f"{found}; CPU workers need none")
-    if limit >= memory // 2:
-        return Check("page-locking", "good", found)
-    fix = "ulimit -l unlimited; in docker --ulimit memlock=-1; for good: memlock in /etc/security/limits.conf"
-    return Check("page-locking", "note", f"{found}: uploads of the rest are slower", fix)
+        return Check("page-locking", "good", "CPU workers need none")
+    if not is_wsl():
+        return Check("page-locking", "good", "no limit known; a run says where it is refused")
+    return Check("page-locking", "note", f"{LOCKED_ON_WSL}: uploads of the rest are slower")
 
 
 def _memory() -> Check:

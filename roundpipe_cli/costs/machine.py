@@ -6,6 +6,7 @@ A container's memory limit counts before the machine's: cgroup v2 and v1 are bot
 from __future__ import annotations
 
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from roundpipe_cli.costs.hardware import Device, Hardware, catalogue, find_gpu, gpu_device
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.units import GIB, MIB, format_bytes
+from roundpipe_cli.units import GIB, MIB
 
 # The place of this process in a run, by torchrun's environment variables. No torch.
 #
@@ -378,30 +379,30 @@ def _gpu_of(row: list[str]) -> tuple[Device, tuple[str, ...]]:
 
 def this_machine(devices: tuple[Device, ...], description: str, notes: tuple[str, ...], output_dir: Path) -> Hardware:
     """The machine with these devices, its measured host memory and the free disk under `output_dir`."""
-    memory, lockable = host_memory(), lockable_bytes()
-    measured = [f"measured: {memory.total_bytes / GIB:.1f} GiB of host memory ({memory.limited_by})"]
-    if lockable is not None and any(not device.is_cpu for device in devices):
-        measured.append(
-            f"measured: at most {format_bytes(lockable)} may be page-locked (ulimit -l); the rest is slower"
-        )
+    memory = host_memory()
+    measured = f"measured: {memory.total_bytes / GIB:.1f} GiB of host memory ({memory.limited_by})"
     return Hardware(
         description=description,
         devices=devices,
         host_memory_bytes=memory.total_bytes,
         disk_free_bytes=free_disk_bytes(output_dir),
-        notes=(*notes, *measured),
+        notes=(*notes, measured),
         is_here=True,
     )
 
 
-def lockable_bytes() -> int | None:
-    """Bytes that this process may page-lock; None: no limit, or none that is known."""
-    try:
-        import resource
-    except ImportError:  # not a POSIX system
-        return None
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return None if soft == resource.RLIM_INFINITY else soft
+LOCKED_ON_WSL = "WSL2 lets a process page-lock 0.5 to 2 GiB in all; Linux itself has no such limit"
+LOCKED_ELSEWHERE = "other programs may hold page-locked memory, or a container has a limit"
+
+
+def describe_locking() -> str:
+    """Where the limit of page-locked memory comes from. `ulimit -l` is none: NVIDIA's driver does not look at it."""
+    return LOCKED_ON_WSL if is_wsl() else LOCKED_ELSEWHERE
+
+
+def is_wsl() -> bool:
+    """Whether this is Linux inside Windows, by its kernel's name."""
+    return "microsoft" in platform.release().lower()
 
 
 def free_disk_bytes(folder: Path) -> int | None:

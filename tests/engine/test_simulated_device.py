@@ -21,6 +21,7 @@ from roundpipe_cli.engine.worker import ComputeInterval, WorkerStep
 from roundpipe_cli.errors import InternalError, OutOfDeviceMemoryError, RefusedError
 from roundpipe_cli.model.dropout import keep_mask, uniform
 from roundpipe_cli.recipe.load import load_text
+from roundpipe_cli.train import build
 from roundpipe_cli.train.prepare import devices
 from roundpipe_cli.train.prepare.devices import choose_devices, make_backends, with_dtype_of
 from roundpipe_cli.train.result import generate
@@ -195,6 +196,24 @@ def test_page_locked_memory_refused_for_transfers() -> None:
     assert is_equal(found, expected[: len(found)]) and again.loss == first.loss
     assert [text for text in first.notices if "page-lock" in text] == list(first.notices) and len(first.notices) == 1
     assert not again.notices
+
+
+@pytest.mark.parametrize("on_wsl", [False, True])
+def test_weights_leave_page_locked_memory_to_boundaries(on_wsl: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On WSL2 weights took all that may be locked, and cards waited for the copy of every boundary."""
+    monkeypatch.setattr(build, "LOCKED_FOR_BOUNDARIES_BYTES", 32 * 1024)
+    monkeypatch.setattr("platform.release", lambda: "6.6.87-microsoft-standard-WSL2" if on_wsl else "6.8.0")
+    case = CASES["full"]
+    rig, said = case.rig(), list[str]()
+    room = sum(buffer.nbytes for buffer in rig.store.transferred) - 1
+    schedule, tell = case.schedule(rig, len(case.microbatches)), lambda event: said.append(str(event))
+    with simulated(max_locked_bytes=room) as simulation, two_workers(rig) as engine:
+        with build.page_locked(rig.store, ["cuda:0"], "auto", tell):
+            locked = sum(end - first for first, end in simulation.machine.registered)
+            result = engine.run_step(case.microbatches, schedule, step=0)
+        assert not simulation.machine.registered
+    assert 0 < locked <= room - 32 * 1024 and not result.notices and len(said) == 1
+    assert ("WSL2 lets a process page-lock 0.5 to 2 GiB" in said[0]) == on_wsl
 
 
 def test_other_errors_of_page_locking_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
