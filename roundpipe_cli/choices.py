@@ -302,3 +302,7 @@ def missing_package(name: str) -> RefusedError:
         expected="a package that you know to carry one .gguf file",
         hint=hint,
     )
+
+
+GGUF_NAME = "model.gguf"
+"""Name of the GGUF file in an exported folder."""

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from roundpipe_cli.cli.export import check_dtype, compare_base, find_adapter_base, kind_of
-from roundpipe_cli.cli.output import go_offline, quiet_libraries, say, say_json
+from roundpipe_cli.cli.export import check_dtype, find_result, opened_result
+from roundpipe_cli.cli.output import go_offline, load_libraries, say, say_json
 from roundpipe_cli.errors import RefusedError
 
 if TYPE_CHECKING:
@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
 def generate(
     output_dir: Annotated[
-        Path, typer.Argument(metavar="OUTPUT_DIR", help="Folder of a finished run, of an adapter or of a model.")
+        Path,
+        typer.Argument(
+            metavar="OUTPUT_DIR", help="Folder of a run, of one of its checkpoints, of an adapter or of a model."
+        ),
     ],
     prompt: Annotated[
         str | None,
@@ -53,42 +56,38 @@ def generate(
     Example: roundpipe generate outputs/quickstart "How do I undo the last commit?"
     """
     say(f"reading {output_dir} ...")
-    kind = kind_of(output_dir)
+    found = find_result(output_dir)
     check_dtype(dtype)
     if offline:
         go_offline()
     text = None if prompt is None else read_prompt(prompt)
     system = None if system is None else _checked(system, "--system")
     check_temperature(temperature)
-    if kind == "adapter":
-        source = find_adapter_base(output_dir, base, offline=offline)
-        compare_base(output_dir, source, allowed=allow_other_base)
-    else:
+    with opened_result(found, base, offline=offline, needs_base=True, allowed=allow_other_base) as (result, source):
+        load_libraries()
         from roundpipe_cli.model.files.source import resolve_model
+        from roundpipe_cli.train.result.generate import (
+            Prompt,
+            answer,
+            describe_answer,
+            has_template,
+            load_result,
+            move_to_gpu,
+        )
 
-        source = resolve_model(str(output_dir.absolute()), revision=None, recipe_folder=output_dir, offline=True)
-    say("loading torch and transformers ...")
-    quiet_libraries()
-    from roundpipe_cli.train.result.generate import (
-        Prompt,
-        answer,
-        describe_answer,
-        has_template,
-        load_result,
-        move_to_gpu,
-    )
-
-    model, tokenizer = load_result(output_dir, source, dtype, is_adapter=kind == "adapter")
+        if source is None or found.kind == "model":
+            source = resolve_model(str(result.absolute()), revision=None, recipe_folder=result, offline=True)
+        model, tokenizer = load_result(result, source, dtype, is_adapter=found.kind == "adapter")
     model = move_to_gpu(model, lambda text: say(f"note: {text}"))
     say(describe_answer(model, tokenizer, temperature))
     first = Prompt(text or "", system, max_new_tokens, temperature)
 
     def show(asked: Prompt) -> WholeAnswer:
-        found = answer(model, tokenizer, asked, is_shown=not json_)
+        given = answer(model, tokenizer, asked, is_shown=not json_)
         if json_:
-            document = {"prompt": asked.text, "system": system, "answer": found.text, "tokens": found.num_tokens}
-            say_json({**document, "ended": found.is_ended}, indent=None)
-        return found
+            document = {"prompt": asked.text, "system": system, "answer": given.text, "tokens": given.num_tokens}
+            say_json({**document, "ended": given.is_ended}, indent=None)
+        return given
 
     if text is not None:
         show(first)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import re
 import shutil
@@ -136,6 +137,13 @@ def quiet_libraries() -> None:
         warnings.simplefilter("ignore")
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+
+
+@functools.cache
+def load_libraries() -> None:
+    """Load torch and transformers, which takes seconds, and say so; once in a process."""
+    say("loading torch and transformers ...")
+    quiet_libraries()
 
 
 DEBUG_VARIABLE = "ROUNDPIPE_DEBUG"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -624,7 +624,12 @@ def resolve_path(text: str, folder: Path) -> Path | None:
 
 def resolved_yaml(recipe: Recipe) -> str:
     """The recipe with every default written out; loading this text gives an equal recipe."""
-    return yaml.dump(_escaped(plain_data(recipe)), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+    return values_as_yaml(plain_data(recipe))
+
+
+def values_as_yaml(values: Mapping[str, Any]) -> str:
+    """The text of a recipe with these values."""
+    return yaml.dump(_escaped(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
 class _Dumper(yaml.SafeDumper):

@@ -54,6 +54,7 @@ from roundpipe_cli.train.preference import Scorer, add_references, make_pairs, p
 from roundpipe_cli.train.prepare.devices import updater_threads
 from roundpipe_cli.train.prepare.learning_rate import describe_change, describe_schedule, num_steps_of, rate_schedule_of
 from roundpipe_cli.train.prepare.setup import Setup, grouping_of
+from roundpipe_cli.train.result.export import write_run_card
 from roundpipe_cli.train.result.finish import RunFigures, make_report, write_report, write_trace
 from roundpipe_cli.train.signals import Reporting, StopSignals
 from roundpipe_cli.units import shown_step
@@ -329,6 +330,8 @@ class Trainer:
         report = make_report(self.setup, figures, predicted)
         report |= {"files": files, "skipped_steps": self._guard.num_skipped, "fit": self._fit.to_json(self.recipe)}
         write_report(self.output_dir, report | {"evaluation": self.evaluator.report()})
+        if self._machines.is_first:
+            write_run_card(self.output_dir, self.setup.source.name)
         self._tell(RunFinished(str(self.output_dir), done, figures.seconds))
 
     def _predicted(self) -> dict[str, float]:

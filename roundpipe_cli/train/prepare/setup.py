@@ -469,7 +469,7 @@ def prepare(
     fingerprint = Fingerprint(base.source)
     devices, loaded = _on_devices(loaded, tell)
     recipe = loaded.recipe
-    config, base_files = _config_and_files(base, recipe, tell)
+    config, base_files = config_and_files(base.source, recipe, tell)
     model = build_skeleton(config, DTYPES[recipe.dtype])
     if base.source.gguf_file is None and (untied := untie_stored(model, base.source.folder)):
         tell(Notice(untied))
@@ -574,10 +574,10 @@ def _on_devices(loaded: LoadedRecipe, tell: Tell) -> tuple[tuple[str, ...], Load
     return devices, replace(loaded, recipe=recipe)
 
 
-def _config_and_files(base: BaseModel, recipe: Recipe, tell: Tell) -> tuple[Any, BaseFiles]:
+def config_and_files(source: ModelSource, recipe: Recipe, tell: Tell) -> tuple[Any, BaseFiles]:
     """The model's configuration, without what cannot be trained, and the files that a whole result keeps."""
-    config = load_config(base.source)
-    base_files = read_base_files(base.source, config)
+    config = load_config(source)
+    base_files = read_base_files(source, config)
     texts = switch_off(config)
     if recipe.pipeline.num_chunks > 1 and (without := leave_out_router_loss(config)):
         texts.append(without)
