@@ -18,6 +18,8 @@ class Notice:
     """Something that the user should read: a decision made for them, a loss, a limit."""
 
     text: str
+    is_detail: bool = False
+    """Says how things are, as expected: a screen without room leaves it out first."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,8 @@ class StepFinished:
     device_peak_bytes: int
     """Peak of the fullest device; 0 where bytes are not counted."""
     eta_s: float
+    epoch: float | None = None
+    """Epochs trained until its end, a part of one included; None where no rows are gone through (`bench --run`)."""
     preference: Mapping[str, float] | None = None
     """More keys of the row, for preference pairs."""
 
@@ -276,7 +280,8 @@ def decode(fields: Mapping[str, Any]) -> Event | None:
     if kind is None:
         return None
     try:
-        values = {field.name: fields[field.name] for field in dataclasses.fields(kind)}
+        asked = [one for one in dataclasses.fields(kind) if one.name in fields or one.default is dataclasses.MISSING]
+        values = {field.name: fields[field.name] for field in asked}
         for name, value in values.items():
             if name in ("spans", "running"):
                 values[name] = tuple(_decode_span(item) for item in value)

@@ -204,7 +204,8 @@ def test_generate_gives_the_greedy_answer(trained: Path) -> None:
 def test_generate_without_a_prompt_is_a_conversation(trained: Path) -> None:
     """It was a usage error. A turn is answered behind the turns before it; the expected text is rendered here."""
     words = ("generate", "out", "--max-new-tokens", "6", "--dtype", "float32", "--offline", "--json")
-    done = fresh(trained, *words, stdin=b"Say x1: \n\n again\n/new\nSay x1: \n").expect(0)
+    done = fresh(trained, *words, stdin=b"Say x1: \n\n again\n/help\n/reset\nSay x1: \n/exit\nno\n").expect(0)
+    assert "/reset begin anew" in done.err and "a new conversation" in done.err
     first, second, third = map(json.loads, done.out.splitlines())
     assert first == third and first["prompt"] == "Say x1:" and second["prompt"] == "again"
     from peft import PeftModel

@@ -145,6 +145,9 @@ def finetune(
         bool, typer.Option("--json", help="One line of JSON per step on stdout, as of watch; no dashboard.")
     ] = False,
     no_dashboard: Annotated[bool, typer.Option("--no-dashboard", help="Plain lines instead of a dashboard.")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="In plain lines, what each worker did and waited for.")
+    ] = False,
     allow_changed: Annotated[
         list[str] | None, typer.Option("--allow-changed", metavar="KEY", help="Resume although KEY changed.")
     ] = None,
@@ -186,7 +189,7 @@ def finetune(
         from roundpipe_cli.train.signals import Reporting, Start
 
         start = Start(resume, offline, allow_changed or (), allow_other_base)
-        plain = LinePrinter(loaded.recipe.logging_steps, as_json=json_) if is_first else _silent
+        plain = LinePrinter(loaded.recipe.logging_steps, as_json=json_, is_verbose=verbose) if is_first else _silent
         source = check_names(loaded, start, plain)
         asked = ask_on_cards_worth_using(loaded, plain, found_config(source))
         refuse_too_large(asked)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -48,7 +49,7 @@ def generate(
 ) -> None:
     """Answer a prompt with the result of a run, on the GPU with the most free memory where it fits, else the processor.
 
-    Without a prompt it is a conversation: a line is a turn, /new begins anew, and Ctrl-D ends it.
+    Without a prompt it is a conversation: a line is a turn, /reset begins anew, /exit or Ctrl-D ends it.
 
     The answer ends at any end token of the model's generation_config.json, whose other settings (top_p, a repetition
     penalty) hold too, or at those of training.
@@ -98,12 +99,16 @@ def generate(
     converse(first, show, keeps_turns=keeps_turns)
 
 
-NEW = "/new"
-"""The line that begins a new conversation."""
+COMMANDS = {
+    "/help": "show these lines",
+    "/reset": "begin anew: the turns before are forgotten",
+    "/exit": "leave, as Ctrl-D does",
+}
+"""Lines of a conversation that are no turns."""
 
 
 def converse(first: Prompt, show: Callable[[Prompt], WholeAnswer], *, keeps_turns: bool) -> None:
-    """Answer one line of stdin after the other, each behind the turns before it, until stdin ends.
+    """Answer one line of stdin after the other, each behind the turns before it, until stdin ends or /exit comes.
 
     Args:
         first: settings of all answers.
@@ -114,9 +119,18 @@ def converse(first: Prompt, show: Callable[[Prompt], WholeAnswer], *, keeps_turn
     """
     asked = first
     for line in _turns():
-        if line == NEW:
+        if line == "/exit":
+            return
+        if line == "/reset":
             asked = first
             say("a new conversation")
+            continue
+        is_unknown = line not in COMMANDS and sys.stdin.isatty() and re.fullmatch(r"/[a-z?]+", line)
+        if line == "/help" or is_unknown:
+            for text in ([f"there is no {line}"] if is_unknown else []) + [
+                f"{name:<6} {COMMANDS[name]}" for name in COMMANDS
+            ]:
+                say(text)
             continue
         asked = replace(asked, text=line)
         found = show(asked)
@@ -128,7 +142,7 @@ def _turns() -> Iterator[str]:
     """The lines of stdin that are not blank; on a terminal behind a mark."""
     is_terminal = sys.stdin.isatty()
     if is_terminal:
-        say(f"a line is a turn; {NEW} begins anew, Ctrl-D ends")
+        say("a line is a turn; /help lists commands, /exit or Ctrl-D ends")
     while True:
         if is_terminal:
             sys.stderr.write("> ")

@@ -26,6 +26,17 @@ CAUSES = {
     "tail": "the step had no work left for it",
 }
 """Cause of a wait -> what it means."""
+REMEDIES = {
+    "upload": "larger microbatches (micro_batch_tokens) or weights in fewer bits (load_in_8bit, load_in_4bit) help",
+    "boundary": "more microbatches a step (gradient_accumulation_steps) help",
+    "launch": "larger microbatches (micro_batch_tokens) help",
+    "update": "rarer updates (a larger gradient_accumulation_steps) help",
+    "tail": "more microbatches a step (gradient_accumulation_steps) help",
+    "host": "rarer updates (a larger gradient_accumulation_steps) help",
+}
+"""Cause of a wait, or `host` for what all workers wait for between two steps -> what makes it shorter."""
+WORTH_SAYING = 0.15
+"""A wait of a smaller share of the step is no reason to change a recipe."""
 MIN_SHARE = 0.001
 """Causes of less than this share of the step are left out."""
 LAUNCHING = ("loss", "speed")
@@ -79,6 +90,21 @@ def longest_waiting(state: DashboardState) -> Waiting | None:
         return longest  # the base model may have looked at pairs beside the step
     has_host_part = state.run is not None and state.run.goal == "loss"
     return replace(longest, host_part_s=max(0.0, row.step_s - longest.step_s)) if has_host_part else longest
+
+
+def advice(state: DashboardState) -> tuple[str, str] | None:
+    """(cause, line) on the worker that waited most in the newest step, with a remedy; None where it is not worth it."""
+    found = longest_waiting(state)
+    if found is None or not found.total_s + found.host_part_s:
+        return None
+    share = (found.total_s + found.host_part_s) / (found.step_s + found.host_part_s)
+    causes = {**found.by_cause_s, "host": found.host_part_s}
+    cause = max(causes, key=lambda name: causes[name])
+    if share < WORTH_SAYING:
+        return None
+    meaning = CAUSES.get(cause, "the host prepared microbatches or ended an update")
+    waited = f"worker {found.worker} waited {100 * share:.0f} % of step {found.step}"
+    return cause, f"{waited}, most of it because {meaning}: {REMEDIES[cause]}"
 
 
 def waiting(step: StepTimeline, worker: int, *, launches: bool = True) -> Waiting | None:

@@ -173,6 +173,15 @@ class BatchSampler:
         size = self._micro_batch_size
         return [taken[first : first + size] for first in range(0, len(taken), size)]
 
+    @property
+    def epochs_done(self) -> float:
+        """Epochs up to the position, with the part of one that is done."""
+        at, per_epoch = self.position, self.mix.rows_per_epoch
+        rows = float(at.window * WINDOW_ROWS)
+        if at.offset:
+            rows += at.offset / len(self._sequences(at.epoch, at.window)) * min(WINDOW_ROWS, per_epoch - rows)
+        return at.epoch + rows / per_epoch
+
     def num_steps(self, num_epochs: int) -> int:
         """Steps of the first `num_epochs` epochs. With packing each epoch is packed to count its sequences."""
         per_step = self._sequences_per_step

@@ -401,6 +401,7 @@ class Trainer:
             upload_bytes=result.upload_bytes,
             device_peak_bytes=max(result.device_peak_bytes),
             eta_s=self._log.eta_s(step_s, self.num_steps - step - 1),
+            epoch=round(self.sampler.epochs_done, 4),
             preference=pair_metrics(result.rewards, microbatches) if result.rewards else None,
         )
         self._log.finished(event)

@@ -119,6 +119,7 @@ def metrics_row(event: StepFinished) -> dict[str, Any]:
     """The row of a step. `loss_hex` is exact; a value that is not finite is null."""
     return {
         "step": event.step,
+        "epoch": event.epoch,
         "loss": event.loss if math.isfinite(event.loss) else None,
         "loss_hex": event.loss.hex(),
         "learning_rate": event.learning_rate,

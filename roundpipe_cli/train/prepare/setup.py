@@ -313,7 +313,7 @@ def evaluation_rows(
         rows += other.rows
     if rows:
         what = "rows" if rejected is None else "pairs"
-        tell(Notice(f"evaluation: {len(rows)} {what}, {len(dataset.rows)} to train on"))
+        tell(Notice(f"evaluation: {len(rows)} {what}, {len(dataset.rows)} to train on", is_detail=True))
     return dataset, rejected, rows + rejected_rows
 
 
@@ -501,7 +501,7 @@ def prepare(
     ]
     store = _make_store(recipe, layouts, tell, elsewhere(layouts))
     fill_store(store, base.source, model, recipe, start=start, tell=tell)
-    tell(Notice(_describe_model(config, layouts, recipe, devices)))
+    tell(Notice(_describe_model(config, layouts, recipe, devices), is_detail=True))
     fused = None if proof.not_fused else _find_fused(recipe, model, split, tell)
     return Setup(
         recipe,
@@ -625,7 +625,8 @@ def _read_data(
     for text in dataset.notices:
         tell(Notice(text))
     base_files = _ending_as_trained(base_files, tokenizer, loaded.recipe, tell)
-    tell(Notice(f"data: {dataset.report.filter_counts()}; {dataset.report.trained_tokens} trained tokens"))
+    counts = f"data: {dataset.report.filter_counts()}; {dataset.report.trained_tokens} trained tokens"
+    tell(Notice(counts, is_detail=dataset.report.rows_kept == dataset.report.rows_read))
     if padded := describe_padded_to_chunks(dataset.rows.lengths, loaded.recipe.pipeline.num_chunks):
         tell(Notice(padded))
     dataset, rejected, evaluation = evaluation_rows(loaded, (dataset, rejected), tokenizer, offline, tell=tell)
@@ -680,7 +681,7 @@ def _find_fused(recipe: Recipe, model: nn.Module, split: ModelSplit, tell: Tell)
     found = find_fused_ops(model, split)
     text = ", ".join(f"{count} {name}" for name, count in found.counts().items())
     own_code = "kernels=reference uses the model's and PEFT's own code"
-    tell(Notice(f"kernels: {text or 'none of this model is fused'} ({own_code})"))
+    tell(Notice(f"kernels: {text or 'none of this model is fused'} ({own_code})", is_detail=bool(text)))
     return found
 
 
