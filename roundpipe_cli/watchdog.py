@@ -45,7 +45,7 @@ def at_work(what: str) -> Iterator[None]:
 _due: list[BaseException] = []
 """The error that `interrupt` raises."""
 _before: list[Any] = []
-"""What SIGUSR1 did before each open `interruptible`."""
+"""Handlers of SIGUSR1 from before each open `interruptible`."""
 _lock = threading.Lock()
 
 

@@ -208,6 +208,7 @@ def finetune(
     with StopSignals() as signals, contextlib.ExitStack() as stack:
         process, nodes = this_process(), None
         if process.count > 1:  # from here on a refusal of one machine ends all
+            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # a lost store shows C++ stacks; our error says it
             from roundpipe_cli.train.nodes.group import Nodes
 
             nodes = stack.enter_context(Nodes(process.rank, process.count, say))
@@ -262,7 +263,7 @@ def finetune(
             planned = None if asked is None else functools.partial(planned_bytes, asked)
             reporting = Reporting(display, live=display.is_dashboard, trace=trace, planned=planned)
             if nodes is not None and is_first:
-                nodes.waiting.say = lambda text: display(Notice(text))
+                nodes.say = lambda text: display(Notice(text))
             train(loaded, start, reporting, signals, source=source, asked=asked, nodes=nodes)
         if is_first:
             show_end(output_dir)

@@ -36,8 +36,7 @@ from roundpipe_cli.train.loop import Trainer
 from roundpipe_cli.train.machines import Machines
 from roundpipe_cli.train.monitor.telemetry import EventRecorder
 from roundpipe_cli.train.nodes.agreement import setup_facts
-from roundpipe_cli.train.nodes.group import Nodes
-from roundpipe_cli.train.nodes.waiting import note_begun
+from roundpipe_cli.train.nodes.group import Nodes, has_begun
 from roundpipe_cli.train.optim.shard import Shards, make_shards
 from roundpipe_cli.train.preflight import begun_with
 from roundpipe_cli.train.prepare.setup import find_base, prepare, with_token_budget
@@ -77,8 +76,8 @@ def run_finetune(
         is_other = resume and is_of_other_run(recipe, output_dir)
         held = stack.enter_context(OutputDir(output_dir, resume and not is_other))
         if nodes.is_first:
-            nodes.waiting.may_resume = lambda: bool(list_checkpoints(output_dir))
-            note_begun(recipe.output_dir)
+            nodes.may_resume = lambda: bool(list_checkpoints(output_dir))
+            has_begun(recipe.output_dir, now=True)
         tell = recorder = EventRecorder(output_dir, run_clock(), reporting.tell)
         finished = nodes.from_first(held.state is RunState.FINISHED)
         if nodes.from_first(finished and not may_ask_for_more(output_dir, recipe)):

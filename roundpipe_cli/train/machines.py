@@ -82,7 +82,7 @@ class Sharing:
             self._given_up = True
             self._changed.notify()
         if error is not None:
-            self._nodes.waiting.leave(error)
+            self._nodes.leave(error)
         self._orders.put(None)
         self._thread.join(1.0 if error is not None else 5.0)
 
@@ -232,12 +232,12 @@ class Machines:
         return self._nodes.most(values)
 
     def heed(self, signals: StopSignals) -> None:
-        """Training begins; see `Waiting.heed`."""
-        self._nodes.waiting.heed(lambda: signals.requested)
+        """Training begins; see `Nodes.heed`."""
+        self._nodes.heed(lambda: signals.requested)
 
     def leave(self) -> None:
         """Need no other machine from here on, whatever ends it."""
-        self._nodes.waiting.leave()
+        self._nodes.leave()
 
     def check_weights(self, store: WeightStore) -> None:
         """Refuse to go on where the trained weights are not the same on all machines.

@@ -50,9 +50,9 @@ def as_restarted(loaded: LoadedRecipe, start: Start) -> tuple[LoadedRecipe, Star
     recipe = loaded.recipe
     if not (was_restarted() and list_checkpoints(named_path(recipe.output_dir))):
         return loaded, start
-    from roundpipe_cli.train.nodes.waiting import began_before
+    from roundpipe_cli.train.nodes.group import has_begun
 
-    if not began_before(recipe.output_dir):  # it was refused, and is refused again
+    if not has_begun(recipe.output_dir):  # it was refused, and is refused again
         return loaded, start
     return replace(loaded, recipe=replace(recipe, resume_from_checkpoint="auto")), replace(start, resume=True)
 

@@ -25,6 +25,7 @@ from tests.support.e2e import (
     child_environment,
     command_line,
     finetune,
+    fresh,
     launch,
     make_model,
     make_workspace,
@@ -74,10 +75,20 @@ def start(folder: Path, count: int, *words: str, **environments: dict[str, str])
     ]
 
 
+def places(rank: int, count: int, port: int) -> dict[str, str]:
+    """What torchrun tells a process."""
+    return {"WORLD_SIZE": str(count), "RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
 def start_one(folder: Path, rank: int, count: int, port: int, *words: str, **environment: str) -> Running:
     """One process of a run."""
-    places = {"WORLD_SIZE": str(count), "RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    return launch(machine(folder, rank), "finetune", "recipe.yaml", *words, environment={**places, **environment})
+    return launch(
+        machine(folder, rank),
+        "finetune",
+        "recipe.yaml",
+        *words,
+        environment={**places(rank, count, port), **environment},
+    )
 
 
 def train(folder: Path, count: int, *words: str, **environments: dict[str, str]) -> list[Outcome]:
@@ -230,9 +241,11 @@ def test_a_killed_process_ends_the_run_which_resumes(workspace: Path, by_two: li
 def test_the_first_machine_s_end_is_one_clear_error_on_the_others(workspace: Path) -> None:
     """It listens for all: torch's own words about a lost store are no error that a user can read."""
     folder = copy_of(workspace, "first-killed")
-    first, second = train(folder, 2, p0={"ROUNDPIPE_FAULT": "compute:kill:step=3"})
-    assert first.code == -signal.SIGKILL
-    assert "machine 1 of 2" in second.expect(1).err and second.err.startswith("error:"), second.err
+    port = free_port()
+    first = start_one(folder, 0, 2, port, ROUNDPIPE_FAULT="compute:kill:step=3")
+    second = fresh(machine(folder, 1), "finetune", "recipe.yaml", environment=places(1, 2, port)).expect(1)
+    assert first.finish().code == -signal.SIGKILL
+    assert "machine 1 of 2" in second.err and second.err.startswith("error:"), second.err
     assert second.err.count("\n") <= 5, second.err
 
 
@@ -340,6 +353,7 @@ def test_torchrun_starts_a_killed_run_again_from_its_newest_checkpoint(
     assert [row["loss"] for row in rows] == pytest.approx(undisturbed, rel=1e-6)
 
 
+@pytest.mark.sweep
 def test_torchrun_does_not_continue_a_run_that_was_refused(workspace: Path, by_two: list[Outcome]) -> None:
     folder = copy_of(workspace, "refused-again")
     shutil.copytree(workspace / "shared2", folder / "out")

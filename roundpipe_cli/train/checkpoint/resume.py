@@ -134,7 +134,7 @@ def run_state(setup: Setup, loss_scale: float, seconds: float) -> dict[str, Any]
 
 
 def _computed_by(setup: Setup) -> dict[str, Any]:
-    """What may change at a resume and changes the last bits of what is computed."""
+    """Settings that may change at a resume and that change the last bits of what is computed."""
     pipeline, kinds = setup.recipe.pipeline, sorted({device.partition(":")[0] for device in setup.devices})
     threads = threads_per_worker(pipeline.threads_per_worker, len(setup.devices)) if "cpu" in kinds else None
     return {

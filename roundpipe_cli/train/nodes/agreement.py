@@ -1,4 +1,4 @@
-"""What must be the same on all machines of a run, and the refusal where something is not."""
+"""Facts that must be the same on all machines of a run, and the refusal where one is not."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PIPELINE_KEYS = ("pipeline.threads_per_worker", "pipeline.sequence_chunks")
 
 
 def recipe_facts(recipe: Recipe) -> dict[str, Any]:
-    """What the recipe says that must be the same, by dotted key: compared before anything else is sent."""
+    """Keys of the recipe that must be the same, dotted, with their values: compared before anything else is sent."""
     flat = dict(_flat(plain_data(recipe), ""))
     return {"roundpipe --version": __version__} | {
         key: value

@@ -1,42 +1,86 @@
-"""The processes of a run on several machines, started by torchrun: values, tensors and checkpoints go round (gloo)."""
+"""The processes of a run on several machines: what they send each other (gloo), and how they wait for each other.
+
+They meet in a store, at which the first of them (or torchrun) listens. What waits for another machine never runs in the
+main thread, which hears signals meanwhile. Two threads watch until the process leaves:
+
+    ticker     says for whom the run waits; ends one that was asked to stop and waits in vain
+    listener   reads in the store why another machine ended, and which of them are behind
+"""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
+import os
+import queue
+import signal
+import socket
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from roundpipe_cli.errors import NodeLostError, Problem, RefusedError, RoundpipeError, StoppedError, redact_values
 from roundpipe_cli.events import Say
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.train.checkpoint.reading import Checkpoint
-from roundpipe_cli.train.nodes.agreement import recipe_facts
-from roundpipe_cli.train.nodes.waiting import Waiting, stores
+from roundpipe_cli.train.nodes.agreement import recipe_facts, require_same
+from roundpipe_cli.watchdog import interrupt, interruptible
 
+TICK_S, LOOK_S = 0.25, 0.05
+SAY_AFTER_S, STOP_AFTER_S = 5.0, 3.0
+"""Waits that last longer are said, if none until now took half as long; from then on a stop that was asked for waits as
+long as the second."""
+TELL_S, HEAR_S = 10.0, 2.0
+"""How long a machine that ends waits for the others to come, and for those that came to hear why."""
+SIGNALLED = 128
+"""Exit codes of stopped runs are above it, by the signal's number."""
+LONGEST_WAIT = timedelta(days=1)
+"""Longest wait for the others where `watchdog_s` is 0."""
+Answer = TypeVar("Answer")
 DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8)}
-
-
-def _silent(text: str) -> None:
-    return None
+stores: Any = dist
+"""torch.distributed, whose types leave out the stores."""
 
 
 class Nodes:
-    """The processes of a run, as a context manager. A single process sends nothing and gets its own values back."""
+    """The processes of a run, as a context manager: an error that leaves it ends the others too.
 
-    def __init__(self, rank: int = 0, count: int = 1, say: Say = _silent) -> None:
+    A single process sends nothing and gets its own values back.
+    """
+
+    def __init__(self, rank: int = 0, count: int = 1, say: Say = lambda text: None) -> None:
         """
         Args:
             rank: of this process.
             count: of processes.
-            say: gets lines about the other machines.
+            say: gets lines for the user about the others; in any thread.
         """
-        self.rank, self.count = rank, count
-        self.waiting = Waiting(rank, count, say)
+        self.rank, self.count, self.say = rank, count, say
+        self._timeout = LONGEST_WAIT
+        self.may_resume: Callable[[], bool] | None = None
+        """Whether there is a checkpoint; None: another machine knows."""
+        self._store: Any = None
+        self._requested: Callable[[], signal.Signals | None] = lambda: None
+        self._is_host = self._has_met = False
+        self._behind = [0] if rank else [*range(1, count)]
+        """Ranks that are waited for."""
+        self._waits: dict[int, tuple[str, float]] = {}
+        """Thread -> what for, and since when."""
+        self._num_waits = self._num_compared = 0
+        self._longest_s = 0.0
+        self._obstacle = "no answer"
+        self._failure: RoundpipeError | None = None
+        self._left = threading.Event()
+        self._handler = contextlib.ExitStack()
         self._weights: Any = None
         self._state: Any = None
 
@@ -46,41 +90,130 @@ class Nodes:
         return self.rank == 0
 
     def __enter__(self) -> Nodes:
-        self.waiting.__enter__()
+        if self.count > 1:
+            self._handler.enter_context(interruptible())
+            threading.Thread(target=self._tick, name="machines", daemon=True).start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.waiting.__exit__(kind, error, trace)
-        if self.count > 1 and dist.is_initialized():
+        if self.count == 1:
+            return
+        is_refusal = isinstance(error, RoundpipeError) and not isinstance(error, StoppedError)
+        if is_refusal and self._store is None:
+            self.say(f"telling the other machines why this one ends; it waits {TELL_S:g} s for them")
+            with contextlib.suppress(RuntimeError, RefusedError, KeyError, ValueError):
+                self._store = _beside(self._connect, TELL_S)
+        self.leave(error)
+        if error is not None and self._is_host and self._store is not None:
+            with contextlib.suppress(RuntimeError):
+                _beside(self._until_heard, TELL_S if is_refusal and not self._has_met else HEAR_S)
+        if dist.is_initialized():
             dist.destroy_process_group()
+        self._handler.close()
 
     def meet(self, recipe: Recipe) -> None:
-        """Find the other processes; see `Waiting.meet`. Before anything else that is named here.
+        """Find the other processes, before anything that is named below.
 
         Raises:
             NodeLostError: one does not come.
-            RecipeError: their recipes must not be trained together.
+            RefusedError: see `check_same`, or the port is taken.
         """
-        if self.count == 1:
-            return
-        self.waiting.meet(recipe_facts(recipe), recipe.watchdog_s)
-        store, timeout = stores.PrefixStore("gloo", self.waiting.store), self.waiting.timeout
+        limit_s = recipe.watchdog_s
+        self._timeout = timedelta(seconds=limit_s) if limit_s else LONGEST_WAIT
+        self._store = self._run(self._connect, "to begin")
+        self.check_same(lambda: {"WORLD_SIZE": self.count, **recipe_facts(recipe)})
+        self._has_met = True
+        threading.Thread(target=self._listen, name="machines-news", daemon=True).start()
+        store, place = stores.PrefixStore("gloo", self._store), {"rank": self.rank, "world_size": self.count}
+        self._run(lambda: stores.init_process_group("gloo", store=store, timeout=self._timeout, **place), "to connect")
 
-        def connect() -> None:
-            dist.init_process_group("gloo", store=store, timeout=timeout, rank=self.rank, world_size=self.count)
-
-        self.waiting.run(connect, "to connect")
-
-    def check_same(self, facts: Callable[[], Mapping[str, Any]]) -> None:
-        """Refuse to train together on different things.
+    def check_same(self, make_facts: Callable[[], Mapping[str, Any]]) -> None:
+        """Refuse to train together on different things; called on all processes, in the same order.
 
         Raises:
             RecipeError: see `require_same`.
         """
-        if self.count > 1:
-            self.waiting.compare(facts())
+        if self.count == 1:
+            return
+        facts = redact_values(make_facts())
+        self._num_compared += 1
+        topic = f"facts/{self._num_compared}"
+        seen: dict[int, Mapping[str, Any]] = {}
+
+        def gather() -> None:
+            self._store.set(f"{topic}/{self.rank}", json.dumps(facts))
+            while len(seen) < self.count and not self._left.is_set():
+                for rank in set(range(self.count)) - set(seen):
+                    if self._store.check([f"{topic}/{rank}"]):
+                        seen[rank] = json.loads(self._store.get(f"{topic}/{rank}"))
+                require_same(seen, self.count)
+                if self._store.check(["failed"]):
+                    raise self._read_failure()
+                self._behind = sorted(set(range(self.count)) - set(seen))
+                time.sleep(LOOK_S if self._behind else 0)
+
+        self._run(gather, "to compare what is trained")
+
+    def heed(self, requested: Callable[[], signal.Signals | None]) -> None:
+        """Training begins: a signal that is only noted ends a wait that lasts much longer than any until now."""
+        self._requested, self._longest_s = requested, 0.0
+
+    def _run(self, work: Callable[[], Answer], what: str) -> Answer:
+        """The answer of `work`, which waits for other machines. In any thread.
+
+        Raises:
+            NodeLostError: one of them ended or does not answer.
+            RoundpipeError: why another one ended, in its words.
+        """
+        thread, since = threading.get_ident(), time.monotonic()
+        self._waits[thread] = (what, since)
+        self._num_waits += 1
+        try:
+            if threading.current_thread() is threading.main_thread():
+                return _beside(work, self._timeout.total_seconds(), lambda: self._obstacle)
+            return work()
+        except RuntimeError as error:  # torch raises this for a lost peer, a timeout and a refused connection
+            deadline_s = time.monotonic() + HEAR_S
+            while self._has_met and self._failure is None and time.monotonic() < deadline_s and not self._left.is_set():
+                time.sleep(LOOK_S)
+            if self._failure is not None:
+                raise self._failure from None
+            resume = ", with --resume if there is a checkpoint" if self.may_resume is None else ""
+            resume = " with --resume" if self.may_resume and self.may_resume() else resume
+            raise NodeLostError(
+                f"another process of this run ended or cannot be reached: {self._whom()} ({what})",
+                where=f"machine {self.rank + 1} of {self.count}",
+                found=str(error).strip().partition("\n")[0][:200],
+                hint=f"its own output says why; start all of them again{resume}",
+            ) from error
+        finally:
+            del self._waits[thread]
+            self._longest_s = max(self._longest_s, time.monotonic() - since)
+
+    def leave(self, error: BaseException | None = None) -> None:
+        """Wait for no other machine from here on; they hear of `error`, if there is one."""
+        if self.count == 1 or self._left.is_set():
+            return
+        self._left.set()
+        error = getattr(error, "stopped", error)
+        if self._store is None or error is None:
+            return
+        problems = (
+            error.problems if isinstance(error, RoundpipeError) else [Problem(f"{type(error).__name__}: {error}")]
+        )
+        code = getattr(error, "exit_code", 1)
+        told = json.dumps({"rank": self.rank, "code": code, "problems": redact_values([*map(asdict, problems)])})
+
+        def tell() -> None:
+            self._store.compare_set("failed", "", told)
+            self._note_heard()
+
+        with contextlib.suppress(RuntimeError):
+            _beside(tell, HEAR_S)
+
+    # -- values and tensors -------------------------------------------------------------------------------------------
 
     def sums(self, values: Sequence[float]) -> list[float]:
         """Sums over all processes, in float64, with equal bits on each."""
@@ -94,7 +227,7 @@ class Nodes:
         if self.count == 1:
             return list(values)
         tensor = torch.tensor(values, dtype=dtype)
-        self.waiting.run(lambda: dist.all_reduce(tensor, operation), "a step's border")
+        self._run(lambda: dist.all_reduce(tensor, operation), "a step's border")
         return list(tensor.tolist())
 
     def add_up(self, tensor: torch.Tensor, owner: int | None = None) -> None:
@@ -104,31 +237,31 @@ class Nodes:
             owner: the only process that wants it; elsewhere the tensor is left with anything in it.
         """
         if owner is None:
-            self.waiting.run(lambda: dist.all_reduce(tensor), "summing gradients")
+            self._run(lambda: dist.all_reduce(tensor), "summing gradients")
         else:
-            self.waiting.run(lambda: dist.reduce(tensor, owner), "summing gradients")
+            self._run(lambda: dist.reduce(tensor, owner), "summing gradients")
 
     def open_links(self) -> None:
         """Make `share`, `send_to_first` and `receive_like` possible; on all processes."""
-        self._weights, self._state = (dist.new_group(timeout=self.waiting.timeout) for _ in range(2))
+        self._weights, self._state = (dist.new_group(timeout=self._timeout) for _ in range(2))
 
     def share(self, tensor: torch.Tensor, owner: int) -> None:
         """Replace a contiguous host tensor by its owner's. May run beside calls of other methods."""
         content = tensor.view(torch.uint8)
-        self.waiting.run(lambda: dist.broadcast(content, owner, group=self._weights), "sending new weights round")
+        self._run(lambda: dist.broadcast(content, owner, group=self._weights), "sending new weights round")
 
     def send_to_first(self, tensor: torch.Tensor) -> None:
         """Send a contiguous host tensor to the first process, which calls `receive_like`."""
         content = tensor.reshape(-1).view(torch.uint8)
         if content.numel():
-            self.waiting.run(lambda: dist.send(content, 0, group=self._state), "collecting a checkpoint")
+            self._run(lambda: dist.send(content, 0, group=self._state), "collecting a checkpoint")
 
     def receive_like(self, tensor: torch.Tensor, sender: int) -> torch.Tensor:
         """The tensor that `sender` sends, of the shape and type of `tensor`."""
         received = torch.empty(tensor.shape, dtype=tensor.dtype)
         content = received.view(-1).view(torch.uint8)
         if content.numel():
-            self.waiting.run(lambda: dist.recv(content, sender, group=self._state), "collecting a checkpoint")
+            self._run(lambda: dist.recv(content, sender, group=self._state), "collecting a checkpoint")
         return received
 
     def from_first(self, document: Any) -> Any:
@@ -137,10 +270,10 @@ class Nodes:
             return document
         content = torch.frombuffer(bytearray(json.dumps(document).encode()), dtype=torch.uint8)
         size = torch.tensor([len(content)])
-        self.waiting.run(lambda: dist.broadcast(size, 0), "the first process' word")
+        self._run(lambda: dist.broadcast(size, 0), "the first process' word")
         if not self.is_first:
             content = torch.empty(int(size), dtype=torch.uint8)
-        self.waiting.run(lambda: dist.broadcast(content, 0), "the first process' word")
+        self._run(lambda: dist.broadcast(content, 0), "the first process' word")
         return json.loads(bytes(content.numpy()))
 
     def share_checkpoint(self, checkpoint: Checkpoint | None) -> Checkpoint | None:
@@ -165,12 +298,119 @@ class Nodes:
             received[group] = {}
             for name, (dtype, shape) in shapes.items():
                 tensor = torch.empty(shape, dtype=DTYPES[dtype]) if mine is None else mine[name].contiguous()
-                self.waiting.run(lambda tensor=tensor: dist.broadcast(tensor, 0), "the checkpoint")  # type: ignore[misc]
+                self._run(lambda tensor=tensor: dist.broadcast(tensor, 0), "the checkpoint")  # type: ignore[misc]
                 if mine is None:
                     received[group][name] = tensor
         if self.is_first:
             return checkpoint
         return _Received(Path(head["folder"]), head["step"], head["meta"], tuple(head["groups"]), received)
+
+    # -- the store -----------------------------------------------------------------------------------------------
+
+    def _connect(self) -> Any:
+        """The store of this attempt of the run."""
+        host, port = _address()
+        self._is_host = self.rank == 0 and not _launcher_listens()
+        listener = self._listen_at(host, port) if self._is_host else None
+        while listener is None:  # torch would not say that nobody is there
+            try:
+                socket.create_connection((host, port), timeout=1.0).close()
+                break
+            except OSError as error:
+                self._obstacle = f"{host}:{port}: {error.strerror or error}"
+                if self._left.wait(TICK_S):
+                    raise RuntimeError(self._obstacle) from error
+        descriptor = None if listener is None else listener.detach()
+        is_server, options = descriptor is not None, {"wait_for_workers": False, "master_listen_fd": descriptor}
+        store = stores.TCPStore(host, port, None, is_server, self._timeout, **options)
+        attempt = f"roundpipe/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        number = store.add(f"{attempt}/{self.rank}", 1)  # one torchrun may start several runs, one after the other
+        if number > 1 and not _launcher_listens():
+            what = "two processes of the run say that they are the same machine"
+            raise RefusedError(what, where="RANK", found=str(self.rank), expected="another on each machine")
+        store = stores.PrefixStore(f"{attempt}/{number}", store)
+        store.set(f"at/{self.rank}", "0")
+        return store
+
+    def _listen_at(self, host: str, port: int) -> socket.socket:
+        """Listens at the given address alone, if this machine has it."""
+        try:
+            family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+            listener = socket.create_server((host, port), family=family)
+            where = host
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise RefusedError(
+                    "the port for the other machines is taken",
+                    where="MASTER_PORT",
+                    found=f"{host}:{port}: {error.strerror}",
+                    expected="a port that no other program listens at",
+                    hint="name another one on every machine",
+                ) from error
+            listener, where = socket.create_server(("", port)), "all addresses"
+        if not str(listener.getsockname()[0]).startswith("127."):
+            self.say(f"note: the run listens for other machines at {where}, port {port}: trusted network only")
+        return listener
+
+    def _note_heard(self) -> None:
+        self._store.set(f"heard/{self.rank}", "1")
+
+    def _until_heard(self) -> None:
+        """Wait until every other machine knows why this one ends."""
+        while not all(self._store.check([f"heard/{rank}"]) for rank in range(self.count)):
+            time.sleep(LOOK_S)
+
+    def _read_failure(self) -> RoundpipeError:
+        """Why another machine ended: its error, with its place."""
+        told = json.loads(self._store.get("failed"))
+        self._note_heard()
+        problems = [Problem(**problem) for problem in told["problems"]]
+        what, code = problems[0].what, int(told["code"])
+        error = StoppedError(what, exit_code=code) if code > SIGNALLED else RoundpipeError(what)
+        error.exit_code = code
+        place = f"machine {told['rank'] + 1} of {self.count}"
+        error.problems = tuple(
+            Problem(one.what, f"{place}: {one.where}" if one.where else place, one.found, one.expected, one.hint)
+            for one in problems
+        )
+        return error
+
+    # -- threads -------------------------------------------------------------------------------------------------
+
+    def _whom(self) -> str:
+        ranks = self._behind or [rank for rank in range(self.count) if rank != self.rank]
+        word = "machine" if len(ranks) == 1 else "machines"
+        place = "" if self._has_met else f" at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        return f"{word} {', '.join(str(rank + 1) for rank in ranks)} of {self.count}{place}"
+
+    def _tick(self) -> None:
+        said, asked_s = 0.0, None
+        while not self._left.wait(TICK_S):
+            if self._failure is not None:
+                if not self._left.wait(HEAR_S):  # this machine may be about to end for the same reason
+                    interrupt(self._failure)
+                return
+            now, patience_s = time.monotonic(), max(SAY_AFTER_S, 2 * self._longest_s)
+            asked = self._requested()
+            asked_s = now if asked and asked_s is None else asked_s
+            for what, since in list(self._waits.values()):
+                if now - since > patience_s and since > said:
+                    said = since
+                    self.say(f"waiting for {self._whom()} ({what})")
+                if now - since > patience_s and asked and asked_s is not None and now - asked_s > STOP_AFTER_S:
+                    text = f"stopped by {asked.name} while waiting for {self._whom()} ({what})"
+                    interrupt(StoppedError(f"{text}; the last checkpoint is as it was", exit_code=SIGNALLED + asked))
+                    return
+
+    def _listen(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the store is gone: whoever waits gets an error without us
+            while not self._left.wait(TICK_S):
+                self._store.set(f"at/{self.rank}", str(self._num_waits))
+                if self._store.check(["failed"]):
+                    self._failure = self._read_failure()
+                    return
+                at = [int(self._store.get(f"at/{rank}")) for rank in range(self.count)]
+                self._behind = [rank for rank in range(self.count) if at[rank] < at[self.rank]]
 
 
 @dataclass(frozen=True)
@@ -185,3 +425,51 @@ class _Received(Checkpoint):
 
 def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, list[int]]]:
     return {name: (str(tensors[name].dtype), list(tensors[name].shape)) for name in tensors}
+
+
+def _beside(work: Callable[[], Answer], limit_s: float, obstacle: Callable[[], str] = lambda: "no answer") -> Answer:
+    """The answer of `work`, which a thread carries out; while it is waited for, signals are heard.
+
+    Raises:
+        RuntimeError: it takes longer than `limit_s`.
+    """
+    answers: queue.Queue[tuple[Answer | None, BaseException | None]] = queue.Queue()
+
+    def carry_out() -> None:
+        try:
+            answers.put((work(), None))
+        except BaseException as error:  # passed on as a value
+            answers.put((None, error))
+
+    threading.Thread(target=carry_out, name="waits", daemon=True).start()
+    try:
+        answer, error = answers.get(timeout=limit_s)
+    except queue.Empty:
+        raise RuntimeError(f"{obstacle()} for {limit_s:g} s") from None
+    if error is not None:
+        raise error
+    return answer  # type: ignore[return-value]
+
+
+def _launcher_listens() -> bool:
+    """Whether torchrun listens at MASTER_ADDR, and not the first process. Its store outlives a restart of the run."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _address() -> tuple[str, int]:
+    return os.environ["MASTER_ADDR"].strip(), int(os.environ["MASTER_PORT"])
+
+
+def has_begun(output_dir: str, *, now: bool = False) -> bool:
+    """Whether a run that torchrun starts again wrote into this folder before; where torchrun cannot know, it did.
+
+    Args:
+        now: it does from now on.
+    """
+    if not _launcher_listens():
+        return True
+    with contextlib.suppress(RuntimeError, KeyError, ValueError):
+        limit, options = timedelta(seconds=TELL_S), {"wait_for_workers": False}
+        store = _beside(lambda: stores.TCPStore(*_address(), None, False, limit, **options), TELL_S)
+        return int(store.add(f"roundpipe/begun/{output_dir}", int(now))) > 0
+    return False
