@@ -8,27 +8,46 @@ Raise one of these for anything the user caused or can fix; `assert` and plain e
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 # Keeps secrets out of what is printed or written: the values of the environment's secret variables, and passwords in
 # addresses. No recipe key or flag takes a secret, so a message can repeat no others.
 
 SECRET_NAME = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_?KEY|CREDENTIAL|NETRC_PASS)", re.IGNORECASE)
-IN_ADDRESS = re.compile(r"(?<=://)[^/@\s:'\"]*:[^/@\s'\"]+(?=@)")
+IN_ADDRESS = re.compile(r"(?<=://)[^/@\s'\"]+(?=@)")
+"""A name and password, or a token alone, in front of an address' host."""
 MIN_LENGTH = 8
 """Shorter values are no secrets, and replacing them would spoil words."""
 MASK = "***"
 
 
 def redact(text: str) -> str:
-    """`text` with every secret replaced by ***."""
+    """`text` with every secret replaced by ***, also where it stands as JSON or as Python writes it."""
+    if len(text) < MIN_LENGTH:
+        return text
     text = IN_ADDRESS.sub(MASK, text)
     for name, value in os.environ.items():
-        if len(value) >= MIN_LENGTH and value in text and SECRET_NAME.search(name):
-            text = text.replace(value, MASK)
+        if len(value) >= MIN_LENGTH and SECRET_NAME.search(name):
+            for form in (value, json.dumps(value)[1:-1], repr(value)[1:-1]):
+                text = text.replace(form, MASK)
     return text
+
+
+def redact_values(document: Any) -> Any:
+    """Plain JSON values with `redact` applied to every text. To be called before they are encoded, which would leave
+    secrets in forms that nothing finds."""
+    if isinstance(document, str):
+        return redact(document)
+    if isinstance(document, Mapping):
+        return {key: redact_values(value) for key, value in document.items()}
+    if isinstance(document, (list, tuple)):
+        return [redact_values(value) for value in document]
+    return document
 
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)

@@ -69,7 +69,7 @@ def convert_to_gguf(converter: Path, folder: Path) -> Path:
         raise RefusedError(
             "the converter to GGUF failed; the merged model is as it was",
             where=str(converter),
-            found=redact(said[-500:]) or f"exit code {done.returncode}",
+            found=redact(said)[-500:] or f"exit code {done.returncode}",
             hint=f"by hand: {' '.join(words)}",
         )
     return target
@@ -176,7 +176,7 @@ def _upload(folder: Path | None, name: str, problem: Problem) -> str:
         if folder is not None:
             api.upload_folder(repo_id=name, folder_path=str(folder), commit_message="Upload from roundpipe")
     except Exception as error:  # errors of the network, the login or the hub: all are for the user
-        found = redact(f"{type(error).__name__}: {error}".splitlines()[0][:300])
+        found = redact(f"{type(error).__name__}: {error}".splitlines()[0])[:300]
         raise RefusedError(problem.what, where=problem.where, found=found, hint=problem.hint) from error
     return address
 

@@ -8,19 +8,19 @@ import io
 import os
 import shlex
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from roundpipe_cli.cli.output import go_offline, quiet_libraries, say, terminal_width, wrapped
-from roundpipe_cli.costs.machine import Process, launched_without_ranks
+from roundpipe_cli.costs.machine import Process, launched_without_ranks, require_address, this_process, was_restarted
 from roundpipe_cli.errors import RefusedError, RoundpipeError
 from roundpipe_cli.events import Notice
 from roundpipe_cli.faults import load_faults
 from roundpipe_cli.files import cache_folder, named_path
 from roundpipe_cli.recipe.schema import Recipe
-from roundpipe_cli.train.nodes.processes import check_processes
 from roundpipe_cli.units import format_loss, format_seconds
 
 if TYPE_CHECKING:
@@ -62,6 +62,46 @@ def check_environment(recipe: Recipe) -> Process:
     if notice:
         say(f"note: {notice}")
     return process
+
+
+def check_processes(recipe: Recipe) -> Process:
+    """This process' place among those that train the recipe.
+
+    Raises:
+        RefusedError: the environment has impossible values, or the recipe asks for what cannot be shared.
+    """
+    process = this_process()
+    if process.num_local > 1 and recipe.pipeline.devices == "auto":
+        raise RefusedError(
+            "several processes on one machine would each take all of its devices",
+            where="LOCAL_WORLD_SIZE",
+            found=f"{process.num_local} processes on this machine, pipeline.devices: auto",
+            expected="one process on each machine: it drives all of the machine's devices",
+            hint="torchrun --nproc-per-node 1, or roundpipe without torchrun; else name pipeline.devices",
+        )
+    if process.count > 1:
+        _refuse_unshareable(recipe, process.count)
+        require_address()
+    return process
+
+
+def _refuse_unshareable(recipe: Recipe, count: int) -> None:
+    alone = (
+        ("objective", recipe.objective, "sft"),
+        ("on_oom", recipe.on_oom, "stop"),
+        ("load_best_model_at_end", recipe.load_best_model_at_end, False),
+    )
+    for key, value, only in alone:
+        if value != only:
+            raise RefusedError(
+                f"{key}: not with several machines", found=str(value).lower(), expected=str(only).lower()
+            )
+    if recipe.microbatches_per_step < count:
+        raise RefusedError(
+            "gradient_accumulation_steps: fewer microbatches in a step than machines",
+            found=f"{recipe.microbatches_per_step} microbatches, {count} machines",
+            expected="at least one for each; several for each of its devices",
+        )
 
 
 # The end of a run: its figures, predicted against measured, and what to do with the result.
@@ -168,7 +208,13 @@ def finetune(
     from roundpipe_cli.recipe.load import load_recipe
     from roundpipe_cli.train.signals import StopSignals
 
-    with StopSignals() as signals:
+    with StopSignals() as signals, contextlib.ExitStack() as stack:
+        process, nodes = this_process(), None
+        if process.count > 1:  # from here on a refusal of one machine ends all
+            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # a lost store shows C++ stacks; our error says it
+            from roundpipe_cli.train.nodes.group import Nodes
+
+            nodes = stack.enter_context(Nodes(process.rank, process.count, say))
         loaded = load_recipe(recipe, overrides or ())
         is_first = check_environment(loaded.recipe).is_first
         """Whether this is the first of the machines that torchrun started: the others only say what stops them."""
@@ -176,21 +222,31 @@ def finetune(
             say(f"note: {text}")
         if offline:
             go_offline()
+        if nodes is not None:
+            nodes.meet(loaded.recipe)
+        from roundpipe_cli.train.signals import Reporting, Start
+
+        start = Start(resume, offline, allow_changed or (), allow_other_base)
         if is_first:
             from roundpipe_cli.train.checkpoint.output_dir import refuse_if_held, refuse_wrong_start
 
             refuse_if_held(named_path(loaded.recipe.output_dir))
-            refuse_wrong_start(loaded.recipe, resume=resume)  # again in `check_names`, which takes longer to import
+            if was_restarted():
+                from roundpipe_cli.train.preflight import as_restarted
+
+                loaded, start = as_restarted(loaded, start)
+            refuse_wrong_start(loaded.recipe, resume=start.resume)  # again in `check_names`, which imports more
+        else:  # the first machine alone looks at the output directory
+            loaded = replace(loaded, recipe=replace(loaded.recipe, resume_from_checkpoint=None))
+            start = replace(start, resume=False)
         from roundpipe_cli.cli.display import Display, training_keys
         from roundpipe_cli.cli.export import make_repository, push_result
         from roundpipe_cli.cli.lines import LinePrinter
         from roundpipe_cli.planning.run_plan import planned_bytes
-        from roundpipe_cli.train.preflight import check_names, fetch_model, found_config
-        from roundpipe_cli.train.signals import Reporting, Start
+        from roundpipe_cli.train.preflight import check_names, check_sources, fetch_model, found_config
 
-        start = Start(resume, offline, allow_changed or (), allow_other_base)
         plain = LinePrinter(loaded.recipe.logging_steps, as_json=json_, is_verbose=verbose) if is_first else _silent
-        source = check_names(loaded, start, plain)
+        source = (check_names if is_first else check_sources)(loaded, start, plain)
         asked = ask_on_cards_worth_using(loaded, plain, found_config(source))
         refuse_too_large(asked)
         if asked is not None and asked.given is not None:
@@ -209,7 +265,9 @@ def finetune(
             signals.announce = display.announce
             planned = None if asked is None else functools.partial(planned_bytes, asked)
             reporting = Reporting(display, live=display.is_dashboard, trace=trace, planned=planned)
-            train(loaded, start, reporting, signals, source=source, asked=asked)
+            if nodes is not None and is_first:
+                nodes.say = lambda text: display(Notice(text))
+            train(loaded, start, reporting, signals, source=source, asked=asked, nodes=nodes)
         if is_first:
             show_end(output_dir)
             if loaded.recipe.hub_model_id is not None:

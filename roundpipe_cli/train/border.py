@@ -68,6 +68,7 @@ class Border:
         if last or signal:
             self._saver.wait()
         if signal and not last:
+            self._machines.leave()
             how = "stopped" if self._stop.asked_by_key else f"stopped by {signal.name}"
             raise StoppedError(
                 f"{how} after step {done} of {num_steps}, with a checkpoint",

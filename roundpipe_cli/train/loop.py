@@ -206,7 +206,7 @@ class Trainer:
         self._clock = recorder.clock if recorder else run_clock()
         self._recorder = recorder or EventRecorder(output_dir, self._clock, reporting.tell)
         self._listener: Tell = self._recorder
-        self._machines = machines or Machines(Nodes(0, 1, recipe.watchdog_s))
+        self._machines = machines or Machines(Nodes())
         self.setup = setup
         self.output_dir = output_dir
         self._signals = signals
@@ -303,6 +303,8 @@ class Trainer:
         ):
             save = partial(self._save, saver, metrics)
             border = Border(self._signals, self._machines, saver, save, tell=self._tell)
+            self._machines.check_weights(setup.store)
+            self._machines.heed(self._signals)
             self._signals.guard()
             self._tell(run_started(setup, self._clock(), first_step, self.num_steps))
             with Telemetry(engine, setup.devices, self._tell, self._clock, live=self._reporting.live):
@@ -318,6 +320,7 @@ class Trainer:
                     if evaluator.is_owed(done):
                         evaluator.evaluate(done)
                     self._at_border(border, done)
+        self._machines.leave()
         self._write_result(done)
 
     def _write_result(self, done: int) -> None:
@@ -486,6 +489,7 @@ class Trainer:
 
     def _save(self, saver: Saver, metrics: FileIO, step: int) -> None:
         """Begin a checkpoint after `step` steps."""
+        self._machines.check_weights(self.setup.store)
         if not self._machines.saves:
             return
         started_s, scale = time.monotonic(), self._guard.loss_scale

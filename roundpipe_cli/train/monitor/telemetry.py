@@ -26,7 +26,7 @@ from roundpipe_cli.engine.backends import cuda
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.live import ActionTime, LiveNews, Watcher
 from roundpipe_cli.engine.step import StepResult
-from roundpipe_cli.errors import ResourceError, RoundpipeError, redact
+from roundpipe_cli.errors import ResourceError, RoundpipeError, redact_values
 from roundpipe_cli.events import (
     DeviceSample,
     Event,
@@ -414,7 +414,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _line(values: dict[str, Any]) -> bytes:
-    return redact(json.dumps(values, separators=(",", ":"))).encode() + b"\n"
+    return json.dumps(redact_values(values), separators=(",", ":")).encode() + b"\n"
 
 
 def _step(line: dict[str, Any]) -> int:

@@ -100,7 +100,7 @@ def make_report(setup: Setup, figures: RunFigures, predicted: Mapping[str, float
         "kernels": {"setting": setup.recipe.kernels, "fused": fused_counts(setup.fused)},
         "devices": list(setup.devices),
         "machine": {"processor": processor_name() or platform.machine(), "torch": torch.__version__},
-        "command": redact(shlex.join(["roundpipe", *sys.argv[1:]])),
+        "command": shlex.join(["roundpipe", *map(redact, sys.argv[1:])]),
         "transformers": transformers.__version__,
         "num_steps": figures.num_steps,
         "seconds": figures.seconds,
