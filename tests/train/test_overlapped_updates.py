@@ -19,6 +19,7 @@ from roundpipe_cli.engine.backends.cpu import CpuBackend
 from roundpipe_cli.events import Event, StepFinished, StepTimeline, Tell
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.train import build
+from roundpipe_cli.train.checkpoint import writing
 from roundpipe_cli.train.loop import Trainer
 from roundpipe_cli.train.optim import updater
 from roundpipe_cli.train.optim.optimizer import HostOptimizer
@@ -158,8 +159,9 @@ def test_layers_are_updated_in_the_order_in_which_the_next_step_needs_them(
         assert steps == [expected] * 6
 
 
+@pytest.mark.parametrize(("words", "border"), [(["val_set_size=3", "eval_steps=3"], 3), ([], 6)])
 def test_a_step_before_an_evaluation_and_the_last_end_with_their_updates(
-    tmp_path: Path, models: dict[str, Path], ask: Callable[[str], None]
+    words: list[str], border: int, tmp_path: Path, models: dict[str, Path], ask: Callable[[str], None]
 ) -> None:
     ask("update:slow=0.1")
     versions: list[int] = []
@@ -168,10 +170,9 @@ def test_a_step_before_an_evaluation_and_the_last_end_with_their_updates(
         if isinstance(event, StepFinished):
             versions.append(trainer.setup.store.newest)
 
-    words = ["method=full", "max_steps=7", "val_set_size=3", "eval_steps=5"]
-    trainer = trainer_of(tmp_path / "work", models["untied"], *words, tell=note)
+    trainer = trainer_of(tmp_path / "work", models["untied"], "method=full", *words, tell=note)
     run(trainer)
-    assert versions[4] == 5 and versions[6] == 7 and versions[5] < 6, "of the others only the one that ends before"
+    assert versions[border - 1] == border and versions[4] < 5, "others end before their updates"
 
 
 def test_a_step_lasts_from_the_end_of_the_step_before(
@@ -241,6 +242,26 @@ def test_a_failing_update_ends_the_program(
 
 
 # --- checkpoints ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words", [[], ["max_grad_norm=0"]])
+def test_an_update_waits_until_a_slow_checkpoint_has_its_layer(
+    words: list[str], tmp_path: Path, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow, waiting = (trainer_of(tmp_path / n, models["untied"], "method=full", "save_steps=2", *words) for n in "ab")
+
+    def put(ring: Any, *given: Any, own: Callable[..., None] = writing._Ring.put) -> None:
+        time.sleep(0.03)
+        own(ring, *given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writing._Ring, "put", put)
+        run(slow)
+    with_barrier(monkeypatch)
+    run(waiting)
+    for name in ("masters", "moments"):
+        files = [one.output_dir / "step-00000004" / f"{name}.safetensors" for one in (slow, waiting)]
+        assert files[0].read_bytes() == files[1].read_bytes(), name
 
 
 @pytest.mark.parametrize("words", [["method=full", "dtype=bfloat16"], ["max_grad_norm=0"]])
