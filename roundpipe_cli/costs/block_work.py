@@ -8,11 +8,10 @@ operators that `kernels: auto` takes on a GPU, and our Triton kernels for expert
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from roundpipe_cli.choices import PACKED_FORMATS, UNPACKED_AT_ONCE
 from roundpipe_cli.costs.models import (
-    ADAPTED_EXPERTS,
     CHOSEN_BY_LOGIT,
     CHOSEN_SUM_TO_ONE,
     EXPERT_BIAS,
@@ -81,19 +80,14 @@ def block_matrices(architecture: Architecture, block: Block, settings: TrainingS
     query, key_value = _attention_widths(architecture, block)
     has_bias = model_type in QKV_BIAS
 
-    # where PEFT adapts fused experts, it takes the names of a feed-forward part for theirs alone
-    dense_settings = replace(settings, lora_targets=()) if model_type in ADAPTED_EXPERTS else settings
-
     def linear(name: str, inputs: int, outputs: int, bias: bool) -> Matrix:
-        rank = _rank(dense_settings if name in _FEED_FORWARD else settings, name) if inputs * outputs else 0
+        rank = _rank(settings, name) if inputs * outputs else 0
         return Matrix(name, inputs, outputs, rank, has_bias=bias)
 
     routed = _experts(architecture, block, settings)
     router = None
     if block.num_experts:
-        rank = _rank(settings, "gate") if model_type in ADAPTED_EXPERTS else 0
-        bias = model_type in EXPERT_BIAS
-        router = Matrix("gate", hidden, block.num_experts, rank, has_bias=bias)
+        router = Matrix("gate", hidden, block.num_experts, has_bias=model_type in EXPERT_BIAS)
     beside = block.mlp_params - sum(one.params for one in routed) - (router.params if router else 0)
     names = _FEED_FORWARD if architecture.gated_mlp else _FEED_FORWARD[1:]
     width = beside // (len(names) * hidden)
@@ -127,17 +121,22 @@ def _attention_widths(architecture: Architecture, block: Block) -> tuple[int, in
 
 
 def _experts(architecture: Architecture, block: Block, settings: TrainingSettings) -> tuple[Matrix, ...]:
-    """Gate and up of all experts lie in one weight, whose adapter has the ranks of both."""
+    """Gate and up of all experts lie in one weight, which has an adapter if the recipe names both."""
     if not block.num_experts:
         return ()
-    hidden, width = architecture.hidden_size, architecture.intermediate_size
-    is_adapted, bias = architecture.model_type in ADAPTED_EXPERTS, architecture.model_type in EXPERT_BIAS
+    hidden, width, bias = (
+        architecture.hidden_size,
+        architecture.intermediate_size,
+        architecture.model_type in EXPERT_BIAS,
+    )
     halves = _GATE_AND_UP if architecture.gated_mlp else _GATE_AND_UP[1:]
-    up_rank = sum(_rank(settings, *names) for names in halves) if is_adapted else 0
-    down_rank = _rank(settings, *_DOWN) if is_adapted else 0
+    one = (
+        max(1, settings.lora_r // architecture.num_experts_per_tok) if settings.expert_r is None else settings.expert_r
+    )
+    are_adapted = all(_rank(settings, *names, "gate_up_proj") for names in halves)
     return (
-        Matrix("gate_up_proj", hidden, len(halves) * width, up_rank, block.num_experts, bias),
-        Matrix("down_proj", width, hidden, down_rank, block.num_experts, bias),
+        Matrix("gate_up_proj", hidden, len(halves) * width, one * are_adapted, block.num_experts, bias),
+        Matrix("down_proj", width, hidden, one * bool(_rank(settings, *_DOWN)), block.num_experts, bias),
     )
 
 
@@ -375,26 +374,17 @@ def _divide_by_sum(tally: Tally, chosen: float, sums: float) -> None:
 
 
 def _score(tally: Tally, router: Matrix) -> None:
-    """The router's product. Its adapter is added to its weight at each call."""
+    """The router's product."""
     tokens, inputs, outputs, size = tally.tokens, router.inputs, router.outputs, tally.size
-    weight = router.params * size
     tally.forward.product(tokens, inputs, outputs, size)
     tally.backward.product(tokens, outputs, inputs, size)
     tally.sum_gradients(2)
-    if tally.trains or router.rank:
-        tally.backward.product(outputs, tokens, inputs, size)
     if tally.trains:
+        tally.backward.product(outputs, tokens, inputs, size)
         tally.accumulate(router.params)
         if router.has_bias:
             tally.backward.moves((tokens + 1) * outputs * size)
             tally.accumulate(router.outputs)
-    if router.rank:
-        tally.forward.product(outputs, router.rank, inputs, size)
-        tally.forward.moves(2 * weight, 3 * weight)
-        tally.backward.moves(2 * weight)
-        tally.backward.product(router.rank, outputs, inputs, size)
-        tally.backward.product(outputs, inputs, router.rank, size)
-        tally.accumulate(router.rank * router.inputs, router.rank * router.outputs)
 
 
 def compute_experts(tally: Tally, matrices: tuple[Matrix, ...], per_token: int, *, clamps_gates: bool) -> None:

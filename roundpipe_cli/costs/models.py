@@ -33,15 +33,6 @@ CHOSEN_BY_LOGIT = frozenset({"gpt_oss"})
 """Routers choose experts first, and the softmax is over the chosen; elsewhere it is over all, in float32."""
 CHOSEN_SUM_TO_ONE = frozenset({"qwen3_moe", "mixtral", "glm4_moe", "qwen3_next"})
 """Weights of the chosen experts are divided by their sum (`norm_topk_prob`, as the published models have it)."""
-ADAPTED_EXPERTS = frozenset(
-    {
-        *("afmoe", "cohere2_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5_moe", "exaone_moe"),
-        *("flex_olmo", "glm4_moe", "glm4_moe_lite", "glm4v_moe", "glm_moe_dsa", "hunyuan_v1_moe", "longcat_flash"),
-        *("mellum", "minimax", "minimax_m2", "mixtral", "olmoe", "qwen3_moe", "qwen3_next", "solar_open"),
-        *("qwen3_omni_moe", "qwen3_omni_moe_text", "qwen3_omni_moe_thinker"),
-    }
-)
-"""Model types whose fused experts and router PEFT adapts; in all others `all-linear` finds no linear layer there."""
 
 
 # The settings of a recipe that decide costs and memory.
@@ -63,6 +54,8 @@ class TrainingSettings:
     """The recipe fills microbatches by tokens; `micro_batch_size` is their number of full rows."""
     method: Literal["lora", "full"] = "lora"
     lora_r: int = 16
+    expert_r: int | None = None
+    """Rank of experts' adapters; 0: they have none; None: `lora_r` divided by the experts of a token, at least 1."""
     lora_dropout: float = 0.0
     lora_targets: tuple[str, ...] | None = None
     """Names of the adapted projections; None: all of them."""

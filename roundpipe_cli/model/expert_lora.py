@@ -171,6 +171,8 @@ def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return type(module).forward(module, *args, **kwargs)
 
 
+ROW_BYTES = 16
+"""torch's own grouped products take rows of a multiple of this."""
 PEFT_LAYER = "peft.tuners.lora.layer"
 MAX_PADDING, MAX_ROWS = 8, 2**17
 """Rows of a batched product: for each (token, expert) pair, and in all. Above, experts are looped over."""
@@ -206,7 +208,7 @@ def _activate(wrapper: Any, active_adapters: list[str]) -> Iterator[None]:
         with kernel.adapted(weights, _adapter(wrapper, adapters[0])):
             yield
         return
-    if is_one_matrix or not _is_grouped(layer, weights, rank):
+    if is_one_matrix or not _is_grouped(layer, weights):
         with _added(wrapper, adapters[0], layer, name, low_precision=low_precision):
             yield
         return
@@ -224,12 +226,9 @@ def _adapter(wrapper: Any, adapter: str) -> ExpertAdapter:
     return ExpertAdapter(lora_a.view(experts, rank, -1), b, float(wrapper.scaling[adapter]))
 
 
-def _is_grouped(layer: Any, weights: torch.Tensor, rank: int) -> bool:
-    """Whether the model multiplies these experts by grouped products, and torch's own takes such a rank."""
-    grouped = uses_grouped_products(layer)
-    if weights.device.type == "cpu":
-        return grouped
-    return grouped and weights.dtype == torch.bfloat16 and rank % 8 == 0  # rows of 16 bytes, as the kernel wants
+def _is_grouped(layer: Any, weights: torch.Tensor) -> bool:
+    """Whether the model multiplies these experts by grouped products."""
+    return uses_grouped_products(layer) and (weights.device.type == "cpu" or weights.dtype == torch.bfloat16)
 
 
 @contextmanager
@@ -267,7 +266,9 @@ class _Beside(TorchFunctionMode):
         ends, one = ends_in(args, kwargs), self._adapter
         groups = _groups(ends, tokens.shape[0]) if tokens.device.type == "cpu" else None
         if groups is None:
-            a, b = one.a.transpose(1, 2), one.b.transpose(1, 2)
+            missing = -one.a.shape[1] % (ROW_BYTES // tokens.element_size())
+            a, b = functional.pad(one.a, (0, 0, 0, missing)).transpose(1, 2), functional.pad(one.b, (0, missing))
+            b = b.transpose(1, 2)
             if self._kernel is not None:
                 a, b = (self._kernel.with_empty_groups(weights, ends) for weights in (a, b))
             beside = functional.grouped_mm(functional.grouped_mm(tokens, a, offs=ends), b, offs=ends)

@@ -7,19 +7,178 @@ import math
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from roundpipe_cli.choices import SIZE_NAMES
 from roundpipe_cli.errors import RefusedError, closest
 from roundpipe_cli.model.adapter_files import ADAPTER_CONFIG, put_adapter, read_adapter_config, refuse_not_trained
 from roundpipe_cli.model.stored.packed_weights import import_bitsandbytes, is_linear
 from roundpipe_cli.model.stored.tensors import base_name, is_adapter
+
+# Mixtures of experts: one rule for all types, whatever PEFT's own names for them are.
+#
+#     mlp.gate, mlp.shared_expert_gate      never adapted: they weigh experts
+#     mlp.experts.gate_up_proj [E, ...]     one adapter of `expert_r` for each expert, PEFT's `target_parameters`
+#     mlp.shared_expert.gate_proj, q_proj   like every linear layer
+#
+# PEFT itself adapts experts and routers of the types in its table, and takes the names of the other layers there for
+# theirs; such layers are named by their weights.
+
+ROUTERS = ("gate", "router", "shared_expert_gate")
+"""Names, beside fused or listed experts, of what chooses or weighs them."""
+_PARTS = {
+    "gate_up_proj": (("gate_up_proj",), ("gate_proj", "up_proj"), ("w1", "w3")),
+    "up_proj": (("up_proj",), ("w1",)),
+    "down_proj": (("down_proj",), ("w2",)),
+}
+"""Fused parameter of experts -> names that mean it, each all together."""
+EXPERT_PATTERN = r"experts\..*"
+"""The matrices of experts in PEFT's `rank_pattern`."""
+
+
+def fused_experts(model: nn.Module, blocks_path: str | None) -> list[str]:
+    """Names of parameters in the blocks that hold a matrix of every expert."""
+    start = f"{blocks_path}." if blocks_path else ""
+    named = ((name, parameter) for name, parameter in model.named_parameters() if name.startswith(start))
+    return [name for name, one in named if one.dim() == 3 and one.shape[0] > 1 and name.split(".")[-2] == "experts"]
+
+
+def experts_per_token(text_config: Any) -> int:
+    """Experts that compute a token; 0 where there are none."""
+    values = (getattr(text_config, name, None) for name in SIZE_NAMES["num_experts_per_tok"])
+    return next((value for value in values if isinstance(value, int) and value > 0), 0)
+
+
+def _routers(model: nn.Module) -> set[str]:
+    """Paths of the modules that choose or weigh experts, and of those in them."""
+    paths = [path for path, _ in model.named_modules()]
+    beside = {path.removesuffix("experts") for path in paths if path.endswith(".experts")}
+    tops = tuple(f"{holder}{name}" for holder in beside for name in ROUTERS)
+    tops += tuple(path for path, module in model.named_modules() if re.search("Router|TopKGat", type(module).__name__))
+    return {path for path in paths if path in tops or path.startswith(tuple(f"{top}." for top in tops))}
+
+
+@dataclass(frozen=True)
+class _Targets:
+    """What a model with experts is asked to adapt, in PEFT's words."""
+
+    modules: list[str]
+    parameters: list[str]
+
+
+def _targets_with_experts(model: nn.Module, settings: LoraSettings, blocks_path: str | None) -> _Targets | None:
+    """The layers that the settings name; None: no experts, so PEFT finds them.
+
+    Raises:
+        RefusedError: a name of a router, or one that nothing has.
+    """
+    paths = {path: module for path, module in model.named_modules() if path}
+    fused, routers = fused_experts(model, blocks_path), _routers(model)
+    taken = _names_taken_by_peft(model)
+    if not fused and not routers and not taken:
+        return None
+    left_out = re.compile(left_out_pattern(model, blocks_path) or "(?!)")
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    names = settings.target_modules
+    linear = {path for path, module in paths.items() if isinstance(module, nn.Linear) and module is not head}
+    if names == "all-linear":
+        chosen = {path for path in linear if not left_out.fullmatch(path)} - routers
+        experts = fused
+    else:
+        chosen = {path for path in paths if _is_named(path, names)}
+        if not isinstance(names, str):
+            _refuse_routers([name for name in names if any(_is_named(path, [name]) for path in routers)])
+        chosen -= routers
+        experts = [name for name in fused if _names_experts(name, names)]
+        if not isinstance(names, str):
+            _refuse_names(model, [name for name in names if not _is_known(name, chosen, experts)])
+    if settings.ranks_of(model.config)[1] == 0:
+        chosen, experts = {path for path in chosen if ".experts." not in path}, []
+    by_weight = {path for path in chosen if path.rpartition(".")[2] in taken}
+    parameters = {name for name, _ in model.named_parameters()}
+    weights = _shortest({*experts, *(f"{path}.weight" for path in by_weight)}, parameters)
+    return _Targets(_shortest(chosen - by_weight, paths), weights)
+
+
+def _is_named(path: str, names: str | Sequence[str]) -> bool:
+    if isinstance(names, str):
+        return re.fullmatch(names, path) is not None
+    return any(path == name or path.endswith(f".{name}") for name in names)
+
+
+def _names_experts(parameter: str, names: str | Sequence[str]) -> bool:
+    """Whether names, or a pattern, mean the matrices of experts in a fused parameter."""
+    holder, _, own = parameter.rpartition(".")
+    return any(all(_is_named(f"{holder}.{part}", names) for part in parts) for parts in _PARTS.get(own, ((own,),)))
+
+
+def _is_known(name: str, chosen: Collection[str], experts: Collection[str]) -> bool:
+    parts = {
+        f"{one.rpartition('.')[0]}.{part}" for one in experts for part in chain(*_PARTS.get(one.rpartition(".")[2], ()))
+    }
+    return any(_is_named(path, [name]) for path in (*chosen, *experts, *parts))
+
+
+def _refuse_routers(names: Sequence[str]) -> None:
+    if names:
+        raise RefusedError(
+            "the router of experts is never adapted",
+            where="lora.target_modules",
+            found=", ".join(names),
+            hint="leave it out: a router that moves while its experts learn undoes what they have learned",
+        )
+
+
+def _names_taken_by_peft(model: nn.Module) -> frozenset[str]:
+    """Names of layers that PEFT takes for experts' in models of this type."""
+    from peft import LoraConfig
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    names = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+    config = LoraConfig(target_modules=list(names))
+    convert_peft_config_for_transformers(config, model, None)
+    return frozenset(names) - frozenset(config.target_modules or ())
+
+
+def _shortest(chosen: Collection[str], every: Iterable[str]) -> list[str]:
+    """The shortest ends of `chosen` that no other of `every` has, as PEFT reads names in a list."""
+    others = {end for path in set(every) - set(chosen) for end in _ends(path)}
+    return sorted({next((end for end in _ends(path) if end not in others), path) for path in chosen})
+
+
+def _ends(path: str) -> Iterator[str]:
+    """`c`, `b.c`, `a.b.c` of `a.b.c`."""
+    parts = path.split(".")
+    return (".".join(parts[-count:]) for count in range(1, len(parts) + 1))
+
+
+def describe_experts(model: nn.Module) -> str | None:
+    """A notice on what is adapted in a model with experts, read from its adapters; None: it has none."""
+    if not _routers(model) and not fused_experts(model, None):
+        return None
+    ranks: dict[int, set[str]] = {}
+    of_experts = set()
+    for path, module in model.named_modules():
+        if hasattr(module, "lora_A") and ADAPTER in module.lora_A:
+            own = getattr(module, "parameter_name", "weight")
+            name = base_name(path) if own == "weight" else f"{base_name(path)}.{own}"
+            ranks.setdefault(module.r[ADAPTER], set()).add(re.sub(r"\.\d+\.", ".*.", re.sub(r"^.*?\.\d+\.", "", name)))
+            if ".experts." in name:
+                of_experts.add(module.r[ADAPTER])
+    adapted = "; ".join(
+        f"rank {rank}: {', '.join(sorted(names))}" for rank, names in sorted(ranks.items(), reverse=True)
+    )
+    experts = f"experts at rank {', '.join(map(str, sorted(of_experts)))}" if of_experts else "no experts"
+    return f"adapters: {adapted} ({experts}: lora.expert_r; routers are never adapted)"
+
 
 # Linear layers that `all-linear` leaves out: PEFT forbids them, they return no tensor, or are outside the blocks.
 
@@ -110,6 +269,13 @@ class LoraSettings:
     """Weight-decomposed adapters."""
     init: str = "default"
     """`default` or `gaussian`; see `initial_values`."""
+    expert_r: int | None = None
+    """Rank of the adapters of experts; 0: they get none; None: `r` divided by the experts that compute a token."""
+
+    def ranks_of(self, config: Any) -> tuple[int, int]:
+        """(rank of most adapters, rank of those of experts) in a model of this configuration."""
+        active = max(1, experts_per_token(config.get_text_config()))
+        return self.r, max(1, self.r // active) if self.expert_r is None else self.expert_r
 
 
 def add_lora(
@@ -132,12 +298,19 @@ def add_lora(
     from peft import LoraConfig, get_peft_model
 
     names = settings.target_modules if isinstance(settings.target_modules, str) else list(settings.target_modules)
+    try:
+        targets = _targets_with_experts(model, settings, blocks_path)
+    except re.error as error:
+        raise _nothing_to_adapt(model, settings, str(error)) from error
+    rank, expert_rank = settings.ranks_of(model.config)
     config = LoraConfig(
-        r=settings.r,
+        r=rank,
         lora_alpha=settings.alpha,
         lora_dropout=settings.dropout,
-        target_modules=names,
-        exclude_modules=left_out_pattern(model, blocks_path) if names == "all-linear" else None,
+        target_modules=targets.modules if targets else names,
+        target_parameters=(targets.parameters or None) if targets else None,
+        rank_pattern={EXPERT_PATTERN: expert_rank} if targets and expert_rank not in (0, rank) else {},
+        exclude_modules=left_out_pattern(model, blocks_path) if not targets and names == "all-linear" else None,
         bias="none",
         task_type="CAUSAL_LM",
         modules_to_save=list(settings.modules_to_save) or None,
@@ -153,7 +326,7 @@ def add_lora(
     except (ValueError, re.error) as error:
         reason = str(error).splitlines()[0][:200]
         if settings.use_dora and "dora" in reason.lower():
-            hint = "set lora.use_dora=false, or leave the experts out with lora.target_modules"
+            hint = "set lora.use_dora=false, or leave the experts out with lora.expert_r=0"
             raise RefusedError(
                 "DoRA cannot adapt this model", where="lora.use_dora", found=reason, hint=hint
             ) from error
@@ -163,19 +336,23 @@ def add_lora(
                 where="lora.dropout",
                 found=f"{settings.dropout:g}",
                 expected="0",
-                hint="lora.dropout=0, or leave the experts out with lora.target_modules",
+                hint="lora.dropout=0, or leave the experts out with lora.expert_r=0",
             ) from error
-        raise RefusedError(
-            "LoRA finds nothing to adapt",
-            where="lora.target_modules",
-            found=f"{names!r}: {reason}",
-            hint=_nearest(model, settings.target_modules) or TARGETS_HINT,
-        ) from error
-    if names != "all-linear":  # PEFT makes a list of it, with names of layers that it then leaves out
+        raise _nothing_to_adapt(model, settings, reason) from error
+    if not targets and names != "all-linear":  # PEFT makes a list of it, with names of layers that it then leaves out
         _refuse_unmatched(peft_model, "lora.target_modules")
     peft_model.peft_config[ADAPTER].base_model_name_or_path = base_name
     _use_dtype(model, dtype)
     return peft_model
+
+
+def _nothing_to_adapt(model: nn.Module, settings: LoraSettings, reason: str) -> RefusedError:
+    return RefusedError(
+        "LoRA finds nothing to adapt",
+        where="lora.target_modules",
+        found=f"{settings.target_modules!r}: {reason}",
+        hint=_nearest(model, settings.target_modules) or TARGETS_HINT,
+    )
 
 
 def continue_lora(model: nn.Module, folder: Path, *, dropout: float, dtype: torch.dtype, base_name: str) -> Any:
@@ -246,9 +423,15 @@ def _refuse_unmatched(peft_model: Any, where: str, hint: str | None = None) -> N
     # PEFT itself moves names of experts whose weights are fused to the parameters that hold them.
     names = sorted({*(config.target_modules or ()), *(config.target_parameters or ())})
     unmatched = [name for name in names if not any(path.endswith(f".{name}") for path in found)]
-    if unmatched:
-        hint = hint or _nearest(tuner.model, unmatched) or TARGETS_HINT
-        raise RefusedError("no such module to adapt", where=where, found=", ".join(unmatched), hint=hint)
+    _refuse_names(tuner.model, unmatched, where, hint)
+
+
+def _refuse_names(
+    model: nn.Module, names: Sequence[str], where: str = "lora.target_modules", hint: str | None = None
+) -> None:
+    if names:
+        hint = hint or _nearest(model, names) or TARGETS_HINT
+        raise RefusedError("no such module to adapt", where=where, found=", ".join(names), hint=hint)
 
 
 def _nearest(model: nn.Module, names: str | Sequence[str]) -> str | None:

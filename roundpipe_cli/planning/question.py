@@ -236,6 +236,7 @@ def settings_of(recipe: Recipe) -> TrainingSettings:
         sequence_chunks=recipe.pipeline.num_chunks,
         method=recipe.method,
         lora_r=recipe.lora.r,
+        expert_r=None if recipe.lora.expert_r == "auto" else recipe.lora.expert_r,
         lora_dropout=recipe.lora.dropout,
         lora_targets=None if targets == "all-linear" else (targets,) if isinstance(targets, str) else targets,
         dtype=recipe.dtype,

@@ -153,13 +153,17 @@ class LoraConfig:
 
     r: Annotated[int, Range(1, 65536)] = 16
     """Rank of the adapters. Trainable parameters and adapter size grow with it."""
+    expert_r: Literal["auto"] | Annotated[int, Range(0, 65536)] = "auto"
+    """Rank of the adapters of experts. `auto` is `r` divided by the number of experts that compute a token, at least 1,
+    as in the study "LoRA without regret" (thinkingmachines.ai, 2025); 0: experts have none. Routers never have one."""
     alpha: Annotated[float, Range(0, above=True)] = 32.0
-    """Scaling: the adapter's output is multiplied by alpha / r."""
+    """Scaling: the adapter's output is multiplied by alpha / r (an expert's by alpha / expert_r)."""
     dropout: Annotated[float, Range(0, 1, below=True)] = 0.0
     """Probability that an input of the adapter is zeroed in training. 0 is off."""
     target_modules: Words | Annotated[tuple[Words, ...], NotEmpty()] = "all-linear"
-    """Modules that get an adapter: `all-linear` (every linear layer but the LM head), a list of names such as
-    [q_proj, v_proj], or a regular expression that matches a module's whole name, such as .*layers.1[0-9].*_proj"""
+    """Modules that get an adapter: `all-linear` (every linear layer but the LM head, and all experts), a list of
+    names such as [q_proj, v_proj], or a regular expression that matches a module's whole name, such as
+    .*layers.1[0-9].*_proj"""
     modules_to_save: tuple[Words, ...] = ()
     """Names of modules that are trained whole beside the adapters and saved with them, such as [embed_tokens, lm_head]
     (a table that both share cannot be) or a norm of the blocks."""

@@ -50,24 +50,26 @@ def test_what_the_libraries_move_is_the_ledgers(model_type: str, method: str) ->
             assert moved == pytest.approx(launches.traffic_bytes, rel=0.05)
 
 
+@pytest.mark.parametrize("expert_r", [None, 0, 3])
 @pytest.mark.parametrize("model_type", ["llama", "qwen3_moe", "mixtral", "glm4_moe", "gpt_oss", "gemma3_text"])
-def test_adapters_are_those_that_peft_makes(model_type: str) -> None:
-    """Gate and up of fused experts have twice the rank, routers are adapted, and GPT-OSS's experts are not: `plan` said
-    643M for Qwen3-30B-A3B's 997M, and 185M for gpt-oss-20b's 8M."""
+def test_adapters_are_those_that_peft_makes(model_type: str, expert_r: int | None) -> None:
+    """Experts of every type are adapted, at a rank of their own; routers of none are."""
     model = build_skeleton(configuration(tiny(model_type)), torch.bfloat16)
     architecture = parse_config(model.config.to_dict(), name=model_type, source="tiny")
-    add_lora(model, LoraSettings(r=4, alpha=4), dtype=torch.bfloat16, base_name="tiny")
+    add_lora(model, LoraSettings(r=4, alpha=4, expert_r=expert_r), dtype=torch.bfloat16, base_name="tiny")
     trained = sum(one.numel() for name, one in model.named_parameters() if one.requires_grad and ".layers.1." in name)
-    assert lora_params(architecture, architecture.blocks[1], TrainingSettings(128, lora_r=4)) == trained
+    settings = TrainingSettings(128, lora_r=4, expert_r=expert_r)
+    assert lora_params(architecture, architecture.blocks[1], settings) == trained
 
 
 def test_adapters_of_shipped_experts() -> None:
     settings = TrainingSettings(2048, lora_r=16)
     sums = {name: sum(trainable_params(find_architecture(name), settings))
             for name in ("Qwen/Qwen3-30B-A3B", "openai/gpt-oss-20b")}  # fmt: skip
-    experts = 128 * (32 * (2048 + 2 * 768) + 16 * (768 + 2048)) + 16 * (2048 + 128)
+    experts = 128 * 2 * ((2048 + 2 * 768) + (768 + 2048))
     assert sums["Qwen/Qwen3-30B-A3B"] == 48 * (16 * 2 * (2048 + 4096 + 2048 + 512) + experts)
-    assert sums["openai/gpt-oss-20b"] == 24 * 16 * 2 * (2880 + 4096 + 2880 + 512)
+    experts = 32 * 4 * ((2880 + 2 * 2880) + (2880 + 2880))
+    assert sums["openai/gpt-oss-20b"] == 24 * (16 * 2 * (2880 + 4096 + 2880 + 512) + experts)
 
 
 def test_a_window_is_a_mask_from_its_own_length_on() -> None:

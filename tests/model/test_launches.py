@@ -31,8 +31,8 @@ EXPECTED = {
     ("qwen3", "lora", "auto"): (37, 68),
     ("qwen3", "full", "reference"): (55, 114),
     ("qwen3", "full", "auto"): (23, 48),
-    ("gpt_oss", "lora", "reference"): (97, 131),
-    ("gpt_oss", "lora", "auto"): (67, 87),
+    ("gpt_oss", "lora", "reference"): (109, 153),
+    ("gpt_oss", "lora", "auto"): (71, 99),
     ("gpt_oss", "full", "reference"): (81, 141),
     ("gemma3_text", "lora", "reference"): (111, 172),
     ("gemma3_text", "lora", "auto"): (45, 76),
@@ -132,7 +132,7 @@ def passes(found: Any) -> list[tuple[int, int]]:
         ("lora", (8, 6), {}, 4),
         ("full", (12, 0), {}, 2),
         ("lora", (9, 0), {"dtype": torch.float16}, 4),
-        ("lora", (9, 0), {"rank": 4}, 2),  # gate and up have twice the rank, which torch's own kernel takes
+        ("lora", (9, 0), {"rank": 4}, 4),  # the experts have rank 1, which torch's own kernel does not take
     ],
 )
 def test_our_kernels_take_all_experts_at_once(method: str, capability: tuple[int, int], more: Any, ours: int) -> None:
@@ -150,7 +150,7 @@ def test_our_kernels_take_all_experts_at_once(method: str, capability: tuple[int
 
 @pytest.mark.skipif(not GROUPED_AS_COUNTED, reason=MASKS_MORE)
 def test_a_feed_forward_part_of_128_experts_is_a_few_launches() -> None:
-    """Router and experts with adapters on sm86, 28 launches of the block's: six are products, a few sort and gather."""
+    """Router and adapted experts on sm86, 25 of the block's launches: five are products, a few sort and gather."""
     figures = shipped(FAMILIES["qwen3_moe"], num_hidden_layers=2, vocab_size=64)
     model = build_skeleton(configuration(figures), torch.bfloat16)
     split = split_model(model)
@@ -160,7 +160,7 @@ def test_a_feed_forward_part_of_128_experts_is_a_few_launches() -> None:
     part: Any = worker.blocks[0].get_submodule("mlp")
     with torch.no_grad(), LaunchCounter((8, 6)) as counter:
         part(torch.empty(1, 64, figures["hidden_size"], dtype=torch.bfloat16, device="meta"))
-    assert (counter.launches.num_launches, counter.launches.num_products, counter.launches.num_host_waits) == (28, 6, 0)
+    assert (counter.launches.num_launches, counter.launches.num_products, counter.launches.num_host_waits) == (25, 5, 0)
 
 
 def test_the_script_prints_a_row_for_each_kind_of_block(capsys: pytest.CaptureFixture[str]) -> None:

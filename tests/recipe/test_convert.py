@@ -489,6 +489,7 @@ NOT_OF_PEERS = {
     "orpo",
     "simpo",
     "lora",
+    "lora.expert_r",
     "datasets",
     "pipeline",
     "nodes",

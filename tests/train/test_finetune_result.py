@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,9 @@ from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from roundpipe_cli.events import Event
+from roundpipe_cli.costs.block_work import lora_params
+from roundpipe_cli.costs.models import TrainingSettings, parse_config
+from roundpipe_cli.events import Event, Notice
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.train.checkpoint.output_dir import OutputDir
 from roundpipe_cli.train.loop import Trainer
@@ -41,14 +44,22 @@ def plain_run(tmp_path_factory: pytest.TempPathFactory, model: Path) -> tuple[Pa
     return folder, finetune(folder).expect(0)
 
 
-def train_here(folder: Path, *overrides: str) -> Setup:
-    """Train in this process; the model and weights that were trained come back."""
+EXPERTS = "mlp.experts"
+
+
+def train_here(folder: Path, *overrides: str, told: list[str] | None = None) -> Setup:
+    """Train in this process; the model and weights that were trained come back.
+
+    `told` gets the notices.
+    """
     events: list[Event] = []
     loaded = load_recipe(folder / "recipe.yaml", overrides)
     output_dir = Path(loaded.recipe.output_dir)
     with StopSignals() as signals, OutputDir(output_dir):
         setup = prepare(loaded, offline=True, tell=events.append)
         Trainer(setup, output_dir, signals, Reporting(events.append)).run(None)
+    if told is not None:
+        told += [event.text for event in events if isinstance(event, Notice)]
     return setup
 
 
@@ -139,16 +150,34 @@ def test_the_adapter_is_the_trained_one_to_the_bit(folder: Path) -> None:
     assert not torch.equal(logits_of(loaded), logits_of(base_model(folder / "model")))
 
 
-def test_the_adapter_of_a_mixture_of_experts_agrees(folder: Path) -> None:
-    make_model(folder / "moe", "qwen3_moe")
-    setup = train_here(folder, "model=moe", "lora.dropout=0")
+@pytest.mark.parametrize("expert_r", ["auto", 3])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "qwen2_moe", "mixtral", "gpt_oss", "glm4_moe", "olmoe"])
+def test_one_rule_adapts_experts_and_never_a_router(folder: Path, model_type: str, expert_r: object) -> None:
+    """PEFT adapted Qwen3's experts and router at r, gpt-oss's attention alone, and lost GLM's shared experts. What a
+    run's first lines list, what `plan` counts and what PEFT loads is what the file holds."""
+    make_model(folder / "moe", model_type)
+    told: list[str] = []
+    words = ("model=moe", "lora.dropout=0", "lora.r=8", f"lora.expert_r={expert_r}", "max_steps=2")
+    setup = train_here(folder, *words, told=told)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        warnings.filterwarnings("ignore", message=".*_pattern keys did not.*")  # PEFT's own, for gate_up's doubled rank
+        warnings.filterwarnings("ignore", message=".*_pattern keys did not.*")  # PEFT looks for modules of that name
         loaded = PeftModel.from_pretrained(base_model(folder / "moe"), str(folder / "out"))
     state = load_file(folder / "out" / "adapter_model.safetensors")
     assert get_peft_model_state_dict(loaded).keys() == state.keys()
-    assert any("experts" in name and bool(tensor.any()) for name, tensor in state.items() if "lora_B" in name)
+    assert not [name for name in state if ".gate." in name or ".router." in name or "shared_expert_gate" in name]
+    (said,) = (text for text in told if "routers are never adapted" in text)
+    places = {re.sub(r"^.*?\.layers\.\d+\.|\.lora_A.*", "", name) for name in state if ".lora_A." in name}
+    places = {{EXPERTS: f"{EXPERTS}.down_proj", f"{EXPERTS}.base_layer": f"{EXPERTS}.gate_up_proj"}.get(name, name)
+              for name in places}  # fmt: skip
+    assert set(re.findall(r"[\w.]+_proj", said)) == places and f"{EXPERTS}.gate_up_proj" in places
+    rank = max(1, 8 // setup.model.config.num_experts_per_tok) if expert_r == "auto" else expert_r
+    assert f"experts at rank {rank}:" in said
+    architecture = parse_config(setup.model.config.to_dict(), name=model_type, source="tiny")
+    settings = TrainingSettings(64, lora_r=8, expert_r=None if expert_r == "auto" else 3)
+    counted = sum(lora_params(architecture, block, settings) for block in architecture.blocks)
+    assert counted == sum(tensor.numel() for tensor in state.values())
+    assert any(".experts." in name and bool(tensor.any()) for name, tensor in state.items() if "lora_B" in name)
     ours, theirs = logits_of(plain_copy(setup.model, setup.store)), logits_of(loaded)
     assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-5 * float(theirs.abs().max()))
 

@@ -343,6 +343,7 @@ def test_what_cannot_be_done_is_refused(
         ("untied", "target_modules", "q_proj", "q_proj", "lora.target_modules=[q_proj]"),
         ("untied", "target_modules", "'('", "unterminated", "lora.target_modules=all-linear"),
         ("experts", "target_modules", "[q_proj, w1]", "w1", "lora.target_modules=all-linear"),
+        ("experts", "target_modules", "[q_proj, gate]", "gate", "leave it out"),  # a router is never adapted
         ("untied", "modules_to_save", "[lm_hed]", "lm_hed", "did you mean lm_head?"),
     ],
 )

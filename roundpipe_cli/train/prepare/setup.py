@@ -46,7 +46,12 @@ from roundpipe_cli.model.fingerprint import Fingerprint, config_fingerprint
 from roundpipe_cli.model.fused import FusedOps, find_fused_ops
 from roundpipe_cli.model.layout import LayerLayout, layer_parameters, make_layout
 from roundpipe_cli.model.load import build_skeleton, load_config, load_tokenizer, switch_off
-from roundpipe_cli.model.lora import describe_dead_alternatives, describe_left_out
+from roundpipe_cli.model.lora import (
+    describe_dead_alternatives,
+    describe_experts,
+    describe_left_out,
+    experts_per_token,
+)
 from roundpipe_cli.model.meta_counts import NotBuiltError, count_on_meta
 from roundpipe_cli.model.router_loss import describe_router_loss, leave_out_router_loss
 from roundpipe_cli.model.split import ModelSplit, split_model
@@ -490,6 +495,8 @@ def prepare(
     for text in _describe_targets(model, split, recipe) if start is None else ():
         tell(Notice(text))
     peft_model = trained.put_into(model, split)
+    if adapted := describe_experts(model) if peft_model is not None else None:
+        tell(Notice(adapted))
     if reference := describe_reference(recipe, base.source, start):
         tell(Notice(reference))
     packed = _packed_names(base, model, split, tell)
@@ -722,11 +729,6 @@ def _describe_model(config: Any, layouts: list[LayerLayout], recipe: Recipe, dev
         f"model: {config.model_type}, {len(layouts) - 2} blocks, {format_count(total)} parameters, "
         f"{format_count(trained)} trained ({recipe.method}, {recipe.dtype}) on {', '.join(devices)}"
     )
-
-
-def experts_per_token(text_config: Any) -> int:
-    """Experts that compute a token; 0 where there are none."""
-    return next((getattr(text_config, k) for k in ("num_experts_per_tok", "top_k_experts") if _has(text_config, k)), 0)
 
 
 def active_parameters(model: nn.Module, layouts: list[LayerLayout]) -> list[int]:

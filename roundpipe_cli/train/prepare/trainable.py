@@ -291,6 +291,7 @@ def make_trainable(
         use_rslora=recipe.lora.use_rslora,
         use_dora=recipe.lora.use_dora,
         init=recipe.lora.init,
+        expert_r=None if recipe.lora.expert_r == "auto" else recipe.lora.expert_r,
     )
     peft_model = add_lora(model, settings, dtype=dtype, base_name=name, blocks_path=split.blocks_path)
     peft_model.peft_config[ADAPTER].revision = source.commit
