@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -276,8 +276,12 @@ def _sequence_tokens(recipe: Recipe, lengths: npt.NDArray[np.int64], *, longest:
 
 
 @contextmanager
-def page_locked(store: WeightStore, devices: Sequence[str], weights: str, tell: Tell) -> Iterator[None]:
+def page_locked(
+    store: WeightStore, devices: Sequence[str], weights: str, tell: Tell
+) -> Iterator[Callable[[Sequence[torch.Tensor]], None]]:
     """Page-lock the store's weights and gradients inside the `with` block, so that copies to GPUs run beside the host.
+
+    Yields a function that does the same with other buffers of its.
 
     Args:
         weights: as in the recipe.
@@ -289,14 +293,18 @@ def page_locked(store: WeightStore, devices: Sequence[str], weights: str, tell: 
     """
     wanted = devices[0] != "cpu" and weights != "pageable"
     index = gpu_index(devices[0]) if wanted else 0
-    locked = []
-    try:
-        for buffer in store.transferred if wanted else []:
+    locked: list[torch.Tensor] = []
+
+    def lock(buffers: Sequence[torch.Tensor]) -> None:
+        for buffer in buffers if wanted else ():
             if not cuda.register_host_buffer(buffer, index):
                 _refuse_or_tell(weights, tell)
                 break
             locked.append(buffer)
-        yield
+
+    try:
+        lock(store.transferred)
+        yield lock
     finally:
         for buffer in locked:
             cuda.unregister_host_buffer(buffer)
