@@ -145,6 +145,19 @@ class OutOfDeviceMemoryError(ResourceError):
     """A worker's device is out of memory; the step can be computed again with less. Exit code 5."""
 
 
+class DeviceLostError(ResourceError):
+    """Devices failed or hang; where others are left, they can compute the step again. Exit code 5."""
+
+    workers: tuple[int, ...] = ()
+    """Workers of the engine on which it showed."""
+    is_hang = False
+    """They make no progress, so their threads may never return."""
+    rest: tuple[str, ...] = ()
+    """Devices on which another run may go on."""
+    at: str = ""
+    """What was computed, such as `step 5`; empty while the run may go on."""
+
+
 class NodeLostError(RoundpipeError):
     """Another machine's process of the same run ended. Exit code 1, as nothing is wrong here."""
 

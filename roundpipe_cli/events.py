@@ -196,6 +196,26 @@ class CheckpointSaved:
 
 
 @dataclass(frozen=True)
+class DeviceLost:
+    """A worker's device failed or hangs; the others compute again what it was at, where they can."""
+
+    time_s: float
+    worker: int
+    device: str
+    at: str
+    """`step 5`."""
+    cause: str
+    left: tuple[str, ...]
+    """Devices that go on; none where the run ends."""
+
+    @property
+    def text(self) -> str:
+        """For the user, without the time."""
+        text = f"{self.device} (worker {self.worker}) was lost at {self.at}: {self.cause}"
+        return f"{text}; computed again on {', '.join(self.left)}" if self.left else text
+
+
+@dataclass(frozen=True)
 class Paused:
     """The user pauses the run between two steps (`paused`), or continues it."""
 
@@ -230,6 +250,7 @@ Event = (
     | EvaluationFinished
     | Sample
     | CheckpointSaved
+    | DeviceLost
     | Paused
     | RunStopped
     | RunFinished

@@ -9,6 +9,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,6 +30,7 @@ from roundpipe_cli.costs.machine import (
     host_layout,
     host_memory,
     is_wsl,
+    lost_devices,
     num_cores,
     processor_name,
     this_machine,
@@ -81,6 +83,7 @@ def all_checks(*, offline: bool) -> Iterator[Check]:
     rows, driver = _driver()
     yield driver
     yield from _gpus(rows)
+    yield from _lost()
     yield _memory()
     yield from _host_layout()
     yield from _disk()
@@ -223,6 +226,15 @@ def _gpus(rows: list[list[str]]) -> Iterator[Check]:
         narrow = width.isdigit() and most_width.isdigit() and int(width) < int(most_width)
         fix = f"it could have x{most_width}: another slot, or the board's settings" if narrow else None
         yield Check(f"GPU {index}", "note" if narrow else "good", found, fix)
+
+
+def _lost() -> Iterator[Check]:
+    """The newest losses of devices, one for each device."""
+    newest = {text.split(" ", 1)[0]: (time_s, text) for time_s, text in lost_devices()}
+    for time_s, text in newest.values():
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(time_s))
+        fix = "look at its power, cooling, riser and `dmesg | grep Xid`; pipeline.devices leaves it out"
+        yield Check("lost device", "note", f"{when}: {text}", fix)
 
 
 def _workers(num_gpus: int) -> Check:

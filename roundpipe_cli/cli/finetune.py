@@ -7,21 +7,29 @@ import functools
 import io
 import os
 import shlex
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from roundpipe_cli.cli.output import go_offline, quiet_libraries, say, terminal_width, wrapped
-from roundpipe_cli.costs.machine import Process, launched_without_ranks, require_address, this_process, was_restarted
-from roundpipe_cli.errors import RefusedError, RoundpipeError
+from roundpipe_cli.cli.output import go_offline, quiet_libraries, say, show_error, terminal_width, wrapped
+from roundpipe_cli.costs.machine import (
+    Process,
+    launched_without_ranks,
+    num_machines,
+    require_address,
+    this_process,
+    was_restarted,
+)
+from roundpipe_cli.errors import DeviceLostError, RefusedError, RoundpipeError
 from roundpipe_cli.events import Notice
 from roundpipe_cli.faults import load_faults
 from roundpipe_cli.files import cache_folder, named_path
 from roundpipe_cli.recipe.schema import Recipe
-from roundpipe_cli.units import format_loss, format_seconds
+from roundpipe_cli.units import counted, format_loss, format_seconds
 
 if TYPE_CHECKING:
     from roundpipe_cli.costs.find_model import FoundConfig
@@ -198,6 +206,9 @@ def finetune(
     trace: Annotated[
         bool, typer.Option("--trace", help="Write the last steps' work to trace.json, for ui.perfetto.dev.")
     ] = False,
+    restarts: Annotated[
+        int, typer.Option("--restarts", metavar="N", min=0, help="Start again so often without devices that are lost.")
+    ] = 0,
 ) -> None:
     """Fine-tune a model as a recipe says.
 
@@ -208,7 +219,17 @@ def finetune(
     from roundpipe_cli.recipe.load import load_recipe
     from roundpipe_cli.train.signals import StopSignals
 
-    with StopSignals() as signals, contextlib.ExitStack() as stack:
+    switches = {
+        "--json": json_,
+        "--no-dashboard": no_dashboard,
+        "--allow-other-base": allow_other_base,
+        "--offline": offline,
+        "--trace": trace,
+    }
+    words = [word for word, is_on in switches.items() if is_on]
+    words += [f"--allow-changed={key}" for key in allow_changed or ()]
+    again = functools.partial(start_again, recipe, overrides or (), words, restarts, resume=resume)
+    with restarting(again, restarts), StopSignals() as signals, contextlib.ExitStack() as stack:
         process, nodes = this_process(), None
         if process.count > 1:  # from here on a refusal of one machine ends all
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # a lost store shows C++ stacks; our error says it
@@ -226,7 +247,8 @@ def finetune(
             nodes.meet(loaded.recipe)
         from roundpipe_cli.train.signals import Reporting, Start
 
-        start = Start(resume, offline, allow_changed or (), allow_other_base)
+        lost_at = os.environ.get(LOST_AT_VARIABLE, "")
+        start = Start(resume, offline, allow_changed or (), allow_other_base, lost_at)
         if is_first:
             from roundpipe_cli.train.checkpoint.output_dir import refuse_if_held, refuse_wrong_start
 
@@ -242,7 +264,7 @@ def finetune(
         from roundpipe_cli.cli.display import Display, training_keys
         from roundpipe_cli.cli.export import make_repository, push_result
         from roundpipe_cli.cli.lines import LinePrinter
-        from roundpipe_cli.planning.run_plan import planned_bytes
+        from roundpipe_cli.planning.run_plan import planned_bytes, reason_against
         from roundpipe_cli.train.preflight import check_names, check_sources, fetch_model, found_config
 
         plain = LinePrinter(loaded.recipe.logging_steps, as_json=json_, is_verbose=verbose) if is_first else _silent
@@ -264,7 +286,8 @@ def finetune(
         with Display(plain, dashboard=has_screen, keys=training_keys(signals), output_dir=output_dir) as display:
             signals.announce = display.announce
             planned = None if asked is None else functools.partial(planned_bytes, asked)
-            reporting = Reporting(display, live=display.is_dashboard, trace=trace, planned=planned)
+            refused = None if asked is None else functools.partial(reason_against, asked)
+            reporting = Reporting(display, live=display.is_dashboard, trace=trace, planned=planned, refused=refused)
             if nodes is not None and is_first:
                 nodes.say = lambda text: display(Notice(text))
             train(loaded, start, reporting, signals, source=source, asked=asked, nodes=nodes)
@@ -273,6 +296,63 @@ def finetune(
             if loaded.recipe.hub_model_id is not None:
                 say(f"uploading the result to {loaded.recipe.hub_model_id} ...")
                 say(f"uploaded to {push_result(output_dir, loaded.recipe.hub_model_id, loaded.recipe.model)}")
+
+
+LOST_AT_VARIABLE = "ROUNDPIPE_LOST_AT"
+"""Where a device was lost for which this run was started again."""
+
+
+@contextlib.contextmanager
+def restarting(again: Callable[[DeviceLostError], None], restarts: int) -> Iterator[None]:
+    """Where a lost device ends the run, and others are left, it is started again by `again`, up to `restarts` times.
+
+    Raises:
+        RefusedError: several machines, whose processes torchrun starts again.
+    """
+    if restarts and num_machines() > 1:
+        raise RefusedError("--restarts: not with several machines", hint="torchrun --max-restarts does so")
+    try:
+        yield
+    except DeviceLostError as error:
+        if restarts and error.rest:
+            show_error(error)
+            again(error)
+        raise
+
+
+def start_again(
+    recipe: str, overrides: Sequence[str], words: Sequence[str], restarts: int, error: DeviceLostError, *, resume: bool
+) -> None:
+    """Become the same command on the devices that are left, from the newest checkpoint.
+
+    This process becomes another program, since the driver may serve it no device any more.
+
+    Args:
+        words: the command's other options.
+    """
+    from roundpipe_cli.engine.backends import cuda
+    from roundpipe_cli.recipe.load import load_recipe
+    from roundpipe_cli.train.checkpoint.output_dir import list_checkpoints
+    from roundpipe_cli.train.prepare.devices import choose_devices, gpu_index, threads_per_worker
+
+    own = load_recipe(recipe, overrides).recipe
+    devices = list(error.rest)
+    words = [recipe, *words, *overrides, f"--restarts={restarts - 1}"]
+    if devices[0] == "cpu":  # the number of threads changes bits
+        every, _ = choose_devices(own.pipeline.devices)
+        words.append(f"pipeline.threads_per_worker={threads_per_worker(own.pipeline.threads_per_worker, len(every))}")
+    else:  # by names that stay when a card is gone
+        names = list(dict.fromkeys(devices))
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(cuda.uuid(gpu_index(name)) for name in names)
+        devices = [f"cuda:{names.index(name)}" for name in devices]
+    words.append(f"pipeline.devices=[{','.join(devices)}]")
+    if list_checkpoints(named_path(own.output_dir)):  # its own, wherever it began
+        words += ["--resume", *(["resume_from_checkpoint=auto"] if own.resume_from_checkpoint else [])]
+    elif resume:
+        words.append("--resume")
+    say(f"starting again on {', '.join(error.rest)}; {counted(restarts - 1, 'more restart')} would be made")
+    os.environ[LOST_AT_VARIABLE] = error.at
+    os.execv(sys.executable, [sys.executable, "-m", "roundpipe_cli", "finetune", *words])
 
 
 def _silent(event: Event) -> None:

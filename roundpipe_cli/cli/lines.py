@@ -16,6 +16,7 @@ from roundpipe_cli.dashboard.state import DashboardState, fetching_line, fold
 from roundpipe_cli.dashboard.waiting import advice, details
 from roundpipe_cli.events import (
     CheckpointSaved,
+    DeviceLost,
     EvaluationFinished,
     Event,
     Fetching,
@@ -123,6 +124,8 @@ class LinePrinter:
                 say(f"sample: {prompt[-SAMPLE_CHARACTERS:]!r} -> {answer[:SAMPLE_CHARACTERS]!r}")
         elif isinstance(event, Notice):
             say(event.text if event.text.startswith("warning: ") else f"note: {event.text}")
+        elif isinstance(event, DeviceLost):
+            say(f"warning: {time.strftime('%H:%M:%S', time.localtime(event.time_s))} {event.text}")
         elif isinstance(event, Phase):
             say(f"{event.text} ...")
         elif isinstance(event, RunStarted):

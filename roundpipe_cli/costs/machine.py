@@ -5,16 +5,20 @@ A container's memory limit counts before the machine's: cgroup v2 and v1 are bot
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import re
 import shutil
 import subprocess
+import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from roundpipe_cli.costs.hardware import Device, Hardware, catalogue, find_gpu, gpu_device
-from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.errors import RefusedError, ResourceError
+from roundpipe_cli.files import append_line, cache_folder, read_regular
 from roundpipe_cli.units import GIB, MIB
 
 # The place of this process in a run, by torchrun's environment variables. No torch.
@@ -403,6 +407,36 @@ def describe_locking() -> str:
 def is_wsl() -> bool:
     """Whether this is Linux inside Windows, by its kernel's name."""
     return "microsoft" in platform.release().lower()
+
+
+# Devices that runs on this machine lost, for `doctor`.
+
+LOST_DAYS = 30
+MAX_LOST_BYTES = 1 << 20
+
+
+def _lost_path() -> Path:
+    return cache_folder("lost") / "devices.jsonl"
+
+
+def note_lost_device(text: str) -> None:
+    """Remember that a run lost a device; a cache that cannot be written is no error."""
+    with suppress(OSError, ResourceError, RefusedError):
+        path = _lost_path()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        append_line(path, json.dumps({"time": time.time(), "text": text}))
+
+
+def lost_devices() -> list[tuple[float, str]]:
+    """(Unix time, which and why) of devices that runs lost in the last `LOST_DAYS` days, oldest first."""
+    found = []
+    with suppress(OSError, RefusedError):
+        for line in read_regular(_lost_path(), MAX_LOST_BYTES).decode(errors="replace").splitlines():
+            with suppress(ValueError, KeyError, TypeError):
+                row = json.loads(line)
+                if time.time() - float(row["time"]) < LOST_DAYS * 86400:
+                    found.append((float(row["time"]), str(row["text"])))
+    return found
 
 
 def free_disk_bytes(folder: Path) -> int | None:

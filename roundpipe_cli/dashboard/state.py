@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from roundpipe_cli.events import (
     CheckpointSaved,
+    DeviceLost,
     DeviceSample,
     EvaluationFinished,
     Event,
@@ -184,6 +185,8 @@ class WorkerView:
     """Share of the last step that it computed."""
     mean_utilization: Mean = Mean()
     sample: DeviceSample = DeviceSample()
+    lost_at: str = ""
+    """Where its device was lost."""
 
 
 @dataclass(frozen=True)
@@ -265,6 +268,12 @@ def fold(state: DashboardState, event: Event, now_s: float) -> DashboardState:
         if math.isfinite(event.loss):
             state = replace(state, evaluations=(*state.evaluations[-MAX_POINTS:], (event.step, event.loss)))
         return _said(replace(state, phase=""), now_s, _evaluation_words(event))
+    if isinstance(event, DeviceLost):
+        workers = tuple(
+            WorkerView(worker.device, worker.spans, lost_at=event.at) if index == event.worker else worker
+            for index, worker in enumerate(state.workers)
+        )
+        return _said(replace(state, workers=workers), now_s, event.text)
     if isinstance(event, RunFinished):
         return replace(state, finished=event, phase="", paused=False)
     if isinstance(event, RunStopped):
@@ -376,7 +385,9 @@ def _step_finished(state: DashboardState, event: StepFinished, now_s: float) -> 
     else:  # the timeline was dropped, or is not recorded
         seconds = event.step_s
     workers = tuple(
-        replace(worker, utilization=share, mean_utilization=worker.mean_utilization.with_value(share, seconds))
+        worker
+        if worker.lost_at
+        else replace(worker, utilization=share, mean_utilization=worker.mean_utilization.with_value(share, seconds))
         for worker, share in zip(state.workers, event.utilization, strict=False)
     )
     return replace(

@@ -283,6 +283,9 @@ def _grid(scene: _Scene, look: _Look, count: int, width: int) -> list[Text]:
 
 
 def _lane(scene: _Scene, worker: WorkerView, width: int, num_lines: int = 1) -> list[Text]:
+    if worker.lost_at:
+        said = Text(f"lost at {escape_controls(worker.lost_at)}", style=scene.theme.bad)
+        return [fit(said if at == (num_lines - 1) // 2 else Text(""), width, scene.theme) for at in range(num_lines)]
     spans = worker.spans if worker.running is None else (*worker.spans, worker.running)
     return lane(spans, scene.end_s, scene.seconds, width, theme=scene.theme, num_lines=num_lines)
 
@@ -348,7 +351,9 @@ def _percent(share: float | None) -> str:
 def _figures(worker: WorkerView, width: int, theme: Theme) -> Text:
     """Share of the last step that it computed, and what the device tells; the rest is left out where it has no room."""
     now, mean = worker.utilization, worker.mean_utilization.value
-    parts = []
+    parts: list[Text] = []
+    if worker.lost_at:
+        return _joined(parts, width)
     if now is not None:
         busy = Text.assemble("busy ", (_percent(now).strip(), "bold"), (f" mean {_percent(mean).strip()}", theme.faint))
         parts.append(busy)

@@ -83,7 +83,8 @@ def longest_waiting(state: DashboardState) -> Waiting | None:
     if step is None:
         return None
     launches = state.run is not None and state.run.goal in LAUNCHING
-    found = [waiting(step, worker, launches=launches) for worker in range(len(state.workers))]
+    there = (index for index, worker in enumerate(state.workers) if not worker.lost_at)
+    found = [waiting(step, worker, launches=launches) for worker in there]
     longest = max((one for one in found if one is not None), key=lambda one: one.total_s, default=None)
     row = state.step
     if longest is None or row is None or row.step != step.step or row.preference is not None:
@@ -252,6 +253,8 @@ def _host_words(state: DashboardState) -> list[str]:
 
 
 def _worker_words(worker: WorkerView) -> str:
+    if worker.lost_at:
+        return f"{worker.device}, lost at {worker.lost_at}"
     sample, parts = worker.sample, [worker.device]
     if worker.utilization is not None:
         parts.append(f"busy {100 * worker.utilization:.0f} %, mean {100 * worker.mean_utilization.value:.0f} %")

@@ -141,6 +141,10 @@ class Worker:
         self._carrier: Carrier | None = None
         self._step = WorkerStep(index)
 
+    def become(self, index: int) -> None:
+        """Take another number, between two steps."""
+        self.index = self.runner.layers.worker = self.slots.cache.worker = index
+
     def begin_part(self, part: WorkerPart) -> None:
         context = part.context
         self.backend.reset_peak()

@@ -492,8 +492,11 @@ def without_small_cards(question: PlanRequest) -> Iterator[PlanRequest]:
 def with_cards_of(question: PlanRequest, least_bytes: int) -> PlanRequest:
     """The question for the devices of at least so much memory."""
     kept = tuple(device for device in question.hardware.devices if device.memory_bytes >= least_bytes)
-    if len(kept) == question.num_workers:
-        return question
+    return question if len(kept) == question.num_workers else on_devices(question, kept)
+
+
+def on_devices(question: PlanRequest, kept: tuple[Device, ...]) -> PlanRequest:
+    """The question for these of its devices."""
     hardware = replace(question.hardware, devices=kept)
     analytic = analytic_costs(question.architecture, question.settings, hardware)
     if question.settings.weights_on_disk:  # the disk is the link, whatever the devices'

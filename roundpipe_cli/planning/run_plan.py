@@ -19,6 +19,7 @@ from roundpipe_cli.planning.question import (
     choose_tier,
     describe_idle_gpus,
     names_of_cards,
+    on_devices,
     with_cards_of,
     without_small_cards,
 )
@@ -107,6 +108,21 @@ def check_fits(question: PlanRequest) -> None:
         for reason in verdict.reasons
     )
     raise error
+
+
+def reason_against(asked: PlanRequest, left: Sequence[int]) -> str | None:
+    """Why a run cannot go on with the devices of these workers alone; None: it can, as far as is known.
+
+    Args:
+        asked: when the run began, for all of its workers.
+    """
+    devices = asked.hardware.devices
+    if asked.architecture.is_guess or not asked.hardware.is_here or max(left) >= len(devices):
+        return None
+    fewer = on_devices(asked, tuple(devices[worker] for worker in left))
+    settings = replace(fewer.settings, unpacks_once=False)
+    verdict = judge_coarsest(fewer.architecture, settings, fewer.hardware, fewer.analytic)
+    return next(iter(verdict.short_reasons), None)
 
 
 # Predictions for the stages that a run used, for the comparison at its end.

@@ -508,6 +508,10 @@ class Recipe:
     on_oom: Literal["stop", "adapt"] = "stop"
     """When a device runs out of memory: stop with advice, or recompute layer by layer, then divide the microbatches
     (same rows, same loss), compute the step again and say what to write here."""
+    on_device_loss: Literal["continue", "stop"] = "continue"
+    """When a device fails or hangs: leave it out and compute the step again on the others, which changes no bit, and
+    write a checkpoint; or stop with exit code 5. With a max_grad_norm of 0, which lets updates begin within a step,
+    only a step without updates is computed again; any other ends the run."""
     check_longest_rows: Literal["auto"] | bool = "auto"
     """Compute a step of the longest rows before the first step and discard it, so that a lack of memory shows at once.
     It takes the time of a step and changes no bit of the run. `auto` does so on GPUs; not with packing, where all
@@ -516,7 +520,8 @@ class Recipe:
     """When a loss or gradient is NaN or infinite: stop (exit code 4), or skip that update, name its rows and
     continue; ten such steps in a row stop the run anyway."""
     watchdog_s: Annotated[float, Range(0)] = 600.0
-    """Seconds without progress after which a run ends with exit code 1 and the stacks of all threads. 0 is never."""
+    """Seconds without progress after which the stacks of all threads are shown, and a run ends with exit code 1 or goes
+    on without a device that hangs alone (see `on_device_loss`). 0 is never."""
     weights: Literal["auto", "pinned", "pageable", "mmap"] = "auto"
     """Where the base weights live on the host: page-locked (fastest), ordinary memory, or the checkpoint file."""
     hardware: Words | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -32,11 +32,12 @@ from roundpipe_cli.engine.probe import (
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.errors import ResourceError
 from roundpipe_cli.events import Notice, Tell
+from roundpipe_cli.model.lora import experts_per_token
 from roundpipe_cli.model.worker_model import WorkerOptions
 from roundpipe_cli.planning.adaptive import AdaptivePlanner, ProfileCache, RunConditions
 from roundpipe_cli.recipe.schema import PipelineConfig, Recipe
 from roundpipe_cli.train.prepare.devices import gpu_index, make_backends, slowest_link_bytes_per_s, threads_per_worker
-from roundpipe_cli.train.prepare.setup import Setup, active_parameters, experts_per_token
+from roundpipe_cli.train.prepare.setup import Setup, active_parameters
 
 PROBE_PRODUCTS = 10**10
 """Weights times tokens of the longer of two sequences that a block is tried with, at most: a second for a desktop's
@@ -280,8 +281,12 @@ LOCKED_FOR_BOUNDARIES_BYTES = 2 * 1024**3
 
 
 @contextmanager
-def page_locked(store: WeightStore, devices: Sequence[str], weights: str, tell: Tell) -> Iterator[None]:
+def page_locked(
+    store: WeightStore, devices: Sequence[str], weights: str, tell: Tell
+) -> Iterator[Callable[[Sequence[torch.Tensor]], None]]:
     """Page-lock the store's weights and gradients inside the `with` block, so that copies to GPUs run beside the host.
+
+    Yields a function that does the same with other buffers of its.
 
     Args:
         weights: as in the recipe.
@@ -295,8 +300,9 @@ def page_locked(store: WeightStore, devices: Sequence[str], weights: str, tell: 
     wanted = devices[0] != "cpu" and weights != "pageable"
     index = gpu_index(devices[0]) if wanted else 0
     locked: list[torch.Tensor] = []
-    try:
-        for buffer in store.transferred if wanted else []:
+
+    def lock(buffers: Sequence[torch.Tensor]) -> None:
+        for buffer in buffers if wanted else ():
             if not cuda.register_host_buffer(buffer, index):
                 _refuse_or_tell(weights, tell)
                 freed = 0
@@ -305,7 +311,10 @@ def page_locked(store: WeightStore, devices: Sequence[str], weights: str, tell: 
                     cuda.unregister_host_buffer(locked.pop())
                 break
             locked.append(buffer)
-        yield
+
+    try:
+        lock(store.transferred)
+        yield lock
     finally:
         for buffer in locked:
             cuda.unregister_host_buffer(buffer)

@@ -120,8 +120,9 @@ def run_finetune(
                 check_unchanged(checkpoint.meta, setup, start.allow_changed)
                 if text := describe_other_bits(checkpoint.meta, setup):
                     tell(Notice(text))
+            machines = Machines(nodes, *shards)
             trainer = Trainer(
-                setup, output_dir, signals, reporting, machines=Machines(nodes, *shards), recorder=recorder
+                setup, output_dir, signals, reporting, machines=machines, recorder=recorder, lost_at=start.lost_at
             )
             if checkpoint is not None:
                 if finished and (why := is_complete(checkpoint, recipe, trainer.num_steps)):

@@ -21,11 +21,11 @@ from roundpipe_cli.engine.options import GradientOptions
 from roundpipe_cli.engine.step import Microbatch, StepResult
 from roundpipe_cli.engine.trained import in_order_of_need
 from roundpipe_cli.errors import OutOfDeviceMemoryError
-from roundpipe_cli.events import Event, Notice, Phase, RunFinished, StepFinished, Tell, run_clock
+from roundpipe_cli.events import DeviceLost, Event, Notice, Phase, RunFinished, StepFinished, Tell, run_clock
 from roundpipe_cli.planning.adaptive import AdaptivePlanner
 from roundpipe_cli.recipe.schema import Recipe, plain_data
 from roundpipe_cli.schedule.timeline import Timeline
-from roundpipe_cli.train.adapt import FiniteGuard, Fit, poisoned, resumed_fit
+from roundpipe_cli.train.adapt import Again, FiniteGuard, Fit, LostDevices, poisoned, resumed_fit
 from roundpipe_cli.train.auto_cache import make_auto_cache
 from roundpipe_cli.train.batches import describe_order, log_rows, make_microbatches, make_sampler
 from roundpipe_cli.train.border import Border, layer_state, restore_state
@@ -41,6 +41,7 @@ from roundpipe_cli.train.monitor.telemetry import (
     EventRecorder,
     Telemetry,
     append_row,
+    in_lanes,
     metrics_row,
     run_started,
     step_timeline,
@@ -86,6 +87,8 @@ class RunLog:
         """Microbatches of each step."""
         self._pipeline_s: list[float] = []
         self._launch_bound: list[float] = []
+        self._lost: list[tuple[int, DeviceLost]] = []
+        """Lost devices, each with the number of rows before."""
         self._started_s = time.monotonic()
 
     def start(self) -> None:
@@ -122,6 +125,10 @@ class RunLog:
         """Note a finished step."""
         self._rows.append(row)
 
+    def lost(self, event: DeviceLost) -> None:
+        """A device was lost in the step that comes next."""
+        self._lost.append((len(self._rows), event))
+
     def eta_s(self, step_s: float, steps_left: int) -> float:
         """Seconds until the end, where the newest step took `step_s`."""
         recent = [row.step_s for row in self._rows[-ETA_STEPS:]] + [step_s]
@@ -131,7 +138,14 @@ class RunLog:
         """The figures of the run until now, after `num_steps` steps."""
         losses = {**self.earlier_losses, **{row.step: row.loss for row in self._rows}}
         return RunFigures(
-            self._rows, self._pipeline_s, self._launch_bound, losses, num_steps, self.seconds, moments_bytes
+            self._rows,
+            self._pipeline_s,
+            self._launch_bound,
+            losses,
+            num_steps,
+            self.seconds,
+            moments_bytes,
+            self._lost,
         )
 
 
@@ -144,7 +158,9 @@ Compute = Callable[[list[RowBatch], RunStep], object]
 """Computes a step of such rows by the given function; where the recipe lets it adapt, with less memory."""
 
 
-def try_longest(setup: Setup, planner: AdaptivePlanner, compute: Compute, tell: Tell, *, is_only: bool) -> None:
+def try_longest(
+    setup: Setup, planner: AdaptivePlanner, compute: Compute, again: Again, *, tell: Tell, is_only: bool
+) -> None:
     """Compute a step of the longest rows with the stages of later steps, where the recipe says so, and discard it.
 
     Args:
@@ -163,7 +179,10 @@ def try_longest(setup: Setup, planner: AdaptivePlanner, compute: Compute, tell: 
         return
 
     def run(engine: Engine, step: int, microbatches: list[Microbatch]) -> StepResult:
-        return engine.run_step(microbatches, planner.expected(len(microbatches)), step=step, version=step)
+        def compute() -> StepResult:
+            return engine.run_step(microbatches, planner.expected(len(microbatches)), step=step, version=step)
+
+        return again(compute, "the step of the longest rows")
 
     lengths = setup.dataset.rows.lengths
     if setup.rejected is not None:
@@ -197,10 +216,12 @@ class Trainer:
         *,
         machines: Machines | None = None,
         recorder: EventRecorder | None = None,
+        lost_at: str = "",
     ) -> None:
         """
         Args:
             recorder: passes events on to `reporting.tell`, and knows what was said before; None: a new one.
+            lost_at: see `Start`.
         """
         recipe, tell = setup.recipe, self._tell
         self._clock = recorder.clock if recorder else run_clock()
@@ -210,7 +231,7 @@ class Trainer:
         self.setup = setup
         self.output_dir = output_dir
         self._signals = signals
-        self._reporting = reporting
+        self._reporting, self._lost_at = reporting, lost_at
         self._log = RunLog(trace=reporting.trace)
         self.sampler = make_sampler(setup)
         for text in describe_order(setup, self.sampler):
@@ -246,6 +267,12 @@ class Trainer:
 
     def _say(self, text: str) -> None:
         self._tell(Notice(text))
+
+    def _tell_lost(self, event: DeviceLost | Notice) -> None:
+        if isinstance(event, DeviceLost) and event.left:
+            self._log.lost(event)
+            self._signals.ask_to_save()
+        self._tell(event)
 
     # -- run -----------------------------------------------------------------------------------------------------
 
@@ -283,9 +310,22 @@ class Trainer:
         if self._fit.recompute != self.recipe.pipeline.recompute:
             engine.use_less_memory()
         size = self.recipe.microbatches_per_step
-        self._references = Scorer(engine, self._planner, size, lambda: False)
+        self._lost = LostDevices(
+            engine,
+            self._planner,
+            self._auto_cache,
+            setup.devices,
+            stops=self.recipe.on_device_loss == "stop",
+            lost_at=self._lost_at,
+            refused=self._reporting.refused,
+            tell=self._tell_lost,
+            clock=self._clock,
+        )
+        again = self._lost.again
+        self._references = Scorer(engine, self._planner, size, lambda: False, again=again)
         alone = self._machines.is_only
-        scorer = Scorer(engine, self._planner, size, lambda: alone and self._signals.requested is not None)
+        stopping = lambda: alone and self._signals.requested is not None  # noqa: E731
+        scorer = Scorer(engine, self._planner, size, stopping, again=again)
         evaluator = self.evaluator = Evaluator(setup, scorer, self.output_dir, self.num_steps, tell=self._tell)
         evaluator.agree, evaluator.ends_epoch = self._machines.from_first, lambda: self.sampler.position.starts_epoch
         evaluator.start(evaluation)
@@ -294,7 +334,7 @@ class Trainer:
         saver = Saver(self.output_dir, self.recipe.save_total_limit, self._tell, lambda _: evaluator.saved())
         self._updater.before_layer = saver.before_layer
         with (
-            page_locked(setup.store, setup.devices, self.recipe.weights, self._tell),
+            page_locked(setup.store, setup.devices, self.recipe.weights, self._tell) as self._lost.lock,
             engine,
             self._updater,
             saver,
@@ -310,7 +350,8 @@ class Trainer:
             with Telemetry(engine, setup.devices, self._tell, self._clock, live=self._reporting.live):
                 done = first_step
                 if not self._is_last(done):
-                    try_longest(setup, self._planner, partial(self._compute, engine, done), self._tell, is_only=alone)
+                    compute = partial(self._compute, engine, done)
+                    try_longest(setup, self._planner, compute, again, tell=self._tell, is_only=alone)
                 if done and evaluator.is_owed(done):  # a signal came first
                     evaluator.evaluate(done)
                     self._at_border(border, done)
@@ -400,7 +441,7 @@ class Trainer:
             tokens_per_s=num_tokens / step_s,
             step_s=step_s,
             bubble_ratio=result.bubble_ratio,
-            utilization=result.utilization,
+            utilization=in_lanes(result, len(self.setup.devices)),
             upload_bytes=result.upload_bytes,
             device_peak_bytes=max(result.device_peak_bytes),
             eta_s=self._log.eta_s(step_s, self.num_steps - step - 1),
@@ -447,15 +488,23 @@ class Trainer:
         scale = self._guard.loss_scale.value
         own, part = self._sharing.share_of(microbatches)
         on_gradient = self._sharing.begin(step, self._updater.gradient_complete if self._updates_early else None)
-        result = engine.run_step(
-            own,
-            self._planner.schedule(len(own)),
-            step=step,
-            version=step,
-            part=part,
-            gradients=GradientOptions(scale, on_gradient),
-        )
+
+        def run() -> StepResult:
+            return engine.run_step(
+                own,
+                self._planner.schedule(len(own)),
+                step=step,
+                version=step,
+                part=part,
+                gradients=GradientOptions(scale, on_gradient),
+            )
+
+        result = self._lost.again(run, f"step {shown_step(step)}", may_repeat=self._may_repeat)
         return self._sharing.finish(result, scale)
+
+    def _may_repeat(self, hangs: bool) -> bool:
+        """Whether a step that a device was lost in can be computed again."""
+        return not (self._updates_early and (hangs or self._updater.has_begun))
 
     def _microbatches(self, step: int, batches: list[RowBatch]) -> tuple[list[Microbatch], int]:
         """A step's microbatches, DPO's pairs with what the reference says of them, and the number of tokens."""

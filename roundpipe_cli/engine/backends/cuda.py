@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import math
 import os
+import re
 import sys
 import threading
 import time
@@ -63,13 +64,18 @@ class IssueTurns:
     @contextmanager
     def turn(self) -> Iterator[None]:
         """Encloses a layer's pass: waits until no other thread issues a pass, unless that pass waits for its device."""
+        lock = self._lock
         taken = self._take()
         try:
             yield
         finally:
             if taken:
                 self._since_s = math.inf
-                self._lock.release()
+                lock.release()
+
+    def begin_anew(self) -> None:
+        """A thread hangs, perhaps within its turn: nobody waits for it."""
+        self._lock, self._since_s, self.num_stuck = threading.RLock(), math.inf, 0
 
     def are_on(self) -> bool:
         """Whether threads take turns now."""
@@ -156,6 +162,42 @@ def has_bfloat16(index: int) -> bool:
     """Whether GPU `index` computes in bfloat16 itself; torch would emulate it, many times slower."""
     with torch.cuda.device(index):
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+
+
+XID_S = 1200.0
+"""Older messages of the kernel are of something else."""
+
+
+def last_xid(index: int) -> str | None:
+    """The driver's newest message on GPU `index`, such as `Xid 79: GPU has fallen off the bus`; None where there is
+    none, or where this user may not read the kernel's."""
+    properties = torch.cuda.get_device_properties(index)
+    parts = [getattr(properties, f"pci_{name}_id", -1) for name in ("domain", "bus", "device")]
+    if -1 in parts:
+        return None
+    place = f"{parts[0]:04x}:{parts[1]:02x}:{parts[2]:02x}"
+    with suppress(OSError):
+        log = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
+        lines = []
+        try:
+            while True:
+                lines.append(os.read(log, 8192).decode(errors="replace"))
+        except BlockingIOError:
+            return xid_in(lines, place, time.clock_gettime(time.CLOCK_MONOTONIC))
+        finally:
+            os.close(log)
+    return None
+
+
+def xid_in(lines: Sequence[str], place: str, now_s: float) -> str | None:
+    """The newest message of the driver among the kernel's, on the card at this place of the PCI bus."""
+    for line in reversed(lines):
+        head, _, text = line.partition(";")
+        found = re.search(rf"Xid \(PCI:{re.escape(place)}[^)]*\): (\d+)(?:, (.*))?", text, re.IGNORECASE)
+        if found and now_s - int(head.split(",")[2]) / 1e6 < XID_S:
+            what = (found[2] or "").strip().rpartition(", ")[2]
+            return f"Xid {found[1]}: {what}" if what else f"Xid {found[1]}"
+    return None
 
 
 def set_up_process(indices: Collection[int], *, float16_accumulation: bool = False) -> None:
@@ -260,8 +302,12 @@ class CudaBackend(Backend):
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
     def release_unused(self) -> None:
-        with torch.cuda.device(self.device):
+        with torch.cuda.device(self.device), suppress(torch.AcceleratorError):  # of another device, which is lost
             torch.cuda.empty_cache()
+
+    def give_up(self) -> None:
+        if self._turns is not None:
+            self._turns.begin_anew()
 
     def device_like(self, host: torch.Tensor) -> torch.Tensor:
         with torch.cuda.stream(self._up):

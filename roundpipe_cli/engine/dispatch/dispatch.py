@@ -22,6 +22,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from types import TracebackType
@@ -41,7 +42,13 @@ from roundpipe_cli.engine.dispatch.decisions import (
     TransferRecord,
     Work,
 )
-from roundpipe_cli.errors import InternalError, NoProgressError, OutOfDeviceMemoryError, RoundpipeError
+from roundpipe_cli.errors import (
+    DeviceLostError,
+    InternalError,
+    NoProgressError,
+    OutOfDeviceMemoryError,
+    RoundpipeError,
+)
 from roundpipe_cli.faults import fault
 from roundpipe_cli.schedule.program import WEIGHTS, Op, Program
 from roundpipe_cli.schedule.timeline import COMPUTE, DOWN, HOST, UP
@@ -442,6 +449,8 @@ JOIN_AFTER_ERROR_S = 2.0
 """Total for all threads of a pool."""
 JOIN_LANES_S = 0.5
 """The lanes get at least this much of it."""
+LEAVE_S = 5.0
+"""Workers that wait leave a step that was given up within this time; the others hang."""
 
 
 class Pool:
@@ -455,6 +464,7 @@ class Pool:
         options: TransferOptions | None = None,
         watchdog_s: float | None = 600.0,
         is_out_of_memory: Callable[[BaseException], bool] = lambda error: isinstance(error, MemoryError),
+        is_device_error: Callable[[BaseException], bool] = lambda error: False,
     ) -> None:
         """
         Args:
@@ -463,13 +473,16 @@ class Pool:
             options: how transfers share a link.
             watchdog_s: fail after this long without progress, with all stacks on stderr; None: wait forever.
             is_out_of_memory: whether an exception means that a device has no more memory.
+            is_device_error: whether it means that a device failed for another reason.
         """
         self.works: dict[int, Work] = dict(enumerate(works))
         if host is not None:
             self.works[NOBODY] = host
         self.is_stuck = False
         """A thread may still be busy with an old step, so no other step can run."""
-        self._watchdog_s, self._is_out_of_memory = watchdog_s, is_out_of_memory
+        self._watchdog_s, self._is_out_of_memory, self._is_device_error = watchdog_s, is_out_of_memory, is_device_error
+        self._hanging: frozenset[int] = frozenset()
+        """Workers whose threads may never return."""
         self._under_way: StepRun | None = None
         self._orders: list[queue.Queue[StepRun | None]] = [queue.Queue() for _ in works]
         self._threads = [
@@ -495,14 +508,22 @@ class Pool:
         deadline_s = time.monotonic() + (JOIN_TIMEOUT_S if error is None else JOIN_AFTER_ERROR_S)
         for orders in self._orders:
             orders.put(None)
-        for thread in self._threads:
-            thread.join(max(0.0, deadline_s - time.monotonic()))
+        for worker, thread in enumerate(self._threads):
+            if worker not in self._hanging:
+                thread.join(max(0.0, deadline_s - time.monotonic()))
         deadline_s = max(deadline_s, time.monotonic() + JOIN_LANES_S)
-        lanes = [lane for lanes in self._lanes.values() for lane in lanes]
-        for lane in lanes:  # lanes get their steps from compute threads, so they end after those
-            lane.orders.put(None)
-        for lane in lanes:
-            lane.thread.join(max(0.0, deadline_s - time.monotonic()))
+        for lanes in self._lanes.values():  # lanes get their steps from compute threads, so they end after those
+            for lane in lanes:
+                lane.orders.put(None)
+        for worker, lanes in self._lanes.items():
+            for lane in lanes if worker not in self._hanging else ():
+                lane.thread.join(max(0.0, deadline_s - time.monotonic()))
+
+    def end(self) -> tuple[str, ...]:
+        """Let the threads end, after a step that failed; returns the names of those that are left behind."""
+        self.__exit__(None, None, None)
+        threads = (*self._threads, *(lane.thread for lanes in self._lanes.values() for lane in lanes))
+        return tuple(thread.name for thread in threads if thread.is_alive())
 
     def run(self, run: StepRun) -> StepRun:
         """`start` and `wait`."""
@@ -523,7 +544,7 @@ class Pool:
         """Block until the step is done; returns it.
 
         Raises:
-            ResourceError: out of device memory (exit code 5).
+            ResourceError: out of device memory, or a device is lost (exit code 5).
             InternalError: a worker failed or got stuck (exit code 1); names the place.
         """
         assert run is self._under_way
@@ -603,13 +624,27 @@ class Pool:
                 seen_s = run.progress.last_s
                 if self._watchdog_s is not None and still_s > self._watchdog_s:
                     faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
-                    # one worker failed and another is stuck: the failure says more
-                    self._raise_first([*results, *run.errors])
-                    raise NoProgressError(
-                        f"no progress for {still_s:.0f} s: a worker is stuck (the stacks of all threads are above)",
-                        where=f"step {shown_step(run.step)}",
-                    ) from None
+                    self._raise_stuck(run, results, still_s)
         return results
+
+    def _raise_stuck(self, run: StepRun, results: list[WorkResult], still_s: float) -> None:
+        """Raise why a step stands still; given up, it is left by the workers that waited for one that hangs."""
+        run.progress.abort()
+        deadline_s = time.monotonic() + LEAVE_S
+        with suppress(queue.Empty):
+            while len(results) < len(self.works):
+                results.append(run.results.get(timeout=max(0.0, deadline_s - time.monotonic())))
+        self._hanging = frozenset(range(len(self._threads))) - {result.worker for result in results}
+        text = f"no progress for {still_s:.0f} s: a worker is stuck (the stacks of all threads are above)"
+        where = f"step {shown_step(run.step)}"
+        try:
+            self._raise_first([*results, *run.errors])  # one failed and another is stuck: the failure says more
+            if not 0 < len(self._hanging) < len(self._threads):
+                raise NoProgressError(text, where=where) from None
+            raise DeviceLostError(text, where=f"worker {', '.join(map(str, sorted(self._hanging)))}, {where}") from None
+        except DeviceLostError as lost:
+            lost.workers, lost.is_hang = tuple({*lost.workers, *self._hanging}), bool(self._hanging)
+            raise
 
     def _raise_first(self, results: Sequence[WorkResult]) -> None:
         failed = next((result for result in results if result.error is not None), None)
@@ -624,4 +659,8 @@ class Pool:
             raise OutOfDeviceMemoryError(
                 "out of memory on a worker", where=failed.where, found=text, hint=MEMORY_HINT
             ) from error
+        if self._is_device_error(error):
+            lost = DeviceLostError("a worker's device failed", where=failed.where, found=text)
+            lost.workers = (failed.worker,)
+            raise lost from error
         raise InternalError(f"a worker failed: {text}", where=failed.where) from error

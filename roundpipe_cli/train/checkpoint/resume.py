@@ -42,6 +42,7 @@ FREE_KEYS = (
     "hub_model_id",
     "resume_from_checkpoint",
     "on_oom",
+    "on_device_loss",
     "check_longest_rows",
     "on_nonfinite",
     "watchdog_s",

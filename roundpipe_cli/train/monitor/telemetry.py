@@ -15,7 +15,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
@@ -63,12 +63,15 @@ class DeviceSampler:
         self._handles: dict[int, Any] = {}
         self._opened = False
 
-    def sample(self) -> tuple[DeviceSample, ...]:
-        """One sample per worker."""
+    def sample(self, workers: Collection[int]) -> tuple[DeviceSample, ...]:
+        """One sample per worker; without figures but for these `workers`."""
         if not self._opened:
             self._opened = True
             self._open()
-        return tuple(DeviceSample() if index is None else self._one(index) for index in self._indices)
+        return tuple(
+            DeviceSample() if index is None or worker not in workers else self._one(index)
+            for worker, index in enumerate(self._indices)
+        )
 
     def close(self) -> None:
         """Release the driver."""
@@ -94,7 +97,10 @@ class DeviceSampler:
             return
 
     def _one(self, index: int) -> DeviceSample:
-        used_bytes, total_bytes = cuda.memory_use(index)
+        try:
+            used_bytes, total_bytes = cuda.memory_use(index)
+        except RuntimeError:  # the engine will find that it is lost
+            return DeviceSample()
         driver, handle = self._driver, self._handles.get(index)
         if driver is None or handle is None:
             return DeviceSample(used_bytes, total_bytes)
@@ -208,8 +214,14 @@ def step_timeline(result: StepResult, step: int, clock: Clock) -> StepTimeline:
     actions = result.timeline.intervals
     end_s = max((item.end_s for item in actions), default=0.0)
     links = (item._replace(end_s=min(item.end_s, end_s)) for item in result.links if item.start_s < end_s)
-    spans = tuple(span_of(item, fused_head=result.fused_head) for item in (*actions, *links, *result.waits))
-    return StepTimeline(step, start_s, spans)
+    items = (item._replace(worker=result.lanes[item.worker]) for item in (*actions, *links, *result.waits))
+    return StepTimeline(step, start_s, tuple(span_of(item, fused_head=result.fused_head) for item in items))
+
+
+def in_lanes(result: StepResult, num_workers: int) -> tuple[float, ...]:
+    """Share of the step that each worker of the run computed; 0 for those whose devices are lost."""
+    shares = dict(zip(result.lanes, result.utilization, strict=True))
+    return tuple(shares.get(worker, 0.0) for worker in range(num_workers))
 
 
 class Telemetry:
@@ -270,7 +282,9 @@ class Telemetry:
     def _sample(self) -> Sample:
         memory = host_memory()
         used_bytes = memory.total_bytes - memory.available_bytes
-        return Sample(self._clock(), process_bytes(), used_bytes, memory.total_bytes, self._sampler.sample())
+        return Sample(
+            self._clock(), process_bytes(), used_bytes, memory.total_bytes, self._sampler.sample(self._engine.lanes)
+        )
 
 
 def process_bytes() -> int:
@@ -285,7 +299,7 @@ def _span(item: ActionTime, look: LiveNews, offset_s: float) -> Span:
     action = item.action
     start_s, end_s = item.start_s + offset_s, item.end_s + offset_s
     letter = work_letter(action.kind, action.stage, fused_head=look.fused_head)
-    return Span(action.worker, COMPUTE, letter, action.stage, action.microbatch, start_s, end_s)
+    return Span(look.lanes[action.worker], COMPUTE, letter, action.stage, action.microbatch, start_s, end_s)
 
 
 class EventRecorder:

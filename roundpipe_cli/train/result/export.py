@@ -200,7 +200,16 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 def _told(recipe: Mapping[str, Any]) -> list[str]:
     """Keys of the recipe that describe the training; keys of machines and folders are left out."""
-    private = {"output_dir", "pipeline", "hardware", "weights", "report_to", "resume_from_checkpoint", "on_oom"}
+    private = {
+        "output_dir",
+        "pipeline",
+        "hardware",
+        "weights",
+        "report_to",
+        "resume_from_checkpoint",
+        "on_oom",
+        "on_device_loss",
+    }
     return [key for key in recipe if key not in private]
 
 

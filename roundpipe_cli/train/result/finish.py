@@ -24,7 +24,7 @@ from roundpipe_cli import __version__
 from roundpipe_cli.costs.machine import processor_name
 from roundpipe_cli.data.row_chunks import find_template
 from roundpipe_cli.errors import RefusedError, redact
-from roundpipe_cli.events import StepFinished
+from roundpipe_cli.events import DeviceLost, StepFinished
 from roundpipe_cli.faults import fault
 from roundpipe_cli.files import TEMPORARY_PREFIX, disk_error, sync_folder, write_atomically, write_new_file
 from roundpipe_cli.model.adapter_files import ADAPTER_WEIGHTS
@@ -78,6 +78,8 @@ class RunFigures:
     """Seconds of training since the start of the run."""
     moments_bytes: int
     """Host memory that the optimizer keeps."""
+    lost: Sequence[tuple[int, DeviceLost]] = ()
+    """Lost devices, each with the number of rows before."""
 
 
 def make_report(setup: Setup, figures: RunFigures, predicted: Mapping[str, float]) -> dict[str, Any]:
@@ -131,6 +133,16 @@ def make_report(setup: Setup, figures: RunFigures, predicted: Mapping[str, float
             "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             "host_store_bytes": {**store.num_bytes(), "moments": figures.moments_bytes},
         },
+        "lost_devices": [_loss_figures(rows, before, event) for before, event in figures.lost],
+    }
+
+
+def _loss_figures(rows: Sequence[StepFinished], before: int, event: DeviceLost) -> dict[str, Any]:
+    """A lost device, with the speed before and after; the step that was computed twice counts for neither."""
+    parts = {"before": rows[:before], "after": rows[before + 1 :]}
+    return {
+        **{name: getattr(event, name) for name in ("device", "worker", "at", "cause", "time_s")},
+        **{f"tokens_per_s_{name}": _median([row.tokens_per_s for row in part]) for name, part in parts.items()},
     }
 
 
