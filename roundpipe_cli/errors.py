@@ -155,7 +155,7 @@ class DeviceLostError(ResourceError):
     rest: tuple[str, ...] = ()
     """Devices on which another run may go on."""
     at: str = ""
-    """What was computed, such as `step 5`; empty while the run may go on."""
+    """The work at hand, such as `step 5`; empty while the run may go on."""
 
 
 class NodeLostError(RoundpipeError):

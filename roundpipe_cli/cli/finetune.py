@@ -228,7 +228,7 @@ def finetune(
     }
     words = [word for word, is_on in switches.items() if is_on]
     words += [f"--allow-changed={key}" for key in allow_changed or ()]
-    again = functools.partial(start_again, recipe, overrides or (), words, restarts, resume=resume)
+    again = functools.partial(start_again, recipe, overrides or (), words, restarts=restarts, resume=resume)
     with restarting(again, restarts), StopSignals() as signals, contextlib.ExitStack() as stack:
         process, nodes = this_process(), None
         if process.count > 1:  # from here on a refusal of one machine ends all
@@ -321,7 +321,7 @@ def restarting(again: Callable[[DeviceLostError], None], restarts: int) -> Itera
 
 
 def start_again(
-    recipe: str, overrides: Sequence[str], words: Sequence[str], restarts: int, error: DeviceLostError, *, resume: bool
+    recipe: str, overrides: Sequence[str], words: Sequence[str], error: DeviceLostError, *, restarts: int, resume: bool
 ) -> None:
     """Become the same command on the devices that are left, from the newest checkpoint.
 

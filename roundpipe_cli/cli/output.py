@@ -40,7 +40,7 @@ def terminal_width(stream: int = 1) -> int | None:
 
 _COMMAND = r"(?:roundpipe|python3?|pip|git|hf|export|scripts/\w+|xdg-open) "
 WHOLE = re.compile(rf"`[^`]+`|^\s*{_COMMAND}.*|(?<=: ){_COMMAND}.*|\d (?:%|[mu]?s|[KMGT]i?B)(?:/s)?(?!\w)")
-"""What is never cut: something to copy, and a figure with its unit."""
+"""Never cut: something to copy, and a figure with its unit."""
 
 
 def wrapped(lines: Iterable[str], width: int | None) -> Iterator[str]:
