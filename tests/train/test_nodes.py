@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -443,6 +444,27 @@ def test_the_first_machine_listens_at_the_given_address_only(workspace: Path) ->
     finally:
         one.kill(signal.SIGTERM)
         one.finish()
+
+
+def test_a_name_that_only_this_machine_reaches_is_no_address_to_listen_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many systems give 127.0.1.1 to a machine's own name; an address of another machine is a gateway's."""
+    said: list[str] = []
+    nodes = Nodes(0, 2, said.append)
+    resolved = {"node-1": "127.0.1.1", "localhost": "127.0.0.1"}
+
+    def look_up(host: str, port: int, type: int) -> list[Any]:
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (resolved.get(host, host), port))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    for host, expected in (
+        ("node-1", "0.0.0.0"),
+        ("127.0.1.1", "127.0.1.1"),
+        ("localhost", "127.0.0.1"),
+        ("203.0.113.7", "0.0.0.0"),
+    ):
+        with nodes._listen_at(host, free_port()) as listener:
+            assert listener.getsockname()[0] == expected
+    assert len(said) == 2 and all("trusted network only" in text for text in said)
 
 
 # --- what must agree ------------------------------------------------------------------------------------------------
