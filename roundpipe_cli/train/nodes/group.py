@@ -352,7 +352,7 @@ class Nodes:
             raise RefusedError(
                 "the port for the other machines cannot be used",
                 where="MASTER_PORT",
-                found=f"{host}:{port}: {error.strerror}",
+                found=f"{host}:{port}: {os.strerror(error.errno or 0)}",
                 expected="a port that no other program listens at",
                 hint="name another one on every machine",
             ) from error
