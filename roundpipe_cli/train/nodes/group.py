@@ -100,7 +100,7 @@ class Nodes:
     ) -> None:
         if self.count == 1:
             return
-        is_refusal = isinstance(error, RoundpipeError) and not isinstance(error, StoppedError)
+        is_refusal = isinstance(error, RoundpipeError) and not isinstance(error, (StoppedError, NodeLostError))
         if is_refusal and self._store is None:
             self.say(f"telling the other machines why this one ends; it waits {TELL_S:g} s for them")
             with contextlib.suppress(RuntimeError, RefusedError, KeyError, ValueError):
