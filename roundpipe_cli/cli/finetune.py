@@ -230,9 +230,12 @@ def finetune(
     words += [f"--allow-changed={key}" for key in allow_changed or ()]
     again = functools.partial(start_again, recipe, overrides or (), words, restarts=restarts, resume=resume)
     with restarting(again, restarts), StopSignals() as signals, contextlib.ExitStack() as stack:
+        if offline:
+            go_offline()
         process, nodes = this_process(), None
         if process.count > 1:  # from here on a refusal of one machine ends all
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # a lost store shows C++ stacks; our error says it
+            quiet_libraries()
             from roundpipe_cli.train.nodes.group import Nodes
 
             nodes = stack.enter_context(Nodes(process.rank, process.count, say))
@@ -241,8 +244,6 @@ def finetune(
         """Whether this is the first of the machines that torchrun started: the others only say what stops them."""
         for text in loaded.notices if is_first else ():
             say(f"note: {text}")
-        if offline:
-            go_offline()
         if nodes is not None:
             nodes.meet(loaded.recipe)
         from roundpipe_cli.train.signals import Reporting, Start

@@ -100,7 +100,7 @@ class Nodes:
     ) -> None:
         if self.count == 1:
             return
-        is_refusal = isinstance(error, RoundpipeError) and not isinstance(error, StoppedError)
+        is_refusal = isinstance(error, RoundpipeError) and not isinstance(error, (StoppedError, NodeLostError))
         if is_refusal and self._store is None:
             self.say(f"telling the other machines why this one ends; it waits {TELL_S:g} s for them")
             with contextlib.suppress(RuntimeError, RefusedError, KeyError, ValueError):
@@ -320,6 +320,8 @@ class Nodes:
                 self._obstacle = f"{host}:{port}: {error.strerror or error}"
                 if self._left.wait(TICK_S):
                     raise RuntimeError(self._obstacle) from error
+        if listener is not None and listener.getsockname()[0] == "0.0.0.0":
+            host = "127.0.0.1"  # this machine may not have the address that the others know it by
         descriptor = None if listener is None else listener.detach()
         is_server, options = descriptor is not None, {"wait_for_workers": False, "master_listen_fd": descriptor}
         store = stores.TCPStore(host, port, None, is_server, self._timeout, **options)
@@ -333,23 +335,30 @@ class Nodes:
         return store
 
     def _listen_at(self, host: str, port: int) -> socket.socket:
-        """Listens at the given address alone, if this machine has it."""
+        """Listens at the given address alone, if this machine has it and others can reach it."""
+        where, family = "", socket.AF_INET
+        with contextlib.suppress(OSError):
+            family, _, _, _, (address, *_) = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            # Many machines give their own name an address that only they themselves reach.
+            where = "" if str(address).startswith("127.") and host not in ("localhost", address) else host
         try:
-            family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-            listener = socket.create_server((host, port), family=family)
-            where = host
+            try:
+                listener = socket.create_server((where, port), family=family)
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    raise
+                where, listener = "", socket.create_server(("", port))
         except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                raise RefusedError(
-                    "the port for the other machines is taken",
-                    where="MASTER_PORT",
-                    found=f"{host}:{port}: {error.strerror}",
-                    expected="a port that no other program listens at",
-                    hint="name another one on every machine",
-                ) from error
-            listener, where = socket.create_server(("", port)), "all addresses"
+            raise RefusedError(
+                "the port for the other machines cannot be used",
+                where="MASTER_PORT",
+                found=f"{host}:{port}: {os.strerror(error.errno or 0)}",
+                expected="a port that no other program listens at",
+                hint="name another one on every machine",
+            ) from error
         if not str(listener.getsockname()[0]).startswith("127."):
-            self.say(f"note: the run listens for other machines at {where}, port {port}: trusted network only")
+            text = f"the run listens for other machines at {where or 'all addresses'}, port {port}"
+            self.say(f"note: {text}: trusted network only")
         return listener
 
     def _note_heard(self) -> None:
