@@ -17,7 +17,7 @@ from roundpipe_cli.costs.models import Architecture, TrainingSettings
 from roundpipe_cli.errors import ResourceError
 from roundpipe_cli.planning.admission import unproven
 from roundpipe_cli.planning.answers import Answers, cut_document, cut_from, number
-from roundpipe_cli.planning.choose import MIN_GAIN, case_for, choose, deal_out, given_cut, in_long_rounds
+from roundpipe_cli.planning.choose import MIN_GAIN, case_for, choose, deal_out, given_cut
 from roundpipe_cli.planning.compare import SimulationCase, StageCut, costs_per_microbatch
 from roundpipe_cli.planning.cuts import enough_per_round, forward_stages, resident_cut
 from roundpipe_cli.planning.question import Build, PlanRequest, ask, describe_idle_gpus, without_small_cards
@@ -485,14 +485,14 @@ def _figures(question: PlanRequest) -> tuple[object, ...]:
 
 def _known_cut(question: PlanRequest, answers: Answers | None) -> StageCut:
     if answers is None or given_cut(question.loaded.recipe.pipeline, question.num_workers) is not None:
-        return _cut(question)
+        return _cut(question, None)
 
     schedule, layers = question.loaded.recipe.pipeline.schedule, len(question.analytic.costs.layers)
 
     def read(document: object) -> StageCut:
         return cut_from(document, schedule, layers, question.num_workers)
 
-    return answers.once(("stages", _figures(question)), lambda: _cut(question), cut_document, read)
+    return answers.once(("stages", _figures(question)), lambda: _cut(question, answers), cut_document, read)
 
 
 def _known_step(question: PlanRequest, cut: StageCut, answers: Answers | None) -> SimulatedStep:
@@ -502,12 +502,14 @@ def _known_step(question: PlanRequest, cut: StageCut, answers: Answers | None) -
     return answers.once(asked, lambda: simulate_step(question, cut), step_document, step_from)
 
 
-def _cut(question: PlanRequest) -> StageCut:
+def _cut(question: PlanRequest, answers: Answers | None) -> StageCut:
     """The recipe's own stages where it has them, the planner's otherwise."""
     pipeline, settings = question.loaded.recipe.pipeline, question.settings
     given, case = given_cut(pipeline, question.num_workers), stage_case(question)
+    if given is not None and pipeline.binds_stages:
+        return given
     if given is not None:
-        return in_long_rounds(given, case)
+        return replace(given, microbatches_per_round=_longest_round(question, given))
     if pipeline.binds_stages:
         return choose(pipeline.schedule, case, effort="quick")
     if settings.sequence_chunks > 1:
@@ -526,8 +528,8 @@ def _cut(question: PlanRequest) -> StageCut:
     except ResourceError:
         return _coarsest(question, "no cut keeps the devices' limits")
     if settings.weights_on_disk:  # the search sees little of uploads, which bind there
-        return _coarser(question, cut)
-    return cut if keeps(cut) else deal_out("roundpipe", _coarser(question, cut), case, keeps)
+        return _coarser(question, cut, answers)
+    return cut if keeps(cut) else deal_out("roundpipe", _coarser(question, cut, answers), case, keeps)
 
 
 def _coarsest(question: PlanRequest, why: str) -> StageCut:
@@ -542,7 +544,7 @@ def _judged(question: PlanRequest, cut: StageCut) -> Verdict:
     return judge(question.architecture, question.settings, question.hardware, question.analytic, cut=judged)
 
 
-def _coarser(question: PlanRequest, cut: StageCut) -> StageCut:
+def _coarser(question: PlanRequest, cut: StageCut, answers: Answers | None) -> StageCut:
     """The fastest of `cut` and coarser even ones that fit: every backward stage keeps a boundary of each microbatch."""
     costs, settings, count = question.analytic.costs, question.settings, len(question.analytic.costs.layers)
     most = len(coarsest_cut(question.architecture, settings, question.hardware, question.analytic).backward_stages) - 1
@@ -558,7 +560,7 @@ def _coarser(question: PlanRequest, cut: StageCut) -> StageCut:
             verdict = _judged(question, one)
             steps[one] = math.inf
             if verdict.fits:
-                steps[one] = simulate_step(with_auto_cache(question, verdict)[0], one).step_s
+                steps[one] = _known_step(with_auto_cache(question, verdict)[0], one, answers).step_s
         return steps[one]
 
     def even(forward: int, backward: int, beside_head: int, per_round: int) -> StageCut:

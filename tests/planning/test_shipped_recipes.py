@@ -14,9 +14,12 @@ from roundpipe_cli.costs.hardware import parse_hardware
 from roundpipe_cli.costs.memory import host_need
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.planning import choose
-from roundpipe_cli.planning.predict import Plan, make_plan
+from roundpipe_cli.planning.compare import StageCut
+from roundpipe_cli.planning.predict import Plan, make_plan, simulate_step
 from roundpipe_cli.planning.question import ask
+from roundpipe_cli.planning.search.stages import even_cut
 from roundpipe_cli.planning.solve import fitting_recipe
+from roundpipe_cli.planning.verdict import judge
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.recipe.shipped import find_recipe, find_shipped, shipped_recipes, verdict_of
 from roundpipe_cli.units import GIB
@@ -107,6 +110,26 @@ def test_plan_says_what_the_header_says(name: str, monkeypatch: pytest.MonkeyPat
     work_s = sum(layer.forward_s + layer.backward_s for layer in layers) * plan.question.settings.num_microbatches
     assert work_s / plan.question.num_workers <= header.step_s <= now.step_s * 1.02
     assert header.tokens_per_s == pytest.approx(header.tokens_per_step / header.step_s, rel=0.02)
+
+
+@pytest.mark.parametrize("name", cases())
+def test_no_plain_even_cut_is_faster(name: str) -> None:
+    """Of those that fit, in rounds and with a dealing that suit few microbatches or that `plan` chose."""
+    verdict = RECIPES[name].verdict
+    assert verdict is not None
+    plan = make_plan(load_recipe(RECIPES[name].path), verdict.hardware)
+    question, own = plan.question, plan.cut
+    parts = question.architecture, question.settings, question.hardware, question.analytic
+    num_layers, chosen_s = len(question.analytic.costs.layers), simulate_step(question, own).step_s
+    faster = []
+    for blocks in ((1, 1), (2, 1), (3, 1), (2, 2)):
+        stages = even_cut(num_layers, *blocks)
+        for per_round in {question.num_workers, own.microbatches_per_round}:
+            for dealing in {None, own.dealing}:
+                cut = StageCut(*stages, per_round, dealing=dealing)
+                if judge(*parts, cut=cut).fits and simulate_step(question, cut).step_s < chosen_s * (1 - 1e-9):
+                    faster.append(cut)
+    assert not faster
 
 
 def _host_bytes(plan: Plan, num_stages: int, kept_microbatches: int) -> int:

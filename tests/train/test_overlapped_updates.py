@@ -8,6 +8,7 @@ import signal
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.train import build
 from roundpipe_cli.train.checkpoint import writing
 from roundpipe_cli.train.loop import Trainer
+from roundpipe_cli.train.machines import Machines, WholeSteps
 from roundpipe_cli.train.optim import updater
 from roundpipe_cli.train.optim.optimizer import HostOptimizer
 from roundpipe_cli.train.optim.updater import Updater
@@ -159,10 +161,23 @@ def test_layers_are_updated_in_the_order_in_which_the_next_step_needs_them(
         assert steps == [expected] * 6
 
 
-@pytest.mark.parametrize(("words", "border"), [(["val_set_size=3", "eval_steps=3"], 3), ([], 6)])
-def test_a_step_before_an_evaluation_and_the_last_end_with_their_updates(
-    words: list[str], border: int, tmp_path: Path, models: dict[str, Path], ask: Callable[[str], None]
+@pytest.mark.parametrize(
+    ("words", "is_only", "whole"),
+    [(["val_set_size=3", "eval_steps=3"], True, [1, 3]), ([], True, [1, 6]), ([], False, [1, 2, 3, 4, 5, 6])],
+    ids=["evaluated", "last", "machines"],
+)
+def test_steps_that_end_with_their_updates(
+    words: list[str],
+    is_only: bool,
+    whole: list[int],
+    tmp_path: Path,
+    models: dict[str, Path],
+    ask: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Those whose layers are timed, those before an evaluation, the last one, and all where machines share steps."""
+    monkeypatch.setattr(Machines, "is_only", property(lambda machines: is_only))
+    monkeypatch.setattr(Machines, "sharing", lambda machines, engine: nullcontext(WholeSteps()))
     ask("update:slow=0.1")
     versions: list[int] = []
 
@@ -172,7 +187,8 @@ def test_a_step_before_an_evaluation_and_the_last_end_with_their_updates(
 
     trainer = trainer_of(tmp_path / "work", models["untied"], "method=full", *words, tell=note)
     run(trainer)
-    assert versions[border - 1] == border and versions[4] < 5, "others end before their updates"
+    assert [versions[done - 1] for done in whole] == whole
+    assert not is_only or versions[4] < 5, "others end before their updates"
 
 
 def test_a_step_lasts_from_the_end_of_the_step_before(
