@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from roundpipe_cli.choices import GGUF_NAME
+from roundpipe_cli.choices import CONVERTER_TYPES, GGUF_NAME, GGUF_TYPES
 from roundpipe_cli.cli.output import go_offline, load_libraries, say, say_data
 from roundpipe_cli.errors import Problem, RecipeError, RefusedError, redact
-from roundpipe_cli.files import TEMPORARY_PREFIX, kind_of_file, named_path, stays_inside
+from roundpipe_cli.files import TEMPORARY_PREFIX, kind_of_file, named_path, shared_mode, stays_inside
 from roundpipe_cli.units import format_bytes
 
 if TYPE_CHECKING:
@@ -54,14 +54,14 @@ def find_converter(named: Path | None) -> Path:
     return found
 
 
-def convert_to_gguf(converter: Path, folder: Path) -> Path:
-    """Convert the model in `folder`; returns the file, which is in it.
+def convert_to_gguf(converter: Path, folder: Path, type_name: str = GGUF_TYPES[0]) -> Path:
+    """Convert the model in `folder` by llama.cpp's converter; returns the file, which is in it.
 
     Raises:
         RefusedError: the converter failed, with its last lines, or does nothing any more.
     """
     target = folder / GGUF_NAME
-    words = [sys.executable, str(converter), str(folder), "--outfile", str(target)]
+    words = [sys.executable, str(converter), str(folder), "--outfile", str(target), "--outtype", type_name]
     done = _run(words, target)
     if done.returncode or not target.is_file():
         target.unlink(missing_ok=True)
@@ -72,7 +72,60 @@ def convert_to_gguf(converter: Path, folder: Path) -> Path:
             found=redact(said)[-500:] or f"exit code {done.returncode}",
             hint=f"by hand: {' '.join(words)}",
         )
+    target.chmod(shared_mode(0o666))
     return target
+
+
+def check_gguf_type(type_name: str | None) -> str | None:
+    """The type as the tables have it.
+
+    Raises:
+        RefusedError: nothing here writes it.
+    """
+    name = type_name.lower() if type_name is not None else None
+    if name not in (None, *GGUF_TYPES, *CONVERTER_TYPES):
+        raise RefusedError(
+            "this type of a GGUF file is not written here",
+            where="--gguf",
+            found=type_name,
+            expected=f"one of {', '.join(GGUF_TYPES)}",
+            hint=f"--gguf, then llama.cpp's llama-quantize {GGUF_NAME} small.gguf {type_name}; or ollama create NAME "
+            f"--quantize {type_name}",
+        )
+    return name
+
+
+def find_gguf_writer(result: Path, base: ModelSource | None, type_name: str, named: Path | None) -> Path | None:
+    """llama.cpp's converter, where the file is not written here or the user named it; None: it is written here.
+
+    Args:
+        result: folder of the result, whose tokenizer goes into the file, where it has one.
+        base: the model that it is merged into.
+
+    Raises:
+        RefusedError: the converter is needed and not there, or does not write the type either.
+    """
+    from roundpipe_cli.model.files.source import ModelSource
+    from roundpipe_cli.model.load import has_tokenizer, load_tokenizer
+    from roundpipe_cli.train.result.gguf_file import why_not_written
+
+    own = ModelSource(str(result), result)
+    why = None
+    if named is None and type_name in GGUF_TYPES:
+        tokenizer = load_tokenizer(own if base is None or has_tokenizer(result) else base)
+        why = why_not_written(base or own, tokenizer)
+        if why is None:
+            return None
+        say(f"note: the GGUF file is made by llama.cpp's {CONVERTER}: {why} are not written here")
+    if type_name not in CONVERTER_TYPES:
+        raise RefusedError(
+            f"llama.cpp's {CONVERTER} does not write this type",
+            where="--gguf",
+            found=type_name if why is None else f"{type_name}, and {why} are not written here",
+            expected=f"one of {', '.join(CONVERTER_TYPES)}",
+            hint=f"--gguf, then llama.cpp's llama-quantize {GGUF_NAME} small.gguf {type_name}",
+        )
+    return find_converter(named)
 
 
 def _run(words: list[str], target: Path) -> subprocess.CompletedProcess[str]:
@@ -217,8 +270,16 @@ def export(
     dtype: Annotated[
         str | None, typer.Option("--dtype", help="Of merged weights: bfloat16, float16, float32. [default: the base's]")
     ] = None,
-    gguf: Annotated[bool, typer.Option("--gguf", help=f"Also convert it, by llama.cpp's {CONVERTER}.")] = False,
-    converter: Annotated[Path | None, typer.Option("--converter", metavar="FILE", help="Where that is.")] = None,
+    gguf: Annotated[
+        str | None,
+        typer.Option(
+            "--gguf", metavar="[TYPE]", help=f"Also write a GGUF file: {', '.join(GGUF_TYPES)}. [default: bf16]"
+        ),
+    ] = None,
+    converter: Annotated[
+        Path | None,
+        typer.Option("--converter", metavar="FILE", help=f"llama.cpp's {CONVERTER}, for other families and types."),
+    ] = None,
     push_to: Annotated[
         str | None, typer.Option("--push", metavar="REPO", help="Upload the folder to the hub; private if new.")
     ] = None,
@@ -241,11 +302,11 @@ def export(
             where=str(output_dir),
             hint="leave --merge out to copy it, or use the folder as it is",
         )
+    gguf = check_gguf_type(gguf)
     if gguf and found.kind == "adapter" and not merge:
         raise RefusedError("--gguf needs a whole model", where=str(output_dir), hint="add --merge")
     if push_to is not None and offline:
         raise RefusedError("--push needs a connection", hint="leave --offline out")
-    program = find_converter(converter) if gguf else None
     check_dtype(dtype)
     if dtype is not None and not merge:
         raise RefusedError("--dtype is for merged weights", hint="add --merge")
@@ -255,13 +316,34 @@ def export(
     if offline:
         go_offline()
     with opened_result(found, base, offline=offline, needs_base=merge, allowed=allow_other_base) as (result, source):
-        _export(result, source, target, base, dtype=dtype, merge=merge, gguf=gguf)
-    if program is not None:
-        say("converting to GGUF ...")
-        say(f"wrote {convert_to_gguf(program, target)}")
+        load_libraries()
+        program = None
+        if gguf is not None:
+            program = find_gguf_writer(result, source if merge else None, gguf, converter)
+        _export(result, source, target, base, dtype=dtype, merge=merge, gguf=gguf is not None)
+    if gguf is not None:
+        _write_gguf(target, gguf, program)
     if push_to is not None:
         say(f"uploaded to {push(target, push_to)}")
     say_data(json.dumps(export_document(target, merged=merge, pushed=push_to)) if json_ else str(target))
+
+
+def _write_gguf(folder: Path, type_name: str, program: Path | None) -> None:
+    """Write the GGUF file of an exported folder.
+
+    Args:
+        program: llama.cpp's converter; None: written here.
+    """
+    say(f"writing {folder / GGUF_NAME} ...")
+    if program is not None:
+        convert_to_gguf(program, folder, type_name)
+        return
+    from roundpipe_cli.train.result.gguf_file import write_gguf
+
+    path, notes = write_gguf(folder, type_name)
+    for note in notes:
+        say(f"note: {note}")
+    say(f"wrote {format_bytes(path.stat().st_size)} in {type_name}")
 
 
 def _export(
@@ -280,7 +362,6 @@ def _export(
         source: the base model, to merge with.
         base: its name, where the user gave it.
     """
-    load_libraries()
     import torch
 
     from roundpipe_cli.train.prepare.base_files import describe_added

@@ -30,6 +30,7 @@ from roundpipe_cli.files import (
     read_regular,
     remove_tree,
     require_free_bytes,
+    shared_mode,
     sync_folder,
     write_atomically,
     write_new_file,
@@ -50,7 +51,6 @@ from roundpipe_cli.model.stored.quantized_files import is_nf4
 from roundpipe_cli.model.stored.tensors import OpenFiles, base_name, check_finite, is_adapter, tied_names
 from roundpipe_cli.model.weights_io import BaseWeights, WeightGroup
 from roundpipe_cli.recipe.strict_yaml import parse_bytes
-from roundpipe_cli.train.checkpoint.output_dir import RESULT_FOLDER_MODE
 from roundpipe_cli.train.checkpoint.writing import TensorSpec, TensorStream, stream_file
 from roundpipe_cli.train.prepare.base_files import ESCAPED, GENERATION_CONFIG, OTHER_NAMES, BaseFiles, read_base_files
 from roundpipe_cli.train.result.ollama import modelfile
@@ -568,8 +568,8 @@ class Destination:
         try:
             if error is None:
                 for path in self._temporary.rglob("*"):
-                    path.chmod(RESULT_FOLDER_MODE if path.is_dir() else FILE_MODE)
-                self._temporary.chmod(RESULT_FOLDER_MODE)
+                    path.chmod(shared_mode(0o777 if path.is_dir() else 0o666))
+                self._temporary.chmod(shared_mode(0o777))
                 sync_folder(self._temporary)
                 fault("export")
                 self._temporary.rename(self._folder)
