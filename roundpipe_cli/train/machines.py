@@ -21,6 +21,9 @@ from roundpipe_cli.train.optim.shard import Shards
 class WholeSteps:
     """Steps of which one machine computes everything: the `Sharing` of a machine that shares nothing."""
 
+    given: frozenset[int] = frozenset()
+    """Layers of the step whose gradients others may have."""
+
     def share_of(self, microbatches: Sequence[Microbatch]) -> tuple[list[Microbatch], None]:
         """This machine's microbatches of a step: all."""
         return list(microbatches), None
