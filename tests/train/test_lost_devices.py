@@ -14,7 +14,7 @@ from roundpipe_cli import faults
 from roundpipe_cli.cli.checks import _lost
 from roundpipe_cli.costs.machine import note_lost_device
 from roundpipe_cli.dashboard.html import comparison, timelines
-from roundpipe_cli.dashboard.state import fold_all
+from roundpipe_cli.dashboard.state import fold, fold_all
 from roundpipe_cli.dashboard.theme import Theme
 from roundpipe_cli.dashboard.views import workers_block
 from roundpipe_cli.dashboard.waiting import details, longest_waiting
@@ -255,7 +255,10 @@ def test_said_where_the_user_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     waited = longest_waiting(state)
     assert waited is not None and waited.worker == 0
     assert "lost at step 5" in timelines([StepTimeline(5, 1.0, spans)], ["", "step 5"], title="work")
+    row = StepFinished(5, 9, 1.0, 1e-3, 1.0, 8, 8.0, 1.0, 0.1, (0.9, 0.0), 0, 0, 4.0)
+    state = fold(state, row, 2.0)
     assert any("cuda:1, lost at step 5" in line for line in details(state))
+    assert state.workers[1].utilization is None, "no share of a step is its"
     report = {"lost_devices": [{"worker": 1, "tokens_per_s_before": 20.0, "tokens_per_s_after": 10.0}]}
     assert [row[2] for row in comparison(report)] == ["20", "10"]
     assert list(_lost()) == []
