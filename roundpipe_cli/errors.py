@@ -155,7 +155,7 @@ class DeviceLostError(ResourceError):
     rest: tuple[str, ...] = ()
     """Devices on which another run may go on."""
     at: str = ""
-    """The work at hand, such as `step 5`; empty while the run may go on."""
+    """Such as `step 5`, whose work it had; empty while the run may go on."""
 
 
 class NodeLostError(RoundpipeError):

@@ -25,7 +25,7 @@ from roundpipe_cli.costs.machine import (
     was_restarted,
 )
 from roundpipe_cli.errors import DeviceLostError, RefusedError, RoundpipeError
-from roundpipe_cli.events import Notice
+from roundpipe_cli.events import DeviceLost, Notice
 from roundpipe_cli.faults import load_faults
 from roundpipe_cli.files import cache_folder, named_path
 from roundpipe_cli.recipe.schema import Recipe
@@ -228,7 +228,9 @@ def finetune(
     }
     words = [word for word, is_on in switches.items() if is_on]
     words += [f"--allow-changed={key}" for key in allow_changed or ()]
-    again = functools.partial(start_again, recipe, overrides or (), words, restarts=restarts, resume=resume)
+    again = functools.partial(
+        start_again, recipe, overrides=overrides or (), words=words, restarts=restarts, resume=resume
+    )
     with restarting(again, restarts), StopSignals() as signals, contextlib.ExitStack() as stack:
         if offline:
             go_offline()
@@ -322,7 +324,7 @@ def restarting(again: Callable[[DeviceLostError], None], restarts: int) -> Itera
 
 
 def start_again(
-    recipe: str, overrides: Sequence[str], words: Sequence[str], error: DeviceLostError, *, restarts: int, resume: bool
+    recipe: str, error: DeviceLostError, *, overrides: Sequence[str], words: Sequence[str], restarts: int, resume: bool
 ) -> None:
     """Become the same command on the devices that are left, from the newest checkpoint.
 
@@ -357,7 +359,9 @@ def start_again(
 
 
 def _silent(event: Event) -> None:
-    return None
+    """The events of other machines than the first one: a lost device is each one's own affair."""
+    if isinstance(event, DeviceLost):
+        say(f"machine {os.environ['RANK']}: {event.text}")
 
 
 def ask_on_cards_worth_using(loaded: LoadedRecipe, tell: Tell, found: FoundConfig | None = None) -> PlanRequest | None:

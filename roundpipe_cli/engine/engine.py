@@ -23,7 +23,7 @@ from torch import nn
 from roundpipe_cli.engine.backends.base import Backend, is_device_error, is_out_of_memory
 from roundpipe_cli.engine.carrier import BoundaryStore, Carrier, MicrobatchState
 from roundpipe_cli.engine.dispatch.decisions import Progress, TransferOptions, statistics_of
-from roundpipe_cli.engine.dispatch.dispatch import MEMORY_HINT, Pool, StepRun
+from roundpipe_cli.engine.dispatch.dispatch import MEMORY_HINT, Pool, StepRun, keep_forever
 from roundpipe_cli.engine.gradients import StepGradients, gradient_folds
 from roundpipe_cli.engine.layer import LayerRunner, chunk_states
 from roundpipe_cli.engine.live import ActionTime, StepInWork
@@ -252,8 +252,6 @@ class Engine:
         self._programs = ProgramStore(store, self._trained, options, copies=not backends[0].aliases_host)
         self.lanes = tuple(range(len(backends)))
         """See `StepResult`."""
-        self._lost: list[Worker] = []
-        """Workers of lost devices: to free what they have might ask those."""
         self._pool = self._new_pool()
         self._open = False
         self._under_way: StepUnderWay | None = None
@@ -290,7 +288,7 @@ class Engine:
         left = self._pool.end()
         if hang:
             self.store.renew_gradients()
-        self._lost += [worker for worker in self._workers if worker.index in lost]
+        keep_forever(*(worker for worker in self._workers if worker.index in lost))
         self.lanes = tuple(lane for index, lane in enumerate(self.lanes) if index not in lost)
         self._workers = [worker for worker in self._workers if worker.index not in lost]
         for index, worker in enumerate(self._workers):
@@ -379,7 +377,10 @@ class Engine:
         states = microbatch_states(microbatches, schedule.sequence_chunks, part)
         num_units = sum(state.num_units for state in states) if part is None else part.num_units
         context = self._context(states, schedule, step)
-        folds = gradient_folds(self.store.layouts, self.store.gradients, len(states), context.progress)
+        sums = self.store.gradients
+        if gradients.kept:
+            sums = [torch.empty_like(flat) if layer in gradients.kept else flat for layer, flat in enumerate(sums)]
+        folds = gradient_folds(self.store.layouts, sums, len(states), context.progress)
         context = replace(
             context,
             version=context.version if version is None else version,

@@ -147,6 +147,8 @@ class Worker:
 
     def begin_part(self, part: WorkerPart) -> None:
         context = part.context
+        if self._context is not None:  # of a step in which the device failed, as it seemed
+            self.reset()
         self.backend.reset_peak()
         self._context, self._carrier, self.runner.carrier = context, part.carrier, part.carrier
         self.slots.begin_step(context.program, context.version)

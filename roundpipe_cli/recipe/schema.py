@@ -510,8 +510,8 @@ class Recipe:
     (same rows, same loss), compute the step again and say what to write here."""
     on_device_loss: Literal["continue", "stop"] = "continue"
     """When a device fails or hangs: leave it out and compute the step again on the others, which changes no bit, and
-    write a checkpoint; or stop with exit code 5. With a max_grad_norm of 0, which lets updates begin within a step,
-    only a step without updates is computed again; any other ends the run."""
+    write a checkpoint; or stop with exit code 5. Where updates begin before a step ends (max_grad_norm of 0), a
+    loss after that ends the run too."""
     check_longest_rows: Literal["auto"] | bool = "auto"
     """Compute a step of the longest rows before the first step and discard it, so that a lack of memory shows at once.
     It takes the time of a step and changes no bit of the run. `auto` does so on GPUs; not with packing, where all

@@ -278,7 +278,7 @@ class LostDevices:
         elif not left:
             reason = "no other device is there"
         elif not may_repeat:
-            reason = "the step cannot be computed again: updates have begun within it (max_grad_norm: 0)"
+            reason = "gradients of this step have been used already (max_grad_norm: 0, or a hang on several machines)"
         elif hangs and not self._has_room():
             reason = "too little host memory for other gradients than those that the device may still write"
         elif self._refused is not None:
@@ -322,16 +322,15 @@ class LostDevices:
         rest = [self._name(worker) for worker in range(self._engine.num_workers) if worker not in lost]
         names = ", ".join(sorted({self._name(worker) for worker in lost}))
         self._say(lost, at, cause, ())
-        hint = "a restart of the machine, then --resume, continues from the newest checkpoint"
+        hint = "--resume continues from the newest checkpoint, after a restart of the machine perhaps"
         if rest:
-            hint = (
-                f"leave it out: pipeline.devices=[{','.join(rest)}] with --resume continues from the newest checkpoint"
-            )
+            hint = f"pipeline.devices=[{','.join(rest)}] with --resume leaves it out and continues from the newest "
+            hint += "checkpoint; --restarts N does so by itself"
         error = DeviceLostError(
             f"a device was lost and the run cannot go on: {reason}",
             where=f"{names}, {at}",
             found=cause,
-            hint=f"{hint}; --restarts N does so by itself",
+            hint=hint,
         )
         error.rest, error.at = tuple(rest), at
         return error

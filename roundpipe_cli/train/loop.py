@@ -496,7 +496,7 @@ class Trainer:
                 step=step,
                 version=step,
                 part=part,
-                gradients=GradientOptions(scale, on_gradient),
+                gradients=GradientOptions(scale, on_gradient, frozenset(self._sharing.given)),
             )
 
         result = self._lost.again(run, f"step {shown_step(step)}", may_repeat=self._may_repeat)
@@ -504,7 +504,9 @@ class Trainer:
 
     def _may_repeat(self, hangs: bool) -> bool:
         """Whether a step that a device was lost in can be computed again."""
-        return not (self._updates_early and (hangs or self._updater.has_begun))
+        if self._updates_early:
+            return not (hangs or self._updater.has_begun)
+        return not (hangs and self._sharing.given)
 
     def _microbatches(self, step: int, batches: list[RowBatch]) -> tuple[list[Microbatch], int]:
         """A step's microbatches, DPO's pairs with what the reference says of them, and the number of tokens."""

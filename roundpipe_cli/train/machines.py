@@ -11,7 +11,7 @@ import math
 import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -69,6 +69,8 @@ class Sharing:
         self._orders: queue.Queue[int | None] = queue.Queue()
         self._answers: queue.Queue[dict[int, float] | BaseException] = queue.Queue()
         self._given_up = False
+        self.given: set[int] = set()
+        """Layers of the step whose gradients the others may have: where the step is computed again, those stay."""
         self._thread = threading.Thread(target=self._main, name="gradient-sums", daemon=True)
 
     def __enter__(self) -> Sharing:
@@ -106,15 +108,17 @@ class Sharing:
             on_gradient: never given: nobody may use a gradient before it is summed.
         """
         assert on_gradient is None
-        self._complete = {}
+        self._complete, self.given = {}, set()
         self._orders.put(step)
         return self.complete
 
     def complete(self, layer: int, square_sum: Callable[[], float]) -> None:
         """This process' gradient of `layer` is complete. Called by any thread; arguments as of `OnGradient`."""
         with self._changed:
-            self._complete[layer] = square_sum
-            self._changed.notify()
+            if layer not in self.given:
+                self.given.add(layer)
+                self._complete[layer] = square_sum
+                self._changed.notify()
 
     def finish(self, result: StepResult, loss_scale: float) -> StepResult:
         """The step's result over all processes, when all gradients are summed.
@@ -150,7 +154,8 @@ class Sharing:
                 if self._given_up:
                     raise RoundpipeError("the run is over")
                 on_host = self._complete.pop(layer)
-            on_host()
+            with suppress(torch.AcceleratorError):  # its device was lost since, which had sent it
+                on_host()
             gradient = self._store.gradients[layer]
             if self._table is not None and layer == 0:
                 self._sum_embed(gradient, self._table)
@@ -183,6 +188,9 @@ class Sharing:
 
 class WholeSteps:
     """Steps of which one machine computes everything: the `Sharing` of a machine that shares nothing."""
+
+    given: frozenset[int] = frozenset()
+    """Layers of the step whose gradients others may have."""
 
     def share_of(self, microbatches: Sequence[Microbatch]) -> tuple[list[Microbatch], None]:
         """This machine's microbatches of a step: all."""

@@ -5,19 +5,43 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from roundpipe_cli import faults
+from roundpipe_cli.cli.checks import _lost
+from roundpipe_cli.costs.machine import note_lost_device
+from roundpipe_cli.dashboard.html import comparison, timelines
+from roundpipe_cli.dashboard.state import fold, fold_all
+from roundpipe_cli.dashboard.theme import Theme
+from roundpipe_cli.dashboard.views import workers_block
+from roundpipe_cli.dashboard.waiting import details, longest_waiting
+from roundpipe_cli.engine.backends.cuda import xid_in
 from roundpipe_cli.engine.dispatch import dispatch
 from roundpipe_cli.errors import DeviceLostError, InternalError
-from roundpipe_cli.events import DeviceLost, Event, Notice
+from roundpipe_cli.events import (
+    DeviceLost,
+    Event,
+    Notice,
+    RunStarted,
+    Span,
+    StepFinished,
+    StepTimeline,
+    decode,
+    encode,
+)
+from roundpipe_cli.planning.adaptive import AdaptivePlanner
 from roundpipe_cli.recipe.load import load_recipe
+from roundpipe_cli.recipe.schema import PipelineConfig
+from roundpipe_cli.schedule.actions import equal_costs
 from roundpipe_cli.train.checkpoint.reading import load_newest
 from roundpipe_cli.train.finetune import run_finetune
 from roundpipe_cli.train.signals import Reporting, Start, StopSignals
 from tests.support.e2e import make_model, make_workspace, metrics, run
+from tests.support.simulated_cases import simulated
+from tests.support.simulated_cuda import SMALL_CARD, Card, Simulation
 from tests.torture.workers import copy_weights
 
 THREE = "pipeline.devices=[cpu,cpu,cpu]"
@@ -159,3 +183,110 @@ def test_a_device_that_does_not_answer_is_the_lost_one(finetune: Finetune) -> No
     fault = "compute:raise=DeviceFault:step=3:worker=1:nth=1,answer:raise=DeviceFault:worker=2"
     (lost,) = losses_of(finetune("lost", fault=fault))
     assert lost.worker == 2 and lost.left == ("cpu", "cpu")
+
+
+# On simulated cards, whose driver raises for every call, or whose streams never end.
+
+ON_CARDS = "pipeline.devices=[cuda:0,cuda:1,cuda:2]"
+THREE_CARDS = (Card(), SMALL_CARD, Card())
+
+
+def on_cards(output: str, *words: str, how: str = "", seed: int = 0) -> tuple[list[Event], Simulation]:
+    """A run on three simulated cards, one of which breaks in the third step; its events."""
+    told: list[Event] = []
+
+    def tell(event: Event) -> None:
+        told.append(event)
+        streams = simulation.machine.streams
+        if isinstance(event, StepFinished) and event.step == 2 and how:
+            streams.break_after(1, 40 + 29 * seed, getattr(streams, how))
+
+    loaded = load_recipe("recipe.yaml", (f"output_dir={output}", ON_CARDS, *CUT, *words))
+    with warnings.catch_warnings(), simulated(seed, THREE_CARDS) as simulation, StopSignals() as signals:
+        warnings.simplefilter("ignore")  # PEFT's, when it saves
+        run_finetune(loaded, Start(offline=True), Reporting(tell), signals)
+    return told, simulation
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_card_whose_driver_fails(finetune: Finetune, seed: int) -> None:
+    """Whatever it was at. No access is unordered afterwards, and nothing is freed on it: that would end the process."""
+    words = ("dtype=float32", "max_steps=4", "check_longest_rows=false")
+    on_cards("whole", *words)
+    events, simulation = on_cards("lost", *words, how="fail", seed=seed)
+    assert bits("lost") == bits("whole")
+    (lost,) = losses_of(events)
+    assert (lost.device, lost.at, lost.left) == ("cuda:1", "step 3", ("cuda:0", "cuda:2"))
+    assert "CUDA error" in lost.cause and simulation.machine.streams.num_freed_on_failed == 0
+
+
+def test_a_card_that_hangs(finetune: Finetune, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "LEAVE_S", 2.0)
+    words = ("dtype=float32", "max_steps=4", "check_longest_rows=false")
+    on_cards("whole", *words)
+    events, _ = on_cards("lost", *words, "watchdog_s=3", how="hang")
+    assert bits("lost") == bits("whole")
+    (lost,) = losses_of(events)
+    assert lost.device == "cuda:1" and "no progress" in lost.cause
+    assert "left behind: worker-1" in notices(events)
+
+
+def test_an_error_that_takes_all_cards_down(finetune: Finetune) -> None:
+    with pytest.raises(DeviceLostError, match="no device of this process answers") as caught:
+        on_cards("lost", "dtype=float32", "max_steps=4", "check_longest_rows=false", how="fail_all")
+    assert load_newest(Path("lost"), None, lambda text: pytest.fail(text)).step == 2
+    assert len(caught.value.rest) == 2
+
+
+# What is said of it, and the stages for the rest.
+
+
+def test_said_where_the_user_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROUNDPIPE_CACHE", str(tmp_path))
+    lost = DeviceLost(1e9, 1, "cuda:1", "step 5", "CUDA error: x (Xid 79: GPU has fallen off the bus)", ("cuda:0",))
+    assert decode(json.loads(json.dumps(encode(lost)))) == lost
+    started = RunStarted(0.0, "model", "lora", ("cuda:0", "cuda:1"), 9, 0)
+    spans = (Span(0, "compute", "F", 0, 0, 0.0, 1.0),)
+    state = fold_all([(0.0, started), (1.0, lost), (2.0, StepTimeline(5, 1.0, spans))])
+    assert [worker.lost_at for worker in state.workers] == ["", "step 5"]
+    for height in (12, 24, 60):
+        frame = "\n".join(line.plain for line in workers_block(state.workers, 2.0, 10.0, 100, height, Theme()))
+        assert frame.count("lost at step 5") == 1, frame
+    waited = longest_waiting(state)
+    assert waited is not None and waited.worker == 0
+    assert "lost at step 5" in timelines([StepTimeline(5, 1.0, spans)], ["", "step 5"], title="work")
+    row = StepFinished(5, 9, 1.0, 1e-3, 1.0, 8, 8.0, 1.0, 0.1, (0.9, 0.0), 0, 0, 4.0)
+    state = fold(state, row, 2.0)
+    assert any("cuda:1, lost at step 5" in line for line in details(state))
+    assert state.workers[1].utilization is None, "no share of a step is its"
+    report = {"lost_devices": [{"worker": 1, "tokens_per_s_before": 20.0, "tokens_per_s_after": 10.0}]}
+    assert [row[2] for row in comparison(report)] == ["20", "10"]
+    assert list(_lost()) == []
+    note_lost_device(lost.text)
+    (check,) = _lost()
+    assert "cuda:1 (worker 1) was lost at step 5" in check.found and "Xid 79" in check.found and check.state == "note"
+
+
+def test_the_drivers_own_word(tmp_path: Path) -> None:
+    lines = [
+        "4,1,5000000,-;NVRM: Xid (PCI:0000:3b:00): 13, pid=7, Graphics Exception",
+        "4,2,90000000,-;NVRM: Xid (PCI:0000:af:00): 31, pid=9, MMU Fault",
+        "4,3,99000000,-;NVRM: Xid (PCI:0000:3b:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus.",
+    ]
+    assert xid_in(lines, "0000:3b:00", 100.0) == "Xid 79: GPU has fallen off the bus."
+    assert xid_in(lines, "0000:af:00", 100.0) == "Xid 31: MMU Fault"
+    assert xid_in(lines, "0000:af:00", 5000.0) is None, "of something else"
+    assert xid_in(lines, "0000:01:00", 100.0) is None
+
+
+def test_stages_are_cut_for_the_rest() -> None:
+    costs = replace(equal_costs(6), worker_speed=(1.0, 0.5, 1.0))
+    planner = AdaptivePlanner(costs, 3, PipelineConfig())
+    planner.measured = True
+    assert planner.schedule(4).num_workers == 3
+    planner.leave_out({1})
+    assert planner.schedule(4).num_workers == 2 and planner.costs.worker_speed == (1.0, 1.0)
+    stages = ((0, 1), (2, 3), (4, 5))
+    bound = AdaptivePlanner(equal_costs(6), 3, PipelineConfig(schedule="1f1b", forward_stages=stages))
+    bound.leave_out({0})
+    assert bound.schedule(4).num_workers == 2, "a stage for each of three workers does not suit two"

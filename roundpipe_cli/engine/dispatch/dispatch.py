@@ -14,6 +14,7 @@ results as a value; the caller raises it, once.
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import queue
 import sys
@@ -123,6 +124,8 @@ class StepRun:
         """One of each worker, and one of the host where it has work."""
         self.is_abandoned = False
         """The step was given up: one of its threads may never return."""
+        self.is_broken = False
+        """A device failed in it."""
         self._works = works
         self._lanes = {
             (lane, worker): _LaneState(progress.new_condition(), closed=lane == HOST)
@@ -438,6 +441,13 @@ class _LaneStep:
         self.run.records.append(record)
 
 
+def keep_forever(*things: object) -> None:
+    """Never free what lies on a device that failed, or was being copied by it: the driver would be asked, and what
+    torch raises there ends the process."""
+    for thing in things:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+
+
 # The pool of workers: their threads, and the step that they are at.
 #
 # A worker's compute thread hands a step to the lanes of its link once it has taken it up; a step that failed is left
@@ -449,6 +459,8 @@ JOIN_AFTER_ERROR_S = 2.0
 """Total for all threads of a pool."""
 JOIN_LANES_S = 0.5
 """The lanes get at least this much of it."""
+END_S = 0.1
+"""A thread that is to end after a step that failed, and does not, hangs."""
 LEAVE_S = 5.0
 """Workers that wait leave a step that was given up within this time; the others hang."""
 
@@ -523,6 +535,8 @@ class Pool:
         """Let the threads end, after a step that failed; returns the names of those that are left behind."""
         self.__exit__(None, None, None)
         threads = (*self._threads, *(lane.thread for lanes in self._lanes.values() for lane in lanes))
+        for thread in threads:
+            thread.join(END_S)
         return tuple(thread.name for thread in threads if thread.is_alive())
 
     def run(self, run: StepRun) -> StepRun:
@@ -566,25 +580,33 @@ class Pool:
                 run = orders.get()
                 if run is None:
                     return
-                result = WorkResult(worker)
+                result, part = WorkResult(worker), run.parts.pop(worker, None)  # no cycle: it holds the run
                 try:
-                    work.begin_part(run.parts.pop(worker, None))  # no cycle: it holds the run
+                    work.begin_part(part)
                 except BaseException as error:
                     result.error, result.where = error, f"worker {worker}, taking up step {shown_step(run.step)}"
+                    run.is_broken |= self._is_device_error(error)
                     run.progress.abort()
                 for lane in self._lanes[worker]:
                     lane.orders.put(run)
                 if result.error is None:
                     self._compute(run, work, result)
                 run.end_part(worker)
+                failed = False
+                run.is_broken |= any(self._is_device_error(one.error) for one in run.errors if one.error)
                 try:
                     work.drain()  # for a failed step too: until then its work reads and writes slots and sums
                 except BaseException as error:
+                    failed = self._is_device_error(error)
                     if result.error is None and not run.progress.aborted:  # otherwise the first error says more
                         result.error, result.where = error, f"worker {worker}, finishing the step"
-                work.reset()
+                run.is_broken |= failed
+                if run.is_broken:
+                    keep_forever(run, part, result.error, *([work] if failed else ()))
+                if not failed:
+                    work.reset()
                 run.results.put(result)
-                run = None
+                run = part = None
                 del result  # a failed step's error holds what was computed
 
     def _compute(self, run: StepRun, work: Work, result: WorkResult) -> None:
@@ -603,8 +625,10 @@ class Pool:
             weights = False
             if isinstance(error, TransferFailedError):
                 result.error, weights = error.error, error.weights
-            # Its frames hold what was computed, and a step that ran out of memory is to be run again.
-            traceback.clear_frames(result.error.__traceback__)
+            run.is_broken |= self._is_device_error(result.error)
+            if not run.is_broken:
+                # Its frames hold what was computed, and a step that ran out of memory is to be run again.
+                traceback.clear_frames(result.error.__traceback__)
             result.where = work.where(op, weights=weights)
             run.progress.abort()
 

@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
@@ -214,8 +215,10 @@ def step_timeline(result: StepResult, step: int, clock: Clock) -> StepTimeline:
     actions = result.timeline.intervals
     end_s = max((item.end_s for item in actions), default=0.0)
     links = (item._replace(end_s=min(item.end_s, end_s)) for item in result.links if item.start_s < end_s)
-    items = (item._replace(worker=result.lanes[item.worker]) for item in (*actions, *links, *result.waits))
-    return StepTimeline(step, start_s, tuple(span_of(item, fused_head=result.fused_head) for item in items))
+    spans = tuple(span_of(item, fused_head=result.fused_head) for item in (*actions, *links, *result.waits))
+    if result.lanes[-1] >= result.num_workers:  # some are lost
+        spans = tuple(replace(span, worker=result.lanes[span.worker]) for span in spans)
+    return StepTimeline(step, start_s, spans)
 
 
 def in_lanes(result: StepResult, num_workers: int) -> tuple[float, ...]:
