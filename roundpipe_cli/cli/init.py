@@ -173,22 +173,30 @@ def recipe_text(choice: Choice, data: str, path: Path) -> str:
     header += ["#", *(line for reason in choice.reasons for line in textwrap.wrap(
         reason, 116, initial_indent="# ", subsequent_indent="#   ", break_on_hyphens=False
     ))]  # fmt: skip
-    keys = [f"model: {text(choice.model)}", f"method: {choice.method}"]
-    if choice.method == "lora":
-        keys.append("lora: {r: 16, alpha: 32, dropout: 0.0, target_modules: all-linear}")
+    recipe = choice.recipe
+    keys = [f"model: {text(recipe.model)}", f"method: {recipe.method}"]
+    if recipe.method == "lora":
+        lora = recipe.lora
+        keys.append(f"lora: {{r: {lora.r}, alpha: {lora.alpha:g}, dropout: 0.0, target_modules: all-linear}}")
+    written = ("method", "lora.r", "max_seq_length", "dtype", "micro_batch_tokens")
+    overrides = (override.partition("=") for override in choice.overrides)
+    keys += [f"{key}: {value}" for key, _, value in overrides if key not in written]
+    tokens = f"micro_batch_tokens: {recipe.micro_batch_tokens}"
+    if recipe.micro_batch_tokens == "auto":
+        tokens += "  # a microbatch has as many rows as the smallest device has room for"
     keys += [
         "",
         "datasets:",
         f"  - {{path: {text(data)}, type: auto}}",
         "",
-        f"max_seq_length: {choice.max_seq_length}",
+        f"max_seq_length: {recipe.max_seq_length}",
         "packing: auto  # short rows fill whole sequences",
         "micro_batch_size: 1",
-        f"gradient_accumulation_steps: {choice.rows_per_step}",
-        "micro_batch_tokens: auto  # a microbatch has as many rows as the smallest device has room for",
+        f"gradient_accumulation_steps: {recipe.gradient_accumulation_steps}",
+        tokens,
         "num_train_epochs: 1",
         f"learning_rate: {choice.learning_rate}",
-        f"dtype: {choice.dtype}",
+        f"dtype: {recipe.dtype}",
         "",
         f"output_dir: outputs/{_file_stem(path.stem)}",
     ]

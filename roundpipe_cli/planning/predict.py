@@ -20,9 +20,15 @@ from roundpipe_cli.planning.answers import Answers, cut_document, cut_from, numb
 from roundpipe_cli.planning.choose import MIN_GAIN, case_for, choose, deal_out, given_cut
 from roundpipe_cli.planning.compare import SimulationCase, StageCut, costs_per_microbatch
 from roundpipe_cli.planning.cuts import enough_per_round, forward_stages, resident_cut
-from roundpipe_cli.planning.question import Build, PlanRequest, ask, describe_idle_gpus, without_small_cards
+from roundpipe_cli.planning.question import (
+    Build,
+    PlanRequest,
+    ask,
+    describe_idle_gpus,
+    rows_that_keep_busy,
+    without_small_cards,
+)
 from roundpipe_cli.planning.search.stages import even_cut
-from roundpipe_cli.planning.solve import Solution, solve
 from roundpipe_cli.planning.verdict import Verdict, coarsest_cut, judge, judge_coarsest, stage_limits
 from roundpipe_cli.recipe.load import LoadedRecipe
 from roundpipe_cli.schedule.builders import (
@@ -371,15 +377,15 @@ def make_plan(
     Raises:
         RefusedError: no such model or hardware, or stages of the recipe that do not cover the layers.
     """
-    return _best_plan(ask(loaded, hardware, build=build), answers)[1]
+    return best_plan(ask(loaded, hardware, build=build), answers)[1]
 
 
 def cards_worth_using(question: PlanRequest, answers: Answers | None) -> PlanRequest:
     """The question for the devices that its plan uses: all, or the GPUs of more memory."""
-    return _best_plan(question, answers)[0] if any(without_small_cards(question)) else question
+    return best_plan(question, answers)[0] if any(without_small_cards(question)) else question
 
 
-def _best_plan(question: PlanRequest, answers: Answers | None) -> tuple[PlanRequest, Plan]:
+def best_plan(question: PlanRequest, answers: Answers | None) -> tuple[PlanRequest, Plan]:
     """The plan, and the question for the devices that it uses. Those that the recipe lists are all used."""
     best = _plan(question, answers)
     asked, advice = question, []
@@ -647,22 +653,12 @@ def _assumptions(question: PlanRequest, cut: StageCut) -> tuple[str, ...]:
         lines.append(
             f"note: the model was made for at most {limit} tokens, max_seq_length is {settings.max_seq_length}"
         )
-    workers, per_step = question.num_workers, settings.num_microbatches
     if settings.sequence_chunks > 1:
         lines.append("assumed: every chunk of a sequence takes the same time, and keys and values no time on the links")
-    elif workers > 1 and per_step < 4 * workers and cut.microbatches_per_round:
-        recipe = question.loaded.recipe
-        enough = math.ceil(4 * workers * settings.micro_batch_size / recipe.micro_batch_size)
+    elif cut.microbatches_per_round and (rows := rows_that_keep_busy(question)) is not None:
+        enough = rows // question.loaded.recipe.micro_batch_size
         lines.append(
-            f"note: {per_step} microbatches a step are few for {counted(workers, 'worker')}; "
-            f"gradient_accumulation_steps={enough} makes the bubble smaller"
+            f"note: {settings.num_microbatches} microbatches a step are few for "
+            f"{counted(question.num_workers, 'worker')}; gradient_accumulation_steps={enough} makes the bubble smaller"
         )
     return tuple(lines)
-
-
-def solve_recipe(plan: Plan) -> Solution:
-    """Changes that would make it fit."""
-    question = plan.question
-    asked = question.loaded.recipe.pipeline.weight_cache  # a cache of `auto` takes spare memory only
-    settings = replace(question.settings, weight_cache_bytes=0 if asked == "auto" else asked)
-    return solve(question.architecture, settings, question.hardware)

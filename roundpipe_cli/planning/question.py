@@ -224,6 +224,19 @@ class PlanRequest:
         return once_s / sum(costs.worker_speed or (1.0,) * self.num_workers) + host_s
 
 
+ENOUGH_PER_WORKER = 4
+"""Microbatches of a step for each worker that keep all of them busy."""
+
+
+def rows_that_keep_busy(question: PlanRequest) -> int | None:
+    """Rows of a step that has `ENOUGH_PER_WORKER` microbatches for each worker; None where one has as many already."""
+    settings, recipe = question.settings, question.loaded.recipe
+    enough = ENOUGH_PER_WORKER * question.num_workers
+    if question.num_workers == 1 or settings.sequence_chunks > 1 or settings.num_microbatches >= enough:
+        return None
+    return math.ceil(enough * settings.micro_batch_size / recipe.micro_batch_size) * recipe.micro_batch_size
+
+
 def settings_of(recipe: Recipe) -> TrainingSettings:
     """The recipe's values that decide costs and memory."""
     targets = recipe.lora.target_modules

@@ -23,6 +23,7 @@ from roundpipe_cli.planning.question import (
     with_cards_of,
     without_small_cards,
 )
+from roundpipe_cli.planning.solve import best_remedies
 from roundpipe_cli.planning.verdict import Verdict, judge, judge_coarsest
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.schedule.actions import Schedule
@@ -93,7 +94,11 @@ def check_fits(question: PlanRequest) -> None:
             return
     error = ResourceError(verdict.reasons[0])
     found = f"{format_bytes(available)} available now of {format_bytes(memory.total_bytes)} ({memory.limited_by})"
-    hint = f"`roundpipe plan {loaded.path} --solve` names the cheapest changes that make it fit"
+    found_machine = replace(question.machine or machine, host_memory_bytes=available)
+    here = replace(question, hardware=machine, machine=found_machine)
+    best = "; ".join(change.what for change in best_remedies(here, None, Answers()))
+    hint = f"`roundpipe plan {loaded.path} --solve` names more changes that make it fit"
+    hint = f"{best}; {hint}" if best else "no change of the recipe and no smaller model that the tool knows fits here"
     for fewer in without_small_cards(replace(question, settings=settings, hardware=machine)):
         if judge_coarsest(fewer.architecture, settings, fewer.hardware, fewer.analytic).fits:
             hint = f"{describe_idle_gpus(question, fewer, fits=False)}; {hint}"

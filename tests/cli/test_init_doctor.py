@@ -145,13 +145,14 @@ def test_init_asks_again_and_loses_no_answer(tmp_path: Path) -> None:
 def test_init_fits_the_machine_or_says_why_not() -> None:
     path = Path("recipe.yaml")
     with pytest.raises(RefusedError, match="does not fit") as refused:
-        choose_settings("Qwen/Qwen3-32B", "2x3090,host_memory_gib=64", path)
-    assert "recipes/qwen3/14b_lora_2x24gb.yaml" in str(refused.value)
+        choose_settings("Qwen/Qwen3-235B-A22B", "1x3060,host_memory_gib=16", path)
+    assert "model=openai/gpt-oss-20b load_in_4bit=true: " in str(refused.value), "with its speed"
+    assert "recipes/gpt-oss/20b_lora_1x24gb.yaml load_in_4bit=true" in str(refused.value)
     small = choose_settings("Qwen/Qwen3-14B", "1x2060,host_memory_gib=48", path)
-    assert small.dtype == "float16" and small.tokens_per_microbatch < 8192
-    assert choose_settings("HuggingFaceTB/SmolLM2-135M", "1x3090,host_memory_gib=32", path).method == "full"
+    assert small.recipe.dtype == "float16" and small.tokens_per_microbatch < 8192
+    assert choose_settings("HuggingFaceTB/SmolLM2-135M", "1x3090,host_memory_gib=32", path).recipe.method == "full"
     eight = choose_settings("Qwen/Qwen3-8B", "8x4090,host_memory_gib=128", path)
-    assert eight.rows_per_step == 64 and eight.hardware == "8x4090,host_memory_gib=128" and not eight.is_here
+    assert eight.recipe.rows_per_step == 64 and eight.hardware == "8x4090,host_memory_gib=128" and not eight.is_here
 
 
 def test_init_of_few_rows_ends_in_a_recipe_that_runs(tmp_path: Path) -> None:
@@ -167,7 +168,7 @@ def test_init_of_few_rows_ends_in_a_recipe_that_runs(tmp_path: Path) -> None:
 def test_init_takes_what_is_known_of_the_rows() -> None:
     path, machine = Path("recipe.yaml"), "8x4090,host_memory_gib=128"
     by_rows = [choose_settings("Qwen/Qwen3-8B", machine, path, num_rows) for num_rows in (None, 640, 639, 25, 0)]
-    assert [choice.rows_per_step for choice in by_rows] == [64, 64, 63, 2, 1]
+    assert [choice.recipe.rows_per_step for choice in by_rows] == [64, 64, 63, 2, 1]
 
 
 # --- doctor ---------------------------------------------------------------------------------------------------------

@@ -19,9 +19,10 @@ from roundpipe_cli.costs import find_model
 from roundpipe_cli.costs.cost import NUM_SLOTS
 from roundpipe_cli.engine.options import EngineOptions
 from roundpipe_cli.errors import NoProgressError, RefusedError, ResourceError
-from roundpipe_cli.planning.predict import make_plan, solve_recipe
+from roundpipe_cli.planning.predict import make_plan
 from roundpipe_cli.planning.question import ask
 from roundpipe_cli.planning.run_plan import check_fits
+from roundpipe_cli.planning.solve import remedies, solve
 from roundpipe_cli.recipe.load import LoadedRecipe, load_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -101,7 +102,7 @@ def test_json_document_has_the_documented_keys(recipe: Path) -> None:
     assert predicted["tokens_per_s"] == pytest.approx(4 * 512 / predicted["step_s"])
     assert 0 <= predicted["bubble_ratio"] < 1
     assert predicted["device_step_s"] == pytest.approx(predicted["step_s"] - answer.host_s)
-    solved = plan_document(answer, solve_recipe(answer))["solve"]
+    solved = plan_document(answer, solve(answer))["solve"]
     assert list(solved) == ["max_seq_length", "micro_batch_size", "changes"]
     assert (solved["max_seq_length"], solved["changes"]) == (8192, [])
     assert solved["micro_batch_size"] > 8
@@ -144,7 +145,7 @@ def test_long_sequences_of_a_235b_model_fit_in_chunks(recipe: Path) -> None:
     whole = make_plan(load(recipe, *words), machine)
     chunks = make_plan(load(recipe, *words, "mlp_chunk_tokens=4096"), machine)
     assert (whole.verdict.fits, chunks.verdict.fits) == (False, True)
-    assert solve_recipe(whole).changes[0].overrides == ("mlp_chunk_tokens=4096",)
+    assert solve(whole).changes[0].overrides == ("mlp_chunk_tokens=4096",)
     assert chunks.bubble_ratio < 0.1
 
 
@@ -190,10 +191,11 @@ def test_words_begin_with_the_verdict(recipe: Path) -> None:
     for heading in ("backward stages", "memory of one worker (rtx-4090)", "host memory:", "disk:", "over the links"):
         assert heading in text
     full = load(recipe, "model=Qwen/Qwen3-32B", "method=full", *AUTO)  # frozen weights could stay on the disk
-    no = plan_text(make_plan(full, "2x4090,host_memory_gib=32"), None)
+    short_of = make_plan(full, "2x4090,host_memory_gib=32")
+    no = plan_text(short_of, None, found=remedies(short_of))
     assert no[0].startswith("DOES NOT FIT: ")
     assert no[1].startswith("  host memory: needs ") and no[1].endswith("too little")
-    assert any(line.startswith("The nearest recipe of the tool that fits: ") for line in no)
+    assert any(line.startswith("  shipped recipe  ") for line in no)
     assert any(line.endswith("if it did fit") for line in no) and any("(given)" in line for line in no)
     for short in (plan_text(answer, None, details=False), plan_text(make_plan(full), None, details=False)):
         assert len(list(wrapped(short, 80))) < 24 and "`-v` shows" in short[-1]

@@ -18,7 +18,7 @@ from roundpipe_cli.planning.compare import StageCut
 from roundpipe_cli.planning.predict import Plan, make_plan, simulate_step
 from roundpipe_cli.planning.question import ask
 from roundpipe_cli.planning.search.stages import even_cut
-from roundpipe_cli.planning.solve import fitting_recipe
+from roundpipe_cli.planning.solve import Change, fitting_recipe, remedies
 from roundpipe_cli.planning.verdict import judge
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.recipe.shipped import find_recipe, find_shipped, shipped_recipes, verdict_of
@@ -177,9 +177,12 @@ def test_plan_that_says_no_names_the_recipe_that_fits(monkeypatch: pytest.Monkey
     small = "2x3090,host_memory_gib=64"
     full = make_plan(load_recipe(ROOT / "recipes/qwen3-8b.yaml", ["method=full"]), small)
     assert plan_document(full, None)["shipped_recipe"] == "recipes/qwen3/8b_lora_2x24gb.yaml"
-    assert "The nearest recipe of the tool that fits: recipes/qwen3/8b_lora_2x24gb.yaml" in plan_text(full, None)
-    fitting = fitting_recipe(ask(load_recipe(ROOT / "recipes/qwen3-32b.yaml"), small))
-    assert fitting is not None and fitting.name == "qwen3/14b_lora_2x24gb"
+    text = plan_text(full, None, found=remedies(full))
+    assert "  shipped recipe  recipes/qwen3/8b_lora_2x24gb.yaml: the nearest that fits here" in text
+    asked = ask(load_recipe(ROOT / "recipes/qwen3-32b.yaml"), small)
+    assert fitting_recipe(asked) == ("recipes/gemma3/27b_lora_2x24gb.yaml",), "the next smaller one of any family"
+    packed = Change(("load_in_fp8=true",), "", 1.0)
+    assert fitting_recipe(asked, packed) == ("recipes/qwen3/32b_lora_2x24gb.yaml", "load_in_fp8=true")
     none = make_plan(load_recipe(ROOT / "recipes/qwen3-8b.yaml"), "1x2060,host_memory_gib=1")
     assert plan_document(none, None)["shipped_recipe"] is None
     monkeypatch.setattr(choose, "MAX_SEARCHED_LAYERS", 0)  # any cut will do

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from roundpipe_cli.planning.predict import make_plan, solve_recipe
+from roundpipe_cli.planning.predict import make_plan
 from roundpipe_cli.planning.question import PlanRequest, ask
+from roundpipe_cli.planning.solve import solve
 from roundpipe_cli.recipe.load import load_recipe
 
 AUTO = "micro_batch_tokens=auto"
@@ -69,9 +70,9 @@ def test_a_budget_that_does_not_fit_is_lowered_by_its_own_key() -> None:
     words = ["micro_batch_tokens=131072", "gradient_accumulation_steps=128"]
     plan = make_plan(load_recipe("qwen3-8b", words), "1x3060,host_memory_gib=128")
     assert not plan.verdict.fits
-    changes = [override for change in solve_recipe(plan).changes for override in change.overrides]
+    changes = [override for change in solve(plan).changes for override in change.overrides]
     assert any(override.startswith("micro_batch_tokens=") for override in changes)
     assert not any(override.startswith("micro_batch_size=") for override in changes)
-    for change in solve_recipe(plan).changes[:1]:
+    for change in solve(plan).changes[:1]:
         again = make_plan(load_recipe("qwen3-8b", [*words, *change.overrides]), "1x3060,host_memory_gib=128")
         assert again.verdict.fits, change
