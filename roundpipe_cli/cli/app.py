@@ -78,7 +78,7 @@ def with_gguf_type(words: Sequence[str]) -> list[str]:
     """The words with a type behind each `--gguf` that has none: typer knows no option with a value that may be left
     out."""
     found: list[str] = []
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    for word, following in zip(words, [*words[1:], ""], strict=False):
         found += [word, GGUF_TYPES[0]] if word == "--gguf" and not GGUF_TYPE.fullmatch(following) else [word]
     return found
 
@@ -319,7 +319,7 @@ COMMANDS = {
     "recipes": "List, show, copy and check recipes; list every recipe key.",
     "init": "Write a recipe from three answers: model, data, hardware.",
     "doctor": "Check this machine: driver, torch, GPUs, memory, disk.",
-    "convert": "Turn a file of axolotl, LLaMA-Factory or TRL into a recipe.",
+    "convert": "Turn a file of axolotl, LLaMA-Factory, TRL or Unsloth into a recipe.",
     "export": "Write the result of a run as a folder for other programs.",
     "generate": "Answer a prompt with the result of a run.",
 }

@@ -297,11 +297,8 @@ def export(
     say(f"reading {output_dir} ...")
     found = find_result(output_dir)
     if merge and found.kind == "model":
-        raise RefusedError(
-            "this result is a whole model: there is nothing to merge",
-            where=str(output_dir),
-            hint="leave --merge out to copy it, or use the folder as it is",
-        )
+        say("note: this result is a whole model: there is nothing to merge, it is copied")
+        merge = False
     gguf = check_gguf_type(gguf)
     if gguf and found.kind == "adapter" and not merge:
         raise RefusedError("--gguf needs a whole model", where=str(output_dir), hint="add --merge")
@@ -309,7 +306,8 @@ def export(
         raise RefusedError("--push needs a connection", hint="leave --offline out")
     check_dtype(dtype)
     if dtype is not None and not merge:
-        raise RefusedError("--dtype is for merged weights", hint="add --merge")
+        hint = "add --merge" if found.kind == "adapter" else "leave it out: a whole model is copied as it is"
+        raise RefusedError("--dtype is for merged weights", hint=hint)
     target = named_path(to or found.default_target("merged" if merge else "exported"))
     if target.exists():
         raise RefusedError("the folder to export to exists already", where=str(target), hint="name another with --to")

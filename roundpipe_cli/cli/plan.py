@@ -250,7 +250,10 @@ def comparison_lines(rows: Sequence[Combination], width: int | None = None) -> l
 
 def plan(
     recipe: Annotated[
-        str, typer.Argument(metavar="RECIPE", help="Recipe file, or the name of a shipped one.", show_default=False)
+        str,
+        typer.Argument(
+            metavar="RECIPE", help="Recipe file, the name of a shipped one, or a model (hub id).", show_default=False
+        ),
     ],
     overrides: Annotated[
         list[str] | None,
@@ -281,14 +284,14 @@ def plan(
     from roundpipe_cli.planning.predict import make_plan
     from roundpipe_cli.planning.solve import remedies
     from roundpipe_cli.planning.solve import solve as solve_plan
-    from roundpipe_cli.recipe.load import load_recipe
+    from roundpipe_cli.recipe.load import load_recipe_or_model
     from roundpipe_cli.watchdog import watching
 
     if compare:
         _refuse_beside_compare({"--solve": solve, "--check": check, "--svg": svg is not None})
         show_comparison(recipe, overrides or (), hardware, as_json=json_)
         return
-    loaded = load_recipe(recipe, overrides or ())
+    loaded = load_recipe_or_model(recipe, overrides or ())
     for notice in loaded.notices:
         say(f"notice: {notice}")
     answers = Answers()

@@ -225,6 +225,7 @@ def test_ls(tmp_path: Path) -> None:
     few = json.loads(run(tmp_path, "recipes", "ls", "qwen3", "2x24gb", "--json").expect(0).out)
     assert {"qwen3/8b_lora_2x24gb", "qwen3/14b_lora_2x24gb"} <= {entry["name"] for entry in few}
     assert all("2x24gb" in entry["name"] and entry["predicted"]["tokens_per_s"] > 0 for entry in few)
+    assert run(tmp_path, "recipes").expect(0).out == listed.out, "alone it lists them too"
     none = run(tmp_path, "recipes", "ls", "nonsense").expect(0)
     assert none.out == "" and "no recipe has nonsense in its name" in none.err
 
@@ -259,3 +260,16 @@ def test_validate(tmp_path: Path) -> None:
 def test_the_main_page_shows_what_the_planner_says() -> None:
     """Its plan, its picture and its table were made by hand, and older than the planner."""
     assert not out_of_date(), "python scripts/readme_picture.py --write"
+
+
+def test_a_model_is_planned_without_a_recipe(tmp_path: Path) -> None:
+    """Story: `plan Qwen/Qwen3-8B` said that there is no recipe of that name. A file comes first, then a shipped one."""
+    machine = ("--hardware", "2x3090 64GB")
+    planned = run(tmp_path, "plan", "Qwen/Qwen3-8B", *machine).expect(0)
+    assert "FITS" in planned.out and "Qwen/Qwen3-8B (" in planned.out and "LoRA on that model" in planned.err
+    assert "did you mean" in run(tmp_path, "plan", "qwen3/8b_lora_2x24g", *machine).expect(2).err
+    assert "there is no recipe mine.yaml" in run(tmp_path, "plan", "mine.yaml").expect(2).err
+    (tmp_path / "Qwen").mkdir()
+    assert "there is no recipe Qwen/x" in run(tmp_path, "plan", "Qwen/x", *machine).expect(2).err
+    (tmp_path / "Qwen" / "Qwen3-8B").write_text("model: Qwen/Qwen3-0.6B\ndatasets: [{path: rows.jsonl}]\n")
+    assert "Qwen/Qwen3-0.6B (" in run(tmp_path, "plan", "Qwen/Qwen3-8B", *machine).expect(0).out

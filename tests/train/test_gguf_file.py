@@ -197,6 +197,7 @@ def test_llama_3_frequencies_are_divided_as_transformers_does() -> None:
 
 
 def test_a_type_may_be_left_out() -> None:
+    assert with_gguf_type([]) == []
     assert with_gguf_type(["out", "--gguf"]) == ["out", "--gguf", "bf16"]
     assert with_gguf_type(["--gguf", "out", "--merge"]) == ["--gguf", "bf16", "out", "--merge"]
     assert with_gguf_type(["out", "--gguf", "Q8_0"]) == ["out", "--gguf", "Q8_0"]

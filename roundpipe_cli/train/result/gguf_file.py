@@ -425,7 +425,7 @@ def _notes(folder: Path, config: Any, tensors: Sequence[_Tensor]) -> list[str]:
     window = getattr(config, "sliding_window", None)
     if FAMILIES[config.model_type].architecture in ("llama", "qwen2", "qwen3") and window:
         notes.append(f"GGUF has no sliding window for this family: answers differ beyond {window} tokens")
-    read = AutoConfig.from_pretrained(str(folder), gguf_file=GGUF_NAME)
+    read = AutoConfig.from_pretrained(str(folder), gguf_file=GGUF_NAME, trust_remote_code=False)
     other = [name for name in COMPARED if not _same(getattr(read, name, None), getattr(config, name, None))]
     if other:
         notes.append(f"transformers' reader of GGUF files takes no account of {', '.join(other)}; llama.cpp may")
