@@ -99,7 +99,7 @@ def generate(
     converse(first, show, keeps_turns=keeps_turns)
 
 
-COMMANDS = {
+CHAT_COMMANDS = {
     "/help": "show these lines",
     "/reset": "begin anew: the turns before are forgotten",
     "/exit": "leave, as Ctrl-D does",
@@ -125,10 +125,10 @@ def converse(first: Prompt, show: Callable[[Prompt], WholeAnswer], *, keeps_turn
             asked = first
             say("a new conversation")
             continue
-        is_unknown = line not in COMMANDS and sys.stdin.isatty() and re.fullmatch(r"/[a-z?]+", line)
+        is_unknown = line not in CHAT_COMMANDS and sys.stdin.isatty() and re.fullmatch(r"/[a-z?]+", line)
         if line == "/help" or is_unknown:
             for text in ([f"there is no {line}"] if is_unknown else []) + [
-                f"{name:<6} {COMMANDS[name]}" for name in COMMANDS
+                f"{name:<6} {CHAT_COMMANDS[name]}" for name in CHAT_COMMANDS
             ]:
                 say(text)
             continue

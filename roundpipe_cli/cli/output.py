@@ -39,7 +39,7 @@ def terminal_width(stream: int = 1) -> int | None:
 
 
 _COMMAND = r"(?:roundpipe|python3?|pip|git|hf|export|scripts/\w+|xdg-open) "
-WHOLE = re.compile(rf"`[^`]+`|^\s*{_COMMAND}.*|(?<=: ){_COMMAND}.*|\d (?:%|[mu]?s|[KMGT]i?B)(?:/s)?(?!\w)")
+UNCUT = re.compile(rf"`[^`]+`|^\s*{_COMMAND}.*|(?<=: ){_COMMAND}.*|\d (?:%|[mu]?s|[KMGT]i?B)(?:/s)?(?!\w)")
 """Never cut: something to copy, and a figure with its unit."""
 
 
@@ -54,7 +54,7 @@ def wrapped(lines: Iterable[str], width: int | None) -> Iterator[str]:
             continue
         indent = " " * (len(line) - len(line.lstrip()))
         parts = textwrap.wrap(
-            WHOLE.sub(lambda found: found[0].replace(" ", "\0"), line.strip()),
+            UNCUT.sub(lambda found: found[0].replace(" ", "\0"), line.strip()),
             width,
             initial_indent=indent,
             subsequent_indent=indent + "  ",

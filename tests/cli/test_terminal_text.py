@@ -19,7 +19,7 @@ import pytest
 
 from roundpipe_cli.cli.app import main
 from roundpipe_cli.cli.finetune import next_commands, summary
-from roundpipe_cli.cli.output import WHOLE, wrapped
+from roundpipe_cli.cli.output import UNCUT, wrapped
 from roundpipe_cli.cli.recipes import table
 from roundpipe_cli.recipe.shipped import shipped_recipes
 from roundpipe_cli.units import counted
@@ -80,7 +80,7 @@ def test_errors_are_cut_between_words_and_what_is_to_be_copied_is_not(width: int
     copied = [found for line in text for found in re.findall(r"`[^`]+`|hint: (roundpipe .*)", line)]
     assert len(copied) > 40 and all(any(one in line for line in lines) for one in copied if one)
     for line in lines:
-        rest = WHOLE.sub(lambda found: found[0].replace(" ", "_"), line)
+        rest = UNCUT.sub(lambda found: found[0].replace(" ", "_"), line)
         assert len(line) <= width or len(rest.split()) <= 2 + rest.startswith(("error:", "  hint:")), line
     assert list(wrapped(["it took 12 ms of 7.25 s, 30 % of it"], 14)) == [
         "it took 12 ms",
