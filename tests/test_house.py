@@ -46,6 +46,7 @@ USED_OUTSIDE = {
     "on_device": "holds a tensor until its copy has arrived; nobody reads it",
     "load_in_fp8": "read by the key that `PACKED_FORMATS` makes of its name",
     "coerce": "typer calls it",
+    "list_without_a_word": "typer calls it",
     **dict.fromkeys(
         ("is_compileable", "is_dummy", "get_seq_length", "get_query_offset", "get_mask_sizes"),
         "transformers asks it of what it takes for a cache of keys and values",

@@ -113,10 +113,6 @@ def test_an_export_has_card_and_modelfile(trained: Path) -> None:
 
 
 def test_gguf_by_the_converter_that_is_named(trained: Path, tmp_path: Path) -> None:
-    done = run(trained, "export", "out", "--merge", "--gguf", "--to", "none", environment={"PATH": "/nowhere"}).expect(
-        2
-    )
-    assert "git clone" in done.err and "llama.cpp" in done.err and not (trained / "none").exists()
     program = tmp_path / "convert.py"
     program.write_text(
         "import sys, pathlib\nfolder, flag, target = sys.argv[1:]\nassert flag == '--outfile'\n"

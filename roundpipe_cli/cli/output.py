@@ -188,7 +188,7 @@ def _fitted(line: str, target: TextIO) -> str:
     """A message cut between words where the terminal is narrower."""
     try:
         width = terminal_width(target.fileno())
-    except (OSError, ValueError):
+    except (AttributeError, OSError, ValueError):  # no file behind it
         width = None
     return "\n".join(wrapped(line.split("\n"), width))
 

@@ -149,7 +149,7 @@ def _time_to_finish(answer: Plan) -> str:
 
 
 def _remedy_lines(answer: Plan, found: Sequence[Change]) -> list[str]:
-    """What makes it fit, or faster, and the shipped recipe for this machine."""
+    """Changes that make it fit, or faster, and the shipped recipe for this machine."""
     from roundpipe_cli.planning.solve import fitting_recipe
 
     lines = [f"  {'or' if number else 'remedy':16}{change.what}" for number, change in enumerate(found)]

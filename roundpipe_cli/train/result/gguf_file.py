@@ -302,7 +302,7 @@ def _add_special_tokens(writer: Any, folder: Path, tokenizer: Any) -> None:
 
 # Tensors.
 
-Read = Callable[[], npt.NDArray[Any]]
+ReadArray = Callable[[], npt.NDArray[Any]]
 
 
 @dataclass(frozen=True)
@@ -313,12 +313,12 @@ class _Tensor:
     shape: tuple[int, ...]
     kind: Any
     """gguf's type."""
-    read: Read
+    read: ReadArray
     """Its values, float32."""
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """Of the bytes in the file, as the writer wants it."""
+        """Shape of the bytes in the file, as the writer wants it."""
         from gguf.quants import quant_shape_to_byte_shape
 
         return self.shape if self.stored_type != np.uint8 else tuple(quant_shape_to_byte_shape(self.shape, self.kind))
@@ -374,7 +374,7 @@ def _kind_of(name: str, shape: tuple[int, ...], type_name: str) -> Any:
     return kind if shape[-1] % GGML_QUANT_SIZES[kind][0] == 0 else GGMLQuantizationType.BF16
 
 
-def _reader(name: str, stored: StoredTensor, family: Family, config: Any) -> Read:
+def _reader(name: str, stored: StoredTensor, family: Family, config: Any) -> ReadArray:
     def read() -> npt.NDArray[Any]:
         with OpenFiles() as files:
             values = stored.read(files).float()
