@@ -27,7 +27,6 @@ from roundpipe_cli.data.tokenized import (
     Packer,
     Row,
     RowMix,
-    StepNeeds,
     TokenizedDataset,
     TokenizedRows,
     choose_packing,
@@ -123,17 +122,15 @@ def with_packing(
     """The recipe with `packing` decided; `tell` gets the reason."""
     if recipe.packing != "auto":
         return recipe
-    weights = [entry.weight for entry in recipe.datasets]
-    mix = RowMix(dataset.rows_by_spec, weights, recipe.seed, recipe.shuffle)
-    choice = choose_packing(mix, dataset.rows.lengths, step_needs(recipe), _obstacle(recipe, model, split))
+    choice = choose_packing(mix_of(recipe, dataset), dataset.rows.lengths, recipe, _obstacle(recipe, model, split))
     tell(Notice(choice.describe()))
     return replace(recipe, packing=choice.packs)
 
 
-def step_needs(recipe: Recipe) -> StepNeeds:
-    """The recipe's values that decide."""
-    length, epochs = recipe.max_seq_length, recipe.num_train_epochs
-    return StepNeeds(length, recipe.rows_per_step, epochs, recipe.max_steps, recipe.seed, recipe.shuffle)
+def mix_of(recipe: Recipe, dataset: TokenizedDataset) -> RowMix:
+    """The rows of the recipe's epochs."""
+    weights = [entry.weight for entry in recipe.datasets]
+    return RowMix(dataset.rows_by_spec, weights, recipe.seed, recipe.shuffle)
 
 
 def _obstacle(recipe: Recipe, model: nn.Module, split: ModelSplit) -> str | None:
@@ -376,9 +373,7 @@ def rows_of_steps(recipe: Recipe, dataset: TokenizedDataset, rejected: Tokenized
     Raises:
         RefusedError: fewer rows than one step takes.
     """
-    weights = [entry.weight for entry in recipe.datasets]
-    mix = RowMix(dataset.rows_by_spec, weights, recipe.seed, recipe.shuffle)
-    lengths = dataset.rows.lengths
+    mix, lengths = mix_of(recipe, dataset), dataset.rows.lengths
     packer = Packer(lengths, recipe.max_seq_length, recipe.seed, recipe.shuffle) if recipe.packs else None
     padded = lengths if rejected is None else np.maximum(lengths, rejected.lengths)
     grouping = grouping_of(recipe, padded)
