@@ -53,7 +53,7 @@ from roundpipe_cli.model.stored.formats import untie_stored
 from roundpipe_cli.model.stored.packed_weights import check_packed, quantizable_names, require_bitsandbytes
 from roundpipe_cli.model.stored.quantized_files import stored_in_4bit
 from roundpipe_cli.model.weights_io import packed_names
-from roundpipe_cli.planning.auto_choices import Unpacking
+from roundpipe_cli.planning.auto_choices import MIN_MICROBATCHES, Unpacking
 from roundpipe_cli.planning.question import PlanRequest, ask, ask_again, describe_budget
 from roundpipe_cli.recipe.load import LoadedRecipe
 from roundpipe_cli.recipe.schema import DatasetConfig, Recipe
@@ -360,8 +360,9 @@ def grouping_of(recipe: Recipe, lengths: npt.NDArray[np.int64], num_rows: int | 
         lengths: tokens of each row; of a pair, of its longer answer.
         num_rows: of `max_seq_length` tokens in a microbatch; None: as the recipe says.
     """
-    num_rows = num_rows or recipe.rows_per_microbatch
-    return Grouping(lengths, num_rows, None if recipe.token_budget is None else num_rows * recipe.max_seq_length)
+    num_rows, least = num_rows or recipe.rows_per_microbatch, min(MIN_MICROBATCHES, recipe.microbatches_per_step)
+    tokens = None if recipe.token_budget is None else num_rows * recipe.max_seq_length
+    return Grouping(lengths, num_rows, tokens, least)
 
 
 def rows_of_steps(recipe: Recipe, dataset: TokenizedDataset, rejected: TokenizedRows | None = None) -> BatchSampler:
