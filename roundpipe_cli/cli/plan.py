@@ -99,6 +99,9 @@ MOST_OFF = 1.5
 differently within that, the plan leaves the answer to `roundpipe data`, which counts."""
 
 
+UNDECIDED = "packed or not as `roundpipe data` says"
+
+
 @dataclass(frozen=True, slots=True)
 class RunLength:
     """Optimizer steps of a whole run."""
@@ -141,6 +144,8 @@ def length_of(loaded: LoadedRecipe, obstacle: str | None = None, bytes_per_token
         is_packed, packing = _packing(recipe, rows, tokens, obstacle)
         why += f" of about {max(1, round(min(tokens, recipe.max_seq_length)))} tokens, {packing}"
         sequences = _packed_sequences(rows, tokens, recipe.max_seq_length) if is_packed else rows
+    elif recipe.packing == "auto" and obstacle is None and rows:
+        why += f", {UNDECIDED}"
     if recipe.max_steps is not None:
         return RunLength(recipe.max_steps, "max_steps", is_packed)
     return RunLength(math.ceil(sequences / recipe.rows_per_step) * recipe.num_train_epochs, why, is_packed)
@@ -160,14 +165,14 @@ def _packing(recipe: Recipe, rows: int, tokens: float, obstacle: str | None) -> 
 
     if recipe.packs:
         return True, "packed"
-    answers = {
-        decide_packing(
-            RowFigures(each, rows, partial(_packed_sequences, rows, each, recipe.max_seq_length)), recipe, obstacle
-        ).packs
-        for each in (tokens / MOST_OFF, tokens, tokens * MOST_OFF)
-    }
+    answers = set[bool]()
+    for each in (tokens / MOST_OFF, tokens, tokens * MOST_OFF):
+        most = recipe.max_seq_length
+        whole = math.ceil(rows / max(1, most // max(1, round(each))))  # a sequence has whole rows only
+        for count in (_packed_sequences(rows, each, most), whole):
+            answers.add(decide_packing(RowFigures(each, rows, partial(int, count)), recipe, obstacle).packs)
     if len(answers) > 1:
-        return False, "packed or not as `roundpipe data` says"
+        return False, UNDECIDED
     (answer,) = answers
     return answer, "packed" if answer else "not packed"
 
@@ -189,7 +194,7 @@ def _time_to_finish(answer: Plan) -> str:
 
 
 def _remedy_lines(answer: Plan, found: Sequence[Change]) -> list[str]:
-    """What makes it fit, or faster, and the shipped recipe for this machine."""
+    """Lines on the remedies, and on the shipped recipe for this machine."""
     from roundpipe_cli.planning.solve import fitting_recipe
 
     lines = [f"  {'or' if number else 'remedy':16}{change.what}" for number, change in enumerate(found)]

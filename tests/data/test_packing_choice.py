@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from roundpipe_cli.cli.data import packing_choice
-from roundpipe_cli.cli.plan import length_of
+from roundpipe_cli.cli.plan import UNDECIDED, length_of
 from roundpipe_cli.data.tokenized import PackingChoice, RowMix, choose_packing, hold_out
 from roundpipe_cli.events import Notice
 from roundpipe_cli.model.files.source import resolve_model
@@ -77,7 +77,7 @@ SETS: tuple[tuple[int, int, str, str, str], ...] = (
     (2000, 40, "messages", "json", ""),
     (3000, 40, "pair", "parquet", ""),
     (200, 40, "pair", "jsonl", ""),
-    (200, 40, "pair", "jsonl", "packing: true"),
+    (2000, 40, "pair", "jsonl", "packing: true"),
     (3000, 40, "pair", "jsonl", "packing: false"),
     (200, 40, "pair", "csv", "num_train_epochs: 40"),
     (200, 40, "messages", "jsonl", "max_steps: 5"),
@@ -150,6 +150,8 @@ def test_one_rule_for_all_commands(
     if loaded.recipe.packing == "auto":
         assert [notice.text for notice in said] == [packing_choice(loaded, dataset).describe()]
     steps = num_steps_of(run, rows_of_steps(run, trained))
-    print(num_rows, words, form, file, keys, planned, run.packs, steps)
-    assert planned.is_packed == run.packs and "as `roundpipe data` says" not in planned.why
+    if UNDECIDED in planned.why:  # a border, or a file whose text has no known size: `plan` promises nothing
+        assert file == "parquet" or words == 900
+        return
+    assert planned.is_packed == run.packs
     assert planned.steps == (pytest.approx(steps, rel=0.3) if run.packs else steps)
