@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from roundpipe_cli.planning.solve import Change, Solution
     from roundpipe_cli.planning.what_if import Combination
     from roundpipe_cli.recipe.load import LoadedRecipe
+    from roundpipe_cli.recipe.schema import Recipe
 
 
 # The verdict of a plan: what `roundpipe plan` prints first, within a screen of 24 rows and 80 columns.
@@ -90,6 +92,14 @@ def _memory(answer: Plan) -> list[str]:
 
 BYTES_PER_TOKEN = 4
 """Bytes of text a token: usual for English and code (assumed); other languages have fewer, so longer runs."""
+MAX_BYTE_VOCABULARY = 1024
+"""The largest vocabulary that is taken for one of single bytes."""
+MOST_OFF = 1.5
+"""An estimate of a row's tokens is taken to be within so many times the truth; where `packing: auto` would answer
+differently within that, the plan leaves the answer to `roundpipe data`, which counts."""
+
+
+UNDECIDED = "packed or not as `roundpipe data` says"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,44 +114,79 @@ class RunLength:
     """Rows are packed, so there are fewer sequences than rows."""
 
 
-def length_of(loaded: LoadedRecipe, *, packs: bool = False) -> RunLength:
+def length_of(loaded: LoadedRecipe, obstacle: str | None = None, bytes_per_token: float = BYTES_PER_TOKEN) -> RunLength:
     """The length of a recipe's run, as far as the recipe and the files that it names say.
 
     Args:
-        packs: rows will be packed, by the recipe or by what `auto` is for the model.
+        obstacle: why the model or the recipe cannot train on packed rows; None where it can.
     """
     from roundpipe_cli.data.rows import DatasetSpec
     from roundpipe_cli.data.sources import count_dataset
+    from roundpipe_cli.data.tokenized import RowMix, held_out_count
 
     recipe = loaded.recipe
-    if recipe.max_steps is not None:
-        return RunLength(recipe.max_steps, "max_steps", packs)
-    counts = []
+    is_packed, counts = recipe.packs, []
     for entry in recipe.datasets:
         spec = DatasetSpec(entry.path, split=entry.split, name=entry.name, txt_rows=entry.txt_rows)
         found = count_dataset(spec, loaded.folder)
         if found is None:
-            return RunLength(None, f"the rows of {entry.path} cannot be counted here", packs)
+            if recipe.max_steps is not None:
+                return RunLength(recipe.max_steps, "max_steps", is_packed)
+            return RunLength(None, f"the rows of {entry.path} cannot be counted here", is_packed)
         counts.append(found)
-    rows = sum(count.num_rows for count in counts)
-    held_out = recipe.val_set_size if recipe.val_set_size >= 1 else recipe.val_set_size * rows
-    trained = max(0, rows - int(held_out))
-    about = "" if all(count.is_exact for count in counts) else "about "
-    if packs and rows and all(count.num_bytes for count in counts):
-        tokens = sum(count.num_bytes for count in counts) / BYTES_PER_TOKEN * trained / rows
-        each = min(recipe.max_seq_length, tokens / max(1, trained))
-        sequences = math.ceil(trained * each / recipe.max_seq_length)
-        why = f"{about}{rows} rows of about {max(1, round(each))} tokens, packed"
-        return RunLength(math.ceil(sequences / recipe.rows_per_step) * recipe.num_train_epochs, why, is_packed=True)
-    steps = math.ceil(trained / recipe.rows_per_step) * recipe.num_train_epochs
-    return RunLength(steps, f"{about}{rows} rows")
+    total = sum(count.num_rows for count in counts)
+    share = 1 - held_out_count(total, recipe.val_set_size) / max(1, total)
+    by_source = [round(count.num_rows * share) for count in counts]
+    rows = RowMix(by_source, [entry.weight for entry in recipe.datasets], recipe.seed, recipe.shuffle).rows_per_epoch
+    sequences, why = rows, f"{'' if all(count.is_exact for count in counts) else 'about '}{total} rows"
+    if recipe.packing is not False and rows and all(count.num_bytes for count in counts):
+        tokens = sum(count.num_bytes for count in counts) / bytes_per_token / total
+        is_packed, packing = _packing(recipe, rows, tokens, obstacle)
+        why += f" of about {max(1, round(min(tokens, recipe.max_seq_length)))} tokens, {packing}"
+        sequences = _packed_sequences(rows, tokens, recipe.max_seq_length) if is_packed else rows
+    elif recipe.packing == "auto" and obstacle is None and rows:
+        why += f", {UNDECIDED}"
+    if recipe.max_steps is not None:
+        return RunLength(recipe.max_steps, "max_steps", is_packed)
+    return RunLength(math.ceil(sequences / recipe.rows_per_step) * recipe.num_train_epochs, why, is_packed)
+
+
+def _packed_sequences(rows: int, tokens: float, max_seq_length: int) -> int:
+    return math.ceil(rows * min(tokens, max_seq_length) / max_seq_length)
+
+
+def _packing(recipe: Recipe, rows: int, tokens: float, obstacle: str | None) -> tuple[bool, str]:
+    """Whether rows are packed, in words too.
+
+    Args:
+        tokens: of a row, estimated.
+    """
+    from roundpipe_cli.data.tokenized import RowFigures, decide_packing
+
+    if recipe.packs:
+        return True, "packed"
+    answers = set[bool]()
+    for each in (tokens / MOST_OFF, tokens, tokens * MOST_OFF):
+        most = recipe.max_seq_length
+        whole = math.ceil(rows / max(1, most // max(1, round(each))))  # a sequence has whole rows only
+        for count in (_packed_sequences(rows, each, most), whole):
+            answers.add(decide_packing(RowFigures(each, rows, partial(int, count)), recipe, obstacle).packs)
+    if len(answers) > 1:
+        return False, UNDECIDED
+    (answer,) = answers
+    return answer, "packed" if answer else "not packed"
 
 
 def _time_to_finish(answer: Plan) -> str:
-    length = length_of(answer.question.loaded, packs=answer.question.packs)
+    from roundpipe_cli.planning.admission import packing_obstacle
+
+    question = answer.question
+    recipe, found = question.loaded.recipe, question.found
+    obstacle = packing_obstacle(found, recipe) if found is not None else recipe.unpackable
+    of_bytes = question.architecture.vocab_size <= MAX_BYTE_VOCABULARY
+    length = length_of(question.loaded, obstacle, 1 if of_bytes else BYTES_PER_TOKEN)
     steps, how_known = length.steps, length.why
     if steps is None:
-        recipe = answer.question.loaded.recipe
         each_s = answer.step_s * recipe.num_train_epochs * EXAMPLE_ROWS / recipe.rows_per_step
         return f"{format_seconds(each_s)} for every {EXAMPLE_ROWS:,} full rows ({how_known})"
     full = "" if length.is_packed else ", if every row is full"
@@ -149,7 +194,7 @@ def _time_to_finish(answer: Plan) -> str:
 
 
 def _remedy_lines(answer: Plan, found: Sequence[Change]) -> list[str]:
-    """Changes that make it fit, or faster, and the shipped recipe for this machine."""
+    """Lines on the remedies, and on the shipped recipe for this machine."""
     from roundpipe_cli.planning.solve import fitting_recipe
 
     lines = [f"  {'or' if number else 'remedy':16}{change.what}" for number, change in enumerate(found)]

@@ -33,7 +33,6 @@ from roundpipe_cli.planning.admission import (
     has_weights,
     holds_weights,
     packing_note,
-    packing_obstacle,
 )
 from roundpipe_cli.planning.auto_choices import Unpacking, choose_token_budget, choose_unpacking, with_smallest_card
 from roundpipe_cli.planning.verdict import judge_coarsest
@@ -191,8 +190,6 @@ class PlanRequest:
 
     unpacking: Unpacking | None = None
     """How packed weights are unpacked; None: there are none."""
-    packs: bool = False
-    """Rows will be packed: the recipe says so, or `auto` will, as far as that is known before rows are read."""
     given: LoadedRecipe | None = None
     """The recipe as it was asked about: `loaded`, with `auto` where a number was decided."""
     found: FoundConfig | None = None
@@ -330,7 +327,6 @@ def _decided(
         note = f"note: {', '.join(lacking)} has no bfloat16; planned as float16"
         machine = replace(machine, notes=(*machine.notes, note))
     choices = [packing_note(found, recipe)]
-    packs = recipe.packs or (recipe.packing == "auto" and packing_obstacle(found, recipe) is None)
     if recipe.micro_batch_tokens == "auto":
         recipe = replace(recipe, micro_batch_tokens=_token_budget(recipe, architecture, settings, machine))
         loaded, choices = replace(loaded, recipe=recipe), [*choices, describe_budget(recipe)]
@@ -363,7 +359,6 @@ def _decided(
         machine_source=source,
         choices=made,
         unpacking=unpacking,
-        packs=packs,
         given=given,
         found=found,
         machine=found_machine,

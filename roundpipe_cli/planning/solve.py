@@ -57,7 +57,7 @@ class Change:
     overrides: tuple[str, ...]
     """`key=value` texts for the command line; empty for a change of the machine."""
     cost: str
-    """Its price in words; of a change of the machine, its name."""
+    """Its cost, in words; of a change of the machine, the change."""
     rank: float
     """Price for ordering: below 1 costs at most some speed, below 2 some ability, below 3 changes the method, above
     that it costs money."""
@@ -117,7 +117,7 @@ def solve(plan: Plan, answers: Answers | None = None) -> Solution:
 
 
 def remedies(plan: Plan, answers: Answers | None = None) -> tuple[Change, ...]:
-    """Remedies for a plan that does not fit or is slow, see `best_remedies`; none for one that fits."""
+    """The best remedies for a plan that does not fit or is slow; none for one that fits."""
     if summary_of(plan).word == "FITS":
         return ()
     return best_remedies(plan.question, plan if plan.verdict.fits else None, answers)

@@ -400,9 +400,10 @@ class Recipe:
     micro_batch_tokens: Literal["auto"] | PositiveInt | None = None
     """Fill microbatches up to so many tokens, padding included, in place of `micro_batch_size` rows each: as many rows
     of like length as that, or at least one of `max_seq_length`, of which it counts whole ones. A step's rows stay the
-    same, only their grouping changes, so its loss differs by rounding. `auto` is 8192 where the memory of the smallest
-    card allows it (16384 with experts, 2048 on the processor), as far as a full step keeps 4 microbatches (16), and
-    never depends on the number of devices; the saved recipe holds the number. null is `micro_batch_size`."""
+    same, only their grouping changes, so its loss differs by rounding; of short rows it still has 4 microbatches, or as
+    many as of full ones if those are fewer. `auto` is 8192 where the memory of the smallest card allows it (16384 with
+    experts, 2048 on the processor), as far as a full step keeps 4 microbatches (16), and never depends on the number of
+    devices; the saved recipe holds the number. null is `micro_batch_size`."""
     max_steps: PositiveInt | None = None
     """Optimizer steps of the whole run, in place of `num_train_epochs`: the rows are gone through as often as it takes.
     null leaves it to the epochs."""

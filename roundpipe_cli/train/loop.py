@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from roundpipe_cli.data.batching import Grouping, Position, RowBatch
+from roundpipe_cli.data.batching import BatchSampler, Grouping, Position, RowBatch
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.options import GradientOptions
 from roundpipe_cli.engine.step import Microbatch, StepResult
@@ -23,6 +23,7 @@ from roundpipe_cli.engine.trained import in_order_of_need
 from roundpipe_cli.errors import OutOfDeviceMemoryError
 from roundpipe_cli.events import DeviceLost, Event, Notice, Phase, RunFinished, StepFinished, Tell, run_clock
 from roundpipe_cli.planning.adaptive import AdaptivePlanner
+from roundpipe_cli.planning.question import ENOUGH_PER_WORKER
 from roundpipe_cli.recipe.schema import Recipe, plain_data
 from roundpipe_cli.schedule.timeline import Timeline
 from roundpipe_cli.train.adapt import Again, FiniteGuard, Fit, LostDevices, poisoned, resumed_fit
@@ -58,7 +59,7 @@ from roundpipe_cli.train.prepare.setup import Setup, grouping_of
 from roundpipe_cli.train.result.export import write_run_card
 from roundpipe_cli.train.result.finish import RunFigures, make_report, write_report, write_trace
 from roundpipe_cli.train.signals import Reporting, StopSignals
-from roundpipe_cli.units import shown_step
+from roundpipe_cli.units import counted, shown_step
 
 # Measurements of a run's steps, for the report, the trace and the time that is left.
 
@@ -199,6 +200,39 @@ def longest_batches(grouping: Grouping, num_rows: int) -> list[RowBatch]:
     return grouping.group([(index,) for index in order])
 
 
+NAMED_BUBBLE = 0.15
+"""Predicted share of waiting above which a run names it before its first step."""
+
+
+def describe_waiting(setup: Setup, planner: AdaptivePlanner, sampler: BatchSampler) -> str | None:
+    """Words about workers that will wait since a step has few microbatches, and what gives them more."""
+    recipe, workers = setup.recipe, len(setup.devices)
+    position, enough = sampler.position, ENOUGH_PER_WORKER * len(setup.devices)
+    count = len(sampler.next_step())
+    sampler.seek(position)
+    if workers == 1 or recipe.pipeline.num_chunks > 1 or count >= enough:
+        return None
+    bubble = planner.expected_bubble(count)
+    if bubble <= NAMED_BUBBLE:
+        return None
+    size = max(1, recipe.rows_per_step // enough) if recipe.token_budget is not None else recipe.micro_batch_size
+    steps = max(enough, recipe.rows_per_step // size)
+    rows = size * steps
+    words = [f"gradient_accumulation_steps={steps}"]
+    if recipe.token_budget is not None:
+        words = ["micro_batch_tokens=null", f"micro_batch_size={size}", *words]
+    remedy = f"{' '.join(words)} makes them wait less"
+    remedy += (
+        f", with {counted(rows, 'row')} a step in place of {recipe.rows_per_step}"
+        if rows > recipe.rows_per_step
+        else ""
+    )
+    if rows > sampler.num_sequences(0):
+        remedy = "the data have too few rows for more"
+    few = f"{counted(count, 'microbatch')} for {counted(workers, 'worker')}"
+    return f"a step has {few}, which will wait {bubble:.0%} of the time (predicted): {remedy}"
+
+
 CLIP_EPSILON = 1e-6
 """As in torch.nn.utils.clip_grad_norm_."""
 TRACE_NAME = "trace.json"
@@ -256,6 +290,8 @@ class Trainer:
         self._updates_early = self._machines.is_only and not (needs_norm or may_compute_again)
         """Whether a layer is updated as soon as its gradient is complete."""
         self._planner.schedule(recipe.microbatches_per_step)  # impossible stages are refused now
+        if self._machines.is_only and (waiting := describe_waiting(setup, self._planner, self.sampler)):
+            tell(Notice(waiting))
 
     @property
     def recipe(self) -> Recipe:

@@ -27,7 +27,6 @@ from roundpipe_cli.data.tokenized import (
     Packer,
     Row,
     RowMix,
-    StepNeeds,
     TokenizedDataset,
     TokenizedRows,
     choose_packing,
@@ -59,7 +58,7 @@ from roundpipe_cli.model.stored.formats import untie_stored
 from roundpipe_cli.model.stored.packed_weights import check_packed, quantizable_names, require_bitsandbytes
 from roundpipe_cli.model.stored.quantized_files import stored_in_4bit
 from roundpipe_cli.model.weights_io import packed_names
-from roundpipe_cli.planning.auto_choices import Unpacking
+from roundpipe_cli.planning.auto_choices import MIN_MICROBATCHES, Unpacking
 from roundpipe_cli.planning.question import PlanRequest, ask, ask_again, describe_budget
 from roundpipe_cli.recipe.load import LoadedRecipe
 from roundpipe_cli.recipe.schema import DatasetConfig, Recipe
@@ -128,17 +127,15 @@ def with_packing(
     """The recipe with `packing` decided; `tell` gets the reason."""
     if recipe.packing != "auto":
         return recipe
-    weights = [entry.weight for entry in recipe.datasets]
-    mix = RowMix(dataset.rows_by_spec, weights, recipe.seed, recipe.shuffle)
-    choice = choose_packing(mix, dataset.rows.lengths, step_needs(recipe), _obstacle(recipe, model, split))
+    choice = choose_packing(mix_of(recipe, dataset), dataset.rows.lengths, recipe, _obstacle(recipe, model, split))
     tell(Notice(choice.describe()))
     return replace(recipe, packing=choice.packs)
 
 
-def step_needs(recipe: Recipe) -> StepNeeds:
-    """The recipe's values that decide."""
-    length, epochs = recipe.max_seq_length, recipe.num_train_epochs
-    return StepNeeds(length, recipe.rows_per_step, epochs, recipe.max_steps, recipe.seed, recipe.shuffle)
+def mix_of(recipe: Recipe, dataset: TokenizedDataset) -> RowMix:
+    """The rows of the recipe's epochs."""
+    weights = [entry.weight for entry in recipe.datasets]
+    return RowMix(dataset.rows_by_spec, weights, recipe.seed, recipe.shuffle)
 
 
 def _obstacle(recipe: Recipe, model: nn.Module, split: ModelSplit) -> str | None:
@@ -368,8 +365,9 @@ def grouping_of(recipe: Recipe, lengths: npt.NDArray[np.int64], num_rows: int | 
         lengths: tokens of each row; of a pair, of its longer answer.
         num_rows: of `max_seq_length` tokens in a microbatch; None: as the recipe says.
     """
-    num_rows = num_rows or recipe.rows_per_microbatch
-    return Grouping(lengths, num_rows, None if recipe.token_budget is None else num_rows * recipe.max_seq_length)
+    num_rows, least = num_rows or recipe.rows_per_microbatch, min(MIN_MICROBATCHES, recipe.microbatches_per_step)
+    tokens = None if recipe.token_budget is None else num_rows * recipe.max_seq_length
+    return Grouping(lengths, num_rows, tokens, least)
 
 
 def rows_of_steps(recipe: Recipe, dataset: TokenizedDataset, rejected: TokenizedRows | None = None) -> BatchSampler:
@@ -381,9 +379,7 @@ def rows_of_steps(recipe: Recipe, dataset: TokenizedDataset, rejected: Tokenized
     Raises:
         RefusedError: fewer rows than one step takes.
     """
-    weights = [entry.weight for entry in recipe.datasets]
-    mix = RowMix(dataset.rows_by_spec, weights, recipe.seed, recipe.shuffle)
-    lengths = dataset.rows.lengths
+    mix, lengths = mix_of(recipe, dataset), dataset.rows.lengths
     packer = Packer(lengths, recipe.max_seq_length, recipe.seed, recipe.shuffle) if recipe.packs else None
     padded = lengths if rejected is None else np.maximum(lengths, rejected.lengths)
     grouping = grouping_of(recipe, padded)
