@@ -66,6 +66,8 @@ def _can_paint() -> bool:
     return os.environ.get("TERM", "") not in ("", "dumb") and sys.stderr is not None and sys.stderr.isatty()
 
 
+ETA_COLUMNS = 18
+"""Columns that a step's line keeps for its last figure, so that all lines of a run leave out the same ones."""
 SAMPLE_CHARACTERS = 200
 """Characters shown of a generated answer and of the end of its prompt; eval.jsonl has all of it."""
 
@@ -210,6 +212,6 @@ def step_line(event: StepFinished, now_s: float, width: int | None = None) -> st
     for gap, left_out in (("  ", ""), (" ", ""), (" ", "bubble"), (" ", "lr "), (" ", "grad "), (" ", "margin ")):
         parts = [part for part in parts if not (left_out and part.startswith(left_out))]
         line = gap.join(parts)
-        if width is None or len(line) < width:
+        if width is None or len(line) + max(0, ETA_COLUMNS - len(parts[-1])) < width:
             break
     return line

@@ -38,6 +38,8 @@ def terminal_width(stream: int = 1) -> int | None:
     return max(LEAST_WIDTH, columns or shutil.get_terminal_size().columns)
 
 
+_TABLE = re.compile(r"\S {3,}\S")
+"""Columns side by side: such a line is left to the terminal."""
 _COMMAND = r"(?:roundpipe|python3?|pip|git|hf|export|scripts/\w+|xdg-open) "
 UNCUT = re.compile(rf"`[^`]+`|^\s*{_COMMAND}.*|(?<=: ){_COMMAND}.*|\d (?:%|[mu]?s|[KMGT]i?B)(?:/s)?(?!\w)")
 """Never cut: something to copy, and a figure with its unit."""
@@ -49,7 +51,7 @@ def wrapped(lines: Iterable[str], width: int | None) -> Iterator[str]:
     A word that is longer, such as a path, stays whole, so that it can be copied; so does a command.
     """
     for line in lines:
-        if width is None or len(line) <= width:
+        if width is None or len(line) <= width or _TABLE.search(line):
             yield line
             continue
         indent = " " * (len(line) - len(line.lstrip()))

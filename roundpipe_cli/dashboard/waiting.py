@@ -32,9 +32,8 @@ REMEDIES = {
     "launch": "larger microbatches (micro_batch_tokens) help",
     "update": "rarer updates (a larger gradient_accumulation_steps) help",
     "tail": "more microbatches a step (gradient_accumulation_steps) help",
-    "host": "rarer updates (a larger gradient_accumulation_steps) help",
 }
-"""Cause of a wait, or `host` for what all workers wait for between two steps -> what makes it shorter."""
+"""Cause of a wait -> what makes it shorter."""
 WORTH_SAYING = 0.15
 """A wait of a smaller share of the step is no reason to change a recipe."""
 MIN_SHARE = 0.001
@@ -96,16 +95,11 @@ def longest_waiting(state: DashboardState) -> Waiting | None:
 def advice(state: DashboardState) -> tuple[str, str] | None:
     """(cause, line) on the worker that waited most in the newest step, with a remedy; None where it is not worth it."""
     found = longest_waiting(state)
-    if found is None or not found.total_s + found.host_part_s:
+    if found is None or found.total_s < WORTH_SAYING * found.step_s:
         return None
-    share = (found.total_s + found.host_part_s) / (found.step_s + found.host_part_s)
-    causes = {**found.by_cause_s, "host": found.host_part_s}
-    cause = max(causes, key=lambda name: causes[name])
-    if share < WORTH_SAYING:
-        return None
-    meaning = CAUSES.get(cause, "the host prepared microbatches or ended an update")
-    waited = f"worker {found.worker} waited {100 * share:.0f} % of step {found.step}"
-    return cause, f"{waited}, most of it because {meaning}: {REMEDIES[cause]}"
+    cause = max(found.by_cause_s, key=lambda name: found.by_cause_s[name])
+    waited = f"worker {found.worker} waited {100 * found.total_s / found.step_s:.0f} % of step {found.step}"
+    return cause, f"{waited}, most of it because {CAUSES[cause]}: {REMEDIES[cause]}"
 
 
 def waiting(step: StepTimeline, worker: int, *, launches: bool = True) -> Waiting | None:

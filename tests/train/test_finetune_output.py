@@ -77,6 +77,7 @@ def test_a_step_is_one_line_of_a_terminal() -> None:
     assert step_line(replace(STEP, step=5000), NOW_S).endswith("eta 0 s")
     pairs = step_line(replace(short, preference={"reward_margin": 0.1018}), NOW_S, 80)
     assert pairs == "step 12/20 epoch 0.60 loss 1.2346 margin 0.102 123 tok/s eta 8 s at 08:00"
+    assert "lr " not in step_line(replace(STEP, step=5000), NOW_S, 80), "the last line has the figures of the others"
     assert "grad inf" in step_line(replace(STEP, grad_norm=float("inf")), NOW_S)
 
 
