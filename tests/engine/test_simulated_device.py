@@ -19,7 +19,7 @@ from roundpipe_cli.engine.engine import Engine, launch_bound_s
 from roundpipe_cli.engine.link_speed import measure_links
 from roundpipe_cli.engine.worker import ComputeInterval, WorkerStep
 from roundpipe_cli.errors import InternalError, OutOfDeviceMemoryError, RefusedError
-from roundpipe_cli.model.dropout import keep_mask, uniform
+from roundpipe_cli.kernels.random_masks import Draw, drop, keep_mask, uniform
 from roundpipe_cli.recipe.load import load_text
 from roundpipe_cli.train import build
 from roundpipe_cli.train.prepare import devices
@@ -280,17 +280,19 @@ def test_links_are_measured() -> None:
 @pytest.mark.parametrize("shape", [(3, 5), (70, 1000)])
 def test_dropout_masks_are_equal_on_unlike_cards(shape: tuple[int, int]) -> None:
     """A generator of torch's deals its numbers to multiprocessors: a recompute on another card drew another mask."""
-    drawn = []
+    drawn, dropped, values = [], [], torch.randn(shape)
     with simulated(cards=[Card(multi_processors=132), Card(multi_processors=24)]):
         counts = [torch.cuda.get_device_properties(index).multi_processor_count for index in range(2)]
         for index in range(2):
             place = torch.device("cuda", index)
             drawn.append((keep_mask(shape, 0.9, 7, place).cpu(), uniform(shape, 8, place).cpu()))
+            dropped.append(drop(values.to(place), Draw(7, 0.9)).cpu())
     host = torch.device("cpu")
     drawn.append((keep_mask(shape, 0.9, 7, host), uniform(shape, 8, host)))
     assert counts == [132, 24]
     for mask, numbers in drawn[1:]:
         assert torch.equal(mask, drawn[0][0]) and torch.equal(numbers, drawn[0][1])
+    assert all(torch.equal(one, values * drawn[0][0]) for one in dropped), "the linear layer's mask is another one"
 
 
 def test_a_step_that_runs_out_of_memory_is_run_again_with_less() -> None:
