@@ -76,7 +76,7 @@ Beside = tuple[torch.Tensor, torch.Tensor, float]
 """total, product and its scale."""
 
 
-def _launch(x: torch.Tensor, out: torch.Tensor, key: Key, threshold: int, beside: Beside | None, *, mask: bool) -> None:
+def _launch(x: torch.Tensor, out: torch.Tensor, key: Key, threshold: int, *, beside: Beside | None, mask: bool) -> None:
     count = out.numel()
     if not count:
         return
@@ -95,11 +95,11 @@ def _launch(x: torch.Tensor, out: torch.Tensor, key: Key, threshold: int, beside
 def launch_mask(mask: torch.Tensor, key: Key, threshold: int) -> None:
     """Fill a mask, bool."""
     as_bytes = mask.view(torch.int8)
-    _launch(as_bytes, as_bytes, key, threshold, None, mask=True)
+    _launch(as_bytes, as_bytes, key, threshold, beside=None, mask=True)
 
 
 def launch_drop(x: torch.Tensor, key: Key, threshold: int, beside: Beside | None = None) -> torch.Tensor:
     """x where it is kept, otherwise 0; adds the scaled product beside it to its total where that is kept."""
     out = torch.empty_like(x)
-    _launch(x, out, key, threshold, beside, mask=False)
+    _launch(x, out, key, threshold, beside=beside, mask=False)
     return out

@@ -150,7 +150,7 @@ def drop(x: torch.Tensor, draw: Draw) -> torch.Tensor:
 
 
 def drop_and_add_(
-    x: torch.Tensor, draw: Draw, total: torch.Tensor, product: torch.Tensor, scale: float
+    x: torch.Tensor, draw: Draw, total: torch.Tensor, product: torch.Tensor, *, scale: float
 ) -> torch.Tensor:
     """As `drop`; also adds `scale` m * product to `total`, in place: the backward of m * x. All contiguous."""
     kept: torch.Tensor = _drop_and_add_(x, total, product, scale, _signed(draw.key), draw.threshold)

@@ -142,14 +142,18 @@ def dropout(place: CheckPlace) -> Figures:
     generator = torch.Generator().manual_seed(0)
     host = [torch.randn(DROPPED[place.scale], generator=generator).bfloat16() for _ in range(3)]
     x, total, product = (one.to(device) for one in host)
-    found = keep_mask(x.shape, draw.keep, draw.key, device), drop(x, draw), drop_and_add_(x, draw, total, product, 0.5)
+    found = (
+        keep_mask(x.shape, draw.keep, draw.key, device),
+        drop(x, draw),
+        drop_and_add_(x, draw, total, product, scale=0.5),
+    )
     mask = keep_mask(x.shape, draw.keep, draw.key, torch.device("cpu"))
-    expected = mask, drop(host[0], draw), drop_and_add_(host[0], draw, host[1], host[2], 0.5)
+    expected = mask, drop(host[0], draw), drop_and_add_(host[0], draw, host[1], host[2], scale=0.5)
     assert all(torch.equal(one.cpu(), other) for one, other in zip(found, expected, strict=True)), "other bits"
     error = float((total.cpu().double() - host[1].double()).norm() / host[1].double().norm())
     assert error <= 1e-2, f"the sum beside it is {error:.1e} off"
     forward_s = sorted(seconds(lambda: drop(x, draw)) for _ in range(REPEATS))[REPEATS // 2]
-    backward_s = sorted(seconds(lambda: drop_and_add_(x, draw, total, product, 0.5)) for _ in range(REPEATS))
+    backward_s = sorted(seconds(lambda: drop_and_add_(x, draw, total, product, scale=0.5)) for _ in range(REPEATS))
     return {"bytes_per_s": [2 * x.nbytes / forward_s, 5 * x.nbytes / backward_s[REPEATS // 2]]}
 
 
