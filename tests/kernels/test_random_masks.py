@@ -39,7 +39,7 @@ def check(shape: tuple[int, ...], draw: Draw, dtype: torch.dtype) -> None:
     x, total, product = (torch.randn(shape, generator=generator).to(dtype) for _ in range(3))
     sums = total.clone().addcmul_(product, expected, value=0.75)
     assert torch.equal(drop(x, draw), x * expected)
-    assert torch.equal(drop_and_add_(x, draw, total, product, 0.75), x * expected)
+    assert torch.equal(drop_and_add_(x, draw, total, product, scale=0.75), x * expected)
     assert torch.equal(total, sums)
 
 
