@@ -36,7 +36,13 @@ from roundpipe_cli.engine.trained import trained_layers
 from roundpipe_cli.engine.weights import REFERENCE, WeightStore
 from roundpipe_cli.engine.worker import Worker, WorkerPart, WorkerStep
 from roundpipe_cli.errors import OutOfDeviceMemoryError
-from roundpipe_cli.kernels.grouped_mm import describe_experts, forgets_empty_groups, takes_triton, why_no_triton
+from roundpipe_cli.kernels.grouped_mm import (
+    MIN_CAPABILITY,
+    describe_experts,
+    forgets_empty_groups,
+    takes_triton,
+    why_no_triton,
+)
 from roundpipe_cli.model.expert_lora import use_grouped_kernel
 from roundpipe_cli.model.head import HeadLoss, HeadScores, Rewards, target_rows
 from roundpipe_cli.model.split import ModelSplit
@@ -228,6 +234,8 @@ class Engine:
         capabilities = [backend.capability for backend in backends]
         missing = "kernels: reference" if options.fused is None else why_no_triton()
         takes = functools.partial(takes_triton, capabilities, allowed=missing is None)
+        self._loss_in_place = missing is None and all((one or (0, 0)) >= MIN_CAPABILITY for one in capabilities)
+        """Whether the loss is our kernel's, on all workers alike."""
         expert_dtypes: frozenset[torch.dtype] = frozenset()
         self._workers = []
         how = WorkerOptions(options.mlp_chunk_tokens, options.fused, options.attends_in_rows)
@@ -408,7 +416,8 @@ class Engine:
         )
 
     def _loss(self, gradient_scale: float) -> HeadLoss:
-        return HeadLoss(gradient_scale, self._options.head_chunk_tokens, self._options.label_smoothing)
+        options = self._options
+        return HeadLoss(gradient_scale, options.head_chunk_tokens, options.label_smoothing, self._loss_in_place)
 
     def finish_step(self, step: StepUnderWay) -> StepResult:
         """Block until the step under way is done; errors as of `start_step`."""

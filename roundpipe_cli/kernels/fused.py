@@ -1,4 +1,4 @@
-"""Fused operators of single modules: a linear layer with its adapter, RMS norm, rotary position embedding.
+"""Fused operators of single modules: a linear layer with its adapter, RMS norm, rotary embedding, cross entropy.
 
     y = x / sqrt(mean(x^2) + eps) * w         w = weight, or 1 + weight where weights are stored around zero
 
@@ -19,7 +19,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from roundpipe_cli.kernels.random_masks import Draw, drop, drop_and_add_
+from roundpipe_cli.kernels.random_masks import Draw, drop, drop_and_add_, has_kernel
 
 # A frozen linear layer with a low-rank adapter as one autograd function, which launches matrix products alone.
 #
@@ -232,3 +232,49 @@ def _turned(x: torch.Tensor, cos: torch.Tensor, sign: int, sin1: torch.Tensor, *
     y1.addcmul_(x2, sin1, value=sign)
     y2.addcmul_(x1, sin2, value=-sign)
     return y
+
+
+# Cross entropy and its gradient in one kernel, which writes the gradient over the logits.
+#
+#     p = softmax(x)        parts = -log p of the target, and the mean of -log p over the vocabulary
+#     x becomes  f (p - (1 - s) [target] - s / V)        s: label smoothing, f: factor of the row times a scale
+#
+# x [N, V], of any floating type; what is computed is float32, rounded once. Where Triton compiles for no card, torch's
+# operators compute the same in pieces.
+
+
+@torch.library.custom_op("roundpipe::cross_entropy_", mutates_args=("logits",))
+def cross_entropy_(
+    logits: torch.Tensor, targets: torch.Tensor, factors: torch.Tensor | None, smoothing: float, scale: float
+) -> torch.Tensor:
+    """Write the gradients over `logits` [N, V], contiguous; targets int64 [N], factors float32 [N] or None.
+
+    Returns:
+        parts: float64 [2, N]; the second row is zero without smoothing.
+    """
+    assert logits.is_contiguous()
+    if has_kernel(logits):
+        from roundpipe_cli.kernels.pointwise_triton import launch_cross_entropy
+
+        return launch_cross_entropy(logits, targets, factors, smoothing=smoothing, scale=scale)
+    log_probabilities = torch.log_softmax(logits.float(), dim=-1)
+    picked = log_probabilities.gather(1, targets[:, None])
+    parts = logits.new_zeros((2, logits.shape[0]), dtype=torch.float64)
+    parts[0] = -picked[:, 0].double()
+    if smoothing:
+        parts[1] = -log_probabilities.double().mean(dim=-1)
+    gradient = log_probabilities.exp_()
+    gradient.scatter_add_(1, targets[:, None], torch.full_like(picked, smoothing - 1.0))
+    if smoothing:
+        gradient.sub_(smoothing / gradient.shape[1])
+    if factors is not None:
+        gradient.mul_(factors[:, None])
+    logits.copy_(gradient.mul_(scale))
+    return parts
+
+
+@cross_entropy_.register_fake
+def _(
+    logits: torch.Tensor, targets: torch.Tensor, factors: torch.Tensor | None, smoothing: float, scale: float
+) -> torch.Tensor:
+    return logits.new_empty((2, logits.shape[0]), dtype=torch.float64)

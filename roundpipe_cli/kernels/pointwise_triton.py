@@ -6,6 +6,9 @@ to its row of 65,536 elements. A program has a few rows of the same columns, so 
     row 0      | columns 0 .. 1023 | 1024 .. 2047 | ...         a, m of row 0
     row 1      |   one program     |              |             a, m of row 1
     ...        |                   |              |
+
+Cross entropy: one program for each row of logits, which it reads for their sum and again to write their gradients over
+them. Neither is more than the row itself, which stays in the device's cache.
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ COLUMNS = tl.constexpr(1 << 16)
 """Elements of a row."""
 BLOCK, ROWS = 1024, 4
 """Columns and rows of a program."""
+VOCABULARY_BLOCK = 2048
+"""Logits of a row that are taken at once."""
 KEYS = ("low", "high", "threshold")
 """Arguments whose values no kernel is compiled for anew."""
 _GAMMA, _FIRST, _SECOND = (
@@ -76,7 +81,9 @@ Beside = tuple[torch.Tensor, torch.Tensor, float]
 """total, product and its scale."""
 
 
-def _launch(x: torch.Tensor, out: torch.Tensor, key: Key, threshold: int, *, beside: Beside | None, mask: bool) -> None:
+def _launch(
+    x: torch.Tensor, out: torch.Tensor, key: Key, threshold: int, *, beside: Beside | None = None, mask: bool = False
+) -> None:
     count = out.numel()
     if not count:
         return
@@ -95,11 +102,69 @@ def _launch(x: torch.Tensor, out: torch.Tensor, key: Key, threshold: int, *, bes
 def launch_mask(mask: torch.Tensor, key: Key, threshold: int) -> None:
     """Fill a mask, bool."""
     as_bytes = mask.view(torch.int8)
-    _launch(as_bytes, as_bytes, key, threshold, beside=None, mask=True)
+    _launch(as_bytes, as_bytes, key, threshold, mask=True)
 
 
 def launch_drop(x: torch.Tensor, key: Key, threshold: int, beside: Beside | None = None) -> torch.Tensor:
     """x where it is kept, otherwise 0; adds the scaled product beside it to its total where that is kept."""
     out = torch.empty_like(x)
-    _launch(x, out, key, threshold, beside=beside, mask=False)
+    _launch(x, out, key, threshold, beside=beside)
     return out
+
+
+@triton.jit(do_not_specialize=("num_rows",))
+def _cross_entropy_kernel(
+    logits, out, targets, factors, parts, num_rows, vocabulary, row_stride, smoothing, scale,
+    HAS_FACTORS: tl.constexpr, SMOOTHS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """parts [2, N]: -log p of the target, and its mean over the vocabulary; out: the scaled gradients [N, V]."""
+    row = tl.program_id(0)
+    far = tl.cast(row, tl.int64)
+    own = logits + far * row_stride
+    places = tl.arange(0, BLOCK)
+    target = tl.load(targets + row)
+    picked = tl.load(own + target).to(tl.float32)  # before gradients are written over it
+    top = tl.full((BLOCK,), -3.0e38, tl.float32)
+    sums = tl.zeros((BLOCK,), tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, vocabulary, BLOCK):
+        is_inside = first + places < vocabulary
+        x = tl.load(own + first + places, mask=is_inside, other=-float("inf")).to(tl.float32)
+        higher = tl.maximum(top, x)
+        sums = sums * tl.exp(top - higher) + tl.exp(x - higher)
+        top = higher
+        if SMOOTHS:
+            total += tl.where(is_inside, x, 0.0)
+    peak = tl.max(top, 0)
+    log_sum = peak + tl.log(tl.sum(sums * tl.exp(top - peak), 0))
+    tl.store(parts + row, (log_sum - picked).to(tl.float64))
+    if SMOOTHS:
+        tl.store(parts + num_rows + row, (log_sum - tl.sum(total, 0) / vocabulary).to(tl.float64))
+    factor = scale
+    if HAS_FACTORS:
+        factor *= tl.load(factors + row)
+    for first in range(0, vocabulary, BLOCK):
+        is_inside = first + places < vocabulary
+        x = tl.load(own + first + places, mask=is_inside, other=0.0).to(tl.float32)
+        gradient = tl.exp(x - log_sum) - tl.where(first + places == target, 1.0 - smoothing, 0.0)
+        if SMOOTHS:
+            gradient -= smoothing / vocabulary
+        tl.store(out + far * vocabulary + first + places, (gradient * factor).to(out.dtype.element_ty), mask=is_inside)
+
+
+def launch_cross_entropy(
+    logits: torch.Tensor, targets: torch.Tensor, factors: torch.Tensor | None, *, smoothing: float, scale: float
+) -> torch.Tensor:
+    """Write the gradients over the contiguous logits [N, V]; returns `parts`, float64 [2, N]."""
+    num_rows, vocabulary = logits.shape
+    parts = torch.zeros((2, num_rows), dtype=torch.float64, device=logits.device)
+    out = torch.empty_like(logits, dtype=torch.float32) if INTERPRETED else logits
+    if num_rows:
+        _cross_entropy_kernel[(num_rows,)](
+            logits, out, targets, targets if factors is None else factors, parts,
+            num_rows, vocabulary, logits.stride(0), smoothing, scale,
+            HAS_FACTORS=factors is not None, SMOOTHS=smoothing != 0.0, BLOCK=VOCABULARY_BLOCK, num_warps=8,
+        )  # fmt: skip
+    if INTERPRETED:
+        logits.copy_(out)
+    return parts

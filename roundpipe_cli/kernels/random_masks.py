@@ -159,7 +159,7 @@ def drop_and_add_(
 
 @torch.library.custom_op("roundpipe::fill_mask_", mutates_args=("mask",))
 def _fill_mask_(mask: torch.Tensor, key: int, threshold: int) -> None:
-    if _has_kernel(mask):
+    if has_kernel(mask):
         from roundpipe_cli.kernels.pointwise_triton import launch_mask
 
         return launch_mask(mask, _halves(key), threshold)
@@ -169,7 +169,7 @@ def _fill_mask_(mask: torch.Tensor, key: int, threshold: int) -> None:
 @torch.library.custom_op("roundpipe::drop", mutates_args=())
 def _drop(x: torch.Tensor, key: int, threshold: int) -> torch.Tensor:
     assert x.is_contiguous()
-    if _has_kernel(x):
+    if has_kernel(x):
         from roundpipe_cli.kernels.pointwise_triton import launch_drop
 
         return launch_drop(x, _halves(key), threshold)
@@ -182,7 +182,7 @@ def _drop_and_add_(
 ) -> torch.Tensor:
     assert total.shape == product.shape == x.shape
     assert total.is_contiguous() and product.is_contiguous() and x.is_contiguous()
-    if _has_kernel(x):
+    if has_kernel(x):
         from roundpipe_cli.kernels.pointwise_triton import launch_drop
 
         return launch_drop(x, _halves(key), threshold, beside=(total, product, scale))
@@ -219,8 +219,8 @@ def _halves(key: int) -> tuple[int, int]:
     return _signed32(key), _signed32(key >> 32)
 
 
-def _has_kernel(tensor: torch.Tensor) -> bool:
-    """Whether masks for it come from our kernel; they have the same bits without it."""
+def has_kernel(tensor: torch.Tensor) -> bool:
+    """Whether kernels that read each element once take it."""
     if tensor.device.type == "cpu":
         return os.environ.get("TRITON_INTERPRET") == "1"
     return _compiles_for(tensor.device)

@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterator
 import torch
 from torch.nn import functional
 
+from roundpipe_cli.kernels.fused import cross_entropy_
 from roundpipe_cli.kernels.grouped_mm import MIN_CAPABILITY, AdaptedProduct, loops_over_groups, why_no_triton
 from roundpipe_cli.kernels.random_masks import Draw, drop, drop_and_add_, keep_mask
+from roundpipe_cli.model.head import chunk_loss
 from scripts.gpu_checks.place import Check, CheckPlace, Figures, SkippedCheckError, check, skip_unless_real
 
 COUNTS = (300, 0, 1, 129, 0, 64, 18)
@@ -28,6 +30,8 @@ def checks(place: CheckPlace) -> Iterator[Check]:
     for dtype in (torch.bfloat16, torch.float16):
         yield check(f"time, {_short(dtype)}", compared, place, dtype, limit_s=180.0)
     yield check("dropout's bits, and its rate", dropout, place)
+    for dtype in (torch.float32, torch.bfloat16):
+        yield check(f"loss, {_short(dtype)}", loss, place, dtype)
 
 
 def require_kernels(place: CheckPlace) -> torch.device:
@@ -155,6 +159,30 @@ def dropout(place: CheckPlace) -> Figures:
     forward_s = sorted(seconds(lambda: drop(x, draw)) for _ in range(REPEATS))[REPEATS // 2]
     backward_s = sorted(seconds(lambda: drop_and_add_(x, draw, total, product, scale=0.5)) for _ in range(REPEATS))
     return {"bytes_per_s": [2 * x.nbytes / forward_s, 5 * x.nbytes / backward_s[REPEATS // 2]]}
+
+
+def loss(place: CheckPlace, dtype: torch.dtype) -> Figures:
+    """Gradients of a chunk of logits against float64, at most twice the error of torch's operators; both rates."""
+    device = require_kernels(place)
+    rows, vocabulary = (8, 5003) if place.scale == "tiny" else (1024, 151_936)
+    generator = torch.Generator(device).manual_seed(0)
+    logits = torch.randn(rows, vocabulary, generator=generator, device=device).mul_(4).to(dtype)
+    targets = torch.randint(vocabulary, (rows,), generator=generator, device=device)
+
+    def by_torch() -> torch.Tensor:
+        return chunk_loss(logits, targets)[1].mul_(0.5).to(dtype)
+
+    found, again = logits.clone(), logits.clone()
+    first, second = (cross_entropy_(one, targets, None, 0.0, 0.5) for one in (found, again))
+    assert torch.equal(found, again) and torch.equal(first, second), "other bits the second time"
+    some = slice(0, 64)
+    exact = torch.softmax(logits[some].double(), dim=-1)
+    exact.scatter_add_(1, targets[some, None], exact.new_full((exact.shape[0], 1), -1.0)).mul_(0.5)
+    errors = [float((one[some].double() - exact).norm() / exact.norm()) for one in (found, by_torch())]
+    assert errors[0] <= 2 * errors[1] + 1e-6, f"error {errors[0]}, torch's {errors[1]}"
+    times = [sorted(map(seconds, [run] * REPEATS))[REPEATS // 2]
+             for run in (lambda: cross_entropy_(again, targets, None, 0.0, 0.5), by_torch)]  # fmt: skip
+    return {"errors": errors, "ours_s": times[0], "torch_s": times[1]}
 
 
 def seconds(run: Callable[[], object]) -> float:
