@@ -41,7 +41,7 @@ _TABLE = re.compile(r"\S {3,}\S")
 """Columns side by side: such a line is left to the terminal."""
 _COMMAND = r"(?:roundpipe|python3?|pip|git|hf|export|scripts/\w+|xdg-open) "
 UNCUT = re.compile(rf"`[^`]+`|^\s*{_COMMAND}.*|(?<=: ){_COMMAND}.*|\d (?:%|[mu]?s|[KMGT]i?B)(?:/s)?(?!\w)")
-"""What is never cut: something to copy, and a figure with its unit."""
+"""Words that stay together: something to copy, and a figure with its unit."""
 
 
 def wrapped(lines: Iterable[str], width: int | None) -> Iterator[str]:
@@ -182,7 +182,7 @@ def _fitted(line: str, target: TextIO) -> str:
     """A message cut between words where the terminal is narrower."""
     try:
         width = terminal_width(target.fileno())
-    except (OSError, ValueError):
+    except (AttributeError, OSError, ValueError):  # no file
         width = None
     return "\n".join(wrapped(line.split("\n"), width))
 
