@@ -60,7 +60,7 @@ def _check_new(answer: str, folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Question:
-    """A question on a terminal, where no flag has answered it."""
+    """A question on a terminal where no flag answers it."""
 
     flag: str
     text: str

@@ -42,7 +42,7 @@ _TABLE = re.compile(r"\S {3,}\S")
 """Columns side by side: such a line is left to the terminal."""
 _COMMAND = r"(?:roundpipe|python3?|pip|git|hf|export|scripts/\w+|xdg-open) "
 UNCUT = re.compile(rf"`[^`]+`|^\s*{_COMMAND}.*|(?<=: ){_COMMAND}.*|\d (?:%|[mu]?s|[KMGT]i?B)(?:/s)?(?!\w)")
-"""Never cut: something to copy, and a figure with its unit."""
+"""Words that stay together: something to copy, and a figure with its unit."""
 
 
 def wrapped(lines: Iterable[str], width: int | None) -> Iterator[str]:
@@ -190,7 +190,7 @@ def _fitted(line: str, target: TextIO) -> str:
     """A message cut between words where the terminal is narrower."""
     try:
         width = terminal_width(target.fileno())
-    except (AttributeError, OSError, ValueError):  # no file behind it
+    except (AttributeError, OSError, ValueError):  # no file
         width = None
     return "\n".join(wrapped(line.split("\n"), width))
 
