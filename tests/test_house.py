@@ -40,7 +40,7 @@ RISES: dict[str, tuple[int, int]] = {
     "machines that meet, wait and end together": (0, 510),
     "a lost device costs a step": (0, 790),
     "experts adapted by one rule": (0, 180),
-    "dropout masks and the loss in one kernel each": (2, 420),
+    "dropout masks and the loss in one kernel each": (2, 540),
 }
 """What raised the limits -> (files, lines)."""
 SIGNATURES_OF_LIBRARIES = {
