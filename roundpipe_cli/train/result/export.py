@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -178,7 +179,7 @@ def _without_places(value: Any) -> Any:
     path = value.removeprefix("file://")
     if path.startswith(("/", "~", "\\\\")) or PureWindowsPath(path).is_absolute():
         return re.split(r"[/\\]", path.rstrip("/\\"))[-1]
-    home = str(Path("~").expanduser())
+    home = os.path.expanduser("~")  # noqa: PTH111 (no home: as it is)
     return value.replace(home, "~") if len(home) > 1 else value
 
 
