@@ -220,7 +220,7 @@ def _read_run(folder: Path) -> None:
     state = fold_all(RunFiles(folder).poll()[1])
     console = Console(width=100, file=io.StringIO())
     console.print(screen(state, 100.0, 100, 30, Theme()))
-    model_card(folder, base=_base_name(folder, None), merged=False, usage="")
+    model_card(folder, base=_base_name(folder, None), merged=False)
 
 
 # --- the cache --------------------------------------------------------------------------------------------------------

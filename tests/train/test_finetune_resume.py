@@ -306,7 +306,7 @@ def test_the_report_of_a_resumed_run_is_of_the_whole_run(halfway: Path, whole: P
     assert theirs["measured"]["first_step"] == 1
     assert f"loss {mine['loss']['first']:.4f} -> {mine['loss']['last']:.4f}" in done.err
     assert f"since step {first_step}" in done.err, done.err
-    card = model_card(halfway / "out", base=None, merged=False, usage="")
+    card = model_card(halfway / "out", base=None, merged=False)
     assert f"| first training loss | {theirs['loss']['first']:.4f} |" in card
     _, events = RunFiles(halfway / "out").poll()
     assert [event.step for _, event in events if isinstance(event, StepFinished)] == list(range(1, 10))
