@@ -115,7 +115,7 @@ def test_an_export_has_card_and_modelfile(trained: Path) -> None:
 def test_gguf_by_the_converter_that_is_named(trained: Path, tmp_path: Path) -> None:
     program = tmp_path / "convert.py"
     program.write_text(
-        "import sys, pathlib\nfolder, flag, target = sys.argv[1:]\nassert flag == '--outfile'\n"
+        "import sys, pathlib\nfolder, flag, target, *_ = sys.argv[1:]\nassert flag == '--outfile'\n"
         "pathlib.Path(target).write_bytes(b'GGUF' + (pathlib.Path(folder) / 'config.json').read_bytes())\n"
     )
     words = ("export", "out", "--merge", "--gguf", "--converter", str(program), "--to", "ggufed")

@@ -33,7 +33,7 @@ from roundpipe_cli.costs.models import Architecture, TrainingSettings
 from roundpipe_cli.planning.compare import SimulationCase, StageCut
 from roundpipe_cli.planning.partition import QUICK, plan_partition
 from roundpipe_cli.planning.search.stages import even_cut
-from roundpipe_cli.planning.solve import largest_micro_batch, longest_sequence, solve
+from roundpipe_cli.planning.solve import largest_micro_batch, longest_sequence
 from roundpipe_cli.planning.verdict import coarsest_cut, judge, judge_coarsest, stage_limits
 from roundpipe_cli.schedule.actions import Kind, Schedule
 from roundpipe_cli.schedule.builders import Options, Rounds, build_schedule
@@ -334,40 +334,6 @@ def test_a_verdict_names_the_number_that_breaks_and_by_how_much() -> None:
     assert [reason.split(":")[0] for reason in no_disk.reasons] == ["disk"]
 
 
-@pytest.mark.parametrize(
-    ("model", "hardware", "changes"),
-    [
-        (LLAMA, "8x4090,host_memory_gib=128", {"method": "full"}),
-        (LLAMA, "1x3060", {"micro_batch_size": 16, "max_seq_length": 8192}),
-        (QWEN, "2x4090,host_memory_gib=64", {}),
-        (LARGE, "1x2080ti", {"method": "full"}),
-    ],
-)
-def test_three_changes_are_proposed_and_each_makes_it_fit(model: str, hardware: str, changes: dict[str, Any]) -> None:
-    architecture, settings, machine = ask(model, hardware, **changes)
-    solution = solve(architecture, settings, machine)
-    assert len(solution.changes) == 3
-    assert [change.rank for change in solution.changes] == sorted(change.rank for change in solution.changes)
-    names = {"gradient_accumulation_steps": "num_microbatches", "lora.r": "lora_r", "load_in_4bit": "packed_as"}
-    for change in solution.changes:
-        changed, target = settings, architecture
-        for override in change.overrides:
-            key, value = override.split("=")
-            if key == "model":
-                target = find_architecture(value)
-            else:
-                typed: Any = int(value) if value.isdigit() else "4bit" if key == "load_in_4bit" else value
-                changed = _with(changed, names.get(key, key), typed)
-        if change.overrides:
-            assert judge_coarsest(target, changed, machine).fits, change.what
-    assert (
-        solve(
-            architecture, replace(settings, micro_batch_size=1), parse_hardware("8xb200,host_memory_gib=9000")
-        ).changes
-        == ()
-    )
-
-
 # --- by hand: Qwen3-32B, whose blocks have q, k, v, o, gate, up and down, two norms, and norms of q and k -------------
 
 HIDDEN, HEADS, KEYS, WIDE, VOCABULARY, BLOCKS = 5120, 64 * 128, 8 * 128, 25600, 151936, 64
@@ -475,7 +441,7 @@ def test_loading_and_the_disk_by_hand() -> None:
 def test_loading_alone_may_be_what_is_short() -> None:
     """A layer of experts is fused while it loads; a frozen model of them needs little more in a step."""
     architecture, settings, hardware = ask(
-        "openai/gpt-oss-120b", "1x4090", max_seq_length=64, num_microbatches=1, weights_on_disk=True
+        "openai/gpt-oss-120b", "1x4090", max_seq_length=64, num_microbatches=1, weights_on_disk=True, lora_r=1
     )
     analytic = analytic_costs(architecture, settings, hardware)
     cut = coarsest_cut(architecture, settings, hardware, analytic)

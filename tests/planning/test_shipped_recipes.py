@@ -180,7 +180,7 @@ def test_plan_that_says_no_names_the_recipe_that_fits(monkeypatch: pytest.Monkey
     text = plan_text(full, None, found=remedies(full))
     assert "  shipped recipe  recipes/qwen3/8b_lora_2x24gb.yaml: the nearest that fits here" in text
     asked = ask(load_recipe(ROOT / "recipes/qwen3-32b.yaml"), small)
-    assert fitting_recipe(asked) == ("recipes/gemma3/27b_lora_2x24gb.yaml",), "the next smaller one of any family"
+    assert fitting_recipe(asked) == ("recipes/qwen3/30b-a3b_lora_2x24gb.yaml",), "the next smaller one of any family"
     packed = Change(("load_in_fp8=true",), "", 1.0)
     assert fitting_recipe(asked, packed) == ("recipes/qwen3/32b_lora_2x24gb.yaml", "load_in_fp8=true")
     none = make_plan(load_recipe(ROOT / "recipes/qwen3-8b.yaml"), "1x2060,host_memory_gib=1")

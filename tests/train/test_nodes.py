@@ -156,13 +156,13 @@ def test_full_fine_tuning_sums_only_rows_of_the_table_that_have_tokens(trained: 
     assert [row["grad_norm"] for row in shared] == pytest.approx([row["grad_norm"] for row in alone], rel=1e-5)
 
 
-@pytest.mark.parametrize("nth", [2, 5])
+@pytest.mark.parametrize("nth", [1, 2])
 def test_a_lost_device_is_its_machines_own_affair(trained: Path, nth: int) -> None:
-    """Before any gradient of the step was given to the others, and after."""
-    fault = {"ROUNDPIPE_FAULT": f"compute:raise=DeviceFault:step=2:worker=1:nth={nth}"}
+    """At the first and at the second operation of a worker in a step."""
+    fault = {"ROUNDPIPE_FAULT": f"compute:raise=DeviceFault:step=3:worker=1:nth={nth}"}
     outcomes = train(trained, 2, *FULL, f"output_dir=lost{nth}", p1=fault)
     assert [outcome.code for outcome in outcomes] == [0, 0], outcomes
-    assert "was lost at" not in outcomes[0].err and "machine 1: cpu (worker 1) was lost at step 3" in outcomes[1].err
+    assert "was lost at" not in outcomes[0].err and "machine 1: cpu (worker 1) was lost at step 4" in outcomes[1].err
     assert numbers(trained / f"lost{nth}") == numbers(trained / "full2")
 
 
