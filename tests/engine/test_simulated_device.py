@@ -18,7 +18,7 @@ from roundpipe_cli.engine.backends.cpu import CpuBackend
 from roundpipe_cli.engine.engine import Engine, launch_bound_s
 from roundpipe_cli.engine.link_speed import measure_links
 from roundpipe_cli.engine.worker import ComputeInterval, WorkerStep
-from roundpipe_cli.errors import InternalError, OutOfDeviceMemoryError, RefusedError
+from roundpipe_cli.errors import DeviceLostError, OutOfDeviceMemoryError, RefusedError
 from roundpipe_cli.kernels.random_masks import Draw, drop, keep_mask, uniform
 from roundpipe_cli.recipe.load import load_text
 from roundpipe_cli.train import build
@@ -348,7 +348,7 @@ def test_out_of_memory_has_many_faces(text: str, monkeypatch: pytest.MonkeyPatch
         raise RuntimeError(text)
 
     monkeypatch.setattr(cuda.CudaBackend, "host_like", refuse)
-    expected = InternalError if "illegal" in text else OutOfDeviceMemoryError
+    expected = DeviceLostError if "illegal" in text else OutOfDeviceMemoryError
     with simulated(), page_locked(rig):
         backends = [cuda.CudaBackend(0), cuda.CudaBackend(1)]
         with pytest.raises(expected), Engine(rig.skeleton, rig.split, rig.store, backends) as engine:
