@@ -38,8 +38,8 @@ def terminal_width(stream: int = 1) -> int | None:
     return max(LEAST_WIDTH, columns or shutil.get_terminal_size().columns)
 
 
-_TABLE = re.compile(r"\S {3,}\S")
-"""Columns side by side: such a line is left to the terminal."""
+_TABLE = re.compile(r"\S {3,}\S.*\S {3,}\S")
+"""Three columns side by side: such a line is left to the terminal."""
 _COMMAND = r"(?:roundpipe|python3?|pip|git|hf|export|scripts/\w+|xdg-open) "
 UNCUT = re.compile(rf"`[^`]+`|^\s*{_COMMAND}.*|(?<=: ){_COMMAND}.*|\d (?:%|[mu]?s|[KMGT]i?B)(?:/s)?(?!\w)")
 """Words that stay together: something to copy, and a figure with its unit."""

@@ -30,7 +30,7 @@ MACHINES = (
     "2x3090,host_memory_gib=64",
     "4x4090,host_memory_gib=128",
 )
-NONE, FP8, FOUR, LOW_RANK = "", "load_in_fp8=true", "load_in_4bit=true", "load_in_4bit=true lora.r=8"
+NONE, FP8, FOUR = "", "load_in_fp8=true", "load_in_4bit=true"
 FITS = (F, NONE)
 PAIRS = {
     "HuggingFaceTB/SmolLM2-1.7B": (FITS, FITS, FITS, FITS),
@@ -39,7 +39,7 @@ PAIRS = {
     "Qwen/Qwen3-8B": ((S, FP8), FITS, FITS, FITS),
     "google/gemma-3-12b-pt": ((S, FOUR), FITS, FITS, FITS),  # FP8 would be slower than weights from disk
     "openai/gpt-oss-20b": ((S, FOUR), (S, FP8), FITS, FITS),
-    "Qwen/Qwen3-30B-A3B": ((N, LOW_RANK), (S, LOW_RANK), (S, FP8), FITS),
+    "Qwen/Qwen3-30B-A3B": ((S, FOUR), (S, FOUR), FITS, FITS),
     "Qwen/Qwen3-32B": ((S, FOUR), (S, FOUR), (S, FP8), FITS),
     "meta-llama/Llama-3.3-70B-Instruct": (
         (S, FOUR),
@@ -48,9 +48,9 @@ PAIRS = {
         (S, FP8),
     ),
     "Qwen/Qwen3-235B-A22B": (
-        (N, f"model=openai/gpt-oss-20b {FOUR}"),
-        (N, f"model=Qwen/Qwen3-32B {FOUR}"),
-        (N, LOW_RANK),
+        (N, FOUR),
+        (S, FOUR),
+        (S, FOUR),
         (S, FOUR),
     ),
 }

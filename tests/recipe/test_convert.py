@@ -479,6 +479,7 @@ SAMPLES: dict[str, Any] = {
 NEEDS_ADAPTERS = {"load_in_4bit", "load_in_8bit", "weights"}
 """Their weights are frozen."""
 NOT_OF_PEERS = {
+    "on_device_loss",
     "model",
     "micro_batch_tokens",
     "float16_accumulation",
