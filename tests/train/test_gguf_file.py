@@ -160,8 +160,10 @@ def test_other_families_are_left_to_the_converter(
     assert expected in str(why_not_written(source, load_tokenizer(source)))
     refused = run(tmp_path, "export", "model", "--to", "copy", "--gguf").expect(2)
     assert expected in refused.err and "convert_hf_to_gguf.py" in refused.err and not (tmp_path / "copy").exists()
-    (tmp_path / "convert.py").write_text("import sys; open(sys.argv[3], 'w').write(sys.argv[5])")
     words = ("export", "model", "--gguf", "q8_0", "--converter", "convert.py", "--to")
+    missing = run(tmp_path, *words, "by").expect(2).err
+    assert "--gguf needs llama.cpp's" in missing and "no file convert.py" in missing
+    (tmp_path / "convert.py").write_text("import sys; open(sys.argv[3], 'w').write(sys.argv[5])")
     run(tmp_path, *words, "by").expect(0)
     assert (tmp_path / "by" / GGUF_NAME).read_text() == "q8_0"
     assert "does not write this type" in run(tmp_path, *words, "x", "--gguf", "q4_0").expect(2).err

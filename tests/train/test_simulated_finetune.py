@@ -174,10 +174,13 @@ def test_weights_unpacked_once_in_a_visit(folder: Path, monkeypatch: pytest.Monk
         return whole
 
     def limit(event: Event) -> None:
-        if isinstance(event, RunStarted):
+        """Too little room until the remedy is told; how little is left after it depends on the threads' timing."""
+        is_told = "stay unpacked" in getattr(event, "text", "") and "without" in event.text
+        if isinstance(event, RunStarted) or is_told:
             for index in range(2):
-                most = peak - block_bytes // 8
-                torch.cuda.set_per_process_memory_fraction(most / torch.cuda.mem_get_info(index)[1], index)
+                total = torch.cuda.mem_get_info(index)[1]
+                most = total if is_told else peak - block_bytes // 2
+                torch.cuda.set_per_process_memory_fraction(most / total, index)
 
     on_cpu = finetune(*words, ON_CPU, "output_dir=cpu")
     monkeypatch.setattr(packed_weights, "dequantize", counted)
