@@ -62,7 +62,7 @@ MAX_JUDGED_LAYERS = 72
 """With more layers than these only one even cut is judged: each takes seconds."""
 NUM_FINALISTS = 3
 """The best partitions by the short simulation; these are judged again by a whole step."""
-MIN_GAIN = 0.01
+MIN_GAIN = 0.005
 """A dealing other than the published one is chosen if it saves more than this part of a step."""
 MIN_DEALING_GAIN = 0.02
 """Stages that several workers hold at a time are chosen if they save at least this part of a step."""

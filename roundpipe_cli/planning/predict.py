@@ -535,7 +535,11 @@ def _cut(question: PlanRequest, answers: Answers | None) -> StageCut:
         return _coarsest(question, "no cut keeps the devices' limits")
     if settings.weights_on_disk:  # the search sees little of uploads, which bind there
         return _coarser(question, cut, answers)
-    return cut if keeps(cut) else deal_out("roundpipe", _coarser(question, cut, answers), case, keeps)
+    whole = replace(cut, microbatches_per_round=settings.num_microbatches)
+    if keeps(cut) and (keeps(whole) or _known_step(question, cut, answers).bubble_ratio < 2 * MIN_GAIN):
+        return cut
+    least = (cut.microbatches_per_round or 0) + 1 if keeps(cut) else 0
+    return deal_out("roundpipe", _coarser(question, cut, answers, least_round=least), case, keeps)
 
 
 def _coarsest(question: PlanRequest, why: str) -> StageCut:
@@ -550,8 +554,12 @@ def _judged(question: PlanRequest, cut: StageCut) -> Verdict:
     return judge(question.architecture, question.settings, question.hardware, question.analytic, cut=judged)
 
 
-def _coarser(question: PlanRequest, cut: StageCut, answers: Answers | None) -> StageCut:
-    """The fastest of `cut` and coarser even ones that fit: every backward stage keeps a boundary of each microbatch."""
+def _coarser(question: PlanRequest, cut: StageCut, answers: Answers | None, *, least_round: int = 0) -> StageCut:
+    """The fastest of `cut` and coarser even ones that fit: every backward stage keeps a boundary of each microbatch.
+
+    Args:
+        least_round: what shorter rounds would do is known; 0: it is not.
+    """
     costs, settings, count = question.analytic.costs, question.settings, len(question.analytic.costs.layers)
     most = len(coarsest_cut(question.architecture, settings, question.hardware, question.analytic).backward_stages) - 1
     widest = math.ceil((count - 2) / most)
@@ -578,8 +586,13 @@ def _coarser(question: PlanRequest, cut: StageCut, answers: Answers | None) -> S
     shapes = [
         {"forward": blocks, "backward": blocks, "beside_head": 0, "per_round": per_round}
         for blocks in sizes
-        for per_round in rounds
+        for per_round in ([_longest_round(question, even(blocks, blocks, 0, 1))] if least_round else rounds)
+        if per_round >= least_round
     ]
+    if least_round:
+        shapes = shapes[:2]  # each takes as long as the whole search; the finest of them have won
+    if not shapes:
+        return cut
     best = min(shapes, key=lambda shape: step_s(even(**shape)))
     longest = _longest_round(question, even(**best))
     changes = {"beside_head": 1}, {"per_round": longest}, {"forward": best["forward"] + 1}

@@ -25,6 +25,16 @@ def test_more_host_memory_never_makes_a_step_slower(tmp_path: Path, machine: str
         assert more.step_s <= less.step_s * 1.01
 
 
+def test_longer_rounds_of_coarser_stages_are_tried_where_the_finest_wait() -> None:
+    """Stages of one layer fit in short rounds, and wait 6 % of a step; stages of two fit in longer ones."""
+    recipe = load_recipe("qwen3/235b-a22b_qlora_8x24gb")
+    plans = [make_plan(recipe, f"8x3090,host_memory_gib={memory}") for memory in (192, 216, 256)]
+    assert all(plan.verdict.fits for plan in plans)
+    rounds = [plan.microbatches_per_round for plan in plans]
+    assert rounds == sorted(rounds) and plans[1].microbatches_per_round > plans[0].microbatches_per_round
+    assert plans[0].step_s > 1.01 * plans[1].step_s > 1.02 * plans[2].step_s
+
+
 def test_given_stages_get_rounds_for_which_the_host_has_room() -> None:
     """All microbatches in one round need 40 GiB, two rounds 30; `plan` said that the former do not fit."""
     forward = [[0, 1], *([block, block] for block in range(2, 37))]
