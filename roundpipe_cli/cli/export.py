@@ -210,6 +210,12 @@ def export(
     dtype: Annotated[
         str | None, typer.Option("--dtype", help="Of merged weights: bfloat16, float16, float32. [default: the base's]")
     ] = None,
+    adapter_layout: Annotated[
+        str,
+        typer.Option(
+            "--adapter-layout", help="Of experts' adapters: peft, or vllm: names of single experts, as its docs."
+        ),
+    ] = "peft",
     gguf: Annotated[bool, typer.Option("--gguf", help=f"Also convert it, by llama.cpp's {CONVERTER}.")] = False,
     converter: Annotated[Path | None, typer.Option("--converter", metavar="FILE", help="Where that is.")] = None,
     push_to: Annotated[
@@ -236,6 +242,10 @@ def export(
         raise RefusedError("--gguf needs a whole model", where=str(output_dir), hint="add --merge")
     if push_to is not None and offline:
         raise RefusedError("--push needs a connection", hint="leave --offline out")
+    if adapter_layout not in ("peft", "vllm"):
+        raise RefusedError("unknown layout of adapters", found=adapter_layout, expected="peft or vllm")
+    if adapter_layout == "vllm" and (merge or kind == "model"):
+        raise RefusedError("--adapter-layout is for adapters", where=str(output_dir), hint="leave it or --merge out")
     program = find_converter(converter) if gguf else None
     check_dtype(dtype)
     if dtype is not None and not merge:
@@ -245,6 +255,7 @@ def export(
         raise RefusedError("the folder to export to exists already", where=str(target), hint="name another with --to")
     if offline:
         go_offline()
+    names_of = find_adapter_base(output_dir, base, offline=offline) if adapter_layout == "vllm" else None
     source = find_adapter_base(output_dir, base, offline=offline) if merge else None
     if source is not None:
         compare_base(output_dir, source, allowed=allow_other_base)
@@ -257,8 +268,10 @@ def export(
 
     extras = Extras(_base_name(output_dir, base), f"./{GGUF_NAME}" if gguf else ".")
     if source is None:
-        copy_result(output_dir, target, extras)
-        if kind == "adapter" and has_expert_adapters(output_dir):
+        renamed = copy_result(output_dir, target, extras, single_experts_of=names_of)
+        if names_of is not None and not renamed:
+            say("note: no names changed: the base's files have no single experts, so vLLM reads PEFT's names")
+        if kind == "adapter" and names_of is None and has_expert_adapters(output_dir):
             say(f"note: {EXPERTS_NOTE}")
         if not extras.has_tokenizer:
             say("note: the adapter has no tokenizer: its base's belongs to it")
@@ -312,8 +325,8 @@ def _notes(done: Merged, source: ModelSource) -> list[str]:
 
 
 EXPERTS_NOTE = (
-    "this adapter changes fused experts, which vLLM and Ollama cannot load as an adapter: use --merge for them; PEFT "
-    "loads it as it is"
+    "this adapter changes fused experts: PEFT loads it as it is; for vLLM add --adapter-layout vllm; Ollama needs a "
+    "merged model (--merge)"
 )
 
 

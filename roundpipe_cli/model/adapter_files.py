@@ -377,6 +377,75 @@ def read_adapter_tensors(model: nn.Module, folder: Path) -> dict[str, torch.Tens
     return tensors
 
 
+_SINGLE = {
+    "gate_up_proj": (("mlp", "gate_proj", "up_proj"), ("block_sparse_moe", "w1", "w3"), ("mlp", "w1", "w3")),
+    "down_proj": (("mlp", "down_proj"), ("block_sparse_moe", "w2"), ("mlp", "w2")),
+}
+"""Fused parameter -> what checkpoints may call its module and the layers of a single expert."""
+
+
+def as_single_experts(model: nn.Module, folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]] | None:
+    """An adapter of fused experts by the names of single ones, as vLLM's documentation has them (0.33).
+
+        mlp.experts.base_layer.lora_A [E r, in]   ->  mlp.experts.e.gate_proj.lora_A, .up_proj.lora_A: the same [r, in]
+        mlp.experts.base_layer.lora_B [2 W, r E]  ->  mlp.experts.e.gate_proj.lora_B, .up_proj.lora_B [W, r]
+        mlp.experts.lora_A, .lora_B               ->  mlp.experts.e.down_proj.lora_A, .lora_B
+
+    B is scaled so that all adapters are multiplied by the same alpha / r, which programs that know no patterns of ranks
+    take for all.
+
+    Args:
+        model: the base's skeleton; gets the adapter's modules.
+
+    Returns:
+        the tensors by key, and the configuration; None: the base's files have no single experts, as gpt-oss's, so vLLM
+        reads PEFT's names.
+
+    Raises:
+        RefusedError: the adapter cannot be read, or does not fit.
+    """
+    config = read_adapter_config(folder)
+    put_adapter(model, config, folder)
+    whole = config.lora_alpha / (config.r**0.5 if config.use_rslora else config.r)
+    tensors, made, ranks = read_adapter_tensors(model, folder), dict[str, torch.Tensor](), set[int]()
+    for path, wrapper in model.named_modules():
+        own = getattr(wrapper, "parameter_name", None) if getattr(wrapper, "num_experts", 1) > 1 else None
+        names = _single_names(base_name(path), own, model) if own in _SINGLE else None
+        if names is None:
+            continue
+        experts, rank = wrapper.num_experts, wrapper.r["default"]
+        a, b = (tensors.pop(f"{path}.lora_{matrix}.default.weight") for matrix in "AB")
+        b = b.reshape(len(b), rank, experts) * (wrapper.scaling["default"] / whole)
+        ranks.add(rank)
+        for expert in range(experts):
+            for name, part in zip(names, b[..., expert].chunk(len(names)), strict=True):
+                key = f"{PEFT_PREFIX}{name.format(expert)}"
+                made[f"{key}.lora_A.weight"] = a[expert * rank : (expert + 1) * rank].clone()
+                made[f"{key}.lora_B.weight"] = part.contiguous()
+    if not made:
+        return None
+    made |= {f"{PEFT_PREFIX}{name.replace('.default.', '.')}": tensor for name, tensor in tensors.items()}
+    pattern = r"experts\.\d+\..*"
+    rank = max(ranks)
+    values = check_adapter_folder(folder) | {
+        "target_modules": sorted({key.split(".lora_")[0].rpartition(".")[2] for key in made if ".lora_" in key}),
+        "target_parameters": None,
+        "rank_pattern": {pattern: rank},
+        "alpha_pattern": {pattern: whole * (rank**0.5 if config.use_rslora else rank)},
+    }
+    return made, values
+
+
+def _single_names(holder: str, parameter: str, model: nn.Module) -> list[str] | None:
+    """Names of an expert's layers in the base's files, `{}` for its number; None: they are one tensor there too."""
+    for module, *layers in _SINGLE[parameter]:
+        start = re.sub(r"\.mlp\.experts$", f".{module}.experts", holder)
+        found = fused_names((f"{start}.0.{layer}.weight" for layer in layers), model)
+        if set(found.values()) == {(f"{holder}.{parameter}", len(layers))} and len(found) == len(layers):
+            return [f"{start}.{{}}.{layer}" for layer in layers]
+    return None
+
+
 class StartedBase:
     """The base weights of adapted modules as PEFT's own start of an adapter leaves them."""
 

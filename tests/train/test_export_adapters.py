@@ -17,6 +17,8 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, A
 
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.files.source import ModelSource
+from roundpipe_cli.model.load import build_skeleton, load_config
+from roundpipe_cli.model.lora import LoraSettings, add_lora, save_adapter
 from roundpipe_cli.train.result.export import Extras, Merged, copy_result, merge_result
 from roundpipe_cli.train.result.generate import load_result
 from tests.model.test_multimodal import QWEN_VISION
@@ -331,3 +333,47 @@ def test_older_names_around_a_wrapped_language_model(
     save_file({older(key): tensor for key, tensor in load_file(path).items()}, path)
     config.write_text(older(config.read_text()))
     check(tmp_path / "base", tmp_path / "adapter", expected)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "names"),
+    [
+        ("qwen3_moe", ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj")),
+        ("mixtral", tuple(f"block_sparse_moe.experts.{{}}.{name}" for name in ("w1", "w3", "w2"))),
+        ("glm4_moe", ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj")),
+        ("gpt_oss", ()),
+    ],
+)
+def test_the_layout_that_vllm_documents(model_type: str, names: tuple[str, ...], tmp_path: Path) -> None:
+    """Experts by the names of single ones, with the products that PEFT makes of the fused ones; `alpha / r` is the same
+    for all. gpt-oss's files have no single experts."""
+    make_model(tmp_path / "base", model_type)
+    model = build_skeleton(load_config(ModelSource("base", tmp_path / "base")), torch.float32)
+    peft_model = add_lora(model, LoraSettings(r=8, alpha=16, expert_r=2), dtype=torch.float32, base_name="base")
+    torch.manual_seed(0)
+    masters = {name: torch.randn(one.shape) for name, one in model.named_parameters() if one.requires_grad}
+    save_adapter(peft_model, masters, tmp_path / "adapter")
+    for name, values in masters.items():
+        module, _, attribute = name.rpartition(".")
+        model.get_submodule(module)._parameters[attribute] = torch.nn.Parameter(values)
+    source, extras = ModelSource("base", tmp_path / "base"), Extras("base")
+    assert copy_result(tmp_path / "adapter", tmp_path / "vllm", extras, single_experts_of=source) == bool(names)
+    found = load_file(tmp_path / "vllm" / "adapter_model.safetensors")
+    if not names:
+        assert found.keys() == load_file(tmp_path / "adapter" / "adapter_model.safetensors").keys()
+        return
+    config = json.loads((tmp_path / "vllm" / "adapter_config.json").read_text())
+    path = f"model.layers.{len(model.model.layers) - 1}"
+    down = model.get_submodule(f"{path}.mlp.experts")
+    factors = [one.get_delta_factors("default") for one in (down.base_layer, down)]
+    expected = dict(zip(("gate_up", "down"), (scale * b @ a for b, a, scale in factors), strict=True))
+    for expert in range(4):
+        keys = [f"base_model.model.{path}.{name.format(expert)}" for name in names]
+        gate, up, out = ((found[f"{key}.lora_B.weight"] @ found[f"{key}.lora_A.weight"]) * 16 / 8 for key in keys)
+        assert found[f"{keys[0]}.lora_A.weight"].shape == (2, 64)
+        for ours, theirs in ((torch.cat([gate, up]), expected["gate_up"]), (out, expected["down"])):
+            assert torch.allclose(ours, theirs[expert], rtol=1e-5, atol=1e-5)
+    assert not [key for key in found if ".experts.lora" in key or "base_layer" in key]
+    assert {key.split(".lora_")[0].rpartition(".")[2] for key in found} == set(config["target_modules"])
+    (rank,), (alpha,) = config["rank_pattern"].values(), config["alpha_pattern"].values()
+    assert (rank, alpha / rank, config["lora_alpha"] / config["r"]) == (2, 2, 2)
