@@ -32,11 +32,12 @@ from roundpipe_cli.engine.probe import (
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.errors import ResourceError
 from roundpipe_cli.events import Notice, Tell
+from roundpipe_cli.model.lora import experts_per_token
 from roundpipe_cli.model.worker_model import WorkerOptions
 from roundpipe_cli.planning.adaptive import AdaptivePlanner, ProfileCache, RunConditions
 from roundpipe_cli.recipe.schema import PipelineConfig, Recipe
 from roundpipe_cli.train.prepare.devices import gpu_index, make_backends, slowest_link_bytes_per_s, threads_per_worker
-from roundpipe_cli.train.prepare.setup import Setup, active_parameters, experts_per_token
+from roundpipe_cli.train.prepare.setup import Setup, active_parameters
 
 PROBE_PRODUCTS = 10**10
 """Weights times tokens of the longer of two sequences that a block is tried with, at most: a second for a desktop's
