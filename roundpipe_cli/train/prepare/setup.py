@@ -48,7 +48,7 @@ from roundpipe_cli.model.layout import LayerLayout, layer_parameters, make_layou
 from roundpipe_cli.model.load import build_skeleton, load_config, load_tokenizer, switch_off
 from roundpipe_cli.model.lora import (
     describe_dead_alternatives,
-    describe_experts,
+    describe_adapted,
     describe_left_out,
     experts_per_token,
 )
@@ -495,7 +495,7 @@ def prepare(
     for text in _describe_targets(model, split, recipe) if start is None else ():
         tell(Notice(text))
     peft_model = trained.put_into(model, split)
-    if adapted := describe_experts(model) if peft_model is not None else None:
+    if adapted := describe_adapted(model) if peft_model is not None else None:
         tell(Notice(adapted))
     if reference := describe_reference(recipe, base.source, start):
         tell(Notice(reference))
