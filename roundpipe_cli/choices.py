@@ -302,3 +302,11 @@ def missing_package(name: str) -> RefusedError:
         expected="a package that you know to carry one .gguf file",
         hint=hint,
     )
+
+
+GGUF_NAME = "model.gguf"
+"""Name of the GGUF file in an exported folder."""
+GGUF_TYPES = ("bf16", "f16", "f32", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
+"""Types of its matrices that the `gguf` package can write; the first is the default."""
+CONVERTER_TYPES = ("bf16", "f16", "f32", "q8_0", "tq1_0", "tq2_0", "auto")
+"""Those of llama.cpp's converter."""

@@ -8,27 +8,46 @@ Raise one of these for anything the user caused or can fix; `assert` and plain e
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 # Keeps secrets out of what is printed or written: the values of the environment's secret variables, and passwords in
 # addresses. No recipe key or flag takes a secret, so a message can repeat no others.
 
 SECRET_NAME = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_?KEY|CREDENTIAL|NETRC_PASS)", re.IGNORECASE)
-IN_ADDRESS = re.compile(r"(?<=://)[^/@\s:'\"]*:[^/@\s'\"]+(?=@)")
+IN_ADDRESS = re.compile(r"(?<=://)[^/@\s'\"]+(?=@)")
+"""A name and password, or a token alone, in front of an address' host."""
 MIN_LENGTH = 8
 """Shorter values are no secrets, and replacing them would spoil words."""
 MASK = "***"
 
 
 def redact(text: str) -> str:
-    """`text` with every secret replaced by ***."""
+    """`text` with every secret replaced by ***, also where it stands as JSON or as Python writes it."""
+    if len(text) < MIN_LENGTH:
+        return text
     text = IN_ADDRESS.sub(MASK, text)
     for name, value in os.environ.items():
-        if len(value) >= MIN_LENGTH and value in text and SECRET_NAME.search(name):
-            text = text.replace(value, MASK)
+        if len(value) >= MIN_LENGTH and SECRET_NAME.search(name):
+            for form in (value, json.dumps(value)[1:-1], repr(value)[1:-1]):
+                text = text.replace(form, MASK)
     return text
+
+
+def redact_values(document: Any) -> Any:
+    """Plain JSON values with `redact` applied to every text. To be called before they are encoded, which would leave
+    secrets in forms that nothing finds."""
+    if isinstance(document, str):
+        return redact(document)
+    if isinstance(document, Mapping):
+        return {key: redact_values(value) for key, value in document.items()}
+    if isinstance(document, (list, tuple)):
+        return [redact_values(value) for value in document]
+    return document
 
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
@@ -124,6 +143,19 @@ class ResourceError(RoundpipeError):
 
 class OutOfDeviceMemoryError(ResourceError):
     """A worker's device is out of memory; the step can be computed again with less. Exit code 5."""
+
+
+class DeviceLostError(ResourceError):
+    """Devices failed or hang; where others are left, they can compute the step again. Exit code 5."""
+
+    workers: tuple[int, ...] = ()
+    """Workers of the engine on which it showed."""
+    is_hang = False
+    """They make no progress, so their threads may never return."""
+    rest: tuple[str, ...] = ()
+    """Devices on which another run may go on."""
+    at: str = ""
+    """Such as `step 5`, whose work it had; empty while the run may go on."""
 
 
 class NodeLostError(RoundpipeError):

@@ -18,6 +18,8 @@ class Notice:
     """Something that the user should read: a decision made for them, a loss, a limit."""
 
     text: str
+    is_detail: bool = False
+    """Says how things are, as expected: a screen without room leaves it out first."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,8 @@ class StepFinished:
     device_peak_bytes: int
     """Peak of the fullest device; 0 where bytes are not counted."""
     eta_s: float
+    epoch: float | None = None
+    """Epochs trained until its end, a part of one included; None where no rows are gone through (`bench --run`)."""
     preference: Mapping[str, float] | None = None
     """More keys of the row, for preference pairs."""
 
@@ -192,6 +196,26 @@ class CheckpointSaved:
 
 
 @dataclass(frozen=True)
+class DeviceLost:
+    """A worker's device failed or hangs; the others compute again what it was at, where they can."""
+
+    time_s: float
+    worker: int
+    device: str
+    at: str
+    """`step 5`."""
+    cause: str
+    left: tuple[str, ...]
+    """Devices that go on; none where the run ends."""
+
+    @property
+    def text(self) -> str:
+        """For the user, without the time."""
+        text = f"{self.device} (worker {self.worker}) was lost at {self.at}: {self.cause}"
+        return f"{text}; computed again on {', '.join(self.left)}" if self.left else text
+
+
+@dataclass(frozen=True)
 class Paused:
     """The user pauses the run between two steps (`paused`), or continues it."""
 
@@ -226,6 +250,7 @@ Event = (
     | EvaluationFinished
     | Sample
     | CheckpointSaved
+    | DeviceLost
     | Paused
     | RunStopped
     | RunFinished
@@ -276,7 +301,8 @@ def decode(fields: Mapping[str, Any]) -> Event | None:
     if kind is None:
         return None
     try:
-        values = {field.name: fields[field.name] for field in dataclasses.fields(kind)}
+        asked = [one for one in dataclasses.fields(kind) if one.name in fields or one.default is dataclasses.MISSING]
+        values = {field.name: fields[field.name] for field in asked}
         for name, value in values.items():
             if name in ("spans", "running"):
                 values[name] = tuple(_decode_span(item) for item in value)

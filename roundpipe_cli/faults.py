@@ -9,6 +9,7 @@ They do nothing unless the environment variable `ROUNDPIPE_FAULT` is set when th
     work:slow=0.1:worker=1           worker 1 takes 0.1 s longer for every layer, as a slower device would
     compute:nan:step=3:nth=2         the second compute of step 3 yields NaN
     upload:raise=MemoryError:nth=1   the first upload raises a MemoryError
+    upload:raise=DeviceFault:nth=1   the first upload fails as on a device that is lost
 
 Actions: `raise` (a `FaultError`, or the exception named), `hang`, `nan`, `inf`, `kill` (SIGKILL to this process),
 `stop` (SIGSTOP: the process waits for SIGCONT, so that a tracer can be put to it), `slow=SECONDS`. Triggers: `nth=N`
@@ -30,7 +31,7 @@ from roundpipe_cli.errors import RefusedError
 ENVIRONMENT_VARIABLE = "ROUNDPIPE_FAULT"
 POINTS = (
     *("tokenize", "load"),
-    *("prefetch", "upload", "compute", "work", "download", "optimizer", "update"),
+    *("prefetch", "upload", "compute", "work", "download", "answer", "optimizer", "update"),
     *("eval", "ckpt_writer", "export"),
 )
 """Fault points, in the order in which a run passes them."""
@@ -41,12 +42,17 @@ class FaultError(RuntimeError):
     """The failure that a fault point was asked to produce."""
 
 
+class DeviceFault(RuntimeError):  # noqa: N818 - named as the trigger is
+    """The failure of a device, as its driver reports it."""
+
+
 class FaultExit(BaseException):
     """A failure that `except Exception` does not catch."""
 
 
 _RAISED: dict[str, type[BaseException]] = {
     "FaultError": FaultError,
+    "DeviceFault": DeviceFault,
     "FaultExit": FaultExit,
     "MemoryError": MemoryError,
     "OSError": OSError,

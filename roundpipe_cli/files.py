@@ -32,6 +32,20 @@ DELETED_PREFIX = ".del-"
 """A file with one of these prefixes is removed at the next start."""
 
 
+_user_umask = 0o022
+
+
+def keep_private() -> None:
+    """Create files for this user alone from here on; `shared_mode` gives what the user's own umask leaves."""
+    global _user_umask
+    _user_umask = os.umask(0o077)
+
+
+def shared_mode(mode: int) -> int:
+    """The mode of a file or folder that is meant for others, as far as the user's umask allows."""
+    return mode & ~_user_umask
+
+
 _CHUNK_BYTES = 8 * 1024**2
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 
 MIB = 1024**2
 GIB = 1024**3
@@ -41,6 +42,20 @@ def format_seconds(seconds: float) -> str:
     if hours:
         return f"{hours}h{minutes:02d}m"
     return f"{minutes}m{rest:02d}s"
+
+
+def format_clock(time_s: float, now_s: float) -> str:
+    """The time of day in local time: `14:32` today, `Sat 14:32` within a week, `5 Dec 14:32` later.
+
+    Args:
+        time_s: Unix time to show.
+        now_s: Unix time of the reader.
+    """
+    at, now = time.localtime(time_s), time.localtime(now_s)
+    if at[:3] == now[:3]:
+        return time.strftime("%H:%M", at)
+    day = time.strftime("%a", at) if time_s - now_s < 6 * 86400 else f"{at.tm_mday} {time.strftime('%b', at)}"
+    return f"{day} {time.strftime('%H:%M', at)}"
 
 
 def format_loss(loss: float) -> str:

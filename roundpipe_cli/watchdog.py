@@ -18,6 +18,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from types import FrameType
+from typing import Any
 
 from roundpipe_cli.errors import NoProgressError
 
@@ -41,29 +42,52 @@ def at_work(what: str) -> Iterator[None]:
             _at_work[thread] = list(before)
 
 
+_due: list[BaseException] = []
+"""The error that `interrupt` raises."""
+_before: list[Any] = []
+"""Handlers of SIGUSR1 from before each open `interruptible`."""
+_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """While the body runs, in the main thread, `interrupt` can end it. May be nested."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if _due:
+            raise _due.pop()
+
+    with _lock:
+        _before.append(signal.signal(signal.SIGUSR1, handle))
+    try:
+        yield
+    finally:
+        with _lock:
+            signal.signal(signal.SIGUSR1, _before.pop())
+            if not _before:
+                _due.clear()
+
+
+def interrupt(error: BaseException) -> None:
+    """Raise `error` in the main thread, as a signal's handler does: also while it waits for a lock. In any thread."""
+    main = threading.main_thread().ident
+    with _lock:
+        if _before and main is not None:
+            _due[:] = [error]
+            signal.pthread_kill(main, signal.SIGUSR1)
+
+
 @contextlib.contextmanager
 def watching(limit_s: float) -> Iterator[None]:
     """While the body runs, one piece of work that lasts longer than `limit_s` ends it. 0: never.
 
     Raises:
-        NoProgressError: in the main thread, as a signal's handler does: also while it waits for a lock.
+        NoProgressError: in the main thread, see `interrupt`.
     """
     if limit_s <= 0:
         yield
         return
-    stuck: list[str] = []
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        raise NoProgressError(
-            f"no progress for {limit_s:g} s (the stacks of all threads are above)",
-            where=stuck[0],
-            hint="a longer time is set by watchdog_s=",
-        )
-
-    previous = signal.signal(signal.SIGUSR1, handle)
     stop = threading.Event()
-    main = threading.main_thread().ident
-    assert main is not None
 
     def watch() -> None:
         ticks: dict[int, tuple[list[str], int]] = {}
@@ -76,15 +100,15 @@ def watching(limit_s: float) -> Iterator[None]:
             overdue = [work for work, count in ticks.values() if count * TICK_S > limit_s]
             if overdue:
                 faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
-                stuck.append(overdue[0][-1])
-                signal.pthread_kill(main, signal.SIGUSR1)
+                text = f"no progress for {limit_s:g} s (the stacks of all threads are above)"
+                interrupt(NoProgressError(text, where=overdue[0][-1], hint="a longer time is set by watchdog_s="))
                 return
 
     watcher = threading.Thread(target=watch, name="watchdog", daemon=True)
-    watcher.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        watcher.join()
-        signal.signal(signal.SIGUSR1, previous)
+    with interruptible():
+        watcher.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            watcher.join()

@@ -2,12 +2,16 @@
 
     python scripts/bench_emulated.py --costs recipes/example_costs.json --workers 8 --microbatches 16 --json
     python scripts/bench_emulated.py --costs FILE --workers 4 --microbatches 8 --schedule roundpipe --head-workers 4
+    python scripts/bench_emulated.py --recipe recipes/qwen3/8b_full_8x24gb.yaml --recipe recipes/qwen3-32b.yaml
 
 The schedules and stages are those that `roundpipe bench --costs` simulates, and its flags mean the same here. More
 flags switch on options of roundpipe, which change its costs or how it deals out its stages; the other schedules stay as
 they are. `--json` prints the document of `bench` with what was measured in each result: `measured_makespan_s`,
 `measured_bubble_ratio`, `late_s` (the longest time that a worker lost because the host issued too late),
 `exposed_transfer_s` and, with `--steps`, `measured_step_s`. A run sleeps as long as its schedule takes.
+
+`--recipe`, in place of all other flags, carries out the step that `plan` predicts for a recipe, on the hardware of its
+header, as it follows another step: with `plan`'s stages and dealing, a trained head on all workers included.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ import json
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -33,7 +37,10 @@ from roundpipe_cli.costs.cost import CostModel, keep_activations, skip_projectio
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.planning.choose import choose
 from roundpipe_cli.planning.compare import Result, SimulationCase, StageCut, check_case, make_schedule, run
+from roundpipe_cli.planning.predict import make_plan, stage_case, step_costs
+from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.schedule.builders import Options
+from roundpipe_cli.schedule.simulate import simulated_step_s
 from roundpipe_cli.units import format_seconds
 from tests.support.emulated import Emulated, run_emulated
 
@@ -56,7 +63,8 @@ class MeasuredSchedule:
 
 def parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--costs", type=Path, required=True, help="costs file (JSON, seconds)")
+    parser.add_argument("--costs", type=Path, help="costs file (JSON, seconds)")
+    parser.add_argument("--recipe", action="append", help="a recipe's planned step; may be given several times")
     parser.add_argument("--workers", type=int)
     parser.add_argument("--microbatches", type=int, help="of a step")
     parser.add_argument("--schedule", action="append", help="may be given several times; default: all")
@@ -81,6 +89,8 @@ def asked_cases(args: argparse.Namespace) -> list[Asked]:
     Raises:
         RefusedError: costs, counts, stages or flags that do not go together.
     """
+    if args.costs is None:
+        raise RefusedError("nothing to run", expected="--costs or --recipe")
     flags = CaseFlags(args.workers, args.microbatches, args.accounting, args.staleness, args.steps)
     flags.check()
     question = case_of_costs(args.costs, flags)
@@ -224,6 +234,21 @@ def chained_s(entry: Asked) -> float | None:
     return (spans_s[1] - spans_s[0]) / half
 
 
+def print_recipes(names: Sequence[str]) -> None:
+    """The planned step of each recipe, emulated and simulated."""
+    print("| recipe | dealing | simulated | emulated | off | late |\n|---|---|---:|---:|---:|---:|")
+    for name in names:
+        plan = make_plan(load_recipe(name, ()))
+        costs = step_costs(plan.question, plan.cut)
+        schedule = make_schedule("roundpipe", plan.cut, replace(stage_case(plan.question), costs=costs))
+        simulated_s = simulated_step_s(schedule, costs)
+        found = run_emulated(schedule, costs, after_update=True)
+        usual, options = asdict(Options()), asdict(plan.cut.dealing or Options())
+        dealing = ", ".join(f"{key} {value}" for key, value in options.items() if value != usual[key])
+        times = f"{simulated_s:.2f} s | {found.makespan_s:.2f} s | {100 * (found.makespan_s / simulated_s - 1):+.2f} %"
+        print(f"| {name} | {dealing or 'in turn'} | {times} | {1000 * max(found.late_s):.0f} ms |", flush=True)
+
+
 def print_json(case: SimulationCase, results: Sequence[Result], measured: Sequence[MeasuredSchedule]) -> None:
     found = bench_document(case, list(results))
     for entry, item in zip(found["results"], measured, strict=True):
@@ -271,6 +296,9 @@ def print_table(case: SimulationCase, results: Sequence[Result], measured: Seque
 
 def main(words: Sequence[str] | None = None) -> None:
     args = parse(words)
+    if args.recipe:
+        print_recipes(args.recipe)
+        return
     if args.repetitions < 1:
         raise RefusedError("--repetitions must be at least 1", found=str(args.repetitions), expected="1 or more")
     asked = asked_cases(args)

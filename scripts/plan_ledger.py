@@ -92,11 +92,14 @@ def shipped_models() -> dict[str, str]:
     return found
 
 
-def compare(model: str, method: str, in_4bit: bool, tokens: int, *, by_libraries: bool = False) -> list[Compared]:
+def compare(
+    model: str, method: str, in_4bit: bool, tokens: int, *, by_libraries: bool = False, dropout: float = 0.0
+) -> list[Compared]:
     """Each kind of block of a shipped model, by both.
 
     Args:
         by_libraries: the ledger's with transformers' and PEFT's own operators.
+        dropout: of adapters' inputs.
     """
     known = figures_of(model)
     assert known is not None, model
@@ -105,11 +108,12 @@ def compare(model: str, method: str, in_4bit: bool, tokens: int, *, by_libraries
     skeleton = build_skeleton(configuration(figures), torch.bfloat16)
     split = split_model(skeleton)
     if method == "lora":
-        add_lora(skeleton, LoraSettings(r=RANK, alpha=RANK), dtype=torch.bfloat16, base_name="ledger")
+        add_lora(skeleton, LoraSettings(RANK, alpha=RANK, dropout=dropout), dtype=torch.bfloat16, base_name="ledger")
     fused = None if by_libraries else find_fused_ops(skeleton, split)
     packed = "4bit" if in_4bit else None
     architecture = parse_config(figures, name=model, source="shipped")
-    settings = TrainingSettings(max_seq_length=tokens, method=method, lora_r=RANK, packed_as=packed)  # type: ignore[arg-type]
+    how = {"method": method, "lora_r": RANK, "lora_dropout": dropout, "packed_as": packed}
+    settings = TrainingSettings(max_seq_length=tokens, **how)  # type: ignore[arg-type]
     return [
         Compared(one.blocks[0], block_work(architecture, architecture.blocks[one.blocks[0]], settings), one)
         for one in block_launches(skeleton, split, tokens, CAPABILITY, fused, packed)  # type: ignore[arg-type]

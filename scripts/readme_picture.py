@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from roundpipe_cli.cli.plan import plan_text
+from roundpipe_cli.cli.plan import verdict_lines
 from roundpipe_cli.cli.watch import watch_demo
 from roundpipe_cli.planning.predict import make_plan
 from roundpipe_cli.recipe.load import load_recipe
@@ -51,7 +51,8 @@ def out_of_date() -> list[str]:
 
 
 def with_figures(page: str) -> str:
-    """README.md with the figures of recipes' headers in its table, and what `plan` prints now below its command."""
+    """README.md with the figures of recipes' headers in its table, and the verdict that `plan` prints now below its
+    command, without what follows it."""
     verdicts = {recipe.name: recipe.verdict for recipe in shipped_recipes()}
 
     def row(found: re.Match[str]) -> str:
@@ -64,8 +65,7 @@ def with_figures(page: str) -> str:
     command = re.search(r"^    \$ roundpipe plan (\S+) --hardware (\S+)\n", page, re.MULTILINE)
     assert command is not None
     question = make_plan(load_recipe(ROOT / command[1]), command[2])
-    lines = plan_text(question, None, details=False)
-    shown = "".join(f"    {line}\n" for line in "\n".join(lines).partition("\n\n")[0].split("\n"))
+    shown = "".join(f"    {line}\n" for line in [*verdict_lines(question, None), "..."])
     end = page.index("\n\n", command.end()) + 1
     return page[: command.end()] + shown + page[end:]
 

@@ -1,6 +1,7 @@
-"""The generated tables of recipes/README.md: shipped recipes by their headers, recipe keys and types of rows.
+"""The generated tables of recipes/README.md (shipped recipes by their headers, recipe keys, types of rows) and of
+recipes/GUIDE.md (machines, by `plan`: about 3 s of one core each).
 
-python scripts/recipe_pages.py           # compare; exit 1 if the page is out of date
+python scripts/recipe_pages.py           # compare; exit 1 if a page is out of date
 python scripts/recipe_pages.py --write   # write the tables between their markers
 """
 
@@ -9,16 +10,18 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from roundpipe_cli.choices import PACKED_FORMATS, ROW_KINDS
+from roundpipe_cli.planning.predict import make_plan
 from roundpipe_cli.recipe.keys import as_markdown, recipe_keys
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.recipe.shipped import ShippedRecipe, shipped_recipes
-from roundpipe_cli.units import GIB
+from roundpipe_cli.units import GIB, format_seconds
 
 PAGE = Path(__file__).resolve().parents[1] / "recipes" / "README.md"
+GUIDE = PAGE.with_name("GUIDE.md")
 MACHINE = re.compile(r"(?P<gpus>.+),host_memory_gib=(?P<host>\d+)")
 
 
@@ -58,21 +61,74 @@ def row_types() -> Iterator[str]:
         yield f"| `{name}` | {', '.join(kind.fields)} | {', '.join(kind.optional)} |"
 
 
-TABLES = {
+MACHINES = (
+    ("1x4060,host_memory_gib=16", "qwen3/1.7b_lora_1x16gb"),
+    ("1x3070,host_memory_gib=32", "qwen3/4b_lora_1x16gb"),
+    ("1x4060,host_memory_gib=32", "qwen3/8b_lora_1x16gb load_in_4bit=true"),
+    ("1x3060,host_memory_gib=16", "qwen3/4b_lora_1x16gb load_in_4bit=true"),
+    ("1x3060,host_memory_gib=32", "llama3.1/8b_lora_1x16gb"),
+    ("1x4070,host_memory_gib=32", "qwen3/14b_lora_1x24gb load_in_4bit=true"),
+    ("1x4070,host_memory_gib=64", "gemma3/12b_lora_2x24gb"),
+    ("2x3060,host_memory_gib=64", "qwen3/14b_lora_2x24gb"),
+    ("1x4060ti-16gb,host_memory_gib=16", "smollm2/1.7b_lora_1x16gb"),
+    ("1x4060ti-16gb,host_memory_gib=32", "mistral/7b_lora_1x16gb"),
+    ("1x5060ti-16gb,host_memory_gib=64", "qwen3/14b_lora_1x24gb"),
+    ("2x4060ti-16gb,host_memory_gib=64", "qwen3/32b_lora_2x24gb load_in_4bit=true"),
+    ("1x3090,host_memory_gib=32", "qwen3/8b_lora_1x24gb"),
+    ("1x3090,host_memory_gib=64", "qwen3/30b-a3b_lora_2x24gb load_in_4bit=true"),
+    ("1x3090,host_memory_gib=96", "gpt-oss/20b_lora_1x24gb"),
+    ("1x4090,host_memory_gib=128", "qwen3/30b-a3b_lora_2x24gb"),
+    ("2x3090,host_memory_gib=64", "qwen3/32b_lora_2x24gb load_in_4bit=true"),
+    ("2x3090,host_memory_gib=128", "gemma3/27b_lora_2x24gb"),
+    ("4x3090,host_memory_gib=128", "qwen3/32b_lora_4x24gb"),
+    ("4x4090,host_memory_gib=128", "llama3.3/70b_lora_4x24gb load_in_4bit=true"),
+)
+"""(Machine, shipped recipe with what it changes) of the guide, from the smallest card on."""
+TOKENS = 1_000_000
+
+
+def machine_table(machines: Iterable[tuple[str, str]] = MACHINES) -> Iterator[str]:
+    """One row for each machine of the guide."""
+    yield f"| machine | model | command | tokens/s | {TOKENS:,} tokens |"
+    yield "|---|---|---|---:|---:|"
+    for hardware, words in machines:
+        yield machine_row(hardware, words)
+
+
+def machine_row(hardware: str, words: str) -> str:
+    """The row of one machine, as `plan` predicts it now."""
+    recipe, *overrides = words.split()
+    plan = make_plan(load_recipe(recipe, overrides), hardware)
+    assert plan.verdict.fits, (hardware, words, plan.verdict.reasons)
+    loaded, machine = plan.question.loaded.recipe, MACHINE.fullmatch(hardware)
+    assert machine is not None, hardware
+    label = f", {PACKED_FORMATS[loaded.packed_as].label}" if loaded.packed_as else ""
+    cells = [
+        f"{machine['gpus']}, {machine['host']} GiB",
+        f"{loaded.model.rpartition('/')[2]}{label}",
+        f"`roundpipe finetune {words}`",
+        f"{plan.tokens_per_s:,.3g}" if plan.tokens_per_s < 1000 else f"{float(f'{plan.tokens_per_s:.3g}'):,.0f}",
+        format_seconds(TOKENS / plan.tokens_per_s),
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+TABLES: dict[str, Callable[[], Iterable[str]]] = {
     "shipped recipes": shipped_table,
     "recipe keys": lambda: as_markdown(recipe_keys()),
     "types of rows": row_types,
 }
-"""Name in the markers -> lines of the table."""
+"""Name in the markers of recipes/README.md -> lines of the table."""
+GUIDE_TABLES: dict[str, Callable[[], Iterable[str]]] = {"machines": machine_table}
 
 
-def updated(page: str) -> str:
-    """`page` with every table replaced by what recipes and schema say now."""
-    for name, table in TABLES.items():
+def updated(page: str, tables: Mapping[str, Callable[[], Iterable[str]]] = TABLES) -> str:
+    """`page` with every table replaced by what recipes, schema and `plan` say now."""
+    for name, table in tables.items():
         begin, end = f"<!-- begin: {name} -->\n", f"<!-- end: {name} -->\n"
         before, found, rest = page.partition(begin)
         _, ended, after = rest.partition(end)
-        assert found and ended, f"{PAGE} lacks the markers of {name}"
+        assert found and ended, f"a page lacks the markers of {name}"
         page = f"{before}{begin}\n{chr(10).join(table())}\n\n{end}{after}"
     return page
 
@@ -81,14 +137,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="write the tables into the page")
     options = parser.parse_args()
-    page = PAGE.read_text(encoding="utf-8")
-    new = updated(page)
-    if options.write:
-        PAGE.write_text(new, encoding="utf-8")
-    elif new != page:
-        print(f"{PAGE} is out of date: python scripts/recipe_pages.py --write")
-        return 1
-    return 0
+    code = 0
+    for path, tables in ((PAGE, TABLES), (GUIDE, GUIDE_TABLES)):
+        page = path.read_text(encoding="utf-8")
+        new = updated(page, tables)
+        if options.write:
+            path.write_text(new, encoding="utf-8")
+        elif new != page:
+            print(f"{path} is out of date: python scripts/recipe_pages.py --write")
+            code = 1
+    return code
 
 
 if __name__ == "__main__":

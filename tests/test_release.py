@@ -113,13 +113,9 @@ def test_an_export_has_card_and_modelfile(trained: Path) -> None:
 
 
 def test_gguf_by_the_converter_that_is_named(trained: Path, tmp_path: Path) -> None:
-    done = run(trained, "export", "out", "--merge", "--gguf", "--to", "none", environment={"PATH": "/nowhere"}).expect(
-        2
-    )
-    assert "git clone" in done.err and "llama.cpp" in done.err and not (trained / "none").exists()
     program = tmp_path / "convert.py"
     program.write_text(
-        "import sys, pathlib\nfolder, flag, target = sys.argv[1:]\nassert flag == '--outfile'\n"
+        "import sys, pathlib\nfolder, flag, target, *_ = sys.argv[1:]\nassert flag == '--outfile'\n"
         "pathlib.Path(target).write_bytes(b'GGUF' + (pathlib.Path(folder) / 'config.json').read_bytes())\n"
     )
     words = ("export", "out", "--merge", "--gguf", "--converter", str(program), "--to", "ggufed")
@@ -204,7 +200,8 @@ def test_generate_gives_the_greedy_answer(trained: Path) -> None:
 def test_generate_without_a_prompt_is_a_conversation(trained: Path) -> None:
     """It was a usage error. A turn is answered behind the turns before it; the expected text is rendered here."""
     words = ("generate", "out", "--max-new-tokens", "6", "--dtype", "float32", "--offline", "--json")
-    done = fresh(trained, *words, stdin=b"Say x1: \n\n again\n/new\nSay x1: \n").expect(0)
+    done = fresh(trained, *words, stdin=b"Say x1: \n\n again\n/help\n/reset\nSay x1: \n/exit\nno\n").expect(0)
+    assert "/reset begin anew" in done.err and "a new conversation" in done.err
     first, second, third = map(json.loads, done.out.splitlines())
     assert first == third and first["prompt"] == "Say x1:" and second["prompt"] == "again"
     from peft import PeftModel

@@ -259,6 +259,7 @@ def test_version_tells_torch_cuda_and_driver(tmp_path: Path, monkeypatch: pytest
 READMES = [
     *(ROOT / name / "README.md" for name in ("", "recipes", "roundpipe_cli", "scripts", "tests")),
     ROOT / "scripts" / "MEASUREMENTS.md",
+    ROOT / "recipes" / "GUIDE.md",
 ]
 RUN_HERE = (
     "roundpipe recipes ls",

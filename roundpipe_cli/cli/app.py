@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import shlex
 import shutil
@@ -20,8 +19,10 @@ import typer
 from typer.core import TyperGroup
 
 from roundpipe_cli import __version__
+from roundpipe_cli.choices import GGUF_TYPES
 from roundpipe_cli.cli.output import open_closed_streams, run_command, say, say_at_once
 from roundpipe_cli.errors import RefusedError, closest
+from roundpipe_cli.files import keep_private
 from roundpipe_cli.hub.ask import listen
 
 # A command line that imports only the chosen command's modules: imports are most of the time of `--help`.
@@ -57,6 +58,7 @@ class PlainGroup(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The command that the words name; click's signature."""
         name, command, rest = super().resolve_command(ctx, args)
+        rest = with_gguf_type(rest) if name == "export" else rest
         if command is not None:
             command = self.loaded(command)
             for param in command.get_params(ctx) if typer.__version__.startswith(KNOWN_TYPER) else ():
@@ -67,6 +69,18 @@ class PlainGroup(TyperGroup):
     def loaded(self, command: Any) -> Any:
         """The command itself, where `command` stands for it."""
         return command
+
+
+GGUF_TYPE = re.compile(r"(bf|f|t?i?q)\d\w*|mxfp\w*|auto", re.IGNORECASE)
+
+
+def with_gguf_type(words: Sequence[str]) -> list[str]:
+    """The words with a type behind each `--gguf` that has none: typer knows no option with a value that may be left
+    out."""
+    found: list[str] = []
+    for word, following in zip(words, [*words[1:], ""], strict=False):
+        found += [word, GGUF_TYPES[0]] if word == "--gguf" and not GGUF_TYPE.fullmatch(following) else [word]
+    return found
 
 
 class LazyGroup(PlainGroup):
@@ -305,7 +319,7 @@ COMMANDS = {
     "recipes": "List, show, copy and check recipes; list every recipe key.",
     "init": "Write a recipe from three answers: model, data, hardware.",
     "doctor": "Check this machine: driver, torch, GPUs, memory, disk.",
-    "convert": "Turn a file of axolotl, LLaMA-Factory or TRL into a recipe.",
+    "convert": "Turn a file of axolotl, LLaMA-Factory, TRL or Unsloth into a recipe.",
     "export": "Write the result of a run as a folder for other programs.",
     "generate": "Answer a prompt with the result of a run.",
 }
@@ -365,7 +379,7 @@ def main() -> None:
     _interrupt_once()
     open_closed_streams()
     listen(lambda text: say(f"note: {text}"))
-    os.umask(0o077)  # state, logs and caches hold private data; results are opened to others one by one
+    keep_private()  # state, logs and caches hold private data; results are opened to others one by one
     code = 0
 
     def command() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from roundpipe_cli.choices import BOUND_SCHEDULES, CHUNK_SCHEDULES, SCHEDULE_KINDS, SCHEDULES, ScheduleName
 from roundpipe_cli.costs.cost import load_costs
 from roundpipe_cli.errors import RefusedError, closest
+from roundpipe_cli.planning.choose import in_long_rounds
 from roundpipe_cli.planning.compare import SimulationCase, StageCut
 from roundpipe_cli.schedule.builders import schedule_name
 
@@ -96,7 +97,7 @@ def asked_cuts(
     """The schedules to simulate with the stages that were given; None: they are to be planned.
 
     Given without backward stages, forward stages are those of bound schedules; with them, those of roundpipe. Without
-    `--schedule` the schedules that they suit are simulated.
+    `--schedule` the schedules that they suit are simulated. Rounds are as long as a run's with such stages.
 
     Args:
         schedules: the values of `--schedule`.
@@ -122,7 +123,10 @@ def asked_cuts(
     if backward is None and dealt:
         what, hint = f"{dealt[0]} needs --backward-stages beside --forward-stages", "or neither: planned then"
         raise RefusedError(what, hint=hint)
-    return [(name, StageCut(forward_ranges, backward_ranges)) for name in names]
+    cut, chunks = StageCut(forward_ranges, backward_ranges), case.sequence_chunks
+    in_rounds = replace(cut, microbatches_per_round=-(-case.num_workers // chunks) * chunks)
+    long = in_long_rounds(in_rounds, case) if case.accounting == "default" else cut
+    return [(name, long if name in dealt else cut) for name in names]
 
 
 _RANGES = "like '[[0, 3], [4, 7]]'"

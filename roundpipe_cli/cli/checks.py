@@ -9,6 +9,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,13 +22,15 @@ from roundpipe_cli.choices import OPTIMIZERS
 from roundpipe_cli.costs.find_model import shipped_figures
 from roundpipe_cli.costs.hardware import ASSUMED_HOST_MEMORY_BYTES_PER_S
 from roundpipe_cli.costs.machine import (
+    LOCKED_ON_WSL,
     SWITCH,
     SYS,
     cpu_devices,
     free_disk_bytes,
     host_layout,
     host_memory,
-    lockable_bytes,
+    is_wsl,
+    lost_devices,
     num_cores,
     processor_name,
     this_machine,
@@ -80,6 +83,7 @@ def all_checks(*, offline: bool) -> Iterator[Check]:
     rows, driver = _driver()
     yield driver
     yield from _gpus(rows)
+    yield from _lost()
     yield _memory()
     yield from _host_layout()
     yield from _disk()
@@ -224,6 +228,15 @@ def _gpus(rows: list[list[str]]) -> Iterator[Check]:
         yield Check(f"GPU {index}", "note" if narrow else "good", found, fix)
 
 
+def _lost() -> Iterator[Check]:
+    """The newest losses of devices, one for each device."""
+    newest = {text.split(" ", 1)[0]: (time_s, text) for time_s, text in lost_devices()}
+    for time_s, text in newest.values():
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(time_s))
+        fix = "look at its power, cooling, riser and `dmesg | grep Xid`; pipeline.devices leaves it out"
+        yield Check("lost device", "note", f"{when}: {text}", fix)
+
+
 def _workers(num_gpus: int) -> Check:
     if num_gpus:
         return Check("workers", "good", ", ".join(f"cuda:{index}" for index in range(num_gpus)))
@@ -276,16 +289,11 @@ def _update(num_gpus: int) -> Check:
 
 
 def _locking(num_gpus: int) -> Check:
-    limit, memory = lockable_bytes(), host_memory().total_bytes
-    if limit is None:
-        return Check("page-locking", "good", "no limit")
-    found = f"at most {format_bytes(limit)} (ulimit -l)"
     if not num_gpus:
-        return Check("page-locking", "good", f"{found}; CPU workers need none")
-    if limit >= memory // 2:
-        return Check("page-locking", "good", found)
-    fix = "ulimit -l unlimited; in docker --ulimit memlock=-1; for good: memlock in /etc/security/limits.conf"
-    return Check("page-locking", "note", f"{found}: uploads of the rest are slower", fix)
+        return Check("page-locking", "good", "CPU workers need none")
+    if not is_wsl():
+        return Check("page-locking", "good", "no limit known; a run says where it is refused")
+    return Check("page-locking", "note", f"{LOCKED_ON_WSL}: uploads of the rest are slower")
 
 
 def _memory() -> Check:

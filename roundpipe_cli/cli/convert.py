@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 def convert(
     file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="YAML file of axolotl, LLaMA-Factory or TRL.", show_default=False)
+        Path,
+        typer.Argument(metavar="FILE", help="YAML file of axolotl, LLaMA-Factory, TRL or Unsloth.", show_default=False),
     ],
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Recipe to write; without it the recipe goes to stdout.")
@@ -36,7 +37,7 @@ def convert(
     ] = None,
     json_: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
 ) -> None:
-    """Turn a training file of axolotl, LLaMA-Factory or TRL into a recipe, and list what has no counterpart.
+    """Turn a training file of axolotl, LLaMA-Factory, TRL or Unsloth into a recipe, and list what has no counterpart.
 
     Example: roundpipe convert axolotl.yaml --gpus 4 --output mine.yaml
     """

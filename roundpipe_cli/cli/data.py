@@ -14,7 +14,7 @@ from roundpipe_cli.units import counted
 
 if TYPE_CHECKING:
     from roundpipe_cli.data.describe import Fill, RowSample
-    from roundpipe_cli.data.tokenized import TokenizedDataset, TokenizedRows
+    from roundpipe_cli.data.tokenized import PackingChoice, TokenizedDataset, TokenizedRows
     from roundpipe_cli.recipe.load import LoadedRecipe
 
 BAR_COLUMNS = 40
@@ -77,14 +77,10 @@ class DataView:
 
 def _look(loaded: LoadedRecipe, offline: bool) -> DataView:
     from roundpipe_cli.cli.lines import LinePrinter
-    from roundpipe_cli.costs.find_model import find_config
     from roundpipe_cli.data.describe import fill_with_packing, samples
-    from roundpipe_cli.data.tokenized import RowMix, choose_packing
     from roundpipe_cli.model.files.source import resolve_model
     from roundpipe_cli.model.load import load_tokenizer
-    from roundpipe_cli.planning.admission import packing_obstacle
-    from roundpipe_cli.recipe.load import resolve_path
-    from roundpipe_cli.train.prepare.setup import read_rows, step_needs
+    from roundpipe_cli.train.prepare.setup import mix_of, read_rows
 
     recipe = loaded.recipe
     source = resolve_model(
@@ -100,14 +96,26 @@ def _look(loaded: LoadedRecipe, offline: bool) -> DataView:
     shown = samples(dataset, tokenizer, recipe.seed, rejected)
     if rejected is not None:
         return DataView(dataset, rejected, None, shown)
-    weights = [entry.weight for entry in recipe.datasets]
-    mix = RowMix(dataset.rows_by_spec, weights, recipe.seed, recipe.shuffle)
+    mix = mix_of(recipe, dataset)
     fill = fill_with_packing(mix, dataset.rows.lengths, recipe.max_seq_length, recipe.seed, shuffle=recipe.shuffle)
     if recipe.packing == "auto":
-        found = find_config(recipe.model, resolve_path(recipe.model, loaded.folder), recipe.revision)
-        choice = choose_packing(mix, dataset.rows.lengths, step_needs(recipe), packing_obstacle(found, recipe))
-        fill = replace(fill, choice=choice)
+        fill = replace(fill, choice=packing_choice(loaded, dataset))
     return DataView(dataset, None, fill, shown)
+
+
+def packing_choice(loaded: LoadedRecipe, dataset: TokenizedDataset) -> PackingChoice:
+    """The answer of `packing: auto` for the rows of `dataset` that are trained."""
+    from roundpipe_cli.costs.find_model import find_config
+    from roundpipe_cli.data.tokenized import choose_packing, hold_out
+    from roundpipe_cli.planning.admission import packing_obstacle
+    from roundpipe_cli.recipe.load import resolve_path
+    from roundpipe_cli.train.prepare.setup import mix_of
+
+    recipe = loaded.recipe
+    found = find_config(recipe.model, resolve_path(recipe.model, loaded.folder), recipe.revision)
+    trained = hold_out(dataset, recipe.val_set_size, recipe.seed)[0] if recipe.val_set_size else dataset
+    obstacle = packing_obstacle(found, recipe)
+    return choose_packing(mix_of(recipe, trained), trained.rows.lengths, recipe, obstacle)
 
 
 def report_lines(look: DataView, max_seq_length: int) -> Iterator[str]:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from roundpipe_cli.cli.output import go_offline, quiet_libraries, say, say_data
+from roundpipe_cli.choices import CONVERTER_TYPES, GGUF_NAME, GGUF_TYPES
+from roundpipe_cli.cli.output import go_offline, load_libraries, say, say_data
 from roundpipe_cli.errors import Problem, RecipeError, RefusedError, redact
-from roundpipe_cli.files import TEMPORARY_PREFIX, kind_of_file, named_path, stays_inside
+from roundpipe_cli.files import TEMPORARY_PREFIX, kind_of_file, named_path, shared_mode, stays_inside
 from roundpipe_cli.units import format_bytes
 
 if TYPE_CHECKING:
@@ -26,7 +31,6 @@ if TYPE_CHECKING:
 # Extras of `export` for a finished folder: a GGUF file by llama.cpp's converter, an upload.
 
 CONVERTER = "convert_hf_to_gguf.py"
-GGUF_NAME = "model.gguf"
 STALLED_S = 600.0
 """Seconds without computing or writing after which a program counts as stuck."""
 LOOK_S = 1.0
@@ -50,14 +54,14 @@ def find_converter(named: Path | None) -> Path:
     return found
 
 
-def convert_to_gguf(converter: Path, folder: Path) -> Path:
-    """Convert the model in `folder`; returns the file, which is in it.
+def convert_to_gguf(converter: Path, folder: Path, type_name: str = GGUF_TYPES[0]) -> Path:
+    """Convert the model in `folder` by llama.cpp's converter; returns the file, which is in it.
 
     Raises:
         RefusedError: the converter failed, with its last lines, or does nothing any more.
     """
     target = folder / GGUF_NAME
-    words = [sys.executable, str(converter), str(folder), "--outfile", str(target)]
+    words = [sys.executable, str(converter), str(folder), "--outfile", str(target), "--outtype", type_name]
     done = _run(words, target)
     if done.returncode or not target.is_file():
         target.unlink(missing_ok=True)
@@ -65,10 +69,63 @@ def convert_to_gguf(converter: Path, folder: Path) -> Path:
         raise RefusedError(
             "the converter to GGUF failed; the merged model is as it was",
             where=str(converter),
-            found=redact(said[-500:]) or f"exit code {done.returncode}",
+            found=redact(said)[-500:] or f"exit code {done.returncode}",
             hint=f"by hand: {' '.join(words)}",
         )
+    target.chmod(shared_mode(0o666))
     return target
+
+
+def check_gguf_type(type_name: str | None) -> str | None:
+    """The type as the tables have it.
+
+    Raises:
+        RefusedError: nothing here writes it.
+    """
+    name = type_name.lower() if type_name is not None else None
+    if name not in (None, *GGUF_TYPES, *CONVERTER_TYPES):
+        raise RefusedError(
+            "this type of a GGUF file is not written here",
+            where="--gguf",
+            found=type_name,
+            expected=f"one of {', '.join(GGUF_TYPES)}",
+            hint=f"--gguf, then llama.cpp's llama-quantize {GGUF_NAME} small.gguf {type_name}; or ollama create NAME "
+            f"--quantize {type_name}",
+        )
+    return name
+
+
+def find_gguf_writer(result: Path, base: ModelSource | None, type_name: str, named: Path | None) -> Path | None:
+    """llama.cpp's converter, where the file is not written here or the user named it; None: it is written here.
+
+    Args:
+        result: folder of the result, whose tokenizer goes into the file, where it has one.
+        base: the model that it is merged into.
+
+    Raises:
+        RefusedError: the converter is needed and not there, or does not write the type either.
+    """
+    from roundpipe_cli.model.files.source import ModelSource
+    from roundpipe_cli.model.load import has_tokenizer, load_tokenizer
+    from roundpipe_cli.train.result.gguf_file import why_not_written
+
+    own = ModelSource(str(result), result)
+    why = None
+    if named is None and type_name in GGUF_TYPES:
+        tokenizer = load_tokenizer(own if base is None or has_tokenizer(result) else base)
+        why = why_not_written(base or own, tokenizer)
+        if why is None:
+            return None
+        say(f"note: the GGUF file is made by llama.cpp's {CONVERTER}: {why} are not written here")
+    if type_name not in CONVERTER_TYPES:
+        raise RefusedError(
+            f"llama.cpp's {CONVERTER} does not write this type",
+            where="--gguf",
+            found=type_name if why is None else f"{type_name}, and {why} are not written here",
+            expected=f"one of {', '.join(CONVERTER_TYPES)}",
+            hint=f"--gguf, then llama.cpp's llama-quantize {GGUF_NAME} small.gguf {type_name}",
+        )
+    return find_converter(named)
 
 
 def _run(words: list[str], target: Path) -> subprocess.CompletedProcess[str]:
@@ -172,7 +229,7 @@ def _upload(folder: Path | None, name: str, problem: Problem) -> str:
         if folder is not None:
             api.upload_folder(repo_id=name, folder_path=str(folder), commit_message="Upload from roundpipe")
     except Exception as error:  # errors of the network, the login or the hub: all are for the user
-        found = redact(f"{type(error).__name__}: {error}".splitlines()[0][:300])
+        found = redact(f"{type(error).__name__}: {error}".splitlines()[0])[:300]
         raise RefusedError(problem.what, where=problem.where, found=found, hint=problem.hint) from error
     return address
 
@@ -197,7 +254,10 @@ def check_upload(folder: Path) -> None:
 
 def export(
     output_dir: Annotated[
-        Path, typer.Argument(metavar="OUTPUT_DIR", help="Folder of a finished run, or of any adapter in PEFT's format.")
+        Path,
+        typer.Argument(
+            metavar="OUTPUT_DIR", help="Folder of a run, one of its checkpoints, or any adapter in PEFT's format."
+        ),
     ],
     merge: Annotated[bool, typer.Option("--merge", help="Add the adapter to the base model's weights.")] = False,
     to: Annotated[
@@ -213,11 +273,19 @@ def export(
     adapter_layout: Annotated[
         str,
         typer.Option(
-            "--adapter-layout", help="Of experts' adapters: peft, or vllm: names of single experts, as its docs."
+            "--adapter-layout", help="Names of experts' adapters: peft, or vllm: of single experts, as vLLM documents."
         ),
     ] = "peft",
-    gguf: Annotated[bool, typer.Option("--gguf", help=f"Also convert it, by llama.cpp's {CONVERTER}.")] = False,
-    converter: Annotated[Path | None, typer.Option("--converter", metavar="FILE", help="Where that is.")] = None,
+    gguf: Annotated[
+        str | None,
+        typer.Option(
+            "--gguf", metavar="[TYPE]", help=f"Also write a GGUF file: {', '.join(GGUF_TYPES)}. [default: bf16]"
+        ),
+    ] = None,
+    converter: Annotated[
+        Path | None,
+        typer.Option("--converter", metavar="FILE", help=f"llama.cpp's {CONVERTER}, for other families and types."),
+    ] = None,
     push_to: Annotated[
         str | None, typer.Option("--push", metavar="REPO", help="Upload the folder to the hub; private if new.")
     ] = None,
@@ -228,70 +296,110 @@ def export(
 ) -> None:
     """Write the result of a run as a new folder: the adapter alone, or merged into its base model.
 
+    Of OUTPUT_DIR/step-00000200, and of a run that was stopped, it is what that checkpoint, or the newest, would give.
+
     Example: roundpipe export outputs/quickstart --merge --to quickstart-merged
     """
     say(f"reading {output_dir} ...")
-    kind = kind_of(output_dir)
-    if merge and kind == "model":
-        raise RefusedError(
-            "this result is a whole model: there is nothing to merge",
-            where=str(output_dir),
-            hint="leave --merge out to copy it, or use the folder as it is",
-        )
-    if gguf and kind == "adapter" and not merge:
+    found = find_result(output_dir)
+    if merge and found.kind == "model":
+        say("note: this result is a whole model: there is nothing to merge, it is copied")
+        merge = False
+    gguf = check_gguf_type(gguf)
+    if gguf and found.kind == "adapter" and not merge:
         raise RefusedError("--gguf needs a whole model", where=str(output_dir), hint="add --merge")
     if push_to is not None and offline:
         raise RefusedError("--push needs a connection", hint="leave --offline out")
     if adapter_layout not in ("peft", "vllm"):
         raise RefusedError("unknown layout of adapters", found=adapter_layout, expected="peft or vllm")
-    if adapter_layout == "vllm" and (merge or kind == "model"):
+    if adapter_layout == "vllm" and (merge or found.kind == "model"):
         raise RefusedError("--adapter-layout is for adapters", where=str(output_dir), hint="leave it or --merge out")
-    program = find_converter(converter) if gguf else None
     check_dtype(dtype)
     if dtype is not None and not merge:
-        raise RefusedError("--dtype is for merged weights", hint="add --merge")
-    target = named_path(to or output_dir / ("merged" if merge else "exported"))
+        hint = "add --merge" if found.kind == "adapter" else "leave it out: a whole model is copied as it is"
+        raise RefusedError("--dtype is for merged weights", hint=hint)
+    target = named_path(to or found.default_target("merged" if merge else "exported"))
     if target.exists():
         raise RefusedError("the folder to export to exists already", where=str(target), hint="name another with --to")
     if offline:
         go_offline()
-    names_of = find_adapter_base(output_dir, base, offline=offline) if adapter_layout == "vllm" else None
-    source = find_adapter_base(output_dir, base, offline=offline) if merge else None
-    if source is not None:
-        compare_base(output_dir, source, allowed=allow_other_base)
-    say("loading torch and transformers ...")
-    quiet_libraries()
+    with opened_result(found, base, offline=offline, needs_base=merge, allowed=allow_other_base) as (result, source):
+        load_libraries()
+        program = None
+        if gguf is not None:
+            program = find_gguf_writer(result, source if merge else None, gguf, converter)
+        single = adapter_layout == "vllm"
+        if single and source is None:
+            source = find_adapter_base(result, base, offline=offline)
+        _export(result, source, target, base, dtype=dtype, merge=merge, single_experts=single, gguf=gguf is not None)
+    if gguf is not None:
+        _write_gguf(target, gguf, program)
+    if push_to is not None:
+        say(f"uploaded to {push(target, push_to)}")
+    say_data(json.dumps(export_document(target, merged=merge, pushed=push_to)) if json_ else str(target))
+
+
+def _write_gguf(folder: Path, type_name: str, program: Path | None) -> None:
+    """Write the GGUF file of an exported folder.
+
+    Args:
+        program: llama.cpp's converter; None: written here.
+    """
+    say(f"writing {folder / GGUF_NAME} ...")
+    if program is not None:
+        convert_to_gguf(program, folder, type_name)
+        return
+    from roundpipe_cli.train.result.gguf_file import write_gguf
+
+    path, notes = write_gguf(folder, type_name)
+    for note in notes:
+        say(f"note: {note}")
+    say(f"wrote {format_bytes(path.stat().st_size)} in {type_name}")
+
+
+def _export(
+    result: Path,
+    source: ModelSource | None,
+    target: Path,
+    base: str | None,
+    *,
+    dtype: str | None,
+    merge: bool,
+    single_experts: bool,
+    gguf: bool,
+) -> None:
+    """Write the folder `target`.
+
+    Args:
+        source: the base model, to merge with or to take the names of single experts from.
+        base: its name, where the user gave it.
+    """
     import torch
 
     from roundpipe_cli.train.prepare.base_files import describe_added
     from roundpipe_cli.train.result.export import Extras, copy_result, merge_result
 
-    extras = Extras(_base_name(output_dir, base), f"./{GGUF_NAME}" if gguf else ".")
-    if source is None:
-        renamed = copy_result(output_dir, target, extras, single_experts_of=names_of)
-        if names_of is not None and not renamed:
-            say("note: no names changed: the base's files have no single experts, so vLLM reads PEFT's names")
-        if kind == "adapter" and names_of is None and has_expert_adapters(output_dir):
+    extras = Extras(_base_name(result, base), f"./{GGUF_NAME}" if gguf else ".")
+    is_adapter = (result / "adapter_config.json").is_file()
+    if not merge or source is None:
+        renamed = copy_result(result, target, extras, single_experts_of=source if single_experts else None)
+        if single_experts and not renamed:
+            say("note: no names changed: vLLM reads PEFT's for this model")
+        if is_adapter and not single_experts and has_expert_adapters(result):
             say(f"note: {EXPERTS_NOTE}")
         if not extras.has_tokenizer:
             say("note: the adapter has no tokenizer: its base's belongs to it")
     else:
         torch.set_grad_enabled(False)
-        done = merge_result(output_dir, source, target, None if dtype is None else getattr(torch, dtype), extras=extras)
+        done = merge_result(result, source, target, None if dtype is None else getattr(torch, dtype), extras=extras)
         for note in _notes(done, source):
             say(f"note: {note}")
         shards = f"{done.num_shards} file{'s' if done.num_shards > 1 else ''}"
         if extras.added_ends:
             say(f"note: {describe_added(extras.added_ends)}")
         say(f"merged {done.num_modules} modules: {format_bytes(done.num_bytes)} in {shards}")
-    if not extras.has_template and (merge or kind == "model"):
+    if not extras.has_template and (merge or not is_adapter):
         say("note: the chat template cannot be written in Ollama's language, so the Modelfile has none")
-    if program is not None:
-        say("converting to GGUF ...")
-        say(f"wrote {convert_to_gguf(program, target)}")
-    if push_to is not None:
-        say(f"uploaded to {push(target, push_to)}")
-    say_data(json.dumps(export_document(target, merged=merge, pushed=push_to)) if json_ else str(target))
 
 
 def check_dtype(dtype: str | None) -> None:
@@ -362,26 +470,106 @@ def _small_text(path: Path) -> str:
     return read_regular(path, MAX_RUN_FILE_BYTES).decode("utf-8")
 
 
-def kind_of(folder: Path) -> Literal["adapter", "model"]:
-    """Kind of a result.
+@dataclass(frozen=True)
+class FoundResult:
+    """A result, or the checkpoint that one is made of."""
+
+    folder: Path
+    kind: Literal["adapter", "model"]
+    checkpoint: Path | None = None
+
+    def default_target(self, word: str) -> Path:
+        """Folder to export to; of a checkpoint beside it, since checkpoints are removed."""
+        if self.checkpoint is None:
+            return self.folder / word
+        return self.checkpoint.parent / f"{word}-{self.checkpoint.name}"
+
+
+def find_result(folder: Path) -> FoundResult:
+    """The result in a folder; of a run that has none yet, or of a checkpoint itself, what is to become one.
 
     Raises:
-        RefusedError: there is none.
+        RefusedError: there is neither.
     """
     if (folder / "adapter_config.json").is_file() and (folder / "adapter_model.safetensors").is_file():
-        return "adapter"
+        return FoundResult(folder, "adapter")
     if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
-        return "model"
+        return FoundResult(folder, "model")
+    from roundpipe_cli.train.checkpoint.manifest import STATE_NAME, DamagedError, read_own_json
+    from roundpipe_cli.train.checkpoint.output_dir import list_checkpoints, step_folder
+
+    short = re.fullmatch(r"step-0*(\d{1,8})", folder.name)  # as step-20, whose folder is step-00000020
+    named = step_folder(folder.parent, int(short[1])) if short else folder
+    checkpoints = [named] if short and named.is_dir() else [path for _, path in list_checkpoints(folder)]
+    for checkpoint in checkpoints:
+        try:
+            recipe = read_own_json(checkpoint / STATE_NAME)["meta"]["recipe"]
+            kind: Literal["adapter", "model"] = "model" if recipe["method"] == "full" else "adapter"
+        except (DamagedError, KeyError, TypeError):
+            continue
+        return FoundResult(folder, kind, checkpoint if short else checkpoints[0])
     from roundpipe_cli.dashboard.replay import run_hint
 
-    unfinished = any(folder.glob("step-*")) if folder.is_dir() else False
     raise RefusedError(
         "there is no result of a run in this folder",
         where=str(folder),
-        found="a run that is not finished" if unfinished else _what_is_there(folder),
-        expected="adapter_model.safetensors or model.safetensors with its configuration",
-        hint="finish it with `roundpipe finetune RECIPE --resume`" if unfinished else run_hint(Path.cwd()),
+        found="checkpoints that cannot be read" if checkpoints else _what_is_there(folder),
+        expected="adapter_model.safetensors or model.safetensors with its configuration, or a checkpoint",
+        hint=run_hint(Path.cwd()),
     )
+
+
+@contextlib.contextmanager
+def opened_result(
+    found: FoundResult, base: str | None, *, offline: bool, needs_base: bool, allowed: bool
+) -> Iterator[tuple[Path, ModelSource | None]]:
+    """The folder of a result, and its base model where that is needed. One made of a checkpoint is removed at the end.
+
+    Args:
+        base: the base model's name, where the user gave it.
+        needs_base: an adapter is used together with its base model, which is compared with the one that was trained.
+        allowed: another base model is meant.
+
+    Raises:
+        RefusedError, NoCheckpointError: see `find_adapter_base`, `compare_base` and `write_checkpoint_result`.
+    """
+    with contextlib.ExitStack() as stack:
+        result, source = found.folder, None
+        if found.checkpoint is not None:
+            result, source = stack.enter_context(
+                _made_of_checkpoint(found.folder, found.checkpoint, base, offline=offline)
+            )
+        elif needs_base and found.kind == "adapter":
+            source = find_adapter_base(found.folder, base, offline=offline)
+        if source is not None and needs_base and found.kind == "adapter":
+            compare_base(result, source, allowed=allowed)
+        yield result, source
+
+
+@contextlib.contextmanager
+def _made_of_checkpoint(
+    folder: Path, checkpoint: Path, base: str | None, *, offline: bool
+) -> Iterator[tuple[Path, ModelSource]]:
+    """The result of a checkpoint, in a temporary folder beside it, and its base model."""
+    load_libraries()
+    import tempfile
+
+    import torch
+
+    from roundpipe_cli.train.checkpoint.reading import load_newest
+    from roundpipe_cli.train.result.finish import write_checkpoint_result
+
+    run = checkpoint.parent
+    loaded = load_newest(run, checkpoint if folder != run else None, lambda text: say(f"note: {text}"))
+    say(f"taking the checkpoint of step {loaded.step}: {loaded.folder}")
+    recipe = loaded.meta["recipe"]
+    revision = loaded.meta.get("model_commit") or recipe.get("revision")
+    source = _resolve_base(run, base, recipe["model"], revision, offline=offline)
+    with tempfile.TemporaryDirectory(prefix=TEMPORARY_PREFIX, dir=run) as temporary:
+        result = Path(temporary) / f"{run.absolute().name}-{loaded.folder.name}"
+        with torch.no_grad():
+            write_checkpoint_result(loaded, source, result)
+        yield result, source
 
 
 def _what_is_there(folder: Path) -> str:
@@ -425,9 +613,6 @@ def find_adapter_base(output_dir: Path, named: str | None, *, offline: bool) -> 
     Raises:
         RefusedError: it is not to be found, or is not the commit that was trained.
     """
-    from roundpipe_cli.cli.lines import LinePrinter
-    from roundpipe_cli.costs.find_model import find_architecture
-    from roundpipe_cli.model.files.source import resolve_model
     from roundpipe_cli.recipe.strict_yaml import parse_text
 
     recipe, report, adapter = output_dir / "recipe.yaml", output_dir / "report.json", output_dir / "adapter_config.json"
@@ -439,19 +624,37 @@ def find_adapter_base(output_dir: Path, named: str | None, *, offline: bool) -> 
         if report.is_file():
             commit = json.loads(_small_text(report)).get("model_commit")
         trained = values.get("model") or json.loads(_small_text(adapter)).get("base_model_name_or_path")
-        model = named or trained
-        if not model:
+        if not (named or trained):
             raise ValueError("no base model is named")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, RecipeError) as error:
         raise RefusedError(
             "cannot tell the base model of this adapter", where=str(output_dir), hint="name it with --base"
         ) from error
-    revision = None if model != trained else commit or values.get("revision") or _trained_revision(adapter)
+    revision = commit or values.get("revision") or _trained_revision(adapter)
+    return _resolve_base(output_dir, named, str(trained), None if revision is None else str(revision), offline=offline)
+
+
+def _resolve_base(folder: Path, named: str | None, trained: str, revision: str | None, *, offline: bool) -> ModelSource:
+    """The base model of a run.
+
+    Args:
+        named: its name, where the user gave it.
+        trained: the name that it was trained under.
+        revision: what was trained of that name.
+
+    Raises:
+        RefusedError: it is not to be found.
+    """
+    from roundpipe_cli.cli.lines import LinePrinter
+    from roundpipe_cli.costs.find_model import find_architecture
+    from roundpipe_cli.model.files.source import resolve_model
+
+    model = named or trained
     try:
         source = resolve_model(
-            str(model),
-            revision=None if revision is None else str(revision),
-            recipe_folder=output_dir,
+            model,
+            revision=revision if model == trained else None,
+            recipe_folder=folder,
             offline=offline,
             tell=LinePrinter(1),
         )
@@ -461,7 +664,7 @@ def find_adapter_base(output_dir: Path, named: str | None, *, offline: bool) -> 
     except RefusedError as error:
         raise RefusedError(
             "the base model of this adapter is not to be found",
-            where=str(output_dir),
+            where=str(folder),
             found=f"{model}: {error.problems[0].what}",
             hint="name the model, or the folder that it is in now, with --base",
         ) from error

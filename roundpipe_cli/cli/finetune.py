@@ -7,21 +7,29 @@ import functools
 import io
 import os
 import shlex
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from roundpipe_cli.cli.output import go_offline, quiet_libraries, say, terminal_width, wrapped
-from roundpipe_cli.costs.machine import Process, launched_without_ranks
-from roundpipe_cli.errors import RefusedError, RoundpipeError
-from roundpipe_cli.events import Notice
+from roundpipe_cli.cli.output import go_offline, quiet_libraries, say, show_error, terminal_width, wrapped
+from roundpipe_cli.costs.machine import (
+    Process,
+    launched_without_ranks,
+    num_machines,
+    require_address,
+    this_process,
+    was_restarted,
+)
+from roundpipe_cli.errors import DeviceLostError, RefusedError, RoundpipeError
+from roundpipe_cli.events import DeviceLost, Notice
 from roundpipe_cli.faults import load_faults
 from roundpipe_cli.files import cache_folder, named_path
 from roundpipe_cli.recipe.schema import Recipe
-from roundpipe_cli.train.nodes.processes import check_processes
-from roundpipe_cli.units import format_loss, format_seconds
+from roundpipe_cli.units import counted, format_loss, format_seconds
 
 if TYPE_CHECKING:
     from roundpipe_cli.costs.find_model import FoundConfig
@@ -62,6 +70,46 @@ def check_environment(recipe: Recipe) -> Process:
     if notice:
         say(f"note: {notice}")
     return process
+
+
+def check_processes(recipe: Recipe) -> Process:
+    """This process' place among those that train the recipe.
+
+    Raises:
+        RefusedError: the environment has impossible values, or the recipe asks for what cannot be shared.
+    """
+    process = this_process()
+    if process.num_local > 1 and recipe.pipeline.devices == "auto":
+        raise RefusedError(
+            "several processes on one machine would each take all of its devices",
+            where="LOCAL_WORLD_SIZE",
+            found=f"{process.num_local} processes on this machine, pipeline.devices: auto",
+            expected="one process on each machine: it drives all of the machine's devices",
+            hint="torchrun --nproc-per-node 1, or roundpipe without torchrun; else name pipeline.devices",
+        )
+    if process.count > 1:
+        _refuse_unshareable(recipe, process.count)
+        require_address()
+    return process
+
+
+def _refuse_unshareable(recipe: Recipe, count: int) -> None:
+    alone = (
+        ("objective", recipe.objective, "sft"),
+        ("on_oom", recipe.on_oom, "stop"),
+        ("load_best_model_at_end", recipe.load_best_model_at_end, False),
+    )
+    for key, value, only in alone:
+        if value != only:
+            raise RefusedError(
+                f"{key}: not with several machines", found=str(value).lower(), expected=str(only).lower()
+            )
+    if recipe.microbatches_per_step < count:
+        raise RefusedError(
+            "gradient_accumulation_steps: fewer microbatches in a step than machines",
+            found=f"{recipe.microbatches_per_step} microbatches, {count} machines",
+            expected="at least one for each; several for each of its devices",
+        )
 
 
 # The end of a run: its figures, predicted against measured, and what to do with the result.
@@ -145,6 +193,9 @@ def finetune(
         bool, typer.Option("--json", help="One line of JSON per step on stdout, as of watch; no dashboard.")
     ] = False,
     no_dashboard: Annotated[bool, typer.Option("--no-dashboard", help="Plain lines instead of a dashboard.")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="In plain lines, what each worker did and waited for.")
+    ] = False,
     allow_changed: Annotated[
         list[str] | None, typer.Option("--allow-changed", metavar="KEY", help="Resume although KEY changed.")
     ] = None,
@@ -155,6 +206,9 @@ def finetune(
     trace: Annotated[
         bool, typer.Option("--trace", help="Write the last steps' work to trace.json, for ui.perfetto.dev.")
     ] = False,
+    restarts: Annotated[
+        int, typer.Option("--restarts", metavar="N", min=0, help="Start again so often without devices that are lost.")
+    ] = 0,
 ) -> None:
     """Fine-tune a model as a recipe says.
 
@@ -165,29 +219,59 @@ def finetune(
     from roundpipe_cli.recipe.load import load_recipe
     from roundpipe_cli.train.signals import StopSignals
 
-    with StopSignals() as signals:
+    switches = {
+        "--json": json_,
+        "--no-dashboard": no_dashboard,
+        "--allow-other-base": allow_other_base,
+        "--offline": offline,
+        "--trace": trace,
+    }
+    words = [word for word, is_on in switches.items() if is_on]
+    words += [f"--allow-changed={key}" for key in allow_changed or ()]
+    again = functools.partial(
+        start_again, recipe, overrides=overrides or (), words=words, restarts=restarts, resume=resume
+    )
+    with restarting(again, restarts), StopSignals() as signals, contextlib.ExitStack() as stack:
+        if offline:
+            go_offline()
+        process, nodes = this_process(), None
+        if process.count > 1:  # from here on a refusal of one machine ends all
+            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # a lost store shows C++ stacks; our error says it
+            quiet_libraries()
+            from roundpipe_cli.train.nodes.group import Nodes
+
+            nodes = stack.enter_context(Nodes(process.rank, process.count, say))
         loaded = load_recipe(recipe, overrides or ())
         is_first = check_environment(loaded.recipe).is_first
         """Whether this is the first of the machines that torchrun started: the others only say what stops them."""
         for text in loaded.notices if is_first else ():
             say(f"note: {text}")
-        if offline:
-            go_offline()
+        if nodes is not None:
+            nodes.meet(loaded.recipe)
+        from roundpipe_cli.train.signals import Reporting, Start
+
+        lost_at = os.environ.get(LOST_AT_VARIABLE, "")
+        start = Start(resume, offline, allow_changed or (), allow_other_base, lost_at)
         if is_first:
             from roundpipe_cli.train.checkpoint.output_dir import refuse_if_held, refuse_wrong_start
 
             refuse_if_held(named_path(loaded.recipe.output_dir))
-            refuse_wrong_start(loaded.recipe, resume=resume)  # again in `check_names`, which takes longer to import
+            if was_restarted():
+                from roundpipe_cli.train.preflight import as_restarted
+
+                loaded, start = as_restarted(loaded, start)
+            refuse_wrong_start(loaded.recipe, resume=start.resume)  # again in `check_names`, which imports more
+        else:  # the first machine alone looks at the output directory
+            loaded = replace(loaded, recipe=replace(loaded.recipe, resume_from_checkpoint=None))
+            start = replace(start, resume=False)
         from roundpipe_cli.cli.display import Display, training_keys
         from roundpipe_cli.cli.export import make_repository, push_result
         from roundpipe_cli.cli.lines import LinePrinter
-        from roundpipe_cli.planning.run_plan import planned_bytes
-        from roundpipe_cli.train.preflight import check_names, fetch_model, found_config
-        from roundpipe_cli.train.signals import Reporting, Start
+        from roundpipe_cli.planning.run_plan import planned_bytes, reason_against
+        from roundpipe_cli.train.preflight import check_names, check_sources, fetch_model, found_config
 
-        start = Start(resume, offline, allow_changed or (), allow_other_base)
-        plain = LinePrinter(loaded.recipe.logging_steps, as_json=json_) if is_first else _silent
-        source = check_names(loaded, start, plain)
+        plain = LinePrinter(loaded.recipe.logging_steps, as_json=json_, is_verbose=verbose) if is_first else _silent
+        source = (check_names if is_first else check_sources)(loaded, start, plain)
         asked = ask_on_cards_worth_using(loaded, plain, found_config(source))
         refuse_too_large(asked)
         if asked is not None and asked.given is not None:
@@ -205,8 +289,11 @@ def finetune(
         with Display(plain, dashboard=has_screen, keys=training_keys(signals), output_dir=output_dir) as display:
             signals.announce = display.announce
             planned = None if asked is None else functools.partial(planned_bytes, asked)
-            reporting = Reporting(display, live=display.is_dashboard, trace=trace, planned=planned)
-            train(loaded, start, reporting, signals, source=source, asked=asked)
+            refused = None if asked is None else functools.partial(reason_against, asked)
+            reporting = Reporting(display, live=display.is_dashboard, trace=trace, planned=planned, refused=refused)
+            if nodes is not None and is_first:
+                nodes.say = lambda text: display(Notice(text))
+            train(loaded, start, reporting, signals, source=source, asked=asked, nodes=nodes)
         if is_first:
             show_end(output_dir)
             if loaded.recipe.hub_model_id is not None:
@@ -214,8 +301,67 @@ def finetune(
                 say(f"uploaded to {push_result(output_dir, loaded.recipe.hub_model_id, loaded.recipe.model)}")
 
 
+LOST_AT_VARIABLE = "ROUNDPIPE_LOST_AT"
+"""Where a device was lost for which this run was started again."""
+
+
+@contextlib.contextmanager
+def restarting(again: Callable[[DeviceLostError], None], restarts: int) -> Iterator[None]:
+    """Where a lost device ends the run, and others are left, it is started again by `again`, up to `restarts` times.
+
+    Raises:
+        RefusedError: several machines, whose processes torchrun starts again.
+    """
+    if restarts and num_machines() > 1:
+        raise RefusedError("--restarts: not with several machines", hint="torchrun --max-restarts does so")
+    try:
+        yield
+    except DeviceLostError as error:
+        if restarts and error.rest:
+            show_error(error)
+            again(error)
+        raise
+
+
+def start_again(
+    recipe: str, error: DeviceLostError, *, overrides: Sequence[str], words: Sequence[str], restarts: int, resume: bool
+) -> None:
+    """Become the same command on the devices that are left, from the newest checkpoint.
+
+    This process becomes another program, since the driver may serve it no device any more.
+
+    Args:
+        words: the command's other options.
+    """
+    from roundpipe_cli.engine.backends import cuda
+    from roundpipe_cli.recipe.load import load_recipe
+    from roundpipe_cli.train.checkpoint.output_dir import list_checkpoints
+    from roundpipe_cli.train.prepare.devices import choose_devices, gpu_index, threads_per_worker
+
+    own = load_recipe(recipe, overrides).recipe
+    devices = list(error.rest)
+    words = [recipe, *words, *overrides, f"--restarts={restarts - 1}"]
+    if devices[0] == "cpu":  # the number of threads changes bits
+        every, _ = choose_devices(own.pipeline.devices)
+        words.append(f"pipeline.threads_per_worker={threads_per_worker(own.pipeline.threads_per_worker, len(every))}")
+    else:  # by names that stay when a card is gone
+        names = list(dict.fromkeys(devices))
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(cuda.uuid(gpu_index(name)) for name in names)
+        devices = [f"cuda:{names.index(name)}" for name in devices]
+    words.append(f"pipeline.devices=[{','.join(devices)}]")
+    if list_checkpoints(named_path(own.output_dir)):  # its own, wherever it began
+        words += ["--resume", *(["resume_from_checkpoint=auto"] if own.resume_from_checkpoint else [])]
+    elif resume:
+        words.append("--resume")
+    say(f"starting again on {', '.join(error.rest)}; {counted(restarts - 1, 'more restart')} would be made")
+    os.environ[LOST_AT_VARIABLE] = error.at
+    os.execv(sys.executable, [sys.executable, "-m", "roundpipe_cli", "finetune", *words])
+
+
 def _silent(event: Event) -> None:
-    return None
+    """The events of other machines than the first one: a lost device is each one's own affair."""
+    if isinstance(event, DeviceLost):
+        say(f"machine {os.environ['RANK']}: {event.text}")
 
 
 def ask_on_cards_worth_using(loaded: LoadedRecipe, tell: Tell, found: FoundConfig | None = None) -> PlanRequest | None:

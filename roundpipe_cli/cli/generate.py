@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -11,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from roundpipe_cli.cli.export import check_dtype, compare_base, find_adapter_base, kind_of
-from roundpipe_cli.cli.output import go_offline, quiet_libraries, say, say_json
+from roundpipe_cli.cli.export import check_dtype, find_result, opened_result
+from roundpipe_cli.cli.output import go_offline, load_libraries, say, say_json
 from roundpipe_cli.errors import RefusedError
 
 if TYPE_CHECKING:
@@ -21,7 +22,10 @@ if TYPE_CHECKING:
 
 def generate(
     output_dir: Annotated[
-        Path, typer.Argument(metavar="OUTPUT_DIR", help="Folder of a finished run, of an adapter or of a model.")
+        Path,
+        typer.Argument(
+            metavar="OUTPUT_DIR", help="Folder of a run, of one of its checkpoints, of an adapter or of a model."
+        ),
     ],
     prompt: Annotated[
         str | None,
@@ -45,7 +49,7 @@ def generate(
 ) -> None:
     """Answer a prompt with the result of a run, on the GPU with the most free memory where it fits, else the processor.
 
-    Without a prompt it is a conversation: a line is a turn, /new begins anew, and Ctrl-D ends it.
+    Without a prompt it is a conversation: a line is a turn, /reset begins anew, /exit or Ctrl-D ends it.
 
     The answer ends at any end token of the model's generation_config.json, whose other settings (top_p, a repetition
     penalty) hold too, or at those of training.
@@ -53,42 +57,38 @@ def generate(
     Example: roundpipe generate outputs/quickstart "How do I undo the last commit?"
     """
     say(f"reading {output_dir} ...")
-    kind = kind_of(output_dir)
+    found = find_result(output_dir)
     check_dtype(dtype)
     if offline:
         go_offline()
     text = None if prompt is None else read_prompt(prompt)
     system = None if system is None else _checked(system, "--system")
     check_temperature(temperature)
-    if kind == "adapter":
-        source = find_adapter_base(output_dir, base, offline=offline)
-        compare_base(output_dir, source, allowed=allow_other_base)
-    else:
+    with opened_result(found, base, offline=offline, needs_base=True, allowed=allow_other_base) as (result, source):
+        load_libraries()
         from roundpipe_cli.model.files.source import resolve_model
+        from roundpipe_cli.train.result.generate import (
+            Prompt,
+            answer,
+            describe_answer,
+            has_template,
+            load_result,
+            move_to_gpu,
+        )
 
-        source = resolve_model(str(output_dir.absolute()), revision=None, recipe_folder=output_dir, offline=True)
-    say("loading torch and transformers ...")
-    quiet_libraries()
-    from roundpipe_cli.train.result.generate import (
-        Prompt,
-        answer,
-        describe_answer,
-        has_template,
-        load_result,
-        move_to_gpu,
-    )
-
-    model, tokenizer = load_result(output_dir, source, dtype, is_adapter=kind == "adapter")
+        if source is None or found.kind == "model":
+            source = resolve_model(str(result.absolute()), revision=None, recipe_folder=result, offline=True)
+        model, tokenizer = load_result(result, source, dtype, is_adapter=found.kind == "adapter")
     model = move_to_gpu(model, lambda text: say(f"note: {text}"))
     say(describe_answer(model, tokenizer, temperature))
     first = Prompt(text or "", system, max_new_tokens, temperature)
 
     def show(asked: Prompt) -> WholeAnswer:
-        found = answer(model, tokenizer, asked, is_shown=not json_)
+        given = answer(model, tokenizer, asked, is_shown=not json_)
         if json_:
-            document = {"prompt": asked.text, "system": system, "answer": found.text, "tokens": found.num_tokens}
-            say_json({**document, "ended": found.is_ended}, indent=None)
-        return found
+            document = {"prompt": asked.text, "system": system, "answer": given.text, "tokens": given.num_tokens}
+            say_json({**document, "ended": given.is_ended}, indent=None)
+        return given
 
     if text is not None:
         show(first)
@@ -99,12 +99,16 @@ def generate(
     converse(first, show, keeps_turns=keeps_turns)
 
 
-NEW = "/new"
-"""The line that begins a new conversation."""
+CHAT_COMMANDS = {
+    "/help": "show these lines",
+    "/reset": "begin anew: the turns before are forgotten",
+    "/exit": "leave, as Ctrl-D does",
+}
+"""Lines of a conversation that are no turns."""
 
 
 def converse(first: Prompt, show: Callable[[Prompt], WholeAnswer], *, keeps_turns: bool) -> None:
-    """Answer one line of stdin after the other, each behind the turns before it, until stdin ends.
+    """Answer one line of stdin after the other, each behind the turns before it, until stdin ends or /exit comes.
 
     Args:
         first: settings of all answers.
@@ -115,9 +119,18 @@ def converse(first: Prompt, show: Callable[[Prompt], WholeAnswer], *, keeps_turn
     """
     asked = first
     for line in _turns():
-        if line == NEW:
+        if line == "/exit":
+            return
+        if line == "/reset":
             asked = first
             say("a new conversation")
+            continue
+        is_unknown = line not in CHAT_COMMANDS and sys.stdin.isatty() and re.fullmatch(r"/[a-z?]+", line)
+        if line == "/help" or is_unknown:
+            for text in ([f"there is no {line}"] if is_unknown else []) + [
+                f"{name:<6} {CHAT_COMMANDS[name]}" for name in CHAT_COMMANDS
+            ]:
+                say(text)
             continue
         asked = replace(asked, text=line)
         found = show(asked)
@@ -129,7 +142,7 @@ def _turns() -> Iterator[str]:
     """The lines of stdin that are not blank; on a terminal behind a mark."""
     is_terminal = sys.stdin.isatty()
     if is_terminal:
-        say(f"a line is a turn; {NEW} begins anew, Ctrl-D ends")
+        say("a line is a turn; /help lists commands, /exit or Ctrl-D ends")
     while True:
         if is_terminal:
             sys.stderr.write("> ")

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
 import sys
 import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from roundpipe_cli.cli.output import say, terminal_width, wrapped
-from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.cli.output import say, show_error, terminal_width, wrapped
+from roundpipe_cli.errors import RefusedError, RoundpipeError
 from roundpipe_cli.files import named_path
 
 if TYPE_CHECKING:
@@ -20,6 +23,81 @@ if TYPE_CHECKING:
 
 HERE = "here"
 """The answer to the question for the hardware that means this machine."""
+
+
+def _check_model(answer: str, folder: Path) -> None:
+    from roundpipe_cli.costs.find_model import find_architecture
+    from roundpipe_cli.recipe.load import resolve_path
+
+    find_architecture(answer, resolve_path(answer, folder))
+
+
+def _check_data(answer: str, folder: Path) -> None:
+    from roundpipe_cli.data.rows import DatasetSpec
+    from roundpipe_cli.data.sources import find_sources
+
+    if (folder / named_path(answer)).exists():
+        find_sources(DatasetSpec(answer), folder, offline=True)
+    elif _is_local_file(answer):
+        say(f"note: {answer} is not there yet")
+    elif not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", answer):
+        raise RefusedError("this is neither a file or folder here nor the id of a hub dataset", found=answer)
+    else:
+        say(f"note: {answer} is not here: it is taken for the id of a hub dataset")
+
+
+def _check_hardware(answer: str, folder: Path) -> None:
+    from roundpipe_cli.costs.hardware import parse_hardware
+
+    if answer.lower() != HERE:
+        parse_hardware(answer)
+
+
+def _check_new(answer: str, folder: Path) -> None:
+    if Path(answer).exists():
+        raise RefusedError(f"{answer} is there already and is not overwritten")
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question on a terminal where no flag answers it."""
+
+    flag: str
+    text: str
+    default: str
+    explanation: str
+    """The answer to `?`."""
+    check: Callable[[str, Path], None]
+    """Takes the answer and the recipe's folder; refuses what could not be used."""
+
+
+QUESTIONS = (
+    Question(
+        "model",
+        "Model (hub id, local folder or .gguf file)",
+        "Qwen/Qwen3-8B",
+        "The model to train: a hub id such as Qwen/Qwen3-8B, a folder of safetensors, a .gguf file, or package:NAME. "
+        "Its weights are not downloaded now. `roundpipe recipes ls` lists models with a recipe of their own.",
+        _check_model,
+    ),
+    Question(
+        "data",
+        "Your rows (a file, or a hub id)",
+        "data/train.jsonl",
+        "A file (jsonl, json, csv, tsv, txt, parquet), a folder of them, or the id of a hub dataset. A row has "
+        '"messages", or "prompt" and "completion", or "instruction" and "output", or "text". The file may come later; '
+        "`roundpipe data RECIPE` then shows what training sees.",
+        _check_data,
+    ),
+    Question(
+        "hardware",
+        "Hardware (`here`, or for instance 2x3090,host_memory_gib=64)",
+        HERE,
+        "`here` is this machine. Another one is the number and name of its cards, then its memory: 1x4060ti-16gb, "
+        "2x3090,host_memory_gib=64. The recipe's settings are chosen to fit it.",
+        _check_hardware,
+    ),
+)
 
 
 def init(
@@ -34,14 +112,31 @@ def init(
 ) -> None:
     """Write a recipe from three answers: model, data, hardware. What no flag says is asked; nothing is overwritten.
 
+    An answer is checked as it is given, and `?` explains the question.
+
     Example: roundpipe init --model Qwen/Qwen3-8B --data rows.jsonl --hardware here --output mine.yaml
     """
-    model = model or _ask("model", "Model (hub id, local folder or .gguf file)", "Qwen/Qwen3-8B")
-    data = data or _ask("data", "Your rows (a file, or a hub id)", "data/train.jsonl")
-    hardware = hardware or _ask("hardware", "Hardware (`here`, or for instance 2x3090,host_memory_gib=64)", HERE)
-    for flag, value in (("model", model), ("data", data), ("hardware", hardware)):
-        _check_text(f"--{flag}", value)
-    path = output or Path(f"{_file_stem(model)}.yaml")
+    answers = {"model": model or "", "data": data or "", "hardware": hardware or ""}
+    missing = [question for question in QUESTIONS if not answers[question.flag]]
+    folder = output.absolute().parent if output is not None else Path.cwd()
+    try:
+        for question in missing:
+            answers[question.flag] = _ask(question, folder)
+        for flag, value in answers.items():
+            _check_text(f"--{flag}", value)
+        path = output or Path(f"{_file_stem(answers['model'])}.yaml")
+        if missing and path.exists():
+            path = Path(_ask(_another_file(path), folder))
+        _write_recipe(answers["model"], answers["data"], answers["hardware"], path)
+    except (typer.Abort, RoundpipeError):
+        if missing and sys.stdin.isatty():
+            named = {**answers, "output": str(output or "")}
+            given = (f"--{flag} {shlex.quote(value)}" for flag, value in named.items() if value)
+            say(f"\nthe answers so far: roundpipe init {' '.join(given)}")
+        raise
+
+
+def _write_recipe(model: str, data: str, hardware: str, path: Path) -> None:
     say(f"choosing settings for {model} ...")
     from roundpipe_cli.cli.init_choice import choose_settings
     from roundpipe_cli.cli.recipes import write_new
@@ -78,22 +173,30 @@ def recipe_text(choice: Choice, data: str, path: Path) -> str:
     header += ["#", *(line for reason in choice.reasons for line in textwrap.wrap(
         reason, 116, initial_indent="# ", subsequent_indent="#   ", break_on_hyphens=False
     ))]  # fmt: skip
-    keys = [f"model: {text(choice.model)}", f"method: {choice.method}"]
-    if choice.method == "lora":
-        keys.append("lora: {r: 16, alpha: 32, dropout: 0.0, target_modules: all-linear}")
+    recipe = choice.recipe
+    keys = [f"model: {text(recipe.model)}", f"method: {recipe.method}"]
+    if recipe.method == "lora":
+        lora = recipe.lora
+        keys.append(f"lora: {{r: {lora.r}, alpha: {lora.alpha:g}, dropout: 0.0, target_modules: all-linear}}")
+    written = ("method", "lora.r", "max_seq_length", "dtype", "micro_batch_tokens")
+    overrides = (override.partition("=") for override in choice.overrides)
+    keys += [f"{key}: {value}" for key, _, value in overrides if key not in written]
+    tokens = f"micro_batch_tokens: {recipe.micro_batch_tokens}"
+    if recipe.micro_batch_tokens == "auto":
+        tokens += "  # a microbatch has as many rows as the smallest device has room for"
     keys += [
         "",
         "datasets:",
         f"  - {{path: {text(data)}, type: auto}}",
         "",
-        f"max_seq_length: {choice.max_seq_length}",
+        f"max_seq_length: {recipe.max_seq_length}",
         "packing: auto  # short rows fill whole sequences",
         "micro_batch_size: 1",
-        f"gradient_accumulation_steps: {choice.rows_per_step}",
-        "micro_batch_tokens: auto  # a microbatch has as many rows as the smallest device has room for",
+        f"gradient_accumulation_steps: {recipe.gradient_accumulation_steps}",
+        tokens,
         "num_train_epochs: 1",
         f"learning_rate: {choice.learning_rate}",
-        f"dtype: {choice.dtype}",
+        f"dtype: {recipe.dtype}",
         "",
         f"output_dir: outputs/{_file_stem(path.stem)}",
     ]
@@ -118,15 +221,36 @@ def _check_text(flag: str, value: str) -> None:
         )
 
 
-def _ask(flag: str, question: str, default: str) -> str:
+def _another_file(path: Path) -> Question:
+    free = next(name for count in itertools.count(2) if not (name := path.with_stem(f"{path.stem}-{count}")).exists())
+    explanation = "The recipe is written to a new file; what is there already is not touched."
+    return Question("output", f"{path} is there already. Recipe to write", str(free), explanation, _check_new)
 
+
+def _ask(question: Question, folder: Path) -> str:
+    """The answer to a question, asked again until it can be used.
+
+    Raises:
+        RefusedError: there is no terminal.
+    """
     if not sys.stdin.isatty():
         raise RefusedError(
-            f"init needs to know the {flag}, and there is no terminal to ask on",
+            f"init needs to know the {question.flag}, and there is no terminal to ask on",
             expected="--model, --data and --hardware",
             hint=f"roundpipe init --model Qwen/Qwen3-8B --data data/train.jsonl --hardware {HERE}",
         )
-    return str(typer.prompt(question, default=default, err=True)).strip()
+    while True:
+        answer = str(typer.prompt(question.text, default=question.default, err=True)).strip()
+        if answer == "?":
+            say(f"note: {question.explanation}")
+            continue
+        try:
+            _check_text("the answer", answer)
+            question.check(answer, folder)
+        except RefusedError as error:
+            show_error(error)
+        else:
+            return answer
 
 
 def _file_stem(model: str) -> str:

@@ -11,11 +11,12 @@ import sys
 import time
 from collections.abc import Callable
 
-from roundpipe_cli.cli.output import say, say_data
+from roundpipe_cli.cli.output import say, say_data, terminal_width
 from roundpipe_cli.dashboard.state import DashboardState, fetching_line, fold
-from roundpipe_cli.dashboard.waiting import details
+from roundpipe_cli.dashboard.waiting import advice, details
 from roundpipe_cli.events import (
     CheckpointSaved,
+    DeviceLost,
     EvaluationFinished,
     Event,
     Fetching,
@@ -27,8 +28,9 @@ from roundpipe_cli.events import (
     RunStopped,
     StepFinished,
     WorkSeen,
+    run_clock,
 )
-from roundpipe_cli.units import counted, format_loss, format_seconds
+from roundpipe_cli.units import counted, format_clock, format_loss, format_seconds
 
 # Progress of a download: one line that is painted over on a terminal, a line now and then elsewhere.
 
@@ -64,36 +66,44 @@ def _can_paint() -> bool:
     return os.environ.get("TERM", "") not in ("", "dumb") and sys.stderr is not None and sys.stderr.isatty()
 
 
-COLUMNS = 80
-"""Width of a terminal nobody has widened; a step's line stays on one row of it."""
-
+ETA_COLUMNS = 18
+"""Columns that a step's line keeps for its last figure, so that all lines of a run leave out the same ones."""
 SAMPLE_CHARACTERS = 200
 """Characters shown of a generated answer and of the end of its prompt; eval.jsonl has all of it."""
 
 
 DETAILS_S = 60.0
-"""Least seconds between two reports on the workers; the first and the last step always have one."""
+"""Least seconds between two looks at the workers; the last step always has one."""
 
 
 class LinePrinter:
     """Plain lines: one per logged step on stdout, everything else on stderr.
 
-    Once a minute, and at the first and the last step, they say all that a dashboard shows of the workers.
+    Once a minute, and at the last step, they say what workers wait for and what helps, where that is worth a change.
     """
 
     def __init__(
-        self, logging_steps: int, clock: Callable[[], float] = time.monotonic, *, as_json: bool = False
+        self,
+        logging_steps: int,
+        clock: Callable[[], float] | None = None,
+        *,
+        as_json: bool = False,
+        is_verbose: bool = False,
     ) -> None:
         """
         Args:
             logging_steps: a line for every so many steps, and for the first and the last.
-            clock: seconds.
+            clock: Unix time; None: now.
             as_json: on stdout a line of JSON for each of these steps, and nothing else.
+            is_verbose: say all that a dashboard shows of the workers instead, after the first step too.
         """
-        self._logging_steps, self._clock, self._as_json = logging_steps, clock, as_json
+        self._logging_steps, self._clock = logging_steps, clock or run_clock()
+        self._as_json, self._is_verbose = as_json, is_verbose
         self._state = DashboardState()
-        self._details_s, self._details_step = -DETAILS_S, 0
-        self._progress = ProgressLine(clock)
+        self._details_s, self._details_step = -math.inf, 0
+        self._advised: set[str] = set()
+        """Causes of waits that were named; each is once."""
+        self._progress = ProgressLine(self._clock)
 
     def __call__(self, event: Event) -> None:
         if not isinstance(event, WorkSeen):
@@ -104,7 +114,8 @@ class LinePrinter:
         self._progress.leave()
         if isinstance(event, StepFinished):
             if event.step % self._logging_steps == 0 or event.step in (1, event.num_steps):
-                say_data(step_json(event) if self._as_json else step_line(event), is_kept=True)
+                line = step_json(event) if self._as_json else step_line(event, self._clock(), terminal_width())
+                say_data(line, is_kept=True)
                 self._say_details(event)
         elif isinstance(event, EvaluationFinished):
             if self._as_json:
@@ -115,6 +126,8 @@ class LinePrinter:
                 say(f"sample: {prompt[-SAMPLE_CHARACTERS:]!r} -> {answer[:SAMPLE_CHARACTERS]!r}")
         elif isinstance(event, Notice):
             say(event.text if event.text.startswith("warning: ") else f"note: {event.text}")
+        elif isinstance(event, DeviceLost):
+            say(f"warning: {time.strftime('%H:%M:%S', time.localtime(event.time_s))} {event.text}")
         elif isinstance(event, Phase):
             say(f"{event.text} ...")
         elif isinstance(event, RunStarted):
@@ -135,12 +148,18 @@ class LinePrinter:
 
     def _say_details(self, event: StepFinished) -> None:
         """Print what a dashboard shows beside the step's line; only of a run whose start was seen."""
-        is_due = event.step in (1, event.num_steps) or self._clock() - self._details_s >= DETAILS_S
-        if self._state.run is None or not is_due:
+        is_last, is_first = event.step == event.num_steps, self._details_step == 0
+        if self._state.run is None or not (is_last or self._clock() - self._details_s >= DETAILS_S):
             return
         self._details_s, self._details_step = self._clock(), event.step
-        for line in details(self._state):
-            say(f"  {line}")
+        if self._is_verbose:
+            for line in details(self._state):
+                say(f"  {line}")
+        elif not is_first or is_last:  # the first step also measures the layers
+            cause, text = advice(self._state) or ("", "")
+            if cause and cause not in self._advised:
+                self._advised.add(cause)
+                say(f"note: {text}")
 
     def _say_last_details(self) -> None:
         """The same for the last step that a stopped run finished, as the frame that stays shows it."""
@@ -169,21 +188,30 @@ def evaluation_line(event: EvaluationFinished) -> str:
     return f"eval {event.step:>{width}}/{event.num_steps}  loss {format_loss(event.loss)}  {shown}{mark}"
 
 
-def step_line(event: StepFinished) -> str:
-    """`step 12/100  loss 1.2345  ...  eta 3m10s`, within 79 columns unless numbers are very long.
+def step_line(event: StepFinished, now_s: float, width: int | None = None) -> str:
+    """`step 12/100  epoch 0.36  loss 1.2345  ...  eta 3m10s at 14:32`.
 
     Of preference pairs it tells the margin, which is to grow, in place of the gradient norm.
+
+    Args:
+        width: of a terminal, on one row of which the line stays: the figures that say least are left out.
     """
     margin = (event.preference or {}).get("reward_margin")
-    width = len(str(event.num_steps))
-    parts = (
-        f"step {event.step:>{width}}/{event.num_steps}",
+    digits = len(str(event.num_steps))
+    left = format_seconds(round(event.eta_s)) if event.eta_s >= 1 else "0 s"
+    parts = [
+        f"step {event.step:>{digits}}/{event.num_steps}",
+        *([] if event.epoch is None else [f"epoch {event.epoch:.2f}"]),
         f"loss {format_loss(event.loss)}",
         f"grad {event.grad_norm:.2g}" if margin is None else f"margin {margin:.3f}",
         f"lr {event.learning_rate:.1e}",
         f"{event.tokens_per_s:.0f} tok/s",
         f"bubble {100 * event.bubble_ratio:.0f}%",
-        f"eta {format_seconds(round(event.eta_s)) if event.eta_s >= 1 else '0 s'}",
-    )
-    line = "  ".join(parts)
-    return line if len(line) < COLUMNS else " ".join(parts)
+        f"eta {left} at {format_clock(now_s + event.eta_s, now_s)}" if event.step < event.num_steps else "eta 0 s",
+    ]
+    for gap, left_out in (("  ", ""), (" ", ""), (" ", "bubble"), (" ", "lr "), (" ", "grad "), (" ", "margin ")):
+        parts = [part for part in parts if not (left_out and part.startswith(left_out))]
+        line = gap.join(parts)
+        if width is None or len(line) + max(0, ETA_COLUMNS - len(parts[-1])) < width:
+            break
+    return line

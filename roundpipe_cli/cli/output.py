@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import re
 import shutil
@@ -37,25 +38,32 @@ def terminal_width(stream: int = 1) -> int | None:
     return max(LEAST_WIDTH, columns or shutil.get_terminal_size().columns)
 
 
+_TABLE = re.compile(r"\S {3,}\S.*\S {3,}\S")
+"""Three columns side by side: such a line is left to the terminal."""
+_COMMAND = r"(?:roundpipe|python3?|pip|git|hf|export|scripts/\w+|xdg-open) "
+UNCUT = re.compile(rf"`[^`]+`|^\s*{_COMMAND}.*|(?<=: ){_COMMAND}.*|\d (?:%|[mu]?s|[KMGT]i?B)(?:/s)?(?!\w)")
+"""Words that stay together: something to copy, and a figure with its unit."""
+
+
 def wrapped(lines: Iterable[str], width: int | None) -> Iterator[str]:
     """Lines of at most `width` columns, cut between words; what follows a cut is indented two more than its line.
 
-    A word that is longer, such as a path, stays whole, so that it can be copied.
+    A word that is longer, such as a path, stays whole, so that it can be copied; so does a command.
     """
     for line in lines:
-        if width is None or len(line) <= width:
+        if width is None or len(line) <= width or _TABLE.search(line):
             yield line
             continue
         indent = " " * (len(line) - len(line.lstrip()))
-        words = line.strip()
-        yield from textwrap.wrap(
-            words,
+        parts = textwrap.wrap(
+            UNCUT.sub(lambda found: found[0].replace(" ", "\0"), line.strip()),
             width,
             initial_indent=indent,
             subsequent_indent=indent + "  ",
             break_on_hyphens=False,
             break_long_words=False,
         )
+        yield from (part.replace("\0", " ") for part in parts)
 
 
 def aligned(
@@ -138,6 +146,13 @@ def quiet_libraries() -> None:
     logging.disable_progress_bar()
 
 
+@functools.cache
+def load_libraries() -> None:
+    """Load torch and transformers, which takes seconds, and say so; once in a process."""
+    say("loading torch and transformers ...")
+    quiet_libraries()
+
+
 DEBUG_VARIABLE = "ROUNDPIPE_DEBUG"
 PACKAGE = str(Path(__file__).resolve().parents[1])
 
@@ -157,7 +172,9 @@ def say(text: str, *, stream: TextIO | None = None, painted: bool = False, is_da
     target = sys.stderr if stream is None else stream
     if target is None or id(target) in _broken:
         return
-    line = text if painted else _fitted(_printable(text), target)
+    line = text if painted else _printable(text)
+    if stream is None and not painted:
+        line = _fitted(line, target)
     try:
         try:
             print(line, file=target, flush=True)
@@ -170,13 +187,10 @@ def say(text: str, *, stream: TextIO | None = None, painted: bool = False, is_da
 
 
 def _fitted(line: str, target: TextIO) -> str:
-    """A note cut between words where the terminal is narrower. Errors stay whole: their hints are to be copied."""
-    if not line.startswith(("note: ", "notice: ")):
-        return line
-
+    """A message cut between words where the terminal is narrower."""
     try:
         width = terminal_width(target.fileno())
-    except (OSError, ValueError):
+    except (AttributeError, OSError, ValueError):  # no file
         width = None
     return "\n".join(wrapped(line.split("\n"), width))
 

@@ -5,36 +5,42 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from roundpipe_cli.cli.output import VERDICTS, aligned, build_counts, say, say_data, say_json, terminal_width, wrapped
-from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.errors import RefusedError, ResourceError
 from roundpipe_cli.units import counted, format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from roundpipe_cli.costs.cost import LayerCost, StageRange
     from roundpipe_cli.costs.memory import Need
     from roundpipe_cli.planning.predict import Plan
-    from roundpipe_cli.planning.solve import Solution
+    from roundpipe_cli.planning.solve import Change, Solution
     from roundpipe_cli.planning.what_if import Combination
     from roundpipe_cli.recipe.load import LoadedRecipe
+    from roundpipe_cli.recipe.schema import Recipe
 
 
 # The verdict of a plan: what `roundpipe plan` prints first, within a screen of 24 rows and 80 columns.
 
-COMMON_HARDWARE = ("1x4090", "2x3090,host_memory_gib=64", "8x4090,host_memory_gib=256", "1xh100")
+NO_GPU_HINT = "No GPU here: planned for the CPU. Other machines: --hardware 1x4090, 2x3090,host_memory_gib=64, 1xh100"
 
 EXAMPLE_ROWS = 10_000
 """Number of steps whose time is shown where a run's own are not known."""
 
 
-def verdict_lines(answer: Plan) -> list[str]:
-    """The word and its reason, the model, the machine; then a figure a line."""
+def verdict_lines(answer: Plan, found: Sequence[Change] | None = None) -> list[str]:
+    """The word and its reason, the model, the machine; then a figure a line, and what to do where it is not FITS.
+
+    Args:
+        found: the remedies; None: nobody looked for them.
+    """
     from roundpipe_cli.choices import PACKED_FORMATS
     from roundpipe_cli.planning.what_if import summary_of
 
@@ -61,7 +67,8 @@ def verdict_lines(answer: Plan) -> list[str]:
         f"  a step          {format_seconds(answer.step_s)} ({a_step}): {bubble}",
         f"  tokens/s        {answer.tokens_per_s:,.0f} ({least:,.0f} to {most:,.0f}): {answer.band.why}",
         f"  time to finish  {_time_to_finish(answer)}",
-        *_hints(answer),
+        *([] if found is None or summary.word == "FITS" else _remedy_lines(answer, found)),
+        *([NO_GPU_HINT] if question.is_for_lack_of_gpus else []),
     ]
 
 
@@ -85,6 +92,14 @@ def _memory(answer: Plan) -> list[str]:
 
 BYTES_PER_TOKEN = 4
 """Bytes of text a token: usual for English and code (assumed); other languages have fewer, so longer runs."""
+MAX_BYTE_VOCABULARY = 1024
+"""The largest vocabulary that is taken for one of single bytes."""
+MOST_OFF = 1.5
+"""An estimate of a row's tokens is taken to be within so many times the truth; where `packing: auto` would answer
+differently within that, the plan leaves the answer to `roundpipe data`, which counts."""
+
+
+UNDECIDED = "packed or not as `roundpipe data` says"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,62 +114,95 @@ class RunLength:
     """Rows are packed, so there are fewer sequences than rows."""
 
 
-def length_of(loaded: LoadedRecipe, *, packs: bool = False) -> RunLength:
+def length_of(loaded: LoadedRecipe, obstacle: str | None = None, bytes_per_token: float = BYTES_PER_TOKEN) -> RunLength:
     """The length of a recipe's run, as far as the recipe and the files that it names say.
 
     Args:
-        packs: rows will be packed, by the recipe or by what `auto` is for the model.
+        obstacle: why the model or the recipe cannot train on packed rows; None where it can.
     """
     from roundpipe_cli.data.rows import DatasetSpec
     from roundpipe_cli.data.sources import count_dataset
+    from roundpipe_cli.data.tokenized import RowMix, held_out_count
 
     recipe = loaded.recipe
-    if recipe.max_steps is not None:
-        return RunLength(recipe.max_steps, "max_steps", packs)
-    counts = []
+    is_packed, counts = recipe.packs, []
     for entry in recipe.datasets:
         spec = DatasetSpec(entry.path, split=entry.split, name=entry.name, txt_rows=entry.txt_rows)
         found = count_dataset(spec, loaded.folder)
         if found is None:
-            return RunLength(None, f"the rows of {entry.path} cannot be counted here", packs)
+            if recipe.max_steps is not None:
+                return RunLength(recipe.max_steps, "max_steps", is_packed)
+            return RunLength(None, f"the rows of {entry.path} cannot be counted here", is_packed)
         counts.append(found)
-    rows = sum(count.num_rows for count in counts)
-    held_out = recipe.val_set_size if recipe.val_set_size >= 1 else recipe.val_set_size * rows
-    trained = max(0, rows - int(held_out))
-    about = "" if all(count.is_exact for count in counts) else "about "
-    if packs and rows and all(count.num_bytes for count in counts):
-        tokens = sum(count.num_bytes for count in counts) / BYTES_PER_TOKEN * trained / rows
-        each = min(recipe.max_seq_length, tokens / max(1, trained))
-        sequences = math.ceil(trained * each / recipe.max_seq_length)
-        why = f"{about}{rows} rows of about {max(1, round(each))} tokens, packed"
-        return RunLength(math.ceil(sequences / recipe.rows_per_step) * recipe.num_train_epochs, why, is_packed=True)
-    steps = math.ceil(trained / recipe.rows_per_step) * recipe.num_train_epochs
-    return RunLength(steps, f"{about}{rows} rows")
+    total = sum(count.num_rows for count in counts)
+    share = 1 - held_out_count(total, recipe.val_set_size) / max(1, total)
+    by_source = [round(count.num_rows * share) for count in counts]
+    rows = RowMix(by_source, [entry.weight for entry in recipe.datasets], recipe.seed, recipe.shuffle).rows_per_epoch
+    sequences, why = rows, f"{'' if all(count.is_exact for count in counts) else 'about '}{total} rows"
+    if recipe.packing is not False and rows and all(count.num_bytes for count in counts):
+        tokens = sum(count.num_bytes for count in counts) / bytes_per_token / total
+        is_packed, packing = _packing(recipe, rows, tokens, obstacle)
+        why += f" of about {max(1, round(min(tokens, recipe.max_seq_length)))} tokens, {packing}"
+        sequences = _packed_sequences(rows, tokens, recipe.max_seq_length) if is_packed else rows
+    elif recipe.packing == "auto" and obstacle is None and rows:
+        why += f", {UNDECIDED}"
+    if recipe.max_steps is not None:
+        return RunLength(recipe.max_steps, "max_steps", is_packed)
+    return RunLength(math.ceil(sequences / recipe.rows_per_step) * recipe.num_train_epochs, why, is_packed)
+
+
+def _packed_sequences(rows: int, tokens: float, max_seq_length: int) -> int:
+    return math.ceil(rows * min(tokens, max_seq_length) / max_seq_length)
+
+
+def _packing(recipe: Recipe, rows: int, tokens: float, obstacle: str | None) -> tuple[bool, str]:
+    """Whether rows are packed, in words too.
+
+    Args:
+        tokens: of a row, estimated.
+    """
+    from roundpipe_cli.data.tokenized import RowFigures, decide_packing
+
+    if recipe.packs:
+        return True, "packed"
+    answers = set[bool]()
+    for each in (tokens / MOST_OFF, tokens, tokens * MOST_OFF):
+        most = recipe.max_seq_length
+        whole = math.ceil(rows / max(1, most // max(1, round(each))))  # a sequence has whole rows only
+        for count in (_packed_sequences(rows, each, most), whole):
+            answers.add(decide_packing(RowFigures(each, rows, partial(int, count)), recipe, obstacle).packs)
+    if len(answers) > 1:
+        return False, UNDECIDED
+    (answer,) = answers
+    return answer, "packed" if answer else "not packed"
 
 
 def _time_to_finish(answer: Plan) -> str:
-    length = length_of(answer.question.loaded, packs=answer.question.packs)
+    from roundpipe_cli.planning.admission import packing_obstacle
+
+    question = answer.question
+    recipe, found = question.loaded.recipe, question.found
+    obstacle = packing_obstacle(found, recipe) if found is not None else recipe.unpackable
+    of_bytes = question.architecture.vocab_size <= MAX_BYTE_VOCABULARY
+    length = length_of(question.loaded, obstacle, 1 if of_bytes else BYTES_PER_TOKEN)
     steps, how_known = length.steps, length.why
     if steps is None:
-        recipe = answer.question.loaded.recipe
         each_s = answer.step_s * recipe.num_train_epochs * EXAMPLE_ROWS / recipe.rows_per_step
         return f"{format_seconds(each_s)} for every {EXAMPLE_ROWS:,} full rows ({how_known})"
     full = "" if length.is_packed else ", if every row is full"
     return f"{format_seconds(steps * answer.step_s)} for {counted(steps, 'step')} ({how_known}){full}"
 
 
-def _hints(answer: Plan) -> list[str]:
-    """Commands to try next."""
+def _remedy_lines(answer: Plan, found: Sequence[Change]) -> list[str]:
+    """Lines on the remedies, and on the shipped recipe for this machine."""
     from roundpipe_cli.planning.solve import fitting_recipe
 
-    question, lines = answer.question, []
-    if not answer.verdict.fits:
-        fitting = fitting_recipe(question)
-        if fitting is not None:
-            lines.append(f"The nearest recipe of the tool that fits: {fitting.command_name}")
-    if question.is_for_lack_of_gpus:
-        lines.append("No GPU here: planned for the CPU. Other machines, for instance:")
-        lines += [f"  --hardware {words}" for words in COMMON_HARDWARE]
+    lines = [f"  {'or' if number else 'remedy':16}{change.what}" for number, change in enumerate(found)]
+    if not found:
+        lines = ["  remedy          none: no change of the recipe and no smaller model that the tool knows helps here"]
+    fitting = fitting_recipe(answer.question, found[-1] if found else None)
+    if fitting is not None:
+        lines.append(f"  shipped recipe  {' '.join(fitting)}: the nearest that fits here")
     return lines
 
 
@@ -247,7 +295,10 @@ def comparison_lines(rows: Sequence[Combination], width: int | None = None) -> l
 
 def plan(
     recipe: Annotated[
-        str, typer.Argument(metavar="RECIPE", help="Recipe file, or the name of a shipped one.", show_default=False)
+        str,
+        typer.Argument(
+            metavar="RECIPE", help="Recipe file, the name of a shipped one, or a model (hub id).", show_default=False
+        ),
     ],
     overrides: Annotated[
         list[str] | None,
@@ -262,8 +313,9 @@ def plan(
         typer.Option("--compare", help="A row for each combination of values: hardware=1x4090,2x4090 lora.r=8,16."),
     ] = False,
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Also show stages, memory by part, links and assumptions.")
+        bool, typer.Option("--verbose", "-v", help="Also show every stage, memory by part, links and assumptions.")
     ] = False,
+    check: Annotated[bool, typer.Option("--check", help="Exit with code 5 if it does not fit.")] = False,
     json_: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
     svg: Annotated[Path | None, typer.Option(help="Write a picture of one step to this file.")] = None,
 ) -> None:
@@ -274,41 +326,52 @@ def plan(
     say(f"planning {recipe} ...")
     from roundpipe_cli.cli.watch import write_plan_picture
     from roundpipe_cli.planning.answers import Answers
-    from roundpipe_cli.planning.predict import make_plan, solve_recipe
-    from roundpipe_cli.recipe.load import load_recipe
+    from roundpipe_cli.planning.predict import make_plan
+    from roundpipe_cli.planning.solve import remedies
+    from roundpipe_cli.planning.solve import solve as solve_plan
+    from roundpipe_cli.recipe.load import load_recipe_or_model
     from roundpipe_cli.watchdog import watching
 
     if compare:
-        _refuse_beside_compare(solve, svg)
+        _refuse_beside_compare({"--solve": solve, "--check": check, "--svg": svg is not None})
         show_comparison(recipe, overrides or (), hardware, as_json=json_)
         return
-    loaded = load_recipe(recipe, overrides or ())
+    loaded = load_recipe_or_model(recipe, overrides or ())
     for notice in loaded.notices:
         say(f"notice: {notice}")
     answers = Answers()
     with watching(loaded.recipe.watchdog_s):
         answer = make_plan(loaded, hardware, build_counts, answers)
-        solution = solve_recipe(answer) if solve else None
+        found = remedies(answer, answers)
+        solution = solve_plan(answer, answers) if solve else None
     for damage in answers.damage:
         say(f"notice: {damage}")
     if svg is not None:
         write_plan_picture(answer, svg)
     if json_:
-        say_json(plan_document(answer, solution))
-        return
-    for line in wrapped(plan_text(answer, solution, details=verbose), terminal_width()):
-        say_data(line, colours=VERDICTS)
+        say_json(plan_document(answer, solution, found))
+    else:
+        for line in wrapped(plan_text(answer, solution, details=verbose, found=found), terminal_width()):
+            say_data(line, colours=VERDICTS)
+    if check and not answer.verdict.fits:
+        raise typer.Exit(ResourceError.exit_code)
 
 
-def _refuse_beside_compare(solve: bool, svg: Path | None) -> None:
-    if solve or svg is not None:
-        other = "--solve" if solve else "--svg"
+def _refuse_beside_compare(given: Mapping[str, bool]) -> None:
+    for other in (flag for flag, is_given in given.items() if is_given):
         hint = f"leave --compare out to use {other} on one of its combinations"
         raise RefusedError(f"--compare makes several plans, and {other} is for one", hint=hint)
 
 
-def plan_document(answer: Plan, solution: Solution | None) -> dict[str, Any]:
-    """The document that `--json` prints. Seconds and bytes; layers in the form of a costs file."""
+def plan_document(answer: Plan, solution: Solution | None, found: Sequence[Change] = ()) -> dict[str, Any]:
+    """The document that `--json` prints. Seconds and bytes; layers in the form of a costs file.
+
+    Args:
+        found: the remedies.
+    """
+    from roundpipe_cli.planning.solve import fitting_recipe
+    from roundpipe_cli.planning.what_if import summary_of
+
     verdict = answer.verdict
     document: dict[str, Any] = {
         "fits": verdict.fits,
@@ -347,35 +410,46 @@ def plan_document(answer: Plan, solution: Solution | None) -> dict[str, Any]:
         },
         "assumptions": list(answer.assumptions),
     }
-    if not verdict.fits:
-        document["shipped_recipe"] = _fitting_name(answer)
+    if summary_of(answer).word != "FITS":
+        fitting = fitting_recipe(answer.question, found[-1] if found else None)
+        document["remedies"] = [_change_document(change) for change in found]
+        document["shipped_recipe"] = None if fitting is None else " ".join(fitting)
     if solution is not None:
         document["solve"] = {
             "max_seq_length": solution.max_seq_length,
             "micro_batch_size": solution.micro_batch_size,
-            "changes": [{"what": change.what, "overrides": list(change.overrides)} for change in solution.changes],
+            "changes": [_change_document(change) for change in solution.changes],
         }
     return document
 
 
-def _fitting_name(answer: Plan) -> str | None:
-    """The shipped recipe that fits where this one does not, as a user types it."""
-    from roundpipe_cli.planning.solve import fitting_recipe
+def _change_document(change: Change) -> dict[str, Any]:
+    return {
+        "what": change.what,
+        "overrides": list(change.overrides),
+        "tokens_per_s": change.tokens_per_s,
+        "verdict": change.word,
+    }
 
-    fitting = fitting_recipe(answer.question)
-    return fitting.command_name if fitting is not None else None
 
+def plan_text(
+    answer: Plan, solution: Solution | None, *, details: bool = True, found: Sequence[Change] | None = None
+) -> list[str]:
+    """The plan as text, the verdict first.
 
-def plan_text(answer: Plan, solution: Solution | None, *, details: bool = True) -> list[str]:
-    """The plan as text, the verdict first."""
+    Args:
+        found: see `verdict_lines`.
+    """
     from roundpipe_cli.planning.question import who_does_what
 
-    lines = [*verdict_lines(answer), ""]
+    lines = verdict_lines(answer, found)
     if solution is not None:
-        lines += [*_solution_lines(answer, solution), ""]
+        lines += ["", *_solution_lines(answer, solution), ""]
     if not details:
-        return [*lines, "`-v` shows stages, memory by part, links, and what this rests on"]
-    lines += [*_stage_lines(answer), ""]
+        rows = 3 if len(found or ()) < 2 else 1  # a screen has room for so many
+        partition = _stage_lines(answer, at_most=rows) if answer.verdict.fits else []
+        return [*lines, *partition, "`-v` shows every stage, memory by part, links, and what this rests on"]
+    lines += ["", *_stage_lines(answer), f"  rounds of {counted(answer.microbatches_per_round, 'microbatch')}", ""]
     unequal = who_does_what(answer.question, lambda: answer.timeline)
     lines += [*unequal, ""] if unequal else []
     lines += [*_memory_lines(answer), ""]
@@ -397,7 +471,7 @@ def _solution_lines(answer: Plan, solution: Solution) -> list[str]:
         f"  largest {key}, all else equal: {_or_none(size)}",
     ]
     if solution.changes:
-        lines.append("cheapest changes that make it fit")
+        lines.append(f"cheapest changes that make it {'fit' if not answer.verdict.fits else 'faster'}")
         lines += [f"  {number}. {change.what}" for number, change in enumerate(solution.changes, 1)]
     return lines
 
@@ -406,29 +480,49 @@ def _or_none(value: int | None) -> str:
     return "none" if value is None else f"{value:,}"
 
 
-def _stage_lines(answer: Plan) -> list[str]:
+def _stage_lines(answer: Plan, at_most: int | None = None) -> list[str]:
+    """The partition in execution order, a line for stages that are alike.
+
+    Args:
+        at_most: lines for each direction, 3 or 1: the stages between the first and the last, or all, become one, with
+            ranges.
+    """
     layers = answer.question.analytic.costs.layers
-    lines = [
-        f"{len(answer.forward_stages) or 'no'} forward and {counted(len(answer.backward_stages), 'backward stage')}, "
-        f"{counted(answer.microbatches_per_round, 'microbatch')} a round; bytes and time of one stage, "
-        "time of one microbatch"
-    ]
+    heading = f"{len(answer.forward_stages)} forward, {counted(len(answer.backward_stages), 'backward stage')}"
+    lines = [f"  {heading:40}{'layers':>6}{'weights':>18}{'a microbatch':>14}"]
     for direction, stages in (("forward", answer.forward_stages), ("backward", answer.backward_stages)):
-        for start, end in _alike(layers, stages):
-            first, last = stages[start]
-            inside = layers[first : last + 1]
-            seconds = sum(layer.forward_s for layer in inside)
-            if direction == "backward":
-                seconds = sum((2 if layer.recompute else 1) * layer.forward_s + layer.backward_s for layer in inside)
-            covered = layers[min(first, stages[end - 1][0]) : max(last, stages[end - 1][1]) + 1]
+        runs = _alike(layers, stages)
+        if at_most is not None and len(runs) > at_most:
+            inner = (runs[1][0], runs[-2][1]) if at_most > 1 else (runs[0][0], runs[-1][1])
+            runs = [runs[0], inner, runs[-1]] if at_most > 1 else [inner]
+        for start, end in runs:
+            inside = [layers[first : last + 1] for first, last in stages[start:end] if first <= last]
+            seconds = [_stage_s(stage, direction == "backward") for stage in inside]
+            first, last = min(stages[start:end])[0], max(stages[start:end])[1]
             which = f"{start}" if end == start + 1 else f"{start}-{end - 1}"
-            names = f"{covered[0].name} .. {covered[-1].name}" if len(covered) > 1 else covered[0].name
-            each = f"{len(inside)} layer{'' if len(inside) == 1 else 's'}{' each' if end > start + 1 else ''}"
-            weights = format_bytes(sum(layer.param_bytes for layer in inside))
+            names = f"{layers[first].name} .. {layers[last].name}" if first != last else layers[first].name
+            number = _range([len(stage) for stage in inside], str)
+            weights = _range([sum(layer.param_bytes for layer in stage) for stage in inside], format_bytes)
             lines.append(
-                f"  {direction:8} {which:>7}  {names:22} {each:>15} {weights:>10} {format_seconds(seconds):>9}"
+                f"  {direction:9}{which:>7}  {names:22}{number:>6}{weights:>18}{_range(seconds, format_seconds):>14}"
             )
     return lines
+
+
+def _stage_s(stage: Sequence[LayerCost], is_backward: bool) -> float:
+    """Seconds of a stage for one microbatch; in backward with the recompute."""
+    if not is_backward:
+        return sum(layer.forward_s for layer in stage)
+    return sum((2 if layer.recompute else 1) * layer.forward_s + layer.backward_s for layer in stage)
+
+
+def _range(values: Sequence[float], text: Callable[[Any], str]) -> str:
+    """`430 MiB-1.2 GiB`, or one text where both ends have the same."""
+    least, most = text(min(values)), text(max(values))
+    if least == most:
+        return most
+    number, _, unit = least.partition(" ")
+    return f"{number if unit == most.partition(' ')[2] else least}-{most}"
 
 
 def _alike(layers: Sequence[LayerCost], stages: Sequence[StageRange]) -> list[tuple[int, int]]:

@@ -22,12 +22,20 @@ if TYPE_CHECKING:
 recipes = typer.Typer(
     cls=PlainGroup,
     name="recipes",
-    help="List, show, copy and check recipes; list every recipe key."
-    "\n\nExample: roundpipe recipes cp qwen3-8b mine.yaml",
-    no_args_is_help=True,
+    invoke_without_command=True,
     add_completion=False,
     rich_markup_mode=None,
 )
+
+
+@recipes.callback()
+def list_without_a_word(context: typer.Context) -> None:
+    """List, show, copy and check recipes; list every recipe key. Alone it lists the recipes.
+
+    Example: roundpipe recipes cp qwen3-8b mine.yaml
+    """
+    if context.invoked_subcommand is None:
+        list_recipes(None, False)
 
 
 @recipes.command("ls", short_help="List the recipes that come with the tool, with figures.")
@@ -158,7 +166,10 @@ def resolve(
 @recipes.command("keys")
 def keys(
     words: Annotated[
-        list[str] | None, typer.Argument(metavar="WORD", help="Only keys with all of these, e.g. lora, eval.")
+        list[str] | None,
+        typer.Argument(
+            metavar="WORD", help="Only keys with all of these, in any trainer's words: lora, qlora, context."
+        ),
     ] = None,
     json_: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="A Markdown table on stdout.")] = False,
@@ -167,18 +178,18 @@ def keys(
 
     Example: roundpipe recipes keys lora
     """
-    from roundpipe_cli.recipe.keys import as_markdown, as_text, recipe_keys
+    from roundpipe_cli.recipe.keys import as_markdown, as_text, find_keys
 
     if json_ and markdown:
         raise RefusedError("--json and --markdown exclude each other", hint="give one of them")
-    found = [key for key in recipe_keys() if all(word.lower() in key.name for word in words or ())]
+    found = find_keys(words or ())
     if json_:
         say_json([asdict(key) for key in found])
         return
     for line in as_markdown(found) if markdown else as_text(found, min(100, terminal_width() or 100)):
         say_data(line)
     if not found:
-        say(f"no key has {' and '.join(words or ())} in its name; `roundpipe recipes keys` lists all")
+        say(f"no key has {' and '.join(words or ())} in its name or meaning; `roundpipe recipes keys` lists all")
 
 
 @recipes.command("schema", short_help="Print the JSON Schema of recipes, for editors.")

@@ -232,6 +232,9 @@ def watch(
     json_output: Annotated[bool, typer.Option("--json", help="One line of JSON per step.")] = False,
     follow: Annotated[bool, typer.Option(help="Wait for more until the run is over.")] = True,
     no_dashboard: Annotated[bool, typer.Option("--no-dashboard", help="Plain lines instead of a dashboard.")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="In plain lines, what each worker did and waited for.")
+    ] = False,
     html: Annotated[
         str | None, typer.Option("--html", metavar="FILE", help="Write the run so far as a page and leave.")
     ] = None,
@@ -274,7 +277,7 @@ def watch(
     elif is_terminal() and not no_dashboard:
         _on_screen(files, follow)
     else:
-        _as_lines(files, follow)
+        _as_lines(files, follow, verbose)
 
 
 def _refuse_json_beside_files(json_output: bool) -> None:
@@ -352,11 +355,11 @@ def _as_json(files: RunFiles, follow: bool) -> None:
         say(f"{files.folder}: {_NO_STEP}")
 
 
-def _as_lines(files: RunFiles, follow: bool) -> None:
+def _as_lines(files: RunFiles, follow: bool, is_verbose: bool) -> None:
     from roundpipe_cli.cli.lines import LinePrinter
 
     time_s, has_step = 0.0, False
-    show = LinePrinter(1, clock=lambda: time_s)  # of the run, which may be over
+    show = LinePrinter(1, lambda: time_s, is_verbose=is_verbose)  # of the run, which may be over
     for _, events in _polls(files, follow):
         for time_s, event in events:  # noqa: B007 (the clock reads it)
             show(event)

@@ -113,8 +113,9 @@ def head_bytes(tokens: float, chunk_tokens: int, vocab_size: int, hidden_size: i
 
 # Kernels of the LM head and its loss for one microbatch, counted as `model/head.py` launches them.
 #
-# Of each logit: cast to float32, log-softmax; its exponential, scaled, both in place, and cast back. A trained head
-# adds each chunk's gradient to its sum.
+# One kernel writes each logit's gradient over it (`kernels/fused.py`). Torch's operators move more: cast to
+# float32, log-softmax; the exponential, scaled, both in place, and cast back. A trained head adds each chunk's gradient
+# to its sum.
 
 
 def head_work(architecture: Architecture, settings: TrainingSettings) -> tuple[PassWork, PassWork]:
@@ -124,8 +125,9 @@ def head_work(architecture: Architecture, settings: TrainingSettings) -> tuple[P
     chunk = min(tokens, settings.head_chunk_tokens)
     cast = 0 if size == EXACT_BYTES else size + EXACT_BYTES
     tally.forward.product(tokens, hidden, vocabulary, size)
-    tally.forward.moves(tokens * vocabulary * cast, tokens * vocabulary * 2 * EXACT_BYTES)
-    tally.backward.moves(*[tokens * vocabulary * 2 * EXACT_BYTES] * 2, tokens * vocabulary * cast)
+    tally.forward.library_bytes += tokens * vocabulary * (cast + 2 * EXACT_BYTES)
+    tally.backward.moves(tokens * vocabulary * 2 * size)
+    tally.backward.library_bytes += tokens * vocabulary * (cast + 4 * EXACT_BYTES - 2 * size)
     tally.backward.product(tokens, vocabulary, hidden, size)
     if tally.trains:
         tally.backward.product(vocabulary, tokens, hidden, size)

@@ -2,7 +2,7 @@
 
 The counterpart of `tests/support/launches.py`, which counts the same on meta tensors as it is dispatched and is the
 truth: `scripts/plan_ledger.py` prints both side by side, and a test holds them together. Counted are the fused
-operators that `kernels: auto` takes on a GPU, and our Triton kernels for experts. Dropout is not counted.
+operators that `kernels: auto` takes on a GPU, and our Triton kernels for experts and for dropout of adapters' inputs.
 """
 
 from __future__ import annotations
@@ -156,8 +156,8 @@ def lora_params(architecture: Architecture, block: Block, settings: TrainingSett
 
 ACCUMULATED_BYTES = 8
 """Bytes to read and write a float32 sum of gradients."""
-EXACT_BYTES = 4
-"""Size of a float32."""
+EXACT_BYTES, MASK_BYTES = 4, 1
+"""Sizes of a float32 and a bool."""
 TILE = 64
 """Rows and columns of a product's result that are computed together, at least: of narrow ones a part is wasted."""
 
@@ -312,6 +312,11 @@ class Tally:
             self.accumulate(rank * inputs, rank * outputs)
             self.forward.library_bytes += 5 * tokens * outputs * size  # scale, and add to the product
             self.backward.library_bytes += tokens * (2 * outputs + 3 * inputs) * size
+        if rank and self.settings.lora_dropout:  # no mask is written; its backward drops the inputs again
+            self.forward.moves(2 * tokens * inputs * size)
+            self.backward.moves(5 * tokens * inputs * size)
+            self.forward.library_bytes += tokens * inputs * (2 * size + 2 * MASK_BYTES)
+            self.backward.library_bytes += tokens * inputs * (MASK_BYTES - size)
 
     def unpack(self, matrix: Matrix) -> None:
         """Make a packed weight whole, forward and once more in backward."""

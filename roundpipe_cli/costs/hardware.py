@@ -7,6 +7,7 @@ A machine in words is groups joined by `+`, each a count and a name, then figure
     8x4090:pcie_lanes=8                          a figure of one group in place of the catalogue's
     2xcustom:memory_gib=24:acc32_tflops=70       a GPU that the catalogue lacks
     8x4090,host_memory_gib=512,accumulate=fp16   figures of the machine
+    2x3090 64GB                                  host memory as people write it: `64 GB RAM`, `, 64GB` alike
 
 All rates are per second, in plain bytes and floating-point operations.
 """
@@ -180,6 +181,8 @@ def parse_hardware(text: str, where: str | None = None) -> Hardware:
         )
     where = where or f"--hardware {text}"
     machine_text, *option_texts = [part.strip() for part in text.split(",")]
+    machine_text, loose = _without_host_memory(machine_text)
+    option_texts = [*loose, *(HOST_MEMORY.sub(r"host_memory_gib=\1", option) for option in option_texts)]
     notes: list[str] = []
     devices: list[Device] = []
     for group in machine_text.split("+"):
@@ -209,6 +212,25 @@ def parse_hardware(text: str, where: str | None = None) -> Hardware:
         notes=tuple(notes),
         host_memory_is_assumed=host_memory_gib is None,
     )
+
+
+HOST_MEMORY = re.compile(
+    r"^(\d+(?:\.\d+)?)\s*g(?:i?b)?(?:\s*(?:of\s+)?(?:host |system )?(?:ram|memory))?$", re.IGNORECASE
+)
+
+
+def _without_host_memory(text: str) -> tuple[str, list[str]]:
+    """`2x3090 64GB` as GPUs and host memory; `4060ti 16gb` is a GPU, and so is one with its own memory behind it."""
+    match = re.match(r"^(.*\S)\s+(\d+(?:\.\d+)?\s*g(?:i?b)?\b.*)$", text, re.IGNORECASE)
+    if match is None or HOST_MEMORY.match(match[2]) is None:
+        return text, []
+    last = re.sub(r"^\d+\s*[xX*×]\s*", "", text.rpartition("+")[2].strip())
+    head = find_gpu(re.sub(r"^\d+\s*[xX*×]\s*", "", match[1].rpartition("+")[2].strip()))
+    if find_gpu(last) is not None or head is None:
+        return text, []
+    amount = HOST_MEMORY.sub(r"\1", match[2])
+    is_own = catalogue()[head].memory_gib == float(amount) and match[2][-1].lower() in "gb"
+    return match[1], [] if is_own else [f"host_memory_gib={amount}"]
 
 
 def _parse_group(group: str, where: str, notes: list[str]) -> list[Device]:
@@ -246,10 +268,6 @@ def _parse_group(group: str, where: str, notes: list[str]) -> list[Device]:
     return [gpu_device(known, figures)] * count
 
 
-WELL_KNOWN_GPUS = ("rtx-3090", "rtx-4090", "rtx-5090", "rtx-4060-ti-16gb", "a100-80gb", "h100")
-"""Examples for an error message about a mistyped name."""
-
-
 def _unknown_gpu(name: str, where: str) -> RefusedError:
     plain = _squeeze(name)
     likeness = {known: _likeness(plain, known) for known in catalogue()}
@@ -263,7 +281,7 @@ def _unknown_gpu(name: str, where: str) -> RefusedError:
         f"unknown GPU {name!r}",
         where=where,
         found=name,
-        expected=f"one of the catalogue's {len(catalogue())} GPUs, such as {', '.join(WELL_KNOWN_GPUS)}",
+        expected=f"one of {', '.join(catalogue())}",
         hint=f"did you mean {near}? Otherwise, {custom}" if likeness[near] >= (0.6, 0) else custom,
     )
 

@@ -5,16 +5,21 @@ A container's memory limit counts before the machine's: cgroup v2 and v1 are bot
 
 from __future__ import annotations
 
+import json
 import os
+import platform
 import re
 import shutil
 import subprocess
+import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from roundpipe_cli.costs.hardware import Device, Hardware, catalogue, find_gpu, gpu_device
-from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.units import GIB, MIB, format_bytes
+from roundpipe_cli.errors import RefusedError, ResourceError
+from roundpipe_cli.files import append_line, cache_folder, read_regular
+from roundpipe_cli.units import GIB, MIB
 
 # The place of this process in a run, by torchrun's environment variables. No torch.
 #
@@ -378,30 +383,60 @@ def _gpu_of(row: list[str]) -> tuple[Device, tuple[str, ...]]:
 
 def this_machine(devices: tuple[Device, ...], description: str, notes: tuple[str, ...], output_dir: Path) -> Hardware:
     """The machine with these devices, its measured host memory and the free disk under `output_dir`."""
-    memory, lockable = host_memory(), lockable_bytes()
-    measured = [f"measured: {memory.total_bytes / GIB:.1f} GiB of host memory ({memory.limited_by})"]
-    if lockable is not None and any(not device.is_cpu for device in devices):
-        measured.append(
-            f"measured: at most {format_bytes(lockable)} may be page-locked (ulimit -l); the rest is slower"
-        )
+    memory = host_memory()
+    measured = f"measured: {memory.total_bytes / GIB:.1f} GiB of host memory ({memory.limited_by})"
     return Hardware(
         description=description,
         devices=devices,
         host_memory_bytes=memory.total_bytes,
         disk_free_bytes=free_disk_bytes(output_dir),
-        notes=(*notes, *measured),
+        notes=(*notes, measured),
         is_here=True,
     )
 
 
-def lockable_bytes() -> int | None:
-    """Bytes that this process may page-lock; None: no limit, or none that is known."""
-    try:
-        import resource
-    except ImportError:  # not a POSIX system
-        return None
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return None if soft == resource.RLIM_INFINITY else soft
+LOCKED_ON_WSL = "WSL2 lets a process page-lock 0.5 to 2 GiB in all; Linux itself has no such limit"
+LOCKED_ELSEWHERE = "other programs may hold page-locked memory, or a container has a limit"
+
+
+def describe_locking() -> str:
+    """Where the limit of page-locked memory comes from. `ulimit -l` is none: NVIDIA's driver does not look at it."""
+    return LOCKED_ON_WSL if is_wsl() else LOCKED_ELSEWHERE
+
+
+def is_wsl() -> bool:
+    """Whether this is Linux inside Windows, by its kernel's name."""
+    return "microsoft" in platform.release().lower()
+
+
+# Devices that runs on this machine lost, for `doctor`.
+
+LOST_DAYS = 30
+MAX_LOST_BYTES = 1 << 20
+
+
+def _lost_path() -> Path:
+    return cache_folder("lost") / "devices.jsonl"
+
+
+def note_lost_device(text: str) -> None:
+    """Remember that a run lost a device; a cache that cannot be written is no error."""
+    with suppress(OSError, ResourceError, RefusedError):
+        path = _lost_path()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        append_line(path, json.dumps({"time": time.time(), "text": text}))
+
+
+def lost_devices() -> list[tuple[float, str]]:
+    """(Unix time, which and why) of devices that runs lost in the last `LOST_DAYS` days, oldest first."""
+    found = []
+    with suppress(OSError, RefusedError):
+        for line in read_regular(_lost_path(), MAX_LOST_BYTES).decode(errors="replace").splitlines():
+            with suppress(ValueError, KeyError, TypeError):
+                row = json.loads(line)
+                if time.time() - float(row["time"]) < LOST_DAYS * 86400:
+                    found.append((float(row["time"]), str(row["text"])))
+    return found
 
 
 def free_disk_bytes(folder: Path) -> int | None:

@@ -9,7 +9,7 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -143,10 +143,14 @@ def _draw(series: Series, box: _Box) -> str:
     return f'<polyline class="{series.css}" points="{path}"><title>{escape(series.name)}</title></polyline>'
 
 
-def timelines(steps: Sequence[StepTimeline], devices: Sequence[str], *, title: str) -> str:
-    """The work of each worker in consecutive steps, each step from zero on a common scale, one below the other."""
+def timelines(steps: Sequence[StepTimeline], lost_at: Sequence[str], *, title: str) -> str:
+    """The work of each worker in consecutive steps, each step from zero on a common scale, one below the other.
+
+    Args:
+        lost_at: where each worker's device was lost, if it was.
+    """
     lane, gap, heading = 18, 6, 30
-    num_workers = max(len(devices), 1)
+    num_workers = max(len(lost_at), 1)
     block = heading + num_workers * (lane + gap) + 10
     height = max(60, len(steps) * block + BOTTOM)
     longest_s = max((span.end_s for step in steps for span in step.spans), default=0.0) or 1.0
@@ -166,6 +170,9 @@ def timelines(steps: Sequence[StepTimeline], devices: Sequence[str], *, title: s
                 f'<rect class="idle" x="{LEFT}" y="{y}" width="{last_s * scale:.2f}" height="{lane}">'
                 f"<title>idle</title></rect>"
             )
+            if any(lost_at[worker : worker + 1]) and not any(span.worker == worker for span in step.spans):
+                words = escape(f"lost at {lost_at[worker]}")
+                body.append(f'<text class="note" x="{LEFT + 6}" y="{y + 13}">{words}</text>')
         for span in step.spans:
             if span.end_s - span.start_s < smallest_s or not 0 <= span.worker < num_workers:
                 continue
@@ -221,12 +228,23 @@ def comparison(report: Mapping[str, Any]) -> list[ComparisonRow]:
         _row("forward and backward", predicted.get("step_s"), measured.get("pipeline_s"), _seconds),
         _row("whole step", None, measured.get("step_s"), _seconds),
         _row("tokens/s", predicted.get("tokens_per_s"), measured.get("tokens_per_s"), _rate),
+        *_lost_rows(report),
         _share("bubble", predicted.get("bubble_ratio"), measured.get("bubble_ratio")),
         _share("busy, launch bound", None, measured.get("launch_bound_ratio") or None),
         _row("device memory", predicted.get("device_peak_bytes"), measured.get("device_peak_bytes"), _bytes),
         _row("host memory", predicted.get("host_bytes"), measured.get("host_peak_bytes"), _bytes),
     ]
     return [row for row in rows if row[2] != _NONE]
+
+
+def _lost_rows(report: Mapping[str, Any]) -> Iterator[ComparisonRow]:
+    """The speed before and after each device was lost."""
+    losses = report.get("lost_devices")
+    for loss in losses if isinstance(losses, list) else ():
+        if isinstance(loss, dict) and isinstance(loss.get("worker"), int):
+            for when in ("before", "after"):
+                speed = figures({"loss": loss}, "loss").get(f"tokens_per_s_{when}")
+                yield _row(f"tokens/s {when} worker {loss['worker']} was lost", None, speed, _rate)
 
 
 def range_note(report: Mapping[str, Any]) -> str:
@@ -501,8 +519,8 @@ def _loss(state: DashboardState) -> str:
 
 def _workers(events: Sequence[TimedEvent], state: DashboardState) -> str:
     steps = [event for _, event in events if isinstance(event, StepTimeline)][-NUM_TIMELINES:]
-    devices = state.run.devices if state.run else ()
-    return timelines(steps, devices, title=f"What the workers did in {counted(len(steps), 'step')}")
+    lost_at = [worker.lost_at for worker in state.workers]
+    return timelines(steps, lost_at, title=f"What the workers did in {counted(len(steps), 'step')}")
 
 
 def _waiting(state: DashboardState) -> str:

@@ -186,7 +186,7 @@ class RunFiles:
             step, step_s = int(row["step"]), float(row["step_s"])
             self._step_s.append(step_s)
             total = max(self._num_steps, step)
-            grad_norm = row["grad_norm"]
+            grad_norm, epoch = row["grad_norm"], row.get("epoch")
             finished = StepFinished(
                 step=step,
                 num_steps=total,
@@ -201,6 +201,7 @@ class RunFiles:
                 upload_bytes=int(row["upload_bytes"]),
                 device_peak_bytes=int(row["device_peak_bytes"]),
                 eta_s=statistics.median(self._step_s) * (total - step),
+                epoch=None if epoch is None else float(epoch),
                 preference={name: float(row[name]) for name in PREFERENCE_KEYS if name in row} or None,
             )
         except (KeyError, TypeError, ValueError, OverflowError):

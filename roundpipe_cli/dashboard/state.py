@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from roundpipe_cli.events import (
     CheckpointSaved,
+    DeviceLost,
     DeviceSample,
     EvaluationFinished,
     Event,
@@ -168,6 +169,8 @@ class ScreenMessage:
 
     time_s: float
     text: str
+    is_detail: bool = False
+    """Only where there is room."""
 
 
 @dataclass(frozen=True)
@@ -182,6 +185,8 @@ class WorkerView:
     """Share of the last step that it computed."""
     mean_utilization: Mean = Mean()
     sample: DeviceSample = DeviceSample()
+    lost_at: str = ""
+    """Where its device was lost."""
 
 
 @dataclass(frozen=True)
@@ -262,7 +267,13 @@ def fold(state: DashboardState, event: Event, now_s: float) -> DashboardState:
     if isinstance(event, EvaluationFinished):
         if math.isfinite(event.loss):
             state = replace(state, evaluations=(*state.evaluations[-MAX_POINTS:], (event.step, event.loss)))
-        return _said(state, now_s, _evaluation_words(event))
+        return _said(replace(state, phase=""), now_s, _evaluation_words(event))
+    if isinstance(event, DeviceLost):
+        workers = tuple(
+            WorkerView(worker.device, worker.spans, lost_at=event.at) if index == event.worker else worker
+            for index, worker in enumerate(state.workers)
+        )
+        return _said(replace(state, workers=workers), now_s, event.text)
     if isinstance(event, RunFinished):
         return replace(state, finished=event, phase="", paused=False)
     if isinstance(event, RunStopped):
@@ -280,7 +291,7 @@ def fold_all(events: Iterable[tuple[float, Event]], state: DashboardState | None
 
 def _words(state: DashboardState, event: Event, now_s: float) -> DashboardState:
     if isinstance(event, Notice):
-        return _said(state, now_s, event.text)
+        return _said(state, now_s, event.text, is_detail=event.is_detail)
     if isinstance(event, Phase):
         return replace(state, phase=event.text)
     if isinstance(event, Fetching):
@@ -311,12 +322,31 @@ def fetching_line(event: Fetching) -> str:
     return f"downloading: {event.files_done} of {counted(event.num_files, 'file')}, {size}{rate}{rest}"
 
 
-def _said(state: DashboardState, now_s: float, text: str) -> DashboardState:
-    return replace(state, messages=(*state.messages[1 - MAX_MESSAGES :], ScreenMessage(now_s, text)))
+def _said(state: DashboardState, now_s: float, text: str, *, is_detail: bool = False) -> DashboardState:
+    message = ScreenMessage(now_s, text, is_detail)
+    return replace(state, messages=(*state.messages[1 - MAX_MESSAGES :], message))
+
+
+def _closer(state: DashboardState, begin_s: float) -> tuple[WorkerView, ...]:
+    """The workers, their work moved up to what begins at `begin_s`: an evaluation or a pause in which no step ran would
+    empty the lanes. What a worker waits for between two steps stays, up to a quarter of a lane."""
+    gap_s = begin_s - state.seen_s - window_s(state.step.step_s if state.step else None) / 4
+    if gap_s <= 0:
+        return state.workers
+    return tuple(
+        replace(
+            worker,
+            spans=tuple(replace(one, start_s=one.start_s + gap_s, end_s=one.end_s + gap_s) for one in worker.spans),
+        )
+        for worker in state.workers
+    )
 
 
 def _work_seen(state: DashboardState, event: WorkSeen) -> DashboardState:
+    if not event.step:  # between two steps the lanes stand still
+        return replace(state, workers=tuple(replace(worker, running=None) for worker in state.workers))
     running = {span.worker: span for span in event.running}
+    begin_s = min((span.start_s for span in (*event.spans, *event.running)), default=event.time_s)
     step_s = state.step.step_s if state.step else None
     by_worker: dict[int, list[Span]] = {}
     for span in event.spans:
@@ -327,7 +357,7 @@ def _work_seen(state: DashboardState, event: WorkSeen) -> DashboardState:
             spans=recent((*worker.spans, *by_worker.get(index, ())), event.time_s, step_s),
             running=running.get(index),
         )
-        for index, worker in enumerate(state.workers)
+        for index, worker in enumerate(_closer(state, begin_s))
     )
     return replace(state, workers=workers, seen_s=max(state.seen_s, event.time_s), phase="")
 
@@ -342,7 +372,7 @@ def _step_timeline(state: DashboardState, event: StepTimeline) -> DashboardState
         by_worker.setdefault(span.worker, []).append(moved)
         end_s = max(end_s, moved.end_s)
     workers = []
-    for index, worker in enumerate(state.workers):
+    for index, worker in enumerate(_closer(state, event.start_s)):
         before = tuple(span for span in worker.spans if span.start_s < event.start_s - SAME_MOMENT_S)
         workers.append(replace(worker, spans=recent((*before, *by_worker.get(index, ())), end_s, step_s), running=None))
     return replace(state, workers=tuple(workers), timeline=event, seen_s=max(state.seen_s, end_s), phase="")
@@ -355,7 +385,9 @@ def _step_finished(state: DashboardState, event: StepFinished, now_s: float) -> 
     else:  # the timeline was dropped, or is not recorded
         seconds = event.step_s
     workers = tuple(
-        replace(worker, utilization=share, mean_utilization=worker.mean_utilization.with_value(share, seconds))
+        worker
+        if worker.lost_at
+        else replace(worker, utilization=share, mean_utilization=worker.mean_utilization.with_value(share, seconds))
         for worker, share in zip(state.workers, event.utilization, strict=False)
     )
     return replace(

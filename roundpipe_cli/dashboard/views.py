@@ -21,7 +21,7 @@ from roundpipe_cli.dashboard.state import SIMULATED, DashboardState, WorkerView,
 from roundpipe_cli.dashboard.theme import Theme, beside, escape_controls, fit, framed, spread
 from roundpipe_cli.events import Span
 from roundpipe_cli.schedule.pictures import BOTH, WORK_NAMES
-from roundpipe_cli.units import GIB, format_loss, format_seconds
+from roundpipe_cli.units import GIB, format_clock, format_loss, format_seconds
 
 # The figures of a run at the side of its curve, the most important first.
 
@@ -283,6 +283,9 @@ def _grid(scene: _Scene, look: _Look, count: int, width: int) -> list[Text]:
 
 
 def _lane(scene: _Scene, worker: WorkerView, width: int, num_lines: int = 1) -> list[Text]:
+    if worker.lost_at:
+        said = Text(f"lost at {escape_controls(worker.lost_at)}", style=scene.theme.bad)
+        return [fit(said if at == (num_lines - 1) // 2 else Text(""), width, scene.theme) for at in range(num_lines)]
     spans = worker.spans if worker.running is None else (*worker.spans, worker.running)
     return lane(spans, scene.end_s, scene.seconds, width, theme=scene.theme, num_lines=num_lines)
 
@@ -348,7 +351,9 @@ def _percent(share: float | None) -> str:
 def _figures(worker: WorkerView, width: int, theme: Theme) -> Text:
     """Share of the last step that it computed, and what the device tells; the rest is left out where it has no room."""
     now, mean = worker.utilization, worker.mean_utilization.value
-    parts = []
+    parts: list[Text] = []
+    if worker.lost_at:
+        return _joined(parts, width)
     if now is not None:
         busy = Text.assemble("busy ", (_percent(now).strip(), "bold"), (f" mean {_percent(mean).strip()}", theme.faint))
         parts.append(busy)
@@ -392,6 +397,8 @@ NEWS_S = 5.0
 NARROW = 66
 MIN_LEFT = 12
 """Columns for the program's name."""
+MIN_BAR = 10
+"""Columns of the bar of progress, where epoch and time of day leave it them."""
 SHORT_NAMES = {"F": "fwd", "R": "rec", "B": "bwd"}
 
 
@@ -477,7 +484,7 @@ def _status(state: DashboardState, theme: Theme) -> tuple[str, str]:
 
 
 def progress(state: DashboardState, now_s: float, width: int, theme: Theme) -> Text:
-    """`step 12/100 ━━━━━━━────── 12 %  eta 3m10s`."""
+    """`step 12/100 ━━━━━━━────── 12 %  epoch 0.36  eta 3m10s at 14:32`; the bar keeps some room."""
     run, step = state.run, state.step
     if run is None:
         return Text(
@@ -486,17 +493,22 @@ def progress(state: DashboardState, now_s: float, width: int, theme: Theme) -> T
     done = step.step if step else run.first_step
     total = max(1, step.num_steps if step else run.num_steps)
     count = f" step {done}/{total} "
-    eta = f" {100 * done / total:3.0f} % "
+    share, epoch, eta, at = f" {100 * done / total:3.0f} % ", "", "", ""
+    if step is not None and step.epoch is not None:
+        epoch = f" epoch {step.epoch:.2f} "
     if step is not None and not (state.is_over or state.paused) and done < total:
-        left_s = step.eta_s - max(0.0, now_s - state.step_seen_s)
-        eta += f" eta {format_seconds(round(left_s)) if left_s >= 1 else '0 s'} "
-    room = max(0, width - len(count) - len(eta))
+        left_s = max(0.0, step.eta_s - max(0.0, now_s - state.step_seen_s))
+        eta = f" eta {format_seconds(round(left_s)) if left_s >= 1 else '0 s'} "
+        at = f"at {format_clock(now_s + left_s, now_s)} "
+    shown = (f"{share}{epoch}{eta}{at}", f"{share}{eta}{at}", f"{share}{eta}")
+    after = next((text for text in shown if len(count) + MIN_BAR + len(text) <= width), shown[-1])
+    room = max(0, width - len(count) - len(after))
     filled = round(room * done / total)
     return Text.assemble(
         (count, "bold"),
         (theme.glyphs.done * filled, theme.good),
         (theme.glyphs.rest * (room - filled), theme.faint),
-        eta,
+        after,
     )
 
 
@@ -556,19 +568,21 @@ def _short_figures(state: DashboardState, now_s: float, width: int, height: int,
 
 
 def messages(state: DashboardState, width: int, height: int, theme: Theme) -> list[Text]:
-    """The newest messages, oldest first, with the time since the start."""
+    """The newest messages, oldest first, with the time since the start; details only where the others leave room."""
     started_s = state.run.time_s if state.run else math.inf  # until then there is nothing to count from
     lines = []
     if state.num_dropped and height > 1:
         lines.append(Text(f" {state.num_dropped} events were not shown: the terminal is slow", style=theme.warn))
-    said: list[Text] = []
-    for message in reversed(state.messages):
-        room = height - len(lines) - len(said)
+    said: dict[int, list[Text]] = {}
+    newest_first = sorted(range(len(state.messages)), key=lambda at: (state.messages[at].is_detail, -at))
+    for at in newest_first:
+        room = height - len(lines) - sum(map(len, said.values()))
         if room <= 0:
             break
+        message = state.messages[at]
         since = format_seconds(round(message.time_s - started_s)) if message.time_s >= started_s + 1 else ""
-        said = [*_wrapped(f" {since:>7}  ", escape_controls(message.text), width, room, theme=theme), *said]
-    return [*lines, *said][:height]
+        said[at] = _wrapped(f" {since:>7}  ", escape_controls(message.text), width, room, theme=theme)
+    return [*lines, *(line for at in sorted(said) for line in said[at])][:height]
 
 
 def _wrapped(time: str, text: str, width: int, room: int, *, theme: Theme) -> list[Text]:

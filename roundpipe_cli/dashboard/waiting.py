@@ -26,6 +26,16 @@ CAUSES = {
     "tail": "the step had no work left for it",
 }
 """Cause of a wait -> what it means."""
+REMEDIES = {
+    "upload": "larger microbatches (micro_batch_tokens) or weights in fewer bits (load_in_8bit, load_in_4bit) help",
+    "boundary": "more microbatches a step (gradient_accumulation_steps) help",
+    "launch": "larger microbatches (micro_batch_tokens) help",
+    "update": "rarer updates (a larger gradient_accumulation_steps) help",
+    "tail": "more microbatches a step (gradient_accumulation_steps) help",
+}
+"""Cause of a wait -> what makes it shorter."""
+WORTH_SAYING = 0.15
+"""A wait of a smaller share of the step is no reason to change a recipe."""
 MIN_SHARE = 0.001
 """Causes of less than this share of the step are left out."""
 LAUNCHING = ("loss", "speed")
@@ -72,13 +82,24 @@ def longest_waiting(state: DashboardState) -> Waiting | None:
     if step is None:
         return None
     launches = state.run is not None and state.run.goal in LAUNCHING
-    found = [waiting(step, worker, launches=launches) for worker in range(len(state.workers))]
+    there = (index for index, worker in enumerate(state.workers) if not worker.lost_at)
+    found = [waiting(step, worker, launches=launches) for worker in there]
     longest = max((one for one in found if one is not None), key=lambda one: one.total_s, default=None)
     row = state.step
     if longest is None or row is None or row.step != step.step or row.preference is not None:
         return longest  # the base model may have looked at pairs beside the step
     has_host_part = state.run is not None and state.run.goal == "loss"
     return replace(longest, host_part_s=max(0.0, row.step_s - longest.step_s)) if has_host_part else longest
+
+
+def advice(state: DashboardState) -> tuple[str, str] | None:
+    """(cause, line) on the worker that waited most in the newest step, with a remedy; None where it is not worth it."""
+    found = longest_waiting(state)
+    if found is None or found.total_s < WORTH_SAYING * found.step_s:
+        return None
+    cause = max(found.by_cause_s, key=lambda name: found.by_cause_s[name])
+    waited = f"worker {found.worker} waited {100 * found.total_s / found.step_s:.0f} % of step {found.step}"
+    return cause, f"{waited}, most of it because {CAUSES[cause]}: {REMEDIES[cause]}"
 
 
 def waiting(step: StepTimeline, worker: int, *, launches: bool = True) -> Waiting | None:
@@ -226,6 +247,8 @@ def _host_words(state: DashboardState) -> list[str]:
 
 
 def _worker_words(worker: WorkerView) -> str:
+    if worker.lost_at:
+        return f"{worker.device}, lost at {worker.lost_at}"
     sample, parts = worker.sample, [worker.device]
     if worker.utilization is not None:
         parts.append(f"busy {100 * worker.utilization:.0f} %, mean {100 * worker.mean_utilization.value:.0f} %")

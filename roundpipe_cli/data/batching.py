@@ -29,7 +29,8 @@ from roundpipe_cli.errors import RefusedError
 #                                                         microbatches would do, and none is longer than it must be
 #
 # The rows of a step stay the same, so its loss differs by rounding only. The grouping depends on
-# nothing but the lengths of the step's rows.
+# nothing but the lengths of the step's rows. Where they are short, a step still has as many microbatches as a fixed
+# number asks, so that several workers have work.
 
 RowBatch = list[SequenceRows]
 """Row indices of one microbatch: its sequences, each of one row or of several packed ones."""
@@ -45,13 +46,17 @@ class Grouping:
     max_tokens: int | None = None
     """Tokens of a microbatch, padding included; of pairs, of one of the two answers. A longer sequence stands alone.
     None: microbatches have `num_sequences`."""
+    least: int = 1
+    """Microbatches that a step keeps where its sequences are so short that tokens would ask for fewer."""
 
     def group(self, sequences: Sequence[SequenceRows]) -> list[RowBatch]:
         """The microbatches of these sequences, the longest first; in their own order where each stands alone."""
         size = self.num_sequences
         if self.max_tokens is not None and sequences:
             ordered = self._longest_first(sequences)
-            return [ordered[first:last] for first, last in _filled([self._tokens(s) for s in ordered], self.max_tokens)]
+            lengths = [self._tokens(sequence) for sequence in ordered]
+            ranges = _halved(_filled(lengths, self.max_tokens), lengths, self.least)
+            return [ordered[first:last] for first, last in ranges]
         ordered = list(sequences) if size == 1 else self._longest_first(sequences)
         return [ordered[first : first + size] for first in range(0, len(ordered), size)]
 
@@ -89,6 +94,17 @@ def _ranges(lengths: Sequence[int], max_tokens: int) -> list[tuple[int, int]]:
         last = min(len(lengths), first + max(1, max_tokens // lengths[first]))
         ranges.append((first, last))
         first = last
+    return ranges
+
+
+def _halved(ranges: list[tuple[int, int]], lengths: Sequence[int], least: int) -> list[tuple[int, int]]:
+    """The same, the largest of them halved until there are `least`, or each has one sequence."""
+    while len(ranges) < min(least, len(lengths)):
+        sizes = [lengths[first] * (last - first) if last - first > 1 else 0 for first, last in ranges]
+        index = sizes.index(max(sizes))
+        first, last = ranges[index]
+        middle = (first + last + 1) // 2
+        ranges[index : index + 1] = [(first, middle), (middle, last)]
     return ranges
 
 
@@ -172,6 +188,15 @@ class BatchSampler:
             return self.grouping.group(taken)
         size = self._micro_batch_size
         return [taken[first : first + size] for first in range(0, len(taken), size)]
+
+    @property
+    def epochs_done(self) -> float:
+        """Epochs up to the position, with the part of one that is done."""
+        at, per_epoch = self.position, self.mix.rows_per_epoch
+        rows = float(at.window * WINDOW_ROWS)
+        if at.offset:
+            rows += at.offset / len(self._sequences(at.epoch, at.window)) * min(WINDOW_ROWS, per_epoch - rows)
+        return at.epoch + rows / per_epoch
 
     def num_steps(self, num_epochs: int) -> int:
         """Steps of the first `num_epochs` epochs. With packing each epoch is packed to count its sequences."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import overload
+from typing import Protocol, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -308,8 +308,12 @@ def held_out_positions(num_rows: int, size: float, seed: int) -> npt.NDArray[np.
     Args:
         size: a number of rows, or a fraction below 1 of them, rounded up.
     """
-    count = int(size) if size >= 1 else -int(-size * num_rows // 1)
-    return np.sort(permutation(num_rows, f"roundpipe held out 1 {seed}")[:count])
+    return np.sort(permutation(num_rows, f"roundpipe held out 1 {seed}")[: held_out_count(num_rows, size)])
+
+
+def held_out_count(num_rows: int, size: float) -> int:
+    """Rows that are held out; arguments as `held_out_positions`."""
+    return int(size) if size >= 1 else -int(-size * num_rows // 1)
 
 
 def hold_out(dataset: TokenizedDataset, size: float, seed: int) -> tuple[TokenizedDataset, TokenizedDataset]:
@@ -369,16 +373,31 @@ class PackingChoice:
         return f"packing (auto): {'on' if self.packs else 'off'}: {self.why}"
 
 
-@dataclass(frozen=True, slots=True)
-class StepNeeds:
-    """Demands of a recipe beside its rows."""
+class PackingKeys(Protocol):
+    """The keys of a recipe that decide beside its rows."""
 
-    max_seq_length: int
-    rows_per_step: int
-    num_epochs: int
-    max_steps: int | None
-    seed: int
-    shuffle: bool
+    @property
+    def max_seq_length(self) -> int: ...
+    @property
+    def rows_per_step(self) -> int: ...
+    @property
+    def num_train_epochs(self) -> int: ...
+    @property
+    def max_steps(self) -> int | None: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def shuffle(self) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RowFigures:
+    """Figures of an epoch's rows, counted or estimated."""
+
+    mean_tokens: float
+    num_rows: int
+    num_sequences: Callable[[], int]
+    """Sequences that packing makes of them."""
 
 
 def count_sequences(mix: RowMix, packer: Packer) -> int:
@@ -389,30 +408,39 @@ def count_sequences(mix: RowMix, packer: Packer) -> int:
 
 
 def choose_packing(
-    mix: RowMix, lengths: npt.NDArray[np.int64], needs: StepNeeds, obstacle: str | None = None
+    mix: RowMix, lengths: npt.NDArray[np.int64], recipe: PackingKeys, obstacle: str | None = None
 ) -> PackingChoice:
     """Whether `packing: auto` packs these rows.
 
     Args:
         lengths: tokens of each row.
+        obstacle: see `decide_packing`.
+    """
+    packer = Packer(lengths, recipe.max_seq_length, recipe.seed, recipe.shuffle)
+    mean = float(lengths[mix.order(0)].mean())
+    return decide_packing(RowFigures(mean, mix.rows_per_epoch, lambda: count_sequences(mix, packer)), recipe, obstacle)
+
+
+def decide_packing(rows: RowFigures, recipe: PackingKeys, obstacle: str | None = None) -> PackingChoice:
+    """The rule of `packing: auto`, for `plan`, which estimates tokens, for `data` and for a run.
+
+    Args:
         obstacle: why this model or recipe cannot train on packed rows; None where it can.
     """
-    tokens = lengths[mix.order(0)]
-    mean, longest = float(tokens.mean()), needs.max_seq_length
+    mean, longest = rows.mean_tokens, recipe.max_seq_length
     measured = f"rows have {mean:,.0f} tokens on average, max_seq_length is {longest:,}"
     if mean > SHORT_SHARE * longest:
         return PackingChoice(False, measured)
     if obstacle is not None:
         little = f"a step has {mean / longest:.0%} of the tokens that `plan` counts"
         return PackingChoice(False, f"{obstacle}; {measured}: {little}, more with gradient_accumulation_steps")
-    packer = Packer(lengths, longest, needs.seed, needs.shuffle)
-    num_sequences, per_step = count_sequences(mix, packer), needs.rows_per_step
+    num_sequences, per_step = rows.num_sequences(), recipe.rows_per_step
     per_epoch = -(-num_sequences // per_step)
-    steps = per_epoch * needs.num_epochs if num_sequences >= per_step else 0
-    if not steps or (needs.max_steps is None and steps < MIN_STEPS):
+    steps = per_epoch * recipe.num_train_epochs if num_sequences >= per_step else 0
+    if not steps or (recipe.max_steps is None and steps < MIN_STEPS):
         few = f"{num_sequences} sequences would make {steps} steps of {per_step}"
         return PackingChoice(False, f"{measured}, but {few}; fewer gradient_accumulation_steps, or packing=true")
-    rows = round(mix.rows_per_epoch * per_step / num_sequences)
-    unpacked = -(-mix.rows_per_epoch // per_step)
-    change = f"a step has about {rows} rows in place of {per_step}, an epoch {per_epoch} steps in place of {unpacked}"
+    each = round(rows.num_rows * per_step / num_sequences)
+    unpacked = -(-rows.num_rows // per_step)
+    change = f"a step has about {each} rows in place of {per_step}, an epoch {per_epoch} steps in place of {unpacked}"
     return PackingChoice(True, f"{measured}: {change}; packing=false keeps to {per_step} rows")

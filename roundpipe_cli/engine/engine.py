@@ -11,18 +11,19 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 
 import torch
 from torch import nn
 
-from roundpipe_cli.engine.backends.base import Backend, is_out_of_memory
+from roundpipe_cli.engine.backends.base import Backend, is_device_error, is_out_of_memory
 from roundpipe_cli.engine.carrier import BoundaryStore, Carrier, MicrobatchState
 from roundpipe_cli.engine.dispatch.decisions import Progress, TransferOptions, statistics_of
-from roundpipe_cli.engine.dispatch.dispatch import MEMORY_HINT, Pool, StepRun
+from roundpipe_cli.engine.dispatch.dispatch import MEMORY_HINT, Pool, StepRun, keep_forever
 from roundpipe_cli.engine.gradients import StepGradients, gradient_folds
 from roundpipe_cli.engine.layer import LayerRunner, chunk_states
 from roundpipe_cli.engine.live import ActionTime, StepInWork
@@ -35,7 +36,13 @@ from roundpipe_cli.engine.trained import trained_layers
 from roundpipe_cli.engine.weights import REFERENCE, WeightStore
 from roundpipe_cli.engine.worker import Worker, WorkerPart, WorkerStep
 from roundpipe_cli.errors import OutOfDeviceMemoryError
-from roundpipe_cli.kernels.grouped_mm import describe_experts, forgets_empty_groups, takes_triton, why_no_triton
+from roundpipe_cli.kernels.grouped_mm import (
+    MIN_CAPABILITY,
+    describe_experts,
+    forgets_empty_groups,
+    takes_triton,
+    why_no_triton,
+)
 from roundpipe_cli.model.expert_lora import use_grouped_kernel
 from roundpipe_cli.model.head import HeadLoss, HeadScores, Rewards, target_rows
 from roundpipe_cli.model.split import ModelSplit
@@ -133,6 +140,28 @@ def launch_bound_s(backend: Backend, step: WorkerStep) -> float:
     return total_s
 
 
+ANSWER_S = 20.0
+"""Seconds within which a device that works answers, whatever was issued to it before."""
+
+
+def without_answer(workers: Sequence[Worker]) -> list[int]:
+    """Workers whose devices do not compute a small result."""
+    found: dict[int, bool] = {}
+
+    def ask(worker: Worker) -> None:
+        found[worker.index] = worker.backend.answers(worker.index)
+
+    threads = [
+        threading.Thread(target=ask, args=(worker,), name=f"answer-{worker.index}", daemon=True) for worker in workers
+    ]
+    for thread in threads:
+        thread.start()
+    deadline_s = time.monotonic() + ANSWER_S
+    for thread in threads:
+        thread.join(max(0.0, deadline_s - time.monotonic()))
+    return [worker.index for worker in workers if not found.get(worker.index)]
+
+
 # The states of a step's microbatches.
 
 
@@ -205,6 +234,8 @@ class Engine:
         capabilities = [backend.capability for backend in backends]
         missing = "kernels: reference" if options.fused is None else why_no_triton()
         takes = functools.partial(takes_triton, capabilities, allowed=missing is None)
+        self._loss_in_place = missing is None and all((one or (0, 0)) >= MIN_CAPABILITY for one in capabilities)
+        """Whether the loss is our kernel's, on all workers alike."""
         expert_dtypes: frozenset[torch.dtype] = frozenset()
         self._workers = []
         how = WorkerOptions(options.mlp_chunk_tokens, options.fused, options.attends_in_rows)
@@ -227,20 +258,54 @@ class Engine:
         self._notice = describe_experts(capabilities, expert_dtypes, missing)
         """Note of the first result on the kernels; None: nothing."""
         self._programs = ProgramStore(store, self._trained, options, copies=not backends[0].aliases_host)
-        self._pool = Pool(
-            self._workers,
-            options=transfers,
-            watchdog_s=options.watchdog_s,
-            is_out_of_memory=is_out_of_memory,
-        )
+        self.lanes = tuple(range(len(backends)))
+        """See `StepResult`."""
+        self._pool = self._new_pool()
         self._open = False
         self._under_way: StepUnderWay | None = None
         self.step_in_work: StepInWork | None = None
         """The step for displays, which any thread may read."""
 
+    def _new_pool(self) -> Pool:
+        return Pool(
+            self._workers,
+            options=self._options.transfers,
+            watchdog_s=self._options.watchdog_s,
+            is_out_of_memory=is_out_of_memory,
+            is_device_error=is_device_error,
+        )
+
     @property
     def num_workers(self) -> int:
         return len(self._workers)
+
+    def silent(self, but: Collection[int] = ()) -> list[int]:
+        """Workers whose devices do not compute any more; `but` are not asked."""
+        return without_answer([worker for worker in self._workers if worker.index not in but])
+
+    def leave_out(self, lost: Collection[int], *, hang: bool) -> tuple[str, ...]:
+        """Go on without some workers, after a step that failed: the next schedules are for fewer. The others keep what
+        they know and hold; they are numbered anew.
+
+        Args:
+            hang: some of them hang, and may still write gradients; the store gets other memory for those.
+
+        Returns:
+            the names of threads that are left behind.
+        """
+        left = self._pool.end()
+        if hang:
+            self.store.renew_gradients()
+        keep_forever(*(worker for worker in self._workers if worker.index in lost))
+        self.lanes = tuple(lane for index, lane in enumerate(self.lanes) if index not in lost)
+        self._workers = [worker for worker in self._workers if worker.index not in lost]
+        for index, worker in enumerate(self._workers):
+            worker.become(index)
+            if hang:
+                worker.backend.give_up()
+        self._pool = self._new_pool()
+        self._pool.__enter__()
+        return left
 
     def grant_weight_cache(self, num_bytes: int) -> None:
         """Let each device keep weights in so much of its memory from the next step on; see `slots.py`."""
@@ -309,6 +374,7 @@ class Engine:
 
         Raises:
             OutOfDeviceMemoryError: exit code 5; the step can be run again after `use_less_memory`.
+            DeviceLostError: exit code 5; the step can be run again after `leave_out`.
             InternalError: a worker failed or got stuck (exit code 1); names worker, stage, layers, microbatch, step.
         """
         assert self._open, "use the engine inside its `with` block"
@@ -319,7 +385,10 @@ class Engine:
         states = microbatch_states(microbatches, schedule.sequence_chunks, part)
         num_units = sum(state.num_units for state in states) if part is None else part.num_units
         context = self._context(states, schedule, step)
-        folds = gradient_folds(self.store.layouts, self.store.gradients, len(states), context.progress)
+        sums = self.store.gradients
+        if gradients.kept:
+            sums = [torch.empty_like(flat) if layer in gradients.kept else flat for layer, flat in enumerate(sums)]
+        folds = gradient_folds(self.store.layouts, sums, len(states), context.progress)
         context = replace(
             context,
             version=context.version if version is None else version,
@@ -347,15 +416,11 @@ class Engine:
         )
 
     def _loss(self, gradient_scale: float) -> HeadLoss:
-        return HeadLoss(gradient_scale, self._options.head_chunk_tokens, self._options.label_smoothing)
+        options = self._options
+        return HeadLoss(gradient_scale, options.head_chunk_tokens, options.label_smoothing, self._loss_in_place)
 
     def finish_step(self, step: StepUnderWay) -> StepResult:
-        """Block until the step under way is done.
-
-        Raises:
-            OutOfDeviceMemoryError: exit code 5; the step can be run again after `use_less_memory`.
-            InternalError: a worker failed or got stuck (exit code 1); names worker, stage, layers, microbatch, step.
-        """
+        """Block until the step under way is done; errors as of `start_step`."""
         self._wait(step)
         return self._finish(step)
 
@@ -445,7 +510,9 @@ class Engine:
         self.step_in_work = None
         if step is not None and step.context.scoring is None:
             fused_head = step.context.program.schedule.fused_head
-            self.step_in_work = StepInWork(step.context.step, step.started_s, self._workers, step.steps, fused_head)
+            self.step_in_work = StepInWork(
+                step.context.step, step.started_s, self._workers, step.steps, fused_head, self.lanes
+            )
 
     def use_less_memory(self) -> None:
         """After a step ran out of memory: recompute one layer at a time from now on, which changes no bit."""
@@ -499,6 +566,7 @@ class Engine:
             step_s=seconds,
             actions=tuple(actions),
             num_workers=self.num_workers,
+            lanes=self.lanes,
             fused_head=context.program.schedule.fused_head,
             started_s=started_s,
             transfers=statistics_of(context.program, compute_s, done.run.records, started_s),

@@ -33,6 +33,8 @@ class StepInWork:
     """The workers' records, which grow."""
     fused_head: bool
     """`fused_head` of its schedule."""
+    lanes: tuple[int, ...]
+    """See `StepResult`."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,8 @@ class LiveNews:
     """Operations that run now; they end at `now_s`."""
     fused_head: bool
     """`fused_head` of the step's schedule."""
+    lanes: tuple[int, ...]
+    """See `StepResult`."""
 
 
 class Watcher:
@@ -73,7 +77,7 @@ class Watcher:
             now = self._look_at(step, worker, done)
             if now is not None:
                 running.append(ActionTime(now.action, now.start_s, max(now_s, now.start_s)))
-        return LiveNews(step.step, step.started_s, now_s, tuple(done), tuple(running), step.fused_head)
+        return LiveNews(step.step, step.started_s, now_s, tuple(done), tuple(running), step.fused_head, step.lanes)
 
     def _look_at(self, step: StepInWork, worker: int, done: list[ActionTime]) -> ActionTime | None:
         """Add the finished actions of one worker to `done`; returns the running one, without an end."""

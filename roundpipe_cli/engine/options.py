@@ -21,6 +21,9 @@ class GradientOptions:
     on_complete: OnGradient | None = None
     """Called by the workers' threads for each layer whose gradient is complete on the host and whose weights the step
     no longer reads; with a function that returns the gradient's sum of squares."""
+    kept: frozenset[int] = frozenset()
+    """Layers whose sums in the store stay as they are: an earlier try of the step has made them, and others have them.
+    Not the late ones."""
 
 
 @dataclass(frozen=True)

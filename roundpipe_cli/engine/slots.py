@@ -65,7 +65,7 @@ class WeightCache:
         Args:
             budget_bytes: device memory that may be taken; nothing is kept on devices that read host memory as it is.
         """
-        self._worker, self._backend, self._store = worker, backend, store
+        self.worker, self._backend, self._store = worker, backend, store
         self._budget_bytes = 0 if backend.aliases_host else budget_bytes
         self._whole_bytes = sum(round_up(layout.num_bytes, DEVICE_ALIGNMENT_BYTES) for layout in store.layouts[1:])
         self._arena: torch.Tensor | None = None
@@ -114,7 +114,7 @@ class WeightCache:
         starts, end = {}, 0
         chosen: Iterable[int] = (layer for layer in range(1, len(layouts)) if layouts[layer].num_bytes)
         if not self.holds_all:  # otherwise all layers: a later step, or an evaluation, has other visits
-            chosen = layers_to_keep(program, self._worker, layouts, self._arena.nbytes)
+            chosen = layers_to_keep(program, self.worker, layouts, self._arena.nbytes)
         for layer in chosen:
             starts[layer] = end
             end += round_up(layouts[layer].num_bytes, DEVICE_ALIGNMENT_BYTES)
@@ -132,7 +132,7 @@ class WeightCache:
         """Find out which visits of a program upload."""
         self._first_visits = {}
         for index, visit in enumerate(program.visits):
-            if visit.worker == self._worker and visit.ops:
+            if visit.worker == self.worker and visit.ops:
                 for layer in layer_range(visit.layers):
                     self._first_visits.setdefault(layer, index)
 

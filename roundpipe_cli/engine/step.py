@@ -69,6 +69,8 @@ class StepResult:
     """The transfers; none where workers read host memory in place."""
     waits: tuple[Interval, ...] = ()
     """Waits of workers for updates of the weights that they needed next."""
+    lanes: tuple[int, ...] = ()
+    """Each worker's number when the run began: those of lost devices are missing."""
     notices: tuple[str, ...] = ()
     """Notes on the devices for the user; each once in a run."""
 

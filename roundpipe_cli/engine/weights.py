@@ -430,6 +430,10 @@ class WeightStore:
 
     # -- memory --------------------------------------------------------------------------------------------------
 
+    def renew_gradients(self) -> None:
+        """Other memory for the gradient sums, between steps: somebody may still write into theirs."""
+        self.gradients = [page_aligned(gradient.nbytes).view(torch.float32) for gradient in self.gradients]
+
     @property
     def transferred(self) -> list[torch.Tensor]:
         """Every buffer that is copied to or from devices and stays in memory."""

@@ -141,8 +141,14 @@ class Worker:
         self._carrier: Carrier | None = None
         self._step = WorkerStep(index)
 
+    def become(self, index: int) -> None:
+        """Take another number, between two steps."""
+        self.index = self.runner.layers.worker = self.slots.cache.worker = index
+
     def begin_part(self, part: WorkerPart) -> None:
         context = part.context
+        if self._context is not None:  # of a step in which the device failed, as it seemed
+            self.reset()
         self.backend.reset_peak()
         self._context, self._carrier, self.runner.carrier = context, part.carrier, part.carrier
         self.slots.begin_step(context.program, context.version)

@@ -1,4 +1,4 @@
-"""Fused operators of single modules: a linear layer with its adapter, RMS norm, rotary position embedding.
+"""Fused operators of single modules: a linear layer with its adapter, RMS norm, rotary embedding, cross entropy.
 
     y = x / sqrt(mean(x^2) + eps) * w         w = weight, or 1 + weight where weights are stored around zero
 
@@ -19,6 +19,8 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from roundpipe_cli.kernels.random_masks import Draw, drop, drop_and_add_, has_kernel
+
 # A frozen linear layer with a low-rank adapter as one autograd function, which launches matrix products alone.
 #
 #     y = x W^T + bias + s (m * x) A^T B^T
@@ -27,8 +29,8 @@ from torch.nn import functional
 #     backward    g = dy B                 dx = dy W                  dx += s g A * m
 #                 dA = s g^T (m * x)       dB = s dy^T low
 #
-# Scaling and sums are part of the products (alpha and beta of BLAS). Kept for the backward: x, low and the mask; the
-# weight by reference.
+# Scaling and sums are part of the products (alpha and beta of BLAS). Kept for the backward: x and low; the weight by
+# reference; of the mask the numbers that it is drawn from. Dropout is one launch more each way.
 #
 # N: rows of all sequences; in, out: features; r: rank; x [N, in], W [out, in], A [r, in], B [out, r], m: mask of the
 # dropout [N, in], 1 without; s: scaling.
@@ -40,8 +42,8 @@ class AdapterTerm:
 
     scaling: float
     """s; where inputs are dropped also what makes up for them, 1 / (1 - p)."""
-    mask: torch.Tensor | None = None
-    """m, bool of the input's shape; None: nothing is dropped."""
+    draw: Draw | None = None
+    """m; None: nothing is dropped."""
     fill: float | None = None
     """If set, nobody reads y: it is filled with this value, and only what the backward needs is computed."""
 
@@ -72,10 +74,11 @@ class _LoraLinear(torch.autograd.Function):
         term: AdapterTerm,
     ) -> torch.Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        mask = None if term.mask is None else term.mask.view(rows.shape)
-        low = torch.mm(rows if mask is None else rows * mask, lora_a.t())
-        ctx.save_for_backward(rows, weight, lora_a, lora_b, low, mask)
-        ctx.scaling, ctx.shape = term.scaling, x.shape
+        if term.draw is not None:
+            rows = rows.contiguous()
+        low = torch.mm(rows if term.draw is None else drop(rows, term.draw), lora_a.t())
+        ctx.save_for_backward(rows, weight, lora_a, lora_b, low)
+        ctx.scaling, ctx.draw, ctx.shape = term.scaling, term.draw, x.shape
         if term.fill is not None:
             return x.new_full((*x.shape[:-1], weight.shape[0]), term.fill)
         y = x.new_empty((*x.shape[:-1], weight.shape[0]))  # no view is returned: models may write to what they get
@@ -90,23 +93,23 @@ class _LoraLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        rows, weight, lora_a, lora_b, low, mask = ctx.saved_tensors
-        s = ctx.scaling
+        rows, weight, lora_a, lora_b, low = ctx.saved_tensors
+        s, draw = ctx.scaling, ctx.draw
         above = gradient.reshape(-1, gradient.shape[-1])
         grad_low = torch.mm(above, lora_b)
-        grad_x = None
-        if ctx.needs_input_grad[0]:
-            grad_x = torch.mm(above, weight)
-            if mask is None:
+        grad_x = torch.mm(above, weight) if ctx.needs_input_grad[0] else None
+        if draw is None:
+            seen = rows
+            if grad_x is not None:
                 grad_x.addmm_(grad_low, lora_a, alpha=s)
-            else:
-                grad_x.addcmul_(torch.mm(grad_low, lora_a), mask, value=s)
-            grad_x = grad_x.view(ctx.shape)
-        seen = rows if mask is None else rows * mask
+        elif grad_x is None:
+            seen = drop(rows, draw)
+        else:
+            seen = drop_and_add_(rows, draw, grad_x, torch.mm(grad_low, lora_a), scale=s)
         # with beta 0 the first argument gives the shape alone
         grad_a = torch.addmm(lora_a, grad_low.t(), seen, beta=0, alpha=s)
         grad_b = torch.addmm(lora_b, above.t(), low, beta=0, alpha=s)
-        return grad_x, None, None, grad_a, grad_b, None
+        return None if grad_x is None else grad_x.view(ctx.shape), None, None, grad_a, grad_b, None
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, plus_one: bool = False) -> torch.Tensor:
@@ -229,3 +232,49 @@ def _turned(x: torch.Tensor, cos: torch.Tensor, sign: int, sin1: torch.Tensor, *
     y1.addcmul_(x2, sin1, value=sign)
     y2.addcmul_(x1, sin2, value=-sign)
     return y
+
+
+# Cross entropy and its gradient in one kernel, which writes the gradient over the logits.
+#
+#     p = softmax(x)        parts = -log p of the target, and the mean of -log p over the vocabulary
+#     x becomes  f (p - (1 - s) [target] - s / V)        s: label smoothing, f: factor of the row times a scale
+#
+# x [N, V], of any floating type; what is computed is float32, rounded once. Where Triton compiles for no card, torch's
+# operators compute the same in pieces.
+
+
+@torch.library.custom_op("roundpipe::cross_entropy_", mutates_args=("logits",))
+def cross_entropy_(
+    logits: torch.Tensor, targets: torch.Tensor, factors: torch.Tensor | None, smoothing: float, scale: float
+) -> torch.Tensor:
+    """Write the gradients over `logits` [N, V], contiguous; targets int64 [N], factors float32 [N] or None.
+
+    Returns:
+        parts: float64 [2, N]; the second row is zero without smoothing.
+    """
+    assert logits.is_contiguous()
+    if has_kernel(logits):
+        from roundpipe_cli.kernels.pointwise_triton import launch_cross_entropy
+
+        return launch_cross_entropy(logits, targets, factors, smoothing=smoothing, scale=scale)
+    log_probabilities = torch.log_softmax(logits.float(), dim=-1)
+    picked = log_probabilities.gather(1, targets[:, None])
+    parts = logits.new_zeros((2, logits.shape[0]), dtype=torch.float64)
+    parts[0] = -picked[:, 0].double()
+    if smoothing:
+        parts[1] = -log_probabilities.double().mean(dim=-1)
+    gradient = log_probabilities.exp_()
+    gradient.scatter_add_(1, targets[:, None], torch.full_like(picked, smoothing - 1.0))
+    if smoothing:
+        gradient.sub_(smoothing / gradient.shape[1])
+    if factors is not None:
+        gradient.mul_(factors[:, None])
+    logits.copy_(gradient.mul_(scale))
+    return parts
+
+
+@cross_entropy_.register_fake
+def _(
+    logits: torch.Tensor, targets: torch.Tensor, factors: torch.Tensor | None, smoothing: float, scale: float
+) -> torch.Tensor:
+    return logits.new_empty((2, logits.shape[0]), dtype=torch.float64)

@@ -1,16 +1,16 @@
 """Random numbers of a model's own code that depend only on (seed, step, microbatch, layer), on no thread or device.
 
 A layer's forward and its recompute must draw the same, on any worker and in any order. Each call of a layer runs under
-a function mode of its own thread that answers every random function of torch from a counter whose
-key is a hash of the layer's place and the number of earlier draws, or refuses it by name.
+a function mode of its own thread that answers every random function of torch from a counter
+(`kernels/random_masks.py`) whose key is a hash of the layer's place and the number of earlier draws, or refuses it by
+name.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,128 +20,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from roundpipe_cli.errors import RefusedError
-
-# Random numbers from a counter: each is a hash of (key, index), the same on every device and number of threads.
-#
-# A generator of torch's deals its numbers to the threads of a launch, so that they depend on the processor's kind. Here
-# element i of a draw, counted row by row through the tensor's shape whatever its strides, depends on the draw's 64-bit
-# key and i alone, by whole numbers that wrap around:
-#
-#     splitmix64(s, j) = mix(s + (j + 1) * 0x9E3779B97F4A7C15)                          all mod 2^64
-#     mix(z):  z ^= z >> 30;  z *= 0xBF58476D1CE4E5B9;  z ^= z >> 27;  z *= 0x94D049BB133111EB;  return z ^ (z >> 31)
-#
-#     row r = i >> 16                a = low, m = high 32 bits of splitmix64(key, r)
-#     column c = i & 0xFFFF          b = (splitmix64(0, c) >> 49 << 17) + 2 c + 1       a constant table, always odd
-#     word(i) = b * (a + m * b)  mod 2^32
-#
-#     a mask keeps element i with probability q where word(i), as a signed number, is at most round(q 2^32) - 1 - 2^31
-#     a uniform number is ((word(i) as a signed number >> 8) + 2^23) / 2^24, in [0, 1)
-#
-# Why this is enough: (a, m) of each row are fresh words of SplitMix64 (Steele, Lea and Flood, "Fast splittable
-# pseudorandom number generators", 2014). A polynomial without a constant term, with random coefficients, is a pairwise
-# independent hash (Carter and Wegman, "Universal classes of hash functions", 1979): as b is odd, every word is uniform,
-# and words of two columns are independent but for as many low bits as the two b have in common, at most 16. Words of
-# two rows share nothing. Within a row the lowest bits repeat, as those of all products mod 2^32 do: a comparison reads
-# the highest first, and a uniform number leaves the 8 lowest out. And it is cheap without a kernel of its own: two
-# passes over 32-bit words and a comparison, in blocks, so that no more than a block of words exists.
-
-COLUMNS = 1 << 16
-"""Elements that share a row's two words."""
-CPU_ROWS = 4
-"""Rows in a block of words on a processor: 1 MiB, which stays in its cache."""
-DEVICE_ROWS = 64
-"""The same elsewhere: 16 MiB, so that launches do not count."""
-_GAMMA = 0x9E3779B97F4A7C15
-_MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
-"""Shifts and factors of `mix`."""
-_WORD = 1 << 32
-_MASK64 = (1 << 64) - 1
-
-
-def _signed(value: int) -> int:
-    """`value` mod 2^64 as torch's signed 64-bit number."""
-    value %= 1 << 64
-    return value - (1 << 64) if value >> 63 else value
-
-
-def _word64(key: int, index: int) -> int:
-    """Word `index`, from 0, of SplitMix64 from the state `key`."""
-    word = (key + (index + 1) * _GAMMA) & _MASK64
-    for shift, factor in _MIX:
-        word = ((word ^ (word >> shift)) * factor) & _MASK64
-    return word
-
-
-def _signed32(value: int) -> int:
-    """`value` mod 2^32 as a signed number."""
-    return ((value + (1 << 31)) & (_WORD - 1)) - (1 << 31)
-
-
-def _splitmix64(key: int, count: int) -> torch.Tensor:
-    """The first `count` words of SplitMix64 from the state `key`, int64 on the host."""
-    words = torch.arange(1, count + 1, dtype=torch.int64, device="cpu")
-    words.mul_(_signed(_GAMMA)).add_(_signed(key))
-    for shift, factor in _MIX:
-        # torch's shift to the right repeats the sign
-        words ^= (words >> shift).bitwise_and_((1 << (64 - shift)) - 1)
-        words *= _signed(factor)
-    return words
-
-
-@functools.cache
-def _columns(device: torch.device) -> torch.Tensor:
-    """The constant table b, int32 [COLUMNS] on `device`."""
-    high = _splitmix64(0, COLUMNS).bitwise_right_shift_(49).bitwise_left_shift_(17)
-    columns = high + torch.arange(1, 2 * COLUMNS, 2, dtype=torch.int64, device="cpu")
-    return columns.to(torch.int32).to(device)
-
-
-def _draw(result: torch.Tensor, key: int, write: Callable[[torch.Tensor, torch.Tensor], object]) -> None:
-    """Give `write` each block of the contiguous `result` [N] and its words, int32, both [rows, columns]."""
-    device, count = result.device, result.numel()
-    whole, rest = divmod(count, COLUMNS)
-    block = CPU_ROWS if device.type == "cpu" else DEVICE_ROWS
-    if whole:
-        words = _splitmix64(key, whole)
-        low, high = (part.to(torch.int32)[:, None].to(device, non_blocking=True) for part in (words, words >> 32))
-    spans = [(first, min(block, whole - first), COLUMNS) for first in range(0, whole, block)]
-    spans += [(whole, 1, rest)] if rest else []
-    buffer = torch.empty(min(count, block * COLUMNS), dtype=torch.int32, device=device)
-    for first, rows, columns in spans:
-        table, own = _columns(device)[:columns], slice(first, first + rows)
-        part = buffer[: rows * columns].view(rows, columns)
-        if first < whole:
-            torch.addcmul(low[own], high[own], table, out=part).mul_(table)
-        else:  # a row alone, the only one of a small tensor: two numbers of the host's are no copies to a device
-            word = _word64(key, whole)
-            torch.mul(table, _signed32(word >> 32), out=part[0]).add_(_signed32(word)).mul_(table)
-        begin = first * COLUMNS
-        write(result[begin : begin + rows * columns].view(rows, columns), part)
-
-
-@torch.no_grad()
-def keep_mask(shape: Sequence[int], keep: float, key: int, device: torch.device) -> torch.Tensor:
-    """A mask, bool of `shape`, of which each element is true with probability `keep`, to 32 bits."""
-    limit = round(keep * _WORD)
-    mask = torch.empty(shape, dtype=torch.bool, device=device)
-    if limit <= 0:
-        return mask.zero_()
-    threshold = min(limit, _WORD) - 1 - _WORD // 2
-    _draw(mask.view(-1), key, lambda part, words: torch.le(words, threshold, out=part))
-    return mask
-
-
-@torch.no_grad()
-def uniform(shape: Sequence[int], key: int, device: torch.device) -> torch.Tensor:
-    """Uniform numbers in [0, 1), float32 of `shape`, multiples of 2^-24."""
-    numbers = torch.empty(shape, dtype=torch.float32, device=device)
-
-    def write(part: torch.Tensor, words: torch.Tensor) -> None:
-        part.copy_(words.bitwise_right_shift_(8)).add_(1 << 23).mul_(2.0**-24)
-
-    _draw(numbers.view(-1), key, write)
-    return numbers
-
+from roundpipe_cli.kernels.random_masks import Draw, keep_mask, uniform
 
 NOISE_ATTRIBUTE = "neftune_noise_alpha"
 """Attribute of the input embedding; the name is transformers' own."""
@@ -176,13 +55,13 @@ def switch_off_dropout(model: nn.Module) -> None:
                 setattr(module, name, 0.0)
 
 
-def drawn_mask(tensor: torch.Tensor, p: float) -> torch.Tensor:
-    """The mask of what `functional.dropout(tensor, p)` would keep here, bool of its shape; counts as that draw."""
+def next_draw(p: float) -> Draw:
+    """The mask of what `functional.dropout` would keep here if it drops with probability `p`; counts as that draw."""
     modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     mode = next((one for one in reversed(modes) if isinstance(one, SeededDropout)), None)
-    if mode is None:  # outside a layer's call: torch's own random numbers
-        return functional.dropout(torch.ones_like(tensor), p) != 0
-    return mode.mask(tensor, p)
+    # outside a layer's call: torch's own random numbers
+    key = int(torch.randint(1 << 62, (), device="cpu")) if mode is None else mode.next_key()
+    return Draw(key, 1.0 - p)
 
 
 class SeededDropout(TorchFunctionMode):

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from roundpipe_cli.kernels.fused import AdapterTerm, lora_linear, rms_norm, rotate
-from roundpipe_cli.model.dropout import drawn_mask
+from roundpipe_cli.model.dropout import next_draw
 from roundpipe_cli.model.split import ModelSplit
 from roundpipe_cli.model.stored.packed_weights import import_bitsandbytes
 
@@ -323,5 +323,5 @@ class FusedLora:
             return self._plain(x, *args, **kwargs)  # type: ignore[no-any-return]
         drops = isinstance(self._dropout, nn.Dropout) and self._dropout.training
         p = float(self._dropout.p) if drops else 0.0
-        mask = drawn_mask(x, p) if p else None
-        return lora_linear(x, weight, bias, a, lora_b=b, term=AdapterTerm(self._scaling / (1 - p), mask, self.fill))
+        draw = next_draw(p) if p else None
+        return lora_linear(x, weight, bias, a, lora_b=b, term=AdapterTerm(self._scaling / (1 - p), draw, self.fill))

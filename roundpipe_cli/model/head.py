@@ -14,6 +14,7 @@ from torch.nn.functional import logsigmoid
 from torch.utils.hooks import RemovableHandle
 
 from roundpipe_cli.choices import IGNORED_LABEL, PairObjective
+from roundpipe_cli.kernels.fused import cross_entropy_
 
 # Takes each parameter's gradient as soon as backward has it, so that a layer's gradients never all exist at once.
 
@@ -228,6 +229,8 @@ class HeadLoss:
     """Target tokens per chunk."""
     label_smoothing: float = 0.0
     """Label smoothing, see `chunk_loss`."""
+    in_place: bool = False
+    """Write gradients over the logits, by one kernel (`kernels/fused.py`)."""
 
 
 @dataclass
@@ -277,6 +280,29 @@ def chunk_loss(
     if label_smoothing:
         gradient.sub_(label_smoothing / gradient.shape[1])
     return loss_sum, gradient
+
+
+def _loss_in_place(
+    logits: torch.Tensor, targets: torch.Tensor, loss: HeadLoss, factors: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `chunk_loss`; the gradient is scaled, also by `factors` [N, 1], and lies over logits that no graph reads."""
+    step = logits.grad_fn
+    while step is not None and step.name() in _VIEWS:
+        step = step.next_functions[0][0]
+    values = logits.detach()
+    if step is None or step.name() not in _FORGETS_RESULT or not values.is_contiguous():
+        values = values.clone(memory_format=torch.contiguous_format)
+    each = None if factors is None else factors[:, 0].contiguous()
+    parts = cross_entropy_(values, targets, each, loss.label_smoothing, loss.gradient_scale)
+    loss_sum = parts[0].sum()
+    if loss.label_smoothing:
+        loss_sum = (1 - loss.label_smoothing) * loss_sum + loss.label_smoothing * parts[1].sum()
+    return loss_sum, values
+
+
+_VIEWS = frozenset({"SelectBackward0", "SliceBackward0", "ViewBackward0", "UnsafeViewBackward0", "SqueezeBackward0"})
+_FORGETS_RESULT = frozenset({"MmBackward0", "AddmmBackward0", "MulBackward0", "ToCopyBackward0"})
+"""Operators whose backward does not read what they returned; a soft cap ends in a product."""
 
 
 @dataclass
@@ -366,13 +392,18 @@ def run_head(
         chunk = rows[part].detach().requires_grad_(needs_hidden_grad)
         with torch.enable_grad():
             logits = logits_of(chunk, start)
-        loss_sum, grad_logits = chunk_loss(logits, targets.ids[part], loss.label_smoothing)
+        factors = None if pairs is None else pairs.factors[part]
+        if loss.in_place and logits.requires_grad:
+            loss_sum, grad_logits = _loss_in_place(logits, targets.ids[part], loss, factors)
+        else:
+            loss_sum, grad_logits = chunk_loss(logits, targets.ids[part], loss.label_smoothing)
         result.loss_sum += loss_sum
         if not logits.requires_grad:
             continue
-        if pairs is not None:
-            grad_logits.mul_(pairs.factors[part])
-        grad_logits = grad_logits.mul_(loss.gradient_scale).to(logits.dtype)
+        if not loss.in_place:
+            if factors is not None:
+                grad_logits.mul_(factors)
+            grad_logits = grad_logits.mul_(loss.gradient_scale).to(logits.dtype)
         with taps:
             torch.autograd.backward(logits, grad_logits)
         del logits, grad_logits

@@ -9,9 +9,11 @@ import json
 import os
 import re
 import shutil
+import tempfile
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -364,6 +366,10 @@ def _load_tokenizer(source: ModelSource) -> Any:
             expected=f"one of {', '.join(TOKENIZER_FILES)}",
             hint="copy the tokenizer's files from the model that this one was made of",
         )
+    if source.gguf_file is not None and has_tokenizer(source.folder):  # transformers would mix the two
+        with tempfile.TemporaryDirectory() as alone:
+            (Path(alone) / source.gguf_file).symlink_to((source.folder / source.gguf_file).absolute())
+            return _load_tokenizer(replace(source, folder=Path(alone)))
     with refusing("the model's tokenizer cannot be loaded", source.name), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return AutoTokenizer.from_pretrained(str(source.folder), trust_remote_code=False, **source.load_arguments)

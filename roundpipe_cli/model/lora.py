@@ -68,7 +68,7 @@ def _routers(model: nn.Module) -> set[str]:
 
 @dataclass(frozen=True)
 class _Targets:
-    """Layers and parameters to adapt in a model with experts, by PEFT's names."""
+    """Adapted names of a model with experts, in PEFT's words."""
 
     modules: list[str]
     parameters: list[str]
@@ -160,7 +160,7 @@ def _ends(path: str) -> Iterator[str]:
     return (".".join(parts[-count:]) for count in range(1, len(parts) + 1))
 
 
-def describe_adapted(model: nn.Module) -> str | None:
+def describe_adapted_experts(model: nn.Module) -> str | None:
     """A notice on what is adapted in a model with experts, read from its adapters; None: it has none."""
     if not _routers(model) and not fused_experts(model, None):
         return None

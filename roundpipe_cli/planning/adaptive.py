@@ -11,7 +11,7 @@ import hashlib
 import json
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -331,6 +331,10 @@ class AdaptivePlanner:
         case = self.case(num_microbatches * self._chunks)
         return make_schedule(self._pipeline.schedule, choose(self._pipeline.schedule, case, effort="quick"), case)
 
+    def expected_bubble(self, num_microbatches: int) -> float:
+        """Share of such a step after the profile in which workers wait, by the costs known so far."""
+        return bubble_ratio(simulate(self.expected(num_microbatches), self.costs, after_update=True))
+
     @property
     def schedules(self) -> tuple[Schedule, ...]:
         """The most recent schedules of full and short steps."""
@@ -357,6 +361,28 @@ class AdaptivePlanner:
         stages = schedule.forward_stages, schedule.backward_stages
         self._kept = _KeptStages(stages, costs or self.costs, options or self._options)
         self._schedules = {schedule.num_microbatches // self._chunks: schedule}
+
+    def leave_out(self, lost: Collection[int]) -> None:
+        """Cut the stages for fewer workers from now on, by what is known of the others: `lost` are gone."""
+
+        def for_the_rest(costs: CostModel) -> CostModel:
+            speeds = costs.worker_speed
+            if speeds is not None:
+                speeds = tuple(speed for worker, speed in enumerate(speeds) if worker not in lost)
+            return replace(costs, worker_speed=speeds)
+
+        self._num_workers -= len(lost)
+        self.costs, self.rough = for_the_rest(self.costs), for_the_rest(self.rough)
+        if self._kept is not None:
+            self._kept = replace(self._kept, costs=for_the_rest(self._kept.costs))
+        if self._given is not None and self._pipeline.binds_stages:  # as many as there were workers
+            self._pipeline = replace(self._pipeline, forward_stages="auto")
+            self.measured, self._planned = False, True
+        self._given = given_cut(self._pipeline, self._num_workers)
+        self._weights_stay = self._weights_stay and self._num_workers > 1
+        self._cache = None  # it is of all devices
+        self._profile.clear()
+        self._forget_schedules()
 
     def release_stages(self) -> None:
         """Go back to the stages that the planner chooses for devices that keep no weights."""

@@ -111,8 +111,8 @@ def packing_note(found: FoundConfig, recipe: Recipe) -> str:
     obstacle = packing_obstacle(found, recipe)
     if obstacle is None:
         return (
-            "packing (auto): short rows will be packed where `finetune` proves that the model keeps them apart, so "
-            "sequences are counted as full"
+            "packing (auto): short rows are packed where that leaves enough steps and `finetune` proves that the model "
+            "keeps them apart; sequences are counted as full"
         )
     return f"packing (auto): off: {obstacle}; rows shorter than max_seq_length train fewer tokens a second than this"
 

@@ -40,7 +40,7 @@ EXPERT_TOKENS = 16384
 CPU_TOKENS = 2048
 """The same for the processor, which fetches no weights."""
 MIN_MICROBATCHES = 4
-"""A full step keeps at least so many microbatches, whatever the number of workers."""
+"""A step keeps at least so many microbatches, whatever the number of workers, of full rows as of short ones."""
 MIN_LARGE_MICROBATCHES = 16
 """The same where a microbatch has more than `USUAL_TOKENS`."""
 MICROBATCHES_KEPT = 16

@@ -375,7 +375,8 @@ def _shared_out(planned: StageCut, spread: Options, case: SimulationCase, keeps:
         for stages in _fine_stages(case)
         for per_round in rounds
     ]
-    allowed = list(filter(keeps, fine))
+    finest, coarser = fine[: len(rounds)], fine[len(rounds) :]
+    allowed = list(filter(keeps, finest)) or list(filter(keeps, coarser))
     short = replace(case, num_microbatches=min(case.num_microbatches, MAX_JUDGED_ROUNDS * case.num_workers))
     is_whole = short.num_microbatches == case.num_microbatches
     if not (allowed or is_whole):  # of a longer step the end, where sharing stages helps, is a small part
@@ -405,6 +406,8 @@ def _fine_stages(case: SimulationCase) -> Iterator[tuple[tuple[StageRange, ...],
         for count in (3 * workers, 5 * workers // 2, 2 * workers):
             if count < len(single) - 1:
                 sizes = even_sizes(num_layers - 2, count, larger_first=True)
+                few = sizes.count(sizes[-1]) // 2  # half of the smaller stages first: workers wait at both ends
+                sizes = (*sizes[count - few :], *sizes[: count - few])
                 yield forward, backward_ranges([1, *sizes[:-1], sizes[-1] + 1], num_layers)
 
 

@@ -17,12 +17,18 @@ from roundpipe_cli.costs.models import Architecture, TrainingSettings
 from roundpipe_cli.errors import ResourceError
 from roundpipe_cli.planning.admission import unproven
 from roundpipe_cli.planning.answers import Answers, cut_document, cut_from, number
-from roundpipe_cli.planning.choose import MIN_GAIN, case_for, choose, deal_out, given_cut, in_long_rounds
+from roundpipe_cli.planning.choose import MIN_GAIN, case_for, choose, deal_out, given_cut
 from roundpipe_cli.planning.compare import SimulationCase, StageCut, costs_per_microbatch
 from roundpipe_cli.planning.cuts import enough_per_round, forward_stages, resident_cut
-from roundpipe_cli.planning.question import Build, PlanRequest, ask, describe_idle_gpus, without_small_cards
+from roundpipe_cli.planning.question import (
+    Build,
+    PlanRequest,
+    ask,
+    describe_idle_gpus,
+    rows_that_keep_busy,
+    without_small_cards,
+)
 from roundpipe_cli.planning.search.stages import even_cut
-from roundpipe_cli.planning.solve import Solution, solve
 from roundpipe_cli.planning.verdict import Verdict, coarsest_cut, judge, judge_coarsest, stage_limits
 from roundpipe_cli.recipe.load import LoadedRecipe
 from roundpipe_cli.schedule.builders import (
@@ -371,15 +377,15 @@ def make_plan(
     Raises:
         RefusedError: no such model or hardware, or stages of the recipe that do not cover the layers.
     """
-    return _best_plan(ask(loaded, hardware, build=build), answers)[1]
+    return best_plan(ask(loaded, hardware, build=build), answers)[1]
 
 
 def cards_worth_using(question: PlanRequest, answers: Answers | None) -> PlanRequest:
     """The question for the devices that its plan uses: all, or the GPUs of more memory."""
-    return _best_plan(question, answers)[0] if any(without_small_cards(question)) else question
+    return best_plan(question, answers)[0] if any(without_small_cards(question)) else question
 
 
-def _best_plan(question: PlanRequest, answers: Answers | None) -> tuple[PlanRequest, Plan]:
+def best_plan(question: PlanRequest, answers: Answers | None) -> tuple[PlanRequest, Plan]:
     """The plan, and the question for the devices that it uses. Those that the recipe lists are all used."""
     best = _plan(question, answers)
     asked, advice = question, []
@@ -485,14 +491,14 @@ def _figures(question: PlanRequest) -> tuple[object, ...]:
 
 def _known_cut(question: PlanRequest, answers: Answers | None) -> StageCut:
     if answers is None or given_cut(question.loaded.recipe.pipeline, question.num_workers) is not None:
-        return _cut(question)
+        return _cut(question, None)
 
     schedule, layers = question.loaded.recipe.pipeline.schedule, len(question.analytic.costs.layers)
 
     def read(document: object) -> StageCut:
         return cut_from(document, schedule, layers, question.num_workers)
 
-    return answers.once(("stages", _figures(question)), lambda: _cut(question), cut_document, read)
+    return answers.once(("stages", _figures(question)), lambda: _cut(question, answers), cut_document, read)
 
 
 def _known_step(question: PlanRequest, cut: StageCut, answers: Answers | None) -> SimulatedStep:
@@ -502,12 +508,14 @@ def _known_step(question: PlanRequest, cut: StageCut, answers: Answers | None) -
     return answers.once(asked, lambda: simulate_step(question, cut), step_document, step_from)
 
 
-def _cut(question: PlanRequest) -> StageCut:
+def _cut(question: PlanRequest, answers: Answers | None) -> StageCut:
     """The recipe's own stages where it has them, the planner's otherwise."""
     pipeline, settings = question.loaded.recipe.pipeline, question.settings
     given, case = given_cut(pipeline, question.num_workers), stage_case(question)
+    if given is not None and pipeline.binds_stages:
+        return given
     if given is not None:
-        return in_long_rounds(given, case)
+        return replace(given, microbatches_per_round=_longest_round(question, given))
     if pipeline.binds_stages:
         return choose(pipeline.schedule, case, effort="quick")
     if settings.sequence_chunks > 1:
@@ -526,8 +534,8 @@ def _cut(question: PlanRequest) -> StageCut:
     except ResourceError:
         return _coarsest(question, "no cut keeps the devices' limits")
     if settings.weights_on_disk:  # the search sees little of uploads, which bind there
-        return _coarser(question, cut)
-    return cut if keeps(cut) else deal_out("roundpipe", _coarser(question, cut), case, keeps)
+        return _coarser(question, cut, answers)
+    return cut if keeps(cut) else deal_out("roundpipe", _coarser(question, cut, answers), case, keeps)
 
 
 def _coarsest(question: PlanRequest, why: str) -> StageCut:
@@ -542,7 +550,7 @@ def _judged(question: PlanRequest, cut: StageCut) -> Verdict:
     return judge(question.architecture, question.settings, question.hardware, question.analytic, cut=judged)
 
 
-def _coarser(question: PlanRequest, cut: StageCut) -> StageCut:
+def _coarser(question: PlanRequest, cut: StageCut, answers: Answers | None) -> StageCut:
     """The fastest of `cut` and coarser even ones that fit: every backward stage keeps a boundary of each microbatch."""
     costs, settings, count = question.analytic.costs, question.settings, len(question.analytic.costs.layers)
     most = len(coarsest_cut(question.architecture, settings, question.hardware, question.analytic).backward_stages) - 1
@@ -558,7 +566,7 @@ def _coarser(question: PlanRequest, cut: StageCut) -> StageCut:
             verdict = _judged(question, one)
             steps[one] = math.inf
             if verdict.fits:
-                steps[one] = simulate_step(with_auto_cache(question, verdict)[0], one).step_s
+                steps[one] = _known_step(with_auto_cache(question, verdict)[0], one, answers).step_s
         return steps[one]
 
     def even(forward: int, backward: int, beside_head: int, per_round: int) -> StageCut:
@@ -645,22 +653,12 @@ def _assumptions(question: PlanRequest, cut: StageCut) -> tuple[str, ...]:
         lines.append(
             f"note: the model was made for at most {limit} tokens, max_seq_length is {settings.max_seq_length}"
         )
-    workers, per_step = question.num_workers, settings.num_microbatches
     if settings.sequence_chunks > 1:
         lines.append("assumed: every chunk of a sequence takes the same time, and keys and values no time on the links")
-    elif workers > 1 and per_step < 4 * workers and cut.microbatches_per_round:
-        recipe = question.loaded.recipe
-        enough = math.ceil(4 * workers * settings.micro_batch_size / recipe.micro_batch_size)
+    elif cut.microbatches_per_round and (rows := rows_that_keep_busy(question)) is not None:
+        enough = rows // question.loaded.recipe.micro_batch_size
         lines.append(
-            f"note: {per_step} microbatches a step are few for {counted(workers, 'worker')}; "
-            f"gradient_accumulation_steps={enough} makes the bubble smaller"
+            f"note: {settings.num_microbatches} microbatches a step are few for "
+            f"{counted(question.num_workers, 'worker')}; gradient_accumulation_steps={enough} makes the bubble smaller"
         )
     return tuple(lines)
-
-
-def solve_recipe(plan: Plan) -> Solution:
-    """Changes that would make it fit."""
-    question = plan.question
-    asked = question.loaded.recipe.pipeline.weight_cache  # a cache of `auto` takes spare memory only
-    settings = replace(question.settings, weight_cache_bytes=0 if asked == "auto" else asked)
-    return solve(question.architecture, settings, question.hardware)

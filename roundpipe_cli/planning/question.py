@@ -33,7 +33,6 @@ from roundpipe_cli.planning.admission import (
     has_weights,
     holds_weights,
     packing_note,
-    packing_obstacle,
 )
 from roundpipe_cli.planning.auto_choices import Unpacking, choose_token_budget, choose_unpacking, with_smallest_card
 from roundpipe_cli.planning.verdict import judge_coarsest
@@ -191,8 +190,6 @@ class PlanRequest:
 
     unpacking: Unpacking | None = None
     """How packed weights are unpacked; None: there are none."""
-    packs: bool = False
-    """Rows will be packed: the recipe says so, or `auto` will, as far as that is known before rows are read."""
     given: LoadedRecipe | None = None
     """The recipe as it was asked about: `loaded`, with `auto` where a number was decided."""
     found: FoundConfig | None = None
@@ -222,6 +219,19 @@ class PlanRequest:
         once_s = sum(layer.forward_s + layer.backward_s for layer in costs.layers) * settings.num_microbatches
         host_s = settings.num_microbatches * self.analytic.host_s_per_microbatch
         return once_s / sum(costs.worker_speed or (1.0,) * self.num_workers) + host_s
+
+
+ENOUGH_PER_WORKER = 4
+"""Microbatches of a step for each worker that keep all of them busy."""
+
+
+def rows_that_keep_busy(question: PlanRequest) -> int | None:
+    """Rows of a step that has `ENOUGH_PER_WORKER` microbatches for each worker; None where one has as many already."""
+    settings, recipe = question.settings, question.loaded.recipe
+    enough = ENOUGH_PER_WORKER * question.num_workers
+    if question.num_workers == 1 or settings.sequence_chunks > 1 or settings.num_microbatches >= enough:
+        return None
+    return math.ceil(enough * settings.micro_batch_size / recipe.micro_batch_size) * recipe.micro_batch_size
 
 
 def settings_of(recipe: Recipe) -> TrainingSettings:
@@ -317,7 +327,6 @@ def _decided(
         note = f"note: {', '.join(lacking)} has no bfloat16; planned as float16"
         machine = replace(machine, notes=(*machine.notes, note))
     choices = [packing_note(found, recipe)]
-    packs = recipe.packs or (recipe.packing == "auto" and packing_obstacle(found, recipe) is None)
     if recipe.micro_batch_tokens == "auto":
         recipe = replace(recipe, micro_batch_tokens=_token_budget(recipe, architecture, settings, machine))
         loaded, choices = replace(loaded, recipe=recipe), [*choices, describe_budget(recipe)]
@@ -350,7 +359,6 @@ def _decided(
         machine_source=source,
         choices=made,
         unpacking=unpacking,
-        packs=packs,
         given=given,
         found=found,
         machine=found_machine,
@@ -492,8 +500,11 @@ def without_small_cards(question: PlanRequest) -> Iterator[PlanRequest]:
 def with_cards_of(question: PlanRequest, least_bytes: int) -> PlanRequest:
     """The question for the devices of at least so much memory."""
     kept = tuple(device for device in question.hardware.devices if device.memory_bytes >= least_bytes)
-    if len(kept) == question.num_workers:
-        return question
+    return question if len(kept) == question.num_workers else on_devices(question, kept)
+
+
+def on_devices(question: PlanRequest, kept: tuple[Device, ...]) -> PlanRequest:
+    """The question for these of its devices."""
     hardware = replace(question.hardware, devices=kept)
     analytic = analytic_costs(question.architecture, question.settings, hardware)
     if question.settings.weights_on_disk:  # the disk is the link, whatever the devices'

@@ -19,9 +19,11 @@ from roundpipe_cli.planning.question import (
     choose_tier,
     describe_idle_gpus,
     names_of_cards,
+    on_devices,
     with_cards_of,
     without_small_cards,
 )
+from roundpipe_cli.planning.solve import best_remedies
 from roundpipe_cli.planning.verdict import Verdict, judge, judge_coarsest
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.schedule.actions import Schedule
@@ -92,7 +94,11 @@ def check_fits(question: PlanRequest) -> None:
             return
     error = ResourceError(verdict.reasons[0])
     found = f"{format_bytes(available)} available now of {format_bytes(memory.total_bytes)} ({memory.limited_by})"
-    hint = f"`roundpipe plan {loaded.path} --solve` names the cheapest changes that make it fit"
+    found_machine = replace(question.machine or machine, host_memory_bytes=available)
+    here = replace(question, hardware=machine, machine=found_machine)
+    best = "; ".join(change.what for change in best_remedies(here, None, Answers()))
+    hint = f"`roundpipe plan {loaded.path} --solve` names more changes that make it fit"
+    hint = f"{best}; {hint}" if best else "no change of the recipe and no smaller model that the tool knows fits here"
     for fewer in without_small_cards(replace(question, settings=settings, hardware=machine)):
         if judge_coarsest(fewer.architecture, settings, fewer.hardware, fewer.analytic).fits:
             hint = f"{describe_idle_gpus(question, fewer, fits=False)}; {hint}"
@@ -107,6 +113,21 @@ def check_fits(question: PlanRequest) -> None:
         for reason in verdict.reasons
     )
     raise error
+
+
+def reason_against(asked: PlanRequest, left: Sequence[int]) -> str | None:
+    """Why a run cannot go on with the devices of these workers alone; None: it can, as far as is known.
+
+    Args:
+        asked: when the run began, for all of its workers.
+    """
+    devices = asked.hardware.devices
+    if asked.architecture.is_guess or not asked.hardware.is_here or max(left) >= len(devices):
+        return None
+    fewer = on_devices(asked, tuple(devices[worker] for worker in left))
+    settings = replace(fewer.settings, unpacks_once=False)
+    verdict = judge_coarsest(fewer.architecture, settings, fewer.hardware, fewer.analytic)
+    return next(iter(verdict.short_reasons), None)
 
 
 # Predictions for the stages that a run used, for the comparison at its end.

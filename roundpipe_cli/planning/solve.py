@@ -1,85 +1,86 @@
-"""Settings that would fit: the longest sequence, the largest microbatch, and the cheapest changes to a recipe.
+"""Remedies for a recipe that does not fit or is slow: the one ladder for `plan`, `plan --solve`, `init` and `finetune`.
 
-Answers come from the memory model alone, on the coarsest cut that the devices hold, so each try takes a millisecond and
-every answer is exact for the model: one more token, or one more row, does not fit.
+    16 bit | FP8 | 8 bit | 4 bit | shorter sequences | lower rank | LoRA       with all weights in host memory
+    the same                                                                   with frozen weights read from the disk
+    the nearest smaller model, in 16 bit or packed                             a machine with more memory
+
+What changes no number comes before the first rung: smaller pieces of the same step. The memory model alone chooses, in
+milliseconds a try, on the coarsest cut that the devices hold; the speed of a remedy is that of its own plan.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import combinations
+from functools import partial
+from itertools import combinations, islice
 
-from roundpipe_cli.choices import PACKED_FORMATS
+from roundpipe_cli.choices import PACKED_FORMATS, PackedName
 from roundpipe_cli.costs.find_model import shipped_architecture, shipped_figures
 from roundpipe_cli.costs.hardware import Hardware, catalogue, gpu_device
+from roundpipe_cli.costs.machine import MAX_PARAMETERS_ON_CPU
 from roundpipe_cli.costs.memory import HOST_MARGIN_BYTES
 from roundpipe_cli.costs.models import Architecture, TrainingSettings
-from roundpipe_cli.planning.question import PlanRequest, settings_of
+from roundpipe_cli.errors import RefusedError, ResourceError
+from roundpipe_cli.planning.answers import Answers
+from roundpipe_cli.planning.predict import Plan, best_plan
+from roundpipe_cli.planning.question import PlanRequest, ask, ask_again, rows_that_keep_busy, settings_of
 from roundpipe_cli.planning.verdict import judge_coarsest
-from roundpipe_cli.recipe.load import load_recipe
-from roundpipe_cli.recipe.shipped import ShippedRecipe, shipped_recipes
+from roundpipe_cli.planning.what_if import Word, summary_of
+from roundpipe_cli.recipe.load import LoadedRecipe, load_recipe, parse_override
+from roundpipe_cli.recipe.shipped import shipped_recipes
 from roundpipe_cli.units import GIB, format_count
-
-# Which shipped recipe fits a machine that another recipe does not fit.
-
-
-def fitting_recipe(question: PlanRequest) -> ShippedRecipe | None:
-    """The shipped recipe that fits the question's machine: of the same model and method if there is one, then of the
-    same model, then of the next smaller model of the same family, then of the next smaller one of any."""
-    candidates = sorted(_shipped_candidates(question.architecture), key=lambda one: _distance(question, one))
-    for recipe, architecture, settings in candidates:
-        if judge_coarsest(architecture, settings, question.hardware).fits:
-            return recipe
-    return None
-
-
-RecipeCandidate = tuple[ShippedRecipe, Architecture, TrainingSettings]
-
-
-def _shipped_candidates(wanted: Architecture) -> Iterator[RecipeCandidate]:
-    for shipped in shipped_recipes():
-        recipe = load_recipe(shipped.path).recipe
-        architecture = shipped_architecture(recipe.model)
-        if architecture is not None and architecture.parameters <= wanted.parameters:
-            yield shipped, architecture, settings_of(recipe)
-
-
-def _distance(question: PlanRequest, candidate: RecipeCandidate) -> tuple[bool, bool, int, bool, float]:
-    """Distance of a recipe from what was asked, for sorting."""
-    recipe, architecture, settings = candidate
-    wanted = question.architecture
-    other_machine = 0.0
-    if recipe.verdict is not None:  # a recipe for about as many GPUs keeps them busy
-        other_machine = abs(int(recipe.verdict.hardware.partition("x")[0]) - question.num_workers)
-    return (
-        architecture.parameters != wanted.parameters,
-        architecture.model_type != wanted.model_type,
-        -architecture.parameters,
-        settings.method != question.settings.method,
-        other_machine,
-    )
-
 
 MAX_SEQUENCE_TOKENS = 1 << 24
 MAX_MICRO_BATCH = 1 << 16
 NUM_CHANGES = 3
 MLP_CHUNK_TOKENS = 4096
 """Tokens that keep large products busy; with 8 of 128 experts a token, each expert gets 256 rows."""
+WORTH = 1.1
+"""A change that leaves a plan slow is named if it makes it so many times as fast."""
+PACKED: dict[PackedName, tuple[float, str]] = {
+    "fp8": (1.1, "frozen weights change by 2.6 %"),
+    "8bit": (1.2, "frozen weights change by 1 %; needs bitsandbytes"),
+    "4bit": (1.4, "frozen weights change by 9 %; needs bitsandbytes"),
+}
+"""Formats in the order in which they are tried, with rank and cost (root mean square of normally distributed weights).
+FP8 is first since it needs no other package."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A change that makes a recipe fit."""
+    """A change that makes a recipe fit, or faster."""
 
     overrides: tuple[str, ...]
     """`key=value` texts for the command line; empty for a change of the machine."""
-    what: str
-    """The change and what it costs, in words."""
+    cost: str
+    """Its cost, in words; of a change of the machine, the change."""
     rank: float
     """Price for ordering: below 1 costs at most some speed, below 2 some ability, below 3 changes the method, above
     that it costs money."""
+    machine: Hardware | None = None
+    """Another machine; None: the same."""
+    tokens_per_s: float | None = None
+    """Speed with it, as `plan` predicts it; None: not planned yet."""
+    word: Word | None = None
+    """`plan`'s verdict with it."""
+
+    @property
+    def speed(self) -> float:
+        """`tokens_per_s`, 0 where it is not planned."""
+        return self.tokens_per_s or 0.0
+
+    @property
+    def what(self) -> str:
+        """`load_in_4bit=true: 3,367 tokens/s; frozen weights in 4 bit ...`."""
+        speed = "" if self.tokens_per_s is None else f"{self.tokens_per_s:,.0f} tokens/s"
+        speed += ", still SLOW" if self.word == "SLOW" else ""
+        return f"{' '.join(self.overrides) or self.cost}: " + "; ".join(
+            filter(None, [speed, self.cost if self.overrides else ""])
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,20 +90,122 @@ class Solution:
     max_seq_length: int | None
     micro_batch_size: int | None
     changes: tuple[Change, ...]
-    """Changes that make the recipe fit; empty where it fits as it is."""
+    """Changes that make the recipe fit, or faster where it is slow; empty where it is neither."""
 
 
-def solve(
-    architecture: Architecture,
-    settings: TrainingSettings,
-    hardware: Hardware,
-) -> Solution:
-    """Settings that would fit."""
-    fits_as_is = judge_coarsest(architecture, settings, hardware).fits
+def solve(plan: Plan, answers: Answers | None = None) -> Solution:
+    """Settings that would fit, and the three cheapest changes where it does not, or is slow.
+
+    Args:
+        answers: as of `make_plan`.
+    """
+    question, changes = plan.question, list[Change]()
+    if summary_of(plan).word != "FITS":
+        now = plan if plan.verdict.fits else None
+        changes += islice(_changes(question, now, answers), NUM_CHANGES)
+        rest = sorted([*_machines(question), *_smaller_models(question)], key=lambda change: change.rank)
+        planned = (_with_speed(question, change, answers) for change in rest)
+        good = (one for one in planned if one and one.word == "FITS" and (now is None or one.speed > now.tokens_per_s))
+        changes += islice(good, NUM_CHANGES - len(changes))
+    cache = question.loaded.recipe.pipeline.weight_cache  # a cache of `auto` takes spare memory only
+    settings = replace(question.settings, weight_cache_bytes=0 if cache == "auto" else cache)
     return Solution(
-        max_seq_length=longest_sequence(architecture, settings, hardware),
-        micro_batch_size=largest_micro_batch(architecture, settings, hardware),
-        changes=() if fits_as_is else cheapest_changes(architecture, settings, hardware),
+        max_seq_length=longest_sequence(question.architecture, settings, question.hardware),
+        micro_batch_size=largest_micro_batch(question.architecture, settings, question.hardware),
+        changes=tuple(changes),
+    )
+
+
+def remedies(plan: Plan, answers: Answers | None = None) -> tuple[Change, ...]:
+    """The best remedies for a plan that does not fit or is slow; none for one that fits."""
+    if summary_of(plan).word == "FITS":
+        return ()
+    return best_remedies(plan.question, plan if plan.verdict.fits else None, answers)
+
+
+def best_remedies(question: PlanRequest, now: Plan | None, answers: Answers | None = None) -> tuple[Change, ...]:
+    """The cheapest change of the recipe that makes it fit, or fast; and where there is none, the nearest smaller model
+    that this machine trains fast, after what makes this one faster at least.
+
+    Args:
+        now: the plan as it is, which is slow; None: it does not fit.
+        answers: as of `make_plan`.
+    """
+    found = list(islice(_changes(question, now, answers), 1))
+    if not found or found[0].word != "FITS":
+        least = max((WORTH * change.speed for change in found), default=0.0)
+        planned = (_with_speed(question, change, answers) for change in _smaller_models(question))
+        nearest = next((change for change in planned if change is not None and change.word == "FITS"), None)
+        found += [nearest] if nearest is not None and nearest.speed >= least else []
+    return tuple(found)
+
+
+def _changes(question: PlanRequest, now: Plan | None, answers: Answers | None) -> Iterator[Change]:
+    """Changes of the recipe with their speeds, the cheapest first."""
+    if now is not None and _is_on_cpu(question) and question.architecture.parameters > MAX_PARAMETERS_ON_CPU:
+        return  # no change makes a processor fast enough
+    waits = now is not None and not question.reads_disk
+    ladder = _against_waiting(question) if waits else _against_need(question, from_disk=False)
+    is_found = False
+    for change in ladder:
+        planned = _with_speed(question, change, answers)
+        if planned is None or (now is not None and planned.speed < now.tokens_per_s):
+            continue
+        if now is None or planned.word == "FITS":
+            is_found = True
+            yield planned
+    if now is None:
+        ladder = _against_need(question, from_disk=True)
+        yield from filter(None, (_with_speed(question, change, answers) for change in ladder))
+    elif not is_found and (smallest := [*_packings(question)][-1:]):
+        planned = _with_speed(question, smallest[0][0], answers)
+        if planned is not None and planned.speed > WORTH * now.tokens_per_s:
+            yield planned
+
+
+def _is_on_cpu(question: PlanRequest) -> bool:
+    return all(device.is_cpu for device in question.hardware.devices)
+
+
+def _with_speed(question: PlanRequest, change: Change, answers: Answers | None) -> Change | None:
+    """The change with its own plan's verdict and speed; None where it does not fit after all."""
+    given, machine = question.given, change.machine or question.machine
+    assert given is not None
+    loaded = changed(given, change.overrides)
+    with suppress(RefusedError, ResourceError):
+        if loaded.recipe.model == given.recipe.model and change.machine is None:
+            asked = ask_again(question, loaded)
+        else:
+            asked = replace(ask(loaded, machine), machine_source=question.machine_source)
+        plan = best_plan(asked, answers)[1]
+        if plan.verdict.fits:
+            return replace(change, tokens_per_s=plan.tokens_per_s, word=summary_of(plan).word)
+    return None
+
+
+def changed(loaded: LoadedRecipe, overrides: tuple[str, ...]) -> LoadedRecipe:
+    """The recipe with the overrides of a change, which need no check."""
+    recipe = loaded.recipe
+    for text in overrides:
+        (key, *inner), value = parse_override(text, "a change")
+        if inner:
+            value = replace(getattr(recipe, str(key)), **{str(inner[0]): value})
+        recipe = replace(recipe, **{str(key): value})
+    return replace(loaded, recipe=recipe)
+
+
+def _as_asked(question: PlanRequest) -> TrainingSettings:
+    """The settings without what was decided for lack of memory, or to use what is spare."""
+    recipe, settings = question.loaded.recipe, question.settings
+    cache = recipe.pipeline.weight_cache
+    if question.given is not None and question.given.recipe.micro_batch_tokens == "auto":
+        count = recipe.rows_per_step * settings.sequence_chunks  # `auto` takes a row where there is no room for more
+        settings = replace(settings, micro_batch_size=1, num_microbatches=count, counts_tokens=False)
+    return replace(
+        settings,
+        weight_cache_bytes=0 if cache == "auto" else cache,
+        unpacks_once=False,
+        weights_on_disk=recipe.weights == "mmap",
     )
 
 
@@ -143,110 +246,143 @@ def _largest(limit: int, fits: Callable[[int], bool]) -> int | None:
     return low
 
 
-def cheapest_changes(
-    architecture: Architecture,
-    settings: TrainingSettings,
-    hardware: Hardware,
-) -> tuple[Change, ...]:
-    """The three cheapest changes that make it fit: single ones, then pairs, then another machine."""
-    candidates = list(_candidates(architecture, settings))
-    found: list[tuple[Change, frozenset[str]]] = []
-    for size in (1, 2):
-        joined = [
-            (change, steps)
-            for steps in combinations(candidates, size)
-            if (change := _join([step[0] for step in steps])) is not None
-        ]
-        for change, steps in sorted(joined, key=lambda item: item[0].rank):
-            keys = frozenset(override.split("=")[0] for override in change.overrides)
-            if any(enough <= keys for _, enough in found):
-                continue  # a cheaper change of the same keys is enough
-            changed = settings
-            for _, apply in steps:
-                changed = apply(changed)
-            if judge_coarsest(architecture, changed, hardware).fits:
-                found.append((change, keys))
-    changes = [change for change, _ in found]
-    sequence = longest_sequence(architecture, settings, hardware)
-    if sequence is not None and sequence < settings.max_seq_length:
-        share = sequence / settings.max_seq_length
-        changes.append(
-            Change(
-                (f"max_seq_length={sequence}",),
-                f"max_seq_length={sequence}: longer rows are cut to {share:.0%} of what you asked",
-                1.0 + (1 - share) * 0.9,
-            )
-        )
-    changes += _machines(architecture, settings, hardware)
-    if len(changes) < NUM_CHANGES:
-        changes += _smaller_models(architecture, settings, hardware)
-    return tuple(sorted(changes, key=lambda change: change.rank)[:NUM_CHANGES])
-
-
 SolveStep = tuple[Change, Callable[[TrainingSettings], TrainingSettings]]
 
 
-def _candidates(architecture: Architecture, settings: TrainingSettings) -> Iterator[SolveStep]:
-    """Changes of the recipe that save memory, each with its price."""
-    rows, count = int(settings.micro_batch_size), settings.num_sequences
-    for smaller in sorted({rows // part for part in range(2, 17)} | {1}, reverse=True):
-        if 1 <= smaller < rows:
-            fewer, rank = math.ceil(rows * count / smaller), 0.1 + 0.01 * math.log2(rows / smaller)
-            yield (
-                _fewer_tokens(smaller, fewer, rank, settings)
-                if settings.counts_tokens
-                else _fewer_rows(smaller, fewer, rank)
+def _against_need(question: PlanRequest, *, from_disk: bool) -> Iterator[Change]:
+    """Changes with which the memories hold what is needed, the cheapest first: single ones, pairs of them, shorter
+    sequences.
+
+    Args:
+        from_disk: frozen weights are read from the disk in every round; otherwise host memory holds them.
+    """
+    architecture, hardware, recipe = question.architecture, question.hardware, question.loaded.recipe
+    base = replace(_as_asked(question), weights_on_disk=False)
+
+    def fits(settings: TrainingSettings) -> bool:
+        settings = replace(settings, weights_on_disk=from_disk and settings.method == "lora")
+        return judge_coarsest(architecture, settings, hardware).fits
+
+    steps = list(_candidates(question))
+    opening = Change((), "", 0.0)
+    if recipe.weights in (("pinned", "pageable") if from_disk else ("mmap",)):
+        cost = "frozen weights are read from the disk in every round" if from_disk else "host memory holds all weights"
+        opening = Change(("weights=auto",), cost, 0.5)
+        if fits(base):
+            yield opening
+    if from_disk and (packings := list(_packings(question))):  # the fewest bytes, which take all the time
+        opening, base = _both(opening, packings[-1][0]), packings[-1][1](base)
+        steps = [step for step in steps if not _keys(step[0]) & _keys(opening)]
+        if fits(base):
+            yield opening
+    smallest = base
+    for _, apply in steps:
+        smallest = apply(smallest)
+    if not fits(_with_length(smallest, 1)):
+        return  # not even all of them together
+    tried = [(change, apply(base)) for change, apply in steps]
+    for (one, apply), (other, apply_other) in combinations(steps, 2):
+        if not _keys(one) & _keys(other):
+            tried.append((_both(one, other), apply_other(apply(base))))
+    as_is: SolveStep = (Change((), "", 0.0), lambda settings: settings)
+    for before, apply in (as_is, *(() if from_disk else list(_packings(question))[-1:])):
+        settings = apply(base)
+        tokens = _longest(settings.max_seq_length, settings, fits)
+        if tokens is not None and tokens < settings.max_seq_length:
+            share = tokens / settings.max_seq_length
+            shorter = Change(
+                (f"max_seq_length={tokens}",), f"longer rows are cut to {share:.0%} of what was asked", 1.85 - share / 4
             )
+            tried.append((_both(before, shorter), _with_length(settings, tokens)))
+    enough: list[frozenset[str]] = []
+    for change, settings in sorted(tried, key=lambda one: one[0].rank):
+        keys = frozenset(text.partition("=")[0] for text in change.overrides)
+        if not any(one <= keys for one in enough) and fits(settings):  # a cheaper change of the same keys is enough
+            enough.append(keys)
+            yield _both(opening, change)
+
+
+def _longest(limit: int, settings: TrainingSettings, fits: Callable[[TrainingSettings], bool]) -> int | None:
+    """Tokens of the longest sequence that fits, in whole 64s where there are as many."""
+    tokens = _largest(limit, lambda length: fits(_with_length(settings, length)))
+    return tokens if tokens is None or tokens < 64 or tokens == limit else tokens // 64 * 64
+
+
+def _against_waiting(question: PlanRequest) -> Iterator[Change]:
+    """Changes with which workers wait less, the cheapest first."""
+    recipe, rows = question.loaded.recipe, rows_that_keep_busy(question)
+    if rows is not None:
+        overrides = (f"gradient_accumulation_steps={rows // recipe.micro_batch_size}",)
+        yield Change(overrides, f"a step has {rows:,} rows in place of {recipe.rows_per_step:,}", 0.1)
+    if recipe.micro_batch_tokens is None:
+        yield Change(("micro_batch_tokens=auto",), "the same step in larger pieces", 0.2)
+    yield from (change for change, _ in _packings(question))
+
+
+def _candidates(question: PlanRequest) -> Iterator[SolveStep]:
+    """Single changes of the recipe that save memory, each with its price."""
+    settings = _as_asked(question)
+    rows, count = int(settings.micro_batch_size), settings.num_sequences
+    smaller = rows
+    while smaller > 1:
+        smaller //= 2
+        fewer, rank = math.ceil(rows * count / smaller), 0.1 + 0.01 * math.log2(rows / smaller)
+        yield (
+            _fewer_tokens(smaller, fewer, rank, settings)
+            if settings.counts_tokens
+            else _fewer_rows(smaller, fewer, rank)
+        )
     if settings.head_chunk_tokens > 256:
         yield (
-            Change(("head_chunk_tokens=256",), "head_chunk_tokens=256: the head's logits in smaller pieces", 0.2),
+            Change(("head_chunk_tokens=256",), "the head's logits in smaller pieces", 0.2),
             lambda s: replace(s, head_chunk_tokens=256),
         )
     if settings.tokens_per_mlp_call > MLP_CHUNK_TOKENS:
-        text = f"mlp_chunk_tokens={MLP_CHUNK_TOKENS}"
         yield (
-            Change((text,), f"{text}: the blocks' feed-forward part in pieces, computed again in backward", 0.25),
+            Change(
+                (f"mlp_chunk_tokens={MLP_CHUNK_TOKENS}",),
+                "the blocks' feed-forward part in pieces, computed again in backward",
+                0.25,
+            ),
             lambda s: replace(s, mlp_chunk_tokens=MLP_CHUNK_TOKENS),
         )
     if settings.save_total_limit > 2:
         yield (
-            Change(("save_total_limit=2",), "save_total_limit=2: fewer old checkpoints are kept", 0.3),
+            Change(("save_total_limit=2",), "fewer old checkpoints are kept", 0.3),
             lambda s: replace(s, save_total_limit=2),
         )
     if settings.dtype == "float32":
         yield (
-            Change(("dtype=bfloat16",), "dtype=bfloat16: 16-bit weights and activations", 0.9),
+            Change(("dtype=bfloat16",), "16-bit weights and activations", 0.9),
             lambda s: replace(s, dtype="bfloat16"),
         )
+    yield from _packings(question)
     if settings.method == "full":
-        yield (
-            Change(("method=lora",), "method=lora: trains adapters in place of all weights", 2.0),
-            lambda s: replace(s, method="lora"),
-        )
-    elif settings.packed_as != "4bit":
-        instead = [f"{PACKED_FORMATS[settings.packed_as].key}=false"] if settings.packed_as else []
-        yield (
-            Change(
-                ("load_in_4bit=true", *instead),
-                "load_in_4bit=true: frozen weights in 4 bit",
-                2.1,
-            ),
-            lambda s: replace(s, packed_as="4bit"),
-        )
-    if settings.method == "lora" and settings.lora_r > 8:
-        yield (
-            Change(("lora.r=8",), "lora.r=8: adapters of lower rank", 1.9),
-            lambda s: replace(s, lora_r=8),
-        )
+        yield (Change(("method=lora",), TO_LORA, 2.0), lambda s: replace(s, method="lora"))
+    elif settings.lora_r > 8:
+        yield (Change(("lora.r=8",), "adapters of lower rank", 1.9), lambda s: replace(s, lora_r=8))
+
+
+TO_LORA = "trains adapters in place of all weights"
+
+
+def _packings(question: PlanRequest) -> Iterator[SolveStep]:
+    """Smaller formats for the frozen weights, the least change first; they are frozen with LoRA only."""
+    settings = question.settings
+    before = PACKED_FORMATS[settings.packed_as] if settings.packed_as else None
+    for name, (rank, cost) in PACKED.items():
+        if before is not None and PACKED_FORMATS[name].bits >= before.bits:
+            continue
+        overrides = [f"{PACKED_FORMATS[name].key}=true", *([f"{before.key}=false"] if before else [])]
+        if settings.method == "full":
+            overrides, rank, cost = ["method=lora", *overrides], 2 + rank / 10, f"{TO_LORA}; {cost}"
+        yield Change(tuple(overrides), cost, rank), partial(replace, method="lora", packed_as=name)
 
 
 def _fewer_rows(rows: int, count: int, rank: float) -> SolveStep:
+    overrides = (f"micro_batch_size={rows}", f"gradient_accumulation_steps={count}")
     return (
-        Change(
-            (f"micro_batch_size={rows}", f"gradient_accumulation_steps={count}"),
-            f"micro_batch_size={rows} gradient_accumulation_steps={count}: the same rows a step, in smaller pieces",
-            rank,
-        ),
+        Change(overrides, "the same rows a step, in smaller pieces", rank),
         lambda s: replace(s, micro_batch_size=rows, num_microbatches=count * s.sequence_chunks),
     )
 
@@ -254,32 +390,36 @@ def _fewer_rows(rows: int, count: int, rank: float) -> SolveStep:
 def _fewer_tokens(rows: int, count: int, rank: float, settings: TrainingSettings) -> SolveStep:
     text = f"micro_batch_tokens={rows * settings.sequences_per_row * settings.max_seq_length}"
     return (
-        Change((text,), f"{text}: the same rows a step, in smaller pieces", rank),
+        Change((text,), "the same rows a step, in smaller pieces", rank),
         lambda s: replace(s, micro_batch_size=rows, num_microbatches=count),
     )
 
 
-def _join(changes: list[Change]) -> Change | None:
-    """Several changes as one; None where two set the same key."""
-    overrides = [override for change in changes for override in change.overrides]
-    keys = [override.split("=")[0] for override in overrides]
-    if len(set(keys)) < len(keys):
-        return None
-    ranks = sorted((change.rank for change in changes), reverse=True)
-    return Change(tuple(overrides), "; ".join(change.what for change in changes), ranks[0] + 0.05 * sum(ranks[1:]))
+def _both(one: Change, other: Change) -> Change:
+    """Two changes as one."""
+    less, more = sorted((one.rank, other.rank))
+    cost = "; ".join(filter(None, (one.cost, other.cost)))
+    return Change((*one.overrides, *other.overrides), cost, more + 0.05 * less)
 
 
-def _machines(architecture: Architecture, settings: TrainingSettings, hardware: Hardware) -> Iterator[Change]:
-    """More host memory, GPUs with more memory, or both: whatever is needed."""
+def _keys(change: Change) -> frozenset[str]:
+    """The recipe's keys that it sets; all formats of weights are one."""
+    return frozenset(re.sub(r"^load_in_\w+", "load_in", text.partition("=")[0]) for text in change.overrides)
+
+
+def _machines(question: PlanRequest) -> Iterator[Change]:
+    """More host memory, GPUs with more memory, or both: whatever is needed to hold all weights."""
+    architecture, settings, hardware = question.architecture, _as_asked(question), question.hardware
     verdict = judge_coarsest(architecture, settings, replace(hardware, disk_free_bytes=None))
     host_gib = math.ceil((verdict.host.total_bytes + HOST_MARGIN_BYTES) / GIB / 32) * 32
     more_host = replace(hardware, host_memory_bytes=host_gib * GIB)
     if judge_coarsest(architecture, settings, replace(more_host, disk_free_bytes=None)).fits:
         if hardware.disk_free_bytes is not None and verdict.disk.total_bytes > hardware.disk_free_bytes:
             free_gib = math.ceil(verdict.disk.total_bytes / GIB)
-            yield Change((), f"{free_gib} GiB of free disk for output_dir", 2.5)
+            machine = replace(more_host, disk_free_bytes=None)
+            yield Change((), f"{free_gib} GiB of free disk for output_dir", 2.5, machine)
         if not verdict.fits:
-            yield Change((), f"{host_gib} GiB of host memory", 3.0)
+            yield Change((), f"{host_gib} GiB of host memory", 3.0, more_host)
         return
     by_memory = sorted(catalogue().items(), key=lambda item: (item[1].memory_gib, item[1].memory_gb_per_s))
     count = len(hardware.devices)
@@ -288,25 +428,58 @@ def _machines(architecture: Architecture, settings: TrainingSettings, hardware: 
         if judge_coarsest(architecture, settings, other).fits:
             host = "" if host_gib * GIB <= hardware.host_memory_bytes else f" and {host_gib} GiB of host memory"
             what = f"GPUs of at least {figures.memory_gib:g} GiB{host}: --hardware {count}x{name}"
-            yield Change((), what if not host else f"{what},host_memory_gib={host_gib}", 4.0)
+            yield Change((), what if not host else f"{what},host_memory_gib={host_gib}", 4.0, other)
             return
 
 
-def _smaller_models(architecture: Architecture, settings: TrainingSettings, hardware: Hardware) -> Iterator[Change]:
-    """The largest models of the shipped figures that fit, trained as asked, and by LoRA."""
+def _smaller_models(question: PlanRequest) -> Iterator[Change]:
+    """Smaller models of the shipped figures that host memory holds, trained as asked or packed, the largest first."""
+    own, hardware, settings = question.architecture, question.hardware, _as_asked(question)
+    known = (shipped_architecture(name) for name in shipped_figures())
     smaller = sorted(
-        (name for name, figures in shipped_figures().items() if figures["parameters"] < architecture.parameters),
-        key=lambda name: -int(shipped_figures()[name]["parameters"]),
+        (one for one in known if one is not None and one.parameters < own.parameters), key=lambda one: -one.parameters
     )
-    for method in dict.fromkeys((settings.method, "lora")):
-        changed = replace(settings, method="lora" if method == "lora" else "full")
-        num_found = 0
-        for name in smaller:
-            other = shipped_architecture(name)
-            if other is not None and judge_coarsest(other, changed, hardware).fits:
-                overrides = (f"model={name}",) + (() if method == settings.method else (f"method={method}",))
-                what = f"{' '.join(overrides)}: a smaller model, {format_count(other.parameters)} parameters"
-                yield Change(overrides, what, 5.0 + 0.1 * num_found + (0.05 if method != settings.method else 0.0))
-                num_found += 1
-            if num_found == NUM_CHANGES - 1:
+    as_is: SolveStep = (Change((), "", 0.0), lambda s: s)
+    for number, other in enumerate(smaller):
+        if _is_on_cpu(question) and other.parameters > MAX_PARAMETERS_ON_CPU:
+            continue
+        for change, apply in (as_is, *(_packings(question) if settings.method == "lora" else ())):
+            if judge_coarsest(other, replace(apply(settings), weights_on_disk=False), hardware).fits:
+                cost = f"{format_count(other.parameters)} parameters; {change.cost}".removesuffix("; ")
+                yield Change((f"model={other.name}", *change.overrides), cost, 5.0 + 0.1 * number)
                 break
+
+
+# Which shipped recipe fits a machine that another recipe does not fit.
+
+
+def fitting_recipe(question: PlanRequest, remedy: Change | None = None) -> tuple[str, ...] | None:
+    """The words after `roundpipe plan` for the shipped recipe whose weights this machine's memory holds: of the same
+    model if there is one, otherwise of the next smaller one. None also where it is the question's own.
+
+    Args:
+        remedy: tried where no recipe of a model fits as it is.
+    """
+    candidates = []
+    for shipped in shipped_recipes():
+        loaded = load_recipe(shipped.path)
+        architecture = shipped_architecture(loaded.recipe.model)
+        most = MAX_PARAMETERS_ON_CPU if _is_on_cpu(question) else question.architecture.parameters
+        if architecture is None or architecture.parameters > min(most, question.architecture.parameters):
+            continue
+        overrides = [text for text in (remedy.overrides if remedy is not None else ()) if not text.startswith("model=")]
+        needed = tuple(text for text in overrides if changed(loaded, (text,)) != loaded)
+        other_machine = 0  # a recipe for about as many GPUs keeps them busy
+        if shipped.verdict is not None:
+            other_machine = abs(int(shipped.verdict.hardware.partition("x")[0]) - question.num_workers)
+        for words in dict.fromkeys([(), needed]):
+            other_method = loaded.recipe.method != question.settings.method
+            distance = -architecture.parameters, words != (), other_method, other_machine
+            candidates.append((distance, shipped, changed(loaded, words), words, architecture))
+    for _, shipped, loaded, words, architecture in sorted(candidates, key=lambda one: one[0]):
+        settings = settings_of(loaded.recipe)
+        if judge_coarsest(architecture, settings, question.hardware).fits:
+            is_own = shipped.path.resolve() == question.loaded.path.resolve()
+            is_known = is_own and (words or settings == settings_of((question.given or question.loaded).recipe))
+            return None if is_known else (shipped.command_name, *words)
+    return None

@@ -143,19 +143,6 @@ def worker_budget_bytes(
     return max(0, usable_host_bytes(hardware) - host_bytes) // len(hardware.devices)
 
 
-def most_per_round(
-    architecture: Architecture, settings: TrainingSettings, hardware: Hardware, analytic: AnalyticCosts
-) -> int:
-    """Microbatches of the longest rounds whose boundaries the host has room for; at least as many as workers."""
-    taken = worker_budget_bytes(architecture, settings, hardware, analytic) * sum(d.is_cpu for d in hardware.devices)
-    without, with_one = (
-        _finest_host_bytes(architecture, settings, hardware, analytic, per_round=per_round)
-        for per_round in (0, settings.sequence_chunks)
-    )
-    fitting = (usable_host_bytes(hardware) - taken - without) // max(1, with_one - without)
-    return max(len(hardware.devices), fitting * settings.sequence_chunks)
-
-
 def _finest_host_bytes(
     architecture: Architecture,
     settings: TrainingSettings,
@@ -194,11 +181,11 @@ def _reason(what: str, need: Need, usable_bytes: int, total_bytes: int) -> str |
 def stage_limits(
     architecture: Architecture, settings: TrainingSettings, hardware: Hardware, analytic: AnalyticCosts
 ) -> StageLimits:
-    """Limits for the planner under which every cut fits the devices, and every round of it the host."""
+    """Limits for the planner under which every cut fits the devices. How long rounds may be depends on the cut: `judge`
+    says it."""
     gpus = _smallest_device(hardware)
     budget = worker_budget_bytes(architecture, settings, hardware, analytic)
     free = int(DEVICE_SHARE * gpus[0].memory_bytes) if gpus else budget
     free -= fixed_device_need(analytic.costs, architecture, settings, hardware).total_bytes
-    most = most_per_round(architecture, settings, hardware, analytic)
     head = beyond_margin(head_gradient_bytes(analytic.costs, settings), gpus[0].memory_bytes) if gpus else 0
-    return limits_for(analytic.costs, free, most, head_gradient_bytes=head)
+    return limits_for(analytic.costs, free, head_gradient_bytes=head)

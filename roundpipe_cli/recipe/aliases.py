@@ -206,6 +206,26 @@ VALUE_ALIASES: dict[str, dict[Any, Any]] = {
 """Recipe key -> other spellings of its values."""
 
 
+_OTHER_WORDS = {
+    "max_seq_length": "context window context_length",
+    "method": "qlora",
+    "load_in_4bit": "qlora nf4 bnb",
+    "dtype": "bf16 fp16 precision",
+    "pipeline.recompute": "gradient_checkpointing activation_checkpointing",
+}
+"""Recipe key -> words that people look for, beside keys of other trainers."""
+
+
+def spellings() -> dict[str, list[str]]:
+    """Recipe key -> the words of other trainers that mean it: keys, and values of keys."""
+    found: dict[str, list[str]] = {target: names.split() for target, names in _NAMES.items()}
+    for key, names in VALUE_ALIASES.items():
+        found[key] = [*found.get(key, ()), *(name for name in names if isinstance(name, str))]
+    for key, words in _OTHER_WORDS.items():
+        found[key] = [*found.get(key, ()), *words.split()]
+    return found
+
+
 def is_off(value: Any) -> bool:
     """Whether a line asks for nothing."""
     return value is None or value is False or value in ("", [], {}) or value == "none"

@@ -1,4 +1,4 @@
-"""From a training file of axolotl, LLaMA-Factory or TRL to a recipe, and a list of what has no counterpart.
+"""From a training file of axolotl, LLaMA-Factory, TRL or Unsloth to a recipe, and a list of what has no counterpart.
 
 Every key ends in exactly one of three lists: it is in the recipe, it changes nothing here, or it is left out with a
 reason. Where training itself becomes another, the recipe's first line says so; where the file is for another job, it
@@ -56,6 +56,8 @@ from roundpipe_cli.recipe.convert_tables import (
     Partly,
     Tool,
     dump,
+    from_unsloth,
+    is_unsloth,
     short,
 )
 from roundpipe_cli.recipe.load import load_text
@@ -243,11 +245,15 @@ def convert_file(
         RefusedError: not YAML, not a file of a known tool, for a job that no recipe does, or without rows.
     """
     data = _as_yaml_1_1(cast("dict[str, Any]", parse_bytes(raw[: MAX_BYTES + 1], name).data))
+    from_sections: Conversion | None = None
+    if tool is None and is_unsloth(data):
+        tool, from_sections = "trl", Conversion("trl")
+        data = from_unsloth(data, from_sections)
     tool = tool or _tool_of(data, name)
     if objective is not None:
         data = with_objective(data, tool, objective, name)
     job = refuse_other_jobs(data, tool, name)
-    result = Conversion(tool)
+    result = from_sections or Conversion(tool)
     is_lora = _is_lora(data, tool)
     defaults = {**DEFAULTS[tool], **JOB_DEFAULTS[tool].get(job, {}), **(ADAPTER_DEFAULTS[tool] if is_lora else {})}
     if is_lora and tool == "llama-factory":
@@ -258,6 +264,9 @@ def convert_file(
         result.without_effect.append("dataset_test_split")
     _refuse_second_model(job, is_lora, name)
     datasets, eval_datasets = _datasets(data, tool, name, result)
+    if from_sections is not None:  # Unsloth puts rows of every form into the chat template
+        for entry in datasets:
+            entry.pop("as_chat", None)
     if tool == "llama-factory" and job == "sft" and data.get("mask_history") is True:
         for entry in (*datasets, *eval_datasets):
             entry["turns_to_train"] = "last"
@@ -334,7 +343,7 @@ def _tool_of(data: dict[str, Any], name: str) -> Tool:
         if "train_dataset" in data or "model_class" in data:
             hint = "LLaMA-Factory's newer form (v1: model, train_dataset) is not read"
         raise RefusedError(
-            "this is no training file of axolotl, LLaMA-Factory or TRL",
+            "this is no training file of axolotl, LLaMA-Factory, TRL or Unsloth",
             where=name,
             found=", ".join(list(data)[:8]),
             expected="base_model, or model_name_or_path with dataset, dataset_name or template",

@@ -500,3 +500,88 @@ INTERVAL_RULES: Mapping[str, ConversionRule] = {
     **dict.fromkeys(("eval_strategy", "evaluation_strategy"), _eval_strategy),
 }
 """Key of another tool -> its rule."""
+
+
+# Files of Unsloth's command line: sections whose keys stand for TRL's arguments, with defaults of their own.
+
+_UNSLOTH: Mapping[str, tuple[str, Any]] = {
+    "model": ("model_name_or_path", None),
+    "data.dataset": ("dataset_name", None),
+    "training.max_seq_length": ("max_length", 2048),
+    "training.load_in_4bit": ("load_in_4bit", True),
+    "training.output_dir": ("output_dir", None),
+    "training.num_epochs": ("num_train_epochs", 3),
+    "training.learning_rate": ("learning_rate", 2.0e-4),
+    "training.batch_size": ("per_device_train_batch_size", 2),
+    "training.gradient_accumulation_steps": ("gradient_accumulation_steps", 4),
+    "training.warmup_steps": ("warmup_steps", None),
+    "training.max_steps": ("max_steps", None),
+    "training.save_steps": ("save_steps", None),
+    "training.weight_decay": ("weight_decay", 0.01),
+    "training.random_seed": ("seed", 3407),
+    "training.packing": ("packing", False),
+    "lora.lora_r": ("lora_r", 64),
+    "lora.lora_alpha": ("lora_alpha", 16),
+    "lora.lora_dropout": ("lora_dropout", 0.0),
+    "lora.use_rslora": ("use_rslora", None),
+    "lora.target_modules": ("lora_target_modules", "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"),
+}
+"""Key with its section -> TRL's argument, and Unsloth's default; None: nothing is said."""
+_OFF_AT_ZERO = ("max_steps", "save_steps")
+_UNSLOTH_READ = (
+    *("training.training_type", "training.train_on_completions", "data.local_dataset", "logging.enable_wandb"),
+    "logging.enable_tensorboard",
+)
+"""Keys that `from_unsloth` reads itself."""
+_UNSLOTH_WITHOUT_EFFECT = (
+    *("training.gradient_checkpointing", "data.format_type", "logging.wandb_project", "logging.wandb_token"),
+    *("logging.tensorboard_dir", "logging.hf_token"),
+)
+"""Keys that decide nothing here: the form of the rows is found by looking at them."""
+_UNSLOTH_USUAL: Mapping[str, Any] = {
+    **dict.fromkeys(("lora.vision_all_linear", "lora.use_loftq"), False),
+    **{f"lora.finetune_{part}": True for part in ("vision_layers", "language_layers", "attention_modules")},
+    "lora.finetune_mlp_modules": True,
+}
+"""Keys with the one value that a recipe has a meaning for."""
+
+
+def is_unsloth(data: Mapping[str, Any]) -> bool:
+    """Whether a file is one of Unsloth's command line."""
+    return isinstance(data.get("training"), dict) and isinstance(data.get("data", {}), dict)
+
+
+def from_unsloth(data: Mapping[str, Any], result: Conversion) -> dict[str, Any]:
+    """The same training as arguments of TRL, which Unsloth calls; what has none is listed in `result`."""
+    flat: dict[str, Any] = {}
+    for name, value in data.items():
+        flat |= {f"{name}.{key}": inner for key, inner in value.items()} if isinstance(value, dict) else {name: value}
+    is_lora = flat.get("training.training_type", "lora") == "lora"
+    made: dict[str, Any] = {"use_peft": is_lora}
+    for name, (target, default) in _UNSLOTH.items():
+        value = flat.pop(name, default)
+        is_off_here = value is None or (target in _OFF_AT_ZERO and value == 0)
+        if not is_off_here and (is_lora or not name.startswith("lora.")):
+            made[target] = value
+    if not is_lora:
+        made.pop("load_in_4bit", None)
+    targets = made.get("lora_target_modules")
+    if isinstance(targets, str) and targets != "all-linear":
+        made["lora_target_modules"] = [one.strip() for one in targets.split(",")]
+    local = flat.get("data.local_dataset")
+    if local:
+        paths = local if isinstance(local, list) else [local]
+        made["dataset_mixture"] = {"datasets": [{"path": path} for path in paths]}
+    made["train_on_inputs"] = not flat.get("training.train_on_completions", False)
+    reports = [name for name in ("wandb", "tensorboard") if flat.get(f"logging.enable_{name}")]
+    if reports:
+        made["report_to"] = reports
+    for name, value in flat.items():
+        if name in _UNSLOTH_READ:
+            continue
+        if name in _UNSLOTH_WITHOUT_EFFECT or _UNSLOTH_USUAL.get(name, ...) == value:
+            result.without_effect.append(name)
+        else:
+            result.leave_out(name, value, "a recipe has no such setting", change=f"{short(value)} is not done")
+    result.notes.append("A file of Unsloth's command line: its sections stand for TRL's arguments, named so here.")
+    return made

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+from roundpipe_cli.recipe.aliases import spellings
 from roundpipe_cli.recipe.check import describe_type, hints_of, section_of
 from roundpipe_cli.recipe.schema import Explained, InclusiveRange, Matching, NotEmpty, Range, Recipe, with_lists
 
@@ -35,6 +36,21 @@ class RecipeKey:
 def recipe_keys() -> list[RecipeKey]:
     """All keys in the order of the schema, the keys of a section directly after the section."""
     return list(_keys(Recipe, ""))
+
+
+def find_keys(words: Sequence[str]) -> list[RecipeKey]:
+    """The keys whose name has all of the words, then those that other trainers spell so; where no name has them, those
+    whose meaning has them too."""
+    keys, others = recipe_keys(), spellings()
+    wanted = [word.lower() for word in words]
+
+    def place(key: RecipeKey) -> int | None:
+        texts = (key.name, " ".join(others.get(key.name, ())), key.meaning)
+        return next((n for n, text in enumerate(texts) if all(word in text.lower() for word in wanted)), None)
+
+    places = [place(key) for key in keys]
+    num_kinds = 2 if 0 in places else 3
+    return [key for n in range(num_kinds) for key, found in zip(keys, places, strict=True) if found == n]
 
 
 def _keys(schema: type, prefix: str) -> Iterator[RecipeKey]:

@@ -5,9 +5,10 @@ Loads no torch. Every mistake of the file and of the overrides is reported at on
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,7 +20,7 @@ from roundpipe_cli.files import named_path
 from roundpipe_cli.recipe.aliases import ALIASES, NO_COUNTERPART, REMOVED, Writes, is_off, note, value_alias, was_off
 from roundpipe_cli.recipe.check import Findings, check, find_contradictions, hints_of, remove_unknown_keys, section_of
 from roundpipe_cli.recipe.schema import LoraConfig, Recipe, plain_data, with_lists
-from roundpipe_cli.recipe.shipped import find_recipe
+from roundpipe_cli.recipe.shipped import find_recipe, shipped_folder
 from roundpipe_cli.recipe.strict_yaml import (
     MAX_BYTES,
     MAX_DEPTH,
@@ -569,6 +570,33 @@ def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> LoadedRecipe
     return _load(_read(file), file, [notice] if notice else [], overrides)
 
 
+MODEL_NAME = re.compile(r"package:\w+|[A-Za-z0-9][\w.-]*/[\w.-]*[\w-]", re.ASCII)
+
+
+def load_recipe_or_model(name: str, overrides: Sequence[str] = ()) -> LoadedRecipe:
+    """The recipe that `name` means; where there is none, one of defaults that trains LoRA on the model of that name.
+
+    Raises:
+        RefusedError, RecipeError: see `load_recipe`.
+    """
+    try:
+        file, notice = find_recipe(name)
+        return _load(_read(file), file, [notice] if notice else [], overrides)
+    except RefusedError as error:
+        is_model = (Path(name) / "config.json").is_file() or (name.endswith(".gguf") and Path(name).is_file())
+        folder, shipped = Path(name).parent, shipped_folder()
+        is_path = name.endswith((".yaml", ".yml")) or folder.is_dir() or folder.parts[:1] == ("recipes",)
+        is_path = is_path or (shipped is not None and (shipped / folder).is_dir())
+        looks_like_one = MODEL_NAME.fullmatch(name) and (name.startswith("package:") or not is_path)
+        if isinstance(error, RecipeError) or not (is_model or looks_like_one):
+            raise
+    notice = (
+        f"no recipe is called {name}: this is LoRA on that model with default settings (`roundpipe init` writes it)"
+    )
+    text = f"model: {json.dumps(name)}\nmethod: lora\ndatasets: [{{path: rows.jsonl}}]\n"
+    return _load(text.encode(), Path(f"{name.rpartition('/')[2]}.yaml"), [notice], overrides)
+
+
 def load_text(text: str, name: str) -> LoadedRecipe:
     """The same for a recipe that is not in a file yet; `name` is the file's name to be.
 
@@ -624,7 +652,12 @@ def resolve_path(text: str, folder: Path) -> Path | None:
 
 def resolved_yaml(recipe: Recipe) -> str:
     """The recipe with every default written out; loading this text gives an equal recipe."""
-    return yaml.dump(_escaped(plain_data(recipe)), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+    return values_as_yaml(plain_data(recipe))
+
+
+def values_as_yaml(values: Mapping[str, Any]) -> str:
+    """The text of a recipe with these values."""
+    return yaml.dump(_escaped(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
 class _Dumper(yaml.SafeDumper):

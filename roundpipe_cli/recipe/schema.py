@@ -400,9 +400,10 @@ class Recipe:
     micro_batch_tokens: Literal["auto"] | PositiveInt | None = None
     """Fill microbatches up to so many tokens, padding included, in place of `micro_batch_size` rows each: as many rows
     of like length as that, or at least one of `max_seq_length`, of which it counts whole ones. A step's rows stay the
-    same, only their grouping changes, so its loss differs by rounding. `auto` is 8192 where the memory of the smallest
-    card allows it (16384 with experts, 2048 on the processor), as far as a full step keeps 4 microbatches (16), and
-    never depends on the number of devices; the saved recipe holds the number. null is `micro_batch_size`."""
+    same, only their grouping changes, so its loss differs by rounding; of short rows it still has 4 microbatches, or as
+    many as of full ones if those are fewer. `auto` is 8192 where the memory of the smallest card allows it (16384 with
+    experts, 2048 on the processor), as far as a full step keeps 4 microbatches (16), and never depends on the number of
+    devices; the saved recipe holds the number. null is `micro_batch_size`."""
     max_steps: PositiveInt | None = None
     """Optimizer steps of the whole run, in place of `num_train_epochs`: the rows are gone through as often as it takes.
     null leaves it to the epochs."""
@@ -508,6 +509,10 @@ class Recipe:
     on_oom: Literal["stop", "adapt"] = "stop"
     """When a device runs out of memory: stop with advice, or recompute layer by layer, then divide the microbatches
     (same rows, same loss), compute the step again and say what to write here."""
+    on_device_loss: Literal["continue", "stop"] = "continue"
+    """When a device fails or hangs: leave it out and compute the step again on the others, which changes no bit, and
+    write a checkpoint; or stop with exit code 5. Where updates begin before a step ends (max_grad_norm of 0), a
+    loss after that ends the run too."""
     check_longest_rows: Literal["auto"] | bool = "auto"
     """Compute a step of the longest rows before the first step and discard it, so that a lack of memory shows at once.
     It takes the time of a step and changes no bit of the run. `auto` does so on GPUs; not with packing, where all
@@ -516,7 +521,8 @@ class Recipe:
     """When a loss or gradient is NaN or infinite: stop (exit code 4), or skip that update, name its rows and
     continue; ten such steps in a row stop the run anyway."""
     watchdog_s: Annotated[float, Range(0)] = 600.0
-    """Seconds without progress after which a run ends with exit code 1 and the stacks of all threads. 0 is never."""
+    """Seconds without progress after which the stacks of all threads are shown, and a run ends with exit code 1 or goes
+    on without a device that hangs alone (see `on_device_loss`). 0 is never."""
     weights: Literal["auto", "pinned", "pageable", "mmap"] = "auto"
     """Where the base weights live on the host: page-locked (fastest), ordinary memory, or the checkpoint file."""
     hardware: Words | None = None

@@ -1,4 +1,5 @@
-"""Answers to numbers that are not finite (a smaller loss scale, a step left out, the end) and to a full device.
+"""Answers to numbers that are not finite (a smaller loss scale, a step left out, the end), to a full device, and to one
+that is lost: the others go on.
 
 First one layer is recomputed at a time, which changes no bit; then microbatches are divided, again and again: more of
 them in a step, of fewer rows, the same rows and the same loss (dropout masks differ: each microbatch has its own).
@@ -6,18 +7,28 @@ them in a step, of fewer rows, the same rows and the same loss (dropout masks di
 
 from __future__ import annotations
 
+import gc
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
+import torch
+
+from roundpipe_cli.costs.machine import host_memory, note_lost_device
 from roundpipe_cli.data.batching import Grouping, RowBatch
 from roundpipe_cli.data.tokenized import TokenizedDataset
+from roundpipe_cli.engine.backends import cuda
+from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.step import StepResult
-from roundpipe_cli.errors import NotFiniteError
-from roundpipe_cli.events import Notice, Tell
+from roundpipe_cli.errors import DeviceLostError, InternalError, NotFiniteError
+from roundpipe_cli.events import DeviceLost, Notice, Tell
+from roundpipe_cli.planning.adaptive import AdaptivePlanner
 from roundpipe_cli.recipe.schema import Recipe
-from roundpipe_cli.units import shown_step
+from roundpipe_cli.train.auto_cache import AutoCache
+from roundpipe_cli.units import counted, shown_step
+
+T = TypeVar("T")
 
 # The loss scale of float16, whose gradients would vanish without one.
 
@@ -178,3 +189,148 @@ def resumed_fit(saved: Mapping[str, Any] | None, recipe: Recipe) -> Fit:
         return own
     size, first_step = int(saved["micro_batch_size"]), int(saved["first_step"])
     return Fit(size if own.micro_batch_size % size == 0 else own.micro_batch_size, "layer", first_step)
+
+
+# Devices that fail or hang: left out, where the others can go on.
+
+
+class Again(Protocol):
+    """Computes something of one engine, again where a device is lost meanwhile."""
+
+    def __call__(self, run: Callable[[], T], at: str, *, may_repeat: Callable[[bool], bool] = lambda hangs: True) -> T:
+        """
+        Args:
+            run: begins anew whenever it is called.
+            at: `step 5`, for the user.
+            may_repeat: whether nothing that a failed attempt did lasts; it is told whether threads of it may go on.
+        """
+
+
+class LostDevices:
+    """Leaves devices that are lost out of a run, and computes again what they were at."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        planner: AdaptivePlanner,
+        cache: AutoCache,
+        devices: Sequence[str],
+        *,
+        stops: bool,
+        lost_at: str = "",
+        refused: Callable[[Sequence[int]], str | None] | None = None,
+        tell: Callable[[DeviceLost | Notice], None],
+        clock: Callable[[], float],
+    ) -> None:
+        """
+        Args:
+            devices: of each worker.
+            stops: a lost device ends the run.
+            lost_at: see `Start`.
+            refused: see `Reporting`.
+        """
+        self._engine, self._planner, self._cache = engine, planner, cache
+        self._devices, self._stops, self._lost_at = tuple(devices), stops, lost_at
+        self._refused, self._tell, self._clock = refused, tell, clock
+        self.lock: Callable[[Sequence[torch.Tensor]], None] = lambda buffers: None
+        """Page-locks other gradients of the store."""
+
+    def again(self, run: Callable[[], T], at: str, *, may_repeat: Callable[[bool], bool] = lambda hangs: True) -> T:
+        """See `Again`.
+
+        Raises:
+            DeviceLostError: the run cannot go on; says which devices another one should leave out.
+            InternalError: the same was lost on another device: it is a bug.
+        """
+        while True:
+            try:
+                return run()
+            except DeviceLostError as error:
+                found = error.problems[0]
+                lost, hangs = set(error.workers), error.is_hang
+                error.__cause__ = None  # its frames hold tensors of the step
+            gc.collect()
+            cause = ": ".join(filter(None, [found.what, found.where, found.found]))
+            if self._lost_at == at:
+                text = "the same was lost on another device, so it is no device's fault"
+                raise InternalError(text, where=at, found=cause, hint="please report it: this is a bug")
+            self._lost_at = at
+            self._leave_out(lost, at, cause, hangs=hangs, may_repeat=may_repeat(hangs))
+
+    def _leave_out(self, shown: set[int], at: str, cause: str, *, hangs: bool, may_repeat: bool) -> None:
+        """Go on without the devices that are lost.
+
+        Args:
+            shown: of which workers an error tells; that of one device comes up on others too, which wait for it.
+
+        Raises:
+            DeviceLostError: this cannot be.
+        """
+        engine = self._engine
+        silent = set(engine.silent(but=shown if hangs else ()))
+        lost = self._of_one_device(silent | shown if hangs or not silent else silent)
+        left = [worker for worker in range(engine.num_workers) if worker not in lost]
+        reason = None
+        if self._stops:
+            reason = "on_device_loss: stop"
+        elif not left and silent:
+            reason = "no device of this process answers any more"
+        elif not left:
+            reason = "no other device is there"
+        elif not may_repeat:
+            reason = "gradients of this step have been used already (max_grad_norm: 0, or a hang on several machines)"
+        elif hangs and not self._has_room():
+            reason = "too little host memory for other gradients than those that the device may still write"
+        elif self._refused is not None:
+            reason = self._refused([engine.lanes[worker] for worker in left])
+        if reason is not None:
+            raise self._end(lost if left else self._of_one_device(shown), reason, at, cause)
+        names = [self._name(worker) for worker in left]
+        self._say(lost, at, cause, names)
+        threads = engine.leave_out(lost, hang=hangs)
+        if hangs:
+            self.lock(engine.store.gradients)
+        self._planner.leave_out(lost)
+        self._cache.leave_out(lost)
+        if threads:
+            text = f"{counted(len(threads), 'thread')} of a device that hangs left behind: {', '.join(threads)}"
+            self._tell(Notice(text))
+
+    def _say(self, lost: set[int], at: str, cause: str, left: Sequence[str]) -> None:
+        for worker in sorted(lost):
+            name = self._name(worker)
+            xid = None if name == "cpu" else cuda.last_xid(int(name.removeprefix("cuda:")))
+            said = f"{cause} ({xid})" if xid else cause
+            event = DeviceLost(self._clock(), self._engine.lanes[worker], name, at, said, tuple(left))
+            self._tell(event)
+            note_lost_device(event.text)
+
+    def _name(self, worker: int) -> str:
+        return self._devices[self._engine.lanes[worker]]
+
+    def _of_one_device(self, lost: set[int]) -> set[int]:
+        """These workers, and others of the same GPUs."""
+        names = {self._name(worker) for worker in lost} - {"cpu"}
+        return lost | {worker for worker in range(self._engine.num_workers) if self._name(worker) in names}
+
+    def _has_room(self) -> bool:
+        needed = sum(gradient.nbytes for gradient in self._engine.store.gradients)
+        return needed < host_memory().available_bytes
+
+    def _end(self, lost: set[int], reason: str, at: str, cause: str) -> DeviceLostError:
+        """The error that ends the run and says which devices to leave out."""
+        rest = [self._name(worker) for worker in range(self._engine.num_workers) if worker not in lost]
+        names = ", ".join(sorted({self._name(worker) for worker in lost}))
+        self._say(lost, at, cause, ())
+        hint = "--resume continues from the newest checkpoint, after a restart of the machine perhaps"
+        if rest:
+            hint = f"pipeline.devices=[{','.join(rest)}] with --resume leaves it out and continues from the newest "
+            hint += "checkpoint; --restarts N does so by itself"
+        error = DeviceLostError(
+            f"a device was lost and the run cannot go on: {reason}",
+            where=f"{names}, {at}",
+            found=cause,
+            hint=hint,
+        )
+        error.rest, error.at = tuple(rest), at
+        return error

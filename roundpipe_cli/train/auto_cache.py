@@ -9,7 +9,7 @@ the cache is given up first, and such stages with it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from roundpipe_cli.costs.cost import CostModel, StageRange, without_unpacked
@@ -200,6 +200,10 @@ class AutoCache:
         else:
             self._unpacks_once = False
             engine.unpack_per_visit(False)
+
+    def leave_out(self, lost: Collection[int]) -> None:
+        """These workers are gone."""
+        self._devices = tuple(name for worker, name in enumerate(self._devices) if worker not in lost)
 
     def keep_usual_stages(self) -> None:
         """Never use stages that need all weights: a device has run out of memory, now or in an earlier run."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import signal as signals
 import time
 from collections.abc import Callable
@@ -67,11 +68,13 @@ class Border:
         if last or signal:
             self._saver.wait()
         if signal and not last:
+            self._machines.leave()
             how = "stopped" if self._stop.asked_by_key else f"stopped by {signal.name}"
             raise StoppedError(
                 f"{how} after step {done} of {num_steps}, with a checkpoint",
                 exit_code=EXIT_CODES[signal],
-                hint="the same command with --resume continues",
+                hint=f"the same command with --resume continues; "
+                f"`roundpipe generate {shlex.quote(str(self._saver.output_dir))}` tries it as it is, `export` takes it",
             )
 
     def _save_once(self, done: int) -> None:

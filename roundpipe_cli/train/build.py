@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -16,7 +16,7 @@ from roundpipe_cli.choices import OPTIMIZERS
 from roundpipe_cli.costs.analytic import head_bytes
 from roundpipe_cli.costs.cost import CostModel
 from roundpipe_cli.costs.hardware import ASSUMED_HOST_MEMORY_BYTES_PER_S
-from roundpipe_cli.costs.machine import host_memory, num_cores, processor_name
+from roundpipe_cli.costs.machine import describe_locking, host_memory, num_cores, processor_name
 from roundpipe_cli.costs.memory import CONTEXT_BYTES, INPUTS_SHARE, backward_workspace_bytes, trained_head_bytes
 from roundpipe_cli.engine.backends import cuda
 from roundpipe_cli.engine.engine import Engine
@@ -276,28 +276,45 @@ def _sequence_tokens(recipe: Recipe, lengths: npt.NDArray[np.int64], *, longest:
     return int(lengths.max()) if longest else max(1, int(lengths.mean()))
 
 
+LOCKED_FOR_BOUNDARIES_BYTES = 2 * 1024**3
+"""Page-locked memory that boundaries may take where not all weights get some; all of it on WSL2."""
+
+
 @contextmanager
-def page_locked(store: WeightStore, devices: Sequence[str], weights: str, tell: Tell) -> Iterator[None]:
+def page_locked(
+    store: WeightStore, devices: Sequence[str], weights: str, tell: Tell
+) -> Iterator[Callable[[Sequence[torch.Tensor]], None]]:
     """Page-lock the store's weights and gradients inside the `with` block, so that copies to GPUs run beside the host.
+
+    Yields a function that does the same with other buffers of its.
 
     Args:
         weights: as in the recipe.
 
-    `weights: auto` continues with ordinary memory where the system refuses, and says so.
+    `weights: auto` continues with ordinary memory where the system refuses, and says so. Some of what was locked is
+    given back then: without any for the boundaries GPUs would wait for each of them.
 
     Raises:
         ResourceError: `weights: pinned` and the system refuses.
     """
     wanted = devices[0] != "cpu" and weights != "pageable"
     index = gpu_index(devices[0]) if wanted else 0
-    locked = []
-    try:
-        for buffer in store.transferred if wanted else []:
+    locked: list[torch.Tensor] = []
+
+    def lock(buffers: Sequence[torch.Tensor]) -> None:
+        for buffer in buffers if wanted else ():
             if not cuda.register_host_buffer(buffer, index):
                 _refuse_or_tell(weights, tell)
+                freed = 0
+                while locked and freed < LOCKED_FOR_BOUNDARIES_BYTES:
+                    freed += locked[-1].nbytes
+                    cuda.unregister_host_buffer(locked.pop())
                 break
             locked.append(buffer)
-        yield
+
+    try:
+        lock(store.transferred)
+        yield lock
     finally:
         for buffer in locked:
             cuda.unregister_host_buffer(buffer)
@@ -305,7 +322,6 @@ def page_locked(store: WeightStore, devices: Sequence[str], weights: str, tell: 
 
 def _refuse_or_tell(weights: str, tell: Tell) -> None:
     text = "the system does not let this process page-lock its weights"
-    hint = "raise the limit of locked memory (ulimit -l unlimited)"
     if weights == "pinned":
-        raise ResourceError(text, where="weights: pinned", hint=hint)
-    tell(Notice(f"{text}: uploads will be slower; {hint}"))
+        raise ResourceError(text, where="weights: pinned", found=describe_locking(), hint="weights: auto")
+    tell(Notice(f"{text}: uploads will be slower; {describe_locking()}"))

@@ -26,7 +26,7 @@ from roundpipe_cli.data.batching import pad_token_id
 from roundpipe_cli.data.tokenized import Row
 from roundpipe_cli.engine.step import Microbatch
 from roundpipe_cli.errors import NotFiniteError
-from roundpipe_cli.events import EvaluationFinished, Notice, Tell
+from roundpipe_cli.events import EvaluationFinished, Notice, Phase, Tell
 from roundpipe_cli.faults import fault
 from roundpipe_cli.files import append_line, remove_tree
 from roundpipe_cli.recipe.schema import StepInterval
@@ -111,6 +111,7 @@ class Evaluator:
             ResourceError: disk full or failing.
         """
         started_s = time.monotonic()
+        self._tell(Phase(f"evaluating: the weights after step {done}"))
         poison = fault("eval", step=done)
         try:
             loss, tokens, preference = self._loss(done)

@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from roundpipe_cli.costs.machine import was_restarted
 from roundpipe_cli.events import Notice, run_clock
 from roundpipe_cli.files import named_path, write_atomically
 from roundpipe_cli.model.files.source import ModelSource
@@ -29,14 +28,15 @@ from roundpipe_cli.train.checkpoint.resume import (
     check_not_past_end,
     check_state,
     check_unchanged,
+    describe_other_bits,
     is_complete,
     may_ask_for_more,
-    shared_facts,
 )
 from roundpipe_cli.train.loop import Trainer
 from roundpipe_cli.train.machines import Machines
 from roundpipe_cli.train.monitor.telemetry import EventRecorder
-from roundpipe_cli.train.nodes.group import nodes_of
+from roundpipe_cli.train.nodes.agreement import setup_facts
+from roundpipe_cli.train.nodes.group import Nodes, has_begun
 from roundpipe_cli.train.optim.shard import Shards, make_shards
 from roundpipe_cli.train.preflight import begun_with
 from roundpipe_cli.train.prepare.setup import find_base, prepare, with_token_budget
@@ -53,6 +53,7 @@ def run_finetune(
     *,
     source: ModelSource | None = None,
     asked: PlanRequest | None = None,
+    nodes: Nodes | None = None,
 ) -> None:
     """Train what the recipe says, into its output directory.
 
@@ -60,20 +61,23 @@ def run_finetune(
         signals: active; asks for a stop.
         source: the model's files, where they were found and checked before; of the revision that `base_revision` says.
         asked: see `ask_here`.
+        nodes: the processes of the run, which have met; None: this one alone.
 
     Raises:
         RoundpipeError: with the documented exit code.
     """
     recipe = loaded.recipe
-    with nodes_of(recipe) as nodes, ExitStack() as stack:
+    nodes = nodes or Nodes()
+    with ExitStack() as stack:
         output_dir = named_path(recipe.output_dir)
         resume = start.resume or recipe.resume_from_checkpoint is not None
-        if was_restarted() and list_checkpoints(output_dir):  # its own checkpoints, wherever it began
-            recipe, resume = replace(recipe, resume_from_checkpoint="auto"), True
         if not nodes.is_first:  # nobody reads what it writes
             output_dir, resume = Path(stack.enter_context(tempfile.TemporaryDirectory())), False
         is_other = resume and is_of_other_run(recipe, output_dir)
         held = stack.enter_context(OutputDir(output_dir, resume and not is_other))
+        if nodes.is_first:
+            nodes.may_resume = lambda: bool(list_checkpoints(output_dir))
+            has_begun(recipe.output_dir, now=True)
         tell = recorder = EventRecorder(output_dir, run_clock(), reporting.tell)
         finished = nodes.from_first(held.state is RunState.FINISHED)
         if nodes.from_first(finished and not may_ask_for_more(output_dir, recipe)):
@@ -101,7 +105,7 @@ def run_finetune(
                 source = None  # the checkpoint is of another commit than the one that was looked for
             base = find_base(loaded, revision, offline=start.offline, tell=tell, source=source)
             setup = prepare(loaded, offline=start.offline, tell=tell, base=base, asked=asked, elsewhere=share_out)
-            nodes.check_same(shared_facts(setup))
+            nodes.check_same(lambda: setup_facts(setup))
             if checkpoint is None and (folder := start_folder(loaded)) is not None:
                 other = check_trained_on(
                     folder,
@@ -114,8 +118,11 @@ def run_finetune(
                     tell(Notice(other))
             if checkpoint is not None:
                 check_unchanged(checkpoint.meta, setup, start.allow_changed)
+                if text := describe_other_bits(checkpoint.meta, setup):
+                    tell(Notice(text))
+            machines = Machines(nodes, *shards)
             trainer = Trainer(
-                setup, output_dir, signals, reporting, machines=Machines(nodes, *shards), recorder=recorder
+                setup, output_dir, signals, reporting, machines=machines, recorder=recorder, lost_at=start.lost_at
             )
             if checkpoint is not None:
                 if finished and (why := is_complete(checkpoint, recipe, trainer.num_steps)):

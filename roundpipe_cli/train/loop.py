@@ -15,17 +15,18 @@ from typing import Any
 
 import numpy as np
 
-from roundpipe_cli.data.batching import Grouping, Position, RowBatch
+from roundpipe_cli.data.batching import BatchSampler, Grouping, Position, RowBatch
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.options import GradientOptions
 from roundpipe_cli.engine.step import Microbatch, StepResult
 from roundpipe_cli.engine.trained import in_order_of_need
 from roundpipe_cli.errors import OutOfDeviceMemoryError
-from roundpipe_cli.events import Event, Notice, Phase, RunFinished, StepFinished, Tell, run_clock
+from roundpipe_cli.events import DeviceLost, Event, Notice, Phase, RunFinished, StepFinished, Tell, run_clock
 from roundpipe_cli.planning.adaptive import AdaptivePlanner
+from roundpipe_cli.planning.question import ENOUGH_PER_WORKER
 from roundpipe_cli.recipe.schema import Recipe, plain_data
 from roundpipe_cli.schedule.timeline import Timeline
-from roundpipe_cli.train.adapt import FiniteGuard, Fit, poisoned, resumed_fit
+from roundpipe_cli.train.adapt import Again, FiniteGuard, Fit, LostDevices, poisoned, resumed_fit
 from roundpipe_cli.train.auto_cache import make_auto_cache
 from roundpipe_cli.train.batches import describe_order, log_rows, make_microbatches, make_sampler
 from roundpipe_cli.train.border import Border, layer_state, restore_state
@@ -41,6 +42,7 @@ from roundpipe_cli.train.monitor.telemetry import (
     EventRecorder,
     Telemetry,
     append_row,
+    in_lanes,
     metrics_row,
     run_started,
     step_timeline,
@@ -54,9 +56,10 @@ from roundpipe_cli.train.preference import Scorer, add_references, make_pairs, p
 from roundpipe_cli.train.prepare.devices import updater_threads
 from roundpipe_cli.train.prepare.learning_rate import describe_change, describe_schedule, num_steps_of, rate_schedule_of
 from roundpipe_cli.train.prepare.setup import Setup, grouping_of
+from roundpipe_cli.train.result.export import write_run_card
 from roundpipe_cli.train.result.finish import RunFigures, make_report, write_report, write_trace
 from roundpipe_cli.train.signals import Reporting, StopSignals
-from roundpipe_cli.units import shown_step
+from roundpipe_cli.units import counted, shown_step
 
 # Measurements of a run's steps, for the report, the trace and the time that is left.
 
@@ -85,6 +88,8 @@ class RunLog:
         """Microbatches of each step."""
         self._pipeline_s: list[float] = []
         self._launch_bound: list[float] = []
+        self._lost: list[tuple[int, DeviceLost]] = []
+        """Lost devices, each with the number of rows before."""
         self._started_s = time.monotonic()
 
     def start(self) -> None:
@@ -121,6 +126,10 @@ class RunLog:
         """Note a finished step."""
         self._rows.append(row)
 
+    def lost(self, event: DeviceLost) -> None:
+        """A device was lost in the step that comes next."""
+        self._lost.append((len(self._rows), event))
+
     def eta_s(self, step_s: float, steps_left: int) -> float:
         """Seconds until the end, where the newest step took `step_s`."""
         recent = [row.step_s for row in self._rows[-ETA_STEPS:]] + [step_s]
@@ -130,7 +139,14 @@ class RunLog:
         """The figures of the run until now, after `num_steps` steps."""
         losses = {**self.earlier_losses, **{row.step: row.loss for row in self._rows}}
         return RunFigures(
-            self._rows, self._pipeline_s, self._launch_bound, losses, num_steps, self.seconds, moments_bytes
+            self._rows,
+            self._pipeline_s,
+            self._launch_bound,
+            losses,
+            num_steps,
+            self.seconds,
+            moments_bytes,
+            self._lost,
         )
 
 
@@ -143,7 +159,9 @@ Compute = Callable[[list[RowBatch], RunStep], object]
 """Computes a step of such rows by the given function; where the recipe lets it adapt, with less memory."""
 
 
-def try_longest(setup: Setup, planner: AdaptivePlanner, compute: Compute, tell: Tell, *, is_only: bool) -> None:
+def try_longest(
+    setup: Setup, planner: AdaptivePlanner, compute: Compute, again: Again, *, tell: Tell, is_only: bool
+) -> None:
     """Compute a step of the longest rows with the stages of later steps, where the recipe says so, and discard it.
 
     Args:
@@ -162,7 +180,10 @@ def try_longest(setup: Setup, planner: AdaptivePlanner, compute: Compute, tell: 
         return
 
     def run(engine: Engine, step: int, microbatches: list[Microbatch]) -> StepResult:
-        return engine.run_step(microbatches, planner.expected(len(microbatches)), step=step, version=step)
+        def compute() -> StepResult:
+            return engine.run_step(microbatches, planner.expected(len(microbatches)), step=step, version=step)
+
+        return again(compute, "the step of the longest rows")
 
     lengths = setup.dataset.rows.lengths
     if setup.rejected is not None:
@@ -177,6 +198,39 @@ def longest_batches(grouping: Grouping, num_rows: int) -> list[RowBatch]:
     """Microbatches of at most `num_rows` rows (or pairs), the longest of all, grouped as those of a step are."""
     order: list[int] = np.argsort(-grouping.lengths, kind="stable")[:num_rows].tolist()
     return grouping.group([(index,) for index in order])
+
+
+NAMED_BUBBLE = 0.15
+"""Predicted share of waiting above which a run names it before its first step."""
+
+
+def describe_waiting(setup: Setup, planner: AdaptivePlanner, sampler: BatchSampler) -> str | None:
+    """Words about workers that will wait since a step has few microbatches, and what gives them more."""
+    recipe, workers = setup.recipe, len(setup.devices)
+    position, enough = sampler.position, ENOUGH_PER_WORKER * len(setup.devices)
+    count = len(sampler.next_step())
+    sampler.seek(position)
+    if workers == 1 or recipe.pipeline.num_chunks > 1 or count >= enough:
+        return None
+    bubble = planner.expected_bubble(count)
+    if bubble <= NAMED_BUBBLE:
+        return None
+    size = max(1, recipe.rows_per_step // enough) if recipe.token_budget is not None else recipe.micro_batch_size
+    steps = max(enough, recipe.rows_per_step // size)
+    rows = size * steps
+    words = [f"gradient_accumulation_steps={steps}"]
+    if recipe.token_budget is not None:
+        words = ["micro_batch_tokens=null", f"micro_batch_size={size}", *words]
+    remedy = f"{' '.join(words)} makes them wait less"
+    remedy += (
+        f", with {counted(rows, 'row')} a step in place of {recipe.rows_per_step}"
+        if rows > recipe.rows_per_step
+        else ""
+    )
+    if rows > sampler.num_sequences(0):
+        remedy = "the data have too few rows for more"
+    few = f"{counted(count, 'microbatch')} for {counted(workers, 'worker')}"
+    return f"a step has {few}, which will wait {bubble:.0%} of the time (predicted): {remedy}"
 
 
 CLIP_EPSILON = 1e-6
@@ -196,20 +250,22 @@ class Trainer:
         *,
         machines: Machines | None = None,
         recorder: EventRecorder | None = None,
+        lost_at: str = "",
     ) -> None:
         """
         Args:
             recorder: passes events on to `reporting.tell`, and knows what was said before; None: a new one.
+            lost_at: see `Start`.
         """
         recipe, tell = setup.recipe, self._tell
         self._clock = recorder.clock if recorder else run_clock()
         self._recorder = recorder or EventRecorder(output_dir, self._clock, reporting.tell)
         self._listener: Tell = self._recorder
-        self._machines = machines or Machines(Nodes(0, 1, recipe.watchdog_s))
+        self._machines = machines or Machines(Nodes())
         self.setup = setup
         self.output_dir = output_dir
         self._signals = signals
-        self._reporting = reporting
+        self._reporting, self._lost_at = reporting, lost_at
         self._log = RunLog(trace=reporting.trace)
         self.sampler = make_sampler(setup)
         for text in describe_order(setup, self.sampler):
@@ -234,6 +290,8 @@ class Trainer:
         self._updates_early = self._machines.is_only and not (needs_norm or may_compute_again)
         """Whether a layer is updated as soon as its gradient is complete."""
         self._planner.schedule(recipe.microbatches_per_step)  # impossible stages are refused now
+        if self._machines.is_only and (waiting := describe_waiting(setup, self._planner, self.sampler)):
+            tell(Notice(waiting))
 
     @property
     def recipe(self) -> Recipe:
@@ -245,6 +303,12 @@ class Trainer:
 
     def _say(self, text: str) -> None:
         self._tell(Notice(text))
+
+    def _tell_lost(self, event: DeviceLost | Notice) -> None:
+        if isinstance(event, DeviceLost) and event.left:
+            self._log.lost(event)
+            self._signals.ask_to_save()
+        self._tell(event)
 
     # -- run -----------------------------------------------------------------------------------------------------
 
@@ -282,9 +346,22 @@ class Trainer:
         if self._fit.recompute != self.recipe.pipeline.recompute:
             engine.use_less_memory()
         size = self.recipe.microbatches_per_step
-        self._references = Scorer(engine, self._planner, size, lambda: False)
+        self._lost = LostDevices(
+            engine,
+            self._planner,
+            self._auto_cache,
+            setup.devices,
+            stops=self.recipe.on_device_loss == "stop",
+            lost_at=self._lost_at,
+            refused=self._reporting.refused,
+            tell=self._tell_lost,
+            clock=self._clock,
+        )
+        again = self._lost.again
+        self._references = Scorer(engine, self._planner, size, lambda: False, again=again)
         alone = self._machines.is_only
-        scorer = Scorer(engine, self._planner, size, lambda: alone and self._signals.requested is not None)
+        stopping = lambda: alone and self._signals.requested is not None  # noqa: E731
+        scorer = Scorer(engine, self._planner, size, stopping, again=again)
         evaluator = self.evaluator = Evaluator(setup, scorer, self.output_dir, self.num_steps, tell=self._tell)
         evaluator.agree, evaluator.ends_epoch = self._machines.from_first, lambda: self.sampler.position.starts_epoch
         evaluator.start(evaluation)
@@ -293,7 +370,7 @@ class Trainer:
         saver = Saver(self.output_dir, self.recipe.save_total_limit, self._tell, lambda _: evaluator.saved())
         self._updater.before_layer = saver.before_layer
         with (
-            page_locked(setup.store, setup.devices, self.recipe.weights, self._tell),
+            page_locked(setup.store, setup.devices, self.recipe.weights, self._tell) as self._lost.lock,
             engine,
             self._updater,
             saver,
@@ -302,12 +379,15 @@ class Trainer:
         ):
             save = partial(self._save, saver, metrics)
             border = Border(self._signals, self._machines, saver, save, tell=self._tell)
+            self._machines.check_weights(setup.store)
+            self._machines.heed(self._signals)
             self._signals.guard()
             self._tell(run_started(setup, self._clock(), first_step, self.num_steps))
             with Telemetry(engine, setup.devices, self._tell, self._clock, live=self._reporting.live):
                 done = first_step
                 if not self._is_last(done):
-                    try_longest(setup, self._planner, partial(self._compute, engine, done), self._tell, is_only=alone)
+                    compute = partial(self._compute, engine, done)
+                    try_longest(setup, self._planner, compute, again, tell=self._tell, is_only=alone)
                 if done and evaluator.is_owed(done):  # a signal came first
                     evaluator.evaluate(done)
                     self._at_border(border, done)
@@ -317,6 +397,7 @@ class Trainer:
                     if evaluator.is_owed(done):
                         evaluator.evaluate(done)
                     self._at_border(border, done)
+        self._machines.leave()
         self._write_result(done)
 
     def _write_result(self, done: int) -> None:
@@ -329,6 +410,8 @@ class Trainer:
         report = make_report(self.setup, figures, predicted)
         report |= {"files": files, "skipped_steps": self._guard.num_skipped, "fit": self._fit.to_json(self.recipe)}
         write_report(self.output_dir, report | {"evaluation": self.evaluator.report()})
+        if self._machines.is_first:
+            write_run_card(self.output_dir, self.setup.source.name)
         self._tell(RunFinished(str(self.output_dir), done, figures.seconds))
 
     def _predicted(self) -> dict[str, float]:
@@ -394,10 +477,11 @@ class Trainer:
             tokens_per_s=num_tokens / step_s,
             step_s=step_s,
             bubble_ratio=result.bubble_ratio,
-            utilization=result.utilization,
+            utilization=in_lanes(result, len(self.setup.devices)),
             upload_bytes=result.upload_bytes,
             device_peak_bytes=max(result.device_peak_bytes),
             eta_s=self._log.eta_s(step_s, self.num_steps - step - 1),
+            epoch=round(self.sampler.epochs_done, 4),
             preference=pair_metrics(result.rewards, microbatches) if result.rewards else None,
         )
         self._log.finished(event)
@@ -440,15 +524,25 @@ class Trainer:
         scale = self._guard.loss_scale.value
         own, part = self._sharing.share_of(microbatches)
         on_gradient = self._sharing.begin(step, self._updater.gradient_complete if self._updates_early else None)
-        result = engine.run_step(
-            own,
-            self._planner.schedule(len(own)),
-            step=step,
-            version=step,
-            part=part,
-            gradients=GradientOptions(scale, on_gradient),
-        )
+
+        def run() -> StepResult:
+            return engine.run_step(
+                own,
+                self._planner.schedule(len(own)),
+                step=step,
+                version=step,
+                part=part,
+                gradients=GradientOptions(scale, on_gradient, frozenset(self._sharing.given)),
+            )
+
+        result = self._lost.again(run, f"step {shown_step(step)}", may_repeat=self._may_repeat)
         return self._sharing.finish(result, scale)
+
+    def _may_repeat(self, hangs: bool) -> bool:
+        """Whether a step that a device was lost in can be computed again."""
+        if self._updates_early:
+            return not (hangs or self._updater.has_begun)
+        return not (hangs and self._sharing.given)
 
     def _microbatches(self, step: int, batches: list[RowBatch]) -> tuple[list[Microbatch], int]:
         """A step's microbatches, DPO's pairs with what the reference says of them, and the number of tokens."""
@@ -482,6 +576,7 @@ class Trainer:
 
     def _save(self, saver: Saver, metrics: FileIO, step: int) -> None:
         """Begin a checkpoint after `step` steps."""
+        self._machines.check_weights(self.setup.store)
         if not self._machines.saves:
             return
         started_s, scale = time.monotonic(), self._guard.loss_scale

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from roundpipe_cli.planning.cuts import forward_stages
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.schedule.builders import SCORED_PER_WORKER, build_forward, every_stage
+from roundpipe_cli.train.adapt import Again
 from roundpipe_cli.train.batches import collate_rows
 from roundpipe_cli.train.prepare.setup import Setup, grouping_of
 
@@ -39,17 +41,24 @@ class Scorer:
     """Runs the engine's forward over rows, a bounded number of microbatches at a time."""
 
     def __init__(
-        self, engine: Engine, planner: AdaptivePlanner, step_microbatches: int, stopping: Callable[[], bool]
+        self,
+        engine: Engine,
+        planner: AdaptivePlanner,
+        step_microbatches: int,
+        stopping: Callable[[], bool],
+        *,
+        again: Again | None = None,
     ) -> None:
         """
         Args:
             planner: whose stages of a training step are taken.
             step_microbatches: of a training step.
             stopping: whether the run is asked to stop.
+            again: computes a pass again where a device was lost; None: that is an error.
         """
         self._engine, self._planner, self._stopping = engine, planner, stopping
-        self._step_microbatches = step_microbatches
-        self._schedules: dict[tuple[tuple[StageRange, ...], int], Schedule] = {}
+        self._step_microbatches, self._again = step_microbatches, again
+        self._schedules: dict[tuple[tuple[StageRange, ...], int, int], Schedule] = {}
 
     def scores(
         self, microbatches: Sequence[Microbatch], *, step: int, reference: bool = False, greedy: bool = False
@@ -63,12 +72,10 @@ class Scorer:
             InterruptedScoring: between two passes, because the run is asked to stop.
         """
         size = SCORED_PER_WORKER * self._engine.num_workers
-        for start in range(0, len(microbatches), size):
-            if self._stopping():
-                raise InterruptedScoring
-            part = microbatches[start : start + size]
-            kept = reference and self._engine.store.has_reference
-            yield from self._engine.score(
+        kept = reference and self._engine.store.has_reference
+
+        def score(part: Sequence[Microbatch]) -> list[HeadScores]:
+            return self._engine.score(
                 part,
                 self._schedule(len(part)),
                 step=step,
@@ -77,10 +84,16 @@ class Scorer:
                 greedy=greedy,
             )
 
+        for start in range(0, len(microbatches), size):
+            if self._stopping():
+                raise InterruptedScoring
+            run = partial(score, microbatches[start : start + size])
+            yield from run() if self._again is None else self._again(run, f"a pass without training, step {step}")
+
     def _schedule(self, num_microbatches: int) -> Schedule:
         step = self._planner.schedule(self._step_microbatches)
         own, workers = every_stage(step), self._engine.num_workers
-        key = own, num_microbatches
+        key = own, workers, num_microbatches
         if key not in self._schedules:
             stages = forward_stages(
                 self._planner.costs, own, step.backward_stages, num_workers=workers, num_microbatches=num_microbatches

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from roundpipe_cli.choices import check_sizes
 from roundpipe_cli.costs.find_model import FoundConfig, read_gguf_config
+from roundpipe_cli.costs.machine import was_restarted
 from roundpipe_cli.data.rows import DatasetSpec
 from roundpipe_cli.data.sources import find_sources
 from roundpipe_cli.events import Tell
@@ -41,6 +43,18 @@ def check_names(loaded: LoadedRecipe, start: Start, tell: Tell) -> ModelSource:
     refuse_wrong_start(recipe, resume=start.resume)
     require_trackers(recipe.report_to)
     return check_sources(loaded, start, tell)
+
+
+def as_restarted(loaded: LoadedRecipe, start: Start) -> tuple[LoadedRecipe, Start]:
+    """The run as torchrun's restart of it begins: from its own newest checkpoint, wherever it began before."""
+    recipe = loaded.recipe
+    if not (was_restarted() and list_checkpoints(named_path(recipe.output_dir))):
+        return loaded, start
+    from roundpipe_cli.train.nodes.group import has_begun
+
+    if not has_begun(recipe.output_dir):  # it was refused, and is refused again
+        return loaded, start
+    return replace(loaded, recipe=replace(recipe, resume_from_checkpoint="auto")), replace(start, resume=True)
 
 
 def check_sources(loaded: LoadedRecipe, start: Start, tell: Tell) -> ModelSource:

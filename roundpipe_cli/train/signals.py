@@ -135,6 +135,7 @@ class StopSignals:
 # Settings of a run beside its recipe: how it starts, and where it reports.
 
 Planned = Callable[[Recipe, Sequence[Schedule], bool], Sequence[Mapping[str, float]]]
+Refused = Callable[[Sequence[int]], str | None]
 
 
 @dataclass(frozen=True)
@@ -149,6 +150,8 @@ class Start:
     """Recipe keys that may differ from the checkpoint's."""
     allow_other_base: bool = False
     """The adapter of `lora.start_from` may have been trained on another base model."""
+    lost_at: str = ""
+    """Where a device was lost for which this run was started again."""
 
 
 @dataclass(frozen=True)
@@ -164,3 +167,5 @@ class Reporting:
     planned: Planned | None = None
     """Says for the report what was predicted of each schedule, besides its times: of the recipe as the
     run resolved it, the schedules, whether all weights stay on the devices, and the tokens of the longest row."""
+    refused: Refused | None = None
+    """Says why the run would not fit on the devices of these of its workers alone."""

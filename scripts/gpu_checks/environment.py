@@ -42,7 +42,7 @@ def host() -> Figures:
         "cores": machine.num_cores(),
         "memory_bytes": memory.total_bytes,
         "limited_by": memory.limited_by,
-        "lockable_bytes": machine.lockable_bytes(),
+        "is_wsl": machine.is_wsl(),
     }
 
 

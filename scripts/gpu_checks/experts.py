@@ -1,4 +1,4 @@
-"""Grouped products of experts by our Triton kernels: against float64, and their time beside torch's own products."""
+"""Our Triton kernels: grouped products of experts against float64 and beside torch's own; dropout's bits and rate."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from collections.abc import Callable, Iterator
 import torch
 from torch.nn import functional
 
+from roundpipe_cli.kernels.fused import cross_entropy_
 from roundpipe_cli.kernels.grouped_mm import MIN_CAPABILITY, AdaptedProduct, loops_over_groups, why_no_triton
+from roundpipe_cli.kernels.random_masks import Draw, drop, drop_and_add_, keep_mask
+from roundpipe_cli.model.head import chunk_loss
 from scripts.gpu_checks.place import Check, CheckPlace, Figures, SkippedCheckError, check, skip_unless_real
 
 COUNTS = (300, 0, 1, 129, 0, 64, 18)
@@ -26,6 +29,9 @@ def checks(place: CheckPlace) -> Iterator[Check]:
             yield check(f"parity, {_short(dtype)}, rank {rank}", parity, place, dtype, rank)
     for dtype in (torch.bfloat16, torch.float16):
         yield check(f"time, {_short(dtype)}", compared, place, dtype, limit_s=180.0)
+    yield check("dropout's bits, and its rate", dropout, place)
+    for dtype in (torch.float32, torch.bfloat16):
+        yield check(f"loss, {_short(dtype)}", loss, place, dtype)
 
 
 def require_kernels(place: CheckPlace) -> torch.device:
@@ -128,6 +134,55 @@ def compared(place: CheckPlace, dtype: torch.dtype) -> Figures:
     medians = {name: 1e3 * sorted(found)[len(found) // 2] for name, found in times.items()}
     loops = loops_over_groups(torch.cuda.get_device_capability(device), dtype)
     return {"milliseconds": medians, "first_s": first_s, "torch_loops": loops}
+
+
+DROPPED = {"tiny": (70, 1001), "full": (8192, 4096)}
+"""Tokens and features."""
+
+
+def dropout(place: CheckPlace) -> Figures:
+    """The processor's bits, and bytes a second of dropping inputs (2 for each byte of them) and of its backward (5)."""
+    device, draw = require_kernels(place), Draw(0xF123456789ABCDEF, 0.95)
+    generator = torch.Generator().manual_seed(0)
+    host = [torch.randn(DROPPED[place.scale], generator=generator).bfloat16() for _ in range(3)]
+    x, total, product = (one.to(device) for one in host)
+    found = (
+        keep_mask(x.shape, draw.keep, draw.key, device),
+        drop(x, draw),
+        drop_and_add_(x, draw, total, product, scale=0.5),
+    )
+    mask = keep_mask(x.shape, draw.keep, draw.key, torch.device("cpu"))
+    expected = mask, drop(host[0], draw), drop_and_add_(host[0], draw, host[1], host[2], scale=0.5)
+    assert all(torch.equal(one.cpu(), other) for one, other in zip(found, expected, strict=True)), "other bits"
+    error = float((total.cpu().double() - host[1].double()).norm() / host[1].double().norm())
+    assert error <= 1e-2, f"the sum beside it is {error:.1e} off"
+    forward_s = sorted(seconds(lambda: drop(x, draw)) for _ in range(REPEATS))[REPEATS // 2]
+    backward_s = sorted(seconds(lambda: drop_and_add_(x, draw, total, product, scale=0.5)) for _ in range(REPEATS))
+    return {"bytes_per_s": [2 * x.nbytes / forward_s, 5 * x.nbytes / backward_s[REPEATS // 2]]}
+
+
+def loss(place: CheckPlace, dtype: torch.dtype) -> Figures:
+    """Gradients of a chunk of logits against float64, at most twice the error of torch's operators; both rates."""
+    device = require_kernels(place)
+    rows, vocabulary = (8, 5003) if place.scale == "tiny" else (1024, 151_936)
+    generator = torch.Generator(device).manual_seed(0)
+    logits = torch.randn(rows, vocabulary, generator=generator, device=device).mul_(4).to(dtype)
+    targets = torch.randint(vocabulary, (rows,), generator=generator, device=device)
+
+    def by_torch() -> torch.Tensor:
+        return chunk_loss(logits, targets)[1].mul_(0.5).to(dtype)
+
+    found, again = logits.clone(), logits.clone()
+    first, second = (cross_entropy_(one, targets, None, 0.0, 0.5) for one in (found, again))
+    assert torch.equal(found, again) and torch.equal(first, second), "other bits the second time"
+    some = slice(0, 64)
+    exact = torch.softmax(logits[some].double(), dim=-1)
+    exact.scatter_add_(1, targets[some, None], exact.new_full((exact.shape[0], 1), -1.0)).mul_(0.5)
+    errors = [float((one[some].double() - exact).norm() / exact.norm()) for one in (found, by_torch())]
+    assert errors[0] <= 2 * errors[1] + 1e-6, f"error {errors[0]}, torch's {errors[1]}"
+    times = [sorted(map(seconds, [run] * REPEATS))[REPEATS // 2]
+             for run in (lambda: cross_entropy_(again, targets, None, 0.0, 0.5), by_torch)]  # fmt: skip
+    return {"errors": errors, "ours_s": times[0], "torch_s": times[1]}
 
 
 def seconds(run: Callable[[], object]) -> float:

@@ -84,6 +84,16 @@ def test_given_stages_are_used_and_the_mirror_is_made(tmp_path: Path) -> None:
     assert (result["schedule"], result["forward_stages"]) == ("roundpipe", [[0, 4]])
 
 
+def test_given_stages_have_the_rounds_of_a_run(tmp_path: Path) -> None:
+    """One round where nothing limits it."""
+    path = write(tmp_path, costs_of())
+    words = ["--forward-stages", "[[0, 4]]", "--backward-stages", "[[5, 6], [3, 4], [0, 2]]"]
+    (result,) = results_of(path, *words, workers=3, microbatches=8)
+    assert result["round"] == 8
+    (published,) = results_of(path, *words, "--accounting", "published", workers=3, microbatches=8)
+    assert published["round"] == 3
+
+
 def test_time_per_step_over_chained_steps(tmp_path: Path) -> None:
     path = write(tmp_path, costs_of())
     stages = ["--forward-stages", "[[0, 2], [3, 5]]", "--backward-stages", "[[6, 6], [4, 5], [2, 3], [0, 1]]"]

@@ -72,43 +72,87 @@ def test_init_names_any_file_in_a_comment(tmp_path: Path, name: str) -> None:
 def test_init_asks_on_a_terminal_only(tmp_path: Path) -> None:
     done = run(tmp_path, "init", "--model", "Qwen/Qwen3-8B", environment=NO_GPU).expect(2)
     assert "init needs to know the data" in done.err and list(tmp_path.glob("*.yaml")) == []
+    hardware = "1x4060ti-16gb,host_memory_gib=32"
+    turns = (("Model", "Qwen/Qwen3-1.7B"), ("Your rows", "rows.jsonl"), ("Hardware", hardware))
+    said = conversation(tmp_path, *turns, ("next: roundpipe plan qwen3-1.7b.yaml", None), code=0)
+    assert "rows.jsonl is not there yet" in said
+    assert load_recipe(tmp_path / "qwen3-1.7b.yaml").recipe.hardware == hardware
+
+
+def conversation(folder: Path, *turns: tuple[str, str | None], code: int) -> str:
+    """What `roundpipe init` says on a terminal to answers, each given when the words before it have been said.
+
+    Args:
+        turns: (words to wait for, answer; None: no more).
+    """
     leader, follower = pty.openpty()
     process = subprocess.Popen(
-        command_line("init"), cwd=tmp_path, env=child_environment(NO_GPU), stdin=follower, stdout=follower,
-        stderr=follower,
+        command_line("init"), cwd=folder, env=child_environment({**NO_GPU, "COLUMNS": "200"}), stdin=follower,
+        stdout=follower, stderr=follower,
     )  # fmt: skip
     os.close(follower)
-    said = ""
-    for question, answer in (
-        ("Model", "Qwen/Qwen3-1.7B\n"),
-        ("Your rows", "rows.jsonl\n"),
-        ("Hardware", "1x4060ti-16gb,host_memory_gib=32\n"),
-        ("next: roundpipe plan qwen3-1.7b.yaml", ""),
-    ):
+    said, seen = "", 0
+    for words, answer in turns:
         deadline_s = time.monotonic() + 60
-        while question not in said and time.monotonic() < deadline_s:
+        while words not in said[seen:] and time.monotonic() < deadline_s:
             if select.select([leader], [], [], 1)[0]:
                 try:
                     said += os.read(leader, 4096).decode()
                 except OSError:  # the other side is closed
                     break
-        assert question in said, said
-        os.write(leader, answer.encode())
-    assert process.wait(60) == 0
+        assert words in said[seen:], said
+        seen = said.index(words, seen) + len(words)
+        os.write(leader, b"" if answer is None else f"{answer}\n".encode())
+    assert process.wait(60) == code, said
     os.close(leader)
-    assert load_recipe(tmp_path / "qwen3-1.7b.yaml").recipe.hardware == "1x4060ti-16gb,host_memory_gib=32"
+    return said
+
+
+def test_init_asks_again_and_loses_no_answer(tmp_path: Path) -> None:
+    """A wrong word for the hardware was an error after three answers, which were to be typed again."""
+    (tmp_path / "rows.exe").write_bytes(b"MZ")
+    (tmp_path / "qwen3-8b.yaml").write_text("mine\n")
+    said = conversation(
+        tmp_path,
+        ("Model", "?"),
+        ("Its weights are not downloaded now", "./no such folder"),
+        ("there is no such model file or folder", ""),
+        ("Your rows", "?"),
+        ('"prompt" and "completion"', "rows.exe"),
+        ("error: ", "my own rows"),
+        ("error: this is neither", "me/rows"),
+        ("taken for the id of a hub dataset", None),
+        ("Hardware", "?"),
+        ("number and name of its cards", "2x3091,host_memory_gib=64"),
+        ("error: ", "8x4090,host_memory_gib=128"),
+        ("qwen3-8b.yaml is there already. Recipe to write [qwen3-8b-2.yaml]", ""),
+        ("wrote qwen3-8b-2.yaml", None),
+        code=0,
+    )
+    assert said.count("answers so far") == 0 and (tmp_path / "qwen3-8b.yaml").read_text() == "mine\n"
+    recipe = load_recipe(tmp_path / "qwen3-8b-2.yaml").recipe
+    assert (recipe.model, recipe.datasets[0].path) == ("Qwen/Qwen3-8B", "me/rows")
+    conversation(
+        tmp_path,
+        ("Model", "Qwen/Qwen3-14B"),
+        ("Your rows", "my-rows/a b.jsonl"),
+        ("Hardware", "\x04"),
+        ("answers so far: roundpipe init --model Qwen/Qwen3-14B --data 'my-rows/a b.jsonl'", None),
+        code=130,
+    )
 
 
 def test_init_fits_the_machine_or_says_why_not() -> None:
     path = Path("recipe.yaml")
     with pytest.raises(RefusedError, match="does not fit") as refused:
-        choose_settings("Qwen/Qwen3-32B", "2x3090,host_memory_gib=64", path)
-    assert "recipes/qwen3/14b_lora_2x24gb.yaml" in str(refused.value)
+        choose_settings("Qwen/Qwen3-235B-A22B", "1x3060,host_memory_gib=6", path)
+    assert "model=Qwen/Qwen3-4B load_in_4bit=true: " in str(refused.value), "with its speed"
+    assert "recipes/qwen3/4b_lora_1x16gb.yaml load_in_4bit=true" in str(refused.value)
     small = choose_settings("Qwen/Qwen3-14B", "1x2060,host_memory_gib=48", path)
-    assert small.dtype == "float16" and small.tokens_per_microbatch < 8192
-    assert choose_settings("HuggingFaceTB/SmolLM2-135M", "1x3090,host_memory_gib=32", path).method == "full"
+    assert small.recipe.dtype == "float16" and small.tokens_per_microbatch < 8192
+    assert choose_settings("HuggingFaceTB/SmolLM2-135M", "1x3090,host_memory_gib=32", path).recipe.method == "full"
     eight = choose_settings("Qwen/Qwen3-8B", "8x4090,host_memory_gib=128", path)
-    assert eight.rows_per_step == 64 and eight.hardware == "8x4090,host_memory_gib=128" and not eight.is_here
+    assert eight.recipe.rows_per_step == 64 and eight.hardware == "8x4090,host_memory_gib=128" and not eight.is_here
 
 
 def test_init_of_few_rows_ends_in_a_recipe_that_runs(tmp_path: Path) -> None:
@@ -124,7 +168,7 @@ def test_init_of_few_rows_ends_in_a_recipe_that_runs(tmp_path: Path) -> None:
 def test_init_takes_what_is_known_of_the_rows() -> None:
     path, machine = Path("recipe.yaml"), "8x4090,host_memory_gib=128"
     by_rows = [choose_settings("Qwen/Qwen3-8B", machine, path, num_rows) for num_rows in (None, 640, 639, 25, 0)]
-    assert [choice.rows_per_step for choice in by_rows] == [64, 64, 63, 2, 1]
+    assert [choice.recipe.rows_per_step for choice in by_rows] == [64, 64, 63, 2, 1]
 
 
 # --- doctor ---------------------------------------------------------------------------------------------------------

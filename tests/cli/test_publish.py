@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from roundpipe_cli.choices import GGUF_NAME
 from roundpipe_cli.cli import export
-from roundpipe_cli.cli.export import GGUF_NAME, check_upload, convert_to_gguf, push
+from roundpipe_cli.cli.export import check_upload, convert_to_gguf, push
 from roundpipe_cli.errors import RefusedError
 
 

@@ -1,4 +1,4 @@
-"""What a user reads on a terminal of 80 columns, and forty mistakes with their messages.
+"""What a user reads on a terminal of 80 columns, and common mistakes with their messages.
 
 `python -m tests.cli.test_terminal_text` writes the golden file of the mistakes anew; read it aloud then.
 """
@@ -19,7 +19,7 @@ import pytest
 
 from roundpipe_cli.cli.app import main
 from roundpipe_cli.cli.finetune import next_commands, summary
-from roundpipe_cli.cli.output import wrapped
+from roundpipe_cli.cli.output import UNCUT, wrapped
 from roundpipe_cli.cli.recipes import table
 from roundpipe_cli.recipe.shipped import shipped_recipes
 from roundpipe_cli.units import counted
@@ -69,6 +69,24 @@ def test_lines_are_cut_between_words_and_indented() -> None:
     text = ["  assumed: layer times from the cost model; it matches", "short"]
     assert list(wrapped(text, 30)) == ["  assumed: layer times from", "    the cost model; it matches", "short"]
     assert list(wrapped(text, None)) == text
+
+
+@pytest.mark.parametrize("width", [40, 60, 80])
+def test_errors_are_cut_between_words_and_what_is_to_be_copied_is_not(width: int) -> None:
+    """A terminal cut their lines within words, as they were printed whole for the sake of the commands in them."""
+    text = [line for line in GOLDEN.read_text(encoding="utf-8").splitlines() if not line.startswith("$ ")]
+    lines = list(wrapped(text, width))
+    assert " ".join(" ".join(lines).split()) == " ".join(" ".join(text).split()), "no word is lost or parted"
+    copied = [found for line in text for found in re.findall(r"`[^`]+`|hint: (roundpipe .*)", line)]
+    assert len(copied) > 40 and all(any(one in line for line in lines) for one in copied if one)
+    for line in lines:
+        rest = UNCUT.sub(lambda found: found[0].replace(" ", "_"), line)
+        assert len(line) <= width or len(rest.split()) <= 2 + rest.startswith(("error:", "  hint:")), line
+    assert list(wrapped(["it took 12 ms of 7.25 s, 30 % of it"], 14)) == [
+        "it took 12 ms",
+        "  of 7.25 s,",
+        "  30 % of it",
+    ]
 
 
 def test_one_is_singular() -> None:
@@ -240,7 +258,7 @@ def as_text(folder: Path) -> str:
     return "\n".join(blocks).replace(str(folder), "HERE").replace(root, "ROOT")
 
 
-def test_forty_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each says what, where, what was found or expected, and what to do; no key twice in a line."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")

@@ -39,6 +39,17 @@ def test_a_blocks_counts_are_the_ledgers(model_type: str, method: str, in_4bit: 
     assert found and [one.off() for one in found] == [[]] * len(found)
 
 
+@pytest.mark.parametrize("by_libraries", [False, True], ids=["auto", "reference"])
+def test_dropout_is_counted(by_libraries: bool) -> None:
+    """`plan` saw none of a block's launches for it."""
+    for one in compare("Qwen/Qwen3-8B", "lora", False, TOKENS, by_libraries=by_libraries, dropout=0.05):
+        if not by_libraries:
+            assert one.off() == []
+        for work, launches in ((one.plan.forward, one.ledger.forward), (one.plan.backward, one.ledger.backward)):
+            moved = work.traffic_bytes + (work.library_bytes if by_libraries else 0)
+            assert moved == pytest.approx(launches.traffic_bytes, rel=0.05)
+
+
 @pytest.mark.parametrize("method", ["lora", "full"])
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma3_text", "mistral"])
 def test_what_the_libraries_move_is_the_ledgers(model_type: str, method: str) -> None:

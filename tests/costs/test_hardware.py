@@ -51,6 +51,31 @@ def test_machines_in_words(text: str, names: list[str]) -> None:
     assert [device.name for device in parse_hardware(text).devices] == names
 
 
+@pytest.mark.parametrize(
+    ("text", "host_gib", "count"),
+    [
+        ("2x3090 64GB", 64, 2),
+        ("2x3090, 64 GB RAM", 64, 2),
+        ("rtx 4060 ti 16GB 64gib", 64, 1),
+        ("4x3090+2x4060ti 128 GB of memory", 128, 6),
+        ("2x 4060ti 16gb", None, 2),
+        ("1x3090 24GB", None, 1),
+        ("1x3090 24GB RAM", 24, 1),
+    ],
+)
+def test_host_memory_as_people_write_it(text: str, host_gib: int | None, count: int) -> None:
+    """Story: `2x3090 64GB` was an unknown GPU. A card's own memory behind its name is no host memory."""
+    machine = parse_hardware(text)
+    assert len(machine.devices) == count and machine.host_memory_is_assumed is (host_gib is None)
+    assert host_gib is None or machine.host_memory_bytes == host_gib * 2**30
+
+
+def test_an_unknown_card_lists_the_known_ones() -> None:
+    with pytest.raises(RefusedError) as error:
+        parse_hardware("2xfoo")
+    assert all(name in str(error.value) for name in catalogue())
+
+
 def test_given_figures_replace_the_catalogues() -> None:
     machine = parse_hardware("2x4090:pcie_lanes=4:memory_gib=48,host_memory_gib=192,disk_free_gib=0,accumulate=fp16")
     device = machine.devices[0]

@@ -38,7 +38,7 @@ def test_a_run_that_is_over_is_told_as_it_was(tmp_path: Path, capsys: pytest.Cap
     """Its lines are read in no time, so workers were looked at in the first and the last step only; and of a run that
     stopped the last step was not the last one."""
     events = recorded_run(2)
-    watch([str(write_files(tmp_path, [*events, (events[-1][0], RunStopped("stopped by SIGINT"))]))])
+    watch([str(write_files(tmp_path, [*events, (events[-1][0], RunStopped("stopped by SIGINT"))]))], verbose=True)
     said = capsys.readouterr().err
     looks = [line.split()[1] for line in said.splitlines() if line.startswith("  step ")]
     assert looks[0] == "1" and looks[-1] == "40" and 4 <= len(looks) <= 8, looks

@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import math
+import os
 import re
+import time
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -42,10 +44,11 @@ from roundpipe_cli.events import (
     RunStopped,
     Span,
     StepTimeline,
+    WorkSeen,
 )
 from roundpipe_cli.schedule.pictures import span_of
 from roundpipe_cli.schedule.timeline import makespan_s
-from roundpipe_cli.units import format_seconds
+from roundpipe_cli.units import format_clock, format_seconds
 from tests.support.recorded import START_S, recorded_run, recorded_step, simulated_run
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -259,12 +262,67 @@ def test_the_last_frame_does_not_contradict_the_end() -> None:
 
 
 def test_the_time_left_counts_down_between_steps() -> None:
+    """And the time of day of the end stands still."""
     events = recorded_run(2)
     state, seen_s = fold_all(events), fold_all(events).step_seen_s
     assert state.step is not None
     for later_s in (0.0, 3.0, 60.0):
         line = screen(state, seen_s + later_s, 80, 24, COLOUR)[1].plain
-        assert f"eta {format_seconds(round(state.step.eta_s - later_s))} " in line
+        assert f" epoch 0.80  eta {format_seconds(round(state.step.eta_s - later_s))} at 08:11 " in line
+        narrow = screen(state, seen_s + later_s, 40, 12, COLOUR)[1].plain
+        assert " eta " in narrow and " at " not in narrow and "epoch" not in narrow, narrow
+
+
+def test_the_day_of_the_end_is_named_where_it_is_another() -> None:
+    shown = [format_clock(START_S + days * 86400.0, START_S) for days in (0, 0.6, 1, 5.9, 6.1, 40)]
+    assert shown == ["08:00", "22:24", "Sat 08:00", "Thu 05:36", "21 Jan 10:24", "24 Feb 08:00"]
+
+
+def test_details_of_the_start_leave_their_rows_to_what_happens() -> None:
+    """The model and its kernels took all rows of messages at 80x24, and an answer to a key or a loss had none."""
+    said = (
+        "model: llama, 30 blocks, 139M parameters, 4.88M trained (lora, bfloat16) on cpu, cpu",
+        "kernels: 61 rms_norm",
+    )
+    start, *rest = recorded_run(2, num_done=0)
+    details = [(START_S, Notice(text, is_detail=True)) for text in said]
+    state = fold_all([start, (START_S, Notice("3 rows are cut")), *details, (START_S + 3, Notice("saving now")), *rest])
+    small, large = (
+        "\n".join(line.plain for line in screen(state, START_S + 9, *size, COLOUR, KEYS))
+        for size in ((80, 24), (200, 60))
+    )
+    assert "3 rows are cut" in small and "saving now" in small and "model: " not in small, small
+    assert large.index("3 rows") < large.index("model: ") < large.index("kernels: ") < large.index("saving now")
+
+
+def test_the_lanes_stay_over_an_evaluation() -> None:
+    """Nothing is seen of an evaluation but that no step runs: lanes went on without work, and were empty at its end."""
+    events = recorded_run(2, num_done=3)[:-1]
+    before = fold_all(events)
+    assert before.timeline is not None
+    now_s, timeline = before.seen_s, before.timeline
+
+    def lanes(state: DashboardState) -> list[str]:
+        return [line.plain for line in screen(state, state.seen_s, 80, 24, LETTERS)][2:8]
+
+    waits = [(now_s + second, WorkSeen(now_s + second, 0, (), ())) for second in range(1, 300)]
+    after = fold_all(waits, before)
+    assert lanes(after) == lanes(before)
+    after = fold(after, EvaluationFinished(3, 100, 1.0, 2.7, 9000, 299.0, True), now_s + 299)
+    moved = [replace(one, start_s=one.start_s + now_s + 300, end_s=one.end_s + now_s + 300) for one in timeline.spans]
+    first = [one for one in moved if one.lane == "compute" and one.start_s < now_s + 300.5]
+    for event in (
+        WorkSeen(now_s + 300.5, 4, (), tuple(replace(one, end_s=now_s + 300.5) for one in first)),
+        StepTimeline(4, now_s + 300, timeline.spans),
+    ):
+        state = fold(after, event, now_s + 310)
+        for worker in state.workers:
+            earlier = [one for one in worker.spans if one.start_s < now_s + 300]
+            assert (
+                earlier
+                and max(one.end_s for one in earlier)
+                > now_s + 300 - window_s(before.step.step_s if before.step else None) / 3
+            )
 
 
 def test_ascii_is_ascii() -> None:
@@ -453,6 +511,8 @@ def test_means_are_weighted_by_the_length_of_the_step() -> None:
 
 
 if __name__ == "__main__":
+    os.environ["TZ"] = "UTC"
+    time.tzset()
     for each in SCREENS:
         (GOLDEN / f"{each}.txt").write_text(
             "\n".join(line.rstrip() for line in lines_of(each)) + "\n", encoding="utf-8"

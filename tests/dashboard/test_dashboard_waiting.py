@@ -13,8 +13,10 @@ from roundpipe_cli.dashboard.live import help_screen
 from roundpipe_cli.dashboard.state import DashboardState, fold_all
 from roundpipe_cli.dashboard.theme import Theme
 from roundpipe_cli.dashboard.views import figure_lines, screen, slices
-from roundpipe_cli.dashboard.waiting import longest_waiting, waiting
+from roundpipe_cli.dashboard.waiting import CAUSES, REMEDIES, longest_waiting, waiting
 from roundpipe_cli.events import RunStarted, Span, StepFinished, StepTimeline
+from roundpipe_cli.recipe.check import hints_of
+from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.schedule.timeline import makespan_s, utilization
 from tests.support.recorded import recorded_run, recorded_step
 
@@ -164,11 +166,36 @@ def test_the_page_says_it_too() -> None:
 # --- plain lines ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("num_workers, is_worth_it", [(2, False), (8, True)])
+def test_a_wait_that_is_worth_it_is_one_line_with_a_remedy(
+    num_workers: int, is_worth_it: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Eight lines about host, workers and causes after the first and the last step, and none said what to do."""
+    now_s = [0.0]
+    printer = LinePrinter(1, lambda: now_s[0])
+    for _, event in recorded_run(num_workers, num_steps=40):  # its first step measures the layers
+        now_s[0] += 2.5 if isinstance(event, StepFinished) else 0.0
+        printer(event)
+    said = [line for line in capsys.readouterr().err.splitlines() if "waited" in line or line.startswith("  ")]
+    said = [line for line in said if not line.startswith("checkpoint ")]
+    assert len(said) == is_worth_it, said
+    if is_worth_it:
+        assert re.match(r"note: worker 2 waited \d\d % of step \d+, most of it because .*: .*\(.+\) help$", said[0]), (
+            said
+        )
+
+
+def test_every_cause_of_a_wait_has_a_remedy() -> None:
+    assert REMEDIES.keys() == CAUSES.keys()
+    keys = {key for text in REMEDIES.values() for key in re.findall(r"[a-z]+_[a-z_0-9]+", text)}
+    assert keys <= set(hints_of(Recipe)), "each names keys of a recipe"
+
+
 @pytest.mark.parametrize("gpu", [True, False])
 def test_plain_lines_say_every_figure_that_a_screen_shows(gpu: bool, capsys: pytest.CaptureFixture[str]) -> None:
     """They had no busy share, memory, temperature or power of a worker, and no reason why one waited."""
     events = recorded_run(4, gpu=gpu)[:-1]  # without the step in work
-    state, printer = fold_all(events), LinePrinter(1, clock=lambda: 0.0)
+    state, printer = fold_all(events), LinePrinter(1, lambda: 0.0, is_verbose=True)
     for _, event in events:
         printer(event)
     assert state.step is not None
@@ -190,7 +217,7 @@ def test_plain_lines_say_every_figure_that_a_screen_shows(gpu: bool, capsys: pyt
 
 def test_plain_lines_look_at_the_workers_once_a_minute(capsys: pytest.CaptureFixture[str]) -> None:
     now_s = [0.0]
-    printer = LinePrinter(1, clock=lambda: now_s[0])
+    printer = LinePrinter(1, lambda: now_s[0], is_verbose=True)
     for _, event in recorded_run(2):
         now_s[0] += 2.5 if isinstance(event, StepFinished) else 0.0  # 40 steps in 100 s
         printer(event)

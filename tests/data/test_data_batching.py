@@ -119,6 +119,17 @@ def test_packed_epochs_are_counted_one_by_one() -> None:
     assert [sampler.num_steps(n) for n in range(1, 5)] == np.cumsum(counts).tolist()
 
 
+@pytest.mark.parametrize("packing", [False, True])
+def test_epochs_done_grow_to_a_whole_number(packing: bool) -> None:
+    """By the rows that were trained, packed or not: an epoch of 10,000 rows has three windows."""
+    sampler, rows, before = long_sampler(packing), 0, 0.0
+    while sampler.position.epoch < 2:
+        rows += len(rows_of(sampler.next_step()))
+        assert before < sampler.epochs_done == pytest.approx(rows / 10_000, abs=1e-9 if not packing else 0.02)
+        before = sampler.epochs_done
+        assert not sampler.position.starts_epoch or before == sampler.position.epoch
+
+
 def test_a_position_that_smaller_data_no_longer_has_is_the_end_of_its_epoch() -> None:
     sampler = sampler_of(10, 2, 2, 0, shuffle=True)
     for position in (Position(3, 0, 10), Position(3, 0, 500), Position(3, 2, 0)):

@@ -521,6 +521,10 @@ def test_pairs_in_every_common_shape(tmp_path: Path, name: str) -> None:
         ({"chosen": CHAT, "rejected": [{**USER, "content": "Other"}, NO]}, "is no answer to the prompt"),
         ({"prompt": "Other", "chosen": CHAT, "rejected": [USER, NO]}, "does not follow on the prompt"),
         ({"messages": CHAT, "chosen": YO, "rejected": NO}, "does not follow on the prompt"),
+        (
+            {"prompt": [USER], "messages": CHAT[:0] + [{**USER, "content": "Other"}], "chosen": YO, "rejected": NO},
+            "are two prompts",
+        ),
         ({"prompt": "Hi", "chosen": "Yo", "rejected": "No", "images": ["a.jpg"]}, MEDIA),
         ({"prompt": "Hi", "chosen": "Yo", "rejected": "No", "context": "There."}, "part of the prompt"),
         ({"prompt": "Hi", "chosen": "Yo", "rejected": "No", "query": "There."}, "part of the prompt"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from random import Random
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -100,3 +101,16 @@ def test_packed_rows_of_150_tokens_fill_the_step_that_plan_counts() -> None:
         step = sampler.next_step()
         assert len(step) == 4
         assert 0.95 * 32_768 < sum(int(lengths[list(rows)].sum()) for rows in flat(step)) <= 32_768
+
+
+@pytest.mark.parametrize(
+    ("lengths", "sizes"),
+    [([70] * 16, [4, 4, 4, 4]), ([300, 70, 70, 70], [1, 1, 1, 1]), ([70] * 6, [2, 1, 2, 1]), ([70, 60], [1, 1])],
+)
+def test_short_sequences_make_the_least_number_of_microbatches(lengths: list[int], sizes: list[int]) -> None:
+    """All would fit one microbatch, and one worker would do all the work."""
+    grouping = Grouping(np.array(lengths), 1, max_tokens=2048, least=4)
+    batches = grouping.group([(index,) for index in range(len(lengths))])
+    assert [len(batch) for batch in batches] == sizes
+    assert sorted(row for batch in batches for (row,) in batch) == list(range(len(lengths)))
+    assert len(grouping.resized(1).group([(index,) for index in range(len(lengths))])) == 1, "of a part of a step"

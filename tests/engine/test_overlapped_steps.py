@@ -29,8 +29,10 @@ def write_layers(rig: Rig, gradients: Sequence[torch.Tensor], layers: Sequence[i
             place.masters.add_(gradients[layer], alpha=-0.01)
 
 
+@pytest.mark.parametrize("before", [False, True])
 @pytest.mark.parametrize("copy", [False, True])
-def test_the_error_of_an_update_is_that_of_all_who_wait(copy: bool) -> None:
+def test_the_error_of_an_update_is_that_of_all_who_wait(copy: bool, before: bool) -> None:
+    """Also of a step that begins after it."""
     rig = make_rig("llama", num_hidden_layers=4)
     error = InternalError("the optimizer failed")
     raised: list[BaseException] = []
@@ -45,12 +47,15 @@ def test_the_error_of_an_update_is_that_of_all_who_wait(copy: bool) -> None:
         schedule = schedule_for(rig, 2, len(SIZES))
         engine.run_step(random_microbatches(SIZES), schedule, step=0)
         write_layers(rig, rig.store.gradients, [0, 1])
+        if before:
+            rig.store.fail(error)
         under_way = engine.start_step(random_microbatches(SIZES), schedule, step=1, version=1)
         calls = [(engine.finish_step, under_way), (rig.store.wait_for, 3, 1)]
         threads = [threading.Thread(target=wait, args=call, daemon=True) for call in calls]
         for thread in threads:
             thread.start()
-        rig.store.fail(error)
+        if not before:
+            rig.store.fail(error)
         for thread in threads:
             thread.join(10)
     assert raised == [error, error]

@@ -18,9 +18,10 @@ from roundpipe_cli.engine.backends.cpu import CpuBackend
 from roundpipe_cli.engine.engine import Engine, launch_bound_s
 from roundpipe_cli.engine.link_speed import measure_links
 from roundpipe_cli.engine.worker import ComputeInterval, WorkerStep
-from roundpipe_cli.errors import InternalError, OutOfDeviceMemoryError, RefusedError
-from roundpipe_cli.model.dropout import keep_mask, uniform
+from roundpipe_cli.errors import DeviceLostError, OutOfDeviceMemoryError, RefusedError
+from roundpipe_cli.kernels.random_masks import Draw, drop, keep_mask, uniform
 from roundpipe_cli.recipe.load import load_text
+from roundpipe_cli.train import build
 from roundpipe_cli.train.prepare import devices
 from roundpipe_cli.train.prepare.devices import choose_devices, make_backends, with_dtype_of
 from roundpipe_cli.train.result import generate
@@ -197,6 +198,24 @@ def test_page_locked_memory_refused_for_transfers() -> None:
     assert not again.notices
 
 
+@pytest.mark.parametrize("on_wsl", [False, True])
+def test_weights_leave_page_locked_memory_to_boundaries(on_wsl: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On WSL2 weights took all that may be locked, and cards waited for the copy of every boundary."""
+    monkeypatch.setattr(build, "LOCKED_FOR_BOUNDARIES_BYTES", 32 * 1024)
+    monkeypatch.setattr("platform.release", lambda: "6.6.87-microsoft-standard-WSL2" if on_wsl else "6.8.0")
+    case = CASES["full"]
+    rig, said = case.rig(), list[str]()
+    room = sum(buffer.nbytes for buffer in rig.store.transferred) - 1
+    schedule, tell = case.schedule(rig, len(case.microbatches)), lambda event: said.append(str(event))
+    with simulated(max_locked_bytes=room) as simulation, two_workers(rig) as engine:
+        with build.page_locked(rig.store, ["cuda:0"], "auto", tell):
+            locked = sum(end - first for first, end in simulation.machine.registered)
+            result = engine.run_step(case.microbatches, schedule, step=0)
+        assert not simulation.machine.registered
+    assert 0 < locked <= room - 32 * 1024 and not result.notices and len(said) == 1
+    assert ("WSL2 lets a process page-lock 0.5 to 2 GiB" in said[0]) == on_wsl
+
+
 def test_other_errors_of_page_locking_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     with simulated() as simulation:
         backend = cuda.CudaBackend(0)
@@ -261,17 +280,19 @@ def test_links_are_measured() -> None:
 @pytest.mark.parametrize("shape", [(3, 5), (70, 1000)])
 def test_dropout_masks_are_equal_on_unlike_cards(shape: tuple[int, int]) -> None:
     """A generator of torch's deals its numbers to multiprocessors: a recompute on another card drew another mask."""
-    drawn = []
+    drawn, dropped, values = [], [], torch.randn(shape)
     with simulated(cards=[Card(multi_processors=132), Card(multi_processors=24)]):
         counts = [torch.cuda.get_device_properties(index).multi_processor_count for index in range(2)]
         for index in range(2):
             place = torch.device("cuda", index)
             drawn.append((keep_mask(shape, 0.9, 7, place).cpu(), uniform(shape, 8, place).cpu()))
+            dropped.append(drop(values.to(place), Draw(7, 0.9)).cpu())
     host = torch.device("cpu")
     drawn.append((keep_mask(shape, 0.9, 7, host), uniform(shape, 8, host)))
     assert counts == [132, 24]
     for mask, numbers in drawn[1:]:
         assert torch.equal(mask, drawn[0][0]) and torch.equal(numbers, drawn[0][1])
+    assert all(torch.equal(one, values * drawn[0][0]) for one in dropped), "the linear layer's mask is another one"
 
 
 def test_a_step_that_runs_out_of_memory_is_run_again_with_less() -> None:
@@ -327,7 +348,7 @@ def test_out_of_memory_has_many_faces(text: str, monkeypatch: pytest.MonkeyPatch
         raise RuntimeError(text)
 
     monkeypatch.setattr(cuda.CudaBackend, "host_like", refuse)
-    expected = InternalError if "illegal" in text else OutOfDeviceMemoryError
+    expected = DeviceLostError if "illegal" in text else OutOfDeviceMemoryError
     with simulated(), page_locked(rig):
         backends = [cuda.CudaBackend(0), cuda.CudaBackend(1)]
         with pytest.raises(expected), Engine(rig.skeleton, rig.split, rig.store, backends) as engine:

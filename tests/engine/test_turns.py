@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -30,9 +32,10 @@ def test_one_pass_at_a_time() -> None:
     assert seen == [1] * 200 and turns.num_stuck == 0
 
 
-def test_a_pass_that_waits_for_its_device_holds_nobody_up_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_STUCK", 2)
-    turns, go, passed = IssueTurns(stuck_s=0.02), threading.Event(), threading.Event()
+@contextmanager
+def stuck_pass(turns: IssueTurns) -> Iterator[None]:
+    """Another thread's pass is stuck while the body runs."""
+    go, passed = threading.Event(), threading.Event()
 
     def stuck() -> None:
         with turns.turn():
@@ -42,14 +45,49 @@ def test_a_pass_that_waits_for_its_device_holds_nobody_up_for_long(monkeypatch: 
     thread = threading.Thread(target=stuck)
     thread.start()
     assert passed.wait(60)
-    for expected in (1, 2, 2):  # then it is given up
-        with turns.turn():
-            assert turns.num_stuck == expected
+    yield
     go.set()
     thread.join()
-    with turns.turn():
-        pass
-    assert turns.num_stuck == 2
+
+
+def test_a_pass_that_waits_for_its_device_holds_nobody_up_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_STUCK", 2)
+    monkeypatch.setattr(module, "PAUSE_S", 0.2)
+    turns = IssueTurns(stuck_s=0.02)
+    for pause_s in (0.2, 0.4):
+        with stuck_pass(turns):
+            for _ in range(8):  # one pass, however many wait for it
+                with turns.turn():
+                    assert turns.num_stuck == 1
+        assert turns.are_on() and turns.notice is None
+        with stuck_pass(turns), turns.turn():
+            assert not turns.are_on() and turns.num_stuck == 0
+        off_s = time.perf_counter()
+        assert turns.notice is not None and "take no turns for" in turns.notice
+        turns.notice = None
+        while not turns.are_on():
+            time.sleep(0.01)
+        assert time.perf_counter() - off_s >= pause_s - 0.1, "each pause is twice as long"
+
+
+@pytest.mark.parametrize("num_shapes", [1, 5])
+def test_slow_first_passes_of_eight_cards_do_not_end_the_turns(num_shapes: int) -> None:
+    """Story: eight waiters for one slow first pass, in which kernels are compiled, ended them for the whole run."""
+    turns, together = IssueTurns(stuck_s=0.01), threading.Barrier(8)
+
+    def card() -> None:
+        for _ in range(num_shapes):
+            together.wait()
+            for number in range(module.FORGIVEN):
+                with turns.turn():
+                    time.sleep(0.03 if number == 0 else 0)
+
+    threads = [threading.Thread(target=card) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert turns.are_on() and turns.notice is None
 
 
 def test_a_turn_ends_with_its_error_and_may_be_taken_within_itself() -> None:

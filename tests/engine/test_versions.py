@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -251,22 +251,27 @@ def test_early_updates_change_no_bit(method: str, model: str, tmp_path: Path, mo
 @pytest.mark.parametrize("copy", [False, True])
 @pytest.mark.parametrize(("model_type", "late"), [("llama", [0]), ("gemma3_text", [4])])
 def test_each_layer_updates_once_and_the_embedding_last(model_type: str, late: list[int], copy: bool) -> None:
-    """What gets a gradient from the embedding too, the tied table, is last; all else during the backward."""
+    """The tied table, which gets a gradient from the embedding too, is given last; all else during the backward."""
     rig = make_rig(model_type)
     optimizer = HostOptimizer(rig.store)
-    order: list[int] = []
+    given: list[int] = []
+    updated: list[int] = []
     with (
         Updater(rig.store, optimizer, num_threads=1) as updater,
         rig.engine(2, copy=copy) as engine,
     ):
-        updater.before_layer = lambda layer, version: order.append(layer)
+        updater.before_layer = lambda layer, version: updated.append(layer)
         updater.begin_early(0, 1e-3)
+
+        def give(layer: int, squares: Callable[[], float]) -> None:
+            given.append(layer)
+            updater.gradient_complete(layer, squares)
+
         microbatches = random_microbatches([(1, 6), (2, 5), (1, 4)])
-        gradients = GradientOptions(on_complete=updater.gradient_complete)
-        engine.run_step(microbatches, schedule_for(rig, 2, 3), step=0, gradients=gradients)
+        engine.run_step(microbatches, schedule_for(rig, 2, 3), step=0, gradients=GradientOptions(on_complete=give))
         updater.wait()
-    assert sorted(order) == sorted({1, 2, 3, 4, *late})
-    assert order[-1:] == late
+    assert sorted(updated) == sorted({1, 2, 3, 4, *late})
+    assert sorted(given) == sorted(updated) and given[-1:] == late
     assert rig.store.newest == 1
 
 

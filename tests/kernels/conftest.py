@@ -11,17 +11,18 @@ import pytest
 
 from roundpipe_cli import kernels
 
-OURS = "roundpipe_cli.kernels.grouped_triton"
+OURS = ("roundpipe_cli.kernels.grouped_triton", "roundpipe_cli.kernels.pointwise_triton")
 
 
 def _is_tritons(name: str) -> bool:
-    return name == OURS or (name.split(".")[0] == "triton" and not name.startswith("triton._C"))
+    return name in OURS or (name.split(".")[0] == "triton" and not name.startswith("triton._C"))
 
 
 def _take_out() -> dict[str, ModuleType]:
     """Modules that an import then makes anew, and not by way of the package that holds ours."""
     taken = {name: sys.modules.pop(name) for name in list(sys.modules) if _is_tritons(name)}
-    vars(kernels).pop(OURS.rpartition(".")[2], None)
+    for name in OURS:
+        vars(kernels).pop(name.rpartition(".")[2], None)
     return taken
 
 

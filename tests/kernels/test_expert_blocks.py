@@ -62,7 +62,7 @@ def test_a_block_agrees_with_transformers_and_peft(model_type: str, method: str)
     exact, chosen = run(block_of(rig, torch.float64), hidden.double())
     if method == "lora":
         own, _ = run(by_kernel(block_of(rig, F32)), hidden.float())
-        assert own.keys() == exact.keys() and sum("lora_" in name for name in own) == 6
+        assert own.keys() == exact.keys() and sum("lora_" in name for name in own) == 4, "of the experts alone"
         assert all(error(own[name], value) <= 1e-5 for name, value in exact.items())
     eager, chosen_eager = run(block_of(rig, BF16), hidden)
     low, chosen_low = run(by_kernel(block_of(rig, BF16)), hidden)

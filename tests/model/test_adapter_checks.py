@@ -59,6 +59,7 @@ def test_an_odd_adapter_configuration_is_refused(tmp_path: Path, changes: dict[s
     with pytest.raises(RefusedError) as caught:
         read_adapter_config(write(tmp_path / "adapter", **changes))
     assert "adapter_config.json" in str(caught.value)
+    assert ("only LoRA adapters" in str(caught.value)) == (changes == {"peft_type": "IA3"})
 
 
 @pytest.mark.parametrize(

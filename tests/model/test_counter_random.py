@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from roundpipe_cli.engine.backends import cuda
-from roundpipe_cli.model.dropout import COLUMNS, CPU_ROWS, draw_key, keep_mask, uniform
+from roundpipe_cli.kernels.random_masks import COLUMNS, CPU_ROWS, keep_mask, uniform
+from roundpipe_cli.model.dropout import draw_key
 
 CPU = torch.device("cpu")
 KEY = 0xF123456789ABCDEF

@@ -22,7 +22,6 @@ from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.stored import packed_weights
 from roundpipe_cli.model.stored.packed_weights import dequantize, packed_bytes, quantize
 from roundpipe_cli.planning.predict import make_plan
-from roundpipe_cli.planning.question import ask
 from roundpipe_cli.planning.solve import solve
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.train.prepare.setup import prepare
@@ -235,9 +234,8 @@ def test_what_fits_in_4_bit_in_place_of_fp8_can_be_asked_for(tmp_path: Path) -> 
     """`load_in_fp8` makes way."""
     changes = {"model": "Qwen/Qwen3-32B", "load_in_fp8": True, "weights": "pinned"}
     recipe = write_recipe(tmp_path / "recipe.yaml", pipeline={}, dtype="bfloat16", **changes)
-    question = ask(load_recipe(recipe), "1x4090,host_memory_gib=32")
-    found = solve(question.architecture, question.settings, question.hardware)
-    (to_4bit,) = (change for change in found.changes if "load_in_4bit=true" in change.overrides)
+    found = solve(make_plan(load_recipe(recipe), "1x4090,host_memory_gib=32"))
+    to_4bit, *_ = (change for change in found.changes if "load_in_4bit=true" in change.overrides)
     assert load_recipe(recipe, to_4bit.overrides).recipe.packed_as == "4bit"
 
 

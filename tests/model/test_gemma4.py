@@ -107,7 +107,12 @@ def test_runs_in_4_bit_have_equal_bits_on_one_and_two_workers(tmp_path: Path, na
     losses = []
     for count in (1, 2):
         out = f"out{count}"
-        words = [f"model={work}/model", "load_in_4bit=true", f"pipeline.devices=[{', '.join(['cpu'] * count)}]"]
+        words = [
+            f"model={work}/model",
+            "load_in_4bit=true",
+            "lora.dropout=0",
+            f"pipeline.devices=[{', '.join(['cpu'] * count)}]",
+        ]
         finetune(work, *words, "max_steps=3", f"output_dir={out}").expect(0)
         losses.append([row["loss"] for row in metrics(work / out)])
     assert len(losses[0]) == 3 and losses[0] == losses[1]

@@ -6,6 +6,7 @@ import gc
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,9 +31,9 @@ def searches(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     noted: list[object] = []
     search = predict._cut
 
-    def counted(question: PlanRequest) -> StageCut:
+    def counted(question: PlanRequest, *more: Any) -> StageCut:
         noted.append(question)
-        return search(question)
+        return search(question, *more)
 
     monkeypatch.setattr(predict, "_cut", counted)
     return noted

@@ -14,9 +14,12 @@ from roundpipe_cli.costs.hardware import parse_hardware
 from roundpipe_cli.costs.memory import host_need
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.planning import choose
-from roundpipe_cli.planning.predict import Plan, make_plan
+from roundpipe_cli.planning.compare import StageCut
+from roundpipe_cli.planning.predict import Plan, make_plan, simulate_step
 from roundpipe_cli.planning.question import ask
-from roundpipe_cli.planning.solve import fitting_recipe
+from roundpipe_cli.planning.search.stages import even_cut
+from roundpipe_cli.planning.solve import Change, fitting_recipe, remedies
+from roundpipe_cli.planning.verdict import judge
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.recipe.shipped import find_recipe, find_shipped, shipped_recipes, verdict_of
 from roundpipe_cli.units import GIB
@@ -109,6 +112,26 @@ def test_plan_says_what_the_header_says(name: str, monkeypatch: pytest.MonkeyPat
     assert header.tokens_per_s == pytest.approx(header.tokens_per_step / header.step_s, rel=0.02)
 
 
+@pytest.mark.parametrize("name", cases())
+def test_no_plain_even_cut_is_faster(name: str) -> None:
+    """Of those that fit, in rounds and with a dealing that suit few microbatches or that `plan` chose."""
+    verdict = RECIPES[name].verdict
+    assert verdict is not None
+    plan = make_plan(load_recipe(RECIPES[name].path), verdict.hardware)
+    question, own = plan.question, plan.cut
+    parts = question.architecture, question.settings, question.hardware, question.analytic
+    num_layers, chosen_s = len(question.analytic.costs.layers), simulate_step(question, own).step_s
+    faster = []
+    for blocks in ((1, 1), (2, 1), (3, 1), (2, 2)):
+        stages = even_cut(num_layers, *blocks)
+        for per_round in {question.num_workers, own.microbatches_per_round}:
+            for dealing in {None, own.dealing}:
+                cut = StageCut(*stages, per_round, dealing=dealing)
+                if judge(*parts, cut=cut).fits and simulate_step(question, cut).step_s < chosen_s * (1 - 1e-9):
+                    faster.append(cut)
+    assert not faster
+
+
 def _host_bytes(plan: Plan, num_stages: int, kept_microbatches: int) -> int:
     """With so many boundaries: the number of stages and the rounds' length hang on the cut, and with rounds whether
     workers share the head."""
@@ -154,9 +177,12 @@ def test_plan_that_says_no_names_the_recipe_that_fits(monkeypatch: pytest.Monkey
     small = "2x3090,host_memory_gib=64"
     full = make_plan(load_recipe(ROOT / "recipes/qwen3-8b.yaml", ["method=full"]), small)
     assert plan_document(full, None)["shipped_recipe"] == "recipes/qwen3/8b_lora_2x24gb.yaml"
-    assert "The nearest recipe of the tool that fits: recipes/qwen3/8b_lora_2x24gb.yaml" in plan_text(full, None)
-    fitting = fitting_recipe(ask(load_recipe(ROOT / "recipes/qwen3-32b.yaml"), small))
-    assert fitting is not None and fitting.name == "qwen3/14b_lora_2x24gb"
+    text = plan_text(full, None, found=remedies(full))
+    assert "  shipped recipe  recipes/qwen3/8b_lora_2x24gb.yaml: the nearest that fits here" in text
+    asked = ask(load_recipe(ROOT / "recipes/qwen3-32b.yaml"), small)
+    assert fitting_recipe(asked) == ("recipes/qwen3/30b-a3b_lora_2x24gb.yaml",), "the next smaller one of any family"
+    packed = Change(("load_in_fp8=true",), "", 1.0)
+    assert fitting_recipe(asked, packed) == ("recipes/qwen3/32b_lora_2x24gb.yaml", "load_in_fp8=true")
     none = make_plan(load_recipe(ROOT / "recipes/qwen3-8b.yaml"), "1x2060,host_memory_gib=1")
     assert plan_document(none, None)["shipped_recipe"] is None
     monkeypatch.setattr(choose, "MAX_SEARCHED_LAYERS", 0)  # any cut will do
@@ -199,6 +225,7 @@ def test_ls(tmp_path: Path) -> None:
     few = json.loads(run(tmp_path, "recipes", "ls", "qwen3", "2x24gb", "--json").expect(0).out)
     assert {"qwen3/8b_lora_2x24gb", "qwen3/14b_lora_2x24gb"} <= {entry["name"] for entry in few}
     assert all("2x24gb" in entry["name"] and entry["predicted"]["tokens_per_s"] > 0 for entry in few)
+    assert run(tmp_path, "recipes").expect(0).out == listed.out, "alone it lists them too"
     none = run(tmp_path, "recipes", "ls", "nonsense").expect(0)
     assert none.out == "" and "no recipe has nonsense in its name" in none.err
 
@@ -233,3 +260,16 @@ def test_validate(tmp_path: Path) -> None:
 def test_the_main_page_shows_what_the_planner_says() -> None:
     """Its plan, its picture and its table were made by hand, and older than the planner."""
     assert not out_of_date(), "python scripts/readme_picture.py --write"
+
+
+def test_a_model_is_planned_without_a_recipe(tmp_path: Path) -> None:
+    """Story: `plan Qwen/Qwen3-8B` said that there is no recipe of that name. A file comes first, then a shipped one."""
+    machine = ("--hardware", "2x3090 64GB")
+    planned = run(tmp_path, "plan", "Qwen/Qwen3-8B", *machine).expect(0)
+    assert "FITS" in planned.out and "Qwen/Qwen3-8B (" in planned.out and "LoRA on that model" in planned.err
+    assert "did you mean" in run(tmp_path, "plan", "qwen3/8b_lora_2x24g", *machine).expect(2).err
+    assert "there is no recipe mine.yaml" in run(tmp_path, "plan", "mine.yaml").expect(2).err
+    (tmp_path / "Qwen").mkdir()
+    assert "there is no recipe Qwen/x" in run(tmp_path, "plan", "Qwen/x", *machine).expect(2).err
+    (tmp_path / "Qwen" / "Qwen3-8B").write_text("model: Qwen/Qwen3-0.6B\ndatasets: [{path: rows.jsonl}]\n")
+    assert "Qwen/Qwen3-0.6B (" in run(tmp_path, "plan", "Qwen/Qwen3-8B", *machine).expect(0).out

@@ -23,3 +23,14 @@ def test_more_host_memory_never_makes_a_step_slower(tmp_path: Path, machine: str
     assert plans[0].question.settings.weights_on_disk and not plans[-1].question.settings.weights_on_disk
     for less, more in zip(plans, plans[1:], strict=False):
         assert more.step_s <= less.step_s * 1.01
+
+
+def test_given_stages_get_rounds_for_which_the_host_has_room() -> None:
+    """All microbatches in one round need 40 GiB, two rounds 30; `plan` said that the former do not fit."""
+    forward = [[0, 1], *([block, block] for block in range(2, 37))]
+    stages = {"forward_stages": forward, "backward_stages": [[37, 37], *reversed(forward)]}
+    words = [f"pipeline.{key}={value}".replace(" ", "") for key, value in stages.items()]
+    loaded = load_recipe("qwen3/8b_lora_4x24gb", words)
+    plans = [make_plan(loaded, f"4x3090,host_memory_gib={memory}") for memory in (64, 40)]
+    assert [plan.cut.microbatches_per_round for plan in plans] == [8, 4]
+    assert all(plan.verdict.fits for plan in plans)

@@ -479,6 +479,7 @@ SAMPLES: dict[str, Any] = {
 NEEDS_ADAPTERS = {"load_in_4bit", "load_in_8bit", "weights"}
 """Their weights are frozen."""
 NOT_OF_PEERS = {
+    "on_device_loss",
     "model",
     "micro_batch_tokens",
     "float16_accumulation",
@@ -750,3 +751,33 @@ def test_command(tmp_path: Path) -> None:
 def test_values_of_another_kind_are_left_out(tool: str, lines: str, key: str) -> None:
     """A number for a list was a bug of ours; rows under a key of recipes were left out without a word."""
     assert key in [entry.key for entry in converted(tool, lines).left_out]
+
+
+UNSLOTH = """
+model: unsloth/Qwen3-0.6B
+data: {local_dataset: [rows.jsonl, more.jsonl], format_type: alpaca}
+training: {max_seq_length: 4096, load_in_4bit: false, num_epochs: 1, warmup_steps: 5, train_on_completions: true,
+  max_steps: 0, gradient_checkpointing: unsloth}
+lora: {lora_r: 16, target_modules: "q_proj,k_proj", use_loftq: true, finetune_mlp_modules: true}
+logging: {enable_wandb: true, hf_token: hf_abcdefghijklmnop}
+surprise: 1
+"""
+
+
+def test_sections_of_unsloth_become_a_recipe() -> None:
+    """Story: a file of Unsloth's command line was no training file of any tool. Missing keys get Unsloth's defaults."""
+    result = convert_file(UNSLOTH.encode(), "unsloth.yaml")
+    recipe = load_text(result.text("unsloth.yaml"), "converted.yaml").recipe
+    assert recipe.lora.target_modules == ("q_proj", "k_proj") and (recipe.lora.r, recipe.lora.alpha) == (16, 16)
+    assert [entry.path for entry in recipe.datasets] == ["rows.jsonl", "more.jsonl"]
+    assert recipe.max_seq_length == 4096 and not recipe.train_on_inputs and not recipe.load_in_4bit
+    assert (recipe.micro_batch_size, recipe.gradient_accumulation_steps, recipe.seed) == (2, 4, 3407)
+    assert recipe.warmup_steps == 5 and recipe.max_steps is None and recipe.report_to == ("wandb",)
+    assert {line.key for line in result.left_out} == {"lora.use_loftq", "surprise"} and len(result.changes) == 2
+    assert set(result.without_effect) == {
+        *("data.format_type", "training.gradient_checkpointing", "lora.finetune_mlp_modules", "logging.hf_token")
+    }
+    assert "hf_abcdefghijklmnop" not in result.text("unsloth.yaml")
+    whole = convert_file(b"model: a/b\ndata: {dataset: c/d}\ntraining: {training_type: full}\n", "full.yaml").recipe
+    assert whole["method"] == "full" and "lora" not in whole and not whole.get("load_in_4bit")
+    assert whole["train_on_inputs"] is True and whole["num_train_epochs"] == 3

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from roundpipe_cli.cli.recipes import recipes
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.recipe.check import KINDS, SCHEDULE_KEYS, known_keys
-from roundpipe_cli.recipe.keys import as_markdown, as_text, field_docstrings, recipe_keys
+from roundpipe_cli.recipe.keys import as_markdown, as_text, field_docstrings, find_keys, recipe_keys
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.recipe.schema import (
     DatasetConfig,
@@ -135,3 +135,13 @@ def test_the_json_schema_takes_what_the_loader_takes(tmp_path: Path) -> None:
 def test_every_setting_of_a_learning_rate_schedule_has_its_range() -> None:
     """One without a range ended in a KeyError, one that no schedule takes could not be used."""
     assert set(get_args(ScheduleKey)) == KINDS.keys() == {key for keys in SCHEDULE_KEYS.values() for key in keys}
+
+
+@pytest.mark.parametrize(
+    ("word", "first"),
+    [("qlora", "method"), ("context", "max_seq_length"), ("sequence_len", "max_seq_length"), ("NF4", "load_in_4bit")],
+)
+def test_keys_are_found_by_other_words(word: str, first: str) -> None:
+    """By the words of other trainers, then by their meanings; a key's own name comes first."""
+    assert find_keys([word])[0].name == first
+    assert find_keys(["lora", "alpha"])[0].name == "lora.alpha" and not find_keys(["nonsense"])

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import json
 import os
 import shutil
 from pathlib import Path
 
 import pytest
 
-from roundpipe_cli.errors import RecipeError, redact
+from roundpipe_cli.errors import RecipeError, redact, redact_values
+from roundpipe_cli.events import Notice, run_clock
 from roundpipe_cli.train import floors
+from roundpipe_cli.train.monitor.telemetry import EventRecorder
 from tests.support.e2e import launch, make_model, make_workspace, write_rows
 from tests.torture import guard
 
@@ -64,6 +67,27 @@ def test_no_secret_comes_out(folder: Path, words: tuple[str, ...], fault: str, c
 def test_secrets_are_masked() -> None:
     assert redact("https://user:pass@host/x and s3://key:word@b") == "https://***@host/x and s3://***@b"
     assert redact("plain https://host/x@y words") == "plain https://host/x@y words"
+    assert redact("https://hf_abcdefgh@host/x and git+ssh://token@b") == "https://***@host/x and git+ssh://***@b"
+
+
+@pytest.mark.parametrize("secret", ['with"quotes"', "it's one", "back\\slash\\", "pässwörd-ß", "two\nlines"])
+def test_a_secret_of_any_characters_is_masked_in_every_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, secret: str
+) -> None:
+    """In events.jsonl secrets with quotes, or other than ASCII characters, were masked after JSON had escaped them:
+    nothing was found."""
+    monkeypatch.setenv("WANDB_API_KEY", secret)
+    recorder = EventRecorder(tmp_path, run_clock(), lambda event: None)
+    with recorder.opened(0):
+        for text in (f"asked with {secret}", f"found {secret!r}", f"found {json.dumps(secret)}"):
+            recorder(Notice(text))
+    lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    texts = [str(line["text"]) for line in lines if line["event"] == "Notice"]
+    assert [text.replace("'", "").replace('"', "") for text in texts] == ["asked with ***", "found ***", "found ***"]
+    assert redact_values({"a": [secret, 1, None], "b": {"c": f"x {secret}"}}) == {
+        "a": ["***", 1, None],
+        "b": {"c": "x ***"},
+    }
 
 
 def test_a_local_run_opens_no_connection(folder: Path) -> None:

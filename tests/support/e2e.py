@@ -40,6 +40,7 @@ CHAT_TEMPLATE = (
 TIME_KEYS = ("tokens_per_s", "step_s", "bubble_ratio", "utilization")
 METRIC_KEYS = [
     "step",
+    "epoch",
     "loss",
     "loss_hex",
     "learning_rate",

@@ -123,9 +123,8 @@ class LaunchCounter(TorchDispatchMode):
         else:
             read = () if name in _FILLS else tensors
             found.traffic_bytes += sum(map(touched_bytes, {id(one): one for one in (*read, *made)}.values()))
-            written = func._schema.arguments
-            if any(one.alias_info is not None and one.alias_info.is_write for one in written) and _reads_target(name):
-                found.traffic_bytes += sum(map(touched_bytes, made[:1]))
+            if _reads_target(name):
+                found.traffic_bytes += sum(map(touched_bytes, _written(func, args)))
 
 
 def _is_view(func: Any) -> bool:
@@ -133,9 +132,15 @@ def _is_view(func: Any) -> bool:
     return bool(returns) and all(one.alias_info is not None and not one.alias_info.is_write for one in returns)
 
 
+def _written(func: Any, args: Any) -> list[torch.Tensor]:
+    """What an operator writes over, among the arguments without a name."""
+    given = zip(func._schema.arguments, args, strict=False)
+    return [one for of, one in given if of.alias_info is not None and of.alias_info.is_write]
+
+
 def _reads_target(name: str) -> bool:
     """Whether an operator that writes in place also reads what it writes over."""
-    return name.endswith("_") and name not in ("copy_", "fill_", "zero_")
+    return name.endswith("_") and name not in ("copy_", "fill_", "fill_mask_", "zero_")
 
 
 def touched_bytes(tensor: torch.Tensor) -> int:
@@ -375,11 +380,12 @@ class BlockPasses:
 
     def forward(self) -> None:
         with torch.no_grad(), FusedFunctions():
-            self._worker.run_block(self._index, self._call, self._hidden)
+            self._worker.run_block(self._index, self._call, self._hidden, dropout_seed=0)
 
     def recompute(self) -> None:
         with FusedFunctions():
-            self._output = self._worker.run_block(self._index, self._call, self._hidden.detach().requires_grad_())
+            hidden = self._hidden.detach().requires_grad_()
+            self._output = self._worker.run_block(self._index, self._call, hidden, dropout_seed=0)
 
     def issue(self) -> None:
         """All three."""

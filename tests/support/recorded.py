@@ -115,6 +115,7 @@ def _finished(step: int, num_steps: int, timeline: Timeline, step_s: float) -> S
         upload_bytes=7_000_000_000,
         device_peak_bytes=9_000_000_000,
         eta_s=step_s * (num_steps - step),
+        epoch=step / 50,
     )
 
 

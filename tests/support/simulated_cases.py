@@ -22,8 +22,8 @@ from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.options import EngineOptions, GradientOptions
 from roundpipe_cli.engine.step import Microbatch
 from roundpipe_cli.errors import InternalError
-from roundpipe_cli.kernels import fused
-from roundpipe_cli.model import attention, dropout
+from roundpipe_cli.kernels import fused, random_masks
+from roundpipe_cli.model import attention
 from roundpipe_cli.model.head import Preference
 from roundpipe_cli.model.stored import packed_weights
 from roundpipe_cli.planning.cuts import DEALING, resident_cut
@@ -263,7 +263,7 @@ def simulated(seed: int = 0, cards: Sequence[Card] = CARDS, **options: Any) -> I
             yield simulation
     finally:
         attention._least_capability = None
-        dropout._columns.cache_clear()
+        random_masks._columns.cache_clear()
         packed_weights._dynamic_map.cache_clear()
 
 

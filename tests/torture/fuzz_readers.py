@@ -141,10 +141,10 @@ def _damage_adapter(folder: Path, draw: random.Random) -> None:
 def _read_adapter(folder: Path) -> None:
     import copy
 
-    from roundpipe_cli.cli.export import kind_of
+    from roundpipe_cli.cli.export import find_result
     from roundpipe_cli.model.adapter_files import put_adapter, read_adapter_config, read_adapter_tensors
 
-    kind_of(folder)
+    find_result(folder)
     config = read_adapter_config(folder)
     model = copy.deepcopy(_skeleton())
     put_adapter(model, config, folder)
@@ -220,7 +220,7 @@ def _read_run(folder: Path) -> None:
     state = fold_all(RunFiles(folder).poll()[1])
     console = Console(width=100, file=io.StringIO())
     console.print(screen(state, 100.0, 100, 30, Theme()))
-    model_card(folder, base=_base_name(folder, None), merged=False, usage="")
+    model_card(folder, base=_base_name(folder, None), merged=False)
 
 
 # --- the cache --------------------------------------------------------------------------------------------------------

@@ -58,7 +58,20 @@ PROMISES = (
     Promise("phases", "a signal in each phase of a run: true exit code, resumes", stops.every_phase, 3, 210),
     Promise("holders", "a second run in one directory: exit 3, names the holder", holders.two_at_once, 1, 50),
     Promise("faults", "a failing part: one error block, right exit code, no hang", workers.failing_parts, 3, 1000),
-    Promise("hangs", "a part that hangs: all stacks, exit 1, within 10 s", workers.hanging_parts, 2, 1000),
+    Promise(
+        "hangs",
+        "a part that hangs: all stacks, exit 1, within 10 s; of two workers the other goes on",
+        workers.hanging_parts,
+        2,
+        1000,
+    ),
+    Promise(
+        "lost",
+        "two of three devices lost at random places: the others go on, to the same bits",
+        workers.lost_devices,
+        2,
+        60,
+    ),
     Promise("pickles", "pickles as weights, adapter, tokenizer: exit 2, never opened", hostile.pickled_models, 10, 100),
     Promise("lures", "lures to run a model's code: exit 2, nothing runs", hostile.remote_code, 10, 100),
     Promise(

@@ -146,7 +146,7 @@ PHASES = {
     "loading": ("weights ...", {"ROUNDPIPE_FAULT": "load:slow=0.1"}),
     "tokenising": ("tokenising", {"ROUNDPIPE_FAULT": "tokenize:slow=2"}),
     "first step": ("starting the workers", {"ROUNDPIPE_FAULT": "compute:slow=0.02"}),
-    "update": (" 1/12  loss", {"ROUNDPIPE_FAULT": "optimizer:slow=0.3"}),
+    "update": (" 1/12  epoch", {"ROUNDPIPE_FAULT": "optimizer:slow=0.3"}),
     "save": (".tmp-step", {"ROUNDPIPE_FAULT": "ckpt_writer:slow=0.1"}),
     "prune": ("step-00000006", {"ROUNDPIPE_FAULT": "ckpt_writer:slow=0.1:step=6"}),
     "export": ("writing the result", {"ROUNDPIPE_FAULT": "export:slow=0.1"}),

@@ -1,15 +1,18 @@
-"""Parts of a run that fail, run out of memory or hang, at every fault point."""
+"""Parts of a run that fail, run out of memory or hang, at every fault point, and devices that are lost."""
 
 from __future__ import annotations
 
 import functools
+import json
 import random
 import shutil
+import statistics
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from roundpipe_cli.train.checkpoint.reading import load_newest
-from tests.support.e2e import Outcome
+from tests.support.e2e import Outcome, metrics
 from tests.torture.arena import Arena, Seen, assert_identical, go_on, saved, spread, start
 
 ENDS_WITHIN_S = 10.0
@@ -63,15 +66,19 @@ def failing_parts(arena: Arena, count: int) -> Seen:
 
 
 def hanging_parts(arena: Arena, count: int) -> Seen:
-    """A part that never comes back, at every fault point: the watchdog ends the run with all stacks shown."""
+    """A part that never comes back, at every fault point: the watchdog ends the run with all stacks shown. Where it is
+    one of two workers, the other one goes on."""
     cases = spread([(point, text, workers) for point, text in fault_texts("hang") for workers in DEVICES], count)
     arena.reference()
 
     def attempt(index: int, draw: random.Random) -> None:
         point, text, workers = cases[index]
         work, done = _run(arena, text, workers, "watchdog_s=1.5")
-        assert done.code == 1, f"{text}: exit code {done.code}\n{done.err}"
         assert "no progress" in done.err, done.err
+        if workers == 2 and point in IN_A_STEP[:-1]:
+            assert_gone_on(done.expect(0), work, arena.reference(), 1)
+            return
+        assert done.code == 1, f"{text}: exit code {done.code}\n{done.err}"
         place = "processes.py" if point == "tokenize" and "processes.py" in done.err else "faults.py"
         assert place in done.err, done.err  # where it hangs, or where the helper process is waited for that hangs
         check_block(done, text, ENDS_WITHIN_S * arena.patience)
@@ -80,6 +87,68 @@ def hanging_parts(arena: Arena, count: int) -> Seen:
         shutil.rmtree(work)
 
     return Seen(len(cases), arena.each(len(cases), attempt), "watchdog at 1.5 s")
+
+
+LOSSES: dict[str, tuple[str, dict[str, Any]]] = {
+    "LoRA": ("lora", {}),
+    "full": ("full", {}),
+    "packing": ("lora", {"packing": True, "num_train_epochs": 8}),
+    "chunks": ("lora", {"pipeline__sequence_chunks": 2}),
+    "DPO": ("lora", {"objective": "dpo"}),
+    "float16": ("lora", {"dtype": "float16"}),
+    "4 bit": ("4bit", {}),
+    "weight cache": ("lora", {"pipeline__weight_cache": 10**6}),
+    "evaluation": ("lora", {"val_set_size": 2, "eval_steps": 1}),
+    "saves": ("lora", {"save_steps": 1}),
+}
+"""What a run does that loses devices: a variant and changes of its recipe."""
+
+
+def lost_devices(arena: Arena, count: int) -> Seen:
+    """Two of three workers fail as devices do, at random places: the run goes on with two and one to the same bits."""
+    pairs = [{"prompt": f"Say {n}: ", "chosen": f"{n} " * (1 + n % 3), "rejected": "no"} for n in range(10)]
+    rows = arena.folder / "pairs.jsonl"
+    rows.write_text("".join(json.dumps(row) + "\n" for row in pairs), encoding="utf-8")
+    names = list(LOSSES)
+    seen: list[int] = []
+    extra_s: list[float] = []
+
+    def attempt(index: int, draw: random.Random) -> None:
+        variant, changes = LOSSES[names[index % len(names)]]
+        if "objective" in changes:
+            changes = {**changes, "datasets": [{"path": str(rows)}]}
+        reference = arena.reference(variant, **changes)
+        work = arena.workspace(variant, **changes)
+        steps = sorted(draw.sample(range(len(metrics(reference))), 2))
+        lost = [
+            f"{draw.choice(IN_A_STEP[:-1])}:raise=DeviceFault:step={step}:worker={draw.randrange(left)}"
+            f":nth={draw.randint(1, 3)}"
+            for step, left in zip(steps, (3, 2), strict=True)
+        ]
+        environment = {"ROUNDPIPE_FAULT": ",".join([*lost, "ckpt_writer:slow=0.05"])}
+        done = start(work, "pipeline.devices=[cpu,cpu,cpu]", environment=environment, before=copy_weights).finish()
+        text = f"{names[index % len(names)]}, {', '.join(lost)}"
+        assert done.code == 0, f"{text}: exit code {done.code}\n{done.err}"
+        number = done.err.count("was lost at")
+        assert_gone_on(done, work, reference, number)
+        times = [row["step_s"] for row in metrics(work / "out")]
+        with arena.lock:
+            seen.append(number)
+            extra_s.append(max(times) - statistics.median(times))
+        shutil.rmtree(work)
+
+    failures = arena.each(count, attempt)
+    slowest = f", the slowest step {max(extra_s):.2f} s longer than the median" if extra_s else ""
+    return Seen(count, failures, f"{sum(seen)} devices lost in {sum(map(bool, seen))} of the runs{slowest}")
+
+
+def assert_gone_on(done: Outcome, work: Path, reference: Path, number: int) -> None:
+    """A run that lost so many devices has the result of one that lost none, and says so."""
+    assert "error: " not in done.err, done.err
+    events = [json.loads(line) for line in (work / "out" / "events.jsonl").read_text().splitlines()]
+    assert sum(event.get("event") == "DeviceLost" for event in events) == number, done.err
+    assert len(json.loads((work / "out" / "report.json").read_text())["lost_devices"]) == number
+    assert_identical(work, reference)
 
 
 def check_block(done: Outcome, text: str, within_s: float) -> None:

@@ -210,8 +210,8 @@ def test_the_adapter_alone_and_a_whole_model_are_copied(trained: Path) -> None:
     finetune(trained, "method=full", "output_dir=whole", "max_steps=1").expect(0)
     assert run(trained, "export", "whole").expect(0).out.strip() == "whole/exported"
     assert torch.equal(logits_of(load(trained / "whole" / "exported")), logits_of(load(trained / "whole")))
-    done = run(trained, "export", "whole", "--merge").expect(2)
-    assert "nothing to merge" in done.err
+    done = run(trained, "export", "whole", "--merge", "--to", "again").expect(0)  # the same command for both kinds
+    assert "nothing to merge" in done.err and (trained / "again" / "model.safetensors").is_file()
 
 
 # --- the settings of the base -----------------------------------------------------------------------------------------

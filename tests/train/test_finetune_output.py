@@ -45,7 +45,10 @@ STEP = StepFinished(
     upload_bytes=0,
     device_peak_bytes=0,
     eta_s=4988 * 2.5,
+    epoch=0.6,
 )
+NOW_S = 1_800_000_000.0
+"""08:00 in UTC, in which tests run."""
 
 
 @pytest.fixture
@@ -57,16 +60,25 @@ def folder(tmp_path: Path, model: Path) -> Path:
 
 
 def test_a_step_is_one_line_of_a_terminal() -> None:
-    assert step_line(replace(STEP, num_steps=20, tokens_per_s=123.4, eta_s=8.4)) == (
-        "step 12/20  loss 1.2346  grad 0.46  lr 9.5e-04  123 tok/s  bubble 12%  eta 8 s"
-    )
-    long = step_line(STEP)
-    assert long == "step   12/5000 loss 1.2346 grad 0.46 lr 9.5e-04 12346 tok/s bubble 12% eta 3h27m"
-    assert len(step_line(replace(STEP, step=5000, grad_norm=123456.0, tokens_per_s=985.0, eta_s=0.02))) < 80
-    assert step_line(replace(STEP, eta_s=0.02)).endswith("eta 0 s")
-    pairs = replace(STEP, num_steps=20, tokens_per_s=123.4, eta_s=8.4, preference={"reward_margin": 0.1018})
-    assert step_line(pairs) == "step 12/20 loss 1.2346 margin 0.102 lr 9.5e-04 123 tok/s bubble 12% eta 8 s"
-    assert "grad inf" in step_line(replace(STEP, grad_norm=float("inf")))
+    """With the epoch, and the time of day of the end; on a narrow terminal what says least is left out."""
+    short = replace(STEP, num_steps=20, tokens_per_s=123.4, eta_s=8.4)
+    whole = "step 12/20  epoch 0.60  loss 1.2346  grad 0.46  lr 9.5e-04  123 tok/s  bubble 12%  eta 8 s at 08:00"
+    assert step_line(short, NOW_S) == step_line(short, NOW_S, 200) == whole
+    assert step_line(replace(STEP, epoch=None), NOW_S).startswith("step   12/5000  loss 1.2346  grad 0.46  lr ")
+    narrow = step_line(STEP, NOW_S, 80)
+    assert narrow == "step   12/5000 epoch 0.60 loss 1.2346 grad 0.46 12346 tok/s eta 3h27m at 11:27"
+    for width in (60, 80, 100):
+        for step in (
+            STEP,
+            replace(STEP, grad_norm=123456.0, eta_s=2e6),
+            replace(STEP, preference={"reward_margin": 0.1}),
+        ):
+            assert len(step_line(step, NOW_S, width)) < max(width, 78), (width, step_line(step, NOW_S, width))
+    assert step_line(replace(STEP, step=5000), NOW_S).endswith("eta 0 s")
+    pairs = step_line(replace(short, preference={"reward_margin": 0.1018}), NOW_S, 80)
+    assert pairs == "step 12/20 epoch 0.60 loss 1.2346 margin 0.102 123 tok/s eta 8 s at 08:00"
+    assert "lr " not in step_line(replace(STEP, step=5000), NOW_S, 80), "the last line has the figures of the others"
+    assert "grad inf" in step_line(replace(STEP, grad_norm=float("inf")), NOW_S)
 
 
 def test_steps_go_to_stdout_and_words_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:

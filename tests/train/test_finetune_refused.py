@@ -243,7 +243,9 @@ def test_output_directories_that_cannot_be(folder: Path) -> None:
     (folder / "file").write_text("mine")
     says(refused(folder, "output_dir=file"), "the output directory is a file")
     says(refused(folder, "output_dir=file/below"), "cannot be written", "Not a directory")
-    says(refused(folder, "output_dir=model"), "the folder holds a model", "model.safetensors", "output_dir=")
+    foreign = refused(folder, "output_dir=model")
+    says(foreign, "the folder holds a model", "model.safetensors", "output_dir=")
+    assert "--resume" not in foreign.err, "there is nothing to resume"
 
 
 def test_folders_that_were_made_go_again_and_others_stay(folder: Path) -> None:

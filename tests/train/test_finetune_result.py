@@ -95,7 +95,8 @@ def test_a_run_leaves_the_documented_files(
     tokenizer = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
     assert files >= result | tokenizer | {"recipe.yaml", "metrics.jsonl", "report.json"}
     assert sorted(name for name in files if name.startswith("step-")) == ["step-00000004", "step-00000006"]
-    assert not [name for name in files if name.startswith((".tmp", ".del")) or name == "README.md"]
+    assert not [name for name in files if name.startswith((".tmp", ".del"))]
+    assert ("PeftModel.from_pretrained" in (out / "README.md").read_text()) == (method == "lora")
     assert len(done.out.splitlines()) == 6  # one line a step on stdout, words on stderr
     assert "the result is in out" in done.err
 

@@ -6,13 +6,20 @@ import json
 import shutil
 import signal
 import subprocess
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from roundpipe_cli.dashboard.replay import RunFiles
 from roundpipe_cli.events import StepFinished
+from roundpipe_cli.train.adapt import Fit
+from roundpipe_cli.train.checkpoint.reading import load_newest
+from roundpipe_cli.train.checkpoint.resume import SavedState
+from roundpipe_cli.train.checkpoint.writing import Saver, Snapshot
+from roundpipe_cli.train.loop import Trainer
 from roundpipe_cli.train.result.export import model_card
 from tests.support.e2e import (
     Running,
@@ -25,8 +32,10 @@ from tests.support.e2e import (
     num_lines,
     numbers,
     tree,
+    untied_and_tied,
     write_rows,
 )
+from tests.train.test_overlapped_updates import run, trainer_of
 
 ADAPTER = "adapter_model.safetensors"
 SLOW_SAVES = {"ROUNDPIPE_FAULT": "ckpt_writer:slow=0.03"}
@@ -297,7 +306,7 @@ def test_the_report_of_a_resumed_run_is_of_the_whole_run(halfway: Path, whole: P
     assert theirs["measured"]["first_step"] == 1
     assert f"loss {mine['loss']['first']:.4f} -> {mine['loss']['last']:.4f}" in done.err
     assert f"since step {first_step}" in done.err, done.err
-    card = model_card(halfway / "out", base=None, merged=False, usage="")
+    card = model_card(halfway / "out", base=None, merged=False)
     assert f"| first training loss | {theirs['loss']['first']:.4f} |" in card
     _, events = RunFiles(halfway / "out").poll()
     assert [event.step for _, event in events if isinstance(event, StepFinished)] == list(range(1, 10))
@@ -383,3 +392,39 @@ def test_a_finished_run_with_a_constant_learning_rate_goes_on_as_if_never_stoppe
     finetune(folder, *constant, "output_dir=at_once", "num_train_epochs=2").expect(0)
     assert numbers(folder / "longer") == numbers(folder / "at_once")
     assert (folder / "longer" / ADAPTER).read_bytes() == (folder / "at_once" / ADAPTER).read_bytes()
+
+
+def test_every_value_of_a_checkpoint_is_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint of a run that was only restored says what the one says that it was restored from, for values that
+    no run begins with."""
+    words = ("dtype=float16", "save_steps=2", "max_steps=4", "early_stopping_patience=9", "eval_steps=2")
+    words = (*words, "eval_datasets=[{path: rows.jsonl}]", "on_oom=adapt", "micro_batch_size=2")
+    model = untied_and_tied(tmp_path / "tiny")["tied"]
+    first = trainer_of(tmp_path / "first", model, *words)
+    run(first)
+    checkpoint = load_newest(first.output_dir)
+    saved: dict[str, Any] = checkpoint.meta
+    changed: dict[str, Any] = {
+        "num_updates": 9,
+        "loss_scale": 4096.0,
+        "steps_since_overflow": 7,
+        "training_s": 1234.5,
+        "skipped_steps": 5,
+        "fit": Fit(1, "layer", 3).to_json(first.recipe),
+        "data_position": {"epoch": 1, "window": 0, "offset": 2},
+        "evaluation": {"last_step": 4, "last_loss": 1.5, "best_step": 2, "best_loss": 1.25, "kept_step": 2,
+                       "kept_loss": 1.25, "num_worse": 4},
+    }  # fmt: skip
+    assert set(SavedState.__annotations__) == {*changed, "num_steps"}, "num_steps only says that the recipe grew"
+    assert all(saved[key] != value for key, value in changed.items())
+    again = trainer_of(tmp_path / "again", model, *words)
+    monkeypatch.setattr(Trainer, "_is_last", lambda *_: True)
+    shutil.copytree(first.output_dir, again.output_dir, dirs_exist_ok=True)
+    monkeypatch.setattr(again, "_write_result", lambda _: None)
+    again.run(replace(checkpoint, meta={**saved, **changed}))
+    begun: list[Snapshot] = []
+    with (again.output_dir / "metrics.jsonl").open("ab", buffering=0) as rows:
+        again._save(cast(Saver, SimpleNamespace(begin=lambda snapshot, _: begun.append(snapshot))), rows, 3)
+    found = {key: begun[0].meta[key] for key in changed}
+    assert 1234.5 < found.pop("training_s") < changed.pop("training_s") + 60  # it goes on counting
+    assert found == changed

@@ -21,7 +21,7 @@ def card(folder: Path, base: str | None, report: dict[str, Any], recipe: dict[st
     folder.mkdir(exist_ok=True)
     (folder / "report.json").write_text(json.dumps(report))
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    return model_card(folder, base=base, merged=False, usage="Load it.")
+    return model_card(folder, base=base, merged=False)
 
 
 def front(text: str) -> Any:
@@ -92,7 +92,7 @@ def test_a_recipe_beside_a_result_takes_no_time(tmp_path: Path, text: str) -> No
     (tmp_path / "recipe.yaml").write_text(text)
     (tmp_path / "adapter_config.json").write_text("{}")
     before_s = time.process_time()
-    assert "## Recipe" not in model_card(tmp_path, base=None, merged=False, usage="") or "1:0:0" in text
+    assert "## Recipe" not in model_card(tmp_path, base=None, merged=False) or "1:0:0" in text
     with pytest.raises(RefusedError, match="the base model"):
         find_adapter_base(tmp_path, None, offline=True)
     assert not may_ask_for_more(tmp_path, load_text("model: m\ndatasets: [{path: rows.jsonl}]\n", "r.yaml").recipe)

@@ -69,6 +69,8 @@ CASES = [
 ]
 
 
+# PEFT looks for ranks among modules alone, and these are of parameters
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys")
 @pytest.mark.parametrize(("model_type", "method"), CASES)
 def test_the_whole_result_is_what_the_trainer_had(model_type: str, method: str, tmp_path: Path) -> None:
     name = make_base(model_type, tmp_path / "made")

@@ -6,8 +6,12 @@ import json
 import shutil
 import signal
 import socket
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,12 +23,16 @@ from roundpipe_cli.train.optim.shard import Shards, owners
 from tests.support.e2e import (
     Outcome,
     Running,
+    child_environment,
+    command_line,
     finetune,
+    fresh,
     launch,
     make_model,
     make_workspace,
     metrics,
     numbers,
+    tree,
 )
 from tests.support.tiny import make_rig
 
@@ -46,19 +54,42 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
-def start(
-    folder: Path, count: int, *words: str, recipes: tuple[str, ...] = (), **environments: dict[str, str]
-) -> list[Running]:
-    """`count` processes of one run; `environments` names more variables by process: p0, p1."""
-    shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+def machine(folder: Path, rank: int) -> Path:
+    """The working directory of a machine: `folder` of the first one, for each other one a copy of what is trained."""
+    if rank == 0:
+        return folder
+    own = folder.with_name(f"{folder.name}-machine-{rank + 1}")
+    if not own.exists():
+        shutil.copytree(folder / "model", own / "model")
+        for path in (*folder.glob("*.yaml"), *folder.glob("*.jsonl")):
+            shutil.copy(path, own)
+    return own
+
+
+def start(folder: Path, count: int, *words: str, **environments: dict[str, str]) -> list[Running]:
+    """`count` processes of one run, each in a folder of its own; `environments` names more variables by process: p0,
+    p1."""
     return [
-        launch(
-            folder,
-            *("finetune", recipes[rank] if recipes else "recipe.yaml", *words),
-            environment={**shared, "RANK": str(rank), **environments.get(f"p{rank}", {})},
-        )
+        start_one(folder, rank, count, port, *words, **environments.get(f"p{rank}", {}))
+        for port in (free_port(),)
         for rank in range(count)
     ]
+
+
+def places(rank: int, count: int, port: int) -> dict[str, str]:
+    """What torchrun tells a process."""
+    return {"WORLD_SIZE": str(count), "RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+def start_one(folder: Path, rank: int, count: int, port: int, *words: str, **environment: str) -> Running:
+    """One process of a run."""
+    return launch(
+        machine(folder, rank),
+        "finetune",
+        "recipe.yaml",
+        *words,
+        environment={**places(rank, count, port), **environment},
+    )
 
 
 def train(folder: Path, count: int, *words: str, **environments: dict[str, str]) -> list[Outcome]:
@@ -123,6 +154,16 @@ def test_full_fine_tuning_sums_only_rows_of_the_table_that_have_tokens(trained: 
     alone, shared = metrics(trained / "full1"), metrics(trained / "full2")
     assert [row["loss"] for row in shared] == pytest.approx([row["loss"] for row in alone], rel=1e-6)
     assert [row["grad_norm"] for row in shared] == pytest.approx([row["grad_norm"] for row in alone], rel=1e-5)
+
+
+@pytest.mark.parametrize("nth", [1, 2])
+def test_a_lost_device_is_its_machines_own_affair(trained: Path, nth: int) -> None:
+    """At the first and at the second operation of a worker in a step."""
+    fault = {"ROUNDPIPE_FAULT": f"compute:raise=DeviceFault:step=3:worker=1:nth={nth}"}
+    outcomes = train(trained, 2, *FULL, f"output_dir=lost{nth}", p1=fault)
+    assert [outcome.code for outcome in outcomes] == [0, 0], outcomes
+    assert "was lost at" not in outcomes[0].err and "machine 1: cpu (worker 1) was lost at step 4" in outcomes[1].err
+    assert numbers(trained / f"lost{nth}") == numbers(trained / "full2")
 
 
 def tensors_of(folder: Path) -> dict[str, bytes]:
@@ -190,9 +231,12 @@ def test_a_shared_out_run_resumes_on_another_number_of_machines(
 
 
 def copy_of(workspace: Path, name: str) -> Path:
-    """Recipe, rows and model alone."""
-    ignored = shutil.ignore_patterns("out", "shared*", "sharded*", "whole*", "full*", "one-*", "two-*", "resumed*")
-    return Path(shutil.copytree(workspace, workspace.parent / name, ignore=ignored))
+    """Recipe, rows and model alone, for a machine or more."""
+    folder = workspace.parent / name
+    shutil.copytree(workspace / "model", folder / "model")
+    for file in ("recipe.yaml", "rows.jsonl"):
+        shutil.copy(workspace / file, folder)
+    return folder
 
 
 def test_a_killed_process_ends_the_run_which_resumes(workspace: Path, by_two: list[Outcome]) -> None:
@@ -203,6 +247,17 @@ def test_a_killed_process_ends_the_run_which_resumes(workspace: Path, by_two: li
     assert first.err.count("error:") == 1 and "another process of this run ended" in first.err
     assert [outcome.code for outcome in train(folder, 2, "--resume")] == [0, 0]
     assert numbers(folder / "out") == numbers(workspace / "shared2"), "to the bit"
+
+
+def test_the_first_machine_s_end_is_one_clear_error_on_the_others(workspace: Path) -> None:
+    """It listens for all: torch's own words about a lost store are no error that a user can read."""
+    folder = copy_of(workspace, "first-killed")
+    port = free_port()
+    first = start_one(folder, 0, 2, port, ROUNDPIPE_FAULT="compute:kill:step=3")
+    second = fresh(machine(folder, 1), "finetune", "recipe.yaml", environment=places(1, 2, port)).expect(1)
+    assert first.finish().code == -signal.SIGKILL
+    assert "machine 1 of 2" in second.err and second.err.startswith("error:"), second.err
+    assert second.err.count("\n") <= 5, second.err
 
 
 def test_a_signal_to_one_stops_all_with_a_checkpoint(workspace: Path) -> None:
@@ -218,17 +273,11 @@ def test_a_signal_to_one_stops_all_with_a_checkpoint(workspace: Path) -> None:
 
 def test_processes_that_do_not_train_the_same_are_refused(workspace: Path) -> None:
     folder = copy_of(workspace, "other")
-    (folder / "rows.jsonl").rename(folder / "first.jsonl")
-    changed = (folder / "first.jsonl").read_text().replace("is said", "was said", 1)
-    (folder / "second.jsonl").write_text(changed)
-    for name in ("first", "second"):
-        text = (folder / "recipe.yaml").read_text().replace("rows.jsonl", f"{name}.jsonl")
-        (folder / f"{name}.yaml").write_text(text)
-    recipes = ("first.yaml", "second.yaml")
-    outcomes = [process.finish() for process in start(folder, 2, recipes=recipes)]
-    for outcome in outcomes:
+    rows = machine(folder, 1) / "rows.jsonl"
+    rows.write_text(rows.read_text().replace("is said", "was said", 1))
+    for outcome in train(folder, 2):
         assert "do not train the same" in outcome.expect(2).err
-    assert "data_hash" in outcomes[1].err
+        assert "data_hash" in outcome.err and "on machine 2 of 2" in outcome.err
     assert not (folder / "out" / "metrics.jsonl").exists()
 
 
@@ -238,3 +287,297 @@ def test_what_cannot_be_shared_is_refused(workspace: Path) -> None:
     assert "gradient_accumulation_steps" in refused.err and not (workspace / "few").exists()
     adapt = launch(workspace, "finetune", "recipe.yaml", "output_dir=few", "on_oom=adapt", environment=alone)
     assert "on_oom" in adapt.finish().expect(2).err
+
+
+# --- one decides: fresh, resume, refused ----------------------------------------------------------------------------
+
+
+def test_only_the_first_machine_looks_at_the_output_directory(workspace: Path, by_two: list[Outcome]) -> None:
+    """The second one once was refused for what lay on its own disk, and the first waited out the watchdog."""
+    folder = copy_of(workspace, "one-looks")
+    other = machine(folder, 1)
+    shutil.copytree(workspace / "out", other / "out")
+    before = tree(other / "out")
+    first, second = train(folder, 2, "max_steps=2")
+    assert [first.expect(0).code, second.expect(0).code] == [0, 0]
+    assert tree(other / "out") == before, "a run on the second machine's disk is none of its business"
+
+    shutil.rmtree(other / "out")
+    refused = train(folder, 2, "max_steps=2")
+    for outcome in refused:
+        assert "already holds a run" in outcome.expect(2).err and "--resume" in outcome.err
+        assert outcome.seconds < 20
+    first, second = train(folder, 2, "max_steps=4", "--resume")
+    assert [first.expect(0).code, second.expect(0).code] == [0, 0]
+    assert [row["step"] for row in metrics(folder / "out")] == [1, 2, 3, 4]
+    assert not (other / "out").exists(), "and it writes nothing there"
+
+    nothing = train(folder, 2, "output_dir=none", "--resume")
+    for outcome in nothing:
+        assert "no checkpoint to resume from" in outcome.expect(6).err
+
+
+def test_a_mistake_on_one_machine_ends_all_in_its_words(workspace: Path) -> None:
+    folder = copy_of(workspace, "mistake")
+    with (machine(folder, 1) / "recipe.yaml").open("a") as recipe:
+        recipe.write("no_such_key: 1\n")
+    first, second = train(folder, 2)
+    assert "no_such_key" in second.expect(2).err
+    assert "no_such_key" in first.expect(2).err and "machine 2 of 2: " in first.err
+
+
+def test_a_refusal_of_one_machine_ends_all_in_its_words(workspace: Path) -> None:
+    """Long after they met: the first one is at its own data meanwhile."""
+    folder = copy_of(workspace, "no-rows")
+    (machine(folder, 1) / "rows.jsonl").unlink()
+    first, second = train(folder, 2)
+    assert "rows.jsonl" in second.expect(2).err
+    assert "rows.jsonl" in first.expect(2).err and "machine 2 of 2" in first.err
+
+
+def torchrun(folder: Path, *words: str, script: str, restarts: int = 2) -> subprocess.CompletedProcess[str]:
+    """Two processes that torchrun starts, each in a folder of its own, after lines of a shell script."""
+    machine(folder, 1)
+    shell = f'[ "$RANK" = 0 ] || cd {machine(folder, 1)}; {script}; exec "$@"'
+    places = ("--nnodes", "1", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port()))
+    command = [sys.executable, "-m", "torch.distributed.run", *places, "--max-restarts", str(restarts), "--no-python"]
+    program = [*command, "sh", "-c", shell, "sh", *command_line("finetune", "recipe.yaml", *words)]
+    environment = child_environment()
+    return subprocess.run(program, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+
+
+LONG = ("max_steps=16", "save_steps=3", "output_dir=long")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(workspace: Path) -> list[float]:
+    """Losses of 16 steps by one process."""
+    finetune(workspace, *LONG).expect(0)
+    return [row["loss"] for row in metrics(workspace / "long")]
+
+
+def test_torchrun_starts_a_killed_run_again_from_its_newest_checkpoint(
+    workspace: Path, undisturbed: list[float]
+) -> None:
+    """Each restart once ended at once, since the folder held a run: its own. The first kill is before a checkpoint."""
+    folder = copy_of(workspace, "restarted")
+    script = (
+        'if [ "$RANK" = 1 ]; then case $TORCHELASTIC_RESTART_COUNT in 0) export ROUNDPIPE_FAULT=compute:kill:step=1;; '
+        "1) export ROUNDPIPE_FAULT=compute:kill:step=6;; esac; fi"
+    )
+    done = torchrun(folder, *LONG, script=script)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("resuming after step 6") == 1
+    rows = metrics(folder / "long")
+    assert [row["step"] for row in rows] == list(range(1, 17))
+    assert [row["loss"] for row in rows] == pytest.approx(undisturbed, rel=1e-6)
+
+
+@pytest.mark.sweep
+def test_torchrun_does_not_continue_a_run_that_was_refused(workspace: Path, by_two: list[Outcome]) -> None:
+    folder = copy_of(workspace, "refused-again")
+    shutil.copytree(workspace / "shared2", folder / "out")
+    before = tree(folder / "out")
+    done = torchrun(folder, script=":", restarts=1)
+    assert done.returncode != 0 and done.stderr.count("already holds a run") >= 2
+    assert tree(folder / "out") == before
+
+
+# --- waiting --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def silent() -> Iterator[int]:
+    """A port at which somebody listens and never answers."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield int(listener.getsockname()[1])
+
+
+def waiting(folder: Path, place: str, port: int) -> tuple[Running, list[Running]]:
+    """A process that waits for another one at the place, and all that were started."""
+    if place == "nobody comes":
+        one = start_one(folder, 0, 2, free_port())
+        return one, [one]
+    if place == "no answer":
+        one = start_one(folder, 1, 2, port)
+        return one, [one]
+    frozen = 0 if place == "for the first" else 1
+    fault = "tokenize:stop" if place == "before training" else "compute:stop:step=2"
+    both = start(folder, 2, **{f"p{frozen}": {"ROUNDPIPE_FAULT": fault}})
+    return both[1 - frozen], both
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("place", ["nobody comes", "no answer", "before training", "in a step", "for the first"])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_signal_ends_every_wait(workspace: Path, silent: int, place: str, number: int, code: int) -> None:
+    """A process once waited for others in the main thread, deaf to all signals."""
+    folder = copy_of(workspace, f"signal-{place.replace(' ', '-')}-{code}")
+    one, started = waiting(folder, place, silent)
+    try:
+        one.wait_until(lambda: "waiting for machine" in one.err)
+        whom = {
+            "no answer": "1 of 2 at 127.0.0.1:",
+            "nobody comes": "2 of 2 at 127.0.0.1:",
+            "for the first": "1 of 2 (",
+        }
+        assert f"waiting for machine {whom.get(place, '2 of 2 (')}" in one.err
+        began_s = time.monotonic()
+        one.kill(number)
+        outcome = one.finish().expect(code)
+        print(f"SIGNAL {place}: {signal.Signals(number).name} code {outcome.code}, {time.monotonic() - began_s:.1f} s")
+        assert time.monotonic() - began_s < 10
+        assert f"stopped by {signal.Signals(number).name}" in outcome.err
+    finally:
+        for process in started:
+            process.kill(signal.SIGKILL)
+
+
+def test_a_wait_ends_with_the_watchdog(workspace: Path, silent: int) -> None:
+    """A listener that never answers once held a process for minutes, whatever `watchdog_s` said."""
+    outcome = start_one(copy_of(workspace, "limit"), 1, 2, silent, "watchdog_s=3").finish().expect(1)
+    assert "machine 1 of 2 at 127.0.0.1" in outcome.err and "for 3 s" in outcome.err
+    assert outcome.seconds < 10
+
+
+def test_the_first_machine_listens_at_the_given_address_only(workspace: Path) -> None:
+    port = free_port()
+    one = start_one(copy_of(workspace, "address"), 0, 2, port)
+
+    def listening() -> list[str]:
+        rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+        return [row[1] for row in rows if row[3] == "0A" and row[1].endswith(f":{port:04X}")]
+
+    try:
+        one.wait_until(lambda: bool(listening()))
+        assert listening() == [f"0100007F:{port:04X}"]
+    finally:
+        one.kill(signal.SIGTERM)
+        one.finish()
+
+
+def test_a_name_that_only_this_machine_reaches_is_no_address_to_listen_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many systems give 127.0.1.1 to a machine's own name; an address of another machine is a gateway's."""
+    said: list[str] = []
+    nodes = Nodes(0, 2, said.append)
+    resolved = {"node-1": "127.0.1.1", "localhost": "127.0.0.1"}
+
+    def look_up(host: str, port: int, type: int) -> list[Any]:
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (resolved.get(host, host), port))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    for host, expected in (
+        ("node-1", "0.0.0.0"),
+        ("127.0.1.1", "127.0.1.1"),
+        ("localhost", "127.0.0.1"),
+        ("203.0.113.7", "0.0.0.0"),
+    ):
+        with nodes._listen_at(host, free_port()) as listener:
+            assert listener.getsockname()[0] == expected
+    assert len(said) == 2 and all("trusted network only" in text for text in said)
+
+
+# --- what must agree ------------------------------------------------------------------------------------------------
+
+DIFFERENCES = (
+    *("seed=7", "learning_rate=0.02", "lora.r=8", "lora.alpha=4", "lora.dropout=0", "max_seq_length=48"),
+    *("micro_batch_size=2", "gradient_accumulation_steps=2", "micro_batch_tokens=128", "save_steps=3", "eval_steps=2"),
+    *("val_set_size=2", "early_stopping_patience=1", "max_grad_norm=0.5", "shuffle=false", "dtype=bfloat16"),
+    *("pipeline.threads_per_worker=2", "pipeline.sequence_chunks=2", "nodes.shard_optimizer=true", "method=full"),
+    *("kernels=reference", "on_nonfinite=skip", "on_oom=adapt", "objective=dpo", "packing=true", "optim=sgd"),
+)
+HARMLESS = (
+    *("logging_steps=3", "save_total_limit=5", "check_longest_rows=false", "watchdog_s=99", "weights=pageable"),
+    *("pipeline.devices=[cpu]", "pipeline.recompute=layer", "pipeline.schedule=gpipe", "pipeline.weight_cache=0"),
+)
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        *DIFFERENCES[::12],
+        *(pytest.param(word, marks=pytest.mark.sweep) for word in DIFFERENCES if word not in DIFFERENCES[::12]),
+    ],
+)
+def test_a_key_that_differs_is_refused_by_name(workspace: Path, word: str) -> None:
+    """Before anything else is sent: two machines with other intervals, say, once waited in different collectives."""
+    folder = copy_of(workspace, f"differs-{word.partition('=')[0]}")
+    port, key = free_port(), word.partition("=")[0]
+    both = [start_one(folder, 0, 2, port), start_one(folder, 1, 2, port, word)]
+    for outcome in [process.finish() for process in both]:
+        print(f"DIFFERENCE {word}: code {outcome.code}, {outcome.seconds:.1f} s")
+        assert key in outcome.expect(2).err, outcome.err
+        assert outcome.seconds < 20
+    assert not (folder / "out" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("word", [pytest.param(word, marks=pytest.mark.sweep) for word in HARMLESS[1:]] + [HARMLESS[0]])
+def test_other_keys_may_differ(workspace: Path, by_two: list[Outcome], word: str) -> None:
+    folder = copy_of(workspace, f"may-differ-{word.partition('=')[0]}")
+    port = free_port()
+    both = [start_one(folder, 0, 2, port), start_one(folder, 1, 2, port, word)]
+    assert [process.finish().expect(0).code for process in both] == [0, 0]
+    losses = [row["loss_hex"] for row in metrics(folder / "out")]
+    assert losses == [row["loss_hex"] for row in metrics(workspace / "shared2")]
+
+
+def test_other_bytes_of_a_starting_adapter_are_refused(workspace: Path) -> None:
+    """Each machine trained its own adapter further, and no hash of what is trained was compared."""
+    folder = copy_of(workspace, "adapters")
+    for rank in (0, 1):
+        shutil.copytree(workspace / "out", machine(folder, rank) / "first")
+    path = machine(folder, 1) / "first" / "adapter_model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 1
+    path.write_bytes(content)
+    words = ("lora.start_from=first", "lora.dropout=0")
+    for outcome in train(folder, 2, *words):
+        assert "trained weights of block" in outcome.expect(2).err and "on machine 2 of 2" in outcome.err
+    assert metrics(folder / "out") == []
+
+
+def test_other_threads_at_a_resume_are_said(workspace: Path) -> None:
+    """They change the last bits of all that follows."""
+    folder = copy_of(workspace, "threads")
+    finetune(folder, "max_steps=2").expect(0)
+    same = finetune(folder, "max_steps=3", "--resume").expect(0)
+    assert "last bits" not in same.err
+    other = finetune(folder, "max_steps=4", "pipeline.threads_per_worker=2", "--resume").expect(0)
+    assert "pipeline.threads_per_worker is 2, was 1: numbers differ in their last bits from here on" in other.err
+
+
+# --- numbers --------------------------------------------------------------------------------------------------------
+
+
+def test_float16_on_two_machines_gives_the_numbers_of_one(workspace: Path) -> None:
+    """The norm is that of gradients without the loss scale, as on one machine."""
+    words = ("dtype=float16", "max_steps=4", "lora.dropout=0")
+    finetune(workspace, *words, "output_dir=half1").expect(0)
+    assert [outcome.code for outcome in train(workspace, 2, *words, "output_dir=half2")] == [0, 0]
+    alone, shared = metrics(workspace / "half1"), metrics(workspace / "half2")
+    for key, tolerance in (("loss", 1e-4), ("grad_norm", 1e-3)):
+        assert [row[key] for row in shared] == pytest.approx([row[key] for row in alone], rel=tolerance)
+
+
+@pytest.mark.parametrize("words", [(), (*FULL, "nodes.shard_optimizer=true")], ids=["whole", "sharded"])
+def test_a_run_that_is_killed_continues_on_any_number_of_machines(workspace: Path, words: tuple[str, ...]) -> None:
+    """1, 3, 2 and 1 processes, each but the last killed; each checkpoint is continued by all."""
+    name = "sharded" if words else "whole"
+    words = (*words, "max_steps=16", "save_steps=2")
+    finetune(workspace, *words, f"output_dir=alone-{name}").expect(0)
+    folder = copy_of(workspace, f"counts-{name}")
+    for index, count in enumerate((1, 3, 2, 1)):
+        fault = {} if index == 3 else {"ROUNDPIPE_FAULT": f"compute:kill:step={3 + 4 * index}"}
+        resume = ["--resume"] if index else []
+        outcomes = train(folder, count, *words, *resume, **{f"p{count - 1}": fault})
+        assert [outcome.code for outcome in outcomes] == [
+            *[1] * (count - 1 if fault else 0),
+            *([-signal.SIGKILL] if fault else [0] * count),
+        ], outcomes
+    alone, rows = metrics(workspace / f"alone-{name}"), metrics(folder / "out")
+    assert [row["step"] for row in rows] == list(range(1, 17))
+    difference = max(abs(a["loss"] - b["loss"]) / a["loss"] for a, b in zip(alone, rows, strict=True))
+    print(f"COUNTS {name}: losses differ by {difference:.1e}")
+    assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in alone], rel=1e-5)

@@ -8,6 +8,7 @@ import signal
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,18 @@ import pytest
 from roundpipe_cli import faults
 from roundpipe_cli.dashboard.waiting import waiting
 from roundpipe_cli.engine.backends.cpu import CpuBackend
-from roundpipe_cli.events import Event, StepTimeline, Tell
+from roundpipe_cli.events import Event, StepFinished, StepTimeline, Tell
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.train import build
+from roundpipe_cli.train.checkpoint import writing
 from roundpipe_cli.train.loop import Trainer
+from roundpipe_cli.train.machines import Machines, WholeSteps
+from roundpipe_cli.train.optim import updater
 from roundpipe_cli.train.optim.optimizer import HostOptimizer
 from roundpipe_cli.train.optim.updater import Updater
 from roundpipe_cli.train.prepare.setup import prepare
 from roundpipe_cli.train.signals import Reporting, StopSignals
-from tests.support.e2e import finetune, launch, make_workspace, metrics, numbers, untied_and_tied
+from tests.support.e2e import finetune, launch, make_workspace, metrics, num_lines, numbers, untied_and_tied
 
 
 @pytest.fixture(scope="module")
@@ -157,6 +161,36 @@ def test_layers_are_updated_in_the_order_in_which_the_next_step_needs_them(
         assert steps == [expected] * 6
 
 
+@pytest.mark.parametrize(
+    ("words", "is_only", "whole"),
+    [(["val_set_size=3", "eval_steps=3"], True, [1, 3]), ([], True, [1, 6]), ([], False, [1, 2, 3, 4, 5, 6])],
+    ids=["evaluated", "last", "machines"],
+)
+def test_steps_that_end_with_their_updates(
+    words: list[str],
+    is_only: bool,
+    whole: list[int],
+    tmp_path: Path,
+    models: dict[str, Path],
+    ask: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those whose layers are timed, those before an evaluation, the last one, and all where machines share steps."""
+    monkeypatch.setattr(Machines, "is_only", property(lambda machines: is_only))
+    monkeypatch.setattr(Machines, "sharing", lambda machines, engine: nullcontext(WholeSteps()))
+    ask("update:slow=0.1")
+    versions: list[int] = []
+
+    def note(event: Event) -> None:
+        if isinstance(event, StepFinished):
+            versions.append(trainer.setup.store.newest)
+
+    trainer = trainer_of(tmp_path / "work", models["untied"], "method=full", *words, tell=note)
+    run(trainer)
+    assert [versions[done - 1] for done in whole] == whole
+    assert not is_only or versions[4] < 5, "others end before their updates"
+
+
 def test_a_step_lasts_from_the_end_of_the_step_before(
     tmp_path: Path, models: dict[str, Path], ask: Callable[[str], None]
 ) -> None:
@@ -185,7 +219,15 @@ def test_a_failing_update_ends_the_step_beside_it(
 ) -> None:
     """Within 3 s, however long the step, with the layer and the cause."""
     trainer = trainer_of(tmp_path / "work", models["untied"], "method=full", "pipeline.devices=[cpu,cpu]", *words)
-    ask("update:raise=MemoryError:step=3:layer=2,work:slow=0.5:step=4,update:slow=0.1")
+    ask("update:raise=MemoryError:step=3:layer=2,work:slow=0.5:step=4")
+    rows, deadline_s = trainer.output_dir / "metrics.jsonl", time.monotonic() + 60
+
+    def behind_its_row(point: str, own: Callable[..., Any] = updater.fault, **ids: int) -> Any:
+        while ids == {"step": 3, "layer": 2} and num_lines(rows) < 4 and time.monotonic() < deadline_s:
+            time.sleep(0.01)  # an early update may fail while its own step computes
+        return own(point, **ids)
+
+    monkeypatch.setattr(updater, "fault", behind_its_row)
     failed_s = []
     store = trainer.setup.store
     fail = store.fail
@@ -197,7 +239,45 @@ def test_a_failing_update_ends_the_step_beside_it(
     assert len(metrics(trainer.output_dir)) == 4, "the step beside it is not finished"
 
 
+@pytest.mark.parametrize("step", [3, 5])
+@pytest.mark.parametrize("words", [[], ["max_grad_norm=0"]])
+def test_a_failing_update_ends_the_program(
+    words: list[str], step: int, tmp_path: Path, models: dict[str, Path]
+) -> None:
+    """Within 3 s, beside a step of 4 s or after the last one, with exit code 1, the layer and the cause."""
+    folder = make_workspace(tmp_path / "work", models["untied"], gradient_accumulation_steps=4, num_train_epochs=9)
+    slow = {"ROUNDPIPE_FAULT": f"update:raise:step={step}:layer=2,work:slow=0.5:step={step + 1}"}
+    words = [*words, "method=full", "max_steps=6", "save_steps=100"]
+    running = launch(folder, "finetune", "recipe.yaml", *words, environment=slow)
+    running.wait_for_steps(step)
+    started_s = time.monotonic()
+    error = running.finish().expect(1).err
+    assert time.monotonic() - started_s < 3.0
+    assert f"step {step + 1}, layer block.1" in error and "fault asked for" in error
+    assert not (folder / "out" / "report.json").exists() and not list((folder / "out").glob("*.safetensors"))
+
+
 # --- checkpoints ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words", [[], ["max_grad_norm=0"]])
+def test_an_update_waits_until_a_slow_checkpoint_has_its_layer(
+    words: list[str], tmp_path: Path, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow, waiting = (trainer_of(tmp_path / n, models["untied"], "method=full", "save_steps=2", *words) for n in "ab")
+
+    def put(ring: Any, *given: Any, own: Callable[..., None] = writing._Ring.put) -> None:
+        time.sleep(0.03)
+        own(ring, *given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writing._Ring, "put", put)
+        run(slow)
+    with_barrier(monkeypatch)
+    run(waiting)
+    for name in ("masters", "moments"):
+        files = [one.output_dir / "step-00000004" / f"{name}.safetensors" for one in (slow, waiting)]
+        assert files[0].read_bytes() == files[1].read_bytes(), name
 
 
 @pytest.mark.parametrize("words", [["method=full", "dtype=bfloat16"], ["max_grad_norm=0"]])

@@ -123,6 +123,20 @@ def test_auto_is_resolved_once_whatever_the_number_of_workers(tmp_path: Path, mo
     assert "micro_batch_tokens: changed" in changed.err
 
 
+def test_short_rows_keep_several_workers_busy(tmp_path: Path, model: Path) -> None:
+    """The budget joined all rows of a step into one microbatch, and all workers but one had nothing to do."""
+    shape = {"micro_batch_size": 1, "gradient_accumulation_steps": STEP_ROWS, "micro_batch_tokens": "auto"}
+    folder = workspace(tmp_path, model, pipeline__devices=["cpu"] * 3, max_steps=2, **shape)
+    rows = [{"prompt": "Say ", "completion": "x" * (1 + index % 3)} for index in range(40)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    said = " ".join(finetune(folder).expect(0).err.split())
+    assert "a step has 4 microbatches for 3 workers, which will wait " in said
+    remedy = ["micro_batch_tokens=null", "micro_batch_size=1", "gradient_accumulation_steps=12"]
+    assert f"{' '.join(remedy)} makes them wait less, with 12 rows a step in place of 8" in said
+    again = finetune(folder, *remedy, "output_dir=again").expect(0)
+    assert "which will wait" not in again.err
+
+
 def test_pairs_are_filled_by_both_answers(tmp_path: Path, model: Path) -> None:
     shape = {"objective": "dpo", "micro_batch_size": 1, "gradient_accumulation_steps": 4, "save_steps": 10}
     losses = []
@@ -198,9 +212,8 @@ def test_auto_does_not_pack_long_rows_nor_where_rows_would_mix(tmp_path: Path, m
     assert resolved(other)["packing"] is False
 
 
-def test_data_and_plan_say_what_auto_does(tmp_path: Path, model: Path) -> None:
+def test_data_says_what_auto_does(tmp_path: Path, model: Path) -> None:
     folder = workspace(tmp_path, model, packing="auto", max_seq_length=256, max_steps=2)
     assert "packing (auto): on: rows have" in run(folder, "data", "recipe.yaml").expect(0).out
     document = json.loads(run(folder, "data", "recipe.yaml", "--json").expect(0).out)
     assert document["packing"]["auto"]["packs"] is True
-    assert "packing (auto): short rows will be packed" in run(folder, "plan", "recipe.yaml", "-v").expect(0).out

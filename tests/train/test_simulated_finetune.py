@@ -165,7 +165,7 @@ def test_weights_unpacked_once_in_a_visit(folder: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(memory, "SEGMENT_BYTES", memory.BLOCK_BYTES)
     monkeypatch.setattr(memory, "LARGE_SEGMENT_BYTES", memory.BLOCK_BYTES)
     stages = ("pipeline.forward_stages=[[0,2]]", "pipeline.backward_stages=[[3,3],[0,2]]", "pipeline.weight_cache=0")
-    words = ("load_in_4bit=true", "dtype=float32", "max_steps=3", "check_longest_rows=false", *stages)
+    words = ("load_in_4bit=true", "dtype=float32", "max_steps=3", "check_longest_rows=false", "lora.dropout=0", *stages)
     dequantize, done = packed_weights.dequantize, list[int]()
 
     def counted(packed: torch.Tensor, *args: Any) -> torch.Tensor:
@@ -174,10 +174,13 @@ def test_weights_unpacked_once_in_a_visit(folder: Path, monkeypatch: pytest.Monk
         return whole
 
     def limit(event: Event) -> None:
-        if isinstance(event, RunStarted):
+        """Too little room until the remedy is told; how little is left after it depends on the threads' timing."""
+        is_told = "stay unpacked" in getattr(event, "text", "") and "without" in event.text
+        if isinstance(event, RunStarted) or is_told:
             for index in range(2):
-                most = peak - block_bytes // 2
-                torch.cuda.set_per_process_memory_fraction(most / torch.cuda.mem_get_info(index)[1], index)
+                total = torch.cuda.mem_get_info(index)[1]
+                most = total if is_told else peak - block_bytes // 2
+                torch.cuda.set_per_process_memory_fraction(most / total, index)
 
     on_cpu = finetune(*words, ON_CPU, "output_dir=cpu")
     monkeypatch.setattr(packed_weights, "dequantize", counted)

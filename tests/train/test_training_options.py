@@ -27,6 +27,7 @@ from roundpipe_cli.recipe.check import SCHEDULE_KEYS
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.train.batches import make_microbatches, make_sampler
 from roundpipe_cli.train.loop import Trainer
+from roundpipe_cli.train.optim import optimizer
 from roundpipe_cli.train.optim.optimizer import Adafactor, AdamW, AdamW8, AdamW16, HostOptimizer, Sgd, UpdateRule
 from roundpipe_cli.train.prepare.learning_rate import describe_schedule, make_rate_schedule, rate_schedule_of
 from roundpipe_cli.train.prepare.setup import Setup, prepare
@@ -271,6 +272,28 @@ def test_an_adapter_is_trained_further(tmp_path: Path, models: dict[str, Path]) 
     compare(folder, Case([]), setup, folder / "first")
 
 
+def test_dropout_acts_on_an_adapter_that_is_trained_further(tmp_path: Path, models: dict[str, Path]) -> None:
+    folder = make_workspace(tmp_path / "work", models["untied"])
+    train(setup_of(folder, output="first"), folder / "first")
+    losses = set()
+    for dropout in (0.0, 0.5):
+        output = f"dropout-{dropout}"
+        train(setup_of(folder, *_start(folder), f"lora.dropout={dropout}", output=output), folder / output)
+        losses.add(metrics(folder / output)[0]["loss_hex"])
+    assert len(losses) == 2
+
+
+@pytest.mark.parametrize(("init", "deviation"), [("default", (3 * 64) ** -0.5), ("gaussian", 1 / 4)])
+def test_how_an_adapter_starts(init: str, deviation: float, tmp_path: Path, models: dict[str, Path]) -> None:
+    """As PEFT draws it: with 1 / r, or with Kaiming's bound of sqrt(6 / ((1 + 5) * 64))."""
+    folder = make_workspace(tmp_path / "work", models["untied"])
+    store = setup_of(folder, "lora.r=4", f"lora.init={init}").store
+    drawn = [name for name in store.trainable_names if "lora_A" in name and "down_proj" not in name]
+    values = torch.cat([store.master(name).flatten() for name in drawn])
+    assert float(values.std()) == pytest.approx(deviation, rel=0.05) and abs(float(values.mean())) < 0.02
+    assert not any(store.master(name).any() for name in store.trainable_names if "lora_B" in name)
+
+
 def _start(folder: Path) -> list[str]:
     """Rank and alpha at their defaults: they say nothing."""
     return ["lora.r=16", "lora.alpha=32", f"lora.start_from={folder / 'first'}"]
@@ -288,24 +311,24 @@ def test_another_shape_than_the_adapters_is_refused(tmp_path: Path, models: dict
 
 
 @pytest.mark.parametrize(
-    ("model", "keys", "where"),
+    ("model", "keys", "what"),
     [
-        ("tied", ["lora.modules_to_save=[lm_head]"], "lora.modules_to_save"),
-        ("untied", ["lora.modules_to_save=[nothing]"], "lora.modules_to_save"),
-        ("experts", ["lora.use_dora=true"], "lora.use_dora"),
-        ("untied", ["lora.target_modules=[lm_head]"], "lora.target_modules"),
-        ("untied", ["method=full", "frozen_parameters=[nothing]"], "frozen_parameters"),
-        ("untied", ["method=full", "frozen_parameters=['(']"], "frozen_parameters"),
-        ("untied", ["method=full", "frozen_parameters=[model, head]"], "frozen_parameters"),
+        ("tied", ["lora.modules_to_save=[lm_head]"], "are one table, which cannot be trained"),
+        ("untied", ["lora.modules_to_save=[nothing]"], "no such module to train"),
+        ("experts", ["lora.use_dora=true"], "DoRA cannot adapt this model"),
+        ("untied", ["lora.target_modules=[lm_head]"], "outside the model's blocks"),
+        ("untied", ["method=full", "frozen_parameters=[nothing]"], "no parameter has such a name"),
+        ("untied", ["method=full", "frozen_parameters=['(']"], "not a regular expression"),
+        ("untied", ["method=full", "frozen_parameters=[model, head]"], "nothing is left to train"),
     ],
 )
 def test_what_cannot_be_done_is_refused(
-    model: str, keys: list[str], where: str, tmp_path: Path, models: dict[str, Path]
+    model: str, keys: list[str], what: str, tmp_path: Path, models: dict[str, Path]
 ) -> None:
     folder = make_workspace(tmp_path / "work", models[model])
-    with pytest.raises(RefusedError) as raised:
+    with pytest.raises(RefusedError, match=what) as raised:
         setup_of(folder, *keys)
-    assert raised.value.problems[0].where == where
+    assert raised.value.problems[0].where == keys[-1].partition("=")[0]
 
 
 @pytest.mark.parametrize(
@@ -528,13 +551,13 @@ RULES: dict[str, UpdateRule] = {
 }
 
 
-def updates(store: Any, optimizer: HostOptimizer, steps: range) -> None:
+def updates(store: Any, host: HostOptimizer, steps: range) -> None:
     for step in steps:
         generator = torch.Generator().manual_seed(step)
         for name in sorted(store.trainable_names):
             gradient = store.gradient(name)
             gradient.copy_(torch.randn(gradient.shape, generator=generator) * 0.1)
-        optimizer.step(1e-3, 0.5)
+        host.step(1e-3, 0.5)
 
 
 @pytest.mark.covering(2)
@@ -555,6 +578,19 @@ def test_saved_and_loaded_state_goes_on_to_the_bit(name: str, dtype: torch.dtype
         assert torch.equal(second.store.master(parameter), whole.store.master(parameter)), parameter
         assert torch.equal(second.store.views[parameter], whole.store.views[parameter]), parameter
     assert all(torch.equal(a, b) for (_, a), (_, b) in zip(after.moments(), uncut.moments(), strict=True))
+
+
+@pytest.mark.parametrize("name", sorted(RULES))
+def test_updates_in_parts_are_those_of_whole_tensors(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every tensor of the tiny models is one part otherwise."""
+    parts, whole = make_rig("llama", "full"), make_rig("llama", "full")
+    updates(whole.store, HostOptimizer(whole.store, RULES[name]), range(2))
+    monkeypatch.setattr(optimizer, "PART_ELEMENTS", optimizer.SCALE_ELEMENTS)
+    if name != "adamw_bf16":  # its noise depends on the blocks of a sweep
+        monkeypatch.setattr(optimizer, "BLOCK_ELEMENTS", 96)
+    updates(parts.store, HostOptimizer(parts.store, RULES[name]), range(2))
+    for parameter in whole.store.trainable_names:
+        assert torch.equal(parts.store.master(parameter), whole.store.master(parameter)), parameter
 
 
 @pytest.mark.parametrize("name", sorted(RULES))

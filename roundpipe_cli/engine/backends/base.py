@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from roundpipe_cli.faults import DeviceFault, fault
+
 # The number of intra-op threads of one thread, independent of other threads' settings.
 
 
@@ -41,6 +43,27 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _REFUSALS)
+
+
+_FAILURES = (
+    "CUDA error",
+    "CUDA driver error",
+    "HIP error",
+    "CUBLAS_STATUS",
+    "HIPBLAS_STATUS",
+    "CUDNN_STATUS",
+    "cuDNN error",
+)
+"""Texts in errors of a device, of the driver or of its libraries; those for lack of memory have others too."""
+
+
+def is_device_error(error: BaseException) -> bool:
+    """Whether a device failed, for another reason than memory: it is lost, or computes no more for this process."""
+    if is_out_of_memory(error):
+        return False
+    if isinstance(error, (torch.AcceleratorError, DeviceFault)):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _FAILURES)
 
 
 class Backend(ABC):
@@ -127,6 +150,24 @@ class Backend(ABC):
     @abstractmethod
     def synchronize(self) -> None:
         """Block until all issued work is done."""
+
+    def answers(self, worker: int) -> bool:
+        """Whether the device still computes: a small result, up, down and through its streams. Blocks while it hangs.
+
+        Args:
+            worker: for the fault point.
+        """
+        try:
+            fault("answer", worker=worker)
+            with self.worker_thread():
+                result, _ = self.send(self.receive(torch.ones(8)) + 1)
+                self.synchronize()
+                return bool((result == 2).all())
+        except Exception:  # whatever the driver makes of it
+            return False
+
+    def give_up(self) -> None:  # noqa: B027 - most devices share nothing
+        """Take back what threads of this device, which hang, may hold of what devices share."""
 
     @property
     @abstractmethod

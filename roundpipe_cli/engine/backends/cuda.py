@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import math
 import os
+import re
 import sys
 import threading
 import time
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 
+from roundpipe_cli.costs.machine import describe_locking
 from roundpipe_cli.engine.backends.base import Backend, DeviceEvent, Pair, is_out_of_memory, set_own_threads
 from roundpipe_cli.library_names import library_name
 from roundpipe_cli.model.attention import set_up_attention
@@ -29,9 +31,13 @@ from roundpipe_cli.model.attention import set_up_attention
 # (scripts/issue_rate.py).
 
 STUCK_S = 0.05
-"""A pass that takes longer to issue than this is waiting for its device."""
-MAX_STUCK = 8
-"""After so many passes that waited for their device turns are given up: other threads would wait too."""
+"""A pass that takes longer to issue than this is waiting for its device, or is the first of its shape."""
+MAX_STUCK = 32
+"""So many stuck passes, with few others between them, end the turns for a while: other threads would wait too."""
+FORGIVEN = 50
+"""After so many passes in a row that were not stuck one that was is forgotten, such as the first of a shape."""
+PAUSE_S, MAX_PAUSE_S = 10.0, 640.0
+"""Seconds without turns: the first time, and at most. Each time takes twice as long as the one before."""
 
 MOST_STUCK_TURNS = 20
 """Nobody waits for a turn longer than this number of waiting passes takes."""
@@ -46,32 +52,68 @@ class IssueTurns:
         self._since_s = math.inf
         """Start of the turn by `time.perf_counter`; infinite between turns."""
         self.num_stuck = 0
-        """Number of turns that waited for their device."""
+        """Number of passes that were stuck and are not forgotten."""
+        self._stuck_since_s = math.inf
+        """Start of the last one."""
+        self._num_passes = 0
+        """Passes since one was stuck or forgotten."""
+        self._off_until_s, self._pause_s = -math.inf, PAUSE_S
+        self.notice: str | None = None
+        """For the user, said once."""
 
     @contextmanager
     def turn(self) -> Iterator[None]:
         """Encloses a layer's pass: waits until no other thread issues a pass, unless that pass waits for its device."""
+        lock = self._lock
         taken = self._take()
         try:
             yield
         finally:
             if taken:
                 self._since_s = math.inf
-                self._lock.release()
+                lock.release()
+
+    def begin_anew(self) -> None:
+        """A thread hangs, perhaps within its turn: nobody waits for it."""
+        self._lock, self._since_s, self.num_stuck = threading.RLock(), math.inf, 0
+
+    def are_on(self) -> bool:
+        """Whether threads take turns now."""
+        return time.perf_counter() >= self._off_until_s
 
     def _take(self) -> bool:
-        if self.num_stuck >= MAX_STUCK:
+        if not self.are_on():
             return False
         asked_s = time.perf_counter()
         while not self._lock.acquire(timeout=self._stuck_s):
-            now_s = time.perf_counter()
-            if now_s - self._since_s > self._stuck_s:
-                self.num_stuck += 1
+            now_s, since_s = time.perf_counter(), self._since_s
+            if now_s - since_s > self._stuck_s:
+                self._note_stuck(now_s, since_s)
                 return False
             if now_s - asked_s > MOST_STUCK_TURNS * self._stuck_s:  # many others were faster
                 return False
         self._since_s = time.perf_counter()
+        self._num_passes += 1
+        if self._num_passes >= FORGIVEN:
+            self._num_passes, self.num_stuck = 0, max(0, self.num_stuck - 1)
         return True
+
+    def _note_stuck(self, now_s: float, since_s: float) -> None:
+        """Count the pass that began at `since_s`, once however many threads it holds up."""
+        if since_s == self._stuck_since_s:
+            return
+        self._stuck_since_s, self._num_passes = since_s, 0
+        self.num_stuck += 1
+        if self.num_stuck < MAX_STUCK:
+            return
+        if now_s > self._off_until_s + self._pause_s:  # it went well for as long as the last pause
+            self._pause_s = PAUSE_S
+        self.num_stuck, self._off_until_s = 0, now_s + self._pause_s
+        self.notice = (
+            f"threads that issue work to the GPUs take no turns for {self._pause_s:.0f} s: {MAX_STUCK} layers' passes "
+            f"took over {self._stuck_s * 1e3:.0f} ms to issue; a step may take longer meanwhile"
+        )
+        self._pause_s = min(MAX_PAUSE_S, 2 * self._pause_s)
 
 
 SWITCH_INTERVAL_S = 0.5e-3
@@ -83,7 +125,7 @@ POLL_SHARE = 1 / 8
 
 LOCK_REFUSED = (
     "the system does not let this process page-lock more host memory for its transfers: ordinary memory is used, and "
-    "GPUs wait for those copies; raise the limit of locked memory (ulimit -l unlimited; in a container, memlock)"
+    "GPUs wait for those copies"
 )
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """Environment variables with which users configure torch's allocator."""
@@ -122,6 +164,42 @@ def has_bfloat16(index: int) -> bool:
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
 
 
+XID_S = 1200.0
+"""Older messages of the kernel are of something else."""
+
+
+def last_xid(index: int) -> str | None:
+    """The driver's newest message on GPU `index`, such as `Xid 79: GPU has fallen off the bus`; None where there is
+    none, or where this user may not read the kernel's."""
+    properties = torch.cuda.get_device_properties(index)
+    parts = [getattr(properties, f"pci_{name}_id", -1) for name in ("domain", "bus", "device")]
+    if -1 in parts:
+        return None
+    place = f"{parts[0]:04x}:{parts[1]:02x}:{parts[2]:02x}"
+    with suppress(OSError):
+        log = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
+        lines = []
+        try:
+            while True:
+                lines.append(os.read(log, 8192).decode(errors="replace"))
+        except BlockingIOError:
+            return xid_in(lines, place, time.clock_gettime(time.CLOCK_MONOTONIC))
+        finally:
+            os.close(log)
+    return None
+
+
+def xid_in(lines: Sequence[str], place: str, now_s: float) -> str | None:
+    """The newest message of the driver among the kernel's, on the card at this place of the PCI bus."""
+    for line in reversed(lines):
+        head, _, text = line.partition(";")
+        found = re.search(rf"Xid \(PCI:{re.escape(place)}[^)]*\): (\d+)(?:, (.*))?", text, re.IGNORECASE)
+        if found and now_s - int(head.split(",")[2]) / 1e6 < XID_S:
+            what = (found[2] or "").strip().rpartition(", ")[2]
+            return f"Xid {found[1]}: {what}" if what else f"Xid {found[1]}"
+    return None
+
+
 def set_up_process(indices: Collection[int], *, float16_accumulation: bool = False) -> None:
     """Set torch's options for these GPUs, for the whole process: products, memory and attention.
 
@@ -158,7 +236,7 @@ def release_workspaces() -> None:
 def register_host_buffer(buffer: torch.Tensor, index: int) -> bool:
     """Page-lock an existing host buffer for all GPUs, exact size, by the driver's context of GPU `index`.
 
-    False if the system refuses (limit of locked memory).
+    False if the system refuses, see `describe_locking`.
     """
     if buffer.nbytes == 0:
         return True
@@ -201,6 +279,8 @@ class CudaBackend(Backend):
 
     def take_notice(self) -> str | None:
         notice, self._notice = self._notice, None
+        if notice is None and self._turns is not None:
+            notice, self._turns.notice = self._turns.notice, None
         return notice
 
     @contextmanager
@@ -222,8 +302,12 @@ class CudaBackend(Backend):
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
     def release_unused(self) -> None:
-        with torch.cuda.device(self.device):
+        with torch.cuda.device(self.device), suppress(torch.AcceleratorError):  # of another device, which is lost
             torch.cuda.empty_cache()
+
+    def give_up(self) -> None:
+        if self._turns is not None:
+            self._turns.begin_anew()
 
     def device_like(self, host: torch.Tensor) -> torch.Tensor:
         with torch.cuda.stream(self._up):
@@ -240,7 +324,7 @@ class CudaBackend(Backend):
                 if not is_out_of_memory(error):
                     raise
                 self._refused_bytes = max(1, tensor.nbytes)
-                self._notice = LOCK_REFUSED
+                self._notice = f"{LOCK_REFUSED}; {describe_locking()}"
         return torch.empty_like(tensor, device="cpu")
 
     def copy_up(self, pairs: Sequence[Pair]) -> DeviceEvent:

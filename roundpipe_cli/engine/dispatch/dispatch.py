@@ -14,6 +14,7 @@ results as a value; the caller raises it, once.
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import queue
 import sys
@@ -22,6 +23,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from types import TracebackType
@@ -41,7 +43,13 @@ from roundpipe_cli.engine.dispatch.decisions import (
     TransferRecord,
     Work,
 )
-from roundpipe_cli.errors import InternalError, NoProgressError, OutOfDeviceMemoryError, RoundpipeError
+from roundpipe_cli.errors import (
+    DeviceLostError,
+    InternalError,
+    NoProgressError,
+    OutOfDeviceMemoryError,
+    RoundpipeError,
+)
 from roundpipe_cli.faults import fault
 from roundpipe_cli.schedule.program import WEIGHTS, Op, Program
 from roundpipe_cli.schedule.timeline import COMPUTE, DOWN, HOST, UP
@@ -116,6 +124,8 @@ class StepRun:
         """One of each worker, and one of the host where it has work."""
         self.is_abandoned = False
         """The step was given up: one of its threads may never return."""
+        self.is_broken = False
+        """A device failed in it."""
         self._works = works
         self._lanes = {
             (lane, worker): _LaneState(progress.new_condition(), closed=lane == HOST)
@@ -431,6 +441,13 @@ class _LaneStep:
         self.run.records.append(record)
 
 
+def keep_forever(*things: object) -> None:
+    """Never free what lies on a device that failed, or was being copied by it: the driver would be asked, and what
+    torch raises there ends the process."""
+    for thing in things:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+
+
 # The pool of workers: their threads, and the step that they are at.
 #
 # A worker's compute thread hands a step to the lanes of its link once it has taken it up; a step that failed is left
@@ -442,6 +459,10 @@ JOIN_AFTER_ERROR_S = 2.0
 """Total for all threads of a pool."""
 JOIN_LANES_S = 0.5
 """The lanes get at least this much of it."""
+END_S = 0.1
+"""A thread that is to end after a step that failed, and does not, hangs."""
+LEAVE_S = 5.0
+"""Workers that wait leave a step that was given up within this time; the others hang."""
 
 
 class Pool:
@@ -455,6 +476,7 @@ class Pool:
         options: TransferOptions | None = None,
         watchdog_s: float | None = 600.0,
         is_out_of_memory: Callable[[BaseException], bool] = lambda error: isinstance(error, MemoryError),
+        is_device_error: Callable[[BaseException], bool] = lambda error: False,
     ) -> None:
         """
         Args:
@@ -463,13 +485,16 @@ class Pool:
             options: how transfers share a link.
             watchdog_s: fail after this long without progress, with all stacks on stderr; None: wait forever.
             is_out_of_memory: whether an exception means that a device has no more memory.
+            is_device_error: whether it means that a device failed for another reason.
         """
         self.works: dict[int, Work] = dict(enumerate(works))
         if host is not None:
             self.works[NOBODY] = host
         self.is_stuck = False
         """A thread may still be busy with an old step, so no other step can run."""
-        self._watchdog_s, self._is_out_of_memory = watchdog_s, is_out_of_memory
+        self._watchdog_s, self._is_out_of_memory, self._is_device_error = watchdog_s, is_out_of_memory, is_device_error
+        self._hanging: frozenset[int] = frozenset()
+        """Workers whose threads may never return."""
         self._under_way: StepRun | None = None
         self._orders: list[queue.Queue[StepRun | None]] = [queue.Queue() for _ in works]
         self._threads = [
@@ -495,14 +520,24 @@ class Pool:
         deadline_s = time.monotonic() + (JOIN_TIMEOUT_S if error is None else JOIN_AFTER_ERROR_S)
         for orders in self._orders:
             orders.put(None)
-        for thread in self._threads:
-            thread.join(max(0.0, deadline_s - time.monotonic()))
+        for worker, thread in enumerate(self._threads):
+            if worker not in self._hanging:
+                thread.join(max(0.0, deadline_s - time.monotonic()))
         deadline_s = max(deadline_s, time.monotonic() + JOIN_LANES_S)
-        lanes = [lane for lanes in self._lanes.values() for lane in lanes]
-        for lane in lanes:  # lanes get their steps from compute threads, so they end after those
-            lane.orders.put(None)
-        for lane in lanes:
-            lane.thread.join(max(0.0, deadline_s - time.monotonic()))
+        for lanes in self._lanes.values():  # lanes get their steps from compute threads, so they end after those
+            for lane in lanes:
+                lane.orders.put(None)
+        for worker, lanes in self._lanes.items():
+            for lane in lanes if worker not in self._hanging else ():
+                lane.thread.join(max(0.0, deadline_s - time.monotonic()))
+
+    def end(self) -> tuple[str, ...]:
+        """Let the threads end, after a step that failed; returns the names of those that are left behind."""
+        self.__exit__(None, None, None)
+        threads = (*self._threads, *(lane.thread for lanes in self._lanes.values() for lane in lanes))
+        for thread in threads:
+            thread.join(END_S)
+        return tuple(thread.name for thread in threads if thread.is_alive())
 
     def run(self, run: StepRun) -> StepRun:
         """`start` and `wait`."""
@@ -523,7 +558,7 @@ class Pool:
         """Block until the step is done; returns it.
 
         Raises:
-            ResourceError: out of device memory (exit code 5).
+            ResourceError: out of device memory, or a device is lost (exit code 5).
             InternalError: a worker failed or got stuck (exit code 1); names the place.
         """
         assert run is self._under_way
@@ -545,25 +580,33 @@ class Pool:
                 run = orders.get()
                 if run is None:
                     return
-                result = WorkResult(worker)
+                result, part = WorkResult(worker), run.parts.pop(worker, None)  # no cycle: it holds the run
                 try:
-                    work.begin_part(run.parts.pop(worker, None))  # no cycle: it holds the run
+                    work.begin_part(part)
                 except BaseException as error:
                     result.error, result.where = error, f"worker {worker}, taking up step {shown_step(run.step)}"
+                    run.is_broken |= self._is_device_error(error)
                     run.progress.abort()
                 for lane in self._lanes[worker]:
                     lane.orders.put(run)
                 if result.error is None:
                     self._compute(run, work, result)
                 run.end_part(worker)
+                failed = False
+                run.is_broken |= any(self._is_device_error(one.error) for one in run.errors if one.error)
                 try:
                     work.drain()  # for a failed step too: until then its work reads and writes slots and sums
                 except BaseException as error:
+                    failed = self._is_device_error(error)
                     if result.error is None and not run.progress.aborted:  # otherwise the first error says more
                         result.error, result.where = error, f"worker {worker}, finishing the step"
-                work.reset()
+                run.is_broken |= failed
+                if run.is_broken:
+                    keep_forever(run, part, result.error, *([work] if failed else ()))
+                if not failed:
+                    work.reset()
                 run.results.put(result)
-                run = None
+                run = part = None
                 del result  # a failed step's error holds what was computed
 
     def _compute(self, run: StepRun, work: Work, result: WorkResult) -> None:
@@ -582,8 +625,10 @@ class Pool:
             weights = False
             if isinstance(error, TransferFailedError):
                 result.error, weights = error.error, error.weights
-            # Its frames hold what was computed, and a step that ran out of memory is to be run again.
-            traceback.clear_frames(result.error.__traceback__)
+            run.is_broken |= self._is_device_error(result.error)
+            if not run.is_broken:
+                # Its frames hold what was computed, and a step that ran out of memory is to be run again.
+                traceback.clear_frames(result.error.__traceback__)
             result.where = work.where(op, weights=weights)
             run.progress.abort()
 
@@ -603,13 +648,27 @@ class Pool:
                 seen_s = run.progress.last_s
                 if self._watchdog_s is not None and still_s > self._watchdog_s:
                     faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
-                    # one worker failed and another is stuck: the failure says more
-                    self._raise_first([*results, *run.errors])
-                    raise NoProgressError(
-                        f"no progress for {still_s:.0f} s: a worker is stuck (the stacks of all threads are above)",
-                        where=f"step {shown_step(run.step)}",
-                    ) from None
+                    self._raise_stuck(run, results, still_s)
         return results
+
+    def _raise_stuck(self, run: StepRun, results: list[WorkResult], still_s: float) -> None:
+        """Raise why a step stands still; given up, it is left by the workers that waited for one that hangs."""
+        run.progress.abort()
+        deadline_s = time.monotonic() + LEAVE_S
+        with suppress(queue.Empty):
+            while len(results) < len(self.works):
+                results.append(run.results.get(timeout=max(0.0, deadline_s - time.monotonic())))
+        self._hanging = frozenset(range(len(self._threads))) - {result.worker for result in results}
+        text = f"no progress for {still_s:.0f} s: a worker is stuck (the stacks of all threads are above)"
+        where = f"step {shown_step(run.step)}"
+        try:
+            self._raise_first([*results, *run.errors])  # one failed and another is stuck: the failure says more
+            if not 0 < len(self._hanging) < len(self._threads):
+                raise NoProgressError(text, where=where) from None
+            raise DeviceLostError(text, where=f"worker {', '.join(map(str, sorted(self._hanging)))}, {where}") from None
+        except DeviceLostError as lost:
+            lost.workers, lost.is_hang = tuple({*lost.workers, *self._hanging}), bool(self._hanging)
+            raise
 
     def _raise_first(self, results: Sequence[WorkResult]) -> None:
         failed = next((result for result in results if result.error is not None), None)
@@ -624,4 +683,8 @@ class Pool:
             raise OutOfDeviceMemoryError(
                 "out of memory on a worker", where=failed.where, found=text, hint=MEMORY_HINT
             ) from error
+        if self._is_device_error(error):
+            lost = DeviceLostError("a worker's device failed", where=failed.where, found=text)
+            lost.workers = (failed.worker,)
+            raise lost from error
         raise InternalError(f"a worker failed: {text}", where=failed.where) from error

@@ -223,12 +223,13 @@ def check_start(folder: Path, resume: bool) -> RunState:
     }[state]
     if found is None:
         return state
+    resume_hint = "add --resume to continue that run, or " if list_checkpoints(folder) else ""
     raise RefusedError(
         "the output directory already holds a run" if state is not RunState.FRESH else "the folder holds a model",
         where=str(folder),
         found=found,
         expected="an empty or new folder",
-        hint="add --resume to continue that run, or start another one with output_dir=",
+        hint=f"{resume_hint}start another one with output_dir=",
     )
 
 

@@ -23,6 +23,7 @@ from roundpipe_cli.recipe.strict_yaml import MAX_BYTES, Place, parse_bytes
 from roundpipe_cli.train.checkpoint.manifest import STATE_NAME
 from roundpipe_cli.train.checkpoint.output_dir import list_checkpoints
 from roundpipe_cli.train.checkpoint.reading import Checkpoint, peek
+from roundpipe_cli.train.prepare.devices import threads_per_worker
 from roundpipe_cli.train.prepare.setup import Setup
 
 FREE_KEYS = (
@@ -41,6 +42,7 @@ FREE_KEYS = (
     "hub_model_id",
     "resume_from_checkpoint",
     "on_oom",
+    "on_device_loss",
     "check_longest_rows",
     "on_nonfinite",
     "watchdog_s",
@@ -126,16 +128,36 @@ def run_state(setup: Setup, loss_scale: float, seconds: float) -> dict[str, Any]
         "config_hash": setup.config_hash,
         "start_hash": setup.start_hash,
         "fused": fused_counts(setup.fused),
+        "computed_by": _computed_by(setup),
         "loss_scale": loss_scale,
         "training_s": seconds,
     }
 
 
-def shared_facts(setup: Setup) -> dict[str, Any]:
-    """Facts that must be the same on every machine of a run."""
-    state = run_state(setup, 0.0, 0.0)
-    recipe = {key: value for key, value in state.pop("recipe").items() if key not in (*FREE_KEYS, "pipeline")}
-    return {**{f"recipe: {key}": value for key, value in recipe.items()}, **state}
+def _computed_by(setup: Setup) -> dict[str, Any]:
+    """Settings that may change at a resume and that change the last bits of what is computed."""
+    pipeline, kinds = setup.recipe.pipeline, sorted({device.partition(":")[0] for device in setup.devices})
+    threads = threads_per_worker(pipeline.threads_per_worker, len(setup.devices)) if "cpu" in kinds else None
+    return {
+        "pipeline.devices": " and ".join(kinds),
+        "pipeline.threads_per_worker": threads,
+        "pipeline.sequence_chunks": pipeline.num_chunks,
+    }
+
+
+def describe_other_bits(saved: Mapping[str, Any], setup: Setup) -> str | None:
+    """A notice about what changed since the checkpoint and changes the last bits; None: nothing did.
+
+    Args:
+        saved: `run_state` of the checkpoint.
+    """
+    was = saved.get("computed_by")
+    changes = [
+        f"{key} is {now}, was {was[key]}"
+        for key, now in _computed_by(setup).items()
+        if isinstance(was, dict) and key in was and was[key] != now
+    ]
+    return f"{'; '.join(changes)}: numbers differ in their last bits from here on" if changes else None
 
 
 def as_decided(recipe: Recipe, saved: Mapping[str, Any]) -> Recipe:

@@ -582,7 +582,7 @@ class Saver:
             tell: is told of each checkpoint, from a thread of the saver's.
             saved: called in the owner's thread, some time after a checkpoint has become durable, with its `meta`.
         """
-        self._output_dir, self._keep, self._tell, self._saved = output_dir, keep, tell, saved
+        self.output_dir, self._keep, self._tell, self._saved = output_dir, keep, tell, saved
         self._save: _Save | None = None
 
     def __enter__(self) -> Saver:
@@ -615,7 +615,7 @@ class Saver:
         """
         self.wait()
         pause_s = time.monotonic() - started_s
-        self._save = _Save(snapshot, self._output_dir, self._keep, self._tell, pause_s=pause_s)
+        self._save = _Save(snapshot, self.output_dir, self._keep, self._tell, pause_s=pause_s)
 
     def before_layer(self, layer: int, version: int) -> None:
         """Block until the save in flight, if any, has copied `layer`, which is about to become that of step `version`.

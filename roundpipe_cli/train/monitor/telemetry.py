@@ -15,7 +15,8 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
@@ -26,7 +27,7 @@ from roundpipe_cli.engine.backends import cuda
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.live import ActionTime, LiveNews, Watcher
 from roundpipe_cli.engine.step import StepResult
-from roundpipe_cli.errors import ResourceError, RoundpipeError, redact
+from roundpipe_cli.errors import ResourceError, RoundpipeError, redact_values
 from roundpipe_cli.events import (
     DeviceSample,
     Event,
@@ -63,12 +64,15 @@ class DeviceSampler:
         self._handles: dict[int, Any] = {}
         self._opened = False
 
-    def sample(self) -> tuple[DeviceSample, ...]:
-        """One sample per worker."""
+    def sample(self, workers: Collection[int]) -> tuple[DeviceSample, ...]:
+        """One sample per worker; without figures but for these `workers`."""
         if not self._opened:
             self._opened = True
             self._open()
-        return tuple(DeviceSample() if index is None else self._one(index) for index in self._indices)
+        return tuple(
+            DeviceSample() if index is None or worker not in workers else self._one(index)
+            for worker, index in enumerate(self._indices)
+        )
 
     def close(self) -> None:
         """Release the driver."""
@@ -94,7 +98,10 @@ class DeviceSampler:
             return
 
     def _one(self, index: int) -> DeviceSample:
-        used_bytes, total_bytes = cuda.memory_use(index)
+        try:
+            used_bytes, total_bytes = cuda.memory_use(index)
+        except RuntimeError:  # the engine will find that it is lost
+            return DeviceSample()
         driver, handle = self._driver, self._handles.get(index)
         if driver is None or handle is None:
             return DeviceSample(used_bytes, total_bytes)
@@ -119,6 +126,7 @@ def metrics_row(event: StepFinished) -> dict[str, Any]:
     """The row of a step. `loss_hex` is exact; a value that is not finite is null."""
     return {
         "step": event.step,
+        "epoch": event.epoch,
         "loss": event.loss if math.isfinite(event.loss) else None,
         "loss_hex": event.loss.hex(),
         "learning_rate": event.learning_rate,
@@ -208,7 +216,15 @@ def step_timeline(result: StepResult, step: int, clock: Clock) -> StepTimeline:
     end_s = max((item.end_s for item in actions), default=0.0)
     links = (item._replace(end_s=min(item.end_s, end_s)) for item in result.links if item.start_s < end_s)
     spans = tuple(span_of(item, fused_head=result.fused_head) for item in (*actions, *links, *result.waits))
+    if result.lanes[-1] >= result.num_workers:  # some are lost
+        spans = tuple(replace(span, worker=result.lanes[span.worker]) for span in spans)
     return StepTimeline(step, start_s, spans)
+
+
+def in_lanes(result: StepResult, num_workers: int) -> tuple[float, ...]:
+    """Share of the step that each worker of the run computed; 0 for those whose devices are lost."""
+    shares = dict(zip(result.lanes, result.utilization, strict=True))
+    return tuple(shares.get(worker, 0.0) for worker in range(num_workers))
 
 
 class Telemetry:
@@ -269,7 +285,9 @@ class Telemetry:
     def _sample(self) -> Sample:
         memory = host_memory()
         used_bytes = memory.total_bytes - memory.available_bytes
-        return Sample(self._clock(), process_bytes(), used_bytes, memory.total_bytes, self._sampler.sample())
+        return Sample(
+            self._clock(), process_bytes(), used_bytes, memory.total_bytes, self._sampler.sample(self._engine.lanes)
+        )
 
 
 def process_bytes() -> int:
@@ -284,7 +302,7 @@ def _span(item: ActionTime, look: LiveNews, offset_s: float) -> Span:
     action = item.action
     start_s, end_s = item.start_s + offset_s, item.end_s + offset_s
     letter = work_letter(action.kind, action.stage, fused_head=look.fused_head)
-    return Span(action.worker, COMPUTE, letter, action.stage, action.microbatch, start_s, end_s)
+    return Span(look.lanes[action.worker], COMPUTE, letter, action.stage, action.microbatch, start_s, end_s)
 
 
 class EventRecorder:
@@ -413,7 +431,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _line(values: dict[str, Any]) -> bytes:
-    return redact(json.dumps(values, separators=(",", ":"))).encode() + b"\n"
+    return json.dumps(redact_values(values), separators=(",", ":")).encode() + b"\n"
 
 
 def _step(line: dict[str, Any]) -> int:

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-from roundpipe_cli.errors import RefusedError, redact
+from roundpipe_cli.errors import RefusedError, redact, redact_values
 from roundpipe_cli.events import EvaluationFinished, Event, Notice, StepFinished, Tell
 from roundpipe_cli.files import read_json_of_ours
 from roundpipe_cli.recipe.schema import Recipe, plain_data
@@ -247,7 +247,7 @@ def _config(recipe: Recipe) -> dict[str, Any]:
         else:
             flat[path] = value
 
-    put(json.loads(redact(json.dumps(plain_data(recipe)))), "")
+    put(redact_values(plain_data(recipe)), "")
     return flat
 
 
@@ -305,5 +305,5 @@ class _TrackerThread:
             sink.close()
         except BaseException as error:  # whatever a tracker does, the run continues
             self._failed.set()
-            text = redact(f"{type(error).__name__}: {error}".splitlines()[0][:300])
+            text = redact(f"{type(error).__name__}: {error}".splitlines()[0])[:300]
             self._tell(Notice(f"{self._name} gets no more metrics, the run continues: {text}"))

@@ -1,55 +1,86 @@
-"""Several machines, one process on each, started by torchrun: a step's microbatches are shared, gradients are summed.
+"""The processes of a run on several machines: what they send each other (gloo), and how they wait for each other.
 
-Each process runs an engine of its own over its own devices and holds all weights. Gradients land in host memory anyway;
-a thread sums a layer's over all processes (gloo) as soon as the layer is complete, beside the backward of the others.
-All processes then make the same update. The first process writes metrics, checkpoints and the result.
+They meet in a store, at which the first of them (or torchrun) listens. What waits for another machine never runs in the
+main thread, which hears signals meanwhile. Two threads watch until the process leaves:
+
+    ticker     says for whom the run waits; ends one that was asked to stop and waits in vain
+    listener   reads in the store why another machine ended, and which of them are behind
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
-import math
+import os
 import queue
+import signal
+import socket
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from roundpipe_cli.choices import IGNORED_LABEL
-from roundpipe_cli.engine.backends.base import set_own_threads
-from roundpipe_cli.engine.gradients import square_sum
-from roundpipe_cli.engine.options import OnGradient
-from roundpipe_cli.engine.step import Microbatch, Part, StepResult
-from roundpipe_cli.engine.weights import WeightStore
-from roundpipe_cli.errors import NodeLostError, RefusedError, RoundpipeError
-from roundpipe_cli.model.head import target_rows
+from roundpipe_cli.errors import NodeLostError, Problem, RefusedError, RoundpipeError, StoppedError, redact_values
+from roundpipe_cli.events import Say
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.train.checkpoint.reading import Checkpoint
-from roundpipe_cli.train.nodes.processes import check_processes
+from roundpipe_cli.train.nodes.agreement import recipe_facts, require_same
+from roundpipe_cli.watchdog import interrupt, interruptible
 
+TICK_S, LOOK_S = 0.25, 0.05
+SAY_AFTER_S, STOP_AFTER_S = 5.0, 3.0
+"""Waits that last longer are said, if none until now took half as long; from then on a stop that was asked for waits as
+long as the second."""
+TELL_S, HEAR_S = 10.0, 2.0
+"""How long a machine that ends waits for the others to come, and for those that came to hear why."""
+SIGNALLED = 128
+"""Exit codes of stopped runs are above it, by the signal's number."""
 LONGEST_WAIT = timedelta(days=1)
-"""Longest wait for the other processes where `watchdog_s` is 0."""
+"""Longest wait for the others where `watchdog_s` is 0."""
+Answer = TypeVar("Answer")
 DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8)}
+stores: Any = dist
+"""torch.distributed, whose types leave out the stores."""
 
 
 class Nodes:
-    """The processes of a run, as a context manager. A single process sends nothing and gets its own values back."""
+    """The processes of a run, as a context manager: an error that leaves it ends the others too.
 
-    def __init__(self, rank: int, count: int, watchdog_s: float) -> None:
+    A single process sends nothing and gets its own values back.
+    """
+
+    def __init__(self, rank: int = 0, count: int = 1, say: Say = lambda text: None) -> None:
         """
         Args:
             rank: of this process.
             count: of processes.
-            watchdog_s: how long to wait for the others at one place; 0 is a day.
+            say: gets lines for the user about the others; in any thread.
         """
-        self.rank, self.count = rank, count
-        self._timeout = timedelta(seconds=watchdog_s) if watchdog_s else LONGEST_WAIT
+        self.rank, self.count, self.say = rank, count, say
+        self._timeout = LONGEST_WAIT
+        self.may_resume: Callable[[], bool] | None = None
+        """Whether there is a checkpoint; None: another machine knows."""
+        self._store: Any = None
+        self._requested: Callable[[], signal.Signals | None] = lambda: None
+        self._is_host = self._has_met = False
+        self._behind = [0] if rank else [*range(1, count)]
+        """Ranks that are waited for."""
+        self._waits: dict[int, tuple[str, float]] = {}
+        """Thread -> what for, and since when."""
+        self._num_waits = self._num_compared = 0
+        self._longest_s = 0.0
+        self._obstacle = "no answer"
+        self._failure: RoundpipeError | None = None
+        self._left = threading.Event()
+        self._handler = contextlib.ExitStack()
         self._weights: Any = None
         self._state: Any = None
 
@@ -60,14 +91,129 @@ class Nodes:
 
     def __enter__(self) -> Nodes:
         if self.count > 1:
-            self._try(lambda: dist.init_process_group("gloo", timeout=self._timeout), "finding the other processes")
+            self._handler.enter_context(interruptible())
+            threading.Thread(target=self._tick, name="machines", daemon=True).start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self.count > 1 and dist.is_initialized():
+        if self.count == 1:
+            return
+        is_refusal = isinstance(error, RoundpipeError) and not isinstance(error, (StoppedError, NodeLostError))
+        if is_refusal and self._store is None:
+            self.say(f"telling the other machines why this one ends; it waits {TELL_S:g} s for them")
+            with contextlib.suppress(RuntimeError, RefusedError, KeyError, ValueError):
+                self._store = _beside(self._connect, TELL_S)
+        self.leave(error)
+        if error is not None and self._is_host and self._store is not None:
+            with contextlib.suppress(RuntimeError):
+                _beside(self._until_heard, TELL_S if is_refusal and not self._has_met else HEAR_S)
+        if dist.is_initialized():
             dist.destroy_process_group()
+        self._handler.close()
+
+    def meet(self, recipe: Recipe) -> None:
+        """Find the other processes, before anything that is named below.
+
+        Raises:
+            NodeLostError: one does not come.
+            RefusedError: see `check_same`, or the port is taken.
+        """
+        limit_s = recipe.watchdog_s
+        self._timeout = timedelta(seconds=limit_s) if limit_s else LONGEST_WAIT
+        self._store = self._run(self._connect, "to begin")
+        self.check_same(lambda: {"WORLD_SIZE": self.count, **recipe_facts(recipe)})
+        self._has_met = True
+        threading.Thread(target=self._listen, name="machines-news", daemon=True).start()
+        store, place = stores.PrefixStore("gloo", self._store), {"rank": self.rank, "world_size": self.count}
+        self._run(lambda: stores.init_process_group("gloo", store=store, timeout=self._timeout, **place), "to connect")
+
+    def check_same(self, make_facts: Callable[[], Mapping[str, Any]]) -> None:
+        """Refuse to train together on different things; called on all processes, in the same order.
+
+        Raises:
+            RecipeError: see `require_same`.
+        """
+        if self.count == 1:
+            return
+        facts = redact_values(make_facts())
+        self._num_compared += 1
+        topic = f"facts/{self._num_compared}"
+        seen: dict[int, Mapping[str, Any]] = {}
+
+        def gather() -> None:
+            self._store.set(f"{topic}/{self.rank}", json.dumps(facts))
+            while len(seen) < self.count and not self._left.is_set():
+                for rank in set(range(self.count)) - set(seen):
+                    if self._store.check([f"{topic}/{rank}"]):
+                        seen[rank] = json.loads(self._store.get(f"{topic}/{rank}"))
+                require_same(seen, self.count)
+                if self._store.check(["failed"]):
+                    raise self._read_failure()
+                self._behind = sorted(set(range(self.count)) - set(seen))
+                time.sleep(LOOK_S if self._behind else 0)
+
+        self._run(gather, "to compare what is trained")
+
+    def heed(self, requested: Callable[[], signal.Signals | None]) -> None:
+        """Training begins: a signal that is only noted ends a wait that lasts much longer than any until now."""
+        self._requested, self._longest_s = requested, 0.0
+
+    def _run(self, work: Callable[[], Answer], what: str) -> Answer:
+        """The answer of `work`, which waits for other machines. In any thread.
+
+        Raises:
+            NodeLostError: one of them ended or does not answer.
+            RoundpipeError: why another one ended, in its words.
+        """
+        thread, since = threading.get_ident(), time.monotonic()
+        self._waits[thread] = (what, since)
+        self._num_waits += 1
+        try:
+            if threading.current_thread() is threading.main_thread():
+                return _beside(work, self._timeout.total_seconds(), lambda: self._obstacle)
+            return work()
+        except RuntimeError as error:  # torch raises this for a lost peer, a timeout and a refused connection
+            deadline_s = time.monotonic() + HEAR_S
+            while self._has_met and self._failure is None and time.monotonic() < deadline_s and not self._left.is_set():
+                time.sleep(LOOK_S)
+            if self._failure is not None:
+                raise self._failure from None
+            resume = ", with --resume if there is a checkpoint" if self.may_resume is None else ""
+            resume = " with --resume" if self.may_resume and self.may_resume() else resume
+            raise NodeLostError(
+                f"another process of this run ended or cannot be reached: {self._whom()} ({what})",
+                where=f"machine {self.rank + 1} of {self.count}",
+                found=str(error).strip().partition("\n")[0][:200],
+                hint=f"its own output says why; start all of them again{resume}",
+            ) from error
+        finally:
+            del self._waits[thread]
+            self._longest_s = max(self._longest_s, time.monotonic() - since)
+
+    def leave(self, error: BaseException | None = None) -> None:
+        """Wait for no other machine from here on; they hear of `error`, if there is one."""
+        if self.count == 1 or self._left.is_set():
+            return
+        self._left.set()
+        error = getattr(error, "stopped", error)
+        if self._store is None or error is None:
+            return
+        problems = (
+            error.problems if isinstance(error, RoundpipeError) else [Problem(f"{type(error).__name__}: {error}")]
+        )
+        code = getattr(error, "exit_code", 1)
+        told = json.dumps({"rank": self.rank, "code": code, "problems": redact_values([*map(asdict, problems)])})
+
+        def tell() -> None:
+            self._store.compare_set("failed", "", told)
+            self._note_heard()
+
+        with contextlib.suppress(RuntimeError):
+            _beside(tell, HEAR_S)
+
+    # -- values and tensors -------------------------------------------------------------------------------------------
 
     def sums(self, values: Sequence[float]) -> list[float]:
         """Sums over all processes, in float64, with equal bits on each."""
@@ -81,7 +227,7 @@ class Nodes:
         if self.count == 1:
             return list(values)
         tensor = torch.tensor(values, dtype=dtype)
-        self._try(lambda: dist.all_reduce(tensor, operation), "a step's border")
+        self._run(lambda: dist.all_reduce(tensor, operation), "a step's border")
         return list(tensor.tolist())
 
     def add_up(self, tensor: torch.Tensor, owner: int | None = None) -> None:
@@ -91,9 +237,9 @@ class Nodes:
             owner: the only process that wants it; elsewhere the tensor is left with anything in it.
         """
         if owner is None:
-            self._try(lambda: dist.all_reduce(tensor), "summing gradients")
+            self._run(lambda: dist.all_reduce(tensor), "summing gradients")
         else:
-            self._try(lambda: dist.reduce(tensor, owner), "summing gradients")
+            self._run(lambda: dist.reduce(tensor, owner), "summing gradients")
 
     def open_links(self) -> None:
         """Make `share`, `send_to_first` and `receive_like` possible; on all processes."""
@@ -102,20 +248,20 @@ class Nodes:
     def share(self, tensor: torch.Tensor, owner: int) -> None:
         """Replace a contiguous host tensor by its owner's. May run beside calls of other methods."""
         content = tensor.view(torch.uint8)
-        self._try(lambda: dist.broadcast(content, owner, group=self._weights), "sending new weights round")
+        self._run(lambda: dist.broadcast(content, owner, group=self._weights), "sending new weights round")
 
     def send_to_first(self, tensor: torch.Tensor) -> None:
         """Send a contiguous host tensor to the first process, which calls `receive_like`."""
         content = tensor.reshape(-1).view(torch.uint8)
         if content.numel():
-            self._try(lambda: dist.send(content, 0, group=self._state), "collecting a checkpoint")
+            self._run(lambda: dist.send(content, 0, group=self._state), "collecting a checkpoint")
 
     def receive_like(self, tensor: torch.Tensor, sender: int) -> torch.Tensor:
         """The tensor that `sender` sends, of the shape and type of `tensor`."""
         received = torch.empty(tensor.shape, dtype=tensor.dtype)
         content = received.view(-1).view(torch.uint8)
         if content.numel():
-            self._try(lambda: dist.recv(content, sender, group=self._state), "collecting a checkpoint")
+            self._run(lambda: dist.recv(content, sender, group=self._state), "collecting a checkpoint")
         return received
 
     def from_first(self, document: Any) -> Any:
@@ -124,10 +270,10 @@ class Nodes:
             return document
         content = torch.frombuffer(bytearray(json.dumps(document).encode()), dtype=torch.uint8)
         size = torch.tensor([len(content)])
-        self._try(lambda: dist.broadcast(size, 0), "the first process' word")
+        self._run(lambda: dist.broadcast(size, 0), "the first process' word")
         if not self.is_first:
             content = torch.empty(int(size), dtype=torch.uint8)
-        self._try(lambda: dist.broadcast(content, 0), "the first process' word")
+        self._run(lambda: dist.broadcast(content, 0), "the first process' word")
         return json.loads(bytes(content.numpy()))
 
     def share_checkpoint(self, checkpoint: Checkpoint | None) -> Checkpoint | None:
@@ -152,51 +298,128 @@ class Nodes:
             received[group] = {}
             for name, (dtype, shape) in shapes.items():
                 tensor = torch.empty(shape, dtype=DTYPES[dtype]) if mine is None else mine[name].contiguous()
-                self._try(lambda tensor=tensor: dist.broadcast(tensor, 0), "the checkpoint")  # type: ignore[misc]
+                self._run(lambda tensor=tensor: dist.broadcast(tensor, 0), "the checkpoint")  # type: ignore[misc]
                 if mine is None:
                     received[group][name] = tensor
         if self.is_first:
             return checkpoint
         return _Received(Path(head["folder"]), head["step"], head["meta"], tuple(head["groups"]), received)
 
-    def check_same(self, facts: Mapping[str, Any]) -> None:
-        """Refuse to train together on different things.
+    # -- the store -----------------------------------------------------------------------------------------------
 
-        Raises:
-            RefusedError: on every process whose facts are not the first one's, and on the first.
-        """
-        theirs = self.from_first(dict(facts))
-        mine = json.loads(json.dumps(dict(facts)))
-        others = [key for key in mine if mine[key] != theirs.get(key)]
-        num_different = self.most([len(others)])[0]
-        if num_different:
-            raise RefusedError(
-                "the processes of this run do not train the same",
-                found=f"other than on the first: {', '.join(others)}" if others else "see the other processes' errors",
-                expected="the same recipe, data, tokenizer, model and version on every machine",
-            )
+    def _connect(self) -> Any:
+        """The store of this attempt of the run."""
+        host, port = _address()
+        self._is_host = self.rank == 0 and not _launcher_listens()
+        listener = self._listen_at(host, port) if self._is_host else None
+        while listener is None:  # torch would not say that nobody is there
+            try:
+                socket.create_connection((host, port), timeout=1.0).close()
+                break
+            except OSError as error:
+                self._obstacle = f"{host}:{port}: {error.strerror or error}"
+                if self._left.wait(TICK_S):
+                    raise RuntimeError(self._obstacle) from error
+        if listener is not None and listener.getsockname()[0] == "0.0.0.0":
+            host = "127.0.0.1"  # this machine may not have the address that the others know it by
+        descriptor = None if listener is None else listener.detach()
+        is_server, options = descriptor is not None, {"wait_for_workers": False, "master_listen_fd": descriptor}
+        store = stores.TCPStore(host, port, None, is_server, self._timeout, **options)
+        attempt = f"roundpipe/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        number = store.add(f"{attempt}/{self.rank}", 1)  # one torchrun may start several runs, one after the other
+        if number > 1 and not _launcher_listens():
+            what = "two processes of the run say that they are the same machine"
+            raise RefusedError(what, where="RANK", found=str(self.rank), expected="another on each machine")
+        store = stores.PrefixStore(f"{attempt}/{number}", store)
+        store.set(f"at/{self.rank}", "0")
+        return store
 
-    def _try(self, collective: Callable[[], Any], what: str) -> None:
+    def _listen_at(self, host: str, port: int) -> socket.socket:
+        """Listens at the given address alone, if this machine has it and others can reach it."""
+        where, family = "", socket.AF_INET
+        with contextlib.suppress(OSError):
+            family, _, _, _, (address, *_) = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            # Many machines give their own name an address that only they themselves reach.
+            where = "" if str(address).startswith("127.") and host not in ("localhost", address) else host
         try:
-            collective()
-        except RuntimeError as error:  # torch raises this for a lost peer, a timeout and a refused connection
-            first_line = str(error).strip().partition("\n")[0][:200]
-            raise NodeLostError(
-                f"another process of this run ended or cannot be reached: {what}",
-                where=f"process {self.rank} of {self.count}",
-                found=first_line,
-                hint="its own output says why; start all of them again with --resume",
+            try:
+                listener = socket.create_server((where, port), family=family)
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    raise
+                where, listener = "", socket.create_server(("", port))
+        except OSError as error:
+            raise RefusedError(
+                "the port for the other machines cannot be used",
+                where="MASTER_PORT",
+                found=f"{host}:{port}: {os.strerror(error.errno or 0)}",
+                expected="a port that no other program listens at",
+                hint="name another one on every machine",
             ) from error
+        if not str(listener.getsockname()[0]).startswith("127."):
+            text = f"the run listens for other machines at {where or 'all addresses'}, port {port}"
+            self.say(f"note: {text}: trusted network only")
+        return listener
 
+    def _note_heard(self) -> None:
+        self._store.set(f"heard/{self.rank}", "1")
 
-def nodes_of(recipe: Recipe) -> Nodes:
-    """The processes that torchrun's environment names; without it a single process.
+    def _until_heard(self) -> None:
+        """Wait until every other machine knows why this one ends."""
+        while not all(self._store.check([f"heard/{rank}"]) for rank in range(self.count)):
+            time.sleep(LOOK_S)
 
-    Raises:
-        RefusedError: the environment says nonsense, or the recipe asks for what cannot be shared.
-    """
-    process = check_processes(recipe)
-    return Nodes(process.rank, process.count, recipe.watchdog_s)
+    def _read_failure(self) -> RoundpipeError:
+        """Why another machine ended: its error, with its place."""
+        told = json.loads(self._store.get("failed"))
+        self._note_heard()
+        problems = [Problem(**problem) for problem in told["problems"]]
+        what, code = problems[0].what, int(told["code"])
+        error = StoppedError(what, exit_code=code) if code > SIGNALLED else RoundpipeError(what)
+        error.exit_code = code
+        place = f"machine {told['rank'] + 1} of {self.count}"
+        error.problems = tuple(
+            Problem(one.what, f"{place}: {one.where}" if one.where else place, one.found, one.expected, one.hint)
+            for one in problems
+        )
+        return error
+
+    # -- threads -------------------------------------------------------------------------------------------------
+
+    def _whom(self) -> str:
+        ranks = self._behind or [rank for rank in range(self.count) if rank != self.rank]
+        word = "machine" if len(ranks) == 1 else "machines"
+        place = "" if self._has_met else f" at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        return f"{word} {', '.join(str(rank + 1) for rank in ranks)} of {self.count}{place}"
+
+    def _tick(self) -> None:
+        said, asked_s = 0.0, None
+        while not self._left.wait(TICK_S):
+            if self._failure is not None:
+                if not self._left.wait(HEAR_S):  # this machine may be about to end for the same reason
+                    interrupt(self._failure)
+                return
+            now, patience_s = time.monotonic(), max(SAY_AFTER_S, 2 * self._longest_s)
+            asked = self._requested()
+            asked_s = now if asked and asked_s is None else asked_s
+            for what, since in list(self._waits.values()):
+                if now - since > patience_s and since > said:
+                    said = since
+                    self.say(f"waiting for {self._whom()} ({what})")
+                if now - since > patience_s and asked and asked_s is not None and now - asked_s > STOP_AFTER_S:
+                    text = f"stopped by {asked.name} while waiting for {self._whom()} ({what})"
+                    interrupt(StoppedError(f"{text}; the last checkpoint is as it was", exit_code=SIGNALLED + asked))
+                    return
+
+    def _listen(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the store is gone: whoever waits gets an error without us
+            while not self._left.wait(TICK_S):
+                self._store.set(f"at/{self.rank}", str(self._num_waits))
+                if self._store.check(["failed"]):
+                    self._failure = self._read_failure()
+                    return
+                at = [int(self._store.get(f"at/{rank}")) for rank in range(self.count)]
+                self._behind = [rank for rank in range(self.count) if at[rank] < at[self.rank]]
 
 
 @dataclass(frozen=True)
@@ -213,145 +436,49 @@ def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, list[in
     return {name: (str(tensors[name].dtype), list(tensors[name].shape)) for name in tensors}
 
 
-class Sharing:
-    """One process' part in the steps of a run; owns the thread that sums gradients, inside `with`."""
+def _beside(work: Callable[[], Answer], limit_s: float, obstacle: Callable[[], str] = lambda: "no answer") -> Answer:
+    """The answer of `work`, which a thread carries out; while it is waited for, signals are heard.
 
-    def __init__(
-        self,
-        nodes: Nodes,
-        store: WeightStore,
-        late_layers: Sequence[int],
-        table: str = "",
-        *,
-        owner: Mapping[int, int] | None = None,
-    ) -> None:
-        """
-        Args:
-            store: of the gradients.
-            late_layers: trained layers whose gradients are complete at the end of a step only.
-            table: name of the embedding table.
-            owner: rank by layer, where one process alone wants the sum of each; None: all want all.
-        """
-        self._owner = owner
-        self._nodes, self._store = nodes, store
-        self._table = table if table in store.trainable_names and store.layer_of(table) == 0 else None
-        """The table, if it is trained and not tied to the head: its gradient is zero but for the rows of tokens."""
-        self._rows: torch.Tensor | None = None
-        """Token ids of the step, of all processes."""
-        trained = [layer for layer, layout in enumerate(store.layouts) if layout.num_trainable_elements]
-        late = sorted(set(late_layers) & set(trained))
-        self._layers = [layer for layer in reversed(trained) if layer not in late] + late
-        """Layers in the order of their sums, which must be equal on all processes; about that of backward."""
-        self._complete: dict[int, Callable[[], float]] = {}
-        self._changed = threading.Condition()
-        self._orders: queue.Queue[int | None] = queue.Queue()
-        self._answers: queue.Queue[dict[int, float] | BaseException] = queue.Queue()
-        self._given_up = False
-        self._thread = threading.Thread(target=self._main, name="gradient-sums", daemon=True)
+    Raises:
+        RuntimeError: it takes longer than `limit_s`.
+    """
+    answers: queue.Queue[tuple[Answer | None, BaseException | None]] = queue.Queue()
 
-    def __enter__(self) -> Sharing:
-        self._thread.start()
-        return self
+    def carry_out() -> None:
+        try:
+            answers.put((work(), None))
+        except BaseException as error:  # passed on as a value
+            answers.put((None, error))
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        with self._changed:
-            self._given_up = True
-            self._changed.notify()
-        self._orders.put(None)
-        self._thread.join(1.0 if error is not None else 5.0)
+    threading.Thread(target=carry_out, name="waits", daemon=True).start()
+    try:
+        answer, error = answers.get(timeout=limit_s)
+    except queue.Empty:
+        raise RuntimeError(f"{obstacle()} for {limit_s:g} s") from None
+    if error is not None:
+        raise error
+    return answer  # type: ignore[return-value]
 
-    def share_of(self, microbatches: Sequence[Microbatch]) -> tuple[list[Microbatch], Part]:
-        """This process' microbatches of a step: every process has about as many, in order."""
-        rank, count = self._nodes.rank, self._nodes.count
-        first, last = (len(microbatches) * index // count for index in (rank, rank + 1))
-        num_units = sum(len(target_rows(microbatch.labels)[1]) for microbatch in microbatches)
-        mine = list(microbatches[first:last])
-        if self._table is not None:
-            self._rows = torch.cat([microbatch.input_ids.flatten() for microbatch in microbatches]).unique()
-        if not mine:  # in a short last step: a microbatch without a target adds nothing
-            nothing = microbatches[0]
-            mine = [replace(nothing, labels=torch.full_like(nothing.labels, IGNORED_LABEL))]
-        return mine, Part(first, num_units)
 
-    def begin(self, step: int, on_gradient: OnGradient | None = None) -> OnGradient:
-        """The gradients of `step` will be summed as `complete` names their layers; returns that.
+def _launcher_listens() -> bool:
+    """Whether torchrun listens at MASTER_ADDR, and not the first process. Its store outlives a restart of the run."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
-        Args:
-            on_gradient: never given: nobody may use a gradient before it is summed.
-        """
-        assert on_gradient is None
-        self._complete = {}
-        self._orders.put(step)
-        return self.complete
 
-    def complete(self, layer: int, square_sum: Callable[[], float]) -> None:
-        """This process' gradient of `layer` is complete. Called by any thread; arguments as of `OnGradient`."""
-        with self._changed:
-            self._complete[layer] = square_sum
-            self._changed.notify()
+def _address() -> tuple[str, int]:
+    return os.environ["MASTER_ADDR"].strip(), int(os.environ["MASTER_PORT"])
 
-    def finish(self, result: StepResult, loss_scale: float) -> StepResult:
-        """The step's result over all processes, when all gradients are summed.
 
-        Raises:
-            NodeLostError: another process ended.
-        """
-        answer = self._answers.get()
-        if isinstance(answer, BaseException):
-            raise answer
-        squares = [answer[layer] for layer in sorted(answer)]
-        shared = squares if self._owner is not None else []
-        loss, tokens, *whole = self._nodes.sums([result.loss, result.num_target_tokens, *shared])
-        squares = whole or squares
-        norm = math.sqrt(sum(squares)) / loss_scale
-        return replace(result, loss=loss, num_target_tokens=int(tokens), gradient_norm=norm)
+def has_begun(output_dir: str, *, now: bool = False) -> bool:
+    """Whether a run that torchrun starts again wrote into this folder before; where torchrun cannot know, it did.
 
-    def _main(self) -> None:
-        set_own_threads(1)  # a sum over several threads would depend on their number
-        while (step := self._orders.get()) is not None:
-            try:
-                answer: dict[int, float] | BaseException = self._sum(step)
-            except BaseException as error:  # passed on as a value; `finish` raises it
-                answer = error
-            self._answers.put(answer)
-
-    def _sum(self, step: int) -> dict[int, float]:
-        squares = {}
-        for layer in self._layers:
-            with self._changed:
-                while layer not in self._complete and not self._given_up:
-                    self._changed.wait()
-                if self._given_up:
-                    raise RoundpipeError("the run is over")
-                on_host = self._complete.pop(layer)
-            on_host()
-            gradient = self._store.gradients[layer]
-            if self._table is not None and layer == 0:
-                self._sum_embed(gradient, self._table)
-            else:
-                self._add_up(layer, gradient)
-            wanted = self._owner is None or self._owner[layer] == self._nodes.rank
-            squares[layer] = float(square_sum(gradient)) if wanted else 0.0
-        return squares
-
-    def _add_up(self, layer: int, tensor: torch.Tensor) -> None:
-        self._nodes.add_up(tensor, None if self._owner is None else self._owner[layer])
-
-    def _sum_embed(self, gradient: torch.Tensor, table: str) -> None:
-        """Sum the embed layer's gradient, of the table only the rows that the step has tokens for.
-
-        It is complete last, with nothing left to compute beside its sum, and the table may be a good part of a model.
-        """
-        rows, view = self._rows, self._store.gradient(table)
-        if rows is None or 2 * len(rows) > len(view):
-            self._add_up(0, gradient)
-            return
-        compact = view[rows]
-        self._add_up(0, compact)
-        view[rows] = compact
-        start = view.storage_offset() - gradient.storage_offset()
-        for rest in (gradient[:start], gradient[start + view.numel() :]):
-            if rest.numel():
-                self._add_up(0, rest)
+    Args:
+        now: it does from now on.
+    """
+    if not _launcher_listens():
+        return True
+    with contextlib.suppress(RuntimeError, KeyError, ValueError):
+        limit, options = timedelta(seconds=TELL_S), {"wait_for_workers": False}
+        store = _beside(lambda: stores.TCPStore(*_address(), None, False, limit, **options), TELL_S)
+        return int(store.add(f"roundpipe/begun/{output_dir}", int(now))) > 0
+    return False

@@ -91,8 +91,8 @@ def owners(layouts: Sequence[LayerLayout], count: int) -> dict[int, int]:
 
 def make_shards(nodes: Nodes, recipe: Recipe, layouts: Sequence[LayerLayout], tell: Tell) -> Shards | None:
     """The shares that `nodes.shard_optimizer` asks for; None: every process keeps all. Equal on all processes."""
-    wanted, method = nodes.from_first([recipe.nodes.shard_optimizer, recipe.method])
-    if nodes.count == 1 or wanted is False or method != "full":
+    wanted = recipe.nodes.shard_optimizer
+    if nodes.count == 1 or wanted is False or recipe.method != "full":
         return None
     needed_bytes = _whole_bytes(recipe, layouts)
     short = needed_bytes > MAX_MEMORY_SHARE * host_memory().available_bytes

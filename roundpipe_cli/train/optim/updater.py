@@ -76,6 +76,8 @@ class Updater:
         self._where = ""
         self._poison: float | None = None
         self._early: tuple[int, int, float] | None = None
+        self.has_begun = False
+        """Whether an update of the step under way has begun before its end."""
         self._stopped_at = math.inf
         """A step whose gradients are not finite: the run will stop, and nothing more is to be spoilt."""
         self._thread = threading.Thread(target=self._run, args=(self._work, num_threads), name="optimizer", daemon=True)
@@ -116,6 +118,7 @@ class Updater:
         """Begin `step`: update each layer with its gradients when `gradient_complete` names the layer."""
         self._optimizer.num_updates += 1
         self._early = (step, self._optimizer.num_updates, learning_rate)
+        self.has_begun = False
         self._poison = self._pass_fault(step)
         if self._poison is not None:
             self._stopped_at = step
@@ -127,6 +130,7 @@ class Updater:
             square_sum: waits until the gradient is on the host and gives its sum of squares.
         """
         assert self._early is not None
+        self.has_begun = True
         self._give(partial(self._update_early, *self._early, layer, square_sum=square_sum), self._early[0], layer)
 
     def poison(self, step: int) -> float | None:

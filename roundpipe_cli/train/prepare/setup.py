@@ -27,7 +27,6 @@ from roundpipe_cli.data.tokenized import (
     Packer,
     Row,
     RowMix,
-    StepNeeds,
     TokenizedDataset,
     TokenizedRows,
     choose_packing,
@@ -47,8 +46,8 @@ from roundpipe_cli.model.fused import FusedOps, find_fused_ops
 from roundpipe_cli.model.layout import LayerLayout, layer_parameters, make_layout
 from roundpipe_cli.model.load import build_skeleton, load_config, load_tokenizer, switch_off
 from roundpipe_cli.model.lora import (
+    describe_adapted_experts,
     describe_dead_alternatives,
-    describe_adapted,
     describe_left_out,
     experts_per_token,
 )
@@ -59,7 +58,7 @@ from roundpipe_cli.model.stored.formats import untie_stored
 from roundpipe_cli.model.stored.packed_weights import check_packed, quantizable_names, require_bitsandbytes
 from roundpipe_cli.model.stored.quantized_files import stored_in_4bit
 from roundpipe_cli.model.weights_io import packed_names
-from roundpipe_cli.planning.auto_choices import Unpacking
+from roundpipe_cli.planning.auto_choices import MIN_MICROBATCHES, Unpacking
 from roundpipe_cli.planning.question import PlanRequest, ask, ask_again, describe_budget
 from roundpipe_cli.recipe.load import LoadedRecipe
 from roundpipe_cli.recipe.schema import DatasetConfig, Recipe
@@ -128,17 +127,15 @@ def with_packing(
     """The recipe with `packing` decided; `tell` gets the reason."""
     if recipe.packing != "auto":
         return recipe
-    weights = [entry.weight for entry in recipe.datasets]
-    mix = RowMix(dataset.rows_by_spec, weights, recipe.seed, recipe.shuffle)
-    choice = choose_packing(mix, dataset.rows.lengths, step_needs(recipe), _obstacle(recipe, model, split))
+    choice = choose_packing(mix_of(recipe, dataset), dataset.rows.lengths, recipe, _obstacle(recipe, model, split))
     tell(Notice(choice.describe()))
     return replace(recipe, packing=choice.packs)
 
 
-def step_needs(recipe: Recipe) -> StepNeeds:
-    """The recipe's values that decide."""
-    length, epochs = recipe.max_seq_length, recipe.num_train_epochs
-    return StepNeeds(length, recipe.rows_per_step, epochs, recipe.max_steps, recipe.seed, recipe.shuffle)
+def mix_of(recipe: Recipe, dataset: TokenizedDataset) -> RowMix:
+    """The rows of the recipe's epochs."""
+    weights = [entry.weight for entry in recipe.datasets]
+    return RowMix(dataset.rows_by_spec, weights, recipe.seed, recipe.shuffle)
 
 
 def _obstacle(recipe: Recipe, model: nn.Module, split: ModelSplit) -> str | None:
@@ -318,7 +315,7 @@ def evaluation_rows(
         rows += other.rows
     if rows:
         what = "rows" if rejected is None else "pairs"
-        tell(Notice(f"evaluation: {len(rows)} {what}, {len(dataset.rows)} to train on"))
+        tell(Notice(f"evaluation: {len(rows)} {what}, {len(dataset.rows)} to train on", is_detail=True))
     return dataset, rejected, rows + rejected_rows
 
 
@@ -368,8 +365,9 @@ def grouping_of(recipe: Recipe, lengths: npt.NDArray[np.int64], num_rows: int | 
         lengths: tokens of each row; of a pair, of its longer answer.
         num_rows: of `max_seq_length` tokens in a microbatch; None: as the recipe says.
     """
-    num_rows = num_rows or recipe.rows_per_microbatch
-    return Grouping(lengths, num_rows, None if recipe.token_budget is None else num_rows * recipe.max_seq_length)
+    num_rows, least = num_rows or recipe.rows_per_microbatch, min(MIN_MICROBATCHES, recipe.microbatches_per_step)
+    tokens = None if recipe.token_budget is None else num_rows * recipe.max_seq_length
+    return Grouping(lengths, num_rows, tokens, least)
 
 
 def rows_of_steps(recipe: Recipe, dataset: TokenizedDataset, rejected: TokenizedRows | None = None) -> BatchSampler:
@@ -381,9 +379,7 @@ def rows_of_steps(recipe: Recipe, dataset: TokenizedDataset, rejected: Tokenized
     Raises:
         RefusedError: fewer rows than one step takes.
     """
-    weights = [entry.weight for entry in recipe.datasets]
-    mix = RowMix(dataset.rows_by_spec, weights, recipe.seed, recipe.shuffle)
-    lengths = dataset.rows.lengths
+    mix, lengths = mix_of(recipe, dataset), dataset.rows.lengths
     packer = Packer(lengths, recipe.max_seq_length, recipe.seed, recipe.shuffle) if recipe.packs else None
     padded = lengths if rejected is None else np.maximum(lengths, rejected.lengths)
     grouping = grouping_of(recipe, padded)
@@ -474,7 +470,7 @@ def prepare(
     fingerprint = Fingerprint(base.source)
     devices, loaded = _on_devices(loaded, tell)
     recipe = loaded.recipe
-    config, base_files = _config_and_files(base, recipe, tell)
+    config, base_files = config_and_files(base.source, recipe, tell)
     model = build_skeleton(config, DTYPES[recipe.dtype])
     if base.source.gguf_file is None and (untied := untie_stored(model, base.source.folder)):
         tell(Notice(untied))
@@ -495,7 +491,7 @@ def prepare(
     for text in _describe_targets(model, split, recipe) if start is None else ():
         tell(Notice(text))
     peft_model = trained.put_into(model, split)
-    if adapted := describe_adapted(model) if peft_model is not None else None:
+    if adapted := describe_adapted_experts(model) if peft_model is not None else None:
         tell(Notice(adapted))
     if reference := describe_reference(recipe, base.source, start):
         tell(Notice(reference))
@@ -508,7 +504,7 @@ def prepare(
     ]
     store = _make_store(recipe, layouts, tell, elsewhere(layouts))
     fill_store(store, base.source, model, recipe, start=start, tell=tell)
-    tell(Notice(_describe_model(config, layouts, recipe, devices)))
+    tell(Notice(_describe_model(config, layouts, recipe, devices), is_detail=True))
     fused = None if proof.not_fused else _find_fused(recipe, model, split, tell)
     return Setup(
         recipe,
@@ -581,10 +577,10 @@ def _on_devices(loaded: LoadedRecipe, tell: Tell) -> tuple[tuple[str, ...], Load
     return devices, replace(loaded, recipe=recipe)
 
 
-def _config_and_files(base: BaseModel, recipe: Recipe, tell: Tell) -> tuple[Any, BaseFiles]:
+def config_and_files(source: ModelSource, recipe: Recipe, tell: Tell) -> tuple[Any, BaseFiles]:
     """The model's configuration, without what cannot be trained, and the files that a whole result keeps."""
-    config = load_config(base.source)
-    base_files = read_base_files(base.source, config)
+    config = load_config(source)
+    base_files = read_base_files(source, config)
     texts = switch_off(config)
     if recipe.pipeline.num_chunks > 1 and (without := leave_out_router_loss(config)):
         texts.append(without)
@@ -632,7 +628,8 @@ def _read_data(
     for text in dataset.notices:
         tell(Notice(text))
     base_files = _ending_as_trained(base_files, tokenizer, loaded.recipe, tell)
-    tell(Notice(f"data: {dataset.report.filter_counts()}; {dataset.report.trained_tokens} trained tokens"))
+    counts = f"data: {dataset.report.filter_counts()}; {dataset.report.trained_tokens} trained tokens"
+    tell(Notice(counts, is_detail=dataset.report.rows_kept == dataset.report.rows_read))
     if padded := describe_padded_to_chunks(dataset.rows.lengths, loaded.recipe.pipeline.num_chunks):
         tell(Notice(padded))
     dataset, rejected, evaluation = evaluation_rows(loaded, (dataset, rejected), tokenizer, offline, tell=tell)
@@ -687,7 +684,7 @@ def _find_fused(recipe: Recipe, model: nn.Module, split: ModelSplit, tell: Tell)
     found = find_fused_ops(model, split)
     text = ", ".join(f"{count} {name}" for name, count in found.counts().items())
     own_code = "kernels=reference uses the model's and PEFT's own code"
-    tell(Notice(f"kernels: {text or 'none of this model is fused'} ({own_code})"))
+    tell(Notice(f"kernels: {text or 'none of this model is fused'} ({own_code})", is_detail=bool(text)))
     return found
 
 

@@ -275,7 +275,7 @@ def make_trainable(
     if recipe.method == "full":
         _train_all_but(model, recipe.frozen_parameters, split.unreached)
         return None
-    name = source.name if source.gguf_file is None else str(source.folder)
+    name = source.name if source.commit is not None else str(source.folder)  # PEFT finds it from any folder
     if start is not None:
         peft_model = continue_lora(model, start, dropout=recipe.lora.dropout, dtype=dtype, base_name=name)
         peft_model.peft_config[ADAPTER].revision = source.commit

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,9 +20,9 @@ from typing import Any
 
 import torch
 import yaml
-from safetensors.torch import save
 from torch import nn
 
+from roundpipe_cli.choices import GGUF_NAME
 from roundpipe_cli.errors import RecipeError, RefusedError, redact
 from roundpipe_cli.faults import fault
 from roundpipe_cli.files import (
@@ -30,12 +31,13 @@ from roundpipe_cli.files import (
     read_regular,
     remove_tree,
     require_free_bytes,
+    shared_mode,
     sync_folder,
+    write_atomically,
     write_new_file,
 )
 from roundpipe_cli.model.adapter_files import (
     ADAPTER_CONFIG,
-    ADAPTER_WEIGHTS,
     StartedBase,
     as_single_experts,
     check_adapter_folder,
@@ -51,7 +53,6 @@ from roundpipe_cli.model.stored.quantized_files import is_nf4
 from roundpipe_cli.model.stored.tensors import OpenFiles, base_name, check_finite, is_adapter, tied_names
 from roundpipe_cli.model.weights_io import BaseWeights, WeightGroup
 from roundpipe_cli.recipe.strict_yaml import parse_bytes
-from roundpipe_cli.train.checkpoint.output_dir import RESULT_FOLDER_MODE
 from roundpipe_cli.train.checkpoint.writing import TensorSpec, TensorStream, stream_file
 from roundpipe_cli.train.prepare.base_files import ESCAPED, GENERATION_CONFIG, OTHER_NAMES, BaseFiles, read_base_files
 from roundpipe_cli.train.result.ollama import modelfile
@@ -61,13 +62,13 @@ from roundpipe_cli.train.result.ollama import modelfile
 MAX_FILE_BYTES = 16 * 1024**2
 
 
-def model_card(result: Path, *, base: str | None, merged: bool, usage: str) -> str:
+def model_card(result: Path, *, base: str | None, merged: bool, gguf: bool = False) -> str:
     """The card of the run in `result`; facts that its files lack are left out.
 
     Args:
         base: name of the base model, if known.
         merged: whole weights, not an adapter.
-        usage: a sentence on how to load it.
+        gguf: there is a GGUF file of them too.
     """
     report = _read(result / "report.json")
     recipe = _without_places(_read_yaml(result / "recipe.yaml"))
@@ -76,13 +77,76 @@ def model_card(result: Path, *, base: str | None, merged: bool, usage: str) -> s
         front["base_model"] = base
     lines = ["---", yaml.safe_dump(front, sort_keys=False).strip(), "---", "", f"# {_plain(result.absolute().name)}"]
     origin = f" from {_plain(_without_places(base))}" if base else ""
-    lines += ["", f"Fine-tuned{origin} with RoundPipe CLI. {usage}", ""]
+    lines += ["", f"Fine-tuned{origin} {MADE_BY}.", ""]
+    lines += [*(_use_whole(gguf) if merged else _use_adapter(base or "", has_tokenizer(result))), ""]
     lines += _data(recipe, report) + _figures(report) + _base(report)
     if recipe:
         text = yaml.safe_dump({key: recipe[key] for key in _told(recipe)}, sort_keys=False).strip()
         fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
         lines += ["## Recipe", "", f"{fence}yaml", text, fence, ""]
     return redact("\n".join(lines))
+
+
+def write_run_card(output_dir: Path, base: str) -> None:
+    """Write the card of a finished run into its folder, unless a README.md of somebody else is there."""
+    path = output_dir / "README.md"
+    with contextlib.suppress(OSError):
+        if path.exists() and MADE_BY.encode() not in read_regular(path, MAX_FILE_BYTES):
+            return
+    card = model_card(output_dir, base=base, merged=not (output_dir / ADAPTER_CONFIG).is_file())
+    write_atomically(path, card.encode(errors=ESCAPED), mode=FILE_MODE)
+
+
+MADE_BY = "with RoundPipe CLI"
+
+
+def _use_whole(gguf: bool) -> list[str]:
+    """Lines on how to load whole weights, run in their folder."""
+    lines = _python(
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        "",
+        'model = AutoModelForCausalLM.from_pretrained(".", dtype="auto")',
+        'tokenizer = AutoTokenizer.from_pretrained(".")',
+    )
+    if not gguf:
+        return [*lines, "vLLM loads the folder as it is; `roundpipe export FOLDER --gguf` adds a file for llama.cpp."]
+    lines += ["Or the GGUF file, by llama.cpp, by `ollama create NAME -f Modelfile`, or in Python:", ""]
+    load = f'model = AutoModelForCausalLM.from_pretrained(".", gguf_file="{GGUF_NAME}")'
+    return lines + _python("from transformers import AutoModelForCausalLM", "", load)
+
+
+def _use_adapter(base: str, own_tokenizer: bool) -> list[str]:
+    """Lines on how to load an adapter, run in its folder.
+
+    Args:
+        base: name of the base model.
+        own_tokenizer: the folder has one, else the base's belongs to it.
+    """
+    imports = ["from peft import PeftConfig, PeftModel", "from transformers import AutoModelForCausalLM, AutoTokenizer"]
+    found = ["folder = config.base_model_name_or_path"]
+    arguments = "folder, revision=config.revision"
+    if base.startswith("package:"):
+        imports = ["from importlib.util import find_spec", "from pathlib import Path", "", *imports]
+        found = [f'folder = Path(find_spec("{base.removeprefix("package:")}").submodule_search_locations[0])']
+        arguments = 'folder, gguf_file=next(folder.glob("*.gguf")).name'
+    elif base.endswith(".gguf"):
+        arguments = f"folder, gguf_file={json.dumps(Path(base).name)}"
+    tokenizer = '"."' if own_tokenizer else arguments
+    lines = _python(
+        *imports,
+        "",
+        'config = PeftConfig.from_pretrained(".")',
+        *found,
+        f'base = AutoModelForCausalLM.from_pretrained({arguments}, dtype="bfloat16")',
+        'model = PeftModel.from_pretrained(base, ".")',
+        f"tokenizer = AutoTokenizer.from_pretrained({tokenizer})",
+    )
+    whole = "`roundpipe export FOLDER --merge --gguf --to merged` makes one model of both, with a file for llama.cpp."
+    return [*lines, whole]
+
+
+def _python(*lines: str) -> list[str]:
+    return ["In this folder:", "", "```python", *lines, "```", ""]
 
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
@@ -116,7 +180,7 @@ def _without_places(value: Any) -> Any:
     path = value.removeprefix("file://")
     if path.startswith(("/", "~", "\\\\")) or PureWindowsPath(path).is_absolute():
         return re.split(r"[/\\]", path.rstrip("/\\"))[-1]
-    home = str(Path("~").expanduser())
+    home = os.path.expanduser("~")  # noqa: PTH111 (no home: as it is)
     return value.replace(home, "~") if len(home) > 1 else value
 
 
@@ -138,7 +202,16 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 def _told(recipe: Mapping[str, Any]) -> list[str]:
     """Keys of the recipe that describe the training; keys of machines and folders are left out."""
-    private = {"output_dir", "pipeline", "hardware", "weights", "report_to", "resume_from_checkpoint", "on_oom"}
+    private = {
+        "output_dir",
+        "pipeline",
+        "hardware",
+        "weights",
+        "report_to",
+        "resume_from_checkpoint",
+        "on_oom",
+        "on_device_loss",
+    }
     return [key for key in recipe if key not in private]
 
 
@@ -497,8 +570,8 @@ class Destination:
         try:
             if error is None:
                 for path in self._temporary.rglob("*"):
-                    path.chmod(RESULT_FOLDER_MODE if path.is_dir() else FILE_MODE)
-                self._temporary.chmod(RESULT_FOLDER_MODE)
+                    path.chmod(shared_mode(0o777 if path.is_dir() else 0o666))
+                self._temporary.chmod(shared_mode(0o777))
                 sync_folder(self._temporary)
                 fault("export")
                 self._temporary.rename(self._folder)
@@ -528,8 +601,7 @@ class Extras:
 
     def write(self, result: Path, folder: Path, tokenizer: Any, *, whole: bool) -> None:
         """Model card, and for whole weights a Modelfile."""
-        usage = "Load it with transformers, vLLM or, by the Modelfile, Ollama." if whole else "Load it with PEFT."
-        card = model_card(result, base=self.base, merged=whole, usage=usage)
+        card = model_card(result, base=self.base, merged=whole, gguf=self.model_file != ".")
         write_new_file(folder / "README.md", [card.encode(errors=ESCAPED)], FILE_MODE)
         if whole:
             settings = folder / GENERATION_CONFIG
@@ -555,25 +627,20 @@ def copy_result(result: Path, folder: Path, extras: Extras, *, single_experts_of
         check_adapter_folder(result)
     else:
         check_model_folder(result)
-    single = None
+    single: dict[str, bytes] = {}
     if single_experts_of is not None:
         single = as_single_experts(build_skeleton(load_config(single_experts_of), torch.float32), result)
     with Destination(folder) as temporary:
         for path in sorted(result.iterdir()):
             if path.is_file() and (path.suffix == ".safetensors" or path.name in RESULT_NAMES or _is_index(path)):
                 check_file(path, None)
-                write_new_file(temporary / path.name, _chunks(path), FILE_MODE)
-        if single is not None:
-            tensors, values = single
-            content = save(tensors, {"format": "pt"})
-            for name, data in ((ADAPTER_WEIGHTS, content), (ADAPTER_CONFIG, json.dumps(values, indent=2).encode())):
-                (temporary / name).unlink()
-                write_new_file(temporary / name, [data], FILE_MODE)
+                content = [single[path.name]] if path.name in single else _chunks(path)
+                write_new_file(temporary / path.name, content, FILE_MODE)
         is_whole = not (result / ADAPTER_CONFIG).is_file()
         extras.has_tokenizer = is_whole or has_tokenizer(result)
         tokenizer = _save_tokenizer(result, temporary) if extras.has_tokenizer else None
         extras.write(result, temporary, tokenizer, whole=is_whole)
-    return single is not None
+    return bool(single)
 
 
 RESULT_NAMES = (ADAPTER_CONFIG, "config.json", GENERATION_CONFIG, *OTHER_NAMES)

@@ -18,19 +18,26 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from torch import nn
 
 from roundpipe_cli import __version__
 from roundpipe_cli.costs.machine import processor_name
-from roundpipe_cli.errors import redact
-from roundpipe_cli.events import StepFinished
+from roundpipe_cli.data.row_chunks import find_template
+from roundpipe_cli.errors import RefusedError, redact
+from roundpipe_cli.events import DeviceLost, StepFinished
 from roundpipe_cli.faults import fault
 from roundpipe_cli.files import TEMPORARY_PREFIX, disk_error, sync_folder, write_atomically, write_new_file
 from roundpipe_cli.model.adapter_files import ADAPTER_WEIGHTS
-from roundpipe_cli.model.fingerprint import TrainedOn
+from roundpipe_cli.model.files.source import ModelSource
+from roundpipe_cli.model.fingerprint import Fingerprint, TrainedOn
 from roundpipe_cli.model.fused import fused_counts
+from roundpipe_cli.model.load import build_skeleton, load_tokenizer
 from roundpipe_cli.model.lora import save_adapter
+from roundpipe_cli.model.split import split_model
+from roundpipe_cli.model.stored.formats import untie_stored
 from roundpipe_cli.model.stored.tensors import is_adapter
-from roundpipe_cli.model.weights_io import save_model
+from roundpipe_cli.model.weights_io import BaseWeights, save_model
+from roundpipe_cli.recipe.load import load_text, resolved_yaml, values_as_yaml
 from roundpipe_cli.schedule.pictures import chrome_trace
 from roundpipe_cli.schedule.timeline import Interval, Timeline, makespan_s
 from roundpipe_cli.train.checkpoint.manifest import (
@@ -41,8 +48,12 @@ from roundpipe_cli.train.checkpoint.manifest import (
     write_manifest,
 )
 from roundpipe_cli.train.checkpoint.output_dir import BEST_NOTE, LAST_NAMES, REPORT_NAME, RESULT_FOLDER_MODE
+from roundpipe_cli.train.checkpoint.reading import Checkpoint
+from roundpipe_cli.train.checkpoint.resume import check_tensors
 from roundpipe_cli.train.checkpoint.writing import TensorSpec, TensorStream, stream_file
-from roundpipe_cli.train.prepare.setup import Setup
+from roundpipe_cli.train.prepare.base_files import BaseFiles, put_template
+from roundpipe_cli.train.prepare.setup import DTYPES, Setup, config_and_files
+from roundpipe_cli.train.prepare.trainable import make_trainable, start_folder
 from roundpipe_cli.watchdog import at_work
 
 # report.json: what a finished run was and what it measured.
@@ -67,6 +78,8 @@ class RunFigures:
     """Seconds of training since the start of the run."""
     moments_bytes: int
     """Host memory that the optimizer keeps."""
+    lost: Sequence[tuple[int, DeviceLost]] = ()
+    """Lost devices, each with the number of rows before."""
 
 
 def make_report(setup: Setup, figures: RunFigures, predicted: Mapping[str, float]) -> dict[str, Any]:
@@ -89,7 +102,7 @@ def make_report(setup: Setup, figures: RunFigures, predicted: Mapping[str, float
         "kernels": {"setting": setup.recipe.kernels, "fused": fused_counts(setup.fused)},
         "devices": list(setup.devices),
         "machine": {"processor": processor_name() or platform.machine(), "torch": torch.__version__},
-        "command": redact(shlex.join(["roundpipe", *sys.argv[1:]])),
+        "command": shlex.join(["roundpipe", *map(redact, sys.argv[1:])]),
         "transformers": transformers.__version__,
         "num_steps": figures.num_steps,
         "seconds": figures.seconds,
@@ -120,6 +133,16 @@ def make_report(setup: Setup, figures: RunFigures, predicted: Mapping[str, float
             "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             "host_store_bytes": {**store.num_bytes(), "moments": figures.moments_bytes},
         },
+        "lost_devices": [_loss_figures(rows, before, event) for before, event in figures.lost],
+    }
+
+
+def _loss_figures(rows: Sequence[StepFinished], before: int, event: DeviceLost) -> dict[str, Any]:
+    """A lost device, with the speed before and after; the step that was computed twice counts for neither."""
+    parts = {"before": rows[:before], "after": rows[before + 1 :]}
+    return {
+        **{name: getattr(event, name) for name in ("device", "worker", "at", "cause", "time_s")},
+        **{f"tokens_per_s_{name}": _median([row.tokens_per_s for row in part]) for name, part in parts.items()},
     }
 
 
@@ -213,13 +236,21 @@ def _fill(setup: Setup, folder: Path) -> None:
     folder.mkdir()
     if setup.peft_model is not None:
         masters = {name: setup.store.master(name) for name in setup.store.views if is_adapter(name)}
-        save_adapter(setup.peft_model, masters, folder)
-        _add_metadata(folder / ADAPTER_WEIGHTS, TrainedOn(setup.model_hash, setup.config_hash).metadata())
+        _write_adapter(setup.peft_model, masters, TrainedOn(setup.model_hash, setup.config_hash), folder)
     else:
-        save_model(setup.model, setup.store.views, folder)
-        for name, content in setup.base_files.contents((folder / "config.json").read_bytes()).items():
-            (folder / name).write_bytes(content)
+        _write_model(setup.model, setup.store.views, setup.base_files, folder)
     setup.tokenizer.save_pretrained(str(folder))
+
+
+def _write_adapter(peft_model: Any, masters: Mapping[str, torch.Tensor], base: TrainedOn, folder: Path) -> None:
+    save_adapter(peft_model, masters, folder)
+    _add_metadata(folder / ADAPTER_WEIGHTS, base.metadata())
+
+
+def _write_model(model: nn.Module, weights: Mapping[str, torch.Tensor], base_files: BaseFiles, folder: Path) -> None:
+    save_model(model, weights, folder)
+    for name, content in base_files.contents((folder / "config.json").read_bytes()).items():
+        (folder / name).write_bytes(content)
 
 
 def _add_metadata(path: Path, metadata: Mapping[str, str]) -> None:
@@ -269,3 +300,70 @@ def write_trace(path: Path, steps: Sequence[Timeline]) -> None:
         offset_s += makespan_s(timeline)
     whole = Timeline(steps[0].num_workers, tuple(intervals))
     write_atomically(path, json.dumps(chrome_trace(whole)).encode(), mode=0o644)
+
+
+# The result that a run would have had if it had ended at one of its checkpoints.
+
+
+def write_checkpoint_result(checkpoint: Checkpoint, source: ModelSource, folder: Path) -> None:
+    """Write a checkpoint's adapter or model as the new folder `folder`, with tokenizer, recipe and a short report.
+
+    Args:
+        source: the base model: its configuration and tokenizer, and weights of it that were not trained.
+
+    Raises:
+        RefusedError: the recipe's adapter or template cannot be made again, or the base model is another one.
+        NoCheckpointError: the checkpoint's tensors are others than those of the model.
+    """
+    meta = checkpoint.meta
+    loaded = load_text(values_as_yaml(meta["recipe"]), str(checkpoint.folder.parent / "recipe.yaml"))
+    recipe = loaded.recipe
+    config, base_files = config_and_files(source, recipe, lambda event: None)
+    model = build_skeleton(config, DTYPES[recipe.dtype])
+    if source.gguf_file is None:
+        untie_stored(model, source.folder)
+    peft_model = make_trainable(
+        model, split_model(model), recipe, source, dtype=DTYPES[recipe.dtype], start=start_folder(loaded)
+    )
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    check_tensors(checkpoint, {"masters": trained})
+    masters = checkpoint.tensors("masters")
+    tokenizer = load_tokenizer(source)
+    template = find_template(tokenizer, recipe.chat_template, loaded.folder, recipe.chat_template_kwargs)
+    if template is not None:
+        put_template(tokenizer, template)
+    folder.mkdir()
+    if peft_model is not None:
+        _write_adapter(peft_model, masters, TrainedOn(meta["model_hash"], meta["config_hash"]), folder)
+    else:
+        weights = _whole_weights(model, masters, source, meta["model_hash"])
+        _write_model(model, weights, base_files.ending_as_trained(tokenizer)[0], folder)
+    tokenizer.save_pretrained(str(folder))
+    (folder / "recipe.yaml").write_text(resolved_yaml(recipe), encoding="utf-8")
+    write_report(folder, {"model": recipe.model, "model_commit": source.commit, "num_steps": checkpoint.step})
+
+
+def _whole_weights(
+    model: nn.Module, masters: Mapping[str, torch.Tensor], source: ModelSource, trained_on: str
+) -> dict[str, torch.Tensor]:
+    """Every weight of the model in its own type: the trained ones, and the base's where some were not.
+
+    Args:
+        trained_on: fingerprint of the base's weights.
+
+    Raises:
+        RefusedError: weights of the base are needed, and it is not the one that was trained.
+    """
+    parameters = dict(model.named_parameters())
+    base: Mapping[str, torch.Tensor] = {}
+    if parameters.keys() - set(masters):
+        if (found := Fingerprint(source).result()) != trained_on:
+            raise RefusedError(
+                "the weights that were not trained are the base model's, and this is another one",
+                where=source.name,
+                found=f"weights {found[:12]}",
+                expected=f"weights {trained_on[:12]}, with which the run began",
+                hint="name the base model that was trained with --base",
+            )
+        base = BaseWeights(source, model, next(iter(parameters.values())).dtype)
+    return {name: (masters if name in masters else base)[name].to(one.dtype) for name, one in parameters.items()}

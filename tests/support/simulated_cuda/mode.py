@@ -121,6 +121,9 @@ class Machine:
 
     def on_return(self, block: Block) -> None:
         """A freed block waits for the streams that it was recorded for, from where they are now."""
+        self.streams.num_freed_on_failed += any(
+            self.streams.lines[index].device in self.streams.failed for index in block.recorded
+        )
         for index in block.recorded:
             block.used_by[index] = self.streams.marker(self.streams.lines[index])
 
@@ -131,6 +134,7 @@ class Machine:
         thread = self.myself()
         actor: Actor = thread
         if line is not None:
+            self.streams.launch(line.device)
             actor = line.actor
             line.learn_of(thread)
             self.launches[threading.current_thread().name] += 1

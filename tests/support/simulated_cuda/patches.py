@@ -201,6 +201,7 @@ def cuda_patches(machine: Machine, cards: Any, runtime: Runtime) -> list[Patch]:
                 allocator.release_unused()
 
     def free(device: Any = None) -> tuple[int, int]:
+        streams.check(index_of(device, streams))
         total = card(device).total_bytes
         return total - card(device).context_bytes - of(device).reserved_bytes, total
 

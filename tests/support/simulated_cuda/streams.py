@@ -6,6 +6,8 @@ before. Whoever reads too early then reads other bytes.
 
 from __future__ import annotations
 
+import _thread
+import math
 import random
 import threading
 import time
@@ -35,6 +37,8 @@ class Line:
         """Thread that issued the last operation, and the version of its clock then."""
         self.deferred: deque[tuple[int, Callable[[], None]]] = deque()
         """(number of the operation, what it does): copies that are put off."""
+        self.ends_at: float = math.inf
+        """The device hangs: operations from here on never end."""
 
     def learn_of(self, thread: Actor) -> None:
         """The thread issues something: all that it knows of has happened before."""
@@ -63,6 +67,8 @@ class Marker:
 
     def poll(self) -> bool:
         """Ask whether the stream has come here; after a few times it has."""
+        if self.count > self.line.ends_at:
+            return False
         if not self.is_done and self._polls_left > 0:
             self._polls_left -= 1
             return False
@@ -88,6 +94,54 @@ class Streams:
         self.lines: list[Line] = []
         self.lock: Any = None
         """The simulation's."""
+        self.failed: set[int] = set()
+        """Devices for which the driver has an error, from now on for every call."""
+        self.num_freed_on_failed = 0
+        """Blocks that were freed on those while another stream might use them: torch would ask the driver, and end."""
+        self._left: dict[int, tuple[int, Callable[[int], None]]] = {}
+        """Device -> operations until it fails or hangs, and which."""
+
+    def break_after(self, device: int, num_operations: int, how: Callable[[int], None]) -> None:
+        """`fail`, `fail_all` or `hang`, with the last of so many operations of a device."""
+        self._left[device] = num_operations, how
+
+    def fail(self, device: int) -> None:
+        self.failed.add(device)
+
+    def fail_all(self, device: int) -> None:
+        self.failed |= {line.device for line in self.lines}
+
+    def hang(self, device: int) -> None:
+        for line in self.lines:
+            if line.device == device:
+                line.ends_at = line.actor.count
+
+    def launch(self, device: int) -> None:
+        """An operation is given to a device.
+
+        Raises:
+            torch.AcceleratorError: it failed.
+        """
+        if device in self._left:
+            left, how = self._left.pop(device)
+            if left:
+                self._left[device] = left - 1, how
+            else:
+                how(device)
+        self.check(device)
+
+    def check(self, device: int) -> None:
+        """The driver is asked for something of a device; raises as `launch`."""
+        if device in self.failed:
+            raise torch.AcceleratorError("CUDA error: unspecified launch failure")
+
+    def wait_for_ever_if_hung(self, line: Line) -> None:
+        """The host waits for a stream; called without the lock."""
+        self.check(line.device)
+        if line.actor.count > line.ends_at:
+            lock = _thread.allocate_lock()
+            lock.acquire()
+            lock.acquire()
 
     def line(self, device: int) -> Line:
         name = f"stream {sum(line.device == device for line in self.lines)} of cuda:{device}"
@@ -143,6 +197,7 @@ class SimulatedStream:
         return event
 
     def wait_event(self, event: SimulatedEvent) -> None:
+        self._streams.check(self.device.index)
         if event.marker is not None:
             with self._streams.lock:
                 event.marker.line.run_until(event.marker.count)
@@ -152,10 +207,12 @@ class SimulatedStream:
         self.wait_event(stream.record_event())
 
     def query(self) -> bool:
+        self._streams.check(self.device.index)
         with self._streams.lock:
             return self._streams.marker(self.line).poll()
 
     def synchronize(self) -> None:
+        self._streams.wait_for_ever_if_hung(self.line)
         with self._streams.lock:
             self._streams.synchronize(self.line)
 
@@ -170,6 +227,7 @@ class SimulatedEvent:
 
     def record(self, stream: SimulatedStream | None = None) -> None:
         stream = self._streams.current(self._streams.device) if stream is None else stream
+        self._streams.check(stream.line.device)
         with self._streams.lock:
             self.marker = self._streams.marker(stream.line)
 
@@ -177,10 +235,14 @@ class SimulatedEvent:
         (self._streams.current(self._streams.device) if stream is None else stream).wait_event(self)
 
     def query(self) -> bool:
+        if self.marker is not None:
+            self._streams.check(self.marker.line.device)
         with self._streams.lock:
             return self.marker is None or self.marker.poll()
 
     def synchronize(self) -> None:
+        if self.marker is not None:
+            self._streams.wait_for_ever_if_hung(self.marker.line)
         with self._streams.lock:
             if self.marker is not None:
                 self.marker.complete()

@@ -1,0 +1,441 @@
+"""A GGUF file of whole weights, written by the `gguf` package; no clone of llama.cpp is needed.
+
+    config.json      ->  metadata under llama.cpp's names
+    tokenizer.json   ->  tokens with their kinds, merges, scores, the chat template
+    *.safetensors    ->  tensors by the package's own table of names, one in memory at a time
+
+Families differ in three ways only: the name of their architecture, the order of the rows of queries and keys, and
+whether norms are written as they are or with 1 added. Other families are left to llama.cpp's converter.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from roundpipe_cli.choices import GGUF_NAME
+from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.files import TEMPORARY_PREFIX, disk_error, require_free_bytes, shared_mode
+from roundpipe_cli.model.files.source import ModelSource
+from roundpipe_cli.model.files.untrusted import read_json
+from roundpipe_cli.model.load import load_config, load_tokenizer
+from roundpipe_cli.model.stored.formats import find_stored
+from roundpipe_cli.model.stored.tensors import OpenFiles, StoredTensor
+from roundpipe_cli.train.prepare.base_files import GENERATION_CONFIG, end_tokens, trained_ends
+
+
+@dataclass(frozen=True)
+class Family:
+    """How llama.cpp lays out the models of one type."""
+
+    architecture: str
+    activation: str = "silu"
+    """The only one that llama.cpp computes for it."""
+    pairs_rows: bool = False
+    """Rotary embeddings turn neighbouring rows of queries and keys; in transformers, the two halves of a head."""
+    norm_offset: float = 0.0
+    """Added to the weights of norms."""
+
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family("llama", pairs_rows=True),
+    "mistral": Family("llama", pairs_rows=True),
+    "qwen2": Family("qwen2"),
+    "qwen3": Family("qwen3"),
+    "gemma3_text": Family("gemma3", "gelu_pytorch_tanh", norm_offset=1.0),
+    "phi3": Family("phi3"),
+}
+"""transformers' type of model -> its family."""
+GEMMA_PATTERN = 6
+"""Every sixth layer attends to everything; llama.cpp has no key for another pattern."""
+SPLITS: Mapping[str, str] = {
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+": "llama-bpe",
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+": "qwen2",
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+": "tekken",
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+": "gpt-4o",
+}
+"""How a byte-level tokenizer splits text before it merges -> llama.cpp's name of it."""
+BLANK = "\u2581"
+"""A space, as sentencepiece writes it."""
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+"""llama.cpp's kinds of tokens."""
+COMPARED = (
+    *("head_dim", "num_key_value_heads", "rms_norm_eps", "rope_parameters", "sliding_window", "layer_types"),
+    *("attention_bias", "mlp_bias", "query_pre_attn_scalar", "tie_word_embeddings", "vocab_size"),
+)
+"""Values of a configuration that decide what is computed and that a reader of the file may have otherwise."""
+RELATIVE_ERROR = 1e-6
+"""Floats in a GGUF file are of 32 bits."""
+
+
+def why_not_written(source: ModelSource, tokenizer: Any) -> str | None:
+    """Why a model's GGUF file is not written here; None: it is.
+
+    Args:
+        source: the model, or the base that an adapter is merged into.
+
+    Raises:
+        RefusedError: its configuration cannot be loaded.
+    """
+    config = load_config(source)
+    family = FAMILIES.get(config.model_type)
+    if family is None:
+        return f"models of the type {config.model_type}"
+    activation = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
+    if activation != family.activation:
+        return f"{config.model_type} with the activation {activation}"
+    ropes = {rope.get("rope_type", "default") for rope in _ropes(config)}
+    if unknown := ropes - {"default", "linear", "yarn", "llama3", "longrope"}:
+        return f"rotary embeddings of the type {', '.join(sorted(unknown))}"
+    if family.architecture == "gemma3":
+        whole = [kind == "full_attention" for kind in config.layer_types]
+        if whole != [(number + 1) % GEMMA_PATTERN == 0 for number in range(len(whole))]:
+            return "gemma 3 with another pattern of layers"
+        if config.final_logit_softcapping or config.attn_logit_softcapping:
+            return "gemma 3 with soft caps"
+    return None if _tokenizer_kind(tokenizer) is not None else f"the tokenizer {type(tokenizer).__name__}"
+
+
+def _ropes(config: Any) -> list[Mapping[str, Any]]:
+    """Rotary embeddings of a model: one, or one for each kind of layer."""
+    found = config.rope_parameters or {}
+    return [found] if "rope_theta" in found else list(found.values())
+
+
+def _tokenizer_kind(tokenizer: Any) -> tuple[str, str] | None:
+    """llama.cpp's names of the kind of tokenizer and of how it splits text; None where it has neither."""
+    if not hasattr(tokenizer, "backend_tokenizer"):
+        return None
+    data = json.loads(tokenizer.backend_tokenizer.to_str())
+    if data["model"]["type"] != "BPE":
+        return None
+    if data["model"].get("byte_fallback"):
+        return "llama", "default"
+    first = data.get("pre_tokenizer") or {}
+    parts = first.get("pretokenizers", [first])
+    kinds = [part.get("type") for part in parts]
+    if not parts or kinds[-1] != "ByteLevel" or parts[-1].get("add_prefix_space"):
+        return None
+    if parts[-1].get("use_regex", True):
+        name = {("ByteLevel",): "gpt-2", ("Digits", "ByteLevel"): "smollm"}.get(tuple(kinds))
+    else:
+        pattern = parts[0].get("pattern", {}) if kinds[:-1] == ["Split"] else {}
+        name = SPLITS.get(pattern.get("Regex", ""))
+    return None if name is None else ("gpt2", name)
+
+
+def write_gguf(folder: Path, type_name: str) -> tuple[Path, list[str]]:
+    """Write the model in `folder` as a GGUF file beside it; returns the file, and notes about it.
+
+    Args:
+        type_name: of the matrices, one of `GGUF_TYPES`. Vectors are written in float32.
+
+    Raises:
+        RefusedError: a tensor or a token has no place in the file.
+        ResourceError: disk full or failing.
+    """
+    from gguf import GGUFWriter, LlamaFileType
+
+    source = ModelSource(str(folder), folder)
+    config, tokenizer = load_config(source), load_tokenizer(source)
+    tensors = _tensors(folder, config, type_name)
+    target, temporary = folder / GGUF_NAME, folder / f"{TEMPORARY_PREFIX}{GGUF_NAME}"
+    needed_bytes = sum(tensor.num_bytes for tensor in tensors)
+    require_free_bytes(folder, needed_bytes, "the GGUF file")
+    try:
+        writer = GGUFWriter(temporary, FAMILIES[config.model_type].architecture)
+        writer.add_type("model")
+        writer.add_name(folder.name)
+        prefix = "ALL" if type_name == "f32" else "MOSTLY"
+        writer.add_file_type(LlamaFileType[f"{prefix}_{type_name.upper()}"])
+        writer.add_quantization_version(2)
+        _add_sizes(writer, config)
+        num_tokens = next(tensor.shape[0] for tensor in tensors if tensor.name == "token_embd.weight")
+        _add_tokenizer(writer, folder, tokenizer, num_tokens, as_spaces=config.model_type.startswith("gemma"))
+        for tensor in tensors:
+            writer.add_tensor_info(
+                tensor.name, tensor.stored_shape, tensor.stored_type, tensor.num_bytes, raw_dtype=tensor.kind
+            )
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for tensor in tensors:
+            writer.write_tensor_data(tensor.data())
+        writer.close()
+        temporary.chmod(shared_mode(0o666))
+        temporary.rename(target)
+    except OSError as error:
+        raise disk_error(error, target, "the GGUF file", needed_bytes) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+    return target, _notes(folder, config, tensors)
+
+
+# Metadata.
+
+
+def _add_sizes(writer: Any, config: Any) -> None:
+    """The configuration, under llama.cpp's names."""
+    from gguf import RopeScalingType
+
+    head_dim = _head_dim(config)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    rope = _ropes(config)[0]
+    if config.model_type == "gemma3_text":
+        rope = config.rope_parameters["full_attention"]
+        writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
+        writer.add_sliding_window(config.sliding_window)
+    elif config.model_type == "phi3" and config.sliding_window:
+        writer.add_sliding_window(config.sliding_window)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if config.model_type in ("llama", "mistral", "phi3"):
+        writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
+    kind, before = rope.get("rope_type", "default"), rope.get("original_max_position_embeddings")
+    if kind in ("linear", "yarn"):
+        writer.add_rope_scaling_type(RopeScalingType[kind.upper()])
+        writer.add_rope_scaling_factor(rope["factor"])
+    if kind in ("yarn", "longrope"):
+        writer.add_rope_scaling_orig_ctx_len(before or config.original_max_position_embeddings)
+    if kind == "longrope":
+        before = before or config.original_max_position_embeddings
+        scale = config.max_position_embeddings / before
+        attention = math.sqrt(1 + math.log(scale) / math.log(before)) if scale > 1 else 1.0
+        writer.add_rope_scaling_attn_factors(rope.get("attention_factor") or attention)
+
+
+def _head_dim(config: Any) -> int:
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def _add_tokenizer(writer: Any, folder: Path, tokenizer: Any, num_tokens: int, *, as_spaces: bool) -> None:
+    """Tokens, merges, special tokens and the chat template.
+
+    Args:
+        num_tokens: rows of the embedding; those without a token get a name that no text has.
+        as_spaces: tokens of several spaces are written as spaces.
+
+    Raises:
+        RefusedError: a token has no row.
+    """
+    kind = _tokenizer_kind(tokenizer)
+    assert kind is not None, "why_not_written has looked"
+    model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+    pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
+    tokens, kinds = [f"[PAD{number}]" for number in range(num_tokens)], [UNUSED] * num_tokens
+    added = tokenizer.added_tokens_decoder
+    for token, number in tokenizer.get_vocab().items():
+        if number >= num_tokens:
+            raise RefusedError(
+                "the tokenizer has a token for which the model has no embedding",
+                where=str(folder),
+                found=f"{token!r}, number {number}",
+                expected=f"numbers below {num_tokens}",
+            )
+        tokens[number], kinds[number] = token, NORMAL
+        if number in added:
+            kinds[number] = CONTROL if added[number].special else USER_DEFINED
+            if as_spaces and kinds[number] == USER_DEFINED:
+                tokens[number] = token.replace(BLANK, " ")
+    writer.add_tokenizer_model(kind[0])
+    writer.add_tokenizer_pre(kind[1])
+    if kind[0] == "llama":
+        for number, token in enumerate(tokens):
+            if len(token) == 6 and token.startswith("<0x"):
+                kinds[number] = BYTE
+        if model.get("unk_token") in model["vocab"]:
+            kinds[model["vocab"][model["unk_token"]]] = UNKNOWN
+        ranks: dict[str, int] = {}
+        for rank, (left, right) in enumerate(pairs):  # sentencepiece merges what gives the token of the highest score
+            ranks.setdefault(left + right, rank)
+        lowest = -float(len(pairs) + 1)
+        scores = [-float(ranks[token]) if token in ranks else lowest for token in tokens]
+        writer.add_token_scores([score if kinds[n] == NORMAL else 0.0 for n, score in enumerate(scores)])
+        writer.add_add_space_prefix(tokenizer.backend_tokenizer.encode("a", add_special_tokens=False).tokens[0] != "a")
+    elif not pairs:
+        writer.add_token_scores([0.0] * num_tokens)  # transformers looks for one of both
+    writer.add_token_list(tokens)
+    writer.add_token_types(kinds)
+    writer.add_token_merges([" ".join(part.replace(" ", "\u0120") for part in pair) for pair in pairs])
+    _add_special_tokens(writer, folder, tokenizer)
+
+
+def _add_special_tokens(writer: Any, folder: Path, tokenizer: Any) -> None:
+    for name in ("bos", "eos", "unk", "pad"):
+        if (number := getattr(tokenizer, f"{name}_token_id")) is not None:
+            getattr(writer, f"add_{name}_token_id")(number)
+    generation = read_json(folder / GENERATION_CONFIG) if (folder / GENERATION_CONFIG).exists() else {}
+    others = [end for end in (*trained_ends(tokenizer), *end_tokens(generation)) if end != tokenizer.eos_token_id]
+    if others:
+        writer.add_eot_token_id(others[0])
+    numbers = tokenizer("a")["input_ids"]
+    writer.add_add_bos_token(tokenizer.bos_token_id is not None and numbers[0] == tokenizer.bos_token_id)
+    writer.add_add_eos_token(tokenizer.eos_token_id is not None and numbers[-1] == tokenizer.eos_token_id)
+    template = tokenizer.chat_template
+    if isinstance(template, dict):
+        template = [{"name": name, "template": text} for name, text in template.items()]
+    if template:
+        writer.add_chat_template(template)
+
+
+# Tensors.
+
+ReadArray = Callable[[], npt.NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """A tensor of the file."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: Any
+    """gguf's type."""
+    read: ReadArray
+    """Its values, float32."""
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Shape of the bytes in the file, as the writer wants it."""
+        from gguf.quants import quant_shape_to_byte_shape
+
+        return self.shape if self.stored_type != np.uint8 else tuple(quant_shape_to_byte_shape(self.shape, self.kind))
+
+    @property
+    def stored_type(self) -> npt.DTypeLike:
+        return {"F32": np.float32, "F16": np.float16}.get(self.kind.name, np.uint8)
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.stored_shape) * np.dtype(self.stored_type).itemsize
+
+    def data(self) -> npt.NDArray[Any]:
+        from gguf import quantize
+
+        return np.ascontiguousarray(quantize(self.read(), self.kind))
+
+
+def _tensors(folder: Path, config: Any, type_name: str) -> list[_Tensor]:
+    """The model's tensors in the order of the file.
+
+    Raises:
+        RefusedError: one has no name there.
+    """
+    from gguf import MODEL_ARCH, GGMLQuantizationType, get_tensor_name_map
+
+    family = FAMILIES[config.model_type]
+    names = get_tensor_name_map(MODEL_ARCH[family.architecture.upper()], config.num_hidden_layers)
+    made = [
+        _Tensor(name, values.shape, GGMLQuantizationType.F32, lambda values=values: values)  # type: ignore[misc]
+        for name, values in _rope_factors(config)
+    ]
+    for own_name, stored in find_stored(folder, torch.float32).items():
+        if own_name.endswith(".inv_freq") or (own_name == "lm_head.weight" and config.tie_word_embeddings):
+            continue
+        name = names.get_name(own_name, try_suffixes=(".weight", ".bias"))
+        if name is None:
+            raise RefusedError("a tensor has no name in GGUF files", where=str(folder), found=own_name)
+        kind = _kind_of(name, tuple(stored.shape), type_name)
+        made.append(_Tensor(name, tuple(stored.shape), kind, _reader(name, stored, family, config)))
+    return made
+
+
+def _kind_of(name: str, shape: tuple[int, ...], type_name: str) -> Any:
+    """gguf's type of a tensor: vectors stay whole, and so do rows that cannot be cut into blocks."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    if len(shape) == 1:
+        return GGMLQuantizationType.F32
+    kind = GGMLQuantizationType[type_name.upper()]
+    if type_name.startswith(("q4", "q5")) and name in ("token_embd.weight", "output.weight"):
+        kind = GGMLQuantizationType.Q8_0  # as llama.cpp's own tool keeps more bits of them
+    return kind if shape[-1] % GGML_QUANT_SIZES[kind][0] == 0 else GGMLQuantizationType.BF16
+
+
+def _reader(name: str, stored: StoredTensor, family: Family, config: Any) -> ReadArray:
+    def read() -> npt.NDArray[Any]:
+        with OpenFiles() as files:
+            values = stored.read(files).float()
+            if family.norm_offset and name.endswith("norm.weight"):
+                values = values + family.norm_offset
+            part = name.split(".")[-2]
+            if family.pairs_rows and part in ("attn_q", "attn_k"):
+                heads = config.num_attention_heads if part == "attn_q" else config.num_key_value_heads
+                halves = values.reshape(heads, 2, len(values) // heads // 2, *values.shape[1:])
+                values = halves.transpose(1, 2).reshape(values.shape)
+            array: npt.NDArray[Any] = values.contiguous().clone().numpy()
+            return array
+
+    return read
+
+
+def _rope_factors(config: Any) -> Iterator[tuple[str, npt.NDArray[Any]]]:
+    """Tensors by which llama.cpp divides the frequencies of rotary embeddings."""
+    rope = _ropes(config)[0]
+    if rope.get("rope_type") == "longrope":
+        for length in ("long", "short"):
+            yield f"rope_factors_{length}.weight", np.array(rope[f"{length}_factor"], dtype=np.float32)
+    if rope.get("rope_type") == "llama3":
+        yield "rope_freqs.weight", _llama3_factors(rope, _head_dim(config))
+
+
+def _llama3_factors(rope: Mapping[str, Any], head_dim: int) -> npt.NDArray[Any]:
+    """Long waves are slowed down by `factor`, short ones not, those between by a part of it (as transformers does)."""
+    before, factor = rope["original_max_position_embeddings"], rope["factor"]
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    waves = 2 * math.pi * rope["rope_theta"] ** (np.arange(0, head_dim, 2) / head_dim)
+    share = np.clip((before / waves - low) / (high - low), 0.0, 1.0)
+    factors: npt.NDArray[Any] = (1 / ((1 - share) / factor + share)).astype(np.float32)
+    return factors
+
+
+# Notes.
+
+
+def _notes(folder: Path, config: Any, tensors: Sequence[_Tensor]) -> list[str]:
+    """Notes on what the file cannot say, and what transformers' reader has otherwise."""
+    from transformers import AutoConfig
+
+    notes = []
+    whole = sorted({t.kind.name.lower() for t in tensors if len(t.shape) > 1})
+    if len(whole) > 1:
+        notes.append(f"matrices in the GGUF file are {' and '.join(whole)}")
+    window = getattr(config, "sliding_window", None)
+    if FAMILIES[config.model_type].architecture in ("llama", "qwen2", "qwen3") and window:
+        notes.append(f"GGUF has no sliding window for this family: answers differ beyond {window} tokens")
+    read = AutoConfig.from_pretrained(str(folder), gguf_file=GGUF_NAME, trust_remote_code=False)
+    other = [name for name in COMPARED if not _same(getattr(read, name, None), getattr(config, name, None))]
+    if other:
+        notes.append(f"transformers' reader of GGUF files takes no account of {', '.join(other)}; llama.cpp may")
+    return notes
+
+
+def _same(first: Any, second: Any) -> bool:
+    """Whether two values of configurations mean the same; one that is absent means nothing, as an empty one does."""
+    if isinstance(first, Mapping) and isinstance(second, Mapping):
+        return all(_same(first.get(key), second.get(key)) for key in {**first, **second})
+    if isinstance(first, float) and isinstance(second, (int, float)):
+        return math.isclose(first, second, rel_tol=RELATIVE_ERROR)
+    return first == second or not (first or second)

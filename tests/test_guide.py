@@ -1,0 +1,69 @@
+"""The commands of README.md and recipes/GUIDE.md, run in the order of the page in an empty folder, as they stand there.
+
+A tiny model takes the place of those that would be downloaded; the recipe and the rows are the page's own.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from roundpipe_cli.recipe.load import load_recipe
+from scripts.recipe_pages import GUIDE, MACHINES, machine_row
+from tests.support.e2e import REPOSITORY, make_model, run
+from tests.test_words import readme_commands, reason_not_to_run
+
+README = REPOSITORY / "README.md"
+STAND_INS = {"Qwen/Qwen3-4B": "model"}
+"""Words of a command -> what is given in their place."""
+ADDED = {
+    "finetune recipes/quickstart.yaml": ["model=model", "dtype=float32"],
+    "finetune mine.yaml": ["method=lora"],  # as `init` chooses for a model that is not tiny
+    "generate": ["--max-new-tokens", "3", "--dtype", "float32", "--offline"],
+}
+"""Beginning of a command -> words behind it, so that it takes seconds."""
+NO_GPU = {"HF_HUB_OFFLINE": "1", "PATH": "/usr/bin:/bin"}
+
+
+def indented_block(page: Path, first: str) -> str:
+    """The indented block of a page that begins with these words."""
+    found = re.search(rf"^    {re.escape(first)}.*\n((?:    .*\n|\n(?=    ))*)", page.read_text(encoding="utf-8"), re.M)
+    assert found is not None, first
+    return "\n".join(line[4:] for line in found[0].splitlines()) + "\n"
+
+
+@pytest.mark.parametrize("page", [README, GUIDE], ids=lambda page: page.name)
+def test_the_commands_of_a_page_run_in_its_order(page: Path, tmp_path: Path) -> None:
+    make_model(tmp_path / "model")
+    (tmp_path / "rows.jsonl").write_text(indented_block(README, '{"messages"').replace("...", "it") * 5)
+    recipe = indented_block(README, "model: package").split("\n\n")[0] + "\n"
+    recipe, count = re.subn(r"^model: .*", "model: model", recipe)
+    assert count == 1
+    (tmp_path / "first.yaml").write_text(recipe)
+    num_run = 0
+    for command in readme_commands(page):
+        if reason_not_to_run(command) or command.startswith("scripts/"):
+            continue
+        program, *words = shlex.split(command, comments=True)
+        assert program == "roundpipe", command
+        words = [STAND_INS.get(word, word) for word in words]
+        for beginning, added in ADDED.items():
+            words += added if " ".join(words).startswith(beginning) else []
+        run(tmp_path, *words, environment=NO_GPU).expect(0)
+        num_run += 1
+    assert num_run >= 8, "most of the page's commands"
+
+
+def test_the_machines_of_the_guide_are_planned_as_it_says() -> None:
+    """Every row's command is a recipe; the first, the last and one between are planned again."""
+    page = GUIDE.read_text(encoding="utf-8")
+    assert len(MACHINES) == 20
+    for hardware, words in MACHINES:
+        recipe, *overrides = words.split()
+        load_recipe(recipe, overrides)
+        assert f"`roundpipe finetune {words}`" in page, hardware
+    for machine in (MACHINES[0], MACHINES[12], MACHINES[-1]):
+        assert machine_row(*machine) in page, f"{machine}: python scripts/recipe_pages.py --write"

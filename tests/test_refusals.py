@@ -1,0 +1,168 @@
+"""Every refusal of the product is named by its words in a test: one that is lost or says another thing is seen."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roundpipe_cli.cli.generate import check_temperature
+from roundpipe_cli.costs.cost import CostModel, LayerCost, load_costs
+from roundpipe_cli.costs.hardware import MAX_CHARACTERS
+from roundpipe_cli.data.formats import decide_format
+from roundpipe_cli.data.messages import read_called, read_history
+from roundpipe_cli.data.rows import BadRowError, DatasetSpec
+from roundpipe_cli.data.sources import find_sources
+from roundpipe_cli.errors import RoundpipeError
+from roundpipe_cli.faults import load_faults
+from roundpipe_cli.files import cache_folder
+from roundpipe_cli.planning.search.stages import check_costs
+from roundpipe_cli.schedule.validate import check_stages
+from tests.cli.test_terminal_text import GOOD, ROWS, call
+
+ROOT = Path(__file__).parents[1]
+ERRORS = {"BadRowError", "Problem", "RefusedError", "ResourceError"}
+NUM_WORDS = 2
+"""Words in a row that name a refusal."""
+
+
+def refusals() -> Iterator[tuple[str, list[str]]]:
+    """Place and the parts, without what is filled in, of the first sentence of every error that product code makes."""
+    for path in sorted((ROOT / "roundpipe_cli").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ERRORS):
+                continue
+            sentence = node.args[0] if node.args else None
+            texts = sentence.values if isinstance(sentence, ast.JoinedStr) else [sentence]
+            parts = [text.value for text in texts if isinstance(text, ast.Constant) and isinstance(text.value, str)]
+            yield f"{path.relative_to(ROOT)}:{node.lineno}", parts
+
+
+def test_every_refusal_is_named_by_its_words() -> None:
+    """A refusal whose sentence has less than two words of its own in a row is named by them all."""
+    texts = [path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("*.py")]
+    texts += [path.read_text(encoding="utf-8") for path in (ROOT / "tests/golden").glob("*.txt")]
+    tested = " ".join(re.sub(r"[\"\\]", " ", " ".join(texts)).split())
+    unnamed = []
+    for place, parts in refusals():
+        runs = [words for words in (part.split() for part in parts) if len(" ".join(words)) >= 8]
+        most = min(NUM_WORDS, max(map(len, runs), default=0))
+        phrases = [" ".join(words[at : at + most]) for words in runs for at in range(len(words) - most + 1)]
+        phrases = [phrase for phrase in phrases if len(phrase) >= 8]
+        if phrases and not any(phrase in tested for phrase in phrases):
+            unnamed.append(f"{place}: {phrases[0]}")
+    assert not unnamed, "\n".join(unnamed)
+
+
+LAYER = {"name": "block", "forward_s": 1.0, "backward_s": 1.0}
+COSTS: dict[str, dict[str, Any]] = {
+    "a layer out of place": {"layers": [{**LAYER, "name": "head"}, LAYER]},
+    "not a layer": {"layers": [LAYER, 3]},
+    "not a name": {"layers": [LAYER], "name": 3},
+    "layers[0]: not a name": {"layers": [{**LAYER, "name": 3}]},
+    "not a list of speeds": {"layers": [LAYER], "worker_speed": 3},
+    "forward_s, backward_s missing": {"layers": [{"name": "block"}]},
+}
+
+
+@pytest.mark.parametrize("words", COSTS)
+def test_broken_costs(words: str, tmp_path: Path) -> None:
+    (tmp_path / "costs.json").write_text(json.dumps(COSTS[words]))
+    with pytest.raises(RoundpipeError) as refused:
+        load_costs(tmp_path / "costs.json")
+    assert words in str(refused.value).replace(f"{tmp_path}/costs.json: ", "")
+
+
+BAD_LAYER = LayerCost("a", float("nan"), 1.0, recompute=True)
+MODEL = CostModel("x", (LayerCost("a", 1.0, 1.0, recompute=True),))
+
+
+def found(path: str, split: str = "train") -> None:
+    find_sources(DatasetSpec(path, split=split), None, offline=True)
+
+
+def stages(forward: list[tuple[int, int]], backward: list[tuple[int, int]]) -> None:
+    check_stages("roundpipe", forward, backward, num_layers=5, num_workers=2)
+
+
+FUNCTIONS: dict[str, Callable[[], Any]] = {
+    "calls has no call": lambda: read_called("[]", "calls"),
+    "`history[0]` is no exchange": lambda: read_history([["only a question"]], "history"),
+    "must be a number from 0 up": lambda: check_costs(
+        CostModel("x", (LayerCost("a", float("nan"), 1.0, recompute=True),))
+    ),
+    "hop_s must be a number": lambda: check_costs(replace(MODEL, hop_s=-1.0)),
+    "the costs list no layers": lambda: check_costs(CostModel("x", ())),
+    "a worker's speed must be above 0": lambda: check_costs(replace(MODEL, worker_speed=(1.0, 0.0))),
+    "no token can be drawn at this temperature": lambda: check_temperature(1e-9),
+    "unknown dataset type": lambda: decide_format(DatasetSpec("a.jsonl", type="nothing"), [["text"]], "a.jsonl"),
+    "a local file has only the split `train`": lambda: found("rows.jsonl", "test"),
+    "several kinds": lambda: found("mixed"),
+    "the pattern fits too many files": lambda: found("mixed/*"),
+    "the data folder holds too many files": lambda: found("many"),
+    "forward stages leave a gap": lambda: stages([(0, 1), (3, 4)], [(4, 4), (0, 3)]),
+    "forward stages overlap": lambda: stages([(0, 2), (2, 4)], [(4, 4), (0, 3)]),
+    "backward stages leave a gap": lambda: stages([(0, 3)], [(4, 4), (1, 3)]),
+    "they end with layer": lambda: stages([(0, 2)], [(4, 4), (0, 3)]),
+}
+
+
+@pytest.mark.parametrize("words", FUNCTIONS)
+def test_functions(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("roundpipe_cli.data.sources.MAX_FILES", 2 if words == "several kinds" else 1)
+    for name in ("rows.jsonl", "mixed/a.jsonl", "mixed/b.csv", "many/a.jsonl", "many/b.jsonl"):
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_text(ROWS)
+    with pytest.raises((BadRowError, RoundpipeError)) as refused:
+        FUNCTIONS[words]()
+    assert words in str(refused.value)
+
+
+COMMANDS: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("plan", "quickstart", "--hardware", "x" * (MAX_CHARACTERS + 1)), "this describes no machine's GPUs"),
+    (("plan", "quickstart", "--hardware", "2xcustom:memory_gib=24"), "a custom GPU needs acc32_tflops"),
+    (("plan", "quickstart", "--hardware", "2x4090,accumulate=fp8"), "unknown accumulation"),
+    (("bench", "quickstart", "--accounting", "publishd"), "unknown accounting"),
+    (("download", "good.yaml", "--revision", "main"), "a recipe names its own revision"),
+    (("export", "model", "--to", "model"), "the folder to export to exists already"),
+    (("recipes", "validate", "lora.r=8"), "no recipe to check"),
+    (("recipes", "keys", "--json", "--markdown"), "--json and --markdown exclude each other"),
+    (("watch", "model", "--json", "--svg", "x.svg"), "--json prints a run, --svg and --html write it"),
+    (("plan", "good.yaml", "pipeline={schedule: 1f1b, forward_stages: [[0,1]], backward_stages: [[0,1]]}"),
+     "1f1b takes no backward_stages: they mirror forward_stages"),
+    (("convert", "no-path.yaml"), "this dataset has no path"),
+    (("finetune", "unreadable.yaml"), "the recipe cannot be read"),
+    (("recipes", "validate", "forty.yaml"), "and 10 more mistakes"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "said"), COMMANDS, ids=[said for _, said in COMMANDS])
+def test_commands(words: tuple[str, ...], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("model").mkdir()
+    Path("model/model.safetensors").touch()
+    Path("model/events.jsonl").write_text('{"event": "RunStarted"}\n')
+    Path("good.yaml").write_text(GOOD)
+    Path("no-path.yaml").write_text("base_model: model\ndatasets:\n  - {type: alpaca}\n")
+    Path("forty.yaml").write_text(GOOD + "".join(f"nosuch_{index}: 1\n" for index in range(40)))
+    Path("unreadable.yaml").symlink_to("/proc/self/mem")
+    Path("model/config.json").write_text('{"model_type": "llama"}')
+    code, _, err = call(*words)
+    assert code == 2 and said in " ".join(err.split()), err
+
+
+def test_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("ROUNDPIPE_CACHE", str(tmp_path / "file/cache"))
+    with pytest.raises(RoundpipeError, match="the cache cannot be kept where the environment says"):
+        cache_folder("plans")
+    monkeypatch.setenv("ROUNDPIPE_FAULT", "compute:slow=fast")
+    with pytest.raises(RoundpipeError, match="cannot be understood: could not convert"):
+        load_faults()

@@ -1,0 +1,229 @@
+"""GGUF files without llama.cpp: transformers' reader and our own compute with them what the folder computes."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from roundpipe_cli.choices import GGUF_NAME
+from roundpipe_cli.cli.app import with_gguf_type
+from roundpipe_cli.model.files.source import ModelSource
+from roundpipe_cli.model.load import build_skeleton, load_config, load_tokenizer
+from roundpipe_cli.model.weights_io import load_weights
+from roundpipe_cli.train.result.gguf_file import FAMILIES, _llama3_factors, why_not_written, write_gguf
+from tests.support.e2e import fresh, make_model, make_tokenizer, run
+from tests.support.tiny import logits_of, tiny_config
+
+SIZES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": None, "head_dim": 32},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {"head_dim": 128},
+    "gemma3_text": {"head_dim": 256, "num_hidden_layers": 7, "sliding_window": 16, "query_pre_attn_scalar": 256},
+    "phi3": {"hidden_size": 96, "num_attention_heads": 6},
+}
+"""Sizes that transformers' reader takes: it knows no head of another size for qwen 3."""
+TEXT = "What is a lock file, 2024? {x} été  two"
+
+
+def byte_pairs() -> Any:
+    """A byte-level tokenizer with merges, a special token and one that is not."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import AddedToken, PreTrainedTokenizerFast
+
+    vocabulary = json.loads(make_tokenizer().backend_tokenizer.to_str())["model"]["vocab"]
+    merges = [("l", "o"), ("c", "k"), ("lo", "ck"), ("Ġ", "lock"), ("i", "s")]
+    for pair in merges:
+        vocabulary["".join(pair)] = len(vocabulary)
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>", model_max_length=128
+    )
+    fast.add_special_tokens({"additional_special_tokens": ["<|end|>"]})
+    fast.add_tokens([AddedToken("<think>", normalized=False)])
+    fast.chat_template = make_tokenizer().chat_template
+    return fast
+
+
+def sentencepieces() -> Any:
+    """A tokenizer as sentencepiece's BPE becomes one: blanks as marks, bytes for what it does not know."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    merges = [("l", "o"), ("c", "k"), ("lo", "ck"), ("▁", "lock"), ("i", "s"), ("▁", "is")]
+    letters = [*"▁abcdefghijklmnopqrstuvwxyz"]
+    vocabulary = {piece: n for n, piece in enumerate([*pieces, *("".join(pair) for pair in merges), *letters])}
+    model = models.BPE(vocab=vocabulary, merges=merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens([AddedToken(piece, special=True, normalized=False) for piece in pieces[:3]])
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+
+
+def read_by_transformers(folder: Path) -> Any:
+    """No weight may be missing or left over."""
+    model, info = AutoModelForCausalLM.from_pretrained(
+        str(folder), gguf_file=GGUF_NAME, dtype=torch.float32, output_loading_info=True
+    )
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    return model.eval()
+
+
+@pytest.mark.parametrize("model_type", SIZES)
+def test_a_family_computes_the_same_from_its_file(tmp_path: Path, model_type: str) -> None:
+    """A bfloat16 model, bit for bit but for gemma's norms, to which the format adds 1. Our own reader trains on it."""
+    folder = make_model(tmp_path / "model", model_type, dtype="bfloat16", **SIZES[model_type])
+    byte_pairs().save_pretrained(str(folder))
+    path, notes = write_gguf(folder, "bf16")
+    assert path.name == GGUF_NAME and not notes
+    expected = logits_of(AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32).eval())
+    found = logits_of(read_by_transformers(folder))
+    if model_type == "gemma3_text":
+        assert torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
+    else:
+        assert torch.equal(found, expected)
+    tokenizer = AutoTokenizer.from_pretrained(str(folder))
+    read = load_tokenizer(ModelSource("file", folder, GGUF_NAME))
+    assert read(TEXT + "<|end|><think>")["input_ids"] == tokenizer(TEXT + "<|end|><think>")["input_ids"]
+    assert read.chat_template == tokenizer.chat_template and read.eos_token == tokenizer.eos_token
+    ours = ModelSource("file", folder, GGUF_NAME)
+    skeleton = build_skeleton(load_config(ours), torch.float32)
+    weights: dict[str, torch.Tensor] = {}
+    assert load_weights(ours, skeleton, lambda name, values: weights.__setitem__(name, values.clone())) == []
+    stored = dict(AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32).named_parameters())
+    assert weights.keys() == stored.keys()
+    assert all(torch.allclose(weights[name].float(), stored[name], atol=1e-6) for name in stored)
+
+
+@pytest.mark.parametrize(("type_name", "most"), [("f32", 0.0), ("q8_0", 0.03), ("q5_1", 0.2), ("q4_0", 0.4)])
+def test_types_are_written_within_their_error(tmp_path: Path, type_name: str, most: float) -> None:
+    folder = make_model(tmp_path / "model", "llama", tie_word_embeddings=False)
+    path, _ = write_gguf(folder, type_name)
+    expected = logits_of(AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32).eval())
+    found = logits_of(read_by_transformers(folder))
+    assert float((found - expected).norm() / expected.norm()) <= most
+    assert most == 0 or path.stat().st_size < (folder / "model.safetensors").stat().st_size / 2
+
+
+def test_sentencepiece_tokens_have_scores_and_kinds(tmp_path: Path) -> None:
+    """llama.cpp merges by scores, transformers by merges: the file has both."""
+    from gguf import GGUFReader
+
+    folder = make_model(tmp_path / "model", "llama")
+    tokenizer = sentencepieces()
+    tokenizer.save_pretrained(str(folder))
+    write_gguf(folder, "f32")
+    read = AutoTokenizer.from_pretrained(str(folder), gguf_file=GGUF_NAME)
+    for text in ("lock is", "a lock file", "été is"):
+        found = read(text, add_special_tokens=False)["input_ids"]
+        assert found == tokenizer(text, add_special_tokens=False)["input_ids"], text
+    fields = GGUFReader(str(folder / GGUF_NAME)).fields
+    assert fields["tokenizer.ggml.model"].contents() == "llama"
+    kinds, scores = fields["tokenizer.ggml.token_type"].contents(), fields["tokenizer.ggml.scores"].contents()
+    vocabulary = tokenizer.get_vocab()
+    assert [kinds[vocabulary[token]] for token in ("<unk>", "<s>", "<0x00>", "lock", "a")] == [2, 3, 6, 1, 1]
+    assert kinds[-1] == 5, "rows of the embedding that no text has"
+    assert scores[vocabulary["lo"]] > scores[vocabulary["lock"]] > scores[vocabulary["▁lock"]] > scores[vocabulary["a"]]
+    assert fields["tokenizer.ggml.add_space_prefix"].contents() is True
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "expected"),
+    [
+        ("gpt2", {}, "models of the type gpt2"),
+        ("qwen3_moe", {}, "models of the type qwen3_moe"),
+        ("llama", {"hidden_act": "relu"}, "activation relu"),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "type dynamic"),
+        ("gemma3_text", {"layer_types": ["full_attention"] * 3}, "another pattern"),
+    ],
+)
+def test_other_families_are_left_to_the_converter(
+    tmp_path: Path, model_type: str, changes: dict[str, Any], expected: str
+) -> None:
+    """It is said before anything is written; the converter writes the types that it knows."""
+    folder = make_model(tmp_path / "model", model_type, **changes)
+    source = ModelSource("m", folder)
+    assert expected in str(why_not_written(source, load_tokenizer(source)))
+    refused = run(tmp_path, "export", "model", "--to", "copy", "--gguf").expect(2)
+    assert expected in refused.err and "convert_hf_to_gguf.py" in refused.err and not (tmp_path / "copy").exists()
+    words = ("export", "model", "--gguf", "q8_0", "--converter", "convert.py", "--to")
+    missing = run(tmp_path, *words, "by").expect(2).err
+    assert "--gguf needs llama.cpp's" in missing and "no file convert.py" in missing
+    (tmp_path / "convert.py").write_text("import sys; open(sys.argv[3], 'w').write(sys.argv[5])")
+    run(tmp_path, *words, "by").expect(0)
+    assert (tmp_path / "by" / GGUF_NAME).read_text() == "q8_0"
+    assert "does not write this type" in run(tmp_path, *words, "x", "--gguf", "q4_0").expect(2).err
+
+
+def test_what_the_file_cannot_say_is_told(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model", "mistral", sliding_window=8, attention_bias=False)
+    assert any(
+        "no sliding window for this family: answers differ beyond 8 tokens" in n for n in write_gguf(folder, "bf16")[1]
+    )
+    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
+    scaled = make_model(tmp_path / "scaled", "qwen2", rope_parameters=rope)
+    assert any("rope_parameters" in note for note in write_gguf(scaled, "bf16")[1])
+    odd = make_model(tmp_path / "odd", "llama", hidden_size=72, intermediate_size=100, head_dim=16)
+    assert write_gguf(odd, "q4_0")[1][0] == "matrices in the GGUF file are bf16 and q4_0"
+    (tmp_path / "odd" / GGUF_NAME).unlink()
+    short = make_model(tmp_path / "short", "llama")
+    tokenizer = byte_pairs()
+    tokenizer.add_tokens([f"<{n}>" for n in range(60)])
+    tokenizer.save_pretrained(str(short))
+    refused = run(tmp_path, "export", "short", "--to", "copy", "--gguf").expect(2)
+    assert "has a token for which the model has no embedding" in refused.err
+
+
+def test_llama_3_frequencies_are_divided_as_transformers_does() -> None:
+
+    rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope |= {"original_max_position_embeddings": 8192, "rope_theta": 500000.0}
+    config = tiny_config("llama", head_dim=128, max_position_embeddings=131072, rope_parameters=rope)
+    expected, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    plain = 1.0 / 500000.0 ** (torch.arange(0, 128, 2).double() / 128)
+    assert torch.allclose(plain / torch.from_numpy(_llama3_factors(rope, 128)).double(), expected.double(), rtol=1e-5)
+
+
+def test_a_type_may_be_left_out() -> None:
+    assert with_gguf_type([]) == []
+    assert with_gguf_type(["out", "--gguf"]) == ["out", "--gguf", "bf16"]
+    assert with_gguf_type(["--gguf", "out", "--merge"]) == ["--gguf", "bf16", "out", "--merge"]
+    assert with_gguf_type(["out", "--gguf", "Q8_0"]) == ["out", "--gguf", "Q8_0"]
+    assert with_gguf_type(["out", "--gguf=q4_0"]) == ["out", "--gguf=q4_0"]
+
+
+def test_an_unknown_type_names_the_way(tmp_path: Path) -> None:
+    refused = run(make_model(tmp_path / "m").parent, "export", "m", "--gguf", "q4_k_m").expect(2)
+    assert "llama-quantize" in refused.err and "q4_k_m" in refused.err
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
+def test_modes_follow_the_users_umask(tmp_path: Path, umask: int) -> None:
+    """Story: the GGUF file was readable by its owner alone: a server that ran as another user could not open it."""
+    make_model(tmp_path / "model", num_hidden_layers=1)
+    before = os.umask(umask)
+    try:
+        fresh(tmp_path, "export", "model", "--to", "copy", "--gguf").expect(0)
+    finally:
+        os.umask(before)
+    for path in (tmp_path / "copy").iterdir():
+        assert path.stat().st_mode & 0o777 == 0o666 & ~umask, path.name
+    assert (tmp_path / "copy").stat().st_mode & 0o777 == 0o777 & ~umask
+
+
+def test_every_family_is_tried() -> None:
+    assert FAMILIES.keys() == SIZES.keys()

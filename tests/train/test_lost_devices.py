@@ -1,0 +1,292 @@
+"""Devices that fail or hang in the middle of a run: the others compute the step again, and every bit is as without."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from roundpipe_cli import faults
+from roundpipe_cli.cli.checks import _lost
+from roundpipe_cli.costs.machine import note_lost_device
+from roundpipe_cli.dashboard.html import comparison, timelines
+from roundpipe_cli.dashboard.state import fold, fold_all
+from roundpipe_cli.dashboard.theme import Theme
+from roundpipe_cli.dashboard.views import workers_block
+from roundpipe_cli.dashboard.waiting import details, longest_waiting
+from roundpipe_cli.engine.backends.cuda import xid_in
+from roundpipe_cli.engine.dispatch import dispatch
+from roundpipe_cli.errors import DeviceLostError, InternalError
+from roundpipe_cli.events import (
+    DeviceLost,
+    Event,
+    Notice,
+    RunStarted,
+    Span,
+    StepFinished,
+    StepTimeline,
+    decode,
+    encode,
+)
+from roundpipe_cli.planning.adaptive import AdaptivePlanner
+from roundpipe_cli.recipe.load import load_recipe
+from roundpipe_cli.recipe.schema import PipelineConfig
+from roundpipe_cli.schedule.actions import equal_costs
+from roundpipe_cli.train.checkpoint.reading import load_newest
+from roundpipe_cli.train.finetune import run_finetune
+from roundpipe_cli.train.signals import Reporting, Start, StopSignals
+from tests.support.e2e import make_model, make_workspace, metrics, run
+from tests.support.simulated_cases import simulated
+from tests.support.simulated_cuda import SMALL_CARD, Card, Simulation
+from tests.torture.workers import copy_weights
+
+THREE = "pipeline.devices=[cpu,cpu,cpu]"
+CUT = ("pipeline.forward_stages=[[0,1],[2,2]]", "pipeline.backward_stages=[[3,3],[2,2],[0,1]]")
+"""Stages of which every worker gets some, so that every fault is met."""
+Finetune = Callable[..., list[Event]]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("models") / "model", num_hidden_layers=2)
+
+
+@pytest.fixture
+def finetune(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Finetune]:
+    """A run in this process with a fault, on three workers that copy as GPUs do; its events."""
+    monkeypatch.setenv("ROUNDPIPE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(make_workspace(tmp_path / "work", model))
+    from roundpipe_cli.train.prepare import devices
+
+    monkeypatch.setattr(devices, "CpuBackend", devices.CpuBackend)  # put back at the end
+    copy_weights()
+
+    def run(
+        output: str, *words: str, fault: str = "", tell: Callable[[Event], None] = lambda event: None
+    ) -> list[Event]:
+        told: list[Event] = []
+
+        def note(event: Event) -> None:
+            told.append(event)
+            tell(event)
+
+        monkeypatch.setenv(faults.ENVIRONMENT_VARIABLE, fault)
+        faults.load_faults()
+        loaded = load_recipe("recipe.yaml", (f"output_dir={output}", THREE, *CUT, *words))
+        with warnings.catch_warnings(), StopSignals() as signals:
+            warnings.simplefilter("ignore")  # PEFT's, when it saves
+            run_finetune(loaded, Start(offline=True), Reporting(note), signals)
+        return told
+
+    yield run
+    monkeypatch.undo()
+    faults.load_faults()
+
+
+def bits(output: str) -> list[object]:
+    """Losses of all steps, the adapter, and the newest checkpoint's tensors."""
+    folder = Path(output)
+    newest = max(folder.glob("step-*"))
+    tensors = [path.read_bytes() for path in sorted(newest.rglob("*.safetensors"))]
+    return [[row["loss_hex"] for row in metrics(folder)], (folder / "adapter_model.safetensors").read_bytes(), *tensors]
+
+
+def notices(events: list[Event]) -> str:
+    return "\n".join(event.text for event in events if isinstance(event, Notice))
+
+
+def losses_of(events: list[Event]) -> list[DeviceLost]:
+    return [event for event in events if isinstance(event, DeviceLost)]
+
+
+def test_two_of_three_are_lost_and_no_bit_changes(finetune: Finetune) -> None:
+    finetune("whole")
+    fault = "compute:raise=DeviceFault:step=1:worker=2:nth=2,upload:raise=DeviceFault:step=4:worker=0:nth=1"
+    events = finetune("lost", fault=fault)
+    assert bits("lost") == bits("whole")
+    first, second = losses_of(events)
+    assert (first.worker, first.at, second.worker, second.at) == (2, "step 2", 0, "step 5")
+    report = json.loads(Path("lost/report.json").read_text())
+    assert [row["worker"] for row in report["lost_devices"]] == [2, 0]
+
+
+def test_a_hang_is_left_behind(finetune: Finetune, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "LEAVE_S", 0.5)
+    finetune("whole")
+    for point in ("compute", "upload"):
+        events = finetune(point, "watchdog_s=1", fault=f"{point}:hang:step=3:worker=1:nth=1")
+        assert bits(point) == bits("whole")
+        (lost,) = losses_of(events)
+        assert (lost.worker, lost.at) == (1, "step 4") and "no progress" in lost.cause
+        name = "worker-1" if point == "compute" else "up-1"
+        assert f"1 thread of a device that hangs left behind: {name}" in notices(events)
+
+
+@pytest.mark.parametrize(
+    ("words", "fault", "reason", "rest"),
+    [
+        (["pipeline.devices=[cpu]"], "compute:raise=DeviceFault:step=3", "no other device is there", ()),
+        (
+            ["on_device_loss=stop"],
+            "compute:raise=DeviceFault:step=3:worker=1:nth=1",
+            "on_device_loss: stop",
+            ("cpu",) * 2,
+        ),
+        (
+            [],
+            "compute:raise=DeviceFault:step=3:worker=1:nth=1,answer:raise=DeviceFault",
+            "no device of this process answers",
+            ("cpu",) * 2,
+        ),
+    ],
+)
+def test_what_cannot_go_on_ends_with_exit_code_5(
+    finetune: Finetune, words: list[str], fault: str, reason: str, rest: tuple[str, ...]
+) -> None:
+    with pytest.raises(DeviceLostError, match=reason) as caught:
+        finetune("lost", *words, fault=fault)
+    assert caught.value.exit_code == 5 and caught.value.rest == rest
+    checkpoint = load_newest(Path("lost"), None, lambda text: pytest.fail(text))
+    assert checkpoint.step == 2
+
+
+def test_restarts_finish_the_run_without_the_lost_devices(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that loses its devices becomes another one, twice; every step has one row."""
+    work = make_workspace(tmp_path / "work", model)
+    words = ("finetune", "recipe.yaml", THREE, *CUT)
+    run(work, *words, "output_dir=whole").expect(0)
+    faults_at = "compute:raise=DeviceFault:step=3:worker=2,compute:raise=DeviceFault:step=5:worker=1"
+    environment = {faults.ENVIRONMENT_VARIABLE: faults_at}
+    lost = (*words, "output_dir=lost", "on_device_loss=stop")
+    done = run(work, *lost, "--restarts", "2", environment=environment).expect(0)
+    assert done.err.count("starting again on cpu") == 2 and "starting again on cpu, cpu; 1 more restart" in done.err
+    monkeypatch.chdir(work)
+    assert bits("lost") == bits("whole")
+    once = {**environment, faults.ENVIRONMENT_VARIABLE: "compute:raise=DeviceFault:step=3"}
+    ended = run(work, *words, "output_dir=bug", "on_device_loss=stop", "--restarts", "2", environment=once).expect(1)
+    assert "the same was lost on another device" in ended.err and ended.err.count("starting again") == 1
+
+
+def test_the_same_on_another_device_is_a_bug(finetune: Finetune) -> None:
+    with pytest.raises(InternalError, match="the same was lost on another device"):
+        finetune("lost", fault="compute:raise=DeviceFault:step=3")
+
+
+def test_a_device_that_does_not_answer_is_the_lost_one(finetune: Finetune) -> None:
+    """The error of one device comes up on those that wait for it."""
+    fault = "compute:raise=DeviceFault:step=3:worker=1:nth=1,answer:raise=DeviceFault:worker=2"
+    (lost,) = losses_of(finetune("lost", fault=fault))
+    assert lost.worker == 2 and lost.left == ("cpu", "cpu")
+
+
+# On simulated cards, whose driver raises for every call, or whose streams never end.
+
+ON_CARDS = "pipeline.devices=[cuda:0,cuda:1,cuda:2]"
+THREE_CARDS = (Card(), SMALL_CARD, Card())
+
+
+def on_cards(output: str, *words: str, how: str = "", seed: int = 0) -> tuple[list[Event], Simulation]:
+    """A run on three simulated cards, one of which breaks in the third step; its events."""
+    told: list[Event] = []
+
+    def tell(event: Event) -> None:
+        told.append(event)
+        streams = simulation.machine.streams
+        if isinstance(event, StepFinished) and event.step == 2 and how:
+            streams.break_after(1, 40 + 29 * seed, getattr(streams, how))
+
+    loaded = load_recipe("recipe.yaml", (f"output_dir={output}", ON_CARDS, *CUT, *words))
+    with warnings.catch_warnings(), simulated(seed, THREE_CARDS) as simulation, StopSignals() as signals:
+        warnings.simplefilter("ignore")  # PEFT's, when it saves
+        run_finetune(loaded, Start(offline=True), Reporting(tell), signals)
+    return told, simulation
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_card_whose_driver_fails(finetune: Finetune, seed: int) -> None:
+    """Whatever it was at. No access is unordered afterwards, and nothing is freed on it: that would end the process."""
+    words = ("dtype=float32", "max_steps=4", "check_longest_rows=false")
+    on_cards("whole", *words)
+    events, simulation = on_cards("lost", *words, how="fail", seed=seed)
+    assert bits("lost") == bits("whole")
+    (lost,) = losses_of(events)
+    assert (lost.device, lost.at, lost.left) == ("cuda:1", "step 3", ("cuda:0", "cuda:2"))
+    assert "CUDA error" in lost.cause and simulation.machine.streams.num_freed_on_failed == 0
+
+
+def test_a_card_that_hangs(finetune: Finetune, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "LEAVE_S", 2.0)
+    words = ("dtype=float32", "max_steps=4", "check_longest_rows=false")
+    on_cards("whole", *words)
+    events, _ = on_cards("lost", *words, "watchdog_s=3", how="hang")
+    assert bits("lost") == bits("whole")
+    (lost,) = losses_of(events)
+    assert lost.device == "cuda:1" and "no progress" in lost.cause
+    assert "left behind: worker-1" in notices(events)
+
+
+def test_an_error_that_takes_all_cards_down(finetune: Finetune) -> None:
+    with pytest.raises(DeviceLostError, match="no device of this process answers") as caught:
+        on_cards("lost", "dtype=float32", "max_steps=4", "check_longest_rows=false", how="fail_all")
+    assert load_newest(Path("lost"), None, lambda text: pytest.fail(text)).step == 2
+    assert len(caught.value.rest) == 2
+
+
+# What is said of it, and the stages for the rest.
+
+
+def test_said_where_the_user_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROUNDPIPE_CACHE", str(tmp_path))
+    lost = DeviceLost(1e9, 1, "cuda:1", "step 5", "CUDA error: x (Xid 79: GPU has fallen off the bus)", ("cuda:0",))
+    assert decode(json.loads(json.dumps(encode(lost)))) == lost
+    started = RunStarted(0.0, "model", "lora", ("cuda:0", "cuda:1"), 9, 0)
+    spans = (Span(0, "compute", "F", 0, 0, 0.0, 1.0),)
+    state = fold_all([(0.0, started), (1.0, lost), (2.0, StepTimeline(5, 1.0, spans))])
+    assert [worker.lost_at for worker in state.workers] == ["", "step 5"]
+    for height in (12, 24, 60):
+        frame = "\n".join(line.plain for line in workers_block(state.workers, 2.0, 10.0, 100, height, Theme()))
+        assert frame.count("lost at step 5") == 1, frame
+    waited = longest_waiting(state)
+    assert waited is not None and waited.worker == 0
+    assert "lost at step 5" in timelines([StepTimeline(5, 1.0, spans)], ["", "step 5"], title="work")
+    row = StepFinished(5, 9, 1.0, 1e-3, 1.0, 8, 8.0, 1.0, 0.1, (0.9, 0.0), 0, 0, 4.0)
+    state = fold(state, row, 2.0)
+    assert any("cuda:1, lost at step 5" in line for line in details(state))
+    assert state.workers[1].utilization is None, "no share of a step is its"
+    report = {"lost_devices": [{"worker": 1, "tokens_per_s_before": 20.0, "tokens_per_s_after": 10.0}]}
+    assert [row[2] for row in comparison(report)] == ["20", "10"]
+    assert list(_lost()) == []
+    note_lost_device(lost.text)
+    (check,) = _lost()
+    assert "cuda:1 (worker 1) was lost at step 5" in check.found and "Xid 79" in check.found and check.state == "note"
+
+
+def test_the_drivers_own_word(tmp_path: Path) -> None:
+    lines = [
+        "4,1,5000000,-;NVRM: Xid (PCI:0000:3b:00): 13, pid=7, Graphics Exception",
+        "4,2,90000000,-;NVRM: Xid (PCI:0000:af:00): 31, pid=9, MMU Fault",
+        "4,3,99000000,-;NVRM: Xid (PCI:0000:3b:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus.",
+    ]
+    assert xid_in(lines, "0000:3b:00", 100.0) == "Xid 79: GPU has fallen off the bus."
+    assert xid_in(lines, "0000:af:00", 100.0) == "Xid 31: MMU Fault"
+    assert xid_in(lines, "0000:af:00", 5000.0) is None, "of something else"
+    assert xid_in(lines, "0000:01:00", 100.0) is None
+
+
+def test_stages_are_cut_for_the_rest() -> None:
+    costs = replace(equal_costs(6), worker_speed=(1.0, 0.5, 1.0))
+    planner = AdaptivePlanner(costs, 3, PipelineConfig())
+    planner.measured = True
+    assert planner.schedule(4).num_workers == 3
+    planner.leave_out({1})
+    assert planner.schedule(4).num_workers == 2 and planner.costs.worker_speed == (1.0, 1.0)
+    stages = ((0, 1), (2, 3), (4, 5))
+    bound = AdaptivePlanner(equal_costs(6), 3, PipelineConfig(schedule="1f1b", forward_stages=stages))
+    bound.leave_out({0})
+    assert bound.schedule(4).num_workers == 2, "a stage for each of three workers does not suit two"
