@@ -270,6 +270,12 @@ def export(
     dtype: Annotated[
         str | None, typer.Option("--dtype", help="Of merged weights: bfloat16, float16, float32. [default: the base's]")
     ] = None,
+    adapter_layout: Annotated[
+        str,
+        typer.Option(
+            "--adapter-layout", help="Names of experts' adapters: peft, or vllm: of single experts, as vLLM documents."
+        ),
+    ] = "peft",
     gguf: Annotated[
         str | None,
         typer.Option(
@@ -304,6 +310,10 @@ def export(
         raise RefusedError("--gguf needs a whole model", where=str(output_dir), hint="add --merge")
     if push_to is not None and offline:
         raise RefusedError("--push needs a connection", hint="leave --offline out")
+    if adapter_layout not in ("peft", "vllm"):
+        raise RefusedError("unknown layout of adapters", found=adapter_layout, expected="peft or vllm")
+    if adapter_layout == "vllm" and (merge or found.kind == "model"):
+        raise RefusedError("--adapter-layout is for adapters", where=str(output_dir), hint="leave it or --merge out")
     check_dtype(dtype)
     if dtype is not None and not merge:
         hint = "add --merge" if found.kind == "adapter" else "leave it out: a whole model is copied as it is"
@@ -318,7 +328,10 @@ def export(
         program = None
         if gguf is not None:
             program = find_gguf_writer(result, source if merge else None, gguf, converter)
-        _export(result, source, target, base, dtype=dtype, merge=merge, gguf=gguf is not None)
+        single = adapter_layout == "vllm"
+        if single and source is None:
+            source = find_adapter_base(result, base, offline=offline)
+        _export(result, source, target, base, dtype=dtype, merge=merge, single_experts=single, gguf=gguf is not None)
     if gguf is not None:
         _write_gguf(target, gguf, program)
     if push_to is not None:
@@ -352,12 +365,13 @@ def _export(
     *,
     dtype: str | None,
     merge: bool,
+    single_experts: bool,
     gguf: bool,
 ) -> None:
     """Write the folder `target`.
 
     Args:
-        source: the base model, to merge with.
+        source: the base model, to merge with or to take the names of single experts from.
         base: its name, where the user gave it.
     """
     import torch
@@ -368,8 +382,10 @@ def _export(
     extras = Extras(_base_name(result, base), f"./{GGUF_NAME}" if gguf else ".")
     is_adapter = (result / "adapter_config.json").is_file()
     if not merge or source is None:
-        copy_result(result, target, extras)
-        if is_adapter and has_expert_adapters(result):
+        renamed = copy_result(result, target, extras, single_experts_of=source if single_experts else None)
+        if single_experts and not renamed:
+            say("note: no names changed: vLLM reads PEFT's for this model")
+        if is_adapter and not single_experts and has_expert_adapters(result):
             say(f"note: {EXPERTS_NOTE}")
         if not extras.has_tokenizer:
             say("note: the adapter has no tokenizer: its base's belongs to it")
@@ -417,8 +433,8 @@ def _notes(done: Merged, source: ModelSource) -> list[str]:
 
 
 EXPERTS_NOTE = (
-    "this adapter changes fused experts, which vLLM and Ollama cannot load as an adapter: use --merge for them; PEFT "
-    "loads it as it is"
+    "this adapter changes fused experts: PEFT loads it as it is; for vLLM add --adapter-layout vllm; Ollama needs a "
+    "merged model (--merge)"
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import warnings
 from collections import Counter
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save
 from torch import nn
 
 from roundpipe_cli.errors import RefusedError
@@ -377,6 +379,77 @@ def read_adapter_tensors(model: nn.Module, folder: Path) -> dict[str, torch.Tens
     return tensors
 
 
+_SINGLE = {
+    "gate_up_proj": (("mlp", "gate_proj", "up_proj"), ("block_sparse_moe", "w1", "w3"), ("mlp", "w1", "w3")),
+    "down_proj": (("mlp", "down_proj"), ("block_sparse_moe", "w2"), ("mlp", "w2")),
+}
+"""Fused parameter -> what checkpoints may call its module and the layers of a single expert."""
+_FUSED_IN_VLLM = ("gpt_oss", "interns1_pro", "qwen3_5_moe", "qwen3_omni_moe", "qwen3_vl_moe")
+"""Types of which vLLM 0.33 reads adapters of fused experts by PEFT's names (its models' `is_3d_moe_weight`)."""
+
+
+def as_single_experts(model: nn.Module, folder: Path) -> dict[str, bytes]:
+    """An adapter of fused experts by the names of single ones, as vLLM's documentation has them (0.33).
+
+        mlp.experts.base_layer.lora_A [E r, in]   ->  mlp.experts.e.gate_proj.lora_A, .up_proj.lora_A: the same [r, in]
+        mlp.experts.base_layer.lora_B [2 W, r E]  ->  mlp.experts.e.gate_proj.lora_B, .up_proj.lora_B [W, r]
+        mlp.experts.lora_A, .lora_B               ->  mlp.experts.e.down_proj.lora_A, .lora_B
+
+    B is scaled so that all adapters are multiplied by the same alpha / r, which programs that know no patterns of ranks
+    take for all.
+
+    Args:
+        model: the base's skeleton; gets the adapter's modules.
+
+    Returns:
+        contents of the adapter's files by name; none, if no expert has an adapter, or vLLM reads PEFT's names.
+
+    Raises:
+        RefusedError: the adapter cannot be read, or does not fit.
+    """
+    config = read_adapter_config(folder)
+    if getattr(model.config, "model_type", None) in _FUSED_IN_VLLM:
+        return {}
+    put_adapter(model, config, folder)
+    whole = config.lora_alpha / (config.r**0.5 if config.use_rslora else config.r)
+    tensors, made, ranks = read_adapter_tensors(model, folder), dict[str, torch.Tensor](), dict[str, int]()
+    for path, wrapper in model.named_modules():
+        own = getattr(wrapper, "parameter_name", None) if getattr(wrapper, "num_experts", 1) > 1 else None
+        names = _single_names(base_name(path), own, model) if own in _SINGLE else None
+        if names is None:
+            continue
+        experts, rank = wrapper.num_experts, wrapper.r["default"]
+        a, b = (tensors.pop(f"{path}.lora_{matrix}.default.weight") for matrix in "AB")
+        b = b.reshape(len(b), rank, experts) * (wrapper.scaling["default"] / whole)
+        ranks |= {rf"experts\.\d+\.{name.rpartition('.')[2]}": rank for name in names}
+        for expert in range(experts):
+            for name, part in zip(names, b[..., expert].chunk(len(names)), strict=True):
+                key = f"{PEFT_PREFIX}{name.format(expert)}"
+                made[f"{key}.lora_A.weight"] = a[expert * rank : (expert + 1) * rank].clone()
+                made[f"{key}.lora_B.weight"] = part.contiguous()
+    if not made:
+        return {}
+    made |= {f"{PEFT_PREFIX}{name.replace('.default.', '.')}": tensor for name, tensor in tensors.items()}
+    alphas = {pattern: whole * (rank**0.5 if config.use_rslora else rank) for pattern, rank in ranks.items()}
+    values = check_adapter_folder(folder) | {
+        "target_modules": sorted({key.split(".lora_")[0].rpartition(".")[2] for key in made if ".lora_" in key}),
+        "target_parameters": None,
+        "rank_pattern": ranks | config.rank_pattern,  # the first that matches counts
+        "alpha_pattern": alphas | config.alpha_pattern,
+    }
+    return {ADAPTER_WEIGHTS: save(made, {"format": "pt"}), ADAPTER_CONFIG: json.dumps(values, indent=2).encode()}
+
+
+def _single_names(holder: str, parameter: str, model: nn.Module) -> list[str] | None:
+    """Names of an expert's layers in the base's files, `{}` for its number; None: they are one tensor there too."""
+    for module, *layers in _SINGLE[parameter]:
+        start = re.sub(r"\.mlp\.experts$", f".{module}.experts", holder)
+        found = fused_names((f"{start}.0.{layer}.weight" for layer in layers), model)
+        if set(found.values()) == {(f"{holder}.{parameter}", len(layers))} and len(found) == len(layers):
+            return [f"{start}.{{}}.{layer}" for layer in layers]
+    return None
+
+
 class StartedBase:
     """The base weights of adapted modules as PEFT's own start of an adapter leaves them."""
 
@@ -496,7 +569,10 @@ def _fuse_experts(config: Any, model: nn.Module, others: set[str], experts: set[
     wanted = dict(fused.values())
     leaves = {(target, name.split(".")[-2]) for name, (target, _) in fused.items()}
     counts = Counter(target for target, _ in leaves)
-    if len(fused) < len(experts) or counts != wanted or config.rank_pattern or config.alpha_pattern:
+    scales: dict[str, set[tuple[int, float]]] = {}
+    for name, (target, _) in fused.items():
+        scales.setdefault(target, set()).add(_rank_and_alpha(config, name.removesuffix(".weight")))
+    if len(fused) < len(experts) or counts != wanted or any(len(found) > 1 for found in scales.values()):
         raise RefusedError(
             "the installed transformers has one parameter for all experts, which this adapter does not fit",
             where=str(folder / ADAPTER_CONFIG),
@@ -509,9 +585,23 @@ def _fuse_experts(config: Any, model: nn.Module, others: set[str], experts: set[
     config.target_modules = sorted(others & modules - routed)
     config.target_parameters = [*sorted(wanted), *(f"{path}.weight" for path in sorted(routed))]
     config.exclude_modules = config.layers_to_transform = config.layers_pattern = None
+    ranks, alphas = dict[str, int](), dict[str, float]()
     for name, count in wanted.items():  # one behind the other: PEFT makes B block-diagonal
-        config.rank_pattern[re.escape(name)] = config.r * count
-        config.alpha_pattern[re.escape(name)] = config.lora_alpha * (count**0.5 if config.use_rslora else count)
+        ((rank, alpha),) = scales[name]
+        ranks[re.escape(name)] = rank * count
+        alphas[re.escape(name)] = alpha * (count**0.5 if config.use_rslora else count)
+    config.rank_pattern, config.alpha_pattern = ranks | config.rank_pattern, alphas | config.alpha_pattern
+
+
+def _rank_and_alpha(config: Any, path: str) -> tuple[int, float]:
+    """Rank and alpha of a layer's adapter, by PEFT's rule: the first pattern that matches counts."""
+    from peft.utils.other import get_pattern_key
+
+    ranks, alphas = config.rank_pattern, config.alpha_pattern
+    return (
+        ranks.get(get_pattern_key(ranks, path), config.r),
+        alphas.get(get_pattern_key(alphas, path), config.lora_alpha),
+    )
 
 
 def _current_keys(keys: Iterable[str], model: nn.Module) -> dict[str, str]:

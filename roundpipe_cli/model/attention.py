@@ -17,10 +17,13 @@ sinks. Then the same holds for them, as one row a sequence (`in_whole_rows`).
 from __future__ import annotations
 
 import functools
+import importlib.util
 import inspect
 import itertools
+import re
 import threading
-from collections.abc import Callable, Iterator
+import types
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -131,6 +134,59 @@ class PackedRows:
         near: torch.Tensor = behind >= 0 if self.window is None else (behind >= 0) & (behind < self.window)
         visible: torch.Tensor = ((rows[:, :, None] == rows[:, None]) & near)[:, None]
         return visible
+
+
+def packed_rows(position_ids: torch.Tensor) -> PackedRows:
+    """Where rows lie whose positions [B, T] restart with each, without a window."""
+    lengths = _row_lengths(position_ids)
+    ends = torch.tensor([0, *itertools.accumulate(itertools.chain(*lengths))], dtype=torch.int32)
+    return PackedRows(lengths, None, ends)
+
+
+RECURRENT = re.compile(r"(Qwen3Next|Qwen3_5(Moe)?|OlmoHybrid)GatedDeltaNet")
+"""Classes of modules that carry state from token to token and may compute a row of a packed sequence alone: a gated
+delta rule and its short convolution, without positions."""
+
+
+def recurrent_modules(block: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """(path, module) of those in a block."""
+    return ((path, module) for path, module in block.named_modules() if RECURRENT.fullmatch(type(module).__name__))
+
+
+FAST_KERNELS = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d"}
+"""Packages whose kernels transformers takes for recurrent modules on GPUs: name of the module, and for pip."""
+
+
+def describe_slow_kernels(blocks: Iterable[nn.Module], devices: Iterable[str]) -> str | None:
+    """A notice on packages without which GPUs compute recurrent modules slowly; None: no such module, GPU or lack."""
+    missing = [name for module, name in FAST_KERNELS.items() if importlib.util.find_spec(module) is None]
+    if not missing or set(devices) <= {"cpu"} or not any(any(recurrent_modules(block)) for block in blocks):
+        return None
+    return (
+        f"recurrent blocks run by plain PyTorch, the same but much slower: {' and '.join(missing)} not installed "
+        f"(pip install {' '.join(missing)})"
+    )
+
+
+def restart_at_rows(blocks: Iterable[nn.Module]) -> None:
+    """Have recurrent modules in `blocks` (one worker's own) begin anew at each row where `PackedRows` is their mask."""
+    for block in blocks:
+        for _, module in recurrent_modules(block):
+            module.__dict__["forward"] = types.MethodType(_forward_by_row, module)
+
+
+def _forward_by_row(
+    module: nn.Module, hidden_states: torch.Tensor, *args: Any, attention_mask: Any = None, **kwargs: Any
+) -> torch.Tensor:
+    """[B, T, H] -> [B, T, H]; no state goes from a row to the next."""
+    forward = functools.partial(type(module).forward, module)
+    if not isinstance(attention_mask, PackedRows):
+        result: torch.Tensor = forward(hidden_states, *args, attention_mask=attention_mask, **kwargs)
+        return result
+    found = []
+    for sequence, lengths in zip(hidden_states.split(1), attention_mask.lengths, strict=True):
+        found.append(torch.cat([forward(row, *args, **kwargs) for row in sequence.split(lengths, dim=1)], dim=1))
+    return torch.cat(found)
 
 
 def _row_numbers(lengths: tuple[int, ...]) -> torch.Tensor:

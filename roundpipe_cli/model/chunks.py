@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from roundpipe_cli.model.attention import in_rows
+from roundpipe_cli.model.attention import in_rows, packed_rows, recurrent_modules
 from roundpipe_cli.model.block_calls import CACHE, BlockCall, install_stubs
 from roundpipe_cli.model.files.supported import check_mask_bytes, chunk_refusal, packing_refusal, scaled_by_length
 from roundpipe_cli.model.split import ModelSplit, materialised_copy
@@ -35,8 +35,8 @@ from roundpipe_cli.model.split import ModelSplit, materialised_copy
 #
 #     1 . . . .      A mask of ones, or a cache, would let the second row see the first. So would a block that carries
 #     1 1 . . .      state from token to token without a mask: recurrent (Mamba, linear attention, RWKV) and
-#     1 1 1 . .      convolution blocks are refused.
-#     . . . 1 .
+#     1 1 1 . .      convolution blocks are refused. Gated delta rules (Qwen3-Next, Qwen3.5, OLMo hybrid) are told
+#     . . . 1 .      where rows lie and compute each of them alone (`restart_at_rows`).
 #     . . . 1 1
 
 PROBE_POSITIONS = [0, 1, 2, 0, 1, 0, 1, 2, 3]
@@ -52,7 +52,7 @@ def check_packing(model: nn.Module, split: ModelSplit, *, max_seq_length: int, m
     Raises:
         RefusedError: it does not, or its masks would be too large.
     """
-    for where, kind in stateful_modules(model, split):
+    for where, kind in stateful_modules(model, split, restarting=False):
         raise packing_refusal(where, f"{kind}, which carries state from token to token")
     for where, found in scaled_positions(model, max_seq_length):
         raise packing_refusal(where, found)
@@ -62,11 +62,15 @@ def check_packing(model: nn.Module, split: ModelSplit, *, max_seq_length: int, m
         check_mask_bytes(max_seq_length=max_seq_length, micro_batch_size=micro_batch_size)
 
 
-def stateful_modules(model: nn.Module, split: ModelSplit) -> Iterator[tuple[str, str]]:
-    """(where, class) of modules within blocks that carry more from token to token than attention does."""
+def stateful_modules(model: nn.Module, split: ModelSplit, *, restarting: bool = True) -> Iterator[tuple[str, str]]:
+    """(where, class) of modules within blocks that carry more from token to token than attention does; `restarting`:
+    also those that begin anew at each row."""
     for index, block in enumerate(model.get_submodule(split.blocks_path).children()):
+        left_out = () if restarting else tuple(f"{path}." for path, _ in recurrent_modules(block))
         for name, module in block.named_modules():
             kind = type(module).__name__
+            if left_out and (not name or f"{name}.".startswith(left_out)):
+                continue
             if isinstance(module, (nn.Conv1d, nn.Conv2d)) or STATEFUL.search(kind):
                 yield f"block.{index}.{name}", kind
 
@@ -90,6 +94,7 @@ def _probe_calls(model: nn.Module, split: ModelSplit, *, as_masks: bool = False)
     recorder = split.recorder()
     install_stubs(probe, split.blocks_path, recorder)
     positions = torch.tensor([PROBE_POSITIONS] * 2)
+    recorder.rows = packed_rows(positions)
     with torch.no_grad(), in_rows(positions, as_masks=as_masks):
         backbone(input_ids=torch.ones_like(positions), position_ids=positions, use_cache=False)
     return recorder.calls
@@ -99,6 +104,8 @@ def _check_masks(index: int, call: BlockCall) -> None:
     starts = torch.tensor(PROBE_POSITIONS) == 0
     rows = starts.cumsum(0)
     visible = (rows[:, None] == rows[None]).tril()
+    if call.holds_rows:  # where it was asked for masks: a recurrent block
+        return
     masks = [tensor for tensor in _tensors([*call.args, *call.kwargs.values()]) if _is_mask(tensor)]
     if not masks:
         raise packing_refusal(f"block.{index}", "a block that is given no mask for packed rows")

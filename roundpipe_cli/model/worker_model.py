@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from roundpipe_cli.model.attention import in_rows, in_whole_rows
+from roundpipe_cli.model.attention import in_rows, in_whole_rows, packed_rows, restart_at_rows
 from roundpipe_cli.model.block_calls import (
     BackboneStub,
     BeforeBlocks,
@@ -187,6 +187,7 @@ class WorkerModel:
         for path in split.tail_paths:
             replace_module(causal, path, BeforeBlocks(causal.get_submodule(path), self._recorder))
         self.blocks = install_stubs(causal, split.blocks_path, self._recorder)
+        restart_at_rows(self.blocks)
         self._dtype = weights_dtype(self.blocks)
         self._backbone = causal.get_submodule(split.backbone_path)
         self._backbone_stub = BackboneStub(split.output_type, self._backbone)
@@ -346,6 +347,7 @@ class WorkerModel:
         self._state.restore()
         self._recorder.reset()
         self._recorder.cache = None
+        self._recorder.rows = None if position_ids is None else packed_rows(position_ids)
         if start is not None:
             self._recorder.cache = ChunkCache(start, self.split.num_blocks)
             more = {str(cache_argument(self._backbone)): self._recorder.cache, "use_cache": True}

@@ -64,7 +64,7 @@ def check_rows(config: Mapping[str, Any], *, packing: bool, chunks: bool, max_se
     text = config.get("text_config")
     config = text if isinstance(text, dict) else config
     stateful, scaled = _stateful_block(config), _scaled_positions(config, max_seq_length)
-    if packing and stateful is not None:
+    if packing and stateful is not None and not _GATED_DELTA.fullmatch(str(config.get("model_type"))):
         raise packing_refusal(*stateful)
     if packing and scaled is not None:
         raise packing_refusal("model.rotary_emb", scaled)
@@ -72,6 +72,10 @@ def check_rows(config: Mapping[str, Any], *, packing: bool, chunks: bool, max_se
         raise chunk_refusal(*stateful)
     if chunks and scaled is not None:
         raise chunk_refusal("model.rotary_emb", scaled, "positions that do not depend on the length of the sequence")
+
+
+_GATED_DELTA = re.compile("qwen3_next|qwen3_5(_moe)?(_text)?|olmo_hybrid")
+"""Types whose recurrent blocks begin anew at each packed row."""
 
 
 def _stateful_block(config: Mapping[str, Any]) -> tuple[str, str] | None:

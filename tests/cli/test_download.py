@@ -212,7 +212,7 @@ def test_gptq_and_awq_are_refused_by_name_with_the_size_of_the_unquantised_model
     [
         ("qwen3_moe", "lora.dropout=0.1", "adapters on fused experts have no dropout"),
         ("llama", "lora.target_modules=[nowhere]", "nowhere"),
-        ("qwen3_next", "packing=true", "cannot train on packed rows"),
+        ("minimax", "packing=true", "cannot train on packed rows"),
         ("bloom", "packing=true", "takes no position ids"),
     ],
 )

@@ -18,9 +18,11 @@ from roundpipe_cli.data.tokenized import Packer, Row, first_fit_decreasing
 from roundpipe_cli.engine.parity import prove
 from roundpipe_cli.engine.step import Microbatch, StepResult
 from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.model.attention import describe_slow_kernels
 from roundpipe_cli.model.chunks import check_packing
 from roundpipe_cli.model.load import build_skeleton
 from roundpipe_cli.model.split import split_model
+from tests.support.every_type import tiny_config_of
 from tests.support.tiny import BASE, EXTRA, Rig, make_rig, schedule_for, tiny_config
 
 LENGTHS = [[9, 1, 6], [3, 12], [16], [2, 2, 2, 2, 5]]
@@ -201,7 +203,6 @@ def test_a_model_that_is_accepted_keeps_rows_apart(model_type: str) -> None:
 @pytest.mark.parametrize(
     ("model_type", "changes", "where"),
     [
-        ("qwen3_next", {}, "block.0"),
         ("minimax", {}, "block.0"),
         ("bamba", {}, "block.0"),
         ("falcon_h1", {}, "block.0"),
@@ -218,6 +219,20 @@ def test_models_that_cannot_keep_rows_apart_are_refused(model_type: str, changes
     problem = caught.value.problems[0]
     assert caught.value.exit_code == 2
     assert where in (problem.where or "") and problem.hint == "packing=false"
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"])
+def test_gated_delta_rules_begin_anew_at_each_row(model_type: str) -> None:
+    """All hybrid models were refused. Loss and every gradient of packed rows are those of the rows alone."""
+    kinds = {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_hidden_layers": 3}
+    model = build_skeleton(tiny_config_of(model_type, **kinds), torch.float32)
+    split = split_model(model)
+    check_packing(model, split, max_seq_length=64, micro_batch_size=1)
+    proof = prove(model, split, packing=True)
+    assert not proof.unproven and max(proof.loss_error, proof.gradient_error) <= 1e-5
+    blocks = list(model.get_submodule(split.blocks_path).children())
+    assert describe_slow_kernels(blocks, ["cpu"]) is None
+    assert "pip install flash-linear-attention causal-conv1d" in str(describe_slow_kernels(blocks, ["cuda:0", "cpu"]))
 
 
 def test_masks_that_are_too_large_are_refused() -> None:

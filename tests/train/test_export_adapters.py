@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,9 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, A
 
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.files.source import ModelSource
+from roundpipe_cli.model.load import build_skeleton, load_config
+from roundpipe_cli.model.lora import LoraSettings, add_lora, save_adapter
+from roundpipe_cli.model.split import split_model
 from roundpipe_cli.train.result.export import Extras, Merged, copy_result, merge_result
 from roundpipe_cli.train.result.generate import load_result
 from tests.model.test_multimodal import QWEN_VISION
@@ -331,3 +335,72 @@ def test_older_names_around_a_wrapped_language_model(
     save_file({older(key): tensor for key, tensor in load_file(path).items()}, path)
     config.write_text(older(config.read_text()))
     check(tmp_path / "base", tmp_path / "adapter", expected)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "names"),
+    [
+        ("qwen3_moe", ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj")),
+        ("mixtral", tuple(f"block_sparse_moe.experts.{{}}.{name}" for name in ("w1", "w3", "w2"))),
+        ("glm4_moe", ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj")),
+        ("gpt_oss", ()),
+        ("qwen3_5_moe", ()),
+    ],
+)
+def test_the_layout_that_vllm_documents(model_type: str, names: tuple[str, ...], tmp_path: Path) -> None:
+    """Experts by the names of single ones, with the products that PEFT makes of the fused ones; `alpha / r` is the same
+    for all. Of gpt-oss and Qwen3.5 vLLM reads PEFT's names. The adapter is still one that is read here."""
+    if model_type == "qwen3_5_moe":
+        wrapped(model_type, tmp_path / "base")
+    else:
+        make_model(tmp_path / "base", model_type)
+    model = build_skeleton(load_config(ModelSource("base", tmp_path / "base")), torch.float32)
+    settings = LoraSettings(r=8, alpha=16, expert_r=2)
+    blocks = split_model(model).blocks_path
+    peft_model = add_lora(model, settings, dtype=torch.float32, base_name="base", blocks_path=blocks)
+    torch.manual_seed(0)
+    masters = {name: torch.randn(one.shape) * 0.2 for name, one in model.named_parameters() if one.requires_grad}
+    save_adapter(peft_model, masters, tmp_path / "adapter")
+    for name, values in masters.items():
+        module, _, attribute = name.rpartition(".")
+        model.get_submodule(module)._parameters[attribute] = torch.nn.Parameter(values)
+    done = run(tmp_path, "export", "adapter", "--to", "vllm", "--base", "base", "--adapter-layout", "vllm").expect(0)
+    assert ("no names changed" in done.err) == (not names) and "changes fused experts" not in done.err
+    found = load_file(tmp_path / "vllm" / WEIGHTS)
+    if not names:
+        assert (tmp_path / "vllm" / WEIGHTS).read_bytes() == (tmp_path / "adapter" / WEIGHTS).read_bytes()
+        return
+    config = json.loads((tmp_path / "vllm" / CONFIG).read_text())
+    path = f"model.layers.{len(model.model.layers) - 1}"
+    down = model.get_submodule(f"{path}.mlp.experts")
+    factors = [one.get_delta_factors("default") for one in (down.base_layer, down)]
+    expected = dict(zip(("gate_up", "down"), (scale * b @ a for b, a, scale in factors), strict=True))
+    for expert in range(4):
+        keys = [f"base_model.model.{path}.{name.format(expert)}" for name in names]
+        gate, up, out = ((found[f"{key}.lora_B.weight"] @ found[f"{key}.lora_A.weight"]) * 16 / 8 for key in keys)
+        assert found[f"{keys[0]}.lora_A.weight"].shape == (2, 64)
+        for ours, theirs in ((torch.cat([gate, up]), expected["gate_up"]), (out, expected["down"])):
+            assert torch.allclose(ours, theirs[expert], rtol=1e-5, atol=1e-5)
+    assert not [key for key in found if ".experts.lora" in key or "base_layer" in key]
+    assert {key.split(".lora_")[0].rpartition(".")[2] for key in found} == set(config["target_modules"])
+    for key in found:  # vLLM 0.33 and PEFT take the first pattern that matches
+        layer = key.removeprefix("base_model.model.").partition(".lora_")[0]
+        rank, alpha = (
+            next(
+                (value for pattern, value in config[word].items() if re.match(rf"(.*\.)?({pattern})$", layer)), default
+            )
+            for word, default in (("rank_pattern", 8), ("alpha_pattern", 16))
+        )
+        assert alpha / rank == 2 and rank == found[key].shape[0 if "lora_A" in key else 1]
+    check(tmp_path / "base", tmp_path / "vllm", by_peft(tmp_path / "base", tmp_path / "adapter"))
+
+
+def test_layouts_of_adapters_that_are_refused(tmp_path: Path) -> None:
+    """An unknown one; and of what is no adapter, or is merged. Without experts the names stay."""
+    make_model(tmp_path / "base")
+    adapter(tmp_path / "base", tmp_path / "adapter")
+    layout = ("--to", "copy", "--adapter-layout")
+    assert "unknown layout of adapters" in run(tmp_path, "export", "adapter", *layout, "gguf").expect(2).err
+    for words in (("base", *layout, "vllm"), ("adapter", "--merge", *layout, "vllm")):
+        assert "--adapter-layout is for adapters" in run(tmp_path, "export", *words).expect(2).err
+    assert "no names changed" in run(tmp_path, "export", "adapter", *layout, "vllm", "--base", "base").expect(0).err

@@ -150,6 +150,22 @@ def test_the_adapter_is_the_trained_one_to_the_bit(folder: Path) -> None:
     assert not torch.equal(logits_of(loaded), logits_of(base_model(folder / "model")))
 
 
+@pytest.mark.parametrize("model_type", ["qwen3_5_text", "qwen3_next"])
+def test_packed_rows_of_a_hybrid_model_resume_to_the_bit(folder: Path, model_type: str) -> None:
+    """Recurrent and convolution state begin anew at each row."""
+    kinds = {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2}
+    make_model(folder / "hybrid", model_type, **kinds)
+    words = ("model=hybrid", "lora.dropout=0", "packing=true", "max_steps=4", "save_steps=2", "save_total_limit=4")
+    words += ("max_seq_length=128", "gradient_accumulation_steps=2")
+    finetune(folder, *words).expect(0)
+    finetune(folder, *words, "output_dir=again", "resume_from_checkpoint=out/step-00000002").expect(0)
+    assert numbers(folder / "out") == numbers(folder / "again") and len(metrics(folder / "again")) == 4
+    adapter = "adapter_model.safetensors"
+    assert (folder / "out" / adapter).read_bytes() == (folder / "again" / adapter).read_bytes()
+    names = load_file(folder / "out" / adapter)
+    assert any("linear_attn" in name for name in names) and metrics(folder / "out")[0]["loss"] > 0
+
+
 @pytest.mark.parametrize("expert_r", ["auto", 3])
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "qwen2_moe", "mixtral", "gpt_oss", "glm4_moe", "olmoe"])
 def test_one_rule_adapts_experts_and_never_a_router(folder: Path, model_type: str, expert_r: object) -> None:

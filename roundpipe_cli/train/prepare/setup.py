@@ -37,6 +37,7 @@ from roundpipe_cli.engine.weights import WeightStore, settle_heap
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import Event, Notice, Phase, Say, Tell
 from roundpipe_cli.files import disk_error, named_path, require_free_bytes
+from roundpipe_cli.model.attention import describe_slow_kernels
 from roundpipe_cli.model.chunks import check_packing, check_sequence_chunks
 from roundpipe_cli.model.files.quantization import check_stored_in_4bit
 from roundpipe_cli.model.files.source import ModelSource, resolve_model
@@ -479,6 +480,8 @@ def prepare(
         tell(Notice(balance))
     if text_only := describe_unreached(model, split):
         tell(Notice(text_only))
+    if slow := describe_slow_kernels(model.get_submodule(split.blocks_path).children(), devices):
+        tell(Notice(slow))
     _check_model(model, split, recipe, devices)
     rows, base_files = _read_data(loaded, base.source, base_files, offline, tell=tell)
     refuse_unknown_ids(model, rows.tokenizer, rows.tokenized, rows.evaluation)

@@ -39,6 +39,7 @@ from roundpipe_cli.files import (
 from roundpipe_cli.model.adapter_files import (
     ADAPTER_CONFIG,
     StartedBase,
+    as_single_experts,
     check_adapter_folder,
     put_adapter,
     read_adapter_config,
@@ -609,8 +610,14 @@ class Extras:
             write_new_file(folder / "Modelfile", [text.encode(errors=ESCAPED)], FILE_MODE)
 
 
-def copy_result(result: Path, folder: Path, extras: Extras) -> None:
+def copy_result(result: Path, folder: Path, extras: Extras, *, single_experts_of: ModelSource | None = None) -> bool:
     """The adapter or model of a run as it is, without the run's own files.
+
+    Args:
+        single_experts_of: an adapter's base; its fused experts get the names of single ones, where it has them.
+
+    Returns:
+        whether they got them.
 
     Raises:
         ResourceError: disk full or failing.
@@ -620,15 +627,20 @@ def copy_result(result: Path, folder: Path, extras: Extras) -> None:
         check_adapter_folder(result)
     else:
         check_model_folder(result)
+    single: dict[str, bytes] = {}
+    if single_experts_of is not None:
+        single = as_single_experts(build_skeleton(load_config(single_experts_of), torch.float32), result)
     with Destination(folder) as temporary:
         for path in sorted(result.iterdir()):
             if path.is_file() and (path.suffix == ".safetensors" or path.name in RESULT_NAMES or _is_index(path)):
                 check_file(path, None)
-                write_new_file(temporary / path.name, _chunks(path), FILE_MODE)
+                content = [single[path.name]] if path.name in single else _chunks(path)
+                write_new_file(temporary / path.name, content, FILE_MODE)
         is_whole = not (result / ADAPTER_CONFIG).is_file()
         extras.has_tokenizer = is_whole or has_tokenizer(result)
         tokenizer = _save_tokenizer(result, temporary) if extras.has_tokenizer else None
         extras.write(result, temporary, tokenizer, whole=is_whole)
+    return bool(single)
 
 
 RESULT_NAMES = (ADAPTER_CONFIG, "config.json", GENERATION_CONFIG, *OTHER_NAMES)
