@@ -376,10 +376,10 @@ def test_short_host_memory_takes_fewer_boundaries(recipe: Path) -> None:
     words = (*AUTO, *big, "gradient_accumulation_steps=64", "weights=pinned", "lora.expert_r=16")
     coarse, short, ample = (make_plan(load(recipe, *words), f"8x3090,host_memory_gib={gib}") for gib in (190, 216, 512))
     assert all(plan.verdict.fits for plan in (coarse, short, ample))
-    assert short.microbatches_per_round == coarse.microbatches_per_round == 8 < ample.microbatches_per_round
-    assert len(coarse.backward_stages) < len(short.backward_stages) <= len(ample.backward_stages)
+    assert coarse.microbatches_per_round < min(short.microbatches_per_round, ample.microbatches_per_round)
+    assert len(coarse.backward_stages) < len(ample.backward_stages)
     assert "host memory is short" in coarse.explanation[0]
-    assert ample.step_s < min(coarse.step_s, short.step_s)
+    assert short.step_s < coarse.step_s and ample.step_s < 1.01 * short.step_s
 
 
 def test_a_model_whose_figures_never_come_ends_plan(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
