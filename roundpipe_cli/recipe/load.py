@@ -17,7 +17,18 @@ import yaml
 
 from roundpipe_cli.errors import ContradictionError, Problem, RecipeError, RefusedError, closest
 from roundpipe_cli.files import named_path
-from roundpipe_cli.recipe.aliases import ALIASES, NO_COUNTERPART, REMOVED, Writes, is_off, note, value_alias, was_off
+from roundpipe_cli.recipe.aliases import (
+    ALIASES,
+    NO_COUNTERPART,
+    REMOVED,
+    AliasConversion,
+    Writes,
+    conversion_of,
+    is_off,
+    note,
+    value_alias,
+    was_off,
+)
 from roundpipe_cli.recipe.check import Findings, check, find_contradictions, hints_of, remove_unknown_keys, section_of
 from roundpipe_cli.recipe.schema import (
     DEFAULT_LEARNING_RATES,
@@ -408,9 +419,9 @@ def _translate_keys(
     for key in list(mapping):
         here = (*path, key)
         name = dotted(here)
-        if name in ALIASES:
+        if (conversion := conversion_of(name, mapping[key])) is not None:
             value = mapping.pop(key)
-            writes = _convert(here, value, findings, notices)
+            writes = _convert(here, value, conversion, findings, notices=notices)
             for target, meant in writes.items():
                 _move(
                     root,
@@ -427,11 +438,13 @@ def _translate_keys(
             _translate_keys(root, value, (*path, key), findings, notices=notices)
 
 
-def _convert(path: KeyPath, value: Any, findings: Findings, notices: list[str]) -> Writes:
+def _convert(
+    path: KeyPath, value: Any, conversion: AliasConversion, findings: Findings, *, notices: list[str]
+) -> Writes:
     """The keys that an alias means, with its notice; none, with a finding, where its value has no counterpart."""
     alias = dotted(path)
     try:
-        writes = ALIASES[alias](value)
+        writes = conversion(value)
     except ValueError as error:
         findings.add(path, f"{alias} has a value without counterpart here", found=shown_value(value), hint=str(error))
         return {}
@@ -440,7 +453,8 @@ def _convert(path: KeyPath, value: Any, findings: Findings, notices: list[str]) 
         notices.append(f"{origin}: {alias}: {shown_value(value)} changes nothing here and is left out")
     else:
         meant = " and ".join(writes)
-        notices.append(f"{origin}: {alias} is read as {meant}{note(alias)}")
+        shown = alias if alias in ALIASES else f"{alias}: {shown_value(value)}"
+        notices.append(f"{origin}: {shown} is read as {meant}{note(alias)}")
     return writes
 
 

@@ -122,7 +122,7 @@ def test_the_json_schema_takes_what_the_loader_takes(tmp_path: Path) -> None:
     good = "model: m\ndatasets: [{path: a}]\n"
     for line in (
         *("learning_rat: 1", "learning_rate: 0", "learning_rate: 11", "lora: {r: 1.5}", "lora: {rank2: 1}"),
-        *("method: qlora", "packing: 1", "model: 7", "pipeline: {devices: [gpu]}", "pipeline: {devices: []}"),
+        *("method: dora", "packing: 1", "model: 7", "pipeline: {devices: [gpu]}", "pipeline: {devices: []}"),
         *("pipeline: {forward_stages: [[0]], backward_stages: [[0]]}", "datasets: [{}]", "save_total_limit: 1"),
         *("lr_scheduler_kwargs: {no_such: 1}", "weight_decay: -1", "max_steps: 0", "report_to: [nobody]"),
     ):

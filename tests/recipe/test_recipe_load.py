@@ -267,6 +267,47 @@ deepspeed: null
     assert all("mine.yaml:" in notice for notice in loaded.notices)
 
 
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("method: qlora", {"method": "lora", "load_in_4bit": True}),
+        ("method: QLoRA\nload_in_4bit: true", {"method": "lora", "load_in_4bit": True}),
+        ("use_liger_kernel: true", {"kernels": "auto"}),
+        ("freeze_vision_tower: true", {}),
+        ("rl: dpo", {"objective": "dpo", "learning_rate": 5e-6}),
+        ("stage: pt", {"objective": "sft"}),
+    ],
+)
+def test_words_of_other_trainers_are_read(tmp_path: Path, line: str, expected: dict[str, Any]) -> None:
+    loaded = load_recipe(write(tmp_path, SMALLEST + line + "\n"))
+    assert {key: getattr(loaded.recipe, key) for key in expected} == expected
+    assert loaded.notices and all("mine.yaml:4: " in notice for notice in loaded.notices)
+    assert load_recipe(write(tmp_path, SMALLEST), line.replace(": ", "=").split()).recipe == loaded.recipe
+
+
+@pytest.mark.parametrize(
+    ("line", "answer"),
+    [
+        *((f"{key}: {job}", "which TRL does") for key in ("method", "objective", "stage") for job in ("grpo", "ppo")),
+        *((f"{key}: kto", "not here, but in TRL") for key in ("method", "objective", "stage", "rl")),
+        ("method: dora", "write `method: lora` and `lora: {use_dora: true}`"),
+        ("method: dpo", "write `objective: dpo`"),
+        ("method: freeze", "name what stays as it is: frozen_parameters"),
+        ("optim: adamw_torch_4bit", "the nearest is adamw_8bit"),
+        ("optim: muon", "the nearest is adamw_bf16"),
+        *(
+            (line, "metrics.jsonl has every step")
+            for line in ("report_to: swanlab", "report_to: [tensorboard, swanlab]")
+        ),
+        ("use_swanlab: true", "metrics.jsonl has every step"),
+        *((f"{key}: 1", "images are not trained here") for key in ("image_max_pixels", "processor_type", "images")),
+    ],
+)
+def test_words_without_a_counterpart_are_answered(tmp_path: Path, line: str, answer: str) -> None:
+    (found,) = problems_of(write(tmp_path, SMALLEST + line + "\n"))
+    assert answer in found and found.startswith("mine.yaml:4: ") or f"{tmp_path}/mine.yaml:4: " in found, found
+
+
 def test_the_learning_rate_is_that_of_what_is_trained(tmp_path: Path) -> None:
     """Story: `method=full` under a recipe without a rate trained all weights at 2e-4, and pairs too."""
     rates = {
@@ -328,7 +369,7 @@ def test_an_override_wins_over_an_alias_in_the_file(tmp_path: Path) -> None:
 
 
 def test_a_problem_of_an_alias_names_the_written_key(tmp_path: Path) -> None:
-    found = problems_of(write(tmp_path, SMALLEST + "lr: fast\nstage: dpo\ndeepspeed: zero3.json\n"))
+    found = problems_of(write(tmp_path, SMALLEST + "lr: fast\nstage: kto\ndeepspeed: zero3.json\n"))
     assert "mine.yaml:4: learning_rate (written lr)" in found[0]
     assert "mine.yaml:5: stage: stage has a value without counterpart here" in found[1]
     assert "mine.yaml:6: deepspeed: unknown key deepspeed [layers are streamed" in found[2]
