@@ -80,6 +80,7 @@ def setup_for(args: argparse.Namespace) -> Setup:
         recipe = Path(folder) / "recipe.yaml"
         recipe.write_text(
             f"model: {args.model}\nmethod: {args.method}\ndtype: {args.dtype}\nmax_seq_length: {args.tokens}\n"
+            "packing: false\nmicro_batch_size: 1\n"
             f"datasets: [{{path: {folder}/rows.jsonl}}]\npipeline: {{devices: [cpu, cpu]}}\n"
         )
         return prepare(load_recipe(recipe), offline=True, tell=lambda event: None)

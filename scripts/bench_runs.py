@@ -35,7 +35,7 @@ def write_workspace(folder: Path, arguments: argparse.Namespace, *, method: str 
     rows = [json.dumps({"text": f"{number}: {text}"}) + "\n" for number in range(arguments.rows)]
     (folder / "rows.jsonl").write_text("".join(rows))
     (folder / "recipe.yaml").write_text(
-        f"model: {arguments.model}\nmethod: {method}\nmax_seq_length: 128\n"
+        f"model: {arguments.model}\nmethod: {method}\nmax_seq_length: 128\npacking: false\nmicro_batch_size: 1\n"
         f"datasets: [{{path: rows.jsonl, type: text}}]\ngradient_accumulation_steps: 8\nmax_steps: {arguments.steps}\n"
         f"save_steps: 100000\nlearning_rate: 1.0e-5\npipeline: {{devices: {arguments.devices}}}\noutput_dir: out\n"
     )

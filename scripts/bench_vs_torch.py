@@ -60,6 +60,7 @@ def setup_for(args: argparse.Namespace, dtype: str) -> Setup:
         devices = "[cpu, cpu]" if args.device == "cpu" else f"[{args.device}]"
         recipe.write_text(
             f"model: {args.model}\nmethod: {args.method}\ndtype: {dtype}\nmax_seq_length: {args.tokens}\n"
+            "packing: false\nmicro_batch_size: 1\n"
             f"datasets: [{{path: {rows}}}]\npipeline: {{devices: {devices}}}\n"
         )
         return prepare(load_recipe(recipe), offline=True, tell=lambda event: None)

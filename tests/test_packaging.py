@@ -182,7 +182,7 @@ def test_readme_speaks_of_what_is_there(tmp_path: Path) -> None:
     assert recipe
     (tmp_path / "first.yaml").write_text(textwrap.dedent(recipe[0]))
     loaded = load_recipe(tmp_path / "first.yaml")
-    assert (loaded.recipe.max_seq_length, loaded.notices) == (512, ())
+    assert (loaded.recipe.max_seq_length, loaded.notices) == (2048, ())
     commands = set(re.findall(r"^    (?:\$ )?roundpipe ([a-z]+)", readme, re.MULTILINE))
     assert {"finetune", "plan", "data"} <= commands <= set(getattr(typer.main.get_command(app), "commands", {}))
 

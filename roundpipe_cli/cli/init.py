@@ -8,7 +8,7 @@ import shlex
 import sys
 import textwrap
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -33,11 +33,13 @@ def _check_model(answer: str, folder: Path) -> None:
 
 
 def _check_data(answer: str, folder: Path) -> None:
+    from roundpipe_cli.cli.init_choice import are_pairs
     from roundpipe_cli.data.rows import DatasetSpec
     from roundpipe_cli.data.sources import find_sources
 
     if (folder / named_path(answer)).exists():
         find_sources(DatasetSpec(answer), folder, offline=True)
+        are_pairs(answer, folder)
     elif _is_local_file(answer):
         say(f"note: {answer} is not there yet")
     elif not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", answer):
@@ -85,7 +87,8 @@ QUESTIONS = (
         "Your rows (a file, or a hub id)",
         "data/train.jsonl",
         "A file (jsonl, json, csv, tsv, txt, parquet), a folder of them, or the id of a hub dataset. A row has "
-        '"messages", or "prompt" and "completion", or "instruction" and "output", or "text". The file may come later; '
+        '"messages", or "prompt" and "completion", or "instruction" and "output", or "text"; a preference pair has '
+        '"prompt", "chosen" and "rejected". The file may come later; '
         "`roundpipe data RECIPE` then shows what training sees.",
         _check_data,
     ),
@@ -105,6 +108,12 @@ def init(
     data: Annotated[str | None, typer.Option(help="Your rows: a file (jsonl, csv, parquet ...) or a hub id.")] = None,
     hardware: Annotated[
         str | None, typer.Option(help="`here`, or another machine: 2x3090,host_memory_gib=64.", show_default=False)
+    ] = None,
+    method: Annotated[
+        str | None, typer.Option(help="lora, qlora (4-bit base weights) or full.", show_default="by size and memory")
+    ] = None,
+    objective: Annotated[
+        str | None, typer.Option(help="sft, dpo, orpo or simpo.", show_default="dpo for preference pairs, else sft")
     ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Recipe to write; not given: the model's name.yaml.")
@@ -127,18 +136,20 @@ def init(
         path = output or Path(f"{_file_stem(answers['model'])}.yaml")
         if missing and path.exists():
             path = Path(_ask(_another_file(path), folder))
-        _write_recipe(answers["model"], answers["data"], answers["hardware"], path)
+        _write_recipe(answers["model"], answers["data"], answers["hardware"], path, method=method, objective=objective)
     except (typer.Abort, RoundpipeError):
         if missing and sys.stdin.isatty():
-            named = {**answers, "output": str(output or "")}
+            named = {**answers, "method": method, "objective": objective, "output": str(output or "")}
             given = (f"--{flag} {shlex.quote(value)}" for flag, value in named.items() if value)
             say(f"\nthe answers so far: roundpipe init {' '.join(given)}")
         raise
 
 
-def _write_recipe(model: str, data: str, hardware: str, path: Path) -> None:
+def _write_recipe(
+    model: str, data: str, hardware: str, path: Path, *, method: str | None, objective: str | None
+) -> None:
     say(f"choosing settings for {model} ...")
-    from roundpipe_cli.cli.init_choice import choose_settings
+    from roundpipe_cli.cli.init_choice import are_pairs, choose_objective, choose_settings
     from roundpipe_cli.cli.recipes import write_new
     from roundpipe_cli.data.rows import DatasetSpec
     from roundpipe_cli.data.sources import count_dataset
@@ -146,9 +157,13 @@ def _write_recipe(model: str, data: str, hardware: str, path: Path) -> None:
 
     if path.exists():
         raise RefusedError(f"{path} is there already and is not overwritten", hint="--output names another file")
-    rows = count_dataset(DatasetSpec(data), path.absolute().parent)
+    folder = path.absolute().parent
+    chosen, why = choose_objective(objective, method, are_pairs(data, folder))
+    rows = count_dataset(DatasetSpec(data), folder)
+    num_rows = rows.num_rows if rows is not None else None
     machine = None if hardware.strip().lower() == HERE else hardware.strip()
-    choice = choose_settings(model, machine, path, rows.num_rows if rows is not None else None)
+    choice = choose_settings(model, machine, path, num_rows, method=method, objective=chosen)
+    choice = replace(choice, reasons=(*choice.reasons, *filter(None, [why])))
     for line in wrapped(choice.reasons, terminal_width(2)):
         say(line)
     write_new(path, recipe_text(choice, data, path).encode())
@@ -175,31 +190,22 @@ def recipe_text(choice: Choice, data: str, path: Path) -> str:
     ))]  # fmt: skip
     recipe = choice.recipe
     keys = [f"model: {text(recipe.model)}", f"method: {recipe.method}"]
-    if recipe.method == "lora":
-        lora = recipe.lora
-        keys.append(f"lora: {{r: {lora.r}, alpha: {lora.alpha:g}, dropout: 0.0, target_modules: all-linear}}")
-    written = ("method", "lora.r", "max_seq_length", "dtype", "micro_batch_tokens")
+    keys += [f"objective: {recipe.objective}"] if recipe.trains_pairs else []
+    keys += ["load_in_4bit: true"] if recipe.load_in_4bit else []
+    written = ("method", "load_in_4bit", "max_seq_length", "dtype")
     overrides = (override.partition("=") for override in choice.overrides)
-    keys += [f"{key}: {value}" for key, _, value in overrides if key not in written]
-    tokens = f"micro_batch_tokens: {recipe.micro_batch_tokens}"
-    if recipe.micro_batch_tokens == "auto":
-        tokens += "  # a microbatch has as many rows as the smallest device has room for"
-    keys += [
-        "",
-        "datasets:",
-        f"  - {{path: {text(data)}, type: auto}}",
-        "",
-        f"max_seq_length: {recipe.max_seq_length}",
-        "packing: auto  # short rows fill whole sequences",
-        "micro_batch_size: 1",
-        f"gradient_accumulation_steps: {recipe.gradient_accumulation_steps}",
-        tokens,
-        "num_train_epochs: 1",
-        f"learning_rate: {choice.learning_rate}",
-        f"dtype: {recipe.dtype}",
-        "",
-        f"output_dir: outputs/{_file_stem(path.stem)}",
-    ]
+    sections: dict[str, list[str]] = {}
+    for key, _, value in overrides:
+        section, _, inner = key.partition(".")
+        if inner:
+            sections.setdefault(section, []).append(f"{inner}: {value}")
+        elif key not in written:
+            keys.append(f"{key}: {value}")
+    keys += [f"{section}: {{{', '.join(inner)}}}" for section, inner in sections.items()]
+    keys += ["", "datasets:", f"  - {{path: {text(data)}}}", "", f"max_seq_length: {recipe.max_seq_length}"]
+    keys += [f"gradient_accumulation_steps: {recipe.gradient_accumulation_steps}  # rows of a step"]
+    keys += [f"dtype: {recipe.dtype}"] if recipe.dtype != "bfloat16" else []
+    keys += ["", f"output_dir: outputs/{_file_stem(path.stem)}"]
     if choice.hardware is not None:
         keys += [
             "",

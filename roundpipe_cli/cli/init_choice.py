@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from roundpipe_cli.choices import PAIR_OBJECTIVES
 from roundpipe_cli.costs.find_model import find_architecture
 from roundpipe_cli.costs.hardware import Hardware, parse_hardware
 from roundpipe_cli.costs.models import Architecture, DType, TrainingSettings
+from roundpipe_cli.data.formats import decide_format, find_pair_columns
+from roundpipe_cli.data.rows import BadRowError, DatasetSpec, in_chunks
+from roundpipe_cli.data.sources import find_sources
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.planning.answers import Answers
 from roundpipe_cli.planning.predict import Plan, best_plan
@@ -17,9 +22,14 @@ from roundpipe_cli.planning.solve import Change, changed, fitting_recipe, remedi
 from roundpipe_cli.planning.verdict import judge_coarsest
 from roundpipe_cli.planning.what_if import summary_of
 from roundpipe_cli.recipe.load import LoadedRecipe, load_text, resolve_path
-from roundpipe_cli.recipe.schema import LoraConfig, Recipe
+from roundpipe_cli.recipe.schema import DEFAULT_LEARNING_RATES, Objective, Recipe, trained_kind
 from roundpipe_cli.units import counted, format_bytes, format_count
 
+OBJECTIVES: tuple[Objective, ...] = ("sft", *PAIR_OBJECTIVES)
+METHOD_ANSWERS: dict[str, Literal["lora", "full"]] = {"lora": "lora", "qlora": "lora", "full": "full"}
+"""Answers to `--method` -> the recipe's method; `qlora` also packs the base weights in 4 bit."""
+LOOKED_AT = 20
+"""Rows that `init` looks at; it refuses them where each is bad."""
 SEQUENCE = 2048
 """Tokens of a row; the remedies shorten it where only that fits."""
 MAX_FULL_PARAMETERS = 500_000_000
@@ -37,12 +47,11 @@ class Choice:
     """Values chosen for the recipe, with reasons."""
 
     recipe: Recipe
-    """All values but the data's, the output's and the learning rate's."""
+    """All values but the data's and the output's."""
     overrides: tuple[str, ...]
     """`key=value` of the remedy that the recipe has."""
     tokens_per_microbatch: int
     """The value of `micro_batch_tokens: auto` on that machine."""
-    learning_rate: str
     hardware: str | None
     """For the recipe's key; None: the machine it runs on."""
     machine: str
@@ -50,43 +59,119 @@ class Choice:
     reasons: tuple[str, ...]
 
 
-def choose_settings(model: str, hardware: str | None, path: Path, num_rows: int | None = None) -> Choice:
+def are_pairs(data: str, folder: Path) -> bool | None:
+    """Whether the first rows are preference pairs; None where they cannot be read without a network.
+
+    Raises:
+        RefusedError: `data` would refuse them all.
+    """
+    spec = DatasetSpec(data)
+    try:
+        source = find_sources(spec, folder, offline=True)[0]
+        rows = next(in_chunks(source.rows()), []) if source.file is not None else []
+    except (RefusedError, OSError, ValueError):  # the rows may come later, and another command says what is wrong
+        return None
+    rows = [row for row in rows if row.fault is None][:LOOKED_AT]
+    if not rows:
+        return None
+    layouts = list(dict.fromkeys(tuple(row.columns) for row in rows))
+    pairs = False
+    with suppress(RefusedError):
+        find_pair_columns(spec, layouts, source.name)
+        pairs = True
+    row_format = decide_format(replace(spec, answer="chosen") if pairs else spec, layouts, source.name)
+    faults: list[RefusedError] = []
+    for row in rows:
+        try:
+            opened = row_format.opened(row.columns)
+            row_format.unused(opened)
+            row_format.parse(opened)
+            return pairs
+        except BadRowError as error:
+            what, where = error.fault.what, source.where(row.number)
+            found, expected, hint = error.fault.found, error.fault.expected, error.fault.hint
+            faults.append(RefusedError(what, where=where, found=found, expected=expected, hint=hint))
+    raise faults[0]
+
+
+def choose_objective(given: str | None, method: str | None, pairs: bool | None) -> tuple[Objective, str]:
+    """The objective for rows that are pairs or not (None: not known), and the reason where it is not the usual one.
+
+    Raises:
+        RefusedError: no training of this kind with such rows, or with this method.
+    """
+    if given is not None and given not in OBJECTIVES:
+        raise RefusedError("unknown objective", where="--objective", found=given, expected=", ".join(OBJECTIVES))
+    if given == "sft" and pairs:
+        found, hint = "preference pairs: a chosen and a rejected answer", "--objective dpo, orpo or simpo"
+        raise RefusedError("sft trains on answers", where="--objective", found=found, hint=hint)
+    if given not in (None, "sft") and pairs is False:
+        expected = "columns chosen and rejected"
+        raise RefusedError(f"{given} needs preference pairs", where="--objective", found="others", expected=expected)
+    if given == "dpo" and method == "full":
+        hint = "--objective orpo or simpo, or --method lora"
+        raise RefusedError("objective dpo needs method lora", where="--method", found="full", hint=hint)
+    rows = "the rows are preference pairs" if pairs else "as asked"
+    if given in (None, "dpo") and (pairs or given):
+        if method != "full":
+            return "dpo", f"objective dpo: {rows}; the reference is the model without the adapters."
+        return "orpo", f"objective orpo: {rows}; dpo needs method lora, as its reference is the model without adapters."
+    objective: Objective = next(name for name in OBJECTIVES if name == (given or "sft"))
+    return objective, f"objective {objective}: {rows}." if objective != "sft" else ""
+
+
+def choose_settings(
+    model: str,
+    hardware: str | None,
+    path: Path,
+    num_rows: int | None = None,
+    *,
+    method: str | None = None,
+    objective: Objective = "sft",
+) -> Choice:
     """Settings for `model` on the machine `hardware` in words, or on this one.
 
     Args:
         num_rows: of the data; None: not known, as many as a step takes.
+        method: one of `METHOD_ANSWERS`; None: all weights of a small model, adapters otherwise.
 
     Raises:
-        RefusedError: no such model or hardware, or nothing of it fits.
+        RefusedError: no such model, hardware or method, or nothing of it fits.
     """
+    if method is not None and method not in METHOD_ANSWERS:
+        raise RefusedError("unknown method", where="--method", found=method, expected=", ".join(METHOD_ANSWERS))
     folder = path.absolute().parent
     architecture = find_architecture(model, resolve_path(model, folder))
     loaded = load_text("model: some/model\ndatasets: [{path: rows.jsonl}]\n", "recipe.yaml")
     loaded = replace(loaded, folder=folder, recipe=replace(loaded.recipe, model=model))
     machine = parse_hardware(hardware) if hardware is not None else hardware_of(loaded.recipe, architecture)
     dtype = _dtype(machine)
-    method, why_method = _method(architecture, machine, dtype)
+    if method is not None or objective == "dpo":
+        chosen, why_method = (
+            METHOD_ANSWERS[method or "lora"],
+            f"method {method}: as asked." if method else "",
+        )
+    else:
+        chosen, why_method = _method(architecture, machine, dtype)
     length = min(SEQUENCE, architecture.max_position_embeddings or SEQUENCE)
     per_step, why_rows = _rows(length, len(machine.devices), num_rows)
     recipe = replace(
         loaded.recipe,
-        method=method,
+        method=chosen,
+        objective=objective,
+        load_in_4bit=method == "qlora",
         dtype=dtype,
         max_seq_length=length,
-        packing="auto",
-        micro_batch_size=1,
         gradient_accumulation_steps=per_step,
-        micro_batch_tokens="auto",
-        lora=LoraConfig(r=16, alpha=32.0, dropout=0.0, target_modules="all-linear"),
     )
-    plan, change, advice = _planned(replace(loaded, recipe=recipe), machine)
+    plan, change, advice = _planned(replace(loaded, recipe=recipe), machine, keeps_method=method is not None)
     question, settings = plan.question, plan.question.settings
     given = question.given.recipe if question.given is not None else recipe
     workers, count, tokens = question.num_workers, settings.num_microbatches, int(settings.tokens_per_microbatch)
     reasons = [
         f"{architecture.name}: {format_count(architecture.parameters)} parameters, on {machine.description} with "
         f"{format_bytes(machine.host_memory_bytes)} of host memory.",
-        why_method,
+        *filter(None, [why_method]),
         *([f"{change.what}; without it: {advice[0]}."] if change is not None else []),
         f"max_seq_length {given.max_seq_length}: longer rows are cut.",
         f"micro_batch_tokens auto: {tokens:,}, what the smallest device has room for and what keeps it busy. "
@@ -101,13 +186,14 @@ def choose_settings(model: str, hardware: str | None, path: Path, num_rows: int 
     if dtype != "bfloat16":
         slow = "is slower than float32 on this processor" if dtype == "float32" else "is not there on all of the GPUs"
         reasons.append(f"dtype {dtype}: bfloat16 {slow}.")
-    small = architecture.parameters < 10e9
-    rate = ("2.0e-4" if small else "1.0e-4") if given.method == "lora" else ("2.0e-5" if small else "1.0e-5")
+    kind = trained_kind(given.method, objective)
+    reasons.append(
+        f"learning_rate {DEFAULT_LEARNING_RATES[kind]:g}: the default for {kind}; without a line it follows the method."
+    )
     return Choice(
         recipe=given,
         overrides=change.overrides if change is not None else (),
         tokens_per_microbatch=tokens,
-        learning_rate=rate,
         hardware=hardware,
         machine=machine.description,
         is_here=machine.is_here,
@@ -115,8 +201,9 @@ def choose_settings(model: str, hardware: str | None, path: Path, num_rows: int 
     )
 
 
-def _planned(loaded: LoadedRecipe, machine: Hardware) -> tuple[Plan, Change | None, list[str]]:
-    """The plan, with the remedy where there is one that keeps the model; why that was needed, and what else helps.
+def _planned(loaded: LoadedRecipe, machine: Hardware, keeps_method: bool) -> tuple[Plan, Change | None, list[str]]:
+    """The plan, with the remedy where there is one that keeps the model, and the method if that is asked for; why that
+    was needed, and what else helps.
 
     Raises:
         RefusedError: it does not fit, with what fits.
@@ -126,7 +213,8 @@ def _planned(loaded: LoadedRecipe, machine: Hardware) -> tuple[Plan, Change | No
     plan = best_plan(question, answers)[1]
     summary, found = summary_of(plan), remedies(plan, answers)
     why = summary.reasons[0] if summary.reasons else ""
-    left_to_user = ("model=", "gradient_accumulation_steps=")  # the steps are as many as the data have rows for
+    left_to_user: tuple[str, ...] = ("model=", "gradient_accumulation_steps=")  # as many as the data have rows for
+    left_to_user += ("method=",) if keeps_method else ()
     own = next((change for change in found if not change.overrides[0].startswith(left_to_user)), None)
     others = [change for change in found if change is not own]
     if own is None and not plan.verdict.fits:

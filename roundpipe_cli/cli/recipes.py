@@ -122,7 +122,8 @@ def validate(
         notices: tuple[str, ...] = ()
         error: RefusedError | None = None
         try:
-            notices = load_recipe(file, overrides).notices
+            loaded = load_recipe(file, overrides)
+            notices = (*loaded.notices, *filter(None, [loaded.rate_note]))
         except RefusedError as refused:
             error = refused
         documents.append(_validation(file, notices, error))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from roundpipe_cli.choices import OPTIMIZERS
+from roundpipe_cli.choices import OPTIMIZERS, PAIR_OBJECTIVES
 
 Writes = dict[str, Any]
 """Dotted recipe key -> value. Empty: the line asks for nothing, or for what this tool always does."""
@@ -114,8 +114,24 @@ def _recompute(value: Any) -> Writes:
     raise ValueError("write `pipeline: {recompute: stage}` or delete the line")
 
 
+_REWARDED = "not here: it trains on rewards of answers that the model writes meanwhile, which TRL does"
+_UNPAIRED = "not here, but in TRL: of such rows the wanted answers train with objective: sft, or pairs with dpo"
+_OTHER_JOBS = {**dict.fromkeys(("grpo", "gspo", "ppo", "rloo"), _REWARDED), **dict.fromkeys(("kto", "bco"), _UNPAIRED)}
+_NO_IMAGES = "images are not trained here; the text part of such models is, on rows of text"
+
+
+def _job(value: Any) -> Writes:
+    """LLaMA-Factory's `stage` and axolotl's `rl`."""
+    if value in ("sft", "pt", None):
+        return {}
+    if value in PAIR_OBJECTIVES:
+        return {"objective": value}
+    raise ValueError(_OTHER_JOBS.get(str(value), f"expected one of sft, pt, {', '.join(PAIR_OBJECTIVES)}"))
+
+
 _ON_INPUTS = {True: {"train_on_inputs": False}, False: {"train_on_inputs": True}}
 _FULL_OR_LORA: dict[Any, Writes] = {"lora": {"method": "lora"}, "full": {"method": "full"}}
+_FUSED: dict[Any, Writes] = {True: {"kernels": "auto"}, False: {}}
 _QLORA: dict[Any, Writes] = {"qlora": {"method": "lora", "load_in_4bit": True}}
 
 ALIASES: dict[str, AliasConversion] = {
@@ -134,7 +150,11 @@ ALIASES: dict[str, AliasConversion] = {
     "completion_only_loss": _one_of(_ON_INPUTS),
     "assistant_only_loss": _one_of(_ON_INPUTS),
     "gradient_checkpointing": _recompute,
-    "stage": _one_of({"sft": {}}),
+    "stage": _job,
+    "rl": _job,
+    "use_liger_kernel": _one_of(_FUSED),
+    "enable_liger_kernel": _one_of(_FUSED),
+    "freeze_vision_tower": _one_of({True: {}}),
     "flash_attention": _one_of({True: {}, False: {}, None: {}}),
     "strict": _one_of({True: {}, False: {}, None: {}}),
     "dataset_prepared_path": lambda value: {},
@@ -145,6 +165,9 @@ ALIASES: dict[str, AliasConversion] = {
 }
 """Dotted key of another trainer -> its meaning here."""
 
+WRITING_VALUES: dict[tuple[str, str], Writes] = {("method", "qlora"): _QLORA["qlora"]}
+"""(recipe key, value) -> the keys that this value of another trainer means."""
+
 REMOVED: dict[str, str] = {
     "fp8_products": "it saved no time; `load_in_fp8: true` alone keeps the weights in FP8, on any GPU",
     "pipeline.optimizer_staleness": "each layer of a step now waits for its own update alone, which hides most of an "
@@ -153,6 +176,7 @@ REMOVED: dict[str, str] = {
 """Dotted keys that recipes once had: refused with this advice, dropped with a notice where they are off. A run that
 began with one of them off may be resumed."""
 
+_NO_SWANLAB = "not here: report_to takes tensorboard, wandb, mlflow and trackio; metrics.jsonl has every step"
 _DEVICES = "layers are streamed through all devices anyway; name them with pipeline.devices"
 
 NO_COUNTERPART: dict[str, str] = {
@@ -178,6 +202,10 @@ NO_COUNTERPART: dict[str, str] = {
     "saves_per_epoch": "write save_steps: epoch, or a fraction of all steps: save_steps: 0.1",
     "save_strategy": "write save_steps: a number of steps, a fraction of all, or epoch",
     "eval_strategy": "write eval_steps: a number of steps, a fraction of all, or epoch",
+    **dict.fromkeys(("processor_type", "image_max_pixels", "image_min_pixels", "video_max_pixels"), _NO_IMAGES),
+    **dict.fromkeys(("image_size", "image_resize_algorithm", "image_column", "images", "image_dir"), _NO_IMAGES),
+    "use_swanlab": _NO_SWANLAB,
+    "swanlab_project": _NO_SWANLAB,
     "max_samples": "take a part of the split: datasets: [{path: data/train.jsonl, split: 'train[:1000]'}]",
 }
 """Keys of other trainers without a key here: refused with this advice, dropped with a notice where they are off."""
@@ -206,7 +234,33 @@ VALUE_ALIASES: dict[str, dict[Any, Any]] = {
 """Recipe key -> other spellings of its values."""
 
 
+_NO_4BIT_STATE = "not here; the nearest is adamw_8bit, whose state takes 2 bytes for each trained parameter"
+_FEWER_TRAINED = "write `method: full` and name what stays as it is: frozen_parameters"
+VALUE_ANSWERS: dict[str, dict[str, str]] = {
+    "method": {
+        "dora": "write `method: lora` and `lora: {use_dora: true}`",
+        "freeze": _FEWER_TRAINED,
+        **{name: f"write `objective: {name}`" for name in PAIR_OBJECTIVES},
+        **_OTHER_JOBS,
+    },
+    "objective": _OTHER_JOBS,
+    "optim": {
+        "muon": "not here; the nearest is adamw_bf16, whose state takes 4 bytes for each trained parameter, as Muon's",
+        **dict.fromkeys(("adamw_torch_4bit", "adamw_4bit", "ao_adamw_4bit"), _NO_4BIT_STATE),
+    },
+    "report_to": {
+        "swanlab": _NO_SWANLAB,
+        **dict.fromkeys(("comet_ml", "clearml", "neptune", "dvclive", "all"), _NO_SWANLAB),
+    },
+}
+"""Recipe key -> values of other trainers that have no counterpart, with the advice for each."""
+
+
 _OTHER_WORDS = {
+    "objective": "grpo kto ppo rl stage",
+    "optim": "muon adamw_torch_4bit",
+    "report_to": "swanlab",
+    "kernels": "use_liger_kernel liger",
     "max_seq_length": "context window context_length",
     "method": "qlora",
     "load_in_4bit": "qlora nf4 bnb",
@@ -239,6 +293,18 @@ def was_off(key: str, value: Any) -> bool:
 def note(alias: str) -> str:
     """A note for users who are used to `alias`, or an empty text."""
     return _NOTES.get(alias, "")
+
+
+def conversion_of(key: str, value: Any) -> AliasConversion | None:
+    """The meaning of a key of another trainer, or of its value for one of ours; None: there is none."""
+    if isinstance(value, str) and (key, value.lower()) in WRITING_VALUES:
+        return lambda value: dict(WRITING_VALUES[key, value.lower()])
+    return ALIASES.get(key)
+
+
+def answer_to(key: str, value: Any) -> str | None:
+    """The advice for a value of another trainer that a recipe key does not take."""
+    return VALUE_ANSWERS.get(key, {}).get(value.lower()) if isinstance(value, str) else None
 
 
 def value_alias(key: str, value: Any) -> tuple[bool, Any]:

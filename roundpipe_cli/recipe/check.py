@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 from roundpipe_cli.choices import OPTIMIZER_KEYS, OPTIMIZERS, PACKED_FORMATS, SCHEDULE_KINDS
 from roundpipe_cli.errors import Problem, closest, one_edit_apart
+from roundpipe_cli.recipe.aliases import answer_to
 from roundpipe_cli.recipe.schema import DatasetConfig, PipelineConfig, Range, Recipe
 from roundpipe_cli.recipe.strict_yaml import KeyPath, Place, format_key, parse_scalar, shown_value
 
@@ -270,7 +271,9 @@ def _refuse(value: Any, hint: Any, path: KeyPath, findings: Findings) -> Any:
         f"{format_key(path) or 'the recipe'} has a value that is not accepted",
         found=shown_value(value),
         expected=describe_type(hint),
-        hint=_advice(value, hint, findings.place(path).origin) or _where_it_is_told(path),
+        hint=answer_to(str(path[0]) if path else "", value)
+        or _advice(value, hint, findings.place(path).origin)
+        or _where_it_is_told(path),
     )
     return REFUSED
 
@@ -306,8 +309,6 @@ def _advice(value: Any, hint: Any, origin: str) -> str | None:
         choices = [choice for choice in _choices(hint) if isinstance(choice, str)]
         if "cuda:N" in wanted and not choices:  # an item of `devices`
             choices = ["cpu", *(f"cuda:{index}" for index in range(8))]
-        if "lora" in choices and value.lower() == "qlora":  # what other tools call a method is two keys here
-            return "write `method: lora`, and `load_in_4bit: true` on a line below"
         items = [item.strip() for item in value.split(",")]
         is_a_list_without_brackets = check(items, hint, (), Findings({})) is not REFUSED
         return _mean(value, choices) or (f"write [{value}]" if is_a_list_without_brackets else None)

@@ -40,6 +40,7 @@ SIGNS: Mapping[Tool, tuple[str, ...]] = {
 DEFAULTS: Mapping[Tool, Mapping[str, Any]] = {
     "axolotl": {
         "num_epochs": 1,
+        "packing": False,
         "gradient_accumulation_steps": 1,
         "micro_batch_size": 1,
         "lr_scheduler": "cosine",
@@ -51,6 +52,7 @@ DEFAULTS: Mapping[Tool, Mapping[str, Any]] = {
     },
     "llama-factory": {
         "num_train_epochs": 3,
+        "packing": False,
         "gradient_accumulation_steps": 1,
         "per_device_train_batch_size": 8,
         "learning_rate": 5.0e-5,
@@ -62,6 +64,7 @@ DEFAULTS: Mapping[Tool, Mapping[str, Any]] = {
     },
     "trl": {
         "num_train_epochs": 3,
+        "packing": False,
         "gradient_accumulation_steps": 1,
         "per_device_train_batch_size": 8,
         "learning_rate": 2.0e-5,

@@ -14,9 +14,21 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from roundpipe_cli.recipe.aliases import spellings
 from roundpipe_cli.recipe.check import describe_type, hints_of, section_of
-from roundpipe_cli.recipe.schema import Explained, InclusiveRange, Matching, NotEmpty, Range, Recipe, with_lists
+from roundpipe_cli.recipe.schema import (
+    DEFAULT_LEARNING_RATES,
+    Explained,
+    InclusiveRange,
+    Matching,
+    NotEmpty,
+    Range,
+    Recipe,
+    with_lists,
+)
 
-DERIVED = {"output_dir": "outputs/<name of the recipe file>"}
+DERIVED = {
+    "output_dir": "outputs/<name of the recipe file>",
+    "learning_rate": ", ".join(f"{rate:.1e} for {kind}" for kind, rate in DEFAULT_LEARNING_RATES.items()),
+}
 """Keys without a default in the schema that are nevertheless optional: `load.py` derives them."""
 
 

@@ -17,9 +17,28 @@ import yaml
 
 from roundpipe_cli.errors import ContradictionError, Problem, RecipeError, RefusedError, closest
 from roundpipe_cli.files import named_path
-from roundpipe_cli.recipe.aliases import ALIASES, NO_COUNTERPART, REMOVED, Writes, is_off, note, value_alias, was_off
+from roundpipe_cli.recipe.aliases import (
+    ALIASES,
+    NO_COUNTERPART,
+    REMOVED,
+    AliasConversion,
+    Writes,
+    conversion_of,
+    is_off,
+    note,
+    value_alias,
+    was_off,
+)
 from roundpipe_cli.recipe.check import Findings, check, find_contradictions, hints_of, remove_unknown_keys, section_of
-from roundpipe_cli.recipe.schema import LoraConfig, Recipe, plain_data, with_lists
+from roundpipe_cli.recipe.schema import (
+    DEFAULT_LEARNING_RATES,
+    LoraConfig,
+    Recipe,
+    plain_data,
+    rate_reason,
+    trained_kind,
+    with_lists,
+)
 from roundpipe_cli.recipe.shipped import find_recipe, shipped_folder
 from roundpipe_cli.recipe.strict_yaml import (
     MAX_BYTES,
@@ -400,9 +419,9 @@ def _translate_keys(
     for key in list(mapping):
         here = (*path, key)
         name = dotted(here)
-        if name in ALIASES:
+        if (conversion := conversion_of(name, mapping[key])) is not None:
             value = mapping.pop(key)
-            writes = _convert(here, value, findings, notices)
+            writes = _convert(here, value, conversion, findings, notices=notices)
             for target, meant in writes.items():
                 _move(
                     root,
@@ -419,11 +438,13 @@ def _translate_keys(
             _translate_keys(root, value, (*path, key), findings, notices=notices)
 
 
-def _convert(path: KeyPath, value: Any, findings: Findings, notices: list[str]) -> Writes:
+def _convert(
+    path: KeyPath, value: Any, conversion: AliasConversion, findings: Findings, *, notices: list[str]
+) -> Writes:
     """The keys that an alias means, with its notice; none, with a finding, where its value has no counterpart."""
     alias = dotted(path)
     try:
-        writes = ALIASES[alias](value)
+        writes = conversion(value)
     except ValueError as error:
         findings.add(path, f"{alias} has a value without counterpart here", found=shown_value(value), hint=str(error))
         return {}
@@ -432,7 +453,8 @@ def _convert(path: KeyPath, value: Any, findings: Findings, notices: list[str]) 
         notices.append(f"{origin}: {alias}: {shown_value(value)} changes nothing here and is left out")
     else:
         meant = " and ".join(writes)
-        notices.append(f"{origin}: {alias} is read as {meant}{note(alias)}")
+        shown = alias if alias in ALIASES else f"{alias}: {shown_value(value)}"
+        notices.append(f"{origin}: {shown} is read as {meant}{note(alias)}")
     return writes
 
 
@@ -555,6 +577,13 @@ class LoadedRecipe:
     """Its folder: relative paths are tried from the working directory, then from here."""
     notices: tuple[str, ...]
     """One line each, for stderr: aliases, a shipped recipe in place of a missing file."""
+    has_own_rate: bool = True
+    """Whether file or overrides give `learning_rate`."""
+
+    @property
+    def rate_note(self) -> str | None:
+        """A line about the learning rate that nobody gave, and why it is that; None where somebody did."""
+        return None if self.has_own_rate else f"learning_rate {self.recipe.learning_rate:g}: {rate_reason(self.recipe)}"
 
 
 def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> LoadedRecipe:
@@ -617,6 +646,7 @@ def _load(raw: bytes, file: Path, notices: list[str], overrides: Sequence[str]) 
     data = refuse_bad_references(data, (), findings)
     data = apply_overrides(data, overrides, findings, notices)
     remove_unknown_keys(data, Recipe, findings, also_known=list(ALIASES))
+    has_own_rate = "learning_rate" in data
     _fill_defaults(data, file.stem)
     data = resolve_references(data, findings)
     recipe = check(data, Recipe, (), findings)
@@ -627,7 +657,7 @@ def _load(raw: bytes, file: Path, notices: list[str], overrides: Sequence[str]) 
         raise kind(findings.problems)
     assert isinstance(recipe, Recipe)
     notices += _unused(recipe)
-    return LoadedRecipe(recipe, file, file.parent, tuple(notices))
+    return LoadedRecipe(recipe, file, file.parent, tuple(notices), has_own_rate)
 
 
 def tried_paths(text: str, folder: Path) -> tuple[Path, ...]:
@@ -652,7 +682,9 @@ def resolve_path(text: str, folder: Path) -> Path | None:
 
 def resolved_yaml(recipe: Recipe) -> str:
     """The recipe with every default written out; loading this text gives an equal recipe."""
-    return values_as_yaml(plain_data(recipe))
+    why = rate_reason(recipe)
+    reason = f"  # {why}" if why else ""
+    return re.sub(r"^learning_rate: .*", rf"\g<0>{reason}", values_as_yaml(plain_data(recipe)), flags=re.MULTILINE)
 
 
 def values_as_yaml(values: Mapping[str, Any]) -> str:
@@ -697,6 +729,12 @@ def _fill_defaults(data: dict[str, Any], stem: str) -> None:
     """Write the defaults into `data`, so that references to keys that are not given work."""
     safe = re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip(".-") or "recipe"
     data.setdefault("output_dir", f"outputs/{safe}")
+    pipeline = data.get("pipeline")
+    chunks = pipeline.get("sequence_chunks") if isinstance(pipeline, dict) else None
+    if "micro_batch_size" in data or (isinstance(chunks, int) and chunks > 1):
+        data.setdefault("micro_batch_tokens", None)
+    kind = trained_kind(data.get("method"), data.get("objective"))
+    data.setdefault("learning_rate", DEFAULT_LEARNING_RATES[kind])
     for field in fields(Recipe):
         section, is_list = section_of(hints_of(Recipe)[field.name])
         if section is not None and not is_list:

@@ -109,6 +109,7 @@ class InclusiveRange:
 # Parts of a recipe that are mappings of their own, and the types of values that keys share.
 
 Words = Annotated[str, NotEmpty()]
+Objective = Literal["sft"] | PairObjective
 PositiveInt = Annotated[int, Range(1)]
 StepInterval = Literal["epoch"] | PositiveInt | Annotated[float, Range(0, 1, above=True, below=True)]
 """Steps between two saves or evaluations; a number below 1 is a share of the run's steps, as in transformers."""
@@ -132,6 +133,17 @@ Column = Literal[
 ]
 MAX_LEARNING_RATE = 10
 """Higher ones are slips, such as 2e4 for 2e-4."""
+DEFAULT_LEARNING_RATES = {"LoRA": 2.0e-4, "full fine-tuning": 1.0e-5, "preference pairs": 5.0e-6}
+"""Kind of training -> `learning_rate` where a recipe has none; the key's own text names the sources."""
+
+
+def trained_kind(method: object, objective: object) -> str:
+    """The kind of training, as `DEFAULT_LEARNING_RATES` names it."""
+    if objective in PAIR_OBJECTIVES:
+        return "preference pairs"
+    return "full fine-tuning" if method == "full" else "LoRA"
+
+
 ScheduleKey = Literal[
     "num_cycles",
     "lr_end",
@@ -339,7 +351,7 @@ class Recipe:
     """Branch, tag or commit of a hub model. null is the default branch."""
     method: Literal["lora", "full"] = "lora"
     """`lora` trains adapters; `full` trains every weight (18 bytes of host memory a parameter in 16 bit)."""
-    objective: Literal["sft"] | PairObjective = "sft"
+    objective: Objective = "sft"
     """`sft` trains on answers; `dpo`, `orpo` and `simpo` on pairs of a chosen and a rejected answer (datasets of type
     preference: columns prompt, chosen, rejected). The reference of `dpo` is the base model, or the adapter of
     `lora.start_from` as it is, so it needs `method: lora`; the others need no reference."""
@@ -367,7 +379,7 @@ class Recipe:
     all rows. 0 is none."""
     max_seq_length: PositiveInt = 2048
     """Tokens of the longest row; `long_rows` says what happens to longer ones. Activation memory grows with it."""
-    packing: Literal["auto"] | bool = False
+    packing: Literal["auto"] | bool = "auto"
     """Put several short rows into one sequence of `max_seq_length` tokens; they do not see each other. A step then has
     as many sequences as it has rows otherwise, and so more rows. `auto` does so where rows have at most half of
     `max_seq_length` tokens on average, the model allows it and enough steps are left; the run says which and keeps to
@@ -397,20 +409,24 @@ class Recipe:
     """Microbatches of one step. A step has micro_batch_size x gradient_accumulation_steps rows whatever the number of
     devices; more microbatches than devices make the pipeline's bubble small. With `micro_batch_tokens` only that
     product counts."""
-    micro_batch_tokens: Literal["auto"] | PositiveInt | None = None
+    micro_batch_tokens: Literal["auto"] | PositiveInt | None = "auto"
     """Fill microbatches up to so many tokens, padding included, in place of `micro_batch_size` rows each: as many rows
     of like length as that, or at least one of `max_seq_length`, of which it counts whole ones. A step's rows stay the
     same, only their grouping changes, so its loss differs by rounding; of short rows it still has 4 microbatches, or as
     many as of full ones if those are fewer. `auto` is 8192 where the memory of the smallest card allows it (16384 with
     experts, 2048 on the processor), as far as a full step keeps 4 microbatches (16), and never depends on the number of
-    devices; the saved recipe holds the number. null is `micro_batch_size`."""
+    devices; the saved recipe holds the number. null is `micro_batch_size` rows, and the default beside that key and
+    beside `pipeline.sequence_chunks`."""
     max_steps: PositiveInt | None = None
     """Optimizer steps of the whole run, in place of `num_train_epochs`: the rows are gone through as often as it takes.
     null leaves it to the epochs."""
     num_train_epochs: PositiveInt = 1
     """Passes over the training rows."""
-    learning_rate: Annotated[float, Range(0, MAX_LEARNING_RATE, above=True)] = 2.0e-4
-    """Peak learning rate, after warmup."""
+    learning_rate: Annotated[float, Range(0, MAX_LEARNING_RATE, above=True)]
+    """Peak learning rate, after warmup. Not given, it is that of what is trained: 2.0e-4 for LoRA, as in QLoRA (arXiv
+    2305.14314) and Unsloth's guide; 5.0e-6 for preference pairs, Unsloth's guide again (TRL's default is 1.0e-6);
+    1.0e-5 for all weights (TRL's default is 2.0e-5), as "LoRA without regret" (thinkingmachines.ai, 2025) found LoRA's
+    best rate to be about ten times that of full fine-tuning."""
     lr_scheduler_type: Literal[
         "cosine",
         "linear",
@@ -596,6 +612,12 @@ class Recipe:
         recomputes = pipeline.recompute == "stage" and pipeline.keep_activations in ("auto", 0)
         is_dealing_open = pipeline.dispatch != "round_robin" and pipeline.head_workers in ("auto", 1)
         return is_cache_open and is_cut_open and recomputes and is_dealing_open
+
+
+def rate_reason(recipe: Recipe) -> str:
+    """The reason for the learning rate, empty where it is not a default."""
+    kind = trained_kind(recipe.method, recipe.objective)
+    return f"the default for {kind}" if recipe.learning_rate == DEFAULT_LEARNING_RATES[kind] else ""
 
 
 def with_lists(value: Any) -> Any:

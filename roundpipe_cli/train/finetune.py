@@ -5,7 +5,6 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 
 from roundpipe_cli.events import Notice, run_clock
@@ -89,7 +88,9 @@ def run_finetune(
             check_state(checkpoint)
         checkpoint = nodes.share_checkpoint(checkpoint)
         if checkpoint is not None:
-            loaded = replace(loaded, recipe=as_decided(loaded.recipe, checkpoint.meta["recipe"]))
+            loaded = as_decided(loaded, checkpoint.meta["recipe"])
+        elif loaded.rate_note is not None:
+            tell(Notice(loaded.rate_note))
         revision = recipe.revision
         if checkpoint is not None:
             revision = begun_with(checkpoint.meta, recipe, start.allow_changed)

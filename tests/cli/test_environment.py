@@ -21,7 +21,7 @@ NAMES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *("TORCHELASTIC_RESTART_COUNT", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
 )
-RECIPE = Recipe(model="model", datasets=(), output_dir="out", gradient_accumulation_steps=4)
+RECIPE = Recipe(model="model", datasets=(), output_dir="out", learning_rate=1e-4, gradient_accumulation_steps=4)
 
 
 @pytest.fixture(autouse=True)
@@ -97,6 +97,7 @@ def test_named_devices_allow_several_processes_on_a_machine(monkeypatch: pytest.
         model="model",
         datasets=(),
         output_dir="out",
+        learning_rate=1e-4,
         gradient_accumulation_steps=4,
         pipeline=PipelineConfig(devices=("cpu",)),
     )

@@ -127,7 +127,7 @@ RECIPES = {
     "a misspelt inner key": GOOD + "lora: {rang: 8}\n",
     "an inner value out of range": GOOD + "lora: {r: 0}\n",
     "no number of epochs": GOOD + "num_train_epochs: 0\n",
-    "a method of another tool": GOOD + "method: qlora\n",
+    "a method of another tool": GOOD + "method: grpo\n",
     "an unknown device": GOOD + "pipeline: {devices: [gpu]}\n",
     "a key twice": GOOD + "max_steps: 10\nmax_steps: 5\n",
     "no model": GOOD.replace("model: model\n", ""),

@@ -21,7 +21,8 @@ from roundpipe_cli.schedule.simulate import simulate_program
 from roundpipe_cli.schedule.timeline import makespan_s
 
 RECIPE = (
-    "model: Qwen/Qwen3-1.7B\ndatasets: [{path: rows.jsonl}]\nmax_seq_length: 2048\ngradient_accumulation_steps: 8\n"
+    "model: Qwen/Qwen3-1.7B\ndatasets: [{path: rows.jsonl}]\nmax_seq_length: 2048\n"
+    "packing: false\nmicro_batch_size: 1\ngradient_accumulation_steps: 8\n"
 )
 
 

@@ -48,7 +48,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 """Widths of Llama 3.3 70B, Qwen3 8B and Qwen3 30B-A3B."""
 MACHINES = ("4x4090", "2x3090,host_memory_gib=40", "3x5090,host_memory_gib=256")
-WORDS = ["gradient_accumulation_steps=8", "pipeline.weight_cache=0", "max_seq_length=4096"]
+WORDS = ["micro_batch_size=1", "gradient_accumulation_steps=8", "pipeline.weight_cache=0", "max_seq_length=4096"]
 EVERY = [(name, machine, schedule) for name in MODELS for machine in MACHINES for schedule in SCHEDULES]
 
 

@@ -30,6 +30,8 @@ RECIPE = """
 model: HuggingFaceTB/SmolLM2-135M-Instruct
 datasets: [{path: rows.jsonl}]
 max_seq_length: 512
+packing: false
+micro_batch_size: 1
 gradient_accumulation_steps: 4
 pipeline: {forward_stages: [[0, 10], [11, 20], [21, 30]], backward_stages: [[31, 31], [16, 30], [0, 15]]}
 """

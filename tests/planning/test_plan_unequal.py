@@ -25,6 +25,8 @@ RECIPE = """
 model: Qwen/Qwen3-0.6B
 datasets: [{path: rows.jsonl}]
 max_seq_length: 2048
+packing: false
+micro_batch_size: 1
 gradient_accumulation_steps: 12
 """
 

@@ -37,7 +37,8 @@ SIZES = [(2, 9), (1, 7), (2, 5), (1, 11), (2, 6), (1, 9)]
 def planned(folder: Path, hardware: str, *overrides: str) -> Plan:
     (folder / "rows.jsonl").write_text('{"text": "a"}\n')
     (folder / "recipe.yaml").write_text(
-        "datasets: [{path: rows.jsonl}]\nmax_seq_length: 2048\ngradient_accumulation_steps: 16\ndtype: bfloat16\n"
+        "datasets: [{path: rows.jsonl}]\nmax_seq_length: 2048\npacking: false\n"
+        "micro_batch_size: 1\ngradient_accumulation_steps: 16\ndtype: bfloat16\n"
     )
     usual = ("model=meta-llama/Llama-3.1-8B", "load_in_4bit=true", f"output_dir={folder / 'out'}")
     return make_plan(load_recipe(folder / "recipe.yaml", [*usual, *overrides]), hardware)

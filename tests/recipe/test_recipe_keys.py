@@ -67,7 +67,7 @@ def test_defaults_are_yaml_for_the_defaults_of_the_schema() -> None:
     defaults = {key.name: key.default for key in recipe_keys()}
     values = {name: parse_text(f"x: {text}\n", name).data["x"] for name, text in defaults.items() if text is not None}
     assert values["adam_epsilon"] == 1e-8 and values["lora.alpha"] == 32.0 and values["report_to"] == []
-    assert values["method"] == "lora" and values["packing"] is False and values["max_steps"] is None
+    assert values["method"] == "lora" and values["packing"] == "auto" and values["max_steps"] is None
     assert defaults["model"] is None and defaults["output_dir"] == "outputs/<name of the recipe file>"
 
 
@@ -76,7 +76,8 @@ def test_the_command_prints_text_json_and_markdown() -> None:
     assert listed().splitlines() == list(as_text(keys))
     assert listed("--markdown").splitlines() == list(as_markdown(keys))
     assert [key["name"] for key in json.loads(listed("--json"))] == [key.name for key in keys]
-    assert re.search(r"^learning_rate +0\.0002\n    Type: a number above 0 and at most 10\.\n    Peak", listed(), re.M)
+    rates = r"2\.0e-04 for LoRA, 1\.0e-05 for full fine-tuning, 5\.0e-06 for preference pairs"
+    assert re.search(rf"^learning_rate +{rates}\n    Type: a number above 0 and at most 10\.\n    Peak", listed(), re.M)
     assert {line.split(".")[0] for line in listed("lora.").splitlines() if line[0] != " "} == {"lora"}
     assert max(map(len, listed("lora").splitlines())) <= 100
     assert listed("no-such-key") == ""
@@ -116,12 +117,12 @@ def test_the_json_schema_takes_what_the_loader_takes(tmp_path: Path) -> None:
     validator = jsonschema.Draft202012Validator(schema)
     for shipped in shipped_recipes():
         assert not list(validator.iter_errors(parse_text(shipped.path.read_text(encoding="utf-8"), "x").data)), shipped
-    resolved = plain_data(Recipe(model="m", datasets=(DatasetConfig(path="a"),), output_dir="o"))
+    resolved = plain_data(Recipe(model="m", datasets=(DatasetConfig(path="a"),), output_dir="o", learning_rate=1e-4))
     assert not list(validator.iter_errors(resolved))
     good = "model: m\ndatasets: [{path: a}]\n"
     for line in (
         *("learning_rat: 1", "learning_rate: 0", "learning_rate: 11", "lora: {r: 1.5}", "lora: {rank2: 1}"),
-        *("method: qlora", "packing: 1", "model: 7", "pipeline: {devices: [gpu]}", "pipeline: {devices: []}"),
+        *("method: dora", "packing: 1", "model: 7", "pipeline: {devices: [gpu]}", "pipeline: {devices: []}"),
         *("pipeline: {forward_stages: [[0]], backward_stages: [[0]]}", "datasets: [{}]", "save_total_limit: 1"),
         *("lr_scheduler_kwargs: {no_such: 1}", "weight_decay: -1", "max_steps: 0", "report_to: [nobody]"),
     ):

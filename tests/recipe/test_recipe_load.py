@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -58,7 +59,8 @@ def problems_of(file: Path, *overrides: str) -> list[str]:
 def test_the_smallest_recipe_has_every_default(tmp_path: Path) -> None:
     loaded = load_recipe(write(tmp_path, SMALLEST))
     dataset = DatasetConfig(path="rows.jsonl")
-    assert loaded.recipe == Recipe(model="some/model", datasets=(dataset,), output_dir="outputs/mine")
+    expected = Recipe(model="some/model", datasets=(dataset,), output_dir="outputs/mine", learning_rate=2e-4)
+    assert loaded.recipe == expected
     assert loaded.folder == tmp_path and loaded.notices == ()
     fixed = {"r": 16, "alpha": 32.0, "dropout": 0.0, "target_modules": "all-linear"}
     assert {key: plain_data(loaded.recipe)["lora"][key] for key in fixed} == fixed
@@ -265,6 +267,92 @@ deepspeed: null
     assert all("mine.yaml:" in notice for notice in loaded.notices)
 
 
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("method: qlora", {"method": "lora", "load_in_4bit": True}),
+        ("method: QLoRA\nload_in_4bit: true", {"method": "lora", "load_in_4bit": True}),
+        ("use_liger_kernel: true", {"kernels": "auto"}),
+        ("freeze_vision_tower: true", {}),
+        ("rl: dpo", {"objective": "dpo", "learning_rate": 5e-6}),
+        ("stage: pt", {"objective": "sft"}),
+    ],
+)
+def test_words_of_other_trainers_are_read(tmp_path: Path, line: str, expected: dict[str, Any]) -> None:
+    loaded = load_recipe(write(tmp_path, SMALLEST + line + "\n"))
+    assert {key: getattr(loaded.recipe, key) for key in expected} == expected
+    assert loaded.notices and all("mine.yaml:4: " in notice for notice in loaded.notices)
+    assert load_recipe(write(tmp_path, SMALLEST), line.replace(": ", "=").split()).recipe == loaded.recipe
+
+
+@pytest.mark.parametrize(
+    ("line", "answer"),
+    [
+        *((f"{key}: {job}", "which TRL does") for key in ("method", "objective", "stage") for job in ("grpo", "ppo")),
+        *((f"{key}: kto", "not here, but in TRL") for key in ("method", "objective", "stage", "rl")),
+        ("method: dora", "write `method: lora` and `lora: {use_dora: true}`"),
+        ("method: dpo", "write `objective: dpo`"),
+        ("method: freeze", "name what stays as it is: frozen_parameters"),
+        ("optim: adamw_torch_4bit", "the nearest is adamw_8bit"),
+        ("optim: muon", "the nearest is adamw_bf16"),
+        *(
+            (line, "metrics.jsonl has every step")
+            for line in ("report_to: swanlab", "report_to: [tensorboard, swanlab]")
+        ),
+        ("use_swanlab: true", "metrics.jsonl has every step"),
+        *((f"{key}: 1", "images are not trained here") for key in ("image_max_pixels", "processor_type", "images")),
+    ],
+)
+def test_words_without_a_counterpart_are_answered(tmp_path: Path, line: str, answer: str) -> None:
+    (found,) = problems_of(write(tmp_path, SMALLEST + line + "\n"))
+    assert answer in found and found.startswith("mine.yaml:4: ") or f"{tmp_path}/mine.yaml:4: " in found, found
+
+
+def test_the_learning_rate_is_that_of_what_is_trained(tmp_path: Path) -> None:
+    """Story: `method=full` under a recipe without a rate trained all weights at 2e-4, and pairs too."""
+    rates = {
+        "": (2e-4, "LoRA"),
+        "method=lora load_in_4bit=true": (2e-4, "LoRA"),
+        "method=full": (1e-5, "full fine-tuning"),
+        "objective=dpo": (5e-6, "preference pairs"),
+        "objective=orpo method=full": (5e-6, "preference pairs"),
+    }
+    for words, (rate, kind) in rates.items():
+        loaded = load_recipe(write(tmp_path, SMALLEST), words.split())
+        assert loaded.recipe.learning_rate == rate
+        assert loaded.rate_note == f"learning_rate {rate:g}: the default for {kind}"
+        text = resolved_yaml(loaded.recipe)
+        assert re.search(rf"^learning_rate: \S+  # the default for {kind}$", text, re.MULTILINE)
+        again = load_recipe(write(tmp_path, text, "again.yaml"))
+        assert again.recipe == loaded.recipe and again.rate_note is None
+        given = load_recipe(write(tmp_path, SMALLEST), [*words.split(), "lr=3e-3"])
+        assert given.recipe.learning_rate == 3e-3 and given.rate_note is None
+        assert "#" not in resolved_yaml(given.recipe)
+    reference = load_recipe(write(tmp_path, SMALLEST + "method: full\noutput_dir: out-${learning_rate}\n")).recipe
+    assert reference.output_dir == "out-1e-05"
+
+
+@pytest.mark.parametrize(
+    ("words", "tokens", "packing"),
+    [
+        ("", "auto", "auto"),
+        ("gradient_accumulation_steps=4", "auto", "auto"),
+        ("micro_batch_size=1", None, "auto"),
+        ("per_device_train_batch_size=2 packing=false", None, False),
+        ("micro_batch_size=2 micro_batch_tokens=auto", "auto", "auto"),
+        ("micro_batch_size=2 micro_batch_tokens=8192", 8192, "auto"),
+        ("pipeline.sequence_chunks=4", None, "auto"),
+        ("pipeline.sequence_chunks=1", "auto", "auto"),
+    ],
+)
+def test_microbatches_are_filled_unless_their_rows_are_given(
+    tmp_path: Path, words: str, tokens: Any, packing: Any
+) -> None:
+    recipe = load_recipe(write(tmp_path, SMALLEST), words.split()).recipe
+    assert (recipe.micro_batch_tokens, recipe.packing) == (tokens, packing)
+    assert load_recipe(write(tmp_path, resolved_yaml(recipe), "again.yaml")).recipe == recipe
+
+
 def test_an_alias_beside_its_key_is_refused(tmp_path: Path) -> None:
     found = problems_of(write(tmp_path, SMALLEST + "lr: 1e-4\nlearning_rate: 1e-4\nlora_r: 3\nlora: {rank: 4}\n"))
     assert len(found) == 2
@@ -281,7 +369,7 @@ def test_an_override_wins_over_an_alias_in_the_file(tmp_path: Path) -> None:
 
 
 def test_a_problem_of_an_alias_names_the_written_key(tmp_path: Path) -> None:
-    found = problems_of(write(tmp_path, SMALLEST + "lr: fast\nstage: dpo\ndeepspeed: zero3.json\n"))
+    found = problems_of(write(tmp_path, SMALLEST + "lr: fast\nstage: kto\ndeepspeed: zero3.json\n"))
     assert "mine.yaml:4: learning_rate (written lr)" in found[0]
     assert "mine.yaml:5: stage: stage has a value without counterpart here" in found[1]
     assert "mine.yaml:6: deepspeed: unknown key deepspeed [layers are streamed" in found[2]

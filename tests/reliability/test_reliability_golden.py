@@ -95,9 +95,9 @@ def test_a_state_with_values_of_other_kinds(key: str, value: Any) -> None:
 
 def test_values_that_are_only_compared_are_a_change(tmp_path: Path) -> None:
     """Of any kind: no `recipe` of a checkpoint needs a table of its own."""
-    work = _foreign(tmp_path, lambda state: _with_recipe(state, datasets=0.5, learning_rate=["x"]))
+    work = _foreign(tmp_path, lambda state: _with_recipe(state, datasets=0.5, weight_decay=["x"]))
     done = finetune(work, "--resume", *LIBRARIES).expect(2)
-    assert "datasets: changed since" in done.err and "learning_rate: changed since" in done.err
+    assert "datasets: changed since" in done.err and "weight_decay: changed since" in done.err
 
 
 def _with_recipe(state: dict[str, Any], **values: Any) -> dict[str, Any]:

@@ -113,6 +113,7 @@ def write_recipe(path: Path, **changes: Any) -> Path:
         "lora": {"r": 4, "alpha": 8, "dropout": 0.1},
         "datasets": [{"path": "rows.jsonl"}],
         "max_seq_length": 64,
+        "packing": False,
         "micro_batch_size": 2,
         "gradient_accumulation_steps": 2,
         "num_train_epochs": 2,

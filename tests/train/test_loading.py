@@ -25,7 +25,7 @@ def test_loading_says_how_much_and_how_fast(tmp_path: Path, monkeypatch: pytest.
     seconds = itertools.count(0.0, 2.0)  # each weight takes two
     monkeypatch.setattr("roundpipe_cli.train.prepare.trainable.time", SimpleNamespace(monotonic=lambda: next(seconds)))
     told: list[Event] = []
-    recipe = Recipe(model="tiny", method="full", datasets=(), output_dir="out")
+    recipe = Recipe(model="tiny", method="full", datasets=(), output_dir="out", learning_rate=1e-4)
     fill_store(rig.store, ModelSource("tiny", tmp_path), rig.skeleton, recipe, start=None, tell=told.append)
     texts = [event.text for event in told if isinstance(event, Phase)]
     assert re.fullmatch(r"loading [\d.]+ KiB of weights", texts[0])

