@@ -161,7 +161,7 @@ class RunFiles:
                 if self._timelines.pop(event.step, None) is None:
                     continue  # told already
             else:
-                told += self._steps_up_to(_number(line.get("step")))
+                told += self._steps_up_to(_number(line.get("step", line.get("after"))))
             self._time_s = _number(line.get("t")) or self._time_s
             if isinstance(event, RunStarted):
                 self._num_steps = event.num_steps

@@ -469,7 +469,8 @@ class Recipe:
     """Uniform noise on the embeddings in training, at most alpha / sqrt(tokens x hidden size) (NEFTune, arXiv
     2310.05914; 5 is usual). 0 is off."""
     max_grad_norm: Annotated[float, Range(0)] = 1.0
-    """Gradients of a step are scaled down to this global 2-norm. 0 is off, and lets a layer update early."""
+    """Gradients of a step are scaled down to this global 2-norm. 0 is off, and lets a layer update early (but see
+    `on_device_loss`)."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Data type of weights and activations; masters are always float32. float16 uses loss scaling."""
     float16_accumulation: bool = False
@@ -528,7 +529,7 @@ class Recipe:
     on_device_loss: Literal["continue", "stop"] = "continue"
     """When a device fails or hangs: leave it out and compute the step again on the others, which changes no bit, and
     write a checkpoint; or stop with exit code 5. Where updates begin before a step ends (max_grad_norm of 0), a
-    loss after that ends the run too."""
+    loss after that ends the run too; `finetune --restarts` then continues from the newest checkpoint."""
     check_longest_rows: Literal["auto"] | bool = "auto"
     """Compute a step of the longest rows before the first step and discard it, so that a lack of memory shows at once.
     It takes the time of a step and changes no bit of the run. `auto` does so on GPUs; not with packing, where all
@@ -537,8 +538,9 @@ class Recipe:
     """When a loss or gradient is NaN or infinite: stop (exit code 4), or skip that update, name its rows and
     continue; ten such steps in a row stop the run anyway."""
     watchdog_s: Annotated[float, Range(0)] = 600.0
-    """Seconds without progress after which the stacks of all threads are shown, and a run ends with exit code 1 or goes
-    on without a device that hangs alone (see `on_device_loss`). 0 is never."""
+    """Seconds without progress after which the stacks of all threads are shown. Without a device that hangs, a run goes
+    on (see `on_device_loss`), or ends with exit code 5 where no other is left; any other hang ends it with exit code 1.
+    0 is never."""
     weights: Literal["auto", "pinned", "pageable", "mmap"] = "auto"
     """Where the base weights live on the host: page-locked (fastest), ordinary memory, or the checkpoint file."""
     hardware: Words | None = None

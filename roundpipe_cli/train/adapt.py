@@ -194,15 +194,20 @@ def resumed_fit(saved: Mapping[str, Any] | None, recipe: Recipe) -> Fit:
 # Devices that fail or hang: left out, where the others can go on.
 
 
+Lasting = Callable[[bool], str | None]
+"""Why a failed attempt cannot be repeated, in words: something that it did lasts; None: it can be. It is told whether
+threads of the attempt may go on."""
+
+
 class Again(Protocol):
     """Computes something of one engine, again where a device is lost meanwhile."""
 
-    def __call__(self, run: Callable[[], T], at: str, *, may_repeat: Callable[[bool], bool] = lambda hangs: True) -> T:
+    def __call__(self, run: Callable[[], T], at: str, *, lasting: Lasting = lambda hangs: None) -> T:
         """
         Args:
             run: begins anew whenever it is called.
             at: `step 5`, for the user.
-            may_repeat: whether nothing that a failed attempt did lasts; it is told whether threads of it may go on.
+            lasting: see `Lasting`.
         """
 
 
@@ -235,7 +240,7 @@ class LostDevices:
         self.lock: Callable[[Sequence[torch.Tensor]], None] = lambda buffers: None
         """Page-locks other gradients of the store."""
 
-    def again(self, run: Callable[[], T], at: str, *, may_repeat: Callable[[bool], bool] = lambda hangs: True) -> T:
+    def again(self, run: Callable[[], T], at: str, *, lasting: Lasting = lambda hangs: None) -> T:
         """See `Again`.
 
         Raises:
@@ -255,9 +260,9 @@ class LostDevices:
                 text = "the same was lost on another device, so it is no device's fault"
                 raise InternalError(text, where=at, found=cause, hint="please report it: this is a bug")
             self._lost_at = at
-            self._leave_out(lost, at, cause, hangs=hangs, may_repeat=may_repeat(hangs))
+            self._leave_out(lost, at, cause, hangs=hangs, lasting=lasting(hangs))
 
-    def _leave_out(self, shown: set[int], at: str, cause: str, *, hangs: bool, may_repeat: bool) -> None:
+    def _leave_out(self, shown: set[int], at: str, cause: str, *, hangs: bool, lasting: str | None) -> None:
         """Go on without the devices that are lost.
 
         Args:
@@ -276,9 +281,9 @@ class LostDevices:
         elif not left and silent:
             reason = "no device of this process answers any more"
         elif not left:
-            reason = "no other device is there"
-        elif not may_repeat:
-            reason = "gradients of this step have been used already (max_grad_norm: 0, or a hang on several machines)"
+            reason = "no other device is left"
+        elif lasting is not None:
+            reason = lasting
         elif hangs and not self._has_room():
             reason = "too little host memory for other gradients than those that the device may still write"
         elif self._refused is not None:
@@ -322,7 +327,8 @@ class LostDevices:
         rest = [self._name(worker) for worker in range(self._engine.num_workers) if worker not in lost]
         names = ", ".join(sorted({self._name(worker) for worker in lost}))
         self._say(lost, at, cause, ())
-        hint = "--resume continues from the newest checkpoint, after a restart of the machine perhaps"
+        hint = "--resume continues from the newest checkpoint, after a restart of the machine perhaps; please report a "
+        hint += "loss that comes again at the same step"
         if rest:
             hint = f"pipeline.devices=[{','.join(rest)}] with --resume leaves it out and continues from the newest "
             hint += "checkpoint; --restarts N does so by itself"

@@ -535,14 +535,18 @@ class Trainer:
                 gradients=GradientOptions(scale, on_gradient, frozenset(self._sharing.given)),
             )
 
-        result = self._lost.again(run, f"step {shown_step(step)}", may_repeat=self._may_repeat)
+        result = self._lost.again(run, f"step {shown_step(step)}", lasting=self._lasting)
         return self._sharing.finish(result, scale)
 
-    def _may_repeat(self, hangs: bool) -> bool:
-        """Whether a step that a device was lost in can be computed again."""
-        if self._updates_early:
-            return not (hangs or self._updater.has_begun)
-        return not (hangs and self._sharing.given)
+    def _lasting(self, hangs: bool) -> str | None:
+        """Why a step that a device was lost in cannot be computed again: what it did to weights or other machines."""
+        if self._updates_early and self._updater.has_begun:
+            return "max_grad_norm: 0 updates layers before a step ends, and some of this step have been"
+        if self._updates_early and hangs:
+            return "max_grad_norm: 0 updates layers before a step ends, which the device that hangs may still begin"
+        if hangs and self._sharing.given:
+            return "other machines have gradients of this step that the device may still write"
+        return None
 
     def _microbatches(self, step: int, batches: list[RowBatch]) -> tuple[list[Microbatch], int]:
         """A step's microbatches, DPO's pairs with what the reference says of them, and the number of tokens."""

@@ -29,6 +29,7 @@ from roundpipe_cli.schedule.builders import SCORED_PER_WORKER, build_forward, ev
 from roundpipe_cli.train.adapt import Again
 from roundpipe_cli.train.batches import collate_rows
 from roundpipe_cli.train.prepare.setup import Setup, grouping_of
+from roundpipe_cli.units import counted
 
 # Scores of rows by the engine's forward alone: for evaluation, and for DPO's reference.
 
@@ -88,7 +89,8 @@ class Scorer:
             if self._stopping():
                 raise InterruptedScoring
             run = partial(score, microbatches[start : start + size])
-            yield from run() if self._again is None else self._again(run, f"a pass without training, step {step}")
+            at = f"a pass without training, after {counted(step, 'step')}"
+            yield from run() if self._again is None else self._again(run, at)
 
     def _schedule(self, num_microbatches: int) -> Schedule:
         step = self._planner.schedule(self._step_microbatches)

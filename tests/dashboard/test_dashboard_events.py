@@ -19,6 +19,7 @@ from roundpipe_cli.dashboard.html import comparison
 from roundpipe_cli.dashboard.replay import RunFiles
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import (
+    DeviceLost,
     DeviceSample,
     EvaluationFinished,
     Event,
@@ -33,9 +34,9 @@ from roundpipe_cli.events import (
     decode,
     encode,
 )
-from roundpipe_cli.train.checkpoint.output_dir import EVENTS_NAME
+from roundpipe_cli.train.checkpoint.output_dir import EVENTS_NAME, METRICS_NAME
 from roundpipe_cli.train.monitor import telemetry
-from roundpipe_cli.train.monitor.telemetry import EventRecorder, read_lines
+from roundpipe_cli.train.monitor.telemetry import EventRecorder, metrics_row, read_lines
 from tests.support.e2e import launch, make_model, make_workspace, metrics, run
 
 SPAN = Span(1, "compute", "F", 2, 3, 0.125, 0.25)
@@ -116,6 +117,27 @@ def test_what_was_said_before_the_file_is_open_is_in_it(tmp_path: Path) -> None:
     with recorder.opened(0):
         recorder(Notice("late"))
     assert [(line["t"], line["text"]) for line in read_lines(tmp_path / EVENTS_NAME)] == [(5.0, "early"), (9.0, "late")]
+
+
+def test_words_are_shown_behind_the_step_that_they_followed(tmp_path: Path) -> None:
+    """Also where the step's timeline is written later, and the run continues from before them.
+
+    Story: `watch` and the page said that a device was lost at step 4, and then showed step 3.
+    """
+    lost = DeviceLost(0.0, 1, "cuda:1", "step 4", "CUDA error", ("cuda:0",))
+    first = StepFinished(1, 9, 1.0, 1e-3, 1.0, 8, 8.0, 1.0, 0.1, (0.9, 0.0), 0, 0, 4.0)
+    steps = [replace(first, step=step) for step in (1, 2, 3, 4)]
+    record(tmp_path, [*steps[:3], lost, steps[3], RunStopped("why")])
+
+    def told() -> list[Event]:
+        rows = [json.dumps(metrics_row(step)) + "\n" for step in steps]
+        (tmp_path / METRICS_NAME).write_text("".join(rows))
+        return [event for _, event in RunFiles(tmp_path).poll()[1]]
+
+    assert [getattr(event, "step", type(event)) for event in told()] == [1, 2, 3, DeviceLost, 4, RunStopped]
+    record(tmp_path, [EVENTS[1], steps[2], steps[3]], first_step=2)
+    order = [1, 2, DeviceLost, RunStopped, RunStarted, 3, 4]
+    assert [getattr(event, "step", type(event)) for event in told()] == order
 
 
 def test_timelines_are_rare_but_the_last_three_are_there(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ PROMISES = (
     Promise("faults", "a failing part: one error block, right exit code, no hang", workers.failing_parts, 3, 1000),
     Promise(
         "hangs",
-        "a part that hangs: all stacks, exit 1, within 10 s; of two workers the other goes on",
+        "a part that hangs: all stacks, within 10 s, exit 1 (5: the only worker); of two workers the other goes on",
         workers.hanging_parts,
         2,
         1000,

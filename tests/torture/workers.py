@@ -5,12 +5,24 @@ from __future__ import annotations
 import functools
 import json
 import random
+import re
 import shutil
 import statistics
-from collections.abc import Iterator
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from roundpipe_cli import faults
+from roundpipe_cli.engine.dispatch import dispatch
+from roundpipe_cli.engine.gradients import StepGradients
+from roundpipe_cli.engine.prepared import StepContext
+from roundpipe_cli.engine.stage import StageRunner
+from roundpipe_cli.schedule.actions import Kind
+from roundpipe_cli.schedule.program import Op
 from roundpipe_cli.train.checkpoint.reading import load_newest
 from tests.support.e2e import Outcome, metrics
 from tests.torture.arena import Arena, Seen, assert_identical, go_on, saved, spread, start
@@ -67,7 +79,7 @@ def failing_parts(arena: Arena, count: int) -> Seen:
 
 def hanging_parts(arena: Arena, count: int) -> Seen:
     """A part that never comes back, at every fault point: the watchdog ends the run with all stacks shown. Where it is
-    one of two workers, the other one goes on."""
+    one of two workers, the other one goes on; an only worker is a lost device."""
     cases = spread([(point, text, workers) for point, text in fault_texts("hang") for workers in DEVICES], count)
     arena.reference()
 
@@ -78,7 +90,7 @@ def hanging_parts(arena: Arena, count: int) -> Seen:
         if workers == 2 and point in IN_A_STEP[:-1]:
             assert_gone_on(done.expect(0), work, arena.reference(), 1)
             return
-        assert done.code == 1, f"{text}: exit code {done.code}\n{done.err}"
+        assert done.code == (5 if point in IN_A_STEP[:-1] else 1), f"{text}: exit code {done.code}\n{done.err}"
         place = "processes.py" if point == "tokenize" and "processes.py" in done.err else "faults.py"
         assert place in done.err, done.err  # where it hangs, or where the helper process is waited for that hangs
         check_block(done, text, ENDS_WITHIN_S * arena.patience)
@@ -111,6 +123,7 @@ def lost_devices(arena: Arena, count: int) -> Seen:
     rows.write_text("".join(json.dumps(row) + "\n" for row in pairs), encoding="utf-8")
     names = list(LOSSES)
     seen: list[int] = []
+    usual_s: list[float] = []
     extra_s: list[float] = []
 
     def attempt(index: int, draw: random.Random) -> None:
@@ -131,15 +144,21 @@ def lost_devices(arena: Arena, count: int) -> Seen:
         assert done.code == 0, f"{text}: exit code {done.code}\n{done.err}"
         number = done.err.count("was lost at")
         assert_gone_on(done, work, reference, number)
-        times = [row["step_s"] for row in metrics(work / "out")]
+        times = {row["step"]: row["step_s"] for row in metrics(work / "out")}
+        where = re.findall(r"was lost at step (\d+)", done.err)
+        usual = statistics.median(times.values())
         with arena.lock:
             seen.append(number)
-            extra_s.append(max(times) - statistics.median(times))
+            usual_s.append(usual)
+            extra_s.extend(times[int(step)] - usual for step in where)
         shutil.rmtree(work)
 
     failures = arena.each(count, attempt)
-    slowest = f", the slowest step {max(extra_s):.2f} s longer than the median" if extra_s else ""
-    return Seen(count, failures, f"{sum(seen)} devices lost in {sum(map(bool, seen))} of the runs{slowest}")
+    note = f"{sum(seen)} devices lost in {sum(map(bool, seen))} of the runs"
+    if extra_s:
+        note += f"; their steps took {statistics.median(extra_s):.2f} s longer (at most {max(extra_s):.2f} s) than"
+        note += f" other steps ({statistics.median(usual_s):.2f} s)"
+    return Seen(count, failures, note)
 
 
 def assert_gone_on(done: Outcome, work: Path, reference: Path, number: int) -> None:
@@ -171,6 +190,56 @@ def copy_weights() -> None:
     from roundpipe_cli.train.prepare import devices
 
     devices.CpuBackend = functools.partial(CpuBackend, copy=True)  # type: ignore[misc,assignment]
+
+
+def see_hangs_soon(patch: Callable[[object, str, object], None] = setattr) -> None:
+    """Let the engine's watchdog wait for half a second once a fault point hangs, and for ever before: a busy machine
+    does not look like a hang.
+
+    Args:
+        patch: puts something in place of a name's value.
+    """
+    act, hangs = faults._act, threading.Event()
+
+    def act_and_tell(rule: faults._Rule, point: str, ids: dict[str, int]) -> float | None:
+        if rule.action == "hang":
+            hangs.set()
+        return act(rule, point, ids)
+
+    patch(faults, "_act", act_and_tell)
+    watchdog_s = property(lambda pool: 0.5 if hangs.is_set() else None, lambda pool, value: None)
+    patch(dispatch.Pool, "_watchdog_s", watchdog_s)
+
+
+def lose_after_gradients(step: int, patch: Callable[[object, str, object], None] = setattr) -> None:
+    """Lose the device that computes the last operation of `step` (from 0) there, once gradients of other layers, which
+    do not need it, are complete and were passed on.
+
+    Args:
+        patch: puts a function in place of a method.
+    """
+    run, complete = StageRunner.run, StepGradients.complete
+    passed: dict[StepGradients, threading.Event] = defaultdict(threading.Event)
+    lost: list[int] = []
+
+    def complete_and_tell(self: StepGradients, layer: int, squares: torch.Tensor) -> None:
+        complete(self, layer, squares)
+        if layer not in self._late_layers:
+            passed[self].set()
+
+    def run_or_fail(self: StageRunner, context: StepContext, op: Op) -> None:
+        program = context.program
+        last_stage = len(program.schedule.backward_stages) - 1
+        if context.step == step and not lost and (op.kind, op.stage) == (Kind.BACKWARD, last_stage):
+            later = program.compute[op.worker][program.compute[op.worker].index(op.id) + 1 :]
+            if not later and op.microbatch == program.schedule.num_microbatches - 1:
+                lost.append(op.worker)
+                assert passed[context.gradients].wait(60)
+                raise faults.DeviceFault("after gradients were passed on")
+        run(self, context, op)
+
+    patch(StageRunner, "run", run_or_fail)
+    patch(StepGradients, "complete", complete_and_tell)
 
 
 def _fail(text: str) -> None:

@@ -6,6 +6,7 @@ import json
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -39,10 +40,10 @@ from roundpipe_cli.schedule.actions import equal_costs
 from roundpipe_cli.train.checkpoint.reading import load_newest
 from roundpipe_cli.train.finetune import run_finetune
 from roundpipe_cli.train.signals import Reporting, Start, StopSignals
-from tests.support.e2e import make_model, make_workspace, metrics, run
+from tests.support.e2e import Outcome, launch, make_model, make_workspace, metrics, run
 from tests.support.simulated_cases import simulated
 from tests.support.simulated_cuda import SMALL_CARD, Card, Simulation
-from tests.torture.workers import copy_weights
+from tests.torture.workers import copy_weights, lose_after_gradients, see_hangs_soon
 
 THREE = "pipeline.devices=[cpu,cpu,cpu]"
 CUT = ("pipeline.forward_stages=[[0,1],[2,2]]", "pipeline.backward_stages=[[3,3],[2,2],[0,1]]")
@@ -115,10 +116,10 @@ def test_two_of_three_are_lost_and_no_bit_changes(finetune: Finetune) -> None:
 
 
 def test_a_hang_is_left_behind(finetune: Finetune, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "LEAVE_S", 0.5)
     finetune("whole")
     for point in ("compute", "upload"):
-        events = finetune(point, "watchdog_s=1", fault=f"{point}:hang:step=3:worker=1:nth=1")
+        see_hangs_soon(partial(monkeypatch.setattr, raising=False))
+        events = finetune(point, fault=f"{point}:hang:step=3:worker=1:nth=1")
         assert bits(point) == bits("whole")
         (lost,) = losses_of(events)
         assert (lost.worker, lost.at) == (1, "step 4") and "no progress" in lost.cause
@@ -129,7 +130,14 @@ def test_a_hang_is_left_behind(finetune: Finetune, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("words", "fault", "reason", "rest"),
     [
-        (["pipeline.devices=[cpu]"], "compute:raise=DeviceFault:step=3", "no other device is there", ()),
+        (["pipeline.devices=[cpu]"], "compute:raise=DeviceFault:step=3", "no other device is left", ()),
+        (["pipeline.devices=[cpu]"], "compute:hang:step=3:nth=1", "no other device is left", ()),
+        (
+            ["max_grad_norm=0"],
+            "compute:hang:step=3:worker=1:nth=1",
+            "which the device that hangs may still begin",
+            ("cpu",) * 2,
+        ),
         (
             ["on_device_loss=stop"],
             "compute:raise=DeviceFault:step=3:worker=1:nth=1",
@@ -145,13 +153,35 @@ def test_a_hang_is_left_behind(finetune: Finetune, monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_what_cannot_go_on_ends_with_exit_code_5(
-    finetune: Finetune, words: list[str], fault: str, reason: str, rest: tuple[str, ...]
+    finetune: Finetune,
+    monkeypatch: pytest.MonkeyPatch,
+    words: list[str],
+    fault: str,
+    reason: str,
+    rest: tuple[str, ...],
 ) -> None:
+    see_hangs_soon(partial(monkeypatch.setattr, raising=False))
     with pytest.raises(DeviceLostError, match=reason) as caught:
         finetune("lost", *words, fault=fault)
     assert caught.value.exit_code == 5 and caught.value.rest == rest
     checkpoint = load_newest(Path("lost"), None, lambda text: pytest.fail(text))
     assert checkpoint.step == 2
+
+
+def test_a_step_whose_updates_have_begun_is_not_computed_again(
+    finetune: Finetune, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lose_after_gradients(3, monkeypatch.setattr)
+    with pytest.raises(DeviceLostError, match="max_grad_norm: 0 updates layers before a step ends, and some") as caught:
+        finetune("lost", "max_grad_norm=0")
+    assert caught.value.exit_code == 5 and caught.value.rest == ("cpu", "cpu")
+    assert load_newest(Path("lost"), None, lambda text: pytest.fail(text)).step == 2
+
+
+def test_before_its_updates_begin_it_is(finetune: Finetune) -> None:
+    finetune("whole", "max_grad_norm=0")
+    events = finetune("lost", "max_grad_norm=0", fault="compute:raise=DeviceFault:step=3:worker=1:nth=1")
+    assert bits("lost") == bits("whole") and len(losses_of(events)) == 1
 
 
 def test_restarts_finish_the_run_without_the_lost_devices(
@@ -171,6 +201,22 @@ def test_restarts_finish_the_run_without_the_lost_devices(
     once = {**environment, faults.ENVIRONMENT_VARIABLE: "compute:raise=DeviceFault:step=3"}
     ended = run(work, *words, "output_dir=bug", "on_device_loss=stop", "--restarts", "2", environment=once).expect(1)
     assert "the same was lost on another device" in ended.err and ended.err.count("starting again") == 1
+
+
+def test_a_hang_is_restarted_where_another_device_is_left(model: Path, tmp_path: Path) -> None:
+    """Of an only device, the error names it; nothing is there to start again on."""
+    work = make_workspace(tmp_path / "work", model)
+
+    def ends(code: int, fault: str, *words: str) -> Outcome:
+        words, environment = (*CUT, "--restarts", "2", *words), {faults.ENVIRONMENT_VARIABLE: fault}
+        command = ("finetune", "recipe.yaml", *words)
+        return launch(work, *command, environment=environment, before=see_hangs_soon).finish().expect(code)
+
+    two = ends(0, "compute:hang:step=3:worker=1:nth=1", "on_device_loss=stop", "output_dir=two")
+    assert two.err.count("starting again on cpu; 1 more restart") == 1
+    one = ends(5, "compute:hang:step=3:nth=1", "pipeline.devices=[cpu]", "output_dir=one")
+    assert "error: cpu, step 4: a device was lost and the run cannot go on: no other device is left" in one.err
+    assert "starting again" not in one.err and load_newest(work / "one", None, lambda text: pytest.fail(text)).step == 2
 
 
 def test_the_same_on_another_device_is_a_bug(finetune: Finetune) -> None:

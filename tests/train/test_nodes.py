@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 import socket
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,7 @@ from tests.support.e2e import (
     tree,
 )
 from tests.support.tiny import make_rig
+from tests.torture.workers import lose_after_gradients
 
 CHANGES = {"micro_batch_size": 1, "gradient_accumulation_steps": 4, "lora": {"r": 4, "alpha": 8, "dropout": 0.1}}
 
@@ -156,14 +159,25 @@ def test_full_fine_tuning_sums_only_rows_of_the_table_that_have_tokens(trained: 
     assert [row["grad_norm"] for row in shared] == pytest.approx([row["grad_norm"] for row in alone], rel=1e-5)
 
 
-@pytest.mark.parametrize("nth", [1, 2])
-def test_a_lost_device_is_its_machines_own_affair(trained: Path, nth: int) -> None:
-    """At the first and at the second operation of a worker in a step."""
-    fault = {"ROUNDPIPE_FAULT": f"compute:raise=DeviceFault:step=3:worker=1:nth={nth}"}
-    outcomes = train(trained, 2, *FULL, f"output_dir=lost{nth}", p1=fault)
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_a_lost_device_is_its_machines_own_affair(trained: Path, moment: str) -> None:
+    """Before and after its machine gave gradients of the step to the other: at a worker's first operation, which is in
+    the forward, and at the step's last one, where it waits for gradients of other layers to be given."""
+    stages = ("pipeline.forward_stages=[[0,1],[2,3]]", "pipeline.backward_stages=[[4,4],[2,3],[0,1]]")
+    words, port = (*FULL, *stages, f"output_dir=lost-{moment}"), free_port()
+    fault = {"ROUNDPIPE_FAULT": "compute:raise=DeviceFault:step=3:worker=1:nth=1"} if moment == "before" else {}
+    second = launch(
+        machine(trained, 1),
+        *("finetune", "recipe.yaml", *words),
+        environment={**places(1, 2, port), **fault},
+        before=partial(lose_after_gradients, 3) if moment == "after" else None,
+    )
+    outcomes = [process.finish() for process in (start_one(trained, 0, 2, port, *words), second)]
     assert [outcome.code for outcome in outcomes] == [0, 0], outcomes
-    assert "was lost at" not in outcomes[0].err and "machine 1: cpu (worker 1) was lost at step 4" in outcomes[1].err
-    assert numbers(trained / f"lost{nth}") == numbers(trained / "full2")
+    assert "was lost at" not in outcomes[0].err
+    assert re.search(r"machine 1: cpu \(worker \d\) was lost at step 4", outcomes[1].err), outcomes[1].err
+    assert ("after gradients were passed on" in outcomes[1].err) == (moment == "after")
+    assert numbers(trained / f"lost-{moment}") == numbers(trained / "full2")
 
 
 def tensors_of(folder: Path) -> dict[str, bytes]:

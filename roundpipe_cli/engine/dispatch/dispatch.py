@@ -199,7 +199,7 @@ class StepRun:
         """Add a transfer that the program does not have, for the worker and microbatch of `like`, behind `event`."""
         with self.progress.lock:
             new_id = len(self.ledger.ops)
-            op = like._replace(id=new_id, num_bytes=0, visit=-1, deps=[], late_deps=[], **transfer._asdict())
+            op = like._replace(id=new_id, num_bytes=0, visit=-1, deps=[like.id], late_deps=[], **transfer._asdict())
             self.ledger.add(op, event)
             self._lanes[op.lane, op.worker].num_left += 1
         return op
@@ -260,8 +260,8 @@ class StepRun:
                 state.condition.notify()
             return
         with self.progress.lock:
-            producer = self.ledger.ops[op.deps[0]] if op.deps else op
-            where = self._works[op.worker].where(producer if op.lane == DOWN else op, weights=False)
+            place = self.ledger.ops[op.deps[0]] if op.lane == DOWN else op
+            where = self._works[op.worker].where(place, weights=False)
             self.errors.append(WorkResult(op.worker, error, where))
         self.progress.abort()
 
@@ -663,7 +663,7 @@ class Pool:
         where = f"step {shown_step(run.step)}"
         try:
             self._raise_first([*results, *run.errors])  # one failed and another is stuck: the failure says more
-            if not 0 < len(self._hanging) < len(self._threads):
+            if not self._hanging:
                 raise NoProgressError(text, where=where) from None
             raise DeviceLostError(text, where=f"worker {', '.join(map(str, sorted(self._hanging)))}, {where}") from None
         except DeviceLostError as lost:

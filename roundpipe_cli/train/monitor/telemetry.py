@@ -29,6 +29,7 @@ from roundpipe_cli.engine.live import ActionTime, LiveNews, Watcher
 from roundpipe_cli.engine.step import StepResult
 from roundpipe_cli.errors import ResourceError, RoundpipeError, redact_values
 from roundpipe_cli.events import (
+    DeviceLost,
     DeviceSample,
     Event,
     Notice,
@@ -327,17 +328,22 @@ class EventRecorder:
         """Least time between two samples in the file; 0: all of them."""
         self._next_sample_s = self._next_timeline_s = 0.0
         self._unwritten: deque[StepTimeline] = deque(maxlen=KEPT_TIMELINES)
+        self._num_done = 0
+        """Steps that are finished; a line that names no step says behind which one it is to be shown."""
 
     def opened(self, first_step: int) -> EventRecorder:
         """This recorder, for a run of which `first_step` steps are done: what an earlier attempt wrote about later ones
         is cut off."""
-        self._first_step = first_step
+        self._first_step = self._num_done = first_step
         return self
 
     def __enter__(self) -> EventRecorder:
         with self._failing_softly():
             lines = read_lines(self._path)
             kept = [line for line in lines if _step(line) <= self._first_step] if self._first_step else []
+            for line in kept:
+                if _step(line, "after") > self._first_step:
+                    line["after"] = self._first_step
             self._rewrite(kept)
         with self._lock:
             early, self._early = self._early or (), None
@@ -362,6 +368,8 @@ class EventRecorder:
 
     def _record(self, event: Event) -> None:
         with self._lock:
+            if isinstance(event, StepFinished):
+                self._num_done = event.step
             if self._early is not None and isinstance(event, Notice):
                 self._early.append((self.clock(), event))
             if self._file is None or isinstance(event, (StepFinished, WorkSeen)):
@@ -385,7 +393,8 @@ class EventRecorder:
     def _write(self, event: Event, time_s: float | None = None) -> None:
         if self._file is None:
             return
-        line = _line({"t": round(self.clock() if time_s is None else time_s, 3), **encode(event)})
+        place = {"after": self._num_done} if isinstance(event, (Notice, DeviceLost, RunStopped)) else {}
+        line = _line({"t": round(self.clock() if time_s is None else time_s, 3), **place, **encode(event)})
         with self._failing_softly():
             if os.write(self._file, line) < len(line):
                 raise OSError("the disk is full")
@@ -434,8 +443,8 @@ def _line(values: dict[str, Any]) -> bytes:
     return json.dumps(redact_values(values), separators=(",", ":")).encode() + b"\n"
 
 
-def _step(line: dict[str, Any]) -> int:
-    step = line.get("step", 0)
+def _step(line: dict[str, Any], key: str = "step") -> int:
+    step = line.get(key, 0)
     return step if type(step) is int else 0
 
 
