@@ -200,6 +200,8 @@ def recipe_text(choice: Choice, data: str, path: Path) -> str:
         "",
         f"output_dir: outputs/{_file_stem(path.stem)}",
     ]
+    if recipe.pipeline.devices != "auto":
+        keys += ["", f"pipeline: {{devices: [{', '.join(recipe.pipeline.devices)}]}}"]
     if choice.hardware is not None:
         keys += [
             "",

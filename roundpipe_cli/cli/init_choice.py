@@ -8,6 +8,7 @@ from typing import Literal
 
 from roundpipe_cli.costs.find_model import find_architecture
 from roundpipe_cli.costs.hardware import Hardware, parse_hardware
+from roundpipe_cli.costs.machine import MAX_PARAMETERS_ON_CPU, is_large_for_cpu
 from roundpipe_cli.costs.models import Architecture, DType, TrainingSettings
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.planning.answers import Answers
@@ -66,6 +67,7 @@ def choose_settings(model: str, hardware: str | None, path: Path, num_rows: int 
     machine = parse_hardware(hardware) if hardware is not None else hardware_of(loaded.recipe, architecture)
     dtype = _dtype(machine)
     method, why_method = _method(architecture, machine, dtype)
+    by_processor = hardware is None and is_large_for_cpu(machine, architecture.parameters)
     length = min(SEQUENCE, architecture.max_position_embeddings or SEQUENCE)
     per_step, why_rows = _rows(length, len(machine.devices), num_rows)
     recipe = replace(
@@ -79,6 +81,8 @@ def choose_settings(model: str, hardware: str | None, path: Path, num_rows: int 
         micro_batch_tokens="auto",
         lora=LoraConfig(r=16, alpha=32.0, dropout=0.0, target_modules="all-linear"),
     )
+    if by_processor:
+        recipe = replace(recipe, pipeline=replace(recipe.pipeline, devices=("cpu", "cpu")))
     plan, change, advice = _planned(replace(loaded, recipe=recipe), machine)
     question, settings = plan.question, plan.question.settings
     given = question.given.recipe if question.given is not None else recipe
@@ -98,6 +102,12 @@ def choose_settings(model: str, hardware: str | None, path: Path, num_rows: int 
         f"`roundpipe plan {path}`.",
         *advice[1:],
     ]
+    if by_processor:
+        most = format_count(MAX_PARAMETERS_ON_CPU)
+        reasons.append(
+            f"pipeline.devices [cpu, cpu]: there is no GPU here, and above {most} parameters `finetune` trains on the "
+            "processor only where the recipe says so."
+        )
     if dtype != "bfloat16":
         slow = "is slower than float32 on this processor" if dtype == "float32" else "is not there on all of the GPUs"
         reasons.append(f"dtype {dtype}: bfloat16 {slow}.")
