@@ -206,6 +206,8 @@ def recipe_text(choice: Choice, data: str, path: Path) -> str:
     keys += [f"gradient_accumulation_steps: {recipe.gradient_accumulation_steps}  # rows of a step"]
     keys += [f"dtype: {recipe.dtype}"] if recipe.dtype != "bfloat16" else []
     keys += ["", f"output_dir: outputs/{_file_stem(path.stem)}"]
+    if recipe.pipeline.devices != "auto":
+        keys += ["", f"pipeline: {{devices: [{', '.join(recipe.pipeline.devices)}]}}"]
     if choice.hardware is not None:
         keys += [
             "",

@@ -10,6 +10,7 @@ from typing import Literal
 from roundpipe_cli.choices import PAIR_OBJECTIVES
 from roundpipe_cli.costs.find_model import find_architecture
 from roundpipe_cli.costs.hardware import Hardware, parse_hardware
+from roundpipe_cli.costs.machine import MAX_PARAMETERS_ON_CPU, is_large_for_cpu
 from roundpipe_cli.costs.models import Architecture, DType, TrainingSettings
 from roundpipe_cli.data.formats import decide_format, find_pair_columns
 from roundpipe_cli.data.rows import BadRowError, DatasetSpec, in_chunks
@@ -146,11 +147,9 @@ def choose_settings(
     loaded = replace(loaded, folder=folder, recipe=replace(loaded.recipe, model=model))
     machine = parse_hardware(hardware) if hardware is not None else hardware_of(loaded.recipe, architecture)
     dtype = _dtype(machine)
+    by_processor = hardware is None and is_large_for_cpu(machine, architecture.parameters)
     if method is not None or objective == "dpo":
-        chosen, why_method = (
-            METHOD_ANSWERS[method or "lora"],
-            f"method {method}: as asked." if method else "",
-        )
+        chosen, why_method = METHOD_ANSWERS[method or "lora"], f"method {method}: as asked." if method else ""
     else:
         chosen, why_method = _method(architecture, machine, dtype)
     length = min(SEQUENCE, architecture.max_position_embeddings or SEQUENCE)
@@ -164,6 +163,8 @@ def choose_settings(
         max_seq_length=length,
         gradient_accumulation_steps=per_step,
     )
+    if by_processor:
+        recipe = replace(recipe, pipeline=replace(recipe.pipeline, devices=("cpu", "cpu")))
     plan, change, advice = _planned(replace(loaded, recipe=recipe), machine, keeps_method=method is not None)
     question, settings = plan.question, plan.question.settings
     given = question.given.recipe if question.given is not None else recipe
@@ -183,6 +184,12 @@ def choose_settings(
         f"`roundpipe plan {path}`.",
         *advice[1:],
     ]
+    if by_processor:
+        most = format_count(MAX_PARAMETERS_ON_CPU)
+        reasons.append(
+            f"pipeline.devices [cpu, cpu]: there is no GPU here, and above {most} parameters `finetune` trains on the "
+            "processor only where the recipe says so."
+        )
     if dtype != "bfloat16":
         slow = "is slower than float32 on this processor" if dtype == "float32" else "is not there on all of the GPUs"
         reasons.append(f"dtype {dtype}: bfloat16 {slow}.")

@@ -198,6 +198,13 @@ CPU_SLOW_BFLOAT16 = 0.75
 CPU_MEMORY_BYTES_PER_S = 20e9
 MAX_PARAMETERS_ON_CPU = 2_000_000_000
 """Larger models are trained on the processor only if the recipe names the devices."""
+
+
+def is_large_for_cpu(hardware: Hardware, parameters: int) -> bool:
+    """Whether the machine has no GPU, and the model more than `MAX_PARAMETERS_ON_CPU`."""
+    return all(device.is_cpu for device in hardware.devices) and parameters > MAX_PARAMETERS_ON_CPU
+
+
 _NO_LIMIT = 1 << 60
 _LIMIT_FILES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
 """Limit and use of a cgroup, version 2 and version 1."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from roundpipe_cli.costs.analytic import analytic_costs
 from roundpipe_cli.costs.find_model import shipped_architecture, shipped_figures
 from roundpipe_cli.costs.hardware import Hardware
-from roundpipe_cli.costs.machine import MAX_PARAMETERS_ON_CPU
+from roundpipe_cli.costs.machine import is_large_for_cpu
 from roundpipe_cli.costs.models import Architecture, TrainingSettings
 from roundpipe_cli.planning.question import PlanRequest, settings_of
 from roundpipe_cli.planning.verdict import judge_coarsest
@@ -99,7 +99,7 @@ def _largest_first() -> list[Architecture]:
 
 def _lack(architecture: Architecture, settings: TrainingSettings, hardware: Hardware) -> str | None:
     """None if it fits, otherwise which memory is too small."""
-    if all(device.is_cpu for device in hardware.devices) and architecture.parameters > MAX_PARAMETERS_ON_CPU:
+    if is_large_for_cpu(hardware, architecture.parameters):
         return "without a GPU, models of more than 2B parameters are trained only with pipeline.devices=[cpu,cpu]"
     verdict = judge_coarsest(architecture, settings, hardware)
     return None if verdict.fits else verdict.short_reasons[0]

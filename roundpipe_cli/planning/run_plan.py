@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from roundpipe_cli.choices import SCHEDULE_KINDS, ScheduleName
 from roundpipe_cli.costs.cost import without_unpacked
-from roundpipe_cli.costs.machine import MAX_PARAMETERS_ON_CPU, host_memory, num_machines
+from roundpipe_cli.costs.machine import host_memory, is_large_for_cpu, num_machines
 from roundpipe_cli.costs.memory import with_cached_weights
 from roundpipe_cli.errors import Problem, RefusedError, ResourceError
 from roundpipe_cli.planning.answers import Answers
@@ -75,7 +75,7 @@ def check_fits(question: PlanRequest) -> None:
         return  # a guessed size is no reason to refuse a run
     if not question.hardware.is_here:
         return  # the recipe's GPUs are not here, which is another error than memory
-    if question.is_for_lack_of_gpus and question.architecture.parameters > MAX_PARAMETERS_ON_CPU:
+    if question.is_for_lack_of_gpus and is_large_for_cpu(question.hardware, question.architecture.parameters):
         return  # nor is any other GPU
     memory = host_memory()
     available = min(question.hardware.host_memory_bytes, memory.available_bytes)

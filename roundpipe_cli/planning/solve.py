@@ -21,7 +21,7 @@ from itertools import combinations, islice
 from roundpipe_cli.choices import PACKED_FORMATS, PackedName
 from roundpipe_cli.costs.find_model import shipped_architecture, shipped_figures
 from roundpipe_cli.costs.hardware import Hardware, catalogue, gpu_device
-from roundpipe_cli.costs.machine import MAX_PARAMETERS_ON_CPU
+from roundpipe_cli.costs.machine import MAX_PARAMETERS_ON_CPU, is_large_for_cpu
 from roundpipe_cli.costs.memory import HOST_MARGIN_BYTES
 from roundpipe_cli.costs.models import Architecture, TrainingSettings
 from roundpipe_cli.errors import RefusedError, ResourceError
@@ -142,7 +142,7 @@ def best_remedies(question: PlanRequest, now: Plan | None, answers: Answers | No
 
 def _changes(question: PlanRequest, now: Plan | None, answers: Answers | None) -> Iterator[Change]:
     """Changes of the recipe with their speeds, the cheapest first."""
-    if now is not None and _is_on_cpu(question) and question.architecture.parameters > MAX_PARAMETERS_ON_CPU:
+    if now is not None and is_large_for_cpu(question.hardware, question.architecture.parameters):
         return  # no change makes a processor fast enough
     waits = now is not None and not question.reads_disk
     ladder = _against_waiting(question) if waits else _against_need(question, from_disk=False)
@@ -441,7 +441,7 @@ def _smaller_models(question: PlanRequest) -> Iterator[Change]:
     )
     as_is: SolveStep = (Change((), "", 0.0), lambda s: s)
     for number, other in enumerate(smaller):
-        if _is_on_cpu(question) and other.parameters > MAX_PARAMETERS_ON_CPU:
+        if is_large_for_cpu(hardware, other.parameters):
             continue
         for change, apply in (as_is, *(_packings(question) if settings.method == "lora" else ())):
             if judge_coarsest(other, replace(apply(settings), weights_on_disk=False), hardware).fits:

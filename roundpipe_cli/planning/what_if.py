@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from roundpipe_cli.costs.hardware import parse_hardware
-from roundpipe_cli.costs.machine import MAX_PARAMETERS_ON_CPU
+from roundpipe_cli.costs.machine import is_large_for_cpu
 from roundpipe_cli.errors import ContradictionError, RecipeError, RefusedError, ResourceError
 from roundpipe_cli.planning.predict import Plan, make_plan
 from roundpipe_cli.planning.question import Build
@@ -38,9 +38,9 @@ def summary_of(plan: Plan) -> Summary:
         return Summary("DOES NOT FIT", plan.verdict.short_reasons)
     rate = f"{plan.tokens_per_s:,.0f} tokens/s"
     question = plan.question
-    on_cpu = all(device.is_cpu for device in question.hardware.devices)
-    if on_cpu and question.architecture.parameters > MAX_PARAMETERS_ON_CPU:
-        return Summary("SLOW", (f"a model of this size on the CPU: {rate}",))
+    if is_large_for_cpu(question.hardware, question.architecture.parameters):
+        needs = "; `finetune` needs pipeline.devices=[cpu,cpu] for it" if question.is_for_lack_of_gpus else ""
+        return Summary("SLOW", (f"a model of this size on the CPU: {rate}{needs}",))
     if question.reads_disk:
         return Summary("SLOW", (f"weights come from disk in every round: {rate}",))
     if plan.bubble_ratio > WAITING_SHARE:

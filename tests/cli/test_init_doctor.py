@@ -17,6 +17,7 @@ import pytest
 from roundpipe_cli.cli import checks
 from roundpipe_cli.cli.checks import version_check
 from roundpipe_cli.cli.doctor import check_lines
+from roundpipe_cli.cli.init import recipe_text
 from roundpipe_cli.cli.init_choice import choose_settings
 from roundpipe_cli.cli.recipes import write_new
 from roundpipe_cli.costs.hardware import parse_hardware
@@ -25,7 +26,9 @@ from roundpipe_cli.engine.link_speed import measure_links
 from roundpipe_cli.errors import RefusedError, ResourceError
 from roundpipe_cli.kernels.grouped_mm import why_no_triton
 from roundpipe_cli.planning.predict import make_plan
+from roundpipe_cli.planning.question import ask
 from roundpipe_cli.planning.reach import reach_of
+from roundpipe_cli.planning.what_if import summary_of
 from roundpipe_cli.recipe.load import load_recipe
 from tests.support.e2e import child_environment, command_line, make_model, make_workspace, run
 
@@ -153,6 +156,24 @@ def test_init_fits_the_machine_or_says_why_not() -> None:
     assert choose_settings("HuggingFaceTB/SmolLM2-135M", "1x3090,host_memory_gib=32", path).recipe.method == "full"
     eight = choose_settings("Qwen/Qwen3-8B", "8x4090,host_memory_gib=128", path)
     assert eight.recipe.rows_per_step == 64 and eight.hardware == "8x4090,host_memory_gib=128" and not eight.is_here
+
+
+def test_init_writes_what_finetune_takes_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Story: `finetune` refused the recipe of a model above 2B parameters that `init` had written for this machine."""
+    monkeypatch.setenv("PATH", "")
+    written = []
+    for model, name in (("Qwen/Qwen3-1.7B", "small.yaml"), ("Qwen/Qwen3-4B", "large.yaml")):
+        path = tmp_path / name
+        choice = choose_settings(model, None, path)
+        path.write_text(recipe_text(choice, "rows.jsonl", path))
+        written.append(load_recipe(path))
+        assert ("pipeline.devices [cpu, cpu]: there is no GPU here" in " ".join(choice.reasons)) is ("4B" in model)
+    assert [loaded.recipe.pipeline.devices for loaded in written] == ["auto", ("cpu", "cpu")]
+    small, large = (ask(loaded, here=True) for loaded in written)
+    assert small.is_for_lack_of_gpus and not large.is_for_lack_of_gpus and large.lists_devices
+    assert large.num_workers == 2
+    bare = make_plan(load_recipe(tmp_path / "large.yaml", ["pipeline.devices=auto"]))
+    assert "`finetune` needs pipeline.devices=[cpu,cpu] for it" in summary_of(bare).reasons[0]
 
 
 def test_init_of_few_rows_ends_in_a_recipe_that_runs(tmp_path: Path) -> None:
