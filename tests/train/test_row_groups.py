@@ -214,7 +214,8 @@ def test_auto_does_not_pack_long_rows_nor_where_rows_would_mix(tmp_path: Path, m
 
 def test_data_and_plan_say_what_auto_does(tmp_path: Path, model: Path) -> None:
     """Story: `data` packed ten rows and a run did; `plan` said a sentence about packing in general, and no answer."""
-    folder = workspace(tmp_path, model, packing="auto", max_seq_length=512, max_steps=2)
+    shape = {"max_seq_length": 512, "micro_batch_size": 1, "gradient_accumulation_steps": 2}
+    folder = workspace(tmp_path, model, packing="auto", max_steps=2, **shape)
     assert "packing (auto): on: rows have" in run(folder, "data", "recipe.yaml").expect(0).out
     document = json.loads(run(folder, "data", "recipe.yaml", "--json").expect(0).out)
     assert document["packing"]["auto"]["packs"] is True
