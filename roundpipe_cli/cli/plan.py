@@ -217,7 +217,7 @@ def run_length(answer: Plan) -> RunLength:
 
 
 def _assumptions(answer: Plan, length: RunLength) -> list[str]:
-    """What the plan rests on, the answer of `packing: auto` for these rows too."""
+    """Lines on what the plan rests on, with the answer of `packing: auto` for these rows."""
     return [*answer.assumptions, *([length.packing] if length.packing else [])]
 
 
