@@ -67,3 +67,9 @@ def test_the_machines_of_the_guide_are_planned_as_it_says() -> None:
         assert f"`roundpipe finetune {words}`" in page, hardware
     for machine in (MACHINES[0], MACHINES[12], MACHINES[-1]):
         assert machine_row(*machine) in page, f"{machine}: python scripts/recipe_pages.py --write"
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine[0])
+def test_every_machine_of_the_guide_is_planned_as_it_says(machine: tuple[str, str]) -> None:
+    assert machine_row(*machine) in GUIDE.read_text(encoding="utf-8"), "python scripts/recipe_pages.py --write"

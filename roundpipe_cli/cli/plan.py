@@ -20,6 +20,8 @@ from roundpipe_cli.units import counted, format_bytes, format_count, format_seco
 if TYPE_CHECKING:
     from roundpipe_cli.costs.cost import LayerCost, StageRange
     from roundpipe_cli.costs.memory import Need
+    from roundpipe_cli.data.files import RowCount
+    from roundpipe_cli.data.tokenized import PackingChoice
     from roundpipe_cli.planning.predict import Plan
     from roundpipe_cli.planning.solve import Change, Solution
     from roundpipe_cli.planning.what_if import Combination
@@ -35,11 +37,12 @@ EXAMPLE_ROWS = 10_000
 """Number of steps whose time is shown where a run's own are not known."""
 
 
-def verdict_lines(answer: Plan, found: Sequence[Change] | None = None) -> list[str]:
+def verdict_lines(answer: Plan, found: Sequence[Change] | None = None, length: RunLength | None = None) -> list[str]:
     """The word and its reason, the model, the machine; then a figure a line, and what to do where it is not FITS.
 
     Args:
         found: the remedies; None: nobody looked for them.
+        length: of the run; None: found here.
     """
     from roundpipe_cli.choices import PACKED_FORMATS
     from roundpipe_cli.planning.what_if import summary_of
@@ -66,7 +69,7 @@ def verdict_lines(answer: Plan, found: Sequence[Change] | None = None) -> list[s
         *_memory(answer),
         f"  a step          {format_seconds(answer.step_s)} ({a_step}): {bubble}",
         f"  tokens/s        {answer.tokens_per_s:,.0f} ({least:,.0f} to {most:,.0f}): {answer.band.why}",
-        f"  time to finish  {_time_to_finish(answer)}",
+        f"  time to finish  {_time_to_finish(answer, length or run_length(answer))}",
         *([] if found is None or summary.word == "FITS" else _remedy_lines(answer, found)),
         *([NO_GPU_HINT] if question.is_for_lack_of_gpus else []),
     ]
@@ -112,6 +115,8 @@ class RunLength:
     """How the number is known, or why it is not."""
     is_packed: bool = False
     """Rows are packed, so there are fewer sequences than rows."""
+    packing: str = ""
+    """The answer of `packing: auto`, a line; empty where the recipe says yes or no."""
 
 
 def length_of(loaded: LoadedRecipe, obstacle: str | None = None, bytes_per_token: float = BYTES_PER_TOKEN) -> RunLength:
@@ -124,73 +129,105 @@ def length_of(loaded: LoadedRecipe, obstacle: str | None = None, bytes_per_token
     from roundpipe_cli.data.sources import count_dataset
     from roundpipe_cli.data.tokenized import RowMix, held_out_count
 
-    recipe = loaded.recipe
-    is_packed, counts = recipe.packs, []
+    recipe, tokens = loaded.recipe, None
+    counts: list[RowCount] = []
     for entry in recipe.datasets:
         spec = DatasetSpec(entry.path, split=entry.split, name=entry.name, txt_rows=entry.txt_rows)
         found = count_dataset(spec, loaded.folder)
         if found is None:
+            is_packed, how, line = _packing(recipe, None, None, obstacle)
             if recipe.max_steps is not None:
-                return RunLength(recipe.max_steps, "max_steps", is_packed)
-            return RunLength(None, f"the rows of {entry.path} cannot be counted here", is_packed)
+                return RunLength(recipe.max_steps, f"max_steps{how}", is_packed, line)
+            return RunLength(None, f"the rows of {entry.path} cannot be counted here", is_packed, line)
         counts.append(found)
     total = sum(count.num_rows for count in counts)
     share = 1 - held_out_count(total, recipe.val_set_size) / max(1, total)
     by_source = [round(count.num_rows * share) for count in counts]
     rows = RowMix(by_source, [entry.weight for entry in recipe.datasets], recipe.seed, recipe.shuffle).rows_per_epoch
-    sequences, why = rows, f"{'' if all(count.is_exact for count in counts) else 'about '}{total} rows"
-    if recipe.packing is not False and rows and all(count.num_bytes for count in counts):
+    if rows and all(count.num_bytes for count in counts):
         tokens = sum(count.num_bytes for count in counts) / bytes_per_token / total
-        is_packed, packing = _packing(recipe, rows, tokens, obstacle)
-        why += f" of about {max(1, round(min(tokens, recipe.max_seq_length)))} tokens, {packing}"
-        sequences = _packed_sequences(rows, tokens, recipe.max_seq_length) if is_packed else rows
-    elif recipe.packing == "auto" and obstacle is None and rows:
-        why += f", {UNDECIDED}"
+    is_packed, how, line = _packing(recipe, rows, tokens, obstacle)
+    sequences, is_exact = rows, all(count.is_exact for count in counts)
+    if is_packed and tokens is not None:
+        sequences = _packed_sequences(rows, tokens, recipe.max_seq_length)
+    elif is_exact and rows < recipe.rows_per_step:
+        how += f"; fewer rows than the {recipe.rows_per_step} of a step, which `finetune` refuses"
     if recipe.max_steps is not None:
-        return RunLength(recipe.max_steps, "max_steps", is_packed)
-    return RunLength(math.ceil(sequences / recipe.rows_per_step) * recipe.num_train_epochs, why, is_packed)
+        return RunLength(recipe.max_steps, f"max_steps{how}", is_packed, line)
+    why = f"{'' if is_exact else 'about '}{counted(total, 'row')}"
+    if recipe.packing is not False and tokens is not None:
+        why += f" of about {max(1, round(min(tokens, recipe.max_seq_length)))} tokens"
+    steps = math.ceil(sequences / recipe.rows_per_step) * recipe.num_train_epochs
+    return RunLength(steps, why + how, is_packed, line)
 
 
 def _packed_sequences(rows: int, tokens: float, max_seq_length: int) -> int:
     return math.ceil(rows * min(tokens, max_seq_length) / max_seq_length)
 
 
-def _packing(recipe: Recipe, rows: int, tokens: float, obstacle: str | None) -> tuple[bool, str]:
-    """Whether rows are packed, in words too.
+def _packing(recipe: Recipe, rows: int | None, tokens: float | None, obstacle: str | None) -> tuple[bool, str, str]:
+    """Whether rows are packed; that as the end of a phrase, and as a line where the recipe leaves it to us.
 
     Args:
-        tokens: of a row, estimated.
+        rows: of an epoch; None: not known.
+        tokens: of a row, estimated; None: not known.
     """
-    from roundpipe_cli.data.tokenized import RowFigures, decide_packing
+    if recipe.packing != "auto":
+        words = ", packed" if tokens is not None else ", before packing"
+        return recipe.packs, words if recipe.packs else "", ""
+    choice = _packing_choice(recipe, rows, tokens, obstacle)
+    if choice is not None:
+        line = choice.describe() + ("" if tokens is None else "; tokens are estimated")
+        return choice.packs, f", {'packed' if choice.packs else 'not packed'}", line
+    known = "the tokens of a row are not known here" if tokens is None else f"rows have about {tokens:,.0f} tokens"
+    return False, f", {UNDECIDED}", f"packing (auto): {UNDECIDED}: {known}"
 
-    if recipe.packs:
-        return True, "packed"
-    answers = set[bool]()
-    for each in (tokens / MOST_OFF, tokens, tokens * MOST_OFF):
-        most = recipe.max_seq_length
+
+def _packing_choice(
+    recipe: Recipe, rows: int | None, tokens: float | None, obstacle: str | None
+) -> PackingChoice | None:
+    """The answer of `packing: auto` by the rule of `data` and a run; None where only counted tokens can tell."""
+    from roundpipe_cli.data.tokenized import PackingChoice, RowFigures, decide_packing
+
+    if tokens is None and obstacle is not None:
+        return PackingChoice(False, obstacle)
+    if not rows:
+        return None
+    most, answers = recipe.max_seq_length, list[PackingChoice]()
+    for each in (1, most / 2, most) if tokens is None else (tokens, tokens / MOST_OFF, tokens * MOST_OFF):
         whole = math.ceil(rows / max(1, most // max(1, round(each))))  # a sequence has whole rows only
         for count in (_packed_sequences(rows, each, most), whole):
-            answers.add(decide_packing(RowFigures(each, rows, partial(int, count)), recipe, obstacle).packs)
-    if len(answers) > 1:
-        return False, UNDECIDED
-    (answer,) = answers
-    return answer, "packed" if answer else "not packed"
+            answers.append(decide_packing(RowFigures(each, rows, partial(int, count)), recipe, obstacle))
+    if len({answer.packs for answer in answers}) > 1:
+        return None
+    return (
+        answers[0] if tokens is not None else PackingChoice(False, f"{counted(rows, 'row')} would make too few steps")
+    )
 
 
-def _time_to_finish(answer: Plan) -> str:
+def run_length(answer: Plan) -> RunLength:
+    """The length of the run that is planned."""
     from roundpipe_cli.planning.admission import packing_obstacle
 
     question = answer.question
     recipe, found = question.loaded.recipe, question.found
     obstacle = packing_obstacle(found, recipe) if found is not None else recipe.unpackable
     of_bytes = question.architecture.vocab_size <= MAX_BYTE_VOCABULARY
-    length = length_of(question.loaded, obstacle, 1 if of_bytes else BYTES_PER_TOKEN)
-    steps, how_known = length.steps, length.why
+    return length_of(question.loaded, obstacle, 1 if of_bytes else BYTES_PER_TOKEN)
+
+
+def _assumptions(answer: Plan, length: RunLength) -> list[str]:
+    """Lines on what the plan rests on, with the answer of `packing: auto` for these rows."""
+    return [*answer.assumptions, *([length.packing] if length.packing else [])]
+
+
+def _time_to_finish(answer: Plan, length: RunLength) -> str:
+    recipe, steps = answer.question.loaded.recipe, length.steps
     if steps is None:
         each_s = answer.step_s * recipe.num_train_epochs * EXAMPLE_ROWS / recipe.rows_per_step
-        return f"{format_seconds(each_s)} for every {EXAMPLE_ROWS:,} full rows ({how_known})"
+        return f"{format_seconds(each_s)} for every {EXAMPLE_ROWS:,} full rows ({length.why})"
     full = "" if length.is_packed else ", if every row is full"
-    return f"{format_seconds(steps * answer.step_s)} for {counted(steps, 'step')} ({how_known}){full}"
+    return f"{format_seconds(steps * answer.step_s)} for {counted(steps, 'step')} ({length.why}){full}"
 
 
 def _remedy_lines(answer: Plan, found: Sequence[Change]) -> list[str]:
@@ -408,7 +445,7 @@ def plan_document(answer: Plan, solution: Solution | None, found: Sequence[Chang
             "tokens_per_s_range": list(answer.band.around(answer.tokens_per_s)),
             "range_rests_on": answer.band.why,
         },
-        "assumptions": list(answer.assumptions),
+        "assumptions": _assumptions(answer, run_length(answer)),
     }
     if summary_of(answer).word != "FITS":
         fitting = fitting_recipe(answer.question, found[-1] if found else None)
@@ -442,7 +479,8 @@ def plan_text(
     """
     from roundpipe_cli.planning.question import who_does_what
 
-    lines = verdict_lines(answer, found)
+    length = run_length(answer)
+    lines = verdict_lines(answer, found, length)
     if solution is not None:
         lines += ["", *_solution_lines(answer, solution), ""]
     if not details:
@@ -456,7 +494,7 @@ def plan_text(
     lines += [*_link_lines(answer), ""]
     if answer.explanation:
         lines += ["why this cut", *(f"  {line}" for line in answer.explanation), ""]
-    return [*lines, "what this rests on", *(f"  {line}" for line in answer.assumptions)]
+    return [*lines, "what this rests on", *(f"  {line}" for line in _assumptions(answer, length))]
 
 
 def _solution_lines(answer: Plan, solution: Solution) -> list[str]:

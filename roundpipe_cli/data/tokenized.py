@@ -14,6 +14,7 @@ from roundpipe_cli.choices import IGNORED_LABEL
 from roundpipe_cli.data.shards import DataReport, Shard
 from roundpipe_cli.data.sources import Source
 from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.units import counted
 
 # The rows of an epoch and their order: a pure function of (sizes, weights, seed, epoch).
 #
@@ -438,8 +439,9 @@ def decide_packing(rows: RowFigures, recipe: PackingKeys, obstacle: str | None =
     per_epoch = -(-num_sequences // per_step)
     steps = per_epoch * recipe.num_train_epochs if num_sequences >= per_step else 0
     if not steps or (recipe.max_steps is None and steps < MIN_STEPS):
-        few = f"{num_sequences} sequences would make {steps} steps of {per_step}"
-        return PackingChoice(False, f"{measured}, but {few}; fewer gradient_accumulation_steps, or packing=true")
+        few = f"{counted(num_sequences, 'sequence')} would make {counted(steps, 'step')} of {per_step}"
+        change = "fewer gradient_accumulation_steps" + (", or packing=true" if steps else "")
+        return PackingChoice(False, f"{measured}, but {few}; {change}")
     each = round(rows.num_rows * per_step / num_sequences)
     unpacked = -(-rows.num_rows // per_step)
     change = f"a step has about {each} rows in place of {per_step}, an epoch {per_epoch} steps in place of {unpacked}"

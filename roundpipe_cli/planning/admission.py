@@ -108,19 +108,6 @@ def packing_obstacle(found: FoundConfig, recipe: Recipe) -> str | None:
     return None
 
 
-def packing_note(found: FoundConfig, recipe: Recipe) -> str:
-    """The meaning of `packing: auto` for a plan, which has not read the rows; empty where the recipe says yes or no."""
-    if recipe.packing != "auto":
-        return ""
-    obstacle = packing_obstacle(found, recipe)
-    if obstacle is None:
-        return (
-            "packing (auto): short rows are packed where that leaves enough steps and `finetune` proves that the model "
-            "keeps them apart; sequences are counted as full"
-        )
-    return f"packing (auto): off: {obstacle}; rows shorter than max_seq_length train fewer tokens a second than this"
-
-
 def unproven(architecture: Architecture, recipe: Recipe) -> list[str]:
     """Lines on what only `finetune` finds out about the model, and what only another machine can do."""
     lines = []

@@ -32,7 +32,6 @@ from roundpipe_cli.planning.admission import (
     check_model,
     has_weights,
     holds_weights,
-    packing_note,
 )
 from roundpipe_cli.planning.auto_choices import Unpacking, choose_token_budget, choose_unpacking, with_smallest_card
 from roundpipe_cli.planning.verdict import judge_coarsest
@@ -326,10 +325,10 @@ def _decided(
         settings = replace(settings, dtype="float16")
         note = f"note: {', '.join(lacking)} has no bfloat16; planned as float16"
         machine = replace(machine, notes=(*machine.notes, note))
-    choices = [packing_note(found, recipe)]
+    choices = ()
     if recipe.micro_batch_tokens == "auto":
         recipe = replace(recipe, micro_batch_tokens=_token_budget(recipe, architecture, settings, machine))
-        loaded, choices = replace(loaded, recipe=recipe), [*choices, describe_budget(recipe)]
+        loaded, choices = replace(loaded, recipe=recipe), (describe_budget(recipe),)
         size, count = recipe.rows_per_microbatch, recipe.microbatches_per_step
         settings = replace(settings, micro_batch_size=size, num_microbatches=count, counts_tokens=True)
     analytic = analytic_costs(architecture, settings, machine)
@@ -348,7 +347,6 @@ def _decided(
     if settings.weights_on_disk:
         machine, analytic = _read_from_disk(architecture, settings, machine, analytic)
     reads_disk = analytic is not in_memory
-    made = tuple(filter(None, choices))
     return PlanRequest(
         loaded=loaded,
         architecture=architecture,
@@ -357,7 +355,7 @@ def _decided(
         analytic=analytic,
         reads_disk=reads_disk,
         machine_source=source,
-        choices=made,
+        choices=choices,
         unpacking=unpacking,
         given=given,
         found=found,

@@ -17,6 +17,7 @@ import torch
 from roundpipe_cli.cli.data import packing_choice
 from roundpipe_cli.cli.plan import UNDECIDED, length_of
 from roundpipe_cli.data.tokenized import PackingChoice, RowMix, choose_packing, hold_out
+from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import Notice
 from roundpipe_cli.model.files.source import resolve_model
 from roundpipe_cli.model.load import build_skeleton, load_tokenizer
@@ -92,6 +93,20 @@ SETS: tuple[tuple[int, int, str, str, str], ...] = (
     (40, 40, "pair", "jsonl", "gradient_accumulation_steps: 1"),
     (2000, 60, "pair", "jsonl", "max_seq_length: 512"),
     (7, 40, "pair", "json", "gradient_accumulation_steps: 2"),
+    # tiny ones, too few for any step of packed rows, and enough for one
+    (1, 40, "pair", "jsonl", ""),
+    (1, 40, "pair", "jsonl", "max_steps: 2"),
+    (1, 40, "text", "jsonl", "gradient_accumulation_steps: 1\nmax_steps: 2"),
+    (1, 40, "messages", "json", "gradient_accumulation_steps: 1\nnum_train_epochs: 30"),
+    (3, 40, "pair", "csv", "gradient_accumulation_steps: 1\nnum_train_epochs: 3"),
+    (3, 40, "pair", "parquet", "num_train_epochs: 3"),
+    (3, 40, "messages", "jsonl", "gradient_accumulation_steps: 2\nmax_steps: 3"),
+    (3, 40, "pair", "jsonl", "gradient_accumulation_steps: 1\nmax_steps: 3"),
+    (10, 40, "pair", "jsonl", "max_steps: 2"),
+    (10, 40, "pair", "jsonl", "gradient_accumulation_steps: 1\nmax_steps: 2"),
+    (10, 40, "messages", "json", "gradient_accumulation_steps: 1\nnum_train_epochs: 20"),
+    (10, 40, "text", "csv", "gradient_accumulation_steps: 1\nmax_steps: 2\nval_set_size: 2"),
+    (10, 40, "text", "jsonl", "gradient_accumulation_steps: 1\nmax_seq_length: 32"),
 )
 
 
@@ -149,9 +164,18 @@ def test_one_rule_for_all_commands(
     run = with_packing(loaded.recipe, *parts, trained, tell=said.append)  # type: ignore[arg-type]
     if loaded.recipe.packing == "auto":
         assert [notice.text for notice in said] == [packing_choice(loaded, dataset).describe()]
-    steps = num_steps_of(run, rows_of_steps(run, trained))
     if UNDECIDED in planned.why:  # a border, or a file whose text has no known size: `plan` promises nothing
-        assert file == "parquet" or words == 900
+        assert (file == "parquet" and num_rows > 100) or words == 900
+        assert planned.packing.startswith(f"packing (auto): {UNDECIDED}")
         return
+    if loaded.recipe.packing == "auto":
+        assert planned.packing.startswith(f"packing (auto): {'on' if run.packs else 'off'}: ")
+        assert (", packed" if run.packs else ", not packed") in planned.why
     assert planned.is_packed == run.packs
+    if len(trained.rows) < run.rows_per_step:
+        assert planned.why.endswith("which `finetune` refuses") and not run.packs
+        with pytest.raises(RefusedError, match="fewer rows than one step takes"):
+            rows_of_steps(run, trained)
+        return
+    steps = num_steps_of(run, rows_of_steps(run, trained))
     assert planned.steps == (pytest.approx(steps, rel=0.3) if run.packs else steps)

@@ -60,7 +60,8 @@ def command(*arguments: str | Path, code: int = 0) -> subprocess.CompletedProces
         "from roundpipe_cli.cli.plan import plan\n"
         "app = typer.Typer(pretty_exceptions_enable=False)\n"
         "app.command()(plan)\n"
-        "code = run_command(lambda: app(standalone_mode=False))\n"
+        "codes = []\n"
+        "code = run_command(lambda: codes.append(app(standalone_mode=False) or 0)) or codes[0]\n"
         # not getrusage: ru_maxrss starts with the peak of the process that started this one
         "peak = int(open('/proc/self/status').read().split('VmHWM:')[1].split()[0])\n"
         "print('peak_kib', peak, 'torch', 'torch' in sys.modules, file=sys.stderr)\n"
@@ -203,11 +204,21 @@ def test_words_begin_with_the_verdict(recipe: Path) -> None:
         assert len(list(wrapped(short, 80))) < 24 and "`-v` shows" in short[-1]
 
 
+def test_check_exits_with_5_where_it_does_not_fit(recipe: Path) -> None:
+    """Without the flag `plan` exits with 0: it has answered what it was asked."""
+    words = ("model=Qwen/Qwen3-8B", "method=full", *AUTO, "--hardware", "1x3060,host_memory_gib=6")
+    assert command(recipe, *words).stdout.startswith("DOES NOT FIT: ")
+    assert command(recipe, *words, "--check", code=5).stdout.startswith("DOES NOT FIT: ")
+    assert json.loads(command(recipe, *words, "--check", "--json", code=5).stdout)["fits"] is False
+    assert command(recipe, "--hardware", "2x4090", "--check").stdout.startswith("FITS: ")
+
+
 def test_time_to_finish_counts_rows_or_steps(recipe: Path) -> None:
     assert length_of(load(recipe, "max_steps=7")) == RunLength(7, "max_steps")
     assert length_of(load(recipe, "num_train_epochs=2", "micro_batch_size=2")).steps == 4
     assert length_of(load(recipe, "num_train_epochs=2", "val_set_size=6")).steps == 2
-    assert length_of(load(recipe, "datasets[0].split=train[2:5]")).why == "3 rows"
+    few = length_of(load(recipe, "datasets[0].split=train[2:5]"))
+    assert few.why == "3 rows; fewer rows than the 4 of a step, which `finetune` refuses"
     hub = length_of(load(recipe, "datasets[0].path=org/rows"))
     assert hub.steps is None and "org/rows" in hub.why
 

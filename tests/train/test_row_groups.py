@@ -212,8 +212,21 @@ def test_auto_does_not_pack_long_rows_nor_where_rows_would_mix(tmp_path: Path, m
     assert resolved(other)["packing"] is False
 
 
-def test_data_says_what_auto_does(tmp_path: Path, model: Path) -> None:
-    folder = workspace(tmp_path, model, packing="auto", max_seq_length=256, max_steps=2)
+def test_data_and_plan_say_what_auto_does(tmp_path: Path, model: Path) -> None:
+    """Story: `data` packed ten rows and a run did; `plan` said a sentence about packing in general, and no answer."""
+    shape = {"max_seq_length": 512, "micro_batch_size": 1, "gradient_accumulation_steps": 2}
+    folder = workspace(tmp_path, model, packing="auto", max_steps=2, **shape)
     assert "packing (auto): on: rows have" in run(folder, "data", "recipe.yaml").expect(0).out
     document = json.loads(run(folder, "data", "recipe.yaml", "--json").expect(0).out)
     assert document["packing"]["auto"]["packs"] is True
+    planned = run(folder, "plan", "recipe.yaml", "-v").expect(0).out
+    assert "packing (auto): on: rows have" in planned and "for 2 steps (max_steps, packed)" in planned
+    assert any("packing (auto): on" in line for line in plan_json(folder, "packing=auto")["assumptions"])
+    assert not any("packing (auto)" in line for line in plan_json(folder, "packing=false")["assumptions"])
+    border = plan_json(folder, "max_seq_length=128")["assumptions"]
+    assert any(line.startswith("packing (auto): packed or not as `roundpipe data` says") for line in border)
+
+
+def plan_json(folder: Path, *words: str) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads(run(folder, "plan", "recipe.yaml", *words, "--json").expect(0).out)
+    return document
