@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -284,7 +284,7 @@ LOCKED_FOR_BOUNDARIES_BYTES = 2 * 1024**3
 class PageLocks:
     """Host buffers that are page-locked, by `page_locked`."""
 
-    def __init__(self, weights: str, tell: Tell) -> None:
+    def __init__(self, weights: str, tell: Callable[[Notice], None]) -> None:
         self._weights, self._tell = weights, tell
         self._locked: list[torch.Tensor] = []
         self.stays = False
@@ -331,7 +331,7 @@ def page_locked(store: WeightStore, devices: Sequence[str], weights: str, tell: 
         locks.unlock()
 
 
-def _refuse_or_tell(weights: str, tell: Tell) -> None:
+def _refuse_or_tell(weights: str, tell: Callable[[Notice], None]) -> None:
     text = "the system does not let this process page-lock its weights"
     if weights == "pinned":
         raise ResourceError(text, where="weights: pinned", found=describe_locking(), hint="weights: auto")
