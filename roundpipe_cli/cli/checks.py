@@ -234,6 +234,8 @@ def _lost() -> Iterator[Check]:
     for time_s, text in newest.values():
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(time_s))
         fix = "look at its power, cooling, riser and `dmesg | grep Xid`; pipeline.devices leaves it out"
+        if text.startswith("cpu "):
+            fix = "a worker on the processor hung: please report it, with the stacks that the run showed"
         yield Check("lost device", "note", f"{when}: {text}", fix)
 
 

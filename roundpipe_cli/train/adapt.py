@@ -13,8 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol, TypeVar
 
-import torch
-
 from roundpipe_cli.costs.machine import host_memory, note_lost_device
 from roundpipe_cli.data.batching import Grouping, RowBatch
 from roundpipe_cli.data.tokenized import TokenizedDataset
@@ -26,6 +24,7 @@ from roundpipe_cli.events import DeviceLost, Notice, Tell
 from roundpipe_cli.planning.adaptive import AdaptivePlanner
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.train.auto_cache import AutoCache
+from roundpipe_cli.train.build import PageLocks
 from roundpipe_cli.units import counted, shown_step
 
 T = TypeVar("T")
@@ -237,8 +236,8 @@ class LostDevices:
         self._engine, self._planner, self._cache = engine, planner, cache
         self._devices, self._stops, self._lost_at = tuple(devices), stops, lost_at
         self._refused, self._tell, self._clock = refused, tell, clock
-        self.lock: Callable[[Sequence[torch.Tensor]], None] = lambda buffers: None
-        """Page-locks other gradients of the store."""
+        self.locks = PageLocks("pageable", tell)
+        """The store's."""
 
     def again(self, run: Callable[[], T], at: str, *, lasting: Lasting = lambda hangs: None) -> T:
         """See `Again`.
@@ -272,6 +271,7 @@ class LostDevices:
             DeviceLostError: this cannot be.
         """
         engine = self._engine
+        self.locks.stays |= hangs
         silent = set(engine.silent(but=shown if hangs else ()))
         lost = self._of_one_device(silent | shown if hangs or not silent else silent)
         left = [worker for worker in range(engine.num_workers) if worker not in lost]
@@ -294,7 +294,7 @@ class LostDevices:
         self._say(lost, at, cause, names)
         threads = engine.leave_out(lost, hang=hangs)
         if hangs:
-            self.lock(engine.store.gradients)
+            self.locks.lock(engine.store.gradients, self._name(0))
         self._planner.leave_out(lost)
         self._cache.leave_out(lost)
         if threads:

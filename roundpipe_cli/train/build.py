@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -280,13 +281,38 @@ LOCKED_FOR_BOUNDARIES_BYTES = 2 * 1024**3
 """Page-locked memory that boundaries may take where not all weights get some; all of it on WSL2."""
 
 
-@contextmanager
-def page_locked(
-    store: WeightStore, devices: Sequence[str], weights: str, tell: Tell
-) -> Iterator[Callable[[Sequence[torch.Tensor]], None]]:
-    """Page-lock the store's weights and gradients inside the `with` block, so that copies to GPUs run beside the host.
+class PageLocks:
+    """Host buffers that are page-locked, by `page_locked`."""
 
-    Yields a function that does the same with other buffers of its.
+    def __init__(self, weights: str, tell: Callable[[Notice], None]) -> None:
+        self._weights, self._tell = weights, tell
+        self._locked: list[torch.Tensor] = []
+        self.stays = False
+        """Nothing is unlocked any more: the driver would wait for a device that hangs."""
+
+    def lock(self, buffers: Sequence[torch.Tensor], device: str) -> None:
+        """Page-lock more buffers, by the driver's context of a device that works."""
+        for buffer in buffers if device != "cpu" and self._weights != "pageable" else ():
+            if not cuda.register_host_buffer(buffer, gpu_index(device)):
+                _refuse_or_tell(self._weights, self._tell)
+                self._unlock(LOCKED_FOR_BOUNDARIES_BYTES)
+                break
+            self._locked.append(buffer)
+
+    def unlock(self) -> None:
+        """Undo it all, unless that would wait for ever."""
+        self._unlock(math.inf)
+
+    def _unlock(self, num_bytes: float) -> None:
+        freed = 0
+        while self._locked and freed < num_bytes and not self.stays:
+            freed += self._locked[-1].nbytes
+            cuda.unregister_host_buffer(self._locked.pop())
+
+
+@contextmanager
+def page_locked(store: WeightStore, devices: Sequence[str], weights: str, tell: Tell) -> Iterator[PageLocks]:
+    """Page-lock the store's weights and gradients inside the `with` block, so that copies to GPUs run beside the host.
 
     Args:
         weights: as in the recipe.
@@ -297,30 +323,15 @@ def page_locked(
     Raises:
         ResourceError: `weights: pinned` and the system refuses.
     """
-    wanted = devices[0] != "cpu" and weights != "pageable"
-    index = gpu_index(devices[0]) if wanted else 0
-    locked: list[torch.Tensor] = []
-
-    def lock(buffers: Sequence[torch.Tensor]) -> None:
-        for buffer in buffers if wanted else ():
-            if not cuda.register_host_buffer(buffer, index):
-                _refuse_or_tell(weights, tell)
-                freed = 0
-                while locked and freed < LOCKED_FOR_BOUNDARIES_BYTES:
-                    freed += locked[-1].nbytes
-                    cuda.unregister_host_buffer(locked.pop())
-                break
-            locked.append(buffer)
-
+    locks = PageLocks(weights, tell)
     try:
-        lock(store.transferred)
-        yield lock
+        locks.lock(store.transferred, devices[0])
+        yield locks
     finally:
-        for buffer in locked:
-            cuda.unregister_host_buffer(buffer)
+        locks.unlock()
 
 
-def _refuse_or_tell(weights: str, tell: Tell) -> None:
+def _refuse_or_tell(weights: str, tell: Callable[[Notice], None]) -> None:
     text = "the system does not let this process page-lock its weights"
     if weights == "pinned":
         raise ResourceError(text, where="weights: pinned", found=describe_locking(), hint="weights: auto")

@@ -370,7 +370,7 @@ class Trainer:
         saver = Saver(self.output_dir, self.recipe.save_total_limit, self._tell, lambda _: evaluator.saved())
         self._updater.before_layer = saver.before_layer
         with (
-            page_locked(setup.store, setup.devices, self.recipe.weights, self._tell) as self._lost.lock,
+            page_locked(setup.store, setup.devices, self.recipe.weights, self._tell) as self._lost.locks,
             engine,
             self._updater,
             saver,

@@ -192,9 +192,9 @@ def copy_weights() -> None:
     devices.CpuBackend = functools.partial(CpuBackend, copy=True)  # type: ignore[misc,assignment]
 
 
-def see_hangs_soon(patch: Callable[[object, str, object], None] = setattr) -> None:
-    """Let the engine's watchdog wait for half a second once a fault point hangs, and for ever before: a busy machine
-    does not look like a hang.
+def see_hangs_soon(patch: Callable[[object, str, object], None] = setattr) -> threading.Event:
+    """Let the engine's watchdog wait for half a second once a fault point hangs, or the event that is returned is set,
+    and for ever before: a busy machine does not look like a hang.
 
     Args:
         patch: puts something in place of a name's value.
@@ -209,6 +209,7 @@ def see_hangs_soon(patch: Callable[[object, str, object], None] = setattr) -> No
     patch(faults, "_act", act_and_tell)
     watchdog_s = property(lambda pool: 0.5 if hangs.is_set() else None, lambda pool, value: None)
     patch(dispatch.Pool, "_watchdog_s", watchdog_s)
+    return hangs
 
 
 def lose_after_gradients(step: int, patch: Callable[[object, str, object], None] = setattr) -> None:

@@ -20,7 +20,6 @@ from roundpipe_cli.dashboard.theme import Theme
 from roundpipe_cli.dashboard.views import workers_block
 from roundpipe_cli.dashboard.waiting import details, longest_waiting
 from roundpipe_cli.engine.backends.cuda import xid_in
-from roundpipe_cli.engine.dispatch import dispatch
 from roundpipe_cli.errors import DeviceLostError, InternalError
 from roundpipe_cli.events import (
     DeviceLost,
@@ -237,7 +236,9 @@ ON_CARDS = "pipeline.devices=[cuda:0,cuda:1,cuda:2]"
 THREE_CARDS = (Card(), SMALL_CARD, Card())
 
 
-def on_cards(output: str, *words: str, how: str = "", seed: int = 0) -> tuple[list[Event], Simulation]:
+def on_cards(
+    output: str, *words: str, how: str = "", seed: int = 0, breaks: Callable[[], None] = lambda: None
+) -> tuple[list[Event], Simulation]:
     """A run on three simulated cards, one of which breaks in the third step; its events."""
     told: list[Event] = []
 
@@ -245,7 +246,12 @@ def on_cards(output: str, *words: str, how: str = "", seed: int = 0) -> tuple[li
         told.append(event)
         streams = simulation.machine.streams
         if isinstance(event, StepFinished) and event.step == 2 and how:
-            streams.break_after(1, 40 + 29 * seed, getattr(streams, how))
+
+            def break_it(device: int) -> None:
+                getattr(streams, how)(device)
+                breaks()
+
+            streams.break_after(1, 40 + 29 * seed, break_it)
 
     loaded = load_recipe("recipe.yaml", (f"output_dir={output}", ON_CARDS, *CUT, *words))
     with warnings.catch_warnings(), simulated(seed, THREE_CARDS) as simulation, StopSignals() as signals:
@@ -267,14 +273,19 @@ def test_a_card_whose_driver_fails(finetune: Finetune, seed: int) -> None:
 
 
 def test_a_card_that_hangs(finetune: Finetune, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "LEAVE_S", 2.0)
+    """No memory is unlocked afterwards, for which the driver would wait for the card; nor where it is the only one."""
+    hangs = see_hangs_soon(partial(monkeypatch.setattr, raising=False))
     words = ("dtype=float32", "max_steps=4", "check_longest_rows=false")
     on_cards("whole", *words)
-    events, _ = on_cards("lost", *words, "watchdog_s=3", how="hang")
+    events, _ = on_cards("lost", *words, how="hang", breaks=hangs.set)
     assert bits("lost") == bits("whole")
     (lost,) = losses_of(events)
     assert lost.device == "cuda:1" and "no progress" in lost.cause
     assert "left behind: worker-1" in notices(events)
+    hangs.clear()
+    with pytest.raises(DeviceLostError, match="no other device is left") as caught:
+        on_cards("alone", *words, "pipeline.devices=[cuda:1]", how="hang", breaks=hangs.set)
+    assert caught.value.exit_code == 5 and load_newest(Path("alone"), None, lambda text: pytest.fail(text)).step == 2
 
 
 def test_an_error_that_takes_all_cards_down(finetune: Finetune) -> None:
@@ -311,6 +322,8 @@ def test_said_where_the_user_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     note_lost_device(lost.text)
     (check,) = _lost()
     assert "cuda:1 (worker 1) was lost at step 5" in check.found and "Xid 79" in check.found and check.state == "note"
+    note_lost_device("cpu (worker 0) was lost at step 2: no progress")
+    assert ["please report it" in (check.fix or "") for check in _lost()] == [False, True]
 
 
 def test_the_drivers_own_word(tmp_path: Path) -> None:

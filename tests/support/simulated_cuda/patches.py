@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -46,6 +47,7 @@ class Runtime:
     def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
         ranges = self._machine.registered
         assert any(start == address for start, _ in ranges), "never registered"
+        assert all(line.ends_at == math.inf for line in self._machine.streams.lines), "waits for a device that hangs"
         ranges[:] = [one for one in ranges if one[0] != address]
         return 0
 
