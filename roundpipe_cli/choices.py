@@ -310,3 +310,5 @@ GGUF_TYPES = ("bf16", "f16", "f32", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 """Types of its matrices that the `gguf` package can write; the first is the default."""
 CONVERTER_TYPES = ("bf16", "f16", "f32", "q8_0", "tq1_0", "tq2_0", "auto")
 """Those of llama.cpp's converter."""
+FAST_KERNELS = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d"}
+"""Modules whose kernels transformers takes for gated delta rules on GPUs -> their names for pip."""

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from packaging.version import InvalidVersion, Version
 
 from roundpipe_cli import __version__
-from roundpipe_cli.choices import OPTIMIZERS
+from roundpipe_cli.choices import FAST_KERNELS, OPTIMIZERS
 from roundpipe_cli.costs.find_model import shipped_figures
 from roundpipe_cli.costs.hardware import ASSUMED_HOST_MEMORY_BYTES_PER_S
 from roundpipe_cli.costs.machine import (
@@ -47,12 +47,13 @@ CheckState = Literal["good", "note", "fails"]
 LEAST_VERSIONS = {**{name: floor for name, (floor, _) in FLOORS.items()}, **WORKING_FLOORS}
 OPTIONAL = {
     "bitsandbytes": "4-bit base weights",
+    **dict.fromkeys(FAST_KERNELS, "recurrent blocks at full speed on GPUs, as Qwen3.5 and Qwen3-Next have them"),
     "pynvml": "temperature and power of GPUs in the dashboard",
     "tensorboard": "report_to: [tensorboard]",
     "wandb": "report_to: [wandb]",
 }
 """Module -> the feature that needs it."""
-_PACKAGES = {"pynvml": "nvidia-ml-py"}
+_PACKAGES = {"pynvml": "nvidia-ml-py", **FAST_KERNELS}
 LEAST_HOST_BYTES = 2 * GIB
 LOW_HOST_BYTES = 12 * GIB
 LOW_DISK_BYTES = 20 * GIB

@@ -14,6 +14,7 @@ from roundpipe_cli.errors import RefusedError, closest
 
 if TYPE_CHECKING:
     from roundpipe_cli.recipe.convert_rules import Job
+    from roundpipe_cli.recipe.convert_tables import Conversion
 
 
 def convert(
@@ -72,6 +73,7 @@ def convert(
     jobs: tuple[Job, ...] = ("sft", *PAIR_OBJECTIVES)
     job = _chosen("--objective", objective, jobs, f"objective {objective}")
     result = convert_file(raw, str(file), tool=tool, num_gpus=gpus, objective=job)
+    _pack_where_the_model_may(result)
     text = result.text(file.name)
     if output is not None:
         write_new(output, text.encode())
@@ -88,6 +90,23 @@ def convert(
     say(f"{len(result.without_effect)} keys change nothing here: {', '.join(result.without_effect) or 'none'}")
     if output is not None:
         say(f"wrote {output}\nnext: roundpipe plan {output}")
+
+
+def _pack_where_the_model_may(result: Conversion) -> None:
+    """Leave packing to the run where a configuration here says that the model's rows would see each other."""
+    from roundpipe_cli.costs.find_model import figures_of, find_config
+    from roundpipe_cli.planning.admission import check_rows
+
+    recipe = result.recipe
+    model, folder = str(recipe["model"]), Path(str(recipe["model"]))
+    if recipe.get("packing") is not True or not ((folder / "config.json").is_file() or figures_of(model)):
+        return
+    config = find_config(model, folder if folder.is_dir() else None).config
+    try:
+        check_rows(config, packing=True, chunks=False, max_seq_length=recipe.get("max_seq_length", 2048))
+    except RefusedError as error:
+        recipe["packing"] = "auto"
+        result.change("packing", f"auto, which leaves rows alone: {error.in_short}")
 
 
 Name = TypeVar("Name", bound=str)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib.util
 import json
 import os
 import pty
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from roundpipe_cli.choices import FAST_KERNELS
 from roundpipe_cli.cli import checks
 from roundpipe_cli.cli.checks import version_check
 from roundpipe_cli.cli.doctor import check_lines
@@ -305,6 +307,14 @@ def test_doctor_says_whether_triton_can_make_kernels(monkeypatch: pytest.MonkeyP
     monkeypatch.delenv("CC", raising=False)
     (found,) = checks.triton_check(1)
     assert found.state == "note" and "no C compiler (install gcc)" in found.found
+
+
+def test_doctor_says_which_kernels_of_recurrent_blocks_are_missing() -> None:
+    found = {check.name: check for check in checks._optional()}
+    for module, package in FAST_KERNELS.items():
+        is_there = importlib.util.find_spec(module) is not None
+        assert found[package].state == ("good" if is_there else "note") and "recurrent blocks" in found[package].found
+        assert is_there or found[package].fix == f"pip install {package}"
 
 
 def test_links_are_measured_together() -> None:

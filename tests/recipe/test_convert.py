@@ -781,3 +781,24 @@ def test_sections_of_unsloth_become_a_recipe() -> None:
     whole = convert_file(b"model: a/b\ndata: {dataset: c/d}\ntraining: {training_type: full}\n", "full.yaml").recipe
     assert whole["method"] == "full" and "lora" not in whole and not whole.get("load_in_4bit")
     assert whole["train_on_inputs"] is True and whole["num_train_epochs"] == 3
+
+
+@pytest.mark.parametrize(
+    ("kinds", "packing"), [(["conv", "full_attention"], "auto"), (["full_attention"] * 2, True), (None, True)]
+)
+def test_packing_is_left_to_the_run_where_the_model_may_not_pack(
+    tmp_path: Path, kinds: list[str] | None, packing: object
+) -> None:
+    """`packing: true` was written for any model, and `finetune` then refused the recipe. `kinds`: of the blocks, as the
+    folder's configuration says; None: there is no configuration here."""
+    (tmp_path / "model").mkdir()
+    if kinds:
+        config = {"model_type": "lfm2", "layer_types": kinds}
+        (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    lines = {"base_model": "model", "sample_packing": True, "sequence_len": 512}
+    data = {**parse_bytes(BASES["axolotl"].encode(), "a.yaml").data, **lines}
+    (tmp_path / "a.yaml").write_text(json.dumps(data))
+    done = run(tmp_path, "convert", "a.yaml", "--json").expect(0)
+    found = json.loads(done.out)
+    assert found["recipe"]["packing"] == packing
+    assert ("carries state from token to token" in str(found["changes"])) == (packing == "auto")
