@@ -297,7 +297,7 @@ def test_a_killed_download_keeps_its_finished_files(hub: ModelHub, tmp_path: Pat
 def test_two_downloads_at_a_time(hub: ModelHub, tmp_path: Path) -> None:
     """The second one leaves alone what the first one is writing, and waits for it."""
     big_shards(hub)
-    hub.byte_s = 0.5  # until both have come so far, which takes each of them an import of torch
+    hub.byte_s = 5.0  # until both have come so far, which takes each of them an import of torch
     with downloading(hub, tmp_path) as first, downloading(hub, tmp_path) as second:
         while sum(way == "HEAD" and path.endswith(SHARDS[1]) for way, path in hub.asked) < 4:
             assert first.poll() is None and second.poll() is None

@@ -148,7 +148,7 @@ def test_the_rows_decide_the_objective(tmp_path: Path) -> None:
         ({"messages": [{"role": "user", "content": "a"}]}, ""),
     ):
         file.write_text(f"{json.dumps(row)}\n" * 3)
-        with pytest.raises(RefusedError, match=expected):
+        with pytest.raises(RefusedError, match=expected or None):
             are_pairs("rows.jsonl", tmp_path)
     file.write_text("{broken\n" + json.dumps({"prompt": "a", "chosen": "", "rejected": "c"}) + "\n")
     with pytest.raises(RefusedError):
