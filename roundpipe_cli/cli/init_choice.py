@@ -12,8 +12,6 @@ from roundpipe_cli.costs.find_model import find_architecture
 from roundpipe_cli.costs.hardware import Hardware, parse_hardware
 from roundpipe_cli.costs.machine import MAX_PARAMETERS_ON_CPU, is_large_for_cpu
 from roundpipe_cli.costs.models import Architecture, DType, TrainingSettings
-from roundpipe_cli.data.formats import decide_format, find_pair_columns
-from roundpipe_cli.data.rows import BadRowError, DatasetSpec, in_chunks
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.planning.answers import Answers
 from roundpipe_cli.planning.predict import Plan, best_plan
@@ -65,6 +63,8 @@ def are_pairs(data: str, folder: Path) -> bool | None:
     Raises:
         RefusedError: `data` would refuse them all.
     """
+    from roundpipe_cli.data.formats import decide_format, find_pair_columns
+    from roundpipe_cli.data.rows import BadRowError, DatasetSpec, in_chunks
     from roundpipe_cli.data.sources import find_sources
 
     spec = DatasetSpec(data)

@@ -122,8 +122,7 @@ def validate(
         notices: tuple[str, ...] = ()
         error: RefusedError | None = None
         try:
-            loaded = load_recipe(file, overrides)
-            notices = (*loaded.notices, *filter(None, [loaded.rate_note]))
+            notices = load_recipe(file, overrides).notices
         except RefusedError as refused:
             error = refused
         documents.append(_validation(file, notices, error))

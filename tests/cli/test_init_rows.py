@@ -145,7 +145,7 @@ def test_the_rows_decide_the_objective(tmp_path: Path) -> None:
         ({"prompt": "a", "completion": "b", "label": True}, "KTO"),
         ({"prompt": "a"}, "prompts without an answer"),
         ({"colour": "a"}, "cannot tell the type"),
-        ({"messages": [{"role": "user", "content": "a"}]}, ""),
+        ({"messages": [{"role": "user", "content": "a"}]}, "has nothing to train on"),
     ):
         file.write_text(f"{json.dumps(row)}\n" * 3)
         with pytest.raises(RefusedError, match=expected or None):
