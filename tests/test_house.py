@@ -62,6 +62,10 @@ USED_OUTSIDE = {
         ("is_compileable", "is_dummy", "get_seq_length", "get_query_offset", "get_mask_sizes"),
         "transformers asks it of what it takes for a cache of keys and values",
     ),
+    **dict.fromkeys(
+        ("get_conv_state", "get_recurrent_state", "update_conv_state", "update_recurrent_state"),
+        "transformers calls it of what it takes for a cache of a recurrent block's states",
+    ),
 }
 """Names of product code that no product code mentions, each with its reason to stay."""
 EXEMPT = (Path(__file__), ROOT / "tests" / "data" / "test_data_masks.py")

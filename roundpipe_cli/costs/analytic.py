@@ -87,7 +87,8 @@ def _pair_bytes(architecture: Architecture, block: Block, settings: TrainingSett
 
 
 def key_value_bytes(architecture: Architecture, settings: TrainingSettings) -> int:
-    """One block's keys and values of a whole sequence, which its chunks share; 0 where sequences are not cut."""
+    """One block's keys and values of a whole sequence, which its chunks share; 0 where sequences are not cut. A
+    recurrent block counts as one of attention: Qwen3-Next's states are smaller from 1,000 tokens a chunk on."""
     if settings.sequence_chunks == 1:
         return 0
     width = 2 * architecture.num_key_value_heads * architecture.head_dim

@@ -21,6 +21,7 @@ from roundpipe_cli.engine.gradients import GradientParts, Leaving, add_to, leavi
 from roundpipe_cli.engine.prepared import Scoring, StepContext
 from roundpipe_cli.engine.program import layer_range
 from roundpipe_cli.engine.trained import TrainedLayers, weights_found_again
+from roundpipe_cli.model.attention import recurrent_modules
 from roundpipe_cli.model.block_calls import BlockCall, Prologue
 from roundpipe_cli.model.chunks import ChunkCache, KeyValues
 from roundpipe_cli.model.dropout import layer_seed
@@ -35,6 +36,8 @@ from roundpipe_cli.model.worker_model import WorkerModel
 #     backward   chunk 2 -> 1 -> 0        chunk 2's backward makes gradients of the keys and values of chunks 1 and 0;
 #                                         they are added up (float32) until those chunks' turn comes
 #
+# A recurrent block has states in their place: what it carries from a chunk to the next. Only the next reads them.
+#
 # Shapes: S tokens of the sequence, B sequences, K key heads, D width of a head.
 
 KINDS = (BoundaryKind.KEYS, BoundaryKind.VALUES)
@@ -44,47 +47,62 @@ KINDS = (BoundaryKind.KEYS, BoundaryKind.VALUES)
 class BlockSequence:
     """One block's keys and values of one sequence; while it goes backward, with their gradients."""
 
+    is_recurrent: bool = False
+    """The block has states: what is said of keys and values [B, K, tokens, D] holds for a pair of tensors a chunk."""
     buffers: list[torch.Tensor] = field(default_factory=list)
-    """Keys and values, [S, B, K, D]: what a chunk adds lies in one piece."""
+    """Keys and values, [S, B, K, D], or states, [chunks, ...]: what a chunk adds lies in one piece."""
     gradients: list[torch.Tensor] = field(default_factory=list)
     """Gradients, float32, of the same shapes; empty while the sequence goes forward."""
 
     def write(self, chunk: SequenceChunk, own: KeyValues) -> list[torch.Tensor]:
         """Add a chunk's keys and values [B, K, T, D]; returns their pieces [T, B, K, D] of the buffers."""
-        pieces = [tensor.detach().permute(2, 0, 1, 3) for tensor in own]
-        if not self.buffers:
-            self.buffers = [piece.new_empty(chunk.sequence_tokens, *piece.shape[1:]) for piece in pieces]
-        for buffer, piece in zip(self.buffers, pieces, strict=True):
-            buffer[chunk.start : chunk.end] = piece
-        return [buffer[chunk.start : chunk.end] for buffer in self.buffers]
+        return self._write(chunk, [self._as_piece(tensor.detach()) for tensor in own])
 
-    def fill(self, start: int, pieces: list[torch.Tensor], sequence_tokens: int) -> None:
-        """Put pieces [T, B, K, D] that came from the host at their place; there are gradients from now on."""
-        if not self.buffers:
-            self.buffers = [piece.new_empty(sequence_tokens, *piece.shape[1:]) for piece in pieces]
+    def fill(self, chunk: SequenceChunk, pieces: list[torch.Tensor]) -> None:
+        """Put a chunk's pieces that came from the host at their place; there are gradients from now on."""
+        self._write(chunk, pieces)
+        if not self.gradients:
             self.gradients = [torch.zeros_like(buffer, dtype=torch.float32) for buffer in self.buffers]
+
+    def _write(self, chunk: SequenceChunk, pieces: list[torch.Tensor]) -> list[torch.Tensor]:
+        if not self.buffers:
+            length = chunk.count if self.is_recurrent else chunk.sequence_tokens
+            self.buffers = [piece.new_empty(length, *piece.shape[1:]) for piece in pieces]
         for buffer, piece in zip(self.buffers, pieces, strict=True):
-            buffer[start : start + len(piece)] = piece
+            buffer[self._place(chunk)] = piece
+        return [buffer[self._place(chunk)] for buffer in self.buffers]
+
+    def _place(self, chunk: SequenceChunk) -> slice:
+        return slice(chunk.index, chunk.index + 1) if self.is_recurrent else slice(chunk.start, chunk.end)
+
+    def _place_before(self, chunk: SequenceChunk) -> slice:
+        return slice(chunk.index - 1, chunk.index) if self.is_recurrent else slice(0, chunk.start)
+
+    def _as_piece(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor[None] if self.is_recurrent else tensor.permute(2, 0, 1, 3)
+
+    def _as_block_has_it(self, piece: torch.Tensor) -> torch.Tensor:
+        return piece[0] if self.is_recurrent else piece.permute(1, 2, 0, 3)
 
     def before(self, chunk: SequenceChunk) -> KeyValues | None:
         """Keys and values of the chunks before, [B, K, tokens, D]; None for the first chunk."""
         if chunk.start == 0:
             return None
-        keys, values = (buffer[: chunk.start].permute(1, 2, 0, 3) for buffer in self.buffers)
+        keys, values = (self._as_block_has_it(buffer[self._place_before(chunk)]) for buffer in self.buffers)
         return keys, values
 
     def add_gradients(self, chunk: SequenceChunk, gradients: list[torch.Tensor | None]) -> None:
         """Add the gradients of `before` that a chunk's backward has made."""
         for total, gradient in zip(self.gradients, gradients, strict=True):
             if gradient is not None:
-                add_to(total[: chunk.start], gradient.permute(2, 0, 1, 3))
+                add_to(total[self._place_before(chunk)], self._as_piece(gradient))
 
     def waiting(self, chunk: SequenceChunk, own: KeyValues) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """A chunk's own keys and values, each with the gradient that later chunks have made for it."""
         if chunk.is_last:
             return []
         return [
-            (tensor, total[chunk.start : chunk.end].permute(1, 2, 0, 3).to(tensor.dtype))
+            (tensor, self._as_block_has_it(total[self._place(chunk)]).to(tensor.dtype))
             for tensor, total in zip(own, self.gradients, strict=True)
             if tensor.requires_grad
         ]
@@ -93,7 +111,12 @@ class BlockSequence:
 class Sequences:
     """A worker's unfinished sequences in one direction, with an entry for each block."""
 
-    def __init__(self) -> None:
+    def __init__(self, recurrent: frozenset[int]) -> None:
+        """
+        Args:
+            recurrent: layers whose blocks have states.
+        """
+        self._recurrent = recurrent
         self._found: dict[tuple[int, int], BlockSequence] = {}
         """(layer, first microbatch of the sequence) -> keys and values."""
 
@@ -101,7 +124,8 @@ class Sequences:
         """The keys and values of a layer in the sequence of a chunk; None for a microbatch that is none."""
         if state.chunk is None:
             return None
-        return self._found.setdefault((layer, state.index - state.chunk.index), BlockSequence())
+        fresh = BlockSequence(layer in self._recurrent)
+        return self._found.setdefault((layer, state.index - state.chunk.index), fresh)
 
     def end(self, layer: int, state: MicrobatchState) -> None:
         """Drop keys and values that this worker does not need again."""
@@ -272,7 +296,8 @@ class LayerRunner:
         """Per layer, the trainable parameters as bound now, in layout order."""
         self._kept: dict[tuple[int, int], LayerGraph] = {}
         """By (layer, microbatch), from the forward to the backward."""
-        self._forward_sequences, self._backward_sequences = Sequences(), Sequences()
+        recurrent = frozenset(layer for layer, block in enumerate(model.blocks, 1) if any(recurrent_modules(block)))
+        self._forward_sequences, self._backward_sequences = Sequences(recurrent), Sequences(recurrent)
         self._sent: deque[_Sent] = deque()
         self.layer = 0
         """The current layer, for error messages."""
@@ -474,10 +499,10 @@ class LayerRunner:
         self, layer: int, state: MicrobatchState, earlier: SequenceChunk, keys_and_values: list[torch.Tensor]
     ) -> None:
         """Before the backward of a sequence's last chunk: take back keys and values of an earlier chunk's forward."""
-        sequence, chunk = self._backward_sequences.of(layer, state), state.chunk
-        assert sequence is not None and chunk is not None
+        sequence = self._backward_sequences.of(layer, state)
+        assert sequence is not None
         with self.backend.compute():
-            sequence.fill(earlier.start, keys_and_values, chunk.sequence_tokens)
+            sequence.fill(earlier, keys_and_values)
 
     def end_backward(self, layers: StageRange, state: MicrobatchState) -> None:
         """Note that a stage's backward of this microbatch is done; drop the sequence if no chunk is left."""

@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from roundpipe_cli.choices import FAST_KERNELS
 from roundpipe_cli.library_names import library_name
 
 # Attention on cards whose kernels take no keys that several query heads share: each head gets its own copy.
@@ -151,10 +152,6 @@ delta rule and its short convolution, without positions."""
 def recurrent_modules(block: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """(path, module) of those in a block."""
     return ((path, module) for path, module in block.named_modules() if RECURRENT.fullmatch(type(module).__name__))
-
-
-FAST_KERNELS = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d"}
-"""Packages whose kernels transformers takes for recurrent modules on GPUs: name of the module, and for pip."""
 
 
 def describe_slow_kernels(blocks: Iterable[nn.Module], devices: Iterable[str]) -> str | None:

@@ -6,8 +6,8 @@ earlier ones. So it makes masks and positions itself, and each block gives its k
                  keys  0 1 | 2 3 | 4 5
     chunk 0      0     1 . | . . | . .        chunk c computes its rows of the mask (1: sees); the columns before its
                  1     1 1 | . . | . .        own are the earlier chunks' keys and values
-    chunk 1      2     1 1 | 1 . | . .
-                 3     1 1 | 1 1 | . .
+    chunk 1      2     1 1 | 1 . | . .        A gated delta rule gives its state after the chunk instead, and the last
+                 3     1 1 | 1 1 | . .        inputs of its convolution: the next chunk begins with them.
 
 Shapes: B sequences, K key heads, T tokens of the chunk, S tokens before it, D width of a head.
 """
@@ -52,7 +52,7 @@ def check_packing(model: nn.Module, split: ModelSplit, *, max_seq_length: int, m
     Raises:
         RefusedError: it does not, or its masks would be too large.
     """
-    for where, kind in stateful_modules(model, split, restarting=False):
+    for where, kind in stateful_modules(model, split):
         raise packing_refusal(where, f"{kind}, which carries state from token to token")
     for where, found in scaled_positions(model, max_seq_length):
         raise packing_refusal(where, found)
@@ -62,14 +62,14 @@ def check_packing(model: nn.Module, split: ModelSplit, *, max_seq_length: int, m
         check_mask_bytes(max_seq_length=max_seq_length, micro_batch_size=micro_batch_size)
 
 
-def stateful_modules(model: nn.Module, split: ModelSplit, *, restarting: bool = True) -> Iterator[tuple[str, str]]:
-    """(where, class) of modules within blocks that carry more from token to token than attention does; `restarting`:
-    also those that begin anew at each row."""
+def stateful_modules(model: nn.Module, split: ModelSplit) -> Iterator[tuple[str, str]]:
+    """(where, class) of modules within blocks that carry more from token to token than attention does, and are none of
+    `recurrent_modules`."""
     for index, block in enumerate(model.get_submodule(split.blocks_path).children()):
-        left_out = () if restarting else tuple(f"{path}." for path, _ in recurrent_modules(block))
+        known = tuple(f"{path}." for path, _ in recurrent_modules(block))
         for name, module in block.named_modules():
             kind = type(module).__name__
-            if left_out and (not name or f"{name}.".startswith(left_out)):
+            if known and (not name or f"{name}.".startswith(known)):
                 continue
             if isinstance(module, (nn.Conv1d, nn.Conv2d)) or STATEFUL.search(kind):
                 yield f"block.{index}.{name}", kind
@@ -144,9 +144,11 @@ class ChunkCache:
     """S: tokens of the sequence before the chunk."""
     num_blocks: int
     earlier: KeyValues | None = None
-    """Keys and values of the earlier chunks, [B, K, S, D]; None for the first chunk."""
+    """Keys and values of the earlier chunks, [B, K, S, D], or a recurrent block's states; None for the first chunk."""
     own: list[KeyValues] = field(default_factory=list)
-    """Keys and values that the block gave to `update`."""
+    """Keys and values that the block gave to `update`, or its states after the chunk."""
+    _convolved: torch.Tensor | None = None
+    """[B, C, W]: the last W inputs of a recurrent block's convolution of that width."""
 
     is_compileable = False
 
@@ -177,13 +179,34 @@ class ChunkCache:
         keys, values = self.earlier
         return torch.cat([keys, key_states], dim=-2), torch.cat([values, value_states], dim=-2)
 
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        """None, so that a chunk of one token is convolved like any other: the step of generation works in place."""
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        return None if self.earlier is None else self.earlier[1]
+
+    def update_conv_state(
+        self, conv_states: torch.Tensor, layer_idx: int, *, conv_kernel_size: int, **_: Any
+    ) -> torch.Tensor:
+        """Note the convolution's last inputs; returns the chunk's own [B, C, T] behind the earlier ones."""
+        whole = conv_states if self.earlier is None else torch.cat([self.earlier[0], conv_states], dim=-1)
+        last = whole[..., -conv_kernel_size:]
+        self._convolved = nn.functional.pad(last, (conv_kernel_size - last.shape[-1], 0))
+        return whole
+
+    def update_recurrent_state(self, recurrent_states: torch.Tensor, layer_idx: int, **_: Any) -> torch.Tensor:
+        """Note the recurrent state [B, heads, key width, value width] after the chunk."""
+        assert self._convolved is not None
+        self.own.append((self._convolved, recurrent_states))
+        return recurrent_states
+
     def only(self, block: str) -> KeyValues:
-        """The chunk's own keys and values.
+        """The chunk's own keys and values, or states.
 
         Raises:
             RefusedError: the block did not hand over one pair of tensors.
         """
-        if len(self.own) == 1 and all(tensor.dim() == 4 for tensor in self.own[0]):
+        if len(self.own) == 1 and (self._convolved is not None or all(tensor.dim() == 4 for tensor in self.own[0])):
             return self.own[0]
         raise chunk_refusal(block, f"a block that hands keys and values to its cache {len(self.own)} times", "once")
 
@@ -217,7 +240,7 @@ def check_sequence_chunks(model: nn.Module, split: ModelSplit, *, max_seq_length
         recorder.cache = ChunkCache(PROBE_START, split.num_blocks)
         backbone(input_ids=ids[:, PROBE_START:], use_cache=True, **{name: recorder.cache})
     for index, (expected, call) in enumerate(zip(whole, recorder.calls, strict=True)):
-        _check_call(f"block.{index}", expected, call)
+        _check_call(f"block.{index}", expected, call, has_mask=index not in recorder.recurrent)
 
 
 def cache_argument(backbone: nn.Module) -> str | None:
@@ -226,7 +249,7 @@ def cache_argument(backbone: nn.Module) -> str | None:
     return next((name for name in CACHE_ARGUMENTS if name in parameters), None)
 
 
-def _check_call(block: str, whole: BlockCall, chunk: BlockCall) -> None:
+def _check_call(block: str, whole: BlockCall, chunk: BlockCall, *, has_mask: bool) -> None:
     """Refuse a block whose call for the second chunk is not made of the rows of that for the whole sequence."""
     if CACHE not in (*chunk.args, *chunk.kwargs.values()):
         raise chunk_refusal(block, "a block that is given no cache", "the keys and values of earlier tokens")
@@ -244,7 +267,7 @@ def _check_call(block: str, whole: BlockCall, chunk: BlockCall) -> None:
                 row = row if row.dtype == torch.bool else row > torch.finfo(row.dtype).min / 2
             if not isinstance(row_of, torch.Tensor) or not _is_part(row_of, row):
                 raise chunk_refusal(f"{block}, {name}", "other values for a chunk than for the whole", "the same rows")
-    if not masks:
+    if has_mask and not masks:
         raise chunk_refusal(
             block, "a block that is given no mask for a chunk", "a mask of its tokens by all before them"
         )

@@ -64,7 +64,9 @@ def check_rows(config: Mapping[str, Any], *, packing: bool, chunks: bool, max_se
     text = config.get("text_config")
     config = text if isinstance(text, dict) else config
     stateful, scaled = _stateful_block(config), _scaled_positions(config, max_seq_length)
-    if packing and stateful is not None and not _GATED_DELTA.fullmatch(str(config.get("model_type"))):
+    if _GATED_DELTA.fullmatch(str(config.get("model_type"))):
+        stateful = None
+    if packing and stateful is not None:
         raise packing_refusal(*stateful)
     if packing and scaled is not None:
         raise packing_refusal("model.rotary_emb", scaled)
@@ -75,7 +77,7 @@ def check_rows(config: Mapping[str, Any], *, packing: bool, chunks: bool, max_se
 
 
 _GATED_DELTA = re.compile("qwen3_next|qwen3_5(_moe)?(_text)?|olmo_hybrid")
-"""Types whose recurrent blocks begin anew at each packed row."""
+"""Types whose recurrent blocks begin anew at each packed row, and pass their state from chunk to chunk."""
 
 
 def _stateful_block(config: Mapping[str, Any]) -> tuple[str, str] | None:

@@ -313,8 +313,9 @@ class PipelineConfig:
     """Chunks into which each sequence is cut along its tokens, so that several workers compute one long sequence at
     once: chunks flow through the stages as microbatches do, and a chunk's attention reads the keys and values of the
     chunks before it. Loss and gradients are those of the whole sequence up to rounding (dropout draws other masks). Not
-    with packing, preference pairs, kept activations or recurrent blocks. Four chunks a worker keep the bubble small. A
-    chunk has at least 8 tokens of `max_seq_length`; shorter rows are padded to a token a chunk.
+    with packing, preference pairs, kept activations or recurrent blocks (but gated delta rules, as Qwen3.5 has them).
+    Four chunks a worker keep the bubble small. A chunk has at least 8 tokens of `max_seq_length`; shorter rows are
+    padded to a token a chunk.
     `auto` is 1."""
     skip_last_projection: Literal["auto"] | bool = "auto"
     """Leave out of a recompute what backward never reads: products that only become a block's output. Exact; a proof

@@ -19,10 +19,10 @@ from roundpipe_cli.engine.parity import prove
 from roundpipe_cli.engine.step import Microbatch, StepResult
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.attention import describe_slow_kernels
-from roundpipe_cli.model.chunks import check_packing
+from roundpipe_cli.model.chunks import check_packing, check_sequence_chunks
 from roundpipe_cli.model.load import build_skeleton
 from roundpipe_cli.model.split import split_model
-from tests.support.every_type import tiny_config_of
+from tests.support.every_type import GATED_DELTA, hybrid_config
 from tests.support.tiny import BASE, EXTRA, Rig, make_rig, schedule_for, tiny_config
 
 LENGTHS = [[9, 1, 6], [3, 12], [16], [2, 2, 2, 2, 5]]
@@ -107,11 +107,11 @@ def run_engine(rig: Rig, microbatches: Sequence[Microbatch]) -> StepResult:
 SLIDING = ["mistral", "gemma3_text", "gemma2", "cohere2"]
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gpt2", "qwen3_moe", *SLIDING])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gpt2", "qwen3_moe", *SLIDING, *GATED_DELTA])
 def test_packed_and_unpacked_steps_are_equal_through_the_engine(model_type: str) -> None:
     """One step over the same rows: loss within 1e-5, every gradient within 1e-5 of its norm."""
     sequences = made_rows()
-    rig = make_rig(model_type)
+    rig = make_rig(model_type, config=hybrid_config(model_type) if model_type in GATED_DELTA else None)
     alone = run_engine(rig, [as_engine(collate([row], 0)) for rows in sequences for row in rows])
     expected = gradients(rig)
     packed = run_engine(rig, [as_engine(collate_packed(sequences[:2], 0)), as_engine(collate_packed(sequences[2:], 0))])
@@ -221,14 +221,16 @@ def test_models_that_cannot_keep_rows_apart_are_refused(model_type: str, changes
     assert where in (problem.where or "") and problem.hint == "packing=false"
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"])
-def test_gated_delta_rules_begin_anew_at_each_row(model_type: str) -> None:
-    """All hybrid models were refused. Loss and every gradient of packed rows are those of the rows alone."""
-    kinds = {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_hidden_layers": 3}
-    model = build_skeleton(tiny_config_of(model_type, **kinds), torch.float32)
+@pytest.mark.parametrize("model_type", GATED_DELTA)
+def test_gated_delta_rules_begin_anew_at_each_row_and_go_on_in_each_chunk(
+    model_type: str,
+) -> None:
+    """All hybrid models were refused. A run proves both before it trains, and says which kernels a GPU lacks."""
+    model = build_skeleton(hybrid_config(model_type), torch.float32)
     split = split_model(model)
     check_packing(model, split, max_seq_length=64, micro_batch_size=1)
-    proof = prove(model, split, packing=True)
+    check_sequence_chunks(model, split, max_seq_length=64)
+    proof = prove(model, split, packing=True, chunks=True)
     assert not proof.unproven and max(proof.loss_error, proof.gradient_error) <= 1e-5
     blocks = list(model.get_submodule(split.blocks_path).children())
     assert describe_slow_kernels(blocks, ["cpu"]) is None

@@ -173,9 +173,7 @@ def test_hybrid_models_of_attention_alone_may_be_packed() -> None:
     config = {"model_type": "qwen3_next", "layer_types": ["full_attention"] * 3}
     check_rows(config, packing=True, chunks=True, max_seq_length=64)
     hybrid = {"model_type": "qwen3_5_text", "layer_types": ["linear_attention", "full_attention"]}
-    check_rows(hybrid, packing=True, chunks=False, max_seq_length=64)
-    with pytest.raises(RefusedError, match="in chunks"):
-        check_rows(hybrid, packing=False, chunks=True, max_seq_length=64)
+    check_rows(hybrid, packing=True, chunks=True, max_seq_length=64)
     config = {"model_type": "lfm2", "layer_types": ["full_attention", "conv"]}
     with pytest.raises(RefusedError, match="packed rows"):
         check_rows(config, packing=True, chunks=False, max_seq_length=64)

@@ -327,3 +327,13 @@ def _built(config: Any) -> Any:
     if count > MAX_PARAMETERS:
         raise ValueError(f"{count} parameters")
     return config
+
+
+GATED_DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid")
+"""Types with blocks of a gated delta rule whose rows may be packed, and cut into chunks."""
+
+
+def hybrid_config(model_type: str) -> Any:
+    """One of three blocks: a block of attention between two of a gated delta rule."""
+    kinds = ["linear_attention", "full_attention", "linear_attention"]
+    return tiny_config_of(model_type, layer_types=kinds, num_hidden_layers=len(kinds), vocab_size=128)

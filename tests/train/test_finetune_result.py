@@ -150,12 +150,22 @@ def test_the_adapter_is_the_trained_one_to_the_bit(folder: Path) -> None:
     assert not torch.equal(logits_of(loaded), logits_of(base_model(folder / "model")))
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_5_text", "qwen3_next"])
-def test_packed_rows_of_a_hybrid_model_resume_to_the_bit(folder: Path, model_type: str) -> None:
-    """Recurrent and convolution state begin anew at each row."""
+@pytest.mark.parametrize(
+    ("model_type", "way"),
+    [
+        ("qwen3_5_text", ("packing=true",)),
+        ("qwen3_next", ("packing=true",)),
+        ("qwen3_5_text", ("pipeline.sequence_chunks=3", "pipeline.devices=[cpu,cpu]")),
+        ("olmo_hybrid", ("pipeline.sequence_chunks=3",)),
+    ],
+)
+def test_rows_and_chunks_of_a_hybrid_model_resume_to_the_bit(
+    folder: Path, model_type: str, way: tuple[str, ...]
+) -> None:
+    """Recurrent and convolution state begin anew at each packed row, and go on in each chunk."""
     kinds = {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2}
     make_model(folder / "hybrid", model_type, **kinds)
-    words = ("model=hybrid", "lora.dropout=0", "packing=true", "max_steps=4", "save_steps=2", "save_total_limit=4")
+    words = ("model=hybrid", "lora.dropout=0", *way, "max_steps=4", "save_steps=2", "save_total_limit=4")
     words += ("max_seq_length=128", "gradient_accumulation_steps=2")
     finetune(folder, *words).expect(0)
     finetune(folder, *words, "output_dir=again", "resume_from_checkpoint=out/step-00000002").expect(0)
