@@ -42,7 +42,7 @@ RISES: dict[str, tuple[int, int]] = {
     "experts adapted by one rule": (0, 180),
     "dropout masks and the loss in one kernel each": (2, 540),
     "defaults by method, rows that init looks at, words of other trainers": (0, 245),
-    "gated delta rules in packed rows and chunks, experts' adapters by vLLM's names": (0, 275),
+    "gated delta rules in packed rows and chunks, experts' adapters by vLLM's names": (0, 290),
 }
 """What raised the limits -> (files, lines)."""
 SIGNATURES_OF_LIBRARIES = {
