@@ -325,7 +325,7 @@ def _decided(
         settings = replace(settings, dtype="float16")
         note = f"note: {', '.join(lacking)} has no bfloat16; planned as float16"
         machine = replace(machine, notes=(*machine.notes, note))
-    choices = ()
+    choices: tuple[str, ...] = ()
     if recipe.micro_batch_tokens == "auto":
         recipe = replace(recipe, micro_batch_tokens=_token_budget(recipe, architecture, settings, machine))
         loaded, choices = replace(loaded, recipe=recipe), (describe_budget(recipe),)
