@@ -649,6 +649,8 @@ def _load(raw: bytes, file: Path, notices: list[str], overrides: Sequence[str]) 
     has_own_rate = "learning_rate" in data
     _fill_defaults(data, file.stem)
     data = resolve_references(data, findings)
+    if not has_own_rate:  # now that a method which refers to another key is known
+        data["learning_rate"] = DEFAULT_LEARNING_RATES[trained_kind(data.get("method"), data.get("objective"))]
     recipe = check(data, Recipe, (), findings)
     kind = RecipeError if findings.problems else ContradictionError
     if isinstance(recipe, Recipe):

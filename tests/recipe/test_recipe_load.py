@@ -330,6 +330,8 @@ def test_the_learning_rate_is_that_of_what_is_trained(tmp_path: Path) -> None:
         assert "#" not in resolved_yaml(given.recipe)
     reference = load_recipe(write(tmp_path, SMALLEST + "method: full\noutput_dir: out-${learning_rate}\n")).recipe
     assert reference.output_dir == "out-1e-05"
+    reference = load_recipe(write(tmp_path, SMALLEST + "output_dir: full\nmethod: ${output_dir}\n")).recipe
+    assert reference.method == "full" and reference.learning_rate == 1e-5
 
 
 @pytest.mark.parametrize(
