@@ -32,7 +32,7 @@ def choose_devices(devices: str | Sequence[str]) -> tuple[tuple[str, ...], str |
         if found:
             return tuple(f"cuda:{index}" for index in range(found)), None
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-        which = "no GPU found" if hidden is None else f"no GPU found among CUDA_VISIBLE_DEVICES={hidden}"
+        which = "no GPU found" if hidden is None else f"no GPU found (CUDA_VISIBLE_DEVICES is {hidden or 'empty'})"
         return ("cpu", "cpu"), f"{which}: training on two CPU workers (pipeline.devices=[cpu,cpu])"
     assert not isinstance(devices, str), "checked by the recipe"
     available = cuda.num_devices()
