@@ -266,7 +266,9 @@ def test_a_model_is_planned_without_a_recipe(tmp_path: Path) -> None:
     """Story: `plan Qwen/Qwen3-8B` said that there is no recipe of that name. A file comes first, then a shipped one."""
     machine = ("--hardware", "2x3090 64GB")
     planned = run(tmp_path, "plan", "Qwen/Qwen3-8B", *machine).expect(0)
-    assert "FITS" in planned.out and "Qwen/Qwen3-8B (" in planned.out and "LoRA on that model" in planned.err
+    assert (
+        "FITS" in planned.out and "Qwen/Qwen3-8B (" in planned.out and "that model with default settings" in planned.err
+    )
     assert "did you mean" in run(tmp_path, "plan", "qwen3/8b_lora_2x24g", *machine).expect(2).err
     assert "there is no recipe mine.yaml" in run(tmp_path, "plan", "mine.yaml").expect(2).err
     (tmp_path / "Qwen").mkdir()
