@@ -118,7 +118,9 @@ def test_hidden_gpus_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "gpu0")
     devices, notice = choose_devices("auto")
     if devices == ("cpu", "cpu"):  # a driver that was asked before stays with its answer
-        assert "CUDA_VISIBLE_DEVICES=gpu0" in (notice or "")
+        assert "CUDA_VISIBLE_DEVICES is gpu0" in (notice or "")
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+        assert "CUDA_VISIBLE_DEVICES is empty" in (choose_devices("auto")[1] or "")
 
 
 def test_the_command_leaves_with_2(tmp_path: Path) -> None:
