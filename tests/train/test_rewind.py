@@ -206,7 +206,7 @@ def test_rows_that_were_lost_are_said(tmp_path: Path) -> None:
 
 
 def recipe_of(**values: Any) -> Any:
-    return Recipe(model="", datasets=(), output_dir="", learning_rate=1e-4, **values)
+    return Recipe(**{"model": "", "datasets": (), "output_dir": "", "learning_rate": 1e-4, **values})
 
 
 @pytest.mark.parametrize(
