@@ -28,11 +28,10 @@ def test_more_host_memory_never_makes_a_step_slower(tmp_path: Path, machine: str
 def test_longer_rounds_of_coarser_stages_are_tried_where_the_finest_wait() -> None:
     """Stages of one layer fit in short rounds, and wait 6 % of a step; stages of two fit in longer ones."""
     recipe = load_recipe("qwen3/235b-a22b_qlora_8x24gb", ["gradient_accumulation_steps=128"])
-    plans = [make_plan(recipe, f"8x3090,host_memory_gib={memory}") for memory in (192, 216, 256)]
+    plans = [make_plan(recipe, f"8x3090,host_memory_gib={memory}") for memory in (192, 216)]
     assert all(plan.verdict.fits for plan in plans)
-    rounds = [plan.microbatches_per_round for plan in plans]
-    assert rounds == sorted(rounds) and plans[1].microbatches_per_round > plans[0].microbatches_per_round
-    assert plans[0].step_s > 1.01 * plans[1].step_s > 1.02 * plans[2].step_s
+    assert plans[1].microbatches_per_round > plans[0].microbatches_per_round
+    assert plans[0].step_s > 1.01 * plans[1].step_s
 
 
 def test_given_stages_get_rounds_for_which_the_host_has_room() -> None:

