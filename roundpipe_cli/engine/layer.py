@@ -21,7 +21,7 @@ from roundpipe_cli.engine.gradients import GradientParts, Leaving, add_to, leavi
 from roundpipe_cli.engine.prepared import Scoring, StepContext
 from roundpipe_cli.engine.program import layer_range
 from roundpipe_cli.engine.trained import TrainedLayers, weights_found_again
-from roundpipe_cli.model.attention import recurrent_modules
+from roundpipe_cli.model.attention import recurrent_blocks
 from roundpipe_cli.model.block_calls import BlockCall, Prologue
 from roundpipe_cli.model.chunks import ChunkCache, KeyValues
 from roundpipe_cli.model.dropout import layer_seed
@@ -296,7 +296,7 @@ class LayerRunner:
         """Per layer, the trainable parameters as bound now, in layout order."""
         self._kept: dict[tuple[int, int], LayerGraph] = {}
         """By (layer, microbatch), from the forward to the backward."""
-        recurrent = frozenset(layer for layer, block in enumerate(model.blocks, 1) if any(recurrent_modules(block)))
+        recurrent = recurrent_blocks(model.blocks, first=1)
         self._forward_sequences, self._backward_sequences = Sequences(recurrent), Sequences(recurrent)
         self._sent: deque[_Sent] = deque()
         self.layer = 0

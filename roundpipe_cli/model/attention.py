@@ -137,13 +137,6 @@ class PackedRows:
         return visible
 
 
-def packed_rows(position_ids: torch.Tensor) -> PackedRows:
-    """Where rows lie whose positions [B, T] restart with each, without a window."""
-    lengths = _row_lengths(position_ids)
-    ends = torch.tensor([0, *itertools.accumulate(itertools.chain(*lengths))], dtype=torch.int32)
-    return PackedRows(lengths, None, ends)
-
-
 RECURRENT = re.compile(r"(Qwen3Next|Qwen3_5(Moe)?|OlmoHybrid)GatedDeltaNet")
 """Classes of modules that carry state from token to token and may compute a row of a packed sequence alone: a gated
 delta rule and its short convolution, without positions."""
@@ -154,10 +147,15 @@ def recurrent_modules(block: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     return ((path, module) for path, module in block.named_modules() if RECURRENT.fullmatch(type(module).__name__))
 
 
+def recurrent_blocks(blocks: Iterable[nn.Module], first: int = 0) -> frozenset[int]:
+    """Numbers, counted from `first`, of the blocks that have such a module."""
+    return frozenset(index for index, block in enumerate(blocks, first) if any(recurrent_modules(block)))
+
+
 def describe_slow_kernels(blocks: Iterable[nn.Module], devices: Iterable[str]) -> str | None:
     """A notice on packages without which GPUs compute recurrent modules slowly; None: no such module, GPU or lack."""
     missing = [name for module, name in FAST_KERNELS.items() if importlib.util.find_spec(module) is None]
-    if not missing or set(devices) <= {"cpu"} or not any(any(recurrent_modules(block)) for block in blocks):
+    if not missing or set(devices) <= {"cpu"} or not recurrent_blocks(blocks):
         return None
     return (
         f"recurrent blocks run by plain PyTorch, the same but much slower: {' and '.join(missing)} not installed "
@@ -199,25 +197,32 @@ def in_rows(position_ids: torch.Tensor, *, as_masks: bool = False) -> Iterator[N
     Args:
         as_masks: tensors instead, as the model's own code makes them.
     """
-    with _within(_row_lengths(position_ids), as_masks):
+    with _within(_row_lengths(position_ids), as_masks=as_masks, are_packed=True):
         yield
 
 
 @contextmanager
 def in_whole_rows(num_rows: int, tokens: int) -> Iterator[None]:
     """`in_rows` for sequences of one row each, [num_rows, tokens]; the causal mask of whole sequences is kept."""
-    with _within(((tokens,),) * num_rows, as_masks=False):
+    with _within(((tokens,),) * num_rows, as_masks=False, are_packed=False):
         yield
 
 
 @contextmanager
-def _within(lengths: tuple[tuple[int, ...], ...], as_masks: bool) -> Iterator[None]:
+def _within(lengths: tuple[tuple[int, ...], ...], *, as_masks: bool, are_packed: bool) -> Iterator[None]:
     _register()
-    _now.lengths, _now.as_masks = lengths, as_masks
+    ends = torch.tensor([0, *itertools.accumulate(itertools.chain(*lengths))], dtype=torch.int32)
+    _now.rows, _now.as_masks, _now.are_packed = PackedRows(lengths, None, ends), as_masks, are_packed
     try:
         yield
     finally:
-        _now.lengths = None
+        _now.rows = None
+
+
+def packed_rows() -> PackedRows | None:
+    """Where this thread's rows lie, without a window; None: it is not within `in_rows`."""
+    rows: PackedRows | None = getattr(_now, "rows", None)
+    return rows if rows is not None and _now.are_packed else None
 
 
 def _row_lengths(position_ids: torch.Tensor) -> tuple[tuple[int, ...], ...]:
@@ -267,11 +272,8 @@ def rows_or_causal_mask(make_mask: Callable[..., torch.Tensor | None], **kwargs:
 
 def _rows_here(asked: dict[str, Any]) -> PackedRows | None:
     """Where this thread's rows lie, with the window of the mask that is asked for; None: it is not within `in_rows`."""
-    lengths = getattr(_now, "lengths", None)
-    if lengths is None:
-        return None
-    ends = torch.tensor([0, *itertools.accumulate(itertools.chain(*lengths))], dtype=torch.int32)
-    return PackedRows(lengths, asked.get("local_size"), ends)
+    rows: PackedRows | None = getattr(_now, "rows", None)
+    return None if rows is None else replace(rows, window=asked.get("local_size"))
 
 
 def _is_same(rows: PackedRows, asked: dict[str, Any]) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.model.attention import PackedRows, recurrent_modules
+from roundpipe_cli.model.attention import PackedRows, packed_rows, recurrent_blocks
 from roundpipe_cli.model.dropout import NOISE_ATTRIBUTE, embedding_noise
 from roundpipe_cli.model.router_loss import CarriedMark, Carry, Routed
 
@@ -183,10 +183,8 @@ class CallRecorder:
     """Set before the forward: sequences and tokens, which hidden states begin with; None: not checked."""
     cache: object = None
     """Set before the forward: what calls hold `CACHE` in place of."""
-    rows: PackedRows | None = None
-    """Set before the forward: where packed rows lie, for blocks that are recurrent and get no mask."""
     recurrent: frozenset[int] = frozenset()
-    """Indices of such blocks."""
+    """Indices of recurrent blocks: the model gives them no mask, so they are told where packed rows lie."""
     _expected: torch.Tensor | None = None
 
     def reset(self) -> None:
@@ -224,8 +222,8 @@ class CallRecorder:
             call = BlockCall((HIDDEN, *args[1:]), dict(kwargs))
         else:
             call = BlockCall((), {key: HIDDEN if key == "hidden_states" else value for key, value in kwargs.items()})
-        if self.rows is not None and index in self.recurrent and call.kwargs.get("attention_mask", call) is None:
-            call.kwargs["attention_mask"] = self.rows
+        if index in self.recurrent and call.kwargs.get("attention_mask", call) is None:
+            call.kwargs["attention_mask"] = packed_rows()
         call = BlockCall(
             tuple(_mark_shared(value) for value in call.args),
             {key: _mark_shared(value) for key, value in call.kwargs.items()},
@@ -306,7 +304,7 @@ def replace_module(model: nn.Module, path: str, module: nn.Module) -> nn.Module:
 def install_stubs(model: nn.Module, blocks_path: str, recorder: CallRecorder) -> list[nn.Module]:
     """Replace the blocks of `model` by recording stubs; returns the blocks."""
     blocks = list(model.get_submodule(blocks_path).children())
-    recorder.recurrent = frozenset(index for index, block in enumerate(blocks) if any(recurrent_modules(block)))
+    recorder.recurrent = recurrent_blocks(blocks)
     stubs = nn.ModuleList(RecordingBlock(block, index, recorder) for index, block in enumerate(blocks))
     replace_module(model, blocks_path, stubs)
     return blocks

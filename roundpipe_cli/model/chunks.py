@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from roundpipe_cli.model.attention import in_rows, packed_rows, recurrent_modules
+from roundpipe_cli.model.attention import in_rows, recurrent_modules
 from roundpipe_cli.model.block_calls import CACHE, BlockCall, install_stubs
 from roundpipe_cli.model.files.supported import check_mask_bytes, chunk_refusal, packing_refusal, scaled_by_length
 from roundpipe_cli.model.split import ModelSplit, materialised_copy
@@ -94,7 +94,6 @@ def _probe_calls(model: nn.Module, split: ModelSplit, *, as_masks: bool = False)
     recorder = split.recorder()
     install_stubs(probe, split.blocks_path, recorder)
     positions = torch.tensor([PROBE_POSITIONS] * 2)
-    recorder.rows = packed_rows(positions)
     with torch.no_grad(), in_rows(positions, as_masks=as_masks):
         backbone(input_ids=torch.ones_like(positions), position_ids=positions, use_cache=False)
     return recorder.calls

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from roundpipe_cli.model.attention import in_rows, in_whole_rows, packed_rows, restart_at_rows
+from roundpipe_cli.model.attention import in_rows, in_whole_rows, restart_at_rows
 from roundpipe_cli.model.block_calls import (
     BackboneStub,
     BeforeBlocks,
@@ -347,7 +347,6 @@ class WorkerModel:
         self._state.restore()
         self._recorder.reset()
         self._recorder.cache = None
-        self._recorder.rows = None if position_ids is None else packed_rows(position_ids)
         if start is not None:
             self._recorder.cache = ChunkCache(start, self.split.num_blocks)
             more = {str(cache_argument(self._backbone)): self._recorder.cache, "use_cache": True}
