@@ -95,18 +95,16 @@ def convert(
 def _pack_where_the_model_may(result: Conversion) -> None:
     """Leave packing to the run where a configuration here says that the model's rows would see each other."""
     from roundpipe_cli.costs.find_model import figures_of, find_config
-    from roundpipe_cli.planning.admission import check_rows
+    from roundpipe_cli.planning.admission import rows_obstacle
 
     recipe = result.recipe
     model, folder = str(recipe["model"]), Path(str(recipe["model"]))
     if recipe.get("packing") is not True or not ((folder / "config.json").is_file() or figures_of(model)):
         return
     config = find_config(model, folder if folder.is_dir() else None).config
-    try:
-        check_rows(config, packing=True, chunks=False, max_seq_length=recipe.get("max_seq_length", 2048))
-    except RefusedError as error:
+    if obstacle := rows_obstacle(config, recipe.get("max_seq_length", 2048)):
         recipe["packing"] = "auto"
-        result.change("packing", f"auto, which leaves rows alone: {error.in_short}")
+        result.change("packing", f"auto, which leaves rows alone: {obstacle}")
 
 
 Name = TypeVar("Name", bound=str)

@@ -101,10 +101,13 @@ def _scaled_positions(config: Mapping[str, Any], max_seq_length: int) -> str | N
 
 def packing_obstacle(found: FoundConfig, recipe: Recipe) -> str | None:
     """Why `packing: auto` cannot pack this model's rows, as far as its configuration says; None where it can."""
-    if recipe.unpackable is not None:
-        return recipe.unpackable
+    return recipe.unpackable or rows_obstacle(found.config, recipe.max_seq_length)
+
+
+def rows_obstacle(config: Mapping[str, Any], max_seq_length: int) -> str | None:
+    """Why rows cannot be packed by the configuration's own words; None where they say nothing against it."""
     try:
-        check_rows(found.config, packing=True, chunks=False, max_seq_length=recipe.max_seq_length)
+        check_rows(config, packing=True, chunks=False, max_seq_length=max_seq_length)
     except RefusedError as error:
         return error.in_short
     return None

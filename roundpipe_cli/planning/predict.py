@@ -535,10 +535,10 @@ def _cut(question: PlanRequest, answers: Answers | None) -> StageCut:
         return _coarsest(question, "no cut keeps the devices' limits")
     if settings.weights_on_disk:  # the search sees little of uploads, which bind there
         return _coarser(question, cut, answers)
-    whole = replace(cut, microbatches_per_round=settings.num_microbatches)
-    if keeps(cut) and (keeps(whole) or _known_step(question, cut, answers).bubble_ratio < 2 * MIN_GAIN):
+    fits, whole = keeps(cut), replace(cut, microbatches_per_round=settings.num_microbatches)
+    if fits and (keeps(whole) or _known_step(question, cut, answers).bubble_ratio < 2 * MIN_GAIN):
         return cut
-    least = (cut.microbatches_per_round or 0) + 1 if keeps(cut) else 0
+    least = (cut.microbatches_per_round or 0) + 1 if fits else 0
     return deal_out("roundpipe", _coarser(question, cut, answers, least_round=least), case, keeps)
 
 
