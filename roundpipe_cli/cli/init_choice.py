@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -64,7 +65,7 @@ def are_pairs(data: str, folder: Path) -> bool | None:
         RefusedError: `data` would refuse them all.
     """
     from roundpipe_cli.data.formats import decide_format, find_pair_columns
-    from roundpipe_cli.data.rows import BadRowError, DatasetSpec, in_chunks
+    from roundpipe_cli.data.rows import BadRowError, DatasetSpec, fault_problem, in_chunks
     from roundpipe_cli.data.sources import find_sources
 
     spec = DatasetSpec(data)
@@ -82,7 +83,7 @@ def are_pairs(data: str, folder: Path) -> bool | None:
         find_pair_columns(spec, layouts, source.name)
         pairs = True
     row_format = decide_format(replace(spec, answer="chosen") if pairs else spec, layouts, source.name)
-    faults: list[RefusedError] = []
+    faults = []
     for row in rows:
         try:
             opened = row_format.opened(row.columns)
@@ -90,10 +91,8 @@ def are_pairs(data: str, folder: Path) -> bool | None:
             row_format.parse(opened)
             return pairs
         except BadRowError as error:
-            what, where = error.fault.what, source.where(row.number)
-            found, expected, hint = error.fault.found, error.fault.expected, error.fault.hint
-            faults.append(RefusedError(what, where=where, found=found, expected=expected, hint=hint))
-    raise faults[0]
+            faults.append(fault_problem(error.fault, source.where(row.number)))
+    raise RefusedError(**asdict(faults[0]))
 
 
 def choose_objective(given: str | None, method: str | None, pairs: bool | None) -> tuple[Objective, str]:
@@ -149,10 +148,7 @@ def choose_settings(
     machine = parse_hardware(hardware) if hardware is not None else hardware_of(loaded.recipe, architecture)
     dtype = _dtype(machine)
     by_processor = hardware is None and is_large_for_cpu(machine, architecture.parameters)
-    if method is not None or objective == "dpo":
-        chosen, why_method = METHOD_ANSWERS[method or "lora"], f"method {method}: as asked." if method else ""
-    else:
-        chosen, why_method = _method(architecture, machine, dtype)
+    chosen, why_method = _method(architecture, machine, dtype, asked=method, objective=objective)
     length = min(SEQUENCE, architecture.max_position_embeddings or SEQUENCE)
     per_step, why_rows = _rows(length, len(machine.devices), num_rows)
     recipe = replace(
@@ -185,19 +181,9 @@ def choose_settings(
         f"`roundpipe plan {path}`.",
         *advice[1:],
     ]
-    if by_processor:
-        most = format_count(MAX_PARAMETERS_ON_CPU)
-        reasons.append(
-            f"pipeline.devices [cpu, cpu]: there is no GPU here, and above {most} parameters `finetune` trains on the "
-            "processor only where the recipe says so."
-        )
-    if dtype != "bfloat16":
-        slow = "is slower than float32 on this processor" if dtype == "float32" else "is not there on all of the GPUs"
-        reasons.append(f"dtype {dtype}: bfloat16 {slow}.")
     kind = trained_kind(given.method, objective)
-    reasons.append(
-        f"learning_rate {DEFAULT_LEARNING_RATES[kind]:g}: the default for {kind}; without a line it follows the method."
-    )
+    rate = f"learning_rate {DEFAULT_LEARNING_RATES[kind]:g}: the default for {kind}"
+    reasons += [*_about_devices(dtype, by_processor), f"{rate}; without a line it follows the method."]
     return Choice(
         recipe=given,
         overrides=change.overrides if change is not None else (),
@@ -243,7 +229,23 @@ def _dtype(machine: Hardware) -> DType:
     return "bfloat16" if all(one.has_bfloat16 for one in machine.devices) else "float16"
 
 
-def _method(architecture: Architecture, machine: Hardware, dtype: DType) -> tuple[Literal["lora", "full"], str]:
+def _about_devices(dtype: DType, by_processor: bool) -> Iterator[str]:
+    if by_processor:
+        yield (
+            f"pipeline.devices [cpu, cpu]: there is no GPU here, and above {format_count(MAX_PARAMETERS_ON_CPU)} "
+            "parameters `finetune` trains on the processor only where the recipe says so."
+        )
+    if dtype != "bfloat16":
+        slow = "is slower than float32 on this processor" if dtype == "float32" else "is not there on all of the GPUs"
+        yield f"dtype {dtype}: bfloat16 {slow}."
+
+
+def _method(
+    architecture: Architecture, machine: Hardware, dtype: DType, *, asked: str | None, objective: Objective
+) -> tuple[Literal["lora", "full"], str]:
+    """The method, and the reason for it in words."""
+    if asked is not None or objective == "dpo":
+        return METHOD_ANSWERS[asked or "lora"], f"method {asked}: as asked." if asked else ""
     settings = TrainingSettings(SEQUENCE, num_microbatches=1, method="full", dtype=dtype)
     full = judge_coarsest(architecture, settings, machine)
     need = f"all weights would need {format_bytes(full.host.total_bytes)} of host memory"

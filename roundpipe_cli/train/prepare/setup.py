@@ -476,12 +476,10 @@ def prepare(
     if base.source.gguf_file is None and (untied := untie_stored(model, base.source.folder)):
         tell(Notice(untied))
     split = split_model(model)
-    if balance := describe_router_loss(split.routers, split.no_router_loss):
-        tell(Notice(balance))
-    if text_only := describe_unreached(model, split):
-        tell(Notice(text_only))
-    if slow := describe_slow_kernels(model.get_submodule(split.blocks_path).children(), devices):
-        tell(Notice(slow))
+    slow = describe_slow_kernels(model.get_submodule(split.blocks_path).children(), devices)
+    balance = describe_router_loss(split.routers, split.no_router_loss)
+    for text in filter(None, (balance, describe_unreached(model, split), slow)):
+        tell(Notice(text))
     _check_model(model, split, recipe, devices)
     rows, base_files = _read_data(loaded, base.source, base_files, offline, tell=tell)
     refuse_unknown_ids(model, rows.tokenizer, rows.tokenized, rows.evaluation)
