@@ -22,6 +22,7 @@ from roundpipe_cli.train.checkpoint.writing import Saver, Snapshot
 from roundpipe_cli.train.loop import Trainer
 from roundpipe_cli.train.result.export import model_card
 from tests.support.e2e import (
+    Outcome,
     Running,
     child_environment,
     command_line,
@@ -38,7 +39,6 @@ from tests.support.e2e import (
 from tests.train.test_overlapped_updates import run, trainer_of
 
 ADAPTER = "adapter_model.safetensors"
-SLOW_SAVES = {"ROUNDPIPE_FAULT": "ckpt_writer:slow=0.03"}
 SLOW_STEPS = {"ROUNDPIPE_FAULT": "optimizer:slow=0.1"}
 
 
@@ -65,26 +65,20 @@ def contents(output_dir: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture(scope="module")
-def stopped(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
-    """The results of a run that a signal stopped after about 3 of its 9 steps, to copy."""
+def stopped(tmp_path_factory: pytest.TempPathFactory, model: Path) -> tuple[Path, Outcome]:
+    """The results of a run that a signal stopped after about 3 of its 9 steps, to copy, and what it said."""
     folder = make_workspace(tmp_path_factory.mktemp("stopped") / "work", model, num_train_epochs=3)
     running = start(folder, environment=SLOW_STEPS)
     running.wait_for_steps(3)
     running.kill(signal.SIGTERM)
-    running.finish().expect(128 + signal.SIGTERM)
-    return folder / "out"
+    return folder / "out", running.finish().expect(128 + signal.SIGTERM)
 
 
 @pytest.fixture
-def halfway(folder: Path, stopped: Path) -> Path:
+def halfway(folder: Path, stopped: tuple[Path, Outcome]) -> Path:
     """`folder` with the stopped run in it."""
-    shutil.copytree(stopped, folder / "out")
+    shutil.copytree(stopped[0], folder / "out")
     return folder
-
-
-def wait_for_change(running: Running, metrics_path: Path) -> None:
-    before = num_lines(metrics_path)
-    running.wait_until(lambda: num_lines(metrics_path) != before)
 
 
 def assert_same_run(folder: Path, whole: Path) -> None:
@@ -96,39 +90,29 @@ def assert_same_run(folder: Path, whole: Path) -> None:
 # --- killed ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "point",
-    [
-        "ckpt_writer:kill:nth=2",
-        "export:kill:nth=1",
-    ],
-)
-def test_killed_at_a_chosen_point(folder: Path, whole: Path, point: str) -> None:
-    """In the middle of the first save (nothing to resume yet), of the final result, and between step and metrics."""
-    died = finetune(folder, environment={"ROUNDPIPE_FAULT": point})
-    assert died.code == -signal.SIGKILL
-    resume = ["--resume"] if list((folder / "out").glob("step-*")) else []
-    assert bool(resume) == (point != "ckpt_writer:kill:nth=2")
-    finetune(folder, *resume).expect(0)
+def test_killed_at_chosen_points(folder: Path, whole: Path) -> None:
+    """In the middle of the first save (nothing to resume yet), then of the final result."""
+    for point in ("ckpt_writer:kill:nth=2", "export:kill:nth=1"):
+        assert not list((folder / "out").glob("step-*"))
+        assert finetune(folder, environment={"ROUNDPIPE_FAULT": point}).code == -signal.SIGKILL
+    done = finetune(folder, "--resume").expect(0)
     assert_same_run(folder, whole)
+    mine = report_of(folder / "out")
+    assert mine["loss"] == report_of(whole / "out")["loss"] and mine["measured"]["steps"] == 0
+    assert "loss " in done.err
 
 
 # --- signals --------------------------------------------------------------------------------------------------------
 
 
-def test_a_signal_stops_at_a_step_border_with_a_checkpoint(folder: Path, whole: Path) -> None:
+def test_a_signal_stops_at_a_step_border_with_a_checkpoint(stopped: tuple[Path, Outcome]) -> None:
     """Ctrl-C and a terminal that goes are tried by tests/reliability/test_reliability.py, and resumed."""
-    running = start(folder, environment=SLOW_STEPS)
-    running.wait_for_steps(3)
-    running.kill(signal.SIGTERM)
-    done = running.finish().expect(128 + signal.SIGTERM)
-    steps = num_lines(folder / "out" / "metrics.jsonl")
+    out, done = stopped
+    steps = num_lines(out / "metrics.jsonl")
     assert f"stopped by SIGTERM after step {steps} of 9, with a checkpoint" in done.err
     assert "SIGTERM: stopping after this step, with a checkpoint" in done.err
     assert "--resume" in done.err and "error" not in done.err
-    assert (folder / "out" / f"step-{steps:08d}").is_dir() and not (folder / "out" / "report.json").exists()
-    finetune(folder, "--resume").expect(0)
-    assert_same_run(folder, whole)
+    assert (out / f"step-{steps:08d}").is_dir() and not (out / "report.json").exists()
 
 
 def test_a_signal_before_the_first_step_leaves_no_checkpoint_and_says_so(folder: Path) -> None:
@@ -139,8 +123,6 @@ def test_a_signal_before_the_first_step_leaves_no_checkpoint_and_says_so(folder:
     done = running.finish().expect(143)
     assert "stopped by SIGTERM before the first finished step: no checkpoint was written" in done.err
     assert not list((folder / "out").glob("step-*"))
-    write_rows(folder / "rows.jsonl")
-    finetune(folder, "max_steps=1").expect(0)  # the directory may be used again
 
 
 def test_a_signal_while_torch_loads(folder: Path) -> None:
@@ -163,7 +145,7 @@ def _ignore_hangups() -> None:
 
 
 def test_a_run_under_nohup_outlives_its_terminal(folder: Path) -> None:
-    running = launch(folder, "finetune", "recipe.yaml", "num_train_epochs=4", before=_ignore_hangups)
+    running = start(folder, before=_ignore_hangups)
     running.wait_for_steps(2)
     running.kill(signal.SIGHUP)
     done = running.finish().expect(0)
@@ -182,27 +164,16 @@ def test_a_second_interrupt_leaves_at_once(halfway: Path) -> None:
     done = running.finish().expect(130)
     assert "second SIGINT" in done.err
     assert {path.name for path in (folder / "out").glob("step-*")} == saved
-    finetune(folder, "--resume").expect(0)
 
 
 # --- resume ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "pipeline",
-    [
-        ["pipeline.devices=[cpu]", "pipeline.recompute=layer", "logging_steps=3", "save_steps=5"],
-        [
-            "pipeline.devices=[cpu,cpu,cpu]",
-            *("pipeline.forward_stages=[[0,1],[2,2]]", "pipeline.backward_stages=[[3,4],[1,2],[0,0]]"),
-        ],
-    ],
-)
-def test_resume_on_another_pipeline_gives_the_same_bits(halfway: Path, whole: Path, pipeline: list[str]) -> None:
-    finetune(halfway, "--resume", *pipeline).expect(0)
-    mine, theirs = numbers(halfway / "out"), numbers(whole / "out")
-    assert mine == theirs
-    assert (halfway / "out" / ADAPTER).read_bytes() == (whole / "out" / ADAPTER).read_bytes()
+def test_resume_on_another_pipeline_gives_the_same_bits(halfway: Path, whole: Path) -> None:
+    pipeline = ["pipeline.devices=[cpu,cpu,cpu]", "pipeline.recompute=layer", "logging_steps=3", "save_steps=5"]
+    stages = ["pipeline.forward_stages=[[0,1],[2,2]]", "pipeline.backward_stages=[[3,4],[1,2],[0,0]]"]
+    finetune(halfway, "--resume", *pipeline, *stages).expect(0)
+    assert_same_run(halfway, whole)
 
 
 def test_resume_where_nothing_was_saved(folder: Path) -> None:
@@ -243,7 +214,9 @@ def test_a_changed_recipe_is_refused_with_a_diff(halfway: Path, whole: Path) -> 
     for key, old, new in diff:
         assert f"{key}: changed since the checkpoint was written\n  found: {new}\n  expected: {old}" in done.err
     assert contents(folder / "out") == before and done.err.count("changed since") == len(diff)
-    allowed = [f"--allow-changed={key}" for key in ("learning_rate", "lora.dropout")]
+    add_row(folder)
+    edit_json(folder / "model" / "config.json", rms_norm_eps=1e-3)
+    allowed = [f"--allow-changed={key}" for key in ("learning_rate", "lora.dropout", "datasets", "model")]
     finetune(folder, "--resume", *changes[:2], *allowed).expect(0)
     rows = metrics(folder / "out")
     assert [row["step"] for row in rows] == list(range(1, 10))
@@ -251,20 +224,16 @@ def test_a_changed_recipe_is_refused_with_a_diff(halfway: Path, whole: Path) -> 
     assert rows[-1]["loss"] != metrics(whole / "out")[-1]["loss"]
 
 
-def test_changed_data_is_refused(halfway: Path) -> None:
-    folder = halfway
+def add_row(folder: Path) -> None:
     with (folder / "rows.jsonl").open("a") as file:
         file.write('{"prompt": "new", "completion": "row"}\n')
-    done = finetune(folder, "--resume").expect(2)
-    assert "datasets (content): changed" in done.err and "--allow-changed datasets" in done.err
-    finetune(folder, "--resume", "--allow-changed", "datasets").expect(0)
 
 
 def edit_json(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-def test_another_tokenizer_or_configuration_is_refused(halfway: Path) -> None:
+def test_other_data_another_tokenizer_or_configuration_is_refused(halfway: Path) -> None:
     """Same weights and same data file, other special tokens; then other numbers in what the weights compute."""
     folder = halfway
     tokenizer, config = folder / "model" / "tokenizer_config.json", folder / "model" / "config.json"
@@ -278,12 +247,9 @@ def test_another_tokenizer_or_configuration_is_refused(halfway: Path) -> None:
     assert "model (config.json): changed" in done.err and "--allow-changed model" in done.err
     assert "model (files)" not in done.err and "datasets" not in done.err
     edit_json(config, rms_norm_eps=1e-6, transformers_version="9.9")
-    finetune(folder, "--resume", "--allow-changed", "model").expect(0)
-
-
-def test_a_larger_number_of_epochs_goes_on(halfway: Path) -> None:
-    finetune(halfway, "--resume", "num_train_epochs=4", "output_dir=out").expect(0)
-    assert [row["step"] for row in metrics(halfway / "out")] == list(range(1, 13))
+    add_row(folder)
+    done = finetune(folder, "--resume").expect(2)
+    assert "datasets (content): changed" in done.err and "--allow-changed datasets" in done.err
 
 
 def report_of(output_dir: Path) -> dict[str, Any]:
@@ -300,6 +266,7 @@ def test_the_report_of_a_resumed_run_is_of_the_whole_run(halfway: Path, whole: P
         (halfway / "out").rename(halfway / "other")
         words = [f"resume_from_checkpoint=other/{newest.name}"]
     done = finetune(halfway, *words).expect(0)
+    assert_same_run(halfway, whole)
     mine, theirs = report_of(halfway / "out"), report_of(whole / "out")
     assert mine["loss"] == theirs["loss"] and mine["loss"]["first"] == metrics(whole / "out")[0]["loss"]
     assert (mine["measured"]["first_step"], mine["measured"]["steps"]) == (first_step, 10 - first_step)
@@ -312,16 +279,6 @@ def test_the_report_of_a_resumed_run_is_of_the_whole_run(halfway: Path, whole: P
     assert [event.step for _, event in events if isinstance(event, StepFinished)] == list(range(1, 10))
 
 
-def test_resumed_after_its_last_step_a_run_knows_its_losses(halfway: Path, whole: Path) -> None:
-    """Killed while its result was written, and resumed twice."""
-    for point in ("optimizer:kill:step=6", "export:kill"):
-        assert finetune(halfway, "--resume", environment={"ROUNDPIPE_FAULT": point}).code < 0
-    done = finetune(halfway, "--resume").expect(0)
-    mine = report_of(halfway / "out")
-    assert mine["loss"] == report_of(whole / "out")["loss"] and mine["measured"]["steps"] == 0
-    assert "loss " in done.err
-
-
 def test_rows_that_were_lost_leave_no_first_loss(halfway: Path) -> None:
     path = halfway / "out" / "metrics.jsonl"
     path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[1:]))
@@ -329,14 +286,6 @@ def test_rows_that_were_lost_leave_no_first_loss(halfway: Path) -> None:
     report = report_of(halfway / "out")
     assert report["loss"]["first"] is None and report["loss"]["last"] == metrics(halfway / "out")[-1]["loss"]
     assert f"last loss {report['loss']['last']:.4f}" in done.err
-
-
-def test_a_named_checkpoint(halfway: Path, whole: Path) -> None:
-    """From an older checkpoint than the newest; what came after it is another future and goes."""
-    older, _ = sorted(path.name for path in (halfway / "out").glob("step-*"))
-    done = finetune(halfway, "--resume", f"resume_from_checkpoint=out/{older}").expect(0)
-    assert f"resuming after step {int(older[5:])}" in done.err
-    assert_same_run(halfway, whole)
 
 
 def test_a_named_checkpoint_of_another_run(folder: Path, whole: Path) -> None:
@@ -360,6 +309,7 @@ def test_killed_after_going_back(folder: Path, whole: Path) -> None:
     words = ("--resume", "resume_from_checkpoint=out/step-00000004")
     died = finetune(folder, *words, environment={"ROUNDPIPE_FAULT": "optimizer:kill:step=4"})
     assert died.code < 0
+    assert "resuming after step 4" in died.err
     assert "set-aside-step-00000006" in died.err and "move any that you need" in died.err
     left = {path.name for path in (folder / "out").glob("*step-*")} - {"set-aside-step-00000008"}  # killed in its save
     assert left == {"step-00000002", "step-00000004", "set-aside-step-00000006"}
