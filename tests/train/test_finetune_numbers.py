@@ -23,22 +23,24 @@ def whole(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
-        "optimizer:nan:step=3",
-        "compute:nan:step=3:nth=1",  # a forward
-        pytest.param("compute:inf:step=3:nth=4", marks=pytest.mark.sweep),
-        "compute:nan:step=3:nth=7",  # a recompute or backward; what comes after may be of the embedding, untrained here
-    ],
+FAULTS = (
+    "optimizer:nan:step=3",
+    "compute:inf:step=3:nth=1",  # a forward
+    "compute:nan:step=3:nth=7",  # a recompute or backward; what comes after may be of the embedding, untrained here
 )
-def test_not_finite_stops_before_the_update(folder: Path, whole: Path, fault: str) -> None:
-    done = finetune(folder, *STAGES, environment={"ROUNDPIPE_FAULT": fault}).expect(4)
-    assert "error: step 4: the" in done.err and "is not finite: stopped before the update" in done.err
-    assert len(re.findall(r"rows\.jsonl:\d", done.err)) == 4 and "--resume" in done.err  # the four rows of step 4
+
+
+def test_not_finite_stops_before_the_update(folder: Path, whole: Path) -> None:
+    """Each time that the step is tried again, and then it goes on to the same bits."""
     out = folder / "out"
-    assert numbers(out) == numbers(whole / "out")[:3]
-    assert sorted(path.name for path in out.glob("step-*")) == ["step-00000002"]
+    resume: tuple[str, ...] = ()
+    for fault in FAULTS:
+        done = finetune(folder, *STAGES, *resume, environment={"ROUNDPIPE_FAULT": fault}).expect(4)
+        assert "error: step 4: the" in done.err and "is not finite: stopped before the update" in done.err, fault
+        assert len(re.findall(r"rows\.jsonl:\d", done.err)) == 4 and "--resume" in done.err  # the four rows of step 4
+        assert numbers(out) == numbers(whole / "out")[:3]
+        assert sorted(path.name for path in out.glob("step-*")) == ["step-00000002"]
+        resume = ("--resume",)
     for name in ("masters", "moments"):
         state = load_file(out / "step-00000002" / f"{name}.safetensors")
         assert state and all(bool(torch.isfinite(tensor).all()) for tensor in state.values())
@@ -80,12 +82,12 @@ def test_real_float16_overflow(folder: Path) -> None:
     weights = load_file(path)
     weights["lm_head.weight"] *= 300
     save_file(weights, path, metadata={"format": "pt"})
-    done = finetune(folder, "dtype=float16", "max_steps=20", "lora.dropout=0", "save_steps=20").expect(0)
+    done = finetune(folder, "dtype=float16", "max_steps=12", "lora.dropout=0", "save_steps=12").expect(0)
     skipped = done.err.count("gradient overflow, update skipped")
     rows = metrics(folder / "out")
-    assert 0 < skipped < 15 and sum(row["grad_norm"] is None for row in rows) == skipped
-    state = json.loads((folder / "out" / "step-00000020" / "state.json").read_text())["meta"]
-    assert state["loss_scale"] == 2.0 ** (16 - skipped) and state["num_updates"] == 20 - skipped
+    assert 0 < skipped < 9 and sum(row["grad_norm"] is None for row in rows) == skipped
+    state = json.loads((folder / "out" / "step-00000012" / "state.json").read_text())["meta"]
+    assert state["loss_scale"] == 2.0 ** (16 - skipped) and state["num_updates"] == 12 - skipped
     assert rows[-1]["loss"] < rows[0]["loss"]
 
 
@@ -101,7 +103,7 @@ def test_weights_beyond_float16_are_refused_when_they_load(folder: Path) -> None
     save_file(weights, path, metadata={"format": "pt"})
     refused = finetune(folder, "dtype=float16").expect(2)
     assert name in refused.err and "dtype=bfloat16" in refused.err and "learning_rate" not in refused.err
-    finetune(folder).expect(0)
+    finetune(folder, "max_steps=1").expect(0)
     words = ("export", "out", "--merge", "--to")
     refused = run(folder, *words, "half", "--dtype", "float16").expect(2)
     assert name in refused.err and "overflows in float16" in refused.err
@@ -130,6 +132,6 @@ def test_out_of_host_memory_is_exit_5(folder: Path) -> None:
     assert "out of memory on a worker" in done.err and "micro_batch_size" in done.err
     done = finetune(folder, "--resume", environment={"ROUNDPIPE_FAULT": "export:raise=MemoryError"})
     assert done.code == 6  # step 1 was not saved: save_steps is 2
-    done = finetune(folder, environment={"ROUNDPIPE_FAULT": "export:raise=MemoryError"}).expect(5)
+    done = finetune(folder, "max_steps=2", environment={"ROUNDPIPE_FAULT": "export:raise=MemoryError"}).expect(5)
     assert "out of host memory" in done.err
-    finetune(folder, "--resume").expect(0)
+    finetune(folder, "--resume", "max_steps=2").expect(0)
