@@ -146,7 +146,7 @@ def test_two_workers_one_slowed_twofold_do_the_work_of_one_and_a_half() -> None:
 
 def test_no_choice_is_slower_than_without_the_slow_workers() -> None:
     rng = random.Random(7)
-    for _ in range(5):
+    for _ in range(3):
         workers, slow = rng.randint(2, 4), rng.choice((0.05, 0.3, 0.6, 0.9))
         count = rng.randint(1, workers - 1)
         speeds = (1.0,) * (workers - count) + (slow,) * count
