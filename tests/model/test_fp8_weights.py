@@ -192,7 +192,7 @@ def test_the_cost_model_counts_both_passes_of_unpacking() -> None:
 
 def test_a_recipe_in_fp8_needs_no_bitsandbytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It trains near the run without it, and has the same bits after a stop and with other workers."""
-    folder = make_workspace(tmp_path / "w", make_model(tmp_path / "model"))
+    folder = make_workspace(tmp_path / "w", make_model(tmp_path / "model", num_hidden_layers=2), num_train_epochs=1)
     found = importlib.util.find_spec
     hidden = ("bitsandbytes",)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *at: None if name in hidden else found(name, *at))
