@@ -8,6 +8,7 @@ work.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
@@ -88,6 +89,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    """What collecting has loaded stays: no collection of garbage looks at it again, nor copies it in a fork."""
+    gc.collect()
+    gc.freeze()
 
 
 def _mark_sweeps(items: list[pytest.Item]) -> None:

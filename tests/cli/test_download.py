@@ -180,7 +180,7 @@ def test_what_cannot_be_trained_is_refused_before_its_weights_come(
     assert said in done.err and not [name for name in hub.gets() if name.endswith(".safetensors")]
 
 
-@pytest.mark.parametrize("method", ["gptq", pytest.param("awq", marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("method", ["gptq", "awq"])
 def test_gptq_and_awq_are_refused_by_name_with_the_size_of_the_unquantised_model(
     hub: ModelHub, tmp_path: Path, method: str
 ) -> None:

@@ -122,7 +122,8 @@ def test_packing_and_unpacking_in_parts_change_nothing(shape: tuple[int, ...], m
     ("model_type", "kernels"),
     [
         *((model_type, "auto") for model_type in ("llama", "gpt2", "qwen3_moe", "gpt_oss", "gemma2")),
-        *(("llama", "reference"), ("qwen3_moe", "reference"), ("gpt_oss", "reference")),
+        *(("llama", "reference"), ("gpt_oss", "reference")),
+        pytest.param("qwen3_moe", "reference", marks=pytest.mark.sweep),
         pytest.param("gpt2", "reference", marks=pytest.mark.sweep),  # no kernel takes its Conv1D: as with `auto`
         pytest.param("gemma2", "reference", marks=pytest.mark.sweep),  # unpacks as llama does
     ],

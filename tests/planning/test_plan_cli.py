@@ -153,8 +153,8 @@ def test_long_sequences_of_many_experts_fit_in_chunks(recipe: Path) -> None:
 
 
 def test_it_exits_0_with_reasons_when_it_does_not_fit(recipe: Path) -> None:
-    changes = ("model=Qwen/Qwen3-235B-A22B", "method=full", *AUTO)
-    done = command(recipe, *changes, "--hardware", "2080ti", "--solve", "--json")
+    machine = "1x2080ti:memory_gib=1.2,host_memory_gib=2.5"
+    done = command(recipe, "method=full", *AUTO, "--hardware", machine, "--solve", "--json")
     document = json.loads(done.stdout)
     assert document["fits"] is False
     assert all("too little" in reason for reason in document["reasons"])
