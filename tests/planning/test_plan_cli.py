@@ -168,15 +168,6 @@ def test_it_exits_0_with_reasons_when_it_does_not_fit(recipe: Path) -> None:
     ("arguments", "said"),
     [
         (["--hardware", "8x4900"], "did you mean rtx-4090"),
-        *(
-            pytest.param(arguments, said, marks=pytest.mark.sweep)
-            for arguments, said in (
-                (["model=Qwen/Qwen3-33B"], "did you mean Qwen/Qwen3-32B"),
-                (["model=/no/such/folder"], "no such model file or folder"),
-                (["pipeline.forward_stages=[[0, 3]]", "pipeline.backward_stages=[[31, 31], [0, 30]]"], "gap"),
-                (["lora.rank_=3"], "lora"),
-            )
-        ),
         (["--svg", "/no/such/folder/a.svg"], "cannot write a.svg"),
     ],
 )
