@@ -146,7 +146,7 @@ def test_a_short_call_is_an_ordinary_one() -> None:
 def test_a_run(tmp_path: Path) -> None:
     """Through the command line: the losses of a run without, and a model that cannot is refused before training."""
     model = make_model(tmp_path / "model", num_hidden_layers=2)
-    work = make_workspace(tmp_path / "work", model, lora__dropout=0.0, max_steps=2)
+    work = make_workspace(tmp_path / "work", model, lora__dropout=0.0)
     for words in (["output_dir=whole"], ["output_dir=chunks", "mlp_chunk_tokens=4"]):
         finetune(work, *words).expect(0)
     losses = [[row["loss"] for row in metrics(work / name)] for name in ("whole", "chunks")]
