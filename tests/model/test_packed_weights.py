@@ -315,7 +315,7 @@ _TWO_COMMANDS = """
 import os, sys
 import torch, transformers.models.llama.modeling_llama  # what both commands load, but PEFT and bitsandbytes
 assert not {"peft", "bitsandbytes", "roundpipe_cli"} & set(sys.modules)
-for words in (["finetune", "recipe.yaml"], ["generate", "out", "Say", "--max-new-tokens", "2"]):
+for words in (["finetune", "recipe.yaml"], ["generate", "out", "Say", "--max-new-tokens", "2"])[: int(sys.argv[1])]:
     child = os.fork()
     if child == 0:
         sys.argv = ["roundpipe", *words]
@@ -328,7 +328,8 @@ for words in (["finetune", "recipe.yaml"], ["generate", "out", "Say", "--max-new
 """
 
 
-def test_no_kernel_is_fetched_from_the_hub(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_commands", [1, pytest.param(2, marks=pytest.mark.sweep)])
+def test_no_kernel_is_fetched_from_the_hub(tmp_path: Path, num_commands: int) -> None:
     """bitsandbytes runs one from there as it is imported, PEFT imports it: a package `kernels` tells who asked."""
     (tmp_path / "kernels.py").write_text(
         "import pathlib\n"
@@ -336,9 +337,9 @@ def test_no_kernel_is_fetched_from_the_hub(tmp_path: Path) -> None:
         "    pathlib.Path(__file__).with_name('asked').write_text(str(names))\n"
         "    raise ImportError('no network')\n"
     )
-    workspace = make_workspace(tmp_path / "w", make_model(tmp_path / "model"), max_steps=1)
+    workspace = make_workspace(tmp_path / "w", make_model(tmp_path / "model", num_hidden_layers=2), max_steps=1)
     done = subprocess.run(
-        [sys.executable, "-c", _TWO_COMMANDS],
+        [sys.executable, "-c", _TWO_COMMANDS, str(num_commands)],
         cwd=workspace,
         env=child_environment({"PYTHONPATH": os.pathsep.join([str(tmp_path), str(REPOSITORY)])}),
         capture_output=True,
