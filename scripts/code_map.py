@@ -78,9 +78,14 @@ def modules() -> tuple[Path, ...]:
     return tuple(sorted(path for path in PACKAGE.rglob("*.py") if path.name not in ("__init__.py", "__main__.py")))
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
 def story(path: Path) -> str:
     """First sentence of a module's docstring."""
-    text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    text = ast.get_docstring(tree_of(path)) or ""
     paragraph = " ".join(text.partition("\n\n")[0].split())
     return paragraph.partition(". ")[0].rstrip(".:")
 
@@ -138,7 +143,7 @@ def imports_between_rooms() -> dict[tuple[str, str], int]:
     found: dict[tuple[str, str], set[tuple[str, str]]] = {}
     for path in modules():
         room = home_of(path)
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("roundpipe_cli."):
                 other = room_of(node.module or "")
                 if other != room:

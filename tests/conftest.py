@@ -8,6 +8,7 @@ work.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
@@ -31,7 +32,7 @@ FORKING = tuple(f"data/test_data_{name}.py" for name in ("columns", "dataset", "
 
 LONGEST = (
     *("reliability/test_reliability.py", "train/test_finetune_resume.py", "train/test_finetune_refused.py"),
-    *("planning/test_shipped_recipes.py", "train/test_nodes.py", "train/test_evaluate.py", "test_release.py"),
+    *("planning/test_shipped_recipes.py", "train/test_nodes.py", "train/test_evaluate.py", "test_guide.py"),
     *("train/test_finetune_data.py", "train/test_export.py", "train/test_adapt.py"),
 )
 """Files in the order in which they begin next, before those with a test marked `slow`."""
@@ -88,6 +89,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    """What collecting has loaded stays: no collection of garbage looks at it again, nor copies it in a fork."""
+    gc.collect()
+    gc.freeze()
 
 
 def _mark_sweeps(items: list[pytest.Item]) -> None:

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from scripts.code_map import tree_of
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "roundpipe_cli"
 
@@ -54,12 +56,14 @@ HEAVY = ("torch", "transformers", "peft", "datasets", "accelerate", "numpy")
 
 
 @functools.cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+def nodes_of(path: Path) -> tuple[ast.AST, ...]:
+    """All nodes of a file, as `ast.walk` finds them: walking takes longer than parsing, and most rules look at all."""
+    return tuple(ast.walk(tree_of(path)))
 
 
-def sources() -> list[Path]:
-    return sorted(PACKAGE.rglob("*.py"))
+@functools.cache
+def sources() -> tuple[Path, ...]:
+    return tuple(sorted(PACKAGE.rglob("*.py")))
 
 
 def room_of(path: Path) -> str:
@@ -74,7 +78,7 @@ def imports_of(path: Path) -> tuple[tuple[int, str], ...]:
 
 
 def _imports(path: Path) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(tree_of(path)):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -174,7 +178,7 @@ def names_bound_in(module: str) -> set[str]:
     if not path.is_file():
         return set()
     names = {child.stem for child in stem.iterdir()} if stem.is_dir() else set()
-    for node in ast.walk(tree_of(path)):
+    for node in nodes_of(path):
         if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             names.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -190,7 +194,7 @@ def test_imported_names_exist() -> None:
     wrong = [
         f"{place(path, node.lineno)}: {node.module} has no {alias.name}"
         for path in [*sources(), *scripts]
-        for node in ast.walk(tree_of(path))
+        for node in nodes_of(path)
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "roundpipe_cli"
         for alias in node.names
         if alias.name not in names_bound_in(node.module or "")
@@ -279,7 +283,7 @@ def dotted(node: ast.AST) -> str:
 def test_only_one_file_names_torch_cuda() -> None:
     named = set()
     for path in sources():
-        attributes = {dotted(node) for node in ast.walk(tree_of(path)) if isinstance(node, ast.Attribute)}
+        attributes = {dotted(node) for node in nodes_of(path) if isinstance(node, ast.Attribute)}
         modules = {module for _, module in imports_of(path)}
         if any(name == "torch.cuda" or name.startswith("torch.cuda.") for name in attributes | modules):
             named.add(path.relative_to(PACKAGE).as_posix())
@@ -299,7 +303,7 @@ def dangers(path: Path) -> Iterator[str]:
     for line, module in imports_of(path):
         if module.split(".")[0] in FORBIDDEN_MODULES:
             yield f"{place(path, line)}: import {module}"
-    for node in ast.walk(tree_of(path)):
+    for node in nodes_of(path):
         if not isinstance(node, ast.Call):
             continue
         name = dotted(node.func)
@@ -323,7 +327,7 @@ def test_loaders_that_could_run_code_are_told_not_to() -> None:
     """Every `Auto*.from_pretrained` / `from_config` says `trust_remote_code=False` itself, whatever a config says."""
     wrong = []
     for path in sources():
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(path):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
                 owner = dotted(node.func.value)
                 is_loader = node.func.attr in ("from_pretrained", "from_config") and owner.startswith("Auto")

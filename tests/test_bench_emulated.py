@@ -56,7 +56,7 @@ def short(tmp_path: Path) -> Path:
     return write(tmp_path, {"name": "short", "hop_s": 1e-4, "layers": layers})
 
 
-@pytest.mark.parametrize("accounting", ["default", "published"])
+@pytest.mark.parametrize("accounting", [pytest.param("default", marks=pytest.mark.sweep), "published"])
 def test_json_has_what_bench_simulates_and_what_was_measured(
     tmp_path: Path, accounting: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -101,9 +101,9 @@ def test_as_a_program(tmp_path: Path) -> None:
     ("workers", "flags"),
     [
         (4, ["--head-workers", "4"]),
-        (4, ["--earliest-free"]),
+        pytest.param(4, ["--earliest-free"], marks=pytest.mark.sweep),
         (2, ["--skip-projection"]),
-        (2, ["--keep-activations", "6"]),
+        pytest.param(2, ["--keep-activations", "6"], marks=pytest.mark.sweep),
         (4, ["--earliest-free", "--skip-projection", "--keep-activations", "1"]),
     ],
 )
@@ -140,6 +140,7 @@ def test_the_bound_schedules_beside_it_stay_as_they_are(tmp_path: Path) -> None:
     assert changed[0].makespan_s < plain[0].makespan_s
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("accounting", ["default", "published"])
 @pytest.mark.parametrize("options", [Options(head_workers=2), Options(earliest_free=True)])
 def test_stages_are_never_worse_than_the_planners(tmp_path: Path, accounting: Any, options: Options) -> None:

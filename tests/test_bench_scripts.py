@@ -13,7 +13,9 @@ from scripts import bench_packing, bench_published, issue_rate
 from tests.support.e2e import make_model, write_rows
 
 
-@pytest.mark.parametrize(("model_type", "method"), [("llama", "full"), ("qwen3_moe", "lora")])
+@pytest.mark.parametrize(
+    ("model_type", "method"), [pytest.param("llama", "full", marks=pytest.mark.sweep), ("qwen3_moe", "lora")]
+)
 def test_the_published_measurement(
     model_type: str, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -39,7 +41,14 @@ def test_launches_are_counted_by_threads_at_will_and_in_turns() -> None:
 def test_ways_of_packing_are_run_in_turn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Story: its first round took a quarter of an hour, and its second ended in an error of ours."""
     write_rows(tmp_path / "rows.jsonl", 12)
-    words = ["--data", str(tmp_path / "rows.jsonl"), "--model", str(make_model(tmp_path / "model")), "--tokens", "64"]
+    words = [
+        "--data",
+        str(tmp_path / "rows.jsonl"),
+        "--model",
+        str(make_model(tmp_path / "model", num_hidden_layers=2)),
+        "--tokens",
+        "64",
+    ]
     bench_packing.main([*words, "--rows", "12", "--rounds", "2"])
     ways = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
     assert len(ways) == 6 and [float(way[-1]) for way in ways] == pytest.approx([float(ways[0][-1])] * 6, abs=1e-5)

@@ -37,7 +37,7 @@ def indented_block(page: Path, first: str) -> str:
 
 @pytest.mark.parametrize("page", [README, GUIDE], ids=lambda page: page.name)
 def test_the_commands_of_a_page_run_in_its_order(page: Path, tmp_path: Path) -> None:
-    make_model(tmp_path / "model")
+    make_model(tmp_path / "model", num_hidden_layers=2)
     (tmp_path / "rows.jsonl").write_text(indented_block(README, '{"messages"').replace("...", "it") * 5)
     recipe = indented_block(README, "model: package").split("\n\n")[0] + "\n"
     recipe, count = re.subn(r"^model: .*", "model: model", recipe)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from scripts.code_map import out_of_date
+from scripts.code_map import out_of_date, tree_of
 from tests.conftest import FORKING, LONGEST, SMOKE
-from tests.test_architecture import PACKAGE, ROOT, imports_of, place, sources, tree_of
+from tests.test_architecture import PACKAGE, ROOT, imports_of, nodes_of, place, sources
 
 MAX_LINES = 800
 MAX_PARAMETERS, MAX_POSITIONAL = 10, 4
@@ -98,20 +98,20 @@ def _defined(node: ast.stmt) -> str | None:
 
 def test_product_code_is_used_by_product_code() -> None:
     """What only scripts or tests use lives there. By name alone: one that has a namesake in use is not found."""
-    used = Counter(name for path in sources() for name in _mentioned(tree_of(path)))
+    used = Counter(name for path in sources() for name in _mentioned(nodes_of(path)))
     own = {node.name for path in sources() for node in tree_of(path).body if isinstance(node, ast.ClassDef)}
     unused = {
         name: place(path, node.lineno)
         for path in sources()
         for name, node in _definitions(tree_of(path), own)
-        if used[name] <= Counter(_mentioned(node))[name]
+        if used[name] <= Counter(_mentioned(ast.walk(node)))[name]
     }
     assert sorted(unused) == sorted(USED_OUTSIDE), unused
 
 
-def _mentioned(tree: ast.AST) -> Iterator[str]:
+def _mentioned(nodes: Iterable[ast.AST]) -> Iterator[str]:
     """Names that are read, imported or written as text, as lazily imported commands are."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
             yield node.id
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
@@ -140,17 +140,17 @@ def test_docstrings_begin_with_what_the_thing_is_or_does() -> None:
     wrong = [
         f"{place(path, line)}: {text.splitlines()[0]}"
         for path in sources()
-        for line, text in _docstrings(tree_of(path))
+        for line, text in _docstrings(path)
         if text.split()[:1] in (["Of"], ["What"])
     ]
     assert not wrong, "\n".join(wrong)
 
 
-def _docstrings(tree: ast.AST) -> list[tuple[int, str]]:
+def _docstrings(path: Path) -> list[tuple[int, str]]:
     """(line, text) of every string that stands alone: of modules, classes, functions and variables."""
     return [
         (node.lineno, node.value.value)
-        for node in ast.walk(tree)
+        for node in nodes_of(path)
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
     ]
 
@@ -173,7 +173,7 @@ def test_files_and_signatures_are_short() -> None:
     for path in sources():
         if (lines := path.read_text(encoding="utf-8").count("\n")) > MAX_LINES:
             wrong.append(f"{place(path, lines)}: more than {MAX_LINES} lines")
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(path):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and not _is_command(path, node):
                 if node.name in SIGNATURES_OF_LIBRARIES:
                     continue

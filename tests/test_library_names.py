@@ -15,7 +15,7 @@ import importlib
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -25,8 +25,8 @@ from roundpipe_cli import library_names
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.library_names import LIBRARY_NAMES, LibraryName, library_name
 from tests.support.e2e import child_environment
+from tests.test_architecture import dotted, nodes_of, sources
 
-PACKAGE = Path(__file__).resolve().parents[1] / "roundpipe_cli"
 LIBRARIES = ("torch", "transformers", "peft", "datasets", "huggingface_hub", "gguf", "safetensors", "tokenizers")
 
 TORCH_NAMES = {
@@ -66,21 +66,21 @@ def test_no_private_name_is_used_outside_of_the_tables() -> None:
     """Found by their underscore: imported names, and attributes of imported modules and classes."""
     tables = {f"{entry.module}.{entry.name}" for entry in LIBRARY_NAMES} | set(TORCH_NAMES)
     private_modules = {path.rpartition(".")[0] for path in tables if "._" in path.rpartition(".")[0]} - {"torch._C"}
-    used = {found for path in PACKAGE.rglob("*.py") for found in private_names(ast.parse(path.read_text()))}
+    used = {found for path in sources() for found in private_names(nodes_of(path))}
     assert "torch.utils._python_dispatch.TorchDispatchMode" in used
     allowed = tables | private_modules | {"torch._C"}
     assert not {found for found in used - allowed if found.rpartition(".")[0] not in private_modules}
 
 
-def private_names(tree: ast.Module) -> Iterator[str]:
+def private_names(nodes: Iterable[ast.AST]) -> Iterator[str]:
     bound: dict[str, str] = {}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in LIBRARIES:
             bound |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Import):
             names = [alias.name for alias in node.names if alias.name.split(".")[0] in LIBRARIES and not alias.asname]
             bound |= {name.split(".")[0]: name.split(".")[0] for name in names}
-    texts = [*bound.values(), *(ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute))]
+    texts = [*bound.values(), *(dotted(node) for node in nodes if isinstance(node, ast.Attribute))]
     for text in texts:
         first, _, rest = text.partition(".")
         path = f"{bound.get(first, first)}.{rest}"

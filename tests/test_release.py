@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import sys
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +18,18 @@ from transformers import AutoModelForCausalLM
 
 from roundpipe_cli.train.result.generate import roomy_device
 from roundpipe_cli.train.result.ollama import find_turns, modelfile
-from tests.support.e2e import finetune, fresh, make_model, make_tokenizer, make_workspace, run, smollm2_folder
+from tests.support.e2e import (
+    Outcome,
+    finetune,
+    launch,
+    make_model,
+    make_tokenizer,
+    make_workspace,
+    run,
+    smollm2_folder,
+)
 from tests.support.hub_server import hub_server
+from tests.support.model_hub import read_hub_settings_again
 from tests.train.test_export import random_adapter
 
 SECRET = "canary-0815-secret"
@@ -42,6 +55,23 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     work = make_workspace(folder / "work", make_model(folder / "tiny", num_hidden_layers=2), val_set_size=2)
     finetune(work).expect(0)
     return work
+
+
+def on_hub(folder: Path, *words: str, environment: dict[str, str]) -> Outcome:
+    return launch(folder, *words, environment=environment, before=read_hub_settings_again).finish()
+
+
+def typed(folder: Path, *words: str, text: bytes) -> Outcome:
+    """What the command answers to a pipe."""
+    return launch(folder, *words, before=partial(from_pipe, text)).finish()
+
+
+def from_pipe(text: bytes) -> None:
+    reading, writing = os.pipe()
+    os.write(writing, text)
+    os.close(writing)
+    os.dup2(reading, 0)
+    sys.stdin = os.fdopen(0, encoding="utf-8")
 
 
 def tokenizer_with(template: str | None) -> Any:
@@ -131,7 +161,7 @@ def test_gguf_by_the_converter_that_is_named(trained: Path, tmp_path: Path) -> N
 def test_nothing_is_uploaded_unless_asked_and_a_failure_is_told(trained: Path) -> None:
     nowhere = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_TOKEN": SECRET}
     run(trained, "export", "out", "--to", "kept", environment=nowhere).expect(0)
-    done = fresh(trained, "export", "out", "--to", "pushed", "--push", "me/mine", environment=nowhere).expect(2)
+    done = on_hub(trained, "export", "out", "--to", "pushed", "--push", "me/mine", environment=nowhere).expect(2)
     assert "the upload failed" in done.err and "hf upload me/mine pushed" in done.err and SECRET not in done.err
     assert (trained / "pushed" / "README.md").exists()
     assert "needs a connection" in run(trained, "export", "out", "--push", "me/mine", "--offline").expect(2).err
@@ -144,7 +174,7 @@ def test_a_finished_run_is_uploaded_where_its_recipe_says_so(trained: Path, tmp_
     with hub_server() as hub:
         environment = {"HF_ENDPOINT": hub.address, "HF_TOKEN": SECRET, "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
         words = ("finetune", "recipe.yaml", "hub_model_id=me/mine", "--no-dashboard")
-        done = fresh(work, *words, environment=environment).expect(0)
+        done = on_hub(work, *words, environment=environment).expect(0)
         assert f"uploaded to {hub.address}/me/mine" in done.err and SECRET not in done.err
         assert hub.is_private == {"me/mine": True}
         files = hub.files["me/mine"]
@@ -153,7 +183,7 @@ def test_a_finished_run_is_uploaded_where_its_recipe_says_so(trained: Path, tmp_
         assert not any(name.startswith(("step-", "metrics", "events", "report", "recipe")) for name in files)
         assert not list((work / "out").glob(".tmp*"))
         hub.refuses_files = True
-        done = fresh(work, *words, "output_dir=other", environment=environment).expect(2)
+        done = on_hub(work, *words, "output_dir=other", environment=environment).expect(2)
         assert "the run is finished, and its upload failed" in done.err and SECRET not in done.err
         assert "roundpipe export other --to other-exported --push me/mine" in done.err
         assert (work / "other" / "adapter_model.safetensors").exists()
@@ -162,9 +192,9 @@ def test_a_finished_run_is_uploaded_where_its_recipe_says_so(trained: Path, tmp_
 def test_a_run_that_cannot_be_uploaded_does_not_begin(trained: Path) -> None:
     nowhere = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_TOKEN": SECRET}
     words = ("finetune", "recipe.yaml", "hub_model_id=me/mine", "output_dir=never")
-    done = fresh(trained, *words, environment=nowhere).expect(2)
+    done = on_hub(trained, *words, environment=nowhere).expect(2)
     assert "could not be uploaded" in done.err and SECRET not in done.err and not (trained / "never").exists()
-    assert "--offline" in fresh(trained, *words, "--offline", environment=nowhere).expect(2).err
+    assert "--offline" in run(trained, *words, "--offline", environment=nowhere).expect(2).err
 
 
 def test_adapters_of_experts_come_with_a_warning(tmp_path: Path) -> None:
@@ -200,7 +230,7 @@ def test_generate_gives_the_greedy_answer(trained: Path) -> None:
 def test_generate_without_a_prompt_is_a_conversation(trained: Path) -> None:
     """It was a usage error. A turn is answered behind the turns before it; the expected text is rendered here."""
     words = ("generate", "out", "--max-new-tokens", "6", "--dtype", "float32", "--offline", "--json")
-    done = fresh(trained, *words, stdin=b"Say x1: \n\n again\n/help\n/reset\nSay x1: \n/exit\nno\n").expect(0)
+    done = typed(trained, *words, text=b"Say x1: \n\n again\n/help\n/reset\nSay x1: \n/exit\nno\n").expect(0)
     assert "/reset begin anew" in done.err and "a new conversation" in done.err
     first, second, third = map(json.loads, done.out.splitlines())
     assert first == third and first["prompt"] == "Say x1:" and second["prompt"] == "again"
@@ -218,7 +248,7 @@ def test_generate_without_a_prompt_is_a_conversation(trained: Path) -> None:
         inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt")
         output = model.generate(**inputs, max_new_tokens=6, do_sample=False, eos_token_id=2, pad_token_id=0)
     assert second["answer"] == tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-    assert "not valid UTF-8" in fresh(trained, *words, stdin=b"a\xff\n").expect(2).err
+    assert "not valid UTF-8" in typed(trained, *words, text=b"a\xff\n").expect(2).err
 
 
 def test_generate_ends_at_every_end_token_of_the_base(trained: Path, tmp_path: Path) -> None:

@@ -269,8 +269,6 @@ RUN_HERE = (
     "roundpipe --version",
 )
 """Beginnings of commands that this file runs as they stand, unless they name a file of the user's."""
-RUN_ONCE = "roundpipe plan recipes/qwen3-32b.yaml --hardware 8x4090"
-"""The one `plan` that this file runs too: each takes seconds."""
 RUN_ELSEWHERE = {
     "scripts/": "minutes: by hand, and scripts/test by .ci/run",
     "python scripts/recipe_pages.py": "tests/recipe/test_recipe_keys.py",
@@ -288,7 +286,7 @@ RUN_ELSEWHERE = {
     "roundpipe doctor": "tests/cli/test_init_doctor.py",
     "roundpipe convert": "tests/recipe/test_convert.py",
     "roundpipe recipes": "tests/planning/test_shipped_recipes.py",
-    "roundpipe plan": "tests/planning/test_plan_cli.py",
+    "roundpipe plan": "tests/planning/test_plan_cli.py, tests/test_guide.py",
     "roundpipe --": "the tests above",
 }
 """Beginning of a command -> what runs it with other files, or why no test does."""
@@ -330,8 +328,7 @@ def reason_not_to_run(command: str) -> str | None:
 def runs_here(command: str) -> bool:
     """Whether this file runs the command as it stands: it needs nothing but what is shipped."""
     files = [word for word in command.split() if word.endswith((".yaml", ".json", ".svg")) and "recipes/" not in word]
-    chosen = command.startswith(RUN_HERE) or command == RUN_ONCE
-    return chosen and not files and reason_not_to_run(command) is None
+    return command.startswith(RUN_HERE) and not files and reason_not_to_run(command) is None
 
 
 @pytest.mark.parametrize("page", READMES, ids=lambda page: page.relative_to(ROOT).as_posix())

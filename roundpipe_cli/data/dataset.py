@@ -7,12 +7,13 @@ Only a few chunks are in memory at a time. A shard whose key is in the cache is 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from importlib.metadata import version
+from importlib import metadata
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 # A key for the tokens of a source: it changes with every value that the tokens depend on.
 
 LIBRARIES = ("transformers", "tokenizers", "jinja2", "datasets", "pyarrow")
+version = functools.cache(metadata.version)
 
 
 def shard_key(

@@ -9,11 +9,10 @@ import contextlib
 import hashlib
 import json
 import os
-import shlex
+import resource
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,18 +24,9 @@ from safetensors.torch import load_file, save_file
 from roundpipe_cli.dashboard.state import fetching_line
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import Fetching
-from roundpipe_cli.hub.ask import Repository
+from roundpipe_cli.hub import ask
 from roundpipe_cli.hub.download import Listing, RemoteFile, fetch_files
-from tests.support.e2e import (
-    Outcome,
-    child_environment,
-    command_line,
-    fresh,
-    launch,
-    make_model,
-    write_recipe,
-    write_rows,
-)
+from tests.support.e2e import Outcome, Running, launch, make_model, write_recipe, write_rows
 from tests.support.model_hub import COMMIT, OTHER_COMMIT, ModelHub, folder_files, model_hub, read_hub_settings_again
 from tests.support.tiny import tiny_config
 
@@ -85,10 +75,13 @@ def settings(hub: ModelHub, cache: Path, **others: str) -> dict[str, str]:
     return {"HF_ENDPOINT": hub.address, "HF_HOME": str(cache), "HF_HUB_OFFLINE": "", "HF_TOKEN": "", **others}
 
 
+def start(folder: Path, *words: str, environment: dict[str, str]) -> Running:
+    return launch(folder, *words, environment=environment, before=read_hub_settings_again)
+
+
 def download(hub: ModelHub, folder: Path, *words: str, **others: str) -> Outcome:
     words = words if words and not words[0].startswith("-") else (NAME, *words)
-    environment = settings(hub, folder / "cache", **others)
-    return launch(folder, "download", *words, environment=environment, before=read_hub_settings_again).finish()
+    return start(folder, "download", *words, environment=settings(hub, folder / "cache", **others)).finish()
 
 
 def workspace(folder: Path, **changes: Any) -> Path:
@@ -199,9 +192,8 @@ def test_gptq_and_awq_are_refused_by_name_with_the_size_of_the_unquantised_model
     hub.models[NAME]["config.json"] = json.dumps(config).encode()
     for words in (["plan", "--hardware", "1x4090"], ["download"], ["finetune", "--no-dashboard"]):
         named = NAME if words[0] == "download" else "recipe.yaml"
-        refused = fresh(
-            work, words[0], named, *words[1:], environment=settings(hub, tmp_path / f"cache-{words[0]}")
-        ).expect(2)
+        environment = settings(hub, tmp_path / f"cache-{words[0]}")
+        refused = start(work, words[0], named, *words[1:], environment=environment).finish().expect(2)
         assert f"found: {method.upper()}, 4 bits" in refused.err
         assert "load_in_4bit: true: 8.03B parameters, 15 GiB in 16 bit; in 4 bit it takes about " in refused.err
     assert not set(SHARDS) & set(hub.gets())
@@ -222,15 +214,15 @@ def test_what_the_proof_refuses_is_refused_before_the_weights_come(
     """The proof needs the configuration alone; it ran once all weights had come."""
     work = workspace(tmp_path / "work")
     hub.models[NAME]["config.json"] = tiny_config(model_type).to_json_string().encode()
-    words = ["recipe.yaml", override, "--no-dashboard"]
-    refused = fresh(work, "finetune", *words, environment=settings(hub, tmp_path / "cache")).expect(2)
+    words = ["finetune", "recipe.yaml", override, "--no-dashboard"]
+    refused = start(work, *words, environment=settings(hub, tmp_path / "cache")).finish().expect(2)
     assert said in refused.err and not set(SHARDS) & set(hub.gets())
 
 
 def test_a_recipe_is_planned_before_the_weights_come(hub: ModelHub, tmp_path: Path) -> None:
     """The verdict is `finetune`'s; the figures are those of the configuration that came."""
     workspace(tmp_path / "work")
-    large = {"hidden_size": 16384, "intermediate_size": 65536, "num_hidden_layers": 200, "vocab_size": 300}
+    large = {"hidden_size": 16384, "intermediate_size": 65536, "num_hidden_layers": 40, "vocab_size": 300}
     config = {**json.loads(hub.models[NAME]["config.json"]), **large, "num_attention_heads": 128, "head_dim": 128}
     whole = dict(hub.models[NAME])
     hub.models[NAME]["config.json"] = json.dumps(config).encode()
@@ -261,30 +253,25 @@ def unfinished(folder: Path) -> list[Path]:
 
 
 @contextlib.contextmanager
-def downloading(hub: ModelHub, folder: Path, **others: str) -> Iterator[subprocess.Popen[str]]:
+def downloading(hub: ModelHub, folder: Path, **others: str) -> Iterator[Running]:
     """A slow download, from the moment when both shards have been asked for."""
     hub.byte_s = hub.byte_s or 0.1
-    environment = child_environment(settings(hub, folder / "cache", **others))
-    words = command_line("download", NAME)
-    with subprocess.Popen(words, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            while not set(SHARDS) <= set(hub.gets()):
-                assert process.poll() is None
-                time.sleep(0.02)
-            yield process
-        finally:
-            process.kill()
+    running = start(folder, "download", NAME, environment=settings(hub, folder / "cache", **others))
+    try:
+        running.wait_until(lambda: set(SHARDS) <= set(hub.gets()))
+        yield running
+    finally:
+        running.kill()
 
 
 def test_a_killed_download_keeps_its_finished_files(hub: ModelHub, tmp_path: Path) -> None:
     """What was cut off starts again, and nothing of it stays on the disk."""
     big_shards(hub, first_bytes=1 << 20)
     hub.byte_s = 0.05
-    with downloading(hub, tmp_path) as process:
-        while not (snapshot(tmp_path) / SHARDS[0]).exists() or not unfinished(tmp_path):
-            assert process.poll() is None
-            time.sleep(0.02)
-        process.send_signal(signal.SIGKILL)
+    with downloading(hub, tmp_path) as running:
+        running.wait_until(lambda: (snapshot(tmp_path) / SHARDS[0]).exists() and bool(unfinished(tmp_path)))
+        running.kill()
+        assert running.finish().code == -signal.SIGKILL
     assert len(unfinished(tmp_path)) == 1 and not (snapshot(tmp_path) / SHARDS[1]).exists()
     hub.byte_s = 0.0
     before = hub.gets()
@@ -297,15 +284,12 @@ def test_a_killed_download_keeps_its_finished_files(hub: ModelHub, tmp_path: Pat
 def test_two_downloads_at_a_time(hub: ModelHub, tmp_path: Path) -> None:
     """The second one leaves alone what the first one is writing, and waits for it."""
     big_shards(hub)
-    hub.byte_s = 5.0  # until both have come so far, which takes each of them an import of torch
+    hub.byte_s = 5.0  # until both have come so far
     with downloading(hub, tmp_path) as first, downloading(hub, tmp_path) as second:
-        while sum(way == "HEAD" and path.endswith(SHARDS[1]) for way, path in hub.asked) < 4:
-            assert first.poll() is None and second.poll() is None
-            time.sleep(0.02)
+        second.wait_until(lambda: sum(way == "HEAD" and path.endswith(SHARDS[1]) for way, path in hub.asked) >= 4)
         assert len(unfinished(tmp_path)) == 2
         hub.byte_s = 0.0
-        said = [process.communicate(timeout=60)[1] for process in (first, second)]
-        assert [first.returncode, second.returncode] == [0, 0], said
+        first.finish().expect(0), second.finish().expect(0)
     is_whole(tmp_path, hub)
     assert sorted(hub.gets()) == WANTED, "each once"
 
@@ -338,7 +322,7 @@ def test_a_file_beyond_the_limit_of_plain_downloads(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     file = RemoteFile("model.safetensors", 60 * 10**9, None, None)
     with pytest.raises(RefusedError, match="model.safetensors is too large for a plain download") as refused:
-        fetch_files(Listing(Repository(NAME), None, COMMIT, {file.name: file}), [file.name], lambda _: None)
+        fetch_files(Listing(ask.Repository(NAME), None, COMMIT, {file.name: file}), [file.name], lambda _: None)
     assert f"`hf download {NAME} --revision {COMMIT}` fetches it" in str(refused.value)
 
 
@@ -361,12 +345,11 @@ def test_another_content_than_the_hash_says(hub: ModelHub, tmp_path: Path, spoil
 def test_a_stopped_download_says_what_is_left(hub: ModelHub, tmp_path: Path, number: signal.Signals) -> None:
     """Story: it said that no checkpoint was written."""
     big_shards(hub)
-    with downloading(hub, tmp_path) as process:
-        process.send_signal(number)
-        _, said = process.communicate(timeout=60)
-    assert process.returncode == 128 + number, said
+    with downloading(hub, tmp_path) as running:
+        running.kill(number)
+        done = running.finish().expect(128 + number)
     left = "finished files are kept, and the same command fetches the rest"
-    assert said.splitlines()[-1] == f"stopped by {number.name}; {left}"
+    assert done.err.splitlines()[-1] == f"stopped by {number.name}; {left}"
     assert not unfinished(tmp_path), "what was cut off is removed"
     hub.byte_s = 0.0
     download(hub, tmp_path).expect(0)
@@ -420,10 +403,9 @@ def test_a_disk_that_fills_on_the_way(hub: ModelHub, tmp_path: Path, small_disk:
     """Another program takes the room; finished files are kept, and the rest comes when there is room again."""
     big_shards(hub, 1 << 20)
     cache = str(small_disk / "cache")
-    with downloading(hub, tmp_path, HF_HOME=cache) as process:
+    with downloading(hub, tmp_path, HF_HOME=cache) as running:
         (small_disk / "other").write_bytes(bytes(os.statvfs(small_disk).f_bavail * 4096 - (600 << 10)))
-        _, said = process.communicate(timeout=60)
-    assert process.returncode == 5, said
+        said = running.finish().expect(5).err
     assert said.count("error: ") == 1 and "No space left on device" in said and "HF_HUB_CACHE=" in said
     assert "finished files are kept" in said and not unfinished(small_disk) and "Warning" not in said
     (small_disk / "other").unlink()
@@ -433,15 +415,17 @@ def test_a_disk_that_fills_on_the_way(hub: ModelHub, tmp_path: Path, small_disk:
     assert all(hub.gets().count(name) == 1 for name in (*SMALL, INDEX))
 
 
+def limit_files_to_1_mib() -> None:
+    read_hub_settings_again()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+
+
 def test_a_limit_on_the_size_of_files_is_said(hub: ModelHub, tmp_path: Path) -> None:
     """Story: `ulimit -f` was answered with advice on the disk."""
-    big_shards(hub, 4 << 20)
-    words = " ".join(map(shlex.quote, command_line("download", NAME)))
-    environment = child_environment(settings(hub, tmp_path / "cache"))
-    limited = ["bash", "-c", f"ulimit -f 1024; exec {words}"]
-    done = subprocess.run(limited, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 5, done.stderr
-    assert "a limit on the size of files is set" in done.stderr and "ulimit -f unlimited" in done.stderr
+    big_shards(hub)
+    environment = settings(hub, tmp_path / "cache")
+    done = launch(tmp_path, "download", NAME, environment=environment, before=limit_files_to_1_mib).finish().expect(5)
+    assert "a limit on the size of files is set" in done.err and "ulimit -f unlimited" in done.err
 
 
 # --- hubs that refuse, wait or are gone -----------------------------------------------------------------------------
@@ -549,7 +533,7 @@ def test_a_run_records_its_commit_and_keeps_to_it(hub: ModelHub, tmp_path: Path)
     environment = settings(hub, tmp_path / "cache")
 
     def run(*words: str) -> Outcome:
-        return fresh(work, "finetune", "recipe.yaml", "--no-dashboard", *words, environment=environment)
+        return start(work, "finetune", "recipe.yaml", "--no-dashboard", *words, environment=environment).finish()
 
     run("max_steps=2").expect(0)
     assert sorted(hub.gets()) == WANTED
@@ -562,7 +546,7 @@ def test_a_run_records_its_commit_and_keeps_to_it(hub: ModelHub, tmp_path: Path)
     done = run("--resume", "max_steps=3").expect(0)
     assert f"note: base model: commit {COMMIT[:12]}, with which the run began" in done.err
     assert sorted(hub.gets()) == WANTED and not snapshot(tmp_path).with_name(OTHER_COMMIT).exists()
-    exported = fresh(work, "export", "out", "--merge", environment=environment).expect(0)
+    exported = start(work, "export", "out", "--merge", environment=environment).finish().expect(0)
     assert sorted(hub.gets()) == WANTED and "merged" in exported.err
 
 
@@ -571,26 +555,30 @@ def test_plan_of_a_model_whose_download_was_cut_off(hub: ModelHub, tmp_path: Pat
     work = workspace(tmp_path / "work")
     download(hub, tmp_path).expect(0)
     (snapshot(tmp_path) / SHARDS[1]).unlink()
-    done = fresh(work, "plan", "recipe.yaml", environment=settings(hub, tmp_path / "cache")).expect(0)
+    done = start(work, "plan", "recipe.yaml", environment=settings(hub, tmp_path / "cache")).finish().expect(0)
     assert NAME in done.out
 
 
+def tell_early_of_a_slow_hub() -> None:
+    read_hub_settings_again()
+    ask.SLOW_S = 0.2
+
+
 def test_a_slow_or_missing_hub_of_a_dataset(hub: ModelHub, tmp_path: Path) -> None:
-    program = (
-        "from roundpipe_cli.data.sources import load_table\nfrom roundpipe_cli.data.rows import DatasetSpec\n"
-        "from roundpipe_cli.errors import RefusedError\nfrom roundpipe_cli.hub.ask import listen\nlisten(print)\n"
-        "try: load_table(DatasetSpec('me/rows', split='train'), False)\nexcept RefusedError as error: print(error)\n"
-    )
+    for name in (*SMALL, INDEX, *SHARDS):
+        (tmp_path / "model").mkdir(exist_ok=True)
+        (tmp_path / "model" / name).write_bytes(hub.models[NAME][name])
+    write_recipe(tmp_path / "recipe.yaml", datasets=[{"path": "me/rows", "split": "train"}])
 
-    def ask(**others: str) -> str:
-        environment = child_environment(settings(hub, tmp_path / "cache", **others))
-        words = [command_line()[0], "-c", program]
-        return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=100).stdout
+    def said(**others: str) -> str:
+        environment = settings(hub, tmp_path / "cache", **others)
+        running = launch(tmp_path, "data", "recipe.yaml", environment=environment, before=tell_early_of_a_slow_hub)
+        return running.finish().expect(2).err
 
-    hub.slow_s = 5.0
-    said = ask()
-    assert "the hub is slow: waiting" in said and "the hub has no dataset of this name" in said
-    gone = ask(HF_ENDPOINT="http://127.0.0.1:9")
+    hub.slow_s = 0.5
+    slow = said()
+    assert "the hub is slow: waiting" in slow and "the hub has no dataset of this name" in slow
+    gone = said(HF_ENDPOINT="http://127.0.0.1:9")
     assert "the hub cannot be reached (ConnectError" in gone and "not in the local cache" in gone
 
 

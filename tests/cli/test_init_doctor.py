@@ -27,6 +27,7 @@ from roundpipe_cli.engine.backends.cpu import CpuBackend
 from roundpipe_cli.engine.link_speed import measure_links
 from roundpipe_cli.errors import RefusedError, ResourceError
 from roundpipe_cli.kernels.grouped_mm import why_no_triton
+from roundpipe_cli.planning import choose
 from roundpipe_cli.planning.predict import make_plan
 from roundpipe_cli.planning.question import ask
 from roundpipe_cli.planning.reach import reach_of
@@ -147,7 +148,13 @@ def test_init_asks_again_and_loses_no_answer(tmp_path: Path) -> None:
     )
 
 
-def test_init_fits_the_machine_or_says_why_not() -> None:
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even cuts in place of searched ones: they are no part of what `init` writes."""
+    monkeypatch.setattr(choose, "MAX_SEARCHED_LAYERS", 0)
+
+
+def test_init_fits_the_machine_or_says_why_not(quick: None) -> None:
     path = Path("recipe.yaml")
     with pytest.raises(RefusedError, match="does not fit") as refused:
         choose_settings("Qwen/Qwen3-235B-A22B", "1x3060,host_memory_gib=6", path)
@@ -188,7 +195,7 @@ def test_init_of_few_rows_ends_in_a_recipe_that_runs(tmp_path: Path) -> None:
     run(tmp_path / "w", "finetune", "mine.yaml", "max_steps=1", environment=NO_GPU).expect(0)
 
 
-def test_init_takes_what_is_known_of_the_rows() -> None:
+def test_init_takes_what_is_known_of_the_rows(quick: None) -> None:
     path, machine = Path("recipe.yaml"), "8x4090,host_memory_gib=128"
     by_rows = [choose_settings("Qwen/Qwen3-8B", machine, path, num_rows) for num_rows in (None, 640, 639, 25, 0)]
     assert [choice.recipe.rows_per_step for choice in by_rows] == [64, 64, 63, 2, 1]

@@ -64,7 +64,7 @@ def write_rows(folder: Path, kind: str) -> str:
 @pytest.mark.parametrize(("kind", "method"), CASES)
 def test_what_init_writes_is_what_data_plan_and_finetune_take(kind: str, method: str, tmp_path: Path) -> None:
     """Story: of pairs it wrote a recipe that `data` refused, and of whole conversations one that trained both."""
-    make_model(tmp_path / "model")
+    make_model(tmp_path / "model", num_hidden_layers=2)
     rows = write_rows(tmp_path, kind)
     words = ("--model", "model", "--data", rows, "--hardware", "here", "--method", method, "-o", "mine.yaml")
 
@@ -159,7 +159,7 @@ def test_the_rows_decide_the_objective(tmp_path: Path) -> None:
 
 def test_a_run_that_began_with_other_defaults_is_resumed_with_them(tmp_path: Path) -> None:
     """A recipe without these keys, and a checkpoint in which they have what once was their default."""
-    folder = make_workspace(tmp_path / "w", make_model(tmp_path / "model"), method="full")
+    folder = make_workspace(tmp_path / "w", make_model(tmp_path / "model", num_hidden_layers=2), method="full")
     text = (folder / "recipe.yaml").read_text()
     unset = r"^(packing|micro_batch_size|learning_rate|lora):.*\n(  .*\n)*"
     (folder / "recipe.yaml").write_text(re.sub(unset, "", text, flags=re.MULTILINE))

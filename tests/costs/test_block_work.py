@@ -29,6 +29,7 @@ def test_all_shipped_families_are_compared() -> None:
 
 
 @pytest.mark.skipif(not at_least("transformers", "5.18"), reason="before 5.18 rows of experts are masked by five more")
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("method", "in_4bit"), CASES)
 @pytest.mark.parametrize("model_type", sorted(FAMILIES))
 def test_a_blocks_counts_are_the_ledgers(model_type: str, method: str, in_4bit: bool) -> None:
@@ -50,6 +51,7 @@ def test_dropout_is_counted(by_libraries: bool) -> None:
             assert moved == pytest.approx(launches.traffic_bytes, rel=0.05)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("method", ["lora", "full"])
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma3_text", "mistral"])
 def test_what_the_libraries_move_is_the_ledgers(model_type: str, method: str) -> None:
@@ -61,6 +63,7 @@ def test_what_the_libraries_move_is_the_ledgers(model_type: str, method: str) ->
             assert moved == pytest.approx(launches.traffic_bytes, rel=0.05)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("expert_r", [None, 0, 3])
 @pytest.mark.parametrize("model_type", ["llama", "qwen3_moe", "mixtral", "glm4_moe", "gpt_oss", "gemma3_text"])
 def test_adapters_are_those_that_peft_makes(model_type: str, expert_r: int | None) -> None:

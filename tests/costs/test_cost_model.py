@@ -290,15 +290,14 @@ def _published_errors(model: tuple[str, str, str, int], workers: Sequence[int]) 
     return errors
 
 
-@pytest.mark.slow
-def test_published_throughput_is_met_within_5_percent() -> None:
-    errors = [abs(error) for model in (LLAMA, QWEN) for error in _published_errors(model, range(1, 9))]
-    assert len(errors) == 16
-    assert sum(errors) / 16 <= 0.03
+@pytest.mark.parametrize("counts", [(1, 2, 8), pytest.param(range(1, 9), marks=pytest.mark.sweep)])
+def test_published_throughput_is_met_within_5_percent(counts: Sequence[int]) -> None:
+    errors = [abs(error) for model in (LLAMA, QWEN) for error in _published_errors(model, counts)]
+    assert sum(errors) / len(errors) <= 0.03
     assert max(errors) <= 0.08
 
 
-@pytest.mark.parametrize(("fitted", "other"), [(LLAMA, QWEN), (QWEN, LLAMA)])
+@pytest.mark.parametrize(("fitted", "other"), [(LLAMA, QWEN), pytest.param(QWEN, LLAMA, marks=pytest.mark.sweep)])
 def test_a_rate_fitted_to_one_model_predicts_the_other(
     monkeypatch: pytest.MonkeyPatch, fitted: tuple[str, str, str, int], other: tuple[str, str, str, int]
 ) -> None:

@@ -183,7 +183,7 @@ def llama_like() -> Any:
 CONTENT = st.text(alphabet=st.sampled_from("ab 1.\n\té日🤖<|>"), max_size=12)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     contents=st.lists(CONTENT, min_size=2, max_size=6),
     system=st.none() | CONTENT,

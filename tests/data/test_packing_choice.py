@@ -74,24 +74,17 @@ WORDS = ("the", "river", "was", "low", "that", "summer", "and", "people", "walke
 SETS: tuple[tuple[int, int, str, str, str], ...] = (
     # rows, words of each, form, file, keys
     (3000, 40, "pair", "jsonl", ""),
-    (3000, 40, "text", "csv", ""),
     (2000, 40, "messages", "json", ""),
     (3000, 40, "pair", "parquet", ""),
     (200, 40, "pair", "jsonl", ""),
     (2000, 40, "pair", "jsonl", "packing: true"),
-    (3000, 40, "pair", "jsonl", "packing: false"),
     (200, 40, "pair", "csv", "num_train_epochs: 40"),
     (200, 40, "messages", "jsonl", "max_steps: 5"),
     (2000, 40, "pair", "jsonl", "max_steps: 5"),
-    (3000, 40, "pair", "jsonl", "gradient_accumulation_steps: 64"),
-    (3000, 40, "pair", "jsonl", "gradient_accumulation_steps: 2"),
-    (3000, 40, "text", "jsonl", "val_set_size: 0.9"),
     (3000, 40, "text", "jsonl", "val_set_size: 11"),
     (300, 900, "text", "jsonl", ""),
     (300, 300, "pair", "jsonl", "max_seq_length: 256"),
-    (4000, 200, "messages", "parquet", ""),
     (40, 40, "pair", "jsonl", "gradient_accumulation_steps: 1"),
-    (2000, 60, "pair", "jsonl", "max_seq_length: 512"),
     (7, 40, "pair", "json", "gradient_accumulation_steps: 2"),
     # tiny ones, too few for any step of packed rows, and enough for one
     (1, 40, "pair", "jsonl", ""),
@@ -108,6 +101,16 @@ SETS: tuple[tuple[int, int, str, str, str], ...] = (
     (10, 40, "text", "csv", "gradient_accumulation_steps: 1\nmax_steps: 2\nval_set_size: 2"),
     (10, 40, "text", "jsonl", "gradient_accumulation_steps: 1\nmax_seq_length: 32"),
 )
+MORE_SETS: tuple[tuple[int, int, str, str, str], ...] = (
+    (3000, 40, "text", "csv", ""),
+    (3000, 40, "pair", "jsonl", "packing: false"),
+    (3000, 40, "pair", "jsonl", "gradient_accumulation_steps: 64"),
+    (3000, 40, "pair", "jsonl", "gradient_accumulation_steps: 2"),
+    (3000, 40, "text", "jsonl", "val_set_size: 0.9"),
+    (4000, 200, "messages", "parquet", ""),
+    (2000, 60, "pair", "jsonl", "max_seq_length: 512"),
+)
+"""Large ones."""
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +142,10 @@ def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
         path.write_text("\n".join(lines) if path.suffix == ".jsonl" else f"[{','.join(lines)}]")
 
 
-@pytest.mark.parametrize(("num_rows", "words", "form", "file", "keys"), SETS)
+@pytest.mark.parametrize(
+    ("num_rows", "words", "form", "file", "keys"),
+    [*SETS, *(pytest.param(*case, marks=pytest.mark.sweep) for case in MORE_SETS)],
+)
 def test_one_rule_for_all_commands(
     tmp_path: Path, tokenizer: Any, parts: Any, num_rows: int, words: int, form: str, file: str, keys: str
 ) -> None:

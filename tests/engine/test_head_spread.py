@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,8 @@ from roundpipe_cli.schedule.actions import Kind, Schedule
 from roundpipe_cli.schedule.builders import Options
 
 WORKERS, MICROBATCHES = 4, 8
+searched = functools.partial(choose, "roundpipe", effort="quick")
+"""As `plan` and a run search."""
 SPREAD = Options(head_workers=WORKERS)
 
 
@@ -39,25 +42,28 @@ def head_workers(schedule: Schedule) -> int:
     return max(map(len, workers.values()))
 
 
-@pytest.mark.parametrize(("room", "shared"), [(None, True), (WORKERS * 10**9, True), (WORKERS * 10**9 - 1, False)])
+@pytest.mark.parametrize(
+    ("room", "shared"),
+    [pytest.param(None, True, marks=pytest.mark.sweep), (WORKERS * 10**9, True), (WORKERS * 10**9 - 1, False)],
+)
 def test_a_trained_head_is_shared_where_its_gradients_may_wait(room: int | None, shared: bool) -> None:
     trained = replace(costs(head_s=8.0, trained_head=True), host_bytes_per_s=100e9)
     limits = StageLimits(waiting_bytes=room)
     question = SimulationCase(trained, WORKERS, MICROBATCHES, auto_head=True, limits=limits)
     alone = replace(question, auto_head=False)
-    chosen = choose("roundpipe", question)
+    chosen = searched(question)
     assert chosen.dealing == (SPREAD if shared else None)
     if shared:
-        planned_s = run("roundpipe", choose("roundpipe", alone), alone).step_s
+        planned_s = run("roundpipe", searched(alone), alone).step_s
         assert run("roundpipe", chosen, question).step_s < 0.99 * planned_s
 
 
 def test_a_long_frozen_head_is_shared_by_all() -> None:
     question = SimulationCase(costs(), WORKERS, MICROBATCHES, auto_head=True)
-    chosen = choose("roundpipe", question)
+    chosen = searched(question)
     assert chosen.dealing == SPREAD
     alone = replace(question, auto_head=False)
-    planned = choose("roundpipe", alone)
+    planned = searched(alone)
     spread_s, planned_s = run("roundpipe", chosen, question).step_s, run("roundpipe", planned, alone).step_s
     assert spread_s < 0.99 * planned_s
 
@@ -84,7 +90,7 @@ def test_a_long_frozen_head_is_shared_by_all() -> None:
     ],
 )
 def test_otherwise_one_worker_has_it(question: SimulationCase) -> None:
-    assert choose("roundpipe", question).dealing is None
+    assert searched(question).dealing is None
 
 
 def planner(**pipeline: Any) -> AdaptivePlanner:
@@ -125,9 +131,9 @@ def with_links(*, trained: bool = False, host_bytes_per_s: float | None = 100e9)
 
 def test_equal_workers_share_stages_of_frozen_blocks_where_it_is_faster() -> None:
     question = SimulationCase(with_links(), WORKERS, MICROBATCHES, auto_head=True)
-    chosen = choose("roundpipe", question)
+    chosen = searched(question)
     assert chosen.dealing is not None and chosen.dealing.splits_stages
-    in_turn = choose("roundpipe", replace(question, auto_dealing=False))
+    in_turn = searched(replace(question, auto_dealing=False))
     chosen_s, in_turn_s = (run("roundpipe", cut, question).step_s for cut in (chosen, in_turn))
     assert chosen_s < 0.98 * in_turn_s
     assert chosen.dealing.why in chosen.explanation
@@ -140,7 +146,7 @@ def test_equal_workers_share_stages_of_frozen_blocks_where_it_is_faster() -> Non
 )
 def test_otherwise_no_stage_is_shared(changes: dict[str, Any]) -> None:
     question = SimulationCase(with_links(**changes), WORKERS, MICROBATCHES, auto_head=True)
-    chosen = choose("roundpipe", question)
+    chosen = searched(question)
     assert chosen.dealing is None or not chosen.dealing.splits_stages
 
 
@@ -150,11 +156,12 @@ def test_a_sharing_that_does_not_fit_is_not_chosen() -> None:
     def keeps(cut: StageCut) -> bool:
         return cut.dealing is None or not cut.dealing.splits_stages
 
-    chosen = choose("roundpipe", question, keeps)
+    chosen = searched(question, keeps)
     assert keeps(chosen)
 
 
-def test_earliest_free_with_trained_blocks_is_slow_and_plan_warns() -> None:
+def test_earliest_free_with_trained_blocks_is_slow_and_plan_warns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("roundpipe_cli.planning.choose.MAX_SEARCHED_LAYERS", 0)  # as for deeper models: even cuts alone
     words = ["method=full", "gradient_accumulation_steps=32"]
     usual, dealt = (
         make_plan(load_recipe("recipes/qwen3-8b.yaml", [*words, *more]), "8x4090,host_memory_gib=512")

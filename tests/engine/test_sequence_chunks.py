@@ -92,6 +92,7 @@ def test_chunks_are_part_of_the_proof() -> None:
         assert proof.unproven == "" and proof.gradient_error < TOLERANCE
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("method", ["full", "lora"])
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "gemma3_text", "gpt_oss", "gpt2"])
 def test_gradients_are_those_of_the_whole_sequence(model_type: str, method: str) -> None:
@@ -105,7 +106,17 @@ def test_gradients_are_those_of_the_whole_sequence(model_type: str, method: str)
     assert_gradients_equal(rig)
 
 
-@pytest.mark.parametrize(("model_type", "chunks"), [("qwen3_next", 4), *((name, 16) for name in GATED_DELTA)])
+TRIED = (("qwen3_5_moe_text", 4), ("olmo_hybrid", 16))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "chunks"),
+    [
+        pytest.param(name, chunks, marks=[] if (name, chunks) in TRIED else [pytest.mark.sweep])
+        for name in GATED_DELTA
+        for chunks in (4, 16)
+    ],
+)
 def test_a_gated_delta_rule_goes_on_where_the_chunk_before_ended(model_type: str, chunks: int) -> None:
     """With its recurrent state and the inputs that its convolution still needs, also in chunks of one token. Some of
     these types are 1e-5 off their own float64: chunks are no further from whole sequences than that allows."""
@@ -136,7 +147,7 @@ def test_one_key_head_and_as_many_as_query_heads(num_key_value_heads: int) -> No
     assert_gradients_equal(rig)
 
 
-@pytest.mark.parametrize(("chunks", "sizes"), [(2, SIZES), (16, SIZES), (6, ((1, 3), (1, 9)))])
+@pytest.mark.parametrize(("chunks", "sizes"), [(16, SIZES), (6, ((1, 3), (1, 9)))])
 def test_any_number_of_chunks_even_more_than_tokens(chunks: int, sizes: Any) -> None:
     rig = make_rig("mistral", tie_word_embeddings=True)
     microbatches = random_microbatches(sizes)
@@ -177,6 +188,7 @@ def test_schedules_with_a_stage_per_worker_and_rounds_of_two_sequences() -> None
         assert_gradients_equal(rig)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("recompute", ["stage", "layer"])
 @pytest.mark.parametrize("backward", [[(4, 4), (0, 3)], [(4, 4), (2, 3), (0, 1)]])
 def test_keys_and_values_of_frozen_lower_blocks(recompute: str, backward: Any) -> None:
@@ -303,15 +315,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path, model: Path) -> Path:
-    return make_workspace(tmp_path / "work", model, num_train_epochs=3, lora__dropout=0.0, val_set_size=2)
+    return make_workspace(tmp_path / "work", model, num_train_epochs=2, lora__dropout=0.0, val_set_size=2)
 
 
 def test_a_run_in_chunks_has_the_losses_of_one_without(folder: Path) -> None:
-    finetune(folder, "output_dir=whole", "max_steps=3").expect(0)
+    finetune(folder, "output_dir=whole", "max_steps=2").expect(0)
     expected = [row["loss"] for row in metrics(folder / "whole")]
     found = []
     for name, devices in (("one", "[cpu]"), ("two", "[cpu,cpu]")):
-        words = (f"output_dir={name}", f"pipeline.devices={devices}", "pipeline.sequence_chunks=4", "max_steps=3")
+        words = (f"output_dir={name}", f"pipeline.devices={devices}", "pipeline.sequence_chunks=4", "max_steps=2")
         finetune(folder, *words).expect(0)
         found.append(numbers(folder / name))
         assert [row["loss"] for row in metrics(folder / name)] == pytest.approx(expected, rel=TOLERANCE)
@@ -322,7 +334,7 @@ def test_a_run_in_chunks_resumes_to_the_same_bits(folder: Path) -> None:
     chunks = "pipeline.sequence_chunks=3"
     finetune(folder, chunks, "output_dir=whole").expect(0)
     running = launch(folder, "finetune", "recipe.yaml", chunks, environment={"ROUNDPIPE_FAULT": "optimizer:slow=0.1"})
-    running.wait_for_steps(3)
+    running.wait_for_steps(2)
     running.kill(signal.SIGTERM)
     running.finish().expect(128 + signal.SIGTERM)
     finetune(folder, "--resume", chunks, "pipeline.devices=[cpu]").expect(0)

@@ -30,7 +30,7 @@ from roundpipe_cli.train.signals import Reporting, StopSignals
 from tests.support.e2e import make_workspace, metrics, untied_and_tied
 from tests.support.tiny import make_rig, plain_copy, random_microbatches, schedule_for
 
-NUM_STEPS = 4
+NUM_STEPS = 3
 COMMON = [
     f"max_steps={NUM_STEPS}",
     "num_train_epochs=4",

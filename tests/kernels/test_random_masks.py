@@ -44,6 +44,7 @@ def check(shape: tuple[int, ...], draw: Draw, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.usefixtures("wide")
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(), (0, 3), (7,), (5, 2 * COLUMNS + 5)], ids=str)
 def test_shapes(shape: tuple[int, ...], dtype: torch.dtype) -> None:

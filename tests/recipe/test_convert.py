@@ -20,7 +20,7 @@ from roundpipe_cli.recipe.load import load_recipe, load_text
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.recipe.strict_yaml import parse_bytes
 from tests.support.convert_files import EXAMPLES
-from tests.support.e2e import fresh, run
+from tests.support.e2e import run
 
 
 def look_up(data: dict[str, Any], dotted: str) -> Any:
@@ -718,7 +718,7 @@ def test_endless_values_are_no_bug(tmp_path: Path, line: str, code: int, expecte
 
 def test_command(tmp_path: Path) -> None:
     (tmp_path / "axolotl.yaml").write_text(EXAMPLES["axolotl_qlora"].text)
-    done = fresh(tmp_path, "convert", "axolotl.yaml", "--gpus", "4", "--output", "mine.yaml").expect(0)
+    done = run(tmp_path, "convert", "axolotl.yaml", "--gpus", "4", "--output", "mine.yaml").expect(0)
     assert done.out == "" and "next: roundpipe plan mine.yaml" in done.err and "left out: " not in done.err
     assert "not the same training" not in done.err
     assert load_recipe(tmp_path / "mine.yaml").recipe.gradient_accumulation_steps == 16

@@ -58,12 +58,13 @@ def is_accepted(section: str, key: str) -> bool:
     return full in KNOWN or full in ALIASES or full in NO_COUNTERPART
 
 
-def test_every_single_edit_is_refused_and_nearly_always_explained(tmp_path: Path) -> None:
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.sweep), 6])
+def test_every_single_edit_is_refused_and_nearly_always_explained(tmp_path: Path, every: int) -> None:
     num_tried = num_right = 0
     wrong: list[str] = []
     for full, last in LAST.items():
         section = full.rpartition(".")[0]
-        for edited in sorted(single_edits(last)):
+        for edited in sorted(single_edits(last))[::every]:
             if not edited or is_accepted(section, edited):
                 continue
             hint = refusal(tmp_path / "a.yaml", section, edited)
@@ -73,7 +74,7 @@ def test_every_single_edit_is_refused_and_nearly_always_explained(tmp_path: Path
                 num_right += 1
             else:
                 wrong.append(f"{section}.{edited}: {hint}")
-    assert num_tried > 800
+    assert num_tried > 800 / every
     assert num_right / num_tried >= 0.95, (num_right, num_tried, wrong)
 
 
@@ -90,7 +91,7 @@ def test_a_key_in_the_wrong_section_is_found(tmp_path: Path) -> None:
     assert num_tried > 100 and num_right / num_tried >= 0.9, (num_right, num_tried)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     full=st.sampled_from(KNOWN),
     position=st.integers(0, 40),

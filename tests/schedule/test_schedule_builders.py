@@ -122,7 +122,9 @@ def every_small_schedule(num_workers: int, num_microbatches: int):  # type: igno
             yield "roundpipe", {"forward_stages": cut(12, num_stages), "backward_stages": backward}
 
 
-@pytest.mark.parametrize("num_workers", range(1, 7))
+@pytest.mark.parametrize(
+    "num_workers", [2, 3, 5, *(pytest.param(count, marks=pytest.mark.sweep) for count in (1, 4, 6))]
+)
 def test_every_schedule_up_to_12_stages_and_12_microbatches_is_valid(num_workers: int) -> None:
     costs = equal_costs(13)
     for num_microbatches in range(1, 13):

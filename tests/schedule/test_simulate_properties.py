@@ -98,7 +98,7 @@ def cases(draw: st.DrawFn, *, with_bytes: bool) -> tuple[Schedule, CostModel, in
     return schedule, costs, staleness
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=37, deadline=None)
 @given(cases(with_bytes=False))
 def test_without_bytes_and_updates_the_default_accounting_equals_the_published_one(
     case: tuple[Schedule, CostModel, int],
@@ -161,7 +161,7 @@ def link_busy_s(timeline: Timeline, lane: str) -> list[float]:
     return busy
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(cases(with_bytes=True))
 def test_no_faster_than_the_longest_path_and_the_busiest_resource(case: tuple[Schedule, CostModel, int]) -> None:
     schedule, costs, staleness = case
@@ -191,7 +191,7 @@ def chained(schedule: Schedule, num_steps: int) -> Schedule:
     return replace(schedule, actions=repeated, num_steps=num_steps)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=37, deadline=None)
 @given(cases(with_bytes=True), st.sampled_from(["default", "published"]))
 def test_searches_get_the_makespan_of_the_timeline(case: tuple[Schedule, CostModel, int], accounting: str) -> None:
     """To the last bit, under both accountings and with updates beside the next step or before it."""
@@ -202,7 +202,7 @@ def test_searches_get_the_makespan_of_the_timeline(case: tuple[Schedule, CostMod
     assert quick_s == makespan_s(timeline)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(cases(with_bytes=True), st.booleans())
 def test_a_step_after_another_takes_what_it_adds_to_it(case: tuple[Schedule, CostModel, int], tied: bool) -> None:
     """From the end of a step to that of the next: two steps' makespan less one's, under every schedule."""
@@ -215,7 +215,7 @@ def test_a_step_after_another_takes_what_it_adds_to_it(case: tuple[Schedule, Cos
     assert simulated_step_s(one, costs) == pytest.approx(added_s, rel=1e-9, abs=1e-9)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=37, deadline=None)
 @given(cases(with_bytes=True))
 def test_dependencies_and_lanes_are_kept(case: tuple[Schedule, CostModel, int]) -> None:
     """Nothing starts before what it waits for, and no lane does two things at once."""
@@ -240,7 +240,7 @@ def test_dependencies_and_lanes_are_kept(case: tuple[Schedule, CostModel, int]) 
                 assert interval.start_s >= ends[interval.stage - 1, interval.microbatch] - 1e-9
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(cases(with_bytes=True))
 def test_valid_and_the_text_form_round_trips(case: tuple[Schedule, CostModel, int]) -> None:
     schedule, _, _ = case
@@ -248,7 +248,7 @@ def test_valid_and_the_text_form_round_trips(case: tuple[Schedule, CostModel, in
     assert parse_rows(str(schedule)) == schedule.actions
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(cases(with_bytes=True))
 def test_bytes_never_make_it_faster_and_runs_are_equal(case: tuple[Schedule, CostModel, int]) -> None:
     schedule, costs, staleness = case
