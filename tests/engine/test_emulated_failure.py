@@ -80,12 +80,14 @@ def test_one_error_with_its_place(ask: Ask, point: str, step: int) -> None:
         assert new_threads(before) == []
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("step", range(NUM_STEPS))
 @pytest.mark.parametrize("point", sorted(POINTS))
 def test_a_hang_is_ended_by_the_watchdog(
     ask: Ask, point: str, step: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(dispatch, "JOIN_AFTER_ERROR_S", 0.2)  # the hung thread never ends: it is a daemon
+    for name in ("JOIN_AFTER_ERROR_S", "LEAVE_S"):  # the hung thread never ends: it is a daemon
+        monkeypatch.setattr(dispatch, name, 0.5)
     ask(f"{point}:hang:step={step}{POINTS[point]}:nth=1")
     before = set(threading.enumerate())
     with pytest.raises((DeviceLostError, InternalError), match="no progress"):

@@ -86,19 +86,19 @@ def test_a_fault_is_raised_once_with_its_place(rig: Rig, ask: Ask, point: str, s
     assert new_threads(before) == []
 
 
-@pytest.mark.parametrize("num_chunks", [1, 2])
-def test_every_download_that_fails_names_its_place(rig: Rig, ask: Ask, num_chunks: int) -> None:
+@pytest.mark.parametrize(("num_microbatches", "num_chunks"), [(3, 1), (1, 2)])
+def test_every_download_that_fails_names_its_place(rig: Rig, ask: Ask, num_microbatches: int, num_chunks: int) -> None:
     """Story: of a boundary that is in no program, one said `a worker failed: KeyError: <Kind.DOWNLOAD: 'D'>`, and a
     device that was lost in it ended the run, as if the program had a bug."""
-    schedule = profile_schedule(rig.num_layers, 2, len(MICROBATCHES) * num_chunks, num_chunks)
-    for nth in itertools.count(1):
-        ask(f"download:raise:nth={nth}")
-        try:
-            with rig.engine(2, copy=True) as engine:
-                engine.run_step(MICROBATCHES, schedule, step=0)
-            break
-        except InternalError as error:
-            place_of(error)
+    schedule = profile_schedule(rig.num_layers, 2, num_microbatches * num_chunks, num_chunks)
+    with rig.engine(2, copy=True) as engine:
+        for nth in itertools.count(1):
+            ask(f"download:raise:nth={nth}")
+            try:
+                engine.run_step(MICROBATCHES[:num_microbatches], schedule, step=0)
+                break
+            except InternalError as error:
+                place_of(error)
     assert nth > 10
 
 
@@ -219,7 +219,8 @@ def test_fewer_workers_compute_the_step_again(rig: Rig, ask: Ask, hang: bool, mo
 
 def test_a_failure_beside_a_stuck_worker_is_told(rig: Rig, ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
     """Waiting for the stuck one would never end, and the failure says more than the watchdog."""
-    monkeypatch.setattr(dispatch, "JOIN_TIMEOUT_S", 0.2)
+    for name in ("JOIN_TIMEOUT_S", "LEAVE_S"):
+        monkeypatch.setattr(dispatch, name, 0.5)
     ask("compute:hang:worker=1:nth=1,compute:raise:worker=0:nth=2")
     with pytest.raises(InternalError) as caught, rig.engine(2, copy=True, watchdog_s=0.8) as engine:
         run_steps(rig, engine)

@@ -18,6 +18,7 @@ from tests.support.e2e import (
     child_environment,
     command_line,
     finetune,
+    launch,
     make_model,
     make_workspace,
     num_lines,
@@ -51,20 +52,18 @@ class Group:
     def enter(self) -> None:
         (self.folder / "cgroup.procs").write_text(str(os.getpid()))
 
-    def start(self, folder: Path, *words: str, **environment: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
+    def run(self, folder: Path, *words: str) -> tuple[int, str, int]:
+        """Exit code, what it said, and its peak of resident memory in bytes."""
+        process = subprocess.Popen(
             command_line("finetune", "recipe.yaml", *words),
             cwd=folder,
-            env=child_environment(environment),
+            env=child_environment(),
             preexec_fn=self.enter,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-
-    def run(self, folder: Path, *words: str) -> tuple[int, str, int]:
-        """Exit code, what it said, and its peak of resident memory in bytes."""
-        process, peak, deadline_s = self.start(folder, *words), 0, time.monotonic() + MAX_WAIT_S
+        peak, deadline_s = 0, time.monotonic() + MAX_WAIT_S
         while process.poll() is None:
             found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{process.pid}/status").read_text())
             peak = max(peak, int(found[1]) * 1024 if found else 0)
@@ -89,13 +88,16 @@ def group() -> Iterator[Group]:
             time.sleep(0.1)
 
 
-@pytest.fixture
-def work(tmp_path: Path) -> Path:
-    return make_workspace(tmp_path / "work", make_model(tmp_path / "made"), pipeline__threads_per_worker=1)
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a run in `free`, which had all memory."""
+    folder = tmp_path_factory.mktemp("memory")
+    work = make_workspace(folder / "work", make_model(folder / "made"), pipeline__threads_per_worker=1)
+    finetune(work, "output_dir=free").expect(0)
+    return work
 
 
 def test_refused_before_loading_or_run_within_the_limit(group: Group, work: Path) -> None:
-    finetune(work, "output_dir=free").expect(0)
     group.limit(400 * MIB)
     code, text, _ = group.run(work)
     assert code == 5, text
@@ -113,23 +115,19 @@ def test_refused_before_loading_or_run_within_the_limit(group: Group, work: Path
 
 def test_a_run_that_the_kernel_killed_resumes(group: Group, work: Path) -> None:
     """Another process of the container takes all memory, and the kernel chooses the run."""
-    finetune(work, "output_dir=free").expect(0)
     group.limit(ENOUGH_BYTES)
-    running = group.start(work, ROUNDPIPE_FAULT="optimizer:slow=60:step=4")  # there until it is killed
+    slow = {"ROUNDPIPE_FAULT": "optimizer:slow=60:step=4"}  # there until it is killed
+    running = launch(work, "finetune", "recipe.yaml", "output_dir=killed", environment=slow, before=group.enter)
     hog = None
     try:
-        deadline_s = time.monotonic() + MAX_WAIT_S
-        while num_lines(work / "out" / "metrics.jsonl") < 3:
-            assert running.poll() is None and time.monotonic() < deadline_s
-            time.sleep(0.02)
-        Path(f"/proc/{running.pid}/oom_score_adj").write_text("1000")
+        running.wait_until(lambda: num_lines(work / "killed" / "metrics.jsonl") >= 3)
+        Path(f"/proc/{running.process.pid}/oom_score_adj").write_text("1000")
         hog = subprocess.Popen([sys.executable, "-c", HOG], preexec_fn=group.enter)
-        running.communicate(timeout=MAX_WAIT_S)
+        assert running.finish().code == -9
     finally:
-        for process in (hog, running):
-            if process is not None and process.poll() is None:
-                process.kill()
-                process.wait()
-    assert running.returncode == -9
-    finetune(work, "--resume").expect(0)
-    assert numbers(work / "out") == numbers(work / "free")
+        running.kill()
+        if hog is not None:
+            hog.kill()
+            hog.wait()
+    finetune(work, "output_dir=killed", "--resume").expect(0)
+    assert numbers(work / "killed") == numbers(work / "free")

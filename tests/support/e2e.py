@@ -18,10 +18,11 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import yaml
@@ -31,6 +32,7 @@ from roundpipe_cli.files import CACHE_VARIABLE
 from roundpipe_cli.model.files.source import ModelSource
 from tests.support.tiny import tiny_config
 
+T = TypeVar("T")
 REPOSITORY = Path(__file__).resolve().parents[2]
 PRELOADED = ["tests.support.preload"]
 CHAT_TEMPLATE = (
@@ -230,6 +232,14 @@ def launch(
     # Starting another would ask how this one ended: of two threads that ask at once, one gets 255 for an answer.
     multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]
     return Running(process, folder, log, time.monotonic())
+
+
+def forked(function: Callable[..., T], *arguments: Any) -> T:
+    """What a function of a module returns in a process of its own, which has loaded torch."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        return pool.submit(function, *arguments).result(MAX_WAIT_S)
 
 
 def run(folder: Path, *words: str, environment: Mapping[str, str] | None = None) -> Outcome:

@@ -69,7 +69,7 @@ class Arena:
     patience: float = 1.0
     """Time limits are multiplied by this; more than 1 on a machine that does other work too."""
     seed: int = 20261121
-    _references: dict[str, Path] = field(default_factory=dict)
+    _made_once: dict[str, Any] = field(default_factory=dict)
     _seconds: dict[tuple[str, str], float] = field(default_factory=dict)
     lock: RLock = field(default_factory=RLock)
     _made: int = 0
@@ -94,14 +94,22 @@ class Arena:
 
     def reference(self, variant: str = "lora", **changes: Any) -> Path:
         """The output directory of an uninterrupted run of the same recipe."""
-        key = variant + json.dumps(changes, sort_keys=True)
-        with self.lock:
-            known = self._references.get(key)
-        if known is None:
+
+        def make() -> Path:
             work = self.workspace(variant, **changes)
             start(work).finish().expect(0)
-            known = self._references.setdefault(key, work / "out")
-        return known
+            return work / "out"
+
+        return self.once(variant + json.dumps(changes, sort_keys=True), make)
+
+    def once(self, key: str, make: Callable[[], T]) -> T:
+        """What `make` returned when it was first asked for."""
+        with self.lock:
+            is_known = key in self._made_once
+        made = None if is_known else make()
+        with self.lock:
+            known: T = self._made_once.setdefault(key, made)
+            return known
 
     def seconds(self, variant: str, environment: Mapping[str, str]) -> float:
         """About how long a run takes with these faults: as one did when it was first asked for."""

@@ -17,7 +17,7 @@ from tests.torture.arena import Arena, Seen, resume_words, saved, start
 NUM_ROWS = 60
 NUM_EPOCHS = 3
 NUM_STOPS = 10
-FEW_STOPS = 4
+FEW_STOPS = 2
 """In the test suite, which tries one chain."""
 LOG_NAME = "rows.log"
 SLOW = {"ROUNDPIPE_FAULT": "optimizer:slow=0.03"}
@@ -25,7 +25,7 @@ SLOW = {"ROUNDPIPE_FAULT": "optimizer:slow=0.03"}
 
 
 def resume_chains(arena: Arena, count: int) -> Seen:
-    """Stop a run after a random number of steps, half of the times by SIGKILL, and let it go on: ten times, four where
+    """Stop a run after a random number of steps, half of the times by SIGKILL, and let it go on: ten times, twice where
     one chain is tried."""
     stops = NUM_STOPS if count > 1 else FEW_STOPS
     with arena.lock:

@@ -9,7 +9,7 @@ from pathlib import Path
 from threading import Lock
 
 from tests.support.e2e import Outcome, tree
-from tests.torture.arena import Arena, Seen, assert_identical, died, resume_words, saved, spread, start
+from tests.torture.arena import Arena, Seen, assert_identical, died, saved, spread, start
 
 VARIANT = "accumulate"
 KILLED = {"ROUNDPIPE_FAULT": "optimizer:kill:step=9"}
@@ -113,11 +113,14 @@ def _damage(folder: Path, name: str, way: str) -> None:
 
 def _killed_run(arena: Arena) -> Path:
     """A working directory whose run was killed after step 9."""
-    arena.reference(VARIANT)
-    work = arena.workspace(VARIANT)
-    died(start(work, *resume_words(work), environment=KILLED))
-    assert len(saved(work)) == 2
-    return work
+
+    def make() -> Path:
+        work = arena.workspace(VARIANT)
+        died(start(work, environment=KILLED))
+        assert len(saved(work)) == 2
+        return work
+
+    return arena.once("killed", make)
 
 
 def _copy(arena: Arena, work: Path) -> Path:

@@ -23,6 +23,7 @@ from tests.torture.arena import (
 )
 
 KILLS_PER_TRY = 3
+"""One where there is one try."""
 SLOW_SAVES = {"ROUNDPIPE_FAULT": "ckpt_writer:slow=0.15"}
 """Saves take longer than everything else together, so that many kills fall into one."""
 BRISK_SAVES = {"ROUNDPIPE_FAULT": "ckpt_writer:slow=0.03"}
@@ -34,7 +35,8 @@ ENOUGH_KILLS = 30
 
 def random_kills(arena: Arena, count: int, variants: tuple[str, ...] = ("lora", "full", "accumulate")) -> Seen:
     """Kill a run three times at random, from its start-up on, and let it go on; compare with an uninterrupted one."""
-    kills = KILLS_PER_TRY * count
+    each = KILLS_PER_TRY if count > 1 else 1
+    kills = each * count
     slow = SLOW_SAVES if kills >= ENOUGH_KILLS else BRISK_SAVES
     whole_s = {variant: arena.seconds(variant, slow) for variant in variants[:count]}
     lock, in_saves = Lock(), 0
@@ -43,7 +45,7 @@ def random_kills(arena: Arena, count: int, variants: tuple[str, ...] = ("lora", 
         nonlocal in_saves
         variant = variants[index % len(variants)]
         work = arena.workspace(variant)
-        for _ in range(KILLS_PER_TRY):
+        for _ in range(each):
             last_step = max((int(path.name.removeprefix("step-")) for path in saved(work)), default=0)
             at_a_moment(whole_s[variant] * (1.0 - 0.7 * last_step / 12), draw, functools.partial(_kill, work, slow))
             with lock:

@@ -60,7 +60,7 @@ def missing() -> str | None:
 
 def kill_at_each(arena: Arena, count: int) -> Seen:
     """SIGKILL at every system call of a save that touches the output directory; then resume."""
-    calls = spread(_calls_of_a_save(arena), count)
+    calls = spread(_watched(arena), count)
 
     def attempt(index: int, draw: random.Random) -> None:
         call = calls[index]
@@ -76,7 +76,7 @@ def kill_at_each(arena: Arena, count: int) -> Seen:
 
 def error_at_each(arena: Arena, count: int) -> Seen:
     """EIO and ENOSPC at every write, fsync, rename and the others; then resume with a disk that works."""
-    found = _calls_of_a_save(arena)
+    found = _watched(arena)
     cases = spread([(call, code) for call in found for code in ("EIO", "ENOSPC")], count)
     lock, ended = Lock(), Counter[int]()
 
@@ -126,7 +126,8 @@ def durability_order(arena: Arena, count: int) -> Seen:
     removed before that; in `count` traced saves."""
 
     def attempt(index: int, draw: random.Random) -> None:
-        check_order([f"{call.name}({call.arguments}" for call in _calls_of_a_save(arena)])
+        calls = _calls_of_a_save(arena) if index else _watched(arena)
+        check_order([f"{call.name}({call.arguments}" for call in calls])
 
     return Seen(count, arena.each(count, attempt))
 
@@ -170,6 +171,11 @@ def _fail(text: str) -> None:
 
 def _counts(calls: list[Call]) -> str:
     return ", ".join(f"{number} {name}" for name, number in Counter(call.name for call in calls).most_common())
+
+
+def _watched(arena: Arena) -> list[Call]:
+    """Those of the first save that was watched."""
+    return arena.once("calls of a save", lambda: _calls_of_a_save(arena))
 
 
 def _calls_of_a_save(arena: Arena) -> list[Call]:

@@ -194,7 +194,7 @@ def copy_weights() -> None:
 
 def see_hangs_soon(patch: Callable[[object, str, object], None] = setattr) -> threading.Event:
     """Let the engine's watchdog wait for half a second once a fault point hangs, or the event that is returned is set,
-    and for ever before: a busy machine does not look like a hang.
+    and for ever before: a busy machine does not look like a hang. What hangs is not waited for much longer.
 
     Args:
         patch: puts something in place of a name's value.
@@ -209,6 +209,8 @@ def see_hangs_soon(patch: Callable[[object, str, object], None] = setattr) -> th
     patch(faults, "_act", act_and_tell)
     watchdog_s = property(lambda pool: 0.5 if hangs.is_set() else None, lambda pool, value: None)
     patch(dispatch.Pool, "_watchdog_s", watchdog_s)
+    for name in ("JOIN_TIMEOUT_S", "JOIN_AFTER_ERROR_S", "LEAVE_S"):
+        patch(dispatch, name, 1.0)
     return hangs
 
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from typing import cast, get_args
+from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 from transformers import Trainer
 
 from roundpipe_cli.choices import OPTIMIZERS, OptimizerName
-from roundpipe_cli.train.optim.optimizer import AdamW, HostOptimizer, undecayed_names
-from tests.support.e2e import REPOSITORY, child_environment
+from roundpipe_cli.engine.weights import WeightStore
+from roundpipe_cli.model.layout import make_layout
+from roundpipe_cli.train.optim.optimizer import AdamW, HostOptimizer, RuleSettings, make_rule, undecayed_names
+from roundpipe_cli.train.optim.updater import Updater
+from tests.support.e2e import forked
 from tests.support.tiny import Rig, make_rig
 
 NUM_STEPS = 6
@@ -113,66 +115,65 @@ def test_bytes_of_the_moments() -> None:
     assert HostOptimizer(rig.store).num_bytes == 8 * elements
 
 
+def status_bytes(name: str) -> int:
+    """A line of this process's status."""
+    return 1024 * next(int(line.split()[1]) for line in Path("/proc/self/status").open() if line.startswith(name))
+
+
+def bytes_of_an_update(name: OptimizerName, count: int) -> int:
+    """By how much updating so many elements raises this process's peak, after a few updates of less."""
+    torch.set_num_threads(1)
+
+    def update(count: int) -> int:
+        rule = make_rule(name, RuleSettings(momentum=0.9))
+        shape = torch.Size([count] if rule.is_flat else [count // 1000, 1000])
+        state = {key: torch.zeros_like(like) for key, like in rule.make_state(shape).items()}
+        values, before = torch.ones(shape), status_bytes("VmHWM:")
+        for start in range(0, len(values), 2**20):
+            part = slice(start, start + 2**20)
+            moments = {key: one[part] for key, one in state.items()} if rule.is_flat else state
+            rule.update(values[part], values[part], moments, 1e-3, number=1, salt=0)
+        return status_bytes("VmHWM:") - before
+
+    update(100_000)
+    return update(count)
+
+
 @pytest.mark.parametrize("name", get_args(OptimizerName))
-def test_temporaries_of_an_update_are_what_plan_counts(name: str) -> None:
+def test_temporaries_of_an_update_are_what_plan_counts(name: OptimizerName) -> None:
     """Those of `adamw_8bit` took 20 bytes an element, 12 GB for an embedding of 622M parameters."""
     if name == "adamw_8bit":
         pytest.importorskip("bitsandbytes")
-    code = (
-        "import sys, torch\n"
-        "from roundpipe_cli.train.optim.optimizer import RuleSettings, make_rule\n"
-        "def peak():  # not ru_maxrss, which starts with the peak of the process that started this one\n"
-        "    return next(1024 * int(one.split()[1]) for one in open('/proc/self/status') if one.startswith('VmHWM'))\n"
-        "def update(count):\n"
-        "    rule = make_rule(sys.argv[1], RuleSettings(momentum=0.9))\n"
-        "    shape = torch.Size([count] if rule.is_flat else [count // 1000, 1000])\n"
-        "    state = {name: torch.zeros_like(like) for name, like in rule.make_state(shape).items()}\n"
-        "    values, before = torch.ones(shape), peak()\n"
-        "    for start in range(0, len(values), 2**20):\n"
-        "        part = slice(start, start + 2**20)\n"
-        "        moments = {name: one[part] for name, one in state.items()} if rule.is_flat else state\n"
-        "        rule.update(values[part], values[part], moments, 1e-3, number=1, salt=0)\n"
-        "    return peak() - before\n"
-        "torch.set_num_threads(1); update(100_000); print(update(8_000_000))"
-    )
-    done = subprocess.run([sys.executable, "-c", code, name], capture_output=True, text=True, check=True)
-    counted_bytes = OPTIMIZERS[cast("OptimizerName", name)].temporary_bytes * 8_000_000
-    assert int(done.stdout) == pytest.approx(counted_bytes, rel=0.1, abs=16_000_000)
+    counted_bytes = OPTIMIZERS[name].temporary_bytes * 8_000_000
+    assert forked(bytes_of_an_update, name, 8_000_000) == pytest.approx(counted_bytes, rel=0.1, abs=16_000_000)
 
 
 # --- host bytes -------------------------------------------------------------------------------------------------------
 
 MANY, FEWER = 48 * 2**20, 16 * 2**20
 """Parameters: with two bytes each there have to be more, lest what else the process holds shows."""
-MEASURE = """
-import sys
-from pathlib import Path
-import torch
-from roundpipe_cli.engine.weights import WeightStore
-from roundpipe_cli.model.layout import make_layout
-from roundpipe_cli.train.optim.optimizer import HostOptimizer
-from roundpipe_cli.train.optim.updater import Updater
 
-def resident():
-    status = Path("/proc/self/status").read_text().split()
-    return 1024 * int(status[status.index("RssAnon:") + 1]) + 1024 * int(status[status.index("RssShmem:") + 1])
 
-dtype, trains, count = getattr(torch, sys.argv[1]), sys.argv[2] == "full", int(sys.argv[3])
-with torch.device("meta"):
-    layers = [torch.nn.Parameter(torch.empty(count // 6, dtype=dtype), requires_grad=trains) for _ in range(6)]
-torch.set_num_threads(1)
-torch._foreach_mul_([torch.ones(9)], 2.0)
-before = resident()
-store = WeightStore([make_layout(f"l{i}", [(f"w{i}", p)], dtype) for i, p in enumerate(layers)])
-for buffer in store.transferred:
-    buffer.view(torch.uint8).fill_(1) if buffer.dtype == torch.uint8 else buffer.fill_(1e-3)
-optimizer = HostOptimizer(store)
-with Updater(store, optimizer, num_threads=1) as updater:
-    for step in range(2 if trains else 0):
-        updater.begin(step, 1e-3, 0.5)
-        updater.wait()
-    print((resident() - before) / count, sum(store.num_bytes().values()) / count + optimizer.num_bytes / count)
-"""
+def bytes_per_parameter(dtype: torch.dtype, trains: bool, count: int) -> tuple[float, float]:
+    """What this process holds more for so many parameters after two updates, and what the store says of itself."""
+
+    def resident() -> int:
+        return status_bytes("RssAnon:") + status_bytes("RssShmem:")
+
+    with torch.device("meta"):
+        layers = [torch.nn.Parameter(torch.empty(count // 6, dtype=dtype), requires_grad=trains) for _ in range(6)]
+    torch.set_num_threads(1)
+    torch._foreach_mul_([torch.ones(9)], 2.0)
+    before = resident()
+    store = WeightStore([make_layout(f"l{i}", [(f"w{i}", one)], dtype) for i, one in enumerate(layers)])
+    for buffer in store.transferred:
+        buffer.fill_(1 if buffer.dtype == torch.uint8 else 1e-3)
+    optimizer = HostOptimizer(store)
+    with Updater(store, optimizer, num_threads=1) as updater:
+        for step in range(2 if trains else 0):
+            updater.begin(step, 1e-3, 0.5)
+            updater.wait()
+        return (resident() - before) / count, (sum(store.num_bytes().values()) + optimizer.num_bytes) / count
 
 
 @pytest.mark.parametrize(
@@ -184,11 +185,6 @@ with Updater(store, optimizer, num_threads=1) as updater:
     ],
 )
 def test_host_bytes_per_parameter(dtype: str, method: str, count: int, expected: float) -> None:
-    """What the process really holds after two updates, and what the store says of itself."""
-    words = [sys.executable, "-c", MEASURE, dtype, method, str(count)]
-    done = subprocess.run(
-        words, cwd=REPOSITORY, env=child_environment(), capture_output=True, text=True, check=True, timeout=120
-    )
-    measured, counted = map(float, done.stdout.split())
+    measured, counted = forked(bytes_per_parameter, getattr(torch, dtype), method == "full", count)
     assert measured == pytest.approx(expected, rel=0.05)
     assert counted == pytest.approx(expected, rel=0.001)
