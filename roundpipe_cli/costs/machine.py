@@ -195,6 +195,8 @@ CPU_BFLOAT16_SPEEDUP = 2.6
 """The same in bfloat16 where the processor has matrix units for it (amx_bf16). Reported, not measured here."""
 CPU_SLOW_BFLOAT16 = 0.75
 """Where it has none, avx512_bf16 included: 102 against 136 tokens/s, measured on a 2-core AVX512-BF16 machine."""
+CPU_NO_16_BIT = 0.1
+"""In bfloat16 or float16 on an x86 processor without AVX-512: 10 against 96 tokens/s, on a 2-core AVX2 machine."""
 CPU_MEMORY_BYTES_PER_S = 20e9
 MAX_PARAMETERS_ON_CPU = 2_000_000_000
 """Larger models are trained on the processor only if the recipe names the devices."""
@@ -296,8 +298,7 @@ def num_cores() -> int:
 def cpu_devices(count: int) -> tuple[Device, ...]:
     """`count` logical workers that share this machine's cores and memory equally."""
     rate = CPU_FLOAT32_FLOPS_PER_S_PER_CORE * num_cores() / count
-    fast = _has_fast_bfloat16()
-    rate16 = rate * (CPU_BFLOAT16_SPEEDUP if fast else CPU_SLOW_BFLOAT16)
+    rate16 = rate * _speedup_in_16_bit()
     device = Device(
         name="cpu",
         is_cpu=True,
@@ -325,8 +326,21 @@ def _cpuinfo() -> str:
         return ""
 
 
-def _has_fast_bfloat16() -> bool:
-    return "amx_bf16" in _cpuinfo()
+def slow_in_16_bit(dtype: str) -> str | None:
+    """A note for workers on this machine's processor, where it computes `dtype` many times slower than float32."""
+    if dtype == "float32" or _speedup_in_16_bit() > CPU_NO_16_BIT:
+        return None
+    return (
+        f"slow: no AVX-512 here, so {dtype} takes {1 / CPU_NO_16_BIT:.0f} times as long as float32; set dtype=float32"
+    )
+
+
+def _speedup_in_16_bit() -> float:
+    """Operations a second in 16 bit, in those in float32."""
+    features = _cpuinfo()
+    if "amx_bf16" in features:
+        return CPU_BFLOAT16_SPEEDUP
+    return CPU_NO_16_BIT if "avx2" in features and "avx512" not in features else CPU_SLOW_BFLOAT16
 
 
 def visible_gpus() -> tuple[tuple[Device, ...], tuple[str, ...]]:

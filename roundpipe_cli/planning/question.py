@@ -15,7 +15,7 @@ from roundpipe_cli.choices import check_sizes
 from roundpipe_cli.costs.analytic import AnalyticCosts, analytic_costs, with_gains
 from roundpipe_cli.costs.find_model import FoundConfig, built_architecture, find_config
 from roundpipe_cli.costs.hardware import ASSUMED_DISK_BYTES_PER_S, Device, Hardware, parse_hardware
-from roundpipe_cli.costs.machine import MAX_PARAMETERS_ON_CPU, cpu_devices, this_machine, visible_gpus
+from roundpipe_cli.costs.machine import MAX_PARAMETERS_ON_CPU, cpu_devices, slow_in_16_bit, this_machine, visible_gpus
 from roundpipe_cli.costs.memory import INPUTS_SHARE, frozen_bytes, host_need, usable_host_bytes
 from roundpipe_cli.costs.models import (
     MAX_COUNT_ERROR,
@@ -325,6 +325,8 @@ def _decided(
         settings = replace(settings, dtype="float16")
         note = f"note: {', '.join(lacking)} has no bfloat16; planned as float16"
         machine = replace(machine, notes=(*machine.notes, note))
+    if any(device.is_cpu for device in machine.devices) and (slow := slow_in_16_bit(settings.dtype)):
+        machine = replace(machine, notes=(*machine.notes, slow))
     choices: tuple[str, ...] = ()
     if recipe.micro_batch_tokens == "auto":
         recipe = replace(recipe, micro_batch_tokens=_token_budget(recipe, architecture, settings, machine))

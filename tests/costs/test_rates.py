@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from roundpipe_cli.costs import machine
 from roundpipe_cli.costs.analytic import analytic_costs, fused_share
 from roundpipe_cli.costs.block_work import PassWork
 from roundpipe_cli.costs.find_model import find_architecture
@@ -37,6 +38,20 @@ def test_a_processors_rates_are_taken_as_they_are() -> None:
     device = cpu_devices(2)[0]
     assert rates_of(device, "float32", "fp32").products == device.float32_flops_per_s
     assert rates_of(device, "bfloat16", "fp16").products == device.fp32_accumulate_flops_per_s
+
+
+def test_a_processor_that_has_no_fast_16_bit_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Story: the quickstart in bfloat16 took an hour on a processor on which it takes six minutes in float32."""
+    shares = {}
+    for features in ("sse4_2 avx avx2", "avx2 avx512f avx512_bf16", "avx2 avx512_bf16 amx_bf16", "asimd bf16"):
+        monkeypatch.setattr(machine, "_cpuinfo", lambda features=features: f"flags\t\t: {features}\n")
+        device = cpu_devices(2)[0]
+        shares[features] = device.fp32_accumulate_flops_per_s / device.float32_flops_per_s
+        notes = [machine.slow_in_16_bit(dtype) for dtype in ("bfloat16", "float16", "float32")]
+        is_slow = shares[features] < 0.5
+        assert notes[2] is None and [note is not None for note in notes[:2]] == [is_slow, is_slow]
+        assert not is_slow or "dtype=float32" in str(notes[0])
+    assert list(shares.values()) == pytest.approx([0.1, 0.75, 2.6, 0.75])
 
 
 def test_a_narrow_product_waits_for_memory() -> None:

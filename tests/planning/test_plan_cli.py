@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from roundpipe_cli.cli.output import wrapped
-from roundpipe_cli.cli.plan import RunLength, length_of, plan, plan_document, plan_text
-from roundpipe_cli.costs import find_model
+from roundpipe_cli.cli.plan import RunLength, length_of, plan, plan_document, plan_text, verdict_lines
+from roundpipe_cli.costs import find_model, machine
 from roundpipe_cli.costs.cost import NUM_SLOTS
 from roundpipe_cli.engine.options import EngineOptions
 from roundpipe_cli.errors import NoProgressError, RefusedError, ResourceError
@@ -291,6 +291,13 @@ def test_step_time_of_many_microbatches_follows_from_fewer(recipe: Path) -> None
         make_plan(load(recipe, f"gradient_accumulation_steps={count}"), "4x4090").step_s for count in (64, 640)
     )
     assert 9 < many / few < 10.01
+
+
+def test_a_type_that_the_processor_emulates_is_in_the_verdict(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_cpuinfo", lambda: "flags: avx2")
+    for dtype, is_slow in (("bfloat16", True), ("float32", False)):
+        answer = make_plan(load(recipe, f"dtype={dtype}", "pipeline.devices=[cpu,cpu]"), None)
+        assert any("set dtype=float32" in line for line in verdict_lines(answer)) == is_slow
 
 
 def test_method_and_turing_settings_reach_the_plan(recipe: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from roundpipe_cli.costs import machine
 from roundpipe_cli.errors import RecipeError
 from roundpipe_cli.recipe.load import load_recipe
 from tests.support.e2e import make_model, make_workspace
@@ -89,7 +90,8 @@ def test_a_run_with_narrow_sums_learns_as_one_with_wide_ones(models: Path) -> No
     assert apart[0] < 0.02
 
 
-def test_cards_are_asked_for_it_and_processors_say_that_they_have_none() -> None:
+def test_cards_are_asked_for_it_and_processors_say_that_they_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_cpuinfo", lambda: "flags: avx2")
     on_cards = finetune(*NARROW, ON_CARDS, "output_dir=cards", "max_steps=2")
     assert "float16_accumulation" not in notices(on_cards)
     assert torch.backends.cuda.matmul.allow_fp16_accumulation is True
@@ -97,6 +99,7 @@ def test_cards_are_asked_for_it_and_processors_say_that_they_have_none() -> None
     assert torch.backends.cuda.matmul.allow_fp16_accumulation is False
     on_processor = finetune(*NARROW, ON_CPU, "output_dir=cpu", "max_steps=2")
     assert "float16_accumulation has no effect here" in notices(on_processor)
+    assert "set dtype=float32" in notices(on_processor) and "dtype=float32" not in notices(on_cards)
     assert losses(on_processor) == losses(on_cards)
     assert "float16_accumulation: true" in Path("cards/recipe.yaml").read_text()
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from roundpipe_cli.choices import PACKED_FORMATS, PackedName
 from roundpipe_cli.costs.find_model import FoundConfig
-from roundpipe_cli.costs.machine import MAX_PARAMETERS_ON_CPU, host_memory
+from roundpipe_cli.costs.machine import MAX_PARAMETERS_ON_CPU, host_memory, slow_in_16_bit
 from roundpipe_cli.costs.models import is_counted_exactly
 from roundpipe_cli.data.batching import BatchSampler, Grouping
 from roundpipe_cli.data.dataset import build_dataset, build_pairs, hold_out_pairs
@@ -573,7 +573,8 @@ def _on_devices(loaded: LoadedRecipe, tell: Tell) -> tuple[tuple[str, ...], Load
     without_effect = None
     if recipe.float16_accumulation and "cpu" in devices:
         without_effect = "float16_accumulation has no effect here: processors add up in float32"
-    for text in filter(None, (no_gpu, other_dtype, without_effect)):
+    slow = slow_in_16_bit(recipe.dtype) if "cpu" in devices else None
+    for text in filter(None, (no_gpu, other_dtype, without_effect, slow)):
         tell(Notice(text))
     return devices, replace(loaded, recipe=recipe)
 

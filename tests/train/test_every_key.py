@@ -1,0 +1,270 @@
+"""Every key of a recipe, changed from its default, changes what a run is made of; or a test named here holds it.
+
+What a run is made of: its plan, what the data room is asked for, its learning rates, its trained tensors, what an
+update makes of them, and the options of its engine. Nothing is trained.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from roundpipe_cli.cli.lines import LinePrinter
+from roundpipe_cli.cli.plan import plan_document
+from roundpipe_cli.events import StepFinished
+from roundpipe_cli.planning.predict import make_plan
+from roundpipe_cli.recipe.keys import recipe_keys
+from roundpipe_cli.recipe.load import load_recipe
+from roundpipe_cli.train import build, preference
+from roundpipe_cli.train.optim.optimizer import make_optimizer
+from roundpipe_cli.train.prepare.learning_rate import rate_schedule_of
+from roundpipe_cli.train.prepare.setup import Setup, data_settings, prepare
+from tests.support.e2e import REPOSITORY, make_model, make_workspace
+from tests.support.tiny import tiny_config
+
+
+@pytest.fixture(scope="module", autouse=True)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A recipe with a model of two blocks that says nothing but what it must, as the working directory."""
+    base = tmp_path_factory.mktemp("keys")
+    tiny = make_model(base / "tiny", num_hidden_layers=2)
+    dropped = ("lora", "packing", "micro_batch_size", "gradient_accumulation_steps", "num_train_epochs", "save_steps")
+    work = make_workspace(base / "work", tiny, **dict.fromkeys((*dropped, "learning_rate", "max_seq_length")))
+    tiny_config("qwen3_moe").save_pretrained(str(work / "experts"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(work)
+        patch.setenv("ROUNDPIPE_CACHE", str(base / "cache"))
+        yield
+    for kept in (prepared, plan_of, tensors_of):
+        kept.cache_clear()
+
+
+@cache
+def prepared(*overrides: str) -> Setup:
+    return prepare(load_recipe("recipe.yaml", overrides), offline=True, tell=lambda event: None)
+
+
+@cache
+def plan_of(*overrides: str) -> Any:
+    document = plan_document(make_plan(load_recipe("recipe.yaml", overrides), "2x3090,host_memory_gib=64"), None)
+    return {name: value for name, value in document.items() if name != "recipe"}
+
+
+def data_of(*overrides: str) -> Any:
+    return data_settings(load_recipe("recipe.yaml", overrides), offline=True)
+
+
+def rates_of(*overrides: str) -> Any:
+    rate = rate_schedule_of(load_recipe("recipe.yaml", overrides).recipe, 12)
+    return [rate(number) for number in range(12)]
+
+
+@cache
+def tensors_of(*overrides: str) -> Any:
+    """Names and first values of what is trained, and how each module describes itself."""
+    setup = prepared(*overrides)
+    names = [place.name for layout in setup.store.layouts for place in layout.trainable]
+    modules = [(name, str(module), str(vars(module).get("scaling"))) for name, module in setup.model.named_modules()]
+    noise = vars(setup.model.get_input_embeddings())  # type: ignore[operator]
+    extra = sorted((name, value) for name, value in noise.items() if isinstance(value, float))
+    return names, [master.tolist() for master in setup.store.masters], modules, extra
+
+
+def updates_of(*overrides: str) -> Any:
+    """What two updates make of ones, with gradients that differ."""
+    setup = prepared(*(words for words in overrides if not words.startswith(OPTIMIZER_KEYS)))
+    store = setup.store
+    saved = [(tensor, tensor.clone()) for tensor in (*store.masters, *store.gradients)]
+    optimizer = make_optimizer(store, load_recipe("recipe.yaml", overrides).recipe)
+    for number in range(2):
+        for master, gradient in zip(store.masters, store.gradients, strict=True):
+            if number == 0:
+                master.fill_(1.0)
+            gradient.copy_(torch.linspace(-1e-3, 2e-3 + number, len(gradient)))
+        optimizer.step(1e-2)
+    found = [master.tolist() for master in store.masters]
+    for tensor, values in saved:
+        tensor.copy_(values)
+    return found
+
+
+OPTIMIZER_KEYS = ("optim", "adam_", "sgd_", "weight_decay", "lora.loraplus")
+
+
+def engine_of(*overrides: str) -> Any:
+    """The options and devices of the engine that a run would build."""
+    recipe = load_recipe("recipe.yaml", overrides).recipe
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "Engine", lambda *given, options: (options, [vars(backend) for backend in given[3]]))
+        setup = prepared(*(words for words in overrides if words.startswith("kernels")))
+        found: Any = build.make_engine(replace(setup, recipe=recipe))
+    options, backends = found
+    return str(options), str(
+        [{name: value for name, value in one.items() if isinstance(value, int)} for one in backends]
+    )
+
+
+def loss_of(*overrides: str) -> Any:
+    """The loss of preference pairs."""
+    recipe = load_recipe("recipe.yaml", overrides).recipe
+    return preference._loss(recipe)
+
+
+def lines_of(*overrides: str) -> Any:
+    """Events of six steps, as `finetune` prints them."""
+    recipe, printed = load_recipe("recipe.yaml", overrides).recipe, io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        show = LinePrinter(recipe.logging_steps, as_json=False, is_verbose=False)
+        for step in range(6):
+            show(StepFinished(step + 1, 6, 1.0, 1e-4, 1.0, 10, 1.0, 1.0, 0.0, (1.0,), 0, 0, 0.0))
+    return printed.getvalue()
+
+
+FULL, DPO, SIMPO, ORPO = "method=full", "objective=dpo", "objective=simpo", "objective=orpo"
+
+MIN_RATE = ("lr_scheduler_type=cosine_with_min_lr", "lr_scheduler_kwargs={min_lr_rate: 0.1}")
+STAGES = ("pipeline.forward_stages=[[0,1]]", "pipeline.backward_stages=[[2,3],[0,1]]")
+
+CHANGED: dict[str, tuple[Any, ...]] = {
+    "model": (plan_of, "model=Qwen/Qwen3-4B"),
+    "method": (plan_of, FULL),
+    "objective": (plan_of, DPO),
+    "dpo.beta": (loss_of, "dpo.beta=0.2", DPO),
+    "dpo.label_smoothing": (loss_of, "dpo.label_smoothing=0.1", DPO),
+    "orpo.beta": (loss_of, "orpo.beta=0.2", ORPO),
+    "simpo.beta": (loss_of, "simpo.beta=3", SIMPO),
+    "simpo.simpo_gamma": (loss_of, "simpo.simpo_gamma=1", SIMPO),
+    "simpo.label_smoothing": (loss_of, "simpo.label_smoothing=0.1", SIMPO),
+    "simpo.cpo_alpha": (loss_of, "simpo.cpo_alpha=0.5", SIMPO),
+    "lora.r": (tensors_of, "lora.r=8"),
+    "lora.expert_r": (plan_of, "lora.expert_r=3", "model=experts"),
+    "lora.alpha": (tensors_of, "lora.alpha=5"),
+    "lora.dropout": (tensors_of, "lora.dropout=0.3"),
+    "lora.target_modules": (tensors_of, "lora.target_modules=[q_proj]"),
+    "lora.modules_to_save": (tensors_of, "lora.modules_to_save=[lm_head]"),
+    "lora.use_rslora": (tensors_of, "lora.use_rslora=true"),
+    "lora.use_dora": (tensors_of, "lora.use_dora=true"),
+    "lora.init": (tensors_of, "lora.init=gaussian"),
+    "lora.loraplus_lr_ratio": (updates_of, "lora.loraplus_lr_ratio=4"),
+    "load_in_4bit": (plan_of, "load_in_4bit=true"),
+    "load_in_8bit": (plan_of, "load_in_8bit=true"),
+    "load_in_fp8": (plan_of, "load_in_fp8=true"),
+    "datasets[].path": (data_of, "datasets=[{path: other.jsonl}]"),
+    **{
+        f"datasets[].{key}": (data_of, f"datasets=[{{path: rows.jsonl, {key}: {value}}}]")
+        for key, value in {
+            "name": "configuration",
+            "type": "text",
+            "split": "test",
+            "columns": "{prompt: question}",
+            "roles_to_train": "[user]",
+            "turns_to_train": "last",
+            "train_on_eos": "all",
+            "thoughts": "mask",
+            "as_chat": "false",
+            "alpaca_join": "newline",
+            "txt_rows": "line",
+        }.items()
+    },
+    "max_seq_length": (plan_of, "max_seq_length=512"),
+    "packing": (plan_of, "packing=false", "micro_batch_tokens=null"),
+    "shuffle": (data_of, "shuffle=false"),
+    "train_on_inputs": (data_of, "train_on_inputs=true"),
+    "long_rows": (data_of, "long_rows=drop"),
+    "long_rows_overlap": (data_of, "long_rows_overlap=8", "long_rows=split"),
+    "on_bad_row": (data_of, "on_bad_row=skip"),
+    "chat_template": (data_of, "chat_template=chatml"),
+    "chat_template_kwargs": (data_of, "chat_template_kwargs={enable_thinking: false}"),
+    "micro_batch_size": (plan_of, "micro_batch_size=2", "micro_batch_tokens=null"),
+    "gradient_accumulation_steps": (plan_of, "gradient_accumulation_steps=2"),
+    "micro_batch_tokens": (plan_of, "micro_batch_tokens=4096"),
+    "learning_rate": (rates_of, "learning_rate=1e-3"),
+    "lr_scheduler_type": (rates_of, "lr_scheduler_type=linear"),
+    "lr_scheduler_kwargs": (rates_of, "lr_scheduler_kwargs={min_lr_rate: 0.2}", *MIN_RATE),
+    "warmup_steps": (rates_of, "warmup_steps=5"),
+    "optim": (updates_of, "optim=adafactor"),
+    "adam_beta1": (updates_of, "adam_beta1=0.5"),
+    "adam_beta2": (updates_of, "adam_beta2=0.9"),
+    "adam_epsilon": (updates_of, "adam_epsilon=1e-3"),
+    "sgd_momentum": (updates_of, "sgd_momentum=0.9", "optim=sgd"),
+    "weight_decay": (updates_of, "weight_decay=0.1"),
+    "frozen_parameters": (tensors_of, "frozen_parameters=[embed_tokens]", FULL),
+    "label_smoothing_factor": (engine_of, "label_smoothing_factor=0.1"),
+    "neftune_noise_alpha": (tensors_of, "neftune_noise_alpha=5", FULL),
+    "dtype": (plan_of, "dtype=bfloat16"),
+    "float16_accumulation": (plan_of, "float16_accumulation=true", "dtype=float16"),
+    "seed": (tensors_of, "seed=7"),
+    "head_chunk_tokens": (engine_of, "head_chunk_tokens=64"),
+    "kernels": (engine_of, "kernels=reference"),
+    "mlp_chunk_tokens": (engine_of, "mlp_chunk_tokens=64"),
+    "logging_steps": (lines_of, "logging_steps=2"),
+    "save_total_limit": (plan_of, "save_total_limit=5"),
+    "watchdog_s": (engine_of, "watchdog_s=5"),
+    "weights": (plan_of, "weights=mmap"),
+    "pipeline.schedule": (plan_of, "pipeline.schedule=gpipe"),
+    "pipeline.forward_stages": (plan_of, "pipeline.forward_stages=[[0,0],[1,1]]", *STAGES),
+    "pipeline.backward_stages": (plan_of, "pipeline.backward_stages=[[2,3],[1,1],[0,0]]", *STAGES),
+    "pipeline.threads_per_worker": (engine_of, "pipeline.threads_per_worker=3"),
+    "pipeline.recompute": (engine_of, "pipeline.recompute=layer"),
+    "pipeline.keep_activations": (engine_of, "pipeline.keep_activations=1"),
+    "pipeline.weight_cache": (engine_of, "pipeline.weight_cache=1000"),
+    "pipeline.head_workers": (plan_of, "pipeline.head_workers=2", "pipeline.weight_cache=0"),
+    "pipeline.dispatch": (plan_of, "pipeline.dispatch=earliest_free", "pipeline.weight_cache=0"),
+    "pipeline.sequence_chunks": (plan_of, "pipeline.sequence_chunks=4", "packing=false", "micro_batch_tokens=null"),
+    "pipeline.skip_last_projection": (engine_of, "pipeline.skip_last_projection=false"),
+}
+"""Key -> what is observed, the changed key, and keys that it needs."""
+
+HELD = {
+    "revision": "cli/test_download.py::test_a_run_records_its_commit_and_keeps_to_it",
+    "orpo.nll_on_prompt": "train/test_preference.py::test_a_run_without_a_reference_model",
+    "lora.start_from": "train/test_training_options.py::test_an_adapter_is_trained_further",
+    "max_steps": "planning/test_plan_cli.py::test_time_to_finish_counts_rows_or_steps",
+    "num_train_epochs": "planning/test_plan_cli.py::test_time_to_finish_counts_rows_or_steps",
+    "datasets[].weight": "data/test_data_batching.py::test_mixing_by_hand",
+    "val_set_size": "train/test_evaluate.py::test_rows_are_held_out_or_trained_never_both",
+    "lr_above_peak": "train/test_training_options.py::test_a_rate_above_the_peak_can_be_asked_for",
+    "max_grad_norm": "engine/test_versions.py::test_plain_pytorch_loop",
+    "output_dir": "train/test_finetune_result.py::test_a_run_leaves_the_documented_files",
+    "eval_steps": "train/test_evaluate.py::test_intervals_by_steps_by_shares_and_by_epochs",
+    "eval_samples": "train/test_evaluate.py::test_samples_are_the_greedy_answers_of_generate",
+    "eval_max_new_tokens": "train/test_evaluate.py::test_samples_are_the_greedy_answers_of_generate",
+    "load_best_model_at_end": "train/test_evaluate.py::test_the_best_weights_are_the_result",
+    "early_stopping_patience": "train/test_evaluate.py::test_early_stopping_ends_the_run_with_its_result",
+    "save_steps": "train/test_finetune_result.py::test_a_run_leaves_the_documented_files",
+    "report_to": "train/test_trackers.py::test_tensorboard_has_the_metrics_of_every_step",
+    "hub_model_id": "test_release.py::test_a_finished_run_is_uploaded_where_its_recipe_says_so",
+    "resume_from_checkpoint": "train/test_finetune_resume.py::test_a_named_checkpoint",
+    "on_oom": "train/test_adapt.py::test_then_by_dividing_the_microbatches",
+    "on_device_loss": "train/test_lost_devices.py::test_what_cannot_go_on_ends_with_exit_code_5",
+    "check_longest_rows": "train/test_longest.py::test_it_is_said_where_nothing_is_tried",
+    "on_nonfinite": "train/test_adapt.py::test_skipped_steps_change_no_weight_and_are_counted",
+    "hardware": "planning/test_plan_cli.py::test_the_recipe_names_the_machine_that_is_planned_for",
+    "pipeline.devices": "engine/test_simulated_device.py::test_devices_of_a_machine_with_two_cards",
+    "nodes.shard_optimizer": "train/test_nodes.py::test_a_shared_out_optimizer_gives_the_same_bits",
+}
+"""Key -> the test of what it does in a run."""
+
+
+@pytest.mark.parametrize("key", CHANGED)
+def test_a_changed_key_changes_what_a_run_is_made_of(key: str) -> None:
+    observe, changed, *base = CHANGED[key]
+    assert observe(*base, changed) != observe(*base)
+
+
+def test_every_key_is_changed_or_held_by_a_named_test() -> None:
+    sections = {name.rpartition(".")[0] for name in (key.name for key in recipe_keys())} | {"datasets", "eval_datasets"}
+    keys = {key.name for key in recipe_keys()} - sections - {"orpo", "simpo", "dpo", "nodes"}
+    keys = {key.removeprefix("eval_") if key.startswith("eval_datasets") else key for key in keys}
+    assert not CHANGED.keys() & HELD.keys() and {*CHANGED, *HELD} == keys
+    for key, place in HELD.items():
+        file, _, name = place.partition("::")
+        text = (REPOSITORY / "tests" / file).read_text(encoding="utf-8")
+        assert f"def {name}(" in text and key.rpartition(".")[2] in text, place
