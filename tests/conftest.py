@@ -95,6 +95,7 @@ def pytest_collection_finish() -> None:
     """What collecting has loaded stays: no collection of garbage looks at it again, nor copies it in a fork."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
 
 
 def _mark_sweeps(items: list[pytest.Item]) -> None:
