@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import json
 import os
 import re
@@ -25,7 +26,7 @@ from tests.support.e2e import (
     child_environment,
     command_line,
     finetune,
-    fresh,
+    launch,
     make_model,
     make_tokenizer,
     make_workspace,
@@ -224,15 +225,12 @@ def test_an_unknown_type_names_the_way(tmp_path: Path) -> None:
     assert "llama-quantize" in refused.err and "q4_k_m" in refused.err
 
 
-@pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
+@pytest.mark.parametrize("umask", [0o002, *(pytest.param(umask, marks=pytest.mark.sweep) for umask in (0o022, 0o077))])
 def test_modes_follow_the_users_umask(tmp_path: Path, umask: int) -> None:
     """Story: the GGUF file was readable by its owner alone: a server that ran as another user could not open it."""
     make_model(tmp_path / "model", num_hidden_layers=1)
-    before = os.umask(umask)
-    try:
-        fresh(tmp_path, "export", "model", "--to", "copy", "--gguf").expect(0)
-    finally:
-        os.umask(before)
+    before = functools.partial(os.umask, umask)
+    launch(tmp_path, "export", "model", "--to", "copy", "--gguf", "bf16", before=before).finish().expect(0)
     for path in (tmp_path / "copy").iterdir():
         assert path.stat().st_mode & 0o777 == 0o666 & ~umask, path.name
     assert (tmp_path / "copy").stat().st_mode & 0o777 == 0o777 & ~umask
@@ -245,7 +243,7 @@ def test_every_family_is_tried() -> None:
 # --- from rows to a file --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("type_name", ["f32", "bf16"])
+@pytest.mark.parametrize("type_name", ["f32", pytest.param("bf16", marks=pytest.mark.sweep)])
 def test_a_merged_adapter_is_read_with_the_same_logits(tmp_path: Path, type_name: str) -> None:
     """A run's adapter, merged; in float32 the file has the folder's weights bit for bit, and its answers with them."""
     work = make_workspace(tmp_path / "work", make_model(tmp_path / "model"))

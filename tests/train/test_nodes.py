@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from roundpipe_cli.engine.weights import WeightStore
+from roundpipe_cli.train.nodes import group
 from roundpipe_cli.train.nodes.group import Nodes
 from roundpipe_cli.train.optim.optimizer import HostOptimizer
 from roundpipe_cli.train.optim.shard import Shards, owners
@@ -85,14 +86,19 @@ def places(rank: int, count: int, port: int) -> dict[str, str]:
 
 
 def start_one(folder: Path, rank: int, count: int, port: int, *words: str, **environment: str) -> Running:
-    """One process of a run."""
+    """One process of a run, which says soon for whom it waits."""
     return launch(
         machine(folder, rank),
         "finetune",
         "recipe.yaml",
         *words,
         environment={**places(rank, count, port), **environment},
+        before=say_soon,
     )
+
+
+def say_soon() -> None:
+    group.SAY_AFTER_S = 1.0
 
 
 def train(folder: Path, count: int, *words: str, **environments: dict[str, str]) -> list[Outcome]:
@@ -116,7 +122,7 @@ def by_two(workspace: Path) -> list[Outcome]:
     return shared_by(workspace, 2)
 
 
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.sweep)])
 def test_several_processes_give_the_numbers_of_one(workspace: Path, by_two: list[Outcome], count: int) -> None:
     outcomes = by_two if count == 2 else shared_by(workspace, count)
     alone, shared = metrics(workspace / "out"), metrics(workspace / f"shared{count}")
@@ -228,7 +234,7 @@ def test_every_machine_keeps_its_share() -> None:
     assert max(kept) < 0.36 * sum(kept)
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.sweep)])
 def test_a_shared_out_run_resumes_on_another_number_of_machines(
     workspace: Path, sharded: tuple[Path, list[Outcome]], count: int
 ) -> None:
@@ -253,13 +259,16 @@ def copy_of(workspace: Path, name: str) -> Path:
     return folder
 
 
-def test_a_killed_process_ends_the_run_which_resumes(workspace: Path, by_two: list[Outcome]) -> None:
+def test_a_killed_process_ends_the_run_which_torchrun_resumes(workspace: Path, by_two: list[Outcome]) -> None:
+    """As it starts the program again: from the newest checkpoint, though nobody says `--resume`."""
     folder = copy_of(workspace, "killed")
     first, second = train(folder, 2, p1={"ROUNDPIPE_FAULT": "compute:kill:step=3"})
     assert second.code == -signal.SIGKILL
     first.expect(1)
     assert first.err.count("error:") == 1 and "another process of this run ended" in first.err
-    assert [outcome.code for outcome in train(folder, 2, "--resume")] == [0, 0]
+    again = {"TORCHELASTIC_RESTART_COUNT": "1"}
+    first, second = train(folder, 2, p0=again, p1=again)
+    assert (first.expect(0).err.count("resuming after step 2"), second.code) == (1, 0)
     assert numbers(folder / "out") == numbers(workspace / "shared2"), "to the bit"
 
 
@@ -349,42 +358,26 @@ def test_a_refusal_of_one_machine_ends_all_in_its_words(workspace: Path) -> None
     assert "rows.jsonl" in first.expect(2).err and "machine 2 of 2" in first.err
 
 
-def torchrun(folder: Path, *words: str, script: str, restarts: int = 2) -> subprocess.CompletedProcess[str]:
+def torchrun(folder: Path, script: str) -> subprocess.CompletedProcess[str]:
     """Two processes that torchrun starts, each in a folder of its own, after lines of a shell script."""
     machine(folder, 1)
     shell = f'[ "$RANK" = 0 ] || cd {machine(folder, 1)}; {script}; exec "$@"'
     places = ("--nnodes", "1", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port()))
-    command = [sys.executable, "-m", "torch.distributed.run", *places, "--max-restarts", str(restarts), "--no-python"]
-    program = [*command, "sh", "-c", shell, "sh", *command_line("finetune", "recipe.yaml", *words)]
+    command = [sys.executable, "-m", "torch.distributed.run", *places, "--max-restarts", "1", "--no-python"]
+    program = [*command, "sh", "-c", shell, "sh", *command_line("finetune", "recipe.yaml")]
     environment = child_environment()
     return subprocess.run(program, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
 
 
-LONG = ("max_steps=16", "save_steps=3", "output_dir=long")
-
-
-@pytest.fixture(scope="module")
-def undisturbed(workspace: Path) -> list[float]:
-    """Losses of 16 steps by one process."""
-    finetune(workspace, *LONG).expect(0)
-    return [row["loss"] for row in metrics(workspace / "long")]
-
-
-def test_torchrun_starts_a_killed_run_again_from_its_newest_checkpoint(
-    workspace: Path, undisturbed: list[float]
-) -> None:
-    """Each restart once ended at once, since the folder held a run: its own. The first kill is before a checkpoint."""
+def test_torchrun_starts_a_killed_run_again(workspace: Path, by_two: list[Outcome]) -> None:
+    """Each restart once ended at once, since the folder held a run: its own. This one was killed before a checkpoint,
+    and torchrun's first processes end before they load torch, which takes most of the time."""
     folder = copy_of(workspace, "restarted")
-    script = (
-        'if [ "$RANK" = 1 ]; then case $TORCHELASTIC_RESTART_COUNT in 0) export ROUNDPIPE_FAULT=compute:kill:step=1;; '
-        "1) export ROUNDPIPE_FAULT=compute:kill:step=6;; esac; fi"
-    )
-    done = torchrun(folder, *LONG, script=script)
+    train(folder, 2, p1={"ROUNDPIPE_FAULT": "compute:kill:step=1"})
+    assert (folder / "out" / "metrics.jsonl").exists()
+    done = torchrun(folder, "case $TORCHELASTIC_RESTART_COUNT$RANK in 00) exec sleep 60;; 01) exit 1;; esac")
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("resuming after step 6") == 1
-    rows = metrics(folder / "long")
-    assert [row["step"] for row in rows] == list(range(1, 17))
-    assert [row["loss"] for row in rows] == pytest.approx(undisturbed, rel=1e-6)
+    assert numbers(folder / "out") == numbers(workspace / "shared2")
 
 
 @pytest.mark.sweep
@@ -392,7 +385,7 @@ def test_torchrun_does_not_continue_a_run_that_was_refused(workspace: Path, by_t
     folder = copy_of(workspace, "refused-again")
     shutil.copytree(workspace / "shared2", folder / "out")
     before = tree(folder / "out")
-    done = torchrun(folder, script=":", restarts=1)
+    done = torchrun(folder, ":")
     assert done.returncode != 0 and done.stderr.count("already holds a run") >= 2
     assert tree(folder / "out") == before
 
@@ -451,8 +444,8 @@ def test_a_signal_ends_every_wait(workspace: Path, silent: int, place: str, numb
 
 def test_a_wait_ends_with_the_watchdog(workspace: Path, silent: int) -> None:
     """A listener that never answers once held a process for minutes, whatever `watchdog_s` said."""
-    outcome = start_one(copy_of(workspace, "limit"), 1, 2, silent, "watchdog_s=3").finish().expect(1)
-    assert "machine 1 of 2 at 127.0.0.1" in outcome.err and "for 3 s" in outcome.err
+    outcome = start_one(copy_of(workspace, "limit"), 1, 2, silent, "watchdog_s=1").finish().expect(1)
+    assert "machine 1 of 2 at 127.0.0.1" in outcome.err and "for 1 s" in outcome.err
     assert outcome.seconds < 10
 
 
@@ -511,8 +504,8 @@ HARMLESS = (
 @pytest.mark.parametrize(
     "word",
     [
-        *DIFFERENCES[::12],
-        *(pytest.param(word, marks=pytest.mark.sweep) for word in DIFFERENCES if word not in DIFFERENCES[::12]),
+        DIFFERENCES[0],
+        *(pytest.param(word, marks=pytest.mark.sweep) for word in DIFFERENCES[1:]),
     ],
 )
 def test_a_key_that_differs_is_refused_by_name(workspace: Path, word: str) -> None:
@@ -556,9 +549,7 @@ def test_other_threads_at_a_resume_are_said(workspace: Path) -> None:
     """They change the last bits of all that follows."""
     folder = copy_of(workspace, "threads")
     finetune(folder, "max_steps=2").expect(0)
-    same = finetune(folder, "max_steps=3", "--resume").expect(0)
-    assert "last bits" not in same.err
-    other = finetune(folder, "max_steps=4", "pipeline.threads_per_worker=2", "--resume").expect(0)
+    other = finetune(folder, "max_steps=3", "pipeline.threads_per_worker=2", "--resume").expect(0)
     assert "pipeline.threads_per_worker is 2, was 1: numbers differ in their last bits from here on" in other.err
 
 
@@ -575,15 +566,21 @@ def test_float16_on_two_machines_gives_the_numbers_of_one(workspace: Path) -> No
         assert [row[key] for row in shared] == pytest.approx([row[key] for row in alone], rel=tolerance)
 
 
-@pytest.mark.parametrize("words", [(), (*FULL, "nodes.shard_optimizer=true")], ids=["whole", "sharded"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param((), marks=pytest.mark.sweep, id="whole"),
+        pytest.param((*FULL, "nodes.shard_optimizer=true"), id="sharded"),
+    ],
+)
 def test_a_run_that_is_killed_continues_on_any_number_of_machines(workspace: Path, words: tuple[str, ...]) -> None:
     """1, 3, 2 and 1 processes, each but the last killed; each checkpoint is continued by all."""
     name = "sharded" if words else "whole"
-    words = (*words, "max_steps=16", "save_steps=2")
+    words = (*words, "max_steps=8", "save_steps=1")
     finetune(workspace, *words, f"output_dir=alone-{name}").expect(0)
     folder = copy_of(workspace, f"counts-{name}")
     for index, count in enumerate((1, 3, 2, 1)):
-        fault = {} if index == 3 else {"ROUNDPIPE_FAULT": f"compute:kill:step={3 + 4 * index}"}
+        fault = {} if index == 3 else {"ROUNDPIPE_FAULT": f"compute:kill:step={2 + 2 * index}"}
         resume = ["--resume"] if index else []
         outcomes = train(folder, count, *words, *resume, **{f"p{count - 1}": fault})
         assert [outcome.code for outcome in outcomes] == [
@@ -591,7 +588,7 @@ def test_a_run_that_is_killed_continues_on_any_number_of_machines(workspace: Pat
             *([-signal.SIGKILL] if fault else [0] * count),
         ], outcomes
     alone, rows = metrics(workspace / f"alone-{name}"), metrics(folder / "out")
-    assert [row["step"] for row in rows] == list(range(1, 17))
+    assert [row["step"] for row in rows] == list(range(1, 9))
     difference = max(abs(a["loss"] - b["loss"]) / a["loss"] for a, b in zip(alone, rows, strict=True))
     print(f"COUNTS {name}: losses differ by {difference:.1e}")
     assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in alone], rel=1e-5)

@@ -206,7 +206,7 @@ def test_the_first_loss_is_ln_2_and_margins_grow(folder: Path) -> None:
     assert rows[-1]["reward_margin"] == pytest.approx(rows[-1]["rewards_chosen"] - rows[-1]["rewards_rejected"])
 
 
-@pytest.mark.parametrize("start", ["plain", "whole", "pissa"])
+@pytest.mark.parametrize("start", [pytest.param("plain", marks=pytest.mark.sweep), "whole", "pissa"])
 def test_the_reference_of_a_continued_adapter_is_that_adapter(folder: Path, start: str) -> None:
     """Story: the bare base was the reference, so a run from a trained adapter began with a margin to it."""
     options: dict[str, dict[str, Any]] = {
@@ -215,7 +215,7 @@ def test_the_reference_of_a_continued_adapter_is_that_adapter(folder: Path, star
         "pissa": {"init_lora_weights": "pissa"},
     }
     random_adapter(folder / "model", folder / "first", **options[start])
-    words = ("lora.start_from=first", "lora.dropout=0", "eval_datasets=[{path: rows.jsonl}]", "eval_steps=1")
+    words = ("lora.start_from=first", "lora.dropout=0", "eval_datasets=[{path: rows.jsonl}]", "eval_steps=6")
     done = finetune(folder, *words).expect(0)
     said = f"reference model of dpo: model with the adapter {folder / 'first'} as it is, which is trained further"
     assert said in " ".join(done.err.split()), done.err
@@ -268,7 +268,7 @@ def test_a_resume_keeps_the_reference(folder: Path) -> None:
 
 @pytest.mark.parametrize("objective", ["orpo", "simpo"])
 def test_a_run_without_a_reference_model(folder: Path, objective: str) -> None:
-    """Margins grow; another number of workers and a resume change no bit."""
+    """Margins grow; another number of workers and a resume change no bit, here of ORPO, which has a sum more."""
     words = (f"objective={objective}", "num_train_epochs=3")
     done = finetune(folder, *words).expect(0)
     rows = metrics(folder / "out")
@@ -277,6 +277,8 @@ def test_a_run_without_a_reference_model(folder: Path, objective: str) -> None:
     assert rows[-1]["reward_margin"] > rows[0]["reward_margin"] + (0.02 if objective == "orpo" else 1.0)
     assert "reference model" not in done.err
     assert ("nll_loss" in rows[0]) is ("orpo.nll_on_prompt" in done.err) is (objective == "orpo")
+    if objective == "simpo":
+        return
     other = ("pipeline={devices: [cpu, cpu, cpu], threads_per_worker: 1}", "output_dir=other")
     died = finetune(folder, *words, *other, environment={"ROUNDPIPE_FAULT": "optimizer:kill:step=3"})
     assert died.code == -9
@@ -287,9 +289,9 @@ def test_a_run_without_a_reference_model(folder: Path, objective: str) -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        ("objective=dpo",),
+        pytest.param(("objective=dpo",), marks=pytest.mark.sweep),
         ("objective=dpo", "micro_batch_tokens=256"),
-        ("objective=orpo",),
+        pytest.param(("objective=orpo",), marks=pytest.mark.sweep),
         ("objective=orpo", "orpo.nll_on_prompt=false"),
         ("objective=simpo", "simpo.cpo_alpha=0.5"),
     ],
@@ -322,7 +324,7 @@ def test_an_evaluation_of_pairs_is_what_the_next_step_computes(folder: Path, wor
 
 
 def test_pairs_are_held_out_whole(folder: Path) -> None:
-    words = ("val_set_size=3", "eval_steps=1", "early_stopping_patience=5", "save_steps=1")
+    words = ("val_set_size=3", "eval_steps=1", "early_stopping_patience=5", "num_train_epochs=1")
     done = finetune(folder, *words).expect(0)
     assert "evaluation: 3 pairs, 7 to train on" in done.err
     setup = prepare(load_recipe(str(folder / "recipe.yaml"), list(words)), offline=True, tell=lambda event: None)
@@ -333,10 +335,6 @@ def test_pairs_are_held_out_whole(folder: Path) -> None:
     assert sorted(kept + held[:3]) == list(range(10))
     other = prepare(load_recipe(str(folder / "recipe.yaml"), []), offline=True, tell=lambda event: None)
     assert other.dataset.content_hash != setup.dataset.content_hash
-    died = finetune(folder, *words, "output_dir=killed", environment={"ROUNDPIPE_FAULT": "optimizer:kill:step=3"})
-    assert died.code == -9
-    finetune(folder, *words, "output_dir=killed", "--resume").expect(0)
-    assert numbers(folder / "killed") == numbers(folder / "out")
     done = finetune(folder, "eval_datasets=[{path: rows.jsonl, type: chat}]", "output_dir=no").expect(2)
     assert "eval_datasets[0].type" in done.err and "needs preference pairs" in done.err
 
