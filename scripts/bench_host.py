@@ -2,6 +2,7 @@
 
     python scripts/bench_host.py                          one table, of this checkout
     python scripts/bench_host.py --before ../other        the same of another checkout, in turn with this one's
+    python scripts/bench_host.py --threads 16             of so many threads together
     python scripts/bench_host.py --before ../other --steps 1      whole steps of full fine-tuning in bfloat16 instead
 
 A layer is one matrix of `--elements` in bfloat16. Steps are those of `roundpipe finetune`; the first is left out, which
@@ -46,7 +47,7 @@ def fastest_ns(work: Callable[[int], object], num_elements: int) -> float:
     return 1e9 * min(taken[1:]) / num_elements
 
 
-def arithmetic(num_elements: int) -> Iterator[tuple[str, float, str]]:
+def arithmetic(num_elements: int, num_threads: int) -> Iterator[tuple[str, float, str]]:
     """(what, nanoseconds a parameter, digest), of the checkout that Python imports."""
     import torch
 
@@ -64,7 +65,7 @@ def arithmetic(num_elements: int) -> Iterator[tuple[str, float, str]]:
         return found.hexdigest()[:12]
 
     settle_heap()
-    torch.set_num_threads(1)
+    torch.set_num_threads(num_threads)
     generator = torch.Generator().manual_seed(0)
     shape = torch.Size([num_elements // ROW, ROW])
     matrix = torch.nn.Parameter(torch.empty(shape, dtype=torch.bfloat16, device="meta"))
@@ -133,12 +134,12 @@ def start(checkout: Path, folder: Path, words: list[str]) -> subprocess.Popen[st
     return subprocess.Popen(command, cwd=folder, env=environment, stdin=pipe, stdout=pipe, text=True)
 
 
-def in_turn(checkouts: dict[str, Path], num_elements: int, rounds: int) -> dict[str, list[Figures]]:
+def in_turn(checkouts: dict[str, Path], words: list[str], rounds: int) -> dict[str, list[Figures]]:
     """Arithmetic, each round in new processes."""
     found: dict[str, list[Figures]] = {name: [] for name in checkouts}
     for _ in range(rounds):
         for name, checkout in checkouts.items():
-            lines, _ = start(checkout, ROOT, ["arithmetic", str(num_elements)]).communicate()
+            lines, _ = start(checkout, ROOT, ["arithmetic", *words]).communicate()
             found[name].append({what: (taken, bits) for what, taken, bits in map(json.loads, lines.splitlines())})
     return found
 
@@ -187,19 +188,20 @@ def main() -> None:
         if mode == "steps":
             steps(words)
         else:
-            for result in arithmetic(int(words[0])):
+            for result in arithmetic(*map(int, words)):
                 print_result(*result)
         return
     parser = bench_runs.parser_of(__doc__, steps=0)
     parser.add_argument("--before", type=Path, help="another checkout")
     parser.add_argument("--elements", type=int, default=1 << 24)
+    parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
     checkouts: dict[str, Path] = {"before": args.before.resolve()} if args.before else {}
     checkouts["here"] = ROOT
     if args.steps:
         print_table(step_by_step(checkouts, args), "s")
     else:
-        print_table(in_turn(checkouts, args.elements, args.rounds), "ns")
+        print_table(in_turn(checkouts, [str(args.elements), str(args.threads)], args.rounds), "ns")
 
 
 if __name__ == "__main__":

@@ -37,12 +37,11 @@ MIN_8BIT_ELEMENTS = 4096
 """Smaller parameters keep float32 moments, as in bitsandbytes."""
 NOISE_ELEMENTS = 2**20
 PART_ELEMENTS = 2**18
-"""Elements for each thread that an update with temporaries takes at a time: they stay in the caches."""
+"""Elements that an update with temporaries takes at a time: these stay in the caches, and in the heap."""
 
 
-def _parts(num_elements: int) -> Iterator[slice]:
-    """Consecutive parts of a flat tensor. A part begins where a scale of `SCALE_ELEMENTS` does."""
-    step = PART_ELEMENTS * torch.get_num_threads()
+def _parts(num_elements: int, step: int) -> Iterator[slice]:
+    """Consecutive parts of a flat tensor."""
     return (slice(start, min(start + step, num_elements)) for start in range(0, num_elements, step))
 
 
@@ -159,7 +158,7 @@ class AdamW16(AdamW):
         salt: int,
     ) -> None:
         noise = _noise()[(number * 1_000_003 + salt * 7_919) % NOISE_ELEMENTS :]
-        for part in _parts(values.numel()):
+        for part in _parts(values.numel(), PART_ELEMENTS * torch.get_num_threads()):
             kept = state["exp_avg"][part], state["exp_avg_sq"][part]
             moment, square_moment = own_scratch(2 * len(kept[0]), torch.float32).view(2, -1)
             moment.copy_(kept[0])
@@ -232,7 +231,7 @@ class AdamW8(AdamW):
             functional.optimizer_update_32bit("adam", gradient, values, *first, *second, 1.0, None, max_unorm=0.0)
             return
         numbers = (beta1, beta2, 0.0, 0.0, eps, number, learning_rate)
-        for part in _parts(values.numel()):  # its temporaries take 20 bytes an element
+        for part in _parts(values.numel(), PART_ELEMENTS):  # its temporaries take 20 bytes an element
             moments = moment[part], square_moment[part]
             rows = slice(part.start // SCALE_ELEMENTS, -(-part.stop // SCALE_ELEMENTS))
             others = (*numbers, *_maps(), state["absmax1"][rows], state["absmax2"][rows], decay)
