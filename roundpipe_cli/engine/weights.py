@@ -48,8 +48,8 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
 OUTSIDE_HEAP_BYTES = 4 * 1024**2
 """Tensors from here on, such as logits, have pages of their own."""
 KEPT_HEAP_BYTES = 64 * 1024**2
-"""The heap's unused end is kept up to this size during a step: by default glibc gives back 128 KiB, and a temporary that
-lies there gets pages that the system must clear, each time."""
+"""The heap's unused end is kept up to this size during a step. By default glibc gives back 128 KiB, and a temporary
+that lies there gets pages that the system must clear, each time."""
 TIME_SHARE = 0.01
 """Largest share of a run's time for giving memory back."""
 
