@@ -2,7 +2,13 @@
 
     python scripts/bench_host.py                          one table, of this checkout
     python scripts/bench_host.py --before ../other        the same of another checkout, in turn with this one's
+    python scripts/bench_host.py --threads 16             of so many threads together
+    python scripts/bench_host.py --before ../other --python       Python of updates, beside threads that issue work
     python scripts/bench_host.py --before ../other --steps 1      whole steps of full fine-tuning in bfloat16 instead
+
+`--python` counts the blocks of an update of 8B parameters by 16 threads, and times what is not arithmetic with blocks
+of a few numbers, alone and while threads issue forward, recompute and backward of a block of Qwen3-8B on meta tensors,
+in turns. Shares are of `plan`'s price of AdamW's update.
 
 A layer is one matrix of `--elements` in bfloat16. Steps are those of `roundpipe finetune`; the first is left out, which
 writes masters, moments and sums for the first time. Both also compare bits: of sums, masters, moments and losses.
@@ -18,6 +24,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -46,7 +53,7 @@ def fastest_ns(work: Callable[[int], object], num_elements: int) -> float:
     return 1e9 * min(taken[1:]) / num_elements
 
 
-def arithmetic(num_elements: int) -> Iterator[tuple[str, float, str]]:
+def arithmetic(num_elements: int, num_threads: int) -> Iterator[tuple[str, float, str]]:
     """(what, nanoseconds a parameter, digest), of the checkout that Python imports."""
     import torch
 
@@ -64,7 +71,7 @@ def arithmetic(num_elements: int) -> Iterator[tuple[str, float, str]]:
         return found.hexdigest()[:12]
 
     settle_heap()
-    torch.set_num_threads(1)
+    torch.set_num_threads(num_threads)
     generator = torch.Generator().manual_seed(0)
     shape = torch.Size([num_elements // ROW, ROW])
     matrix = torch.nn.Parameter(torch.empty(shape, dtype=torch.bfloat16, device="meta"))
@@ -94,6 +101,93 @@ def arithmetic(num_elements: int) -> Iterator[tuple[str, float, str]]:
         taken = fastest_ns(update, num_elements)
         moments = [tensor for _, tensor in optimizer.moments()]
         yield f"an update by {name}", taken, digest(store.masters[0], store.buffers[0], *moments)
+
+
+MODEL_ELEMENTS, MANY = 8_190_735_360, 16
+TINY_ELEMENTS, TINY_BLOCKS = 64, 200
+ISSUING = 2
+
+
+def python_of_updates() -> Iterator[tuple[str, float, str]]:
+    """(what, figure, digest), of the checkout that Python imports."""
+    import torch
+
+    from roundpipe_cli.choices import OPTIMIZERS
+    from roundpipe_cli.costs.hardware import ASSUMED_HOST_MEMORY_BYTES_PER_S
+    from roundpipe_cli.engine.backends.cuda import SWITCH_INTERVAL_S, IssueTurns
+    from roundpipe_cli.engine.weights import WeightStore
+    from roundpipe_cli.model.layout import make_layout
+    from roundpipe_cli.train.optim import optimizer
+    from scripts.issue_rate import num_launches, on_meta
+
+    def make(num_elements: int) -> Callable[[], None]:
+        matrix = torch.nn.Parameter(torch.empty(num_elements, dtype=torch.bfloat16, device="meta"))
+        store = WeightStore([make_layout("matrix", [("weight", matrix)], torch.bfloat16)])
+        host = optimizer.HostOptimizer(store)
+        return lambda: host.update_layer(0, store.gradients[0], 2, 1e-3, gradient_factor=0.999)
+
+    plain, counted = optimizer.AdamW.update, []
+
+    def count(*given: object, **named: object) -> None:
+        counted.append(1)
+
+    optimizer.AdamW.update = count  # type: ignore[method-assign, assignment]
+    torch.set_num_threads(MANY)
+    make(1 << 24)()
+    torch.set_num_threads(1)
+    optimizer.AdamW.update = plain  # type: ignore[method-assign]
+    blocks = len(counted) * MODEL_ELEMENTS / (1 << 24)
+    yield "blocks", blocks, ""
+
+    optimizer.BLOCK_ELEMENTS = TINY_ELEMENTS  # arithmetic takes next to nothing of it
+    update = make(TINY_ELEMENTS * TINY_BLOCKS)
+
+    def block_us(clock: Callable[[], float]) -> float:
+        taken = []
+        for _ in range(9):
+            start_s = clock()
+            update()
+            taken.append((clock() - start_s) / TINY_BLOCKS)
+        return 1e6 * statistics.median(taken)
+
+    whole_s = OPTIMIZERS["adamw"].update_bytes * MODEL_ELEMENTS / ASSUMED_HOST_MEMORY_BYTES_PER_S
+    alone_us = block_us(time.thread_time)
+    yield "Python of a block, us", alone_us, ""
+    yield "Python of an update, % of it", alone_us * blocks / whole_s / 1e4, ""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    turns, stop, issued = IssueTurns(), threading.Event(), [0] * ISSUING
+    made = [on_meta("qwen3", "lora") for _ in range(ISSUING)]
+    launches = num_launches(made[0])
+
+    def issue(index: int) -> None:
+        while not stop.is_set():
+            for run in made[index]:
+                with turns.turn():
+                    run()
+            issued[index] += launches
+
+    def launched(seconds: float, work: Callable[[], object]) -> float:
+        """Launches a second while `work` is done again and again."""
+        before, start_s = sum(issued), time.perf_counter()
+        while time.perf_counter() < start_s + seconds:
+            work()
+        return (sum(issued) - before) / (time.perf_counter() - start_s)
+
+    threads = [threading.Thread(target=issue, args=(index,), daemon=True) for index in range(ISSUING)]
+    for thread in threads:
+        thread.start()
+    yield "launches/s of other threads without updates", launched(3.0, lambda: time.sleep(0.1)), ""
+    waited_us: list[float] = []
+    launched(6.0, lambda: waited_us.append(block_us(time.perf_counter)))
+    beside_us = statistics.median(waited_us)
+    yield "time of a block's Python beside them, us", beside_us, ""
+    yield "time of an update's Python beside them, % of it", beside_us * blocks / whole_s / 1e4, ""
+    optimizer.BLOCK_ELEMENTS = 1 << 20
+    real = make(1 << 24)
+    yield "launches/s of other threads beside updates", launched(6.0, real), ""
+    stop.set()
+    for thread in threads:
+        thread.join()
 
 
 def steps(words: list[str]) -> None:
@@ -133,12 +227,12 @@ def start(checkout: Path, folder: Path, words: list[str]) -> subprocess.Popen[st
     return subprocess.Popen(command, cwd=folder, env=environment, stdin=pipe, stdout=pipe, text=True)
 
 
-def in_turn(checkouts: dict[str, Path], num_elements: int, rounds: int) -> dict[str, list[Figures]]:
-    """Arithmetic, each round in new processes."""
+def in_turn(checkouts: dict[str, Path], words: list[str], rounds: int) -> dict[str, list[Figures]]:
+    """Arithmetic or Python of updates, each round in new processes."""
     found: dict[str, list[Figures]] = {name: [] for name in checkouts}
     for _ in range(rounds):
         for name, checkout in checkouts.items():
-            lines, _ = start(checkout, ROOT, ["arithmetic", str(num_elements)]).communicate()
+            lines, _ = start(checkout, ROOT, words).communicate()
             found[name].append({what: (taken, bits) for what, taken, bits in map(json.loads, lines.splitlines())})
     return found
 
@@ -187,19 +281,24 @@ def main() -> None:
         if mode == "steps":
             steps(words)
         else:
-            for result in arithmetic(int(words[0])):
+            for result in python_of_updates() if mode == "python" else arithmetic(*map(int, words)):
                 print_result(*result)
         return
     parser = bench_runs.parser_of(__doc__, steps=0)
     parser.add_argument("--before", type=Path, help="another checkout")
     parser.add_argument("--elements", type=int, default=1 << 24)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--python", action="store_true")
     args = parser.parse_args()
     checkouts: dict[str, Path] = {"before": args.before.resolve()} if args.before else {}
     checkouts["here"] = ROOT
     if args.steps:
         print_table(step_by_step(checkouts, args), "s")
+    elif args.python:
+        print_table(in_turn(checkouts, ["python"], args.rounds), "")
     else:
-        print_table(in_turn(checkouts, args.elements, args.rounds), "ns")
+        words = ["arithmetic", str(args.elements), str(args.threads)]
+        print_table(in_turn(checkouts, words, args.rounds), "ns")
 
 
 if __name__ == "__main__":

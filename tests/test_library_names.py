@@ -30,6 +30,8 @@ from tests.test_architecture import dotted, nodes_of, sources
 LIBRARIES = ("torch", "transformers", "peft", "datasets", "huggingface_hub", "gguf", "safetensors", "tokenizers")
 
 TORCH_NAMES = {
+    "torch._fused_adamw_": "train/optim/optimizer.py",
+    "torch._fused_sgd_": "train/optim/optimizer.py",
     "torch.nn.modules.dropout._DropoutNd": "model/dropout.py",
     "torch.overrides._get_current_function_mode_stack": "model/dropout.py",
     "torch.utils._python_dispatch.TorchDispatchMode": "backends/cpu.py, launches.py, last_projection.py",

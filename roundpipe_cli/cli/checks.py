@@ -296,7 +296,7 @@ def _locking(num_gpus: int) -> Check:
         return Check("page-locking", "good", "CPU workers need none")
     if not is_wsl():
         return Check("page-locking", "good", "no limit known; a run says where it is refused")
-    return Check("page-locking", "note", f"{LOCKED_ON_WSL}: uploads of the rest are slower")
+    return Check("page-locking", "note", f"{LOCKED_ON_WSL}: the rest is copied through little of it, which is slower")
 
 
 def _memory() -> Check:

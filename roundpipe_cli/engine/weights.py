@@ -43,10 +43,13 @@ MBIND = {"x86_64": 237, "aarch64": 235}
 """Number of the system call by machine."""
 INTERLEAVE = 3
 """MPOL_INTERLEAVE: pages on all nodes in turn."""
-M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
 """Settings in glibc's malloc.h."""
 OUTSIDE_HEAP_BYTES = 4 * 1024**2
 """Tensors from here on, such as logits, have pages of their own."""
+KEPT_HEAP_BYTES = 64 * 1024**2
+"""The heap's unused end is kept up to this size during a step. By default glibc gives back 128 KiB, and a temporary
+that lies there gets pages that the system must clear, each time."""
 TIME_SHARE = 0.01
 """Largest share of a run's time for giving memory back."""
 
@@ -126,6 +129,7 @@ def settle_heap() -> None:
     for setting, value, variable, name in (
         (M_ARENA_MAX, 1, "MALLOC_ARENA_MAX", "arena_max"),
         (M_MMAP_THRESHOLD, OUTSIDE_HEAP_BYTES, "MALLOC_MMAP_THRESHOLD_", "mmap_threshold"),
+        (M_TRIM_THRESHOLD, KEPT_HEAP_BYTES, "MALLOC_TRIM_THRESHOLD_", "trim_threshold"),
     ):
         if variable not in os.environ and name not in tunables:
             with suppress(AttributeError, OSError):  # another C library

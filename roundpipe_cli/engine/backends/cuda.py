@@ -13,7 +13,8 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
@@ -256,6 +257,62 @@ def unregister_host_buffer(buffer: torch.Tensor) -> None:
         torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())  # type: ignore[union-attr]
 
 
+RING_PIECE_BYTES, NUM_RING_PIECES = 4 * 1024**2, 4
+"""Of a ring: one piece moves while the host copies to or from another. Small, since boundaries need the rest."""
+
+
+class Ring:
+    """Page-locked pieces by which one direction of a link copies from or to ordinary memory, for one thread.
+
+    Memory is ordinary where the system refuses to page-lock it. The driver copies it too, but the host copies nothing
+    while a piece of it moves, and on the way down waits for all that the stream was given before.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """
+        Args:
+            make: host memory for a tensor, page-locked unless the system refuses.
+        """
+        self._stream, self._make = stream, make
+        self._pieces: deque[tuple[torch.Tensor, torch.cuda.Event]] | None = None
+        """Each with the event after which it is free, oldest first; None: not asked for yet."""
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> bool:
+        """Copy on the stream, which is the current one; False: nothing was copied, since there are no pieces."""
+        if self._pieces is None:
+            size = NUM_RING_PIECES * RING_PIECE_BYTES
+            whole = self._make(torch.empty(size, dtype=torch.uint8))
+            parts = whole.split(RING_PIECE_BYTES) if whole.is_pinned() else ()
+            self._pieces = deque((piece, torch.cuda.Event()) for piece in parts)
+        if not (self._pieces and target.is_contiguous() and source.is_contiguous()):
+            return False
+        down: deque[tuple[torch.Tensor, torch.Tensor, torch.cuda.Event]] = deque()
+        pairs = zip(
+            *(tensor.view(-1).view(torch.uint8).split(RING_PIECE_BYTES) for tensor in (target, source)), strict=True
+        )
+        for to, part in pairs:
+            if len(down) == NUM_RING_PIECES:
+                self._arrive(*down.popleft())
+            piece, event = self._pieces.popleft()
+            event.synchronize()
+            staged = piece[: len(part)]
+            staged.copy_(part, non_blocking=True)
+            if source.is_cuda:
+                down.append((to, staged, self._stream.record_event(event)))
+            else:
+                to.copy_(staged, non_blocking=True)
+                self._stream.record_event(event)
+            self._pieces.append((piece, event))
+        while down:
+            self._arrive(*down.popleft())
+        return True
+
+    @staticmethod
+    def _arrive(target: torch.Tensor, staged: torch.Tensor, event: torch.cuda.Event) -> None:
+        event.synchronize()
+        target.copy_(staged)
+
+
 class CudaBackend(Backend):
     """One worker on one GPU. The same GPU may serve several workers."""
 
@@ -273,6 +330,7 @@ class CudaBackend(Backend):
             self._compute = torch.cuda.Stream(self.device, priority=-1)
             self._up = torch.cuda.Stream(self.device)
             self._down = torch.cuda.Stream(self.device)
+        self._rings = Ring(self._up, self.host_like), Ring(self._down, self.host_like)
         self._refused_bytes = sys.maxsize
         """Page-locked memory is not asked for in pieces of this size: the system refused one."""
         self._notice: str | None = None
@@ -330,13 +388,15 @@ class CudaBackend(Backend):
     def copy_up(self, pairs: Sequence[Pair]) -> DeviceEvent:
         with torch.cuda.stream(self._up):
             for target, source in pairs:
-                target.copy_(source, non_blocking=True)
+                if source.is_pinned() or not self._rings[0].copy(target, source):
+                    target.copy_(source, non_blocking=True)
             return self._up.record_event()
 
     def copy_down(self, pairs: Sequence[Pair]) -> DeviceEvent:
         with torch.cuda.stream(self._down):
             for target, source in pairs:
-                target.copy_(source, non_blocking=True)
+                if target.is_pinned() or not self._rings[1].copy(target, source):
+                    target.copy_(source, non_blocking=True)
             return self._down.record_event()
 
     def send(self, tensor: torch.Tensor) -> tuple[torch.Tensor, DeviceEvent]:

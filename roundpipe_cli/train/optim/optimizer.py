@@ -14,8 +14,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
-from torch.optim.adamw import adamw
-from torch.optim.sgd import sgd
 
 from roundpipe_cli.choices import OptimizerName
 from roundpipe_cli.engine.backends.base import set_own_threads
@@ -36,13 +34,14 @@ SCALE_ELEMENTS = 256
 MIN_8BIT_ELEMENTS = 4096
 """Smaller parameters keep float32 moments, as in bitsandbytes."""
 NOISE_ELEMENTS = 2**20
+SALT_ELEMENTS = 32
+"""The salt of a block of a flat layer grows by one for so many elements."""
 PART_ELEMENTS = 2**18
-"""Elements for each thread that an update with temporaries takes at a time: they stay in the caches."""
+"""Elements that an update with temporaries takes at a time: these stay in the caches, and in the heap."""
 
 
-def _parts(num_elements: int) -> Iterator[slice]:
-    """Consecutive parts of a flat tensor. A part begins where a scale of `SCALE_ELEMENTS` does."""
-    step = PART_ELEMENTS * torch.get_num_threads()
+def _parts(num_elements: int, step: int) -> Iterator[slice]:
+    """Consecutive parts of a flat tensor."""
     return (slice(start, min(start + step, num_elements)) for start in range(0, num_elements, step))
 
 
@@ -118,14 +117,13 @@ class AdamW:
         learning_rate: float,
         number: int,
     ) -> None:
-        adamw(
+        torch._fused_adamw_(  # without `torch.optim`, which takes ten times as long to call it
             [values],
             [gradient],
             [moment],
             [square_moment],
             [],
-            [torch.tensor(float(number - 1))],  # adds one itself
-            fused=True,
+            [_scalar(number)],
             amsgrad=False,
             beta1=self.betas[0],
             beta2=self.betas[1],
@@ -134,6 +132,12 @@ class AdamW:
             eps=self.eps,
             maximize=False,
         )
+
+
+@functools.lru_cache(maxsize=2)
+def _scalar(value: float) -> torch.Tensor:
+    """float32 []; only read."""
+    return torch.tensor(float(value), dtype=torch.float32)
 
 
 @dataclass(frozen=True)
@@ -158,8 +162,7 @@ class AdamW16(AdamW):
         number: int,
         salt: int,
     ) -> None:
-        noise = _noise()[(number * 1_000_003 + salt * 7_919) % NOISE_ELEMENTS :]
-        for part in _parts(values.numel()):
+        for part in _parts(values.numel(), PART_ELEMENTS * torch.get_num_threads()):
             kept = state["exp_avg"][part], state["exp_avg_sq"][part]
             moment, square_moment = own_scratch(2 * len(kept[0]), torch.float32).view(2, -1)
             moment.copy_(kept[0])
@@ -168,7 +171,14 @@ class AdamW16(AdamW):
                 values[part], gradient[part], moment, square_moment, learning_rate=learning_rate, number=number
             )
             kept[0].copy_(moment)
-            square_moment.view(torch.int32).add_(noise[part]).bitwise_and_(-65536)
+            bits = square_moment.view(torch.int32)
+            for start in range(part.start, part.stop, NOISE_ELEMENTS):
+                cell, inner = divmod(start, NOISE_ELEMENTS)
+                cell_salt = salt + cell * NOISE_ELEMENTS // SALT_ELEMENTS
+                place = (number * 1_000_003 + cell_salt * 7_919) % NOISE_ELEMENTS + inner
+                some = bits[start - part.start :][:NOISE_ELEMENTS]
+                some.add_(_noise()[place : place + len(some)])
+            bits.bitwise_and_(-65536)
             kept[1].copy_(square_moment)
 
 
@@ -232,7 +242,7 @@ class AdamW8(AdamW):
             functional.optimizer_update_32bit("adam", gradient, values, *first, *second, 1.0, None, max_unorm=0.0)
             return
         numbers = (beta1, beta2, 0.0, 0.0, eps, number, learning_rate)
-        for part in _parts(values.numel()):  # its temporaries take 20 bytes an element
+        for part in _parts(values.numel(), PART_ELEMENTS):  # its temporaries take 20 bytes an element
             moments = moment[part], square_moment[part]
             rows = slice(part.start // SCALE_ELEMENTS, -(-part.stop // SCALE_ELEMENTS))
             others = (*numbers, *_maps(), state["absmax1"][rows], state["absmax2"][rows], decay)
@@ -273,17 +283,17 @@ class Sgd:
         number: int,
         salt: int,
     ) -> None:
-        sgd(
+        torch._fused_sgd_(
             [values],
             [gradient],
-            [state.get("momentum")],
-            fused=True,
+            list(state.values()),
             lr=learning_rate,
             momentum=self.momentum,
             weight_decay=self.weight_decay,
             dampening=0.0,
             nesterov=False,
             maximize=False,
+            is_first_step=False,
         )
 
 
@@ -354,6 +364,12 @@ BLOCK_ELEMENTS = 2**20
 """Elements of a sweep: a block's gradient, masters and moments (16 MiB) pass through the cache once for all work."""
 
 
+def _block_elements() -> int:
+    """The same for the threads of an update: four share a block of `BLOCK_ELEMENTS`. Many threads have large caches
+    together, and would wait for Python between small blocks, as would the threads that issue to GPUs."""
+    return BLOCK_ELEMENTS * max(1, torch.get_num_threads() // 4)
+
+
 @dataclass(frozen=True)
 class _Piece:
     """Consecutive elements of a layer that are updated together, or block by block if the rule is flat."""
@@ -366,12 +382,33 @@ class _Piece:
     rule: UpdateRule
     state: Mapping[str, torch.Tensor]
 
-    def blocks(self, size: int) -> Iterator[tuple[slice, dict[str, torch.Tensor]]]:
-        """(elements of the layer, their state) from end to end."""
-        for start in range(self.start, self.stop, size):
-            block = slice(start, min(start + size, self.stop))
-            inner = slice(block.start - self.start, block.stop - self.start)
-            yield block, {name: tensor[inner] for name, tensor in self.state.items()}
+    def update(
+        self,
+        gradient: torch.Tensor,
+        target: LayerUpdate,
+        learning_rate: float,
+        *,
+        factor: float,
+        number: int,
+        salt: int,
+    ) -> None:
+        """Clip factor, update and rounding, from end to end; `gradient` and `target` are the whole layer's."""
+        is_flat, whole = self.rule.is_flat, slice(self.start, self.stop)
+        size = _block_elements() if is_flat else self.stop - self.start
+        gradients, masters = gradient[whole].split(size), target.masters[whole].split(size)
+        weights = () if target.weights is None else target.weights[whole].split(size)
+        states = {name: tensor.split(size) for name, tensor in self.state.items()} if is_flat else {}
+        for index, (grad, values) in enumerate(zip(gradients, masters, strict=True)):
+            if factor != 1.0:
+                grad.mul_(_scalar(factor))
+            if is_flat:
+                state: Moments = {name: parts[index] for name, parts in states.items()}
+            else:
+                values, grad, state = values.view(self.shape), grad.view(self.shape), self.state
+            own_salt = salt + (self.start + index * size) // SALT_ELEMENTS
+            self.rule.update(values, grad, state, self.rate * learning_rate, number=number, salt=own_salt)
+            if weights:
+                weights[index].copy_(masters[index])
 
 
 class HostOptimizer:
@@ -475,20 +512,8 @@ class HostOptimizer:
         """
         with self._store.next_version(layer) as target:
             for piece in self._pieces[layer]:
-                rate = learning_rate * piece.rate
-                if not self._rule.is_flat:
-                    block = slice(piece.start, piece.stop)
-                    grad, new = _prepared(gradient[block], target, block, gradient_factor)
-                    piece.rule.update(
-                        new.view(piece.shape), grad.view(piece.shape), piece.state, rate, number=num_updates, salt=0
-                    )
-                    _round(target, block)
-                    continue
-                for block, state in piece.blocks(BLOCK_ELEMENTS):
-                    grad, new = _prepared(gradient[block], target, block, gradient_factor)
-                    salt = layer * 8_191 + block.start // 32
-                    piece.rule.update(new, grad, state, rate, number=num_updates, salt=salt)
-                    _round(target, block)
+                salt = layer * 8_191
+                piece.update(gradient, target, learning_rate, factor=gradient_factor, number=num_updates, salt=salt)
 
     @torch.no_grad()
     def skip_layer(self, layer: int) -> None:
@@ -523,18 +548,17 @@ def measured_update_s(num_elements: int, num_threads: int) -> float:
     """Seconds that AdamW takes for an element on this machine: the fastest of a few updates, in a run's blocks.
 
     Args:
-        num_elements: of a made-up layer, a multiple of `BLOCK_ELEMENTS`.
+        num_elements: of a made-up layer.
         num_threads: intra-op threads.
     """
     values, gradient, *moments = (page_aligned(4 * num_elements).view(torch.float32) for _ in range(4))
-    rule, taken, threads = AdamW(), [], torch.get_num_threads()
+    state = dict(zip(("exp_avg", "exp_avg_sq"), moments, strict=True))
+    piece = _Piece(0, num_elements, values.shape, 1.0, AdamW(), state)
+    taken, threads = [], torch.get_num_threads()
     set_own_threads(num_threads)
     for number in range(1, 5):
         start_s = time.perf_counter()
-        for start in range(0, num_elements, BLOCK_ELEMENTS):
-            block = slice(start, start + BLOCK_ELEMENTS)
-            state = {"exp_avg": moments[0][block], "exp_avg_sq": moments[1][block]}
-            rule.update(values[block], gradient[block], state, 1e-3, number=number, salt=0)
+        piece.update(gradient, LayerUpdate(values, None, values), 1e-3, factor=1.0, number=number, salt=0)
         taken.append(time.perf_counter() - start_s)
     set_own_threads(threads)
     return min(taken) / num_elements
@@ -570,17 +594,3 @@ def lora_plus_names(store: WeightStore) -> list[str]:
     """Parameters that LoRA+ trains faster: the B matrices, and what has one dimension, as in PEFT."""
     places = (place for layout in store.layouts for place in layout.trainable)
     return [place.name for place in places if ".lora_B." in place.name or len(place.shape) == 1]
-
-
-def _prepared(
-    gradient: torch.Tensor, target: LayerUpdate, block: slice, factor: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The block's gradient times `factor`, and its masters where they are to be updated."""
-    if factor != 1.0:
-        gradient.mul_(factor)
-    return gradient, target.masters[block]
-
-
-def _round(target: LayerUpdate, block: slice) -> None:
-    if target.weights is not None:
-        target.weights[block].copy_(target.masters[block])
