@@ -67,6 +67,8 @@ class TrainingSettings:
     unpacks_once: bool = False
     """Packed weights are unpacked once per visit of a stage, not for each microbatch and pass."""
     recompute: Literal["stage", "layer", "none"] = "stage"
+    fused: bool = True
+    """Operators and kernels of ours (`kernels: auto`), not transformers' and PEFT's own."""
     optimizer: OptimizerName = "adamw"
     has_momentum: bool = False
     """The recipe's `sgd_momentum` is not 0."""

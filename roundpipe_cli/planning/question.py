@@ -216,8 +216,8 @@ class PlanRequest:
         """Lower bound on the step time: workers that never wait, and nothing computed twice."""
         costs, settings = self.analytic.costs, self.settings
         once_s = sum(layer.forward_s + layer.backward_s for layer in costs.layers) * settings.num_microbatches
-        host_s = settings.num_microbatches * self.analytic.host_s_per_microbatch
-        return once_s / sum(costs.worker_speed or (1.0,) * self.num_workers) + host_s
+        device_s = once_s / sum(costs.worker_speed or (1.0,) * self.num_workers)
+        return max(device_s, self.analytic.host_s(settings.num_microbatches))
 
 
 ENOUGH_PER_WORKER = 4
@@ -252,6 +252,7 @@ def settings_of(recipe: Recipe) -> TrainingSettings:
         float16_accumulation=recipe.float16_accumulation,
         packed_as=recipe.packed_as,
         recompute=recipe.pipeline.recompute,
+        fused=recipe.kernels == "auto",
         optimizer=recipe.optim,
         has_momentum=recipe.sgd_momentum > 0,
         head_chunk_tokens=recipe.head_chunk_tokens,

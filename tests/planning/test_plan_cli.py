@@ -104,7 +104,7 @@ def test_json_document_has_the_documented_keys(recipe: Path) -> None:
     predicted = document["predicted"]
     assert predicted["tokens_per_s"] == pytest.approx(4 * 512 / predicted["step_s"])
     assert 0 <= predicted["bubble_ratio"] < 1
-    assert predicted["device_step_s"] == pytest.approx(predicted["step_s"] - answer.host_s)
+    assert predicted["step_s"] == max(predicted["device_step_s"], answer.host_s)
     solved = plan_document(answer, solve(answer))["solve"]
     assert list(solved) == ["max_seq_length", "micro_batch_size", "changes"]
     assert (solved["max_seq_length"], solved["changes"]) == (8192, [])
