@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from scripts.gpu_checks import experts, figures, fp8, procedure
+from scripts.gpu_checks import correctness, experts, figures, fp8, procedure
 from scripts.gpu_checks.kernels import kind_of
 from scripts.gpu_checks.part import PARTS, outcome_of, run_part
 from scripts.gpu_checks.place import OPTIONAL, Check, CheckPlace, SkippedCheckError
@@ -163,6 +163,13 @@ def test_kernels_of_triton_need_a_real_card() -> None:
     found = [outcome_of(one) for one in experts.checks(CheckPlace(True, (0, 1), "tiny"))]
     assert len(found) == 9
     assert {(one["status"], one["reason"]) for one in found} == {("skipped", "a Triton kernel needs a real card")}
+
+
+def test_a_deterministic_step_is_compared_with_itself_and_with_one_worker() -> None:
+    chosen = [one for one in correctness.checks(CheckPlace(True, (0, 1), "tiny")) if "deterministic" in one.name]
+    assert [one.name for one in chosen] == ["deterministic, whole rows", "deterministic, packed rows"]
+    found = [outcome_of(one) for one in chosen]
+    assert [one.get("figures") for one in found] == [{"errors": [0.0, 0.0]}] * 2, found
 
 
 def test_weights_in_fp8_need_a_real_card() -> None:

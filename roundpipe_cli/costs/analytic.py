@@ -63,8 +63,18 @@ def activation_bytes(architecture: Architecture, block: Block, settings: Trainin
         mlp += 0 if block.num_experts else (1 + size) * (2 * hidden + width)
     activations = int(settings.tokens_per_microbatch * total + settings.tokens_per_mlp_call * mlp)
     activations += _pair_bytes(architecture, block, settings)
+    if settings.deterministic:  # gradients of queries in float32, for each of the blocks that add to them in turn
+        copies = math.ceil(MULTIPROCESSORS / (architecture.num_attention_heads * max(1, settings.micro_batch_size)))
+        activations += int(4 * copies * settings.tokens_per_microbatch * query)
     gradients = 4 / size  # float32, of keys and values
     return activations + int((1 + gradients) * key_value_bytes(architecture, settings))
+
+
+MULTIPROCESSORS = 170
+"""Of the largest consumer card; others have fewer."""
+ORDERED_BACKWARD = 1.61
+"""Time of attention's backward that adds up in order, of its time otherwise: 38 % less throughput at worst (arXiv
+2601.21824, FlashAttention-3 on H800); not measured here."""
 
 
 def _pair_bytes(architecture: Architecture, block: Block, settings: TrainingSettings) -> int:
@@ -279,6 +289,8 @@ class _Timer:
         unpack_s = block.params * settings.unpacking_bytes_per_param / self.device.memory_bytes_per_s
         each_s = 0.0 if settings.unpacks_once else unpack_s
         forward_s, backward_s = self._pass_s(work.forward) + each_s, self._pass_s(work.backward) + each_s
+        if settings.deterministic and not self.device.is_cpu:
+            backward_s += (ORDERED_BACKWARD - 1) * work.backward.attention_flops / self._rates.attention
         adapters = lora_params(architecture, block, settings) if settings.method == "lora" else 0
         skippable_s = self._skippable_s(block)
         if settings.tokens_per_mlp_call < settings.tokens_per_microbatch:  # backward computes it again

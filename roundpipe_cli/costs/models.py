@@ -62,6 +62,8 @@ class TrainingSettings:
     dtype: DType = "bfloat16"
     float16_accumulation: bool = False
     """Matrix products of float16 add up in float16."""
+    deterministic: bool = False
+    """GPUs add up in order in attention's backward."""
     packed_as: PackedName | None = None
     """Format of the blocks' frozen weights; None: they lie whole."""
     unpacks_once: bool = False

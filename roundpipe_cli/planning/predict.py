@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from roundpipe_cli.choices import SCHEDULE_KINDS
-from roundpipe_cli.costs.analytic import analytic_costs, fused_share
+from roundpipe_cli.costs.analytic import ORDERED_BACKWARD, analytic_costs, fused_share
 from roundpipe_cli.costs.cost import ADDING_BYTES, CostModel, LayerCost, StageRange
 from roundpipe_cli.costs.hardware import Hardware
 from roundpipe_cli.costs.memory import DEVICE_SHARE, spare_for_cache, whole_cache_bytes, with_cached_weights
@@ -664,6 +664,11 @@ def _assumptions(question: PlanRequest, cut: StageCut) -> tuple[str, ...]:
             lines.append(
                 "assumed: float16 products that add up in float16 (accumulate=fp16); a run does so only with "
                 "float16_accumulation: true"
+            )
+        if settings.deterministic:
+            lines.append(
+                f"assumed: deterministic: attention's backward takes {ORDERED_BACKWARD:g} times as long (arXiv "
+                "2601.21824), nothing else longer; not measured"
             )
         if settings.packed_as == "fp8":
             lines.append("assumed: FP8 weights (load_in_fp8) are unpacked at the GPU's memory rate; not measured")

@@ -250,6 +250,7 @@ def settings_of(recipe: Recipe) -> TrainingSettings:
         lora_targets=None if targets == "all-linear" else (targets,) if isinstance(targets, str) else targets,
         dtype=recipe.dtype,
         float16_accumulation=recipe.float16_accumulation,
+        deterministic=recipe.deterministic,
         packed_as=recipe.packed_as,
         recompute=recipe.pipeline.recompute,
         fused=recipe.kernels == "auto",

@@ -69,7 +69,11 @@ def make_engine(setup: Setup, *, count_bytes: bool = False) -> Engine:
         setup.split,
         setup.store,
         make_backends(
-            setup.devices, num_threads, float16_accumulation=recipe.float16_accumulation, count_bytes=count_bytes
+            setup.devices,
+            num_threads,
+            float16_accumulation=recipe.float16_accumulation,
+            deterministic=recipe.deterministic,
+            count_bytes=count_bytes,
         ),
         options=EngineOptions(
             seed=recipe.seed,
@@ -254,6 +258,7 @@ def _profile_cache(setup: Setup, costs: CostModel) -> ProfileCache:
             "bytes": [[layout.num_bytes, layout.num_trainable_elements] for layout in setup.store.layouts],
             "dtype": recipe.dtype,
             "float16_accumulation": recipe.float16_accumulation,
+            "deterministic": recipe.deterministic,
             "lora": asdict(recipe.lora) if recipe.method == "lora" else None,
             "micro_batch_size": recipe.rows_per_microbatch,
             "micro_batch_tokens": recipe.token_budget,

@@ -38,6 +38,8 @@ MORE_CASES = {
 
 
 def checks(place: CheckPlace) -> Iterator[Check]:
+    for rows in ("whole", "packed"):  # before cuBLAS has read its variable
+        yield check(f"deterministic, {rows} rows", same_bits, place, rows)
     cases = {**CASES, **MORE_CASES}
     for name in cases:
         for devices in place.pairs if name in ("lora", "full") else place.pairs[-1:]:
@@ -62,6 +64,29 @@ def same_as_processor(place: CheckPlace, name: str, case: Case, devices: Sequenc
     limit = case.bound if place.is_simulated else ROUNDED if name in ROUNDED_CASES or case.bound else EXACT
     assert error <= limit, f"{error:.1e} off the processor's, at most {limit:.0e} is allowed"
     return {"error": error, "same_bits": is_equal(found, expected)}
+
+
+def same_bits(place: CheckPlace, rows: str) -> Figures:
+    """`deterministic: true` in 16 bit: a step twice, and with one worker."""
+    length, attends = 1500 if place.scale == "full" else 12, {"attends_in_rows": True} if rows == "packed" else {}
+    microbatches = random_microbatches([(1, length), (1, length - 5)])
+    if rows == "packed":
+        starts = [torch.cat([torch.arange(5), torch.arange(one.input_ids.shape[1] - 5)])[None] for one in microbatches]
+        microbatches = [replace(one, position_ids=ids) for one, ids in zip(microbatches, starts, strict=True)]
+    case = Case("llama", "full", {"dtype": torch.bfloat16}, microbatches=microbatches, engine=attends)
+    found = []
+    try:
+        for devices in (place.pairs[-1], place.pairs[-1], (place.first,)):
+            rig = case.rig()
+            one = replace(case, schedule=one_worker) if len(devices) == 1 else case
+            with place.devices(), page_locked(rig):
+                cuda.set_up_process(place.pairs[-1], deterministic=True)
+                found.append(one.on(rig, [cuda.CudaBackend(index) for index in devices]))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    errors = [worst_difference(one, found[0]) for one in found[1:]]
+    assert all(is_equal(one, found[0]) for one in found[1:]), f"again and with one worker: {errors} off"
+    return {"errors": errors}
 
 
 def one_worker(rig: Rig, num_microbatches: int) -> Schedule:

@@ -101,6 +101,9 @@ def test_bfloat16_uses_the_fp32_accumulate_figure_whatever_is_asked() -> None:
     assert bfloat16[0] == bfloat16[1] == float16[1]
     assert 1.2 < float16[1] / float16[0] < 1.5
     assert gpu_s(costs(dtype="float16", float16_accumulation=True)) == float16[0]
+    ordered = costs(dtype="float16", deterministic=True)
+    assert 1.0 < gpu_s(ordered) / gpu_s(costs(dtype="float16")) < 1.1
+    assert ordered.costs.layers[2].activation_bytes > costs(dtype="float16").costs.layers[2].activation_bytes
 
 
 def test_other_gpus_scale_by_their_data_sheets() -> None:

@@ -200,8 +200,19 @@ def xid_in(lines: Sequence[str], place: str, now_s: float) -> str | None:
     return None
 
 
-def set_up_process(indices: Collection[int], *, float16_accumulation: bool = False) -> None:
+WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+"""The variable by which cuBLAS takes memory of a fixed size, so that streams do not choose other products."""
+ORDERED_WORKSPACES = (":4096:8", ":16:8")
+"""Its values that torch takes for deterministic ones."""
+
+
+def set_up_process(
+    indices: Collection[int], *, float16_accumulation: bool = False, deterministic: bool = False
+) -> None:
     """Set torch's options for these GPUs, for the whole process: products, memory and attention.
+
+    With `deterministic` flash attention, also that of packed rows, and the efficient kernel add up in order; torch asks
+    its global switch for that. Unwritten memory is not filled: nothing here reads it.
 
     Memory comes in segments that grow, so that microbatches of other lengths leave no gaps between blocks; not where
     the user has set torch's allocator up, or where a driver cannot (virtual GPUs). Attention never goes through cuDNN,
@@ -212,6 +223,10 @@ def set_up_process(indices: Collection[int], *, float16_accumulation: bool = Fal
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     torch.backends.cuda.matmul.allow_fp16_accumulation = float16_accumulation
     torch.backends.cuda.enable_cudnn_sdp(False)
+    if deterministic and os.environ.get(WORKSPACE) not in ORDERED_WORKSPACES:
+        os.environ[WORKSPACE] = ORDERED_WORKSPACES[0]
+    torch.use_deterministic_algorithms(deterministic)
+    torch.utils.deterministic.fill_uninitialized_memory = not deterministic
     set_up_attention(min(torch.cuda.get_device_capability(index) for index in indices))
     if any(name in os.environ for name in ALLOCATOR_VARIABLES):
         return

@@ -570,10 +570,12 @@ def _on_devices(loaded: LoadedRecipe, tell: Tell) -> tuple[tuple[str, ...], Load
     """The device of each worker, and the recipe in a data type that all of them have."""
     devices, no_gpu = choose_devices(loaded.recipe.pipeline.devices)
     recipe, other_dtype = with_dtype_of(loaded.recipe, devices)
-    without_effect = None
+    notices = [no_gpu, other_dtype]
     if recipe.float16_accumulation and "cpu" in devices:
-        without_effect = "float16_accumulation has no effect here: processors add up in float32"
-    for text in filter(None, (no_gpu, other_dtype, without_effect)):
+        notices.append("float16_accumulation has no effect here: processors add up in float32")
+    if recipe.deterministic and "cpu" in devices:
+        notices.append("deterministic has no effect here: processors compute the same bits without it")
+    for text in filter(None, notices):
         tell(Notice(text))
     return devices, replace(loaded, recipe=recipe)
 
