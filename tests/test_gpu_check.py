@@ -215,7 +215,7 @@ def test_kinds_of_kernels(kernel: str, kind: str) -> None:
 def test_kernels_of_triton_need_a_real_card() -> None:
     """On simulated cards the processor computes; Triton's kernels run on a real one alone."""
     found = [outcome_of(one) for one in experts.checks(CheckPlace(True, (0, 1), "tiny"))]
-    assert len(found) == 9
+    assert len(found) == 10
     assert {(one["status"], one["reason"]) for one in found} == {("skipped", "a Triton kernel needs a real card")}
 
 

@@ -21,7 +21,16 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from roundpipe_cli.choices import OPTIMIZERS
-from roundpipe_cli.costs.block_work import EXACT_BYTES, PassWork, Tally, block_work, expert_fill, has_mask, lora_params
+from roundpipe_cli.costs.block_work import (
+    ACCUMULATED_BYTES,
+    EXACT_BYTES,
+    PassWork,
+    Tally,
+    block_work,
+    expert_fill,
+    has_mask,
+    lora_params,
+)
 from roundpipe_cli.costs.cost import CostModel, LayerCost, keep_activations, skip_projections
 from roundpipe_cli.costs.hardware import Accumulate, Device, Hardware, Rates, rates_of
 from roundpipe_cli.costs.models import Architecture, Block, TrainingSettings
@@ -127,7 +136,7 @@ def head_bytes(tokens: float, chunk_tokens: int, vocab_size: int, hidden_size: i
 #
 # One kernel writes each logit's gradient over it (`kernels/fused.py`). Torch's operators move more: cast to
 # float32, log-softmax; the exponential, scaled, both in place, and cast back. A trained head adds each chunk's gradient
-# to its sum.
+# to its sum in float32, in 16 bit within the product.
 
 
 def head_work(architecture: Architecture, settings: TrainingSettings) -> tuple[PassWork, PassWork]:
@@ -136,6 +145,7 @@ def head_work(architecture: Architecture, settings: TrainingSettings) -> tuple[P
     tokens, hidden, vocabulary, size = tally.tokens, architecture.hidden_size, architecture.vocab_size, tally.size
     chunks = max(1, math.ceil(tokens / settings.head_chunk_tokens))
     cast = 0 if size == EXACT_BYTES else size + EXACT_BYTES
+    added = 0
     tally.forward.product(tokens, hidden, vocabulary, size)
     tally.forward.library_bytes += tokens * vocabulary * (cast + 2 * EXACT_BYTES)
     tally.backward.moves(tokens * vocabulary * 2 * size)
@@ -143,9 +153,10 @@ def head_work(architecture: Architecture, settings: TrainingSettings) -> tuple[P
     tally.backward.product(tokens, vocabulary, hidden, size)
     if tally.trains:
         tally.backward.product(vocabulary, tokens, hidden, size)
-        for _ in range(chunks):
-            tally.accumulate(vocabulary * hidden)
-    tally.forward.operators, tally.backward.operators = 4 + 4 * chunks, (4 if tally.trains else 2) * chunks
+        within = chunks > 1 and size < EXACT_BYTES
+        tally.backward.traffic_bytes += chunks * vocabulary * hidden * (ACCUMULATED_BYTES + (0 if within else size))
+        added = 1 if within else 2
+    tally.forward.operators, tally.backward.operators = 4 + 4 * chunks, (2 + added) * chunks
     tally.forward.library_operators = 9 * chunks
     return tally.forward, tally.backward
 
