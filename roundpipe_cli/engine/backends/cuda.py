@@ -226,7 +226,7 @@ def set_up_process(
     if deterministic and os.environ.get(WORKSPACE) not in ORDERED_WORKSPACES:
         os.environ[WORKSPACE] = ORDERED_WORKSPACES[0]
     torch.use_deterministic_algorithms(deterministic)
-    torch.utils.deterministic.fill_uninitialized_memory = not deterministic
+    torch.utils.deterministic.fill_uninitialized_memory = not deterministic  # type: ignore[attr-defined]
     set_up_attention(min(torch.cuda.get_device_capability(index) for index in indices))
     if any(name in os.environ for name in ALLOCATOR_VARIABLES):
         return
