@@ -20,7 +20,7 @@ from roundpipe_cli.costs.block_work import attended_tokens, block_work
 from roundpipe_cli.costs.cost import StageRange
 from roundpipe_cli.costs.find_model import find_architecture, read_gguf_config, shipped_architecture, shipped_figures
 from roundpipe_cli.costs.hardware import parse_hardware
-from roundpipe_cli.costs.models import TrainingSettings, parse_config
+from roundpipe_cli.costs.models import TrainingSettings, head_chunk_tokens, parse_config
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.files.source import resolve_model
 from roundpipe_cli.model.files.untrusted import check_small_files
@@ -84,6 +84,15 @@ def test_attention_grows_with_the_square_of_the_sequence_and_windows_stop_it() -
     assert 2.1 < long / short < 4
     windows = [block.window for block in find_architecture("google/gemma-3-4b-pt").blocks]
     assert [index for index, window in enumerate(windows) if window is None] == [5, 11, 17, 23, 29]
+
+
+def test_the_heads_chunk_is_a_rule_of_the_vocabulary_alone() -> None:
+    """Logits of one chunk took 3.2 GB with a vocabulary of 262,144."""
+    sizes = [head_chunk_tokens(None, size) for size in (1, 32_000, 128_256, 151_936, 184_000, 186_000, 262_144, 2**22)]
+    assert sizes == [1024, 1024, 1024, 1024, 1024, 512, 512, 256]
+    assert head_chunk_tokens(77, 262_144) == 77
+    ask_of = [costs("google/gemma-3-1b-it", head_chunk_tokens=tokens).costs.layers[-1] for tokens in (1024, 512)]
+    assert ask_of[0].activation_bytes > 1.8 * ask_of[1].activation_bytes
 
 
 def test_experts_cost_their_active_share_and_upload_all() -> None:

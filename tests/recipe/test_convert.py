@@ -483,6 +483,7 @@ NOT_OF_PEERS = {
     "model",
     "micro_batch_tokens",
     "float16_accumulation",
+    "deterministic",
     "load_in_fp8",
     "method",
     "objective",

@@ -19,7 +19,7 @@ from torch import nn
 from roundpipe_cli.choices import PACKED_FORMATS, PackedName
 from roundpipe_cli.costs.find_model import FoundConfig
 from roundpipe_cli.costs.machine import MAX_PARAMETERS_ON_CPU, host_memory
-from roundpipe_cli.costs.models import is_counted_exactly
+from roundpipe_cli.costs.models import head_chunk_tokens, is_counted_exactly
 from roundpipe_cli.data.batching import BatchSampler, Grouping
 from roundpipe_cli.data.dataset import build_dataset, build_pairs, hold_out_pairs
 from roundpipe_cli.data.rows import DatasetSpec, DataSettings, TrainRules
@@ -423,6 +423,12 @@ class Setup:
     """Modules that compute by fused operators; None: all by their own code (`kernels: reference`)."""
     unpacks_once: bool = False
     """Packed weights are unpacked once per visit of a stage."""
+
+    @property
+    def head_chunk_tokens(self) -> int:
+        """Tokens for which the LM head computes logits at once."""
+        config: Any = self.model.config
+        return head_chunk_tokens(self.recipe.head_chunk_tokens, config.get_text_config().vocab_size)
 
     @functools.cached_property
     def attends_in_rows(self) -> bool:
