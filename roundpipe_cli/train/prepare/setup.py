@@ -513,8 +513,9 @@ def prepare(
     fill_store(store, base.source, model, recipe, start=start, tell=tell)
     tell(Notice(_describe_model(config, layouts, recipe, devices), is_detail=True))
     fused = None if proof.not_fused else _find_fused(recipe, model, split, tell)
+    chunk = head_chunk_tokens(recipe.head_chunk_tokens, config.get_text_config().vocab_size)
     return Setup(
-        recipe,
+        replace(recipe, head_chunk_tokens=chunk),
         base.source,
         rows.tokenizer,
         rows.dataset,
