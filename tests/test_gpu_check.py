@@ -221,7 +221,7 @@ def test_kernels_of_triton_need_a_real_card() -> None:
 
 def test_a_deterministic_step_is_compared_with_itself_and_with_one_worker() -> None:
     chosen = [one for one in correctness.checks(CheckPlace(True, (0, 1), "tiny")) if "deterministic" in one.name]
-    assert [one.name for one in chosen] == ["deterministic, whole rows", "deterministic, packed rows"]
+    assert [one.name for one in chosen] == ["deterministic, whole", "deterministic, packed", "deterministic, experts"]
     found = outcome_of(chosen[1])
     assert found.get("figures") == {"errors": [0.0, 0.0]}, found
 

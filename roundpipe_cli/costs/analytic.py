@@ -80,7 +80,7 @@ def activation_bytes(architecture: Architecture, block: Block, settings: Trainin
 
 
 MULTIPROCESSORS = 170
-"""Of the largest consumer card; others have fewer."""
+"""Multiprocessors of the largest consumer card; others have fewer."""
 ORDERED_BACKWARD = 1.61
 """Time of attention's backward that adds up in order, of its time otherwise: 38 % less throughput at worst (arXiv
 2601.21824, FlashAttention-3 on H800); not measured here."""

@@ -40,8 +40,8 @@ MORE_CASES = {
 
 
 def checks(place: CheckPlace) -> Iterator[Check]:
-    for rows in ("packed",) if place.is_quick else ("whole", "packed"):  # before cuBLAS has read its variable
-        yield check(f"deterministic, {rows} rows", same_bits, place, rows)
+    for kind in ("packed",) if place.is_quick else ("whole", "packed", "experts"):  # before cuBLAS reads its variable
+        yield check(f"deterministic, {kind}", same_bits, place, kind)
     cases = {name: CASES[name] for name in QUICK_CASES} if place.is_quick else {**CASES, **MORE_CASES}
     for name in cases:
         for devices in place.pairs if name in ("lora", "full") else place.pairs[-1:]:
@@ -70,14 +70,15 @@ def same_as_processor(place: CheckPlace, name: str, case: Case, devices: Sequenc
     return {"error": error, "same_bits": is_equal(found, expected)}
 
 
-def same_bits(place: CheckPlace, rows: str) -> Figures:
+def same_bits(place: CheckPlace, kind: str) -> Figures:
     """`deterministic: true` in 16 bit: a step twice, and with one worker."""
-    length, attends = 1500 if place.scale == "full" else 12, {"attends_in_rows": True} if rows == "packed" else {}
+    length, attends = 1500 if place.scale == "full" else 12, {"attends_in_rows": True} if kind == "packed" else {}
     microbatches = random_microbatches([(1, length), (1, length - 5)])
-    if rows == "packed":
+    if kind == "packed":
         starts = [torch.cat([torch.arange(5), torch.arange(one.input_ids.shape[1] - 5)])[None] for one in microbatches]
         microbatches = [replace(one, position_ids=ids) for one, ids in zip(microbatches, starts, strict=True)]
-    case = Case("llama", "full", {"dtype": torch.bfloat16}, microbatches=microbatches, engine=attends)
+    model = "qwen3_moe" if kind == "experts" else "llama"
+    case = Case(model, "full", {"dtype": torch.bfloat16}, microbatches=microbatches, engine=attends)
     found = []
     try:
         for devices in (place.pairs[-1], place.pairs[-1], (place.first,)):

@@ -154,9 +154,18 @@ def test_torch_adds_up_in_order_only_where_a_recipe_says_so(
         make_backends(["cuda:0"], 1, deterministic=True)
         assert torch.are_deterministic_algorithms_enabled()
         assert not torch.is_deterministic_algorithms_warn_only_enabled(), "flash attention then only warns"
+        assert torch._C._dispatch_has_kernel_for_dispatch_key("aten::histc", "CUDA")
         assert not torch.utils.deterministic.fill_uninitialized_memory and os.environ[cuda.WORKSPACE] == becomes
         make_backends(["cuda:0"], 1)
         assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_experts_tokens_are_counted_as_torch_counts_them() -> None:
+    chosen = torch.tensor([[0, 3], [3, 7], [8, 1]], dtype=torch.int32)  # 8: of no expert
+    found = cuda.counts(chosen, bins=8, min=0, max=7)
+    assert found.dtype == torch.int32 and torch.equal(found.float(), torch.histc(chosen.float(), 8, 0, 7))
+    with pytest.raises(RuntimeError, match="no deterministic implementation"):
+        cuda.counts(chosen.float(), bins=8, min=0, max=7)
 
 
 def test_a_full_card_is_no_reason_to_change_the_allocator() -> None:

@@ -6,6 +6,7 @@ streams is kept by events on the device. Host memory must be page-locked, or cop
 
 from __future__ import annotations
 
+import functools
 import gc
 import math
 import os
@@ -13,6 +14,7 @@ import re
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
@@ -206,6 +208,28 @@ ORDERED_WORKSPACES = (":4096:8", ":16:8")
 """Its values that torch takes for deterministic ones."""
 
 
+@functools.cache
+def _count_in_order() -> torch.library.Library:
+    """Have experts' tokens counted without atomics, for which torch refuses `histc`; as long as the result is kept."""
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, that its own kernel is replaced
+        library.impl("histc", counts, "CUDA")
+    return library
+
+
+def counts(values: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) -> torch.Tensor:
+    """`torch.histc` of whole numbers with a bin for each from `min` to `max`; others are left out.
+
+    Raises:
+        RuntimeError: bins are wider, or values no whole numbers.
+    """
+    if values.is_floating_point() or bins != max - min + 1:
+        raise RuntimeError("torch.histc of numbers that are not whole has no deterministic implementation here")
+    each = torch.arange(int(min), int(max) + 1, device=values.device)
+    return (values.flatten()[:, None] == each).sum(dim=0).to(values.dtype)
+
+
 def set_up_process(
     indices: Collection[int], *, float16_accumulation: bool = False, deterministic: bool = False
 ) -> None:
@@ -225,6 +249,8 @@ def set_up_process(
     torch.backends.cuda.enable_cudnn_sdp(False)
     if deterministic and os.environ.get(WORKSPACE) not in ORDERED_WORKSPACES:
         os.environ[WORKSPACE] = ORDERED_WORKSPACES[0]
+    if deterministic:
+        _count_in_order()
     torch.use_deterministic_algorithms(deterministic)
     torch.utils.deterministic.fill_uninitialized_memory = not deterministic  # type: ignore[attr-defined]
     set_up_attention(min(torch.cuda.get_device_capability(index) for index in indices))
