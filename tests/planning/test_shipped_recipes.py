@@ -108,7 +108,8 @@ def test_plan_says_what_the_header_says(name: str, monkeypatch: pytest.MonkeyPat
     least, most = (_host_bytes(plan, *cut) for cut in ((0, 0), (len(layers), 8 * plan.question.num_workers)))
     assert least - 0.06 * GIB <= header.host_bytes <= most + 0.06 * GIB
     work_s = sum(layer.forward_s + layer.backward_s for layer in layers) * plan.question.settings.num_microbatches
-    assert work_s / plan.question.num_workers <= header.step_s <= now.step_s * 1.02
+    least_s = 0.995 * work_s / plan.question.num_workers  # the header has three figures
+    assert least_s <= header.step_s <= now.step_s * 1.02
     assert header.tokens_per_s == pytest.approx(header.tokens_per_step / header.step_s, rel=0.02)
 
 
