@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from scripts.gpu_checks import experts, figures, fp8, procedure
+from scripts.gpu_checks import correctness, environment, experts, figures, fp8, links, procedure, throughput
 from scripts.gpu_checks.kernels import kind_of
 from scripts.gpu_checks.part import PARTS, outcome_of, run_part
 from scripts.gpu_checks.place import OPTIONAL, Check, CheckPlace, SkippedCheckError
@@ -30,10 +31,13 @@ for name in ("good", "hangs", "dies", "last"):
     if name in done: continue
     write(check=name, status="running", limit_s=0.3)
     if name == "hangs": hangs_here()
-    if name == "dies": os.kill(os.getpid(), signal.SIGSEGV)
+    if name == "dies" and "CUDA_LAUNCH_BLOCKING" not in os.environ: os.kill(os.getpid(), signal.SIGSEGV)
     write(check=name, status="ok", seconds=0.0, figures={"answer": 7})
 """
 """In place of a part's process: the second check hangs, the third dies."""
+
+
+QUICK = {"environment": environment, "correctness": correctness, "links": links, "throughput": throughput}
 
 
 @pytest.fixture
@@ -42,7 +46,8 @@ def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script.write_text(CHILD)
 
     def words(part: str, args: argparse.Namespace, results: Path, done: Sequence[str]) -> list[str]:
-        return [sys.executable, "-S", str(script), str(results), *done]
+        others = {"good", "hangs", "dies", "last"} - set(args.choose) if getattr(args, "choose", None) else ()
+        return [sys.executable, "-S", str(script), str(results), *done, *others]
 
     monkeypatch.setattr(procedure, "child_words", words)
     monkeypatch.setattr(procedure, "STACKS_S", 0.2)
@@ -60,6 +65,54 @@ def test_a_check_that_hangs_or_dies_costs_only_itself(tmp_path: Path) -> None:
     assert "hangs_here" in written[1]["stacks"] and "no result after 0 s" in written[1]["reason"]
     assert "-11" in written[2]["reason"] and written[3]["figures"] == {"answer": 7}
     assert summary(document) == 1
+
+
+@pytest.mark.usefixtures("child")
+def test_a_case_that_failed_is_tried_again_one_launch_at_a_time(tmp_path: Path) -> None:
+    """What then passes is a matter of order, what fails again one of arithmetic."""
+    document = CheckDocument(tmp_path / "all.json", "GPU")
+    run_one("correctness", argparse.Namespace(choose=[]), tmp_path, document, end_s=1e18)
+    written = json.loads(document.path.read_text())["parts"]["correctness"][4:]
+    assert [(one["check"], one["status"]) for one in written] == [("hangs, again", "stopped"), ("dies, again", "ok")]
+    assert written[0]["environment"] == {"CUDA_LAUNCH_BLOCKING": "1", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+
+
+def test_quick_is_few_checks_on_all_cards_within_ten_minutes() -> None:
+    assert sum(procedure.QUICK_LIMITS_S.values()) == 600.0
+    place = CheckPlace(True, (0, 1), "tiny", is_quick=True)
+    names = {part: [one.name for one in module.checks(place)] for part, module in QUICK.items()}
+    assert len(names["correctness"]) == 8 and len(names["links"]) == 2
+    assert names["throughput"] == ["lora, streamed, on 2"]
+    assert {"topology", "messages of the driver", "under load"} <= set(names["environment"])
+    parser = argparse.ArgumentParser()
+    procedure.add_arguments(parser)
+    args = parser.parse_args(
+        ["--quick", "--scale", "tiny", "--trace", "t.json", "--memory-snapshot", "m.pickle", "--choose", "a b"]
+    )
+    words = procedure.child_words("links", args, Path("r"), ["x"])
+    assert parser.parse_args(words[2:]).quick and words[words.index("--trace") + 1] == "t.json"
+    assert words[words.index("--memory-snapshot") + 1] == "m.pickle" and words[words.index("--choose") + 1] == "a b"
+
+
+def test_memory_is_locked_until_the_system_refuses() -> None:
+    found = outcome_of(next(links.checks(CheckPlace(True, (0, 1), "tiny", is_quick=True))))
+    assert found["figures"] == {"locked_bytes": 4 * 2**18, "was_refused": False}, found
+
+
+def test_what_memory_held_is_kept_when_it_ran_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    dumped: list[str] = []
+    monkeypatch.setattr("torch.cuda.memory._dump_snapshot", dumped.append)
+    found = outcome_of(raised(torch.OutOfMemoryError("CUDA out of memory")), "held.pickle")
+    assert (found["status"], found["memory_snapshot"], dumped) == ("failed", "held.pickle", ["held.pickle"])
+    assert "memory_snapshot" not in outcome_of(raised(AssertionError("3 off")), "held.pickle")
+
+
+@pytest.mark.slow
+def test_one_throughput_on_all_cards_and_a_trace_of_a_step(tmp_path: Path) -> None:
+    place = CheckPlace(True, (0, 1), "tiny", is_quick=True, trace=str(tmp_path / "trace.json"))
+    found = [outcome_of(one) for one in throughput.checks(place)]
+    assert [one["status"] for one in found] == ["ok", "ok"], found
+    assert "traceEvents" in json.loads((tmp_path / "trace.json").read_text())
 
 
 @pytest.mark.usefixtures("child")
@@ -90,7 +143,8 @@ def test_what_a_missing_package_costs() -> None:
 
 def test_every_answer_is_on_disk_before_the_next_question(tmp_path: Path) -> None:
     results = tmp_path / "lines"
-    assert run_part("environment", CheckPlace(True, (0, 1), "tiny"), results, {"torch", "devices", "driver"}) == 0
+    done = {"torch", "devices", "driver", "topology", "messages of the driver", "under load"}
+    assert run_part("environment", CheckPlace(True, (0, 1), "tiny"), results, done) == 0
     lines = [json.loads(line) for line in results.read_text().splitlines()]
     assert [(line["check"], line["status"]) for line in lines] == [
         (name, status) for name in ("packages", "host") for status in ("running", "ok")
@@ -161,8 +215,15 @@ def test_kinds_of_kernels(kernel: str, kind: str) -> None:
 def test_kernels_of_triton_need_a_real_card() -> None:
     """On simulated cards the processor computes; Triton's kernels run on a real one alone."""
     found = [outcome_of(one) for one in experts.checks(CheckPlace(True, (0, 1), "tiny"))]
-    assert len(found) == 9
+    assert len(found) == 10
     assert {(one["status"], one["reason"]) for one in found} == {("skipped", "a Triton kernel needs a real card")}
+
+
+def test_a_deterministic_step_is_compared_with_itself_and_with_one_worker() -> None:
+    chosen = [one for one in correctness.checks(CheckPlace(True, (0, 1), "tiny")) if "deterministic" in one.name]
+    assert [one.name for one in chosen] == ["deterministic, whole", "deterministic, packed", "deterministic, experts"]
+    found = outcome_of(chosen[1])
+    assert found.get("figures") == {"errors": [0.0, 0.0]}, found
 
 
 def test_weights_in_fp8_need_a_real_card() -> None:
@@ -182,6 +243,11 @@ def test_tables_bear_the_hardwares_name(tmp_path: Path) -> None:
             {"check": "lora, cached", "status": "failed", "reason": "no"},
         ],
         "links": [{"check": "one link", "status": "ok", "figures": {"up_gb_per_s": [25.0], "down_gb_per_s": [26.0]}}],
+        "kernels": [
+            {"check": "launches a second", "status": "ok", "figures": {"1 at will": 1e5}},
+            {"check": "qwen3, lora, auto", "status": "ok", "figures": {
+                "microseconds": {"product": 750.0, "attention": 250.0}, "launches": {"product": 22, "attention": 1}}},
+        ],
         "experts": [
             {"check": "parity", "status": "ok", "figures": {"errors": {}}},
             {"check": "time, bfloat16", "status": "ok", "figures": {
@@ -195,9 +261,10 @@ def test_tables_bear_the_hardwares_name(tmp_path: Path) -> None:
     }  # fmt: skip
     document = {"device": "GPU", "hardware": "1 x NVIDIA H200, torch 2.11.0", "seconds": {}, "parts": parts}
     page = figures.updated(figures.PAGE.read_text(encoding="utf-8"), document, "2026-12-01")
-    assert "1 x NVIDIA H200, torch 2.11.0, 2026-12-01: 5 ok, 1 failed, 0 stopped, 0 skipped." in page
+    assert "1 x NVIDIA H200, torch 2.11.0, 2026-12-01: 7 ok, 1 failed, 0 stopped, 0 skipped." in page
     assert "| lora, streamed | 1,234 | 2.000 s | 3.0 % | 5.00 GB |" in page and "| one link | 25.0 | 26.0 |" in page
     assert "| time, bfloat16 | 4.00 ms | 9.00 ms | 12.00 ms | 30.00 ms | a loop |" in page
+    assert "| qwen3, lora, auto | 23 | 1.00 ms | 75 % | 25 % |" in page
     assert "| time, 64 x 64 x 64 | 2.00 ms | 0.50 ms |" in page
     assert figures.updated(page, document, "2026-12-01") == page
     path = tmp_path / "simulated.json"

@@ -199,12 +199,9 @@ def _case_of(request: PlanRequest) -> SimulationCase:
     """The case that a recipe describes: costs, workers and microbatches."""
     from roundpipe_cli.planning.predict import stage_case
 
-    host_s = request.settings.num_microbatches * request.analytic.host_s_per_microbatch
+    host_s = request.analytic.host_s(request.settings.num_microbatches)
     if host_s:
-        say(
-            f"note: on top of every schedule, Python takes {format_seconds(host_s)} a step to start the operators; "
-            "`plan` counts them"
-        )
+        say(f"note: Python takes {format_seconds(host_s)} a step to start the operators; no step is faster")
     return stage_case(request)
 
 

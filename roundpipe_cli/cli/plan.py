@@ -66,7 +66,7 @@ def verdict_lines(answer: Plan, found: Sequence[Change] | None = None, length: R
     if summary.word == "DOES NOT FIT":
         bubble += ", if it did fit"
     a_step = " to ".join(format_seconds(seconds) for seconds in answer.band.around(answer.step_s))
-    least, most = answer.band.around(answer.tokens_per_s)
+    least, most = answer.tokens_per_s_range
     return [
         *lines,
         *_memory(answer),
@@ -446,7 +446,7 @@ def plan_document(answer: Plan, solution: Solution | None, found: Sequence[Chang
             "disk_bytes": verdict.disk.total_bytes,
             "upload_bytes_per_step": answer.links.up,
             "step_s_range": list(answer.band.around(answer.step_s)),
-            "tokens_per_s_range": list(answer.band.around(answer.tokens_per_s)),
+            "tokens_per_s_range": list(answer.tokens_per_s_range),
             "range_rests_on": answer.band.why,
         },
         "assumptions": _assumptions(answer, run_length(answer)),
@@ -614,8 +614,8 @@ def _link_lines(answer: Plan) -> list[str]:
         f"  {format_bytes(links.gradients_down):>10}  weight gradients back",
     ]
     if answer.host_s:
-        share = answer.host_s / answer.step_s
-        lines.append(
-            f"of the step, {format_seconds(answer.host_s)} ({100 * share:.0f} %) is Python starting the operators"
-        )
+        what = "and the GPUs wait for it" if answer.step_s > answer.device_step_s else "while the GPUs compute"
+        share = 100 * answer.host_s / answer.step_s
+        took = f"{format_seconds(answer.host_s)} ({share:.0f} % of the step)"
+        lines.append(f"Python starts the operators in {took}, {what}")
     return lines

@@ -10,17 +10,27 @@ time                  products by their FLOPs or their traffic, whichever takes 
                       other operators by their traffic (`block_work.py` counts, `hardware.py` has the rates)
 unpacking             of 4-bit, 8-bit and FP8 weights: at the rate of device memory, in each forward, recompute and
                       backward, or once per visit of a stage
-host                  the interpreter launches operators one after the other for all workers together: about 5 us
-                      each (20 ms for 4,100 operators of one published expert layer), added to the step
+host                  one interpreter issues the operators of all workers, 10 us each, while GPUs compute: no pass ends
+                      before its own are issued, and no step before all are
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, replace
 
 from roundpipe_cli.choices import OPTIMIZERS
-from roundpipe_cli.costs.block_work import EXACT_BYTES, PassWork, Tally, block_work, expert_fill, has_mask, lora_params
+from roundpipe_cli.costs.block_work import (
+    ACCUMULATED_BYTES,
+    EXACT_BYTES,
+    PassWork,
+    Tally,
+    block_work,
+    expert_fill,
+    has_mask,
+    lora_params,
+)
 from roundpipe_cli.costs.cost import CostModel, LayerCost, keep_activations, skip_projections
 from roundpipe_cli.costs.hardware import Accumulate, Device, Hardware, Rates, rates_of
 from roundpipe_cli.costs.models import Architecture, Block, TrainingSettings
@@ -62,8 +72,18 @@ def activation_bytes(architecture: Architecture, block: Block, settings: Trainin
         mlp += 0 if block.num_experts else (1 + size) * (2 * hidden + width)
     activations = int(settings.tokens_per_microbatch * total + settings.tokens_per_mlp_call * mlp)
     activations += _pair_bytes(architecture, block, settings)
+    if settings.deterministic:  # gradients of queries in float32, for each of the blocks that add to them in turn
+        copies = math.ceil(MULTIPROCESSORS / (architecture.num_attention_heads * max(1, settings.micro_batch_size)))
+        activations += int(4 * copies * settings.tokens_per_microbatch * query)
     gradients = 4 / size  # float32, of keys and values
     return activations + int((1 + gradients) * key_value_bytes(architecture, settings))
+
+
+MULTIPROCESSORS = 170
+"""Multiprocessors of the largest consumer card; others have fewer."""
+ORDERED_BACKWARD = 1.61
+"""Time of attention's backward that adds up in order, of its time otherwise: 38 % less throughput at worst (arXiv
+2601.21824, FlashAttention-3 on H800); not measured here."""
 
 
 def _pair_bytes(architecture: Architecture, block: Block, settings: TrainingSettings) -> int:
@@ -116,15 +136,16 @@ def head_bytes(tokens: float, chunk_tokens: int, vocab_size: int, hidden_size: i
 #
 # One kernel writes each logit's gradient over it (`kernels/fused.py`). Torch's operators move more: cast to
 # float32, log-softmax; the exponential, scaled, both in place, and cast back. A trained head adds each chunk's gradient
-# to its sum.
+# to its sum in float32, in 16 bit within the product.
 
 
 def head_work(architecture: Architecture, settings: TrainingSettings) -> tuple[PassWork, PassWork]:
     """Forward and backward, all tokens being trained."""
     tally = Tally(architecture.hidden_size, settings)
     tokens, hidden, vocabulary, size = tally.tokens, architecture.hidden_size, architecture.vocab_size, tally.size
-    chunk = min(tokens, settings.head_chunk_tokens)
+    chunks = max(1, math.ceil(tokens / settings.head_chunk_tokens))
     cast = 0 if size == EXACT_BYTES else size + EXACT_BYTES
+    added = 0
     tally.forward.product(tokens, hidden, vocabulary, size)
     tally.forward.library_bytes += tokens * vocabulary * (cast + 2 * EXACT_BYTES)
     tally.backward.moves(tokens * vocabulary * 2 * size)
@@ -132,12 +153,19 @@ def head_work(architecture: Architecture, settings: TrainingSettings) -> tuple[P
     tally.backward.product(tokens, vocabulary, hidden, size)
     if tally.trains:
         tally.backward.product(vocabulary, tokens, hidden, size)
-        for _ in range(max(1, round(tokens / chunk))):
-            tally.accumulate(vocabulary * hidden)
+        within = chunks > 1 and size < EXACT_BYTES
+        tally.backward.traffic_bytes += chunks * vocabulary * hidden * (ACCUMULATED_BYTES + (0 if within else size))
+        added = 1 if within else 2
+    tally.forward.operators, tally.backward.operators = 4 + 4 * chunks, (2 + added) * chunks
+    tally.forward.library_operators = 9 * chunks
     return tally.forward, tally.backward
 
 
-HOST_S_PER_OPERATOR = 20e-3 / 4100
+ISSUED_PER_S = 100e3
+"""Operators a second that one interpreter issues for all workers together: 118,000 by one thread, 100,500 by eight in
+turns, on tensors of a few numbers (`scripts/issue_rate.py`); no GPU's driver was measured."""
+UPDATE_S_PER_PARAM = 28e-6 / 2**20
+"""The interpreter's part of an update on the host: 28 us for each block of values (measured)."""
 HOP_S = 100e-6
 """Latency of a boundary between two workers beside its transfer: events and queues (assumed)."""
 
@@ -148,8 +176,14 @@ class AnalyticCosts:
 
     costs: CostModel
     host_s_per_microbatch: float
-    """Time of the Python interpreter for one microbatch; it serves one worker at a time."""
+    """Time of the Python interpreter to issue one microbatch's operators; it serves one worker at a time."""
+    host_s_per_update: float
+    """The same for an update."""
     trainable_params: int
+
+    def host_s(self, num_microbatches: int) -> float:
+        """Seconds in which Python issues a step's operators while devices compute: no step is faster."""
+        return num_microbatches * self.host_s_per_microbatch + self.host_s_per_update
 
 
 def analytic_costs(architecture: Architecture, settings: TrainingSettings, hardware: Hardware) -> AnalyticCosts:
@@ -174,6 +208,7 @@ def analytic_costs(architecture: Architecture, settings: TrainingSettings, hardw
             tied=architecture.tied,
         ),
         host_s_per_microbatch=0.0 if any_cpu else host_s_per_microbatch(architecture, settings),
+        host_s_per_update=0.0 if any_cpu else UPDATE_S_PER_PARAM * sum(trainable),
         trainable_params=sum(trainable),
     )
 
@@ -241,9 +276,12 @@ class _Timer:
         return rates_of(self.device, self.settings.dtype, self.accumulate)
 
     def _pass_s(self, work: PassWork) -> float:
-        """Time of a pass over a block, weights being whole. A processor's rate was measured on whole training steps."""
+        """Time of a pass over a block, weights being whole. A processor's rate was measured on whole training steps; a
+        GPU's pass ends no sooner than its operators are issued."""
         rates = self._rates
-        return work.product_flops / rates.products if self.device.is_cpu else rates.pass_s(work)
+        if self.device.is_cpu:
+            return work.product_flops / rates.products
+        return max(rates.pass_s(work), work.issued(fused=self.settings.fused) / ISSUED_PER_S)
 
     @property
     def _boundary_bytes(self) -> int:
@@ -262,6 +300,8 @@ class _Timer:
         unpack_s = block.params * settings.unpacking_bytes_per_param / self.device.memory_bytes_per_s
         each_s = 0.0 if settings.unpacks_once else unpack_s
         forward_s, backward_s = self._pass_s(work.forward) + each_s, self._pass_s(work.backward) + each_s
+        if settings.deterministic and not self.device.is_cpu:
+            backward_s += (ORDERED_BACKWARD - 1) * work.backward.attention_flops / self._rates.attention
         adapters = lora_params(architecture, block, settings) if settings.method == "lora" else 0
         skippable_s = self._skippable_s(block)
         if settings.tokens_per_mlp_call < settings.tokens_per_microbatch:  # backward computes it again
@@ -334,11 +374,12 @@ def fused_share(architecture: Architecture, settings: TrainingSettings, hardware
 
 
 def host_s_per_microbatch(architecture: Architecture, settings: TrainingSettings) -> float:
-    """Interpreter time to launch all operators of one microbatch, forward, recompute and backward."""
+    """Interpreter time to issue all operators of one microbatch, forward, recompute and backward."""
     num_forwards = 1 if settings.recompute == "none" else 2
-    operators = 0.0
+    head = head_work(architecture, settings)
+    operators = sum(one.issued(fused=settings.fused) for one in head)
     for block, count in Counter(architecture.blocks).items():
         work = block_work(architecture, block, settings)
-        operators += count * (num_forwards * work.forward.operators + work.backward.operators)
-    chunks = max(1.0, settings.tokens_per_microbatch / settings.head_chunk_tokens)
-    return (operators + 45 * chunks) * HOST_S_PER_OPERATOR
+        forward, backward = (one.issued(fused=settings.fused) for one in (work.forward, work.backward))
+        operators += count * (num_forwards * forward + backward)
+    return operators / ISSUED_PER_S

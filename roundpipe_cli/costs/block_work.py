@@ -192,6 +192,12 @@ class PassWork:
     """Read and written to make packed weights whole; part of `traffic_bytes`."""
     library_bytes: float = 0.0
     """Moved by transformers' and PEFT's own operators beyond `traffic_bytes`, in place of the fused ones."""
+    library_operators: int = 0
+    """The same, in operators."""
+
+    def issued(self, *, fused: bool) -> int:
+        """Operators that Python issues, with ours or with the libraries' own."""
+        return self.operators + (0 if fused else self.library_operators)
 
     def moves(self, *traffic_bytes: float) -> None:
         """Count operators that are no products, by the bytes of each."""
@@ -284,7 +290,9 @@ class Tally:
             self.backward.moves(3 * values + rows + weight)
         count, casts = self.tokens * columns, 0 if self.size == EXACT_BYTES else 2 * (self.size + EXACT_BYTES)
         self.forward.library_bytes += count * (5 * EXACT_BYTES + casts)  # power, mean, product, and casts around them
-        self.backward.library_bytes += count * (16 * EXACT_BYTES + casts + self.size)  # nine operators in place of one
+        self.backward.library_bytes += count * (16 * EXACT_BYTES + casts + self.size)
+        self.forward.library_operators += 7 + adds_one
+        self.backward.library_operators += 13 + self.trains - adds_one
         if self.trains:
             self.backward.moves(*((3 * values, values + weight) if adds_one else (2 * values + rows + weight,)))
             self.accumulate(width)
@@ -312,11 +320,15 @@ class Tally:
             self.accumulate(rank * inputs, rank * outputs)
             self.forward.library_bytes += 5 * tokens * outputs * size  # scale, and add to the product
             self.backward.library_bytes += tokens * (2 * outputs + 3 * inputs) * size
+            self.forward.library_operators += 2
+            self.backward.library_operators += 2
         if rank and self.settings.lora_dropout:  # no mask is written; its backward drops the inputs again
             self.forward.moves(2 * tokens * inputs * size)
             self.backward.moves(5 * tokens * inputs * size)
             self.forward.library_bytes += tokens * inputs * (2 * size + 2 * MASK_BYTES)
             self.backward.library_bytes += tokens * inputs * (MASK_BYTES - size)
+            self.forward.library_operators += 2
+            self.backward.library_operators += 1
 
     def unpack(self, matrix: Matrix) -> None:
         """Make a packed weight whole, forward and once more in backward."""
@@ -449,6 +461,9 @@ def _grouped(tally: Tally, matrix: Matrix, pairs: float) -> None:
     if tally.trains:
         tally.backward.grouped_product(product, wasted, read + weights + made)
         tally.accumulate(matrix.params)
+    others = matrix.num_experts - 1  # without our kernels, a product for each expert
+    tally.forward.library_operators += 3 * others + 4 if rank else others
+    tally.backward.library_operators += 5 * others + 5 if rank else (1 + tally.trains) * others
     if matrix.has_bias:
         _add_bias(tally, matrix, pairs)
 
@@ -564,6 +579,8 @@ def _rotate(tally: Tally, columns: int, width: int, *, has_half: bool) -> None:
         one.moves(2 * values + (angles / 2 if has_half else angles), *[1.5 * values + angles / 2] * 2)
     tally.forward.library_bytes += 5 * values  # halves are turned by operators of their own
     tally.backward.library_bytes += 9 * values
+    tally.forward.library_operators += 2 + 2 * has_half
+    tally.backward.library_operators += 5 + has_half
 
 
 def _attend(tally: Tally, architecture: Architecture, block: Block) -> None:

@@ -7,6 +7,7 @@ holds both; any other type may be counted wrong by a multiple, and is said to be
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -33,6 +34,15 @@ CHOSEN_BY_LOGIT = frozenset({"gpt_oss"})
 """Routers choose experts first, and the softmax is over the chosen; elsewhere it is over all, in float32."""
 CHOSEN_SUM_TO_ONE = frozenset({"qwen3_moe", "mixtral", "glm4_moe", "qwen3_next"})
 """Weights of the chosen experts are divided by their sum (`norm_topk_prob`, as the published models have it)."""
+
+
+LOGITS_AT_ONCE = 2**27
+
+
+def head_chunk_tokens(given: int | None, vocab_size: int) -> int:
+    """Tokens for which the LM head computes logits at once: as given, or about `LOGITS_AT_ONCE` logits. A rule of the
+    vocabulary alone: with one of the card's memory other cards would compute other bits."""
+    return given or max(256, min(1024, 2 ** round(math.log2(LOGITS_AT_ONCE / max(1, vocab_size)))))
 
 
 # The settings of a recipe that decide costs and memory.
@@ -62,11 +72,15 @@ class TrainingSettings:
     dtype: DType = "bfloat16"
     float16_accumulation: bool = False
     """Matrix products of float16 add up in float16."""
+    deterministic: bool = False
+    """GPUs add up in order in attention's backward."""
     packed_as: PackedName | None = None
     """Format of the blocks' frozen weights; None: they lie whole."""
     unpacks_once: bool = False
     """Packed weights are unpacked once per visit of a stage, not for each microbatch and pass."""
     recompute: Literal["stage", "layer", "none"] = "stage"
+    fused: bool = True
+    """Operators and kernels of ours (`kernels: auto`), not transformers' and PEFT's own."""
     optimizer: OptimizerName = "adamw"
     has_momentum: bool = False
     """The recipe's `sgd_momentum` is not 0."""

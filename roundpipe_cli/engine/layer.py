@@ -21,11 +21,12 @@ from roundpipe_cli.engine.gradients import GradientParts, Leaving, add_to, leavi
 from roundpipe_cli.engine.prepared import Scoring, StepContext
 from roundpipe_cli.engine.program import layer_range
 from roundpipe_cli.engine.trained import TrainedLayers, weights_found_again
+from roundpipe_cli.kernels.fused import adds_products, product_sum
 from roundpipe_cli.model.attention import recurrent_blocks
 from roundpipe_cli.model.block_calls import BlockCall, Prologue
 from roundpipe_cli.model.chunks import ChunkCache, KeyValues
 from roundpipe_cli.model.dropout import layer_seed
-from roundpipe_cli.model.head import GradientTaps, HeadTargets, Take, run_head, score_head
+from roundpipe_cli.model.head import AddProduct, GradientTaps, HeadTargets, Take, run_head, score_head
 from roundpipe_cli.model.worker_model import WorkerModel
 
 # Sequences in chunks on one worker: keys and values of the chunks so far, and the gradients that wait for them.
@@ -204,7 +205,7 @@ class GradientCollector:
 
         return take, parts
 
-    def chunk_taker(self, *, adds_up: bool) -> tuple[Take, GradientParts]:
+    def chunk_taker(self, *, adds_up: bool) -> tuple[Take, AddProduct, GradientParts]:
         """Adds up a trained head's gradients over the chunks of one microbatch, in float32: apart from the other
         microbatches', so that one sum of each worker's is all that has to reach the host.
 
@@ -221,7 +222,13 @@ class GradientCollector:
                 sums[index] = gradient.float() if adds_up else gradient
                 parts.append((index, sums[index]))
 
-        return take, parts
+        def add_product(index: int, left: torch.Tensor, right: torch.Tensor) -> None:
+            is_first = index not in sums
+            sums[index] = product_sum(sums.get(index), left, right)
+            if is_first:
+                parts.append((index, sums[index]))
+
+        return take, add_product, parts
 
     def fold(self, context: StepContext, layer: int, microbatch: int, parts: GradientParts) -> None:
         """After a layer's backward: add listed gradients, or let them wait for their turn or download."""
@@ -443,7 +450,8 @@ class LayerRunner:
         """Forward and backward of the head; returns the gradient of its input."""
         layer = self.layer = context.prepared.head
         adds_up = state.target_indices.numel() > context.loss.chunk_tokens
-        take, parts = self.collector.chunk_taker(adds_up=adds_up)
+        take, add_product, parts = self.collector.chunk_taker(adds_up=adds_up)
+        taps = GradientTaps(self.parameters[layer], take, add_product if adds_up and adds_products(hidden) else None)
         routers = self.model.split.routers
         with self.backend.compute():
             if routers is not None:
@@ -453,7 +461,7 @@ class LayerRunner:
                 hidden,
                 self._targets(state),
                 context.loss,
-                taps=GradientTaps(self.parameters[layer], take),
+                taps=taps,
                 needs_hidden_grad=self.trained.first < layer,
             )
             if routers is not None:

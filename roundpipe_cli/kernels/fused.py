@@ -243,6 +243,20 @@ def _turned(x: torch.Tensor, cos: torch.Tensor, sign: int, sin1: torch.Tensor, *
 # operators compute the same in pieces.
 
 
+def adds_products(like: torch.Tensor) -> bool:
+    """Whether torch adds products of `like`'s type to a sum in float32, unrounded: NVIDIA's cards in 16 bit."""
+    is_cuda = like.device.type == "cuda" and torch.version.cuda is not None
+    return is_cuda and like.dtype in (torch.float16, torch.bfloat16) and "dtype_out" in torch.ops.aten.addmm.overloads()
+
+
+def product_sum(total: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """`total` in float32 with the product of two matrices added to it; the product alone where there is none."""
+    if total is None:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    found: torch.Tensor = torch.ops.aten.addmm.dtype_out(total, left, right, torch.float32, out=total)
+    return found
+
+
 @torch.library.custom_op("roundpipe::cross_entropy_", mutates_args=("logits",))
 def cross_entropy_(
     logits: torch.Tensor, targets: torch.Tensor, factors: torch.Tensor | None, smoothing: float, scale: float

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch.nn.functional import logsigmoid
@@ -20,6 +21,8 @@ from roundpipe_cli.kernels.fused import cross_entropy_
 
 Take = Callable[[int, torch.Tensor], None]
 """Called with the index of a parameter and its gradient; not called for parameters without one."""
+AddProduct = Callable[[int, torch.Tensor, torch.Tensor], None]
+"""The same with two matrices whose product is the gradient."""
 
 
 class GradientTaps:
@@ -28,9 +31,14 @@ class GradientTaps:
     May be entered again after it was left.
     """
 
-    def __init__(self, parameters: Sequence[torch.Tensor], take: Take) -> None:
+    def __init__(self, parameters: Sequence[torch.Tensor], take: Take, add_product: AddProduct | None = None) -> None:
+        """
+        Args:
+            add_product: takes the gradient of the matrix that logits are a product of, see `run_head`; None: `take`.
+        """
         self._parameters = parameters
         self._take = take
+        self._add_product = add_product
         self._handles: list[RemovableHandle] = []
 
     def __enter__(self) -> None:
@@ -50,6 +58,38 @@ class GradientTaps:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+    def differentiate(self, logits: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Backward of the head. Where the logits are a product of a trained matrix, its gradient goes to `add_product`
+        as two factors: autograd would round their product to 16 bit."""
+        step = _before_views(logits)
+        found = None if self._add_product is None or step is None else _weight_of(step)
+        index = next((i for i, one in enumerate(self._parameters) if one is found), None)
+        if self._add_product is None or index is None or step._saved_self.shape[0] != len(logits):
+            torch.autograd.backward(logits, gradient)
+            return
+        rows: torch.Tensor = step._saved_self
+        self._add_product(index, gradient.t(), rows.detach())
+        if rows.requires_grad:
+            torch.autograd.backward(rows, gradient @ self._parameters[index].detach())
+
+
+def _before_views(tensor: torch.Tensor) -> Any:
+    """The operator that computed a tensor, which later ones only looked at in other shapes."""
+    step = tensor.grad_fn
+    while step is not None and step.name() in _VIEWS:
+        step = step.next_functions[0][0]
+    return step
+
+
+def _weight_of(step: Any) -> torch.Tensor | None:
+    """The parameter W of a product x W^T; None: it is another operator, or of no parameter."""
+    if step.name() != "MmBackward0" or step.next_functions[1][0] is None:
+        return None
+    turned = step.next_functions[1][0]
+    leaf = turned.next_functions[0][0] if turned.name() == "TBackward0" else None
+    found: torch.Tensor | None = getattr(leaf, "variable", None)
+    return found
 
 
 # Losses of preference pairs, on the log-probabilities of whole sequences.
@@ -286,9 +326,7 @@ def _loss_in_place(
     logits: torch.Tensor, targets: torch.Tensor, loss: HeadLoss, factors: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `chunk_loss`; the gradient is scaled, also by `factors` [N, 1], and lies over logits that no graph reads."""
-    step = logits.grad_fn
-    while step is not None and step.name() in _VIEWS:
-        step = step.next_functions[0][0]
+    step = _before_views(logits)
     values = logits.detach()
     if step is None or step.name() not in _FORGETS_RESULT or not values.is_contiguous():
         values = values.clone(memory_format=torch.contiguous_format)
@@ -405,7 +443,7 @@ def run_head(
                 grad_logits.mul_(factors)
             grad_logits = grad_logits.mul_(loss.gradient_scale).to(logits.dtype)
         with taps:
-            torch.autograd.backward(logits, grad_logits)
+            taps.differentiate(logits, grad_logits)
         del logits, grad_logits
         if grad_rows is not None:
             assert chunk.grad is not None

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from roundpipe_cli.choices import SCHEDULE_KINDS
-from roundpipe_cli.costs.analytic import analytic_costs, fused_share
+from roundpipe_cli.costs.analytic import ORDERED_BACKWARD, analytic_costs, fused_share
 from roundpipe_cli.costs.cost import ADDING_BYTES, CostModel, LayerCost, StageRange
 from roundpipe_cli.costs.hardware import Hardware
 from roundpipe_cli.costs.memory import DEVICE_SHARE, spare_for_cache, whole_cache_bytes, with_cached_weights
@@ -152,7 +152,7 @@ def reference_s(question: PlanRequest, cut: StageCut) -> float:
     forward_s = simulated_ends(lower(schedule, costs), costs).makespan_s
     passes = 3 if question.settings.recompute == "none" else 4  # of a step, of which this is one more
     host_s = once * question.analytic.host_s_per_microbatch / passes
-    return (forward_s + host_s) * wanted / once
+    return max(forward_s, host_s) * wanted / once
 
 
 def shared_costs(question: PlanRequest, cut: StageCut) -> CostModel:
@@ -214,12 +214,13 @@ class Band:
     """A range around a prediction."""
 
     factor: float
-    """Above 1: from the prediction divided by it to the prediction times it."""
+    """Above 1: a step may be so many times as fast, and as slow unless `slower` is given."""
     why: str
+    slower: float | None = None
 
-    def around(self, value: float) -> tuple[float, float]:
-        """(least, most), in `value`'s unit."""
-        return value / self.factor, value * self.factor
+    def around(self, step_s: float) -> tuple[float, float]:
+        """(least, most) seconds."""
+        return step_s / self.factor, step_s * (self.slower or self.factor)
 
 
 MEASURED = Band(1.15, "from layer times that this run measured")
@@ -230,8 +231,11 @@ PUBLISHED_GPU = "rtx-4090"
 FULL = Band(1.2, "full fine-tuning from data sheets")
 FULL_ELSEWHERE = Band(1.3, "full fine-tuning from data sheets")
 LORA = Band(1.3, "LoRA from data sheets")
-EXPERTS = Band(1.3, "experts from data sheets")
-EXPERTS_BY_OWN_KERNELS = Band(1.5, "experts, kernels not measured")
+EXPERTS = Band(1.3, "experts from data sheets; their kernels have run on no GPU here", slower=2.0)
+# If our grouped products reach a quarter of the rate of others, a step of the shipped models takes up to 2.3 times as
+# long. A product for each expert, as published runs and `kernels: reference` have it, takes 1 to 4.5 times our step to
+# issue for 8 RTX 4090s at 8,192 tokens a microbatch.
+EXPERTS_BY_OWN_KERNELS = Band(1.5, "experts: our kernels for them have run on no GPU", slower=4.0)
 
 
 def band_of(architecture: Architecture, settings: TrainingSettings, hardware: Hardware) -> Band:
@@ -311,8 +315,10 @@ class Plan:
     verdict: Verdict
     step_s: float
     """From the end of the step before to its own, as a run measures it: updates overlap the next step's forward."""
+    device_step_s: float
+    """`step_s` if Python issued operators at once."""
     host_s: float
-    """Part of `step_s`: time of the Python interpreter, which serves one worker at a time."""
+    """Seconds in which Python issues the step's operators, for one worker at a time, while devices compute."""
     bubble_ratio: float
     links: LinkBytes
     cut: StageCut
@@ -337,6 +343,13 @@ class Plan:
         return settings.num_microbatches * settings.tokens_per_microbatch / self.step_s
 
     @property
+    def tokens_per_s_range(self) -> tuple[float, float]:
+        """(least, most), as `band` has it."""
+        least_s, most_s = self.band.around(self.step_s)
+        tokens = self.tokens_per_s * self.step_s
+        return tokens / most_s, tokens / least_s
+
+    @property
     def warning(self) -> str | None:
         """Sentence for the user where the recipe's dealing costs the host much; None: it does not."""
         pipeline, costs = self.question.loaded.recipe.pipeline, self.question.analytic.costs
@@ -349,11 +362,6 @@ class Plan:
             f"{format_bytes(down_bytes)} a step, which takes {format_seconds(added_s)} to add them; "
             "dispatch: auto sends sums"
         )
-
-    @property
-    def device_step_s(self) -> float:
-        """`step_s` without the interpreter's part."""
-        return self.step_s - self.host_s
 
     @property
     def band(self) -> Band:
@@ -405,7 +413,7 @@ def best_plan(question: PlanRequest, answers: Answers | None) -> tuple[PlanReque
 def _plan(question: PlanRequest, answers: Answers | None) -> Plan:
     """The plan for all devices of the question's machine."""
     question, cut, verdict, step, kept = decide(question, answers)
-    host_s = question.settings.num_microbatches * question.analytic.host_s_per_microbatch
+    host_s = question.analytic.host_s(question.settings.num_microbatches)
     pairs_s = reference_s(question, cut)
     needs_s = _needs_s(question, step, host_s)
     reference = f"the base model's forward, which pairs are compared with: {format_seconds(pairs_s)} of a step"
@@ -415,7 +423,8 @@ def _plan(question: PlanRequest, answers: Answers | None) -> Plan:
         backward_stages=cut.backward_stages,
         microbatches_per_round=per_round_of(question, cut),
         verdict=verdict,
-        step_s=step.step_s + host_s + pairs_s,
+        step_s=max(step.step_s, host_s) + pairs_s,
+        device_step_s=step.step_s + pairs_s,
         host_s=host_s,
         bubble_ratio=step.bubble_ratio,
         links=step.links,
@@ -655,6 +664,11 @@ def _assumptions(question: PlanRequest, cut: StageCut) -> tuple[str, ...]:
             lines.append(
                 "assumed: float16 products that add up in float16 (accumulate=fp16); a run does so only with "
                 "float16_accumulation: true"
+            )
+        if settings.deterministic:
+            lines.append(
+                f"assumed: deterministic: attention's backward takes {ORDERED_BACKWARD:g} times as long (arXiv "
+                "2601.21824), nothing else longer; not measured"
             )
         if settings.packed_as == "fp8":
             lines.append("assumed: FP8 weights (load_in_fp8) are unpacked at the GPU's memory rate; not measured")

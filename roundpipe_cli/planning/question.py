@@ -21,6 +21,7 @@ from roundpipe_cli.costs.models import (
     MAX_COUNT_ERROR,
     Architecture,
     TrainingSettings,
+    head_chunk_tokens,
     is_counted_exactly,
     with_stored_count,
 )
@@ -216,8 +217,8 @@ class PlanRequest:
         """Lower bound on the step time: workers that never wait, and nothing computed twice."""
         costs, settings = self.analytic.costs, self.settings
         once_s = sum(layer.forward_s + layer.backward_s for layer in costs.layers) * settings.num_microbatches
-        host_s = settings.num_microbatches * self.analytic.host_s_per_microbatch
-        return once_s / sum(costs.worker_speed or (1.0,) * self.num_workers) + host_s
+        device_s = once_s / sum(costs.worker_speed or (1.0,) * self.num_workers)
+        return max(device_s, self.analytic.host_s(settings.num_microbatches))
 
 
 ENOUGH_PER_WORKER = 4
@@ -233,8 +234,8 @@ def rows_that_keep_busy(question: PlanRequest) -> int | None:
     return math.ceil(enough * settings.micro_batch_size / recipe.micro_batch_size) * recipe.micro_batch_size
 
 
-def settings_of(recipe: Recipe) -> TrainingSettings:
-    """The recipe's values that decide costs and memory."""
+def settings_of(recipe: Recipe, vocab_size: int) -> TrainingSettings:
+    """The recipe's values that decide costs and memory, for a model with so many words."""
     targets = recipe.lora.target_modules
     return TrainingSettings(
         max_seq_length=recipe.max_seq_length,
@@ -250,11 +251,13 @@ def settings_of(recipe: Recipe) -> TrainingSettings:
         lora_targets=None if targets == "all-linear" else (targets,) if isinstance(targets, str) else targets,
         dtype=recipe.dtype,
         float16_accumulation=recipe.float16_accumulation,
+        deterministic=recipe.deterministic,
         packed_as=recipe.packed_as,
         recompute=recipe.pipeline.recompute,
+        fused=recipe.kernels == "auto",
         optimizer=recipe.optim,
         has_momentum=recipe.sgd_momentum > 0,
-        head_chunk_tokens=recipe.head_chunk_tokens,
+        head_chunk_tokens=head_chunk_tokens(recipe.head_chunk_tokens, vocab_size),
         mlp_chunk_tokens=recipe.mlp_chunk_tokens,
         save_total_limit=recipe.save_total_limit,
         weight_cache_bytes=0 if recipe.pipeline.weight_cache == "auto" else recipe.pipeline.weight_cache,
@@ -317,7 +320,7 @@ def _decided(
 ) -> PlanRequest:
     """The question, with all that the recipe leaves open decided for the model and the machine."""
     given, found_machine = loaded, machine
-    recipe, settings = loaded.recipe, settings_of(loaded.recipe)
+    recipe, settings = loaded.recipe, settings_of(loaded.recipe, architecture.vocab_size)
     if architecture.stored_in_4bit:
         settings = replace(settings, packed_as="4bit")
     lacking = sorted({device.name for device in machine.devices if not device.has_bfloat16})

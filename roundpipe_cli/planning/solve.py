@@ -478,9 +478,10 @@ def fitting_recipe(question: PlanRequest, remedy: Change | None = None) -> tuple
             distance = -architecture.parameters, is_longer, words != (), other_method, other_machine
             candidates.append((distance, shipped, changed(loaded, words), words, architecture))
     for _, shipped, loaded, words, architecture in sorted(candidates, key=lambda one: one[0]):
-        settings = settings_of(loaded.recipe)
+        settings = settings_of(loaded.recipe, architecture.vocab_size)
         if judge_coarsest(architecture, settings, question.hardware).fits:
             is_own = shipped.path.resolve() == question.loaded.path.resolve()
-            is_known = is_own and (words or settings == settings_of((question.given or question.loaded).recipe))
+            asked = (question.given or question.loaded).recipe
+            is_known = is_own and (words or settings == settings_of(asked, architecture.vocab_size))
             return None if is_known else (shipped.command_name, *words)
     return None

@@ -150,6 +150,7 @@ ALIASES: dict[str, AliasConversion] = {
     "completion_only_loss": _one_of(_ON_INPUTS),
     "assistant_only_loss": _one_of(_ON_INPUTS),
     "gradient_checkpointing": _recompute,
+    "full_determinism": _one_of({True: {"deterministic": True}, False: {}, None: {}}),
     "stage": _job,
     "rl": _job,
     "use_liger_kernel": _one_of(_FUSED),

@@ -142,7 +142,7 @@ _DECIDED_HERE = """
     bf16_full_eval fp16_full_eval activation_checkpointing activation_checkpointing_kwargs liger_kernel_config
     log_on_each_node logging_nan_inf_filter log_level log_level_replica project include_for_metrics batch_eval_metrics
     prediction_loss_only eval_do_concat_batches eval_use_gather_object eval_accumulation_steps eval_on_each_dataset
-    eval_num_beams save_on_each_node save_first_step enable_jit_checkpoint dynamic_checkpoint full_determinism use_cpu
+    eval_num_beams save_on_each_node save_first_step enable_jit_checkpoint dynamic_checkpoint use_cpu
     restore_callback_states_from_checkpoint parallelism_config dataloader_multiprocessing_context dataloader_in_order
     ddp_static_graph ddp skip_memory_metrics label_names length_column_name ignore_bias_buffers compute_accuracy
     cache_dir temperature top_p top_k num_beams max_new_tokens repetition_penalty length_penalty skip_special_tokens

@@ -479,11 +479,16 @@ class Recipe:
     data sheets, and no faster on data-centre cards. Each product then has a relative error of about 1e-3 and more with
     longer sums, and sums above 65,504 overflow. Compare the loss of a short run without it first. Not yet measured on
     a GPU. Processors add up in float32 all the same."""
+    deterministic: bool = False
+    """GPUs compute a step to the same bits each time and with any number of equal cards: attention's backward in order
+    (up to 1.6 times its time, by arXiv 2601.21824; not measured here), cuBLAS with a workspace of its own, no atomics.
+    An operator that torch has only unordered ends the run with its name. Processors do so anyway."""
     seed: Annotated[int, Range(0, 2**32 - 1)] = 42
     """Seed for shuffling, dropout and the initial adapters."""
-    head_chunk_tokens: PositiveInt = 1024
-    """Tokens for which the LM head computes logits at once. Memory of the head grows with it; it is fixed by the recipe
-    and never planned, since it changes the last bits of the head's gradient."""
+    head_chunk_tokens: PositiveInt | None = None
+    """Tokens for which the LM head computes logits at once. Memory of the head grows with it; it is never planned,
+    since it changes the last bits of the head's gradient. null goes by the vocabulary alone: 1,024, and from 185,000
+    words on 512 or 256."""
     kernels: Literal["auto", "reference"] = "auto"
     """Code that blocks are computed by: `auto` takes fused operators where they are known to compute the same as the
     model's and PEFT's own modules, which `reference` always takes. The values differ by rounding only, so a run keeps

@@ -69,11 +69,15 @@ def make_engine(setup: Setup, *, count_bytes: bool = False) -> Engine:
         setup.split,
         setup.store,
         make_backends(
-            setup.devices, num_threads, float16_accumulation=recipe.float16_accumulation, count_bytes=count_bytes
+            setup.devices,
+            num_threads,
+            float16_accumulation=recipe.float16_accumulation,
+            deterministic=recipe.deterministic,
+            count_bytes=count_bytes,
         ),
         options=EngineOptions(
             seed=recipe.seed,
-            head_chunk_tokens=recipe.head_chunk_tokens,
+            head_chunk_tokens=setup.head_chunk_tokens,
             mlp_chunk_tokens=chunks,
             fused=setup.fused,
             label_smoothing=recipe.label_smoothing_factor,
@@ -153,7 +157,7 @@ def make_planner(setup: Setup) -> AdaptivePlanner:
             head_gradient_bytes=trained_head_bytes(
                 layouts[-1].num_trainable_elements if on_gpu else 0,
                 layouts[0].trainable_dtype.itemsize,
-                in_chunks=form.tokens > recipe.head_chunk_tokens,
+                in_chunks=form.tokens > setup.head_chunk_tokens,
             ),
         ),
     )
@@ -203,7 +207,7 @@ def _memory_parts(setup: Setup, form: _Form, active: Sequence[int]) -> _MemoryPa
     recipe, config = setup.recipe, setup.model.config
     text_config: Any = config.get_text_config()  # type: ignore[operator,union-attr]
     size, hidden = setup.store.layouts[0].trainable_dtype.itemsize, text_config.hidden_size
-    head = head_bytes(form.tokens, recipe.head_chunk_tokens, text_config.vocab_size, hidden, size=size)
+    head = head_bytes(form.tokens, setup.head_chunk_tokens, text_config.vocab_size, hidden, size=size)
     widths = (getattr(text_config, name, None) for name in ("moe_intermediate_size", "intermediate_size"))
     width = next(filter(None, widths), 4 * hidden) * max(1, experts_per_token(text_config))
     mlp_tokens = min(form.tokens, recipe.mlp_chunk_tokens or form.tokens)
@@ -254,10 +258,11 @@ def _profile_cache(setup: Setup, costs: CostModel) -> ProfileCache:
             "bytes": [[layout.num_bytes, layout.num_trainable_elements] for layout in setup.store.layouts],
             "dtype": recipe.dtype,
             "float16_accumulation": recipe.float16_accumulation,
+            "deterministic": recipe.deterministic,
             "lora": asdict(recipe.lora) if recipe.method == "lora" else None,
             "micro_batch_size": recipe.rows_per_microbatch,
             "micro_batch_tokens": recipe.token_budget,
-            "head_chunk_tokens": recipe.head_chunk_tokens,
+            "head_chunk_tokens": setup.head_chunk_tokens,
             "mlp_chunk_tokens": recipe.mlp_chunk_tokens,
             "kernels": recipe.kernels,
             "recompute": recipe.pipeline.recompute,

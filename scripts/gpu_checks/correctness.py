@@ -10,6 +10,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ EXACT, ROUNDED = 1e-3, 6e-2
 ROUNDED_CASES = ("float16", "bfloat16", "4-bit", "8-bit", "fp8")
 OOM_FRACTION = 1e-5
 """Of a card's memory: no slot fits."""
+QUICK_CASES = ("lora", "full", "bfloat16", "dropout", "packing-by-rows", "expert-adapters", "cache-whole")
 MORE_CASES = {
     "20 lengths": Case("llama", "lora", microbatches=random_microbatches([(1, 2 + n) for n in range(20)])),
     "sliding-windows": Case("gemma3_text", "lora", microbatches=random_microbatches([(1, 19), (2, 11), (1, 6)])),
@@ -38,10 +40,14 @@ MORE_CASES = {
 
 
 def checks(place: CheckPlace) -> Iterator[Check]:
-    cases = {**CASES, **MORE_CASES}
+    for kind in ("packed",) if place.is_quick else ("whole", "packed", "experts"):  # before cuBLAS reads its variable
+        yield check(f"deterministic, {kind}", same_bits, place, kind)
+    cases = {name: CASES[name] for name in QUICK_CASES} if place.is_quick else {**CASES, **MORE_CASES}
     for name in cases:
         for devices in place.pairs if name in ("lora", "full") else place.pairs[-1:]:
             yield check(f"{name} on {list(devices)}", same_as_processor, place, name, cases[name], devices)
+    if place.is_quick:
+        return
     yield check("out of memory, then with less", less_memory, place)
     for change in ("finetune", "resume", "packing", "micro_batch_tokens", "on_oom: adapt", "float16_accumulation"):
         yield check(change, finetune, place, change)
@@ -54,8 +60,8 @@ def same_as_processor(place: CheckPlace, name: str, case: Case, devices: Sequenc
         require("bitsandbytes")
     case = replace(case, engine={"watchdog_s": WATCHDOG_S, **case.engine})
     expected, rig = case.on_processor(), case.rig()
-    if len(devices) == 1:
-        case = replace(case, schedule=one_worker)
+    if len(devices) != 2:
+        case = replace(case, schedule=partial(on_workers, len(devices)))
     with place.devices(), page_locked(rig):
         found = case.on(rig, [cuda.CudaBackend(index) for index in devices])
     error = worst_difference(found, expected)
@@ -64,8 +70,32 @@ def same_as_processor(place: CheckPlace, name: str, case: Case, devices: Sequenc
     return {"error": error, "same_bits": is_equal(found, expected)}
 
 
-def one_worker(rig: Rig, num_microbatches: int) -> Schedule:
-    return schedule_for(rig, 1, num_microbatches)
+def same_bits(place: CheckPlace, kind: str) -> Figures:
+    """`deterministic: true` in 16 bit: a step twice, and with one worker."""
+    length, attends = 1500 if place.scale == "full" else 12, {"attends_in_rows": True} if kind == "packed" else {}
+    microbatches = random_microbatches([(1, length), (1, length - 5)])
+    if kind == "packed":
+        starts = [torch.cat([torch.arange(5), torch.arange(one.input_ids.shape[1] - 5)])[None] for one in microbatches]
+        microbatches = [replace(one, position_ids=ids) for one, ids in zip(microbatches, starts, strict=True)]
+    model = "qwen3_moe" if kind == "experts" else "llama"
+    case = Case(model, "full", {"dtype": torch.bfloat16}, microbatches=microbatches, engine=attends)
+    found = []
+    try:
+        for devices in (place.pairs[-1], place.pairs[-1], (place.first,)):
+            rig = case.rig()
+            one = replace(case, schedule=partial(on_workers, len(devices)))
+            with place.devices(), page_locked(rig):
+                cuda.set_up_process(place.pairs[-1], deterministic=True)
+                found.append(one.on(rig, [cuda.CudaBackend(index) for index in devices]))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    errors = [worst_difference(one, found[0]) for one in found[1:]]
+    assert all(is_equal(one, found[0]) for one in found[1:]), f"again and with one worker: {errors} off"
+    return {"errors": errors}
+
+
+def on_workers(count: int, rig: Rig, num_microbatches: int) -> Schedule:
+    return schedule_for(rig, count, num_microbatches)
 
 
 def worst_difference(found: Bits, expected: Bits) -> float:

@@ -8,14 +8,23 @@ import platform
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 from roundpipe_cli.costs import machine
 from roundpipe_cli.units import GIB
-from scripts.gpu_checks.place import OPTIONAL, Check, CheckPlace, Figures, check
+from scripts.gpu_checks.place import OPTIONAL, Check, CheckPlace, Figures, SkippedCheckError, check, skip_unless_real
 
 PACKAGES = ("torch", "triton", "transformers", "peft", "accelerate", "safetensors", "numpy", *OPTIONAL)
 DRIVER_FIELDS = "name,driver_version,memory.total,pcie.link.gen.max,pcie.link.width.max,compute_cap,power.limit"
+LOAD_FIELDS = (
+    "pcie.link.gen.current,pcie.link.width.current,clocks.sm,clocks.max.sm,clocks.mem,temperature.gpu,power.draw,"
+    "clocks_throttle_reasons.active"
+)
+"""The last is a mask: 0x4 the power limit, 0x20 and 0x40 heat, 0x80 the power supply."""
+LOAD_S = 3.0
 
 
 def checks(place: CheckPlace) -> Iterator[Check]:
@@ -24,6 +33,9 @@ def checks(place: CheckPlace) -> Iterator[Check]:
     yield check("driver", driver)
     yield check("torch", torch_build)
     yield check("devices", devices, place)
+    yield check("topology", topology)
+    yield check("messages of the driver", driver_messages)
+    yield check("under load", under_load, place)
 
 
 def packages() -> Figures:
@@ -51,9 +63,57 @@ def driver() -> Figures:
     program = shutil.which("nvidia-smi")
     if program is None:
         return {"nvidia-smi": "not found"}
-    words = [program, f"--query-gpu={DRIVER_FIELDS}", "--format=csv,noheader"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=30, check=True)
-    return {"fields": DRIVER_FIELDS, "gpus": done.stdout.splitlines()}
+    return {"fields": DRIVER_FIELDS, "gpus": asked(program, DRIVER_FIELDS)}
+
+
+def asked(program: str, fields: str) -> list[str]:
+    """A line of nvidia-smi for each GPU."""
+    words = [program, f"--query-gpu={fields}", "--format=csv,noheader"]
+    return subprocess.run(words, capture_output=True, text=True, timeout=30, check=True).stdout.splitlines()
+
+
+def topology() -> Figures:
+    """How GPUs and processors are connected, and which memory is near."""
+    nodes = Path("/sys/devices/system/node/online")
+    found: dict[str, Any] = {"numa_nodes": nodes.read_text().strip() if nodes.exists() else "unknown"}
+    if program := shutil.which("nvidia-smi"):
+        done = subprocess.run([program, "topo", "-m"], capture_output=True, text=True, timeout=30)
+        found["topology"] = (done.stdout or done.stderr).splitlines()
+    return found
+
+
+def driver_messages() -> Figures:
+    """The kernel's lines about GPU faults (Xid), where this user may read them."""
+    if shutil.which("dmesg") is None:
+        return {"xid": "dmesg not found"}
+    done = subprocess.run(["dmesg"], capture_output=True, text=True, errors="replace", timeout=30)
+    if done.returncode:
+        return {"xid": done.stderr.strip()[:200]}
+    return {"xid": [line for line in done.stdout.splitlines() if "Xid" in line][-20:]}
+
+
+def under_load(place: CheckPlace) -> Figures:
+    """Clocks, throttling and the links' generation while all GPUs multiply and copy."""
+    skip_unless_real(place, "load")
+    import torch
+
+    program = shutil.which("nvidia-smi")
+    if program is None or not torch.cuda.is_available():
+        raise SkippedCheckError("nvidia-smi or a CUDA device is missing")
+    host = torch.ones(2**26, dtype=torch.uint8, pin_memory=True)
+    made = [torch.ones(4096, 4096, dtype=torch.float16, device=torch.device("cuda", index)) for index in place.indices]
+    warm_s = time.monotonic() + LOAD_S
+    asking: subprocess.Popen[str] | None = None
+    while asking is None or asking.poll() is None:
+        for one in made:
+            one @ one
+            host.to(one.device, non_blocking=True)
+        for one in made:
+            torch.cuda.synchronize(one.device)
+        if asking is None and time.monotonic() > warm_s:
+            words = [program, f"--query-gpu={LOAD_FIELDS}", "--format=csv,noheader"]
+            asking = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+    return {"fields": LOAD_FIELDS, "gpus": asking.communicate()[0].splitlines()}
 
 
 def torch_build() -> Figures:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch.nn import functional
 
-from roundpipe_cli.kernels.fused import cross_entropy_
+from roundpipe_cli.kernels.fused import adds_products, cross_entropy_, product_sum
 from roundpipe_cli.kernels.grouped_mm import MIN_CAPABILITY, AdaptedProduct, loops_over_groups, why_no_triton
 from roundpipe_cli.kernels.random_masks import Draw, drop, drop_and_add_, keep_mask
 from roundpipe_cli.model.head import chunk_loss
@@ -32,6 +32,7 @@ def checks(place: CheckPlace) -> Iterator[Check]:
     yield check("dropout's bits, and its rate", dropout, place)
     for dtype in (torch.float32, torch.bfloat16):
         yield check(f"loss, {_short(dtype)}", loss, place, dtype)
+    yield check("sums of the head's gradients", sums, place)
 
 
 def require_kernels(place: CheckPlace) -> torch.device:
@@ -183,6 +184,21 @@ def loss(place: CheckPlace, dtype: torch.dtype) -> Figures:
     times = [sorted(map(seconds, [run] * REPEATS))[REPEATS // 2]
              for run in (lambda: cross_entropy_(again, targets, None, 0.0, 0.5), by_torch)]  # fmt: skip
     return {"errors": errors, "ours_s": times[0], "torch_s": times[1]}
+
+
+def sums(place: CheckPlace) -> Figures:
+    """The gradient of a head's matrix, added within the product: against float64, beside a product and a sum."""
+    device = require_kernels(place)
+    rows, vocabulary, hidden = (8, 503, 16) if place.scale == "tiny" else (1024, 49_152, 2048)
+    above, x = (torch.randn(rows, n, device=device, dtype=torch.bfloat16) for n in (vocabulary, hidden))
+    assert adds_products(x), "torch has no such product here; heads add up rounded gradients"
+    total = product_sum(product_sum(None, above.t(), x), above.t(), x)
+    exact = 2 * above[:, :64].double().t() @ x.double()
+    error = float((total[:64].double() - exact).norm() / exact.norm())
+    assert error <= 1e-5, f"error {error}"
+    ways = (lambda: product_sum(total, above.t(), x), lambda: total.add_(torch.mm(above.t(), x)))
+    times = [sorted(map(seconds, [run] * REPEATS))[REPEATS // 2] for run in ways]
+    return {"error": error, "within_s": times[0], "beside_s": times[1]}
 
 
 def seconds(run: Callable[[], object]) -> float:

@@ -80,6 +80,8 @@ def _links(document: Document) -> str:
 def _kernels(document: Document) -> str:
     rows = []
     for name, one in figures(document, "kernels").items():
+        if "microseconds" not in one:  # rates of products and of launches
+            continue
         total = sum(one["microseconds"].values()) or 1.0
         shares = [f"{100 * one['microseconds'].get(kind, 0) / total:.0f} %" for kind in ("product", "attention")]
         rows.append([name, str(sum(one["launches"].values())), f"{total / 1e3:.2f} ms", *shares])

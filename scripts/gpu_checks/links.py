@@ -7,16 +7,22 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from roundpipe_cli.costs.machine import host_memory
 from roundpipe_cli.engine.backends import cuda
 from roundpipe_cli.engine.link_speed import measure_links
 from scripts.gpu_checks.place import Check, CheckPlace, Figures, check
 
 SIZES = {"tiny": 2**20, "full": 2**30}
 CHUNK_BYTES = 32 * 2**20
+LOCKING_S = 20.0
 NUM_CHUNKS = {"tiny": 2, "full": 64}
 
 
 def checks(place: CheckPlace) -> Iterator[Check]:
+    yield check("page-locked memory until it is refused", locked_until_refused, place)
+    if place.is_quick:
+        yield check("links at once", links, place, place.indices)
+        return
     yield check("registration", registration, place)
     yield check("allocation", allocation, place)
     yield check("one link", links, place, (place.first,))
@@ -31,6 +37,21 @@ def timed(run: Callable[[], object]) -> float:
     start_s = time.perf_counter()
     run()
     return time.perf_counter() - start_s
+
+
+def locked_until_refused(place: CheckPlace) -> Figures:
+    """Bytes that the system page-locks in pieces, up to half of the memory that is available, or for `LOCKING_S`."""
+    size = SIZES[place.scale] // 4
+    most, buffers, was_refused = host_memory().available_bytes // 2 if not place.is_simulated else 4 * size, [], False
+    with place.devices():
+        end_s = time.monotonic() + LOCKING_S
+        while (len(buffers) + 1) * size <= most and time.monotonic() < end_s and not was_refused:
+            buffer = torch.ones(size, dtype=torch.uint8)
+            was_refused = not cuda.register_host_buffer(buffer, place.first)
+            buffers += [] if was_refused else [buffer]
+        for buffer in buffers:
+            cuda.unregister_host_buffer(buffer)
+    return {"locked_bytes": len(buffers) * size, "was_refused": was_refused}
 
 
 def registration(place: CheckPlace) -> Figures:

@@ -31,17 +31,30 @@ UNFINISHED = 3
 """Exit code: checks are left, and this process is not fit for them."""
 
 
-def run_part(name: str, place: CheckPlace, results: Path, done: Collection[str]) -> int:
-    """Make all checks of a part that are not `done`; returns an exit code."""
+def run_part(
+    name: str,
+    place: CheckPlace,
+    results: Path,
+    done: Collection[str],
+    *,
+    chosen: Collection[str] = (),
+    snapshot: str = "",
+) -> int:
+    """Make all checks of a part that are not `done`; returns an exit code.
+
+    Args:
+        chosen: only these; none: all.
+        snapshot: file for what the GPUs' memory holds when a check runs out of it; empty: none.
+    """
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     module = importlib.import_module(f"scripts.gpu_checks.{name}")
     for one in module.checks(place):
-        if one.name in done:
+        if one.name in done or (chosen and one.name not in chosen):
             continue
         record(results, {"part": name, "check": one.name, "status": "running", "limit_s": one.limit_s})
         faulthandler.dump_traceback_later(WATCHDOG_S, repeat=False)
-        outcome = outcome_of(one)
+        outcome = outcome_of(one, snapshot)
         faulthandler.cancel_dump_traceback_later()
         record(results, {"part": name, "check": one.name, **outcome})
         if outcome["status"] == "failed" and not place.is_simulated:
@@ -49,8 +62,8 @@ def run_part(name: str, place: CheckPlace, results: Path, done: Collection[str])
     return 0
 
 
-def outcome_of(one: Check) -> dict[str, Any]:
-    """Status, seconds and figures of a check."""
+def outcome_of(one: Check, snapshot: str = "") -> dict[str, Any]:
+    """Status, seconds and figures of a check; `snapshot` as of `run_part`."""
     start_s = time.perf_counter()
     try:
         found: dict[str, Any] = {"status": "ok", "figures": dict(one.run())}
@@ -64,6 +77,11 @@ def outcome_of(one: Check) -> dict[str, Any]:
             found = {"status": "skipped", "reason": f"{package} is not installed"}
     except Exception as error:
         found = failure(error)
+        if snapshot and "OutOf" in type(error).__name__:
+            import torch
+
+            torch.cuda.memory._dump_snapshot(snapshot)
+            found["memory_snapshot"] = snapshot
     return {**found, "seconds": round(time.perf_counter() - start_s, 3)}
 
 
@@ -85,12 +103,18 @@ def main(args: argparse.Namespace) -> int:
     from roundpipe_cli.cli.output import quiet_libraries
 
     quiet_libraries()
-    place = CheckPlace(args.device == "simulated", tuple(args.indices) or visible_gpus(), args.scale)
-    return run_part(args.child, place, Path(args.results), set(args.done))
+    indices = tuple(args.indices) or visible_gpus(64 if args.quick else 2)
+    place = CheckPlace(args.device == "simulated", indices, args.scale, args.quick, args.trace or "")
+    if args.memory_snapshot and not place.is_simulated:
+        import torch
+
+        torch.cuda.memory._record_memory_history(max_entries=100_000)
+    snapshot = "" if place.is_simulated else args.memory_snapshot or ""
+    return run_part(args.child, place, Path(args.results), set(args.done), chosen=set(args.choose), snapshot=snapshot)
 
 
-def visible_gpus() -> tuple[int, ...]:
-    """At most two of them; (0,) without any, for the part that says so."""
+def visible_gpus(most: int) -> tuple[int, ...]:
+    """At most so many of them; (0,) without any, for the part that says so."""
     from roundpipe_cli.engine.backends import cuda
 
-    return tuple(range(min(2, cuda.num_devices()))) or (0,)
+    return tuple(range(min(most, cuda.num_devices()))) or (0,)

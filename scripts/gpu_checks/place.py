@@ -31,6 +31,10 @@ class CheckPlace:
     """Of the GPUs; simulated, there are two."""
     scale: str
     """`tiny` or `full`: sizes of what is measured."""
+    is_quick: bool = False
+    """A few checks of each part, on all cards at once."""
+    trace: str = ""
+    """File for a trace of a whole step; empty: none."""
 
     @property
     def first(self) -> int:
@@ -38,7 +42,9 @@ class CheckPlace:
 
     @property
     def pairs(self) -> list[tuple[int, ...]]:
-        """Devices of the workers, in every way that is tried: one GPU, listed twice, and two of them."""
+        """Devices of the workers, in every way that is tried: one GPU, listed twice, and two of them; quick, all."""
+        if self.is_quick:
+            return [self.indices if len(self.indices) > 1 else (self.first, self.first)]
         ways = [(self.first,), (self.first, self.first)]
         return [*ways, self.indices[:2]] if len(self.indices) > 1 else ways
 

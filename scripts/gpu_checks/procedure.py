@@ -21,6 +21,10 @@ from scripts.gpu_checks.place import CHECK_LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
 PART_LIMIT_S, ALL_LIMIT_S = 480.0, 2400.0
+QUICK_LIMITS_S = {"environment": 60.0, "correctness": 270.0, "links": 90.0, "throughput": 180.0}
+"""Parts of `--quick`; together 10 minutes."""
+AGAIN = {"CUDA_LAUNCH_BLOCKING": "1", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+"""A check that failed is made once more so: launches that wait for their end, every tensor in memory of its own."""
 START_LIMIT_S = 90.0
 """For a child to import torch and begin its first check."""
 POLL_S = 0.1
@@ -67,7 +71,7 @@ def run_all(args: argparse.Namespace, document: CheckDocument) -> None:
     end_s = time.monotonic() + args.limit_s
     for part in [name for name in PARTS if name in args.only or name == "environment"]:
         start_s = time.monotonic()
-        limit_s = min(args.part_limit_s, end_s - start_s)
+        limit_s = min(QUICK_LIMITS_S[part] if args.quick else args.part_limit_s, end_s - start_s)
         print(f"\n== {part} (at most {max(0, limit_s):.0f} s)", flush=True)
         if limit_s <= 0:
             document.add(part, {"check": "all", "status": "skipped", "reason": "no time is left"})
@@ -90,30 +94,52 @@ def run_one(part: str, args: argparse.Namespace, folder: Path, document: CheckDo
             document.add(part, outcome)
             show(outcome)
         if attempt.is_complete or not attempt.has_advanced:
-            return
+            break
+    bad = [one["check"] for one in document.parts.get(part, ()) if one["status"] in ("failed", "stopped")]
+    for name in bad if part == "correctness" else ():
+        if time.monotonic() < end_s:
+            again = argparse.Namespace(**{**vars(args), "choose": [name]})
+            attempt = Attempt(part, again, folder / f"again {len(done)}", (), environment=AGAIN)
+            done.append(name)
+            for outcome in attempt.outcomes(end_s):
+                outcome = {**outcome, "check": f"{name}, again", "environment": AGAIN}
+                document.add(part, outcome)
+                show(outcome)
 
 
 def child_words(part: str, args: argparse.Namespace, results: Path, done: Sequence[str]) -> list[str]:
     """Command line of a child process."""
     words = [sys.executable, str(ROOT / "scripts" / "gpu_check"), "--child", part]
     words += ["--results", str(results), "--device", args.device, "--scale", args.scale]
-    for option, values in (("--done", done), ("--indices", args.indices), ("--without", args.without)):
-        words += [option, *map(str, values)] if values else []
-    return words
+    for option, value in (("--trace", args.trace), ("--memory-snapshot", args.memory_snapshot)):
+        words += [option, value] if value else []
+    several = {"done": done, "indices": args.indices, "without": args.without, "choose": args.choose}
+    for name, values in several.items():
+        words += [f"--{name}", *map(str, values)] if values else []
+    return words + ["--quick"] * args.quick
 
 
 class Attempt:
     """One child process, and what it writes."""
 
-    def __init__(self, part: str, args: argparse.Namespace, stem: Path, done: Sequence[str]) -> None:
+    def __init__(
+        self,
+        part: str,
+        args: argparse.Namespace,
+        stem: Path,
+        done: Sequence[str],
+        *,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self._part, self._results, self._errors = part, stem.with_suffix(".jsonl"), stem.with_suffix(".err")
         self._results.touch()
         words = child_words(part, args, self._results, done)
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        changed = {**os.environ, "PYTHONPATH": path, **(environment or {})}
+        if getattr(args, "sanitizer", False):
+            changed["TORCH_CUDA_SANITIZER"] = "1"
         with self._errors.open("wb") as errors:
-            self._child = subprocess.Popen(
-                words, env={**os.environ, "PYTHONPATH": path}, cwd=ROOT, stderr=errors, start_new_session=True
-            )
+            self._child = subprocess.Popen(words, env=changed, cwd=ROOT, stderr=errors, start_new_session=True)
         self._running: dict[str, Any] | None = None
         self._since_s = time.monotonic()
         self.is_complete = self.has_advanced = False
@@ -213,6 +239,7 @@ def main(args: argparse.Namespace) -> int:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add, one = parser.add_argument, argparse.SUPPRESS
     add("--device", choices=["cuda", "simulated"], default="cuda", help="simulated: a try of the procedure on the CPU")
+    add("--quick", action="store_true", help="environment, 8 cases, links, one throughput; within 10 minutes")
     add("--only", action="append", choices=PARTS, help="may be given several times; default: all")
     add("--json", default="gpu_check.json", help="where the results go, rewritten after every check")
     add("--scale", choices=["tiny", "full"], help="sizes of what is measured; default: tiny if simulated, else full")
@@ -220,6 +247,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--without", nargs="+", default=[], metavar="PACKAGE", help="as if these packages were not installed")
     add("--part-limit-s", type=float, default=PART_LIMIT_S)
     add("--limit-s", type=float, default=ALL_LIMIT_S, help=f"of all parts; a check has {CHECK_LIMIT_S:.0f} s or more")
+    add("--choose", nargs="+", default=[], metavar="CHECK", help="only these checks")
+    add("--trace", metavar="FILE", help="write a trace of a whole step, for ui.perfetto.dev (part throughput)")
+    add("--sanitizer", action="store_true", help="under torch's stream sanitizer (TORCH_CUDA_SANITIZER); slow")
+    add(
+        "--memory-snapshot", metavar="FILE", help="what memory held when a check ran out of it (pytorch.org/memory_viz)"
+    )
     add("--child", choices=PARTS, help=one)
     add("--results", help=one)
     add("--done", nargs="+", default=[], help=one)

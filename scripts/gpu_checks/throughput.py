@@ -9,6 +9,7 @@ import os
 import socket
 import statistics
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +26,12 @@ PUBLISHED = "roundpipe"
 
 
 def checks(place: CheckPlace) -> Iterator[Check]:
+    if place.trace:
+        yield check("trace of a step", traced, place, limit_s=LIMIT_S)
+    if place.is_quick:
+        make = functools.partial(make_trial, place, "lora")
+        yield check(f"lora, streamed, on {len(place.indices)}", engine, place, make, "streamed", limit_s=LIMIT_S)
+        return
     for method in ("lora", "full"):
         trial = functools.cache(functools.partial(make_trial, place, method))
         for way in ("streamed", "cached", "resident") if method == "lora" else ("streamed", "cached"):
@@ -50,6 +57,18 @@ def engine(place: CheckPlace, make: Any, way: str) -> Figures:
         "up_bytes_per_s": weights.num_bytes / weights.moving_s if weights.moving_s else 0.0,
         "loss": results[-1].loss,
     }
+
+
+def traced(place: CheckPlace) -> Figures:
+    """A step of the engine in torch's profiler, written as a file that ui.perfetto.dev shows."""
+    from torch.profiler import ProfilerActivity, profile
+
+    trial = make_trial(place, "lora")
+    activities = [ProfilerActivity.CPU] if place.is_simulated else [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    with place.devices(), profile(activities=activities) as profiler:
+        engine_steps(place, trial, "streamed", count=1)
+    profiler.export_chrome_trace(place.trace)
+    return {"trace": place.trace, "bytes": Path(place.trace).stat().st_size}
 
 
 def loop(place: CheckPlace, make: Any, way: str) -> Figures:

@@ -57,9 +57,10 @@ def make_trial(place: CheckPlace, method: str) -> Trial:
     figures = shipped(SPEED_MODEL) if place.scale == "full" else tiny("llama")
     tokens = TOKENS[place.scale]
     architecture = parse_config(figures, name=SPEED_MODEL, source="gpu_check")
-    settings = TrainingSettings(tokens, num_microbatches=MICROBATCHES, method=method, lora_r=16)  # type: ignore[arg-type]
+    count = max(MICROBATCHES, 2 * len(place.indices)) if place.is_quick else MICROBATCHES
+    settings = TrainingSettings(tokens, num_microbatches=count, method=method, lora_r=16)  # type: ignore[arg-type]
     hardware = machine_of(place)
-    rows = random_rows(MICROBATCHES, tokens, figures["vocab_size"])
+    rows = random_rows(count, tokens, figures["vocab_size"])
     model = build(figures, method)
     return Trial(model, rows, method, hardware, analytic_costs(architecture, settings, hardware))
 
@@ -71,21 +72,26 @@ def machine_of(place: CheckPlace) -> Hardware:
     return this_machine((device,), device.name, notes, Path())
 
 
-def cut_of(trial: Trial, cache_bytes: int) -> PlannedCut:
-    """Stages of one worker, as the planner cuts them."""
+def cut_of(trial: Trial, cache_bytes: int, num_workers: int = 1) -> PlannedCut:
+    """Stages of so many workers, as the planner cuts them."""
     costs = trial.analytic.costs
     if cache_bytes:
         costs = with_cached_weights(costs, cache_bytes, 2)
-    return plan_partition(SimulationCase(costs, 1, len(trial.microbatches)))
+    return plan_partition(SimulationCase(costs, num_workers, len(trial.microbatches)))
 
 
-def engine_steps(place: CheckPlace, trial: Trial, way: str) -> list[StepResult]:
-    """Steps of `streamed`, `cached` or `resident`, those that warm up left out. Devices are there already."""
+def engine_steps(place: CheckPlace, trial: Trial, way: str, count: int | None = None) -> list[StepResult]:
+    """Steps of `streamed`, `cached` or `resident`, those that warm up left out. Devices are there already.
+
+    Args:
+        count: of the steps that are left; None: by the place's scale.
+    """
     cache = 0 if way == "streamed" else EVERYTHING
-    num_workers, dealing = 1, Options()
-    cut: Any = cut_of(trial, cache)
+    indices = place.indices if place.is_quick else (place.first,)
+    num_workers, dealing = len(indices), Options()
+    cut: Any = cut_of(trial, cache, num_workers)
     if way == "resident":  # each microbatch on one of two workers, nothing recomputed that fits
-        num_workers, dealing = 2, DEALING
+        indices, num_workers, dealing = (place.first, place.first), 2, DEALING
         cut = resident_cut(with_cached_weights(trial.analytic.costs, EVERYTHING, 2), num_workers, lambda found: True)
         assert cut is not None
     schedule = build_schedule(
@@ -96,7 +102,7 @@ def engine_steps(place: CheckPlace, trial: Trial, way: str) -> list[StepResult]:
         rounds=Rounds(len(trial.microbatches), per_round=cut.microbatches_per_round, options=dealing),
         costs=trial.analytic.costs,
     )
-    backends = [cuda.CudaBackend(place.first) for _ in range(num_workers)]
+    backends = [cuda.CudaBackend(index) for index in indices]
     model, options = (
         trial.model,
         EngineOptions(weight_cache_bytes=cache, watchdog_s=WATCHDOG_S, fused=trial.model.fused),
@@ -107,8 +113,8 @@ def engine_steps(place: CheckPlace, trial: Trial, way: str) -> list[StepResult]:
         for buffer in buffers:
             assert cuda.register_host_buffer(buffer, place.first), "page-locked memory is refused"
         with Engine(model.skeleton, model.split, model.store, backends, options=options) as engine:
-            count = WARM_UP + NUM_STEPS[place.scale]
-            return [engine.run_step(trial.microbatches, schedule, step=0) for _ in range(count)][WARM_UP:]
+            total = WARM_UP + (count or NUM_STEPS[place.scale])
+            return [engine.run_step(trial.microbatches, schedule, step=0) for _ in range(total)][WARM_UP:]
     finally:
         for buffer in buffers:
             cuda.unregister_host_buffer(buffer)

@@ -49,6 +49,7 @@ def test_dropout_is_counted(by_libraries: bool) -> None:
         for work, launches in ((one.plan.forward, one.ledger.forward), (one.plan.backward, one.ledger.backward)):
             moved = work.traffic_bytes + (work.library_bytes if by_libraries else 0)
             assert moved == pytest.approx(launches.traffic_bytes, rel=0.05)
+            assert work.issued(fused=not by_libraries) == launches.num_launches
 
 
 @pytest.mark.covering(1)
@@ -61,6 +62,7 @@ def test_what_the_libraries_move_is_the_ledgers(model_type: str, method: str) ->
         for work, launches in ((one.plan.forward, one.ledger.forward), (one.plan.backward, one.ledger.backward)):
             moved = work.traffic_bytes + work.library_bytes
             assert moved == pytest.approx(launches.traffic_bytes, rel=0.05)
+            assert work.issued(fused=False) == launches.num_launches
 
 
 @pytest.mark.covering(1)
@@ -109,9 +111,31 @@ def test_untargeted_projections_have_no_adapters_launches() -> None:
     assert few.forward.traffic_bytes == every.forward.traffic_bytes
 
 
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_without_our_kernels_each_expert_has_products_of_its_own(method: str) -> None:
+    (one,) = compare("Qwen/Qwen3-30B-A3B", method, False, TOKENS, by_libraries=True)
+    assert one.plan.forward.issued(fused=False) == one.ledger.forward.num_launches > 300
+    assert one.plan.backward.issued(fused=False) == one.ledger.backward.num_launches > 600
+
+
 def test_host_time_counts_what_is_launched() -> None:
-    """5 us an operator: forward, recompute and backward of each block, and the head in chunks."""
+    """10 us an operator: forward, recompute and backward of each block, the head in chunks; and the update's Python."""
     architecture = find_architecture("Qwen/Qwen3-8B")
     settings = TrainingSettings(2048, method="full")
     analytic = analytic_costs(architecture, settings, parse_hardware("1x4090"))
-    assert analytic.host_s_per_microbatch == pytest.approx((36 * (23 + 23 + 48) + 2 * 45) * 20e-3 / 4100)
+    head = 4 + 2 * (4 + 3)  # as `run_head` launches them
+    assert analytic.host_s_per_microbatch == pytest.approx((36 * (23 + 23 + 48) + head) * 10e-6)
+    assert analytic.host_s(3) == pytest.approx(3 * analytic.host_s_per_microbatch + 8.19e9 / 2**20 * 28e-6, rel=0.01)
+    reference = analytic_costs(architecture, replace(settings, fused=False), parse_hardware("1x4090"))
+    assert reference.host_s_per_microbatch == pytest.approx((36 * (55 + 55 + 114) + head + 2 * 9) * 10e-6)
+
+
+def test_a_pass_ends_no_sooner_than_its_operators_are_issued() -> None:
+    """Python's time was added to each step, though devices compute meanwhile."""
+    architecture, hardware = find_architecture("HuggingFaceTB/SmolLM2-135M"), parse_hardware("1xh100")
+    short, long = (
+        analytic_costs(architecture, TrainingSettings(tokens, method="full"), hardware).costs.layers[5]
+        for tokens in (64, 65536)
+    )
+    assert (short.forward_s, short.backward_s) == pytest.approx((21 * 10e-6, 42 * 10e-6))
+    assert long.forward_s > 10 * short.forward_s

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import time
 from dataclasses import replace
@@ -138,6 +139,33 @@ def test_sums_of_float16_are_narrow_only_where_a_recipe_says_so() -> None:
         for narrow in (True, False):
             make_backends(["cuda:0"], 1, float16_accumulation=narrow)
             assert torch.backends.cuda.matmul.allow_fp16_accumulation is narrow
+
+
+@pytest.mark.parametrize(("found", "becomes"), [(None, ":4096:8"), (":16:8", ":16:8"), (":0:0", ":4096:8")])
+def test_torch_adds_up_in_order_only_where_a_recipe_says_so(
+    found: str | None, becomes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Flash attention and packed rows ask torch's switch; torch refuses products without cuBLAS' workspace."""
+    monkeypatch.delenv(cuda.WORKSPACE, raising=False)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    if found is not None:
+        monkeypatch.setenv(cuda.WORKSPACE, found)
+    with simulated():
+        make_backends(["cuda:0"], 1, deterministic=True)
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.is_deterministic_algorithms_warn_only_enabled(), "flash attention then only warns"
+        assert torch._C._dispatch_has_kernel_for_dispatch_key("aten::histc", "CUDA")
+        assert not torch.utils.deterministic.fill_uninitialized_memory and os.environ[cuda.WORKSPACE] == becomes
+        make_backends(["cuda:0"], 1)
+        assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_experts_tokens_are_counted_as_torch_counts_them() -> None:
+    chosen = torch.tensor([[0, 3], [3, 7], [8, 1]], dtype=torch.int32)  # 8: of no expert
+    found = cuda.counts(chosen, bins=8, min=0, max=7)
+    assert found.dtype == torch.int32 and torch.equal(found.float(), torch.histc(chosen.float(), 8, 0, 7))
+    with pytest.raises(RuntimeError, match="no deterministic implementation"):
+        cuda.counts(chosen.float(), bins=8, min=0, max=7)
 
 
 def test_a_full_card_is_no_reason_to_change_the_allocator() -> None:

@@ -104,7 +104,7 @@ def test_json_document_has_the_documented_keys(recipe: Path) -> None:
     predicted = document["predicted"]
     assert predicted["tokens_per_s"] == pytest.approx(4 * 512 / predicted["step_s"])
     assert 0 <= predicted["bubble_ratio"] < 1
-    assert predicted["device_step_s"] == pytest.approx(predicted["step_s"] - answer.host_s)
+    assert predicted["step_s"] == max(predicted["device_step_s"], answer.host_s)
     solved = plan_document(answer, solve(answer))["solve"]
     assert list(solved) == ["max_seq_length", "micro_batch_size", "changes"]
     assert (solved["max_seq_length"], solved["changes"]) == (8192, [])
@@ -373,7 +373,7 @@ def test_gains_of_the_engine_are_in_the_plan(recipe: Path) -> None:
     large = ask(load(recipe, "gradient_accumulation_steps=4096"), words)
     assert not large.settings.skip_last_projection, "as `train/build.py` decides for so many of them"
     slow, fast = (make_plan(load(recipe, f"{skip}={value}"), words) for value in ("false", "true"))
-    assert fast.step_s < slow.step_s
+    assert fast.device_step_s < slow.device_step_s
     assert fast.verdict.host.total_bytes > slow.verdict.host.total_bytes
     kept = ask(load(recipe, "pipeline.keep_activations=3"), "4090")
     assert [layer.recompute for layer in kept.analytic.costs.layers[-5:]] == [True, False, False, False, False]

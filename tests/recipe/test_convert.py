@@ -458,6 +458,13 @@ def test_null_is_no_value_and_not_false(tool: str) -> None:
     assert found.left_out == plain.left_out and found.notes == plain.notes
 
 
+@pytest.mark.parametrize("tool", sorted(BASES))
+def test_full_determinism_is_a_key_here(tool: str) -> None:
+    """It was left out as a word without effect."""
+    found = converted(tool, '{"full_determinism": true}')
+    assert found.recipe["deterministic"] is True and "full_determinism" not in found.without_effect
+
+
 SAMPLES: dict[str, Any] = {
     **{"revision": "main", "load_in_4bit": True, "load_in_8bit": True, "val_set_size": 10, "max_seq_length": 64},
     **{"packing": True, "shuffle": False, "train_on_inputs": True, "long_rows": "error", "on_bad_row": "skip"},
@@ -469,7 +476,7 @@ SAMPLES: dict[str, Any] = {
     **{"head_chunk_tokens": 8, "mlp_chunk_tokens": 8, "output_dir": "out", "logging_steps": 2, "eval_steps": 2},
     **{"eval_samples": 2, "eval_max_new_tokens": 2, "load_best_model_at_end": True, "early_stopping_patience": 2},
     **{"save_steps": 2, "save_total_limit": 2, "report_to": ["wandb"], "on_oom": "adapt", "on_nonfinite": "skip"},
-    **{"watchdog_s": 5, "weights": "mmap", "hardware": "8x4090", "kernels": "reference"},
+    **{"watchdog_s": 5, "weights": "mmap", "hardware": "8x4090", "kernels": "reference", "deterministic": True},
     **{"lora.r": 2, "lora.alpha": 2, "lora.dropout": 0.1, "lora.target_modules": ["q"], "lora.use_dora": True},
     **{"lora.modules_to_save": ["a"], "lora.use_rslora": True, "lora.init": "gaussian", "lora.loraplus_lr_ratio": 2},
     **{"lora.start_from": "adapter", "hub_model_id": "me/mine"},

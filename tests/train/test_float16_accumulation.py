@@ -104,6 +104,17 @@ def test_cards_are_asked_for_it_and_processors_say_that_they_have_none(monkeypat
     assert "float16_accumulation: true" in Path("cards/recipe.yaml").read_text()
 
 
+def test_a_deterministic_run_on_cards_has_the_processors_losses() -> None:
+    try:
+        on_cards = finetune("deterministic=true", ON_CARDS, "output_dir=ordered", "max_steps=1")
+        assert torch.are_deterministic_algorithms_enabled() and "deterministic" not in notices(on_cards)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    on_processor = finetune("deterministic=true", ON_CPU, "output_dir=processor", "max_steps=1")
+    assert "deterministic has no effect here" in notices(on_processor)
+    assert losses(on_processor) == losses(on_cards)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_other_types_are_refused(dtype: str) -> None:
     with pytest.raises(RecipeError, match="only products of float16 can add up in float16") as caught:

@@ -6,6 +6,7 @@ streams is kept by events on the device. Host memory must be page-locked, or cop
 
 from __future__ import annotations
 
+import functools
 import gc
 import math
 import os
@@ -13,6 +14,7 @@ import re
 import sys
 import threading
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -201,8 +203,41 @@ def xid_in(lines: Sequence[str], place: str, now_s: float) -> str | None:
     return None
 
 
-def set_up_process(indices: Collection[int], *, float16_accumulation: bool = False) -> None:
+WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+"""The variable by which cuBLAS takes memory of a fixed size, so that streams do not choose other products."""
+ORDERED_WORKSPACES = (":4096:8", ":16:8")
+"""Its values that torch takes for deterministic ones."""
+
+
+@functools.cache
+def _count_in_order() -> torch.library.Library:
+    """Have experts' tokens counted without atomics, for which torch refuses `histc`; as long as the result is kept."""
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, that its own kernel is replaced
+        library.impl("histc", counts, "CUDA")
+    return library
+
+
+def counts(values: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) -> torch.Tensor:
+    """`torch.histc` of whole numbers with a bin for each from `min` to `max`; others are left out.
+
+    Raises:
+        RuntimeError: bins are wider, or values no whole numbers.
+    """
+    if values.is_floating_point() or bins != max - min + 1:
+        raise RuntimeError("torch.histc of numbers that are not whole has no deterministic implementation here")
+    each = torch.arange(int(min), int(max) + 1, device=values.device)
+    return (values.flatten()[:, None] == each).sum(dim=0).to(values.dtype)
+
+
+def set_up_process(
+    indices: Collection[int], *, float16_accumulation: bool = False, deterministic: bool = False
+) -> None:
     """Set torch's options for these GPUs, for the whole process: products, memory and attention.
+
+    With `deterministic` flash attention, also that of packed rows, and the efficient kernel add up in order; torch asks
+    its global switch for that. Unwritten memory is not filled: nothing here reads it.
 
     Memory comes in segments that grow, so that microbatches of other lengths leave no gaps between blocks; not where
     the user has set torch's allocator up, or where a driver cannot (virtual GPUs). Attention never goes through cuDNN,
@@ -213,6 +248,12 @@ def set_up_process(indices: Collection[int], *, float16_accumulation: bool = Fal
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     torch.backends.cuda.matmul.allow_fp16_accumulation = float16_accumulation
     torch.backends.cuda.enable_cudnn_sdp(False)
+    if deterministic and os.environ.get(WORKSPACE) not in ORDERED_WORKSPACES:
+        os.environ[WORKSPACE] = ORDERED_WORKSPACES[0]
+    if deterministic:
+        _count_in_order()
+    torch.use_deterministic_algorithms(deterministic)
+    torch.utils.deterministic.fill_uninitialized_memory = not deterministic  # type: ignore[attr-defined]
     set_up_attention(min(torch.cuda.get_device_capability(index) for index in indices))
     if any(name in os.environ for name in ALLOCATOR_VARIABLES):
         return

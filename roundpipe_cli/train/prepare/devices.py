@@ -86,16 +86,22 @@ def updater_threads(devices: Sequence[str]) -> int:
 
 
 def make_backends(
-    devices: Sequence[str], num_threads: int, *, float16_accumulation: bool = False, count_bytes: bool = False
+    devices: Sequence[str],
+    num_threads: int,
+    *,
+    float16_accumulation: bool = False,
+    deterministic: bool = False,
+    count_bytes: bool = False,
 ) -> list[Backend]:
     """One backend per worker.
 
     Args:
         float16_accumulation: GPUs add up in float16 in products of float16.
+        deterministic: GPUs add up in the same order each time.
         count_bytes: workers on the processor count their live bytes, which makes them slow.
     """
     if gpus := {gpu_index(device) for device in devices if device != "cpu"}:
-        cuda.set_up_process(gpus, float16_accumulation=float16_accumulation)
+        cuda.set_up_process(gpus, float16_accumulation=float16_accumulation, deterministic=deterministic)
     turns = IssueTurns() if len(devices) > 1 else None
     return [
         CpuBackend(num_threads, count_bytes=count_bytes)

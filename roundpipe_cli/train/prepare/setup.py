@@ -19,7 +19,7 @@ from torch import nn
 from roundpipe_cli.choices import PACKED_FORMATS, PackedName
 from roundpipe_cli.costs.find_model import FoundConfig
 from roundpipe_cli.costs.machine import MAX_PARAMETERS_ON_CPU, host_memory, slow_in_16_bit
-from roundpipe_cli.costs.models import is_counted_exactly
+from roundpipe_cli.costs.models import head_chunk_tokens, is_counted_exactly
 from roundpipe_cli.data.batching import BatchSampler, Grouping
 from roundpipe_cli.data.dataset import build_dataset, build_pairs, hold_out_pairs
 from roundpipe_cli.data.rows import DatasetSpec, DataSettings, TrainRules
@@ -424,6 +424,12 @@ class Setup:
     unpacks_once: bool = False
     """Packed weights are unpacked once per visit of a stage."""
 
+    @property
+    def head_chunk_tokens(self) -> int:
+        """Tokens for which the LM head computes logits at once."""
+        config: Any = self.model.config
+        return head_chunk_tokens(self.recipe.head_chunk_tokens, config.get_text_config().vocab_size)
+
     @functools.cached_property
     def attends_in_rows(self) -> bool:
         """Whether blocks are told where rows lie, in place of masks of all pairs of tokens.
@@ -507,8 +513,9 @@ def prepare(
     fill_store(store, base.source, model, recipe, start=start, tell=tell)
     tell(Notice(_describe_model(config, layouts, recipe, devices), is_detail=True))
     fused = None if proof.not_fused else _find_fused(recipe, model, split, tell)
+    chunk = head_chunk_tokens(recipe.head_chunk_tokens, config.get_text_config().vocab_size)
     return Setup(
-        recipe,
+        replace(recipe, head_chunk_tokens=chunk),
         base.source,
         rows.tokenizer,
         rows.dataset,
@@ -570,11 +577,14 @@ def _on_devices(loaded: LoadedRecipe, tell: Tell) -> tuple[tuple[str, ...], Load
     """The device of each worker, and the recipe in a data type that all of them have."""
     devices, no_gpu = choose_devices(loaded.recipe.pipeline.devices)
     recipe, other_dtype = with_dtype_of(loaded.recipe, devices)
-    without_effect = None
+    notices = [no_gpu, other_dtype]
     if recipe.float16_accumulation and "cpu" in devices:
-        without_effect = "float16_accumulation has no effect here: processors add up in float32"
-    slow = slow_in_16_bit(recipe.dtype) if "cpu" in devices else None
-    for text in filter(None, (no_gpu, other_dtype, without_effect, slow)):
+        notices.append("float16_accumulation has no effect here: processors add up in float32")
+    if recipe.deterministic and "cpu" in devices:
+        notices.append("deterministic has no effect here: processors compute the same bits without it")
+    if "cpu" in devices:
+        notices.append(slow_in_16_bit(recipe.dtype))
+    for text in filter(None, notices):
         tell(Notice(text))
     return devices, replace(loaded, recipe=recipe)
 
