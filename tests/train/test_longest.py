@@ -29,7 +29,7 @@ def test_the_longest_rows_come_first() -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        (),
+        pytest.param((), marks=pytest.mark.sweep),
         ("max_grad_norm=0",),
         ("method=full", "neftune_noise_alpha=5", "pipeline.schedule=gpipe"),
         ("dtype=float16",),
@@ -66,5 +66,5 @@ def test_on_oom_adapt_has_less_from_the_first_step_on(tmp_path: Path, model: Pat
 
 def test_it_is_said_where_nothing_is_tried(tmp_path: Path, model: Path) -> None:
     folder = make_workspace(tmp_path / "work", model)
-    done = finetune(folder, "check_longest_rows=true", "packing=true", "--no-dashboard").expect(0)
+    done = finetune(folder, "check_longest_rows=true", "packing=true", "max_steps=1", "--no-dashboard").expect(0)
     assert "no step is tried before the first one, since packed sequences" in done.err

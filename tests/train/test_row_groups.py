@@ -56,7 +56,7 @@ def one_by_one(tmp_path_factory: pytest.TempPathFactory, model: Path) -> tuple[l
     return trained(folder)
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.sweep), 8])
+@pytest.mark.parametrize("size", [*(pytest.param(size, marks=pytest.mark.sweep) for size in (2, 4)), 8])
 def test_rows_of_like_length_meet_and_the_loss_stays(
     tmp_path: Path, model: Path, one_by_one: tuple[list[float], list[list[int]]], size: int
 ) -> None:
@@ -75,7 +75,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory, model: Path) -> tuple[list[
     return trained(workspace(tmp_path_factory.mktemp("packed"), model, **PACKED))
 
 
-@pytest.mark.parametrize("tokens", [128, 300, pytest.param(512, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("tokens", [300, *(pytest.param(tokens, marks=pytest.mark.sweep) for tokens in (128, 512))])
 def test_microbatches_filled_by_tokens_keep_rows_and_loss(
     tmp_path: Path, model: Path, one_by_one: tuple[list[float], list[list[int]]], tokens: int
 ) -> None:
@@ -85,7 +85,7 @@ def test_microbatches_filled_by_tokens_keep_rows_and_loss(
     assert losses == pytest.approx(one_by_one[0], rel=TOLERANCE)
 
 
-@pytest.mark.parametrize("tokens", [256, 1024])
+@pytest.mark.parametrize("tokens", [pytest.param(256, marks=pytest.mark.sweep), 1024])
 def test_microbatches_filled_by_packed_rows_keep_rows_and_loss(
     tmp_path: Path, model: Path, packed: tuple[list[float], list[list[int]]], tokens: int
 ) -> None:
@@ -140,7 +140,7 @@ def test_short_rows_keep_several_workers_busy(tmp_path: Path, model: Path) -> No
 def test_pairs_are_filled_by_both_answers(tmp_path: Path, model: Path) -> None:
     shape = {"objective": "dpo", "micro_batch_size": 1, "gradient_accumulation_steps": 4, "save_steps": 10}
     losses = []
-    for tokens in (None, 256, 1024):
+    for tokens in (None, 256):
         folder = workspace(tmp_path / str(tokens), model, micro_batch_tokens=tokens, max_steps=3, **shape)
         rows = [
             {"prompt": "Say", "chosen": f"{index} {'x' * (9 * index % 50)}", "rejected": f"no {'y' * (7 * index % 60)}"}
@@ -150,7 +150,6 @@ def test_pairs_are_filled_by_both_answers(tmp_path: Path, model: Path) -> None:
         finetune(folder).expect(0)
         losses.append([row["loss"] for row in metrics(folder / "out")])
     assert losses[1] == pytest.approx(losses[0], rel=TOLERANCE)
-    assert losses[2] == pytest.approx(losses[0], rel=TOLERANCE)
 
 
 def test_a_device_that_runs_out_of_memory_gets_smaller_microbatches(

@@ -40,7 +40,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def folder(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("ROUNDPIPE_CACHE", str(tmp_path / "cache"))
-    work = make_workspace(tmp_path / "work", model, num_train_epochs=1)
+    work = make_workspace(tmp_path / "work", model, num_train_epochs=1, check_longest_rows=False)
     monkeypatch.chdir(work)
     yield work
 
@@ -73,7 +73,7 @@ def notices(events: list[Event]) -> str:
 def test_stopped_resumed_and_evaluated_in_float16(folder: Path) -> None:
     """One of the cards has no bfloat16: a run in it gives the numbers of float16. Page-locking, profile steps, planner,
     weight cache, evaluation, saving, resuming, the result."""
-    words = ("val_set_size=2", "eval_steps=2", "max_steps=4")
+    words = ("val_set_size=2", "eval_steps=2", "max_steps=4", "check_longest_rows=true")
     expected = finetune(*words, ON_CPU, "dtype=float16", "output_dir=cpu")
 
     def stop(event: Event) -> None:
@@ -165,7 +165,7 @@ def test_weights_unpacked_once_in_a_visit(folder: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(memory, "SEGMENT_BYTES", memory.BLOCK_BYTES)
     monkeypatch.setattr(memory, "LARGE_SEGMENT_BYTES", memory.BLOCK_BYTES)
     stages = ("pipeline.forward_stages=[[0,2]]", "pipeline.backward_stages=[[3,3],[0,2]]", "pipeline.weight_cache=0")
-    words = ("load_in_4bit=true", "dtype=float32", "max_steps=3", "check_longest_rows=false", "lora.dropout=0", *stages)
+    words = ("load_in_4bit=true", "dtype=float32", "max_steps=3", "lora.dropout=0", *stages)
     dequantize, done = packed_weights.dequantize, list[int]()
 
     def counted(packed: torch.Tensor, *args: Any) -> torch.Tensor:
@@ -200,7 +200,7 @@ def test_weights_unpacked_once_in_a_visit(folder: Path, monkeypatch: pytest.Monk
     ("words", "kept"),
     [
         ((), "each microbatch on one"),
-        (("pipeline.weight_cache=1000000",), ""),
+        pytest.param(("pipeline.weight_cache=1000000",), "", marks=pytest.mark.sweep),
         pytest.param(("method=full",), "", marks=pytest.mark.sweep),
     ],
     ids=["auto", "fixed", "none"],
@@ -236,16 +236,15 @@ def test_bench_compares_schedules(folder: Path, words: tuple[str, ...], kept: st
 def test_microbatches_filled_by_tokens(folder: Path) -> None:
     """Their number varies from step to step; so do their rows."""
     words = (
-        *("micro_batch_size=1", "gradient_accumulation_steps=8", "packing=auto", "num_train_epochs=2"),
+        *("micro_batch_size=1", "gradient_accumulation_steps=8", "packing=auto", "num_train_epochs=1"),
         "dtype=float32",
     )
     chosen, given = "micro_batch_tokens=auto", "micro_batch_tokens=128"
     two = finetune(*words, chosen, ON_CARDS, "output_dir=two")
     assert "micro_batch_tokens (auto): 128" in notices(two)
-    one = finetune(*words, given, "pipeline.devices=[cuda:0]", "output_dir=one")
-    assert losses(two) == losses(one) and len(losses(two)) == 4
+    one = finetune(*words, given, "pipeline.devices=[cpu]", "output_dir=one")
+    assert losses(two) == losses(one) and len(losses(two)) == 2
     assert "micro_batch_tokens (auto)" not in notices(one)
-    assert losses(two) == losses(finetune(*words, given, ON_CPU, "output_dir=cpu"))
 
 
 def test_stages_are_cut_for_the_links_that_were_measured(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

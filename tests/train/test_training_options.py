@@ -278,7 +278,8 @@ def test_dropout_acts_on_an_adapter_that_is_trained_further(tmp_path: Path, mode
     losses = set()
     for dropout in (0.0, 0.5):
         output = f"dropout-{dropout}"
-        train(setup_of(folder, *_start(folder), f"lora.dropout={dropout}", output=output), folder / output)
+        words = (*_start(folder), f"lora.dropout={dropout}", "max_steps=1")
+        train(setup_of(folder, *words, output=output), folder / output)
         losses.add(metrics(folder / output)[0]["loss_hex"])
     assert len(losses) == 2
 
@@ -626,7 +627,7 @@ def test_moments_in_bfloat16_stay_near_those_in_float32() -> None:
     torch.testing.assert_close(values["bfloat16"], values["float32"], rtol=0.05, atol=1e-4)
 
 
-@pytest.mark.parametrize("keys", [["optim=sgd"], ["optim=adamw_8bit"]])
+@pytest.mark.parametrize("keys", [pytest.param(["optim=sgd"], marks=pytest.mark.sweep), ["optim=adamw_8bit"]])
 def test_a_killed_run_goes_on_to_the_bit(keys: list[str], tmp_path: Path, models: dict[str, Path]) -> None:
     folder = make_workspace(tmp_path / "work", models["untied"], method="full", neftune_noise_alpha=5)
     finetune(folder, *keys).expect(0)
@@ -692,7 +693,7 @@ def test_tables_beside_an_adapter_must_be_the_base_s(model: str, tmp_path: Path,
         setup_of(folder, *_start(folder))
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "qwen2_moe"])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", pytest.param("qwen2_moe", marks=pytest.mark.sweep)])
 def test_an_adapter_of_single_experts_is_trained_further(model_type: str, tmp_path: Path) -> None:
     """The first loss is that of the model with the adapter merged."""
     folder = make_workspace(tmp_path / "work", make_model(tmp_path / "tiny", model_type, num_hidden_layers=2))
