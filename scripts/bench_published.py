@@ -80,7 +80,7 @@ def write_model(folder: Path, figures: Mapping[str, Any]) -> None:
 
 
 def fill_with_random(
-    store: WeightStore, source: ModelSource, model: nn.Module, recipe: Recipe, start: Path | None, tell: Tell
+    store: WeightStore, source: ModelSource, model: nn.Module, recipe: Recipe, *, tell: Tell, **_: object
 ) -> None:
     """In the place of `fill_store`: norms are ones, all else is normal, adapters as ever."""
     some = torch.randn(2**20 + 1, generator=torch.Generator().manual_seed(0)) * SCALE  # repeated

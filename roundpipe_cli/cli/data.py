@@ -79,7 +79,7 @@ def _look(loaded: LoadedRecipe, offline: bool) -> DataView:
     from roundpipe_cli.cli.lines import LinePrinter
     from roundpipe_cli.data.describe import fill_with_packing, samples
     from roundpipe_cli.model.files.source import resolve_model
-    from roundpipe_cli.model.load import load_tokenizer
+    from roundpipe_cli.model.new_tokens import load_with_tokens
     from roundpipe_cli.train.prepare.setup import mix_of, read_rows
 
     recipe = loaded.recipe
@@ -91,8 +91,9 @@ def _look(loaded: LoadedRecipe, offline: bool) -> DataView:
         weights=False,
         tell=LinePrinter(1),
     )
-    tokenizer = load_tokenizer(source)
+    tokenizer, new = load_with_tokens(source, recipe.add_tokens)
     dataset, rejected = read_rows(loaded, tokenizer, offline, say)
+    dataset = replace(dataset, notices=(*dataset.notices, *new.describe(dataset.rows)))
     shown = samples(dataset, tokenizer, recipe.seed, rejected)
     if rejected is not None:
         return DataView(dataset, rejected, None, shown)

@@ -253,7 +253,8 @@ def trainable_params(architecture: Architecture, settings: TrainingSettings) -> 
     """Per layer (`embed`, blocks, `head`). A tied matrix counts once, with the head."""
     if settings.method == "lora":
         by_block = {block: lora_params(architecture, block, settings) for block in set(architecture.blocks)}
-        return [0, *(by_block[block] for block in architecture.blocks), 0]
+        rows = settings.new_tokens * architecture.hidden_size
+        return [0 if architecture.tied else rows, *(by_block[block] for block in architecture.blocks), rows]
     shared = architecture.vocab_size * architecture.hidden_size if architecture.tied else 0
     return [
         architecture.embed_params - shared - architecture.unreached_params,

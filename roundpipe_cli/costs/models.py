@@ -82,6 +82,8 @@ class TrainingSettings:
     fused: bool = True
     """Operators and kernels of ours (`kernels: auto`), not transformers' and PEFT's own."""
     optimizer: OptimizerName = "adamw"
+    new_tokens: int = 0
+    """Tokens of the recipe's `add_tokens`; LoRA trains their rows of embedding and LM head."""
     has_momentum: bool = False
     """The recipe's `sgd_momentum` is not 0."""
     head_chunk_tokens: int = 1024
@@ -330,6 +332,11 @@ class Architecture:
         """The LM head's matrix and the final norm, shared matrix included."""
         tail = self.hidden_size if self.tail_params is None else self.tail_params
         return self.vocab_size * self.hidden_size + tail
+
+    def with_tokens(self, count: int) -> Architecture:
+        """The same with `count` more rows of embedding and LM head: as if no padding row were left for new tokens."""
+        rows = self.embed_params + count * self.hidden_size
+        return replace(self, vocab_size=self.vocab_size + count, embed_params=rows) if count else self
 
     @property
     def parameters(self) -> int:

@@ -241,6 +241,10 @@ class TokenizedRows(Sequence[Row]):
         """Largest token id of the sources."""
         return max(shard.max_id for shard in self._shards)
 
+    def ids_from(self, first: int) -> set[int]:
+        """Token ids from `first` on in the sources."""
+        return {int(number) for one in self._shards for number in np.unique(one.input_ids[one.input_ids >= first])}
+
     def content_hash(self) -> str:
         """SHA-256 over the tokens and labels of every row: equal exactly if every batch would be."""
         digest = hashlib.sha256("".join(shard.digest for shard in self._shards).encode())

@@ -125,7 +125,6 @@ def in_order_of_need(store: WeightStore, split: ModelSplit) -> list[int]:
 
 
 def _trains_tied_table(store: WeightStore, split: ModelSplit) -> bool:
-    """Whether the table is kept with the head but trained through the embed layer too."""
-    embedding = f"{split.embedding_path}.weight"
-    tied = embedding in store.views and store.layer_of(embedding) > 0
-    return tied and embedding in store.trainable_names
+    """Whether the table, or rows of it, are kept with the head but trained through the embed layer too."""
+    own = (name for name in store.trainable_names if name.startswith(f"{split.embedding_path}."))
+    return any(store.layer_of(name) > 0 for name in own)

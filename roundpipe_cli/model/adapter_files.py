@@ -7,6 +7,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from roundpipe_cli.model.files.untrusted import (
     read_json,
     refusing,
 )
+from roundpipe_cli.model.new_tokens import grow_tables
 from roundpipe_cli.model.stored.conversions import current_names, fused_names
 from roundpipe_cli.model.stored.packed_weights import import_bitsandbytes
 from roundpipe_cli.model.stored.tensors import base_name, is_adapter, open_shard, tied_names
@@ -43,7 +45,7 @@ APPLIED_KEYS = (
     *("peft_type", "base_model_name_or_path", "revision", "r", "lora_alpha", "lora_dropout", "init_lora_weights"),
     *("target_modules", "exclude_modules", "target_parameters", "layers_to_transform", "layers_pattern"),
     *("rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "use_bdlora", "fan_in_fan_out", "bias", "lora_bias"),
-    *("modules_to_save", "ensure_weight_tying"),
+    *("modules_to_save", "ensure_weight_tying", "trainable_token_indices"),
 )
 """Keys of PEFT's LoraConfig that `export --merge` applies."""
 KEYS_WITHOUT_EFFECT = (
@@ -53,7 +55,6 @@ KEYS_WITHOUT_EFFECT = (
 """Keys of PEFT's LoraConfig that change nothing by themselves: notes for programs, and settings of `use_qalora` or of
 the start that `init_lora_weights` names."""
 NOT_MERGED: Mapping[str, str] = {
-    "trainable_token_indices": "it trains single rows of the embedding beside the adapter",
     "alora_invocation_tokens": "an activated LoRA works only behind its invocation tokens",
     "use_qalora": "QALoRA pools the inputs of GPTQ's layers",
     "velora_config": "VeLoRA keeps compressed activations",
@@ -213,6 +214,10 @@ def _is_layers(value: object) -> bool:
     return all(isinstance(item, int) and not isinstance(item, bool) for item in items)
 
 
+def _are_tokens(value: object) -> bool:
+    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
+
+
 _KEYS: Mapping[str, tuple[Callable[[object], bool], str]] = {
     "r": (_is_rank, f"a rank from 1 to {MAX_RANK}"),
     "lora_alpha": (_is_number, "a number"),
@@ -223,6 +228,10 @@ _KEYS: Mapping[str, tuple[Callable[[object], bool], str]] = {
     "exclude_modules": (_is_pattern, "a pattern, or a list of names"),
     "modules_to_save": (_is_texts, "a list of names"),
     "target_parameters": (_is_texts, "a list of names"),
+    "trainable_token_indices": (
+        lambda value: _are_tokens(value) or _each(_are_tokens)(value),
+        "a list of tokens, or one for each table",
+    ),
     "layers_to_transform": (_is_layers, "whole numbers"),
     "layers_pattern": (_is_pattern, "a pattern, or a list of patterns"),
     "base_model_name_or_path": (lambda value: isinstance(value, str), "a name"),
@@ -319,11 +328,26 @@ def put_adapter(model: nn.Module, config: Any, folder: Path) -> Any:
     """
     from peft import get_peft_model
 
-    check_patterns(config, (name for name, _ in model.named_modules()), folder)
-    _name_as_today(config, model, folder)
+    _make_fit(model, config, folder)
     with refusing("the adapter does not fit the base model", str(folder)), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return get_peft_model(model, config, autocast_adapter_dtype=False, low_cpu_mem_usage=True)  # type: ignore[arg-type]
+
+
+def trained_tokens(indices: dict[str, list[int]] | list[int] | None) -> list[int]:
+    """Tokens whose rows of embedding or LM head an adapter has, by its `trainable_token_indices`."""
+    return sorted({*chain(*indices.values())} if isinstance(indices, dict) else {*(indices or ())})
+
+
+def _make_fit(model: nn.Module, config: Any, folder: Path) -> None:
+    """Tables with a row for each of the adapter's tokens, and a configuration with the model's names.
+
+    Raises:
+        RefusedError: see `check_patterns`, `grow_tables` and `_name_as_today`.
+    """
+    check_patterns(config, (name for name, _ in model.named_modules()), folder)
+    grow_tables(model, trained_tokens(config.trainable_token_indices), str(folder / ADAPTER_CONFIG))
+    _name_as_today(config, model, folder)
 
 
 def load_adapter(model: nn.Module, config: Any, folder: Path) -> Any:
@@ -335,13 +359,13 @@ def load_adapter(model: nn.Module, config: Any, folder: Path) -> Any:
     from peft import get_peft_model, set_peft_model_state_dict
 
     config.inference_mode, config.lora_dropout = True, 0.0
-    check_patterns(config, (name for name, _ in model.named_modules()), folder)
-    _name_as_today(config, model, folder)
+    _make_fit(model, config, folder)
     with refusing("the adapter does not fit the base model", str(folder)), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         peft_model = get_peft_model(model, config)  # type: ignore[arg-type]
         found = set_peft_model_state_dict(peft_model, _read_as_named_today(model, folder))
-    missing = [name for name in found.missing_keys if is_adapter(name)]
+    own = {name for name, _ in peft_model.named_parameters()}  # each under one name
+    missing = [name for name in found.missing_keys if is_adapter(name) and name in own]
     unexpected = [name for name in found.unexpected_keys if not name.endswith(".modules_to_save.weight")]
     if missing or unexpected:
         raise _misfit(folder, [*missing, *unexpected])
@@ -641,7 +665,7 @@ def _read_as_named_today(model: nn.Module, folder: Path) -> dict[str, torch.Tens
     return found
 
 
-_WEIGHT = re.compile(r"(.*?)(\.(?:lora_|base_layer\.|original_module\.|modules_to_save\.).*)")
+_WEIGHT = re.compile(r"(.*?)(\.(?:lora_|base_layer\.|original_module\.|modules_to_save\.|token_adapter\.).*)")
 
 
 def _parameter_name(key: str, modules: dict[str, nn.Module]) -> str:
@@ -652,7 +676,7 @@ def _parameter_name(key: str, modules: dict[str, nn.Module]) -> str:
         return f"{path}.modules_to_save.default.{attribute}"
     if attribute == "lora_magnitude_vector":  # of PEFT before 0.12
         return f"{name}.default.weight"
-    if attribute in ("lora_embedding_A", "lora_embedding_B"):
+    if attribute in ("lora_embedding_A", "lora_embedding_B", "trainable_tokens_delta"):
         return f"{name}.default"
     if path.endswith((".lora_A", ".lora_B", ".lora_magnitude_vector", ".modules_to_save")):
         return f"{path}.default.{attribute}"

@@ -334,9 +334,18 @@ class GatheringEmbedding(StandIn):
     The table itself never becomes a leaf of a graph; its gradient comes back as rows.
     """
 
-    def __init__(self, embedding: nn.Module, trainable: bool) -> None:
+    def __init__(self, embedding: nn.Module, trainable: bool, added: Any = None) -> None:
+        """
+        Args:
+            added: `TokenRows` that take the place of some of its rows; None: there are none.
+        """
         super().__init__(embedding)
         self._trainable = trainable
+        self.added = added
+        if added is not None:
+            places = torch.full((int(embedding.num_embeddings),), -1)  # type: ignore[arg-type]
+            places[added.ids] = torch.arange(len(added.ids))
+            self._places = places
         self.token_ids: torch.Tensor | None = None
         """After a forward: the distinct token ids, [U]."""
         self.rows: torch.Tensor | None = None
@@ -355,18 +364,27 @@ class GatheringEmbedding(StandIn):
         embedding = self.original
         if not self._trainable:
             result: torch.Tensor = embedding(input_ids)
-            return result
-        table = embedding._parameters["weight"]
+            if self.added is None or self.added._disable_adapters:
+                return result
+            places = self._places[input_ids]
+            own = self._of_rows(self.added.rows, places.clamp(min=0))
+            return torch.where((places >= 0)[..., None], own, result)
         padding = embedding.padding_idx
         self.token_ids, positions = torch.unique(input_ids, return_inverse=True)
-        self.rows = table.detach()[self.token_ids].requires_grad_()
+        self.rows = embedding._parameters["weight"].detach()[self.token_ids].requires_grad_()
         # Rows are renumbered, so the padding row (whose gradient is left out) is too.
         matches = [] if padding is None else (self.token_ids == padding).nonzero().flatten().tolist()
-        embedding._parameters["weight"], embedding.padding_idx = self.rows, matches[0] if matches else None
+        return self._of_rows(self.rows, positions, matches[0] if matches else None)
+
+    def _of_rows(self, rows: torch.Tensor, positions: torch.Tensor, padding: int | None = None) -> torch.Tensor:
+        """The embedding's result for `positions` in `rows`, which take the place of its table."""
+        embedding = self.original
+        held = embedding._parameters["weight"], embedding.padding_idx
+        embedding._parameters["weight"], embedding.padding_idx = rows, padding
         try:
-            result = embedding(positions)
+            result: torch.Tensor = embedding(positions)
         finally:
-            embedding._parameters["weight"], embedding.padding_idx = table, padding
+            embedding._parameters["weight"], embedding.padding_idx = held
         return result
 
 

@@ -339,7 +339,7 @@ def _loss_in_place(
 
 
 _VIEWS = frozenset({"SelectBackward0", "SliceBackward0", "ViewBackward0", "UnsafeViewBackward0", "SqueezeBackward0"})
-_FORGETS_RESULT = frozenset({"MmBackward0", "AddmmBackward0", "MulBackward0", "ToCopyBackward0"})
+_FORGETS_RESULT = frozenset({"MmBackward0", "AddmmBackward0", "MulBackward0", "ToCopyBackward0", "IndexCopyBackward0"})
 """Operators whose backward does not read what they returned; a soft cap ends in a product."""
 
 

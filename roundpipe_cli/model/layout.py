@@ -218,7 +218,7 @@ def layer_parameters(model: nn.Module, split: ModelSplit) -> list[list[tuple[str
 
 def _parameters_outside(model: nn.Module, backbone_path: str) -> set[int]:
     found: set[int] = set()
-    for path, module in model.named_modules():
+    for path, module in model.named_modules(remove_duplicate=False):  # PEFT has rows of a tied table in one module
         if path != backbone_path and not path.startswith(backbone_path + "."):
             found.update(id(p) for p in module.parameters(recurse=False))
     return found

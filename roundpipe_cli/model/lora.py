@@ -271,6 +271,8 @@ class LoraSettings:
     """`default` or `gaussian`; see `initial_values`."""
     expert_r: int | None = None
     """Rank of the adapters of experts; 0: they get none; None: `r` divided by the experts that compute a token."""
+    new_ids: Sequence[int] = ()
+    """Tokens whose rows of embedding and LM head are trained, but for those of `modules_to_save`."""
 
     def ranks_of(self, config: Any) -> tuple[int, int]:
         """(rank of most adapters, rank of those of experts) in a model of this configuration."""
@@ -317,6 +319,7 @@ def add_lora(
         use_rslora=settings.use_rslora,
         use_dora=settings.use_dora,
         init_lora_weights="gaussian" if settings.init == "gaussian" else True,
+        trainable_token_indices=_trained_rows(model, settings),
     )
     _refuse_missing(model, settings.modules_to_save)
     try:
@@ -344,6 +347,28 @@ def add_lora(
     peft_model.peft_config[ADAPTER].base_model_name_or_path = base_name
     _use_dtype(model, dtype)
     return peft_model
+
+
+def _trained_rows(model: nn.Module, settings: LoraSettings) -> dict[str, list[int]] | None:
+    """Name of a table, as PEFT finds it -> its trained rows; of tables that are one, the first.
+
+    Raises:
+        RefusedError: PEFT would leave out the bias of the LM head.
+    """
+    found: dict[int, str] = {}
+    paths = {path: module for path, module in model.named_modules() if path}
+    ends = [get() for get in (model.get_input_embeddings, model.get_output_embeddings)]  # type: ignore[operator]
+    for path in [path for end in ends for path, module in paths.items() if module is end]:
+        if settings.new_ids and not _is_named(path, settings.modules_to_save):
+            if getattr(paths[path], "bias", None) is not None:
+                raise RefusedError(
+                    "PEFT cannot train single rows of an LM head with a bias",
+                    where="add_tokens",
+                    found=f"{path}.bias",
+                    hint=f"lora.modules_to_save=[{path}], or method: full",
+                )
+            found.setdefault(id(paths[path].weight), path)
+    return {_shortest([path], paths)[0]: list(settings.new_ids) for path in found.values()} or None
 
 
 def _nothing_to_adapt(model: nn.Module, settings: LoraSettings, reason: str) -> RefusedError:
@@ -519,7 +544,7 @@ def initial_values(
     """PEFT's start of an adapter, each random tensor from a seed of its own name.
 
     A: Kaiming uniform with a = sqrt 5, or normal with deviation 1 / r; B: zero; DoRA's magnitudes: the norms of the
-    base weight's rows; modules that are saved whole: their base weights.
+    base weight's rows; modules that are saved whole, and rows of tables: their base weights.
 
     Args:
         base: the base weight of a parameter's name, in any dtype; needed for the latter two.
@@ -543,6 +568,11 @@ def initial_values(
         elif ".modules_to_save." in name:
             assert base is not None
             values = base(name.replace(f".modules_to_save.{ADAPTER}.", ".original_module.")).float()
+        elif ".trainable_tokens_delta." in name:
+            assert base is not None
+            path = name.partition(".trainable_tokens_delta.")[0]
+            owner: Any = model.get_submodule(path)
+            values = base(f"{path}.base_layer.weight")[owner.token_indices[ADAPTER]].float()
         yield name, values
 
 

@@ -24,6 +24,7 @@ from roundpipe_cli.model.chunks import ChunkCache
 from roundpipe_cli.model.dropout import NOISE_ATTRIBUTE, SeededDropout, layer_seed
 from roundpipe_cli.model.fused import FusedOps
 from roundpipe_cli.model.last_projection import block_kind
+from roundpipe_cli.model.new_tokens import row_owners
 from roundpipe_cli.model.split import ModelSplit, materialised_copy
 
 SMALL_MODEL_PARAMETERS = 200_000
@@ -106,8 +107,9 @@ def reduce_model(model: nn.Module, split: ModelSplit) -> Reduced:
             if index not in kept
         }
     cut = copy.deepcopy(model, memo)
-    noisy: Any = cut.get_input_embeddings()  # type: ignore[operator]
-    setattr(noisy, NOISE_ATTRIBUTE, 0.0)  # which is not the model's own
+    for module in cut.modules():
+        if NOISE_ATTRIBUTE in vars(module):  # which is not the model's own
+            setattr(module, NOISE_ATTRIBUTE, 0.0)
     return Reduced(cut, tuple(kept), _cut_vocabulary(cut, split.blocks_path))
 
 
@@ -182,7 +184,11 @@ def _cut_vocabulary(model: nn.Module, blocks_path: str) -> int:
     """Cut the first dimension of what has a row for each token; returns the number of tokens left."""
     config: Any = model.config
     whole: int = config.get_text_config().vocab_size
-    size = min(whole, MAX_VOCABULARY)
+    owners = row_owners(model).values()
+    trained = max((len(ids) for owner in owners for ids in owner.token_indices.values()), default=0)
+    size = min(whole, MAX_VOCABULARY + trained)
+    for owner in owners if size < whole else ():
+        owner.token_indices.update({name: [*range(len(ids))] for name, ids in owner.token_indices.items()})
     real: dict[int, nn.Parameter] = {}
     for path, module in model.named_modules():
         if whole == size or path.startswith(f"{blocks_path}."):

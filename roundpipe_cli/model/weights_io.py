@@ -24,6 +24,7 @@ from roundpipe_cli.faults import fault
 from roundpipe_cli.model.files.quantization import WHAT_WORKS
 from roundpipe_cli.model.files.source import ModelSource
 from roundpipe_cli.model.load import build_skeleton
+from roundpipe_cli.model.new_tokens import NewTokens, table_names, with_new_rows
 from roundpipe_cli.model.split import find_blocks
 from roundpipe_cli.model.stored.conversions import Conversions, WeightConversion, find_conversions
 from roundpipe_cli.model.stored.formats import find_stored
@@ -173,6 +174,12 @@ class WeightGroup:
     """The tensors they are made of; empty for a GGUF file."""
     conversion: WeightConversion | None = None
 
+    @property
+    def is_grown(self) -> bool:
+        """Whether it is a table that has more rows in the model than in the files."""
+        shapes = [*self.targets.values()], [one.shape for one in self.stored.values()]
+        return self.conversion is not None and self.conversion.rule is None and shapes[0] != shapes[1]
+
 
 class BaseWeights(Mapping[str, torch.Tensor]):
     """Name in the model -> tensor, read again at each access."""
@@ -300,12 +307,18 @@ SetPacked = Callable[[str, PackedWeight], None]
 
 
 def load_weights(
-    source: ModelSource, model: nn.Module, set_parameter: SetParameter, set_packed: SetPacked | None = None
+    source: ModelSource,
+    model: nn.Module,
+    set_parameter: SetParameter,
+    set_packed: SetPacked | None = None,
+    *,
+    new: NewTokens | None = None,
 ) -> list[str]:
     """Pass every base weight of `model` (a skeleton, adapters included) to `set_parameter`, and fill its buffers.
 
     Args:
         set_packed: takes the weights that lie in the files in 4 bit; None: they are unpacked for `set_parameter`.
+        new: tokens whose rows the files do not have, or not for them.
 
     Returns:
         notices about what the files hold.
@@ -321,6 +334,7 @@ def load_weights(
     checked = _Checked(source.name, names, {name: p for name, (_, p) in parameters.items()}, set_parameter)
     buffers = dict(model.named_buffers())
     twins = {found: name for name, found in base.twins.items()}
+    tables = {base_name(name) for name in table_names(model)} if new is not None and new.ids else set()
     with OpenFiles() as files:
         for group in base.groups:
             files.close_if_read()
@@ -333,7 +347,10 @@ def load_weights(
                 if name in buffers:
                     buffers[name].copy_(tensor)
                 elif twins.get(name, name) in names:  # the other name of a shared matrix may be the model's
-                    checked.put(twins.get(name, name), tensor)
+                    own_name = twins.get(name, name)
+                    if new is not None and own_name in tables:
+                        tensor = with_new_rows(tensor, len(parameters[own_name][1]), new)
+                    checked.put(own_name, tensor)
     return [*([left_out] if left_out else []), *_notices(base)]
 
 

@@ -32,6 +32,7 @@ from roundpipe_cli.model.fused import FusedOps, fuse
 from roundpipe_cli.model.last_projection import UnreadProducts, by_kind, find_unread
 from roundpipe_cli.model.lora import ADAPTER
 from roundpipe_cli.model.mlp_chunks import MlpChunks, check_feed_forward_chunks, find_mlp
+from roundpipe_cli.model.new_tokens import TokenRows, replace_row_owners
 from roundpipe_cli.model.split import ModelSplit, carry_along, copy_modules, weights_dtype
 from roundpipe_cli.model.stored.packed_weights import PackedParameter, PackedPlace, whole_weights
 
@@ -181,6 +182,7 @@ class WorkerModel:
         own_names = {id(memo[key]): name for key, name in names.items() if key in memo}
         causal.train()
         isolate_expert_adapters(causal)
+        replace_row_owners(causal, ADAPTER)
         fuse(causal, options.fused or FusedOps())
         self._recorder = split.recorder()
         self._tail = [causal.get_submodule(path) for path in split.tail_paths]
@@ -243,6 +245,8 @@ class WorkerModel:
         if hasattr(embedding, "modules_to_save"):  # PEFT's wrapper: the copy beside the base model's own is trained
             path = f"{path}.modules_to_save.{ADAPTER}"
             embedding = self._backbone.get_submodule(path)
+        added = embedding if isinstance(embedding, TokenRows) else None
+        embedding = embedding.table if isinstance(embedding, TokenRows) else embedding
         self._embed_leaves: list[tuple[str, torch.Tensor]] = []
         self._embedding_name = ""
         for module, attribute, name in self._bindings[0]:
@@ -254,7 +258,7 @@ class WorkerModel:
             module._parameters[attribute] = leaf
             if leaf.requires_grad:
                 self._embed_leaves.append((name, leaf))
-        gathering = GatheringEmbedding(embedding, self._embedding_name in trainable)
+        gathering = GatheringEmbedding(embedding, self._embedding_name in trainable, added)
         replace_module(self._backbone, path, gathering)
         return gathering
 

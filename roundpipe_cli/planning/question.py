@@ -256,6 +256,7 @@ def settings_of(recipe: Recipe, vocab_size: int) -> TrainingSettings:
         recompute=recipe.pipeline.recompute,
         fused=recipe.kernels == "auto",
         optimizer=recipe.optim,
+        new_tokens=len(recipe.add_tokens),
         has_momentum=recipe.sgd_momentum > 0,
         head_chunk_tokens=head_chunk_tokens(recipe.head_chunk_tokens, vocab_size),
         mlp_chunk_tokens=recipe.mlp_chunk_tokens,
@@ -290,7 +291,7 @@ def ask(
         check_model(found, recipe)
     else:
         check_configuration(found, recipe)
-    architecture = counted_architecture(found, build)
+    architecture = counted_architecture(found, build).with_tokens(len(recipe.add_tokens))
     source = THIS_MACHINE if hardware is None else "as --hardware says"
     if hardware is None and recipe.hardware is not None and not here:
         hardware = parse_hardware(recipe.hardware, where=f"hardware: {recipe.hardware}")

@@ -52,7 +52,10 @@ _NAMES = {
 }
 """Plain renamings: recipe key -> other spellings."""
 
+SPECIAL_TOKENS = ("new_special_tokens", "add_special_tokens", "additional_special_tokens")
+"""Keys of other trainers with new tokens that their answers do not show."""
 _NOTES = {
+    **dict.fromkeys(SPECIAL_TOKENS, "; they are ordinary tokens, so answers show them"),
     "per_device_train_batch_size": "; a step has micro_batch_size x gradient_accumulation_steps rows whatever the "
     "number of GPUs, which does not multiply it",
     "train_micro_batch_size_per_gpu": "; the number of GPUs does not multiply it",
@@ -102,6 +105,11 @@ def _saved_list(value: Any) -> Writes:
     return {"lora.modules_to_save": value}
 
 
+def _new_tokens(value: Any) -> Writes:
+    """LLaMA-Factory: words with commas between them."""
+    return {"add_tokens": [word.strip() for word in value.split(",")] if isinstance(value, str) else value}
+
+
 def _dataset_name(value: Any) -> Writes:
     return {"datasets": [{"path": value}]}
 
@@ -145,6 +153,8 @@ ALIASES: dict[str, AliasConversion] = {
     "quantization_bit": _one_of({4: {"load_in_4bit": True}, 8: {"load_in_8bit": True}, None: {}}),
     "lora_target": _target_list,
     "additional_target": _saved_list,
+    **dict.fromkeys(("tokens", "added_tokens", "new_tokens", "add_new_tokens"), _new_tokens),
+    **dict.fromkeys(SPECIAL_TOKENS, _new_tokens),
     "lora_target_linear": _one_of({True: {"lora.target_modules": "all-linear"}, False: {}, None: {}}),
     "dataset_name": _dataset_name,
     "completion_only_loss": _one_of(_ON_INPUTS),
@@ -196,7 +206,6 @@ NO_COUNTERPART: dict[str, str] = {
     "tf32": "float32 products are exact here; for speed use dtype: bfloat16",
     "flash_attn": "the attention kernel is chosen automatically",
     "special_tokens": "the tokenizer's own special tokens are used",
-    "tokens": "the tokenizer's own tokens are used",
     "wandb_project": "see report_to; the project's name goes into the WANDB_PROJECT variable",
     "wandb_entity": "see report_to; the entity goes into the WANDB_ENTITY variable",
     "evals_per_epoch": "write eval_steps: epoch, or a fraction of all steps: eval_steps: 0.1",
@@ -264,6 +273,7 @@ _OTHER_WORDS = {
     "kernels": "use_liger_kernel liger",
     "max_seq_length": "context window context_length",
     "method": "qlora",
+    "add_tokens": "tokens added_tokens new_special_tokens add_new_tokens trainable_token_indices",
     "load_in_4bit": "qlora nf4 bnb",
     "dtype": "bf16 fp16 precision",
     "pipeline.recompute": "gradient_checkpointing activation_checkpointing",

@@ -490,6 +490,7 @@ def find_contradictions(recipe: Recipe, findings: Findings) -> None:
     _find_split_problems(recipe, findings)
     _find_budget_problems(recipe, findings)
     _find_rule_problems(recipe, findings)
+    _find_token_problems(recipe, findings)
     if recipe.nodes.shard_optimizer is True and recipe.method == "lora":
         hint = "the state of adapters is small: delete the line"
         findings.add(("nodes", "shard_optimizer"), "only full fine-tuning shares its state out", hint=hint)
@@ -534,6 +535,12 @@ def _find_split_problems(recipe: Recipe, findings: Findings) -> None:
         if splits and dataset.type not in ("auto", "text"):
             what = "only rows of type text can be split"
             findings.add((*path, "type"), what, found=dataset.type, hint=SPLIT_HINT)
+
+
+def _find_token_problems(recipe: Recipe, findings: Findings) -> None:
+    for index, word in enumerate(recipe.add_tokens):
+        if word in recipe.add_tokens[:index]:
+            findings.add(("add_tokens", index), f"the token {word} is named twice", hint="delete one of them")
 
 
 def _datasets_of(recipe: Recipe) -> Iterator[tuple[KeyPath, DatasetConfig]]:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from roundpipe_cli.choices import PAIR_OBJECTIVES, PairObjective
 from roundpipe_cli.errors import RecipeError, RefusedError
-from roundpipe_cli.recipe.aliases import ALIASES, Writes, is_off, value_alias
+from roundpipe_cli.recipe.aliases import ALIASES, SPECIAL_TOKENS, Writes, is_off, value_alias
 from roundpipe_cli.recipe.convert_tables import (
     INTERVAL_RULES,
     NEAR_OPTIMIZERS,
@@ -381,10 +381,33 @@ def _factory_template(value: Any, data: Data) -> Writes:
     raise LeaveOutError("the tokenizer's own chat template is used; check that it is the one meant", change)
 
 
+_MORE = "additional_special_tokens"
+
+
+def _new_tokens(value: Any, data: Data) -> Writes:
+    """All words that a file adds: LLaMA-Factory and axolotl have two lists of them."""
+    section = data.get("special_tokens")
+    more = section.get(_MORE) if isinstance(section, dict) else None
+    lists = [data.get(key) for key in ("add_tokens", "tokens", *SPECIAL_TOKENS)] + [more]
+    words = [word for one in lists if one for word in ALIASES["tokens"](one)["add_tokens"]]
+    return {"add_tokens": list(dict.fromkeys(words))} if value else {}
+
+
+def _special(value: Any, data: Data) -> Writes:
+    return Partly(_new_tokens(value, data), "the new tokens are ordinary ones, so answers show them")
+
+
+def _resized(value: Any, data: Data) -> Writes:
+    return {} if not value or _new_tokens(True, data)["add_tokens"] else _only((), *_SAME_SIZE)(value, data)
+
+
+_SAME_SIZE = "the embedding grows with add_tokens only", "the embedding keeps its size"
+
+
 def _tokens(value: Any, data: Data) -> Writes:
-    names = [key for key in value if key not in ("pad_token", "unk_token")] if isinstance(value, dict) else ["?"]
-    if not names:
-        return {}  # padding is never trained and never seen
+    names = [key for key in value if key not in ("pad_token", "unk_token", _MORE)] if isinstance(value, dict) else ["?"]
+    if not names:  # padding is never trained and never seen
+        return _special(True, data) if value.get(_MORE) else {}
     raise LeaveOutError("the tokenizer's own tokens are used", f"the tokenizer's own {', '.join(names)}")
 
 
@@ -451,6 +474,9 @@ RULES: Mapping[str, ConversionRule] = {
     "chat_template_path": _template_path,
     "template": _factory_template,
     "special_tokens": _tokens,
+    **dict.fromkeys(("add_tokens", "tokens"), _new_tokens),
+    **dict.fromkeys(SPECIAL_TOKENS, _special),
+    "resize_vocab": _resized,
     **dict.fromkeys(("dtype", "torch_dtype"), lambda value, data: {} if value == "auto" else {"dtype": value}),
     "bf16": _bf16,
     **dict.fromkeys(("bfloat16", "pure_bf16"), _if_true({"dtype": "bfloat16"})),

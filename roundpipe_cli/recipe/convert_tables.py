@@ -198,11 +198,8 @@ CHANGES: Mapping[str, str] = {
     "eot_tokens": "an answer is trained to the end of its turn as the chat template writes it",
     **dict.fromkeys(("tokenizer_config", "tokenizer_use_mistral_common"), "the model's own tokenizer is used"),
     **dict.fromkeys(("default_system", "default_system_message"), "the chat template's own system message is used"),
-    **dict.fromkeys(
-        ("add_tokens", "add_special_tokens", "new_special_tokens_config", "new_special_tokens", "tokens"),
-        "no tokens are added",
-    ),
-    **dict.fromkeys(("resize_vocab", "shrink_embeddings"), "the embedding keeps its size"),
+    "new_special_tokens_config": "no tokens are added",
+    "shrink_embeddings": "the embedding keeps its size",
     "fix_untrained_tokens": "rows of the embedding that were never trained stay as they are",
     "split_special_tokens": "special tokens in texts are single tokens",
     "added_tokens_overrides": "the tokenizer's own tokens are used",

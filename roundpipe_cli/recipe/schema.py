@@ -401,6 +401,11 @@ class Recipe:
     chat_template_kwargs: Mapping[VariableName, bool | int | float | Words] = field(default_factory=dict)
     """Variables of the chat template, for instance `{enable_thinking: false}`; also the defaults of the template that
     is saved with the result."""
+    add_tokens: tuple[Words, ...] = ()
+    """Words that become tokens of the model: always one token each, exactly as written, and no special ones, so that
+    answers show them. They take unused rows of the embedding and the LM head, or new ones, which start as the mean of
+    all tokens' rows. LoRA trains these rows alone (PEFT's trainable tokens), `method: full` the whole tables. The
+    tokenizer is saved with the result. Other programs than PEFT need the merged model."""
     eval_datasets: tuple[DatasetConfig, ...] = ()
     """Rows for evaluation only; together with those that `val_set_size` holds out."""
     micro_batch_size: PositiveInt = 1
@@ -614,7 +619,8 @@ class Recipe:
         goes: it leaves the cache, the stages and their dealing to us. Not with preference pairs, of which a microbatch
         has twice the rows, or a trained head, whose gradients are large."""
         pipeline = self.pipeline
-        is_plain = self.method == "lora" and not self.trains_pairs and not self.lora.modules_to_save
+        is_plain = self.method == "lora" and not self.trains_pairs
+        is_plain = is_plain and not self.lora.modules_to_save and not self.add_tokens
         is_cache_open = is_plain and pipeline.weight_cache == "auto" and pipeline.num_chunks == 1
         is_cut_open = not pipeline.binds_stages and pipeline.forward_stages == pipeline.backward_stages == "auto"
         recomputes = pipeline.recompute == "stage" and pipeline.keep_activations in ("auto", 0)

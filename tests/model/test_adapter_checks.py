@@ -46,6 +46,7 @@ def write(folder: Path, **changes: Any) -> Path:
         *({"lora_alpha": value} for value in ("8", float("inf"), float("nan"), 1e300, 10**400, {})),
         *({"target_modules": value} for value in (3, {"a": 1}, [1], [["q"]])),
         *({"rank_pattern": value} for value in ([], {"q": "4"}, {"q": 0}, {"q": 2**40})),
+        *({"trainable_token_indices": value} for value in ("5", [-1], {"lm_head": 5}, ["5"])),
         *({"lora_dropout": value} for value in (1, -0.5, "0", float("nan"))),
         *({"peft_type": value} for value in ("NOPE", 3, [], "IA3")),
         {"layers_to_transform": ["0"]}, {"layers_pattern": 3}, {"use_dora": "yes"}, {"modules_to_save": "lm_head"},
@@ -126,7 +127,6 @@ def test_every_field_of_peft_s_configuration_is_decided() -> None:
 
 
 VALUES: dict[str, Any] = {
-    "trainable_token_indices": [5, 6],
     "alora_invocation_tokens": [8, 9],
     "use_qalora": True,
     "velora_config": {"num_groups": 8},
@@ -142,7 +142,7 @@ VALUES: dict[str, Any] = {
 
 @pytest.mark.parametrize("key", NOT_MERGED)
 def test_what_only_peft_computes_is_refused_by_name(tmp_path: Path, key: str) -> None:
-    """`trainable_token_indices` "did not fit the base model", aLoRA was "a bug of roundpipe"; `generate` uses them."""
+    """aLoRA was "a bug of roundpipe"; `generate` uses such adapters."""
     folder = write(tmp_path / "adapter", **{key: VALUES[key]})
     with pytest.raises(RefusedError, match="only PEFT itself") as caught:
         read_adapter_config(folder)

@@ -315,7 +315,8 @@ def test_file_without_rows_is_refused(tool: str) -> None:
         ("trl", "max_length: null", "max_seq_length: 2048"),
         ("trl", "{dataset_text_field: null}", "only answers are trained"),
         ("axolotl", "{adapter: lora, lora_r: 8, lora_alpha: 8, lora_layers_to_transform: [0, 1]}", "every layer"),
-        ("llama-factory", "new_special_tokens: '<a>,<b>'", "no tokens are added"),
+        ("llama-factory", "new_special_tokens: '<a>,<b>'", "answers show them"),
+        ("llama-factory", "new_special_tokens_config: tokens.yaml", "no tokens are added"),
         ("llama-factory", "resize_vocab: true", "keeps its size"),
         ("axolotl", "eot_tokens: ['<end>']", "end of its turn"),
         ("axolotl", "fp32_norms: true", "the recipe's dtype"),
@@ -329,6 +330,21 @@ def test_first_line_says_what_is_trained_differently(tool: str, lines: str, name
     result = converted(tool, lines)
     first = result.text("a.yaml").splitlines()[0]
     assert first.startswith("# Not the same training as a.yaml: ") and re.search(named, first), first
+
+
+@pytest.mark.parametrize(
+    ("tool", "lines", "is_same"),
+    [
+        ("llama-factory", "{add_tokens: '<a>, <b>', resize_vocab: true}", True),
+        ("llama-factory", "{add_tokens: '<a>', add_special_tokens: '<b>', resize_vocab: true}", False),
+        ("axolotl", "tokens: [<a>, <b>]", True),
+        ("axolotl", "{tokens: [<a>], special_tokens: {pad_token: <p>, additional_special_tokens: [<b>, <a>]}}", False),
+    ],
+)
+def test_new_tokens_are_added(tool: str, lines: str, is_same: bool) -> None:
+    result = converted(tool, lines)
+    assert result.recipe["add_tokens"] == ["<a>", "<b>"]
+    assert any("answers show them" in change for change in result.changes) != is_same
 
 
 def test_gpus_that_share_rows_do_not_multiply_them() -> None:
@@ -481,6 +497,7 @@ SAMPLES: dict[str, Any] = {
     **{"lora.modules_to_save": ["a"], "lora.use_rslora": True, "lora.init": "gaussian", "lora.loraplus_lr_ratio": 2},
     **{"lora.start_from": "adapter", "hub_model_id": "me/mine"},
     "chat_template_kwargs": {"enable_thinking": False},
+    "add_tokens": ["<a>"],
 }
 """A value for each recipe key that a training file of another tool may have, under its own or another name."""
 NEEDS_ADAPTERS = {"load_in_4bit", "load_in_8bit", "weights"}

@@ -221,7 +221,7 @@ def test_an_adapter_without_a_tokenizer_has_its_base_s(tmp_path: Path) -> None:
 def test_any_adapter_is_copied_as_it_is(tmp_path: Path) -> None:
     """Also one with which only PEFT computes: nothing of it is read."""
     make_model(tmp_path / "base")
-    adapter(tmp_path / "base", tmp_path / "adapter", trainable_token_indices=[5])
+    adapter(tmp_path / "base", tmp_path / "adapter", alora_invocation_tokens=[5])
     copy_result(tmp_path / "adapter", tmp_path / "copy", Extras(None))
     assert (tmp_path / "copy" / WEIGHTS).read_bytes() == (tmp_path / "adapter" / WEIGHTS).read_bytes()
 

@@ -6,6 +6,7 @@ has in the unquantised checkpoint, so that whatever comes after need not know ho
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
@@ -25,12 +26,12 @@ from roundpipe_cli.model.files.untrusted import FileTensor
 
 def base_name(name: str) -> str:
     """The name of a base weight before adapters were put around it."""
-    return name.replace(".base_layer", "").replace(".original_module", "")
+    return re.sub(r"\.(token_adapter|base_layer|original_module)(?=\.|$)", "", name)
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter is an adapter's: low-rank factors, magnitudes, or a module that is saved whole."""
-    return ".lora_" in name or ".modules_to_save." in name
+    """Whether a parameter is an adapter's: low-rank factors, magnitudes, rows of a table, a whole module."""
+    return any(mark in name for mark in (".lora_", ".modules_to_save.", ".trainable_tokens_delta"))
 
 
 def tied_names(model: nn.Module) -> dict[str, list[str]]:

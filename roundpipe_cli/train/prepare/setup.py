@@ -45,7 +45,7 @@ from roundpipe_cli.model.files.supported import check_mask_bytes
 from roundpipe_cli.model.fingerprint import Fingerprint, config_fingerprint
 from roundpipe_cli.model.fused import FusedOps, find_fused_ops
 from roundpipe_cli.model.layout import LayerLayout, layer_parameters, make_layout
-from roundpipe_cli.model.load import build_skeleton, load_config, load_tokenizer, switch_off
+from roundpipe_cli.model.load import build_skeleton, load_config, switch_off
 from roundpipe_cli.model.lora import (
     describe_adapted_experts,
     describe_dead_alternatives,
@@ -53,6 +53,7 @@ from roundpipe_cli.model.lora import (
     experts_per_token,
 )
 from roundpipe_cli.model.meta_counts import NotBuiltError, count_on_meta
+from roundpipe_cli.model.new_tokens import NewTokens, grow_tables, load_with_tokens
 from roundpipe_cli.model.router_loss import describe_router_loss, leave_out_router_loss
 from roundpipe_cli.model.split import ModelSplit, split_model
 from roundpipe_cli.model.stored.formats import untie_stored
@@ -479,6 +480,8 @@ def prepare(
     recipe = loaded.recipe
     config, base_files = config_and_files(base.source, recipe, tell)
     model = build_skeleton(config, DTYPES[recipe.dtype])
+    tokenizer, new = load_with_tokens(base.source, recipe.add_tokens)
+    grow_tables(model, new.ids)
     if base.source.gguf_file is None and (untied := untie_stored(model, base.source.folder)):
         tell(Notice(untied))
     split = split_model(model)
@@ -487,14 +490,16 @@ def prepare(
     for text in filter(None, (balance, describe_unreached(model, split), slow)):
         tell(Notice(text))
     _check_model(model, split, recipe, devices)
-    rows, base_files = _read_data(loaded, base.source, base_files, offline, tell=tell)
+    rows, base_files = _read_data(loaded, tokenizer, base_files, offline, tell=tell)
+    for text in new.describe(rows.dataset.rows):
+        tell(Notice(text))
     refuse_unknown_ids(model, rows.tokenizer, rows.tokenized, rows.evaluation)
     recipe = with_packing(recipe, model, split, rows.dataset, tell=tell)
     sampler = rows_of_steps(recipe, rows.dataset, rows.rejected)  # report too few rows before the weights are loaded
     if recipe.lr_scheduler_kwargs:
         rate_schedule_of(recipe, num_steps_of(recipe, sampler))  # and a learning rate out of bounds
     start = start_folder(loaded)
-    trained = _Training(recipe, base.source, start)
+    trained = _Training(recipe, base.source, start, new)
     for text in _describe_targets(model, split, recipe) if start is None else ():
         tell(Notice(text))
     peft_model = trained.put_into(model, split)
@@ -510,7 +515,7 @@ def prepare(
         for name, parameters in zip(split.layer_names(), layer_parameters(model, split), strict=True)
     ]
     store = _make_store(recipe, layouts, tell, elsewhere(layouts))
-    fill_store(store, base.source, model, recipe, start=start, tell=tell)
+    fill_store(store, base.source, model, recipe, new=new, start=start, tell=tell)
     tell(Notice(_describe_model(config, layouts, recipe, devices), is_detail=True))
     fused = None if proof.not_fused else _find_fused(recipe, model, split, tell)
     chunk = head_chunk_tokens(recipe.head_chunk_tokens, config.get_text_config().vocab_size)
@@ -555,8 +560,10 @@ def prove_from_configuration(loaded: LoadedRecipe, source: ModelSource, tell: Te
     switch_off(config)
     if recipe.pipeline.num_chunks > 1:
         leave_out_router_loss(config)
-    trained = _Training(recipe, source, start_folder(loaded))
     model = build_skeleton(config, DTYPES[recipe.dtype])
+    new = load_with_tokens(source, recipe.add_tokens)[1]
+    grow_tables(model, new.ids)
+    trained = _Training(recipe, source, start_folder(loaded), new)
     split = split_model(model)
     _check_model(model, split, recipe, devices)
     trained.put_into(model, split)
@@ -629,11 +636,10 @@ class _Rows:
 
 
 def _read_data(
-    loaded: LoadedRecipe, source: ModelSource, base_files: BaseFiles, offline: bool, *, tell: Tell
+    loaded: LoadedRecipe, tokenizer: Any, base_files: BaseFiles, offline: bool, *, tell: Tell
 ) -> tuple[_Rows, BaseFiles]:
     """The rows, and the base's files with the end tokens of training."""
     tell(Phase("tokenising the data"))
-    tokenizer = load_tokenizer(source)
     dataset, rejected = read_rows(loaded, tokenizer, offline, lambda text: tell(Phase(text)))
     if dataset.chat_template is not None:
         put_template(tokenizer, dataset.chat_template)  # saved with the result
@@ -656,10 +662,12 @@ class _Training:
     source: ModelSource
     start: Path | None
     """Folder of the adapter to train further."""
+    new: NewTokens
 
     def put_into(self, model: nn.Module, split: ModelSplit) -> Any:
         """Adapters, and marks of what is trained; returns PEFT's model around it, if there is one."""
-        return make_trainable(model, split, self.recipe, self.source, dtype=DTYPES[self.recipe.dtype], start=self.start)
+        how: dict[str, Any] = {"new": self.new, "dtype": DTYPES[self.recipe.dtype], "start": self.start}
+        return make_trainable(model, split, self.recipe, self.source, **how)
 
     def build(self, config: Any) -> tuple[nn.Module, ModelSplit]:
         """A model of this configuration, trainable."""

@@ -22,7 +22,13 @@ from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.errors import RefusedError, ResourceError
 from roundpipe_cli.events import Notice, Phase, Tell
 from roundpipe_cli.files import cache_folder, read_json_of_ours, write_atomically
-from roundpipe_cli.model.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, StartedBase, read_adapter_tensors
+from roundpipe_cli.model.adapter_files import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    StartedBase,
+    read_adapter_tensors,
+    trained_tokens,
+)
 from roundpipe_cli.model.dropout import NOISE_ATTRIBUTE
 from roundpipe_cli.model.files.source import ModelSource
 from roundpipe_cli.model.fingerprint import sha256_of
@@ -34,6 +40,7 @@ from roundpipe_cli.model.lora import (
     initial_values,
     refuse_adapters_outside_blocks,
 )
+from roundpipe_cli.model.new_tokens import NewTokens, table_names
 from roundpipe_cli.model.reduced import reduce_model, shrunk_configs
 from roundpipe_cli.model.split import ModelSplit
 from roundpipe_cli.model.stored.quantized_files import PackedWeight
@@ -93,13 +100,21 @@ class _Progress:
 
 
 def fill_store(
-    store: WeightStore, source: ModelSource, model: nn.Module, recipe: Recipe, *, start: Path | None, tell: Tell
+    store: WeightStore,
+    source: ModelSource,
+    model: nn.Module,
+    recipe: Recipe,
+    *,
+    new: NewTokens | None = None,
+    start: Path | None,
+    tell: Tell,
 ) -> None:
     """Load the base weights, then the adapter's: first values, or those that are trained further, which DPO's reference
     keeps.
 
     Args:
         model: the skeleton, adapters included.
+        new: tokens that the recipe adds; None: it adds none.
         start: folder of the adapter to train further.
         tell: is told how much is loaded and how fast, and what the files hold.
 
@@ -107,7 +122,7 @@ def fill_store(
         RefusedError: see `load_weights` and `StartedBase`.
     """
     progress = _Progress(store, None if start is None else StartedBase(model, start), tell)
-    for text in load_weights(source, model, progress.set_parameter, progress.set_packed):
+    for text in load_weights(source, model, progress.set_parameter, progress.set_packed, new=new):
         tell(Notice(text))
     if recipe.method == "full":
         return
@@ -259,11 +274,19 @@ def _load(path: Path) -> Proof | None:
 
 
 def make_trainable(
-    model: nn.Module, split: ModelSplit, recipe: Recipe, source: ModelSource, *, dtype: torch.dtype, start: Path | None
+    model: nn.Module,
+    split: ModelSplit,
+    recipe: Recipe,
+    source: ModelSource,
+    *,
+    new: NewTokens,
+    dtype: torch.dtype,
+    start: Path | None,
 ) -> Any:
     """Put adapters into a model, or mark which of its parameters are trained.
 
     Args:
+        new: tokens that the recipe adds.
         dtype: of adapters' weights while training.
         start: folder of an adapter to train further.
 
@@ -274,12 +297,14 @@ def make_trainable(
     setattr(noisy, NOISE_ATTRIBUTE, recipe.neftune_noise_alpha)
     if recipe.method == "full":
         _train_all_but(model, recipe.frozen_parameters, split.unreached)
+        _refuse_frozen_rows(model, recipe, new)
         return None
     name = source.name if source.commit is not None else str(source.folder)  # PEFT finds it from any folder
     if start is not None:
         peft_model = continue_lora(model, start, dropout=recipe.lora.dropout, dtype=dtype, base_name=name)
         peft_model.peft_config[ADAPTER].revision = source.commit
         refuse_other_shape(recipe.lora, peft_model.peft_config[ADAPTER], start)
+        _refuse_other_tokens(peft_model.peft_config[ADAPTER], recipe, new, start)
         refuse_adapters_outside_blocks(model, split.blocks_path)
         return peft_model
     settings = LoraSettings(
@@ -292,6 +317,7 @@ def make_trainable(
         use_dora=recipe.lora.use_dora,
         init=recipe.lora.init,
         expert_r=None if recipe.lora.expert_r == "auto" else recipe.lora.expert_r,
+        new_ids=new.ids,
     )
     peft_model = add_lora(model, settings, dtype=dtype, base_name=name, blocks_path=split.blocks_path)
     peft_model.peft_config[ADAPTER].revision = source.commit
@@ -338,6 +364,38 @@ def _train_all_but(model: nn.Module, patterns: Sequence[str], unreached: Collect
         parameter.requires_grad_(name not in frozen)
     if all(not parameter.requires_grad for parameter in model.parameters()):
         raise RefusedError("nothing is left to train", where="frozen_parameters", found=", ".join(patterns))
+
+
+def _refuse_frozen_rows(model: nn.Module, recipe: Recipe, new: NewTokens) -> None:
+    """
+    Raises:
+        RefusedError: full fine-tuning would leave the rows of new tokens as they are.
+    """
+    frozen = sorted(name for name in table_names(model) if not model.get_parameter(name).requires_grad)
+    if new.ids and frozen:
+        raise RefusedError(
+            "the rows of new tokens would never be trained",
+            where="add_tokens",
+            found=f"frozen_parameters: {', '.join(recipe.frozen_parameters)}, which leaves out {', '.join(frozen)}",
+            hint="train these tables too, or delete add_tokens",
+        )
+
+
+def _refuse_other_tokens(adapter: Any, recipe: Recipe, new: NewTokens, folder: Path) -> None:
+    """
+    Raises:
+        RefusedError: an adapter that is trained further has rows of other new tokens than the recipe adds.
+    """
+    whole = bool(adapter.modules_to_save) and not adapter.trainable_token_indices
+    theirs = [number for number in trained_tokens(adapter.trainable_token_indices) if number >= new.first]
+    if theirs != sorted(new.ids) and not whole:
+        raise RefusedError(
+            "the adapter to start from was trained with other new tokens",
+            where="add_tokens",
+            found=f"{len(new.ids)} tokens: {', '.join(recipe.add_tokens) or 'none'}",
+            expected=f"{len(theirs)} tokens, as in {folder}",
+            hint="write the add_tokens of the recipe that the adapter was trained by",
+        )
 
 
 def start_folder(loaded: LoadedRecipe) -> Path | None:

@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
@@ -44,10 +44,12 @@ from roundpipe_cli.model.adapter_files import (
     put_adapter,
     read_adapter_config,
     read_adapter_tensors,
+    trained_tokens,
 )
 from roundpipe_cli.model.files.source import ModelSource
 from roundpipe_cli.model.files.untrusted import check_file, check_model_folder
 from roundpipe_cli.model.load import build_skeleton, has_tokenizer, load_config, load_tokenizer
+from roundpipe_cli.model.new_tokens import grow_tables, trained_rows
 from roundpipe_cli.model.stored.formats import untie_stored
 from roundpipe_cli.model.stored.quantized_files import is_nf4
 from roundpipe_cli.model.stored.tensors import OpenFiles, base_name, check_finite, is_adapter, tied_names
@@ -78,7 +80,7 @@ def model_card(result: Path, *, base: str | None, merged: bool, gguf: bool = Fal
     lines = ["---", yaml.safe_dump(front, sort_keys=False).strip(), "---", "", f"# {_plain(result.absolute().name)}"]
     origin = f" from {_plain(_without_places(base))}" if base else ""
     lines += ["", f"Fine-tuned{origin} {MADE_BY}.", ""]
-    lines += [*(_use_whole(gguf) if merged else _use_adapter(base or "", has_tokenizer(result))), ""]
+    lines += [*(_use_whole(gguf) if merged else _use_adapter(base or "", result)), ""]
     lines += _data(recipe, report) + _figures(report) + _base(report)
     if recipe:
         text = yaml.safe_dump({key: recipe[key] for key in _told(recipe)}, sort_keys=False).strip()
@@ -115,12 +117,12 @@ def _use_whole(gguf: bool) -> list[str]:
     return lines + _python("from transformers import AutoModelForCausalLM", "", load)
 
 
-def _use_adapter(base: str, own_tokenizer: bool) -> list[str]:
+def _use_adapter(base: str, result: Path) -> list[str]:
     """Lines on how to load an adapter, run in its folder.
 
     Args:
         base: name of the base model.
-        own_tokenizer: the folder has one, else the base's belongs to it.
+        result: the folder; where it has no tokenizer, the base's belongs to it.
     """
     imports = ["from peft import PeftConfig, PeftModel", "from transformers import AutoModelForCausalLM, AutoTokenizer"]
     found = ["folder = config.base_model_name_or_path"]
@@ -131,13 +133,16 @@ def _use_adapter(base: str, own_tokenizer: bool) -> list[str]:
         arguments = 'folder, gguf_file=next(folder.glob("*.gguf")).name'
     elif base.endswith(".gguf"):
         arguments = f"folder, gguf_file={json.dumps(Path(base).name)}"
-    tokenizer = '"."' if own_tokenizer else arguments
+    tokenizer = '"."' if has_tokenizer(result) else arguments
+    tokens = trained_tokens(_read(result / ADAPTER_CONFIG).get("trainable_token_indices"))
+    rows = f"max({max(tokens, default=-1) + 1}, base.get_input_embeddings().num_embeddings)"
     lines = _python(
         *imports,
         "",
         'config = PeftConfig.from_pretrained(".")',
         *found,
         f'base = AutoModelForCausalLM.from_pretrained({arguments}, dtype="bfloat16")',
+        *([f"base.resize_token_embeddings({rows}, mean_resizing=False)"] if tokens else []),
         'model = PeftModel.from_pretrained(base, ".")',
         f"tokenizer = AutoTokenizer.from_pretrained({tokenizer})",
     )
@@ -203,13 +208,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 def _told(recipe: Mapping[str, Any]) -> list[str]:
     """Keys of the recipe that describe the training; keys of machines and folders are left out."""
     private = {
-        "output_dir",
-        "pipeline",
-        "hardware",
-        "weights",
-        "report_to",
-        "resume_from_checkpoint",
-        "on_oom",
+        *("output_dir", "pipeline", "hardware", "weights", "report_to", "resume_from_checkpoint", "on_oom"),
         "on_device_loss",
     }
     return [key for key in recipe if key not in private]
@@ -293,7 +292,9 @@ class MergedTensors:
         self._model, self._base = model, base
         in_files = {name for group in base.groups for name in group.targets}
         if layout is not None and self.has_base_names:
-            self.specs = layout
+            changed = [group for group in base.groups if self._adapted.changes(group) and group.is_grown]
+            grown = {next(iter(group.stored)): tuple(*group.targets.values()) for group in changed}
+            self.specs = [replace(spec, shape=grown.get(spec.name, spec.shape)) for spec in layout]
             added = [name for twin, name in self.untied.items() for name in (twin, name) if name not in in_files]
             shapes = {name: parameters[self.untied.get(name, name)] for name in added}
         else:
@@ -384,7 +385,8 @@ def reverts(group: WeightGroup, base: BaseWeights, model: nn.Module) -> bool:
     assert base.conversions is not None and group.conversion is not None
     weights = {name: torch.empty(shape, device="meta") for name, shape in group.targets.items()}
     made = base.conversions.revert(group.conversion, weights, model)
-    return made is not None and all(made[name].shape == stored.shape for name, stored in group.stored.items())
+    same = made is not None and all(made[name].shape == stored.shape for name, stored in group.stored.items())
+    return same or group.is_grown
 
 
 class _Adapted:
@@ -415,6 +417,7 @@ class _Adapted:
         self._saved_whole = {
             name.replace(".modules_to_save.default", ""): name for name in self._adapter if ".modules_to_save." in name
         }
+        self._rows = trained_rows(model, self._adapter)
         self._beside = {base_name(name): tensor for name, tensor in self._adapter.items() if not is_adapter(name)}
         config: Any = model.peft_config
         stays_tied = config["default"].ensure_weight_tying
@@ -425,7 +428,7 @@ class _Adapted:
 
     @property
     def num_modules(self) -> int:
-        return len(self._units) + len(self._saved_whole)
+        return len(self._units) + len(self._saved_whole) + len(self._rows)
 
     @property
     def replaced(self) -> list[str]:
@@ -436,6 +439,8 @@ class _Adapted:
         if any(one in self._unit_of or one in self._saved_whole for one in (twin, name)):
             whole = [self._adapter[self._saved_whole[one]] for one in (twin, name) if one in self._saved_whole]
             return len(whole) < 2 or not torch.equal(*whole)
+        if self._rows.get(twin) is not self._rows.get(name):
+            return True
         beside = [self._beside[one] for one in (twin, name) if one in self._beside]
         return len(beside) == 2 and not torch.equal(*beside)
 
@@ -443,7 +448,7 @@ class _Adapted:
         """Whether one of a group's weights differs from the base's."""
         names = {self._own.get(name, name) for name in group.targets} | set(group.targets)
         others = {twin for twin, name in self._own.items() if name in names}
-        changed = self._unit_of.keys() | self._saved_whole.keys() | self._beside.keys()
+        changed = self._unit_of.keys() | self._saved_whole.keys() | self._beside.keys() | self._rows.keys()
         return bool(changed & (names | others))
 
     def weight(self, name: str) -> torch.Tensor:
@@ -453,7 +458,8 @@ class _Adapted:
         path = self._unit_of.get(name)
         if name in self._saved_whole:
             return self._adapter[self._saved_whole[name]]
-        return self._base_weight(name) if path is None else self._merged(path)[name]
+        values = self._base_weight(name) if path is None else self._merged(path)[name]
+        return self._rows[name].put_into(values) if name in self._rows else values
 
     def _base_weight(self, name: str) -> torch.Tensor:
         """A weight before the adapter is added."""
@@ -709,6 +715,8 @@ def merge_result(
         base_files = read_base_files(source, config)
         own_dtype = _own_dtype(config)  # a skeleton's own replaces it
         model = build_skeleton(config, torch.float32)
+        tokens = trained_tokens(read_adapter_config(result).trainable_token_indices)
+        grow_tables(model, tokens, str(result / ADAPTER_CONFIG))
         if source.gguf_file is None:
             untie_stored(model, source.folder)
         base = BaseWeights(source, model, own_dtype)
@@ -729,15 +737,8 @@ def merge_result(
     total = sum(spec.num_bytes for spec in merging.specs)
     quantized = [name for name, weight in base.stored.items() if weight.is_quantized]
     patterns = dict.fromkeys(re.sub(r"\.\d+(?=\.)", ".*", name) for name in quantized)
-    return Merged(
-        merging.num_modules,
-        total,
-        len(shards),
-        tuple(patterns),
-        merging.has_base_names,
-        tuple(merging.untied),
-        tuple(merging.replaced),
-    )
+    untied, replaced = tuple(merging.untied), tuple(merging.replaced)
+    return Merged(merging.num_modules, total, len(shards), tuple(patterns), merging.has_base_names, untied, replaced)
 
 
 def _own_dtype(config: Any) -> torch.dtype:

@@ -31,8 +31,9 @@ from roundpipe_cli.model.adapter_files import ADAPTER_WEIGHTS
 from roundpipe_cli.model.files.source import ModelSource
 from roundpipe_cli.model.fingerprint import Fingerprint, TrainedOn
 from roundpipe_cli.model.fused import fused_counts
-from roundpipe_cli.model.load import build_skeleton, load_tokenizer
+from roundpipe_cli.model.load import build_skeleton
 from roundpipe_cli.model.lora import save_adapter
+from roundpipe_cli.model.new_tokens import grow_tables, load_with_tokens
 from roundpipe_cli.model.split import split_model
 from roundpipe_cli.model.stored.formats import untie_stored
 from roundpipe_cli.model.stored.tensors import is_adapter
@@ -320,15 +321,16 @@ def write_checkpoint_result(checkpoint: Checkpoint, source: ModelSource, folder:
     recipe = loaded.recipe
     config, base_files = config_and_files(source, recipe, lambda event: None)
     model = build_skeleton(config, DTYPES[recipe.dtype])
+    tokenizer, new = load_with_tokens(source, recipe.add_tokens)
+    grow_tables(model, new.ids)
     if source.gguf_file is None:
         untie_stored(model, source.folder)
     peft_model = make_trainable(
-        model, split_model(model), recipe, source, dtype=DTYPES[recipe.dtype], start=start_folder(loaded)
+        model, split_model(model), recipe, source, new=new, dtype=DTYPES[recipe.dtype], start=start_folder(loaded)
     )
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     check_tensors(checkpoint, {"masters": trained})
     masters = checkpoint.tensors("masters")
-    tokenizer = load_tokenizer(source)
     template = find_template(tokenizer, recipe.chat_template, loaded.folder, recipe.chat_template_kwargs)
     if template is not None:
         put_template(tokenizer, template)
