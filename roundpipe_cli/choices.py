@@ -93,7 +93,7 @@ OPTIMIZERS: Mapping[OptimizerName, OptimizerKind] = {
         "2 (bitsandbytes; many times slower on the host)",
         moment_bytes=2 + 8 / 256,  # two codes, and two float32 scales for each 256
         keys=ADAM_KEYS,
-        update_bytes=560,
+        update_bytes=490,
         other_names=("adamw_bnb_8bit", "paged_adamw_8bit", "adamw_8bit_bnb", "AdamW8bit"),
     ),
     "sgd": OptimizerKind("0, with momentum 4", momentum_bytes=4, keys=("sgd_momentum",), update_bytes=23),

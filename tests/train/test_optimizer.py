@@ -127,7 +127,7 @@ def cost_of_an_update(name: OptimizerName, count: int) -> tuple[int, int]:
     """By how many bytes updating so many elements raises this process's peak, after an update of less, and how many
     pages another such update faults in, at least."""
     settle_heap()
-    torch.set_num_threads(16)
+    torch.set_num_threads(8)
 
     def faults_so_far() -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -169,7 +169,7 @@ def test_many_threads_sweep_larger_blocks_with_the_same_bits(name: OptimizerName
     layout = make_layout("matrix", [("weight", matrix)], torch.bfloat16)
     values, gradient = torch.randn(2, count, generator=torch.Generator().manual_seed(0))
     bits, calls = {}, {}
-    for num_threads in (1, 3, 16):
+    for num_threads in (1, 3, 12):
         torch.set_num_threads(num_threads)
         store = WeightStore([layout])
         store.set_parameter("weight", values)
@@ -183,8 +183,8 @@ def test_many_threads_sweep_larger_blocks_with_the_same_bits(name: OptimizerName
         tensors = [store.masters[0], store.buffers[0], *(moment for _, moment in host.moments())]
         bits[num_threads] = [tensor.view(torch.uint8).numpy().tobytes() for tensor in tensors]
     torch.set_num_threads(before)
-    assert bits[1] == bits[3] == bits[16]
-    assert calls[16] < 350
+    assert bits[1] == bits[3] == bits[12]
+    assert calls[12] < 350, calls
 
 
 # --- host bytes -------------------------------------------------------------------------------------------------------
