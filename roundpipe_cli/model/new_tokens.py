@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -33,12 +33,6 @@ MOST_UNTRAINED_ROWS = 1024
 """Rows behind the base's that an adapter may lack: tables are grown to round numbers."""
 
 
-class _Rows(Protocol):
-    """Tokenised rows."""
-
-    def ids_from(self, first: int) -> Collection[int]: ...
-
-
 @dataclass(frozen=True)
 class NewTokens:
     """Tokens that a recipe adds to its model's tokenizer."""
@@ -55,8 +49,8 @@ class NewTokens:
         """Their numbers."""
         return list(self.numbers.values())
 
-    def describe(self, rows: _Rows) -> Iterator[str]:
-        """Notices on tokens that were there before, and on those that the rows to train on never contain."""
+    def describe(self, rows: Any) -> Iterator[str]:
+        """Notices on tokens that were there before, and on those that the rows to train on (`TokenizedRows`) lack."""
         seen = rows.ids_from(self.first) if self.numbers else ()
         lacking = [word for word, number in self.numbers.items() if number not in seen]
         if self.known:
