@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -78,21 +79,17 @@ def test_then_by_dividing_the_microbatches(folder: Path, whole: Path) -> None:
 
     again = {"ROUNDPIPE_FAULT": f"{twice['ROUNDPIPE_FAULT']},optimizer:kill:step=5"}
     assert finetune(folder, *adapt, "output_dir=killed", "save_steps=1", environment=again).code == -9
+    shutil.copytree(folder / "killed", folder / "advised")
     later = {"ROUNDPIPE_FAULT": "compute:raise=MemoryError:step=4:nth=2"}
     finetune(folder, *adapt, "output_dir=killed", "--resume", environment=later).expect(0)
     assert numbers(folder / "killed") == numbers(folder / "out")
 
-
-def test_a_recipe_changed_as_advised_resumes(folder: Path) -> None:
-    """The line that the run said to write is no change of the run."""
-    fault = {"ROUNDPIPE_FAULT": f"{OUT_OF_MEMORY},optimizer:kill:step=5"}
-    adapt = ["on_oom=adapt", "pipeline.recompute=layer"]
-    assert finetune(folder, *adapt, "save_steps=1", environment=fault).code == -9
-    other = ["micro_batch_size=1", "gradient_accumulation_steps=4"]
-    assert "micro_batch_size: changed" in finetune(folder, "--resume", *other).expect(2).err
-    advised = ["micro_batch_size=2", "gradient_accumulation_steps=2"]
-    finetune(folder, "--resume", *advised).expect(0)
-    assert len(metrics(folder / "out")) == 6
+    # The line that the run said to write is no change of the run.
+    resume = ("--resume", "output_dir=advised")
+    other = ("micro_batch_size=2", "gradient_accumulation_steps=2")
+    assert "micro_batch_size: changed" in finetune(folder, *resume, *other).expect(2).err
+    finetune(folder, *resume, "micro_batch_size=1", "gradient_accumulation_steps=4").expect(0)
+    assert len(metrics(folder / "advised")) == 6
 
 
 def test_nothing_left_to_adapt_and_no_wish_to(folder: Path) -> None:

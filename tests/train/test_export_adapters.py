@@ -156,6 +156,7 @@ def test_a_tied_gguf_base_is_untied(tmp_path: Path) -> None:
         ("llama", {"target_modules": [], "target_parameters": ["q_proj.weight"]}),
         ("llama", {"use_bdlora": {"target_modules_bd_b": ["q_proj"], "nblocks": 2}}),
         pytest.param("llama", {"save_tables": True, "modules_to_save": ["embed_tokens"]}, marks=pytest.mark.sweep),
+        ("llama", {"modules_to_save": ["lm_head", "embed_tokens", "input_layernorm"]}),
         ("qwen2", {"bias": "all"}),
         ("qwen2", {"bias": "lora_only"}),
         ("gpt2", {"target_modules": ["c_attn"], "fan_in_fan_out": True, "lora_bias": True}),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import warnings
 from collections.abc import Iterator
@@ -28,7 +27,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`narrow`, and `wide`, whose sums are of hundreds of products."""
     folder = tmp_path_factory.mktemp("models")
     make_model(folder / "narrow", num_hidden_layers=2)
-    make_model(folder / "wide", num_hidden_layers=2, hidden_size=256, intermediate_size=512)
+    make_model(folder / "wide", num_hidden_layers=1, hidden_size=256, intermediate_size=512)
     return folder
 
 
@@ -72,7 +71,7 @@ def narrow_products() -> Iterator[None]:
 
 
 def test_a_run_with_narrow_sums_learns_as_one_with_wide_ones(models: Path) -> None:
-    """The losses lie beside each other, a few parts in ten thousand apart; float32's are as near."""
+    """A few parts in ten thousand apart from float32's."""
     wide_model = f"model={models / 'wide'}"
     torch.manual_seed(0)
     a, b = torch.randn(64, 512).half(), torch.randn(512, 64).half()
@@ -81,23 +80,20 @@ def test_a_run_with_narrow_sums_learns_as_one_with_wide_ones(models: Path) -> No
     with narrow_products():
         assert float((torch.mm(a, b).double() - exact).abs().max()) > 2 * wide_error, "the sums are not narrow"
         narrow = losses(finetune(*NARROW, wide_model, ON_CPU, "output_dir=narrow"))
-    wide = losses(finetune("dtype=float16", wide_model, ON_CPU, "output_dir=wide"))
     exact_losses = losses(finetune("dtype=float32", wide_model, ON_CPU, "output_dir=float32"))
-    apart = [max(abs(x - y) for x, y in zip(one, exact_losses, strict=True)) for one in (narrow, wide)]
-    print(json.dumps({"narrow": narrow, "wide": wide, "float32": exact_losses, "apart": apart}))
-    assert narrow != wide and all(math.isfinite(loss) for loss in narrow)
+    assert all(math.isfinite(loss) for loss in narrow)
     assert exact_losses[-1] < 0.9 * exact_losses[0] and narrow[-1] < 0.9 * narrow[0]
-    assert apart[0] < 0.02
+    assert max(abs(x - y) for x, y in zip(narrow, exact_losses, strict=True)) < 0.02
 
 
 def test_cards_are_asked_for_it_and_processors_say_that_they_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "_cpuinfo", lambda: "flags: avx2")
-    on_cards = finetune(*NARROW, ON_CARDS, "output_dir=cards", "max_steps=2")
+    on_cards = finetune(*NARROW, ON_CARDS, "output_dir=cards", "max_steps=1")
     assert "float16_accumulation" not in notices(on_cards)
     assert torch.backends.cuda.matmul.allow_fp16_accumulation is True
     finetune("dtype=float16", ON_CARDS, "output_dir=plain", "max_steps=1")
     assert torch.backends.cuda.matmul.allow_fp16_accumulation is False
-    on_processor = finetune(*NARROW, ON_CPU, "output_dir=cpu", "max_steps=2")
+    on_processor = finetune(*NARROW, ON_CPU, "output_dir=cpu", "max_steps=1")
     assert "float16_accumulation has no effect here" in notices(on_processor)
     assert "set dtype=float32" in notices(on_processor) and "dtype=float32" not in notices(on_cards)
     assert losses(on_processor) == losses(on_cards)
