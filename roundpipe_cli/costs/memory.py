@@ -19,7 +19,7 @@ from pathlib import Path
 
 from roundpipe_cli.choices import OPTIMIZERS
 from roundpipe_cli.costs.analytic import activation_bytes, key_value_bytes, trainable_params
-from roundpipe_cli.costs.cost import CHUNK_BYTES, CostModel, LayerCost, StageRange
+from roundpipe_cli.costs.cost import CostModel, LayerCost, StageRange
 from roundpipe_cli.costs.hardware import Device, Hardware
 from roundpipe_cli.costs.models import Architecture, TrainingSettings
 from roundpipe_cli.units import GIB, MIB, format_bytes
@@ -52,8 +52,8 @@ FITTING_SHARE = 0.95
 """A run that needs more than this share of the nominal memory is refused: fragmentation, a display (assumed)."""
 INPUTS_SHARE = 0.05
 """Share of the free host memory for inputs of layers that are kept only so that a recompute can leave more out."""
-PINNED_RING_BYTES = 8 * CHUNK_BYTES
-"""Page-locked staging chunks per device and direction."""
+PINNED_RING_BYTES = 16 * MIB
+"""Page-locked pieces per device and direction, for what is not page-locked itself."""
 INTERPRETER_BYTES = 418 * MIB
 """Python, torch, PEFT, a tokenizer and the libraries' pages of one process: measured with a tiny model."""
 TOKEN_BYTES = 700

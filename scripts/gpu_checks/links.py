@@ -64,7 +64,7 @@ def registration(place: CheckPlace) -> Figures:
 
 
 def _registered(buffer: torch.Tensor, index: int) -> None:
-    assert cuda.register_host_buffer(buffer, index), "this machine does not let us page-lock memory (ulimit -l)"
+    assert cuda.register_host_buffer(buffer, index), "this machine does not let us page-lock memory"
 
 
 def allocation(place: CheckPlace) -> Figures:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.utils._device import _device_constructors
 
+from roundpipe_cli.costs.memory import PINNED_RING_BYTES
 from roundpipe_cli.engine import gradients
 from roundpipe_cli.engine.backends import cuda
 from roundpipe_cli.engine.backends.cpu import CpuBackend
@@ -230,6 +231,7 @@ def test_page_locked_memory_refused_for_transfers() -> None:
 def test_weights_leave_page_locked_memory_to_boundaries(on_wsl: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """On WSL2 weights took all that may be locked, and cards waited for the copy of every boundary. What is not locked
     went straight to cards, so that lanes waited for each copy of it; now it goes through a ring that is locked."""
+    assert cuda.NUM_RING_PIECES * cuda.RING_PIECE_BYTES == PINNED_RING_BYTES, "what plan counts"
     monkeypatch.setattr(build, "LOCKED_FOR_BOUNDARIES_BYTES", 32 * 1024)
     monkeypatch.setattr(cuda, "RING_PIECE_BYTES", 512)
     monkeypatch.setattr("platform.release", lambda: "6.6.87-microsoft-standard-WSL2" if on_wsl else "6.8.0")

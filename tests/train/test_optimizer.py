@@ -5,7 +5,9 @@ from __future__ import annotations
 import operator
 import resource
 import sys
+from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import get_args
 
 import pytest
@@ -161,6 +163,11 @@ def test_temporaries_of_an_update_are_what_plan_counts(name: OptimizerName) -> N
     assert num_faults < 500 or counted_bytes  # those of a whole parameter, by a library, have new pages each time
 
 
+def note(seen: list[str], frame: FrameType, event: str, argument: object) -> None:
+    """For `sys.setprofile`."""
+    seen.append(event)
+
+
 @pytest.mark.parametrize("name", ["adamw", "adamw_bf16", "sgd"])
 def test_many_threads_sweep_larger_blocks_with_the_same_bits(name: OptimizerName) -> None:
     """Python took 28 us for each block, beside the threads that issue to GPUs, whatever the number of threads."""
@@ -176,7 +183,7 @@ def test_many_threads_sweep_larger_blocks_with_the_same_bits(name: OptimizerName
         host = HostOptimizer(store, make_rule(name, RuleSettings(momentum=0.9, weight_decay=0.1)))
         store.gradient("weight").copy_(gradient)
         seen: list[str] = []
-        sys.setprofile(lambda frame, event, arg, seen=seen: seen.append(event))
+        sys.setprofile(partial(note, seen))
         host.update_layer(0, store.gradients[0], 1, 1e-3, gradient_factor=0.7)
         sys.setprofile(None)
         calls[num_threads] = len(seen)

@@ -299,7 +299,7 @@ def unregister_host_buffer(buffer: torch.Tensor) -> None:
 
 
 RING_PIECE_BYTES, NUM_RING_PIECES = 4 * 1024**2, 4
-"""Size of a ring: one piece moves while the host copies to or from another. Small, since boundaries need the rest."""
+"""Sizes of a ring: one piece moves while the host copies to or from another. Small, since boundaries need the rest."""
 
 
 class Ring:

@@ -365,9 +365,9 @@ BLOCK_ELEMENTS = 2**20
 
 
 def _block_elements() -> int:
-    """The same for the threads of an update: four share a block of `BLOCK_ELEMENTS`. Many threads have large caches
+    """The same for the threads of an update: three share a block of `BLOCK_ELEMENTS`. Many threads have large caches
     together, and would wait for Python between small blocks, as would the threads that issue to GPUs."""
-    return BLOCK_ELEMENTS * max(1, torch.get_num_threads() // 4)
+    return BLOCK_ELEMENTS * max(1, torch.get_num_threads() // 3)
 
 
 @dataclass(frozen=True)
