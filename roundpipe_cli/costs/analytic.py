@@ -165,7 +165,7 @@ ISSUED_PER_S = 100e3
 """Operators a second that one interpreter issues for all workers together: 118,000 by one thread, 100,500 by eight in
 turns, on tensors of a few numbers (`scripts/issue_rate.py`); no GPU's driver was measured."""
 UPDATE_S_PER_PARAM = 26e-6 / 2**22
-"""The interpreter's part of an update on the host: 26 us a block (measured), which twelve threads share."""
+"""The interpreter's part of an update on the host: 26 us a block (measured), which sixteen threads share."""
 HOP_S = 100e-6
 """Latency of a boundary between two workers beside its transfer: events and queues (assumed)."""
 

@@ -125,7 +125,7 @@ def test_host_time_counts_what_is_launched() -> None:
     analytic = analytic_costs(architecture, settings, parse_hardware("1x4090"))
     head = 4 + 2 * (4 + 3)  # as `run_head` launches them
     assert analytic.host_s_per_microbatch == pytest.approx((36 * (23 + 23 + 48) + head) * 10e-6)
-    assert analytic.host_s(3) == pytest.approx(3 * analytic.host_s_per_microbatch + 8.19e9 / 2**20 * 28e-6, rel=0.01)
+    assert analytic.host_s(3) == pytest.approx(3 * analytic.host_s_per_microbatch + 8.19e9 / 2**22 * 26e-6, rel=0.01)
     reference = analytic_costs(architecture, replace(settings, fused=False), parse_hardware("1x4090"))
     assert reference.host_s_per_microbatch == pytest.approx((36 * (55 + 55 + 114) + head + 2 * 9) * 10e-6)
 

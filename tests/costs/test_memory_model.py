@@ -402,7 +402,7 @@ def test_every_part_of_the_hosts_need_by_hand(changes: dict[str, Any], expected:
     found.pop("temporaries of the optimizer", None)
     assert found == {
         **expected,
-        "page-locked rings": 2 * 8 * 32 * MIB * 8,
+        "page-locked rings": 2 * 4 * 4 * MIB * 8,
         "interpreter and contexts": (418 + 8 * 512) * MIB,
         "tokenizer": 700 * VOCABULARY,
     }

@@ -126,8 +126,8 @@ def test_damage_is_passed_over_or_told(work: Path) -> None:
 def test_a_moved_base_is_named(work: Path) -> None:
     """Another base than the one that was trained is refused where its weights are part of the result."""
     (work / "model").rename(work / "moved")
-    assert "not to be found" in run(work, "export", "out/step-2").expect(2).err
-    run(work, "export", "out/step-2", "--base", "moved").expect(0)
+    assert "not to be found" in run(work, "export", "out/step-2", "--to", "x").expect(2).err
+    run(work, "export", "out/step-2", "--base", "moved", "--to", "y").expect(0)
     make_model(work / "other", seed=1)
     refused = run(work, "export", "out/step-2", "--base", "other", "--to", "x").expect(2)
     assert "this is another one" in refused.err

@@ -7,6 +7,7 @@ import math
 import re
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +117,10 @@ def test_the_saved_recipe_says_everything_and_gives_the_same_run_again(runs: Run
     folder, _ = runs["lora"]
     saved = load_recipe(folder / "out" / "recipe.yaml")
     assert saved.recipe.lora.r == 2 and saved.recipe.learning_rate == 1.5e-2
-    assert saved.recipe == load_recipe(folder / "recipe.yaml", OVERRIDES).recipe
+    asked = load_recipe(folder / "recipe.yaml", OVERRIDES).recipe
+    assert saved.recipe == replace(asked, head_chunk_tokens=1024), (
+        "a rule of the vocabulary, which may be another later"
+    )
     run(folder, "finetune", "out/recipe.yaml", "output_dir=again").expect(0)
     assert numbers(folder / "out") == numbers(folder / "again")
     adapter = "adapter_model.safetensors"

@@ -194,6 +194,20 @@ def test_many_threads_sweep_larger_blocks_with_the_same_bits(name: OptimizerName
     assert calls[12] < 350, calls
 
 
+def test_noise_of_a_moment_depends_on_its_place_alone() -> None:
+    """With another number of threads the parts of an update begin elsewhere."""
+    gradient = torch.randn(9 * 2**18, generator=torch.Generator().manual_seed(0))
+    before, found = torch.get_num_threads(), []
+    for num_threads in (1, 3):
+        torch.set_num_threads(num_threads)
+        rule = make_rule("adamw_bf16", RuleSettings())
+        state = rule.make_state(gradient.shape)
+        rule.update(torch.zeros_like(gradient), gradient.clone(), state, 1e-3, number=1, salt=0)
+        found.append(state["exp_avg_sq"])
+    torch.set_num_threads(before)
+    assert torch.equal(*found)
+
+
 # --- host bytes -------------------------------------------------------------------------------------------------------
 
 MANY, FEWER = 48 * 2**20, 16 * 2**20

@@ -11,6 +11,7 @@ import re
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -172,12 +173,12 @@ class AdamW16(AdamW):
             )
             kept[0].copy_(moment)
             bits = square_moment.view(torch.int32)
-            for start in range(part.start, part.stop, NOISE_ELEMENTS):
+            borders = range((part.start // NOISE_ELEMENTS + 1) * NOISE_ELEMENTS, part.stop, NOISE_ELEMENTS)
+            for start, stop in pairwise((part.start, *borders, part.stop)):  # of cells, wherever a part begins
                 cell, inner = divmod(start, NOISE_ELEMENTS)
                 cell_salt = salt + cell * NOISE_ELEMENTS // SALT_ELEMENTS
                 place = (number * 1_000_003 + cell_salt * 7_919) % NOISE_ELEMENTS + inner
-                some = bits[start - part.start :][:NOISE_ELEMENTS]
-                some.add_(_noise()[place : place + len(some)])
+                bits[start - part.start : stop - part.start].add_(_noise()[place : place + stop - start])
             bits.bitwise_and_(-65536)
             kept[1].copy_(square_moment)
 
@@ -365,9 +366,9 @@ BLOCK_ELEMENTS = 2**20
 
 
 def _block_elements() -> int:
-    """The same for the threads of an update: three share a block of `BLOCK_ELEMENTS`. Many threads have large caches
+    """The same for the threads of an update: four share a block of `BLOCK_ELEMENTS`. Many threads have large caches
     together, and would wait for Python between small blocks, as would the threads that issue to GPUs."""
-    return BLOCK_ELEMENTS * max(1, torch.get_num_threads() // 3)
+    return BLOCK_ELEMENTS * max(1, torch.get_num_threads() // 4)
 
 
 @dataclass(frozen=True)

@@ -480,8 +480,6 @@ def prepare(
     recipe = loaded.recipe
     config, base_files = config_and_files(base.source, recipe, tell)
     model = build_skeleton(config, DTYPES[recipe.dtype])
-    tokenizer, new = load_with_tokens(base.source, recipe.add_tokens)
-    grow_tables(model, new.ids)
     if base.source.gguf_file is None and (untied := untie_stored(model, base.source.folder)):
         tell(Notice(untied))
     split = split_model(model)
@@ -490,6 +488,8 @@ def prepare(
     for text in filter(None, (balance, describe_unreached(model, split), slow)):
         tell(Notice(text))
     _check_model(model, split, recipe, devices)
+    tokenizer, new = load_with_tokens(base.source, recipe.add_tokens)
+    grow_tables(model, new.ids)
     rows, base_files = _read_data(loaded, tokenizer, base_files, offline, tell=tell)
     for text in new.describe(rows.dataset.rows):
         tell(Notice(text))
@@ -561,11 +561,11 @@ def prove_from_configuration(loaded: LoadedRecipe, source: ModelSource, tell: Te
     if recipe.pipeline.num_chunks > 1:
         leave_out_router_loss(config)
     model = build_skeleton(config, DTYPES[recipe.dtype])
+    split = split_model(model)
+    _check_model(model, split, recipe, devices)
     new = load_with_tokens(source, recipe.add_tokens)[1]
     grow_tables(model, new.ids)
     trained = _Training(recipe, source, start_folder(loaded), new)
-    split = split_model(model)
-    _check_model(model, split, recipe, devices)
     trained.put_into(model, split)
     prove_once(model, split, recipe, trained.build, tell_phase)
 
