@@ -587,7 +587,5 @@ def save_adapter(peft_model: Any, masters: Mapping[str, torch.Tensor], folder: P
     state = {prefix + name: tensor.contiguous() for name, tensor in masters.items()}
     # Embeddings are never resized here; to find out, PEFT would ask the hub for the newest configuration.
     options = {"safe_serialization": True, "save_embedding_layers": False}
+    peft_model.create_or_update_model_card = lambda folder: None  # full of blanks, and longer to make than all the rest
     peft_model.save_pretrained(str(folder), state_dict=state, **options)
-    readme = folder / "README.md"  # PEFT's template of a model card, full of blanks
-    if readme.exists():
-        readme.unlink()

@@ -201,7 +201,7 @@ def test_noise_of_a_moment_depends_on_its_place_alone() -> None:
     for num_threads in (1, 3):
         torch.set_num_threads(num_threads)
         rule = make_rule("adamw_bf16", RuleSettings())
-        state = rule.make_state(gradient.shape)
+        state = {name: torch.zeros_like(like) for name, like in rule.make_state(gradient.shape).items()}
         rule.update(torch.zeros_like(gradient), gradient.clone(), state, 1e-3, number=1, salt=0)
         found.append(state["exp_avg_sq"])
     torch.set_num_threads(before)

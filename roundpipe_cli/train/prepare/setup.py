@@ -5,6 +5,7 @@ names first, then the architecture, then the data, then memory, then the weights
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -563,7 +564,7 @@ def prove_from_configuration(loaded: LoadedRecipe, source: ModelSource, tell: Te
     model = build_skeleton(config, DTYPES[recipe.dtype])
     split = split_model(model)
     _check_model(model, split, recipe, devices)
-    new = load_with_tokens(source, recipe.add_tokens)[1]
+    new = load_with_tokens(source, recipe.add_tokens)[1] if recipe.add_tokens else NewTokens(sys.maxsize)
     grow_tables(model, new.ids)
     trained = _Training(recipe, source, start_folder(loaded), new)
     trained.put_into(model, split)
