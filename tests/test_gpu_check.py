@@ -107,7 +107,7 @@ def test_what_memory_held_is_kept_when_it_ran_out(monkeypatch: pytest.MonkeyPatc
     assert "memory_snapshot" not in outcome_of(raised(AssertionError("3 off")), "held.pickle")
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_one_throughput_on_all_cards_and_a_trace_of_a_step(tmp_path: Path) -> None:
     place = CheckPlace(True, (0, 1), "tiny", is_quick=True, trace=str(tmp_path / "trace.json"))
     found = [outcome_of(one) for one in throughput.checks(place)]

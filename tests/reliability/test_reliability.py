@@ -27,9 +27,16 @@ def arena() -> Iterator[Arena]:
     shutil.rmtree(folder)
 
 
+HELD_BY_OTHERS = ("flips", "lost", "sigterm")
+"""Promises that files of tests/train try in the suite: checkpoint_store, lost_devices, finetune_resume."""
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # on a busy machine; what hangs is ended by `Arena.patience`
-@pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.name)
+@pytest.mark.parametrize(
+    "promise",
+    [pytest.param(one, id=one.name, marks=[pytest.mark.sweep] * (one.name in HELD_BY_OTHERS)) for one in PROMISES],
+)
 def test_promise(arena: Arena, promise: Promise) -> None:
     if lack := promise.missing():
         pytest.skip(lack)

@@ -113,7 +113,7 @@ CASES = {
 }
 
 
-HELD_BY_OTHERS = ("full-float32", "full-early", "lora-float16-tied-overflow")
+HELD_BY_OTHERS = ("full-float32", "full-early", "lora-dpo", "lora-float16-tied-overflow")
 
 
 @pytest.mark.parametrize(
@@ -286,7 +286,9 @@ def test_an_update_waits_until_a_slow_checkpoint_has_its_layer(
         assert files[0].read_bytes() == files[1].read_bytes(), name
 
 
-@pytest.mark.parametrize("words", [["method=full", "dtype=bfloat16"], ["max_grad_norm=0"]])
+@pytest.mark.parametrize(
+    "words", [["method=full", "dtype=bfloat16"], pytest.param(["max_grad_norm=0"], marks=pytest.mark.sweep)]
+)
 def test_a_stop_in_the_middle_of_an_update_leaves_a_checkpoint_that_resumes_to_the_bit(
     words: list[str], tmp_path: Path, models: dict[str, Path]
 ) -> None:
