@@ -33,9 +33,6 @@ if TYPE_CHECKING:
 
 NO_GPU_HINT = "No GPU here: planned for the CPU. Other machines: --hardware 1x4090, 2x3090,host_memory_gib=64, 1xh100"
 
-SLOW = "slow: "
-"""Notes of a machine that begin so are shown with the verdict: they say how to be many times faster."""
-
 EXAMPLE_ROWS = 10_000
 """Number of steps whose time is shown where a run's own are not known."""
 
@@ -48,6 +45,7 @@ def verdict_lines(answer: Plan, found: Sequence[Change] | None = None, length: R
         length: of the run; None: found here.
     """
     from roundpipe_cli.choices import PACKED_FORMATS
+    from roundpipe_cli.costs.machine import SLOW_NOTE
     from roundpipe_cli.planning.what_if import summary_of
 
     question, settings = answer.question, answer.question.settings
@@ -73,7 +71,7 @@ def verdict_lines(answer: Plan, found: Sequence[Change] | None = None, length: R
         f"  a step          {format_seconds(answer.step_s)} ({a_step}): {bubble}",
         f"  tokens/s        {answer.tokens_per_s:,.0f} ({least:,.0f} to {most:,.0f}): {answer.band.why}",
         f"  time to finish  {_time_to_finish(answer, length or run_length(answer))}",
-        *(note for note in question.hardware.notes if note.startswith(SLOW)),
+        *(note for note in question.hardware.notes if note.startswith(SLOW_NOTE)),
         *([] if found is None or summary.word == "FITS" else _remedy_lines(answer, found)),
         *([NO_GPU_HINT] if question.is_for_lack_of_gpus else []),
     ]

@@ -326,12 +326,17 @@ def _cpuinfo() -> str:
         return ""
 
 
+SLOW_NOTE = "slow: "
+"""Notes of a machine that begin so say how to be many times faster; a plan shows them with its verdict."""
+
+
 def slow_in_16_bit(dtype: str) -> str | None:
     """A note for workers on this machine's processor, where it computes `dtype` many times slower than float32."""
     if dtype == "float32" or _speedup_in_16_bit() > CPU_NO_16_BIT:
         return None
     return (
-        f"slow: no AVX-512 here, so {dtype} takes {1 / CPU_NO_16_BIT:.0f} times as long as float32; set dtype=float32"
+        f"{SLOW_NOTE}no AVX-512 here, so {dtype} takes {1 / CPU_NO_16_BIT:.0f} times as long as float32; "
+        "set dtype=float32"
     )
 
 

@@ -11,7 +11,7 @@ from roundpipe_cli.costs.analytic import analytic_costs
 from roundpipe_cli.costs.find_model import shipped_architecture, shipped_figures
 from roundpipe_cli.costs.hardware import Hardware
 from roundpipe_cli.costs.machine import is_large_for_cpu
-from roundpipe_cli.costs.models import Architecture, TrainingSettings, head_chunk_tokens
+from roundpipe_cli.costs.models import Architecture, TrainingSettings
 from roundpipe_cli.planning.question import PlanRequest, settings_of
 from roundpipe_cli.planning.verdict import judge_coarsest
 from roundpipe_cli.recipe.load import LoadedRecipe, load_text
@@ -59,15 +59,15 @@ def reach_of(hardware: Hardware) -> list[Reach]:
 def _reach(method: str, lines: tuple[str, ...], hardware: Hardware) -> Reach:
     count = MICROBATCHES_PER_WORKER * len(hardware.devices)
     loaded = _recipe(lines, count)
-    settings = settings_of(loaded.recipe, vocab_size=1)
-    if settings.dtype == "bfloat16" and not all(device.has_bfloat16 for device in hardware.devices):
-        settings = replace(settings, dtype="float16")
+    lacks_bfloat16 = not all(device.has_bfloat16 for device in hardware.devices)
     found: list[TrainableModel] = []
     too_large = reason = None
     for architecture in _largest_first():
         if method == "full" and architecture.stored_in_4bit:
             continue  # refused by `finetune`: such weights are frozen
-        own = replace(settings, head_chunk_tokens=head_chunk_tokens(None, architecture.vocab_size))
+        own = settings_of(loaded.recipe, architecture.vocab_size)
+        if own.dtype == "bfloat16" and lacks_bfloat16:
+            own = replace(own, dtype="float16")
         if architecture.stored_in_4bit:
             own = replace(own, packed_as="4bit")
         lack = _lack(architecture, own, hardware)

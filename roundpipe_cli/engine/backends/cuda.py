@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from roundpipe_cli.costs.machine import describe_locking
+from roundpipe_cli.costs.memory import PINNED_RING_BYTES
 from roundpipe_cli.engine.backends.base import Backend, DeviceEvent, Pair, is_out_of_memory, set_own_threads
 from roundpipe_cli.library_names import library_name
 from roundpipe_cli.model.attention import set_up_attention
@@ -298,7 +299,8 @@ def unregister_host_buffer(buffer: torch.Tensor) -> None:
         torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())  # type: ignore[union-attr]
 
 
-RING_PIECE_BYTES, NUM_RING_PIECES = 4 * 1024**2, 4
+NUM_RING_PIECES = 4
+RING_PIECE_BYTES = PINNED_RING_BYTES // NUM_RING_PIECES
 """Sizes of a ring: one piece moves while the host copies to or from another. Small, since boundaries need the rest."""
 
 
