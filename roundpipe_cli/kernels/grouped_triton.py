@@ -20,6 +20,8 @@ import torch
 import triton
 import triton.language as tl
 
+from roundpipe_cli.kernels.pointwise_triton import first_alone
+
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 """Triton's interpreter multiplies bfloat16 as integers and rounds to it towards zero: there, operands are cast to
 float32, which changes no product, and results are rounded by torch."""
@@ -167,13 +169,14 @@ def launch_rows(
     tiles = choose_tiles(-(-num_rows // num_groups), columns, x.dtype)
     rank = low.shape[1]
     grid = (num_rows // tiles.m + num_groups + 1) * triton.cdiv(columns, tiles.n)
-    _grouped_mm_kernel[(grid,)](
-        x, w, low, b, out, ends, num_rows, num_groups, width, columns, rank, scale,
-        *x.stride(), *w.stride(), *low.stride(), *b.stride(),
-        M=tiles.m, N=tiles.n, DEPTH=tiles.depth, RANK=min(32, max(SMALLEST, triton.next_power_of_2(rank))),
-        GROUPS=max(SMALLEST, triton.next_power_of_2(num_groups)), HAS_LOW=beside is not None,
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
-    )  # fmt: skip
+    strides = (*x.stride(), *w.stride(), *low.stride(), *b.stride())
+    with first_alone("rows", x.device, x.dtype, tiles, width, columns, rank, num_groups, strides, beside is not None):
+        _grouped_mm_kernel[(grid,)](
+            x, w, low, b, out, ends, num_rows, num_groups, width, columns, rank, scale, *strides,
+            M=tiles.m, N=tiles.n, DEPTH=tiles.depth, RANK=min(32, max(SMALLEST, triton.next_power_of_2(rank))),
+            GROUPS=max(SMALLEST, triton.next_power_of_2(num_groups)), HAS_LOW=beside is not None,
+            num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        )  # fmt: skip
     return out.to(x.dtype)
 
 
@@ -185,8 +188,10 @@ def launch_outer(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor, sc
         return out.to(left.dtype)
     tiles = choose_tiles(height, columns, left.dtype)
     grid = num_groups * triton.cdiv(height, tiles.m) * triton.cdiv(columns, tiles.n)
-    _grouped_outer_kernel[(grid,)](
-        left, right, out, ends, height, columns, scale, *left.stride(), *right.stride(),
-        M=tiles.m, N=tiles.n, DEPTH=tiles.depth, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
-    )  # fmt: skip
+    strides = (*left.stride(), *right.stride())
+    with first_alone("outer", left.device, left.dtype, tiles, height, columns, num_groups, strides):
+        _grouped_outer_kernel[(grid,)](
+            left, right, out, ends, height, columns, scale, *strides,
+            M=tiles.m, N=tiles.n, DEPTH=tiles.depth, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        )  # fmt: skip
     return out.to(left.dtype)

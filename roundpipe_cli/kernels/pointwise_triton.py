@@ -13,6 +13,10 @@ them. Neither is more than the row itself, which stays in the device's cache.
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+
 import torch
 import triton
 import triton.language as tl
@@ -30,6 +34,27 @@ KEYS = ("low", "high", "threshold")
 _GAMMA, _FIRST, _SECOND = (
     tl.constexpr(factor) for factor in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )
+
+
+_compiling = threading.Lock()
+_launched: set[tuple[Hashable, ...]] = set()
+
+
+@contextmanager
+def first_alone(*variant: Hashable) -> Iterator[None]:
+    """Encloses a launch. The first of a kernel's variant, in which it is compiled, is alone in this process.
+
+    Threads of other GPUs then find it in Triton's cache on disk, instead of all compiling the same at the same time.
+
+    Args:
+        variant: the kernel, its device, and what Triton compiles it anew for.
+    """
+    if variant in _launched:
+        yield
+        return
+    with _compiling:
+        yield
+    _launched.add(variant)
 
 
 def capability_of(device: torch.device) -> tuple[int, int]:
@@ -91,10 +116,11 @@ def _launch(
     down = triton.cdiv(triton.cdiv(count, COLUMNS.value), ROWS)
     total, product, scale = beside or (out, out, 1.0)
     sums = total.float() if INTERPRETED and beside else total
-    _dropout_kernel[(across, down)](
-        x, out, sums, product, count, *key, threshold, scale,
-        WRITES_MASK=mask, ADDS=beside is not None, BLOCK=BLOCK, ROWS=ROWS,
-    )  # fmt: skip
+    with first_alone("dropout", x.device, x.dtype, mask, beside is not None, count % 16 == 0):
+        _dropout_kernel[(across, down)](
+            x, out, sums, product, count, *key, threshold, scale,
+            WRITES_MASK=mask, ADDS=beside is not None, BLOCK=BLOCK, ROWS=ROWS,
+        )  # fmt: skip
     if sums is not total:
         total.copy_(sums)
 
@@ -160,11 +186,13 @@ def launch_cross_entropy(
     parts = torch.zeros((2, num_rows), dtype=torch.float64, device=logits.device)
     out = torch.empty_like(logits, dtype=torch.float32) if INTERPRETED else logits
     if num_rows:
-        _cross_entropy_kernel[(num_rows,)](
-            logits, out, targets, targets if factors is None else factors, parts,
-            num_rows, vocabulary, logits.stride(0), smoothing, scale,
-            HAS_FACTORS=factors is not None, SMOOTHS=smoothing != 0.0, BLOCK=VOCABULARY_BLOCK, num_warps=8,
-        )  # fmt: skip
+        kind = (factors is not None, smoothing != 0.0)
+        with first_alone("cross entropy", logits.device, logits.dtype, vocabulary, *kind):
+            _cross_entropy_kernel[(num_rows,)](
+                logits, out, targets, targets if factors is None else factors, parts,
+                num_rows, vocabulary, logits.stride(0), smoothing, scale,
+                HAS_FACTORS=kind[0], SMOOTHS=kind[1], BLOCK=VOCABULARY_BLOCK, num_warps=8,
+            )  # fmt: skip
     if INTERPRETED:
         logits.copy_(out)
     return parts

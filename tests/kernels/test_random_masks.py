@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -76,3 +77,34 @@ def test_a_mask_is_one_launch() -> None:
     with LaunchCounter() as counter:
         keep_mask((8192, 4096), 0.95, 1, torch.device("meta"))
     assert counter.launches.num_launches == 1 and counter.launches.traffic_bytes == 8192 * 4096
+
+
+def test_the_first_launch_of_a_variant_is_alone(interpreter: None) -> None:
+    """Eight GPUs' threads compiled the same kernel at the same time, each for itself."""
+    from roundpipe_cli.kernels.pointwise_triton import _launched, first_alone
+
+    def launch(name: str, inside: threading.Event, go_on: threading.Event) -> threading.Thread:
+        def run() -> None:
+            with first_alone(name):
+                inside.set()
+                go_on.wait(60)
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        return thread
+
+    with pytest.raises(ZeroDivisionError), first_alone("a"):
+        _ = 1 / 0  # not compiled: the next one is alone again
+    events = [threading.Event() for _ in range(4)]
+    threads = [launch("a", *events[:2])]
+    assert events[0].wait(60)
+    threads.append(launch("a", *events[2:]))
+    assert not events[2].wait(0.05)
+    events[1].set()
+    threads[0].join(60)
+    assert events[2].wait(60)
+    with first_alone("a"):  # compiled: nobody waits for anybody
+        events[3].set()
+    threads[1].join(60)
+    drop(torch.ones(32, dtype=torch.bfloat16), Draw(1, 0.5))
+    assert {("a",), ("dropout", CPU, torch.bfloat16, False, False, True)} <= _launched
