@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.utils._device import _device_constructors
 
+from roundpipe_cli.costs.machine import HostMemory
 from roundpipe_cli.costs.memory import PINNED_RING_BYTES
 from roundpipe_cli.engine import gradients
 from roundpipe_cli.engine.backends import cuda
@@ -304,6 +305,21 @@ def test_a_result_without_room_after_all_answers_on_the_processor(monkeypatch: p
         moved = generate.move_to_gpu(model, said.append)
         assert {parameter.device.type for parameter in moved.parameters()} == {"cpu"}
     assert "no GPU has room" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("is_slow", "free_gib", "dtype"), [(True, 8, "float32"), (True, 0, "bfloat16"), (False, 8, "bfloat16")]
+)
+def test_a_processor_that_is_slow_in_16_bit_answers_in_float32(
+    is_slow: bool, free_gib: int, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without AVX-512 an answer took ten times as long; where memory is short it still does."""
+    model = make_rig("llama", "full", num_hidden_layers=1).plain.eval().bfloat16()
+    monkeypatch.setattr(generate, "slow_in_16_bit", lambda dtype: "slow" if is_slow and dtype == "bfloat16" else None)
+    monkeypatch.setattr(generate, "host_memory", lambda: HostMemory(8 * GIB, free_gib * GIB, "the machine"))
+    moved = generate.move_to_gpu(model, pytest.fail)
+    assert {parameter.dtype for parameter in moved.parameters()} == {getattr(torch, dtype)}
+    assert f"on the processor in {dtype}: " in generate.describe_answer(moved, make_tokenizer(), 0.0)
 
 
 def test_links_are_measured() -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from roundpipe_cli.costs.machine import host_memory, slow_in_16_bit
 from roundpipe_cli.data.row_chunks import find_template
 from roundpipe_cli.data.rows import printable
 from roundpipe_cli.engine.backends import cuda
@@ -83,12 +84,15 @@ def load_result(result: Path, source: ModelSource, dtype: str, *, is_adapter: bo
 
 
 def move_to_gpu(model: Any, tell: Say) -> Any:
-    """The model on the GPU with the most free memory, or where it is if no GPU has room for it; says which."""
+    """The model on the GPU with the most free memory, or where it is if no GPU has room for it; says which.
+
+    On a processor that is many times slower in 16 bit it is widened to float32, where the memory takes that.
+    """
     import torch
 
     indices = range(cuda.num_devices()) if model.device.type == "cpu" else ()  # bitsandbytes puts its own on a GPU
     free_bytes = [cuda.memory_bytes(index) for index in indices]
-    index = roomy_device(sum(tensor.nbytes for tensor in model.state_dict().values()), free_bytes)
+    index = roomy_device(_held_bytes(model), free_bytes)
     if index is not None:
         cuda.set_up_process([index])
         try:
@@ -97,7 +101,15 @@ def move_to_gpu(model: Any, tell: Say) -> Any:
             model, index = model.to("cpu"), None
     if free_bytes and index is None:
         tell(f"no GPU has room for this model ({format_bytes(max(free_bytes))} free): it answers on the processor")
+    if model.device.type == "cpu" and not getattr(model, "is_quantized", False):
+        is_slow = slow_in_16_bit(str(model.dtype).removeprefix("torch.")) is not None
+        if is_slow and 2 * _held_bytes(model) < host_memory().available_bytes:
+            model = model.float()
     return model
+
+
+def _held_bytes(model: Any) -> int:
+    return sum(tensor.nbytes for tensor in model.state_dict().values())
 
 
 def roomy_device(model_bytes: int, free_bytes: Sequence[int]) -> int | None:
