@@ -545,7 +545,11 @@ class Engine:
     def _finish(self, done: StepUnderWay) -> StepResult:
         context, started_s = done.context, done.started_s
         if context.microbatches:  # blocks that drew nothing in the first step never do: later steps need not watch
-            self._seeds_blocks &= any(worker.runner.layers.model.blocks_draw for worker in self._workers)
+            models = [worker.runner.layers.model for worker in self._workers]
+            self._seeds_blocks &= any(model.blocks_draw for model in models)
+            watches = any(model.draws_by_torch for model in models)
+            for model in models:
+                model.watches_torch = watches
         seconds = time.perf_counter() - started_s
         squares = context.gradients.finish(self.store)
         loss_sum = 0.0

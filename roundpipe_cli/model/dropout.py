@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn import functional, init
 from torch.nn.modules.dropout import _DropoutNd
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import TorchFunctionMode
 
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.kernels.random_masks import Draw, keep_mask, uniform
@@ -55,39 +56,77 @@ def switch_off_dropout(model: nn.Module) -> None:
                 setattr(module, name, 0.0)
 
 
+_thread = threading.local()
+"""`draws`: of the call that a thread is in, the innermost."""
+
+
 def next_draw(p: float) -> Draw:
     """The mask of what `functional.dropout` would keep here if it drops with probability `p`; counts as that draw."""
-    modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    mode = next((one for one in reversed(modes) if isinstance(one, SeededDropout)), None)
+    draws: OwnDraws | None = getattr(_thread, "draws", None)
     # outside a layer's call: torch's own random numbers
-    key = int(torch.randint(1 << 62, (), device="cpu")) if mode is None else mode.next_key()
+    key = int(torch.randint(1 << 62, (), device="cpu")) if draws is None else draws.next_key()
     return Draw(key, 1.0 - p)
 
 
-class SeededDropout(TorchFunctionMode):
+class OwnDraws:
+    """While active in a thread, the masks that operators of ours ask for by `next_draw` follow from `seed`."""
+
+    draws_by_torch = False
+    """Whether a function of torch has drawn."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._outer: OwnDraws | None = None
+        self.num_draws = 0
+        """Number of draws so far."""
+
+    def __enter__(self) -> OwnDraws:
+        self._outer, _thread.draws = getattr(_thread, "draws", None), self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _thread.draws = self._outer
+
+    def next_key(self) -> int:
+        """The key of the next draw."""
+        self.num_draws += 1
+        return draw_key(self._seed, self.num_draws)
+
+
+class SeededDropout(OwnDraws, TorchFunctionMode):
     """While active in a thread, all random numbers of torch follow from `seed`, even with a given generator.
+
+    Every call of torch passes by here, which takes the issuing thread longer than many calls themselves.
 
     Raises:
         RefusedError: in the call of a random function that has no answer here; it names the function.
     """
 
     def __init__(self, seed: int) -> None:
-        super().__init__()
-        self._seed = seed
-        self.num_draws = 0
-        """Number of draws so far."""
+        OwnDraws.__init__(self, seed)
+        TorchFunctionMode.__init__(self)
+
+    def __enter__(self) -> SeededDropout:
+        OwnDraws.__enter__(self)
+        TorchFunctionMode.__enter__(self)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        TorchFunctionMode.__exit__(self, *error)
+        OwnDraws.__exit__(self, *error)
 
     def __torch_function__(
         self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         answer = _ANSWERS.get(func)
-        return func(*args, **kwargs) if answer is None else answer(self, func, args, kwargs)
-
-    def next_key(self) -> int:
-        """The key of the next draw."""
-        self.num_draws += 1
-        return draw_key(self._seed, self.num_draws)
+        if answer is None:
+            return func(*args, **kwargs)
+        before = self.num_draws
+        try:
+            return answer(self, func, args, kwargs)
+        finally:
+            self.draws_by_torch |= self.num_draws > before
 
     def uniform(self, like: torch.Tensor) -> torch.Tensor:
         """Numbers in [0, 1) of the shape of `like`, float32."""

@@ -26,7 +26,7 @@ from roundpipe_cli.model.block_calls import (
     replace_module,
 )
 from roundpipe_cli.model.chunks import ChunkCache, cache_argument
-from roundpipe_cli.model.dropout import SeededDropout, layer_seed
+from roundpipe_cli.model.dropout import OwnDraws, SeededDropout, layer_seed
 from roundpipe_cli.model.expert_lora import isolate_expert_adapters
 from roundpipe_cli.model.fused import FusedOps, fuse
 from roundpipe_cli.model.last_projection import UnreadProducts, by_kind, find_unread
@@ -208,6 +208,10 @@ class WorkerModel:
         self._embedding = self._bind_embed(split, host_views, trainable)
         self._state = ModuleState(self._backbone)
         self._left_out, self._blocks_draw = dict[int, UnreadProducts](), False
+        self.draws_by_torch = False
+        """Whether a block has drawn random numbers by a function of torch in a call with a seed."""
+        self.watches_torch = True
+        """Whether functions of torch that draw are answered in blocks."""
         self._mlp_chunks = self._cut_mlps(options.mlp_chunk_tokens) if options.mlp_chunk_tokens else {}
         self.attends_in_rows = options.attends_in_rows
 
@@ -477,9 +481,14 @@ class WorkerModel:
     def _ready(self, layer: int, dropout_seed: int | None) -> Iterator[None]:
         """Around a call of a block: its dropout, and its packed weights unpacked."""
         packed = self._packed.get(layer)
-        with seeded(dropout_seed) as mode, whole_weights(packed) if packed else nullcontext():
+        with (
+            seeded(dropout_seed, watch=self.watches_torch) as draws,
+            whole_weights(packed) if packed else nullcontext(),
+        ):
             yield
-        self._blocks_draw |= mode is not None and mode.num_draws > 0
+        if draws is not None:
+            self._blocks_draw |= draws.num_draws > 0
+            self.draws_by_torch |= draws.draws_by_torch
 
     @property
     def blocks_draw(self) -> bool:
@@ -508,9 +517,11 @@ class WorkerModel:
         return logits
 
 
-def seeded(seed: int | None) -> AbstractContextManager[SeededDropout | None]:
-    """The dropout mode of one layer call; nothing without a seed."""
-    return nullcontext() if seed is None else SeededDropout(seed)
+def seeded(seed: int | None, *, watch: bool = True) -> AbstractContextManager[OwnDraws | None]:
+    """The random draws of one layer call, by torch's functions too if they are watched; nothing without a seed."""
+    if seed is None:
+        return nullcontext()
+    return SeededDropout(seed) if watch else OwnDraws(seed)
 
 
 def _bindings(modules: Sequence[nn.Module], names: Mapping[int, str]) -> Iterator[Binding]:

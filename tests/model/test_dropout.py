@@ -252,13 +252,14 @@ DRAWING: dict[str, tuple[str, str, dict[str, Any], bool]] = {
     "sampled experts": ("phimoe", "full", {"num_local_experts": 4, "input_jitter_noise": 0.1}, True),
     "embedding alone": ("gpt2", "full", {"embd_pdrop": 0.1}, False),
     "none": ("llama", "full", {}, False),
+    "our own dropout": ("llama", "lora", {"lora_dropout": 0.1, "kernels": "auto"}, True),
 }
 
 
 @pytest.mark.parametrize("case", DRAWING)
 def test_blocks_that_draw_are_seeded_whatever_draws(case: str) -> None:
     """Only names with "drop" in them were looked for: a router's jitter came from the global generator, forward and
-    recompute each with its own. Blocks that draw nothing are watched in the first step only."""
+    recompute each with its own. Blocks that draw nothing, or by our operators alone, are watched in the first step."""
     model_type, method, changes, blocks_draw = DRAWING[case]
     rig = make_rig(model_type, method, **changes)
     microbatches, schedule = random_microbatches([(2, 8), (1, 5)]), schedule_for(rig, 2, 2)
@@ -266,6 +267,8 @@ def test_blocks_that_draw_are_seeded_whatever_draws(case: str) -> None:
     with rig.engine(2, seed=4) as engine:
         first = engine.run_step(microbatches, schedule, step=0)
         assert engine._seeds_blocks is blocks_draw
+        watched = blocks_draw and case != "our own dropout"
+        assert {worker.runner.layers.model.watches_torch for worker in engine._workers} == {watched}
         again = engine.run_step(microbatches, schedule, step=0)
         other = engine.run_step(microbatches, schedule, step=1)
     assert torch.equal(before, torch.random.get_rng_state())
