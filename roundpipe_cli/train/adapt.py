@@ -333,10 +333,7 @@ class LostDevices:
             hint = f"pipeline.devices=[{','.join(rest)}] with --resume leaves it out and continues from the newest "
             hint += "checkpoint; --restarts N does so by itself"
         error = DeviceLostError(
-            f"a device was lost and the run cannot go on: {reason}",
-            where=f"{names}, {at}",
-            found=cause,
-            hint=hint,
+            f"a device was lost and the run cannot go on: {reason}", where=f"{names}, {at}", found=cause, hint=hint
         )
         error.rest, error.at = tuple(rest), at
         return error

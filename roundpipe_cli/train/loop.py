@@ -139,14 +139,7 @@ class RunLog:
         """The figures of the run until now, after `num_steps` steps."""
         losses = {**self.earlier_losses, **{row.step: row.loss for row in self._rows}}
         return RunFigures(
-            self._rows,
-            self._pipeline_s,
-            self._launch_bound,
-            losses,
-            num_steps,
-            self.seconds,
-            moments_bytes,
-            self._lost,
+            self._rows, self._pipeline_s, self._launch_bound, losses, num_steps, self.seconds, moments_bytes, self._lost
         )
 
 

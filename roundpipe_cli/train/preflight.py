@@ -19,11 +19,7 @@ from roundpipe_cli.planning.admission import check_configuration, holds_weights
 from roundpipe_cli.recipe.load import LoadedRecipe
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.train.checkpoint.manifest import STATE_NAME, DamagedError, read_own_json
-from roundpipe_cli.train.checkpoint.output_dir import (
-    list_checkpoints,
-    named_checkpoint,
-    refuse_wrong_start,
-)
+from roundpipe_cli.train.checkpoint.output_dir import list_checkpoints, named_checkpoint, refuse_wrong_start
 from roundpipe_cli.train.floors import check_floors
 from roundpipe_cli.train.monitor.trackers import require_trackers
 from roundpipe_cli.train.signals import Start

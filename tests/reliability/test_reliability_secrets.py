@@ -154,10 +154,7 @@ def test_libraries_that_are_too_old_are_refused(monkeypatch: pytest.MonkeyPatch,
 
 def test_the_floors_are_those_of_the_package() -> None:
     text = (Path(__file__).resolve().parents[2] / "pyproject.toml").read_text()
-    for name, floor in {
-        **{name: safe for name, (safe, _) in floors.FLOORS.items()},
-        **floors.WORKING_FLOORS,
-    }.items():
+    for name, floor in {**{name: safe for name, (safe, _) in floors.FLOORS.items()}, **floors.WORKING_FLOORS}.items():
         assert f'"{name}>={floor}"' in text
 
 

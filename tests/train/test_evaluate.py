@@ -30,16 +30,7 @@ from roundpipe_cli.train.checkpoint.output_dir import list_best, list_checkpoint
 from roundpipe_cli.train.checkpoint.reading import peek
 from roundpipe_cli.train.evaluate import is_due
 from roundpipe_cli.train.result.finish import save_result, verify_best
-from tests.support.e2e import (
-    Outcome,
-    finetune,
-    launch,
-    make_tokenizer,
-    make_workspace,
-    metrics,
-    numbers,
-    write_rows,
-)
+from tests.support.e2e import Outcome, finetune, launch, make_tokenizer, make_workspace, metrics, numbers, write_rows
 from tests.support.tiny import Rig, make_rig, plain_copy, random_microbatches, schedule_for
 
 SIZES = [(2, 12), (1, 7), (2, 9), (1, 12), (2, 5)]

@@ -17,14 +17,7 @@ import pytest
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
-from tests.support.e2e import (
-    Outcome,
-    finetune,
-    launch,
-    numbers,
-    run,
-    tree,
-)
+from tests.support.e2e import Outcome, finetune, launch, numbers, run, tree
 
 NO_WEIGHTS = b"\2\0\0\0\0\0\0\0{}"
 """A safetensors file without tensors."""

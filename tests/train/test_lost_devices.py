@@ -22,17 +22,7 @@ from roundpipe_cli.dashboard.views import workers_block
 from roundpipe_cli.dashboard.waiting import details, longest_waiting
 from roundpipe_cli.engine.backends.cuda import xid_in
 from roundpipe_cli.errors import DeviceLostError, InternalError
-from roundpipe_cli.events import (
-    DeviceLost,
-    Event,
-    Notice,
-    RunStarted,
-    Span,
-    StepFinished,
-    StepTimeline,
-    decode,
-    encode,
-)
+from roundpipe_cli.events import DeviceLost, Event, Notice, RunStarted, Span, StepFinished, StepTimeline, decode, encode
 from roundpipe_cli.planning.adaptive import AdaptivePlanner
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.recipe.schema import PipelineConfig

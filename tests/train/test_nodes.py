@@ -502,11 +502,7 @@ HARMLESS = (
 
 
 @pytest.mark.parametrize(
-    "word",
-    [
-        DIFFERENCES[0],
-        *(pytest.param(word, marks=pytest.mark.sweep) for word in DIFFERENCES[1:]),
-    ],
+    "word", [DIFFERENCES[0], *(pytest.param(word, marks=pytest.mark.sweep) for word in DIFFERENCES[1:])]
 )
 def test_a_key_that_differs_is_refused_by_name(workspace: Path, word: str) -> None:
     """Before anything else is sent: two machines with other intervals, say, once waited in different collectives."""

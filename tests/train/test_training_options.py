@@ -119,8 +119,7 @@ CASES = {
         lora={"modules_to_save": ["embed_tokens", "lm_head", "input_layernorm", "norm"]},
     ),
     "frozen": Case(
-        [*FULL, "frozen_parameters=[embed_tokens, 'layers[.]0[.]', norm]"],
-        frozen=("embed_tokens", "layers.0.", "norm"),
+        [*FULL, "frozen_parameters=[embed_tokens, 'layers[.]0[.]', norm]"], frozen=("embed_tokens", "layers.0.", "norm")
     ),
     "label-smoothing": Case([*FULL, "label_smoothing_factor=0.1"], smoothing=0.1),
     "neftune": Case([*FULL, "neftune_noise_alpha=5"], noise=5.0),

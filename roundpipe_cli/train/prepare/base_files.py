@@ -21,12 +21,7 @@ from roundpipe_cli.model.files.untrusted import MAX_TOKENIZER_BYTES, check_file,
 from roundpipe_cli.model.router_loss import WANTED
 
 GENERATION_CONFIG = "generation_config.json"
-OTHER_NAMES = (
-    "tokenizer.model",
-    "processor_config.json",
-    "preprocessor_config.json",
-    "video_preprocessor_config.json",
-)
+OTHER_NAMES = ("tokenizer.model", "processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 """llama.cpp's converter reads the first; vLLM reads the others of models that also take images. transformers' tokenizer
 does not save them."""
 
@@ -64,11 +59,7 @@ class BaseFiles:
         config = json.loads(config_json) | dict(self.config)
         for part in (config, *(value for value in config.values() if isinstance(value, dict))):
             part.pop(WANTED, None)
-        return {
-            "config.json": _to_json(config),
-            GENERATION_CONFIG: _to_json(self.generation),
-            **self.others,
-        }
+        return {"config.json": _to_json(config), GENERATION_CONFIG: _to_json(self.generation), **self.others}
 
 
 def read_base_files(source: ModelSource, config: Any) -> BaseFiles:

@@ -24,15 +24,7 @@ from roundpipe_cli.costs.models import head_chunk_tokens, is_counted_exactly
 from roundpipe_cli.data.batching import BatchSampler, Grouping
 from roundpipe_cli.data.dataset import build_dataset, build_pairs, hold_out_pairs
 from roundpipe_cli.data.rows import DatasetSpec, DataSettings, TrainRules
-from roundpipe_cli.data.tokenized import (
-    Packer,
-    Row,
-    RowMix,
-    TokenizedDataset,
-    TokenizedRows,
-    choose_packing,
-    hold_out,
-)
+from roundpipe_cli.data.tokenized import Packer, Row, RowMix, TokenizedDataset, TokenizedRows, choose_packing, hold_out
 from roundpipe_cli.engine.probe import can_attend_in_rows, has_masks
 from roundpipe_cli.engine.weights import WeightStore, settle_heap
 from roundpipe_cli.errors import RefusedError
