@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol, TypeVar
 
 from roundpipe_cli.costs.machine import host_memory, note_lost_device
@@ -73,11 +73,6 @@ MAX_SKIPPED_IN_A_ROW = 10
 """With more steps left out in a row than these, the weights are the cause, not the rows."""
 
 IN_FLOAT16 = "values above 65,504 overflow in float16: dtype=bfloat16 or dtype=float32 has room; if that is not all, "
-
-
-def poisoned(result: StepResult, poison: float | None) -> StepResult:
-    """The result with the value of a fault point in place of the gradient norm."""
-    return result if poison is None else replace(result, gradient_norm=poison)
 
 
 class FiniteGuard:

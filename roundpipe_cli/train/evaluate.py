@@ -183,10 +183,10 @@ class Evaluator:
         if target.exists():
             remove_tree(target)
         write_best(self._setup, target, {"step": done, "loss": loss})
-        self._prune()
+        self.prune()
 
-    def _prune(self) -> None:
-        """Remove best weights that no checkpoint needs any more: the run may have to go back to each of them."""
+    def prune(self) -> None:
+        """Remove best weights that no durable checkpoint needs any more: the run may have to go back to each."""
         keep = {self.kept_step, self._stated_best}
         for _, folder in list_checkpoints(self._output_dir):
             keep.add(kept_step_of(folder))
@@ -234,20 +234,15 @@ class Evaluator:
     def state(self) -> dict[str, Any]:
         """For a checkpoint; plain JSON values."""
         self._stated_best = self.kept_step
-        best = None if self.best_step is None else self.best_loss
-        kept = None if self.kept_step is None else self.kept_loss
-        counts = {"last_step": self._last_step, "last_loss": self.last_loss, "num_worse": self._num_worse}
         return {
             "best_step": self.best_step,
-            "best_loss": best,
+            "best_loss": None if self.best_step is None else self.best_loss,
             "kept_step": self.kept_step,
-            "kept_loss": kept,
-            **counts,
+            "kept_loss": None if self.kept_step is None else self.kept_loss,
+            "last_step": self._last_step,
+            "last_loss": self.last_loss,
+            "num_worse": self._num_worse,
         }
-
-    def saved(self) -> None:
-        """Note that a checkpoint is durable: best weights that only older ones needed can be removed."""
-        self._prune()
 
     def start(self, state: Mapping[str, Any] | None) -> None:
         """Restore the state of a checkpoint, or begin without one."""
@@ -260,25 +255,23 @@ class Evaluator:
             if self._setup.recipe.load_best_model_at_end and not self.agree(self._is_whole()):
                 self.kept_step, self.kept_loss = None, math.inf
         self._stated_best = self.kept_step
-        self._prune()
+        self.prune()
 
     def _is_whole(self) -> bool:
         """Whether the kept weights are as they were written; reports if they are not, or cannot be compared."""
         folder = self.best_folder
         if folder is None:
-            text = f"the best weights so far, of step {self.best_step}, were not kept"
-            self._tell(Notice(f"{text}: the result is the best of the evaluations from here on"))
-            return False
-        what = f"the best weights so far, of step {self.kept_step},"
-        if not folder.is_dir():
-            self._tell(Notice(f"{what} are gone; the search begins anew"))
-            return False
-        try:
-            verify_best(folder)
-        except (DamagedError, OSError) as damage:
-            self._tell(Notice(f"{what} are damaged: {damage}; the search begins anew"))
-            return False
-        return True
+            text = f"{self.best_step}, were not kept: the result is the best of the evaluations from here on"
+        elif not folder.is_dir():
+            text = f"{self.kept_step}, are gone; the search begins anew"
+        else:
+            try:
+                verify_best(folder)
+                return True
+            except (DamagedError, OSError) as damage:
+                text = f"{self.kept_step}, are damaged: {damage}; the search begins anew"
+        self._tell(Notice(f"the best weights so far, of step {text}"))
+        return False
 
 
 def perplexity(loss: float) -> float:

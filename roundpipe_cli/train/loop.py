@@ -26,7 +26,7 @@ from roundpipe_cli.planning.adaptive import AdaptivePlanner
 from roundpipe_cli.planning.question import ENOUGH_PER_WORKER
 from roundpipe_cli.recipe.schema import Recipe, plain_data
 from roundpipe_cli.schedule.timeline import Timeline
-from roundpipe_cli.train.adapt import Again, FiniteGuard, Fit, LostDevices, poisoned, resumed_fit
+from roundpipe_cli.train.adapt import Again, FiniteGuard, Fit, LostDevices, resumed_fit
 from roundpipe_cli.train.auto_cache import make_auto_cache
 from roundpipe_cli.train.batches import describe_order, log_rows, make_microbatches, make_sampler
 from roundpipe_cli.train.border import Border, layer_state, restore_state
@@ -215,11 +215,8 @@ def describe_waiting(setup: Setup, planner: AdaptivePlanner, sampler: BatchSampl
     if recipe.token_budget is not None:
         words = ["micro_batch_tokens=null", f"micro_batch_size={size}", *words]
     remedy = f"{' '.join(words)} makes them wait less"
-    remedy += (
-        f", with {counted(rows, 'row')} a step in place of {recipe.rows_per_step}"
-        if rows > recipe.rows_per_step
-        else ""
-    )
+    if rows > recipe.rows_per_step:
+        remedy += f", with {counted(rows, 'row')} a step in place of {recipe.rows_per_step}"
     if rows > sampler.num_sequences(0):
         remedy = "the data have too few rows for more"
     few = f"{counted(count, 'microbatch')} for {counted(workers, 'worker')}"
@@ -309,13 +306,13 @@ class Trainer:
         """Train from the start or from `checkpoint` to the end, or to the next signal."""
         first_step = self._restore(checkpoint) if checkpoint else 0
         metrics_path = self.output_dir / METRICS_NAME
-        if self._machines.is_first:
+        if self._machines.nodes.is_first:
             say = self._say
             if checkpoint is not None and not checkpoint.folder.parent.samefile(self.output_dir):
                 copy_records(checkpoint.folder, checkpoint.meta, self.output_dir, say)
             rewind(self.output_dir, first_step, num_steps=self.num_steps, say=say)
             self._log.earlier_losses = losses_by_step(metrics_path)
-        told = self.recipe if self._machines.is_first else replace(self.recipe, report_to=())
+        told = self.recipe if self._machines.nodes.is_first else replace(self.recipe, report_to=())
         with (
             self._recorder.opened(first_step) as recorder,
             Trackers(told, self.output_dir, first_step, recorder) as trackers,
@@ -356,11 +353,14 @@ class Trainer:
         stopping = lambda: alone and self._signals.requested is not None  # noqa: E731
         scorer = Scorer(engine, self._planner, size, stopping, again=again)
         evaluator = self.evaluator = Evaluator(setup, scorer, self.output_dir, self.num_steps, tell=self._tell)
-        evaluator.agree, evaluator.ends_epoch = self._machines.from_first, lambda: self.sampler.position.starts_epoch
+        evaluator.agree, evaluator.ends_epoch = (
+            self._machines.nodes.from_first,
+            lambda: self.sampler.position.starts_epoch,
+        )
         evaluator.start(evaluation)
         self._rows = RowDigest(metrics_path)
         self._log.start()
-        saver = Saver(self.output_dir, self.recipe.save_total_limit, self._tell, lambda _: evaluator.saved())
+        saver = Saver(self.output_dir, self.recipe.save_total_limit, self._tell, lambda _: evaluator.prune())
         self._updater.before_layer = saver.before_layer
         with (
             page_locked(setup.store, setup.devices, self.recipe.weights, self._tell) as self._lost.locks,
@@ -371,9 +371,9 @@ class Trainer:
             self._machines.sharing(engine) as self._sharing,
         ):
             save = partial(self._save, saver, metrics)
-            border = Border(self._signals, self._machines, saver, save, tell=self._tell)
+            border = Border(self._signals, self._machines.nodes, saver, save, tell=self._tell)
             self._machines.check_weights(setup.store)
-            self._machines.heed(self._signals)
+            self._machines.nodes.heed(lambda: self._signals.requested)
             self._signals.guard()
             self._tell(run_started(setup, self._clock(), first_step, self.num_steps))
             with Telemetry(engine, setup.devices, self._tell, self._clock, live=self._reporting.live):
@@ -390,7 +390,7 @@ class Trainer:
                     if evaluator.is_owed(done):
                         evaluator.evaluate(done)
                     self._at_border(border, done)
-        self._machines.leave()
+        self._machines.nodes.leave()
         self._write_result(done)
 
     def _write_result(self, done: int) -> None:
@@ -398,12 +398,12 @@ class Trainer:
         self._tell(Phase("writing the result"))
         if self._log.timelines:
             write_trace(self.output_dir / TRACE_NAME, list(self._log.timelines))
-        files = self.evaluator.save_result() if self._machines.is_first else []
+        files = self.evaluator.save_result() if self._machines.nodes.is_first else []
         figures = self._log.figures(done, self.optimizer.num_bytes)
         report = make_report(self.setup, figures, predicted)
         report |= {"files": files, "skipped_steps": self._guard.num_skipped, "fit": self._fit.to_json(self.recipe)}
         write_report(self.output_dir, report | {"evaluation": self.evaluator.report()})
-        if self._machines.is_first:
+        if self._machines.nodes.is_first:
             write_run_card(self.output_dir, self.setup.source.name)
         self._tell(RunFinished(str(self.output_dir), done, figures.seconds))
 
@@ -449,7 +449,8 @@ class Trainer:
         for text in result.notices:
             self._tell(Notice(text))
         self._tell(step_timeline(result, shown_step(step), self._clock))
-        result = poisoned(result, self._updater.poison(step))
+        if (poison := self._updater.poison(step)) is not None:  # a fault point's
+            result = replace(result, gradient_norm=poison)
         if self._guard.is_finite(result):
             self._update(step, result.gradient_norm, learning_rate)
         else:

@@ -44,7 +44,8 @@ class StopSignals:
         """Called in the handler of a noted signal, so it must not use buffers."""
         self.asked_by_key = False
         """The signal stands for a key of the dashboard, so no message names it."""
-        self._requested: signal.Signals | None = None
+        self.requested: signal.Signals | None = None
+        """The signal that asked for a stop, if any."""
         self._stop: _StopNow | None = None
         """Raised by the handler, and due to leave the block."""
         self._guarded = False
@@ -81,11 +82,6 @@ class StopSignals:
         """Let a first signal wait for the step border from now on."""
         self._guarded = True
 
-    @property
-    def requested(self) -> signal.Signals | None:
-        """The signal that asked for a stop, if any."""
-        return self._requested
-
     def ask_to_save(self) -> None:
         """A checkpoint at the next step border; from any thread."""
         self._save = True
@@ -115,10 +111,10 @@ class StopSignals:
         received = signal.Signals(number)
         if not self._guarded:
             self._guarded = True  # the same signal, sent to a whole group, must not interrupt the way out
-            self._requested = received
+            self.requested = received
             text = f"stopped by {received.name}{self._what_is_left}"
-        elif self._requested is None:
-            self._requested = received
+        elif self.requested is None:
+            self.requested = received
             if self.announce is not None:
                 again = "; Ctrl-C stops at once, without a checkpoint" if received == signal.SIGINT else ""
                 name = "" if self.asked_by_key else f"{received.name}: "

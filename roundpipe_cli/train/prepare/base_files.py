@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -108,14 +109,11 @@ def end_tokens(generation: Mapping[str, Any]) -> list[int]:
 
 def trained_ends(tokenizer: Any) -> list[int]:
     """The tokens that end an answer in training: the end of the sequence, and the chat template's end of a turn."""
-    ends = [tokenizer.eos_token_id]
-    try:
+    ends, turn_end = [tokenizer.eos_token_id], None
+    with suppress(RefusedError):  # a template that does not run ends no turn
         template = find_template(tokenizer, None, None)
-        turn_end = None
         if template is not None:
             turn_end = run_limited(lambda: ChatTemplate(tokenizer, template).end_of_turn, TEMPLATE_LIMITS)
-    except RefusedError:  # a template that does not run ends no turn
-        turn_end = None
     if turn_end is not None:
         ends.append(tokenizer.convert_tokens_to_ids(turn_end))
     return [token for token in dict.fromkeys(ends) if isinstance(token, int)]

@@ -290,8 +290,7 @@ def evaluation_rows(
     """The rows left to train on (as `read_rows`), and those to evaluate on: of pairs all chosen ones, then the rejected
     ones in the same order."""
     recipe, (dataset, rejected) = loaded.recipe, training
-    rows: list[Row] = []
-    rejected_rows: list[Row] = []
+    rows, rejected_rows = list[Row](), list[Row]()
     if recipe.val_set_size and rejected is not None:
         (dataset, rejected), (held, held_rejected) = hold_out_pairs(dataset, rejected, recipe.val_set_size, recipe.seed)
         rows, rejected_rows = [*held.rows], [*held_rejected]
@@ -483,12 +482,12 @@ def prepare(
     _check_model(model, split, recipe, devices)
     tokenizer, new = load_with_tokens(base.source, recipe.add_tokens)
     grow_tables(model, new.ids)
-    rows, base_files = _read_data(loaded, tokenizer, base_files, offline, tell=tell)
-    for text in new.describe(rows.dataset.rows):
+    dataset, rejected, evaluation, base_files = _read_data(loaded, tokenizer, base_files, offline, tell=tell)
+    for text in new.describe(dataset.rows):
         tell(Notice(text))
-    refuse_unknown_ids(model, rows.tokenizer, rows.tokenized, rows.evaluation)
-    recipe = with_packing(recipe, model, split, rows.dataset, tell=tell)
-    sampler = rows_of_steps(recipe, rows.dataset, rows.rejected)  # report too few rows before the weights are loaded
+    refuse_unknown_ids(model, tokenizer, [dataset.rows, *([rejected] if rejected else [])], evaluation)
+    recipe = with_packing(recipe, model, split, dataset, tell=tell)
+    sampler = rows_of_steps(recipe, dataset, rejected)  # report too few rows before the weights are loaded
     if recipe.lr_scheduler_kwargs:
         rate_schedule_of(recipe, num_steps_of(recipe, sampler))  # and a learning rate out of bounds
     start = start_folder(loaded)
@@ -502,7 +501,7 @@ def prepare(
         tell(Notice(reference))
     packed = _packed_names(base, model, split, tell)
     proof = prove_once(model, split, recipe, trained.build, tell)
-    refuse_long_rows(longest_row(rows.dataset, rows.rejected, rows.evaluation), proof)
+    refuse_long_rows(longest_row(dataset, rejected, evaluation), proof)
     layouts = [
         make_layout(name, parameters, DTYPES[recipe.dtype], packed, packed_as=base.packed_as)
         for name, parameters in zip(split.layer_names(), layer_parameters(model, split), strict=True)
@@ -515,10 +514,10 @@ def prepare(
     return Setup(
         replace(recipe, head_chunk_tokens=chunk),
         base.source,
-        rows.tokenizer,
-        rows.dataset,
-        rows.rejected,
-        rows.evaluation,
+        tokenizer,
+        dataset,
+        rejected,
+        evaluation,
         devices,
         model,
         peft_model,
@@ -578,11 +577,11 @@ def _on_devices(loaded: LoadedRecipe, tell: Tell) -> tuple[tuple[str, ...], Load
     devices, no_gpu = choose_devices(loaded.recipe.pipeline.devices)
     recipe, other_dtype = with_dtype_of(loaded.recipe, devices)
     notices = [no_gpu, other_dtype]
-    if recipe.float16_accumulation and "cpu" in devices:
-        notices.append("float16_accumulation has no effect here: processors add up in float32")
-    if recipe.deterministic and "cpu" in devices:
-        notices.append("deterministic has no effect here: processors compute the same bits without it")
     if "cpu" in devices:
+        if recipe.float16_accumulation:
+            notices.append("float16_accumulation has no effect here: processors add up in float32")
+        if recipe.deterministic:
+            notices.append("deterministic has no effect here: processors compute the same bits without it")
         notices.append(slow_in_16_bit(recipe.dtype))
     for text in filter(None, notices):
         tell(Notice(text))
@@ -607,44 +606,39 @@ def _check_model(model: nn.Module, split: ModelSplit, recipe: Recipe, devices: t
     Raises:
         RefusedError: it is one.
     """
-    _refuse_large_on_cpu(model, recipe, devices)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    if recipe.pipeline.devices == "auto" and devices[0] == "cpu" and count > MAX_PARAMETERS_ON_CPU:
+        raise RefusedError(
+            "no GPU found, and this model is too large to train on the processor by default",
+            where="pipeline.devices",
+            found=f"{format_count(count)} parameters, no GPU",
+            expected=f"a GPU, or at most {format_count(MAX_PARAMETERS_ON_CPU)} parameters",
+            hint="to train on the processor all the same, write pipeline.devices=[cpu,cpu]",
+        )
     if recipe.packs:
         check_packing(model, split, max_seq_length=recipe.max_seq_length, micro_batch_size=recipe.rows_per_microbatch)
     if recipe.pipeline.num_chunks > 1:
         check_sequence_chunks(model, split, max_seq_length=recipe.max_seq_length)
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """The rows of a run, and the tokenizer that made them."""
-
-    tokenizer: Any
-    dataset: TokenizedDataset
-    rejected: TokenizedRows | None
-    evaluation: list[Row]
-
-    @property
-    def tokenized(self) -> list[TokenizedRows]:
-        return [self.dataset.rows, *([self.rejected] if self.rejected else [])]
-
-
 def _read_data(
     loaded: LoadedRecipe, tokenizer: Any, base_files: BaseFiles, offline: bool, *, tell: Tell
-) -> tuple[_Rows, BaseFiles]:
-    """The rows, and the base's files with the end tokens of training."""
+) -> tuple[TokenizedDataset, TokenizedRows | None, list[Row], BaseFiles]:
+    """The rows (as `evaluation_rows`), and the base's files with the end tokens of training."""
     tell(Phase("tokenising the data"))
     dataset, rejected = read_rows(loaded, tokenizer, offline, lambda text: tell(Phase(text)))
     if dataset.chat_template is not None:
         put_template(tokenizer, dataset.chat_template)  # saved with the result
     for text in dataset.notices:
         tell(Notice(text))
-    base_files = _ending_as_trained(base_files, tokenizer, loaded.recipe, tell)
+    base_files, added = base_files.ending_as_trained(tokenizer)
+    if added and loaded.recipe.method == "full":
+        tell(Notice(describe_added(added)))
     counts = f"data: {dataset.report.filter_counts()}; {dataset.report.trained_tokens} trained tokens"
     tell(Notice(counts, is_detail=dataset.report.rows_kept == dataset.report.rows_read))
     if padded := describe_padded_to_chunks(dataset.rows.lengths, loaded.recipe.pipeline.num_chunks):
         tell(Notice(padded))
-    dataset, rejected, evaluation = evaluation_rows(loaded, (dataset, rejected), tokenizer, offline, tell=tell)
-    return _Rows(tokenizer, dataset, rejected, evaluation), base_files
+    return *evaluation_rows(loaded, (dataset, rejected), tokenizer, offline, tell=tell), base_files
 
 
 @dataclass(frozen=True)
@@ -682,14 +676,6 @@ def _packed_names(base: BaseModel, model: nn.Module, split: ModelSplit, tell: Te
     return packed
 
 
-def _ending_as_trained(files: BaseFiles, tokenizer: Any, recipe: Recipe, tell: Tell) -> BaseFiles:
-    """The base's files with the end tokens of training; a whole result that gets more of them is told of."""
-    files, added = files.ending_as_trained(tokenizer)
-    if added and recipe.method == "full":
-        tell(Notice(describe_added(added)))
-    return files
-
-
 def _find_fused(recipe: Recipe, model: nn.Module, split: ModelSplit, tell: Tell) -> FusedOps | None:
     """The modules that compute by fused operators, as `kernels` asks; the user is told which."""
     if recipe.kernels == "reference":
@@ -719,18 +705,6 @@ def _make_store(recipe: Recipe, layouts: list[LayerLayout], tell: Tell, elsewher
         raise disk_error(error, folder, "the mapped weights", num_bytes) from error
 
 
-def _refuse_large_on_cpu(model: nn.Module, recipe: Recipe, devices: tuple[str, ...]) -> None:
-    count = sum(parameter.numel() for parameter in model.parameters())
-    if recipe.pipeline.devices == "auto" and devices[0] == "cpu" and count > MAX_PARAMETERS_ON_CPU:
-        raise RefusedError(
-            "no GPU found, and this model is too large to train on the processor by default",
-            where="pipeline.devices",
-            found=f"{format_count(count)} parameters, no GPU",
-            expected=f"a GPU, or at most {format_count(MAX_PARAMETERS_ON_CPU)} parameters",
-            hint="to train on the processor all the same, write pipeline.devices=[cpu,cpu]",
-        )
-
-
 def _describe_model(config: Any, layouts: list[LayerLayout], recipe: Recipe, devices: tuple[str, ...]) -> str:
     total = sum(layout.num_parameters for layout in layouts)
     trained = sum(place.num_elements for layout in layouts for place in layout.trainable)
@@ -744,18 +718,10 @@ def active_parameters(model: nn.Module, layouts: list[LayerLayout]) -> list[int]
     """Per layer, the parameters that one token meets: of fused experts only the chosen share."""
     config: Any = model.config
     text = config.get_text_config()
-    experts = next(
-        (getattr(text, k) for k in ("num_experts", "num_local_experts", "n_routed_experts") if _has(text, k)), 0
-    )
+    counts = (getattr(text, key, None) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
+    experts = next((count for count in counts if isinstance(count, int) and count > 0), 0)
     share = experts_per_token(text) / experts if experts and experts_per_token(text) else 1.0
-    result = []
-    for layout in layouts:
-        count = 0.0
-        for place in layout.places:
-            count += place.num_elements * (share if ".experts." in place.name else 1.0)
-        result.append(round(count))
-    return result
-
-
-def _has(config: Any, key: str) -> bool:
-    return isinstance(getattr(config, key, None), int) and getattr(config, key) > 0
+    return [
+        round(sum(place.num_elements * (share if ".experts." in place.name else 1.0) for place in layout.places))
+        for layout in layouts
+    ]

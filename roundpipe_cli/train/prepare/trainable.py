@@ -302,24 +302,22 @@ def make_trainable(
     name = source.name if source.commit is not None else str(source.folder)  # PEFT finds it from any folder
     if start is not None:
         peft_model = continue_lora(model, start, dropout=recipe.lora.dropout, dtype=dtype, base_name=name)
-        peft_model.peft_config[ADAPTER].revision = source.commit
         refuse_other_shape(recipe.lora, peft_model.peft_config[ADAPTER], start)
         _refuse_other_tokens(peft_model.peft_config[ADAPTER], recipe, new, start)
-        refuse_adapters_outside_blocks(model, split.blocks_path)
-        return peft_model
-    settings = LoraSettings(
-        r=recipe.lora.r,
-        alpha=recipe.lora.alpha,
-        dropout=recipe.lora.dropout,
-        target_modules=recipe.lora.target_modules,
-        modules_to_save=recipe.lora.modules_to_save,
-        use_rslora=recipe.lora.use_rslora,
-        use_dora=recipe.lora.use_dora,
-        init=recipe.lora.init,
-        expert_r=None if recipe.lora.expert_r == "auto" else recipe.lora.expert_r,
-        new_ids=new.ids,
-    )
-    peft_model = add_lora(model, settings, dtype=dtype, base_name=name, blocks_path=split.blocks_path)
+    else:
+        settings = LoraSettings(
+            r=recipe.lora.r,
+            alpha=recipe.lora.alpha,
+            dropout=recipe.lora.dropout,
+            target_modules=recipe.lora.target_modules,
+            modules_to_save=recipe.lora.modules_to_save,
+            use_rslora=recipe.lora.use_rslora,
+            use_dora=recipe.lora.use_dora,
+            init=recipe.lora.init,
+            expert_r=None if recipe.lora.expert_r == "auto" else recipe.lora.expert_r,
+            new_ids=new.ids,
+        )
+        peft_model = add_lora(model, settings, dtype=dtype, base_name=name, blocks_path=split.blocks_path)
     peft_model.peft_config[ADAPTER].revision = source.commit
     refuse_adapters_outside_blocks(model, split.blocks_path)
     return peft_model
