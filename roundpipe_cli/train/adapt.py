@@ -221,13 +221,8 @@ class LostDevices:
         tell: Callable[[DeviceLost | Notice], None],
         clock: Callable[[], float],
     ) -> None:
-        """
-        Args:
-            devices: of each worker.
-            stops: a lost device ends the run.
-            lost_at: see `Start`.
-            refused: see `Reporting`.
-        """
+        """`devices`: of each worker; `stops`: a lost device ends the run; `lost_at`: see `Start`; `refused`: see
+        `Reporting`."""
         self._engine, self._planner, self._cache = engine, planner, cache
         self._devices, self._stops, self._lost_at = tuple(devices), stops, lost_at
         self._refused, self._tell, self._clock = refused, tell, clock
@@ -257,10 +252,8 @@ class LostDevices:
             self._leave_out(lost, at, cause, hangs=hangs, lasting=lasting(hangs))
 
     def _leave_out(self, shown: set[int], at: str, cause: str, *, hangs: bool, lasting: str | None) -> None:
-        """Go on without the devices that are lost.
-
-        Args:
-            shown: of which workers an error tells; that of one device comes up on others too, which wait for it.
+        """Go on without the devices that are lost. An error tells of the workers `shown`: that of one device comes up
+        on others too, which wait for it.
 
         Raises:
             DeviceLostError: this cannot be.

@@ -96,12 +96,8 @@ def weights_to_keep(
 def _all_weights(
     usual: CostModel, streamed: Schedule, unexplained_bytes: int, trained_bytes: int
 ) -> KeptWeights | None:
-    """Stages for devices that hold all weights, if they have room for those and a step is faster so.
-
-    Args:
-        streamed: with the stages of devices that do not.
-        unexplained_bytes: what a step with those took beyond the memory model.
-    """
+    """Stages for devices that hold all weights, if they have room for those and a step is faster so than `streamed`,
+    which took `unexplained_bytes` beyond the memory model."""
     if usual.layers[0].name != "embed":
         return None
     cache_bytes, num_workers = whole_cache_bytes(usual.layers), streamed.num_workers

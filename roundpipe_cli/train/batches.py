@@ -18,11 +18,7 @@ ROW_LOG_VARIABLE = "ROUNDPIPE_ROW_LOG"
 
 
 def make_sampler(setup: Setup) -> BatchSampler:
-    """Which rows each step has.
-
-    Raises:
-        RefusedError: fewer rows than one step takes.
-    """
+    """Which rows each step has; see `rows_of_steps`."""
     return rows_of_steps(setup.recipe, setup.dataset, setup.rejected)
 
 

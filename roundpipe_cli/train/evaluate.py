@@ -134,7 +134,11 @@ class Evaluator:
             self._num_worse += 1
         if loss < self.kept_loss and self._setup.recipe.load_best_model_at_end:
             self.kept_step, self.kept_loss = done, loss
-            self._keep_weights(done, loss)
+            target = best_folder(self._output_dir, done)
+            if target.exists():
+                remove_tree(target)
+            write_best(self._setup, target, {"step": done, "loss": loss})
+            self.prune()
         seconds = time.monotonic() - started_s
         event = EvaluationFinished(
             done, self._num_steps, loss, perplexity(loss), tokens, seconds, best, samples, preference
@@ -165,25 +169,13 @@ class Evaluator:
         prompts = [prompt_ids(row) for row in self._setup.eval_rows[: recipe.eval_samples]]
         if not prompts:
             return
-        base_ends = end_tokens(self._setup.base_files.generation)
-        answers = greedy_answers(
-            self._scorer,
-            prompts,
-            step=done,
-            max_new_tokens=recipe.eval_max_new_tokens,
-            end_ids=end_token_ids(tokenizer, self._setup.eval_rows).union(base_ends),
-        )
+        ends = end_token_ids(tokenizer, self._setup.eval_rows).union(end_tokens(self._setup.base_files.generation))
+        most = recipe.eval_max_new_tokens
+        answers = greedy_answers(self._scorer, prompts, step=done, max_new_tokens=most, end_ids=ends)
         for prompt, answer in zip(prompts, answers, strict=True):
             yield tokenizer.decode(prompt), tokenizer.decode(answer, skip_special_tokens=True)
 
     # -- best weights and state ----------------------------------------------------------------------------------
-
-    def _keep_weights(self, done: int, loss: float) -> None:
-        target = best_folder(self._output_dir, done)
-        if target.exists():
-            remove_tree(target)
-        write_best(self._setup, target, {"step": done, "loss": loss})
-        self.prune()
 
     def prune(self) -> None:
         """Remove best weights that no durable checkpoint needs any more: the run may have to go back to each."""
@@ -204,12 +196,8 @@ class Evaluator:
         try:
             names = save_result(self._setup, self._output_dir, best)
         except DamagedError as damage:
-            self._tell(
-                Notice(
-                    f"the best weights, of step {self.kept_step}, are damaged ({damage}): the result is the weights "
-                    "after the last step"
-                )
-            )
+            text = f"the best weights, of step {self.kept_step}, are damaged ({damage})"
+            self._tell(Notice(f"{text}: the result is the weights after the last step"))
             self.kept_step, self.kept_loss = None, math.inf
             return save_result(self._setup, self._output_dir)
         for step, folder in list_best(self._output_dir):

@@ -71,10 +71,7 @@ class RunLog:
     """The steps since the start or the last resume."""
 
     def __init__(self, *, trace: bool) -> None:
-        """
-        Args:
-            trace: keep the timelines of the last steps.
-        """
+        """`trace`: keep the timelines of the last steps."""
         self.earlier_s = 0.0
         """Seconds that the run took before it was resumed."""
         self.earlier_losses: Mapping[int, float] = {}
@@ -156,9 +153,6 @@ def try_longest(
     setup: Setup, planner: AdaptivePlanner, compute: Compute, again: Again, *, tell: Tell, is_only: bool
 ) -> None:
     """Compute a step of the longest rows with the stages of later steps, where the recipe says so, and discard it.
-
-    Args:
-        is_only: there is one machine.
 
     Raises:
         OutOfDeviceMemoryError: it does not fit.
@@ -497,22 +491,18 @@ class Trainer:
                 if spare is None and smaller is None:
                     raise
                 problem = error.problems[0]
+                cause = f"{problem.what} ({problem.where}: {problem.found})"
                 error.__cause__ = None  # its frames hold tensors of the step
             gc.collect()
             self._auto_cache.give_up(engine)
             if spare is not None or smaller is None:  # an optional use of memory must not end a run
-                text = f"{problem.what} ({problem.where}: {problem.found}); computing it again without {spare}"
-                self._tell(Notice(f"step {shown_step(step)}: {text}"))
+                self._tell(Notice(f"step {shown_step(step)}: {cause}; computing it again without {spare}"))
                 continue
             self._fit = smaller
             engine.use_less_memory()
             lines = ", ".join(f"{key}: {value}" for key, value in smaller.recipe_lines(self.recipe).items())
-            self._tell(
-                Notice(
-                    f"step {shown_step(step)}: {problem.what} ({problem.where}: {problem.found}); computing it again, "
-                    f"and all that follows, with less; to have it so from the start, write {lines}"
-                )
-            )
+            text = "and all that follows, with less; to have it so from the start, write"
+            self._tell(Notice(f"step {shown_step(step)}: {cause}; computing it again, {text} {lines}"))
 
     def _run_step(self, engine: Engine, step: int, microbatches: list[Microbatch]) -> StepResult:
         scale = self._guard.loss_scale.value

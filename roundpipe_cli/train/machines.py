@@ -13,7 +13,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
-from types import TracebackType
 
 import torch
 
@@ -74,9 +73,7 @@ class Sharing:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         with self._changed:
             self._given_up = True
             self._changed.notify()
@@ -99,11 +96,8 @@ class Sharing:
         return mine, Part(first, num_units)
 
     def begin(self, step: int, on_gradient: OnGradient | None = None) -> OnGradient:
-        """The gradients of `step` will be summed as `complete` names their layers; returns that.
-
-        Args:
-            on_gradient: never given: nobody may use a gradient before it is summed.
-        """
+        """The gradients of `step` will be summed as `complete` names their layers; returns that. There is no
+        `on_gradient`: nobody may use a gradient before it is summed."""
         assert on_gradient is None
         self._complete, self.given = {}, set()
         self._orders.put(step)
@@ -206,11 +200,7 @@ class Machines:
     """The machines of a run as the training loop sees them."""
 
     def __init__(self, nodes: Nodes, shards: Shards | None = None) -> None:
-        """
-        Args:
-            nodes: the processes of the run.
-            shards: who keeps which layers' masters; None: all keep all.
-        """
+        """`shards`: who keeps which layers' masters; None: all keep all."""
         self.nodes, self.shards = nodes, shards
 
     @property
@@ -224,11 +214,7 @@ class Machines:
         return self.shards.elsewhere if self.shards else frozenset()
 
     def check_weights(self, store: WeightStore) -> None:
-        """Refuse to go on where the trained weights are not the same on all machines.
-
-        Raises:
-            RecipeError: each layer that differs.
-        """
+        """Raise a RecipeError with each layer whose trained weights are not the same on all machines."""
         self.nodes.check_same(lambda: weight_facts(store, masters=self.shards is None))
 
     def sharing(self, engine: Engine) -> AbstractContextManager[Sharing | WholeSteps]:

@@ -118,11 +118,7 @@ def make_pairs(setup: Setup, batches: Sequence[RowBatch]) -> tuple[list[Microbat
 
 
 def _collated(setup: Setup, parts: Sequence[Sequence[Row]]) -> tuple[list[Microbatch], int]:
-    """Microbatches with their loss, and the number of their tokens.
-
-    Args:
-        parts: the rows of each microbatch, the chosen ones first.
-    """
+    """Microbatches with their loss, and the number of their tokens; `parts`: rows of each, the chosen ones first."""
     pad = pad_token_id(setup.tokenizer)
     loss, nll_factor = _loss(setup.recipe)
     on_prompt = setup.recipe.objective == "orpo" and setup.recipe.orpo.nll_on_prompt

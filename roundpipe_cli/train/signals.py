@@ -6,7 +6,7 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from roundpipe_cli.errors import StoppedError
@@ -35,10 +35,7 @@ class StopSignals:
     """
 
     def __init__(self, what_is_left: str = " before the first finished step: no checkpoint was written") -> None:
-        """
-        Args:
-            what_is_left: end of the sentence on a signal that leaves the block at once.
-        """
+        """`what_is_left`: end of the sentence on a signal that leaves the block at once."""
         self._what_is_left = what_is_left
         self.announce: Say | None = None
         """Called in the handler of a noted signal, so it must not use buffers."""
@@ -65,9 +62,7 @@ class StopSignals:
         sys.unraisablehook = self._on_ignored
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._ended = True
         sys.unraisablehook = self._tell_ignored
         if isinstance(error, StoppedError):
@@ -161,7 +156,7 @@ class Reporting:
     trace: bool = False
     """Write what the workers did in the last steps to trace.json."""
     planned: Planned | None = None
-    """Says for the report what was predicted of each schedule, besides its times: of the recipe as the
-    run resolved it, the schedules, whether all weights stay on the devices, and the tokens of the longest row."""
+    """Says for the report what was predicted of each schedule, besides its times: of the recipe as the run resolved it
+    (its rows as long as the longest until now), the schedules, and whether all weights stay on the devices."""
     refused: Refused | None = None
     """Says why the run would not fit on the devices of these of its workers alone."""

@@ -52,11 +52,7 @@ class BaseFiles:
         return replace(self, generation=generation), [str(tokenizer.convert_ids_to_tokens(token)) for token in added]
 
     def contents(self, config_json: bytes) -> dict[str, bytes]:
-        """Name -> content of the files to write, config.json among them.
-
-        Args:
-            config_json: config.json as transformers saves it after training.
-        """
+        """Name -> content of the files to write; `config_json`: config.json as transformers saves it after training."""
         config = json.loads(config_json) | dict(self.config)
         for part in (config, *(value for value in config.values() if isinstance(value, dict))):
             part.pop(WANTED, None)

@@ -59,7 +59,14 @@ def rate_schedule_of(recipe: Recipe, num_steps: int) -> RateSchedule:
         for step in _steps_to_check(num_steps, warmup, settings):
             rate = peak * float(factor(step))
             if not math.isfinite(rate) or rate < 0 or (rate > peak * (1 + ROUNDING) and not recipe.lr_above_peak):
-                raise _out_of_bounds(name, step, rate, peak, what=what)
+                is_above = math.isfinite(rate) and rate > peak
+                raise RefusedError(
+                    f"the schedule {name} gives a learning rate that is out of bounds",
+                    where="lr_scheduler_kwargs",
+                    found=f"{rate:g} at step {shown_step(step)}, by {what}",
+                    expected=f"a number from 0 to learning_rate, {peak:g}, at every step",
+                    hint="lr_above_peak: true, if it is meant to exceed it" if is_above else None,
+                )
     except (ValueError, TypeError, ArithmeticError) as error:
         at = "" if step is None else f" at step {shown_step(step)}"
         raise RefusedError(
@@ -85,16 +92,6 @@ def _steps_to_check(num_steps: int, warmup: int, settings: Mapping[Any, Any]) ->
     around = {border + offset for border in borders for offset in (-1, 0, 1)}
     spread = range(0, num_steps, -(-num_steps // MAX_CHECKED_STEPS))
     return sorted({step for step in around if 0 <= step < num_steps}.union(spread))
-
-
-def _out_of_bounds(name: str, step: int, rate: float, peak: float, *, what: str) -> RefusedError:
-    return RefusedError(
-        f"the schedule {name} gives a learning rate that is out of bounds",
-        where="lr_scheduler_kwargs",
-        found=f"{rate:g} at step {shown_step(step)}, by {what}",
-        expected=f"a number from 0 to learning_rate, {peak:g}, at every step",
-        hint="lr_above_peak: true, if it is meant to exceed it" if math.isfinite(rate) and rate > peak else None,
-    )
 
 
 def describe_schedule(schedule: RateSchedule, recipe: Recipe, num_steps: int) -> list[str]:

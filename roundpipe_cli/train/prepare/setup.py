@@ -158,7 +158,6 @@ def with_token_budget(
     """The recipe with `micro_batch_tokens` decided; a full row where `plan` has no figures of the model.
 
     Args:
-        tell: gets the number.
         smallest: of the numbers of all machines of the run.
         asked: see `ask_here`.
     """
@@ -206,7 +205,6 @@ def decide_unpacking(
 
     Args:
         packed_as: how the base's weights lie.
-        tell: gets a line about it, where any are packed.
         asked: see `ask_here`.
     """
     if packed_as is None:
@@ -322,11 +320,7 @@ def longest_row(dataset: TokenizedDataset, rejected: TokenizedRows | None, eval_
 def refuse_unknown_ids(
     model: nn.Module, tokenizer: Any, datasets: Sequence[TokenizedRows], eval_rows: Sequence[Row]
 ) -> None:
-    """Refuse data with tokens that the model has no embedding for.
-
-    Raises:
-        RefusedError: the tokenizer is not the model's.
-    """
+    """Raise a RefusedError for data with tokens that the model has no embedding for."""
     found = max([rows.max_id for rows in datasets] + [int(row.input_ids.max()) for row in eval_rows])
     table: Any = model.get_input_embeddings()  # type: ignore[operator]
     num_rows = int(table.weight.shape[0])
@@ -352,23 +346,15 @@ def describe_padded_to_chunks(lengths: npt.NDArray[np.int64], num_chunks: int) -
 # The order in which a run's rows become batches.
 
 
-def grouping_of(recipe: Recipe, lengths: npt.NDArray[np.int64], num_rows: int | None = None) -> Grouping:
-    """How sequences become microbatches.
-
-    Args:
-        lengths: tokens of each row; of a pair, of its longer answer.
-        num_rows: of `max_seq_length` tokens in a microbatch; None: as the recipe says.
-    """
-    num_rows, least = num_rows or recipe.rows_per_microbatch, min(MIN_MICROBATCHES, recipe.microbatches_per_step)
+def grouping_of(recipe: Recipe, lengths: npt.NDArray[np.int64]) -> Grouping:
+    """How sequences become microbatches; `lengths`: tokens of each row; of a pair, of its longer answer."""
+    num_rows, least = recipe.rows_per_microbatch, min(MIN_MICROBATCHES, recipe.microbatches_per_step)
     tokens = None if recipe.token_budget is None else num_rows * recipe.max_seq_length
     return Grouping(lengths, num_rows, tokens, least)
 
 
 def rows_of_steps(recipe: Recipe, dataset: TokenizedDataset, rejected: TokenizedRows | None = None) -> BatchSampler:
-    """The sampler of a recipe's rows.
-
-    Args:
-        rejected: beside the rows of `dataset`, of preference pairs.
+    """The sampler of a recipe's rows; of preference pairs, of those in `dataset` and the `rejected` ones beside them.
 
     Raises:
         RefusedError: fewer rows than one step takes.
@@ -454,8 +440,6 @@ def prepare(
     """Load all that a run needs.
 
     Args:
-        offline: use local files only.
-        tell: is told what happens.
         base: None: as the recipe names it.
         asked: see `ask_here`.
         elsewhere: says which layers' masters another process keeps.
@@ -535,10 +519,6 @@ def prepare(
 def prove_from_configuration(loaded: LoadedRecipe, source: ModelSource, tell: Tell) -> None:
     """The checks and the proof of `prepare` that need no weights and no rows; `prepare` finds the proof in the cache.
 
-    Args:
-        source: the model, whose weights need not be there.
-        tell: is told that a proof begins.
-
     Raises:
         RefusedError: the model cannot be trained as the recipe says.
     """
@@ -567,9 +547,8 @@ def _describe_targets(model: nn.Module, split: ModelSplit, recipe: Recipe) -> li
     targets = recipe.lora.target_modules
     if recipe.method != "lora" or not isinstance(targets, str):
         return []
-    if targets == "all-linear":
-        return describe_left_out(model, split.blocks_path)
-    return describe_dead_alternatives(model, targets)
+    is_all = targets == "all-linear"
+    return describe_left_out(model, split.blocks_path) if is_all else describe_dead_alternatives(model, targets)
 
 
 def _on_devices(loaded: LoadedRecipe, tell: Tell) -> tuple[tuple[str, ...], LoadedRecipe]:
@@ -601,11 +580,7 @@ def config_and_files(source: ModelSource, recipe: Recipe, tell: Tell) -> tuple[A
 
 
 def _check_model(model: nn.Module, split: ModelSplit, recipe: Recipe, devices: tuple[str, ...]) -> None:
-    """Refuse a model that does not suit the devices, or cannot compute as the recipe asks.
-
-    Raises:
-        RefusedError: it is one.
-    """
+    """Raise a RefusedError for a model that does not suit the devices, or cannot compute as the recipe asks."""
     count = sum(parameter.numel() for parameter in model.parameters())
     if recipe.pipeline.devices == "auto" and devices[0] == "cpu" and count > MAX_PARAMETERS_ON_CPU:
         raise RefusedError(
