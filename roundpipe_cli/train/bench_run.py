@@ -12,7 +12,7 @@ from roundpipe_cli.costs.memory import with_cached_weights
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.step import Microbatch, StepResult
 from roundpipe_cli.errors import InternalError
-from roundpipe_cli.events import Notice, Say, StepFinished, Tell, run_clock
+from roundpipe_cli.events import Say, StepFinished, Tell, run_clock, tell_notices
 from roundpipe_cli.planning.adaptive import PROFILE_STEPS, measured_costs, measured_speeds, profile_schedule
 from roundpipe_cli.planning.choose import case_for, choose, given_cut, in_long_rounds
 from roundpipe_cli.planning.compare import Result, SimulationCase, StageCut, run
@@ -190,8 +190,7 @@ class _Teller:
         """A step has just ended."""
         self._step_s.append(result.step_s)
         step = len(self._step_s)
-        for text in result.notices:
-            self._tell(Notice(text))
+        tell_notices(self._tell, *result.notices)
         self._tell(step_timeline(result, step, self._clock))
         self._tell(
             StepFinished(

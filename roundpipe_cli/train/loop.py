@@ -241,7 +241,7 @@ class Trainer:
             recorder: passes events on to `reporting.tell`, and knows what was said before; None: a new one.
             lost_at: see `Start`.
         """
-        recipe, tell = setup.recipe, self._tell
+        recipe = setup.recipe
         self._clock = recorder.clock if recorder else run_clock()
         self._recorder = recorder or EventRecorder(output_dir, self._clock, reporting.tell)
         self._listener: Tell = self._recorder
@@ -252,12 +252,10 @@ class Trainer:
         self._reporting, self._lost_at = reporting, lost_at
         self._log = RunLog(trace=reporting.trace)
         self.sampler = make_sampler(setup)
-        for text in describe_order(setup, self.sampler):
-            tell(Notice(text))
+        self._say(*describe_order(setup, self.sampler))
         self.num_steps = num_steps_of(recipe, self.sampler)
         self._learning_rate = rate_schedule_of(recipe, self.num_steps)
-        for text in describe_schedule(self._learning_rate, recipe, self.num_steps):
-            tell(Notice(text))
+        self._say(*describe_schedule(self._learning_rate, recipe, self.num_steps))
         self.optimizer = make_optimizer(setup.store, recipe, self._machines.elsewhere)
         num_threads = updater_threads(setup.devices)
         order = in_order_of_need(setup.store, setup.split)
@@ -266,16 +264,15 @@ class Trainer:
         self._fit = Fit.of(recipe)
         self._guard = FiniteGuard(recipe, setup.dataset)
         self._planner = make_planner(setup)
-        if self._planner.notice is not None:
-            tell(Notice(self._planner.notice))
-        self._auto_cache = make_auto_cache(setup, self._planner, tell)
+        self._say(self._planner.notice)
+        self._auto_cache = make_auto_cache(setup, self._planner, self._tell)
         needs_norm = recipe.max_grad_norm > 0 or recipe.dtype == "float16"
         may_compute_again = recipe.on_oom == "adapt" or recipe.on_nonfinite == "skip" or self._auto_cache.is_open
         self._updates_early = self._machines.is_only and not (needs_norm or may_compute_again)
         """Whether a layer is updated as soon as its gradient is complete."""
         self._planner.schedule(recipe.microbatches_per_step)  # impossible stages are refused now
-        if self._machines.is_only and (waiting := describe_waiting(setup, self._planner, self.sampler)):
-            tell(Notice(waiting))
+        if self._machines.is_only:
+            self._say(describe_waiting(setup, self._planner, self.sampler))
 
     @property
     def recipe(self) -> Recipe:
@@ -285,8 +282,9 @@ class Trainer:
         """Report an event: to the screen, to events.jsonl, and to the trackers once they are open."""
         self._listener(event)
 
-    def _say(self, text: str) -> None:
-        self._tell(Notice(text))
+    def _say(self, *texts: str | None) -> None:
+        for text in filter(None, texts):
+            self._tell(Notice(text))
 
     def _tell_lost(self, event: DeviceLost | Notice) -> None:
         if isinstance(event, DeviceLost) and event.left:
@@ -440,8 +438,7 @@ class Trainer:
         if not self._planner.is_settled:
             self._planner.observe(result.timeline)
         self._log.computed(result, microbatches)
-        for text in result.notices:
-            self._tell(Notice(text))
+        self._say(*result.notices)
         self._tell(step_timeline(result, shown_step(step), self._clock))
         if (poison := self._updater.poison(step)) is not None:  # a fault point's
             result = replace(result, gradient_norm=poison)
@@ -496,13 +493,13 @@ class Trainer:
             gc.collect()
             self._auto_cache.give_up(engine)
             if spare is not None or smaller is None:  # an optional use of memory must not end a run
-                self._tell(Notice(f"step {shown_step(step)}: {cause}; computing it again without {spare}"))
+                self._say(f"step {shown_step(step)}: {cause}; computing it again without {spare}")
                 continue
             self._fit = smaller
             engine.use_less_memory()
             lines = ", ".join(f"{key}: {value}" for key, value in smaller.recipe_lines(self.recipe).items())
             text = "and all that follows, with less; to have it so from the start, write"
-            self._tell(Notice(f"step {shown_step(step)}: {cause}; computing it again, {text} {lines}"))
+            self._say(f"step {shown_step(step)}: {cause}; computing it again, {text} {lines}")
 
     def _run_step(self, engine: Engine, step: int, microbatches: list[Microbatch]) -> StepResult:
         scale = self._guard.loss_scale.value
@@ -596,12 +593,11 @@ class Trainer:
         if self._fit.recipe_lines(self.recipe):
             self._auto_cache.keep_usual_stages()
         self.sampler.seek(Position.from_json(meta["data_position"]))
-        self._tell(Notice(f"resuming after step {checkpoint.step} from {checkpoint.folder}"))
+        self._say(f"resuming after step {checkpoint.step} from {checkpoint.folder}")
         was = meta["recipe"]
         epochs = int(was.get("num_train_epochs") or 1)
         old_steps = int(meta.get("num_steps") or was.get("max_steps") or self.sampler.num_steps(epochs))
         if old_steps != self.num_steps:
             old, new = rate_schedule_of(self.recipe, old_steps), self._learning_rate
-            text = describe_change(old, new, step=checkpoint.step, old_steps=old_steps, num_steps=self.num_steps)
-            self._tell(Notice(text))
+            self._say(describe_change(old, new, step=checkpoint.step, old_steps=old_steps, num_steps=self.num_steps))
         return checkpoint.step

@@ -28,7 +28,7 @@ from roundpipe_cli.data.tokenized import Packer, Row, RowMix, TokenizedDataset, 
 from roundpipe_cli.engine.probe import can_attend_in_rows, has_masks
 from roundpipe_cli.engine.weights import WeightStore, settle_heap
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.events import Event, Notice, Phase, Say, Tell
+from roundpipe_cli.events import Event, Notice, Phase, Say, Tell, tell_notices
 from roundpipe_cli.files import disk_error, named_path, require_free_bytes
 from roundpipe_cli.model.attention import describe_slow_kernels
 from roundpipe_cli.model.chunks import check_packing, check_sequence_chunks
@@ -302,8 +302,7 @@ def evaluation_rows(
             rejected_rows += other_rejected
         else:
             other = build_dataset(settings, tokenizer)
-        for text in other.notices:
-            tell(Notice(f"evaluation: {text}"))
+        tell_notices(tell, *(f"evaluation: {text}" for text in other.notices))
         rows += other.rows
     if rows:
         what = "rows" if rejected is None else "pairs"
@@ -461,14 +460,12 @@ def prepare(
     split = split_model(model)
     slow = describe_slow_kernels(model.get_submodule(split.blocks_path).children(), devices)
     balance = describe_router_loss(split.routers, split.no_router_loss)
-    for text in filter(None, (balance, describe_unreached(model, split), slow)):
-        tell(Notice(text))
+    tell_notices(tell, balance, describe_unreached(model, split), slow)
     _check_model(model, split, recipe, devices)
     tokenizer, new = load_with_tokens(base.source, recipe.add_tokens)
     grow_tables(model, new.ids)
     dataset, rejected, evaluation, base_files = _read_data(loaded, tokenizer, base_files, offline, tell=tell)
-    for text in new.describe(dataset.rows):
-        tell(Notice(text))
+    tell_notices(tell, *new.describe(dataset.rows))
     refuse_unknown_ids(model, tokenizer, [dataset.rows, *([rejected] if rejected else [])], evaluation)
     recipe = with_packing(recipe, model, split, dataset, tell=tell)
     sampler = rows_of_steps(recipe, dataset, rejected)  # report too few rows before the weights are loaded
@@ -476,13 +473,11 @@ def prepare(
         rate_schedule_of(recipe, num_steps_of(recipe, sampler))  # and a learning rate out of bounds
     start = start_folder(loaded)
     trained = _Training(recipe, base.source, start, new)
-    for text in _describe_targets(model, split, recipe) if start is None else ():
-        tell(Notice(text))
+    if start is None:
+        tell_notices(tell, *_describe_targets(model, split, recipe))
     peft_model = trained.put_into(model, split)
-    if adapted := describe_adapted_experts(model) if peft_model is not None else None:
-        tell(Notice(adapted))
-    if reference := describe_reference(recipe, base.source, start):
-        tell(Notice(reference))
+    adapted = describe_adapted_experts(model) if peft_model is not None else None
+    tell_notices(tell, adapted, describe_reference(recipe, base.source, start))
     packed = _packed_names(base, model, split, tell)
     proof = prove_once(model, split, recipe, trained.build, tell)
     refuse_long_rows(longest_row(dataset, rejected, evaluation), proof)
@@ -562,8 +557,7 @@ def _on_devices(loaded: LoadedRecipe, tell: Tell) -> tuple[tuple[str, ...], Load
         if recipe.deterministic:
             notices.append("deterministic has no effect here: processors compute the same bits without it")
         notices.append(slow_in_16_bit(recipe.dtype))
-    for text in filter(None, notices):
-        tell(Notice(text))
+    tell_notices(tell, *notices)
     return devices, replace(loaded, recipe=recipe)
 
 
@@ -574,8 +568,7 @@ def config_and_files(source: ModelSource, recipe: Recipe, tell: Tell) -> tuple[A
     texts = switch_off(config)
     if recipe.pipeline.num_chunks > 1 and (without := leave_out_router_loss(config)):
         texts.append(without)
-    for text in texts:
-        tell(Notice(text))
+    tell_notices(tell, *texts)
     return config, base_files
 
 
@@ -604,15 +597,13 @@ def _read_data(
     dataset, rejected = read_rows(loaded, tokenizer, offline, lambda text: tell(Phase(text)))
     if dataset.chat_template is not None:
         put_template(tokenizer, dataset.chat_template)  # saved with the result
-    for text in dataset.notices:
-        tell(Notice(text))
+    tell_notices(tell, *dataset.notices)
     base_files, added = base_files.ending_as_trained(tokenizer)
     if added and loaded.recipe.method == "full":
         tell(Notice(describe_added(added)))
     counts = f"data: {dataset.report.filter_counts()}; {dataset.report.trained_tokens} trained tokens"
     tell(Notice(counts, is_detail=dataset.report.rows_kept == dataset.report.rows_read))
-    if padded := describe_padded_to_chunks(dataset.rows.lengths, loaded.recipe.pipeline.num_chunks):
-        tell(Notice(padded))
+    tell_notices(tell, describe_padded_to_chunks(dataset.rows.lengths, loaded.recipe.pipeline.num_chunks))
     return *evaluation_rows(loaded, (dataset, rejected), tokenizer, offline, tell=tell), base_files
 
 
