@@ -151,6 +151,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
+@pytest.fixture
+def folder(tmp_path: Path, models: dict[str, Path]) -> Path:
+    return make_workspace(tmp_path / "work", models["untied"])
+
+
 COMMON = [
     *(f"max_steps={NUM_STEPS}", "save_steps=100", "warmup_steps=1", "lr_scheduler_type=constant"),
     *(f"learning_rate={RATE}", "lora.dropout=0", "max_grad_norm=0.5"),
@@ -254,8 +259,7 @@ def test_equal_to_the_libraries(name: str, tmp_path: Path, models: dict[str, Pat
     compare(folder, case, setup_of(folder, *case.overrides))
 
 
-def test_an_adapter_is_trained_further(tmp_path: Path, models: dict[str, Path]) -> None:
-    folder = make_workspace(tmp_path / "work", models["untied"])
+def test_an_adapter_is_trained_further(folder: Path) -> None:
     keys = ["lora.use_dora=true", "lora.modules_to_save=[lm_head]"]
     train(setup_of(folder, *keys, output="first"), folder / "first")
     setup = setup_of(folder, *_start(folder))
@@ -263,8 +267,7 @@ def test_an_adapter_is_trained_further(tmp_path: Path, models: dict[str, Path]) 
     compare(folder, Case([]), setup, folder / "first")
 
 
-def test_dropout_acts_on_an_adapter_that_is_trained_further(tmp_path: Path, models: dict[str, Path]) -> None:
-    folder = make_workspace(tmp_path / "work", models["untied"])
+def test_dropout_acts_on_an_adapter_that_is_trained_further(folder: Path) -> None:
     train(setup_of(folder, output="first"), folder / "first")
     losses = set()
     for dropout in (0.0, 0.5):
@@ -276,9 +279,8 @@ def test_dropout_acts_on_an_adapter_that_is_trained_further(tmp_path: Path, mode
 
 
 @pytest.mark.parametrize(("init", "deviation"), [("default", (3 * 64) ** -0.5), ("gaussian", 1 / 4)])
-def test_how_an_adapter_starts(init: str, deviation: float, tmp_path: Path, models: dict[str, Path]) -> None:
+def test_how_an_adapter_starts(init: str, deviation: float, folder: Path) -> None:
     """As PEFT draws it: with 1 / r, or with Kaiming's bound of sqrt(6 / ((1 + 5) * 64))."""
-    folder = make_workspace(tmp_path / "work", models["untied"])
     store = setup_of(folder, "lora.r=4", f"lora.init={init}").store
     drawn = [name for name in store.trainable_names if "lora_A" in name and "down_proj" not in name]
     values = torch.cat([store.master(name).flatten() for name in drawn])
@@ -291,8 +293,7 @@ def _start(folder: Path) -> list[str]:
     return ["lora.r=16", "lora.alpha=32", f"lora.start_from={folder / 'first'}"]
 
 
-def test_another_shape_than_the_adapters_is_refused(tmp_path: Path, models: dict[str, Path]) -> None:
-    folder = make_workspace(tmp_path / "work", models["untied"])
+def test_another_shape_than_the_adapters_is_refused(folder: Path) -> None:
     train(setup_of(folder, output="first"), folder / "first")
     for key, value in {"r": "8", "use_dora": "true", "target_modules": "[q_proj]"}.items():
         with pytest.raises(RefusedError, match="another shape") as raised:
@@ -355,8 +356,7 @@ def test_names_of_fused_experts_are_there(tmp_path: Path, models: dict[str, Path
     assert sum(".experts." in name for name in setup.store.trainable_names) == 2 * 2 * 2
 
 
-def test_a_name_that_a_continued_adapter_has_no_weights_for_is_refused(tmp_path: Path, models: dict[str, Path]) -> None:
-    folder = make_workspace(tmp_path / "work", models["untied"])
+def test_a_name_that_a_continued_adapter_has_no_weights_for_is_refused(folder: Path) -> None:
     train(setup_of(folder, "lora.target_modules=[q_proj, v_proj]", output="first"), folder / "first")
     path = folder / "first" / "adapter_config.json"
     config = json.loads(path.read_text())
@@ -392,7 +392,8 @@ def test_a_part_of_a_pattern_that_matches_nothing_is_said(
 
 
 OUT_OF_BOUNDS = {
-    "warmup_stable_decay": "min_lr_ratio: -0.1|min_lr_ratio: 1.5|num_stable_steps: -3|num_decay_steps: 2.5|decay_type: x",
+    "warmup_stable_decay": "min_lr_ratio: -0.1|min_lr_ratio: 1.5|num_stable_steps: -3|num_decay_steps: 2.5"
+    "|decay_type: sideways",
     "cosine_with_min_lr": "min_lr_rate: 3|min_lr_rate: .nan|min_lr_rate: '0.1'|min_lr: 0.2|min_lr: -1e-6",
     "polynomial": "lr_end: -1e-5|lr_end: 0.5|power: -1|power: .inf",
     "inverse_sqrt": "timescale: 0",
@@ -425,10 +426,7 @@ def _schedule(name: str, setting: str) -> list[str]:
         (["optim=lion"], "optim"),
     ],
 )
-def test_keys_that_would_do_nothing_are_refused(
-    keys: list[str], where: str, tmp_path: Path, models: dict[str, Path]
-) -> None:
-    folder = make_workspace(tmp_path / "work", models["untied"])
+def test_keys_that_would_do_nothing_are_refused(keys: list[str], where: str, folder: Path) -> None:
     with pytest.raises(RecipeError) as raised:
         load_recipe(str(folder / "recipe.yaml"), keys)
     assert any(where in str(problem.where) for problem in raised.value.problems)
@@ -483,16 +481,14 @@ def test_a_spike_in_a_very_long_run_is_found() -> None:
         check_rates("warmup_stable_decay", settings, 7_654_321, warmup=0)
 
 
-def test_a_rate_above_the_peak_can_be_asked_for(tmp_path: Path, models: dict[str, Path]) -> None:
-    folder = make_workspace(tmp_path / "work", models["untied"])
+def test_a_rate_above_the_peak_can_be_asked_for(folder: Path) -> None:
     keys = ["lr_scheduler_type=cosine_with_min_lr", "lr_scheduler_kwargs={min_lr_rate: 3}", "lr_above_peak=true"]
     recipe = load_recipe(str(folder / "recipe.yaml"), [*keys, "max_steps=100"]).recipe
     assert rate_schedule_of(recipe, 100)(99) > 2.9 * recipe.learning_rate
 
 
-def test_a_wrong_schedule_is_refused_before_the_weights_are_loaded(tmp_path: Path, models: dict[str, Path]) -> None:
+def test_a_wrong_schedule_is_refused_before_the_weights_are_loaded(folder: Path) -> None:
     """The whole schedule is looked at as soon as the number of steps is known, not after minutes of loading."""
-    folder = make_workspace(tmp_path / "work", models["untied"])
     keys = ["lr_scheduler_type=cosine_with_min_lr", "lr_scheduler_kwargs={min_lr_rate: 1}", "max_steps=9"]
     loaded = load_recipe(str(folder / "recipe.yaml"), keys)
     loaded = replace(loaded, recipe=replace(loaded.recipe, lr_scheduler_kwargs={"min_lr_rate": 3}))
@@ -512,10 +508,7 @@ def test_a_wrong_schedule_is_refused_before_the_weights_are_loaded(tmp_path: Pat
         ([], None),
     ],
 )
-def test_a_schedule_that_trains_little_is_described(
-    keys: list[str], expected: str | None, tmp_path: Path, models: dict[str, Path]
-) -> None:
-    folder = make_workspace(tmp_path / "work", models["untied"])
+def test_a_schedule_that_trains_little_is_described(keys: list[str], expected: str | None, folder: Path) -> None:
     recipe = load_recipe(str(folder / "recipe.yaml"), ["max_steps=10", "warmup_steps=0.03", *keys]).recipe
     lines = describe_schedule(rate_schedule_of(recipe, recipe.max_steps or 0), recipe, recipe.max_steps or 0)
     assert not lines if expected is None else expected in lines[0]
