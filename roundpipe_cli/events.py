@@ -261,6 +261,12 @@ Say = Callable[[str], None]
 """Called with each text for the user."""
 
 
+def tell_notices(tell: Tell, *texts: str | None) -> None:
+    """Report each text that there is as a notice."""
+    for text in filter(None, texts):
+        tell(Notice(text))
+
+
 def run_clock() -> Callable[[], float]:
     """A clock that shows Unix time now and from then on never jumps, whatever happens to the system's time."""
     offset_s = time.time() - time.perf_counter()

@@ -33,7 +33,7 @@ FORKING = tuple(f"data/test_data_{name}.py" for name in ("columns", "dataset", "
 LONGEST = (
     *("reliability/test_reliability.py", "train/test_finetune_resume.py", "train/test_finetune_refused.py"),
     *("planning/test_shipped_recipes.py", "train/test_nodes.py", "train/test_evaluate.py", "test_guide.py"),
-    *("train/test_finetune_data.py", "train/test_export.py", "train/test_adapt.py"),
+    *("train/test_finetune_result.py", "train/test_export.py", "train/test_adapt.py"),
 )
 """Files in the order in which they begin next, before those with a test marked `slow`."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol, TypeVar
 
 from roundpipe_cli.costs.machine import host_memory, note_lost_device
@@ -73,11 +73,6 @@ MAX_SKIPPED_IN_A_ROW = 10
 """With more steps left out in a row than these, the weights are the cause, not the rows."""
 
 IN_FLOAT16 = "values above 65,504 overflow in float16: dtype=bfloat16 or dtype=float32 has room; if that is not all, "
-
-
-def poisoned(result: StepResult, poison: float | None) -> StepResult:
-    """The result with the value of a fault point in place of the gradient norm."""
-    return result if poison is None else replace(result, gradient_norm=poison)
 
 
 class FiniteGuard:
@@ -226,13 +221,8 @@ class LostDevices:
         tell: Callable[[DeviceLost | Notice], None],
         clock: Callable[[], float],
     ) -> None:
-        """
-        Args:
-            devices: of each worker.
-            stops: a lost device ends the run.
-            lost_at: see `Start`.
-            refused: see `Reporting`.
-        """
+        """`devices`: of each worker; `stops`: a lost device ends the run; `lost_at`: see `Start`; `refused`: see
+        `Reporting`."""
         self._engine, self._planner, self._cache = engine, planner, cache
         self._devices, self._stops, self._lost_at = tuple(devices), stops, lost_at
         self._refused, self._tell, self._clock = refused, tell, clock
@@ -262,10 +252,8 @@ class LostDevices:
             self._leave_out(lost, at, cause, hangs=hangs, lasting=lasting(hangs))
 
     def _leave_out(self, shown: set[int], at: str, cause: str, *, hangs: bool, lasting: str | None) -> None:
-        """Go on without the devices that are lost.
-
-        Args:
-            shown: of which workers an error tells; that of one device comes up on others too, which wait for it.
+        """Go on without the devices that are lost. An error tells of the workers `shown`: that of one device comes up
+        on others too, which wait for it.
 
         Raises:
             DeviceLostError: this cannot be.
@@ -333,10 +321,7 @@ class LostDevices:
             hint = f"pipeline.devices=[{','.join(rest)}] with --resume leaves it out and continues from the newest "
             hint += "checkpoint; --restarts N does so by itself"
         error = DeviceLostError(
-            f"a device was lost and the run cannot go on: {reason}",
-            where=f"{names}, {at}",
-            found=cause,
-            hint=hint,
+            f"a device was lost and the run cannot go on: {reason}", where=f"{names}, {at}", found=cause, hint=hint
         )
         error.rest, error.at = tuple(rest), at
         return error

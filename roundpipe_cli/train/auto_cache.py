@@ -96,12 +96,8 @@ def weights_to_keep(
 def _all_weights(
     usual: CostModel, streamed: Schedule, unexplained_bytes: int, trained_bytes: int
 ) -> KeptWeights | None:
-    """Stages for devices that hold all weights, if they have room for those and a step is faster so.
-
-    Args:
-        streamed: with the stages of devices that do not.
-        unexplained_bytes: what a step with those took beyond the memory model.
-    """
+    """Stages for devices that hold all weights, if they have room for those and a step is faster so than `streamed`,
+    which took `unexplained_bytes` beyond the memory model."""
     if usual.layers[0].name != "embed":
         return None
     cache_bytes, num_workers = whole_cache_bytes(usual.layers), streamed.num_workers
@@ -140,7 +136,7 @@ class AutoCache:
         """
         self._planner, self._tell, self._trained_bytes = planner, tell, trained_bytes
         self._devices = tuple(devices)
-        self._is_open = is_open
+        self.is_open = is_open
         self._most = 0
         """Microbatches of the longest step so far."""
         self.num_bytes = 0
@@ -157,20 +153,15 @@ class AutoCache:
             return "the weight cache; pipeline.weight_cache=0 never has one"
         return "packed weights that stay unpacked for a visit" if self._unpacks_once else None
 
-    @property
-    def is_open(self) -> bool:
-        """Whether the size is still undecided."""
-        return self._is_open
-
     def observe(self, engine: Engine, result: StepResult) -> None:
         """Learn from a finished step, before the planner does. A short step at an epoch's end has other stages."""
-        if not self._is_open or self._planner.costs.device_memory_bytes is None:
+        if not self.is_open:
             return
         count = 1 + max(item.action.microbatch for item in result.actions)
         self._most = max(self._most, count)
         if count < self._most or not self._planner.is_settled:
             return
-        self._is_open = False
+        self.is_open = False
         schedule, costs = self._planner.schedule(count), self._planner.costs
         kept = weights_to_keep(
             costs, schedule, result.device_reserved_bytes, self._devices, trained_bytes=self._trained_bytes
@@ -189,7 +180,7 @@ class AutoCache:
 
     def give_up(self, engine: Engine) -> None:
         """Drop the cache: a device ran out of memory. If stages relied on it, go back to streamed stages."""
-        self._is_open = self.holds_all
+        self.is_open = self.holds_all
         if self.holds_all:
             self.keep_usual_stages()
             self._planner.release_stages()

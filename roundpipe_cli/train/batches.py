@@ -6,27 +6,19 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from roundpipe_cli.data.batching import BatchSampler, RowBatch, collate, collate_packed, pad_token_id
 from roundpipe_cli.data.tokenized import Row, TokenizedRows
 from roundpipe_cli.engine.step import Microbatch
-from roundpipe_cli.train.prepare.setup import rows_of_steps
-
-if TYPE_CHECKING:
-    from roundpipe_cli.train.prepare.setup import Setup
+from roundpipe_cli.train.prepare.setup import Setup, rows_of_steps
 
 ROW_LOG_VARIABLE = "ROUNDPIPE_ROW_LOG"
 
 
 def make_sampler(setup: Setup) -> BatchSampler:
-    """Which rows each step has.
-
-    Raises:
-        RefusedError: fewer rows than one step takes.
-    """
+    """Which rows each step has; see `rows_of_steps`."""
     return rows_of_steps(setup.recipe, setup.dataset, setup.rejected)
 
 

@@ -12,7 +12,7 @@ from roundpipe_cli.costs.memory import with_cached_weights
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.step import Microbatch, StepResult
 from roundpipe_cli.errors import InternalError
-from roundpipe_cli.events import Notice, Say, StepFinished, Tell, run_clock
+from roundpipe_cli.events import Say, StepFinished, Tell, run_clock, tell_notices
 from roundpipe_cli.planning.adaptive import PROFILE_STEPS, measured_costs, measured_speeds, profile_schedule
 from roundpipe_cli.planning.choose import case_for, choose, given_cut, in_long_rounds
 from roundpipe_cli.planning.compare import Result, SimulationCase, StageCut, run
@@ -119,17 +119,19 @@ def compare_for_real(
         costs = profile(engine, setup, microbatches, planner.rough, teller=teller)
         case = planner.case(len(microbatches) * setup.recipe.pipeline.num_chunks, costs=costs)
         measured = [_planned(setup, name, case, num_tokens) for name in names]
-        keeper = _Keeper(setup, engine)
         for repetition in range(repetitions + 1):
             for entry in measured:
-                if repetition and keeper.prepare(entry):  # the weights come with a step before
-                    engine.run_step(microbatches, entry.predicted.schedule, step=0)
+                if repetition:
+                    engine.grant_weight_cache(entry.cache_bytes)
+                    engine.unpack_per_visit(setup.unpacks_once and not entry.holds_all)
+                    if entry.cache_bytes:  # the weights come with a step before
+                        engine.run_step(microbatches, entry.predicted.schedule, step=0)
                 result = engine.run_step(microbatches, entry.predicted.schedule, step=0)
                 teller.ran(result)
                 if repetition:
                     entry.steps.append(result)
                     continue
-                words = keeper.settle(entry, result)  # after the first round, which warms up
+                words = _settle(setup, entry, result)  # after the first round, which warms up
                 if words is not None:
                     say(f"{entry.name}: {words}")
             say(f"round {repetition} of {repetitions}{'' if repetition else ' (warm-up)'}")
@@ -146,11 +148,7 @@ def compare_for_real(
 
 
 def _planned(setup: Setup, name: ScheduleName, own: SimulationCase, num_tokens: int) -> Measured:
-    """A schedule with the stages that a run of the recipe with it would have, simulated.
-
-    Args:
-        own: the case of the recipe's own schedule.
-    """
+    """A schedule with the stages that a run of the recipe with it would have, simulated; `own`: that of the recipe."""
     recipe, counts = with_schedule(setup.recipe, name), (own.num_workers, own.num_microbatches)
     stays = setup.devices[0] == "cpu" and recipe.may_hold_all_weights and own.num_workers > 1
     case = case_for(recipe.pipeline, own.costs, counts, own.limits, weights_stay=stays)
@@ -159,43 +157,26 @@ def _planned(setup: Setup, name: ScheduleName, own: SimulationCase, num_tokens: 
     return Measured(name, run(name, cut, case), cut, case, num_tokens=num_tokens)
 
 
-class _Keeper:
-    """Lets weights stay on GPUs between the steps of each schedule, as a run with it would."""
-
-    def __init__(self, setup: Setup, engine: Engine) -> None:
-        self._setup, self._engine = setup, engine
-
-    def settle(self, entry: Measured, result: StepResult) -> str | None:
-        """Decide what stays, by a step without; stages that suit it and the prediction change with it.
-
-        Returns:
-            what was chosen to stay, in words; None: nothing was.
-        """
-        setup, schedule = self._setup, entry.predicted.schedule
-        is_open, fixed_bytes = is_cache_open(setup), weight_cache_bytes(setup.recipe.pipeline)
-        kept = None
-        if is_open:
-            trained_bytes = trained_weight_bytes(replace(setup, recipe=with_schedule(setup.recipe, entry.asked)))
-            reserved_bytes = result.device_reserved_bytes
-            kept = weights_to_keep(
-                entry.case.costs, schedule, reserved_bytes, setup.devices, trained_bytes=trained_bytes
-            )
-        elif fixed_bytes and setup.devices[0] != "cpu":
-            kept = KeptWeights(fixed_bytes, schedule, entry.case.costs)
-        if kept is None:
-            return None
-        entry.cache_bytes, entry.holds_all = kept.num_bytes, kept.cut is not None
-        item_bytes = setup.store.layouts[0].trainable_dtype.itemsize
-        costs = kept.costs if entry.holds_all else with_cached_weights(kept.costs, kept.num_bytes, item_bytes)
-        entry.case = replace(entry.case, costs=costs)
-        entry.predicted = run(schedule.name, kept.cut or entry.cut, entry.case)
-        return kept.words if is_open else None
-
-    def prepare(self, entry: Measured) -> bool:
-        """Let the engine keep what this schedule keeps. Returns whether its next step uploads weights that stay."""
-        self._engine.grant_weight_cache(entry.cache_bytes)
-        self._engine.unpack_per_visit(self._setup.unpacks_once and not entry.holds_all)
-        return entry.cache_bytes > 0
+def _settle(setup: Setup, entry: Measured, result: StepResult) -> str | None:
+    """Decide by a step what weights stay on GPUs between the schedule's steps, as a run with it would; stages that suit
+    it and the prediction change with it. Returns what was chosen to stay, in words; None: nothing was."""
+    schedule = entry.predicted.schedule
+    is_open, fixed_bytes = is_cache_open(setup), weight_cache_bytes(setup.recipe.pipeline)
+    kept = None
+    if is_open:
+        trained_bytes = trained_weight_bytes(replace(setup, recipe=with_schedule(setup.recipe, entry.asked)))
+        reserved_bytes = result.device_reserved_bytes
+        kept = weights_to_keep(entry.case.costs, schedule, reserved_bytes, setup.devices, trained_bytes=trained_bytes)
+    elif fixed_bytes and setup.devices[0] != "cpu":
+        kept = KeptWeights(fixed_bytes, schedule, entry.case.costs)
+    if kept is None:
+        return None
+    entry.cache_bytes, entry.holds_all = kept.num_bytes, kept.cut is not None
+    item_bytes = setup.store.layouts[0].trainable_dtype.itemsize
+    costs = kept.costs if entry.holds_all else with_cached_weights(kept.costs, kept.num_bytes, item_bytes)
+    entry.case = replace(entry.case, costs=costs)
+    entry.predicted = run(schedule.name, kept.cut or entry.cut, entry.case)
+    return kept.words if is_open else None
 
 
 class _Teller:
@@ -209,8 +190,7 @@ class _Teller:
         """A step has just ended."""
         self._step_s.append(result.step_s)
         step = len(self._step_s)
-        for text in result.notices:
-            self._tell(Notice(text))
+        tell_notices(self._tell, *result.notices)
         self._tell(step_timeline(result, step, self._clock))
         self._tell(
             StepFinished(

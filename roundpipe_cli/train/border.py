@@ -13,7 +13,7 @@ from roundpipe_cli.events import Paused, Tell
 from roundpipe_cli.train.checkpoint.reading import Checkpoint
 from roundpipe_cli.train.checkpoint.resume import check_tensors
 from roundpipe_cli.train.checkpoint.writing import Saver, State
-from roundpipe_cli.train.machines import Machines
+from roundpipe_cli.train.nodes.group import Nodes
 from roundpipe_cli.train.optim.optimizer import HostOptimizer
 from roundpipe_cli.train.signals import EXIT_CODES, StopSignals
 
@@ -24,7 +24,7 @@ class Border:
     """The border between two steps; used after every step."""
 
     def __init__(
-        self, stop: StopSignals, machines: Machines, saver: Saver, save: Callable[[int], None], *, tell: Tell
+        self, stop: StopSignals, nodes: Nodes, saver: Saver, save: Callable[[int], None], *, tell: Tell
     ) -> None:
         """
         Args:
@@ -32,7 +32,7 @@ class Border:
             saver: the saver that `save` uses.
             save: begins a checkpoint after so many steps.
         """
-        self._stop, self._machines, self._saver, self._save, self._tell = stop, machines, saver, save, tell
+        self._stop, self._nodes, self._saver, self._save, self._tell = stop, nodes, saver, save, tell
         self._saved_step = 0
         self._heap = UnusedHeap()
 
@@ -68,7 +68,7 @@ class Border:
         if last or signal:
             self._saver.wait()
         if signal and not last:
-            self._machines.leave()
+            self._nodes.leave()
             how = "stopped" if self._stop.asked_by_key else f"stopped by {signal.name}"
             raise StoppedError(
                 f"{how} after step {done} of {num_steps}, with a checkpoint",
@@ -88,7 +88,7 @@ class Border:
         What one machine is told holds for all.
         """
         asked = [self._stop.requested or 0, self._stop.paused, self._stop.take_save()]
-        number, paused, save = self._machines.most(asked)
+        number, paused, save = self._nodes.most(asked)
         return signals.Signals(number) if number else None, bool(paused), bool(save)
 
 

@@ -9,8 +9,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from roundpipe_cli.choices import OPTIMIZERS
@@ -36,7 +34,7 @@ from roundpipe_cli.events import Notice, Tell
 from roundpipe_cli.model.lora import experts_per_token
 from roundpipe_cli.model.worker_model import WorkerOptions
 from roundpipe_cli.planning.adaptive import AdaptivePlanner, ProfileCache, RunConditions
-from roundpipe_cli.recipe.schema import PipelineConfig, Recipe
+from roundpipe_cli.recipe.schema import PipelineConfig
 from roundpipe_cli.train.prepare.devices import gpu_index, make_backends, slowest_link_bytes_per_s, threads_per_worker
 from roundpipe_cli.train.prepare.setup import Setup, active_parameters
 
@@ -109,12 +107,8 @@ def _inputs_bytes(setup: Setup) -> int:
     """Host bytes of the boundary tensors at the input of every layer, of a step's microbatches at their longest."""
     recipe = setup.recipe
     tokens = recipe.rows_per_step * int(setup.dataset.rows.lengths.max())
-    return (
-        len(setup.store.layouts)
-        * tokens
-        * setup.split.boundary_columns
-        * setup.store.layouts[0].trainable_dtype.itemsize
-    )
+    layouts = setup.store.layouts
+    return len(layouts) * tokens * setup.split.boundary_columns * layouts[0].trainable_dtype.itemsize
 
 
 def make_planner(setup: Setup) -> AdaptivePlanner:
@@ -131,11 +125,9 @@ def make_planner(setup: Setup) -> AdaptivePlanner:
     form = _microbatch_form(setup, longest=on_gpu)
     text_config = config.get_text_config()
     active = active_parameters(setup.model, list(layouts))
-    memory_parts = _memory_parts(setup, _microbatch_form(setup, longest=True), active[1:-1])
+    activation_bytes, shared_bytes = _memory_parts(setup, _microbatch_form(setup, longest=True), active[1:-1])
     experts = max(1, experts_per_token(text_config))
-    sizes = LayerSizes(
-        layouts, active, setup.split.boundary_columns, experts, memory_parts.activation_bytes, setup.unpacks_once
-    )
+    sizes = LayerSizes(layouts, active, setup.split.boundary_columns, experts, activation_bytes, setup.unpacks_once)
     link_bytes_per_s = slowest_link_bytes_per_s(setup.devices) if on_gpu else SHARED_BYTES_PER_S
     host_bytes_per_s = ASSUMED_HOST_MEMORY_BYTES_PER_S if on_gpu else None
     update_bytes = OPTIMIZERS[recipe.optim].update_bytes
@@ -152,7 +144,7 @@ def make_planner(setup: Setup) -> AdaptivePlanner:
         conditions=RunConditions(
             microbatches_per_round=max(room, len(setup.devices), recipe.pipeline.num_chunks),
             weights_stay=not on_gpu and recipe.may_hold_all_weights,
-            shared_bytes=memory_parts.shared_bytes,
+            shared_bytes=shared_bytes,
             waiting_bytes=waiting_bytes,
             head_gradient_bytes=trained_head_bytes(
                 layouts[-1].num_trainable_elements if on_gpu else 0,
@@ -181,28 +173,24 @@ class _Form:
 def _microbatch_form(setup: Setup, *, longest: bool) -> _Form:
     """Shape of the longest microbatch, or of a usual one."""
     recipe = setup.recipe
-    context = _sequence_tokens(recipe, setup.dataset.rows.lengths, longest=longest)
+    lengths = setup.dataset.rows.lengths
+    tokens = int(lengths.max()) if longest else max(1, int(lengths.mean()))
+    context = recipe.max_seq_length if recipe.packs else tokens
     rows = recipe.rows_per_microbatch
     if recipe.token_budget is not None:  # as many rows as fill it
         rows = min(recipe.rows_per_step, rows * recipe.max_seq_length // context)
     return _Form(rows * (2 if recipe.trains_pairs else 1), max(1, context // recipe.pipeline.num_chunks), context)
 
 
-@dataclass(frozen=True)
-class _MemoryParts:
-    """Parts of a device's memory."""
-
-    activation_bytes: list[int] | None
-    """Activations of each layer for one microbatch; None: not known."""
-    shared_bytes: int
-    """Bytes that all stages need beside their activations."""
-
-
-def _memory_parts(setup: Setup, form: _Form, active: Sequence[int]) -> _MemoryParts:
-    """Activations as a block of each kind has them, and what `plan` counts beside them.
+def _memory_parts(setup: Setup, form: _Form, active: Sequence[int]) -> tuple[list[int] | None, int]:
+    """Parts of a device's memory, as `plan` counts them.
 
     Args:
         active: of each block, weights that take part for one token.
+
+    Returns:
+        bytes of each layer's activations for one microbatch, as a block of each kind has them (None: not known), and
+        bytes that all stages need beside them.
     """
     recipe, config = setup.recipe, setup.model.config
     text_config: Any = config.get_text_config()  # type: ignore[operator,union-attr]
@@ -228,7 +216,7 @@ def _memory_parts(setup: Setup, form: _Form, active: Sequence[int]) -> _MemoryPa
     )
     whole = find(options)
     if whole is None:
-        return _MemoryParts(None, shared)
+        return None, shared
     saved = whole
     if mlp_tokens < form.tokens:
         saved = find(replace(options, mlp_chunk_tokens=mlp_tokens)) or whole
@@ -237,7 +225,7 @@ def _memory_parts(setup: Setup, form: _Form, active: Sequence[int]) -> _MemoryPa
     if recipe.pipeline.recompute == "layer":  # the inputs, and one block whole
         shared += max(blocks)
         blocks = [boundary] * len(blocks)
-    return _MemoryParts([0, *blocks, head], shared)
+    return [0, *blocks, head], shared
 
 
 def _profile_cache(setup: Setup, costs: CostModel) -> ProfileCache:
@@ -275,13 +263,6 @@ def _profile_cache(setup: Setup, costs: CostModel) -> ProfileCache:
     )
 
 
-def _sequence_tokens(recipe: Recipe, lengths: npt.NDArray[np.int64], *, longest: bool) -> int:
-    """Tokens of the longest or of a usual sequence."""
-    if recipe.packs:
-        return recipe.max_seq_length
-    return int(lengths.max()) if longest else max(1, int(lengths.mean()))
-
-
 LOCKED_FOR_BOUNDARIES_BYTES = 2 * 1024**3
 """Page-locked memory that boundaries may take where not all weights get some; all of it on WSL2."""
 
@@ -299,16 +280,16 @@ class PageLocks:
         """Page-lock more buffers, by the driver's context of a device that works."""
         for buffer in buffers if device != "cpu" and self._weights != "pageable" else ():
             if not cuda.register_host_buffer(buffer, gpu_index(device)):
-                _refuse_or_tell(self._weights, self._tell)
-                self._unlock(LOCKED_FOR_BOUNDARIES_BYTES)
+                text = "the system does not let this process page-lock its weights"
+                if self._weights == "pinned":
+                    raise ResourceError(text, where="weights: pinned", found=describe_locking(), hint="weights: auto")
+                self._tell(Notice(f"{text}: uploads will be slower; {describe_locking()}"))
+                self.unlock(LOCKED_FOR_BOUNDARIES_BYTES)
                 break
             self._locked.append(buffer)
 
-    def unlock(self) -> None:
-        """Undo it all, unless that would wait for ever."""
-        self._unlock(math.inf)
-
-    def _unlock(self, num_bytes: float) -> None:
+    def unlock(self, num_bytes: float = math.inf) -> None:
+        """Undo about so much of it, or all, unless that would wait for ever."""
         freed = 0
         while self._locked and freed < num_bytes and not self.stays:
             freed += self._locked[-1].nbytes
@@ -334,10 +315,3 @@ def page_locked(store: WeightStore, devices: Sequence[str], weights: str, tell: 
         yield locks
     finally:
         locks.unlock()
-
-
-def _refuse_or_tell(weights: str, tell: Callable[[Notice], None]) -> None:
-    text = "the system does not let this process page-lock its weights"
-    if weights == "pinned":
-        raise ResourceError(text, where="weights: pinned", found=describe_locking(), hint="weights: auto")
-    tell(Notice(f"{text}: uploads will be slower; {describe_locking()}"))

@@ -134,7 +134,11 @@ class Evaluator:
             self._num_worse += 1
         if loss < self.kept_loss and self._setup.recipe.load_best_model_at_end:
             self.kept_step, self.kept_loss = done, loss
-            self._keep_weights(done, loss)
+            target = best_folder(self._output_dir, done)
+            if target.exists():
+                remove_tree(target)
+            write_best(self._setup, target, {"step": done, "loss": loss})
+            self.prune()
         seconds = time.monotonic() - started_s
         event = EvaluationFinished(
             done, self._num_steps, loss, perplexity(loss), tokens, seconds, best, samples, preference
@@ -165,28 +169,16 @@ class Evaluator:
         prompts = [prompt_ids(row) for row in self._setup.eval_rows[: recipe.eval_samples]]
         if not prompts:
             return
-        base_ends = end_tokens(self._setup.base_files.generation)
-        answers = greedy_answers(
-            self._scorer,
-            prompts,
-            step=done,
-            max_new_tokens=recipe.eval_max_new_tokens,
-            end_ids=end_token_ids(tokenizer, self._setup.eval_rows).union(base_ends),
-        )
+        ends = end_token_ids(tokenizer, self._setup.eval_rows).union(end_tokens(self._setup.base_files.generation))
+        most = recipe.eval_max_new_tokens
+        answers = greedy_answers(self._scorer, prompts, step=done, max_new_tokens=most, end_ids=ends)
         for prompt, answer in zip(prompts, answers, strict=True):
             yield tokenizer.decode(prompt), tokenizer.decode(answer, skip_special_tokens=True)
 
     # -- best weights and state ----------------------------------------------------------------------------------
 
-    def _keep_weights(self, done: int, loss: float) -> None:
-        target = best_folder(self._output_dir, done)
-        if target.exists():
-            remove_tree(target)
-        write_best(self._setup, target, {"step": done, "loss": loss})
-        self._prune()
-
-    def _prune(self) -> None:
-        """Remove best weights that no checkpoint needs any more: the run may have to go back to each of them."""
+    def prune(self) -> None:
+        """Remove best weights that no durable checkpoint needs any more: the run may have to go back to each."""
         keep = {self.kept_step, self._stated_best}
         for _, folder in list_checkpoints(self._output_dir):
             keep.add(kept_step_of(folder))
@@ -204,12 +196,8 @@ class Evaluator:
         try:
             names = save_result(self._setup, self._output_dir, best)
         except DamagedError as damage:
-            self._tell(
-                Notice(
-                    f"the best weights, of step {self.kept_step}, are damaged ({damage}): the result is the weights "
-                    "after the last step"
-                )
-            )
+            text = f"the best weights, of step {self.kept_step}, are damaged ({damage})"
+            self._tell(Notice(f"{text}: the result is the weights after the last step"))
             self.kept_step, self.kept_loss = None, math.inf
             return save_result(self._setup, self._output_dir)
         for step, folder in list_best(self._output_dir):
@@ -234,20 +222,15 @@ class Evaluator:
     def state(self) -> dict[str, Any]:
         """For a checkpoint; plain JSON values."""
         self._stated_best = self.kept_step
-        best = None if self.best_step is None else self.best_loss
-        kept = None if self.kept_step is None else self.kept_loss
-        counts = {"last_step": self._last_step, "last_loss": self.last_loss, "num_worse": self._num_worse}
         return {
             "best_step": self.best_step,
-            "best_loss": best,
+            "best_loss": None if self.best_step is None else self.best_loss,
             "kept_step": self.kept_step,
-            "kept_loss": kept,
-            **counts,
+            "kept_loss": None if self.kept_step is None else self.kept_loss,
+            "last_step": self._last_step,
+            "last_loss": self.last_loss,
+            "num_worse": self._num_worse,
         }
-
-    def saved(self) -> None:
-        """Note that a checkpoint is durable: best weights that only older ones needed can be removed."""
-        self._prune()
 
     def start(self, state: Mapping[str, Any] | None) -> None:
         """Restore the state of a checkpoint, or begin without one."""
@@ -260,25 +243,23 @@ class Evaluator:
             if self._setup.recipe.load_best_model_at_end and not self.agree(self._is_whole()):
                 self.kept_step, self.kept_loss = None, math.inf
         self._stated_best = self.kept_step
-        self._prune()
+        self.prune()
 
     def _is_whole(self) -> bool:
         """Whether the kept weights are as they were written; reports if they are not, or cannot be compared."""
         folder = self.best_folder
         if folder is None:
-            text = f"the best weights so far, of step {self.best_step}, were not kept"
-            self._tell(Notice(f"{text}: the result is the best of the evaluations from here on"))
-            return False
-        what = f"the best weights so far, of step {self.kept_step},"
-        if not folder.is_dir():
-            self._tell(Notice(f"{what} are gone; the search begins anew"))
-            return False
-        try:
-            verify_best(folder)
-        except (DamagedError, OSError) as damage:
-            self._tell(Notice(f"{what} are damaged: {damage}; the search begins anew"))
-            return False
-        return True
+            text = f"{self.best_step}, were not kept: the result is the best of the evaluations from here on"
+        elif not folder.is_dir():
+            text = f"{self.kept_step}, are gone; the search begins anew"
+        else:
+            try:
+                verify_best(folder)
+                return True
+            except (DamagedError, OSError) as damage:
+                text = f"{self.kept_step}, are damaged: {damage}; the search begins anew"
+        self._tell(Notice(f"the best weights so far, of step {text}"))
+        return False
 
 
 def perplexity(loss: float) -> float:

@@ -26,7 +26,7 @@ from roundpipe_cli.planning.adaptive import AdaptivePlanner
 from roundpipe_cli.planning.question import ENOUGH_PER_WORKER
 from roundpipe_cli.recipe.schema import Recipe, plain_data
 from roundpipe_cli.schedule.timeline import Timeline
-from roundpipe_cli.train.adapt import Again, FiniteGuard, Fit, LostDevices, poisoned, resumed_fit
+from roundpipe_cli.train.adapt import Again, FiniteGuard, Fit, LostDevices, resumed_fit
 from roundpipe_cli.train.auto_cache import make_auto_cache
 from roundpipe_cli.train.batches import describe_order, log_rows, make_microbatches, make_sampler
 from roundpipe_cli.train.border import Border, layer_state, restore_state
@@ -71,10 +71,7 @@ class RunLog:
     """The steps since the start or the last resume."""
 
     def __init__(self, *, trace: bool) -> None:
-        """
-        Args:
-            trace: keep the timelines of the last steps.
-        """
+        """`trace`: keep the timelines of the last steps."""
         self.earlier_s = 0.0
         """Seconds that the run took before it was resumed."""
         self.earlier_losses: Mapping[int, float] = {}
@@ -139,14 +136,7 @@ class RunLog:
         """The figures of the run until now, after `num_steps` steps."""
         losses = {**self.earlier_losses, **{row.step: row.loss for row in self._rows}}
         return RunFigures(
-            self._rows,
-            self._pipeline_s,
-            self._launch_bound,
-            losses,
-            num_steps,
-            self.seconds,
-            moments_bytes,
-            self._lost,
+            self._rows, self._pipeline_s, self._launch_bound, losses, num_steps, self.seconds, moments_bytes, self._lost
         )
 
 
@@ -163,9 +153,6 @@ def try_longest(
     setup: Setup, planner: AdaptivePlanner, compute: Compute, again: Again, *, tell: Tell, is_only: bool
 ) -> None:
     """Compute a step of the longest rows with the stages of later steps, where the recipe says so, and discard it.
-
-    Args:
-        is_only: there is one machine.
 
     Raises:
         OutOfDeviceMemoryError: it does not fit.
@@ -222,11 +209,8 @@ def describe_waiting(setup: Setup, planner: AdaptivePlanner, sampler: BatchSampl
     if recipe.token_budget is not None:
         words = ["micro_batch_tokens=null", f"micro_batch_size={size}", *words]
     remedy = f"{' '.join(words)} makes them wait less"
-    remedy += (
-        f", with {counted(rows, 'row')} a step in place of {recipe.rows_per_step}"
-        if rows > recipe.rows_per_step
-        else ""
-    )
+    if rows > recipe.rows_per_step:
+        remedy += f", with {counted(rows, 'row')} a step in place of {recipe.rows_per_step}"
     if rows > sampler.num_sequences(0):
         remedy = "the data have too few rows for more"
     few = f"{counted(count, 'microbatch')} for {counted(workers, 'worker')}"
@@ -257,7 +241,7 @@ class Trainer:
             recorder: passes events on to `reporting.tell`, and knows what was said before; None: a new one.
             lost_at: see `Start`.
         """
-        recipe, tell = setup.recipe, self._tell
+        recipe = setup.recipe
         self._clock = recorder.clock if recorder else run_clock()
         self._recorder = recorder or EventRecorder(output_dir, self._clock, reporting.tell)
         self._listener: Tell = self._recorder
@@ -268,12 +252,10 @@ class Trainer:
         self._reporting, self._lost_at = reporting, lost_at
         self._log = RunLog(trace=reporting.trace)
         self.sampler = make_sampler(setup)
-        for text in describe_order(setup, self.sampler):
-            tell(Notice(text))
+        self._say(*describe_order(setup, self.sampler))
         self.num_steps = num_steps_of(recipe, self.sampler)
         self._learning_rate = rate_schedule_of(recipe, self.num_steps)
-        for text in describe_schedule(self._learning_rate, recipe, self.num_steps):
-            tell(Notice(text))
+        self._say(*describe_schedule(self._learning_rate, recipe, self.num_steps))
         self.optimizer = make_optimizer(setup.store, recipe, self._machines.elsewhere)
         num_threads = updater_threads(setup.devices)
         order = in_order_of_need(setup.store, setup.split)
@@ -282,16 +264,15 @@ class Trainer:
         self._fit = Fit.of(recipe)
         self._guard = FiniteGuard(recipe, setup.dataset)
         self._planner = make_planner(setup)
-        if self._planner.notice is not None:
-            tell(Notice(self._planner.notice))
-        self._auto_cache = make_auto_cache(setup, self._planner, tell)
+        self._say(self._planner.notice)
+        self._auto_cache = make_auto_cache(setup, self._planner, self._tell)
         needs_norm = recipe.max_grad_norm > 0 or recipe.dtype == "float16"
         may_compute_again = recipe.on_oom == "adapt" or recipe.on_nonfinite == "skip" or self._auto_cache.is_open
         self._updates_early = self._machines.is_only and not (needs_norm or may_compute_again)
         """Whether a layer is updated as soon as its gradient is complete."""
         self._planner.schedule(recipe.microbatches_per_step)  # impossible stages are refused now
-        if self._machines.is_only and (waiting := describe_waiting(setup, self._planner, self.sampler)):
-            tell(Notice(waiting))
+        if self._machines.is_only:
+            self._say(describe_waiting(setup, self._planner, self.sampler))
 
     @property
     def recipe(self) -> Recipe:
@@ -301,8 +282,9 @@ class Trainer:
         """Report an event: to the screen, to events.jsonl, and to the trackers once they are open."""
         self._listener(event)
 
-    def _say(self, text: str) -> None:
-        self._tell(Notice(text))
+    def _say(self, *texts: str | None) -> None:
+        for text in filter(None, texts):
+            self._tell(Notice(text))
 
     def _tell_lost(self, event: DeviceLost | Notice) -> None:
         if isinstance(event, DeviceLost) and event.left:
@@ -316,13 +298,13 @@ class Trainer:
         """Train from the start or from `checkpoint` to the end, or to the next signal."""
         first_step = self._restore(checkpoint) if checkpoint else 0
         metrics_path = self.output_dir / METRICS_NAME
-        if self._machines.is_first:
+        if self._machines.nodes.is_first:
             say = self._say
             if checkpoint is not None and not checkpoint.folder.parent.samefile(self.output_dir):
                 copy_records(checkpoint.folder, checkpoint.meta, self.output_dir, say)
             rewind(self.output_dir, first_step, num_steps=self.num_steps, say=say)
             self._log.earlier_losses = losses_by_step(metrics_path)
-        told = self.recipe if self._machines.is_first else replace(self.recipe, report_to=())
+        told = self.recipe if self._machines.nodes.is_first else replace(self.recipe, report_to=())
         with (
             self._recorder.opened(first_step) as recorder,
             Trackers(told, self.output_dir, first_step, recorder) as trackers,
@@ -363,11 +345,14 @@ class Trainer:
         stopping = lambda: alone and self._signals.requested is not None  # noqa: E731
         scorer = Scorer(engine, self._planner, size, stopping, again=again)
         evaluator = self.evaluator = Evaluator(setup, scorer, self.output_dir, self.num_steps, tell=self._tell)
-        evaluator.agree, evaluator.ends_epoch = self._machines.from_first, lambda: self.sampler.position.starts_epoch
+        evaluator.agree, evaluator.ends_epoch = (
+            self._machines.nodes.from_first,
+            lambda: self.sampler.position.starts_epoch,
+        )
         evaluator.start(evaluation)
         self._rows = RowDigest(metrics_path)
         self._log.start()
-        saver = Saver(self.output_dir, self.recipe.save_total_limit, self._tell, lambda _: evaluator.saved())
+        saver = Saver(self.output_dir, self.recipe.save_total_limit, self._tell, lambda _: evaluator.prune())
         self._updater.before_layer = saver.before_layer
         with (
             page_locked(setup.store, setup.devices, self.recipe.weights, self._tell) as self._lost.locks,
@@ -378,9 +363,9 @@ class Trainer:
             self._machines.sharing(engine) as self._sharing,
         ):
             save = partial(self._save, saver, metrics)
-            border = Border(self._signals, self._machines, saver, save, tell=self._tell)
+            border = Border(self._signals, self._machines.nodes, saver, save, tell=self._tell)
             self._machines.check_weights(setup.store)
-            self._machines.heed(self._signals)
+            self._machines.nodes.heed(lambda: self._signals.requested)
             self._signals.guard()
             self._tell(run_started(setup, self._clock(), first_step, self.num_steps))
             with Telemetry(engine, setup.devices, self._tell, self._clock, live=self._reporting.live):
@@ -397,7 +382,7 @@ class Trainer:
                     if evaluator.is_owed(done):
                         evaluator.evaluate(done)
                     self._at_border(border, done)
-        self._machines.leave()
+        self._machines.nodes.leave()
         self._write_result(done)
 
     def _write_result(self, done: int) -> None:
@@ -405,12 +390,12 @@ class Trainer:
         self._tell(Phase("writing the result"))
         if self._log.timelines:
             write_trace(self.output_dir / TRACE_NAME, list(self._log.timelines))
-        files = self.evaluator.save_result() if self._machines.is_first else []
+        files = self.evaluator.save_result() if self._machines.nodes.is_first else []
         figures = self._log.figures(done, self.optimizer.num_bytes)
         report = make_report(self.setup, figures, predicted)
         report |= {"files": files, "skipped_steps": self._guard.num_skipped, "fit": self._fit.to_json(self.recipe)}
         write_report(self.output_dir, report | {"evaluation": self.evaluator.report()})
-        if self._machines.is_first:
+        if self._machines.nodes.is_first:
             write_run_card(self.output_dir, self.setup.source.name)
         self._tell(RunFinished(str(self.output_dir), done, figures.seconds))
 
@@ -453,10 +438,10 @@ class Trainer:
         if not self._planner.is_settled:
             self._planner.observe(result.timeline)
         self._log.computed(result, microbatches)
-        for text in result.notices:
-            self._tell(Notice(text))
+        self._say(*result.notices)
         self._tell(step_timeline(result, shown_step(step), self._clock))
-        result = poisoned(result, self._updater.poison(step))
+        if (poison := self._updater.poison(step)) is not None:  # a fault point's
+            result = replace(result, gradient_norm=poison)
         if self._guard.is_finite(result):
             self._update(step, result.gradient_norm, learning_rate)
         else:
@@ -503,22 +488,18 @@ class Trainer:
                 if spare is None and smaller is None:
                     raise
                 problem = error.problems[0]
+                cause = f"{problem.what} ({problem.where}: {problem.found})"
                 error.__cause__ = None  # its frames hold tensors of the step
             gc.collect()
             self._auto_cache.give_up(engine)
             if spare is not None or smaller is None:  # an optional use of memory must not end a run
-                text = f"{problem.what} ({problem.where}: {problem.found}); computing it again without {spare}"
-                self._tell(Notice(f"step {shown_step(step)}: {text}"))
+                self._say(f"step {shown_step(step)}: {cause}; computing it again without {spare}")
                 continue
             self._fit = smaller
             engine.use_less_memory()
             lines = ", ".join(f"{key}: {value}" for key, value in smaller.recipe_lines(self.recipe).items())
-            self._tell(
-                Notice(
-                    f"step {shown_step(step)}: {problem.what} ({problem.where}: {problem.found}); computing it again, "
-                    f"and all that follows, with less; to have it so from the start, write {lines}"
-                )
-            )
+            text = "and all that follows, with less; to have it so from the start, write"
+            self._say(f"step {shown_step(step)}: {cause}; computing it again, {text} {lines}")
 
     def _run_step(self, engine: Engine, step: int, microbatches: list[Microbatch]) -> StepResult:
         scale = self._guard.loss_scale.value
@@ -612,12 +593,11 @@ class Trainer:
         if self._fit.recipe_lines(self.recipe):
             self._auto_cache.keep_usual_stages()
         self.sampler.seek(Position.from_json(meta["data_position"]))
-        self._tell(Notice(f"resuming after step {checkpoint.step} from {checkpoint.folder}"))
+        self._say(f"resuming after step {checkpoint.step} from {checkpoint.folder}")
         was = meta["recipe"]
         epochs = int(was.get("num_train_epochs") or 1)
         old_steps = int(meta.get("num_steps") or was.get("max_steps") or self.sampler.num_steps(epochs))
         if old_steps != self.num_steps:
             old, new = rate_schedule_of(self.recipe, old_steps), self._learning_rate
-            text = describe_change(old, new, step=checkpoint.step, old_steps=old_steps, num_steps=self.num_steps)
-            self._tell(Notice(text))
+            self._say(describe_change(old, new, step=checkpoint.step, old_steps=old_steps, num_steps=self.num_steps))
         return checkpoint.step

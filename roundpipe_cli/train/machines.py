@@ -13,9 +13,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
-from functools import partial
-from types import TracebackType
-from typing import Any
 
 import torch
 
@@ -28,11 +25,10 @@ from roundpipe_cli.engine.step import Microbatch, Part, StepResult
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.errors import RoundpipeError
 from roundpipe_cli.model.head import target_rows
-from roundpipe_cli.train.checkpoint.writing import Snapshot, State
+from roundpipe_cli.train.checkpoint.writing import Snapshot
 from roundpipe_cli.train.nodes.agreement import weight_facts
 from roundpipe_cli.train.nodes.group import Nodes
 from roundpipe_cli.train.optim.shard import Shards
-from roundpipe_cli.train.signals import StopSignals
 
 
 class Sharing:
@@ -77,9 +73,7 @@ class Sharing:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         with self._changed:
             self._given_up = True
             self._changed.notify()
@@ -102,11 +96,8 @@ class Sharing:
         return mine, Part(first, num_units)
 
     def begin(self, step: int, on_gradient: OnGradient | None = None) -> OnGradient:
-        """The gradients of `step` will be summed as `complete` names their layers; returns that.
-
-        Args:
-            on_gradient: never given: nobody may use a gradient before it is summed.
-        """
+        """The gradients of `step` will be summed as `complete` names their layers; returns that. There is no
+        `on_gradient`: nobody may use a gradient before it is summed."""
         assert on_gradient is None
         self._complete, self.given = {}, set()
         self._orders.put(step)
@@ -209,73 +200,43 @@ class Machines:
     """The machines of a run as the training loop sees them."""
 
     def __init__(self, nodes: Nodes, shards: Shards | None = None) -> None:
-        """
-        Args:
-            nodes: the processes of the run.
-            shards: who keeps which layers' masters; None: all keep all.
-        """
-        self._nodes, self.shards = nodes, shards
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this machine writes the run's files."""
-        return self._nodes.is_first
+        """`shards`: who keeps which layers' masters; None: all keep all."""
+        self.nodes, self.shards = nodes, shards
 
     @property
     def is_only(self) -> bool:
         """Whether it is the only machine."""
-        return self._nodes.count == 1
+        return self.nodes.count == 1
 
     @property
     def elsewhere(self) -> frozenset[int]:
         """Layers that another machine keeps."""
         return self.shards.elsewhere if self.shards else frozenset()
 
-    def from_first(self, document: Any) -> Any:
-        """The first machine's JSON document, on all."""
-        return self._nodes.from_first(document)
-
-    def most(self, values: Sequence[int]) -> list[int]:
-        """The maximum of each value over all machines."""
-        return self._nodes.most(values)
-
-    def heed(self, signals: StopSignals) -> None:
-        """Training begins; see `Nodes.heed`."""
-        self._nodes.heed(lambda: signals.requested)
-
-    def leave(self) -> None:
-        """Need no other machine from here on, whatever ends it."""
-        self._nodes.leave()
-
     def check_weights(self, store: WeightStore) -> None:
-        """Refuse to go on where the trained weights are not the same on all machines.
-
-        Raises:
-            RecipeError: each layer that differs.
-        """
-        self._nodes.check_same(lambda: weight_facts(store, masters=self.shards is None))
+        """Raise a RecipeError with each layer whose trained weights are not the same on all machines."""
+        self.nodes.check_same(lambda: weight_facts(store, masters=self.shards is None))
 
     def sharing(self, engine: Engine) -> AbstractContextManager[Sharing | WholeSteps]:
         """How steps are shared, inside `with`."""
         if self.is_only:
             return nullcontext(WholeSteps())
         late, table = sorted(engine.late_layers), f"{engine.split.embedding_path}.weight"
-        return Sharing(self._nodes, engine.store, late, table, owner=self.shards.owner if self.shards else None)
+        return Sharing(self.nodes, engine.store, late, table, owner=self.shards.owner if self.shards else None)
 
     @property
     def saves(self) -> bool:
         """Whether this machine has a part in checkpoints."""
-        return self.is_first or self.shards is not None
+        return self.nodes.is_first or self.shards is not None
 
     def own_part(self, snapshot: Snapshot) -> Snapshot:
         """This machine's part of a checkpoint."""
-        if self.shards is None:
+        shards, is_first = self.shards, self.nodes.is_first
+        if shards is None:
             return snapshot
-        own = [layer for layer in snapshot.layers if self.is_first or self.shards.is_own(layer)]
-        collect = partial(_collected, self.shards, snapshot)
-        return replace(snapshot, layers=own, contents_of=collect, is_written=self.is_first)
 
+        def collect(layer: int) -> Iterator[tuple[str, str, torch.Tensor]]:
+            return shards.collect(layer, snapshot.state_of(layer))
 
-def _collected(shards: Shards, snapshot: Snapshot, layer: int) -> Iterator[tuple[str, str, torch.Tensor]]:
-    state: State = snapshot.state_of(layer)
-    return shards.collect(layer, state)
+        own = [layer for layer in snapshot.layers if is_first or shards.is_own(layer)]
+        return replace(snapshot, layers=own, contents_of=collect, is_written=is_first)

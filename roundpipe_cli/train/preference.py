@@ -118,11 +118,7 @@ def make_pairs(setup: Setup, batches: Sequence[RowBatch]) -> tuple[list[Microbat
 
 
 def _collated(setup: Setup, parts: Sequence[Sequence[Row]]) -> tuple[list[Microbatch], int]:
-    """Microbatches with their loss, and the number of their tokens.
-
-    Args:
-        parts: the rows of each microbatch, the chosen ones first.
-    """
+    """Microbatches with their loss, and the number of their tokens; `parts`: rows of each, the chosen ones first."""
     pad = pad_token_id(setup.tokenizer)
     loss, nll_factor = _loss(setup.recipe)
     on_prompt = setup.recipe.objective == "orpo" and setup.recipe.orpo.nll_on_prompt
@@ -170,7 +166,8 @@ def with_nll(microbatches: Sequence[Microbatch], factor: float, *, by_answer: bo
         by_answer: the mean over pairs of each sequence's mean; otherwise the mean over all target tokens of the step,
             whatever the microbatches.
     """
-    counts = [_num_targets(microbatch).clamp(min=1) for microbatch in microbatches]
+    chosen = [microbatch.labels[: len(microbatch.labels) // 2, 1:] for microbatch in microbatches]
+    counts = [(labels != IGNORED_LABEL).sum(dim=1).double().clamp(min=1) for labels in chosen]
     mean = torch.cat(counts).mean()
     result = []
     for microbatch, count in zip(microbatches, counts, strict=True):
@@ -179,12 +176,6 @@ def with_nll(microbatches: Sequence[Microbatch], factor: float, *, by_answer: bo
         weights[: len(count)] = factor / (count if by_answer else mean)
         result.append(replace(microbatch, preference=replace(microbatch.preference, nll_weights=weights)))
     return result
-
-
-def _num_targets(microbatch: Microbatch) -> torch.Tensor:
-    """Target tokens of each chosen sequence, float64 [P]."""
-    chosen = microbatch.labels[: len(microbatch.labels) // 2, 1:]
-    return (chosen != IGNORED_LABEL).sum(dim=1).double()
 
 
 def add_references(scorer: Scorer, microbatches: Sequence[Microbatch], step: int) -> list[Microbatch]:

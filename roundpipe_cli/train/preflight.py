@@ -19,11 +19,7 @@ from roundpipe_cli.planning.admission import check_configuration, holds_weights
 from roundpipe_cli.recipe.load import LoadedRecipe
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.train.checkpoint.manifest import STATE_NAME, DamagedError, read_own_json
-from roundpipe_cli.train.checkpoint.output_dir import (
-    list_checkpoints,
-    named_checkpoint,
-    refuse_wrong_start,
-)
+from roundpipe_cli.train.checkpoint.output_dir import list_checkpoints, named_checkpoint, refuse_wrong_start
 from roundpipe_cli.train.floors import check_floors
 from roundpipe_cli.train.monitor.trackers import require_trackers
 from roundpipe_cli.train.signals import Start
@@ -31,9 +27,6 @@ from roundpipe_cli.train.signals import Start
 
 def check_names(loaded: LoadedRecipe, start: Start, tell: Tell) -> ModelSource:
     """Check that output directory, model and datasets exist and that a run may start; returns the place of the model.
-
-    Args:
-        tell: is told of downloads, and where the hub is slow.
 
     Raises:
         RefusedError: no such model, dataset or tracker, or the output directory holds another run.
@@ -104,9 +97,7 @@ def found_config(source: ModelSource) -> FoundConfig | None:
 
 def fetch_model(loaded: LoadedRecipe, start: Start, tell: Tell, source: ModelSource) -> ModelSource:
     """Download the weights of a hub model that are not here yet, once it is proven; returns the place of the model.
-
-    Args:
-        source: as `check_base` found it.
+    `source`: as `check_base` found it.
 
     Raises:
         RefusedError, ResourceError: see `prove_unfetched` and `resolve_model`.
@@ -123,9 +114,6 @@ def fetch_model(loaded: LoadedRecipe, start: Start, tell: Tell, source: ModelSou
 
 def prove_unfetched(loaded: LoadedRecipe, source: ModelSource, start: Start, tell: Tell) -> None:
     """Refuse a hub model that does not pass the proof before its weights are fetched. Loads torch if they are to be.
-
-    Args:
-        source: as `check_base` found it.
 
     Raises:
         RefusedError: see `prove_from_configuration`.

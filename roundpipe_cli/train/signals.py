@@ -6,7 +6,7 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from roundpipe_cli.errors import StoppedError
@@ -35,16 +35,14 @@ class StopSignals:
     """
 
     def __init__(self, what_is_left: str = " before the first finished step: no checkpoint was written") -> None:
-        """
-        Args:
-            what_is_left: end of the sentence on a signal that leaves the block at once.
-        """
+        """`what_is_left`: end of the sentence on a signal that leaves the block at once."""
         self._what_is_left = what_is_left
         self.announce: Say | None = None
         """Called in the handler of a noted signal, so it must not use buffers."""
         self.asked_by_key = False
         """The signal stands for a key of the dashboard, so no message names it."""
-        self._requested: signal.Signals | None = None
+        self.requested: signal.Signals | None = None
+        """The signal that asked for a stop, if any."""
         self._stop: _StopNow | None = None
         """Raised by the handler, and due to leave the block."""
         self._guarded = False
@@ -64,9 +62,7 @@ class StopSignals:
         sys.unraisablehook = self._on_ignored
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._ended = True
         sys.unraisablehook = self._tell_ignored
         if isinstance(error, StoppedError):
@@ -80,11 +76,6 @@ class StopSignals:
     def guard(self) -> None:
         """Let a first signal wait for the step border from now on."""
         self._guarded = True
-
-    @property
-    def requested(self) -> signal.Signals | None:
-        """The signal that asked for a stop, if any."""
-        return self._requested
 
     def ask_to_save(self) -> None:
         """A checkpoint at the next step border; from any thread."""
@@ -115,10 +106,10 @@ class StopSignals:
         received = signal.Signals(number)
         if not self._guarded:
             self._guarded = True  # the same signal, sent to a whole group, must not interrupt the way out
-            self._requested = received
+            self.requested = received
             text = f"stopped by {received.name}{self._what_is_left}"
-        elif self._requested is None:
-            self._requested = received
+        elif self.requested is None:
+            self.requested = received
             if self.announce is not None:
                 again = "; Ctrl-C stops at once, without a checkpoint" if received == signal.SIGINT else ""
                 name = "" if self.asked_by_key else f"{received.name}: "
@@ -165,7 +156,7 @@ class Reporting:
     trace: bool = False
     """Write what the workers did in the last steps to trace.json."""
     planned: Planned | None = None
-    """Says for the report what was predicted of each schedule, besides its times: of the recipe as the
-    run resolved it, the schedules, whether all weights stay on the devices, and the tokens of the longest row."""
+    """Says for the report what was predicted of each schedule, besides its times: of the recipe as the run resolved it
+    (its rows as long as the longest until now), the schedules, and whether all weights stay on the devices."""
     refused: Refused | None = None
     """Says why the run would not fit on the devices of these of its workers alone."""

@@ -28,6 +28,7 @@ import pytest
 import yaml
 
 from roundpipe_cli.cli.finetune import SWITCHES
+from roundpipe_cli.faults import ENVIRONMENT_VARIABLE
 from roundpipe_cli.files import CACHE_VARIABLE
 from roundpipe_cli.model.files.source import ModelSource
 from tests.support.tiny import tiny_config
@@ -247,9 +248,10 @@ def run(folder: Path, *words: str, environment: Mapping[str, str] | None = None)
     return launch(folder, *words, environment=environment).finish()
 
 
-def finetune(folder: Path, *words: str, environment: Mapping[str, str] | None = None) -> Outcome:
-    """`roundpipe finetune recipe.yaml WORDS` in `folder`."""
-    return run(folder, "finetune", "recipe.yaml", *words, environment=environment)
+def finetune(folder: Path, *words: str, fault: str = "", environment: Mapping[str, str] | None = None) -> Outcome:
+    """`roundpipe finetune recipe.yaml WORDS` in `folder`; `fault`: what fails on purpose."""
+    changes = {**(environment or {}), **({ENVIRONMENT_VARIABLE: fault} if fault else {})}
+    return run(folder, "finetune", "recipe.yaml", *words, environment=changes)
 
 
 def fresh(
@@ -327,6 +329,13 @@ def metrics(output_dir: Path) -> list[dict[str, Any]]:
 def numbers(output_dir: Path) -> list[dict[str, Any]]:
     """The rows of metrics.jsonl without what depends on the clock."""
     return [{key: value for key, value in row.items() if key not in TIME_KEYS} for row in metrics(output_dir)]
+
+
+def assert_same_run(output_dir: Path, other: Path) -> None:
+    """The same numbers in each step, and the same bits in the adapter."""
+    assert numbers(output_dir) == numbers(other)
+    name = "adapter_model.safetensors"
+    assert (output_dir / name).read_bytes() == (other / name).read_bytes()
 
 
 def tree(folder: Path) -> dict[str, bytes]:

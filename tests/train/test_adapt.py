@@ -1,4 +1,4 @@
-"""`on_oom: adapt` and `on_nonfinite: skip`: what a run does about a device that is too small, and about bad steps."""
+"""`on_oom: adapt`, `check_longest_rows` and `on_nonfinite: skip`: a device that is too small, and bad steps."""
 
 from __future__ import annotations
 
@@ -6,45 +6,35 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from roundpipe_cli import faults
+from roundpipe_cli.data.batching import Grouping
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.train import loop
 from roundpipe_cli.train.adapt import GROWTH_STEPS, Fit, LossScale, resumed_fit
 from roundpipe_cli.train.auto_cache import AutoCache
-from tests.support.e2e import Outcome, finetune, launch, make_model, make_workspace, metrics, numbers
+from roundpipe_cli.train.loop import longest_batches
+from tests.support.e2e import Outcome, finetune, launch, make_workspace, metrics, numbers
 
 OUT_OF_MEMORY = "compute:raise=MemoryError:step=2:nth=1"
 COMMON = {"num_train_epochs": 2, "micro_batch_size": 4, "gradient_accumulation_steps": 1, "lora__dropout": 0.0}
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("tiny") / "model", num_hidden_layers=2)
-
-
 @pytest.fixture
-def folder(tmp_path: Path, model: Path) -> Path:
-    return make_workspace(tmp_path / "work", model, **COMMON)
+def folder(tmp_path: Path, two_blocks: Path) -> Path:
+    return make_workspace(tmp_path / "work", two_blocks, **COMMON)
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
+def whole(tmp_path_factory: pytest.TempPathFactory, two_blocks: Path) -> Path:
     """An uninterrupted run: 10 rows in steps of 4, two epochs, 6 steps."""
-    folder = make_workspace(tmp_path_factory.mktemp("whole") / "work", model, **COMMON)
+    folder = make_workspace(tmp_path_factory.mktemp("whole") / "work", two_blocks, **COMMON)
     finetune(folder).expect(0)
     return folder
-
-
-@pytest.fixture(autouse=True)
-def _no_faults() -> Iterator[None]:
-    yield
-    faults._rules_of = None
 
 
 def losses(folder: Path) -> list[float]:
@@ -52,7 +42,7 @@ def losses(folder: Path) -> list[float]:
 
 
 def test_first_by_recomputing_layer_by_layer_without_changing_a_bit(folder: Path, whole: Path) -> None:
-    done = finetune(folder, "on_oom=adapt", environment={"ROUNDPIPE_FAULT": OUT_OF_MEMORY}).expect(0)
+    done = finetune(folder, "on_oom=adapt", fault=OUT_OF_MEMORY).expect(0)
     assert "step 3: out of memory on a worker" in done.err and "write pipeline.recompute: layer" in done.err
     assert re.search(r"note: step 3: [^:]*microbatch 0, step 3, layer", done.err), "one number for a step"
     rows = metrics(folder / "out")
@@ -66,9 +56,9 @@ def test_first_by_recomputing_layer_by_layer_without_changing_a_bit(folder: Path
 def test_then_by_dividing_the_microbatches(folder: Path, whole: Path) -> None:
     """Twice too much: 4 rows become 2, then 1; rows, loss and curve stay, and the run resumes as it was."""
     expected = [row["loss"] for row in metrics(whole / "out")]
-    twice = {"ROUNDPIPE_FAULT": f"{OUT_OF_MEMORY},compute:raise=MemoryError:step=4:nth=2"}
-    adapt = ["on_oom=adapt", "pipeline.recompute=layer"]
-    done = finetune(folder, *adapt, environment=twice).expect(0)
+    later = "compute:raise=MemoryError:step=4:nth=2"
+    twice, adapt = f"{OUT_OF_MEMORY},{later}", ["on_oom=adapt", "pipeline.recompute=layer"]
+    done = finetune(folder, *adapt, fault=twice).expect(0)
     assert "write micro_batch_size: 2, gradient_accumulation_steps: 2" in done.err
     assert "write micro_batch_size: 1, gradient_accumulation_steps: 4" in done.err
     rows = metrics(folder / "out")
@@ -77,11 +67,10 @@ def test_then_by_dividing_the_microbatches(folder: Path, whole: Path) -> None:
     state = json.loads((folder / "out" / "step-00000004" / "state.json").read_text())["meta"]
     assert state["fit"] == {"micro_batch_size": 2, "recompute": "layer", "first_step": 3}
 
-    again = {"ROUNDPIPE_FAULT": f"{twice['ROUNDPIPE_FAULT']},optimizer:kill:step=5"}
-    assert finetune(folder, *adapt, "output_dir=killed", "save_steps=1", environment=again).code == -9
+    killed = f"{twice},optimizer:kill:step=5"
+    assert finetune(folder, *adapt, "output_dir=killed", "save_steps=1", fault=killed).code == -9
     shutil.copytree(folder / "killed", folder / "advised")
-    later = {"ROUNDPIPE_FAULT": "compute:raise=MemoryError:step=4:nth=2"}
-    finetune(folder, *adapt, "output_dir=killed", "--resume", environment=later).expect(0)
+    finetune(folder, *adapt, "output_dir=killed", "--resume", fault=later).expect(0)
     assert numbers(folder / "killed") == numbers(folder / "out")
 
     # The line that the run said to write is no change of the run.
@@ -94,7 +83,7 @@ def test_then_by_dividing_the_microbatches(folder: Path, whole: Path) -> None:
 
 def test_nothing_left_to_adapt_and_no_wish_to(folder: Path) -> None:
     for words in ([], ["on_oom=adapt", "micro_batch_size=1"]):
-        done = finetune(folder, *words, environment={"ROUNDPIPE_FAULT": "compute:raise=MemoryError:step=1"})
+        done = finetune(folder, *words, fault="compute:raise=MemoryError:step=1")
         assert "out of memory on a worker" in done.expect(5).err and "on_oom=adapt" in done.err
         assert ("computing it again" in done.err) == bool(words)
 
@@ -115,10 +104,8 @@ def test_what_was_kept_of_our_own_accord_goes_first(folder: Path, whole: Path) -
     """A weight cache that the recipe did not ask for must not end a run that would have fitted without."""
 
     def run_with_cache(faults: str, *words: str) -> Outcome:
-        environment = {"ROUNDPIPE_FAULT": faults}
-        return launch(
-            folder, "finetune", "recipe.yaml", *words, environment=environment, before=pretend_a_cache
-        ).finish()
+        command, environment = ("finetune", "recipe.yaml", *words), {"ROUNDPIPE_FAULT": faults}
+        return launch(folder, *command, environment=environment, before=pretend_a_cache).finish()
 
     done = run_with_cache(OUT_OF_MEMORY).expect(0)
     assert "step 3: out of memory on a worker" in done.err and "again without the weight cache" in done.err
@@ -134,9 +121,8 @@ def test_what_was_kept_of_our_own_accord_goes_first(folder: Path, whole: Path) -
 
 def test_what_fits_is_exact_and_divides(folder: Path) -> None:
     for size in range(1, 13):
-        recipe = load_recipe(
-            str(folder / "recipe.yaml"), [f"micro_batch_size={size}", "gradient_accumulation_steps=3"]
-        ).recipe
+        words = [f"micro_batch_size={size}", "gradient_accumulation_steps=3"]
+        recipe = load_recipe(str(folder / "recipe.yaml"), words).recipe
         fit, seen = Fit.of(recipe), []
         while (smaller := fit.smaller(step=5)) is not None:
             fit = smaller
@@ -145,9 +131,8 @@ def test_what_fits_is_exact_and_divides(folder: Path) -> None:
             steps = int(lines.get("gradient_accumulation_steps", 3))
             assert fit.micro_batch_size * steps == size * 3
             divided = fit.divide([[[row] for row in range(size)], [[row] for row in range(size - 1)]])
-            assert [row for batch in divided for row in batch] == [
-                [row] for rows in (size, size - 1) for row in range(rows)
-            ]
+            rows = [[row] for count in (size, size - 1) for row in range(count)]
+            assert [row for batch in divided for row in batch] == rows
             assert max(len(batch) for batch in divided) == fit.micro_batch_size
             assert resumed_fit(fit.to_json(recipe), recipe) == fit
             seen.append(fit.micro_batch_size)
@@ -158,9 +143,8 @@ def test_what_fits_is_exact_and_divides(folder: Path) -> None:
 
 
 def test_skipped_steps_change_no_weight_and_are_counted(folder: Path, whole: Path) -> None:
-    skip = ["on_nonfinite=skip"]
-    fault = "compute:nan:step=2,optimizer:inf:step=4"
-    done = finetune(folder, *skip, environment={"ROUNDPIPE_FAULT": fault}).expect(0)
+    skip, fault = ["on_nonfinite=skip"], "compute:nan:step=2,optimizer:inf:step=4"
+    done = finetune(folder, *skip, fault=fault).expect(0)
     assert "step 3: the loss is not finite (loss nan" in done.err and "rows.jsonl:" in done.err
     assert "step 5: the gradient is not finite" in done.err and "2 skipped so far" in done.err
     rows = metrics(folder / "out")
@@ -171,11 +155,9 @@ def test_skipped_steps_change_no_weight_and_are_counted(folder: Path, whole: Pat
     assert state["num_updates"] == 4 and state["skipped_steps"] == 2
     assert losses(folder)[:2] == losses(whole)[:2]
 
-    killed = {"ROUNDPIPE_FAULT": f"{fault},optimizer:kill:step=5"}
-    assert finetune(folder, *skip, "output_dir=killed", "save_steps=1", environment=killed).code == -9
-    finetune(
-        folder, *skip, "output_dir=killed", "--resume", environment={"ROUNDPIPE_FAULT": "optimizer:inf:step=4"}
-    ).expect(0)
+    killed = f"{fault},optimizer:kill:step=5"
+    assert finetune(folder, *skip, "output_dir=killed", "save_steps=1", fault=killed).code == -9
+    finetune(folder, *skip, "output_dir=killed", "--resume", fault="optimizer:inf:step=4").expect(0)
     assert numbers(folder / "killed") == numbers(folder / "out")
 
 
@@ -198,5 +180,60 @@ def test_a_loss_scale_is_halved_down_to_1_alone() -> None:
 
 def test_ten_bad_steps_in_a_row_stop_the_run(folder: Path) -> None:
     words = ["on_nonfinite=skip", "num_train_epochs=5"]
-    done = finetune(folder, *words, environment={"ROUNDPIPE_FAULT": "optimizer:nan"}).expect(4)
+    done = finetune(folder, *words, fault="optimizer:nan").expect(4)
     assert "stopped before the update" in done.err and len(metrics(folder / "out")) == 9
+
+
+# --- a step of the longest rows before the first one -----------------------------------------------------------------
+
+FIRST = "compute:raise=MemoryError:step=0:nth=1"
+
+
+def test_the_longest_rows_come_first() -> None:
+    lengths = np.array([3, 9, 5, 9, 1, 7], dtype=np.int64)
+    assert longest_batches(Grouping(lengths, 2), 4) == [[(1,), (3,)], [(5,), (2,)]]
+    assert longest_batches(Grouping(lengths, 4), 8) == [[(1,), (3,), (5,), (2,)], [(0,), (4,)]]
+    assert longest_batches(Grouping(lengths, 4), 4) == [[(1,), (3,), (5,), (2,)]]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param((), marks=pytest.mark.sweep),
+        ("max_grad_norm=0",),
+        ("method=full", "neftune_noise_alpha=5", "pipeline.schedule=gpipe"),
+        ("dtype=float16",),
+    ],
+    ids=["lora", "early", "full", "float16"],
+)
+def test_a_run_is_the_same_to_the_bit(tmp_path: Path, two_blocks: Path, words: tuple[str, ...]) -> None:
+    """Dropout is on, and a layer is updated early where nothing needs the norm."""
+    folder = make_workspace(tmp_path / "work", two_blocks, num_train_epochs=1)
+    plain = finetune(folder, *words, "output_dir=plain").expect(0)
+    done = finetune(folder, *words, "check_longest_rows=true").expect(0)
+    assert "longest rows" not in plain.err
+    assert "the longest rows (48 tokens) fit" in done.err
+    assert numbers(folder / "out") == numbers(folder / "plain")
+    tensors = [(folder / name / "adapter_model.safetensors") for name in ("out", "plain")]
+    if tensors[0].exists():
+        assert tensors[0].read_bytes() == tensors[1].read_bytes()
+
+
+def test_a_lack_of_memory_ends_the_run_before_its_first_step(tmp_path: Path, two_blocks: Path) -> None:
+    folder = make_workspace(tmp_path / "work", two_blocks)
+    done = finetune(folder, "check_longest_rows=true", fault=FIRST).expect(5)
+    assert "computing a step of the longest rows" in done.err and "out of memory" in done.err
+    assert "fit: a step" not in done.err and metrics(folder / "out") == []
+
+
+def test_on_oom_adapt_has_less_from_the_first_step_on(tmp_path: Path, two_blocks: Path) -> None:
+    folder = make_workspace(tmp_path / "work", two_blocks)
+    done = finetune(folder, "check_longest_rows=true", "on_oom=adapt", fault=FIRST).expect(0)
+    assert "write pipeline.recompute: layer" in done.err and "fit: a step" in done.err
+    assert metrics(folder / "out")[0]["segment"] == {"micro_batch_size": 2, "recompute": "layer", "first_step": 1}
+
+
+def test_it_is_said_where_nothing_is_tried(tmp_path: Path, two_blocks: Path) -> None:
+    folder = make_workspace(tmp_path / "work", two_blocks)
+    done = finetune(folder, "check_longest_rows=true", "packing=true", "max_steps=1").expect(0)
+    assert "no step is tried before the first one, since packed sequences" in done.err

@@ -246,7 +246,7 @@ HELD = {
     "resume_from_checkpoint": "train/test_finetune_resume.py::test_a_named_checkpoint_of_another_run",
     "on_oom": "train/test_adapt.py::test_then_by_dividing_the_microbatches",
     "on_device_loss": "train/test_lost_devices.py::test_what_cannot_go_on_ends_with_exit_code_5",
-    "check_longest_rows": "train/test_longest.py::test_it_is_said_where_nothing_is_tried",
+    "check_longest_rows": "train/test_adapt.py::test_it_is_said_where_nothing_is_tried",
     "on_nonfinite": "train/test_adapt.py::test_skipped_steps_change_no_weight_and_are_counted",
     "hardware": "planning/test_plan_cli.py::test_the_recipe_names_the_machine_that_is_planned_for",
     "pipeline.devices": "engine/test_simulated_device.py::test_devices_of_a_machine_with_two_cards",

@@ -35,7 +35,7 @@ def test_not_finite_stops_before_the_update(folder: Path, whole: Path) -> None:
     out = folder / "out"
     resume: tuple[str, ...] = ()
     for fault in FAULTS:
-        done = finetune(folder, *STAGES, *resume, environment={"ROUNDPIPE_FAULT": fault}).expect(4)
+        done = finetune(folder, *STAGES, *resume, fault=fault).expect(4)
         assert "error: step 4: the" in done.err and "is not finite: stopped before the update" in done.err, fault
         assert len(re.findall(r"rows\.jsonl:\d", done.err)) == 4 and "--resume" in done.err  # the four rows of step 4
         assert numbers(out) == numbers(whole / "out")[:3]
@@ -51,7 +51,7 @@ def test_not_finite_stops_before_the_update(folder: Path, whole: Path) -> None:
 
 def test_rows_of_the_bad_step_are_those_that_were_trained(folder: Path) -> None:
     """Without shuffling, step 2 has rows 5 to 8 (lines count from 1)."""
-    done = finetune(folder, "shuffle=false", environment={"ROUNDPIPE_FAULT": "compute:nan:step=1"}).expect(4)
+    done = finetune(folder, "shuffle=false", fault="compute:nan:step=1").expect(4)
     assert ", ".join(f"rows.jsonl:{line}" for line in (5, 6, 7, 8)) in done.err
     assert not list((folder / "out").glob("step-*"))
 
@@ -63,7 +63,7 @@ OVERFLOW = "optimizer:inf:step=1"
 def overflowed(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
     """The results of a run in float16 whose second gradient is infinite."""
     folder = make_workspace(tmp_path_factory.mktemp("overflowed") / "work", model)
-    finetune(folder, "dtype=float16", environment={"ROUNDPIPE_FAULT": OVERFLOW}).expect(0)
+    finetune(folder, "dtype=float16", fault=OVERFLOW).expect(0)
     return folder / "out"
 
 
@@ -113,25 +113,16 @@ def test_weights_beyond_float16_are_refused_when_they_load(folder: Path) -> None
 
 def test_float16_overflow_and_resume_give_the_same_bits(folder: Path, overflowed: Path) -> None:
     faults = f"{OVERFLOW},optimizer:kill:step=4"
-    assert finetune(folder, "dtype=float16", environment={"ROUNDPIPE_FAULT": faults}).code == -9
+    assert finetune(folder, "dtype=float16", fault=faults).code == -9
     finetune(folder, "dtype=float16", "--resume").expect(0)
     assert numbers(folder / "out") == numbers(overflowed)
 
 
-def test_a_loss_that_explodes_is_not_hidden(folder: Path) -> None:
-    """No clipping and an absurd learning rate: either all stays finite or the run ends with 4."""
-    done = finetune(folder, "learning_rate=10", "max_grad_norm=0", "method=full")
-    if done.code != 0:
-        done.expect(4)
-    assert all(row["loss"] == row["loss"] for row in metrics(folder / "out"))
-
-
 def test_out_of_host_memory_is_exit_5(folder: Path) -> None:
-    fault = {"ROUNDPIPE_FAULT": "compute:raise=MemoryError:step=1"}
-    done = finetune(folder, environment=fault).expect(5)
+    done = finetune(folder, fault="compute:raise=MemoryError:step=1").expect(5)
     assert "out of memory on a worker" in done.err and "micro_batch_size" in done.err
-    done = finetune(folder, "--resume", environment={"ROUNDPIPE_FAULT": "export:raise=MemoryError"})
+    done = finetune(folder, "--resume", fault="export:raise=MemoryError")
     assert done.code == 6  # step 1 was not saved: save_steps is 2
-    done = finetune(folder, "max_steps=2", environment={"ROUNDPIPE_FAULT": "export:raise=MemoryError"}).expect(5)
+    done = finetune(folder, "max_steps=2", fault="export:raise=MemoryError").expect(5)
     assert "out of host memory" in done.err
     finetune(folder, "--resume", "max_steps=2").expect(0)

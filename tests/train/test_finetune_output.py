@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import re
 import subprocess
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -15,6 +19,7 @@ from roundpipe_cli.cli.lines import LinePrinter, step_line
 from roundpipe_cli.events import (
     CheckpointSaved,
     EvaluationFinished,
+    Event,
     Notice,
     Paused,
     Phase,
@@ -22,6 +27,9 @@ from roundpipe_cli.events import (
     RunStarted,
     StepFinished,
 )
+from roundpipe_cli.model.files.source import ModelSource
+from roundpipe_cli.recipe.schema import Recipe
+from roundpipe_cli.train.prepare.trainable import fill_store
 from tests.support.e2e import (
     child_environment,
     command_line,
@@ -32,6 +40,7 @@ from tests.support.e2e import (
     metrics,
     num_lines,
 )
+from tests.support.tiny import make_rig
 
 STEP = StepFinished(
     step=12,
@@ -70,11 +79,8 @@ def test_a_step_is_one_line_of_a_terminal() -> None:
     narrow = step_line(STEP, NOW_S, 80)
     assert narrow == "step   12/5000 epoch 0.60 loss 1.2346 grad 0.46 12346 tok/s eta 3h27m at 11:27"
     for width in (60, 80, 100):
-        for step in (
-            STEP,
-            replace(STEP, grad_norm=123456.0, eta_s=2e6),
-            replace(STEP, preference={"reward_margin": 0.1}),
-        ):
+        large, margin = replace(STEP, grad_norm=123456.0, eta_s=2e6), replace(STEP, preference={"reward_margin": 0.1})
+        for step in (STEP, large, margin):
             assert len(step_line(step, NOW_S, width)) < max(width, 78), (width, step_line(step, NOW_S, width))
     assert step_line(replace(STEP, step=5000), NOW_S).endswith("eta 0 s")
     pairs = step_line(replace(short, preference={"reward_margin": 0.1018}), NOW_S, 80)
@@ -161,14 +167,8 @@ def test_closed_streams(folder: Path, streams: tuple[int, ...]) -> None:
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_full_disk_behind_stdout(folder: Path) -> None:
     with Path("/dev/full").open("w") as full:
-        done = subprocess.run(
-            command_line("finetune", "nope.yaml"),
-            cwd=folder,
-            env=child_environment(),
-            stdout=full,
-            stderr=full,
-            timeout=60,
-        )
+        command, environment = command_line("finetune", "nope.yaml"), child_environment()
+        done = subprocess.run(command, cwd=folder, env=environment, stdout=full, stderr=full, timeout=60)
     assert done.returncode == 2
 
 
@@ -215,3 +215,24 @@ def test_trace_holds_the_last_steps(folder: Path) -> None:
     busy_s = sum(event["dur"] for event in events) / 1e6
     rows = metrics(path.parent)[-3:]
     assert 0 < busy_s < 2 * sum(row["step_s"] for row in rows)
+
+
+def test_loading_says_how_much_and_how_fast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing was said between the first weight and the last: minutes of silence for a large model."""
+    rig = make_rig("llama")
+    plain: Any = rig.plain
+    plain.save_pretrained(str(tmp_path))
+    seconds = itertools.count(0.0, 2.0)  # each weight takes two
+    monkeypatch.setattr("roundpipe_cli.train.prepare.trainable.time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    told: list[Event] = []
+    recipe = Recipe(model="tiny", method="full", datasets=(), output_dir="out", learning_rate=1e-4)
+    fill_store(rig.store, ModelSource("tiny", tmp_path), rig.skeleton, recipe, start=None, tell=told.append)
+    texts = [event.text for event in told if isinstance(event, Phase)]
+    assert re.fullmatch(r"loading [\d.]+ KiB of weights", texts[0])
+    pattern = r"loading weights: ([\d.]+) KiB of ([\d.]+) KiB, ([\d.]+) (K?i?B)/s, (\w+|[\d.]+ s) left"
+    found = [re.fullmatch(pattern, text) for text in texts[1:]]
+    assert len(found) == (len(rig.store.views) - 1) // 3 and all(found)
+    done = [float(match[1]) for match in found if match]
+    assert done == sorted(set(done)) and found[0] is not None
+    rate = float(found[0][3]) * (1024 if found[0][4] == "KiB" else 1)
+    assert rate == pytest.approx(1024 * done[0] / 6.0, rel=0.01)

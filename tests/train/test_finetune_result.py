@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +25,18 @@ from roundpipe_cli.train.checkpoint.output_dir import OutputDir
 from roundpipe_cli.train.loop import Trainer
 from roundpipe_cli.train.prepare.setup import Setup, prepare
 from roundpipe_cli.train.signals import Reporting, StopSignals
-from tests.support.e2e import METRIC_KEYS, Outcome, finetune, make_model, make_workspace, metrics, numbers, run
+from tests.support.e2e import (
+    METRIC_KEYS,
+    Outcome,
+    assert_same_run,
+    finetune,
+    make_model,
+    make_workspace,
+    metrics,
+    numbers,
+    run,
+    write_rows,
+)
 from tests.support.tiny import logits_of, plain_copy, tiny_config
 
 HEADS = ("linear_num_value_heads", "linear_num_key_heads", "linear_key_head_dim", "linear_value_head_dim")
@@ -106,13 +117,6 @@ def test_a_run_leaves_the_documented_files(runs: Runs, method: str) -> None:
     assert "the result is in out" in done.err
 
 
-def test_microbatches_follow_the_rows_and_epochs_differ(runs: Runs) -> None:
-    """Ten rows, four a step: the third step of an epoch has two. Another order in the second epoch, the same tokens."""
-    tokens = [row["tokens"] for row in metrics(runs["lora"][0] / "out")]
-    assert sum(tokens[:3]) == sum(tokens[3:]) and tokens[2] < min(tokens[:2])
-    assert tokens[:3] != tokens[3:]
-
-
 def test_the_saved_recipe_says_everything_and_gives_the_same_run_again(runs: Runs) -> None:
     folder, _ = runs["lora"]
     saved = load_recipe(folder / "out" / "recipe.yaml")
@@ -122,23 +126,7 @@ def test_the_saved_recipe_says_everything_and_gives_the_same_run_again(runs: Run
         "a rule of the vocabulary, which may be another later"
     )
     run(folder, "finetune", "out/recipe.yaml", "output_dir=again").expect(0)
-    assert numbers(folder / "out") == numbers(folder / "again")
-    adapter = "adapter_model.safetensors"
-    assert (folder / "out" / adapter).read_bytes() == (folder / "again" / adapter).read_bytes()
-
-
-def test_max_steps_beyond_an_epoch_and_a_single_microbatch(folder: Path) -> None:
-    finetune(folder, "max_steps=5", "gradient_accumulation_steps=1", "micro_batch_size=3").expect(0)
-    rows = metrics(folder / "out")
-    assert len(rows) == 5 and rows[3]["tokens"] < rows[2]["tokens"]  # 3 + 3 + 3 + 1 rows, then the second epoch
-
-
-def test_text_rows_and_chat_rows_train_too(folder: Path) -> None:
-    (folder / "text.jsonl").write_text("".join(json.dumps({"text": f"line {n}"}) + "\n" for n in range(4)))
-    chat = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]}
-    (folder / "chat.jsonl").write_text((json.dumps(chat) + "\n") * 4)
-    finetune(folder, "datasets=[{path: text.jsonl}, {path: chat.jsonl}]", "max_steps=2").expect(0)
-    assert all(math.isfinite(row["loss"]) for row in metrics(folder / "out"))
+    assert_same_run(folder / "out", folder / "again")
 
 
 # --- the result in other programs -----------------------------------------------------------------------------------
@@ -176,10 +164,9 @@ def test_rows_and_chunks_of_a_hybrid_model_resume_to_the_bit(
     words = ("model=hybrid", "lora.dropout=0", *way, "max_steps=2", "save_steps=1", "max_seq_length=128")
     finetune(folder, *words).expect(0)
     finetune(folder, *words, "output_dir=again", "resume_from_checkpoint=out/step-00000001").expect(0)
-    assert numbers(folder / "out") == numbers(folder / "again") and len(metrics(folder / "again")) == 2
-    adapter = "adapter_model.safetensors"
-    assert (folder / "out" / adapter).read_bytes() == (folder / "again" / adapter).read_bytes()
-    names = load_file(folder / "out" / adapter)
+    assert_same_run(folder / "out", folder / "again")
+    assert len(metrics(folder / "again")) == 2
+    names = load_file(folder / "out" / "adapter_model.safetensors")
     assert any("linear_attn" in name for name in names) and metrics(folder / "out")[0]["loss"] > 0
 
 
@@ -230,28 +217,84 @@ def test_the_full_model_is_the_trained_one(folder: Path) -> None:
     assert json.loads((folder / "out" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
 
 
-def test_a_full_model_with_tied_embeddings_stays_tied(folder: Path) -> None:
-    make_model(folder / "tied", "llama", tie_word_embeddings=True)
-    setup = train_here(folder, "model=tied", "method=full", "max_steps=2")
-    state = load_file(folder / "out" / "model.safetensors")
-    assert "lm_head.weight" not in state
-    loaded = base_model(folder / "out")
-    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
-    assert torch.equal(logits_of(loaded), logits_of(plain_copy(setup.model, setup.store)))
+# --- packing, mixing and templates ------------------------------------------------------------------------------------
 
 
-def test_the_result_can_be_trained_on(runs: Runs) -> None:
-    folder, _ = runs["full"]
-    finetune(folder, "model=out", "output_dir=second", "max_steps=2", "warmup_steps=0").expect(0)
-    first, second = metrics(folder / "out"), metrics(folder / "second")
-    assert second[0]["loss"] < first[0]["loss"]
+def test_packed_training_is_told_and_refused_where_rows_would_mix(tmp_path: Path, model: Path) -> None:
+    folder = make_workspace(tmp_path / "work", model, max_seq_length=128, packing=True, max_steps=2)
+    done = finetune(folder).expect(0)
+    assert "packing: 10 rows in" in done.err and "% full" in done.err
+    bloom = make_workspace(tmp_path / "bloom", make_model(tmp_path / "b" / "model", "bloom"), packing=True)
+    refused = finetune(bloom).expect(2)
+    assert "they would see each other" in refused.err and "hint: packing=false" in refused.err
+    assert not (bloom / "out" / "metrics.jsonl").exists()
 
 
-def test_the_tokenizer_comes_with_its_template(runs: Runs) -> None:
-    folder, _ = runs["lora"]
-    before, after = (AutoTokenizer.from_pretrained(str(folder / name)) for name in ("model", "out"))
-    messages = [{"role": "user", "content": "Grüße, 1 + 1?"}]
-    assert after.chat_template == before.chat_template
-    shown = after.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert shown == before.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert after("Grüße").input_ids == before("Grüße").input_ids
+def test_weights_decide_how_often_rows_come(tmp_path: Path, model: Path) -> None:
+    datasets = [{"path": "rows.jsonl", "weight": 3}, {"path": "more.jsonl", "weight": 1}]
+    folder = make_workspace(tmp_path / "work", model, datasets=datasets, num_train_epochs=1)
+    for name in ("rows", "more"):
+        write_rows(folder / f"{name}.jsonl", 24)
+    done = finetune(folder, environment={"ROUNDPIPE_ROW_LOG": "rows.log"}).expect(0)
+    assert "mixed by weight: an epoch has 36 rows of rows.jsonl (75 %, each row 1.50 times)" in done.err
+    logged = [json.loads(line)["rows"] for line in (folder / "rows.log").read_text().splitlines()]
+    assert Counter(row < 24 for rows in logged for row in rows) == {True: 36, False: 12}
+
+
+def test_a_template_of_the_recipe_is_used_and_saved_with_the_result(tmp_path: Path, model: Path) -> None:
+    template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    folder = make_workspace(tmp_path / "work", model, max_seq_length=128, chat_template="mine.jinja", max_steps=1)
+    (folder / "mine.jinja").write_text(template)
+    finetune(folder).expect(0)
+    assert AutoTokenizer.from_pretrained(str(folder / "out")).chat_template == template
+    finetune(folder, f"chat_template={json.dumps(template)}", "output_dir=text").expect(0)
+    assert numbers(folder / "text") == numbers(folder / "out"), "a file or its text"
+    for text, words in [("{{ 9 ** (9 ** 9) }}", "takes too long"), ("missing.jinja", "chat template not found")]:
+        assert words in finetune(folder, f"chat_template={json.dumps(text)}", "output_dir=refused").expect(2).err
+        assert not (folder / "refused" / "metrics.jsonl").exists()
+
+
+# --- the routers' balancing loss: `output_router_logits: true` in the model's configuration ---------------------------
+
+
+@pytest.fixture(scope="module")
+def routed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny") / "model"
+    return make_model(folder, "qwen3_moe", output_router_logits=True, router_aux_loss_coef=0.5)
+
+
+def test_a_run_trains_it_and_resumes_to_the_bit(tmp_path: Path, routed: Path) -> None:
+    whole, parted = (
+        make_workspace(tmp_path / name, routed, method="full", lora=None, learning_rate=1e-3, val_set_size=2)
+        for name in ("whole", "parted")
+    )
+    told = finetune(whole).expect(0)
+    assert "balancing loss is trained with its router_aux_loss_coef 0.5" in told.out + told.err
+    assert finetune(parted, fault="optimizer:kill:step=3").code < 0
+    finetune(parted, "--resume", "pipeline.devices=[cpu]").expect(0)
+    assert numbers(parted / "out") == numbers(whole / "out")
+    config = json.loads((whole / "out" / "config.json").read_text())
+    assert config["output_router_logits"] is True and config["router_aux_loss_coef"] == 0.5
+    assert not [key for key in config if "trains" in key]
+    loaded = AutoModelForCausalLM.from_pretrained(whole / "out")
+    output = loaded(input_ids=torch.arange(3, 20)[None], labels=torch.arange(3, 20)[None])
+    assert float(output.aux_loss.detach()) > 0
+
+
+def test_its_coefficient_shows_in_the_loss_of_training_and_not_in_that_of_evaluation(
+    tmp_path: Path, routed: Path
+) -> None:
+    losses, evaluations = [], []
+    for name, coefficient in (("with", 0.5), ("without", 0.0)):
+        folder = make_workspace(tmp_path / name, routed, lora__dropout=0.0, learning_rate=1e-12, val_set_size=2)
+        path = folder / "model" / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"router_aux_loss_coef": coefficient}))
+        finetune(folder, "max_steps=1").expect(0)
+        losses.append(metrics(folder / "out")[0]["loss"])
+        rows = (folder / "out" / "eval.jsonl").read_text().splitlines()
+        evaluations.append(json.loads(rows[-1])["loss"])
+    assert losses[0] > losses[1] + 0.4, "balanced routers have a loss of their number of chosen experts"
+    assert evaluations[0] == pytest.approx(evaluations[1], rel=1e-6)

@@ -24,6 +24,7 @@ from roundpipe_cli.train.result.export import model_card
 from tests.support.e2e import (
     Outcome,
     Running,
+    assert_same_run,
     child_environment,
     command_line,
     finetune,
@@ -34,7 +35,6 @@ from tests.support.e2e import (
     numbers,
     tree,
     untied_and_tied,
-    write_rows,
 )
 from tests.train.test_overlapped_updates import run, trainer_of
 
@@ -81,9 +81,8 @@ def halfway(folder: Path, stopped: tuple[Path, Outcome]) -> Path:
     return folder
 
 
-def assert_same_run(folder: Path, whole: Path) -> None:
-    assert numbers(folder / "out") == numbers(whole / "out")
-    assert (folder / "out" / ADAPTER).read_bytes() == (whole / "out" / ADAPTER).read_bytes()
+def assert_same(folder: Path, whole: Path) -> None:
+    assert_same_run(folder / "out", whole / "out")
     assert not [path.name for path in (folder / "out").iterdir() if path.name.startswith((".tmp", ".del"))]
 
 
@@ -94,9 +93,9 @@ def test_killed_at_chosen_points(folder: Path, whole: Path) -> None:
     """In the middle of the first save (nothing to resume yet), then of the final result."""
     for point in ("ckpt_writer:kill:nth=2", "export:kill:nth=1"):
         assert not list((folder / "out").glob("step-*"))
-        assert finetune(folder, environment={"ROUNDPIPE_FAULT": point}).code == -signal.SIGKILL
+        assert finetune(folder, fault=point).code == -signal.SIGKILL
     done = finetune(folder, "--resume").expect(0)
-    assert_same_run(folder, whole)
+    assert_same(folder, whole)
     mine = report_of(folder / "out")
     assert mine["loss"] == report_of(whole / "out")["loss"] and mine["measured"]["steps"] == 0
     assert "loss " in done.err
@@ -106,23 +105,13 @@ def test_killed_at_chosen_points(folder: Path, whole: Path) -> None:
 
 
 def test_a_signal_stops_at_a_step_border_with_a_checkpoint(stopped: tuple[Path, Outcome]) -> None:
-    """Ctrl-C and a terminal that goes are tried by tests/reliability/test_reliability.py, and resumed."""
+    """tests/reliability/test_reliability.py tries Ctrl-C, once and twice, a terminal that goes, and all phases."""
     out, done = stopped
     steps = num_lines(out / "metrics.jsonl")
     assert f"stopped by SIGTERM after step {steps} of 9, with a checkpoint" in done.err
     assert "SIGTERM: stopping after this step, with a checkpoint" in done.err
     assert "--resume" in done.err and "error" not in done.err
     assert (out / f"step-{steps:08d}").is_dir() and not (out / "report.json").exists()
-
-
-def test_a_signal_before_the_first_step_leaves_no_checkpoint_and_says_so(folder: Path) -> None:
-    write_rows(folder / "rows.jsonl", 20000)  # takes a while to tokenise
-    running = start(folder)
-    running.wait_until(lambda: "tokenising" in running.err)
-    running.kill(signal.SIGTERM)
-    done = running.finish().expect(143)
-    assert "stopped by SIGTERM before the first finished step: no checkpoint was written" in done.err
-    assert not list((folder / "out").glob("step-*"))
 
 
 def test_a_signal_while_torch_loads(folder: Path) -> None:
@@ -152,20 +141,6 @@ def test_a_run_under_nohup_outlives_its_terminal(folder: Path) -> None:
     assert "SIGHUP" not in done.err
 
 
-def test_a_second_interrupt_leaves_at_once(halfway: Path) -> None:
-    folder = halfway
-    saved = {path.name for path in (folder / "out").glob("step-*")}
-    running = start(folder, "--resume", environment={"ROUNDPIPE_FAULT": "compute:slow=0.5"})
-    events = folder / "out" / "events.jsonl"
-    running.wait_until(lambda: events.read_bytes().count(b"RunStarted") == 2)  # signals wait for a border from here on
-    running.kill(signal.SIGINT)
-    running.wait_until(lambda: "stopping after this step" in running.err)
-    running.kill(signal.SIGINT)
-    done = running.finish().expect(130)
-    assert "second SIGINT" in done.err
-    assert {path.name for path in (folder / "out").glob("step-*")} == saved
-
-
 # --- resume ---------------------------------------------------------------------------------------------------------
 
 
@@ -173,7 +148,7 @@ def test_resume_on_another_pipeline_gives_the_same_bits(halfway: Path, whole: Pa
     pipeline = ["pipeline.devices=[cpu,cpu,cpu]", "pipeline.recompute=layer", "logging_steps=3", "save_steps=5"]
     stages = ["pipeline.forward_stages=[[0,1],[2,2]]", "pipeline.backward_stages=[[3,4],[1,2],[0,0]]"]
     finetune(halfway, "--resume", *pipeline, *stages).expect(0)
-    assert_same_run(halfway, whole)
+    assert_same(halfway, whole)
 
 
 def test_resume_where_nothing_was_saved(folder: Path) -> None:
@@ -266,7 +241,7 @@ def test_the_report_of_a_resumed_run_is_of_the_whole_run(halfway: Path, whole: P
         (halfway / "out").rename(halfway / "other")
         words = [f"resume_from_checkpoint=other/{newest.name}"]
     done = finetune(halfway, *words).expect(0)
-    assert_same_run(halfway, whole)
+    assert_same(halfway, whole)
     mine, theirs = report_of(halfway / "out"), report_of(whole / "out")
     assert mine["loss"] == theirs["loss"] and mine["loss"]["first"] == metrics(whole / "out")[0]["loss"]
     assert (mine["measured"]["first_step"], mine["measured"]["steps"]) == (first_step, 10 - first_step)
@@ -292,12 +267,12 @@ def test_a_named_checkpoint_of_another_run(folder: Path, whole: Path) -> None:
     """It continues in a free folder with the metrics so far; a killed one begins again, a second run is refused."""
     other = Path(shutil.copytree(whole / "out", folder / "other"))
     named = "resume_from_checkpoint=other/" + min(path.name for path in other.glob("step-*"))
-    died = finetune(folder, "--resume", named, environment={"ROUNDPIPE_FAULT": "optimizer:kill:step=8"})
+    died = finetune(folder, "--resume", named, fault="optimizer:kill:step=8")
     assert died.code < 0 and not list((folder / "out").glob("step-*"))
     before = contents(other)
     done = finetune(folder, named).expect(0)
     assert "other stays as it is" in done.err and contents(other) == before
-    assert_same_run(folder, whole)
+    assert_same(folder, whole)
     done = finetune(folder, "--resume", named).expect(2)
     assert "of another run" in done.err and "resume_from_checkpoint=auto" in done.err
 
@@ -305,16 +280,16 @@ def test_a_named_checkpoint_of_another_run(folder: Path, whole: Path) -> None:
 def test_killed_after_going_back(folder: Path, whole: Path) -> None:
     """Story: resumed from step 4 of 8 and killed before the next save; `--resume` took step 8, and the metrics had
     rows 1, 2, 3, 4, 9."""
-    assert finetune(folder, "save_total_limit=5", environment={"ROUNDPIPE_FAULT": "optimizer:kill:step=8"}).code < 0
+    assert finetune(folder, "save_total_limit=5", fault="optimizer:kill:step=8").code < 0
     words = ("--resume", "resume_from_checkpoint=out/step-00000004")
-    died = finetune(folder, *words, environment={"ROUNDPIPE_FAULT": "optimizer:kill:step=4"})
+    died = finetune(folder, *words, fault="optimizer:kill:step=4")
     assert died.code < 0
     assert "resuming after step 4" in died.err
     assert "set-aside-step-00000006" in died.err and "move any that you need" in died.err
     left = {path.name for path in (folder / "out").glob("*step-*")} - {"set-aside-step-00000008"}  # killed in its save
     assert left == {"step-00000002", "step-00000004", "set-aside-step-00000006"}
     finetune(folder, "--resume").expect(0)
-    assert_same_run(folder, whole)
+    assert_same(folder, whole)
     assert not list((folder / "out").glob("set-aside-*"))
 
 
@@ -340,8 +315,7 @@ def test_a_finished_run_with_a_constant_learning_rate_goes_on_as_if_never_stoppe
     done = finetune(folder, *constant, "output_dir=longer", "max_steps=6", "--resume").expect(0)
     assert "so far the learning rate is that of a run of 6 steps" in done.err
     finetune(folder, *constant, "output_dir=at_once", "num_train_epochs=2").expect(0)
-    assert numbers(folder / "longer") == numbers(folder / "at_once")
-    assert (folder / "longer" / ADAPTER).read_bytes() == (folder / "at_once" / ADAPTER).read_bytes()
+    assert_same_run(folder / "longer", folder / "at_once")
 
 
 def test_every_value_of_a_checkpoint_is_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

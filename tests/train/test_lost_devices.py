@@ -22,17 +22,7 @@ from roundpipe_cli.dashboard.views import workers_block
 from roundpipe_cli.dashboard.waiting import details, longest_waiting
 from roundpipe_cli.engine.backends.cuda import xid_in
 from roundpipe_cli.errors import DeviceLostError, InternalError
-from roundpipe_cli.events import (
-    DeviceLost,
-    Event,
-    Notice,
-    RunStarted,
-    Span,
-    StepFinished,
-    StepTimeline,
-    decode,
-    encode,
-)
+from roundpipe_cli.events import DeviceLost, Event, Notice, RunStarted, Span, StepFinished, StepTimeline, decode, encode
 from roundpipe_cli.planning.adaptive import AdaptivePlanner
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.recipe.schema import PipelineConfig
@@ -40,7 +30,7 @@ from roundpipe_cli.schedule.actions import equal_costs
 from roundpipe_cli.train.checkpoint.reading import load_newest
 from roundpipe_cli.train.finetune import run_finetune
 from roundpipe_cli.train.signals import Reporting, Start, StopSignals
-from tests.support.e2e import launch, make_model, make_workspace, metrics, run
+from tests.support.e2e import launch, make_workspace, metrics, run
 from tests.support.simulated_cases import simulated
 from tests.support.simulated_cuda import SMALL_CARD, Card, Simulation
 from tests.torture.workers import copy_weights, lose_after_gradients, see_hangs_soon
@@ -49,38 +39,27 @@ THREE = "pipeline.devices=[cpu,cpu,cpu]"
 CUT = ("pipeline.forward_stages=[[0,1],[2,2]]", "pipeline.backward_stages=[[3,3],[2,2],[0,1]]")
 """Stages of which every worker gets some, so that every fault is met."""
 Finetune = Callable[..., list[Event]]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("models") / "model", num_hidden_layers=2)
+LOSS, HANG = "compute:raise=DeviceFault:step=3:worker=1:nth=1", "compute:hang:step=3:worker=1:nth=1"
 
 
 @pytest.fixture
-def finetune(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Finetune]:
+def finetune(two_blocks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Finetune]:
     """A run in this process with a fault, on three workers that copy as GPUs do; its events."""
     monkeypatch.setenv("ROUNDPIPE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.chdir(make_workspace(tmp_path / "work", model))
+    monkeypatch.chdir(make_workspace(tmp_path / "work", two_blocks))
     from roundpipe_cli.train.prepare import devices
 
     monkeypatch.setattr(devices, "CpuBackend", devices.CpuBackend)  # put back at the end
     copy_weights()
 
-    def run(
-        output: str, *words: str, fault: str = "", tell: Callable[[Event], None] = lambda event: None
-    ) -> list[Event]:
+    def run(output: str, *words: str, fault: str = "") -> list[Event]:
         told: list[Event] = []
-
-        def note(event: Event) -> None:
-            told.append(event)
-            tell(event)
-
         monkeypatch.setenv(faults.ENVIRONMENT_VARIABLE, fault)
         faults.load_faults()
         loaded = load_recipe("recipe.yaml", (f"output_dir={output}", THREE, *CUT, *words))
         with warnings.catch_warnings(), StopSignals() as signals:
             warnings.simplefilter("ignore")  # PEFT's, when it saves
-            run_finetune(loaded, Start(offline=True), Reporting(note), signals)
+            run_finetune(loaded, Start(offline=True), Reporting(told.append), signals)
         return told
 
     yield run
@@ -140,18 +119,8 @@ def test_a_hang_is_left_behind(finetune: Finetune, monkeypatch: pytest.MonkeyPat
     ("words", "fault", "reason", "rest"),
     [
         (["pipeline.devices=[cpu]"], "compute:raise=DeviceFault:step=3", "no other device is left", ()),
-        (
-            ["max_grad_norm=0"],
-            "compute:hang:step=3:worker=1:nth=1",
-            "which the device that hangs may still begin",
-            ("cpu",) * 2,
-        ),
-        (
-            [],
-            "compute:raise=DeviceFault:step=3:worker=1:nth=1,answer:raise=DeviceFault",
-            "no device of this process answers",
-            ("cpu",) * 2,
-        ),
+        (["max_grad_norm=0"], HANG, "which the device that hangs may still begin", ("cpu",) * 2),
+        ([], f"{LOSS},answer:raise=DeviceFault", "no device of this process answers", ("cpu",) * 2),
     ],
 )
 def test_what_cannot_go_on_ends_with_exit_code_5(
@@ -181,7 +150,7 @@ def test_a_step_whose_updates_have_begun_is_not_computed_again(
 
 
 def test_before_its_updates_begin_it_is(finetune: Finetune) -> None:
-    events = finetune("lost", "max_grad_norm=0", fault="compute:raise=DeviceFault:step=3:worker=1:nth=1")
+    events = finetune("lost", "max_grad_norm=0", fault=LOSS)
     assert bits("lost") == bits_of_whole(finetune, "max_grad_norm=0") and len(losses_of(events)) == 1
 
 
@@ -212,8 +181,7 @@ def test_the_same_on_another_device_is_a_bug(finetune: Finetune) -> None:
 
 def test_a_device_that_does_not_answer_is_the_lost_one(finetune: Finetune) -> None:
     """The error of one device comes up on those that wait for it."""
-    fault = "compute:raise=DeviceFault:step=3:worker=1:nth=1,answer:raise=DeviceFault:worker=2"
-    (lost,) = losses_of(finetune("lost", fault=fault))
+    (lost,) = losses_of(finetune("lost", fault=f"{LOSS},answer:raise=DeviceFault:worker=2"))
     assert lost.worker == 2 and lost.left == ("cpu", "cpu")
 
 

@@ -24,7 +24,7 @@ from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.train.batches import make_microbatches, make_sampler
 from roundpipe_cli.train.build import make_engine, make_planner
 from roundpipe_cli.train.prepare.setup import Setup
-from tests.support.e2e import Outcome, finetune, make_model, make_workspace, run
+from tests.support.e2e import Outcome, finetune, make_model, make_workspace, run, untied_and_tied
 from tests.support.tiny import tiny_config
 from tests.train.test_training_options import setup_of
 
@@ -36,11 +36,7 @@ TEXT = "Say <w1> 1:<w44>"
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Gemma's embedding has a scale."""
-    folder = tmp_path_factory.mktemp("tiny")
-    return {
-        "untied": make_model(folder / "untied", num_hidden_layers=2),
-        "tied": make_model(folder / "tied", "gemma3_text", num_hidden_layers=2, tie_word_embeddings=True),
-    }
+    return untied_and_tied(tmp_path_factory.mktemp("tiny"))
 
 
 def workspace(folder: Path, model: Path, words: list[str] = WORDS, **changes: Any) -> Path:

@@ -199,9 +199,7 @@ def test_the_first_loss_is_ln_2_and_margins_grow(folder: Path) -> None:
     rows = metrics(folder / "out")
     assert f"margin {rows[-1]['reward_margin']:.3f}" in done.out.splitlines()[-1]
     assert "reference model of dpo: model, without the adapter that is trained" in " ".join(done.err.split())
-    assert rows[0]["loss"] == pytest.approx(math.log(2), abs=1e-4) and rows[0]["reward_margin"] == pytest.approx(
-        0, abs=1e-4
-    )
+    assert rows[0]["loss"] == pytest.approx(math.log(2), abs=1e-4) and abs(rows[0]["reward_margin"]) < 1e-4
     assert rows[-1]["loss"] < 0.5 and rows[-1]["reward_margin"] > 0.5 and rows[-1]["reward_accuracy"] == 1.0
     assert rows[-1]["reward_margin"] == pytest.approx(rows[-1]["rewards_chosen"] - rows[-1]["rewards_rejected"])
 
@@ -251,10 +249,7 @@ def test_a_resume_keeps_the_reference(folder: Path) -> None:
     words = ("lora.start_from=first",)
     finetune(folder, *words).expect(0)
     three = "pipeline.devices=[cpu, cpu, cpu]"
-    died = finetune(
-        folder, *words, three, "output_dir=killed", environment={"ROUNDPIPE_FAULT": "optimizer:kill:step=3"}
-    )
-    assert died.code == -9
+    assert finetune(folder, *words, three, "output_dir=killed", fault="optimizer:kill:step=3").code == -9
     (folder / "first").rename(folder / "kept")
     random_adapter(folder / "model", folder / "first", init_lora_weights=False)
     done = finetune(folder, *words, "output_dir=killed", "--resume").expect(2)
@@ -280,7 +275,7 @@ def test_a_run_without_a_reference_model(folder: Path, objective: str) -> None:
     if objective == "simpo":
         return
     other = ("pipeline={devices: [cpu, cpu, cpu], threads_per_worker: 1}", "output_dir=other")
-    died = finetune(folder, *words, *other, environment={"ROUNDPIPE_FAULT": "optimizer:kill:step=3"})
+    died = finetune(folder, *words, *other, fault="optimizer:kill:step=3")
     assert died.code == -9
     finetune(folder, *words, *other, "--resume").expect(0)
     assert numbers(folder / "other") == numbers(folder / "out")
@@ -300,18 +295,12 @@ def test_a_run_without_a_reference_model(folder: Path, objective: str) -> None:
 def test_an_evaluation_of_pairs_is_what_the_next_step_computes(folder: Path, words: tuple[str, ...]) -> None:
     """It was refused. Where a step has all pairs, and the evaluation the same ones in other microbatches, the loss and
     the rewards after a step are those that the next step begins with."""
-    every = (
-        "gradient_accumulation_steps=5",
-        "micro_batch_size=2",
-        "lora.dropout=0",
-        "num_train_epochs=3",
-        "shuffle=false",
-    )
+    every = ("gradient_accumulation_steps=5", "micro_batch_size=2", "lora.dropout=0", "num_train_epochs=3")
     evaluation = ("eval_datasets=[{path: rows.jsonl, type: preference}]", "eval_steps=1", "load_best_model_at_end=true")
-    done = finetune(folder, *words, *every, *evaluation, "eval_samples=1", "eval_max_new_tokens=2").expect(0)
-    assert (
-        "evaluation: 10 pairs, 10 to train on" in done.err and "  margin " in done.out and "perplexity" not in done.out
-    )
+    samples = ("eval_samples=1", "eval_max_new_tokens=2", "shuffle=false")
+    done = finetune(folder, *words, *every, *evaluation, *samples).expect(0)
+    assert "evaluation: 10 pairs, 10 to train on" in done.err
+    assert "  margin " in done.out and "perplexity" not in done.out
     rows = metrics(folder / "out")
     evaluated = [json.loads(line) for line in (folder / "out" / "eval.jsonl").read_text().splitlines()]
     assert len(rows) == len(evaluated) == 3
@@ -353,14 +342,11 @@ def test_columns_bad_rows_and_pairs_that_are_not_whole(folder: Path) -> None:
 
 def test_what_does_not_go_with_pairs_is_refused(folder: Path) -> None:
     done = finetune(folder, "method=full", "packing=true").expect(2)
-    for key in ("method", "packing"):
-        assert f"{key}" in done.err
+    assert "method" in done.err and "packing" in done.err
     done = finetune(folder, "objective=simpo", "method=full", "train_on_inputs=true", "packing=true").expect(2)
     assert "train_on_inputs is not offered with objective simpo" in done.err and "method" not in done.err
-    assert (
-        "objective: dpo"
-        in finetune(folder, "objective=sft", "datasets=[{path: rows.jsonl, type: preference}]").expect(2).err
-    )
+    done = finetune(folder, "objective=sft", "datasets=[{path: rows.jsonl, type: preference}]").expect(2)
+    assert "objective: dpo" in done.err
 
 
 def test_data_shows_the_labels_that_are_trained(folder: Path) -> None:
@@ -379,11 +365,8 @@ def test_data_shows_the_labels_that_are_trained(folder: Path) -> None:
         document = json.loads(run(folder, "data", "recipe.yaml", *words, "--json").expect(0).out)
         setup = prepare(load_recipe(str(folder / "recipe.yaml"), words), offline=True, tell=lambda event: None)
         (microbatch,), _ = make_pairs(setup, [[[index] for index in range(4)]])
-        assert (document["pairs"], document["packing"], document["content_hash"]) == (
-            4,
-            None,
-            setup.dataset.content_hash,
-        )
+        assert document["pairs"] == 4 and document["packing"] is None
+        assert document["content_hash"] == setup.dataset.content_hash
         assert [sample["answer"] for sample in document["samples"]] == ["chosen", "rejected"] * 3
         for sample in document["samples"]:
             place = sample["row_id"] + (4 if sample["answer"] == "rejected" else 0)
@@ -394,12 +377,3 @@ def test_data_shows_the_labels_that_are_trained(folder: Path) -> None:
             assert trained == ("Yo</s>" if sample["answer"] == "chosen" else "No, never</s>")
     out = run(folder, "data", "recipe.yaml", *words).expect(0).out
     assert "[[Yo</s>]]" in out and "[[No, never</s>]]" in out and "first pair, rejected" in out
-
-
-def test_a_run_names_the_columns_that_are_not_used(folder: Path) -> None:
-    """In its first lines, whether the tokens are made now or taken from the cache."""
-    rows = [{**json.loads(line), "source": "here"} for line in (folder / "rows.jsonl").read_text().splitlines()]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for name in ("one", "two"):
-        done = finetune(folder, "max_steps=1", f"output_dir={name}").expect(0)
-        assert "columns that are not used: source" in done.err

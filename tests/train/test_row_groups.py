@@ -10,17 +10,12 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.e2e import finetune, make_model, make_workspace, metrics, run
+from tests.support.e2e import finetune, make_workspace, metrics, run
 
 TOLERANCE = 1e-5
 """Relative, of a loss in float32 without dropout."""
 STEP_ROWS = 8
 PLAIN = {"num_train_epochs": 2, "lora__dropout": 0.0, "save_steps": 1}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("tiny") / "model", num_hidden_layers=2)
 
 
 def write_uneven_rows(path: Path, num_rows: int = 20) -> None:
@@ -30,76 +25,71 @@ def write_uneven_rows(path: Path, num_rows: int = 20) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def workspace(folder: Path, model: Path, **changes: Any) -> Path:
-    make_workspace(folder, model, **{"max_seq_length": 128, **PLAIN, **changes})
+def workspace(folder: Path, two_blocks: Path, **changes: Any) -> Path:
+    make_workspace(folder, two_blocks, **{"max_seq_length": 128, **PLAIN, **changes})
     write_uneven_rows(folder / "rows.jsonl")
     return folder
-
-
-def remove(path: Path) -> None:
-    shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
-def row_sets(folder: Path) -> list[list[int]]:
-    return [sorted(json.loads(line)["rows"]) for line in (folder / "rows.log").read_text().splitlines()]
 
 
 def trained(folder: Path, *words: str) -> tuple[list[float], list[list[int]]]:
     """Losses and rows of a run's steps."""
     finetune(folder, *words, environment={"ROUNDPIPE_ROW_LOG": "rows.log"}).expect(0)
-    return [row["loss"] for row in metrics(folder / "out")], row_sets(folder)
+    rows = [sorted(json.loads(line)["rows"]) for line in (folder / "rows.log").read_text().splitlines()]
+    return [row["loss"] for row in metrics(folder / "out")], rows
 
 
 @pytest.fixture(scope="module")
-def one_by_one(tmp_path_factory: pytest.TempPathFactory, model: Path) -> tuple[list[float], list[list[int]]]:
-    folder = workspace(tmp_path_factory.mktemp("one"), model, micro_batch_size=1, gradient_accumulation_steps=STEP_ROWS)
+def one_by_one(tmp_path_factory: pytest.TempPathFactory, two_blocks: Path) -> tuple[list[float], list[list[int]]]:
+    folder = workspace(
+        tmp_path_factory.mktemp("one"), two_blocks, micro_batch_size=1, gradient_accumulation_steps=STEP_ROWS
+    )
     return trained(folder)
-
-
-@pytest.mark.parametrize("size", [*(pytest.param(size, marks=pytest.mark.sweep) for size in (2, 4)), 8])
-def test_rows_of_like_length_meet_and_the_loss_stays(
-    tmp_path: Path, model: Path, one_by_one: tuple[list[float], list[list[int]]], size: int
-) -> None:
-    folder = workspace(tmp_path, model, micro_batch_size=size, gradient_accumulation_steps=STEP_ROWS // size)
-    losses, rows = trained(folder)
-    assert rows == one_by_one[1], "the rows of each step are those that they were"
-    assert losses == pytest.approx(one_by_one[0], rel=TOLERANCE)
 
 
 PACKED = {"packing": True, "micro_batch_size": 1, "gradient_accumulation_steps": 4}
 
 
 @pytest.fixture(scope="module")
-def packed(tmp_path_factory: pytest.TempPathFactory, model: Path) -> tuple[list[float], list[list[int]]]:
+def packed(tmp_path_factory: pytest.TempPathFactory, two_blocks: Path) -> tuple[list[float], list[list[int]]]:
     """One packed row in a microbatch."""
-    return trained(workspace(tmp_path_factory.mktemp("packed"), model, **PACKED))
+    return trained(workspace(tmp_path_factory.mktemp("packed"), two_blocks, **PACKED))
 
 
-@pytest.mark.parametrize("tokens", [300, *(pytest.param(tokens, marks=pytest.mark.sweep) for tokens in (128, 512))])
-def test_microbatches_filled_by_tokens_keep_rows_and_loss(
-    tmp_path: Path, model: Path, one_by_one: tuple[list[float], list[list[int]]], tokens: int
+BY_TOKENS = {"micro_batch_size": 1, "gradient_accumulation_steps": STEP_ROWS}
+
+
+@pytest.mark.parametrize(
+    ("alone", "shape"),
+    [
+        *(
+            pytest.param("one_by_one", shape, marks=pytest.mark.sweep)
+            for shape in (
+                *({"micro_batch_size": size, "gradient_accumulation_steps": STEP_ROWS // size} for size in (2, 4)),
+                *({**BY_TOKENS, "micro_batch_tokens": tokens} for tokens in (128, 512)),
+            )
+        ),
+        ("one_by_one", {"micro_batch_size": 8, "gradient_accumulation_steps": 1}),
+        ("one_by_one", {**BY_TOKENS, "micro_batch_tokens": 300}),
+        pytest.param("packed", {**PACKED, "micro_batch_tokens": 256}, marks=pytest.mark.sweep),
+        ("packed", {**PACKED, "micro_batch_tokens": 1024}),
+    ],
+)
+def test_any_microbatches_keep_rows_and_loss(
+    tmp_path: Path, two_blocks: Path, request: pytest.FixtureRequest, alone: str, shape: dict[str, Any]
 ) -> None:
-    shape = {"micro_batch_size": 1, "gradient_accumulation_steps": STEP_ROWS}
-    losses, rows = trained(workspace(tmp_path, model, micro_batch_tokens=tokens, **shape))
-    assert rows == one_by_one[1], "the rows of each step are those that they were"
-    assert losses == pytest.approx(one_by_one[0], rel=TOLERANCE)
+    """Of rows of like length, or filled by tokens."""
+    expected, expected_rows = request.getfixturevalue(alone)
+    losses, rows = trained(workspace(tmp_path, two_blocks, **shape))
+    assert rows == expected_rows, "the rows of each step are those that they were"
+    assert losses == pytest.approx(expected, rel=TOLERANCE)
 
 
-@pytest.mark.parametrize("tokens", [pytest.param(256, marks=pytest.mark.sweep), 1024])
-def test_microbatches_filled_by_packed_rows_keep_rows_and_loss(
-    tmp_path: Path, model: Path, packed: tuple[list[float], list[list[int]]], tokens: int
-) -> None:
-    losses, rows = trained(workspace(tmp_path, model, micro_batch_tokens=tokens, **PACKED))
-    assert rows == packed[1], "the rows of each step are those that they were"
-    assert losses == pytest.approx(packed[0], rel=TOLERANCE)
-
-
-def test_bits_do_not_depend_on_workers_stages_or_an_interruption(tmp_path: Path, model: Path) -> None:
+def test_bits_do_not_depend_on_workers_stages_or_an_interruption(tmp_path: Path, two_blocks: Path) -> None:
     """Steps have 2 to 4 microbatches here. One worker; two up to a kill, then three."""
-    shape = {"micro_batch_size": 1, "gradient_accumulation_steps": STEP_ROWS, "micro_batch_tokens": 256}
-    folder = workspace(tmp_path / "work", model, val_set_size=3, **shape)
+    shape = {**BY_TOKENS, "micro_batch_tokens": 256}
+    folder = workspace(tmp_path / "work", two_blocks, val_set_size=3, **shape)
     finetune(folder, "pipeline.devices=[cpu]", "output_dir=whole").expect(0)
-    assert finetune(folder, environment={"ROUNDPIPE_FAULT": "optimizer:kill:step=3"}).code < 0
+    assert finetune(folder, fault="optimizer:kill:step=3").code < 0
     finetune(folder, "--resume", "pipeline.devices=[cpu,cpu,cpu]").expect(0)
     found, expected = ([row["loss_hex"] for row in metrics(folder / name)] for name in ("out", "whole"))
     assert found == expected and len(found) == 6
@@ -107,11 +97,11 @@ def test_bits_do_not_depend_on_workers_stages_or_an_interruption(tmp_path: Path,
     assert json.loads(evaluations[0])["loss_hex"] == json.loads(evaluations[1])["loss_hex"]
 
 
-def test_auto_is_resolved_once_whatever_the_number_of_workers(tmp_path: Path, model: Path) -> None:
-    shape = {"micro_batch_size": 1, "gradient_accumulation_steps": STEP_ROWS, "micro_batch_tokens": "auto"}
+def test_auto_is_resolved_once_whatever_the_number_of_workers(tmp_path: Path, two_blocks: Path) -> None:
+    shape = {**BY_TOKENS, "micro_batch_tokens": "auto"}
     found = []
     for count in (1, 3):
-        folder = workspace(tmp_path / str(count), model, pipeline__devices=["cpu"] * count, max_steps=2, **shape)
+        folder = workspace(tmp_path / str(count), two_blocks, pipeline__devices=["cpu"] * count, max_steps=2, **shape)
         done = finetune(folder).expect(0)
         assert "micro_batch_tokens (auto): 256: 2 rows of 128 tokens" in done.err
         found.append((resolved(folder)["micro_batch_tokens"], [row["loss_hex"] for row in metrics(folder / "out")]))
@@ -123,10 +113,10 @@ def test_auto_is_resolved_once_whatever_the_number_of_workers(tmp_path: Path, mo
     assert "micro_batch_tokens: changed" in changed.err
 
 
-def test_short_rows_keep_several_workers_busy(tmp_path: Path, model: Path) -> None:
+def test_short_rows_keep_several_workers_busy(tmp_path: Path, two_blocks: Path) -> None:
     """The budget joined all rows of a step into one microbatch, and all workers but one had nothing to do."""
-    shape = {"micro_batch_size": 1, "gradient_accumulation_steps": STEP_ROWS, "micro_batch_tokens": "auto"}
-    folder = workspace(tmp_path, model, pipeline__devices=["cpu"] * 3, max_steps=2, **shape)
+    shape = {**BY_TOKENS, "micro_batch_tokens": "auto"}
+    folder = workspace(tmp_path, two_blocks, pipeline__devices=["cpu"] * 3, max_steps=2, **shape)
     rows = [{"prompt": "Say ", "completion": "x" * (1 + index % 3)} for index in range(40)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     said = " ".join(finetune(folder).expect(0).err.split())
@@ -137,40 +127,25 @@ def test_short_rows_keep_several_workers_busy(tmp_path: Path, model: Path) -> No
     assert "which will wait" not in again.err
 
 
-def test_pairs_are_filled_by_both_answers(tmp_path: Path, model: Path) -> None:
-    shape = {"objective": "dpo", "micro_batch_size": 1, "gradient_accumulation_steps": 4, "save_steps": 10}
-    losses = []
-    for tokens in (None, 256):
-        folder = workspace(tmp_path / str(tokens), model, micro_batch_tokens=tokens, max_steps=3, **shape)
-        rows = [
-            {"prompt": "Say", "chosen": f"{index} {'x' * (9 * index % 50)}", "rejected": f"no {'y' * (7 * index % 60)}"}
-            for index in range(12)
-        ]
-        (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        finetune(folder).expect(0)
-        losses.append([row["loss"] for row in metrics(folder / "out")])
-    assert losses[1] == pytest.approx(losses[0], rel=TOLERANCE)
-
-
 def test_a_device_that_runs_out_of_memory_gets_smaller_microbatches(
-    tmp_path: Path, model: Path, one_by_one: tuple[list[float], list[list[int]]]
+    tmp_path: Path, two_blocks: Path, one_by_one: tuple[list[float], list[list[int]]]
 ) -> None:
-    shape = {"micro_batch_size": 1, "gradient_accumulation_steps": STEP_ROWS, "micro_batch_tokens": 512}
-    folder = workspace(tmp_path / "adapts", model, **shape)
+    shape = {**BY_TOKENS, "micro_batch_tokens": 512}
+    folder = workspace(tmp_path / "adapts", two_blocks, **shape)
     twice = ",".join(f"compute:raise=MemoryError:step=1:nth={count}" for count in (1, 2))
-    done = finetune(folder, "on_oom=adapt", environment={"ROUNDPIPE_FAULT": twice}).expect(0)
+    done = finetune(folder, "on_oom=adapt", fault=twice).expect(0)
     assert "write micro_batch_tokens: 256, pipeline.recompute: layer" in done.err
     adapted = [row["loss"] for row in metrics(folder / "out")]
     assert adapted == pytest.approx(one_by_one[0], rel=TOLERANCE)
-    for out in (folder / "out" / "step-00000006", folder / "out" / "report.json"):
-        remove(out)
+    shutil.rmtree(folder / "out" / "step-00000006")
+    (folder / "out" / "report.json").unlink()
     advised = ["micro_batch_tokens=256", "pipeline.recompute=layer"]
     assert "micro_batch_tokens: changed" in finetune(folder, "--resume", "micro_batch_tokens=128").expect(2).err
     finetune(folder, "--resume", *advised).expect(0)
 
 
-def test_a_budget_that_makes_no_sense_is_refused(tmp_path: Path, model: Path) -> None:
-    folder = workspace(tmp_path, model)
+def test_a_budget_that_makes_no_sense_is_refused(tmp_path: Path, two_blocks: Path) -> None:
+    folder = workspace(tmp_path, two_blocks)
     done = finetune(folder, "micro_batch_tokens=100").expect(2)
     assert "a row of max_seq_length tokens does not fit into a microbatch" in done.err
     assert "hint: micro_batch_tokens=128, or a smaller max_seq_length" in done.err
@@ -186,11 +161,11 @@ def resolved(folder: Path) -> dict[str, Any]:
     return recipe
 
 
-def test_auto_packs_short_rows_and_a_resumed_run_keeps_to_it(tmp_path: Path, model: Path) -> None:
+def test_auto_packs_short_rows_and_a_resumed_run_keeps_to_it(tmp_path: Path, two_blocks: Path) -> None:
     shape = {"max_seq_length": 256, "micro_batch_size": 1, "gradient_accumulation_steps": 2, "max_steps": 4}
-    whole = workspace(tmp_path / "whole", model, packing=True, **shape)
+    whole = workspace(tmp_path / "whole", two_blocks, packing=True, **shape)
     finetune(whole).expect(0)
-    folder = workspace(tmp_path / "auto", model, packing="auto", **shape)
+    folder = workspace(tmp_path / "auto", two_blocks, packing="auto", **shape)
     done = finetune(folder, "max_steps=2").expect(0)
     assert "packing (auto): on: rows have" in done.err and "packing: 20 rows in" in done.err
     assert resolved(folder)["packing"] is True
@@ -200,21 +175,10 @@ def test_auto_packs_short_rows_and_a_resumed_run_keeps_to_it(tmp_path: Path, mod
     assert rows == [row["tokens"] for row in metrics(whole / "out")] and len(rows) == 4
 
 
-def test_auto_does_not_pack_long_rows_nor_where_rows_would_mix(tmp_path: Path, model: Path) -> None:
-    folder = workspace(tmp_path / "long", model, packing="auto", max_steps=1)
-    assert "packing (auto): off: rows have" in finetune(folder).expect(0).err
-    assert resolved(folder)["packing"] is False
-    bloom = make_model(tmp_path / "b" / "model", "bloom", num_hidden_layers=2)
-    other = workspace(tmp_path / "bloom", bloom, packing="auto", max_steps=1, max_seq_length=256)
-    done = finetune(other).expect(0)
-    assert "packing (auto): off: this model cannot train on packed rows: they would see each other" in done.err
-    assert resolved(other)["packing"] is False
-
-
-def test_data_and_plan_say_what_auto_does(tmp_path: Path, model: Path) -> None:
+def test_data_and_plan_say_what_auto_does(tmp_path: Path, two_blocks: Path) -> None:
     """Story: `data` packed ten rows and a run did; `plan` said a sentence about packing in general, and no answer."""
     shape = {"max_seq_length": 512, "micro_batch_size": 1, "gradient_accumulation_steps": 2}
-    folder = workspace(tmp_path, model, packing="auto", max_steps=2, **shape)
+    folder = workspace(tmp_path, two_blocks, packing="auto", max_steps=2, **shape)
     assert "packing (auto): on: rows have" in run(folder, "data", "recipe.yaml").expect(0).out
     document = json.loads(run(folder, "data", "recipe.yaml", "--json").expect(0).out)
     assert document["packing"]["auto"]["packs"] is True

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from roundpipe_cli.costs import machine
 from roundpipe_cli.dashboard.html import report_page
 from roundpipe_cli.dashboard.state import fold_all
 from roundpipe_cli.dashboard.waiting import longest_waiting
 from roundpipe_cli.engine.link_speed import LinkSpeed
-from roundpipe_cli.errors import OutOfDeviceMemoryError
+from roundpipe_cli.errors import OutOfDeviceMemoryError, RecipeError
 from roundpipe_cli.events import EvaluationFinished, Event, Notice, RunStarted, StepFinished, StepTimeline
 from roundpipe_cli.model.stored import packed_weights
 from roundpipe_cli.recipe.load import load_recipe
@@ -32,15 +35,10 @@ from tests.support.simulated_cuda import memory
 ON_CPU, ON_CARDS = "pipeline.devices=[cpu,cpu]", "pipeline.devices=[cuda:0,cuda:1]"
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("models") / "model", num_hidden_layers=2)
-
-
 @pytest.fixture
-def folder(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def folder(two_blocks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("ROUNDPIPE_CACHE", str(tmp_path / "cache"))
-    work = make_workspace(tmp_path / "work", model, num_train_epochs=1, check_longest_rows=False)
+    work = make_workspace(tmp_path / "work", two_blocks, num_train_epochs=1, check_longest_rows=False)
     monkeypatch.chdir(work)
     yield work
 
@@ -98,14 +96,10 @@ def test_waits_of_cards_have_their_causes(folder: Path) -> None:
     state = fold_all((0.0, event) for event in events)
     found = longest_waiting(state)
     assert found is not None and found.by_cause_s and set(found.by_cause_s) <= {"upload", "boundary", "launch", "tail"}
-    assert state.timeline is not None and found.step_s == max(
-        span.end_s for span in state.timeline.spans if span.lane == "compute"
-    )
-    busy_s = sum(
-        span.end_s - span.start_s
-        for span in state.timeline.spans
-        if (span.worker, span.lane) == (found.worker, "compute")
-    )
+    assert state.timeline is not None
+    computing = [span for span in state.timeline.spans if span.lane == "compute"]
+    assert found.step_s == max(span.end_s for span in computing)
+    busy_s = sum(span.end_s - span.start_s for span in computing if span.worker == found.worker)
     assert found.total_s == pytest.approx(found.step_s - busy_s, abs=0.01 * found.step_s)
     shown = report_page(Path("cards"))
     assert f"worker {found.worker} waited " in shown and 'class="up"' in shown and 'class="down"' in shown
@@ -114,10 +108,8 @@ def test_waits_of_cards_have_their_causes(folder: Path) -> None:
 def test_preference_pairs(folder: Path) -> None:
     rows = [{"prompt": f"Say {n}: ", "chosen": f"{n} " * (1 + n % 3), "rejected": "no"} for n in range(8)]
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    found = [
-        finetune("objective=dpo", "max_steps=3", *words)
-        for words in ((ON_CPU, "output_dir=cpu"), (ON_CARDS, "output_dir=cards"))
-    ]
+    words = ("objective=dpo", "max_steps=3")
+    found = [finetune(*words, ON_CPU, "output_dir=cpu"), finetune(*words, ON_CARDS, "output_dir=cards")]
     assert losses(found[1]) == losses(found[0]) and len(losses(found[0])) == 3
     pairs: list[Any] = [[event.preference for event in run if isinstance(event, StepFinished)] for run in found]
     assert pairs[1] == pairs[0] and pairs[0][0]["reward_accuracy"] == 0
@@ -233,20 +225,6 @@ def test_bench_compares_schedules(folder: Path, words: tuple[str, ...], kept: st
         assert not stays, "the recipe says what stays"
 
 
-def test_microbatches_filled_by_tokens(folder: Path) -> None:
-    """Their number varies from step to step; so do their rows."""
-    words = (
-        *("micro_batch_size=1", "gradient_accumulation_steps=8", "packing=auto", "num_train_epochs=1"),
-        "dtype=float32",
-    )
-    chosen, given = "micro_batch_tokens=auto", "micro_batch_tokens=128"
-    two = finetune(*words, chosen, ON_CARDS, "output_dir=two")
-    assert "micro_batch_tokens (auto): 128" in notices(two)
-    one = finetune(*words, given, "pipeline.devices=[cpu]", "output_dir=one")
-    assert losses(two) == losses(one) and len(losses(two)) == 2
-    assert "micro_batch_tokens (auto)" not in notices(one)
-
-
 def test_stages_are_cut_for_the_links_that_were_measured(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """25 GB/s were assumed, also in a slot of four lanes."""
     asked: list[float] = []
@@ -269,3 +247,92 @@ def test_stages_are_cut_for_the_links_that_were_measured(folder: Path, monkeypat
 
         monkeypatch.setattr(devices, "measure_links", refuse)
         assert devices.slowest_link_bytes_per_s(["cuda:0"]) == devices.ASSUMED_LINK_BYTES_PER_S
+
+
+# --- float16_accumulation, and deterministic sums ---------------------------------------------------------------------
+
+NARROW = ("dtype=float16", "float16_accumulation=true")
+TERMS = 16
+"""Products that a tensor core adds up at once; their sum is then added to the narrow one."""
+
+
+def narrow_mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """`a @ b`; in float16 the partial sums are rounded to float16 after each TERMS terms."""
+    if a.dtype != torch.float16:
+        return torch.bmm(a[None], b[None])[0]
+    total = torch.zeros(a.shape[0], b.shape[1], dtype=torch.float16)
+    for start in range(0, a.shape[1], TERMS):
+        terms = slice(start, start + TERMS)
+        total = (total.float() + torch.bmm(a[None, :, terms].float(), b[None, terms].float())[0]).half()
+    return total
+
+
+def narrow_addmm(
+    c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1, alpha: float = 1
+) -> torch.Tensor:
+    return beta * c + alpha * narrow_mm(a, b)
+
+
+@contextmanager
+def narrow_products() -> Iterator[None]:
+    """Every product of two matrices on the processor, in all threads, as a card would compute it."""
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, that its own kernels are replaced
+        library.impl("mm", narrow_mm, "CPU")
+        library.impl("addmm", narrow_addmm, "CPU")
+    try:
+        yield
+    finally:
+        library._destroy()
+
+
+def test_a_run_with_narrow_sums_learns_as_one_with_wide_ones(folder: Path) -> None:
+    """A few parts in ten thousand apart from float32's, in a model whose sums are of hundreds of products."""
+    make_model(folder / "wide", num_hidden_layers=1, hidden_size=256, intermediate_size=512)
+    words = ("model=wide", "method=full", "learning_rate=1e-3", "num_train_epochs=2", ON_CPU)
+    torch.manual_seed(0)
+    a, b = torch.randn(64, 512).half(), torch.randn(512, 64).half()
+    exact = a.double() @ b.double()
+    wide_error = float((torch.mm(a, b).double() - exact).abs().max())
+    with narrow_products():
+        assert float((torch.mm(a, b).double() - exact).abs().max()) > 2 * wide_error, "the sums are not narrow"
+        narrow = losses(finetune(*NARROW, *words, "output_dir=narrow"))
+    exact_losses = losses(finetune("dtype=float32", *words, "output_dir=float32"))
+    assert all(math.isfinite(loss) for loss in narrow)
+    assert exact_losses[-1] < 0.9 * exact_losses[0] and narrow[-1] < 0.9 * narrow[0]
+    assert max(abs(x - y) for x, y in zip(narrow, exact_losses, strict=True)) < 0.02
+
+
+def test_cards_are_asked_for_it_and_processors_say_that_they_have_none(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "_cpuinfo", lambda: "flags: avx2")
+    on_cards = finetune(*NARROW, ON_CARDS, "output_dir=cards", "max_steps=1")
+    assert "float16_accumulation" not in notices(on_cards)
+    assert torch.backends.cuda.matmul.allow_fp16_accumulation is True
+    finetune("dtype=float16", ON_CARDS, "output_dir=plain", "max_steps=1")
+    assert torch.backends.cuda.matmul.allow_fp16_accumulation is False
+    on_processor = finetune(*NARROW, ON_CPU, "output_dir=cpu", "max_steps=1")
+    assert "float16_accumulation has no effect here" in notices(on_processor)
+    assert "set dtype=float32" in notices(on_processor) and "dtype=float32" not in notices(on_cards)
+    assert losses(on_processor) == losses(on_cards)
+    assert "float16_accumulation: true" in Path("cards/recipe.yaml").read_text()
+
+
+def test_a_deterministic_run_on_cards_has_the_processors_losses(folder: Path) -> None:
+    try:
+        on_cards = finetune("deterministic=true", ON_CARDS, "output_dir=ordered", "max_steps=1")
+        assert torch.are_deterministic_algorithms_enabled() and "deterministic" not in notices(on_cards)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    on_processor = finetune("deterministic=true", ON_CPU, "output_dir=processor", "max_steps=1")
+    assert "deterministic has no effect here" in notices(on_processor)
+    assert losses(on_processor) == losses(on_cards)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_other_types_are_refused(folder: Path, dtype: str) -> None:
+    with pytest.raises(RecipeError, match="only products of float16 can add up in float16") as caught:
+        load_recipe("recipe.yaml", [f"dtype={dtype}", "float16_accumulation=true"])
+    assert caught.value.exit_code == 2 and "`dtype: float16`" in str(caught.value)

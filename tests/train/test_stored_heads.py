@@ -1,5 +1,5 @@
 """An LM head that the files hold beside an embedding which the configuration calls tied: the files decide, in a run,
-its result, a merge and a resume.
+its result and a merge.
 
 Story: the head was dropped unread, the first loss was that of the embedding as head (5.6124 in place of 5.8303 for the
 tiny Llama here), and no line said so.
@@ -124,14 +124,3 @@ def test_equal_tables_are_tied(tmp_path: Path) -> None:
     assert metrics(work / "out")[0]["loss"] == pytest.approx(loss_of(by_library(base, "llama"), base), rel=1e-5)
     assert json.loads((work / "out" / "config.json").read_text())["tie_word_embeddings"] is True
     assert "lm_head.weight" not in load_file(work / "out" / "model.safetensors")
-
-
-def test_a_resumed_run_has_both_tables(tmp_path: Path) -> None:
-    base = make_base(tmp_path / "base", "llama")
-    whole = work_with(tmp_path / "whole", base, method="full", save_steps=1)
-    finetune(whole, *ONE_ROW).expect(0)
-    parts = work_with(tmp_path / "parts", base, method="full", save_steps=1)
-    finetune(parts, *ONE_ROW, "max_steps=1").expect(0)
-    finetune(parts, *ONE_ROW, "--resume").expect(0)
-    hexes = [[row["loss_hex"] for row in metrics(folder / "out")] for folder in (whole, parts)]
-    assert hexes[0] == hexes[1]

@@ -7,6 +7,7 @@ and schedule. All it takes from the run are the random A matrices; every other s
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,14 +26,15 @@ from roundpipe_cli.model.dropout import embedding_noise, layer_seed
 from roundpipe_cli.model.stored.packed_weights import import_bitsandbytes
 from roundpipe_cli.recipe.check import SCHEDULE_KEYS
 from roundpipe_cli.recipe.load import load_recipe
+from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.train.batches import make_microbatches, make_sampler
 from roundpipe_cli.train.loop import Trainer
 from roundpipe_cli.train.optim import optimizer
 from roundpipe_cli.train.optim.optimizer import Adafactor, AdamW, AdamW8, AdamW16, HostOptimizer, Sgd, UpdateRule
-from roundpipe_cli.train.prepare.learning_rate import describe_schedule, make_rate_schedule, rate_schedule_of
+from roundpipe_cli.train.prepare.learning_rate import describe_schedule, rate_schedule_of
 from roundpipe_cli.train.prepare.setup import Setup, prepare
 from roundpipe_cli.train.signals import Reporting, StopSignals
-from tests.support.e2e import finetune, make_model, make_tokenizer, make_workspace, metrics, numbers
+from tests.support.e2e import finetune, make_model, make_tokenizer, make_workspace, metrics
 from tests.support.tiny import make_rig
 from tests.train.test_export_adapters import adapter as make_adapter
 from tests.train.test_export_adapters import adapter_of_experts
@@ -119,8 +121,7 @@ CASES = {
         lora={"modules_to_save": ["embed_tokens", "lm_head", "input_layernorm", "norm"]},
     ),
     "frozen": Case(
-        [*FULL, "frozen_parameters=[embed_tokens, 'layers[.]0[.]', norm]"],
-        frozen=("embed_tokens", "layers.0.", "norm"),
+        [*FULL, "frozen_parameters=[embed_tokens, 'layers[.]0[.]', norm]"], frozen=("embed_tokens", "layers.0.", "norm")
     ),
     "label-smoothing": Case([*FULL, "label_smoothing_factor=0.1"], smoothing=0.1),
     "neftune": Case([*FULL, "neftune_noise_alpha=5"], noise=5.0),
@@ -150,14 +151,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
+@pytest.fixture
+def folder(tmp_path: Path, models: dict[str, Path]) -> Path:
+    return make_workspace(tmp_path / "work", models["untied"])
+
+
 COMMON = [
-    f"max_steps={NUM_STEPS}",
-    "save_steps=100",
-    "warmup_steps=1",
-    "lr_scheduler_type=constant",
-    f"learning_rate={RATE}",
-    "lora.dropout=0",
-    "max_grad_norm=0.5",
+    *(f"max_steps={NUM_STEPS}", "save_steps=100", "warmup_steps=1", "lr_scheduler_type=constant"),
+    *(f"learning_rate={RATE}", "lora.dropout=0", "max_grad_norm=0.5"),
 ]
 
 
@@ -214,13 +215,8 @@ def plain_run(setup: Setup, model: Any, whole: Any, case: Case) -> list[float]:
             logits = model(input_ids=microbatch.input_ids, use_cache=False).logits[:, :-1].flatten(0, 1)
             if handle is not None:
                 handle.remove()
-            loss = nn.functional.cross_entropy(
-                logits,
-                microbatch.labels[:, 1:].flatten(),
-                ignore_index=-100,
-                reduction="sum",
-                label_smoothing=case.smoothing,
-            )
+            labels = microbatch.labels[:, 1:].flatten()  # -100 is left out
+            loss = nn.functional.cross_entropy(logits, labels, reduction="sum", label_smoothing=case.smoothing)
             (loss / num_targets).backward()
             total += float(loss.detach()) / num_targets
         losses.append(total)
@@ -263,8 +259,7 @@ def test_equal_to_the_libraries(name: str, tmp_path: Path, models: dict[str, Pat
     compare(folder, case, setup_of(folder, *case.overrides))
 
 
-def test_an_adapter_is_trained_further(tmp_path: Path, models: dict[str, Path]) -> None:
-    folder = make_workspace(tmp_path / "work", models["untied"])
+def test_an_adapter_is_trained_further(folder: Path) -> None:
     keys = ["lora.use_dora=true", "lora.modules_to_save=[lm_head]"]
     train(setup_of(folder, *keys, output="first"), folder / "first")
     setup = setup_of(folder, *_start(folder))
@@ -272,8 +267,7 @@ def test_an_adapter_is_trained_further(tmp_path: Path, models: dict[str, Path]) 
     compare(folder, Case([]), setup, folder / "first")
 
 
-def test_dropout_acts_on_an_adapter_that_is_trained_further(tmp_path: Path, models: dict[str, Path]) -> None:
-    folder = make_workspace(tmp_path / "work", models["untied"])
+def test_dropout_acts_on_an_adapter_that_is_trained_further(folder: Path) -> None:
     train(setup_of(folder, output="first"), folder / "first")
     losses = set()
     for dropout in (0.0, 0.5):
@@ -285,9 +279,8 @@ def test_dropout_acts_on_an_adapter_that_is_trained_further(tmp_path: Path, mode
 
 
 @pytest.mark.parametrize(("init", "deviation"), [("default", (3 * 64) ** -0.5), ("gaussian", 1 / 4)])
-def test_how_an_adapter_starts(init: str, deviation: float, tmp_path: Path, models: dict[str, Path]) -> None:
+def test_how_an_adapter_starts(init: str, deviation: float, folder: Path) -> None:
     """As PEFT draws it: with 1 / r, or with Kaiming's bound of sqrt(6 / ((1 + 5) * 64))."""
-    folder = make_workspace(tmp_path / "work", models["untied"])
     store = setup_of(folder, "lora.r=4", f"lora.init={init}").store
     drawn = [name for name in store.trainable_names if "lora_A" in name and "down_proj" not in name]
     values = torch.cat([store.master(name).flatten() for name in drawn])
@@ -300,8 +293,7 @@ def _start(folder: Path) -> list[str]:
     return ["lora.r=16", "lora.alpha=32", f"lora.start_from={folder / 'first'}"]
 
 
-def test_another_shape_than_the_adapters_is_refused(tmp_path: Path, models: dict[str, Path]) -> None:
-    folder = make_workspace(tmp_path / "work", models["untied"])
+def test_another_shape_than_the_adapters_is_refused(folder: Path) -> None:
     train(setup_of(folder, output="first"), folder / "first")
     for key, value in {"r": "8", "use_dora": "true", "target_modules": "[q_proj]"}.items():
         with pytest.raises(RefusedError, match="another shape") as raised:
@@ -336,10 +328,8 @@ def test_what_cannot_be_done_is_refused(
     ("model", "key", "value", "found", "hint"),
     [
         ("untied", "target_modules", "[q_proj, v_prj]", "v_prj", "did you mean v_proj?"),
-        ("untied", "target_modules", "[v_prj]", "v_prj", "did you mean v_proj?"),
         ("untied", "target_modules", "[self_attn.v_prj, q_proj]", "self_attn.v_prj", "did you mean self_attn.v_proj?"),
         ("untied", "target_modules", "[q_prj, v_prj, o_proj]", "q_prj, v_prj", "did you mean q_proj, v_proj?"),
-        ("untied", "target_modules", "[q_proj, w9]", "w9", "lora.target_modules=all-linear"),
         ("untied", "target_modules", "v_prj", "v_prj", "did you mean v_proj?"),
         ("untied", "target_modules", "q_proj", "q_proj", "lora.target_modules=[q_proj]"),
         ("untied", "target_modules", "'('", "unterminated", "lora.target_modules=all-linear"),
@@ -366,8 +356,7 @@ def test_names_of_fused_experts_are_there(tmp_path: Path, models: dict[str, Path
     assert sum(".experts." in name for name in setup.store.trainable_names) == 2 * 2 * 2
 
 
-def test_a_name_that_a_continued_adapter_has_no_weights_for_is_refused(tmp_path: Path, models: dict[str, Path]) -> None:
-    folder = make_workspace(tmp_path / "work", models["untied"])
+def test_a_name_that_a_continued_adapter_has_no_weights_for_is_refused(folder: Path) -> None:
     train(setup_of(folder, "lora.target_modules=[q_proj, v_proj]", output="first"), folder / "first")
     path = folder / "first" / "adapter_config.json"
     config = json.loads(path.read_text())
@@ -376,11 +365,8 @@ def test_a_name_that_a_continued_adapter_has_no_weights_for_is_refused(tmp_path:
         with pytest.raises(RefusedError) as raised:
             setup_of(folder, *_start(folder))
         (problem,) = raised.value.problems
-        assert (
-            problem.where == f"{path}: target_modules"
-            and name == problem.found
-            and "delete it there" in str(problem.hint)
-        )
+        assert (problem.where, problem.found) == (f"{path}: target_modules", name)
+        assert "delete it there" in str(problem.hint)
 
 
 @pytest.mark.parametrize(
@@ -405,25 +391,15 @@ def test_a_part_of_a_pattern_that_matches_nothing_is_said(
     assert len(notes) == (said is not None) and (said is None or said in notes[0])
 
 
-OUT_OF_BOUNDS = [
-    ("warmup_stable_decay", "min_lr_ratio", "-0.1"),
-    ("warmup_stable_decay", "min_lr_ratio", "1.5"),
-    ("warmup_stable_decay", "num_stable_steps", "-3"),
-    ("warmup_stable_decay", "num_decay_steps", "2.5"),
-    ("warmup_stable_decay", "decay_type", "sideways"),
-    ("cosine_with_min_lr", "min_lr_rate", "3"),
-    ("cosine_with_min_lr", "min_lr_rate", ".nan"),
-    ("cosine_with_min_lr", "min_lr_rate", "'0.1'"),
-    ("cosine_with_min_lr", "min_lr", "0.2"),
-    ("cosine_with_min_lr", "min_lr", "-1e-6"),
-    ("polynomial", "lr_end", "-1e-5"),
-    ("polynomial", "lr_end", "0.5"),
-    ("polynomial", "power", "-1"),
-    ("polynomial", "power", ".inf"),
-    ("inverse_sqrt", "timescale", "0"),
-    ("cosine_with_restarts", "num_cycles", "-2"),
-]
-"""(schedule, setting, value) that would train with a rate that is negative, not a number, or above learning_rate."""
+OUT_OF_BOUNDS = {
+    "warmup_stable_decay": "min_lr_ratio: -0.1|min_lr_ratio: 1.5|num_stable_steps: -3|num_decay_steps: 2.5"
+    "|decay_type: sideways",
+    "cosine_with_min_lr": "min_lr_rate: 3|min_lr_rate: .nan|min_lr_rate: '0.1'|min_lr: 0.2|min_lr: -1e-6",
+    "polynomial": "lr_end: -1e-5|lr_end: 0.5|power: -1|power: .inf",
+    "inverse_sqrt": "timescale: 0",
+    "cosine_with_restarts": "num_cycles: -2",
+}
+"""Schedule -> settings that would train with a rate that is negative, not a number, or above learning_rate."""
 
 
 def _schedule(name: str, setting: str) -> list[str]:
@@ -439,26 +415,27 @@ def _schedule(name: str, setting: str) -> list[str]:
         (["frozen_parameters=[norm]"], "frozen_parameters"),
         (["objective=dpo", "label_smoothing_factor=0.1"], "label_smoothing_factor"),
         (["lr_scheduler_type=linear", "lr_scheduler_kwargs={power: 2}"], "lr_scheduler_kwargs.power"),
-        *((_schedule(name, f"{key}: {value}"), f"lr_scheduler_kwargs.{key}") for name, key, value in OUT_OF_BOUNDS),
+        *(
+            (_schedule(name, setting), f"lr_scheduler_kwargs.{setting.partition(':')[0]}")
+            for name, settings in OUT_OF_BOUNDS.items()
+            for setting in settings.split("|")
+        ),
         (["lr_scheduler_type=polynomial", "learning_rate=1e-8"], "lr_scheduler_kwargs"),
         (["lr_scheduler_type=cosine_with_min_lr"], "lr_scheduler_kwargs"),
         (["lora.init=pissa"], "lora.init"),
         (["optim=lion"], "optim"),
     ],
 )
-def test_keys_that_would_do_nothing_are_refused(
-    keys: list[str], where: str, tmp_path: Path, models: dict[str, Path]
-) -> None:
-    folder = make_workspace(tmp_path / "work", models["untied"])
+def test_keys_that_would_do_nothing_are_refused(keys: list[str], where: str, folder: Path) -> None:
     with pytest.raises(RecipeError) as raised:
         load_recipe(str(folder / "recipe.yaml"), keys)
     assert any(where in str(problem.where) for problem in raised.value.problems)
 
 
-def test_settings_that_a_schedule_does_not_take_are_refused() -> None:
-    wrong = {"num_decay_steps": 3, "decay_type": "sideways"}
-    with pytest.raises(RefusedError, match="does not take these settings"):
-        make_rate_schedule("warmup_stable_decay", peak=1.0, warmup_steps=0, num_steps=10, settings=wrong)
+def check_rates(name: Any, settings: dict[str, Any], num_steps: int, *, warmup: float = 3) -> None:
+    """Look at every step of a schedule with a peak of 1."""
+    keys: dict[str, Any] = {"lr_scheduler_type": name, "lr_scheduler_kwargs": settings, "warmup_steps": warmup}
+    rate_schedule_of(Recipe(model="m", datasets=(), output_dir="o", learning_rate=1.0, **keys), num_steps)
 
 
 @pytest.mark.parametrize(
@@ -475,14 +452,16 @@ def test_settings_that_a_schedule_does_not_take_are_refused() -> None:
         ("inverse_sqrt", {"timescale": -20}, "at step 5"),
         ("inverse_sqrt", {"timescale": 0}, "division"),
         ("cosine", {"num_cycles": 1e308}, "at step 5"),
+        ("warmup_stable_decay", {"num_decay_steps": 3, "decay_type": "sideways"}, "sideways"),
     ],
 )
 def test_every_step_of_a_schedule_is_in_bounds(name: str, settings: dict[str, Any], found: str) -> None:
     """Only the last step was looked at, and not its value: such a run trained uphill, or far too fast, in silence."""
     with pytest.raises(RefusedError) as raised:
-        make_rate_schedule(name, peak=1.0, warmup_steps=3, num_steps=100, settings=settings)
+        check_rates(name, settings, 100)
     (problem,) = raised.value.problems
     assert raised.value.exit_code == 2 and problem.where == "lr_scheduler_kwargs"
+    assert re.search("does not take these settings|gives a learning rate that is out of bounds", problem.what)
     assert found in str(problem.found) and str(settings) in str(problem.found)
 
 
@@ -493,25 +472,23 @@ def test_schedules_with_usual_settings_stay_in_bounds(name: str, num_steps: int)
     settings = {"cosine_with_min_lr": {"min_lr_rate": 1.0}, "warmup_stable_decay": {"num_decay_steps": 20}}
     for warmup in (0, 3, 0.5):
         if num_steps <= 100 or warmup == 3:
-            make_rate_schedule(name, peak=1e-3, warmup_steps=warmup, num_steps=num_steps, settings=settings.get(name))
+            check_rates(name, settings.get(name, {}), num_steps, warmup=warmup)
 
 
 def test_a_spike_in_a_very_long_run_is_found() -> None:
     settings = {"num_decay_steps": 3, "min_lr_ratio": 1.5}
     with pytest.raises(RefusedError, match="at step"):
-        make_rate_schedule("warmup_stable_decay", peak=1.0, warmup_steps=0, num_steps=7_654_321, settings=settings)
+        check_rates("warmup_stable_decay", settings, 7_654_321, warmup=0)
 
 
-def test_a_rate_above_the_peak_can_be_asked_for(tmp_path: Path, models: dict[str, Path]) -> None:
-    folder = make_workspace(tmp_path / "work", models["untied"])
+def test_a_rate_above_the_peak_can_be_asked_for(folder: Path) -> None:
     keys = ["lr_scheduler_type=cosine_with_min_lr", "lr_scheduler_kwargs={min_lr_rate: 3}", "lr_above_peak=true"]
     recipe = load_recipe(str(folder / "recipe.yaml"), [*keys, "max_steps=100"]).recipe
     assert rate_schedule_of(recipe, 100)(99) > 2.9 * recipe.learning_rate
 
 
-def test_a_wrong_schedule_is_refused_before_the_weights_are_loaded(tmp_path: Path, models: dict[str, Path]) -> None:
+def test_a_wrong_schedule_is_refused_before_the_weights_are_loaded(folder: Path) -> None:
     """The whole schedule is looked at as soon as the number of steps is known, not after minutes of loading."""
-    folder = make_workspace(tmp_path / "work", models["untied"])
     keys = ["lr_scheduler_type=cosine_with_min_lr", "lr_scheduler_kwargs={min_lr_rate: 1}", "max_steps=9"]
     loaded = load_recipe(str(folder / "recipe.yaml"), keys)
     loaded = replace(loaded, recipe=replace(loaded.recipe, lr_scheduler_kwargs={"min_lr_rate": 3}))
@@ -531,10 +508,7 @@ def test_a_wrong_schedule_is_refused_before_the_weights_are_loaded(tmp_path: Pat
         ([], None),
     ],
 )
-def test_a_schedule_that_trains_little_is_described(
-    keys: list[str], expected: str | None, tmp_path: Path, models: dict[str, Path]
-) -> None:
-    folder = make_workspace(tmp_path / "work", models["untied"])
+def test_a_schedule_that_trains_little_is_described(keys: list[str], expected: str | None, folder: Path) -> None:
     recipe = load_recipe(str(folder / "recipe.yaml"), ["max_steps=10", "warmup_steps=0.03", *keys]).recipe
     lines = describe_schedule(rate_schedule_of(recipe, recipe.max_steps or 0), recipe, recipe.max_steps or 0)
     assert not lines if expected is None else expected in lines[0]
@@ -625,21 +599,6 @@ def test_moments_in_bfloat16_stay_near_those_in_float32() -> None:
     theirs, ours = state["float32"]["exp_avg_sq"], state["bfloat16"]["exp_avg_sq"].float()
     assert float(ours.mean()) == pytest.approx(float(theirs.mean()), rel=0.01)
     torch.testing.assert_close(values["bfloat16"], values["float32"], rtol=0.05, atol=1e-4)
-
-
-@pytest.mark.parametrize("keys", [pytest.param(["optim=sgd"], marks=pytest.mark.sweep), ["optim=adamw_8bit"]])
-def test_a_killed_run_goes_on_to_the_bit(keys: list[str], tmp_path: Path, models: dict[str, Path]) -> None:
-    folder = make_workspace(tmp_path / "work", models["untied"], method="full", neftune_noise_alpha=5)
-    finetune(folder, *keys).expect(0)
-    killed = [*keys, "output_dir=killed"]
-    died = finetune(folder, *killed, environment={"ROUNDPIPE_FAULT": "optimizer:kill:step=5"})
-    assert died.code == -9
-    finetune(folder, *killed, "--resume").expect(0)
-    assert numbers(folder / "killed") == numbers(folder / "out")
-    same = (folder / "out" / "model.safetensors").read_bytes() == (folder / "killed" / "model.safetensors").read_bytes()
-    assert same
-    report = json.loads((folder / "out" / "report.json").read_text())
-    assert (report["measured"]["host_store_bytes"]["moments"] == 0) == (keys == ["optim=sgd"])
 
 
 def test_evaluation_is_without_smoothing_and_noise(tmp_path: Path, models: dict[str, Path]) -> None:

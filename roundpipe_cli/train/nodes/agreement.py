@@ -43,11 +43,7 @@ def setup_facts(setup: Setup) -> dict[str, Any]:
 
 
 def weight_facts(store: WeightStore, *, masters: bool) -> dict[str, str]:
-    """A hash of each layer's trained weights.
-
-    Args:
-        masters: every machine has all of them.
-    """
+    """A hash of each layer's trained weights, and of its masters where every machine has all of them (`masters`)."""
 
     def digest(layer: int) -> str:
         hashed = hashlib.sha256(store.trained_bytes(layer, store.newest).numpy().data)

@@ -22,7 +22,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -58,12 +57,7 @@ class Nodes:
     """
 
     def __init__(self, rank: int = 0, count: int = 1, say: Say = lambda text: None) -> None:
-        """
-        Args:
-            rank: of this process.
-            count: of processes.
-            say: gets lines for the user about the others; in any thread.
-        """
+        """`say` gets lines for the user about the other processes, in any thread."""
         self.rank, self.count, self.say = rank, count, say
         self._timeout = LONGEST_WAIT
         self.may_resume: Callable[[], bool] | None = None
@@ -95,9 +89,7 @@ class Nodes:
             threading.Thread(target=self._tick, name="machines", daemon=True).start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self.count == 1:
             return
         is_refusal = isinstance(error, RoundpipeError) and not isinstance(error, (StoppedError, NodeLostError))
@@ -231,11 +223,8 @@ class Nodes:
         return list(tensor.tolist())
 
     def add_up(self, tensor: torch.Tensor, owner: int | None = None) -> None:
-        """Replace a host tensor by its sum over all processes; the bits are the same on each.
-
-        Args:
-            owner: the only process that wants it; elsewhere the tensor is left with anything in it.
-        """
+        """Replace a host tensor by its sum over all processes, with the same bits on each; with `owner`, the only
+        process that wants it, anything is left in it elsewhere."""
         if owner is None:
             self._run(lambda: dist.all_reduce(tensor), "summing gradients")
         else:
@@ -471,10 +460,7 @@ def _address() -> tuple[str, int]:
 
 def has_begun(output_dir: str, *, now: bool = False) -> bool:
     """Whether a run that torchrun starts again wrote into this folder before; where torchrun cannot know, it did.
-
-    Args:
-        now: it does from now on.
-    """
+    With `now`, it does from now on."""
     if not _launcher_listens():
         return True
     with contextlib.suppress(RuntimeError, KeyError, ValueError):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,12 +22,7 @@ from roundpipe_cli.model.files.untrusted import MAX_TOKENIZER_BYTES, check_file,
 from roundpipe_cli.model.router_loss import WANTED
 
 GENERATION_CONFIG = "generation_config.json"
-OTHER_NAMES = (
-    "tokenizer.model",
-    "processor_config.json",
-    "preprocessor_config.json",
-    "video_preprocessor_config.json",
-)
+OTHER_NAMES = ("tokenizer.model", "processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 """llama.cpp's converter reads the first; vLLM reads the others of models that also take images. transformers' tokenizer
 does not save them."""
 
@@ -56,19 +52,11 @@ class BaseFiles:
         return replace(self, generation=generation), [str(tokenizer.convert_ids_to_tokens(token)) for token in added]
 
     def contents(self, config_json: bytes) -> dict[str, bytes]:
-        """Name -> content of the files to write, config.json among them.
-
-        Args:
-            config_json: config.json as transformers saves it after training.
-        """
+        """Name -> content of the files to write; `config_json`: config.json as transformers saves it after training."""
         config = json.loads(config_json) | dict(self.config)
         for part in (config, *(value for value in config.values() if isinstance(value, dict))):
             part.pop(WANTED, None)
-        return {
-            "config.json": _to_json(config),
-            GENERATION_CONFIG: _to_json(self.generation),
-            **self.others,
-        }
+        return {"config.json": _to_json(config), GENERATION_CONFIG: _to_json(self.generation), **self.others}
 
 
 def read_base_files(source: ModelSource, config: Any) -> BaseFiles:
@@ -117,14 +105,11 @@ def end_tokens(generation: Mapping[str, Any]) -> list[int]:
 
 def trained_ends(tokenizer: Any) -> list[int]:
     """The tokens that end an answer in training: the end of the sequence, and the chat template's end of a turn."""
-    ends = [tokenizer.eos_token_id]
-    try:
+    ends, turn_end = [tokenizer.eos_token_id], None
+    with suppress(RefusedError):  # a template that does not run ends no turn
         template = find_template(tokenizer, None, None)
-        turn_end = None
         if template is not None:
             turn_end = run_limited(lambda: ChatTemplate(tokenizer, template).end_of_turn, TEMPLATE_LIMITS)
-    except RefusedError:  # a template that does not run ends no turn
-        turn_end = None
     if turn_end is not None:
         ends.append(tokenizer.convert_tokens_to_ids(turn_end))
     return [token for token in dict.fromkeys(ends) if isinstance(token, int)]

@@ -60,10 +60,9 @@ def with_dtype_of(recipe: Recipe, devices: Sequence[str]) -> tuple[Recipe, str |
     """The recipe in float16 where a device has no bfloat16, as in `plan`, and a notice of that."""
     if recipe.dtype != "bfloat16":
         return recipe, None
-    indices = {name: gpu_index(name) for name in dict.fromkeys(devices) if name != "cpu"}
-    lacking = [
-        f"{name} ({cuda.describe_device(index)})" for name, index in indices.items() if not cuda.has_bfloat16(index)
-    ]
+    indices = {name: gpu_index(name) for name in devices if name != "cpu"}
+    without = {name: index for name, index in indices.items() if not cuda.has_bfloat16(index)}
+    lacking = [f"{name} ({cuda.describe_device(index)})" for name, index in without.items()]
     if not lacking:
         return recipe, None
     text = f"no bfloat16 on {', '.join(lacking)}: training in float16 with loss scaling (dtype: float16)"

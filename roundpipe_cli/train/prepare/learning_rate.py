@@ -30,57 +30,20 @@ def num_steps_of(recipe: Recipe, sampler: BatchSampler) -> int:
 
 
 def rate_schedule_of(recipe: Recipe, num_steps: int) -> RateSchedule:
-    """The learning rate of update k (from 0) of a run of `num_steps` updates.
+    """The learning rate of update k (from 0) of a run of `num_steps` updates, by transformers' schedule.
 
     Raises:
-        RefusedError: see `make_schedule`.
-    """
-    return make_rate_schedule(
-        recipe.lr_scheduler_type,
-        peak=recipe.learning_rate,
-        warmup_steps=recipe.warmup_steps,
-        num_steps=num_steps,
-        settings={str(key): value for key, value in recipe.lr_scheduler_kwargs.items()},
-        above_peak=recipe.lr_above_peak,
-    )
-
-
-def num_warmup_steps(warmup_steps: float, num_steps: int) -> int:
-    """Updates of warmup: `warmup_steps` itself, or that fraction (below 1) of all updates, rounded up."""
-    if isinstance(warmup_steps, int) or warmup_steps >= 1:
-        return int(warmup_steps)
-    return -int(-warmup_steps * num_steps // 1)
-
-
-def make_rate_schedule(
-    name: str,
-    *,
-    peak: float,
-    warmup_steps: float,
-    num_steps: int,
-    settings: Mapping[str, Any] | None = None,
-    above_peak: bool = False,
-) -> RateSchedule:
-    """The schedule of a run.
-
-    Args:
-        name: of transformers' schedule; `constant` is the one with warmup.
-        peak: learning rate after warmup.
-        warmup_steps: a number, or a fraction below 1 of `num_steps`.
-        num_steps: updates of the whole run.
-        settings: of the schedule, by transformers' names.
-        above_peak: whether the learning rate may exceed `peak`.
-
-    Raises:
-        RefusedError: the schedule does not take these settings, or a step's learning rate is not finite, negative, or
-            above the peak.
+        RefusedError: the schedule does not take the recipe's settings, or a step's learning rate is not finite,
+            negative, or above the peak without `lr_above_peak`.
     """
     from transformers import get_scheduler
 
-    warmup = num_warmup_steps(warmup_steps, num_steps)
+    name, peak = recipe.lr_scheduler_type, recipe.learning_rate
+    settings = {str(key): value for key, value in recipe.lr_scheduler_kwargs.items()}
+    warmup = num_warmup_steps(recipe.warmup_steps, num_steps)
     kind = "constant_with_warmup" if name == "constant" else name
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=peak)
-    what = f"{dict(settings or {})} for {num_steps} steps, {warmup} of them warmup"
+    what = f"{settings} for {num_steps} steps, {warmup} of them warmup"
     step: int | None = None
     try:
         with warnings.catch_warnings():
@@ -90,13 +53,20 @@ def make_rate_schedule(
                 optimizer,
                 num_warmup_steps=warmup,
                 num_training_steps=num_steps,
-                scheduler_specific_kwargs=dict(settings or {}),
+                scheduler_specific_kwargs=dict(settings),
             )
         factor = scheduler.lr_lambdas[0]
-        for step in _steps_to_check(num_steps, warmup, settings or {}):
+        for step in _steps_to_check(num_steps, warmup, settings):
             rate = peak * float(factor(step))
-            if not math.isfinite(rate) or rate < 0 or (rate > peak * (1 + ROUNDING) and not above_peak):
-                raise _out_of_bounds(name, step, rate, peak, what=what)
+            if not math.isfinite(rate) or rate < 0 or (rate > peak * (1 + ROUNDING) and not recipe.lr_above_peak):
+                is_above = math.isfinite(rate) and rate > peak
+                raise RefusedError(
+                    f"the schedule {name} gives a learning rate that is out of bounds",
+                    where="lr_scheduler_kwargs",
+                    found=f"{rate:g} at step {shown_step(step)}, by {what}",
+                    expected=f"a number from 0 to learning_rate, {peak:g}, at every step",
+                    hint="lr_above_peak: true, if it is meant to exceed it" if is_above else None,
+                )
     except (ValueError, TypeError, ArithmeticError) as error:
         at = "" if step is None else f" at step {shown_step(step)}"
         raise RefusedError(
@@ -107,6 +77,13 @@ def make_rate_schedule(
     return lambda step: peak * float(factor(step))
 
 
+def num_warmup_steps(warmup_steps: float, num_steps: int) -> int:
+    """Updates of warmup: `warmup_steps` itself, or that fraction (below 1) of all updates, rounded up."""
+    if isinstance(warmup_steps, int) or warmup_steps >= 1:
+        return int(warmup_steps)
+    return -int(-warmup_steps * num_steps // 1)
+
+
 def _steps_to_check(num_steps: int, warmup: int, settings: Mapping[Any, Any]) -> Iterable[int]:
     if num_steps <= MAX_CHECKED_STEPS:
         return range(num_steps)
@@ -115,16 +92,6 @@ def _steps_to_check(num_steps: int, warmup: int, settings: Mapping[Any, Any]) ->
     around = {border + offset for border in borders for offset in (-1, 0, 1)}
     spread = range(0, num_steps, -(-num_steps // MAX_CHECKED_STEPS))
     return sorted({step for step in around if 0 <= step < num_steps}.union(spread))
-
-
-def _out_of_bounds(name: str, step: int, rate: float, peak: float, *, what: str) -> RefusedError:
-    return RefusedError(
-        f"the schedule {name} gives a learning rate that is out of bounds",
-        where="lr_scheduler_kwargs",
-        found=f"{rate:g} at step {shown_step(step)}, by {what}",
-        expected=f"a number from 0 to learning_rate, {peak:g}, at every step",
-        hint="lr_above_peak: true, if it is meant to exceed it" if math.isfinite(rate) and rate > peak else None,
-    )
 
 
 def describe_schedule(schedule: RateSchedule, recipe: Recipe, num_steps: int) -> list[str]:

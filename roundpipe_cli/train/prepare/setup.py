@@ -24,19 +24,11 @@ from roundpipe_cli.costs.models import head_chunk_tokens, is_counted_exactly
 from roundpipe_cli.data.batching import BatchSampler, Grouping
 from roundpipe_cli.data.dataset import build_dataset, build_pairs, hold_out_pairs
 from roundpipe_cli.data.rows import DatasetSpec, DataSettings, TrainRules
-from roundpipe_cli.data.tokenized import (
-    Packer,
-    Row,
-    RowMix,
-    TokenizedDataset,
-    TokenizedRows,
-    choose_packing,
-    hold_out,
-)
+from roundpipe_cli.data.tokenized import Packer, Row, RowMix, TokenizedDataset, TokenizedRows, choose_packing, hold_out
 from roundpipe_cli.engine.probe import can_attend_in_rows, has_masks
 from roundpipe_cli.engine.weights import WeightStore, settle_heap
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.events import Event, Notice, Phase, Say, Tell
+from roundpipe_cli.events import Event, Notice, Phase, Say, Tell, tell_notices
 from roundpipe_cli.files import disk_error, named_path, require_free_bytes
 from roundpipe_cli.model.attention import describe_slow_kernels
 from roundpipe_cli.model.chunks import check_packing, check_sequence_chunks
@@ -166,7 +158,6 @@ def with_token_budget(
     """The recipe with `micro_batch_tokens` decided; a full row where `plan` has no figures of the model.
 
     Args:
-        tell: gets the number.
         smallest: of the numbers of all machines of the run.
         asked: see `ask_here`.
     """
@@ -214,7 +205,6 @@ def decide_unpacking(
 
     Args:
         packed_as: how the base's weights lie.
-        tell: gets a line about it, where any are packed.
         asked: see `ask_here`.
     """
     if packed_as is None:
@@ -298,8 +288,7 @@ def evaluation_rows(
     """The rows left to train on (as `read_rows`), and those to evaluate on: of pairs all chosen ones, then the rejected
     ones in the same order."""
     recipe, (dataset, rejected) = loaded.recipe, training
-    rows: list[Row] = []
-    rejected_rows: list[Row] = []
+    rows, rejected_rows = list[Row](), list[Row]()
     if recipe.val_set_size and rejected is not None:
         (dataset, rejected), (held, held_rejected) = hold_out_pairs(dataset, rejected, recipe.val_set_size, recipe.seed)
         rows, rejected_rows = [*held.rows], [*held_rejected]
@@ -313,8 +302,7 @@ def evaluation_rows(
             rejected_rows += other_rejected
         else:
             other = build_dataset(settings, tokenizer)
-        for text in other.notices:
-            tell(Notice(f"evaluation: {text}"))
+        tell_notices(tell, *(f"evaluation: {text}" for text in other.notices))
         rows += other.rows
     if rows:
         what = "rows" if rejected is None else "pairs"
@@ -331,11 +319,7 @@ def longest_row(dataset: TokenizedDataset, rejected: TokenizedRows | None, eval_
 def refuse_unknown_ids(
     model: nn.Module, tokenizer: Any, datasets: Sequence[TokenizedRows], eval_rows: Sequence[Row]
 ) -> None:
-    """Refuse data with tokens that the model has no embedding for.
-
-    Raises:
-        RefusedError: the tokenizer is not the model's.
-    """
+    """Raise a RefusedError for data with tokens that the model has no embedding for."""
     found = max([rows.max_id for rows in datasets] + [int(row.input_ids.max()) for row in eval_rows])
     table: Any = model.get_input_embeddings()  # type: ignore[operator]
     num_rows = int(table.weight.shape[0])
@@ -361,23 +345,15 @@ def describe_padded_to_chunks(lengths: npt.NDArray[np.int64], num_chunks: int) -
 # The order in which a run's rows become batches.
 
 
-def grouping_of(recipe: Recipe, lengths: npt.NDArray[np.int64], num_rows: int | None = None) -> Grouping:
-    """How sequences become microbatches.
-
-    Args:
-        lengths: tokens of each row; of a pair, of its longer answer.
-        num_rows: of `max_seq_length` tokens in a microbatch; None: as the recipe says.
-    """
-    num_rows, least = num_rows or recipe.rows_per_microbatch, min(MIN_MICROBATCHES, recipe.microbatches_per_step)
+def grouping_of(recipe: Recipe, lengths: npt.NDArray[np.int64]) -> Grouping:
+    """How sequences become microbatches; `lengths`: tokens of each row; of a pair, of its longer answer."""
+    num_rows, least = recipe.rows_per_microbatch, min(MIN_MICROBATCHES, recipe.microbatches_per_step)
     tokens = None if recipe.token_budget is None else num_rows * recipe.max_seq_length
     return Grouping(lengths, num_rows, tokens, least)
 
 
 def rows_of_steps(recipe: Recipe, dataset: TokenizedDataset, rejected: TokenizedRows | None = None) -> BatchSampler:
-    """The sampler of a recipe's rows.
-
-    Args:
-        rejected: beside the rows of `dataset`, of preference pairs.
+    """The sampler of a recipe's rows; of preference pairs, of those in `dataset` and the `rejected` ones beside them.
 
     Raises:
         RefusedError: fewer rows than one step takes.
@@ -463,8 +439,6 @@ def prepare(
     """Load all that a run needs.
 
     Args:
-        offline: use local files only.
-        tell: is told what happens.
         base: None: as the recipe names it.
         asked: see `ask_here`.
         elsewhere: says which layers' masters another process keeps.
@@ -486,31 +460,27 @@ def prepare(
     split = split_model(model)
     slow = describe_slow_kernels(model.get_submodule(split.blocks_path).children(), devices)
     balance = describe_router_loss(split.routers, split.no_router_loss)
-    for text in filter(None, (balance, describe_unreached(model, split), slow)):
-        tell(Notice(text))
+    tell_notices(tell, balance, describe_unreached(model, split), slow)
     _check_model(model, split, recipe, devices)
     tokenizer, new = load_with_tokens(base.source, recipe.add_tokens)
     grow_tables(model, new.ids)
-    rows, base_files = _read_data(loaded, tokenizer, base_files, offline, tell=tell)
-    for text in new.describe(rows.dataset.rows):
-        tell(Notice(text))
-    refuse_unknown_ids(model, rows.tokenizer, rows.tokenized, rows.evaluation)
-    recipe = with_packing(recipe, model, split, rows.dataset, tell=tell)
-    sampler = rows_of_steps(recipe, rows.dataset, rows.rejected)  # report too few rows before the weights are loaded
+    dataset, rejected, evaluation, base_files = _read_data(loaded, tokenizer, base_files, offline, tell=tell)
+    tell_notices(tell, *new.describe(dataset.rows))
+    refuse_unknown_ids(model, tokenizer, [dataset.rows, *([rejected] if rejected else [])], evaluation)
+    recipe = with_packing(recipe, model, split, dataset, tell=tell)
+    sampler = rows_of_steps(recipe, dataset, rejected)  # report too few rows before the weights are loaded
     if recipe.lr_scheduler_kwargs:
         rate_schedule_of(recipe, num_steps_of(recipe, sampler))  # and a learning rate out of bounds
     start = start_folder(loaded)
     trained = _Training(recipe, base.source, start, new)
-    for text in _describe_targets(model, split, recipe) if start is None else ():
-        tell(Notice(text))
+    if start is None:
+        tell_notices(tell, *_describe_targets(model, split, recipe))
     peft_model = trained.put_into(model, split)
-    if adapted := describe_adapted_experts(model) if peft_model is not None else None:
-        tell(Notice(adapted))
-    if reference := describe_reference(recipe, base.source, start):
-        tell(Notice(reference))
+    adapted = describe_adapted_experts(model) if peft_model is not None else None
+    tell_notices(tell, adapted, describe_reference(recipe, base.source, start))
     packed = _packed_names(base, model, split, tell)
     proof = prove_once(model, split, recipe, trained.build, tell)
-    refuse_long_rows(longest_row(rows.dataset, rows.rejected, rows.evaluation), proof)
+    refuse_long_rows(longest_row(dataset, rejected, evaluation), proof)
     layouts = [
         make_layout(name, parameters, DTYPES[recipe.dtype], packed, packed_as=base.packed_as)
         for name, parameters in zip(split.layer_names(), layer_parameters(model, split), strict=True)
@@ -523,10 +493,10 @@ def prepare(
     return Setup(
         replace(recipe, head_chunk_tokens=chunk),
         base.source,
-        rows.tokenizer,
-        rows.dataset,
-        rows.rejected,
-        rows.evaluation,
+        tokenizer,
+        dataset,
+        rejected,
+        evaluation,
         devices,
         model,
         peft_model,
@@ -543,10 +513,6 @@ def prepare(
 
 def prove_from_configuration(loaded: LoadedRecipe, source: ModelSource, tell: Tell) -> None:
     """The checks and the proof of `prepare` that need no weights and no rows; `prepare` finds the proof in the cache.
-
-    Args:
-        source: the model, whose weights need not be there.
-        tell: is told that a proof begins.
 
     Raises:
         RefusedError: the model cannot be trained as the recipe says.
@@ -576,9 +542,8 @@ def _describe_targets(model: nn.Module, split: ModelSplit, recipe: Recipe) -> li
     targets = recipe.lora.target_modules
     if recipe.method != "lora" or not isinstance(targets, str):
         return []
-    if targets == "all-linear":
-        return describe_left_out(model, split.blocks_path)
-    return describe_dead_alternatives(model, targets)
+    is_all = targets == "all-linear"
+    return describe_left_out(model, split.blocks_path) if is_all else describe_dead_alternatives(model, targets)
 
 
 def _on_devices(loaded: LoadedRecipe, tell: Tell) -> tuple[tuple[str, ...], LoadedRecipe]:
@@ -586,14 +551,13 @@ def _on_devices(loaded: LoadedRecipe, tell: Tell) -> tuple[tuple[str, ...], Load
     devices, no_gpu = choose_devices(loaded.recipe.pipeline.devices)
     recipe, other_dtype = with_dtype_of(loaded.recipe, devices)
     notices = [no_gpu, other_dtype]
-    if recipe.float16_accumulation and "cpu" in devices:
-        notices.append("float16_accumulation has no effect here: processors add up in float32")
-    if recipe.deterministic and "cpu" in devices:
-        notices.append("deterministic has no effect here: processors compute the same bits without it")
     if "cpu" in devices:
+        if recipe.float16_accumulation:
+            notices.append("float16_accumulation has no effect here: processors add up in float32")
+        if recipe.deterministic:
+            notices.append("deterministic has no effect here: processors compute the same bits without it")
         notices.append(slow_in_16_bit(recipe.dtype))
-    for text in filter(None, notices):
-        tell(Notice(text))
+    tell_notices(tell, *notices)
     return devices, replace(loaded, recipe=recipe)
 
 
@@ -604,55 +568,43 @@ def config_and_files(source: ModelSource, recipe: Recipe, tell: Tell) -> tuple[A
     texts = switch_off(config)
     if recipe.pipeline.num_chunks > 1 and (without := leave_out_router_loss(config)):
         texts.append(without)
-    for text in texts:
-        tell(Notice(text))
+    tell_notices(tell, *texts)
     return config, base_files
 
 
 def _check_model(model: nn.Module, split: ModelSplit, recipe: Recipe, devices: tuple[str, ...]) -> None:
-    """Refuse a model that does not suit the devices, or cannot compute as the recipe asks.
-
-    Raises:
-        RefusedError: it is one.
-    """
-    _refuse_large_on_cpu(model, recipe, devices)
+    """Raise a RefusedError for a model that does not suit the devices, or cannot compute as the recipe asks."""
+    count = sum(parameter.numel() for parameter in model.parameters())
+    if recipe.pipeline.devices == "auto" and devices[0] == "cpu" and count > MAX_PARAMETERS_ON_CPU:
+        raise RefusedError(
+            "no GPU found, and this model is too large to train on the processor by default",
+            where="pipeline.devices",
+            found=f"{format_count(count)} parameters, no GPU",
+            expected=f"a GPU, or at most {format_count(MAX_PARAMETERS_ON_CPU)} parameters",
+            hint="to train on the processor all the same, write pipeline.devices=[cpu,cpu]",
+        )
     if recipe.packs:
         check_packing(model, split, max_seq_length=recipe.max_seq_length, micro_batch_size=recipe.rows_per_microbatch)
     if recipe.pipeline.num_chunks > 1:
         check_sequence_chunks(model, split, max_seq_length=recipe.max_seq_length)
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """The rows of a run, and the tokenizer that made them."""
-
-    tokenizer: Any
-    dataset: TokenizedDataset
-    rejected: TokenizedRows | None
-    evaluation: list[Row]
-
-    @property
-    def tokenized(self) -> list[TokenizedRows]:
-        return [self.dataset.rows, *([self.rejected] if self.rejected else [])]
-
-
 def _read_data(
     loaded: LoadedRecipe, tokenizer: Any, base_files: BaseFiles, offline: bool, *, tell: Tell
-) -> tuple[_Rows, BaseFiles]:
-    """The rows, and the base's files with the end tokens of training."""
+) -> tuple[TokenizedDataset, TokenizedRows | None, list[Row], BaseFiles]:
+    """The rows (as `evaluation_rows`), and the base's files with the end tokens of training."""
     tell(Phase("tokenising the data"))
     dataset, rejected = read_rows(loaded, tokenizer, offline, lambda text: tell(Phase(text)))
     if dataset.chat_template is not None:
         put_template(tokenizer, dataset.chat_template)  # saved with the result
-    for text in dataset.notices:
-        tell(Notice(text))
-    base_files = _ending_as_trained(base_files, tokenizer, loaded.recipe, tell)
+    tell_notices(tell, *dataset.notices)
+    base_files, added = base_files.ending_as_trained(tokenizer)
+    if added and loaded.recipe.method == "full":
+        tell(Notice(describe_added(added)))
     counts = f"data: {dataset.report.filter_counts()}; {dataset.report.trained_tokens} trained tokens"
     tell(Notice(counts, is_detail=dataset.report.rows_kept == dataset.report.rows_read))
-    if padded := describe_padded_to_chunks(dataset.rows.lengths, loaded.recipe.pipeline.num_chunks):
-        tell(Notice(padded))
-    dataset, rejected, evaluation = evaluation_rows(loaded, (dataset, rejected), tokenizer, offline, tell=tell)
-    return _Rows(tokenizer, dataset, rejected, evaluation), base_files
+    tell_notices(tell, describe_padded_to_chunks(dataset.rows.lengths, loaded.recipe.pipeline.num_chunks))
+    return *evaluation_rows(loaded, (dataset, rejected), tokenizer, offline, tell=tell), base_files
 
 
 @dataclass(frozen=True)
@@ -690,14 +642,6 @@ def _packed_names(base: BaseModel, model: nn.Module, split: ModelSplit, tell: Te
     return packed
 
 
-def _ending_as_trained(files: BaseFiles, tokenizer: Any, recipe: Recipe, tell: Tell) -> BaseFiles:
-    """The base's files with the end tokens of training; a whole result that gets more of them is told of."""
-    files, added = files.ending_as_trained(tokenizer)
-    if added and recipe.method == "full":
-        tell(Notice(describe_added(added)))
-    return files
-
-
 def _find_fused(recipe: Recipe, model: nn.Module, split: ModelSplit, tell: Tell) -> FusedOps | None:
     """The modules that compute by fused operators, as `kernels` asks; the user is told which."""
     if recipe.kernels == "reference":
@@ -727,18 +671,6 @@ def _make_store(recipe: Recipe, layouts: list[LayerLayout], tell: Tell, elsewher
         raise disk_error(error, folder, "the mapped weights", num_bytes) from error
 
 
-def _refuse_large_on_cpu(model: nn.Module, recipe: Recipe, devices: tuple[str, ...]) -> None:
-    count = sum(parameter.numel() for parameter in model.parameters())
-    if recipe.pipeline.devices == "auto" and devices[0] == "cpu" and count > MAX_PARAMETERS_ON_CPU:
-        raise RefusedError(
-            "no GPU found, and this model is too large to train on the processor by default",
-            where="pipeline.devices",
-            found=f"{format_count(count)} parameters, no GPU",
-            expected=f"a GPU, or at most {format_count(MAX_PARAMETERS_ON_CPU)} parameters",
-            hint="to train on the processor all the same, write pipeline.devices=[cpu,cpu]",
-        )
-
-
 def _describe_model(config: Any, layouts: list[LayerLayout], recipe: Recipe, devices: tuple[str, ...]) -> str:
     total = sum(layout.num_parameters for layout in layouts)
     trained = sum(place.num_elements for layout in layouts for place in layout.trainable)
@@ -752,18 +684,10 @@ def active_parameters(model: nn.Module, layouts: list[LayerLayout]) -> list[int]
     """Per layer, the parameters that one token meets: of fused experts only the chosen share."""
     config: Any = model.config
     text = config.get_text_config()
-    experts = next(
-        (getattr(text, k) for k in ("num_experts", "num_local_experts", "n_routed_experts") if _has(text, k)), 0
-    )
+    counts = (getattr(text, key, None) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
+    experts = next((count for count in counts if isinstance(count, int) and count > 0), 0)
     share = experts_per_token(text) / experts if experts and experts_per_token(text) else 1.0
-    result = []
-    for layout in layouts:
-        count = 0.0
-        for place in layout.places:
-            count += place.num_elements * (share if ".experts." in place.name else 1.0)
-        result.append(round(count))
-    return result
-
-
-def _has(config: Any, key: str) -> bool:
-    return isinstance(getattr(config, key, None), int) and getattr(config, key) > 0
+    return [
+        round(sum(place.num_elements * (share if ".experts." in place.name else 1.0) for place in layout.places))
+        for layout in layouts
+    ]

@@ -60,10 +60,7 @@ class _Progress:
     """Gives weights to the store and reports from time to time how many bytes are filled."""
 
     def __init__(self, store: WeightStore, started: StartedBase | None, tell: Tell) -> None:
-        """
-        Args:
-            started: base weights as an adapter that is trained further has changed them.
-        """
+        # started: base weights as changed by an adapter that is trained further
         self._store, self._started, self._tell = store, started, tell
         places = [place for layout in store.layouts for place in layout.places if not is_adapter(place.name)]
         self._sizes = {place.name: place.num_bytes for place in places}
@@ -116,7 +113,6 @@ def fill_store(
         model: the skeleton, adapters included.
         new: tokens that the recipe adds; None: it adds none.
         start: folder of the adapter to train further.
-        tell: is told how much is loaded and how fast, and what the files hold.
 
     Raises:
         RefusedError: see `load_weights` and `StartedBase`.
@@ -195,11 +191,7 @@ def prove_once(model: nn.Module, split: ModelSplit, recipe: Recipe, build: Build
 
 
 def refuse_long_rows(longest: int, proof: Proof) -> None:
-    """Refuse rows of more tokens than the model has positions.
-
-    Raises:
-        RefusedError: there are such rows.
-    """
+    """Raise a RefusedError for rows of more tokens than the model has positions."""
     if proof.last_position is not None and longest > proof.last_position:
         raise RefusedError(
             "rows are longer than this model has positions",
@@ -213,14 +205,13 @@ def refuse_long_rows(longest: int, proof: Proof) -> None:
 def _prove_by_kernels(model: nn.Module, split: ModelSplit, recipe: Recipe, build: BuildModel) -> Proof:
     """The proof by the kernels that the recipe asks for, or by the model's own where fused ones compute otherwise."""
     ways = {"packing": recipe.packs, "chunks": recipe.pipeline.num_chunks > 1}
+    not_fused = ""
     if recipe.kernels == "auto":
         try:
             return _prove(model, split, build, **ways, fused=True)
         except ParityRefusedError as error:
-            problem = error.problems[0]
-        proof = _prove(model, split, build, **ways, fused=False)
-        return replace(proof, not_fused=f"{problem.where}: {problem.found}")
-    return _prove(model, split, build, **ways, fused=False)
+            not_fused = f"{error.problems[0].where}: {error.problems[0].found}"
+    return replace(_prove(model, split, build, **ways, fused=False), not_fused=not_fused)
 
 
 def _prove(model: nn.Module, split: ModelSplit, build: BuildModel, **how: bool) -> Proof:
@@ -302,24 +293,22 @@ def make_trainable(
     name = source.name if source.commit is not None else str(source.folder)  # PEFT finds it from any folder
     if start is not None:
         peft_model = continue_lora(model, start, dropout=recipe.lora.dropout, dtype=dtype, base_name=name)
-        peft_model.peft_config[ADAPTER].revision = source.commit
         refuse_other_shape(recipe.lora, peft_model.peft_config[ADAPTER], start)
         _refuse_other_tokens(peft_model.peft_config[ADAPTER], recipe, new, start)
-        refuse_adapters_outside_blocks(model, split.blocks_path)
-        return peft_model
-    settings = LoraSettings(
-        r=recipe.lora.r,
-        alpha=recipe.lora.alpha,
-        dropout=recipe.lora.dropout,
-        target_modules=recipe.lora.target_modules,
-        modules_to_save=recipe.lora.modules_to_save,
-        use_rslora=recipe.lora.use_rslora,
-        use_dora=recipe.lora.use_dora,
-        init=recipe.lora.init,
-        expert_r=None if recipe.lora.expert_r == "auto" else recipe.lora.expert_r,
-        new_ids=new.ids,
-    )
-    peft_model = add_lora(model, settings, dtype=dtype, base_name=name, blocks_path=split.blocks_path)
+    else:
+        settings = LoraSettings(
+            r=recipe.lora.r,
+            alpha=recipe.lora.alpha,
+            dropout=recipe.lora.dropout,
+            target_modules=recipe.lora.target_modules,
+            modules_to_save=recipe.lora.modules_to_save,
+            use_rslora=recipe.lora.use_rslora,
+            use_dora=recipe.lora.use_dora,
+            init=recipe.lora.init,
+            expert_r=None if recipe.lora.expert_r == "auto" else recipe.lora.expert_r,
+            new_ids=new.ids,
+        )
+        peft_model = add_lora(model, settings, dtype=dtype, base_name=name, blocks_path=split.blocks_path)
     peft_model.peft_config[ADAPTER].revision = source.commit
     refuse_adapters_outside_blocks(model, split.blocks_path)
     return peft_model
@@ -367,10 +356,7 @@ def _train_all_but(model: nn.Module, patterns: Sequence[str], unreached: Collect
 
 
 def _refuse_frozen_rows(model: nn.Module, recipe: Recipe, new: NewTokens) -> None:
-    """
-    Raises:
-        RefusedError: full fine-tuning would leave the rows of new tokens as they are.
-    """
+    """Raise a RefusedError where full fine-tuning would leave the rows of new tokens as they are."""
     frozen = sorted(name for name in table_names(model) if not model.get_parameter(name).requires_grad)
     if new.ids and frozen:
         raise RefusedError(
@@ -382,10 +368,7 @@ def _refuse_frozen_rows(model: nn.Module, recipe: Recipe, new: NewTokens) -> Non
 
 
 def _refuse_other_tokens(adapter: Any, recipe: Recipe, new: NewTokens, folder: Path) -> None:
-    """
-    Raises:
-        RefusedError: an adapter that is trained further has rows of other new tokens than the recipe adds.
-    """
+    """Raise a RefusedError where an adapter to train further has rows of other new tokens than the recipe adds."""
     whole = bool(adapter.modules_to_save) and not adapter.trainable_token_indices
     theirs = [number for number in trained_tokens(adapter.trainable_token_indices) if number >= new.first]
     if theirs != sorted(new.ids) and not whole:
@@ -440,12 +423,8 @@ def describe_reference(recipe: Recipe, source: ModelSource, start: Path | None) 
 
 
 def refuse_other_shape(lora: LoraConfig, adapter: Any, folder: Path) -> None:
-    """Keys of the recipe must not say something else than the adapter that is trained further; a key that stands at
-    its default says nothing.
-
-    Raises:
-        RefusedError: one does.
-    """
+    """Raise a RefusedError where a key of the recipe says something else than the adapter that is trained further; a
+    key that stands at its default says nothing."""
     targets = adapter.target_modules
     theirs = {
         "r": adapter.r,
