@@ -547,7 +547,7 @@ RULES: dict[str, UpdateRule] = {
     "adamw_bf16": AdamW16(weight_decay=0.1),
     "adamw_8bit": AdamW8(weight_decay=0.1),
     "sgd": Sgd(weight_decay=0.1),
-    "sgd_momentum": Sgd(0.9),
+    "sgd_momentum": Sgd(momentum=0.9),
     "adafactor": Adafactor(weight_decay=0.1),
 }
 
