@@ -19,7 +19,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from io import FileIO
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from roundpipe_cli.costs.machine import host_memory
@@ -250,9 +249,7 @@ class Telemetry:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join(2.0)
 
@@ -351,9 +348,7 @@ class EventRecorder:
                 self._write(event, time_s)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         with self._lock:
             self._write_timelines()
         if error is not None:

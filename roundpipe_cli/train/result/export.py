@@ -55,7 +55,7 @@ from roundpipe_cli.model.stored.quantized_files import is_nf4
 from roundpipe_cli.model.stored.tensors import OpenFiles, base_name, check_finite, is_adapter, tied_names
 from roundpipe_cli.model.weights_io import BaseWeights, WeightGroup
 from roundpipe_cli.recipe.strict_yaml import parse_bytes
-from roundpipe_cli.train.checkpoint.writing import TensorSpec, TensorStream, stream_file
+from roundpipe_cli.train.checkpoint.writing import TensorSpec, stream_file
 from roundpipe_cli.train.prepare.base_files import ESCAPED, GENERATION_CONFIG, OTHER_NAMES, BaseFiles, read_base_files
 from roundpipe_cli.train.result.ollama import modelfile
 
@@ -724,8 +724,8 @@ def merge_result(
         require_free_bytes(temporary, sum(spec.num_bytes for spec in merging.specs), "the merged model")
         shards = split_shards(merging.specs, max_shard_bytes)
         for name, specs in shards.items():
-            stream = TensorStream(tuple(specs), merging.tensors(specs), {"format": "pt"})
-            write_new_file(temporary / name, stream_file(stream), FILE_MODE)
+            pieces = stream_file(specs, merging.tensors(specs), {"format": "pt"})
+            write_new_file(temporary / name, pieces, FILE_MODE)
         _write_index(temporary, shards)
         tokenizer = _save_tokenizer(result, temporary, source)
         extras = extras or Extras(None)
