@@ -144,10 +144,7 @@ def spread(cases: list[T], count: int) -> list[T]:
 
 
 def start(
-    work: Path,
-    *words: str,
-    environment: Mapping[str, str] | None = None,
-    before: Callable[[], None] | None = None,
+    work: Path, *words: str, environment: Mapping[str, str] | None = None, before: Callable[[], None] | None = None
 ) -> Running:
     """`roundpipe finetune recipe.yaml WORDS` in `work`, with a cache of its own there: tokens and measured times of
     other tries would make a run take another path. `before` is `launch`'s."""

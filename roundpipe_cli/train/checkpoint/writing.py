@@ -89,11 +89,7 @@ def encode_header(specs: Iterable[TensorSpec], metadata: Mapping[str, str] | Non
         if offset % spec.dtype.itemsize:
             raise ValueError(f"tensor {spec.name!r} would begin at byte {offset}: put larger element sizes first")
         end = offset + spec.num_bytes
-        header[spec.name] = {
-            "dtype": DTYPE_NAMES[spec.dtype],
-            "shape": list(spec.shape),
-            "data_offsets": [offset, end],
-        }
+        header[spec.name] = {"dtype": DTYPE_NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -101,9 +97,7 @@ def encode_header(specs: Iterable[TensorSpec], metadata: Mapping[str, str] | Non
 
 
 def stream_file(
-    specs: Sequence[TensorSpec],
-    tensors: Iterable[tuple[str, torch.Tensor]],
-    metadata: Mapping[str, str] | None = None,
+    specs: Sequence[TensorSpec], tensors: Iterable[tuple[str, torch.Tensor]], metadata: Mapping[str, str] | None = None
 ) -> Iterator[bytes | memoryview]:
     """The bytes of the file, header first, then one piece a tensor (its own memory where it is contiguous, on the CPU).
 

@@ -448,9 +448,5 @@ def _thinned(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     places: dict[str, list[int]] = {"Sample": [], "StepTimeline": [], "Notice": []}
     for index, line in enumerate(lines):
         places.get(str(line.get("event")), []).append(index)
-    dropped = {
-        *places["Sample"][1::2],
-        *places["StepTimeline"][:-KEPT_TIMELINES],
-        *places["Notice"][:-KEPT_NOTICES],
-    }
+    dropped = {*places["Sample"][1::2], *places["StepTimeline"][:-KEPT_TIMELINES], *places["Notice"][:-KEPT_NOTICES]}
     return [line for index, line in enumerate(lines) if index not in dropped and decode(line) is not None]

@@ -218,10 +218,7 @@ class Adafactor(UpdateRule):
     def make_state(self, shape: torch.Size) -> dict[str, Tensor]:
         if len(shape) < 2:
             return {"exp_avg_sq": torch.empty(shape)}
-        return {
-            "exp_avg_sq_row": torch.empty(shape[:-1]),
-            "exp_avg_sq_col": torch.empty(shape[:-2] + shape[-1:]),
-        }
+        return {"exp_avg_sq_row": torch.empty(shape[:-1]), "exp_avg_sq_col": torch.empty(shape[:-2] + shape[-1:])}
 
     def update(
         self, values: Tensor, gradient: Tensor, state: Moments, learning_rate: float, *, number: int, salt: int
