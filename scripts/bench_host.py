@@ -62,7 +62,7 @@ def arithmetic(num_elements: int, num_threads: int) -> Iterator[tuple[str, float
     from roundpipe_cli.engine.gradients import GradientFold, square_sum
     from roundpipe_cli.engine.weights import WeightStore, settle_heap
     from roundpipe_cli.model.layout import make_layout
-    from roundpipe_cli.train.optim.optimizer import HostOptimizer, RuleSettings, make_rule
+    from roundpipe_cli.train.optim.optimizer import HostOptimizer, make_rule
 
     def digest(*tensors: torch.Tensor) -> str:
         found = hashlib.sha256()
@@ -92,7 +92,7 @@ def arithmetic(num_elements: int, num_threads: int) -> Iterator[tuple[str, float
     yield "squares of a float32 sum", squares, float(square_sum(store.gradients[0])).hex()
     for name in get_args(OptimizerName):
         store.set_parameter("weight", values)
-        optimizer = HostOptimizer(store, make_rule(name, RuleSettings(momentum=0.9, weight_decay=0.1)))
+        optimizer = HostOptimizer(store, make_rule(name, momentum=0.9, weight_decay=0.1))
         flat = gradient.view(-1).clone()
 
         def update(number: int, optimizer: HostOptimizer = optimizer, flat: torch.Tensor = flat) -> None:

@@ -26,7 +26,7 @@ from roundpipe_cli.data.rows import BadRowError
 from roundpipe_cli.model.stored.packed_weights import dequantize, packed_bytes, quantize
 from roundpipe_cli.recipe.schema import Column, Recipe
 from roundpipe_cli.schedule.builders import Rounds, build_schedule
-from roundpipe_cli.train.optim.optimizer import RULES, RuleSettings, make_rule
+from roundpipe_cli.train.optim.optimizer import RULES, make_rule
 from tests.support.schedules import validate_schedule
 
 KEYS = {field.name for field in fields(Recipe)}
@@ -47,7 +47,7 @@ def test_every_optimizer_has_its_rule_and_keeps_what_the_table_says(name: Any, h
     """Earlier an optimizer that was forgotten in the table of memory was a KeyError in `plan`."""
     shape = torch.Size((256, 512))
     kind = OPTIMIZERS[name]
-    rule = make_rule(name, RuleSettings(momentum=0.9 if has_momentum else 0.0))
+    rule = make_rule(name, momentum=0.9 if has_momentum else 0.0)
     kept = sum(tensor.nbytes for tensor in rule.make_state(shape).values())
     assert kept == shape.numel() * kind.state_bytes(*shape, has_momentum=has_momentum)
     assert set(kind.keys) <= set(OPTIMIZER_KEYS) <= KEYS

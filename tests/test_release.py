@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from roundpipe_cli.train.result.generate import roomy_device
 from roundpipe_cli.train.result.ollama import find_turns, modelfile
+from tests.support.adapters import random_adapter
 from tests.support.e2e import (
     Outcome,
     finetune,
@@ -30,7 +31,6 @@ from tests.support.e2e import (
 )
 from tests.support.hub_server import hub_server
 from tests.support.model_hub import read_hub_settings_again
-from tests.train.test_export import random_adapter
 
 SECRET = "canary-0815-secret"
 CHATML = (
@@ -199,7 +199,7 @@ def test_a_run_that_cannot_be_uploaded_does_not_begin(trained: Path) -> None:
 
 def test_adapters_of_experts_come_with_a_warning(tmp_path: Path) -> None:
     make_model(tmp_path / "base", "qwen3_moe", num_hidden_layers=2)
-    random_adapter(tmp_path / "base", tmp_path / "adapter")
+    random_adapter(tmp_path / "base", tmp_path / "adapter", target_modules="all-linear")
     done = run(tmp_path, "export", "adapter", "--to", "plain").expect(0)
     assert "fused experts" in done.err and "--merge" in done.err
 

@@ -13,7 +13,7 @@ import torch
 
 from roundpipe_cli.engine import gradients
 from roundpipe_cli.engine.gradients import SQUARED_ELEMENTS, add_to, square_sum
-from roundpipe_cli.train.optim.optimizer import AdamW16, RuleSettings
+from roundpipe_cli.train.optim.optimizer import AdamW16
 from tests.support.simulated_cases import roundpipe
 from tests.support.tiny import make_rig, random_microbatches
 
@@ -106,7 +106,7 @@ def test_additions_in_parts_are_torchs(
 
 
 def update_in_bfloat16() -> Callable[[], None]:
-    rule, values = AdamW16.of(RuleSettings()), torch.zeros(1 << 20)
+    rule, values = AdamW16(), torch.zeros(1 << 20)
     moments = {name: torch.zeros(1 << 20, dtype=torch.bfloat16) for name in ("exp_avg", "exp_avg_sq")}
     return lambda: rule.update(values, values, moments, 1e-3, number=1, salt=0)
 

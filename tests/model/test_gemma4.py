@@ -16,11 +16,12 @@ from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.meta_counts import counts_of
 from tests.engine.test_parity import check_gradients
 from tests.model.test_carried import EXPERTS, FOUR
+from tests.support.adapters import layout, load_whole
 from tests.support.e2e import finetune, make_tokenizer, make_workspace, metrics
 from tests.support.every_type import tiny_config_of
-from tests.support.tiny import make_rig, plain_step, random_microbatches, schedule_for
+from tests.support.tiny import logits_of, make_rig, plain_step, random_microbatches, schedule_for
 from tests.support.versions import at_least
-from tests.train.test_export_names import adapter, layout, logits_of, merge
+from tests.train.test_export_adapters import adapter, merge
 
 PARTS: dict[str, dict[str, Any]] = {
     "shared keys": {"num_kv_shared_layers": 2},
@@ -72,11 +73,10 @@ def test_it_is_counted_and_merged(tmp_path: Path, names: tuple[str, ...]) -> Non
     model = save(tmp_path / "base", names)
     counted = built_architecture(counts_of(tmp_path / "base", "here"), name="here", source="a test")
     assert counted.parameters == sum(parameter.numel() for parameter in model.parameters())
-    adapted = adapter(tmp_path / "base", tmp_path / "adapter", target_modules=["q_proj", "down_proj"])
+    adapted = adapter(tmp_path, target_modules=["q_proj", "down_proj"])
     assert merge(tmp_path).has_base_names
     assert layout(tmp_path / "merged") == layout(tmp_path / "base")
-    merged, info = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", output_loading_info=True)
-    assert not info["missing_keys"] and not info["unexpected_keys"]
+    merged = load_whole(tmp_path / "merged")
     expected = logits_of(adapted)
     assert torch.allclose(logits_of(merged), expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
 

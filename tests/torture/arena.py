@@ -18,6 +18,7 @@ from threading import RLock
 from typing import Any, TypeVar
 
 from roundpipe_cli.files import CACHE_VARIABLE
+from roundpipe_cli.train.checkpoint.reading import load_newest
 from roundpipe_cli.train.checkpoint.resume import FREE_KEYS
 from tests.support.e2e import Outcome, Running, launch, make_model, numbers, write_recipe, write_rows
 
@@ -144,10 +145,7 @@ def spread(cases: list[T], count: int) -> list[T]:
 
 
 def start(
-    work: Path,
-    *words: str,
-    environment: Mapping[str, str] | None = None,
-    before: Callable[[], None] | None = None,
+    work: Path, *words: str, environment: Mapping[str, str] | None = None, before: Callable[[], None] | None = None
 ) -> Running:
     """`roundpipe finetune recipe.yaml WORDS` in `work`, with a cache of its own there: tokens and measured times of
     other tries would make a run take another path. `before` is `launch`'s."""
@@ -191,6 +189,15 @@ def resume_words(work: Path) -> tuple[str, ...]:
 def go_on(work: Path, *words: str, environment: Mapping[str, str] | None = None) -> Outcome:
     """Run to the end from wherever the run stands."""
     return start(work, *resume_words(work), *words, environment=environment).finish().expect(0)
+
+
+def check_newest(work: Path) -> int:
+    """The step of the newest checkpoint, which has to be whole."""
+
+    def fail(text: str) -> None:
+        raise AssertionError(text)
+
+    return load_newest(work / "out", warn=fail).step
 
 
 def inside_a_save(work: Path) -> bool:

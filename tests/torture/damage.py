@@ -6,7 +6,6 @@ import random
 import re
 import shutil
 from pathlib import Path
-from threading import Lock
 
 from tests.support.e2e import Outcome, tree
 from tests.torture.arena import Arena, Seen, assert_identical, died, saved, spread, start
@@ -19,11 +18,10 @@ PASSED_OVER = re.compile(r"checkpoint (step-\d+) is damaged and passed over: (.*
 
 def bit_flips(arena: Arena, count: int) -> Seen:
     """Flip one bit of one file of the newest checkpoint, then resume: noticed, or without any effect on the run."""
-    killed, lock, harmless = _killed_run(arena), Lock(), 0
+    unnoticed: list[Path] = []
 
     def attempt(index: int, draw: random.Random) -> None:
-        nonlocal harmless
-        work = _copy(arena, killed)
+        work = _killed_run(arena)
         path = draw.choice(sorted(saved(work)[-1].iterdir()))
         data = bytearray(path.read_bytes())
         data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
@@ -36,21 +34,21 @@ def bit_flips(arena: Arena, count: int) -> Seen:
             noticed = _warnings(done)
             assert len(noticed) <= 1, done.err
             assert noticed or path.name == "manifest.json", f"a flipped bit of {path.name} went unseen"
-            with lock:
-                harmless += not noticed
+            if not noticed:
+                unnoticed.append(path)
             assert_identical(work, arena.reference(VARIANT))
         shutil.rmtree(work)
 
     failures = arena.each(count, attempt)
-    return Seen(count, failures, f"{count - harmless - len(failures)} noticed, {harmless} without effect")
+    noticed = count - len(unnoticed) - len(failures)
+    return Seen(count, failures, f"{noticed} noticed, {len(unnoticed)} without effect")
 
 
 def truncations(arena: Arena, count: int) -> Seen:
     """Cut one file of the newest checkpoint, then resume: one warning with both sizes, and the checkpoint before."""
-    killed = _killed_run(arena)
 
     def attempt(index: int, draw: random.Random) -> None:
-        work = _copy(arena, killed)
+        work = _killed_run(arena)
         path = draw.choice(sorted(saved(work)[-1].iterdir()))
         data = path.read_bytes()
         size = draw.randrange(len(data) - 1)  # without the final line break alone a JSON file is whole
@@ -67,15 +65,14 @@ def truncations(arena: Arena, count: int) -> Seen:
 
 def damaged_sets(arena: Arena, count: int) -> Seen:
     """Files missing, empty, all zero, replaced by a folder, one too many; the newest or both; 16 ways."""
-    killed = _killed_run(arena)
-    names = sorted(path.name for path in saved(killed)[-1].iterdir())
+    names = sorted(path.name for path in saved(_killed_run(arena))[-1].iterdir())
     ways = [(name, way) for name in names for way in ("missing", "empty", "zero")]
     ways += [("", "extra"), ("", "hollow"), ("state.json", "folder"), ("", "all")]
     ways = spread(ways, count)
 
     def attempt(index: int, draw: random.Random) -> None:
         name, way = ways[index]
-        work = _copy(arena, killed)
+        work = _killed_run(arena)
         for folder in saved(work) if way == "all" else saved(work)[-1:]:
             _damage(folder, name or names[0], way)
         before = {path: data for path, data in tree(work / "out").items() if "step-" in path}
@@ -112,7 +109,7 @@ def _damage(folder: Path, name: str, way: str) -> None:
 
 
 def _killed_run(arena: Arena) -> Path:
-    """A working directory whose run was killed after step 9."""
+    """A working directory of its own whose run was killed after step 9."""
 
     def make() -> Path:
         work = arena.workspace(VARIANT)
@@ -120,12 +117,8 @@ def _killed_run(arena: Arena) -> Path:
         assert len(saved(work)) == 2
         return work
 
-    return arena.once("killed", make)
-
-
-def _copy(arena: Arena, work: Path) -> Path:
     copy = arena.workspace(VARIANT)
-    shutil.copytree(work / "out", copy / "out")
+    shutil.copytree(arena.once("killed", make) / "out", copy / "out")
     return copy
 
 

@@ -39,7 +39,7 @@ ODD_KINDS = 0.06
 class Reader:
     """One kind of files and what reads them."""
 
-    make: Callable[[Path], None]
+    make: Callable[[Path], object]
     """Writes good files into a folder, and loads what reading needs."""
     damage: Callable[[Path, random.Random], None]
     """Damages the files of a folder."""

@@ -12,7 +12,9 @@ import random
 from pathlib import Path
 from typing import Any
 
+from roundpipe_cli.choices import GGUF_NAME
 from roundpipe_cli.files import CACHE_VARIABLE
+from roundpipe_cli.train.result.gguf_file import write_gguf
 from tests.support.e2e import make_model, make_tokenizer
 from tests.support.tiny import tiny_config
 from tests.torture.fuzz import Reader, fuzz
@@ -22,41 +24,15 @@ from tests.torture.mutations import damage_bytes, damage_json, damage_lines
 
 
 def _make_gguf(folder: Path) -> None:
-    import gguf
-    import numpy as np
-
-    folder.mkdir()
-    writer = gguf.GGUFWriter(str(folder / "model.gguf"), "llama")
-    writer.add_block_count(2)
-    writer.add_context_length(64)
-    writer.add_embedding_length(32)
-    writer.add_feed_forward_length(64)
-    writer.add_head_count(4)
-    writer.add_head_count_kv(2)
-    writer.add_layer_norm_rms_eps(1e-5)
-    tokens = [*make_tokenizer().get_vocab(), "ab", "abc"]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(tokens)
-    writer.add_token_types([1] * len(tokens))
-    writer.add_token_merges(["a b", "ab c"])  # transformers 5.17 takes a list of one for a text
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    shapes = {"token_embd": (len(tokens), 32), "output_norm": (32,), "output": (len(tokens), 32)}
-    for block in range(2):
-        widths = {"attn_norm": (32,), "attn_q": (32, 32), "attn_k": (16, 32), "attn_v": (16, 32)}
-        widths |= {"attn_output": (32, 32), "ffn_norm": (32,), "ffn_gate": (64, 32), "ffn_up": (64, 32)}
-        shapes |= {f"blk.{block}.{name}": shape for name, shape in {**widths, "ffn_down": (32, 64)}.items()}
-    for name, shape in shapes.items():
-        writer.add_tensor(f"{name}.weight", np.zeros(shape, dtype=np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_gguf(make_model(folder, num_hidden_layers=1), "f32")
+    for path in folder.iterdir():
+        if path.name != GGUF_NAME:
+            path.unlink()
 
 
 def _damage_gguf(folder: Path, draw: random.Random) -> None:
     """Its header mostly: the tensors behind it may have any value."""
-    path = folder / "model.gguf"
+    path = folder / GGUF_NAME
     if draw.random() < 0.2:
         damage_bytes(path, draw)
         return
@@ -75,17 +51,13 @@ def _read_gguf(folder: Path) -> None:
     from roundpipe_cli.model.load import build_skeleton, load_config, load_tokenizer
 
     os.environ[CACHE_VARIABLE] = str(folder / "cache")
-    find_architecture("model.gguf", folder / "model.gguf")
-    source = ModelSource("model.gguf", folder, "model.gguf")
+    find_architecture(GGUF_NAME, folder / GGUF_NAME)
+    source = ModelSource(GGUF_NAME, folder, GGUF_NAME)
     build_skeleton(load_config(source), torch.float32)
     load_tokenizer(source)
 
 
 # --- a model folder ---------------------------------------------------------------------------------------------------
-
-
-def _make_configs(folder: Path) -> None:
-    make_model(folder)
 
 
 def _damage_configs(folder: Path, draw: random.Random) -> None:
@@ -281,26 +253,32 @@ def _make_gz(folder: Path) -> None:
         (folder / name).write_bytes(gzip.compress(content))
 
 
-def _damage_gz(folder: Path, draw: random.Random) -> None:
-    """The compressed bytes, or the rows in them; the other files go."""
-    name = draw.choice(sorted(_ROWS))
-    for path in folder.iterdir():
-        if path.name in _ROWS and path.name != name:
+def _one_of(folder: Path, draw: random.Random, pattern: str) -> Path:
+    """One file of rows; the others go."""
+    paths = sorted(folder.glob(pattern))
+    chosen = draw.choice(paths)
+    for path in paths:
+        if path != chosen:
             path.unlink()
-    path = folder / name
+    return chosen
+
+
+def _damage_gz(folder: Path, draw: random.Random) -> None:
+    """The compressed bytes, or the rows in them."""
+    path = _one_of(folder, draw, "*.gz")
     if draw.random() < 0.4:
-        path.write_bytes(_ROWS[name])
+        path.write_bytes(_ROWS[path.name])
         damage_bytes(path, draw)
         path.write_bytes(gzip.compress(path.read_bytes()))
     else:
         damage_bytes(path, draw)
 
 
-def _read_gz(folder: Path) -> None:
+def _read_rows(folder: Path) -> None:
     from roundpipe_cli.data.rows import DatasetSpec
     from roundpipe_cli.data.sources import find_sources
 
-    for path in sorted(folder.glob("*.gz")):
+    for path in sorted((*folder.glob("*.gz"), *folder.glob("*.parquet"))):
         for source in find_sources(DatasetSpec(str(path)), None, offline=True):
             for row in source.rows():
                 assert row.number > 0
@@ -322,31 +300,16 @@ def _make_parquet(folder: Path) -> None:
 
 
 def _damage_parquet(folder: Path, draw: random.Random) -> None:
-    """One file of the four; the others go."""
-    chosen = draw.choice(sorted(folder.glob("*.parquet")))
-    for path in folder.glob("*.parquet"):
-        if path != chosen:
-            path.unlink()
-    damage_bytes(chosen, draw)
-
-
-def _read_parquet(folder: Path) -> None:
-    from roundpipe_cli.data.rows import DatasetSpec
-    from roundpipe_cli.data.sources import find_sources
-
-    for path in sorted(folder.glob("*.parquet")):
-        for source in find_sources(DatasetSpec(str(path)), None, offline=True):
-            for row in source.rows():
-                assert row.number > 0
+    damage_bytes(_one_of(folder, draw, "*.parquet"), draw)
 
 
 READERS = {
     "gguf": Reader(_make_gguf, _damage_gguf, _read_gguf),
-    "config": Reader(_make_configs, _damage_configs, _read_configs),
+    "config": Reader(make_model, _damage_configs, _read_configs),
     "adapter": Reader(_make_adapter, _damage_adapter, _read_adapter),
     "events": Reader(_make_run, _damage_run, _read_run),
     "cache": Reader(_make_cache, _damage_cache, _read_cache),
-    "gz": Reader(_make_gz, _damage_gz, _read_gz),
-    "parquet": Reader(_make_parquet, _damage_parquet, _read_parquet),
+    "gz": Reader(_make_gz, _damage_gz, _read_rows),
+    "parquet": Reader(_make_parquet, _damage_parquet, _read_rows),
 }
 TRIALS = {name: functools.partial(fuzz, name, reader) for name, reader in READERS.items()}

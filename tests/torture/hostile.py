@@ -15,7 +15,6 @@ import tarfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 from tests.support.e2e import Outcome, launch
@@ -75,7 +74,6 @@ def _tarred(canary: str) -> bytes:
 
 PAYLOADS = {"reduce": _plain, "eval": _evaluated, "text": _text, "zip": _zipped, "tar": _tarred}
 PICKLE_NAMES = ("pytorch_model.bin", "pytorch_model.pt", "consolidated.00.pth", "model.safetensors", "model.ckpt")
-BESIDE = ("training_args.bin", "optimizer.pt", "adapter_model.bin", "rng_state.pth", "scheduler.pt")
 
 
 def _only_pickle(name: str, payload: str, model: Path, canary: str) -> None:
@@ -115,12 +113,8 @@ def pickles() -> list[tuple[str, Spoil]]:
         for name in PICKLE_NAMES
         for payload in PAYLOADS
     ]
-    cases.append(("index of pickles", _pickle_index))
-    cases.append(("index to a pickle", _index_to_pickle))
-    cases.append(("adapter", _adapter_pickle))
-    cases.append(("tokenizer", _pickle_tokenizer))
-    cases.append(("7z", functools.partial(_seven_zip)))
-    return cases
+    cases += [("index of pickles", _pickle_index), ("index to a pickle", _index_to_pickle)]
+    return [*cases, ("adapter", _adapter_pickle), ("tokenizer", _pickle_tokenizer), ("7z", _seven_zip)]
 
 
 def _seven_zip(model: Path, canary: str) -> None:
@@ -136,15 +130,8 @@ def _edit(path: Path, **changes: Any) -> None:
 
 
 def _with_code(model: Path, canary: str) -> None:
-    for name in (
-        "modeling.py",
-        "configuration.py",
-        "tokenization.py",
-        "__init__.py",
-        "conftest.py",
-        "sitecustomize.py",
-    ):
-        (model / name).write_text(f"open({canary!r}, 'w')\n")
+    for name in ("modeling", "configuration", "tokenization", "__init__", "conftest", "sitecustomize"):
+        (model / f"{name}.py").write_text(f"open({canary!r}, 'w')\n")
 
 
 def _lure(file: str, changes: dict[str, Any], model: Path, canary: str) -> None:
@@ -200,9 +187,7 @@ def _many(count: int) -> bytes:
 T8 = bytes(8)
 WEIGHTS: dict[str, Callable[[], bytes]] = {
     "empty": lambda: b"",
-    "three bytes": lambda: b"\1\0\0",
     "length 0": lambda: struct.pack("<Q", 0),
-    "length 2^63": lambda: struct.pack("<Q", 2**63) + b"{}",
     "length 2^64-1": lambda: struct.pack("<Q", 2**64 - 1) + b"{}",
     "length beyond the file": lambda: _header({}, length=1000),
     "100 MB of JSON": lambda: _header(b"{" + b" " * (100 * 1024**2) + b"}"),
@@ -211,38 +196,21 @@ WEIGHTS: dict[str, Callable[[], bytes]] = {
     "150,000 tensors of nothing": lambda: _header(_many(150_000)),
     "60,000 tensors of nothing": lambda: _header(_many(60_000)),
     "deep JSON": lambda: _header(b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}"),
-    "not JSON": lambda: _header(b"hello world....."),
-    "a list": lambda: _header(b"[1, 2, 3]"),
-    "invalid UTF-8": lambda: _header(b'{"\xff\xfe": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}', T8),
-    "NaN": lambda: _header(b'{"a": {"dtype": "F32", "shape": [NaN], "data_offsets": [0, 8]}}', T8),
-    "Infinity": lambda: _header(b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, Infinity]}}', T8),
     "twice": lambda: _header(
         b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}',
         T8,
     ),
     "overlap": lambda: _header({"a": _tensor(0, 8), "b": _tensor(4, 12)}, bytes(12)),
-    "same bytes": lambda: _header({"a": _tensor(0, 8), "b": _tensor(0, 8)}, T8),
-    "gap": lambda: _header({"a": _tensor(0, 8), "b": _tensor(12, 20)}, bytes(20)),
     "hidden first bytes": lambda: _header({"a": _tensor(8, 16)}, bytes(16)),
-    "tail": lambda: _header({"a": _tensor(0, 8)}, bytes(100)),
     "beyond the end": lambda: _header({"a": _tensor(0, 800)}, T8),
     "backwards": lambda: _header({"a": {"dtype": "F32", "shape": [2], "data_offsets": [8, 0]}}, T8),
-    "negative offset": lambda: _header({"a": {"dtype": "F32", "shape": [2], "data_offsets": [-8, 0]}}, T8),
-    "negative shape": lambda: _header({"a": _tensor(0, 8, shape=[-1, -2])}, T8),
     "shape against bytes": lambda: _header({"a": _tensor(0, 8, shape=[3])}, T8),
     "overflow": lambda: _header({"a": _tensor(0, 8, shape=[2**62, 4])}, T8),
-    "overflow to the size": lambda: _header({"a": _tensor(0, 8, shape=[2**32, 2**32, 2])}, T8),
-    "huge numbers": lambda: _header(b'{"a":{"dtype":"F32","shape":[' + b"9" * 5000 + b'],"data_offsets":[0,8]}}', T8),
-    "fractions": lambda: _header({"a": _tensor(0, 8, shape=[2.0])}, T8),
-    "texts": lambda: _header({"a": _tensor(0, 8, shape=["2"])}, T8),
-    "true": lambda: _header({"a": {"dtype": "F32", "shape": [True, 2], "data_offsets": [0, 8]}}, T8),
     "unknown type": lambda: _header({"a": _tensor(0, 8, dtype="OBJECT")}, T8),
-    "no type": lambda: _header({"a": {"shape": [2], "data_offsets": [0, 8]}}, T8),
     "more keys": lambda: _header({"a": {**_tensor(0, 8), "run": "me"}}, T8),
-    "metadata of objects": lambda: _header({"__metadata__": {"a": {"b": 1}}, "a": _tensor(0, 8)}, T8),
-    "three offsets": lambda: _header({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8, 16]}}, T8),
     "other tensors": lambda: _header({"a": _tensor(0, 8)}, T8),
 }
+"""Beside values of other types and out of range in a header, of which `fuzz-weights` tries thousands."""
 INDEXES: dict[str, Any] = {
     "index ../": {"lm_head.weight": f"../{guard.SECRET}.safetensors"},
     "index absolute": {"lm_head.weight": "/etc/passwd"},
@@ -298,7 +266,7 @@ def _deep_config(model: Path, canary: str) -> None:
 
 
 def weights() -> list[tuple[str, Spoil]]:
-    """Over 40 folders whose weights or index are crafted."""
+    """34 folders whose weights or index are crafted."""
     cases: list[tuple[str, Spoil]] = [(name, functools.partial(_write_weights, make)) for name, make in WEIGHTS.items()]
     cases += [(name, functools.partial(_write_index, weight_map)) for name, weight_map in INDEXES.items()]
     cases += [("link out", _link_out), ("link to itself", _link_to_itself), ("pipe", _pipe)]
@@ -327,10 +295,9 @@ def crafted_weights(arena: Arena, count: int) -> Seen:
 
 def _refused(arena: Arena, cases: list[tuple[str, Spoil]], count: int) -> Seen:
     chosen = [cases[index * len(cases) // count] for index in range(count)] if count < len(cases) else cases
-    lock, slowest_s = Lock(), 0.0
+    seconds = [0.0]
 
     def attempt(index: int, draw: random.Random) -> None:
-        nonlocal slowest_s
         name, spoil = chosen[index]
         work = arena.workspace()
         shutil.copytree(arena.folder / "model", work / "model")
@@ -341,12 +308,11 @@ def _refused(arena: Arena, cases: list[tuple[str, Spoil]], count: int) -> Seen:
         done = launch(work, "finetune", "recipe.yaml", "model=./model", before=before).finish()
         _check(name, done, canary, report, ENDS_WITHIN_S * arena.patience)
         assert not (work / "out").exists(), f"{name}: something was written"
-        with lock:
-            slowest_s = max(slowest_s, done.seconds)
+        seconds.append(done.seconds)
         shutil.rmtree(work)
 
     failures = arena.each(len(chosen), attempt)
-    return Seen(len(chosen), failures, f"slowest {slowest_s:.1f} s")
+    return Seen(len(chosen), failures, f"slowest {max(seconds):.1f} s")
 
 
 def _check(name: str, done: Outcome, canary: Path, report: Path, within_s: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
 import re
 import shutil
@@ -10,11 +11,20 @@ import signal
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from threading import Lock
 
-from roundpipe_cli.train.checkpoint.reading import load_newest
 from tests.support.e2e import Outcome
-from tests.torture.arena import Arena, Seen, assert_identical, at_a_moment, go_on, inside_a_save, saved, spread, start
+from tests.torture.arena import (
+    Arena,
+    Seen,
+    assert_identical,
+    at_a_moment,
+    check_newest,
+    go_on,
+    inside_a_save,
+    saved,
+    spread,
+    start,
+)
 from tests.torture.terminal import in_terminal
 
 VARIANT = "accumulate"
@@ -51,31 +61,22 @@ def hangup(arena: Arena, count: int) -> Seen:
     return _stopped_at_random(arena, count, stop, signal.SIGHUP)
 
 
-def ctrl_c(arena: Arena, count: int) -> Seen:
-    """Ctrl-C at a terminal at a random moment; then resume."""
+def ctrl_c(arena: Arena, count: int, again_s: tuple[float, ...] = (), environment: Mapping[str, str] = SLOW) -> Seen:
+    """Ctrl-C at a terminal at a random moment, and again after so many seconds; then resume."""
 
     def stop(work: Path, after_s: float) -> Outcome:
-        with in_terminal(work, SLOW) as (running, terminal):
-            running.process.join(after_s)
-            if running.process.is_alive():
-                terminal.press_ctrl_c()
-            return dataclasses.replace(running.finish(), err=terminal.text)
-
-    return _stopped_at_random(arena, count, stop, signal.SIGINT)
-
-
-def ctrl_c_twice(arena: Arena, count: int) -> Seen:
-    """Ctrl-C again 0.2 s after the first, in steps that last longer; then resume."""
-
-    def stop(work: Path, after_s: float) -> Outcome:
-        with in_terminal(work, SLOW_STEPS) as (running, terminal):
-            for wait_s in (after_s, 0.2):
+        with in_terminal(work, environment) as (running, terminal):
+            for wait_s in (after_s, *again_s):
                 running.process.join(wait_s)
                 if running.process.is_alive():
                     terminal.press_ctrl_c()
             return dataclasses.replace(running.finish(), err=terminal.text)
 
-    return _stopped_at_random(arena, count, stop, signal.SIGINT, SLOW_STEPS)
+    return _stopped_at_random(arena, count, stop, signal.SIGINT, environment)
+
+
+ctrl_c_twice = functools.partial(ctrl_c, again_s=(0.2,), environment=SLOW_STEPS)
+"""The second before the step under way can have ended."""
 
 
 def _stopped_at_random(
@@ -88,10 +89,9 @@ def _stopped_at_random(
     """Stop a run at a random moment of it, check what it says and leaves behind, let it go on."""
     whole_s = arena.seconds(VARIANT, environment if count > 1 else SLOW)
     reference = arena.reference(VARIANT)
-    lock, codes, at_once = Lock(), Counter[int](), 0
+    ends: list[Outcome] = []
 
     def attempt(index: int, draw: random.Random) -> None:
-        nonlocal at_once
         work = arena.workspace(VARIANT)
 
         def once(after_s: float) -> Outcome:
@@ -100,15 +100,15 @@ def _stopped_at_random(
 
         done = at_a_moment(whole_s, draw, once, FIRST_S)
         check_stop(work, done, number)
-        with lock:
-            codes[done.code] += 1
-            at_once += "second SIGINT" in done.err
+        ends.append(done)
         go_on(work)
         assert_identical(work, reference)
         shutil.rmtree(work)
 
     failures = arena.each(count, attempt)
-    note = ", ".join(f"{many} ended with {code}" for code, many in sorted(codes.items(), key=lambda item: -item[1]))
+    codes = Counter(done.code for done in ends).most_common()
+    at_once = sum("second SIGINT" in done.err for done in ends)
+    note = ", ".join(f"{many} ended with {code}" for code, many in codes)
     return Seen(count, failures, note + (f", {at_once} at once" if at_once else ""))
 
 
@@ -126,7 +126,7 @@ def check_stop(work: Path, done: Outcome, number: signal.Signals) -> None:
         if number == signal.SIGHUP:
             pass  # nobody left to tell
         elif stopped := STOPPED.search(text):
-            assert load_newest(work / "out").step == int(stopped.group(1)), text
+            assert check_newest(work) == int(stopped.group(1)), text
         else:
             said = "no checkpoint was written" in text or "stopped at once" in text or "stopped by SIGINT" in text
             assert said, f"exit code {done.code}, and nothing said why\n{text}"
@@ -135,11 +135,7 @@ def check_stop(work: Path, done: Outcome, number: signal.Signals) -> None:
     at_once = "stopped at once" in text  # then the next start removes what a save has begun
     assert at_once or not inside_a_save(work), "a half-written checkpoint was left behind"
     if saved(work):
-        load_newest(work / "out", warn=_no_damage)
-
-
-def _no_damage(text: str) -> None:
-    raise AssertionError(text)
+        check_newest(work)
 
 
 PHASES = {

@@ -23,9 +23,8 @@ from roundpipe_cli.engine.prepared import StepContext
 from roundpipe_cli.engine.stage import StageRunner
 from roundpipe_cli.schedule.actions import Kind
 from roundpipe_cli.schedule.program import Op
-from roundpipe_cli.train.checkpoint.reading import load_newest
 from tests.support.e2e import Outcome, metrics
-from tests.torture.arena import Arena, Seen, assert_identical, go_on, saved, spread, start
+from tests.torture.arena import Arena, Seen, assert_identical, check_newest, go_on, saved, spread, start
 
 ENDS_WITHIN_S = 10.0
 IN_A_STEP = ("prefetch", "upload", "compute", "download", "optimizer")
@@ -69,7 +68,7 @@ def failing_parts(arena: Arena, count: int) -> Seen:
         if point in IN_A_STEP[:-1]:
             assert "worker " in done.err and "layer " in done.err and "step " in done.err, done.err
         if saved(work):
-            load_newest(work / "out", warn=_fail)
+            check_newest(work)
         go_on(work)
         assert_identical(work, arena.reference())
         shutil.rmtree(work)
@@ -147,10 +146,9 @@ def lost_devices(arena: Arena, count: int) -> Seen:
         times = {row["step"]: row["step_s"] for row in metrics(work / "out")}
         where = re.findall(r"was lost at step (\d+)", done.err)
         usual = statistics.median(times.values())
-        with arena.lock:
-            seen.append(number)
-            usual_s.append(usual)
-            extra_s.extend(times[int(step)] - usual for step in where)
+        seen.append(number)
+        usual_s.append(usual)
+        extra_s.extend([times[int(step)] - usual for step in where])
         shutil.rmtree(work)
 
     failures = arena.each(count, attempt)
@@ -243,7 +241,3 @@ def lose_after_gradients(step: int, patch: Callable[[object, str, object], None]
 
     patch(StageRunner, "run", run_or_fail)
     patch(StepGradients, "complete", complete_and_tell)
-
-
-def _fail(text: str) -> None:
-    raise AssertionError(text)

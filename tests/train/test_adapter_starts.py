@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, get_peft_model
 from peft.tuners.lora.config import KasaConfig
 from safetensors.torch import load_file
 
@@ -28,6 +27,7 @@ from roundpipe_cli.train.result.export import merge_result
 from roundpipe_cli.train.result.generate import load_result
 from roundpipe_cli.train.signals import Reporting, StopSignals
 from tests.model.test_quantized_files import save_in_4bit
+from tests.support.adapters import by_peft, load_whole
 from tests.support.e2e import make_model, make_tokenizer, make_workspace
 from tests.support.tiny import logits_of, plain_copy
 from tests.train.test_multimodal_result import make_base
@@ -76,12 +76,8 @@ class Base:
         return self.work / "model"
 
     def load(self, folder: Path | None = None) -> Any:
-        """By its own class, every tensor in its place."""
-        found = getattr(transformers, self.kind).from_pretrained(
-            str(folder or self.folder), dtype=torch.float32, output_loading_info=True
-        )
-        assert not found[1]["missing_keys"] and not found[1]["unexpected_keys"] and not found[1]["mismatched_keys"]
-        return found[0].eval()
+        """The base, or what became of it in `folder`, by its own class."""
+        return load_whole(folder or self.folder, self.kind)
 
 
 @pytest.fixture(scope="module")
@@ -115,12 +111,6 @@ def make_adapter(base: Base, folder: Path, **options: Any) -> torch.Tensor:
     return logits_of(peft_model)
 
 
-def by_peft(base: Base, adapter: Path) -> torch.Tensor:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return logits_of(PeftModel.from_pretrained(base.load(), str(adapter)))
-
-
 def continued(base: Base, adapter: Path, *words: str) -> Setup:
     """A run that trains the adapter further, before its first step."""
     keys = [f"lora.start_from={adapter}", "lora.r=16", "lora.alpha=32", "lora.dropout=0", *words]
@@ -141,7 +131,7 @@ def test_merged_and_continued_adapters_compute_what_peft_computes(
     """Story: adapters that began by PiSSA were merged into the whole base, 0.42 away in their logits."""
     base, adapter = bases[name], tmp_path / "adapter"
     trained = make_adapter(base, adapter, **STARTS[start], **({"modules_to_save": list(tables)} if tables else {}))
-    expected = by_peft(base, adapter)
+    expected = by_peft(base.load(), adapter)
     assert_equal(expected, trained)
     merge_result(adapter, ModelSource("base", base.folder), tmp_path / "merged", None)
     assert_equal(logits_of(base.load(tmp_path / "merged")), expected)
@@ -167,7 +157,7 @@ def test_what_a_continued_adapter_becomes_is_read_by_peft(bases: dict[str, Base]
         Trainer(setup, tmp_path / "out", StopSignals(), Reporting(lambda event: None)).run(None)
     trained = logits_of(plain_copy(setup.model, setup.store))
     assert float((trained - before).abs().max()) > 0.01
-    assert_equal(by_peft(base, tmp_path / "out"), trained)
+    assert_equal(by_peft(base.load(), tmp_path / "out"), trained)
     names = [load_file(folder / "adapter_model.safetensors").keys() for folder in (adapter, tmp_path / "out")]
     assert names[0] == names[1]
     merge_result(tmp_path / "out", ModelSource("base", base.folder), tmp_path / "merged", None)

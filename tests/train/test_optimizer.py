@@ -17,7 +17,7 @@ from transformers import Trainer
 from roundpipe_cli.choices import OPTIMIZERS, OptimizerName
 from roundpipe_cli.engine.weights import WeightStore, settle_heap
 from roundpipe_cli.model.layout import make_layout
-from roundpipe_cli.train.optim.optimizer import AdamW, HostOptimizer, RuleSettings, make_rule, undecayed_names
+from roundpipe_cli.train.optim.optimizer import AdamW, HostOptimizer, make_rule, undecayed_names
 from roundpipe_cli.train.optim.updater import Updater
 from tests.support.e2e import forked
 from tests.support.tiny import Rig, make_rig
@@ -135,7 +135,7 @@ def cost_of_an_update(name: OptimizerName, count: int) -> tuple[int, int]:
         return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
     def update(count: int) -> tuple[int, int]:
-        rule = make_rule(name, RuleSettings(momentum=0.9))
+        rule = make_rule(name, momentum=0.9)
         shape = torch.Size([count] if rule.is_flat else [count // 1000, 1000])
         state = {key: torch.zeros_like(like) for key, like in rule.make_state(shape).items()}
         values, before, faults = torch.ones(shape), status_bytes("VmHWM:"), [faults_so_far()]
@@ -180,7 +180,7 @@ def test_many_threads_sweep_larger_blocks_with_the_same_bits(name: OptimizerName
         torch.set_num_threads(num_threads)
         store = WeightStore([layout])
         store.set_parameter("weight", values)
-        host = HostOptimizer(store, make_rule(name, RuleSettings(momentum=0.9, weight_decay=0.1)))
+        host = HostOptimizer(store, make_rule(name, momentum=0.9, weight_decay=0.1))
         store.gradient("weight").copy_(gradient)
         seen: list[str] = []
         sys.setprofile(partial(note, seen))
@@ -200,7 +200,7 @@ def test_noise_of_a_moment_depends_on_its_place_alone() -> None:
     before, found = torch.get_num_threads(), []
     for num_threads in (1, 3):
         torch.set_num_threads(num_threads)
-        rule = make_rule("adamw_bf16", RuleSettings())
+        rule = make_rule("adamw_bf16")
         state = {name: torch.zeros_like(like) for name, like in rule.make_state(gradient.shape).items()}
         rule.update(torch.zeros_like(gradient), gradient.clone(), state, 1e-3, number=1, salt=0)
         found.append(state["exp_avg_sq"])

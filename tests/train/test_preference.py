@@ -26,9 +26,9 @@ from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.schedule.builders import build_forward
 from roundpipe_cli.train.preference import make_pairs, with_nll, with_prompts
 from roundpipe_cli.train.prepare.setup import prepare
+from tests.support.adapters import random_adapter
 from tests.support.e2e import finetune, make_workspace, metrics, numbers, run
 from tests.support.tiny import Rig, make_rig, random_microbatches, schedule_for
-from tests.train.test_export import random_adapter
 
 BETA = 0.3
 SIZES = [(4, 11), (2, 9), (4, 7)]
@@ -212,7 +212,7 @@ def test_the_reference_of_a_continued_adapter_is_that_adapter(folder: Path, star
         "whole": {"modules_to_save": ["embed_tokens", "lm_head"]},
         "pissa": {"init_lora_weights": "pissa"},
     }
-    random_adapter(folder / "model", folder / "first", **options[start])
+    random_adapter(folder / "model", folder / "first", target_modules="all-linear", **options[start])
     words = ("lora.start_from=first", "lora.dropout=0", "eval_datasets=[{path: rows.jsonl}]", "eval_steps=6")
     done = finetune(folder, *words).expect(0)
     said = f"reference model of dpo: model with the adapter {folder / 'first'} as it is, which is trained further"
@@ -245,13 +245,13 @@ def sequence_sums(model: Any, microbatch: Microbatch) -> torch.Tensor:
 
 def test_a_resume_keeps_the_reference(folder: Path) -> None:
     """Also on other workers, which take copies of the weights; another adapter in its place is refused."""
-    random_adapter(folder / "model", folder / "first")
+    random_adapter(folder / "model", folder / "first", target_modules="all-linear")
     words = ("lora.start_from=first",)
     finetune(folder, *words).expect(0)
     three = "pipeline.devices=[cpu, cpu, cpu]"
     assert finetune(folder, *words, three, "output_dir=killed", fault="optimizer:kill:step=3").code == -9
     (folder / "first").rename(folder / "kept")
-    random_adapter(folder / "model", folder / "first", init_lora_weights=False)
+    random_adapter(folder / "model", folder / "first", target_modules="all-linear", init_lora_weights=False)
     done = finetune(folder, *words, "output_dir=killed", "--resume").expect(2)
     assert "lora.start_from (files): changed since the checkpoint was written" in done.err
     shutil.rmtree(folder / "first")

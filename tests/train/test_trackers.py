@@ -15,7 +15,7 @@ from roundpipe_cli.events import Event, Notice
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.train.monitor import trackers
-from roundpipe_cli.train.monitor.trackers import PACKAGES, RunInfo, Trackers
+from roundpipe_cli.train.monitor.trackers import TRACKERS, RunInfo, Trackers
 from tests.support.e2e import finetune, make_model, make_workspace, metrics, numbers
 from tests.train.test_finetune_output import STEP
 
@@ -55,13 +55,13 @@ def test_tensorboard_has_the_metrics_of_every_step(tmp_path: Path, model: Path) 
     assert numbers(folder / "without") == numbers(folder / "out")
 
 
-@pytest.mark.parametrize("name", sorted(PACKAGES))
+@pytest.mark.parametrize("name", sorted(TRACKERS))
 def test_a_missing_package_is_told_before_anything_loads(name: str, tmp_path: Path, model: Path) -> None:
-    if importlib.util.find_spec(PACKAGES[name]) is not None:
+    if importlib.util.find_spec(name) is not None:
         pytest.skip(f"{name} is installed")
     folder = make_workspace(tmp_path / "work", model)
     done = finetune(folder, f"report_to=[{name}]").expect(2)
-    assert f"pip install {PACKAGES[name]}" in done.err and "loading torch" not in done.err
+    assert f"pip install {name}" in done.err and "loading torch" not in done.err
     assert not (folder / "out").exists()
 
 
@@ -104,7 +104,7 @@ def notices(told: list[Event]) -> list[str]:
 def test_numbers_and_recipe_arrive_without_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", SECRET)
     made: list[Stub] = []
-    monkeypatch.setitem(trackers.SINKS, "wandb", lambda info: made.append(Stub(info)) or made[0])
+    monkeypatch.setitem(trackers.TRACKERS, "wandb", lambda info: made.append(Stub(info)) or made[0])
     told = run(tmp_path, recipe_of(tmp_path, f"revision: branch-{SECRET}\n"))
     assert len(told) == 3 and [step for step, _ in made[0].rows] == [1, 2, 3]
     assert made[0].rows[0][1]["train/loss"] == STEP.loss
@@ -131,7 +131,7 @@ def test_a_tracker_that_fails_costs_one_line(where: str, tmp_path: Path, monkeyp
         def close(self) -> None:
             self._fail("close")
 
-    monkeypatch.setitem(trackers.SINKS, "wandb", Failing)
+    monkeypatch.setitem(trackers.TRACKERS, "wandb", Failing)
     told = run(tmp_path, recipe_of(tmp_path))
     assert len(notices(told)) == 1 and "the run continues: SystemExit: no network for ***" in notices(told)[0]
 
@@ -143,7 +143,7 @@ def test_a_tracker_that_hangs_is_left_behind(tmp_path: Path, monkeypatch: pytest
         def log(self, step: int, values: Any) -> None:
             release.wait(60)
 
-    monkeypatch.setitem(trackers.SINKS, "wandb", Hanging)
+    monkeypatch.setitem(trackers.TRACKERS, "wandb", Hanging)
     monkeypatch.setattr(trackers, "MAX_WAITING", 5)
     told = run(tmp_path, recipe_of(tmp_path), flush_s=0.1, num_steps=50)
     release.set()

@@ -34,9 +34,9 @@ from roundpipe_cli.train.optim.optimizer import Adafactor, AdamW, AdamW8, AdamW1
 from roundpipe_cli.train.prepare.learning_rate import describe_schedule, rate_schedule_of
 from roundpipe_cli.train.prepare.setup import Setup, prepare
 from roundpipe_cli.train.signals import Reporting, StopSignals
+from tests.support.adapters import random_adapter
 from tests.support.e2e import finetune, make_model, make_tokenizer, make_workspace, metrics
 from tests.support.tiny import make_rig
-from tests.train.test_export_adapters import adapter as make_adapter
 from tests.train.test_export_adapters import adapter_of_experts
 
 bitsandbytes: Any = import_bitsandbytes()
@@ -521,7 +521,7 @@ RULES: dict[str, UpdateRule] = {
     "adamw_bf16": AdamW16(weight_decay=0.1),
     "adamw_8bit": AdamW8(weight_decay=0.1),
     "sgd": Sgd(weight_decay=0.1),
-    "sgd_momentum": Sgd(0.9),
+    "sgd_momentum": Sgd(momentum=0.9),
     "adafactor": Adafactor(weight_decay=0.1),
 }
 
@@ -631,7 +631,7 @@ def test_an_adapter_that_cannot_be_trained_further_is_refused(
 ) -> None:
     """Story: the hint was to leave a key out that the recipe does not have."""
     folder = make_workspace(tmp_path / "work", models[model])
-    make_adapter(folder / "model", folder / "first", **options)
+    random_adapter(folder / "model", folder / "first", **options)
     with pytest.raises(RefusedError) as raised:
         setup_of(folder, *_start(folder))
     problem = raised.value.problems[0]
@@ -643,7 +643,7 @@ def test_an_adapter_that_cannot_be_trained_further_is_refused(
 def test_tables_beside_an_adapter_must_be_the_base_s(model: str, tmp_path: Path, models: dict[str, Path]) -> None:
     """They are not trained, so the result would not hold them."""
     folder = make_workspace(tmp_path / "work", models[model])
-    make_adapter(folder / "model", folder / "first", save_tables=True)
+    random_adapter(folder / "model", folder / "first", save_tables=True)
     setup_of(folder, *_start(folder))
     path = folder / "first" / "adapter_model.safetensors"
     save_file({key: 2 * value if "embed_tokens" in key else value for key, value in load_file(path).items()}, path)

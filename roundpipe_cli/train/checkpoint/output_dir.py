@@ -23,7 +23,6 @@ import time
 from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from roundpipe_cli.errors import NoCheckpointError, OutputInUseError, RefusedError, ResourceError, RoundpipeError
@@ -207,13 +206,7 @@ def check_start(folder: Path, resume: bool) -> RunState:
     _check_run_files(folder)
     state = read_state(folder)
     if resume and state is RunState.FRESH:
-        raise NoCheckpointError(
-            "no checkpoint to resume from",
-            where=str(folder),
-            found="nothing named step-*" if folder.is_dir() else "no such folder",
-            expected="a folder such as step-00000200",
-            hint="run without --resume to start afresh, or name the run's folder with output_dir=",
-        )
+        raise no_checkpoint(folder, "nothing named step-*" if folder.is_dir() else "no such folder")
     if resume:
         return state
     found = {
@@ -230,6 +223,17 @@ def check_start(folder: Path, resume: bool) -> RunState:
         found=found,
         expected="an empty or new folder",
         hint=f"{resume_hint}start another one with output_dir=",
+    )
+
+
+def no_checkpoint(where: Path, found: str) -> NoCheckpointError:
+    """The error where there is nothing to resume from."""
+    return NoCheckpointError(
+        "no checkpoint to resume from",
+        where=str(where),
+        found=found,
+        expected="a folder such as step-00000200",
+        hint="run without --resume to start afresh, or name the run's folder with output_dir=",
     )
 
 
@@ -308,7 +312,7 @@ class OutputDir:
 
     def __enter__(self) -> OutputDir:
         check_start(self.path, self.resume)
-        self._made = _missing_folders(self.path)
+        self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]  # innermost first
         try:
             self._take_lock()
             for folder in self._made:
@@ -316,13 +320,11 @@ class OutputDir:
             self.state = check_start(self.path, self.resume)  # another run may have finished meanwhile
             if self.state is not RunState.FINISHED:
                 self._clean()
-        except OSError as error:
+        except BaseException as error:
             self._remove_if_unused()
             self._release()
-            raise _unwritable(error, self.path) from error
-        except BaseException:
-            self._remove_if_unused()
-            self._release()
+            if isinstance(error, OSError):
+                raise _unwritable(error, self.path) from error
             raise
         return self
 
@@ -337,9 +339,7 @@ class OutputDir:
                 for folder in self._made:
                     folder.rmdir()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
             self._remove_if_unused()
         self._release()
@@ -399,11 +399,6 @@ class OutputDir:
             write_atomically(marker, json.dumps(content).encode() + b"\n")
 
 
-def _missing_folders(path: Path) -> list[Path]:
-    """`path` and its parents that do not exist, innermost first."""
-    return [folder for folder in (path, *path.parents) if not folder.exists()]
-
-
 def _is_file(descriptor: int, path: Path) -> bool:
     """Whether `path` still names the open file."""
     try:
@@ -453,17 +448,14 @@ def _read_holder(lock_path: Path) -> tuple[str, str]:
 def _is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
+    except OSError as error:
+        return error.errno == errno.EPERM  # somebody else's
     return True
 
 
 def _unwritable(error: OSError, folder: Path) -> RoundpipeError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
-        disk: ResourceError = disk_error(error, folder, "in the output directory")
-        return disk
+        return disk_error(error, folder, "in the output directory")
     return RefusedError(
         "the output directory cannot be written",
         where=str(error.filename or folder),

@@ -21,7 +21,7 @@ from roundpipe_cli.train.checkpoint.manifest import (
     read_records,
     verify_files,
 )
-from roundpipe_cli.train.checkpoint.output_dir import STEP_FOLDER, list_checkpoints
+from roundpipe_cli.train.checkpoint.output_dir import STEP_FOLDER, list_checkpoints, no_checkpoint
 
 FORMAT_NAME = "roundpipe-checkpoint"
 FORMAT_VERSION = 1
@@ -64,11 +64,7 @@ class Checkpoint:
     groups: tuple[str, ...]
 
     def tensors(self, group: str) -> LazyTensors:
-        """Raises:
-        KeyError: the checkpoint has no such group.
-        """
-        if group not in self.groups:
-            raise KeyError(group)
+        """Those of one of `groups`."""
         return LazyTensors(self.folder / f"{group}.safetensors")
 
 
@@ -87,13 +83,7 @@ def load_newest(output_dir: Path, path: Path | None = None, warn: Say | None = N
     else:
         candidates = list_checkpoints(output_dir)
     if not candidates:
-        raise NoCheckpointError(
-            "no checkpoint to resume from",
-            where=str(path or output_dir),
-            found="nothing named step-*" if path is None else "no such checkpoint",
-            expected="a folder such as step-00000200",
-            hint="run without --resume to start afresh, or name the run's folder with output_dir=",
-        )
+        raise no_checkpoint(path or output_dir, "nothing named step-*" if path is None else "no such checkpoint")
     damages: list[str] = []
     for step, folder in candidates:
         try:
@@ -134,7 +124,11 @@ def _load(folder: Path, step: int) -> Checkpoint:
     for record in records:
         if record.name.endswith(".safetensors"):
             groups.append(record.name.removesuffix(".safetensors"))
-            _check_readable(folder / record.name)
+            try:
+                LazyTensors(folder / record.name)  # a header that lies must be found before any tensor is used
+            except (SafetensorError, OSError, ValueError) as error:
+                found = f"no safetensors file ({error})"
+                raise DamagedError(folder / record.name, found, "a safetensors file") from error
     state = read_own_json(folder / STATE_NAME)
     if state.get("step") != step or not isinstance(state.get("meta"), dict):
         raise DamagedError(folder / STATE_NAME, f"step {state.get('step')!r}", f"step {step} and its state")
@@ -176,11 +170,3 @@ def _read_manifest(folder: Path, step: int) -> list[FileRecord]:
     if STATE_NAME not in names:
         raise DamagedError(path, f"files {', '.join(names)}", f"{STATE_NAME} among them")
     return records
-
-
-def _check_readable(path: Path) -> None:
-    """A header that lies must be found before any tensor is used."""
-    try:
-        LazyTensors(path)
-    except (SafetensorError, OSError, ValueError) as error:
-        raise DamagedError(path, f"no safetensors file ({error})", "a safetensors file") from error

@@ -10,16 +10,16 @@ which the next call raises in the training thread.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import os
 import queue
-import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -67,96 +67,60 @@ class TensorSpec:
 
     @property
     def num_bytes(self) -> int:
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
     @staticmethod
     def of(name: str, tensor: torch.Tensor) -> TensorSpec:
         return TensorSpec(name, tensor.dtype, tuple(tensor.shape))
 
 
-@dataclass(frozen=True)
-class TensorStream:
-    """Tensors that come into being one after the other, for instance a layer's snapshot at a time.
-
-    `specs` announces them all; `tensors` is run through once and yields them in that order. A tensor may be
-    overwritten by its owner as soon as the next one is asked for.
-    """
-
-    specs: tuple[TensorSpec, ...]
-    tensors: Iterable[tuple[str, torch.Tensor]]
-    metadata: Mapping[str, str] | None = None
-    """Metadata of the header; transformers wants `{"format": "pt"}`."""
-
-
 def encode_header(specs: Iterable[TensorSpec], metadata: Mapping[str, str] | None = None) -> bytes:
     """Length and JSON header, padded so that the tensors begin at a multiple of 8 bytes.
 
     Raises:
-        ValueError: two tensors of one name, a dtype that safetensors lacks, or a tensor that would not be aligned.
+        ValueError: two tensors of one name, or a tensor that would not be aligned.
+        KeyError: safetensors has no name for a dtype.
     """
     header: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
     offset = 0
     for spec in specs:
         if spec.name in header or spec.name == "__metadata__":
             raise ValueError(f"two tensors named {spec.name!r} in one group")
-        if spec.dtype not in DTYPE_NAMES:
-            raise ValueError(f"safetensors has no name for {spec.dtype} (tensor {spec.name!r})")
         if offset % spec.dtype.itemsize:
             raise ValueError(f"tensor {spec.name!r} would begin at byte {offset}: put larger element sizes first")
         end = offset + spec.num_bytes
-        header[spec.name] = {
-            "dtype": DTYPE_NAMES[spec.dtype],
-            "shape": list(spec.shape),
-            "data_offsets": [offset, end],
-        }
+        header[spec.name] = {"dtype": DTYPE_NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
-def stream_file(stream: TensorStream) -> Iterator[bytes | memoryview]:
+def stream_file(
+    specs: Sequence[TensorSpec], tensors: Iterable[tuple[str, torch.Tensor]], metadata: Mapping[str, str] | None = None
+) -> Iterator[bytes | memoryview]:
     """The bytes of the file, header first, then one piece a tensor (its own memory where it is contiguous, on the CPU).
 
+    Args:
+        specs: of all tensors.
+        tensors: come into being one after the other, in this order; run through once. A tensor may be overwritten by
+            its owner as soon as the next one is asked for.
+        metadata: of the header; transformers wants `{"format": "pt"}`.
+
     Raises:
-        ValueError: `stream.tensors` does not yield what `stream.specs` announces.
+        ValueError: `tensors` does not yield what `specs` announces.
     """
-    yield encode_header(stream.specs, stream.metadata)
+    yield encode_header(specs, metadata)
     num_seen = 0
-    for name, tensor in stream.tensors:
-        expected = stream.specs[num_seen] if num_seen < len(stream.specs) else None
+    for name, tensor in tensors:
+        expected = specs[num_seen] if num_seen < len(specs) else None
         if TensorSpec.of(name, tensor) != expected:
             raise ValueError(f"tensor {num_seen} is {TensorSpec.of(name, tensor)}, announced was {expected}")
         num_seen += 1
-        yield bytes_of_tensor(tensor)
-    if num_seen != len(stream.specs):
-        raise ValueError(f"{len(stream.specs)} tensors were announced, {num_seen} came")
-
-
-@dataclass(frozen=True)
-class FileSet:
-    """Several files whose bytes come in one run, for instance all that belongs to one layer, then the next layer.
-
-    `specs` announces each file's tensors, in their order; `pieces` is run through once and yields (file, next bytes of
-    its tensors). A piece may be overwritten by its owner as soon as the next one is asked for.
-    """
-
-    specs: Mapping[str, tuple[TensorSpec, ...]]
-    pieces: Iterable[tuple[str, memoryview]]
-
-    def num_bytes(self, name: str) -> int:
-        """Size of one of the files."""
-        return len(encode_header(self.specs[name])) + sum(spec.num_bytes for spec in self.specs[name])
-
-
-def bytes_of_tensor(tensor: torch.Tensor) -> memoryview:
-    """The tensor's elements in row-major order as bytes."""
-    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-    array: Any = flat.view(torch.uint8).numpy()
-    return memoryview(array)
+        flat: Any = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy()
+        yield memoryview(flat)
+    if num_seen != len(specs):
+        raise ValueError(f"{len(specs)} tensors were announced, {num_seen} came")
 
 
 # Checkpoints: `OUTPUT_DIR/step-00000020/` holds everything that a run needs to continue bit-identically.
@@ -170,100 +134,90 @@ def bytes_of_tensor(tensor: torch.Tensor) -> memoryview:
 # A folder is built as `.tmp-step-...` and renamed when every byte is on the disk: what is named `step-...` is complete.
 # Loading nevertheless verifies every byte first: disks flip bits, people edit and copy. No pickle anywhere.
 
-MIN_KEEP = 2
-"""Least checkpoints kept: if the only one were damaged, there would be nothing to fall back on."""
-
-_GROUP_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")
 _FILE_SYSTEM_SLACK_BYTES = 64 * 1024
 """Bytes of disk for folder entries and partly filled blocks, beside the files' own."""
 
 
+Specs = Mapping[str, tuple[TensorSpec, ...]]
+"""Tensor group, which becomes a file of this name -> its tensors, in their order."""
+Pieces = Iterable[tuple[str, memoryview]]
+"""(group, next bytes of its tensors) of several files in one run, for instance all that belongs to one layer, then the
+next layer. Run through once; a piece may be overwritten by its owner as soon as the next one is asked for."""
+
+
 def save_checkpoint(
-    output_dir: Path,
-    step: int,
-    files: FileSet,
-    meta: Mapping[str, Any],
-    *,
-    keep: int,
-    warn: Say | None = None,
+    output_dir: Path, step: int, specs: Specs, pieces: Pieces, meta: Mapping[str, Any], *, keep: int, warn: Say
 ) -> Path:
     """Write `step-<step>` durably, then remove all but the newest `keep` checkpoints. Returns the folder.
 
     Args:
-        files: tensor groups by name, which become files of these names. The tensors must not change while they are
-            written.
         meta: plain JSON values (no NaN).
-        keep: at least 2.
+        keep: at least 2: if the only one were damaged, there would be nothing to fall back on.
         warn: told about old checkpoints that could not be removed.
 
     Raises:
         ResourceError: disk full or failing; nothing was committed, older checkpoints are as they were.
     """
-    if keep < MIN_KEEP:
-        raise ValueError(f"keep must be at least {MIN_KEEP}, not {keep}")
-    bad_names = [name for name in files.specs if not _GROUP_NAME.match(name)]
-    if bad_names:
-        raise ValueError(f"not a name for a tensor group: {bad_names[0]!r}")
     state = _encode_json({"format_version": FORMAT_VERSION, "step": step, "meta": dict(meta)})
-    needed_bytes = sum(files.num_bytes(name) for name in files.specs) + len(state) + _FILE_SYSTEM_SLACK_BYTES
+    needed_bytes = sum(map(_file_bytes, specs.values())) + len(state) + _FILE_SYSTEM_SLACK_BYTES
     target = step_folder(output_dir, step)
     _make_room(output_dir, needed_bytes, warn)
     require_free_bytes(output_dir, needed_bytes, f"the checkpoint of step {step}")
     temporary = output_dir / f"{TEMPORARY_PREFIX}{target.name}"
     try:
-        records = _write_folder(temporary, step, files, state)
+        records = _write_folder(temporary, step, specs, pieces, state)
         if _already_there(target, step, records):
             remove_tree(temporary)
         else:
             _commit(output_dir, temporary, step)
-    except OSError as error:
-        _discard(temporary)
-        raise disk_error(error, target, f"the checkpoint of step {step}", needed_bytes) from error
-    except BaseException:
-        _discard(temporary)
+    except BaseException as error:
+        with contextlib.suppress(OSError):  # what stays behind is removed at the next start
+            remove_tree(temporary)
+        if isinstance(error, OSError):
+            raise disk_error(error, target, f"the checkpoint of step {step}", needed_bytes) from error
         raise
     prune_checkpoints(output_dir, step, keep, warn)
     return target
 
 
-def _write_folder(temporary: Path, step: int, files: FileSet, state: bytes) -> list[FileRecord]:
+def _file_bytes(specs: Sequence[TensorSpec]) -> int:
+    return len(encode_header(specs)) + sum(spec.num_bytes for spec in specs)
+
+
+def _write_folder(temporary: Path, step: int, specs: Specs, pieces: Pieces, state: bytes) -> list[FileRecord]:
     """Write and fsync every file of a checkpoint, the manifest last, then the folder."""
     if os.path.lexists(temporary):
         remove_tree(temporary)
     temporary.mkdir(mode=STATE_FOLDER_MODE)
-    records = _write_tensors(temporary, step, files)
+    records = _write_tensors(temporary, step, specs, pieces)
     _pass_fault(step)
     records.append(FileRecord(STATE_NAME, *write_new_file(temporary / STATE_NAME, [state])))
-    manifest = {
-        "format": FORMAT_NAME,
-        "format_version": FORMAT_VERSION,
-        "step": step,
-        "files": [{"name": record.name, "size": record.size, "sha256": record.sha256} for record in records],
-    }
-    write_new_file(temporary / MANIFEST_NAME, [_encode_json(manifest)])
+    head = {"format": FORMAT_NAME, "format_version": FORMAT_VERSION, "step": step}
+    manifest = _encode_json({**head, "files": [asdict(record) for record in records]})
+    write_new_file(temporary / MANIFEST_NAME, [manifest])
     sync_folder(temporary)
     return records
 
 
-def _write_tensors(temporary: Path, step: int, files: FileSet) -> list[FileRecord]:
+def _write_tensors(temporary: Path, step: int, specs: Specs, pieces: Pieces) -> list[FileRecord]:
     """Write and fsync the tensor files, all of them at once, in the order in which their bytes come."""
     _pass_fault(step)
-    open_files: dict[str, NewFile] = {}
+    files: dict[str, NewFile] = {}
     try:
-        for group, specs in files.specs.items():
-            open_files[group] = NewFile(temporary / f"{group}.safetensors")
-            open_files[group].write(encode_header(specs))
-        for group, piece in files.pieces:
-            open_files[group].write(piece)
+        for group, tensors in specs.items():
+            files[group] = NewFile(temporary / f"{group}.safetensors")
+            files[group].write(encode_header(tensors))
+        for group, piece in pieces:
+            files[group].write(piece)
         records: list[FileRecord] = []
-        for group, file in open_files.items():
+        for group, file in files.items():
             if records:
                 _pass_fault(step)
-            assert file.num_bytes == files.num_bytes(group), f"{group}: not as many bytes as announced"
+            assert file.num_bytes == _file_bytes(specs[group]), f"{group}: not as many bytes as announced"
             records.append(FileRecord(f"{group}.safetensors", *file.finish()))
         return records
     finally:
-        for file in open_files.values():
+        for file in files.values():
             file.close()
 
 
@@ -305,7 +259,7 @@ def _commit(output_dir: Path, temporary: Path, step: int) -> None:
         raise
 
 
-def prune_checkpoints(output_dir: Path, step: int, keep: int, warn: Say | None = None) -> None:
+def prune_checkpoints(output_dir: Path, step: int, keep: int, warn: Say) -> None:
     """Remove what `keep` leaves out, by step number (clocks jump), and what was set aside of steps up to `step`.
 
     `step` was just made durable and stays. What cannot be removed is reported and left: the checkpoint just written is
@@ -317,31 +271,31 @@ def prune_checkpoints(output_dir: Path, step: int, keep: int, warn: Say | None =
         doomed += [folder for other_step, folder in list_set_aside(output_dir) if other_step <= step]
     except (OSError, ResourceError) as error:
         found = error.strerror if isinstance(error, OSError) else error.problems[0].found
-        _tell(warn, f"could not look for old checkpoints in {output_dir}: {found}")
+        warn(f"could not look for old checkpoints in {output_dir}: {found}")
         return
     for folder in mine[keep:]:
         _pass_fault(step)
         try:
             doomed.append(folder.rename(_free_deleted_name(folder)))
         except OSError as error:
-            _tell(warn, f"could not remove the old checkpoint {folder}: {error.strerror}")
+            warn(f"could not remove the old checkpoint {folder}: {error.strerror}")
     for folder in doomed:
         try:
             remove_tree(folder)
         except OSError as error:
-            _tell(warn, f"could not remove {folder}: {error.strerror}")
+            warn(f"could not remove {folder}: {error.strerror}")
 
 
-def _make_room(output_dir: Path, needed_bytes: int, warn: Say | None) -> None:
+def _make_room(output_dir: Path, needed_bytes: int, warn: Say) -> None:
     """Remove what was set aside, the newest first, as long as the disk has no room for a checkpoint."""
     for _, folder in list_set_aside(output_dir):
         if free_bytes(output_dir) >= needed_bytes:
             return
         try:
             remove_tree(folder)
-            _tell(warn, f"{folder} was removed: the disk has no room for it and another checkpoint")
+            warn(f"{folder} was removed: the disk has no room for it and another checkpoint")
         except OSError as error:
-            _tell(warn, f"could not remove {folder}: {error.strerror}")
+            warn(f"could not remove {folder}: {error.strerror}")
 
 
 def _free_deleted_name(folder: Path) -> Path:
@@ -349,22 +303,8 @@ def _free_deleted_name(folder: Path) -> Path:
     return free_name(folder.with_name(f"{DELETED_PREFIX}{folder.name}"))
 
 
-def _discard(temporary: Path) -> None:
-    """Remove a checkpoint that failed; what stays behind is removed at the next start."""
-    try:
-        if os.path.lexists(temporary):
-            remove_tree(temporary)
-    except OSError:
-        pass
-
-
 def _encode_json(value: Mapping[str, Any]) -> bytes:
     return json.dumps(value, indent=1, allow_nan=False).encode() + b"\n"
-
-
-def _tell(warn: Say | None, message: str) -> None:
-    if warn is not None:
-        warn(message)
 
 
 RING_BUFFERS = 32
@@ -557,18 +497,18 @@ class _Save:
     def _write(self) -> None:
         set_own_threads(1)
         step = self.snapshot.step
-        files = FileSet(self._specs, self._pieces())
+
+        def warn(text: str) -> None:
+            self._tell(Notice(text))
+
         try:
             folder = save_checkpoint(
-                self._output_dir, step, files, self.snapshot.meta, keep=self._keep, warn=self._warn
+                self._output_dir, step, self._specs, self._pieces(), self.snapshot.meta, keep=self._keep, warn=warn
             )
             seconds = time.monotonic() - self._started_s
             self._tell(CheckpointSaved(step, str(folder), seconds, self._pause_s))
         except BaseException as error:  # travels as a value
             self._fail(error)
-
-    def _warn(self, text: str) -> None:
-        self._tell(Notice(text))
 
 
 class Saver:
@@ -588,9 +528,7 @@ class Saver:
     def __enter__(self) -> Saver:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         save = self._save
         if save is None:
             return

@@ -19,7 +19,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from io import FileIO
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from roundpipe_cli.costs.machine import host_memory
@@ -250,9 +249,7 @@ class Telemetry:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join(2.0)
 
@@ -351,9 +348,7 @@ class EventRecorder:
                 self._write(event, time_s)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         with self._lock:
             self._write_timelines()
         if error is not None:
@@ -453,9 +448,5 @@ def _thinned(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     places: dict[str, list[int]] = {"Sample": [], "StepTimeline": [], "Notice": []}
     for index, line in enumerate(lines):
         places.get(str(line.get("event")), []).append(index)
-    dropped = {
-        *places["Sample"][1::2],
-        *places["StepTimeline"][:-KEPT_TIMELINES],
-        *places["Notice"][:-KEPT_NOTICES],
-    }
+    dropped = {*places["Sample"][1::2], *places["StepTimeline"][:-KEPT_TIMELINES], *places["Notice"][:-KEPT_NOTICES]}
     return [line for index, line in enumerate(lines) if index not in dropped and decode(line) is not None]

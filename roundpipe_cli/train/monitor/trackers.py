@@ -17,16 +17,13 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 from roundpipe_cli.errors import RefusedError, redact, redact_values
 from roundpipe_cli.events import EvaluationFinished, Event, Notice, StepFinished, Tell
-from roundpipe_cli.files import read_json_of_ours
+from roundpipe_cli.files import STATE_FILE_MODE, read_json_of_ours, write_atomically
 from roundpipe_cli.recipe.schema import Recipe, plain_data
 
-PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio"}
-"""Tracker -> the package that has to be installed."""
 MAX_WAITING = 10_000
 """Rows that wait for a tracker; further ones are dropped until it catches up."""
 FLUSH_S = 10.0
@@ -44,12 +41,12 @@ def require_trackers(names: Sequence[str]) -> None:
         RefusedError: it is not installed.
     """
     for name in names:
-        if importlib.util.find_spec(PACKAGES[name]) is None:
+        if importlib.util.find_spec(name) is None:
             raise RefusedError(
-                f"reporting to {name} needs the package {PACKAGES[name]}",
+                f"reporting to {name} needs the package {name}",
                 where="report_to",
                 found="not installed",
-                hint=f"pip install {PACKAGES[name]}",
+                hint=f"pip install {name}",
             )
 
 
@@ -67,108 +64,73 @@ class RunInfo:
     """The tracker's own name of the run that is continued."""
 
 
-class TrackerRun(Protocol):
-    """Interface to a tracker's package."""
+class TrackerRun(NamedTuple):
+    """A run in a tracker's package."""
 
     run_id: str | None
-
-    def log(self, step: int, values: Values) -> None:
-        """Send numbers of a step."""
-
-    def close(self) -> None:
-        """End the tracker's run: all numbers are sent."""
+    log: Callable[[int, Values], object]
+    """Send numbers of a step."""
+    close: Callable[[], object]
+    """End the tracker's run: all numbers are sent."""
 
 
-class TensorBoard:
+def start_tensorboard(run: RunInfo) -> TrackerRun:
     """Event files in OUTPUT_DIR/tensorboard, by torch's writer."""
+    from torch.utils.tensorboard import SummaryWriter
 
-    def __init__(self, run: RunInfo) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+    purge = {"purge_step": run.first_step + 1} if run.first_step else {}
+    writer: Any = SummaryWriter(log_dir=str(run.output_dir / "tensorboard"), **purge)  # type: ignore[no-untyped-call]
+    text = json.dumps(run.config, indent=2)
+    writer.add_text("recipe", f"```\n{text}\n```", run.first_step)
 
-        self.run_id: str | None = None
-        purge = {"purge_step": run.first_step + 1} if run.first_step else {}
-        self._writer = SummaryWriter(log_dir=str(run.output_dir / "tensorboard"), **purge)  # type: ignore[no-untyped-call]
-        text = json.dumps(run.config, indent=2)
-        self._writer.add_text("recipe", f"```\n{text}\n```", run.first_step)  # type: ignore[no-untyped-call]
-
-    def log(self, step: int, values: Values) -> None:
+    def log(step: int, values: Values) -> None:
         for name, value in values.items():
-            self._writer.add_scalar(name, value, step)  # type: ignore[no-untyped-call]
+            writer.add_scalar(name, value, step)
 
-    def close(self) -> None:
-        self._writer.close()  # type: ignore[no-untyped-call]
+    return TrackerRun(None, log, writer.close)
 
 
-class Wandb:
+def start_wandb(run: RunInfo) -> TrackerRun:
     """Project: WANDB_PROJECT; what else the package reads from its variables, WANDB_MODE=offline included."""
-
-    def __init__(self, run: RunInfo) -> None:
-        os.environ.setdefault("WANDB_SILENT", "true")  # stdout is for the run's own lines
-        wandb: Any = importlib.import_module("wandb")
-        self._run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", PROJECT),
-            name=os.environ.get("WANDB_NAME", run.name),
-            dir=str(run.output_dir),
-            config=dict(run.config),
-            id=run.run_id,
-            resume="allow" if run.run_id else None,
-        )
-        self.run_id: str | None = str(self._run.id)
-
-    def log(self, step: int, values: Values) -> None:
-        self._run.log(dict(values), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+    os.environ.setdefault("WANDB_SILENT", "true")  # stdout is for the run's own lines
+    made: Any = importlib.import_module("wandb").init(
+        project=os.environ.get("WANDB_PROJECT", PROJECT),
+        name=os.environ.get("WANDB_NAME", run.name),
+        dir=str(run.output_dir),
+        config=dict(run.config),
+        id=run.run_id,
+        resume="allow" if run.run_id else None,
+    )
+    return TrackerRun(str(made.id), lambda step, values: made.log(dict(values), step=step), made.finish)
 
 
-class Mlflow:
+def start_mlflow(run: RunInfo) -> TrackerRun:
     """Experiment: MLFLOW_EXPERIMENT_NAME; server: MLFLOW_TRACKING_URI."""
-
-    def __init__(self, run: RunInfo) -> None:
-        self._mlflow: Any = importlib.import_module("mlflow")
-        self._mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT))
-        named = {"run_id": run.run_id} if run.run_id else {"run_name": run.name}
-        self.run_id: str | None = str(self._mlflow.start_run(**named).info.run_id)
-        if not run.run_id:
-            self._mlflow.log_params({key: str(value)[:500] for key, value in run.config.items()})
-
-    def log(self, step: int, values: Values) -> None:
-        self._mlflow.log_metrics(dict(values), step=step)
-
-    def close(self) -> None:
-        self._mlflow.end_run()
+    mlflow: Any = importlib.import_module("mlflow")
+    mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT))
+    named = {"run_id": run.run_id} if run.run_id else {"run_name": run.name}
+    run_id = str(mlflow.start_run(**named).info.run_id)
+    if not run.run_id:
+        mlflow.log_params({key: str(value)[:500] for key, value in run.config.items()})
+    return TrackerRun(run_id, lambda step, values: mlflow.log_metrics(dict(values), step=step), mlflow.end_run)
 
 
-class Trackio:
+def start_trackio(run: RunInfo) -> TrackerRun:
     """Project: TRACKIO_PROJECT. Local unless TRACKIO_SPACE_ID names a Space."""
-
-    def __init__(self, run: RunInfo) -> None:
-        self._trackio: Any = importlib.import_module("trackio")
-        name = run.run_id or run.name
-        space = os.environ.get("TRACKIO_SPACE_ID")
-        self._trackio.init(
-            project=os.environ.get("TRACKIO_PROJECT", PROJECT),
-            name=name,
-            config=dict(run.config),
-            space_id=space,
-            resume="allow",
-        )
-        self.run_id: str | None = name
-
-    def log(self, step: int, values: Values) -> None:
-        self._trackio.log(dict(values), step=step)
-
-    def close(self) -> None:
-        self._trackio.finish()
+    trackio: Any = importlib.import_module("trackio")
+    name, project = run.run_id or run.name, os.environ.get("TRACKIO_PROJECT", PROJECT)
+    space = os.environ.get("TRACKIO_SPACE_ID")
+    trackio.init(project=project, name=name, config=dict(run.config), space_id=space, resume="allow")
+    return TrackerRun(name, lambda step, values: trackio.log(dict(values), step=step), trackio.finish)
 
 
-SINKS: dict[str, Callable[[RunInfo], TrackerRun]] = {
-    "tensorboard": TensorBoard,
-    "wandb": Wandb,
-    "mlflow": Mlflow,
-    "trackio": Trackio,
+TRACKERS: dict[str, Callable[[RunInfo], TrackerRun]] = {
+    "tensorboard": start_tensorboard,
+    "wandb": start_wandb,
+    "mlflow": start_mlflow,
+    "trackio": start_trackio,
 }
+"""Tracker, which has the name of the package that has to be installed -> what begins a run there."""
 
 
 class Trackers:
@@ -187,24 +149,19 @@ class Trackers:
         self._tell, self._flush_s = tell, flush_s
         self._ids_path = output_dir / RUN_IDS_NAME
         self._lock = threading.Lock()
-        known = _read_ids(self._ids_path) if first_step and recipe.report_to else {}
-        self._ids = dict(known)
+        self._ids = _read_ids(self._ids_path) if first_step and recipe.report_to else {}
         config = _config(recipe) if recipe.report_to else {}
-        self._threads = [
-            _TrackerThread(
-                name, RunInfo(output_dir.name, output_dir, first_step, config, known.get(name)), tell, self._keep_id
-            )
-            for name in recipe.report_to
-        ]
+        self._threads = []
+        for name in recipe.report_to:
+            run = RunInfo(output_dir.name, output_dir, first_step, config, self._ids.get(name))
+            self._threads.append(_TrackerThread(name, run, tell, self._keep_id))
 
     def __enter__(self) -> Trackers:
         for thread in self._threads:
-            thread.start()
+            thread.thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         for thread in self._threads:
             thread.stop(self._flush_s)
 
@@ -216,8 +173,6 @@ class Trackers:
 
     def _keep_id(self, name: str, run_id: str) -> None:
         """Store the tracker's name of the run, so that a resumed run continues there."""
-        from roundpipe_cli.files import STATE_FILE_MODE, write_atomically
-
         with self._lock:
             self._ids[name] = run_id
             write_atomically(self._ids_path, json.dumps(self._ids).encode(), STATE_FILE_MODE)
@@ -267,10 +222,7 @@ class _TrackerThread:
         self._rows: queue.Queue[tuple[int, Values] | None] = queue.Queue(MAX_WAITING)
         self._failed = threading.Event()
         self._is_dropping = False
-        self._thread = threading.Thread(target=self._run, name=f"tracker-{name}", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, name=f"tracker-{name}", daemon=True)
 
     def put(self, step: int, values: Values) -> None:
         """Queue numbers for the tracker; returns at once."""
@@ -287,22 +239,22 @@ class _TrackerThread:
         """Wait until the queue is sent, at most `flush_s` seconds."""
         try:
             self._rows.put(None, timeout=flush_s)
-            self._thread.join(flush_s)
+            self.thread.join(flush_s)
         except queue.Full:
             pass
-        if self._thread.is_alive() and not self._failed.is_set():
+        if self.thread.is_alive() and not self._failed.is_set():
             self._tell(
                 Notice(f"{self._name} is not done after {flush_s:g} s and is left behind; metrics.jsonl has all")
             )
 
     def _run(self) -> None:
         try:
-            sink = SINKS[self._name](self._run_info)
-            if sink.run_id is not None:
-                self._keep_id(self._name, sink.run_id)
+            tracker = TRACKERS[self._name](self._run_info)
+            if tracker.run_id is not None:
+                self._keep_id(self._name, tracker.run_id)
             while (row := self._rows.get()) is not None:
-                sink.log(*row)
-            sink.close()
+                tracker.log(*row)
+            tracker.close()
         except BaseException as error:  # whatever a tracker does, the run continues
             self._failed.set()
             text = redact(f"{type(error).__name__}: {error}".splitlines()[0])[:300]

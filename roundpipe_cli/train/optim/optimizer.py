@@ -6,15 +6,15 @@ Equal to the library's own optimizer on float32 masters. Padding between paramet
 from __future__ import annotations
 
 import functools
-import math
 import re
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from roundpipe_cli.choices import OptimizerName
 from roundpipe_cli.engine.backends.base import set_own_threads
@@ -28,7 +28,7 @@ from roundpipe_cli.recipe.schema import Recipe
 # A flat rule goes element by element, so a whole layer is one tensor to it, updated block by block. The other rules
 # need to know where each parameter begins and what shape it has. Values and gradients are float32 always.
 
-Moments = Mapping[str, torch.Tensor]
+Moments = Mapping[str, Tensor]
 
 SCALE_ELEMENTS = 256
 """Elements that share a scale in 8 bit; bitsandbytes' own."""
@@ -46,83 +46,42 @@ def _parts(num_elements: int, step: int) -> Iterator[slice]:
     return (slice(start, min(start + step, num_elements)) for start in range(0, num_elements, step))
 
 
-class UpdateRule(Protocol):
-    """A rule of updates."""
-
-    is_flat: bool
-    """The rule updates each element by itself."""
-
-    def make_state(self, shape: torch.Size) -> dict[str, torch.Tensor]:
-        """The state before the first update for values of this shape."""
-
-    def update(
-        self,
-        values: torch.Tensor,
-        gradient: torch.Tensor,
-        state: Moments,
-        learning_rate: float,
-        *,
-        number: int,
-        salt: int,
-    ) -> None:
-        """One update in place, number `number` (from 1); `salt` differs from block to block."""
-
-
 @dataclass(frozen=True, kw_only=True)
-class RuleSettings:
-    """Figures of a recipe that rules read."""
+class UpdateRule:
+    """A rule of updates, with the figures of a recipe that one of them reads."""
 
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     momentum: float = 0.0
     weight_decay: float = 0.0
+    is_flat: ClassVar[bool] = True
+    """The rule updates each element by itself."""
+
+    def make_state(self, shape: torch.Size) -> dict[str, Tensor]:
+        """The state before the first update for values of this shape."""
+        raise NotImplementedError
+
+    def update(
+        self, values: Tensor, gradient: Tensor, state: Moments, learning_rate: float, *, number: int, salt: int
+    ) -> None:
+        """One update in place, number `number` (from 1); `salt` differs from block to block."""
+        raise NotImplementedError
 
 
-@dataclass(frozen=True)
-class AdamW:
+class AdamW(UpdateRule):
     """torch.optim.AdamW, its fused kernel."""
 
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    is_flat = True
-
-    @classmethod
-    def of(cls, settings: RuleSettings) -> AdamW:
-        return cls(settings.betas, settings.eps, settings.weight_decay)
-
-    def make_state(self, shape: torch.Size) -> dict[str, torch.Tensor]:
+    def make_state(self, shape: torch.Size) -> dict[str, Tensor]:
         return {"exp_avg": torch.empty(shape), "exp_avg_sq": torch.empty(shape)}
 
     def update(
-        self,
-        values: torch.Tensor,
-        gradient: torch.Tensor,
-        state: Moments,
-        learning_rate: float,
-        *,
-        number: int,
-        salt: int,
-    ) -> None:
-        self._update(
-            values, gradient, state["exp_avg"], state["exp_avg_sq"], learning_rate=learning_rate, number=number
-        )
-
-    def _update(
-        self,
-        values: torch.Tensor,
-        gradient: torch.Tensor,
-        moment: torch.Tensor,
-        square_moment: torch.Tensor,
-        *,
-        learning_rate: float,
-        number: int,
+        self, values: Tensor, gradient: Tensor, state: Moments, learning_rate: float, *, number: int, salt: int
     ) -> None:
         torch._fused_adamw_(  # without `torch.optim`, which takes ten times as long to call it
             [values],
             [gradient],
-            [moment],
-            [square_moment],
+            [state["exp_avg"]],
+            [state["exp_avg_sq"]],
             [],
             [_scalar(number)],
             amsgrad=False,
@@ -136,12 +95,11 @@ class AdamW:
 
 
 @functools.lru_cache(maxsize=2)
-def _scalar(value: float) -> torch.Tensor:
+def _scalar(value: float) -> Tensor:
     """float32 []; only read."""
     return torch.tensor(float(value), dtype=torch.float32)
 
 
-@dataclass(frozen=True)
 class AdamW16(AdamW):
     """The same with moments kept in bfloat16.
 
@@ -150,27 +108,19 @@ class AdamW16(AdamW):
     that depends on update and block, so a run that is resumed rounds as one that never stopped.
     """
 
-    def make_state(self, shape: torch.Size) -> dict[str, torch.Tensor]:
+    def make_state(self, shape: torch.Size) -> dict[str, Tensor]:
         return {name: torch.empty(shape, dtype=torch.bfloat16) for name in ("exp_avg", "exp_avg_sq")}
 
     def update(
-        self,
-        values: torch.Tensor,
-        gradient: torch.Tensor,
-        state: Moments,
-        learning_rate: float,
-        *,
-        number: int,
-        salt: int,
+        self, values: Tensor, gradient: Tensor, state: Moments, learning_rate: float, *, number: int, salt: int
     ) -> None:
         for part in _parts(values.numel(), PART_ELEMENTS * torch.get_num_threads()):
             kept = state["exp_avg"][part], state["exp_avg_sq"][part]
             moment, square_moment = own_scratch(2 * len(kept[0]), torch.float32).view(2, -1)
             moment.copy_(kept[0])
             square_moment.copy_(kept[1])
-            self._update(
-                values[part], gradient[part], moment, square_moment, learning_rate=learning_rate, number=number
-            )
+            moments = {"exp_avg": moment, "exp_avg_sq": square_moment}
+            super().update(values[part], gradient[part], moments, learning_rate, number=number, salt=salt)
             kept[0].copy_(moment)
             bits = square_moment.view(torch.int32)
             borders = range((part.start // NOISE_ELEMENTS + 1) * NOISE_ELEMENTS, part.stop, NOISE_ELEMENTS)
@@ -184,34 +134,18 @@ class AdamW16(AdamW):
 
 
 @functools.cache
-def _noise() -> torch.Tensor:
+def _noise() -> Tensor:
     """int32 [2 * NOISE_ELEMENTS] of 16 random bits, the same in every process."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(2**16, (NOISE_ELEMENTS,), generator=generator, dtype=torch.int32).repeat(2)
 
 
-@dataclass(frozen=True)
 class AdamW8(AdamW):
     """bitsandbytes' AdamW8bit: moments in 8 bit with a scale for each 256 (arXiv 2110.02861)."""
 
     is_flat = False
 
-    @classmethod
-    def of(cls, settings: RuleSettings) -> AdamW:
-        """
-        Raises:
-            RefusedError: bitsandbytes is not installed.
-        """
-        if import_bitsandbytes() is None:
-            raise RefusedError(
-                "moments in 8 bit need the package bitsandbytes",
-                where="optim: adamw_8bit",
-                found="not installed",
-                hint="pip install bitsandbytes",
-            )
-        return super().of(settings)
-
-    def make_state(self, shape: torch.Size) -> dict[str, torch.Tensor]:
+    def make_state(self, shape: torch.Size) -> dict[str, Tensor]:
         count = shape.numel()
         if count < MIN_8BIT_ELEMENTS:
             return {"state1": torch.empty(shape), "state2": torch.empty(shape)}
@@ -224,14 +158,7 @@ class AdamW8(AdamW):
         }
 
     def update(
-        self,
-        values: torch.Tensor,
-        gradient: torch.Tensor,
-        state: Moments,
-        learning_rate: float,
-        *,
-        number: int,
-        salt: int,
+        self, values: Tensor, gradient: Tensor, state: Moments, learning_rate: float, *, number: int, salt: int
     ) -> None:
         functional: Any = import_bitsandbytes().functional
         moment, square_moment = state["state1"].view(-1), state["state2"].view(-1)
@@ -253,36 +180,20 @@ class AdamW8(AdamW):
 
 
 @functools.cache
-def _maps() -> tuple[torch.Tensor, torch.Tensor]:
+def _maps() -> tuple[Tensor, Tensor]:
     """bitsandbytes' codes of numbers with and without a sign, float32 [256]."""
     functional: Any = import_bitsandbytes().functional
     return functional.create_dynamic_map(signed=True), functional.create_dynamic_map(signed=False)
 
 
-@dataclass(frozen=True)
-class Sgd:
+class Sgd(UpdateRule):
     """torch.optim.SGD, its fused kernel; `weight_decay` is added to the gradient."""
 
-    momentum: float = 0.0
-    weight_decay: float = 0.0
-    is_flat = True
-
-    @classmethod
-    def of(cls, settings: RuleSettings) -> Sgd:
-        return cls(settings.momentum, settings.weight_decay)
-
-    def make_state(self, shape: torch.Size) -> dict[str, torch.Tensor]:
+    def make_state(self, shape: torch.Size) -> dict[str, Tensor]:
         return {"momentum": torch.empty(shape)} if self.momentum else {}
 
     def update(
-        self,
-        values: torch.Tensor,
-        gradient: torch.Tensor,
-        state: Moments,
-        learning_rate: float,
-        *,
-        number: int,
-        salt: int,
+        self, values: Tensor, gradient: Tensor, state: Moments, learning_rate: float, *, number: int, salt: int
     ) -> None:
         torch._fused_sgd_(
             [values],
@@ -298,35 +209,19 @@ class Sgd:
         )
 
 
-@dataclass(frozen=True)
-class Adafactor:
+class Adafactor(UpdateRule):
     """transformers' Adafactor at a given learning rate: the squares' averages of rows and columns only (arXiv
     1804.04235)."""
 
-    weight_decay: float = 0.0
     is_flat = False
 
-    @classmethod
-    def of(cls, settings: RuleSettings) -> Adafactor:
-        return cls(settings.weight_decay)
-
-    def make_state(self, shape: torch.Size) -> dict[str, torch.Tensor]:
+    def make_state(self, shape: torch.Size) -> dict[str, Tensor]:
         if len(shape) < 2:
             return {"exp_avg_sq": torch.empty(shape)}
-        return {
-            "exp_avg_sq_row": torch.empty(shape[:-1]),
-            "exp_avg_sq_col": torch.empty(shape[:-2] + shape[-1:]),
-        }
+        return {"exp_avg_sq_row": torch.empty(shape[:-1]), "exp_avg_sq_col": torch.empty(shape[:-2] + shape[-1:])}
 
     def update(
-        self,
-        values: torch.Tensor,
-        gradient: torch.Tensor,
-        state: Moments,
-        learning_rate: float,
-        *,
-        number: int,
-        salt: int,
+        self, values: Tensor, gradient: Tensor, state: Moments, learning_rate: float, *, number: int, salt: int
     ) -> None:
         from transformers import Adafactor as Theirs
 
@@ -338,25 +233,30 @@ class Adafactor:
         optimizer.step()
 
 
-RULES: dict[OptimizerName, Callable[[RuleSettings], UpdateRule]] = {
-    "adamw": AdamW.of,
-    "adamw_bf16": AdamW16.of,
-    "adamw_8bit": AdamW8.of,
-    "sgd": Sgd.of,
-    "adafactor": Adafactor.of,
+RULES: dict[OptimizerName, type[UpdateRule]] = {
+    "adamw": AdamW,
+    "adamw_bf16": AdamW16,
+    "adamw_8bit": AdamW8,
+    "sgd": Sgd,
+    "adafactor": Adafactor,
 }
 """Value of `optim` -> its rule."""
 
 
-def make_rule(name: OptimizerName, settings: RuleSettings) -> UpdateRule:
-    """The rule that a recipe's `optim` names.
+def make_rule(name: OptimizerName, **settings: Any) -> UpdateRule:
+    """The rule that a recipe's `optim` names; `settings` are its figures.
 
     Raises:
         RefusedError: its library is not installed.
     """
-    values = (*settings.betas, settings.eps, settings.momentum, settings.weight_decay)
-    assert all(map(math.isfinite, values))
-    return RULES[name](settings)
+    if name == "adamw_8bit" and import_bitsandbytes() is None:
+        raise RefusedError(
+            "moments in 8 bit need the package bitsandbytes",
+            where="optim: adamw_8bit",
+            found="not installed",
+            hint="pip install bitsandbytes",
+        )
+    return RULES[name](**settings)
 
 
 _UNDECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)|(?:^|\.)ln_")
@@ -381,17 +281,10 @@ class _Piece:
     rate: float
     """Factor of the learning rate."""
     rule: UpdateRule
-    state: Mapping[str, torch.Tensor]
+    state: Mapping[str, Tensor]
 
     def update(
-        self,
-        gradient: torch.Tensor,
-        target: LayerUpdate,
-        learning_rate: float,
-        *,
-        factor: float,
-        number: int,
-        salt: int,
+        self, gradient: Tensor, target: LayerUpdate, learning_rate: float, *, factor: float, number: int, salt: int
     ) -> None:
         """Clip factor, update and rounding, from end to end; `gradient` and `target` are the whole layer's."""
         is_flat, whole = self.rule.is_flat, slice(self.start, self.stop)
@@ -440,7 +333,7 @@ class HostOptimizer:
         """Number of updates done or begun (Adam's step count)."""
         self.layers = [layer for layer, layout in enumerate(store.layouts) if layout.num_trainable_elements]
         """Layers with something to update, in order."""
-        self._moments: dict[int, list[tuple[str, torch.Tensor]]] = {}
+        self._moments: dict[int, list[tuple[str, Tensor]]] = {}
         self._pieces: dict[int, list[_Piece]] = {}
         for layer in self.layers:
             make = self._flat_pieces if self._rule.is_flat else self._parameter_pieces
@@ -477,7 +370,7 @@ class HostOptimizer:
             pieces.append(_Piece(start, start + place.num_elements, place.shape, rate, rule, state))
         return pieces
 
-    def _make_state(self, layer: int, name: str, shape: torch.Size) -> dict[str, torch.Tensor]:
+    def _make_state(self, layer: int, name: str, shape: torch.Size) -> dict[str, Tensor]:
         """Zeroed memory of exact size for the rule's state, with the names under which it is saved."""
         state = {}
         with torch.device("meta"):
@@ -504,7 +397,7 @@ class HostOptimizer:
 
     @torch.no_grad()
     def update_layer(
-        self, layer: int, gradient: torch.Tensor, num_updates: int, learning_rate: float, *, gradient_factor: float
+        self, layer: int, gradient: Tensor, num_updates: int, learning_rate: float, *, gradient_factor: float
     ) -> None:
         """Clip factor, update and rounding of one layer, as its update number `num_updates` (from 1).
 
@@ -523,16 +416,16 @@ class HostOptimizer:
             if target.weights is not None:
                 target.weights.copy_(target.masters)
 
-    def moments_of(self, layer: int) -> list[tuple[str, torch.Tensor]]:
+    def moments_of(self, layer: int) -> list[tuple[str, Tensor]]:
         """(name, tensor) of one layer's state to save."""
         return self._moments[layer]
 
-    def moments(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def moments(self) -> Iterator[tuple[str, Tensor]]:
         """`moments_of` all layers."""
         for layer in self.layers:
             yield from self.moments_of(layer)
 
-    def load(self, moments: Mapping[str, torch.Tensor], num_updates: int) -> None:
+    def load(self, moments: Mapping[str, Tensor], num_updates: int) -> None:
         """Restore saved moments."""
         self.num_updates = num_updates
         for name, tensor in self.moments():
@@ -571,16 +464,16 @@ def make_optimizer(store: WeightStore, recipe: Recipe, elsewhere: Collection[int
     Raises:
         RefusedError: its library is not installed.
     """
-    settings = RuleSettings(
+    rule = make_rule(
+        recipe.optim,
         betas=(recipe.adam_beta1, recipe.adam_beta2),
         eps=recipe.adam_epsilon,
         momentum=recipe.sgd_momentum,
         weight_decay=recipe.weight_decay,
     )
-    rule = make_rule(recipe.optim, settings)
     ratio = recipe.lora.loraplus_lr_ratio if recipe.method == "lora" else 1.0
     rates = dict.fromkeys(lora_plus_names(store), ratio) if ratio != 1.0 else None
-    bare = make_rule(recipe.optim, replace(settings, weight_decay=0.0))
+    bare = replace(rule, weight_decay=0.0)
     rules = dict.fromkeys(undecayed_names(store), bare) if recipe.weight_decay else None
     return HostOptimizer(store, rule, rates, elsewhere, rules=rules)
 

@@ -21,7 +21,7 @@ from roundpipe_cli.model.layout import LayerLayout
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.train.checkpoint.writing import State
 from roundpipe_cli.train.nodes.group import Nodes
-from roundpipe_cli.train.optim.optimizer import RuleSettings, make_rule
+from roundpipe_cli.train.optim.optimizer import make_rule
 from roundpipe_cli.train.prepare.setup import MAX_MEMORY_SHARE
 from roundpipe_cli.units import format_bytes
 
@@ -116,7 +116,7 @@ def _whole_bytes(recipe: Recipe, layouts: Sequence[LayerLayout]) -> int:
 
 def _state_bytes(recipe: Recipe, num_elements: int) -> int:
     """Bytes of masters and moments."""
-    rule = make_rule(recipe.optim, RuleSettings(momentum=recipe.sgd_momentum))
+    rule = make_rule(recipe.optim, momentum=recipe.sgd_momentum)
     with torch.device("meta"):
         moments = sum(tensor.nbytes for tensor in rule.make_state(torch.Size([num_elements])).values())
     return moments + (0 if recipe.dtype == "float32" else 4 * num_elements)

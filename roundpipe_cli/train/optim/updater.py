@@ -15,7 +15,6 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import TracebackType
 
 from roundpipe_cli.engine.backends.base import set_own_threads
 from roundpipe_cli.engine.weights import WeightStore
@@ -88,9 +87,7 @@ class Updater:
             self._sender.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._work.put(_END)
         self._rounds.put(_END)
         self._thread.join(JOIN_TIMEOUT_S if error is None else JOIN_AFTER_ERROR_S)
@@ -104,7 +101,7 @@ class Updater:
         self._optimizer.num_updates += 1
         number = self._optimizer.num_updates
         for layer in self._own:
-            update = partial(self._update, step, layer, number, learning_rate, gradient_factor=gradient_factor)
+            update = partial(self._update, step, number, learning_rate, layer, gradient_factor=gradient_factor)
             self._give(update, step, layer)
         self._send_round(step)
 
@@ -131,7 +128,7 @@ class Updater:
         """
         assert self._early is not None
         self.has_begun = True
-        self._give(partial(self._update_early, *self._early, layer, square_sum=square_sum), self._early[0], layer)
+        self._give(partial(self._update, *self._early, layer, square_sum=square_sum), self._early[0], layer)
 
     def poison(self, step: int) -> float | None:
         """The value that a fault point of the optimizer puts in place of the gradient norm of `step`, usually None.
@@ -200,11 +197,22 @@ class Updater:
         if self.before_layer is not None:
             self.before_layer(layer, self._store.version_of(layer) + 1)
 
-    def _update(self, step: int, layer: int, number: int, learning_rate: float, *, gradient_factor: float) -> None:
+    def _update(
+        self,
+        step: int,
+        number: int,
+        learning_rate: float,
+        layer: int,
+        *,
+        gradient_factor: float = 1.0,
+        square_sum: Callable[[], float] | None = None,
+    ) -> None:
+        """One layer; where its sum of squares is asked for, only if no gradient so far is infinite or NaN."""
         self._enter_layer(step, layer)
-        self._change(step, layer, number, learning_rate, gradient_factor=gradient_factor)
-
-    def _change(self, step: int, layer: int, number: int, learning_rate: float, *, gradient_factor: float) -> None:
+        if square_sum is not None and not math.isfinite(square_sum()):
+            self._stopped_at = step
+        if step >= self._stopped_at:
+            return
         with at_work(self._where):
             fault("update", step=step, layer=layer)
             gradient = self._store.gradients[layer]
@@ -231,12 +239,3 @@ class Updater:
         where = f"new weights of {self._store.layouts[layer].name}, step {shown_step(step)}"
         with at_work(where), self._store.next_version(layer) as target:
             self._shards.share(layer, target.whole)
-
-    def _update_early(
-        self, step: int, number: int, learning_rate: float, layer: int, *, square_sum: Callable[[], float]
-    ) -> None:
-        self._enter_layer(step, layer)
-        if not math.isfinite(square_sum()):
-            self._stopped_at = step
-        if step < self._stopped_at:
-            self._change(step, layer, number, learning_rate, gradient_factor=1.0)

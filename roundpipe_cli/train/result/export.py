@@ -55,13 +55,18 @@ from roundpipe_cli.model.stored.quantized_files import is_nf4
 from roundpipe_cli.model.stored.tensors import OpenFiles, base_name, check_finite, is_adapter, tied_names
 from roundpipe_cli.model.weights_io import BaseWeights, WeightGroup
 from roundpipe_cli.recipe.strict_yaml import parse_bytes
-from roundpipe_cli.train.checkpoint.writing import TensorSpec, TensorStream, stream_file
+from roundpipe_cli.train.checkpoint.writing import TensorSpec, stream_file
 from roundpipe_cli.train.prepare.base_files import ESCAPED, GENERATION_CONFIG, OTHER_NAMES, BaseFiles, read_base_files
 from roundpipe_cli.train.result.ollama import modelfile
 
 # README.md of a published result: what was trained, on which data, with which recipe and figures.
 
 MAX_FILE_BYTES = 16 * 1024**2
+PRIVATE_KEYS = (
+    *("output_dir", "pipeline", "hardware", "weights", "report_to", "resume_from_checkpoint", "on_oom"),
+    "on_device_loss",
+)
+"""Keys of a recipe that describe machines and folders, and not the training."""
 
 
 def model_card(result: Path, *, base: str | None, merged: bool, gguf: bool = False) -> str:
@@ -83,7 +88,8 @@ def model_card(result: Path, *, base: str | None, merged: bool, gguf: bool = Fal
     lines += [*(_use_whole(gguf) if merged else _use_adapter(base or "", result)), ""]
     lines += _data(recipe, report) + _figures(report) + _base(report)
     if recipe:
-        text = yaml.safe_dump({key: recipe[key] for key in _told(recipe)}, sort_keys=False).strip()
+        shown = {key: value for key, value in recipe.items() if key not in PRIVATE_KEYS}
+        text = yaml.safe_dump(shown, sort_keys=False).strip()
         fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
         lines += ["## Recipe", "", f"{fence}yaml", text, fence, ""]
     return redact("\n".join(lines))
@@ -205,15 +211,6 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     return dict(value)
 
 
-def _told(recipe: Mapping[str, Any]) -> list[str]:
-    """Keys of the recipe that describe the training; keys of machines and folders are left out."""
-    private = {
-        *("output_dir", "pipeline", "hardware", "weights", "report_to", "resume_from_checkpoint", "on_oom"),
-        "on_device_loss",
-    }
-    return [key for key in recipe if key not in private]
-
-
 def _part(values: Mapping[str, Any], key: str) -> dict[str, Any]:
     part = values.get(key)
     return part if isinstance(part, dict) else {}
@@ -236,20 +233,20 @@ def _data(recipe: Mapping[str, Any], report: Mapping[str, Any]) -> list[str]:
 
 def _figures(report: Mapping[str, Any]) -> list[str]:
     loss, evaluation = _part(report, "loss"), _part(report, "evaluation")
-    rows = [("steps", report.get("num_steps")), ("first training loss", loss.get("first"))]
-    rows += [("last training loss", loss.get("last"))]
-    rows += [
-        (f"evaluation: {key.replace('_', ' ')}", value)
+    rows = {"steps": report.get("num_steps"), "first training loss": loss.get("first")}
+    rows["last training loss"] = loss.get("last")
+    rows |= {
+        f"evaluation: {key.replace('_', ' ')}": value
         for key, value in evaluation.items()
         if isinstance(value, (int, float)) and not isinstance(value, bool)
-    ]
-    rows = [(name, value) for name, value in rows if value is not None]
-    if not rows:
-        return []
+    }
     table = [
-        f"| {_plain(name)} | {value:.4f} |" if isinstance(value, float) else f"| {_plain(name)} | {_plain(value)} |"
-        for name, value in rows
+        f"| {_plain(name)} | {f'{value:.4f}' if isinstance(value, float) else _plain(value)} |"
+        for name, value in rows.items()
+        if value is not None
     ]
+    if not table:
+        return []
     return ["## Figures", "", "| figure | value |", "|---|---|", *table, "", *_which_weights(report, evaluation)]
 
 
@@ -285,21 +282,22 @@ class MergedTensors:
         parameters = {name: parameter.shape for name, parameter in model.named_parameters()}
         layout = base_layout(model, base, dtype)
         first = {twin: name for name in parameters for twin in tied.get(name, ())}
-        self._adapted = _Adapted(model, base, result, first)
+        self.adapted = _Adapted(model, base, result, first)
+        untied = self.adapted.untied
         self.has_base_names = layout is not None and all(
-            not self._adapted.changes(group) or reverts(group, base, model) for group in base.groups
+            not self.adapted.changes(group) or reverts(group, base, model) for group in base.groups
         )
         self._model, self._base = model, base
         in_files = {name for group in base.groups for name in group.targets}
         if layout is not None and self.has_base_names:
-            changed = [group for group in base.groups if self._adapted.changes(group) and group.is_grown]
+            changed = [group for group in base.groups if self.adapted.changes(group) and group.is_grown]
             grown = {next(iter(group.stored)): tuple(*group.targets.values()) for group in changed}
             self.specs = [replace(spec, shape=grown.get(spec.name, spec.shape)) for spec in layout]
-            added = [name for twin, name in self.untied.items() for name in (twin, name) if name not in in_files]
-            shapes = {name: parameters[self.untied.get(name, name)] for name in added}
+            added = [name for twin, name in untied.items() for name in (twin, name) if name not in in_files]
+            shapes = {name: parameters[untied.get(name, name)] for name in added}
         else:
-            self.specs, shapes = [], {**parameters, **{twin: parameters[name] for twin, name in self.untied.items()}}
-        kinds = {name: dtype or base.dtype(self.untied.get(name, name)) for name in shapes}
+            self.specs, shapes = [], {**parameters, **{twin: parameters[name] for twin, name in untied.items()}}
+        kinds = {name: dtype or base.dtype(untied.get(name, name)) for name in shapes}
         self.specs += [TensorSpec(name, kinds[name], tuple(shape)) for name, shape in shapes.items()]
         self._group_of = {name: group for group in base.groups for name in group.stored}
         self._current: tuple[WeightGroup | None, Mapping[str, torch.Tensor]] = (None, {})
@@ -311,30 +309,15 @@ class MergedTensors:
             sizes[spec.dtype] = sizes.get(spec.dtype, 0) + spec.num_bytes
         self.main_dtype = max(sizes, key=lambda dtype: sizes[dtype])
 
-    @property
-    def num_modules(self) -> int:
-        """Modules whose weights the adapter changed."""
-        return self._adapted.num_modules
-
-    @property
-    def untied(self) -> Mapping[str, str]:
-        """Weights that the base has once and the result twice: other name -> the model's."""
-        return self._adapted.untied
-
-    @property
-    def replaced(self) -> Sequence[str]:
-        """Weights of the base for which the adapter's file has others."""
-        return self._adapted.replaced
-
     def tensors(self, specs: Sequence[TensorSpec]) -> Iterator[tuple[str, torch.Tensor]]:
         """Names and values of these, in their order."""
         for spec in specs:
             fault("export")
             if spec.name not in self._base.stored or not self.has_base_names:
-                yield spec.name, _in_type(self._adapted.weight(spec.name), spec)
+                yield spec.name, _in_type(self.adapted.weight(spec.name), spec)
                 continue
             group = self._group_of.get(spec.name)
-            if group is not None and self._adapted.changes(group):
+            if group is not None and self.adapted.changes(group):
                 yield spec.name, _in_type(self._reverted(group)[spec.name], spec)
             else:
                 with OpenFiles() as files:
@@ -345,7 +328,7 @@ class MergedTensors:
         if self._current[0] is not group:
             self._current = (None, {})
             assert self._base.conversions is not None and group.conversion is not None
-            weights = {name: self._adapted.weight(name) for name in group.targets}
+            weights = {name: self.adapted.weight(name) for name in group.targets}
             made = self._base.conversions.revert(group.conversion, weights, self._model)
             assert made is not None, "it was tried on the meta device"
             self._current = (group, made)
@@ -422,16 +405,19 @@ class _Adapted:
         config: Any = model.peft_config
         stays_tied = config["default"].ensure_weight_tying
         self.untied = {} if stays_tied else {twin: name for twin, name in first.items() if self._differ(twin, name)}
+        """Weights that the base has once and the result twice: other name -> the model's."""
         self._own = {twin: name for twin, name in first.items() if twin not in self.untied}
         self._first = first
         self._current: tuple[str, dict[str, torch.Tensor]] = ("", {})
 
     @property
     def num_modules(self) -> int:
+        """Modules whose weights the adapter changed."""
         return len(self._units) + len(self._saved_whole) + len(self._rows)
 
     @property
     def replaced(self) -> list[str]:
+        """Weights of the base for which the adapter's file has others."""
         return sorted(self._beside)
 
     def _differ(self, twin: str, name: str) -> bool:
@@ -476,25 +462,28 @@ class _Adapted:
         self._current = ("", {})
         unit = self._units[path]
         real: dict[str, torch.Tensor] = {}
-        for module_path, module in unit.named_modules():
-            for attribute, parameter in module._parameters.items():
-                if parameter is not None:
-                    name = ".".join(part for part in (path, module_path, attribute) if part)
-                    values = self._adapter[name] if is_adapter(name) else self._base_weight(base_name(name))
-                    values = self._started.weight(name, values).float()
-                    module._parameters[attribute] = nn.Parameter(values, requires_grad=False)
+        for name, place, attribute, _ in _parameters(path, unit):
+            values = self._adapter[name] if is_adapter(name) else self._base_weight(base_name(name))
+            place[attribute] = nn.Parameter(self._started.weight(name, values).float(), requires_grad=False)
         for _, module in unit.named_modules():
             if hasattr(module, "merged_adapters"):
                 module.merge(safe_merge=True)
-        for module_path, module in unit.named_modules():
-            for attribute, parameter in module._parameters.items():
-                if parameter is not None:
-                    name = ".".join(part for part in (path, module_path, attribute) if part)
-                    if not is_adapter(name):
-                        real[base_name(name)] = parameter.detach()
-                    module._parameters[attribute] = nn.Parameter(parameter.to("meta"), requires_grad=False)
+        for name, place, attribute, parameter in _parameters(path, unit):
+            if not is_adapter(name):
+                real[base_name(name)] = parameter.detach()
+            place[attribute] = nn.Parameter(parameter.to("meta"), requires_grad=False)
         self._current = (path, real)
         return real
+
+
+def _parameters(path: str, unit: nn.Module) -> list[tuple[str, dict[str, nn.Parameter | None], str, nn.Parameter]]:
+    """(whole name, its module's parameters, name there, parameter) of a module at `path`."""
+    return [
+        (".".join(filter(None, (path, module_path, attribute))), module._parameters, attribute, parameter)
+        for module_path, module in unit.named_modules()
+        for attribute, parameter in module._parameters.items()
+        if parameter is not None
+    ]
 
 
 def adapt(model: nn.Module, result: Path) -> Mapping[str, torch.Tensor]:
@@ -629,20 +618,18 @@ def copy_result(result: Path, folder: Path, extras: Extras, *, single_experts_of
         ResourceError: disk full or failing.
         RefusedError: `folder` exists, or a file is not safe to open.
     """
-    if (result / ADAPTER_CONFIG).is_file():
-        check_adapter_folder(result)
-    else:
-        check_model_folder(result)
+    is_whole = not (result / ADAPTER_CONFIG).is_file()
+    (check_model_folder if is_whole else check_adapter_folder)(result)
     single: dict[str, bytes] = {}
     if single_experts_of is not None:
         single = as_single_experts(build_skeleton(load_config(single_experts_of), torch.float32), result)
     with Destination(folder) as temporary:
         for path in sorted(result.iterdir()):
-            if path.is_file() and (path.suffix == ".safetensors" or path.name in RESULT_NAMES or _is_index(path)):
+            is_weights = path.name.endswith((".safetensors", ".safetensors.index.json"))
+            if path.is_file() and (is_weights or path.name in RESULT_NAMES):
                 check_file(path, None)
                 content = [single[path.name]] if path.name in single else _chunks(path)
                 write_new_file(temporary / path.name, content, FILE_MODE)
-        is_whole = not (result / ADAPTER_CONFIG).is_file()
         extras.has_tokenizer = is_whole or has_tokenizer(result)
         tokenizer = _save_tokenizer(result, temporary) if extras.has_tokenizer else None
         extras.write(result, temporary, tokenizer, whole=is_whole)
@@ -650,10 +637,6 @@ def copy_result(result: Path, folder: Path, extras: Extras, *, single_experts_of
 
 
 RESULT_NAMES = (ADAPTER_CONFIG, "config.json", GENERATION_CONFIG, *OTHER_NAMES)
-
-
-def _is_index(path: Path) -> bool:
-    return path.name.endswith(".safetensors.index.json")
 
 
 def _chunks(path: Path) -> Iterator[bytes]:
@@ -724,21 +707,24 @@ def merge_result(
         require_free_bytes(temporary, sum(spec.num_bytes for spec in merging.specs), "the merged model")
         shards = split_shards(merging.specs, max_shard_bytes)
         for name, specs in shards.items():
-            stream = TensorStream(tuple(specs), merging.tensors(specs), {"format": "pt"})
-            write_new_file(temporary / name, stream_file(stream), FILE_MODE)
+            pieces = stream_file(specs, merging.tensors(specs), {"format": "pt"})
+            write_new_file(temporary / name, pieces, FILE_MODE)
         _write_index(temporary, shards)
         tokenizer = _save_tokenizer(result, temporary, source)
         extras = extras or Extras(None)
         base_files, extras.added_ends = base_files.ending_as_trained(tokenizer)
-        if merging.untied:
-            _untie(model)
+        if merging.adapted.untied:
+            written: Any = model.config
+            for part in (written, written.get_text_config()):
+                part.tie_word_embeddings = False
         _write_configs(model, merging.main_dtype, base_files, temporary)
         extras.write(result, temporary, tokenizer, whole=True)
     total = sum(spec.num_bytes for spec in merging.specs)
     quantized = [name for name, weight in base.stored.items() if weight.is_quantized]
     patterns = dict.fromkeys(re.sub(r"\.\d+(?=\.)", ".*", name) for name in quantized)
-    untied, replaced = tuple(merging.untied), tuple(merging.replaced)
-    return Merged(merging.num_modules, total, len(shards), tuple(patterns), merging.has_base_names, untied, replaced)
+    changes = merging.adapted
+    untied, replaced = tuple(changes.untied), tuple(changes.replaced)
+    return Merged(changes.num_modules, total, len(shards), tuple(patterns), merging.has_base_names, untied, replaced)
 
 
 def _own_dtype(config: Any) -> torch.dtype:
@@ -776,13 +762,6 @@ def _write_index(folder: Path, shards: Mapping[str, Sequence[TensorSpec]]) -> No
     weight_map = {spec.name: name for name, specs in shards.items() for spec in specs}
     content = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2).encode()
     write_new_file(folder / "model.safetensors.index.json", [content], FILE_MODE)
-
-
-def _untie(model: nn.Module) -> None:
-    """Have the configuration say that embedding and LM head are two tables."""
-    config: Any = model.config
-    for part in (config, config.get_text_config()):
-        part.tie_word_embeddings = False
 
 
 def _write_configs(model: nn.Module, dtype: torch.dtype, base_files: BaseFiles, folder: Path) -> None:

@@ -51,7 +51,7 @@ from roundpipe_cli.train.checkpoint.manifest import (
 from roundpipe_cli.train.checkpoint.output_dir import BEST_NOTE, LAST_NAMES, REPORT_NAME, RESULT_FOLDER_MODE
 from roundpipe_cli.train.checkpoint.reading import Checkpoint
 from roundpipe_cli.train.checkpoint.resume import check_tensors
-from roundpipe_cli.train.checkpoint.writing import TensorSpec, TensorStream, stream_file
+from roundpipe_cli.train.checkpoint.writing import TensorSpec, stream_file
 from roundpipe_cli.train.prepare.base_files import BaseFiles, put_template
 from roundpipe_cli.train.prepare.setup import DTYPES, Setup, config_and_files
 from roundpipe_cli.train.prepare.trainable import make_trainable, start_folder
@@ -108,11 +108,8 @@ def make_report(setup: Setup, figures: RunFigures, predicted: Mapping[str, float
         "num_steps": figures.num_steps,
         "seconds": figures.seconds,
         "data": {
-            "rows_read": setup.dataset.report.rows_read,
-            "rows_kept": setup.dataset.report.rows_kept,
-            "rows_truncated": setup.dataset.report.rows_truncated,
-            "rows_bad": setup.dataset.report.rows_bad,
-            "trained_tokens": setup.dataset.report.trained_tokens,
+            name: getattr(setup.dataset.report, name)
+            for name in ("rows_read", "rows_kept", "rows_truncated", "rows_bad", "trained_tokens")
         },
         "loss": {
             "first": losses[0] if losses and 1 in figures.losses else None,
@@ -193,12 +190,11 @@ def save_result(setup: Setup, output_dir: Path, best: Path | None = None) -> lis
         sync_folder(output_dir)
         shutil.rmtree(temporary)
         return [path.relative_to(temporary).as_posix() for path in paths]
-    except DamagedError:
+    except (DamagedError, OSError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise disk_error(error, output_dir, "the result") from error
         raise
-    except OSError as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise disk_error(error, output_dir, "the result") from error
 
 
 def write_best(setup: Setup, folder: Path, note: Mapping[str, Any]) -> None:
@@ -258,16 +254,16 @@ def _add_metadata(path: Path, metadata: Mapping[str, str]) -> None:
     """Write a file of tensors again with more in its header, in one order: the library's own has any."""
     with safe_open(str(path), framework="pt") as file:
         tensors = [(key, file.get_tensor(key)) for key in file.keys()]  # noqa: SIM118 - no mapping
-        specs = tuple(TensorSpec.of(name, tensor) for name, tensor in tensors)
-        stream = TensorStream(specs, tensors, {**file.metadata(), **metadata})
+        specs = [TensorSpec.of(name, tensor) for name, tensor in tensors]
         temporary = path.with_name(f"{TEMPORARY_PREFIX}{path.name}")
-        write_new_file(temporary, stream_file(stream), 0o644)
+        write_new_file(temporary, stream_file(specs, tensors, {**file.metadata(), **metadata}), 0o644)
     temporary.replace(path)
 
 
 def _synced(folder: Path) -> list[Path]:
     """The folder's files, durable and readable by all, in the order in which to rename them."""
-    files = sorted(files_below(folder), key=lambda path: (path.name in LAST_NAMES, path.name))
+    files = [path for path in folder.rglob("*") if path.is_file()]  # some are in additional_chat_templates/
+    files.sort(key=lambda path: (path.name in LAST_NAMES, path.name))
     for path in files:
         path.chmod(0o644)
         with path.open("rb") as file:
@@ -275,11 +271,6 @@ def _synced(folder: Path) -> list[Path]:
         if path.parent != folder:
             sync_folder(path.parent)
     return files
-
-
-def files_below(folder: Path) -> list[Path]:
-    """Every file of a result, those of `additional_chat_templates/` too."""
-    return [path for path in folder.rglob("*") if path.is_file()]
 
 
 def write_report(output_dir: Path, report: Mapping[str, Any]) -> None:
