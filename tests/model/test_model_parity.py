@@ -83,8 +83,7 @@ def test_dynamic_rotary_scaling_remembers_no_earlier_microbatch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model_type", "changes"),
-    [("mixtral", {"router_jitter_noise": 0.2}), ("minimax", {"router_jitter_noise": 0.2})],
+    ("model_type", "changes"), [("mixtral", {"router_jitter_noise": 0.2}), ("minimax", {"router_jitter_noise": 0.2})]
 )
 def test_router_noise_is_the_same_in_the_recompute(model_type: str, changes: dict[str, Any]) -> None:
     """It came from the global generator: what the recompute drew was not what the forward had drawn."""
@@ -178,12 +177,7 @@ def gpt2_work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_workspace(folder / "work", model, lora__target_modules=["c_attn"])
 
 
-@pytest.mark.parametrize(
-    ("word", "what"),
-    [
-        ("max_seq_length=64", "rows are longer than this model has positions"),
-    ],
-)
+@pytest.mark.parametrize(("word", "what"), [("max_seq_length=64", "rows are longer than this model has positions")])
 def test_a_run_is_refused_before_its_weights_are_loaded(
     gpt2_work: Path, monkeypatch: pytest.MonkeyPatch, word: str, what: str
 ) -> None:

@@ -186,18 +186,10 @@ def _values_of(packed: torch.Tensor) -> Callable[[slice], torch.Tensor]:
 # `quantized_files.py`.
 
 Find = Callable[[Mapping[str, FileTensor], Mapping[str, Any], torch.dtype], dict[str, StoredTensor]]
-FORMATS: dict[str, Find] = {
-    "fp8": find_fp8,
-    "fbgemm_fp8": find_fp8,
-    "mxfp4": find_mxfp4,
-    "bitsandbytes": find_nf4,
-}
+FORMATS: dict[str, Find] = {"fp8": find_fp8, "fbgemm_fp8": find_fp8, "mxfp4": find_mxfp4, "bitsandbytes": find_nf4}
 """By `quant_method` of config.json."""
 BESIDE = frozenset(
-    {
-        *("activation_scale", "input_scale", "output_scale", "qscale_act"),
-        *("k_scale", "v_scale", "q_scale"),
-    }
+    {*("activation_scale", "input_scale", "output_scale", "qscale_act"), *("k_scale", "v_scale", "q_scale")}
 )
 """Last parts of the names of scales of activations and caches, which training does not quantise."""
 
