@@ -292,14 +292,13 @@ def test_biases_that_the_configuration_leaves_out_are_refused(tmp_path: Path, ke
     with pytest.raises(RefusedError, match="leaves out") as caught:
         notices(tmp_path)
     (problem,) = caught.value.problems
-    assert caught.value.exit_code == 2 and ".bias" in str(problem.found) and f'"{key}": true' in str(problem.hint)
+    assert caught.value.exit_code == 2 and ".bias" in str(problem.found) and "correct config.json" in str(problem.hint)
     change(tmp_path, lambda tensors: [tensors[name].zero_() for name in tensors if name.endswith(".bias")])
     assert any("left out" in text and ".bias" in text for text in notices(tmp_path)), "zeros change nothing"
     say(tmp_path, **{key: True})
     change(tmp_path, lambda tensors: [tensors.pop(name) for name in list(tensors) if name.endswith(".bias")])
-    with pytest.raises(RefusedError, match="missing") as caught:
+    with pytest.raises(RefusedError, match="missing"):
         notices(tmp_path)
-    assert f'"{key}": false' in str(caught.value.problems[0].hint)
 
 
 def test_a_norm_without_a_place_is_refused(tmp_path: Path) -> None:
@@ -342,12 +341,12 @@ def test_a_table_of_another_size_is_refused(tmp_path: Path) -> None:
         notices(tmp_path)
 
 
-def test_a_missing_head_names_the_switch(tmp_path: Path) -> None:
+def test_a_missing_head_is_refused_with_where_to_look(tmp_path: Path) -> None:
     save_tiny(tmp_path, tiny_config("llama", tie_word_embeddings=True))
     say(tmp_path, tie_word_embeddings=False)
     with pytest.raises(RefusedError, match="missing") as caught:
         notices(tmp_path)
-    assert '"tie_word_embeddings": true' in str(caught.value.problems[0].hint)
+    assert "correct config.json" in str(caught.value.problems[0].hint)
 
 
 def write_gguf(path: Path, architecture: str, num_blocks: int, tensors: dict[str, Any]) -> None:
