@@ -26,8 +26,8 @@ import torch
 from roundpipe_cli.costs.machine import HostLayout, host_layout
 from roundpipe_cli.engine.dispatch.dispatch import StepRun
 from roundpipe_cli.model.layout import LayerLayout, ParameterPlace, round_up
+from roundpipe_cli.model.stored.formats import PackedWeight
 from roundpipe_cli.model.stored.packed_weights import dequantize
-from roundpipe_cli.model.stored.quantized_files import PackedWeight
 
 # The host's memory: large buffers over all NUMA nodes, on pages of 2 MiB where the system gives them; one heap.
 #

@@ -265,9 +265,7 @@ def check_patterns(config: Any, names: Iterable[str], folder: Path) -> None:
                 compiled = re.compile(pattern)
             except (re.error, OverflowError, RecursionError) as error:
                 raise RefusedError(
-                    f"{key} of the adapter is no regular expression",
-                    where=where,
-                    found=f"{pattern!r}: {error}"[:200],
+                    f"{key} of the adapter is no regular expression", where=where, found=f"{pattern!r}: {error}"[:200]
                 ) from None
             for name in keys:
                 compiled.fullmatch(name)

@@ -364,12 +364,7 @@ class HeadScores:
 
 
 def score_head(
-    logits_of: Logits,
-    hidden: torch.Tensor,
-    targets: HeadTargets,
-    *,
-    chunk_tokens: int,
-    greedy: bool,
+    logits_of: Logits, hidden: torch.Tensor, targets: HeadTargets, *, chunk_tokens: int, greedy: bool
 ) -> HeadScores:
     """Forward of the head alone, in the chunks of `run_head`; arguments as there.
 

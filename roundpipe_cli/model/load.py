@@ -29,7 +29,7 @@ from roundpipe_cli.model import sink_attention
 from roundpipe_cli.model.files.source import ModelSource
 from roundpipe_cli.model.files.untrusted import MAX_TOKENIZER_BYTES, check_file, check_small_files, refusing
 from roundpipe_cli.model.router_loss import WANTED
-from roundpipe_cli.model.stored.quantized_files import stored_in_4bit
+from roundpipe_cli.model.stored.formats import stored_in_4bit
 
 # Which of transformers' classes a configuration becomes: the causal model, or the multimodal one that holds it.
 
@@ -223,13 +223,10 @@ def load_config(source: ModelSource) -> Any:
     """
     if source.gguf_file is None:
         return _load_config(source)
-    config = convert_once(source, "config", _load_config, _config_values)
+    values = lambda config: {**config.to_dict(), "_name_or_path": None}  # noqa: E731 - what is to be equal
+    config = convert_once(source, "config", _load_config, values)
     config.name_or_path = str(source.folder)
     return config
-
-
-def _config_values(config: Any) -> dict[str, Any]:
-    return {key: value for key, value in config.to_dict().items() if key != "_name_or_path"}
 
 
 def _load_config(source: ModelSource) -> Any:

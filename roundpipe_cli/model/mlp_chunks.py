@@ -91,12 +91,7 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        chunks: MlpChunks,
-        seed: int | None,
-        fill: float | None,
-        hidden: torch.Tensor,
-        *_: nn.Parameter,
+        ctx: Any, chunks: MlpChunks, seed: int | None, fill: float | None, hidden: torch.Tensor, *_: nn.Parameter
     ) -> torch.Tensor:
         ctx.chunks, ctx.seed = chunks, seed
         ctx.save_for_backward(hidden)

@@ -6,15 +6,13 @@ fused, quantised weights, GGUF files) is converted weight by weight.
 
 from __future__ import annotations
 
-import copy
 import functools
 import re
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -23,13 +21,11 @@ from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.faults import fault
 from roundpipe_cli.model.files.quantization import WHAT_WORKS
 from roundpipe_cli.model.files.source import ModelSource
-from roundpipe_cli.model.load import build_skeleton
 from roundpipe_cli.model.new_tokens import NewTokens, table_names, with_new_rows
 from roundpipe_cli.model.split import find_blocks
 from roundpipe_cli.model.stored.conversions import Conversions, WeightConversion, find_conversions
-from roundpipe_cli.model.stored.formats import find_stored
+from roundpipe_cli.model.stored.formats import PackedWeight, find_stored, is_nf4, read_nf4
 from roundpipe_cli.model.stored.gguf import gguf_weights
-from roundpipe_cli.model.stored.quantized_files import PackedWeight, is_nf4, read_nf4
 from roundpipe_cli.model.stored.tensors import (
     OpenFiles,
     StoredTensor,
@@ -39,7 +35,6 @@ from roundpipe_cli.model.stored.tensors import (
     is_adapter,
     own_shapes,
     tied_names,
-    turned,
 )
 from roundpipe_cli.watchdog import at_work
 
@@ -56,8 +51,7 @@ AS_SAFETENSORS = "take the same model as safetensors, whose config.json says wha
 _IN_BLOCK = re.compile(r"(.*?\.)(\d+)\.(.+)")
 """The part before a block's number, the number, and the name in the block."""
 _PART = re.compile(r"\.bias$|norm[^.]*\.(weight|bias)$")
-_SWITCH = re.compile(r"bias|norm|tie_word")
-"""Keys of a configuration that add or leave out biases and norms, or a table."""
+BY_CONFIG = "correct config.json: its keys say whether there are biases, norms and an LM head beside the embedding"
 
 
 def check_unread(model: nn.Module, where: str, unread: Mapping[str, Read], read: Mapping[str, str]) -> str | None:
@@ -104,9 +98,7 @@ def check_unread(model: nn.Module, where: str, unread: Mapping[str, Read], read:
             where=where,
             found=f"{len(lost)} tensors, {_some(lost)}",
             expected="blocks as they were trained",
-            hint=AS_SAFETENSORS
-            if prefixes == {"blk."}
-            else switch_for(model, lacking=lost) or "correct config.json, or remove the tensors if they mean nothing",
+            hint=AS_SAFETENSORS if prefixes == {"blk."} else f"{BY_CONFIG}; or remove the tensors if they mean nothing",
         )
     if ROPE_FACTORS in unread and not bool((unread[ROPE_FACTORS]() == 1).all()):
         raise RefusedError(
@@ -126,32 +118,6 @@ def _some(names: list[str]) -> str:
 def _matters(name: str, values: torch.Tensor) -> bool:
     """Whether a bias or a norm changes what is computed: a bias of zeros does not, a mask under its name is none."""
     return values.dim() == 1 and values.is_floating_point() and (not name.endswith(".bias") or bool(values.any()))
-
-
-def switch_for(model: nn.Module, *, lacking: Iterable[str] = (), unfilled: Collection[str] = ()) -> str | None:
-    """A hint: the key of the configuration with which the model has what the files hold; None where no key does.
-
-    Args:
-        lacking: tensors of the files without a place in the model.
-        unfilled: weights of the model that the files do not have.
-    """
-    config: Any = model.config
-    for key, value in config.get_text_config().to_dict().items():
-        if not isinstance(value, bool) or not _SWITCH.search(key):
-            continue
-        changed = copy.deepcopy(config)
-        for part in (changed, changed.get_text_config()):
-            if getattr(part, key, None) is value:
-                setattr(part, key, not value)
-        try:
-            other = build_skeleton(changed, torch.bfloat16)
-        except RefusedError:
-            continue
-        own = own_shapes(other)
-        needed = {base_name(name) for name, _ in other.named_parameters()}
-        if all(name in own for name in lacking) and not needed & set(unfilled):
-            return f'"{key}": {str(not value).lower()} in config.json, if the model was trained so'
-    return None
 
 
 # Base weights by name, from any kind of file: memory holds one weight at a time.
@@ -217,8 +183,8 @@ class BaseWeights(Mapping[str, torch.Tensor]):
             ]
         self.stored = find_stored(source.folder, dtype)
         for name in conv1d_names(self._model) & self.stored.keys():
-            if self.stored[name].is_quantized:
-                self.stored[name] = turned(self.stored[name])
+            if (weight := self.stored[name]).is_quantized:
+                self.stored[name] = replace(weight, shape=torch.Size(reversed(weight.shape)), is_turned=True)
         own = own_shapes(self._model)
         if len(self.stored) > MOST_TENSORS_PER_WEIGHT * len(own):
             raise RefusedError(
@@ -297,7 +263,7 @@ def _find_missing(
             "weights of the architecture are missing",
             where=source.name,
             found=f"{len(missing)} missing, for instance {', '.join(missing[:3])}",
-            hint=switch_for(model, unfilled=missing) if source.gguf_file is None else None,
+            hint=BY_CONFIG if source.gguf_file is None else None,
         )
     return twins
 
@@ -351,7 +317,9 @@ def load_weights(
                     if new is not None and own_name in tables:
                         tensor = with_new_rows(tensor, len(parameters[own_name][1]), new)
                     checked.put(own_name, tensor)
-    return [*([left_out] if left_out else []), *_notices(base)]
+    dequantized = sum(weight.is_quantized and not is_nf4(weight) for weight in base.stored.values())
+    said = f"{dequantized} weights are quantised in the files and dequantised while loading" if dequantized else None
+    return [text for text in (left_out, said) if text]
 
 
 def _packed_name(group: WeightGroup, source: ModelSource) -> str | None:
@@ -370,13 +338,6 @@ def _packed_name(group: WeightGroup, source: ModelSource) -> str | None:
             expected=WHAT_WORKS,
         )
     return next(iter(group.targets))
-
-
-def _notices(base: BaseWeights) -> list[str]:
-    notices = []
-    if dequantized := [name for name, weight in base.stored.items() if weight.is_quantized and not is_nf4(weight)]:
-        notices.append(f"{len(dequantized)} weights are quantised in the files and dequantised while loading")
-    return notices
 
 
 def packed_names(source: ModelSource, model: nn.Module) -> frozenset[str]:
@@ -398,7 +359,16 @@ class _Checked:
     def put(self, name: str, tensor: torch.Tensor) -> None:
         with at_work(f"loading {name}"):
             fault("load")
-            self._put(name, tensor)
+            self._check_shape(name, tensor.shape)
+            if tensor.dtype.itemsize == 1:  # without its scales, which are unknown here
+                raise RefusedError(
+                    "a base weight is quantised in a form that cannot be read",
+                    where=f"{self._where}: {name}",
+                    found=str(tensor.dtype).removeprefix("torch."),
+                    expected=WHAT_WORKS,
+                )
+            check_finite(tensor, self._parameters[name].dtype, f"{self._where}: {name}")
+            self._set(self._names[name], tensor)
 
     def put_packed(self, name: str, weight: PackedWeight, set_packed: SetPacked) -> None:
         with at_work(f"loading {name}"):
@@ -415,18 +385,6 @@ class _Checked:
                 found=str(list(shape)),
                 expected=str(list(self._parameters[name].shape)),
             )
-
-    def _put(self, name: str, tensor: torch.Tensor) -> None:
-        self._check_shape(name, tensor.shape)
-        if tensor.dtype.itemsize == 1:  # without its scales, which are unknown here
-            raise RefusedError(
-                "a base weight is quantised in a form that cannot be read",
-                where=f"{self._where}: {name}",
-                found=str(tensor.dtype).removeprefix("torch."),
-                expected=WHAT_WORKS,
-            )
-        check_finite(tensor, self._parameters[name].dtype, f"{self._where}: {name}")
-        self._set(self._names[name], tensor)
 
 
 def save_model(model: nn.Module, weights: Mapping[str, torch.Tensor], folder: Path) -> None:

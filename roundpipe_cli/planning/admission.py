@@ -15,7 +15,7 @@ from roundpipe_cli.choices import PACKED_FORMATS
 from roundpipe_cli.costs.find_model import FoundConfig
 from roundpipe_cli.costs.models import COUNTED_TYPES, Architecture
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.model.files.quantization import check_stored_in_4bit, is_stored_in_4bit
+from roundpipe_cli.model.files.quantization import check_stored_in_4bit, stored_form
 from roundpipe_cli.model.files.supported import chunk_refusal, packing_refusal, scaled_by_length
 from roundpipe_cli.model.files.untrusted import PICKLES, check_model_folder, find_shards
 from roundpipe_cli.recipe.schema import Recipe
@@ -42,7 +42,7 @@ def check_configuration(found: FoundConfig, recipe: Recipe) -> None:
         RefusedError: as there.
     """
     where = found.source if found.folder is None else str(found.folder / "config.json")
-    if found.is_config and is_stored_in_4bit(found.config, where):
+    if found.is_config and stored_form(found.config, where) == "bitsandbytes":
         check_stored_in_4bit(found.name, method=recipe.method, packed_as=recipe.packed_as)
     check_rows(
         found.config,

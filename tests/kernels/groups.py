@@ -47,8 +47,8 @@ def doubled(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 def error(found: torch.Tensor, exact: torch.Tensor) -> float:
     """Relative, by norms; 0 where both are zero."""
-    norm = float(exact.double().norm())
-    return float((found.double() - exact.double()).norm()) / (norm or 1.0)
+    found, exact = found.detach().double(), exact.detach().double()
+    return float((found - exact).norm()) / (float(exact.norm()) or 1.0)
 
 
 def random(seed: int, dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[torch.Tensor]:

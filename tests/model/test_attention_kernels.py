@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -42,13 +42,8 @@ MODELS = (
 MASKED_PACKED = "rows of a packed sequence are kept apart by a dense mask until variable-length attention is used"
 
 
-AttentionKernel = Literal["cudnn", "flash", "efficient", "math"]
-MAX_CUDNN_WIDTH = 128
-MIN_CAPABILITY = {"flash": FLASH_CAPABILITY, "cudnn": (8, 0), "efficient": (5, 0)}
-MAX_CAPABILITY = {"efficient": (12, 1), "flash": (12, 1), "cudnn": (12, 1)}
-NO_WIDE_BACKWARD = ((8, 6), (8, 9), (12, 0), (12, 1))
-"""Flash attention has no backward here for widths beyond `WIDE` with dropout: these cards have little shared memory."""
-WIDE = 224
+MIN_CAPABILITY = {"flash": FLASH_CAPABILITY, "efficient": (5, 0)}
+MAX_CAPABILITY = (12, 1)
 ALIGNMENT = {torch.float32: 4, torch.float16: 8, torch.bfloat16: 8}
 """Elements; widths that are no multiple go to no fused kernel of the efficient kind."""
 
@@ -60,14 +55,10 @@ class AttentionArguments:
     dtype: torch.dtype
     heads: int
     key_value_heads: int
-    query_tokens: int
-    key_tokens: int
     width: int
     value_width: int
     has_mask: bool
     is_causal: bool
-    dropout: float = 0.0
-    needs_gradient: bool = True
 
     @staticmethod
     def of(
@@ -77,43 +68,23 @@ class AttentionArguments:
         attn_mask: torch.Tensor | None = None,
         dropout_p: float = 0.0,
         is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
+        **_: Any,
     ) -> AttentionArguments:
         """The facts about a call with these arguments, in torch's names."""
-        return AttentionArguments(
-            dtype=query.dtype,
-            heads=query.shape[1],
-            key_value_heads=key.shape[1],
-            query_tokens=query.shape[2],
-            key_tokens=key.shape[2],
-            width=query.shape[3],
-            value_width=value.shape[3],
-            has_mask=attn_mask is not None,
-            is_causal=is_causal,
-            dropout=dropout_p,
-        )
+        heads, key_value_heads = query.shape[1], key.shape[1]
+        widths = query.shape[3], value.shape[3]
+        return AttentionArguments(query.dtype, heads, key_value_heads, *widths, attn_mask is not None, is_causal)
 
 
-def choose_attention_kernel(
-    arguments: AttentionArguments, capability: tuple[int, int], *, allow_cudnn: bool = False
-) -> AttentionKernel:
-    """The kernel that a call gets.
-
-    Args:
-        capability: of the card, e.g. (8, 9).
-        allow_cudnn: torch prefers it on sm90 and sm100 where it is on (`enable_cudnn_sdp`).
-    """
-    order: list[AttentionKernel] = ["flash", "efficient"]
-    if allow_cudnn:
-        order = ["cudnn", *order] if capability[0] in (9, 10) else [*order, "cudnn"]
-    return next((kernel for kernel in order if not reasons_against(kernel, arguments, capability)), "math")
+def chosen_kernel(arguments: AttentionArguments, capability: tuple[int, int]) -> str:
+    """The kernel that a call gets on a card such as (8, 9); cuDNN's, which the engine turns off, is none of them."""
+    return next((one for one in ("flash", "efficient") if not reasons_against(one, arguments, capability)), "math")
 
 
-def reasons_against(kernel: AttentionKernel, arguments: AttentionArguments, capability: tuple[int, int]) -> list[str]:
+def reasons_against(kernel: str, arguments: AttentionArguments, capability: tuple[int, int]) -> list[str]:
     """The reasons why a fused kernel does not take the call; empty: it does."""
     one, found = arguments, []
-    if not MIN_CAPABILITY[kernel] <= capability <= MAX_CAPABILITY[kernel]:
+    if not MIN_CAPABILITY[kernel] <= capability <= MAX_CAPABILITY:
         found.append(f"not for sm{capability[0]}{capability[1]}")
     if one.has_mask and kernel == "flash":
         found.append("a mask")
@@ -128,11 +99,7 @@ def reasons_against(kernel: AttentionKernel, arguments: AttentionArguments, capa
             found.append("a width that is not aligned")
     if kernel == "flash" and (one.width > MAX_FLASH_WIDTH or one.width != one.value_width):
         found.append(f"a width of {one.width} and {one.value_width}")
-    if kernel == "flash" and one.width > WIDE and one.dropout and one.needs_gradient and capability in NO_WIDE_BACKWARD:
-        found.append("dropout at this width")
-    if kernel == "cudnn" and (max(one.width, one.value_width) > MAX_CUDNN_WIDTH or one.width % 8):
-        found.append(f"a width of {one.width}")
-    if kernel != "math" and one.is_causal and one.has_mask:
+    if one.is_causal and one.has_mask:
         found.append("a mask beside is_causal")
     return found
 
@@ -193,16 +160,14 @@ def test_no_shipped_model_attends_by_the_math_kernel(
             else:
                 assert one.is_causal
             fused = "flash" if dtype == torch.bfloat16 and not one.has_mask else "efficient"
-            assert choose_attention_kernel(one, card) == fused, reasons_against(fused, one, card)
+            assert chosen_kernel(one, card) == fused, reasons_against(fused, one, card)
 
 
 @pytest.mark.parametrize(
     ("card", "dtype", "shared"),
     [
-        ((9, 0), torch.bfloat16, True),
-        ((8, 6), torch.float16, True),
-        ((7, 5), torch.float16, False),
-        ((9, 0), torch.float32, False),
+        *(((9, 0), torch.bfloat16, True), ((8, 6), torch.float16, True)),
+        *(((7, 5), torch.float16, False), ((9, 0), torch.float32, False)),
     ],
 )
 def test_keys_are_shared_where_a_fused_kernel_takes_it(
@@ -221,35 +186,3 @@ def test_keys_are_shared_where_a_fused_kernel_takes_it(
 def test_every_family_of_the_shipped_recipes_is_tried() -> None:
     families = {figures["model_type"] for figures in shipped_figures().values()}
     assert families == {shipped(hub_id)["model_type"] for hub_id in MODELS}
-
-
-def call(**changes: Any) -> AttentionArguments:
-    values: dict[str, Any] = {"dtype": torch.bfloat16, "heads": 32, "key_value_heads": 32, "query_tokens": 64}
-    values |= {"key_tokens": 64, "width": 128, "value_width": 128, "has_mask": False, "is_causal": True}
-    return AttentionArguments(**{**values, **changes})
-
-
-@pytest.mark.parametrize(
-    ("changes", "card", "kernel"),
-    [
-        ({}, (8, 9), "flash"),
-        ({"has_mask": True, "is_causal": False}, (8, 9), "efficient"),
-        ({"has_mask": True, "is_causal": False, "key_value_heads": 8}, (9, 0), "math"),
-        ({"dtype": torch.float16}, (7, 5), "efficient"),
-        ({"dtype": torch.float16, "key_value_heads": 8}, (7, 5), "math"),
-        ({}, (7, 5), "math"),
-        ({"dtype": torch.float32}, (9, 0), "efficient"),
-        ({"width": 257, "value_width": 257}, (9, 0), "math"),
-        ({"width": 256, "value_width": 256, "dropout": 0.1}, (8, 6), "efficient"),
-        ({"width": 256, "value_width": 256, "dropout": 0.1}, (9, 0), "flash"),
-    ],
-)
-def test_the_rules(changes: dict[str, Any], card: tuple[int, int], kernel: str) -> None:
-    assert choose_attention_kernel(call(**changes), card) == kernel
-
-
-def test_cudnn_is_preferred_where_it_is_on() -> None:
-    """On sm90 and sm100; it builds a plan for every shape, so the engine turns it off."""
-    assert choose_attention_kernel(call(), (9, 0), allow_cudnn=True) == "cudnn"
-    assert choose_attention_kernel(call(), (8, 9), allow_cudnn=True) == "flash"
-    assert choose_attention_kernel(call(), (9, 0)) == "flash"

@@ -54,11 +54,10 @@ def test_other_models_that_were_refused_for_their_arguments(model_type: str) -> 
     assert errors(model_type) < 1e-5
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_compressed_keys_mix_packed_rows(dropout: float) -> None:
+def test_compressed_keys_mix_packed_rows() -> None:
     """The masks are right, and yet a row sees the one before it: only numbers tell, and they are compared without the
     dropout that other shapes would draw in another way."""
-    model = build_skeleton(tiny_config_of("deepseek_v4", attention_dropout=dropout), torch.float32)
+    model = build_skeleton(tiny_config_of("deepseek_v4", attention_dropout=0.1), torch.float32)
     with pytest.raises(RefusedError, match="packed rows"):
         prove(model, split_model(model), packing=True)
 

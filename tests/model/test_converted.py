@@ -26,15 +26,7 @@ from roundpipe_cli.model.load import (
 )
 from tests.support.e2e import REPOSITORY, make_tokenizer, smollm2_folder
 
-TEXTS = [
-    "",
-    " a  b\n\n c",
-    "Grüße, 世界 🚀",
-    "<|im_start|>user\nx<|im_end|>\n",
-    "1234567890 " * 50,
-    "\x00\x07 \u200b",
-    "the",
-]
+TEXTS = ["", " a  b\n\n c", "Grüße, 世界 🚀", "<|im_start|>user\nx<|im_end|>\n", "1234567890 " * 50, "\x00\x07 \u200b"]
 
 
 class Converter:
@@ -98,38 +90,32 @@ def _flip(folder: Path) -> None:
     (folder / "tokenizer.json").write_bytes(data)
 
 
-def _cut(folder: Path) -> None:
-    (folder / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes()[:-100])
-
-
-def _no_digests(folder: Path) -> None:
-    (folder / "digests.json").unlink()
-
-
-def _more(folder: Path) -> None:
-    (folder / "added_tokens.json").write_text('{"evil": 7}')
-
-
 def _code(folder: Path) -> None:
     path = folder / "tokenizer_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "auto_map": {"AutoTokenizer": ["x.Evil", None]}}))
 
 
 def _link(folder: Path) -> None:
-    outside = folder.parent.parent / "outside.json"
-    (folder / "tokenizer.json").rename(outside)
+    outside = (folder / "tokenizer.json").rename(folder.parent.parent / "outside.json")
     (folder / "tokenizer.json").symlink_to(outside)
 
 
-def _rubbish(folder: Path) -> None:
-    (folder / "digests.json").write_text("[" * 100_000)
+DAMAGES: dict[str, Callable[[Path], Any]] = {
+    "flipped": _flip,
+    "cut": lambda folder: os.truncate(folder / "tokenizer.json", 1000),
+    "no digests": lambda folder: (folder / "digests.json").unlink(),
+    "more": lambda folder: (folder / "added_tokens.json").write_text('{"evil": 7}'),
+    "code": _code,
+    "a link": _link,
+    "rubbish": lambda folder: (folder / "digests.json").write_text("[" * 100_000),
+}
 
 
-@pytest.mark.parametrize("damage", [_flip, _cut, _no_digests, _more, _code, _link, _rubbish])
-def test_what_is_damaged_or_foreign_is_converted_anew(source: ModelSource, damage: Callable[[Path], None]) -> None:
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_what_is_damaged_or_foreign_is_converted_anew(source: ModelSource, damage: str) -> None:
     converter = Converter()
     first = converter.once(source)
-    damage(kept()[0])
+    DAMAGES[damage](kept()[0])
     assert _tokenizer_values(converter.once(source)) == _tokenizer_values(first)
     assert converter.num_converted == 2
     converter.once(source)

@@ -1,16 +1,15 @@
-"""Random numbers from a counter: their formula, their statistics, and that nothing but key and place matters."""
+"""Random numbers from a counter: their formula, bit by bit, their share, and that nothing but key and place matters."""
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
 
 from roundpipe_cli.engine.backends import cuda
 from roundpipe_cli.kernels.random_masks import COLUMNS, CPU_ROWS, keep_mask, uniform
-from roundpipe_cli.model.dropout import draw_key
 
 CPU = torch.device("cpu")
 KEY = 0xF123456789ABCDEF
@@ -34,11 +33,6 @@ def word(key: int, index: int) -> int:
     return value - (1 << 32) if value >> 31 else value
 
 
-def signs(mask: torch.Tensor, keep: float) -> torch.Tensor:
-    """The mask as numbers of mean 0 and variance 1."""
-    return (mask.double() - keep) / math.sqrt(keep * (1 - keep))
-
-
 def test_numbers_follow_the_formula() -> None:
     assert splitmix64(0, 0) == 0xE220A8397B1DCDAF, "the first number of the published generator"
     shape = (CPU_ROWS + 2, COLUMNS + 7)
@@ -58,40 +52,6 @@ def test_share_that_is_kept(keep: float) -> None:
         assert kept == keep * NUM
 
 
-def test_halves_and_quarters_of_uniform_numbers_are_balanced() -> None:
-    numbers = uniform((NUM,), KEY, CPU)
-    assert float(numbers.min()) >= 0.0
-    assert float(numbers.max()) < 1.0
-    for bit in range(12):
-        ones = int(((numbers * 2 ** (bit + 1)).long() & 1).sum())
-        assert abs(ones - NUM / 2) < 5 * math.sqrt(NUM) / 2, f"bit {bit}"
-
-
-@pytest.mark.parametrize("keep", [0.5, 0.9])
-def test_no_place_follows_another_at_any_distance(keep: float) -> None:
-    """Autocorrelation at every lag, rows' length included; noise of NUM / 2 values stays below 6."""
-    spectrum = torch.fft.rfft(signs(keep_mask((NUM,), keep, KEY, CPU), keep))
-    correlation = torch.fft.irfft(spectrum.abs().square(), n=NUM)[1 : NUM // 2] / math.sqrt(NUM)
-    assert float(correlation.abs().max()) < 6
-    assert float(correlation.square().mean()) == pytest.approx(1, abs=0.02)
-
-
-@pytest.mark.parametrize("shape", [(256, 2048), (1024, 512)])
-def test_tokens_and_channels_are_not_related(shape: tuple[int, int]) -> None:
-    """No singular value of a mask stands out from those of noise (at most about sqrt(rows) + sqrt(columns))."""
-    largest = torch.linalg.matrix_norm(signs(keep_mask(shape, 0.9, KEY, CPU), 0.9), ord=2)
-    assert float(largest) < 1.02 * (math.sqrt(shape[0]) + math.sqrt(shape[1]))
-
-
-def test_draws_of_other_keys_are_not_related() -> None:
-    """Neither over a mask's places, for two draws of the same or of different calls, nor over draws, for two places."""
-    keys = [draw_key(seed, number) for seed in range(8) for number in range(1, 9)]
-    drawn = signs(torch.stack([keep_mask((COLUMNS // 4,), 0.7, key, CPU) for key in keys]), 0.7)
-    for values in (drawn, drawn[:, :64].T):
-        together = (values @ values.T) / math.sqrt(values.shape[1])
-        assert float(together.fill_diagonal_(0).abs().max()) < 5.5
-
-
 def test_a_longer_draw_begins_as_a_shorter_one() -> None:
     """Blocks are a matter of memory alone."""
     longer = keep_mask((CPU_ROWS * COLUMNS + 300,), 0.9, KEY, CPU)
@@ -101,15 +61,8 @@ def test_a_longer_draw_begins_as_a_shorter_one() -> None:
     assert keep_mask((), 1.0, KEY, CPU).item() is True
 
 
-@pytest.fixture
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("threads")
-def test_the_number_of_threads_does_not_matter() -> None:
+def test_the_number_of_threads_does_not_matter(request: pytest.FixtureRequest) -> None:
+    request.addfinalizer(functools.partial(torch.set_num_threads, torch.get_num_threads()))
     drawn = []
     for count in (1, 2, 3):
         torch.set_num_threads(count)

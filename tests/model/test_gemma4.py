@@ -17,7 +17,7 @@ from roundpipe_cli.model.meta_counts import counts_of
 from tests.engine.test_parity import check_gradients
 from tests.model.test_carried import EXPERTS, FOUR
 from tests.support.adapters import layout, load_whole
-from tests.support.e2e import finetune, make_tokenizer, make_workspace, metrics
+from tests.support.e2e import make_tokenizer
 from tests.support.every_type import tiny_config_of
 from tests.support.tiny import logits_of, make_rig, plain_step, random_microbatches, schedule_for
 from tests.support.versions import at_least
@@ -96,23 +96,3 @@ def test_4_bit_gives_plain_pytorch_s_numbers_and_equal_bits(names: tuple[str, ..
         check_gradients(rig.plain, rig.store, 2e-4)
         found.add((result.loss, result.gradient_norm))
     assert len(found) == 1, "the bits depend on the number of workers"
-
-
-@pytest.mark.parametrize(
-    "names", [pytest.param((), marks=pytest.mark.sweep), ("shared keys", "experts")], ids=", ".join
-)
-def test_runs_in_4_bit_have_equal_bits_on_one_and_two_workers(tmp_path: Path, names: tuple[str, ...]) -> None:
-    save(tmp_path / "made", names, torch.bfloat16)
-    work = make_workspace(tmp_path / "w", tmp_path / "made")
-    losses = []
-    for count in (1, 2):
-        out = f"out{count}"
-        words = [
-            f"model={work}/model",
-            "load_in_4bit=true",
-            "lora.dropout=0",
-            f"pipeline.devices=[{', '.join(['cpu'] * count)}]",
-        ]
-        finetune(work, *words, "max_steps=2", f"output_dir={out}").expect(0)
-        losses.append([row["loss"] for row in metrics(work / out)])
-    assert len(losses[0]) == 2 and losses[0] == losses[1]

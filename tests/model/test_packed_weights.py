@@ -30,15 +30,7 @@ from roundpipe_cli.model.stored.packed_weights import (
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.schedule.builders import Rounds, build_schedule
 from tests.engine.test_parity import check_parity
-from tests.support.e2e import (
-    MAX_WAIT_S,
-    REPOSITORY,
-    child_environment,
-    finetune,
-    make_model,
-    make_workspace,
-    metrics,
-)
+from tests.support.e2e import MAX_WAIT_S, REPOSITORY, child_environment, finetune, make_model, make_workspace, metrics
 from tests.support.tiny import make_rig, plain_step, random_microbatches, schedule_for
 
 functional = pytest.importorskip("bitsandbytes.functional", reason="needs the extra 4bit")

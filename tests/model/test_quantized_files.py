@@ -17,12 +17,12 @@ from safetensors.torch import load_file, save_file
 from roundpipe_cli.costs.models import parse_config
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.load import build_skeleton, load_config
+from roundpipe_cli.model.stored.formats import STATE
 from roundpipe_cli.model.stored.packed_weights import import_bitsandbytes
-from roundpipe_cli.model.stored.quantized_files import STATE
 from roundpipe_cli.model.stored.tensors import base_name
 from roundpipe_cli.model.weights_io import BaseWeights
 from roundpipe_cli.recipe.load import load_recipe
-from roundpipe_cli.train.prepare.setup import prepare
+from roundpipe_cli.train.prepare.setup import Setup, prepare
 from tests.support.e2e import finetune, make_model, make_workspace, metrics
 
 pytest.importorskip("bitsandbytes", reason="needs the extra 4bit")
@@ -57,8 +57,13 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[bool, An
     return folder, {double: save_in_4bit(whole, folder / name, double=double) for double, name in names.items()}
 
 
-def workspace(folder: Path, model: Path, **changes: Any) -> Path:
-    return make_workspace(folder, model, lora__dropout=0.0, **changes)
+def workspace(folder: Path, model: Path) -> Path:
+    return make_workspace(folder, model, lora__dropout=0.0)
+
+
+def prepared(work: Path) -> Setup:
+    loaded = load_recipe(work / "recipe.yaml", [f"model={work}/model"])
+    return prepare(loaded, offline=True, tell=lambda event: None)
 
 
 @pytest.mark.parametrize("double", [False, True])
@@ -70,7 +75,7 @@ def test_the_store_holds_what_transformers_holds(
 
     folder, theirs = saved
     work = workspace(tmp_path / "w", folder / ("double" if double else "single"))
-    setup = prepare(load_recipe(work / "recipe.yaml", [f"model={work}/model"]), offline=True, tell=lambda event: None)
+    setup = prepared(work)
     config = load_config(setup.source)
     assert not hasattr(config, "quantization_config")
     base = BaseWeights(setup.source, build_skeleton(config, torch.float32), torch.float32)
@@ -117,7 +122,7 @@ def test_other_forms_are_refused_with_advice(
     path = work / "model" / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": settings}))
     with pytest.raises(RefusedError, match="quantised in a form that cannot be read") as error:
-        prepare(load_recipe(work / "recipe.yaml", [f"model={work}/model"]), offline=True, tell=lambda event: None)
+        prepared(work)
     problem = error.value.problems[0]
     assert named in str(problem.found) and "load_in_4bit" in str(problem.expected)
     assert re.search(r"unquantised model, with load_in_4bit: true: .* in 16 bit; .* of host memory", problem.hint or "")
@@ -129,17 +134,14 @@ def test_plan_counts_what_the_files_hold(saved: tuple[Path, Any]) -> None:
         assert parse_config(config, name=name, source="here").stored_in_4bit is stored
 
 
-def test_weights_in_8_bit_floats_without_a_word_about_it_are_refused(saved: tuple[Path, Any], tmp_path: Path) -> None:
-    work = workspace(tmp_path / "w", saved[0] / "whole")
-    path = work / "model" / "model.safetensors"
-    tensors = load_file(path)
-    name = "model.layers.1.mlp.down_proj.weight"
-    save_file({**tensors, name: tensors[name].to(torch.float8_e4m3fn)}, path, metadata={"format": "pt"})
-    with pytest.raises(RefusedError, match="quantised in a form that cannot be read"):
-        prepare(load_recipe(work / "recipe.yaml", [f"model={work}/model"]), offline=True, tell=lambda event: None)
+Change = Callable[[dict[str, torch.Tensor], str], Any]
 
 
-def changed_state(**changes: Any) -> Callable[[dict[str, torch.Tensor], str], None]:
+def as_fp8_of_an_unquantised_model(tensors: dict[str, torch.Tensor], name: str) -> None:
+    tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+
+
+def changed_state(**changes: Any) -> Change:
     def change(tensors: dict[str, torch.Tensor], name: str) -> None:
         state = {**json.loads(bytes(tensors[f"{name}.{STATE}"].numpy())), **changes}
         tensors[f"{name}.{STATE}"] = torch.frombuffer(bytearray(json.dumps(state).encode()), dtype=torch.uint8)
@@ -147,37 +149,25 @@ def changed_state(**changes: Any) -> Callable[[dict[str, torch.Tensor], str], No
     return change
 
 
-def without_scales(tensors: dict[str, torch.Tensor], name: str) -> None:
-    del tensors[f"{name}.absmax"]
-
-
-def with_another_code(tensors: dict[str, torch.Tensor], name: str) -> None:
-    tensors[f"{name}.quant_map"] += 0.01
-
-
-def with_infinite_scales(tensors: dict[str, torch.Tensor], name: str) -> None:
-    tensors[f"{name}.absmax"][0] = float("inf")
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (without_scales, "not as bitsandbytes writes it"),
-        (with_another_code, "another code"),
-        (with_infinite_scales, "not finite"),
+        (lambda tensors, name: tensors.pop(f"{name}.absmax"), "not as bitsandbytes writes it"),
+        (lambda tensors, name: tensors[f"{name}.quant_map"].add_(0.01), "another code"),
+        (lambda tensors, name: tensors[f"{name}.absmax"][0].fill_(float("inf")), "not finite"),
         (changed_state(blocksize=128), "another code"),
         (changed_state(shape=[64, 64]), "not whole"),
         (changed_state(shape=[128, 64]), "another shape"),
         (changed_state(dtype="int8"), "not as bitsandbytes writes it"),
+        (as_fp8_of_an_unquantised_model, "quantised in a form that cannot be read"),
     ],
 )
-def test_damaged_files_are_refused(
-    saved: tuple[Path, Any], tmp_path: Path, change: Callable[[dict[str, torch.Tensor], str], None], said: str
-) -> None:
-    work = workspace(tmp_path / "w", saved[0] / "single")
+def test_damaged_files_are_refused(saved: tuple[Path, Any], tmp_path: Path, change: Change, said: str) -> None:
+    """And files that hold 8-bit floats without a word about it."""
+    work = workspace(tmp_path / "w", saved[0] / ("whole" if change is as_fp8_of_an_unquantised_model else "single"))
     path = work / "model" / "model.safetensors"
     tensors = load_file(path)
     change(tensors, "model.layers.1.mlp.down_proj.weight")
     save_file(tensors, path, metadata={"format": "pt"})
     with pytest.raises(RefusedError, match=said):
-        prepare(load_recipe(work / "recipe.yaml", [f"model={work}/model"]), offline=True, tell=lambda event: None)
+        prepared(work)

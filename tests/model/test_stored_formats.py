@@ -3,25 +3,36 @@ publishes, rounded once; the same loss as the model with those weights; refused 
 
 from __future__ import annotations
 
+import functools
 import json
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy
 import pytest
 import torch
+from gguf import GGMLQuantizationType, dequantize, quantize
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
 
-from roundpipe_cli.engine.weights import WeightStore
+from roundpipe_cli.choices import PACKED_FORMATS
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.files.source import ModelSource
 from roundpipe_cli.model.files.untrusted import file_tensors
-from roundpipe_cli.model.layout import layer_parameters, make_layout
 from roundpipe_cli.model.load import build_skeleton, load_config
+from roundpipe_cli.model.lora import LoraSettings, add_lora
 from roundpipe_cli.model.split import split_model
+from roundpipe_cli.model.stored import packed_weights
+from roundpipe_cli.model.stored.conversions import find_conversions
 from roundpipe_cli.model.stored.formats import find_stored, in_8bit
-from roundpipe_cli.model.stored.tensors import OpenFiles
-from roundpipe_cli.model.weights_io import BaseWeights, load_weights
+from roundpipe_cli.model.stored.gguf import gguf_weights
+from roundpipe_cli.model.stored.tensors import OpenFiles, own_shapes
+from roundpipe_cli.model.weights_io import BaseWeights
+from tests.model.test_weights_io import change, load, say, write_gguf
+from tests.support.e2e import smollm2_source
 from tests.support.tiny import tiny_config
 
 Tensors = dict[str, torch.Tensor]
@@ -63,6 +74,7 @@ def fp8_rows(shape: torch.Size, generator: torch.Generator) -> Made:
 
 FORMATS: dict[str, tuple[dict[str, Any], Make]] = {
     "fp8-blocks": ({"quant_method": "fp8", "weight_block_size": [48, 40]}, fp8((48, 40), "weight_scale_inv")),
+    "fp8-small-blocks": ({"quant_method": "fp8", "weight_block_size": [16, 16]}, fp8((16, 16), "weight_scale_inv")),
     "fp8-one-scale": ({"quant_method": "fp8"}, fp8(None, "weight_scale_inv")),
     "fp8-qscale": ({"quant_method": "fp8"}, fp8(None, "qscale_weight")),
     "fp8-e5m2": ({"quant_method": "fp8"}, fp8(None, "weight_scale_inv", torch.float8_e5m2)),
@@ -78,8 +90,6 @@ def save_quantized(
     Args:
         matrices: part of the names of what is quantised.
     """
-    from transformers import AutoModelForCausalLM
-
     settings, make = FORMATS[name]
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(tiny_config(model_type), dtype=DTYPE)
@@ -100,23 +110,8 @@ def save_quantized(
     )
     model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=DTYPE)
     save_file(files, path, {"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
+    say(folder, quantization_config=settings)
     return model, references
-
-
-def load(folder: Path) -> tuple[WeightStore, list[str]]:
-    source = ModelSource("tiny", folder)
-    skeleton = build_skeleton(load_config(source), DTYPE)
-    split = split_model(skeleton)
-    for parameter in skeleton.parameters():
-        parameter.requires_grad_(False)
-    layouts = [
-        make_layout(name, parameters, DTYPE)
-        for name, parameters in zip(split.layer_names(), layer_parameters(skeleton, split), strict=True)
-    ]
-    store = WeightStore(layouts)
-    return store, load_weights(source, skeleton, store.set_parameter)
 
 
 def check_one_rounding(found: torch.Tensor, reference: torch.Tensor) -> None:
@@ -129,7 +124,7 @@ def check_one_rounding(found: torch.Tensor, reference: torch.Tensor) -> None:
 def test_dequantised_weights_are_those_of_the_published_layout(tmp_path: Path, name: str) -> None:
     """And all others are as they were: the store has what the model with the reference's weights has."""
     model, references = save_quantized(tmp_path, "llama", name)
-    store, notices = load(tmp_path)
+    store, notices, _ = load(tmp_path, DTYPE)
     assert references and f"{len(references)} weights are quantised in the files" in notices[-1]
     assert len(notices) == 1
     for key, parameter in model.named_parameters():
@@ -142,7 +137,7 @@ def test_dequantised_weights_are_those_of_the_published_layout(tmp_path: Path, n
 def test_quantised_conv1d_is_turned(tmp_path: Path) -> None:
     """Story: files hold gpt2's matrices with outputs first; square ones were taken as they are, others refused."""
     model, references = save_quantized(tmp_path, "gpt2", "fp8-one-scale", matrices="c_")
-    store, _ = load(tmp_path)
+    store, *_ = load(tmp_path, DTYPE)
     kinds = {key.rsplit(".", 2)[1]: tuple(weight.shape) for key, weight in references.items()}
     assert kinds["c_proj"] != kinds["c_attn"]
     for key, weight in references.items():
@@ -153,7 +148,7 @@ def test_quantised_conv1d_is_turned(tmp_path: Path) -> None:
 def test_quantised_experts_are_fused(tmp_path: Path) -> None:
     """DeepSeek is published so: one quantised tensor per expert, fused in the model."""
     model, references = save_quantized(tmp_path, "qwen3_moe", "fp8-blocks")
-    store, _ = load(tmp_path)
+    store, *_ = load(tmp_path, DTYPE)
     assert any(".experts.3." in key for key in references)
     for key, parameter in model.named_parameters():
         assert torch.equal(store.views[key], parameter), key
@@ -174,17 +169,10 @@ def test_fused_experts_in_fp8(tmp_path: Path) -> None:
 
 def test_fp8_is_what_transformers_makes_of_it(tmp_path: Path) -> None:
     """And the first loss is that of transformers' own load."""
-    from transformers import AutoModelForCausalLM, FineGrainedFP8Config
-
-    settings = {"quant_method": "fp8", "weight_block_size": [16, 16]}
-    FORMATS["fp8-16"] = (settings, fp8((16, 16), "weight_scale_inv"))
-    try:
-        save_quantized(tmp_path, "llama", "fp8-16")
-    finally:
-        del FORMATS["fp8-16"]
+    save_quantized(tmp_path, "llama", "fp8-small-blocks")
     config = FineGrainedFP8Config(weight_block_size=(16, 16), dequantize=True)
     theirs = AutoModelForCausalLM.from_pretrained(str(tmp_path), dtype=DTYPE, quantization_config=config)
-    store, _ = load(tmp_path)
+    store, *_ = load(tmp_path, DTYPE)
     ours = AutoModelForCausalLM.from_config(theirs.config, dtype=DTYPE)
     with torch.no_grad():
         for key, parameter in ours.named_parameters():
@@ -196,12 +184,9 @@ def test_fp8_is_what_transformers_makes_of_it(tmp_path: Path) -> None:
 
 def test_a_quantised_weight_without_its_scales_is_refused(tmp_path: Path) -> None:
     save_quantized(tmp_path, "llama", "fp8-blocks")
-    path = tmp_path / "model.safetensors"
-    tensors = load_file(path)
-    del tensors["model.layers.1.mlp.up_proj.weight_scale_inv"]
-    save_file(tensors, path, {"format": "pt"})
+    change(tmp_path, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight_scale_inv"))
     with pytest.raises(RefusedError, match="cannot be read") as caught:
-        load(tmp_path)
+        load(tmp_path, DTYPE)
     assert "model.layers.1.mlp.up_proj" in str(caught.value)
 
 
@@ -213,9 +198,7 @@ def test_blocks_end_where_the_settings_or_the_usual_block_say(tmp_path: Path) ->
     (tmp_path / "config.json").write_text(json.dumps(config))
     with OpenFiles() as opened:
         check_one_rounding(find_stored(tmp_path, DTYPE)["up_proj.weight"].read(opened), reference)
-    (tmp_path / "config.json").write_text(
-        json.dumps({**config, "quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}})
-    )
+    say(tmp_path, quantization_config={"quant_method": "fp8", "weight_block_size": [64, 64]})
     with OpenFiles() as opened, pytest.raises(RefusedError, match="not as its format has it"):
         find_stored(tmp_path, DTYPE)["up_proj.weight"].read(opened)
 
@@ -230,8 +213,6 @@ def test_an_export_has_dequantised_weights_in_the_configuration_s_type(tmp_path:
 
 def test_mxfp4_loads_as_in_transformers(tmp_path: Path) -> None:
     """As GPT-OSS is published, with scales that differ; transformers dequantises it without another library."""
-    from transformers import AutoModelForCausalLM, Mxfp4Config
-
     model = AutoModelForCausalLM.from_config(tiny_config("gpt_oss"), dtype=DTYPE)
     model.save_pretrained(tmp_path)
     path, generator, tensors = tmp_path / "model.safetensors", torch.Generator().manual_seed(0), {}
@@ -244,12 +225,97 @@ def test_mxfp4_loads_as_in_transformers(tmp_path: Path) -> None:
         tensors[f"{key}_blocks"] = torch.randint(256, (*shape, 16), generator=generator, dtype=torch.uint8)
         tensors[f"{key}_scales"] = torch.randint(115, 122, shape, generator=generator).to(torch.uint8)
     save_file(tensors, path, {"format": "pt"})
-    config = json.loads((tmp_path / "config.json").read_text())
-    settings = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
-    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
+    say(tmp_path, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
     dequantizing = Mxfp4Config(dequantize=True)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=DTYPE, quantization_config=dequantizing)
-    store, _ = load(tmp_path)
+    store, *_ = load(tmp_path, DTYPE)
     parameters = dict(theirs.named_parameters())
     assert sum(key.endswith("_blocks") for key in tensors) == 6
     assert all(torch.equal(store.views[key], parameter) for key, parameter in parameters.items())
+
+
+# -- weights that are made of several tensors of the files, one expert at a time -------------------------------------
+
+
+def test_memory_holds_the_fused_weight_and_one_expert() -> None:
+    """All experts of a layer, stacked and joined as transformers does, would be held three times."""
+    model = build_skeleton(tiny_config("qwen3_moe"), torch.float32)
+    own = own_shapes(model)
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    num_experts, rows, columns = own[name]
+    shapes = {
+        f"model.layers.0.mlp.experts.{expert}.{kind}_proj.weight": torch.Size((rows // 2, columns))
+        for expert in range(num_experts)
+        for kind in ("gate", "up")
+    }
+    found = find_conversions(model, shapes, own).found
+    assert [list(conversion.targets) for conversion in found] == [[name]]
+    alive: list[weakref.ref[torch.Tensor]] = []
+    held, given = [], {}
+
+    def read(key: str) -> torch.Tensor:
+        tensor = torch.randn(shapes[key])
+        given[key] = tensor.clone()
+        held.append(sum(one() is not None for one in alive))
+        alive.append(weakref.ref(tensor))
+        return tensor
+
+    whole = found[0].apply(read, model)[name]
+    path = name.rpartition(".")[0]
+    for expert in range(num_experts):
+        parts = [given[f"{path}.{expert}.{kind}_proj.weight"] for kind in ("gate", "up")]
+        assert torch.equal(whole[expert], torch.cat(parts))
+    assert max(held) <= 3, held
+
+
+def test_fused_experts_of_a_gguf_file_are_dequantised_one_at_a_time(tmp_path: Path) -> None:
+    """llama.cpp keeps gates and what they multiply apart; both are quantised here."""
+    config = tiny_config("qwen3_moe", num_hidden_layers=1)
+    model = build_skeleton(config, torch.float32)
+    own = own_shapes(model)
+    num_experts, rows, columns = own["model.layers.0.mlp.experts.gate_up_proj"]
+    generator = numpy.random.default_rng(0)
+    expected, tensors = {}, {}
+    for kind in ("gate", "up"):
+        values = generator.standard_normal((num_experts, rows // 2, columns), dtype=numpy.float32)
+        codes = quantize(values, GGMLQuantizationType.Q8_0)
+        expected[kind] = torch.from_numpy(dequantize(codes, GGMLQuantizationType.Q8_0))
+        tensors[f"blk.0.ffn_{kind}_exps.weight"] = codes
+    embedding = generator.standard_normal(tuple(own["model.embed_tokens.weight"]), dtype=numpy.float32)
+    write_gguf(tmp_path / "m.gguf", "qwen3moe", 1, {**tensors, "token_embd.weight": embedding})
+    groups, unread = gguf_weights(ModelSource("m", tmp_path, "m.gguf"), model)
+    assert not unread
+    found = {next(iter(targets)): read for targets, read, _ in groups}
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    assert torch.equal(found[name]()[name], torch.cat([expected["gate"], expected["up"]], dim=1))
+    name = "model.embed_tokens.weight"
+    assert torch.equal(found[name]()[name], torch.from_numpy(embedding))
+
+
+def test_a_real_gguf_file_is_read_into_a_model_with_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adapters put other names around the weights; transformers' table of names then knew none of them."""
+    source = smollm2_source()
+    config = load_config(source)
+    monkeypatch.setattr(gguf, "GGUFReader", functools.cache(gguf.GGUFReader))  # it reads its 49,152 tokens one by one
+    plain = build_skeleton(config, torch.float32)
+    expected = BaseWeights(source, plain, torch.float32)
+    adapted = build_skeleton(config, torch.float32)
+    blocks = split_model(adapted).blocks_path
+    add_lora(adapted, LoraSettings(r=2, alpha=2), dtype=torch.float32, base_name="t", blocks_path=blocks)
+    found = BaseWeights(source, adapted, torch.float32)
+    assert sorted(found) == sorted(expected) and len(found) == len(list(plain.named_parameters()))
+    name = "model.layers.29.self_attn.k_proj.weight"
+    assert torch.equal(found[name], expected[name]) and found[name].std() > 0
+
+
+def test_packing_some_weights_at_a_time_gives_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """bitsandbytes takes several times the memory of what it packs at once."""
+    values = torch.randn(64 * 9 + 5).bfloat16()
+    for kind in PACKED_FORMATS:
+        whole = torch.zeros(packed_weights.packed_bytes(values.shape, kind), dtype=torch.uint8)
+        parts = whole.clone()
+        packed_weights.quantize(values, whole, kind)
+        with monkeypatch.context() as patch:
+            patch.setattr(packed_weights, "PACKED_AT_ONCE", 128)
+            packed_weights.quantize(values, parts, kind)
+        assert torch.equal(whole, parts)

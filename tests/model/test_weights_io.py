@@ -9,10 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.errors import RefusedError
@@ -25,17 +28,18 @@ from roundpipe_cli.model.lora import LoraSettings, add_lora
 from roundpipe_cli.model.split import split_model
 from roundpipe_cli.model.stored import tensors
 from roundpipe_cli.model.stored.tensors import base_name
-from roundpipe_cli.model.weights_io import load_weights
+from roundpipe_cli.model.weights_io import load_weights, save_model
+from tests.model.test_multimodal import multimodal
 from tests.support.tiny import make_rig, tiny_config
 
 INDEX = "model.safetensors.index.json"
 
 
-def save_tiny(folder: Path, model_type: str, dtype: torch.dtype = torch.float32, **options: Any) -> nn.Module:
-    """A tiny model as transformers builds and saves it, with random weights."""
-    from transformers import AutoModelForCausalLM
-
-    model: nn.Module = AutoModelForCausalLM.from_config(tiny_config(model_type), dtype=dtype)
+def save_tiny(folder: Path, config: Any, dtype: torch.dtype = torch.float32, **options: Any) -> nn.Module:
+    """A tiny model of a type, or of a configuration, as transformers builds and saves it, with random weights."""
+    config = tiny_config(config) if isinstance(config, str) else config
+    kind = AutoModelForImageTextToText if config.model_type == "mistral3" else AutoModelForCausalLM
+    model: nn.Module = kind.from_config(config, dtype=dtype)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -44,14 +48,27 @@ def save_tiny(folder: Path, model_type: str, dtype: torch.dtype = torch.float32,
     return model
 
 
+def change(folder: Path, edit: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    """Edit the tensors of a saved model, by name."""
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def say(folder: Path, **values: Any) -> None:
+    """Change a saved model's configuration."""
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
 def load(
-    folder: Path, dtype: torch.dtype = torch.float32, lora: bool = False
+    folder: Path, dtype: torch.dtype = torch.float32, method: str = "full"
 ) -> tuple[WeightStore, list[str], nn.Module]:
     """The store that `load_weights` fills from `folder`, its notices, and the skeleton."""
     source = ModelSource("tiny", folder)
     skeleton = build_skeleton(load_config(source), dtype)
     split = split_model(skeleton)
-    if lora:
+    if method == "lora":
         add_lora(skeleton, LoraSettings(r=2, alpha=4), dtype=dtype, base_name="tiny")
     layouts = [
         make_layout(name, parameters, dtype)
@@ -70,15 +87,15 @@ def check_equal(store: WeightStore, model: nn.Module) -> None:
 
 
 @pytest.mark.covering(2)
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("method", ["full", "lora"])
 @pytest.mark.parametrize("shard_size", ["1GB", "60KB"], ids=["one-file", "shards"])
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "gpt2", "opt", "qwen3_moe", "mixtral", "phi"])
 def test_loaded_weights_equal_the_saved_to_the_bit(
-    tmp_path: Path, model_type: str, shard_size: str, lora: bool
+    tmp_path: Path, model_type: str, shard_size: str, method: str
 ) -> None:
     model = save_tiny(tmp_path, model_type, max_shard_size=shard_size)
     assert (tmp_path / INDEX).exists() == (shard_size == "60KB")
-    store, notices, _ = load(tmp_path, lora=lora)
+    store, notices, _ = load(tmp_path, method=method)
     check_equal(store, model)
     assert notices == []
 
@@ -86,10 +103,7 @@ def test_loaded_weights_equal_the_saved_to_the_bit(
 def test_fused_experts_come_from_a_tensor_per_expert(tmp_path: Path) -> None:
     """Most real checkpoints have each expert by itself; with one that lacks, its weight is refused by name."""
     save_tiny(tmp_path, "qwen3_moe")
-    tensors = load_file(tmp_path / "model.safetensors")
-    key = "model.layers.1.mlp.experts.3.down_proj.weight"
-    del tensors[key]
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    change(tmp_path, lambda tensors: tensors.pop("model.layers.1.mlp.experts.3.down_proj.weight"))
     with pytest.raises(RefusedError, match="another shape than the architecture") as caught:
         load(tmp_path)
     assert "experts.down_proj" in str(caught.value)
@@ -98,9 +112,7 @@ def test_fused_experts_come_from_a_tensor_per_expert(tmp_path: Path) -> None:
 def test_tensors_without_a_place_in_the_architecture_are_named(tmp_path: Path) -> None:
     """DeepSeek's checkpoints have one more layer, which predicts further tokens."""
     save_tiny(tmp_path, "llama")
-    tensors = load_file(tmp_path / "model.safetensors")
-    tensors["model.layers.61.eh_proj.weight"] = torch.zeros(2)
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    change(tmp_path, lambda tensors: tensors.update({"model.layers.61.eh_proj.weight": torch.zeros(2)}))
     assert load(tmp_path)[1] == [
         "left out, for they have no place in this architecture: 1 of the files' tensors, model.layers.61.eh_proj.weight"
     ]
@@ -128,18 +140,14 @@ def test_persistent_buffers_are_loaded(tmp_path: Path) -> None:
 def test_weights_without_the_backbone_s_prefix(tmp_path: Path) -> None:
     """gpt2 on the hub is saved without `transformer.`."""
     model = save_tiny(tmp_path, "gpt2")
-    path = tmp_path / "model.safetensors"
-    save_file({key.removeprefix("transformer."): value for key, value in load_file(path).items()}, path)
+    names = list(load_file(tmp_path / "model.safetensors"))
+    change(tmp_path, lambda tensors: [tensors.update({n.removeprefix("transformer."): tensors.pop(n)}) for n in names])
     store, notices, _ = load(tmp_path)
     check_equal(store, model)
     assert notices == []
 
 
 def test_saved_model_loads_as_it_was(tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    from roundpipe_cli.model.weights_io import save_model
-
     rig = make_rig("gemma3_text")
     save_model(rig.skeleton, rig.store.views, tmp_path)
     again = AutoModelForCausalLM.from_pretrained(str(tmp_path))
@@ -149,40 +157,21 @@ def test_saved_model_loads_as_it_was(tmp_path: Path) -> None:
 
 # -- refused -------------------------------------------------------------------------------------------------------
 
-Damage = Callable[[dict[str, torch.Tensor]], None]
 NAME = "model.layers.1.mlp.up_proj.weight"
-
-
-def set_value(value: float) -> Damage:
-    def damage(tensors: dict[str, torch.Tensor]) -> None:
-        tensors[NAME][3, 5] = value
-
-    return damage
-
-
-def cut_rows(tensors: dict[str, torch.Tensor]) -> None:
-    tensors[NAME] = tensors[NAME][:-1].clone()
-
-
-def remove(tensors: dict[str, torch.Tensor]) -> None:
-    del tensors[NAME]
 
 
 @pytest.mark.parametrize(
     ("damage", "what"),
     [
-        (remove, "missing"),
-        (cut_rows, "another shape"),
-        (set_value(float("nan")), "not finite"),
-        (set_value(float("-inf")), "not finite"),
+        (lambda tensors: tensors.pop(NAME), "missing"),
+        (lambda tensors: tensors.update({NAME: tensors[NAME][:-1].clone()}), "another shape"),
+        (lambda tensors: tensors[NAME][3].fill_(float("nan")), "not finite"),
+        (lambda tensors: tensors[NAME][3].fill_(float("-inf")), "not finite"),
     ],
 )
-def test_a_damaged_tensor_is_refused_by_name(tmp_path: Path, damage: Damage, what: str) -> None:
+def test_a_damaged_tensor_is_refused_by_name(tmp_path: Path, damage: Callable[[Any], Any], what: str) -> None:
     save_tiny(tmp_path, "llama")
-    path = tmp_path / "model.safetensors"
-    tensors = load_file(path)
-    damage(tensors)
-    save_file(tensors, path)
+    change(tmp_path, damage)
     with pytest.raises(RefusedError, match=what) as caught:
         load(tmp_path)
     assert caught.value.exit_code == 2
@@ -192,30 +181,22 @@ def test_a_damaged_tensor_is_refused_by_name(tmp_path: Path, damage: Damage, wha
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_large_but_finite_weights_are_accepted(tmp_path: Path, dtype: torch.dtype) -> None:
     """Whether a tensor is finite is asked of its sum, which must not overflow by itself."""
-    model = save_tiny(tmp_path, "llama", dtype)
-    path = tmp_path / "model.safetensors"
-    tensors = load_file(path)
-    tensors[NAME].fill_(6e4)
-    save_file(tensors, path, metadata={"format": "pt"})
+    save_tiny(tmp_path, "llama", dtype)
+    change(tmp_path, lambda tensors: tensors[NAME].fill_(6e4))
     assert float(load(tmp_path, dtype)[0].views[NAME].max()) > 5e4
-    assert not torch.equal(dict(model.named_parameters())[NAME], tensors[NAME])
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
 def test_a_weight_that_overflows_in_float16_is_named(tmp_path: Path, model_type: str) -> None:
     """Infinities were trained, and the first step blamed rows and learning rate; bfloat16 has room."""
     save_tiny(tmp_path, model_type)
-    path = tmp_path / "model.safetensors"
-    tensors = load_file(path)
-    name = NAME if model_type == "llama" else next(name for name in tensors if "experts.1.up_proj" in name)
-    tensors[name][-1, -1] = -7e4
-    save_file(tensors, path, metadata={"format": "pt"})
+    name = NAME if model_type == "llama" else "model.layers.1.mlp.experts.1.up_proj.weight"
+    change(tmp_path, lambda tensors: tensors[name][-1].fill_(-7e4))
     with pytest.raises(RefusedError, match="overflows in float16") as caught:
         load(tmp_path, torch.float16)
     assert caught.value.exit_code == 2 and name in str(caught.value) and "7e+04" in str(caught.value)
     load(tmp_path, torch.bfloat16)
-    tensors[name][-1, -1] = float("inf")
-    save_file(tensors, path, metadata={"format": "pt"})
+    change(tmp_path, lambda tensors: tensors[name][-1].fill_(float("inf")))
     with pytest.raises(RefusedError, match="not finite"):
         load(tmp_path, torch.float16)
 
@@ -251,22 +232,16 @@ def test_a_missing_shard_is_refused(tmp_path: Path) -> None:
 
 def test_a_single_file_goes_before_an_index_as_in_transformers(tmp_path: Path) -> None:
     """Both in one folder: the shards were read here, the single file there."""
-    from transformers import AutoModelForCausalLM
-
     save_tiny(tmp_path, "llama", max_shard_size="60KB")
     other = AutoModelForCausalLM.from_config(tiny_config("llama"), dtype=torch.float32)
     save_file({name: value.contiguous() for name, value in other.state_dict().items()}, tmp_path / "model.safetensors")
     expected = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).state_dict()
     store, _, _ = load(tmp_path)
     assert torch.equal(store.views[NAME], expected[NAME]) and torch.equal(expected[NAME], other.state_dict()[NAME])
-    told: list[str] = []
-
-    def note(event: Event) -> None:
-        told.append(str(event))
-
+    told: list[Event] = []
     for _ in range(2):
-        resolve_model(str(tmp_path), revision=None, recipe_folder=tmp_path, offline=True, tell=note)
-    assert len(told) == 1 and "model.safetensors is read, as transformers does" in told[0], told
+        resolve_model(str(tmp_path), revision=None, recipe_folder=tmp_path, offline=True, tell=told.append)
+    assert len(told) == 1 and "model.safetensors is read, as transformers does" in str(told[0]), told
     sorted(tmp_path.glob("model-0*.safetensors"))[0].unlink()  # nobody reads it
     assert torch.equal(load(tmp_path)[0].views[NAME], expected[NAME])
 
@@ -274,8 +249,7 @@ def test_a_single_file_goes_before_an_index_as_in_transformers(tmp_path: Path) -
 def test_a_file_of_weights_that_the_configuration_names_is_refused(tmp_path: Path) -> None:
     """transformers reads that file, in place of the usual one."""
     save_tiny(tmp_path, "llama")
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "transformers_weights": "other.safetensors"}))
+    say(tmp_path, transformers_weights="other.safetensors")
     with pytest.raises(RefusedError, match=r"other\.safetensors"):
         resolve_model(str(tmp_path), revision=None, recipe_folder=tmp_path, offline=True)
 
@@ -297,6 +271,134 @@ def test_a_truncated_file_is_refused(tmp_path: Path, keep_bytes: int) -> None:
     with pytest.raises(RefusedError, match="cannot be read") as caught:
         check_model_folder(tmp_path)
     assert str(path) in str(caught.value)
+
+
+# -- tensors without a place, and places without a tensor ------------------------------------------------------------
+#
+# Story: biases, norms and whole blocks that a configuration leaves out were dropped with a note, those of a GGUF file
+# without one, and the model that was trained was another.
+
+
+def notices(folder: Path) -> list[str]:
+    source = ModelSource("tiny", folder)
+    model = build_skeleton(load_config(source), torch.float32)
+    return load_weights(source, model, lambda name, values: None)
+
+
+@pytest.mark.parametrize("key", ["attention_bias", "mlp_bias"])
+def test_biases_that_the_configuration_leaves_out_are_refused(tmp_path: Path, key: str) -> None:
+    save_tiny(tmp_path, tiny_config("llama", **{key: True}))
+    say(tmp_path, **{key: False})
+    with pytest.raises(RefusedError, match="leaves out") as caught:
+        notices(tmp_path)
+    (problem,) = caught.value.problems
+    assert caught.value.exit_code == 2 and ".bias" in str(problem.found) and "correct config.json" in str(problem.hint)
+    change(tmp_path, lambda tensors: [tensors[name].zero_() for name in tensors if name.endswith(".bias")])
+    assert any("left out" in text and ".bias" in text for text in notices(tmp_path)), "zeros change nothing"
+    say(tmp_path, **{key: True})
+    change(tmp_path, lambda tensors: [tensors.pop(name) for name in list(tensors) if name.endswith(".bias")])
+    with pytest.raises(RefusedError, match="missing"):
+        notices(tmp_path)
+
+
+def test_a_norm_without_a_place_is_refused(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama")
+    change(tmp_path, lambda tensors: tensors.update({"model.layers.1.self_attn.q_norm.weight": torch.ones(16)}))
+    with pytest.raises(RefusedError, match=r"q_norm\.weight"):
+        notices(tmp_path)
+
+
+def test_the_language_model_of_a_wrapper_is_looked_at_and_its_tower_is_not(tmp_path: Path) -> None:
+    config = multimodal("mistral3")
+    config.vision_config.num_hidden_layers = 2
+    save_tiny(tmp_path, config)
+    names = list(load_file(tmp_path / "model.safetensors"))
+    tower = next(name for name in names if ".layers.0." in name and "vision" in name)
+    extra = f"{tower.rpartition('.')[0]}.bias"
+    change(tmp_path, lambda tensors: tensors.update({extra: torch.ones(4)}))
+    assert any(extra in text for text in notices(tmp_path))
+    name = next(name for name in names if "language" in name and "q_proj" in name)
+    change(tmp_path, lambda tensors: tensors.update({name.replace("weight", "bias"): torch.ones(64)}))
+    with pytest.raises(RefusedError, match=r"1 tensors, .*language_model.*q_proj\.bias"):
+        notices(tmp_path)
+
+
+def test_more_blocks_than_the_configuration_has_are_refused(tmp_path: Path) -> None:
+    """But not what a checkpoint has beside its blocks, to predict further tokens."""
+    save_tiny(tmp_path, tiny_config("llama", num_hidden_layers=4))
+    say(tmp_path, num_hidden_layers=3)
+    with pytest.raises(RefusedError, match="more blocks") as caught:
+        notices(tmp_path)
+    assert "4 blocks" in str(caught.value) and "num_hidden_layers" in str(caught.value)
+    change(tmp_path, lambda tensors: tensors.update({"model.layers.3.eh_proj.weight": torch.ones(2, 2)}))
+    assert any("left out" in text and "model.layers.3." in text for text in notices(tmp_path))
+
+
+def test_a_table_of_another_size_is_refused(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama")
+    say(tmp_path, vocab_size=120)
+    with pytest.raises(RefusedError, match=r"another shape[\s\S]*\[128, 64\][\s\S]*\[120, 64\]"):
+        notices(tmp_path)
+
+
+def test_a_missing_head_is_refused_with_where_to_look(tmp_path: Path) -> None:
+    save_tiny(tmp_path, tiny_config("llama", tie_word_embeddings=True))
+    say(tmp_path, tie_word_embeddings=False)
+    with pytest.raises(RefusedError, match="missing") as caught:
+        notices(tmp_path)
+    assert "correct config.json" in str(caught.value.problems[0].hint)
+
+
+def write_gguf(path: Path, architecture: str, num_blocks: int, tensors: dict[str, Any]) -> None:
+    """A GGUF file of tensors in float32, or in 8 bit (Q8_0) where the values are codes."""
+    writer = gguf.GGUFWriter(str(path), architecture)
+    writer.add_block_count(num_blocks)
+    for name, values in tensors.items():
+        kind = gguf.GGMLQuantizationType.Q8_0 if values.dtype == numpy.uint8 else None
+        writer.add_tensor(name, values, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+GGUF_NAMES = {
+    **{"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v"},
+    **{"self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up"},
+    **{"mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"},
+    **{"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output", "model.layers": "blk"},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "answer"),
+    [
+        ("blk.0.attn_q.bias", numpy.ones(64, numpy.float32), "leaves out"),
+        ("blk.0.attn_q.bias", numpy.zeros(64, numpy.float32), None),
+        ("blk.1.attn_q_norm.weight", numpy.ones(16, numpy.float32), "leaves out"),
+        ("rope_freqs.weight", numpy.full(8, 8, numpy.float32), "rotary frequencies"),
+        ("rope_freqs.weight", numpy.ones(8, numpy.float32), None),
+        ("token_types.weight", numpy.ones((2, 64), numpy.float32), None),
+    ],
+)
+def test_what_of_a_gguf_file_is_not_read_is_said_or_refused(
+    tmp_path: Path, name: str, values: Any, answer: str | None
+) -> None:
+    config = tiny_config("llama")
+    model = build_skeleton(config, torch.float32)
+    tensors = {name: values}
+    for own, parameter in model.named_parameters():
+        for theirs, short in GGUF_NAMES.items():
+            own = own.replace(theirs, short)
+        tensors[own] = numpy.ones(tuple(parameter.shape), numpy.float32)
+    write_gguf(tmp_path / "m.gguf", "llama", config.num_hidden_layers, tensors)
+    source = ModelSource("tiny", tmp_path, "m.gguf")
+    if answer is None:
+        assert any("left out" in text and name in text for text in load_weights(source, model, lambda *_: None))
+        return
+    with pytest.raises(RefusedError, match=answer) as caught:
+        load_weights(source, model, lambda *_: None)
+    assert name in str(caught.value) and "safetensors" in str(caught.value)
 
 
 # -- memory --------------------------------------------------------------------------------------------------------
@@ -367,8 +469,6 @@ SHARD_SIZES = {"one-file": "1GB", "shards": "50MB"}
 @pytest.fixture(scope="module")
 def host_memory(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, int, int]]:
     """Name of `SHARD_SIZES` -> peak above the base, bytes of all weights, and of the largest layer."""
-    from transformers import AutoModelForCausalLM
-
     changes = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 7, "vocab_size": 4096}
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(tiny_config("llama", **changes), dtype=torch.bfloat16)

@@ -40,8 +40,7 @@ ALWAYS = ("aya_vision", "gemma3", "gemma4", "lighton_ocr", "llama4", "mistral3",
 
 
 @pytest.mark.parametrize(
-    "model_type",
-    [pytest.param(name, marks=[] if name in ALWAYS else [pytest.mark.sweep]) for name in wrapper_types()],
+    "model_type", [pytest.param(name, marks=[] if name in ALWAYS else [pytest.mark.sweep]) for name in wrapper_types()]
 )
 def test_the_first_loss_is_transformers_own(tmp_path: Path, model_type: str) -> None:
     if model_type in NEEDS_TIMM | NOT_TINY | OWN_FAILS.keys():

@@ -42,7 +42,7 @@ def _method(settings: Mapping[str, Any]) -> str:
 
 
 def stored_form(config: Mapping[str, Any], where: str) -> str | None:
-    """`quant_method` of the model's files; None where they are not quantised.
+    """`quant_method` of the model's files, such as `bitsandbytes`: NF4, in which they stay; None: not quantised.
 
     Args:
         where: the file that holds the configuration.
@@ -94,24 +94,8 @@ def _unread(method: str, settings: Mapping[str, Any]) -> str | None:
     return f"{name}, {bits} bits" if bits else f"{name}, {kind}" if kind else name
 
 
-def is_stored_in_4bit(config: Mapping[str, Any], where: str) -> bool:
-    """Whether the model's files hold its weights in bitsandbytes' NF4, in which they stay.
-
-    Args:
-        where: the file that holds the configuration.
-
-    Raises:
-        RefusedError: they are quantised in a form that cannot be read here.
-    """
-    return stored_form(config, where) == "bitsandbytes"
-
-
 def check_stored_in_4bit(name: str, *, method: str, packed_as: PackedName | None) -> None:
-    """Refuse to train a model whose files are in 4 bit, and which stays so, in another way.
-
-    Raises:
-        RefusedError: the recipe wants it otherwise.
-    """
+    """Refuse to train a model whose files are in 4 bit, and which stays so, in another way."""
     wrong = ["method: full"] if method == "full" else []
     wrong += [f"{PACKED_FORMATS[packed_as].key}: true"] if packed_as not in (None, "4bit") else []
     for found in wrong:

@@ -189,13 +189,7 @@ def _ignore(event: Event) -> None:
 
 
 def resolve_model(
-    name: str,
-    *,
-    revision: str | None,
-    recipe_folder: Path,
-    offline: bool,
-    weights: bool = True,
-    tell: Tell = _ignore,
+    name: str, *, revision: str | None, recipe_folder: Path, offline: bool, weights: bool = True, tell: Tell = _ignore
 ) -> ModelSource:
     """Find the model's files; a hub model is downloaded if it is not here.
 

@@ -230,8 +230,6 @@ def _convert(
     for name, pattern in zip(sources, patterns, strict=True):
         rule.add_tensor(target, name, pattern, read(name))
     made = rule.convert(target, model=model, config=model.config)
-    if isinstance(made, tuple):  # an older version returns errors beside them
-        made = made[0]
     return {name: part[0] if isinstance(part, list) else part for name, part in made.items()}
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,11 +13,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from roundpipe_cli.model.files.quantization import quantization_settings, stored_form
+from roundpipe_cli.choices import SCALE_BYTES, WEIGHTS_PER_SCALE
+from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.model.files.quantization import WHAT_WORKS, quantization_settings, stored_form
+from roundpipe_cli.model.files.source import ModelSource
 from roundpipe_cli.model.files.untrusted import FileTensor, are_equal, file_tensors, find_shards, read_config
 from roundpipe_cli.model.stored.conversions import find_targets
-from roundpipe_cli.model.stored.quantized_files import find_nf4
-from roundpipe_cli.model.stored.tensors import StoredTensor, own_shapes, plain, tied_names
+from roundpipe_cli.model.stored.packed_weights import dequantize, import_bitsandbytes, packed_bytes
+from roundpipe_cli.model.stored.tensors import OpenFiles, StoredTensor, own_shapes, plain, tied_names
 
 # Weights from codes and scales: the common part of the quantised formats.
 #
@@ -54,7 +60,7 @@ def scaled_rows(
         ValueError: the grid does not cover the weight.
     """
     whole = torch.empty(shape, dtype=dtype)
-    grid = as_float(scale)
+    grid = torch.exp2(scale.float() - E8M0_BIAS) if scale.dtype == torch.uint8 else scale.float()
     grid = grid.reshape(1, 1) if grid.numel() == 1 else grid.reshape(-1, 1) if grid.ndim == 1 else grid
     rows, columns = (_block_size(shape[i], grid.shape[i], None if block is None else block[i]) for i in (0, 1))
     for part in row_ranges(*shape):
@@ -71,11 +77,6 @@ def _block_size(size: int, num_blocks: int, block: int | None) -> int:
             f"{num_blocks} scales for {size} rows or columns, and the settings say no block of such a size"
         )
     return size // num_blocks
-
-
-def as_float(scale: torch.Tensor) -> torch.Tensor:
-    """Scales as float32; a byte is an exponent (E8M0)."""
-    return torch.exp2(scale.float() - E8M0_BIAS) if scale.dtype == torch.uint8 else scale.float()
 
 
 def fp4_values(packed: torch.Tensor) -> torch.Tensor:
@@ -172,32 +173,156 @@ def _unpack_experts(parts: Mapping[str, torch.Tensor], dtype: torch.dtype, shape
     whole = torch.empty(shape, dtype=dtype)
     turned = torch.Size((shape[2], shape[1]))
     for expert, (blocks, scales) in enumerate(zip(parts["blocks"], parts["scales"], strict=True)):
-        whole[expert] = scaled_rows(_values_of(blocks.flatten(1)), scales, turned, dtype).T
+        packed = blocks.flatten(1)
+        whole[expert] = scaled_rows(lambda rows, packed=packed: fp4_values(packed[rows]), scales, turned, dtype).T  # type: ignore[misc]
     return whole
 
 
-def _values_of(packed: torch.Tensor) -> Callable[[slice], torch.Tensor]:
-    return lambda rows: fp4_values(packed[rows])
-
-
-# A checkpoint's weights by name, dequantised as they are read where its files hold them quantised.
+# Checkpoints in bitsandbytes' 4 bit (NF4), as transformers saves them, which are read as they are.
 #
-# Each format has its own file. bitsandbytes' 4 bit, which stays packed where that is wanted, is in
-# `quantized_files.py`.
+# A weight `w` of a linear layer is stored as its codes and, beside it, the values that undo them:
+#
+#     w                                   codes, two a byte
+#     w.absmax                            scales, float32; quantised once more where there are the next two
+#     w.nested_absmax, w.nested_quant_map
+#     w.quant_map                         what a code stands for
+#     w.quant_state.bitsandbytes__nf4     JSON: shape, dtype, weights to a scale
+#
+# The codes are those of `packed_weights.py`, so nothing is quantised twice: a packed weight is the same to the bit.
+
+STATE = "quant_state.bitsandbytes__nf4"
+PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map", STATE)
+"""Suffixes beside a weight's name."""
+_STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def stored_in_4bit(source: ModelSource) -> bool:
+    """Whether the model's files hold its weights in bitsandbytes' NF4.
+
+    Raises:
+        RefusedError: they are quantised in a way that cannot be read here.
+    """
+    if source.gguf_file:
+        return False
+    return stored_form(source.config, str(source.folder / "config.json")) == "bitsandbytes"
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """A weight as bitsandbytes packed it."""
+
+    codes: torch.Tensor
+    """uint8 [half of the weights]"""
+    scales: torch.Tensor
+    """float32 [one for each 64 weights]"""
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def write(self, packed: torch.Tensor) -> None:
+        """Copy the weight into uint8 [packed_bytes], in the layout of `packed_weights.quantize`."""
+        packed[: self.codes.numel()].copy_(self.codes.flatten())
+        packed[len(packed) - SCALE_BYTES * self.scales.numel() :].view(torch.float32).copy_(self.scales.flatten())
+
+    def dequantized(self) -> torch.Tensor:
+        """The weight, a new tensor."""
+        packed = torch.zeros(packed_bytes(self.shape, "4bit"), dtype=torch.uint8)
+        self.write(packed)
+        return dequantize(packed, self.shape, self.dtype, "4bit")
+
+
+def read_packed(codes: torch.Tensor, parts: Mapping[str, torch.Tensor], where: str) -> PackedWeight:
+    """Put a weight's tensors from the files together.
+
+    Args:
+        codes: the tensor under the weight's own name, of any dtype of storage.
+        parts: the tensors beside it, by suffix.
+
+    Raises:
+        RefusedError: one is missing or is not what bitsandbytes writes.
+    """
+    functional: Any = import_bitsandbytes().functional
+    try:
+        state, shape, dtype = _state_of(parts[STATE])
+        found = (state["quant_type"], int(state["blocksize"]))
+        scales = parts["absmax"].flatten()
+        if "nested_absmax" in parts:
+            inner = functional.QuantState(
+                absmax=parts["nested_absmax"],
+                code=parts["nested_quant_map"],
+                blocksize=int(state["nested_blocksize"]),
+                dtype=torch.float32,
+            )
+            scales = functional.dequantize_blockwise(scales, inner) + float(state["nested_offset"])
+        flat = codes.contiguous().flatten().view(torch.uint8)
+        same_map = torch.equal(parts["quant_map"], functional.get_4bit_type("nf4", device="cpu"))
+    except (KeyError, ValueError, TypeError, RuntimeError) as error:
+        text = f"{type(error).__name__}: {error}"[:200]
+        raise RefusedError("a weight in 4 bit is not as bitsandbytes writes it", where=where, found=text) from error
+    if found != ("nf4", WEIGHTS_PER_SCALE) or not same_map:
+        text = f"{found[0]}, {found[1]} weights to a scale" + ("" if same_map else ", with its own code")
+        expected = f"nf4, {WEIGHTS_PER_SCALE} weights to a scale; else {WHAT_WORKS}"
+        raise RefusedError("a weight in 4 bit has another code", where=where, found=text, expected=expected)
+    count = shape.numel()
+    if flat.numel() != (count + 1) // 2 or scales.numel() != -(-count // WEIGHTS_PER_SCALE):
+        text = f"{flat.numel()} bytes of codes, {scales.numel()} scales"
+        raise RefusedError("a weight in 4 bit is not whole", where=where, found=text, expected=f"shape {list(shape)}")
+    return PackedWeight(flat, scales.float(), shape, dtype)
+
+
+def _state_of(part: torch.Tensor) -> tuple[dict[str, Any], torch.Size, torch.dtype]:
+    """What bitsandbytes notes of a weight, its shape and its type.
+
+    Raises:
+        KeyError, ValueError, TypeError: the files lack it.
+    """
+    state = json.loads(bytes(part.numpy()).decode())
+    return state, torch.Size(int(size) for size in state["shape"]), _STATE_DTYPES[state["dtype"]]
+
+
+def find_nf4(
+    pieces: Mapping[str, FileTensor], settings: Mapping[str, Any], dtype: torch.dtype
+) -> dict[str, StoredTensor]:
+    """The weights in bitsandbytes' 4 bit."""
+    found = {}
+    with OpenFiles() as files:
+        for key in [key.removesuffix(f".{STATE}") for key in pieces if key.endswith(f".{STATE}")]:
+            if key in pieces:
+                parts = {part: pieces[f"{key}.{part}"] for part in PARTS if f"{key}.{part}" in pieces}
+                shape, own = torch.Size(pieces[key].shape), dtype
+                with suppress(KeyError, ValueError, TypeError):  # which `read_packed` refuses
+                    _, shape, own = _state_of(files.tensor(parts[STATE]))
+                found[key] = StoredTensor({"codes": pieces[key], **parts}, shape, own, _dequantize_nf4)
+    return found
+
+
+def _dequantize_nf4(parts: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    codes = parts["codes"].clone()
+    return read_packed(codes, {role: part.clone() for role, part in parts.items()}, "4 bit").dequantized().to(dtype)
+
+
+def is_nf4(weight: StoredTensor) -> bool:
+    """Whether a weight of the files is in bitsandbytes' 4 bit."""
+    return STATE in weight.pieces
+
+
+def read_nf4(weight: StoredTensor, files: OpenFiles) -> PackedWeight:
+    """A weight as bitsandbytes packed it.
+
+    Raises:
+        RefusedError: it is not as bitsandbytes writes it.
+    """
+    parts = {role: files.tensor(piece).clone() for role, piece in weight.pieces.items()}
+    codes = weight.pieces["codes"]
+    return read_packed(parts.pop("codes"), parts, f"{codes.path}: {codes.key}")
+
+
+# A checkpoint's weights by name.
 
 Find = Callable[[Mapping[str, FileTensor], Mapping[str, Any], torch.dtype], dict[str, StoredTensor]]
-FORMATS: dict[str, Find] = {
-    "fp8": find_fp8,
-    "fbgemm_fp8": find_fp8,
-    "mxfp4": find_mxfp4,
-    "bitsandbytes": find_nf4,
-}
+FORMATS: dict[str, Find] = {"fp8": find_fp8, "fbgemm_fp8": find_fp8, "mxfp4": find_mxfp4, "bitsandbytes": find_nf4}
 """By `quant_method` of config.json."""
 BESIDE = frozenset(
-    {
-        *("activation_scale", "input_scale", "output_scale", "qscale_act"),
-        *("k_scale", "v_scale", "q_scale"),
-    }
+    {*("activation_scale", "input_scale", "output_scale", "qscale_act"), *("k_scale", "v_scale", "q_scale")}
 )
 """Last parts of the names of scales of activations and caches, which training does not quantise."""
 

@@ -175,14 +175,7 @@ def _not_compiled(function: Any = None, **options: Any) -> Any:
 
 
 def require_bitsandbytes(where: str = "load_in_4bit: true") -> None:
-    """Refuse early where the library is missing.
-
-    Args:
-        where: what of the recipe needs it.
-
-    Raises:
-        RefusedError: it is not installed.
-    """
+    """Refuse early where the library is missing; `where`: what of the recipe needs it."""
     if import_bitsandbytes() is None:
         raise RefusedError(
             "weights in 4 or 8 bit need the package bitsandbytes",
@@ -217,18 +210,6 @@ def _quantize(values: torch.Tensor, kind: PackedName) -> tuple[torch.Tensor, tor
     else:
         codes, state = functional.quantize_4bit(values, blocksize=WEIGHTS_PER_SCALE, quant_type="nf4")
     return codes, state.absmax
-
-
-def put_packed(codes: torch.Tensor, scales: torch.Tensor, shape: torch.Size, packed: torch.Tensor) -> None:
-    """Write a weight that bitsandbytes packed in 4 bit into `packed`.
-
-    Args:
-        codes: uint8, of any shape.
-        scales: float32, of any shape.
-        shape: of the weight.
-    """
-    packed[: codes.numel()].copy_(codes.flatten())
-    packed[_codes_bytes(shape.numel(), "4bit") :].view(torch.float32).copy_(scales.flatten())
 
 
 @cache

@@ -10,7 +10,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -122,11 +122,6 @@ class StoredTensor:
         return weight
 
 
-def turned(weight: StoredTensor) -> StoredTensor:
-    """The transpose of a quantised matrix."""
-    return replace(weight, shape=torch.Size(reversed(weight.shape)), is_turned=not weight.is_turned)
-
-
 def plain(piece: FileTensor) -> StoredTensor:
     """A weight that is one tensor of the files.
 
@@ -144,11 +139,7 @@ def plain(piece: FileTensor) -> StoredTensor:
 
 
 def check_finite(values: torch.Tensor, dtype: torch.dtype, where: str) -> None:
-    """Refuse values that are not finite, or would not be in another type: those above 65,504 in float16.
-
-    Raises:
-        RefusedError: there is one.
-    """
+    """Refuse values that are not finite, or would not be in another type: those above 65,504 in float16."""
     for part in values.flatten().split(FINITE_CHECK_ELEMENTS):
         if bool(torch.isfinite(part.to(dtype)).all()):
             continue
