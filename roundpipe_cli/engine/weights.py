@@ -206,10 +206,7 @@ class WeightStore:
     """Weights, masters and gradients of all layers, in host memory."""
 
     def __init__(
-        self,
-        layouts: Sequence[LayerLayout],
-        folder: Path | None = None,
-        elsewhere: Collection[int] = (),
+        self, layouts: Sequence[LayerLayout], folder: Path | None = None, elsewhere: Collection[int] = ()
     ) -> None:
         """
         Args:
@@ -441,11 +438,7 @@ class WeightStore:
     @property
     def transferred(self) -> list[torch.Tensor]:
         """Every buffer that is copied to or from devices and stays in memory."""
-        return [
-            *([] if self.is_mapped else self.buffers),
-            *self._reference,
-            *self.gradients,
-        ]
+        return [*([] if self.is_mapped else self.buffers), *self._reference, *self.gradients]
 
     def num_bytes(self) -> dict[str, int]:
         """Host bytes by part: weights (with those put aside), masters (0 in float32), gradients."""

@@ -116,11 +116,7 @@ class StageTimes:
 
 
 def stage_times(
-    costs: CostModel,
-    forward_stages: Sequence[StageRange],
-    backward_stages: Sequence[StageRange],
-    *,
-    fused_head: bool,
+    costs: CostModel, forward_stages: Sequence[StageRange], backward_stages: Sequence[StageRange], *, fused_head: bool
 ) -> StageTimes:
     """Sum layer costs to stage costs.
 

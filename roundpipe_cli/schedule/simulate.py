@@ -110,12 +110,7 @@ ACCOUNTINGS = ("default", "published")
 
 
 def simulate(
-    schedule: Schedule,
-    costs: CostModel,
-    *,
-    accounting: str = "default",
-    staleness: int = 0,
-    after_update: bool = False,
+    schedule: Schedule, costs: CostModel, *, accounting: str = "default", staleness: int = 0, after_update: bool = False
 ) -> Timeline:
     """Time a schedule under either accounting.
 

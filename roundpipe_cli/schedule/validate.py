@@ -53,13 +53,7 @@ def check_stages(
 
 
 def check_chunks(
-    name: str,
-    head_stage: StageRange,
-    num_layers: int,
-    num_microbatches: int,
-    *,
-    per_round: int,
-    sequence_chunks: int,
+    name: str, head_stage: StageRange, num_layers: int, num_microbatches: int, *, per_round: int, sequence_chunks: int
 ) -> None:
     """Refuse chunks of sequences that do not suit the schedule.
 

@@ -20,11 +20,7 @@ from tests.support.tiny import Rig, make_rig, random_microbatches
 SIZES = [(2, 12), (1, 7), (2, 9)]
 """Three: of two, either may be added to the other."""
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "llama-lora-dropout-fused": (
-        "llama",
-        "lora",
-        {"attention_dropout": 0.1, "lora_dropout": 0.1, "kernels": "auto"},
-    ),
+    "llama-lora-dropout-fused": ("llama", "lora", {"attention_dropout": 0.1, "lora_dropout": 0.1, "kernels": "auto"}),
     "gpt2-full-dropout": ("gpt2", "full", {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}),
     "qwen3_moe-lora": ("qwen3_moe", "lora", {}),
     "qwen3_moe-full": ("qwen3_moe", "full", {}),

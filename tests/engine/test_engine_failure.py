@@ -168,12 +168,7 @@ def test_the_step_can_be_repeated_after_a_failure(rig: Rig, ask: Ask) -> None:
 @pytest.mark.parametrize("num_workers", [1, 2])
 @pytest.mark.parametrize("point", ["compute", "upload"])
 def test_a_stuck_worker_ends_the_step(
-    rig: Rig,
-    ask: Ask,
-    point: str,
-    num_workers: int,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    rig: Rig, ask: Ask, point: str, num_workers: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """It is named, and its device counts as lost: also where it is the only one.
 

@@ -262,10 +262,7 @@ def test_order_of_chunks_in_a_schedule() -> None:
 
 @pytest.mark.parametrize(
     ("old", "new", "problem"),
-    [
-        ("1F0 1F1", "1F1 1F0", "1F1 comes after 1F0"),
-        ("1R2 1B2 1R1 1B1", "1R1 1B1 1R2 1B2", "1R2 comes before 1R1"),
-    ],
+    [("1F0 1F1", "1F1 1F0", "1F1 comes after 1F0"), ("1R2 1B2 1R1 1B1", "1R1 1B1 1R2 1B2", "1R2 comes before 1R1")],
 )
 def test_chunks_out_of_order_are_refused(old: str, new: str, problem: str) -> None:
     schedule = chunk_schedule(4, 1, 3)

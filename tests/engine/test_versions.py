@@ -256,10 +256,7 @@ def test_each_layer_updates_once_and_the_embedding_last(model_type: str, late: l
     optimizer = HostOptimizer(rig.store)
     given: list[int] = []
     updated: list[int] = []
-    with (
-        Updater(rig.store, optimizer, num_threads=1) as updater,
-        rig.engine(2, copy=copy) as engine,
-    ):
+    with Updater(rig.store, optimizer, num_threads=1) as updater, rig.engine(2, copy=copy) as engine:
         updater.before_layer = lambda layer, version: updated.append(layer)
         updater.begin_early(0, 1e-3)
 

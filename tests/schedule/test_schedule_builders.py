@@ -10,14 +10,7 @@ from roundpipe_cli.choices import BOUND_SCHEDULES, SCHEDULE_KINDS, SCHEDULES
 from roundpipe_cli.costs.cost import CostModel, StageRange
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.schedule.actions import equal_costs
-from roundpipe_cli.schedule.builders import (
-    Options,
-    Rounds,
-    build_schedule,
-    interleaved_groups,
-    place_on,
-    schedule_name,
-)
+from roundpipe_cli.schedule.builders import Options, Rounds, build_schedule, interleaved_groups, place_on, schedule_name
 from tests.support.schedules import parse_rows, validate_schedule
 
 

@@ -229,10 +229,7 @@ def test_looped_orders_are_those_of_pytorch(num_workers: int, loops: int, num_mi
         _n_microbatches=num_microbatches,
         _stages=[None] * loops,
     )
-    for name, torch_name in (
-        ("interleaved_1f1b", "ScheduleInterleaved1F1B"),
-        ("looped_bfs", "ScheduleLoopedBFS"),
-    ):
+    for name, torch_name in (("interleaved_1f1b", "ScheduleInterleaved1F1B"), ("looped_bfs", "ScheduleLoopedBFS")):
         ours = build_schedule(name, forward_stages=stages, num_workers=num_workers, rounds=Rounds(num_microbatches))
         for rank, row in enumerate(ours.actions):
             order = getattr(schedules, torch_name)._calculate_single_rank_operations(theirs, rank)

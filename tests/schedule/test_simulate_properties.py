@@ -15,16 +15,7 @@ from roundpipe_cli.schedule.actions import Kind, Schedule
 from roundpipe_cli.schedule.builders import Options, Rounds, build_schedule
 from roundpipe_cli.schedule.program import Program, lower
 from roundpipe_cli.schedule.simulate import simulate, simulate_program, simulated_step_s
-from roundpipe_cli.schedule.timeline import (
-    COMPUTE,
-    DOWN,
-    UP,
-    Timeline,
-    bubble,
-    busy_s,
-    compute_rows,
-    makespan_s,
-)
+from roundpipe_cli.schedule.timeline import COMPUTE, DOWN, UP, Timeline, bubble, busy_s, compute_rows, makespan_s
 from tests.support.schedules import parse_rows, validate_schedule
 
 MIB = 1024**2

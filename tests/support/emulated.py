@@ -279,10 +279,7 @@ def _result(program: Program, works: Sequence[EmulatedWork], run: StepRun, start
     )
     schedule = program.schedule
     timeline = Timeline(
-        schedule.num_workers,
-        intervals,
-        fused_head=schedule.fused_head,
-        updates_overlap=program.staleness == 1,
+        schedule.num_workers, intervals, fused_head=schedule.fused_head, updates_overlap=program.staleness == 1
     )
     return Emulated(
         timeline,

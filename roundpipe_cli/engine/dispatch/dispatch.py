@@ -43,13 +43,7 @@ from roundpipe_cli.engine.dispatch.decisions import (
     TransferRecord,
     Work,
 )
-from roundpipe_cli.errors import (
-    DeviceLostError,
-    InternalError,
-    NoProgressError,
-    OutOfDeviceMemoryError,
-    RoundpipeError,
-)
+from roundpipe_cli.errors import DeviceLostError, InternalError, NoProgressError, OutOfDeviceMemoryError, RoundpipeError
 from roundpipe_cli.faults import fault
 from roundpipe_cli.schedule.program import WEIGHTS, Op, Program
 from roundpipe_cli.schedule.timeline import COMPUTE, DOWN, HOST, UP

@@ -9,13 +9,7 @@ from typing import Any
 import torch
 
 from tests.support.simulated_cuda.mode import Machine
-from tests.support.simulated_cuda.streams import (
-    ChosenDevice,
-    ChosenStream,
-    SimulatedEvent,
-    SimulatedStream,
-    index_of,
-)
+from tests.support.simulated_cuda.streams import ChosenDevice, ChosenStream, SimulatedEvent, SimulatedStream, index_of
 from tests.support.simulated_cuda.threads import BackwardThreads
 
 Patch = tuple[Any, str, Any]
