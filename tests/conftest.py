@@ -20,7 +20,7 @@ from roundpipe_cli.files import CACHE_VARIABLE
 from tests.support.covering import covering
 
 SMOKE = (
-    *("recipe/test_recipe_load.py", "schedule/test_schedule_builders.py", "schedule/test_schedule_validate.py"),
+    *("recipe/test_recipe_load.py", "schedule/test_schedule_builders.py"),
     *("planning/test_partition_properties.py", "data/test_data_columns.py", "model/test_counter_random.py"),
     *("engine/test_dispatch.py", "train/test_checkpoint_store.py", "train/test_finetune_numbers.py"),
 )

@@ -23,7 +23,7 @@ def simulate_published(schedule: Schedule, costs: CostModel, *, staleness: int =
     """Time every action by the published rules; `staleness` 0 chains steps with a barrier, 1 without.
 
     Raises:
-        ValueError: the schedule deadlocks (`validate_schedule` shows where).
+        ValueError: the schedule deadlocks.
     """
     times = stage_times(costs, schedule.forward_stages, schedule.backward_stages, fused_head=schedule.fused_head)
     walk = _Walk(schedule, times, costs.hop_s)

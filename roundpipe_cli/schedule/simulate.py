@@ -118,7 +118,7 @@ def simulate(
         after_update: as of `lower`; the published accounting knows no updates.
 
     Raises:
-        ValueError: unknown accounting, or the schedule deadlocks (`validate_schedule` shows where).
+        ValueError: unknown accounting, or the schedule deadlocks.
     """
     if accounting == "published":
         return simulate_published(schedule, costs, staleness=staleness)
