@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,27 +18,16 @@ from roundpipe_cli.engine.step import StepResult
 from roundpipe_cli.model.sink_attention import sink_attention
 from roundpipe_cli.planning.cuts import resident_cut
 from roundpipe_cli.schedule.actions import equal_costs
-from roundpipe_cli.schedule.builders import Options, Rounds, build_schedule
+from roundpipe_cli.schedule.builders import Options
 from tests.support.e2e import fresh, make_model, make_workspace, metrics
+from tests.support.schedules import dealt
+from tests.support.simulated_cases import page_locked
 from tests.support.tiny import Rig, make_rig, plain_step, random_microbatches, schedule_for
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(cuda.num_devices() == 0, reason="no CUDA device here: run scripts/gpu_check where there is one"),
 ]
-
-
-@contextmanager
-def page_locked(rig: Rig) -> Iterator[None]:
-    """Weights and gradients page-locked, as in a run: from ordinary memory every copy would be synchronous."""
-    buffers = rig.store.transferred
-    try:
-        for buffer in buffers:
-            assert cuda.register_host_buffer(buffer, 0), "this machine does not let us page-lock memory"
-        yield
-    finally:
-        for buffer in buffers:
-            cuda.unregister_host_buffer(buffer)
 
 
 def run(
@@ -77,22 +66,23 @@ def test_step_agrees_with_plain_pytorch(model_type: str, method: str) -> None:
 def late_in(late: str) -> type[cuda.CudaBackend]:
     """A backend of which one stream is slow."""
 
+    def sleep(stream: str) -> None:
+        if stream == late:
+            torch.cuda._sleep(2_000_000)  # cycles: a millisecond
+
     class Late(cuda.CudaBackend):
         def copy_up(self, pairs: Sequence[Pair]) -> DeviceEvent:
-            if late == "up":
-                with torch.cuda.stream(self._up):
-                    torch.cuda._sleep(2_000_000)  # cycles: a millisecond
+            with torch.cuda.stream(self._up):
+                sleep("up")
             return super().copy_up(pairs)
 
         def copy_down(self, pairs: Sequence[Pair]) -> DeviceEvent:
-            if late == "down":
-                with torch.cuda.stream(self._down):
-                    torch.cuda._sleep(2_000_000)
+            with torch.cuda.stream(self._down):
+                sleep("down")
             return super().copy_down(pairs)
 
         def compute(self) -> AbstractContextManager[None]:
-            if late == "compute":
-                torch.cuda._sleep(2_000_000)
+            sleep("compute")
             return nullcontext()
 
     return Late
@@ -123,13 +113,8 @@ def test_microbatches_that_stay_on_one_worker(late: str, kept: int) -> None:
     least = max(0, rig.num_layers - 1 - kept)
     found = resident_cut(equal_costs(rig.num_layers), 2, lambda cut: cut.backward_stages[0][0] >= least)
     assert found is not None
-    schedule = build_schedule(
-        "roundpipe",
-        forward_stages=found.forward_stages,
-        backward_stages=found.backward_stages,
-        num_workers=2,
-        rounds=Rounds(len(sizes), options=found.dealing or Options()),
-    )
+    options = found.dealing or Options()
+    schedule = dealt(found.forward_stages, found.backward_stages, 2, len(sizes), options=options)
     backends = [late_in(late)(0) for _ in range(2)]
     options = EngineOptions(weight_cache_bytes=10**9)
     with page_locked(rig), Engine(rig.skeleton, rig.split, rig.store, backends, options=options) as engine:

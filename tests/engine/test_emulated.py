@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,12 +15,11 @@ import pytest
 
 from roundpipe_cli.choices import SCHEDULES
 from roundpipe_cli.costs.cost import CostModel, LayerCost
-from roundpipe_cli.schedule.actions import Schedule
-from roundpipe_cli.schedule.builders import Rounds, build_schedule
 from roundpipe_cli.schedule.program import WEIGHT_GRADIENT, WEIGHTS, lower
 from roundpipe_cli.schedule.simulate import simulate
 from roundpipe_cli.schedule.timeline import COMPUTE, DOWN, HOST, UP, busy_s, makespan_s
-from tests.support.emulated import Emulated, StreamClock, finish, happens_in_s, run_emulated
+from tests.support.emulated import Emulated, run_emulated
+from tests.support.schedules import dealt, small_schedule
 
 MIB = 1024**2
 NUM_BLOCKS, NUM_MICROBATCHES = 6, 4
@@ -35,22 +33,6 @@ def costs(*, with_bytes: bool, slots: int = 2) -> CostModel:
         layer = replace(layer, param_bytes=50 * MIB, boundary_bytes=3 * MIB, grad_bytes=5 * MIB, optimizer_s=2e-4)
         head = replace(head, param_bytes=20 * MIB, grad_bytes=40 * MIB, optimizer_s=3e-4)
     return CostModel("small", (*[layer] * NUM_BLOCKS, head), hop_s=1e-4, link_bytes_per_s=40e9, slots=slots)
-
-
-def schedule(name: str, num_workers: int, num_steps: int = 1, staleness: int = 0) -> Schedule:
-    if name == "roundpipe":
-        stages = {"forward_stages": [(0, 2), (3, 5)], "backward_stages": [(6, 6), (4, 5), (2, 3), (0, 1)]}
-    else:
-        looped = 2 if name in ("looped_bfs", "interleaved_1f1b") else 1
-        count = num_workers * looped
-        cut = [round(index * (NUM_BLOCKS + 1) / count) for index in range(count + 1)]
-        stages = {"forward_stages": [(first, end - 1) for first, end in zip(cut, cut[1:], strict=False)]}
-    return build_schedule(
-        name,
-        **stages,
-        num_workers=num_workers,
-        rounds=Rounds(NUM_MICROBATCHES, num_steps=num_steps, staleness=staleness),
-    )
 
 
 def rows(result: Emulated) -> list[list[str]]:
@@ -69,7 +51,7 @@ def test_without_bytes_the_emulation_is_the_simulation_plus_lateness(
     name: str, num_workers: int, staleness: int
 ) -> None:
     """No path through the program is longer than the simulated one by more than all that was issued too late."""
-    chained = schedule(name, num_workers, 2, staleness)
+    chained = small_schedule(name, num_workers, NUM_MICROBATCHES, NUM_BLOCKS, num_steps=2, staleness=staleness)
     model = costs(with_bytes=False)
     result = run_emulated(chained, model, staleness=staleness)
     simulated = simulate(chained, model, staleness=staleness)
@@ -81,7 +63,7 @@ def test_without_bytes_the_emulation_is_the_simulation_plus_lateness(
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_step_that_begins_with_updates_is_the_simulation_plus_lateness(name: str) -> None:
-    one, model = schedule(name, 3), costs(with_bytes=False)
+    one, model = small_schedule(name, 3, NUM_MICROBATCHES, NUM_BLOCKS), costs(with_bytes=False)
     model = replace(model, layers=tuple(replace(layer, optimizer_s=1e-3) for layer in model.layers))
     result, simulated = run_emulated(one, model, after_update=True), simulate(one, model, after_update=True)
     late_s = sum(result.late_s) + result.host_late_s
@@ -95,7 +77,7 @@ def test_a_step_that_begins_with_updates_is_the_simulation_plus_lateness(name: s
 @pytest.mark.parametrize("staleness", [0, 1])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_byte_and_every_update_goes_over_its_lane(name: str, staleness: int, slots: int) -> None:
-    chained = schedule(name, 3, 2, staleness)
+    chained = small_schedule(name, 3, NUM_MICROBATCHES, NUM_BLOCKS, num_steps=2, staleness=staleness)
     model = costs(with_bytes=True, slots=slots)
     result = run_emulated(chained, model, staleness=staleness)
     program = lower(chained, model, staleness=staleness)
@@ -109,11 +91,7 @@ def test_every_byte_and_every_update_goes_over_its_lane(name: str, staleness: in
     moved = {key: entry.num_bytes for key, entry in result.transfers.classes.items()}
     assert moved[UP, WEIGHTS] == sum(op.num_bytes for op in program.ops if op.payload == WEIGHTS)
     assert moved[DOWN, WEIGHT_GRADIENT] > 0
-    check_order(result, chained)
-
-
-def check_order(result: Emulated, chained: Schedule) -> None:
-    """One thing at a time on every stream, and each worker in its schedule's order."""
+    # one thing at a time on every stream, and each worker in its schedule's order
     assert rows(result) == [[str(action) for action in row] for row in chained.actions]
     for lane in (COMPUTE, UP, DOWN, HOST):
         for worker in range(-1, chained.num_workers):
@@ -125,38 +103,9 @@ def check_order(result: Emulated, chained: Schedule) -> None:
 
 def test_workers_of_different_speed() -> None:
     model = replace(costs(with_bytes=False), worker_speed=(1.0, 0.5))
-    chained = build_schedule(
-        "roundpipe",
-        forward_stages=[(0, 5)],
-        backward_stages=[(6, 6), (0, 5)],
-        num_workers=2,
-        rounds=Rounds(2),
-        costs=model,
-    )
+    chained = dealt([(0, 5)], [(6, 6), (0, 5)], 2, 2, model)
     result, simulated = run_emulated(chained, model), simulate(chained, model)
     assert busy_s(result.timeline) == pytest.approx(busy_s(simulated))
-
-
-def test_a_clock() -> None:
-    """An operation starts at the latest of: now, the end of the one before, its events; late is what the host lost."""
-    clock = StreamClock()
-    clock.start_step(1e9)  # far ahead of the wall
-    assert clock.issue(2.0) == (1e9, 1e9 + 2)
-    assert clock.issue(1.0, [1e9 + 5, None]) == (1e9 + 5, 1e9 + 6)
-    assert clock.issue(4.0, [], 3.0, [1e9 + 10]) == (1e9 + 7, 1e9 + 11), "the lead runs right before what it waits for"
-    assert clock.late_s == 0
-    clock.start_step(0.0)
-    start_s, _ = clock.issue(0.0, [3.0])
-    assert clock.late_s == pytest.approx(start_s - 3.0)
-    assert happens_in_s(None) == happens_in_s(start_s) == 0.0
-    finish(start_s + 0.002)
-    assert happens_in_s(start_s + 0.002) == 0.0
-
-
-def test_no_thread_is_left() -> None:
-    before = set(threading.enumerate())
-    run_emulated(schedule("roundpipe", 3), costs(with_bytes=True))
-    assert set(threading.enumerate()) == before
 
 
 def test_emulation_needs_no_torch() -> None:

@@ -15,10 +15,11 @@ from roundpipe_cli.choices import SCHEDULES
 from roundpipe_cli.costs.cost import CostModel, LayerCost
 from roundpipe_cli.engine.dispatch.decisions import TransferOptions, TransferRecord, statistics_of
 from roundpipe_cli.schedule.actions import Kind
-from roundpipe_cli.schedule.builders import Options, Rounds, build_schedule
-from roundpipe_cli.schedule.program import ACTIVATION, WEIGHT_GRADIENT, WEIGHTS, Op, Program, lower
+from roundpipe_cli.schedule.builders import Options
+from roundpipe_cli.schedule.program import ACTIVATION, WEIGHT_GRADIENT, WEIGHTS, Program, lower
 from roundpipe_cli.schedule.timeline import DOWN, HOST, UP
 from tests.support.protocol_machine import Facts, Machine
+from tests.support.schedules import small_schedule
 
 DEALINGS = (Options(), Options(head_workers=2), Options(earliest_free=True), Options(shared_stages=2))
 
@@ -31,23 +32,11 @@ def costs(num_blocks: int, slots: int) -> CostModel:
 
 
 def program_of(
-    name: str, num_workers: int, num_microbatches: int, *, num_blocks: int = 4, slots: int = 2, staleness: int = 0,
-    num_steps: int = 1, options: Options | None = None, per_round: int | None = None,
-) -> Program:  # fmt: skip
+    name: str, num_workers: int, num_microbatches: int, *, num_blocks: int = 4, slots: int = 2, **rounds: Any
+) -> Program:
     model = costs(num_blocks, slots)
-    extra: dict[str, Any] = {}
-    if name == "roundpipe":
-        half = num_blocks // 2
-        forward = [(0, half - 1), (half, num_blocks - 1)]
-        extra["backward_stages"] = [(num_blocks, num_blocks), (half, num_blocks - 1), (0, half - 1)]
-        extra["costs"] = model
-    else:
-        count = num_workers * (2 if name in ("looped_bfs", "interleaved_1f1b") else 1)
-        cut = [round(index * (num_blocks + 1) / count) for index in range(count + 1)]
-        forward = [(first, end - 1) for first, end in zip(cut, cut[1:], strict=False)]
-    rounds = Rounds(num_microbatches, per_round, num_steps, staleness, options=options or Options())
-    schedule = build_schedule(name, forward_stages=forward, num_workers=num_workers, rounds=rounds, **extra)
-    return lower(schedule, model, staleness=staleness)
+    schedule = small_schedule(name, num_workers, num_microbatches, num_blocks, model, **rounds)
+    return lower(schedule, model, staleness=rounds.get("staleness", 0))
 
 
 def walk(facts: Facts, seed: int) -> None:
@@ -118,13 +107,9 @@ def _from(kind: Kind) -> Any:
     return lambda program, op, dep: program.ops[dep].kind is kind
 
 
-def _gate(program: Program, op: Op, dep: int) -> bool:
-    return program.ops[dep].lane == HOST
-
-
 BROKEN = {
     "weights come while the slot is read": (_is(WEIGHTS, UP), lambda p, op, dep: p.ops[dep].lane == "compute"),
-    "weights come before their update": (_is(WEIGHTS, UP), _gate),
+    "weights come before their update": (_is(WEIGHTS, UP), lambda p, op, dep: p.ops[dep].lane == HOST),
     "weights come before the sums have left": (_is(WEIGHTS, UP), _from(Kind.DOWNLOAD)),
     "sums leave before the backward": (_is(WEIGHT_GRADIENT, DOWN), _from(Kind.BACKWARD)),
     "a sum goes on before the one before": (_is(WEIGHT_GRADIENT, UP), _from(Kind.DOWNLOAD)),

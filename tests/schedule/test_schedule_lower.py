@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from roundpipe_cli.costs.cost import CHUNK_BYTES, CostModel, LayerCost, keep_activations, skip_projections
+from roundpipe_cli.costs.cost import CHUNK_BYTES, CostModel, LayerCost, StageRange, keep_activations, skip_projections
 from roundpipe_cli.schedule.actions import Kind, Schedule
 from roundpipe_cli.schedule.builders import Options, Rounds, build_schedule
 from roundpipe_cli.schedule.program import (
@@ -23,6 +23,7 @@ from roundpipe_cli.schedule.program import (
 )
 from roundpipe_cli.schedule.simulate import simulate, simulated_step_s
 from roundpipe_cli.schedule.timeline import DOWN, HOST, UP, Timeline, compute_rows, makespan_s
+from tests.support.schedules import dealt
 
 
 def model(num_blocks: int, **block: float) -> CostModel:
@@ -34,13 +35,7 @@ def model(num_blocks: int, **block: float) -> CostModel:
 
 def roundpipe(num_workers: int = 1, num_microbatches: int = 1, num_steps: int = 1) -> Schedule:
     """Four blocks; forward stages of one and three, backward stages of two."""
-    return build_schedule(
-        "roundpipe",
-        forward_stages=[(0, 0), (1, 3)],
-        backward_stages=[(4, 4), (2, 3), (0, 1)],
-        num_workers=num_workers,
-        rounds=Rounds(num_microbatches, num_steps=num_steps),
-    )
+    return dealt([(0, 0), (1, 3)], [(4, 4), (2, 3), (0, 1)], num_workers, num_microbatches, num_steps=num_steps)
 
 
 def spans(timeline: Timeline, lane: str, worker: int = 0) -> list[tuple[str, float, float]]:
@@ -74,9 +69,7 @@ def test_a_bound_stage_stays_in_its_slot_for_the_whole_step() -> None:
 
 
 def test_boundaries_go_down_and_up_and_inner_ones_are_saved() -> None:
-    schedule = build_schedule(
-        "roundpipe", forward_stages=[(0, 3)], backward_stages=[(4, 4), (2, 3), (0, 1)], num_workers=2, rounds=Rounds(1)
-    )
+    schedule = dealt([(0, 3)], [(4, 4), (2, 3), (0, 1)], 2, 1)
     program = lower(schedule, model(4, boundary_bytes=5))
     moved = [(op.lane, op.payload, op.worker, op.priority[0]) for op in program.ops if op.num_bytes]
     assert sorted(moved) == sorted(
@@ -159,17 +152,38 @@ def test_rows_of_a_tied_embedding_wait_for_the_heads_update() -> None:
         assert [[program.ops[dep].stage for dep in op.deps] for op in rows] == ([[5]] * 2 if tied else [[]] * 2)
 
 
+def free_first(costs: CostModel, forward: list[StageRange], backward: list[StageRange], microbatches: int) -> Schedule:
+    """On two workers, each microbatch dealt to whoever ends it first, in rounds of two."""
+    return dealt(forward, backward, 2, microbatches, costs, per_round=2, options=Options(earliest_free=True))
+
+
+def test_gradients_wait_for_their_lane_in_twos() -> None:
+    """What waits takes device memory: a slow lane holds its worker up before the third microbatch's."""
+    costs = model(2, grad_bytes=8)
+    program = lower(free_first(costs, [], [(0, 2)], 8), costs)
+    assert program.host_folded == {(0, 2)}
+    for visit in program.visits:
+        backwards = [op_id for op_id in visit.ops if program.ops[op_id].kind is Kind.BACKWARD]
+        assert len(backwards) == len(visit.downloads) == 4
+        waits = [set(program.ops[op_id].deps) & set(visit.downloads) for op_id in backwards]
+        assert waits == [set(), set(), {visit.downloads[0]}, {visit.downloads[1]}]
+
+
+def test_interleaved_visits_send_each_microbatchs_gradients() -> None:
+    """Their sum cannot be one visit's to continue: every backward has a download, and none goes up again."""
+    costs = model(2, grad_bytes=8)
+    program = lower(free_first(costs, [(0, 1)], [(2, 2), (0, 1)], 4), costs)
+    sums = [op for op in program.ops if op.payload == WEIGHT_GRADIENT]
+    assert program.host_folded == {(0, 1)}
+    assert [op.kind for op in sums] == [Kind.DOWNLOAD] * 4
+    gate = next(op for op in program.ops if op.kind is Kind.OPTIMIZER)
+    assert {op.id for op in sums} <= set(gate.deps)
+
+
 def test_the_host_adds_up_what_leaves_one_by_one() -> None:
     """Two workers share a stage, so each microbatch's gradients go down, two bytes a value, and wait for the host."""
     costs = replace(model(2, grad_bytes=4), leaving_bytes=2, host_bytes_per_s=10.0)
-    schedule = build_schedule(
-        "roundpipe",
-        forward_stages=[(0, 1)],
-        backward_stages=[(2, 2), (0, 1)],
-        num_workers=2,
-        rounds=Rounds(2, options=Options(earliest_free=True)),
-        costs=costs,
-    )
+    schedule = free_first(costs, [(0, 1)], [(2, 2), (0, 1)], 2)
     timeline = simulate(schedule, costs, after_update=True)
     # per worker F 2, head 2, R 2, B 4; then 2 values of 2 bytes down; 2 values added at 10 bytes each take 2 s, and
     # the last microbatch's are squared for the norm, 11 bytes more each

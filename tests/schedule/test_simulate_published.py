@@ -14,7 +14,8 @@ import pytest
 from roundpipe_cli.costs.cost import CostModel, LayerCost, StageRange
 from roundpipe_cli.schedule.builders import Options, Rounds, _dealer, build_schedule
 from roundpipe_cli.schedule.published import simulate_published
-from roundpipe_cli.schedule.timeline import Interval, bubble, compute_rows, makespan_s, utilization
+from roundpipe_cli.schedule.timeline import bubble, compute_rows, makespan_s, utilization
+from tests.support.schedules import dealt
 
 FIGURES = Path(__file__).resolve().parents[1] / "facts" / "published_schedules.json"
 CASES = [
@@ -65,11 +66,9 @@ def test_published_figures(model_name: str, name: str) -> None:
     timeline = simulate_published(schedule, costs)
     parts = bubble(timeline)
     assert makespan_s(timeline) * 1e3 == pytest.approx(figures["makespan_ms"], rel=1e-6)
+    for part in ("fill", "switch", "drain", "steady"):
+        assert 100 * getattr(parts, part) == pytest.approx(figures[f"{part}_pct"], abs=1e-3)
     assert 100 * parts.ratio == pytest.approx(figures["bubble_pct"], abs=1e-3)
-    assert 100 * parts.fill == pytest.approx(figures["fill_pct"], abs=1e-3)
-    assert 100 * parts.switch == pytest.approx(figures["switch_pct"], abs=1e-3)
-    assert 100 * parts.drain == pytest.approx(figures["drain_pct"], abs=1e-3)
-    assert 100 * parts.steady == pytest.approx(figures["steady_pct"], abs=1e-3)
 
 
 def layer(forward_s: float, backward_s: float, recompute: bool = True) -> LayerCost:
@@ -83,14 +82,7 @@ def test_roundpipe_by_hand() -> None:
     worker 1         F 1.5-2.5               R 3.5-4.5, B 4.5-6.5              the recompute when the gradient does
     """
     costs = CostModel("by hand", (layer(1, 2), layer(1, 2), layer(1, 1, recompute=False)), hop_s=0.5)
-    schedule = build_schedule(
-        "roundpipe",
-        forward_stages=[(0, 0), (1, 1)],
-        backward_stages=[(2, 2), (1, 1), (0, 0)],
-        num_workers=2,
-        rounds=Rounds(1),
-        costs=costs,
-    )
+    schedule = dealt([(0, 0), (1, 1)], [(2, 2), (1, 1), (0, 0)], 2, 1, costs)
     timeline = simulate_published(schedule, costs)
     spans = [[(row.kind.value, row.start_s, row.end_s) for row in rows] for rows in compute_rows(timeline)]
     assert spans == [
@@ -113,16 +105,10 @@ def test_a_stage_without_layers_takes_no_time_but_its_hops_count() -> None:
 
 def test_staleness_0_chains_with_a_barrier_and_staleness_1_without() -> None:
     costs = CostModel("blocks", (*[layer(1, 2)] * 4, layer(1, 1, recompute=False)))
-    stages: dict[str, Any] = {"forward_stages": [(0, 3)], "backward_stages": [(4, 4), (2, 3), (0, 1)]}
     spans = []
     for num_steps, staleness in ((1, 0), (2, 0), (2, 1)):
-        schedule = build_schedule(
-            "roundpipe",
-            **stages,
-            num_workers=3,
-            rounds=Rounds(3, num_steps=num_steps, staleness=staleness),
-            costs=costs,
-        )
+        stages = [(0, 3)], [(4, 4), (2, 3), (0, 1)]
+        schedule = dealt(*stages, 3, 3, costs, num_steps=num_steps, staleness=staleness)
         spans.append(makespan_s(simulate_published(schedule, costs, staleness=staleness)))
     assert spans[1] == 2 * spans[0]
     assert spans[2] < spans[1]
@@ -134,14 +120,6 @@ def test_worker_speed_divides_times() -> None:
     timeline = simulate_published(schedule, costs)
     assert [interval.end_s - interval.start_s for interval in compute_rows(timeline)[1]] == [2, 2]
     assert makespan_s(timeline) == 0.5 + 2 + 2 + 0.5 + 1
-
-
-def test_an_interval_names_its_action() -> None:
-    costs = CostModel("one", (layer(1, 2),))
-    schedule = build_schedule("gpipe", forward_stages=[(0, 0)], num_workers=1, rounds=Rounds(1), costs=costs)
-    first = simulate_published(schedule, costs).intervals[0]
-    assert isinstance(first, Interval)
-    assert (first.worker, first.lane, first.kind.value, first.stage, first.microbatch) == (0, "compute", "F", 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -159,13 +137,6 @@ def test_the_dealers_clock_is_the_simulators(options: Options) -> None:
         dealer = _dealer(num_workers, costs, *stages, options)
         per_round = draw.randint(1, num_microbatches)
         dealer.deal_step(range(num_microbatches), per_round)
-        schedule = build_schedule(
-            "roundpipe",
-            forward_stages=stages[0],
-            backward_stages=stages[1],
-            num_workers=num_workers,
-            rounds=Rounds(num_microbatches, per_round, options=options),
-            costs=costs,
-        )
+        schedule = dealt(*stages, num_workers, num_microbatches, costs, per_round=per_round, options=options)
         rows = compute_rows(simulate_published(schedule, costs))
         assert dealer.free_s == pytest.approx([max((one.end_s for one in row), default=0.0) for row in rows])

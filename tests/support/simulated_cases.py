@@ -31,6 +31,7 @@ from roundpipe_cli.schedule.actions import Schedule, equal_costs
 from roundpipe_cli.schedule.builders import Options, Rounds, build_forward, build_schedule
 from roundpipe_cli.train.optim.optimizer import HostOptimizer
 from roundpipe_cli.train.optim.updater import Updater
+from tests.support.schedules import dealt
 from tests.support.simulated_cuda import SMALL_CARD, Card, Simulation
 from tests.support.simulated_cuda.threads import BACKWARD
 from tests.support.tiny import Rig, make_rig, random_microbatches, write_new_weights
@@ -43,13 +44,9 @@ Bits = list[object]
 def roundpipe(rig: Rig, num_microbatches: int, **options: Any) -> Schedule:
     """Two blocks a forward stage, one a backward stage, the head alone; two workers."""
     last = rig.num_layers - 1
-    return build_schedule(
-        "roundpipe",
-        forward_stages=[(start, min(start + 1, last - 1)) for start in range(0, last, 2)],
-        backward_stages=[(last, last), *((layer, layer) for layer in range(last - 1, 1, -1)), (0, 1)],
-        num_workers=2,
-        rounds=Rounds(num_microbatches, **options),
-    )
+    forward = [(start, min(start + 1, last - 1)) for start in range(0, last, 2)]
+    backward = [(last, last), *((layer, layer) for layer in range(last - 1, 1, -1)), (0, 1)]
+    return dealt(forward, backward, 2, num_microbatches, **options)
 
 
 def one_f_one_b(rig: Rig, num_microbatches: int) -> Schedule:
@@ -61,13 +58,7 @@ def resident(rig: Rig, num_microbatches: int) -> Schedule:
     """Each microbatch stays on one worker, all weights on both."""
     found = resident_cut(equal_costs(rig.num_layers), 2, lambda cut: True)
     assert found is not None
-    return build_schedule(
-        "roundpipe",
-        forward_stages=found.forward_stages,
-        backward_stages=found.backward_stages,
-        num_workers=2,
-        rounds=Rounds(num_microbatches, options=DEALING),
-    )
+    return dealt(found.forward_stages, found.backward_stages, 2, num_microbatches, options=DEALING)
 
 
 def gradient_bits(rig: Rig) -> Bits:
