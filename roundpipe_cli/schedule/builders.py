@@ -295,13 +295,18 @@ def build_schedule(
         costs = costs or equal_costs(num_layers)
         dealer = _dealer(num_workers, costs, forward, backward, rounds.options, chunks)
         dealer.waits = rounds.staleness == 1 and costs.has_updates
-        rows = _roundpipe_rows(dealer, num_microbatches, per_round, rounds.num_steps, staleness=rounds.staleness)
+        for step in range(rounds.num_steps):
+            if rounds.staleness == 0:
+                dealer.start_step()
+            dealer.deal_step(range(step * num_microbatches, (step + 1) * num_microbatches), per_round)
+        rows = dealer.rows
     else:
         row_of = _BOUND_ROWS[name]
         one_step = [row_of(worker, num_workers, len(forward), num_microbatches) for worker in range(num_workers)]
         if chunks > 1:
             one_step = [_in_chunk_order(row, num_microbatches, chunks) for row in one_step]
-        rows = [_chain(row, num_microbatches, rounds.num_steps) for row in one_step]
+        starts = range(0, num_microbatches * rounds.num_steps, num_microbatches)
+        rows = [[(kind, stage, start + index) for start in starts for kind, stage, index in row] for row in one_step]
         per_round = num_microbatches
     return Schedule(
         name=name,
@@ -383,14 +388,6 @@ def _in_chunk_order(row: WorkerRow, num_microbatches: int, sequence_chunks: int)
     return [item for item in row if item[0] is Kind.FORWARD] + backward
 
 
-def _chain(row: WorkerRow, num_microbatches: int, num_steps: int) -> WorkerRow:
-    return [
-        (kind, stage, microbatch + step * num_microbatches)
-        for step in range(num_steps)
-        for kind, stage, microbatch in row
-    ]
-
-
 def _gpipe_row(worker: int, num_workers: int, num_stages: int, num_microbatches: int) -> WorkerRow:
     """All forwards in microbatch order, then all backwards in microbatch order."""
     microbatches = range(num_microbatches)
@@ -459,17 +456,6 @@ _BOUND_ROWS: dict[ScheduleName, Callable[[int, int, int, int], WorkerRow]] = {
     "looped_bfs": _looped_bfs_row,
     "interleaved_1f1b": _interleaved_1f1b_row,
 }
-
-
-def _roundpipe_rows(
-    dealer: Dealer, num_microbatches: int, per_round: int, num_steps: int, *, staleness: int
-) -> list[WorkerRow]:
-    """Rounds of at most `per_round` microbatches; each starts on the worker that is free first."""
-    for step in range(num_steps):
-        if staleness == 0:
-            dealer.start_step()
-        dealer.deal_step(range(step * num_microbatches, (step + 1) * num_microbatches), per_round)
-    return dealer.rows
 
 
 def place_on(schedule: Schedule, workers: Sequence[int], num_workers: int) -> Schedule:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from itertools import count
+from itertools import accumulate, count
 
 from roundpipe_cli.costs.cost import CHUNK_BYTES, CostModel
 from roundpipe_cli.schedule.actions import Kind, Schedule, StageTimes, stage_times
@@ -28,82 +28,44 @@ from roundpipe_cli.schedule.timeline import COMPUTE, DOWN, HOST, UP, Interval, T
 # computes, activations between recompute (or the
 # fused head's forward) and backward, and boundary tensors while they wait or travel.
 
-_Changes = list[tuple[float, int]]
-"""(time, bytes taken or, negative, given back)."""
-
 
 def device_peak_bytes(program: Program, costs: CostModel, start_s: list[float], end_s: list[float]) -> tuple[int, ...]:
     """The most bytes that each worker held at once."""
-    changes: list[_Changes] = [[] for _ in program.compute]
-    _add_visits(program, changes, start_s, end_s)
-    _add_unpacked(program, costs, changes, start_s, end_s=end_s)
-    _add_activations(program, costs, changes, start_s, end_s=end_s)
-    _add_boundaries(program, changes, start_s, end_s)
-    return tuple(_peak(worker_changes) for worker_changes in changes)
+    changes: list[list[tuple[float, int]]] = [[] for _ in program.compute]
+    """Per worker: (time, bytes taken or, negative, given back)."""
 
+    def hold(worker: int, taken_s: float, freed_s: float, num_bytes: int) -> None:
+        if num_bytes:
+            changes[worker] += [(taken_s, num_bytes), (freed_s, -num_bytes)]
 
-def _add_visits(program: Program, changes: list[_Changes], start_s: list[float], end_s: list[float]) -> None:
-    for visit in program.visits:
-        taken = start_s[visit.upload] if visit.upload >= 0 else start_s[visit.ops[0]]
-        freed = max(end_s[op_id] for op_id in (*visit.downloads, visit.ops[-1]))
-        _hold(changes[visit.worker], max(freed, end_s[visit.ops[-1]]), taken, visit.num_bytes)
-
-
-def _add_unpacked(
-    program: Program, costs: CostModel, changes: list[_Changes], start_s: list[float], *, end_s: list[float]
-) -> None:
     for visit in program.visits:
         first, last = visit.layers
+        uploaded = visit.upload if visit.upload >= 0 else visit.ops[0]
+        freed_s = max(end_s[op_id] for op_id in (*visit.downloads, visit.ops[-1]))
+        hold(visit.worker, start_s[uploaded], freed_s, visit.num_bytes)
         whole = sum(layer.whole_bytes for layer in costs.layers[first : last + 1])
-        _hold(changes[visit.worker], end_s[visit.ops[-1]], start_s[visit.ops[0]], whole)
-
-
-def _add_activations(
-    program: Program, costs: CostModel, changes: list[_Changes], start_s: list[float], *, end_s: list[float]
-) -> None:
+        hold(visit.worker, start_s[visit.ops[0]], end_s[visit.ops[-1]], whole)
     stage_bytes = [
         sum(layer.activation_bytes for layer in costs.layers[first : last + 1])
         for first, last in program.schedule.backward_stages
     ]
+    readers: dict[int, int] = {}
     for worker, row in enumerate(program.compute):
         for op_id in row:
             op = program.ops[op_id]
-            if op.kind is Kind.BACKWARD and stage_bytes[op.stage]:
+            if op.kind is Kind.BACKWARD:
                 paired = bool(op.deps) and program.ops[op_id - 1].kind is Kind.RECOMPUTE
-                taken = start_s[op_id - 1] if paired else start_s[op_id]
-                _hold(changes[worker], end_s[op_id], taken, stage_bytes[op.stage])
-
-
-def _add_boundaries(program: Program, changes: list[_Changes], start_s: list[float], end_s: list[float]) -> None:
-    readers: dict[int, int] = {}
-    for row in program.compute:
-        for op_id in row:
-            op = program.ops[op_id]
+                hold(worker, start_s[op_id - 1 if paired else op_id], end_s[op_id], stage_bytes[op.stage])
             # a recompute's input is read until its backward, the next operation, has ended
             reader = op_id + 1 if op.kind is Kind.RECOMPUTE else op_id
-            for dep in (*op.deps, *op.late_deps):
-                readers[dep] = reader
+            readers.update(dict.fromkeys((*op.deps, *op.late_deps), reader))
     for op in program.ops:
-        if op.payload not in (ACTIVATION, GRADIENT):
-            continue
-        if op.lane == UP:
-            _hold(changes[op.worker], end_s[readers.get(op.id, op.id)], start_s[op.id], op.num_bytes)
-        elif op.lane == DOWN:
-            _hold(changes[op.worker], end_s[op.id], end_s[op.deps[0]], op.num_bytes)
-
-
-def _hold(changes: _Changes, freed_s: float, taken_s: float, num_bytes: int) -> None:
-    if num_bytes:
-        changes.append((taken_s, num_bytes))
-        changes.append((freed_s, -num_bytes))
-
-
-def _peak(changes: _Changes) -> int:
-    held = peak = 0
-    for _, num_bytes in sorted(changes):  # at equal times, memory is freed before it is taken
-        held += num_bytes
-        peak = max(peak, held)
-    return peak
+        if op.payload in (ACTIVATION, GRADIENT) and op.lane == UP:
+            hold(op.worker, start_s[op.id], end_s[readers.get(op.id, op.id)], op.num_bytes)
+        elif op.payload in (ACTIVATION, GRADIENT):
+            hold(op.worker, end_s[op.deps[0]], end_s[op.id], op.num_bytes)
+    # at equal times, memory is freed before it is taken
+    return tuple(max(accumulate((size for _, size in sorted(row)), initial=0)) for row in changes)
 
 
 ACCOUNTINGS = ("default", "published")
@@ -195,7 +157,6 @@ def simulate_program(program: Program, costs: CostModel) -> Timeline:
 
 
 def _run(program: Program, costs: CostModel) -> _Run:
-    """The program, interpreted to its end."""
     schedule = program.schedule
     times = stage_times(costs, schedule.forward_stages, schedule.backward_stages, fused_head=schedule.fused_head)
     run = _Run(program, costs, times)
