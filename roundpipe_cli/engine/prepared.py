@@ -25,14 +25,9 @@ class Recomputation:
     each_layer: bool
     """One layer at a time, right before its backward; False: a whole stage."""
     read_layers: frozenset[int]
-    """Layers within a backward stage whose input is read again instead of recomputed."""
+    """Layers within a backward stage whose input is read again instead of recomputed: all with `recompute: layer`."""
     keep_layers: frozenset[int]
     """Layers that are not computed again where their activations can stay."""
-
-
-def least_memory(num_layers: int) -> Recomputation:
-    """The recomputation that needs least memory: one layer at a time, nothing kept."""
-    return Recomputation(True, frozenset(range(1, num_layers)), frozenset())
 
 
 def recomputation_of(options: EngineOptions, store: WeightStore) -> Recomputation:
@@ -55,10 +50,7 @@ class PreparedProgram:
     downloads: dict[BoundaryKey, int]
     """Boundary -> the program's download of it."""
     num_layers: int
-    recompute_each_layer: bool
-    """Backward stages compute one layer at a time again, right before its backward."""
-    read_layers: frozenset[int]
-    """Layers within a backward stage whose input is read again instead of recomputed: all with `recompute: layer`."""
+    recomputation: Recomputation
     readers: Counter[int]
     """Layer -> stages that read the hidden states at its input, for one microbatch."""
     kept: KeptActivations
@@ -103,7 +95,8 @@ class ProgramStore:
 
     def use_less_memory(self) -> None:
         """Prepare programs that recompute one layer at a time from now on."""
-        self._recomputation = least_memory(self._trained.num_layers)
+        num_layers = self._trained.num_layers
+        self._recomputation = Recomputation(True, frozenset(range(1, num_layers)), frozenset())
         self._known.clear()
 
     def prepared(self, schedule: Schedule) -> PreparedProgram:
@@ -123,8 +116,7 @@ class ProgramStore:
             links=links_of(program),
             downloads=downloads_of(program),
             num_layers=num_layers,
-            recompute_each_layer=recomputation.each_layer,
-            read_layers=recomputation.read_layers,
+            recomputation=recomputation,
             readers=hidden_readers(schedule, recomputation.read_layers, lowest_read),
             kept=self._kept(program),
             attended_layers=_attended(schedule, num_layers, lowest_read),

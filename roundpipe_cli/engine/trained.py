@@ -54,42 +54,35 @@ class _Place:
     dtype: torch.dtype
 
 
-class FoundAgain:
-    """Around a block's forward: weights that its graph saves are looked up again in the backward."""
+def weights_found_again(
+    needed: bool, weights_now: Callable[[], torch.Tensor], num_bytes: int
+) -> AbstractContextManager[Any]:
+    """Around a block's forward: weights that its graph saves are looked up again in the backward.
 
-    def __init__(self, weights_now: Callable[[], torch.Tensor], num_bytes: int) -> None:
-        """
-        Args:
-            weights_now: the first weight of the layer's buffer, as it is bound at the time of the call.
-            num_bytes: of the buffer.
-        """
-        self._weights_now = weights_now
-        self._num_bytes = num_bytes
-        self._start = weights_now().data_ptr()
+    Args:
+        needed: False where weights do not move: then nothing is done.
+        weights_now: the first weight of the layer's buffer, as it is bound at the time of the call.
+        num_bytes: of the buffer.
+    """
+    if not needed:
+        return nullcontext()
+    first = weights_now().data_ptr()
 
-    def hooks(self) -> AbstractContextManager[Any]:
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
-
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _Place:
-        offset = tensor.data_ptr() - self._start
-        if 0 <= offset < self._num_bytes:
+    def pack(tensor: torch.Tensor) -> torch.Tensor | _Place:
+        offset = tensor.data_ptr() - first
+        if 0 <= offset < num_bytes:
             return _Place(offset, tensor.shape, tensor.stride(), tensor.dtype)
         return tensor.detach()  # it would hold its own graph after a failed step
 
-    def _unpack(self, saved: torch.Tensor | _Place) -> torch.Tensor:
+    def unpack(saved: torch.Tensor | _Place) -> torch.Tensor:
         if isinstance(saved, torch.Tensor):
             return saved
-        weights = self._weights_now()
+        weights = weights_now()
         start = weights.data_ptr() - weights.untyped_storage().data_ptr() + saved.offset_bytes
         found = torch.empty(0, dtype=saved.dtype, device=weights.device)
         return found.set_(weights.untyped_storage(), start // saved.dtype.itemsize, saved.size, saved.stride)  # type: ignore[call-overload]
 
-
-def weights_found_again(
-    needed: bool, weights_now: Callable[[], torch.Tensor], num_bytes: int
-) -> AbstractContextManager[Any]:
-    """The hooks of `FoundAgain`; none where weights do not move."""
-    return FoundAgain(weights_now, num_bytes).hooks() if needed else nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
 # The trained layers of a model, and the facts that follow for every step.

@@ -1,11 +1,13 @@
-"""The CUDA backend against plain PyTorch and against itself. Needs a GPU; skipped, visibly, without one."""
+"""The CUDA backend against plain PyTorch and against itself. Needs a GPU; skipped, visibly, without one.
+
+`scripts/gpu_checks/correctness.py` compares every feature with the processor, and a run.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ from roundpipe_cli.model.sink_attention import sink_attention
 from roundpipe_cli.planning.cuts import resident_cut
 from roundpipe_cli.schedule.actions import equal_costs
 from roundpipe_cli.schedule.builders import Options
-from tests.support.e2e import fresh, make_model, make_workspace, metrics
+from tests.support.e2e import fresh, make_model, make_workspace
 from tests.support.schedules import dealt
 from tests.support.simulated_cases import page_locked
 from tests.support.tiny import Rig, make_rig, plain_step, random_microbatches, schedule_for
@@ -128,40 +130,6 @@ def test_microbatches_that_stay_on_one_worker(late: str, kept: int) -> None:
         assert engine.run_step(random_microbatches(sizes), schedule, step=3).loss == result.loss
 
 
-@pytest.mark.parametrize("packed_as", ["4bit", "8bit", "fp8"])
-def test_packed_weights(packed_as: Any) -> None:
-    if packed_as != "fp8":
-        pytest.importorskip("bitsandbytes")
-    rig = make_rig("llama", "lora", packed_as=packed_as)
-    sizes = [(2, 12), (1, 7)]
-    assert run(rig, [0], sizes).loss == pytest.approx(plain_step(rig, random_microbatches(sizes)), rel=1e-4)
-
-
-@pytest.mark.parametrize("method", ["lora", "full"])
-def test_two_workers_on_one_gpu_give_the_loss_of_one(method: str) -> None:
-    """`[cuda:0, cuda:0]` exercises the paths of several devices."""
-    sizes = [(2, 12), (2, 12), (1, 7), (2, 9)]
-    one = run(make_rig("llama", method), [0], sizes)
-    two = run(make_rig("llama", method), [0, 0], sizes)
-    assert two.loss == pytest.approx(one.loss, rel=1e-6)
-    assert two.gradient_norm == pytest.approx(one.gradient_norm, rel=1e-5)
-
-
-@pytest.mark.parametrize("devices", [[0], [0, 0]])
-def test_weight_cache_and_kept_activations_change_nothing(devices: list[int]) -> None:
-    sizes = [(2, 12), (2, 12), (1, 7), (2, 9)]
-    plain = run(make_rig("llama", "lora"), devices, sizes)
-    rig = make_rig("llama", "lora")
-    options = EngineOptions(weight_cache_bytes=10**9, keep_blocks=2)
-    with Engine(rig.skeleton, rig.split, rig.store, [cuda.CudaBackend(i) for i in devices], options=options) as engine:
-        schedule = schedule_for(rig, len(devices), len(sizes))
-        results = [engine.run_step(random_microbatches(sizes), schedule, step=0) for _ in range(3)]
-    for result in results:
-        assert result.loss == pytest.approx(plain.loss, rel=1e-6)
-        assert result.gradient_norm == pytest.approx(plain.gradient_norm, rel=1e-5)
-    assert results[2].upload_bytes < results[0].upload_bytes < plain.upload_bytes
-
-
 def test_many_steps_through_reused_staging_give_one_loss() -> None:
     """Page-locked boundaries are used again and again, by two workers at once: a copy that is overtaken would show."""
     rig = make_rig("llama", "lora", num_hidden_layers=8, hidden_size=512, intermediate_size=1024)
@@ -204,19 +172,6 @@ def test_uploads_are_counted_and_memory_is_bounded() -> None:
     model_bytes = sum(layout.num_bytes for layout in rig.store.layouts)
     assert result.upload_bytes > model_bytes
     assert result.device_peak_bytes[0] - before < model_bytes / 2
-
-
-def test_finetune_with_two_workers_on_one_gpu(tmp_path: Path) -> None:
-    """The command itself: page-locking, profile steps, the planner, the weight cache, saving, the result."""
-    losses = []
-    for device in ("cpu", "cuda:0"):
-        name = device[:3]
-        model = make_model(tmp_path / f"model-{name}")
-        folder = make_workspace(tmp_path / name, model, lora__dropout=0.0, pipeline={"devices": [device, device]})
-        fresh(folder, "finetune", "recipe.yaml", "--offline", "--no-dashboard").expect(0)
-        assert (folder / "out" / "adapter_model.safetensors").is_file()
-        losses.append([row["loss"] for row in metrics(folder / "out")])
-    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
 
 
 def test_generate_answers_on_the_gpu_as_on_the_processor(tmp_path: Path) -> None:

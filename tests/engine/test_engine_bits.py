@@ -184,4 +184,4 @@ def test_gradients_for_the_hosts_sum_leave_by_the_lane() -> None:
         trained = sum(rig.store.layouts[layer].trainable_num_bytes for layer in layer_range(visit.layers) if layer)
         wanted += len(visit.downloads) * trained
     assert program.host_folded and wanted
-    assert result.transfers.classes[DOWN, WEIGHT_GRADIENT].num_bytes == wanted
+    assert result.moved_bytes[DOWN, WEIGHT_GRADIENT] == wanted

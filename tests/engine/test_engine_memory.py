@@ -209,7 +209,6 @@ def test_every_transfer_has_its_time(rig: Rig) -> None:
     """The links of a measured step were not recorded, so nothing could say what a worker had waited for."""
     result = run(rig, cut(rig, 2, 4), count_bytes=False)
     links, actions = result.links, result.actions
-    assert len(links) == sum(entry.num_transfers for entry in result.transfers.classes.values())
     assert all(0 <= link.start_s <= link.end_s <= result.step_s for link in links)
     uploads = [link for link in links if link.lane == UP and link.microbatch < 0]
     assert len(uploads) > NUM_WORKERS

@@ -12,7 +12,9 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -296,36 +298,27 @@ def write_layers(rig: Rig, gradients: Sequence[torch.Tensor], layers: Sequence[i
             place.masters.add_(gradients[layer], alpha=-0.01)
 
 
+@pytest.mark.parametrize("written", [(), (0, 1)])
 @pytest.mark.parametrize("before", [False, True])
 @pytest.mark.parametrize("copy", [False, True])
-def test_the_error_of_an_update_is_that_of_all_who_wait(copy: bool, before: bool) -> None:
-    """Also of a step that begins after it."""
+def test_the_error_of_an_update_is_that_of_all_who_wait(
+    copy: bool, before: bool, written: Sequence[int], new_threads: Callable[[], list[str]]
+) -> None:
+    """Also of a step that begins after it, and of one that the caller leaves to the workers: they end."""
     rig = make_rig("llama", num_hidden_layers=4)
     error = InternalError("the optimizer failed")
-    raised: list[BaseException] = []
-
-    def wait(call: Callable[..., object], *given: object) -> None:
-        try:
-            call(*given)
-        except InternalError as caught:
-            raised.append(caught)
-
-    with rig.engine(2, copy=copy) as engine:
+    with rig.engine(2, copy=copy) as engine, ThreadPoolExecutor(2) as pool:
         schedule = schedule_for(rig, 2, len(SIZES))
         engine.run_step(random_microbatches(SIZES), schedule, step=0)
-        write_layers(rig, rig.store.gradients, [0, 1])
+        write_layers(rig, rig.store.gradients, written)
         if before:
             rig.store.fail(error)
-        under_way = engine.start_step(random_microbatches(SIZES), schedule, step=1, version=1)
-        calls = [(engine.finish_step, under_way), (rig.store.wait_for, 3, 1)]
-        threads = [threading.Thread(target=wait, args=call, daemon=True) for call in calls]
-        for thread in threads:
-            thread.start()
+        step = partial(engine.run_step, random_microbatches(SIZES), schedule, step=1, version=1)
+        waiting = [pool.submit(step), pool.submit(rig.store.wait_for, 3, 1)]
         if not before:
             rig.store.fail(error)
-        for thread in threads:
-            thread.join(10)
-    assert raised == [error, error]
+        assert [one.exception(10) for one in waiting] == [error, error]
+    assert not new_threads()
     with pytest.raises(InternalError, match="the optimizer failed"):
         rig.store.check_updates()
 
@@ -335,15 +328,16 @@ def test_all_before_a_layer_that_is_not_updated_is_computed(copy: bool) -> None:
     """And it goes over the same lanes, where weights are uploaded, past those that wait."""
     rig = make_rig("llama", num_hidden_layers=4)
     last, microbatches = rig.num_layers - 1, random_microbatches(SIZES)
-    with rig.engine(2, copy=copy) as engine:
+    with rig.engine(2, copy=copy) as engine, ThreadPoolExecutor(1) as pool:
         schedule = schedule_for(rig, 2, len(SIZES))
         engine.run_step(microbatches, schedule, step=0)
         gradients = [gradient.clone() for gradient in rig.store.gradients]
         write_layers(rig, gradients, range(last))
-        under_way = engine.start_step(microbatches, schedule, step=1, version=1)
+        under_way = pool.submit(engine.run_step, microbatches, schedule, step=1, version=1)
 
         def done() -> list[tuple[Kind, tuple[int, int]]]:
-            ops = [item.op for step in under_way.steps for item in step.intervals]
+            step = engine.step_in_work
+            ops = [item.op for result in step.results for item in result.intervals] if step is not None else []
             return [(op.kind, stage_layers(schedule, op)) for op in ops if op.visit >= 0]
 
         before = schedule.microbatches_per_round * sum(first <= end < last for first, end in schedule.forward_stages)
@@ -353,21 +347,11 @@ def test_all_before_a_layer_that_is_not_updated_is_computed(copy: bool) -> None:
         time.sleep(0.2)
         seen = done()
         write_layers(rig, gradients, [last])
-        loss, found = engine.finish_step(under_way).loss, [gradient.clone() for gradient in rig.store.gradients]
+        loss, found = under_way.result().loss, [gradient.clone() for gradient in rig.store.gradients]
         again = engine.run_step(microbatches, schedule, step=1, version=1).loss
     assert sum(kind is Kind.FORWARD for kind, _ in seen) == before > 0, "every forward of the first round"
     assert all(layers[1] < last for _, layers in seen), "and nothing that reads the head"
     assert loss == again and all(torch.equal(*pair) for pair in zip(found, rig.store.gradients, strict=True))
-
-
-def test_an_engine_left_with_a_step_under_way_ends(new_threads: Callable[[], list[str]]) -> None:
-    rig = make_rig("llama", "lora", num_hidden_layers=4)
-    with rig.engine(2) as engine:
-        microbatches, schedule = random_microbatches(SIZES), schedule_for(rig, 2, len(SIZES))
-        engine.start_step(microbatches, schedule, step=0, version=0)
-        with pytest.raises(AssertionError):
-            engine.start_step(microbatches, schedule, step=1, version=0)
-    assert not new_threads()
 
 
 # --- on simulated cards ---------------------------------------------------------------------------------------------
@@ -385,8 +369,7 @@ def beside(engine: Engine, rig: Rig, case: Case) -> Bits:
             write_layers(rig, gradients, [layer])
 
     for step in range(case.num_steps):
-        under_way = engine.start_step(case.microbatches, schedule, step=step, version=step)
-        result = engine.finish_step(under_way)
+        result = engine.run_step(case.microbatches, schedule, step=step, version=step)
         bits += [result.loss, result.gradient_norm, *gradient_bits(rig)]
         gradients = [gradient.clone() for gradient in rig.store.gradients]
         if step + 1 < case.num_steps:

@@ -49,7 +49,7 @@ def one_f_one_b(rig: Rig) -> Schedule:
 
 
 def weight_bytes(result: StepResult) -> int:
-    return result.transfers.classes[UP, WEIGHTS].num_bytes
+    return result.moved_bytes[UP, WEIGHTS]
 
 
 @pytest.mark.covering(1)

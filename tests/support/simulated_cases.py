@@ -17,7 +17,6 @@ from roundpipe_cli import faults
 from roundpipe_cli.engine.backends import cuda
 from roundpipe_cli.engine.backends.base import Backend
 from roundpipe_cli.engine.backends.cpu import CpuBackend
-from roundpipe_cli.engine.dispatch.decisions import TransferOptions
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.options import EngineOptions, GradientOptions
 from roundpipe_cli.engine.step import Microbatch
@@ -346,7 +345,7 @@ CASES: dict[str, Case] = {
     "spread-head": Case("llama", "lora", schedule=partial(roundpipe, options=Options(head_workers=2))),
     "spread-head-full": Case("llama", "full", schedule=partial(roundpipe, options=Options(head_workers=2))),
     "early-updates": Case("llama", "full", num_steps=2, steps=update_early),
-    "small-chunks": Case("llama", "full", engine={"transfers": TransferOptions(chunk_bytes=10_000)},
+    "small-chunks": Case("llama", "full", engine={"chunk_bytes": 10_000},
                          microbatches=random_microbatches([(2, 24), (1, 45)])),
     "after-failures": Case("llama", "full", microbatches=random_microbatches(MORE_SIZES), steps=after_failures),
     "after-failures-lora": Case("llama", "lora", microbatches=random_microbatches(MORE_SIZES), steps=after_failures),
