@@ -29,11 +29,10 @@ from roundpipe_cli.engine.gradients import StepGradients, gradient_folds
 from roundpipe_cli.engine.layer import LayerRunner, chunk_states
 from roundpipe_cli.engine.live import ActionTime, StepInWork
 from roundpipe_cli.engine.options import EngineOptions, GradientOptions
-from roundpipe_cli.engine.prepared import ProgramStore, Scoring, StepContext
+from roundpipe_cli.engine.prepared import ProgramStore, Scoring, StepContext, trained_layers
 from roundpipe_cli.engine.slots import StageSlots, WeightCache
 from roundpipe_cli.engine.stage import StageRunner
 from roundpipe_cli.engine.step import Microbatch, Part, StepResult
-from roundpipe_cli.engine.trained import trained_layers
 from roundpipe_cli.engine.weights import REFERENCE, WeightStore
 from roundpipe_cli.engine.worker import Worker, WorkerPart, WorkerStep
 from roundpipe_cli.errors import OutOfDeviceMemoryError

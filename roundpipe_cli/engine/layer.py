@@ -18,9 +18,8 @@ from roundpipe_cli.costs.cost import StageRange
 from roundpipe_cli.engine.backends.base import Backend, DeviceEvent
 from roundpipe_cli.engine.carrier import BoundaryKind, MicrobatchState, SequenceChunk
 from roundpipe_cli.engine.gradients import GradientParts, Leaving, add_to, leaving_parts, square_sum
-from roundpipe_cli.engine.prepared import Scoring, StepContext
+from roundpipe_cli.engine.prepared import Scoring, StepContext, TrainedLayers, weights_found_again
 from roundpipe_cli.engine.program import layer_range
-from roundpipe_cli.engine.trained import TrainedLayers, weights_found_again
 from roundpipe_cli.kernels.fused import adds_products, product_sum
 from roundpipe_cli.model.attention import recurrent_blocks
 from roundpipe_cli.model.block_calls import BlockCall, Prologue

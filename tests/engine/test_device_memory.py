@@ -14,8 +14,8 @@ import torch
 from roundpipe_cli.engine.backends.cpu import CpuBackend
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.options import EngineOptions
+from roundpipe_cli.engine.prepared import kept_activations, weights_found_again
 from roundpipe_cli.engine.program import lower_for_engine
-from roundpipe_cli.engine.trained import kept_activations, weights_found_again
 from roundpipe_cli.errors import InternalError, OutOfDeviceMemoryError
 from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.schedule.builders import Rounds, build_schedule

@@ -11,8 +11,7 @@ from roundpipe_cli.costs.cost import CostModel, StageRange
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.schedule.actions import Action, Kind, Schedule, equal_costs
 from roundpipe_cli.schedule.builders import Options, Rounds, build_schedule, interleaved_groups, place_on, schedule_name
-from roundpipe_cli.schedule.published import simulate_published
-from roundpipe_cli.schedule.simulate import simulate
+from roundpipe_cli.schedule.simulate import simulate, simulate_published
 from tests.support.schedules import dealt, parse_rows, validate_schedule
 
 

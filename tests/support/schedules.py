@@ -11,8 +11,7 @@ from typing import Any
 from roundpipe_cli.choices import SCHEDULE_KINDS
 from roundpipe_cli.costs.cost import CostModel, StageRange
 from roundpipe_cli.schedule.actions import Action, Kind, Schedule
-from roundpipe_cli.schedule.builders import Rounds, build_schedule
-from roundpipe_cli.schedule.validate import check_chunks, check_stages
+from roundpipe_cli.schedule.builders import Rounds, build_schedule, check_chunks, check_stages
 
 Key = tuple[Kind, int, int]
 """(kind, stage, microbatch): an action, on whichever worker it runs."""
