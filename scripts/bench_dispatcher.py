@@ -90,7 +90,7 @@ def against_simulator(title: str, costs: CostModel, args: argparse.Namespace) ->
 def exposed(schedule: Schedule, costs: CostModel, args: argparse.Namespace, *, fifo: bool) -> tuple[float, str]:
     """Exposed seconds, median, and the row's figures."""
     runs = [run_emulated(schedule, costs, fifo=fifo) for _ in range(args.repetitions)]
-    seconds = args.compress * statistics.median(run.transfers.exposed_s for run in runs)
+    seconds = args.compress * statistics.median(run.exposed_s for run in runs)
     makespan = args.compress * statistics.median(run.makespan_s for run in runs)
     return seconds, f"{seconds:.3f} s | {makespan:.3f} s | {late_share(runs)}"
 

@@ -193,7 +193,7 @@ def measure(asked: Sequence[Asked], results: Sequence[Result], repetitions: int)
             statistics.median(run.makespan_s for run in found),
             statistics.median(run.bubble_ratio for run in found),
             statistics.median(max(run.late_s) for run in found),
-            statistics.median(run.transfers.exposed_s for run in found),
+            statistics.median(run.exposed_s for run in found),
             chained_s(entry),
         )
         for entry, found in zip(asked, runs, strict=True)

@@ -29,10 +29,10 @@ from roundpipe_cli.costs.cost import CostModel
 from roundpipe_cli.engine.backends.cpu import CpuBackend
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.options import EngineOptions
+from roundpipe_cli.engine.prepared import kept_activations
 from roundpipe_cli.engine.probe import find_unread_products
 from roundpipe_cli.engine.program import lower_for_engine
 from roundpipe_cli.engine.step import Microbatch, StepResult
-from roundpipe_cli.engine.trained import kept_activations
 from roundpipe_cli.planning.adaptive import measured_costs, profile_schedule
 from roundpipe_cli.planning.compare import SimulationCase
 from roundpipe_cli.planning.cuts import DEALING, resident_cut

@@ -11,18 +11,21 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from roundpipe_cli import faults
 from roundpipe_cli.files import CACHE_VARIABLE
 from tests.support.covering import covering
 
 SMOKE = (
-    *("recipe/test_recipe_load.py", "schedule/test_schedule_builders.py", "schedule/test_schedule_validate.py"),
+    *("recipe/test_recipe_load.py", "schedule/test_schedule_builders.py"),
     *("planning/test_partition_properties.py", "data/test_data_columns.py", "model/test_counter_random.py"),
-    *("engine/test_dispatch.py", "train/test_checkpoint_store.py", "train/test_finetune_numbers.py"),
+    *("engine/test_device_memory.py", "train/test_checkpoint_store.py", "train/test_finetune_numbers.py"),
 )
 """Files of the subset `smoke`."""
 
@@ -70,6 +73,26 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
         (folder / name).symlink_to(shared_caches / name)
     monkeypatch.setenv(CACHE_VARIABLE, str(folder))
     return folder
+
+
+@pytest.fixture
+def ask(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Ask for a fault, as the environment variable has it."""
+
+    def set_fault(text: str) -> None:
+        monkeypatch.setenv(faults.ENVIRONMENT_VARIABLE, text)
+        faults.load_faults()
+
+    yield set_fault
+    monkeypatch.undo()
+    faults.load_faults()
+
+
+@pytest.fixture
+def new_threads() -> Callable[[], list[str]]:
+    """Names of the threads that have begun in this test and run."""
+    before = set(threading.enumerate())
+    return lambda: [thread.name for thread in threading.enumerate() if thread not in before]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

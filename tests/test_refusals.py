@@ -23,7 +23,7 @@ from roundpipe_cli.errors import RoundpipeError
 from roundpipe_cli.faults import load_faults
 from roundpipe_cli.files import cache_folder
 from roundpipe_cli.planning.search.stages import check_costs
-from roundpipe_cli.schedule.validate import check_stages
+from roundpipe_cli.schedule.builders import check_stages
 from tests.cli.test_terminal_text import GOOD, ROWS, call
 
 ROOT = Path(__file__).parents[1]

@@ -59,9 +59,7 @@ class BoundaryStore:
         self._stored: dict[BoundaryKey, Boundary] = {}
 
     def put(self, key: BoundaryKey, tensor: torch.Tensor, event: DeviceEvent, num_readers: int) -> None:
-        """Publish a boundary for `num_readers` readers."""
-        if num_readers == 0:
-            return
+        """Publish a boundary for `num_readers` readers, at least one."""
         with self._progress.condition:
             assert key not in self._stored, f"boundary {key} written twice"
             self._stored[key] = Boundary(tensor, event, num_readers)
@@ -143,13 +141,11 @@ class MicrobatchState:
         return len(self.target_ids) if self.preference is None else len(self.input_ids) // 2
 
 
-_KEYS, _VALUES = "keys", "values"
-"""Kinds that a program does not list: the compute thread requests and publishes them while it runs."""
 _PAYLOADS = {
     BoundaryKind.HIDDEN: ACTIVATION,
     BoundaryKind.GRADIENT: GRADIENT,
-    BoundaryKind.KEYS: _KEYS,
-    BoundaryKind.VALUES: _VALUES,
+    BoundaryKind.KEYS: "keys",  # not in programs: the compute thread requests and publishes them while it runs
+    BoundaryKind.VALUES: "values",
 }
 _KINDS = {payload: kind for kind, payload in _PAYLOADS.items()}
 
@@ -252,14 +248,22 @@ class Carrier:
 
     def prepare(self, op: Op) -> Sequence[Pair]:
         """The copies of a boundary's transfer; none where no tensor was made, or where its reader reads none."""
-        return self._prepare_up(op) if op.lane == UP else self._prepare_down(op)
+        if op.lane == UP:
+            return self._prepare_up(op)
+        found = self._outputs.get(op.id)
+        if found is None:
+            return ()
+        host = self._backend.host_like(found[0])
+        self._held[op.id] = _Held(host, found[0])
+        return [(host, found[0])]
 
     def _prepare_up(self, op: Op) -> Sequence[Pair]:
         key = key_of(op)
         if op.id in self._fetched:
             reader, found = self._fetched.pop(op.id)
         else:
-            consumer = self._consumer(op)
+            followers = (self._run.program.ops[follower] for follower in self._run.ledger.followers(op.id))
+            consumer = next(other for other in followers if other.lane == COMPUTE)
             reader = _reader(consumer)
             unread = consumer.kind is Kind.RECOMPUTE and self._recompute_each_layer
             from_embed = op.boundary == 0  # the compute thread itself gathers the embedding's rows
@@ -271,18 +275,6 @@ class Carrier:
         self._inputs[reader, key] = device
         self._held[op.id] = _Held(found.tensor, device)
         return [(device, found.tensor)]
-
-    def _consumer(self, op: Op) -> Op:
-        ops = (self._run.program.ops[follower] for follower in self._run.ledger.followers(op.id))
-        return next(other for other in ops if other.lane == COMPUTE)
-
-    def _prepare_down(self, op: Op) -> Sequence[Pair]:
-        found = self._outputs.get(op.id)
-        if found is None:
-            return ()
-        host = self._backend.host_like(found[0])
-        self._held[op.id] = _Held(host, found[0])
-        return [(host, found[0])]
 
     def issued(self, op: Op, event: DeviceEvent) -> None:
         """A transfer has been issued: readers may ask for the host tensor that it fills."""

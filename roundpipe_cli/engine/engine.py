@@ -13,8 +13,9 @@ import functools
 import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import TracebackType
 
 import torch
@@ -22,17 +23,16 @@ from torch import nn
 
 from roundpipe_cli.engine.backends.base import Backend, is_device_error, is_out_of_memory
 from roundpipe_cli.engine.carrier import BoundaryStore, Carrier, MicrobatchState
-from roundpipe_cli.engine.dispatch.decisions import Progress, TransferOptions, statistics_of
+from roundpipe_cli.engine.dispatch.decisions import Progress
 from roundpipe_cli.engine.dispatch.dispatch import MEMORY_HINT, Pool, StepRun, keep_forever
 from roundpipe_cli.engine.gradients import StepGradients, gradient_folds
 from roundpipe_cli.engine.layer import LayerRunner, chunk_states
 from roundpipe_cli.engine.live import ActionTime, StepInWork
 from roundpipe_cli.engine.options import EngineOptions, GradientOptions
-from roundpipe_cli.engine.prepared import ProgramStore, Scoring, StepContext
+from roundpipe_cli.engine.prepared import ProgramStore, Scoring, StepContext, trained_layers
 from roundpipe_cli.engine.slots import StageSlots, WeightCache
 from roundpipe_cli.engine.stage import StageRunner
 from roundpipe_cli.engine.step import Microbatch, Part, StepResult
-from roundpipe_cli.engine.trained import trained_layers
 from roundpipe_cli.engine.weights import REFERENCE, WeightStore
 from roundpipe_cli.engine.worker import Worker, WorkerPart, WorkerStep
 from roundpipe_cli.errors import OutOfDeviceMemoryError
@@ -47,9 +47,9 @@ from roundpipe_cli.model.expert_lora import use_grouped_kernel
 from roundpipe_cli.model.head import HeadLoss, HeadScores, Rewards, target_rows
 from roundpipe_cli.model.split import ModelSplit
 from roundpipe_cli.model.worker_model import WorkerModel, WorkerOptions
-from roundpipe_cli.schedule.actions import Action, Kind, Schedule
+from roundpipe_cli.schedule.actions import Kind, Schedule
 from roundpipe_cli.schedule.program import WEIGHTS, Program
-from roundpipe_cli.schedule.timeline import DOWN, HOST, UP, Interval
+from roundpipe_cli.schedule.timeline import HOST, Interval
 
 # Times of a finished step's operations, from its workers' marks, and of its transfers.
 
@@ -75,9 +75,8 @@ def measured_actions(
         for interval in step.intervals:
             begin_s = offset_s + backend.seconds_between(step.start, interval.start)
             end_s = offset_s + backend.seconds_between(step.start, interval.end)
-            op = interval.op
-            compute_s[op.id] = (started_s + begin_s, started_s + end_s)
-            actions.append(ActionTime(Action(op.kind, op.stage, op.microbatch, op.worker), begin_s, end_s))
+            compute_s[interval.op.id] = (started_s + begin_s, started_s + end_s)
+            actions.append(ActionTime(interval.action, begin_s, end_s))
     return actions, compute_s
 
 
@@ -90,13 +89,11 @@ def measured_transfers(run: StepRun, started_s: float) -> tuple[Interval, ...]:
     Args:
         started_s: when the step started, of `time.perf_counter`.
     """
-    found = []
-    for record in run.records:
-        op = run.ledger.ops[record.op_id]
-        if op.lane in (UP, DOWN):
-            start_s, end_s = record.start_s - started_s, record.end_s - started_s
-            found.append(Interval(op.worker, op.lane, op.kind, op.stage, op.microbatch, start_s, end_s))
-    return tuple(found)
+    return tuple(
+        Interval(op.worker, op.lane, op.kind, op.stage, op.microbatch, item.start_s - started_s, item.end_s - started_s)
+        for item in run.records
+        for op in (item.op,)
+    )
 
 
 MIN_WAIT_S = 1e-3
@@ -168,37 +165,23 @@ def without_answer(workers: Sequence[Worker]) -> list[int]:
 def microbatch_states(
     microbatches: Sequence[Microbatch], num_chunks: int, part: Part | None = None
 ) -> list[MicrobatchState]:
-    """A step's microbatches, each sequence cut into `num_chunks`; `part`: see `Engine.start_step`."""
+    """A step's microbatches, each sequence cut into `num_chunks`; `part`: see `Engine.run_step`."""
     states: list[MicrobatchState] = []
     for microbatch in microbatches:
-        states += _states_of(microbatch, len(states), num_chunks)
+        first, (indices, targets) = len(states), target_rows(microbatch.labels)
+        if num_chunks == 1:
+            state = MicrobatchState(first, microbatch.input_ids, indices, targets, microbatch.position_ids, place=first)
+            state.preference, state.lengths = microbatch.preference, microbatch.lengths
+            states.append(state)
+        else:
+            assert microbatch.position_ids is None and microbatch.preference is None, (
+                "packed rows and pairs are not cut"
+            )
+            states += chunk_states(microbatch.input_ids, indices, targets, first, num_chunks=num_chunks)
     if part is not None:
         for state in states:
             state.place += part.first * num_chunks
     return states
-
-
-def _states_of(microbatch: Microbatch, first: int, num_chunks: int) -> list[MicrobatchState]:
-    """The states of one microbatch, the first of whose chunks has the index `first`."""
-    indices, targets = target_rows(microbatch.labels)
-    if num_chunks == 1:
-        state = MicrobatchState(first, microbatch.input_ids, indices, targets, microbatch.position_ids, place=first)
-        state.preference, state.lengths = microbatch.preference, microbatch.lengths
-        return [state]
-    assert microbatch.position_ids is None and microbatch.preference is None, "packed rows and pairs are not cut"
-    return chunk_states(microbatch.input_ids, indices, targets, first, num_chunks=num_chunks)
-
-
-@dataclass(frozen=True)
-class StepUnderWay:
-    """A step that the workers have and that was not waited for."""
-
-    context: StepContext
-    run: StepRun
-    steps: Sequence[WorkerStep]
-    started_s: float
-    """Start by `time.perf_counter`."""
-    loss_scale: float
 
 
 class Engine:
@@ -230,7 +213,6 @@ class Engine:
         self._seeds_blocks = True
         self._told: set[str] = set()
         """Notices of devices that were already in a result."""
-        transfers = options.transfers or TransferOptions()
         capabilities = [backend.capability for backend in backends]
         missing = "kernels: reference" if options.fused is None else why_no_triton()
         takes = functools.partial(takes_triton, capabilities, allowed=missing is None)
@@ -252,7 +234,7 @@ class Engine:
             )
             slots = StageSlots(layers, store, WeightCache(index, backend, store, options.weight_cache_bytes))
             self._workers.append(
-                Worker(StageRunner(layers), store, slots, split.layer_names(), chunk_bytes=transfers.chunk_bytes)
+                Worker(StageRunner(layers), store, slots, split.layer_names(), chunk_bytes=options.chunk_bytes)
             )
             self._workers[-1].whole_per_visit = options.whole_per_visit
         self._notice = describe_experts(capabilities, expert_dtypes, missing)
@@ -262,14 +244,12 @@ class Engine:
         """See `StepResult`."""
         self._pool = self._new_pool()
         self._open = False
-        self._under_way: StepUnderWay | None = None
         self.step_in_work: StepInWork | None = None
         """The step for displays, which any thread may read."""
 
     def _new_pool(self) -> Pool:
         return Pool(
             self._workers,
-            options=self._options.transfers,
             watchdog_s=self._options.watchdog_s,
             is_out_of_memory=is_out_of_memory,
             is_device_error=is_device_error,
@@ -345,24 +325,6 @@ class Engine:
     ) -> StepResult:
         """Forward and backward of one step; leaves the sum of gradients, times the loss scale, in the store.
 
-        `start_step` and `finish_step`, whose arguments and errors these are.
-        """
-        return self.finish_step(
-            self.start_step(microbatches, schedule, step=step, version=version, part=part, gradients=gradients)
-        )
-
-    def start_step(
-        self,
-        microbatches: Sequence[Microbatch],
-        schedule: Schedule,
-        *,
-        step: int,
-        version: int | None = None,
-        part: Part | None = None,
-        gradients: GradientOptions | None = None,
-    ) -> StepUnderWay:
-        """Let the workers begin a step, when the one before is done; returns once the embedding has its version.
-
         Args:
             microbatches: as many as the schedule has, or as it has sequences: each is cut into the schedule's chunks.
             schedule: for as many workers as the engine has.
@@ -380,7 +342,6 @@ class Engine:
         assert self._open, "use the engine inside its `with` block"
         assert schedule.num_workers == self.num_workers
         assert schedule.num_microbatches == len(microbatches) * schedule.sequence_chunks
-        assert self._under_way is None
         gradients = gradients or GradientOptions()
         states = microbatch_states(microbatches, schedule.sequence_chunks, part)
         num_units = sum(state.num_units for state in states) if part is None else part.num_units
@@ -396,7 +357,7 @@ class Engine:
             loss=self._loss(gradients.loss_scale / max(num_units, 1)),
             gradients=StepGradients(folds, self._trained.late, gradients.on_complete),
         )
-        return self._start(context, gradients.loss_scale)
+        return self._finish(context, *self._compute(context), loss_scale=gradients.loss_scale)
 
     def _context(self, states: list[MicrobatchState], schedule: Schedule, step: int) -> StepContext:
         """The context of a pass over these microbatches that makes no gradients."""
@@ -418,11 +379,6 @@ class Engine:
     def _loss(self, gradient_scale: float) -> HeadLoss:
         options = self._options
         return HeadLoss(gradient_scale, options.head_chunk_tokens, options.label_smoothing, self._loss_in_place)
-
-    def finish_step(self, step: StepUnderWay) -> StepResult:
-        """Block until the step under way is done; errors as of `start_step`."""
-        self._wait(step)
-        return self._finish(step)
 
     def score(
         self,
@@ -449,17 +405,17 @@ class Engine:
         """
         assert self._open, "use the engine inside its `with` block"
         assert schedule.num_workers == self.num_workers and schedule.num_microbatches == len(microbatches)
-        assert self._under_way is None
         context = self._context(microbatch_states(microbatches, schedule.sequence_chunks), schedule, step)
         context = replace(
             context, scoring=Scoring(adapters, greedy), version=context.version if version is None else version
         )
-        self._wait(self._start(context, 1.0))
+        self._compute(context)
         scores = [state.scores for state in context.microbatches]
         return [replace(item, loss_sum=float(item.loss_sum)) for item in scores if item is not None]
 
-    def _start(self, context: StepContext, loss_scale: float) -> StepUnderWay:
-        """Let the workers run the context's program."""
+    def _compute(self, context: StepContext) -> tuple[StepRun, list[WorkerStep], float]:
+        """Let the workers run the context's program, to its end; returns also when they began, by
+        `time.perf_counter`."""
         prepared = context.prepared
         self._reserve(prepared.program, keeps_weights=context.scoring is None)
         run = StepRun(
@@ -472,47 +428,31 @@ class Engine:
         )
         steps = [WorkerStep(worker.index) for worker in self._workers]
         for worker, step in zip(self._workers, steps, strict=True):
-            run.parts[worker.index] = WorkerPart(context, self._carrier(worker, context, run), step)
-        under_way = StepUnderWay(context, run, steps, time.perf_counter(), loss_scale)
-        self._under_way = under_way
-        self._show()
+            carrier = Carrier(
+                worker.backend,
+                context.boundaries,
+                run,
+                prepared.downloads,
+                recompute_each_layer=prepared.recomputation.each_layer,
+            )
+            run.parts[worker.index] = WorkerPart(context, carrier, step)
+        started_s = time.perf_counter()
+        if context.scoring is None:
+            fused_head = prepared.schedule.fused_head
+            self.step_in_work = StepInWork(context.step, started_s, self._workers, steps, fused_head, self.lanes)
         self.store.tell(run, context.version)
         self._pool.start(run)
         if context.gradients.folds[0] is not None:
             self.store.wait_for(0, context.version)  # until then an update reads the sum
             context.gradients.begin_embed()
-        return under_way
-
-    def _carrier(self, worker: Worker, context: StepContext, run: StepRun) -> Carrier:
-        prepared = context.prepared
-        return Carrier(
-            worker.backend,
-            context.boundaries,
-            run,
-            prepared.downloads,
-            recompute_each_layer=prepared.recompute_each_layer,
-        )
-
-    def _wait(self, step: StepUnderWay) -> None:
-        assert step is self._under_way
         try:
-            self._pool.wait(step.run)
+            self._pool.wait(run)
         finally:
-            self.store.forget(step.run)
-            self._under_way = None
-            self._show()
+            self.store.forget(run)
+            self.step_in_work = None
         for worker in self._workers:
             worker.slots.cache.step_done()
-
-    def _show(self) -> None:
-        """Show the step under way to displays."""
-        step = self._under_way
-        self.step_in_work = None
-        if step is not None and step.context.scoring is None:
-            fused_head = step.context.program.schedule.fused_head
-            self.step_in_work = StepInWork(
-                step.context.step, step.started_s, self._workers, step.steps, fused_head, self.lanes
-            )
+        return run, steps, started_s
 
     def use_less_memory(self) -> None:
         """After a step ran out of memory: recompute one layer at a time from now on, which changes no bit."""
@@ -542,8 +482,9 @@ class Engine:
         self._told.update(new)
         return new
 
-    def _finish(self, done: StepUnderWay) -> StepResult:
-        context, started_s = done.context, done.started_s
+    def _finish(
+        self, context: StepContext, run: StepRun, steps: Sequence[WorkerStep], started_s: float, *, loss_scale: float
+    ) -> StepResult:
         if context.microbatches:  # blocks that drew nothing in the first step never do: later steps need not watch
             models = [worker.runner.layers.model for worker in self._workers]
             self._seeds_blocks &= any(model.blocks_draw for model in models)
@@ -558,7 +499,10 @@ class Engine:
             loss_sum += float(state.loss_sum)
         num_units = context.num_units
         assert len(context.boundaries) == 0, "a boundary tensor was never read"
-        actions, compute_s = measured_actions(self._workers, done.steps, started_s)
+        moved_bytes: Counter[tuple[str, str]] = Counter()
+        for record in run.records:
+            moved_bytes[record.op.lane, record.op.payload] += record.num_bytes
+        actions, compute_s = measured_actions(self._workers, steps, started_s)
         return StepResult(
             loss=loss_sum / num_units if num_units else 0.0,
             num_target_tokens=sum(len(state.target_ids) for state in context.microbatches),
@@ -566,17 +510,17 @@ class Engine:
             rewards=tuple(
                 Rewards.of(state.reward_sums) for state in context.microbatches if state.reward_sums is not None
             ),
-            gradient_norm=math.sqrt(sum(squares)) / done.loss_scale,
+            gradient_norm=math.sqrt(sum(squares)) / loss_scale,
             step_s=seconds,
             actions=tuple(actions),
             num_workers=self.num_workers,
             lanes=self.lanes,
             fused_head=context.program.schedule.fused_head,
             started_s=started_s,
-            transfers=statistics_of(context.program, compute_s, done.run.records, started_s),
-            links=measured_transfers(done.run, started_s),
-            waits=measured_waits(done.run, compute_s, started_s),
-            device_peak_bytes=tuple(step.peak_bytes for step in done.steps),
-            device_reserved_bytes=tuple(step.reserved_bytes for step in done.steps),
-            launch_bound_s=tuple(launch_bound_s(self._workers[step.worker].backend, step) for step in done.steps),
+            moved_bytes=moved_bytes,
+            links=measured_transfers(run, started_s),
+            waits=measured_waits(run, compute_s, started_s),
+            device_peak_bytes=tuple(step.peak_bytes for step in steps),
+            device_reserved_bytes=tuple(step.reserved_bytes for step in steps),
+            launch_bound_s=tuple(launch_bound_s(self._workers[step.worker].backend, step) for step in steps),
         )

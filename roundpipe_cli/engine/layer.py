@@ -6,7 +6,7 @@ Each layer is a graph of its own (its input is detached), so where stages are cu
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -18,9 +18,8 @@ from roundpipe_cli.costs.cost import StageRange
 from roundpipe_cli.engine.backends.base import Backend, DeviceEvent
 from roundpipe_cli.engine.carrier import BoundaryKind, MicrobatchState, SequenceChunk
 from roundpipe_cli.engine.gradients import GradientParts, Leaving, add_to, leaving_parts, square_sum
-from roundpipe_cli.engine.prepared import Scoring, StepContext
+from roundpipe_cli.engine.prepared import Scoring, StepContext, TrainedLayers, weights_found_again
 from roundpipe_cli.engine.program import layer_range
-from roundpipe_cli.engine.trained import TrainedLayers, weights_found_again
 from roundpipe_cli.kernels.fused import adds_products, product_sum
 from roundpipe_cli.model.attention import recurrent_blocks
 from roundpipe_cli.model.block_calls import BlockCall, Prologue
@@ -133,12 +132,6 @@ class Sequences:
         assert state.chunk is not None
         self._found.pop((layer, state.index - state.chunk.index), None)
 
-    def end_all(self, layers: Iterable[int], state: MicrobatchState) -> None:
-        """The same for a stage after a sequence's first chunk, the last to go backward."""
-        if state.chunk is not None and state.chunk.index == 0:
-            for layer in layers:
-                self.end(layer, state)
-
     def clear(self) -> None:
         self._found.clear()
 
@@ -146,7 +139,7 @@ class Sequences:
 def chunk_states(
     input_ids: torch.Tensor, indices: torch.Tensor, targets: torch.Tensor, first: int, *, num_chunks: int
 ) -> list[MicrobatchState]:
-    """The chunks of sequences `input_ids` [B, T] as microbatches, the first of which has the index `first`.
+    """The chunks of sequences `input_ids` [B, T], of about equal length, as microbatches from the index `first` on.
 
     Args:
         indices: positions of target tokens in B * T; each chunk gets its own, so that its last token's target is the
@@ -157,20 +150,15 @@ def chunk_states(
     missing = num_chunks - input_ids.shape[1]
     if missing > 0:  # at least one token a chunk; added tokens are not trained
         input_ids = torch.cat([input_ids, input_ids[:, -1:].expand(-1, missing)], dim=1)
-    states = []
-    for chunk in chunks_of_sequence(input_ids.shape[1], num_chunks):
-        inside = (places >= chunk.start) & (places < chunk.end)
-        index, part = first + chunk.index, input_ids[:, chunk.start : chunk.end]
-        own = rows[inside] * part.shape[1] + places[inside] - chunk.start
+    states, tokens = [], input_ids.shape[1]
+    bounds = [tokens * index // num_chunks for index in range(num_chunks + 1)]
+    for number, (start, end) in enumerate(pairwise(bounds)):
+        chunk = SequenceChunk(number, num_chunks, start, end, tokens)
+        inside = (places >= start) & (places < end)
+        index, part = first + number, input_ids[:, start:end]
+        own = rows[inside] * part.shape[1] + places[inside] - start
         states.append(MicrobatchState(index, part, own, targets[inside], chunk=chunk, place=index))
     return states
-
-
-def chunks_of_sequence(num_tokens: int, num_chunks: int) -> list[SequenceChunk]:
-    """Chunks of about equal length; there are at least as many tokens as chunks."""
-    bounds = [num_tokens * index // num_chunks for index in range(num_chunks + 1)]
-    pieces = enumerate(pairwise(bounds))
-    return [SequenceChunk(index, num_chunks, start, end, num_tokens) for index, (start, end) in pieces]
 
 
 # Brings the gradients of one worker's backward passes to their sums.
@@ -252,11 +240,6 @@ class GradientCollector:
         assert fold is not None
         if fold.fold(place, parts):
             context.gradients.complete(layer, square_sum(fold.flat))
-
-    def take_leaving(self) -> list[Leaving]:
-        """The gradients that leave; they are no longer kept here."""
-        leaving, self.leaving = self.leaving, []
-        return leaving
 
 
 @dataclass
@@ -383,12 +366,8 @@ class LayerRunner:
 
     def keep(self, context: StepContext, layer: int, state: MicrobatchState, hidden: torch.Tensor) -> torch.Tensor:
         """Forward of a block whose graph stays until the backward; returns its output."""
-
-        def weights_now() -> torch.Tensor:
-            return self.model.first_weight(layer)
-
         moves = not self.backend.aliases_host
-        with weights_found_again(moves, weights_now, self._layer_bytes[layer]):
+        with weights_found_again(moves, partial(self.model.first_weight, layer), self._layer_bytes[layer]):
             graph = self.graph_of(context, layer, state, hidden, output_is_read=True)
         assert graph.output is not None
         self._kept[layer, state.index] = graph
@@ -494,12 +473,9 @@ class LayerRunner:
         return None if routed is None else routed.output_shape
 
     def _targets(self, state: MicrobatchState) -> HeadTargets:
-        """The microbatch's targets on this worker's device."""
-        indices, ids = self.backend.receive(state.target_indices), self.backend.receive(state.target_ids)
-        preference = state.preference
-        if preference is not None:
-            preference = preference.map_tensors(self.backend.receive)
-        return HeadTargets(indices, ids, preference)
+        receive, preference = self.backend.receive, state.preference
+        indices, ids = receive(state.target_indices), receive(state.target_ids)
+        return HeadTargets(indices, ids, None if preference is None else preference.map_tensors(receive))
 
     # -- chunks of a sequence ------------------------------------------------------------------------------------
 
@@ -513,8 +489,10 @@ class LayerRunner:
             sequence.fill(earlier, keys_and_values)
 
     def end_backward(self, layers: StageRange, state: MicrobatchState) -> None:
-        """Note that a stage's backward of this microbatch is done; drop the sequence if no chunk is left."""
-        self._backward_sequences.end_all(layer_range(layers), state)
+        """Note that a stage's backward of this microbatch is done; drop a sequence after its first chunk, the last."""
+        if state.chunk is not None and state.chunk.index == 0:
+            for layer in layer_range(layers):
+                self._backward_sequences.end(layer, state)
 
     def _cache(self, state: MicrobatchState, sequence: BlockSequence | None) -> ChunkCache | None:
         """The cache that a block is called with for a chunk; None for a whole sequence."""

@@ -6,6 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -31,25 +32,21 @@ def measure_links(backends: Sequence[Backend], num_bytes: int) -> list[LinkSpeed
         RuntimeError: a device refused the memory or the copy.
     """
     barrier = threading.Barrier(len(backends))
-    results: list[LinkSpeed | BaseException | None] = [None] * len(backends)
 
-    def measure(index: int) -> None:
+    def measure(backend: Backend) -> LinkSpeed:
         try:
-            results[index] = _measure(backends[index], num_bytes, barrier)
-        except BaseException as error:
-            results[index] = error
+            return _measure(backend, num_bytes, barrier)
+        except BaseException:
             barrier.abort()
+            raise
 
-    threads = [threading.Thread(target=measure, args=(index,)) for index in range(len(backends))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    errors = [result for result in results if isinstance(result, BaseException)]
+    with ThreadPoolExecutor(len(backends)) as pool:
+        measured = [pool.submit(measure, backend) for backend in backends]
+    errors = [error for error in (one.exception() for one in measured) if error is not None]
     first = next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0] if errors else None)
     if first is not None:
         raise RuntimeError(f"the links cannot be measured: {first}") from first
-    return [result for result in results if isinstance(result, LinkSpeed)]
+    return [one.result() for one in measured]
 
 
 def _measure(backend: Backend, num_bytes: int, barrier: threading.Barrier) -> LinkSpeed:

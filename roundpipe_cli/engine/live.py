@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from roundpipe_cli.engine.worker import ComputeInterval, Worker, WorkerStep
+from roundpipe_cli.engine.worker import Worker, WorkerStep
 from roundpipe_cli.schedule.actions import Action
 
 
@@ -95,16 +95,11 @@ class Watcher:
                 return None
             begin_s = since_start_s(interval.start)
             if not backend.has_passed(interval.end):
-                return ActionTime(_action(interval), begin_s, begin_s)
-            done.append(ActionTime(_action(interval), begin_s, since_start_s(interval.end)))
+                return ActionTime(interval.action, begin_s, begin_s)
+            done.append(ActionTime(interval.action, begin_s, since_start_s(interval.end)))
             self._num_seen[worker] += 1
         current = step.workers[worker].running(result)
         if current is None or not backend.has_passed(current.start):
             return None
         begin_s = since_start_s(current.start)
-        return ActionTime(_action(current), begin_s, begin_s)
-
-
-def _action(interval: ComputeInterval) -> Action:
-    op = interval.op
-    return Action(op.kind, op.stage, op.microbatch, op.worker)
+        return ActionTime(current.action, begin_s, begin_s)

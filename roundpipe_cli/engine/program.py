@@ -111,6 +111,6 @@ def describe_op(op: Op, schedule: Schedule, step: int) -> str:
     Args:
         step: its index, from 0.
     """
-    kind = {Kind.FORWARD: "forward", Kind.RECOMPUTE: "recompute", Kind.BACKWARD: "backward"}[op.kind]
     first, last = stage_layers(schedule, op)
+    kind = op.kind.name.lower()
     return f"{kind} of stage {op.stage} (layers {first}-{last}), microbatch {op.microbatch}, step {shown_step(step)}"

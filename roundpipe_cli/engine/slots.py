@@ -180,11 +180,6 @@ def stage_bytes(layouts: Sequence[LayerLayout], layers: Iterable[int]) -> int:
     return sum(round_up(layouts[layer].num_bytes, DEVICE_ALIGNMENT_BYTES) for layer in layers if layer > 0)
 
 
-def stage_gradient_elements(layouts: Sequence[LayerLayout], layers: range) -> int:
-    """float32 elements of a stage's gradient sums in a slot."""
-    return sum(round_up(layouts[layer].num_trainable_elements, 64) for layer in layers if layer > 0)
-
-
 class StageSlots:
     """One worker's slots and weight cache, and the weights to which its modules are bound."""
 
@@ -219,7 +214,8 @@ class StageSlots:
         left = ([layer for layer in layer_range(layers) if self.cache.buffer(layer) is None] for layers in held)
         weight_bytes = max((stage_bytes(layouts, layers) for layers in left), default=0)
         summed = (stage for stage in program.schedule.backward_stages if stage not in program.host_folded)
-        gradient_elements = max((stage_gradient_elements(layouts, layer_range(stage)) for stage in summed), default=0)
+        counts = ([layouts[layer].num_trainable_elements for layer in layer_range(stage) if layer] for stage in summed)
+        gradient_elements = max((sum(round_up(count, 64) for count in stage) for stage in counts), default=0)
         fits = self.slots and self.slots[0].weights.nbytes >= weight_bytes
         if fits and self.slots[0].gradients.nbytes >= 4 * gradient_elements and len(self.slots) >= num_slots:
             return
@@ -251,19 +247,25 @@ class StageSlots:
 
     def weight_copies(self, program: Program, visit_id: int, version: int) -> list[Pair]:
         """The copies of a visit's upload: weights into its slot, and those that the cache lacks into the cache."""
-        visit = program.visits[visit_id]
-        weights, pairs, offset = self.slots[visit.slot].weights, [], 0
-        for layer in layer_range(visit.layers):
-            if layer == 0:
-                continue
-            size, kept = self._store.layouts[layer].num_bytes, self.cache.buffer(layer)
-            if kept is None:
-                target, pieces = weights[offset : offset + size], self._store.pieces(layer, version)
-                offset += round_up(size, DEVICE_ALIGNMENT_BYTES)
-            else:
-                target, pieces = kept, self.cache.missing(layer, visit_id, version)
+        pairs = []
+        for key, target in self._memory(program.visits[visit_id]):
+            layer = key[2]
+            kept = key[0] == KEPT
+            pieces = self.cache.missing(layer, visit_id, version) if kept else self._store.pieces(layer, version)
             pairs += [(target[start : start + piece.nbytes], piece) for start, piece in pieces]
         return pairs
+
+    def _memory(self, visit: Visit) -> Iterator[tuple[tuple[int, int, int], torch.Tensor]]:
+        """For each layer of a visit the key of its weights in `_bound`, and their memory: in the slot or the cache."""
+        slot, offset = self.slots[visit.slot], 0
+        for layer in layer_range(visit.layers):
+            kept = self.cache.buffer(layer)
+            if layer > 0 and kept is not None:
+                yield (KEPT, 0, layer), kept
+            elif layer > 0:
+                size = self._store.layouts[layer].num_bytes
+                yield (slot.index, offset, layer), slot.weights[offset : offset + size]
+                offset += round_up(size, DEVICE_ALIGNMENT_BYTES)
 
     def check_versions(self, layers: StageRange, version: int) -> None:
         """Assert that the host has a visit's layers at the version that the step reads."""
@@ -277,26 +279,12 @@ class StageSlots:
 
     def bind(self, program: Program, visit_id: int) -> None:
         """Point the modules of a visit's layers at the weights in its slot, or in the cache."""
-        visit = program.visits[visit_id]
-        slot = self.slots[visit.slot]
-        offset = 0
-        for layer in layer_range(visit.layers):
-            if layer > 0:
-                kept = self.cache.buffer(layer)
-                if kept is None:
-                    size = self._store.layouts[layer].num_bytes
-                    self._bind((slot.index, offset, layer), slot.weights[offset : offset + size])
-                    offset += round_up(size, DEVICE_ALIGNMENT_BYTES)
-                else:
-                    self._bind((KEPT, 0, layer), kept)
+        for key, buffer in self._memory(program.visits[visit_id]):
+            if key not in self._bound:
+                places = self._store.layouts[key[2]].places
+                self._bound[key] = {place.name: place.parameter(buffer) for place in places}
+            self._use(key[2], self._bound[key])
         self.bound_visit = visit_id
-
-    def _bind(self, key: tuple[int, int, int], buffer: torch.Tensor) -> None:
-        """Point a layer's modules at its weights in `buffer`. `key`: (slot or `KEPT`, offset, layer)."""
-        if key not in self._bound:
-            places = self._store.layouts[key[2]].places
-            self._bound[key] = {place.name: place.parameter(buffer) for place in places}
-        self._use(key[2], self._bound[key])
 
     def _bind_host(self, version: int) -> None:
         """Point what is read from host memory at the weights of `version`: the embed layer, aliased layers."""
@@ -371,9 +359,8 @@ class DeviceSums:
 
     def ran(self, op: Op) -> None:
         """After an operation: gradients that it made for the host's sums wait for their download."""
-        leaving = self._collector.take_leaving()
-        if leaving:
-            self._leaving[op.id] = leaving
+        if self._collector.leaving:
+            self._leaving[op.id], self._collector.leaving = self._collector.leaving, []
 
     def finish(self, context: StepContext, visit_id: int) -> None:
         """After a visit's last operation: take the squares of sums that are complete."""

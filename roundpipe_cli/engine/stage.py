@@ -39,7 +39,6 @@ class StageRunner:
 
     def run(self, context: StepContext, op: Op) -> None:
         """Carry out one compute operation on the layers bound now."""
-        self.started = None
         layers = stage_layers(context.prepared.schedule, op)
         state = context.microbatches[op.microbatch]
         self.layers.model.set_mode(
@@ -51,7 +50,7 @@ class StageRunner:
         if op.kind is Kind.FORWARD:
             self._forward(context, layers, state)
         elif op.kind is Kind.RECOMPUTE:
-            if not context.prepared.recompute_each_layer:
+            if not context.prepared.recomputation.each_layer:
                 self._recompute(context, layers, state)
         else:
             self._backward(context, layers, state)
@@ -129,9 +128,9 @@ class StageRunner:
             if layer == prepared.head:
                 self._head_input[state.index] = hidden
             elif layer > 0:
-                if layer > first and layer in prepared.read_layers and not has_head:
+                if layer > first and layer in prepared.recomputation.read_layers and not has_head:
                     hidden = self._take_hidden(context, layer, state)
-                is_read = has_head or (layer < last and layer + 1 not in prepared.read_layers)
+                is_read = has_head or (layer < last and layer + 1 not in prepared.recomputation.read_layers)
                 graph = self.layers.graph_of(context, layer, state, hidden, output_is_read=is_read)
                 graphs.append(graph)
                 if graph.output is not None:
@@ -158,7 +157,7 @@ class StageRunner:
     def _backward(self, context: StepContext, layers: StageRange, state: MicrobatchState) -> None:
         prepared, has_head = context.prepared, context.prepared.has_head(layers)
         fused = prepared.schedule.fused_head and has_head
-        if fused or (has_head and prepared.recompute_each_layer):
+        if fused or (has_head and prepared.recomputation.each_layer):
             self._recompute(context, layers, state)
         gradient: torch.Tensor | None
         if has_head:
@@ -170,7 +169,7 @@ class StageRunner:
             gradient = self._take((BoundaryKind.GRADIENT, layers[1] + 1, state.index))
         if gradient is not None:
             gradient = self._poisoned(gradient)
-        if prepared.recompute_each_layer and not has_head:
+        if prepared.recomputation.each_layer and not has_head:
             gradient = self._backward_layer_by_layer(context, layers, state, gradient)
         else:
             graphs = self._graphs.pop(state.index)

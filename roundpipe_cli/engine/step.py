@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
-from roundpipe_cli.engine.dispatch.decisions import TransferStatistics
 from roundpipe_cli.engine.live import ActionTime
 from roundpipe_cli.model.head import Preference, Rewards
 from roundpipe_cli.schedule.program import WEIGHT_GRADIENT, WEIGHTS
@@ -52,7 +52,8 @@ class StepResult:
     """Seconds of forward and backward, without the optimizer."""
     actions: tuple[ActionTime, ...]
     num_workers: int
-    transfers: TransferStatistics
+    moved_bytes: Mapping[tuple[str, str], int]
+    """Bytes of transfers by (`up` or `down`, payload)."""
     device_peak_bytes: tuple[int, ...]
     """Per worker, the peak of memory in use."""
     device_reserved_bytes: tuple[int, ...] = ()
@@ -78,29 +79,17 @@ class StepResult:
     def timeline(self) -> Timeline:
         """The computations with their measured times; all figures come from them. `links` has the transfers."""
         intervals = tuple(
-            Interval(
-                item.action.worker,
-                COMPUTE,
-                item.action.kind,
-                item.action.stage,
-                item.action.microbatch,
-                item.start_s,
-                item.end_s,
-            )
+            Interval(a.worker, COMPUTE, a.kind, a.stage, a.microbatch, item.start_s, item.end_s)
             for item in self.actions
+            for a in (item.action,)
         )
-        return Timeline(
-            self.num_workers, intervals, fused_head=self.fused_head, device_peak_bytes=self.device_peak_bytes
-        )
+        peaks = self.device_peak_bytes
+        return Timeline(self.num_workers, intervals, fused_head=self.fused_head, device_peak_bytes=peaks)
 
     @property
     def upload_bytes(self) -> int:
         """Weights and gradient sums that went up to the devices."""
-        return sum(
-            entry.num_bytes
-            for (lane, payload), entry in self.transfers.classes.items()
-            if lane == UP and payload in (WEIGHTS, WEIGHT_GRADIENT)
-        )
+        return sum(self.moved_bytes.get((UP, payload), 0) for payload in (WEIGHTS, WEIGHT_GRADIENT))
 
     @property
     def utilization(self) -> tuple[float, ...]:

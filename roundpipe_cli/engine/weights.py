@@ -206,10 +206,7 @@ class WeightStore:
     """Weights, masters and gradients of all layers, in host memory."""
 
     def __init__(
-        self,
-        layouts: Sequence[LayerLayout],
-        folder: Path | None = None,
-        elsewhere: Collection[int] = (),
+        self, layouts: Sequence[LayerLayout], folder: Path | None = None, elsewhere: Collection[int] = ()
     ) -> None:
         """
         Args:
@@ -256,13 +253,15 @@ class WeightStore:
         self.set_version(0)
 
     def _make_views(self, version: int) -> dict[str, torch.Tensor]:
-        return {name: self._place(index, place, version) for name, (index, place) in self._places.items()}
+        homes = {name: self._home(layer, place, version) for name, (layer, place) in self._places.items()}
+        return {name: place.view(buffer) for name, (place, buffer) in homes.items()}
 
-    def _place(self, layer: int, place: ParameterPlace, version: int) -> torch.Tensor:
+    def _home(self, layer: int, place: ParameterPlace, version: int) -> tuple[ParameterPlace, torch.Tensor]:
+        """The buffer that has a parameter at a version, and the parameter's place there."""
         apart = self._apart(layer, version)
-        if apart is not None and place.trainable:
-            return _moved(place, self.layouts[layer]).view(apart)
-        return place.view(self.buffers[layer])
+        if apart is None or not place.trainable:
+            return place, self.buffers[layer]
+        return replace(place, offset_bytes=place.offset_bytes - self.layouts[layer].trainable_offset_bytes), apart
 
     def _apart(self, layer: int, version: int) -> torch.Tensor | None:
         """The bytes of a layer's trainable weights that were put aside, if they are the version."""
@@ -379,13 +378,8 @@ class WeightStore:
 
     def parameters(self, layer: int, version: int) -> dict[str, torch.nn.Parameter]:
         """Parameters on the host's own bytes of a layer at `version`, for devices that read host memory."""
-        layout, apart = self.layouts[layer], self._apart(layer, version)
-        return {
-            place.name: _moved(place, layout).parameter(apart)
-            if apart is not None and place.trainable
-            else place.parameter(self.buffers[layer])
-            for place in layout.places
-        }
+        homes = [self._home(layer, place, version) for place in self.layouts[layer].places]
+        return {place.name: place.parameter(buffer) for place, buffer in homes}
 
     def views_at(self, version: int) -> Mapping[str, torch.Tensor]:
         """Parameter name -> its weights of `version`, a view."""
@@ -441,11 +435,7 @@ class WeightStore:
     @property
     def transferred(self) -> list[torch.Tensor]:
         """Every buffer that is copied to or from devices and stays in memory."""
-        return [
-            *([] if self.is_mapped else self.buffers),
-            *self._reference,
-            *self.gradients,
-        ]
+        return [*([] if self.is_mapped else self.buffers), *self._reference, *self.gradients]
 
     def num_bytes(self) -> dict[str, int]:
         """Host bytes by part: weights (with those put aside), masters (0 in float32), gradients."""
@@ -459,8 +449,3 @@ class WeightStore:
             "masters": masters,
             "gradients": sum(gradient.nbytes for gradient in self.gradients),
         }
-
-
-def _moved(place: ParameterPlace, layout: LayerLayout) -> ParameterPlace:
-    """A trainable parameter's place in a buffer that has the layer's trainable bytes alone."""
-    return replace(place, offset_bytes=place.offset_bytes - layout.trainable_offset_bytes)

@@ -22,7 +22,7 @@ from roundpipe_cli.engine.slots import DeviceSums, StageSlots
 from roundpipe_cli.engine.stage import StageRunner
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.faults import fault
-from roundpipe_cli.schedule.actions import Kind
+from roundpipe_cli.schedule.actions import Action, Kind
 from roundpipe_cli.schedule.program import WEIGHT_GRADIENT, WEIGHTS, Op
 from roundpipe_cli.schedule.timeline import DOWN, UP
 
@@ -68,6 +68,11 @@ class ComputeInterval:
     end: Any
     issued_s: float = 0.0
     """Time of its last launch, by `time.perf_counter`."""
+
+    @property
+    def action(self) -> Action:
+        """The action that was carried out."""
+        return Action(self.op.kind, self.op.stage, self.op.microbatch, self.op.worker)
 
 
 @dataclass
@@ -237,9 +242,6 @@ class Worker:
         self._step.peak_bytes = self.backend.peak_bytes
         self._step.reserved_bytes = self.backend.peak_reserved_bytes
 
-    def busy_s(self) -> float:
-        return 0.0
-
     def reset(self) -> None:
         """Drop what belongs to the step, done or failed."""
         self._sums.reset()
@@ -265,14 +267,8 @@ class Worker:
     def lane_thread(self) -> AbstractContextManager[None]:
         return self.backend.copy_thread()
 
-    def arrival(self, dep: Op, op: Op, event: DeviceEvent) -> DeviceEvent:
-        return event
-
     def happens_in_s(self, event: DeviceEvent) -> float:
         return self.backend.happens_in_s(event)
-
-    def happened_at_s(self, event: DeviceEvent, now_s: float) -> float:
-        return now_s
 
     def prepare(self, op: Op, after: Sequence[DeviceEvent]) -> Sequence[TransferChunk]:
         context, carrier = self._context, self._carrier

@@ -22,9 +22,8 @@ from roundpipe_cli.costs.cost import StageRange
 from roundpipe_cli.errors import RefusedError, ResourceError
 from roundpipe_cli.files import KEPT_S, cache_folder, read_regular, write_atomically
 from roundpipe_cli.planning.compare import Result, SimulationCase, StageCut, make_schedule
-from roundpipe_cli.schedule.builders import Options
+from roundpipe_cli.schedule.builders import Options, check_stages
 from roundpipe_cli.schedule.timeline import Bubble, Timeline
-from roundpipe_cli.schedule.validate import check_stages
 
 MAX_BYTES = 1024**2
 ROOMS = ("costs", "planning", "schedule")

@@ -49,8 +49,7 @@ from roundpipe_cli.planning.search.stages import (
 from roundpipe_cli.recipe.schema import PipelineConfig
 from roundpipe_cli.schedule.builders import Options, Rounds, build_schedule, options_of
 from roundpipe_cli.schedule.program import lower
-from roundpipe_cli.schedule.published import simulate_published
-from roundpipe_cli.schedule.simulate import Ends, simulated_ends
+from roundpipe_cli.schedule.simulate import Ends, simulate_published, simulated_ends
 from roundpipe_cli.schedule.timeline import makespan_s
 
 Effort = Literal["quick", "full"]

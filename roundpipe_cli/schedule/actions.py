@@ -116,27 +116,22 @@ class StageTimes:
 
 
 def stage_times(
-    costs: CostModel,
-    forward_stages: Sequence[StageRange],
-    backward_stages: Sequence[StageRange],
-    *,
-    fused_head: bool,
+    costs: CostModel, forward_stages: Sequence[StageRange], backward_stages: Sequence[StageRange], *, fused_head: bool
 ) -> StageTimes:
     """Sum layer costs to stage costs.
 
     A layer's backward is preceded by its recompute, which takes the layer's forward time, where `recompute` says so
     (blocks do, the head does not).
     """
-    layers = costs.layers
+
+    def layers_of(stage: StageRange) -> tuple[LayerCost, ...]:
+        return costs.layers[stage[0] : stage[1] + 1]
 
     def forward(stage: StageRange) -> float:
-        return sum(layer.forward_s for layer in _layers_of(layers, stage))
+        return sum(layer.forward_s for layer in layers_of(stage))
 
-    def backward(stage: StageRange) -> float:
-        return sum(layer.backward_s for layer in _layers_of(layers, stage))
-
-    recompute = [sum(layer.recomputed_s for layer in _layers_of(layers, stage)) for stage in backward_stages]
-    backward_s = [backward(stage) for stage in backward_stages]
+    recompute = [sum(layer.recomputed_s for layer in layers_of(stage)) for stage in backward_stages]
+    backward_s = [sum(layer.backward_s for layer in layers_of(stage)) for stage in backward_stages]
     head_forward_s = 0.0
     if fused_head:
         head_forward_s = forward(backward_stages[0])
@@ -158,8 +153,3 @@ def equal_costs(num_layers: int) -> CostModel:
         for index in range(num_layers)
     )
     return CostModel(name="equal layers", layers=layers)
-
-
-def _layers_of(layers: tuple[LayerCost, ...], stage: StageRange) -> tuple[LayerCost, ...]:
-    first, last = stage
-    return layers[first : last + 1] if last >= first else ()

@@ -1,4 +1,4 @@
-"""Builders: from a partition to the list of actions of each worker.
+"""Builders: from a partition, which they check, to the list of actions of each worker.
 
 Five schedules. Three bind stages to workers in turn (`interleaved_1f1b`, `looped_bfs`: stage s on worker s mod
 workers), two have as many stages as workers (`gpipe`, `1f1b`), and `roundpipe` binds nothing: stages are dealt out
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from roundpipe_cli.choices import SCHEDULE_KINDS, SCHEDULES, ScheduleName
+from roundpipe_cli.choices import CHUNK_SCHEDULES, SCHEDULE_KINDS, SCHEDULES, ScheduleName
 from roundpipe_cli.costs.cost import CostModel, StageRange
 from roundpipe_cli.errors import RefusedError, closest
 from roundpipe_cli.schedule.actions import (
@@ -26,7 +26,6 @@ from roundpipe_cli.schedule.actions import (
     in_backward_order,
     stage_times,
 )
-from roundpipe_cli.schedule.validate import check_chunks, check_stages
 
 # roundpipe's dispatch: the stages of a round are dealt out to workers, round after round.
 #
@@ -130,7 +129,7 @@ def forward_run(stage: int, microbatches: Iterable[int]) -> WorkerRow:
 
 
 class Dealer:
-    """Deals rounds to the workers' rows and keeps a clock per worker by the published rules (`published.py`).
+    """Deals rounds to the workers' rows and keeps a clock per worker by the published rules (`simulate.py`).
 
     Stages are dealt in the order in which they run, which is also the order of every worker's row, so one pass settles
     all times.
@@ -295,13 +294,18 @@ def build_schedule(
         costs = costs or equal_costs(num_layers)
         dealer = _dealer(num_workers, costs, forward, backward, rounds.options, chunks)
         dealer.waits = rounds.staleness == 1 and costs.has_updates
-        rows = _roundpipe_rows(dealer, num_microbatches, per_round, rounds.num_steps, staleness=rounds.staleness)
+        for step in range(rounds.num_steps):
+            if rounds.staleness == 0:
+                dealer.start_step()
+            dealer.deal_step(range(step * num_microbatches, (step + 1) * num_microbatches), per_round)
+        rows = dealer.rows
     else:
         row_of = _BOUND_ROWS[name]
         one_step = [row_of(worker, num_workers, len(forward), num_microbatches) for worker in range(num_workers)]
         if chunks > 1:
             one_step = [_in_chunk_order(row, num_microbatches, chunks) for row in one_step]
-        rows = [_chain(row, num_microbatches, rounds.num_steps) for row in one_step]
+        starts = range(0, num_microbatches * rounds.num_steps, num_microbatches)
+        rows = [[(kind, stage, start + index) for start in starts for kind, stage, index in row] for row in one_step]
         per_round = num_microbatches
     return Schedule(
         name=name,
@@ -383,14 +387,6 @@ def _in_chunk_order(row: WorkerRow, num_microbatches: int, sequence_chunks: int)
     return [item for item in row if item[0] is Kind.FORWARD] + backward
 
 
-def _chain(row: WorkerRow, num_microbatches: int, num_steps: int) -> WorkerRow:
-    return [
-        (kind, stage, microbatch + step * num_microbatches)
-        for step in range(num_steps)
-        for kind, stage, microbatch in row
-    ]
-
-
 def _gpipe_row(worker: int, num_workers: int, num_stages: int, num_microbatches: int) -> WorkerRow:
     """All forwards in microbatch order, then all backwards in microbatch order."""
     microbatches = range(num_microbatches)
@@ -461,17 +457,6 @@ _BOUND_ROWS: dict[ScheduleName, Callable[[int, int, int, int], WorkerRow]] = {
 }
 
 
-def _roundpipe_rows(
-    dealer: Dealer, num_microbatches: int, per_round: int, num_steps: int, *, staleness: int
-) -> list[WorkerRow]:
-    """Rounds of at most `per_round` microbatches; each starts on the worker that is free first."""
-    for step in range(num_steps):
-        if staleness == 0:
-            dealer.start_step()
-        dealer.deal_step(range(step * num_microbatches, (step + 1) * num_microbatches), per_round)
-    return dealer.rows
-
-
 def place_on(schedule: Schedule, workers: Sequence[int], num_workers: int) -> Schedule:
     """The same schedule on some of `num_workers` workers, the others idle.
 
@@ -484,3 +469,148 @@ def place_on(schedule: Schedule, workers: Sequence[int], num_workers: int) -> Sc
     for row, worker in zip(schedule.actions, workers, strict=True):
         rows[worker] = tuple(replace(action, worker=worker) for action in row)
     return replace(schedule, num_workers=num_workers, actions=tuple(rows))
+
+
+# Checks of a schedule's stages: they cover the layers and suit its kind and the chunks of sequences.
+
+
+def check_stages(
+    name: str,
+    forward_stages: Sequence[StageRange],
+    backward_stages: Sequence[StageRange],
+    *,
+    num_layers: int,
+    num_workers: int,
+) -> None:
+    """Refuse stages that overlap, leave a gap, run out of the model or do not suit the schedule.
+
+    Raises:
+        RefusedError: names the direction, the stage and what was expected there.
+    """
+    if not backward_stages:
+        raise RefusedError("no backward stages", expected="at least the stage that holds the head")
+    for direction, stages in (("forward", forward_stages), ("backward", backward_stages)):
+        _check_ranges(direction, stages, num_layers)
+    if not SCHEDULE_KINDS[name].binds_stages:
+        _check_count("backward", len(backward_stages), num_layers, 1)
+        _check_count("forward", len(forward_stages), num_layers, 1)
+        head_first, head_last = backward_stages[0]
+        if head_last != num_layers - 1 or head_first > head_last:
+            raise RefusedError(
+                "the first backward stage must hold the head",
+                where="backward stage 0",
+                found=str([head_first, head_last]),
+                expected=f"a range that ends with layer {num_layers - 1}",
+            )
+        _check_cover("forward", forward_stages, head_first)
+    else:
+        _check_count("forward", len(forward_stages), num_layers, num_workers)
+        _check_bound_count(name, len(forward_stages), num_workers)
+        _check_cover("forward", forward_stages, num_layers)
+        if tuple(backward_stages) != tuple(reversed(forward_stages)):
+            raise RefusedError(
+                f"the backward stages of {name} are the mirror of its forward stages",
+                where="backward stages",
+                found=str([list(stage) for stage in backward_stages]),
+                hint="leave them out",
+            )
+    _check_cover("backward", tuple(reversed(backward_stages)), num_layers)
+
+
+def check_chunks(
+    name: str, head_stage: StageRange, num_layers: int, num_microbatches: int, *, per_round: int, sequence_chunks: int
+) -> None:
+    """Refuse chunks of sequences that do not suit the schedule.
+
+    Raises:
+        RefusedError: names what does not fit.
+    """
+    if sequence_chunks == 1:
+        return
+    if name not in CHUNK_SCHEDULES:
+        raise RefusedError(
+            "this schedule cannot take a sequence in chunks: it goes backward before all chunks have gone forward",
+            where="sequence_chunks",
+            found=f"{name}, {sequence_chunks} chunks",
+            expected=", ".join(CHUNK_SCHEDULES),
+        )
+    is_dealt = not SCHEDULE_KINDS[name].binds_stages
+    for what, count in (("a step", num_microbatches), ("a round", per_round)):
+        if (what == "a step" or is_dealt) and count % sequence_chunks:
+            raise RefusedError(
+                f"{what} holds whole sequences",
+                where="microbatches",
+                found=f"{count} microbatches, {sequence_chunks} chunks a sequence",
+                expected=f"a multiple of {sequence_chunks}",
+            )
+    if is_dealt and head_stage != (num_layers - 1, num_layers - 1):
+        raise RefusedError(
+            "the stage with the head goes forward and backward at once, so it holds no blocks where sequences are cut",
+            where="backward stage 0",
+            found=str(list(head_stage)),
+            expected=str([num_layers - 1, num_layers - 1]),
+        )
+
+
+def _check_ranges(direction: str, stages: Sequence[StageRange], num_layers: int) -> None:
+    for index, (first, last) in enumerate(stages):
+        if first < 0 or last < first - 1 or last >= num_layers:
+            raise RefusedError(
+                "not a range of layers",
+                where=f"{direction} stage {index}",
+                found=str([first, last]),
+                expected=f"[a, b] with 0 <= a <= b <= {num_layers - 1}, or [a, a - 1] for an empty stage",
+            )
+
+
+def _check_count(direction: str, num_stages: int, num_layers: int, multiple: int) -> None:
+    limit = -(-num_layers // multiple) * multiple
+    if num_stages > limit:
+        raise RefusedError(
+            "more stages than layers",
+            where=f"{direction} stages",
+            found=f"{num_stages} stages",
+            expected=f"at most {limit} for {num_layers} layers",
+        )
+
+
+def _check_bound_count(name: str, num_stages: int, num_workers: int) -> None:
+    if SCHEDULE_KINDS[name].one_stage_each and num_stages != num_workers:
+        raise RefusedError(
+            f"{name} has one stage per worker",
+            where="forward stages",
+            found=f"{num_stages} stages, {num_workers} workers",
+            expected=f"{num_workers} stages",
+        )
+    if num_stages == 0 or num_stages % num_workers:
+        raise RefusedError(
+            f"{name} needs a multiple of the workers as stages",
+            where="forward stages",
+            found=f"{num_stages} stages, {num_workers} workers",
+            expected=f"{num_workers}, {2 * num_workers}, ... stages; an empty stage is [a, a - 1]",
+        )
+
+
+def _check_cover(direction: str, ascending: Sequence[StageRange], end: int) -> None:
+    """Layers 0 .. end - 1 exactly once; `ascending` in layer order, empty stages anywhere."""
+    next_layer = 0
+    for first, last in ascending:
+        if last < first:
+            continue
+        if first != next_layer:
+            problem = "overlap" if first < next_layer else "leave a gap"
+            raise RefusedError(
+                f"{direction} stages {problem}",
+                where=f"{direction} stage [{first}, {last}]",
+                found=f"it starts with layer {first}",
+                expected=f"layer {next_layer}",
+            )
+        next_layer = last + 1
+    if next_layer != end:
+        raise RefusedError(
+            f"{direction} stages {'overlap' if next_layer > end else 'leave a gap'}",
+            where=f"{direction} stages",
+            found=f"they end with layer {next_layer - 1}",
+            expected=f"layer {end - 1}"
+            + (", the rest belongs to the first backward stage" if direction == "forward" else ""),
+        )

@@ -225,7 +225,6 @@ def _host_row(timeline: Timeline, y: float, longest_s: float) -> list[str]:
 
 
 def _axis(top: float, longest_s: float) -> list[str]:
-    """Round numbers of seconds below the lanes."""
     step_s = round_step(longest_s, _TICKS)
     parts = []
     for index in range(int(longest_s / step_s) + 1):

@@ -233,7 +233,6 @@ class _Lowering:
         self.updates_cost = costs.has_updates
 
     def _compute(self, action: Action, step: int, visit: int) -> int:
-        """Add one of the schedule's own operations."""
         op_id = len(self.ops)
         place = action.worker, action.stage, action.microbatch, step
         self.ops.append(Op(op_id, action.kind, COMPUTE, *place, "", 0, visit, (0, 0), [], []))

@@ -18,8 +18,8 @@ import numpy as np
 from roundpipe_cli.data.batching import BatchSampler, Grouping, Position, RowBatch
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.options import GradientOptions
+from roundpipe_cli.engine.prepared import in_order_of_need
 from roundpipe_cli.engine.step import Microbatch, StepResult
-from roundpipe_cli.engine.trained import in_order_of_need
 from roundpipe_cli.errors import OutOfDeviceMemoryError
 from roundpipe_cli.events import DeviceLost, Event, Notice, Phase, RunFinished, StepFinished, Tell, run_clock
 from roundpipe_cli.planning.adaptive import AdaptivePlanner

@@ -19,6 +19,7 @@ from roundpipe_cli.schedule.program import WEIGHTS
 from roundpipe_cli.schedule.timeline import UP
 from scripts.gpu_checks.place import Check, CheckPlace, Figures, SkippedCheckError, check
 from scripts.gpu_checks.ways import Trial, engine_steps, make_trial, plain_copy, plain_seconds
+from tests.support.emulated import covered_s
 
 LIMIT_S = 240.0
 PUBLISHED = "roundpipe"
@@ -47,14 +48,19 @@ def engine(place: CheckPlace, make: Any, way: str) -> Figures:
     with place.devices():
         results = engine_steps(place, trial, way)
     step_s = statistics.median(result.step_s for result in results)
-    weights = results[-1].transfers.classes[UP, WEIGHTS]
+    last = results[-1]
+    uploads = [link for link in last.links if link.lane == UP and link.microbatch < 0]
+    moving_s = sum(
+        covered_s([(link.start_s, link.end_s) for link in uploads if link.worker == worker])
+        for worker in range(last.num_workers)
+    )
     return {
         "tokens_per_s": trial.num_tokens / step_s,
         "step_s": step_s,
         "idle": statistics.median(result.bubble_ratio for result in results),
         "peak_bytes": max(results[-1].device_peak_bytes),
-        "weights_up_bytes": weights.num_bytes,
-        "up_bytes_per_s": weights.num_bytes / weights.moving_s if weights.moving_s else 0.0,
+        "weights_up_bytes": last.moved_bytes[UP, WEIGHTS],
+        "up_bytes_per_s": last.upload_bytes / moving_s if moving_s else 0.0,
         "loss": results[-1].loss,
     }
 

@@ -1,11 +1,13 @@
-"""The CUDA backend against plain PyTorch and against itself. Needs a GPU; skipped, visibly, without one."""
+"""The CUDA backend against plain PyTorch and against itself. Needs a GPU; skipped, visibly, without one.
+
+`scripts/gpu_checks/correctness.py` compares every feature with the processor, and a run.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,27 +20,16 @@ from roundpipe_cli.engine.step import StepResult
 from roundpipe_cli.model.sink_attention import sink_attention
 from roundpipe_cli.planning.cuts import resident_cut
 from roundpipe_cli.schedule.actions import equal_costs
-from roundpipe_cli.schedule.builders import Options, Rounds, build_schedule
-from tests.support.e2e import fresh, make_model, make_workspace, metrics
+from roundpipe_cli.schedule.builders import Options
+from tests.support.e2e import fresh, make_model, make_workspace
+from tests.support.schedules import dealt
+from tests.support.simulated_cases import page_locked
 from tests.support.tiny import Rig, make_rig, plain_step, random_microbatches, schedule_for
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(cuda.num_devices() == 0, reason="no CUDA device here: run scripts/gpu_check where there is one"),
 ]
-
-
-@contextmanager
-def page_locked(rig: Rig) -> Iterator[None]:
-    """Weights and gradients page-locked, as in a run: from ordinary memory every copy would be synchronous."""
-    buffers = rig.store.transferred
-    try:
-        for buffer in buffers:
-            assert cuda.register_host_buffer(buffer, 0), "this machine does not let us page-lock memory"
-        yield
-    finally:
-        for buffer in buffers:
-            cuda.unregister_host_buffer(buffer)
 
 
 def run(
@@ -77,22 +68,23 @@ def test_step_agrees_with_plain_pytorch(model_type: str, method: str) -> None:
 def late_in(late: str) -> type[cuda.CudaBackend]:
     """A backend of which one stream is slow."""
 
+    def sleep(stream: str) -> None:
+        if stream == late:
+            torch.cuda._sleep(2_000_000)  # cycles: a millisecond
+
     class Late(cuda.CudaBackend):
         def copy_up(self, pairs: Sequence[Pair]) -> DeviceEvent:
-            if late == "up":
-                with torch.cuda.stream(self._up):
-                    torch.cuda._sleep(2_000_000)  # cycles: a millisecond
+            with torch.cuda.stream(self._up):
+                sleep("up")
             return super().copy_up(pairs)
 
         def copy_down(self, pairs: Sequence[Pair]) -> DeviceEvent:
-            if late == "down":
-                with torch.cuda.stream(self._down):
-                    torch.cuda._sleep(2_000_000)
+            with torch.cuda.stream(self._down):
+                sleep("down")
             return super().copy_down(pairs)
 
         def compute(self) -> AbstractContextManager[None]:
-            if late == "compute":
-                torch.cuda._sleep(2_000_000)
+            sleep("compute")
             return nullcontext()
 
     return Late
@@ -123,13 +115,8 @@ def test_microbatches_that_stay_on_one_worker(late: str, kept: int) -> None:
     least = max(0, rig.num_layers - 1 - kept)
     found = resident_cut(equal_costs(rig.num_layers), 2, lambda cut: cut.backward_stages[0][0] >= least)
     assert found is not None
-    schedule = build_schedule(
-        "roundpipe",
-        forward_stages=found.forward_stages,
-        backward_stages=found.backward_stages,
-        num_workers=2,
-        rounds=Rounds(len(sizes), options=found.dealing or Options()),
-    )
+    options = found.dealing or Options()
+    schedule = dealt(found.forward_stages, found.backward_stages, 2, len(sizes), options=options)
     backends = [late_in(late)(0) for _ in range(2)]
     options = EngineOptions(weight_cache_bytes=10**9)
     with page_locked(rig), Engine(rig.skeleton, rig.split, rig.store, backends, options=options) as engine:
@@ -141,40 +128,6 @@ def test_microbatches_that_stay_on_one_worker(late: str, kept: int) -> None:
                 assert torch.allclose(own[name], gradient, rtol=1e-4, atol=1e-6), name
         engine.grant_weight_cache(0)
         assert engine.run_step(random_microbatches(sizes), schedule, step=3).loss == result.loss
-
-
-@pytest.mark.parametrize("packed_as", ["4bit", "8bit", "fp8"])
-def test_packed_weights(packed_as: Any) -> None:
-    if packed_as != "fp8":
-        pytest.importorskip("bitsandbytes")
-    rig = make_rig("llama", "lora", packed_as=packed_as)
-    sizes = [(2, 12), (1, 7)]
-    assert run(rig, [0], sizes).loss == pytest.approx(plain_step(rig, random_microbatches(sizes)), rel=1e-4)
-
-
-@pytest.mark.parametrize("method", ["lora", "full"])
-def test_two_workers_on_one_gpu_give_the_loss_of_one(method: str) -> None:
-    """`[cuda:0, cuda:0]` exercises the paths of several devices."""
-    sizes = [(2, 12), (2, 12), (1, 7), (2, 9)]
-    one = run(make_rig("llama", method), [0], sizes)
-    two = run(make_rig("llama", method), [0, 0], sizes)
-    assert two.loss == pytest.approx(one.loss, rel=1e-6)
-    assert two.gradient_norm == pytest.approx(one.gradient_norm, rel=1e-5)
-
-
-@pytest.mark.parametrize("devices", [[0], [0, 0]])
-def test_weight_cache_and_kept_activations_change_nothing(devices: list[int]) -> None:
-    sizes = [(2, 12), (2, 12), (1, 7), (2, 9)]
-    plain = run(make_rig("llama", "lora"), devices, sizes)
-    rig = make_rig("llama", "lora")
-    options = EngineOptions(weight_cache_bytes=10**9, keep_blocks=2)
-    with Engine(rig.skeleton, rig.split, rig.store, [cuda.CudaBackend(i) for i in devices], options=options) as engine:
-        schedule = schedule_for(rig, len(devices), len(sizes))
-        results = [engine.run_step(random_microbatches(sizes), schedule, step=0) for _ in range(3)]
-    for result in results:
-        assert result.loss == pytest.approx(plain.loss, rel=1e-6)
-        assert result.gradient_norm == pytest.approx(plain.gradient_norm, rel=1e-5)
-    assert results[2].upload_bytes < results[0].upload_bytes < plain.upload_bytes
 
 
 def test_many_steps_through_reused_staging_give_one_loss() -> None:
@@ -219,19 +172,6 @@ def test_uploads_are_counted_and_memory_is_bounded() -> None:
     model_bytes = sum(layout.num_bytes for layout in rig.store.layouts)
     assert result.upload_bytes > model_bytes
     assert result.device_peak_bytes[0] - before < model_bytes / 2
-
-
-def test_finetune_with_two_workers_on_one_gpu(tmp_path: Path) -> None:
-    """The command itself: page-locking, profile steps, the planner, the weight cache, saving, the result."""
-    losses = []
-    for device in ("cpu", "cuda:0"):
-        name = device[:3]
-        model = make_model(tmp_path / f"model-{name}")
-        folder = make_workspace(tmp_path / name, model, lora__dropout=0.0, pipeline={"devices": [device, device]})
-        fresh(folder, "finetune", "recipe.yaml", "--offline", "--no-dashboard").expect(0)
-        assert (folder / "out" / "adapter_model.safetensors").is_file()
-        losses.append([row["loss"] for row in metrics(folder / "out")])
-    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
 
 
 def test_generate_answers_on_the_gpu_as_on_the_processor(tmp_path: Path) -> None:

@@ -12,19 +12,19 @@ import pytest
 import torch
 
 from roundpipe_cli.choices import BOUND_SCHEDULES, SCHEDULE_KINDS, SCHEDULES
+from roundpipe_cli.engine.program import device_folds, layer_range, lower_for_engine
 from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.schedule.builders import Options, Rounds, build_schedule
+from roundpipe_cli.schedule.program import WEIGHT_GRADIENT
+from roundpipe_cli.schedule.timeline import DOWN
 from roundpipe_cli.train.optim.optimizer import AdamW, HostOptimizer
+from tests.support.schedules import dealt
 from tests.support.tiny import Rig, make_rig, random_microbatches
 
 SIZES = [(2, 12), (1, 7), (2, 9)]
 """Three: of two, either may be added to the other."""
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "llama-lora-dropout-fused": (
-        "llama",
-        "lora",
-        {"attention_dropout": 0.1, "lora_dropout": 0.1, "kernels": "auto"},
-    ),
+    "llama-lora-dropout-fused": ("llama", "lora", {"attention_dropout": 0.1, "lora_dropout": 0.1, "kernels": "auto"}),
     "gpt2-full-dropout": ("gpt2", "full", {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}),
     "qwen3_moe-lora": ("qwen3_moe", "lora", {}),
     "qwen3_moe-full": ("qwen3_moe", "full", {}),
@@ -36,6 +36,7 @@ PARTITIONS = {
     "whole": ([(0, 3)], [(4, 4), (0, 3)]),
     "all-fused": ([(0, -1)], [(0, 4)]),
     "single": ([(0, 0), (1, 1), (2, 2), (3, 3)], [(4, 4), (3, 3), (2, 2), (1, 1), (0, 0)]),
+    "halves": ([(0, 1), (2, 3)], [(4, 4), (2, 3), (0, 1)]),
     "uneven": ([(0, 0), (1, 2)], [(3, 4), (0, 2)]),
     "late-cut": ([(0, 1)], [(2, 4), (1, 1), (0, 0)]),
     "with-empty": ([(0, 1), (2, 1), (2, 3)], [(4, 4), (2, 3), (2, 1), (0, 1)]),
@@ -65,14 +66,7 @@ def run_step(rig: Rig, schedule: Schedule, *, copy: bool, recompute: str, step: 
 
 
 def roundpipe(partition: str, num_workers: int, per_round: int | None = None, options: Options = Options()) -> Schedule:
-    forward, backward = PARTITIONS[partition]
-    return build_schedule(
-        "roundpipe",
-        forward_stages=forward,
-        backward_stages=backward,
-        num_workers=num_workers,
-        rounds=Rounds(len(SIZES), per_round=per_round, options=options),
-    )
+    return dealt(*PARTITIONS[partition], num_workers, len(SIZES), per_round=per_round, options=options)
 
 
 def bound(name: str, num_workers: int) -> Schedule:
@@ -90,7 +84,7 @@ def case(request: pytest.FixtureRequest) -> tuple[Rig, Bits]:
 
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("copy", [False, True], ids=["alias", "copy"])
-@pytest.mark.parametrize("partition", sorted(PARTITIONS))
+@pytest.mark.parametrize("partition", sorted({*PARTITIONS} - {"halves"}))
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
 def test_workers_partitions_and_copies(case: tuple[Rig, Bits], num_workers: int, partition: str, copy: bool) -> None:
     rig, expected = case
@@ -112,8 +106,11 @@ def test_rounds_and_recompute(case: tuple[Rig, Bits], per_round: int, recompute:
 @pytest.mark.parametrize("per_round", [2, 3])
 @pytest.mark.parametrize(
     "options",
-    [Options(head_workers=2), Options(head_workers=3), Options(earliest_free=True)],
-    ids=["head on 2", "head on 3", "earliest free"],
+    [
+        *(Options(head_workers=2), Options(head_workers=3), Options(earliest_free=True)),
+        *(Options(shared_stages=2), Options(shared_stages=99)),
+    ],
+    ids=["head on 2", "head on 3", "earliest free", "last stages", "last round"],
 )
 def test_a_stage_shared_by_workers(case: tuple[Rig, Bits], options: Options, per_round: int, copy: bool) -> None:
     """Each microbatch's gradients of a shared head are a sum of their own before they meet the others'."""
@@ -160,3 +157,31 @@ def _train(name: str, schedule: Schedule, *, copy: bool) -> list[tuple[str, list
             weights = [tensor.numpy().tobytes() for tensor in (*rig.store.masters, *rig.store.buffers)]
             found.append((result.loss.hex(), weights))
     return found
+
+
+# --- stages shared by workers: where their gradients are added up ---------------------------------------------------
+
+
+def test_a_frozen_head_that_is_shared_leaves_the_blocks_sums_on_the_devices() -> None:
+    """Earlier, one stage that several workers shared sent every layer's gradients to the host."""
+    rig = make_rig("llama", "lora")
+    head, free = (
+        lower_for_engine(roundpipe("halves", 3, options=options), rig.store.layouts, 2)
+        for options in (Options(head_workers=3), Options(earliest_free=True))
+    )
+    assert set(range(1, rig.num_layers - 1)) <= device_folds(head)
+    assert not device_folds(free) & {1, 2, 3}
+
+
+def test_gradients_for_the_hosts_sum_leave_by_the_lane() -> None:
+    """Nobody waits for them: each backward's go down beside the next one's arithmetic, a layer in one piece."""
+    rig, schedule = make_rig("llama", "lora"), roundpipe("halves", 2, options=Options(earliest_free=True))
+    program = lower_for_engine(schedule, rig.store.layouts, 2)
+    with rig.engine(2, copy=True) as engine:
+        result = engine.run_step(random_microbatches(SIZES), schedule, step=0)
+    wanted = 0
+    for visit in program.visits:
+        trained = sum(rig.store.layouts[layer].trainable_num_bytes for layer in layer_range(visit.layers) if layer)
+        wanted += len(visit.downloads) * trained
+    assert program.host_folded and wanted
+    assert result.moved_bytes[DOWN, WEIGHT_GRADIENT] == wanted

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import itertools
 import re
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from roundpipe_cli import faults
+from roundpipe_cli.costs.cost import CostModel, LayerCost
 from roundpipe_cli.engine.dispatch import dispatch
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.step import StepResult
 from roundpipe_cli.errors import DeviceLostError, InternalError, ResourceError
-from roundpipe_cli.faults import ENVIRONMENT_VARIABLE, FaultError, FaultExit
+from roundpipe_cli.faults import FaultError, FaultExit
 from roundpipe_cli.planning.adaptive import profile_schedule
+from tests.support.emulated import run_emulated
+from tests.support.schedules import dealt
 from tests.support.tiny import Rig, make_rig, random_microbatches, schedule_for
 
 NUM_STEPS = 3
@@ -28,6 +29,7 @@ PLACE = re.compile(
     r"layer (?P<layer>embed|block\.\d+|head)$"
 )
 Ask = Callable[[str], None]
+Threads = Callable[[], list[str]]
 
 
 @pytest.fixture(scope="module")
@@ -35,26 +37,9 @@ def rig() -> Rig:
     return make_rig("llama", "lora")
 
 
-@pytest.fixture
-def ask(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ask]:
-    """Ask for a fault, as the environment variable has it."""
-
-    def set_fault(text: str) -> None:
-        monkeypatch.setenv(ENVIRONMENT_VARIABLE, text)
-        faults.load_faults()
-
-    yield set_fault
-    monkeypatch.undo()
-    faults.load_faults()
-
-
 def run_steps(rig: Rig, engine: Engine) -> list[StepResult]:
     schedule = schedule_for(rig, engine.num_workers, len(MICROBATCHES))
     return [engine.run_step(MICROBATCHES, schedule, step=step) for step in range(NUM_STEPS)]
-
-
-def new_threads(before: set[threading.Thread]) -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread not in before]
 
 
 def place_of(error: InternalError | ResourceError) -> re.Match[str]:
@@ -72,10 +57,11 @@ def place_of(error: InternalError | ResourceError) -> re.Match[str]:
 @pytest.mark.parametrize("num_workers", [1, 2])
 @pytest.mark.parametrize("step", range(NUM_STEPS))
 @pytest.mark.parametrize("point", ["compute", "upload", "prefetch", "download"])
-def test_a_fault_is_raised_once_with_its_place(rig: Rig, ask: Ask, point: str, step: int, num_workers: int) -> None:
+def test_a_fault_is_raised_once_with_its_place(
+    rig: Rig, ask: Ask, new_threads: Threads, point: str, step: int, num_workers: int
+) -> None:
     worker = num_workers - 1
     ask(f"{point}:raise:step={step}:worker={worker}:nth=2")
-    before = set(threading.enumerate())
     with pytest.raises(InternalError) as caught, rig.engine(num_workers, copy=True) as engine:
         run_steps(rig, engine)
     place = place_of(caught.value)
@@ -83,7 +69,7 @@ def test_a_fault_is_raised_once_with_its_place(rig: Rig, ask: Ask, point: str, s
     assert isinstance(caught.value.__cause__, FaultError) and caught.value.__cause__.__traceback__ is not None
     assert f"FaultError: fault asked for by '{point}:raise" in str(caught.value)
     assert caught.value.exit_code == 1 and len(caught.value.problems) == 1
-    assert new_threads(before) == []
+    assert new_threads() == []
 
 
 @pytest.mark.parametrize(("num_microbatches", "num_chunks"), [(3, 1), (1, 2)])
@@ -116,21 +102,24 @@ def test_the_named_visit_is_the_one_whose_weights_failed(rig: Rig, ask: Ask, nth
     assert ("forward" not in place[0], int(place["stage"])) == wanted
 
 
-def test_a_fault_with_aliasing_workers(rig: Rig, ask: Ask) -> None:
-    ask("compute:raise:step=1:worker=1:nth=3")
-    before = set(threading.enumerate())
-    with pytest.raises(InternalError) as caught, rig.engine(2) as engine:
+@pytest.mark.parametrize(
+    ("fault", "num_workers", "copy", "cause"),
+    [
+        ("compute:raise:step=1:worker=1:nth=3", 2, False, FaultError),
+        ("compute:raise:step=1", 3, True, FaultError),
+        ("compute:raise=FaultExit:step=1:nth=3", 2, True, FaultExit),
+    ],
+    ids=["workers that copy nothing", "all workers at once", "an exit"],
+)
+def test_one_error_comes(
+    rig: Rig, ask: Ask, new_threads: Threads, fault: str, num_workers: int, copy: bool, cause: type[BaseException]
+) -> None:
+    ask(fault)
+    with pytest.raises(InternalError) as caught, rig.engine(num_workers, copy=copy) as engine:
         run_steps(rig, engine)
+    assert isinstance(caught.value.__cause__, cause)
     assert place_of(caught.value)["step"] == "2"
-    assert new_threads(before) == []
-
-
-def test_all_workers_fail_at_once_and_one_error_comes(rig: Rig, ask: Ask) -> None:
-    ask("compute:raise:step=1")
-    before = set(threading.enumerate())
-    with pytest.raises(InternalError), rig.engine(3, copy=True) as engine:
-        run_steps(rig, engine)
-    assert new_threads(before) == []
+    assert new_threads() == []
 
 
 @pytest.mark.parametrize("point", ["compute", "upload", "download"])
@@ -141,13 +130,6 @@ def test_out_of_memory_is_a_resource_error(rig: Rig, ask: Ask, point: str) -> No
     assert caught.value.exit_code == 5
     assert place_of(caught.value)["step"] == "2"
     assert "micro_batch_size" in str(caught.value)
-
-
-def test_an_exit_inside_a_worker_does_not_get_lost(rig: Rig, ask: Ask) -> None:
-    ask("compute:raise=FaultExit:nth=3")
-    with pytest.raises(InternalError) as caught, rig.engine(2, copy=True) as engine:
-        run_steps(rig, engine)
-    assert isinstance(caught.value.__cause__, FaultExit)
 
 
 def test_the_step_can_be_repeated_after_a_failure(rig: Rig, ask: Ask) -> None:
@@ -170,6 +152,7 @@ def test_the_step_can_be_repeated_after_a_failure(rig: Rig, ask: Ask) -> None:
 def test_a_stuck_worker_ends_the_step(
     rig: Rig,
     ask: Ask,
+    new_threads: Threads,
     point: str,
     num_workers: int,
     monkeypatch: pytest.MonkeyPatch,
@@ -182,21 +165,21 @@ def test_a_stuck_worker_ends_the_step(
     monkeypatch.setattr(dispatch, "JOIN_TIMEOUT_S", 0.2)  # the hung thread never ends: it is a daemon
     monkeypatch.setattr(dispatch, "LEAVE_S", 0.5)
     ask(f"{point}:hang:step=1:worker=0:nth=2")
-    before = set(threading.enumerate())
     with pytest.raises(DeviceLostError) as caught, rig.engine(num_workers, copy=True, watchdog_s=0.8) as engine:
         run_steps(rig, engine)
     assert "no progress" in str(caught.value) and "step 2" in str(caught.value)
     assert caught.value.workers == (0,) and caught.value.is_hang and caught.value.exit_code == 5
     assert "faults.py" in capfd.readouterr().err, "the stacks of all threads are shown"
     time.sleep(0.1)
-    assert new_threads(before) == [f"{'worker' if point == 'compute' else 'up'}-0"]
+    assert new_threads() == [f"{'worker' if point == 'compute' else 'up'}-0"]
 
 
 @pytest.mark.parametrize("hang", [False, True])
-def test_fewer_workers_compute_the_step_again(rig: Rig, ask: Ask, hang: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fewer_workers_compute_the_step_again(
+    rig: Rig, ask: Ask, new_threads: Threads, hang: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Three workers, then two, then one, to the same bits; a thread that hangs is left behind, and not waited for."""
     monkeypatch.setattr(dispatch, "LEAVE_S", 0.5)
-    before = set(threading.enumerate())
     with rig.engine(1, copy=True) as engine:
         expected = [result.loss.hex() for result in run_steps(rig, engine)]
         gradients = [gradient.clone() for gradient in rig.store.gradients]
@@ -214,7 +197,7 @@ def test_fewer_workers_compute_the_step_again(rig: Rig, ask: Ask, hang: bool, mo
         assert engine.lanes == (2,)
         started_s = time.monotonic()
     assert time.monotonic() - started_s < 1
-    assert len(new_threads(before)) == (2 if hang else 0)
+    assert len(new_threads()) == (2 if hang else 0)
 
 
 def test_a_failure_beside_a_stuck_worker_is_told(rig: Rig, ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,9 +221,10 @@ def test_slow_is_not_stuck(rig: Rig, ask: Ask) -> None:
     assert result.loss > 0
 
 
-def test_an_interrupt_in_the_caller_ends_the_workers(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_in_the_caller_ends_the_workers(
+    rig: Rig, new_threads: Threads, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ctrl-C while the caller waits: workers leave at once, and the engine cannot be used any more."""
-    before = set(threading.enumerate())
 
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
@@ -248,5 +232,66 @@ def test_an_interrupt_in_the_caller_ends_the_workers(rig: Rig, monkeypatch: pyte
     with pytest.raises(KeyboardInterrupt), rig.engine(2, copy=True) as engine:
         monkeypatch.setattr(engine._pool, "_collect", interrupted)
         run_steps(rig, engine)
-    assert new_threads(before) == []
+    assert new_threads() == []
     assert not engine._open and engine._pool.is_stuck
+
+
+# --- eight emulated workers -----------------------------------------------------------------------------------------
+
+NUM_BLOCKS, MIB = 16, 1024**2
+BLOCK = LayerCost(
+    "block", 1e-4, 2e-4, recompute=True, param_bytes=MIB, boundary_bytes=MIB, grad_bytes=MIB, optimizer_s=1e-4
+)
+HEAD = LayerCost("head", 1e-4, 2e-4, recompute=False, param_bytes=MIB, grad_bytes=MIB, optimizer_s=1e-4)
+COSTS = CostModel("small", (*[BLOCK] * NUM_BLOCKS, HEAD), hop_s=1e-4, link_bytes_per_s=40e9)
+POINTS = {
+    "compute": ":worker=5",
+    "upload": ":worker=6",
+    "prefetch": ":worker=3",
+    "download": ":worker=7",
+    "optimizer": "",
+}
+
+
+def emulate(watchdog_s: float = 60.0) -> None:
+    forward = [(start, start + 3) for start in range(0, NUM_BLOCKS, 4)]
+    backward = [(NUM_BLOCKS, NUM_BLOCKS), *((start, start + 1) for start in range(NUM_BLOCKS - 2, -1, -2))]
+    run_emulated(dealt(forward, backward, 8, 8, COSTS, num_steps=NUM_STEPS), COSTS, watchdog_s=watchdog_s)
+
+
+@pytest.mark.parametrize("step", range(NUM_STEPS))
+@pytest.mark.parametrize("point", sorted(POINTS))
+def test_one_error_with_its_place(ask: Ask, new_threads: Threads, point: str, step: int) -> None:
+    who = POINTS[point].removeprefix(":").replace("=", " ")
+    for action, kind, code in (("raise", InternalError, 1), ("raise=MemoryError", ResourceError, 5)):
+        ask(f"{point}:{action}:step={step}{POINTS[point]}:nth=1")
+        with pytest.raises(kind) as caught:
+            emulate()
+        assert len(caught.value.problems) == 1 and caught.value.exit_code == code
+        where = caught.value.problems[0].where or ""
+        assert where.startswith(f"{who} (emulated), " if who else "host (emulated), update of layer "), where
+        assert where.endswith(f"step {step + 1}"), where
+        assert new_threads() == []
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("step", range(NUM_STEPS))
+@pytest.mark.parametrize("point", sorted(POINTS))
+def test_a_hang_is_ended_by_the_watchdog(
+    ask: Ask,
+    new_threads: Threads,
+    point: str,
+    step: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    for name in ("JOIN_AFTER_ERROR_S", "LEAVE_S"):  # the hung thread never ends: it is a daemon
+        monkeypatch.setattr(dispatch, name, 0.5)
+    ask(f"{point}:hang:step={step}{POINTS[point]}:nth=1")
+    with pytest.raises((DeviceLostError, InternalError), match="no progress"):
+        emulate(watchdog_s=0.8)
+    assert "faults.py" in capfd.readouterr().err, "the stacks of all threads are shown"
+    deadline_s = time.monotonic() + 20.0  # threads that wait beside the hung one leave a little later
+    while len(left := new_threads()) > 1 and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+    assert len(left) == 1, left

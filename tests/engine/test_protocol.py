@@ -1,4 +1,4 @@
-"""The dispatcher's protocol in any order that threads and devices could take: random ones, and all of a small step.
+"""The dispatcher's protocol in any order that threads and devices could take, and carried out on emulated devices.
 
 `protocol_machine.py` has the machine and what it asserts; engine/dispatch/PROTOCOL.md has the argument.
 """
@@ -6,19 +6,24 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from roundpipe_cli.choices import SCHEDULES
 from roundpipe_cli.costs.cost import CostModel, LayerCost
-from roundpipe_cli.engine.dispatch.decisions import TransferOptions, TransferRecord, statistics_of
 from roundpipe_cli.schedule.actions import Kind
-from roundpipe_cli.schedule.builders import Options, Rounds, build_schedule
-from roundpipe_cli.schedule.program import ACTIVATION, WEIGHT_GRADIENT, WEIGHTS, Op, Program, lower
-from roundpipe_cli.schedule.timeline import DOWN, HOST, UP
+from roundpipe_cli.schedule.builders import Options
+from roundpipe_cli.schedule.program import ACTIVATION, WEIGHT_GRADIENT, WEIGHTS, Program, lower
+from roundpipe_cli.schedule.simulate import simulate
+from roundpipe_cli.schedule.timeline import COMPUTE, DOWN, HOST, UP, busy_s, makespan_s
+from tests.support.emulated import Emulated, exposed_s, run_emulated
 from tests.support.protocol_machine import Facts, Machine
+from tests.support.schedules import dealt, small_schedule
 
 DEALINGS = (Options(), Options(head_workers=2), Options(earliest_free=True), Options(shared_stages=2))
 
@@ -31,23 +36,11 @@ def costs(num_blocks: int, slots: int) -> CostModel:
 
 
 def program_of(
-    name: str, num_workers: int, num_microbatches: int, *, num_blocks: int = 4, slots: int = 2, staleness: int = 0,
-    num_steps: int = 1, options: Options | None = None, per_round: int | None = None,
-) -> Program:  # fmt: skip
+    name: str, num_workers: int, num_microbatches: int, *, num_blocks: int = 4, slots: int = 2, **rounds: Any
+) -> Program:
     model = costs(num_blocks, slots)
-    extra: dict[str, Any] = {}
-    if name == "roundpipe":
-        half = num_blocks // 2
-        forward = [(0, half - 1), (half, num_blocks - 1)]
-        extra["backward_stages"] = [(num_blocks, num_blocks), (half, num_blocks - 1), (0, half - 1)]
-        extra["costs"] = model
-    else:
-        count = num_workers * (2 if name in ("looped_bfs", "interleaved_1f1b") else 1)
-        cut = [round(index * (num_blocks + 1) / count) for index in range(count + 1)]
-        forward = [(first, end - 1) for first, end in zip(cut, cut[1:], strict=False)]
-    rounds = Rounds(num_microbatches, per_round, num_steps, staleness, options=options or Options())
-    schedule = build_schedule(name, forward_stages=forward, num_workers=num_workers, rounds=rounds, **extra)
-    return lower(schedule, model, staleness=staleness)
+    schedule = small_schedule(name, num_workers, num_microbatches, num_blocks, model, **rounds)
+    return lower(schedule, model, staleness=rounds.get("staleness", 0))
 
 
 def walk(facts: Facts, seed: int) -> None:
@@ -66,23 +59,22 @@ def walk(facts: Facts, seed: int) -> None:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_random_orders(name: str, slots: int, staleness: int) -> None:
     for seed in range(6):
-        options = TransferOptions(max_in_flight=1 + seed % 3, fifo=(seed + slots) % 3 == 2)
         program = program_of(name, 2, 4, slots=slots, staleness=staleness, num_steps=2)
-        walk(Facts(program, 2, options), seed)
+        walk(Facts(program, max_in_flight=1 + seed % 3), seed)
 
 
 @pytest.mark.parametrize("dealing", DEALINGS, ids=str)
 def test_random_orders_of_every_dealing(dealing: Options) -> None:
     for seed in range(12):
         program = program_of("roundpipe", 3, 5, options=dealing, per_round=2 + seed % 3, slots=1 + seed % 2)
-        walk(Facts(program, 2, TransferOptions()), seed)
+        walk(Facts(program), seed)
 
 
 @pytest.mark.parametrize(("name", "num_workers", "num_microbatches"), [("roundpipe", 1, 2), ("roundpipe", 2, 1)])
 def test_all_orders_of_a_small_step(name: str, num_workers: int, num_microbatches: int) -> None:
     """Every state that any order of moves leads to, each visited once."""
     program = program_of(name, num_workers, num_microbatches, num_blocks=2)
-    first = Machine(Facts(program, 1, TransferOptions()))
+    first = Machine(Facts(program, num_chunks=1))
     seen, todo = {first.key()}, [first]
     num_ends = 0
     while todo:
@@ -118,13 +110,9 @@ def _from(kind: Kind) -> Any:
     return lambda program, op, dep: program.ops[dep].kind is kind
 
 
-def _gate(program: Program, op: Op, dep: int) -> bool:
-    return program.ops[dep].lane == HOST
-
-
 BROKEN = {
     "weights come while the slot is read": (_is(WEIGHTS, UP), lambda p, op, dep: p.ops[dep].lane == "compute"),
-    "weights come before their update": (_is(WEIGHTS, UP), _gate),
+    "weights come before their update": (_is(WEIGHTS, UP), lambda p, op, dep: p.ops[dep].lane == HOST),
     "weights come before the sums have left": (_is(WEIGHTS, UP), _from(Kind.DOWNLOAD)),
     "sums leave before the backward": (_is(WEIGHT_GRADIENT, DOWN), _from(Kind.BACKWARD)),
     "a sum goes on before the one before": (_is(WEIGHT_GRADIENT, UP), _from(Kind.DOWNLOAD)),
@@ -141,7 +129,7 @@ def test_the_machine_finds_a_forgotten_dependency(what: str) -> None:
     assert sum(len(op.deps) for op in broken.ops) < sum(len(op.deps) for op in program.ops)
     with pytest.raises((AssertionError, KeyError)):
         for seed in range(30):
-            walk(Facts(broken, 2, TransferOptions()), seed)
+            walk(Facts(broken), seed)
 
 
 def test_exposed_time_counts_from_when_everything_was_computed() -> None:
@@ -152,13 +140,100 @@ def test_exposed_time_counts_from_when_everything_was_computed() -> None:
     weights = next(program.ops[dep] for dep in reader.deps if program.ops[dep].payload == WEIGHTS)
     download = program.ops[upload.deps[0]]
     producer = program.ops[download.deps[0]]
-    records = [
-        TransferRecord(weights.id, WEIGHTS, UP, 8, 0.0, 0.0, 4.0),
-        TransferRecord(download.id, ACTIVATION, DOWN, 1, 3.0, 3.0, 3.5),
-        TransferRecord(upload.id, ACTIVATION, UP, 1, 4.5, 4.5, 5.0),
-    ]
-    found = statistics_of(program, {producer.id: (1.0, 3.0), reader.id: (6.0, 7.0)}, records, 0.0)
-    assert found.classes[UP, WEIGHTS].exposed_s == pytest.approx(1.0)  # from 3, not from 0
-    assert found.classes[DOWN, ACTIVATION].exposed_s == pytest.approx(0.5)
-    assert found.classes[UP, ACTIVATION].exposed_s == pytest.approx(0.5)
-    assert found.exposed_s == pytest.approx(1.5)
+    transfers_s = {weights.id: (0.0, 4.0), download.id: (3.0, 3.5), upload.id: (4.5, 5.0)}
+    found = exposed_s(program, {producer.id: (1.0, 3.0), reader.id: (6.0, 7.0)}, transfers_s, 0.0)
+    assert found == pytest.approx(1.5)  # weights count from 3, not from 0; the boundary from 3 to 3.5 and 4.5 to 5
+
+
+# --- carried out on emulated devices, against the simulator that reads the same program ------------------------------
+#
+# Times are small but real: nothing here asserts on how fast the machine is. What the host issued too late is counted by
+# the emulation itself, and the bounds below make use of that.
+
+MIB = 1024**2
+NUM_BLOCKS, NUM_MICROBATCHES = 6, 4
+
+
+def timed_costs(*, with_bytes: bool, slots: int = 2) -> CostModel:
+    """Six blocks of a few hundred microseconds; a link of 40 GB/s, so that weights and boundaries take chunks."""
+    layer = LayerCost("block", 4e-4, 9e-4, recompute=True)
+    head = LayerCost("head", 3e-4, 5e-4, recompute=False)
+    if with_bytes:
+        layer = replace(layer, param_bytes=50 * MIB, boundary_bytes=3 * MIB, grad_bytes=5 * MIB, optimizer_s=2e-4)
+        head = replace(head, param_bytes=20 * MIB, grad_bytes=40 * MIB, optimizer_s=3e-4)
+    return CostModel("small", (*[layer] * NUM_BLOCKS, head), hop_s=1e-4, link_bytes_per_s=40e9, slots=slots)
+
+
+def rows(result: Emulated) -> list[list[str]]:
+    """Per worker what was computed, in order of time."""
+    found: list[list[tuple[float, float, str]]] = [[] for _ in range(result.timeline.num_workers)]
+    for item in result.timeline.intervals:
+        if item.lane == COMPUTE:
+            found[item.worker].append((item.start_s, item.end_s, f"{item.stage}{item.kind.value}{item.microbatch}"))
+    return [[text for _, _, text in sorted(row)] for row in found]
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("num_workers", [1, 3])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_without_bytes_the_emulation_is_the_simulation_plus_lateness(
+    name: str, num_workers: int, staleness: int
+) -> None:
+    """No path through the program is longer than the simulated one by more than all that was issued too late."""
+    chained = small_schedule(name, num_workers, NUM_MICROBATCHES, NUM_BLOCKS, num_steps=2, staleness=staleness)
+    model = timed_costs(with_bytes=False)
+    result = run_emulated(chained, model, staleness=staleness)
+    simulated = simulate(chained, model, staleness=staleness)
+    assert rows(result) == [[str(action) for action in row] for row in chained.actions]
+    assert makespan_s(simulated) * (1 - 1e-9) <= result.makespan_s <= makespan_s(simulated) + sum(result.late_s) + 1e-9
+    assert all(0 <= part <= whole for part, whole in zip(result.compute_late_s, result.late_s, strict=True))
+    assert busy_s(result.timeline) == pytest.approx(busy_s(simulated))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_step_that_begins_with_updates_is_the_simulation_plus_lateness(name: str) -> None:
+    one, model = small_schedule(name, 3, NUM_MICROBATCHES, NUM_BLOCKS), timed_costs(with_bytes=False)
+    model = replace(model, layers=tuple(replace(layer, optimizer_s=1e-3) for layer in model.layers))
+    result, simulated = run_emulated(one, model, after_update=True), simulate(one, model, after_update=True)
+    late_s = sum(result.late_s) + result.host_late_s
+    assert makespan_s(simulated) * (1 - 1e-9) <= result.makespan_s <= makespan_s(simulated) + late_s + 1e-9
+    first = min(item.start_s for item in result.timeline.intervals if item.lane == COMPUTE)
+    last = max(item.end_s for item in result.timeline.intervals if item.lane == HOST)
+    assert 0 < first < last, "the forward begins before the last update has ended"
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_byte_and_every_update_goes_over_its_lane(name: str, staleness: int, slots: int) -> None:
+    chained = small_schedule(name, 3, NUM_MICROBATCHES, NUM_BLOCKS, num_steps=2, staleness=staleness)
+    model = timed_costs(with_bytes=True, slots=slots)
+    result = run_emulated(chained, model, staleness=staleness)
+    program = lower(chained, model, staleness=staleness)
+    for lane in (UP, DOWN, HOST):
+        wanted = sum(op.num_bytes for op in program.ops if op.lane == lane)
+        moved_s = sum(i.end_s - i.start_s for i in result.timeline.intervals if i.lane == lane)
+        if lane == HOST:
+            assert moved_s == pytest.approx(2 * (NUM_BLOCKS * 2e-4 + 3e-4))
+        else:
+            assert moved_s == pytest.approx(wanted / model.link_bytes_per_s)
+    # one thing at a time on every stream, and each worker in its schedule's order
+    assert rows(result) == [[str(action) for action in row] for row in chained.actions]
+    for lane in (COMPUTE, UP, DOWN, HOST):
+        for worker in range(-1, chained.num_workers):
+            spans = sorted(
+                (i.start_s, i.end_s) for i in result.timeline.intervals if (i.lane, i.worker) == (lane, worker)
+            )
+            assert all(later[0] >= earlier[1] - 1e-9 for earlier, later in zip(spans, spans[1:], strict=False))
+
+
+def test_workers_of_different_speed() -> None:
+    model = replace(timed_costs(with_bytes=False), worker_speed=(1.0, 0.5))
+    chained = dealt([(0, 5)], [(6, 6), (0, 5)], 2, 2, model)
+    result, simulated = run_emulated(chained, model), simulate(chained, model)
+    assert busy_s(result.timeline) == pytest.approx(busy_s(simulated))
+
+
+def test_emulation_needs_no_torch() -> None:
+    code = "import sys, scripts.bench_emulated; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])

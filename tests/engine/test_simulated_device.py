@@ -193,18 +193,12 @@ def test_a_mark_has_passed_once_the_host_has_seen_it() -> None:
         assert backend.seconds_between(start, end) >= 0
 
 
-def test_nothing_is_page_locked_of_an_empty_buffer() -> None:
-    with simulated() as simulation:
-        empty = torch.empty(0)
-        assert cuda.register_host_buffer(empty, 0) and not simulation.machine.registered
-        cuda.unregister_host_buffer(empty)
-
-
 def test_page_locked_memory_refused() -> None:
     """The driver's error stays behind, and would come up in the next kernel that starts."""
-    with simulated(max_locked_bytes=4096):
+    with simulated(max_locked_bytes=4096) as simulation:
         fits, large, nothing = torch.zeros(4096, dtype=torch.uint8), torch.zeros(1), torch.zeros(0)
         assert cuda.register_host_buffer(fits, 0) and cuda.register_host_buffer(nothing, 0)
+        assert len(simulation.machine.registered) == 1
         assert not cuda.register_host_buffer(large, 0)
         assert torch.ones(2, device="cuda:0").add_(1).tolist() == [2, 2]
         cuda.unregister_host_buffer(fits)

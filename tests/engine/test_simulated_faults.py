@@ -28,24 +28,22 @@ def no_wait(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(CudaBackend, "wait", lambda backend, event: None)
 
 
-def no_record_stream(patch: pytest.MonkeyPatch) -> None:
-    """What was uploaded is free before compute has read it."""
-
+def memory_from(stream: str, patch: pytest.MonkeyPatch) -> None:
     def device_like(backend: CudaBackend, host: torch.Tensor) -> torch.Tensor:
-        with torch.cuda.stream(backend._up):
+        with torch.cuda.stream(getattr(backend, stream)):
             return torch.empty_like(host, device=backend.device, pin_memory=False)
 
     patch.setattr(CudaBackend, "device_like", device_like)
+
+
+def no_record_stream(patch: pytest.MonkeyPatch) -> None:
+    """What was uploaded is free before compute has read it."""
+    memory_from("_up", patch)
 
 
 def wrong_pool(patch: pytest.MonkeyPatch) -> None:
     """Memory for uploads is the compute stream's, which may still be using it."""
-
-    def device_like(backend: CudaBackend, host: torch.Tensor) -> torch.Tensor:
-        with torch.cuda.stream(backend._compute):
-            return torch.empty_like(host, device=backend.device, pin_memory=False)
-
-    patch.setattr(CudaBackend, "device_like", device_like)
+    memory_from("_compute", patch)
 
 
 def lanes_ignore_events(patch: pytest.MonkeyPatch) -> None:

@@ -1,16 +1,28 @@
-"""Threads take turns, and none waits for one that waits for its device."""
+"""Threads that issue work: they take turns, and each computes with its own number of threads."""
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
+import torch
 
 from roundpipe_cli.engine.backends import cuda as module
+from roundpipe_cli.engine.backends.cpu import CpuBackend
 from roundpipe_cli.engine.backends.cuda import IssueTurns
+
+
+def together(*works: Callable[[], object]) -> None:
+    """Run each in a thread of its own, to its end."""
+    threads = [threading.Thread(target=work) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def test_one_pass_at_a_time() -> None:
@@ -24,21 +36,20 @@ def test_one_pass_at_a_time() -> None:
                 time.sleep(0)
                 inside[0] -= 1
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together(*[work] * 4)
     assert seen == [1] * 200 and turns.num_stuck == 0
 
 
 @contextmanager
-def stuck_pass(turns: IssueTurns) -> Iterator[None]:
-    """Another thread's pass is stuck while the body runs."""
+def stuck_pass(turns: IssueTurns, *, within_itself: bool = False) -> Iterator[None]:
+    """Another thread's pass is stuck while the body runs; a turn within it, when it ends, hides its beginning."""
     go, passed = threading.Event(), threading.Event()
 
     def stuck() -> None:
         with turns.turn():
+            if within_itself:
+                with turns.turn():
+                    pass
             passed.set()
             go.wait(60)
 
@@ -73,20 +84,16 @@ def test_a_pass_that_waits_for_its_device_holds_nobody_up_for_long(monkeypatch: 
 @pytest.mark.parametrize("num_shapes", [1, 5])
 def test_slow_first_passes_of_eight_cards_do_not_end_the_turns(num_shapes: int) -> None:
     """Story: eight waiters for one slow first pass, in which kernels are compiled, ended them for the whole run."""
-    turns, together = IssueTurns(stuck_s=0.01), threading.Barrier(8)
+    turns, barrier = IssueTurns(stuck_s=0.01), threading.Barrier(8)
 
     def card() -> None:
         for _ in range(num_shapes):
-            together.wait()
+            barrier.wait()
             for number in range(module.FORGIVEN):
                 with turns.turn():
                     time.sleep(0.03 if number == 0 else 0)
 
-    threads = [threading.Thread(target=card) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together(*[card] * 8)
     assert turns.are_on() and turns.notice is None
 
 
@@ -103,21 +110,34 @@ def test_a_turn_ends_with_its_error_and_may_be_taken_within_itself() -> None:
 def test_nobody_waits_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """Turns of others that are each short enough, or one whose beginning nobody knows."""
     monkeypatch.setattr(module, "MOST_STUCK_TURNS", 2)
-    turns, go, passed = IssueTurns(stuck_s=0.01), threading.Event(), threading.Event()
-
-    def hold() -> None:
+    turns = IssueTurns(stuck_s=0.01)
+    with stuck_pass(turns, within_itself=True):
+        start_s = time.perf_counter()
         with turns.turn():
-            with turns.turn():
-                pass
-            passed.set()
-            go.wait(60)
+            assert turns.num_stuck == 0
+        assert time.perf_counter() - start_s >= 0.02
 
-    thread = threading.Thread(target=hold)
+
+@pytest.mark.parametrize("own", [1, 3])
+def test_another_thread_does_not_change_a_worker(own: int) -> None:
+    """The optimizer's thread begins after the workers' and takes all cores: they used to take its number over."""
+    others, found = queue.Queue[int](), queue.Queue[int]()
+    before = torch.get_num_threads()
+
+    def work() -> None:
+        with CpuBackend(own).worker_thread():
+            for _ in range(2):
+                found.put(others.get())
+                torch.ones(100_000).sum()
+                found.put(torch.get_num_threads())
+
+    thread = threading.Thread(target=work)
     thread.start()
-    assert passed.wait(60)
-    start_s = time.perf_counter()
-    with turns.turn():
-        assert turns.num_stuck == 0
-    assert time.perf_counter() - start_s >= 0.02
-    go.set()
-    thread.join()
+    try:
+        for other in (2, 4):
+            torch.set_num_threads(other)
+            others.put(other)
+            assert [found.get(timeout=30), found.get(timeout=30)] == [other, own]
+    finally:
+        thread.join(30)
+        torch.set_num_threads(before)

@@ -7,19 +7,28 @@ AdamW: in float32 by plain PyTorch alone, in 16 bit with gradients from one work
 from __future__ import annotations
 
 import math
+import random
+import threading
+import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from roundpipe_cli import faults
+from roundpipe_cli.engine.dispatch.dispatch import StepRun
+from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.options import GradientOptions
+from roundpipe_cli.engine.program import stage_layers
+from roundpipe_cli.engine.weights import WeightStore
+from roundpipe_cli.errors import InternalError
 from roundpipe_cli.recipe.load import load_recipe
-from roundpipe_cli.schedule.builders import Rounds, build_schedule
+from roundpipe_cli.schedule.actions import Kind
 from roundpipe_cli.train.batches import make_microbatches, make_sampler
 from roundpipe_cli.train.build import make_engine
 from roundpipe_cli.train.loop import Trainer
@@ -28,7 +37,9 @@ from roundpipe_cli.train.optim.updater import Updater
 from roundpipe_cli.train.prepare.setup import Setup, prepare
 from roundpipe_cli.train.signals import Reporting, StopSignals
 from tests.support.e2e import make_workspace, metrics, untied_and_tied
-from tests.support.tiny import make_rig, plain_copy, random_microbatches, schedule_for
+from tests.support.schedules import dealt
+from tests.support.simulated_cases import Bits, Case, gradient_bits, is_equal
+from tests.support.tiny import Rig, make_rig, plain_copy, random_microbatches, schedule_for
 
 NUM_STEPS = 3
 COMMON = [
@@ -46,12 +57,6 @@ MODEL_OF = {"lora": "untied", "full": "tied"}
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return untied_and_tied(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(autouse=True)
-def _no_faults() -> Iterator[None]:
-    yield
-    faults._rules_of = None
 
 
 def workspace(tmp_path: Path, model: Path) -> Path:
@@ -125,13 +130,7 @@ def by_one_worker(setup: Setup, trainer: Trainer, overflow_step: int | None = No
             for name, weights in zip(reference.names, reference.versions[step], strict=True):
                 store.views[name].copy_(weights)
             microbatches, _ = make_microbatches(setup, sampler.next_step())
-            schedule = build_schedule(
-                "roundpipe",
-                forward_stages=[(0, -1)],
-                backward_stages=[(0, last)],
-                num_workers=1,
-                rounds=Rounds(len(microbatches)),
-            )
+            schedule = dealt([(0, -1)], [(0, last)], 1, len(microbatches))
             gradients = GradientOptions(reference.scale)
             result = engine.run_step(microbatches, schedule, step=step, gradients=gradients)
             reference.losses.append(result.loss)
@@ -163,12 +162,11 @@ CASES = {
         pytest.param("full-float32-clipped", marks=pytest.mark.sweep),
     ],
 )
-def test_bits_of_the_loop(name: str, tmp_path: Path, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bits_of_the_loop(name: str, tmp_path: Path, models: dict[str, Path], ask: Callable[[str], None]) -> None:
     model, num_workers, overrides = CASES[name]
     overflow_step = 1 if name.endswith("overflow") else None
     if overflow_step is not None:
-        monkeypatch.setenv(faults.ENVIRONMENT_VARIABLE, f"optimizer:inf:step={overflow_step}")
-        faults.load_faults()
+        ask(f"optimizer:inf:step={overflow_step}")
     folder = workspace(tmp_path, models[model])
     devices = f"pipeline.devices=[{','.join(['cpu'] * num_workers)}]"
     ours = setup_of(folder, *overrides, devices)
@@ -256,10 +254,7 @@ def test_each_layer_updates_once_and_the_embedding_last(model_type: str, late: l
     optimizer = HostOptimizer(rig.store)
     given: list[int] = []
     updated: list[int] = []
-    with (
-        Updater(rig.store, optimizer, num_threads=1) as updater,
-        rig.engine(2, copy=copy) as engine,
-    ):
+    with Updater(rig.store, optimizer, num_threads=1) as updater, rig.engine(2, copy=copy) as engine:
         updater.before_layer = lambda layer, version: updated.append(layer)
         updater.begin_early(0, 1e-3)
 
@@ -289,3 +284,121 @@ def test_an_early_update_is_left_out_from_a_gradient_that_is_not_finite(squares:
             updater.wait()
     changed = {rig.store.layer_of(name) for name, old in before.items() if not torch.equal(rig.store.master(name), old)}
     assert changed == {2}
+
+
+# --- a step reads each layer as soon as the host has its version: nothing waits behind it, and no read is early ------
+
+SIZES = [(1, 6), (2, 5), (1, 4), (1, 7)]
+
+
+def write_layers(rig: Rig, gradients: Sequence[torch.Tensor], layers: Sequence[int]) -> None:
+    """The next version of these layers, in float32."""
+    for layer in layers:
+        with rig.store.next_version(layer) as place:
+            place.masters.add_(gradients[layer], alpha=-0.01)
+
+
+@pytest.mark.parametrize("written", [(), (0, 1)])
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("copy", [False, True])
+def test_the_error_of_an_update_is_that_of_all_who_wait(
+    copy: bool, before: bool, written: Sequence[int], new_threads: Callable[[], list[str]]
+) -> None:
+    """Also of a step that begins after it, and of one that the caller leaves to the workers: they end."""
+    rig = make_rig("llama", num_hidden_layers=4)
+    error = InternalError("the optimizer failed")
+    with rig.engine(2, copy=copy) as engine, ThreadPoolExecutor(2) as pool:
+        schedule = schedule_for(rig, 2, len(SIZES))
+        engine.run_step(random_microbatches(SIZES), schedule, step=0)
+        write_layers(rig, rig.store.gradients, written)
+        if before:
+            rig.store.fail(error)
+        step = partial(engine.run_step, random_microbatches(SIZES), schedule, step=1, version=1)
+        waiting = [pool.submit(step), pool.submit(rig.store.wait_for, 3, 1)]
+        if not before:
+            rig.store.fail(error)
+        assert [one.exception(10) for one in waiting] == [error, error]
+    assert not new_threads()
+    with pytest.raises(InternalError, match="the optimizer failed"):
+        rig.store.check_updates()
+
+
+@pytest.mark.parametrize("copy", [False, True])
+def test_all_before_a_layer_that_is_not_updated_is_computed(copy: bool) -> None:
+    """And it goes over the same lanes, where weights are uploaded, past those that wait."""
+    rig = make_rig("llama", num_hidden_layers=4)
+    last, microbatches = rig.num_layers - 1, random_microbatches(SIZES)
+    with rig.engine(2, copy=copy) as engine, ThreadPoolExecutor(1) as pool:
+        schedule = schedule_for(rig, 2, len(SIZES))
+        engine.run_step(microbatches, schedule, step=0)
+        gradients = [gradient.clone() for gradient in rig.store.gradients]
+        write_layers(rig, gradients, range(last))
+        under_way = pool.submit(engine.run_step, microbatches, schedule, step=1, version=1)
+
+        def done() -> list[tuple[Kind, tuple[int, int]]]:
+            step = engine.step_in_work
+            ops = [item.op for result in step.results for item in result.intervals] if step is not None else []
+            return [(op.kind, stage_layers(schedule, op)) for op in ops if op.visit >= 0]
+
+        before = schedule.microbatches_per_round * sum(first <= end < last for first, end in schedule.forward_stages)
+        deadline_s = time.monotonic() + 60
+        while len(done()) < before and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        time.sleep(0.2)
+        seen = done()
+        write_layers(rig, gradients, [last])
+        loss, found = under_way.result().loss, [gradient.clone() for gradient in rig.store.gradients]
+        again = engine.run_step(microbatches, schedule, step=1, version=1).loss
+    assert sum(kind is Kind.FORWARD for kind, _ in seen) == before > 0, "every forward of the first round"
+    assert all(layers[1] < last for _, layers in seen), "and nothing that reads the head"
+    assert loss == again and all(torch.equal(*pair) for pair in zip(found, rig.store.gradients, strict=True))
+
+
+# --- on simulated cards ---------------------------------------------------------------------------------------------
+
+
+def beside(engine: Engine, rig: Rig, case: Case) -> Bits:
+    """Steps, each given to the workers while another thread writes the weights for it."""
+    bits: Bits = []
+    schedule, draw = case.schedule(rig, len(case.microbatches)), random.Random(5)
+    gradients = [gradient.clone() for gradient in rig.store.gradients]
+
+    def update() -> None:
+        for layer in range(rig.num_layers):
+            time.sleep(0.02 * draw.random())
+            write_layers(rig, gradients, [layer])
+
+    for step in range(case.num_steps):
+        result = engine.run_step(case.microbatches, schedule, step=step, version=step)
+        bits += [result.loss, result.gradient_norm, *gradient_bits(rig)]
+        gradients = [gradient.clone() for gradient in rig.store.gradients]
+        if step + 1 < case.num_steps:
+            threading.Thread(target=update).start()
+    return bits
+
+
+UPDATED = {
+    "full": Case("llama", "full", num_steps=3, steps=beside),
+    "tied": Case("gemma3_text", "full", {"tie_word_embeddings": True}, num_steps=2, steps=beside),
+    "cached": Case("llama", "lora", engine={"weight_cache_bytes": 10**9}, num_steps=3, steps=beside),
+}
+
+
+@pytest.mark.parametrize("name", sorted(UPDATED))
+def test_updates_beside_a_step_are_ordered_on_cards(name: str) -> None:
+    case = UPDATED[name]
+    expected = case.on_processor()
+    for seed in (0, 1):
+        found, _ = case.simulated(seed, lazy=seed == 1)
+        assert is_equal(found, expected), f"seed {seed}"
+
+
+def test_a_version_that_nobody_waits_for_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the store, which asserts the version where it is read; and without that by the clocks."""
+    make = StepRun.__init__
+    monkeypatch.setattr(StepRun, "__init__", lambda *given, **named: make(*given, **{**named, "readers": None}))
+    with pytest.raises(InternalError, match="has weights of version"):
+        UPDATED["full"].simulated(0)
+    monkeypatch.setattr(WeightStore, "check_version", lambda store, layer, version: None)
+    _, simulation = UPDATED["full"].simulated(0, tolerant=True)
+    assert simulation.unordered

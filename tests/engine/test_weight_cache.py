@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from roundpipe_cli import faults
 from roundpipe_cli.costs.analytic import analytic_costs
 from roundpipe_cli.costs.find_model import shipped_architecture
 from roundpipe_cli.costs.hardware import parse_hardware
@@ -17,7 +17,6 @@ from roundpipe_cli.engine.program import layer_range, lower_for_engine
 from roundpipe_cli.engine.slots import layers_to_keep, stage_bytes
 from roundpipe_cli.engine.step import StepResult
 from roundpipe_cli.errors import InternalError
-from roundpipe_cli.faults import ENVIRONMENT_VARIABLE
 from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.schedule.builders import Rounds, build_forward, build_schedule
 from roundpipe_cli.schedule.program import WEIGHTS
@@ -45,13 +44,12 @@ def train(
 
 
 def one_f_one_b(rig: Rig) -> Schedule:
-    return build_schedule(
-        "1f1b", forward_stages=[(0, 2), (3, rig.num_layers - 1)], num_workers=2, rounds=Rounds(len(SIZES))
-    )
+    stages = [(0, 2), (3, rig.num_layers - 1)]
+    return build_schedule("1f1b", forward_stages=stages, num_workers=2, rounds=Rounds(len(SIZES)))
 
 
 def weight_bytes(result: StepResult) -> int:
-    return result.transfers.classes[UP, WEIGHTS].num_bytes
+    return result.moved_bytes[UP, WEIGHTS]
 
 
 @pytest.mark.covering(1)
@@ -71,12 +69,12 @@ def test_no_bit_changes(model_type: str, method: str, dtype: torch.dtype) -> Non
         bits, results = train(rig, schedule_for(rig, 2, len(SIZES)), cache)
         assert bits == expected
         assert all(weight_bytes(new) < weight_bytes(old) for new, old in zip(results, without, strict=True))
-    rig = fresh()
-    assert train(rig, one_f_one_b(rig), EVERYTHING, keep_blocks=2)[0] == expected
-    rig = fresh()
-    assert train(rig, schedule_for(rig, 1, len(SIZES)), EVERYTHING, keep_blocks=1)[0] == expected
-    rig = fresh()
-    assert train(rig, schedule_for(rig, 3, len(SIZES)), 2 * largest + 512, recompute="layer")[0] == expected
+    for schedule, cache, options in (
+        (one_f_one_b(rig), EVERYTHING, {"keep_blocks": 2}),
+        (schedule_for(rig, 1, len(SIZES)), EVERYTHING, {"keep_blocks": 1}),
+        (schedule_for(rig, 3, len(SIZES)), 2 * largest + 512, {"recompute": "layer"}),
+    ):
+        assert train(fresh(), schedule, cache, **options)[0] == expected
 
 
 @pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
@@ -114,10 +112,7 @@ def test_memory_grows_by_the_budget_at_most() -> None:
     layouts, schedule = rigs[0].store.layouts, schedule_for(rigs[0], 2, len(SIZES))
     whole = sum(layout.num_bytes + 256 for layout in layouts[1:])
     peaks = [
-        [
-            max(result.device_peak_bytes)
-            for result in train(rig, schedule_for(rig, 2, len(SIZES)), cache, count_bytes=True)[1]
-        ]
+        [max(result.device_peak_bytes) for result in train(rig, schedule, cache, count_bytes=True)[1]]
         for rig, cache in zip(rigs, (0, whole // 3, EVERYTHING), strict=True)
     ]
     turns = 4 * max(rows * tokens for rows, tokens in SIZES) * rigs[0].skeleton.config.hidden_size * 2
@@ -153,19 +148,17 @@ def test_other_schedules_in_between() -> None:
     assert losses(budget) == losses(0)
 
 
-def test_a_failed_step_is_no_reason_to_trust_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_step_is_no_reason_to_trust_the_cache(ask: Callable[[str], None]) -> None:
     rig = make_rig("llama", "lora")
     schedule, microbatches = schedule_for(rig, 2, len(SIZES)), random_microbatches(SIZES)
     with rig.engine(2, copy=True) as engine:
         expected = engine.run_step(microbatches, schedule, step=0).loss.hex()
     for nth in (1, 2, 4):
         with rig.engine(2, copy=True, weight_cache_bytes=EVERYTHING) as engine:
-            monkeypatch.setenv(ENVIRONMENT_VARIABLE, f"prefetch:raise:nth={nth}")
-            faults.load_faults()
+            ask(f"prefetch:raise:nth={nth}")
             with pytest.raises(InternalError):
                 engine.run_step(microbatches, schedule, step=0)
-            monkeypatch.delenv(ENVIRONMENT_VARIABLE)
-            faults.load_faults()
+            ask("")
             for _ in range(2):
                 assert engine.run_step(microbatches, schedule, step=0).loss.hex() == expected
 

@@ -9,16 +9,10 @@ import pytest
 from roundpipe_cli.choices import BOUND_SCHEDULES, SCHEDULE_KINDS, SCHEDULES
 from roundpipe_cli.costs.cost import CostModel, StageRange
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.schedule.actions import equal_costs
-from roundpipe_cli.schedule.builders import (
-    Options,
-    Rounds,
-    build_schedule,
-    interleaved_groups,
-    place_on,
-    schedule_name,
-)
-from tests.support.schedules import parse_rows, validate_schedule
+from roundpipe_cli.schedule.actions import Action, Kind, Schedule, equal_costs
+from roundpipe_cli.schedule.builders import Options, Rounds, build_schedule, interleaved_groups, place_on, schedule_name
+from roundpipe_cli.schedule.simulate import simulate, simulate_published
+from tests.support.schedules import dealt, parse_rows, validate_schedule
 
 
 def cut(num_layers: int, num_stages: int) -> list[StageRange]:
@@ -35,57 +29,51 @@ def words(text: str) -> str:
     return "\n".join(" ".join(line.split()) for line in text.strip().splitlines())
 
 
-def test_gpipe_grid() -> None:
-    schedule = build_schedule("gpipe", forward_stages=cut(4, 2), num_workers=2, rounds=Rounds(2))
-    assert str(schedule) == words(
-        """
-        0F0 0F1 1R0 1B0 1R1 1B1
-        1F0 1F1 0R0 0B0 0R1 0B1
-        """
-    )
-    assert schedule.backward_stages == ((2, 3), (0, 1))
-    assert not schedule.fused_head
+@pytest.mark.parametrize(
+    ("name", "stages", "num_workers", "num_microbatches", "grid"),
+    [
+        (
+            "gpipe", cut(4, 2), 2, 2,
+            """
+            0F0 0F1 1R0 1B0 1R1 1B1
+            1F0 1F1 0R0 0B0 0R1 0B1
+            """,
+        ),
+        (
+            "1f1b", cut(3, 3), 3, 4,
+            """
+            0F0 0F1 0F2 2R0 2B0 0F3 2R1 2B1 2R2 2B2 2R3 2B3
+            1F0 1F1 1R0 1B0 1F2 1R1 1B1 1F3 1R2 1B2 1R3 1B3
+            2F0 0R0 0B0 2F1 0R1 0B1 2F2 0R2 0B2 2F3 0R3 0B3
+            """,
+        ),
+        (
+            "looped_bfs", cut(4, 4), 2, 2,
+            """
+            0F0 0F1 2F0 2F1 1R1 1B1 1R0 1B0 3R1 3B1 3R0 3B0
+            1F0 1F1 3F0 3F1 0R1 0B1 0R0 0B0 2R1 2B1 2R0 2B0
+            """,
+        ),
+        (
+            "interleaved_1f1b", cut(4, 4), 2, 4,
+            """
+            0F0 0F1 2F0 2F1 0F2 1R0 1B0 0F3 1R1 1B1 2F2 3R0 3B0 2F3 3R1 3B1 1R2 1B2 1R3 1B3 3R2 3B2 3R3 3B3
+            1F0 1F1 3F0 0R0 0B0 3F1 0R1 0B1 1F2 2R0 2B0 1F3 2R1 2B1 3F2 0R2 0B2 3F3 0R3 0B3 2R2 2B2 2R3 2B3
+            """,
+        ),
+    ],
+)  # fmt: skip
+def test_grids(name: str, stages: list[StageRange], num_workers: int, num_microbatches: int, grid: str) -> None:
+    schedule = build_schedule(name, forward_stages=stages, num_workers=num_workers, rounds=Rounds(num_microbatches))
+    assert str(schedule) == words(grid)
+    assert schedule.backward_stages == tuple(reversed(stages)) and not schedule.fused_head
 
 
-def test_1f1b_grid() -> None:
-    schedule = build_schedule("1f1b", forward_stages=cut(3, 3), num_workers=3, rounds=Rounds(4))
-    assert str(schedule) == words(
-        """
-        0F0 0F1 0F2 2R0 2B0 0F3 2R1 2B1 2R2 2B2 2R3 2B3
-        1F0 1F1 1R0 1B0 1F2 1R1 1B1 1F3 1R2 1B2 1R3 1B3
-        2F0 0R0 0B0 2F1 0R1 0B1 2F2 0R2 0B2 2F3 0R3 0B3
-        """
-    )
-
-
-def test_looped_bfs_grid() -> None:
-    schedule = build_schedule("looped_bfs", forward_stages=cut(4, 4), num_workers=2, rounds=Rounds(2))
-    assert str(schedule) == words(
-        """
-        0F0 0F1 2F0 2F1 1R1 1B1 1R0 1B0 3R1 3B1 3R0 3B0
-        1F0 1F1 3F0 3F1 0R1 0B1 0R0 0B0 2R1 2B1 2R0 2B0
-        """
-    )
-
-
-def test_interleaved_1f1b_grid() -> None:
-    schedule = build_schedule("interleaved_1f1b", forward_stages=cut(4, 4), num_workers=2, rounds=Rounds(4))
-    assert str(schedule) == words(
-        """
-        0F0 0F1 2F0 2F1 0F2 1R0 1B0 0F3 1R1 1B1 2F2 3R0 3B0 2F3 3R1 3B1 1R2 1B2 1R3 1B3 3R2 3B2 3R3 3B3
-        1F0 1F1 3F0 0R0 0B0 3F1 0R1 0B1 1F2 2R0 2B0 1F3 2R1 2B1 3F2 0R2 0B2 3F3 0R3 0B3 2R2 2B2 2R3 2B3
-        """
-    )
+STAGES = [(0, 1), (2, 3)], [(4, 4), (2, 3), (0, 1)]
 
 
 def test_roundpipe_deals_stages_round_robin_and_goes_on_where_a_worker_is_free() -> None:
-    schedule = build_schedule(
-        "roundpipe",
-        forward_stages=[(0, 1), (2, 3)],
-        backward_stages=[(4, 4), (2, 3), (0, 1)],
-        num_workers=2,
-        rounds=Rounds(3),
-    )
+    schedule = dealt(*STAGES, 2, 3)
     # five stages a round: the first round ends on worker 0, so worker 1 starts the second
     assert str(schedule) == words(
         """
@@ -98,16 +86,14 @@ def test_roundpipe_deals_stages_round_robin_and_goes_on_where_a_worker_is_free()
 
 
 def test_a_stage_may_hold_the_whole_model() -> None:
-    schedule = build_schedule("roundpipe", forward_stages=[], backward_stages=[(0, 2)], num_workers=2, rounds=Rounds(2))
+    schedule = dealt([], [(0, 2)], 2, 2)
     assert str(schedule) == "0B0 0B1\n"
     validate_schedule(schedule)
 
 
 def test_staleness_0_starts_every_step_afresh_and_staleness_1_goes_on_like_rounds() -> None:
-    stages = {"forward_stages": [(0, 1), (2, 3)], "backward_stages": [(4, 4), (2, 3), (0, 1)]}
-    fresh = build_schedule("roundpipe", **stages, num_workers=2, rounds=Rounds(2, num_steps=2))  # type: ignore[arg-type]
+    fresh, chained = (dealt(*STAGES, 2, 2, num_steps=2, staleness=staleness) for staleness in (0, 1))
     assert [str(row[-1]) for row in fresh.actions] == ["2B3", "1B3"]
-    chained = build_schedule("roundpipe", **stages, num_workers=2, rounds=Rounds(2, num_steps=2, staleness=1))  # type: ignore[arg-type]
     assert [str(row[-1]) for row in chained.actions] == ["1B3", "2B3"]
 
 
@@ -179,56 +165,95 @@ def test_refused_stages(name: str, forward: list[StageRange], backward: list[Sta
 
 
 def test_the_heads_microbatches_spread_over_the_workers() -> None:
-    schedule = build_schedule(
-        "roundpipe",
-        forward_stages=[(0, 1)],
-        backward_stages=[(2, 2), (0, 1)],
-        num_workers=2,
-        rounds=Rounds(2, options=Options(head_workers=2)),
-    )
+    schedule = dealt([(0, 1)], [(2, 2), (0, 1)], 2, 2, options=Options(head_workers=2))
     assert str(schedule) == "0F0 0F1 0B1 1R0 1B0 1R1 1B1\n0B0"
     validate_schedule(schedule)
 
 
 def test_earliest_free_dispatch_takes_microbatches_where_they_can_start_first() -> None:
-    schedule = build_schedule(
-        "roundpipe",
-        forward_stages=[(0, 1), (2, 3)],
-        backward_stages=[(4, 4), (2, 3), (0, 1)],
-        num_workers=2,
-        rounds=Rounds(2, options=Options(earliest_free=True)),
-        costs=replace(equal_costs(5), hop_s=0.5),
-    )
+    costs = replace(equal_costs(5), hop_s=0.5)
+    schedule = dealt(*STAGES, 2, 2, costs, options=Options(earliest_free=True))
     validate_schedule(schedule)
     assert str(schedule) == "0F0 1F0 0B0 1R0 1B0 2R0 2B0\n0F1 1F1 0B1 1R1 1B1 2R1 2B1"
 
 
 def test_the_last_stages_of_a_step_are_shared_and_those_before_go_in_turn() -> None:
-    def dealt(shared: int) -> list[str]:
-        schedule = build_schedule(
-            "roundpipe",
-            forward_stages=[(0, 1)],
-            backward_stages=[(2, 2), (1, 1), (0, 0)],
-            num_workers=2,
-            rounds=Rounds(4, per_round=2, options=Options(shared_stages=shared)),
-        )
+    def rows(shared: int) -> list[str]:
+        options = Options(shared_stages=shared)
+        schedule = dealt([(0, 1)], [(2, 2), (1, 1), (0, 0)], 2, 4, per_round=2, options=options)
         validate_schedule(schedule)
         return str(schedule).split("\n")
 
     first = ["0F0 0F1 1R0 1B0 1R1 1B1", "0B0 0B1 2R0 2B0 2R1 2B1"]
-    assert [row.startswith(before) for row, before in zip(dealt(9), first, strict=True)] == [True, True]
-    assert dealt(0) == [f"{first[0]} 0F2 0F3 1R2 1B2 1R3 1B3", f"{first[1]} 0B2 0B3 2R2 2B2 2R3 2B3"]
-    assert dealt(2) == [f"{first[0]} 0F2 0F3 0B3 1R3 1B3 2R3 2B3", f"{first[1]} 0B2 1R2 1B2 2R2 2B2"]
+    assert [row.startswith(before) for row, before in zip(rows(9), first, strict=True)] == [True, True]
+    assert rows(0) == [f"{first[0]} 0F2 0F3 1R2 1B2 1R3 1B3", f"{first[1]} 0B2 0B3 2R2 2B2 2R3 2B3"]
+    assert rows(2) == [f"{first[0]} 0F2 0F3 0B3 1R3 1B3 2R3 2B3", f"{first[1]} 0B2 1R2 1B2 2R2 2B2"]
 
 
 def test_a_schedule_of_few_workers_can_be_placed_among_many() -> None:
     """The planner may leave workers idle; their rows are empty and the others keep their actions."""
-    few = build_schedule(
-        "roundpipe", forward_stages=[(0, 1)], backward_stages=[(2, 3), (0, 1)], num_workers=1, rounds=Rounds(3)
-    )
+    few = dealt([(0, 1)], [(2, 3), (0, 1)], 1, 3)
     placed = place_on(few, (2,), 4)
     assert placed.num_workers == 4
     assert [len(row) for row in placed.actions] == [0, 0, len(few.actions[0]), 0]
     assert [str(action) for action in placed.actions[2]] == [str(action) for action in few.actions[0]]
     assert {action.worker for action in placed.actions[2]} == {2}
     assert place_on(few, (0,), 1) is few
+
+
+# --- what finds wrong schedules in these tests ----------------------------------------------------------------------
+
+
+def gpipe(num_steps: int = 1) -> Schedule:
+    """
+    0F0 0F1 1R0 1B0 1R1 1B1
+    1F0 1F1 0R0 0B0 0R1 0B1
+    """
+    return build_schedule("gpipe", forward_stages=cut(4, 2), num_workers=2, rounds=Rounds(2, num_steps=num_steps))
+
+
+DEADLOCK = "0F0 1R0 1B0 0F1 1R1 1B1\n1F0 1F1 0R0 0B0 0R1 0B1"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0F0 0F1 1R0 1B0 1R1 1B1\n1F0 1F0 1F1 0R0 0B0 0R1 0B1", "there twice: .*FORWARD"),
+        ("0F0 0F1 1R0 1B0 1R1 1B1\n1F0 0R0 0B0 0R1 0B1", "missing: .*FORWARD"),
+        ("0F0 0F1 1R0 1B0 1R1 1B1\n1F0 1F1 0R0 0B0 0R1 0B1 2B0", "unknown or there twice: .*BACKWARD"),
+        ("0F0 0F1 0F7 1R0 1B0 1R1 1B1\n1F0 1F1 0R0 0B0 0R1 0B1", "unknown or there twice: .*FORWARD"),
+        ("0F0 0F1 1R0 1B0 1R1 1B1\n1F0 1F1 0R0 0B0 0R1 0B1 0U1", "unknown or there twice: .*UPLOAD"),
+        ("0F0 0F1 1R0 1B0 1R1 1B1\n1F0 1F1 0R0 0R1 0B0 0B1", "not directly before its backward"),
+        ("0F0 0F1 1R0 1B0 1R1 1B1\n0R0 0B0 1F0 1F1 0R1 0B1", "deadlock: .*RECOMPUTE"),
+        (DEADLOCK, "deadlock"),
+        ("0F0 0F1 1R0 1B0 1R1 1B1\n1F0 1F1 0R0 0B0 0R1 0B1\n", "one row per worker"),
+    ],
+)
+def test_wrong_actions_are_found(text: str, message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        validate_schedule(replace(gpipe(), actions=parse_rows(text)))
+
+
+def test_wrong_steps_workers_and_heads_are_found() -> None:
+    two_steps = gpipe(num_steps=2)
+    validate_schedule(two_steps)
+    row = list(two_steps.actions[0])
+    row[1], row[6] = row[6], row[1]
+    moved = Action(Kind.FORWARD, 1, 0, 0), *gpipe().actions[1][1:]
+    fused = dealt([(0, 1)], [(2, 2), (0, 1)], 1, 1)
+    assert str(fused) == "0F0 0B0 1R0 1B0"
+    for wrong, message in (
+        (replace(two_steps, actions=(tuple(row), two_steps.actions[1])), "steps out of order"),
+        (replace(gpipe(), actions=(gpipe().actions[0], moved)), "of another worker"),
+        (replace(fused, actions=parse_rows("0F0 0R0 0B0 1R0 1B0")), "unknown or there twice: .*RECOMPUTE"),
+    ):
+        with pytest.raises(AssertionError, match=message):
+            validate_schedule(wrong)
+
+
+def test_simulators_do_not_hang_on_a_deadlock() -> None:
+    stuck = replace(gpipe(), actions=parse_rows(DEADLOCK))
+    with pytest.raises(ValueError, match="deadlocks"):
+        simulate_published(stuck, equal_costs(4))
+    with pytest.raises(ValueError, match="deadlocks"):
+        simulate(stuck, equal_costs(4))

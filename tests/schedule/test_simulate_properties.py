@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from graphlib import TopologicalSorter
 from typing import Any
 
 import pytest
@@ -14,17 +15,8 @@ from roundpipe_cli.costs.cost import CostModel, LayerCost, StageRange
 from roundpipe_cli.schedule.actions import Kind, Schedule
 from roundpipe_cli.schedule.builders import Options, Rounds, build_schedule
 from roundpipe_cli.schedule.program import Program, lower
-from roundpipe_cli.schedule.simulate import simulate, simulate_program, simulated_step_s
-from roundpipe_cli.schedule.timeline import (
-    COMPUTE,
-    DOWN,
-    UP,
-    Timeline,
-    bubble,
-    busy_s,
-    compute_rows,
-    makespan_s,
-)
+from roundpipe_cli.schedule.simulate import host_s, simulate, simulate_program, simulated_step_s
+from roundpipe_cli.schedule.timeline import COMPUTE, DOWN, UP, Timeline, bubble, busy_s, compute_rows, makespan_s
 from tests.support.schedules import parse_rows, validate_schedule
 
 MIB = 1024**2
@@ -116,20 +108,8 @@ def test_without_bytes_and_updates_the_default_accounting_equals_the_published_o
 
 def longest_path_s(program: Program, durations: list[float], hop_s: float) -> float:
     """Longest chain of `deps`, as if every operation had a resource of its own."""
-    order: list[int] = []
-    seen: set[int] = set()
-    for root in range(len(program.ops)):
-        stack = [(root, False)]
-        while stack:
-            op_id, done = stack.pop()
-            if done:
-                order.append(op_id)
-            elif op_id not in seen:
-                seen.add(op_id)
-                stack.append((op_id, True))
-                stack += [(dep, False) for dep in program.ops[op_id].deps if dep not in seen]
     end = [0.0] * len(program.ops)
-    for op_id in order:
+    for op_id in TopologicalSorter({op.id: op.deps for op in program.ops}).static_order():
         op = program.ops[op_id]
         arrivals = [
             end[dep] + (hop_s if program.ops[dep].worker not in (op.worker, -1) and op.worker >= 0 else 0.0)
@@ -145,7 +125,7 @@ def durations_of(program: Program, costs: CostModel, timeline: Timeline) -> list
     return [
         spans[op.kind, op.stage, op.microbatch]
         if op.lane == COMPUTE
-        else (costs.layers[op.stage].optimizer_s if op.stage >= 0 else 0.0)
+        else host_s(op, costs)
         if op.kind is Kind.OPTIMIZER
         else op.num_bytes / costs.link_bytes_per_s
         for op in program.ops

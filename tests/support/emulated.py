@@ -18,30 +18,30 @@ a GPU.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+from unittest import mock
 
-from roundpipe_cli.costs.cost import CostModel
-from roundpipe_cli.engine.dispatch.decisions import (
-    Progress,
-    TransferChunk,
-    TransferOptions,
-    TransferStatistics,
-    links_of,
-    statistics_of,
-)
+from roundpipe_cli.costs.cost import CHUNK_BYTES, CostModel
+from roundpipe_cli.engine.dispatch import dispatch
+from roundpipe_cli.engine.dispatch.decisions import Progress, TransferChunk, TransferQueue, links_of
 from roundpipe_cli.engine.dispatch.dispatch import Pool, StepRun
 from roundpipe_cli.engine.program import describe_op
 from roundpipe_cli.faults import fault
-from roundpipe_cli.schedule.actions import Kind, Schedule, StageTimes, stage_times
+from roundpipe_cli.schedule.actions import Kind, Schedule, stage_times
 from roundpipe_cli.schedule.program import Op, Program, lower
 from roundpipe_cli.schedule.simulate import host_s
 from roundpipe_cli.schedule.timeline import COMPUTE, DOWN, HOST, UP, Interval, Timeline, bubble_ratio, makespan_s
 from roundpipe_cli.units import shown_step
 
-EmulatedEvent = float | None
-"""The absolute time at which something ends; None: it has already happened."""
+
+class EmulatedEvent(NamedTuple):
+    """The absolute time at which an operation ends, and its worker."""
+
+    end_s: float
+    worker: int
 
 
 class StreamClock:
@@ -58,56 +58,22 @@ class StreamClock:
         self.end_s, self.late_s = now_s, 0.0
 
     def issue(
-        self,
-        seconds: float,
-        after: Sequence[EmulatedEvent] = (),
-        lead_s: float = 0.0,
-        late: Sequence[EmulatedEvent] = (),
+        self, seconds: float, after: Sequence[float] = (), lead_s: float = 0.0, late: Sequence[float] = ()
     ) -> tuple[float, float]:
         """Put an operation on the stream; returns (start, end).
 
         Args:
             seconds: what it takes.
-            after: events that it waits for.
+            after: times for which it waits.
             lead_s: its first part, which does not need `late`; it runs right before the rest.
-            late: events that only the rest waits for.
+            late: times for which only the rest waits.
         """
         now_s = time.perf_counter()
-        could_s = max(self.end_s, *(event for event in after if event is not None), 0.0)
-        needed_s = max((event for event in late if event is not None), default=0.0)
-        could_s = max(could_s, needed_s - lead_s)
+        could_s = max(self.end_s, *after, max(late, default=0.0) - lead_s)
         start_s = max(now_s, could_s)
         self.late_s += start_s - could_s
         self.end_s = start_s + seconds
         return start_s, self.end_s
-
-
-class EmulatedDevice:
-    """One worker's streams."""
-
-    def __init__(self) -> None:
-        self.compute, self.up, self.down = StreamClock(), StreamClock(), StreamClock()
-
-    def start_step(self, now_s: float) -> None:
-        """Set all streams idle and start counting at `now_s`."""
-        for clock in (self.compute, self.up, self.down):
-            clock.start_step(now_s)
-
-    @property
-    def late_s(self) -> float:
-        """Time that the compute stream and the links lost because the host issued too late."""
-        return self.compute.late_s + self.up.late_s + self.down.late_s
-
-
-def happens_in_s(event: EmulatedEvent) -> float:
-    """0 if `event` has happened, else the seconds until it does."""
-    return 0.0 if event is None else max(0.0, event - time.perf_counter())
-
-
-def finish(event: EmulatedEvent) -> None:
-    """Block the host until `event` has happened."""
-    while (left_s := happens_in_s(event)) > 0:
-        time.sleep(left_s)
 
 
 @dataclass(frozen=True)
@@ -121,7 +87,8 @@ class Emulated:
     """Per worker: the part of `late_s` that its compute stream lost; a link's lost time seldom delays anybody."""
     host_late_s: float
     """Time that the updates lost in the same way."""
-    transfers: TransferStatistics
+    exposed_s: float
+    """Time in which a worker's compute stood still and waited for transfers only."""
 
     @property
     def makespan_s(self) -> float:
@@ -132,29 +99,21 @@ class Emulated:
         return bubble_ratio(self.timeline)
 
 
-class _Emulation:
-    """State that all workers of one run share."""
-
-    def __init__(self, program: Program, costs: CostModel) -> None:
-        self.program, self.costs = program, costs
-        schedule = program.schedule
-        self.times: StageTimes = stage_times(
-            costs, schedule.forward_stages, schedule.backward_stages, fused_head=schedule.fused_head
-        )
-        self.chunk_bytes = TransferOptions().chunk_bytes
-
-
 class EmulatedWork:
-    """Carries out operations of one worker, or of the host (worker -1), as times on clocks."""
+    """Carries out operations of one worker, or of the host (behind the workers), as times on clocks."""
 
-    def __init__(self, worker: int, emulation: _Emulation) -> None:
-        self.worker = worker
-        self.lanes: tuple[str, ...] = (UP, DOWN) if worker >= 0 else (HOST,)
-        self.device = EmulatedDevice()
+    def __init__(self, worker: int, program: Program, costs: CostModel) -> None:
+        self.worker, self._schedule, self._costs = worker, program.schedule, costs
+        self._host = program.schedule.num_workers
+        self.lanes: tuple[str, ...] = (UP, DOWN) if worker != self._host else (HOST,)
+        self.streams = {lane: StreamClock() for lane in (COMPUTE, *self.lanes)}
         self.intervals: list[tuple[int, Interval]] = []
         """(operation, what it did), of all threads of this worker."""
-        self._emulation = emulation
-        self._after: dict[int, Sequence[EmulatedEvent]] = {}
+        self.transfers_s: dict[int, tuple[float, float]] = {}
+        """Transfer -> when all that it waits for had happened, and its end."""
+        stages = self._schedule.forward_stages, self._schedule.backward_stages
+        self._times = stage_times(costs, *stages, fused_head=self._schedule.fused_head)
+        self._after: dict[int, Sequence[float]] = {}
 
     def compute_thread(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -168,74 +127,81 @@ class EmulatedWork:
     def begin(self, op: Op) -> None:
         return None
 
+    def _arrivals_s(self, events: Sequence[EmulatedEvent]) -> list[float]:
+        """When each is known here: a hop later from another worker, but not from the host, nor there."""
+        hop_s = self._costs.hop_s
+        return [
+            end_s if worker == self.worker or self._host in (worker, self.worker) else end_s + hop_s
+            for end_s, worker in events
+        ]
+
     def run(self, op: Op, ready: Sequence[EmulatedEvent], late: Sequence[EmulatedEvent]) -> EmulatedEvent:
         fault("compute", step=op.step, worker=self.worker)
-        times = self._emulation.times
+        times = self._times
         lead_s = 0.0
-        if op.kind is Kind.BACKWARD and op.stage == 0 and self._emulation.program.schedule.fused_head:
+        if op.kind is Kind.BACKWARD and op.stage == 0 and self._schedule.fused_head:
             lead_s = times.lead_s(0, self.worker)
-        start_s, end_s = self.device.compute.issue(times.action_s(op.kind, op.stage, self.worker), ready, lead_s, late)
+        after_s, late_s = self._arrivals_s(ready), self._arrivals_s(late)
+        seconds = times.action_s(op.kind, op.stage, self.worker)
+        start_s, end_s = self.streams[COMPUTE].issue(seconds, after_s, lead_s, late_s)
         self._note(op, COMPUTE, start_s, end_s)
-        return end_s
+        return EmulatedEvent(end_s, self.worker)
 
     def prepare(self, op: Op, after: Sequence[EmulatedEvent]) -> Sequence[TransferChunk]:
         """The chunks of a transfer, each with its seconds."""
-        costs = self._emulation.costs
+        costs = self._costs
         if op.lane == HOST:
             seconds = host_s(op, costs)
             chunks = [TransferChunk(0, seconds)] if seconds else []
         else:
-            size = self._emulation.chunk_bytes
-            sizes = [min(size, op.num_bytes - start) for start in range(0, op.num_bytes, size)]
+            starts = range(0, op.num_bytes, CHUNK_BYTES)
+            sizes = [min(CHUNK_BYTES, op.num_bytes - start) for start in starts]
             chunks = [TransferChunk(num_bytes, num_bytes / costs.link_bytes_per_s) for num_bytes in sizes]
         if chunks:
-            self._after[op.id] = after
+            self._after[op.id] = self._arrivals_s(after)
+            ready_s = max(self._after[op.id], default=time.perf_counter())
+            self.transfers_s[op.id] = ready_s, ready_s
         return chunks
 
     def copy(self, op: Op, chunk: TransferChunk) -> EmulatedEvent:
-        clock = {UP: self.device.up, DOWN: self.device.down, HOST: self.device.compute}[op.lane]
-        start_s, end_s = clock.issue(chunk.content, self._after[op.id])
+        start_s, end_s = self.streams[op.lane].issue(chunk.content, self._after[op.id])
         self._note(op, op.lane, start_s, end_s)
-        return end_s
+        self.transfers_s[op.id] = self.transfers_s[op.id][0], end_s
+        return EmulatedEvent(end_s, self.worker)
 
-    def issued(self, op: Op, event: EmulatedEvent) -> None:
+    def issued(self, op: Op, event: EmulatedEvent | None) -> None:
         self._after.pop(op.id, None)
 
     def ended(self, op: Op) -> None:
         return None
 
-    def arrival(self, dep: Op, op: Op, event: EmulatedEvent) -> EmulatedEvent:
-        """The arrival is a hop later between two different workers, but not from or to the host."""
-        if event is None or dep.worker == op.worker or min(dep.worker, op.worker) < 0:
-            return event
-        return event + self._emulation.costs.hop_s
-
     def happens_in_s(self, event: EmulatedEvent) -> float:
-        return happens_in_s(event)
-
-    def happened_at_s(self, event: EmulatedEvent, now_s: float) -> float:
-        return now_s if event is None else event
+        return max(0.0, self._arrivals_s([event])[0] - time.perf_counter())
 
     def where(self, op: Op, *, weights: bool) -> str:
         if op.lane == HOST:
             return f"host (emulated), update of layer {op.stage}, step {shown_step(op.step)}"
         what = "weights for " if weights else ""
-        return f"worker {self.worker} (emulated), {what}{describe_op(op, self._emulation.program.schedule, op.step)}"
+        return f"worker {self.worker} (emulated), {what}{describe_op(op, self._schedule, op.step)}"
 
     def drain(self) -> None:
-        finish(self._end_s())
-
-    def busy_s(self) -> float:
-        return happens_in_s(self._end_s())
+        end_s = max(clock.end_s for clock in self.streams.values())
+        while (left_s := end_s - time.perf_counter()) > 0:
+            time.sleep(left_s)
 
     def reset(self) -> None:
         self._after.clear()
 
-    def _end_s(self) -> float:
-        return max(clock.end_s for clock in (self.device.compute, self.device.up, self.device.down))
-
     def _note(self, op: Op, lane: str, start_s: float, end_s: float) -> None:
-        self.intervals.append((op.id, Interval(op.worker, lane, op.kind, op.stage, op.microbatch, start_s, end_s)))
+        worker = -1 if lane == HOST else op.worker
+        self.intervals.append((op.id, Interval(worker, lane, op.kind, op.stage, op.microbatch, start_s, end_s)))
+
+
+class _Fifo(TransferQueue):
+    """First in, first out, whole transfers at a time; for comparison with priorities."""
+
+    def enter(self, transfer: int, priority: tuple[int, int], num_chunks: int) -> None:
+        super().enter(transfer, (0, 0), num_chunks)
 
 
 def run_emulated(
@@ -258,20 +224,23 @@ def run_emulated(
         InternalError: a fault, or a thread that is stuck.
     """
     program = lower(schedule, costs, staleness=staleness, after_update=after_update)
-    emulation = _Emulation(program, costs)
-    works = [EmulatedWork(worker, emulation) for worker in range(schedule.num_workers)]
-    host = EmulatedWork(-1, emulation)
-    pool = Pool(works, host=host, options=TransferOptions(fifo=fifo), watchdog_s=watchdog_s)
+    host = schedule.num_workers
+    ops = [op._replace(worker=host) if op.lane == HOST else op for op in program.ops]
+    program = replace(program, ops=ops, compute=[*program.compute, []])
+    works = [EmulatedWork(worker, program, costs) for worker in range(host + 1)]
+    pool = Pool(works, watchdog_s=watchdog_s)
     run = StepRun(program, links_of(program), 0, Progress(), works=pool.works)
-    with pool:
+    with mock.patch.object(dispatch, "TransferQueue", _Fifo if fifo else TransferQueue), pool:
         started_s = time.perf_counter()
-        for work in (*works, host):
-            work.device.start_step(started_s)
-        pool.run(run)
-    return _result(program, [*works, host], run, started_s)
+        for work in works:
+            for clock in work.streams.values():
+                clock.start_step(started_s)
+        pool.start(run)
+        pool.wait(run)
+    return _result(program, works, started_s)
 
 
-def _result(program: Program, works: Sequence[EmulatedWork], run: StepRun, started_s: float) -> Emulated:
+def _result(program: Program, works: Sequence[EmulatedWork], started_s: float) -> Emulated:
     found = [entry for work in works for entry in work.intervals]
     compute_s = {op_id: (item.start_s, item.end_s) for op_id, item in found if item.lane == COMPUTE}
     intervals = tuple(
@@ -279,15 +248,58 @@ def _result(program: Program, works: Sequence[EmulatedWork], run: StepRun, start
     )
     schedule = program.schedule
     timeline = Timeline(
-        schedule.num_workers,
-        intervals,
-        fused_head=schedule.fused_head,
-        updates_overlap=program.staleness == 1,
+        schedule.num_workers, intervals, fused_head=schedule.fused_head, updates_overlap=program.staleness == 1
     )
     return Emulated(
         timeline,
-        tuple(work.device.late_s for work in works if work.worker >= 0),
-        tuple(work.device.compute.late_s for work in works if work.worker >= 0),
-        works[-1].device.late_s,
-        statistics_of(program, compute_s, run.records, started_s),
+        tuple(sum(clock.late_s for clock in work.streams.values()) for work in works[:-1]),
+        tuple(work.streams[COMPUTE].late_s for work in works[:-1]),
+        works[-1].streams[HOST].late_s,
+        exposed_s(program, compute_s, {op: span for work in works for op, span in work.transfers_s.items()}, started_s),
     )
+
+
+Span = tuple[float, float]
+
+
+def exposed_s(
+    program: Program, compute_s: Mapping[int, Span], transfers_s: Mapping[int, Span], started_s: float
+) -> float:
+    """Seconds in which a worker's compute stood still and waited for transfers only.
+
+    A gap in a worker's compute counts where a transfer that the next operation waits for, or one that such a transfer
+    waits for, was in its queue or moving at that time, and everything that had to be computed before had been: a worker
+    that waits for another worker's result does not wait for the link.
+
+    Args:
+        compute_s: compute operation -> (start, end).
+        transfers_s: transfer -> (when it entered its queue, end).
+        started_s: when the step began; same clock as all the others.
+    """
+    total = 0.0
+    for row in program.compute:
+        free_s = started_s
+        for op_id in row:
+            start_s, end_s = compute_s.get(op_id, (free_s, free_s))
+            begin_s, waited = free_s, list[Span]()
+            todo = [*program.ops[op_id].deps, *program.ops[op_id].late_deps] if start_s > free_s else []
+            while todo:
+                dep = program.ops[todo.pop()]
+                if dep.lane == COMPUTE:
+                    begin_s = max(begin_s, compute_s[dep.id][1] if dep.id in compute_s else begin_s)
+                    continue
+                waited += [transfers_s[dep.id]] if dep.id in transfers_s else []
+                if dep.lane in (UP, DOWN):
+                    todo += [other for other in dep.deps if program.ops[other].lane in (COMPUTE, DOWN)]
+            total += covered_s([(max(ready_s, begin_s), min(arrived_s, start_s)) for ready_s, arrived_s in waited])
+            free_s = max(free_s, end_s)
+    return total
+
+
+def covered_s(spans: Sequence[Span]) -> float:
+    """Seconds that are covered by at least one span."""
+    total, reached_s = 0.0, float("-inf")
+    for start_s, end_s in sorted(spans):
+        total += max(0.0, end_s - max(start_s, reached_s))
+        reached_s = max(reached_s, end_s)
+    return total

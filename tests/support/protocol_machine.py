@@ -12,7 +12,8 @@ from collections.abc import Hashable
 from copy import copy
 from typing import Any
 
-from roundpipe_cli.engine.dispatch.decisions import Dependencies, Ledger, TransferOptions, TransferQueue, links_of
+from roundpipe_cli.engine.dispatch.decisions import Dependencies, Ledger, TransferQueue, links_of
+from roundpipe_cli.engine.program import backward_ops, layer_range, stage_layers
 from roundpipe_cli.schedule.actions import Kind
 from roundpipe_cli.schedule.program import ACTIVATION, GRADIENT, NUM_STAGING, WEIGHT_GRADIENT, WEIGHTS, Op, Program
 from roundpipe_cli.schedule.timeline import COMPUTE, DOWN, HOST, UP
@@ -24,28 +25,17 @@ BOUNDARIES = (ACTIVATION, GRADIENT)
 class Facts:
     """What never changes in a program."""
 
-    def __init__(self, program: Program, num_chunks: int, options: TransferOptions) -> None:
-        self.program, self.num_chunks, self.options = program, num_chunks, options
+    def __init__(self, program: Program, num_chunks: int = 2, max_in_flight: int = 2) -> None:
+        self.program, self.num_chunks, self.max_in_flight = program, num_chunks, max_in_flight
         self.links: Dependencies = links_of(program)
         self.updated = {op.stage for op in program.ops if op.lane == HOST and op.stage >= 0}
         self.buffers = 1 + program.staleness
         self.per_step = program.schedule.num_microbatches
         self.before_in_slot: dict[int, list[int]] = {}
         """Visit -> earlier visits in its slot."""
-        for index, visit in enumerate(program.visits):
-            self.before_in_slot[index] = [
-                other
-                for other in range(index)
-                if (program.visits[other].worker, program.visits[other].slot) == (visit.worker, visit.slot)
-            ]
-        self.sums_downloads: dict[int, list[int]] = {}
-        for op in program.ops:
-            if op.payload == WEIGHT_GRADIENT and op.lane == DOWN:
-                self.sums_downloads.setdefault(op.visit, []).append(op.id)
-
-    def layers(self, op: Op) -> tuple[int, int]:
-        schedule = self.program.schedule
-        return (schedule.forward_stages if op.kind is Kind.FORWARD else schedule.backward_stages)[op.stage]
+        places = [(visit.worker, visit.slot) for visit in program.visits]
+        for index, place in enumerate(places):
+            self.before_in_slot[index] = [other for other in range(index) if places[other] == place]
 
 
 class Machine:
@@ -61,7 +51,7 @@ class Machine:
         self.running: list[str] = [""] * len(program.compute)
         self.announced: set[int] = set()
         lanes = [(lane, worker) for worker in range(len(program.compute)) for lane in (UP, DOWN)]
-        self.queues = {key: TransferQueue(facts.options) for key in [*lanes, (HOST, -1)]}
+        self.queues = {key: TransferQueue(facts.max_in_flight) for key in [*lanes, (HOST, -1)]}
         self.moving: dict[tuple[str, int], deque[tuple[int, bool]]] = {key: deque() for key in self.queues}
         self.begun: set[int] = set()
         """Operations that have touched memory."""
@@ -117,7 +107,7 @@ class Machine:
                     found.append(("compute", worker))
         found += [("admit", op_id) for op_id in sorted(self.announced) if self._inputs_happened(op_id)]
         for key, queue in self.queues.items():
-            if len(queue) and queue.num_in_flight < self.facts.options.max_in_flight:
+            if queue._ready and queue.num_in_flight < self.facts.max_in_flight:
                 found.append(("send", key))
             if self.moving[key]:
                 found.append(("arrive", key))
@@ -126,16 +116,7 @@ class Machine:
     def make(self, move: Move) -> None:
         """Carry out one move, and assert that it harms nobody."""
         what, who = move
-        if what == "issue":
-            self._issue(who)
-        elif what == "compute":
-            self._compute(who)
-        elif what == "admit":
-            self._admit(who)
-        elif what == "send":
-            self._send(who)
-        else:
-            self._arrive(who)
+        getattr(self, f"_{what}")(who)
 
     def _inputs_happened(self, op_id: int) -> bool:
         return all(
@@ -227,10 +208,8 @@ class Machine:
     def _consumed(self, upload: Op) -> bool:
         """Whether what a boundary's upload brought has been used, by the backward if a recompute reads it first."""
         program = self.facts.program
-        readers = [
-            program.ops[other] for other in self.ledger.followers(upload.id) if program.ops[other].lane == COMPUTE
-        ]
-        reader = readers[0]
+        followers = map(program.ops.__getitem__, self.ledger.followers(upload.id))
+        reader = next(other for other in followers if other.lane == COMPUTE)
         if reader.kind is Kind.RECOMPUTE:
             row = program.compute[reader.worker]
             reader = program.ops[row[row.index(reader.id) + 1]]
@@ -258,7 +237,7 @@ class Machine:
             return
         visit = facts.program.visits[op.visit]
         assert self.slots[visit.worker, visit.slot] == (op.visit, True), "weights that are not there whole"
-        first, last = facts.layers(op)
+        first, last = stage_layers(facts.program.schedule, op)
         fused = facts.program.schedule.fused_head
         starts = op.kind is not Kind.BACKWARD or (fused and op.stage == 0)
         if starts and first > 0:
@@ -281,7 +260,7 @@ class Machine:
         program = self.facts.program
         for other in self.facts.before_in_slot[op.visit]:
             assert all(used in self.happened for used in program.visits[other].ops), "a slot that is still read"
-            done = all(download in self.happened for download in self.facts.sums_downloads.get(other, ()))
+            done = all(download in self.happened for download in program.visits[other].downloads)
             assert done, "gradient sums would be lost"
 
     def _weights_begin(self, op: Op) -> None:
@@ -293,7 +272,7 @@ class Machine:
     def _check_versions(self, op: Op) -> None:
         visit, facts = self.facts.program.visits[op.visit], self.facts
         wanted = max(op.step - facts.program.staleness, 0)
-        for layer in range(visit.layers[0], visit.layers[1] + 1):
+        for layer in layer_range(visit.layers):
             if layer in facts.updated:
                 assert self.versions[layer, wanted % facts.buffers] == wanted, "weights of another version"
 
@@ -318,20 +297,16 @@ class Machine:
         facts, visit = self.facts, self.facts.program.visits[op.visit]
         if op.lane == UP:
             self._slot_is_free(op)
-            first = min(
-                facts.program.ops[other].microbatch
-                for other in visit.ops
-                if facts.program.ops[other].kind is Kind.BACKWARD
-            )
+            first = min(other.microbatch for other in backward_ops(facts.program, op.visit))
             start = first - first % facts.per_step
             assert self.host_sums[visit.layers, op.step] == tuple(range(start, first)), "a sum that is not complete"
             return
-        backwards = [other for other in visit.ops if facts.program.ops[other].kind is Kind.BACKWARD]
+        backwards = [other.id for other in backward_ops(facts.program, op.visit)]
         if visit.layers in facts.program.host_folded:
             backwards = op.deps[:1]
         assert all(other in self.happened for other in backwards), "a sum that is still added to"
         older = op.step - facts.buffers
-        for layer in range(visit.layers[0], visit.layers[1] + 1):
+        for layer in layer_range(visit.layers):
             updates = [
                 other.id
                 for other in facts.program.ops

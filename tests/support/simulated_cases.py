@@ -17,7 +17,6 @@ from roundpipe_cli import faults
 from roundpipe_cli.engine.backends import cuda
 from roundpipe_cli.engine.backends.base import Backend
 from roundpipe_cli.engine.backends.cpu import CpuBackend
-from roundpipe_cli.engine.dispatch.decisions import TransferOptions
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.options import EngineOptions, GradientOptions
 from roundpipe_cli.engine.step import Microbatch
@@ -31,6 +30,7 @@ from roundpipe_cli.schedule.actions import Schedule, equal_costs
 from roundpipe_cli.schedule.builders import Options, Rounds, build_forward, build_schedule
 from roundpipe_cli.train.optim.optimizer import HostOptimizer
 from roundpipe_cli.train.optim.updater import Updater
+from tests.support.schedules import dealt
 from tests.support.simulated_cuda import SMALL_CARD, Card, Simulation
 from tests.support.simulated_cuda.threads import BACKWARD
 from tests.support.tiny import Rig, make_rig, random_microbatches, write_new_weights
@@ -43,13 +43,9 @@ Bits = list[object]
 def roundpipe(rig: Rig, num_microbatches: int, **options: Any) -> Schedule:
     """Two blocks a forward stage, one a backward stage, the head alone; two workers."""
     last = rig.num_layers - 1
-    return build_schedule(
-        "roundpipe",
-        forward_stages=[(start, min(start + 1, last - 1)) for start in range(0, last, 2)],
-        backward_stages=[(last, last), *((layer, layer) for layer in range(last - 1, 1, -1)), (0, 1)],
-        num_workers=2,
-        rounds=Rounds(num_microbatches, **options),
-    )
+    forward = [(start, min(start + 1, last - 1)) for start in range(0, last, 2)]
+    backward = [(last, last), *((layer, layer) for layer in range(last - 1, 1, -1)), (0, 1)]
+    return dealt(forward, backward, 2, num_microbatches, **options)
 
 
 def one_f_one_b(rig: Rig, num_microbatches: int) -> Schedule:
@@ -61,13 +57,7 @@ def resident(rig: Rig, num_microbatches: int) -> Schedule:
     """Each microbatch stays on one worker, all weights on both."""
     found = resident_cut(equal_costs(rig.num_layers), 2, lambda cut: True)
     assert found is not None
-    return build_schedule(
-        "roundpipe",
-        forward_stages=found.forward_stages,
-        backward_stages=found.backward_stages,
-        num_workers=2,
-        rounds=Rounds(num_microbatches, options=DEALING),
-    )
+    return dealt(found.forward_stages, found.backward_stages, 2, num_microbatches, options=DEALING)
 
 
 def gradient_bits(rig: Rig) -> Bits:
@@ -355,7 +345,7 @@ CASES: dict[str, Case] = {
     "spread-head": Case("llama", "lora", schedule=partial(roundpipe, options=Options(head_workers=2))),
     "spread-head-full": Case("llama", "full", schedule=partial(roundpipe, options=Options(head_workers=2))),
     "early-updates": Case("llama", "full", num_steps=2, steps=update_early),
-    "small-chunks": Case("llama", "full", engine={"transfers": TransferOptions(chunk_bytes=10_000)},
+    "small-chunks": Case("llama", "full", engine={"chunk_bytes": 10_000},
                          microbatches=random_microbatches([(2, 24), (1, 45)])),
     "after-failures": Case("llama", "full", microbatches=random_microbatches(MORE_SIZES), steps=after_failures),
     "after-failures-lora": Case("llama", "lora", microbatches=random_microbatches(MORE_SIZES), steps=after_failures),

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from roundpipe_cli.engine.backends.base import Backend, DeviceEvent, Pair, set_own_threads
 
@@ -42,16 +43,13 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         outputs = func(*args, **(kwargs or {}))
-        inputs = {t.untyped_storage()._cdata for t in torch.utils._pytree.tree_leaves(args) if _is_tensor(t)}
-        for output in torch.utils._pytree.tree_leaves(outputs):
-            if _is_tensor(output) and output.untyped_storage()._cdata not in inputs:
+        given, made = ([t for t in tree_leaves(tree) if isinstance(t, torch.Tensor)] for tree in (args, outputs))
+        inputs = {tensor.untyped_storage()._cdata for tensor in given}
+        for output in made:
+            if output.untyped_storage()._cdata not in inputs:
                 self.add(output)
         self.update_peak()
         return outputs
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
 
 
 class CpuBackend(Backend):

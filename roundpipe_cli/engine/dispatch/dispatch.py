@@ -4,7 +4,6 @@
                                 the device wait for their events
     up r       lane thread      issues what goes up to worker r: weights, gradient sums, boundaries
     down r     lane thread      issues what comes down: boundaries, weight gradients
-    host       lane thread      the host's updates, where a program has them
 
 It knows no tensors and no device: what an operation does is a `Work`'s business, which the engine supplies with
 mathematics and the tests' emulation with costs (`decisions.py`). Here are the threads of a step, for compute and links,
@@ -38,18 +37,11 @@ from roundpipe_cli.engine.dispatch.decisions import (
     Ledger,
     Progress,
     TransferChunk,
-    TransferOptions,
     TransferQueue,
     TransferRecord,
     Work,
 )
-from roundpipe_cli.errors import (
-    DeviceLostError,
-    InternalError,
-    NoProgressError,
-    OutOfDeviceMemoryError,
-    RoundpipeError,
-)
+from roundpipe_cli.errors import DeviceLostError, InternalError, NoProgressError, OutOfDeviceMemoryError, RoundpipeError
 from roundpipe_cli.faults import fault
 from roundpipe_cli.schedule.program import WEIGHTS, Op, Program
 from roundpipe_cli.schedule.timeline import COMPUTE, DOWN, HOST, UP
@@ -121,21 +113,21 @@ class StepRun:
         self.parts: dict[int, Any] = {}
         """Worker -> the part that its `Work` takes up, until it does."""
         self.results: queue.Queue[WorkResult] = queue.Queue()
-        """One of each worker, and one of the host where it has work."""
+        """One of each worker."""
         self.is_abandoned = False
         """The step was given up: one of its threads may never return."""
         self.is_broken = False
         """A device failed in it."""
         self._works = works
-        self._lanes = {
-            (lane, worker): _LaneState(progress.new_condition(), closed=lane == HOST)
+        self.lanes = {
+            (lane, worker): _LaneState(progress.new_condition())
             for worker, work in works.items()
             for lane in work.lanes
         }
         self._workers = [_WorkerState(progress.new_condition()) for _ in program.compute]
         for op in program.ops:
-            if (op.lane, op.worker) in self._lanes:
-                self._lanes[op.lane, op.worker].num_left += 1
+            if (op.lane, op.worker) in self.lanes:
+                self.lanes[op.lane, op.worker].num_left += 1
         with progress.lock:
             for op_id in self.ledger.issuable():
                 self._announce(op_id)
@@ -160,10 +152,6 @@ class StepRun:
             self.errors.append(WorkResult(NOBODY, error, "the host's updates"))
         self.progress.abort()
 
-    def lane(self, lane: str, worker: int) -> _LaneState:
-        """The shared state of one lane."""
-        return self._lanes[lane, worker]
-
     def _announce(self, op_id: int) -> None:
         """Tell the thread of `op_id` that it may be issued. Called with the lock held, or before the threads start."""
         op = self.ledger.ops[op_id]
@@ -172,7 +160,7 @@ class StepRun:
             if state.waiting_for == op_id:
                 state.condition.notify()
             return
-        lane = self._lanes.get((op.lane, op.worker))
+        lane = self.lanes.get((op.lane, op.worker))
         if lane is not None:  # in the engine's steps nobody carries out the host's updates
             lane.inbox.append(op_id)
             lane.condition.notify()
@@ -184,8 +172,8 @@ class StepRun:
             for follower in self.ledger.issue(op_id, event):
                 self._announce(follower)
             if op.lane != COMPUTE:
-                self._lanes[op.lane, op.worker].num_left -= 1
-                if op.worker >= 0 and self._workers[op.worker].waiting_for == op_id:
+                self.lanes[op.lane, op.worker].num_left -= 1
+                if self._workers[op.worker].waiting_for == op_id:
                     self._workers[op.worker].condition.notify()
             self.progress.last_s = time.monotonic()
 
@@ -201,7 +189,7 @@ class StepRun:
             new_id = len(self.ledger.ops)
             op = like._replace(id=new_id, num_bytes=0, visit=-1, deps=[like.id], late_deps=[], **transfer._asdict())
             self.ledger.add(op, event)
-            self._lanes[op.lane, op.worker].num_left += 1
+            self.lanes[op.lane, op.worker].num_left += 1
         return op
 
     def start(self, op_id: int) -> None:
@@ -230,7 +218,7 @@ class StepRun:
                 state.condition.wait()
             self._check(state, op.id)
             state.waiting_for = -1
-        return self._arrivals(op, op.deps), self._arrivals(op, op.late_deps)
+        return self._events(op.deps), self._events(op.late_deps)
 
     def _check(self, state: _WorkerState, op_id: int) -> None:
         if op_id in state.failed:
@@ -238,20 +226,19 @@ class StepRun:
         if self.progress.aborted:
             raise AbortedError
 
-    def _arrivals(self, op: Op, deps: Sequence[int]) -> list[DispatchEvent]:
-        work, ledger = self._works[op.worker], self.ledger
-        found = [work.arrival(ledger.ops[dep], op, ledger.events[dep]) for dep in deps]
-        return [event for event in found if event is not None]
+    def _events(self, op_ids: Sequence[int]) -> list[DispatchEvent]:
+        return [event for op_id in op_ids if (event := self.ledger.events[op_id]) is not None]
 
     def inputs(self, op: Op) -> list[DispatchEvent]:
         """The events that a transfer waits for; all have been issued."""
-        work, ledger = self._works[op.worker], self.ledger
-        found = [event if dep < 0 else work.arrival(ledger.ops[dep], op, event) for dep, event in ledger.inputs(op.id)]
-        return [event for event in found if event is not None]
+        return [event for _, event in self.ledger.inputs(op.id) if event is not None]
 
     def fail(self, op: Op, error: BaseException) -> None:
         """Note that a transfer failed. The operation that needs it raises the error, so that the place is right."""
-        consumer = next((other for other in self._consumers(op) if other.worker == op.worker), None)
+        is_added = op.id >= len(self.program.ops)  # by the current compute operation, which needs it
+        followers = (self.ledger.ops[follower] for follower in self.ledger.followers(op.id))
+        readers = [op] if is_added else [other for other in followers if other.lane == COMPUTE]
+        consumer = next((other for other in readers if other.worker == op.worker), None)
         if op.lane == UP and consumer is not None:
             with self.progress.lock:
                 state = self._workers[op.worker]
@@ -265,16 +252,10 @@ class StepRun:
             self.errors.append(WorkResult(op.worker, error, where))
         self.progress.abort()
 
-    def _consumers(self, op: Op) -> list[Op]:
-        if op.id >= len(self.program.ops):  # added by the current compute operation
-            return [op]
-        ops = (self.ledger.ops[follower] for follower in self.ledger.followers(op.id))
-        return [other for other in ops if other.lane == COMPUTE]
-
     def end_part(self, worker: int) -> None:
         """Wait until the lanes of `worker`, whose compute thread has ended its part, have ended theirs."""
         state = self._workers[worker]
-        lanes = [self._lanes[lane, worker] for lane in self._works[worker].lanes]
+        lanes = [self.lanes[lane, worker] for lane in self._works[worker].lanes]
         with self.progress.lock:
             for lane in lanes:
                 lane.closed = True
@@ -284,17 +265,16 @@ class StepRun:
 
     def lane_failed(self, lane: str, worker: int, error: BaseException) -> None:
         """Note that the lane's thread gave this step up: on a broken device everything that follows fails too."""
-        what = "host updates" if worker == NOBODY else f"worker {worker}, its {lane} lane"
+        where = f"worker {worker}, its {lane} lane, step {shown_step(self.step)}"
         with self.progress.lock:
-            self.errors.append(WorkResult(worker, error, f"{what}, step {shown_step(self.step)}"))
+            self.errors.append(WorkResult(worker, error, where))
         self.progress.abort()
 
     def lane_left(self, lane: str, worker: int) -> None:
         """Note that the lane's thread has ended this step."""
         with self.progress.lock:
-            self._lanes[lane, worker].has_left = True
-            if worker >= 0:
-                self._workers[worker].condition.notify()
+            self.lanes[lane, worker].has_left = True
+            self._workers[worker].condition.notify()
 
 
 class TransferFailedError(Exception):
@@ -305,20 +285,19 @@ class TransferFailedError(Exception):
         self.error, self.weights = error, weights
 
 
-# Lane threads: each carries out the transfers of one direction of one worker's link, or the host's updates.
+# Lane threads: each carries out the transfers of one direction of one worker's link. In emulations the host's updates
+# are the lane of one more worker.
 
 _FAULT_POINTS = {UP: "upload", DOWN: "download", HOST: "optimizer"}
 
 
 class Lane:
-    """The thread of one direction of one worker's link, or of the host's updates."""
+    """The thread of one direction of one worker's link."""
 
-    def __init__(self, lane: str, worker: int, work: Work, options: TransferOptions) -> None:
+    def __init__(self, lane: str, worker: int, work: Work) -> None:
         self.name, self.worker, self.work = lane, worker, work
-        self._options = options
         self.orders: queue.Queue[StepRun | None] = queue.Queue()
-        name = lane if worker < 0 else f"{lane}-{worker}"
-        self.thread = threading.Thread(target=self._main, name=name, daemon=True)
+        self.thread = threading.Thread(target=self._main, name=f"{lane}-{worker}", daemon=True)
 
     def _main(self) -> None:
         with self.work.lane_thread():
@@ -327,22 +306,18 @@ class Lane:
                 if run is None:
                     return
                 try:
-                    _LaneStep(self, run, self._options).serve()
+                    _LaneStep(self, run).serve()
                 except BaseException as error:  # passed on as a value, as errors of compute threads are
                     run.lane_failed(self.name, self.worker, error)
                 run.lane_left(self.name, self.worker)
-                if self.worker < 0:
-                    run.results.put(WorkResult(NOBODY))
                 run = None
 
 
 class _LaneStep:
-    """One step of a lane."""
-
-    def __init__(self, lane: Lane, run: StepRun, options: TransferOptions) -> None:
+    def __init__(self, lane: Lane, run: StepRun) -> None:
         self.run, self.work, self.lane = run, lane.work, lane
-        self.state = run.lane(lane.name, lane.worker)
-        self.queue = TransferQueue(options)
+        self.state = run.lanes[lane.name, lane.worker]
+        self.queue = TransferQueue()
         self.waiting: list[tuple[Op, list[DispatchEvent]]] = []
         """Transfers whose inputs have been issued, but have perhaps not all happened."""
         self.chunks: dict[int, deque[TransferChunk]] = {}
@@ -385,7 +360,7 @@ class _LaneStep:
             self.moving.popleft()
             self.queue.ended()
             if record is not None:
-                self._arrived(record, event)
+                self._arrived(record)
         still: list[tuple[Op, list[DispatchEvent]]] = []
         for op, events in self.waiting:
             left_s = max(map(work.happens_in_s, events), default=0.0)
@@ -412,9 +387,7 @@ class _LaneStep:
             self.work.issued(op, None)
             self.run.issue(op.id, None)
             return
-        now_s = time.perf_counter()
-        ready_s = max((self.work.happened_at_s(event, now_s) for event in events), default=now_s)
-        self.records[op.id] = TransferRecord(op.id, op.payload, op.lane, sum(c.num_bytes for c in chunks), ready_s)
+        self.records[op.id] = TransferRecord(op, sum(chunk.num_bytes for chunk in chunks))
         self.chunks[op.id] = deque(chunks)
         self.queue.enter(op.id, op.priority, len(chunks))
 
@@ -434,10 +407,10 @@ class _LaneStep:
         if last:
             self.run.issue(op_id, event)
 
-    def _arrived(self, record: TransferRecord, event: DispatchEvent) -> None:
-        record.end_s = self.work.happened_at_s(event, time.perf_counter())
-        del self.records[record.op_id]
-        self.work.ended(self.run.ledger.ops[record.op_id])
+    def _arrived(self, record: TransferRecord) -> None:
+        record.end_s = time.perf_counter()
+        del self.records[record.op.id]
+        self.work.ended(record.op)
         self.run.records.append(record)
 
 
@@ -472,8 +445,6 @@ class Pool:
         self,
         works: Sequence[Work],
         *,
-        host: Work | None = None,
-        options: TransferOptions | None = None,
         watchdog_s: float | None = 600.0,
         is_out_of_memory: Callable[[BaseException], bool] = lambda error: isinstance(error, MemoryError),
         is_device_error: Callable[[BaseException], bool] = lambda error: False,
@@ -481,15 +452,11 @@ class Pool:
         """
         Args:
             works: one per worker.
-            host: what the host's updates do, where programs have them.
-            options: how transfers share a link.
             watchdog_s: fail after this long without progress, with all stacks on stderr; None: wait forever.
             is_out_of_memory: whether an exception means that a device has no more memory.
             is_device_error: whether it means that a device failed for another reason.
         """
         self.works: dict[int, Work] = dict(enumerate(works))
-        if host is not None:
-            self.works[NOBODY] = host
         self.is_stuck = False
         """A thread may still be busy with an old step, so no other step can run."""
         self._watchdog_s, self._is_out_of_memory, self._is_device_error = watchdog_s, is_out_of_memory, is_device_error
@@ -501,13 +468,10 @@ class Pool:
             threading.Thread(target=self._compute_main, args=(worker,), name=f"worker-{worker}", daemon=True)
             for worker in range(len(works))
         ]
-        self._lanes = {
-            worker: [Lane(lane, worker, work, options or TransferOptions()) for lane in work.lanes]
-            for worker, work in self.works.items()
-        }
+        self._lanes = {worker: [Lane(lane, worker, work) for lane in work.lanes] for worker, work in self.works.items()}
 
     def __enter__(self) -> Pool:
-        for thread in (*self._threads, *(lane.thread for lanes in self._lanes.values() for lane in lanes)):
+        for thread in self._all_threads():
             thread.start()
         return self
 
@@ -534,23 +498,18 @@ class Pool:
     def end(self) -> tuple[str, ...]:
         """Let the threads end, after a step that failed; returns the names of those that are left behind."""
         self.__exit__(None, None, None)
-        threads = (*self._threads, *(lane.thread for lanes in self._lanes.values() for lane in lanes))
-        for thread in threads:
+        for thread in self._all_threads():
             thread.join(END_S)
-        return tuple(thread.name for thread in threads if thread.is_alive())
+        return tuple(thread.name for thread in self._all_threads() if thread.is_alive())
 
-    def run(self, run: StepRun) -> StepRun:
-        """`start` and `wait`."""
-        self.start(run)
-        return self.wait(run)
+    def _all_threads(self) -> list[threading.Thread]:
+        return [*self._threads, *(lane.thread for lanes in self._lanes.values() for lane in lanes)]
 
     def start(self, run: StepRun) -> None:
         """Give a step to the workers; returns at once."""
         assert not self.is_stuck, "a pool that got stuck cannot be used any more"
         assert self._under_way is None, "one step at a time"
         self._under_way = run
-        for lane in self._lanes.get(NOBODY, ()):
-            lane.orders.put(run)
         for orders in self._orders:
             orders.put(run)
 
@@ -641,7 +600,7 @@ class Pool:
                 results.append(run.results.get(timeout=TICK_S))
             except queue.Empty:
                 # The host's updates have a watchdog of their own.
-                if run.waits_for_host or max(work.busy_s() for work in self.works.values()) > 0:
+                if run.waits_for_host:
                     run.progress.moved()
                 # Counted in ticks: while the whole process was stopped (SIGSTOP) nothing could move.
                 still_s = still_s + TICK_S if run.progress.last_s == seen_s else 0.0

@@ -10,17 +10,11 @@ from typing import Any
 import torch
 
 _HOST_WAITS = frozenset(
-    {
-        "aten::_local_scalar_dense",
-        "aten::nonzero",
-        "aten::masked_select",
-        "aten::equal",
-        "aten::bincount",
-        "aten::_unique2",
-        "aten::unique_dim",
-        "aten::unique_consecutive",
-        "aten::is_nonzero",
-    }
+    f"aten::{name}"
+    for name in (
+        *("_local_scalar_dense", "nonzero", "masked_select", "equal", "bincount", "is_nonzero"),
+        *("_unique2", "unique_dim", "unique_consecutive"),
+    )
 )
 """On a device these return when all work before them is done: the host needs a number, or the size of the result."""
 _MIXED = frozenset({"aten::index", "aten::index_put_", "aten::_index_put_impl_", "aten::index_put"})

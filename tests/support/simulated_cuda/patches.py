@@ -9,13 +9,7 @@ from typing import Any
 import torch
 
 from tests.support.simulated_cuda.mode import Machine
-from tests.support.simulated_cuda.streams import (
-    ChosenDevice,
-    ChosenStream,
-    SimulatedEvent,
-    SimulatedStream,
-    index_of,
-)
+from tests.support.simulated_cuda.streams import SimulatedEvent, SimulatedStream, chosen_device, chosen_stream, index_of
 from tests.support.simulated_cuda.threads import BackwardThreads
 
 Patch = tuple[Any, str, Any]
@@ -125,7 +119,7 @@ def tensor_patches(machine: Machine, backward_threads: BackwardThreads) -> list[
                 before = getattr(machine.inside, "backward_of", None)
                 machine.inside.backward_of = device
                 try:
-                    with ChosenStream(stream):
+                    with chosen_stream(stream):
                         return real(results, *args, **kwargs)
                 finally:
                     machine.inside.backward_of = before
@@ -244,8 +238,8 @@ def cuda_patches(machine: Machine, cards: Any, runtime: Runtime) -> list[Patch]:
         "device_count": lambda: len(cards),
         "current_device": lambda: streams.device,
         "set_device": lambda device: setattr(streams, "device", index_of(device, streams)),
-        "device": ChosenDevice,
-        "stream": ChosenStream,
+        "device": chosen_device,
+        "stream": chosen_stream,
         "Stream": SimulatedStream,
         "Event": SimulatedEvent,
         "current_stream": lambda device=None: streams.current(index_of(device, streams)),

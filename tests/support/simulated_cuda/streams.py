@@ -12,8 +12,8 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from types import TracebackType
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -260,40 +260,32 @@ class SimulatedEvent:
         return 1e3 * (end.marker.time_s - self.marker.time_s)
 
 
-class ChosenDevice:
+@contextmanager
+def chosen_device(device: Any) -> Iterator[None]:
     """In place of `torch.cuda.device`."""
-
-    def __init__(self, device: Any) -> None:
-        self._index = index_of(device, SimulatedStream.owner)
-
-    def __enter__(self) -> None:
-        self._before, SimulatedStream.owner.device = SimulatedStream.owner.device, self._index
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        SimulatedStream.owner.device = self._before
+    streams = SimulatedStream.owner
+    before, streams.device = streams.device, index_of(device, streams)
+    try:
+        yield
+    finally:
+        SimulatedStream.owner.device = before
 
 
-class ChosenStream:
+@contextmanager
+def chosen_stream(stream: SimulatedStream | None) -> Iterator[None]:
     """In place of `torch.cuda.stream`: the stream's device is the current one meanwhile."""
-
-    def __init__(self, stream: SimulatedStream | None) -> None:
-        self._stream = stream
-
-    def __enter__(self) -> None:
-        if self._stream is not None:
-            streams = SimulatedStream.owner
-            self._before = streams.device, streams.current(self._stream.device.index)
-            streams.device = self._stream.device.index
-            streams.choose(self._stream)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._stream is not None:
-            SimulatedStream.owner.choose(self._before[1])
-            SimulatedStream.owner.device = self._before[0]
+    if stream is None:
+        yield
+        return
+    streams = SimulatedStream.owner
+    before = streams.device, streams.current(stream.device.index)
+    streams.device = stream.device.index
+    streams.choose(stream)
+    try:
+        yield
+    finally:
+        SimulatedStream.owner.choose(before[1])
+        SimulatedStream.owner.device = before[0]
 
 
 def index_of(device: Any, streams: Streams) -> int:
@@ -304,6 +296,3 @@ def index_of(device: Any, streams: Streams) -> int:
         return device
     index = torch.device(device).index
     return streams.device if index is None else int(index)
-
-
-__all__ = ["ChosenDevice", "ChosenStream", "Clock", "Line", "Marker", "SimulatedEvent", "SimulatedStream", "Streams"]

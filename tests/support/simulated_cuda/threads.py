@@ -11,7 +11,6 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from types import TracebackType
 from typing import Any
 
 from tests.support.simulated_cuda.clocks import Actor, Clock
@@ -50,9 +49,7 @@ class TrackedLock:
     def __enter__(self) -> bool:
         return self.acquire()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
 

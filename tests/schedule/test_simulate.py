@@ -1,15 +1,20 @@
-"""The lowering, and what the simulator makes of it, on cases small enough to do by hand."""
+"""The lowering, and what simulators make of it, on cases small enough to do by hand; published figures."""
 
 from __future__ import annotations
 
+import json
+import random
 from dataclasses import replace
+from itertools import accumulate
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from roundpipe_cli.costs.cost import CHUNK_BYTES, CostModel, LayerCost, keep_activations, skip_projections
+from roundpipe_cli.costs.cost import CHUNK_BYTES, CostModel, LayerCost, StageRange, keep_activations, skip_projections
 from roundpipe_cli.schedule.actions import Kind, Schedule
-from roundpipe_cli.schedule.builders import Options, Rounds, build_schedule
+from roundpipe_cli.schedule.builders import Options, Rounds, _dealer, build_schedule
 from roundpipe_cli.schedule.program import (
     ACTIVATION,
     GRADIENT,
@@ -21,8 +26,9 @@ from roundpipe_cli.schedule.program import (
     WEIGHTS,
     lower,
 )
-from roundpipe_cli.schedule.simulate import simulate, simulated_step_s
-from roundpipe_cli.schedule.timeline import DOWN, HOST, UP, Timeline, compute_rows, makespan_s
+from roundpipe_cli.schedule.simulate import simulate, simulate_published, simulated_step_s
+from roundpipe_cli.schedule.timeline import DOWN, HOST, UP, Timeline, bubble, compute_rows, makespan_s, utilization
+from tests.support.schedules import dealt
 
 
 def model(num_blocks: int, **block: float) -> CostModel:
@@ -34,13 +40,7 @@ def model(num_blocks: int, **block: float) -> CostModel:
 
 def roundpipe(num_workers: int = 1, num_microbatches: int = 1, num_steps: int = 1) -> Schedule:
     """Four blocks; forward stages of one and three, backward stages of two."""
-    return build_schedule(
-        "roundpipe",
-        forward_stages=[(0, 0), (1, 3)],
-        backward_stages=[(4, 4), (2, 3), (0, 1)],
-        num_workers=num_workers,
-        rounds=Rounds(num_microbatches, num_steps=num_steps),
-    )
+    return dealt([(0, 0), (1, 3)], [(4, 4), (2, 3), (0, 1)], num_workers, num_microbatches, num_steps=num_steps)
 
 
 def spans(timeline: Timeline, lane: str, worker: int = 0) -> list[tuple[str, float, float]]:
@@ -74,9 +74,7 @@ def test_a_bound_stage_stays_in_its_slot_for_the_whole_step() -> None:
 
 
 def test_boundaries_go_down_and_up_and_inner_ones_are_saved() -> None:
-    schedule = build_schedule(
-        "roundpipe", forward_stages=[(0, 3)], backward_stages=[(4, 4), (2, 3), (0, 1)], num_workers=2, rounds=Rounds(1)
-    )
+    schedule = dealt([(0, 3)], [(4, 4), (2, 3), (0, 1)], 2, 1)
     program = lower(schedule, model(4, boundary_bytes=5))
     moved = [(op.lane, op.payload, op.worker, op.priority[0]) for op in program.ops if op.num_bytes]
     assert sorted(moved) == sorted(
@@ -159,17 +157,38 @@ def test_rows_of_a_tied_embedding_wait_for_the_heads_update() -> None:
         assert [[program.ops[dep].stage for dep in op.deps] for op in rows] == ([[5]] * 2 if tied else [[]] * 2)
 
 
+def free_first(costs: CostModel, forward: list[StageRange], backward: list[StageRange], microbatches: int) -> Schedule:
+    """On two workers, each microbatch dealt to whoever ends it first, in rounds of two."""
+    return dealt(forward, backward, 2, microbatches, costs, per_round=2, options=Options(earliest_free=True))
+
+
+def test_gradients_wait_for_their_lane_in_twos() -> None:
+    """What waits takes device memory: a slow lane holds its worker up before the third microbatch's."""
+    costs = model(2, grad_bytes=8)
+    program = lower(free_first(costs, [], [(0, 2)], 8), costs)
+    assert program.host_folded == {(0, 2)}
+    for visit in program.visits:
+        backwards = [op_id for op_id in visit.ops if program.ops[op_id].kind is Kind.BACKWARD]
+        assert len(backwards) == len(visit.downloads) == 4
+        waits = [set(program.ops[op_id].deps) & set(visit.downloads) for op_id in backwards]
+        assert waits == [set(), set(), {visit.downloads[0]}, {visit.downloads[1]}]
+
+
+def test_interleaved_visits_send_each_microbatchs_gradients() -> None:
+    """Their sum cannot be one visit's to continue: every backward has a download, and none goes up again."""
+    costs = model(2, grad_bytes=8)
+    program = lower(free_first(costs, [(0, 1)], [(2, 2), (0, 1)], 4), costs)
+    sums = [op for op in program.ops if op.payload == WEIGHT_GRADIENT]
+    assert program.host_folded == {(0, 1)}
+    assert [op.kind for op in sums] == [Kind.DOWNLOAD] * 4
+    gate = next(op for op in program.ops if op.kind is Kind.OPTIMIZER)
+    assert {op.id for op in sums} <= set(gate.deps)
+
+
 def test_the_host_adds_up_what_leaves_one_by_one() -> None:
     """Two workers share a stage, so each microbatch's gradients go down, two bytes a value, and wait for the host."""
     costs = replace(model(2, grad_bytes=4), leaving_bytes=2, host_bytes_per_s=10.0)
-    schedule = build_schedule(
-        "roundpipe",
-        forward_stages=[(0, 1)],
-        backward_stages=[(2, 2), (0, 1)],
-        num_workers=2,
-        rounds=Rounds(2, options=Options(earliest_free=True)),
-        costs=costs,
-    )
+    schedule = free_first(costs, [(0, 1)], [(2, 2), (0, 1)], 2)
     timeline = simulate(schedule, costs, after_update=True)
     # per worker F 2, head 2, R 2, B 4; then 2 values of 2 bytes down; 2 values added at 10 bytes each take 2 s, and
     # the last microbatch's are squared for the norm, 11 bytes more each
@@ -229,10 +248,7 @@ def test_looped_orders_are_those_of_pytorch(num_workers: int, loops: int, num_mi
         _n_microbatches=num_microbatches,
         _stages=[None] * loops,
     )
-    for name, torch_name in (
-        ("interleaved_1f1b", "ScheduleInterleaved1F1B"),
-        ("looped_bfs", "ScheduleLoopedBFS"),
-    ):
+    for name, torch_name in (("interleaved_1f1b", "ScheduleInterleaved1F1B"), ("looped_bfs", "ScheduleLoopedBFS")):
         ours = build_schedule(name, forward_stages=stages, num_workers=num_workers, rounds=Rounds(num_microbatches))
         for rank, row in enumerate(ours.actions):
             order = getattr(schedules, torch_name)._calculate_single_rank_operations(theirs, rank)
@@ -242,3 +258,130 @@ def test_looped_orders_are_those_of_pytorch(num_workers: int, loops: int, num_mi
                 for a in row
                 if a.kind is not Kind.RECOMPUTE
             ]
+
+
+# --- the published accounting: against the published figures, and by hand ---------------------------------------------
+
+FIGURES = Path(__file__).resolve().parents[1] / "facts" / "published_schedules.json"
+CASES = [
+    (model, schedule)
+    for model in ("Llama3-8B", "Qwen3-32B")
+    for schedule in ("gpipe", "1f1b", "looped-bfs", "interleaved-1f1b", "roundpipe")
+]
+
+
+def published_costs(model: dict[str, Any]) -> CostModel:
+    block = LayerCost("block", model["block_forward_ms"] / 1e3, model["block_backward_ms"] / 1e3, recompute=True)
+    head = LayerCost("head", model["head_forward_ms"] / 1e3, model["head_backward_ms"] / 1e3, recompute=False)
+    return CostModel("published", (*[block] * model["blocks"], head), hop_s=model["hop_ms"] / 1e3)
+
+
+def ranges(blocks_per_stage: list[int]) -> list[StageRange]:
+    ends = list(accumulate(blocks_per_stage))
+    return [(end - size, end - 1) for size, end in zip(blocks_per_stage, ends, strict=True)]
+
+
+def published_stages(model: dict[str, Any], figures: dict[str, Any]) -> dict[str, list[StageRange]]:
+    """The figures count blocks; the head joins the last stage, or the first backward stage of roundpipe."""
+    head = model["blocks"]
+    if "blocks_per_stage" in figures:
+        stages = ranges(figures["blocks_per_stage"])
+        return {"forward_stages": [*stages[:-1], (stages[-1][0], head)]}
+    backward = ranges(figures["blocks_per_backward_stage"][::-1])[::-1]
+    return {
+        "forward_stages": ranges(figures["blocks_per_forward_stage"]),
+        "backward_stages": [(backward[0][0], head), *backward[1:]],
+    }
+
+
+@pytest.mark.skipif(not FIGURES.exists(), reason="published figures are not at hand")
+@pytest.mark.parametrize(("model_name", "name"), CASES)
+def test_published_figures(model_name: str, name: str) -> None:
+    data = json.loads(FIGURES.read_text())
+    model = data["models"][model_name]
+    figures = model["schedules"][name]
+    costs = published_costs(model)
+    schedule = build_schedule(
+        name,
+        **published_stages(model, figures),
+        num_workers=data["workers"],
+        rounds=Rounds(data["microbatches"]),
+        costs=costs,
+    )
+    timeline = simulate_published(schedule, costs)
+    parts = bubble(timeline)
+    assert makespan_s(timeline) * 1e3 == pytest.approx(figures["makespan_ms"], rel=1e-6)
+    for part in ("fill", "switch", "drain", "steady"):
+        assert 100 * getattr(parts, part) == pytest.approx(figures[f"{part}_pct"], abs=1e-3)
+    assert 100 * parts.ratio == pytest.approx(figures["bubble_pct"], abs=1e-3)
+
+
+def layer(forward_s: float, backward_s: float, recompute: bool = True) -> LayerCost:
+    return LayerCost("layer", forward_s, backward_s, recompute)
+
+
+def test_roundpipe_by_hand() -> None:
+    """Two blocks (1 forward, 2 backward) and a head (1, 1) on two workers, hop 0.5, one microbatch.
+
+    worker 0   F 0-1        B 2-4 (its lead 2-3)              R 6-7, B 7-9      the lead ends when F1 arrives, at 3
+    worker 1         F 1.5-2.5               R 3.5-4.5, B 4.5-6.5              the recompute when the gradient does
+    """
+    costs = CostModel("by hand", (layer(1, 2), layer(1, 2), layer(1, 1, recompute=False)), hop_s=0.5)
+    schedule = dealt([(0, 0), (1, 1)], [(2, 2), (1, 1), (0, 0)], 2, 1, costs)
+    timeline = simulate_published(schedule, costs)
+    spans = [[(row.kind.value, row.start_s, row.end_s) for row in rows] for rows in compute_rows(timeline)]
+    assert spans == [
+        [("F", 0, 1), ("B", 2, 4), ("R", 6, 7), ("B", 7, 9)],
+        [("F", 1.5, 2.5), ("R", 3.5, 4.5), ("B", 4.5, 6.5)],
+    ]
+
+
+def test_a_stage_without_layers_takes_no_time_but_its_hops_count() -> None:
+    costs = CostModel("one block", (layer(1, 2), layer(1, 1, recompute=False)), hop_s=0.5)
+    schedule = build_schedule(
+        "gpipe", forward_stages=[(0, 0), (1, 0), (1, 1)], num_workers=3, rounds=Rounds(1), costs=costs
+    )
+    timeline = simulate_published(schedule, costs)
+    # F0 0-1, hop, nothing, hop, F 2-3, B 3-4, hop, nothing, hop, R 5-6, B 6-8
+    assert makespan_s(timeline) == 8
+    assert utilization(timeline) == [0.5, 0, 0.25]
+    assert bubble(timeline).fill == pytest.approx((0 + 8 + 2) / 24)
+
+
+def test_staleness_0_chains_with_a_barrier_and_staleness_1_without() -> None:
+    costs = CostModel("blocks", (*[layer(1, 2)] * 4, layer(1, 1, recompute=False)))
+    spans = []
+    for num_steps, staleness in ((1, 0), (2, 0), (2, 1)):
+        stages = [(0, 3)], [(4, 4), (2, 3), (0, 1)]
+        schedule = dealt(*stages, 3, 3, costs, num_steps=num_steps, staleness=staleness)
+        spans.append(makespan_s(simulate_published(schedule, costs, staleness=staleness)))
+    assert spans[1] == 2 * spans[0]
+    assert spans[2] < spans[1]
+
+
+def test_worker_speed_divides_times() -> None:
+    costs = CostModel("two speeds", (layer(1, 2), layer(1, 1, recompute=False)), worker_speed=(2.0, 0.5))
+    schedule = build_schedule("gpipe", forward_stages=[(0, 0), (1, 1)], num_workers=2, rounds=Rounds(1), costs=costs)
+    timeline = simulate_published(schedule, costs)
+    assert [interval.end_s - interval.start_s for interval in compute_rows(timeline)[1]] == [2, 2]
+    assert makespan_s(timeline) == 0.5 + 2 + 2 + 0.5 + 1
+
+
+@pytest.mark.parametrize(
+    "options", [Options(), Options(head_workers=2), Options(earliest_free=True)], ids=["in turn", "head", "free"]
+)
+def test_the_dealers_clock_is_the_simulators(options: Options) -> None:
+    """The dealer settles times while it deals, by its own recurrence: every worker ends when the simulator says."""
+    draw = random.Random(6)
+    for _ in range(40):
+        num_workers, num_microbatches = draw.randint(1, 4), draw.randint(1, 9)
+        blocks = [layer(draw.uniform(0.5, 2), draw.uniform(1, 3)) for _ in range(6)]
+        costs = CostModel("random", (*blocks, layer(draw.random(), 1, recompute=False)), hop_s=draw.choice((0.0, 0.3)))
+        costs = replace(costs, worker_speed=tuple(draw.choice((1.0, 0.6)) for _ in range(num_workers)))
+        stages = ((0, 2), (3, 4), (5, 5)), ((6, 6), (4, 5), (2, 3), (0, 1))
+        dealer = _dealer(num_workers, costs, *stages, options)
+        per_round = draw.randint(1, num_microbatches)
+        dealer.deal_step(range(num_microbatches), per_round)
+        schedule = dealt(*stages, num_workers, num_microbatches, costs, per_round=per_round, options=options)
+        rows = compute_rows(simulate_published(schedule, costs))
+        assert dealer.free_s == pytest.approx([max((one.end_s for one in row), default=0.0) for row in rows])
