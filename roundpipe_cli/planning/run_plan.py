@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from roundpipe_cli.choices import SCHEDULE_KINDS, ScheduleName
+from roundpipe_cli.costs.analytic import Case
 from roundpipe_cli.costs.cost import without_unpacked
 from roundpipe_cli.costs.machine import host_memory, is_large_for_cpu, num_machines
 from roundpipe_cli.costs.memory import with_cached_weights
@@ -81,17 +82,15 @@ def check_fits(question: PlanRequest) -> None:
     available = min(question.hardware.host_memory_bytes, memory.available_bytes)
     machine = replace(question.hardware, host_memory_bytes=available)
     settings = replace(question.settings, unpacks_once=False)  # what needs least
-    analytic = replace(question.analytic, costs=without_unpacked(question.analytic.costs))
+    analytic = replace(question.analytic, costs=without_unpacked(question.costs))
     if settings.method == "full" and loaded.recipe.nodes.shard_optimizer is not False:
         settings = replace(settings, num_shards=num_machines())
-    verdict = judge_coarsest(question.architecture, settings, machine, analytic)
+    case = Case(question.architecture, settings, machine, analytic)
+    if loaded.recipe.weights == "auto":
+        case = choose_tier(case)
+    verdict = judge_coarsest(case)
     if verdict.fits:
         return
-    if loaded.recipe.weights == "auto":
-        settings = choose_tier(question.architecture, settings, machine, analytic)
-        verdict = judge_coarsest(question.architecture, settings, machine, analytic)
-        if verdict.fits:
-            return
     error = ResourceError(verdict.reasons[0])
     found = f"{format_bytes(available)} available now of {format_bytes(memory.total_bytes)} ({memory.limited_by})"
     found_machine = replace(question.machine or machine, host_memory_bytes=available)
@@ -99,8 +98,8 @@ def check_fits(question: PlanRequest) -> None:
     best = "; ".join(change.what for change in best_remedies(here, None, Answers()))
     hint = f"`roundpipe plan {loaded.path} --solve` names more changes that make it fit"
     hint = f"{best}; {hint}" if best else "no change of the recipe and no smaller model that the tool knows fits here"
-    for fewer in without_small_cards(replace(question, settings=settings, hardware=machine)):
-        if judge_coarsest(fewer.architecture, settings, fewer.hardware, fewer.analytic).fits:
+    for fewer in without_small_cards(replace(question, settings=case.settings, hardware=machine)):
+        if judge_coarsest(fewer).fits:
             hint = f"{describe_idle_gpus(question, fewer, fits=False)}; {hint}"
             break
     error.problems = tuple(
@@ -125,8 +124,7 @@ def reason_against(asked: PlanRequest, left: Sequence[int]) -> str | None:
     if asked.architecture.is_guess or not asked.hardware.is_here or max(left) >= len(devices):
         return None
     fewer = on_devices(asked, tuple(devices[worker] for worker in left))
-    settings = replace(fewer.settings, unpacks_once=False)
-    verdict = judge_coarsest(fewer.architecture, settings, fewer.hardware, fewer.analytic)
+    verdict = judge_coarsest(replace(fewer, settings=replace(fewer.settings, unpacks_once=False)))
     return next(iter(verdict.short_reasons), None)
 
 
@@ -168,7 +166,7 @@ def _needs(question: PlanRequest, schedule: Schedule, *, is_whole: bool) -> dict
 
 def _verdict(question: PlanRequest, schedule: Schedule) -> Verdict:
     cut = StageCut(schedule.forward_stages, schedule.backward_stages, schedule.microbatches_per_round)
-    return judge(question.architecture, question.settings, question.hardware, question.analytic, cut=cut)
+    return judge(question, cut)
 
 
 # The schedules that `bench` compares on a recipe, each with the stages and costs that `plan` has for it. No torch.
@@ -206,7 +204,7 @@ def contenders(own: PlanRequest, names: Sequence[ScheduleName], answers: Answers
 
 def _contender(question: PlanRequest, name: ScheduleName, answers: Answers | None) -> Contender:
     question, cut, verdict, _, _ = decide(question, answers)
-    settings, costs = question.settings, question.analytic.costs
+    settings, costs = question.settings, question.costs
     if settings.weight_cache_bytes:
         costs = with_cached_weights(costs, settings.weight_cache_bytes, settings.dtype_bytes)
     case = replace(stage_case(question), costs=costs)
