@@ -25,7 +25,7 @@ from roundpipe_cli.planning.question import (
     without_small_cards,
 )
 from roundpipe_cli.planning.solve import best_remedies
-from roundpipe_cli.planning.verdict import Verdict, judge, judge_coarsest
+from roundpipe_cli.planning.verdict import judge, judge_coarsest
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.units import format_bytes
@@ -44,9 +44,8 @@ def leave_small_cards(question: PlanRequest) -> tuple[PlanRequest, str | None]:
     """
     loaded, machine = question.given, question.machine
     assert loaded is not None and machine is not None
-    if loaded.recipe.pipeline.devices != "auto" or num_machines() > 1:
-        return question, None
-    if question.architecture.is_guess or not machine.is_here:
+    is_open = loaded.recipe.pipeline.devices == "auto" and num_machines() == 1
+    if not is_open or question.architecture.is_guess or not machine.is_here:
         return question, None
     used = cards_worth_using(question, Answers())
     if used.num_workers == question.num_workers:
@@ -72,10 +71,8 @@ def check_fits(question: PlanRequest) -> None:
         ResourceError: device memory, host memory or disk is too small; every number that breaks is named.
     """
     loaded = question.loaded
-    if question.architecture.is_guess:
-        return  # a guessed size is no reason to refuse a run
-    if not question.hardware.is_here:
-        return  # the recipe's GPUs are not here, which is another error than memory
+    if question.architecture.is_guess or not question.hardware.is_here:
+        return  # a guessed size is no reason to refuse a run, and that the recipe's GPUs are not here is another error
     if question.is_for_lack_of_gpus and is_large_for_cpu(question.hardware, question.architecture.parameters):
         return  # nor is any other GPU
     memory = host_memory()
@@ -157,16 +154,12 @@ def _needs(question: PlanRequest, schedule: Schedule, *, is_whole: bool) -> dict
     Args:
         is_whole: the question is for devices that hold all weights; any other may have room for a cache.
     """
-    verdict = _verdict(question, schedule)
-    cached = question if is_whole else with_auto_cache(question, verdict)[0]
-    if cached is not question:
-        verdict = _verdict(cached, schedule)
-    return {"device_peak_bytes": verdict.device.total_bytes, "host_bytes": verdict.host.total_bytes}
-
-
-def _verdict(question: PlanRequest, schedule: Schedule) -> Verdict:
     cut = StageCut(schedule.forward_stages, schedule.backward_stages, schedule.microbatches_per_round)
-    return judge(question, cut)
+    verdict = judge(question, cut)
+    if not is_whole:
+        cached, kept = with_auto_cache(question, verdict)
+        verdict = judge(cached, cut) if kept else verdict
+    return {"device_peak_bytes": verdict.device.total_bytes, "host_bytes": verdict.host.total_bytes}
 
 
 # The schedules that `bench` compares on a recipe, each with the stages and costs that `plan` has for it. No torch.
@@ -193,22 +186,18 @@ def contenders(own: PlanRequest, names: Sequence[ScheduleName], answers: Answers
     """
     least_bytes = min(device.memory_bytes for device in own.hardware.devices)
 
-    def question(name: ScheduleName) -> PlanRequest:
-        if name == own.loaded.recipe.pipeline.schedule:
-            return own
-        loaded = replace(own.loaded, recipe=with_schedule(own.loaded.recipe, name))
-        return with_cards_of(ask_again(own, loaded), least_bytes)
+    def contender(name: ScheduleName) -> Contender:
+        question = own
+        if name != own.loaded.recipe.pipeline.schedule:
+            loaded = replace(own.loaded, recipe=with_schedule(own.loaded.recipe, name))
+            question = with_cards_of(ask_again(own, loaded), least_bytes)
+        question, cut, verdict, _, _ = decide(question, answers)
+        settings, costs = question.settings, question.costs
+        if settings.weight_cache_bytes:
+            costs = with_cached_weights(costs, settings.weight_cache_bytes, settings.dtype_bytes)
+        return Contender(name, cut, replace(stage_case(question), costs=costs), verdict.short_reasons)
 
-    return [_contender(asked, name, answers) for name, asked in [(name, question(name)) for name in names]]
-
-
-def _contender(question: PlanRequest, name: ScheduleName, answers: Answers | None) -> Contender:
-    question, cut, verdict, _, _ = decide(question, answers)
-    settings, costs = question.settings, question.costs
-    if settings.weight_cache_bytes:
-        costs = with_cached_weights(costs, settings.weight_cache_bytes, settings.dtype_bytes)
-    case = replace(stage_case(question), costs=costs)
-    return Contender(name, cut, case, verdict.short_reasons)
+    return [contender(name) for name in names]
 
 
 def with_schedule(recipe: Recipe, name: ScheduleName) -> Recipe:

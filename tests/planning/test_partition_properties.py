@@ -231,5 +231,5 @@ def test_rounds_of_sequences_in_chunks_stay_whole() -> None:
 def test_searched_rounds_are_equal(layers: int, expected: list[int]) -> None:
     """No 8 + 8 + 4 among the rounds that the search tries."""
     costs = model(layers)
-    task = _Task(costs, StageSums(costs), tuple(range(8)), 20, True, 0, 1, None, LIGHT)
+    task = _Task(SimulationCase(costs, 8, 20), StageSums(costs), tuple(range(8)), LIGHT)
     assert _round_sizes(task) == expected

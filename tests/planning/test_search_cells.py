@@ -7,7 +7,7 @@ import pytest
 
 from roundpipe_cli.costs.cost import CostModel, LayerCost
 from roundpipe_cli.planning.search import search
-from roundpipe_cli.planning.search.batch import INFEASIBLE, BatchScorer, LinkCosts, chain_of
+from roundpipe_cli.planning.search.batch import INFEASIBLE, BatchScorer, chain_of
 from roundpipe_cli.planning.search.search import (
     PATTERNS,
     Search,
@@ -27,7 +27,7 @@ def scorer(limits: StageLimits | None, link_bytes_per_s: float = 1e9) -> BatchSc
     block = LayerCost("block", 1.0, 2.0, True, param_bytes=10, boundary_bytes=1)
     head = LayerCost("head", 1.0, 2.0, False, param_bytes=10, boundary_bytes=1)
     sums = StageSums(CostModel("blocks", (*[block] * BLOCKS, head)))
-    return BatchScorer(sums, speeds=[1.0] * 3, hop_s=0.0, links=LinkCosts(link_bytes_per_s, 2), limits=limits)
+    return BatchScorer(sums, speeds=[1.0] * 3, hop_s=0.0, link_bytes_per_s=link_bytes_per_s, limits=limits)
 
 
 def bounds() -> list[int]:
@@ -55,7 +55,8 @@ def test_no_cut_beats_the_bound_of_its_cell(per_round: int, link_bytes_per_s: fl
     one = scorer(LIMITS, link_bytes_per_s)
     cells = make_cells(one, bounds(), chain)
     batch, index = seeds(one, bounds(), cells, ("smaller first", "larger first"))
-    values = one.score(batch, chain)
+    works, fits = one.works(batch)
+    values = numpy.where(fits, one.step_s(works, chain), INFEASIBLE)
     assert (values >= cells.bound_s[index] * (1 - 1e-9)).all()
     if link_bytes_per_s == 2.0:
         assert cells.bound_s.min() > 6 * BLOCKS * 4 / 3, "more than arithmetic alone"
