@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from roundpipe_cli.costs.cost import StageRange
-from roundpipe_cli.errors import RefusedError, ResourceError
+from roundpipe_cli.errors import ResourceError
 from roundpipe_cli.planning.compare import SimulationCase
 from roundpipe_cli.planning.search.batch import (
     INFEASIBLE,
@@ -18,7 +18,7 @@ from roundpipe_cli.planning.search.batch import (
     worker_speeds,
 )
 from roundpipe_cli.planning.search.search import DENSE, SAME, Candidate, Search, SearchEffort, layer_bounds, unit_bounds
-from roundpipe_cli.planning.search.stages import StageSums, backward_ranges, check_costs, forward_ranges
+from roundpipe_cli.planning.search.stages import StageSums, backward_ranges, forward_ranges
 from roundpipe_cli.units import format_bytes, format_seconds
 
 MIN_ROUNDS, LEAST_ROUNDS = 40, 8
@@ -146,20 +146,13 @@ def plan_partition(case: SimulationCase, effort: SearchEffort | None = None) -> 
     1, `num_steps` of 30 or more show the steady state.
 
     Raises:
-        RefusedError: costs or counts that mean nothing.
         ResourceError: no partition keeps the limits.
     """
-    costs = case.costs
-    check_costs(costs)
-    counts = ("workers", case.num_workers), ("microbatches", case.num_microbatches), ("steps", case.num_steps)
-    for name, value in counts:
-        if value < 1:
-            raise RefusedError(f"the number of {name} must be 1 or more", found=str(value))
     if effort is None:
         effort = BRISK
         if case.accounting == "published":
             effort = STEADY if case.staleness and case.num_steps > 1 else SearchEffort()
-    task = _Task(case, StageSums(costs), tuple(range(case.num_workers)), effort)
+    task = _Task(case, StageSums(case.costs), tuple(range(case.num_workers)), effort)
     plan = _best_workers(task)
     if not plan.found:
         raise _does_not_fit(task)

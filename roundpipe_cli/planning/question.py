@@ -445,7 +445,10 @@ def hardware_of(recipe: Recipe, architecture: Architecture) -> Hardware:
         return _cpu_machine(num_cpus, "CPU workers, as the recipe says", output_dir)
     indices = [int(name.partition(":")[2]) for name in devices if name != "cpu"]
     if max(indices) >= len(gpus):
-        return _assumed(f"{len(devices)}x4090", f"GPU {max(indices)} is not here")
+        words = f"{len(devices)}x4090"
+        why = f"GPU {max(indices)} is not here, so this is planned for {words} (--hardware names another machine)"
+        assumed = parse_hardware(words)
+        return replace(assumed, notes=(f"assumed: {why}", *assumed.notes))
     shares = Counter(indices)
     chosen = tuple(_share(gpus[index], shares[index]) for index in indices) + cpu_devices(max(1, num_cpus))[:num_cpus]
     return this_machine(chosen, "this machine", notes, output_dir)
@@ -454,12 +457,6 @@ def hardware_of(recipe: Recipe, architecture: Architecture) -> Hardware:
 def _cpu_machine(count: int, why: str, output_dir: Path) -> Hardware:
     note = "assumed: CPU rates by cores, from training steps of a 135M model on a 2-core AVX-512 machine"
     return this_machine(cpu_devices(count), f"{count} CPU workers", (why, note), output_dir)
-
-
-def _assumed(words: str, why: str) -> Hardware:
-    hardware = parse_hardware(words)
-    note = f"assumed: {why}, so this is planned for {words} (--hardware names another machine)"
-    return replace(hardware, notes=(note, *hardware.notes))
 
 
 def _share(device: Device, count: int) -> Device:
@@ -546,7 +543,8 @@ def who_does_what(question: PlanRequest, make_timeline: Callable[[], Timeline]) 
         return []
     work = [seconds * speed for seconds, speed in zip(busy_s(make_timeline()), speeds, strict=True)]
     smallest = min(devices, key=lambda device: device.memory_bytes)
-    lines = [f"unequal workers; stages are sized for the smallest, {_memory(smallest)}"]
+    smallest_memory = format_bytes(smallest.memory_bytes)
+    lines = [f"unequal workers; stages are sized for the smallest, {smallest.name}: {smallest_memory}"]
     kinds = sorted(zip(devices, speeds, work, strict=True), key=lambda one: (-one[1], one[0].name))
     for (name, speed), members in groupby(kinds, key=lambda one: (one[0].name, one[1])):
         parts = [part / sum(work) for _, _, part in members]
@@ -554,7 +552,3 @@ def who_does_what(question: PlanRequest, make_timeline: Callable[[], Timeline]) 
         does = f"does {each:.1%} of the work{' each' if len(parts) > 1 else ''}" if each else "stays idle: faster so"
         lines.append(f"  {len(parts)} x {name}: speed {speed:.2f}, {does}")
     return lines
-
-
-def _memory(device: Device) -> str:
-    return f"{device.name}: {format_bytes(device.memory_bytes)}"
