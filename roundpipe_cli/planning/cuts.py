@@ -15,9 +15,9 @@ from itertools import islice, product
 
 from roundpipe_cli.costs.cost import CostModel, LayerCost, StageRange
 from roundpipe_cli.costs.memory import largest_visit_bytes
-from roundpipe_cli.planning.compare import SimulationCase, StageCut, costs_per_microbatch, run_step_s
+from roundpipe_cli.planning.compare import SimulationCase, StageCut, run_step_s
 from roundpipe_cli.planning.search.stages import StageLimits, even_cut, forward_ranges
-from roundpipe_cli.schedule.actions import Kind, stage_times
+from roundpipe_cli.schedule.actions import stage_times
 from roundpipe_cli.schedule.builders import Dealer, Options, build_forward
 from roundpipe_cli.schedule.program import lower
 from roundpipe_cli.schedule.simulate import simulate_program
@@ -218,8 +218,6 @@ def links_bind(costs: CostModel, num_microbatches: int, per_round: int) -> bool:
 MAX_SIMULATED_MICROBATCHES = 8
 MAX_SHORT_ROUND = 4
 """Rounds of these numbers of microbatches are tried, and longer ones where links would limit."""
-ROUNDING = 1e-9
-"""A bound may exceed a time by this relative difference, because sums are rounded."""
 
 
 def single_cut(case: SimulationCase, keeps: Callable[[StageCut], bool]) -> StageCut | None:
@@ -231,48 +229,7 @@ def single_cut(case: SimulationCase, keeps: Callable[[StageCut], bool]) -> Stage
     longest = max(cut.microbatches_per_round or 1 for cut in cuts)
     simulated = min(case.num_microbatches, max(MAX_SIMULATED_MICROBATCHES, longest))
     short = replace(case, num_microbatches=simulated)
-    # most promising first; of equal bounds the one with long rounds, which waits less for its link
-    order = sorted(
-        (single_worker_bound_s(cut, short), -(cut.microbatches_per_round or 1), place) for place, cut in enumerate(cuts)
-    )
-    found: list[tuple[float, int]] = []
-    for bound_s, _, place in order:
-        if found and bound_s > min(found)[0] * (1 + ROUNDING):
-            break
-        found.append((run_step_s("roundpipe", cuts[place], short), place))
-    return cuts[min(found)[1]]
-
-
-def single_worker_bound_s(cut: StageCut, case: SimulationCase) -> float:
-    """Lower bound on a step of one worker: its link carries nothing but weights, and gradients stay.
-
-    A visit waits for the visit before and for its weights, which wait for the weights before and for a slot. It is much
-    quicker than a simulation and hardly less than its time.
-    """
-    costs, per_round = costs_per_microbatch("roundpipe", case, cut), cut.microbatches_per_round or 1
-    times = stage_times(costs, cut.forward_stages, cut.backward_stages, fused_head=True)
-    forward = [(layers, times.action_s(Kind.FORWARD, k, 0)) for k, layers in enumerate(cut.forward_stages)]
-    backward = [
-        (layers, times.action_s(Kind.RECOMPUTE, k, 0) + times.action_s(Kind.BACKWARD, k, 0))
-        for k, layers in enumerate(cut.backward_stages)
-    ]
-    upload_s = {
-        (first, last): sum(layer.param_bytes for layer in costs.layers[first : last + 1]) / costs.link_bytes_per_s
-        for (first, last), _ in forward + backward
-    }
-    now_s = link_s = 0.0
-    held: dict[StageRange, float] = {}
-    """Stages in slots, least recently used first, and the time at which each was left."""
-    for begin in range(0, case.num_microbatches, per_round):
-        size = min(per_round, case.num_microbatches - begin)
-        for layers, seconds in forward + backward:
-            if held.pop(layers, None) is None:
-                free_s = held.pop(next(iter(held))) if len(held) == costs.slots else 0.0
-                link_s = max(link_s, free_s) + upload_s[layers]
-                now_s = max(now_s, link_s)
-            now_s += size * seconds
-            held[layers] = now_s
-    return now_s
+    return min(cuts, key=lambda cut: run_step_s("roundpipe", cut, short))
 
 
 def _candidates(costs: CostModel, limits: StageLimits, num_microbatches: int) -> list[StageCut]:
