@@ -30,13 +30,13 @@ from roundpipe_cli.costs.memory import (
     usable_device_bytes,
 )
 from roundpipe_cli.costs.models import TrainingSettings
-from roundpipe_cli.planning.compare import SimulationCase, StageCut
+from roundpipe_cli.planning.compare import SimulationCase, StageCut, make_schedule
 from roundpipe_cli.planning.partition import QUICK, plan_partition
 from roundpipe_cli.planning.search.stages import even_cut
 from roundpipe_cli.planning.solve import largest_micro_batch, longest_sequence
 from roundpipe_cli.planning.verdict import coarsest_cut, judge, judge_coarsest, stage_limits
 from roundpipe_cli.schedule.actions import Kind, Schedule
-from roundpipe_cli.schedule.builders import Options, Rounds, build_schedule
+from roundpipe_cli.schedule.builders import Options
 from roundpipe_cli.schedule.simulate import simulate
 from roundpipe_cli.schedule.timeline import COMPUTE, Timeline
 from roundpipe_cli.units import GIB
@@ -88,28 +88,18 @@ def test_no_plan_keeps_more_boundaries_than_are_counted(earliest_free: bool) -> 
         head = LayerCost("head", 1, 2, False)
         costs = CostModel("random", (*layers, head), hop_s=0.01, worker_speed=speeds)
         num_microbatches = workers * draw.randint(2, 4)
-        plan = plan_partition(SimulationCase(costs, workers, num_microbatches, staleness=1, num_steps=2), QUICK)
-        schedule = build_schedule(
-            "roundpipe",
-            forward_stages=plan.forward_stages,
-            backward_stages=plan.backward_stages,
-            costs=costs,
-            num_workers=workers,
-            rounds=Rounds(
-                num_microbatches,
-                per_round=plan.microbatches_per_round,
-                num_steps=2,
-                staleness=1,
-                options=Options(earliest_free=earliest_free),
-            ),
-        )
+        options = Options(earliest_free=earliest_free)
+        case = SimulationCase(costs, workers, num_microbatches, staleness=1, num_steps=2, options=options)
+        plan = plan_partition(case, QUICK)
+        cut = StageCut(plan.forward_stages, plan.backward_stages, plan.microbatches_per_round)
+        schedule = make_schedule("roundpipe", cut, case, num_steps=2)
         stages = len(plan.forward_stages), len(plan.backward_stages)
         counted = rounds_kept(workers, *stages) * plan.microbatches_per_round
         found = most_kept(schedule, simulate(schedule, costs, staleness=1))
-        case = workers, num_blocks, *stages, plan.microbatches_per_round
-        assert found <= counted * 1.05, case
+        shape = workers, num_blocks, *stages, plan.microbatches_per_round
+        assert found <= counted * 1.05, shape
         if workers <= min(stages):
-            assert counted <= 1.5 * found, case
+            assert counted <= 1.5 * found, shape
 
 
 def most_kept(schedule: Schedule, timeline: Timeline) -> float:
