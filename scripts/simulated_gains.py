@@ -16,7 +16,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from roundpipe_cli.costs.analytic import head_chunk_bytes
+from roundpipe_cli.costs.analytic import case_of, head_chunk_bytes
 from roundpipe_cli.costs.block_work import attended_tokens, lora_params
 from roundpipe_cli.costs.cost import CostModel, LayerCost, keep_activations, skip_projections
 from roundpipe_cli.costs.find_model import shipped_architecture
@@ -109,7 +109,9 @@ class Column:
     def _num_kept(self) -> int:
         """Blocks whose activations of a worker's share of a round fit beside the plan."""
         plan, hardware = self.plan(self.costs), parse_hardware("8x4090")
-        need = device_need(self.costs, self.architecture, SETTINGS, hardware, plan.forward_stages, plan.backward_stages)
+        case = case_of(self.architecture, SETTINGS, hardware)
+        case = replace(case, analytic=replace(case.analytic, costs=self.costs))
+        need = device_need(case, plan.forward_stages, plan.backward_stages)
         free = usable_device_bytes(hardware.devices[0]) - need.total_bytes
         per_worker = -(-(plan.microbatches_per_round or WORKERS) // WORKERS)
         return max(0, free // (per_worker * self.costs.layers[0].activation_bytes))

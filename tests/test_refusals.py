@@ -6,14 +6,14 @@ import ast
 import json
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from roundpipe_cli.schedule.validate import check_stages
 
 from roundpipe_cli.cli.generate import check_temperature
-from roundpipe_cli.costs.cost import CostModel, LayerCost, load_costs
+from roundpipe_cli.costs.cost import load_costs
 from roundpipe_cli.costs.hardware import MAX_CHARACTERS
 from roundpipe_cli.data.formats import decide_format
 from roundpipe_cli.data.messages import read_called, read_history
@@ -22,7 +22,6 @@ from roundpipe_cli.data.sources import find_sources
 from roundpipe_cli.errors import RoundpipeError
 from roundpipe_cli.faults import load_faults
 from roundpipe_cli.files import cache_folder
-from roundpipe_cli.planning.search.stages import check_costs
 from roundpipe_cli.schedule.builders import check_stages
 from tests.cli.test_terminal_text import GOOD, ROWS, call
 
@@ -79,10 +78,6 @@ def test_broken_costs(words: str, tmp_path: Path) -> None:
     assert words in str(refused.value).replace(f"{tmp_path}/costs.json: ", "")
 
 
-BAD_LAYER = LayerCost("a", float("nan"), 1.0, recompute=True)
-MODEL = CostModel("x", (LayerCost("a", 1.0, 1.0, recompute=True),))
-
-
 def found(path: str, split: str = "train") -> None:
     find_sources(DatasetSpec(path, split=split), None, offline=True)
 
@@ -94,12 +89,6 @@ def stages(forward: list[tuple[int, int]], backward: list[tuple[int, int]]) -> N
 FUNCTIONS: dict[str, Callable[[], Any]] = {
     "calls has no call": lambda: read_called("[]", "calls"),
     "`history[0]` is no exchange": lambda: read_history([["only a question"]], "history"),
-    "must be a number from 0 up": lambda: check_costs(
-        CostModel("x", (LayerCost("a", float("nan"), 1.0, recompute=True),))
-    ),
-    "hop_s must be a number": lambda: check_costs(replace(MODEL, hop_s=-1.0)),
-    "the costs list no layers": lambda: check_costs(CostModel("x", ())),
-    "a worker's speed must be above 0": lambda: check_costs(replace(MODEL, worker_speed=(1.0, 0.0))),
     "no token can be drawn at this temperature": lambda: check_temperature(1e-9),
     "unknown dataset type": lambda: decide_format(DatasetSpec("a.jsonl", type="nothing"), [["text"]], "a.jsonl"),
     "a local file has only the split `train`": lambda: found("rows.jsonl", "test"),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from roundpipe_cli.choices import PAIR_OBJECTIVES
+from roundpipe_cli.costs.analytic import case_of
 from roundpipe_cli.costs.find_model import find_architecture
 from roundpipe_cli.costs.hardware import Hardware, parse_hardware
 from roundpipe_cli.costs.machine import MAX_PARAMETERS_ON_CPU, is_large_for_cpu
@@ -247,7 +248,7 @@ def _method(
     if asked is not None or objective == "dpo":
         return METHOD_ANSWERS[asked or "lora"], f"method {asked}: as asked." if asked else ""
     settings = TrainingSettings(SEQUENCE, num_microbatches=1, method="full", dtype=dtype)
-    full = judge_coarsest(architecture, settings, machine)
+    full = judge_coarsest(case_of(architecture, settings, machine))
     need = f"all weights would need {format_bytes(full.host.total_bytes)} of host memory"
     if full.fits and architecture.parameters <= MAX_FULL_PARAMETERS:
         return "full", f"method full: {need.replace('would need', 'need')}, and a model this small gains from it."

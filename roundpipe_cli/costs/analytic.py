@@ -213,6 +213,31 @@ def analytic_costs(architecture: Architecture, settings: TrainingSettings, hardw
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A model's training on a machine, and what it costs there."""
+
+    architecture: Architecture
+    settings: TrainingSettings
+    hardware: Hardware
+    analytic: AnalyticCosts
+
+    @property
+    def costs(self) -> CostModel:
+        """Costs of the layers."""
+        return self.analytic.costs
+
+    @property
+    def gpus(self) -> list[Device]:
+        """The devices that are no processors."""
+        return [device for device in self.hardware.devices if not device.is_cpu]
+
+
+def case_of(architecture: Architecture, settings: TrainingSettings, hardware: Hardware) -> Case:
+    """The case with its analytic costs."""
+    return Case(architecture, settings, hardware, analytic_costs(architecture, settings, hardware))
+
+
 def with_gains(analytic: AnalyticCosts, settings: TrainingSettings) -> AnalyticCosts:
     """Costs of settings that have no `skip_last_projection` and no `keep_blocks`, with those of `settings`."""
     layers = _with_gains(analytic.costs.layers, settings)

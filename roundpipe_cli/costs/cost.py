@@ -201,16 +201,9 @@ _MAX_NUMBER = 1e300
 _MAX_FILE_BYTES = 16 * 1024**2
 _REQUIRED = ("name", "forward_s", "backward_s")
 _FLOATS = (
-    "forward_s",
-    "backward_s",
-    "optimizer_s",
-    "recompute_skippable_s",
-    "hop_s",
-    "link_bytes_per_s",
-    "host_bytes_per_s",
+    *("forward_s", "backward_s", "optimizer_s", "recompute_skippable_s"),
+    *("hop_s", "link_bytes_per_s", "host_bytes_per_s"),
 )
-
-
 COSTS_FORM = (
     '{"name": ..., "hop_s": ..., "layers": [{"name": "block.0", "forward_s": ..., "backward_s": ..., '
     '"recompute": true, "param_bytes": ..., "boundary_bytes": ...}, ...]} in seconds and bytes'
@@ -228,15 +221,11 @@ def load_costs(path: Path) -> CostModel:
     try:
         text = read_regular(path, _MAX_FILE_BYTES).decode("utf-8")
         data = json.loads(text, object_pairs_hook=_no_duplicates)
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else "not text in UTF-8"
-        raise RefusedError(
-            "cannot read the costs file", where=str(path), found=reason, expected=COSTS_FORM, hint=COSTS_HINT
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise RefusedError(
-            "the costs file is not JSON", where=str(path), found=str(error), expected=COSTS_FORM, hint=COSTS_HINT
-        ) from error
+    except (OSError, ValueError, RecursionError) as error:
+        what, reason = "the costs file is not JSON", str(error)
+        if isinstance(error, OSError | UnicodeDecodeError):
+            what, reason = "cannot read the costs file", getattr(error, "strerror", None) or "not text in UTF-8"
+        raise RefusedError(what, where=str(path), found=reason, expected=COSTS_FORM, hint=COSTS_HINT) from error
     problems: list[Problem] = []
     costs = _cost_model(data, str(path), problems)
     if problems or costs is None:
@@ -270,10 +259,9 @@ def _cost_model(data: Any, file: str, problems: list[Problem]) -> CostModel | No
         where = f"{file}: layers[{len(known) - 1}]"
         problems.append(Problem("the last layer is not the head", where, repr(known[-1].name), "head"))
     for index, layer in enumerate(known):
-        misplaced = (layer.name == "head" and index < len(known) - 1) or (layer.name == "embed" and index)
-        if misplaced:
-            expected = "head last, embed first"
-            problems.append(Problem("a layer out of place", f"{file}: layers[{index}]", repr(layer.name), expected))
+        if (layer.name == "head" and index < len(known) - 1) or (layer.name == "embed" and index):
+            where, expected = f"{file}: layers[{index}]", "head last, embed first"
+            problems.append(Problem("a layer out of place", where, repr(layer.name), expected))
     if not any(layer.forward_s or layer.backward_s for layer in known):
         problems.append(Problem("no layer takes any time", f"{file}: layers", "all times are 0", "times in seconds"))
     values: dict[str, Any] = {"name": data.get("name", Path(file).stem), "layers": tuple(known)}
@@ -287,18 +275,15 @@ def _check_model_values(data: dict[str, Any], values: dict[str, Any], file: str,
     for key in ("hop_s", "link_bytes_per_s", "host_bytes_per_s", "device_memory_bytes", "slots"):
         if key not in data or (key in ("host_bytes_per_s", "device_memory_bytes") and data[key] is None):
             continue
-        where = f"{file}: {key}"
-        at_least_one = key != "hop_s"
-        values[key] = _number(data[key], where, problems, whole=key not in _FLOATS, above_zero=at_least_one)
-    speeds = data.get("worker_speed")
-    if speeds is not None:
-        if not isinstance(speeds, list) or not speeds:
-            problems.append(Problem("not a list of speeds", f"{file}: worker_speed", _shown(speeds), "like [1.0, 0.5]"))
-            return
+        whole, above_zero = key not in _FLOATS, key != "hop_s"
+        values[key] = _number(data[key], f"{file}: {key}", problems, whole=whole, above_zero=above_zero)
+    speeds, where = data.get("worker_speed"), f"{file}: worker_speed"
+    if isinstance(speeds, list) and speeds:
         values["worker_speed"] = tuple(
-            _number(speed, f"{file}: worker_speed[{index}]", problems, above_zero=True)
-            for index, speed in enumerate(speeds)
+            _number(speed, f"{where}[{index}]", problems, above_zero=True) for index, speed in enumerate(speeds)
         )
+    elif speeds is not None:
+        problems.append(Problem("not a list of speeds", where, _shown(speeds), "like [1.0, 0.5]"))
 
 
 def _layer(entry: Any, where: str, problems: list[Problem]) -> LayerCost | None:
@@ -344,9 +329,7 @@ def _number(
     """The value as a number; 1 for a refused value, so that the rest can still be checked."""
     expected = f"a {'whole ' if whole else ''}number, {'above 0' if above_zero else '0 or more'}"
     good = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _MAX_NUMBER
-    if good and whole:
-        good = value == int(value)
-    if not good:
+    if not good or (whole and value != int(value)):
         problems.append(Problem("not a number" if not whole else "not a whole number", where, _shown(value), expected))
     elif value < 0 or (above_zero and not value):
         problems.append(Problem("negative" if value < 0 else "zero", where, _shown(value), expected))

@@ -146,9 +146,7 @@ def _squeeze(name: str) -> str:
 
 def gpu_device(name: str, figures: GpuFigures) -> Device:
     """A worker on this GPU."""
-    link = pcie_bytes_per_s(figures.pcie_generation, figures.pcie_lanes)
-    if figures.pcie_gb_per_s is not None:
-        link = figures.pcie_gb_per_s * 1e9
+    given = figures.pcie_gb_per_s
     return Device(
         name=name,
         is_cpu=False,
@@ -158,7 +156,7 @@ def gpu_device(name: str, figures: GpuFigures) -> Device:
         fp32_accumulate_flops_per_s=figures.acc32_tflops * 1e12,
         float32_flops_per_s=figures.fp32_tflops * 1e12,
         has_bfloat16=figures.bfloat16,
-        link_bytes_per_s=link,
+        link_bytes_per_s=given * 1e9 if given else pcie_bytes_per_s(figures.pcie_generation, figures.pcie_lanes),
     )
 
 
@@ -184,18 +182,15 @@ def parse_hardware(text: str, where: str | None = None) -> Hardware:
     machine_text, loose = _without_host_memory(machine_text)
     option_texts = [*loose, *(HOST_MEMORY.sub(r"host_memory_gib=\1", option) for option in option_texts)]
     notes: list[str] = []
-    devices: list[Device] = []
-    for group in machine_text.split("+"):
-        devices.extend(_parse_group(group.strip(), where, notes))
+    devices = [device for group in machine_text.split("+") for device in _parse_group(group.strip(), where, notes)]
     if len(devices) > MAX_WORKERS:
         raise RefusedError("too many GPUs", where=where, found=str(len(devices)), expected=f"1 to {MAX_WORKERS}")
     options = _parse_options(option_texts, where)
     host_memory_gib = options.get("host_memory_gib")
     if host_memory_gib is None:
         host_memory_bytes = ASSUMED_HOST_MEMORY_PER_GPU_BYTES * len(devices)
-        notes.append(
-            f"assumed: {host_memory_bytes // GIB} GiB of host memory, 128 a GPU (`,host_memory_gib=` corrects it)"
-        )
+        gib = host_memory_bytes // GIB
+        notes.append(f"assumed: {gib} GiB of host memory, 128 a GPU (`,host_memory_gib=` corrects it)")
     else:
         host_memory_bytes = int(float(host_memory_gib) * GIB)
         notes.append(f"given: {float(host_memory_gib):g} GiB of host memory")
@@ -293,20 +288,16 @@ def _likeness(plain: str, known: str) -> tuple[float, int]:
     return max((SequenceMatcher(None, plain, one).ratio(), int(sorted(plain) == sorted(one))) for one in spellings)
 
 
-_OPTIONS = ("host_memory_gib", "host_memory_gb_per_s", "disk_free_gib", "disk_gb_per_s", "accumulate")
-_ZERO_ALLOWED = ("disk_free_gib",)
+_OPTIONS = ["host_memory_gib", "host_memory_gb_per_s", "disk_free_gib", "disk_gb_per_s", "accumulate"]
 
 
 def _parse_options(option_texts: list[str], where: str) -> dict[str, float | str]:
     options: dict[str, float | str] = {}
     for option in option_texts:
-        key, value = _split_pair(option, list(_OPTIONS), where)
-        if key == "accumulate":
-            if value not in ("fp16", "fp32"):
-                raise RefusedError("unknown accumulation", where=where, found=value, expected="fp16 or fp32")
-            options[key] = value
-        else:
-            options[key] = _positive(key, value, where)
+        key, value = _split_pair(option, _OPTIONS, where)
+        if key == "accumulate" and value not in ("fp16", "fp32"):
+            raise RefusedError("unknown accumulation", where=where, found=value, expected="fp16 or fp32")
+        options[key] = value if key == "accumulate" else _positive(key, value, where)
     return options
 
 
@@ -320,10 +311,9 @@ def _parse_figures(figure_texts: list[str], where: str) -> dict[str, Any]:
             if value.lower() not in ("true", "false"):
                 raise RefusedError("bfloat16 is true or false", where=where, found=value, expected="true or false")
             figures[key] = value.lower() == "true"
-        elif key in ("pcie_generation", "pcie_lanes"):
-            figures[key] = int(_positive(key, value, where))
         else:
-            figures[key] = _positive(key, value, where)
+            number = _positive(key, value, where)
+            figures[key] = int(number) if key in ("pcie_generation", "pcie_lanes") else number
     return figures
 
 
@@ -346,7 +336,7 @@ def _positive(key: str, value: str, where: str) -> float:
         number = float(value)
     except ValueError:
         number = -1.0
-    if not (0 < number < 1e9 or (number == 0 and key in _ZERO_ALLOWED)):
+    if not (0 < number < 1e9 or (number == 0 and key == "disk_free_gib")):
         raise RefusedError(f"{key} is not a number above 0", where=where, found=value, expected="such as 24")
     return number
 
@@ -361,15 +351,8 @@ def _custom_figures(given: dict[str, Any], where: str) -> GpuFigures:
             expected="--hardware 2xcustom:memory_gib=24:acc32_tflops=70",
         )
     acc32 = given["acc32_tflops"]
-    defaults: dict[str, Any] = {
-        "memory_gb_per_s": 700.0,
-        "fp16_acc16_tflops": acc32,
-        "bfloat16": True,
-        "pcie_generation": 4,
-        "pcie_lanes": 16,
-        "fp32_tflops": acc32 / 4,
-    }
-    return GpuFigures(**{**defaults, **given})
+    defaults: dict[str, Any] = {"memory_gb_per_s": 700.0, "fp16_acc16_tflops": acc32, "fp32_tflops": acc32 / 4}
+    return GpuFigures(**{**defaults, "bfloat16": True, "pcie_generation": 4, "pcie_lanes": 16, **given})
 
 
 # Rates that work reaches on a GPU nobody has measured: shares of its data sheet, one for each kind of work.

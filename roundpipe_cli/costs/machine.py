@@ -172,8 +172,9 @@ def host_layout(system: Path = SYS) -> HostLayout:
 
 
 def _read(path: Path) -> str:
+    """The text of a file of the system; empty where there is none."""
     try:
-        return path.read_text(encoding="ascii", errors="replace").strip()
+        return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
         return ""
 
@@ -207,7 +208,6 @@ def is_large_for_cpu(hardware: Hardware, parameters: int) -> bool:
     return all(device.is_cpu for device in hardware.devices) and parameters > MAX_PARAMETERS_ON_CPU
 
 
-_NO_LIMIT = 1 << 60
 _LIMIT_FILES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
 """Limit and use of a cgroup, version 2 and version 1."""
 
@@ -224,61 +224,40 @@ class HostMemory:
 
 def host_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> HostMemory:
     """Memory that this process may use. Unknown systems (no /proc) count as 8 GiB."""
-    figures = _meminfo(proc / "meminfo")
+    pairs = (line.split(":", 1) for line in _read(proc / "meminfo").splitlines() if ":" in line)
+    figures = {key: int(words[0]) * 1024 for key, value in pairs if (words := value.split()) and words[0].isdecimal()}
     total = figures.get("MemTotal", 8 * GIB)
     memory = HostMemory(total, figures.get("MemAvailable", total), "the machine")
     for folder in _cgroup_folders(proc, cgroup):
         for limit_name, used_name in _LIMIT_FILES:
             limit = _read_int(folder / limit_name)
-            if limit is not None and limit < min(memory.total_bytes, _NO_LIMIT):
+            if limit is not None and limit < memory.total_bytes:
                 used = _read_int(folder / used_name) or 0
-                reclaimable = _inactive_file_bytes(folder / "memory.stat")
+                lines = _read(folder / "memory.stat").splitlines()
+                # page cache that the kernel gives back before it refuses memory
+                reclaimable = next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)
                 free = max(0, limit - used + reclaimable)
                 memory = HostMemory(limit, min(memory.available_bytes, free), str(folder / limit_name))
     return memory
 
 
-def _meminfo(path: Path) -> dict[str, int]:
-    try:
-        lines = path.read_text(encoding="ascii", errors="replace").splitlines()
-    except OSError:
-        return {}
-    pairs = (line.split(":", 1) for line in lines if ":" in line)
-    return {key: int(value.split()[0]) * 1024 for key, value in pairs if value.split() and value.split()[0].isdigit()}
-
-
 def _cgroup_folders(proc: Path, cgroup: Path) -> list[Path]:
     """This process's memory cgroups and their parents, outermost first."""
     folders = [cgroup, cgroup / "memory"]
-    try:
-        lines = (proc / "self" / "cgroup").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return folders
-    for line in lines:
+    for line in _read(proc / "self" / "cgroup").splitlines():
         _, controllers, path = (line.split(":", 2) + ["", ""])[:3]
-        base = cgroup if not controllers else cgroup / "memory" if "memory" in controllers.split(",") else None
-        for part in Path(path.strip("/")).parts if base else ():
-            assert base is not None
-            base = base / part
-            folders.append(base)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        folder = cgroup / "memory" if controllers else cgroup
+        for part in Path(path.strip("/")).parts:
+            folder = folder / part
+            folders.append(folder)
     return folders
 
 
 def _read_int(path: Path) -> int | None:
-    try:
-        text = path.read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError):
-        return None
-    return int(text) if text.isdigit() else None
-
-
-def _inactive_file_bytes(path: Path) -> int:
-    """Page cache that the kernel gives back before it refuses memory."""
-    try:
-        lines = path.read_text(encoding="ascii", errors="replace").splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)
+    text = _read(path)
+    return int(text) if text.isdecimal() else None
 
 
 def num_machines() -> int:
@@ -320,10 +299,7 @@ def processor_name() -> str:
 
 
 def _cpuinfo() -> str:
-    try:
-        return Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return ""
+    return _read(Path("/proc/cpuinfo"))
 
 
 SLOW_NOTE = "slow: "
@@ -354,22 +330,12 @@ def visible_gpus() -> tuple[tuple[Device, ...], tuple[str, ...]]:
     Empty where there is no driver; takes no GPU memory and loads no torch.
     """
     query = "name,memory.total,pcie.link.gen.max,pcie.link.width.max,uuid"
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return (), ()
+    words = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits"]
     try:
-        answer = subprocess.run(  # fixed arguments, no shell
-            [program, f"--query-gpu={query}", "--format=csv,noheader,nounits"],
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=False,
-        )
+        answer = subprocess.run(words, capture_output=True, text=True, timeout=10, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return (), ()
-    if answer.returncode != 0:
-        return (), ()
-    rows = [[cell.strip() for cell in line.split(",")] for line in answer.stdout.splitlines() if line.count(",") == 4]
+    rows = [[cell.strip() for cell in line.split(",")] for line in answer.splitlines() if line.count(",") == 4]
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
         rows = _chosen(rows, chosen.split(","))
@@ -422,12 +388,11 @@ def this_machine(devices: tuple[Device, ...], description: str, notes: tuple[str
 
 
 LOCKED_ON_WSL = "WSL2 lets a process page-lock 0.5 to 2 GiB in all; Linux itself has no such limit"
-LOCKED_ELSEWHERE = "other programs may hold page-locked memory, or a container has a limit"
 
 
 def describe_locking() -> str:
     """Where the limit of page-locked memory comes from. `ulimit -l` is none: NVIDIA's driver does not look at it."""
-    return LOCKED_ON_WSL if is_wsl() else LOCKED_ELSEWHERE
+    return LOCKED_ON_WSL if is_wsl() else "other programs may hold page-locked memory, or a container has a limit"
 
 
 def is_wsl() -> bool:
@@ -438,7 +403,6 @@ def is_wsl() -> bool:
 # Devices that runs on this machine lost, for `doctor`.
 
 LOST_DAYS = 30
-MAX_LOST_BYTES = 1 << 20
 
 
 def _lost_path() -> Path:
@@ -457,7 +421,7 @@ def lost_devices() -> list[tuple[float, str]]:
     """(Unix time, which and why) of devices that runs lost in the last `LOST_DAYS` days, oldest first."""
     found = []
     with suppress(OSError, RefusedError):
-        for line in read_regular(_lost_path(), MAX_LOST_BYTES).decode(errors="replace").splitlines():
+        for line in read_regular(_lost_path(), 1 << 20).decode(errors="replace").splitlines():
             with suppress(ValueError, KeyError, TypeError):
                 row = json.loads(line)
                 if time.time() - float(row["time"]) < LOST_DAYS * 86400:
@@ -469,8 +433,7 @@ def free_disk_bytes(folder: Path) -> int | None:
     """Free bytes of the file system that `folder` is or would be on."""
     for existing in (folder.absolute(), *folder.absolute().parents):
         if existing.exists():
-            try:
+            with suppress(OSError):
                 return shutil.disk_usage(existing).free
-            except OSError:
-                return None
+            return None
     return None

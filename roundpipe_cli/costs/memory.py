@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from roundpipe_cli.choices import OPTIMIZERS
-from roundpipe_cli.costs.analytic import activation_bytes, key_value_bytes, trainable_params
+from roundpipe_cli.costs.analytic import Case, activation_bytes, key_value_bytes, trainable_params
 from roundpipe_cli.costs.cost import CostModel, LayerCost, StageRange
 from roundpipe_cli.costs.hardware import Device, Hardware
 from roundpipe_cli.costs.models import Architecture, TrainingSettings
@@ -98,34 +98,21 @@ class Need:
         return " + ".join(f"{part.name} {format_bytes(part.num_bytes)}" for part in shown)
 
 
-def device_need(
-    costs: CostModel,
-    architecture: Architecture,
-    settings: TrainingSettings,
-    hardware: Hardware,
-    forward_stages: Sequence[StageRange],
-    backward_stages: Sequence[StageRange],
-) -> Need:
+def device_need(case: Case, forward_stages: Sequence[StageRange], backward_stages: Sequence[StageRange]) -> Need:
     """Bytes that one worker needs at its peak. On the CPU weights and gradient sums are the host's own: no slots."""
+    costs, settings = case.costs, case.settings
     layers = costs.layers
-    slot_bytes = largest_stage_bytes(layers, forward_stages, backward_stages)
-    if all(device.is_cpu for device in hardware.devices):
-        slot_bytes = 0
-    fixed = fixed_device_need(costs, architecture, settings, hardware)
-    activations = _activations(layers, settings, hardware, backward_stages)
+    slot_bytes = largest_stage_bytes(layers, forward_stages, backward_stages) if case.gpus else 0
     without = largest_visit_bytes([replace(layer, whole_bytes=0) for layer in layers], (), backward_stages)
     whole_bytes = largest_visit_bytes(layers, forward_stages, backward_stages) - without
     return Need(
         (
             NeedPart(f"{costs.slots} slots for the weights and gradients of a stage", costs.slots * slot_bytes),
-            NeedPart("activations", activations),
+            NeedPart("activations", _activations(case, backward_stages)),
             *([NeedPart("weights of a stage, unpacked", whole_bytes)] if settings.unpacks_once else []),
             NeedPart("kept activations", _kept_activations(layers, settings)),
-            NeedPart(
-                LARGEST_GRADIENT,
-                _gradient_bytes(costs, architecture, settings, hardware, backward_stages=backward_stages),
-            ),
-            *fixed.parts,
+            NeedPart(LARGEST_GRADIENT, _gradient_bytes(case, backward_stages)),
+            *fixed_device_need(case).parts,
         )
     )
 
@@ -189,41 +176,28 @@ def with_cached_weights(costs: CostModel, cache_bytes: int, trained_bytes: int) 
     return replace(costs, layers=tuple(layers))
 
 
-def _activations(
-    layers: Sequence[LayerCost], settings: TrainingSettings, hardware: Hardware, backward_stages: Sequence[StageRange]
-) -> int:
+def _activations(case: Case, backward_stages: Sequence[StageRange]) -> int:
     """Activations of one microbatch and stage; without recompute a worker's share of all microbatches and layers."""
-    blocks = range(len(layers) - 1)  # the head's chunk is a part of its own
-    if settings.recompute == "none":
-        whole = sum(layers[i].activation_bytes for i in blocks)
-        return whole * settings.num_microbatches // len(hardware.devices)
-    sums = (
-        sum(layers[i].activation_bytes for i in range(first, last + 1) if i in blocks)
-        for first, last in backward_stages
-    )
+    blocks = case.costs.layers[:-1]  # the head's chunk is a part of its own
+    if case.settings.recompute == "none":
+        whole = sum(layer.activation_bytes for layer in blocks)
+        return whole * case.settings.num_microbatches // len(case.hardware.devices)
+    sums = (sum(layer.activation_bytes for layer in blocks[first : last + 1]) for first, last in backward_stages)
     return max(sums, default=0)
 
 
-def _gradient_bytes(
-    costs: CostModel,
-    architecture: Architecture,
-    settings: TrainingSettings,
-    hardware: Hardware,
-    *,
-    backward_stages: Sequence[StageRange],
-) -> int:
+def _gradient_bytes(case: Case, backward_stages: Sequence[StageRange]) -> int:
     """Gradient of the largest weight, which exists whole before it is added to its sum, as far as it needs more than
     the largest activations and the head's chunk, which are counted together: of the head's matrix beside its chunk, the
     sum over its microbatch's chunks and the activations of the head's stage, of a block's beside those of another."""
-    head, chunk = len(costs.layers) - 1, costs.layers[-1].activation_bytes
-    counted = _activations(costs.layers, settings, hardware, backward_stages) + chunk
+    head, chunk = len(case.costs.layers) - 1, case.costs.layers[-1].activation_bytes
     needed = 0
     for stage in backward_stages:
-        activations = _activations(costs.layers, settings, hardware, [stage])
-        of_block = activations + block_gradient_bytes(architecture, settings)
-        of_head = activations + chunk + head_gradient_bytes(costs, settings)
+        activations = _activations(case, [stage])
+        of_block = activations + block_gradient_bytes(case.architecture, case.settings)
+        of_head = activations + chunk + head_gradient_bytes(case.costs, case.settings)
         needed = max(needed, of_block, of_head if stage[1] == head else 0)
-    return max(0, needed - counted)
+    return max(0, needed - _activations(case, backward_stages) - chunk)
 
 
 def beyond_margin(num_bytes: int, memory_bytes: int) -> int:
@@ -248,21 +222,19 @@ def _kept_activations(layers: Sequence[LayerCost], settings: TrainingSettings) -
     return settings.num_microbatches * sum(layer.activation_bytes for layer in kept)
 
 
-def fixed_device_need(
-    costs: CostModel, architecture: Architecture, settings: TrainingSettings, hardware: Hardware
-) -> Need:
+def fixed_device_need(case: Case) -> Need:
     """The part of `device_need` that no cut of the stages changes."""
+    architecture, settings, layers = case.architecture, case.settings, case.costs.layers
     tokens = settings.tokens_per_microbatch
-    boundary = max(layer.boundary_bytes for layer in costs.layers)
     wide = architecture.intermediate_size * max(1, architecture.num_experts_per_tok)
     workspace = backward_workspace_bytes(
         tokens, settings.tokens_per_mlp_call, wide, architecture.hidden_size, size=settings.dtype_bytes
     )
     if settings.tokens_per_mlp_call < tokens:  # gradients of its weights are summed over the chunks
-        workspace += max((layer.grad_bytes for layer in costs.layers[1:-1]), default=0)
+        workspace += max((layer.grad_bytes for layer in layers[1:-1]), default=0)
     parts = [
-        NeedPart(HEAD_CHUNK, costs.layers[-1].activation_bytes),
-        NeedPart("boundary tensors", 4 * boundary),
+        NeedPart(HEAD_CHUNK, layers[-1].activation_bytes),
+        NeedPart("boundary tensors", 4 * max(layer.boundary_bytes for layer in layers)),
         NeedPart("workspace of backward", workspace),
     ]
     if settings.packed_bytes_per_param and not settings.unpacks_once:
@@ -270,7 +242,7 @@ def fixed_device_need(
         parts.append(NeedPart("weights of a block, unpacked", matrices * settings.dtype_bytes))
     if settings.recompute == "layer":
         parts.append(NeedPart("activations of the layer at work", one_layer_bytes(architecture, settings)))
-    if any(not device.is_cpu for device in hardware.devices):
+    if case.gpus:
         parts.append(NeedPart("CUDA context", CONTEXT_BYTES))
         if settings.weight_cache_bytes:
             parts.append(NeedPart("weight cache", settings.weight_cache_bytes))
@@ -325,16 +297,7 @@ def rounds_kept(num_workers: int, num_forward: int, num_backward: int) -> float:
     return 1 + min(1.0, over)
 
 
-def host_need(
-    costs: CostModel,
-    architecture: Architecture,
-    settings: TrainingSettings,
-    hardware: Hardware,
-    stages: tuple[int, int],
-    microbatches_per_round: int,
-    *,
-    waiting_bytes: int = 0,
-) -> Need:
+def host_need(case: Case, stages: tuple[int, int], microbatches_per_round: int, *, waiting_bytes: int = 0) -> Need:
     """Bytes of host memory at the peak of a step. CPU workers' own memory (`device_need`) is not in it.
 
     Args:
@@ -342,19 +305,20 @@ def host_need(
         microbatches_per_round: whose boundaries are kept together.
         waiting_bytes: gradients of stages that workers share, which wait for their turn to be added.
     """
+    architecture, settings, layers = case.architecture, case.settings, case.costs.layers
     trainable = sum(trainable_params(architecture, settings))
     updated = -(-trainable // settings.num_shards)
     size = settings.dtype_bytes
-    boundary = max(layer.boundary_bytes for layer in costs.layers)
-    num_gpus = sum(not device.is_cpu for device in hardware.devices)
+    boundary = max(layer.boundary_bytes for layer in layers)
+    num_gpus = len(case.gpus)
     if num_gpus:  # torch gives page-locked memory away in powers of two
         boundary = 1 << (boundary - 1).bit_length()
     chunks = settings.sequence_chunks
-    rounds = rounds_kept(len(hardware.devices), *stages)
+    rounds = rounds_kept(len(case.hardware.devices), *stages)
     in_flight = min(settings.num_microbatches, math.ceil(rounds * max(microbatches_per_round, chunks)))
     keys_and_values = key_value_bytes(architecture, settings) * len(architecture.blocks) * -(-in_flight // chunks)
     temporaries = update_temporary_bytes(architecture, settings)
-    num_inputs = len(costs.layers) if settings.skip_last_projection else stages[1]
+    num_inputs = len(layers) if settings.skip_last_projection else stages[1]
     return Need(
         (
             NeedPart("frozen weights", 0 if settings.weights_on_disk else frozen_bytes(architecture, settings)),
@@ -451,12 +415,7 @@ KEPT_BYTES = 64 * MIB
 
 
 def cpu_workers_need(
-    costs: CostModel,
-    architecture: Architecture,
-    settings: TrainingSettings,
-    hardware: Hardware,
-    stages: tuple[Sequence[StageRange], Sequence[StageRange]],
-    microbatches_per_round: int,
+    case: Case, stages: tuple[Sequence[StageRange], Sequence[StageRange]], microbatches_per_round: int
 ) -> tuple[NeedPart, ...]:
     """Bytes of all CPU workers together at their peak.
 
@@ -467,17 +426,17 @@ def cpu_workers_need(
         stages: forward and backward.
         microbatches_per_round: of a visit of a stage.
     """
-    workers, (forward, backward) = sum(device.is_cpu for device in hardware.devices), stages
+    workers, (forward, backward) = sum(device.is_cpu for device in case.hardware.devices), stages
     at_once = math.ceil(workers / len(backward))
-    head = len(costs.layers) - 1
+    head = len(case.costs.layers) - 1
     visits = []
     for stage in backward:
-        need = device_need(costs, architecture, settings, hardware, forward, [stage])
+        need = device_need(case, forward, [stage])
         lacks = () if stage[1] == head else (HEAD_CHUNK, LARGEST_GRADIENT)
-        of_weight = block_gradient_bytes(architecture, settings) if lacks else 0
+        of_weight = block_gradient_bytes(case.architecture, case.settings) if lacks else 0
         visits.append(of_weight + sum(part.num_bytes for part in need.parts if part.name not in lacks))
     visits = sorted(visits * at_once, reverse=True)[:workers]
-    waiting = (at_once - 1) * microbatches_per_round * sum(layer.grad_bytes for layer in costs.layers)
+    waiting = (at_once - 1) * microbatches_per_round * sum(layer.grad_bytes for layer in case.costs.layers)
     return (
         NeedPart(f"{workers} CPU workers", sum(visits)),
         NeedPart("heap that the C library keeps", min(KEPT_BYTES, sum(visits))),

@@ -203,11 +203,6 @@ _TWO_MATRIX_MLP = frozenset(
 _QK_NORM = frozenset({"qwen3", "qwen3_moe", "gemma3", "gemma3_text", "olmo2", "olmo3", "glm4_moe", "hunyuan_v1_dense"})
 _FOUR_NORMS = frozenset({"gemma2", "gemma3", "gemma3_text", "glm4"})
 _KEEPS_SCORES = frozenset({"gemma2", "bloom", "gptj", "mpt"})
-_SOFT_CAPPED = frozenset({"gemma2"})
-_SINKS = frozenset({"gpt_oss"})
-_CLAMPS_GATES = frozenset({"gpt_oss"})
-_ALL_BIASES = frozenset({"gpt2", "gpt_neox", "opt", "bloom", "starcoder2", "phi"})
-_QKV_BIAS = frozenset({"qwen2", "qwen2_moe"})
 _LEARNED_POSITIONS = frozenset({"gpt2", "opt"})
 COUNTED_TYPES = frozenset(
     {
@@ -315,17 +310,17 @@ class Architecture:
     @property
     def caps_scores(self) -> bool:
         """Scores pass through a tanh, whose result is kept for backward."""
-        return self.model_type in _SOFT_CAPPED
+        return self.model_type == "gemma2"
 
     @property
     def has_sinks(self) -> bool:
         """Each head has a sink, a number that takes part in the softmax: `model/sink_attention.py`."""
-        return self.model_type in _SINKS
+        return self.model_type == "gpt_oss"
 
     @property
     def clamps_gates(self) -> bool:
         """Experts limit gate and up before they are multiplied."""
-        return self.model_type in _CLAMPS_GATES
+        return self.model_type == "gpt_oss"
 
     @property
     def head_params(self) -> int:
@@ -505,12 +500,12 @@ class _BlockShape:
         count = (4 if self.model_type in _FOUR_NORMS else 2) * self.hidden
         if self.model_type in _QK_NORM:
             count += query + key_value if self.model_type.startswith("olmo") else 2 * self.head_dim
-        if self.model_type in _QKV_BIAS:
+        if self.model_type in QKV_BIAS:
             count += query + 2 * key_value
-        if self.model_type in _ALL_BIASES:
-            count += query + 2 * key_value + self.hidden + self.intermediate + self.hidden + 2 * self.hidden
+        if self.model_type in MLP_BIAS:  # also of the output, and of both norms
+            count += 4 * self.hidden + self.intermediate
         if self.model_type == "gpt_oss":
-            count += query + 2 * key_value + self.hidden + self.heads
+            count += self.hidden + self.heads
             if with_experts:
                 count += self.experts * (2 * self.moe_intermediate + self.hidden) + self.experts
         return count

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from roundpipe_cli.costs.cost import CostModel, LayerCost, StageRange
+from roundpipe_cli.costs.cost import CostModel, LayerCost
 from roundpipe_cli.costs.memory import DEVICE_SHARE, beyond_margin
 from roundpipe_cli.errors import RefusedError, ResourceError
 from roundpipe_cli.files import cache_folder, read_regular, write_atomically
@@ -47,21 +47,14 @@ MIN_SHARE = 0.1
 """Times shorter than this share of the longest are left out: they show overheads, not the device."""
 
 
-def profile_stages(num_layers: int) -> tuple[tuple[StageRange, ...], tuple[StageRange, ...]]:
-    """Forward and backward stages of one layer each; the embedding goes with block 0."""
-    head = num_layers - 1
-    first: StageRange = (0, 1)
-    single = [(layer, layer) for layer in range(2, head)]
-    return (first, *single), ((head, head), *reversed(single), first)
-
-
 def profile_schedule(num_layers: int, num_workers: int, num_microbatches: int, sequence_chunks: int = 1) -> Schedule:
-    """A step in which every layer can be timed by itself."""
-    forward, backward = profile_stages(num_layers)
+    """A step in which every layer can be timed by itself: stages of one layer each, the embedding with block 0."""
+    head, first = num_layers - 1, (0, 1)
+    single = [(layer, layer) for layer in range(2, head)]
     return build_schedule(
         "roundpipe",
-        forward_stages=forward,
-        backward_stages=backward,
+        forward_stages=(first, *single),
+        backward_stages=((head, head), *reversed(single), first),
         num_workers=num_workers,
         rounds=Rounds(num_microbatches, sequence_chunks=sequence_chunks),
     )
@@ -241,16 +234,6 @@ MAX_SEARCHES = 4
 """Numbers of microbatches for which stages are searched; a step of another number takes the nearest one's."""
 
 
-@dataclass(frozen=True)
-class _KeptStages:
-    """Stages that stay the same, however many microbatches a step has."""
-
-    stages: tuple[tuple[StageRange, ...], tuple[StageRange, ...]]
-    """Forward and backward."""
-    costs: CostModel
-    options: Options
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConditions:
     """Conditions that bind a run's planner beside the recipe's pipeline section and the layers' costs."""
@@ -292,7 +275,7 @@ class AdaptivePlanner:
                 schedule that mirrors the forward ones.
         """
         self.costs = self.rough = costs
-        conditions = conditions or RunConditions()
+        self._conditions = conditions or RunConditions()
         self._cache = cache
         self._num_workers = num_workers
         self._pipeline = pipeline
@@ -301,14 +284,13 @@ class AdaptivePlanner:
         """Stages found by search with the present costs, by number of microbatches of a step."""
         self._profile: list[Timeline] = []
         """Steps since the stages last changed."""
-        self._kept: _KeptStages | None = None
+        self._kept: StageCut | None = None
+        """Stages that stay the same, however many microbatches a step has."""
+        self._kept_costs = costs
         self._given = given_cut(pipeline, num_workers)
         self._options = dealing_options(pipeline)
         self._chunks = pipeline.num_chunks
         self._planned = self._given is None
-        self._weights_stay = conditions.weights_stay and num_workers > 1
-        self._most_per_round, self._waiting_bytes = conditions.microbatches_per_round, conditions.waiting_bytes
-        self._shared_bytes, self._head_gradient_bytes = conditions.shared_bytes, conditions.head_gradient_bytes
         known = cache.load(costs) if cache is not None and self._planned else None
         self.notice = cache.damage if cache is not None else None
         """Note for the user on the remembered times."""
@@ -344,7 +326,7 @@ class AdaptivePlanner:
         """The simulator's figures of a full step by the measured costs; None before they are measured."""
         if not (self.measured and self._planned):
             return None
-        costs = self.costs if self._kept is None else self._kept.costs
+        costs = self.costs if self._kept is None else self._kept_costs
         timeline = simulate(self.schedule(num_microbatches), costs, after_update=True)
         step_s = makespan_s(timeline)
         least_s, most_s = MEASURED.around(step_s)
@@ -358,8 +340,9 @@ class AdaptivePlanner:
             costs: of the layers from now on; None: as they were.
             options: how stages are dealt out from now on; None: as they were.
         """
-        stages = schedule.forward_stages, schedule.backward_stages
-        self._kept = _KeptStages(stages, costs or self.costs, options or self._options)
+        dealing = options or self._options
+        self._kept = StageCut(schedule.forward_stages, schedule.backward_stages, dealing=dealing)
+        self._kept_costs = costs or self.costs
         self._schedules = {schedule.num_microbatches // self._chunks: schedule}
 
     def leave_out(self, lost: Collection[int]) -> None:
@@ -373,13 +356,11 @@ class AdaptivePlanner:
 
         self._num_workers -= len(lost)
         self.costs, self.rough = for_the_rest(self.costs), for_the_rest(self.rough)
-        if self._kept is not None:
-            self._kept = replace(self._kept, costs=for_the_rest(self._kept.costs))
+        self._kept_costs = for_the_rest(self._kept_costs)
         if self._given is not None and self._pipeline.binds_stages:  # as many as there were workers
             self._pipeline = replace(self._pipeline, forward_stages="auto")
             self.measured, self._planned = False, True
         self._given = given_cut(self._pipeline, self._num_workers)
-        self._weights_stay = self._weights_stay and self._num_workers > 1
         self._cache = None  # it is of all devices
         self._profile.clear()
         self._forget_schedules()
@@ -429,18 +410,12 @@ class AdaptivePlanner:
     def _build(self, num_microbatches: int) -> Schedule:
         if not self.measured:
             return profile_schedule(len(self.costs.layers), self._num_workers, num_microbatches, self._chunks)
-        if self._kept is None:
-            case = self.case(num_microbatches)
-            given = None if self._given is None else in_long_rounds(self._given, case)
-            return make_schedule(self._pipeline.schedule, given or self._searched(num_microbatches, case), case)
-        return build_schedule(
-            self._pipeline.schedule,
-            forward_stages=self._kept.stages[0],
-            backward_stages=self._kept.stages[1],
-            num_workers=self._num_workers,
-            rounds=Rounds(num_microbatches, options=self._kept.options, sequence_chunks=self._chunks),
-            costs=self._kept.costs,
-        )
+        name = self._pipeline.schedule
+        if self._kept is not None:
+            return make_schedule(name, self._kept, self.case(num_microbatches, costs=self._kept_costs))
+        case = self.case(num_microbatches)
+        given = None if self._given is None else in_long_rounds(self._given, case)
+        return make_schedule(name, given or self._searched(num_microbatches, case), case)
 
     def _searched(self, num_microbatches: int, case: SimulationCase) -> StageCut:
         """Stages for a step of so many microbatches. Microbatches that are filled by tokens come in many numbers."""
@@ -461,15 +436,15 @@ class AdaptivePlanner:
         Args:
             costs: of the layers; None: as far as they are known.
         """
-        counts = self._num_workers, num_microbatches
-        return case_for(self._pipeline, costs or self.costs, counts, self._limits(), weights_stay=self._weights_stay)
+        counts, stay = (self._num_workers, num_microbatches), self._conditions.weights_stay and self._num_workers > 1
+        return case_for(self._pipeline, costs or self.costs, counts, self._limits(), weights_stay=stay)
 
     def _limits(self) -> StageLimits:
         """The part of a device's memory that one stage may take."""
-        memory_bytes = self.costs.device_memory_bytes
-        if memory_bytes is None:
-            return StageLimits(microbatches_per_round=self._most_per_round, waiting_bytes=self._waiting_bytes)
-        free = int(DEVICE_SHARE * memory_bytes) - self._shared_bytes
-        head = beyond_margin(self._head_gradient_bytes, memory_bytes)
-        limits = limits_for(self.costs, free, self._most_per_round, head_gradient_bytes=head)
-        return replace(limits, waiting_bytes=self._waiting_bytes)
+        memory_bytes, conditions = self.costs.device_memory_bytes, self._conditions
+        limits = StageLimits(microbatches_per_round=conditions.microbatches_per_round)
+        if memory_bytes is not None:
+            free = int(DEVICE_SHARE * memory_bytes) - conditions.shared_bytes
+            head = beyond_margin(conditions.head_gradient_bytes, memory_bytes)
+            limits = limits_for(self.costs, free, conditions.microbatches_per_round, head_gradient_bytes=head)
+        return replace(limits, waiting_bytes=conditions.waiting_bytes)

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from roundpipe_cli.choices import PACKED_FORMATS, SCHEDULE_KINDS
-from roundpipe_cli.costs.analytic import AnalyticCosts, analytic_costs
-from roundpipe_cli.costs.cost import CostModel, StageRange
+from roundpipe_cli.costs.analytic import Case, case_of
+from roundpipe_cli.costs.cost import StageRange
 from roundpipe_cli.costs.hardware import Hardware
 from roundpipe_cli.costs.memory import (
     DEVICE_SHARE,
@@ -75,9 +75,9 @@ def choose_token_budget(
         if count < least or settings.num_microbatches % rows:
             continue
         tried = replace(settings, micro_batch_size=rows, num_microbatches=count)
-        analytic = analytic_costs(architecture, tried, smallest)
-        if _has_room(architecture, tried, smallest, analytic):
-            if not may_hold or on_cpu or _keeps_all(architecture, tried, smallest, analytic.costs):
+        case = case_of(architecture, tried, smallest)
+        if _has_room(case):
+            if not may_hold or on_cpu or _keeps_all(case):
                 return rows * row_tokens
             fitting.append(rows)
     return max(fitting, default=1) * row_tokens
@@ -92,26 +92,22 @@ def with_smallest_card(machine: Hardware) -> Hardware:
     return replace(machine, devices=(alone,), disk_free_bytes=None)
 
 
-def _keeps_all(architecture: Architecture, settings: TrainingSettings, machine: Hardware, costs: CostModel) -> bool:
+def _keeps_all(case: Case) -> bool:
     """Whether the card holds all weights and the activations of a microbatch in all blocks."""
-    fixed = fixed_device_need(costs, architecture, settings, machine).total_bytes
-    activations = sum(layer.activation_bytes for layer in costs.layers[:-1])
-    return whole_cache_bytes(costs.layers) + activations + fixed <= usable_device_bytes(machine.devices[0])
+    layers = case.costs.layers
+    needed = whole_cache_bytes(layers) + sum(layer.activation_bytes for layer in layers[:-1])
+    return needed + fixed_device_need(case).total_bytes <= usable_device_bytes(case.hardware.devices[0])
 
 
-def _has_room(
-    architecture: Architecture, settings: TrainingSettings, machine: Hardware, analytic: AnalyticCosts
-) -> bool:
+def _has_room(case: Case) -> bool:
     """Whether such microbatches fit one device, and `MICROBATCHES_KEPT` of them the host."""
-    cut = coarsest_cut(architecture, settings, machine, analytic)
-    kept = replace(cut, microbatches_per_round=min(MICROBATCHES_KEPT, settings.num_microbatches))
-    if not judge(architecture, settings, machine, analytic, cut=kept).fits:
+    kept = replace(coarsest_cut(case), microbatches_per_round=min(MICROBATCHES_KEPT, case.settings.num_microbatches))
+    if not judge(case, kept).fits:
         return False
-    if not machine.devices[0].is_cpu:
+    if case.gpus:
         return True
-    stages = even_cut(len(analytic.costs.layers), 1, 1)
-    need = device_need(analytic.costs, architecture, settings, machine, *stages)
-    return need.total_bytes <= CPU_SHARE * usable_host_bytes(machine)
+    need = device_need(case, *even_cut(len(case.costs.layers), 1, 1))
+    return need.total_bytes <= CPU_SHARE * usable_host_bytes(case.hardware)
 
 
 # How often packed weights (4 bit, 8 bit, FP8) are unpacked: the one answer for `plan`, `bench` and a run. No torch.
@@ -144,40 +140,30 @@ class Unpacking:
         return f"{what} for each microbatch and pass" + (f", for lack of {self.lacking}" if self.lacking else "")
 
 
-def choose_unpacking(
-    architecture: Architecture,
-    settings: TrainingSettings,
-    machine: Hardware,
-    pipeline: PipelineConfig,
-    *,
-    analytic: AnalyticCosts,
-) -> tuple[Unpacking | None, AnalyticCosts]:
-    """How packed weights are unpacked, None where there are none; and the costs of a step so.
+def choose_unpacking(case: Case, pipeline: PipelineConfig) -> tuple[Unpacking | None, Case]:
+    """How packed weights are unpacked, None where there are none; and the case with the settings and costs of that.
 
     Args:
-        settings: as they are apart from this decision.
+        case: with settings as they are apart from this decision.
         pipeline: the recipe's section, which may give the stages.
-        analytic: costs with these settings.
     """
+    settings, machine = case.settings, case.hardware
     if not settings.packed_bytes_per_param or settings.packed_as is None:
-        return None, analytic
+        return None, case
     label = PACKED_FORMATS[settings.packed_as].label
-    tried = replace(settings, unpacks_once=True)
-    once = analytic_costs(architecture, tried, machine)
-    forward, backward = _least_stages(pipeline, len(once.costs.layers), len(machine.devices))
-    needed = device_need(once.costs, architecture, tried, machine, forward, backward).total_bytes
-    sizes = [device.memory_bytes for device in machine.devices if not device.is_cpu]
-    on_cpu = worker_budget_bytes(architecture, tried, machine, once)
-    lacking = needed - (int(DEVICE_SHARE * min(sizes)) if sizes else on_cpu)
+    once = case_of(case.architecture, replace(settings, unpacks_once=True), machine)
+    needed = device_need(once, *_least_stages(pipeline, len(once.costs.layers), len(machine.devices))).total_bytes
+    sizes = [device.memory_bytes for device in case.gpus]
+    lacking = needed - (int(DEVICE_SHARE * min(sizes)) if sizes else worker_budget_bytes(once))
     if lacking > 0:
-        return Unpacking(label, False, f"{format_bytes(lacking)} of {'GPU' if sizes else 'host'} memory"), analytic
-    verdict = judge_coarsest(architecture, tried, machine, once)
+        return Unpacking(label, False, f"{format_bytes(lacking)} of {'GPU' if sizes else 'host'} memory"), case
+    verdict = judge_coarsest(once)
     if verdict.fits:
         return Unpacking(label, True), once
-    if not judge_coarsest(architecture, settings, machine, analytic).fits:
-        return Unpacking(label, False), analytic
+    if not judge_coarsest(case).fits:
+        return Unpacking(label, False), case
     over = max(verdict.host.total_bytes, verdict.loading.total_bytes) - usable_host_bytes(machine)
-    return Unpacking(label, False, f"{format_bytes(max(0, over))} of host memory"), analytic
+    return Unpacking(label, False, f"{format_bytes(max(0, over))} of host memory"), case
 
 
 def _least_stages(

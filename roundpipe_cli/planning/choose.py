@@ -18,7 +18,6 @@ from roundpipe_cli.choices import SCHEDULE_KINDS, ScheduleName
 from roundpipe_cli.costs.cost import CostModel, StageRange
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.planning.compare import (
-    Result,
     SimulationCase,
     StageCut,
     costs_per_microbatch,
@@ -30,7 +29,6 @@ from roundpipe_cli.planning.cuts import (
     balanced_stages,
     chunk_shapes,
     enough_per_round,
-    fastest_shape,
     links_bind,
     quick_cut,
     resident_cut,
@@ -72,6 +70,8 @@ MAX_PLANNED_ROUNDS = 4
 MAX_SEARCHED_LAYERS = 72
 """With more layers than these a quick choice simulates a few even cuts: the search takes seconds. Bound schedules then
 try fewer numbers of stages."""
+NUM_SIMULATED = 4
+"""So many of the shapes of a step in chunks that are fastest without transfers are simulated with transfers."""
 MAX_WEIGHED_MICROBATCHES = 64
 """Microbatches in the simulations that compare cuts with rounds of different lengths."""
 
@@ -180,12 +180,13 @@ def choose(name: ScheduleName, case: SimulationCase, keeps: Keeps | None = None,
         ResourceError: roundpipe, and no cut keeps the case's limits.
     """
     allowed = _allowed(case, keeps)
-    unshared, case = case, replace(case, costs=costs_per_microbatch(name, case))
+    unshared, limits, case = case, case.limits, replace(case, costs=costs_per_microbatch(name, case))
     if SCHEDULE_KINDS[name].binds_stages:
         return _bound_cut(name, case, allowed, effort)
     if case.sequence_chunks > 1:
         return chunk_cut(case, allowed)
-    planned = _alone(unshared, allowed, effort) or _planned(case, effort)
+    needs_no_search = case.num_workers == 1 and limits is not None and effort == "quick" and len(case.costs.layers) > 2
+    planned = (single_cut(unshared, allowed) if needs_no_search else None) or _planned(case, effort)
     if case.options != Options():
         # The planner knows the published dispatch only; for another one even stages may be better than its own.
         return dealt_cut(planned, case, allowed)
@@ -213,19 +214,13 @@ def _allowed(case: SimulationCase, keeps: Keeps | None) -> Keeps:
     return allowed
 
 
-def _alone(case: SimulationCase, keeps: Keeps, effort: Effort) -> StageCut | None:
-    """Stages for one worker under limits, which need no search; None for other cases."""
-    is_open = case.limits is not None and effort == "quick" and len(case.costs.layers) > 2
-    return single_cut(case, keeps) if is_open and case.num_workers == 1 else None
-
-
 def _planned(case: SimulationCase, effort: Effort) -> StageCut:
     """The planner's stages for the published dispatch."""
     few_rounds = min(case.num_microbatches, MAX_PLANNED_ROUNDS * case.num_workers)
     limits = case.limits
     if limits is not None and effort == "quick" and len(case.costs.layers) > MAX_SEARCHED_LAYERS:
         why = "the best of a few even cuts: with so many layers evenness hardly matters"
-        return replace(_quick(case), explanation=(why,))
+        return replace(quick_cut(case), explanation=(why,))
     if effort == "full":
         found = plan_partition(case)
     else:
@@ -247,19 +242,7 @@ def _planned(case: SimulationCase, effort: Effort) -> StageCut:
     # The search looks at a few rounds only, and less at uploads: where links bind, longer rounds and even stages may be
     # worth more than a better cut.
     short = replace(case, num_microbatches=min(case.num_microbatches, MAX_WEIGHED_MICROBATCHES))
-    return min(searched, _quick(case), key=lambda cut: run_step_s("roundpipe", cut, short))
-
-
-def _quick(case: SimulationCase) -> StageCut:
-    assert case.limits is not None
-    stages = quick_cut(
-        case.costs,
-        num_workers=case.num_workers,
-        num_microbatches=case.num_microbatches,
-        staleness=case.staleness,
-        limits=case.limits,
-    )
-    return StageCut(*stages, explanation=("the best of a few even cuts",))
+    return min(searched, quick_cut(case), key=lambda cut: run_step_s("roundpipe", cut, short))
 
 
 def _bound_cut(name: ScheduleName, case: SimulationCase, allowed: Keeps, effort: Effort) -> StageCut:
@@ -267,8 +250,7 @@ def _bound_cut(name: ScheduleName, case: SimulationCase, allowed: Keeps, effort:
     if effort == "quick":
         most = MAX_PLANNED_ROUNDS * case.num_workers * case.sequence_chunks
         case = replace(case, num_microbatches=min(case.num_microbatches, most))
-    num_layers, num_workers = len(case.costs.layers), case.num_workers
-    kind = SCHEDULE_KINDS[name]
+    num_layers, num_workers, kind = len(case.costs.layers), case.num_workers, SCHEDULE_KINDS[name]
     max_loops = 1 if kind.one_stage_each else -(-num_layers // num_workers)
     per_round = num_workers if kind.keeps_few else case.num_microbatches
     drafts: list[tuple[bool, float, int, StageCut]] = []
@@ -334,14 +316,16 @@ def _leaves_open(case: SimulationCase) -> bool:
 
 
 def _chunk_cut(case: SimulationCase, keeps: Keeps | None) -> StageCut:
-    counts = case.num_workers, case.num_microbatches, case.sequence_chunks
-    shapes = chunk_shapes(case.costs, *counts, case.options)
-    found = fastest_shape(
-        shapes,
-        lambda shape: keeps is None or keeps(StageCut(*shape)),
-        lambda shape: run_step_s("roundpipe", StageCut(*shape), replace(case, num_steps=1)),
-    )
-    return StageCut(*found)
+    """The fastest by simulation of the first few shapes that keep their limits; if none does, that of least memory."""
+    shapes = chunk_shapes(case)
+    kept = list(filter(keeps, shapes))[:NUM_SIMULATED]
+    if not kept:
+        return max(
+            shapes,
+            key=lambda cut: (len(cut.backward_stages), len(cut.forward_stages), -(cut.microbatches_per_round or 0)),
+        )
+    one_step = replace(case, num_steps=1)
+    return min(kept, key=lambda cut: run_step_s("roundpipe", cut, one_step))
 
 
 def choose_dealing(planned: StageCut, case: SimulationCase, keeps: Keeps | None = None) -> StageCut:
@@ -468,15 +452,16 @@ def dealt_cut(planned: StageCut, case: SimulationCase, keeps: Keeps | None = Non
         for per_round in (rounds[:1] if case.accounting == "published" else rounds)
     ]
     scored = [(run_step_s("roundpipe", planned, short), 0, planned)]
+    limit = None if case.accounting == "published" else case.costs.device_memory_bytes
     for candidate in filter(keeps, candidates):
         result = run("roundpipe", candidate, short)
-        if result.step_s < scored[0][0] * (1 - 1e-9) and _fits(result, case):
+        peaks = result.timeline.device_peak_bytes or (0,)
+        if result.step_s < scored[0][0] * (1 - 1e-9) and (limit is None or max(peaks) <= limit):
             scored.append((result.step_s, len(scored), candidate))
     finalists = [planned, *(candidate for _, _, candidate in sorted(scored, key=lambda one: one[:2])[:NUM_FINALISTS])]
     if case.options.earliest_free:  # where all layers fit, whole microbatches without any recompute
         whole = _whole_model(case.costs, case.num_microbatches)
-        if (keeps is None or keeps(whole)) and _whole_model_fits(case.costs):
-            finalists.append(whole)
+        finalists += filter(keeps, [whole] if _whole_model_fits(case.costs) else [])
     return min(finalists, key=lambda partition: run_step_s("roundpipe", partition, whole_step))
 
 
@@ -493,12 +478,6 @@ def _whole_model_fits(costs: CostModel) -> bool:
     layers, limit = costs.layers, costs.device_memory_bytes
     held = costs.slots * sum(layer.param_bytes + layer.grad_bytes for layer in layers)
     return limit is None or held + sum(layer.visit_bytes for layer in layers) <= limit
-
-
-def _fits(result: Result, case: SimulationCase) -> bool:
-    limit = case.costs.device_memory_bytes
-    peaks = result.timeline.device_peak_bytes
-    return limit is None or case.accounting == "published" or max(peaks or (0,)) <= limit
 
 
 def _published_s(name: str, partition: StageCut, case: SimulationCase) -> float:

@@ -12,16 +12,15 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import islice, product
-from typing import Literal
 
 from roundpipe_cli.costs.cost import CostModel, LayerCost, StageRange
 from roundpipe_cli.costs.memory import largest_visit_bytes
-from roundpipe_cli.planning.compare import SimulationCase, StageCut, costs_per_microbatch, run_step_s
+from roundpipe_cli.planning.compare import SimulationCase, StageCut, run_step_s
 from roundpipe_cli.planning.search.stages import StageLimits, even_cut, forward_ranges
-from roundpipe_cli.schedule.actions import Kind, stage_times
-from roundpipe_cli.schedule.builders import Dealer, Options, Rounds, build_forward, build_schedule
+from roundpipe_cli.schedule.actions import stage_times
+from roundpipe_cli.schedule.builders import Dealer, Options, build_forward
 from roundpipe_cli.schedule.program import lower
-from roundpipe_cli.schedule.simulate import simulate_program, simulated_step_s
+from roundpipe_cli.schedule.simulate import simulate_program
 from roundpipe_cli.schedule.timeline import makespan_s
 
 # Stages for workers that hold all frozen weights.
@@ -72,8 +71,6 @@ def _with_head(num_blocks: int, count: int, num_workers: int) -> StageCut:
 # Few shapes are worth trying, so all are: stages of about equal time, as many of them as there are ways to put 1, 2, 3
 # ... blocks into one. Seconds.
 
-NUM_SIMULATED = 4
-"""So many of the shapes that are fastest without transfers are simulated with transfers."""
 MAX_ROUND_SIZES = 4
 ROUND_PER_WORKER = 4
 """Most microbatches per worker in a round: the host keeps the round's boundaries, keys and values."""
@@ -82,53 +79,35 @@ Shape = tuple[tuple[StageRange, ...], tuple[StageRange, ...], int]
 """Forward stages, backward stages (the head alone first), microbatches per round."""
 
 
-def chunk_shapes(
-    costs: CostModel, num_workers: int, num_microbatches: int, sequence_chunks: int, options: Options
-) -> list[Shape]:
+def chunk_shapes(case: SimulationCase) -> list[StageCut]:
     """Shapes of a step, the fastest first by the clocks of the dealing, which know no transfers."""
-    head = len(costs.layers) - 1
+    costs, chunks, head = case.costs, case.sequence_chunks, len(case.costs.layers) - 1
     whole = [(index, index) for index in range(head + 1)]
     times = stage_times(costs, whole, whole, fused_head=False)
     backward_s = [sum(parts) for parts in zip(times.recompute_s, times.backward_s, strict=True)]
     counts = sorted({-(-head // size) for size in range(1, head + 1)})
     forward = {forward_ranges(balanced_sizes(times.forward_s[:head], count)) for count in counts}
     backward = {forward_ranges(balanced_sizes(list(reversed(backward_s[:head])), count)) for count in counts}
-    num_sequences = num_microbatches // sequence_chunks
-    rounds = sorted({-(-num_sequences // parts) * sequence_chunks for parts in range(1, num_sequences + 1)})
+    num_sequences = case.num_microbatches // chunks
+    rounds = sorted({-(-num_sequences // parts) * chunks for parts in range(1, num_sequences + 1)})
     timed = []
-    most = max(sequence_chunks, ROUND_PER_WORKER * num_workers)
+    most = max(chunks, ROUND_PER_WORKER * case.num_workers)
     rounds = [size for size in rounds if size <= most][-MAX_ROUND_SIZES:] or rounds[:1]
     for first, second, per_round in product(sorted(forward), sorted(backward), rounds):
         mirrored = tuple((head - 1 - last, head - 1 - start) for start, last in second)
         shape = (first, ((head, head), *mirrored), per_round)
-        timed.append(
-            (
-                _clock_s(costs, shape, num_workers, num_microbatches, sequence_chunks=sequence_chunks, options=options),
-                shape,
-            )
-        )
-    return [shape for _, shape in sorted(timed)]
+        timed.append((_clock_s(case, shape), shape))
+    return [StageCut(*shape) for _, shape in sorted(timed)]
 
 
-def fastest_shape(
-    shapes: Sequence[Shape], keeps: Callable[[Shape], bool], simulated_s: Callable[[Shape], float]
-) -> Shape:
-    """The fastest by simulation of the first few that keep their limits; if none does, the one of least memory."""
-    kept = [shape for shape in shapes if keeps(shape)][:NUM_SIMULATED]
-    if not kept:
-        return max(shapes, key=lambda shape: (len(shape[1]), len(shape[0]), -shape[2]))
-    return min(kept, key=simulated_s)
-
-
-def _clock_s(
-    costs: CostModel, shape: Shape, num_workers: int, num_microbatches: int, *, sequence_chunks: int, options: Options
-) -> float:
-    times = stage_times(costs, shape[0], shape[1], fused_head=True)
+def _clock_s(case: SimulationCase, shape: Shape) -> float:
+    costs, (forward, backward, per_round) = case.costs, shape
+    times = stage_times(costs, forward, backward, fused_head=True)
     if costs.boundaries_move:
         times = replace(times, head_forward_s=0.0)
-    dealer = Dealer(num_workers, times, costs.hop_s, options, sequence_chunks=sequence_chunks)
-    for start in range(0, num_microbatches, shape[2]):
-        dealer.deal_round(range(start, min(start + shape[2], num_microbatches)))
+    dealer = Dealer(case.num_workers, times, costs.hop_s, case.options, sequence_chunks=case.sequence_chunks)
+    for start in range(0, case.num_microbatches, per_round):
+        dealer.deal_round(range(start, min(start + per_round, case.num_microbatches)))
     return max(dealer.free_s)
 
 
@@ -176,44 +155,37 @@ def balanced_stages(costs: CostModel, num_stages: int) -> tuple[StageRange, ...]
 MAX_LINK_SHARE = 0.7
 MAX_QUICK_MICROBATCHES = 32
 
-QuickCut = tuple[tuple[StageRange, ...], tuple[StageRange, ...], int]
-"""Forward stages, backward stages, microbatches per round."""
 
-
-def quick_cut(
-    costs: CostModel, *, num_workers: int, num_microbatches: int, staleness: Literal[0, 1], limits: StageLimits
-) -> QuickCut:
+def quick_cut(case: SimulationCase) -> StageCut:
     """The fastest of a few even cuts, the head alone in its stage."""
-    per_round = enough_per_round(costs, num_workers, num_microbatches, limits)
-    simulated = min(num_microbatches, MAX_QUICK_MICROBATCHES)
-
-    def step_s(cut: QuickCut) -> float:
-        """Seconds of a simulated step with these stages."""
-        schedule = build_schedule(
-            "roundpipe",
-            forward_stages=cut[0],
-            backward_stages=cut[1],
-            num_workers=num_workers,
-            rounds=Rounds(simulated, per_round=cut[2], staleness=staleness),
-            costs=costs,
-        )
-        return simulated_step_s(schedule, costs, staleness=staleness)
-
-    cuts = [(*even_cut(len(costs.layers), *sizes), per_round) for sizes in _quick_sizes(costs, limits, num_workers)]
-    return cuts[0] if len(cuts) == 1 else min(cuts, key=step_s)
+    costs, limits, why = case.costs, case.limits, "the best of a few even cuts"
+    assert limits is not None
+    per_round = enough_per_round(costs, case.num_workers, case.num_microbatches, limits)
+    sizes = _quick_sizes(costs, limits, case.num_workers)
+    cuts = [StageCut(*even_cut(len(costs.layers), *each), per_round, explanation=(why,)) for each in sizes]
+    if len(cuts) == 1:
+        return cuts[0]
+    simulated = min(case.num_microbatches, MAX_QUICK_MICROBATCHES)
+    short = replace(case, num_microbatches=simulated, num_steps=1, options=Options(), accounting="default")
+    return min(cuts, key=lambda cut: run_step_s("roundpipe", cut, short))
 
 
 def _quick_sizes(costs: CostModel, limits: StageLimits, num_workers: int) -> list[tuple[int, int]]:
     """Blocks per (forward, backward) stage that keep the limits; backward does three times the work."""
-    blocks = costs.layers[1:-1]
-    weights = max(layer.param_bytes + layer.whole_bytes for layer in blocks)
-    whole = max(layer.param_bytes + layer.grad_bytes + layer.visit_bytes for layer in blocks)
+    blocks, (weights, whole) = costs.layers[1:-1], _block_bytes(costs)
     most_forward = _most(limits.forward_bytes, weights, len(blocks))
     most_backward = _most(limits.backward_bytes, whole, len(blocks))
     enough_stages = max(1, len(blocks) // (2 * num_workers))
     backward = min(most_backward, enough_stages, 2)
     sizes = {(min(most_forward, times * each), each) for each in {1, backward} for times in (2, 3)}
     return sorted(sizes)
+
+
+def _block_bytes(costs: CostModel) -> tuple[int, int]:
+    """Bytes of a device that the largest block takes in a forward and in a backward stage."""
+    blocks = costs.layers[1:-1]
+    weights = max(layer.param_bytes + layer.whole_bytes for layer in blocks)
+    return weights, max(layer.param_bytes + layer.grad_bytes + layer.visit_bytes for layer in blocks)
 
 
 def _most(limit_bytes: int | None, block_bytes: int, num_blocks: int) -> int:
@@ -246,8 +218,6 @@ def links_bind(costs: CostModel, num_microbatches: int, per_round: int) -> bool:
 MAX_SIMULATED_MICROBATCHES = 8
 MAX_SHORT_ROUND = 4
 """Rounds of these numbers of microbatches are tried, and longer ones where links would limit."""
-ROUNDING = 1e-9
-"""A bound may exceed a time by this relative difference, because sums are rounded."""
 
 
 def single_cut(case: SimulationCase, keeps: Callable[[StageCut], bool]) -> StageCut | None:
@@ -259,59 +229,12 @@ def single_cut(case: SimulationCase, keeps: Callable[[StageCut], bool]) -> Stage
     longest = max(cut.microbatches_per_round or 1 for cut in cuts)
     simulated = min(case.num_microbatches, max(MAX_SIMULATED_MICROBATCHES, longest))
     short = replace(case, num_microbatches=simulated)
-    # most promising first; of equal bounds the one with long rounds, which waits less for its link
-    order = sorted(
-        (single_worker_bound_s(cut, short), -(cut.microbatches_per_round or 1), place) for place, cut in enumerate(cuts)
-    )
-    found: list[tuple[float, int]] = []
-    for bound_s, _, place in order:
-        if found and bound_s > min(found)[0] * (1 + ROUNDING):
-            break
-        found.append((run_step_s("roundpipe", cuts[place], short), place))
-    return cuts[min(found)[1]]
-
-
-def single_worker_bound_s(cut: StageCut, case: SimulationCase) -> float:
-    """Lower bound on a step of one worker: its link carries nothing but weights, and gradients stay.
-
-    A visit waits for the visit before and for its weights, which wait for the weights before and for a slot. It is much
-    quicker than a simulation and hardly less than its time.
-    """
-    costs, per_round = (
-        costs_per_microbatch("roundpipe", case, cut),
-        cut.microbatches_per_round or 1,
-    )
-    times = stage_times(costs, cut.forward_stages, cut.backward_stages, fused_head=True)
-    forward = [(layers, times.action_s(Kind.FORWARD, k, 0)) for k, layers in enumerate(cut.forward_stages)]
-    backward = [
-        (layers, times.action_s(Kind.RECOMPUTE, k, 0) + times.action_s(Kind.BACKWARD, k, 0))
-        for k, layers in enumerate(cut.backward_stages)
-    ]
-    upload_s = {
-        (first, last): sum(layer.param_bytes for layer in costs.layers[first : last + 1]) / costs.link_bytes_per_s
-        for (first, last), _ in forward + backward
-    }
-    now_s = link_s = 0.0
-    held: dict[StageRange, float] = {}
-    """Stages in slots, least recently used first, and the time at which each was left."""
-    for begin in range(0, case.num_microbatches, per_round):
-        size = min(per_round, case.num_microbatches - begin)
-        for layers, seconds in forward + backward:
-            if held.pop(layers, None) is None:
-                free_s = held.pop(next(iter(held))) if len(held) == costs.slots else 0.0
-                link_s = max(link_s, free_s) + upload_s[layers]
-                now_s = max(now_s, link_s)
-            now_s += size * seconds
-            held[layers] = now_s
-    return now_s
+    return min(cuts, key=lambda cut: run_step_s("roundpipe", cut, short))
 
 
 def _candidates(costs: CostModel, limits: StageLimits, num_microbatches: int) -> list[StageCut]:
     """Cuts with large and medium stages, with short rounds and with rounds long enough for the links."""
-    num_blocks = len(costs.layers) - 2
-    blocks = costs.layers[1:-1]
-    weights = max(layer.param_bytes + layer.whole_bytes for layer in blocks)
-    whole = max(layer.param_bytes + layer.grad_bytes + layer.visit_bytes for layer in blocks)
+    num_blocks, (weights, whole) = len(costs.layers) - 2, _block_bytes(costs)
     head = costs.layers[-1]
     head_bytes = head.param_bytes + head.grad_bytes + head.activation_bytes
     most_head = limits.backward_bytes if limits.head_bytes is None else limits.head_bytes

@@ -6,121 +6,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from roundpipe_cli.costs.cost import CostModel, StageRange
-from roundpipe_cli.errors import RefusedError, ResourceError
+from roundpipe_cli.costs.cost import StageRange
+from roundpipe_cli.errors import ResourceError
 from roundpipe_cli.planning.compare import SimulationCase
 from roundpipe_cli.planning.search.batch import (
     INFEASIBLE,
-    Batch,
     BatchScorer,
-    DeviceMemory,
-    LinkCosts,
     RoundChain,
     chain_of,
-    steady_chain,
+    one_batch,
     worker_speeds,
 )
 from roundpipe_cli.planning.search.search import DENSE, SAME, Candidate, Search, SearchEffort, layer_bounds, unit_bounds
-from roundpipe_cli.planning.search.stages import StageLimits, StageSums, backward_ranges, check_costs, forward_ranges
+from roundpipe_cli.planning.search.stages import StageSums, backward_ranges, forward_ranges
 from roundpipe_cli.units import format_bytes, format_seconds
-
-# Sentences that explain a plan: its lower bound, what limits it, and what a change would gain.
-
-
-@dataclass(frozen=True, slots=True)
-class Scorers:
-    """The scorer of a search, and scorers for machines on which one thing costs nothing."""
-
-    as_it_is: BatchScorer
-    without_hops: BatchScorer
-    without_links: BatchScorer
-
-
-@dataclass(frozen=True, slots=True)
-class HostUpdates:
-    """The host's updates of one step."""
-
-    seconds: float
-    staleness: int
-
-
-def explain(
-    found: Sequence[Candidate],
-    *,
-    sums: StageSums,
-    chain: RoundChain,
-    scorers: Scorers,
-    updates: HostUpdates,
-) -> tuple[str, ...]:
-    """One fact a line, for the fastest of `found`."""
-    best, scorer = found[0], scorers.as_it_is
-    lines = [_shape(best), _binds(best, sums, chain, scorer)]
-    for other, change in (
-        (scorers.without_hops, "hops took no time"),
-        (scorers.without_links, "transfers took no time"),
-    ):
-        if other.hop_s != scorer.hop_s or other.links != scorer.links:
-            lines.append(_gain(best, _score(other, best, chain), f"If {change}, this plan"))
-    if updates.seconds:
-        where = "beside the next step's forward" if updates.staleness == 0 else "beside the next step"
-        lines.append(f"The host's updates take {format_seconds(updates.seconds)} {where}.")
-    others = [candidate for candidate in found if candidate.shape != best.shape]
-    if others:
-        second = others[0]
-        slower = 100 * (second.value_s / best.value_s - 1)
-        lines.append(
-            f"Next best: {second.num_forward} forward and {_later(second)} backward stages, {slower:.2f} % slower."
-        )
-    return tuple(lines)
-
-
-def _score(scorer: BatchScorer, candidate: Candidate, chain: RoundChain) -> float:
-    numpy = scorer.numpy
-    batch = Batch(
-        numpy.array([candidate.sizes]), numpy.array([candidate.num_forward]), numpy.array([candidate.num_stages])
-    )
-    works, _ = scorer.works(batch)
-    return float(scorer.step_s(works, chain)[0])
-
-
-def _later(candidate: Candidate) -> int:
-    return candidate.num_stages - candidate.num_forward
-
-
-def _shape(best: Candidate) -> str:
-    sizes = best.sizes
-    forward, later = sizes[: best.num_forward], sizes[best.num_forward + 1 :]
-    fused = sizes[best.num_forward] - 1
-    head = "the head alone" if not fused else f"the head and the last {fused} layers, which are not recomputed"
-    parts = [f"{len(forward)} forward stages of {_span(forward)} layers"] if forward else []
-    parts.append(f"{_later(best)} backward stages, the first with {head}")
-    if later:
-        parts.append(f"the others of {_span(later)} layers")
-    return ", ".join(parts) + "."
-
-
-def _span(sizes: Sequence[int]) -> str:
-    low, high = min(sizes), max(sizes)
-    return str(low) if low == high else f"{low} to {high}"
-
-
-def _binds(best: Candidate, sums: StageSums, chain: RoundChain, scorer: BatchScorer) -> str:
-    body = sums.num_layers - best.sizes[best.num_forward]
-    count = sum(chain.round_sizes[: chain.rounds_per_step])
-    whole = sums.forward_s[0][sums.num_layers] + sums.backward_s[0][sums.num_layers]
-    busy = count * (whole + sums.recompute_s[0][body]) / float(scorer.speeds.sum())
-    share = 100 * busy / best.value_s if best.value_s else 100.0
-    text = f"{format_seconds(best.value_s)} per step, of which the workers compute {share:.1f} %"
-    recompute = 100 * count * sums.recompute_s[0][body] / float(scorer.speeds.sum()) / best.value_s if busy else 0.0
-    text += f" ({recompute:.1f} % recompute)"
-    idle = "waiting for uploads, " if scorer.links else ""
-    return f"{text}; the rest is {idle}fill, drain and hops." if share < 99.95 else f"{text}: compute binds."
-
-
-def _gain(best: Candidate, value_s: float, what: str) -> str:
-    gain = 100 * (1 - value_s / best.value_s) if best.value_s else 0.0
-    return f"{what} would be {max(gain, 0.0):.2f} % faster."
-
 
 MIN_ROUNDS, LEAST_ROUNDS = 40, 8
 """Least numbers of chained rounds that judge a plan for staleness 1, of a model with up to `DENSE` layers and of the
@@ -165,63 +64,64 @@ class PlannedCut:
 class _Task:
     """One question to the search. `per_round` None: at most one microbatch per worker."""
 
-    costs: CostModel
+    case: SimulationCase
     sums: StageSums
     workers: tuple[int, ...]
-    num_microbatches: int
-    default: bool
-    staleness: int
-    num_steps: int
-    limits: StageLimits | None
     effort: SearchEffort
     per_round: int | None = None
+
+    @property
+    def is_default(self) -> bool:
+        """Whether transfers, memory and updates count."""
+        return self.case.accounting == "default"
 
     @property
     def round_size(self) -> int:
         """The most microbatches in a round."""
         return self.per_round or len(self.workers)
 
+    @property
+    def speeds(self) -> list[float]:
+        """Of each of `workers`."""
+        speeds = worker_speeds(self.case.costs, max(self.workers) + 1)
+        return [speeds[worker] for worker in self.workers]
+
     def scorer(self, hop_s: float | None = None, links: bool = True) -> BatchScorer:
         """A scorer of partitions, optionally for other hop times or links."""
-        costs = self.costs
-        speeds = worker_speeds(costs, max(self.workers) + 1)
+        case, costs = self.case, self.case.costs
         moves = any(layer.param_bytes or layer.boundary_bytes or layer.grad_bytes for layer in costs.layers)
-        memory = None
-        if self.default and self.limits is None and costs.device_memory_bytes is not None:
-            memory = DeviceMemory(costs.device_memory_bytes, costs.slots)
         return BatchScorer(
             self.sums,
-            speeds=[speeds[worker] for worker in self.workers],
+            speeds=self.speeds,
             hop_s=costs.hop_s if hop_s is None else hop_s,
-            links=LinkCosts(costs.link_bytes_per_s, costs.slots) if self.default and moves and links else None,
-            limits=self.limits,
-            memory=memory,
-            after_update=self.default and self.staleness == 0,
+            slots=costs.slots,
+            link_bytes_per_s=costs.link_bytes_per_s if self.is_default and moves and links else None,
+            limits=case.limits,
+            memory_bytes=costs.device_memory_bytes if self.is_default and case.limits is None else None,
+            after_update=self.is_default and case.staleness == 0,
         )
 
     def bounds(self) -> list[int]:
         """Units of about equal work; single layers where a unit, which may hold two layers, breaks a limit."""
         units, scorer = unit_bounds(self.sums), self.scorer()
         body = [stop - first for first, stop in pairwise(units)]
-        finest = Batch(*map(scorer.numpy.array, ([[*body, 1, *reversed(body)]], [len(body)], [2 * len(body) + 1])))
+        finest = one_batch(scorer.numpy, [*body, 1, *reversed(body)], len(body))
         return units if scorer.works(finest)[1].all() else layer_bounds(self.sums)
 
-    @property
-    def _waits(self) -> bool:
-        return self.default and self.costs.has_updates
-
-    def chain(self) -> RoundChain:
-        """The rounds whose times the plan reports."""
-        staleness, num_steps = self.staleness, self.num_steps
-        waits = self._waits
-        return chain_of(self.num_microbatches, self.round_size, staleness=staleness, num_steps=num_steps, waits=waits)
+    def chain(self, num_steps: int | None = None) -> RoundChain:
+        """The rounds whose times the plan reports; None: of the case's number of steps."""
+        case, num_steps = self.case, num_steps or self.case.num_steps
+        waits = self.is_default and case.costs.has_updates
+        return chain_of(
+            case.num_microbatches, self.round_size, staleness=case.staleness, num_steps=num_steps, waits=waits
+        )
 
     def judged(self) -> RoundChain:
         """The rounds by which plans are compared: as `chain`, or more where those are too few for a steady state."""
         chain, layers = self.chain(), self.sums.num_layers
         min_rounds = max(LEAST_ROUNDS, MIN_ROUNDS * DENSE // max(DENSE, layers))
         if chain.from_round and len(chain.round_sizes) < min_rounds:
-            return steady_chain(self.num_microbatches, self.round_size, min_rounds, waits=self._waits)
+            return self.chain(2 * -(-min_rounds // (2 * chain.rounds_per_step)))
         return chain
 
 
@@ -246,43 +146,22 @@ def plan_partition(case: SimulationCase, effort: SearchEffort | None = None) -> 
     1, `num_steps` of 30 or more show the steady state.
 
     Raises:
-        RefusedError: costs or counts that mean nothing.
         ResourceError: no partition keeps the limits.
     """
-    costs = case.costs
-    check_costs(costs)
-    counts = ("workers", case.num_workers), ("microbatches", case.num_microbatches), ("steps", case.num_steps)
-    for name, value in counts:
-        if value < 1:
-            raise RefusedError(f"the number of {name} must be 1 or more", found=str(value))
-    task = _Task(
-        costs,
-        StageSums(costs),
-        tuple(range(case.num_workers)),
-        case.num_microbatches,
-        case.accounting == "default",
-        case.staleness,
-        case.num_steps,
-        case.limits,
-        effort or _usual_effort(case.accounting, case.staleness, case.num_steps),
-    )
+    if effort is None:
+        effort = BRISK
+        if case.accounting == "published":
+            effort = STEADY if case.staleness and case.num_steps > 1 else SearchEffort()
+    task = _Task(case, StageSums(case.costs), tuple(range(case.num_workers)), effort)
     plan = _best_workers(task)
     if not plan.found:
         raise _does_not_fit(task)
     return _to_partition(plan)
 
 
-def _usual_effort(accounting: str, staleness: int, num_steps: int) -> SearchEffort:
-    if accounting == "default":
-        return BRISK
-    return STEADY if staleness and num_steps > 1 else SearchEffort()
-
-
 def _best_workers(task: _Task) -> _Plan:
     """The best plan for all workers or, where that is faster, for some of them: the slowest stay idle."""
-    plan = _best_rounds(task)
-    speeds = worker_speeds(task.costs, max(task.workers) + 1)
-    workers = task.workers
+    plan, workers, speeds = _best_rounds(task), task.workers, task.speeds
     while len(workers) > 1 and plan.found:
         idle = min(reversed(workers), key=lambda worker: speeds[worker])
         workers = tuple(worker for worker in workers if worker != idle)
@@ -298,15 +177,13 @@ def _best_workers(task: _Task) -> _Plan:
 
 def _least_s(task: _Task) -> float:
     """No partition is faster: workers that never wait, and the head's stage, with as many layers as suits best."""
-    sums, workers = task.sums, worker_speeds(task.costs, max(task.workers) + 1)
-    speed = sum(workers[worker] for worker in task.workers)
-    fastest = max(workers[worker] for worker in task.workers)
-    layers, size = sums.num_layers, min(task.round_size, task.num_microbatches)
+    sums, count, speed, fastest = task.sums, task.case.num_microbatches, sum(task.speeds), max(task.speeds)
+    layers, size = sums.num_layers, min(task.round_size, count)
     once = sums.forward_s[0][layers] + sums.backward_s[0][layers]
     least = INFEASIBLE
     for first in range(layers):
         head = sums.forward_s[first][layers] + sums.backward_s[first][layers]
-        busy = task.num_microbatches * (once + sums.recompute_s[0][first]) / speed
+        busy = count * (once + sums.recompute_s[0][first]) / speed
         through = 0.0 if task.judged().from_round else (once + (size - 1) * head) / fastest
         least = min(least, max(busy, through))
     return least
@@ -318,7 +195,7 @@ def _best_rounds(task: _Task) -> _Plan:
     A scout for each, the longest rounds first: they have the fewest fills and uploads, so that bounds soon rule out the
     others. Then a search for the best.
     """
-    if not task.default:
+    if not task.is_default:
         return _search(task, INFEASIBLE)
     best = _Plan(task, [], INFEASIBLE)
     for per_round in _round_sizes(task):  # limits of stages do not depend on the round
@@ -333,11 +210,11 @@ def _best_rounds(task: _Task) -> _Plan:
 def _round_sizes(task: _Task) -> list[int]:
     """Microbatches per round to try, most first, all rounds of a step equal: about as many as workers, up to four times
     as many, down to half. Deep models take longer and gain less, so few there."""
-    count, workers = task.num_microbatches, len(task.workers)
+    count, workers, limits = task.case.num_microbatches, len(task.workers), task.case.limits
     usual = -(-count // -(-count // workers))
     sizes = {-(-count // rounds) for rounds in range(1, count + 1)}
-    if task.limits is not None:
-        sizes = set(filter(task.limits.keeps_round, sizes))
+    if limits is not None:
+        sizes = set(filter(limits.keeps_round, sizes))
     tried = sorted({usual, *(size for size in sizes if usual <= 2 * size and size <= 4 * workers)}, reverse=True)
     return tried if task.sums.num_layers <= DEEP_LAYERS else [*(size for size in tried if size > usual)][:2] + [usual]
 
@@ -351,8 +228,8 @@ def _to_partition(plan: _Plan) -> PlannedCut:
     task, best = plan.task, plan.found[0]
     chain = task.chain()
     makespan_s, step_s = task.scorer().measure(best.sizes, best.num_forward, chain)
-    updates_s = sum(layer.optimizer_s for layer in task.costs.layers) if task.default else 0.0
-    if task.staleness == 0:
+    updates_s = sum(layer.optimizer_s for layer in task.case.costs.layers) if task.is_default else 0.0
+    if task.case.staleness == 0:
         makespan_s += updates_s
     elif chain.from_round:
         step_s = max(step_s, updates_s)
@@ -362,28 +239,87 @@ def _to_partition(plan: _Plan) -> PlannedCut:
         microbatches_per_round=task.round_size,
         makespan_s=makespan_s,
         step_s=step_s,
-        explanation=explain(
-            plan.found,
-            sums=task.sums,
-            chain=task.judged(),
-            scorers=Scorers(task.scorer(), task.scorer(hop_s=0.0), task.scorer(links=False)),
-            updates=HostUpdates(updates_s, task.staleness),
-        ),
+        explanation=_explain(plan, updates_s),
         workers=task.workers,
     )
 
 
+# Sentences that explain a plan: its lower bound, what limits it, and what a change would gain.
+
+
+def _explain(plan: _Plan, updates_s: float) -> tuple[str, ...]:
+    """One fact a line, for the fastest partition.
+
+    Args:
+        updates_s: seconds of the host's updates of a step.
+    """
+    task, best, chain = plan.task, plan.found[0], plan.task.judged()
+    scorer, sums = task.scorer(), task.sums
+    lines = [_shape(best), _binds(best, sums, chain, scorer)]
+    for other, change in (
+        (task.scorer(hop_s=0.0), "hops took no time"),
+        (task.scorer(links=False), "transfers took no time"),
+    ):
+        if other.hop_s != scorer.hop_s or other.link_bytes_per_s != scorer.link_bytes_per_s:
+            works, _ = other.works(one_batch(other.numpy, best.sizes, best.num_forward))
+            gain = 100 * (1 - float(other.step_s(works, chain)[0]) / best.value_s) if best.value_s else 0.0
+            lines.append(f"If {change}, this plan would be {max(gain, 0.0):.2f} % faster.")
+    if updates_s:
+        where = "beside the next step's forward" if task.case.staleness == 0 else "beside the next step"
+        lines.append(f"The host's updates take {format_seconds(updates_s)} {where}.")
+    second = next((candidate for candidate in plan.found if candidate.shape != best.shape), None)
+    if second is not None:
+        slower = 100 * (second.value_s / best.value_s - 1)
+        lines.append(
+            f"Next best: {second.num_forward} forward and {_later(second)} backward stages, {slower:.2f} % slower."
+        )
+    return tuple(lines)
+
+
+def _later(candidate: Candidate) -> int:
+    return candidate.num_stages - candidate.num_forward
+
+
+def _shape(best: Candidate) -> str:
+    sizes = best.sizes
+    forward, later = sizes[: best.num_forward], sizes[best.num_forward + 1 :]
+    fused = sizes[best.num_forward] - 1
+    head = "the head alone" if not fused else f"the head and the last {fused} layers, which are not recomputed"
+    parts = [f"{len(forward)} forward stages of {_span(forward)} layers"] if forward else []
+    parts.append(f"{_later(best)} backward stages, the first with {head}")
+    if later:
+        parts.append(f"the others of {_span(later)} layers")
+    return ", ".join(parts) + "."
+
+
+def _span(sizes: Sequence[int]) -> str:
+    low, high = min(sizes), max(sizes)
+    return str(low) if low == high else f"{low} to {high}"
+
+
+def _binds(best: Candidate, sums: StageSums, chain: RoundChain, scorer: BatchScorer) -> str:
+    body = sums.num_layers - best.sizes[best.num_forward]
+    count = sum(chain.round_sizes[: chain.rounds_per_step])
+    whole = sums.forward_s[0][sums.num_layers] + sums.backward_s[0][sums.num_layers]
+    busy = count * (whole + sums.recompute_s[0][body]) / float(scorer.speeds.sum())
+    share = 100 * busy / best.value_s if best.value_s else 100.0
+    text = f"{format_seconds(best.value_s)} per step, of which the workers compute {share:.1f} %"
+    recompute = 100 * count * sums.recompute_s[0][body] / float(scorer.speeds.sum()) / best.value_s if busy else 0.0
+    text += f" ({recompute:.1f} % recompute)"
+    idle = "waiting for uploads, " if scorer.link_bytes_per_s else ""
+    return f"{text}; the rest is {idle}fill, drain and hops." if share < 99.95 else f"{text}: compute binds."
+
+
 def _does_not_fit(task: _Task) -> ResourceError:
     """The error for a layer that is too large by itself."""
-    sums, names = task.sums, [layer.name for layer in task.costs.layers]
+    sums, costs, limits = task.sums, task.case.costs, task.case.limits
     largest = max(range(sums.num_layers), key=lambda index: sums.backward_bytes(index, index + 1))
     needed = format_bytes(sums.backward_bytes(largest, largest + 1))
-    memory = task.costs.device_memory_bytes
-    expected = str(task.limits) if task.limits else f"{format_bytes(memory or 0)} with {task.costs.slots} slots"
+    memory = format_bytes(costs.device_memory_bytes or 0)
     return ResourceError(
         "no partition fits: every cut has a stage over its limit",
-        where=f"layer {largest} ({names[largest]})",
+        where=f"layer {largest} ({costs.layers[largest].name})",
         found=f"{needed} for weights, gradients and activations of the largest layer alone",
-        expected=expected,
+        expected=str(limits) if limits else f"{memory} with {costs.slots} slots",
         hint="shorter sequences, smaller microbatches, 4-bit weights or a device with more memory",
     )

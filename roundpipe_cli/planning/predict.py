@@ -157,7 +157,7 @@ def reference_s(question: PlanRequest, cut: StageCut) -> float:
 
 def shared_costs(question: PlanRequest, cut: StageCut) -> CostModel:
     """Costs of the layers, with what visits take once in the times of their microbatches."""
-    case = SimulationCase(question.analytic.costs, question.num_workers, question.settings.num_microbatches)
+    case = SimulationCase(question.costs, question.num_workers, question.settings.num_microbatches)
     return costs_per_microbatch(question.loaded.recipe.pipeline.schedule, case, cut)
 
 
@@ -256,8 +256,7 @@ def band_of(architecture: Architecture, settings: TrainingSettings, hardware: Ha
 def with_all_weights(question: PlanRequest) -> PlanRequest | None:
     """The question for GPUs that hold all weights from the start, so that stages need no room for them; None where the
     recipe does not leave it open. CPU workers read the host's weights, so for them it is the question itself."""
-    gpus = [device for device in question.hardware.devices if not device.is_cpu]
-    recipe, costs = question.loaded.recipe, question.analytic.costs
+    gpus, recipe, costs = question.gpus, question.loaded.recipe, question.costs
     if not recipe.may_hold_all_weights or costs.layers[0].name != "embed":
         return None
     if len(gpus) < question.num_workers:
@@ -275,7 +274,7 @@ def with_all_weights(question: PlanRequest) -> PlanRequest | None:
 
 def has_room(question: PlanRequest, verdict: Verdict) -> bool:
     """Whether the needs in `verdict` leave free on each GPU the margin for what no memory model knows."""
-    sizes = [device.memory_bytes for device in question.hardware.devices if not device.is_cpu]
+    sizes = [device.memory_bytes for device in question.gpus]
     return verdict.fits and (not sizes or verdict.device.total_bytes <= DEVICE_SHARE * min(sizes))
 
 
@@ -285,13 +284,12 @@ def with_auto_cache(question: PlanRequest, verdict: Verdict) -> tuple[PlanReques
     Args:
         verdict: on the stages that the run will have, without a cache. `train/auto_cache.py` decides in the same way.
     """
-    gpus = [device for device in question.hardware.devices if not device.is_cpu]
-    pipeline = question.loaded.recipe.pipeline
+    gpus, pipeline = question.gpus, question.loaded.recipe.pipeline
     is_auto = pipeline.weight_cache == "auto" and pipeline.num_chunks == 1
     if not (is_auto and question.settings.method == "lora" and verdict.fits) or len(gpus) < question.num_workers:
         return question, None
     smallest = min(gpus, key=lambda device: device.memory_bytes)
-    layers = question.analytic.costs.layers
+    layers = question.costs.layers
     spare = spare_for_cache(smallest.memory_bytes, verdict.device.total_bytes, layers, share=DEVICE_SHARE)
     if not spare:
         return question, None
@@ -352,7 +350,7 @@ class Plan:
     @property
     def warning(self) -> str | None:
         """Sentence for the user where the recipe's dealing costs the host much; None: it does not."""
-        pipeline, costs = self.question.loaded.recipe.pipeline, self.question.analytic.costs
+        pipeline, costs = self.question.loaded.recipe.pipeline, self.question.costs
         if pipeline.dispatch != "earliest_free" or costs.has_frozen_blocks or not costs.host_bytes_per_s:
             return None
         down_bytes = self.links.gradients_down
@@ -472,7 +470,7 @@ def _resident(
     def keeps(cut: StageCut) -> bool:
         return has_room(question, _judged(question, cut))
 
-    found = resident_cut(question.analytic.costs, question.num_workers, keeps)
+    found = resident_cut(question.costs, question.num_workers, keeps)
     if found is None:
         return None
     cut = replace(found, explanation=(RESIDENT_CUT,))
@@ -482,15 +480,9 @@ def _resident(
 
 def stage_case(question: PlanRequest) -> SimulationCase:
     """The question to `choose` for this recipe and machine, as `plan` and `bench` ask it."""
-    recipe = question.loaded.recipe
-    on_cpu = all(device.is_cpu for device in question.hardware.devices)
-    return case_for(
-        recipe.pipeline,
-        question.analytic.costs,
-        (question.num_workers, question.settings.num_microbatches),
-        stage_limits(question.architecture, question.settings, question.hardware, question.analytic),
-        weights_stay=on_cpu and recipe.may_hold_all_weights and question.num_workers > 1,
-    )
+    recipe, counts = question.loaded.recipe, (question.num_workers, question.settings.num_microbatches)
+    stay = not question.gpus and recipe.may_hold_all_weights and question.num_workers > 1
+    return case_for(recipe.pipeline, question.costs, counts, stage_limits(question), weights_stay=stay)
 
 
 def _figures(question: PlanRequest) -> tuple[object, ...]:
@@ -502,7 +494,7 @@ def _known_cut(question: PlanRequest, answers: Answers | None) -> StageCut:
     if answers is None or given_cut(question.loaded.recipe.pipeline, question.num_workers) is not None:
         return _cut(question, None)
 
-    schedule, layers = question.loaded.recipe.pipeline.schedule, len(question.analytic.costs.layers)
+    schedule, layers = question.loaded.recipe.pipeline.schedule, len(question.costs.layers)
 
     def read(document: object) -> StageCut:
         return cut_from(document, schedule, layers, question.num_workers)
@@ -531,7 +523,7 @@ def _cut(question: PlanRequest, answers: Answers | None) -> StageCut:
         why = f"{settings.sequence_chunks} chunks a sequence: stages of about equal time, the head alone in its stage"
         found = choose("roundpipe", case, effort="quick")
         return replace(found, explanation=(why, found.dealing.why) if found.dealing else (why,))
-    if not judge_coarsest(question.architecture, settings, question.hardware, question.analytic).fits:
+    if not judge_coarsest(question).fits:
         why = "it does not fit, so this is the cut that needs least host memory of those that need least of the devices"
         return _coarsest(question, why)
 
@@ -552,15 +544,14 @@ def _cut(question: PlanRequest, answers: Answers | None) -> StageCut:
 
 
 def _coarsest(question: PlanRequest, why: str) -> StageCut:
-    cut = coarsest_cut(question.architecture, question.settings, question.hardware, question.analytic)
-    return replace(cut, explanation=(why,))
+    return replace(coarsest_cut(question), explanation=(why,))
 
 
 def _judged(question: PlanRequest, cut: StageCut) -> Verdict:
     keeps_few = SCHEDULE_KINDS[question.loaded.recipe.pipeline.schedule].keeps_few
     per_round = question.num_workers if keeps_few else per_round_of(question, cut)
     judged = replace(cut, microbatches_per_round=per_round)
-    return judge(question.architecture, question.settings, question.hardware, question.analytic, cut=judged)
+    return judge(question, judged)
 
 
 def _coarser(question: PlanRequest, cut: StageCut, answers: Answers | None, *, least_round: int = 0) -> StageCut:
@@ -569,11 +560,10 @@ def _coarser(question: PlanRequest, cut: StageCut, answers: Answers | None, *, l
     Args:
         least_round: what shorter rounds would do is known; 0: it is not.
     """
-    costs, settings, count = question.analytic.costs, question.settings, len(question.analytic.costs.layers)
-    most = len(coarsest_cut(question.architecture, settings, question.hardware, question.analytic).backward_stages) - 1
-    widest = math.ceil((count - 2) / most)
-    limits = stage_limits(question.architecture, settings, question.hardware, question.analytic)
-    enough = enough_per_round(costs, question.num_workers, settings.num_microbatches, limits)
+    count = len(question.costs.layers)
+    widest = math.ceil((count - 2) / (len(coarsest_cut(question).backward_stages) - 1))
+    per_step, limits = question.settings.num_microbatches, stage_limits(question)
+    enough = enough_per_round(question.costs, question.num_workers, per_step, limits)
     why = "host memory is short, so this is the fastest even cut with few enough boundaries to keep, and uploads"
     steps: dict[StageCut, float] = {}
 
@@ -621,7 +611,7 @@ def _longest_round(question: PlanRequest, cut: StageCut) -> int:
 
 def _needs_s(question: PlanRequest, step: SimulatedStep, host_s: float) -> dict[str, float]:
     """Where the time of a step goes: workers' arithmetic, links, interpreter, optimizer."""
-    workers, costs = question.num_workers, question.analytic.costs
+    workers, costs = question.num_workers, question.costs
     return {
         "arithmetic": step.step_s * (1 - step.bubble_ratio),
         "links to the workers": step.links.up / workers / costs.link_bytes_per_s,
@@ -647,7 +637,7 @@ def _assumptions(question: PlanRequest, cut: StageCut) -> tuple[str, ...]:
         *unproven(architecture, question.loaded.recipe),
         *hardware.notes,
     ]
-    if any(not device.is_cpu for device in hardware.devices):
+    if question.gpus:
         lines.append(
             "assumed: layer times from the cost model; it matches published full fine-tuning on 1 to 8 RTX 4090 "
             "(float16 accumulation) within 5 % on average, all else is scaled from there"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from roundpipe_cli.choices import check_sizes
-from roundpipe_cli.costs.analytic import AnalyticCosts, analytic_costs, with_gains
+from roundpipe_cli.costs.analytic import Case, analytic_costs, case_of, with_gains
 from roundpipe_cli.costs.find_model import FoundConfig, built_architecture, find_config
 from roundpipe_cli.costs.hardware import ASSUMED_DISK_BYTES_PER_S, Device, Hardware, parse_hardware
 from roundpipe_cli.costs.machine import MAX_PARAMETERS_ON_CPU, cpu_devices, slow_in_16_bit, this_machine, visible_gpus
@@ -173,14 +173,10 @@ THIS_MACHINE = "this machine"
 
 
 @dataclass(frozen=True, slots=True)
-class PlanRequest:
+class PlanRequest(Case):
     """A recipe's model and settings on a machine, to be planned."""
 
     loaded: LoadedRecipe
-    architecture: Architecture
-    settings: TrainingSettings
-    hardware: Hardware
-    analytic: AnalyticCosts
     reads_disk: bool = False
     """Weights are read from the disk again in every round."""
     machine_source: str = ""
@@ -200,8 +196,8 @@ class PlanRequest:
     @property
     def is_for_lack_of_gpus(self) -> bool:
         """The plan is for the CPU because no machine was named and there is no GPU here."""
-        on_cpu = all(device.is_cpu for device in self.hardware.devices)
-        return self.machine_source == THIS_MACHINE and on_cpu and self.loaded.recipe.pipeline.devices == "auto"
+        is_open = self.machine_source == THIS_MACHINE and self.loaded.recipe.pipeline.devices == "auto"
+        return is_open and not self.gpus
 
     @property
     def lists_devices(self) -> bool:
@@ -215,7 +211,7 @@ class PlanRequest:
     @property
     def least_step_s(self) -> float:
         """Lower bound on the step time: workers that never wait, and nothing computed twice."""
-        costs, settings = self.analytic.costs, self.settings
+        costs, settings = self.costs, self.settings
         once_s = sum(layer.forward_s + layer.backward_s for layer in costs.layers) * settings.num_microbatches
         device_s = once_s / sum(costs.worker_speed or (1.0,) * self.num_workers)
         return max(device_s, self.analytic.host_s(settings.num_microbatches))
@@ -328,38 +324,35 @@ def _decided(
     if settings.dtype == "bfloat16" and lacking:
         settings = replace(settings, dtype="float16")
         note = f"note: {', '.join(lacking)} has no bfloat16; planned as float16"
-        machine = replace(machine, notes=(*machine.notes, note))
+        machine = _noting(machine, note)
     if any(device.is_cpu for device in machine.devices) and (slow := slow_in_16_bit(settings.dtype)):
-        machine = replace(machine, notes=(*machine.notes, slow))
+        machine = _noting(machine, slow)
     choices: tuple[str, ...] = ()
     if recipe.micro_batch_tokens == "auto":
         recipe = replace(recipe, micro_batch_tokens=_token_budget(recipe, architecture, settings, machine))
         loaded, choices = replace(loaded, recipe=recipe), (describe_budget(recipe),)
         size, count = recipe.rows_per_microbatch, recipe.microbatches_per_step
         settings = replace(settings, micro_batch_size=size, num_microbatches=count, counts_tokens=True)
-    analytic = analytic_costs(architecture, settings, machine)
+    case = case_of(architecture, settings, machine)
     if recipe.weights == "auto":
-        settings = choose_tier(architecture, settings, machine, analytic)
+        case = choose_tier(case)
     settings = replace(
-        settings,
-        skip_last_projection=_skips(recipe, architecture, settings, machine),
+        case.settings,
+        skip_last_projection=_skips(recipe, case),
         keep_blocks=_kept_blocks(recipe, len(machine.devices)),
     )
-    analytic = with_gains(analytic, settings)
-    unpacking, analytic = choose_unpacking(architecture, settings, machine, recipe.pipeline, analytic=analytic)
-    if unpacking is not None:
-        settings = replace(settings, unpacks_once=unpacking.once)
-    in_memory = analytic
-    if settings.weights_on_disk:
-        machine, analytic = _read_from_disk(architecture, settings, machine, analytic)
-    reads_disk = analytic is not in_memory
+    case = replace(case, settings=settings, analytic=with_gains(case.analytic, settings))
+    unpacking, case = choose_unpacking(case, recipe.pipeline)
+    in_memory = case.analytic
+    if case.settings.weights_on_disk:
+        case = _read_from_disk(case)
     return PlanRequest(
+        architecture,
+        case.settings,
+        case.hardware,
+        case.analytic,
         loaded=loaded,
-        architecture=architecture,
-        settings=settings,
-        hardware=machine,
-        analytic=analytic,
-        reads_disk=reads_disk,
+        reads_disk=case.analytic is not in_memory,
         machine_source=source,
         choices=choices,
         unpacking=unpacking,
@@ -375,7 +368,7 @@ def _token_budget(recipe: Recipe, architecture: Architecture, settings: Training
     by_row = replace(by_row, keep_blocks=_kept_blocks(recipe, 1))
     smallest = with_smallest_card(machine)
     if recipe.weights == "auto":
-        by_row = choose_tier(architecture, by_row, smallest)
+        by_row = choose_tier(case_of(architecture, by_row, smallest)).settings
     return choose_token_budget(architecture, by_row, smallest, may_hold=recipe.may_hold_all_weights)
 
 
@@ -385,16 +378,16 @@ def describe_budget(recipe: Recipe) -> str:
     return f"micro_batch_tokens (auto): {tokens:,}: {counted(rows, 'row')} of {recipe.max_seq_length:,} tokens"
 
 
-def _skips(recipe: Recipe, architecture: Architecture, settings: TrainingSettings, machine: Hardware) -> bool:
+def _skips(recipe: Recipe, case: Case) -> bool:
     """Whether the last projections are left out of the recompute.
 
     `auto` (see `train/build.py`) does so only if the inputs of all layers, which must be kept for it, take a small part
     of the host's memory. Otherwise only the last layer of each stage skips its own, which is too little to count."""
-    skip = recipe.pipeline.skip_last_projection
+    skip, architecture, settings = recipe.pipeline.skip_last_projection, case.architecture, case.settings
     tokens = settings.num_microbatches * settings.tokens_per_microbatch
     columns = architecture.boundary_columns or architecture.hidden_size
     inputs_bytes = (len(architecture.blocks) + 2) * tokens * columns * settings.dtype_bytes
-    left = usable_host_bytes(machine) - (0 if settings.weights_on_disk else frozen_bytes(architecture, settings))
+    left = usable_host_bytes(case.hardware) - (0 if settings.weights_on_disk else frozen_bytes(architecture, settings))
     return inputs_bytes <= INPUTS_SHARE * left if skip == "auto" else skip
 
 
@@ -405,38 +398,34 @@ def _kept_blocks(recipe: Recipe, num_workers: int) -> int:
     return 0 if kept == "auto" or not same_worker else kept
 
 
-def choose_tier(
-    architecture: Architecture, settings: TrainingSettings, machine: Hardware, analytic: AnalyticCosts | None = None
-) -> TrainingSettings:
-    """The settings, with frozen weights mapped from disk where host memory is too small and only that helps.
-
-    Args:
-        analytic: see `judge_coarsest`.
-    """
-    if settings.method == "full" or judge_coarsest(architecture, settings, machine, analytic).fits:
-        return settings
-    mapped = replace(settings, weights_on_disk=True)
-    return mapped if judge_coarsest(architecture, mapped, machine, analytic).fits else settings
+def choose_tier(case: Case) -> Case:
+    """The case, with frozen weights mapped from disk where host memory is too small and only that helps."""
+    if case.settings.method == "full" or judge_coarsest(case).fits:
+        return case
+    mapped = replace(case, settings=replace(case.settings, weights_on_disk=True))
+    return mapped if judge_coarsest(mapped).fits else case
 
 
-def _read_from_disk(
-    architecture: Architecture, settings: TrainingSettings, machine: Hardware, analytic: AnalyticCosts
-) -> tuple[Hardware, AnalyticCosts]:
+def _read_from_disk(case: Case) -> Case:
     """Costs of mapped weights: where they do not fit into the memory that is left, the disk is the link."""
-    costs = analytic.costs
+    costs, machine = case.costs, case.hardware
     count, per_round = len(costs.layers), 2 * len(machine.devices)
-    needed = host_need(costs, architecture, settings, machine, (count, count), per_round).total_bytes
-    left, frozen = usable_host_bytes(machine) - needed, frozen_bytes(architecture, settings)
+    needed = host_need(case, (count, count), per_round).total_bytes
+    left, frozen = usable_host_bytes(machine) - needed, frozen_bytes(case.architecture, case.settings)
     text = f"frozen weights ({format_bytes(frozen)}) are mapped from disk"
     if frozen <= left:
-        return replace(machine, notes=(*machine.notes, f"note: {text} and stay in memory")), analytic
+        return replace(case, hardware=_noting(machine, f"note: {text} and stay in memory"))
     disk_bytes_per_s = machine.disk_bytes_per_s or ASSUMED_DISK_BYTES_PER_S
     share = disk_bytes_per_s / len(machine.devices)
     note = f"assumed: {text} and read anew in every round, at {disk_bytes_per_s / 1e9:g} GB/s"
     if machine.disk_bytes_per_s is None:
         note += " (`--hardware ...,disk_gb_per_s=` corrects it)"
     slow = replace(costs, link_bytes_per_s=min(costs.link_bytes_per_s, share))
-    return replace(machine, notes=(*machine.notes, note)), replace(analytic, costs=slow)
+    return replace(case, hardware=_noting(machine, note), analytic=replace(case.analytic, costs=slow))
+
+
+def _noting(machine: Hardware, note: str) -> Hardware:
+    return replace(machine, notes=(*machine.notes, note))
 
 
 def hardware_of(recipe: Recipe, architecture: Architecture) -> Hardware:
@@ -456,7 +445,10 @@ def hardware_of(recipe: Recipe, architecture: Architecture) -> Hardware:
         return _cpu_machine(num_cpus, "CPU workers, as the recipe says", output_dir)
     indices = [int(name.partition(":")[2]) for name in devices if name != "cpu"]
     if max(indices) >= len(gpus):
-        return _assumed(f"{len(devices)}x4090", f"GPU {max(indices)} is not here")
+        words = f"{len(devices)}x4090"
+        why = f"GPU {max(indices)} is not here, so this is planned for {words} (--hardware names another machine)"
+        assumed = parse_hardware(words)
+        return replace(assumed, notes=(f"assumed: {why}", *assumed.notes))
     shares = Counter(indices)
     chosen = tuple(_share(gpus[index], shares[index]) for index in indices) + cpu_devices(max(1, num_cpus))[:num_cpus]
     return this_machine(chosen, "this machine", notes, output_dir)
@@ -465,12 +457,6 @@ def hardware_of(recipe: Recipe, architecture: Architecture) -> Hardware:
 def _cpu_machine(count: int, why: str, output_dir: Path) -> Hardware:
     note = "assumed: CPU rates by cores, from training steps of a 135M model on a 2-core AVX-512 machine"
     return this_machine(cpu_devices(count), f"{count} CPU workers", (why, note), output_dir)
-
-
-def _assumed(words: str, why: str) -> Hardware:
-    hardware = parse_hardware(words)
-    note = f"assumed: {why}, so this is planned for {words} (--hardware names another machine)"
-    return replace(hardware, notes=(note, *hardware.notes))
 
 
 def _share(device: Device, count: int) -> Device:
@@ -512,7 +498,7 @@ def on_devices(question: PlanRequest, kept: tuple[Device, ...]) -> PlanRequest:
     hardware = replace(question.hardware, devices=kept)
     analytic = analytic_costs(question.architecture, question.settings, hardware)
     if question.settings.weights_on_disk:  # the disk is the link, whatever the devices'
-        link = question.analytic.costs.link_bytes_per_s
+        link = question.costs.link_bytes_per_s
         analytic = replace(analytic, costs=replace(analytic.costs, link_bytes_per_s=link))
     return replace(question, hardware=hardware, analytic=analytic)
 
@@ -552,12 +538,13 @@ def who_does_what(question: PlanRequest, make_timeline: Callable[[], Timeline]) 
         make_timeline: simulates a step; not called where all are alike.
     """
     devices = question.hardware.devices
-    speeds = question.analytic.costs.worker_speed or (1.0,) * len(devices)
+    speeds = question.costs.worker_speed or (1.0,) * len(devices)
     if len({(device.name, device.memory_bytes, speed) for device, speed in zip(devices, speeds, strict=True)}) == 1:
         return []
     work = [seconds * speed for seconds, speed in zip(busy_s(make_timeline()), speeds, strict=True)]
     smallest = min(devices, key=lambda device: device.memory_bytes)
-    lines = [f"unequal workers; stages are sized for the smallest, {_memory(smallest)}"]
+    smallest_memory = format_bytes(smallest.memory_bytes)
+    lines = [f"unequal workers; stages are sized for the smallest, {smallest.name}: {smallest_memory}"]
     kinds = sorted(zip(devices, speeds, work, strict=True), key=lambda one: (-one[1], one[0].name))
     for (name, speed), members in groupby(kinds, key=lambda one: (one[0].name, one[1])):
         parts = [part / sum(work) for _, _, part in members]
@@ -565,7 +552,3 @@ def who_does_what(question: PlanRequest, make_timeline: Callable[[], Timeline]) 
         does = f"does {each:.1%} of the work{' each' if len(parts) > 1 else ''}" if each else "stays idle: faster so"
         lines.append(f"  {len(parts)} x {name}: speed {speed:.2f}, {does}")
     return lines
-
-
-def _memory(device: Device) -> str:
-    return f"{device.name}: {format_bytes(device.memory_bytes)}"

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from roundpipe_cli.costs.analytic import analytic_costs
+from roundpipe_cli.costs.analytic import Case, case_of
 from roundpipe_cli.costs.find_model import shipped_architecture, shipped_figures
 from roundpipe_cli.costs.hardware import Hardware
 from roundpipe_cli.costs.machine import is_large_for_cpu
-from roundpipe_cli.costs.models import Architecture, TrainingSettings
+from roundpipe_cli.costs.models import Architecture
 from roundpipe_cli.planning.question import PlanRequest, settings_of
 from roundpipe_cli.planning.verdict import judge_coarsest
 from roundpipe_cli.recipe.load import LoadedRecipe, load_text
@@ -70,9 +70,10 @@ def _reach(method: str, lines: tuple[str, ...], hardware: Hardware) -> Reach:
             own = replace(own, dtype="float16")
         if architecture.stored_in_4bit:
             own = replace(own, packed_as="4bit")
-        lack = _lack(architecture, own, hardware)
+        case = case_of(architecture, own, hardware)
+        lack = _lack(case)
         if lack is None:
-            request = PlanRequest(loaded, architecture, own, hardware, analytic_costs(architecture, own, hardware))
+            request = PlanRequest(architecture, own, hardware, case.analytic, loaded=loaded)
             tokens = own.num_microbatches * own.tokens_per_microbatch
             found.append(TrainableModel(architecture.name.rpartition("/")[2], tokens / request.least_step_s))
             if len(found) == NUM_SHOWN:
@@ -99,9 +100,9 @@ def _largest_first() -> list[Architecture]:
     return sorted((one for one in found if one is not None), key=lambda one: -one.parameters)
 
 
-def _lack(architecture: Architecture, settings: TrainingSettings, hardware: Hardware) -> str | None:
+def _lack(case: Case) -> str | None:
     """None if it fits, otherwise which memory is too small."""
-    if is_large_for_cpu(hardware, architecture.parameters):
+    if is_large_for_cpu(case.hardware, case.architecture.parameters):
         return "without a GPU, models of more than 2B parameters are trained only with pipeline.devices=[cpu,cpu]"
-    verdict = judge_coarsest(architecture, settings, hardware)
+    verdict = judge_coarsest(case)
     return None if verdict.fits else verdict.short_reasons[0]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from roundpipe_cli.choices import SCHEDULE_KINDS, ScheduleName
+from roundpipe_cli.costs.analytic import Case
 from roundpipe_cli.costs.cost import without_unpacked
 from roundpipe_cli.costs.machine import host_memory, is_large_for_cpu, num_machines
 from roundpipe_cli.costs.memory import with_cached_weights
@@ -24,7 +25,7 @@ from roundpipe_cli.planning.question import (
     without_small_cards,
 )
 from roundpipe_cli.planning.solve import best_remedies
-from roundpipe_cli.planning.verdict import Verdict, judge, judge_coarsest
+from roundpipe_cli.planning.verdict import judge, judge_coarsest
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.units import format_bytes
@@ -43,9 +44,8 @@ def leave_small_cards(question: PlanRequest) -> tuple[PlanRequest, str | None]:
     """
     loaded, machine = question.given, question.machine
     assert loaded is not None and machine is not None
-    if loaded.recipe.pipeline.devices != "auto" or num_machines() > 1:
-        return question, None
-    if question.architecture.is_guess or not machine.is_here:
+    is_open = loaded.recipe.pipeline.devices == "auto" and num_machines() == 1
+    if not is_open or question.architecture.is_guess or not machine.is_here:
         return question, None
     used = cards_worth_using(question, Answers())
     if used.num_workers == question.num_workers:
@@ -71,27 +71,23 @@ def check_fits(question: PlanRequest) -> None:
         ResourceError: device memory, host memory or disk is too small; every number that breaks is named.
     """
     loaded = question.loaded
-    if question.architecture.is_guess:
-        return  # a guessed size is no reason to refuse a run
-    if not question.hardware.is_here:
-        return  # the recipe's GPUs are not here, which is another error than memory
+    if question.architecture.is_guess or not question.hardware.is_here:
+        return  # a guessed size is no reason to refuse a run, and that the recipe's GPUs are not here is another error
     if question.is_for_lack_of_gpus and is_large_for_cpu(question.hardware, question.architecture.parameters):
         return  # nor is any other GPU
     memory = host_memory()
     available = min(question.hardware.host_memory_bytes, memory.available_bytes)
     machine = replace(question.hardware, host_memory_bytes=available)
     settings = replace(question.settings, unpacks_once=False)  # what needs least
-    analytic = replace(question.analytic, costs=without_unpacked(question.analytic.costs))
+    analytic = replace(question.analytic, costs=without_unpacked(question.costs))
     if settings.method == "full" and loaded.recipe.nodes.shard_optimizer is not False:
         settings = replace(settings, num_shards=num_machines())
-    verdict = judge_coarsest(question.architecture, settings, machine, analytic)
+    case = Case(question.architecture, settings, machine, analytic)
+    if loaded.recipe.weights == "auto":
+        case = choose_tier(case)
+    verdict = judge_coarsest(case)
     if verdict.fits:
         return
-    if loaded.recipe.weights == "auto":
-        settings = choose_tier(question.architecture, settings, machine, analytic)
-        verdict = judge_coarsest(question.architecture, settings, machine, analytic)
-        if verdict.fits:
-            return
     error = ResourceError(verdict.reasons[0])
     found = f"{format_bytes(available)} available now of {format_bytes(memory.total_bytes)} ({memory.limited_by})"
     found_machine = replace(question.machine or machine, host_memory_bytes=available)
@@ -99,8 +95,8 @@ def check_fits(question: PlanRequest) -> None:
     best = "; ".join(change.what for change in best_remedies(here, None, Answers()))
     hint = f"`roundpipe plan {loaded.path} --solve` names more changes that make it fit"
     hint = f"{best}; {hint}" if best else "no change of the recipe and no smaller model that the tool knows fits here"
-    for fewer in without_small_cards(replace(question, settings=settings, hardware=machine)):
-        if judge_coarsest(fewer.architecture, settings, fewer.hardware, fewer.analytic).fits:
+    for fewer in without_small_cards(replace(question, settings=case.settings, hardware=machine)):
+        if judge_coarsest(fewer).fits:
             hint = f"{describe_idle_gpus(question, fewer, fits=False)}; {hint}"
             break
     error.problems = tuple(
@@ -125,8 +121,7 @@ def reason_against(asked: PlanRequest, left: Sequence[int]) -> str | None:
     if asked.architecture.is_guess or not asked.hardware.is_here or max(left) >= len(devices):
         return None
     fewer = on_devices(asked, tuple(devices[worker] for worker in left))
-    settings = replace(fewer.settings, unpacks_once=False)
-    verdict = judge_coarsest(fewer.architecture, settings, fewer.hardware, fewer.analytic)
+    verdict = judge_coarsest(replace(fewer, settings=replace(fewer.settings, unpacks_once=False)))
     return next(iter(verdict.short_reasons), None)
 
 
@@ -159,16 +154,12 @@ def _needs(question: PlanRequest, schedule: Schedule, *, is_whole: bool) -> dict
     Args:
         is_whole: the question is for devices that hold all weights; any other may have room for a cache.
     """
-    verdict = _verdict(question, schedule)
-    cached = question if is_whole else with_auto_cache(question, verdict)[0]
-    if cached is not question:
-        verdict = _verdict(cached, schedule)
-    return {"device_peak_bytes": verdict.device.total_bytes, "host_bytes": verdict.host.total_bytes}
-
-
-def _verdict(question: PlanRequest, schedule: Schedule) -> Verdict:
     cut = StageCut(schedule.forward_stages, schedule.backward_stages, schedule.microbatches_per_round)
-    return judge(question.architecture, question.settings, question.hardware, question.analytic, cut=cut)
+    verdict = judge(question, cut)
+    if not is_whole:
+        cached, kept = with_auto_cache(question, verdict)
+        verdict = judge(cached, cut) if kept else verdict
+    return {"device_peak_bytes": verdict.device.total_bytes, "host_bytes": verdict.host.total_bytes}
 
 
 # The schedules that `bench` compares on a recipe, each with the stages and costs that `plan` has for it. No torch.
@@ -195,22 +186,18 @@ def contenders(own: PlanRequest, names: Sequence[ScheduleName], answers: Answers
     """
     least_bytes = min(device.memory_bytes for device in own.hardware.devices)
 
-    def question(name: ScheduleName) -> PlanRequest:
-        if name == own.loaded.recipe.pipeline.schedule:
-            return own
-        loaded = replace(own.loaded, recipe=with_schedule(own.loaded.recipe, name))
-        return with_cards_of(ask_again(own, loaded), least_bytes)
+    def contender(name: ScheduleName) -> Contender:
+        question = own
+        if name != own.loaded.recipe.pipeline.schedule:
+            loaded = replace(own.loaded, recipe=with_schedule(own.loaded.recipe, name))
+            question = with_cards_of(ask_again(own, loaded), least_bytes)
+        question, cut, verdict, _, _ = decide(question, answers)
+        settings, costs = question.settings, question.costs
+        if settings.weight_cache_bytes:
+            costs = with_cached_weights(costs, settings.weight_cache_bytes, settings.dtype_bytes)
+        return Contender(name, cut, replace(stage_case(question), costs=costs), verdict.short_reasons)
 
-    return [_contender(asked, name, answers) for name, asked in [(name, question(name)) for name in names]]
-
-
-def _contender(question: PlanRequest, name: ScheduleName, answers: Answers | None) -> Contender:
-    question, cut, verdict, _, _ = decide(question, answers)
-    settings, costs = question.settings, question.analytic.costs
-    if settings.weight_cache_bytes:
-        costs = with_cached_weights(costs, settings.weight_cache_bytes, settings.dtype_bytes)
-    case = replace(stage_case(question), costs=costs)
-    return Contender(name, cut, case, verdict.short_reasons)
+    return [contender(name) for name in names]
 
 
 def with_schedule(recipe: Recipe, name: ScheduleName) -> Recipe:

@@ -19,6 +19,7 @@ from functools import partial
 from itertools import combinations, islice
 
 from roundpipe_cli.choices import PACKED_FORMATS, PackedName
+from roundpipe_cli.costs.analytic import case_of
 from roundpipe_cli.costs.find_model import shipped_architecture, shipped_figures
 from roundpipe_cli.costs.hardware import Hardware, catalogue, gpu_device
 from roundpipe_cli.costs.machine import MAX_PARAMETERS_ON_CPU, is_large_for_cpu
@@ -163,10 +164,6 @@ def _changes(question: PlanRequest, now: Plan | None, answers: Answers | None) -
             yield planned
 
 
-def _is_on_cpu(question: PlanRequest) -> bool:
-    return all(device.is_cpu for device in question.hardware.devices)
-
-
 def _with_speed(question: PlanRequest, change: Change, answers: Answers | None) -> Change | None:
     """The change with its own plan's verdict and speed; None where it does not fit after all."""
     given, machine = question.given, change.machine or question.machine
@@ -212,7 +209,11 @@ def _as_asked(question: PlanRequest) -> TrainingSettings:
 def longest_sequence(architecture: Architecture, settings: TrainingSettings, hardware: Hardware) -> int | None:
     """Tokens of the longest sequence that fits, all else equal, up to the model's own limit."""
     limit = architecture.max_position_embeddings or MAX_SEQUENCE_TOKENS
-    return _largest(limit, lambda tokens: judge_coarsest(architecture, _with_length(settings, tokens), hardware).fits)
+    return _largest(limit, lambda tokens: _fits(architecture, _with_length(settings, tokens), hardware))
+
+
+def _fits(architecture: Architecture, settings: TrainingSettings, hardware: Hardware) -> bool:
+    return judge_coarsest(case_of(architecture, settings, hardware)).fits
 
 
 def _with_length(settings: TrainingSettings, tokens: int) -> TrainingSettings:
@@ -228,8 +229,7 @@ def _with_length(settings: TrainingSettings, tokens: int) -> TrainingSettings:
 def largest_micro_batch(architecture: Architecture, settings: TrainingSettings, hardware: Hardware) -> int | None:
     """Rows of the largest microbatch that fits, all else equal."""
     return _largest(
-        MAX_MICRO_BATCH,
-        lambda rows: judge_coarsest(architecture, replace(settings, micro_batch_size=rows), hardware).fits,
+        MAX_MICRO_BATCH, lambda rows: _fits(architecture, replace(settings, micro_batch_size=rows), hardware)
     )
 
 
@@ -260,8 +260,8 @@ def _against_need(question: PlanRequest, *, from_disk: bool) -> Iterator[Change]
     base = replace(_as_asked(question), weights_on_disk=False)
 
     def fits(settings: TrainingSettings) -> bool:
-        settings = replace(settings, weights_on_disk=from_disk and settings.method == "lora")
-        return judge_coarsest(architecture, settings, hardware).fits
+        on_disk = from_disk and settings.method == "lora"
+        return _fits(architecture, replace(settings, weights_on_disk=on_disk), hardware)
 
     steps = list(_candidates(question))
     opening = Change((), "", 0.0)
@@ -327,40 +327,37 @@ def _candidates(question: PlanRequest) -> Iterator[SolveStep]:
     while smaller > 1:
         smaller //= 2
         fewer, rank = math.ceil(rows * count / smaller), 0.1 + 0.01 * math.log2(rows / smaller)
-        yield (
-            _fewer_tokens(smaller, fewer, rank, settings)
-            if settings.counts_tokens
-            else _fewer_rows(smaller, fewer, rank)
-        )
+        if settings.counts_tokens:
+            overrides: tuple[str, ...] = (
+                f"micro_batch_tokens={smaller * settings.sequences_per_row * settings.max_seq_length}",
+            )
+            each = fewer
+        else:
+            overrides = (f"micro_batch_size={smaller}", f"gradient_accumulation_steps={fewer}")
+            each = fewer * settings.sequence_chunks
+        change = Change(overrides, "the same rows a step, in smaller pieces", rank)
+        yield change, partial(replace, micro_batch_size=smaller, num_microbatches=each)
     if settings.head_chunk_tokens > 256:
         yield (
             Change(("head_chunk_tokens=256",), "the head's logits in smaller pieces", 0.2),
-            lambda s: replace(s, head_chunk_tokens=256),
+            partial(replace, head_chunk_tokens=256),
         )
     if settings.tokens_per_mlp_call > MLP_CHUNK_TOKENS:
-        yield (
-            Change(
-                (f"mlp_chunk_tokens={MLP_CHUNK_TOKENS}",),
-                "the blocks' feed-forward part in pieces, computed again in backward",
-                0.25,
-            ),
-            lambda s: replace(s, mlp_chunk_tokens=MLP_CHUNK_TOKENS),
-        )
+        cost = "the blocks' feed-forward part in pieces, computed again in backward"
+        change = Change((f"mlp_chunk_tokens={MLP_CHUNK_TOKENS}",), cost, 0.25)
+        yield change, partial(replace, mlp_chunk_tokens=MLP_CHUNK_TOKENS)
     if settings.save_total_limit > 2:
         yield (
             Change(("save_total_limit=2",), "fewer old checkpoints are kept", 0.3),
-            lambda s: replace(s, save_total_limit=2),
+            partial(replace, save_total_limit=2),
         )
     if settings.dtype == "float32":
-        yield (
-            Change(("dtype=bfloat16",), "16-bit weights and activations", 0.9),
-            lambda s: replace(s, dtype="bfloat16"),
-        )
+        yield Change(("dtype=bfloat16",), "16-bit weights and activations", 0.9), partial(replace, dtype="bfloat16")
     yield from _packings(question)
     if settings.method == "full":
-        yield (Change(("method=lora",), TO_LORA, 2.0), lambda s: replace(s, method="lora"))
+        yield Change(("method=lora",), TO_LORA, 2.0), partial(replace, method="lora")
     elif settings.lora_r > 8:
-        yield (Change(("lora.r=8",), "adapters of lower rank", 1.9), lambda s: replace(s, lora_r=8))
+        yield Change(("lora.r=8",), "adapters of lower rank", 1.9), partial(replace, lora_r=8)
 
 
 TO_LORA = "trains adapters in place of all weights"
@@ -379,22 +376,6 @@ def _packings(question: PlanRequest) -> Iterator[SolveStep]:
         yield Change(tuple(overrides), cost, rank), partial(replace, method="lora", packed_as=name)
 
 
-def _fewer_rows(rows: int, count: int, rank: float) -> SolveStep:
-    overrides = (f"micro_batch_size={rows}", f"gradient_accumulation_steps={count}")
-    return (
-        Change(overrides, "the same rows a step, in smaller pieces", rank),
-        lambda s: replace(s, micro_batch_size=rows, num_microbatches=count * s.sequence_chunks),
-    )
-
-
-def _fewer_tokens(rows: int, count: int, rank: float, settings: TrainingSettings) -> SolveStep:
-    text = f"micro_batch_tokens={rows * settings.sequences_per_row * settings.max_seq_length}"
-    return (
-        Change((text,), "the same rows a step, in smaller pieces", rank),
-        lambda s: replace(s, micro_batch_size=rows, num_microbatches=count),
-    )
-
-
 def _both(one: Change, other: Change) -> Change:
     """Two changes as one."""
     less, more = sorted((one.rank, other.rank))
@@ -410,10 +391,10 @@ def _keys(change: Change) -> frozenset[str]:
 def _machines(question: PlanRequest) -> Iterator[Change]:
     """More host memory, GPUs with more memory, or both: whatever is needed to hold all weights."""
     architecture, settings, hardware = question.architecture, _as_asked(question), question.hardware
-    verdict = judge_coarsest(architecture, settings, replace(hardware, disk_free_bytes=None))
+    verdict = judge_coarsest(case_of(architecture, settings, replace(hardware, disk_free_bytes=None)))
     host_gib = math.ceil((verdict.host.total_bytes + HOST_MARGIN_BYTES) / GIB / 32) * 32
     more_host = replace(hardware, host_memory_bytes=host_gib * GIB)
-    if judge_coarsest(architecture, settings, replace(more_host, disk_free_bytes=None)).fits:
+    if _fits(architecture, settings, replace(more_host, disk_free_bytes=None)):
         if hardware.disk_free_bytes is not None and verdict.disk.total_bytes > hardware.disk_free_bytes:
             free_gib = math.ceil(verdict.disk.total_bytes / GIB)
             machine = replace(more_host, disk_free_bytes=None)
@@ -425,7 +406,7 @@ def _machines(question: PlanRequest) -> Iterator[Change]:
     count = len(hardware.devices)
     for name, figures in by_memory:
         other = replace(more_host, devices=(gpu_device(name, figures),) * count, disk_free_bytes=None)
-        if judge_coarsest(architecture, settings, other).fits:
+        if _fits(architecture, settings, other):
             host = "" if host_gib * GIB <= hardware.host_memory_bytes else f" and {host_gib} GiB of host memory"
             what = f"GPUs of at least {figures.memory_gib:g} GiB{host}: --hardware {count}x{name}"
             yield Change((), what if not host else f"{what},host_memory_gib={host_gib}", 4.0, other)
@@ -444,7 +425,7 @@ def _smaller_models(question: PlanRequest) -> Iterator[Change]:
         if is_large_for_cpu(hardware, other.parameters):
             continue
         for change, apply in (as_is, *(_packings(question) if settings.method == "lora" else ())):
-            if judge_coarsest(other, replace(apply(settings), weights_on_disk=False), hardware).fits:
+            if _fits(other, replace(apply(settings), weights_on_disk=False), hardware):
                 cost = f"{format_count(other.parameters)} parameters; {change.cost}".removesuffix("; ")
                 yield Change((f"model={other.name}", *change.overrides), cost, 5.0 + 0.1 * number)
                 break
@@ -464,8 +445,10 @@ def fitting_recipe(question: PlanRequest, remedy: Change | None = None) -> tuple
     for shipped in shipped_recipes():
         loaded = load_recipe(shipped.path)
         architecture = shipped_architecture(loaded.recipe.model)
-        most = MAX_PARAMETERS_ON_CPU if _is_on_cpu(question) else question.architecture.parameters
-        if architecture is None or architecture.parameters > min(most, question.architecture.parameters):
+        most = question.architecture.parameters
+        if not question.gpus:
+            most = min(most, MAX_PARAMETERS_ON_CPU)
+        if architecture is None or architecture.parameters > most:
             continue
         overrides = [text for text in (remedy.overrides if remedy is not None else ()) if not text.startswith("model=")]
         needed = tuple(text for text in overrides if changed(loaded, (text,)) != loaded)
@@ -479,7 +462,7 @@ def fitting_recipe(question: PlanRequest, remedy: Change | None = None) -> tuple
             candidates.append((distance, shipped, changed(loaded, words), words, architecture))
     for _, shipped, loaded, words, architecture in sorted(candidates, key=lambda one: one[0]):
         settings = settings_of(loaded.recipe, architecture.vocab_size)
-        if judge_coarsest(architecture, settings, question.hardware).fits:
+        if _fits(architecture, settings, question.hardware):
             is_own = shipped.path.resolve() == question.loaded.path.resolve()
             asked = (question.given or question.loaded).recipe
             is_known = is_own and (words or settings == settings_of(asked, architecture.vocab_size))

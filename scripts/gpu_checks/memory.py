@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
+from roundpipe_cli.costs.analytic import Case
 from roundpipe_cli.costs.memory import device_need
 from roundpipe_cli.costs.models import TrainingSettings, parse_config
 from roundpipe_cli.engine.backends import cuda
@@ -60,8 +61,8 @@ def step(place: CheckPlace, method: str) -> Figures:
     cut, index = cut_of(trial, 0), place.first
     architecture = parse_config(trial.model.figures, name=SPEED_MODEL, source="gpu_check")
     settings = TrainingSettings(TOKENS[place.scale], num_microbatches=MICROBATCHES, method=method, lora_r=16)  # type: ignore[arg-type]
-    stages = cut.forward_stages, cut.backward_stages
-    need = device_need(trial.analytic.costs, architecture, settings, trial.hardware, *stages)
+    case = Case(architecture, settings, trial.hardware, trial.analytic)
+    need = device_need(case, cut.forward_stages, cut.backward_stages)
     with place.devices():
         with DriverPeak(index) as driver:
             results = engine_steps(place, trial, "streamed")

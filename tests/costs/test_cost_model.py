@@ -24,19 +24,15 @@ from roundpipe_cli.costs.models import TrainingSettings, head_chunk_tokens, pars
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.files.source import resolve_model
 from roundpipe_cli.model.files.untrusted import check_small_files
+from roundpipe_cli.planning.compare import SimulationCase, StageCut, make_schedule
 from roundpipe_cli.planning.search.stages import backward_ranges, forward_ranges
-from roundpipe_cli.schedule.builders import Rounds, build_schedule
 from roundpipe_cli.schedule.simulate import simulate
 from roundpipe_cli.schedule.timeline import COMPUTE
 
 FACTS = Path(__file__).resolve().parents[1] / "facts"
 TINY = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "vocab_size": 100,
-    "intermediate_size": 128,
+    **{"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4},
+    **{"vocab_size": 100, "intermediate_size": 128},
 }
 
 
@@ -95,15 +91,6 @@ def test_the_heads_chunk_is_a_rule_of_the_vocabulary_alone() -> None:
     assert ask_of[0].activation_bytes > 1.8 * ask_of[1].activation_bytes
 
 
-def test_experts_cost_their_active_share_and_upload_all() -> None:
-    layer = costs("Qwen/Qwen3-235B-A22B", micro_batch_size=16).costs.layers[1]
-    architecture = find_architecture("Qwen/Qwen3-235B-A22B")
-    block = architecture.blocks[0]
-    assert layer.param_bytes > 2 * block.params > 2.4e9 * 2
-    dense_s = 2 * block.params * 16 * 2048 / 150e12
-    assert layer.forward_s < dense_s / 5
-
-
 def test_bfloat16_uses_the_fp32_accumulate_figure_whatever_is_asked() -> None:
     bfloat16 = [gpu_s(costs(hardware=f"4090,accumulate={one}", dtype="bfloat16")) for one in ("fp16", "fp32")]
     float16 = [gpu_s(costs(hardware=f"4090,accumulate={one}", dtype="float16")) for one in ("fp16", "fp32")]
@@ -113,13 +100,6 @@ def test_bfloat16_uses_the_fp32_accumulate_figure_whatever_is_asked() -> None:
     ordered = costs(dtype="float16", deterministic=True)
     assert 1.0 < gpu_s(ordered) / gpu_s(costs(dtype="float16")) < 1.1
     assert ordered.costs.layers[2].activation_bytes > costs(dtype="float16").costs.layers[2].activation_bytes
-
-
-def test_other_gpus_scale_by_their_data_sheets() -> None:
-    a, b = gpu_s(costs(hardware="4090")), gpu_s(costs(hardware="3090"))
-    assert 1.6 < b / a < 2.3, "products take 2.3x, traffic 1.08x"
-    assert gpu_s(costs(hardware="h100")) < 0.5 * a
-    assert gpu_s(costs(hardware="4090", dtype="float32")) > 1.8 * a
 
 
 def test_unequal_workers_have_speeds_relative_to_the_fastest() -> None:
@@ -205,10 +185,8 @@ def test_gguf_header_gives_the_figures(tmp_path: Path) -> None:
         "llama.feed_forward_length": 128,
     }
     file = _gguf(tmp_path / "m.gguf", pairs)
-    assert (
-        find_architecture("m.gguf", file).parameters
-        == parse_config({**TINY, "tie_word_embeddings": True}, name="t", source="s").parameters
-    )
+    tied = parse_config({**TINY, "tie_word_embeddings": True}, name="t", source="s")
+    assert find_architecture("m.gguf", file).parameters == tied.parameters
     for cut in (3, 20, len(file.read_bytes()) - 5):
         (tmp_path / "cut.gguf").write_bytes(file.read_bytes()[:cut])
         with pytest.raises(RefusedError, match="not a readable GGUF"):
@@ -267,15 +245,8 @@ def _published_tokens_per_s(
     )
     analytic = analytic_costs(architecture, settings, hardware)
     costs = analytic.costs
-    forward, backward = cut
-    schedule = build_schedule(
-        "roundpipe",
-        forward_stages=forward,
-        backward_stages=backward,
-        num_workers=num_workers,
-        rounds=Rounds(20, per_round=10, num_steps=3, staleness=1),
-        costs=costs,
-    )
+    case = SimulationCase(costs, num_workers, 20, staleness=1)
+    schedule = make_schedule("roundpipe", StageCut(*map(tuple, cut), 10), case, num_steps=3)
     timeline = simulate(schedule, costs, staleness=1)
     ends_s = [
         max(one.end_s for one in timeline.intervals if one.lane == COMPUTE and one.microbatch // 20 == step)

@@ -12,7 +12,7 @@ from typing import Any, get_args
 import pytest
 
 from roundpipe_cli.choices import OptimizerName
-from roundpipe_cli.costs.analytic import activation_bytes, analytic_costs, trainable_params
+from roundpipe_cli.costs.analytic import Case, activation_bytes, case_of
 from roundpipe_cli.costs.cost import CostModel, LayerCost
 from roundpipe_cli.costs.find_model import find_architecture
 from roundpipe_cli.costs.hardware import Hardware, parse_hardware
@@ -29,14 +29,14 @@ from roundpipe_cli.costs.memory import (
     rounds_kept,
     usable_device_bytes,
 )
-from roundpipe_cli.costs.models import Architecture, TrainingSettings
-from roundpipe_cli.planning.compare import SimulationCase, StageCut
+from roundpipe_cli.costs.models import TrainingSettings
+from roundpipe_cli.planning.compare import SimulationCase, StageCut, make_schedule
 from roundpipe_cli.planning.partition import QUICK, plan_partition
 from roundpipe_cli.planning.search.stages import even_cut
 from roundpipe_cli.planning.solve import largest_micro_batch, longest_sequence
 from roundpipe_cli.planning.verdict import coarsest_cut, judge, judge_coarsest, stage_limits
 from roundpipe_cli.schedule.actions import Kind, Schedule
-from roundpipe_cli.schedule.builders import Options, Rounds, build_schedule
+from roundpipe_cli.schedule.builders import Options
 from roundpipe_cli.schedule.simulate import simulate
 from roundpipe_cli.schedule.timeline import COMPUTE, Timeline
 from roundpipe_cli.units import GIB
@@ -45,78 +45,35 @@ FACTS = Path(__file__).resolve().parents[1] / "facts"
 LLAMA, QWEN, LARGE = "meta-llama/Llama-3.1-8B", "Qwen/Qwen3-32B", "Qwen/Qwen3-235B-A22B"
 
 
-def ask(model: str, hardware: str, **changes: Any) -> tuple[Architecture, TrainingSettings, Hardware]:
+def ask(model: str, hardware: str | Hardware, **changes: Any) -> Case:
     settings = TrainingSettings(**{"max_seq_length": 2048, **changes})
-    return find_architecture(model), settings, parse_hardware(hardware)
+    machine = parse_hardware(hardware) if isinstance(hardware, str) else hardware
+    return case_of(find_architecture(model), settings, machine)
 
 
-def _with(settings: TrainingSettings, key: str, value: Any) -> TrainingSettings:
-    return replace(settings, **{key: value})
+def changed(case: Case, **changes: Any) -> Case:
+    return case_of(case.architecture, replace(case.settings, **changes), case.hardware)
 
 
-def part(need: Any, name: str) -> int:
+def part(need: Need, name: str) -> int:
     return sum(one.num_bytes for one in need.parts if name in one.name)
-
-
-@pytest.mark.parametrize(("dtype", "bytes_per_param"), [("bfloat16", 18), ("float16", 18), ("float32", 16)])
-def test_host_bytes_per_trained_parameter(dtype: Any, bytes_per_param: int) -> None:
-    architecture, settings, hardware = ask(LLAMA, "8x4090", method="full", dtype=dtype)
-    costs = analytic_costs(architecture, settings, hardware).costs
-    need = host_need(costs, architecture, settings, hardware, (33, 33), 8)
-    by_param = sum(part(need, name) for name in ("trained weights", "masters", "optimizer state", "gradients"))
-    assert by_param == bytes_per_param * architecture.parameters
-    assert part(need, "frozen") == 0
-    shared = host_need(costs, architecture, replace(settings, num_shards=4), hardware, (33, 33), 8)
-    assert part(shared, "optimizer state") == part(need, "optimizer state") // 4
-    assert part(shared, "masters") == part(need, "masters") // (1 if dtype == "float32" else 4)
-    assert part(shared, "gradients") == part(need, "gradients")
 
 
 @pytest.mark.parametrize("optimizer", get_args(OptimizerName))
 def test_temporaries_of_the_optimizer_are_counted(optimizer: OptimizerName) -> None:
     """Adafactor alone takes a parameter as a whole: here the embedding, of 128,256 x 4,096 elements."""
-    architecture, settings, hardware = ask(LLAMA, "8x4090", method="full", optimizer=optimizer)
-    costs = analytic_costs(architecture, settings, hardware).costs
-    need = host_need(costs, architecture, settings, hardware, (33, 33), 8)
+    need = host_need(ask(LLAMA, "8x4090", method="full", optimizer=optimizer), (33, 33), 8)
     assert part(need, "temporaries") == (8 * 128_256 * 4096 if optimizer == "adafactor" else 0)
-
-
-def test_host_bytes_of_lora_are_the_frozen_weights_and_little_more() -> None:
-    architecture, settings, hardware = ask(QWEN, "8x4090")
-    costs = analytic_costs(architecture, settings, hardware).costs
-    need = host_need(costs, architecture, settings, hardware, (65, 65), 8)
-    assert part(need, "frozen") == 2 * architecture.parameters
-    rank_sums = 64 * ((5120 + 8192) * 2 + (5120 + 1024) * 2 + 3 * (5120 + 25600))
-    assert sum(trainable_params(architecture, settings)) == 16 * rank_sums
-    assert part(need, "masters") == 4 * 16 * rank_sums
-    in_4bit = replace(settings, packed_as="4bit")
-    assert part(host_need(costs, architecture, in_4bit, hardware, (65, 65), 8), "frozen") < 0.32 * part(need, "frozen")
 
 
 def test_a_block_of_packed_weights_lies_whole_on_the_device_for_its_call() -> None:
     """They were not counted: 1 GB of a card's memory for Qwen3-32B."""
-    architecture, settings, hardware = ask(QWEN, "1x4090")
-    in_4bit = replace(settings, packed_as="4bit")
-    costs = analytic_costs(architecture, in_4bit, hardware).costs
-    unpacked = part(fixed_device_need(costs, architecture, in_4bit, hardware), "unpacked")
-    assert unpacked == 2 * max(block.params for block in architecture.blocks) > 9.7e8
-    assert part(fixed_device_need(costs, architecture, settings, hardware), "unpacked") == 0
-    full = replace(in_4bit, method="full")  # trained weights are never packed
-    assert part(fixed_device_need(costs, architecture, full, hardware), "unpacked") == 0
-
-
-def test_boundaries_on_the_host_grow_with_stages_and_rounds() -> None:
-    architecture, settings, hardware = ask(QWEN, "2x4090", num_microbatches=32)
-    costs = analytic_costs(architecture, settings, hardware).costs
-
-    def boundaries(settings: TrainingSettings, num_stages: int, per_round: int) -> int:
-        stages = num_stages - 1, num_stages
-        return part(host_need(costs, architecture, settings, hardware, stages, per_round), "boundary")
-
-    one = 1 << 25  # 2048 x 5120 of 2 bytes, in the next power of two
-    assert [boundaries(settings, *cut) for cut in ((8, 2), (18, 2), (18, 8))] == [10 * 2 * one, 20 * 2 * one, 160 * one]
-    short = replace(settings, num_microbatches=4)
-    assert boundaries(short, 18, 8) == 20 * 4 * one, "a step has no more"
+    whole = ask(QWEN, "1x4090")
+    in_4bit = changed(whole, packed_as="4bit")
+    unpacked = part(fixed_device_need(in_4bit), "unpacked")
+    assert unpacked == 2 * max(block.params for block in whole.architecture.blocks) > 9.7e8
+    for other in (whole, changed(in_4bit, method="full")):  # trained weights are never packed
+        assert part(fixed_device_need(other), "unpacked") == 0
 
 
 @pytest.mark.parametrize("earliest_free", [False, True])
@@ -131,28 +88,18 @@ def test_no_plan_keeps_more_boundaries_than_are_counted(earliest_free: bool) -> 
         head = LayerCost("head", 1, 2, False)
         costs = CostModel("random", (*layers, head), hop_s=0.01, worker_speed=speeds)
         num_microbatches = workers * draw.randint(2, 4)
-        plan = plan_partition(SimulationCase(costs, workers, num_microbatches, staleness=1, num_steps=2), QUICK)
-        schedule = build_schedule(
-            "roundpipe",
-            forward_stages=plan.forward_stages,
-            backward_stages=plan.backward_stages,
-            costs=costs,
-            num_workers=workers,
-            rounds=Rounds(
-                num_microbatches,
-                per_round=plan.microbatches_per_round,
-                num_steps=2,
-                staleness=1,
-                options=Options(earliest_free=earliest_free),
-            ),
-        )
+        options = Options(earliest_free=earliest_free)
+        case = SimulationCase(costs, workers, num_microbatches, staleness=1, num_steps=2, options=options)
+        plan = plan_partition(case, QUICK)
+        cut = StageCut(plan.forward_stages, plan.backward_stages, plan.microbatches_per_round)
+        schedule = make_schedule("roundpipe", cut, case, num_steps=2)
         stages = len(plan.forward_stages), len(plan.backward_stages)
         counted = rounds_kept(workers, *stages) * plan.microbatches_per_round
         found = most_kept(schedule, simulate(schedule, costs, staleness=1))
-        case = workers, num_blocks, *stages, plan.microbatches_per_round
-        assert found <= counted * 1.05, case
+        shape = workers, num_blocks, *stages, plan.microbatches_per_round
+        assert found <= counted * 1.05, shape
         if workers <= min(stages):
-            assert counted <= 1.5 * found, case
+            assert counted <= 1.5 * found, shape
 
 
 def most_kept(schedule: Schedule, timeline: Timeline) -> float:
@@ -174,100 +121,63 @@ def most_kept(schedule: Schedule, timeline: Timeline) -> float:
     return max(kept) / len(inputs)
 
 
-def test_device_bytes_are_slots_activations_head_boundaries_and_workspace() -> None:
-    architecture, settings, hardware = ask(QWEN, "8x4090", method="full")
-    costs = analytic_costs(architecture, settings, hardware).costs
-    forward, backward = even_cut(66, 2, 2)
-    need = device_need(costs, architecture, settings, hardware, forward, backward)
-    stage = sum(layer.param_bytes + layer.grad_bytes for layer in costs.layers[1:3])
-    assert part(need, "slots") == 2 * stage
-    assert need.parts[1].num_bytes == 2 * costs.layers[1].activation_bytes
-    assert part(need, "boundary") == 4 * 2048 * 5120 * 2
-    assert part(need, "head chunk") == costs.layers[-1].activation_bytes >= 1024 * 151936 * 12
-    smaller = device_need(costs, architecture, settings, hardware, *even_cut(66, 1, 1))
-    assert smaller.total_bytes < need.total_bytes
-
-
 def test_recompute_by_layer_keeps_one_layer_and_the_inputs_of_the_rest() -> None:
-    architecture, settings, hardware = ask(QWEN, "8x4090", micro_batch_size=4)
-    by_layer = replace(settings, recompute="layer")
-    stages = even_cut(66, 4, 4)
+    case, stages = ask(QWEN, "8x4090", micro_batch_size=4), even_cut(66, 4, 4)
     whole, layered, nothing = (
-        device_need(analytic_costs(architecture, one, hardware).costs, architecture, one, hardware, *stages).total_bytes
-        for one in (settings, by_layer, replace(settings, recompute="none"))
+        device_need(changed(case, recompute=how), *stages).total_bytes for how in ("stage", "layer", "none")
     )
     assert layered < whole < nothing
 
 
 def test_dropout_before_adapters_keeps_masks_and_what_they_leave() -> None:
-    architecture, settings, _ = ask(QWEN, "8x4090")
+    case = ask(QWEN, "8x4090")
     without, with_it = (
-        activation_bytes(architecture, architecture.blocks[0], replace(settings, lora_dropout=p)) for p in (0, 0.1)
+        activation_bytes(case.architecture, case.architecture.blocks[0], replace(case.settings, lora_dropout=p))
+        for p in (0, 0.1)
     )
     q_k_v_o_gate_up_down = 3 * 5120 + 8192 + 2 * 5120 + 25600
     assert with_it - without == 2048 * (1 + 2) * q_k_v_o_gate_up_down  # a mask of one byte, values of two
 
 
-def test_disk_counts_one_checkpoint_more_than_are_kept() -> None:
-    architecture, settings, _ = ask(LLAMA, "8x4090", method="full", save_total_limit=2)
-    need = disk_need(architecture, settings)
-    assert part(need, "3 checkpoints") == 3 * 12 * architecture.parameters
-    assert part(need, "result") == 2 * architecture.parameters
+def on_processor(gib: int = 16, **changes: Any) -> Case:
+    """SmolLM2 on two CPU workers."""
+    machine = Hardware("2 CPU workers", cpu_devices(2), gib * GIB)
+    return ask("HuggingFaceTB/SmolLM2-135M-Instruct", machine, **{"max_seq_length": 512, **changes})
 
 
 def test_cpu_workers_need_host_memory_and_no_slots() -> None:
-    architecture = find_architecture("HuggingFaceTB/SmolLM2-135M-Instruct")
-    settings = TrainingSettings(max_seq_length=512)
-    hardware = Hardware("2 CPU workers", cpu_devices(2), 16 * GIB)
-    analytic = analytic_costs(architecture, settings, hardware)
-    forward, backward = map(tuple, even_cut(32, 5, 5))
-    verdict = judge(architecture, settings, hardware, analytic, cut=StageCut(forward, backward, 2))
+    verdict = judge(on_processor(), StageCut(*even_cut(32, 5, 5), 2))
     assert part(verdict.device, "slots") == 0
     both = part(verdict.host, "2 CPU workers")
     assert verdict.device.total_bytes < both < 2 * verdict.device.total_bytes, "one of them has the head's logits"
     assert verdict.fits
-    assert not judge_coarsest(architecture, settings, replace(hardware, host_memory_bytes=1 * GIB)).fits
+    assert not judge_coarsest(on_processor(gib=1)).fits
 
 
 def test_the_gradient_of_the_heads_matrix_counts_where_activations_leave_no_room() -> None:
     """It exists whole beside its sum while the head computes: 1 GB of an 8B model."""
-    short, long = (
-        ask(LLAMA, "2x4090", method="full", max_seq_length=tokens, num_microbatches=4) for tokens in (512, 16384)
-    )
-    for (architecture, settings, hardware), expected in ((short, True), (long, False)):
-        costs = analytic_costs(architecture, settings, hardware).costs
-        need = device_need(costs, architecture, settings, hardware, *even_cut(len(costs.layers), 1, 1))
-        matrix = architecture.vocab_size * architecture.hidden_size * settings.dtype_bytes
-        assert (0.5 * matrix < part(need, "largest weight") <= 1.01 * matrix) is expected
-        assert expected or part(need, "largest weight") == 0
-    lora = replace(short[1], method="lora")
-    costs = analytic_costs(short[0], lora, short[2]).costs
-    need = device_need(costs, short[0], lora, short[2], *even_cut(len(costs.layers), 1, 1))
-    assert part(need, "largest weight") == 0
+    for tokens, expected in ((512, True), (16384, False)):
+        case = ask(LLAMA, "2x4090", method="full", max_seq_length=tokens, num_microbatches=4)
+        stages = even_cut(len(case.costs.layers), 1, 1)
+        matrix = case.architecture.vocab_size * case.architecture.hidden_size * case.settings.dtype_bytes
+        largest = part(device_need(case, *stages), "largest weight")
+        assert 0.5 * matrix < largest <= 1.01 * matrix if expected else largest == 0
+        assert part(device_need(changed(case, method="lora"), *stages), "largest weight") == 0
 
 
 def test_workers_beyond_the_stages_each_hold_the_heads_logits() -> None:
     """Two workers of one stage compute it at once, and the later one's gradients wait."""
-    architecture = find_architecture("HuggingFaceTB/SmolLM2-135M-Instruct")
-    settings = TrainingSettings(max_seq_length=512)
-    hardware = Hardware("2 CPU workers", cpu_devices(2), 16 * GIB)
-    costs = analytic_costs(architecture, settings, hardware).costs
-    cuts = ((), ((0, 31),)), ((), ((16, 31), (0, 15)))
-    one, two = (
-        Need(cpu_workers_need(costs, architecture, settings, hardware, cut, microbatches_per_round=2)) for cut in cuts
-    )
-    gradients = sum(layer.grad_bytes for layer in costs.layers)
+    case, cuts = on_processor(), (((), ((0, 31),)), ((), ((16, 31), (0, 15))))
+    one, two = (Need(cpu_workers_need(case, cut, microbatches_per_round=2)) for cut in cuts)
+    gradients = sum(layer.grad_bytes for layer in case.costs.layers)
     assert part(one, "wait for their turn") == 2 * gradients and part(two, "wait for their turn") == 0
-    assert part(one, "CPU workers") - part(two, "CPU workers") > costs.layers[-1].activation_bytes
+    assert part(one, "CPU workers") - part(two, "CPU workers") > case.costs.layers[-1].activation_bytes
 
 
 def test_cpu_workers_cut_finer_where_host_memory_is_scarce() -> None:
     """Found with full training of SmolLM2 at 2048 x 8 tokens: the whole model as one stage was counted, and refused."""
-    architecture = find_architecture("HuggingFaceTB/SmolLM2-135M-Instruct")
-    settings = TrainingSettings(max_seq_length=2048, micro_batch_size=8, method="full")
     scarce, ample = (
-        judge_coarsest(architecture, settings, Hardware("2 CPU workers", cpu_devices(2), gib * GIB))
-        for gib in (16, 256)
+        judge_coarsest(on_processor(gib, max_seq_length=2048, micro_batch_size=8, method="full")) for gib in (16, 256)
     )
     assert scarce.fits and ample.fits
     assert scarce.device.total_bytes < 0.4 * ample.device.total_bytes
@@ -277,8 +187,8 @@ def test_longest_sequences_are_near_the_published_ones() -> None:
     """Published on 8x RTX 4090: 49k and 28k tokens. Ours keep float32 gradient accumulators, which cost some."""
     published = json.loads((FACTS / "published_throughput.json").read_text())["longest sequence on 8x RTX 4090, tokens"]
     for model, key in ((LLAMA, "Llama-3.1-8B full"), (QWEN, "Qwen3-32B full")):
-        architecture, settings, hardware = ask(model, "8x4090,host_memory_gib=2048", method="full", dtype="float16")
-        ours = longest_sequence(architecture, replace(settings, num_microbatches=1), hardware)
+        case = ask(model, "8x4090,host_memory_gib=2048", method="full", dtype="float16", num_microbatches=1)
+        ours = longest_sequence(case.architecture, case.settings, case.hardware)
         theirs = int(published[key].split("k")[0]) * 1000
         assert ours is not None
         assert 0.6 * theirs <= ours <= 1.1 * theirs, model
@@ -287,15 +197,16 @@ def test_longest_sequences_are_near_the_published_ones() -> None:
 @pytest.mark.parametrize("hardware", ["8x4090", "2x3090", "1x4060ti", "4x3090+2x4060ti"])
 @pytest.mark.parametrize("model", [LLAMA, "openai/gpt-oss-20b", "google/gemma-3-12b-pt"])
 def test_what_solve_finds_fits_and_one_more_does_not(model: str, hardware: str) -> None:
-    architecture, settings, machine = ask(model, hardware)
+    case = ask(model, hardware)
+    parts = case.architecture, case.settings, case.hardware
     for key, limit, value in (
-        ("max_seq_length", architecture.max_position_embeddings, longest_sequence(architecture, settings, machine)),
-        ("micro_batch_size", None, largest_micro_batch(architecture, settings, machine)),
+        ("max_seq_length", case.architecture.max_position_embeddings, longest_sequence(*parts)),
+        ("micro_batch_size", None, largest_micro_batch(*parts)),
     ):
         assert value is not None
-        assert judge_coarsest(architecture, _with(settings, key, value), machine).fits
+        assert judge_coarsest(changed(case, **{key: value})).fits
         if value != limit:
-            assert not judge_coarsest(architecture, _with(settings, key, value + 1), machine).fits
+            assert not judge_coarsest(changed(case, **{key: value + 1})).fits
 
 
 @pytest.mark.parametrize(
@@ -304,48 +215,37 @@ def test_what_solve_finds_fits_and_one_more_does_not(model: str, hardware: str) 
 )
 def test_limits_for_the_planner_make_every_cut_fit(model: str, hardware: str, method: str) -> None:
     """The largest stages that the limits allow, all at once, keep within the device."""
-    architecture, settings, machine = ask(model, hardware, method=method, micro_batch_size=2)
-    analytic = analytic_costs(architecture, settings, machine)
-    limits = stage_limits(architecture, settings, machine, analytic)
+    case = ask(model, hardware, method=method, micro_batch_size=2)
+    limits = stage_limits(case)
     assert limits.forward_bytes and limits.backward_bytes and limits.head_bytes
-    block, head = analytic.costs.layers[1], analytic.costs.layers[-1]
+    block, head = case.costs.layers[1], case.costs.layers[-1]
     whole = block.param_bytes + block.grad_bytes + block.activation_bytes
-    forward = limits.forward_bytes // block.param_bytes
-    backward = limits.backward_bytes // whole
+    forward, backward = limits.forward_bytes // block.param_bytes, limits.backward_bytes // whole
     beside_head = (limits.head_bytes - head.param_bytes - head.grad_bytes - head.activation_bytes) // whole
-    assert forward >= backward >= 1
-    assert beside_head >= 0
-    last = len(analytic.costs.layers) - 1
+    assert forward >= backward >= 1 and beside_head >= 0
+    last = len(case.costs.layers) - 1
     stages = [(last - beside_head, last), (2, 1 + min(backward, last - 2))]
-    need = device_need(analytic.costs, architecture, settings, machine, [(1, min(forward, last - 1))], stages)
-    assert need.total_bytes <= usable_device_bytes(machine.devices[0])
+    need = device_need(case, [(1, min(forward, last - 1))], stages)
+    assert need.total_bytes <= usable_device_bytes(case.hardware.devices[0])
 
 
 def test_a_verdict_names_the_number_that_breaks_and_by_how_much() -> None:
-    verdict = judge_coarsest(*ask(LLAMA, "8x4090,host_memory_gib=128", method="full"))
+    verdict = judge_coarsest(ask(LLAMA, "8x4090,host_memory_gib=128", method="full"))
     (reason,) = verdict.reasons
     over = verdict.host.total_bytes - 126 * GIB
     assert reason.startswith("host memory: needs ")
     assert f"{over / GIB:.3g} GiB too little" in reason
     assert "optimizer state 59.8 GiB" in reason
-    on_small = judge_coarsest(*ask(LARGE, "1x2080ti", method="full", dtype="float16"))
+    on_small = judge_coarsest(ask(LARGE, "1x2080ti", method="full", dtype="float16"))
     assert [reason.split(":")[0] for reason in on_small.reasons] == ["memory of rtx-2080-ti", "host memory"]
-    no_disk = judge_coarsest(*ask(LLAMA, "8x4090,disk_free_gib=1"))
+    no_disk = judge_coarsest(ask(LLAMA, "8x4090,disk_free_gib=1"))
     assert [reason.split(":")[0] for reason in no_disk.reasons] == ["disk"]
 
 
 # --- by hand: Qwen3-32B, whose blocks have q, k, v, o, gate, up and down, two norms, and norms of q and k -------------
 
 HIDDEN, HEADS, KEYS, WIDE, VOCABULARY, BLOCKS = 5120, 64 * 128, 8 * 128, 25600, 151936, 64
-LINEARS = (
-    (HIDDEN, HEADS),
-    (HIDDEN, KEYS),
-    (HIDDEN, KEYS),
-    (HEADS, HIDDEN),
-    (HIDDEN, WIDE),
-    (HIDDEN, WIDE),
-    (WIDE, HIDDEN),
-)
+LINEARS = [(HIDDEN, HEADS), (HIDDEN, KEYS), (HIDDEN, KEYS), (HEADS, HIDDEN), *[(HIDDEN, WIDE)] * 2, (WIDE, HIDDEN)]
 BLOCK = sum(rows * columns for rows, columns in LINEARS) + 2 * HIDDEN + 2 * 128
 TABLE = VOCABULARY * HIDDEN
 WHOLE = BLOCKS * BLOCK + 2 * TABLE + HIDDEN
@@ -382,6 +282,16 @@ def _by_name(need: Need) -> dict[str, int]:
             },
         ),
         (
+            {"method": "full", "num_microbatches": 4, "num_shards": 4},
+            {
+                "trained weights": 2 * WHOLE,
+                "float32 masters": 4 * -(-WHOLE // 4),
+                "optimizer state": 8 * -(-WHOLE // 4),
+                "gradients": 4 * WHOLE,
+                "boundary activations": 32 * MIB * 13 * 4,
+            },
+        ),
+        (
             {"packed_as": "4bit", "optimizer": "adamw_bf16", "weights_on_disk": True, "skip_last_projection": True,
              "num_microbatches": 4},
             {
@@ -393,12 +303,10 @@ def _by_name(need: Need) -> dict[str, int]:
             },
         ),
     ],
-    ids=["lora", "full-float32-sharded", "4bit-from-disk"],
+    ids=["lora", "full-float32-sharded", "full-sharded", "4bit-from-disk"],
 )  # fmt: skip
 def test_every_part_of_the_hosts_need_by_hand(changes: dict[str, Any], expected: dict[str, int]) -> None:
-    architecture, settings, hardware = ask(QWEN, "8x4090", **changes)
-    costs = analytic_costs(architecture, settings, hardware).costs
-    found = _by_name(host_need(costs, architecture, settings, hardware, (5, 11), 8))
+    found = _by_name(host_need(ask(QWEN, "8x4090", **changes), (5, 11), 8))
     found.pop("temporaries of the optimizer", None)
     assert found == {
         **expected,
@@ -409,13 +317,12 @@ def test_every_part_of_the_hosts_need_by_hand(changes: dict[str, Any], expected:
 
 
 def test_every_part_of_a_devices_need_by_hand() -> None:
-    architecture, settings, hardware = ask(QWEN, "8x4090", method="full", keep_blocks=3, num_microbatches=4)
-    settings = replace(settings, weight_cache_bytes=5 * MIB)
-    costs = analytic_costs(architecture, settings, hardware).costs
-    activations, tokens = costs.layers[5].activation_bytes, 2048
+    settings = {"method": "full", "keep_blocks": 3, "num_microbatches": 4, "weight_cache_bytes": 5 * MIB}
+    case = ask(QWEN, "8x4090", **settings)
+    activations, tokens = case.costs.layers[5].activation_bytes, 2048
     stages = ((0, 3), (4, 63)), ((64, 65), (60, 63), (0, 59))
     logits = 1024 * VOCABULARY * (2 + 2 + 4 + 4)
-    assert _by_name(device_need(costs, architecture, settings, hardware, *stages)) == {
+    assert _by_name(device_need(case, *stages)) == {
         "2 slots for the weights and gradients of a stage": 2 * (2 + 4) * 59 * BLOCK,  # layer 0, embed, stays outside
         "activations": 59 * activations,
         "kept activations": 3 * 4 * activations,
@@ -428,26 +335,24 @@ def test_every_part_of_a_devices_need_by_hand() -> None:
 
 
 def test_loading_and_the_disk_by_hand() -> None:
-    architecture, settings, _ = ask(QWEN, "8x4090", method="full", save_total_limit=2)
-    assert _by_name(loading_need(architecture, settings)) == {
+    case = ask(QWEN, "8x4090", method="full", save_total_limit=2)
+    assert _by_name(loading_need(case.architecture, case.settings)) == {
         "trained weights": 2 * WHOLE,
         "float32 masters": 4 * WHOLE,
         "interpreter": 418 * MIB,
         "tokenizer": 700 * VOCABULARY,
     }
-    assert _by_name(disk_need(architecture, settings)) == {"3 checkpoints": 3 * 12 * WHOLE, "the result": 2 * WHOLE}
+    on_disk = _by_name(disk_need(case.architecture, case.settings))
+    assert on_disk == {"3 checkpoints": 3 * 12 * WHOLE, "the result": 2 * WHOLE}
 
 
 def test_loading_alone_may_be_what_is_short() -> None:
     """A layer of experts is fused while it loads; a frozen model of them needs little more in a step."""
-    architecture, settings, hardware = ask(
-        "openai/gpt-oss-120b", "1x4090", max_seq_length=64, num_microbatches=1, weights_on_disk=True, lora_r=1
-    )
-    analytic = analytic_costs(architecture, settings, hardware)
-    cut = coarsest_cut(architecture, settings, hardware, analytic)
-    verdict = judge(architecture, settings, hardware, analytic, cut=cut)
+    case = ask("openai/gpt-oss-120b", "1x4090", max_seq_length=64, num_microbatches=1, weights_on_disk=True, lora_r=1)
+    cut = coarsest_cut(case)
+    verdict = judge(case, cut)
     step, loading = verdict.host.total_bytes, verdict.loading.total_bytes
     assert verdict.fits and step < loading
-    between = replace(hardware, host_memory_bytes=int((step + loading) / 2 / (1 - HOST_MARGIN)))
-    verdict = judge(architecture, settings, between, analytic, cut=cut)
+    between = replace(case.hardware, host_memory_bytes=int((step + loading) / 2 / (1 - HOST_MARGIN)))
+    verdict = judge(replace(case, hardware=between), cut)
     assert not verdict.fits and "a weight while it is converted" in verdict.reasons[0]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from roundpipe_cli.costs.analytic import analytic_costs
+from roundpipe_cli.costs.analytic import case_of
 from roundpipe_cli.costs.find_model import shipped_architecture
 from roundpipe_cli.costs.hardware import parse_hardware
 from roundpipe_cli.costs.memory import fixed_device_need
@@ -169,6 +169,5 @@ def test_the_plan_counts_it() -> None:
     machine, needs = parse_hardware("1x4090"), []
     for cache in (0, 3 * 2**30):
         settings = TrainingSettings(2048, weight_cache_bytes=cache)
-        costs = analytic_costs(architecture, settings, machine).costs
-        needs.append(fixed_device_need(costs, architecture, settings, machine).total_bytes)
+        needs.append(fixed_device_need(case_of(architecture, settings, machine)).total_bytes)
     assert needs[1] - needs[0] == 3 * 2**30

@@ -89,14 +89,12 @@ def planner_of(question: PlanRequest) -> AdaptivePlanner:
     recipe, limits = question.loaded.recipe, stage_case(question).limits
     assert limits is not None
     memory = min(device.memory_bytes for device in question.hardware.devices)
-    needs = question.analytic.costs, question.architecture, question.settings, question.hardware
     return AdaptivePlanner(
         replace(question.analytic.costs, device_memory_bytes=memory),
         question.num_workers,
         recipe.pipeline,
         conditions=RunConditions(
-            microbatches_per_round=limits.microbatches_per_round,
-            shared_bytes=fixed_device_need(*needs).total_bytes,
+            microbatches_per_round=limits.microbatches_per_round, shared_bytes=fixed_device_need(question).total_bytes
         ),
     )
 

@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 
 from roundpipe_cli.costs.cost import CostModel, LayerCost, StageRange
-from roundpipe_cli.planning.compare import SimulationCase
+from roundpipe_cli.planning.compare import SimulationCase, StageCut, make_schedule
 from roundpipe_cli.planning.partition import plan_partition
-from roundpipe_cli.planning.search.batch import Batch, BatchScorer, RoundChain, chain_of, worker_speeds
+from roundpipe_cli.planning.search.batch import BatchScorer, RoundChain, chain_of, one_batch, worker_speeds
 from roundpipe_cli.planning.search.search import lower_bounds
 from roundpipe_cli.planning.search.stages import StageSums, backward_ranges, forward_ranges
-from roundpipe_cli.schedule.builders import Rounds, build_schedule
 from roundpipe_cli.schedule.simulate import simulate
 from roundpipe_cli.schedule.timeline import makespan_s
 
@@ -25,10 +24,7 @@ FACTS = Path(__file__).resolve().parents[1] / "facts" / "published_schedules.jso
 
 
 def published_models() -> dict[str, Any]:
-    if not FACTS.exists():
-        pytest.skip(f"{FACTS} is not here")
-    models: dict[str, Any] = json.loads(FACTS.read_text())["models"]
-    return models
+    return dict(json.loads(FACTS.read_text())["models"])
 
 
 def costs_of(model: dict[str, Any]) -> CostModel:
@@ -125,14 +121,7 @@ def test_the_search_agrees_with_the_simulator() -> None:
         chain = chain_of(num_microbatches, num_workers, staleness=0, num_steps=1)
         makespan, step = scored(costs, ranges, num_workers, chain)
         assert step == makespan
-        schedule = build_schedule(
-            "roundpipe",
-            forward_stages=ranges[0],
-            backward_stages=ranges[1],
-            num_workers=num_workers,
-            rounds=Rounds(num_microbatches),
-            costs=costs,
-        )
+        schedule = make_schedule("roundpipe", StageCut(*ranges), SimulationCase(costs, num_workers, num_microbatches))
         simulated = makespan_s(simulate(schedule, costs, accounting="published"))
         assert makespan == pytest.approx(simulated, rel=1e-12)
 
@@ -142,16 +131,9 @@ def test_chained_steps_agree_with_the_simulator() -> None:
     for _ in range(10):
         costs = random_costs(rng, 6, 3)
         ranges = forward_ranges([3, 2]), backward_ranges([2, 2, 1, 2], 7)
-        ends = []
+        case, ends = SimulationCase(costs, 3, 5, staleness=1), []
         for num_steps in (1, 3, 6):
-            schedule = build_schedule(
-                "roundpipe",
-                forward_stages=ranges[0],
-                backward_stages=ranges[1],
-                num_workers=3,
-                rounds=Rounds(5, num_steps=num_steps, staleness=1),
-                costs=costs,
-            )
+            schedule = make_schedule("roundpipe", StageCut(*ranges), case, num_steps)
             ends.append(makespan_s(simulate(schedule, costs, accounting="published", staleness=1)))
         chain = chain_of(5, 3, staleness=1, num_steps=6)
         makespan, step = scored(costs, ranges, 3, chain)
@@ -169,21 +151,9 @@ def test_steps_that_wait_for_updates_agree_with_the_simulator() -> None:
         num_microbatches = rng.randint(2, 9)
         chain = chain_of(num_microbatches, 4, staleness=1, num_steps=8, waits=True)
         _, step = scored(costs, ranges, 4, chain)
+        case, cut = SimulationCase(costs, 4, num_microbatches, staleness=1), StageCut(*ranges)
         ends = [
-            makespan_s(
-                simulate(
-                    build_schedule(
-                        "roundpipe",
-                        forward_stages=ranges[0],
-                        backward_stages=ranges[1],
-                        num_workers=4,
-                        rounds=Rounds(num_microbatches, num_steps=num_steps, staleness=1),
-                        costs=costs,
-                    ),
-                    costs,
-                    staleness=1,
-                )
-            )
+            makespan_s(simulate(make_schedule("roundpipe", cut, case, num_steps), costs, staleness=1))
             for num_steps in (4, 8)
         ]
         assert (ends[1] - ends[0]) / 4 == pytest.approx(step, rel=1e-6)
@@ -202,8 +172,7 @@ def test_no_partition_beats_its_lower_bound() -> None:
             *random_sizes(rng, num_layers - head, rng.randint(1, num_layers - head)),
         ]
         scorer = BatchScorer(StageSums(costs), speeds=worker_speeds(costs, num_workers), hop_s=costs.hop_s)
-        numpy = scorer.numpy
-        works, _ = scorer.works(Batch(numpy.array([sizes]), numpy.array([2]), numpy.array([len(sizes)])))
+        works, _ = scorer.works(one_batch(scorer.numpy, sizes, 2))
         chain = chain_of(num_microbatches, num_workers, staleness=0, num_steps=1)
         bound = float(lower_bounds(scorer, works, chain)[0])
         assert bound <= scorer.measure(sizes, 2, chain)[0] * (1 + 1e-9)

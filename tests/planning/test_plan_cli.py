@@ -68,14 +68,8 @@ def command(*arguments: str | Path, code: int = 0) -> subprocess.CompletedProces
         "sys.exit(code)\n"
     )
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", program, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=120,
-        check=False,
-    )
+    words = [sys.executable, "-c", program, *map(str, arguments)]
+    done = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=120, check=False)
     assert "Traceback" not in done.stderr, done.stderr
     assert done.returncode == code, done.stderr
     assert "torch False" in done.stderr
@@ -122,20 +116,13 @@ def test_many_layers_are_cut_quickly_and_within_the_limits(recipe: Path) -> None
         assert "few even cuts" in answer.explanation[0]
 
 
-def test_shipped_recipe_is_planned_by_the_command() -> None:
-    done = command("recipes/qwen3-32b.yaml", "--hardware", "8x4090", "--solve", "--json")
-    document = json.loads(done.stdout)
-    assert document["fits"] is True
-    assert document["workers"] == 8
-    assert len(document["layers"]) == 66
-    assert document["solve"]["max_seq_length"] > 16000
-
-
 def test_a_235b_mixture_of_experts_in_little_memory() -> None:
-    done = command("recipes/qwen3-32b.yaml", "model=Qwen/Qwen3-235B-A22B", "--hardware", "8x4090", "--json")
+    machine = ("--hardware", "8x4090", "--solve", "--json")
+    done = command("recipes/qwen3-32b.yaml", "model=Qwen/Qwen3-235B-A22B", *machine)
     document = json.loads(done.stdout)
-    assert document["fits"] is True
+    assert (document["fits"], document["workers"], len(document["layers"])) == (True, 8, 96)
     assert covers(document["backward_stages"], range(96))
+    assert document["solve"]["max_seq_length"] > 16000
     peak_kib = int(done.stderr.split("peak_kib ")[1].split()[0])
     assert peak_kib < 300 * 1024
 
@@ -152,33 +139,28 @@ def test_long_sequences_of_many_experts_fit_in_chunks(recipe: Path) -> None:
     assert chunks.bubble_ratio < 0.1
 
 
-def test_it_exits_0_with_reasons_when_it_does_not_fit(recipe: Path) -> None:
-    machine = "1x2080ti:memory_gib=1.2,host_memory_gib=2.5"
-    done = command(recipe, "method=full", *AUTO, "--hardware", machine, "--solve", "--json")
-    document = json.loads(done.stdout)
+def test_check_exits_with_5_where_it_does_not_fit(recipe: Path) -> None:
+    """Without the flag `plan` exits with 0: it has answered what it was asked."""
+    words = ("--hardware", "1x2080ti:memory_gib=1.2,host_memory_gib=2.5", "--json")
+    document = json.loads(command(recipe, "method=full", *AUTO, *words, "--solve").stdout)
     assert document["fits"] is False
     assert all("too little" in reason for reason in document["reasons"])
     assert [reason.split(":")[0] for reason in document["reasons"]] == ["memory of rtx-2080-ti", "host memory"]
     assert document["predicted"]["step_s"] > 0
     assert document["solve"]["max_seq_length"] is None
     assert len(document["solve"]["changes"]) == 3
+    assert json.loads(command(recipe, "method=full", *words, "--check", code=5).stdout)["fits"] is False
+    assert command(recipe, "--hardware", "2x4090", "--check").stdout.startswith("FITS: ")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--hardware", "8x4900"], "did you mean rtx-4090"),
-        (["--svg", "/no/such/folder/a.svg"], "cannot write a.svg"),
-    ],
-)
-def test_what_cannot_be_answered_is_refused(recipe: Path, arguments: list[str], said: str) -> None:
-    done = command(recipe, *arguments, code=2)
-    assert said in done.stderr
-    assert done.stdout == ""
+def test_a_picture_that_cannot_be_written_is_refused(recipe: Path) -> None:
+    done = command(recipe, "--svg", "/no/such/folder/a.svg", code=2)
+    assert "cannot write a.svg" in done.stderr and done.stdout == ""
 
 
 def test_words_begin_with_the_verdict(recipe: Path) -> None:
     answer = make_plan(load(recipe), "2x4090")
+    assert answer.forward_stages == ((0, 10), (11, 20), (21, 30)), "given"
     lines = plan_text(answer, None)
     assert lines[0].startswith("FITS: HuggingFaceTB/SmolLM2-135M-Instruct (135M parameters), lora")
     assert lines[1] == "  on 2x4090: as --hardware says"
@@ -198,14 +180,6 @@ def test_words_begin_with_the_verdict(recipe: Path) -> None:
     assert any(line.endswith("if it did fit") for line in no) and any("(given)" in line for line in no)
     for short in (plan_text(answer, None, details=False), plan_text(make_plan(full), None, details=False)):
         assert len(list(wrapped(short, 80))) < 24 and "`-v` shows" in short[-1]
-
-
-def test_check_exits_with_5_where_it_does_not_fit(recipe: Path) -> None:
-    """Without the flag `plan` exits with 0: it has answered what it was asked."""
-    words = ("--hardware", "1x3060,host_memory_gib=0.2")
-    assert command(recipe, *words).stdout.startswith("DOES NOT FIT: ")
-    assert json.loads(command(recipe, *words, "--check", "--json", code=5).stdout)["fits"] is False
-    assert command(recipe, "--hardware", "2x4090", "--check").stdout.startswith("FITS: ")
 
 
 def test_time_to_finish_counts_rows_or_steps(recipe: Path) -> None:
@@ -278,21 +252,6 @@ def test_gpus_are_read_from_nvidia_smi(recipe: Path, tmp_path: Path, monkeypatch
         assert [device.name for device in ask(load(recipe)).hardware.devices] == names
 
 
-def test_every_schedule_of_a_recipe_is_planned(recipe: Path) -> None:
-    for schedule in ("looped_bfs", "gpipe", "1f1b", "interleaved_1f1b"):
-        answer = make_plan(load(recipe, *AUTO, f"pipeline.schedule={schedule}"), "4x4090")
-        assert covers([list(stage) for stage in answer.backward_stages], range(32)), schedule
-        assert answer.step_s > 0
-    assert make_plan(load(recipe), "2x4090").forward_stages == ((0, 10), (11, 20), (21, 30))
-
-
-def test_step_time_of_many_microbatches_follows_from_fewer(recipe: Path) -> None:
-    few, many = (
-        make_plan(load(recipe, f"gradient_accumulation_steps={count}"), "4x4090").step_s for count in (64, 640)
-    )
-    assert 9 < many / few < 10.01
-
-
 def test_a_type_that_the_processor_emulates_is_in_the_verdict(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "_cpuinfo", lambda: "flags: avx2")
     for dtype, is_slow in (("bfloat16", True), ("float32", False)):
@@ -310,10 +269,9 @@ def test_method_and_turing_settings_reach_the_plan(recipe: Path) -> None:
 
 def test_finetune_refuses_what_cannot_fit_before_loading(recipe: Path) -> None:
     check_fits(ask(load(recipe), here=True))
+    large = load(recipe, "model=Qwen/Qwen3-235B-A22B", "method=full", "pipeline.devices=[cpu, cpu]")
     with pytest.raises(ResourceError) as caught:
-        check_fits(
-            ask(load(recipe, "model=Qwen/Qwen3-235B-A22B", "method=full", "pipeline.devices=[cpu, cpu]"), here=True)
-        )
+        check_fits(ask(large, here=True))
     assert caught.value.exit_code == 5
     assert "host memory: needs" in str(caught.value)
     assert "--solve" in str(caught.value)
@@ -327,24 +285,11 @@ def test_the_recipe_names_the_machine_that_is_planned_for(recipe: Path) -> None:
     assert machine.host_memory_bytes == 64 * 1024**3
     assert machine.devices[0].link_bytes_per_s < ask(load(recipe), "3090").hardware.devices[0].link_bytes_per_s
     assert len(ask(load(recipe, words), "4090").hardware.devices) == 1
-    check_fits(
-        ask(
-            load(recipe, "model=Qwen/Qwen3-8B", "hardware='8x4090,host_memory_gib=1'", "pipeline.devices=[cpu]"),
-            here=True,
-        )
-    )
+    named = load(recipe, "model=Qwen/Qwen3-8B", "hardware='8x4090,host_memory_gib=1'", "pipeline.devices=[cpu]")
+    check_fits(ask(named, here=True))
     with pytest.raises(RefusedError) as caught:
         ask(load(recipe, "hardware=2x3900"))
     assert "hardware: 2x3900" in str(caught.value) and "did you mean rtx-3090" in str(caught.value)
-
-
-def test_costs_for_bench(recipe: Path) -> None:
-    costs = ask(load(recipe), "4x3090+2x4060ti").analytic.costs
-    assert [layer.name for layer in costs.layers][:2] == ["embed", "block.0"]
-    assert costs.layers[-1].name == "head"
-    assert costs.worker_speed is not None and len(costs.worker_speed) == 6
-    with pytest.raises(RefusedError):
-        ask(load(recipe), "nonsense")
 
 
 def test_sequences_in_chunks_are_planned(recipe: Path) -> None:
@@ -389,12 +334,11 @@ def test_short_host_memory_takes_fewer_boundaries(recipe: Path) -> None:
     shorter, and where those keep too many, stages are coarser."""
     big = ("model=meta-llama/Llama-3.3-70B-Instruct", "load_in_4bit=true", "micro_batch_size=2", "max_seq_length=2048")
     words = (*AUTO, *big, "gradient_accumulation_steps=16", "weights=pinned")
-    coarse, short, ample = (make_plan(load(recipe, *words), f"4x3090,host_memory_gib={gib}") for gib in (54, 58, 126))
-    assert all(plan.verdict.fits for plan in (coarse, short, ample))
-    assert coarse.microbatches_per_round < min(short.microbatches_per_round, ample.microbatches_per_round)
+    coarse, ample = (make_plan(load(recipe, *words), f"4x3090,host_memory_gib={gib}") for gib in (54, 126))
+    assert coarse.verdict.fits and ample.verdict.fits
+    assert coarse.microbatches_per_round < ample.microbatches_per_round
     assert len(coarse.backward_stages) < len(ample.backward_stages)
-    assert "host memory is short" in coarse.explanation[0]
-    assert short.step_s < coarse.step_s and ample.step_s < 1.01 * short.step_s
+    assert "host memory is short" in coarse.explanation[0] and ample.step_s < coarse.step_s
 
 
 def test_a_model_whose_figures_never_come_ends_plan(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:

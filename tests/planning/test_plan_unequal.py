@@ -44,16 +44,8 @@ def with_keys(loaded: LoadedRecipe, *overrides: str) -> LoadedRecipe:
 
 def check_limits(answer: Plan) -> None:
     """Every stage may land on every worker that the plan uses."""
-    question = answer.question
-    smallest = min(question.hardware.devices, key=lambda device: device.memory_bytes)
-    need = device_need(
-        question.analytic.costs,
-        question.architecture,
-        question.settings,
-        question.hardware,
-        answer.forward_stages,
-        answer.backward_stages,
-    )
+    smallest = min(answer.question.hardware.devices, key=lambda device: device.memory_bytes)
+    need = device_need(answer.question, answer.forward_stages, answer.backward_stages)
     assert answer.verdict.fits and need.total_bytes <= usable_device_bytes(smallest)
 
 

@@ -20,7 +20,7 @@ from roundpipe_cli.engine.layer import LayerRunner
 from roundpipe_cli.errors import OutOfDeviceMemoryError
 from roundpipe_cli.events import Event, Notice
 from roundpipe_cli.planning.adaptive import AdaptivePlanner
-from roundpipe_cli.planning.compare import StageCut
+from roundpipe_cli.planning.compare import SimulationCase, StageCut, make_schedule
 from roundpipe_cli.planning.cuts import DEALING, resident_cut
 from roundpipe_cli.planning.predict import Plan, make_plan
 from roundpipe_cli.planning.question import ask
@@ -101,15 +101,8 @@ def test_no_stage_is_larger_than_what_is_kept() -> None:
             continue
         first, last = found.backward_stages[0]
         assert last - max(first, 1) == min(limit, blocks) and found.dealing == DEALING
-        schedule = build_schedule(
-            "roundpipe",
-            forward_stages=found.forward_stages,
-            backward_stages=found.backward_stages,
-            num_workers=workers,
-            rounds=Rounds(2 * workers, options=found.dealing),
-            costs=costs,
-        )
-        on = {}
+        whole = replace(found, microbatches_per_round=None)
+        schedule, on = make_schedule("roundpipe", whole, SimulationCase(costs, workers, 2 * workers)), {}
         for row in schedule.actions:
             for action in row:
                 on.setdefault(action.microbatch, set()).add(action.worker)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from roundpipe_cli.costs import analytic
-from roundpipe_cli.costs.analytic import analytic_costs
+from roundpipe_cli.costs.analytic import analytic_costs, case_of
 from roundpipe_cli.costs.cost import CostModel, LayerCost, share_out_visits
 from roundpipe_cli.costs.find_model import find_architecture
 from roundpipe_cli.costs.hardware import Hardware, parse_hardware
@@ -45,10 +45,9 @@ def recipe(tmp_path: Path, *words: str, model: str = "Qwen/Qwen3-8B") -> LoadedR
 
 def chosen(architecture: Architecture, settings: TrainingSettings, hardware: Hardware, pipeline: Any) -> Any:
     """The decision; the costs beside it are those of the settings with it."""
-    before = analytic_costs(architecture, settings, hardware)
-    found, analytic = choose_unpacking(architecture, settings, hardware, pipeline, analytic=before)
+    found, case = choose_unpacking(case_of(architecture, settings, hardware), pipeline)
     once = found is not None and found.once
-    assert analytic == analytic_costs(architecture, replace(settings, unpacks_once=once), hardware)
+    assert case == case_of(architecture, replace(settings, unpacks_once=once), hardware)
     return found
 
 
@@ -67,8 +66,8 @@ def test_a_card_with_too_little_memory_falls_back() -> None:
     architecture, pipeline = find_architecture("Qwen/Qwen3-32B"), PipelineConfig()
     hardware = parse_hardware("1x4090")
     tried = replace(LARGE, unpacks_once=True)
-    costs = analytic_costs(architecture, tried, hardware).costs
-    need = device_need(costs, architecture, tried, hardware, *even_cut(len(costs.layers), 1, 1)).total_bytes
+    case = case_of(architecture, tried, hardware)
+    need = device_need(case, *even_cut(len(case.costs.layers), 1, 1)).total_bytes
 
     def on(memory_bytes: int) -> Any:
         (card,) = hardware.devices
@@ -108,12 +107,8 @@ def test_the_plan_counts_time_and_memory_of_either_way() -> None:
     assert each.backward_s - once.backward_s == pytest.approx(unpack_s)
     assert (each.visit_s, each.whole_bytes) == (0, 0)
     assert once.visit_s == pytest.approx(unpack_s) and once.whole_bytes == 2 * block.params
-    settings = replace(LARGE, unpacks_once=True)
-    costs = analytic_costs(architecture, settings, hardware).costs
-    sizes = [
-        device_need(costs, architecture, settings, hardware, *even_cut(len(costs.layers), blocks, blocks))
-        for blocks in (1, 3)
-    ]
+    case = case_of(architecture, replace(LARGE, unpacks_once=True), hardware)
+    sizes = [device_need(case, *even_cut(len(case.costs.layers), blocks, blocks)) for blocks in (1, 3)]
     counted = [sum(one.num_bytes for one in need.parts if "unpacked" in one.name) for need in sizes]
     assert counted == [2 * block.params, 6 * block.params]
 
@@ -144,9 +139,9 @@ def test_a_run_does_what_the_plan_says(tmp_path: Path) -> None:
 
 def planned(architecture: Architecture, settings: TrainingSettings, cut: StageCut) -> tuple[float, int]:
     """Seconds that all workers of a step compute, and bytes that each needs."""
-    costs = analytic_costs(architecture, settings, TWO_CARDS).costs
-    timeline = run("roundpipe", cut, SimulationCase(costs, 2, settings.num_microbatches)).timeline
-    need = device_need(costs, architecture, settings, TWO_CARDS, cut.forward_stages, cut.backward_stages)
+    case = case_of(architecture, settings, TWO_CARDS)
+    timeline = run("roundpipe", cut, SimulationCase(case.costs, 2, settings.num_microbatches)).timeline
+    need = device_need(case, cut.forward_stages, cut.backward_stages)
     return sum(busy_s(timeline)), need.total_bytes
 
 

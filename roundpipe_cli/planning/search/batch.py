@@ -18,10 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from roundpipe_cli.costs.cost import CostModel
+from roundpipe_cli.costs.cost import NUM_SLOTS, CostModel
 from roundpipe_cli.planning.search.stages import StageLimits, StageSums
-
-# The rounds by which partitions are compared, and what links and workers are like. Seconds.
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,44 +34,16 @@ class RoundChain:
     waits: bool = False
     """Whether a step begins no sooner than the one two before it has ended, whose update makes the weights it reads."""
 
-    def step_s(self, from_s: float, to_s: float) -> float:
-        """Time per step, given the times before and after the measured rounds."""
-        return (to_s - from_s) / self.measured_steps
-
-    def since_first_s(self, first_s: float, to_s: float) -> float:
-        """Time per step of all steps but the first, given the times after the first and after all."""
-        return (to_s - first_s) / (len(self.round_sizes) // self.rounds_per_step - 1)
-
 
 def chain_of(
     num_microbatches: int, per_round: int, *, staleness: int, num_steps: int, waits: bool = False
 ) -> RoundChain:
     """The rounds that decide a run's time per step. With staleness 0 a barrier separates steps: one step tells all."""
-    step = _round_sizes(num_microbatches, per_round)
+    step = tuple(min(per_round, num_microbatches - first) for first in range(0, num_microbatches, per_round))
     if staleness == 0 or num_steps == 1:
         return RoundChain(step, len(step), 0, 1)
     half = num_steps // 2
     return RoundChain(step * num_steps, len(step), len(step) * half, num_steps - half, waits)
-
-
-def steady_chain(num_microbatches: int, per_round: int, min_rounds: int, *, waits: bool = False) -> RoundChain:
-    """Enough chained steps to see how fast they follow each other."""
-    rounds = -(-num_microbatches // per_round)
-    num_steps = 2 * -(-min_rounds // (2 * rounds))
-    return chain_of(num_microbatches, per_round, staleness=1, num_steps=num_steps, waits=waits)
-
-
-def _round_sizes(num_microbatches: int, per_round: int) -> tuple[int, ...]:
-    return tuple(min(per_round, num_microbatches - first) for first in range(0, num_microbatches, per_round))
-
-
-@dataclass(frozen=True, slots=True)
-class LinkCosts:
-    """The links and slots that the default accounting adds to the published one."""
-
-    bytes_per_s: float
-    """Rate of each worker's link in each direction."""
-    slots: int
 
 
 def worker_speeds(costs: CostModel, num_workers: int) -> tuple[float, ...]:
@@ -106,13 +76,9 @@ class Batch:
         return Batch(self.sizes[which], self.num_forward[which], self.num_stages[which])
 
 
-@dataclass(frozen=True)
-class DeviceMemory:
-    """Memory of a worker's device, which holds `slots` times the weights and gradients of the largest stage, the
-    activations of one microbatch, two boundary tensors per direction."""
-
-    num_bytes: int
-    slots: int
+def one_batch(numpy: Any, sizes: Sequence[int], num_forward: int) -> Batch:
+    """A batch of one candidate."""
+    return Batch(numpy.array([sizes]), numpy.array([num_forward]), numpy.array([len(sizes)]))
 
 
 @dataclass(frozen=True)
@@ -136,11 +102,6 @@ class Works:
         """Some of the candidates, by mask, index or slice."""
         return Works(*(getattr(self, field.name)[:, which] for field in fields(self)))
 
-    @property
-    def num_candidates(self) -> int:
-        """C."""
-        return int(self.lead_s.shape[1])
-
 
 class BatchScorer:
     """Scores batches for one model and number of workers."""
@@ -151,13 +112,18 @@ class BatchScorer:
         *,
         speeds: Sequence[float],
         hop_s: float,
-        links: LinkCosts | None = None,
+        slots: int = NUM_SLOTS,
+        link_bytes_per_s: float | None = None,
         limits: StageLimits | None = None,
-        memory: DeviceMemory | None = None,
+        memory_bytes: int | None = None,
         after_update: bool = False,
     ) -> None:
         """
         Args:
+            slots: stages whose weights are on a device at once.
+            link_bytes_per_s: rate of each worker's link in each direction; None: transfers take no time.
+            memory_bytes: of a worker's device, which holds `slots` times the weights and gradients of the largest
+                stage, the activations of one microbatch and two boundary tensors per direction; None: any number.
             after_update: steps begin with the updates of the step before, as in `schedule/program.py`.
         """
         import numpy
@@ -168,7 +134,7 @@ class BatchScorer:
         self.speeds = numpy.array(speeds)
         self.equal = min(speeds) == max(speeds) == 1.0
         self.hop_s = hop_s if self.num_workers > 1 else 0.0
-        self.links = links
+        self.slots, self.link_bytes_per_s, self.memory_bytes = slots, link_bytes_per_s, memory_bytes
         self.forward_s = numpy.array(sums.forward_s)
         self.recompute_s = numpy.array(sums.recompute_s)
         self.backward_s = numpy.array(sums.backward_s)
@@ -176,7 +142,6 @@ class BatchScorer:
         self.grad_bytes = numpy.array(sums.grad_bytes)
         self.boundary_bytes = numpy.array([0.0, *sums.boundary_bytes])
         self.allowed = _allowed(numpy, sums, limits) if limits else None
-        self.memory = memory
         self.visit_bytes = numpy.array(sums.visit_bytes)
         self.updated_s = numpy.array(sums.updated_s) if after_update else None
 
@@ -192,16 +157,16 @@ class BatchScorer:
         stop = numpy.where(is_forward, ends, self.num_layers + forward_layers - ends + sizes)
         first = stop - sizes
         forward, backward = self.forward_s[first, stop], self.backward_s[first, stop]
-        head_lead = 0.0 if self.links and self.boundary_bytes.any() else forward
+        head_lead = 0.0 if self.link_bytes_per_s and self.boundary_bytes.any() else forward
         lead = numpy.where(is_head, head_lead, numpy.where(is_forward, 0.0, self.recompute_s[first, stop]))
         whole = numpy.where(is_head, backward + forward, numpy.where(is_forward, forward, backward))
         hop = numpy.where(position > 0, self.hop_s, 0.0)
         upload = grad = numpy.broadcast_to(0.0, lead.shape)
-        if self.links:
-            upload = self.param_bytes[first, stop] / self.links.bytes_per_s
-            grad = numpy.where(is_forward, 0.0, self.grad_bytes[first, stop]) / self.links.bytes_per_s
+        if self.link_bytes_per_s:
+            upload = self.param_bytes[first, stop] / self.link_bytes_per_s
+            grad = numpy.where(is_forward, 0.0, self.grad_bytes[first, stop]) / self.link_bytes_per_s
             arriving = self.boundary_bytes[numpy.where(is_forward | is_head, first, stop)]
-            hop = hop + numpy.where(position > 0, 2.0, 1.0) * arriving / self.links.bytes_per_s
+            hop = hop + numpy.where(position > 0, 2.0, 1.0) * arriving / self.link_bytes_per_s
         hop = numpy.where(real, hop, -INFEASIBLE)
         updated = numpy.broadcast_to(0.0, lead.shape) if self.updated_s is None else self.updated_s[first, stop]
         works = Works(lead, whole, is_head, hop, real, upload, grad, updated)
@@ -209,31 +174,26 @@ class BatchScorer:
         if self.allowed is not None:
             kind = numpy.where(is_forward, 0, numpy.where(is_head, 2, 1))
             fits &= (self.allowed[kind, first, stop] | ~real).all(axis=0)
-        if self.memory:
+        if self.memory_bytes is not None:
             held = self.param_bytes[first, stop] + numpy.where(is_forward, 0.0, self.grad_bytes[first, stop])
             kept = numpy.where(is_forward, 0.0, self.visit_bytes[first, stop])
-            peak = self.memory.slots * held.max(axis=0) + kept.max(axis=0) + 4 * self.boundary_bytes.max()
-            fits &= peak <= self.memory.num_bytes
+            peak = self.slots * held.max(axis=0) + kept.max(axis=0) + 4 * self.boundary_bytes.max()
+            fits &= peak <= self.memory_bytes
         return works, fits
-
-    def score(self, batch: Batch, chain: RoundChain) -> Array:
-        """(C,) time per step; infinite where a stage is over its limit."""
-        works, fits = self.works(batch)
-        return self.numpy.where(fits, self.step_s(works, chain), INFEASIBLE)
 
     def step_s(self, works: Works, chain: RoundChain) -> Array:
         """(C,) time per step."""
         numpy = self.numpy
         parts = [
             _Walk(self, works.take(slice(begin, begin + CHUNK))).run(chain)
-            for begin in range(0, works.num_candidates, CHUNK)
+            for begin in range(0, works.lead_s.shape[1], CHUNK)
         ]
         return numpy.concatenate(parts) if parts else numpy.zeros(0)
 
     def measure(self, sizes: Sequence[int], num_forward: int, chain: RoundChain) -> tuple[float, float]:
         """Makespan of the first step and time per step of one partition."""
         numpy = self.numpy
-        works, _ = self.works(Batch(numpy.array([sizes]), numpy.array([num_forward]), numpy.array([len(sizes)])))
+        works, _ = self.works(one_batch(numpy, sizes, num_forward))
         first = RoundChain(chain.round_sizes[: chain.rounds_per_step], chain.rounds_per_step, 0, 1)
         alone = replace(works, updated_s=0.0 * works.updated_s)
         makespan_s, step_s = (
@@ -255,11 +215,12 @@ class _Walk:
         self.numpy, self.scorer, self.works = numpy, scorer, works
         self.lead, self.rest = works.lead_s, numpy.where(works.is_head, works.whole_s - works.lead_s, works.whole_s)
         self.all_count = bool(((self.lead + self.rest > 0) | ~works.real).all())
-        self.makespan = numpy.zeros(works.num_candidates)
+        num_candidates = works.lead_s.shape[1]
+        self.makespan = numpy.zeros(num_candidates)
         self.workers = numpy.arange(scorer.num_workers)[:, None]
-        self.links = scorer.links if scorer.links and (works.upload_s.any() or works.grad_s.any()) else None
-        num_states = 3 + scorer.links.slots if scorer.links else 1
-        self.states = [numpy.zeros((scorer.num_workers, works.num_candidates)) for _ in range(num_states)]
+        self.links = bool(scorer.link_bytes_per_s and (works.upload_s.any() or works.grad_s.any()))
+        num_states = 3 + scorer.slots if scorer.link_bytes_per_s else 1
+        self.states = [numpy.zeros((scorer.num_workers, num_candidates)) for _ in range(num_states)]
         """Times at which workers are free; with links also up links, down links and slots, oldest slot first."""
 
     def run(self, chain: RoundChain) -> Array:
@@ -294,12 +255,13 @@ class _Walk:
         if self.links:  # the last gradients still have to leave
             numpy.maximum(self.makespan, self.states[2].max(axis=0), out=self.makespan)
         after = [self.makespan, self.states[0].mean(axis=0)]
-        value, average = (chain.step_s(*times) for times in zip(before, after, strict=True))
+        value, average = ((to_s - from_s) / chain.measured_steps for from_s, to_s in zip(before, after, strict=True))
         if self.plain or not chain.from_round:
             return value
         # Of two regimes, a slow and a fast one, between which rounds may fall at any time, the measured steps may show
         # the fast one alone; and a plan whose last worker happens to end late before them looks faster than it is.
-        return numpy.maximum(numpy.maximum(value, chain.since_first_s(first, self.makespan)), 2 * average - value)
+        since_first = (self.makespan - first) / (len(chain.round_sizes) // chain.rounds_per_step - 1)
+        return numpy.maximum(numpy.maximum(value, since_first), 2 * average - value)
 
     def _turn(self, rows: Array) -> None:
         rows = rows % self.scorer.num_workers

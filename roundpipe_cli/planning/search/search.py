@@ -153,12 +153,12 @@ def _carried_s(scorer: BatchScorer, top: Array, chain: RoundChain) -> Array:
     Args:
         top: the first layer of the head's stage, whose forward needs no weights of its own.
     """
-    if scorer.links is None:
+    if scorer.link_bytes_per_s is None:
         return 0.0 * top
     layers, rounds = scorer.num_layers, chain.rounds_per_step
     up_bytes = rounds * (scorer.param_bytes[0, top] + scorer.param_bytes[0, layers])
     up_bytes = up_bytes + (rounds - 1) * scorer.grad_bytes[0, layers]
-    return up_bytes / scorer.links.bytes_per_s / scorer.num_workers
+    return up_bytes / scorer.link_bytes_per_s / scorer.num_workers
 
 
 def seeds(scorer: BatchScorer, bounds: list[int], cells: Cells, patterns: tuple[str, str]) -> tuple[Batch, Array]:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from roundpipe_cli.costs.cost import CostModel, LayerCost, StageRange
-from roundpipe_cli.errors import RefusedError
 
 
 @dataclass(frozen=True)
@@ -201,28 +200,6 @@ def even_cut(
     forward[0] += num_free
     backward[-1] += num_free
     return forward_ranges(forward), backward_ranges(backward, num_layers)
-
-
-def check_costs(costs: CostModel) -> None:
-    """Refuse costs that no plan can be made from.
-
-    Raises:
-        RefusedError: no layers, or a negative or infinite cost; names the layer.
-    """
-    if not costs.layers:
-        raise RefusedError("the costs list no layers", expected="at least the head")
-    for index, layer in enumerate(costs.layers):
-        for field in ("forward_s", "backward_s", "param_bytes", "boundary_bytes", "grad_bytes", "activation_bytes"):
-            value = getattr(layer, field)
-            if not 0 <= value < float("inf"):
-                raise RefusedError(
-                    f"{field} must be a number from 0 up", where=f"layers[{index}] ({layer.name})", found=str(value)
-                )
-    if not 0 <= costs.hop_s < float("inf"):
-        raise RefusedError("hop_s must be a number from 0 up", where="hop_s", found=str(costs.hop_s))
-    for worker, speed in enumerate(costs.worker_speed or ()):
-        if not 0 < speed < float("inf"):
-            raise RefusedError("a worker's speed must be above 0", where=f"worker_speed[{worker}]", found=str(speed))
 
 
 def even_stages(num_layers: int, num_stages: int) -> tuple[StageRange, ...]:
