@@ -118,7 +118,7 @@ class ChatTemplate:
         Raises:
             BadRowError: the template raised, or did what the sandbox forbids.
         """
-        fields = Fields.of(messages)
+        fields = Fields(messages)
         return self._lay(fields, fields.messages, tools, add_generation_prompt=add_generation_prompt).text
 
     def render_trained(
@@ -173,11 +173,7 @@ class ChatTemplate:
     def _first_that_fits(
         self, conversation: Conversation | Exchange, make: Callable[[WrittenTurns], Rendered]
     ) -> Rendered:
-        """The result of `make` for the conversation as it is, else for the first form of its calls that it takes.
-
-        Raises:
-            BadRowError: of the conversation as it is, where it takes none.
-        """
+        """The result of `make` for the conversation as it is, else for the first form of its calls that it takes."""
         try:
             return make(self._write(conversation.messages, conversation.tools))
         except BadRowError as error:
@@ -201,7 +197,7 @@ class ChatTemplate:
         raise next((error for error in [refusal, *refused] if error.fault.what != REFUSED), refusal)
 
     def _write(self, messages: Sequence[Message], tools: Tools) -> WrittenTurns:
-        fields = Fields.of(messages)
+        fields = Fields(messages)
         laid = self._lay(fields, fields.messages, tools)
         _check_tools(messages, tools, laid.text)
 
@@ -216,10 +212,6 @@ class ChatTemplate:
     def _lay(
         self, fields: Fields, messages: Sequence[Message], tools: Tools, *, add_generation_prompt: bool = False
     ) -> Laid:
-        """
-        Raises:
-            BadRowError: the template raised, or did what the sandbox forbids.
-        """
         self._owners[:] = [of.message for of in fields.fields]
         self._plain.clear()
         self._plain.update(map(id, tools))
@@ -262,11 +254,7 @@ class ChatTemplate:
         return None
 
     def _compile(self) -> tuple[Any, bool]:
-        """The template in our environment, and whether it has marks around the assistant's words.
-
-        Raises:
-            RefusedError: it is not valid Jinja.
-        """
+        """The template in our environment, and whether it has marks around the assistant's words."""
         from jinja2 import TemplateSyntaxError
 
         base: Any = library_name("transformers.utils.chat_template_utils", "_compile_jinja_template")("")
@@ -316,11 +304,7 @@ class ChatTemplate:
 
 
 def _check_tools(messages: Sequence[Message], tools: Tools, text: str) -> None:
-    """Refuse tools that the template leaves out, as templates without tools do silently.
-
-    Raises:
-        BadRowError: a tool or a call of one is not in `text`.
-    """
+    """Refuse tools that the template leaves out, as templates without tools do silently."""
     calls = [call for message in messages for call in message.get("tool_calls", ())]
     for what, entries in (("tools", tools), ("tool calls", calls)):
         for entry in entries:

@@ -428,10 +428,6 @@ def _unused_keys(column: str, value: object) -> Iterator[str]:
 
 
 def _refuse_placeholders(row: Mapping[str, object], unused: Sequence[str]) -> None:
-    """
-    Raises:
-        BadRowError: the row's text has a placeholder for what lies in a column that is not used.
-    """
     media = next((name for name in unused if _may_be_media(name, row[name])), None)
     placeholder = None if media is None else _placeholder(row)
     if media is not None and placeholder is not None:

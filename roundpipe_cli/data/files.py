@@ -199,11 +199,7 @@ def _open(path: Path, progress: ReadProgress) -> Iterator[IO[bytes]]:
 
 
 def _lines(file: IO[AnyStr], path: Path) -> Iterator[AnyStr]:
-    """The lines of a file, each of limited length in its own units (bytes or characters).
-
-    Raises:
-        RefusedError: a longer one.
-    """
+    """The lines of a file, each of limited length in its own units (bytes or characters)."""
     number = 0
     while line := file.readline(MAX_LINE_BYTES + 1):
         number += 1
@@ -616,10 +612,6 @@ def _parquet_head(path: Path, processor_s: float = PARQUET_HEAD_S) -> _ParquetHe
 
 @contextmanager
 def _refusing_parquet(path: Path, last_row: Callable[[], int]) -> Iterator[None]:
-    """
-    Raises:
-        RefusedError: pyarrow refuses the file in the body.
-    """
     import pyarrow  # type: ignore[import-untyped]
 
     try:

@@ -93,11 +93,7 @@ def _reads(template: str, name: str) -> bool:
 
 
 def _with_defaults(template: str, variables: Mapping[str, bool | int | float | str]) -> str:
-    """The template behind a line that gives its variables values.
-
-    Raises:
-        RefusedError: it does not read one of them, or whoever renders it always gives it.
-    """
+    """The template behind a line that gives its variables values."""
     line = ""
     for name, value in variables.items():
         if name in GIVEN_VARIABLES or not _reads(template, name):
@@ -501,10 +497,6 @@ class RowEncoder:
 
     @contextmanager
     def _within_limits(self) -> Iterator[None]:
-        """
-        Raises:
-            RefusedError: out of memory.
-        """
         try:
             with self._limited():
                 yield

@@ -362,10 +362,6 @@ def _content_sum(content: dict[str, Any]) -> str:
 
 
 def _content(folder: Path) -> dict[str, Any]:
-    """
-    Raises:
-        OSError, ValueError, KeyError, TypeError: not there, or not as it was written.
-    """
     document: dict[str, Any] = json.loads((folder / SHARD_NAME).read_bytes())
     content: dict[str, Any] = document["content"]
     if _content_sum(content) != document["checksum"]:
@@ -374,10 +370,6 @@ def _content(folder: Path) -> dict[str, Any]:
 
 
 def _open(folder: Path) -> Shard:
-    """
-    Raises:
-        OSError, ValueError, KeyError, TypeError: not there, or not whole.
-    """
     document = _content(folder)
     arrays: dict[str, Any] = {}
     for name, dtype in ARRAYS.items():

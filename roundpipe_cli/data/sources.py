@@ -543,11 +543,7 @@ def _folder_sources(folder: Path, spec: DatasetSpec, split: Split, offline: bool
 
 
 def _sliced(sources: list[Source], split: Split) -> list[Source]:
-    """The sources cut to a slice of all their rows, those without a row of it left out.
-
-    Raises:
-        RefusedError: one of them cannot be read, or no row is left.
-    """
+    """The sources cut to a slice of all their rows, those without a row of it left out."""
     if split.bounds == (None, None):
         return sources
     counts = [

@@ -297,10 +297,6 @@ def convert_file(
 
 
 def _refuse_second_model(job: Job, is_lora: bool, name: str) -> None:
-    """
-    Raises:
-        RefusedError: DPO of all weights, whose reference would be a second model.
-    """
     if job == "dpo" and not is_lora:
         raise RefusedError(
             "DPO of all weights needs a second model as the reference, which is not offered",
@@ -372,11 +368,7 @@ _TOP_KEYS = frozenset(key for key in known_keys(Recipe) if "." not in key and ke
 
 
 def _datasets(data: dict[str, Any], tool: Tool, name: str, result: Conversion) -> tuple[list[Entry], list[Entry]]:
-    """The recipe's `datasets` and `eval_datasets`.
-
-    Raises:
-        RefusedError: no rows to train on, or some that a recipe cannot name.
-    """
+    """The recipe's `datasets` and `eval_datasets`."""
     job = job_of(data, tool)
     if tool == "axolotl":
         read = axolotl_pairs if is_pairs(job) else axolotl_datasets

@@ -444,11 +444,7 @@ def factory_datasets(data: Mapping[str, Any], key: str, name: str, result: Conve
 
 
 def _table(folder: Path, base: str) -> dict[str, Any] | None:
-    """LLaMA-Factory's table of datasets, beside the file or in the working directory; None where there is none.
-
-    Raises:
-        RefusedError: it is too large or cannot be read, or its folder has a name that no folder has.
-    """
+    """LLaMA-Factory's table of datasets, beside the file or in the working directory; None where there is none."""
     named_path(base)
     for path in (folder / base / _TABLE, Path(base) / _TABLE):
         try:

@@ -326,9 +326,6 @@ _BRACKETS = {"[": "]", "{": "}", "'": "'", '"': '"'}
 def _value(written: str, origin: str) -> Any:
     """The value of an override: a whole list, mapping or quoted text is YAML, a word such as `null` or `3e-4` what YAML
     makes of it, and everything else is the text as it was typed, with every ` #`, `: ` and `&` in it.
-
-    Raises:
-        RecipeError: a list or mapping that is not YAML, or a character that no file may have.
     """
     inner = written.strip()
     closing = _BRACKETS.get(inner[:1])
