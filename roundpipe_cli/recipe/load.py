@@ -684,9 +684,9 @@ def resolved_yaml(recipe: Recipe) -> str:
     return re.sub(r"^learning_rate: .*", rf"\g<0>{reason}", values_as_yaml(plain_data(recipe)), flags=re.MULTILINE)
 
 
-def values_as_yaml(values: Mapping[str, Any]) -> str:
-    """The text of a recipe with these values."""
-    return yaml.dump(_escaped(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+def values_as_yaml(values: Mapping[str, Any], *, width: int = 120) -> str:
+    """The text of a recipe with these values, in their order; lines of `width` characters."""
+    return yaml.dump(_escaped(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=width)
 
 
 class _Dumper(yaml.SafeDumper):
