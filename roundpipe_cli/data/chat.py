@@ -87,6 +87,17 @@ class Rendered:
     """Whether an EOS that is appended to a trained text is trained."""
 
 
+@dataclass(frozen=True, slots=True)
+class TemplateFacts:
+    """Facts about a template."""
+
+    end_of_turn: str | None
+    """The special token behind every turn of the assistant, as text; None where the template writes none."""
+    writes_date: bool
+    ends_by_next: bool
+    """An answer ends with the first special token of the next turn, if there is one."""
+
+
 class ChatTemplate:
     """A template bound to the tokenizer whose special tokens it may name."""
 
@@ -103,15 +114,11 @@ class ChatTemplate:
         next_special = re.compile(rf"\s*({known}{'|' if known else ''}{LOOKS_SPECIAL})")
         controls = sorted(token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
         self._control_tokens = re.compile("|".join(map(re.escape, controls))) if controls else None
-        self.writes_date = "strftime_now" in text
         self._owners: list[int] = []
         self._plain: set[int] = set()
         self._compiled, self._has_marks = self._compile()
         self._ends = self._probe_ends(next_special)
-        self.end_of_turn = self._ends.end_of_turn
-        """The special token behind every turn of the assistant, as text; None where the template writes none."""
-        self.ends_by_next = self._ends.next_mark_ends
-        """An answer ends with the first special token of the next turn."""
+        self.facts = TemplateFacts(self._ends.end_of_turn, "strftime_now" in text, self._ends.next_mark_ends)
 
     def render(self, messages: Sequence[Message], tools: Tools = (), *, add_generation_prompt: bool = False) -> str:
         """
@@ -124,18 +131,20 @@ class ChatTemplate:
     def render_trained(
         self,
         conversation: Conversation | Exchange,
-        rules: TrainRules = TrainRules(),  # noqa: B008 - it is frozen
+        rules: TrainRules | None = TrainRules(),  # noqa: B008 - it is frozen
     ) -> Rendered:
-        """The text of a conversation and the spans of the turns that `rules` train.
+        """The text of a conversation and the spans of the turns that `rules` train; None: all of the text is trained.
 
         Raises:
             BadRowError: the template refuses the conversation, leaves something of it out, or the turns cannot be told
                 apart in its text.
         """
-        turns = turns_to_train(conversation, rules)
+        turns = turns_to_train(conversation, rules) if rules is not None else []
 
         def trained(written: WrittenTurns) -> Rendered:
-            left_out = written.check_kept(turns)
+            left_out, text = written.check_kept(turns), written.laid.text
+            if rules is None:
+                return Rendered(text, ((0, len(text)),), tuple(dict.fromkeys(left_out)))
             spans = written.marked(turns) if self._has_marks else {}
             for index in turns:
                 if index not in spans:
@@ -143,25 +152,11 @@ class ChatTemplate:
                     spans[index] = written.answer(index) if is_answer else written.other(index)
             left_out += written.check_spans(spans)
             chosen = [spans[index] for index in sorted(spans)]
-            text = written.laid.text
             if rules.thoughts == "mask":
                 messages = conversation.messages
                 chosen = [behind_thoughts(text, spans[index], messages[index]) for index in sorted(spans)]
-            ends = with_ends(text, chosen, self.end_of_turn, rules.train_on_eos)
+            ends = with_ends(text, chosen, self.facts.end_of_turn, rules.train_on_eos)
             return Rendered(text, tuple(ends), tuple(dict.fromkeys(left_out)))
-
-        return self._first_that_fits(conversation, trained)
-
-    def render_all_trained(self, conversation: Conversation | Exchange) -> Rendered:
-        """The text of a conversation, all of it trained.
-
-        Raises:
-            BadRowError: the template refuses the conversation, or leaves something of it out.
-        """
-
-        def trained(written: WrittenTurns) -> Rendered:
-            text = written.laid.text
-            return Rendered(text, ((0, len(text)),), tuple(dict.fromkeys(written.check_kept(()))))
 
         return self._first_that_fits(conversation, trained)
 
@@ -189,10 +184,8 @@ class ChatTemplate:
                 made = make(self._write(messages, conversation.tools))
             except BadRowError as error:
                 refused.append(error)
-                continue
-            if with_short_ids in forms:
-                made = replace(made, left_out=(*made.left_out, NEW_IDS))
-            return made
+            else:
+                return replace(made, left_out=(*made.left_out, NEW_IDS)) if with_short_ids in forms else made
         # What a form lacks that the template takes says more than why it takes no other.
         raise next((error for error in [refusal, *refused] if error.fault.what != REFUSED), refusal)
 

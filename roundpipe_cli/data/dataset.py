@@ -23,11 +23,11 @@ import numpy.typing as npt
 
 from roundpipe_cli import __version__
 from roundpipe_cli.choices import IGNORED_LABEL, ROW_KINDS
-from roundpipe_cli.data.chat import TEMPLATE_DATE
+from roundpipe_cli.data.chat import TEMPLATE_DATE, TemplateFacts
 from roundpipe_cli.data.columns import PLAIN_TYPES
 from roundpipe_cli.data.formats import RowFormat, decide_format
 from roundpipe_cli.data.processes import Chunk, EncoderPool
-from roundpipe_cli.data.row_chunks import ChunkResult, TemplateFacts, find_template
+from roundpipe_cli.data.row_chunks import ChunkResult, find_template
 from roundpipe_cli.data.rows import DataSettings, PairAnswer, RawRow, fault_problem, in_chunks
 from roundpipe_cli.data.shards import (
     MAX_LISTED,

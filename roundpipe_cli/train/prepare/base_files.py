@@ -122,7 +122,7 @@ def trained_ends(tokenizer: Any) -> list[int]:
         template = find_template(tokenizer, None, None)
         turn_end = None
         if template is not None:
-            turn_end = run_limited(lambda: ChatTemplate(tokenizer, template).end_of_turn, TEMPLATE_LIMITS)
+            turn_end = run_limited(lambda: ChatTemplate(tokenizer, template).facts.end_of_turn, TEMPLATE_LIMITS)
     except RefusedError:  # a template that does not run ends no turn
         turn_end = None
     if turn_end is not None:
