@@ -443,11 +443,10 @@ def _refuse_double_columns(names: list[str], where: str) -> None:
 
 
 def _csv_row(header: list[str], values: list[str], number: int) -> RawRow:
-    if len(values) != len(header):
-        found, expected = f"{len(values)} fields", f"{len(header)} fields"
-        fault = RowFault("the row does not fit the header", found, expected, delimiter_hint(header))
-        return RawRow(number, {}, fault)
-    return RawRow(number, dict(zip(header, values, strict=True)))
+    if len(values) == len(header):
+        return RawRow(number, dict(zip(header, values, strict=True)))
+    found, expected = f"{len(values)} fields", f"{len(header)} fields"
+    return RawRow(number, {}, RowFault("the row does not fit the header", found, expected, delimiter_hint(header)))
 
 
 @dataclass(frozen=True, slots=True)

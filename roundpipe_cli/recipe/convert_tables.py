@@ -36,6 +36,10 @@ SIGNS: Mapping[Tool, tuple[str, ...]] = {
 }
 """Keys that identify a tool's file: it belongs to the tool with most of its keys."""
 
+_OF_TRANSFORMERS = {
+    **{"num_train_epochs": 3, "packing": False, "gradient_accumulation_steps": 1, "per_device_train_batch_size": 8},
+    **{"learning_rate": 5.0e-5, "lr_scheduler_type": "linear", "warmup_steps": 0},
+}
 DEFAULTS: Mapping[Tool, Mapping[str, Any]] = {
     "axolotl": {
         "num_epochs": 1,
@@ -49,29 +53,10 @@ DEFAULTS: Mapping[Tool, Mapping[str, Any]] = {
         "save_total_limit": 4,
         "save_strategy": "epoch",
     },
-    "llama-factory": {
-        "num_train_epochs": 3,
-        "packing": False,
-        "gradient_accumulation_steps": 1,
-        "per_device_train_batch_size": 8,
-        "learning_rate": 5.0e-5,
-        "lr_scheduler_type": "linear",
-        "warmup_steps": 0,
-        "cutoff_len": 2048,
-        "logging_steps": 500,
-        "save_steps": 500,
-    },
+    "llama-factory": {**_OF_TRANSFORMERS, "cutoff_len": 2048, "logging_steps": 500, "save_steps": 500},
     "trl": {
-        "num_train_epochs": 3,
-        "packing": False,
-        "gradient_accumulation_steps": 1,
-        "per_device_train_batch_size": 8,
-        "learning_rate": 2.0e-5,
-        "lr_scheduler_type": "linear",
-        "warmup_steps": 0,
-        "max_length": 1024,
-        "logging_steps": 10,
-        "save_steps": 500,
+        **_OF_TRANSFORMERS,
+        **{"learning_rate": 2.0e-5, "max_length": 1024, "logging_steps": 10, "save_steps": 500},
     },
 }
 """Defaults of a tool where this one would do something else: axolotl 0.19's schema and trainer
