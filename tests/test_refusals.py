@@ -26,7 +26,7 @@ from roundpipe_cli.schedule.builders import check_stages
 from tests.cli.test_terminal_text import GOOD, ROWS, call
 
 ROOT = Path(__file__).parents[1]
-ERRORS = {"BadRowError", "Problem", "RefusedError", "ResourceError"}
+ERRORS = {"BadRowError", "Problem", "RefusedError", "ResourceError", "unfit"}
 NUM_WORDS = 2
 """Words in a row that name a refusal."""
 

@@ -87,6 +87,17 @@ class Rendered:
     """Whether an EOS that is appended to a trained text is trained."""
 
 
+@dataclass(frozen=True, slots=True)
+class TemplateFacts:
+    """Facts about a template."""
+
+    end_of_turn: str | None
+    """The special token behind every turn of the assistant, as text; None where the template writes none."""
+    writes_date: bool
+    ends_by_next: bool
+    """An answer ends with the first special token of the next turn, if there is one."""
+
+
 class ChatTemplate:
     """A template bound to the tokenizer whose special tokens it may name."""
 
@@ -103,39 +114,37 @@ class ChatTemplate:
         next_special = re.compile(rf"\s*({known}{'|' if known else ''}{LOOKS_SPECIAL})")
         controls = sorted(token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
         self._control_tokens = re.compile("|".join(map(re.escape, controls))) if controls else None
-        self.writes_date = "strftime_now" in text
         self._owners: list[int] = []
         self._plain: set[int] = set()
         self._compiled, self._has_marks = self._compile()
         self._ends = self._probe_ends(next_special)
-        self.end_of_turn = self._ends.end_of_turn
-        """The special token behind every turn of the assistant, as text; None where the template writes none."""
-        self.ends_by_next = self._ends.next_mark_ends
-        """An answer ends with the first special token of the next turn."""
+        self.facts = TemplateFacts(self._ends.end_of_turn, "strftime_now" in text, self._ends.next_mark_ends)
 
     def render(self, messages: Sequence[Message], tools: Tools = (), *, add_generation_prompt: bool = False) -> str:
         """
         Raises:
             BadRowError: the template raised, or did what the sandbox forbids.
         """
-        fields = Fields.of(messages)
+        fields = Fields(messages)
         return self._lay(fields, fields.messages, tools, add_generation_prompt=add_generation_prompt).text
 
     def render_trained(
         self,
         conversation: Conversation | Exchange,
-        rules: TrainRules = TrainRules(),  # noqa: B008 - it is frozen
+        rules: TrainRules | None = TrainRules(),  # noqa: B008 - it is frozen
     ) -> Rendered:
-        """The text of a conversation and the spans of the turns that `rules` train.
+        """The text of a conversation and the spans of the turns that `rules` train; None: all of the text is trained.
 
         Raises:
             BadRowError: the template refuses the conversation, leaves something of it out, or the turns cannot be told
                 apart in its text.
         """
-        turns = turns_to_train(conversation, rules)
+        turns = turns_to_train(conversation, rules) if rules is not None else []
 
         def trained(written: WrittenTurns) -> Rendered:
-            left_out = written.check_kept(turns)
+            left_out, text = written.check_kept(turns), written.laid.text
+            if rules is None:
+                return Rendered(text, ((0, len(text)),), tuple(dict.fromkeys(left_out)))
             spans = written.marked(turns) if self._has_marks else {}
             for index in turns:
                 if index not in spans:
@@ -143,25 +152,11 @@ class ChatTemplate:
                     spans[index] = written.answer(index) if is_answer else written.other(index)
             left_out += written.check_spans(spans)
             chosen = [spans[index] for index in sorted(spans)]
-            text = written.laid.text
             if rules.thoughts == "mask":
                 messages = conversation.messages
                 chosen = [behind_thoughts(text, spans[index], messages[index]) for index in sorted(spans)]
-            ends = with_ends(text, chosen, self.end_of_turn, rules.train_on_eos)
+            ends = with_ends(text, chosen, self.facts.end_of_turn, rules.train_on_eos)
             return Rendered(text, tuple(ends), tuple(dict.fromkeys(left_out)))
-
-        return self._first_that_fits(conversation, trained)
-
-    def render_all_trained(self, conversation: Conversation | Exchange) -> Rendered:
-        """The text of a conversation, all of it trained.
-
-        Raises:
-            BadRowError: the template refuses the conversation, or leaves something of it out.
-        """
-
-        def trained(written: WrittenTurns) -> Rendered:
-            text = written.laid.text
-            return Rendered(text, ((0, len(text)),), tuple(dict.fromkeys(written.check_kept(()))))
 
         return self._first_that_fits(conversation, trained)
 
@@ -173,11 +168,7 @@ class ChatTemplate:
     def _first_that_fits(
         self, conversation: Conversation | Exchange, make: Callable[[WrittenTurns], Rendered]
     ) -> Rendered:
-        """The result of `make` for the conversation as it is, else for the first form of its calls that it takes.
-
-        Raises:
-            BadRowError: of the conversation as it is, where it takes none.
-        """
+        """The result of `make` for the conversation as it is, else for the first form of its calls that it takes."""
         try:
             return make(self._write(conversation.messages, conversation.tools))
         except BadRowError as error:
@@ -193,15 +184,13 @@ class ChatTemplate:
                 made = make(self._write(messages, conversation.tools))
             except BadRowError as error:
                 refused.append(error)
-                continue
-            if with_short_ids in forms:
-                made = replace(made, left_out=(*made.left_out, NEW_IDS))
-            return made
+            else:
+                return replace(made, left_out=(*made.left_out, NEW_IDS)) if with_short_ids in forms else made
         # What a form lacks that the template takes says more than why it takes no other.
         raise next((error for error in [refusal, *refused] if error.fault.what != REFUSED), refusal)
 
     def _write(self, messages: Sequence[Message], tools: Tools) -> WrittenTurns:
-        fields = Fields.of(messages)
+        fields = Fields(messages)
         laid = self._lay(fields, fields.messages, tools)
         _check_tools(messages, tools, laid.text)
 
@@ -216,10 +205,6 @@ class ChatTemplate:
     def _lay(
         self, fields: Fields, messages: Sequence[Message], tools: Tools, *, add_generation_prompt: bool = False
     ) -> Laid:
-        """
-        Raises:
-            BadRowError: the template raised, or did what the sandbox forbids.
-        """
         self._owners[:] = [of.message for of in fields.fields]
         self._plain.clear()
         self._plain.update(map(id, tools))
@@ -262,11 +247,7 @@ class ChatTemplate:
         return None
 
     def _compile(self) -> tuple[Any, bool]:
-        """The template in our environment, and whether it has marks around the assistant's words.
-
-        Raises:
-            RefusedError: it is not valid Jinja.
-        """
+        """The template in our environment, and whether it has marks around the assistant's words."""
         from jinja2 import TemplateSyntaxError
 
         base: Any = library_name("transformers.utils.chat_template_utils", "_compile_jinja_template")("")
@@ -316,11 +297,7 @@ class ChatTemplate:
 
 
 def _check_tools(messages: Sequence[Message], tools: Tools, text: str) -> None:
-    """Refuse tools that the template leaves out, as templates without tools do silently.
-
-    Raises:
-        BadRowError: a tool or a call of one is not in `text`.
-    """
+    """Refuse tools that the template leaves out, as templates without tools do silently."""
     calls = [call for message in messages for call in message.get("tool_calls", ())]
     for what, entries in (("tools", tools), ("tool calls", calls)):
         for entry in entries:

@@ -113,7 +113,7 @@ def _is_list_of_numbers(value: object) -> bool:
 class ColumnRule:
     """A rule for columns that have a meaning but are not read."""
 
-    names: re.Pattern[str]
+    names: str
     """Pattern for the whole name of the column, in lower case."""
     what: str
     """Description of the column, behind its name."""
@@ -121,10 +121,6 @@ class ColumnRule:
     types: tuple[str, ...] | None = None
     """Types of rows to which the rule applies; None: all."""
     matters: Callable[[object], bool] = says_something
-
-
-def _rule(names: str, what: str, hint: str, types: tuple[str, ...] | None = None, **options: object) -> ColumnRule:
-    return ColumnRule(re.compile(names), what, hint, types, **options)  # type: ignore[arg-type]
 
 
 ANSWER_FORMS = ("messages", "response", "conversations", "answer", "output", "completion", "text")
@@ -138,7 +134,7 @@ TOKENS_HINT = "give the texts or messages that the tokens were made of"
 SEGMENTS_HINT = "write them as `prompt` and `completion`, or as `messages` with `train: false`"
 STEPS_HINT = "write one answer as `completion`"
 
-MEDIA = _rule(
+MEDIA = ColumnRule(
     r"((input|query|prompt|question|user|source|first|second)_)?(image|img|video|audio|picture|photo|pixel)s?(_?\d+)?"
     r"(_?(path|url|uri|file|byte|value|data|list|name|filename|base64|feature|input|grid_thw)s?)?"
     r"|input_features",
@@ -149,7 +145,7 @@ MEDIA = _rule(
 
 SAME_PROMPT = ("prompt", "question", "query", "problem")
 """Columns that often repeat the prompt with text around it."""
-PROMPT_PART = _rule(
+PROMPT_PART = ColumnRule(
     r"instruction|input|context|passage|article|documents?|choices|options|prefix|suffix|" + "|".join(SAME_PROMPT),
     "holds a part of the prompt that is not read",
     "`type: alpaca`, `columns: {instruction: COLUMN, input: COLUMN, output: COLUMN}`, or write it into the prompt",
@@ -158,79 +154,79 @@ PROMPT_PART = _rule(
 """Harmless where the text is in a column that is read."""
 
 RULES = (
-    _rule(
+    ColumnRule(
         r"label|kto_tag|kto_label|(is_)?desirable|thumbs?_(up|down)",
         "marks answers as wanted or unwanted (KTO), which is not offered",
         KTO_HINT,
         ANSWER_TYPES,
         matters=is_verdict,
     ),
-    _rule(
+    ColumnRule(
         f"{CHOSEN.pattern}|{REJECTED.pattern}",
         "belongs to a preference pair, which objective sft does not train",
         PAIR_HINT,
         SINGLE_TYPES,
     ),
     MEDIA,
-    _rule(
+    ColumnRule(
         r"(loss|sample|example|row|token)?_?weights?|loss_scale",
         "says how much the row counts, which is not offered",
         "weigh whole datasets against each other with `weight` in the recipe, and delete the column",
         matters=is_weight,
     ),
-    _rule(
+    ColumnRule(
         r"(prompt_|completion_|chosen_|rejected_)?input_ids|(prompt|completion|chosen|rejected|token)_ids|tokens"
         r"|((completion|assistant|loss|label|labels|prompt)_)?masks?|assistant_tokens_mask",
         "holds tokens or masks that are made already, which is not offered",
         TOKENS_HINT,
         matters=_is_list_of_numbers,
     ),
-    _rule(
+    ColumnRule(
         r"segments",
         "holds pieces of text with a label each (axolotl's input_output), which is not offered",
         SEGMENTS_HINT,
         matters=holds_messages,
     ),
-    _rule(
+    ColumnRule(
         r"completions",
         "holds steps or several answers to judge (process supervision), which is not offered",
         STEPS_HINT,
         ANSWER_TYPES,
         matters=_is_list,
     ),
-    _rule(
+    ColumnRule(
         r"tools|functions|tool_definitions",
         "holds tools that this type of rows does not read",
         "use `messages` (type chat) with a column `tools`",
     ),
-    _rule(
+    ColumnRule(
         r"system(_prompt|_message)?",
         "holds a system prompt that is not read",
         "name the column: `columns: {system: COLUMN}`",
         PROMPT_TYPES,
     ),
-    _rule(r"history", "holds earlier turns that are not read", "write all turns as `messages`", PROMPT_TYPES),
+    ColumnRule(r"history", "holds earlier turns that are not read", "write all turns as `messages`", PROMPT_TYPES),
     PROMPT_PART,
-    _rule(
+    ColumnRule(
         r"(chat_)?template_kwargs|enable_thinking|reasoning_effort|documents",
         "holds settings of the chat template, which are not offered in rows",
         "one setting for all rows: `chat_template_kwargs` in the recipe; then delete the column",
         PROMPT_TYPES,
         matters=_is_given,
     ),
-    _rule(
+    ColumnRule(
         r"(train|training|trainable)",
         "says that the row is not trained, which is not offered",
         "leave such rows out with `on_bad_row=skip`",
         matters=_is_no,
     ),
-    _rule(
+    ColumnRule(
         r"corrected|correction",
         "holds a corrected answer that is not read (axolotl's alpaca_reflect)",
         "name the answer to train: `columns: {output: COLUMN}`",
         ("alpaca",),
     ),
-    _rule(
+    ColumnRule(
         rf"(\w+_)?({THOUGHTS})",
         "holds thoughts that are not read",
         "write them into the messages of a chat, as `reasoning_content`",
@@ -241,31 +237,33 @@ RULES = (
 
 MESSAGE_RULES = (
     MEDIA,
-    _rule(r"attachments?|files?", MEDIA.what, MEDIA.hint),
-    _rule(
+    ColumnRule(r"attachments?|files?", MEDIA.what, MEDIA.hint),
+    ColumnRule(
         r"tools|functions|tool_definitions",
         "holds tools inside a message, which are not read there",
         "write them into a column `tools` beside the messages",
     ),
-    _rule(
+    ColumnRule(
         THOUGHTS,
         "holds thoughts under a name that is not read",
         "call them `reasoning_content`, or add them to `content`",
     ),
-    _rule(
+    ColumnRule(
         r"function_call",
         "holds a call in a form that is not read",
         "write it as `tool_calls`: [{function: {name, arguments}}]",
     ),
-    _rule(r"refusal", "holds words of the assistant that are not read", "write them as the message's `content`"),
-    _rule(
+    ColumnRule(r"refusal", "holds words of the assistant that are not read", "write them as the message's `content`"),
+    ColumnRule(
         r"(reasoning_)?(training|train)_detail|masks?|loss_mask|weights|train_on_.*",
         "says which part of the turn is trained, which is not offered",
         "split the turn, or give whole messages `train: false`",
         matters=_is_given,
     ),
-    _rule(r"label", "says which turns are wanted, which is not offered", "write `train: false`", matters=is_verdict),
-    _rule(r"chosen|rejected", "belongs to a preference pair", PAIR_HINT),
+    ColumnRule(
+        r"label", "says which turns are wanted, which is not offered", "write `train: false`", matters=is_verdict
+    ),
+    ColumnRule(r"chosen|rejected", "belongs to a preference pair", PAIR_HINT),
 )
 
 
@@ -276,43 +274,21 @@ ANSWER_COLUMNS = (
 """Names under which both answers of a pair are found."""
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Columns that only a kind of training not offered has; told where the columns fit no type."""
-
-    columns: frozenset[str]
-    what: str
-    hint: str
-
-
-LAYOUTS = (
-    Layout(frozenset({"input_ids"}), "the rows are tokenised already", TOKENS_HINT),
-    Layout(
-        frozenset({"segments"}),
-        "rows of segments with a label each (axolotl's input_output) are not offered",
-        SEGMENTS_HINT,
-    ),
-    *(
-        Layout(frozenset(pair), "the rows are preference pairs, and objective sft trains single answers", PAIR_HINT)
-        for pair in ANSWER_COLUMNS
-    ),
-    Layout(
-        frozenset({"completions", "labels"}), "rows of steps to judge (process supervision) are not offered", STEPS_HINT
-    ),
-    *(
-        Layout(
-            frozenset({"completion", tag}),
-            "rows of answers marked as wanted or unwanted (KTO) are not offered",
-            KTO_HINT,
-        )
-        for tag in ("label", "kto_tag")
-    ),
-    Layout(
-        frozenset({"prompt"}),
+_SINGLE_ANSWERS = "the rows are preference pairs, and objective sft trains single answers"
+_NO_KTO = "rows of answers marked as wanted or unwanted (KTO) are not offered"
+LAYOUTS: tuple[tuple[tuple[str, ...], str, str], ...] = (
+    (("input_ids",), "the rows are tokenised already", TOKENS_HINT),
+    (("segments",), "rows of segments with a label each (axolotl's input_output) are not offered", SEGMENTS_HINT),
+    *((pair, _SINGLE_ANSWERS, PAIR_HINT) for pair in ANSWER_COLUMNS),
+    (("completions", "labels"), "rows of steps to judge (process supervision) are not offered", STEPS_HINT),
+    *((("completion", tag), _NO_KTO, KTO_HINT) for tag in ("label", "kto_tag")),
+    (
+        ("prompt",),
         "the rows are prompts without an answer to train on",
         "training on rewards (GRPO, PPO) is not offered; name an answer: `columns: {completion: COLUMN}`",
     ),
 )
+"""Columns that only a kind of training not offered has, what it is, and a hint; told where the columns fit no type."""
 PROMPT_WORDS = frozenset({"prompt", "question", "instruction", "query", "problem", "input"})
 ANSWER_WORDS = frozenset({"completion", "answer", "response", "output", "solution"})
 PLACEHOLDER = re.compile(r"<(\|?)(image|video|audio)(_pad)?\1>")
@@ -329,11 +305,9 @@ def refuse_layout(layouts: Sequence[Sequence[str]], where: str) -> None:
         RefusedError: the columns, which fit no type, are those of a known kind of rows.
     """
     for columns in layouts:
-        found = (layout for layout in LAYOUTS if all(find_column(name, columns) for name in layout.columns))
-        layout = next(found, None)
-        if layout is not None:
-            shown = column_names(dict.fromkeys(columns))
-            raise RefusedError(layout.what, where=where, found=shown, hint=layout.hint)
+        for names, what, hint in LAYOUTS:
+            if all(find_column(name, columns) for name in names):
+                raise RefusedError(what, where=where, found=column_names(dict.fromkeys(columns)), hint=hint)
 
 
 def unused_columns(row: Mapping[str, object], used: Collection[str], row_type: str) -> list[str]:
@@ -378,16 +352,16 @@ def _find_rule(name: str, value: object, row_type: str) -> ColumnRule | None:
 def _rules_named(name: str, row_type: str) -> tuple[ColumnRule, ...]:
     """Rules for a column of this name; for most names there are none."""
     lower, rules = name.strip().lower(), MESSAGE_RULES if row_type == IN_MESSAGES else RULES
-    return tuple(
-        rule for rule in rules if (rule.types is None or row_type in rule.types) and rule.names.fullmatch(lower)
-    )
+    fitting = (rule for rule in rules if rule.types is None or row_type in rule.types)
+    return tuple(rule for rule in fitting if re.fullmatch(rule.names, lower))
 
 
 def likely_columns(layout: Sequence[str]) -> tuple[str, str]:
     """A prompt and its answer among columns of no known type, by the words in their names, else by their order."""
     rest = [name for name in layout if _may_hold_text(name)]
-    answer = next((name for name in rest if ANSWER_WORDS & _words(name)), None)
-    prompt = next((name for name in rest if name != answer and PROMPT_WORDS & _words(name)), None)
+    words = {name: set(re.findall(r"[a-z]+", name.lower())) for name in rest}
+    answer = next((name for name in rest if ANSWER_WORDS & words[name]), None)
+    prompt = next((name for name in rest if name != answer and PROMPT_WORDS & words[name]), None)
     others = iter([*(name for name in rest if name not in (answer, prompt)), "COLUMN", "COLUMN"])
     return prompt or next(others), answer or next(others)
 
@@ -396,11 +370,7 @@ def _may_hold_text(name: str) -> bool:
     """Whether a column of this name may be a prompt or an answer: none that means something else."""
     lower = name.strip().lower()
     others = (rule for rule in RULES if rule is not PROMPT_PART)
-    return not any(rule.names.fullmatch(lower) for rule in others) and lower not in ("id", "uuid", "index")
-
-
-def _words(name: str) -> set[str]:
-    return set(re.findall(r"[a-z]+", name.lower()))
+    return not any(re.fullmatch(rule.names, lower) for rule in others) and lower not in ("id", "uuid", "index")
 
 
 def _refusal(rule: ColumnRule, name: str, value: object) -> BadRowError:
@@ -428,10 +398,6 @@ def _unused_keys(column: str, value: object) -> Iterator[str]:
 
 
 def _refuse_placeholders(row: Mapping[str, object], unused: Sequence[str]) -> None:
-    """
-    Raises:
-        BadRowError: the row's text has a placeholder for what lies in a column that is not used.
-    """
     media = next((name for name in unused if _may_be_media(name, row[name])), None)
     placeholder = None if media is None else _placeholder(row)
     if media is not None and placeholder is not None:
@@ -446,12 +412,7 @@ def _may_be_media(name: str, value: object) -> bool:
     items = value if isinstance(value, (list, tuple)) else (value,)
     if any(isinstance(item, str) and item[-5:].lower().endswith(MEDIA_ENDINGS) for item in items):
         return True
-    return _is_media_name(name) and says_something(value)
-
-
-@lru_cache(maxsize=4096)
-def _is_media_name(name: str) -> bool:
-    return MEDIA_WORD.search(name) is not None
+    return MEDIA_WORD.search(name) is not None and says_something(value)
 
 
 def _placeholder(value: object) -> str | None:

@@ -23,11 +23,11 @@ import numpy.typing as npt
 
 from roundpipe_cli import __version__
 from roundpipe_cli.choices import IGNORED_LABEL, ROW_KINDS
-from roundpipe_cli.data.chat import TEMPLATE_DATE
+from roundpipe_cli.data.chat import TEMPLATE_DATE, TemplateFacts
 from roundpipe_cli.data.columns import PLAIN_TYPES
 from roundpipe_cli.data.formats import RowFormat, decide_format
 from roundpipe_cli.data.processes import Chunk, EncoderPool
-from roundpipe_cli.data.row_chunks import ChunkResult, TemplateFacts, find_template
+from roundpipe_cli.data.row_chunks import ChunkResult, find_template
 from roundpipe_cli.data.rows import DataSettings, PairAnswer, RawRow, fault_problem, in_chunks
 from roundpipe_cli.data.shards import (
     MAX_LISTED,
@@ -208,7 +208,9 @@ class _Builder:
             for numbers, result in self._encoded(source, report, notices, first, rest=chunks):
                 self._count(report, numbers, result)
                 writer.add(result, report.rows_read - len(numbers), numbers)
-                self._tell_progress(source, report)
+                share = source.progress.share()
+                percent = f", {100 * share:.0f} %" if share is not None else ""
+                self._tell_now_and_then(f"tokenising {source.name}: {report.rows_read} rows{percent}")
             if report.bad_rows and self._settings.on_bad_row == "error":
                 writer.leave_out_of_cache()
             return writer.finish(report, tuple(notices))
@@ -326,11 +328,6 @@ class _Builder:
         report.total_tokens += int(result.lengths.sum())
         report.longest_row_tokens = max(report.longest_row_tokens, int(result.full_lengths.max(initial=0)))
 
-    def _tell_progress(self, source: Source, report: SourceReport) -> None:
-        share = source.progress.share()
-        percent = f", {100 * share:.0f} %" if share is not None else ""
-        self._tell_now_and_then(f"tokenising {source.name}: {report.rows_read} rows{percent}")
-
     def _tell_now_and_then(self, text: str) -> None:
         now_s = time.monotonic()
         if self._tell is not None and now_s - self._told_s >= TELL_EVERY_S:
@@ -348,12 +345,14 @@ class _Builder:
         if report.rows_too_long and self._settings.long_rows == "error":
             raise self._long_rows_error(report)
         if report.rows_kept == 0:
+            longest = max((source.longest_row_tokens for source in report.sources), default=0)
+            hint = f"the longest row has {longest} tokens: max_seq_length={longest}"
             error = RefusedError(
                 "no row is left to train on",
                 where="datasets: " + ", ".join(source.name for source in self._sources),
                 found=report.filter_counts(),
                 expected="at least one row with a trained token",
-                hint=self._empty_hint(report),
+                hint=hint if report.rows_too_long else None,
             )
             error.problems = (*error.problems, *self._first_faults(report))
             raise error
@@ -363,18 +362,12 @@ class _Builder:
             rows,
             report,
             rows.content_hash(),
-            tuple(dict.fromkeys([*notices, *_unused_notices(report), *self._loss_notices(report)])),
+            tuple(dict.fromkeys([*notices, *self._loss_notices(report)])),
             self._template,
             tuple(self._sources),
             tuple(self.rows_by_spec),
             self._num_cached,
         )
-
-    def _empty_hint(self, report: DataReport) -> str | None:
-        if not report.rows_too_long:
-            return None
-        longest = max(source.longest_row_tokens for source in report.sources)
-        return f"the longest row has {longest} tokens: max_seq_length={longest}"
 
     def _bad_rows_error(self, report: DataReport) -> RefusedError:
         error = RefusedError(
@@ -413,7 +406,10 @@ class _Builder:
         return [source.where(number) for source, counted in pairs for number in getattr(counted, kind)]
 
     def _loss_notices(self, report: DataReport) -> Iterator[str]:
-        """One line for each way in which rows were lost or shortened."""
+        """One line for each source with unused columns, and for each way in which rows were lost or shortened."""
+        for source in report.sources:
+            if source.unused_columns:
+                yield f"{source.name}: columns that are not used: {source.unused_text()}"
         if report.rows_bad:
             pairs = zip(self._sources, report.sources, strict=True)
             places = [f"{source.where(n)} ({fault.what})" for source, counted in pairs for n, fault in counted.bad_rows]
@@ -443,12 +439,6 @@ class _Builder:
                 f"{warning}{report.rows_untrained} of {report.rows_read} rows dropped, since no trained token is left "
                 f"in them: {listed(places)}"
             )
-
-
-def _unused_notices(report: DataReport) -> Iterator[str]:
-    for source in report.sources:
-        if source.unused_columns:
-            yield f"{source.name}: columns that are not used: {source.unused_text()}"
 
 
 # Preference pairs: rows with a chosen and a rejected answer to one prompt (`formats.py` has their shapes).
@@ -535,25 +525,16 @@ def _joint_source(
     labels = [rows[index].labels for index in pairs for rows in sides]
     counts = (chosen.unused_columns, rejected.unused_columns)
     unused = {name: max(side.get(name, 0) for side in counts) for name in (*counts[0], *counts[1])}
+    kinds = ("too_long_rows", "untrained_rows", "control_token_rows", "placeholder_rows")
+    either: dict[str, Any] = {kind: sorted({*getattr(chosen, kind), *getattr(rejected, kind)}) for kind in kinds}
     return replace(
         chosen,
         rows_kept=len(pairs),
         bad_rows=sorted(({**dict(rejected.bad_rows), **dict(chosen.bad_rows)}).items()),
-        too_long_rows=_either(chosen.too_long_rows, rejected.too_long_rows),
-        untrained_rows=_either(chosen.untrained_rows, rejected.untrained_rows),
-        control_token_rows=_either(chosen.control_token_rows, rejected.control_token_rows),
-        placeholder_rows=_either(chosen.placeholder_rows, rejected.placeholder_rows),
+        **either,
         unused_columns=unused,
-        trained_tokens=sum(_num_trained(row) for row in labels),
+        trained_tokens=sum(int(np.count_nonzero(row[1:] != IGNORED_LABEL)) for row in labels),
         total_tokens=sum(map(len, labels)),
         lost_tokens=chosen.lost_tokens + rejected.lost_tokens,
         longest_row_tokens=max(chosen.longest_row_tokens, rejected.longest_row_tokens),
     )
-
-
-def _either(places: list[int], others: list[int]) -> list[int]:
-    return sorted({*places, *others})
-
-
-def _num_trained(labels: npt.NDArray[np.int32]) -> int:
-    return int(np.count_nonzero(labels[1:] != IGNORED_LABEL))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -45,11 +45,11 @@ class RowSample:
     """`first`, `longest` or `random`."""
     where: str
     row_id: int
+    answer: str | None
+    """`chosen` or `rejected`, of a preference pair."""
     input_ids: list[int]
     labels: list[int]
     pieces: tuple[TextPiece, ...]
-    answer: str | None = None
-    """`chosen` or `rejected`, of a preference pair."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def _sample(row: Row, tokenizer: PreTrainedTokenizerBase, kind: str, where: str,
         ids = row.input_ids[start:stop].tolist()
         text: Any = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         pieces.append(TextPiece(str(text), bool(trained[start]), stop - start))
-    return RowSample(kind, where, row.row_id, row.input_ids.tolist(), row.labels.tolist(), tuple(pieces), answer)
+    return RowSample(kind, where, row.row_id, answer, row.input_ids.tolist(), row.labels.tolist(), tuple(pieces))
 
 
 def sequence_lengths(dataset: TokenizedDataset, rejected: TokenizedRows | None) -> npt.NDArray[np.int64]:
@@ -162,23 +162,11 @@ def data_document(
         "sources_from_cache": dataset.num_cached,
         "notices": list(dataset.notices),
         "samples": [
-            {
-                "kind": sample.kind,
-                "where": sample.where,
-                "row_id": sample.row_id,
-                "answer": sample.answer,
-                "input_ids": sample.input_ids,
-                "labels": sample.labels,
-                "pieces": [{"text": piece.text, "trained": piece.trained} for piece in sample.pieces],
-            }
+            {**asdict(sample), "pieces": [{"text": one.text, "trained": one.trained} for one in sample.pieces]}
             for sample in shown
         ],
     }
 
 
 def _source_document(source: SourceReport) -> dict[str, Any]:
-    faults = [
-        {"row": number, "what": fault.what, "found": fault.found, "expected": fault.expected, "hint": fault.hint}
-        for number, fault in source.bad_rows
-    ]
-    return {**source.to_json(), "bad_rows": faults}
+    return {**asdict(source), "bad_rows": [{"row": number, **asdict(fault)} for number, fault in source.bad_rows]}

@@ -18,7 +18,6 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import IO, Any, AnyStr, NamedTuple, cast
 
@@ -39,41 +38,39 @@ from roundpipe_cli.units import format_bytes
 # Rows of a plain text file: its paragraphs, its lines, the whole file, or what stands between separators.
 
 
-def text_rows(
-    lines: Iterable[bytes], kind: str, max_bytes: int, too_long: Callable[[int, str], Exception]
-) -> Iterator[RawRow]:
+def text_rows(lines: Iterable[bytes], kind: str, path: Path) -> Iterator[RawRow]:
     """Rows with the column `text`, numbered by the first of their lines that is not blank; blank rows are left out.
 
     Args:
         lines: with their line ends.
         kind: `paragraph` (lines up to a blank one), `line`, `file`, or else the text that parts rows, wherever it
             stands.
-        max_bytes: of one row.
-        too_long: makes the error of a longer one, from the number of its first line and what it is.
+        path: for errors.
+
+    Raises:
+        RefusedError: a row of more than `MAX_LINE_BYTES`.
     """
     if kind == "paragraph":
-        parts = _paragraphs(lines, max_bytes, too_long)
+        parts = _paragraphs(lines, path)
     elif kind == "line":
         parts = enumerate(lines, start=1)
     else:
-        parts = _separated(lines, b"" if kind == "file" else kind.encode(), max_bytes, too_long)
+        parts = _separated(lines, b"" if kind == "file" else kind.encode(), path)
     name = kind if kind in ("paragraph", "line", "file") else "text between separators"
     for number, data in parts:
         if data.strip():
             yield _row(number, data, name)
 
 
-def _paragraphs(
-    lines: Iterable[bytes], max_bytes: int, too_long: Callable[[int, str], Exception]
-) -> Iterator[tuple[int, bytes]]:
+def _paragraphs(lines: Iterable[bytes], path: Path) -> Iterator[tuple[int, bytes]]:
     paragraph: list[bytes] = []
     number, length = 1, 0
     for line_number, line in enumerate(lines, start=1):
         if line.strip():
             number, length = (number, length) if paragraph else (line_number, 0)
             length += len(line)
-            if length > max_bytes:
-                raise too_long(number, "paragraph")
+            if length > MAX_LINE_BYTES:
+                raise _too_long(path, number, "paragraph")
             paragraph.append(line)
         else:
             yield number, b"".join(paragraph)
@@ -81,9 +78,7 @@ def _paragraphs(
     yield number, b"".join(paragraph)
 
 
-def _separated(
-    lines: Iterable[bytes], separator: bytes, max_bytes: int, too_long: Callable[[int, str], Exception]
-) -> Iterator[tuple[int, bytes]]:
+def _separated(lines: Iterable[bytes], separator: bytes, path: Path) -> Iterator[tuple[int, bytes]]:
     """Parts of the whole text; an empty `separator` parts nothing."""
     kept, begin = bytearray(), 1  # of the part: its bytes so far, the line that it begins on
     for line in lines:
@@ -94,8 +89,8 @@ def _separated(
             yield _first_line(begin, part), part
             begin += kept[: found + len(separator)].count(b"\n")
             del kept[: found + len(separator)]
-        if len(kept) > max_bytes:
-            raise too_long(begin, "file" if not separator else "text between separators")
+        if len(kept) > MAX_LINE_BYTES:
+            raise _too_long(path, begin, "file" if not separator else "text between separators")
     yield _first_line(begin, bytes(kept)), bytes(kept)
 
 
@@ -175,8 +170,7 @@ def read_file(path: Path, progress: ReadProgress | None = None, txt_rows: str = 
             yield from _read_parquet(path, progress)
         elif suffix == ".txt":
             with _open(path, progress) as file:
-                lines = _lines(file, path)
-                yield from text_rows(_without_mark(lines, path), txt_rows, MAX_LINE_BYTES, partial(_too_long, path))
+                yield from text_rows(_without_mark(_lines(file, path), path), txt_rows, path)
         else:
             raise RefusedError(
                 "no reader for this kind of file", where=str(path), expected="a file named *" + ", *".join(SUFFIXES)
@@ -199,11 +193,7 @@ def _open(path: Path, progress: ReadProgress) -> Iterator[IO[bytes]]:
 
 
 def _lines(file: IO[AnyStr], path: Path) -> Iterator[AnyStr]:
-    """The lines of a file, each of limited length in its own units (bytes or characters).
-
-    Raises:
-        RefusedError: a longer one.
-    """
+    """The lines of a file, each of limited length in its own units (bytes or characters)."""
     number = 0
     while line := file.readline(MAX_LINE_BYTES + 1):
         number += 1
@@ -233,11 +223,7 @@ def _refuse_utf16(head: bytes, path: Path) -> None:
 
 
 def _without_mark(lines: Iterator[bytes], path: Path) -> Iterator[bytes]:
-    """The lines without a byte order mark.
-
-    Raises:
-        RefusedError: they are UTF-16.
-    """
+    """The lines without a byte order mark; those of UTF-16 are refused."""
     first = next(lines, b"")
     _refuse_utf16(first, path)
     yield first.removeprefix(b"\xef\xbb\xbf")
@@ -246,10 +232,7 @@ def _without_mark(lines: Iterator[bytes], path: Path) -> Iterator[bytes]:
 
 def _read_jsonl(path: Path, progress: ReadProgress) -> Iterator[RawRow]:
     with _open(path, progress) as file:
-        for number, line in enumerate(_lines(file, path), start=1):
-            if number == 1:
-                _refuse_utf16(line, path)
-                line = line.removeprefix(b"\xef\xbb\xbf")
+        for number, line in enumerate(_without_mark(_lines(file, path), path), start=1):
             if line.strip():
                 yield _parse_json_line(line.rstrip(b"\r\n"), number)
 
@@ -460,11 +443,10 @@ def _refuse_double_columns(names: list[str], where: str) -> None:
 
 
 def _csv_row(header: list[str], values: list[str], number: int) -> RawRow:
-    if len(values) != len(header):
-        found, expected = f"{len(values)} fields", f"{len(header)} fields"
-        fault = RowFault("the row does not fit the header", found, expected, delimiter_hint(header))
-        return RawRow(number, {}, fault)
-    return RawRow(number, dict(zip(header, values, strict=True)))
+    if len(values) == len(header):
+        return RawRow(number, dict(zip(header, values, strict=True)))
+    found, expected = f"{len(values)} fields", f"{len(header)} fields"
+    return RawRow(number, {}, RowFault("the row does not fit the header", found, expected, delimiter_hint(header)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -514,7 +496,7 @@ def _rows_in(head: bytes, path: Path, txt_rows: str) -> int | None:
         return max(0, sum(1 for row in csv.reader(text, delimiter=csv_delimiter(path)) if row) - 1)
     if suffix != ".txt":
         return None
-    return sum(1 for _ in text_rows(io.BytesIO(head), txt_rows, len(head), partial(_too_long, path)))
+    return sum(1 for _ in text_rows(io.BytesIO(head), txt_rows, path))
 
 
 class _ParquetHead(NamedTuple):
@@ -616,10 +598,6 @@ def _parquet_head(path: Path, processor_s: float = PARQUET_HEAD_S) -> _ParquetHe
 
 @contextmanager
 def _refusing_parquet(path: Path, last_row: Callable[[], int]) -> Iterator[None]:
-    """
-    Raises:
-        RefusedError: pyarrow refuses the file in the body.
-    """
     import pyarrow  # type: ignore[import-untyped]
 
     try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 from roundpipe_cli.choices import ROW_KINDS, RowType
 from roundpipe_cli.data.columns import (
@@ -110,15 +109,16 @@ def parse_pair(
     """
     values = {side: _value(columns, row, side) for side in ANSWERS}
     texts = [value for value in values.values() if isinstance(value, str)]
-    prompt = _single_prompt(columns, row, join)
-    if isinstance(prompt, Exchange) and len(texts) == len(values):
+    prompt = _prompt_text(columns, row, join)
+    is_alone = not any(_optional(columns, row, field) for field in ("messages", "system", "tools", "history"))
+    if prompt is not None and is_alone and len(texts) == len(values):
         for side in ANSWERS:
             checked_text(values[side], f"`{columns[side]}`", filled=True)
         return Exchange(prompt.user, prompt.plain_prompt, str(values[answer]))
     sides = {side: read_speech(values[side], columns[side], "assistant") for side in ANSWERS}
     for side in ANSWERS:
         check_says_something(sides[side], columns[side])
-    context = _context(columns, row, sides["chosen"], prompt or _prompt_text(columns, row, join))
+    context = _context(columns, row, sides["chosen"], prompt)
     whole = {side: turns.behind(context) for side, turns in sides.items()}
     num_shared = _num_shared(whole["chosen"], whole["rejected"])
     _check_answers(whole, num_shared, columns)
@@ -143,13 +143,6 @@ def _optional(columns: Mapping[str, str], row: Mapping[str, object], field: str)
     return row.get(columns[field]) if field in columns else None
 
 
-def _single_prompt(columns: Mapping[str, str], row: Mapping[str, object], join: AlpacaJoin) -> Exchange | None:
-    """The prompt with an empty answer, where it is one text and nothing stands before it."""
-    if any(_optional(columns, row, field) for field in ("messages", "system", "tools", "history")):
-        return None
-    return _prompt_text(columns, row, join)
-
-
 def _prompt_text(columns: Mapping[str, str], row: Mapping[str, object], join: AlpacaJoin) -> Exchange | None:
     """A prompt that is text, with an empty answer."""
     if "instruction" in columns:
@@ -168,11 +161,7 @@ def _prompt_text(columns: Mapping[str, str], row: Mapping[str, object], join: Al
 def _context(
     columns: Mapping[str, str], row: Mapping[str, object], chosen: MessageColumn, text: Exchange | None
 ) -> MessageColumn:
-    """The messages before both answers as they are; empty where they are whole conversations that repeat it.
-
-    Raises:
-        BadRowError: there is no prompt, or there are two that differ.
-    """
+    """The messages before both answers as they are; empty where they are whole conversations that repeat it."""
     parts = []
     if text is not None and text.user.strip():
         parts.append(("instruction" if "instruction" in columns else "prompt", MessageColumn(text.messages[:1])))
@@ -243,14 +232,8 @@ LIST_FIELDS = ("messages", "conversations", "history")
 OTHER_NAMES = {"system": ("system_prompt", "system_message")}
 """Names under which an optional field is found where nobody maps it."""
 PAIR_COLUMNS = (
-    ("question", "answer"),
-    ("prompt", "response"),
-    ("instruction", "response"),
-    ("query", "response"),
-    ("question", "response"),
-    ("query", "answer"),
-    ("problem", "solution"),
-    ("input", "output"),
+    *(("question", "answer"), ("prompt", "response"), ("instruction", "response"), ("query", "response")),
+    *(("question", "response"), ("query", "answer"), ("problem", "solution"), ("input", "output")),
 )
 """Other names under which `auto` finds a prompt and its completion."""
 
@@ -286,9 +269,7 @@ class RowFormat:
             value = row.get(column)
             if isinstance(value, (list, tuple)) or (isinstance(value, str) and LIST_TEXT.match(value)):
                 found[column] = from_json_text(value, f"`{column}`")
-        fields: Sequence[str] = {"prompt_completion": ("prompt", "completion"), "preference": ANSWERS}.get(
-            self.type, ()
-        )
+        fields = {"prompt_completion": ("prompt", "completion"), "preference": ANSWERS}.get(self.type, ())
         spoken = {self.columns[field]: messages_in_text(row.get(self.columns[field])) for field in fields}
         if spoken and all(spoken.values()):
             found |= spoken
@@ -324,11 +305,7 @@ class RowFormat:
         Raises:
             BadRowError: one of them changes what the row means.
         """
-        return unused_columns(row, self._used, self.type)
-
-    @cached_property
-    def _used(self) -> frozenset[str]:
-        return frozenset(self.columns.values())
+        return unused_columns(row, set(self.columns.values()), self.type)
 
     def _conversation(self, row: Mapping[str, object]) -> Conversation:
         field, role_key = ("messages", "role") if self.type == "chat" else ("conversations", "from")
@@ -391,15 +368,6 @@ class RowFormat:
 def decide_format(spec: DatasetSpec, layouts: Sequence[Sequence[str]], where: str) -> RowFormat:
     """The type and the columns of a dataset, with what its recipe says of its rows.
 
-    Args and Raises: as of `_decide`.
-    """
-    found = _decide(spec, layouts, where)
-    return replace(found, rules=spec.rules, as_chat=spec.as_chat, alpaca_join=spec.alpaca_join)
-
-
-def _decide(spec: DatasetSpec, layouts: Sequence[Sequence[str]], where: str) -> RowFormat:
-    """The type and the columns of a dataset.
-
     Args:
         layouts: the different sets of columns of its first rows, in order; at least one. `auto` takes the first that
             fits a type, so that a row without its field is named as bad even where it is the first of the file.
@@ -407,6 +375,11 @@ def _decide(spec: DatasetSpec, layouts: Sequence[Sequence[str]], where: str) -> 
     Raises:
         RefusedError: no type fits, the type is unknown, or `spec.columns` maps a field that the type does not have.
     """
+    found = _decide(spec, layouts, where)
+    return replace(found, rules=spec.rules, as_chat=spec.as_chat, alpaca_join=spec.alpaca_join)
+
+
+def _decide(spec: DatasetSpec, layouts: Sequence[Sequence[str]], where: str) -> RowFormat:
     if spec.answer is not None:
         _check_mapping(spec, _all_fields("preference"), where)
         found, told = find_pair_columns(spec, layouts, where)

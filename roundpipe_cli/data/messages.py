@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -19,6 +19,7 @@ from roundpipe_cli.data.rows import (
     describe_value,
     printable,
     shown,
+    unfit,
 )
 
 # Tools that an assistant may call, and its calls, as OpenAI, TRL and LLaMA-Factory write them.
@@ -42,16 +43,12 @@ def read_calls(value: object, field: str) -> list[dict[str, Any]]:
     for call in _checked_list([] if value is None else value, field):
         function = call.get("function", call)
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise BadRowError(
-                f"{field} has a call without a name", found=describe_value(call), expected="function.name"
-            )
+            raise unfit(f"{field} has a call without a name", call, "function.name")
         arguments = function.get("arguments", {})
         if isinstance(arguments, str):
             arguments = _parsed(arguments, f"{field}: the arguments")
         if not isinstance(arguments, Mapping):
-            raise BadRowError(
-                f"{field}: the arguments are no object", found=describe_value(arguments), expected="an object"
-            )
+            raise unfit(f"{field}: the arguments are no object", arguments, "an object")
         made = {"type": "function", "function": {"name": function["name"], "arguments": _plain(arguments, field)}}
         if isinstance(call.get("id"), str):
             made["id"] = call["id"]
@@ -72,7 +69,7 @@ def read_called(value: object, field: str) -> tuple[str, list[dict[str, Any]]]:
         thought, value = before + mark, _parsed(rest, field)
     calls = read_calls([value] if isinstance(value, Mapping) else value, field)
     if not calls:
-        raise BadRowError(f"{field} has no call", found=describe_value(value), expected="name and arguments as JSON")
+        raise unfit(f"{field} has no call", value, "name and arguments as JSON")
     return thought, calls
 
 
@@ -90,8 +87,7 @@ def read_tools(value: object, column: str) -> tuple[dict[str, Any], ...]:
 def _wrapped(tool: dict[str, Any], field: str) -> dict[str, Any]:
     """A tool as OpenAI writes it, where it is a bare function (LLaMA-Factory, OpenAI's older form)."""
     if not isinstance(tool.get("function"), dict | None):
-        found = describe_value(tool["function"])
-        raise BadRowError(f"{field} has a tool whose function is no object", found=found, expected="function.name")
+        raise unfit(f"{field} has a tool whose function is no object", tool["function"], "function.name")
     if tool.get("function") is not None:
         return tool
     rest = {key: value for key, value in tool.items() if key != "function"}
@@ -142,9 +138,7 @@ def _parsed(text: Any, field: str) -> object:
 
 def _checked_list(value: object, field: str) -> Sequence[Mapping[str, Any]]:
     if not isinstance(value, (list, tuple)) or not all(isinstance(item, Mapping) for item in value):
-        raise BadRowError(
-            f"{field} is not a list of objects", found=describe_value(value), expected="a list of objects"
-        )
+        raise unfit(f"{field} is not a list of objects", value, "a list of objects")
     return value
 
 
@@ -157,13 +151,21 @@ def _plain(value: object, field: str) -> Any:
     if isinstance(value, str):
         check_text(value, field)
     elif value is not None and not isinstance(value, (bool, int, float)):
-        raise BadRowError(f"{field} holds something that is not JSON", found=describe_value(value))
+        raise unfit(f"{field} holds something that is not JSON", value)
     return value
 
 
 def calls_as_text(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The messages with the arguments of calls as JSON text, which some templates join to their own."""
-    return [_with_functions(message, lambda of: {**of, "arguments": _as_text(of["arguments"])}) for message in messages]
+
+    def with_text(call: dict[str, Any]) -> dict[str, Any]:
+        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        return {**call, "function": {**call["function"], "arguments": arguments}}
+
+    return [
+        {**message, "tool_calls": list(map(with_text, message["tool_calls"]))} if "tool_calls" in message else message
+        for message in messages
+    ]
 
 
 def without_empty_content(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -214,16 +216,6 @@ def with_short_ids(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return made
 
 
-def _with_functions(message: dict[str, Any], change: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
-    if "tool_calls" not in message:
-        return message
-    return {**message, "tool_calls": [{**call, "function": change(call["function"])} for call in message["tool_calls"]]}
-
-
-def _as_text(arguments: object) -> str:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-
-
 Message = dict[str, Any]
 """`{"role": ..., "content": ...}`, both text. With tools also `tool_calls`, `name` and `tool_call_id`; with thoughts
 `reasoning_content`. Nothing else reaches a chat template."""
@@ -238,10 +230,10 @@ WEIGHT_KEYS = ("weight", "loss_weight", "loss_scale")
 TRAIN_KEYS = ("train", "training", "trainable", "loss")
 """Keys of a message that decide whether it is trained."""
 MESSAGE_KEYS = frozenset(
-    {
-        *("role", "content", "from", "value", "tool_calls", "function_call", "name", "tool_call_id"),
-        *(*THOUGHT_KEYS, *WEIGHT_KEYS, *TRAIN_KEYS),
-    }
+    ("role", "content", "from", "value", "tool_calls", "function_call", "name", "tool_call_id")
+    + THOUGHT_KEYS
+    + WEIGHT_KEYS
+    + TRAIN_KEYS
 )
 """Keys of a message that are read."""
 
@@ -339,16 +331,12 @@ def read_turns(value: object, column: str, role_key: str = "role") -> MessageCol
         BadRowError: no list of messages, or one that cannot be used.
     """
     messages: list[Message] = []
-    untrained: set[int] = set()
-    trained: set[int] = set()
+    turns: dict[bool | None, set[int]] = {True: set(), False: set(), None: set()}
     for index, item in enumerate(_list_of_objects(value, column)):
         field = f"`{column}[{index}]"
-        message = _message(item, field, role_key)
-        said = _is_trained(item, field)
-        if said is not None:
-            (trained if said else untrained).add(index)
-        messages.append(message)
-    return MessageColumn(tuple(messages), frozenset(untrained), frozenset(trained))
+        messages.append(_message(item, field, role_key))
+        turns[_is_trained(item, field)].add(index)
+    return MessageColumn(tuple(messages), frozenset(turns[False]), frozenset(turns[True]))
 
 
 def _message(item: Mapping[str, object], field: str, role_key: str) -> Message:
@@ -397,12 +385,12 @@ def _is_trained(item: Mapping[str, object], field: str) -> bool | None:
 
 def _list_of_objects(value: object, column: str) -> Sequence[Mapping[str, object]]:
     if not isinstance(value, (list, tuple)):
-        raise BadRowError(f"`{column}` is not a list", found=describe_value(value), expected="a list of messages")
+        raise unfit(f"`{column}` is not a list", value, "a list of messages")
     if not value:
-        raise BadRowError(f"`{column}` is empty", found="a list of 0", expected="at least one message")
+        raise unfit(f"`{column}` is empty", value, "at least one message")
     for index, item in enumerate(value):
         if not isinstance(item, Mapping):
-            raise BadRowError(f"`{column}[{index}]` is not a message", found=describe_value(item), expected="an object")
+            raise unfit(f"`{column}[{index}]` is not a message", item, "an object")
     return value
 
 
@@ -462,15 +450,11 @@ def read_history(value: object, column: str) -> MessageColumn:
     if value is None or value == "":
         return MessageColumn(())
     if not isinstance(value, (list, tuple)):
-        raise BadRowError(
-            f"`{column}` is not a list", found=describe_value(value), expected="a list of [question, answer]"
-        )
+        raise unfit(f"`{column}` is not a list", value, "a list of [question, answer]")
     messages: list[Message] = []
     for index, pair in enumerate(value):
         if not isinstance(pair, (list, tuple)) or len(pair) != 2:
-            raise BadRowError(
-                f"`{column}[{index}]` is no exchange", found=describe_value(pair), expected="[question, answer]"
-            )
+            raise unfit(f"`{column}[{index}]` is no exchange", pair, "[question, answer]")
         for role, text in zip(("user", "assistant"), pair, strict=True):
             messages.append({"role": role, "content": checked_text(text, f"`{column}[{index}]`", filled=False)})
     return MessageColumn(tuple(messages))
@@ -500,14 +484,10 @@ def check_says_something(turns: MessageColumn, column: str) -> None:
     Raises:
         BadRowError: no message of the assistant has content.
     """
-    if not any(message["role"] == "assistant" and _says_something(message) for message in turns.messages):
-        roles = ", ".join(message["role"] for message in turns.messages)
+    answers = [message for message in turns.messages if message["role"] == "assistant"]
+    if not any(message["content"].strip() or message.get("tool_calls") for message in answers):
         raise BadRowError(
             f"`{column}` has nothing to train on",
-            found=printable(f"roles {roles}"),
+            found=printable("roles " + ", ".join(message["role"] for message in turns.messages)),
             expected="at least one message of the assistant that is not empty",
         )
-
-
-def _says_something(message: Message) -> bool:
-    return bool(message["content"].strip() or message.get("tool_calls"))

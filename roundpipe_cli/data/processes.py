@@ -13,14 +13,15 @@ import os
 import signal
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any, cast
 
+from roundpipe_cli.data.chat import TemplateFacts
 from roundpipe_cli.data.formats import RowFormat
-from roundpipe_cli.data.row_chunks import ChunkResult, RowEncoder, TemplateFacts
+from roundpipe_cli.data.row_chunks import ChunkResult, RowEncoder
 from roundpipe_cli.data.rows import DataSettings, RawRow
 from roundpipe_cli.errors import InternalError, RefusedError, ResourceError, RoundpipeError
 from roundpipe_cli.limited import OutOfTime, leave_parent, processor_limit, signals_held
@@ -216,7 +217,7 @@ def _serve(connection: Connection, settings: DataSettings, tokenizer: PreTrained
             request = connection.recv()
             reply: object
             try:
-                encoder = encoder or RowEncoder(settings, tokenizer, _limited)
+                encoder = encoder or RowEncoder(settings, tokenizer, lambda: processor_limit(MAX_RENDER_S))
                 reply = encoder.facts() if request is None else encoder.encode(*request[:2], count_only=request[2])
             except RoundpipeError as error:
                 reply = error
@@ -230,13 +231,7 @@ def _serve(connection: Connection, settings: DataSettings, tokenizer: PreTrained
                     hint="look for rows of many megabytes",
                 )
             except BaseException as error:  # nothing above would turn it into a message
-                place = traceback.extract_tb(error.__traceback__)[-1]
+                place, rows = traceback.extract_tb(error.__traceback__)[-1], request[3] if request else "datasets"
                 text = f"tokenising failed: {type(error).__name__}: {error}"
-                reply = InternalError(
-                    text, where=request[3] if request else "datasets", found=f"at {place.filename}:{place.lineno}"
-                )
+                reply = InternalError(text, where=rows, found=f"at {place.filename}:{place.lineno}")
             connection.send(reply)
-
-
-def _limited() -> AbstractContextManager[None]:
-    return processor_limit(MAX_RENDER_S)

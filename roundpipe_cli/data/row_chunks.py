@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from roundpipe_cli.data.chat import ChatTemplate, Rendered
+from roundpipe_cli.data.chat import ChatTemplate, Rendered, TemplateFacts
 from roundpipe_cli.data.formats import RowFormat
 from roundpipe_cli.data.messages import Content, Conversation, Exchange, PlainText
 from roundpipe_cli.data.rows import BadRowError, DataSettings, RawRow, RowFault, TrainRules, printable
@@ -93,15 +93,11 @@ def _reads(template: str, name: str) -> bool:
 
 
 def _with_defaults(template: str, variables: Mapping[str, bool | int | float | str]) -> str:
-    """The template behind a line that gives its variables values.
-
-    Raises:
-        RefusedError: it does not read one of them, or whoever renders it always gives it.
-    """
+    """The template behind a line that gives its variables values."""
     line = ""
     for name, value in variables.items():
-        if name in GIVEN_VARIABLES or not _reads(template, name):
-            given = name in GIVEN_VARIABLES
+        given = name in GIVEN_VARIABLES
+        if given or not _reads(template, name):
             raise RefusedError(
                 f"the chat template {'is always given' if given else 'does not read'} {name}",
                 where="chat_template_kwargs",
@@ -289,16 +285,6 @@ MEDIA_PLACEHOLDER = re.compile(r"<(image|video|audio)>")
 """Where other tools put an image's, a video's or a sound's tokens. Rows with a column of files are refused."""
 
 
-@dataclass(frozen=True)
-class TemplateFacts:
-    """Facts about the template in force that the parent needs."""
-
-    end_of_turn: str | None
-    writes_date: bool
-    ends_by_next: bool = False
-    """An answer ends with the mark of the next turn, if there is one."""
-
-
 @dataclass
 class ChunkResult:
     """The rows of one chunk. Places count from 0 within the chunk; rows without one of the faults are all there."""
@@ -359,12 +345,7 @@ class RowEncoder:
 
     def facts(self) -> TemplateFacts | None:
         """None without a template."""
-        template = self._template
-        return (
-            None
-            if template is None
-            else TemplateFacts(template.end_of_turn, template.writes_date, template.ends_by_next)
-        )
+        return None if self._template is None else self._template.facts
 
     def encode(self, row_format: RowFormat | None, rows: Sequence[RawRow], *, count_only: bool = False) -> ChunkResult:
         """Tokenise `rows`.
@@ -392,7 +373,8 @@ class RowEncoder:
                 rendered.append(self._render(content, row_format))
                 unused.update(rendered[-1].left_out)
                 places.append(place)
-                if self._holds_control_token(content):
+                messages = () if isinstance(content, PlainText) else content.messages
+                if self._template is not None and self._template.holds_control_token(messages):
                     control_tokens.append(place)
                 if MEDIA_PLACEHOLDER.search(rendered[-1].text):
                     placeholders.append(place)
@@ -404,8 +386,9 @@ class RowEncoder:
                 faults.append((place, result.fault))
             else:
                 kept.append((place, result))
+        faults.sort(key=lambda item: item[0])
         made = self._result(kept)
-        made.faults, made.unused = sorted(faults, key=lambda item: item[0]), unused
+        made.faults, made.unused = faults, unused
         made.control_tokens, made.placeholders = control_tokens, placeholders
         return made
 
@@ -478,10 +461,7 @@ class RowEncoder:
         if is_chat and template is not None:
             assert isinstance(content, (Conversation, Exchange))
             with self._within_limits():
-                if train_all:
-                    rendered = template.render_all_trained(content)
-                else:
-                    rendered = template.render_trained(content, rules)
+                rendered = template.render_trained(content, None if train_all else rules)
         elif isinstance(content, Conversation):
             raise BadRowError(
                 "the row is a conversation, and the tokenizer has no chat template",
@@ -492,33 +472,18 @@ class RowEncoder:
         else:
             rendered = _plain(content, rules, train_all=train_all)
         if len(rendered.text) > MAX_ROW_CHARACTERS:
-            raise BadRowError(
-                "the row is too large",
-                found=f"{len(rendered.text)} characters",
-                expected=f"at most {MAX_ROW_CHARACTERS}",
-            )
+            found, expected = f"{len(rendered.text)} characters", f"at most {MAX_ROW_CHARACTERS}"
+            raise BadRowError("the row is too large", found=found, expected=expected)
         return rendered
 
     @contextmanager
     def _within_limits(self) -> Iterator[None]:
-        """
-        Raises:
-            RefusedError: out of memory.
-        """
         try:
             with self._limited():
                 yield
         except MemoryError:
-            raise RefusedError(
-                "the chat template needs too much memory",
-                where="chat_template",
-                hint="chat_template: path/to/template.jinja",
-            ) from None
-
-    def _holds_control_token(self, content: Content) -> bool:
-        if self._template is None or not isinstance(content, (Conversation, Exchange)):
-            return False
-        return self._template.holds_control_token(content.messages)
+            what, hint = "the chat template needs too much memory", "chat_template: path/to/template.jinja"
+            raise RefusedError(what, where="chat_template", hint=hint) from None
 
 
 def _plain(content: Exchange | PlainText, rules: TrainRules, *, train_all: bool) -> Rendered:

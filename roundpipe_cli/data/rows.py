@@ -140,19 +140,15 @@ JSON_DECODER = json.JSONDecoder(object_pairs_hook=_checked_object)
 
 def printable(text: str, limit: int = MAX_SHOWN_CHARACTERS) -> str:
     """`text` with control characters escaped and cut to `limit` characters, safe for a terminal and a log."""
-    shown = []
-    for character in text[: limit + 1]:
-        shown.append(character if character.isprintable() else character.encode("unicode_escape").decode("ascii"))
-    escaped = "".join(shown)
+    start = text[: limit + 1]
+    escaped = "".join(one if one.isprintable() else one.encode("unicode_escape").decode("ascii") for one in start)
     return escaped if len(escaped) <= limit else escaped[: limit - 3] + "..."
 
 
 def describe_value(value: object) -> str:
     """The kind of a value in the words of JSON, never its text: `a number`, `a list of 3`."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "true or false"
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else "true or false"
     if isinstance(value, (int, float)):
         return "a number"
     if isinstance(value, str):
@@ -164,6 +160,11 @@ def describe_value(value: object) -> str:
     return f"a value of type {type(value).__name__}"
 
 
+def unfit(what: str, value: object, expected: str | None = None) -> BadRowError:
+    """The error for a value that is not what it has to be."""
+    return BadRowError(what, found=describe_value(value), expected=expected)
+
+
 def shown(value: object) -> str:
     """A short text of a row's structure, such as a role, as it is; anything else by its kind."""
     return f"`{printable(value, 40)}`" if isinstance(value, str) else describe_value(value)
@@ -171,9 +172,7 @@ def shown(value: object) -> str:
 
 def column_names(columns: Mapping[str, object]) -> str:
     """`columns question, answer`, escaped and bounded."""
-    if not columns:
-        return "no columns"
-    return printable("columns " + ", ".join(str(name) for name in columns))
+    return printable("columns " + ", ".join(map(str, columns))) if columns else "no columns"
 
 
 def delimiter_hint(columns: Sequence[str]) -> str | None:
@@ -239,8 +238,8 @@ def checked_text(value: object, field: str, *, filled: bool) -> str:
         BadRowError: no text, text that no tokenizer should see, or blank although `filled` is asked for.
     """
     if not isinstance(value, str):
-        raise BadRowError(f"{field} is not text", found=describe_value(value), expected="a string")
+        raise unfit(f"{field} is not text", value, "a string")
     if filled and not value.strip():
-        raise BadRowError(f"{field} is empty", found=describe_value(value), expected="a string with some text")
+        raise unfit(f"{field} is empty", value, "a string with some text")
     check_text(value, field)
     return value

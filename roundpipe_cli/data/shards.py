@@ -17,9 +17,9 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -39,7 +39,6 @@ from roundpipe_cli.files import cache_folder, new_folder, prune_cache, sync
 
 BLOCK_BYTES = 16 * 1024**2
 MAX_THREADS = 16
-DIGEST_BYTES = 32
 
 ToldShare = Callable[[float], None]
 """Called with the share of the blocks that has been read."""
@@ -51,7 +50,7 @@ class DamageError(Exception):
 
 def checksum(data: bytes) -> str:
     """Checksum of one piece, hexadecimal."""
-    return hashlib.blake2b(data, digest_size=DIGEST_BYTES).hexdigest()
+    return hashlib.blake2b(data, digest_size=32).hexdigest()
 
 
 def block_sums(folder: Path, progress: ToldShare = lambda share: None) -> dict[str, list[str]]:
@@ -127,11 +126,10 @@ class SourceReport:
 
     def unused_text(self) -> str:
         """`id, source (3 of 12 rows)`; empty if all columns are used."""
-        parts = []
-        for name, count in self.unused_columns.items():
-            share = f" ({count} of {self.rows_read} rows)" if count < self.rows_read else ""
-            parts.append(printable(name, 80) + share)
-        return ", ".join(parts)
+        return ", ".join(
+            printable(name, 80) + (f" ({count} of {self.rows_read} rows)" if count < self.rows_read else "")
+            for name, count in self.unused_columns.items()
+        )
 
     def to_json(self) -> dict[str, Any]:
         """In the types of JSON; `from_json` takes it back."""
@@ -210,7 +208,6 @@ def listed(places: Sequence[str]) -> str:
 
 FOLDER = "tokens"
 SHARD_NAME = "shard.json"
-IDS_NAME = "input_ids.bin"
 ARRAYS = {"input_ids.bin": np.int32, "trained.bin": np.bool_, "rows.bin": np.int64, "lengths.bin": np.int64}
 
 
@@ -241,11 +238,11 @@ class ShardWriter:
             key: name in the cache; None keeps the shard out of the cache, for this process only.
         """
         self._key = key
-        self._folder = _new_folder(key is not None)
+        in_cache = new_folder(FOLDER) if key is not None else None  # read-only, no home: without a cache, then
+        self._folder = in_cache or Path(tempfile.mkdtemp(prefix="roundpipe-tokens-"))
         self._files: dict[str, IO[bytes]] = {name: (self._folder / name).open("wb") for name in ARRAYS}
         self._digests = {name: hashlib.sha256(name.encode()) for name in ARRAYS if name != "rows.bin"}
         self._max_id = -1
-        self.num_rows = 0
 
     def __enter__(self) -> ShardWriter:
         return self
@@ -264,7 +261,6 @@ class ShardWriter:
         """
         kept = chunk.lengths > 0
         places = chunk.places[kept]
-        self.num_rows += len(places)
         self._max_id = max(self._max_id, int(chunk.input_ids.max(initial=-1)))
         rows = np.stack([first_place + places, numbers[places]], axis=1)
         arrays = {
@@ -273,19 +269,21 @@ class ShardWriter:
             "rows.bin": rows,
             "lengths.bin": chunk.lengths[kept],
         }
-        for name, array in arrays.items():
-            data = np.ascontiguousarray(array, dtype=ARRAYS[name]).tobytes()
-            self._write(name, data)
-            if name in self._digests:
-                self._digests[name].update(data)
+        with self._writing():
+            for name, array in arrays.items():
+                data = np.ascontiguousarray(array, dtype=ARRAYS[name]).tobytes()
+                self._files[name].write(data)
+                if name in self._digests:
+                    self._digests[name].update(data)
 
     def leave_out_of_cache(self) -> None:
         """Keep the shard for this process only."""
         self._key = None
 
-    def _write(self, name: str, data: bytes) -> None:
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
         try:
-            self._files[name].write(data)
+            yield
         except OSError as error:
             raise ResourceError(
                 f"cannot write the tokens: {error.strerror}",
@@ -299,14 +297,11 @@ class ShardWriter:
         Raises:
             ResourceError: the disk is full.
         """
-        for name, file in self._files.items():
-            self._write(name, b"")
-            try:
+        with self._writing():
+            for file in self._files.values():
                 file.flush()
                 os.fsync(file.fileno())
                 file.close()
-            except OSError as error:
-                raise ResourceError(f"cannot write the tokens: {error.strerror}", where=str(self._folder)) from error
         digest = hashlib.sha256("".join(item.hexdigest() for item in self._digests.values()).encode()).hexdigest()
         content = {
             "digest": digest,
@@ -340,7 +335,6 @@ def load_shard(key: str, vocabulary: int, progress: ToldShare) -> Shard | None:
     folder = cache_folder(FOLDER) / key
     if not folder.is_dir():
         return None
-
     try:
         written, found = _content(folder)["sums"], block_sums(folder, progress)
         for name, sums in found.items():
@@ -348,7 +342,7 @@ def load_shard(key: str, vocabulary: int, progress: ToldShare) -> Shard | None:
                 raise DamageError(f"{name} is not as it was written")
         shard = _open(folder)
         if len(shard.input_ids) and not 0 <= shard.input_ids.min() <= shard.input_ids.max() < vocabulary:
-            raise DamageError(f"{IDS_NAME}: ids outside of a vocabulary of {vocabulary}")
+            raise DamageError(f"input_ids.bin: ids outside of a vocabulary of {vocabulary}")
     except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, DamageError) as damage:
         shutil.rmtree(folder, ignore_errors=True)  # an incomplete shard would block its successor
         raise DamageError(str(damage)) from damage
@@ -362,10 +356,6 @@ def _content_sum(content: dict[str, Any]) -> str:
 
 
 def _content(folder: Path) -> dict[str, Any]:
-    """
-    Raises:
-        OSError, ValueError, KeyError, TypeError: not there, or not as it was written.
-    """
     document: dict[str, Any] = json.loads((folder / SHARD_NAME).read_bytes())
     content: dict[str, Any] = document["content"]
     if _content_sum(content) != document["checksum"]:
@@ -374,10 +364,6 @@ def _content(folder: Path) -> dict[str, Any]:
 
 
 def _open(folder: Path) -> Shard:
-    """
-    Raises:
-        OSError, ValueError, KeyError, TypeError: not there, or not whole.
-    """
     document = _content(folder)
     arrays: dict[str, Any] = {}
     for name, dtype in ARRAYS.items():
@@ -390,20 +376,6 @@ def _open(folder: Path) -> Shard:
     num_tokens = len(arrays["input_ids.bin"])
     if len(lengths) != len(rows) or int(lengths.sum()) != num_tokens or len(arrays["trained.bin"]) != num_tokens:
         raise ValueError("arrays that do not fit each other")
-    report = SourceReport.from_json(document["report"])
+    facts = int(document["max_id"]), str(document["digest"]), SourceReport.from_json(document["report"])
     notices = tuple(str(text) for text in document["notices"])
-    return Shard(
-        arrays["input_ids.bin"],
-        arrays["trained.bin"],
-        rows,
-        np.array(lengths),
-        int(document["max_id"]),
-        str(document["digest"]),
-        report,
-        notices,
-    )
-
-
-def _new_folder(in_cache: bool) -> Path:
-    folder = new_folder(FOLDER) if in_cache else None  # read-only, no home: without a cache, then
-    return folder or Path(tempfile.mkdtemp(prefix="roundpipe-tokens-"))
+    return Shard(arrays["input_ids.bin"], arrays["trained.bin"], rows, np.array(lengths), *facts, notices)

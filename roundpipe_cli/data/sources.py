@@ -87,7 +87,7 @@ def folder_files(folder: Path, split: str, configuration: str | None) -> FolderF
         )
     by_split: dict[str, list[Path]] = {}
     for path in files:
-        by_split.setdefault(_split_of(path.relative_to(inside)) or "", []).append(path)
+        by_split.setdefault(_split_of(path.relative_to(inside)), []).append(path)
     if set(by_split) == {""}:
         by_split = {"train": files}
     chosen = files if split == "all" else by_split.get(split)
@@ -200,16 +200,13 @@ def _is_regular(path: Path) -> bool:
         return False
 
 
-def _split_of(path: Path) -> str | None:
-    """The split that a path names; its last part counts first."""
+def _split_of(path: Path) -> str:
+    """The split that a path names, empty for none; its last part counts first."""
     shard = SHARD.fullmatch(path.name)
     if shard is not None:
         return SPLIT_WORDS.get(shard["split"].lower(), shard["split"])
-    for part in reversed(path.parts):
-        for word in re.split(r"[^a-z]+", part.lower()):
-            if word in SPLIT_WORDS:
-                return SPLIT_WORDS[word]
-    return None
+    words = (word for part in reversed(path.parts) for word in re.split(r"[^a-z]+", part.lower()))
+    return next((SPLIT_WORDS[word] for word in words if word in SPLIT_WORDS), "")
 
 
 def _asks_for_files(readme: Path) -> bool:
@@ -287,19 +284,11 @@ def _hub_answers(spec: DatasetSpec) -> bool:
     """Whether the hub can be asked for this dataset; False without a network, and then only the cache can help.
 
     Asked before `datasets` does, which retries for 23 s without a network, and takes a slow hub for none.
-
-    Raises:
-        RefusedError: the hub answered that there is no such dataset for this user.
     """
     from huggingface_hub import HfApi
 
-    timeout: Any = TIMEOUT
-
-    def question() -> object:
-        return HfApi().dataset_info(spec.path, timeout=timeout)
-
     try:
-        ask_hub(Repository(spec.path, "dataset"), question, notice)
+        ask_hub(Repository(spec.path, "dataset"), lambda: HfApi().dataset_info(spec.path, timeout=TIMEOUT), notice)
     except UnreachableError as error:
         notice(f"the hub cannot be reached ({error}): {spec.path} is looked for in the cache")
         return False
@@ -353,11 +342,6 @@ class Split:
     name: str
     start: str | None = None
     stop: str | None = None
-
-    @property
-    def text(self) -> str:
-        """The text as the user wrote it."""
-        return f"{self.name}[{self.start or ''}:{self.stop or ''}]"
 
     @property
     def needs_length(self) -> bool:
@@ -420,8 +404,16 @@ class Source:
             RefusedError: missing, unreadable, or changed while it was read.
         """
         if self.file is not None:
-            return self._file_rows(self.file)
-        return self._table_rows()
+            before = _stamp(self.file)
+            yield from _local_rows(self.file, self.spec, self.progress)
+            if _stamp(self.file) != before:
+                raise RefusedError("the file was changed while it was read", where=self.name, hint="start again")
+            return
+        table = self._loaded_table()
+        structs = structs_of(table.features.arrow_schema)
+        for number, columns in enumerate(table, start=1):
+            self.progress.known_share = number / len(table)
+            yield table_row(number, columns, structs)
 
     def fingerprint(self) -> str | None:
         """A fingerprint of the content; None where it cannot be known.
@@ -436,19 +428,6 @@ class Source:
             return f"{known_suffix(self.file)} {self.file.suffix} {digest_file(self.file, self.spec.txt_rows)}"
         except OSError as error:
             raise RefusedError(f"cannot read the dataset: {error.strerror}", where=self.name) from error
-
-    def _file_rows(self, file: Path) -> Iterator[RawRow]:
-        before = _stamp(file)
-        yield from _local_rows(file, self.spec, self.progress)
-        if _stamp(file) != before:
-            raise RefusedError("the file was changed while it was read", where=self.name, hint="start again")
-
-    def _table_rows(self) -> Iterator[RawRow]:
-        table = self._loaded_table()
-        structs = structs_of(table.features.arrow_schema)
-        for number, columns in enumerate(table, start=1):
-            self.progress.known_share = number / len(table)
-            yield table_row(number, columns, structs)
 
     def _loaded_table(self) -> Any:
         if self._table is None:
@@ -480,8 +459,7 @@ def find_sources(spec: DatasetSpec, folder: Path | None, offline: bool) -> list[
         found = pattern_files(candidate)
         left_out += found.notices
         if found.files:
-            first, *rest = (_file_source(path, spec, offline) for path in found.files)
-            return _sliced([replace(first, notices=(*first.notices, *found.notices)), *rest], split)
+            return _sliced([_file_source(path, spec, offline) for path in found.files], split, found.notices)
     missing = f"no file or folder {tried[0]}" if len(tried) == 1 else "neither " + " nor ".join(map(str, tried))
     if _looks_like_file(spec.path) or HUB_ID.fullmatch(spec.path) is None:
         raise RefusedError(
@@ -508,8 +486,8 @@ def count_dataset(spec: DatasetSpec, folder: Path | None) -> RowCount | None:
     except (RefusedError, OSError, ValueError):
         return None
     counts: list[RowCount] = []
-    for source in sources:
-        found = count_rows(source.file, spec.txt_rows) if source.file else cached_hub_rows(spec, split.name)
+    for one in sources:
+        found = count_rows(one.file, spec.txt_rows) if one.file else cached_hub_rows(spec, split.name)
         if found is None:
             return None
         counts.append(found)
@@ -538,38 +516,29 @@ def _folder_sources(folder: Path, spec: DatasetSpec, split: Split, offline: bool
     found = folder_files(folder, split.name, spec.name)
     whole = replace(spec, split="train")
     sources = [Source(_shown(path), path, whole, offline, notices=_delimiter_notice(path)) for path in found.files]
-    first, *rest = _sliced(sources, split)
-    return [replace(first, notices=(*first.notices, *found.notices)), *rest]
+    return _sliced(sources, split, found.notices)
 
 
-def _sliced(sources: list[Source], split: Split) -> list[Source]:
-    """The sources cut to a slice of all their rows, those without a row of it left out.
-
-    Raises:
-        RefusedError: one of them cannot be read, or no row is left.
-    """
-    if split.bounds == (None, None):
-        return sources
-    counts = [
-        sum(1 for _ in read_file(source.file, txt_rows=source.spec.txt_rows))
-        for source in sources
-        if source.file is not None
-    ]
-    start, stop = split.range(sum(counts))
-    cut, before = [], 0
-    for source, count in zip(sources, counts, strict=True):
-        begin, end = max(start - before, 0), min(stop - before, count)
-        if begin < end:
-            cut.append(replace(source, spec=replace(source.spec, split=f"train[{begin}:{end}]")))
-        before += count
+def _sliced(sources: list[Source], split: Split, notices: tuple[str, ...]) -> list[Source]:
+    """The sources cut to a slice of all their rows, those without a row of it left out; the first has the notices."""
+    cut, before = sources, 0
+    if split.bounds != (None, None):
+        counts = [sum(1 for _ in read_file(one.file, txt_rows=one.spec.txt_rows)) for one in sources if one.file]
+        start, stop = split.range(sum(counts))
+        cut = []
+        for source, count in zip(sources, counts, strict=True):
+            begin, end = max(start - before, 0), min(stop - before, count)
+            if begin < end:
+                cut.append(replace(source, spec=replace(source.spec, split=f"train[{begin}:{end}]")))
+            before += count
     if not cut:
         raise RefusedError(
             "the slice holds no rows",
-            where=f"datasets: {printable(split.text)}",
+            where=f"datasets: {printable(split.name)}[{split.start or ''}:{split.stop or ''}]",
             found=f"{before} rows in {len(sources)} files",
             expected="at least one row",
         )
-    return cut
+    return [replace(cut[0], notices=(*cut[0].notices, *notices)), *cut[1:]]
 
 
 def _near(tried: Sequence[Path]) -> str | None:

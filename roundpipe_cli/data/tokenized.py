@@ -61,8 +61,9 @@ class RowMix:
         self._seed = seed
         self._shuffle = shuffle
         weights = [weight if rows else 0.0 for rows, weight in zip(source_rows, weights, strict=True)]
-        self._is_mixed = len(set(weights) - {0.0}) > 1
-        self.epoch_rows = _shares(self.num_rows, weights) if self._is_mixed else self.source_rows
+        self.is_mixed = len(set(weights) - {0.0}) > 1
+        """Whether weights decide how often a row comes."""
+        self.epoch_rows = _shares(self.num_rows, weights) if self.is_mixed else self.source_rows
         """Rows that each source has in an epoch."""
         self._cached_epoch: int | None = None
         self._cached_order: Rows = np.empty(0, dtype=np.int64)
@@ -71,19 +72,11 @@ class RowMix:
     def rows_per_epoch(self) -> int:
         return sum(self.epoch_rows)
 
-    @property
-    def is_mixed(self) -> bool:
-        """Whether weights decide how often a row comes."""
-        return self._is_mixed
-
     def order(self, epoch: int) -> Rows:
         """Row indices of an epoch in order, shape [rows_per_epoch]."""
         if epoch != self._cached_epoch:
-            self._cached_order = (
-                self._mixed_order(epoch)
-                if self._is_mixed
-                else epoch_order(self.num_rows, epoch, self._seed, self._shuffle)
-            )
+            plain = None if self.is_mixed else epoch_order(self.num_rows, epoch, self._seed, self._shuffle)
+            self._cached_order = self._mixed_order(epoch) if plain is None else plain
             self._cached_epoch = epoch
         return self._cached_order
 
@@ -96,7 +89,7 @@ class RowMix:
             first_row += num_rows
         rows = np.concatenate(parts)
         if self._shuffle:
-            return rows[permutation(len(rows), f"roundpipe order 1 {self._seed} {epoch}")]
+            return rows[epoch_order(len(rows), epoch, self._seed, True)]
         return rows[np.argsort(np.concatenate(places), kind="stable")]
 
     def _passes(self, source: int, num_rows: int, start: int, count: int) -> Rows:

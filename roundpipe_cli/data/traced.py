@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, SupportsIndex
 
 from roundpipe_cli.data.messages import END_OF_THOUGHT, Message
@@ -396,39 +396,29 @@ NOT_SAID = re.compile(r"(?:\s|</?think>)*")
 """Characters of a content that a template may leave out, or write itself."""
 CONSTANTS = {True: "true", False: "false", None: "null|none"}
 
-FieldPart = Literal["content", "thought", "name", "arguments"]
-
 
 @dataclass(frozen=True, slots=True)
 class Field:
     """A text of a message."""
 
     message: int
-    part: FieldPart
+    part: Literal["content", "thought", "name", "arguments"]
     text: str
-    call: int = 0
-    """Which of the message's calls it belongs to."""
     constant: str = ""
     """Spelling of the value that a key of arguments has, where that is no text and no number."""
 
 
-@dataclass(slots=True)
 class Fields:
-    """The fields of a conversation in order, and its messages with texts that know them."""
+    """The fields of a conversation in order, and its messages with texts that know them.
 
-    fields: list[Field] = field(default_factory=list)
-    messages: list[Message] = field(default_factory=list)
+    The same messages have the same fields, whatever follows them.
+    """
 
-    @classmethod
-    def of(cls, messages: Sequence[Message]) -> Fields:
-        """The same messages have the same fields, whatever follows them."""
-        made = cls()
-        for message in messages:
-            made._add(message)
-        return made
+    def __init__(self, messages: Sequence[Message]) -> None:
+        self.fields: list[Field] = []
+        self.messages = [self._message(index, message) for index, message in enumerate(messages)]
 
-    def _add(self, message: Message) -> None:
-        index = len(self.messages)
+    def _message(self, index: int, message: Message) -> Message:
         traced = {**message}
         if "content" in message:
             traced["content"] = self._traced(message["content"], Field(index, "content", message["content"]))
@@ -439,41 +429,36 @@ class Fields:
         if "tool_plan" in message:  # one of the two
             traced["tool_plan"] = traced["content"] if message["tool_plan"] == message["content"] else thought
         if "tool_calls" in message:
-            traced["tool_calls"] = [self._call(call, index, place) for place, call in enumerate(message["tool_calls"])]
-        self.messages.append(traced)
+            traced["tool_calls"] = [self._call(call, index) for call in message["tool_calls"]]
+        return traced
 
-    def _call(self, call: dict[str, Any], message: int, place: int) -> dict[str, Any]:
+    def _call(self, call: dict[str, Any], message: int) -> dict[str, Any]:
         function = call["function"]
-        name = self._traced(function["name"], Field(message, "name", function["name"], place))
-        arguments = self._value(function["arguments"], message, place)
+        name = self._traced(function["name"], Field(message, "name", function["name"]))
+        arguments = self._value(function["arguments"], message)
         return {**call, "function": {**function, "name": name, "arguments": arguments}}
 
-    def _value(self, value: Any, message: int, place: int) -> Any:
+    def _value(self, value: Any, message: int) -> Any:
         if isinstance(value, dict):
-            return {
-                self._traced(key, Field(message, "arguments", key, place, _spelt(item))): self._value(
-                    item, message, place
-                )
-                for key, item in value.items()
-            }
+            made = {}
+            for key, item in value.items():
+                spelt = CONSTANTS[item] if item is None or isinstance(item, bool) else ""
+                made[self._traced(key, Field(message, "arguments", key, spelt))] = self._value(item, message)
+            return made
         if isinstance(value, (list, tuple)):
-            return [self._value(item, message, place) for item in value]
+            return [self._value(item, message) for item in value]
         if isinstance(value, str):
-            return self._traced(value, Field(message, "arguments", value, place))
+            return self._traced(value, Field(message, "arguments", value))
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             number = TracedInt(value) if isinstance(value, int) else TracedFloat(value)
             number.field = len(self.fields)
-            self.fields.append(Field(message, "arguments", repr(value), place))
+            self.fields.append(Field(message, "arguments", repr(value)))
             return number
         return value
 
     def _traced(self, text: str, of: Field) -> Traced:
         self.fields.append(of)
         return Traced.of_field(text, len(self.fields) - 1)
-
-
-def _spelt(value: object) -> str:
-    return CONSTANTS[value] if value is None or isinstance(value, bool) else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -508,7 +493,14 @@ class Laid:
 
     def last_at(self, piece: TracedPiece) -> int | None:
         """The end of the last run of the same field, and the same part of it."""
-        return next((run.end for run in reversed(self.runs) if _same(run.piece, piece)), None)
+        for run in reversed(self.runs):
+            if run.piece.field == piece.field and run.piece.covers[-1:] == piece.covers[-1:] != ():
+                return run.end
+        return None
+
+    def next_start(self, position: int) -> int:
+        """Where the first run begins that does not begin before this; the end of the text without one."""
+        return next((run.start for run in self.runs if run.start >= position), len(self.text))
 
     def holds(self, wanted: int) -> bool:
         """Whether anything of a field is in the text, in whatever letters."""
@@ -533,12 +525,8 @@ class Laid:
     def _has_constant(self, key: Run, constant: str) -> bool:
         if not constant or key.piece.how == DUMPED:
             return True
-        stop = next((run.start for run in self.runs if run.start >= key.end), len(self.text))
-        return re.search(rf"\b(?:{constant})\b", self.text[key.end : stop], re.IGNORECASE) is not None
-
-
-def _same(piece: TracedPiece, other: TracedPiece) -> bool:
-    return piece.field == other.field and piece.covers[-1:] == other.covers[-1:] and bool(piece.covers)
+        behind = self.text[key.end : self.next_start(key.end)]
+        return re.search(rf"\b(?:{constant})\b", behind, re.IGNORECASE) is not None
 
 
 def lay(parts: Sequence[str], fields: Sequence[Field]) -> Laid:
@@ -550,9 +538,6 @@ def lay(parts: Sequence[str], fields: Sequence[Field]) -> Laid:
     changed: set[int] = set()
     position = 0
     for part in parts:
-        if not isinstance(part, Traced):
-            position += len(part)
-            continue
         for piece in pieces_of(part):
             length, field, covers, how = piece
             if field == OPEN:

@@ -134,7 +134,8 @@ class WrittenTurns:
 
     def _lost_call(self, of: Field) -> BadRowError:
         turn = of.message + 1
-        names = [place for place, item in enumerate(self._fields.fields) if _is_name(item, of.message)]
+        fields = enumerate(self._fields.fields)
+        names = [place for place, item in fields if item.part == "name" and item.message == of.message]
         written = [place for place in names if not self.laid.missing(place)]
         if not written:
             return BadRowError(
@@ -242,22 +243,20 @@ class WrittenTurns:
         return position + self._starts[key]
 
     def _kind(self, run: Run) -> tuple[str, str]:
-        return (
-            (self.messages[run.message]["role"], self._fields.fields[run.piece.field].part)
-            if run.message >= 0
-            else ("", "")
-        )
+        if run.message < 0:
+            return "", ""
+        return self.messages[run.message]["role"], self._fields.fields[run.piece.field].part
 
     def _offset(self, index: int, before: Run | None, gap: str) -> int:
         """Where in the gap between two turns the second one's words begin."""
-        given = self._behind(before, self.messages[:index], prompt=True) if self._ends.has_generation_prompt else None
+        given = self._given(before, index)
         if given and gap.startswith(given):
             return len(given)
         words: Message = {"role": "assistant", "content": "x"}
-        fields = Fields.of([*self.messages[:index], words])
+        fields = Fields([*self.messages[:index], words])
         laid = self._lay(fields, fields.messages, False)
         written = laid.of_message(index) if laid is not None else []
-        behind = _anchor(laid, before) if laid is not None else None
+        behind = _anchor(laid, before)
         if laid is not None and written and behind is not None and behind <= written[0].start:
             given = laid.text[behind : written[0].start]
         if given is None:
@@ -267,18 +266,15 @@ class WrittenTurns:
     def _end(self, index: int, last: Run, stop: int) -> tuple[int, TokenSpan | None]:
         """Where what the model writes ends, behind the last piece of a turn, and its end of turn."""
         closing, gap = self._ends.closing, self.laid.text[last.end : stop]
-        part = self._kind(last)[1]
-        if index < len(self.messages) - 1 and part == "content" and closing is not None and gap.startswith(closing):
+        part, is_last = self._kind(last)[1], index == len(self.messages) - 1
+        if not is_last and part == "content" and closing is not None and gap.startswith(closing):
             return self._end_between(index, last.end, stop, closing)
-        if index < len(self.messages) - 1 and (gap, part) in self._tails:
-            return self._end_between(index, last.end, stop, self._tails[gap, part])
-        until = self._text_until(index)
-        begin = until.last_at(last.piece) if until is not None else None
-        tail = None
-        if until is not None and begin is not None:
-            tail = until.text[begin : next((run.start for run in until.runs if run.start >= begin), len(until.text))]
-        self._tails[gap, part] = tail
-        return self._end_between(index, last.end, stop, tail)
+        if is_last or (gap, part) not in self._tails:
+            until = self._text_until(index)
+            begin = _anchor(until, last)
+            tail = None if until is None or begin is None else until.text[begin : until.next_start(begin)]
+            self._tails[gap, part] = tail
+        return self._end_between(index, last.end, stop, self._tails[gap, part])
 
     def _end_between(self, index: int, start: int, stop: int, tail: str | None) -> tuple[int, TokenSpan | None]:
         """Where the end of a turn ends, which is somewhere in a range of the text.
@@ -295,9 +291,8 @@ class WrittenTurns:
         is_whole = tail is not None and len(shared) == len(tail) and not ends.always_prompts
         if not is_whole:
             shared = _whole_marks(shared, gap)
-            closed = [shared.rfind(token) + len(token) for token in (ends.end_of_turn, ends.end_of_question)
-                      if token is not None and token in shared]  # fmt: skip
-            shared = shared[: max(closed)] if closed else shared
+            tokens = [token for token in (ends.end_of_turn, ends.end_of_question) if token and token in shared]
+            shared = shared[: max((shared.rfind(token) + len(token) for token in tokens), default=None)]
         kept = shared.rstrip()
         end = start + len(kept)
         if ends.end_of_turn is not None and kept.endswith(ends.end_of_turn):
@@ -312,30 +307,25 @@ class WrittenTurns:
             return following.end(), following.span(1)
         return start + len(shared), None
 
-    def _behind(self, anchor: Run | None, messages: Sequence[Message], *, prompt: bool) -> str | None:
-        """The rest of the text of some messages behind a piece of them; None where it cannot be told."""
-        laid = self._lay(self._fields, messages, prompt) if messages else None
-        begin = _anchor(laid, anchor) if laid is not None else None
+    def _given(self, before: Run | None, index: int) -> str | None:
+        """The text behind a piece of the turns before `index` that the model is given; None where it cannot be told."""
+        laid = self._lay(self._fields, self.messages[:index], True) if self._ends.has_generation_prompt else None
+        begin = _anchor(laid, before)
         return None if laid is None or begin is None else laid.text[begin:]
 
     def _empty_answer(self, index: int) -> TurnSpans:
         """The span of a turn without a word: the end of the turn, behind what the model is given."""
-        before = self._last_run_before(index)
-        given = self._behind(before, self.messages[:index], prompt=True) if self._ends.has_generation_prompt else None
-        until = self._text_until(index)
-        begin = _anchor(until, before) if until is not None else None
-        start = 0 if before is None else before.end
+        before = next((run for run in reversed(self.laid.runs) if 0 <= run.message < index), None)
+        given, until = self._given(before, index), self._text_until(index)
+        begin, start = _anchor(until, before), 0 if before is None else before.end
         if not given or until is None or begin is None or not until.text.startswith(given, begin):
             return TurnSpans(())
         if not self.laid.text.startswith(given, start):
             return TurnSpans(())
         start += len(given)
-        stop = next((run.start for run in self.laid.runs if run.start >= start), len(self.laid.text))
+        stop = self.laid.next_start(start)
         last, end = self._end_between(index, start, stop, until.text[begin + len(given) :])
         return TurnSpans(((start, last),), end) if last > start else TurnSpans(())
-
-    def _last_run_before(self, index: int) -> Run | None:
-        return next((run for run in reversed(self.laid.runs) if 0 <= run.message < index), None)
 
     def other(self, index: int) -> TurnSpans:
         """The span of a turn that is not the assistant's, with its end of turn.
@@ -347,25 +337,21 @@ class WrittenTurns:
         lost = any(self.laid.missing(place) for place, of in enumerate(self._fields.fields) if of.message == index)
         if not runs or lost:
             raise self._cannot_tell(index)
-        return self.to_end_of_turn((runs[0].start, runs[-1].end))
+        return self._to_end_of_turn((runs[0].start, runs[-1].end))
 
-    def to_end_of_turn(self, span: TokenSpan) -> TurnSpans:
-        """`span` lengthened over the end-of-turn token, if that comes next."""
-        start, end = span
-        if self._ends.end_of_turn is not None:
-            rest = self.laid.text[end : end + len(self._ends.end_of_turn) + 16]
-            token_start = len(rest) - len(rest.lstrip())
-            if rest.startswith(self._ends.end_of_turn, token_start):
-                end += token_start + len(self._ends.end_of_turn)
-        return self.with_end(((start, end),))
-
-    def with_end(self, spans: tuple[TokenSpan, ...]) -> TurnSpans:
-        """Spans whose last one may close with an end of turn."""
-        start, end = spans[-1]
-        said, token = self.laid.text[start:end].rstrip(), self._ends.end_of_turn
-        if token is None or not said.endswith(token):
+    def _to_end_of_turn(self, *spans: TokenSpan) -> TurnSpans:
+        """The spans, the last one lengthened over the end-of-turn token if that comes next."""
+        token = self._ends.end_of_turn
+        if token is None or not spans:
             return TurnSpans(spans)
-        return TurnSpans(spans, (start + len(said) - len(token), start + len(said)))
+        start, end = spans[-1]
+        rest = self.laid.text[end : end + len(token) + 16]
+        token_start = len(rest) - len(rest.lstrip())
+        if rest.startswith(token, token_start):
+            end += token_start + len(token)
+        stop = start + len(self.laid.text[start:end].rstrip())
+        closes = self.laid.text.endswith(token, start, stop)
+        return TurnSpans((*spans[:-1], (start, end)), (stop - len(token), stop) if closes else None)
 
     def marked(self, turns: Sequence[int]) -> dict[int, TurnSpans]:
         """The spans between the template's own marks, of the assistant's turns among these.
@@ -393,13 +379,7 @@ class WrittenTurns:
                     found=f"turns {', '.join(str(index + 1) for index in told)} in one mark of the chat template",
                 )
             spans.setdefault(told[0], []).append((start, end))
-        return {index: self._lengthened(spans.get(index, [])) for index in answers if index in turns}
-
-    def _lengthened(self, spans: Sequence[TokenSpan]) -> TurnSpans:
-        if not spans:
-            return TurnSpans(())
-        last = self.to_end_of_turn(spans[-1])
-        return TurnSpans((*spans[:-1], *last.spans), last.end)
+        return {index: self._to_end_of_turn(*spans.get(index, [])) for index in answers if index in turns}
 
     def check_spans(self, turns: dict[int, TurnSpans]) -> list[str]:
         """Check the rule: what is trained is of the trained turns, and all of it. Returns what is named as left out.
@@ -440,12 +420,9 @@ class WrittenTurns:
         return left_out
 
 
-def _is_name(of: Field, message: int) -> bool:
-    return of.part == "name" and of.message == message
-
-
-def _anchor(laid: Laid, run: Run | None) -> int | None:
-    return 0 if run is None else laid.last_at(run.piece)
+def _anchor(laid: Laid | None, run: Run | None) -> int | None:
+    """The end of a piece in another text; None where it has none."""
+    return None if laid is None else 0 if run is None else laid.last_at(run.piece)
 
 
 def _whole_marks(shared: str, gap: str) -> str:

@@ -191,11 +191,7 @@ def missing_bytes(listing: Listing, names: Sequence[str]) -> int:
 
 
 def _require_space(listing: Listing, names: Sequence[str]) -> None:
-    """Refuse a download that the disk has no room for, before it begins.
-
-    Raises:
-        ResourceError: the cache's file system has less left than the files take.
-    """
+    """Refuse a download that the disk has no room for, before it begins."""
     needed = missing_bytes(listing, names)
     folder = repository_folder(listing.repository.name)
     existing = next(path for path in (folder, *folder.parents) if path.is_dir())
@@ -439,11 +435,7 @@ class _Fetch:
         self._done.append(name)
 
     def _compare(self, file: RemoteFile, etag: str, path: Path) -> None:
-        """Compare the hash of a file that came with the hub's; what is wrong is removed.
-
-        Raises:
-            RefusedError: the hub sent other bytes than it says it has.
-        """
+        """Compare the hash of a file that came with the hub's; what is wrong is removed."""
         expected = file.sha256 or etag
         if _SHA256.fullmatch(expected):
             digests = [hashlib.sha256()]

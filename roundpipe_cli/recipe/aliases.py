@@ -54,12 +54,13 @@ _NAMES = {
 
 SPECIAL_TOKENS = ("new_special_tokens", "add_special_tokens", "additional_special_tokens")
 """Keys of other trainers with new tokens that their answers do not show."""
-_NOTES = {
+NOTES = {
     **dict.fromkeys(SPECIAL_TOKENS, "; they are ordinary tokens, so answers show them"),
     "per_device_train_batch_size": "; a step has micro_batch_size x gradient_accumulation_steps rows whatever the "
     "number of GPUs, which does not multiply it",
     "train_micro_batch_size_per_gpu": "; the number of GPUs does not multiply it",
 }
+"""Key of another trainer -> a note for those who are used to it."""
 
 
 def _renamed(target: str) -> AliasConversion:
@@ -89,29 +90,15 @@ def _one_of(choices: dict[Any, Writes]) -> AliasConversion:
     return writes_of
 
 
-def _target_list(value: Any) -> Writes:
-    """LLaMA-Factory: `all`, or names with commas between them."""
-    if value == "all":
-        return {"lora.target_modules": "all-linear"}
-    if isinstance(value, str):
-        return {"lora.target_modules": [name.strip() for name in value.split(",")]}
-    return {"lora.target_modules": value}
+def _words(target: str) -> AliasConversion:
+    """LLaMA-Factory: words with commas between them; `all` modules are the linear ones."""
 
+    def writes_of(value: Any) -> Writes:
+        if target == "lora.target_modules" and value == "all":
+            return {target: "all-linear"}
+        return {target: [word.strip() for word in value.split(",")] if isinstance(value, str) else value}
 
-def _saved_list(value: Any) -> Writes:
-    """LLaMA-Factory: names with commas between them."""
-    if isinstance(value, str):
-        return {"lora.modules_to_save": [name.strip() for name in value.split(",")]}
-    return {"lora.modules_to_save": value}
-
-
-def _new_tokens(value: Any) -> Writes:
-    """LLaMA-Factory: words with commas between them."""
-    return {"add_tokens": [word.strip() for word in value.split(",")] if isinstance(value, str) else value}
-
-
-def _dataset_name(value: Any) -> Writes:
-    return {"datasets": [{"path": value}]}
+    return writes_of
 
 
 def _recompute(value: Any) -> Writes:
@@ -151,26 +138,19 @@ ALIASES: dict[str, AliasConversion] = {
     "use_peft": _one_of({True: {"method": "lora"}, False: {"method": "full"}}),
     "pipeline.replicas": _one_of({1: {}}),  # was a key; `dispatch: earliest_free` is never slower
     "quantization_bit": _one_of({4: {"load_in_4bit": True}, 8: {"load_in_8bit": True}, None: {}}),
-    "lora_target": _target_list,
-    "additional_target": _saved_list,
-    **dict.fromkeys(("tokens", "added_tokens", "new_tokens", "add_new_tokens"), _new_tokens),
-    **dict.fromkeys(SPECIAL_TOKENS, _new_tokens),
+    "lora_target": _words("lora.target_modules"),
+    "additional_target": _words("lora.modules_to_save"),
+    **dict.fromkeys(("tokens", "added_tokens", "new_tokens", "add_new_tokens", *SPECIAL_TOKENS), _words("add_tokens")),
     "lora_target_linear": _one_of({True: {"lora.target_modules": "all-linear"}, False: {}, None: {}}),
-    "dataset_name": _dataset_name,
-    "completion_only_loss": _one_of(_ON_INPUTS),
-    "assistant_only_loss": _one_of(_ON_INPUTS),
+    "dataset_name": lambda value: {"datasets": [{"path": value}]},
+    **dict.fromkeys(("completion_only_loss", "assistant_only_loss"), _one_of(_ON_INPUTS)),
     "gradient_checkpointing": _recompute,
     "full_determinism": _one_of({True: {"deterministic": True}, False: {}, None: {}}),
-    "stage": _job,
-    "rl": _job,
-    "use_liger_kernel": _one_of(_FUSED),
-    "enable_liger_kernel": _one_of(_FUSED),
+    **dict.fromkeys(("stage", "rl"), _job),
+    **dict.fromkeys(("use_liger_kernel", "enable_liger_kernel"), _one_of(_FUSED)),
     "freeze_vision_tower": _one_of({True: {}}),
-    "flash_attention": _one_of({True: {}, False: {}, None: {}}),
-    "strict": _one_of({True: {}, False: {}, None: {}}),
-    "dataset_prepared_path": lambda value: {},
-    "overwrite_cache": lambda value: {},
-    "preprocessing_num_workers": lambda value: {},
+    **dict.fromkeys(("flash_attention", "strict"), _one_of({True: {}, False: {}, None: {}})),
+    **dict.fromkeys(("dataset_prepared_path", "overwrite_cache", "preprocessing_num_workers"), lambda value: {}),
     "do_train": _one_of({True: {}}),
     "auto_resume_from_checkpoints": _one_of({True: {"resume_from_checkpoint": "auto"}, False: {}}),
 }
@@ -299,11 +279,6 @@ def is_off(value: Any) -> bool:
 def was_off(key: str, value: Any) -> bool:
     """Whether a key that recipes no longer have asked for nothing."""
     return key in REMOVED and (is_off(value) or value == 0)
-
-
-def note(alias: str) -> str:
-    """A note for users who are used to `alias`, or an empty text."""
-    return _NOTES.get(alias, "")
 
 
 def conversion_of(key: str, value: Any) -> AliasConversion | None:

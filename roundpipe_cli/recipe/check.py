@@ -15,7 +15,7 @@ from roundpipe_cli.choices import OPTIMIZER_KEYS, OPTIMIZERS, PACKED_FORMATS, SC
 from roundpipe_cli.errors import Problem, closest, one_edit_apart
 from roundpipe_cli.recipe.aliases import answer_to
 from roundpipe_cli.recipe.schema import DatasetConfig, PipelineConfig, Range, Recipe
-from roundpipe_cli.recipe.strict_yaml import KeyPath, Place, format_key, parse_scalar, shown_value
+from roundpipe_cli.recipe.strict_yaml import KeyPath, Place, dotted, format_key, parse_scalar, shown_value
 
 MAX_SHOWN = 30
 """Problems shown one by one; the rest are counted."""
@@ -266,20 +266,16 @@ def _check_section(value: dict[str, Any], schema: type, path: KeyPath, findings:
 
 
 def _refuse(value: Any, hint: Any, path: KeyPath, findings: Findings) -> Any:
+    told = f"`roundpipe recipes keys {path[0]}` says what it means and its default" if path else None
+    answer = answer_to(str(path[0]) if path else "", value)
     findings.add(
         path,
         f"{format_key(path) or 'the recipe'} has a value that is not accepted",
         found=shown_value(value),
         expected=describe_type(hint),
-        hint=answer_to(str(path[0]) if path else "", value)
-        or _advice(value, hint, findings.place(path).origin)
-        or _where_it_is_told(path),
+        hint=answer or _advice(value, hint, findings.place(path).origin) or told,
     )
     return REFUSED
-
-
-def _where_it_is_told(path: KeyPath) -> str | None:
-    return f"`roundpipe recipes keys {path[0]}` says what it means and its default" if path else None
 
 
 def _advice(value: Any, hint: Any, origin: str) -> str | None:
@@ -356,8 +352,7 @@ def _report_unknown(key: str, path: KeyPath, schema: type, findings: Findings, *
 def suggest(key: str, path: KeyPath, siblings: list[str], also_known: list[str]) -> str | None:
     """The known key that was probably meant: one edit away in this section, the same name in another section, or the
     nearest by similarity here, then anywhere. Keys of other sections come with their path."""
-    section = "".join("[]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
-    prefix = f"{section}." if section else ""
+    prefix = f"{dotted(path)}." if path else ""
     word = key.strip().lower().replace("-", "_").replace(" ", "_")[:100]
     shown = format_key(path) + "." if path else ""
     spellings = [alias.removeprefix(prefix) for alias in also_known if alias.startswith(prefix)]
@@ -453,10 +448,8 @@ def _find_above_peak(recipe: Recipe, given: dict[str, Any], findings: Findings) 
 # Checks for keys that make no sense together; one problem names both.
 
 NEEDS_EVALUATION = (
-    ("eval_steps", None),
-    ("eval_samples", 0),
-    ("load_best_model_at_end", False),
-    ("early_stopping_patience", None),
+    *(("eval_steps", None), ("eval_samples", 0)),
+    *(("load_best_model_at_end", False), ("early_stopping_patience", None)),
 )
 """(key, off value) of keys without effect where there are no rows to evaluate on."""
 
@@ -490,7 +483,9 @@ def find_contradictions(recipe: Recipe, findings: Findings) -> None:
     _find_split_problems(recipe, findings)
     _find_budget_problems(recipe, findings)
     _find_rule_problems(recipe, findings)
-    _find_token_problems(recipe, findings)
+    for index, word in enumerate(recipe.add_tokens):
+        if word in recipe.add_tokens[:index]:
+            findings.add(("add_tokens", index), f"the token {word} is named twice", hint="delete one of them")
     if recipe.nodes.shard_optimizer is True and recipe.method == "lora":
         hint = "the state of adapters is small: delete the line"
         findings.add(("nodes", "shard_optimizer"), "only full fine-tuning shares its state out", hint=hint)
@@ -535,12 +530,6 @@ def _find_split_problems(recipe: Recipe, findings: Findings) -> None:
         if splits and dataset.type not in ("auto", "text"):
             what = "only rows of type text can be split"
             findings.add((*path, "type"), what, found=dataset.type, hint=SPLIT_HINT)
-
-
-def _find_token_problems(recipe: Recipe, findings: Findings) -> None:
-    for index, word in enumerate(recipe.add_tokens):
-        if word in recipe.add_tokens[:index]:
-            findings.add(("add_tokens", index), f"the token {word} is named twice", hint="delete one of them")
 
 
 def _datasets_of(recipe: Recipe) -> Iterator[tuple[KeyPath, DatasetConfig]]:

@@ -20,7 +20,6 @@ from roundpipe_cli.recipe.check import known_keys
 from roundpipe_cli.recipe.convert_data import (
     Entry,
     axolotl_datasets,
-    axolotl_pairs,
     axolotl_texts,
     factory_datasets,
     trl_datasets,
@@ -55,19 +54,16 @@ from roundpipe_cli.recipe.convert_tables import (
     LeaveOutError,
     Partly,
     Tool,
-    dump,
     from_unsloth,
     is_unsloth,
     short,
 )
-from roundpipe_cli.recipe.load import load_text
+from roundpipe_cli.recipe.load import load_text, values_as_yaml
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.recipe.strict_yaml import MAX_BYTES, parse_bytes, shown_value
 
-# Refuses files of other tools for a job that no recipe does.
-#
-# A recipe of such a file would train another model than the file does. Settings that only change the way
-# there are converted, and named in the recipe's first line (`convert_tables.CHANGES`).
+# Refuses files of other tools for a job that no recipe does: a recipe of such a file would train another model.
+# Settings that only change the way there are converted, and named in the first line (`convert_tables.CHANGES`).
 
 _MULTIMODAL = "training on images, video or sound"
 _PREFERENCES = "training on preferences"
@@ -76,35 +72,30 @@ _REWARD = "training of a reward model"
 _CLASSIFIER = "training of a classifier"
 _DISTILLATION = "distillation from a teacher"
 _PART = "training of a part of the weights"
-_EXPORT = "merging or exporting a model"
-_INFERENCE = "inference, a chat or an API"
 _EVALUATION = "evaluation or prediction"
 
-_BY_KEY: Mapping[str, str] = {
-    **dict.fromkeys(("pref_loss", "pref_beta", "pref_ftx", "beta", "orpo_alpha", "cpo_alpha"), _PREFERENCES),
-    **dict.fromkeys(("simpo_gamma", "rl_beta", "ref_model", "rpo_alpha", "desirable_weight"), _PREFERENCES),
-    **dict.fromkeys(("undesirable_weight", "precompute_ref_log_probs", "f_divergence_type"), _PREFERENCES),
-    **dict.fromkeys(
-        ("reward_funcs", "num_generations", "trl", "ebft", "use_vllm", "max_completion_length"), _REINFORCEMENT
-    ),
-    **dict.fromkeys(("scale_rewards", "reward_weights", "vllm", "generation_batch_size"), _REINFORCEMENT),
-    **dict.fromkeys(("reward_model", "process_reward_model", "center_rewards_coefficient"), _REWARD),
-    **dict.fromkeys(("teacher_model_name_or_path", "teacher_model", "kd_trainer"), _DISTILLATION),
-    **dict.fromkeys(("lisa_n_layers", "lisa_step_interval", "use_llama_pro"), _PART),
-    **dict.fromkeys(("relora", "relora_steps"), "ReLoRA: adapters that are merged and begun again"),
-    "mixture_of_depths": "turning a model into a mixture of depths",
-    "peft_layer_replication": "training of a model with repeated layers",
-    **dict.fromkeys(("train_from_scratch", "reinit_weights"), "training from random weights"),
-    "diffusion": "training of a diffusion model",
-    "qat": "training for a quantised model",
-    "use_onebitllms": "training of a model in 1 bit",
-    "llmcompressor": "training of a sparse model",
-    "use_pose": "training on positions that are skipped (PoSE)",
-    "num_labels": _CLASSIFIER,
-    **dict.fromkeys(("export_dir", "export_quantization_bit", "export_hub_model_id", "merge_lora"), _EXPORT),
-    **dict.fromkeys(("task_dir", "n_shot"), _EVALUATION),
+_KEYS_OF_JOBS = {
+    _PREFERENCES: "pref_loss pref_beta pref_ftx beta orpo_alpha cpo_alpha simpo_gamma rl_beta ref_model rpo_alpha "
+    "desirable_weight undesirable_weight precompute_ref_log_probs f_divergence_type",
+    _REINFORCEMENT: "reward_funcs num_generations trl ebft use_vllm max_completion_length scale_rewards "
+    "reward_weights vllm generation_batch_size",
+    _REWARD: "reward_model process_reward_model center_rewards_coefficient",
+    _DISTILLATION: "teacher_model_name_or_path teacher_model kd_trainer",
+    _PART: "lisa_n_layers lisa_step_interval use_llama_pro",
+    "ReLoRA: adapters that are merged and begun again": "relora relora_steps",
+    "turning a model into a mixture of depths": "mixture_of_depths",
+    "training of a model with repeated layers": "peft_layer_replication",
+    "training from random weights": "train_from_scratch reinit_weights",
+    "training of a diffusion model": "diffusion",
+    "training for a quantised model": "qat",
+    "training of a model in 1 bit": "use_onebitllms",
+    "training of a sparse model": "llmcompressor",
+    "training on positions that are skipped (PoSE)": "use_pose",
+    _CLASSIFIER: "num_labels",
+    "merging or exporting a model": "export_dir export_quantization_bit export_hub_model_id merge_lora",
+    _EVALUATION: "task_dir n_shot",
 }
-"""Keys of jobs that no recipe does: the file is refused where one is set, unless its own job does not read it."""
+"""Jobs that no recipe does -> keys: the file is refused where one is set, unless its own job does not read it."""
 
 _HINT = "DPO (loss sigmoid), ORPO and SimPO are converted; a file of TRL that does not say so: --objective dpo"
 _BY_PREFIX = {"kd_": _DISTILLATION, "ppo_": _REINFORCEMENT, "kto_": _PREFERENCES, "dpo_": _PREFERENCES}
@@ -165,12 +156,14 @@ def _other_jobs(data: Mapping[str, Any], tool: Tool) -> Iterator[tuple[str, str]
     """(job, its line) of everything that no recipe does."""
     yield from _by_values(data, tool)
     known = job_of(data, tool)
-    for key, job in _BY_KEY.items():
-        if not is_off(data.get(key)) and not (known and reads_loss_key(key, known, tool)):
-            yield job, _line(key, data[key])
+    for job, keys in _KEYS_OF_JOBS.items():
+        for key in keys.split():
+            if not is_off(data.get(key)) and not (known and reads_loss_key(key, known, tool)):
+                yield job, _line(key, data[key])
     for start, job in _BY_PREFIX.items():
-        keys = [key for key in data if key.startswith(start) and not (known and reads_loss_key(key, known, tool))]
-        yield from ((job, _line(key, data[key])) for key in keys if not is_off(data[key]))
+        for key, value in data.items():
+            if key.startswith(start) and not is_off(value) and not (known and reads_loss_key(key, known, tool)):
+                yield job, _line(key, value)
     yield from _without_training(data, tool)
     for key in _MULTIMODAL_KEYS:
         if data.get(key) is not None:
@@ -199,10 +192,7 @@ def _by_values(data: Mapping[str, Any], tool: Tool) -> Iterator[tuple[str, str]]
         yield _PREFERENCES, _line("loss_type", data["loss_type"])
     plugins = data.get("plugins")
     for plugin in plugins if isinstance(plugins, list) else []:
-        parts = str(plugin).split(".")
-        for folder in parts:
-            if folder in _PLUGINS:
-                yield _PLUGINS[folder], _line("plugins", plugin)
+        yield from ((_PLUGINS[part], _line("plugins", plugin)) for part in str(plugin).split(".") if part in _PLUGINS)
 
 
 def _by_names(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -224,7 +214,8 @@ def _without_training(data: Mapping[str, Any], tool: Tool) -> Iterator[tuple[str
     if does_train is None and other is not None and tool == "llama-factory":
         yield _EVALUATION, f"{_line(other, True)}, and no do_train: true"
     if tool == "llama-factory" and is_off(data.get("dataset")):
-        yield _INFERENCE, "no dataset, stage and do_train" if does_train is None else "no dataset"
+        found = "no dataset, stage and do_train" if does_train is None else "no dataset"
+        yield "inference, a chat or an API", found
 
 
 def _line(key: str, value: Any) -> str:
@@ -272,7 +263,7 @@ def convert_file(
             entry["turns_to_train"] = "last"
     for key, value in data.items():
         if key not in _DATASET_KEYS[tool] and key != OBJECTIVE_KEY:
-            _convert_key(key, value, data, writes, result=result)
+            _convert_key(key, value, data, writes)
     _convert_mixture(data, writes, result)
     if is_pairs(job):
         writes.values.setdefault("objective", job)
@@ -297,10 +288,6 @@ def convert_file(
 
 
 def _refuse_second_model(job: Job, is_lora: bool, name: str) -> None:
-    """
-    Raises:
-        RefusedError: DPO of all weights, whose reference would be a second model.
-    """
     if job == "dpo" and not is_lora:
         raise RefusedError(
             "DPO of all weights needs a second model as the reference, which is not offered",
@@ -372,16 +359,13 @@ _TOP_KEYS = frozenset(key for key in known_keys(Recipe) if "." not in key and ke
 
 
 def _datasets(data: dict[str, Any], tool: Tool, name: str, result: Conversion) -> tuple[list[Entry], list[Entry]]:
-    """The recipe's `datasets` and `eval_datasets`.
-
-    Raises:
-        RefusedError: no rows to train on, or some that a recipe cannot name.
-    """
+    """The recipe's `datasets` and `eval_datasets`."""
     job = job_of(data, tool)
     if tool == "axolotl":
-        read = axolotl_pairs if is_pairs(job) else axolotl_datasets
-        datasets = read(data.get("datasets") or [], "datasets", name, result)
-        eval_datasets = read(data.get("test_datasets") or [], "test_datasets", name, result)
+        datasets, eval_datasets = (
+            axolotl_datasets(data.get(key) or [], key, name, result, pairs=is_pairs(job))
+            for key in ("datasets", "test_datasets")
+        )
         if job == "pretraining":
             datasets = axolotl_texts(data["pretraining_dataset"], name, result)
     elif tool == "llama-factory":
@@ -404,16 +388,17 @@ def _datasets(data: dict[str, Any], tool: Tool, name: str, result: Conversion) -
     return datasets, eval_datasets
 
 
-def _convert_key(key: str, value: Any, data: dict[str, Any], writes: RecipeWrites, *, result: Conversion) -> None:
+def _convert_key(key: str, value: Any, data: dict[str, Any], writes: RecipeWrites) -> None:
     """One line of the file into one of the three lists."""
+    result = writes.result
     off, job = is_off(value), job_of(data, result.tool)
     assert job is not None, "refuse_other_jobs comes first"
     if key == "stage" and job == "pretraining":
         result.notes.append("stage: pt: rows are texts, trained whole.")
     elif reads_loss_key(key, job, result.tool):
-        _write(lambda: loss_writes(key, value, data, job), key, value, writes, result=result)
+        _write(lambda: loss_writes(key, value, data, job), key, value, writes)
     elif key in RULES and value is not None:
-        _write(lambda: RULES[key](value, data), key, value, writes, result=result)
+        _write(lambda: RULES[key](value, data), key, value, writes)
     elif key in ("micro_batch_size", "gradient_accumulation_steps"):
         writes.put(key, value, key, value)
     elif key in WITHOUT_EFFECT:
@@ -424,7 +409,7 @@ def _convert_key(key: str, value: Any, data: dict[str, Any], writes: RecipeWrite
         else:
             result.leave_out(key, value, NO_COUNTERPART.get(key, "no counterpart here"), change=CHANGES.get(key))
     elif key in ALIASES and not (off and key not in ("adapter", "use_peft")):
-        _write(lambda: ALIASES[key](value), key, value, writes, result=result)
+        _write(lambda: ALIASES[key](value), key, value, writes)
     elif key in _TOP_KEYS and not (off and value is not False):
         writes.put(key, value, key, value)
     elif off or key.startswith(WITHOUT_EFFECT_PREFIXES):
@@ -433,15 +418,14 @@ def _convert_key(key: str, value: Any, data: dict[str, Any], writes: RecipeWrite
         result.leave_out(key, value, "no counterpart here", change=UNKNOWN)
 
 
-def _write(meaning: Callable[[], Writes], key: str, value: Any, writes: RecipeWrites, *, result: Conversion) -> None:
+def _write(meaning: Callable[[], Writes], key: str, value: Any, writes: RecipeWrites) -> None:
     """Keys and values that a rule or an alias makes of a line."""
+    result = writes.result
     try:
         targets = meaning()
-    except LeaveOutError as error:
-        result.leave_out(key, value, str(error), change=error.change)
-        return
     except ValueError as error:
-        result.leave_out(key, value, str(error), change=f"not {short(value)}")
+        change = error.change if isinstance(error, LeaveOutError) else f"not {short(value)}"
+        result.leave_out(key, value, str(error), change=change)
         return
     if isinstance(targets, Partly):
         result.change(key, targets.change)
@@ -536,7 +520,7 @@ def _accepted(writes: RecipeWrites, datasets: list[Entry]) -> dict[str, Any]:
                 if isinstance(section, dict):  # else what should be a section is refused first
                     section[last] = value
         try:
-            load_text(dump(recipe), "recipe.yaml")
+            load_text(values_as_yaml(recipe), "recipe.yaml")
             return recipe
         except RecipeError as error:
             writes.leave_out(error)

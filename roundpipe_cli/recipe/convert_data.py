@@ -16,27 +16,24 @@ from roundpipe_cli.recipe.convert_rules import Job, is_pairs, job_of
 from roundpipe_cli.recipe.convert_tables import DATASET_TYPES, FACTORY_COLUMNS, FIELD_COLUMNS, Conversion
 from roundpipe_cli.recipe.strict_yaml import MAX_BYTES, shown_value
 
-NAME_PATH = "give it a file, a folder or the id of a hub dataset: path: data/train.jsonl"
 Entry = dict[str, Any]
 
 _ALPACA = "rows are put into the Alpaca prompt, not into axolotl's"
+_TEMPLATED = "rows are put into the chat template where the tokenizer has one"
 _ALPACA_KINDS = ("alpaca", "alpaca.default", "alpaca:instruct")
 """Names of axolotl's own Alpaca prompt, which is the same as this program's."""
 _LOADERS = ("json", "csv", "parquet", "text", "arrow")
 """Paths that name a reader of the files in `data_files`."""
 _HARMLESS = ("ds_type", "conversation", "preprocess_shards", "message_field_role", "message_field_content")
 _CHANGES = {
-    "shards": "all rows are trained, not a shard",
-    "shards_idx": "all rows are trained, not a shard",
+    **dict.fromkeys(("shards", "shards_idx"), "all rows are trained, not a shard"),
     "revision": "the dataset's newest revision is read",
     "roles_to_train": "the assistant's turns are trained",
-    "train_on_eos": "the end of each answer is trained",
-    "train_on_eot": "the end of each answer is trained",
+    **dict.fromkeys(("train_on_eos", "train_on_eot"), "the end of each answer is trained"),
     "drop_system_message": "system messages stay",
     "field_system": "system prompts in a column are not used",
     "system_prompt": "no system prompt is added",
-    "format": "rows are put into the chat template where the tokenizer has one",
-    "no_input_format": "rows are put into the chat template where the tokenizer has one",
+    **dict.fromkeys(("format", "no_input_format"), _TEMPLATED),
     "message_field_training_detail": "answers are trained whole",
     "split_thinking": "thoughts stay as the rows have them",
     "data_dir": "the dataset's own folder is read",
@@ -48,37 +45,64 @@ WITHOUT_IT = "rows are read without it"
 """The same for settings that are not known here: any of them may change which rows there are, and what they say."""
 _USUAL: dict[str, tuple[Any, ...]] = {
     "message_field_training": ("train",),
-    "field_thinking": ("reasoning_content", "thinking", "reasoning"),
-    "template_thinking_key": ("reasoning_content", "thinking", "reasoning"),
+    **dict.fromkeys(("field_thinking", "template_thinking_key"), ("reasoning_content", "thinking", "reasoning")),
     "field_tools": ("tools",),
     "chat_template": ("tokenizer_default",),
 }
 """Values that ask for what is always done here."""
 
 
-def axolotl_datasets(items: Any, key: str, name: str, result: Conversion) -> list[Entry]:
+def axolotl_datasets(items: Any, key: str, name: str, result: Conversion, *, pairs: bool = False) -> list[Entry]:
     """The entries of axolotl's `datasets` or `test_datasets`.
+
+    Args:
+        pairs: the file has `rl`, and rows have two answers.
 
     Raises:
         RefusedError: an entry without a path, of rows that are tokens already, or with messages that are not read here.
     """
-    found = items_with_path(items, key, name)
-    return [entry for where, item in found for entry in _axolotl_entries(item, where, name, result)]
+    read = _pair_entries if pairs else _axolotl_entries
+    return [entry for where, item in _with_paths(items, key, name) for entry in read(item, where, name, result)]
 
 
-def items_with_path(items: Any, key: str, name: str) -> Iterator[tuple[str, Entry]]:
-    """(place, copy) of each item of axolotl's list `key`.
-
-    Raises:
-        RefusedError: an item without a path.
-    """
+def _with_paths(items: Any, key: str, name: str) -> Iterator[tuple[str, Entry]]:
+    """(place, copy) of each item of the list `key`."""
     for index, item in enumerate(items if isinstance(items, list) else [items]):
         where = f"{key}[{index}]"
         if not isinstance(item, dict) or not isinstance(item.get("path"), str):
-            raise RefusedError(
-                "this dataset has no path", where=f"{name}: {where}", found=shown_value(item), hint=NAME_PATH
-            )
+            hint = "give it a file, a folder or the id of a hub dataset: path: data/train.jsonl"
+            raise RefusedError("this dataset has no path", where=f"{name}: {where}", found=shown_value(item), hint=hint)
         yield where, dict(item)
+
+
+def _finished(
+    entry: Entry,
+    item: Entry,
+    where: str,
+    name: str,
+    *,
+    result: Conversion,
+    columns: dict[str, str],
+    known: Mapping[str, str],
+) -> list[Entry]:
+    """The entry with what `item` says beside, once for each of its files; what has no counterpart is left out.
+
+    Args:
+        columns: ours to theirs, as far as they are found.
+        known: the item's keys with names of columns -> ours.
+    """
+    files = item.pop("data_files", None)
+    for key, value in item.items():
+        if key in ("name", "split") and isinstance(value, str):
+            entry[key] = value
+        elif key in known and isinstance(value, str):
+            _rename(columns, known[key], value)
+        elif not (is_off(value) or key in _HARMLESS or value in _USUAL.get(key, ())):
+            change = _CHANGES.get(key, WITHOUT_IT)
+            result.leave_out(f"{where}.{key}", value, "the rows' own form decides", change=change)
+    if columns:
+        entry["columns"] = columns
+    return [{**entry, "path": path} for path in _file_paths(entry["path"], files, f"{name}: {where}")]
 
 
 def axolotl_texts(items: Any, name: str, result: Conversion) -> list[Entry]:
@@ -94,10 +118,8 @@ def axolotl_texts(items: Any, name: str, result: Conversion) -> list[Entry]:
 
 
 def _axolotl_entries(item: Entry, where: str, name: str, result: Conversion) -> list[Entry]:
-    """One entry, or one for each of its files."""
     entry: Entry = {"path": item.pop("path")}
     kind = item.pop("type", None)
-    files = item.pop("data_files", None)
     if is_off(kind):
         raise RefusedError(
             "the rows of this dataset are tokens already",
@@ -109,7 +131,7 @@ def _axolotl_entries(item: Entry, where: str, name: str, result: Conversion) -> 
     if isinstance(kind, dict):  # a format written out: names of columns, and texts around them
         item |= kind
         entry["type"] = "alpaca"
-        result.change(f"{where}.type", "rows are put into the chat template where the tokenizer has one")
+        result.change(f"{where}.type", _TEMPLATED)
     else:
         entry["type"] = _axolotl_type(str(kind), where, result)
         if entry["type"] == "alpaca":  # a text, whatever template the tokenizer has
@@ -118,19 +140,7 @@ def _axolotl_entries(item: Entry, where: str, name: str, result: Conversion) -> 
     if entry["type"] == "chat":
         _axolotl_messages(item, entry, columns, f"{name}: {where}")
         _axolotl_rules(item, entry, where, result)
-    for key, value in item.items():
-        if key in ("name", "split") and isinstance(value, str):
-            entry[key] = value
-        elif key in FIELD_COLUMNS and isinstance(value, str):
-            _rename(columns, FIELD_COLUMNS[key], value)
-        elif not (is_off(value) or key in _HARMLESS or value in _USUAL.get(key, ())):
-            result.leave_out(
-                f"{where}.{key}", value, "the rows' own form decides", change=_CHANGES.get(key, WITHOUT_IT)
-            )
-    if columns:
-        entry["columns"] = columns
-    paths = file_paths(entry["path"], files, f"{name}: {where}")
-    return [{**entry, "path": path} for path in paths]
+    return _finished(entry, item, where, name, result=result, columns=columns, known=FIELD_COLUMNS)
 
 
 def _axolotl_type(kind: str, where: str, result: Conversion) -> str:
@@ -166,41 +176,31 @@ def _axolotl_rules(item: Entry, entry: Entry, where: str, result: Conversion) ->
 
 def _axolotl_messages(item: Entry, entry: Entry, columns: dict[str, str], where: str) -> None:
     """Which keys a message of the rows has: `role` and `content`, or `from` and `value`; others are refused."""
-    mapping = item.get("message_property_mappings")
     entry["type"] = kind = _kind_of_messages(item, where)
     if kind == "sharegpt":
         _rename(columns, "conversations", item.pop("field_messages", None) or "messages")
     elif not is_off(item.get("field_messages")):
         _rename(columns, "messages", item.pop("field_messages"))
-    given = mapping if isinstance(mapping, dict) else {}
-    if others := {key: value for key, value in given.items() if key not in ("role", "content") and key != value}:
-        item["message_property_mappings"] = others
 
 
 def _kind_of_messages(item: Entry, where: str) -> str:
-    """`chat` or `sharegpt`, by what axolotl says of a row's messages, which is taken out of `item`.
-
-    Raises:
-        RefusedError: the keys of a message, or the names of its roles, are none that are read here.
-    """
+    """`chat` or `sharegpt`, by what axolotl says of a row's messages, which is taken out of `item`."""
     given = item.pop("message_property_mappings", None)
     mapping = given if isinstance(given, dict) else {}
     role = mapping.get("role", item.get("message_field_role") or "role")
     content = mapping.get("content", item.get("message_field_content") or "content")
-    kind = message_type(role, content, where)
+    kind = _message_type(role, content, where)
     roles = item.pop("roles", None)
     for meant, names in roles.items() if isinstance(roles, dict) else ():
         for spelling in names if isinstance(names, list) else [names]:
-            check_role(spelling, meant, kind, where)
+            _check_role(spelling, meant, kind, where)
+    if others := {key: value for key, value in mapping.items() if key not in ("role", "content") and key != value}:
+        item["message_property_mappings"] = others
     return kind
 
 
-def message_type(role: Any, content: Any, where: str) -> str:
-    """`chat` or `sharegpt`, by the keys of a message.
-
-    Raises:
-        RefusedError: keys that no type of rows has here.
-    """
+def _message_type(role: Any, content: Any, where: str) -> str:
+    """`chat` or `sharegpt`, by the keys of a message."""
     if (role, content) == ("role", "content"):
         return "chat"
     if (role, content) == ("from", "value"):
@@ -214,11 +214,8 @@ def message_type(role: Any, content: Any, where: str) -> str:
     )
 
 
-def check_role(spelling: Any, meant: str, kind: str, where: str) -> None:
-    """
-    Raises:
-        RefusedError: rows of this type that name a role so are not read here.
-    """
+def _check_role(spelling: Any, meant: str, kind: str, where: str) -> None:
+    """Refuse a role by a name that rows of this type do not have here."""
     known: Mapping[str, str] = SHAREGPT_ROLES if kind == "sharegpt" else CHAT_ROLES
     if known.get(str(spelling)) != meant:
         raise RefusedError(
@@ -235,12 +232,8 @@ def _rename(columns: dict[str, str], ours: str, theirs: str) -> None:
         columns[ours] = theirs
 
 
-def file_paths(path: str, files: Any, where: str) -> list[str]:
-    """The paths of a dataset, which may name its files apart.
-
-    Raises:
-        RefusedError: files by split, or within a dataset of the hub.
-    """
+def _file_paths(path: str, files: Any, where: str) -> list[str]:
+    """The paths of a dataset, which may name its files apart."""
     if is_off(files):
         return [path]
     names = files if isinstance(files, list) else [files]
@@ -252,9 +245,7 @@ def file_paths(path: str, files: Any, where: str) -> list[str]:
             expected="a list of files",
             hint="name the files of the split to train on: data_files: [train.jsonl]",
         )
-    if path in _LOADERS:
-        return [str(file) for file in names]
-    return [f"{path}/{file}" for file in names]
+    return names if path in _LOADERS else [f"{path}/{file}" for file in names]
 
 
 def trl_datasets(data: Mapping[str, Any], name: str, result: Conversion) -> list[Entry]:
@@ -267,7 +258,7 @@ def trl_datasets(data: Mapping[str, Any], name: str, result: Conversion) -> list
     entries: list[Entry] = []
     if isinstance(mixture, dict):  # TRL reads nothing else then
         items = mixture.get("datasets")
-        for where, item in items_with_path(items or [], "dataset_mixture.datasets", name):
+        for where, item in _with_paths(items or [], "dataset_mixture.datasets", name):
             entries += _trl_entries(item, where, name, result)
     elif isinstance(data.get("dataset_name"), str):
         entry: Entry = {"path": data["dataset_name"]}
@@ -292,13 +283,7 @@ def _trl_entries(item: Entry, where: str, name: str, result: Conversion) -> list
     columns = item.get("columns")
     if isinstance(columns, list) and tuple(sorted(map(str, columns))) in kinds:
         entry["type"] = kinds[tuple(sorted(map(str, item.pop("columns"))))]
-    paths = file_paths(entry["path"], item.pop("data_files", None), f"{name}: {where}")
-    for key, value in item.items():
-        if not is_off(value):
-            result.leave_out(
-                f"{where}.{key}", value, "the rows' own form decides", change=_CHANGES.get(key, WITHOUT_IT)
-            )
-    return [{**entry, "path": path} for path in paths]
+    return _finished(entry, item, where, name, result=result, columns={}, known={})
 
 
 def trl_eval_datasets(data: Mapping[str, Any]) -> list[Entry]:
@@ -326,22 +311,11 @@ _COLUMNS: Mapping[str, str] = {
     **{"field_chosen": "chosen", "field_rejected": "rejected"},
 }
 _FORMATS = ("prompt_format", "chosen_format", "rejected_format")
-_HARMLESS_FOR_PAIRS = ("ds_type", "message_field_role", "message_field_content")
-_TEMPLATED = "rows are put into the chat template where the tokenizer has one"
 
 
-def axolotl_pairs(items: Any, key: str, name: str, result: Conversion) -> list[Entry]:
-    """The entries of axolotl's `datasets` or `test_datasets` in a file with `rl`.
-
-    Raises:
-        RefusedError: an entry without a path, or with messages that are not read here.
-    """
-    return [entry for where, item in items_with_path(items, key, name) for entry in _entries(item, where, name, result)]
-
-
-def _entries(item: Entry, where: str, name: str, result: Conversion) -> list[Entry]:
+def _pair_entries(item: Entry, where: str, name: str, result: Conversion) -> list[Entry]:
     entry: Entry = {"path": item.pop("path"), "type": "preference"}
-    kind, files = item.pop("type", None), item.pop("data_files", None)
+    kind = item.pop("type", None)
     columns: dict[str, str] = {}
     if isinstance(kind, dict):  # a format written out: names of columns, and texts around them
         item |= {setting: value for setting, value in kind.items() if setting not in _FORMATS}
@@ -350,25 +324,14 @@ def _entries(item: Entry, where: str, name: str, result: Conversion) -> list[Ent
     else:
         columns = _shape(str(kind or ""), where, result)
     _kind_of_messages(item, f"{name}: {where}")
-    for key, value in item.items():
-        if key in ("name", "split") and isinstance(value, str):
-            entry[key] = value
-        elif key in _COLUMNS and isinstance(value, str):
-            if value != _COLUMNS[key]:
-                columns[_COLUMNS[key]] = value
-        elif not (is_off(value) or key in _HARMLESS_FOR_PAIRS):
-            result.leave_out(f"{where}.{key}", value, "the rows' own form decides", change=WITHOUT_IT)
-    if columns:
-        entry["columns"] = columns
-    return [{**entry, "path": path} for path in file_paths(str(entry["path"]), files, f"{name}: {where}")]
+    return _finished(entry, item, where, name, result=result, columns=columns, known=_COLUMNS)
 
 
 def _shape(kind: str, where: str, result: Conversion) -> dict[str, str]:
     """Columns of the rows of a `type` such as chatml.intel."""
     family, _, shape = kind.partition(".")
     if family in _FAMILIES:
-        change = f"rows are put into the tokenizer's own chat template, not {family}"
-        result.change(f"{where}.type", change)
+        result.change(f"{where}.type", f"rows are put into the tokenizer's own chat template, not {family}")
     elif family != "chat_template" or shape not in ("", "default", *_PROMPTS, *_WHOLE):
         result.leave_out(f"{where}.type", kind, "read as preference pairs", change="the rows' columns decide how")
     prompt = _PROMPTS.get(shape)
@@ -377,9 +340,7 @@ def _shape(kind: str, where: str, result: Conversion) -> dict[str, str]:
 
 # LLaMA-Factory's datasets: the names in a file, and what its table `dataset_info.json` says of each.
 
-_OTHER_ENTRY = "change its entry in dataset_info.json, or leave it out of `dataset`"
 _TABLE = "dataset_info.json"
-_MEDIA = ("images", "videos", "audios")
 _SIDES = ("chosen", "rejected")
 _PROMPT_COLUMNS = {
     "prompt": "instruction",
@@ -388,7 +349,6 @@ _PROMPT_COLUMNS = {
     "history": "history",
     "tools": "tools",
 }
-_PAIRS = (*_SIDES, "kto_tag")
 _TAGS = {
     **{"role_tag": "from", "content_tag": "value", "user_tag": "human", "assistant_tag": "gpt"},
     **{"observation_tag": "observation", "function_tag": "function_call", "system_tag": "system"},
@@ -444,11 +404,7 @@ def factory_datasets(data: Mapping[str, Any], key: str, name: str, result: Conve
 
 
 def _table(folder: Path, base: str) -> dict[str, Any] | None:
-    """LLaMA-Factory's table of datasets, beside the file or in the working directory; None where there is none.
-
-    Raises:
-        RefusedError: it is too large or cannot be read, or its folder has a name that no folder has.
-    """
+    """LLaMA-Factory's table of datasets, beside the file or in the working directory; None where there is none."""
     named_path(base)
     for path in (folder / base / _TABLE, Path(base) / _TABLE):
         try:
@@ -476,9 +432,9 @@ def _guesses(names: list[str], folder: str, data: Mapping[str, Any], result: Con
     if paths:
         result.change("dataset", f"no {_TABLE} was found; check the guessed {', '.join(paths)} and their type")
     job = job_of(data, "llama-factory")
-    kind = "preference" if is_pairs(job) else "text" if job == "pretraining" else "auto"
-    beside = {} if kind == "text" else {"alpaca_join": "newline"}
-    return [_limited({"path": path, "type": kind, **beside}, data, {}, result) for path in paths]
+    beside = {"type": "preference" if is_pairs(job) else "auto", "alpaca_join": "newline"}
+    beside = {"type": "text"} if job == "pretraining" else beside
+    return [_limited({"path": path, **beside}, data, {}, result) for path in paths]
 
 
 def _limited(entry: Entry, data: Mapping[str, Any], known: Mapping[str, Any], result: Conversion) -> Entry:
@@ -499,16 +455,17 @@ def _with_weights(entries: list[Entry], data: Mapping[str, Any]) -> list[Entry]:
         weights = [float(share) for share in shares]
     except ValueError:
         return entries
-    if len(weights) != len(entries) or min(weights) <= 0:
-        return entries
-    return [{**entry, "weight": weight} for entry, weight in zip(entries, weights, strict=True)]
+    is_whole = len(weights) == len(entries) and min(weights) > 0
+    return (
+        [{**entry, "weight": weight} for entry, weight in zip(entries, weights, strict=True)] if is_whole else entries
+    )
 
 
 class _Dataset:
     """One dataset of the table."""
 
     def __init__(
-        self, dataset: str, known: Mapping[str, Any], name: str, result: Conversion, *, job: Job | None = "sft"
+        self, dataset: str, known: Mapping[str, Any], name: str, result: Conversion, *, job: Job | None
     ) -> None:
         self._dataset, self._known, self._result, self._job = dataset, known, result, job
         self._where = f"{name}: dataset {dataset}"
@@ -517,10 +474,7 @@ class _Dataset:
         self._tags: Mapping[str, Any] = tags if isinstance(tags, dict) else _TAGS
 
     def entry(self, folder: str) -> Entry:
-        """
-        Raises:
-            RefusedError: what the dataset is cannot be said in a recipe, or is not trained.
-        """
+        """Its entry in a recipe, which refuses what cannot be said there, or is not trained."""
         self._refuse_other_rows()
         entry: Entry = {"path": self._path(folder)}
         formatting = self._known.get("formatting") or "alpaca"
@@ -548,21 +502,18 @@ class _Dataset:
 
     def _refuse_other_rows(self) -> None:
         columns = self._columns or {}
-        media = next((key for key in _MEDIA if not is_off(columns.get(key))), None)
+        media = next((key for key in ("images", "videos", "audios") if not is_off(columns.get(key))), None)
         if media is not None:
             raise self._refusal("this dataset has images, video or sound", f"columns.{media}", "rows of text")
-        pair = next((f"columns.{key}" for key in _PAIRS if not is_off(columns.get(key))), None)
+        pairs = [f"columns.{key}" for key in (*_SIDES, "kto_tag") if not is_off(columns.get(key))]
+        signs = ["ranking", *pairs] if self._known.get("ranking") else pairs
         if is_pairs(self._job):
-            if not self._known.get("ranking") or any(is_off(columns.get(key)) for key in _SIDES):
-                raise self._refusal(
-                    "this dataset has no pairs of answers", "ranking", "ranking: true, columns.chosen, columns.rejected"
-                )
-        elif self._known.get("ranking") or pair is not None:
-            raise self._refusal(
-                "this dataset has preferences, which supervised fine-tuning does not train",
-                "ranking" if self._known.get("ranking") else str(pair),
-                "rows with one answer; `stage: dpo` trains pairs",
-            )
+            if signs[:3] != ["ranking", "columns.chosen", "columns.rejected"]:
+                expected = "ranking: true, columns.chosen, columns.rejected"
+                raise self._refusal("this dataset has no pairs of answers", "ranking", expected)
+        elif signs:
+            what = "this dataset has preferences, which supervised fine-tuning does not train"
+            raise self._refusal(what, signs[0], "rows with one answer; `stage: dpo` trains pairs")
 
     def _path(self, folder: str) -> str:
         known = self._known
@@ -594,10 +545,10 @@ class _Dataset:
 
     def _messages(self) -> tuple[str, dict[str, str]]:
         """Type and columns of rows with messages, as the tags name their keys and roles."""
-        kind = message_type(self._tags.get("role_tag"), self._tags.get("content_tag"), f"{self._where}: tags")
+        kind = _message_type(self._tags.get("role_tag"), self._tags.get("content_tag"), f"{self._where}: tags")
         for tag, meant in _ROLES.items():
             if not is_off(self._tags.get(tag)):
-                check_role(self._tags[tag], meant, kind, f"{self._where}: tags.{tag}")
+                _check_role(self._tags[tag], meant, kind, f"{self._where}: tags.{tag}")
         if self._tags is not _TAGS and self._tags.get("function_tag") not in (None, "", "function_call"):
             self._result.leave_out(
                 f"{self._dataset}.tags.function_tag",
@@ -632,6 +583,5 @@ class _Dataset:
         value: Any = self._known
         for part in key.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
-        return RefusedError(
-            what, where=self._where, found=f"{key}: {shown_value(value)}", expected=expected, hint=_OTHER_ENTRY
-        )
+        found, hint = f"{key}: {shown_value(value)}", f"change its entry in {_TABLE}, or leave it out of `dataset`"
+        return RefusedError(what, where=self._where, found=found, expected=expected, hint=hint)

@@ -33,8 +33,6 @@ from roundpipe_cli.recipe.strict_yaml import shown_value
 Job = Literal["sft", "pretraining"] | PairObjective
 _LOSSES: Mapping[str, Job] = {"sigmoid": "dpo", "orpo": "orpo", "simpo": "simpo"}
 """LLaMA-Factory's `pref_loss`."""
-_SFT_LOSSES = (None, "nll", "chunked_nll", "dft")
-
 
 OBJECTIVE_KEY = "(objective)"
 """Key under which a file's data hold an objective that the user named."""
@@ -74,7 +72,8 @@ def job_of(data: Mapping[str, Any], tool: Tool) -> Job | None:
         return kind if kind != "dpo" or is_usual else None
     loss = data.get("loss_type")
     loss = loss[0] if isinstance(loss, list) and len(loss) == 1 else loss
-    return "sft" if loss in _SFT_LOSSES else {"sigmoid": "dpo", "simpo": "simpo"}.get(str(loss))  # type: ignore[return-value]
+    sft = (None, "nll", "chunked_nll", "dft")
+    return "sft" if loss in sft else {"sigmoid": "dpo", "simpo": "simpo"}.get(str(loss))  # type: ignore[return-value]
 
 
 def is_pairs(job: Job | None) -> bool:
@@ -94,21 +93,17 @@ _TARGETS: Mapping[str, Mapping[str, str]] = {
 """Key of another tool -> objective -> recipe key."""
 
 _REFERENCE = "the reference is the base model, or the adapter of lora.start_from as it is"
-_LIKELIHOOD = "the chosen answers' likelihood has no part in the loss"
 _PAIR_CHANGES: Mapping[str, str] = {
     **dict.fromkeys(("ref_model", "ref_model_adapters", "ref_model_quantization_bit"), _REFERENCE),
-    **dict.fromkeys(("pref_ftx", "rpo_alpha"), _LIKELIHOOD),
+    **dict.fromkeys(("reference_free", "sync_ref_model"), _REFERENCE),
+    **dict.fromkeys(("pref_ftx", "rpo_alpha"), "the chosen answers' likelihood has no part in the loss"),
     "pref_bco_weight": "no classifier's loss is added",
     "ld_alpha": "every token of an answer weighs the same",
-    "dpo_use_weighting": "every pair weighs the same",
-    "use_weighting": "every pair weighs the same",
-    "dpo_loss_weights": "the loss has the weight 1",
-    "loss_weights": "the loss has the weight 1",
+    **dict.fromkeys(("dpo_use_weighting", "use_weighting"), "every pair weighs the same"),
+    **dict.fromkeys(("dpo_loss_weights", "loss_weights"), "the loss has the weight 1"),
     "f_divergence_type": "the reverse KL divergence is used",
     "alpha": "rewards are not transformed (AlphaPO)",
     "dpo_norm_loss": "the loss is not divided by lengths",
-    "reference_free": _REFERENCE,
-    "sync_ref_model": _REFERENCE,
 }
 """Keys that have no counterpart in a job with pairs, and what is trained instead."""
 
@@ -233,10 +228,6 @@ def _schedule(value: Any, data: Data) -> Writes:
     return {"lr_scheduler_type": value}
 
 
-def _warmup(value: Any, data: Data) -> Writes:
-    return {} if not value and data.get("warmup_ratio") else {"warmup_steps": value}
-
-
 def _warmup_ratio(value: Any, data: Data) -> Writes:
     """Steps go before a ratio, as in transformers, whichever the file says first."""
     if not data.get("warmup_steps"):
@@ -274,20 +265,17 @@ def _lora_targets(value: Any, data: Data) -> Writes:
 def _start_of_adapters(value: Any, data: Data) -> Writes:
     if value is True or value in ("default", "gaussian"):
         return {"lora.init": "default" if value is True else value}
-    raise LeaveOutError(
-        "starts that change the base weights are not offered", "the adapters start by lora.init in place of that"
-    )
+    reason = "starts that change the base weights are not offered"
+    raise LeaveOutError(reason, "the adapters start by lora.init in place of that")
 
 
 def _adapters(value: Any, data: Data) -> Writes:
     """LLaMA-Factory merges all adapters but the last into the base weights, and every one before a new adapter."""
     if data.get("create_new_adapter") or not isinstance(value, str) or "," in value:
         raise LeaveOutError("merge them into the model first", "the base weights are without those adapters")
-    if job_of(data, "llama-factory") == "dpo":
-        return Partly(
-            {"lora.start_from": value}, "this adapter is the reference; LLaMA-Factory's is the base model below it"
-        )
-    return {"lora.start_from": value}
+    writes = {"lora.start_from": value}
+    what = "this adapter is the reference; LLaMA-Factory's is the base model below it"
+    return Partly(writes, what) if job_of(data, "llama-factory") == "dpo" else writes
 
 
 def _packing(value: Any, data: Data) -> Writes:
@@ -335,9 +323,8 @@ def _resume(value: Any, data: Data) -> Writes:
         return {}
     if value is True or value == "auto":
         raise LeaveOutError("`roundpipe finetune RECIPE --resume` continues a run that was stopped")
-    raise LeaveOutError(
-        "checkpoints of other programs are not read; lora.start_from continues an adapter", "training starts afresh"
-    )
+    reason = "checkpoints of other programs are not read; lora.start_from continues an adapter"
+    raise LeaveOutError(reason, "training starts afresh")
 
 
 def _unfrozen(value: Any, data: Data) -> Writes:
@@ -444,7 +431,7 @@ RULES: Mapping[str, ConversionRule] = {
     "excess_length_strategy": lambda value, data: {"long_rows": "error" if value == "raise" else value},
     "cosine_min_lr_ratio": _min_lr_ratio,
     **dict.fromkeys(("lr_scheduler", "lr_scheduler_type"), _schedule),
-    "warmup_steps": _warmup,
+    "warmup_steps": lambda value, data: {} if not value and data.get("warmup_ratio") else {"warmup_steps": value},
     "warmup_ratio": _warmup_ratio,
     "batch_size": _accumulation_of_batch,
     **dict.fromkeys(("optimizer", "optim"), _optimizer),
@@ -527,7 +514,6 @@ class RecipeWrites:
             self.result.leave_out(key, written, f"{other} says otherwise", change=f"{other} decides")
             return
         self.values[target] = value
-
         self._sources.setdefault(target, (key, written))
 
     def leave_out(self, error: RecipeError) -> None:
@@ -546,9 +532,8 @@ class RecipeWrites:
         key, written = self._sources.pop(target)
         del self.values[target]
         self.defaults.pop(target, None)
-        self.refuse(
-            target, key, written, problem.what + (f" (expected: {problem.expected})" if problem.expected else "")
-        )
+        expected = f" (expected: {problem.expected})" if problem.expected else ""
+        self.refuse(target, key, written, problem.what + expected)
 
     def refuse(self, target: str, key: str, written: Any, reason: str) -> None:
         """List a line whose value no recipe can have, with what the recipe does instead."""
@@ -560,16 +545,12 @@ class RecipeWrites:
 
     def default(self, key: str, value: Any) -> None:
         """A default of the other tool, where its file says nothing about the same thing."""
-        for target, meant in self._meaning(key, value).items():
+        alias = ALIASES.get(key, lambda value: {key: value})
+        for target, meant in (RULES[key](value, {}) if key in RULES else alias(value)).items():
             if target not in self.values and target not in self.refused:
                 self.values[target] = meant
                 self._sources[target] = (f"{key} (default of {self.result.tool})", value)
                 self.defaults[target] = meant
-
-    def _meaning(self, key: str, value: Any) -> Writes:
-        if key in RULES:
-            return RULES[key](value, {})
-        return ALIASES[key](value) if key in ALIASES else {key: value}
 
     def drop(self, section: str, why: str) -> None:
         """Take a section out of the recipe again; its lines are listed as left out."""

@@ -13,9 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import yaml
-
 from roundpipe_cli.recipe.aliases import Writes
+from roundpipe_cli.recipe.load import values_as_yaml
 
 Tool = Literal["axolotl", "llama-factory", "trl"]
 
@@ -37,6 +36,10 @@ SIGNS: Mapping[Tool, tuple[str, ...]] = {
 }
 """Keys that identify a tool's file: it belongs to the tool with most of its keys."""
 
+_OF_TRANSFORMERS = {
+    **{"num_train_epochs": 3, "packing": False, "gradient_accumulation_steps": 1, "per_device_train_batch_size": 8},
+    **{"learning_rate": 5.0e-5, "lr_scheduler_type": "linear", "warmup_steps": 0},
+}
 DEFAULTS: Mapping[Tool, Mapping[str, Any]] = {
     "axolotl": {
         "num_epochs": 1,
@@ -50,29 +53,10 @@ DEFAULTS: Mapping[Tool, Mapping[str, Any]] = {
         "save_total_limit": 4,
         "save_strategy": "epoch",
     },
-    "llama-factory": {
-        "num_train_epochs": 3,
-        "packing": False,
-        "gradient_accumulation_steps": 1,
-        "per_device_train_batch_size": 8,
-        "learning_rate": 5.0e-5,
-        "lr_scheduler_type": "linear",
-        "warmup_steps": 0,
-        "cutoff_len": 2048,
-        "logging_steps": 500,
-        "save_steps": 500,
-    },
+    "llama-factory": {**_OF_TRANSFORMERS, "cutoff_len": 2048, "logging_steps": 500, "save_steps": 500},
     "trl": {
-        "num_train_epochs": 3,
-        "packing": False,
-        "gradient_accumulation_steps": 1,
-        "per_device_train_batch_size": 8,
-        "learning_rate": 2.0e-5,
-        "lr_scheduler_type": "linear",
-        "warmup_steps": 0,
-        "max_length": 1024,
-        "logging_steps": 10,
-        "save_steps": 500,
+        **_OF_TRANSFORMERS,
+        **{"learning_rate": 2.0e-5, "max_length": 1024, "logging_steps": 10, "save_steps": 500},
     },
 }
 """Defaults of a tool where this one would do something else: axolotl 0.19's schema and trainer
@@ -178,6 +162,8 @@ WITHOUT_EFFECT_PREFIXES = (
 _LOSS = "the ordinary cross-entropy is trained in place of"
 _BALANCE = "experts get a loss for their balance where the model's config.json says output_router_logits: true"
 _RATE = "; its learning rate was chosen for that"
+_CONFIGURATION, _LOADED = "the model's own configuration is used", "the model is loaded as its own configuration says"
+_EVERY_LAYER = "adapters go into every layer"
 
 CHANGES: Mapping[str, str] = {
     "use_galore": f"all weights are trained by the recipe's optim in place of GaLore{_RATE}",
@@ -206,19 +192,13 @@ CHANGES: Mapping[str, str] = {
     "eos_token": "the tokenizer's own end token is used",
     "rope_scaling": "the model's own positions are used",
     **dict.fromkeys(("moe_aux_loss_coef", "router_aux_loss_coef"), _BALANCE),
-    **dict.fromkeys(
-        ("model_config", "overrides_of_model_config", "base_model_config"), "the model's own configuration is used"
-    ),
-    **dict.fromkeys(
-        ("overrides_of_model_kwargs", "model_init_kwargs"), "the model is loaded as its own configuration says"
-    ),
+    **dict.fromkeys(("model_config", "overrides_of_model_config", "base_model_config"), _CONFIGURATION),
+    **dict.fromkeys(("overrides_of_model_kwargs", "model_init_kwargs"), _LOADED),
     "model_quantization_config": "the weights are loaded as the model's own files say",
     "lora_rank_pattern": "all adapters have the rank lora.r",
     "lora_alpha_pattern": "all adapters have the scale lora.alpha",
     "lora_target_parameters": "adapters go into modules only: see lora.target_modules",
-    **dict.fromkeys(
-        ("peft_layers_to_transform", "lora_layers_to_transform", "layers_to_transform"), "adapters go into every layer"
-    ),
+    **dict.fromkeys(("peft_layers_to_transform", "lora_layers_to_transform", "layers_to_transform"), _EVERY_LAYER),
     "adapter_folder": "adapters are read from the paths of adapter_name_or_path alone",
     "peft_trainable_token_indices": "no single rows of the embedding are trained",
     **dict.fromkeys(("lr_groups", "embedding_lr", "embedding_lr_scale"), "all weights have one learning rate"),
@@ -400,30 +380,14 @@ class Conversion:
         if self.changes:
             changes = "; ".join(self.changes).replace("\n", " ")
             lines.append(f"# Not the same training as {source}: {changes}.")  # one line, however long
-        lines += _comment(f"Converted from {source}, a file of {self.tool}.", *self.notes)
+        notes = " ".join([f"Converted from {source}, a file of {self.tool}.", *self.notes])
+        lines += _comment(notes, width=118, indent="# ", later="# ")
         if self.left_out:
             lines += ["#", "# Left out:"]
             for entry in self.left_out:
-                lines += textwrap.wrap(
-                    f"{entry.key}: {short(entry.value)} - {entry.reason}",
-                    width=116,
-                    initial_indent="#   ",
-                    subsequent_indent="#     ",
-                    break_on_hyphens=False,
-                )
-        return "\n".join([*lines, "", dump(self.recipe)])
-
-
-class _Dumper(yaml.SafeDumper):
-    """Numbers such as 2.0e-05 as YAML 1.2 reads them."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-
-def dump(recipe: dict[str, Any]) -> str:
-    """A recipe's keys as YAML, in their order."""
-    return yaml.dump(recipe, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
+                text = f"{entry.key}: {short(entry.value)} - {entry.reason}"
+                lines += _comment(text, width=116, indent="#   ", later="#     ")
+        return "\n".join([*lines, "", values_as_yaml(self.recipe, width=110)])
 
 
 def short(value: Any) -> str:
@@ -432,8 +396,8 @@ def short(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _comment(*sentences: str) -> list[str]:
-    return textwrap.wrap(" ".join(sentences), 118, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False)
+def _comment(text: str, width: int, indent: str, later: str) -> list[str]:
+    return textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=later, break_on_hyphens=False)
 
 
 # Other tools' settings for saving and evaluating, as `save_steps` and `eval_steps`.
@@ -443,10 +407,8 @@ _BY_STRATEGY = ("epoch", "no", False, "best")
 
 
 def _save_strategy(value: Any, data: Data) -> Writes:
-    if value == "steps":
-        return {}
-    if value == "epoch":
-        return {"save_steps": "epoch"}
+    if value in ("steps", "epoch"):
+        return {} if value == "steps" else {"save_steps": "epoch"}
     if value == "no" or value is False:
         return {"save_steps": None}
     raise LeaveOutError("checkpoints come every save_steps steps; load_best_model_at_end keeps the best weights")
@@ -528,10 +490,7 @@ _UNSLOTH: Mapping[str, tuple[str, Any]] = {
 }
 """Key with its section -> TRL's argument, and Unsloth's default; None: nothing is said."""
 _OFF_AT_ZERO = ("max_steps", "save_steps")
-_UNSLOTH_READ = (
-    *("training.training_type", "training.train_on_completions", "data.local_dataset", "logging.enable_wandb"),
-    "logging.enable_tensorboard",
-)
+_UNSLOTH_READ = ("training.training_type", "training.train_on_completions", "data.local_dataset")
 """Keys that `from_unsloth` reads itself."""
 _UNSLOTH_WITHOUT_EFFECT = (
     *("training.gradient_checkpointing", "data.format_type", "logging.wandb_project", "logging.wandb_token"),
@@ -573,7 +532,7 @@ def from_unsloth(data: Mapping[str, Any], result: Conversion) -> dict[str, Any]:
         paths = local if isinstance(local, list) else [local]
         made["dataset_mixture"] = {"datasets": [{"path": path} for path in paths]}
     made["train_on_inputs"] = not flat.get("training.train_on_completions", False)
-    reports = [name for name in ("wandb", "tensorboard") if flat.get(f"logging.enable_{name}")]
+    reports = [name for name in ("wandb", "tensorboard") if flat.pop(f"logging.enable_{name}", None)]
     if reports:
         made["report_to"] = reports
     for name, value in flat.items():

@@ -20,12 +20,12 @@ from roundpipe_cli.files import named_path
 from roundpipe_cli.recipe.aliases import (
     ALIASES,
     NO_COUNTERPART,
+    NOTES,
     REMOVED,
     AliasConversion,
     Writes,
     conversion_of,
     is_off,
-    note,
     value_alias,
     was_off,
 )
@@ -45,6 +45,7 @@ from roundpipe_cli.recipe.strict_yaml import (
     MAX_DEPTH,
     KeyPath,
     Place,
+    dotted,
     format_key,
     parse_bytes,
     parse_scalar,
@@ -138,7 +139,7 @@ def resolve_references(data: dict[str, Any], findings: Findings) -> dict[str, An
         _measure(path, data, sizes, [], findings=findings)
     for path in texts:
         if path in findings.refused:
-            _replace(data, path, None)
+            look_up(data, path[:-1])[path[-1]] = None
     from omegaconf import OmegaConf  # imported late: it takes longer than reading a recipe, and few recipes need it
 
     plain = OmegaConf.to_container(OmegaConf.create(data), resolve=True)
@@ -222,20 +223,11 @@ def _parse(text: str) -> KeyPath:
     return tuple(int(part) if part.isdigit() else part for part in re.findall(r"[^.\[\]]+", text))
 
 
-def _replace(data: Any, path: KeyPath, value: Any) -> None:
-    look_up(data, path[:-1])[path[-1]] = value
-
-
 # Applies the aliases to what the user wrote, and turns `key=value` and `~key` overrides into writes to the recipe.
 
 _PATH = re.compile(r"[^.\[\]=\s]+(\.[^.\[\]=\s]+|\[\d{1,5}\])*")
 _LINE_OF_OVERRIDES = 10**8
 """Line number that sorts problems of overrides behind those of the file."""
-
-
-def dotted(path: KeyPath) -> str:
-    """The key of a path in the tables: `("datasets", 0, "type") -> "datasets[].type"`."""
-    return "".join("[]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
 
 
 def translate_file(data: dict[str, Any], findings: Findings, notices: list[str]) -> None:
@@ -326,9 +318,6 @@ _BRACKETS = {"[": "]", "{": "}", "'": "'", '"': '"'}
 def _value(written: str, origin: str) -> Any:
     """The value of an override: a whole list, mapping or quoted text is YAML, a word such as `null` or `3e-4` what YAML
     makes of it, and everything else is the text as it was typed, with every ` #`, `: ` and `&` in it.
-
-    Raises:
-        RecipeError: a list or mapping that is not YAML, or a character that no file may have.
     """
     inner = written.strip()
     closing = _BRACKETS.get(inner[:1])
@@ -454,7 +443,7 @@ def _convert(
     else:
         meant = " and ".join(writes)
         shown = alias if alias in ALIASES else f"{alias}: {shown_value(value)}"
-        notices.append(f"{origin}: {shown} is read as {meant}{note(alias)}")
+        notices.append(f"{origin}: {shown} is read as {meant}{NOTES.get(alias, '')}")
     return writes
 
 
@@ -483,9 +472,10 @@ def _move(
     if last in section:
         if not plain and section[last] == value:
             return  # `adapter: qlora` beside `load_in_4bit: true`: said twice, meant once
+        other = findings.place(target).written or format_key(target)
         findings.add(
             source,
-            f"{format_key(source)} and {_written(target, findings)} are both given, and mean the same",
+            f"{format_key(source)} and {other} are both given, and mean the same",
             found=f"{shown_value(value)} and {shown_value(section[last])}",
             expected="one of them",
             hint=f"keep {format_key(target)}",
@@ -497,10 +487,6 @@ def _move(
         written = format_key(source) if path == source else None
         findings.places[target + path[len(source) :]] = Place(old.origin, old.line, written)
     findings.places.setdefault(target, Place(place.origin, place.line, format_key(source)))
-
-
-def _written(path: KeyPath, findings: Findings) -> str:
-    return findings.place(path).written or format_key(path)
 
 
 def _translate_values(value: Any, path: KeyPath, findings: Findings, notices: list[str]) -> Any:
@@ -609,8 +595,7 @@ def load_recipe_or_model(name: str, overrides: Sequence[str] = ()) -> LoadedReci
         RefusedError, RecipeError: see `load_recipe`.
     """
     try:
-        file, notice = find_recipe(name)
-        return _load(_read(file), file, [notice] if notice else [], overrides)
+        return load_recipe(name, overrides)
     except RefusedError as error:
         is_model = (Path(name) / "config.json").is_file() or (name.endswith(".gguf") and Path(name).is_file())
         folder, shipped = Path(name).parent, shipped_folder()
@@ -656,7 +641,8 @@ def _load(raw: bytes, file: Path, notices: list[str], overrides: Sequence[str]) 
     if findings.problems:
         raise kind(findings.problems)
     assert isinstance(recipe, Recipe)
-    notices += _unused(recipe)
+    if recipe.method == "full" and recipe.lora != LoraConfig():
+        notices.append("lora: not used, since method is full")
     return LoadedRecipe(recipe, file, file.parent, tuple(notices), has_own_rate)
 
 
@@ -687,9 +673,9 @@ def resolved_yaml(recipe: Recipe) -> str:
     return re.sub(r"^learning_rate: .*", rf"\g<0>{reason}", values_as_yaml(plain_data(recipe)), flags=re.MULTILINE)
 
 
-def values_as_yaml(values: Mapping[str, Any]) -> str:
-    """The text of a recipe with these values."""
-    return yaml.dump(_escaped(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+def values_as_yaml(values: Mapping[str, Any], *, width: int = 120) -> str:
+    """The text of a recipe with these values, in their order; lines of `width` characters."""
+    return yaml.dump(_escaped(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=width)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -744,10 +730,3 @@ def _fill_defaults(data: dict[str, Any], stem: str) -> None:
                     inner.setdefault(name, with_lists(default))
         elif field.default is not MISSING:
             data.setdefault(field.name, with_lists(field.default))
-
-
-def _unused(recipe: Recipe) -> list[str]:
-    """Notices about keys that this recipe sets without effect."""
-    if recipe.method == "full" and recipe.lora != LoraConfig():
-        return ["lora: not used, since method is full"]
-    return []

@@ -83,6 +83,11 @@ def parse_scalar(text: str) -> None | bool | int | float | str:
     return float("nan") if text in _NAN else text
 
 
+def dotted(path: KeyPath) -> str:
+    """The key of a path in the tables: `("datasets", 0, "type") -> "datasets[].type"`."""
+    return "".join("[]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
+
+
 def format_key(path: KeyPath) -> str:
     """`("datasets", 0, "path") -> "datasets[0].path"`; control characters are escaped and long keys cut."""
     parts: list[str] = []
@@ -114,19 +119,13 @@ def parse_bytes(raw: bytes, name: str) -> Document:
     """
     document = parse_text(_decode(raw, name), name)
     if document.data is None:
-        raise _refusal(
-            f"{name}:1:1", "the recipe is empty", expected="keys such as `model:` and `datasets:`", hint=_TO_START
-        )
+        expected = "keys such as `model:` and `datasets:`"
+        raise _refusal(f"{name}:1:1", "the recipe is empty", expected=expected, hint=_TO_START)
     if not isinstance(document.data, dict):
-        kind = "a list" if isinstance(document.data, list) else "a single value"
-        place = document.places[()]
-        raise _refusal(
-            f"{place.origin}:1",
-            f"the recipe is {kind}",
-            found=shown_value(document.data) if isinstance(document.data, str) else None,
-            expected="a mapping: lines such as `model: Qwen/Qwen3-32B`",
-            hint=_TO_START,
-        )
+        what = f"the recipe is {'a list' if isinstance(document.data, list) else 'a single value'}"
+        found = shown_value(document.data) if isinstance(document.data, str) else None
+        expected = "a mapping: lines such as `model: Qwen/Qwen3-32B`"
+        raise _refusal(f"{document.places[()].origin}:1", what, found, expected, hint=_TO_START)
     return document
 
 
@@ -181,12 +180,8 @@ class _Builder:
             if isinstance(event, yaml.DocumentStartEvent):
                 num_documents += 1
                 if num_documents > 1:
-                    raise self._refuse(
-                        event,
-                        "a second document starts here",
-                        "one document in a file",
-                        "delete the line `---`, or what follows it",
-                    )
+                    what, hint = "a second document starts here", "delete the line `---`, or what follows it"
+                    raise self._refuse(event, what, "one document in a file", hint)
                 first = next(events)
                 self._note((), first)
                 data = self._value(first, events, ())
@@ -230,9 +225,8 @@ class _Builder:
             raise self._refuse(event, "a list or mapping is used as a key", "plain text, such as learning_rate", _KEYS)
         key = parse_scalar(event.value) if event.implicit[0] else event.value
         if not isinstance(key, str):
-            raise self._refuse(
-                event, f"the key {shown_value(event.value)} is not text", "plain text, such as learning_rate", _KEYS
-            )
+            what = f"the key {shown_value(event.value)} is not text"
+            raise self._refuse(event, what, "plain text, such as learning_rate", _KEYS)
         return key
 
     def _check_event(self, event: Any, path: KeyPath) -> None:
@@ -240,45 +234,40 @@ class _Builder:
         if isinstance(event, yaml.AliasEvent):
             raise self._refuse(event, f"the alias {shown_value(event.anchor)} is refused", "values written out", _ALIAS)
         if event.anchor is not None:
-            raise self._refuse(
-                event, f"the anchor {shown_value(event.anchor)} is refused", "values written out", _ANCHOR
-            )
+            what = f"the anchor {shown_value(event.anchor)} is refused"
+            raise self._refuse(event, what, "values written out", _ANCHOR)
         if event.tag is not None:
             written = event.tag.replace("tag:yaml.org,2002:", "!!")
             raise self._refuse(event, f"the tag {shown_value(written)} is refused", "plain values without `!`", _TAG)
         if len(path) > MAX_DEPTH:
-            raise self._refuse(
-                event, f"the nesting is deeper than {MAX_DEPTH} levels", f"at most {MAX_DEPTH} levels", _KEYS
-            )
+            what = f"the nesting is deeper than {MAX_DEPTH} levels"
+            raise self._refuse(event, what, f"at most {MAX_DEPTH} levels", _KEYS)
         if self.num_nodes > MAX_NODES:
-            raise self._refuse(
-                event, f"the recipe has more than {MAX_NODES} values", f"at most {MAX_NODES} values", _DATA
-            )
+            what = f"the recipe has more than {MAX_NODES} values"
+            raise self._refuse(event, what, f"at most {MAX_NODES} values", _DATA)
 
     def _duplicate(self, event: Any, path: KeyPath) -> None:
         self.num_duplicates += 1
         if self.num_duplicates > MAX_DUPLICATES:
             return
-        mark = event.start_mark
-        where = _at(self.name, mark.line + 1, mark.column + 1, self.fixed_origin)
-        first = self.places[path]
         problem = Problem(
             f"the key {format_key(path)} is given twice",
-            where=f"{where}: {format_key(path)}",
-            found=None if self.fixed_origin else f"first given at {first.origin}",
+            where=f"{self._where(event)}: {format_key(path)}",
+            found=None if self.fixed_origin else f"first given at {self.places[path].origin}",
             expected="each key once",
             hint="delete one of the two",
         )
-        self.problems.append((mark.line + 1, problem))
+        self.problems.append((event.start_mark.line + 1, problem))
 
     def _note(self, path: KeyPath, event: Any) -> None:
         line = event.start_mark.line + 1
         self.places[path] = Place(self.name if self.fixed_origin else f"{self.name}:{line}", line)
 
+    def _where(self, event: Any) -> str:
+        return _at(self.name, event.start_mark.line + 1, event.start_mark.column + 1, self.fixed_origin)
+
     def _refuse(self, event: Any, what: str, expected: str, hint: str) -> RecipeError:
-        mark = event.start_mark
-        where = _at(self.name, mark.line + 1, mark.column + 1, self.fixed_origin)
-        return _refusal(where, what, expected=expected, hint=hint)
+        return _refusal(self._where(event), what, expected=expected, hint=hint)
 
 
 def _events(loader: Any) -> Iterator[Any]:
@@ -288,32 +277,21 @@ def _events(loader: Any) -> Iterator[Any]:
 
 def _decode(raw: bytes, name: str) -> str:
     if len(raw) > MAX_BYTES:
-        raise _refusal(
-            f"{name}:1:1",
-            "the recipe is too large",
-            found=f"more than {MAX_BYTES} bytes",
-            expected=f"at most {MAX_BYTES} bytes",
-            hint=_DATA,
-        )
+        found, expected = f"more than {MAX_BYTES} bytes", f"at most {MAX_BYTES} bytes"
+        raise _refusal(f"{name}:1:1", "the recipe is too large", found, expected, hint=_DATA)
     raw = raw.removeprefix(BYTE_ORDER_MARK)
     if raw.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise _refusal(f"{name}:1:1", "the file is UTF-16 text", hint="save it as UTF-8")
     zero = raw.find(b"\0")
     if zero >= 0:
-        line, column = raw.count(b"\n", 0, zero) + 1, zero - raw.rfind(b"\n", 0, zero)
-        raise _refusal(
-            f"{name}:{line}:{column}", "the file is binary, not text", expected="YAML in UTF-8", hint=_TO_START
-        )
+        where = _at(name, raw.count(b"\n", 0, zero) + 1, zero - raw.rfind(b"\n", 0, zero), False)
+        raise _refusal(where, "the file is binary, not text", expected="YAML in UTF-8", hint=_TO_START)
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        line, column = _line_and_column(raw[: error.start].decode("utf-8"), error.start)
-        raise _refusal(
-            f"{name}:{line}:{column}",
-            "the file is not UTF-8 text",
-            found=f"byte 0x{raw[error.start]:02x}",
-            hint="save it as UTF-8",
-        ) from None
+        where = _at(name, *_line_and_column(raw[: error.start].decode("utf-8"), error.start), False)
+        found = f"byte 0x{raw[error.start]:02x}"
+        raise _refusal(where, "the file is not UTF-8 text", found, hint="save it as UTF-8") from None
 
 
 def _line_and_column(text: str, index: int) -> tuple[int, int]:

@@ -127,19 +127,14 @@ def test_configuration_first_then_exactly_the_indexed_files(hub: ModelHub, tmp_p
     assert document["fetched_bytes"] == 0 and document["fetched_files"] == [] and "here already: 8 files" in again.err
 
 
-def test_json_says_what_came(hub: ModelHub, tmp_path: Path) -> None:
-    document = json.loads(download(hub, tmp_path, "--json", "--revision", "main").expect(0).out)
-    assert sorted(document["fetched_files"]) == WANTED and document["fetched_bytes"] == document["total_bytes"]
-    assert document["revision"] == "main"
-
-
 def test_one_file_of_weights_without_an_index(hub: ModelHub, tmp_path: Path) -> None:
     files = hub.models[NAME]
     files["model.safetensors"] = files[SHARDS[0]]
     for name in (INDEX, *SHARDS):
         del files[name]
-    download(hub, tmp_path).expect(0)
-    assert sorted(hub.gets()) == sorted([*SMALL, "model.safetensors"])
+    document = json.loads(download(hub, tmp_path, "--json", "--revision", "main").expect(0).out)
+    assert sorted(hub.gets()) == sorted(document["fetched_files"]) == sorted([*SMALL, "model.safetensors"])
+    assert document["fetched_bytes"] == document["total_bytes"] and document["revision"] == "main"
 
 
 def test_of_one_file_and_an_index_the_file_is_fetched(hub: ModelHub, tmp_path: Path) -> None:

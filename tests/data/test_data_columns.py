@@ -72,15 +72,10 @@ SINGLE: dict[str, tuple[dict[str, Any], str]] = {
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     # The row, the column that is named, and what is said of it.
     "trl unpaired preference": ({"prompt": "Hi", "completion": "No", "label": False}, "label", KTO),
-    "trl unpaired preference, conversational": ({"prompt": [USER], "completion": [NO], "label": True}, "label", KTO),
     "trl unpaired preference of a csv file": ({"prompt": "Hi", "completion": "No", "label": "False"}, "label", KTO),
     "axolotl kto.argilla_chat": ({"completion": [USER, NO], "label": False}, "label", KTO),
-    "axolotl kto with messages": ({"messages": CHAT, "label": 1}, "label", KTO),
     "llamafactory kto of alpaca": ({"instruction": "Hi", "output": "No", "kto_tag": False}, "kto_tag", KTO),
-    "llamafactory kto of sharegpt": ({"messages": CHAT, "kto_tag": True}, "kto_tag", KTO),
     "llamafactory images": ({"conversations": SHAREGPT, "images": ["a.jpg"]}, "images", MEDIA),
-    "llamafactory videos": ({"messages": CHAT, "videos": ["a.mp4"]}, "videos", MEDIA),
-    "llamafactory audios": ({"messages": CHAT, "audios": ["a.wav"]}, "audios", MEDIA),
     "llava": ({"conversations": SHAREGPT, "image": "a.jpg"}, "image", MEDIA),
     "an image under another name": (
         {"prompt": "<image>Hi", "completion": "Yo", "source_file": "a.jpg"}, "source_file", "only text is trained",
@@ -99,11 +94,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "weighted rows": ({"messages": CHAT, "weight": 0.5}, "weight", "how much the row counts"),
     "rows of a loss weight": ({"prompt": "Hi", "completion": "Yo", "loss_weight": "2"}, "loss_weight", "row counts"),
     "weighted turns": ({"messages": [USER, {**YO, "weight": 0.5}]}, "messages[1].weight", "how much this turn"),
-    "weighted sharegpt turns": (
-        {"conversations": [SHAREGPT[0], {**SHAREGPT[1], "loss_weight": 2}]}, "conversations[1].loss_weight",
-        "this turn",
-    ),
-    "half of a turn's weight": ({"messages": [USER, {**YO, "weight": 0.5}]}, "messages[1].weight", "is not offered"),
     "axolotl training_detail": (
         {"messages": [USER, {**YO, "training_detail": [{"begin_offset": 0, "end_offset": 1, "train": True}]}]},
         "messages[1].training_detail", "which part of the turn",
@@ -125,7 +115,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "llamafactory alpaca with tools": ({"instruction": "Hi", "output": "Yo", "tools": "[{"}, "tools", "as JSON"),
     "text with tools": ({"text": "Hi", "tools": [TOOL]}, "tools", "holds tools"),
     "axolotl context_qa": ({"question": "Hi", "context": "There.", "answer": "Yo"}, "context", "part of the prompt"),
-    "dolly": ({"instruction": "Hi", "context": "There.", "response": "Yo"}, "context", "part of the prompt"),
     "an instruction beside the question": (
         {"instruction": "In French.", "question": "Hi", "answer": "Yo"}, "instruction", "part of the prompt",
     ),
@@ -140,9 +129,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "an answer with thumbs": ({"prompt": "Hi", "response": "No", "thumbs_up": False}, "thumbs_up", KTO),
     "alpaca with a context": ({"instruction": "Hi", "context": "There.", "output": "Yo"}, "context", "of the prompt"),
     "alpaca with options": ({"instruction": "Hi", "output": "A", "options": ["a", "b"]}, "options", "of the prompt"),
-    "llamafactory's prompt, query and response": (
-        {"prompt": "In French.", "query": "Hi", "response": "Yo"}, "query", "part of the prompt",
-    ),
     "a question beside the prompt": ({"prompt": "Brief.", "question": "Hi", "completion": "Yo"}, "question", "prompt"),
     "fill in the middle": ({"prompt": "a", "suffix": "b", "completion": "c"}, "suffix", "part of the prompt"),
     "a prefix of the answer": ({"prompt": "a", "prefix": "b", "completion": "c"}, "prefix", "part of the prompt"),
@@ -330,15 +316,8 @@ def test_layouts_that_are_refused_by_name(tmp_path: Path, name: str) -> None:
     assert "completion: rejected" not in message
 
 
-def test_history_comes_before_the_instruction_and_is_trained(tmp_path: Path) -> None:
-    """As in LLaMA-Factory, the answers of `history` are trained like the last one."""
-    tokenizer = byte_tokenizer()
+def test_a_history_needs_a_template(tmp_path: Path) -> None:
     row = {"instruction": "Hi", "output": "Yo", "history": [["A", "B"]]}
-    dataset = build(write_rows(tmp_path / "x.jsonl", [row]), tokenizer)
-    assert trained_text(tokenizer, dataset) == (
-        "<s>user\nA</s>\n<s>assistant\nB</s>\n" + HI + "Yo</s>\n",
-        "B</s>Yo</s>",
-    )
     with pytest.raises(RefusedError, match="rows cannot be used") as caught:
         build(write_rows(tmp_path / "y.jsonl", [row]), byte_tokenizer(template=None))
     assert "no chat template" in caught.value.problems[1].what
@@ -450,7 +429,6 @@ PAIRS: dict[str, tuple[dict[str, Any], str]] = {
     "chosen_messages": ({"chosen_messages": CHAT, "rejected_messages": [USER, NO]}, HI),
     "chosen_messages with a prompt": ({"prompt": "Hi", "chosen_messages": [YO], "rejected_messages": [NO]}, HI),
     "chosen_response": ({"prompt": "Hi", "chosen_response": "Yo", "rejected_response": "No", "margin": 1}, HI),
-    "chosen_answer": ({"prompt": "Hi", "chosen_answer": "Yo", "rejected_answer": "No"}, HI),
     "chosen-response": ({"prompt": "Hi", "chosen-response": "Yo", "rejected-response": "No"}, HI),
     "llamafactory alpaca": ({"instruction": "Hi", "input": "", "chosen": "Yo", "rejected": "No"}, HI),
     "llamafactory alpaca with input": (
@@ -462,7 +440,6 @@ PAIRS: dict[str, tuple[dict[str, Any], str]] = {
         SYSTEM + "<s>user\nA</s>\n<s>assistant\nB</s>\n" + HI,
     ),
     "llamafactory sharegpt": ({"conversations": [SHAREGPT[0]], "chosen": FROM, "rejected": FROM_NO}, HI),
-    "llamafactory openai": ({"messages": [USER], "chosen": YO, "rejected": NO}, HI),
     "axolotl chat_template.default": ({"messages": LONG, "chosen": YO, "rejected": NO}, SYSTEM + HI),
     "axolotl chatml.intel": ({"system": "Be brief.", "question": "Hi", "chosen": "Yo", "rejected": "No"}, SYSTEM + HI),
     "axolotl chatml.icr": ({"input": "Hi", "chosen": "Yo", "rejected": "No"}, HI),

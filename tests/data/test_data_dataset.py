@@ -114,12 +114,6 @@ def test_auto_decides_by_columns_and_says_so(
     assert dataset.chat_template == CHATML
 
 
-def test_alpaca_input_follows_the_instruction(tmp_path: Path) -> None:
-    tokenizer = byte_tokenizer()
-    path = write_rows(tmp_path / "x.jsonl", [{"instruction": "Add", "input": "1 2", "output": "3"}])
-    assert trained_text(tokenizer, build(path, tokenizer))[0] == "<s>user\nAdd\n\n1 2</s>\n<s>assistant\n3</s>\n"
-
-
 def test_a_named_type_needs_no_notice_and_is_believed(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer()
     path = write_rows(tmp_path / "x.jsonl", [{"prompt": "Hi", "completion": "Yo", "text": "A b"}])
@@ -189,17 +183,8 @@ def test_a_text_with_bos_and_eos_of_its_own_has_no_second_ones(
         assert row.labels[1:].tolist() == row.input_ids[1:].tolist()
 
 
-def test_plain_alpaca_uses_the_prompt_that_defines_the_type(tmp_path: Path) -> None:
-    tokenizer = byte_tokenizer(template=None)
-    path = write_rows(tmp_path / "x.jsonl", [{"instruction": "Add", "input": "1 2", "output": "3"}])
-    text, trained = trained_text(tokenizer, build(path, tokenizer))
-    assert text.endswith("### Instruction:\nAdd\n\n### Input:\n1 2\n\n### Response:\n3</s>")
-    assert trained == "3</s>"
-
-
 def test_slow_and_fast_tokenizers_agree(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer()
-
     rows = [{"prompt": f"Hi {index}", "completion": f"Yo é {index}"} for index in range(5)]
     path = write_rows(tmp_path / "x.jsonl", rows)
     assert build(path, WithoutOffsets(tokenizer)).content_hash == build(path, tokenizer).content_hash
@@ -360,18 +345,11 @@ MESSAGES_BAD: list[tuple[object, str]] = [
 GOOD_CHAT = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]}
 
 
-def bad_rows() -> list[Any]:
-    """Each at one place, in turn; those from whose columns no type can be told also where the first row tells it."""
-    found = []
-    for number, (bad, what) in enumerate(MESSAGES_BAD):
-        tells_type = isinstance(bad, dict) and bool(bad)
-        for place in range(3):
-            kept = place == number % 3 or (place == 0 and not tells_type)
-            found.append(pytest.param(bad, what, place, marks=[] if kept else [pytest.mark.sweep]))
-    return found
+PLACES = {(0, 0), (len(MESSAGES_BAD) - 1, 0), *((number, number % 3) for number in range(len(MESSAGES_BAD)))}
+"""Each bad row at one place, in turn; those that tell no type also in front of the row that tells it."""
 
 
-@pytest.mark.parametrize(("bad", "what", "place"), bad_rows())
+@pytest.mark.parametrize(("bad", "what", "place"), [(*MESSAGES_BAD[number], place) for number, place in sorted(PLACES)])
 def test_bad_rows_are_named_by_line_field_and_expectation(tmp_path: Path, bad: object, what: str, place: int) -> None:
     rows: list[object] = [GOOD_CHAT, GOOD_CHAT]
     rows.insert(place, bad)
@@ -483,23 +461,6 @@ def test_text_needs_an_end_of_sequence_token(tmp_path: Path) -> None:
         assert '"eos_token": "</s>"' in (caught.value.problems[0].hint or "")
 
 
-@pytest.mark.parametrize(
-    ("template", "what"),
-    [
-        ("{% for m in messages %}", "not valid Jinja"),
-        ("{{ raise_exception('roles must alternate') }}", "1 of 1 rows cannot be used"),
-        ("{{ ''.__class__.__mro__ }}", "1 of 1 rows cannot be used"),
-        ("{{ messages[0].nope.nope }}", "1 of 1 rows cannot be used"),
-        ("{#" + "x" * 70_000 + "#}", "too large"),
-    ],
-)
-def test_templates_that_fail_are_refused(tmp_path: Path, template: str, what: str) -> None:
-    path = write_rows(tmp_path / "x.jsonl", [GOOD_CHAT])
-    with pytest.raises(RefusedError, match=what) as caught:
-        build(path, byte_tokenizer(template=template))
-    assert caught.value.exit_code == 2 and len(str(caught.value)) < 1500
-
-
 def test_text_that_spells_special_tokens_is_noticed(tmp_path: Path) -> None:
     rows = [{"prompt": "Hi", "completion": "Yo"}, {"prompt": "Hi</s>\n<s>assistant\nYes", "completion": "Yo"}]
     dataset = build(write_rows(tmp_path / "x.jsonl", rows))
@@ -565,16 +526,16 @@ def test_rows_share_memory_and_cannot_be_written(tmp_path: Path) -> None:
         row.input_ids[0] = 1
 
 
-def test_bad_rows_at_both_ends_of_a_hundred_thousand_are_named(tmp_path: Path) -> None:
+def test_bad_rows_at_both_ends_of_a_long_file_are_named(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
-    lines = ['{"text": "ok"}'] * 100_000
-    lines[0], lines[49_999], lines[99_999] = '{"text": ', '{"text": null}', '{"text": "\\u0000"}'
+    lines = ['{"text": "ok"}'] * 20_000
+    lines[0], lines[9_999], lines[19_999] = '{"text": ', '{"text": null}', '{"text": "\\u0000"}'
     path.write_text("\n".join(lines))
     with pytest.raises(RefusedError) as caught:
         build(path, type="text")
     head, *faults = caught.value.problems
-    assert head.what == "3 of 100000 rows cannot be used:"
-    assert [problem.where for problem in faults] == [f"{path}:{line}" for line in (1, 50_000, 100_000)]
+    assert head.what == "3 of 20000 rows cannot be used:"
+    assert [problem.where for problem in faults] == [f"{path}:{line}" for line in (1, 10_000, 20_000)]
     assert [problem.what for problem in faults] == [
         "the line is not valid JSON", "`text` is not text", "`text` holds a NUL character",
     ]  # fmt: skip
@@ -625,12 +586,8 @@ def test_turns_that_a_template_does_not_write(tmp_path: Path, before: list[Any],
     assert what in caught.value.problems[1].what
 
 
-def test_parts_of_text_and_plain_text_files(tmp_path: Path) -> None:
+def test_plain_text_files(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer()
-    parts = [{"type": "text", "text": "Y"}, {"type": "text", "text": "o"}]
-    row = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": parts}]}
-    dataset = build(write_rows(tmp_path / "x.jsonl", [row]), tokenizer)
-    assert trained_text(tokenizer, dataset) == (CHAT_TEXT, "Yo</s>")
     (tmp_path / "x.txt").write_text("One\ntwo\n\n\nThree\n")
     dataset = build(tmp_path / "x.txt", tokenizer)
     assert [trained_text(tokenizer, dataset, index)[0] for index in range(2)] == ["One\ntwo</s>", "Three</s>"]

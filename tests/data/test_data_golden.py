@@ -43,44 +43,35 @@ LLAMA3 = (
 TEMPLATES: dict[str, str | None] = {"smollm2": None, "chatml": CHATML, "llama3": LLAMA3}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 2, "b": 3}'}}
+
+
+def turn(role: str, content: str | None, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
+SHAREGPT = (("system", "Be brief."), ("human", "Hi"), ("gpt", "Yo"), ("human", "And?"))
 CASES: dict[str, dict[str, Any]] = {
     "chat": {
         "messages": [
-            {"role": "system", "content": "Be brief."},
-            {"role": "user", "content": "Hi"},
-            {"role": "assistant", "content": "Yo!"},
-            {"role": "user", "content": "2+2?"},
-            {"role": "assistant", "content": "4 é🤖"},
+            *(turn("system", "Be brief."), turn("user", "Hi"), turn("assistant", "Yo!")),
+            *(turn("user", "2+2?"), turn("assistant", "4 é🤖")),
         ]
     },
-    "chat_without_system": {
-        "messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": " Yo \n"}]
-    },
+    "chat_without_system": {"messages": [turn("user", "Hi"), turn("assistant", " Yo \n")]},
     "chat_with_an_untrained_turn": {
         "messages": [
-            {"role": "user", "content": "Hi"},
-            {"role": "assistant", "content": "wrong", "weight": 0},
-            {"role": "user", "content": "No"},
-            {"role": "assistant", "content": "right"},
+            *(turn("user", "Hi"), turn("assistant", "wrong", weight=0)),
+            *(turn("user", "No"), turn("assistant", "right")),
         ]
     },
     "chat_with_tools": {
         "tools": [TOOL],
         "messages": [
-            {"role": "user", "content": "2+3?"},
-            {"role": "assistant", "content": None, "tool_calls": [CALL]},
-            {"role": "tool", "content": "5", "tool_call_id": "1"},
-            {"role": "assistant", "content": "It is 5."},
+            *(turn("user", "2+3?"), turn("assistant", None, tool_calls=[CALL])),
+            *(turn("tool", "5", tool_call_id="1"), turn("assistant", "It is 5.")),
         ],
     },
-    "sharegpt": {
-        "conversations": [
-            {"from": "system", "value": "Be brief."},
-            {"from": "human", "value": "Hi"},
-            {"from": "gpt", "value": "Yo"},
-            {"from": "human", "value": "And?"},
-        ]
-    },
+    "sharegpt": {"conversations": [{"from": role, "value": text} for role, text in SHAREGPT]},
     "alpaca": {"instruction": "Add", "input": "1 2", "output": "3"},
     "prompt_completion": {"prompt": "Say yes.\n", "completion": "Yes."},
     "question_answer": {"question": "Why?", "answer": "Because."},

@@ -8,7 +8,6 @@ token id stands for.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,6 @@ from roundpipe_cli.data.row_chunks import encode_batch
 from roundpipe_cli.data.rows import BadRowError, DatasetSpec, DataSettings
 from roundpipe_cli.model.load import load_tokenizer
 from tests.support.e2e import REPOSITORY, smollm2_source
-
-SHARED_DATA = REPOSITORY.parent / "shared" / "data"
 
 Turns = list[dict[str, str]]
 Marked = list[tuple[str, bool]]
@@ -184,10 +181,7 @@ CONTENT = st.text(alphabet=st.sampled_from("ab 1.\n\té日🤖<|>"), max_size=12
 
 
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    contents=st.lists(CONTENT, min_size=2, max_size=6),
-    system=st.none() | CONTENT,
-)
+@given(contents=st.lists(CONTENT, min_size=2, max_size=6), system=st.none() | CONTENT)
 def test_masks_equal_the_reference_for_any_text(
     smollm: Any, llama_like: Any, contents: list[str], system: str | None
 ) -> None:
@@ -247,21 +241,6 @@ def test_template_without_an_end_of_turn_token_is_noticed(smollm: Any, tmp_path:
     check(smollm, template, say("Hi", "Yo"), [("user: Hi\nassistant: ", False), ("Yo\n", True)])
 
 
-def real_file(name: str) -> Path:
-    path = SHARED_DATA / name
-    if not path.is_file():
-        pytest.skip(f"{path} is not there")
-    return path
-
-
-def exchange_of(columns: tuple[str, str]) -> Callable[[dict[str, str]], Turns]:
-    return lambda row: say(row[columns[0]], row[columns[1]])
-
-
-def alpaca_exchange(row: dict[str, str]) -> Turns:
-    return say(row["instruction"] + ("\n\n" + row["input"] if row["input"].strip() else ""), row["output"])
-
-
 def test_every_mask_of_shipped_rows(smollm: Any) -> None:
     path = REPOSITORY / "recipes" / "quickstart.jsonl"
     rows = [json.loads(line)["messages"] for line in path.read_text(encoding="utf-8").splitlines()]
@@ -269,27 +248,6 @@ def test_every_mask_of_shipped_rows(smollm: Any) -> None:
     assert len(dataset.rows) == len(rows) > 200
     for row, turns in zip(dataset.rows, rows, strict=True):
         assert (row.labels != -100).tolist() == reference_mask(smollm, row.input_ids.tolist(), smollm_pieces(turns))
-
-
-def test_every_mask_of_real_rows(smollm: Any) -> None:
-    """Where the data sets, whose licences forbid to ship them or ask for more, lie beside the repository."""
-    lines = real_file("gsm8k_train.jsonl").read_text(encoding="utf-8").splitlines()[:200]
-    alpaca = json.loads(real_file("alpaca_rows.json").read_text(encoding="utf-8"))
-    usable = [row for row in alpaca if row["output"].strip()]
-    expected = [*map(exchange_of(("question", "answer")), map(json.loads, lines)), *map(alpaca_exchange, usable)]
-    specs = (
-        DatasetSpec(str(SHARED_DATA / "gsm8k_train.jsonl"), split="train[:200]"),
-        DatasetSpec(str(SHARED_DATA / "alpaca_rows.json")),
-    )
-    dataset = build_dataset(DataSettings(specs, 100_000, on_bad_row="skip"), smollm)
-    assert len(dataset.rows) == len(expected) > 1000
-    num_trained = 0
-    for row, turns in zip(dataset.rows, expected, strict=True):
-        mask = reference_mask(smollm, row.input_ids.tolist(), smollm_pieces(turns))
-        assert (row.labels != -100).tolist() == mask
-        assert np.array_equal(row.labels[mask], row.input_ids[mask])
-        num_trained += sum(mask)
-    assert dataset.report.trained_tokens == num_trained
 
 
 def test_train_on_inputs_trains_everything(smollm: Any, tmp_path: Path) -> None:

@@ -98,12 +98,11 @@ def test_a_row_that_takes_too_much_memory_is_named(tmp_path: Path, monkeypatch: 
         build(write_rows(tmp_path / "rows.jsonl", rows), num_workers=1)
 
 
-@pytest.mark.parametrize("num_workers", [2, 3])
-def test_the_result_does_not_depend_on_the_number_of_processes(tmp_path: Path, num_workers: int) -> None:
+def test_the_result_does_not_depend_on_the_number_of_processes(tmp_path: Path) -> None:
     rows = [{"prompt": f"Q{n}", "completion": "a" * (n % 97)} for n in range(2600)]  # every 97th is bad
     path = write_rows(tmp_path / "rows.jsonl", rows)
     one = build(path, num_workers=1, on_bad_row="skip")
-    several = build(path, num_workers=num_workers, on_bad_row="skip", long_rows="drop")  # another key: not the cache
+    several = build(path, num_workers=3, on_bad_row="skip", long_rows="drop")  # another key: not the cache
     assert several.num_cached == one.num_cached == 0
     assert several.content_hash == one.content_hash and len(one.rows) == 2573
     assert several.report.sources[0].bad_rows == one.report.sources[0].bad_rows
@@ -112,15 +111,9 @@ def test_the_result_does_not_depend_on_the_number_of_processes(tmp_path: Path, n
     ]
 
 
-@pytest.mark.parametrize(
-    ("number", "error", "words"),
-    [
-        (signal.SIGKILL, ResourceError, "ended by SIGKILL"),
-        (signal.SIGSEGV, ResourceError, "ended by SIGSEGV"),
-    ],
-)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
 def test_a_killed_process_is_one_clear_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, error: type[RoundpipeError], words: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
     set_fault(monkeypatch, "tokenize:slow=20")
     path = write_rows(tmp_path / "rows.jsonl", [ROW])
@@ -136,7 +129,7 @@ def test_a_killed_process_is_one_clear_error(
     killer = threading.Thread(target=kill)
     killer.start()
     try:
-        with pytest.raises(error, match=words) as caught:
+        with pytest.raises(ResourceError, match=f"ended by {number.name}") as caught:
             build(path)
     finally:
         killer.join()

@@ -143,50 +143,43 @@ CALLS = (
 )
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        {
-            "conversations": [
-                {"from": "human", "value": "1+1?"},
-                {"from": "function_call", "value": json.dumps({"name": "add", "arguments": {"a": 1}})},
-                {"from": "observation", "value": "2"},
-                {"from": "gpt", "value": "Two."},
-            ],
-            "tools": json.dumps([TOOL]),
-        },
-        {
-            "messages": [
-                {"role": "user", "content": [{"type": "text", "text": "1+"}, {"type": "text", "value": "1?"}]},
-                {"role": "assistant", "content": None, "function_call": {"name": "add", "arguments": '{"a": 1}'}},
-                {"role": "function", "name": "add", "content": "2"},
-                {"role": "assistant", "content": "Two."},
-            ],
-            "tools": [{"type": "function", "function": TOOL}],
-        },
-        {
-            "messages": [
+ADD: dict[str, Any] = {"name": "add", "arguments": {"a": 1}}
+SUM = {"role": "user", "content": "1+1?"}
+TWO, RESULT = {"role": "assistant", "content": "Two."}, {"role": "tool", "content": "2"}
+SHAREGPT = (("human", "1+1?"), ("function_call", json.dumps(ADD)), ("observation", "2"), ("gpt", "Two."))
+CALLERS: dict[str, tuple[list[dict[str, Any]], Any]] = {
+    "llama-factory": ([{"from": role, "value": text} for role, text in SHAREGPT], json.dumps([TOOL])),
+    "openai": (
+        [
+            {"role": "user", "content": [{"type": "text", "text": "1+"}, {"type": "text", "value": "1?"}]},
+            {"role": "assistant", "content": None, "function_call": {"name": "add", "arguments": '{"a": 1}'}},
+            *({"role": "function", "name": "add", "content": "2"}, TWO),
+        ],
+        [{"type": "function", "function": TOOL}],
+    ),
+    "trl": (
+        [SUM, {"role": "assistant", "tool_calls": [{"function": ADD}]}, RESULT, TWO],
+        [TOOL],
+    ),
+    "calls as text": (
+        [
+            *(
                 {"role": "user", "content": "1+1?"},
-                {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]},
-                {"role": "tool", "content": "2"},
-                {"role": "assistant", "content": "Two."},
-            ],
-            "tools": [TOOL],
-        },
-        {
-            "messages": [
-                {"role": "user", "content": "1+1?"},
-                {"role": "assistant", "tool_calls": '[{"function": {"name": "add", "arguments": {"a": 1}}}]'},
-                {"role": "tool", "content": "2", "tool_calls": ""},
-                {"role": "assistant", "content": "Two.", "tool_calls": "[]"},
-            ],
-            "tools": [json.dumps(TOOL)],
-        },
-    ],
-    ids=["llama-factory", "openai", "trl", "calls as text"],
-)
-def test_calls_of_three_tools_are_one_text(tmp_path: Path, row: dict[str, Any]) -> None:
+                {"role": "assistant", "tool_calls": json.dumps([{"function": ADD}])},
+            ),
+            *({**RESULT, "tool_calls": ""}, {**TWO, "tool_calls": "[]"}),
+        ],
+        [json.dumps(TOOL)],
+    ),
+}
+"""Messages and tools."""
+
+
+@pytest.mark.parametrize("name", CALLERS)
+def test_calls_of_three_tools_are_one_text(tmp_path: Path, name: str) -> None:
     """LLaMA-Factory's function_call and OpenAI's older form were refused; bare functions reached templates bare."""
+    messages, tools = CALLERS[name]
+    row = {"conversations" if "from" in messages[0] else "messages": messages, "tools": tools}
     assert read(tmp_path / "x.jsonl", [row], template=CALLS)[1] == (
         'function:add\n<s>user\n1+1?</s>\n<s>assistant\n[[add{"a": 1}</s>]]\n<s>tool\n2</s>\n'
         "<s>assistant\n[[Two.</s>]]\n"

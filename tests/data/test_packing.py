@@ -229,9 +229,7 @@ def test_models_that_cannot_keep_rows_apart_are_refused(model_type: str, changes
 
 
 @pytest.mark.parametrize("model_type", DELTA)
-def test_gated_delta_rules_begin_anew_at_each_row_and_go_on_in_each_chunk(
-    model_type: str,
-) -> None:
+def test_gated_delta_rules_begin_anew_at_each_row_and_go_on_in_each_chunk(model_type: str) -> None:
     """All hybrid models were refused. A run proves both before it trains, and says which kernels a GPU lacks."""
     model = build_skeleton(hybrid_config(model_type), torch.float32)
     split = split_model(model)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import json
 import re
@@ -32,16 +31,7 @@ CONTRACT_KEYS = {
     *("output_dir", "logging_steps", "eval_steps", "save_steps", "save_total_limit", "report_to"),
     *("resume_from_checkpoint", "on_oom", "weights", "pipeline"),
 }
-CONTRACT_PIPELINE_KEYS = {
-    *(
-        "devices",
-        "schedule",
-        "forward_stages",
-        "backward_stages",
-        "threads_per_worker",
-        "recompute",
-    )
-}
+PIPELINE_KEYS = {"devices", "schedule", "forward_stages", "backward_stages", "threads_per_worker", "recompute"}
 
 
 def write(folder: Path, text: str, name: str = "mine.yaml") -> Path:
@@ -69,25 +59,7 @@ def test_the_smallest_recipe_has_every_default(tmp_path: Path) -> None:
 def test_every_key_of_the_contract_is_in_the_schema() -> None:
     """Keys that other programs rely on: a release may add keys, and never renames one of these."""
     assert CONTRACT_KEYS - {field.name for field in dataclasses.fields(Recipe)} == set()
-    assert CONTRACT_PIPELINE_KEYS - {field.name for field in dataclasses.fields(schema.PipelineConfig)} == set()
-
-
-def test_every_field_has_a_docstring() -> None:
-    tree = ast.parse(Path(schema.__file__).read_text(encoding="utf-8"))
-    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
-    nodes = [node for node in classes if node.name == "Recipe" or node.name.endswith("Config")]
-    assert {"Recipe", "LoraConfig", "DatasetConfig", "PipelineConfig"} <= {node.name for node in nodes}
-    for node in nodes:
-        for statement, after in zip(node.body, [*node.body[1:], None], strict=True):
-            if isinstance(statement, ast.AnnAssign):
-                documented = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
-                assert documented, f"{node.name}.{ast.unparse(statement.target)} has no docstring"
-
-
-def test_a_recipe_is_frozen(tmp_path: Path) -> None:
-    recipe = load_recipe(write(tmp_path, SMALLEST)).recipe
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        recipe.seed = 1  # type: ignore[misc]
+    assert PIPELINE_KEYS - {field.name for field in dataclasses.fields(schema.PipelineConfig)} == set()
 
 
 def test_the_shipped_example_loads_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

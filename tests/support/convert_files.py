@@ -70,10 +70,8 @@ special_tokens:
             **{"lora.dropout": 0.05, "lora.target_modules": "all-linear", "max_seq_length": 4096, "packing": True},
             **{"micro_batch_size": 2, "gradient_accumulation_steps": 16, "num_train_epochs": 4, "warmup_steps": 10},
             **{"learning_rate": 2e-4, "lr_scheduler_type": "cosine", "dtype": "bfloat16", "optim": "adamw"},
-            **{
-                "datasets": [{"path": "tatsu-lab/alpaca", "type": "alpaca", "as_chat": False}],
-                "output_dir": "./outputs/lora-out",
-            },
+            "datasets": [{"path": "tatsu-lab/alpaca", "type": "alpaca", "as_chat": False}],
+            "output_dir": "./outputs/lora-out",
         },
         set(),
         num_gpus=4,
@@ -296,10 +294,8 @@ per_device_eval_batch_size: 1
 """,
         {
             **{"method": "full", "packing": True, "max_seq_length": 4096, "gradient_accumulation_steps": 16},
-            **{
-                "warmup_steps": 20,
-                "datasets": [{"path": "sets/my_rows.json", "type": "auto", "alpaca_join": "newline"}],
-            },
+            "warmup_steps": 20,
+            "datasets": [{"path": "sets/my_rows.json", "type": "auto", "alpaca_join": "newline"}],
         },
         set(),
         num_gpus=8,
@@ -317,11 +313,15 @@ lora_rank: 64
 lora_alpha: 128
 lora_dropout: 0.1
 use_rslora: true
-dataset: sales
+additional_target: embed_tokens
+loraplus_lr_ratio: 16.0
+dataset: [notes, mails]
+mix_strategy: concat
 template: qwen3
 cutoff_len: 1024
 learning_rate: 5e-5
 num_train_epochs: 2
+save_strategy: epoch
 flash_attn: fa2
 neat_packing: true
 train_on_prompt: false
@@ -329,52 +329,8 @@ train_on_prompt: false
         {
             **{"lora.target_modules": ["q_proj", "k_proj", "v_proj"], "lora.r": 64, "lora.alpha": 128},
             **{"lora.dropout": 0.1, "micro_batch_size": 8, "lr_scheduler_type": "linear", "num_train_epochs": 2},
-            **{"lora.use_rslora": True, "load_in_4bit": True, "packing": True},
-        },
-        set(),
-    ),
-    "factory_defaults": Example(
-        "llama-factory",
-        """
-model_name_or_path: HuggingFaceTB/SmolLM2-360M-Instruct
-dataset: questions
-template: default
-output_dir: saves/smol
-""",
-        {
-            **{"method": "lora", "lora.r": 8, "lora.alpha": 16, "learning_rate": 5e-5, "micro_batch_size": 8},
-            **{"num_train_epochs": 3, "max_seq_length": 2048, "warmup_steps": 0, "save_steps": 500},
-        },
-        {"template"},
-    ),
-    "factory_options": Example(
-        "llama-factory",
-        """
-model_name_or_path: google/gemma-3-4b-it
-stage: sft
-finetuning_type: lora
-lora_rank: 16
-lora_target: all
-additional_target: embed_tokens
-dataset: [notes, mails]
-template: gemma3
-cutoff_len: 3000
-per_device_train_batch_size: 2
-gradient_accumulation_steps: 4
-learning_rate: 2e-4
-lr_scheduler_type: cosine_with_restarts
-optim: adamw_torch
-weight_decay: 0.1
-max_grad_norm: 1.0
-save_strategy: epoch
-loraplus_lr_ratio: 16.0
-mix_strategy: concat
-seed: 1
-""",
-        {
-            **{"lora.r": 16, "max_seq_length": 3000, "weight_decay": 0.1, "seed": 1, "optim": "adamw"},
+            **{"lora.use_rslora": True, "load_in_4bit": True, "packing": True, "save_steps": "epoch"},
             **{"lora.modules_to_save": ["embed_tokens"], "lora.loraplus_lr_ratio": 16.0},
-            "lr_scheduler_type": "cosine_with_restarts",
             "datasets": [
                 {"path": "data/notes.json", "type": "auto", "alpaca_join": "newline"},
                 {"path": "data/mails.json", "type": "auto", "alpaca_join": "newline"},
@@ -392,7 +348,12 @@ attn_implementation: flash_attention_2
 bf16: true
 tf32: true
 output_dir: data/qwen3-sft
-dataset_name: trl-lib/Capybara
+dataset_name: openai/gsm8k
+dataset_config: main
+dataset_train_split: train[:5000]
+dataset_test_split: test
+lr_scheduler_type: cosine_with_min_lr
+lr_scheduler_kwargs: {min_lr_rate: 0.1}
 dataset_num_proc: 12
 max_length: 2048
 packing: true
@@ -414,40 +375,12 @@ push_to_hub: true
         {
             **{"revision": "main", "method": "lora", "lora.r": 32, "lora.alpha": 16, "lora.dropout": 0.05},
             **{"max_seq_length": 2048, "packing": True, "micro_batch_size": 2, "gradient_accumulation_steps": 64},
-            **{
-                "datasets": [{"path": "trl-lib/Capybara", "as_chat": False}],
-                "learning_rate": 2e-4,
-                "lr_scheduler_type": "linear",
-            },
+            **{"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}},
+            "datasets": [{"path": "openai/gsm8k", "name": "main", "split": "train[:5000]", "as_chat": False}],
+            "learning_rate": 2e-4,
         },
         {"push_to_hub"},
         num_gpus=8,
-    ),
-    "trl_full": Example(
-        "trl",
-        """
-model_name_or_path: HuggingFaceTB/SmolLM2-1.7B
-dataset_name: openai/gsm8k
-dataset_config: main
-dataset_train_split: train[:5000]
-dataset_test_split: test
-output_dir: out
-learning_rate: 2e-5
-per_device_train_batch_size: 4
-num_train_epochs: 2
-lr_scheduler_type: cosine_with_min_lr
-lr_scheduler_kwargs: {min_lr_rate: 0.1}
-warmup_ratio: 0.03
-optim: adamw_torch_fused
-seed: 100
-completion_only_loss: true
-""",
-        {
-            **{"method": "full", "max_seq_length": 1024, "micro_batch_size": 4, "warmup_steps": 0.03, "seed": 100},
-            **{"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}},
-            "datasets": [{"path": "openai/gsm8k", "name": "main", "split": "train[:5000]", "as_chat": False}],
-        },
-        set(),
     ),
     "trl_mixture": Example(
         "trl",
@@ -496,6 +429,7 @@ use_bnb_nested_quant: true
 lora_r: 64
 lora_target_modules: [q_proj, k_proj, v_proj, o_proj]
 lora_modules_to_save: [lm_head]
+lora_target_parameters: [7.mlp.experts.gate_up_proj]
 lora_task_type: CAUSAL_LM
 learning_rate: 1e-4
 fp16: true
@@ -508,21 +442,6 @@ neftune_noise_alpha: 5
             **{"max_seq_length": 4096, "lora.r": 64, "lora.alpha": 32, "dtype": "float16", "max_steps": 2000},
             **{"lora.modules_to_save": ["lm_head"], "neftune_noise_alpha": 5, "load_in_4bit": True},
             "datasets": [{"path": "data/articles.parquet", "type": "text", "columns": {"text": "body"}}],
-        },
-        set(),
-    ),
-    "trl_defaults": Example(
-        "trl",
-        """
-model_name_or_path: openai/gpt-oss-20b
-dataset_name: HuggingFaceH4/Multilingual-Thinking
-use_peft: true
-lora_target_modules: all-linear
-lora_target_parameters: [7.mlp.experts.gate_up_proj]
-""",
-        {
-            **{"learning_rate": 2e-5, "num_train_epochs": 3, "lora.r": 16, "lora.alpha": 32, "lora.dropout": 0.05},
-            "datasets": [{"path": "HuggingFaceH4/Multilingual-Thinking", "as_chat": False}],
         },
         {"lora_target_parameters"},
     ),

@@ -12,6 +12,21 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 
+@contextmanager
+def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    """The address of a server that runs while the body does."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
 @dataclass
 class Hub:
     """What was sent to it."""
@@ -69,13 +84,5 @@ def hub_server() -> Iterator[Hub]:
                 url = f"{hub.address}/{name}/commit/{'1' * 40}"
                 self._answer({"commitUrl": url, "commitOid": "1" * 40, "success": True})
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    hub.address = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    try:
+    with serving(Handler) as hub.address:
         yield hub
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()

@@ -5,17 +5,18 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import huggingface_hub
+
+from tests.support.hub_server import serving
 
 COMMIT, OTHER_COMMIT = "a" * 40, "b" * 40
 
@@ -154,10 +155,7 @@ def model_hub(name: str, files: dict[str, bytes]) -> Iterator[ModelHub]:
                     headers |= {"X-Xet-Hash": "e" * 64, "X-Xet-Refresh-Route": f"{hub.address}/api/xet"}
                 return self._answer(302, b"", {**headers, "Location": hub.elsewhere + self.path})
             if self.command == "HEAD":
-                self.send_response(200)
-                for key, value in {**headers, "Content-Length": str(len(content))}.items():
-                    self.send_header(key, value)
-                return self.end_headers()
+                return self._answer(200, content, headers)
             start = 0
             asked = self.headers.get("Range")
             if asked and hub.has_ranges:
@@ -186,17 +184,8 @@ def model_hub(name: str, files: dict[str, bytes]) -> Iterator[ModelHub]:
                 self.close_connection = True
             return None
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    hub.address = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    try:
+    with serving(Handler) as hub.address:
         yield hub
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
 
 
 def read_hub_settings_again() -> None:
