@@ -6,7 +6,6 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
-import shutil
 import subprocess
 import sys
 import time
@@ -25,6 +24,7 @@ from roundpipe_cli.costs.machine import (
     LOCKED_ON_WSL,
     SWITCH,
     SYS,
+    ask_nvidia_smi,
     cpu_devices,
     free_disk_bytes,
     host_layout,
@@ -33,6 +33,7 @@ from roundpipe_cli.costs.machine import (
     lost_devices,
     num_cores,
     processor_name,
+    smi_rows,
     this_machine,
     visible_gpus,
 )
@@ -115,9 +116,8 @@ def trainable_checks() -> Iterator[Check]:
         yield Check(name, "good" if models else "note", f"{models or 'no model of the table'}{limit}", fix)
     settings = f"max_seq_length {SEQUENCE}, micro_batch_size 1, {format_bytes(free)} of host memory"
     bound = "at most: an upper bound, as if workers never waited; `roundpipe plan` predicts"
-    yield Check(
-        "largest, basis", "good", f"of the {len(shipped_figures())} models in the tool's table, at {settings}; {bound}"
-    )
+    found = f"of the {len(shipped_figures())} models in the tool's table, at {settings}; {bound}"
+    yield Check("largest, basis", "good", found)
 
 
 def remedy(reach: Reach) -> str:
@@ -163,26 +163,18 @@ def version_check(name: str, version: str, floor: str) -> Check:
 
 def _driver() -> tuple[list[list[str]], Check]:
     """One row of nvidia-smi for each GPU, and the check of the driver."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
+    try:
+        answer = ask_nvidia_smi(_SMI_FIELDS, timeout_s=20.0)
+    except (OSError, subprocess.SubprocessError) as error:
+        return [], Check("driver", "note", f"nvidia-smi does not answer: {error}", "reboot, or reinstall the driver")
+    if answer is None:
         found = "none: no nvidia-smi here, or none that this container may use; training runs on the processor"
         fix = "install the driver, or start the container with --gpus all" if _has_nvidia_card() else None
         return [], Check("driver", "note", found, fix)
-    try:
-        answer = subprocess.run(  # fixed arguments, no shell
-            [program, f"--query-gpu={','.join(_SMI_FIELDS)}", "--format=csv,noheader,nounits"],
-            capture_output=True,
-            text=True,
-            timeout=20,
-            check=False,
-        )
-    except (OSError, subprocess.SubprocessError) as error:
-        return [], Check("driver", "note", f"nvidia-smi does not answer: {error}", "reboot, or reinstall the driver")
     if answer.returncode != 0:
         words = (answer.stdout + answer.stderr).strip().splitlines()
         return [], Check("driver", "note", f"nvidia-smi: {words[0] if words else 'failed'}", "reinstall the driver")
-    rows = [[cell.strip() for cell in line.split(",")] for line in answer.stdout.splitlines()]
-    rows = [row for row in rows if len(row) == len(_SMI_FIELDS)]
+    rows = smi_rows(answer, _SMI_FIELDS)
     return rows, Check("driver", "good", f"NVIDIA {rows[0][0]}" if rows else "no GPU listed")
 
 
@@ -206,12 +198,12 @@ def _torch(num_listed: int) -> tuple[Check, int]:
         from roundpipe_cli.engine.backends import cuda
 
         version = str(torch.__version__)
-        built_for = f"CUDA {torch.version.cuda}" if torch.version.cuda else None
-        built_for = built_for or (f"ROCm {torch.version.hip}" if torch.version.hip else "the processor only")
+        built_for = f"ROCm {torch.version.hip}" if torch.version.hip else "the processor only"
+        built_for = f"CUDA {torch.version.cuda}" if torch.version.cuda else built_for
         num_gpus = cuda.num_devices()
     except Exception as error:  # a broken installation may raise anything
         return Check("torch build", "fails", f"cannot be loaded: {error}", "pip install --force-reinstall torch"), 0
-    found = f"{version}, for {built_for}, sees {num_gpus} GPU{'' if num_gpus == 1 else 's'}"
+    found = f"{version}, for {built_for}, sees {counted(num_gpus, 'GPU')}"
     if num_listed > num_gpus:
         mends = "a driver as new as that CUDA" if torch.version.cuda else "a build for CUDA: see pytorch.org"
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -333,11 +325,10 @@ def _disk() -> Iterator[Check]:
         free = free_disk_bytes(folder)
         if free is None:
             yield Check(name, "note", f"{folder}: not known")
+        elif free < LOW_DISK_BYTES:
+            yield Check(name, "note", f"{format_bytes(free)} free for {folder}", fix)
         else:
-            low = free < LOW_DISK_BYTES
-            yield Check(
-                name, "note" if low else "good", f"{format_bytes(free)} free for {folder}", fix if low else None
-            )
+            yield Check(name, "good", f"{format_bytes(free)} free for {folder}")
 
 
 def _hub(offline: bool) -> Iterator[Check]:
