@@ -95,9 +95,10 @@ def _objects(lines: bytes) -> list[MetricsRow]:
     return rows
 
 
-def _instead_of_a_run(folder: Path) -> str:
+def instead_of(missing: str, folder: Path) -> str:
+    """In words, where a run was looked for: `missing` where the folder is there."""
     if folder.is_dir():
-        return f"neither {METRICS_NAME} nor {EVENTS_NAME}"
+        return missing
     return "a file" if folder.exists() else "no such folder"
 
 
@@ -129,7 +130,7 @@ class RunFiles:
             raise RefusedError(
                 "there is no run in this folder",
                 where=str(folder),
-                found=_instead_of_a_run(folder),
+                found=instead_of(f"neither {METRICS_NAME} nor {EVENTS_NAME}", folder),
                 expected="the output_dir of a run",
                 hint=run_hint(Path.cwd()),
             )

@@ -333,13 +333,7 @@ def _closer(state: DashboardState, begin_s: float) -> tuple[WorkerView, ...]:
     gap_s = begin_s - state.seen_s - window_s(state.step.step_s if state.step else None) / 4
     if gap_s <= 0:
         return state.workers
-    return tuple(
-        replace(
-            worker,
-            spans=tuple(replace(one, start_s=one.start_s + gap_s, end_s=one.end_s + gap_s) for one in worker.spans),
-        )
-        for worker in state.workers
-    )
+    return tuple(replace(worker, spans=tuple(one.moved(gap_s) for one in worker.spans)) for worker in state.workers)
 
 
 def _work_seen(state: DashboardState, event: WorkSeen) -> DashboardState:
@@ -368,7 +362,7 @@ def _step_timeline(state: DashboardState, event: StepTimeline) -> DashboardState
     end_s = event.start_s
     step_s = state.step.step_s if state.step else timeline_s(event)
     for span in event.spans:
-        moved = replace(span, start_s=span.start_s + event.start_s, end_s=span.end_s + event.start_s)
+        moved = span.moved(event.start_s)
         by_worker.setdefault(span.worker, []).append(moved)
         end_s = max(end_s, moved.end_s)
     workers = []
@@ -379,11 +373,8 @@ def _step_timeline(state: DashboardState, event: StepTimeline) -> DashboardState
 
 
 def _step_finished(state: DashboardState, event: StepFinished, now_s: float) -> DashboardState:
-    timeline = state.timeline
-    if timeline is not None and timeline.step == event.step:
-        seconds = timeline_s(timeline)
-    else:  # the timeline was dropped, or is not recorded
-        seconds = event.step_s
+    timeline = state.timeline  # of another step where it was dropped, or is not recorded
+    seconds = timeline_s(timeline) if timeline is not None and timeline.step == event.step else event.step_s
     workers = tuple(
         worker
         if worker.lost_at
