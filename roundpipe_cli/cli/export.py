@@ -21,7 +21,7 @@ from roundpipe_cli.choices import CONVERTER_TYPES, GGUF_NAME, GGUF_TYPES
 from roundpipe_cli.cli.output import go_offline, load_libraries, say, say_data
 from roundpipe_cli.errors import Problem, RecipeError, RefusedError, redact
 from roundpipe_cli.files import TEMPORARY_PREFIX, kind_of_file, named_path, shared_mode, stays_inside
-from roundpipe_cli.units import format_bytes
+from roundpipe_cli.units import counted, format_bytes
 
 if TYPE_CHECKING:
     from roundpipe_cli.model.files.source import ModelSource
@@ -84,13 +84,13 @@ def check_gguf_type(type_name: str | None) -> str | None:
     """
     name = type_name.lower() if type_name is not None else None
     if name not in (None, *GGUF_TYPES, *CONVERTER_TYPES):
+        hint = f"--gguf, then llama.cpp's llama-quantize {GGUF_NAME} small.gguf {type_name}; or ollama create NAME "
         raise RefusedError(
             "this type of a GGUF file is not written here",
             where="--gguf",
             found=type_name,
             expected=f"one of {', '.join(GGUF_TYPES)}",
-            hint=f"--gguf, then llama.cpp's llama-quantize {GGUF_NAME} small.gguf {type_name}; or ollama create NAME "
-            f"--quantize {type_name}",
+            hint=f"{hint}--quantize {type_name}",
         )
     return name
 
@@ -143,7 +143,7 @@ def _run(words: list[str], target: Path) -> subprocess.CompletedProcess[str]:
                     before, since_s = now, time.monotonic()
                 elif time.monotonic() - since_s > STALLED_S:
                     process.kill()
-                    _, err = process.communicate()
+                    process.communicate()
                     err = f"it did nothing for {STALLED_S:g} s and was ended"
                     return subprocess.CompletedProcess(words, -signal.SIGKILL, "", err)
             except BaseException:
@@ -170,12 +170,8 @@ def push(folder: Path, name: str) -> str:
         RefusedError: not logged in, no network, the hub refuses, or a file is a link that leads out of the folder.
     """
     check_upload(folder)
-    problem = Problem(
-        "the upload failed; the folder is as it was",
-        where=f"--push {name}",
-        hint=f"hf auth login, then: hf upload {name} {folder}",
-    )
-    return _upload(folder, name, problem)
+    hint = f"hf auth login, then: hf upload {name} {folder}"
+    return _upload(folder, name, Problem("the upload failed; the folder is as it was", f"--push {name}", hint=hint))
 
 
 def push_result(output_dir: Path, name: str, base: str) -> str:
@@ -193,11 +189,8 @@ def push_result(output_dir: Path, name: str, base: str) -> str:
     from roundpipe_cli.train.result.export import Extras, copy_result
 
     exported = f"{output_dir}-exported"
-    problem = Problem(
-        "the run is finished, and its upload failed",
-        where=f"hub_model_id: {name}",
-        hint=f"hf auth login, then: roundpipe export {output_dir} --to {exported} --push {name}",
-    )
+    hint = f"hf auth login, then: roundpipe export {output_dir} --to {exported} --push {name}"
+    problem = Problem("the run is finished, and its upload failed", f"hub_model_id: {name}", hint=hint)
     with tempfile.TemporaryDirectory(prefix=TEMPORARY_PREFIX, dir=output_dir) as folder:
         copy_result(output_dir, Path(folder) / "result", Extras(base))
         return _upload(Path(folder) / "result", name, problem)
@@ -209,14 +202,10 @@ def make_repository(name: str, *, offline: bool) -> None:
     Raises:
         RefusedError: not logged in, no network, or the hub refuses.
     """
-    problem = Problem(
-        "the result of this run could not be uploaded",
-        where=f"hub_model_id: {name}",
-        hint="hf auth login; or delete the line",
-    )
+    what, where = "the result of this run could not be uploaded", f"hub_model_id: {name}"
     if offline:
-        raise RefusedError(problem.what, where=problem.where, found="--offline", hint="~hub_model_id uploads nothing")
-    _upload(None, name, problem)
+        raise RefusedError(what, where=where, found="--offline", hint="~hub_model_id uploads nothing")
+    _upload(None, name, Problem(what, where, hint="hf auth login; or delete the line"))
 
 
 def _upload(folder: Path | None, name: str, problem: Problem) -> str:
@@ -340,11 +329,7 @@ def export(
 
 
 def _write_gguf(folder: Path, type_name: str, program: Path | None) -> None:
-    """Write the GGUF file of an exported folder.
-
-    Args:
-        program: llama.cpp's converter; None: written here.
-    """
+    """Write the GGUF file of an exported folder, by llama.cpp's converter if that is given."""
     say(f"writing {folder / GGUF_NAME} ...")
     if program is not None:
         convert_to_gguf(program, folder, type_name)
@@ -394,10 +379,10 @@ def _export(
         done = merge_result(result, source, target, None if dtype is None else getattr(torch, dtype), extras=extras)
         for note in _notes(done, source):
             say(f"note: {note}")
-        shards = f"{done.num_shards} file{'s' if done.num_shards > 1 else ''}"
         if extras.added_ends:
             say(f"note: {describe_added(extras.added_ends)}")
-        say(f"merged {done.num_modules} modules: {format_bytes(done.num_bytes)} in {shards}")
+        size = f"{format_bytes(done.num_bytes)} in {counted(done.num_shards, 'file')}"
+        say(f"merged {done.num_modules} modules: {size}")
     if not extras.has_template and (merge or not is_adapter):
         say("note: the chat template cannot be written in Ollama's language, so the Modelfile has none")
 
@@ -418,18 +403,16 @@ def export_document(folder: Path, *, merged: bool, pushed: str | None) -> dict[s
     return {"folder": str(folder), "merged": merged, "pushed_to": pushed, "files": files}
 
 
-def _notes(done: Merged, source: ModelSource) -> list[str]:
+def _notes(done: Merged, source: ModelSource) -> Iterator[str]:
     """Notes on differences from the base's files."""
-    notes = []
     if done.dequantized:
-        notes.append(f"quantised in the base's files, and whole here: {', '.join(done.dequantized)}")
+        yield f"quantised in the base's files, and whole here: {', '.join(done.dequantized)}"
     if not done.has_base_names and source.gguf_file is None:
-        notes.append("transformers cannot undo how it fuses this model's weights: they are written as it has them")
+        yield "transformers cannot undo how it fuses this model's weights: they are written as it has them"
     if done.untied:
-        notes.append("the adapter changes one of the tables that the base shares: both are written, no longer tied")
+        yield "the adapter changes one of the tables that the base shares: both are written, no longer tied"
     if done.replaced:
-        notes.append(f"whole weights in the adapter's file take the place of the base's: {', '.join(done.replaced)}")
-    return notes
+        yield f"whole weights in the adapter's file take the place of the base's: {', '.join(done.replaced)}"
 
 
 EXPERTS_NOTE = (
@@ -448,13 +431,17 @@ def has_expert_adapters(folder: Path) -> bool:
 
 def _base_name(output_dir: Path, named: str | None) -> str | None:
     """Name of the base model on the card."""
-    if not (output_dir / "report.json").is_file():
-        return named
+    report = output_dir / "report.json"
+    trained = _value_in(report, "model") if report.is_file() else None
+    return named or (None if trained is None else str(trained))
+
+
+def _value_in(path: Path, key: str) -> object:
+    """The value of a key of a small JSON file; None where there is none, or the file cannot be read."""
     try:
-        report = json.loads(_small_text(output_dir / "report.json"))
-        return named or str(report["model"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return named
+        return json.loads(_small_text(path)).get(key)
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return None
 
 
 def _small_text(path: Path) -> str:
@@ -508,12 +495,12 @@ def find_result(folder: Path) -> FoundResult:
         except (DamagedError, KeyError, TypeError):
             continue
         return FoundResult(folder, kind, checkpoint if short else checkpoints[0])
-    from roundpipe_cli.dashboard.replay import run_hint
+    from roundpipe_cli.dashboard.replay import instead_of, run_hint
 
     raise RefusedError(
         "there is no result of a run in this folder",
         where=str(folder),
-        found="checkpoints that cannot be read" if checkpoints else _what_is_there(folder),
+        found="checkpoints that cannot be read" if checkpoints else instead_of("no weights in safetensors", folder),
         expected="adapter_model.safetensors or model.safetensors with its configuration, or a checkpoint",
         hint=run_hint(Path.cwd()),
     )
@@ -536,9 +523,8 @@ def opened_result(
     with contextlib.ExitStack() as stack:
         result, source = found.folder, None
         if found.checkpoint is not None:
-            result, source = stack.enter_context(
-                _made_of_checkpoint(found.folder, found.checkpoint, base, offline=offline)
-            )
+            made = _made_of_checkpoint(found.folder, found.checkpoint, base, offline=offline)
+            result, source = stack.enter_context(made)
         elif needs_base and found.kind == "adapter":
             source = find_adapter_base(found.folder, base, offline=offline)
         if source is not None and needs_base and found.kind == "adapter":
@@ -570,21 +556,6 @@ def _made_of_checkpoint(
         with torch.no_grad():
             write_checkpoint_result(loaded, source, result)
         yield result, source
-
-
-def _what_is_there(folder: Path) -> str:
-    if folder.is_dir():
-        return "no weights in safetensors"
-    return "a file" if folder.exists() else "no such folder"
-
-
-def _trained_revision(adapter_config: Path) -> str | None:
-    """The base model's commit, as PEFT's configuration of an adapter has it."""
-    try:
-        revision = json.loads(_small_text(adapter_config)).get("revision")
-    except (OSError, ValueError, AttributeError, RecursionError):
-        return None
-    return revision if isinstance(revision, str) else None
 
 
 def compare_base(output_dir: Path, source: ModelSource, *, allowed: bool) -> None:
@@ -630,17 +601,13 @@ def find_adapter_base(output_dir: Path, named: str | None, *, offline: bool) -> 
         raise RefusedError(
             "cannot tell the base model of this adapter", where=str(output_dir), hint="name it with --base"
         ) from error
-    revision = commit or values.get("revision") or _trained_revision(adapter)
+    of_adapter = _value_in(adapter, "revision")  # PEFT's own
+    revision = commit or values.get("revision") or (of_adapter if isinstance(of_adapter, str) else None)
     return _resolve_base(output_dir, named, str(trained), None if revision is None else str(revision), offline=offline)
 
 
 def _resolve_base(folder: Path, named: str | None, trained: str, revision: str | None, *, offline: bool) -> ModelSource:
-    """The base model of a run.
-
-    Args:
-        named: its name, where the user gave it.
-        trained: the name that it was trained under.
-        revision: what was trained of that name.
+    """The base model as `named`, else under the name that it was trained with, then in this revision.
 
     Raises:
         RefusedError: it is not to be found.
@@ -651,13 +618,8 @@ def _resolve_base(folder: Path, named: str | None, trained: str, revision: str |
 
     model = named or trained
     try:
-        source = resolve_model(
-            model,
-            revision=revision if model == trained else None,
-            recipe_folder=folder,
-            offline=offline,
-            tell=LinePrinter(1),
-        )
+        known = revision if model == trained else None
+        source = resolve_model(model, revision=known, recipe_folder=folder, offline=offline, tell=LinePrinter(1))
         if source.gguf_file is not None:
             find_architecture(source.name, source.folder / source.gguf_file)  # its header is sound
         return source

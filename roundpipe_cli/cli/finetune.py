@@ -49,7 +49,7 @@ def check_environment(recipe: Recipe) -> Process:
     """This process' place in the run, when all variables make sense.
 
     Raises:
-        RefusedError: one does not.
+        RefusedError: one does not, or the recipe asks for what several processes cannot share.
     """
     for name in SWITCHES:
         value = os.environ.get(name, "")
@@ -65,19 +65,6 @@ def check_environment(recipe: Recipe) -> Process:
             os.environ.pop(name, None)  # PEFT refuses an empty value when it saves
     cache_folder("data")  # refuses a path that cannot be one
     load_faults()
-    process = check_processes(recipe)
-    notice = launched_without_ranks()
-    if notice:
-        say(f"note: {notice}")
-    return process
-
-
-def check_processes(recipe: Recipe) -> Process:
-    """This process' place among those that train the recipe.
-
-    Raises:
-        RefusedError: the environment has impossible values, or the recipe asks for what cannot be shared.
-    """
     process = this_process()
     if process.num_local > 1 and recipe.pipeline.devices == "auto":
         raise RefusedError(
@@ -90,6 +77,8 @@ def check_processes(recipe: Recipe) -> Process:
     if process.count > 1:
         _refuse_unshareable(recipe, process.count)
         require_address()
+    if notice := launched_without_ranks():
+        say(f"note: {notice}")
     return process
 
 
@@ -101,9 +90,8 @@ def _refuse_unshareable(recipe: Recipe, count: int) -> None:
     )
     for key, value, only in alone:
         if value != only:
-            raise RefusedError(
-                f"{key}: not with several machines", found=str(value).lower(), expected=str(only).lower()
-            )
+            found, expected = str(value).lower(), str(only).lower()
+            raise RefusedError(f"{key}: not with several machines", found=found, expected=expected)
     if recipe.microbatches_per_step < count:
         raise RefusedError(
             "gradient_accumulation_steps: fewer microbatches in a step than machines",
@@ -127,9 +115,8 @@ def show_end(output_dir: Path) -> None:
         return  # the run was finished already
     report = read_report(output_dir)
     width = terminal_width(2)
-    for line in wrapped([summary(report)], width):
-        if line:
-            say(line)
+    for line in filter(None, wrapped([summary(report)], width)):
+        say(line)
     if comparison(report):
         table = io.StringIO()  # not to a terminal, which may be gone
         Console(file=table, width=80).print(comparison_table(report))
@@ -220,11 +207,8 @@ def finetune(
     from roundpipe_cli.train.signals import StopSignals
 
     switches = {
-        "--json": json_,
-        "--no-dashboard": no_dashboard,
-        "--allow-other-base": allow_other_base,
-        "--offline": offline,
-        "--trace": trace,
+        **{"--json": json_, "--no-dashboard": no_dashboard, "--allow-other-base": allow_other_base},
+        **{"--offline": offline, "--trace": trace},
     }
     words = [word for word, is_on in switches.items() if is_on]
     words += [f"--allow-changed={key}" for key in allow_changed or ()]

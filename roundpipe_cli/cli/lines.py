@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import shutil
 import sys
 import time
 from collections.abc import Callable
 
-from roundpipe_cli.cli.output import say, say_data, terminal_width
+from roundpipe_cli.cli.output import has_codes, say, say_data, terminal_width
 from roundpipe_cli.dashboard.state import DashboardState, fetching_line, fold
 from roundpipe_cli.dashboard.waiting import advice, details
 from roundpipe_cli.events import (
@@ -49,7 +48,7 @@ class ProgressLine:
 
     def show(self, event: Fetching) -> None:
         text = fetching_line(event)
-        if _can_paint():
+        if has_codes() and sys.stderr is not None and sys.stderr.isatty():
             width = shutil.get_terminal_size().columns - 1
             say(("\x1b[1A\x1b[2K" if self._is_last else "") + text[:width], painted=True)
             self._is_last = True
@@ -60,10 +59,6 @@ class ProgressLine:
     def leave(self) -> None:
         """Something else is said next."""
         self._is_last = False
-
-
-def _can_paint() -> bool:
-    return os.environ.get("TERM", "") not in ("", "dumb") and sys.stderr is not None and sys.stderr.isatty()
 
 
 ETA_COLUMNS = 18
@@ -141,10 +136,8 @@ class LinePrinter:
         elif isinstance(event, RunStopped):
             self._say_last_details()
         elif isinstance(event, RunFinished):
-            say(
-                f"done: {counted(event.num_steps, 'step')} in {format_seconds(event.seconds)}; "
-                f"the result is in {event.output_dir}"
-            )
+            took = f"{counted(event.num_steps, 'step')} in {format_seconds(event.seconds)}"
+            say(f"done: {took}; the result is in {event.output_dir}")
 
     def _say_details(self, event: StepFinished) -> None:
         """Print what a dashboard shows beside the step's line; only of a run whose start was seen."""
@@ -180,11 +173,9 @@ def evaluation_line(event: EvaluationFinished) -> str:
     """`eval 12/100  loss 1.2345  perplexity 3.4  best`, under the lines of the steps."""
     width = len(str(event.num_steps))
     mark = "  best" if event.best else ""
-    shown = f"perplexity {event.perplexity:.4g}"
-    if event.preference is not None:
-        shown = (
-            f"margin {event.preference['reward_margin']:.3g}  accuracy {100 * event.preference['reward_accuracy']:.0f}%"
-        )
+    shown, pairs = f"perplexity {event.perplexity:.4g}", event.preference
+    if pairs is not None:
+        shown = f"margin {pairs['reward_margin']:.3g}  accuracy {100 * pairs['reward_accuracy']:.0f}%"
     return f"eval {event.step:>{width}}/{event.num_steps}  loss {format_loss(event.loss)}  {shown}{mark}"
 
 

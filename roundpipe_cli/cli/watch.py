@@ -255,13 +255,26 @@ def watch(
     from roundpipe_cli.dashboard.replay import RunFiles
 
     if demo is not None:
-        _refuse_beside_demo(json_output=json_output, html=html)
+        if json_output or html is not None:
+            other = "--json" if json_output else "--html"
+            raise RefusedError(
+                f"{other} is of a run, and --demo simulates one",
+                where="--demo",
+                found=f"--demo with {other}",
+                expected="--demo alone or with --svg",
+                hint="`roundpipe plan RECIPE --hardware 8x4090 --json` prints the simulated figures",
+            )
         watch_demo(demo, words or (), svg)
         return
     folder = _folder_of(words or ())
     files = RunFiles(folder)
-    if svg is not None or html is not None:
-        _refuse_json_beside_files(json_output)
+    if json_output and (svg is not None or html is not None):
+        raise RefusedError(
+            "--json prints a run, --svg and --html write it",
+            found="--json with --svg or --html",
+            expected="one of them at a time",
+            hint="leave --json out, and run the command again with --json alone",
+        )
     if svg is not None:
         from roundpipe_cli.dashboard.state import fold_all
 
@@ -279,28 +292,6 @@ def watch(
         _on_screen(files, follow)
     else:
         _as_lines(files, follow, verbose)
-
-
-def _refuse_json_beside_files(json_output: bool) -> None:
-    if json_output:
-        raise RefusedError(
-            "--json prints a run, --svg and --html write it",
-            found="--json with --svg or --html",
-            expected="one of them at a time",
-            hint="leave --json out, and run the command again with --json alone",
-        )
-
-
-def _refuse_beside_demo(*, json_output: bool, html: str | None) -> None:
-    if json_output or html is not None:
-        other = "--json" if json_output else "--html"
-        raise RefusedError(
-            f"{other} is of a run, and --demo simulates one",
-            where="--demo",
-            found=f"--demo with {other}",
-            expected="--demo alone or with --svg",
-            hint="`roundpipe plan RECIPE --hardware 8x4090 --json` prints the simulated figures",
-        )
 
 
 def _folder_of(words: Sequence[str]) -> Path:
