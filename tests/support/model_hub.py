@@ -60,9 +60,8 @@ class ModelHub:
 
     def gets(self) -> list[str]:
         """Files that were asked for, in their order."""
-        return [
-            path.split("/resolve/")[1].split("/", 1)[1] for way, path in self.asked if way == "GET" if "/res" in path
-        ]
+        paths = [path for way, path in self.asked if way == "GET" and "/res" in path]
+        return [path.split("/resolve/")[1].split("/", 1)[1] for path in paths]
 
     def questions(self) -> int:
         return sum(path.startswith("/api/") for _, path in self.asked)
@@ -78,9 +77,8 @@ def _git(content: bytes) -> str:
 
 def folder_files(folder: Path) -> dict[str, bytes]:
     """Content of a folder's files."""
-    return {
-        path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()
-    }
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
 
 
 @contextmanager
@@ -186,13 +184,19 @@ def model_hub(name: str, files: dict[str, bytes]) -> Iterator[ModelHub]:
                 self.close_connection = True
             return None
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    with serving(Handler) as hub.address:
+        yield hub
+
+
+@contextmanager
+def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    """A server on this machine while the body runs; its address."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True
-    hub.address = f"http://127.0.0.1:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     try:
-        yield hub
+        yield f"http://127.0.0.1:{server.server_port}"
     finally:
         server.shutdown()
         thread.join()
