@@ -244,21 +244,9 @@ class RunFinished:
 
 
 Event = (
-    Notice
-    | Phase
-    | Fetching
-    | RunStarted
-    | WorkSeen
-    | StepTimeline
-    | StepFinished
-    | EvaluationFinished
-    | Sample
-    | CheckpointSaved
-    | DeviceLost
-    | Paused
-    | RunStopped
-    | RunFinished
-)
+    Notice | Phase | Fetching | RunStarted | WorkSeen | StepTimeline | StepFinished | EvaluationFinished | Sample
+    | CheckpointSaved | DeviceLost | Paused | RunStopped | RunFinished
+)  # fmt: skip
 Tell = Callable[[Event], None]
 """Called with each event."""
 Say = Callable[[str], None]

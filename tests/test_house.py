@@ -18,17 +18,8 @@ SHORT = 100
 SHORT_FILES: dict[str, str] = {}
 """Files of fewer lines that one other file imports, each with its reason to be a file of its own."""
 UNPACKED = {
-    *(
-        "device_need",
-        "host_need",
-        "cpu_workers_need",
-        "within_limits",
-        "chunk_shapes",
-        "prove_once",
-        "_block",
-        "_dealer",
-    ),
-    *("screen", "help_screen", "workers_block", "staircase_block"),
+    *("device_need", "host_need", "cpu_workers_need", "within_limits", "chunk_shapes", "prove_once", "_block"),
+    *("_dealer", "screen", "help_screen"),
 }
 """Functions that take a pair by position, unpacked: stages forward and backward, a model and its split, a size."""
 MOST_FILES, MOST_LINES = 196, 61_200

@@ -32,12 +32,6 @@ PLAIN: Mapping[Any, Any] = {str: str, Path: Path, list[str]: list, int: int}
 """Types of options whose values need little check, with what makes these."""
 
 
-def add_commands(app: typer.Typer, short_helps: Mapping[str, str]) -> None:
-    """Register commands of a `LazyGroup` by name; the function of `NAME` is `roundpipe_cli.cli.NAME.NAME`."""
-    for name, short_help in short_helps.items():
-        app.command(name, short_help=short_help)(_stands_for_a_command)
-
-
 def _stands_for_a_command() -> None:
     raise AssertionError("LazyGroup puts the command itself in its place")
 
@@ -83,7 +77,7 @@ def with_gguf_type(words: Sequence[str]) -> list[str]:
 
 
 class LazyGroup(PlainGroup):
-    """A group made by `add_commands`: its help and its completion list names, and only one command is imported."""
+    """A group whose help and completion list names; only the command that is chosen is imported."""
 
     def loaded(self, command: Any) -> Any:
         """The command `roundpipe NAME`, imported."""
@@ -337,7 +331,8 @@ def options(
     """Fine-tune language models larger than your GPUs, from one YAML recipe."""
 
 
-add_commands(app, COMMANDS)
+for _name, _text in COMMANDS.items():
+    app.command(_name, short_help=_text)(_stands_for_a_command)
 
 
 def _interrupt_once() -> None:

@@ -44,12 +44,10 @@ def bench(
         str | None, typer.Option(help="Backward stages as JSON, the one with the head first (roundpipe only).")
     ] = None,
     steps: Annotated[
-        int | None,
-        typer.Option(help="Chained optimizer steps: 1, or an even number. Default: 1."),
+        int | None, typer.Option(help="Chained optimizer steps: 1, or an even number. Default: 1.")
     ] = None,
     staleness: Annotated[
-        int | None,
-        typer.Option(min=0, max=1, help="Updates that the weights of a step lag, simulated. Default: 0."),
+        int | None, typer.Option(min=0, max=1, help="Updates that the weights of a step lag, simulated. Default: 0.")
     ] = None,
     accounting: Annotated[str, typer.Option(help="default, or published: no transfers, no optimizer.")] = "default",
     hardware: Annotated[str | None, typer.Option(help="With a recipe: hardware such as 8x4090.")] = None,
@@ -138,11 +136,7 @@ def _known_cut(name: ScheduleName, case: SimulationCase, answers: Answers) -> St
 
 
 def _to_run(recipe: str | None, costs: Path | None, for_simulation: list[str]) -> str:
-    """The recipe that `--run` carries out.
-
-    Raises:
-        RefusedError: none is given, or costs, which only emulated devices can carry out, or flags of a simulation.
-    """
+    """The recipe that `--run` carries out; refuses a costs file, which is only simulated, and flags of that."""
     if costs is not None:
         raise RefusedError(
             "--run carries out a recipe; a costs file is only simulated",

@@ -27,7 +27,7 @@ from roundpipe_cli.costs.machine import (
 from roundpipe_cli.errors import DeviceLostError, RefusedError, RoundpipeError
 from roundpipe_cli.events import DeviceLost, Notice
 from roundpipe_cli.faults import load_faults
-from roundpipe_cli.files import cache_folder, named_path
+from roundpipe_cli.files import cache_folder, named_path, write_named
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.units import counted, format_loss, format_seconds
 
@@ -107,7 +107,7 @@ def show_end(output_dir: Path) -> None:
     """Say how a finished run went and which commands come next, and write its page."""
     from rich.console import Console
 
-    from roundpipe_cli.dashboard.html import comparison, comparison_table, range_note, read_report, write_page
+    from roundpipe_cli.dashboard.html import comparison, comparison_table, range_note, read_report, report_page
 
     page = output_dir / "report.html"
     finished = output_dir / "report.json"
@@ -122,7 +122,7 @@ def show_end(output_dir: Path) -> None:
         Console(file=table, width=80).print(comparison_table(report))
         say("\n".join(line for line in (table.getvalue().rstrip(), *wrapped([range_note(report)], width)) if line))
     try:
-        write_page(output_dir, page)
+        write_named(page, report_page(output_dir))
     except RoundpipeError as error:  # the result itself is complete
         say(f"note: no report.html: {error}")
     if report:

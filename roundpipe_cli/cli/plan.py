@@ -168,12 +168,7 @@ def _packed_sequences(rows: int, tokens: float, max_seq_length: int) -> int:
 
 
 def _packing(recipe: Recipe, rows: int | None, tokens: float | None, obstacle: str | None) -> tuple[bool, str, str]:
-    """Whether rows are packed; that as the end of a phrase, and as a line where the recipe leaves it to us.
-
-    Args:
-        rows: of an epoch; None: not known.
-        tokens: of a row, estimated; None: not known.
-    """
+    """Whether rows of so many estimated tokens are packed, that as the end of a phrase, a line if we are to choose."""
     if recipe.packing != "auto":
         words = ", packed" if tokens is not None else ", before packing"
         return recipe.packs, words if recipe.packs else "", ""

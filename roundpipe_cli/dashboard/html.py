@@ -22,7 +22,7 @@ from roundpipe_cli.dashboard.state import DashboardState, fold_all
 from roundpipe_cli.dashboard.waiting import CAUSES, longest_waiting
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import MAX_NUMBER, RunStarted, Sample, Span, StepTimeline
-from roundpipe_cli.files import read_regular, write_named
+from roundpipe_cli.files import read_regular
 from roundpipe_cli.schedule.pictures import BOTH_ID, BOTH_NAME, BOTH_PAINT, DRAWN_NAMES, WORK_COLOURS, WORK_NAMES
 from roundpipe_cli.units import GIB, counted, format_bytes, format_loss, format_seconds, round_step
 
@@ -557,13 +557,3 @@ def _messages(state: DashboardState) -> str:
     lines = "\n".join(escape(message.text) for message in state.messages)
     count = counted(len(state.messages), "message")
     return f"<h2>Messages</h2><details><summary>{count}</summary><pre>{lines}</pre></details>"
-
-
-def write_page(folder: Path, path: Path) -> None:
-    """Write the page of the run in `folder`.
-
-    Raises:
-        RefusedError: no run there.
-        ResourceError: the disk is full or failing.
-    """
-    write_named(path, report_page(folder))

@@ -37,25 +37,9 @@ class Glyphs:
 
 
 ASCII = Glyphs(
-    full="#",
-    left="#",
-    right="#",
-    wait="~",
-    idle=".",
-    idle_of_two=".",
-    done="=",
-    rest="-",
-    point="o",
-    dot="*",
-    between="-",
-    up="up ",
-    down="down ",
-    degree=" C",
-    frame="+-+|++",
-    axis="||+",
-    ellipsis="~",
-    braille=False,
-)
+    full="#", left="#", right="#", wait="~", idle=".", idle_of_two=".", done="=", rest="-", point="o", dot="*",
+    between="-", up="up ", down="down ", degree=" C", frame="+-+|++", axis="||+", ellipsis="~", braille=False,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich.text import Text
 
@@ -220,30 +220,26 @@ MIN_COLUMN = 58
 
 
 @dataclass(frozen=True)
-class _Scene:
+class Scene:
+    """The workers' part of a screen, of any size."""
+
     workers: Sequence[WorkerView]
     end_s: float
-    """End of the lanes, on the run's clock."""
+    """End of the lanes, on the run's clock: up to when it is known what workers did."""
     seconds: float
+    """Shown in a lane."""
     theme: Theme
 
 
-_Look = Callable[[_Scene, int, int], list[Text]]
+_Look = Callable[[Scene, int, int], list[Text]]
 
 
-def workers_block(
-    workers: Sequence[WorkerView], end_s: float, seconds: float, width: int, height: int, theme: Theme
-) -> list[Text]:
-    """At most `height` lines; workers that have no room at all are counted in the last line.
-
-    Args:
-        end_s: up to when it is known what workers did, on the run's clock.
-        seconds: that a lane shows.
-    """
+def workers_block(scene: Scene, width: int, height: int) -> list[Text]:
+    """At most `height` lines; workers that have no room at all are counted in the last line."""
+    workers = scene.workers
     if not workers or height <= 0:
         return []
-    scene = _Scene(workers, end_s, seconds, theme)
-    looks: list[tuple[int, _Look]] = [(n + 3, _framed(n)) for n in ((3, 2, 1) if theme.has_colour else (1,))]
+    looks: list[tuple[int, _Look]] = [(n + 3, _framed(n)) for n in ((3, 2, 1) if scene.theme.has_colour else (1,))]
     looks += [(2, _two_lines), (1, _one_line)]
     columns = [1] if width < 2 * MIN_COLUMN else [1, 2] if width < 4 * MIN_COLUMN else [1, 2, 4]
     candidates = [(lines, look, count) for lines, look in looks for count in columns if not (count > 1 and lines == 6)]
@@ -253,24 +249,22 @@ def workers_block(
             if lines * -(-len(workers) // count) <= room:
                 return _grid(scene, look, count, width)
     shown = max(0, height - 1) * columns[-1]
-    some = _Scene(workers[:shown], end_s, seconds, theme)
-    rest = Text(f"  and {len(workers) - shown} more workers: a higher terminal shows them", style=theme.faint)
+    some = replace(scene, workers=workers[:shown])
+    rest = Text(f"  and {len(workers) - shown} more workers: a higher terminal shows them", style=scene.theme.faint)
     return [*_grid(some, _one_line, columns[-1], width), rest]
 
 
-def staircase_block(
-    workers: Sequence[WorkerView], end_s: float, seconds: float, width: int, height: int, theme: Theme
-) -> list[Text]:
-    """One column of lanes, as high as there is room for; arguments as of `workers_block`."""
-    for lines in (3, 2) if theme.has_colour else ():
-        if 0 < lines * len(workers) <= height - RESERVED_LINES:
-            return _grid(_Scene(workers, end_s, seconds, theme), _named(lines), 1, width)
-    if len(workers) > height:
-        return workers_block(workers, end_s, seconds, width, height, theme)
-    return _grid(_Scene(workers, end_s, seconds, theme), _one_line, 1, width)
+def _staircase_block(scene: Scene, width: int, height: int) -> list[Text]:
+    """One column of lanes, as high as there is room for."""
+    for lines in (3, 2) if scene.theme.has_colour else ():
+        if 0 < lines * len(scene.workers) <= height - RESERVED_LINES:
+            return _grid(scene, _named(lines), 1, width)
+    if len(scene.workers) > height:
+        return workers_block(scene, width, height)
+    return _grid(scene, _one_line, 1, width)
 
 
-def _grid(scene: _Scene, look: _Look, count: int, width: int) -> list[Text]:
+def _grid(scene: Scene, look: _Look, count: int, width: int) -> list[Text]:
     widths = [width // count + (index < width % count) for index in range(count)]
     lines: list[Text] = []
     for start in range(0, len(scene.workers), count):
@@ -280,7 +274,7 @@ def _grid(scene: _Scene, look: _Look, count: int, width: int) -> list[Text]:
     return lines
 
 
-def _lane(scene: _Scene, worker: WorkerView, width: int, num_lines: int = 1) -> list[Text]:
+def _lane(scene: Scene, worker: WorkerView, width: int, num_lines: int = 1) -> list[Text]:
     if worker.lost_at:
         said = Text(f"lost at {escape_controls(worker.lost_at)}", style=scene.theme.bad)
         return [fit(said if at == (num_lines - 1) // 2 else Text(""), width, scene.theme) for at in range(num_lines)]
@@ -289,7 +283,7 @@ def _lane(scene: _Scene, worker: WorkerView, width: int, num_lines: int = 1) -> 
 
 
 def _framed(num_lanes: int) -> _Look:
-    def look(scene: _Scene, index: int, width: int) -> list[Text]:
+    def look(scene: Scene, index: int, width: int) -> list[Text]:
         worker, theme = scene.workers[index], scene.theme
         title = Text.assemble((f"worker {index}", "bold"), f" {theme.glyphs.between} {escape_controls(worker.device)}")
         body = [*_lane(scene, worker, width - 4, num_lanes), _figures(worker, width - 4, theme)]
@@ -298,7 +292,7 @@ def _framed(num_lanes: int) -> _Look:
     return look
 
 
-def _two_lines(scene: _Scene, index: int, width: int) -> list[Text]:
+def _two_lines(scene: Scene, index: int, width: int) -> list[Text]:
     worker, theme = scene.workers[index], scene.theme
     name = _name_of(scene, index)
     indent = name.cell_len
@@ -311,7 +305,7 @@ def _two_lines(scene: _Scene, index: int, width: int) -> list[Text]:
 def _named(num_lanes: int) -> _Look:
     """A lane of several lines with its name and share beside one of them, and no line between two lanes."""
 
-    def look(scene: _Scene, index: int, width: int) -> list[Text]:
+    def look(scene: Scene, index: int, width: int) -> list[Text]:
         worker, middle = scene.workers[index], (num_lanes - 1) // 2
         name, tail = _name_of(scene, index), Text(f" {_percent(worker.utilization)} ")
         blank, after = Text(" " * name.cell_len), Text(" " * tail.cell_len)
@@ -324,7 +318,7 @@ def _named(num_lanes: int) -> _Look:
     return look
 
 
-def _name_of(scene: _Scene, index: int) -> Text:
+def _name_of(scene: Scene, index: int) -> Text:
     """Number and device, as wide as the longest of them: lanes begin below each other."""
     number = len(str(len(scene.workers) - 1))
     devices = [escape_controls(worker.device) for worker in scene.workers]
@@ -332,7 +326,7 @@ def _name_of(scene: _Scene, index: int) -> Text:
     return fit(name, max(10, number + 3 + max(map(len, devices))), scene.theme)
 
 
-def _one_line(scene: _Scene, index: int, width: int) -> list[Text]:
+def _one_line(scene: Scene, index: int, width: int) -> list[Text]:
     worker, name = scene.workers[index], _name_of(scene, index)
     tail = Text(f" {_percent(worker.utilization)}")
     sample = worker.sample
@@ -415,8 +409,8 @@ def screen(
         keys = [(key, "resume" if meaning == "pause" else meaning) for key, meaning in keys]
     foot = [footer(keys, width, theme, updates=updates)]
     room = height - len(head) - len(foot)
-    draw = staircase_block if state.is_simulated else workers_block
-    workers = draw(state.workers, state.seen_s, _lanes_s(state), width, room - MIN_MESSAGES, theme)
+    draw = _staircase_block if state.is_simulated else workers_block
+    workers = draw(Scene(state.workers, state.seen_s, _lanes_s(state), theme), width, room - MIN_MESSAGES)
     room -= len(workers)
     messages_room = max(MIN_MESSAGES, min(len(state.messages) + 1, room // 3))
     curve_height = room - messages_room
