@@ -353,12 +353,7 @@ def _export(
     single_experts: bool,
     gguf: bool,
 ) -> None:
-    """Write the folder `target`.
-
-    Args:
-        source: the base model, to merge with or to take the names of single experts from.
-        base: its name, where the user gave it.
-    """
+    """Write the folder `target`; `source` is the base model, to merge with or to take names of single experts from."""
     import torch
 
     from roundpipe_cli.train.prepare.base_files import describe_added
@@ -445,11 +440,7 @@ def _value_in(path: Path, key: str) -> object:
 
 
 def _small_text(path: Path) -> str:
-    """
-    Raises:
-        OSError, ValueError: it cannot be read, or is no UTF-8.
-        RefusedError: a link that leads out of the folder, no regular file, or too large.
-    """
+    """The text of a regular file in its folder; OSError, ValueError or RefusedError where it is none, or too large."""
     from roundpipe_cli.files import read_regular
     from roundpipe_cli.model.files.untrusted import MAX_RUN_FILE_BYTES, check_file
 
@@ -601,8 +592,9 @@ def find_adapter_base(output_dir: Path, named: str | None, *, offline: bool) -> 
         raise RefusedError(
             "cannot tell the base model of this adapter", where=str(output_dir), hint="name it with --base"
         ) from error
-    of_adapter = _value_in(adapter, "revision")  # PEFT's own
-    revision = commit or values.get("revision") or (of_adapter if isinstance(of_adapter, str) else None)
+    revision = commit or values.get("revision") or None
+    if revision is None and isinstance(of_adapter := _value_in(adapter, "revision"), str):  # PEFT's own
+        revision = of_adapter
     return _resolve_base(output_dir, named, str(trained), None if revision is None else str(revision), offline=offline)
 
 

@@ -16,14 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from roundpipe_cli.cli.output import go_offline, quiet_libraries, say, show_error, terminal_width, wrapped
-from roundpipe_cli.costs.machine import (
-    Process,
-    launched_without_ranks,
-    num_machines,
-    require_address,
-    this_process,
-    was_restarted,
-)
+from roundpipe_cli.costs import machine
 from roundpipe_cli.errors import DeviceLostError, RefusedError, RoundpipeError
 from roundpipe_cli.events import DeviceLost, Notice
 from roundpipe_cli.faults import load_faults
@@ -45,7 +38,7 @@ YES, NO = ("1", "ON", "YES", "TRUE"), ("", "0", "OFF", "NO", "FALSE")
 SWITCHES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
 
 
-def check_environment(recipe: Recipe) -> Process:
+def check_environment(recipe: Recipe) -> machine.Process:
     """This process' place in the run, when all variables make sense.
 
     Raises:
@@ -65,7 +58,7 @@ def check_environment(recipe: Recipe) -> Process:
             os.environ.pop(name, None)  # PEFT refuses an empty value when it saves
     cache_folder("data")  # refuses a path that cannot be one
     load_faults()
-    process = this_process()
+    process = machine.this_process()
     if process.num_local > 1 and recipe.pipeline.devices == "auto":
         raise RefusedError(
             "several processes on one machine would each take all of its devices",
@@ -76,8 +69,8 @@ def check_environment(recipe: Recipe) -> Process:
         )
     if process.count > 1:
         _refuse_unshareable(recipe, process.count)
-        require_address()
-    if notice := launched_without_ranks():
+        machine.require_address()
+    if notice := machine.launched_without_ranks():
         say(f"note: {notice}")
     return process
 
@@ -218,7 +211,7 @@ def finetune(
     with restarting(again, restarts), StopSignals() as signals, contextlib.ExitStack() as stack:
         if offline:
             go_offline()
-        process, nodes = this_process(), None
+        process, nodes = machine.this_process(), None
         if process.count > 1:  # from here on a refusal of one machine ends all
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # a lost store shows C++ stacks; our error says it
             quiet_libraries()
@@ -240,7 +233,7 @@ def finetune(
             from roundpipe_cli.train.checkpoint.output_dir import refuse_if_held, refuse_wrong_start
 
             refuse_if_held(named_path(loaded.recipe.output_dir))
-            if was_restarted():
+            if machine.was_restarted():
                 from roundpipe_cli.train.preflight import as_restarted
 
                 loaded, start = as_restarted(loaded, start)
@@ -296,7 +289,7 @@ def restarting(again: Callable[[DeviceLostError], None], restarts: int) -> Itera
     Raises:
         RefusedError: several machines, whose processes torchrun starts again.
     """
-    if restarts and num_machines() > 1:
+    if restarts and machine.num_machines() > 1:
         raise RefusedError("--restarts: not with several machines", hint="torchrun --max-restarts does so")
     try:
         yield
