@@ -2,38 +2,42 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import pty
 import re
+import select
 import struct
 import subprocess
-import sys
 import termios
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from roundpipe_cli.cli.output import CHECKS, VERDICTS, with_colours
-from tests.support.e2e import REPOSITORY, child_environment
+from tests.support.e2e import REPOSITORY, child_environment, command_line
 
 GREEN = "\x1b[1;32m"
 
 
-def on_a_terminal(folder: Path, columns: int, *words: str, leave_at: bytes = b"", **variables: str) -> str:
+def on_a_terminal(
+    folder: Path, columns: int, *words: str, turns: Sequence[tuple[str, str]] = (), code: int = 0, **variables: str
+) -> str:
     """What `roundpipe WORDS` writes to a terminal of so many columns.
 
     Args:
-        leave_at: press q when this has been written.
+        turns: (words to wait for, what is then typed), one after the other.
+        code: exit code.
     """
     leader, follower = pty.openpty()
     fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     environment = {**child_environment(), "TERM": "xterm-256color", **variables}
     for name in {"NO_COLOR", "COLUMNS"} - set(variables):
         environment.pop(name, None)
-    command = [sys.executable, "-m", "roundpipe_cli", *words]
     child = subprocess.Popen(
-        command,
+        command_line(*words),
         cwd=folder,
         env=environment,
         stdin=follower,
@@ -43,20 +47,16 @@ def on_a_terminal(folder: Path, columns: int, *words: str, leave_at: bytes = b""
         preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # a dashboard wants to be in the foreground
     )
     os.close(follower)
-    written = b""
-    while True:
-        try:
-            data = os.read(leader, 65536)
-        except OSError:  # nobody has the other end any more
-            break
-        if not data:
-            break
-        written += data
-        if leave_at and leave_at in written:
-            leave_at = b""
-            os.write(leader, b"q")
+    written, seen, rest = b"", 0, [(before.encode(), typed.encode()) for before, typed in turns]
+    with contextlib.suppress(OSError):  # nobody has the other end any more
+        while select.select([leader], [], [], 60)[0] and (data := os.read(leader, 65536)):
+            written += data
+            while rest and rest[0][0] in written[seen:]:
+                before, typed = rest.pop(0)
+                seen = written.index(before, seen) + len(before)
+                os.write(leader, typed)
+    assert not rest and child.wait(60) == code, (rest, written.decode())
     os.close(leader)
-    assert child.wait(60) == 0, written.decode()
     return written.decode().replace("\r\n", "\n")
 
 
@@ -108,5 +108,5 @@ def test_tables_fit_a_narrow_terminal(words: tuple[str, ...], columns: int, tmp_
 def test_a_demo_begins_with_figures(tmp_path: Path) -> None:
     """For as long as the first step took, 10 s, every figure was `-` and the room for them empty."""
     words = ("watch", "--demo", "2x4090", "quickstart", "gradient_accumulation_steps=4")
-    shown = on_a_terminal(tmp_path, 80, *words, leave_at=b"help")
+    shown = on_a_terminal(tmp_path, 80, *words, turns=[("help", "q")])
     assert "step 1/" in shown and "step 0/" not in shown and "waiting for the first step" not in shown
