@@ -110,6 +110,11 @@ def state_in(state: str, num_workers: int, *, gpu: bool = True) -> DashboardStat
     return fold_all(run_in(state, num_workers, gpu=gpu))
 
 
+def training(num_workers: int) -> tuple[tuple[tuple[float, Event], ...], DashboardState]:
+    """The recorded run, and the state in its middle."""
+    return run_in("training", num_workers), state_in("training", num_workers)
+
+
 def lines_of(name: str) -> list[str]:
     width, height, num_workers, gpu, theme = SCREENS[name]
     state = name.split("_")[-1]
@@ -141,8 +146,7 @@ UNITS = {"busy": " %", "bubble": " %", "memory": " GiB", "program": " GiB", "  s
 @pytest.mark.parametrize("num_workers", [1, 2, 8, 16])
 def test_no_figure_loses_its_unit(num_workers: int) -> None:
     """At 80 columns memory was `9.0/24G` and `30.5`; at 60x15 there was no loss, and no legend to read the lanes by."""
-    events = recorded_run(num_workers)
-    state = fold_all(events)
+    events, state = training(num_workers)
     for width, height in SIZES:
         for theme in (COLOUR, LETTERS):
             text = "\n".join(line.plain for line in screen(state, events[-1][0], width, height, theme, KEYS))
@@ -176,17 +180,18 @@ def test_before_the_run_has_begun_a_message_has_no_time() -> None:
 
 def test_the_newest_messages_are_kept_and_a_resumed_run_is_not_over() -> None:
     stopped = (START_S, RunStopped("stopped")), *((START_S, Notice(f"message {n}")) for n in range(MAX_MESSAGES))
-    state = fold_all([*recorded_run(2), *stopped])
+    events, before = training(2)
+    state = fold_all(stopped, before)
     said = [message.text for message in state.messages]
     assert said == [f"message {n}" for n in range(MAX_MESSAGES)] and state.is_over
-    assert not fold_all([*recorded_run(2), *stopped, *recorded_run(2)]).is_over
+    assert not fold_all(events, state).is_over
 
 
 def test_news_is_seen_on_the_smallest_screen() -> None:
     """Where no message has room, `s` seemed to do nothing."""
-    events = recorded_run(2)
+    events, before = training(2)
     said_s = events[-1][0] + 60
-    state = fold_all([*events, (said_s, Notice("saving now"))])
+    state = fold(before, Notice("saving now"), said_s)
     for later_s, is_seen in ((1.0, True), (6.0, False)):
         text = "\n".join(line.plain for line in screen(state, said_s + later_s, 60, 15, COLOUR, KEYS))
         assert ("saving now" in text, "bubble" in text, "loss" in text) == (is_seen, not is_seen, True), text
@@ -195,9 +200,9 @@ def test_news_is_seen_on_the_smallest_screen() -> None:
 def test_a_long_message_is_read_to_its_end() -> None:
     """`stopping after this step, with a checkpoint; Ctrl-C stops at once, wi…`: how to read on was said nowhere."""
     said = "stopping after this step, with a checkpoint; Ctrl-C stops at once, without a checkpoint"
-    events = recorded_run(2)
+    events, before = training(2)
     now_s = events[-1][0] + 1
-    state = fold_all([*events, (now_s, Notice(said))])
+    state = fold(before, Notice(said), now_s)
     for width, height in SIZES[1:]:
         lines = [line.plain.strip() for line in screen(state, now_s, width, height, COLOUR, KEYS)]
         assert said in " ".join(lines), lines
@@ -206,8 +211,7 @@ def test_a_long_message_is_read_to_its_end() -> None:
 @pytest.mark.parametrize("loss, shown", [(1e-8, "1.00e-08"), (1e8, "1.00e+08"), (-3.25, "-3.2500"), (0.0, "0.0000")])
 def test_a_loss_of_any_size_is_shown(loss: float, shown: str) -> None:
     """1e-8 was `0.0000`, and 1e8 pushed other figures off the line."""
-    events = recorded_run(2)
-    state = fold_all(events)
+    events, state = training(2)
     assert state.step is not None
     state = replace(state, step=replace(state.step, loss=loss), losses=Curve().with_value(1, loss))
     for width, height in SIZES:
@@ -225,8 +229,7 @@ def test_times_have_three_figures_and_the_unit_that_suits_them() -> None:
 
 def test_preference_pairs_show_their_rewards() -> None:
     """The dashboard showed none of them, and plain lines the margin alone."""
-    events = recorded_run(2)
-    state = fold_all(events)
+    events, state = training(2)
     assert state.step is not None
     rewards = {"reward_margin": 0.731, "reward_accuracy": 0.875}
     state = replace(state, step=replace(state.step, preference=rewards))
@@ -241,8 +244,7 @@ def test_preference_pairs_show_their_rewards() -> None:
 
 def test_the_last_frame_does_not_contradict_the_end() -> None:
     """It showed the bubble of the last step, right above the median of all steps, both as `bubble`."""
-    events = recorded_run(8)
-    state = fold_all([*events, (events[-1][0], ENDS["finished"])])
+    events, state = run_in("finished", 8), state_in("finished", 8)
     state = replace(state, median_bubble=Median().with_value(0.25))
     for width, height in SIZES:
         text = "\n".join(line.plain for line in screen(state, events[-1][0], width, height, COLOUR))
@@ -251,8 +253,8 @@ def test_the_last_frame_does_not_contradict_the_end() -> None:
 
 def test_the_time_left_counts_down_between_steps() -> None:
     """And the time of day of the end stands still."""
-    events = recorded_run(2)
-    state, seen_s = fold_all(events), fold_all(events).step_seen_s
+    _, state = training(2)
+    seen_s = state.step_seen_s
     assert state.step is not None
     for later_s in (0.0, 3.0, 60.0):
         line = screen(state, seen_s + later_s, 80, 24, COLOUR)[1].plain
@@ -352,8 +354,8 @@ def test_a_name_or_message_cannot_steer_the_terminal() -> None:
 @pytest.mark.parametrize("environment", [{"NO_COLOR": "1", "TERM": "xterm"}, {"TERM": "xterm-256color"}])
 def test_no_colour_means_no_colour(environment: dict[str, str]) -> None:
     console = Console(force_terminal=True, _environ=environment)
-    events = recorded_run(2)
-    lines = screen(fold_all(events), events[-1][0], 80, 24, theme_for(console))
+    events, state = training(2)
+    lines = screen(state, events[-1][0], 80, 24, theme_for(console))
     text = "".join(ansi(line, console) for line in lines)
     assert ("\x1b[38" in text or "\x1b[3" in text.replace("\x1b[39", "")) == ("NO_COLOR" not in environment)
     assert "\x1b[" in text  # bold and dim stay

@@ -36,7 +36,6 @@ GENERIC: dict[str, Any] = {
 }
 """Values for keys that a type's configuration knows."""
 _MAYBE_UNFIT = ("linear_", "mamba", "n_group", "topk", "q_lora", "kv_lora", "qk_", "v_head")
-_LISTS = ("layer_types", "mlp_layer_types", "layers_block_type", "block_types")
 TINY_VISION = {
     **{"hidden_size": 32, "intermediate_size": 32, "mlp_dim": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
     **{"image_size": 28, "patch_size": 14},
