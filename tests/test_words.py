@@ -21,6 +21,7 @@ from roundpipe_cli.costs.hardware import catalogue, find_gpu, parse_hardware
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.recipe.load import load_text
 from roundpipe_cli.recipe.shipped import find_shipped, shipped_recipes
+from tests.cli.test_terminal_text import call
 from tests.support.e2e import fresh, python
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -142,6 +143,20 @@ def test_arguments_are_named_in_capitals_and_results_come_as_json_too(words: str
         if param.param_type_name == "argument":
             assert param.metavar is not None and param.metavar == param.metavar.upper(), param.name
     assert any("--json" in param.opts for param in params) == (words not in {*NO_RESULT, "recipes"})
+
+
+def test_a_restart_keeps_every_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Story: a run that started again without a lost device forgot `--verbose`."""
+    kept: dict[str, Any] = {}
+
+    def stop(again: Any, restarts: int) -> None:
+        kept.update(again.keywords)
+        raise RefusedError("enough is seen")
+
+    monkeypatch.setattr("roundpipe_cli.cli.finetune.restarting", stop)
+    switches = {param.opts[0] for param in command_of("finetune").params if getattr(param, "is_flag", False)}
+    assert call("finetune", "a.yaml", *switches)[0] == 2 and {"--verbose", "--resume", "--json"} <= switches
+    assert {*kept["words"]} == switches - {"--resume"} and kept["resume"] is True
 
 
 LONG_COMMANDS = ("finetune a", "plan a", "bench a", "bench --costs a", "data a", "doctor", "generate a b", "export a")

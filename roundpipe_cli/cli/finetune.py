@@ -201,7 +201,7 @@ def finetune(
 
     switches = {
         **{"--json": json_, "--no-dashboard": no_dashboard, "--allow-other-base": allow_other_base},
-        **{"--offline": offline, "--trace": trace},
+        **{"--offline": offline, "--trace": trace, "--verbose": verbose},
     }
     words = [word for word, is_on in switches.items() if is_on]
     words += [f"--allow-changed={key}" for key in allow_changed or ()]
