@@ -41,12 +41,8 @@ INSTALL = (
 )
 
 
-def find_converter(named: Path | None) -> Path:
-    """llama.cpp's converter: as named, else on the PATH.
-
-    Raises:
-        RefusedError: it is not there; the hint is the command that installs it.
-    """
+def _find_converter(named: Path | None) -> Path:
+    """llama.cpp's converter: as named, else on the PATH; the error's hint is the command that installs it."""
     found = named_path(named) if named is not None else Path(shutil.which(CONVERTER) or "")
     if not found.is_file():
         missing = f"no file {named}" if named is not None else "it is not on the PATH"
@@ -76,12 +72,8 @@ def convert_to_gguf(converter: Path, folder: Path, type_name: str = GGUF_TYPES[0
     return target
 
 
-def check_gguf_type(type_name: str | None) -> str | None:
-    """The type as the tables have it.
-
-    Raises:
-        RefusedError: nothing here writes it.
-    """
+def _check_gguf_type(type_name: str | None) -> str | None:
+    """The type as the tables have it."""
     name = type_name.lower() if type_name is not None else None
     if name not in (None, *GGUF_TYPES, *CONVERTER_TYPES):
         hint = f"--gguf, then llama.cpp's llama-quantize {GGUF_NAME} small.gguf {type_name}; or ollama create NAME "
@@ -95,15 +87,10 @@ def check_gguf_type(type_name: str | None) -> str | None:
     return name
 
 
-def find_gguf_writer(result: Path, base: ModelSource | None, type_name: str, named: Path | None) -> Path | None:
+def _find_gguf_writer(result: Path, base: ModelSource | None, type_name: str, named: Path | None) -> Path | None:
     """llama.cpp's converter, where the file is not written here or the user named it; None: it is written here.
 
-    Args:
-        result: folder of the result, whose tokenizer goes into the file, where it has one.
-        base: the model that it is merged into.
-
-    Raises:
-        RefusedError: the converter is needed and not there, or does not write the type either.
+    The tokenizer in the file is that of `result`, where it has one, else of `base`, into which it is merged.
     """
     from roundpipe_cli.model.files.source import ModelSource
     from roundpipe_cli.model.load import has_tokenizer, load_tokenizer
@@ -125,7 +112,7 @@ def find_gguf_writer(result: Path, base: ModelSource | None, type_name: str, nam
             expected=f"one of {', '.join(CONVERTER_TYPES)}",
             hint=f"--gguf, then llama.cpp's llama-quantize {GGUF_NAME} small.gguf {type_name}",
         )
-    return find_converter(named)
+    return _find_converter(named)
 
 
 def _run(words: list[str], target: Path) -> subprocess.CompletedProcess[str]:
@@ -294,7 +281,7 @@ def export(
     if merge and found.kind == "model":
         say("note: this result is a whole model: there is nothing to merge, it is copied")
         merge = False
-    gguf = check_gguf_type(gguf)
+    gguf = _check_gguf_type(gguf)
     if gguf and found.kind == "adapter" and not merge:
         raise RefusedError("--gguf needs a whole model", where=str(output_dir), hint="add --merge")
     if push_to is not None and offline:
@@ -316,7 +303,7 @@ def export(
         load_libraries()
         program = None
         if gguf is not None:
-            program = find_gguf_writer(result, source if merge else None, gguf, converter)
+            program = _find_gguf_writer(result, source if merge else None, gguf, converter)
         single = adapter_layout == "vllm"
         if single and source is None:
             source = find_adapter_base(result, base, offline=offline)
@@ -325,7 +312,7 @@ def export(
         _write_gguf(target, gguf, program)
     if push_to is not None:
         say(f"uploaded to {push(target, push_to)}")
-    say_data(json.dumps(export_document(target, merged=merge, pushed=push_to)) if json_ else str(target))
+    say_data(json.dumps(_export_document(target, merged=merge, pushed=push_to)) if json_ else str(target))
 
 
 def _write_gguf(folder: Path, type_name: str, program: Path | None) -> None:
@@ -365,7 +352,7 @@ def _export(
         renamed = copy_result(result, target, extras, single_experts_of=source if single_experts else None)
         if single_experts and not renamed:
             say("note: no names changed: vLLM reads PEFT's for this model")
-        if is_adapter and not single_experts and has_expert_adapters(result):
+        if is_adapter and not single_experts and _has_expert_adapters(result):
             say(f"note: {EXPERTS_NOTE}")
         if not extras.has_tokenizer:
             say("note: the adapter has no tokenizer: its base's belongs to it")
@@ -392,7 +379,7 @@ def check_dtype(dtype: str | None) -> None:
         raise RefusedError("unknown dtype", found=dtype, expected=known, hint="leave --dtype out")
 
 
-def export_document(folder: Path, *, merged: bool, pushed: str | None) -> dict[str, Any]:
+def _export_document(folder: Path, *, merged: bool, pushed: str | None) -> dict[str, Any]:
     """The written files, with the bytes of each."""
     files = {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
     return {"folder": str(folder), "merged": merged, "pushed_to": pushed, "files": files}
@@ -416,7 +403,7 @@ EXPERTS_NOTE = (
 )
 
 
-def has_expert_adapters(folder: Path) -> bool:
+def _has_expert_adapters(folder: Path) -> bool:
     """Whether an adapter changes fused experts."""
     from safetensors import safe_open
 
