@@ -31,7 +31,7 @@ from roundpipe_cli.planning.question import ask
 from roundpipe_cli.planning.reach import reach_of
 from roundpipe_cli.planning.what_if import summary_of
 from roundpipe_cli.recipe.load import load_recipe
-from tests.cli.test_colour import on_a_terminal
+from tests.cli.test_terminal_text import on_a_terminal
 from tests.support.e2e import child_environment, fresh, make_model, make_workspace, run
 
 NO_GPU = {"PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1"}
