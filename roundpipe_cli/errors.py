@@ -161,8 +161,6 @@ class DeviceLostError(ResourceError):
 class NodeLostError(RoundpipeError):
     """Another machine's process of the same run ended. Exit code 1, as nothing is wrong here."""
 
-    exit_code = 1
-
 
 class NoCheckpointError(RoundpipeError):
     """Nothing valid to resume from. Exit code 6."""
@@ -182,14 +180,8 @@ def render_problem(problem: Problem) -> str:
     """The plain text of one problem, one fact a line."""
     where = _without_repeated_key(problem.where, problem.what) if problem.where else ""
     head = f"{where}: {problem.what}" if where else problem.what
-    lines = [head]
-    if problem.found is not None:
-        lines.append(f"  found: {problem.found}")
-    if problem.expected is not None:
-        lines.append(f"  expected: {problem.expected}")
-    if problem.hint is not None:
-        lines.append(f"  hint: {problem.hint}")
-    return "\n".join(lines)
+    facts = (("found", problem.found), ("expected", problem.expected), ("hint", problem.hint))
+    return "\n".join([head, *(f"  {name}: {text}" for name, text in facts if text is not None)])
 
 
 def _without_repeated_key(where: str, what: str) -> str:

@@ -77,6 +77,10 @@ class Span:
     start_s: float
     end_s: float
 
+    def moved(self, seconds: float) -> Span:
+        """The same work, so much later."""
+        return dataclasses.replace(self, start_s=self.start_s + seconds, end_s=self.end_s + seconds)
+
 
 @dataclass(frozen=True)
 class WorkSeen:
@@ -240,21 +244,9 @@ class RunFinished:
 
 
 Event = (
-    Notice
-    | Phase
-    | Fetching
-    | RunStarted
-    | WorkSeen
-    | StepTimeline
-    | StepFinished
-    | EvaluationFinished
-    | Sample
-    | CheckpointSaved
-    | DeviceLost
-    | Paused
-    | RunStopped
-    | RunFinished
-)
+    Notice | Phase | Fetching | RunStarted | WorkSeen | StepTimeline | StepFinished | EvaluationFinished | Sample
+    | CheckpointSaved | DeviceLost | Paused | RunStopped | RunFinished
+)  # fmt: skip
 Tell = Callable[[Event], None]
 """Called with each event."""
 Say = Callable[[str], None]
@@ -286,10 +278,8 @@ def encode(event: Event) -> dict[str, Any]:
         if field.name in ("spans", "running"):
             value = [_encode_span(span) for span in value]
         elif isinstance(event, Sample) and field.name == "devices":
-            value = [
-                {name: item for name, item in dataclasses.asdict(device).items() if item is not None}
-                for device in value
-            ]
+            found = map(dataclasses.asdict, value)
+            value = [{name: item for name, item in device.items() if item is not None} for device in found]
         fields[field.name] = value
     return fields
 

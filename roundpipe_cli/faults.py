@@ -51,12 +51,7 @@ class FaultExit(BaseException):
 
 
 _RAISED: dict[str, type[BaseException]] = {
-    "FaultError": FaultError,
-    "DeviceFault": DeviceFault,
-    "FaultExit": FaultExit,
-    "MemoryError": MemoryError,
-    "OSError": OSError,
-    "KeyboardInterrupt": KeyboardInterrupt,
+    kind.__name__: kind for kind in (FaultError, DeviceFault, FaultExit, MemoryError, OSError, KeyboardInterrupt)
 }
 
 

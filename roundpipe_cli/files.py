@@ -353,7 +353,6 @@ def kind_of_file(mode: int) -> str:
 # What is several files is made in a folder of its own and renamed when it is whole and durable (`new_folder`, `sync`).
 
 CACHE_VARIABLE = "ROUNDPIPE_CACHE"
-TEMPORARY = ".tmp-"
 KEPT_S = 30 * 24 * 3600.0
 """Age in seconds since a file's last use from which it is removed."""
 ABANDONED_S = 24 * 3600.0
@@ -399,7 +398,7 @@ def new_folder(name: str) -> Path | None:
     try:
         folder = cache_folder(name)
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        return Path(tempfile.mkdtemp(prefix=TEMPORARY, dir=folder))
+        return Path(tempfile.mkdtemp(prefix=TEMPORARY_PREFIX, dir=folder))
     except OSError:  # read-only; no home
         return None
 
@@ -430,5 +429,5 @@ def prune_cache(folder: Path, mark: str) -> None:
     for entry in folder.iterdir():
         age_s = now - entry.stat().st_mtime
         is_finished = (entry / mark).is_file()
-        if (is_finished and age_s > KEPT_S) or (entry.name.startswith(TEMPORARY) and age_s > ABANDONED_S):
+        if (is_finished and age_s > KEPT_S) or (entry.name.startswith(TEMPORARY_PREFIX) and age_s > ABANDONED_S):
             shutil.rmtree(entry, ignore_errors=True)

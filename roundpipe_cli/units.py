@@ -1,4 +1,4 @@
-"""Formatting of bytes, seconds and counts. Inside the program all values are plain bytes and seconds."""
+"""Formatting of bytes, seconds, counts and names. Inside the program all values are plain bytes and seconds."""
 
 from __future__ import annotations
 
@@ -61,6 +61,11 @@ def format_clock(time_s: float, now_s: float) -> str:
 def format_loss(loss: float) -> str:
     """`1.1304`; with three significant figures and an exponent where four decimals would show none, or too many."""
     return f"{loss:.4f}" if loss == 0 or not math.isfinite(loss) or 1e-3 <= abs(loss) < 1e5 else f"{loss:.2e}"
+
+
+def escape_controls(text: str, kept: str = "") -> str:
+    """Control characters but those of `kept` escaped, so that no name, row or message can steer the terminal."""
+    return "".join(c if c.isprintable() or c in kept else c.encode("unicode_escape").decode() for c in text)
 
 
 def counted(count: int, name: str) -> str:

@@ -19,6 +19,7 @@ from scripts.code_map import tree_of
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "roundpipe_cli"
 
+TRAIN = {"hub", "recipe", "costs", "schedule", "planning", "kernels", "model", "data", "engine"}
 LEAVES = {"choices", "errors", "units", "events", "faults", "files", "watchdog", "library_names", "limited"}
 # What a room may import beside itself and the leaves. Read from left to right:
 #   leaves <- recipe | costs <- schedule <- planning;   costs, kernels <- model;
@@ -35,20 +36,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "data": {"hub"},
     "engine": {"costs", "schedule", "kernels", "model"},
     "dashboard": {"costs", "schedule"},
-    "train": {"hub", "recipe", "costs", "schedule", "planning", "kernels", "model", "data", "engine"},
-    "cli": {
-        "hub",
-        "recipe",
-        "costs",
-        "schedule",
-        "planning",
-        "kernels",
-        "model",
-        "data",
-        "engine",
-        "train",
-        "dashboard",
-    },
+    "train": TRAIN,
+    "cli": {*TRAIN, "train", "dashboard"},
     "__main__": {"cli"},
 }
 WITHOUT_TORCH = ("hub", "recipe", "costs", "schedule", "planning", "dashboard")
@@ -64,6 +53,11 @@ def nodes_of(path: Path) -> tuple[ast.AST, ...]:
 @functools.cache
 def sources() -> tuple[Path, ...]:
     return tuple(sorted(PACKAGE.rglob("*.py")))
+
+
+def module_of(path: Path) -> str:
+    """Dotted name of a module or package."""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
 def room_of(path: Path) -> str:
@@ -133,9 +127,7 @@ def test_imports_point_one_way() -> None:
 
 def test_no_import_cycles_late_imports_included() -> None:
     """Modules in the order of their imports; whatever cannot be ordered is a cycle."""
-    names = {
-        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in sources()
-    }
+    names = {module_of(path): path for path in sources()}
     needs = {name: {module for _, module in imports_of(path)} & names.keys() - {name} for name, path in names.items()}
     while free := {name for name, wanted in needs.items() if not wanted & needs.keys()}:
         needs = {name: wanted for name, wanted in needs.items() if name not in free}
@@ -216,10 +208,7 @@ def test_rooms_without_torch_never_name_it() -> None:
 @pytest.mark.parametrize("room", [*WITHOUT_TORCH, "cli"])
 def test_importing_a_room_loads_no_torch_and_does_nothing(room: str) -> None:
     """Each module of the room, imported in a fresh interpreter: no heavy module, no thread, no child, no output."""
-    modules = sorted(
-        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-        for path in (PACKAGE / room).rglob("*.py")
-    )
+    modules = sorted(map(module_of, (PACKAGE / room).rglob("*.py")))
     result = run_python(
         "import importlib, sys, threading\n"
         f"for name in {modules!r}: importlib.import_module(name)\n"
@@ -235,7 +224,7 @@ def test_importing_everything_starts_no_thread_and_prints_nothing() -> None:
     """Also the rooms that need torch. The libraries' own import-time threads, if any, are counted before ours."""
     has_triton = importlib.util.find_spec("triton") is not None
     modules = sorted(
-        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        module_of(path)
         for path in sources()
         if path.name != "__main__.py" and (has_triton or not path.name.endswith("_triton.py"))
     )
@@ -256,18 +245,6 @@ def test_importing_everything_starts_no_thread_and_prints_nothing() -> None:
         timeout_s=120,
     )
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
-
-
-def command_names() -> list[str]:
-    import typer.main
-
-    from roundpipe_cli.cli.app import app
-
-    return sorted(getattr(typer.main.get_command(app), "commands", {}))
-
-
-def test_finetune_is_a_command() -> None:
-    assert "finetune" in command_names()
 
 
 def dotted(node: ast.AST) -> str:

@@ -1,15 +1,27 @@
-"""Scripts that measure what only a larger machine can show, tried on tiny shapes."""
+"""Scripts that measure what only a larger machine can show, tried on tiny shapes; `scripts/bench_emulated.py`: what it
+prints, each option of roundpipe's dispatch and recompute, what is refused."""
 
 from __future__ import annotations
 
+import json
 import math
+import subprocess
+import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from roundpipe_cli.choices import SCHEDULES
+from roundpipe_cli.costs.cost import load_costs
 from roundpipe_cli.engine.backends.cuda import IssueTurns
-from scripts import bench_packing, bench_published, issue_rate
+from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.planning.choose import choose, dealt_cut
+from roundpipe_cli.planning.compare import Result, SimulationCase, run
+from roundpipe_cli.schedule.builders import Options
+from scripts import bench_emulated, bench_packing, bench_published, issue_rate
+from tests.cli.test_bench_cli import costs_of, results_of, write
 from tests.support.e2e import make_model, write_rows
 
 
@@ -41,14 +53,177 @@ def test_launches_are_counted_by_threads_at_will_and_in_turns() -> None:
 def test_ways_of_packing_are_run_in_turn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Story: its first round took a quarter of an hour, and its second ended in an error of ours."""
     write_rows(tmp_path / "rows.jsonl", 12)
-    words = [
-        "--data",
-        str(tmp_path / "rows.jsonl"),
-        "--model",
-        str(make_model(tmp_path / "model", num_hidden_layers=2)),
-        "--tokens",
-        "64",
-    ]
+    model = make_model(tmp_path / "model", num_hidden_layers=2)
+    words = ["--data", str(tmp_path / "rows.jsonl"), "--model", str(model), "--tokens", "64"]
     bench_packing.main([*words, "--rows", "12", "--rounds", "2"])
     ways = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
     assert len(ways) == 6 and [float(way[-1]) for way in ways] == pytest.approx([float(ways[0][-1])] * 6, abs=1e-5)
+
+
+# --- on emulated devices --------------------------------------------------------------------------------------------
+
+STAGES = [*("--forward-stages", "[[0, 1], [2, 3], [4, 5]]"), *("--backward-stages", "[[6, 6], [4, 5], [2, 3], [0, 1]]")]
+
+
+def loaded(**head: Any) -> dict[str, Any]:
+    """Six blocks whose recompute may leave out a fifth, and a heavy head."""
+    data = costs_of()
+    for layer in data["layers"][:-1]:
+        layer["recompute_skippable_s"] = 0.004
+    data["layers"][-1].update({"forward_s": 0.06, "backward_s": 0.12, **head})
+    return data
+
+
+def words(path: Path, *flags: str, workers: int = 2, microbatches: int = 4) -> list[str]:
+    return ["--costs", str(path), "--workers", str(workers), "--microbatches", str(microbatches), *flags]
+
+
+def simulated(path: Path, *flags: str, **counts: int) -> list[Result]:
+    return [run(*one) for one in bench_emulated.asked_cases(bench_emulated.parse(words(path, *flags, **counts)))]
+
+
+def makespan_s(path: Path, *flags: str, stages: list[str] | None = None, workers: int = 4) -> float:
+    given = STAGES if stages is None else stages
+    (result,) = simulated(path, "--schedule", "roundpipe", *given, *flags, workers=workers, microbatches=8)
+    return result.makespan_s
+
+
+def short(tmp_path: Path) -> Path:
+    """Costs of a few hundred microseconds a layer, with bytes."""
+    layer = {"forward_s": 4e-4, "backward_s": 9e-4, "param_bytes": 2**20, "boundary_bytes": 2**19}
+    layers = [{"name": f"block.{index}", **layer} for index in range(6)]
+    layers.append({"name": "head", "forward_s": 3e-4, "backward_s": 5e-4, "recompute": False})
+    return write(tmp_path, {"name": "short", "hop_s": 1e-4, "layers": layers})
+
+
+@pytest.mark.parametrize("accounting", [pytest.param("default", marks=pytest.mark.sweep), "published"])
+def test_json_has_what_bench_simulates_and_what_was_measured(
+    tmp_path: Path, accounting: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = short(tmp_path)
+    flags = ["--steps", "2", "--staleness", "1", "--accounting", accounting]
+    bench_emulated.main(words(path, *flags, "--json", workers=3))
+    document = json.loads(capsys.readouterr().out)
+    assert list(document) == ["workers", "microbatches", "results"]
+    assert (document["workers"], document["microbatches"]) == (3, 4)
+    assert [entry["schedule"] for entry in document["results"]] == list(SCHEDULES)
+    for entry, bench in zip(document["results"], results_of(path, *flags, workers=3), strict=True):
+        assert bench.items() <= entry.items()
+        measured = ["measured_makespan_s", "measured_bubble_ratio", "late_s", "exposed_transfer_s", "measured_step_s"]
+        assert list(entry) == [*bench, *measured]
+        assert entry["measured_makespan_s"] > 0 and entry["late_s"] >= 0
+        assert isinstance(entry["measured_step_s"], float)  # a difference of two runs, which a busy machine may bend
+        assert 0 <= entry["measured_bubble_ratio"] < 1
+        if accounting == "published":
+            assert entry["measured_makespan_s"] >= entry["makespan_s"] * (1 - 1e-9)
+
+
+def test_it_prints_what_it_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--schedule", "roundpipe", "--repetitions", "2", "--head-workers", "2", "--steps", "2"]
+    bench_emulated.main(words(short(tmp_path), *flags, microbatches=3))
+    shown = capsys.readouterr()
+    printed = " ".join(shown.out.split())
+    assert "2 emulated workers" in printed and "roundpipe with --head-workers 2" in printed
+    assert "per chained step" in printed and "running on emulated devices: about 1 s" in shown.err
+
+
+def test_as_a_program(tmp_path: Path) -> None:
+    """Errors are those of a command: on stderr, without a traceback, exit code 2."""
+    program = [sys.executable, bench_emulated.__file__, *words(short(tmp_path), "--schedule", "1f1b")]
+    done = subprocess.run([*program, "--json"], capture_output=True, text=True, cwd=tmp_path, check=True)
+    assert json.loads(done.stdout)["results"][0]["measured_makespan_s"] > 0
+    done = subprocess.run([*program, "--earliest-free"], capture_output=True, text=True, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: --earliest-free: only roundpipe has this\n")
+
+
+@pytest.mark.parametrize(
+    ("workers", "flags"),
+    [
+        (4, ["--head-workers", "4"]),
+        pytest.param(4, ["--earliest-free"], marks=pytest.mark.sweep),
+        (2, ["--skip-projection"]),
+        pytest.param(2, ["--keep-activations", "6"], marks=pytest.mark.sweep),
+        (4, ["--earliest-free", "--skip-projection", "--keep-activations", "1"]),
+    ],
+)
+def test_each_option_makes_a_step_faster(tmp_path: Path, workers: int, flags: list[str]) -> None:
+    """The head binds four workers, which is what dispatch helps against; recompute binds two.
+
+    Not for the given stages, which are one round as long as the step: they wait for the head once only.
+    """
+    path = write(tmp_path, loaded())
+    for stages in ([],) if "--head-workers" in flags else (STAGES, []):  # given and planned
+        plain_s = makespan_s(path, stages=stages, workers=workers)
+        assert makespan_s(path, *flags, stages=stages, workers=workers) < plain_s
+
+
+def test_skipping_saves_exactly_the_recompute_that_is_left_out_on_one_worker(tmp_path: Path) -> None:
+    path = write(tmp_path, loaded())
+    spans = [
+        simulated(path, "--schedule", "roundpipe", *STAGES, *flags, workers=1)[0].makespan_s
+        for flags in ([], ["--skip-projection"], ["--keep-activations", "2"], ["--keep-activations", "6"])
+    ]
+    saved = [spans[0] - span for span in spans[1:]]
+    assert saved == pytest.approx([4 * 6 * 0.004, 4 * 2 * 0.02, 4 * 6 * 0.02])
+
+
+def test_all_off_is_as_without_flags(tmp_path: Path) -> None:
+    path = write(tmp_path, loaded())
+    assert simulated(path, "--head-workers", "1", "--keep-activations", "0") == simulated(path)
+
+
+def test_the_bound_schedules_beside_it_stay_as_they_are(tmp_path: Path) -> None:
+    path = write(tmp_path, loaded())
+    plain, changed = simulated(path), simulated(path, "--earliest-free", "--skip-projection")
+    assert plain[1:] == changed[1:]
+    assert changed[0].makespan_s < plain[0].makespan_s
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("accounting", ["default", "published"])
+@pytest.mark.parametrize("options", [Options(head_workers=2), Options(earliest_free=True)])
+def test_stages_are_never_worse_than_the_planners(tmp_path: Path, accounting: Any, options: Options) -> None:
+    question = SimulationCase(load_costs(write(tmp_path, loaded())), 3, 6, accounting=accounting)
+    planned = choose("roundpipe", question)
+    asked = SimulationCase(question.costs, 3, 6, accounting=accounting, options=options)
+    chosen = dealt_cut(planned, asked)
+    assert run("roundpipe", chosen, asked).makespan_s <= run("roundpipe", planned, asked).makespan_s
+
+
+def test_even_stages_that_do_not_fit_are_not_taken(tmp_path: Path) -> None:
+    data = loaded()
+    for layer in data["layers"]:
+        layer.update(param_bytes=100, activation_bytes=50)
+    peaks = []
+    for limit in (None, 500):
+        costs = load_costs(write(tmp_path, {**data, "device_memory_bytes": limit}))
+        question = SimulationCase(costs, 2, 4, options=Options(earliest_free=True))
+        chosen = choose("roundpipe", question)
+        peaks.append(max(run("roundpipe", chosen, question).timeline.device_peak_bytes))
+    assert peaks[1] <= 500 < peaks[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--head-workers", "3"], "--head-workers does not suit the workers"),
+        (["--head-workers", "9"], "expected: 1 to 2"),
+        (["--earliest-free", "--head-workers", "2"], "--earliest-free deals out each microbatch separately"),
+        (["--keep-activations", "7"], "expected: 0 to 6"),
+        (["--skip-projection"], "nothing in the recompute can be left out"),
+        (["--schedule", "gpipe", "--head-workers", "2"], "--head-workers 2: only roundpipe has this"),
+        (["--schedule", "gpipe", "--schedule", "roundpipe", "--earliest-free"], "also gpipe"),
+        (["--forward-stages", "[[0, 2], [3, 6]]", "--keep-activations", "1"], "only roundpipe has this"),
+        (["--head-workers", "0"], "expected: 1 to 2"),
+        (["--keep-activations", "-1"], "expected: 0 to 6"),
+        (["--microbatches", "0"], "--microbatches must be at least 1"),
+        (["--steps", "3"], "--steps must be 1 or even"),
+        (["--accounting", "published?"], "did you mean published?"),
+        (["--repetitions", "0"], "--repetitions must be at least 1"),
+    ],
+)
+def test_refused_options(tmp_path: Path, arguments: list[str], message: str) -> None:
+    with pytest.raises(RefusedError) as caught:
+        bench_emulated.main(words(write(tmp_path, costs_of()), *arguments))
+    assert message in str(caught.value)

@@ -212,13 +212,6 @@ def test_kinds_of_kernels(kernel: str, kind: str) -> None:
     assert kind_of(kernel) == kind
 
 
-def test_kernels_of_triton_need_a_real_card() -> None:
-    """On simulated cards the processor computes; Triton's kernels run on a real one alone."""
-    found = [outcome_of(one) for one in experts.checks(CheckPlace(True, (0, 1), "tiny"))]
-    assert len(found) == 10
-    assert {(one["status"], one["reason"]) for one in found} == {("skipped", "a Triton kernel needs a real card")}
-
-
 def test_a_deterministic_step_is_compared_with_itself_and_with_one_worker() -> None:
     chosen = [one for one in correctness.checks(CheckPlace(True, (0, 1), "tiny")) if "deterministic" in one.name]
     assert [one.name for one in chosen] == ["deterministic, whole", "deterministic, packed", "deterministic, experts"]
@@ -226,12 +219,18 @@ def test_a_deterministic_step_is_compared_with_itself_and_with_one_worker() -> N
     assert found.get("figures") == {"errors": [0.0, 0.0]}, found
 
 
-def test_weights_in_fp8_need_a_real_card() -> None:
-    found = [outcome_of(one) for one in fp8.checks(CheckPlace(True, (0, 1), "tiny"))]
-    assert len(found) == 4 and {one["status"] for one in found} == {"skipped"}
-    assert {one["reason"] for one in found} == {
-        "a conversion by a card needs a real card", "the time of a conversion needs a real card",
-    }  # fmt: skip
+@pytest.mark.parametrize(
+    ("part", "count", "needs"),
+    [
+        (experts, 10, {"a Triton kernel"}),
+        (fp8, 4, {"a conversion by a card", "the time of a conversion"}),
+    ],
+)
+def test_kernels_of_cards_need_a_real_one(part: Any, count: int, needs: set[str]) -> None:
+    """On simulated cards the processor computes."""
+    found = [outcome_of(one) for one in part.checks(CheckPlace(True, (0, 1), "tiny"))]
+    assert len(found) == count and {one["status"] for one in found} == {"skipped"}
+    assert {one["reason"] for one in found} == {f"{what} needs a real card" for what in needs}
 
 
 def test_tables_bear_the_hardwares_name(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""The commands of README.md and recipes/GUIDE.md, run in the order of the page in an empty folder, as they stand there.
+"""The commands of README.md and recipes/GUIDE.md, run in the order of the page in an empty folder, as they stand there;
+and the Python of "From Python" in roundpipe_cli/README.md.
 
 A tiny model takes the place of those that would be downloaded; the recipe and the rows are the page's own.
 """
@@ -7,13 +8,16 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
+import textwrap
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from roundpipe_cli.recipe.load import load_recipe
 from scripts.recipe_pages import GUIDE, MACHINES, machine_row
-from tests.support.e2e import REPOSITORY, make_model, run
+from tests.support.e2e import REPOSITORY, launch, make_model, make_workspace, run
 from tests.test_words import readme_commands, reason_not_to_run
 
 README = REPOSITORY / "README.md"
@@ -73,3 +77,21 @@ def test_the_machines_of_the_guide_are_planned_as_it_says() -> None:
 @pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine[0])
 def test_every_machine_of_the_guide_is_planned_as_it_says(machine: tuple[str, str]) -> None:
     assert machine_row(*machine) in GUIDE.read_text(encoding="utf-8"), "python scripts/recipe_pages.py --write"
+
+
+def run_python(code: str) -> None:
+    exec(code, {"__name__": "__main__"})
+    sys.exit()
+
+
+def test_from_python(tmp_path: Path) -> None:
+    page = (REPOSITORY / "roundpipe_cli" / "README.md").read_text(encoding="utf-8")
+    text = page.partition("## From Python")[2].partition("\nA finished run")[0]
+    code = textwrap.dedent("\n".join(line for line in text.splitlines() if line.startswith("    ") or not line.strip()))
+    folder = make_workspace(tmp_path / "work", make_model(tmp_path / "made"))
+    (folder / "recipe.yaml").rename(folder / "first.yaml")
+    done = launch(folder, before=partial(run_python, code)).finish().expect(0)
+    steps = [line.split() for line in done.out.splitlines() if line[:1].isdigit()]
+    losses = [float(loss) for _, loss, _ in steps]
+    assert [step for step, _, _ in steps] == ["0", "1", "2"]
+    assert len(set(losses)) == 3 and all(0 < loss < 20 for loss in losses), "it trains"

@@ -18,8 +18,7 @@ SHORT = 100
 SHORT_FILES: dict[str, str] = {}
 """Files of fewer lines that one other file imports, each with its reason to be a file of its own."""
 UNPACKED = {
-    *("within_limits", "prove_once", "_block", "_dealer"),
-    *("screen", "help_screen", "workers_block", "staircase_block"),
+    *("within_limits", "prove_once", "_block", "_dealer", "screen", "help_screen"),
 }
 """Functions that take a pair by position, unpacked: stages forward and backward, a model and its split, a size."""
 MOST_FILES, MOST_LINES = 196, 61_200

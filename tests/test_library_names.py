@@ -13,8 +13,6 @@ from __future__ import annotations
 import ast
 import importlib
 import re
-import subprocess
-import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -24,7 +22,7 @@ import torch
 from roundpipe_cli import library_names
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.library_names import LIBRARY_NAMES, LibraryName, library_name
-from tests.support.e2e import child_environment
+from tests.support.e2e import python
 from tests.test_architecture import dotted, nodes_of, sources
 
 LIBRARIES = ("torch", "transformers", "peft", "datasets", "huggingface_hub", "gguf", "safetensors", "tokenizers")
@@ -98,6 +96,5 @@ def test_bitsandbytes_comes_without_a_compiler(tmp_path: Path) -> None:
         "before = torch.compile\nfound = import_bitsandbytes()\nprint(found.__name__, torch.compile is before, "
         "'torch._inductor.compile_fx' in sys.modules)"
     )
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, cwd=tmp_path, env=child_environment(), capture_output=True, text=True)
+    done = python(program, tmp_path)
     assert done.stdout.split() == ["bitsandbytes", "True", "False"], done.stderr

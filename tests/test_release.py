@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import os
 import shutil
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +23,12 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
-from roundpipe_cli.train.result.generate import roomy_device
+from roundpipe_cli.choices import GGUF_NAME
+from roundpipe_cli.cli import export
+from roundpipe_cli.cli.export import check_upload, convert_to_gguf, push
+from roundpipe_cli.cli.generate import check_temperature, converse, read_prompt
+from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.train.result.generate import Prompt, WholeAnswer, roomy_device
 from roundpipe_cli.train.result.ollama import find_turns, modelfile
 from tests.support.adapters import random_adapter
 from tests.support.e2e import (
@@ -29,8 +41,9 @@ from tests.support.e2e import (
     run,
     smollm2_folder,
 )
-from tests.support.hub_server import hub_server
+from tests.support.hub_server import hub_server, serving
 from tests.support.model_hub import read_hub_settings_again
+from tests.train.test_export import random_adapter
 
 SECRET = "canary-0815-secret"
 CHATML = (
@@ -167,6 +180,67 @@ def test_nothing_is_uploaded_unless_asked_and_a_failure_is_told(trained: Path) -
     assert "needs a connection" in run(trained, "export", "out", "--push", "me/mine", "--offline").expect(2).err
 
 
+@dataclass
+class Hub:
+    """What was sent to it."""
+
+    address: str = ""
+    files: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    """Repository to its files."""
+    is_private: dict[str, bool] = field(default_factory=dict)
+    refuses_files: bool = False
+    """Whether commits are answered with 403."""
+
+
+@contextmanager
+def hub_server() -> Iterator[Hub]:
+    """A hub on this machine that makes repositories and takes commits while the body runs; name it by HF_ENDPOINT."""
+    hub = Hub()
+
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, *_: Any) -> None:
+            return None
+
+        def _answer(self, document: Any, code: int = 200) -> None:
+            body = json.dumps(document).encode()
+            self.send_response(code)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def do_GET(self) -> None:
+            self._answer({"sha": "0" * 40, "siblings": []})
+
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            if self.path == "/api/repos/create":
+                asked = json.loads(body)
+                name = f"{asked.get('organization') or 'me'}/{asked['name']}"
+                hub.files.setdefault(name, {})
+                hub.is_private.setdefault(name, asked.get("private") is True or asked.get("visibility") == "private")
+                self._answer({"url": f"{hub.address}/{name}", "name": name})
+                return
+            if self.path == "/api/validate-yaml":
+                self._answer({"errors": [], "warnings": []})
+                return
+            name = "/".join(self.path.removeprefix("/api/models/").split("/")[:2])
+            if "/preupload/" in self.path:
+                files = [{"path": item["path"], "uploadMode": "regular"} for item in json.loads(body)["files"]]
+                self._answer({"files": [{**item, "shouldIgnore": False, "oid": None} for item in files]})
+            elif hub.refuses_files:
+                self._answer({"error": "no room"}, 403)
+            else:
+                for line in map(json.loads, body.splitlines()):
+                    if line["key"] == "file":
+                        hub.files[name][line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+                url = f"{hub.address}/{name}/commit/{'1' * 40}"
+                self._answer({"commitUrl": url, "commitOid": "1" * 40, "success": True})
+
+    with serving(Handler) as hub.address:
+        yield hub
+
+
 def test_a_finished_run_is_uploaded_where_its_recipe_says_so(trained: Path, tmp_path: Path) -> None:
     """To a small hub on this machine: the result with its card, and neither checkpoints nor metrics."""
     work = tmp_path / "work"
@@ -204,20 +278,25 @@ def test_adapters_of_experts_come_with_a_warning(tmp_path: Path) -> None:
     assert "fused experts" in done.err and "--merge" in done.err
 
 
-def test_generate_gives_the_greedy_answer(trained: Path) -> None:
+def by_peft(trained: Path, *turns: tuple[str, str], num_tokens: int) -> str:
+    """The most probable answer, by PEFT's and transformers' own code."""
     from peft import PeftModel
 
-    prompt, tokenizer = "Say x1: ", make_tokenizer()
+    tokenizer = make_tokenizer()
+    messages = [{"role": role, "content": said} for role, said in turns]
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = AutoModelForCausalLM.from_pretrained(trained / "model", dtype=torch.float32)
         model = PeftModel.from_pretrained(model, str(trained / "out")).eval()
-        messages = [{"role": "user", "content": prompt}]
-        inputs = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
-        )
-        output = model.generate(**inputs, max_new_tokens=12, do_sample=False, eos_token_id=2, pad_token_id=0)
-    expected = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        output = model.generate(**inputs, max_new_tokens=num_tokens, do_sample=False, eos_token_id=2, pad_token_id=0)
+    return str(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+
+
+def test_generate_gives_the_greedy_answer(trained: Path) -> None:
+    prompt = "Say x1: "
+    expected = by_peft(trained, ("user", prompt), num_tokens=12)
     words = ("generate", "out", prompt, "--max-new-tokens", "12", "--dtype", "float32")
     assert run(trained, *words, "--offline").expect(0).out.strip("\n") == expected.strip("\n")
     exported = json.loads(run(trained, "export", "out", "--merge", "--to", "whole", "--json").expect(0).out)
@@ -234,20 +313,8 @@ def test_generate_without_a_prompt_is_a_conversation(trained: Path) -> None:
     assert "/reset begin anew" in done.err and "a new conversation" in done.err
     first, second, third = map(json.loads, done.out.splitlines())
     assert first == third and first["prompt"] == "Say x1:" and second["prompt"] == "again"
-    from peft import PeftModel
-
-    tokenizer = make_tokenizer()
     turns = [("user", "Say x1:"), ("assistant", first["answer"]), ("user", "again")]
-    text = tokenizer.apply_chat_template(
-        [{"role": role, "content": said} for role, said in turns], add_generation_prompt=True, tokenize=False
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model = AutoModelForCausalLM.from_pretrained(trained / "model", dtype=torch.float32)
-        model = PeftModel.from_pretrained(model, str(trained / "out")).eval()
-        inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt")
-        output = model.generate(**inputs, max_new_tokens=6, do_sample=False, eos_token_id=2, pad_token_id=0)
-    assert second["answer"] == tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    assert second["answer"] == by_peft(trained, *turns, num_tokens=6)
     assert "not valid UTF-8" in typed(trained, *words, text=b"a\xff\n").expect(2).err
 
 
@@ -271,3 +338,91 @@ def test_generate_ends_at_every_end_token_of_the_base(trained: Path, tmp_path: P
 def test_a_model_answers_on_the_gpu_that_has_most_room(free_gib: list[float], expected: int | None) -> None:
     gib = 1024**3
     assert roomy_device(10 * gib, [int(free * gib) for free in free_gib]) == expected
+
+
+# --- a converter that is a program of others, uploads, and what `generate` is asked -----------------------------------
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSTOP)", "did nothing for"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "exit code -9"),
+        ("import time; time.sleep(60)", "did nothing for"),
+        ("raise SystemExit('no such architecture')", "no such architecture"),
+    ],
+)
+def test_a_converter_that_does_not_end_well_is_one_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, words: str
+) -> None:
+    """One that was stopped was waited for without an end."""
+    monkeypatch.setattr(export, "STALLED_S", 0.4)
+    monkeypatch.setattr(export, "LOOK_S", 0.1)
+    (tmp_path / "convert.py").write_text(code)
+    with pytest.raises(RefusedError, match=words):
+        convert_to_gguf(tmp_path / "convert.py", tmp_path)
+    assert not (tmp_path / GGUF_NAME).exists()
+
+
+def test_a_converter_that_works_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(export, "LOOK_S", 0.05)
+    (tmp_path / "convert.py").write_text("import sys; open(sys.argv[3], 'w').write('gguf')")
+    assert convert_to_gguf(tmp_path / "convert.py", tmp_path).read_text() == "gguf"
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "deep/notes.txt", "deep"])
+def test_nothing_outside_the_folder_is_uploaded(tmp_path: Path, name: str) -> None:
+    """The hub's client reads through links; a converter or another program may have put one there."""
+    private, folder = tmp_path / "private", tmp_path / "merged"
+    private.mkdir()
+    (private / "key").write_text("secret")
+    (folder / name).parent.mkdir(parents=True)
+    (folder / "model.safetensors").write_text("x")
+    (folder / "same").symlink_to("model.safetensors")
+    check_upload(folder)
+    (folder / name).symlink_to(private / "key" if "." in name else private)
+    with pytest.raises(RefusedError, match=r"(?s)not uploaded.*private"):
+        push(folder, "me/model")
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with pytest.raises(RefusedError, match=r"(?s)not uploaded.*a named pipe"):
+        push(folder, "me/model")
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 1e-9, 5e-324, float("nan"), float("inf")])
+def test_a_temperature_at_which_no_token_can_be_drawn_is_refused(temperature: float) -> None:
+    """Logits divided by it are infinite, and torch said that probabilities are below 0."""
+    with pytest.raises(RefusedError, match="temperature"):
+        check_temperature(temperature)
+    for fine in (0.0, 0.01, 1.0, 100.0):
+        check_temperature(fine)
+
+
+def test_a_prompt_that_is_no_utf8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for prompt, data in (("a\udcff", b""), ("-", b"a\xff")):
+        monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(data)))
+        with pytest.raises(RefusedError, match="not valid UTF-8") as caught:
+            read_prompt(prompt)
+        assert "character 2" in str(caught.value)
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO("größe".encode())))
+    assert read_prompt("-") == "größe" and read_prompt("größe") == "größe"
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_conversation_has_commands(
+    is_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`/help`, `/reset` and `/exit` were turns that the model answered. In a pipe any other line is one."""
+    lines = b"/help\na\nb\n/reset\n/quit\n/etc/hosts is what?\n/exit\nc\n"
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(lines), isatty=lambda: is_terminal))
+    asked: list[tuple[str, int]] = []
+
+    def show(prompt: Prompt) -> WholeAnswer:
+        asked.append((prompt.text, len(prompt.earlier)))
+        return WholeAnswer("yes", 1, True)
+
+    converse(Prompt("", None, 10, 0.0), show, keeps_turns=True)
+    unknown = [] if is_terminal else [("/quit", 0)]
+    assert asked == [("a", 0), ("b", 1), *unknown, ("/etc/hosts is what?", len(unknown))]
+    said = capsys.readouterr().err
+    assert ("there is no /quit" in said) == is_terminal and said.count("/reset begin anew") == 1 + is_terminal

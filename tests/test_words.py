@@ -8,7 +8,6 @@ import re
 import shlex
 import signal
 import string
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,10 +18,11 @@ import typer.main
 
 from roundpipe_cli.cli.app import UsageError, app, explain_usage, main, version_lines
 from roundpipe_cli.costs.hardware import catalogue, find_gpu, parse_hardware
-from roundpipe_cli.errors import RecipeError, RefusedError
+from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.recipe.load import load_text
 from roundpipe_cli.recipe.shipped import find_shipped, shipped_recipes
-from tests.support.e2e import child_environment, command_line
+from tests.cli.test_terminal_text import call
+from tests.support.e2e import fresh, python
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMANDS = sorted(getattr(typer.main.get_command(app), "commands", {}))
@@ -40,26 +40,10 @@ def single_edits(word: str) -> list[str]:
     return sorted((drops | swaps | changes | inserts) - {word, ""})
 
 
-def share_right(
-    words: list[str], hint_of: Callable[[str], str | None], is_right: Callable[[str, str], bool], number: int
-) -> tuple[float, list[str]]:
-    """How often a misspelt word's hint names the word, over a sample of all edits; and where it does not."""
-    pairs = [(word, typo) for word in words for typo in single_edits(word) if typo not in words]
-    pairs = random.Random(SEED).sample(pairs, min(number, len(pairs)))
-    tried, wrong = 0, []
-    for word, typo in pairs:
-        hint = hint_of(typo)
-        if hint is None:
-            continue  # another way to write something that exists
-        tried += 1
-        if not is_right(word, hint):
-            wrong.append(f"{typo} for {word}: {hint}")
-    assert tried > 50
-    return 1 - len(wrong) / tried, wrong
-
-
 def command_hint(words: list[str]) -> str | None:
-    """The hint for a command line, or None if it is one that would run."""
+    """The hint for a command line, or None if it is one that would run, or an option."""
+    if words[-1].startswith("-"):
+        return None
     try:
         app(words, prog_name="roundpipe", standalone_mode=False)
     except UsageError as error:
@@ -67,60 +51,50 @@ def command_hint(words: list[str]) -> str | None:
     raise AssertionError(words)
 
 
-def test_misspelt_commands() -> None:
-    def hint(typo: str) -> str | None:
-        return None if typo.startswith("-") else command_hint([typo])
+def refusal_hint(call: Callable[[], object]) -> str | None:
+    """The hint of the error that a call ends in, or None if it is another way to write something that exists."""
+    try:
+        call()
+    except RefusedError as error:
+        return error.problems[0].hint or ""
+    return None
 
-    right, wrong = share_right(COMMANDS, hint, lambda word, text: f"roundpipe {word}?" in text, 200)
-    assert right >= 0.95, wrong
 
-
-def test_misspelt_subcommands_and_recipes() -> None:
-    def hint(typo: str) -> str | None:
-        return None if typo.startswith("-") else command_hint(["recipes", typo])
-
+DEVICE = "model: a/b\ndatasets: [{{path: x}}]\npipeline: {{devices: ['{}']}}\n"
+SHORT_NAMES = [recipe.short_name for recipe in shipped_recipes() if recipe.short_name]
+GPUS = [name for name in catalogue() if name.startswith(("rtx", "a1", "h1", "l4"))]
+MISSPELT: dict[str, tuple[list[str], Callable[[str], str | None], str, int, float]] = {
+    "command": (COMMANDS, lambda typo: command_hint([typo]), "roundpipe {}?", 200, 0.95),
     # `lp` is one letter from both ls and cp: either is right
-    right, wrong = share_right(RECIPE_COMMANDS, hint, lambda word, text: text.startswith("did you mean"), 100)
-    assert right >= 0.95, wrong
-
-    def recipe_hint(typo: str) -> str | None:
-        try:
-            find_shipped(typo)
-        except RefusedError as error:
-            return error.problems[0].hint or ""
-        return None
-
-    names = [recipe.short_name for recipe in shipped_recipes() if recipe.short_name]
-    right, wrong = share_right(names, recipe_hint, lambda word, text: f"did you mean {word}?" in text, 100)
-    assert right >= 0.9, wrong  # qwen3-8b and qwen3-4b are one letter apart
-
-
-def test_misspelt_hardware() -> None:
-    def hint(typo: str) -> str | None:
-        try:
-            parse_hardware(f"2x{typo}")
-        except RefusedError as error:
-            return error.problems[0].hint or ""
-        return None
-
-    names = [name for name in catalogue() if name.startswith(("rtx", "a1", "h1", "l4"))]
-    right, wrong = share_right(names, hint, lambda word, text: f"did you mean {word}?" in text, 150)
-    assert right >= 0.95, (right, wrong[:40])
-    short = [name.removeprefix("rtx-") for name in names]
-    assert all(find_gpu(name) is not None for name in short)
+    "inner command": (RECIPE_COMMANDS, lambda typo: command_hint(["recipes", typo]), "did you mean", 100, 0.95),
+    # qwen3-8b and qwen3-4b are one letter apart
+    "recipe": (SHORT_NAMES, lambda typo: refusal_hint(lambda: find_shipped(typo)), "did you mean {}?", 100, 0.9),
+    "hardware": (GPUS, lambda typo: refusal_hint(lambda: parse_hardware(f"2x{typo}")), "did you mean {}?", 150, 0.95),
+    # which GPU was meant nobody can tell from `cuda:x`
+    "device": (
+        ["cpu", "cuda:0", "cuda:1"],
+        lambda typo: refusal_hint(lambda: load_text(DEVICE.format(typo), "a.yaml")),
+        "did you mean {:.4}",
+        300,
+        0.95,
+    ),
+}
+"""Words, the hint for a misspelt one, what it says for the word, size of the sample, least share that is right."""
 
 
-def test_misspelt_devices() -> None:
-    def hint(typo: str) -> str | None:
-        try:
-            load_text(f"model: a/b\ndatasets: [{{path: x}}]\npipeline: {{devices: ['{typo}']}}\n", "a.yaml")
-        except RecipeError as error:
-            return error.problems[0].hint or ""
-        return None
+@pytest.mark.parametrize("kind", MISSPELT)
+def test_a_misspelt_word_gets_the_right_suggestion(kind: str) -> None:
+    """Over a sample of all edits."""
+    words, hint_of, expected, number, least = MISSPELT[kind]
+    pairs = [(word, typo) for word in words for typo in single_edits(word) if typo not in words]
+    pairs = random.Random(SEED).sample(pairs, min(number, len(pairs)))
+    tried = [(word, typo, hint) for word, typo in pairs if (hint := hint_of(typo)) is not None]
+    wrong = [f"{typo} for {word}: {hint}" for word, typo, hint in tried if expected.format(word) not in hint]
+    assert len(tried) > 50 and len(wrong) <= (1 - least) * len(tried), wrong[:40]
 
-    words = ["cpu", "cuda:0", "cuda:1"]
-    right, wrong = share_right(words, hint, lambda word, text: f"did you mean {word[:4]}" in text, 300)
-    assert right >= 0.95, (right, wrong[:40])  # which GPU was meant nobody can tell from `cuda:x`
+
+def test_gpus_are_known_by_their_short_names() -> None:
+    assert all(find_gpu(name.removeprefix("rtx-")) is not None for name in GPUS)
 
 
 # --- help -----------------------------------------------------------------------------------------------------------
@@ -138,9 +112,7 @@ def test_help_has_an_example_and_imports_little(command: str) -> None:
         "try: main()\n"
         "finally: print(len(sys.modules), *sorted(sys.modules), file=sys.stderr)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, env=child_environment(), timeout=60
-    )
+    done = python(program)
     assert done.returncode == 0, done.stderr
     assert not command or "Example: roundpipe " in done.stdout, done.stdout
     assert "[/" not in done.stdout and max(map(len, done.stdout.splitlines())) <= 100
@@ -164,18 +136,27 @@ def command_of(words: str) -> Any:
 
 
 @pytest.mark.parametrize("words", [*COMMANDS, *(f"recipes {name}" for name in RECIPE_COMMANDS)])
-def test_arguments_are_named_in_capitals(words: str) -> None:
-    """Half of the commands showed `{recipe} [overrides]`, the other half `{RECIPE} [KEY=VALUE]`."""
-    for param in command_of(words).params:
+def test_arguments_are_named_in_capitals_and_results_come_as_json_too(words: str) -> None:
+    """Half of the commands showed `{recipe} [overrides]`; `finetune`, `export` and `generate` printed words only."""
+    params = command_of(words).params
+    for param in params:
         if param.param_type_name == "argument":
             assert param.metavar is not None and param.metavar == param.metavar.upper(), param.name
+    assert any("--json" in param.opts for param in params) == (words not in {*NO_RESULT, "recipes"})
 
 
-@pytest.mark.parametrize("words", [*COMMANDS, *(f"recipes {name}" for name in RECIPE_COMMANDS)])
-def test_every_command_that_prints_results_prints_json(words: str) -> None:
-    """`finetune`, `export` and `generate` had words only."""
-    has_json = any("--json" in param.opts for param in command_of(words).params)
-    assert has_json == (words not in {*NO_RESULT, "recipes"})
+def test_a_restart_keeps_every_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Story: a run that started again without a lost device forgot `--verbose`."""
+    kept: dict[str, Any] = {}
+
+    def stop(again: Any, restarts: int) -> None:
+        kept.update(again.keywords)
+        raise RefusedError("enough is seen")
+
+    monkeypatch.setattr("roundpipe_cli.cli.finetune.restarting", stop)
+    switches = {param.opts[0] for param in command_of("finetune").params if getattr(param, "is_flag", False)}
+    assert call("finetune", "a.yaml", *switches)[0] == 2 and {"--verbose", "--resume", "--json"} <= switches
+    assert {*kept["words"]} == switches - {"--resume"} and kept["resume"] is True
 
 
 LONG_COMMANDS = ("finetune a", "plan a", "bench a", "bench --costs a", "data a", "doctor", "generate a b", "export a")
@@ -199,9 +180,7 @@ def test_a_long_command_says_its_first_line_at_once() -> None:
         "    try: main()\n"
         "    except SystemExit: pass\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, env=child_environment(), timeout=60
-    )
+    done = python(program)
     lines = done.stdout.splitlines()
     assert len(lines) == len(LONG_COMMANDS) and all(line.endswith(" ... []") for line in lines), done.stdout
 
@@ -228,16 +207,14 @@ def test_an_interrupt_before_a_run_has_handlers(
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_shell_completion(shell: str) -> None:
+def test_shell_completion(shell: str, tmp_path: Path) -> None:
     """The script that a shell sources, and what it gets for a word that is begun."""
-    environment = child_environment({"_ROUNDPIPE_COMPLETE": f"source_{shell}"})
-    source = subprocess.run(command_line(), capture_output=True, text=True, env=environment, timeout=60, check=True)
-    assert "_ROUNDPIPE_COMPLETE" in source.stdout
+    source = fresh(tmp_path, environment={"_ROUNDPIPE_COMPLETE": f"source_{shell}"}).expect(0)
+    assert "_ROUNDPIPE_COMPLETE" in source.out
     begun = {"COMP_WORDS": "roundpipe pl", "COMP_CWORD": "1", "_TYPER_COMPLETE_ARGS": "roundpipe pl"}
     begun |= {"_TYPER_COMPLETE_FISH_ACTION": "get-args", "_TYPER_COMPLETE_WORD_TO_COMPLETE": "pl"}
-    environment = child_environment({**begun, "_ROUNDPIPE_COMPLETE": f"complete_{shell}"})
-    words = subprocess.run(command_line(), capture_output=True, text=True, env=environment, timeout=60, check=False)
-    assert "plan" in words.stdout and "finetune" not in words.stdout
+    words = fresh(tmp_path, environment={**begun, "_ROUNDPIPE_COMPLETE": f"complete_{shell}"})
+    assert "plan" in words.out and "finetune" not in words.out
 
 
 def test_version_tells_torch_cuda_and_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,13 +238,7 @@ READMES = [
     ROOT / "scripts" / "MEASUREMENTS.md",
     ROOT / "recipes" / "GUIDE.md",
 ]
-RUN_HERE = (
-    "roundpipe recipes ls",
-    "roundpipe recipes show",
-    "roundpipe recipes keys",
-    "roundpipe recipes schema",
-    "roundpipe --version",
-)
+RUN_HERE = (*(f"roundpipe recipes {name}" for name in ("ls", "show", "keys", "schema")), "roundpipe --version")
 """Beginnings of commands that this file runs as they stand, unless they name a file of the user's."""
 RUN_ELSEWHERE = {
     "scripts/": "minutes: by hand, and scripts/test by .ci/run",
@@ -368,10 +339,8 @@ def test_links_and_tests_of_the_readmes_exist(page: Path) -> None:
 def test_every_script_is_on_the_page() -> None:
     """With what it is for and how long it takes; what scripts share too."""
     page = (ROOT / "scripts" / "README.md").read_text(encoding="utf-8")
-    scripts = [
-        path.name for path in (ROOT / "scripts").iterdir() if path.is_file() and path.suffix in ("", ".py", ".sh")
-    ]
-    assert [name for name in scripts if f"`{name}`" not in page] == []
+    scripts = [path for path in (ROOT / "scripts").iterdir() if path.is_file() and path.suffix in ("", ".py", ".sh")]
+    assert [path.name for path in scripts if f"`{path.name}`" not in page] == []
 
 
 @pytest.mark.parametrize("command", [one for one in ALL_COMMANDS if one.startswith("roundpipe ")])
@@ -392,8 +361,4 @@ def test_readme_commands_are_understood(command: str) -> None:
 
 @pytest.mark.parametrize("command", [one for one in ALL_COMMANDS if runs_here(one)])
 def test_readme_commands_run(command: str, tmp_path: Path) -> None:
-    done = subprocess.run(
-        command_line(*shlex.split(command)[1:]), cwd=tmp_path, env=child_environment({"HF_HUB_OFFLINE": "1"}),
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0 and done.stdout, done.stderr
+    assert fresh(tmp_path, *shlex.split(command)[1:], environment={"HF_HUB_OFFLINE": "1"}).expect(0).out

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -20,7 +19,7 @@ from typer.core import TyperGroup
 
 from roundpipe_cli import __version__
 from roundpipe_cli.choices import GGUF_TYPES
-from roundpipe_cli.cli.output import open_closed_streams, run_command, say, say_at_once
+from roundpipe_cli.cli.output import open_closed_streams, run_command, say, say_at_once, say_data
 from roundpipe_cli.errors import RefusedError, closest
 from roundpipe_cli.files import keep_private
 from roundpipe_cli.hub.ask import listen
@@ -31,12 +30,6 @@ KNOWN_TYPER = "0.29."
 """Versions whose way to convert values is known; older ones convert without pydantic, newer ones as they like."""
 PLAIN: Mapping[Any, Any] = {str: str, Path: Path, list[str]: list, int: int}
 """Types of options whose values need little check, with what makes these."""
-
-
-def add_commands(app: typer.Typer, short_helps: Mapping[str, str]) -> None:
-    """Register commands of a `LazyGroup` by name; the function of `NAME` is `roundpipe_cli.cli.NAME.NAME`."""
-    for name, short_help in short_helps.items():
-        app.command(name, short_help=short_help)(_stands_for_a_command)
 
 
 def _stands_for_a_command() -> None:
@@ -84,7 +77,7 @@ def with_gguf_type(words: Sequence[str]) -> list[str]:
 
 
 class LazyGroup(PlainGroup):
-    """A group made by `add_commands`: its help and its completion list names, and only one command is imported."""
+    """A group whose help and completion list names; only the command that is chosen is imported."""
 
     def loaded(self, command: Any) -> Any:
         """The command `roundpipe NAME`, imported."""
@@ -203,17 +196,12 @@ def _no_such_command(program: str, commands: list[str], words: Sequence[str]) ->
     word = next((word for word in words if not word.startswith("-")), "")
     is_top = program == "roundpipe"
     nearest = closest(word, [*commands, *(OTHER_NAMES if is_top else ())])
-    if nearest in OTHER_NAMES:
-        nearest = "finetune"
+    nearest = "finetune" if nearest in OTHER_NAMES else nearest
+    hint = f"did you mean {program} {nearest}?" if nearest else f"{program} --help"
     if is_top and word.endswith((".yaml", ".yml")):
         hint = f"roundpipe finetune {word}"
-    elif nearest:
-        hint = f"did you mean {program} {nearest}?"
-    else:
-        hint = f"{program} --help"
-    return RefusedError(
-        f"there is no command {f'{program} {word}'.removeprefix('roundpipe ')}", expected=", ".join(commands), hint=hint
-    )
+    what = f"there is no command {f'{program} {word}'.removeprefix('roundpipe ')}"
+    return RefusedError(what, expected=", ".join(commands), hint=hint)
 
 
 def _no_such_option(error: Any, program: str, words: Sequence[str]) -> RefusedError:
@@ -238,11 +226,7 @@ def _no_such_option(error: Any, program: str, words: Sequence[str]) -> RefusedEr
 
 
 def _typed_value(typed: str, words: Sequence[str]) -> str:
-    """The value that was typed for an option, as it was typed; `VALUE` where there is none.
-
-    Args:
-        typed: the word with the option.
-    """
+    """The value behind the option in the word `typed`, or in the next one; `VALUE` where there is none."""
     _, equals, value = typed.partition("=")
     if equals:
         return value
@@ -269,15 +253,13 @@ def _is_number(word: str) -> bool:
 
 # Output of `roundpipe --version`: this program, torch and what it was built for, the driver. Loads no torch.
 
-DRIVER_TIMEOUT_S = 10.0
-
 
 def version_lines() -> list[str]:
     """One line each for roundpipe, torch and driver."""
-    return [f"roundpipe {__version__}", torch_line(), driver_line()]
+    return [f"roundpipe {__version__}", _torch_line(), _driver_line()]
 
 
-def torch_line() -> str:
+def _torch_line() -> str:
     """torch's version and its CUDA, read from the file that its build writes."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
@@ -287,26 +269,22 @@ def torch_line() -> str:
     except OSError as error:
         return f"torch has no version file: {error.strerror}"
     found = dict(re.findall(r"^(\w+)(?:\s*:[^=]+)?\s*=\s*'([^']*)'", text, re.MULTILINE))
-    built_for = [f"{name} {found[key]}" for key, name in (("cuda", "CUDA"), ("hip", "ROCm")) if key in found]
-    return (
-        f"torch {found.get('__version__', 'of unknown version')}, built for {(built_for or ['the processor only'])[0]}"
-    )
+    names = (("cuda", "CUDA"), ("hip", "ROCm"))
+    built_for = next((f"{name} {found[key]}" for key, name in names if key in found), "the processor only")
+    return f"torch {found.get('__version__', 'of unknown version')}, built for {built_for}"
 
 
-def driver_line() -> str:
-    """The NVIDIA driver's version, asked of nvidia-smi."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return "driver: none (no nvidia-smi)"
-    query = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
+def _driver_line() -> str:
+    from roundpipe_cli.costs.machine import ask_nvidia_smi
+
     try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=DRIVER_TIMEOUT_S, check=False)
+        done = ask_nvidia_smi(["driver_version"])
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"driver: nvidia-smi does not answer ({type(error).__name__})"
-    lines = done.stdout.split()
-    if done.returncode or not lines:
-        return "driver: nvidia-smi finds no GPU"
-    return f"driver: NVIDIA {lines[0]}"
+    if done is None:
+        return "driver: none (no nvidia-smi)"
+    finds_none = done.returncode or not done.stdout.split()
+    return "driver: nvidia-smi finds no GPU" if finds_none else f"driver: NVIDIA {done.stdout.split()[0]}"
 
 
 COMMANDS = {
@@ -338,8 +316,6 @@ app = typer.Typer(
 
 def _version(value: bool) -> None:
     if value:
-        from roundpipe_cli.cli.output import say_data
-
         for line in version_lines():
             say_data(line)
         raise typer.Exit
@@ -355,7 +331,8 @@ def options(
     """Fine-tune language models larger than your GPUs, from one YAML recipe."""
 
 
-add_commands(app, COMMANDS)
+for _name, _text in COMMANDS.items():
+    app.command(_name, short_help=_text)(_stands_for_a_command)
 
 
 def _interrupt_once() -> None:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from roundpipe_cli.choices import BOUND_SCHEDULES, ScheduleName
-from roundpipe_cli.cli.bench_results import bench_document, directions
 from roundpipe_cli.cli.output import say, say_json
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.units import counted, format_seconds
@@ -45,12 +44,10 @@ def bench(
         str | None, typer.Option(help="Backward stages as JSON, the one with the head first (roundpipe only).")
     ] = None,
     steps: Annotated[
-        int | None,
-        typer.Option(help="Chained optimizer steps: 1, or an even number. Default: 1."),
+        int | None, typer.Option(help="Chained optimizer steps: 1, or an even number. Default: 1.")
     ] = None,
     staleness: Annotated[
-        int | None,
-        typer.Option(min=0, max=1, help="Updates that the weights of a step lag, simulated. Default: 0."),
+        int | None, typer.Option(min=0, max=1, help="Updates that the weights of a step lag, simulated. Default: 0.")
     ] = None,
     accounting: Annotated[str, typer.Option(help="default, or published: no transfers, no optimizer.")] = "default",
     hardware: Annotated[str | None, typer.Option(help="With a recipe: hardware such as 8x4090.")] = None,
@@ -76,13 +73,11 @@ def bench(
             **{"--forward-stages": forward_stages, "--backward-stages": backward_stages, "--hardware": hardware},
             **{"--accounting": None if accounting == "default" else accounting, "--svg": svg},
         }
-        named = [flag for flag, value in for_simulation.items() if value is not None]
+        named = _to_run(recipe, costs, [flag for flag, value in for_simulation.items() if value is not None])
         plain = json_output or no_dashboard
-        run_for_real(
-            _to_run(recipe, costs, named), overrides or [], schedule, repetitions, json_output=json_output, plain=plain
-        )
+        run_for_real(named, overrides or [], schedule, repetitions, json_output=json_output, plain=plain)
         return
-    from roundpipe_cli.cli.bench_options import CaseFlags, asked_cuts
+    from roundpipe_cli.cli.bench_options import CaseFlags, asked_cuts, bench_document
     from roundpipe_cli.planning.answers import Answers
     from roundpipe_cli.planning.compare import check_case, run
 
@@ -95,11 +90,12 @@ def bench(
 
         asked = as_planned(request, schedule, answers)
     else:
-        cuts = asked_cuts(schedule, forward_stages, backward_stages, question)
-        cases = [_case_for(name, question) for name, _ in cuts]
-        asked = [
-            (name, cut or _known_cut(name, case, answers), case) for (name, cut), case in zip(cuts, cases, strict=True)
-        ]
+        from roundpipe_cli.schedule.builders import Options
+
+        asked, bound = [], replace(question, options=Options())  # only roundpipe deals out its stages as a recipe says
+        for name, cut in asked_cuts(schedule, forward_stages, backward_stages, question):
+            case = bound if name in BOUND_SCHEDULES else question
+            asked.append((name, cut or _known_cut(name, case, answers), case))
         if request:
             say("note: with these flags no weights stay on GPUs, as `weight_cache: auto` would have them")
     results = [_known_result(*one, answers) if svg is None else run(*one) for one in asked]
@@ -110,14 +106,7 @@ def bench(
     if json_output:
         say_json(bench_document(question, results), indent=None)
     else:
-        _print_table(question, results, _search_words(forward_stages, question))
-
-
-def _case_for(name: ScheduleName, question: SimulationCase) -> SimulationCase:
-    """The case of one schedule: only roundpipe deals out its stages as the recipe says."""
-    from roundpipe_cli.schedule.builders import Options
-
-    return replace(question, options=Options()) if name in BOUND_SCHEDULES else question
+        _print_table(question, results, forward_stages)
 
 
 def _known_result(name: str, cut: StageCut, case: SimulationCase, answers: Answers) -> Result:
@@ -134,7 +123,6 @@ def _known_result(name: str, cut: StageCut, case: SimulationCase, answers: Answe
 
 
 def _known_cut(name: ScheduleName, case: SimulationCase, answers: Answers) -> StageCut:
-    """The planner's stages."""
     from roundpipe_cli.planning.answers import cut_document, cut_from
     from roundpipe_cli.planning.choose import choose
 
@@ -148,11 +136,7 @@ def _known_cut(name: ScheduleName, case: SimulationCase, answers: Answers) -> St
 
 
 def _to_run(recipe: str | None, costs: Path | None, for_simulation: list[str]) -> str:
-    """The recipe that `--run` carries out.
-
-    Raises:
-        RefusedError: none is given, or costs, which only emulated devices can carry out, or flags of a simulation.
-    """
+    """The recipe that `--run` carries out; refuses a costs file, which is only simulated, and flags of that."""
     if costs is not None:
         raise RefusedError(
             "--run carries out a recipe; a costs file is only simulated",
@@ -190,19 +174,12 @@ def _question(
         return case_of_costs(costs_file, flags), None
     assert recipe is not None
     from roundpipe_cli.cli.bench_recipe import request_of
-
-    request = request_of(recipe, overrides, hardware)
-    return flags.applied_to(_case_of(request)), request
-
-
-def _case_of(request: PlanRequest) -> SimulationCase:
-    """The case that a recipe describes: costs, workers and microbatches."""
     from roundpipe_cli.planning.predict import stage_case
 
-    host_s = request.analytic.host_s(request.settings.num_microbatches)
-    if host_s:
+    request = request_of(recipe, overrides, hardware)
+    if host_s := request.analytic.host_s(request.settings.num_microbatches):
         say(f"note: Python takes {format_seconds(host_s)} a step to start the operators; no step is faster")
-    return stage_case(request)
+    return flags.applied_to(stage_case(request)), request
 
 
 def _write_svg(path: Path, question: SimulationCase, machine: str, results: list[Result]) -> None:
@@ -215,31 +192,20 @@ def _write_svg(path: Path, question: SimulationCase, machine: str, results: list
         rows.append((title, result.timeline))
     basis = f" with the costs of {machine}" if machine else ""
     note = f"simulated{basis}, {question.accounting} accounting, one step"
-    text = svg_picture(rows, heading=_case_words(question), note=note)
-    write_named(path, text)
+    write_named(path, svg_picture(rows, heading=_case_words(question), note=note))
 
 
 def _print_whole(table: Table) -> None:
     """Print a table with whole figures: without its last column where the terminal is too narrow for all."""
     from rich.console import Console
 
-    console = Console()
-    if not _fits(table, console.width):
+    console, wide = Console(), Console(width=1000)
+    if wide.measure(table).maximum > console.width:
         table.columns.pop()
         say("note: the terminal is too narrow for the parts of a bubble; --json has them")
-    if not _fits(table, console.width):
-        console = Console(width=_MOST_COLUMNS)  # wrapped lines are better than cut figures
-        table.title = None
+    if wide.measure(table).maximum > console.width:
+        console, table.title = wide, None  # wrapped lines are better than cut figures
     console.print(table)
-
-
-_MOST_COLUMNS = 1000
-
-
-def _fits(table: Table, width: int) -> bool:
-    from rich.console import Console
-
-    return Console(width=_MOST_COLUMNS).measure(table).maximum <= width
 
 
 def _case_words(question: SimulationCase) -> str:
@@ -247,33 +213,23 @@ def _case_words(question: SimulationCase) -> str:
     return f"{question.costs.name}: {workers}, {microbatches}"
 
 
-def _search_words(forward_stages: str | None, question: SimulationCase) -> str:
-    """How the stages were found, for the table's title."""
-    if forward_stages is not None:
-        return "given stages"
-    return "full search" if question.limits is None else "quick search, as by plan"
-
-
-def _print_table(question: SimulationCase, results: list[Result], search: str) -> None:
+def _print_table(question: SimulationCase, results: list[Result], forward_stages: str | None) -> None:
     from rich.table import Table
 
-    table = Table(
-        title=f"{_case_words(question)}, simulated ({question.accounting} accounting, {search})",
-        title_justify="left",
-        box=None,
-        pad_edge=False,
-    )
+    search = "full search" if question.limits is None else "quick search, as by plan"
+    found = search if forward_stages is None else "given stages"
+    title = f"{_case_words(question)}, simulated ({question.accounting} accounting, {found})"
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     table.add_column("schedule", no_wrap=True)
     for heading in ("stages", "makespan", "step", "bubble", "  fill switch  drain steady"):
         table.add_column(heading, justify="right", no_wrap=True)
     best = min(results, key=lambda result: result.step_s) if len(results) > 1 else None
     for result in results:
-        stages = [sum(last >= first for first, last in ranges) for ranges in directions(result)]
-        parts = result.parts
+        parts, both = result.parts, (result.schedule.forward_stages, result.schedule.backward_stages)
         shares = (parts.fill, parts.switch, parts.drain, parts.steady)
         table.add_row(
             f"{result.schedule.name}{_dealing_words(result.dealing)}",
-            f"{stages[0]}+{stages[1]}",
+            "+".join(str(sum(last >= first for first, last in stages)) for stages in both),
             format_seconds(result.makespan_s),
             format_seconds(result.step_s),
             f"{100 * parts.ratio:.1f} %",
@@ -299,12 +255,12 @@ def _num_idle(result: Result) -> int:
     """Workers that get no layer of the model."""
     from roundpipe_cli.schedule.actions import Kind
 
-    forward, backward = directions(result)
+    schedule = result.schedule
     held = {
         action.worker
-        for row in result.schedule.actions
+        for row in schedule.actions
         for action in row
-        for first, last in [(forward if action.kind is Kind.FORWARD else backward)[action.stage]]
-        if last >= first
+        for stages in [schedule.forward_stages if action.kind is Kind.FORWARD else schedule.backward_stages]
+        if stages[action.stage][1] >= stages[action.stage][0]
     }
-    return result.schedule.num_workers - len(held)
+    return schedule.num_workers - len(held)

@@ -1,4 +1,4 @@
-"""The flags of `roundpipe bench` that say what is simulated: their checks and their effect on the case."""
+"""The flags of `roundpipe bench` that say what is simulated: their checks and effect on the case; results as JSON."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from roundpipe_cli.choices import BOUND_SCHEDULES, CHUNK_SCHEDULES, SCHEDULE_KINDS, SCHEDULES, ScheduleName
 from roundpipe_cli.costs.cost import load_costs
 from roundpipe_cli.errors import RefusedError, closest
 from roundpipe_cli.planning.choose import in_long_rounds
-from roundpipe_cli.planning.compare import SimulationCase, StageCut
+from roundpipe_cli.planning.compare import Result, SimulationCase, StageCut
 from roundpipe_cli.schedule.builders import schedule_name
 
 MAX_WORKERS, MAX_MICROBATCHES, MAX_STEPS = 256, 20_000, 1000
@@ -41,13 +42,11 @@ class CaseFlags:
         ):
             if value is not None and value > most:
                 raise RefusedError(f"{flag} is too large to simulate", found=str(value), expected=f"at most {most}")
-        if self.accounting in ("default", "published"):
-            return
-        nearest = closest(self.accounting, ["default", "published"])
-        hint = f"did you mean {nearest}?" if nearest else None
-        raise RefusedError(
-            "unknown accounting", found=repr(self.accounting), expected="default or published", hint=hint
-        )
+        if self.accounting not in ("default", "published"):
+            nearest = closest(self.accounting, ["default", "published"])
+            hint = f"did you mean {nearest}?" if nearest else None
+            found, expected = repr(self.accounting), "default or published"
+            raise RefusedError("unknown accounting", found=found, expected=expected, hint=hint)
 
     def counts(self) -> tuple[int, int]:
         """Workers and microbatches, which a costs file does not contain.
@@ -55,16 +54,12 @@ class CaseFlags:
         Raises:
             RefusedError: one of them is not given.
         """
+        if self.workers is not None and self.microbatches is not None:
+            return self.workers, self.microbatches
         given = (("--workers", self.workers), ("--microbatches", self.microbatches))
-        missing = [flag for flag, value in given if value is None]
-        if missing:
-            raise RefusedError(
-                f"{' and '.join(missing)} missing",
-                expected="both, beside --costs",
-                hint="--workers 8 --microbatches 16",
-            )
-        assert self.workers is not None and self.microbatches is not None
-        return self.workers, self.microbatches
+        missing = " and ".join(flag for flag, value in given if value is None)
+        hint = "--workers 8 --microbatches 16"
+        raise RefusedError(f"{missing} missing", expected="both, beside --costs", hint=hint)
 
     def applied_to(self, case: SimulationCase) -> SimulationCase:
         """The case with the flags' values in place of its own."""
@@ -108,9 +103,8 @@ def asked_cuts(
     names = list(dict.fromkeys(schedule_name(name) for name in schedules or known))
     if forward is None:
         if backward is not None:
-            raise RefusedError(
-                "--backward-stages without --forward-stages", hint="give both, or none to have them planned"
-            )
+            hint = "give both, or none to have them planned"
+            raise RefusedError("--backward-stages without --forward-stages", hint=hint)
         return [(name, None) for name in names]
     forward_ranges = _stages("--forward-stages", forward)
     backward_ranges = _stages("--backward-stages", backward) if backward is not None else ()
@@ -146,3 +140,23 @@ def _stages(flag: str, text: str) -> tuple[tuple[int, int], ...]:
         shown = text if len(text) <= 60 else text[:57] + "..."
         raise RefusedError(f"{flag} is not a list of ranges", found=shown, expected=_RANGES, hint=_RANGES_HINT)
     return tuple((first, last) for first, last in data)
+
+
+def bench_document(question: SimulationCase, results: list[Result]) -> dict[str, Any]:
+    """The document that `--json` prints. Seconds; the four parts sum to the bubble ratio."""
+    counts = {"workers": question.num_workers, "microbatches": question.num_microbatches}
+    return {**counts, "results": [entry(result) for result in results]}
+
+
+def entry(result: Result) -> dict[str, Any]:
+    """One schedule's simulated figures as `--json` prints them."""
+    return {
+        "schedule": result.schedule.name,
+        "round": result.microbatches_per_round,
+        "makespan_s": result.makespan_s,
+        "bubble_ratio": result.parts.ratio,
+        **{part: getattr(result.parts, part) for part in ("fill", "switch", "drain", "steady")},
+        "step_s": result.step_s,
+        "forward_stages": [list(stage) for stage in result.schedule.forward_stages],
+        "backward_stages": [list(stage) for stage in result.schedule.backward_stages],
+    }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from roundpipe_cli.choices import BOUND_SCHEDULES, CHUNK_SCHEDULES, SCHEDULES, ScheduleName
-from roundpipe_cli.cli.bench_results import entry
+from roundpipe_cli.cli.bench_options import entry
 from roundpipe_cli.cli.output import build_counts, quiet_libraries, say, say_json
 from roundpipe_cli.events import Event, StepFinished
 from roundpipe_cli.planning.answers import Answers
@@ -72,13 +72,8 @@ def run_for_real(
         )
     if json_output:
         rows = [{**entry(item.predicted), **_measured(item)} for item in comparison.schedules]
-        document = {
-            "workers": len(comparison.devices),
-            "microbatches": comparison.num_microbatches,
-            "results": rows,
-            "keep": keep_lines(comparison),
-        }
-        say_json(document, indent=None)
+        counts = {"workers": len(comparison.devices), "microbatches": comparison.num_microbatches}
+        say_json({**counts, "results": rows, "keep": keep_lines(comparison)}, indent=None)
     else:
         _print(comparison, repetitions)
 
@@ -115,13 +110,9 @@ def _print(comparison: Comparison, repetitions: int) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(
-        title=f"{', '.join(comparison.devices)}; {comparison.num_microbatches} microbatches; "
-        f"medians of {repetitions} alternating rounds",
-        title_justify="left",
-        box=None,
-        pad_edge=False,
-    )
+    basis = f"{', '.join(comparison.devices)}; {comparison.num_microbatches} microbatches"
+    title = f"{basis}; medians of {repetitions} alternating rounds"
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     table.add_column("schedule", no_wrap=True)
     for heading in ("tokens/s", "step", "predicted", "off", "bubble", "memory"):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -145,9 +136,8 @@ def _print(comparison: Comparison, repetitions: int) -> None:
         second = max(others, key=lambda item: item.tokens_per_s)
         gain = 100 * (best.tokens_per_s / second.tokens_per_s - 1)
         console.print(f"{best.name} is the fastest here, {gain:.1f} % before {second.name}; all losses agree.")
-    lines = keep_lines(comparison)["pipeline"]
     console.print("To keep it:\n\npipeline:", soft_wrap=True)
-    for key, value in lines.items():
+    for key, value in keep_lines(comparison)["pipeline"].items():
         console.print(f"  {key}: {value}", soft_wrap=True, highlight=False, markup=False)
 
 

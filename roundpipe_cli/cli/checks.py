@@ -6,7 +6,6 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
-import shutil
 import subprocess
 import sys
 import time
@@ -19,23 +18,9 @@ from packaging.version import InvalidVersion, Version
 
 from roundpipe_cli import __version__
 from roundpipe_cli.choices import FAST_KERNELS, OPTIMIZERS
+from roundpipe_cli.costs import machine
 from roundpipe_cli.costs.find_model import shipped_figures
 from roundpipe_cli.costs.hardware import ASSUMED_HOST_MEMORY_BYTES_PER_S
-from roundpipe_cli.costs.machine import (
-    LOCKED_ON_WSL,
-    SWITCH,
-    SYS,
-    cpu_devices,
-    free_disk_bytes,
-    host_layout,
-    host_memory,
-    is_wsl,
-    lost_devices,
-    num_cores,
-    processor_name,
-    this_machine,
-    visible_gpus,
-)
 from roundpipe_cli.hub.ask import hub_answers, is_offline
 from roundpipe_cli.planning.reach import SEQUENCE, Reach, reach_of
 from roundpipe_cli.train.floors import FLOORS, WORKING_FLOORS
@@ -103,11 +88,11 @@ def all_checks(*, offline: bool) -> Iterator[Check]:
 
 def trainable_checks() -> Iterator[Check]:
     """Report what this machine can train, by the memory model: its largest models, and what bars larger ones."""
-    gpus, notes = visible_gpus()
-    devices = gpus or cpu_devices(2)
-    machine = this_machine(devices, "this machine", notes, Path("outputs"))
-    free = min(machine.host_memory_bytes, host_memory().available_bytes)
-    for reach in reach_of(replace(machine, host_memory_bytes=free)):
+    gpus, notes = machine.visible_gpus()
+    devices = gpus or machine.cpu_devices(2)
+    here = machine.this_machine(devices, "this machine", notes, Path("outputs"))
+    free = min(here.host_memory_bytes, machine.host_memory().available_bytes)
+    for reach in reach_of(replace(here, host_memory_bytes=free)):
         models = ", ".join(f"{one.name} at most {one.most_tokens_per_s:,.0f} tokens/s" for one in reach.models)
         limit = f"; too large: {reach.too_large} ({reach.reason})" if reach.too_large else ""
         fix = remedy(reach) if reach.reason else None
@@ -115,9 +100,8 @@ def trainable_checks() -> Iterator[Check]:
         yield Check(name, "good" if models else "note", f"{models or 'no model of the table'}{limit}", fix)
     settings = f"max_seq_length {SEQUENCE}, micro_batch_size 1, {format_bytes(free)} of host memory"
     bound = "at most: an upper bound, as if workers never waited; `roundpipe plan` predicts"
-    yield Check(
-        "largest, basis", "good", f"of the {len(shipped_figures())} models in the tool's table, at {settings}; {bound}"
-    )
+    found = f"of the {len(shipped_figures())} models in the tool's table, at {settings}; {bound}"
+    yield Check("largest, basis", "good", found)
 
 
 def remedy(reach: Reach) -> str:
@@ -163,26 +147,18 @@ def version_check(name: str, version: str, floor: str) -> Check:
 
 def _driver() -> tuple[list[list[str]], Check]:
     """One row of nvidia-smi for each GPU, and the check of the driver."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
+    try:
+        answer = machine.ask_nvidia_smi(_SMI_FIELDS, timeout_s=20.0)
+    except (OSError, subprocess.SubprocessError) as error:
+        return [], Check("driver", "note", f"nvidia-smi does not answer: {error}", "reboot, or reinstall the driver")
+    if answer is None:
         found = "none: no nvidia-smi here, or none that this container may use; training runs on the processor"
         fix = "install the driver, or start the container with --gpus all" if _has_nvidia_card() else None
         return [], Check("driver", "note", found, fix)
-    try:
-        answer = subprocess.run(  # fixed arguments, no shell
-            [program, f"--query-gpu={','.join(_SMI_FIELDS)}", "--format=csv,noheader,nounits"],
-            capture_output=True,
-            text=True,
-            timeout=20,
-            check=False,
-        )
-    except (OSError, subprocess.SubprocessError) as error:
-        return [], Check("driver", "note", f"nvidia-smi does not answer: {error}", "reboot, or reinstall the driver")
     if answer.returncode != 0:
         words = (answer.stdout + answer.stderr).strip().splitlines()
         return [], Check("driver", "note", f"nvidia-smi: {words[0] if words else 'failed'}", "reinstall the driver")
-    rows = [[cell.strip() for cell in line.split(",")] for line in answer.stdout.splitlines()]
-    rows = [row for row in rows if len(row) == len(_SMI_FIELDS)]
+    rows = machine.smi_rows(answer, _SMI_FIELDS)
     return rows, Check("driver", "good", f"NVIDIA {rows[0][0]}" if rows else "no GPU listed")
 
 
@@ -206,12 +182,12 @@ def _torch(num_listed: int) -> tuple[Check, int]:
         from roundpipe_cli.engine.backends import cuda
 
         version = str(torch.__version__)
-        built_for = f"CUDA {torch.version.cuda}" if torch.version.cuda else None
-        built_for = built_for or (f"ROCm {torch.version.hip}" if torch.version.hip else "the processor only")
+        built_for = f"ROCm {torch.version.hip}" if torch.version.hip else "the processor only"
+        built_for = f"CUDA {torch.version.cuda}" if torch.version.cuda else built_for
         num_gpus = cuda.num_devices()
     except Exception as error:  # a broken installation may raise anything
         return Check("torch build", "fails", f"cannot be loaded: {error}", "pip install --force-reinstall torch"), 0
-    found = f"{version}, for {built_for}, sees {num_gpus} GPU{'' if num_gpus == 1 else 's'}"
+    found = f"{version}, for {built_for}, sees {counted(num_gpus, 'GPU')}"
     if num_listed > num_gpus:
         mends = "a driver as new as that CUDA" if torch.version.cuda else "a build for CUDA: see pytorch.org"
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -231,7 +207,7 @@ def _gpus(rows: list[list[str]]) -> Iterator[Check]:
 
 def _lost() -> Iterator[Check]:
     """The newest losses of devices, one for each device."""
-    newest = {text.split(" ", 1)[0]: (time_s, text) for time_s, text in lost_devices()}
+    newest = {text.split(" ", 1)[0]: (time_s, text) for time_s, text in machine.lost_devices()}
     for time_s, text in newest.values():
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(time_s))
         fix = "look at its power, cooling, riser and `dmesg | grep Xid`; pipeline.devices leaves it out"
@@ -243,8 +219,9 @@ def _lost() -> Iterator[Check]:
 def _workers(num_gpus: int) -> Check:
     if num_gpus:
         return Check("workers", "good", ", ".join(f"cuda:{index}" for index in range(num_gpus)))
-    cores = num_cores()
-    found = f"no GPU: two CPU workers, {max(1, cores // 2)} of {cores} cores each ({processor_name() or 'processor'}); "
+    cores = machine.num_cores()
+    name = machine.processor_name() or "processor"
+    found = f"no GPU: two CPU workers, {max(1, cores // 2)} of {cores} cores each ({name}); "
     found += "up to 2B parameters, larger models only where pipeline.devices names them"
     return Check("workers", "note", found)
 
@@ -294,13 +271,14 @@ def _update(num_gpus: int) -> Check:
 def _locking(num_gpus: int) -> Check:
     if not num_gpus:
         return Check("page-locking", "good", "CPU workers need none")
-    if not is_wsl():
+    if not machine.is_wsl():
         return Check("page-locking", "good", "no limit known; a run says where it is refused")
-    return Check("page-locking", "note", f"{LOCKED_ON_WSL}: the rest is copied through little of it, which is slower")
+    found = f"{machine.LOCKED_ON_WSL}: the rest is copied through little of it, which is slower"
+    return Check("page-locking", "note", found)
 
 
 def _memory() -> Check:
-    memory = host_memory()
+    memory = machine.host_memory()
     limit = "" if memory.limited_by == "the machine" else f", limited by {memory.limited_by}"
     found = f"{format_bytes(memory.available_bytes)} free of {format_bytes(memory.total_bytes)}{limit}"
     if memory.available_bytes < LEAST_HOST_BYTES:
@@ -313,7 +291,7 @@ def _memory() -> Check:
 
 def _host_layout() -> Iterator[Check]:
     """NUMA nodes, over which weights are spread, and pages of 2 MiB."""
-    layout = host_layout()
+    layout = machine.host_layout()
     if len(layout.nodes) > 1:
         nodes = ", ".join(map(str, layout.nodes))
         yield Check("memory nodes", "good", f"NUMA nodes {nodes}: weights are spread over all of them")
@@ -321,7 +299,8 @@ def _host_layout() -> Iterator[Check]:
         yield Check("large pages", "good", f"of 2 MiB, given to weights ({layout.huge_pages})")
     elif layout.huge_pages is not None:
         found = f"of 2 MiB, not given ({layout.huge_pages}); updates of full fine-tuning are slower"
-        yield Check("large pages", "note", found, f"as root, until the next start: echo madvise > {SYS / SWITCH}")
+        switch = machine.SYS / machine.SWITCH
+        yield Check("large pages", "note", found, f"as root, until the next start: echo madvise > {switch}")
 
 
 def _disk() -> Iterator[Check]:
@@ -330,14 +309,13 @@ def _disk() -> Iterator[Check]:
         ("disk, outputs", Path("outputs"), "output_dir=/another/disk for checkpoints"),
         ("disk, models", cache, "HF_HOME=/another/disk for downloaded models"),
     ):
-        free = free_disk_bytes(folder)
+        free = machine.free_disk_bytes(folder)
         if free is None:
             yield Check(name, "note", f"{folder}: not known")
+        elif free < LOW_DISK_BYTES:
+            yield Check(name, "note", f"{format_bytes(free)} free for {folder}", fix)
         else:
-            low = free < LOW_DISK_BYTES
-            yield Check(
-                name, "note" if low else "good", f"{format_bytes(free)} free for {folder}", fix if low else None
-            )
+            yield Check(name, "good", f"{format_bytes(free)} free for {folder}")
 
 
 def _hub(offline: bool) -> Iterator[Check]:

@@ -111,11 +111,7 @@ Name = TypeVar("Name", bound=str)
 
 
 def _chosen(flag: str, name: str | None, known: Sequence[Name], what: str) -> Name | None:
-    """The one of `known` that a flag names, in capitals or without its dash too.
-
-    Raises:
-        RefusedError: it names none.
-    """
+    """The one of `known` that a flag names, in capitals or without its dash too."""
     if name is None:
         return None
     plain = name.lower().replace("-", "").replace("_", "")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from roundpipe_cli.cli.output import go_offline, quiet_libraries, say, say_data, say_json
-from roundpipe_cli.units import counted
+from roundpipe_cli.units import counted, escape_controls
 
 if TYPE_CHECKING:
     from roundpipe_cli.data.describe import Fill, RowSample
@@ -83,14 +83,8 @@ def _look(loaded: LoadedRecipe, offline: bool) -> DataView:
     from roundpipe_cli.train.prepare.setup import mix_of, read_rows
 
     recipe = loaded.recipe
-    source = resolve_model(
-        recipe.model,
-        revision=recipe.revision,
-        recipe_folder=loaded.folder,
-        offline=offline,
-        weights=False,
-        tell=LinePrinter(1),
-    )
+    ways: dict[str, Any] = {"offline": offline, "weights": False, "tell": LinePrinter(1)}
+    source = resolve_model(recipe.model, revision=recipe.revision, recipe_folder=loaded.folder, **ways)
     tokenizer, new = load_with_tokens(source, recipe.add_tokens)
     dataset, rejected = read_rows(loaded, tokenizer, offline, say)
     dataset = replace(dataset, notices=(*dataset.notices, *new.describe(dataset.rows)))
@@ -178,13 +172,11 @@ def _show_samples(shown: Sequence[RowSample]) -> None:
         num_trained = sum(piece.num_tokens for piece in sample.pieces if piece.trained)
         marks = "trained in green" if has_colour else "trained between [[ and ]]"
         kind = f"{sample.kind} row" if sample.answer is None else f"{sample.kind} pair, {sample.answer}"
-        head = f"{kind}: {sample.where}, {len(sample.input_ids)} tokens, {num_trained} {marks}"
-        say_data("")
-        say_data(head)
+        say_data(f"\n{kind}: {sample.where}, {len(sample.input_ids)} tokens, {num_trained} {marks}")
         left = MAX_SAMPLE_CHARACTERS
         text = Text()
         for piece in sample.pieces:
-            part = _safe(piece.text[:left])
+            part = escape_controls(piece.text[:left], kept="\n")
             left -= len(piece.text[:left])
             if has_colour:
                 text.append(part, style="green" if piece.trained else "dim")
@@ -197,8 +189,3 @@ def _show_samples(shown: Sequence[RowSample]) -> None:
             console.print(text)
         else:
             say_data(text.plain)
-
-
-def _safe(text: str) -> str:
-    """Control characters but line ends escaped, so that no row can steer the terminal."""
-    return "".join(c if c == "\n" or c.isprintable() else c.encode("unicode_escape").decode() for c in text)

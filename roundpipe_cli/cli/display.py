@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from roundpipe_cli.cli.output import say, say_at_once
+from roundpipe_cli.cli.output import has_codes, say, say_at_once
 from roundpipe_cli.errors import StoppedError
 from roundpipe_cli.events import Event, Notice, RunFinished, RunStarted, RunStopped, Tell, run_clock
 
@@ -27,10 +27,8 @@ MAX_NOTICES = 30
 
 def is_terminal() -> bool:
     """Whether both outputs are a terminal that this program may paint on now."""
-    if os.environ.get("TERM", "") in ("", "dumb"):
-        return False
     try:
-        return os.isatty(1) and os.isatty(2) and os.tcgetpgrp(1) == os.getpgrp()
+        return has_codes() and os.isatty(1) and os.isatty(2) and os.tcgetpgrp(1) == os.getpgrp()
     except OSError:
         return False
 
@@ -81,9 +79,7 @@ class Display:
 
         def leave(state: DashboardState) -> str:
             self._asked_by_key = True
-            with contextlib.suppress(OSError):
-                os.kill(os.getpid(), signal.SIGINT)
-            return ""
+            return _interrupt()
 
         return KeyBinding("quit", leave)
 
@@ -155,6 +151,13 @@ class Display:
         return live
 
 
+def _interrupt() -> str:
+    """Do as Ctrl-C does, without a message for the screen."""
+    with contextlib.suppress(OSError):
+        os.kill(os.getpid(), signal.SIGINT)
+    return ""
+
+
 def training_keys(signals: StopSignals) -> dict[str, KeyBinding]:
     """The keys: pause after the step, save now, quit with a checkpoint."""
     from roundpipe_cli.dashboard.live import KeyBinding
@@ -171,10 +174,9 @@ def training_keys(signals: StopSignals) -> dict[str, KeyBinding]:
 
     def leave(state: DashboardState) -> str:
         """Quit as the first Ctrl-C does; pressed again it does nothing."""
-        if signals.requested is None:
-            signals.asked_by_key = True
-            with contextlib.suppress(OSError):
-                os.kill(os.getpid(), signal.SIGINT)
-        return ""
+        if signals.requested is not None:
+            return ""
+        signals.asked_by_key = True
+        return _interrupt()
 
     return {"p": KeyBinding("pause", pause), "s": KeyBinding("save", save), "q": KeyBinding("quit", leave)}

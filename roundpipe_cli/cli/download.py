@@ -80,64 +80,44 @@ def _fetch_for(loaded: LoadedRecipe, *, offline: bool) -> dict[str, Any]:
 
 def _fetch(model: str, revision: str | None, *, offline: bool, folder: Path | None = None) -> dict[str, Any]:
     from roundpipe_cli.cli.lines import LinePrinter
-    from roundpipe_cli.hub.download import find_listing
-    from roundpipe_cli.model.files.source import fetch_configuration, is_hub_model, resolve_model
+    from roundpipe_cli.hub.download import find_listing, missing_bytes, missing_files
+    from roundpipe_cli.model.files.source import fetch_configuration, is_hub_model, resolve_model, small_files
 
     place, tell = folder or Path.cwd(), LinePrinter(1)
     fetched: dict[str, Any] = {"fetched_bytes": 0, "fetched_files": []}
     if is_hub_model(model, place):
         try:
             listing = find_listing(model, revision, offline=offline, tell=lambda text: tell(Notice(text)))
-            fetched = _expected(listing)
+            names = small_files(listing)
+            fetched = {"fetched_bytes": missing_bytes(listing, names), "fetched_files": missing_files(listing, names)}
             small = fetch_configuration(listing, tell)
             fetched = _announce(listing, small, fetched)
         except UnreachableError:
             pass  # `resolve_model` looks in the cache, and says so
     source = resolve_model(model, revision=revision, recipe_folder=place, offline=offline, tell=tell)
-    files = {path.relative_to(source.folder).as_posix(): path.stat().st_size for path in _files(source.folder)}
-    return {"model": model, "revision": revision, "commit": source.commit, "folder": str(source.folder)} | {
-        "files": files,
-        "total_bytes": sum(files.values()),
-        **fetched,
-    }
-
-
-def _check_configuration(name: str, folder: Path) -> None:
-    """Refuse what no run could train, before its weights are fetched. Loads torch."""
-    from roundpipe_cli.cli.output import quiet_libraries
-    from roundpipe_cli.model.files.source import ModelSource
-    from roundpipe_cli.model.load import load_config
-
-    quiet_libraries()
-    load_config(ModelSource(name, folder))
-
-
-def _expected(listing: Listing) -> dict[str, Any]:
-    from roundpipe_cli.hub.download import missing_bytes, missing_files
-    from roundpipe_cli.model.files.source import small_files
-
-    names = small_files(listing)
-    return {"fetched_bytes": missing_bytes(listing, names), "fetched_files": missing_files(listing, names)}
+    paths = [path for path in sorted(source.folder.rglob("*")) if path.is_file()]
+    files = {path.relative_to(source.folder).as_posix(): path.stat().st_size for path in paths}
+    found = {"model": model, "revision": revision, "commit": source.commit, "folder": str(source.folder)}
+    return {**found, "files": files, "total_bytes": sum(files.values()), **fetched}
 
 
 def _announce(listing: Listing, folder: Path, small: dict[str, Any]) -> dict[str, Any]:
-    """Say what is going to be fetched, and how much of it is here."""
+    """Say what is going to be fetched, and how much of it is here; refuse what no run could train."""
     from roundpipe_cli.hub.download import missing_bytes, missing_files
-    from roundpipe_cli.model.files.source import small_files, weight_files
+    from roundpipe_cli.model.files.source import ModelSource, small_files, weight_files
 
     weights = weight_files(listing, folder)
     names = [*small_files(listing), *weights]
     missing, total = missing_files(listing, weights), listing.num_bytes(names)
     left = missing_bytes(listing, weights)
     if missing:
-        _check_configuration(listing.repository.name, folder)
+        from roundpipe_cli.model.load import load_config  # loads torch
+
+        quiet_libraries()
+        load_config(ModelSource(listing.repository.name, folder))
     say(f"{listing.repository.name} at commit {listing.commit}: {counted(len(names), 'file')}, {format_bytes(total)}")
     here = f"{counted(len(names) - len(missing), 'file')}, {format_bytes(total - left)}"
     say(f"in {folder}; here already: {here}")
     if missing:
         say(f"to fetch: {counted(len(missing), 'file')} of weights, {format_bytes(left)}")
     return {"fetched_bytes": small["fetched_bytes"] + left, "fetched_files": [*small["fetched_files"], *missing]}
-
-
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())

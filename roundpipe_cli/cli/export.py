@@ -21,7 +21,7 @@ from roundpipe_cli.choices import CONVERTER_TYPES, GGUF_NAME, GGUF_TYPES
 from roundpipe_cli.cli.output import go_offline, load_libraries, say, say_data
 from roundpipe_cli.errors import Problem, RecipeError, RefusedError, redact
 from roundpipe_cli.files import TEMPORARY_PREFIX, kind_of_file, named_path, shared_mode, stays_inside
-from roundpipe_cli.units import format_bytes
+from roundpipe_cli.units import counted, format_bytes
 
 if TYPE_CHECKING:
     from roundpipe_cli.model.files.source import ModelSource
@@ -41,12 +41,8 @@ INSTALL = (
 )
 
 
-def find_converter(named: Path | None) -> Path:
-    """llama.cpp's converter: as named, else on the PATH.
-
-    Raises:
-        RefusedError: it is not there; the hint is the command that installs it.
-    """
+def _find_converter(named: Path | None) -> Path:
+    """llama.cpp's converter: as named, else on the PATH; the error's hint is the command that installs it."""
     found = named_path(named) if named is not None else Path(shutil.which(CONVERTER) or "")
     if not found.is_file():
         missing = f"no file {named}" if named is not None else "it is not on the PATH"
@@ -76,34 +72,25 @@ def convert_to_gguf(converter: Path, folder: Path, type_name: str = GGUF_TYPES[0
     return target
 
 
-def check_gguf_type(type_name: str | None) -> str | None:
-    """The type as the tables have it.
-
-    Raises:
-        RefusedError: nothing here writes it.
-    """
+def _check_gguf_type(type_name: str | None) -> str | None:
+    """The type as the tables have it."""
     name = type_name.lower() if type_name is not None else None
     if name not in (None, *GGUF_TYPES, *CONVERTER_TYPES):
+        hint = f"--gguf, then llama.cpp's llama-quantize {GGUF_NAME} small.gguf {type_name}; or ollama create NAME "
         raise RefusedError(
             "this type of a GGUF file is not written here",
             where="--gguf",
             found=type_name,
             expected=f"one of {', '.join(GGUF_TYPES)}",
-            hint=f"--gguf, then llama.cpp's llama-quantize {GGUF_NAME} small.gguf {type_name}; or ollama create NAME "
-            f"--quantize {type_name}",
+            hint=f"{hint}--quantize {type_name}",
         )
     return name
 
 
-def find_gguf_writer(result: Path, base: ModelSource | None, type_name: str, named: Path | None) -> Path | None:
+def _find_gguf_writer(result: Path, base: ModelSource | None, type_name: str, named: Path | None) -> Path | None:
     """llama.cpp's converter, where the file is not written here or the user named it; None: it is written here.
 
-    Args:
-        result: folder of the result, whose tokenizer goes into the file, where it has one.
-        base: the model that it is merged into.
-
-    Raises:
-        RefusedError: the converter is needed and not there, or does not write the type either.
+    The tokenizer in the file is that of `result`, where it has one, else of `base`, into which it is merged.
     """
     from roundpipe_cli.model.files.source import ModelSource
     from roundpipe_cli.model.load import has_tokenizer, load_tokenizer
@@ -125,7 +112,7 @@ def find_gguf_writer(result: Path, base: ModelSource | None, type_name: str, nam
             expected=f"one of {', '.join(CONVERTER_TYPES)}",
             hint=f"--gguf, then llama.cpp's llama-quantize {GGUF_NAME} small.gguf {type_name}",
         )
-    return find_converter(named)
+    return _find_converter(named)
 
 
 def _run(words: list[str], target: Path) -> subprocess.CompletedProcess[str]:
@@ -143,7 +130,7 @@ def _run(words: list[str], target: Path) -> subprocess.CompletedProcess[str]:
                     before, since_s = now, time.monotonic()
                 elif time.monotonic() - since_s > STALLED_S:
                     process.kill()
-                    _, err = process.communicate()
+                    process.communicate()
                     err = f"it did nothing for {STALLED_S:g} s and was ended"
                     return subprocess.CompletedProcess(words, -signal.SIGKILL, "", err)
             except BaseException:
@@ -170,12 +157,8 @@ def push(folder: Path, name: str) -> str:
         RefusedError: not logged in, no network, the hub refuses, or a file is a link that leads out of the folder.
     """
     check_upload(folder)
-    problem = Problem(
-        "the upload failed; the folder is as it was",
-        where=f"--push {name}",
-        hint=f"hf auth login, then: hf upload {name} {folder}",
-    )
-    return _upload(folder, name, problem)
+    hint = f"hf auth login, then: hf upload {name} {folder}"
+    return _upload(folder, name, Problem("the upload failed; the folder is as it was", f"--push {name}", hint=hint))
 
 
 def push_result(output_dir: Path, name: str, base: str) -> str:
@@ -193,11 +176,8 @@ def push_result(output_dir: Path, name: str, base: str) -> str:
     from roundpipe_cli.train.result.export import Extras, copy_result
 
     exported = f"{output_dir}-exported"
-    problem = Problem(
-        "the run is finished, and its upload failed",
-        where=f"hub_model_id: {name}",
-        hint=f"hf auth login, then: roundpipe export {output_dir} --to {exported} --push {name}",
-    )
+    hint = f"hf auth login, then: roundpipe export {output_dir} --to {exported} --push {name}"
+    problem = Problem("the run is finished, and its upload failed", f"hub_model_id: {name}", hint=hint)
     with tempfile.TemporaryDirectory(prefix=TEMPORARY_PREFIX, dir=output_dir) as folder:
         copy_result(output_dir, Path(folder) / "result", Extras(base))
         return _upload(Path(folder) / "result", name, problem)
@@ -209,14 +189,10 @@ def make_repository(name: str, *, offline: bool) -> None:
     Raises:
         RefusedError: not logged in, no network, or the hub refuses.
     """
-    problem = Problem(
-        "the result of this run could not be uploaded",
-        where=f"hub_model_id: {name}",
-        hint="hf auth login; or delete the line",
-    )
+    what, where = "the result of this run could not be uploaded", f"hub_model_id: {name}"
     if offline:
-        raise RefusedError(problem.what, where=problem.where, found="--offline", hint="~hub_model_id uploads nothing")
-    _upload(None, name, problem)
+        raise RefusedError(what, where=where, found="--offline", hint="~hub_model_id uploads nothing")
+    _upload(None, name, Problem(what, where, hint="hf auth login; or delete the line"))
 
 
 def _upload(folder: Path | None, name: str, problem: Problem) -> str:
@@ -305,7 +281,7 @@ def export(
     if merge and found.kind == "model":
         say("note: this result is a whole model: there is nothing to merge, it is copied")
         merge = False
-    gguf = check_gguf_type(gguf)
+    gguf = _check_gguf_type(gguf)
     if gguf and found.kind == "adapter" and not merge:
         raise RefusedError("--gguf needs a whole model", where=str(output_dir), hint="add --merge")
     if push_to is not None and offline:
@@ -327,7 +303,7 @@ def export(
         load_libraries()
         program = None
         if gguf is not None:
-            program = find_gguf_writer(result, source if merge else None, gguf, converter)
+            program = _find_gguf_writer(result, source if merge else None, gguf, converter)
         single = adapter_layout == "vllm"
         if single and source is None:
             source = find_adapter_base(result, base, offline=offline)
@@ -336,15 +312,11 @@ def export(
         _write_gguf(target, gguf, program)
     if push_to is not None:
         say(f"uploaded to {push(target, push_to)}")
-    say_data(json.dumps(export_document(target, merged=merge, pushed=push_to)) if json_ else str(target))
+    say_data(json.dumps(_export_document(target, merged=merge, pushed=push_to)) if json_ else str(target))
 
 
 def _write_gguf(folder: Path, type_name: str, program: Path | None) -> None:
-    """Write the GGUF file of an exported folder.
-
-    Args:
-        program: llama.cpp's converter; None: written here.
-    """
+    """Write the GGUF file of an exported folder, by llama.cpp's converter if that is given."""
     say(f"writing {folder / GGUF_NAME} ...")
     if program is not None:
         convert_to_gguf(program, folder, type_name)
@@ -368,12 +340,7 @@ def _export(
     single_experts: bool,
     gguf: bool,
 ) -> None:
-    """Write the folder `target`.
-
-    Args:
-        source: the base model, to merge with or to take the names of single experts from.
-        base: its name, where the user gave it.
-    """
+    """Write the folder `target`; `source` is the base model, to merge with or to take names of single experts from."""
     import torch
 
     from roundpipe_cli.train.prepare.base_files import describe_added
@@ -385,7 +352,7 @@ def _export(
         renamed = copy_result(result, target, extras, single_experts_of=source if single_experts else None)
         if single_experts and not renamed:
             say("note: no names changed: vLLM reads PEFT's for this model")
-        if is_adapter and not single_experts and has_expert_adapters(result):
+        if is_adapter and not single_experts and _has_expert_adapters(result):
             say(f"note: {EXPERTS_NOTE}")
         if not extras.has_tokenizer:
             say("note: the adapter has no tokenizer: its base's belongs to it")
@@ -394,10 +361,10 @@ def _export(
         done = merge_result(result, source, target, None if dtype is None else getattr(torch, dtype), extras=extras)
         for note in _notes(done, source):
             say(f"note: {note}")
-        shards = f"{done.num_shards} file{'s' if done.num_shards > 1 else ''}"
         if extras.added_ends:
             say(f"note: {describe_added(extras.added_ends)}")
-        say(f"merged {done.num_modules} modules: {format_bytes(done.num_bytes)} in {shards}")
+        size = f"{format_bytes(done.num_bytes)} in {counted(done.num_shards, 'file')}"
+        say(f"merged {done.num_modules} modules: {size}")
     if not extras.has_template and (merge or not is_adapter):
         say("note: the chat template cannot be written in Ollama's language, so the Modelfile has none")
 
@@ -412,24 +379,22 @@ def check_dtype(dtype: str | None) -> None:
         raise RefusedError("unknown dtype", found=dtype, expected=known, hint="leave --dtype out")
 
 
-def export_document(folder: Path, *, merged: bool, pushed: str | None) -> dict[str, Any]:
+def _export_document(folder: Path, *, merged: bool, pushed: str | None) -> dict[str, Any]:
     """The written files, with the bytes of each."""
     files = {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
     return {"folder": str(folder), "merged": merged, "pushed_to": pushed, "files": files}
 
 
-def _notes(done: Merged, source: ModelSource) -> list[str]:
+def _notes(done: Merged, source: ModelSource) -> Iterator[str]:
     """Notes on differences from the base's files."""
-    notes = []
     if done.dequantized:
-        notes.append(f"quantised in the base's files, and whole here: {', '.join(done.dequantized)}")
+        yield f"quantised in the base's files, and whole here: {', '.join(done.dequantized)}"
     if not done.has_base_names and source.gguf_file is None:
-        notes.append("transformers cannot undo how it fuses this model's weights: they are written as it has them")
+        yield "transformers cannot undo how it fuses this model's weights: they are written as it has them"
     if done.untied:
-        notes.append("the adapter changes one of the tables that the base shares: both are written, no longer tied")
+        yield "the adapter changes one of the tables that the base shares: both are written, no longer tied"
     if done.replaced:
-        notes.append(f"whole weights in the adapter's file take the place of the base's: {', '.join(done.replaced)}")
-    return notes
+        yield f"whole weights in the adapter's file take the place of the base's: {', '.join(done.replaced)}"
 
 
 EXPERTS_NOTE = (
@@ -438,7 +403,7 @@ EXPERTS_NOTE = (
 )
 
 
-def has_expert_adapters(folder: Path) -> bool:
+def _has_expert_adapters(folder: Path) -> bool:
     """Whether an adapter changes fused experts."""
     from safetensors import safe_open
 
@@ -448,21 +413,21 @@ def has_expert_adapters(folder: Path) -> bool:
 
 def _base_name(output_dir: Path, named: str | None) -> str | None:
     """Name of the base model on the card."""
-    if not (output_dir / "report.json").is_file():
-        return named
+    report = output_dir / "report.json"
+    trained = _value_in(report, "model") if report.is_file() else None
+    return named or (None if trained is None else str(trained))
+
+
+def _value_in(path: Path, key: str) -> object:
+    """The value of a key of a small JSON file; None where there is none, or the file cannot be read."""
     try:
-        report = json.loads(_small_text(output_dir / "report.json"))
-        return named or str(report["model"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return named
+        return json.loads(_small_text(path)).get(key)
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return None
 
 
 def _small_text(path: Path) -> str:
-    """
-    Raises:
-        OSError, ValueError: it cannot be read, or is no UTF-8.
-        RefusedError: a link that leads out of the folder, no regular file, or too large.
-    """
+    """The text of a regular file in its folder; OSError, ValueError or RefusedError where it is none, or too large."""
     from roundpipe_cli.files import read_regular
     from roundpipe_cli.model.files.untrusted import MAX_RUN_FILE_BYTES, check_file
 
@@ -508,12 +473,12 @@ def find_result(folder: Path) -> FoundResult:
         except (DamagedError, KeyError, TypeError):
             continue
         return FoundResult(folder, kind, checkpoint if short else checkpoints[0])
-    from roundpipe_cli.dashboard.replay import run_hint
+    from roundpipe_cli.dashboard.replay import instead_of, run_hint
 
     raise RefusedError(
         "there is no result of a run in this folder",
         where=str(folder),
-        found="checkpoints that cannot be read" if checkpoints else _what_is_there(folder),
+        found="checkpoints that cannot be read" if checkpoints else instead_of("no weights in safetensors", folder),
         expected="adapter_model.safetensors or model.safetensors with its configuration, or a checkpoint",
         hint=run_hint(Path.cwd()),
     )
@@ -536,9 +501,8 @@ def opened_result(
     with contextlib.ExitStack() as stack:
         result, source = found.folder, None
         if found.checkpoint is not None:
-            result, source = stack.enter_context(
-                _made_of_checkpoint(found.folder, found.checkpoint, base, offline=offline)
-            )
+            made = _made_of_checkpoint(found.folder, found.checkpoint, base, offline=offline)
+            result, source = stack.enter_context(made)
         elif needs_base and found.kind == "adapter":
             source = find_adapter_base(found.folder, base, offline=offline)
         if source is not None and needs_base and found.kind == "adapter":
@@ -570,21 +534,6 @@ def _made_of_checkpoint(
         with torch.no_grad():
             write_checkpoint_result(loaded, source, result)
         yield result, source
-
-
-def _what_is_there(folder: Path) -> str:
-    if folder.is_dir():
-        return "no weights in safetensors"
-    return "a file" if folder.exists() else "no such folder"
-
-
-def _trained_revision(adapter_config: Path) -> str | None:
-    """The base model's commit, as PEFT's configuration of an adapter has it."""
-    try:
-        revision = json.loads(_small_text(adapter_config)).get("revision")
-    except (OSError, ValueError, AttributeError, RecursionError):
-        return None
-    return revision if isinstance(revision, str) else None
 
 
 def compare_base(output_dir: Path, source: ModelSource, *, allowed: bool) -> None:
@@ -630,17 +579,14 @@ def find_adapter_base(output_dir: Path, named: str | None, *, offline: bool) -> 
         raise RefusedError(
             "cannot tell the base model of this adapter", where=str(output_dir), hint="name it with --base"
         ) from error
-    revision = commit or values.get("revision") or _trained_revision(adapter)
+    revision = commit or values.get("revision") or None
+    if revision is None and isinstance(of_adapter := _value_in(adapter, "revision"), str):  # PEFT's own
+        revision = of_adapter
     return _resolve_base(output_dir, named, str(trained), None if revision is None else str(revision), offline=offline)
 
 
 def _resolve_base(folder: Path, named: str | None, trained: str, revision: str | None, *, offline: bool) -> ModelSource:
-    """The base model of a run.
-
-    Args:
-        named: its name, where the user gave it.
-        trained: the name that it was trained under.
-        revision: what was trained of that name.
+    """The base model as `named`, else under the name that it was trained with, then in this revision.
 
     Raises:
         RefusedError: it is not to be found.
@@ -651,13 +597,8 @@ def _resolve_base(folder: Path, named: str | None, trained: str, revision: str |
 
     model = named or trained
     try:
-        source = resolve_model(
-            model,
-            revision=revision if model == trained else None,
-            recipe_folder=folder,
-            offline=offline,
-            tell=LinePrinter(1),
-        )
+        known = revision if model == trained else None
+        source = resolve_model(model, revision=known, recipe_folder=folder, offline=offline, tell=LinePrinter(1))
         if source.gguf_file is not None:
             find_architecture(source.name, source.folder / source.gguf_file)  # its header is sound
         return source

@@ -16,18 +16,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from roundpipe_cli.cli.output import go_offline, quiet_libraries, say, show_error, terminal_width, wrapped
-from roundpipe_cli.costs.machine import (
-    Process,
-    launched_without_ranks,
-    num_machines,
-    require_address,
-    this_process,
-    was_restarted,
-)
+from roundpipe_cli.costs import machine
 from roundpipe_cli.errors import DeviceLostError, RefusedError, RoundpipeError
 from roundpipe_cli.events import DeviceLost, Notice
 from roundpipe_cli.faults import load_faults
-from roundpipe_cli.files import cache_folder, named_path
+from roundpipe_cli.files import cache_folder, named_path, write_named
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.units import counted, format_loss, format_seconds
 
@@ -45,11 +38,11 @@ YES, NO = ("1", "ON", "YES", "TRUE"), ("", "0", "OFF", "NO", "FALSE")
 SWITCHES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
 
 
-def check_environment(recipe: Recipe) -> Process:
+def check_environment(recipe: Recipe) -> machine.Process:
     """This process' place in the run, when all variables make sense.
 
     Raises:
-        RefusedError: one does not.
+        RefusedError: one does not, or the recipe asks for what several processes cannot share.
     """
     for name in SWITCHES:
         value = os.environ.get(name, "")
@@ -65,20 +58,7 @@ def check_environment(recipe: Recipe) -> Process:
             os.environ.pop(name, None)  # PEFT refuses an empty value when it saves
     cache_folder("data")  # refuses a path that cannot be one
     load_faults()
-    process = check_processes(recipe)
-    notice = launched_without_ranks()
-    if notice:
-        say(f"note: {notice}")
-    return process
-
-
-def check_processes(recipe: Recipe) -> Process:
-    """This process' place among those that train the recipe.
-
-    Raises:
-        RefusedError: the environment has impossible values, or the recipe asks for what cannot be shared.
-    """
-    process = this_process()
+    process = machine.this_process()
     if process.num_local > 1 and recipe.pipeline.devices == "auto":
         raise RefusedError(
             "several processes on one machine would each take all of its devices",
@@ -89,7 +69,9 @@ def check_processes(recipe: Recipe) -> Process:
         )
     if process.count > 1:
         _refuse_unshareable(recipe, process.count)
-        require_address()
+        machine.require_address()
+    if notice := machine.launched_without_ranks():
+        say(f"note: {notice}")
     return process
 
 
@@ -101,9 +83,8 @@ def _refuse_unshareable(recipe: Recipe, count: int) -> None:
     )
     for key, value, only in alone:
         if value != only:
-            raise RefusedError(
-                f"{key}: not with several machines", found=str(value).lower(), expected=str(only).lower()
-            )
+            found, expected = str(value).lower(), str(only).lower()
+            raise RefusedError(f"{key}: not with several machines", found=found, expected=expected)
     if recipe.microbatches_per_step < count:
         raise RefusedError(
             "gradient_accumulation_steps: fewer microbatches in a step than machines",
@@ -119,7 +100,7 @@ def show_end(output_dir: Path) -> None:
     """Say how a finished run went and which commands come next, and write its page."""
     from rich.console import Console
 
-    from roundpipe_cli.dashboard.html import comparison, comparison_table, range_note, read_report, write_page
+    from roundpipe_cli.dashboard.html import comparison, comparison_table, range_note, read_report, report_page
 
     page = output_dir / "report.html"
     finished = output_dir / "report.json"
@@ -127,15 +108,14 @@ def show_end(output_dir: Path) -> None:
         return  # the run was finished already
     report = read_report(output_dir)
     width = terminal_width(2)
-    for line in wrapped([summary(report)], width):
-        if line:
-            say(line)
+    for line in filter(None, wrapped([summary(report)], width)):
+        say(line)
     if comparison(report):
         table = io.StringIO()  # not to a terminal, which may be gone
         Console(file=table, width=80).print(comparison_table(report))
         say("\n".join(line for line in (table.getvalue().rstrip(), *wrapped([range_note(report)], width)) if line))
     try:
-        write_page(output_dir, page)
+        write_named(page, report_page(output_dir))
     except RoundpipeError as error:  # the result itself is complete
         say(f"note: no report.html: {error}")
     if report:
@@ -220,11 +200,8 @@ def finetune(
     from roundpipe_cli.train.signals import StopSignals
 
     switches = {
-        "--json": json_,
-        "--no-dashboard": no_dashboard,
-        "--allow-other-base": allow_other_base,
-        "--offline": offline,
-        "--trace": trace,
+        **{"--json": json_, "--no-dashboard": no_dashboard, "--allow-other-base": allow_other_base},
+        **{"--offline": offline, "--trace": trace, "--verbose": verbose},
     }
     words = [word for word, is_on in switches.items() if is_on]
     words += [f"--allow-changed={key}" for key in allow_changed or ()]
@@ -234,7 +211,7 @@ def finetune(
     with restarting(again, restarts), StopSignals() as signals, contextlib.ExitStack() as stack:
         if offline:
             go_offline()
-        process, nodes = this_process(), None
+        process, nodes = machine.this_process(), None
         if process.count > 1:  # from here on a refusal of one machine ends all
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # a lost store shows C++ stacks; our error says it
             quiet_libraries()
@@ -256,7 +233,7 @@ def finetune(
             from roundpipe_cli.train.checkpoint.output_dir import refuse_if_held, refuse_wrong_start
 
             refuse_if_held(named_path(loaded.recipe.output_dir))
-            if was_restarted():
+            if machine.was_restarted():
                 from roundpipe_cli.train.preflight import as_restarted
 
                 loaded, start = as_restarted(loaded, start)
@@ -312,7 +289,7 @@ def restarting(again: Callable[[DeviceLostError], None], restarts: int) -> Itera
     Raises:
         RefusedError: several machines, whose processes torchrun starts again.
     """
-    if restarts and num_machines() > 1:
+    if restarts and machine.num_machines() > 1:
         raise RefusedError("--restarts: not with several machines", hint="torchrun --max-restarts does so")
     try:
         yield

@@ -127,10 +127,10 @@ def converse(first: Prompt, show: Callable[[Prompt], WholeAnswer], *, keeps_turn
             continue
         is_unknown = line not in CHAT_COMMANDS and sys.stdin.isatty() and re.fullmatch(r"/[a-z?]+", line)
         if line == "/help" or is_unknown:
-            for text in ([f"there is no {line}"] if is_unknown else []) + [
-                f"{name:<6} {CHAT_COMMANDS[name]}" for name in CHAT_COMMANDS
-            ]:
-                say(text)
+            if is_unknown:
+                say(f"there is no {line}")
+            for name, meaning in CHAT_COMMANDS.items():
+                say(f"{name:<6} {meaning}")
             continue
         asked = replace(asked, text=line)
         found = show(asked)

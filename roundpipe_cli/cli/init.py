@@ -209,24 +209,15 @@ def recipe_text(choice: Choice, data: str, path: Path) -> str:
     if recipe.pipeline.devices != "auto":
         keys += ["", f"pipeline: {{devices: [{', '.join(recipe.pipeline.devices)}]}}"]
     if choice.hardware is not None:
-        keys += [
-            "",
-            f"hardware: {text(choice.hardware)}  # what `plan` assumes; `finetune` takes the machine it runs on",
-        ]
+        why = "what `plan` assumes; `finetune` takes the machine it runs on"
+        keys += ["", f"hardware: {text(choice.hardware)}  # {why}"]
     return "\n".join([*map(printable, header), "", *keys]) + "\n"
 
 
 def _check_text(flag: str, value: str) -> None:
-    """
-    Raises:
-        RefusedError: no recipe can hold it.
-    """
-
     if not value.isprintable():  # bytes that are no UTF-8 are lone surrogates here
-        shown = value.encode("unicode_escape").decode("ascii")
-        raise RefusedError(
-            "a recipe cannot hold this text", where=flag, found=shown[:200], expected="text in UTF-8, on one line"
-        )
+        found, expected = value.encode("unicode_escape").decode("ascii")[:200], "text in UTF-8, on one line"
+        raise RefusedError("a recipe cannot hold this text", where=flag, found=found, expected=expected)
 
 
 def _another_file(path: Path) -> Question:
@@ -236,11 +227,7 @@ def _another_file(path: Path) -> Question:
 
 
 def _ask(question: Question, folder: Path) -> str:
-    """The answer to a question, asked again until it can be used.
-
-    Raises:
-        RefusedError: there is no terminal.
-    """
+    """The answer to a question, asked again until it can be used; refuses to ask where there is no terminal."""
     if not sys.stdin.isatty():
         raise RefusedError(
             f"init needs to know the {question.flag}, and there is no terminal to ask on",

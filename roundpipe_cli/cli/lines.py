@@ -5,31 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import shutil
 import sys
 import time
 from collections.abc import Callable
 
-from roundpipe_cli.cli.output import say, say_data, terminal_width
+from roundpipe_cli import events
+from roundpipe_cli.cli.output import has_codes, say, say_data, terminal_width
 from roundpipe_cli.dashboard.state import DashboardState, fetching_line, fold
 from roundpipe_cli.dashboard.waiting import advice, details
-from roundpipe_cli.events import (
-    CheckpointSaved,
-    DeviceLost,
-    EvaluationFinished,
-    Event,
-    Fetching,
-    Notice,
-    Paused,
-    Phase,
-    RunFinished,
-    RunStarted,
-    RunStopped,
-    StepFinished,
-    WorkSeen,
-    run_clock,
-)
 from roundpipe_cli.units import counted, format_clock, format_loss, format_seconds
 
 # Progress of a download: one line that is painted over on a terminal, a line now and then elsewhere.
@@ -47,9 +31,9 @@ class ProgressLine:
         self._is_last = False
         """Whether the line above the cursor is ours."""
 
-    def show(self, event: Fetching) -> None:
+    def show(self, event: events.Fetching) -> None:
         text = fetching_line(event)
-        if _can_paint():
+        if has_codes() and sys.stderr is not None and sys.stderr.isatty():
             width = shutil.get_terminal_size().columns - 1
             say(("\x1b[1A\x1b[2K" if self._is_last else "") + text[:width], painted=True)
             self._is_last = True
@@ -60,10 +44,6 @@ class ProgressLine:
     def leave(self) -> None:
         """Something else is said next."""
         self._is_last = False
-
-
-def _can_paint() -> bool:
-    return os.environ.get("TERM", "") not in ("", "dumb") and sys.stderr is not None and sys.stderr.isatty()
 
 
 ETA_COLUMNS = 18
@@ -97,7 +77,7 @@ class LinePrinter:
             as_json: on stdout a line of JSON for each of these steps, and nothing else.
             is_verbose: say all that a dashboard shows of the workers instead, after the first step too.
         """
-        self._logging_steps, self._clock = logging_steps, clock or run_clock()
+        self._logging_steps, self._clock = logging_steps, clock or events.run_clock()
         self._as_json, self._is_verbose = as_json, is_verbose
         self._state = DashboardState()
         self._details_s, self._details_step = -math.inf, 0
@@ -105,48 +85,46 @@ class LinePrinter:
         """Causes of waits that were named; each is once."""
         self._progress = ProgressLine(self._clock)
 
-    def __call__(self, event: Event) -> None:
-        if not isinstance(event, WorkSeen):
+    def __call__(self, event: events.Event) -> None:
+        if not isinstance(event, events.WorkSeen):
             self._state = fold(self._state, event, self._clock())
-        if isinstance(event, Fetching):
+        if isinstance(event, events.Fetching):
             self._progress.show(event)
             return
         self._progress.leave()
-        if isinstance(event, StepFinished):
+        if isinstance(event, events.StepFinished):
             if event.step % self._logging_steps == 0 or event.step in (1, event.num_steps):
                 line = step_json(event) if self._as_json else step_line(event, self._clock(), terminal_width())
                 say_data(line, is_kept=True)
                 self._say_details(event)
-        elif isinstance(event, EvaluationFinished):
+        elif isinstance(event, events.EvaluationFinished):
             if self._as_json:
                 say(evaluation_line(event))
             else:
                 say_data(evaluation_line(event), is_kept=True)
             for prompt, answer in event.samples:
                 say(f"sample: {prompt[-SAMPLE_CHARACTERS:]!r} -> {answer[:SAMPLE_CHARACTERS]!r}")
-        elif isinstance(event, Notice):
+        elif isinstance(event, events.Notice):
             say(event.text if event.text.startswith("warning: ") else f"note: {event.text}")
-        elif isinstance(event, DeviceLost):
+        elif isinstance(event, events.DeviceLost):
             say(f"warning: {time.strftime('%H:%M:%S', time.localtime(event.time_s))} {event.text}")
-        elif isinstance(event, Phase):
+        elif isinstance(event, events.Phase):
             say(f"{event.text} ...")
-        elif isinstance(event, RunStarted):
+        elif isinstance(event, events.RunStarted):
             on = ", ".join(event.devices)
             say(f"training {event.title}, {event.settings}: {counted(event.num_steps, 'step')} on {on}")
-        elif isinstance(event, Paused):
+        elif isinstance(event, events.Paused):
             say(f"paused after step {event.step}" if event.paused else "continuing")
-        elif isinstance(event, CheckpointSaved):
+        elif isinstance(event, events.CheckpointSaved):
             waited = f", training waited {format_seconds(event.pause_s)}"
             say(f"checkpoint {event.folder} ({format_seconds(event.seconds)}{waited})")
-        elif isinstance(event, RunStopped):
+        elif isinstance(event, events.RunStopped):
             self._say_last_details()
-        elif isinstance(event, RunFinished):
-            say(
-                f"done: {counted(event.num_steps, 'step')} in {format_seconds(event.seconds)}; "
-                f"the result is in {event.output_dir}"
-            )
+        elif isinstance(event, events.RunFinished):
+            took = f"{counted(event.num_steps, 'step')} in {format_seconds(event.seconds)}"
+            say(f"done: {took}; the result is in {event.output_dir}")
 
-    def _say_details(self, event: StepFinished) -> None:
+    def _say_details(self, event: events.StepFinished) -> None:
         """Print what a dashboard shows beside the step's line; only of a run whose start was seen."""
         is_last, is_first = event.step == event.num_steps, self._details_step == 0
         if self._state.run is None or not (is_last or self._clock() - self._details_s >= DETAILS_S):
@@ -169,26 +147,24 @@ class LinePrinter:
             self._say_details(step)
 
 
-def step_json(event: StepFinished) -> str:
+def step_json(event: events.StepFinished) -> str:
     """The step as `watch --json` and `finetune --json` print it: null for a gradient norm that is no number."""
     row = {**dataclasses.asdict(event), "loss_hex": event.loss.hex()}
     row["grad_norm"] = event.grad_norm if math.isfinite(event.grad_norm) else None
     return json.dumps(row)
 
 
-def evaluation_line(event: EvaluationFinished) -> str:
+def evaluation_line(event: events.EvaluationFinished) -> str:
     """`eval 12/100  loss 1.2345  perplexity 3.4  best`, under the lines of the steps."""
     width = len(str(event.num_steps))
     mark = "  best" if event.best else ""
-    shown = f"perplexity {event.perplexity:.4g}"
-    if event.preference is not None:
-        shown = (
-            f"margin {event.preference['reward_margin']:.3g}  accuracy {100 * event.preference['reward_accuracy']:.0f}%"
-        )
+    shown, pairs = f"perplexity {event.perplexity:.4g}", event.preference
+    if pairs is not None:
+        shown = f"margin {pairs['reward_margin']:.3g}  accuracy {100 * pairs['reward_accuracy']:.0f}%"
     return f"eval {event.step:>{width}}/{event.num_steps}  loss {format_loss(event.loss)}  {shown}{mark}"
 
 
-def step_line(event: StepFinished, now_s: float, width: int | None = None) -> str:
+def step_line(event: events.StepFinished, now_s: float, width: int | None = None) -> str:
     """`step 12/100  epoch 0.36  loss 1.2345  ...  eta 3m10s at 14:32`.
 
     Of preference pairs it tells the margin, which is to grow, in place of the gradient norm.

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from roundpipe_cli.errors import DISK_ERRORS, InternalError, ResourceError, RoundpipeError, redact, render_problem
+from roundpipe_cli.units import escape_controls
 
 if TYPE_CHECKING:
     from roundpipe_cli.costs.find_model import FoundConfig
@@ -104,12 +105,15 @@ CHECKS = {"^good ": _GOOD, "^note ": _WARN, "^fails ": _BAD}
 
 def has_colour(stream: TextIO) -> bool:
     """Whether a stream is a terminal that may be coloured (https://no-color.org)."""
-    if os.environ.get("NO_COLOR") or os.environ.get("TERM", "") in ("", "dumb"):
-        return False
     try:
-        return stream.isatty()
+        return not os.environ.get("NO_COLOR") and has_codes() and stream.isatty()
     except ValueError:  # closed
         return False
+
+
+def has_codes() -> bool:
+    """Whether terminals here know codes that move the cursor and colour words."""
+    return os.environ.get("TERM", "") not in ("", "dumb")
 
 
 def with_colours(line: str, colours: Mapping[str, str]) -> str:
@@ -237,9 +241,7 @@ def say_at_once(text: str) -> None:
 
 def _printable(text: str) -> str:
     """Secrets masked, and control characters escaped, so that no name or row can steer the terminal."""
-    return "".join(
-        c if c == "\n" or c.isprintable() or c == "\t" else c.encode("unicode_escape").decode() for c in redact(text)
-    )
+    return escape_controls(redact(text), kept="\n\t")
 
 
 def show_error(error: RoundpipeError) -> None:

@@ -168,12 +168,7 @@ def _packed_sequences(rows: int, tokens: float, max_seq_length: int) -> int:
 
 
 def _packing(recipe: Recipe, rows: int | None, tokens: float | None, obstacle: str | None) -> tuple[bool, str, str]:
-    """Whether rows are packed; that as the end of a phrase, and as a line where the recipe leaves it to us.
-
-    Args:
-        rows: of an epoch; None: not known.
-        tokens: of a row, estimated; None: not known.
-    """
+    """Whether rows of so many estimated tokens are packed, that as the end of a phrase, a line if we are to choose."""
     if recipe.packing != "auto":
         words = ", packed" if tokens is not None else ", before packing"
         return recipe.packs, words if recipe.packs else "", ""
@@ -202,9 +197,8 @@ def _packing_choice(
             answers.append(decide_packing(RowFigures(each, rows, partial(int, count)), recipe, obstacle))
     if len({answer.packs for answer in answers}) > 1:
         return None
-    return (
-        answers[0] if tokens is not None else PackingChoice(False, f"{counted(rows, 'row')} would make too few steps")
-    )
+    too_few = PackingChoice(False, f"{counted(rows, 'row')} would make too few steps")
+    return too_few if tokens is None else answers[0]
 
 
 def run_length(answer: Plan) -> RunLength:
@@ -274,33 +268,26 @@ def _progress() -> Any:
 
     def tell(done: int, count: int, values: Mapping[str, str]) -> None:
         if os.isatty(2) and time.monotonic() - started_s > QUIET_S:
-            say(f"planning {done + 1} of {count}: {_words(values)} ...")
+            words = " ".join(f"{key}={value}" for key, value in values.items())
+            say(f"planning {done + 1} of {count}: {words} ...")
 
     return tell
 
 
-def _words(values: Mapping[str, str]) -> str:
-    return " ".join(f"{key}={value}" for key, value in values.items())
-
-
 def row_document(row: Combination) -> dict[str, Any]:
     """A row for `--json`, bytes and seconds; what a refused combination does not have is null."""
-    plan, summary = row.plan, row.summary
-    runs = plan is not None and plan.verdict.fits
+    summary, plan = row.summary, row.plan
+    verdict = None if plan is None else plan.verdict
+    running = plan if verdict is not None and verdict.fits else None
     return {
         "values": dict(row.values),
         "verdict": summary.word if summary is not None else "REFUSED",
         "reasons": list(summary.reasons) if summary is not None else [row.refused],
-        "device_bytes": plan.verdict.device.total_bytes if plan is not None else None,
-        "host_bytes": _host_bytes(row),
-        "step_s": plan.step_s if plan is not None and runs else None,
-        "tokens_per_s": plan.tokens_per_s if plan is not None and runs else None,
+        "device_bytes": None if verdict is None else verdict.device.total_bytes,
+        "host_bytes": None if verdict is None else max(verdict.host.total_bytes, verdict.loading.total_bytes),
+        "step_s": None if running is None else running.step_s,
+        "tokens_per_s": None if running is None else running.tokens_per_s,
     }
-
-
-def _host_bytes(row: Combination) -> int | None:
-    verdict = row.plan.verdict if row.plan is not None else None
-    return None if verdict is None else max(verdict.host.total_bytes, verdict.loading.total_bytes)
 
 
 LEFT_OUT = ("host", "GPU")
@@ -316,15 +303,10 @@ def comparison_lines(rows: Sequence[Combination], width: int | None = None) -> l
     cells = [[*rows[0].values, "verdict", "GPU", "host", "step", "tokens/s"]]
     for row in rows:
         document = row_document(row)
-        cells.append(
-            [
-                *row.values.values(),
-                document["verdict"],
-                *(format_bytes(document[key]) if document[key] else "-" for key in ("device_bytes", "host_bytes")),
-                format_seconds(document["step_s"]) if document["step_s"] else "-",
-                f"{document['tokens_per_s']:,.0f}" if document["tokens_per_s"] else "-",
-            ]
-        )
+        need = [format_bytes(document[key]) if document[key] else "-" for key in ("device_bytes", "host_bytes")]
+        step = format_seconds(document["step_s"]) if document["step_s"] else "-"
+        speed = f"{document['tokens_per_s']:,.0f}" if document["tokens_per_s"] else "-"
+        cells.append([*row.values.values(), document["verdict"], *need, step, speed])
     heading, *lines = aligned(cells, len(rows[0].values) + 1, LEFT_OUT, width)
     shown = [heading]
     for line, row in zip(lines, rows, strict=True):
@@ -372,7 +354,10 @@ def plan(
     from roundpipe_cli.watchdog import watching
 
     if compare:
-        _refuse_beside_compare({"--solve": solve, "--check": check, "--svg": svg is not None})
+        given = {"--solve": solve, "--check": check, "--svg": svg is not None}
+        for other in (flag for flag, is_given in given.items() if is_given):
+            hint = f"leave --compare out to use {other} on one of its combinations"
+            raise RefusedError(f"--compare makes several plans, and {other} is for one", hint=hint)
         show_comparison(recipe, overrides or (), hardware, as_json=json_)
         return
     loaded = load_recipe_or_model(recipe, overrides or ())
@@ -396,10 +381,11 @@ def plan(
         raise typer.Exit(ResourceError.exit_code)
 
 
-def _refuse_beside_compare(given: Mapping[str, bool]) -> None:
-    for other in (flag for flag, is_given in given.items() if is_given):
-        hint = f"leave --compare out to use {other} on one of its combinations"
-        raise RefusedError(f"--compare makes several plans, and {other} is for one", hint=hint)
+LAYER_KEYS = (
+    *("name", "forward_s", "backward_s", "recompute", "param_bytes", "boundary_bytes", "grad_bytes"),
+    *("optimizer_s", "activation_bytes", "recompute_skippable_s"),
+)
+"""Those of a costs file."""
 
 
 def plan_document(answer: Plan, solution: Solution | None, found: Sequence[Change] = ()) -> dict[str, Any]:
@@ -418,21 +404,7 @@ def plan_document(answer: Plan, solution: Solution | None, found: Sequence[Chang
         "workers": answer.question.num_workers,
         "forward_stages": [list(stage) for stage in answer.forward_stages],
         "backward_stages": [list(stage) for stage in answer.backward_stages],
-        "layers": [
-            {
-                "name": layer.name,
-                "forward_s": layer.forward_s,
-                "backward_s": layer.backward_s,
-                "recompute": layer.recompute,
-                "param_bytes": layer.param_bytes,
-                "boundary_bytes": layer.boundary_bytes,
-                "grad_bytes": layer.grad_bytes,
-                "optimizer_s": layer.optimizer_s,
-                "activation_bytes": layer.activation_bytes,
-                "recompute_skippable_s": layer.recompute_skippable_s,
-            }
-            for layer in answer.layers
-        ],
+        "layers": [{key: getattr(layer, key) for key in LAYER_KEYS} for layer in answer.layers],
         "predicted": {
             "step_s": answer.step_s,
             "device_step_s": answer.device_step_s,
@@ -543,9 +515,8 @@ def _stage_lines(answer: Plan, at_most: int | None = None) -> list[str]:
             names = f"{layers[first].name} .. {layers[last].name}" if first != last else layers[first].name
             number = _range([len(stage) for stage in inside], str)
             weights = _range([sum(layer.param_bytes for layer in stage) for stage in inside], format_bytes)
-            lines.append(
-                f"  {direction:9}{which:>7}  {names:22}{number:>6}{weights:>18}{_range(seconds, format_seconds):>14}"
-            )
+            a_microbatch = _range(seconds, format_seconds)
+            lines.append(f"  {direction:9}{which:>7}  {names:22}{number:>6}{weights:>18}{a_microbatch:>14}")
     return lines
 
 

@@ -20,11 +20,7 @@ if TYPE_CHECKING:
     from roundpipe_cli.recipe.shipped import ShippedRecipe
 
 recipes = typer.Typer(
-    cls=PlainGroup,
-    name="recipes",
-    invoke_without_command=True,
-    add_completion=False,
-    rich_markup_mode=None,
+    cls=PlainGroup, name="recipes", invoke_without_command=True, add_completion=False, rich_markup_mode=None
 )
 
 
@@ -125,7 +121,8 @@ def validate(
             notices = load_recipe(file, overrides).notices
         except RefusedError as refused:
             error = refused
-        documents.append(_validation(file, notices, error))
+        problems = [] if error is None else [asdict(problem) for problem in error.problems]
+        documents.append({"file": file, "valid": error is None, "problems": problems, "notices": list(notices)})
         if json_:
             continue
         for notice in notices:
@@ -203,32 +200,20 @@ def schema() -> None:
     say_json(recipe_json_schema())
 
 
-def _validation(file: str, notices: tuple[str, ...], error: Any) -> dict[str, Any]:
-    problems = [asdict(problem) for problem in error.problems] if error is not None else []
-    return {"file": file, "valid": error is None, "problems": problems, "notices": list(notices)}
-
-
 def recipe_document(recipe: ShippedRecipe) -> dict[str, Any]:
     """One entry of `recipes ls --json`. Bytes and seconds."""
     verdict = recipe.verdict
-    document: dict[str, Any] = {
-        "name": recipe.name,
-        "short_name": recipe.short_name,
-        "path": str(recipe.path),
-        "purpose": recipe.purpose,
-        "hardware": None,
-        "predicted": None,
+    named = {"name": recipe.name, "short_name": recipe.short_name, "path": str(recipe.path), "purpose": recipe.purpose}
+    if verdict is None:
+        return {**named, "hardware": None, "predicted": None}
+    predicted = {
+        "step_s": verdict.step_s,
+        "tokens_per_s": verdict.tokens_per_s,
+        "device_peak_bytes": int(verdict.device_bytes),
+        "host_bytes": int(verdict.host_bytes),
+        "disk_bytes": int(verdict.disk_bytes),
     }
-    if verdict is not None:
-        document["hardware"] = verdict.hardware
-        document["predicted"] = {
-            "step_s": verdict.step_s,
-            "tokens_per_s": verdict.tokens_per_s,
-            "device_peak_bytes": int(verdict.device_bytes),
-            "host_bytes": int(verdict.host_bytes),
-            "disk_bytes": int(verdict.disk_bytes),
-        }
-    return document
+    return {**named, "hardware": verdict.hardware, "predicted": predicted}
 
 
 COLUMNS = ("NAME", "SHORT NAME", "PLANNED FOR", "TOKENS/S", "GPU", "HOST")

@@ -17,7 +17,7 @@ from roundpipe_cli.choices import PACKED_FORMATS
 from roundpipe_cli.cli.output import build_counts, say, say_data
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import RunStopped, StepFinished, run_clock
-from roundpipe_cli.files import named_path
+from roundpipe_cli.files import named_path, write_named
 from roundpipe_cli.units import format_seconds
 
 if TYPE_CHECKING:
@@ -128,7 +128,6 @@ def write_picture(state: DashboardState, path: Path, *, where: str) -> None:
         ResourceError: the disk is full or failing.
     """
     from roundpipe_cli.dashboard.demo import shared_picture
-    from roundpipe_cli.files import write_named
 
     path = named_path(path)
     write_named(path, shared_picture(state, where=where))
@@ -255,21 +254,34 @@ def watch(
     from roundpipe_cli.dashboard.replay import RunFiles
 
     if demo is not None:
-        _refuse_beside_demo(json_output=json_output, html=html)
+        if json_output or html is not None:
+            other = "--json" if json_output else "--html"
+            raise RefusedError(
+                f"{other} is of a run, and --demo simulates one",
+                where="--demo",
+                found=f"--demo with {other}",
+                expected="--demo alone or with --svg",
+                hint="`roundpipe plan RECIPE --hardware 8x4090 --json` prints the simulated figures",
+            )
         watch_demo(demo, words or (), svg)
         return
     folder = _folder_of(words or ())
     files = RunFiles(folder)
-    if svg is not None or html is not None:
-        _refuse_json_beside_files(json_output)
+    if json_output and (svg is not None or html is not None):
+        raise RefusedError(
+            "--json prints a run, --svg and --html write it",
+            found="--json with --svg or --html",
+            expected="one of them at a time",
+            hint="leave --json out, and run the command again with --json alone",
+        )
     if svg is not None:
         from roundpipe_cli.dashboard.state import fold_all
 
         write_picture(fold_all(files.poll()[1]), svg, where=str(folder))
     if html is not None:
-        from roundpipe_cli.dashboard.html import write_page
+        from roundpipe_cli.dashboard.html import report_page
 
-        write_page(folder, named_path(html))
+        write_named(named_path(html), report_page(folder))
         say(f"wrote {html}")
     if svg is not None or html is not None:
         return
@@ -279,28 +291,6 @@ def watch(
         _on_screen(files, follow)
     else:
         _as_lines(files, follow, verbose)
-
-
-def _refuse_json_beside_files(json_output: bool) -> None:
-    if json_output:
-        raise RefusedError(
-            "--json prints a run, --svg and --html write it",
-            found="--json with --svg or --html",
-            expected="one of them at a time",
-            hint="leave --json out, and run the command again with --json alone",
-        )
-
-
-def _refuse_beside_demo(*, json_output: bool, html: str | None) -> None:
-    if json_output or html is not None:
-        other = "--json" if json_output else "--html"
-        raise RefusedError(
-            f"{other} is of a run, and --demo simulates one",
-            where="--demo",
-            found=f"--demo with {other}",
-            expected="--demo alone or with --svg",
-            hint="`roundpipe plan RECIPE --hardware 8x4090 --json` prints the simulated figures",
-        )
 
 
 def _folder_of(words: Sequence[str]) -> Path:
@@ -373,17 +363,8 @@ def _as_lines(files: RunFiles, follow: bool, is_verbose: bool) -> None:
 
 def _on_screen(files: RunFiles, follow: bool) -> None:
     """A dashboard while the run lasts; its last screen stays."""
+    from roundpipe_cli.dashboard.html import comparison, comparison_table, range_note, read_report
     from roundpipe_cli.dashboard.replay import Life
-    from roundpipe_cli.dashboard.state import DashboardState, fold_all
-
-    _, events = files.poll()
-    state = fold_all(events, DashboardState())
-    if follow and files.life() is Life.RUNNING:
-        state = _live(files, state)
-    _print_last(files, state)
-
-
-def _live(files: RunFiles, state: DashboardState) -> DashboardState:
     from roundpipe_cli.dashboard.state import fold_all
 
     def play(live: LiveDashboard, left: threading.Event) -> None:
@@ -396,15 +377,10 @@ def _live(files: RunFiles, state: DashboardState) -> DashboardState:
             if left.is_set():
                 break
 
-    return _show(state, run_clock(), "leave; the run continues", play)
-
-
-def _print_last(files: RunFiles, state: DashboardState) -> None:
-    from roundpipe_cli.dashboard.html import comparison, comparison_table, range_note, read_report
-    from roundpipe_cli.dashboard.replay import Life
-
-    console = _leave_last(state)
-    report = read_report(files.folder)
+    state = fold_all(files.poll()[1])
+    if follow and files.life() is Life.RUNNING:
+        state = _show(state, run_clock(), "leave; the run continues", play)
+    console, report = _leave_last(state), read_report(files.folder)
     with contextlib.suppress(OSError):
         if comparison(report):
             console.print(comparison_table(report))

@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -329,18 +330,38 @@ def visible_gpus() -> tuple[tuple[Device, ...], tuple[str, ...]]:
 
     Empty where there is no driver; takes no GPU memory and loads no torch.
     """
-    query = "name,memory.total,pcie.link.gen.max,pcie.link.width.max,uuid"
-    words = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits"]
+    fields = ("name", "memory.total", "pcie.link.gen.max", "pcie.link.width.max", "uuid")
     try:
-        answer = subprocess.run(words, capture_output=True, text=True, timeout=10, check=True).stdout
+        answer = ask_nvidia_smi(fields)
     except (OSError, subprocess.SubprocessError):
         return (), ()
-    rows = [[cell.strip() for cell in line.split(",")] for line in answer.splitlines() if line.count(",") == 4]
+    if answer is None or answer.returncode != 0:
+        return (), ()
+    rows = smi_rows(answer, fields)
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
         rows = _chosen(rows, chosen.split(","))
     devices, notes = zip(*(_gpu_of(row) for row in rows), strict=True) if rows else ((), ())
     return tuple(devices), tuple(dict.fromkeys(note for pair in notes for note in pair))
+
+
+def ask_nvidia_smi(fields: Sequence[str], timeout_s: float = 10.0) -> subprocess.CompletedProcess[str] | None:
+    """The answer of nvidia-smi on these fields, a line for each GPU; None where there is no such program.
+
+    Raises:
+        OSError, subprocess.SubprocessError: it does not answer.
+    """
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    words = [program, f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
+    return subprocess.run(words, capture_output=True, text=True, timeout=timeout_s, check=False)
+
+
+def smi_rows(answer: subprocess.CompletedProcess[str], fields: Sequence[str]) -> list[list[str]]:
+    """The lines of an answer that have all fields."""
+    rows = [[cell.strip() for cell in line.split(",")] for line in answer.stdout.splitlines()]
+    return [row for row in rows if len(row) == len(fields)]
 
 
 def _chosen(rows: list[list[str]], names: list[str]) -> list[list[str]]:

@@ -122,13 +122,9 @@ def _looks(spans: tuple[Span, ...], step: int, begin_s: float, every_s: float) -
     work = [span for span in spans if span.lane == COMPUTE and span.end_s > span.start_s]
     for frame in range(1, FRAMES):
         from_s, to_s = (frame - 1) * every_s, frame * every_s
-        done = tuple(_moved(span, begin_s) for span in work if from_s < span.end_s <= to_s)
-        running = tuple(_moved(replace(span, end_s=to_s), begin_s) for span in work if span.start_s < to_s < span.end_s)
+        done = tuple(span.moved(begin_s) for span in work if from_s < span.end_s <= to_s)
+        running = tuple(replace(span, end_s=to_s).moved(begin_s) for span in work if span.start_s < to_s < span.end_s)
         yield begin_s + to_s, WorkSeen(begin_s + to_s, step, done, running)
-
-
-def _moved(span: Span, offset_s: float) -> Span:
-    return replace(span, start_s=span.start_s + offset_s, end_s=span.end_s + offset_s)
 
 
 def _finished(run: SimulatedRun, step: int, num_steps: int, shown_s: float) -> StepFinished:

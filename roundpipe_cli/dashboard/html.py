@@ -9,7 +9,7 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -22,7 +22,7 @@ from roundpipe_cli.dashboard.state import DashboardState, fold_all
 from roundpipe_cli.dashboard.waiting import CAUSES, longest_waiting
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import MAX_NUMBER, RunStarted, Sample, Span, StepTimeline
-from roundpipe_cli.files import read_regular, write_named
+from roundpipe_cli.files import read_regular
 from roundpipe_cli.schedule.pictures import BOTH_ID, BOTH_NAME, BOTH_PAINT, DRAWN_NAMES, WORK_COLOURS, WORK_NAMES
 from roundpipe_cli.units import GIB, counted, format_bytes, format_loss, format_seconds, round_step
 
@@ -133,12 +133,11 @@ def tick(x: float, y: float, text: str) -> str:
 def _draw(series: Series, box: _Box) -> str:
     pixels = [box.pixel(point) for point in series.points]
     if series.marks or len(pixels) == 1:
-        dots = (
+        return "".join(
             f'<circle class="{series.css} dot" cx="{x:.1f}" cy="{y:.1f}" r="4"><title>{escape(series.name)} '
             f"{value:.4f} at {at:g}</title></circle>"
             for (x, y), (at, value) in zip(pixels, series.points, strict=True)
         )
-        return "".join(dots)
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in pixels)
     return f'<polyline class="{series.css}" points="{path}"><title>{escape(series.name)}</title></polyline>'
 
@@ -191,21 +190,18 @@ def _smallest_s(steps: Sequence[StepTimeline], longest_s: float) -> float:
 
 
 def _rectangle(span: Span, y: float, scale: float) -> str:
-    seconds = span.end_s - span.start_s
-    x, width = LEFT + span.start_s * scale, max(seconds * scale, 0.3)
+    seconds, css, top, height = span.end_s - span.start_s, span.lane, y, 14
     if span.lane == "compute" and span.kind in DRAWN_NAMES:
-        work = f"stage {span.stage}, microbatch {span.microbatch}"
-        name = f"{DRAWN_NAMES[span.kind]}, {work}, {format_seconds(seconds)}"
-        box = f'x="{x:.2f}" y="{y}" width="{width:.2f}" height="14"'
-        return f'<rect class="kind-{span.kind}" {box}><title>{name}</title></rect>'
-    if span.lane == "host":
-        box = f'x="{x:.2f}" y="{y}" width="{width:.2f}" height="14"'
-        return f'<rect class="update" {box}><title>{UPDATE_NAME}, {format_seconds(seconds)}</title></rect>'
-    if span.lane not in ("up", "down"):
+        css, name = f"kind-{span.kind}", f"{DRAWN_NAMES[span.kind]}, stage {span.stage}, microbatch {span.microbatch}"
+        name += f", {format_seconds(seconds)}"
+    elif span.lane == "host":
+        css, name = "update", f"{UPDATE_NAME}, {format_seconds(seconds)}"
+    elif span.lane in ("up", "down"):  # links are thin lines below the computation
+        name, top, height = span.lane, y + (14 if span.lane == "up" else 16), 2
+    else:
         return ""
-    top = y + (14 if span.lane == "up" else 16)  # links are thin lines below the computation
-    box = f'x="{x:.2f}" y="{top}" width="{width:.2f}" height="2"'
-    return f'<rect class="{span.lane}" {box}><title>{span.lane}</title></rect>'
+    box = f'x="{LEFT + span.start_s * scale:.2f}" y="{top}" width="{max(seconds * scale, 0.3):.2f}" height="{height}"'
+    return f'<rect class="{css}" {box}><title>{name}</title></rect>'
 
 
 def _picture(title: str, height: int, body: Sequence[str]) -> str:
@@ -225,14 +221,14 @@ def comparison(report: Mapping[str, Any]) -> list[ComparisonRow]:
     """(name, predicted, measured, error) of a finished run."""
     predicted, measured = figures(report, "predicted"), figures(report, "measured")
     rows = [
-        _row("forward and backward", predicted.get("step_s"), measured.get("pipeline_s"), _seconds),
-        _row("whole step", None, measured.get("step_s"), _seconds),
-        _row("tokens/s", predicted.get("tokens_per_s"), measured.get("tokens_per_s"), _rate),
+        _row("forward and backward", predicted.get("step_s"), measured.get("pipeline_s"), format_seconds),
+        _row("whole step", None, measured.get("step_s"), format_seconds),
+        _row("tokens/s", predicted.get("tokens_per_s"), measured.get("tokens_per_s"), "{:,.0f}".format),
         *_lost_rows(report),
         _share("bubble", predicted.get("bubble_ratio"), measured.get("bubble_ratio")),
         _share("busy, launch bound", None, measured.get("launch_bound_ratio") or None),
-        _row("device memory", predicted.get("device_peak_bytes"), measured.get("device_peak_bytes"), _bytes),
-        _row("host memory", predicted.get("host_bytes"), measured.get("host_peak_bytes"), _bytes),
+        _row("device memory", predicted.get("device_peak_bytes"), measured.get("device_peak_bytes"), format_bytes),
+        _row("host memory", predicted.get("host_bytes"), measured.get("host_peak_bytes"), format_bytes),
     ]
     return [row for row in rows if row[2] != _NONE]
 
@@ -244,7 +240,7 @@ def _lost_rows(report: Mapping[str, Any]) -> Iterator[ComparisonRow]:
         if isinstance(loss, dict) and isinstance(loss.get("worker"), int):
             for when in ("before", "after"):
                 speed = figures({"loss": loss}, "loss").get(f"tokens_per_s_{when}")
-                yield _row(f"tokens/s {when} worker {loss['worker']} was lost", None, speed, _rate)
+                yield _row(f"tokens/s {when} worker {loss['worker']} was lost", None, speed, "{:,.0f}".format)
 
 
 def range_note(report: Mapping[str, Any]) -> str:
@@ -289,27 +285,15 @@ def headings(report: Mapping[str, Any]) -> ComparisonRow:
     return "", "predicted", f"measured {since_resume(report)}".rstrip(), "off"
 
 
-def _row(name: str, predicted: float | None, measured: float | None, show: Any) -> ComparisonRow:
+def _row(name: str, predicted: float | None, measured: float | None, show: Callable[[float], str]) -> ComparisonRow:
     off = f"{100 * (measured / predicted - 1):+.0f} %" if predicted and measured else _NONE
-    return name, show(predicted), show(measured), off
+    return name, show(predicted) if predicted else _NONE, show(measured) if measured else _NONE, off
 
 
 def _share(name: str, predicted: float | None, measured: float | None) -> ComparisonRow:
     points = 100 * (measured - predicted) if predicted is not None and measured is not None else None
     shown = [_NONE if share is None else f"{100 * share:.1f} %" for share in (predicted, measured)]
     return name, shown[0], shown[1], _NONE if points is None else f"{points:+.1f} points"
-
-
-def _seconds(value: float | None) -> str:
-    return format_seconds(value) if value else _NONE
-
-
-def _bytes(value: float | None) -> str:
-    return format_bytes(value) if value else _NONE
-
-
-def _rate(value: float | None) -> str:
-    return f"{value:,.0f}" if value else _NONE
 
 
 NUM_TIMELINES = 3
@@ -405,7 +389,7 @@ def page(events: Sequence[TimedEvent], report: Mapping[str, Any], recipe: str) -
         f'<p class="sub">{escape(_made_by(state, report))}</p>',
         _cards(state, report),
         _comparison(report),
-        _section("Loss", _loss(state), _loss_legend(state)),
+        _section("Loss", *_loss(state)),
         _section("Workers", _workers(events, state), f"{_waiting(state)}{_HEAD_NOTE}{_WORK_LEGEND}"),
         _section("Memory in GiB", *_memory(events)),
         f"<h2>Recipe</h2><pre>{escape(recipe) or 'not found'}</pre>",
@@ -494,11 +478,6 @@ def _made_by(state: DashboardState, report: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def _loss_legend(state: DashboardState) -> str:
-    entries = [("faint", "training"), ("f", "training, smoothed")]
-    return _legend(*entries, *([("wait", "evaluation")] if state.evaluations else []))
-
-
 def smoothed(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """Exponential means of the values, over a twentieth of the points."""
     share = 2 / (max(1.0, len(points) / SMOOTHING) + 1)
@@ -509,12 +488,14 @@ def smoothed(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
     return found
 
 
-def _loss(state: DashboardState) -> str:
-    points = state.losses.all_points
+def _loss(state: DashboardState) -> tuple[str, str]:
+    """Picture and legend."""
+    points, entries = state.losses.all_points, [("faint", "training"), ("f", "training, smoothed")]
     lines = [Series("loss", points, "raw"), Series("smoothed loss", smoothed(points), "c1")]
     if state.evaluations:
         lines.append(Series("evaluation", state.evaluations, "c4", marks=True))
-    return curves(lines, STEPS, title="Loss by step")
+        entries.append(("wait", "evaluation"))
+    return curves(lines, STEPS, title="Loss by step"), _legend(*entries)
 
 
 def _workers(events: Sequence[TimedEvent], state: DashboardState) -> str:
@@ -532,15 +513,10 @@ def _waiting(state: DashboardState) -> str:
     return f'<p class="sub">{"<br>".join(map(escape, (found.text(), *meanings)))}</p>'
 
 
-def _memory(events: Iterable[TimedEvent]) -> tuple[str, str]:
+def _memory(events: Sequence[TimedEvent]) -> tuple[str, str]:
     """Picture and legend: the program, the host, the fullest device and what there is of each, in GiB over time."""
-    started: list[float] = []
-    samples: list[Sample] = []
-    for _, event in events:
-        if isinstance(event, RunStarted):
-            started.append(event.time_s)
-        elif isinstance(event, Sample):
-            samples.append(event)
+    started = [event.time_s for _, event in events if isinstance(event, RunStarted)]
+    samples = [event for _, event in events if isinstance(event, Sample)]
     samples = samples[:: max(1, len(samples) // MAX_SAMPLES)]
     zero_s = min([*started[:1], *(sample.time_s for sample in samples[:1])], default=0.0)
     lines = {
@@ -552,22 +528,17 @@ def _memory(events: Iterable[TimedEvent]) -> tuple[str, str]:
     }
     values: dict[str, list[tuple[float, float]]] = {name: [] for name in lines}
     for sample in samples:
-        since_s = sample.time_s - zero_s
-        values["this program"].append((since_s, sample.process_bytes / GIB))
-        values["host in use"].append((since_s, sample.host_used_bytes / GIB))
-        values["host in all"].append((since_s, sample.host_total_bytes / GIB))
         used = [device.used_bytes for device in sample.devices if device.used_bytes is not None]
         limits = [device.total_bytes for device in sample.devices if device.total_bytes]
-        if used:
-            values["fullest device"].append((since_s, max(used) / GIB))
-        if limits:
-            values["device in all"].append((since_s, min(limits) / GIB))
-    shown = [Series(name, values[name], css) for name, (css, _) in lines.items() if values[name]]
-    names = ((lines[series.name], series.name) for series in shown)
-    entries = [(colour, f"{name} (dashed)" if "limit" in css else name) for (css, colour), name in names]
-    legend = _legend(*entries) if entries else ""
+        in_bytes = (sample.process_bytes, sample.host_used_bytes, sample.host_total_bytes)
+        for name, num_bytes in zip(lines, (*in_bytes, max(used, default=None), min(limits, default=None)), strict=True):
+            if num_bytes is not None:
+                values[name].append((sample.time_s - zero_s, num_bytes / GIB))
+    there = [(name, css, colour) for name, (css, colour) in lines.items() if values[name]]
+    entries = [(colour, f"{name} (dashed)" if "limit" in css else name) for name, css, colour in there]
+    shown = [Series(name, values[name], css) for name, css, _ in there]
     picture = curves(shown, TIME, title="Memory over time", height=220, from_zero=True)
-    return picture, legend
+    return picture, _legend(*entries) if entries else ""
 
 
 def _comparison(report: Mapping[str, Any]) -> str:
@@ -586,13 +557,3 @@ def _messages(state: DashboardState) -> str:
     lines = "\n".join(escape(message.text) for message in state.messages)
     count = counted(len(state.messages), "message")
     return f"<h2>Messages</h2><details><summary>{count}</summary><pre>{lines}</pre></details>"
-
-
-def write_page(folder: Path, path: Path) -> None:
-    """Write the page of the run in `folder`.
-
-    Raises:
-        RefusedError: no run there.
-        ResourceError: the disk is full or failing.
-    """
-    write_named(path, report_page(folder))

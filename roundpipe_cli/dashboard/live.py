@@ -56,7 +56,9 @@ def help_screen(
     Args:
         keys: (key, what it does).
     """
-    lines = [Text(" why workers waited", style="bold"), *_indented(_why(state), width)]
+    found = longest_waiting(state)
+    why = found.text() if found is not None else "no step is finished yet"
+    lines = [Text(" why workers waited", style="bold"), *_indented(why, width)]
     causes = (f"{cause}: {meaning}" for cause, meaning in CAUSES.items())
     lines += [Text(" causes", style="bold"), *(line for text in causes for line in _indented(text, width))]
     meanings = "   ".join(f"{key} {meaning}" for key, meaning in keys)
@@ -66,12 +68,6 @@ def help_screen(
     back = f" {HELP_KEY} back" + (f"   {counted(rest, 'line')} more on a higher terminal" if rest > 0 else "")
     lines = [*lines, *[Text()] * height][: height - 1]
     return [fit(line, width, theme) for line in (*lines, Text(back, style=theme.faint))][:height]
-
-
-def _why(state: DashboardState) -> str:
-    """A line on the worker that waited most in the newest step."""
-    found = longest_waiting(state)
-    return found.text() if found is not None else "no step is finished yet"
 
 
 def _indented(text: str, width: int) -> list[Text]:
@@ -301,11 +297,6 @@ class KeyBinding:
     """Returns a message for the user, or nothing."""
 
 
-def make_theme(console: Console) -> Theme:
-    """The theme for what a console can show."""
-    return theme_for(console.encoding, console.color_system is not None and not console.no_color)
-
-
 LINES_BESIDE_WORKERS = 6
 """Header, figures, messages and legend of a frame with a line for each worker."""
 MAX_LAST_LINES, LINES_BELOW = 24, 6
@@ -322,7 +313,7 @@ def last_frame(state: DashboardState, console: Console, size: tuple[int, int]) -
     last_s = max(state.seen_s, state.step_seen_s, state.sample.time_s if state.sample else 0.0)
     least = max(MIN_HEIGHT, len(state.workers) + LINES_BESIDE_WORKERS)  # more than the terminal has scroll up
     height = max(least, min(lines - LINES_BELOW, MAX_LAST_LINES))
-    frame = screen(state, last_s, columns, height, make_theme(console))
+    frame = screen(state, last_s, columns, height, theme_for(console))
     return [line for index, line in enumerate(frame) if line.plain.strip() or index == 0]
 
 
@@ -362,7 +353,7 @@ class LiveDashboard:
         """
         self.state = state or DashboardState()
         self._terminal, self._console, self._clock, self._keys = terminal, console, clock, keys
-        self._theme = make_theme(console)
+        self._theme = theme_for(console)
         self._shown_keys = (*((key, entry.meaning) for key, entry in keys.items()), (HELP_KEY, "help"))
         self._has_help = False
         self._queue: deque[Event] = deque()

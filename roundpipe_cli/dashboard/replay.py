@@ -14,18 +14,9 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from roundpipe_cli import events
 from roundpipe_cli.dashboard.state import DashboardState, fold_all
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.events import (
-    MAX_NUMBER,
-    EvaluationFinished,
-    Event,
-    RunStarted,
-    StepFinished,
-    StepTimeline,
-    decode,
-    is_sound,
-)
 from roundpipe_cli.files import open_regular, read_regular
 
 METRICS_NAME, EVENTS_NAME, REPORT_NAME, LOCK_NAME = "metrics.jsonl", "events.jsonl", "report.json", ".roundpipe.lock"
@@ -37,7 +28,7 @@ MAX_LOCK_BYTES = 1 << 16
 PREFERENCE_KEYS = ("rewards_chosen", "rewards_rejected", "reward_margin", "reward_accuracy", "nll_loss")
 """Keys of a row of metrics.jsonl that only preference pairs have."""
 
-TimedEvent = tuple[float, Event]
+TimedEvent = tuple[float, events.Event]
 MetricsRow = dict[str, Any]
 
 
@@ -95,9 +86,10 @@ def _objects(lines: bytes) -> list[MetricsRow]:
     return rows
 
 
-def _instead_of_a_run(folder: Path) -> str:
+def instead_of(missing: str, folder: Path) -> str:
+    """In words, where a run was looked for: `missing` where the folder is there."""
     if folder.is_dir():
-        return f"neither {METRICS_NAME} nor {EVENTS_NAME}"
+        return missing
     return "a file" if folder.exists() else "no such folder"
 
 
@@ -129,7 +121,7 @@ class RunFiles:
             raise RefusedError(
                 "there is no run in this folder",
                 where=str(folder),
-                found=_instead_of_a_run(folder),
+                found=instead_of(f"neither {METRICS_NAME} nor {EVENTS_NAME}", folder),
                 expected="the output_dir of a run",
                 hint=run_hint(Path.cwd()),
             )
@@ -139,7 +131,7 @@ class RunFiles:
         self._metrics = _GrowingFile(self.folder / METRICS_NAME)
         self._events = _GrowingFile(self.folder / EVENTS_NAME)
         self._rows: deque[MetricsRow] = deque()
-        self._timelines: dict[int, StepTimeline] = {}
+        self._timelines: dict[int, events.StepTimeline] = {}
         """Events that were read and not returned yet."""
         self._num_steps = 0
         self._time_s = 0.0
@@ -153,17 +145,17 @@ class RunFiles:
         lines = self._events.new_rows()
         self._rows.extend(self._metrics.new_rows())
         told: list[TimedEvent] = []
-        decoded = [(line, event) for line in lines if (event := decode(line)) is not None]
-        self._timelines = {event.step: event for _, event in decoded if isinstance(event, StepTimeline)}
+        decoded = [(line, event) for line in lines if (event := events.decode(line)) is not None]
+        self._timelines = {event.step: event for _, event in decoded if isinstance(event, events.StepTimeline)}
         for line, event in decoded:
-            if isinstance(event, StepTimeline):
+            if isinstance(event, events.StepTimeline):
                 told += self._steps_up_to(event.step - 1)
                 if self._timelines.pop(event.step, None) is None:
                     continue  # told already
             else:
                 told += self._steps_up_to(_number(line.get("step", line.get("after"))))
             self._time_s = _number(line.get("t")) or self._time_s
-            if isinstance(event, RunStarted):
+            if isinstance(event, events.RunStarted):
                 self._num_steps = event.num_steps
             told.append((self._time_s, event))
         return anew, told + self._steps_up_to(math.inf)
@@ -181,13 +173,13 @@ class RunFiles:
             told.append((self._time_s, step))
         return told
 
-    def _step(self, row: MetricsRow) -> StepFinished | None:
+    def _step(self, row: MetricsRow) -> events.StepFinished | None:
         try:
             step, step_s = int(row["step"]), float(row["step_s"])
             self._step_s.append(step_s)
             total = max(self._num_steps, step)
             grad_norm, epoch = row["grad_norm"], row.get("epoch")
-            finished = StepFinished(
+            finished = events.StepFinished(
                 step=step,
                 num_steps=total,
                 loss=float(row["loss"]),
@@ -206,11 +198,11 @@ class RunFiles:
             )
         except (KeyError, TypeError, ValueError, OverflowError):
             return None
-        return finished if is_sound(finished) else None
+        return finished if events.is_sound(finished) else None
 
     def before(self, first_step: int) -> DashboardState:
         """The curves of the first `first_step` steps, which a resumed run begins with."""
-        kinds = (StepFinished, EvaluationFinished)
+        kinds = (events.StepFinished, events.EvaluationFinished)
         told = [timed for timed in self.poll()[1] if isinstance(timed[1], kinds) and timed[1].step <= first_step]
         known = fold_all(told)
         return DashboardState(losses=known.losses, speeds=known.speeds, evaluations=known.evaluations)
@@ -233,4 +225,4 @@ class RunFiles:
 
 def _number(value: object) -> float:
     """The value; 0 if it is no finite number."""
-    return float(value) if isinstance(value, (int, float)) and abs(value) < MAX_NUMBER else 0.0
+    return float(value) if isinstance(value, (int, float)) and abs(value) < events.MAX_NUMBER else 0.0

@@ -6,25 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from roundpipe_cli.events import (
-    CheckpointSaved,
-    DeviceLost,
-    DeviceSample,
-    EvaluationFinished,
-    Event,
-    Fetching,
-    Notice,
-    Paused,
-    Phase,
-    RunFinished,
-    RunStarted,
-    RunStopped,
-    Sample,
-    Span,
-    StepFinished,
-    StepTimeline,
-    WorkSeen,
-)
+from roundpipe_cli import events
 from roundpipe_cli.units import counted, format_bytes, format_loss, format_seconds
 
 # Keeps the work of a worker that a lane needs, and merges short pieces.
@@ -44,7 +26,7 @@ def window_s(step_s: float | None) -> float:
     return next((seconds for seconds in NICE_S if seconds >= wanted), NICE_S[-1])
 
 
-def recent(spans: tuple[Span, ...], now_s: float, step_s: float | None) -> tuple[Span, ...]:
+def recent(spans: tuple[events.Span, ...], now_s: float, step_s: float | None) -> tuple[events.Span, ...]:
     """The spans that a lane needs, in order of time; of very many, those that cannot be seen apart as one.
 
     Args:
@@ -60,13 +42,13 @@ def recent(spans: tuple[Span, ...], now_s: float, step_s: float | None) -> tuple
     return _together(spans, window / PIECES)[-MAX_SPANS:]
 
 
-def _together(spans: tuple[Span, ...], piece_s: float) -> tuple[Span, ...]:
+def _together(spans: tuple[events.Span, ...], piece_s: float) -> tuple[events.Span, ...]:
     """Spans shorter than a piece, by lane and kind, one after the other from where the first of the piece began.
 
     FRBFRB......FRBFRB  ->  FFRRBB......FFRRBB       (the time of each kind stays; a longer span stays as it is)
     """
-    whole: list[Span] = []
-    parts: dict[tuple[str, int], dict[str, Span]] = {}
+    whole: list[events.Span] = []
+    parts: dict[tuple[str, int], dict[str, events.Span]] = {}
     for span in spans:
         seconds = span.end_s - span.start_s
         if seconds >= piece_s:
@@ -178,13 +160,13 @@ class WorkerView:
     """One worker."""
 
     device: str
-    spans: tuple[Span, ...] = ()
+    spans: tuple[events.Span, ...] = ()
     """Its latest work, on the run's clock; compute and links."""
-    running: Span | None = None
+    running: events.Span | None = None
     utilization: float | None = None
     """Share of the last step that it computed."""
     mean_utilization: Mean = Mean()
-    sample: DeviceSample = DeviceSample()
+    sample: events.DeviceSample = events.DeviceSample()
     lost_at: str = ""
     """Where its device was lost."""
 
@@ -193,9 +175,9 @@ class WorkerView:
 class DashboardState:
     """Everything that a screen needs."""
 
-    run: RunStarted | None = None
+    run: events.RunStarted | None = None
     workers: tuple[WorkerView, ...] = ()
-    step: StepFinished | None = None
+    step: events.StepFinished | None = None
     step_seen_s: float = 0.0
     """End of the last step, on the run's clock."""
     median_bubble: Median = Median()
@@ -205,14 +187,14 @@ class DashboardState:
     """Tokens per second by step."""
     evaluations: tuple[tuple[float, float], ...] = ()
     """(step, loss)."""
-    timeline: StepTimeline | None = None
+    timeline: events.StepTimeline | None = None
     """Work of the last step."""
-    sample: Sample | None = None
+    sample: events.Sample | None = None
     messages: tuple[ScreenMessage, ...] = ()
     phase: str = ""
     paused: bool = False
     stopped: str = ""
-    finished: RunFinished | None = None
+    finished: events.RunFinished | None = None
     seen_s: float = 0.0
     """Time up to which workers' actions are known, on the run's clock."""
     num_dropped: int = 0
@@ -246,65 +228,65 @@ class DashboardState:
         return self.step.bubble_ratio if self.step else None
 
 
-def fold(state: DashboardState, event: Event, now_s: float) -> DashboardState:
+def fold(state: DashboardState, event: events.Event, now_s: float) -> DashboardState:
     """The state after `event`, which came at `now_s` of the run's clock."""
-    if isinstance(event, WorkSeen):
+    if isinstance(event, events.WorkSeen):
         return _work_seen(state, event)
-    if isinstance(event, StepTimeline):
+    if isinstance(event, events.StepTimeline):
         return _step_timeline(state, event)
-    if isinstance(event, StepFinished):
+    if isinstance(event, events.StepFinished):
         return _step_finished(state, event, now_s)
-    if isinstance(event, Sample):
+    if isinstance(event, events.Sample):
         workers = tuple(
             replace(worker, sample=sample) for worker, sample in zip(state.workers, event.devices, strict=False)
         )
         return replace(state, sample=event, workers=workers + state.workers[len(workers) :])
-    if isinstance(event, RunStarted):
+    if isinstance(event, events.RunStarted):
         workers = tuple(WorkerView(device) for device in event.devices)
         return replace(
             state, run=event, workers=workers, stopped="", finished=None, paused=False, phase="", median_bubble=Median()
         )
-    if isinstance(event, EvaluationFinished):
+    if isinstance(event, events.EvaluationFinished):
         if math.isfinite(event.loss):
             state = replace(state, evaluations=(*state.evaluations[-MAX_POINTS:], (event.step, event.loss)))
         return _said(replace(state, phase=""), now_s, _evaluation_words(event))
-    if isinstance(event, DeviceLost):
+    if isinstance(event, events.DeviceLost):
         workers = tuple(
             WorkerView(worker.device, worker.spans, lost_at=event.at) if index == event.worker else worker
             for index, worker in enumerate(state.workers)
         )
         return _said(replace(state, workers=workers), now_s, event.text)
-    if isinstance(event, RunFinished):
+    if isinstance(event, events.RunFinished):
         return replace(state, finished=event, phase="", paused=False)
-    if isinstance(event, RunStopped):
+    if isinstance(event, events.RunStopped):
         return _said(replace(state, stopped=event.text, phase="", paused=False), now_s, event.text)
     return _words(state, event, now_s)
 
 
-def fold_all(events: Iterable[tuple[float, Event]], state: DashboardState | None = None) -> DashboardState:
+def fold_all(timed: Iterable[tuple[float, events.Event]], state: DashboardState | None = None) -> DashboardState:
     """The state after (time, event) pairs in order."""
     state = state or DashboardState()
-    for time_s, event in events:
+    for time_s, event in timed:
         state = fold(state, event, time_s)
     return state
 
 
-def _words(state: DashboardState, event: Event, now_s: float) -> DashboardState:
-    if isinstance(event, Notice):
+def _words(state: DashboardState, event: events.Event, now_s: float) -> DashboardState:
+    if isinstance(event, events.Notice):
         return _said(state, now_s, event.text, is_detail=event.is_detail)
-    if isinstance(event, Phase):
+    if isinstance(event, events.Phase):
         return replace(state, phase=event.text)
-    if isinstance(event, Fetching):
+    if isinstance(event, events.Fetching):
         return replace(state, phase=fetching_line(event))
-    if isinstance(event, CheckpointSaved):
+    if isinstance(event, events.CheckpointSaved):
         folder = event.folder.rstrip("/").rpartition("/")[2]
         return _said(state, now_s, f"checkpoint {folder} saved in {format_seconds(event.seconds)}")
-    assert isinstance(event, Paused), event
+    assert isinstance(event, events.Paused), event
     text = f"paused after step {event.step}" if event.paused else "continuing"
     return _said(replace(state, paused=event.paused), now_s, text)
 
 
-def _evaluation_words(event: EvaluationFinished) -> str:
+def _evaluation_words(event: events.EvaluationFinished) -> str:
     """`evaluation after step 20: loss 1.1304, best so far`; of preference pairs with their rewards."""
     rewards = event.preference or {}
     margin = f", reward margin {rewards['reward_margin']:.3g}" if "reward_margin" in rewards else ""
@@ -313,7 +295,7 @@ def _evaluation_words(event: EvaluationFinished) -> str:
     return f"evaluation after step {event.step}: loss {format_loss(event.loss)}{margin}{accuracy}{best}"
 
 
-def fetching_line(event: Fetching) -> str:
+def fetching_line(event: events.Fetching) -> str:
     """`downloading: 3 of 12 files, 1.2 of 4 GiB, 85 MiB/s, 33 s left`."""
     left = event.num_bytes - event.bytes_done
     rate = f", {format_bytes(event.bytes_per_s)}/s" if event.bytes_per_s else ""
@@ -333,22 +315,16 @@ def _closer(state: DashboardState, begin_s: float) -> tuple[WorkerView, ...]:
     gap_s = begin_s - state.seen_s - window_s(state.step.step_s if state.step else None) / 4
     if gap_s <= 0:
         return state.workers
-    return tuple(
-        replace(
-            worker,
-            spans=tuple(replace(one, start_s=one.start_s + gap_s, end_s=one.end_s + gap_s) for one in worker.spans),
-        )
-        for worker in state.workers
-    )
+    return tuple(replace(worker, spans=tuple(one.moved(gap_s) for one in worker.spans)) for worker in state.workers)
 
 
-def _work_seen(state: DashboardState, event: WorkSeen) -> DashboardState:
+def _work_seen(state: DashboardState, event: events.WorkSeen) -> DashboardState:
     if not event.step:  # between two steps the lanes stand still
         return replace(state, workers=tuple(replace(worker, running=None) for worker in state.workers))
     running = {span.worker: span for span in event.running}
     begin_s = min((span.start_s for span in (*event.spans, *event.running)), default=event.time_s)
     step_s = state.step.step_s if state.step else None
-    by_worker: dict[int, list[Span]] = {}
+    by_worker: dict[int, list[events.Span]] = {}
     for span in event.spans:
         by_worker.setdefault(span.worker, []).append(span)
     workers = tuple(
@@ -362,13 +338,13 @@ def _work_seen(state: DashboardState, event: WorkSeen) -> DashboardState:
     return replace(state, workers=workers, seen_s=max(state.seen_s, event.time_s), phase="")
 
 
-def _step_timeline(state: DashboardState, event: StepTimeline) -> DashboardState:
+def _step_timeline(state: DashboardState, event: events.StepTimeline) -> DashboardState:
     """The step's spans as measured take the place of what was seen of them while it ran."""
-    by_worker: dict[int, list[Span]] = {}
+    by_worker: dict[int, list[events.Span]] = {}
     end_s = event.start_s
     step_s = state.step.step_s if state.step else timeline_s(event)
     for span in event.spans:
-        moved = replace(span, start_s=span.start_s + event.start_s, end_s=span.end_s + event.start_s)
+        moved = span.moved(event.start_s)
         by_worker.setdefault(span.worker, []).append(moved)
         end_s = max(end_s, moved.end_s)
     workers = []
@@ -378,12 +354,9 @@ def _step_timeline(state: DashboardState, event: StepTimeline) -> DashboardState
     return replace(state, workers=tuple(workers), timeline=event, seen_s=max(state.seen_s, end_s), phase="")
 
 
-def _step_finished(state: DashboardState, event: StepFinished, now_s: float) -> DashboardState:
-    timeline = state.timeline
-    if timeline is not None and timeline.step == event.step:
-        seconds = timeline_s(timeline)
-    else:  # the timeline was dropped, or is not recorded
-        seconds = event.step_s
+def _step_finished(state: DashboardState, event: events.StepFinished, now_s: float) -> DashboardState:
+    timeline = state.timeline  # of another step where it was dropped, or is not recorded
+    seconds = timeline_s(timeline) if timeline is not None and timeline.step == event.step else event.step_s
     workers = tuple(
         worker
         if worker.lost_at
@@ -402,6 +375,6 @@ def _step_finished(state: DashboardState, event: StepFinished, now_s: float) -> 
     )
 
 
-def timeline_s(timeline: StepTimeline) -> float:
+def timeline_s(timeline: events.StepTimeline) -> float:
     """Seconds from the step's start to the end of its last work."""
     return max((span.end_s for span in timeline.spans if span.lane != "host"), default=0.0)

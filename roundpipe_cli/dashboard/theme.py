@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from rich.console import Console
 from rich.text import Text
 
 from roundpipe_cli.schedule.pictures import WORK_COLOURS
@@ -36,25 +37,9 @@ class Glyphs:
 
 
 ASCII = Glyphs(
-    full="#",
-    left="#",
-    right="#",
-    wait="~",
-    idle=".",
-    idle_of_two=".",
-    done="=",
-    rest="-",
-    point="o",
-    dot="*",
-    between="-",
-    up="up ",
-    down="down ",
-    degree=" C",
-    frame="+-+|++",
-    axis="||+",
-    ellipsis="~",
-    braille=False,
-)
+    full="#", left="#", right="#", wait="~", idle=".", idle_of_two=".", done="=", rest="-", point="o", dot="*",
+    between="-", up="up ", down="down ", degree=" C", frame="+-+|++", axis="||+", ellipsis="~", braille=False,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -73,18 +58,14 @@ class Theme:
     faint: str = "dim"
 
 
-def theme_for(encoding: str, has_colour: bool) -> Theme:
-    """The theme for a terminal that writes `encoding`."""
-    is_unicode = encoding.lower().replace("-", "").replace("_", "").startswith("utf")
+def theme_for(console: Console) -> Theme:
+    """The theme for what a console can show."""
+    is_unicode = console.encoding.lower().replace("-", "").replace("_", "").startswith("utf")
+    has_colour = console.color_system is not None and not console.no_color
     return Theme(has_colour=has_colour, glyphs=Glyphs() if is_unicode else ASCII)
 
 
 # Arranges lines of text: cut to a width, framed, side by side.
-
-
-def escape_controls(text: str) -> str:
-    """Control characters escaped, so that no name or message can steer the terminal."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def fit(line: Text, width: int, theme: Theme) -> Text:

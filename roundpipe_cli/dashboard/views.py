@@ -12,16 +12,16 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich.text import Text
 
 from roundpipe_cli.dashboard.chart import chart, large
 from roundpipe_cli.dashboard.state import SIMULATED, DashboardState, WorkerView, window_s
-from roundpipe_cli.dashboard.theme import Theme, beside, escape_controls, fit, framed, spread
+from roundpipe_cli.dashboard.theme import Theme, beside, fit, framed, spread
 from roundpipe_cli.events import Span
 from roundpipe_cli.schedule.pictures import BOTH, WORK_NAMES
-from roundpipe_cli.units import GIB, format_clock, format_loss, format_seconds
+from roundpipe_cli.units import GIB, escape_controls, format_clock, format_loss, format_seconds
 
 # The figures of a run at the side of its curve, the most important first.
 
@@ -199,10 +199,8 @@ def _block(pair: str, idle: str, theme: Theme) -> tuple[str, str]:
     glyphs, colours = theme.glyphs, theme.kinds
     if left in colours and right in colours:
         return (glyphs.full, colours[left]) if left == right else (glyphs.left, f"{colours[left]} on {colours[right]}")
-    if left in colours:
-        return glyphs.left, colours[left]
-    if right in colours:
-        return glyphs.right, colours[right]
+    if left in colours or right in colours:
+        return (glyphs.left, colours[left]) if left in colours else (glyphs.right, colours[right])
     if UPDATE in pair:
         return glyphs.wait, theme.update
     return (glyphs.wait, theme.wait) if WAIT in pair else (idle, theme.faint)
@@ -222,30 +220,26 @@ MIN_COLUMN = 58
 
 
 @dataclass(frozen=True)
-class _Scene:
+class Scene:
+    """The workers' part of a screen, of any size."""
+
     workers: Sequence[WorkerView]
     end_s: float
-    """End of the lanes, on the run's clock."""
+    """End of the lanes, on the run's clock: up to when it is known what workers did."""
     seconds: float
+    """Shown in a lane."""
     theme: Theme
 
 
-_Look = Callable[[_Scene, int, int], list[Text]]
+_Look = Callable[[Scene, int, int], list[Text]]
 
 
-def workers_block(
-    workers: Sequence[WorkerView], end_s: float, seconds: float, width: int, height: int, theme: Theme
-) -> list[Text]:
-    """At most `height` lines; workers that have no room at all are counted in the last line.
-
-    Args:
-        end_s: up to when it is known what workers did, on the run's clock.
-        seconds: that a lane shows.
-    """
+def workers_block(scene: Scene, width: int, height: int) -> list[Text]:
+    """At most `height` lines; workers that have no room at all are counted in the last line."""
+    workers = scene.workers
     if not workers or height <= 0:
         return []
-    scene = _Scene(workers, end_s, seconds, theme)
-    looks: list[tuple[int, _Look]] = [(n + 3, _framed(n)) for n in ((3, 2, 1) if theme.has_colour else (1,))]
+    looks: list[tuple[int, _Look]] = [(n + 3, _framed(n)) for n in ((3, 2, 1) if scene.theme.has_colour else (1,))]
     looks += [(2, _two_lines), (1, _one_line)]
     columns = [1] if width < 2 * MIN_COLUMN else [1, 2] if width < 4 * MIN_COLUMN else [1, 2, 4]
     candidates = [(lines, look, count) for lines, look in looks for count in columns if not (count > 1 and lines == 6)]
@@ -255,24 +249,22 @@ def workers_block(
             if lines * -(-len(workers) // count) <= room:
                 return _grid(scene, look, count, width)
     shown = max(0, height - 1) * columns[-1]
-    some = _Scene(workers[:shown], end_s, seconds, theme)
-    rest = Text(f"  and {len(workers) - shown} more workers: a higher terminal shows them", style=theme.faint)
+    some = replace(scene, workers=workers[:shown])
+    rest = Text(f"  and {len(workers) - shown} more workers: a higher terminal shows them", style=scene.theme.faint)
     return [*_grid(some, _one_line, columns[-1], width), rest]
 
 
-def staircase_block(
-    workers: Sequence[WorkerView], end_s: float, seconds: float, width: int, height: int, theme: Theme
-) -> list[Text]:
-    """One column of lanes, as high as there is room for; arguments as of `workers_block`."""
-    for lines in (3, 2) if theme.has_colour else ():
-        if 0 < lines * len(workers) <= height - RESERVED_LINES:
-            return _grid(_Scene(workers, end_s, seconds, theme), _named(lines), 1, width)
-    if len(workers) > height:
-        return workers_block(workers, end_s, seconds, width, height, theme)
-    return _grid(_Scene(workers, end_s, seconds, theme), _one_line, 1, width)
+def _staircase_block(scene: Scene, width: int, height: int) -> list[Text]:
+    """One column of lanes, as high as there is room for."""
+    for lines in (3, 2) if scene.theme.has_colour else ():
+        if 0 < lines * len(scene.workers) <= height - RESERVED_LINES:
+            return _grid(scene, _named(lines), 1, width)
+    if len(scene.workers) > height:
+        return workers_block(scene, width, height)
+    return _grid(scene, _one_line, 1, width)
 
 
-def _grid(scene: _Scene, look: _Look, count: int, width: int) -> list[Text]:
+def _grid(scene: Scene, look: _Look, count: int, width: int) -> list[Text]:
     widths = [width // count + (index < width % count) for index in range(count)]
     lines: list[Text] = []
     for start in range(0, len(scene.workers), count):
@@ -282,7 +274,7 @@ def _grid(scene: _Scene, look: _Look, count: int, width: int) -> list[Text]:
     return lines
 
 
-def _lane(scene: _Scene, worker: WorkerView, width: int, num_lines: int = 1) -> list[Text]:
+def _lane(scene: Scene, worker: WorkerView, width: int, num_lines: int = 1) -> list[Text]:
     if worker.lost_at:
         said = Text(f"lost at {escape_controls(worker.lost_at)}", style=scene.theme.bad)
         return [fit(said if at == (num_lines - 1) // 2 else Text(""), width, scene.theme) for at in range(num_lines)]
@@ -291,7 +283,7 @@ def _lane(scene: _Scene, worker: WorkerView, width: int, num_lines: int = 1) -> 
 
 
 def _framed(num_lanes: int) -> _Look:
-    def look(scene: _Scene, index: int, width: int) -> list[Text]:
+    def look(scene: Scene, index: int, width: int) -> list[Text]:
         worker, theme = scene.workers[index], scene.theme
         title = Text.assemble((f"worker {index}", "bold"), f" {theme.glyphs.between} {escape_controls(worker.device)}")
         body = [*_lane(scene, worker, width - 4, num_lanes), _figures(worker, width - 4, theme)]
@@ -300,7 +292,7 @@ def _framed(num_lanes: int) -> _Look:
     return look
 
 
-def _two_lines(scene: _Scene, index: int, width: int) -> list[Text]:
+def _two_lines(scene: Scene, index: int, width: int) -> list[Text]:
     worker, theme = scene.workers[index], scene.theme
     name = _name_of(scene, index)
     indent = name.cell_len
@@ -313,7 +305,7 @@ def _two_lines(scene: _Scene, index: int, width: int) -> list[Text]:
 def _named(num_lanes: int) -> _Look:
     """A lane of several lines with its name and share beside one of them, and no line between two lanes."""
 
-    def look(scene: _Scene, index: int, width: int) -> list[Text]:
+    def look(scene: Scene, index: int, width: int) -> list[Text]:
         worker, middle = scene.workers[index], (num_lanes - 1) // 2
         name, tail = _name_of(scene, index), Text(f" {_percent(worker.utilization)} ")
         blank, after = Text(" " * name.cell_len), Text(" " * tail.cell_len)
@@ -326,7 +318,7 @@ def _named(num_lanes: int) -> _Look:
     return look
 
 
-def _name_of(scene: _Scene, index: int) -> Text:
+def _name_of(scene: Scene, index: int) -> Text:
     """Number and device, as wide as the longest of them: lanes begin below each other."""
     number = len(str(len(scene.workers) - 1))
     devices = [escape_controls(worker.device) for worker in scene.workers]
@@ -334,7 +326,7 @@ def _name_of(scene: _Scene, index: int) -> Text:
     return fit(name, max(10, number + 3 + max(map(len, devices))), scene.theme)
 
 
-def _one_line(scene: _Scene, index: int, width: int) -> list[Text]:
+def _one_line(scene: Scene, index: int, width: int) -> list[Text]:
     worker, name = scene.workers[index], _name_of(scene, index)
     tail = Text(f" {_percent(worker.utilization)}")
     sample = worker.sample
@@ -350,16 +342,13 @@ def _percent(share: float | None) -> str:
 
 def _figures(worker: WorkerView, width: int, theme: Theme) -> Text:
     """Share of the last step that it computed, and what the device tells; the rest is left out where it has no room."""
-    now, mean = worker.utilization, worker.mean_utilization.value
-    parts: list[Text] = []
     if worker.lost_at:
-        return _joined(parts, width)
+        return Text()
+    now, mean = worker.utilization, worker.mean_utilization.value
+    parts, sample = [Text("first step", style=theme.faint)], worker.sample
     if now is not None:
-        busy = Text.assemble("busy ", (_percent(now).strip(), "bold"), (f" mean {_percent(mean).strip()}", theme.faint))
-        parts.append(busy)
-    else:
-        parts.append(Text("first step", style=theme.faint))
-    sample = worker.sample
+        mean_of = (f" mean {_percent(mean).strip()}", theme.faint)
+        parts = [Text.assemble("busy ", (_percent(now).strip(), "bold"), mean_of)]
     if sample.used_bytes is not None and sample.total_bytes:
         parts.append(Text(f"{sample.used_bytes / GIB:.1f} of {sample.total_bytes / GIB:.0f} GiB"))
     if sample.upload_bytes_per_s is not None:
@@ -416,17 +405,19 @@ def screen(
     if width < MIN_WIDTH or height < MIN_HEIGHT:
         return _exactly(head, width, height, theme)
     updates = any(span.lane == "host" for worker in state.workers for span in worker.spans)
-    foot = [footer(_now_meaning(keys, state), width, theme, updates=updates)]
+    if state.paused:  # the key that paused the run continues it
+        keys = [(key, "resume" if meaning == "pause" else meaning) for key, meaning in keys]
+    foot = [footer(keys, width, theme, updates=updates)]
     room = height - len(head) - len(foot)
-    draw = staircase_block if state.is_simulated else workers_block
-    workers = draw(state.workers, state.seen_s, _lanes_s(state), width, room - MIN_MESSAGES, theme)
+    draw = _staircase_block if state.is_simulated else workers_block
+    workers = draw(Scene(state.workers, state.seen_s, _lanes_s(state), theme), width, room - MIN_MESSAGES)
     room -= len(workers)
     messages_room = max(MIN_MESSAGES, min(len(state.messages) + 1, room // 3))
     curve_height = room - messages_room
     if curve_height >= MIN_CURVE_HEIGHT:
-        middle = curve_and_figures(state, now_s, width, curve_height, theme=theme)
+        middle = curve_and_figures(state, width, curve_height, theme)
     else:
-        middle = _short_figures(state, now_s, width, min(2, room), theme=theme)
+        middle = _short_figures(state, width, min(2, room), theme)
     if room == len(middle) > 0 and _has_news(state, now_s):  # an answer to a key is seen on the smallest screen too
         middle = [*middle[:-1], *messages(state, width, 1, theme)]
     said = messages(state, width, room - len(middle), theme)
@@ -487,9 +478,8 @@ def progress(state: DashboardState, now_s: float, width: int, theme: Theme) -> T
     """`step 12/100 ━━━━━━━────── 12 %  epoch 0.36  eta 3m10s at 14:32`; the bar keeps some room."""
     run, step = state.run, state.step
     if run is None:
-        return Text(
-            f" {escape_controls(state.phase) or 'waiting for the run'} {theme.glyphs.ellipsis}", style=theme.faint
-        )
+        doing = escape_controls(state.phase) or "waiting for the run"
+        return Text(f" {doing} {theme.glyphs.ellipsis}", style=theme.faint)
     done = step.step if step else run.first_step
     total = max(1, step.num_steps if step else run.num_steps)
     count = f" step {done}/{total} "
@@ -512,7 +502,7 @@ def progress(state: DashboardState, now_s: float, width: int, theme: Theme) -> T
     )
 
 
-def curve_and_figures(state: DashboardState, now_s: float, width: int, height: int, *, theme: Theme) -> list[Text]:
+def curve_and_figures(state: DashboardState, width: int, height: int, theme: Theme) -> list[Text]:
     """The loss (or speed) curve and, at its right, the figures of the last step."""
     speed = state.run is not None and state.run.goal == "speed"
     points = (state.speeds if speed else state.losses).all_points
@@ -522,9 +512,7 @@ def curve_and_figures(state: DashboardState, now_s: float, width: int, height: i
     if not speed and state.evaluations:
         shown = f" evaluation {format_loss(state.evaluations[-1][1])}"
         title.append(f"  {theme.glyphs.point}", theme.wait).append(shown)
-    side = FIGURES_WIDTH if width < 110 else max(FIGURES_WIDTH, min(46, width // 4))
-    if width < NARROW:
-        side = 0
+    side = max(FIGURES_WIDTH, min(46, width // 4)) if width >= 110 else FIGURES_WIDTH if width >= NARROW else 0
     curve_width = width - side
     if state.is_simulated:
         title = Text("a step", style="bold")
@@ -535,13 +523,8 @@ def curve_and_figures(state: DashboardState, now_s: float, width: int, height: i
     if not side:
         return curve
     rows = figure_lines(state, height - 2, side - 4, theme)
-    block = framed(
-        Text("last step" if state.is_over else "this step", style="bold"),
-        "",
-        [*rows, *[Text()] * (height - 2 - len(rows))],
-        side,
-        theme=theme,
-    )
+    heading = Text("last step" if state.is_over else "this step", style="bold")
+    block = framed(heading, "", [*rows, *[Text()] * (height - 2 - len(rows))], side, theme=theme)
     return beside([curve, block], [curve_width, side], theme)
 
 
@@ -556,7 +539,7 @@ def _busy(state: DashboardState, width: int, height: int, theme: Theme) -> list[
     return [*[Text()] * ((height - len(lines)) // 2), *lines, *[Text()] * (height - len(lines))][:height]
 
 
-def _short_figures(state: DashboardState, now_s: float, width: int, height: int, *, theme: Theme) -> list[Text]:
+def _short_figures(state: DashboardState, width: int, height: int, theme: Theme) -> list[Text]:
     """The most important figures in one line or two, where there is no room for a curve."""
     rows = figure_lines(state, 6, 24, theme, has_loss=True)
     per_line = max(1, (width - 2) // 26)
@@ -590,11 +573,6 @@ def _wrapped(time: str, text: str, width: int, room: int, *, theme: Theme) -> li
     parts = textwrap.wrap(text, max(MIN_LEFT, width - len(time)), break_on_hyphens=False) or [""]
     parts = [*parts[: room - 1], " ".join(parts[room - 1 :])] if len(parts) > room else parts
     return [Text.assemble((time if at == 0 else " " * len(time), theme.faint), part) for at, part in enumerate(parts)]
-
-
-def _now_meaning(keys: Sequence[tuple[str, str]], state: DashboardState) -> list[tuple[str, str]]:
-    """The keys and their present effect: the key that paused the run continues it."""
-    return [(key, "resume" if state.paused and meaning == "pause" else meaning) for key, meaning in keys]
 
 
 def footer(keys: Sequence[tuple[str, str]], width: int, theme: Theme, *, updates: bool = False) -> Text:

@@ -85,8 +85,7 @@ def test_given_stages_are_used_and_the_mirror_is_made(tmp_path: Path) -> None:
 
 
 def test_given_stages_have_the_rounds_of_a_run(tmp_path: Path) -> None:
-    """One round where nothing limits it."""
-    path = write(tmp_path, costs_of())
+    path = write(tmp_path, costs_of())  # one round where nothing limits it
     words = ["--forward-stages", "[[0, 4]]", "--backward-stages", "[[5, 6], [3, 4], [0, 2]]"]
     (result,) = results_of(path, *words, workers=3, microbatches=8)
     assert result["round"] == 8
@@ -182,22 +181,19 @@ def test_flags_of_a_simulation_are_refused_beside_run(words: str) -> None:
     assert f"found: {words.split()[0]}" in text and "only simulated" in text
 
 
-@pytest.mark.parametrize(
-    ("words", "key"),
-    [
+def test_switches_of_the_planner_are_recipe_keys() -> None:
+    for words, key in (
         (["--head-workers", "4"], "pipeline.head_workers=4"),
         (["--earliest-free"], "pipeline.dispatch=earliest_free"),
         (["--skip-projection"], "pipeline.skip_last_projection=true"),
         (["--keep-activations=1"], "pipeline.keep_activations=1"),
-    ],
-)
-def test_switches_of_the_planner_are_recipe_keys(words: list[str], key: str) -> None:
-    code, _, text = call("bench", "qwen3-8b", *words)
-    option = words[0].partition("=")[0]
-    assert code == 2 and f"roundpipe bench has no option {option}" in text
-    assert text.endswith(f"roundpipe bench RECIPE {key}\n") and load_recipe("qwen3-8b", [key])
-    code, _, text = call("bench", "--costs", "costs.json", *words)
-    assert code == 2 and text.endswith(f"python scripts/bench_emulated.py ... {option}\n")
+    ):
+        code, _, text = call("bench", "qwen3-8b", *words)
+        option = words[0].partition("=")[0]
+        assert code == 2 and f"roundpipe bench has no option {option}" in text
+        assert text.endswith(f"roundpipe bench RECIPE {key}\n") and load_recipe("qwen3-8b", [key])
+        code, _, text = call("bench", "--costs", "costs.json", *words)
+        assert code == 2 and text.endswith(f"python scripts/bench_emulated.py ... {option}\n")
 
 
 def test_workers_without_work_are_told(tmp_path: Path) -> None:
@@ -224,15 +220,11 @@ def test_refused_counts(tmp_path: Path) -> None:
     assert "worker_speed does not name every worker" in refusal(invoke(speeds))
 
 
-def with_layer(**values: Any) -> dict[str, Any]:
+def with_layer(*without: str, **values: Any) -> dict[str, Any]:
+    """Costs in whose layer 3 some keys are missing or have these values."""
     data = costs_of()
-    data["layers"][3].update(values)
-    return data
-
-
-def without(key: str) -> dict[str, Any]:
-    data = costs_of()
-    del data["layers"][3][key]
+    layer = {**data["layers"][3], **values}
+    data["layers"][3] = {key: value for key, value in layer.items() if key not in without}
     return data
 
 
@@ -249,8 +241,8 @@ def without(key: str) -> dict[str, Any]:
         (with_layer(name="head"), "a layer out of place"),
         (with_layer(name="embed"), "a layer out of place"),
         (with_layer(recompute_skippable_s=1.0), "more is skipped than recomputed"),
-        (without("forward_s"), "layers[3] (block.3): forward_s missing"),
-        (without("name"), "layers[3]: name missing"),
+        (with_layer("forward_s"), "layers[3] (block.3): forward_s missing"),
+        (with_layer("name"), "layers[3]: name missing"),
         (costs_of(hop_s=-1), "hop_s: negative"),
         (costs_of(link_bytes_per_s=0), "link_bytes_per_s: zero"),
         (costs_of(slots=0), "slots: zero"),

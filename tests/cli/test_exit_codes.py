@@ -1,4 +1,5 @@
-"""What ends a command by its true exit code: limits of the system, and refusals before anything is loaded."""
+"""What ends a command by its true exit code: limits of the system, refusals before anything is loaded, and environment
+variables that say nonsense: one clear error before anything starts, never a run that leaves nothing."""
 
 from __future__ import annotations
 
@@ -11,12 +12,19 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from roundpipe_cli.cli.finetune import check_environment
 from roundpipe_cli.cli.output import run_command
-from tests.support.e2e import child_environment, write_recipe, write_rows
+from roundpipe_cli.costs.machine import Process, launched_without_ranks, this_process
+from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.files import CACHE_VARIABLE
+from roundpipe_cli.recipe.schema import PipelineConfig, Recipe
+from roundpipe_cli.train.prepare.devices import choose_devices
+from tests.support.e2e import child_environment, fresh, python, write_recipe, write_rows
 
 NOBODY = 65_533
 """A user without processes, whom the limit binds: root is exempt."""
@@ -72,10 +80,7 @@ def test_a_second_run_is_refused_before_torch_is_imported(tmp_path: Path) -> Non
     )
     with lock.open() as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        command = [sys.executable, "-c", code]
-        done = subprocess.run(
-            command, cwd=tmp_path, env=child_environment(), capture_output=True, text=True, timeout=60
-        )
+        done = python(code, tmp_path)
     assert done.stdout == "3 []\n", done.stdout + done.stderr
 
 
@@ -89,3 +94,111 @@ def test_a_folder_that_holds_a_run_is_refused_before_the_planner_is_imported(tmp
     done = subprocess.run(command, cwd=tmp_path, env=child_environment(), capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and "the output directory already holds a run" in done.stderr
     assert "roundpipe_cli.recipe.load" in done.stderr and "roundpipe_cli.planning" not in done.stderr
+
+
+# --- the environment ------------------------------------------------------------------------------------------------
+
+NAMES = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("TORCHELASTIC_RESTART_COUNT", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
+)
+RECIPE = Recipe(model="model", datasets=(), output_dir="out", learning_rate=1e-4, gradient_accumulation_steps=4)
+
+
+@pytest.fixture(autouse=True)
+def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+
+
+def put(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    for pair in text.split():
+        monkeypatch.setenv(*pair.split("=", 1))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", Process(0, 1)),
+        ("RANK= WORLD_SIZE=", Process(0, 1)),
+        ("WORLD_SIZE=1", Process(0, 1)),
+        ("RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1", Process(0, 1)),
+        ("RANK=3 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2", Process(3, 8, 2)),
+    ],
+)
+def test_what_torchrun_sets_is_understood(monkeypatch: pytest.MonkeyPatch, text: str, expected: Process) -> None:
+    put(monkeypatch, text)
+    assert this_process() == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "where"),
+    [
+        ("RANK=1", "WORLD_SIZE not set"),
+        ("RANK=0", "WORLD_SIZE not set"),
+        ("RANK=1 WORLD_SIZE=", "WORLD_SIZE not set"),
+        ("WORLD_SIZE=2", "RANK not set"),
+        ("RANK=abc", "RANK"),
+        ("RANK=1.0 WORLD_SIZE=2", "RANK"),
+        ("RANK=-1 WORLD_SIZE=2", "RANK"),
+        ("RANK=2 WORLD_SIZE=2", "RANK"),
+        ("RANK=0 WORLD_SIZE=abc", "WORLD_SIZE"),
+        ("RANK=0 WORLD_SIZE=0", "WORLD_SIZE"),
+        ("RANK=0 WORLD_SIZE=99999999999999999999", "WORLD_SIZE"),
+        ("LOCAL_RANK=z", "LOCAL_RANK"),
+        ("LOCAL_RANK=2 LOCAL_WORLD_SIZE=2", "LOCAL_RANK"),
+        ("LOCAL_WORLD_SIZE=8", "LOCAL_WORLD_SIZE"),
+        ("RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 MASTER_ADDR=a MASTER_PORT=1", "LOCAL_WORLD_SIZE"),
+        ("TORCHELASTIC_RESTART_COUNT=x", "TORCHELASTIC_RESTART_COUNT"),
+        ("RANK=0 WORLD_SIZE=2", "MASTER_ADDR and MASTER_PORT not set"),
+        ("RANK=0 WORLD_SIZE=2 MASTER_ADDR=a", "MASTER_PORT not set"),
+        ("RANK=0 WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=x", "MASTER_PORT"),
+        ("RANK=0 WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=70000", "MASTER_PORT"),
+        ("RANK=0 WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=0", "MASTER_PORT"),
+        ("HF_HUB_OFFLINE=y", "HF_HUB_OFFLINE"),
+        ("TRANSFORMERS_OFFLINE=maybe", "TRANSFORMERS_OFFLINE"),
+        (f"{CACHE_VARIABLE}={__file__}", CACHE_VARIABLE),
+        (f"{CACHE_VARIABLE}={__file__}/below", CACHE_VARIABLE),
+        (f"{CACHE_VARIABLE}=~nobody-of-that-name/cache", CACHE_VARIABLE),
+    ],
+)
+def test_nonsense_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, text: str, where: str) -> None:
+    """RANK=1 alone once trained into a temporary folder and ended with 0; RANK=abc was a bug with a traceback."""
+    put(monkeypatch, text)
+    with pytest.raises(RefusedError) as caught:
+        check_environment(RECIPE)
+    (problem,) = caught.value.problems
+    assert (problem.where, caught.value.exit_code) == (where, 2)
+    assert problem.found and problem.expected
+
+
+def test_named_devices_allow_several_processes_on_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    put(monkeypatch, "RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500")
+    assert check_environment(replace(RECIPE, pipeline=PipelineConfig(devices=("cpu",)))) == Process(1, 2, 2)
+
+
+def test_a_launcher_without_ranks_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`srun -n 2 roundpipe finetune` starts two whole runs, which may be meant: each over its own seed."""
+    assert launched_without_ranks() is None
+    put(monkeypatch, "SLURM_STEP_NUM_TASKS=2")
+    assert "trains alone" in (launched_without_ranks() or "")
+    put(monkeypatch, "WORLD_SIZE=2")
+    assert launched_without_ranks() is None
+
+
+def test_hidden_gpus_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A misspelt CUDA_VISIBLE_DEVICES hides all GPUs: the notice that the processor is used says so."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "gpu0")
+    devices, notice = choose_devices("auto")
+    if devices == ("cpu", "cpu"):  # a driver that was asked before stays with its answer
+        assert "CUDA_VISIBLE_DEVICES is gpu0" in (notice or "")
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+        assert "CUDA_VISIBLE_DEVICES is empty" in (choose_devices("auto")[1] or "")
+
+
+def test_the_command_leaves_with_2(tmp_path: Path) -> None:
+    """As a user sees it: before the model is looked for, and nothing is made."""
+    (tmp_path / "recipe.yaml").write_text("model: nowhere\ndatasets: [{path: rows.jsonl}]\n")
+    done = fresh(tmp_path, "finetune", "recipe.yaml", environment={"RANK": "1"}).expect(2)
+    assert "WORLD_SIZE not set" in done.err
+    assert [path.name for path in tmp_path.iterdir()] == ["recipe.yaml"]

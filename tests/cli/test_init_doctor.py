@@ -6,23 +6,21 @@ import errno
 import importlib.util
 import json
 import os
-import pty
-import select
-import subprocess
 import sys
-import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from roundpipe_cli.choices import FAST_KERNELS
-from roundpipe_cli.cli import checks
+from roundpipe_cli.cli import checks, init_choice
 from roundpipe_cli.cli.checks import version_check
 from roundpipe_cli.cli.doctor import check_lines
 from roundpipe_cli.cli.init import recipe_text
 from roundpipe_cli.cli.init_choice import choose_settings
 from roundpipe_cli.cli.recipes import write_new
 from roundpipe_cli.costs.hardware import parse_hardware
+from roundpipe_cli.engine.backends import cuda
 from roundpipe_cli.engine.backends.cpu import CpuBackend
 from roundpipe_cli.engine.link_speed import measure_links
 from roundpipe_cli.errors import RefusedError, ResourceError
@@ -33,9 +31,11 @@ from roundpipe_cli.planning.question import ask
 from roundpipe_cli.planning.reach import reach_of
 from roundpipe_cli.planning.what_if import summary_of
 from roundpipe_cli.recipe.load import load_recipe
-from tests.support.e2e import child_environment, command_line, make_model, make_workspace, run
+from tests.cli.test_terminal_text import on_a_terminal
+from tests.support.e2e import child_environment, fresh, make_model, make_workspace, run
 
 NO_GPU = {"PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1"}
+WORDS = ("--model", "Qwen/Qwen3-1.7B", "--hardware", "2x3090,host_memory_gib=64")
 
 
 def test_init_by_flags(tmp_path: Path) -> None:
@@ -62,16 +62,14 @@ def test_init_by_flags(tmp_path: Path) -> None:
 @pytest.mark.parametrize("data", [os.fsdecode(b"caf\xe9.jsonl"), "a\nb.jsonl", "a\x1b.jsonl"], ids=ascii)
 def test_init_refuses_what_no_recipe_can_hold(tmp_path: Path, data: str) -> None:
     """Story: bytes that are no UTF-8 were a bug of roundpipe; a line break became a space in the recipe."""
-    words = ["--model", "Qwen/Qwen3-1.7B", "--hardware", "2x3090,host_memory_gib=64"]
-    done = run(tmp_path, "init", *words, "--data", data, "-o", "a.yaml", environment=NO_GPU).expect(2)
+    done = run(tmp_path, "init", *WORDS, "--data", data, "-o", "a.yaml", environment=NO_GPU).expect(2)
     assert "a recipe cannot hold this text" in done.err and not (tmp_path / "a.yaml").exists()
 
 
 @pytest.mark.parametrize("name", [os.fsdecode(b"caf\xe9.yaml"), "a\nmax_steps: 7 #.yaml"], ids=ascii)
 def test_init_names_any_file_in_a_comment(tmp_path: Path, name: str) -> None:
     """Story: the file's own name was part of the recipe's text, and a line break in it a key."""
-    words = ["--model", "Qwen/Qwen3-1.7B", "--hardware", "2x3090,host_memory_gib=64", "--data", "rows.jsonl"]
-    run(tmp_path, "init", *words, "-o", name, environment=NO_GPU).expect(0)
+    run(tmp_path, "init", *WORDS, "--data", "rows.jsonl", "-o", name, environment=NO_GPU).expect(0)
     assert load_recipe(tmp_path / name).recipe.max_steps is None
 
 
@@ -91,27 +89,8 @@ def conversation(folder: Path, *turns: tuple[str, str | None], code: int) -> str
     Args:
         turns: (words to wait for, answer; None: no more).
     """
-    leader, follower = pty.openpty()
-    process = subprocess.Popen(
-        command_line("init"), cwd=folder, env=child_environment({**NO_GPU, "COLUMNS": "200"}), stdin=follower,
-        stdout=follower, stderr=follower,
-    )  # fmt: skip
-    os.close(follower)
-    said, seen = "", 0
-    for words, answer in turns:
-        deadline_s = time.monotonic() + 60
-        while words not in said[seen:] and time.monotonic() < deadline_s:
-            if select.select([leader], [], [], 1)[0]:
-                try:
-                    said += os.read(leader, 4096).decode()
-                except OSError:  # the other side is closed
-                    break
-        assert words in said[seen:], said
-        seen = said.index(words, seen) + len(words)
-        os.write(leader, b"" if answer is None else f"{answer}\n".encode())
-    assert process.wait(60) == code, said
-    os.close(leader)
-    return said
+    typed = [(words, "" if answer is None else f"{answer}\n") for words, answer in turns]
+    return on_a_terminal(folder, 200, "init", turns=typed, code=code, **NO_GPU)
 
 
 def test_init_asks_again_and_loses_no_answer(tmp_path: Path) -> None:
@@ -148,13 +127,8 @@ def test_init_asks_again_and_loses_no_answer(tmp_path: Path) -> None:
     )
 
 
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even cuts in place of searched ones: they are no part of what `init` writes."""
-    monkeypatch.setattr(choose, "MAX_SEARCHED_LAYERS", 0)
-
-
-def test_init_fits_the_machine_or_says_why_not(quick: None) -> None:
+def test_init_fits_the_machine_or_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose, "MAX_SEARCHED_LAYERS", 0)  # even cuts: searched ones are no part of what `init` writes
     path = Path("recipe.yaml")
     with pytest.raises(RefusedError, match="does not fit") as refused:
         choose_settings("Qwen/Qwen3-235B-A22B", "1x3060,host_memory_gib=4", path)
@@ -170,6 +144,7 @@ def test_init_fits_the_machine_or_says_why_not(quick: None) -> None:
 def test_init_writes_what_finetune_takes_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Story: `finetune` refused the recipe of a model above 2B parameters that `init` had written for this machine."""
     monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(choose, "MAX_SEARCHED_LAYERS", 0)
     written = []
     for model, name in (("Qwen/Qwen3-1.7B", "small.yaml"), ("Qwen/Qwen3-4B", "large.yaml")):
         path = tmp_path / name
@@ -195,10 +170,8 @@ def test_init_of_few_rows_ends_in_a_recipe_that_runs(tmp_path: Path) -> None:
     run(tmp_path / "w", "finetune", "mine.yaml", "max_steps=1", environment=NO_GPU).expect(0)
 
 
-def test_init_takes_what_is_known_of_the_rows(quick: None) -> None:
-    path, machine = Path("recipe.yaml"), "8x4090,host_memory_gib=128"
-    by_rows = [choose_settings("Qwen/Qwen3-8B", machine, path, num_rows) for num_rows in (None, 640, 639, 25, 0)]
-    assert [choice.recipe.rows_per_step for choice in by_rows] == [64, 64, 63, 2, 1]
+def test_init_takes_what_is_known_of_the_rows() -> None:
+    assert [init_choice._rows(2048, 8, num_rows)[0] for num_rows in (None, 640, 639, 25, 0)] == [64, 64, 63, 2, 1]
 
 
 # --- doctor ---------------------------------------------------------------------------------------------------------
@@ -232,12 +205,8 @@ def test_doctor_says_no_where_nothing_can_train(tmp_path: Path, monkeypatch: pyt
     (site / "torch").mkdir(parents=True)
     (site / "torch" / "__init__.py").write_text("raise ImportError('libcudart.so.12 is missing')\n")
     environment = {**NO_GPU, "PYTHONPATH": f"{site}:{child_environment()['PYTHONPATH']}"}
-    broken = subprocess.run(
-        command_line("doctor", "--json"), cwd=tmp_path, env=child_environment(environment), capture_output=True,
-        text=True, timeout=120,
-    )  # fmt: skip
-    assert broken.returncode == 2, broken.stderr
-    failed = [check for check in json.loads(broken.stdout)["checks"] if check["state"] == "fails"]
+    broken = fresh(tmp_path, "doctor", "--json", environment=environment).expect(2)
+    failed = [check for check in json.loads(broken.out)["checks"] if check["state"] == "fails"]
     assert [check["name"] for check in failed] == ["torch build"] and "libcudart" in failed[0]["found"]
 
 
@@ -253,14 +222,8 @@ def test_doctor_reads_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert driver.found == "NVIDIA 570.86" and len(rows) == 2
     narrow, good = checks._gpus(rows)
     assert (narrow.state, good.state) == ("note", "good") and narrow.fix is not None and "x16" in narrow.fix
-    check, num_gpus = checks._torch(num_listed=num_gpus_here() + 1)
-    assert check.state == "note" and num_gpus == num_gpus_here() and check.fix
-
-
-def num_gpus_here() -> int:
-    from roundpipe_cli.engine.backends import cuda
-
-    return cuda.num_devices()
+    check, num_gpus = checks._torch(num_listed=cuda.num_devices() + 1)
+    assert check.state == "note" and num_gpus == cuda.num_devices() and check.fix
 
 
 @pytest.mark.parametrize(
@@ -289,11 +252,7 @@ def test_the_upper_bound_of_a_speed_is_one() -> None:
 
 def test_what_can_be_trained_is_said_before_torch_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Facts that need no torch came after it, seconds later."""
-
-    def too_early(num_listed: int) -> None:
-        raise InterruptedError
-
-    monkeypatch.setattr(checks, "_torch", too_early)
+    monkeypatch.setattr(checks, "_torch", Mock(side_effect=InterruptedError))
     early = []
     with pytest.raises(InterruptedError):
         for check in checks.all_checks(offline=True):
@@ -366,23 +325,17 @@ def test_a_recipe_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     assert path.read_bytes() == content
 
 
-def test_a_full_disk_is_not_the_users_mistake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_no_mistake_and_links_are_not_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Story: `init`, `convert` and `recipes cp` on a full disk ended with exit code 2."""
 
-    def refuse(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+    def refuse_by(number: int) -> None:
+        monkeypatch.setattr(os, "link", Mock(side_effect=OSError(number, os.strerror(number))))
 
-    monkeypatch.setattr(os, "link", refuse)
+    refuse_by(errno.ENOSPC)
     with pytest.raises(ResourceError, match="No space left on device"):
         write_new(tmp_path / "recipe.yaml", b"model: m\n")
     assert not list(tmp_path.iterdir())
-
-
-def test_a_recipe_is_written_where_files_cannot_be_linked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(errno.EPERM, "Operation not permitted")
-
-    monkeypatch.setattr(os, "link", refuse)
+    refuse_by(errno.EPERM)  # as on FAT
     write_new(tmp_path / "recipe.yaml", b"model: m\n")
     with pytest.raises(RefusedError, match="is there already"):
         write_new(tmp_path / "recipe.yaml", b"other")

@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 import weakref
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import pytest
 from roundpipe_cli import events
 from roundpipe_cli.dashboard.html import comparison
 from roundpipe_cli.dashboard.replay import RunFiles
-from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.errors import RefusedError, StoppedError
 from roundpipe_cli.events import (
     DeviceLost,
     DeviceSample,
@@ -37,7 +38,8 @@ from roundpipe_cli.events import (
 from roundpipe_cli.train.checkpoint.output_dir import EVENTS_NAME, METRICS_NAME
 from roundpipe_cli.train.monitor import telemetry
 from roundpipe_cli.train.monitor.telemetry import EventRecorder, metrics_row, read_lines
-from tests.support.e2e import launch, make_model, make_workspace, metrics, run
+from roundpipe_cli.train.signals import EXIT_CODES, StopSignals
+from tests.support.e2e import make_model, make_workspace, metrics, run
 
 SPAN = Span(1, "compute", "F", 2, 3, 0.125, 0.25)
 EVENTS: tuple[Event, ...] = (
@@ -195,60 +197,40 @@ def test_what_a_run_records(tmp_path: Path, model: Path) -> None:
     assert [share / ends for share in busy] == pytest.approx(row["utilization"], abs=1e-3)
 
 
-def test_a_killed_run_leaves_whole_lines(tmp_path: Path, model: Path) -> None:
-    folder = make_workspace(tmp_path / "work", model, num_train_epochs=10)
-    running = launch(folder, "finetune", "recipe.yaml")
-    running.wait_for_steps(5)
-    running.kill(signal.SIGKILL)
-    running.process.join()
-    data = (folder / "out" / EVENTS_NAME).read_bytes()
-    assert [json.loads(line) for line in data.split(b"\n")[:-1]]
-    run(folder, "finetune", "recipe.yaml", "--resume").expect(0)
-    lines = read_lines(folder / "out" / EVENTS_NAME)
-    assert sum(line["event"] == "RunStarted" for line in lines) == 2
-    steps = [line["step"] for line in lines if line["event"] == "StepTimeline"]
-    assert steps == sorted(set(steps))
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """Those of signals are afterwards as they were."""
+    before = {number: signal.getsignal(number) for number in (*EXIT_CODES, signal.SIGALRM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
+@pytest.mark.usefixtures("handlers")
 def test_after_a_stop_signals_wait_until_it_was_said() -> None:
-    from roundpipe_cli.errors import StoppedError
-    from roundpipe_cli.train.signals import EXIT_CODES, StopSignals
-
-    before = {number: signal.getsignal(number) for number in EXIT_CODES}
-    try:
-        with pytest.raises(StoppedError, match="stopped by SIGTERM before the first finished step"), StopSignals():
-            signal.raise_signal(signal.SIGTERM)
-        for number in EXIT_CODES:
-            signal.raise_signal(number)
-        with pytest.raises(StoppedError, match="stopped by SIGINT") as stopped, StopSignals():
-            try:
-                signal.raise_signal(signal.SIGINT)
-            except KeyboardInterrupt:  # as torch's conversion of a storage does
-                raise ValueError("could not determine the shape of object type") from None
-        assert isinstance(stopped.value.__cause__, ValueError)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with pytest.raises(StoppedError, match="stopped by SIGTERM before the first finished step"), StopSignals():
+        signal.raise_signal(signal.SIGTERM)
+    for number in EXIT_CODES:
+        signal.raise_signal(number)
+    with pytest.raises(StoppedError, match="stopped by SIGINT") as stopped, StopSignals():
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:  # as torch's conversion of a storage does
+            raise ValueError("could not determine the shape of object type") from None
+    assert isinstance(stopped.value.__cause__, ValueError)
 
 
+@pytest.mark.usefixtures("handlers")
 @pytest.mark.timeout(60, method="thread")  # the other method takes the timer that is used here
 def test_a_stop_that_python_ignores_comes_again(capfd: pytest.CaptureFixture[str]) -> None:
     """Story: a Ctrl-C in a weak reference's callback printed a traceback, and the run went on to its first step."""
-    from roundpipe_cli.errors import StoppedError
-    from roundpipe_cli.train.signals import EXIT_CODES, StopSignals
-
-    before = {number: signal.getsignal(number) for number in (*EXIT_CODES, signal.SIGALRM)}
     hook = sys.unraisablehook
-    try:
-        with pytest.raises(StoppedError, match="stopped by SIGINT before the first finished step"), StopSignals():
-            held = type("Held", (), {})()
-            kept = weakref.ref(held, lambda _: signal.raise_signal(signal.SIGINT))
-            del held
-            assert kept() is None
-            time.sleep(30)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with pytest.raises(StoppedError, match="stopped by SIGINT before the first finished step"), StopSignals():
+        held = type("Held", (), {})()
+        kept = weakref.ref(held, lambda _: signal.raise_signal(signal.SIGINT))
+        del held
+        assert kept() is None
+        time.sleep(30)
     assert capfd.readouterr() == ("", "") and sys.unraisablehook is hook
 
 

@@ -67,27 +67,32 @@ def work(kind: str, stage: int, start_s: float, end_s: float, *, worker: int = 0
     return Span(worker, lane, kind, stage, -1 if kind == "U" else 0, start_s, end_s)
 
 
-def test_only_what_the_next_work_needs_is_a_cause() -> None:
+@pytest.mark.parametrize(
+    ("spans", "expected"),
+    [
+        # an upload for a later stage is no cause, and the input came 1 s before the work began
+        (
+            (work("F", 0, 0, 4, worker=1), work("U", 5, 0, 4, lane="up"), work("F", 1, 5, 6)),
+            {"boundary": 4.0, "launch": 1.0},
+        ),
+        # the upload began only when its memory was free; the time before is no wait for another worker
+        (
+            (work("F", 0, 0, 1, worker=1), work("B", 0, 0, 2), work("U", 1, 3, 4, lane="up"), work("B", 1, 4, 5)),
+            {"upload": 2.0},
+        ),
+        # a tensor on its way up is a boundary
+        (
+            (work("F", 0, 0, 1, worker=1), Span(0, "up", "F", 1, 0, 1.0, 2.5), work("F", 1, 3, 4)),
+            {"boundary": 2.5, "launch": 0.5},
+        ),
+        # a single worker waits for nobody else
+        ((work("F", 0, 0, 1), work("F", 1, 1.5, 3), work("R", 0, 3, 4), work("B", 0, 4, 6)), {"launch": 0.5}),
+    ],
+)
+def test_only_what_the_next_work_needs_is_a_cause(spans: tuple[Span, ...], expected: dict[str, float]) -> None:
     """Any upload on the link counted, so a wait for another worker looked like one for weights of a later stage."""
-    spans = (
-        work("F", 0, 0, 4, worker=1),
-        work("U", 5, 0, 4, lane="up"),  # for a later stage
-        work("F", 1, 5, 6),  # 1 s after its input
-    )
     found = waiting(StepTimeline(1, 0.0, spans), 0)
-    assert found is not None and found.by_cause_s == {"boundary": 4.0, "launch": 1.0}
-
-
-def test_weights_that_had_no_room_are_waited_for() -> None:
-    """The upload began only when its memory was free; the time before is no wait for another worker."""
-    spans = (
-        work("F", 0, 0, 1, worker=1),
-        work("B", 0, 0, 2),
-        work("U", 1, 3, 4, lane="up"),
-        work("B", 1, 4, 5),
-    )
-    found = waiting(StepTimeline(1, 0.0, spans), 0)
-    assert found is not None and found.by_cause_s == {"upload": 2.0}
+    assert found is not None and found.by_cause_s == expected
 
 
 def test_a_wait_for_an_update_has_a_cause_and_a_mark() -> None:
@@ -110,20 +115,6 @@ def test_a_wait_for_an_update_has_a_cause_and_a_mark() -> None:
         plain = fold_all([(0.0, STARTED), (6.0, replace(step, spans=spans[-1:]))])
         assert mark not in str(screen(plain, 6.0, 120, 30, theme, KEYS)[-1])
     assert "waits for the update, 3 s" in page([(0.0, STARTED), (6.0, step)], {}, "")
-
-
-def test_a_tensor_on_its_way_up_is_a_boundary() -> None:
-    tensor = Span(0, "up", "F", 1, 0, 1.0, 2.5)
-    spans = (work("F", 0, 0, 1, worker=1), tensor, work("F", 1, 3, 4))
-    found = waiting(StepTimeline(1, 0.0, spans), 0)
-    assert found is not None and found.by_cause_s == {"boundary": 2.5, "launch": 0.5}
-
-
-def test_a_single_worker_waits_for_nobody_else() -> None:
-    """Pauses between its computations are its own: nothing was missing."""
-    spans = (work("F", 0, 0, 1), work("F", 1, 1.5, 3), work("R", 0, 3, 4), work("B", 0, 4, 6))
-    found = waiting(StepTimeline(1, 0.0, spans), 0)
-    assert found is not None and found.by_cause_s == {"launch": 0.5}
 
 
 def test_what_the_host_does_beside_the_pipeline_is_said() -> None:
@@ -157,10 +148,7 @@ def test_help_says_why_the_worker_that_waited_most_waited() -> None:
         assert "worker 2 waited" in text and "of step 40 (26 %): " in text and "? back" in text
         assert ("more on a higher terminal" in text) == (height == 15), "what was cut is missed by nobody otherwise"
     assert "no step is finished yet" in help_screen(DashboardState(), 80, 24, Theme(), KEYS)[1].plain
-
-
-def test_the_page_says_it_too() -> None:
-    assert "worker 2 waited" in page(recorded_run(8), {}, "")
+    assert "worker 2 waited" in page(recorded_run(8), {}, ""), "the page says it too"
 
 
 # --- plain lines ------------------------------------------------------------------------------------------------------
@@ -179,10 +167,8 @@ def test_a_wait_that_is_worth_it_is_one_line_with_a_remedy(
     said = [line for line in capsys.readouterr().err.splitlines() if "waited" in line or line.startswith("  ")]
     said = [line for line in said if not line.startswith("checkpoint ")]
     assert len(said) == is_worth_it, said
-    if is_worth_it:
-        assert re.match(r"note: worker 2 waited \d\d % of step \d+, most of it because .*: .*\(.+\) help$", said[0]), (
-            said
-        )
+    remedy = r"note: worker 2 waited \d\d % of step \d+, most of it because .*: .*\(.+\) help$"
+    assert not is_worth_it or re.match(remedy, said[0]), said
 
 
 def test_every_cause_of_a_wait_has_a_remedy() -> None:

@@ -1,4 +1,4 @@
-"""A run followed from its files: whole or torn, finished, resumed or killed; and the page made of them."""
+"""A run followed from its files: whole or torn, finished, resumed or killed, in plain lines; the page made of them."""
 
 from __future__ import annotations
 
@@ -7,19 +7,32 @@ import os
 import re
 import shutil
 import statistics
-import subprocess
-import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from roundpipe_cli.cli.display import Display
+from roundpipe_cli.cli.watch import watch
 from roundpipe_cli.dashboard import replay
 from roundpipe_cli.dashboard.html import comparison, page, read_report, report_page
+from roundpipe_cli.dashboard.live import MIN_HEIGHT, last_frame
 from roundpipe_cli.dashboard.replay import Life, RunFiles
 from roundpipe_cli.dashboard.state import DashboardState, Median, fold_all
-from roundpipe_cli.events import RunStarted, StepFinished, StepTimeline
+from roundpipe_cli.events import (
+    EvaluationFinished,
+    Event,
+    RunStarted,
+    RunStopped,
+    StepFinished,
+    StepTimeline,
+    WorkSeen,
+    encode,
+)
+from roundpipe_cli.train.monitor.telemetry import metrics_row
 from tests.support.e2e import finetune, make_model, make_workspace, metrics, run
 from tests.support.recorded import recorded_run
 
@@ -122,9 +135,7 @@ def test_life(finished: Path, tmp_path: Path) -> None:
 def test_watch_prints_one_line_per_step(finished: Path) -> None:
     done = run(finished.parent, "watch", "out", "--json").expect(0)
     rows = [json.loads(line) for line in done.out.splitlines()]
-    assert [(row["step"], row["loss_hex"]) for row in rows] == [
-        (row["step"], row["loss_hex"]) for row in metrics(finished)
-    ]
+    assert [(row["step"], row["loss_hex"]) for row in rows] == [(r["step"], r["loss_hex"]) for r in metrics(finished)]
     plain = run(finished.parent, "watch", "out").expect(0)
     assert [line.split()[1] for line in plain.out.splitlines()] == ["1/3", "2/3", "3/3"]
 
@@ -133,9 +144,8 @@ def test_watch_prints_one_line_per_step(finished: Path) -> None:
 def test_watch_of_a_run_without_a_step_says_so(tmp_path: Path, options: list[str]) -> None:
     """It printed nothing at all."""
     (tmp_path / "report.json").write_text("{}")
-    command = [sys.executable, "-m", "roundpipe_cli", "watch", str(tmp_path), "--no-follow", *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0 and done.stdout == "" and "no step of this run is finished" in done.stderr
+    done = run(tmp_path, "watch", ".", "--no-follow", *options).expect(0)
+    assert done.out == "" and "no step of this run is finished" in done.err
 
 
 def test_watch_needs_a_run(tmp_path: Path) -> None:
@@ -171,17 +181,9 @@ def test_figures_equal_those_of_the_trace(finished: Path) -> None:
 
 
 def test_comparison_says_how_far_off() -> None:
-    report = {
-        "predicted": {"step_s": 2.0, "bubble_ratio": 0.1, "tokens_per_s": 100.0, "host_bytes": 2**30},
-        "measured": {
-            "pipeline_s": 2.2,
-            "step_s": 2.5,
-            "tokens_per_s": 90.0,
-            "bubble_ratio": 0.15,
-            "host_peak_bytes": 2**31,
-        },
-    }
-    assert comparison(report) == [
+    measured = {"pipeline_s": 2.2, "step_s": 2.5, "tokens_per_s": 90.0, "bubble_ratio": 0.15, "host_peak_bytes": 2**31}
+    predicted = {"step_s": 2.0, "bubble_ratio": 0.1, "tokens_per_s": 100.0, "host_bytes": 2**30}
+    assert comparison({"predicted": predicted, "measured": measured}) == [
         ("forward and backward", "2 s", "2.2 s", "+10 %"),
         ("whole step", "-", "2.5 s", "-"),
         ("tokens/s", "100", "90", "-10 %"),
@@ -226,7 +228,8 @@ def test_the_page_needs_nothing_else(finished: Path) -> None:
         assert words in text, words
     kinds = re.findall(r'class="kind-([FRBH])"', text)
     recorded = [event for _, event in RunFiles(finished).poll()[1] if isinstance(event, StepTimeline)]
-    assert len(kinds) == sum(len(event.spans) for event in recorded[-3:]) and set(kinds) == {"F", "R", "B", "H"}
+    computed = [span for event in recorded[-3:] for span in event.spans if span.lane == "compute"]
+    assert len(kinds) == len(computed) and set(kinds) == {"F", "R", "B", "H"}
 
 
 def test_the_page_begins_with_predicted_against_measured() -> None:
@@ -250,30 +253,57 @@ def test_a_page_of_nothing() -> None:
     assert parsed.tags.count("svg") == 3
 
 
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
-@pytest.mark.parametrize("width", [360, 1200])
-def test_the_page_in_a_browser(finished: Path, tmp_path: Path, width: int) -> None:
-    """No console error, nothing wider than the window, three pictures with lines and rectangles in view.
+# --- plain lines ------------------------------------------------------------------------------------------------------
 
-    The page is in a frame: a window of Chromium is never narrower than 500 pixels, a phone is.
-    """
-    probe = """<script>addEventListener('load', () => { const pictures = [...document.querySelectorAll('svg')];
-      const drawn = pictures.filter(p => p.getBoundingClientRect().height > 50 &&
-        [...p.querySelectorAll('polyline, rect')].some(e => e.getBoundingClientRect().width > 20)).length;
-      const table = document.querySelector('table').parentElement;
-      const hidden = Math.max(0, table.scrollWidth - table.clientWidth);
-      parent.postMessage(`drawn=${drawn} wide=${document.documentElement.scrollWidth} hidden=${hidden}`, '*'); })
-      </script></body>"""
-    page, frame = tmp_path / "page.html", tmp_path / "frame.html"
-    page.write_text((finished / "report.html").read_text(encoding="utf-8").replace("</body>", probe), encoding="utf-8")
-    frame.write_text(
-        "<script>addEventListener('message', event => { document.title = event.data; })</script>"
-        f'<iframe src="page.html" style="width: {width}px; height: 2000px; border: 0"></iframe>'
-    )
-    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--v=0"]
-    command += [f"--user-data-dir={tmp_path / 'profile'}", f"--window-size={width + 100},2100", "--dump-dom"]
-    done = subprocess.run([*command, frame.as_uri()], capture_output=True, timeout=120)
-    title = re.search(r"<title>drawn=(\d) wide=(\d+) hidden=(\d+)</title>", done.stdout.decode())
-    assert title is not None, done.stderr.decode()[-2000:]
-    assert int(title[1]) == 3 and int(title[2]) <= width and int(title[3]) == 0
-    assert b"CONSOLE" not in done.stderr
+REWARDS = {"rewards_chosen": 0.8, "rewards_rejected": 0.1, "reward_margin": 0.7, "reward_accuracy": 0.875}
+
+
+def write_files(folder: Path, events: Sequence[tuple[float, Event]]) -> Path:
+    """The files that a run with these events leaves."""
+    step, rows, lines = 0, [], []
+    for time_s, event in events:
+        if isinstance(event, StepFinished):
+            step = event.step
+            rows.append(metrics_row(event))
+        elif not isinstance(event, WorkSeen):
+            lines.append({"t": time_s, "step": step, **encode(event)})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def test_a_run_that_is_over_is_told_as_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its lines are read in no time, so workers were looked at in the first and the last step only; and of a run that
+    stopped the last step was not the last one."""
+    events = recorded_run(2)
+    watch([str(write_files(tmp_path, [*events, (events[-1][0], RunStopped("stopped by SIGINT"))]))], verbose=True)
+    said = capsys.readouterr().err
+    looks = [line.split()[1] for line in said.splitlines() if line.startswith("  step ")]
+    assert looks[0] == "1" and looks[-1] == "40" and 4 <= len(looks) <= 8, looks
+    assert said.count("  worker 0: cuda:0, busy ") == said.count("  worker 1: cuda:1, busy ") == len(looks)
+    assert said.rstrip().endswith("stopped by SIGINT")
+
+
+def test_preference_pairs_are_told_from_files_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`watch` dropped their evaluations, showed the gradient norm in place of the margin, and `--json` null."""
+    events = [
+        (time_s, replace(event, preference=REWARDS) if isinstance(event, (StepFinished, EvaluationFinished)) else event)
+        for time_s, event in recorded_run(2)
+    ]
+    write_files(tmp_path, events)
+    state = fold_all(RunFiles(tmp_path).poll()[1])
+    assert state.step is not None and state.step.preference == REWARDS and len(state.evaluations) == 4
+    watch([str(tmp_path)])
+    out = capsys.readouterr().out
+    assert "margin 0.700" in out and "eval  40/100  loss 1.1531  margin 0.7  accuracy 88%  best" in out
+    watch([str(tmp_path)], json_output=True)
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["preference"] == REWARDS
+
+
+@pytest.mark.parametrize("num_workers", [2, 16])
+def test_the_frame_that_stays_has_every_worker(num_workers: int) -> None:
+    """`and 12 more workers: a higher terminal shows them`, though what is above a terminal's first line scrolls."""
+    frame = last_frame(fold_all(recorded_run(num_workers)), Console(force_terminal=True), (60, 15))
+    text = "\n".join(line.plain for line in frame)
+    assert all(f"cuda:{worker} " in text for worker in range(num_workers)) and "more workers" not in text
+    assert "loss" in text and "wait" in text and len(frame) >= MIN_HEIGHT - 1

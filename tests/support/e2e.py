@@ -41,16 +41,8 @@ CHAT_TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
 )
 TIME_KEYS = ("tokens_per_s", "step_s", "bubble_ratio", "utilization")
-METRIC_KEYS = [
-    "step",
-    "epoch",
-    "loss",
-    "loss_hex",
-    "learning_rate",
-    "grad_norm",
-    "tokens",
-    *("tokens_per_s", "step_s", "bubble_ratio", "utilization", "upload_bytes", "device_peak_bytes"),
-]
+METRIC_KEYS = ["step", "epoch", "loss", "loss_hex", "learning_rate", "grad_norm", "tokens"]
+METRIC_KEYS += [*TIME_KEYS, "upload_bytes", "device_peak_bytes"]
 MAX_WAIT_S = 120.0
 
 
@@ -258,17 +250,16 @@ def fresh(
     folder: Path, *words: str, environment: Mapping[str, str] | None = None, stdin: bytes | None = None
 ) -> Outcome:
     """The same in a new interpreter, which may be given bytes on stdin."""
-    started_s = time.monotonic()
-    done = subprocess.run(
-        command_line(*words),
-        cwd=folder,
-        env=child_environment(environment),
-        input=stdin,
-        capture_output=True,
-        timeout=MAX_WAIT_S,
-    )
-    seconds = time.monotonic() - started_s
-    return Outcome(done.returncode, done.stdout.decode(), done.stderr.decode(), seconds)
+    started_s, own = time.monotonic(), child_environment(environment)
+    command = command_line(*words)
+    done = subprocess.run(command, cwd=folder, env=own, input=stdin, capture_output=True, timeout=MAX_WAIT_S)
+    return Outcome(done.returncode, done.stdout.decode(), done.stderr.decode(), time.monotonic() - started_s)
+
+
+def python(code: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """What a new interpreter says to a program."""
+    words = [sys.executable, "-c", code]
+    return subprocess.run(words, cwd=folder, env=child_environment(), capture_output=True, text=True, timeout=60)
 
 
 def command_line(*words: str) -> list[str]:

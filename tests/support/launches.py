@@ -190,32 +190,22 @@ class BlockLaunches:
     """Seconds that a thread takes to issue the three on meta tensors, the least of a few tries."""
 
 
-@torch.library.custom_op("roundpipe::attention", mutates_args=())
-def _attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, is_causal: bool
-) -> torch.Tensor:
-    raise NotImplementedError("stands for attention on meta tensors only")
+def _on_meta_only(schema: str, fake: Callable[..., Any]) -> Any:
+    """An operator that stands for a kernel on meta tensors."""
+    name = schema.partition("(")[0]
+    torch.library.define(f"roundpipe::{name}", schema.removeprefix(name))
+    torch.library.register_fake(f"roundpipe::{name}", fake)
+    return getattr(torch.ops.roundpipe, name)
 
 
-@_attention.register_fake
-def _(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, is_causal: bool
-) -> torch.Tensor:
-    return query.new_empty((*query.shape[:-1], value.shape[-1]))
-
-
-@torch.library.custom_op("roundpipe::attention_backward", mutates_args=())
-def _attention_backward(
-    gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool
-) -> list[torch.Tensor]:
-    raise NotImplementedError("stands for attention on meta tensors only")
-
-
-@_attention_backward.register_fake
-def _(
-    gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool
-) -> list[torch.Tensor]:
-    return [torch.empty_like(one) for one in (query, key, value)]
+_attention = _on_meta_only(
+    "attention(Tensor query, Tensor key, Tensor value, Tensor? mask, bool is_causal) -> Tensor",
+    lambda query, key, value, mask, is_causal: query.new_empty((*query.shape[:-1], value.shape[-1])),
+)
+_attention_backward = _on_meta_only(
+    "attention_backward(Tensor gradient, Tensor query, Tensor key, Tensor value, bool is_causal) -> Tensor[]",
+    lambda gradient, query, key, value, is_causal: [torch.empty_like(one) for one in (query, key, value)],
+)
 
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:
@@ -227,39 +217,21 @@ def _differentiate(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | Non
     return (*_attention_backward(gradient, *ctx.saved_tensors, ctx.is_causal), None, None)
 
 
-_attention.register_autograd(_differentiate, setup_context=_save)
+torch.library.register_autograd("roundpipe::attention", _differentiate, setup_context=_save)
 
 
-@torch.library.custom_op("roundpipe::rms_norm", mutates_args=())
-def _rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    raise NotImplementedError("stands for torch's fused norm on meta tensors only")
-
-
-@_rms_norm.register_fake
-def _(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(x), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
-
-
-@torch.library.custom_op("roundpipe::rms_norm_backward", mutates_args=())
-def _rms_norm_backward(
-    gradient: torch.Tensor, x: torch.Tensor, rstd: torch.Tensor, weight: torch.Tensor | None
-) -> torch.Tensor:
-    raise NotImplementedError("stands for torch's fused norm on meta tensors only")
-
-
-@_rms_norm_backward.register_fake
-def _(gradient: torch.Tensor, x: torch.Tensor, rstd: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
-    return torch.empty_like(x)
-
-
-@torch.library.custom_op("roundpipe::rms_norm_weight_gradient", mutates_args=())
-def _rms_norm_weight_gradient(gradient: torch.Tensor, x: torch.Tensor, rstd: torch.Tensor) -> torch.Tensor:
-    raise NotImplementedError("stands for torch's fused norm on meta tensors only")
-
-
-@_rms_norm_weight_gradient.register_fake
-def _(gradient: torch.Tensor, x: torch.Tensor, rstd: torch.Tensor) -> torch.Tensor:
-    return x.new_empty(x.shape[-1])
+_rms_norm = _on_meta_only(
+    "rms_norm(Tensor x, Tensor? weight, float eps) -> (Tensor, Tensor)",
+    lambda x, weight, eps: (torch.empty_like(x), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)),
+)
+_rms_norm_backward = _on_meta_only(
+    "rms_norm_backward(Tensor gradient, Tensor x, Tensor rstd, Tensor? weight) -> Tensor",
+    lambda gradient, x, rstd, weight: torch.empty_like(x),
+)
+_rms_norm_weight_gradient = _on_meta_only(
+    "rms_norm_weight_gradient(Tensor gradient, Tensor x, Tensor rstd) -> Tensor",
+    lambda gradient, x, rstd: x.new_empty(x.shape[-1]),
+)
 
 
 def _save_norm(ctx: Any, inputs: Any, output: Any) -> None:
@@ -274,7 +246,7 @@ def _differentiate_norm(ctx: Any, gradient: torch.Tensor, _: Any) -> tuple[torch
     return _rms_norm_backward(gradient, x, rstd, weight), grad_weight, None
 
 
-_rms_norm.register_autograd(_differentiate_norm, setup_context=_save_norm)
+torch.library.register_autograd("roundpipe::rms_norm", _differentiate_norm, setup_context=_save_norm)
 
 
 class FusedFunctions(TorchFunctionMode):

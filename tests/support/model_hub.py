@@ -61,9 +61,8 @@ class ModelHub:
 
     def gets(self) -> list[str]:
         """Files that were asked for, in their order."""
-        return [
-            path.split("/resolve/")[1].split("/", 1)[1] for way, path in self.asked if way == "GET" if "/res" in path
-        ]
+        paths = [path for way, path in self.asked if way == "GET" and "/res" in path]
+        return [path.split("/resolve/")[1].split("/", 1)[1] for path in paths]
 
     def questions(self) -> int:
         return sum(path.startswith("/api/") for _, path in self.asked)
@@ -79,9 +78,8 @@ def _git(content: bytes) -> str:
 
 def folder_files(folder: Path) -> dict[str, bytes]:
     """Content of a folder's files."""
-    return {
-        path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()
-    }
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
 
 
 @contextmanager

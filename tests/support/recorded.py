@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 from roundpipe_cli.dashboard.demo import SimulatedRun
@@ -15,7 +16,6 @@ from roundpipe_cli.events import (
     Notice,
     RunStarted,
     Sample,
-    Span,
     StepFinished,
     StepTimeline,
     WorkSeen,
@@ -86,14 +86,10 @@ def recorded_run(
             events.append((now_s, CheckpointSaved(step, f"outputs/qwen3-8b/step-{step:08d}", 2.25)))
     at_s = 0.6 * makespan_s(timeline)
     compute = [span for span in spans if span.lane == "compute"]
-    done = tuple(_moved(span, now_s) for span in compute if span.end_s <= at_s)
-    running = tuple(_moved(span, now_s, now_s + at_s) for span in compute if span.start_s < at_s < span.end_s)
+    done = tuple(span.moved(now_s) for span in compute if span.end_s <= at_s)
+    half = [span.moved(now_s) for span in compute if span.start_s < at_s < span.end_s]
+    running = tuple(replace(span, end_s=now_s + at_s) for span in half)
     return [*events, (now_s + at_s, WorkSeen(now_s + at_s, num_done + 1, done, running))]
-
-
-def _moved(span: Span, offset_s: float, end_s: float | None = None) -> Span:
-    start_s = span.start_s + offset_s
-    return Span(span.worker, span.lane, span.kind, span.stage, span.microbatch, start_s, end_s or span.end_s + offset_s)
 
 
 def _loss(step: int) -> float:

@@ -30,95 +30,51 @@ from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.schedule.builders import Rounds, build_schedule
 
 BASE = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
+    **{"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128},
+    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
 }
 _MOE = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
 _WINDOW = {"sliding_window": 4}
 _HEAD = {"head_dim": 16}
 EXTRA: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "qwen2": {},
-    "qwen3": _HEAD,
+    **{"llama": {}, "qwen2": {}, "qwen3": _HEAD},
     "qwen3_moe": {**_MOE, "decoder_sparse_step": 1},
     "qwen2_moe": {**_MOE, "shared_expert_intermediate_size": 32},
     "qwen3_next": {
-        **_MOE,
-        **_HEAD,
-        "shared_expert_intermediate_size": 32,
-        "linear_num_value_heads": 4,
-        "linear_num_key_heads": 2,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16,
-        "num_hidden_layers": 4,
+        **{**_MOE, **_HEAD, "shared_expert_intermediate_size": 32, "num_hidden_layers": 4},
+        **{"linear_num_value_heads": 4, "linear_num_key_heads": 2},
+        **{"linear_key_head_dim": 16, "linear_value_head_dim": 16},
     },
-    "mistral": _WINDOW,
-    "mixtral": {"num_local_experts": 4},
-    "gemma": _HEAD,
-    "gemma2": {**_HEAD, **_WINDOW},
-    "gemma3_text": {**_HEAD, **_WINDOW},
-    "phi": {},
-    "phi3": {},
+    **{"mistral": _WINDOW, "mixtral": {"num_local_experts": 4}, "gemma": _HEAD},
+    **{"gemma2": {**_HEAD, **_WINDOW}, "gemma3_text": {**_HEAD, **_WINDOW}, "phi": {}, "phi3": {}},
     "gpt_oss": {
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        **_HEAD,
-        **_WINDOW,
+        **{"num_local_experts": 4, "num_experts_per_tok": 2, **_HEAD, **_WINDOW},
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     },
-    "olmo2": {},
-    "olmo3": _WINDOW,
-    "granite": {},
-    "starcoder2": {},
-    "stablelm": {},
-    "gpt_neox": {},
+    **{"olmo2": {}, "olmo3": _WINDOW, "granite": {}, "starcoder2": {}, "stablelm": {}, "gpt_neox": {}},
     "gpt2": {"n_embd": 64, "n_layer": 3, "n_head": 4},
     "glm4": _HEAD,
     "glm4_moe": {
-        "moe_intermediate_size": 32,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "first_k_dense_replace": 1,
-        "n_shared_experts": 1,
-        "n_group": 1,
-        "topk_group": 1,
-        **_HEAD,
+        **{"moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
+        **{"n_shared_experts": 1, "n_group": 1, "topk_group": 1, **_HEAD},
     },
     "cohere2": _WINDOW,
     "opt": {"ffn_dim": 128, "word_embed_proj_dim": 64},
-    "smollm3": {},
-    "exaone4": _WINDOW,
-    "ernie4_5": _HEAD,
+    **{"smollm3": {}, "exaone4": _WINDOW, "ernie4_5": _HEAD},
     "minimax": {
-        "num_local_experts": 4,
-        **_HEAD,
-        "num_experts_per_tok": 2,
+        **{"num_local_experts": 4, **_HEAD, "num_experts_per_tok": 2},
         "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     },
-    "nemotron": {},
-    "seed_oss": {},
+    **{"nemotron": {}, "seed_oss": {}},
     "gptj": {"n_embd": 64, "n_layer": 3, "n_head": 4, "rotary_dim": 8},
     "bloom": {"n_layer": 3, "n_head": 4},
     "mpt": {"d_model": 64, "n_heads": 4, "n_layers": 3, "max_seq_len": 128},
     "hunyuan_v1_dense": _HEAD,
 }
 NO_DROPOUT = {
-    "attention_dropout": 0.0,
-    "hidden_dropout": 0.0,
-    "resid_pdrop": 0.0,
-    "embd_pdrop": 0.0,
-    "attn_pdrop": 0.0,
-    "dropout": 0.0,
-    "residual_dropout": 0.0,
-    "embedding_dropout": 0.0,
+    **{"attention_dropout": 0.0, "hidden_dropout": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    **{"dropout": 0.0, "residual_dropout": 0.0, "embedding_dropout": 0.0},
 }
 
 
@@ -249,11 +205,7 @@ def random_microbatches(sizes: Sequence[tuple[int, int]], seed: int = 0, vocab: 
 
 
 def plain_step(
-    rig: Rig,
-    microbatches: Sequence[Microbatch],
-    step: int = 0,
-    seed: int | None = None,
-    plain: nn.Module | None = None,
+    rig: Rig, microbatches: Sequence[Microbatch], step: int = 0, seed: int | None = None, plain: nn.Module | None = None
 ) -> float:
     """Loss of one step by plain PyTorch; leaves the gradients in `.grad`. With `seed`, the engine's dropout masks.
 

@@ -18,7 +18,7 @@ from roundpipe_cli.costs.machine import note_lost_device
 from roundpipe_cli.dashboard.html import comparison, timelines
 from roundpipe_cli.dashboard.state import fold, fold_all
 from roundpipe_cli.dashboard.theme import Theme
-from roundpipe_cli.dashboard.views import workers_block
+from roundpipe_cli.dashboard.views import Scene, workers_block
 from roundpipe_cli.dashboard.waiting import details, longest_waiting
 from roundpipe_cli.engine.backends.cuda import xid_in
 from roundpipe_cli.errors import DeviceLostError, InternalError
@@ -260,7 +260,7 @@ def test_said_where_the_user_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     state = fold_all([(0.0, started), (1.0, lost), (2.0, StepTimeline(5, 1.0, spans))])
     assert [worker.lost_at for worker in state.workers] == ["", "step 5"]
     for height in (12, 24, 60):
-        frame = "\n".join(line.plain for line in workers_block(state.workers, 2.0, 10.0, 100, height, Theme()))
+        frame = "\n".join(line.plain for line in workers_block(Scene(state.workers, 2.0, 10.0, Theme()), 100, height))
         assert frame.count("lost at step 5") == 1, frame
     waited = longest_waiting(state)
     assert waited is not None and waited.worker == 0
