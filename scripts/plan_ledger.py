@@ -25,8 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from roundpipe_cli.costs.block_work import PassWork, Tally, block_work
-from roundpipe_cli.costs.find_model import figures_of
-from roundpipe_cli.costs.models import TrainingSettings, parse_config
+from roundpipe_cli.costs.find_model import figures_of, shipped_architecture
+from roundpipe_cli.costs.models import TrainingSettings
 from roundpipe_cli.model.fused import find_fused_ops
 from roundpipe_cli.model.load import build_skeleton
 from roundpipe_cli.model.lora import LoraSettings, add_lora
@@ -42,7 +42,7 @@ CASES = (("lora", False), ("lora", True), ("full", False))
 """(method, in 4 bit); full training refuses packed weights."""
 NOT_SHIPPED = {"sliding_window": None, "norm_topk_prob": True}
 """What the models' configurations say, other than transformers' defaults for Mistral and Qwen3 with experts."""
-LAYERS = {"gemma3_text": 6}
+LAYERS = {"gemma3_text": 6, "qwen3_5_text": 4, "qwen3_5_moe_text": 4}
 """Blocks after which kinds repeat; 2 in other families."""
 
 
@@ -111,7 +111,8 @@ def compare(
         add_lora(skeleton, LoraSettings(RANK, alpha=RANK, dropout=dropout), dtype=torch.bfloat16, base_name="ledger")
     fused = None if by_libraries else find_fused_ops(skeleton, split)
     packed = "4bit" if in_4bit else None
-    architecture = parse_config(figures, name=model, source="shipped")
+    architecture = shipped_architecture(model)
+    assert architecture is not None
     how = {"method": method, "lora_r": RANK, "lora_dropout": dropout, "packed_as": packed}
     settings = TrainingSettings(max_seq_length=tokens, **how)  # type: ignore[arg-type]
     return [

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from roundpipe_cli.choices import CARRIERS, missing_package
-from roundpipe_cli.costs.models import Architecture, Block, parse_config
+from roundpipe_cli.costs.models import Architecture, Block, is_counted_exactly, parse_config
 from roundpipe_cli.errors import RefusedError, closest
 from roundpipe_cli.files import open_regular, read_regular
 from roundpipe_cli.hub.ask import TIMEOUT, Repository, UnreachableError, ask_hub, is_offline, library_messages, notice
@@ -177,7 +177,8 @@ def _as_config(metadata: dict[str, Any]) -> dict[str, Any]:
 
 @lru_cache(maxsize=1)
 def shipped_figures() -> dict[str, dict[str, Any]]:
-    """config.json figures of the models that the shipped recipes name, by hub id."""
+    """config.json figures of the models that the shipped recipes name, by hub id; `counted`, where `parse_config` does
+    not count a type exactly, are what `meta_counts.py` counts of the built model."""
     text = files("roundpipe_cli.costs").joinpath("models.json").read_text(encoding="utf-8")
     return {re.sub(r" \(text\)$", "", name): figures for name, figures in json.loads(text).items()}
 
@@ -188,14 +189,16 @@ def figures_of(hub_id: str) -> tuple[dict[str, Any], str] | None:
     name = by_family.get(_family(hub_id))
     if name is None:
         return None
+    figures = shipped_figures()[name]
     note = "" if name == hub_id else f" (those of {name})"
-    return shipped_figures()[name], f"figures shipped with the tool{note}"
+    note += f": {figures['source']}" if "source" in figures else ""
+    return figures, f"figures shipped with the tool{note}"
 
 
 def shipped_architecture(hub_id: str) -> Architecture | None:
     """A shipped model's architecture."""
-    found = figures_of(hub_id)
-    return None if found is None else parse_config(found[0], name=hub_id, source=found[1])
+    found = _shipped(hub_id)
+    return None if found is None else found.architecture()
 
 
 def _family(hub_id: str) -> str:
@@ -261,7 +264,14 @@ class FoundConfig:
             RefusedError: a needed figure is missing or impossible.
         """
         with at_work("reading the model's figures"):
+            if self.folder is None and "counted" in self.config:
+                return built_architecture({**self.config, **self.config["counted"]}, name=self.name, source=self.source)
             return parse_config(self.config, name=self.name, source=self.source)
+
+    @property
+    def needs_building(self) -> bool:
+        """Whether its parameters are counted exactly only on the model itself, built without weights."""
+        return self.folder is not None and not is_counted_exactly(self.config)
 
 
 def find_architecture(model: str, local: Path | None = None, revision: str | None = None) -> Architecture:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from roundpipe_cli.choices import PACKED_FORMATS
+from roundpipe_cli.choices import FAST_KERNELS, PACKED_FORMATS
 from roundpipe_cli.costs.find_model import FoundConfig
 from roundpipe_cli.costs.models import COUNTED_TYPES, Architecture
 from roundpipe_cli.errors import RefusedError
@@ -116,7 +116,12 @@ def rows_obstacle(config: Mapping[str, Any], max_seq_length: int) -> str | None:
 def unproven(architecture: Architecture, recipe: Recipe) -> list[str]:
     """Lines on what only `finetune` finds out about the model, and what only another machine can do."""
     lines = []
-    if architecture.model_type not in COUNTED_TYPES:
+    if _GATED_DELTA.fullmatch(architecture.model_type):
+        lines.append(
+            "assumed: recurrent blocks take the time and memory of attention with as many weights, not measured; for "
+            f"that GPUs need {' and '.join(FAST_KERNELS.values())}: plain PyTorch moves over ten times the bytes"
+        )
+    elif architecture.model_type not in COUNTED_TYPES:
         lines.append(
             f"not known: whether `finetune` takes models of the type {architecture.model_type}; it proves the model on "
             "its configuration before weights are fetched or read, and refuses it where its numbers would change"

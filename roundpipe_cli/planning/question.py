@@ -22,7 +22,6 @@ from roundpipe_cli.costs.models import (
     Architecture,
     TrainingSettings,
     head_chunk_tokens,
-    is_counted_exactly,
     with_stored_count,
 )
 from roundpipe_cli.errors import RefusedError
@@ -64,7 +63,7 @@ def counted_architecture(found: FoundConfig, build: Build | None = None) -> Arch
     Raises:
         RefusedError: a needed figure is missing or impossible, or `build` refuses the model.
     """
-    if build is not None and found.is_config and not is_counted_exactly(found.config):
+    if build is not None and found.needs_building:
         check_sizes(found.config, f"{found.name} ({found.source})")
         counts = build(found)
         if counts is not None:

@@ -29,7 +29,7 @@ FAMILIES = {
 }
 """Model types, and whose shapes they have."""
 SPEED_MODEL = "Qwen/Qwen3-1.7B"
-_NOT_OF_CONFIG = ("parameters", "quantization_config", "model_type")
+_NOT_OF_CONFIG = ("parameters", "quantization_config", "model_type", "source", "counted")
 SCALE = 0.02
 """Standard deviation of matrices."""
 

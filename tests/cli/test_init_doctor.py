@@ -232,7 +232,7 @@ def test_doctor_reads_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ("8x4090,host_memory_gib=256", "LoRA", "gpt-oss-120b", "host memory"),
         ("8x4090,host_memory_gib=256", "full", "gemma-3-12b-pt", "host memory"),
         ("1x4060ti-16gb,host_memory_gib=32", "LoRA", "Qwen3-14B", "host memory"),
-        ("1x4060ti-16gb,host_memory_gib=32", "4-bit LoRA", "Qwen3-32B", "host memory"),
+        ("1x4060ti-16gb,host_memory_gib=32", "4-bit LoRA", "Qwen3.5-35B-A3B", "host memory"),
         ("1xcustom:memory_gib=2:acc32_tflops=20,host_memory_gib=512", "LoRA", "", "memory of"),
     ],
 )

@@ -37,6 +37,8 @@ MODELS = (
     "mistralai/Mistral-7B-v0.3",
     "HuggingFaceTB/SmolLM2-135M-Instruct",
     "google/gemma-3-1b-pt",
+    "Qwen/Qwen3.5-9B",
+    "Qwen/Qwen3.5-35B-A3B",
 )
 """One of each shipped family, and those of other widths; further sizes differ in the number of heads."""
 MASKED_PACKED = "rows of a packed sequence are kept apart by a dense mask until variable-length attention is used"
@@ -121,7 +123,7 @@ class Noted(TorchFunctionMode):
 def attention_of(hub_id: str, packed: bool, shared: bool) -> tuple[AttentionArguments, ...]:
     """Calls of one block of each kind, forward on meta tensors, at the model's own heads and widths."""
     set_up_attention((8, 0) if shared else (7, 5))
-    layers = 6 if "gemma" in hub_id else 2
+    layers = 6 if "gemma" in hub_id else 4 if "Qwen3.5" in hub_id else 2
     figures = shipped(hub_id, num_hidden_layers=layers, vocab_size=64)
     if figures["model_type"] in MASKED:
         figures["sliding_window"] = TOKENS // 4

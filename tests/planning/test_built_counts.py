@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -10,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import CONFIG_MAPPING
 
 from roundpipe_cli.cli.output import build_counts
 from roundpipe_cli.cli.plan import plan_text
 from roundpipe_cli.costs.analytic import analytic_costs
 from roundpipe_cli.costs.block_work import block_work
-from roundpipe_cli.costs.find_model import built_architecture, find_config
+from roundpipe_cli.costs.find_model import built_architecture, find_config, shipped_figures
 from roundpipe_cli.costs.hardware import parse_hardware
 from roundpipe_cli.costs.models import EXACT_TYPES, TIED_BY_DEFAULT, Architecture, TrainingSettings, is_counted_exactly
 from roundpipe_cli.errors import RefusedError
@@ -65,6 +67,24 @@ def test_a_built_model_is_counted_to_the_last_parameter(tmp_path: Path, model_ty
         assert (block.active_mlp_params < block.mlp_params) == (block.num_experts > 0)
 
 
+@pytest.mark.parametrize("hub_id", [name for name, figures in shipped_figures().items() if "counted" in figures])
+def test_shipped_counts_are_those_of_the_built_model(tmp_path: Path, hub_id: str) -> None:
+    """Of types that the tables do not count, so that they are planned without a network. The figures are the defaults
+    that transformers' documentation calls this model's style."""
+    figures = shipped_figures()[hub_id]
+    (tmp_path / "config.json").write_text(json.dumps(figures))
+    counts = counts_of(tmp_path, hub_id)
+    assert {name: counts[name] for name in figures["counted"]} == figures["counted"]
+    found = find_config(hub_id)
+    assert counts["parameters"] == found.architecture().parameters == figures["parameters"] and not found.needs_building
+    assert find_config(str(tmp_path), tmp_path).architecture().parameters != figures["parameters"], "not from a file"
+    kind = type(CONFIG_MAPPING[figures["model_type"]]())
+    assert f"the {hub_id.rpartition('/')[2]} style configuration" in inspect.getsource(kind)
+    assert kind.__name__ in figures["source"]
+    own = {key: value for key, value in figures.items() if key not in ("source", "parameters", "counted")}
+    assert own.items() <= json.loads(kind().to_json_string()).items()
+
+
 @pytest.mark.parametrize(
     ("model_type", "columns"),
     [("llama", 64), ("gemma4_text", 64 + 4 * 8), ("deepseek_v4", 4 * 64), ("hy_v4", 4 * 64 + 2 * 8)],
@@ -103,8 +123,6 @@ def test_latent_attention_has_the_width_of_its_heads(tmp_path: Path) -> None:
 
 def test_the_tables_are_taken_only_where_they_are_exact() -> None:
     """A bias, a key that nobody knows, or a size left to the class's default is counted on the model."""
-    from transformers import CONFIG_MAPPING
-
     for model_type in sorted(EXACT_TYPES):
         defaults = CONFIG_MAPPING[model_type]()
         whole = json.loads(defaults.to_json_string())

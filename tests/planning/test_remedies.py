@@ -43,7 +43,7 @@ PAIRS = {
     "Qwen/Qwen3-32B": ((S, FOUR), (S, FOUR), (S, FP8), FITS),
     "meta-llama/Llama-3.3-70B-Instruct": (
         (S, FOUR),
-        (S, f"model=Qwen/Qwen3-32B {FOUR}"),
+        (S, f"model=Qwen/Qwen3.5-35B-A3B {FOUR}"),
         (S, FOUR),
         (S, FP8),
     ),

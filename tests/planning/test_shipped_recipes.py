@@ -37,6 +37,7 @@ def test_the_combinations_that_are_promised() -> None:
         *(f"qwen3/{size}_lora" for size in ("1.7b", "4b", "8b", "14b", "32b", "30b-a3b", "235b-a22b")),
         *("llama3.1/8b_lora", "llama3.1/8b_full", "llama3.3/70b_lora", "gemma3/", "mistral/7b", "gpt-oss/20b"),
         *("gpt-oss/120b", "smollm2/135m", "qwen3/1.7b_full", "qwen3/4b_full", "qwen3/8b_full"),
+        *("qwen3.5/9b_lora", "qwen3.5/35b-a3b_lora"),
         *("_1x16gb", "_1x24gb", "_2x24gb", "_4x24gb", "_8x24gb"),
     ):
         assert model in names, model
@@ -90,6 +91,14 @@ def test_plan_says_what_the_header_says(name: str) -> None:
     assert header is not None and plan.verdict.fits, plan.verdict.reasons
     off = differences(header, verdict_of_plan(plan, header.hardware), tolerance=0.05, device_tolerance=0.5)
     assert not off, f"{off}: python scripts/recipe_verdicts.py --write"
+
+
+def test_a_plan_says_whose_figures_it_takes_and_what_is_assumed_of_recurrent_blocks() -> None:
+    """Of Qwen3.5 without a folder or a network; `plan` had no figures of it."""
+    said = "\n".join(planned("qwen3.5/9b_lora_1x24gb").assumptions)
+    assert "model: figures shipped with the tool: the defaults of transformers' Qwen3_5TextConfig" in said
+    assert "plain PyTorch moves over ten times the bytes" in said and "flash-linear-attention" in said
+    assert "not known" not in said and "guess" not in said
 
 
 @pytest.mark.parametrize("name", cases())

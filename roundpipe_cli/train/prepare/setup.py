@@ -20,7 +20,7 @@ from torch import nn
 from roundpipe_cli.choices import PACKED_FORMATS, PackedName
 from roundpipe_cli.costs.find_model import FoundConfig
 from roundpipe_cli.costs.machine import MAX_PARAMETERS_ON_CPU, host_memory, slow_in_16_bit
-from roundpipe_cli.costs.models import head_chunk_tokens, is_counted_exactly
+from roundpipe_cli.costs.models import head_chunk_tokens
 from roundpipe_cli.data.batching import BatchSampler, Grouping
 from roundpipe_cli.data.dataset import build_dataset, build_pairs, hold_out_pairs
 from roundpipe_cli.data.rows import DatasetSpec, DataSettings, TrainRules
@@ -181,7 +181,7 @@ def ask_here(loaded: LoadedRecipe, asked: PlanRequest | None) -> PlanRequest:
         RefusedError: see `ask`.
     """
     found = None if asked is None else asked.found
-    if asked is None or found is None or (found.is_config and not is_counted_exactly(found.config)):
+    if asked is None or found is None or found.needs_building:
         return ask(loaded, here=True, build=_count_blocks, found=found)
     return ask_again(asked, loaded)
 
