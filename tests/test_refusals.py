@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from roundpipe_cli.schedule.validate import check_stages
 
 from roundpipe_cli.cli.generate import check_temperature
 from roundpipe_cli.costs.cost import load_costs

@@ -41,9 +41,7 @@ from tests.support.e2e import (
     run,
     smollm2_folder,
 )
-from tests.support.hub_server import hub_server, serving
-from tests.support.model_hub import read_hub_settings_again
-from tests.train.test_export import random_adapter
+from tests.support.model_hub import read_hub_settings_again, serving
 
 SECRET = "canary-0815-secret"
 CHATML = (

@@ -5,18 +5,17 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import huggingface_hub
-
-from tests.support.hub_server import serving
 
 COMMIT, OTHER_COMMIT = "a" * 40, "b" * 40
 
@@ -184,6 +183,21 @@ def model_hub(name: str, files: dict[str, bytes]) -> Iterator[ModelHub]:
 
     with serving(Handler) as hub.address:
         yield hub
+
+
+@contextmanager
+def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    """A server on this machine while the body runs; its address."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
 
 
 def read_hub_settings_again() -> None:
