@@ -14,7 +14,7 @@ from enum import Enum
 import torch
 
 from roundpipe_cli.engine.backends.base import Backend, DeviceEvent, Pair
-from roundpipe_cli.engine.dispatch.decisions import AddedTransfer, Progress
+from roundpipe_cli.engine.dispatch.decisions import Progress
 from roundpipe_cli.engine.dispatch.dispatch import StepRun
 from roundpipe_cli.model.block_calls import BlockCall, Prologue
 from roundpipe_cli.model.head import HeadScores, Preference
@@ -216,8 +216,8 @@ class Carrier:
             return tensor
         boundary = self._store.take(key)
         like = self.op._replace(microbatch=key[2])  # of an earlier chunk, where it is keys or values
-        upload = AddedTransfer(Kind.UPLOAD, UP, _PAYLOADS[key[0]], key[1], (URGENT, -1))
-        transfer = self._run.add(upload, like, boundary.event)
+        payload, priority = _PAYLOADS[key[0]], (URGENT, -1)
+        transfer = self._run.add(like, boundary.event, lane=UP, payload=payload, boundary=key[1], priority=priority)
         self._fetched[transfer.id] = (_reader(self.op), boundary)
         self._run.start(transfer.id)
         self._backend.wait(self._run.wait_issued(transfer))
@@ -234,8 +234,8 @@ class Carrier:
         event = self._backend.record()
         known = self._downloads.get(key)
         if known is None:
-            download = AddedTransfer(Kind.DOWNLOAD, DOWN, _PAYLOADS[key[0]], key[1], (SAVED, self.op.id))
-            transfer = self._run.add(download, self.op, event)
+            payload, priority = _PAYLOADS[key[0]], (SAVED, self.op.id)
+            transfer = self._run.add(self.op, event, lane=DOWN, payload=payload, boundary=key[1], priority=priority)
             self._outputs[transfer.id] = (tensor, num_readers)
             self._run.start(transfer.id)
         else:

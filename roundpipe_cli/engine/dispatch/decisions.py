@@ -19,7 +19,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from roundpipe_cli.schedule.actions import Kind
 from roundpipe_cli.schedule.program import Op, Program
 
 # State that all threads of a step share: a lock, an abort, and the time of the last progress.
@@ -87,16 +86,6 @@ class TransferChunk(NamedTuple):
     num_bytes: int
     content: Any
     """Data that the `Work` that made the chunk needs to copy it."""
-
-
-class AddedTransfer(NamedTuple):
-    """A transfer of a boundary that a step needs beside its program; fields as those of `Op`."""
-
-    kind: Kind
-    lane: str
-    payload: str
-    boundary: int
-    priority: tuple[int, int]
 
 
 class Work(Protocol):

@@ -31,7 +31,6 @@ from typing import Any
 from roundpipe_cli.engine.dispatch.decisions import (
     NOBODY,
     AbortedError,
-    AddedTransfer,
     Dependencies,
     DispatchEvent,
     Ledger,
@@ -43,6 +42,7 @@ from roundpipe_cli.engine.dispatch.decisions import (
 )
 from roundpipe_cli.errors import DeviceLostError, InternalError, NoProgressError, OutOfDeviceMemoryError, RoundpipeError
 from roundpipe_cli.faults import fault
+from roundpipe_cli.schedule.actions import Kind
 from roundpipe_cli.schedule.program import WEIGHTS, Op, Program
 from roundpipe_cli.schedule.timeline import COMPUTE, DOWN, HOST, UP
 from roundpipe_cli.units import shown_step
@@ -183,11 +183,15 @@ class StepRun:
             self.ledger.release(op_id, event)
             self._announce(op_id)
 
-    def add(self, transfer: AddedTransfer, like: Op, event: DispatchEvent) -> Op:
-        """Add a transfer that the program does not have, for the worker and microbatch of `like`, behind `event`."""
+    def add(
+        self, like: Op, event: DispatchEvent, *, lane: str, payload: str, boundary: int, priority: tuple[int, int]
+    ) -> Op:
+        """Add a transfer of a boundary that the program does not have, for the worker and microbatch of `like`, behind
+        `event`; fields as those of `Op`."""
+        kind, deps = Kind.UPLOAD if lane == UP else Kind.DOWNLOAD, [like.id]
+        op = like._replace(kind=kind, lane=lane, payload=payload, boundary=boundary, priority=priority)
         with self.progress.lock:
-            new_id = len(self.ledger.ops)
-            op = like._replace(id=new_id, num_bytes=0, visit=-1, deps=[like.id], late_deps=[], **transfer._asdict())
+            op = op._replace(id=len(self.ledger.ops), num_bytes=0, visit=-1, deps=deps, late_deps=[])
             self.ledger.add(op, event)
             self.lanes[op.lane, op.worker].num_left += 1
         return op
