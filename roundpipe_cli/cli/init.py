@@ -33,13 +33,13 @@ def _check_model(answer: str, folder: Path) -> None:
 
 
 def _check_data(answer: str, folder: Path) -> None:
-    from roundpipe_cli.cli.init_choice import are_pairs
+    from roundpipe_cli.cli.init_choice import look_at_rows
     from roundpipe_cli.data.rows import DatasetSpec
     from roundpipe_cli.data.sources import find_sources
 
     if (folder / named_path(answer)).exists():
         find_sources(DatasetSpec(answer), folder, offline=True)
-        are_pairs(answer, folder)
+        look_at_rows(answer, folder)
     elif _is_local_file(answer):
         say(f"note: {answer} is not there yet")
     elif not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", answer):
@@ -149,7 +149,7 @@ def _write_recipe(
     model: str, data: str, hardware: str, path: Path, *, method: str | None, objective: str | None
 ) -> None:
     say(f"choosing settings for {model} ...")
-    from roundpipe_cli.cli.init_choice import are_pairs, choose_objective, choose_settings
+    from roundpipe_cli.cli.init_choice import choose_objective, choose_settings, look_at_rows
     from roundpipe_cli.cli.recipes import write_new
     from roundpipe_cli.data.rows import DatasetSpec
     from roundpipe_cli.data.sources import count_dataset
@@ -158,12 +158,13 @@ def _write_recipe(
     if path.exists():
         raise RefusedError(f"{path} is there already and is not overwritten", hint="--output names another file")
     folder = path.absolute().parent
-    chosen, why = choose_objective(objective, method, are_pairs(data, folder))
+    pairs, unknown = look_at_rows(data, folder)
+    chosen, why = choose_objective(objective, method, pairs)
     rows = count_dataset(DatasetSpec(data), folder)
     num_rows = rows.num_rows if rows is not None else None
     machine = None if hardware.strip().lower() == HERE else hardware.strip()
     choice = choose_settings(model, machine, path, num_rows, method=method, objective=chosen)
-    choice = replace(choice, reasons=(*choice.reasons, *filter(None, [why])))
+    choice = replace(choice, reasons=(*choice.reasons, *filter(None, [why, unknown])))
     for line in wrapped(choice.reasons, terminal_width(2)):
         say(line)
     write_new(path, recipe_text(choice, data, path).encode())

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from roundpipe_cli.choices import PAIR_OBJECTIVES
 from roundpipe_cli.costs.analytic import case_of
@@ -25,11 +25,14 @@ from roundpipe_cli.recipe.load import LoadedRecipe, load_text, resolve_path
 from roundpipe_cli.recipe.schema import DEFAULT_LEARNING_RATES, Objective, Recipe, trained_kind
 from roundpipe_cli.units import counted, format_bytes, format_count
 
+if TYPE_CHECKING:
+    from roundpipe_cli.data.sources import Source
+
 OBJECTIVES: tuple[Objective, ...] = ("sft", *PAIR_OBJECTIVES)
 METHOD_ANSWERS: dict[str, Literal["lora", "full"]] = {"lora": "lora", "qlora": "lora", "full": "full"}
 """Answers to `--method` -> the recipe's method; `qlora` also packs the base weights in 4 bit."""
 LOOKED_AT = 20
-"""Rows that `init` looks at; it refuses them where each is bad."""
+"""Rows of a file that `init` looks at, and files; it refuses rows where each is bad."""
 SEQUENCE = 2048
 """Tokens of a row; the remedies shorten it where only that fits."""
 MAX_FULL_PARAMETERS = 500_000_000
@@ -59,21 +62,51 @@ class Choice:
     reasons: tuple[str, ...]
 
 
-def are_pairs(data: str, folder: Path) -> bool | None:
+def look_at_rows(data: str, folder: Path) -> tuple[bool | None, str]:
+    """Whether the first rows of each file are preference pairs (None: not known), and a reason for the recipe's header
+    that says of which files nothing is known; empty: none.
+
+    Raises:
+        RefusedError: `data` would refuse the rows of a file, whatever the objective.
+    """
+    from roundpipe_cli.data.rows import DatasetSpec
+    from roundpipe_cli.data.sources import find_sources
+
+    sources: list[Source] = []
+    with suppress(RefusedError):  # the rows may come later
+        sources = find_sources(DatasetSpec(data), folder, offline=True)
+    known: dict[bool, str] = {}
+    unknown = [source.name for source in sources[LOOKED_AT:]]
+    for source in sources[:LOOKED_AT]:
+        pairs = _are_pairs(source)
+        if pairs is None:
+            unknown.append(source.name)
+        else:
+            known.setdefault(pairs, source.name)
+    if len(known) == 2:
+        what, found = "files with and without preference pairs", f"pairs in {known[True]}, none in {known[False]}"
+        raise RefusedError(f"{what} cannot be trained together", where=data, found=found, hint="a recipe for each kind")
+    after = "`roundpipe data` shows what training sees of them"
+    if known:
+        files = f"{len(unknown)} of {len(sources)} files, such as {unknown[-1]}" if unknown else ""
+        return next(iter(known)), f"Nothing is known of the rows of {files}: {after}." if unknown else ""
+    what = f"the hub's {data}" if sources and sources[0].file is None else data
+    return None, f"Nothing is known of the rows of {what}: {after}; preference pairs need `init --objective`."
+
+
+def _are_pairs(source: Source) -> bool | None:
     """Whether the first rows are preference pairs; None where they cannot be read without a network.
 
     Raises:
         RefusedError: `data` would refuse them all.
     """
     from roundpipe_cli.data.formats import decide_format, find_pair_columns
-    from roundpipe_cli.data.rows import BadRowError, DatasetSpec, fault_problem, in_chunks
-    from roundpipe_cli.data.sources import find_sources
+    from roundpipe_cli.data.rows import BadRowError, fault_problem, in_chunks
 
-    spec = DatasetSpec(data)
+    spec = source.spec
     try:
-        source = find_sources(spec, folder, offline=True)[0]
         rows = next(in_chunks(source.rows()), []) if source.file is not None else []
-    except (RefusedError, OSError, ValueError):  # the rows may come later, and another command says what is wrong
+    except (RefusedError, OSError, ValueError):  # another command says what is wrong
         return None
     rows = [row for row in rows if row.fault is None][:LOOKED_AT]
     if not rows:

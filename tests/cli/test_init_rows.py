@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from roundpipe_cli.cli.init_choice import are_pairs, choose_objective
+from roundpipe_cli.cli.init_choice import LOOKED_AT, choose_objective, look_at_rows
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.recipe.load import load_recipe, load_text
 from roundpipe_cli.recipe.schema import plain_data
@@ -136,7 +136,7 @@ def test_init_refuses_what_does_not_go_with_the_rows(
 
 def test_the_rows_decide_the_objective(tmp_path: Path) -> None:
     """Rows that `data` would refuse are refused here too; those that are not there yet decide nothing."""
-    assert are_pairs(str(tmp_path / "none.jsonl"), tmp_path) is None and are_pairs("me/rows", tmp_path) is None
+    assert look_at_rows(str(tmp_path / "none.jsonl"), tmp_path)[0] is None
     assert choose_objective(None, None, None) == ("sft", "") and choose_objective("dpo", None, None)[0] == "dpo"
     assert choose_objective("simpo", "full", True) == ("simpo", "objective simpo: the rows are preference pairs.")
     assert choose_objective(None, "full", True)[0] == "orpo" and choose_objective(None, "qlora", True)[0] == "dpo"
@@ -149,12 +149,41 @@ def test_the_rows_decide_the_objective(tmp_path: Path) -> None:
     ):
         file.write_text(f"{json.dumps(row)}\n" * 3)
         with pytest.raises(RefusedError, match=expected or None):
-            are_pairs("rows.jsonl", tmp_path)
+            look_at_rows("rows.jsonl", tmp_path)
     file.write_text("{broken\n" + json.dumps({"prompt": "a", "chosen": "", "rejected": "c"}) + "\n")
     with pytest.raises(RefusedError):
-        are_pairs("rows.jsonl", tmp_path)
+        look_at_rows("rows.jsonl", tmp_path)
     file.write_text(file.read_text() + json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}) + "\n")
-    assert are_pairs("rows.jsonl", tmp_path) is True
+    assert look_at_rows("rows.jsonl", tmp_path) == (True, "")
+
+
+def test_every_file_is_looked_at_and_what_is_not_is_said(tmp_path: Path) -> None:
+    """Story: only the first file was. A folder with a file of pairs got a recipe that `data` refused, and of a set on
+    the hub the recipe was written as if its rows were known."""
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    for name in ("a", "b"):
+        (folder / f"{name}.jsonl").write_text(json.dumps(ROWS["chat"](1)) + "\n")
+    assert look_at_rows("rows", tmp_path) == (False, "")
+    (folder / "c.jsonl").write_text("\n")
+    pairs, unknown = look_at_rows("rows", tmp_path)
+    assert pairs is False and "the rows of 1 of 3 files, such as" in unknown and "c.jsonl" in unknown
+    (folder / "c.jsonl").write_text(json.dumps({"colour": "a"}) + "\n")
+    with pytest.raises(RefusedError, match="cannot tell the type"):
+        look_at_rows("rows", tmp_path)
+    (folder / "c.jsonl").write_text(json.dumps(ROWS["preference"](1)) + "\n")
+    with pytest.raises(RefusedError, match="with and without preference pairs cannot be trained") as refused:
+        look_at_rows("rows/*.jsonl", tmp_path)
+    assert re.search(r"pairs in .*c\.jsonl, none in .*a\.jsonl", str(refused.value.problems[0].found))
+    (folder / "c.jsonl").unlink()
+    for number in range(LOOKED_AT):
+        (folder / f"d{number:02}.jsonl").write_text((folder / "a.jsonl").read_text())
+    assert "2 of 22 files, such as" in look_at_rows("rows", tmp_path)[1]
+    machine = ("--hardware", "1x3090,host_memory_gib=64", "-o", "mine.yaml")
+    done = run(tmp_path, "init", "--model", "Qwen/Qwen3-1.7B", "--data", "me/rows", *machine, environment=NO_GPU)
+    said, written = done.expect(0).err, (tmp_path / "mine.yaml").read_text().replace("\n#  ", "")
+    for text in (said, written):
+        assert "Nothing is known of the rows of the hub's me/rows: `roundpipe data` shows" in " ".join(text.split())
 
 
 def test_a_run_that_began_with_other_defaults_is_resumed_with_them(tmp_path: Path) -> None:
