@@ -234,7 +234,6 @@ def preference_loss(policy: torch.Tensor, preference: Preference) -> tuple[torch
 
 
 def _odds_ratio_loss(policy: torch.Tensor, beta: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """ORPO's loss of the log odds ratio, and its gradient with respect to `policy`."""
     sure = policy.clamp(max=SURE)
     rest = -torch.expm1(sure)  # 1 - p; the slope of log(p / (1 - p)) with respect to log p is 1 / (1 - p)
     chosen, rejected = (sure - rest.log()).chunk(2)
