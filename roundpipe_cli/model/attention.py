@@ -118,11 +118,6 @@ class PackedRows:
         """Whether each sequence is one row."""
         return all(len(lengths) == 1 for lengths in self.lengths)
 
-    @property
-    def is_causal_alone(self) -> bool:
-        """Whether the causal mask of whole sequences says the same."""
-        return self.are_whole and (self.window is None or self.window >= self.lengths[0][0])
-
     def mask(self) -> torch.Tensor:
         """The mask itself, bool [B, 1, T, T]."""
         device = self.ends.device
@@ -244,9 +239,10 @@ def _register() -> None:
 def rows_or_mask(make_mask: Callable[..., torch.Tensor | None], *args: Any, **kwargs: Any) -> Any:
     """`PackedRows` where this thread is within `in_rows` and they say the same as the mask; else `make_mask`'s."""
     rows = _rows_here(kwargs)
-    if rows is None or args or _now.as_masks or rows.is_causal_alone or not _is_same(rows, kwargs):
+    if rows is None or args or _now.as_masks:
         return make_mask(*args, **kwargs)
-    return rows
+    is_causal_alone = rows.are_whole and (rows.window is None or rows.window >= rows.lengths[0][0])
+    return make_mask(**kwargs) if is_causal_alone or not _is_same(rows, kwargs) else rows
 
 
 def rows_or_causal_mask(make_mask: Callable[..., torch.Tensor | None], **kwargs: Any) -> Any:

@@ -477,22 +477,14 @@ def _alternatives(pattern: str) -> Iterator[tuple[str, str]]:
     open_groups: list[list[int]] = [[0]]
     """Places of each group that is open: where its text begins, then each of its `|`."""
     groups: list[tuple[list[int], int]] = []
-    place = 0
-    while place < len(pattern):
-        if skipped := re.compile(r"\\.|\[\^?\]?[^]]*\]|\{[^}]*\}", re.DOTALL).match(pattern, place):
-            place = skipped.end()
-            continue
-        if pattern[place] == "(":
-            prefix = re.compile(r"\((\?(:|P?<\w+>|=|!|<=|<!))?").match(pattern, place)
-            assert prefix is not None
-            open_groups.append([prefix.end()])
-            place = prefix.end()
-            continue
-        if pattern[place] == "|":
-            open_groups[-1].append(place)
-        elif pattern[place] == ")" and len(open_groups) > 1:
-            groups.append((open_groups.pop(), place))
-        place += 1
+    passed_over, opening = r"\\.|\[\^?\]?[^]]*\]|\{[^}]*\}", r"\((?:\?(?::|P?<\w+>|=|!|<=|<!))?"
+    for token in re.finditer(rf"(?s){passed_over}|{opening}|[|)]", pattern):
+        if token[0].startswith("("):
+            open_groups.append([token.end()])
+        elif token[0] == "|":
+            open_groups[-1].append(token.start())
+        elif token[0] == ")" and len(open_groups) > 1:
+            groups.append((open_groups.pop(), token.start()))
     groups.append((open_groups[0], len(pattern)))
     for (begin, *bars), end in groups:
         if bars and not pattern[:begin].endswith("!"):

@@ -199,8 +199,7 @@ def resolve_model(
         check_model_folder(local, weights=weights)
         _say_unread(name, local, tell)
         return ModelSource(name, local)
-    looks_like_path = name.startswith((".", "/", "~")) or name.endswith(".gguf") or name.count("/") > 1
-    if looks_like_path or not HUB_ID.match(name):
+    if name.endswith(".gguf") or not HUB_ID.match(name):
         folders = dict.fromkeys((str(Path.cwd()), str(recipe_folder.absolute())))
         raise RefusedError(
             "no such model folder or file",
