@@ -272,7 +272,7 @@ class StageSlots:
         for layer in layer_range(layers):
             self._store.check_version(layer, version)
         if layers[0] == 0:  # its table may lie in the head's buffer
-            for name in self._store.trainable_names.intersection(self._layers.model.embed_names):
+            for name in self._store.trainable_names.intersection(self._layers.model.names_of(0)):
                 self._store.check_version(self._store.layer_of(name), version)
 
     # -- modules -------------------------------------------------------------------------------------------------

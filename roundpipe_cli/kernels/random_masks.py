@@ -57,10 +57,10 @@ _WORD = 1 << 32
 _MASK64 = (1 << 64) - 1
 
 
-def _signed(value: int) -> int:
-    """`value` mod 2^64 as torch's signed 64-bit number."""
-    value %= 1 << 64
-    return value - (1 << 64) if value >> 63 else value
+def _signed(value: int, bits: int = 64) -> int:
+    """`value` mod 2^bits as a signed number, as torch has them."""
+    half = 1 << bits - 1
+    return (value + half) % (2 * half) - half
 
 
 def _word64(key: int, index: int) -> int:
@@ -69,11 +69,6 @@ def _word64(key: int, index: int) -> int:
     for shift, factor in _MIX:
         word = ((word ^ (word >> shift)) * factor) & _MASK64
     return word
-
-
-def _signed32(value: int) -> int:
-    """`value` mod 2^32 as a signed number."""
-    return ((value + (1 << 31)) & (_WORD - 1)) - (1 << 31)
 
 
 def _splitmix64(key: int, count: int) -> torch.Tensor:
@@ -113,7 +108,7 @@ def _draw(result: torch.Tensor, key: int, write: Callable[[torch.Tensor, torch.T
             torch.addcmul(low[own], high[own], table, out=part).mul_(table)
         else:  # a row alone, the only one of a small tensor: two numbers of the host's are no copies to a device
             word = _word64(key, whole)
-            torch.mul(table, _signed32(word >> 32), out=part[0]).add_(_signed32(word)).mul_(table)
+            torch.mul(table, _signed(word >> 32, 32), out=part[0]).add_(_signed(word, 32)).mul_(table)
         begin = first * COLUMNS
         write(result[begin : begin + rows * columns].view(rows, columns), part)
 
@@ -216,7 +211,7 @@ def _mask_of(x: torch.Tensor, key: int, threshold: int) -> torch.Tensor:
 
 def _halves(key: int) -> tuple[int, int]:
     """Low and high 32 bits, signed: one type for all keys, so that no kernel is compiled anew for one."""
-    return _signed32(key), _signed32(key >> 32)
+    return _signed(key, 32), _signed(key >> 32, 32)
 
 
 def has_kernel(tensor: torch.Tensor) -> bool:

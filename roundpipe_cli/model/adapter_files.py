@@ -79,6 +79,8 @@ BASE_STARTS = ("pissa", "olora")
 """Those that take the adapter's first product out of the base weights; PEFT makes the same ones again when it loads."""
 CONVERT_HINT = "where it was trained, convert it: save_pretrained(..., path_initial_model_for_weight_conversion=)"
 MERGE_HINT = "where it was trained, merge it with merge_and_unload() and take the result for a base"
+MERGE_FIRST = "merge it first (`roundpipe export {} --merge`), then train a new adapter on the result"
+"""Hint for the folder of an adapter that cannot be trained further."""
 LOST_STARTS = (
     ("pissa_niter_", "random numbers decide its base weights, and no adapter holds them", CONVERT_HINT),
     ("corda", "its base weights were made from activations of its training data", CONVERT_HINT),
@@ -137,37 +139,26 @@ def base_start(config: Mapping[str, Any], folder: Path) -> str | None:
 
 
 def refuse_not_merged(config: Mapping[str, Any], folder: Path) -> None:
-    """
-    Raises:
-        RefusedError: a key with which only PEFT itself, or only another version of it, computes.
-    """
+    """Refuse a key with which only PEFT itself, or only another version of it, computes."""
     refuse_unknown_keys(config, folder)
     for key, why in NOT_MERGED.items():
         if config.get(key):
             hint = "`roundpipe generate` and PEFT use the adapter as it is"
-            raise _not_for(
-                folder, "only PEFT itself can compute with this adapter", key, config[key], why=why, hint=hint
-            )
+            what = "only PEFT itself can compute with this adapter"
+            raise _not_for(folder, what, key, config[key], why=why, hint=hint)
 
 
 def refuse_not_trained(config: Mapping[str, Any], folder: Path) -> None:
-    """
-    Raises:
-        RefusedError: a key of an adapter that cannot be trained further.
-    """
+    """Refuse a key of an adapter that cannot be trained further."""
     refuse_not_merged(config, folder)
     for key, why in NOT_TRAINED.items():
         if config.get(key) not in (None, False, "none"):
-            hint = f"merge it first (`roundpipe export {folder} --merge`), then train a new adapter on the result"
+            hint = MERGE_FIRST.format(folder)
             raise _not_for(folder, "this adapter cannot be trained further", key, config[key], why=why, hint=hint)
 
 
 def refuse_unknown_keys(config: Mapping[str, Any], folder: Path) -> None:
-    """PEFT leaves out keys that it does not know, such as those of its own later releases.
-
-    Raises:
-        RefusedError: one is set.
-    """
+    """Refuse keys that PEFT does not know, such as those of its own later releases: it leaves them out."""
     known = {*APPLIED_KEYS, *KEYS_WITHOUT_EFFECT, *REFUSED_KEYS, *NOT_MERGED, *OTHER_PROGRAMS_KEYS}
     for key in sorted(config.keys() - known):
         if config[key]:
@@ -264,9 +255,8 @@ def check_patterns(config: Any, names: Iterable[str], folder: Path) -> None:
             try:
                 compiled = re.compile(pattern)
             except (re.error, OverflowError, RecursionError) as error:
-                raise RefusedError(
-                    f"{key} of the adapter is no regular expression", where=where, found=f"{pattern!r}: {error}"[:200]
-                ) from None
+                found = f"{pattern!r}: {error}"[:200]
+                raise RefusedError(f"{key} of the adapter is no regular expression", where=where, found=found) from None
             for name in keys:
                 compiled.fullmatch(name)
                 compiled.match(name)
@@ -304,16 +294,12 @@ def read_adapter_config(folder: Path, check: Callable[[Mapping[str, Any], Path],
     import_bitsandbytes()
     from peft import PeftConfig, PeftType
 
-    with (
-        refusing("the adapter's configuration cannot be read", str(folder / ADAPTER_CONFIG)),
-        warnings.catch_warnings(),
-    ):
+    where = str(folder / ADAPTER_CONFIG)
+    with refusing("the adapter's configuration cannot be read", where), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         config = PeftConfig.from_pretrained(str(folder))
     if config.peft_type != PeftType.LORA:
-        raise RefusedError(
-            "only LoRA adapters can be read", where=str(folder / ADAPTER_CONFIG), found=str(config.peft_type)
-        )
+        raise RefusedError("only LoRA adapters can be read", where=where, found=str(config.peft_type))
     check(values, folder)
     return config
 
@@ -338,11 +324,7 @@ def trained_tokens(indices: dict[str, list[int]] | list[int] | None) -> list[int
 
 
 def _make_fit(model: nn.Module, config: Any, folder: Path) -> None:
-    """Tables with a row for each of the adapter's tokens, and a configuration with the model's names.
-
-    Raises:
-        RefusedError: see `check_patterns`, `grow_tables` and `_name_as_today`.
-    """
+    """Tables with a row for each of the adapter's tokens, and a configuration with the model's names."""
     check_patterns(config, (name for name, _ in model.named_modules()), folder)
     grow_tables(model, trained_tokens(config.trainable_token_indices), str(folder / ADAPTER_CONFIG))
     _name_as_today(config, model, folder)
@@ -503,10 +485,7 @@ class StartedBase:
         return self._wrappers.keys()
 
     def refuse_packed(self, name: str) -> None:
-        """
-        Raises:
-            RefusedError: the start changes this parameter, which lies in the base's files in 4 bit.
-        """
+        """Refuse a parameter that the start changes, as it lies in the base's files in 4 bit."""
         if name in self._wrappers:
             raise RefusedError(
                 f"this adapter began by {self._start}, which changes base weights, and these are in 4 bit",
@@ -558,9 +537,6 @@ def _name_as_today(config: Any, model: nn.Module, folder: Path) -> None:
 
     PEFT converts experts too, but loses the layers beside them that have the same names (those of shared experts), and
     does not know all types.
-
-    Raises:
-        RefusedError: parts of the experts' layers have an adapter that fused ones cannot have.
     """
     for key in ("target_modules", "modules_to_save"):
         listed = getattr(config, key)
@@ -581,19 +557,18 @@ _ROUTED = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 
 
 def _fuse_experts(config: Any, model: nn.Module, others: set[str], experts: set[str], *, folder: Path) -> None:
-    """Have a configuration name the parameters of fused experts, and each other adapted layer.
+    """Have a configuration name the parameters of fused experts, and each adapted layer of `others`."""
+    from peft.utils.other import get_pattern_key
 
-    Args:
-        others: adapted modules of the file that are no experts.
-        experts: those that are, one for each expert.
-    """
     fused = fused_names((f"{path}.weight" for path in experts), model)
     wanted = dict(fused.values())
     leaves = {(target, name.split(".")[-2]) for name, (target, _) in fused.items()}
     counts = Counter(target for target, _ in leaves)
     scales: dict[str, set[tuple[int, float]]] = {}
-    for name, (target, _) in fused.items():
-        scales.setdefault(target, set()).add(_rank_and_alpha(config, name.removesuffix(".weight")))
+    ranks, alphas = config.rank_pattern, config.alpha_pattern
+    for name, (target, _) in fused.items():  # by PEFT's rule: the first pattern that matches counts
+        own = [get_pattern_key(patterns, name.removesuffix(".weight")) for patterns in (ranks, alphas)]
+        scales.setdefault(target, set()).add((ranks.get(own[0], config.r), alphas.get(own[1], config.lora_alpha)))
     if len(fused) < len(experts) or counts != wanted or any(len(found) > 1 for found in scales.values()):
         raise RefusedError(
             "the installed transformers has one parameter for all experts, which this adapter does not fit",
@@ -607,23 +582,12 @@ def _fuse_experts(config: Any, model: nn.Module, others: set[str], experts: set[
     config.target_modules = sorted(others & modules - routed)
     config.target_parameters = [*sorted(wanted), *(f"{path}.weight" for path in sorted(routed))]
     config.exclude_modules = config.layers_to_transform = config.layers_pattern = None
-    ranks, alphas = dict[str, int](), dict[str, float]()
+    new_ranks, new_alphas = dict[str, int](), dict[str, float]()
     for name, count in wanted.items():  # one behind the other: PEFT makes B block-diagonal
         ((rank, alpha),) = scales[name]
-        ranks[re.escape(name)] = rank * count
-        alphas[re.escape(name)] = alpha * (count**0.5 if config.use_rslora else count)
-    config.rank_pattern, config.alpha_pattern = ranks | config.rank_pattern, alphas | config.alpha_pattern
-
-
-def _rank_and_alpha(config: Any, path: str) -> tuple[int, float]:
-    """Rank and alpha of a layer's adapter, by PEFT's rule: the first pattern that matches counts."""
-    from peft.utils.other import get_pattern_key
-
-    ranks, alphas = config.rank_pattern, config.alpha_pattern
-    return (
-        ranks.get(get_pattern_key(ranks, path), config.r),
-        alphas.get(get_pattern_key(alphas, path), config.lora_alpha),
-    )
+        new_ranks[re.escape(name)] = rank * count
+        new_alphas[re.escape(name)] = alpha * (count**0.5 if config.use_rslora else count)
+    config.rank_pattern, config.alpha_pattern = new_ranks | ranks, new_alphas | alphas
 
 
 def _current_keys(keys: Iterable[str], model: nn.Module) -> dict[str, str]:

@@ -24,7 +24,7 @@ import re
 import threading
 import types
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -60,15 +60,12 @@ def set_up_attention(least_capability: tuple[int, int]) -> None:
     _least_capability = least_capability
     if not hasattr(getattr(sdpa_attention, "use_gqa_in_sdpa", None), "__wrapped__"):
         shares_keys = library_name("transformers.integrations.sdpa_attention", "use_gqa_in_sdpa")
-        sdpa_attention.use_gqa_in_sdpa = _where_flash_takes_it(shares_keys)
 
+        @functools.wraps(shares_keys)
+        def decide(attention_mask: torch.Tensor | None, key: torch.Tensor, *rest: Any) -> bool:
+            return shares_keys(attention_mask, key, *rest) and takes_shared_keys(key)
 
-def _where_flash_takes_it(shares_keys: Callable[..., bool]) -> Callable[..., bool]:
-    @functools.wraps(shares_keys)
-    def decide(attention_mask: torch.Tensor | None, key: torch.Tensor, *rest: Any) -> bool:
-        return shares_keys(attention_mask, key, *rest) and takes_shared_keys(key)
-
-    return decide
+        sdpa_attention.use_gqa_in_sdpa = decide
 
 
 def takes_shared_keys(key: torch.Tensor) -> bool:
@@ -121,15 +118,11 @@ class PackedRows:
         """Whether each sequence is one row."""
         return all(len(lengths) == 1 for lengths in self.lengths)
 
-    @property
-    def is_causal_alone(self) -> bool:
-        """Whether the causal mask of whole sequences says the same."""
-        return self.are_whole and (self.window is None or self.window >= self.lengths[0][0])
-
     def mask(self) -> torch.Tensor:
         """The mask itself, bool [B, 1, T, T]."""
         device = self.ends.device
-        rows = torch.stack([_row_numbers(lengths) for lengths in self.lengths]).to(device)
+        numbers = [torch.repeat_interleave(torch.tensor(lengths)) for lengths in self.lengths]
+        rows = torch.stack(numbers).to(device)
         places = torch.arange(rows.shape[1], device=device)
         behind = places[:, None] - places
         near: torch.Tensor = behind >= 0 if self.window is None else (behind >= 0) & (behind < self.window)
@@ -184,12 +177,7 @@ def _forward_by_row(
     return torch.cat(found)
 
 
-def _row_numbers(lengths: tuple[int, ...]) -> torch.Tensor:
-    return torch.repeat_interleave(torch.tensor(lengths))
-
-
-@contextmanager
-def in_rows(position_ids: torch.Tensor, *, as_masks: bool = False) -> Iterator[None]:
+def in_rows(position_ids: torch.Tensor, *, as_masks: bool = False) -> AbstractContextManager[None]:
     """Within, in this thread, masks of "sdpa" for `position_ids` [B, T], which restart with each row, are `PackedRows`.
 
     A mask that shows anything else (chunks of a local attention, tokens on both sides) stays what it was.
@@ -197,15 +185,12 @@ def in_rows(position_ids: torch.Tensor, *, as_masks: bool = False) -> Iterator[N
     Args:
         as_masks: tensors instead, as the model's own code makes them.
     """
-    with _within(_row_lengths(position_ids), as_masks=as_masks, are_packed=True):
-        yield
+    return _within(_row_lengths(position_ids), as_masks=as_masks, are_packed=True)
 
 
-@contextmanager
-def in_whole_rows(num_rows: int, tokens: int) -> Iterator[None]:
+def in_whole_rows(num_rows: int, tokens: int) -> AbstractContextManager[None]:
     """`in_rows` for sequences of one row each, [num_rows, tokens]; the causal mask of whole sequences is kept."""
-    with _within(((tokens,),) * num_rows, as_masks=False, are_packed=False):
-        yield
+    return _within(((tokens,),) * num_rows, as_masks=False, are_packed=False)
 
 
 @contextmanager
@@ -254,9 +239,10 @@ def _register() -> None:
 def rows_or_mask(make_mask: Callable[..., torch.Tensor | None], *args: Any, **kwargs: Any) -> Any:
     """`PackedRows` where this thread is within `in_rows` and they say the same as the mask; else `make_mask`'s."""
     rows = _rows_here(kwargs)
-    if rows is None or args or _now.as_masks or rows.is_causal_alone or not _is_same(rows, kwargs):
+    if rows is None or args or _now.as_masks:
         return make_mask(*args, **kwargs)
-    return rows
+    is_causal_alone = rows.are_whole and (rows.window is None or rows.window >= rows.lengths[0][0])
+    return make_mask(**kwargs) if is_causal_alone or not _is_same(rows, kwargs) else rows
 
 
 def rows_or_causal_mask(make_mask: Callable[..., torch.Tensor | None], **kwargs: Any) -> Any:
@@ -288,7 +274,9 @@ def _is_same(rows: PackedRows, asked: dict[str, Any]) -> bool:
     if asked.get("q_offset", 0) or asked.get("kv_offset", 0):
         return False
     sequence, query = torch.arange(shape[0])[:, None], torch.arange(shape[1])[None].expand(shape)
-    first = torch.stack([_first_of_row(lengths) for lengths in rows.lengths])
+    starts = [torch.tensor([0, *itertools.accumulate(lengths[:-1])]) for lengths in rows.lengths]
+    pairs = zip(starts, rows.lengths, strict=True)
+    first = torch.stack([start.repeat_interleave(torch.tensor(lengths)) for start, lengths in pairs])
     if rows.window is not None:
         first = torch.maximum(first, query - rows.window + 1)
 
@@ -302,11 +290,6 @@ def _is_same(rows: PackedRows, asked: dict[str, Any]) -> bool:
     visible = shows(first) & shows((first + query) // 2) & shows(query)
     hidden = ~shows(first - 1) & ~shows(query + 1) & (shows(start) == (first == 0)) & (shows(end) == (query == end))
     return bool((visible & hidden).all())
-
-
-def _first_of_row(lengths: tuple[int, ...]) -> torch.Tensor:
-    starts = [0, *itertools.accumulate(lengths[:-1])]
-    return torch.tensor(starts).repeat_interleave(torch.tensor(lengths))
 
 
 def attend_rows(
@@ -370,13 +353,10 @@ def _attend_row(
 
 def _has_own_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, more: dict[str, Any]) -> bool:
     """Whether variable-length flash attention applies: no dropout, heads of one width, a GPU that has it."""
-    if query.device.type != "cuda" or more.get("dropout") or query.shape[-1] != value.shape[-1]:
+    width, has_sinks = query.shape[-1], more.get("s_aux") is not None
+    if query.device.type != "cuda" or more.get("dropout") or width != value.shape[-1] or has_sinks:
         return False
-    if more.get("s_aux") is not None:  # sinks
-        return False
-    return (
-        query.shape[-1] <= MAX_FLASH_WIDTH and has_flash(query.dtype) and "window_size" in _variable_length_arguments()
-    )
+    return width <= MAX_FLASH_WIDTH and has_flash(query.dtype) and "window_size" in _variable_length_arguments()
 
 
 @functools.cache

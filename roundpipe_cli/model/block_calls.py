@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import Any
 
 import torch
@@ -32,28 +33,21 @@ class StandIn(nn.Module):
             return getattr(self.__dict__["original"], name)
 
 
+NOT_SUPPORTED = "this architecture is not supported; choose another model"
+
+
 class SplitRefusedError(RefusedError):
     """The model does something that the split cannot carry. Exit code 2."""
 
 
-class HiddenMark:
-    """Stands for the hidden states in recorded arguments."""
+class Mark(Enum):
+    """Stands in recorded arguments for what each call is given anew."""
 
-    def __repr__(self) -> str:
-        return "HIDDEN"
-
-
-HIDDEN = HiddenMark()
+    HIDDEN = "hidden states"
+    CACHE = "cache"
 
 
-class CacheMark:
-    """Stands for the cache in recorded arguments."""
-
-    def __repr__(self) -> str:
-        return "CACHE"
-
-
-CACHE = CacheMark()
+HIDDEN, CACHE = Mark.HIDDEN, Mark.CACHE
 
 
 @dataclass(frozen=True)
@@ -117,14 +111,16 @@ class BlockCall:
         parts: dict[Any, torch.Tensor] = {}
         if self.carry is not None:
             hidden, parts = self.carry.unpack(hidden)
-        own = {id(HIDDEN): hidden, id(CACHE): cache}
+        own = {HIDDEN: hidden, CACHE: cache}
         shared: list[MutableMapping[Any, Any]] = []
 
         def fill(value: Any) -> Any:
             if isinstance(value, SharedMark):
                 shared.append(_filled(value.kind(), parts))
                 return shared[-1]
-            return parts[value.name] if isinstance(value, CarriedMark) else own.get(id(value), value)
+            if isinstance(value, Mark):
+                return own[value]
+            return parts[value.name] if isinstance(value, CarriedMark) else value
 
         call = map_values(self, fill)
         result = block(*call.args, **call.kwargs)
@@ -193,7 +189,8 @@ class CallRecorder:
     def record(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record the call of block `index`; returns a result of the form that its caller expects."""
         hidden = args[0] if args else kwargs.get("hidden_states")
-        if not isinstance(hidden, torch.Tensor) or hidden.dim() < 3 or not self._is_input(hidden):
+        lead = self.num_tokens
+        if not isinstance(hidden, torch.Tensor) or hidden.dim() < 3 or lead not in (None, tuple(hidden.shape[:2])):
             if self.calls:  # it comes from a stub
                 raise WrongResultShapeError
             raise SplitRefusedError(
@@ -201,7 +198,7 @@ class CallRecorder:
                 where=f"block.{index}, {'argument 0' if args else 'hidden_states'}",
                 found=str(list(hidden.shape)) if isinstance(hidden, torch.Tensor) else type(hidden).__name__,
                 expected="a tensor [batch, tokens, ...]",
-                hint="this architecture is not supported; choose another model",
+                hint=NOT_SUPPORTED,
             )
         if index != len(self.calls):
             raise SplitRefusedError(
@@ -218,17 +215,13 @@ class CallRecorder:
             )
         if self.first_hidden is None:
             self.first_hidden = hidden
-        if args:
-            call = BlockCall((HIDDEN, *args[1:]), dict(kwargs))
-        else:
-            call = BlockCall((), {key: HIDDEN if key == "hidden_states" else value for key, value in kwargs.items()})
-        if index in self.recurrent and call.kwargs.get("attention_mask", call) is None:
-            call.kwargs["attention_mask"] = packed_rows()
-        call = BlockCall(
-            tuple(_mark_shared(value) for value in call.args),
-            {key: _mark_shared(value) for key, value in call.kwargs.items()},
-        )
-        self.calls.append(call if self.cache is None else self._without_cache(call))
+        args, kwargs = (HIDDEN, *args[1:]) if args else (), dict(kwargs)
+        if not args:
+            kwargs["hidden_states"] = HIDDEN
+        if index in self.recurrent and kwargs.get("attention_mask", kwargs) is None:
+            kwargs["attention_mask"] = packed_rows()
+        marked = {key: self._marked(value) for key, value in kwargs.items()}
+        self.calls.append(BlockCall(tuple(map(self._marked, args)), marked))
         if index == self.num_blocks - 1 and self.replaces_last:
             hidden = self.last_hidden = torch.randn(hidden.shape).to(hidden.dtype)
         self._expected = hidden
@@ -236,27 +229,17 @@ class CallRecorder:
             return hidden
         return (hidden, *(ResultMark(place) if self.hands_on else None for place in range(1, self.result_length)))
 
-    def _is_input(self, hidden: torch.Tensor) -> bool:
-        return self.num_tokens is None or tuple(hidden.shape[:2]) == self.num_tokens
-
-    def _without_cache(self, call: BlockCall) -> BlockCall:
-        return BlockCall(
-            tuple(CACHE if value is self.cache else value for value in call.args),
-            {key: CACHE if value is self.cache else value for key, value in call.kwargs.items()},
-        )
+    def _marked(self, value: Any) -> Any:
+        """A mark for the cache, and for an empty mapping, which blocks fill: each call then gets one of its own."""
+        if value is self.cache and value is not None:
+            return CACHE
+        return SharedMark(type(value)) if isinstance(value, MutableMapping) and not value else value
 
 
 def _is_same(found: torch.Tensor, expected: torch.Tensor) -> bool:
     """The same tensor, or a view of all of it."""
     same = found.data_ptr() == expected.data_ptr() and found.dtype == expected.dtype
     return found is expected or (same and found.shape == expected.shape and found.stride() == expected.stride())
-
-
-def _mark_shared(value: Any) -> Any:
-    """An empty mapping is one that blocks fill; each call then gets one of its own."""
-    if isinstance(value, MutableMapping) and not value:
-        return SharedMark(type(value))
-    return value
 
 
 class WrongResultShapeError(Exception):

@@ -105,25 +105,15 @@ def _check_masks(index: int, call: BlockCall) -> None:
     visible = (rows[:, None] == rows[None]).tril()
     if call.holds_rows:  # where it was asked for masks: a recurrent block
         return
-    masks = [tensor for tensor in _tensors([*call.args, *call.kwargs.values()]) if _is_mask(tensor)]
+    size = (len(PROBE_POSITIONS), len(PROBE_POSITIONS))
+    given = [one for one in _flat((*call.args, *call.kwargs.values())) if isinstance(one, torch.Tensor)]
+    masks = [one for one in given if one.dim() == 4 and tuple(one.shape[-2:]) == size]
     if not masks:
         raise packing_refusal(f"block.{index}", "a block that is given no mask for packed rows")
     for mask in masks:
         allowed = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
         if bool((allowed & ~visible).any()):
             raise packing_refusal(f"block.{index}", "a mask that lets a row see the row before it")
-
-
-def _is_mask(tensor: torch.Tensor) -> bool:
-    return tensor.dim() == 4 and tuple(tensor.shape[-2:]) == (len(PROBE_POSITIONS), len(PROBE_POSITIONS))
-
-
-def _tensors(values: Any) -> Iterator[torch.Tensor]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, tuple):
-            yield from _tensors(value)
 
 
 KeyValues = tuple[torch.Tensor, torch.Tensor]

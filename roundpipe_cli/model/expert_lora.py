@@ -160,12 +160,6 @@ def use_grouped_kernel(blocks: Iterable[nn.Module], takes: Takes, *, forgets: bo
     return frozenset(found)
 
 
-def kernel_of(module: nn.Module) -> GroupedByKernel | None:
-    """The mode that `use_grouped_kernel` has given a module; None: none."""
-    found: GroupedByKernel | None = module.__dict__.get(_MODE)
-    return found
-
-
 def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     with module.__dict__[_MODE]:
         return type(module).forward(module, *args, **kwargs)
@@ -203,12 +197,14 @@ def _activate(wrapper: Any, active_adapters: list[str]) -> Iterator[None]:
     weights = layer._parameters[name]
     low_precision = str(weights.dtype).removeprefix("torch.") in library_name(PEFT_LAYER, "UPCAST_DTYPES")
     is_one_matrix = wrapper.num_experts == 1 or low_precision
-    kernel, rank = kernel_of(layer), wrapper.r[adapters[0]]
+    kernel: GroupedByKernel | None = layer.__dict__.get(_MODE)
+    rank = wrapper.r[adapters[0]]
     if kernel is not None and not is_one_matrix and kernel.takes(weights.dtype, rank):
         with kernel.adapted(weights, _adapter(wrapper, adapters[0])):
             yield
         return
-    if is_one_matrix or not _is_grouped(layer, weights):
+    is_grouped = uses_grouped_products(layer) and (weights.device.type == "cpu" or weights.dtype == torch.bfloat16)
+    if is_one_matrix or not is_grouped:
         with _added(wrapper, adapters[0], layer, name, low_precision=low_precision):
             yield
         return
@@ -224,11 +220,6 @@ def _adapter(wrapper: Any, adapter: str) -> ExpertAdapter:
     lora_a, lora_b = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight
     b = lora_b.view(-1, rank, experts).permute(2, 0, 1).contiguous()
     return ExpertAdapter(lora_a.view(experts, rank, -1), b, float(wrapper.scaling[adapter]))
-
-
-def _is_grouped(layer: Any, weights: torch.Tensor) -> bool:
-    """Whether the model multiplies these experts by grouped products."""
-    return uses_grouped_products(layer) and (weights.device.type == "cpu" or weights.dtype == torch.bfloat16)
 
 
 @contextmanager
@@ -273,7 +264,7 @@ class _Beside(TorchFunctionMode):
                 a, b = (self._kernel.with_empty_groups(weights, ends) for weights in (a, b))
             beside = functional.grouped_mm(functional.grouped_mm(tokens, a, offs=ends), b, offs=ends)
             return torch.add(func(*args, **kwargs), beside, alpha=one.scaling)
-        return _Batched.apply(tokens, weights, one.a, one.b, _ScaledGroups(groups, one.scaling))  # type: ignore[no-untyped-call]
+        return _Batched.apply(tokens, weights, one.a, one.b, groups, one.scaling)  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True)
@@ -312,14 +303,6 @@ class _Groups:
         return self.collect(torch.bmm(rows, w).baddbmm_(low, b, alpha=s))
 
 
-@dataclass(frozen=True)
-class _ScaledGroups:
-    """Groups of pairs, and the factor of the adapters' products."""
-
-    groups: _Groups
-    scaling: float
-
-
 def _groups(ends: torch.Tensor, num_pairs: int) -> _Groups | None:
     """Groups of experts whose pairs end at `ends` [E]; None where they are so unequal that rows would be wasted."""
     counts = ends.diff(prepend=ends.new_zeros(1)).long()
@@ -336,20 +319,19 @@ class _Batched(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, w: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaled: _ScaledGroups
+        ctx: Any, x: torch.Tensor, w: torch.Tensor, a: torch.Tensor, b: torch.Tensor, groups: _Groups, scaling: float
     ) -> torch.Tensor:
-        """x [S, in], w [E, in, out], a [E, r, in], b [E, out, r] -> [S, out]."""
-        groups = scaled.groups
+        """x [S, in], w [E, in, out], a [E, r, in], b [E, out, r] -> [S, out]; `scaling`: of the adapters' products."""
         rows = groups.spread(x)
         low = torch.bmm(rows, a.transpose(1, 2))
         ctx.save_for_backward(x, w, a, b, low)
-        ctx.scaled = scaled
-        return groups.sum(x, rows, w, low, b=b.transpose(1, 2), s=scaled.scaling)
+        ctx.groups, ctx.scaling = groups, scaling
+        return groups.sum(x, rows, w, low, b=b.transpose(1, 2), s=scaling)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         x, w, a, b, low = ctx.saved_tensors
-        scaling, groups = ctx.scaled.scaling, ctx.scaled.groups
+        scaling, groups = ctx.scaling, ctx.groups
         rows = groups.spread(gradient)
         grad_low = torch.bmm(rows, b).mul_(scaling)
         grad_x = None
@@ -357,4 +339,4 @@ class _Batched(torch.autograd.Function):
             grad_x = groups.sum(gradient, rows, w.transpose(1, 2), grad_low, b=a, s=1.0)
         grad_a = torch.bmm(grad_low.transpose(1, 2), groups.spread(x))
         grad_b = torch.bmm(rows.transpose(1, 2), low).mul_(scaling)
-        return grad_x, None, grad_a, grad_b, None
+        return grad_x, None, grad_a, grad_b, None, None

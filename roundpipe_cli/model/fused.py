@@ -46,19 +46,14 @@ def norm_kind(module: nn.Module) -> tuple[object, ...] | None:
     """Equal for modules that are tried once: same class and plain attributes; None for what has not the form of a norm:
     one vector, nothing below."""
     parameters = {name: one for name, one in module._parameters.items() if one is not None}
-    has_hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
-    if len(parameters) != 1 or module._modules or any(b is not None for b in module._buffers.values()) or has_hooks:
+    has_more = module._modules or any(b is not None for b in module._buffers.values()) or _has_hooks(module)
+    if len(parameters) != 1 or has_more:
         return None
     ((name, weight),) = parameters.items()
     if weight.ndim != 1 or "forward" in module.__dict__:
         return None
     plain = tuple((key, one) for key, one in vars(module).items() if isinstance(one, (bool, int, float, str)))
     return type(module), name, weight.shape, weight.dtype, plain
-
-
-def _small_floats(module: nn.Module) -> list[float]:
-    values = [value for value in vars(module).values() if isinstance(value, float) and 0 < value <= MAX_EPS]
-    return list(dict.fromkeys(values))
 
 
 def norm_form(module: nn.Module) -> NormForm | None:
@@ -75,7 +70,7 @@ def norm_form(module: nn.Module) -> NormForm | None:
     expected = _run(module, name, values, rows, above=above)
     if expected is None:
         return None
-    for eps in _small_floats(module):
+    for eps in dict.fromkeys(one for one in vars(module).values() if isinstance(one, float) and 0 < one <= MAX_EPS):
         for plus_one in (False, True):
             form = NormForm(name, eps, plus_one)
             found = _with_gradients(functools.partial(_fused_norm, values=values, form=form), values, rows, above)
@@ -243,8 +238,7 @@ class FusedOps:
     def counts(self) -> dict[str, int]:
         """Number of modules of each kind, where there are any."""
         kinds = {"lora_linear": self.lora_linears, "rms_norm": self.norms, "rotary": self.rotaries}
-        found = {name: len(modules) for name, modules in kinds.items()}
-        return {name: count for name, count in found.items() if count}
+        return {name: len(modules) for name, modules in kinds.items() if modules}
 
 
 def find_fused_ops(model: nn.Module, split: ModelSplit) -> FusedOps:

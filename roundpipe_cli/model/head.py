@@ -129,11 +129,6 @@ class Preference:
     is_answer: torch.Tensor | None = None
     """bool [B, T]: tokens of the answers, which are compared; None: every target token is one."""
 
-    @property
-    def has_means(self) -> bool:
-        """Whether a sequence's log-probability is the mean over its tokens, not their sum."""
-        return self.objective != "dpo"
-
     def map_tensors(self, move: Callable[[torch.Tensor], torch.Tensor]) -> Preference:
         """A copy with every tensor moved."""
         return replace(
@@ -201,7 +196,7 @@ def pair_loss(
         is_answer = preference.is_answer.flatten()[indices + 1].to(is_answer.dtype)
     policy = sequence_sums(log_probabilities * is_answer, indices, shape)
     counts = torch.ones_like(policy)
-    if preference.has_means:
+    if preference.objective != "dpo":  # a sequence's log-probability is the mean over its tokens, not their sum
         counts = sequence_sums(is_answer, indices, shape).clamp(min=1.0)
     loss, slopes, sums = preference_loss(policy / counts, preference)
     factors = -(slopes / counts).float()[sequences] * is_answer
@@ -234,7 +229,6 @@ def preference_loss(policy: torch.Tensor, preference: Preference) -> tuple[torch
 
 
 def _odds_ratio_loss(policy: torch.Tensor, beta: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """ORPO's loss of the log odds ratio, and its gradient with respect to `policy`."""
     sure = policy.clamp(max=SURE)
     rest = -torch.expm1(sure)  # 1 - p; the slope of log(p / (1 - p)) with respect to log p is 1 / (1 - p)
     chosen, rejected = (sure - rest.log()).chunk(2)

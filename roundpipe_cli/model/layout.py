@@ -205,7 +205,10 @@ def layer_parameters(model: nn.Module, split: ModelSplit) -> list[list[tuple[str
     in_blocks = {id(p) for block in blocks for _, p in block}
     tail_ids = {id(p) for path in split.tail_paths for p in model.get_submodule(path).parameters()}
     backbone_ids = {id(p) for p in model.get_submodule(split.backbone_path).parameters()}
-    outside_ids = _parameters_outside(model, split.backbone_path)
+    outside_ids: set[int] = set()
+    for path, module in model.named_modules(remove_duplicate=False):  # PEFT has rows of a tied table in one module
+        if path != split.backbone_path and not path.startswith(split.backbone_path + "."):
+            outside_ids.update(id(p) for p in module.parameters(recurse=False))
     head_ids = (tail_ids | outside_ids) - in_blocks
     head = [(name, p) for name, p in model.named_parameters() if id(p) in head_ids]
     embed = [
@@ -214,11 +217,3 @@ def layer_parameters(model: nn.Module, split: ModelSplit) -> list[list[tuple[str
         if id(p) in backbone_ids and id(p) not in head_ids and id(p) not in in_blocks
     ]
     return [embed, *blocks, head]
-
-
-def _parameters_outside(model: nn.Module, backbone_path: str) -> set[int]:
-    found: set[int] = set()
-    for path, module in model.named_modules(remove_duplicate=False):  # PEFT has rows of a tied table in one module
-        if path != backbone_path and not path.startswith(backbone_path + "."):
-            found.update(id(p) for p in module.parameters(recurse=False))
-    return found

@@ -19,7 +19,14 @@ from torch import nn
 
 from roundpipe_cli.choices import SIZE_NAMES
 from roundpipe_cli.errors import RefusedError, closest
-from roundpipe_cli.model.adapter_files import ADAPTER_CONFIG, put_adapter, read_adapter_config, refuse_not_trained
+from roundpipe_cli.model.adapter_files import (
+    ADAPTER_CONFIG,
+    MERGE_FIRST,
+    PEFT_PREFIX,
+    put_adapter,
+    read_adapter_config,
+    refuse_not_trained,
+)
 from roundpipe_cli.model.stored.packed_weights import import_bitsandbytes, is_linear
 from roundpipe_cli.model.stored.tensors import base_name, is_adapter
 
@@ -66,16 +73,10 @@ def _routers(model: nn.Module) -> set[str]:
     return {path for path in paths if path in tops or path.startswith(tuple(f"{top}." for top in tops))}
 
 
-@dataclass(frozen=True)
-class _Targets:
-    """Adapted names of a model with experts, in PEFT's words."""
-
-    modules: list[str]
-    parameters: list[str]
-
-
-def _targets_with_experts(model: nn.Module, settings: LoraSettings, blocks_path: str | None) -> _Targets | None:
-    """The layers that the settings name; None: no experts, so PEFT finds them.
+def _targets_with_experts(
+    model: nn.Module, settings: LoraSettings, blocks_path: str | None
+) -> tuple[list[str], list[str]] | None:
+    """Modules and parameters that the settings name, in PEFT's words; None: no experts, so PEFT finds them.
 
     Raises:
         RefusedError: a name of a router, or one that nothing has.
@@ -94,18 +95,23 @@ def _targets_with_experts(model: nn.Module, settings: LoraSettings, blocks_path:
         experts = fused
     else:
         chosen = {path for path in paths if _is_named(path, names)}
-        if not isinstance(names, str):
-            _refuse_routers([name for name in names if any(_is_named(path, [name]) for path in routers)])
+        listed = () if isinstance(names, str) else names
+        if named := [name for name in listed if any(_is_named(path, [name]) for path in routers)]:
+            raise RefusedError(
+                "the router of experts is never adapted",
+                where="lora.target_modules",
+                found=", ".join(named),
+                hint="leave it out: a router that moves while its experts learn undoes what they have learned",
+            )
         chosen -= routers
         experts = [name for name in fused if _names_experts(name, names)]
-        if not isinstance(names, str):
-            _refuse_names(model, [name for name in names if not _is_known(name, chosen, experts)])
+        _refuse_names(model, [name for name in listed if not _is_known(name, chosen, experts)])
     if settings.ranks_of(model.config)[1] == 0:
         chosen, experts = {path for path in chosen if ".experts." not in path}, []
     by_weight = {path for path in chosen if path.rpartition(".")[2] in taken}
     parameters = {name for name, _ in model.named_parameters()}
     weights = _shortest({*experts, *(f"{path}.weight" for path in by_weight)}, parameters)
-    return _Targets(_shortest(chosen - by_weight, paths), weights)
+    return _shortest(chosen - by_weight, paths), weights
 
 
 def _is_named(path: str, names: str | Sequence[str]) -> bool:
@@ -125,16 +131,6 @@ def _is_known(name: str, chosen: Collection[str], experts: Collection[str]) -> b
         f"{one.rpartition('.')[0]}.{part}" for one in experts for part in chain(*_PARTS.get(one.rpartition(".")[2], ()))
     }
     return any(_is_named(path, [name]) for path in (*chosen, *experts, *parts))
-
-
-def _refuse_routers(names: Sequence[str]) -> None:
-    if names:
-        raise RefusedError(
-            "the router of experts is never adapted",
-            where="lora.target_modules",
-            found=", ".join(names),
-            hint="leave it out: a router that moves while its experts learn undoes what they have learned",
-        )
 
 
 def _names_taken_by_peft(model: nn.Module) -> frozenset[str]:
@@ -186,8 +182,11 @@ def describe_adapted_experts(model: nn.Module) -> str | None:
 def left_out_pattern(model: nn.Module, blocks_path: str | None) -> str | None:
     """A regular expression for whole names of what `all-linear` leaves out beside the LM head; None: nothing."""
     parts = [re.escape(path) for path, _ in _left_out_of_blocks(model, blocks_path)]
-    if blocks_path and _has_others(model, blocks_path):
-        parts.append(rf"(?!{re.escape(blocks_path)}\.).*")
+    if blocks_path:
+        head = model.get_output_embeddings()  # type: ignore[operator]
+        linear = (path for path, one in model.named_modules() if isinstance(one, nn.Linear) and one is not head)
+        if any(not path.startswith(f"{blocks_path}.") for path in linear):
+            parts.append(rf"(?!{re.escape(blocks_path)}\.).*")
     return "|".join(parts) or None
 
 
@@ -211,11 +210,8 @@ def _left_out_of_blocks(model: nn.Module, blocks_path: str | None) -> Iterator[t
         if not is_linear(module):
             yield path, f"{type(module).__name__} returns more than one tensor"
         elif path.rpartition(".")[2] in forbidden:
-            yield path, f"PEFT forbids it in models of the type {_model_type(model)}"
-
-
-def _model_type(model: nn.Module) -> str:
-    return str(getattr(getattr(model, "config", None), "model_type", ""))
+            kind = getattr(getattr(model, "config", None), "model_type", "")
+            yield path, f"PEFT forbids it in models of the type {kind}"
 
 
 def _peft_forbids(model: nn.Module) -> set[str]:
@@ -234,15 +230,6 @@ def _peft_forbids(model: nn.Module) -> set[str]:
         except ValueError:
             forbidden.add(name)
     return forbidden
-
-
-def _has_others(model: nn.Module, blocks_path: str) -> bool:
-    """Whether linear layers beside the LM head stand outside the blocks."""
-    head = model.get_output_embeddings()  # type: ignore[operator]
-    return any(
-        isinstance(module, nn.Linear) and module is not head and not name.startswith(f"{blocks_path}.")
-        for name, module in model.named_modules()
-    )
 
 
 ADAPTER = "default"
@@ -304,13 +291,14 @@ def add_lora(
         targets = _targets_with_experts(model, settings, blocks_path)
     except re.error as error:
         raise _nothing_to_adapt(model, settings, str(error)) from error
+    modules, parameters = targets or (names, [])
     rank, expert_rank = settings.ranks_of(model.config)
     config = LoraConfig(
         r=rank,
         lora_alpha=settings.alpha,
         lora_dropout=settings.dropout,
-        target_modules=targets.modules if targets else names,
-        target_parameters=(targets.parameters or None) if targets else None,
+        target_modules=modules,
+        target_parameters=parameters or None,
         rank_pattern={EXPERT_PATTERN: expert_rank} if targets and expert_rank not in (0, rank) else {},
         exclude_modules=left_out_pattern(model, blocks_path) if not targets and names == "all-linear" else None,
         bias="none",
@@ -328,18 +316,16 @@ def add_lora(
             peft_model = get_peft_model(model, config, autocast_adapter_dtype=False)  # type: ignore[arg-type]
     except (ValueError, re.error) as error:
         reason = str(error).splitlines()[0][:200]
+        leave_out = "or leave the experts out with lora.expert_r=0"
         if settings.use_dora and "dora" in reason.lower():
-            hint = "set lora.use_dora=false, or leave the experts out with lora.expert_r=0"
+            hint = f"set lora.use_dora=false, {leave_out}"
             raise RefusedError(
                 "DoRA cannot adapt this model", where="lora.use_dora", found=reason, hint=hint
             ) from error
-        if settings.dropout and "lora_dropout" in reason:
-            raise RefusedError(  # PEFT has none there
-                "adapters on fused experts have no dropout",
-                where="lora.dropout",
-                found=f"{settings.dropout:g}",
-                expected="0",
-                hint="lora.dropout=0, or leave the experts out with lora.expert_r=0",
+        if settings.dropout and "lora_dropout" in reason:  # PEFT has none there
+            found, hint = f"{settings.dropout:g}", f"lora.dropout=0, {leave_out}"
+            raise RefusedError(
+                "adapters on fused experts have no dropout", where="lora.dropout", found=found, expected="0", hint=hint
             ) from error
         raise _nothing_to_adapt(model, settings, reason) from error
     if not targets and names != "all-linear":  # PEFT makes a list of it, with names of layers that it then leaves out
@@ -419,11 +405,11 @@ def _refuse_missing(model: nn.Module, modules_to_save: tuple[str, ...], start: P
         where, hint = "lora.modules_to_save", "leave it out, or use method: full"
         if start is not None:
             where = "lora.start_from"
-            hint = f"merge it first (`roundpipe export {start} --merge`), then train a new adapter on the result"
+            hint = MERGE_FIRST.format(start)
         if not found:
             raise RefusedError("no such module to train", where=where, found=wanted, hint=_nearest(model, [wanted]))
-        shared = {id(parameter) for parameter in _shared(model)}
-        if any(id(parameter) in shared for module in found for parameter in module.parameters()):
+        uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+        if any(uses[id(parameter)] > 1 for module in found for parameter in module.parameters()):
             raise RefusedError(
                 "embedding and LM head of this model are one table, which cannot be trained beside adapters",
                 where=where,
@@ -491,34 +477,19 @@ def _alternatives(pattern: str) -> Iterator[tuple[str, str]]:
     open_groups: list[list[int]] = [[0]]
     """Places of each group that is open: where its text begins, then each of its `|`."""
     groups: list[tuple[list[int], int]] = []
-    place = 0
-    while place < len(pattern):
-        if skipped := re.compile(r"\\.|\[\^?\]?[^]]*\]|\{[^}]*\}", re.DOTALL).match(pattern, place):
-            place = skipped.end()
-            continue
-        if pattern[place] == "(":
-            prefix = re.compile(r"\((\?(:|P?<\w+>|=|!|<=|<!))?").match(pattern, place)
-            assert prefix is not None
-            open_groups.append([prefix.end()])
-            place = prefix.end()
-            continue
-        if pattern[place] == "|":
-            open_groups[-1].append(place)
-        elif pattern[place] == ")" and len(open_groups) > 1:
-            groups.append((open_groups.pop(), place))
-        place += 1
+    passed_over, opening = r"\\.|\[\^?\]?[^]]*\]|\{[^}]*\}", r"\((?:\?(?::|P?<\w+>|=|!|<=|<!))?"
+    for token in re.finditer(rf"(?s){passed_over}|{opening}|[|)]", pattern):
+        if token[0].startswith("("):
+            open_groups.append([token.end()])
+        elif token[0] == "|":
+            open_groups[-1].append(token.start())
+        elif token[0] == ")" and len(open_groups) > 1:
+            groups.append((open_groups.pop(), token.start()))
     groups.append((open_groups[0], len(pattern)))
     for (begin, *bars), end in groups:
         if bars and not pattern[:begin].endswith("!"):
             for left, right in zip([begin, *(bar + 1 for bar in bars)], [*bars, end], strict=True):
                 yield pattern[left:right], pattern[:begin] + pattern[left:right] + pattern[end:]
-
-
-def _shared(model: nn.Module) -> list[nn.Parameter]:
-    """Parameters that are used in more than one place."""
-    parameters = [parameter for _, parameter in model.named_parameters(remove_duplicate=False)]
-    counts = Counter(id(parameter) for parameter in parameters)
-    return [parameter for parameter in parameters if counts[id(parameter)] > 1]
 
 
 def refuse_adapters_outside_blocks(model: nn.Module, blocks_path: str) -> None:
@@ -558,7 +529,8 @@ def initial_values(
             digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
             if init == "gaussian":
-                nn.init.normal_(values, std=1 / _rank(model, name), generator=generator)
+                wrapper: Any = model.get_submodule(name.partition(".lora_A.")[0])
+                nn.init.normal_(values, std=1 / wrapper.r[ADAPTER], generator=generator)
             else:
                 nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)
         elif ".lora_magnitude_vector." in name:
@@ -576,15 +548,9 @@ def initial_values(
         yield name, values
 
 
-def _rank(model: nn.Module, name: str) -> int:
-    wrapper: Any = model.get_submodule(name.partition(".lora_A.")[0])
-    return int(wrapper.r[ADAPTER])
-
-
 def save_adapter(peft_model: Any, masters: Mapping[str, torch.Tensor], folder: Path) -> None:
     """Write the adapter in PEFT's format, from float32 `masters` by parameter name of the inner model."""
-    prefix = "base_model.model."
-    state = {prefix + name: tensor.contiguous() for name, tensor in masters.items()}
+    state = {PEFT_PREFIX + name: tensor.contiguous() for name, tensor in masters.items()}
     # Embeddings are never resized here; to find out, PEFT would ask the hub for the newest configuration.
     options = {"safe_serialization": True, "save_embedding_layers": False}
     peft_model.create_or_update_model_card = lambda folder: None  # full of blanks, and longer to make than all the rest

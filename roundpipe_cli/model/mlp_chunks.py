@@ -12,7 +12,7 @@ Shapes: B sequences of T tokens, N = B x T rows, H hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -125,16 +125,12 @@ class _Chunked(torch.autograd.Function):
                 found = list(torch.autograd.grad(output, wanted, above[:, part], allow_unused=True))
                 if below is not None:
                     below[:, part] = found.pop()
-                _add(sums, found)
+                for index, one in enumerate(found):
+                    total = sums[index]
+                    if one is not None:
+                        sums[index] = one.float() if total is None else total.add_(one)
         ended = [None if total is None else total.to(p.dtype) for total, p in zip(sums, trained, strict=True)]
         return None, None, None, None if below is None else below.view(hidden.shape), *ended
-
-
-def _add(sums: list[torch.Tensor | None], gradients: Sequence[torch.Tensor | None]) -> None:
-    for index, gradient in enumerate(gradients):
-        total = sums[index]
-        if gradient is not None:
-            sums[index] = gradient.float() if total is None else total.add_(gradient)
 
 
 def find_mlp(block: nn.Module) -> str | None:

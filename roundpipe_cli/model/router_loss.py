@@ -114,12 +114,9 @@ class Carry:
         return math.prod(self.hidden_shape[2:])
 
     def _columns(self, form: Carried) -> int:
-        return math.prod(form.shape) // math.prod(self.hidden_shape[:2]) * _width(form.dtype, self.dtype)
-
-
-def _width(dtype: torch.dtype, boundary: torch.dtype) -> int:
-    """Columns that one element of `dtype` takes."""
-    return 1 if dtype.is_floating_point or dtype == torch.bool else torch.int32.itemsize // boundary.itemsize
+        is_number = form.dtype.is_floating_point or form.dtype == torch.bool
+        width = 1 if is_number else torch.int32.itemsize // self.dtype.itemsize  # columns that one element takes
+        return math.prod(form.shape) // math.prod(self.hidden_shape[:2]) * width
 
 
 def _encoded(tensor: torch.Tensor, lead: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -190,10 +187,6 @@ class RouterLoss:
         values: torch.Tensor = _ToBits.apply(sums.to(boundary.device), boundary.dtype)  # type: ignore[no-untyped-call]
         return self._join(boundary, values)
 
-    def join_gradient(self, gradient: torch.Tensor, of_sums: torch.Tensor) -> torch.Tensor:
-        """The gradient of what `join` makes, from those of its parts."""
-        return self._join(gradient, _gradient_of_bits(of_sums, gradient.dtype))
-
     def _join(self, boundary: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         rows, columns = boundary.shape[:2], self.num_columns(boundary)
         values = nn.functional.pad(values, (0, rows.numel() * columns - values.numel())).view(*rows, columns)
@@ -235,8 +228,9 @@ class RouterLoss:
         """Add the loss of a microbatch, as one of each of its `num_units` target tokens, to what its head gave."""
         loss, of_sums = self.of_sums(sums)
         head.loss_sum = head.loss_sum + num_units * loss
-        if head.grad_hidden is not None:
-            head.grad_hidden = self.join_gradient(head.grad_hidden, of_sums * (num_units * gradient_scale))
+        if head.grad_hidden is not None:  # the gradient of what `join` makes, from those of its parts
+            bits = _gradient_of_bits(of_sums * (num_units * gradient_scale), head.grad_hidden.dtype)
+            head.grad_hidden = self._join(head.grad_hidden, bits)
 
 
 @dataclass(frozen=True)
@@ -259,11 +253,11 @@ class Routed:
         first, sums = self.loss.split(boundary, self.hidden_shape)
         logits: list[torch.Tensor] = []
         modules = dict(block.named_modules()) if self.paths else {}
-        handles = [
-            modules[path].register_forward_hook(lambda _module, _args, result: logits.append(self._logits(result)))
-            for path in self.paths
-            if path in modules
-        ]
+
+        def note(_module: nn.Module, _args: Any, result: Any) -> None:
+            logits.append(result[self.loss.place] if isinstance(result, tuple) else result)
+
+        handles = [modules[path].register_forward_hook(note) for path in self.paths if path in modules]
         try:
             output = inner(first)
         finally:
@@ -272,10 +266,6 @@ class Routed:
         for one in logits:
             sums = sums + self.loss.sums_of(one, self.weights)
         return self.loss.join(output, sums)
-
-    def _logits(self, result: Any) -> torch.Tensor:
-        logits: torch.Tensor = result[self.loss.place] if isinstance(result, tuple) else result
-        return logits
 
     def map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Routed:
         """A copy with `function` applied to the weights of tokens."""

@@ -29,9 +29,9 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from roundpipe_cli.model.block_calls import (
+    NOT_SUPPORTED,
     BlockCall,
     CallRecorder,
-    HiddenMark,
     ResultMark,
     SharedMark,
     SplitRefusedError,
@@ -126,7 +126,7 @@ def carry_along(
     marked = _mark_results(marked, handed)
     last_use: dict[Name, int] = {}
     for index, call in enumerate(marked):
-        last_use.update((name, index) for name in _marks(call))
+        last_use |= {value.name: index for value in _values(call) if isinstance(value, CarriedMark)}
     states = shared or [SharedStates()] * len(calls)
     readers = {key: index for index, state in enumerate(states) for key in state.read}
     travelling = {name: Carried(tuple(tensor.shape), tensor.dtype) for name, tensor in given.items()}
@@ -180,7 +180,7 @@ def _mark_arguments(
                 where=where,
                 found=f"{value.dtype} {list(value.shape)}",
                 expected=f"{hidden.dtype}, and a multiple of {list(hidden.shape[:2])} elements",
-                hint="this architecture is not supported; choose another model",
+                hint=NOT_SUPPORTED,
             )
         name = names.setdefault(id(value), ("argument", len(names)))
         given[name] = value
@@ -188,10 +188,6 @@ def _mark_arguments(
 
     marked = [map_values(call, functools.partial(mark, where=f"block.{index}")) for index, call in enumerate(calls)]
     return given, marked
-
-
-def _marks(call: BlockCall) -> Iterator[Name]:
-    yield from (value.name for value in _values(call) if isinstance(value, CarriedMark))
 
 
 class _NotedMapping(dict[Any, Any]):
@@ -223,7 +219,7 @@ def find_states(
         blocks: parameters on the meta device.
         calls: as recorded for `hidden`, [B, T, ...], with other numbers of sequences and tokens than any width.
     """
-    shares = any(_has(call, SharedMark) for call in calls)
+    shares = any(isinstance(value, SharedMark) for call in calls for value in _values(call))
     read = {value.place for call in calls for value in _values(call) if isinstance(value, ResultMark)}
     if not shares and not read:
         return (), ()
@@ -277,15 +273,11 @@ def _on_meta(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return tensor.to("meta", torch.bfloat16 if narrow else tensor.dtype)
 
 
-def _has(call: BlockCall, kind: type) -> bool:
-    return any(isinstance(value, kind) for value in _values(call))
-
-
-def _values(call: BlockCall) -> Iterator[Any]:
+def _values(call: BlockCall) -> list[Any]:
     """All arguments, and parts of tuples, lists and dicts."""
     found: list[Any] = []
     map_values(call, lambda value: found.append(value) or value)  # type: ignore[func-returns-value]
-    yield from found
+    return found
 
 
 ROWS, TOKENS = 3, 11
@@ -371,11 +363,11 @@ def split_model(model: nn.Module) -> ModelSplit:
         SplitRefusedError: the model does something that the split cannot carry; names layer and argument.
     """
     _refuse_layer_drop(model)
-    paths = find_blocks(model)
-    for path in paths[:-1]:
+    *others, last = find_blocks(model)
+    for path in others:
         with suppress(NotCalledError):
             return _with_router_loss(model, _split_at(model, path))
-    return _with_router_loss(model, _split_at(model, paths[-1]))
+    return _with_router_loss(model, _split_at(model, last))
 
 
 def _with_router_loss(model: nn.Module, split: ModelSplit) -> ModelSplit:
@@ -401,13 +393,9 @@ def _split_at(model: nn.Module, blocks_path: str) -> ModelSplit:
         except (WrongResultShapeError, IndexError, TypeError, ValueError, AttributeError) as error:
             if first_error is None or isinstance(first_error, WrongResultShapeError):
                 first_error = error
-    raise SplitRefusedError(
-        "the model's forward does not run with stand-ins for its blocks",
-        where=type(model).__name__,
-        found=f"{type(first_error).__name__}: {first_error}"
-        if str(first_error)
-        else "blocks of an unknown result type",
-    )
+    found = f"{type(first_error).__name__}: {first_error}" if str(first_error) else "blocks of an unknown result type"
+    what = "the model's forward does not run with stand-ins for its blocks"
+    raise SplitRefusedError(what, where=type(model).__name__, found=found)
 
 
 def _refuse_shared_parameters(model: nn.Module, blocks_path: str) -> None:
@@ -423,17 +411,12 @@ def _refuse_shared_parameters(model: nn.Module, blocks_path: str) -> None:
 
 
 def _refuse_layer_drop(model: nn.Module) -> None:
-    """Raise if the model leaves blocks out at random in training, under the names that transformers has for it."""
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             if name.replace("_", "").endswith("layerdrop") and isinstance(value, float) and value > 0:
-                raise SplitRefusedError(
-                    "the model leaves blocks out at random in training",
-                    where=f"{path}.{name}".lstrip("."),
-                    found=str(value),
-                    expected="0.0",
-                    hint=f'set "{name}": 0.0 in the model\'s config.json',
-                )
+                what, where = "the model leaves blocks out at random in training", f"{path}.{name}".lstrip(".")
+                hint = f'set "{name}": 0.0 in the model\'s config.json'
+                raise SplitRefusedError(what, where=where, found=str(value), expected="0.0", hint=hint)
 
 
 @dataclass
@@ -491,7 +474,13 @@ def _probe(model: nn.Module, blocks_path: str, recorder: CallRecorder) -> ModelS
         raise SplitRefusedError("the model has no separate backbone below its head", where=type(model).__name__)
     tail_paths = tuple(path for path in trace.after_blocks if path.startswith(backbone_path + "."))
     casts_tail = _check_tail(probe, tail_paths, recorder.last_hidden, trace)
-    _refuse_weights_at_both_ends(probe, tail_paths, trace)
+    for (
+        path
+    ) in tail_paths:  # whose weights lie with the head, where nothing before the first block reads or trains them
+        if path in trace.before_blocks and any(True for _ in probe.get_submodule(path).parameters()):
+            what = "the model uses the same weights before its first block and after its last"
+            raise SplitRefusedError(what, where=path, hint=NOT_SUPPORTED)
+    given = [value for call in recorder.calls for value in _values(call) if isinstance(value, torch.Tensor)]
     embedding = probe.get_input_embeddings()  # type: ignore[operator]
     embedding_path = next(path for path, module in probe.named_modules() if module is embedding)
     return ModelSplit(
@@ -505,18 +494,10 @@ def _probe(model: nn.Module, blocks_path: str, recorder: CallRecorder) -> ModelS
         shared,
         handed,
         casts_tail,
-        _unreached(probe, blocks_path, [recorder.first_hidden, logits, *_tensors_of(recorder.calls)]),
+        _unreached(probe, blocks_path, [recorder.first_hidden, logits, *given]),
         caller_path=max(callers, key=len, default=""),
         boundary_columns=max(columns) * boundary.dtype.itemsize // dtype.itemsize,
     )
-
-
-def _tensors_of(calls: Sequence[BlockCall]) -> Iterator[torch.Tensor]:
-    """Every tensor among the blocks' arguments."""
-    found: list[torch.Tensor] = []
-    for call in calls:
-        call.map_tensors(lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
-    yield from found
 
 
 def _unreached(probe: nn.Module, blocks_path: str, results: Sequence[torch.Tensor]) -> frozenset[str]:
@@ -613,17 +594,6 @@ def _check_tail(probe: nn.Module, tail_paths: tuple[str, ...], hidden: torch.Ten
     )
 
 
-def _refuse_weights_at_both_ends(probe: nn.Module, tail_paths: tuple[str, ...], trace: _Trace) -> None:
-    """The tail's weights lie with the head, where nothing before the first block reads or trains them."""
-    for path in tail_paths:
-        if path in trace.before_blocks and any(True for _ in probe.get_submodule(path).parameters()):
-            raise SplitRefusedError(
-                "the model uses the same weights before its first block and after its last",
-                where=path,
-                hint="this architecture is not supported; choose another model",
-            )
-
-
 def _refuse_arguments(index: int, call: BlockCall) -> None:
     named = [(f"argument {position}", value) for position, value in enumerate(call.args)]
     for name, value in [*named, *call.kwargs.items()]:
@@ -633,7 +603,7 @@ def _refuse_arguments(index: int, call: BlockCall) -> None:
                 where=f"block.{index}, {name}",
                 found=type(value).__name__,
                 expected="tensors, numbers, strings, None, or tuples, lists and dicts of these",
-                hint="this architecture is not supported; choose another model",
+                hint=NOT_SUPPORTED,
             )
 
 
@@ -642,5 +612,5 @@ def _carries(value: Any) -> bool:
         return all(_carries(item) for item in value)
     if type(value) is dict:
         return all(_carries(item) for item in value.values())
-    plain = (torch.Tensor, bool, int, float, str, torch.dtype, Enum, HiddenMark, SharedMark, ResultMark)
+    plain = (torch.Tensor, bool, int, float, str, torch.dtype, Enum, SharedMark, ResultMark)  # an Enum: HIDDEN too
     return value is None or isinstance(value, plain)

@@ -171,7 +171,8 @@ class BaseWeights(Mapping[str, torch.Tensor]):
         self.groups = self._find_groups(source, dtype)
         self._group_of = {name: group for group in self.groups for name in group.targets}
         names = [base_name(name) for name, _ in model.named_parameters() if not is_adapter(name)]
-        self._twins = _find_missing(source, model, names, self._group_of)
+        self.twins = _find_missing(source, model, names, self._group_of)
+        """Names of weights that the files have under another name of the same parameter."""
 
     def _find_groups(self, source: ModelSource, dtype: torch.dtype) -> list[WeightGroup]:
         if source.gguf_file is not None:
@@ -218,29 +219,24 @@ class BaseWeights(Mapping[str, torch.Tensor]):
         return WeightGroup(conversion.targets, read, stored, conversion)
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        name = self._twins.get(name, name)
+        name = self.twins.get(name, name)
         with OpenFiles() as files:
             return self._group_of[name].read(files, None)[name].clone()
 
     def group_of(self, name: str) -> WeightGroup:
         """The group that a weight is read with."""
-        return self._group_of[self._twins.get(name, name)]
+        return self._group_of[self.twins.get(name, name)]
 
     def dtype(self, name: str) -> torch.dtype:
         """Type of a weight as it is read; does not read it where a file's header says it."""
         group = self.group_of(name)
         return next(iter(group.stored.values())).dtype if group.stored else torch.float32
 
-    @property
-    def twins(self) -> Mapping[str, str]:
-        """Names of weights that the files have under another name of the same parameter."""
-        return self._twins
-
     def __iter__(self) -> Iterator[str]:
-        return iter([*self._group_of, *self._twins])
+        return iter([*self._group_of, *self.twins])
 
     def __len__(self) -> int:
-        return len(self._group_of) + len(self._twins)
+        return len(self._group_of) + len(self.twins)
 
 
 def _find_missing(

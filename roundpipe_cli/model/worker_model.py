@@ -204,7 +204,10 @@ class WorkerModel:
         self._bindings = [list(_bindings(modules, own_names)) for modules in roots]
         self._roots = [root for modules in roots for root in modules]
         self._mode = (True, True)
-        self._move_buffers(roots[1:])
+        for module in (module for modules in roots[1:] for root in modules for module in root.modules()):
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = buffer.to(device)
         self._embedding = self._bind_embed(split, host_views, trainable)
         self._state = ModuleState(self._backbone)
         self._left_out, self._blocks_draw = dict[int, UnreadProducts](), False
@@ -232,14 +235,6 @@ class WorkerModel:
             return whole_weights(packed) if packed else nullcontext()
 
         return unpack
-
-    def _move_buffers(self, roots: list[list[nn.Module]]) -> None:
-        for modules in roots:
-            for root in modules:
-                for module in root.modules():
-                    for name, buffer in module._buffers.items():
-                        if buffer is not None:
-                            module._buffers[name] = buffer.to(self.device)
 
     def _bind_embed(
         self, split: ModelSplit, host_views: Mapping[str, torch.Tensor], trainable: frozenset[str]
@@ -304,11 +299,6 @@ class WorkerModel:
     def names_of(self, layer: int) -> list[str]:
         """Names of the parameters that a layer reads, a shared one included."""
         return [name for _, _, name in self._bindings[layer]]
-
-    @property
-    def embed_names(self) -> list[str]:
-        """Names of the parameters that the embed layer reads, a tied table included."""
-        return self.names_of(0)
 
     def embed_parameters(self, host_views: Mapping[str, torch.Tensor]) -> dict[str, nn.Parameter]:
         """The embed layer's parameters on the host's weights `host_views`, for `bind_embed`."""

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from roundpipe_cli.engine.parity import prove
 from roundpipe_cli.model.load import build_skeleton
 from roundpipe_cli.model.split import split_model
-from tests.model.test_gemma4 import VOCABULARY
+from tests.model.test_carried import VOCABULARY
 from tests.support.e2e import finetune, make_tokenizer, make_workspace, numbers
 from tests.support.every_type import tiny_config_of
 from tests.support.tiny import Rig, make_rig, random_microbatches, schedule_for, write_new_weights

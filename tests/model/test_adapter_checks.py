@@ -23,6 +23,7 @@ from roundpipe_cli.model.adapter_files import (
     check_adapter_folder,
     put_adapter,
     read_adapter_config,
+    refuse_not_merged,
     refuse_not_trained,
     refuse_unknown_keys,
 )
@@ -95,11 +96,10 @@ def test_links_out_of_an_adapter_folder_are_refused(tmp_path: Path, name: str) -
     else:
         outside.mkdir()
     (folder / name).symlink_to(outside)
-    for check in (check_adapter_folder, check_small_files):
+    copy = lambda folder: copy_result(folder, tmp_path / "copy", Extras(None))  # noqa: E731
+    for check in (check_adapter_folder, check_small_files, copy):
         with pytest.raises(RefusedError, match="leads outside"):
             check(folder)
-    with pytest.raises(RefusedError, match="leads outside"):
-        copy_result(folder, tmp_path / "copy", Extras(None))
     assert not (tmp_path / "copy").exists()
 
 
@@ -140,22 +140,17 @@ VALUES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("key", NOT_MERGED)
-def test_what_only_peft_computes_is_refused_by_name(tmp_path: Path, key: str) -> None:
+@pytest.mark.parametrize("key", [*NOT_MERGED, *NOT_TRAINED])
+def test_what_cannot_be_merged_or_trained_is_refused_by_name(tmp_path: Path, key: str) -> None:
     """aLoRA was "a bug of roundpipe"; `generate` uses such adapters."""
     folder = write(tmp_path / "adapter", **{key: VALUES[key]})
-    with pytest.raises(RefusedError, match="only PEFT itself") as caught:
-        read_adapter_config(folder)
-    assert f"{key}: " in str(caught.value) and "roundpipe generate" in str(caught.value)
+    check, what, hint = refuse_not_merged, "only PEFT itself", "roundpipe generate"
+    if key in NOT_TRAINED:
+        check, what, hint = refuse_not_trained, "cannot be trained further", f"roundpipe export {folder} --merge"
+    with pytest.raises(RefusedError, match=what) as caught:
+        read_adapter_config(folder, check)
+    assert f"{key}: " in str(caught.value) and hint in str(caught.value)
     refuse_unknown_keys(json.loads((folder / "adapter_config.json").read_text()), folder)
-
-
-@pytest.mark.parametrize("key", NOT_TRAINED)
-def test_what_can_be_merged_and_not_trained_is_refused_by_name(tmp_path: Path, key: str) -> None:
-    folder = write(tmp_path / "adapter", **{key: VALUES[key]})
-    with pytest.raises(RefusedError, match="cannot be trained further") as caught:
-        read_adapter_config(folder, refuse_not_trained)
-    assert f"{key}: " in str(caught.value) and f"roundpipe export {folder} --merge" in str(caught.value)
 
 
 def test_a_key_of_a_newer_peft_is_refused(tmp_path: Path) -> None:

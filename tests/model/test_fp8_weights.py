@@ -16,8 +16,7 @@ from roundpipe_cli.cli.plan import verdict_lines
 from roundpipe_cli.costs.analytic import analytic_costs
 from roundpipe_cli.costs.find_model import find_architecture
 from roundpipe_cli.costs.hardware import parse_hardware
-from roundpipe_cli.costs.memory import frozen_bytes
-from roundpipe_cli.costs.models import TrainingSettings, parse_config
+from roundpipe_cli.costs.models import TrainingSettings
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.stored import packed_weights
 from roundpipe_cli.model.stored.packed_weights import dequantize, packed_bytes, quantize
@@ -68,19 +67,6 @@ def test_codes_are_the_nearest_and_scales_those_of_the_rows(shape: tuple[int, ..
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_weight_loses_at_most_a_sixteenth(dtype: torch.dtype) -> None:
-    values = random_weights(64, 256).to(dtype)
-    found = dequantize(packed_of(values), values.shape, dtype, "fp8")
-    assert found.dtype == dtype and found.shape == values.shape
-    exact, scales = values.double(), values.double().abs().amax(1, keepdim=True) / 448
-    rounding = torch.finfo(dtype).eps * exact.abs() + torch.finfo(dtype).smallest_normal
-    assert bool(((found.double() - exact).abs() <= (exact.abs() / 16).maximum(scales / 1024) + rounding).all())
-    normal = torch.randn(256, 256, generator=torch.Generator().manual_seed(1))
-    error = (dequantize(packed_of(normal), normal.shape, torch.float32, "fp8") - normal).norm() / normal.norm()
-    assert 0.024 < error < 0.029, "as its documentation says"
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_processors_table_gives_what_a_card_computes(dtype: torch.dtype) -> None:
     """A card converts by torch's own kernel and multiplies in place: one rounding as well."""
     codes, scales = FINITE.repeat(9), 10 ** (4 * torch.rand(9) - 4)
@@ -124,8 +110,6 @@ def test_packing_and_unpacking_in_parts_change_nothing(shape: tuple[int, ...], m
         *((model_type, "auto") for model_type in ("llama", "gpt2", "qwen3_moe", "gpt_oss", "gemma2")),
         *(("llama", "reference"), ("gpt_oss", "reference")),
         pytest.param("qwen3_moe", "reference", marks=pytest.mark.sweep),
-        pytest.param("gpt2", "reference", marks=pytest.mark.sweep),  # no kernel takes its Conv1D: as with `auto`
-        pytest.param("gemma2", "reference", marks=pytest.mark.sweep),  # unpacks as llama does
     ],
 )
 def test_steps_agree_with_the_unpacked_weights_in_plain_pytorch(model_type: str, kernels: str) -> None:
@@ -161,25 +145,6 @@ def test_in_bfloat16_gradients_are_as_close_to_float64_as_plain_pytorchs() -> No
     assert error_of(found) <= 2 * error_of(eager) < 0.1
 
 
-def test_plan_counts_the_bytes_that_are_held_and_sent() -> None:
-    """1.004 bytes a weight in place of 2: within 1 % of the store's, and of a visit's uploads."""
-    values = {"hidden_size": 512, "intermediate_size": 1536, "vocab_size": 128, "num_hidden_layers": 2}
-    sent, held = {}, {}
-    for packed_as in (None, "fp8"):
-        rig: Rig = make_rig("llama", "lora", packed_as=packed_as, dtype=torch.bfloat16, lora_rank=16, **values)  # type: ignore[arg-type]
-        with rig.engine(1, copy=True) as engine:
-            result = engine.run_step(random_microbatches([(1, 8)]), schedule_for(rig, 1, 1), step=0)
-        sent[packed_as] = result.upload_bytes
-        held[packed_as] = sum(p.num_bytes for layer in rig.store.layouts for p in layer.places if not p.trainable)
-        architecture = parse_config(rig.skeleton.config.to_dict(), name="tiny", source="a test")  # type: ignore[union-attr,operator]
-        settings = TrainingSettings(max_seq_length=8, lora_r=16, packed_as=packed_as)  # type: ignore[arg-type]
-        assert frozen_bytes(architecture, settings) == pytest.approx(held[packed_as], rel=0.01)
-        costs = analytic_costs(architecture, settings, parse_hardware("1x4090")).costs
-        layouts = rig.store.layouts
-        assert costs.layers[1].param_bytes == pytest.approx(layouts[1].num_bytes, rel=0.01)
-    assert sent["fp8"] < 0.56 * sent[None], "adapters stay in 16 bit"
-
-
 def test_the_cost_model_counts_both_passes_of_unpacking() -> None:
     """With one token a block's time is that of its weights: codes read, whole weights written and read twice."""
     architecture, hardware = find_architecture("Qwen/Qwen3-8B"), parse_hardware("1x4090")
@@ -195,8 +160,8 @@ def test_a_recipe_in_fp8_needs_no_bitsandbytes(tmp_path: Path, monkeypatch: pyte
     """It trains near the run without it, and has the same bits after a stop and with other workers."""
     folder = make_workspace(tmp_path / "w", make_model(tmp_path / "model", num_hidden_layers=2), num_train_epochs=1)
     found = importlib.util.find_spec
-    hidden = ("bitsandbytes",)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *at: None if name in hidden else found(name, *at))
+    hides = lambda name, *at: None if name == "bitsandbytes" else found(name, *at)  # noqa: E731
+    monkeypatch.setattr(importlib.util, "find_spec", hides)
     finetune(folder, "output_dir=whole").expect(0)
     finetune(folder, "load_in_fp8=true").expect(0)
     losses = [row["loss"] for row in metrics(folder / "out")]
@@ -243,16 +208,17 @@ def test_what_fits_in_4_bit_in_place_of_fp8_can_be_asked_for(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["method=full"], "full fine-tuning trains them"),
-        (["load_in_4bit=true"], "the base weights cannot be in 4 bit and in FP8"),
-        (["load_in_8bit=true"], "the base weights cannot be in 8 bit and in FP8"),
+        (["load_in_fp8=true", "method=full"], "full fine-tuning trains them"),
+        (["load_in_8bit=true", "method=full"], "full fine-tuning trains them[^!]*method: lora"),
+        (["load_in_fp8=true", "load_in_4bit=true"], "the base weights cannot be in 4 bit and in FP8"),
+        (["load_in_fp8=true", "load_in_8bit=true"], "the base weights cannot be in 8 bit and in FP8"),
+        (["load_in_8bit=true", "load_in_4bit=true"], "the base weights cannot be in 4 bit and in 8 bit"),
     ],
 )
-def test_what_does_not_go_with_it_is_refused_by_name(tmp_path: Path, words: list[str], said: str) -> None:
-    recipe = write_recipe(tmp_path / "recipe.yaml")
+def test_what_does_not_go_together_is_refused_by_name(tmp_path: Path, words: list[str], said: str) -> None:
     with pytest.raises(RefusedError, match=said) as caught:
-        load_recipe(recipe, ["load_in_fp8=true", *words])
-    assert "load_in_fp8" in str(caught.value) and caught.value.exit_code == 2
+        load_recipe(write_recipe(tmp_path / "recipe.yaml"), words)
+    assert words[0].removesuffix("=true") in str(caught.value) and caught.value.exit_code == 2
 
 
 def test_files_that_are_in_4_bit_are_not_packed_again(tmp_path: Path) -> None:

@@ -29,16 +29,16 @@ SHARED_TOKENS = 0.04
 """Position embeddings and masks, which all blocks are called with: the plain count has them in each block."""
 
 
+def window(model_type: str, tokens: int) -> dict[str, int]:
+    return {"sliding_window": tokens} if "sliding_window" in EXTRA[model_type] else {}
+
+
 @pytest.mark.parametrize("method", ["lora", "full"])
 @pytest.mark.parametrize(
     ("model_type", "keeps_scores", "changes"),
     [
-        ("llama", False, LONG),
-        ("qwen3", False, LONG),
-        ("phi3", False, LONG),
-        ("gpt2", False, LONG),
-        ("bloom", True, {}),
-        ("gemma2", True, {**LONG, "sliding_window": 4096}),
+        *((model_type, False, LONG) for model_type in ("llama", "qwen3", "phi3", "gpt2")),
+        *(("bloom", True, {}), ("gemma2", True, {**LONG, "sliding_window": 4096})),
     ],
 )
 def test_longer_microbatches_keep_what_short_ones_foretell(
@@ -56,9 +56,7 @@ def test_longer_microbatches_keep_what_short_ones_foretell(
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "qwen3_moe", "gpt_oss"])
 def test_a_few_tokens_are_enough(model_type: str) -> None:
-    rig = make_rig(
-        model_type, "lora", **LONG, **({"sliding_window": 4096} if "sliding_window" in EXTRA[model_type] else {})
-    )
+    rig = make_rig(model_type, "lora", **LONG, **window(model_type, 4096))
     few, many = (find_saved_bytes(rig.skeleton, rig.split, rig.store, longest=longest) for longest in (33, 512))
     assert few is not None and many is not None
     for one, other in zip(few, many, strict=True):
@@ -222,9 +220,7 @@ FORETOLD = [
 def test_plan_foretells_what_is_measured(model_type: str, method: str) -> None:
     """Of widths and lengths where the rest is small beside what the model of memory knows."""
     wide = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, **LONG}
-    rig = make_rig(
-        model_type, method, **wide, **({"sliding_window": 64} if "sliding_window" in EXTRA[model_type] else {})
-    )
+    rig = make_rig(model_type, method, **wide, **window(model_type, 64))
     found = find_saved_bytes(rig.skeleton, rig.split, rig.store)
     assert found is not None
     config: Any = rig.plain.config

@@ -121,22 +121,8 @@ def fetch_configuration(listing: Listing, tell: Tell) -> Path:
     return folder
 
 
-def fetch_weights(listing: Listing, folder: Path, tell: Tell) -> None:
-    """Fetch and check the weights, if the disk has room for them.
-
-    Raises:
-        RefusedError, ResourceError: see `fetch_files` and `check_model_folder`.
-    """
-    fetch_files(listing, weight_files(listing, folder), tell)
-    check_model_folder(folder)
-
-
-def complete_snapshot(name: str, revision: str | None, *, weights: bool) -> Path | None:
-    """The best folder of the hub's cache that has all of a model's files; None where none has.
-
-    Raises:
-        RefusedError: there is only one of them, and why it cannot be loaded.
-    """
+def _complete_snapshot(name: str, revision: str | None, *, weights: bool) -> Path | None:
+    """The best folder of the hub's cache that has all of a model's files; raises what is wrong with the only ones."""
     error = None
     for folder in cached_snapshots(name, revision):
         try:
@@ -206,16 +192,14 @@ def resolve_model(
     local = _local_path(name, recipe_folder)
     if local is not None and local.is_file():
         if local.suffix != ".gguf":
-            raise RefusedError(
-                "this file is no model", where="model", found=str(local), expected="a .gguf file or a folder"
-            )
+            expected = "a .gguf file or a folder"
+            raise RefusedError("this file is no model", where="model", found=str(local), expected=expected)
         return ModelSource(name, local.parent, local.name)
     if local is not None:
         check_model_folder(local, weights=weights)
         _say_unread(name, local, tell)
         return ModelSource(name, local)
-    looks_like_path = name.startswith((".", "/", "~")) or name.endswith(".gguf") or name.count("/") > 1
-    if looks_like_path or not HUB_ID.match(name):
+    if name.endswith(".gguf") or not HUB_ID.match(name):
         folders = dict.fromkeys((str(Path.cwd()), str(recipe_folder.absolute())))
         raise RefusedError(
             "no such model folder or file",
@@ -304,7 +288,8 @@ def _hub_model(
         ) from error
     folder = fetch_configuration(listing, tell)
     if weights:
-        fetch_weights(listing, folder, tell)
+        fetch_files(listing, weight_files(listing, folder), tell)
+        check_model_folder(folder)
         _say_unread(name, folder, tell)
     return ModelSource(name, folder, None, listing.commit)
 
@@ -313,7 +298,7 @@ def _cached_model(
     name: str, revision: str | None, weights: bool, tell: Tell, *, why: str, near: str | None
 ) -> ModelSource:
     """The model in the cache, for when the hub cannot be asked."""
-    folder = complete_snapshot(name, revision, weights=weights)
+    folder = _complete_snapshot(name, revision, weights=weights)
     if folder is None:
         raise RefusedError(
             "the model is neither a local folder nor to be had from the hub",

@@ -33,11 +33,7 @@ def chunk_refusal(where: str, found: str, expected: str = "blocks of attention")
 
 
 def check_mask_bytes(*, max_seq_length: int, micro_batch_size: int) -> None:
-    """Refuse packed sequences whose attention masks, a byte for each pair of tokens, would be too large.
-
-    Raises:
-        RefusedError: more than `MAX_MASK_BYTES` for one microbatch.
-    """
+    """Refuse packed sequences whose attention masks, a byte for each pair of tokens, exceed `MAX_MASK_BYTES`."""
     mask_bytes = micro_batch_size * max_seq_length**2
     if mask_bytes > MAX_MASK_BYTES:
         raise RefusedError(

@@ -106,21 +106,27 @@ def no_weights_refusal(names: Iterable[str], where: str) -> RefusedError:
 
 
 def check_small_files(folder: Path) -> None:
-    """Refuse configurations and tokenizers that are too large, lead out of the folder, or ask for code.
-
-    Raises:
-        RefusedError: as said.
-    """
+    """Refuse configurations and tokenizers that are too large, lead out of the folder, or ask for code."""
     for path in sorted(_small_files(folder)):
-        check_file(path, MAX_INDEX_BYTES if path.name == INDEX_NAME else _limit(path))
+        is_config = path.name in CONFIGS or path.suffix == ".jinja"
+        limit = MAX_CONFIG_BYTES if is_config else MAX_TOKENIZER_BYTES
+        check_file(path, MAX_INDEX_BYTES if path.name == INDEX_NAME else limit)
     values = {}
     for name in CONFIGS:
         if (folder / name).exists():
             values[name] = read_json(folder / name)
             _check_config(folder / name, values[name])
     if "config.json" in values:
-        check_sizes(values["config.json"], str(folder / "config.json"))
-        _check_weights_name(folder, values["config.json"])
+        where, own = str(folder / "config.json"), values["config.json"].get("transformers_weights")
+        check_sizes(values["config.json"], where)
+        if own not in (None, SINGLE_NAME):
+            raise RefusedError(
+                "the configuration names its own file of weights, which is not read",
+                where=where,
+                found=f"transformers_weights: {str(own)[:80]!r}",
+                expected=f"no such line: the weights in {SINGLE_NAME}, or in the files of {INDEX_NAME}",
+                hint=f"call the file {SINGLE_NAME}, in a copy of the folder without that line",
+            )
 
 
 def _small_files(folder: Path) -> Iterator[Path]:
@@ -136,18 +142,6 @@ def _small_files(folder: Path) -> Iterator[Path]:
     for place in (folder, templates):
         if place.is_dir():
             yield from (path for path in place.iterdir() if path.suffix.lower() in SMALL_SUFFIXES)
-
-
-def _check_weights_name(folder: Path, config: dict[str, Any]) -> None:
-    name = config.get("transformers_weights")
-    if name not in (None, SINGLE_NAME):
-        raise RefusedError(
-            "the configuration names its own file of weights, which is not read",
-            where=str(folder / "config.json"),
-            found=f"transformers_weights: {str(name)[:80]!r}",
-            expected=f"no such line: the weights in {SINGLE_NAME}, or in the files of {INDEX_NAME}",
-            hint=f"call the file {SINGLE_NAME}, in a copy of the folder without that line",
-        )
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -183,11 +177,7 @@ def _missing(path: Path) -> RefusedError:
 
 
 def check_file(path: Path, max_bytes: int | None) -> None:
-    """Refuse links that lead out of the folder, what is no regular file, and what is too large.
-
-    Raises:
-        RefusedError: as said.
-    """
+    """Refuse links that lead out of the folder, what is no regular file, and what is too large."""
     if not stays_inside(path, path.parent):
         raise RefusedError(
             "a file of the model is a link that leads outside the model folder",
@@ -213,10 +203,6 @@ def check_file(path: Path, max_bytes: int | None) -> None:
             found=format_bytes(status.st_size),
             expected=f"at most {format_bytes(max_bytes)}",
         )
-
-
-def _limit(path: Path) -> int:
-    return MAX_CONFIG_BYTES if path.name in CONFIGS or path.suffix == ".jinja" else MAX_TOKENIZER_BYTES
 
 
 # --- configurations -------------------------------------------------------------------------------------------------
@@ -286,9 +272,8 @@ def indexed_shards(folder: Path) -> list[str]:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         shards = sorted({str(shard) for shard in weight_map.values()})
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        raise RefusedError(
-            "the index of the weights cannot be read", where=str(index), found=str(error)[:200]
-        ) from error
+        found = str(error)[:200]
+        raise RefusedError("the index of the weights cannot be read", where=str(index), found=found) from error
     for shard in shards:
         if not SHARD_NAME.match(shard):
             raise _outside(index, shard)
@@ -401,11 +386,7 @@ OUT_OF_MEMORY = "DefaultCPUAllocator"
 @contextmanager
 def refusing(what: str, where: str, hint: str | None = None) -> Iterator[None]:
     """Turn any error of a library into a refusal with this text. Odd values raise what nobody can list: KeyError and
-    ZeroDivisionError, AttributeError, torch's RuntimeError.
-
-    Raises:
-        RefusedError: as said.
-        MemoryError: passed on, as are our own errors.
+    ZeroDivisionError, AttributeError, torch's RuntimeError. MemoryError is passed on, as are our own errors.
     """
     try:
         yield

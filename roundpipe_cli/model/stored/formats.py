@@ -270,7 +270,7 @@ def read_packed(codes: torch.Tensor, parts: Mapping[str, torch.Tensor], where: s
 
 
 def _state_of(part: torch.Tensor) -> tuple[dict[str, Any], torch.Size, torch.dtype]:
-    """What bitsandbytes notes of a weight, its shape and its type.
+    """The state that bitsandbytes notes of a weight, its shape and its type.
 
     Raises:
         KeyError, ValueError, TypeError: the files lack it.
