@@ -8,6 +8,7 @@ tiny Llama here), and no line said so.
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,14 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
-from tests.support.e2e import finetune, make_model, make_workspace, metrics, run
-from tests.train.test_multimodal_result import make_base as make_multimodal
+from tests.support.e2e import finetune, make_model, make_tokenizer, make_workspace, metrics, run
 
 TEXT = "The cat sat on the mat, and it rained all day."
 ONE_ROW = ("max_steps=3", "micro_batch_size=1", "gradient_accumulation_steps=1", "lora.dropout=0", "learning_rate=0.01")
 SAID = "beside the embedding, with other values: both are used"
 HEADS = {"llama": "lm_head.weight", "gemma3": "language_model.lm_head.weight"}
 CLASSES = {"llama": "LlamaForCausalLM", "gemma3": "Gemma3ForConditionalGeneration"}
+VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
 def make_base(folder: Path, model_type: str, *, equal: bool = False) -> Path:
@@ -33,7 +34,20 @@ def make_base(folder: Path, model_type: str, *, equal: bool = False) -> Path:
     if model_type == "llama":
         make_model(folder, num_hidden_layers=2, tie_word_embeddings=True)
     else:
-        make_multimodal(model_type, folder)
+        folder.mkdir()
+        text = transformers.CONFIG_MAPPING["gemma3_text"](
+            vocab_size=300, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=16, sliding_window=16, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        )  # fmt: skip
+        vision = {**VISION, "image_size": 28, "patch_size": 14}
+        config = transformers.CONFIG_MAPPING["gemma3"](
+            text_config=text.to_dict(), vision_config=vision, mm_tokens_per_image=4
+        )
+        torch.manual_seed(0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            getattr(transformers, CLASSES[model_type])._from_config(config, dtype=torch.float32).save_pretrained(folder)
+        make_tokenizer().save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
     assert HEADS[model_type] not in tensors, "the model is tied"
     table = next(value for name, value in tensors.items() if name.endswith("embed_tokens.weight"))

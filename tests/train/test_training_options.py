@@ -315,7 +315,7 @@ def test_another_shape_than_the_adapters_is_refused(folder: Path) -> None:
         ("untied", "lora.target_modules=[self_attn.v_prj, q_proj]", ["did you mean self_attn.v_proj?"]),
         ("untied", "lora.target_modules=[q_prj, v_prj, o_proj]", ["q_prj, v_prj", "did you mean q_proj, v_proj?"]),
         ("untied", "lora.target_modules=v_prj", ["did you mean v_proj?"]),
-        ("untied", "lora.target_modules=q_proj", ["hint: lora.target_modules=[q_proj]"]),
+        ("untied", "lora.target_modules=q_proj", ["lora.target_modules=[q_proj]"]),
         ("untied", "lora.target_modules='('", ["unterminated", "lora.target_modules=all-linear"]),
         ("experts", "lora.target_modules=[q_proj, w1]", ["w1", "lora.target_modules=all-linear"]),
         ("experts", "lora.target_modules=[q_proj, gate]", ["gate", "leave it out"]),  # a router is never adapted
