@@ -156,26 +156,3 @@ def test_what_a_device_holds_stays_within_its_memory(rig: Rig) -> None:
     _, results, cache = run(rig, memory, steps=2, count=True)
     assert cache.num_bytes > 0
     assert max(max(result.device_peak_bytes) for result in results) <= DEVICE_SHARE * memory
-
-
-def test_it_is_given_up_when_a_device_runs_out_of_memory(rig: Rig) -> None:
-    expected, _, _ = run(rig, 10**9, is_open=False)
-    planner = AdaptivePlanner(gpu_costs(rig, 10**9), 2, GIVEN)
-    cache = AutoCache(planner, ("gpu 0", "gpu 1"), lambda event: None, is_open=True)
-    uploads = []
-    with rig.engine(2, copy=True, seed=3) as engine:
-        for step in range(STEPS - 1):
-            result = engine.run_step(random_microbatches(SIZES), planner.schedule(len(SIZES)), step=step)
-            cache.observe(engine, result)
-            planner.observe(result.timeline)
-        assert cache.num_bytes
-        for give_up in (False, True):
-            if give_up:
-                cache.give_up(engine)
-            result = engine.run_step(random_microbatches(SIZES), planner.schedule(len(SIZES)), step=STEPS - 2)
-            uploads.append(result.upload_bytes)
-            gradients = b"".join(gradient.numpy().tobytes() for gradient in rig.store.gradients)
-            assert result.loss.hex() + gradients.hex() == expected[STEPS - 2]
-            cache.observe(engine, result)
-        assert all(not worker.slots.cache.num_bytes for worker in engine._workers)
-    assert uploads[1] > uploads[0] and not cache.num_bytes

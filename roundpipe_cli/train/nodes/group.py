@@ -272,12 +272,8 @@ class Nodes:
         head = None
         if self.is_first and checkpoint is not None:
             groups = {group: _shapes(checkpoint.tensors(group)) for group in checkpoint.groups}
-            head = {
-                "folder": str(checkpoint.folder),
-                "step": checkpoint.step,
-                "meta": checkpoint.meta,
-                "groups": groups,
-            }
+            head = {"folder": str(checkpoint.folder), "step": checkpoint.step, "meta": checkpoint.meta}
+            head["groups"] = groups
         head = self.from_first(head)
         if head is None:
             return None

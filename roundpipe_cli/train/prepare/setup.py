@@ -60,6 +60,7 @@ from roundpipe_cli.train.prepare.base_files import BaseFiles, describe_added, pu
 from roundpipe_cli.train.prepare.devices import choose_devices, with_dtype_of
 from roundpipe_cli.train.prepare.learning_rate import num_steps_of, rate_schedule_of
 from roundpipe_cli.train.prepare.trainable import (
+    BuildModel,
     describe_reference,
     describe_unreached,
     fill_store,
@@ -471,14 +472,14 @@ def prepare(
     if recipe.lr_scheduler_kwargs:
         rate_schedule_of(recipe, num_steps_of(recipe, sampler))  # and a learning rate out of bounds
     start = start_folder(loaded)
-    trained = _Training(recipe, base.source, start, new)
+    put_into, build = _making_trainable(recipe, base.source, start, new)
     if start is None:
         tell_notices(tell, *_describe_targets(model, split, recipe))
-    peft_model = trained.put_into(model, split)
+    peft_model = put_into(model, split)
     adapted = describe_adapted_experts(model) if peft_model is not None else None
     tell_notices(tell, adapted, describe_reference(recipe, base.source, start))
     packed = _packed_names(base, model, split, tell)
-    proof = prove_once(model, split, recipe, trained.build, tell)
+    proof = prove_once(model, split, recipe, build, tell)
     refuse_long_rows(longest_row(dataset, rejected, evaluation), proof)
     layouts = [
         make_layout(name, parameters, DTYPES[recipe.dtype], packed, packed_as=base.packed_as)
@@ -531,9 +532,9 @@ def prove_from_configuration(loaded: LoadedRecipe, source: ModelSource, tell: Te
     _check_model(model, split, recipe, devices)
     new = load_with_tokens(source, recipe.add_tokens)[1] if recipe.add_tokens else NewTokens(sys.maxsize)
     grow_tables(model, new.ids)
-    trained = _Training(recipe, source, start_folder(loaded), new)
-    trained.put_into(model, split)
-    prove_once(model, split, recipe, trained.build, tell_phase)
+    put_into, build = _making_trainable(recipe, source, start_folder(loaded), new)
+    put_into(model, split)
+    prove_once(model, split, recipe, build, tell_phase)
 
 
 def _describe_targets(model: nn.Module, split: ModelSplit, recipe: Recipe) -> list[str]:
@@ -606,27 +607,20 @@ def _read_data(
     return *evaluation_rows(loaded, (dataset, rejected), tokenizer, offline, tell=tell), base_files
 
 
-@dataclass(frozen=True)
-class _Training:
-    """How a recipe makes a model trainable: the same for the proof's smaller one."""
+def _making_trainable(
+    recipe: Recipe, source: ModelSource, start: Path | None, new: NewTokens
+) -> tuple[Callable[[nn.Module, ModelSplit], Any], BuildModel]:
+    """`make_trainable` as the recipe says, and the same for a new model, for the proof's smaller one."""
+    dtype = DTYPES[recipe.dtype]
+    put_into = functools.partial(make_trainable, recipe=recipe, source=source, new=new, dtype=dtype, start=start)
 
-    recipe: Recipe
-    source: ModelSource
-    start: Path | None
-    """Folder of the adapter to train further."""
-    new: NewTokens
-
-    def put_into(self, model: nn.Module, split: ModelSplit) -> Any:
-        """Adapters, and marks of what is trained; returns PEFT's model around it, if there is one."""
-        how: dict[str, Any] = {"new": self.new, "dtype": DTYPES[self.recipe.dtype], "start": self.start}
-        return make_trainable(model, split, self.recipe, self.source, **how)
-
-    def build(self, config: Any) -> tuple[nn.Module, ModelSplit]:
-        """A model of this configuration, trainable."""
-        model = build_skeleton(config, DTYPES[self.recipe.dtype])
+    def build(config: Any) -> tuple[nn.Module, ModelSplit]:
+        model = build_skeleton(config, dtype)
         split = split_model(model)
-        self.put_into(model, split)
+        put_into(model, split)
         return model, split
+
+    return put_into, build
 
 
 def _packed_names(base: BaseModel, model: nn.Module, split: ModelSplit, tell: Tell) -> frozenset[str]:
