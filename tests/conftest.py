@@ -12,10 +12,12 @@ import gc
 import os
 import signal
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from roundpipe_cli import faults
 from roundpipe_cli.files import CACHE_VARIABLE
 from tests.support.covering import covering
 
@@ -50,6 +52,19 @@ for number in (signal.SIGINT, signal.SIGHUP):
 
 os.environ["TZ"] = "UTC"  # screens and lines of steps show the time of day
 time.tzset()
+
+
+@pytest.fixture
+def ask(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Ask for a fault, as the environment variable has it."""
+
+    def set_fault(text: str) -> None:
+        monkeypatch.setenv(faults.ENVIRONMENT_VARIABLE, text)
+        faults.load_faults()
+
+    yield set_fault
+    monkeypatch.undo()
+    faults.load_faults()
 
 
 @pytest.fixture(scope="session")
