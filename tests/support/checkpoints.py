@@ -28,7 +28,7 @@ def save_groups(
     """One file a group, one after the other; of a mapping the larger elements first."""
     streams = {name: _stream(group) for name, group in groups.items()}
     specs = {name: announced for name, (announced, _) in streams.items()}
-    return save_checkpoint(folder, step, specs, _pieces(streams), meta, keep=keep, warn=warn)
+    return save_checkpoint(folder, step, specs, _pieces(streams), meta=meta, keep=keep, warn=warn)
 
 
 def _pieces(streams: Mapping[str, Stream]) -> Iterator[tuple[str, memoryview]]:

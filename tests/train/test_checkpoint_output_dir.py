@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import json
@@ -12,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -129,10 +130,7 @@ def test_a_lock_that_names_no_process_is_not_a_bug(tmp_path: Path) -> None:
     """Story: a process id beyond the system's numbers was an OverflowError."""
     with OutputDir(tmp_path):
         (tmp_path / ".roundpipe.lock").write_text(json.dumps({"pid": 2**70, "host": os.uname().nodename}))
-        with (
-            pytest.raises(OutputInUseError, match="process unknown|process 1180591620717411303424"),
-            OutputDir(tmp_path),
-        ):
+        with pytest.raises(OutputInUseError, match=f"process unknown|process {2**70}"), OutputDir(tmp_path):
             pass
 
 
@@ -146,15 +144,12 @@ def test_a_file_in_the_way(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount")
 def test_a_read_only_file_system(tmp_path: Path) -> None:
-    _mount(tmp_path, "size=64k")
-    try:
+    with _mounted(tmp_path, "size=64k"):
         subprocess.run(["mount", "-o", "remount,ro", tmp_path], check=True)
         for path in (tmp_path, tmp_path / "new"):
             with pytest.raises(RefusedError, match=r"(?s)Read-only.*output_dir=") as caught, OutputDir(path):
                 pass
             assert caught.value.exit_code == 2 and str(path) in str(caught.value)
-    finally:
-        subprocess.run(["umount", tmp_path], check=True)
 
 
 # --- one run at a time ------------------------------------------------------------------------------------------------
@@ -275,10 +270,15 @@ def test_sigkill_at_each_fault_point_of_a_save(tmp_path: Path, nth: int, monkeyp
 # --- full disk --------------------------------------------------------------------------------------------------------
 
 
-def _mount(folder: Path, options: str) -> None:
+@contextlib.contextmanager
+def _mounted(folder: Path, options: str) -> Iterator[None]:
     done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", folder], capture_output=True, text=True)
     if done.returncode != 0:
         pytest.skip(f"cannot mount a tmpfs here: {done.stderr.strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", folder], check=True)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount")
@@ -290,8 +290,7 @@ def test_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         if not look_before:  # another program fills the disk after we looked
             monkeypatch.setattr(store, "require_free_bytes", lambda *args: None)
         for size_kib in range(1000, 2000, 100):  # a checkpoint has 470 KiB
-            _mount(tmp_path, f"size={size_kib}k")
-            try:
+            with _mounted(tmp_path, f"size={size_kib}k"):
                 saved = 0
                 with pytest.raises(ResourceError) as caught, OutputDir(tmp_path):
                     for step in range(1, 10):
@@ -305,22 +304,17 @@ def test_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
                 with OutputDir(tmp_path, resume=True):
                     _save(tmp_path, saved + 1, keep=5)
                 assert load_newest(tmp_path).step == saved + 1
-            finally:
-                subprocess.run(["umount", tmp_path], check=True)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount")
 def test_a_disk_full_at_the_start(tmp_path: Path) -> None:
-    _mount(tmp_path, "size=16k")
-    try:
+    with _mounted(tmp_path, "size=16k"):
         with (tmp_path / "filler").open("wb", buffering=0) as filler, pytest.raises(OSError):
             while True:
                 filler.write(b"x" * 4096)
         with pytest.raises(ResourceError, match=r"0 bytes") as caught, OutputDir(tmp_path / "out"):
             pass
         assert caught.value.exit_code == 5
-    finally:
-        subprocess.run(["umount", tmp_path], check=True)
 
 
 # --- metrics ----------------------------------------------------------------------------------------------------------
@@ -345,15 +339,11 @@ def _rows(*steps: int) -> str:
 )
 def test_metrics_are_cut_to_the_resumed_step(tmp_path: Path, text: str, step: int, expected: str) -> None:
     path = tmp_path / "metrics.jsonl"
+    assert truncate_metrics(path, step) == 0 and not path.exists()  # no metrics yet
     path.write_text(text)
     assert truncate_metrics(path, step) == expected.count("\n")
     assert path.read_text() == expected
     assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
-
-
-def test_no_metrics_yet(tmp_path: Path) -> None:
-    assert truncate_metrics(tmp_path / "metrics.jsonl", 3) == 0
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl", "report.json", "recipe.yaml", ".roundpipe"])
@@ -403,7 +393,12 @@ def test_a_held_folder_is_seen_before_anything_is_loaded(tmp_path: Path) -> None
     """A second run loaded torch, for seconds, before it was told that it may not start."""
     folder = tmp_path / "out"
     refuse_if_held(folder)  # no folder, no lock
-    pid = _fork(lambda: _hold(folder))
+
+    def hold() -> None:
+        with OutputDir(folder):
+            time.sleep(60)
+
+    pid = _fork(hold)
     _wait_for(lambda: (folder / ".roundpipe.lock").exists() and (folder / ".roundpipe.lock").read_bytes() != b"")
     with pytest.raises(OutputInUseError, match="another run") as caught:
         refuse_if_held(folder)
@@ -414,11 +409,6 @@ def test_a_held_folder_is_seen_before_anything_is_loaded(tmp_path: Path) -> None
     (folder / ".roundpipe.lock").unlink()
     os.mkfifo(folder / ".roundpipe.lock")
     refuse_if_held(folder)
-
-
-def _hold(folder: Path) -> None:
-    with OutputDir(folder):
-        time.sleep(60)
 
 
 @pytest.mark.parametrize(

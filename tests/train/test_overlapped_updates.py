@@ -7,14 +7,13 @@ import random
 import signal
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from roundpipe_cli import faults
 from roundpipe_cli.dashboard.waiting import waiting
 from roundpipe_cli.engine.backends.cpu import CpuBackend
 from roundpipe_cli.events import Event, StepFinished, StepTimeline, Tell
@@ -34,19 +33,6 @@ from tests.support.e2e import finetune, launch, make_workspace, metrics, num_lin
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return untied_and_tied(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture
-def ask(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
-    """Ask for a fault, as the environment variable has it."""
-
-    def set_fault(text: str) -> None:
-        monkeypatch.setenv(faults.ENVIRONMENT_VARIABLE, text)
-        faults.load_faults()
-
-    yield set_fault
-    monkeypatch.undo()
-    faults.load_faults()
 
 
 def trainer_of(folder: Path, model: Path, *words: str, tell: Tell = lambda event: None) -> Trainer:

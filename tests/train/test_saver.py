@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from roundpipe_cli import faults
 from roundpipe_cli import files as durable
 from roundpipe_cli.errors import InternalError, ResourceError
 from roundpipe_cli.events import CheckpointSaved, Event
@@ -19,17 +18,6 @@ from roundpipe_cli.train.checkpoint.reading import load_newest
 from roundpipe_cli.train.checkpoint.writing import Saver, Snapshot, State, _Ring
 
 NUM_LAYERS, ELEMENTS = 6, 20_000
-
-
-@pytest.fixture(autouse=True)
-def _no_faults() -> Iterator[None]:
-    yield
-    faults._rules_of = None
-
-
-def set_fault(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    monkeypatch.setenv(faults.ENVIRONMENT_VARIABLE, text)
-    faults.load_faults()
 
 
 class Run:
@@ -69,10 +57,9 @@ class Run:
                 self.versions[layer] = step
                 self.changed.notify_all()
 
-    def save(self, step: int, layers: list[int] | None = None) -> None:
-        order = layers if layers is not None else list(self.values)
-        snapshot = Snapshot(step, order, self.state_of, self.wait_ready(step), {"step": step})
-        self.saver.begin(snapshot, time.monotonic())
+    def save(self, step: int, layers: list[int] | None = None, ready: Callable[[int], object] | None = None) -> None:
+        order, ready = layers or list(self.values), ready or self.wait_ready(step)
+        self.saver.begin(Snapshot(step, order, self.state_of, ready, {"step": step}), time.monotonic())
 
 
 def steps_in(output_dir: Path, step: int) -> set[float]:
@@ -89,9 +76,9 @@ def steps_in(output_dir: Path, step: int) -> set[float]:
 
 
 @pytest.mark.parametrize("beside", [False, True])
-def test_no_tensor_of_another_step(tmp_path: Path, beside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_tensor_of_another_step(tmp_path: Path, beside: bool, ask: Callable[[str], None]) -> None:
     """The next update runs while the checkpoint is written slowly, or even the update to be saved does."""
-    set_fault(monkeypatch, "ckpt_writer:slow=0.001")
+    ask("ckpt_writer:slow=0.001")
     run = Run(tmp_path)
     num_saves = 40
     with run.saver:
@@ -100,7 +87,7 @@ def test_no_tensor_of_another_step(tmp_path: Path, beside: bool, monkeypatch: py
             updating.start()
             if not beside:
                 updating.join()
-            run.save(step, list(range(NUM_LAYERS)) if step % 2 else None)
+            run.save(step)
             updating.join()
             if step > 1 and step % 4 == 0:
                 run.saver.wait()
@@ -119,9 +106,7 @@ def test_an_update_waits_for_the_copy_of_its_layer_and_for_no_other(tmp_path: Pa
             go.wait(30)
 
     with run.saver:
-        run.saver.begin(
-            Snapshot(1, list(range(NUM_LAYERS)), run.state_of, hold_the_last, {"step": 1}), time.monotonic()
-        )
+        run.save(1, ready=hold_the_last)
         for layer in range(NUM_LAYERS - 1):
             run.saver.before_layer(layer, 2)  # comes back although the save is far from its end
         waiting = threading.Thread(target=run.saver.before_layer, args=(NUM_LAYERS - 1, 2))
@@ -139,7 +124,7 @@ def test_a_pause_is_reported_whenever_the_update_wakes_up(tmp_path: Path) -> Non
     """It was added by the update's thread: on a loaded machine the checkpoint was reported first, with no pause."""
     run, go = Run(tmp_path), threading.Event()
     with run.saver:
-        run.saver.begin(Snapshot(1, [0], run.state_of, lambda layer: go.wait(30), {"step": 1}), time.monotonic())
+        run.save(1, [0], lambda layer: go.wait(30))
         save = run.saver._save
         assert save is not None
         wait, ended = save._changed.wait, threading.Event()
@@ -212,8 +197,8 @@ def test_a_full_disk_surfaces_once_and_leaves_the_last_checkpoint(
 
 
 @pytest.mark.parametrize("fault", ["ckpt_writer:raise:nth=2", "ckpt_writer:raise=FaultExit:nth=3"])
-def test_a_writer_that_fails_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
-    set_fault(monkeypatch, fault)
+def test_a_writer_that_fails_is_one_error(tmp_path: Path, ask: Callable[[str], None], fault: str) -> None:
+    ask(fault)
     run = Run(tmp_path)
     with run.saver:
         run.save(0)
@@ -228,8 +213,7 @@ def test_an_interrupted_run_gives_a_save_up_and_a_failed_one_lets_it_finish(tmp_
         run = Run(tmp_path / error.__name__)
         (tmp_path / error.__name__).mkdir()
         with pytest.raises(error), run.saver:
-            snapshot = Snapshot(1, list(range(NUM_LAYERS)), run.state_of, lambda layer: time.sleep(0.05), {"step": 1})
-            run.saver.begin(snapshot, time.monotonic())
+            run.save(1, ready=lambda layer: time.sleep(0.05))
             raise error
         assert bool(list((tmp_path / error.__name__).glob("step-*"))) == is_saved
         assert not [thread for thread in threading.enumerate() if thread.name.startswith("ckpt-")]

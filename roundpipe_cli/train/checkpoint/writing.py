@@ -146,7 +146,7 @@ next layer. Run through once; a piece may be overwritten by its owner as soon as
 
 
 def save_checkpoint(
-    output_dir: Path, step: int, specs: Specs, pieces: Pieces, meta: Mapping[str, Any], *, keep: int, warn: Say
+    output_dir: Path, step: int, specs: Specs, pieces: Pieces, *, meta: Mapping[str, Any], keep: int, warn: Say
 ) -> Path:
     """Write `step-<step>` durably, then remove all but the newest `keep` checkpoints. Returns the folder.
 
@@ -165,7 +165,7 @@ def save_checkpoint(
     require_free_bytes(output_dir, needed_bytes, f"the checkpoint of step {step}")
     temporary = output_dir / f"{TEMPORARY_PREFIX}{target.name}"
     try:
-        records = _write_folder(temporary, step, specs, pieces, state)
+        records = _write_folder(temporary, step, specs, pieces, state=state)
         if _already_there(target, step, records):
             remove_tree(temporary)
         else:
@@ -184,7 +184,7 @@ def _file_bytes(specs: Sequence[TensorSpec]) -> int:
     return len(encode_header(specs)) + sum(spec.num_bytes for spec in specs)
 
 
-def _write_folder(temporary: Path, step: int, specs: Specs, pieces: Pieces, state: bytes) -> list[FileRecord]:
+def _write_folder(temporary: Path, step: int, specs: Specs, pieces: Pieces, *, state: bytes) -> list[FileRecord]:
     """Write and fsync every file of a checkpoint, the manifest last, then the folder."""
     if os.path.lexists(temporary):
         remove_tree(temporary)
@@ -502,9 +502,8 @@ class _Save:
             self._tell(Notice(text))
 
         try:
-            folder = save_checkpoint(
-                self._output_dir, step, self._specs, self._pieces(), self.snapshot.meta, keep=self._keep, warn=warn
-            )
+            meta, pieces = self.snapshot.meta, self._pieces()
+            folder = save_checkpoint(self._output_dir, step, self._specs, pieces, meta=meta, keep=self._keep, warn=warn)
             seconds = time.monotonic() - self._started_s
             self._tell(CheckpointSaved(step, str(folder), seconds, self._pause_s))
         except BaseException as error:  # travels as a value

@@ -10,7 +10,7 @@ import re
 import time
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any, ClassVar
 
 import torch
@@ -344,18 +344,13 @@ class HostOptimizer:
         """Neighbours with the same learning rate and rule are one piece."""
         layout = self._store.layouts[layer]
         state = self._make_state(layer, layout.name, torch.Size([layout.num_trainable_elements]))
-        borders: list[int] = []
-        ways: list[tuple[float, UpdateRule]] = []
-        for place in layout.trainable:
-            way = self._way(place.name)
-            if not ways or way != ways[-1]:
-                borders.append(place.element_offset if ways else 0)
-                ways.append(way)
+        groups = groupby(layout.trainable, key=lambda place: self._way(place.name))
+        firsts = [(next(places).element_offset, way) for way, places in groups]
+        starts = [0, *(start for start, _ in firsts[1:])]
         pieces = []
-        ends = [*borders[1:], layout.num_trainable_elements]
-        for start, stop, (rate, rule) in zip(borders, ends, ways, strict=True):
+        for start, stop, (_, way) in zip(starts, [*starts[1:], layout.num_trainable_elements], firsts, strict=True):
             part = {name: tensor[start:stop] for name, tensor in state.items()}
-            pieces.append(_Piece(start, stop, torch.Size([stop - start]), rate, rule, part))
+            pieces.append(_Piece(start, stop, torch.Size([stop - start]), *way, part))
         return pieces
 
     def _way(self, name: str) -> tuple[float, UpdateRule]:
