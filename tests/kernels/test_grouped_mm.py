@@ -1,13 +1,15 @@
-"""Grouped products as operators: what dispatch modes see, and the plain products of the processor."""
+"""Grouped products as operators: what dispatch modes see, the plain products of the processor, and the kernels."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from roundpipe_cli.kernels.grouped_mm import AdaptedProduct, grouped_mm, grouped_mm_lora, grouped_outer
-from tests.kernels.groups import doubled, ends_of, error, looped_lora, random, with_gradients
+from tests.kernels.groups import doubled, ends_of, error, looped, looped_lora, random, with_gradients
 
 COUNTS = [3, 0, 6]
 
@@ -66,3 +68,101 @@ def test_nothing_is_saved_that_no_gradient_needs() -> None:
         kept.clear()
         grouped_mm(x.detach(), w, ends_of(COUNTS))
         assert [tuple(one.shape) for one in kept] == [(9, 8), (3,)]
+
+
+# -- the kernels in Triton's interpreter, against products in float64 -----------------------------------------------
+
+INTERPRETED = pytest.mark.usefixtures("interpreter")
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+UNEVEN = [5, 0, 20, 1, 0]
+"""Rows of each expert: fewer than a tile of 16, none, more than one tile, a single one, none at the end."""
+
+
+def allowed(exact: torch.Tensor, dtype: torch.dtype, cancelled: float = 1.0) -> float:
+    """Error of a product that is summed in float32 and rounded once, with room for the order of the sum.
+
+    Args:
+        cancelled: how many times larger the summed sizes of the terms are than the result.
+    """
+    return 1.2 * error(exact.to(dtype), exact) + 1e-6 * max(1.0, cancelled)
+
+
+@INTERPRETED
+@pytest.mark.parametrize(
+    ("dtype", "width", "columns", "is_transposed"),
+    [
+        *((dtype, 40, 33, True) for dtype in DTYPES),
+        (torch.float32, 40, 90, False),
+        (torch.bfloat16, 70, 150, False),
+        (torch.float16, 64, 128, True),
+        (torch.bfloat16, 1, 16, False),
+    ],
+    ids=["tails, 32", "tails, bf16", "tails, 16", "two tiles, 32", "two tiles, bf16", "whole tiles", "one column"],
+)
+def test_product_and_both_gradients(dtype: torch.dtype, width: int, columns: int, is_transposed: bool) -> None:
+    """Weights as transformers has them (transposed views) and the other way round; three rows belong to nobody."""
+    ends, rows = ends_of(UNEVEN), sum(UNEVEN) + 3
+    shape = (len(UNEVEN), columns, width) if is_transposed else (len(UNEVEN), width, columns)
+    x, w = random(1, dtype, (rows, width), shape)
+
+    def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return grouped_mm(x, w.transpose(1, 2) if is_transposed else w, ends, 0.5)
+
+    def exact(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return looped(x, w.transpose(1, 2) if is_transposed else w, ends, 0.5)
+
+    for found, expected in zip(with_gradients(product, [x, w]), with_gradients(exact, doubled([x, w])), strict=True):
+        assert found.dtype == dtype and error(found, expected) <= allowed(expected, dtype)
+        assert not found[expected == 0].any()  # nobody's rows, and weights of experts without any
+
+
+@INTERPRETED
+@pytest.mark.parametrize(
+    ("dtype", "rank"), [*((torch.bfloat16, rank) for rank in (1, 12, 33, 64)), (torch.float32, 3), (torch.float16, 40)]
+)
+def test_adapters_of_any_rank(dtype: torch.dtype, rank: int) -> None:
+    """Base and adapters: the same sums as one product after the other, with fewer roundings."""
+    ends, rows = ends_of(UNEVEN), sum(UNEVEN)
+    x, w, a, b = random(2, dtype, (rows, 24), (5, 24, 40), (5, rank, 24), (5, 40, rank))
+    inputs = [x, w.requires_grad_(False), a, b]
+    found = with_gradients(AdaptedProduct.apply, inputs, ends, 0.7)
+    exact = with_gradients(looped_lora, doubled(inputs), ends, 0.7)
+    eager = with_gradients(looped_lora, inputs, ends, 0.7)
+    assert len(found) == 4
+    for one, expected, theirs in zip(found, exact, eager, strict=True):
+        assert error(one, expected) <= max(1e-6, 1.1 * error(theirs, expected))
+
+
+@INTERPRETED
+@given(
+    counts=st.lists(st.integers(0, 40), min_size=1, max_size=4),
+    spare=st.integers(0, 20),
+    width=st.integers(1, 70),
+    columns=st.integers(1, 70),
+    dtype=st.sampled_from(DTYPES),
+)
+@settings(max_examples=10, deadline=None)
+def test_any_shapes(counts: list[int], spare: int, width: int, columns: int, dtype: torch.dtype) -> None:
+    """Also no rows at all, and rows that belong to no group."""
+    ends, rows = ends_of(counts), sum(counts) + spare
+    shapes = (rows, width), (len(counts), width, columns), (rows, columns)
+    x, w, gradient = (one.detach() for one in random(3, dtype, *shapes))
+    exact = looped(x.double(), w.double(), ends)
+    cancelled = float(looped(x.double().abs(), w.double().abs(), ends).norm()) / (float(exact.norm()) or 1.0)
+    assert error(grouped_mm(x, w, ends), exact) <= allowed(exact, dtype, cancelled)
+    left, right = (one[: sum(counts)].double().split(counts) for one in (x, gradient))
+    sums = torch.stack([one.t() @ other for one, other in zip(left, right, strict=True)])
+    found = grouped_outer(x, gradient, ends)
+    sizes = torch.stack([one.abs().t() @ other.abs() for one, other in zip(left, right, strict=True)])
+    cancelled = float(sizes.norm()) / (float(sums.norm()) or 1.0)
+    assert error(found, sums) <= allowed(sums, dtype, cancelled) and not found[torch.tensor(counts) == 0].any()
+
+
+@INTERPRETED
+def test_a_rows_result_depends_on_no_other_row() -> None:
+    """More rows mean larger tiles, but each sum is taken in the same order."""
+    x, w = (one.detach() for one in random(4, torch.float32, (9, 70), (2, 70, 20)))
+    few = grouped_mm(x, w, ends_of([4, 5]))
+    more = torch.cat([x[:4], torch.randn(60, 70), x[4:], torch.randn(31, 70)])
+    many = grouped_mm(more, w, ends_of([64, 36]))
+    assert torch.equal(many[:4], few[:4]) and torch.equal(many[64:69], few[4:])
