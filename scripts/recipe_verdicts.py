@@ -18,18 +18,6 @@ TOLERANCE = 0.02
 """Relative; the header is rounded to three figures."""
 
 
-def header_lines(verdict: HeaderVerdict, recipe: str) -> str:
-    """The two lines of the header; `recipe` as the command names it."""
-    least_s, most_s = verdict.step_range_s
-    return (
-        f"# roundpipe plan {recipe} --hardware {verdict.hardware}\n"
-        f"#   {'fits' if verdict.fits else 'does not fit'}: {verdict.step_s:.3g} s ({least_s:.3g} to {most_s:.3g}) "
-        f"a step of {verdict.tokens_per_step:,} "
-        f"tokens, {float(f'{verdict.tokens_per_s:.3g}'):,.0f} tokens/s, GPU {verdict.device_bytes / GIB:.1f} GiB, "
-        f"host {verdict.host_bytes / GIB:.1f} GiB, disk {verdict.disk_bytes / GIB:.1f} GiB"
-    )
-
-
 def with_verdict(text: str, recipe: str, verdict: HeaderVerdict) -> str:
     """`text` with the header's verdict replaced.
 
@@ -38,7 +26,7 @@ def with_verdict(text: str, recipe: str, verdict: HeaderVerdict) -> str:
     """
     if VERDICT.search(text) is None:
         raise ValueError(f"{recipe} has no verdict in its header")
-    return VERDICT.sub(lambda _: header_lines(verdict, recipe), text, count=1)
+    return VERDICT.sub(lambda _: verdict.text(recipe), text, count=1)
 
 
 def verdict_now(recipe: ShippedRecipe, hardware: str) -> HeaderVerdict:

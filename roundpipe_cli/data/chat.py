@@ -23,6 +23,7 @@ from __future__ import annotations
 import datetime
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -120,14 +121,6 @@ class ChatTemplate:
         self._ends = self._probe_ends(next_special)
         self.facts = TemplateFacts(self._ends.end_of_turn, "strftime_now" in text, self._ends.next_mark_ends)
 
-    def render(self, messages: Sequence[Message], tools: Tools = (), *, add_generation_prompt: bool = False) -> str:
-        """
-        Raises:
-            BadRowError: the template raised, or did what the sandbox forbids.
-        """
-        fields = Fields(messages)
-        return self._lay(fields, fields.messages, tools, add_generation_prompt=add_generation_prompt).text
-
     def render_trained(
         self,
         conversation: Conversation | Exchange,
@@ -195,10 +188,9 @@ class ChatTemplate:
         _check_tools(messages, tools, laid.text)
 
         def lay_part(of: Fields, part: Sequence[Message], prompt: bool) -> Laid | None:
-            try:
+            with suppress(BadRowError):
                 return self._lay(of, part, tools, add_generation_prompt=prompt) if part else None
-            except BadRowError:
-                return None
+            return None
 
         return WrittenTurns(fields, lay_part, self._ends, laid, thought_hint=self._thought_hint)
 
@@ -239,11 +231,10 @@ class ChatTemplate:
         return PLACEHOLDER in (self._try_render([{"role": "user", "content": "x"}, answer]) or "")
 
     def _try_render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str | None:
+        fields = Fields(messages)
         for tools in ((), (PROBE_TOOL,)):  # templates for tools alone want some
-            try:
-                return self.render(messages, tools, add_generation_prompt=add_generation_prompt)
-            except BadRowError:
-                continue
+            with suppress(BadRowError):
+                return self._lay(fields, fields.messages, tools, add_generation_prompt=add_generation_prompt).text
         return None
 
     def _compile(self) -> tuple[Any, bool]:
@@ -288,8 +279,8 @@ class ChatTemplate:
         )
 
     def _behind_placeholder(self, messages: Sequence[Message]) -> str | None:
-        text = self._try_render(messages)
-        return None if text is None or PLACEHOLDER not in text else text.rsplit(PLACEHOLDER, 1)[1]
+        text = self._try_render(messages) or ""
+        return text.rsplit(PLACEHOLDER, 1)[1] if PLACEHOLDER in text else None
 
     def _first_special(self, tail: str | None) -> str | None:
         tail = (tail or "").lstrip()

@@ -245,7 +245,11 @@ def convert_file(
         data = with_objective(data, tool, objective, name)
     job = refuse_other_jobs(data, tool, name)
     result = from_sections or Conversion(tool)
-    is_lora = _is_lora(data, tool)
+    is_lora: bool = {
+        "axolotl": data.get("adapter") in ("lora", "qlora"),
+        "llama-factory": data.get("finetuning_type") in (None, "lora"),
+        "trl": data.get("use_peft") is True,
+    }[tool]
     defaults = {**DEFAULTS[tool], **JOB_DEFAULTS[tool].get(job, {}), **(ADAPTER_DEFAULTS[tool] if is_lora else {})}
     if is_lora and tool == "llama-factory":
         rank = data.get("lora_rank") or defaults["lora_rank"]
@@ -264,7 +268,7 @@ def convert_file(
     for key, value in data.items():
         if key not in _DATASET_KEYS[tool] and key != OBJECTIVE_KEY:
             _convert_key(key, value, data, writes)
-    _convert_mixture(data, writes, result)
+    _convert_mixture(data, writes)
     if is_pairs(job):
         writes.values.setdefault("objective", job)
     if eval_datasets:
@@ -280,9 +284,9 @@ def convert_file(
     _keep_long_texts(data, job, datasets, writes)
     for key, value in defaults.items():
         writes.default(key, value)
-    _multiply(data, writes, num_gpus, result)
-    _say_defaults(data, writes, datasets, result)
-    _say_prompts(data, writes, datasets, result)
+    _multiply(data, writes, num_gpus)
+    _say_defaults(data, writes)
+    _say_prompts(writes, datasets)
     result.recipe = _accepted(writes, datasets)
     return result
 
@@ -337,14 +341,6 @@ def _tool_of(data: dict[str, Any], name: str) -> Tool:
             hint=hint,
         )
     return best
-
-
-def _is_lora(data: dict[str, Any], tool: Tool) -> bool:
-    if tool == "axolotl":
-        return data.get("adapter") in ("lora", "qlora")
-    if tool == "llama-factory":
-        return data.get("finetuning_type") in (None, "lora")
-    return data.get("use_peft") is True
 
 
 _DATASET_KEYS: dict[str, frozenset[str]] = {
@@ -438,7 +434,7 @@ def _write(meaning: Callable[[], Writes], key: str, value: Any, writes: RecipeWr
             writes.put(target, meant, key, value)
 
 
-def _convert_mixture(data: dict[str, Any], writes: RecipeWrites, result: Conversion) -> None:
+def _convert_mixture(data: dict[str, Any], writes: RecipeWrites) -> None:
     """The settings beside the datasets of TRL's `dataset_mixture`."""
     mixture = data.get("dataset_mixture")
     if not isinstance(mixture, dict):
@@ -448,12 +444,12 @@ def _convert_mixture(data: dict[str, Any], writes: RecipeWrites, result: Convers
         if key == "test_split_size" and not is_off(value):
             writes.put("val_set_size", value, name, value)
         elif key == "streaming":
-            result.without_effect.append(name)
+            writes.result.without_effect.append(name)
         elif key != "datasets" and not is_off(value):
-            result.leave_out(name, value, "one seed, the recipe's, is for everything")
+            writes.result.leave_out(name, value, "one seed, the recipe's, is for everything")
 
 
-def _multiply(data: dict[str, Any], writes: RecipeWrites, num_gpus: int, result: Conversion) -> None:
+def _multiply(data: dict[str, Any], writes: RecipeWrites, num_gpus: int) -> None:
     micro = int(writes.values.get("micro_batch_size", 1))
     steps = int(writes.values.get("gradient_accumulation_steps", 1))
     gpus = f"{num_gpus} GPUs" if num_gpus > 1 else "one GPU"
@@ -462,18 +458,16 @@ def _multiply(data: dict[str, Any], writes: RecipeWrites, num_gpus: int, result:
         gpus += f" / {sharing} that share their rows"
         num_gpus = max(1, num_gpus // sharing)
     writes.values["gradient_accumulation_steps"] = steps * num_gpus
-    rows = micro * steps * num_gpus
-    result.notes.append(
-        f"A step has {rows} rows: micro batch {micro} x accumulation {steps} x {gpus}; here the number of GPUs does "
-        "not multiply it."
-    )
+    made = f"micro batch {micro} x accumulation {steps} x {gpus}; here the number of GPUs does not multiply it."
+    writes.result.notes.append(f"A step has {micro * steps * num_gpus} rows: {made}")
     if steps * num_gpus < 4:
-        result.notes.append("Several GPUs need more microbatches a step to be busy: gradient_accumulation_steps.")
+        note = "Several GPUs need more microbatches a step to be busy: gradient_accumulation_steps."
+        writes.result.notes.append(note)
 
 
-def _say_defaults(data: dict[str, Any], writes: RecipeWrites, datasets: list[Entry], result: Conversion) -> None:
+def _say_defaults(data: dict[str, Any], writes: RecipeWrites) -> None:
     """Notes about keys that the file does not have."""
-    tool = result.tool
+    result, tool = writes.result, writes.result.tool
     if writes.defaults:
         shown = ", ".join(f"{target} {short(value)}" for target, value in writes.defaults.items())
         result.notes.append(f"The file does not say, and {tool}'s default is: {shown}.")
@@ -492,13 +486,13 @@ def _say_defaults(data: dict[str, Any], writes: RecipeWrites, datasets: list[Ent
         result.notes.append("The file has no do_train: true, without which LLaMA-Factory trains nothing.")
 
 
-def _say_prompts(data: dict[str, Any], writes: RecipeWrites, datasets: list[Entry], result: Conversion) -> None:
+def _say_prompts(writes: RecipeWrites, datasets: list[Entry]) -> None:
     """TRL trains the whole of a chat unless it is told otherwise, but only the completion of a prompt, or of a pair."""
-    if result.tool != "trl" or writes.values.get("objective") is not None or "train_on_inputs" in writes.values:
-        return
-    if any(entry.get("type") not in ("text", "prompt_completion") for entry in datasets):
+    is_said = writes.values.get("objective") is not None or "train_on_inputs" in writes.values
+    is_chat = any(entry.get("type") not in ("text", "prompt_completion") for entry in datasets)
+    if writes.result.tool == "trl" and is_chat and not is_said:
         what = "only answers are trained; TRL trains the prompts of chats too (here: train_on_inputs: true)"
-        result.change("assistant_only_loss", what)
+        writes.result.change("assistant_only_loss", what)
 
 
 def _accepted(writes: RecipeWrites, datasets: list[Entry]) -> dict[str, Any]:

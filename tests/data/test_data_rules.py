@@ -99,11 +99,7 @@ def test_rules_of_a_chat(tmp_path: Path, rules: dict[str, Any], turns: list[str]
 
 @pytest.mark.parametrize(
     ("thoughts", "expected"),
-    [
-        ("train", "[[<think>hm</think>a</s>]]"),
-        ("mask", "<think>hm</think>[[a</s>]]"),
-        ("drop", "[[a</s>]]"),
-    ],
+    [("train", "[[<think>hm</think>a</s>]]"), ("mask", "<think>hm</think>[[a</s>]]"), ("drop", "[[a</s>]]")],
 )
 def test_thoughts_beside_the_answer(tmp_path: Path, thoughts: str, expected: str) -> None:
     turns = [{"role": "user", "content": "A?"}, {"role": "assistant", "content": "a", "reasoning_content": "hm"}]
@@ -157,10 +153,7 @@ CALLERS: dict[str, tuple[list[dict[str, Any]], Any]] = {
         ],
         [{"type": "function", "function": TOOL}],
     ),
-    "trl": (
-        [SUM, {"role": "assistant", "tool_calls": [{"function": ADD}]}, RESULT, TWO],
-        [TOOL],
-    ),
+    "trl": ([SUM, {"role": "assistant", "tool_calls": [{"function": ADD}]}, RESULT, TWO], [TOOL]),
     "calls as text": (
         [
             *(

@@ -95,16 +95,6 @@ SETS: tuple[tuple[int, int, str, str, str], ...] = (
     (10, 40, "text", "csv", "gradient_accumulation_steps: 1\nmax_steps: 2\nval_set_size: 2"),
     (10, 40, "text", "jsonl", "gradient_accumulation_steps: 1\nmax_seq_length: 32"),
 )
-MORE_SETS: tuple[tuple[int, int, str, str, str], ...] = (
-    (3000, 40, "text", "csv", ""),
-    (3000, 40, "pair", "jsonl", "packing: false"),
-    (3000, 40, "pair", "jsonl", "gradient_accumulation_steps: 64"),
-    (3000, 40, "pair", "jsonl", "gradient_accumulation_steps: 2"),
-    (3000, 40, "text", "jsonl", "val_set_size: 0.9"),
-    (4000, 200, "messages", "parquet", ""),
-    (2000, 60, "pair", "jsonl", "max_seq_length: 512"),
-)
-"""Large ones."""
 
 
 @pytest.fixture(scope="module")
@@ -136,10 +126,7 @@ def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
         path.write_text("\n".join(lines) if path.suffix == ".jsonl" else f"[{','.join(lines)}]")
 
 
-@pytest.mark.parametrize(
-    ("num_rows", "words", "form", "file", "keys"),
-    [*SETS, *(pytest.param(*case, marks=pytest.mark.sweep) for case in MORE_SETS)],
-)
+@pytest.mark.parametrize(("num_rows", "words", "form", "file", "keys"), SETS)
 def test_one_rule_for_all_commands(
     tmp_path: Path, tokenizer: Any, parts: Any, num_rows: int, words: int, form: str, file: str, keys: str
 ) -> None:

@@ -23,7 +23,7 @@ from roundpipe_cli.planning.verdict import judge
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.recipe.shipped import find_recipe, find_shipped, shipped_recipes, verdict_of
 from scripts.readme_picture import out_of_date
-from scripts.recipe_verdicts import differences, header_lines, verdict_of_plan, with_verdict
+from scripts.recipe_verdicts import differences, verdict_of_plan, with_verdict
 from tests.support.e2e import run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,7 +57,7 @@ def test_header(name: str) -> None:
     assert re.search(rf"roundpipe finetune {re.escape(recipe.command_name)} \S+=\S+", header)
     assert "# What the knobs cost:\n#   " in header
     verdict = recipe.verdict
-    assert verdict is not None and verdict.fits and header_lines(verdict, recipe.command_name) in header
+    assert verdict is not None and verdict.fits and verdict.text(recipe.command_name) in header
     assert "host_memory_gib=" in verdict.hardware
     machine = parse_hardware(verdict.hardware)
     if name not in ("quickstart", "preferences"):
@@ -122,7 +122,7 @@ def test_no_plain_even_cut_is_faster(name: str) -> None:
 def test_verdict_lines_can_be_read_back_and_replaced() -> None:
     recipe = RECIPES["qwen3/8b_lora_2x24gb"]
     assert recipe.verdict is not None
-    text = header_lines(recipe.verdict, recipe.command_name)
+    text = recipe.verdict.text(recipe.command_name)
     assert verdict_of(text) == recipe.verdict
     assert with_verdict(f"a\n{text}\nb", recipe.command_name, recipe.verdict) == f"a\n{text}\nb"
     with pytest.raises(ValueError, match="no verdict"):
