@@ -496,7 +496,7 @@ def opened_result(
         allowed: another base model is meant.
 
     Raises:
-        RefusedError, NoCheckpointError: see `find_adapter_base`, `compare_base` and `write_checkpoint_result`.
+        RefusedError, NoCheckpointError: see `find_adapter_base`, `check_trained_on` and `write_checkpoint_result`.
     """
     with contextlib.ExitStack() as stack:
         result, source = found.folder, None
@@ -506,7 +506,7 @@ def opened_result(
         elif needs_base and found.kind == "adapter":
             source = find_adapter_base(found.folder, base, offline=offline)
         if source is not None and needs_base and found.kind == "adapter":
-            compare_base(result, source, allowed=allowed)
+            _compare_base(result, source, allowed=allowed)
         yield result, source
 
 
@@ -536,15 +536,8 @@ def _made_of_checkpoint(
         yield result, source
 
 
-def compare_base(output_dir: Path, source: ModelSource, *, allowed: bool) -> None:
-    """Say where a base model may be another than the adapter was trained on.
-
-    Args:
-        allowed: another one is meant.
-
-    Raises:
-        RefusedError: it is another.
-    """
+def _compare_base(output_dir: Path, source: ModelSource, *, allowed: bool) -> None:
+    """Say where a base model may be another than the adapter was trained on; refuse another, unless it is meant."""
     from roundpipe_cli.model.fingerprint import Fingerprint, check_trained_on
 
     def weights() -> str:

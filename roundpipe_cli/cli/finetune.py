@@ -206,7 +206,7 @@ def finetune(
     words = [word for word, is_on in switches.items() if is_on]
     words += [f"--allow-changed={key}" for key in allow_changed or ()]
     again = functools.partial(
-        start_again, recipe, overrides=overrides or (), words=words, restarts=restarts, resume=resume
+        _start_again, recipe, overrides=overrides or (), words=words, restarts=restarts, resume=resume
     )
     with restarting(again, restarts), StopSignals() as signals, contextlib.ExitStack() as stack:
         if offline:
@@ -300,16 +300,11 @@ def restarting(again: Callable[[DeviceLostError], None], restarts: int) -> Itera
         raise
 
 
-def start_again(
+def _start_again(
     recipe: str, error: DeviceLostError, *, overrides: Sequence[str], words: Sequence[str], restarts: int, resume: bool
 ) -> None:
-    """Become the same command on the devices that are left, from the newest checkpoint.
-
-    This process becomes another program, since the driver may serve it no device any more.
-
-    Args:
-        words: the command's other options.
-    """
+    """Become the same command, its other options in `words`, on the devices that are left, from the newest checkpoint:
+    another program, since the driver may serve this process no device any more."""
     from roundpipe_cli.engine.backends import cuda
     from roundpipe_cli.recipe.load import load_recipe
     from roundpipe_cli.train.checkpoint.output_dir import list_checkpoints
