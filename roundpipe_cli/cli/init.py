@@ -34,11 +34,8 @@ def _check_model(answer: str, folder: Path) -> None:
 
 def _check_data(answer: str, folder: Path) -> None:
     from roundpipe_cli.cli.init_choice import look_at_rows
-    from roundpipe_cli.data.rows import DatasetSpec
-    from roundpipe_cli.data.sources import find_sources
 
     if (folder / named_path(answer)).exists():
-        find_sources(DatasetSpec(answer), folder, offline=True)
         look_at_rows(answer, folder)
     elif _is_local_file(answer):
         say(f"note: {answer} is not there yet")

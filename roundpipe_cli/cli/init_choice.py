@@ -15,6 +15,7 @@ from roundpipe_cli.costs.hardware import Hardware, parse_hardware
 from roundpipe_cli.costs.machine import MAX_PARAMETERS_ON_CPU, is_large_for_cpu
 from roundpipe_cli.costs.models import Architecture, DType, TrainingSettings
 from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.files import named_path
 from roundpipe_cli.planning.answers import Answers
 from roundpipe_cli.planning.predict import Plan, best_plan
 from roundpipe_cli.planning.question import ask, ask_again, hardware_of
@@ -73,8 +74,11 @@ def look_at_rows(data: str, folder: Path) -> tuple[bool | None, str]:
     from roundpipe_cli.data.sources import find_sources
 
     sources: list[Source] = []
-    with suppress(RefusedError):  # the rows may come later
+    try:
         sources = find_sources(DatasetSpec(data), folder, offline=True)
+    except RefusedError:
+        if (folder / named_path(data)).exists():  # otherwise the rows may come later
+            raise
     known: dict[bool, str] = {}
     unknown = [source.name for source in sources[LOOKED_AT:]]
     for source in sources[:LOOKED_AT]:
@@ -105,10 +109,13 @@ def _are_pairs(source: Source) -> bool | None:
 
     spec = source.spec
     try:
-        rows = next(in_chunks(source.rows()), []) if source.file is not None else []
-    except (RefusedError, OSError, ValueError):  # another command says what is wrong
+        read = next(in_chunks(source.rows()), []) if source.file is not None else []
+    except (OSError, ValueError):  # another command says what is wrong
         return None
-    rows = [row for row in rows if row.fault is None][:LOOKED_AT]
+    rows = [row for row in read if row.fault is None][:LOOKED_AT]
+    faults = [fault_problem(row.fault, source.where(row.number)) for row in read if row.fault is not None]
+    if faults and not rows:
+        raise RefusedError(**asdict(faults[0]))
     if not rows:
         return None
     layouts = list(dict.fromkeys(tuple(row.columns) for row in rows))
@@ -117,7 +124,6 @@ def _are_pairs(source: Source) -> bool | None:
         find_pair_columns(spec, layouts, source.name)
         pairs = True
     row_format = decide_format(replace(spec, answer="chosen") if pairs else spec, layouts, source.name)
-    faults = []
     for row in rows:
         try:
             opened = row_format.opened(row.columns)

@@ -179,6 +179,12 @@ def test_every_file_is_looked_at_and_what_is_not_is_said(tmp_path: Path) -> None
     for number in range(LOOKED_AT):
         (folder / f"d{number:02}.jsonl").write_text((folder / "a.jsonl").read_text())
     assert "2 of 22 files, such as" in look_at_rows("rows", tmp_path)[1]
+    (folder / "e.txt").write_text("a text\n")
+    (folder / "f.csv").write_text("text\na\n")
+    for data, expected in (("rows", "files of several kinds"), ("rows/broken.jsonl", "not valid JSON")):
+        (folder / "broken.jsonl").write_text("{broken\n")
+        with pytest.raises(RefusedError, match=expected):
+            look_at_rows(data, tmp_path)
     machine = ("--hardware", "1x3090,host_memory_gib=64", "-o", "mine.yaml")
     done = run(tmp_path, "init", "--model", "Qwen/Qwen3-1.7B", "--data", "me/rows", *machine, environment=NO_GPU)
     said, written = done.expect(0).err, (tmp_path / "mine.yaml").read_text().replace("\n#  ", "")
