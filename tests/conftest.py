@@ -55,19 +55,6 @@ os.environ["TZ"] = "UTC"  # screens and lines of steps show the time of day
 time.tzset()
 
 
-@pytest.fixture
-def ask(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
-    """Ask for a fault, as the environment variable has it."""
-
-    def set_fault(text: str) -> None:
-        monkeypatch.setenv(faults.ENVIRONMENT_VARIABLE, text)
-        faults.load_faults()
-
-    yield set_fault
-    monkeypatch.undo()
-    faults.load_faults()
-
-
 @pytest.fixture(scope="session")
 def shared_caches(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of `SHARED_CACHES`, the same for all processes of this run."""
