@@ -37,7 +37,7 @@ from roundpipe_cli.costs.machine import (
     visible_gpus,
 )
 from roundpipe_cli.hub.ask import hub_answers, is_offline
-from roundpipe_cli.planning.reach import SEQUENCE, Reach, reach_of
+from roundpipe_cli.planning.solve import SEQUENCE, Reach, reach_of
 from roundpipe_cli.train.floors import FLOORS, WORKING_FLOORS
 from roundpipe_cli.units import GIB, MIB, counted, format_bytes
 
