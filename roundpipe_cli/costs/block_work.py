@@ -124,15 +124,11 @@ def _experts(architecture: Architecture, block: Block, settings: TrainingSetting
     """Gate and up of all experts lie in one weight, which has an adapter if the recipe names both."""
     if not block.num_experts:
         return ()
-    hidden, width, bias = (
-        architecture.hidden_size,
-        architecture.intermediate_size,
-        architecture.model_type in EXPERT_BIAS,
-    )
-    halves = _GATE_AND_UP if architecture.gated_mlp else _GATE_AND_UP[1:]
-    one = (
-        max(1, settings.lora_r // architecture.num_experts_per_tok) if settings.expert_r is None else settings.expert_r
-    )
+    hidden, width = architecture.hidden_size, architecture.intermediate_size
+    bias = architecture.model_type in EXPERT_BIAS
+    halves, one = _GATE_AND_UP if architecture.gated_mlp else _GATE_AND_UP[1:], settings.expert_r
+    if one is None:
+        one = max(1, settings.lora_r // architecture.num_experts_per_tok)
     are_adapted = all(_rank(settings, *names, "gate_up_proj") for names in halves)
     return (
         Matrix("gate_up_proj", hidden, len(halves) * width, one * are_adapted, block.num_experts, bias),
@@ -378,16 +374,12 @@ def route(tally: Tally, router: Matrix, per_token: int, model_type: str) -> None
     exact = scores * EXACT_BYTES
     cast = scores * (size + EXACT_BYTES), chosen * (size + EXACT_BYTES)
     forward.moves(cast[0], 2 * exact, exact + chosen * (EXACT_BYTES + INDEX_BYTES), cast[1])
-    if model_type in CHOSEN_SUM_TO_ONE:
-        _divide_by_sum(tally, chosen * EXACT_BYTES, tokens * EXACT_BYTES)
+    if model_type in CHOSEN_SUM_TO_ONE:  # a division, whose gradient takes seven operators
+        weights, sums = chosen * EXACT_BYTES, tokens * EXACT_BYTES
+        each = 2 * weights + sums
+        forward.moves(weights + sums, each)
+        backward.moves(each, each, 2 * weights, 3 * weights, each, weights + sums, each)
     backward.moves(cast[1], exact, 2 * exact + chosen * (EXACT_BYTES + INDEX_BYTES), 3 * exact, cast[0])
-
-
-def _divide_by_sum(tally: Tally, chosen: float, sums: float) -> None:
-    """Weights of a token's experts, so that they sum to one; arguments in bytes. The gradient takes seven operators."""
-    each = 2 * chosen + sums
-    tally.forward.moves(chosen + sums, each)
-    tally.backward.moves(each, each, 2 * chosen, 3 * chosen, each, chosen + sums, each)
 
 
 def _score(tally: Tally, router: Matrix) -> None:
@@ -527,11 +519,21 @@ def block_work(architecture: Architecture, block: Block, settings: TrainingSetti
     """Counts of a block for one microbatch of `settings`."""
     tally = Tally(architecture.hidden_size, settings)
     matrices = block_matrices(architecture, block, settings)
-    _hidden_norm(tally, architecture)
+
+    def norm() -> None:
+        tally.norm(architecture.hidden_size, adds_one=architecture.model_type in NORMS_AROUND_ZERO)
+
+    def add() -> None:
+        """Add a half's result to the hidden states, in some models behind a norm of its own."""
+        if architecture.four_norms:
+            norm()
+        tally.residual()
+
+    norm()
     if matrices.query.params:
         _attention(tally, architecture, block, matrices)
-    _after(tally, architecture)
-    _hidden_norm(tally, architecture)
+    add()
+    norm()
     if matrices.dense:
         _dense(tally, matrices.dense)
     if matrices.router is not None:
@@ -540,19 +542,8 @@ def block_work(architecture: Architecture, block: Block, settings: TrainingSetti
         compute_experts(tally, matrices.experts, per_token, clamps_gates=architecture.clamps_gates)
         if matrices.dense:  # shared experts
             tally.residual()
-    _after(tally, architecture)
+    add()
     return tally
-
-
-def _after(tally: Tally, architecture: Architecture) -> None:
-    """Add a half's result to the hidden states, in some models behind a norm of its own."""
-    if architecture.four_norms:
-        _hidden_norm(tally, architecture)
-    tally.residual()
-
-
-def _hidden_norm(tally: Tally, architecture: Architecture) -> None:
-    tally.norm(architecture.hidden_size, adds_one=architecture.model_type in NORMS_AROUND_ZERO)
 
 
 def _attention(tally: Tally, architecture: Architecture, block: Block, matrices: BlockMatrices) -> None:

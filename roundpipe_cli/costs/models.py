@@ -399,7 +399,8 @@ def parse_config(config: dict[str, Any], *, name: str, source: str) -> Architect
         experts=reader.number("num_experts"),
         experts_per_token=reader.number("num_experts_per_tok"),
         moe_intermediate=reader.number("moe_intermediate_size") or intermediate,
-        shared_intermediate=_shared_expert_size(reader),
+        shared_intermediate=reader.number("shared_expert_intermediate_size")
+        or reader.number("n_shared_experts") * reader.number("moe_intermediate_size"),
     )
     num_layers = reader.positive("num_hidden_layers")
     blocks = tuple(shape.block(_has_experts(reader, i), _window(reader, i)) for i in range(num_layers))
@@ -509,12 +510,6 @@ class _BlockShape:
             if with_experts:
                 count += self.experts * (2 * self.moe_intermediate + self.hidden) + self.experts
         return count
-
-
-def _shared_expert_size(reader: _Reader) -> int:
-    """Width of the experts that every token passes through."""
-    size = reader.number("shared_expert_intermediate_size")
-    return size or reader.number("n_shared_experts") * reader.number("moe_intermediate_size")
 
 
 def _has_experts(reader: _Reader, index: int) -> bool:

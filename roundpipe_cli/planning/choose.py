@@ -45,7 +45,7 @@ from roundpipe_cli.planning.search.stages import (
     within_limits,
 )
 from roundpipe_cli.recipe.schema import PipelineConfig
-from roundpipe_cli.schedule.builders import Options, Rounds, build_schedule, options_of
+from roundpipe_cli.schedule.builders import Options, options_of
 from roundpipe_cli.schedule.program import lower
 from roundpipe_cli.schedule.simulate import Ends, simulate_published, simulated_ends
 from roundpipe_cli.schedule.timeline import makespan_s
@@ -480,12 +480,6 @@ def _whole_model_fits(costs: CostModel) -> bool:
     return limit is None or held + sum(layer.visit_bytes for layer in layers) <= limit
 
 
-def _published_s(name: str, partition: StageCut, case: SimulationCase) -> float:
-    schedule = build_schedule(
-        name,
-        forward_stages=partition.forward_stages,
-        num_workers=case.num_workers,
-        rounds=Rounds(case.num_microbatches, sequence_chunks=case.sequence_chunks),
-        costs=case.costs,
-    )
+def _published_s(name: str, cut: StageCut, case: SimulationCase) -> float:
+    schedule = make_schedule(name, cut, replace(case, staleness=0))
     return makespan_s(simulate_published(schedule, case.costs))

@@ -82,7 +82,7 @@ class _Task:
 
     @property
     def speeds(self) -> list[float]:
-        """Of each of `workers`."""
+        """Relative speed of each of `workers`."""
         speeds = worker_speeds(self.case.costs, max(self.workers) + 1)
         return [speeds[worker] for worker in self.workers]
 

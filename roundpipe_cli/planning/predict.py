@@ -18,7 +18,7 @@ from roundpipe_cli.errors import ResourceError
 from roundpipe_cli.planning.admission import unproven
 from roundpipe_cli.planning.answers import Answers, cut_document, cut_from, number
 from roundpipe_cli.planning.choose import MIN_GAIN, case_for, choose, deal_out, given_cut
-from roundpipe_cli.planning.compare import SimulationCase, StageCut, costs_per_microbatch
+from roundpipe_cli.planning.compare import SimulationCase, StageCut, costs_per_microbatch, make_schedule
 from roundpipe_cli.planning.cuts import enough_per_round, forward_stages, resident_cut
 from roundpipe_cli.planning.question import (
     Build,
@@ -31,14 +31,7 @@ from roundpipe_cli.planning.question import (
 from roundpipe_cli.planning.search.stages import even_cut
 from roundpipe_cli.planning.verdict import Verdict, coarsest_cut, judge, judge_coarsest, stage_limits
 from roundpipe_cli.recipe.load import LoadedRecipe
-from roundpipe_cli.schedule.builders import (
-    SCORED_PER_WORKER,
-    Rounds,
-    build_forward,
-    build_schedule,
-    options_of,
-    place_on,
-)
+from roundpipe_cli.schedule.builders import SCORED_PER_WORKER, build_forward, options_of
 from roundpipe_cli.schedule.program import WEIGHT_GRADIENT, WEIGHTS, Program, lower
 from roundpipe_cli.schedule.simulate import simulate_program, simulated_ends
 from roundpipe_cli.schedule.timeline import DOWN, UP, Timeline
@@ -172,26 +165,15 @@ def step_costs(question: PlanRequest, cut: StageCut) -> CostModel:
 
 def _program(question: PlanRequest, cut: StageCut, num_microbatches: int) -> Program:
     """The lowered step on all workers, also those that the cut leaves idle; to be simulated with `step_costs`."""
-    costs = step_costs(question, cut)
-    workers = cut.workers or tuple(range(question.num_workers))
-    own_speeds = None if costs.worker_speed is None else tuple(costs.worker_speed[worker] for worker in workers)
-    pipeline = question.loaded.recipe.pipeline
-    options = cut.dealing or options_of(pipeline.head_workers, pipeline.dispatch)
-    schedule = build_schedule(
-        pipeline.schedule,
-        forward_stages=cut.forward_stages,
-        backward_stages=cut.backward_stages,
-        num_workers=len(workers),
-        rounds=Rounds(
-            num_microbatches,
-            per_round=cut.microbatches_per_round,
-            options=options,
-            sequence_chunks=question.settings.sequence_chunks,
-        ),
-        costs=replace(costs, worker_speed=own_speeds),
+    costs, pipeline = step_costs(question, cut), question.loaded.recipe.pipeline
+    case = SimulationCase(
+        costs,
+        question.num_workers,
+        num_microbatches,
+        options=options_of(pipeline.head_workers, pipeline.dispatch),
+        sequence_chunks=question.settings.sequence_chunks,
     )
-    placed = place_on(schedule, workers, question.num_workers)
-    return lower(placed, costs, after_update=True)
+    return lower(make_schedule(pipeline.schedule, cut, case), costs, after_update=True)
 
 
 def _link_bytes(program: Program) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from roundpipe_cli.costs.machine import is_large_for_cpu
 from roundpipe_cli.errors import ContradictionError, RecipeError, RefusedError, ResourceError
 from roundpipe_cli.planning.predict import Plan, make_plan
 from roundpipe_cli.planning.question import Build
-from roundpipe_cli.recipe.load import LoadedRecipe, load_recipe
+from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.watchdog import watching
 
 # The verdict on a plan in one word, and its reason.
@@ -93,9 +94,7 @@ def axes_of(overrides: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
         if "" in values or len(set(values)) < len(values):
             raise RefusedError("values to compare are empty or alike", where="--compare", found=text)
         axes[key] = values
-    total = 1
-    for values in axes.values():
-        total *= len(values)
+    total = math.prod(map(len, axes.values()))
     if not axes or total > MAX_COMBINATIONS:
         raise RefusedError(
             "too many combinations to compare" if axes else "nothing to compare: no key has several values",
@@ -156,7 +155,7 @@ def compare_plans(
     for index, values in enumerate(combinations):
         tell(index, len(combinations), values)
         try:
-            loaded = _loaded(recipe, fixed, values)
+            loaded = load_recipe(recipe, [*fixed, *(f"{key}={value}" for key, value in values.items())])
             with watching(loaded.recipe.watchdog_s):
                 plan = make_plan(loaded, hardware, build)
         except (RefusedError, ResourceError) as error:
@@ -169,7 +168,3 @@ def compare_plans(
     if first_refusal is not None and len({row.refused for row in rows}) == 1:
         raise first_refusal
     return sorted(rows, key=lambda row: row.order)
-
-
-def _loaded(recipe: str, fixed: Sequence[str], values: Mapping[str, str]) -> LoadedRecipe:
-    return load_recipe(recipe, [*fixed, *(f"{key}={value}" for key, value in values.items())])

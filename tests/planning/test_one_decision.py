@@ -19,7 +19,7 @@ from roundpipe_cli.choices import SCHEDULES, ScheduleName
 from roundpipe_cli.cli.bench import _question
 from roundpipe_cli.cli.bench_options import CaseFlags
 from roundpipe_cli.cli.bench_recipe import as_planned, request_of
-from roundpipe_cli.costs.memory import DEVICE_SHARE, fixed_device_need
+from roundpipe_cli.costs.memory import fixed_device_need
 from roundpipe_cli.planning.adaptive import AdaptivePlanner, RunConditions
 from roundpipe_cli.planning.answers import Answers
 from roundpipe_cli.planning.choose import choose
@@ -156,7 +156,3 @@ def test_a_schedule_that_does_not_fit_is_told(
     as_planned(request, ["gpipe"], Answers())
     err = capsys.readouterr().err
     assert "note: gpipe does not fit: memory of rtx-3090: needs" in err and "Needed are" not in err
-
-
-def test_stages_fill_the_same_share_of_a_device() -> None:
-    assert DEVICE_SHARE == 0.85

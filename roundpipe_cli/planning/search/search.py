@@ -222,12 +222,8 @@ def neighbours(numpy: Any, sizes: Array, num_forward: int) -> Array:
 def reshaped(sizes: Sequence[int], num_forward: int) -> list[tuple[int, tuple[int, ...]]]:
     """Partitions with one or two stages more or one less: (forward stages, sizes)."""
     forward, head, later = list(sizes[:num_forward]), sizes[num_forward], list(sizes[num_forward + 1 :])
-    found = []
-    for cut in _recut(forward):
-        found.append((len(cut), (*cut, head, *later)))
-    for cut in _recut(later):
-        found.append((num_forward, (*forward, head, *cut)))
-    return found
+    found = [(len(cut), (*cut, head, *later)) for cut in _recut(forward)]
+    return found + [(num_forward, (*forward, head, *cut)) for cut in _recut(later)]
 
 
 def _recut(sizes: list[int]) -> list[list[int]]:
@@ -368,7 +364,10 @@ class Search:
             for patterns in [(forward, later) for later in PATTERNS for forward in PATTERNS]:
                 if patterns not in FIRST_PATTERNS and self.work < limit:
                     self._try_cells(chosen, patterns)
-        self._improve()
+        seen: set[tuple[int, ...]] = set()
+        handicaps = self.effort.handicaps
+        for handicap in handicaps:  # first near the fastest, then in more breadth
+            self._best_first(handicap, seen, self.work + self.effort.local_work / len(handicaps))
         return sorted(self.found.values())
 
     def _even_cuts(self, cells: Cells) -> Array:
@@ -426,12 +425,6 @@ class Search:
     def _candidate(value: float, batch: Batch, index: int) -> Candidate:
         sizes = tuple(int(size) for size in batch.sizes[index] if size)
         return Candidate(float(value), len(sizes), int(batch.num_forward[index]), sizes)
-
-    def _improve(self) -> None:
-        """Look around the best partitions: first near the fastest, then in more breadth."""
-        seen: set[tuple[int, ...]] = set()
-        for handicap in self.effort.handicaps:
-            self._best_first(handicap, seen, self.work + self.effort.local_work / len(self.effort.handicaps))
 
     def _best_first(self, handicap: float, seen: set[tuple[int, ...]], limit: float) -> None:
         """Look around the fastest partition that was not yet looked around; often visited shapes come later."""
