@@ -326,6 +326,8 @@ def test_a_pattern_reads_regular_files_inside_its_folder(tmp_path: Path) -> None
     first, second = find_sources(DatasetSpec(str(tmp_path / "mine/**/*.jsonl")), None, offline=True)
     assert (first.file, second.file) == (inside, folder / "other.jsonl")
     assert "2 (no regular files)" in first.notices[0] and not second.notices
+    (rest,) = find_sources(DatasetSpec(str(tmp_path / "mine/**/*.jsonl"), split="train[1:]"), None, offline=True)
+    assert rest.file == second.file and "2 (no regular files)" in rest.notices[0], "the first file is not read"
 
 
 def read_all(path: Path, split: str = "train", name: str | None = None) -> list[object]:

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from roundpipe_cli.cli import checks
+from roundpipe_cli.costs import machine
 from roundpipe_cli.costs.machine import NODES, SWITCH, HostLayout, host_layout
 from roundpipe_cli.engine import weights
 from roundpipe_cli.train.optim.optimizer import AdamW, HostOptimizer
@@ -138,7 +139,7 @@ def test_other_machines_are_left_as_they_are(monkeypatch: pytest.MonkeyPatch) ->
 def test_doctor_says_what_it_found(
     layout: HostLayout, expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checks, "host_layout", lambda: layout)
+    monkeypatch.setattr(machine, "host_layout", lambda: layout)
     found = list(checks._host_layout())
     assert {check.name: check.state for check in found} == expected
     assert all(check.fix and "echo madvise" in check.fix for check in found if check.state == "note")

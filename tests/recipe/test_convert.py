@@ -80,6 +80,11 @@ def converted(tool: str, lines: str = "") -> Conversion:
     return convert_file(json.dumps(data).encode(), "a.yaml", tool=cast("Tool", tool))
 
 
+def test_a_text_that_would_read_as_a_reference_stays_text() -> None:
+    text = converted("axolotl", "output_dir: 'out/${run}'").text("a.yaml")
+    assert load_text(text, "recipe.yaml").recipe.output_dir == "out/${run}"
+
+
 OTHER_JOBS = (
     ("llama-factory", "stage: kto", "preferences"),
     ("llama-factory", "{stage: dpo, pref_loss: ipo}", "preferences"),
