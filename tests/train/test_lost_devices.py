@@ -36,7 +36,7 @@ from tests.support.simulated_cuda import SMALL_CARD, Card, Simulation
 from tests.torture.workers import copy_weights, lose_after_gradients, see_hangs_soon
 
 THREE = "pipeline.devices=[cpu,cpu,cpu]"
-CUT = ("pipeline.forward_stages=[[0,1],[2,2]]", "pipeline.backward_stages=[[3,3],[2,2],[0,1]]")
+CUT = ("pipeline.forward_stages=[[0,1],[2,2]]", "pipeline.backward_stages=[[3,3],[2,2],[0,1]]", "max_steps=4")
 """Stages of which every worker gets some, so that every fault is met."""
 Finetune = Callable[..., list[Event]]
 LOSS, HANG = "compute:raise=DeviceFault:step=3:worker=1:nth=1", "compute:hang:step=3:worker=1:nth=1"
@@ -95,11 +95,11 @@ def losses_of(events: list[Event]) -> list[DeviceLost]:
 
 
 def test_two_of_three_are_lost_and_no_bit_changes(finetune: Finetune) -> None:
-    fault = "compute:raise=DeviceFault:step=1:worker=2:nth=2,upload:raise=DeviceFault:step=4:worker=0:nth=1"
+    fault = "compute:raise=DeviceFault:step=1:worker=2:nth=2,upload:raise=DeviceFault:step=3:worker=0:nth=1"
     events = finetune("lost", fault=fault)
     assert bits("lost") == bits_of_whole(finetune)
     first, second = losses_of(events)
-    assert (first.worker, first.at, second.worker, second.at) == (2, "step 2", 0, "step 5")
+    assert (first.worker, first.at, second.worker, second.at) == (2, "step 2", 0, "step 4")
     report = json.loads(Path("lost/report.json").read_text())
     assert [row["worker"] for row in report["lost_devices"]] == [2, 0]
 
@@ -158,7 +158,7 @@ def test_restarts_go_on_without_the_lost_devices(finetune: Finetune, tmp_path: P
     """A process that loses its devices, a hanging one too, becomes another one, twice, and every step has one row. What
     the last device loses where another one did is a bug; what was saved goes on to the same bits."""
     words = ("finetune", "recipe.yaml", THREE, *CUT, "output_dir=lost", "on_device_loss=stop")
-    lost = {faults.ENVIRONMENT_VARIABLE: "compute:hang:step=3:worker=2:nth=1,compute:raise=DeviceFault:step=5"}
+    lost = {faults.ENVIRONMENT_VARIABLE: "compute:hang:step=2:worker=2:nth=1,compute:raise=DeviceFault:step=3"}
     done = launch(tmp_path / "work", *words, "--restarts", "3", environment=lost, before=see_hangs_soon).finish()
     done.expect(1)
     assert "the run cannot go on: on_device_loss: stop" in done.err
@@ -218,7 +218,7 @@ def on_cards(
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.sweep) for seed in (1, 2))])
 def test_a_card_whose_driver_fails(finetune: Finetune, seed: int) -> None:
     """Whatever it was at. No access is unordered afterwards, and nothing is freed on it: that would end the process."""
-    words = ("dtype=float32", "max_steps=4", "check_longest_rows=false")
+    words = ("dtype=float32", "max_steps=3", "check_longest_rows=false")
     events, simulation = on_cards("lost", *words, how="fail", seed=seed)
     assert bits("lost") == bits_of_whole(on_cards, *words)
     (lost,) = losses_of(events)
@@ -229,7 +229,7 @@ def test_a_card_whose_driver_fails(finetune: Finetune, seed: int) -> None:
 def test_a_card_that_hangs(finetune: Finetune, monkeypatch: pytest.MonkeyPatch) -> None:
     """No memory is unlocked afterwards, for which the driver would wait for the card; nor where it is the only one."""
     hangs = see_hangs_soon(partial(monkeypatch.setattr, raising=False))
-    words = ("dtype=float32", "max_steps=4", "check_longest_rows=false")
+    words = ("dtype=float32", "max_steps=3", "check_longest_rows=false")
     events, _ = on_cards("lost", *words, how="hang", breaks=hangs.set)
     assert bits("lost") == bits_of_whole(on_cards, *words)
     (lost,) = losses_of(events)
@@ -243,7 +243,7 @@ def test_a_card_that_hangs(finetune: Finetune, monkeypatch: pytest.MonkeyPatch) 
 
 def test_an_error_that_takes_all_cards_down(finetune: Finetune) -> None:
     with pytest.raises(DeviceLostError, match="no device of this process answers") as caught:
-        on_cards("lost", "dtype=float32", "max_steps=4", "check_longest_rows=false", how="fail_all")
+        on_cards("lost", "dtype=float32", "max_steps=3", "check_longest_rows=false", how="fail_all")
     assert load_newest(Path("lost"), None, lambda text: pytest.fail(text)).step == 2
     assert len(caught.value.rest) == 2
 

@@ -107,9 +107,11 @@ def step(
 @pytest.mark.parametrize(
     ("model_type", "method", "name"),
     [
-        *(("llama", "lora", name) for name in LOSSES),
-        *(("gemma2", "lora", name) for name in ("dpo", "orpo, nll on prompts")),
-        *(("qwen2", "full", name) for name in ("dpo, smoothed", "orpo, nll on prompts", "simpo, smoothed, with nll")),
+        *(("llama", "lora", name) for name in ("dpo", "orpo by answer", "simpo")),
+        *(("qwen2", "full", name) for name in ("dpo, smoothed", "simpo, smoothed, with nll")),
+        ("gemma2", "lora", "orpo, nll on prompts"),
+        pytest.param("gemma2", "lora", "dpo", marks=pytest.mark.sweep),
+        pytest.param("qwen2", "full", "orpo, nll on prompts", marks=pytest.mark.sweep),
     ],
 )
 def test_loss_and_gradients_are_those_of_the_papers_equations(model_type: str, method: str, name: str) -> None:
@@ -127,7 +129,9 @@ def test_loss_and_gradients_are_those_of_the_papers_equations(model_type: str, m
         assert difference <= 1e-5 * float(gradient.norm()) + 1e-6 * scale, parameter
 
 
-@pytest.mark.parametrize("name", ["dpo", "orpo, nll on prompts", "simpo, smoothed, with nll"])
+@pytest.mark.parametrize(
+    "name", ["dpo", "orpo, nll on prompts", pytest.param("simpo, smoothed, with nll", marks=pytest.mark.sweep)]
+)
 def test_the_same_bits_for_any_number_of_workers(name: str) -> None:
     rig = make_rig("llama", "lora", lora_dropout=0.2)
     want_loss, want = step(rig, pairs(name), 1, seed=4)
@@ -246,10 +250,10 @@ def sequence_sums(model: Any, microbatch: Microbatch) -> torch.Tensor:
 def test_a_resume_keeps_the_reference(folder: Path) -> None:
     """Also on other workers, which take copies of the weights; another adapter in its place is refused."""
     random_adapter(folder / "model", folder / "first", target_modules="all-linear")
-    words = ("lora.start_from=first",)
+    words = ("lora.start_from=first", "max_steps=4")
     finetune(folder, *words).expect(0)
     three = "pipeline.devices=[cpu, cpu, cpu]"
-    assert finetune(folder, *words, three, "output_dir=killed", fault="optimizer:kill:step=3").code == -9
+    assert finetune(folder, *words, three, "output_dir=killed", fault="optimizer:kill:step=2").code == -9
     (folder / "first").rename(folder / "kept")
     random_adapter(folder / "model", folder / "first", target_modules="all-linear", init_lora_weights=False)
     done = finetune(folder, *words, "output_dir=killed", "--resume").expect(2)
@@ -263,22 +267,13 @@ def test_a_resume_keeps_the_reference(folder: Path) -> None:
 
 @pytest.mark.parametrize("objective", ["orpo", "simpo"])
 def test_a_run_without_a_reference_model(folder: Path, objective: str) -> None:
-    """Margins grow; another number of workers and a resume change no bit, here of ORPO, which has a sum more."""
-    words = (f"objective={objective}", "num_train_epochs=3")
-    done = finetune(folder, *words).expect(0)
+    done = finetune(folder, f"objective={objective}", "num_train_epochs=3").expect(0)
     rows = metrics(folder / "out")
     assert f"margin {rows[-1]['reward_margin']:.3f}" in done.out.splitlines()[-1]
     assert rows[-1]["loss"] < rows[0]["loss"] and rows[-1]["reward_accuracy"] == 1.0
     assert rows[-1]["reward_margin"] > rows[0]["reward_margin"] + (0.02 if objective == "orpo" else 1.0)
     assert "reference model" not in done.err
     assert ("nll_loss" in rows[0]) is ("orpo.nll_on_prompt" in done.err) is (objective == "orpo")
-    if objective == "simpo":
-        return
-    other = ("pipeline={devices: [cpu, cpu, cpu], threads_per_worker: 1}", "output_dir=other")
-    died = finetune(folder, *words, *other, fault="optimizer:kill:step=3")
-    assert died.code == -9
-    finetune(folder, *words, *other, "--resume").expect(0)
-    assert numbers(folder / "other") == numbers(folder / "out")
 
 
 @pytest.mark.parametrize(
@@ -313,16 +308,16 @@ def test_an_evaluation_of_pairs_is_what_the_next_step_computes(folder: Path, wor
 
 
 def test_pairs_are_held_out_whole(folder: Path) -> None:
-    words = ("val_set_size=3", "eval_steps=1", "early_stopping_patience=5", "num_train_epochs=1")
-    done = finetune(folder, *words).expect(0)
-    assert "evaluation: 3 pairs, 7 to train on" in done.err
-    setup = prepare(load_recipe(str(folder / "recipe.yaml"), list(words)), offline=True, tell=lambda event: None)
+    words, told = ("val_set_size=3", "eval_steps=1", "early_stopping_patience=5"), list[str]()
+    recipe = str(folder / "recipe.yaml")
+    setup = prepare(load_recipe(recipe, words), offline=True, tell=lambda event: told.append(str(event)))
+    assert any("evaluation: 3 pairs, 7 to train on" in text for text in told)
     assert setup.rejected is not None
     kept = [row.row_id for row in setup.dataset.rows]
     held = [row.row_id for row in setup.eval_rows]
     assert kept == [row.row_id for row in setup.rejected] and held[:3] == held[3:]
     assert sorted(kept + held[:3]) == list(range(10))
-    other = prepare(load_recipe(str(folder / "recipe.yaml"), []), offline=True, tell=lambda event: None)
+    other = prepare(load_recipe(recipe, []), offline=True, tell=lambda event: None)
     assert other.dataset.content_hash != setup.dataset.content_hash
     done = finetune(folder, "eval_datasets=[{path: rows.jsonl, type: chat}]", "output_dir=no").expect(2)
     assert "eval_datasets[0].type" in done.err and "needs preference pairs" in done.err
@@ -336,8 +331,8 @@ def test_columns_bad_rows_and_pairs_that_are_not_whole(folder: Path) -> None:
     words = "datasets=[{path: named.jsonl, type: preference, columns: {prompt: q, chosen: good, rejected: bad}}]"
     done = finetune(folder, words).expect(2)
     assert "named.jsonl:6" in done.err
-    finetune(folder, words, "on_bad_row=skip", "num_train_epochs=1").expect(0)
-    assert len(metrics(folder / "out")) == 2  # 8 pairs, 4 a step
+    loaded = load_recipe(str(folder / "recipe.yaml"), [words.replace("named", f"{folder}/named"), "on_bad_row=skip"])
+    assert len(prepare(loaded, offline=True, tell=lambda event: None).dataset.rows) == 8
 
 
 def test_what_does_not_go_with_pairs_is_refused(folder: Path) -> None:
