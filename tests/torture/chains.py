@@ -14,11 +14,11 @@ from roundpipe_cli.train.batches import ROW_LOG_VARIABLE
 from tests.support.e2e import numbers, write_rows
 from tests.torture.arena import Arena, Seen, resume_words, saved, start
 
-NUM_ROWS = 60
+NUM_ROWS, FEW_ROWS = 60, 24
 NUM_EPOCHS = 3
 NUM_STOPS = 10
 FEW_STOPS = 2
-"""In the test suite, which tries one chain."""
+"""In the test suite, which tries one chain, of fewer rows."""
 LOG_NAME = "rows.log"
 SLOW = {"ROUNDPIPE_FAULT": "optimizer:slow=0.03"}
 """So that a stop is not far from where it was meant to be."""
@@ -27,13 +27,13 @@ SLOW = {"ROUNDPIPE_FAULT": "optimizer:slow=0.03"}
 def resume_chains(arena: Arena, count: int) -> Seen:
     """Stop a run after a random number of steps, half of the times by SIGKILL, and let it go on: ten times, twice where
     one chain is tried."""
-    stops = NUM_STOPS if count > 1 else FEW_STOPS
+    stops, num_rows = (NUM_STOPS, NUM_ROWS) if count > 1 else (FEW_STOPS, FEW_ROWS)
     with arena.lock:
-        write_rows(arena.folder / "many.jsonl", NUM_ROWS)
+        write_rows(arena.folder / "many.jsonl", num_rows)
     whole = {packing: _uninterrupted(arena, packing) for packing in (True, False)[:count]}
     for expected, _ in whole.values():
         seen = Counter(row for rows in expected.values() for row in rows)
-        assert seen == dict.fromkeys(range(NUM_ROWS), NUM_EPOCHS), "an epoch does not have every row once"
+        assert seen == dict.fromkeys(range(num_rows), NUM_EPOCHS), "an epoch does not have every row once"
 
     def attempt(index: int, draw: random.Random) -> None:
         packing = index % 2 == 0
@@ -48,13 +48,14 @@ def resume_chains(arena: Arena, count: int) -> Seen:
         assert numbers(work / "out") == metrics, "metrics.jsonl differs"
         shutil.rmtree(work)
 
-    return Seen(count, arena.each(count, attempt), f"{stops} stops each, {NUM_EPOCHS} epochs of {NUM_ROWS} rows")
+    return Seen(count, arena.each(count, attempt), f"{stops} stops each, {NUM_EPOCHS} epochs of {num_rows} rows")
 
 
 def _workspace(arena: Arena, packing: bool) -> Path:
     return arena.workspace(
         datasets=[{"path": str(arena.folder / "many.jsonl")}],
         num_train_epochs=NUM_EPOCHS,
+        max_steps=None,
         packing=packing,
         max_seq_length=128,
         save_steps=4,

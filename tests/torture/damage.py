@@ -10,9 +10,9 @@ from pathlib import Path
 from tests.support.e2e import Outcome, tree
 from tests.torture.arena import Arena, Seen, assert_identical, died, saved, spread, start
 
-VARIANT = "accumulate"
-KILLED = {"ROUNDPIPE_FAULT": "optimizer:kill:step=9"}
-"""Leaves the checkpoints of steps 6 and 8; the run has 12."""
+VARIANT = "lora"
+KILLED = {"ROUNDPIPE_FAULT": "optimizer:kill:step=5"}
+"""Leaves the checkpoints of steps 2 and 4; the run has 8."""
 PASSED_OVER = re.compile(r"checkpoint (step-\d+) is damaged and passed over: (.*)")
 
 
@@ -109,7 +109,7 @@ def _damage(folder: Path, name: str, way: str) -> None:
 
 
 def _killed_run(arena: Arena) -> Path:
-    """A working directory of its own whose run was killed after step 9."""
+    """A working directory of its own whose run was killed after step 5."""
 
     def make() -> Path:
         work = arena.workspace(VARIANT)

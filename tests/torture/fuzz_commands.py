@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from roundpipe_cli.files import CACHE_VARIABLE
-from tests.support.e2e import CHAT_TEMPLATE, make_model, run, write_recipe, write_rows
+from tests.support.e2e import CHAT_TEMPLATE, STAGES, make_model, run, write_recipe, write_rows
 from tests.torture.fuzz import Reader, fuzz
 from tests.torture.mutations import damage_bytes, damage_json, damage_lines, damage_text
 
@@ -216,8 +216,7 @@ def _read_weights(folder: Path) -> None:
 def _make_checkpoint(folder: Path) -> None:
     make_model(folder / "model")
     write_rows(folder / "rows.jsonl")
-    stages = {"pipeline__forward_stages": [[0, 1], [2, 3]], "pipeline__backward_stages": [[4, 4], [2, 3], [0, 1]]}
-    write_recipe(folder / "recipe.yaml", eval_datasets=[{"path": "rows.jsonl"}], eval_steps=1, **stages)
+    write_recipe(folder / "recipe.yaml", eval_datasets=[{"path": "rows.jsonl"}], eval_steps=1, **STAGES)
     surroundings = {CACHE_VARIABLE: str(folder / "cache")}
     run(folder, "finetune", "recipe.yaml", "max_steps=3", "save_steps=1", environment=surroundings).expect(0)
     for path in folder.glob(".log-*"):

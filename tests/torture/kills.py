@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tests.support.e2e import Outcome
 from tests.torture.arena import (
+    NUM_STEPS,
     Arena,
     Seen,
     assert_identical,
@@ -37,7 +38,7 @@ def random_kills(arena: Arena, count: int, variants: tuple[str, ...] = ("lora", 
     each = KILLS_PER_TRY if count > 1 else 1
     kills = each * count
     slow = SLOW_SAVES if kills >= ENOUGH_KILLS else BRISK_SAVES
-    whole_s = {variant: arena.seconds(variant, slow) for variant in variants[:count]}
+    whole_s = {variant: arena.seconds(variant, slow, count) for variant in variants[:count]}
     hits: list[bool] = []
 
     def attempt(index: int, draw: random.Random) -> None:
@@ -45,7 +46,9 @@ def random_kills(arena: Arena, count: int, variants: tuple[str, ...] = ("lora", 
         work = arena.workspace(variant)
         for _ in range(each):
             last_step = max((int(path.name.removeprefix("step-")) for path in saved(work)), default=0)
-            at_a_moment(whole_s[variant] * (1.0 - 0.7 * last_step / 12), draw, functools.partial(_kill, work, slow))
+            at_a_moment(
+                whole_s[variant] * (1.0 - 0.7 * last_step / NUM_STEPS), draw, functools.partial(_kill, work, slow)
+            )
             hits.append(inside_a_save(work))
         go_on(work)
         assert_identical(work, arena.reference(variant))

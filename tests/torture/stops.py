@@ -22,7 +22,6 @@ from tests.torture.arena import (
     go_on,
     inside_a_save,
     saved,
-    spread,
     start,
 )
 from tests.torture.terminal import in_terminal
@@ -87,7 +86,7 @@ def _stopped_at_random(
     environment: Mapping[str, str] = SLOW,
 ) -> Seen:
     """Stop a run at a random moment of it, check what it says and leaves behind, let it go on."""
-    whole_s = arena.seconds(VARIANT, environment if count > 1 else SLOW)
+    whole_s = arena.seconds(VARIANT, environment, count)
     reference = arena.reference(VARIANT)
     ends: list[Outcome] = []
 
@@ -142,7 +141,7 @@ PHASES = {
     "loading": ("weights ...", {"ROUNDPIPE_FAULT": "load:slow=0.1"}),
     "tokenising": ("tokenising", {"ROUNDPIPE_FAULT": "tokenize:slow=2"}),
     "first step": ("starting the workers", {"ROUNDPIPE_FAULT": "compute:slow=0.02"}),
-    "update": (" 1/12  epoch", {"ROUNDPIPE_FAULT": "optimizer:slow=0.3"}),
+    "update": (" 1/8  epoch", {"ROUNDPIPE_FAULT": "optimizer:slow=0.3"}),
     "save": (".tmp-step", {"ROUNDPIPE_FAULT": "ckpt_writer:slow=0.1"}),
     "prune": ("step-00000006", {"ROUNDPIPE_FAULT": "ckpt_writer:slow=0.1:step=6"}),
     "export": ("writing the result", {"ROUNDPIPE_FAULT": "export:slow=0.1"}),
@@ -156,7 +155,7 @@ def every_phase(arena: Arena, count: int) -> Seen:
     numbers = list(EXIT_CODES)
     cases = [(phase, numbers[(i + shift) % 3]) for shift in range(3) for i, phase in enumerate(PHASES)]
     if count < len(PHASES):
-        cases = spread(cases[: len(PHASES)], count)
+        cases = cases[len(PHASES) - count : len(PHASES)]
 
     def attempt(index: int, draw: random.Random) -> None:
         phase, number = cases[index % len(cases)]

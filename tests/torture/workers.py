@@ -28,8 +28,8 @@ from tests.torture.arena import Arena, Seen, assert_identical, check_newest, go_
 
 ENDS_WITHIN_S = 10.0
 IN_A_STEP = ("prefetch", "upload", "compute", "download", "optimizer")
-STEPS = {"first": 0, "middle": 5, "last": 11}
-SAVES = {"first": 2, "middle": 6, "last": 12}
+STEPS = {"first": 0, "middle": 4, "last": 7}
+SAVES = {"first": 2, "middle": 4, "last": 8}
 PASSAGES = {"tokenize": (1, 1, 1), "load": (1, 9, 18), "export": (1, 3, 5)}
 CODES = {"FaultError": 1, "MemoryError": 5, "FaultExit": 1, "OSError": 1}
 DEVICES = {1: "[cpu]", 2: "[cpu,cpu]"}

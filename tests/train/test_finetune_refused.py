@@ -23,6 +23,8 @@ NO_WEIGHTS = b"\2\0\0\0\0\0\0\0{}"
 LAYER = "model.layers.1.mlp.up_proj.weight"
 NO_NETWORK = dict.fromkeys(("HTTPS_PROXY", "https_proxy"), "http://127.0.0.1:9")
 SLOW_STEPS = {"ROUNDPIPE_FAULT": "optimizer:slow=0.1"}
+TORCH = "loading torch"
+"""A wrong name is told before the seconds that it takes."""
 
 
 def refused(folder: Path, *words: str, code: int = 2) -> Outcome:
@@ -49,7 +51,9 @@ def write_config(folder: Path, **config: Any) -> None:
 
 
 def test_missing_models(folder: Path) -> None:
-    says(refused(folder, "model=./modle"), "no such model folder or file", "found: ./modle", "did you mean model?")
+    done = refused(folder, "model=./modle")
+    says(done, "no such model folder or file", "found: ./modle", "did you mean model?")
+    assert TORCH not in done.err
     says(refused(folder, "model=models/x/y"), "no such model folder or file", str(folder), "hub id looks like")
     says(refused(folder, "model=model.gguf"), "no such model folder or file", "model.gguf")
     says(refused(folder, "model=rows.jsonl"), "this file is no model", "rows.jsonl", ".gguf")
@@ -98,15 +102,6 @@ def test_a_model_that_the_split_cannot_carry(folder: Path) -> None:
     says(refused(folder, "model=gemma3n"), "block.0", "argument", "this architecture is not supported")
 
 
-def test_models_that_would_run_code(folder: Path) -> None:
-    write_config(folder / "a", model_type="llama", auto_map={"AutoModelForCausalLM": "modeling.Mine"})
-    says(refused(folder, "model=a"), "never run", "config.json", "auto_map")
-    (folder / "b").mkdir()
-    shutil.copy(folder / "model" / "config.json", folder / "b")
-    (folder / "b" / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch pwned'\ntR.")
-    says(refused(folder, "model=b"), "no safetensors weights", "pytorch_model.bin (pickle files can run code")
-
-
 def test_damaged_model_folders(folder: Path) -> None:
     (folder / "empty").mkdir()
     says(refused(folder, "model=empty"), "no config.json", str(folder / "empty"))
@@ -136,7 +131,9 @@ def test_wrong_weights(folder: Path) -> None:
 
 def test_missing_and_unreadable_data(folder: Path) -> None:
     """Other kinds: tests/data/test_data_sources.py."""
-    says(refused(folder, "datasets=[{path: row.jsonl}]"), "dataset not found", str(folder / "row.jsonl"))
+    done = refused(folder, "datasets=[{path: row.jsonl}]")
+    says(done, "dataset not found", str(folder / "row.jsonl"))
+    assert TORCH not in done.err
     (folder / "a.parquet").write_bytes(b"PAR1 not really")
     says(refused(folder, "datasets=[{path: a.parquet}]"), "a.parquet")
 
@@ -147,12 +144,6 @@ def test_a_row_without_the_needed_field_is_named(folder: Path) -> None:
     says(refused(folder), "rows.jsonl:11: `completion` is missing", "found: columns prompt", "on_bad_row=skip")
     done = finetune(folder, "on_bad_row=skip", "max_steps=1").expect(0)
     assert "1 bad" in done.err and "rows.jsonl:11" in done.err
-
-
-def test_a_hub_dataset_without_a_network(folder: Path) -> None:
-    done = finetune(folder, "datasets=[{path: nobody/rows}]", environment=NO_NETWORK).expect(2)
-    says(done, "the hub dataset is not in the local cache", "datasets: nobody/rows")
-    assert not (folder / "out").exists()
 
 
 def test_fewer_rows_than_a_step_takes(folder: Path) -> None:
@@ -210,7 +201,7 @@ def test_output_directories_that_cannot_be(folder: Path) -> None:
     says(refused(folder, "output_dir=file/below"), "cannot be written", "Not a directory")
     foreign = refused(folder, "output_dir=model")
     says(foreign, "the folder holds a model", "model.safetensors", "output_dir=")
-    assert "--resume" not in foreign.err, "there is nothing to resume"
+    assert "--resume" not in foreign.err and TORCH not in foreign.err, "there is nothing to resume"
 
 
 def test_folders_that_were_made_go_again_and_others_stay(folder: Path) -> None:
@@ -283,9 +274,7 @@ def test_metrics_that_cannot_be_written(folder: Path) -> None:
     [
         ("finetune recipe.yml", ["there is no recipe recipe.yml", "did you mean recipe.yaml?"]),
         ("finetune recipe.yaml --resum", ["has no option --resum", "did you mean --resume?"]),
-        ("finetune recipe.yaml --lora.r=3", ["without dashes: lora.r=3"]),
         ("finetune recipe.yaml lr=abc", ["learning_rate", "found: 'abc'", "a number above 0"]),
-        ("finetune recipe.yaml --allow-changed", ["--allow-changed", "needs a value"]),
         ("--versio", ["has no option --versio", "did you mean --version?"]),
     ],
 )
@@ -294,19 +283,12 @@ def test_typing_errors(folder: Path, words: str, expected: list[str]) -> None:
     before = tree(folder)
     done = run(folder, *words.split()).expect(2)
     says(done, "error: ", *expected)
-    assert tree(folder) == before and done.out == ""
+    assert tree(folder) == before and done.out == "" and TORCH not in done.err
 
 
 def test_no_command_shows_help(folder: Path) -> None:
     done = run(folder).expect(2)
     says(done, "Usage: roundpipe", "finetune")
-
-
-def test_names_are_checked_without_torch(folder: Path) -> None:
-    """A wrong name is told before the seconds that loading torch takes."""
-    for word in ("model=./nope", "datasets=[{path: nope.jsonl}]", "--resume", "output_dir=model", "lr=x"):
-        done = finetune(folder, word)
-        assert done.code in (2, 6) and "loading torch" not in done.err, done.err
 
 
 def test_an_output_directory_that_is_moved_during_a_run_ends_it_with_one_error(folder: Path) -> None:

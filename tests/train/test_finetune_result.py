@@ -162,6 +162,7 @@ def test_rows_and_chunks_of_a_hybrid_model_resume_to_the_bit(
     heads = {name: tiny_config("qwen3_next").to_dict()[name] for name in HEADS} if model_type != "olmo_hybrid" else {}
     make_model(folder / "hybrid", model_type, **kinds, **heads)
     words = ("model=hybrid", "lora.dropout=0", *way, "max_steps=2", "save_steps=1", "max_seq_length=128")
+    words = (*words, "micro_batch_size=1", "gradient_accumulation_steps=1")
     finetune(folder, *words).expect(0)
     finetune(folder, *words, "output_dir=again", "resume_from_checkpoint=out/step-00000001").expect(0)
     assert_same_run(folder / "out", folder / "again")
@@ -170,9 +171,15 @@ def test_rows_and_chunks_of_a_hybrid_model_resume_to_the_bit(
     assert any("linear_attn" in name for name in names) and metrics(folder / "out")[0]["loss"] > 0
 
 
+MOE_TYPES = [
+    *("qwen3_moe", "gpt_oss", "glm4_moe"),
+    *(pytest.param(name, marks=pytest.mark.sweep) for name in ("qwen2_moe", "mixtral", "olmoe")),
+]
+
+
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("expert_r", ["auto", 3])
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "qwen2_moe", "mixtral", "gpt_oss", "glm4_moe", "olmoe"])
+@pytest.mark.parametrize("model_type", MOE_TYPES)
 def test_one_rule_adapts_experts_and_never_a_router(folder: Path, model_type: str, expert_r: object) -> None:
     """PEFT adapted Qwen3's experts and router at r, gpt-oss's attention alone, and lost GLM's shared experts. What a
     run's first lines list, what `plan` counts and what PEFT loads is what the file holds."""
@@ -232,7 +239,8 @@ def test_packed_training_is_told_and_refused_where_rows_would_mix(tmp_path: Path
 
 def test_weights_decide_how_often_rows_come(tmp_path: Path, model: Path) -> None:
     datasets = [{"path": "rows.jsonl", "weight": 3}, {"path": "more.jsonl", "weight": 1}]
-    folder = make_workspace(tmp_path / "work", model, datasets=datasets, num_train_epochs=1)
+    steps = {"num_train_epochs": 1, "micro_batch_size": 4, "gradient_accumulation_steps": 3}
+    folder = make_workspace(tmp_path / "work", model, datasets=datasets, **steps)
     for name in ("rows", "more"):
         write_rows(folder / f"{name}.jsonl", 24)
     done = finetune(folder, environment={"ROUNDPIPE_ROW_LOG": "rows.log"}).expect(0)
