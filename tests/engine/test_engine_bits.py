@@ -135,9 +135,12 @@ def test_other_seeds_and_steps_do_change_the_bits(case: tuple[Rig, Bits]) -> Non
     assert other.loss_hex != expected.loss_hex and other.gradients != expected.gradients
 
 
-@pytest.mark.parametrize("name", ["llama-lora-dropout-fused", "gpt2-full-dropout", "llama-full-bfloat16"])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param("llama-lora-dropout-fused", marks=pytest.mark.sweep), "gpt2-full-dropout", "llama-full-bfloat16"],
+)
 def test_masters_after_three_updates(name: str) -> None:
-    schedules = [roundpipe("whole", 1), roundpipe("single", 3), bound("looped_bfs", 2), bound("1f1b", 3)]
+    schedules = [roundpipe("whole", 1), roundpipe("single", 3), bound("1f1b", 3)]
     assert {schedule.name for schedule in schedules} <= set(SCHEDULES)
     results = [_train(name, schedule, copy=index % 2 == 1) for index, schedule in enumerate(schedules)]
     assert all(result == results[0] for result in results)
