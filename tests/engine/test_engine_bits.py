@@ -92,7 +92,7 @@ def test_workers_partitions_and_copies(case: tuple[Rig, Bits], num_workers: int,
     assert run_step(rig, roundpipe(partition, num_workers), copy=copy, recompute=recompute) == expected
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("recompute", ["stage", "layer"])
 @pytest.mark.parametrize("per_round", [1, 2, 3])
 def test_rounds_and_recompute(case: tuple[Rig, Bits], per_round: int, recompute: str) -> None:
@@ -101,7 +101,7 @@ def test_rounds_and_recompute(case: tuple[Rig, Bits], per_round: int, recompute:
     assert run_step(rig, schedule, copy=per_round % 2 == 0, recompute=recompute) == expected
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("copy", [False, True], ids=["alias", "copy"])
 @pytest.mark.parametrize("per_round", [2, 3])
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_a_stage_shared_by_workers(case: tuple[Rig, Bits], options: Options, per
     assert run_step(rig, schedule, copy=copy, recompute="stage") == expected
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("copy", "recompute"), [(True, "stage"), (False, "layer")], ids=["copy", "alias"])
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
 @pytest.mark.parametrize("name", BOUND_SCHEDULES)

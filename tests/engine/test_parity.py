@@ -20,7 +20,9 @@ from roundpipe_cli.model.layout import layer_parameters
 from roundpipe_cli.model.load import build_skeleton
 from roundpipe_cli.model.split import ModelSplit, split_model
 from roundpipe_cli.train.optim.optimizer import AdamW, HostOptimizer
+from tests.support.covering import swept
 from tests.support.tiny import (
+    ALIKE,
     EXTRA,
     Rig,
     make_rig,
@@ -117,7 +119,7 @@ def check_parity(
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("kernels", ["auto", "reference"])
 @pytest.mark.parametrize("method", ["full", "lora"])
-@pytest.mark.parametrize("model_type", sorted(EXTRA))
+@pytest.mark.parametrize("model_type", [*sorted(EXTRA.keys() - ALIKE), *swept(sorted(ALIKE))])
 def test_two_steps_agree_with_plain_pytorch(model_type: str, method: str, kernels: str) -> None:
     """With an update between them; that moments add up, which no architecture knows of, is seen below."""
     # LoRA runs on copying workers and full on aliasing ones: test_engine_bits.py shows that the two are equal.

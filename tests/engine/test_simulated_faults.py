@@ -17,6 +17,7 @@ from roundpipe_cli.engine.backends.cuda import CudaBackend
 from roundpipe_cli.engine.layer import GradientCollector
 from roundpipe_cli.errors import InternalError, RoundpipeError
 from roundpipe_cli.schedule.timeline import DOWN
+from tests.support.covering import swept
 from tests.support.simulated_cases import CASES, Bits, is_equal
 
 SEEDS = range(6)
@@ -230,9 +231,7 @@ KIN = {
 """Faults of a kind of which another one is planted in the suite."""
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.sweep] if name in KIN else []) for name in sorted(FAULTS)]
-)
+@pytest.mark.parametrize("name", [*sorted(FAULTS.keys() - KIN), *swept(sorted(KIN))])
 def test_a_planted_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case, plant, shows = FAULTS[name]
     expected = on_processor(case)

@@ -26,6 +26,7 @@ from roundpipe_cli.model.split import split_model
 from roundpipe_cli.model.stored.packed_weights import quantizable_names
 from tests.engine.test_parity import check_gradients
 from tests.support.adapters import layout, load_whole
+from tests.support.covering import swept
 from tests.support.e2e import make_tokenizer
 from tests.support.every_type import tiny_config_of
 from tests.support.tiny import logits_of, make_rig, plain_step, random_microbatches, schedule_for
@@ -55,7 +56,9 @@ def errors(model_type: str, method: str = "full", **changes: Any) -> float:
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("method", ["full", "lora"])
-@pytest.mark.parametrize("name", sorted(GEMMA4))
+@pytest.mark.parametrize(
+    "name", ["plain", "inputs of each layer", "shared keys and experts", *swept(["shared keys", "experts"])]
+)
 def test_gemma4_trains_as_its_own_code_does(name: str, method: str) -> None:
     """It was refused: blocks are given tensors that a gradient flows through, and a mapping of keys and values."""
     assert errors("gemma4_text", method, **FOUR, **GEMMA4[name]) < 1e-4
@@ -75,7 +78,7 @@ def test_compressed_keys_mix_packed_rows() -> None:
         prove(model, split_model(model), packing=True)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gpt2"])
+@pytest.mark.parametrize("model_type", ["gpt2", *swept(["llama"])])
 def test_packed_rows_are_compared_in_models_with_dropout(model_type: str) -> None:
     """gpt2's own configuration drops; here adapters do too."""
     model = build_skeleton(tiny_config_of(model_type), torch.float32)
@@ -105,7 +108,7 @@ SHARED_KEYS = {"num_hidden_layers": 6, "indexer_types": ["full", "shared", "shar
         pytest.param("hy_v4", SHARED_KEYS, torch.bfloat16, marks=pytest.mark.sweep),
         pytest.param("hy_v4", {}, torch.float32, marks=pytest.mark.sweep),
         ("hy_v4", {}, torch.bfloat16),
-        ("zaya", {}, torch.float32),
+        pytest.param("zaya", {}, torch.float32, marks=pytest.mark.sweep),
         ("zaya", {}, torch.bfloat16),
     ],
 )
@@ -158,7 +161,7 @@ def test_whole_numbers_keep_their_bits_beside_hidden_states(dtype: torch.dtype) 
 # -- linear layers that are none -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model_type", ["mamba2", "nemotron_h", "llama4_text", "phimoe"])
+@pytest.mark.parametrize("model_type", ["nemotron_h", "phimoe", *swept(["mamba2", "llama4_text"])])
 def test_all_linear_leaves_out_what_an_adapter_would_break(model_type: str) -> None:
     """PEFT forbids `out_proj` of Mamba types, and routers that return tuples failed inside PEFT's wrapper."""
     assert errors(model_type, "lora") < 1e-4

@@ -19,6 +19,7 @@ from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.worker_model import WorkerOptions
 from roundpipe_cli.schedule.actions import Schedule
 from tests.engine.test_parity import check_gradients
+from tests.support.covering import swept
 from tests.support.e2e import finetune, make_model, make_workspace, metrics
 from tests.support.tiny import Rig, make_rig, plain_copy, plain_step, random_microbatches, schedule_for
 
@@ -97,7 +98,7 @@ def test_nothing_is_left_out_of_weights_that_are_not_finite() -> None:
     "name",
     [
         *("glm4_moe-full", "gpt2-full-dropout", "llama-lora-dropout", "phi-lora-fused"),
-        *(pytest.param(name, marks=pytest.mark.sweep) for name in ("phi-lora", "bloom-full", "llama-full-bfloat16")),
+        *swept(["phi-lora", "bloom-full", "llama-full-bfloat16"]),
     ],
 )
 def test_no_bit_changes(name: str) -> None:
@@ -169,13 +170,11 @@ def unread_of(rig: Rig) -> dict[int, tuple[str, ...]]:
     return find_unread_products(rig.skeleton, rig.split, rig.store, WorkerOptions(CHUNK))
 
 
-ALIKE = ("llama-lora", "qwen3_moe-lora", "glm4_moe-lora")
+ALIKE = {"llama-lora", "qwen3_moe-lora", "glm4_moe-lora"}
 """The first in 4 bit, gpt_oss and mixtral have all that these have."""
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.sweep] if name in ALIKE else []) for name in sorted(CHUNKED)]
-)
+@pytest.mark.parametrize("name", [*sorted(CHUNKED.keys() - ALIKE), *swept(sorted(ALIKE))])
 def test_chunks_agree_with_plain_pytorch(name: str) -> None:
     model_type, method, changes = CHUNKED[name]
     rig = make_rig(model_type, method, **changes)
@@ -192,7 +191,7 @@ def test_chunks_agree_with_plain_pytorch(name: str) -> None:
     "model_type",
     [
         *("gemma2", "llama", "gpt_oss", "phi"),
-        *(pytest.param(name, marks=pytest.mark.sweep) for name in ("qwen3_moe", "mixtral", "glm4_moe", "gpt2")),
+        *swept(["qwen3_moe", "mixtral", "glm4_moe", "gpt2"]),
     ],
 )
 def test_what_a_recompute_leaves_out_of_chunks(model_type: str) -> None:

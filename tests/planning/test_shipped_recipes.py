@@ -24,6 +24,7 @@ from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.recipe.shipped import find_recipe, find_shipped, shipped_recipes, verdict_of
 from scripts.readme_picture import out_of_date
 from scripts.recipe_verdicts import differences, verdict_of_plan, with_verdict
+from tests.support.covering import swept
 from tests.support.e2e import run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -80,8 +81,7 @@ PLANNED = (
 scripts/recipe_verdicts.py."""
 
 
-def cases() -> list[object]:
-    return [pytest.param(name, marks=[] if name in PLANNED else [pytest.mark.sweep]) for name in RECIPES]
+EVERY = [*PLANNED, *swept(sorted(RECIPES.keys() - set(PLANNED)))]
 
 
 @functools.cache
@@ -92,7 +92,7 @@ def planned(name: str) -> Plan:
     return make_plan(load_recipe(RECIPES[name].path), verdict.hardware)
 
 
-@pytest.mark.parametrize("name", cases())
+@pytest.mark.parametrize("name", EVERY)
 def test_plan_says_what_the_header_says(name: str) -> None:
     header, plan = RECIPES[name].verdict, planned(name)
     assert header is not None and plan.verdict.fits, plan.verdict.reasons
@@ -108,7 +108,7 @@ def test_a_plan_says_whose_figures_it_takes_and_what_is_assumed_of_recurrent_blo
     assert "not known" not in said and "guess" not in said
 
 
-@pytest.mark.parametrize("name", cases())
+@pytest.mark.parametrize("name", EVERY)
 def test_no_plain_even_cut_is_faster(name: str) -> None:
     """Of those that fit, in rounds and with a dealing that suit few microbatches or that `plan` chose."""
     plan = planned(name)
