@@ -194,6 +194,7 @@ def test_longest_sequences_are_near_the_published_ones() -> None:
         assert 0.6 * theirs <= ours <= 1.1 * theirs, model
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("hardware", ["8x4090", "2x3090", "1x4060ti", "4x3090+2x4060ti"])
 @pytest.mark.parametrize("model", [LLAMA, "openai/gpt-oss-20b", "google/gemma-3-12b-pt"])
 def test_what_solve_finds_fits_and_one_more_does_not(model: str, hardware: str) -> None:

@@ -151,6 +151,7 @@ def broken(rendered: Rendered, messages: Messages) -> list[str]:
 
 
 @needs_trl
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("with_specials", [True, False], ids=["specials", "bytes"])
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
 def test_every_conversation_is_trained_right_or_refused(path: Path, with_specials: bool) -> None:

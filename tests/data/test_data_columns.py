@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -164,13 +166,19 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SINGLE)
-def test_layouts_that_are_used(tmp_path: Path, name: str) -> None:
+def files_of(folder: Path, rows: Iterable[dict[str, Any]]) -> DataSettings:
+    """A file for each row, all read at once: a process for each takes longer than the rest."""
+    paths = [write_rows(folder / f"{number}.jsonl", [row]) for number, row in enumerate(rows)]
+    return DataSettings(tuple(DatasetSpec(str(path)) for path in paths), 1000)
+
+
+def test_layouts_that_are_used(tmp_path: Path) -> None:
     """Each of these columns reaches the text that is trained on."""
-    row, prompt = SINGLE[name]
     tokenizer = byte_tokenizer(template=TOOLS_TEMPLATE)
-    dataset = build(write_rows(tmp_path / "x.jsonl", [row]), tokenizer)
-    assert trained_text(tokenizer, dataset) == (prompt + "Yo</s>\n", "Yo</s>")
+    dataset = build_dataset(files_of(tmp_path, (row for row, _ in SINGLE.values())), tokenizer)
+    assert len(dataset.rows) == len(SINGLE)
+    for index, (name, (_, prompt)) in enumerate(SINGLE.items()):
+        assert trained_text(tokenizer, dataset, index) == (prompt + "Yo</s>\n", "Yo</s>"), name
 
 
 @pytest.mark.parametrize(
@@ -305,7 +313,15 @@ def test_unknown_columns_that_hold_a_delimiter_name_it(tmp_path: Path) -> None:
         build(write_csv(tmp_path / "x.csv", {"Frage;Antwort, kurz": "x", "b;c": "y"}))
 
 
-@pytest.mark.parametrize("name", REFUSED)
+def refused_cases() -> Iterator[object]:
+    """Two of each kind in the suite."""
+    seen = Counter[str]()
+    for name, (_, _, what) in REFUSED.items():
+        seen[what] += 1
+        yield pytest.param(name, marks=[pytest.mark.sweep] if seen[what] > 2 else [])
+
+
+@pytest.mark.parametrize("name", refused_cases())
 def test_layouts_that_are_refused_by_name(tmp_path: Path, name: str) -> None:
     """Each of these columns changes what the row means, and was ignored or refused in other words."""
     row, column, what = REFUSED[name]
@@ -477,14 +493,14 @@ def test_pairs_behind_a_dropped_one_keep_their_partners(tmp_path: Path, side: st
     assert len(hashes) == 2
 
 
-@pytest.mark.parametrize("name", PAIRS)
-def test_pairs_in_every_common_shape(tmp_path: Path, name: str) -> None:
+def test_pairs_in_every_common_shape(tmp_path: Path) -> None:
     """Both answers behind the same prompt, and the answers alone are trained."""
-    row, prompt = PAIRS[name]
     tokenizer = byte_tokenizer(template=TOOLS_TEMPLATE)
-    chosen, rejected = pairs_of(write_rows(tmp_path / "x.jsonl", [row]), tokenizer)
-    assert trained_text(tokenizer, chosen) == (prompt + "Yo</s>\n", "Yo</s>")
-    assert trained_text(tokenizer, replace(chosen, rows=rejected)) == (prompt + "No</s>\n", "No</s>")
+    chosen, rejected = build_pairs(files_of(tmp_path, (row for row, _ in PAIRS.values())), tokenizer, lambda text: None)
+    assert len(chosen.rows) == len(rejected) == len(PAIRS)
+    for index, (name, (_, prompt)) in enumerate(PAIRS.items()):
+        assert trained_text(tokenizer, chosen, index) == (prompt + "Yo</s>\n", "Yo</s>"), name
+        assert trained_text(tokenizer, replace(chosen, rows=rejected), index) == (prompt + "No</s>\n", "No</s>"), name
     assert not any(text.startswith("rejected: ") for text in chosen.notices)
 
 

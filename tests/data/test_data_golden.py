@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 
 from roundpipe_cli.data.dataset import build_dataset
 from roundpipe_cli.data.rows import DatasetSpec, DataSettings
+from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.load import load_tokenizer
 from tests.support.e2e import smollm2_source
 
@@ -93,47 +95,49 @@ def smollm() -> Any:
     return load_smollm()
 
 
-def tokenize(tokenizer: Any, template: str, case: str, folder: Path) -> dict[str, Any]:
-    """A golden entry, or why the row is refused."""
-    path = folder / "row.jsonl"
-    path.write_text(json.dumps(CASES[case]) + "\n", encoding="utf-8")
+def tokenize(tokenizer: Any, template: str, cases: Sequence[str], folder: Path) -> dict[str, dict[str, Any]]:
+    """The golden entry of each case."""
+    paths = [folder / f"{case}.jsonl" for case in cases]
+    for case, path in zip(cases, paths, strict=True):
+        path.write_text(json.dumps(CASES[case]) + "\n", encoding="utf-8")
     before = tokenizer.bos_token
     if template == "llama3":
         tokenizer.bos_token = "<|begin_of_text|>"
     try:
-        settings = DataSettings((DatasetSpec(str(path)),), 4096, chat_template=TEMPLATES[template], on_bad_row="skip")
-        dataset = build_dataset(settings, tokenizer)
-    except Exception as error:
-        return {"row": CASES[case], "tokens": [], "refused": str(error)}
+        specs = tuple(DatasetSpec(str(path)) for path in paths)
+        dataset = build_dataset(DataSettings(specs, 4096, chat_template=TEMPLATES[template]), tokenizer)
     finally:
         tokenizer.bos_token = before
-    row = dataset.rows[0]
-    pairs = zip(row.input_ids.tolist(), row.labels.tolist(), strict=True)
-    return {"row": CASES[case], "tokens": [[token, tokenizer.decode([token]), label] for token, label in pairs]}
+    entries = {}
+    for case, row in zip(cases, dataset.rows, strict=True):
+        pairs = zip(row.input_ids.tolist(), row.labels.tolist(), strict=True)
+        tokens = [[token, tokenizer.decode([token]), label] for token, label in pairs]
+        entries[case] = {"row": CASES[case], "tokens": tokens}
+    return entries
 
 
-@pytest.mark.parametrize("case", CASES)
+def cases_of(template: str) -> list[str]:
+    return [case for case in CASES if (template, case) not in REFUSED]
+
+
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_tokens_and_labels_are_the_golden_ones(smollm: Any, tmp_path: Path, template: str, case: str) -> None:
-    made = tokenize(smollm, template, case, tmp_path)
-    if (template, case) in REFUSED:
-        assert "no row is left" in made["refused"]
-        return
-    golden = json.loads((GOLDEN / f"{template}.json").read_text(encoding="utf-8"))[case]
-    assert golden["row"] == CASES[case]
-    assert made["tokens"] == golden["tokens"]
+def test_tokens_and_labels_are_the_golden_ones(smollm: Any, tmp_path: Path, template: str) -> None:
+    made = tokenize(smollm, template, cases_of(template), tmp_path)
+    assert made == json.loads((GOLDEN / f"{template}.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(("template", "case"), REFUSED)
+def test_what_a_template_leaves_out_is_refused(smollm: Any, tmp_path: Path, template: str, case: str) -> None:
+    with pytest.raises(RefusedError, match=REFUSED[template, case]):
+        tokenize(smollm, template, [case], tmp_path)
 
 
 def write_golden() -> None:
     """Write the golden files anew, one token a line."""
     smollm = load_smollm()
     for template in TEMPLATES:
-        entries = {}
-        for case in CASES:
-            with tempfile.TemporaryDirectory() as folder:
-                made = tokenize(smollm, template, case, Path(folder))
-            if (template, case) not in REFUSED:
-                entries[case] = made
+        with tempfile.TemporaryDirectory() as folder:
+            entries = tokenize(smollm, template, cases_of(template), Path(folder))
         (GOLDEN / f"{template}.json").write_text(as_text(entries), encoding="utf-8")
 
 

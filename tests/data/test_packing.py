@@ -22,8 +22,9 @@ from roundpipe_cli.model.attention import describe_slow_kernels
 from roundpipe_cli.model.chunks import check_packing, check_sequence_chunks
 from roundpipe_cli.model.load import build_skeleton
 from roundpipe_cli.model.split import split_model
+from tests.support.covering import swept
 from tests.support.every_type import GATED_DELTA, hybrid_config
-from tests.support.tiny import BASE, EXTRA, Rig, make_rig, schedule_for, tiny_config
+from tests.support.tiny import ALIKE, BASE, EXTRA, Rig, make_rig, schedule_for, tiny_config
 
 LENGTHS = [[9, 1, 6], [3, 12], [16], [2, 2, 2, 2, 5]]
 """Rows of four sequences; the window of the sliding models is 4 tokens."""
@@ -104,17 +105,17 @@ def run_engine(rig: Rig, microbatches: Sequence[Microbatch]) -> StepResult:
         return engine.run_step(microbatches, schedule_for(rig, 2, len(microbatches)), step=0)
 
 
-SLIDING = ["mistral", "gemma3_text", "gemma2", "cohere2"]
-
-
-DELTA = [
-    pytest.param(name, marks=[] if name in ("qwen3_5_moe_text", "olmo_hybrid") else [pytest.mark.sweep])
-    for name in GATED_DELTA
-]
+DELTA = ["qwen3_5_moe_text", "olmo_hybrid", *swept(set(GATED_DELTA) - {"qwen3_5_moe_text", "olmo_hybrid"})]
 """The two forms of the rule, one with experts."""
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gpt2", "qwen3_moe", *SLIDING, *DELTA])
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        *("llama", "qwen3_moe", "gemma3_text", *DELTA),
+        *swept(["gpt2", "mistral", "gemma2", "cohere2"]),
+    ],
+)
 def test_packed_and_unpacked_steps_are_equal_through_the_engine(model_type: str) -> None:
     """One step over the same rows: loss within 1e-5, every gradient within 1e-5 of its norm."""
     sequences = made_rows()
@@ -181,7 +182,9 @@ def skeleton(model_type: str, **changes: Any) -> Any:
         return build_skeleton(config, torch.float32)
 
 
-@pytest.mark.parametrize("model_type", [name for name in EXTRA if name not in ("qwen3_next", "minimax")])
+@pytest.mark.parametrize(
+    "model_type", [*sorted(EXTRA.keys() - ALIKE - {"qwen3_next", "minimax"}), *swept(sorted(ALIKE))]
+)
 def test_a_model_that_is_accepted_keeps_rows_apart(model_type: str) -> None:
     """Every tiny architecture: refused, or its packed logits are those of the rows alone."""
     model = skeleton(model_type)

@@ -74,14 +74,14 @@ WORDS = ("the", "river", "was", "low", "that", "summer", "and", "people", "walke
 SETS: tuple[tuple[int, int, str, str, str], ...] = (
     # rows, words of each, form, file, keys
     (3000, 40, "pair", "jsonl", ""),
-    (2000, 40, "messages", "json", ""),
-    (3000, 40, "pair", "parquet", ""),
+    (500, 40, "messages", "json", "max_seq_length: 512"),
+    (750, 40, "pair", "parquet", "max_seq_length: 512"),
     (200, 40, "pair", "jsonl", ""),
-    (2000, 40, "pair", "jsonl", "packing: true"),
+    (1000, 40, "pair", "jsonl", "packing: true\nmax_seq_length: 1024"),
     (200, 40, "pair", "csv", "num_train_epochs: 40"),
     (200, 40, "messages", "jsonl", "max_steps: 5"),
     (3000, 40, "text", "jsonl", "val_set_size: 11"),
-    (300, 900, "text", "jsonl", ""),
+    (100, 900, "text", "jsonl", ""),
     (300, 300, "pair", "jsonl", "max_seq_length: 256"),
     (40, 40, "pair", "jsonl", "gradient_accumulation_steps: 1"),
     (7, 40, "pair", "json", "gradient_accumulation_steps: 2"),

@@ -92,7 +92,7 @@ def test_workers_partitions_and_copies(case: tuple[Rig, Bits], num_workers: int,
     assert run_step(rig, roundpipe(partition, num_workers), copy=copy, recompute=recompute) == expected
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("recompute", ["stage", "layer"])
 @pytest.mark.parametrize("per_round", [1, 2, 3])
 def test_rounds_and_recompute(case: tuple[Rig, Bits], per_round: int, recompute: str) -> None:
@@ -101,7 +101,7 @@ def test_rounds_and_recompute(case: tuple[Rig, Bits], per_round: int, recompute:
     assert run_step(rig, schedule, copy=per_round % 2 == 0, recompute=recompute) == expected
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("copy", [False, True], ids=["alias", "copy"])
 @pytest.mark.parametrize("per_round", [2, 3])
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_a_stage_shared_by_workers(case: tuple[Rig, Bits], options: Options, per
     assert run_step(rig, schedule, copy=copy, recompute="stage") == expected
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("copy", "recompute"), [(True, "stage"), (False, "layer")], ids=["copy", "alias"])
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
 @pytest.mark.parametrize("name", BOUND_SCHEDULES)
@@ -135,9 +135,12 @@ def test_other_seeds_and_steps_do_change_the_bits(case: tuple[Rig, Bits]) -> Non
     assert other.loss_hex != expected.loss_hex and other.gradients != expected.gradients
 
 
-@pytest.mark.parametrize("name", ["llama-lora-dropout-fused", "gpt2-full-dropout", "llama-full-bfloat16"])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param("llama-lora-dropout-fused", marks=pytest.mark.sweep), "gpt2-full-dropout", "llama-full-bfloat16"],
+)
 def test_masters_after_three_updates(name: str) -> None:
-    schedules = [roundpipe("whole", 1), roundpipe("single", 3), bound("looped_bfs", 2), bound("1f1b", 3)]
+    schedules = [roundpipe("whole", 1), roundpipe("single", 3), bound("1f1b", 3)]
     assert {schedule.name for schedule in schedules} <= set(SCHEDULES)
     results = [_train(name, schedule, copy=index % 2 == 1) for index, schedule in enumerate(schedules)]
     assert all(result == results[0] for result in results)

@@ -62,6 +62,7 @@ def row_by_row(flat: torch.Tensor) -> float:
     return float(torch.stack(rows).sum())
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("rest", [0, 1, 77_777])
 @pytest.mark.parametrize("num_rows", [0, 1, 2, 7])
 def test_squares_have_the_same_bits_with_any_number_of_threads(num_rows: int, rest: int) -> None:

@@ -54,6 +54,7 @@ def walk(facts: Facts, seed: int) -> None:
     machine.check_end()
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("staleness", [0, 1])
 @pytest.mark.parametrize("slots", [1, 2, 3])
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -173,6 +174,7 @@ def rows(result: Emulated) -> list[list[str]]:
     return [[text for _, _, text in sorted(row)] for row in found]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("staleness", [0, 1])
 @pytest.mark.parametrize("num_workers", [1, 3])
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -206,6 +208,7 @@ def test_a_step_that_begins_with_updates_is_the_simulation_plus_lateness(name: s
     assert 0 < first_s <= expected_s + late_s + 1e-9
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("slots", [1, 2, 3])
 @pytest.mark.parametrize("staleness", [0, 1])
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -149,7 +149,7 @@ CASES = {
     "full-float32-3-workers-no-clip": ("untied", 3, ["dtype=float32", "method=full", "max_grad_norm=0"]),
     "lora-bfloat16-clipped": ("untied", 2, ["dtype=bfloat16", "method=lora", "max_grad_norm=0.01"]),
     "full-bfloat16-tied": ("tied", 3, ["dtype=bfloat16", "method=full"]),
-    "full-float16-scaled": ("untied", 2, ["dtype=float16", "method=full", "max_grad_norm=0.3"]),
+    "full-float16-scaled-overflow": ("untied", 3, ["dtype=float16", "method=full", "max_grad_norm=0.3"]),
     "lora-float16-overflow": ("untied", 3, ["dtype=float16", "method=lora"]),
 }
 
@@ -157,9 +157,9 @@ CASES = {
 @pytest.mark.parametrize(
     "name",
     [
-        *sorted({*CASES} - {"full-float32-clipped"}),
         # float32: the case without clipping; tied: bfloat16's; clipped: float16's; all three: plain PyTorch's below
-        pytest.param("full-float32-clipped", marks=pytest.mark.sweep),
+        pytest.param(name, marks=[] if CASES[name][1] == 3 or "bfloat16" in name else [pytest.mark.sweep])
+        for name in sorted({*CASES} - {"lora-float16-overflow"})
     ],
 )
 def test_bits_of_the_loop(name: str, tmp_path: Path, models: dict[str, Path], ask: Callable[[str], None]) -> None:
@@ -234,7 +234,7 @@ def test_a_step_refuses_weights_of_another_version(copy: bool) -> None:
 # --- early updates --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("method", "model"), [("lora", "untied"), ("full", "untied"), ("full", "tied")])
+@pytest.mark.parametrize(("method", "model"), [("lora", "untied"), ("full", "tied")])
 def test_early_updates_change_no_bit(method: str, model: str, tmp_path: Path, models: dict[str, Path]) -> None:
     results = []
     for early in (False, True):
@@ -378,7 +378,7 @@ def beside(engine: Engine, rig: Rig, case: Case) -> Bits:
 
 
 UPDATED = {
-    "full": Case("llama", "full", num_steps=3, steps=beside),
+    "full": Case("llama", "full", num_steps=2, steps=beside),
     "tied": Case("gemma3_text", "full", {"tie_word_embeddings": True}, num_steps=2, steps=beside),
     "cached": Case("llama", "lora", engine={"weight_cache_bytes": 10**9}, num_steps=3, steps=beside),
 }
@@ -388,7 +388,7 @@ UPDATED = {
 def test_updates_beside_a_step_are_ordered_on_cards(name: str) -> None:
     case = UPDATED[name]
     expected = case.on_processor()
-    for seed in (0, 1):
+    for seed in (0, 1) if name == "full" else (1,):
         found, _ = case.simulated(seed, lazy=seed == 1)
         assert is_equal(found, expected), f"seed {seed}"
 

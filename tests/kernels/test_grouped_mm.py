@@ -118,7 +118,11 @@ def test_product_and_both_gradients(dtype: torch.dtype, width: int, columns: int
 
 @INTERPRETED
 @pytest.mark.parametrize(
-    ("dtype", "rank"), [*((torch.bfloat16, rank) for rank in (1, 12, 33, 64)), (torch.float32, 3), (torch.float16, 40)]
+    ("dtype", "rank"),
+    [
+        *((torch.bfloat16, 1), (torch.bfloat16, 33), (torch.float32, 3), (torch.float16, 40)),
+        *(pytest.param(torch.bfloat16, rank, marks=pytest.mark.sweep) for rank in (12, 64)),
+    ],
 )
 def test_adapters_of_any_rank(dtype: torch.dtype, rank: int) -> None:
     """Base and adapters: the same sums as one product after the other, with fewer roundings."""

@@ -59,7 +59,7 @@ def test_dropout_of_shapes(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 @given(
     key=KEYS,
     keep=st.one_of(st.floats(2.0**-31, 1.0), st.just(1.0)),
-    shape=st.lists(st.integers(1, 40), min_size=1, max_size=3).map(tuple),
+    shape=st.lists(st.integers(1, 12), min_size=1, max_size=3).map(tuple),
     dtype=st.sampled_from(DTYPES),
 )
 @settings(max_examples=12, deadline=None)
@@ -117,7 +117,8 @@ def test_the_first_launch_of_a_variant_is_alone(interpreter: None) -> None:
     ("dtype", "vocabulary", "smoothing"),
     [
         *((dtype, 32_000, 0.1) for dtype in DTYPES),
-        *((torch.bfloat16, size, 0.0) for size in (2, 50, 4096, 4097, 128_256, 262_144)),
+        *((torch.bfloat16, size, 0.0) for size in (2, 4097)),
+        *(pytest.param(torch.bfloat16, size, 0.0, marks=pytest.mark.sweep) for size in (50, 4096, 128_256, 262_144)),
         (torch.float32, 151_935, 0.2),
     ],
 )

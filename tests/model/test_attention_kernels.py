@@ -145,6 +145,7 @@ ON_CARDS = [
 """What runs take: cards before sm80 have no bfloat16."""
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
 @pytest.mark.parametrize("hub_id", MODELS)
 def test_no_shipped_model_attends_by_the_math_kernel(

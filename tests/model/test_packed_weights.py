@@ -94,9 +94,9 @@ def test_a_large_weight_is_unpacked_in_parts(count: int, kind: Any, monkeypatch:
 @pytest.mark.parametrize(
     ("model_type", "kind"),
     [
-        *((name, "4bit") for name in ("llama", "qwen3_moe", "gpt_oss", "gemma2", "phi")),
-        pytest.param("llama", "8bit", marks=pytest.mark.sweep),  # the other has such layers too
-        ("qwen3_moe", "8bit"),
+        *(("llama", "4bit"), ("gpt_oss", "4bit"), ("qwen3_moe", "8bit")),
+        *(pytest.param(name, "4bit", marks=pytest.mark.sweep) for name in ("qwen3_moe", "gemma2", "phi")),
+        pytest.param("llama", "8bit", marks=pytest.mark.sweep),
     ],
 )
 def test_steps_agree_with_the_unpacked_weights_in_plain_pytorch(model_type: str, kind: Any) -> None:
@@ -122,7 +122,7 @@ def test_the_cut_and_the_workers_change_no_bit() -> None:
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("recompute", ["stage", "layer"])
-@pytest.mark.parametrize(("model_type", "kind"), [("llama", "4bit"), ("llama", "8bit"), ("qwen3_moe", "4bit")])
+@pytest.mark.parametrize(("model_type", "kind"), [("llama", "8bit"), ("qwen3_moe", "4bit")])
 def test_weights_are_unpacked_once_in_a_visit(
     model_type: str, kind: Any, recompute: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -278,8 +278,6 @@ def test_a_recipe_in_4_and_in_8_bit(tmp_path: Path) -> None:
         losses[bits] = [row["loss"] for row in metrics(folder / f"out{bits}")]
     assert losses[4] != losses[0] and losses[4] == pytest.approx(losses[0], rel=0.05)
     assert losses[8] != losses[0] and losses[8] == pytest.approx(losses[0], rel=0.005)
-    refused = finetune(folder, "method=full", "load_in_4bit=true", "output_dir=full").expect(2)
-    assert "full fine-tuning trains them" in refused.err and "method: lora" in refused.err
 
 
 def test_a_missing_library_is_said_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

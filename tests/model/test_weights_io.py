@@ -86,7 +86,7 @@ def check_equal(store: WeightStore, model: nn.Module) -> None:
         assert got[name].dtype == parameter.dtype and torch.equal(got[name], parameter), name
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("method", ["full", "lora"])
 @pytest.mark.parametrize("shard_size", ["1GB", "60KB"], ids=["one-file", "shards"])
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "gpt2", "opt", "qwen3_moe", "mixtral", "phi"])
@@ -469,10 +469,10 @@ SHARD_SIZES = {"one-file": "1GB", "shards": "50MB"}
 @pytest.fixture(scope="module")
 def host_memory(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, int, int]]:
     """Name of `SHARD_SIZES` -> peak above the base, bytes of all weights, and of the largest layer."""
-    changes = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 7, "vocab_size": 4096}
+    changes = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 3, "vocab_size": 4096}
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(tiny_config("llama", **changes), dtype=torch.bfloat16)
-    model.to_empty(device="cpu")  # drawing 90 million numbers takes longer than all the rest
+    model.to_empty(device="cpu")  # drawing 44 million numbers takes longer than all the rest
     for parameter in model.parameters():
         parameter.data.fill_(0.01)
     folders = [tmp_path_factory.mktemp(name) for name in SHARD_SIZES]
@@ -496,5 +496,5 @@ def host_memory(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int
 def test_host_memory_while_loading(host_memory: dict[str, tuple[int, int, int]], files: str) -> None:
     """Peak above the interpreter's base: at most 1.1x the weights plus twice the largest layer."""
     peak, weights, largest = host_memory[files]
-    assert weights > 180e6
+    assert weights > 80e6
     assert weights < peak <= 1.1 * weights + 2 * largest

@@ -181,6 +181,7 @@ def test_files_without_weights_are_refused(tmp_path: Path) -> None:
             counted_architecture(find_config("model", folder), build)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "cohere2", "aya_vision"])
 @pytest.mark.parametrize("equal", [True, False], ids=["equal", "different"])
 def test_the_files_say_whether_the_head_is_the_embedding(tmp_path: Path, model_type: str, equal: bool) -> None:

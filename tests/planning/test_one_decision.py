@@ -103,7 +103,7 @@ def asked_by_bench(path: Path, words: list[str], machine: str) -> SimulationCase
     return _question(str(path), words, None, machine, flags=CaseFlags())[0]
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("name", "machine", "schedule"), EVERY)
 def test_the_three_commands_ask_the_same_and_get_the_same(
     recipe_of: Callable[[str, str], LoadedRecipe], name: str, machine: str, schedule: ScheduleName

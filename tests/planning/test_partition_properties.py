@@ -44,7 +44,7 @@ def check_cover(plan: PlannedCut, num_layers: int) -> None:
     assert all(first <= last for first, last in (*plan.forward_stages, *plan.backward_stages))
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("num_workers", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("num_microbatches", [1, 7, 16])
 @pytest.mark.parametrize("accounting", ["default", "published"])

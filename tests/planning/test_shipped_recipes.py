@@ -24,6 +24,7 @@ from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.recipe.shipped import find_recipe, find_shipped, shipped_recipes, verdict_of
 from scripts.readme_picture import out_of_date
 from scripts.recipe_verdicts import differences, verdict_of_plan, with_verdict
+from tests.support.covering import swept
 from tests.support.e2e import run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -70,11 +71,17 @@ def test_header(name: str) -> None:
     assert loaded.recipe.model.startswith("package:") or shipped_architecture(loaded.recipe.model) is not None
 
 
-def cases() -> list[object]:
-    """Large models on four or eight GPUs take seconds each: `scripts/test -m sweep` and scripts/recipe_verdicts.py."""
-    small = ("qwen3/8b_lora_4x24gb", "qwen3/8b_full_8x24gb")
-    large = [name for name in RECIPES if re.search(r"_[48]x", name) and name not in small]
-    return [pytest.param(name, marks=[pytest.mark.sweep] if name in large else []) for name in RECIPES]
+PLANNED = (
+    *("quickstart", "preferences", "gemma3/27b_lora_2x24gb", "gpt-oss/20b_lora_1x24gb", "llama3.1/8b_64k_lora_1x24gb"),
+    *("llama3.3/70b_qlora_2x24gb", "mistral/7b_lora_1x16gb", "qwen3/8b_lora_4x24gb", "qwen3/30b-a3b_lora_2x24gb"),
+    *("qwen3/235b-a22b_qlora_1x24gb", "qwen3/1.7b_full_1x24gb", "qwen3.5/9b_lora_1x24gb"),
+    *("smollm2/360m_full_1x16gb", *PROMISED),
+)
+"""Some of each family, method and number of GPUs. All are planned by `scripts/test -m sweep` and, when costs change, by
+scripts/recipe_verdicts.py."""
+
+
+EVERY = [*PLANNED, *swept(sorted(RECIPES.keys() - set(PLANNED)))]
 
 
 @functools.cache
@@ -85,7 +92,7 @@ def planned(name: str) -> Plan:
     return make_plan(load_recipe(RECIPES[name].path), verdict.hardware)
 
 
-@pytest.mark.parametrize("name", cases())
+@pytest.mark.parametrize("name", EVERY)
 def test_plan_says_what_the_header_says(name: str) -> None:
     header, plan = RECIPES[name].verdict, planned(name)
     assert header is not None and plan.verdict.fits, plan.verdict.reasons
@@ -101,7 +108,7 @@ def test_a_plan_says_whose_figures_it_takes_and_what_is_assumed_of_recurrent_blo
     assert "not known" not in said and "guess" not in said
 
 
-@pytest.mark.parametrize("name", cases())
+@pytest.mark.parametrize("name", EVERY)
 def test_no_plain_even_cut_is_faster(name: str) -> None:
     """Of those that fit, in rounds and with a dealing that suit few microbatches or that `plan` chose."""
     plan = planned(name)

@@ -151,12 +151,14 @@ def test_an_engine_unpacks_as_often_and_holds_as_much_as_is_counted(
 ) -> None:
     """In both ways, on devices that copy weights, in two rounds."""
     monkeypatch.setattr(analytic, "ISSUED_PER_S", math.inf)  # else Python binds such small blocks
-    cut = StageCut(((0, 1), (2, 3), (4, 6)), ((7, 7), (5, 6), (3, 4), (0, 2)), 4)
-    schedule = make_schedule("roundpipe", cut, SimulationCase(equal_costs(8), 2, 8))
+    cut = StageCut(((0, 1), (2, 3), (4, 6)), ((7, 7), (5, 6), (3, 4), (0, 2)), 2)
+    schedule = make_schedule("roundpipe", cut, SimulationCase(equal_costs(8), 2, 4))
     changes: dict[str, Any] = {"num_hidden_layers": 6, "hidden_size": 64, "intermediate_size": 512}
     make_rig("llama", "lora", **changes).skeleton.config.save_pretrained(tmp_path)
     architecture = find_architecture(str(tmp_path), tmp_path)
-    settings = TrainingSettings(max_seq_length=8, dtype="float32", packed_as="4bit", lora_r=4, recompute=recompute)
+    settings = TrainingSettings(
+        max_seq_length=8, num_microbatches=4, dtype="float32", packed_as="4bit", lora_r=4, recompute=recompute
+    )
     unpack_s = architecture.blocks[0].params * settings.unpacking_bytes_per_param
     unpack_s /= TWO_CARDS.devices[0].memory_bytes_per_s
     without_s, _ = planned(architecture, replace(settings, packed_as=None), cut)
@@ -174,13 +176,13 @@ def test_an_engine_unpacks_as_often_and_holds_as_much_as_is_counted(
         done.clear()
         with rig.engine(2, copy=True, count_bytes=True, recompute=recompute, whole_per_visit=once) as engine:
             monkeypatch.setattr(packed_weights, "dequantize", counted)
-            result = engine.run_step(random_microbatches([(1, 8)] * 8), schedule, step=0)
+            result = engine.run_step(random_microbatches([(1, 8)] * 4), schedule, step=0)
             monkeypatch.setattr(packed_weights, "dequantize", dequantize)
         peaks[once] = max(result.device_peak_bytes)
         block = sum(place.num_elements for place in rig.store.layouts[1].places if place.packed_as)
         counts[once] = sum(done) / block, (busy - without_s) / unpack_s
     assert counts[True] == (2 * 2 * 6, pytest.approx(2 * 2 * 6)), "rounds, forward and backward, blocks"
-    assert counts[False][1] == pytest.approx(3 * 8 * 6), "forward, recompute and backward, microbatches, blocks"
+    assert counts[False][1] == pytest.approx(3 * 4 * 6), "forward, recompute and backward, microbatches, blocks"
     # The first block's input has no gradient, for which three of its weights are not needed.
     assert counts[False][0] == pytest.approx(counts[False][1], rel=0.01)
     assert needs[True] - needs[False] == pytest.approx(peaks[True] - peaks[False], rel=0.15)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
+from typing import Any
+
+import pytest
 
 Case = Mapping[str, int]
 """Parameter's name -> which value it has."""
@@ -30,6 +33,11 @@ def covering(cases: Sequence[Case], strength: int) -> set[int]:
         missing -= parts[best]
         used.update(cases[best].items())
     return chosen
+
+
+def swept(values: Iterable[object]) -> list[Any]:
+    """Cases of one parameter that run by `scripts/test -m sweep` only."""
+    return [pytest.param(value, marks=pytest.mark.sweep) for value in values]
 
 
 def _parts(case: Case, strength: int) -> set[tuple[tuple[str, int], ...]]:

@@ -72,6 +72,13 @@ EXTRA: dict[str, dict[str, Any]] = {
     "mpt": {"d_model": 64, "n_heads": 4, "n_layers": 3, "max_seq_len": 128},
     "hunyuan_v1_dense": _HEAD,
 }
+ALIKE = frozenset(
+    {
+        *("qwen2", "qwen2_moe", "mistral", "gemma", "olmo3", "granite", "smollm3", "exaone4", "ernie4_5", "seed_oss"),
+        "hunyuan_v1_dense",
+    }
+)
+"""Types with little in their blocks that none of the others has: what tries every type leaves them to `-m sweep`."""
 NO_DROPOUT = {
     **{"attention_dropout": 0.0, "hidden_dropout": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     **{"dropout": 0.0, "residual_dropout": 0.0, "embedding_dropout": 0.0},
