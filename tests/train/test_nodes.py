@@ -153,7 +153,7 @@ def test_several_processes_give_the_numbers_of_one(workspace: Path, by_two: list
 @pytest.mark.parametrize("tokens", [pytest.param(128, marks=pytest.mark.sweep), "auto"])
 def test_microbatches_filled_by_tokens_are_shared(workspace: Path, tokens: int | str) -> None:
     """Rows are short, so that a step has fewer microbatches than full rows would make."""
-    words = (f"micro_batch_tokens={tokens}", "lora.dropout=0", "max_steps=2")
+    words = (f"micro_batch_tokens={tokens}", "lora.dropout=0", "max_steps=3")
     finetune(workspace, *words, f"output_dir=one-{tokens}").expect(0)
     succeed(workspace, 2, *words, f"output_dir=two-{tokens}")
     assert_numbers(workspace, f"one-{tokens}", f"two-{tokens}")
@@ -513,7 +513,7 @@ def test_other_threads_at_a_resume_are_said(workspace: Path) -> None:
 
 def test_float16_on_two_machines_gives_the_numbers_of_one(workspace: Path) -> None:
     """The norm is that of gradients without the loss scale, as on one machine."""
-    words = ("dtype=float16", "max_steps=2", "lora.dropout=0")
+    words = ("dtype=float16", "max_steps=3", "lora.dropout=0")
     finetune(workspace, *words, "output_dir=half1").expect(0)
     succeed(workspace, 2, *words, "output_dir=half2")
     assert_numbers(workspace, "half1", "half2", loss=1e-4, norm=1e-3)
