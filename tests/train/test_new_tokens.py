@@ -54,6 +54,11 @@ def trained(request: pytest.FixtureRequest, models: dict[str, Path], tmp_path_fa
     return folder, finetune(folder).expect(0)
 
 
+ONE_OF_THEM = pytest.mark.parametrize(
+    "trained", ["untied", pytest.param("tied", marks=pytest.mark.sweep)], indirect=True
+)
+
+
 def base_with_rows(folder: Path, words: list[str]) -> tuple[Any, list[int]]:
     """The base as transformers and a user make it ready: tables grown, new rows the mean of the known ones."""
     from transformers import AutoModelForCausalLM
@@ -186,6 +191,7 @@ def test_peft_transformers_and_gguf_readers_compute_the_same(trained: tuple[Path
     assert losses[-1] == pytest.approx(total / count, rel=1e-5), "the run's own evaluation"
 
 
+@ONE_OF_THEM
 def test_a_run_is_resumed_to_the_bit_and_only_with_its_tokens(trained: tuple[Path, Outcome]) -> None:
     folder, _ = trained
     keys = ["resume_from_checkpoint=out/step-00000002", "output_dir=resumed"]
@@ -196,6 +202,7 @@ def test_a_run_is_resumed_to_the_bit_and_only_with_its_tokens(trained: tuple[Pat
     assert "add_tokens" in refused.err
 
 
+@ONE_OF_THEM
 def test_an_adapter_with_such_rows_is_trained_further(trained: tuple[Path, Outcome]) -> None:
     """It starts where PEFT would; a recipe with other tokens is refused."""
     from peft import PeftModel
@@ -212,6 +219,7 @@ def test_an_adapter_with_such_rows_is_trained_further(trained: tuple[Path, Outco
             setup_of(folder, *start, f"add_tokens={other}", output="further")
 
 
+@ONE_OF_THEM
 def test_a_checkpoint_s_result_has_the_tokens(trained: tuple[Path, Outcome]) -> None:
     folder, _ = trained
     run(folder, "export", "out/step-00000002", "--merge", "--to", "early").expect(0)

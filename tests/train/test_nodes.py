@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import signal
@@ -91,8 +92,8 @@ def start_one(folder: Path, rank: int, count: int, port: int, *words: str, **env
     return launch(machine(folder, rank), *command, environment=changes, before=say_soon)
 
 
-def say_soon() -> None:
-    group.SAY_AFTER_S = 1.0
+def say_soon(after_s: float = 1.0) -> None:
+    group.SAY_AFTER_S = after_s
 
 
 def train(folder: Path, count: int, *words: str, **environments: dict[str, str]) -> list[Outcome]:
@@ -115,10 +116,22 @@ def assert_numbers(folder: Path, alone: str, shared: str, *, loss: float = 1e-6,
         assert [row[key] for row in other] == pytest.approx([row[key] for row in one], rel=tolerance)
 
 
+HARMLESS = (
+    *("logging_steps=3", "save_total_limit=5", "check_longest_rows=false", "watchdog_s=99", "weights=pageable"),
+    *("pipeline.devices=[cpu]", "pipeline.recompute=layer", "pipeline.schedule=gpipe", "pipeline.weight_cache=0"),
+)
+"""Keys that may differ between machines."""
+
+
 def shared_by(workspace: Path, count: int) -> list[Outcome]:
-    """The workspace's run by `count` processes, which log their rows, into `shared{count}`."""
-    logs = {f"p{rank}": {"ROUNDPIPE_ROW_LOG": str(workspace / f"rows-{count}-{rank}")} for rank in range(count)}
-    return succeed(workspace, count, f"output_dir=shared{count}", **logs)
+    """The workspace's run by `count` processes, which log their rows, the last one with other keys."""
+    port, processes = free_port(), []
+    for rank in range(count):
+        words = ("finetune", "recipe.yaml", f"output_dir=shared{count}", *(HARMLESS if rank == count - 1 else ()))
+        log = {"ROUNDPIPE_ROW_LOG": str(workspace / f"rows-{count}-{rank}")}
+        there, told = {**places(rank, count, port), **log}, partial(say_soon, math.inf)
+        processes.append(launch(machine(workspace, rank), *words, environment=there, before=told))
+    return [process.finish().expect(0) for process in processes]
 
 
 @pytest.fixture(scope="module")
@@ -140,45 +153,41 @@ def test_several_processes_give_the_numbers_of_one(workspace: Path, by_two: list
 @pytest.mark.parametrize("tokens", [pytest.param(128, marks=pytest.mark.sweep), "auto"])
 def test_microbatches_filled_by_tokens_are_shared(workspace: Path, tokens: int | str) -> None:
     """Rows are short, so that a step has fewer microbatches than full rows would make."""
-    words = (f"micro_batch_tokens={tokens}", "lora.dropout=0", "max_steps=4")
+    words = (f"micro_batch_tokens={tokens}", "lora.dropout=0", "max_steps=3")
     finetune(workspace, *words, f"output_dir=one-{tokens}").expect(0)
     succeed(workspace, 2, *words, f"output_dir=two-{tokens}")
     assert_numbers(workspace, f"one-{tokens}", f"two-{tokens}")
 
 
-FULL = ("method=full", "learning_rate=1e-3", "save_steps=4")
+FULL = ("method=full", "learning_rate=1e-3", "save_steps=2", "max_steps=5")
 
 
 @pytest.fixture(scope="module")
 def trained(workspace: Path) -> Path:
-    """Full fine-tuning by two processes, each with all of the optimizer's state, into `full2`."""
+    """Full fine-tuning alone, into `full1`, and by two processes, each with all of the optimizer's state, into
+    `full2`."""
+    finetune(workspace, *FULL, "output_dir=full1").expect(0)
     succeed(workspace, 2, *FULL, "output_dir=full2")
     return workspace
 
 
 def test_full_fine_tuning_sums_only_rows_of_the_table_that_have_tokens(trained: Path) -> None:
-    finetune(trained, *FULL, "output_dir=full1").expect(0)
     assert_numbers(trained, "full1", "full2")
 
 
-@pytest.mark.parametrize("moment", ["before", "after"])
-def test_a_lost_device_is_its_machines_own_affair(trained: Path, moment: str) -> None:
+def test_a_lost_device_is_its_machines_own_affair(trained: Path) -> None:
     """Before and after its machine gave gradients of the step to the other: at a worker's first operation, which is in
     the forward, and at the step's last one, where it waits for gradients of other layers to be given."""
     stages = ("pipeline.forward_stages=[[0,1],[2,3]]", "pipeline.backward_stages=[[4,4],[2,3],[0,1]]")
-    words, port = (*FULL, *stages, f"output_dir=lost-{moment}"), free_port()
-    fault = {"ROUNDPIPE_FAULT": "compute:raise=DeviceFault:step=3:worker=1:nth=1"} if moment == "before" else {}
-    second = launch(
-        machine(trained, 1),
-        *("finetune", "recipe.yaml", *words),
-        environment={**places(1, 2, port), **fault},
-        before=partial(lose_after_gradients, 3) if moment == "after" else None,
-    )
-    outcomes = [process.finish().expect(0) for process in (start_one(trained, 0, 2, port, *words), second)]
-    assert "was lost at" not in outcomes[0].err
-    assert re.search(r"machine 1: cpu \(worker \d\) was lost at step 4", outcomes[1].err), outcomes[1].err
-    assert ("after gradients were passed on" in outcomes[1].err) == (moment == "after")
-    assert numbers(trained / f"lost-{moment}") == numbers(trained / "full2")
+    words, port = (*FULL, *stages, "output_dir=lost"), free_port()
+    first = start_one(trained, 0, 2, port, *words, ROUNDPIPE_FAULT="compute:raise=DeviceFault:step=2:worker=1:nth=1")
+    command, after = ("finetune", "recipe.yaml", *words), partial(lose_after_gradients, 3)
+    second = launch(machine(trained, 1), *command, environment=places(1, 2, port), before=after)
+    for process, lost in ((first, r"cpu \(worker 1\) was lost at step 3"), (second, r"was lost at step 4")):
+        err = process.finish().expect(0).err
+        assert re.search(lost, err) and err.count("was lost at") == 1, err
+        assert ("after gradients were passed on" in err) == (process is second)
+    assert numbers(trained / "lost") == numbers(trained / "full2")
 
 
 def tensors_of(folder: Path) -> dict[str, bytes]:
@@ -199,7 +208,7 @@ def assert_shared_out(outcomes: list[Outcome], folder: Path, whole: Path) -> Non
     """The same bits as `whole`, with its checkpoints, which the first process writes whole, and the result."""
     assert "shared out over" in outcomes[0].err
     assert numbers(folder) == numbers(whole)
-    for step in ("step-00000004", "step-00000006", "."):
+    for step in ("step-00000004", "step-00000005", "."):
         files = tensors_of(folder / step)
         assert files and files == tensors_of(whole / step)
 
@@ -235,13 +244,13 @@ def test_a_shared_out_run_resumes_on_another_number_of_machines(
     """From a checkpoint of three in bfloat16: masters and moments."""
     whole, _ = sharded
     folder = workspace / f"resumed{count}"
-    shutil.copytree(whole, folder, ignore=shutil.ignore_patterns("report.*", "model*", "step-00000006"))
+    shutil.copytree(whole, folder, ignore=shutil.ignore_patterns("report.*", "model*", "step-00000005"))
     words = (*FULL, BF16, "nodes.shard_optimizer=true", f"output_dir={folder}", "--resume")
     succeed(workspace, count, *words)
     before, after = metrics(whole), metrics(folder)
     assert [row["loss_hex"] for row in after[:4]] == [row["loss_hex"] for row in before[:4]]
     assert [row["loss"] for row in after] == pytest.approx([row["loss"] for row in before], rel=1e-4)
-    assert tensors_of(folder / "step-00000006").keys() == tensors_of(whole / "step-00000006").keys()
+    assert tensors_of(folder / "step-00000005").keys() == tensors_of(whole / "step-00000005").keys()
 
 
 def copy_of(workspace: Path, name: str) -> Path:
@@ -251,19 +260,6 @@ def copy_of(workspace: Path, name: str) -> Path:
     for file in ("recipe.yaml", "rows.jsonl"):
         shutil.copy(workspace / file, folder)
     return folder
-
-
-def test_a_killed_process_ends_the_run_which_torchrun_resumes(workspace: Path, by_two: list[Outcome]) -> None:
-    """As it starts the program again: from the newest checkpoint, though nobody says `--resume`."""
-    folder = copy_of(workspace, "killed")
-    first, second = train(folder, 2, p1={"ROUNDPIPE_FAULT": "compute:kill:step=3"})
-    assert second.code == -signal.SIGKILL
-    first.expect(1)
-    assert first.err.count("error:") == 1 and "another process of this run ended" in first.err
-    again = {"TORCHELASTIC_RESTART_COUNT": "1"}
-    first, _ = succeed(folder, 2, p0=again, p1=again)
-    assert first.err.count("resuming after step 2") == 1
-    assert numbers(folder / "out") == numbers(workspace / "shared2"), "to the bit"
 
 
 def test_the_first_machine_s_end_is_one_clear_error_on_the_others(workspace: Path) -> None:
@@ -314,15 +310,15 @@ def test_only_the_first_machine_looks_at_the_output_directory(workspace: Path, b
     other = machine(folder, 1)
     shutil.copytree(workspace / "out", other / "out")
     before = tree(other / "out")
-    succeed(folder, 2, "max_steps=2")
+    succeed(folder, 2, "max_steps=1")
     assert tree(other / "out") == before, "a run on the second machine's disk is none of its business"
 
     shutil.rmtree(other / "out")
-    for outcome in train(folder, 2, "max_steps=2"):
+    for outcome in train(folder, 2, "max_steps=1"):
         assert "already holds a run" in outcome.expect(2).err and "--resume" in outcome.err
         assert outcome.seconds < 20
-    succeed(folder, 2, "max_steps=4", "--resume")
-    assert [row["step"] for row in metrics(folder / "out")] == [1, 2, 3, 4]
+    succeed(folder, 2, "max_steps=2", "--resume")
+    assert [row["step"] for row in metrics(folder / "out")] == [1, 2]
     assert not (other / "out").exists(), "and it writes nothing there"
 
     for outcome in train(folder, 2, "output_dir=none", "--resume"):
@@ -355,14 +351,20 @@ def torchrun(folder: Path, script: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_torchrun_starts_a_killed_run_again(workspace: Path, by_two: list[Outcome]) -> None:
-    """Each restart once ended at once, since the folder held a run: its own. This one was killed before a checkpoint,
-    and torchrun's first processes end before they load torch, which takes most of the time."""
+    """Though nobody says `--resume`: before a checkpoint, and then, where it is killed once more, as torchrun would
+    from the newest one. Each restart once ended at once, since the folder held a run: its own. torchrun's first
+    processes end before they load torch, which takes most of the time."""
     folder = copy_of(workspace, "restarted")
-    train(folder, 2, p1={"ROUNDPIPE_FAULT": "compute:kill:step=1"})
-    assert (folder / "out" / "metrics.jsonl").exists()
-    done = torchrun(folder, "case $TORCHELASTIC_RESTART_COUNT$RANK in 00) exec sleep 60;; 01) exit 1;; esac")
-    assert done.returncode == 0, done.stderr
-    assert numbers(folder / "out") == numbers(workspace / "shared2")
+    first, second = train(folder, 2, p1={"ROUNDPIPE_FAULT": "compute:kill:step=1"})
+    assert second.code == -signal.SIGKILL
+    assert first.expect(1).err.count("error:") == 1 and "another process of this run ended" in first.err
+    script = "case $TORCHELASTIC_RESTART_COUNT$RANK in 00) exec sleep 60;; 01) exit 1;; esac"
+    done = torchrun(folder, f"{script}; [ $RANK = 0 ] || export ROUNDPIPE_FAULT=compute:kill:step=4")
+    assert done.returncode != 0 and "holds a run" not in done.stderr, done.stderr
+    again = {"TORCHELASTIC_RESTART_COUNT": "1"}
+    first, _ = succeed(folder, 2, p0=again, p1=again)
+    assert first.err.count("resuming after step ") == 1
+    assert numbers(folder / "out") == numbers(workspace / "shared2"), "to the bit"
 
 
 @pytest.mark.sweep
@@ -457,17 +459,9 @@ DIFFERENCES = (
     *("pipeline.threads_per_worker=2", "pipeline.sequence_chunks=2", "nodes.shard_optimizer=true", "method=full"),
     *("kernels=reference", "on_nonfinite=skip", "on_oom=adapt", "objective=dpo", "packing=true", "optim=sgd"),
 )
-HARMLESS = (
-    *("logging_steps=3", "save_total_limit=5", "check_longest_rows=false", "watchdog_s=99", "weights=pageable"),
-    *("pipeline.devices=[cpu]", "pipeline.recompute=layer", "pipeline.schedule=gpipe", "pipeline.weight_cache=0"),
-)
 
 
-def sweep_but_first(words: tuple[str, ...]) -> list[Any]:
-    return [words[0], *(pytest.param(word, marks=pytest.mark.sweep) for word in words[1:])]
-
-
-@pytest.mark.parametrize("word", sweep_but_first(DIFFERENCES))
+@pytest.mark.parametrize("word", [DIFFERENCES[0], *(pytest.param(x, marks=pytest.mark.sweep) for x in DIFFERENCES[1:])])
 def test_a_key_that_differs_is_refused_by_name(workspace: Path, word: str) -> None:
     """Before anything else is sent: two machines with other intervals, say, once waited in different collectives."""
     folder = copy_of(workspace, f"differs-{word.partition('=')[0]}")
@@ -480,8 +474,10 @@ def test_a_key_that_differs_is_refused_by_name(workspace: Path, word: str) -> No
     assert not (folder / "out" / "metrics.jsonl").exists()
 
 
-@pytest.mark.parametrize("word", sweep_but_first(HARMLESS))
+@pytest.mark.sweep
+@pytest.mark.parametrize("word", HARMLESS)
 def test_other_keys_may_differ(workspace: Path, by_two: list[Outcome], word: str) -> None:
+    """All together they may in `by_two`, whose bits another run has without them."""
     folder = copy_of(workspace, f"may-differ-{word.partition('=')[0]}")
     port = free_port()
     both = [start_one(folder, 0, 2, port), start_one(folder, 1, 2, port, word)]
@@ -507,8 +503,8 @@ def test_other_bytes_of_a_starting_adapter_are_refused(workspace: Path) -> None:
 def test_other_threads_at_a_resume_are_said(workspace: Path) -> None:
     """They change the last bits of all that follows."""
     folder = copy_of(workspace, "threads")
-    finetune(folder, "max_steps=2").expect(0)
-    other = finetune(folder, "max_steps=3", "pipeline.threads_per_worker=2", "--resume").expect(0)
+    finetune(folder, "max_steps=1").expect(0)
+    other = finetune(folder, "max_steps=2", "pipeline.threads_per_worker=2", "--resume").expect(0)
     assert "pipeline.threads_per_worker is 2, was 1: numbers differ in their last bits from here on" in other.err
 
 
@@ -517,7 +513,7 @@ def test_other_threads_at_a_resume_are_said(workspace: Path) -> None:
 
 def test_float16_on_two_machines_gives_the_numbers_of_one(workspace: Path) -> None:
     """The norm is that of gradients without the loss scale, as on one machine."""
-    words = ("dtype=float16", "max_steps=4", "lora.dropout=0")
+    words = ("dtype=float16", "max_steps=3", "lora.dropout=0")
     finetune(workspace, *words, "output_dir=half1").expect(0)
     succeed(workspace, 2, *words, "output_dir=half2")
     assert_numbers(workspace, "half1", "half2", loss=1e-4, norm=1e-3)
@@ -530,22 +526,20 @@ def test_float16_on_two_machines_gives_the_numbers_of_one(workspace: Path) -> No
         pytest.param((*FULL, "nodes.shard_optimizer=true"), id="sharded"),
     ],
 )
-def test_a_run_that_is_killed_continues_on_any_number_of_machines(workspace: Path, words: tuple[str, ...]) -> None:
+def test_a_run_that_is_killed_continues_on_any_number_of_machines(trained: Path, words: tuple[str, ...]) -> None:
     """1, 3, 2 and 1 processes, each but the last killed; each checkpoint is continued by all."""
-    name = "sharded" if words else "whole"
-    words = (*words, "max_steps=8", "save_steps=1")
-    finetune(workspace, *words, f"output_dir=alone-{name}").expect(0)
-    folder = copy_of(workspace, f"counts-{name}")
+    name = "full1" if words else "out"
+    folder = copy_of(trained, f"counts-{name}")
     for index, count in enumerate((1, 3, 2, 1)):
-        fault = {} if index == 3 else {"ROUNDPIPE_FAULT": f"compute:kill:step={2 + 2 * index}"}
+        fault = {} if index == 3 else {"ROUNDPIPE_FAULT": f"compute:kill:step={2 + index}"}
         resume = ["--resume"] if index else []
-        outcomes = train(folder, count, *words, *resume, **{f"p{count - 1}": fault})
+        outcomes = train(folder, count, *words, "save_steps=1", *resume, **{f"p{count - 1}": fault})
         assert [outcome.code for outcome in outcomes] == [
             *[1] * (count - 1 if fault else 0),
             *([-signal.SIGKILL] if fault else [0] * count),
         ], outcomes
-    alone, rows = metrics(workspace / f"alone-{name}"), metrics(folder / "out")
-    assert [row["step"] for row in rows] == list(range(1, 9))
+    alone, rows = metrics(trained / name), metrics(folder / "out")
+    assert [row["step"] for row in rows] == list(range(1, len(alone) + 1))
     difference = max(abs(a["loss"] - b["loss"]) / a["loss"] for a, b in zip(alone, rows, strict=True))
     print(f"COUNTS {name}: losses differ by {difference:.1e}")
     assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in alone], rel=1e-5)

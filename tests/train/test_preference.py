@@ -283,7 +283,7 @@ def test_a_run_without_a_reference_model(folder: Path, objective: str) -> None:
         ("objective=dpo", "micro_batch_tokens=256"),
         pytest.param(("objective=orpo",), marks=pytest.mark.sweep),
         ("objective=orpo", "orpo.nll_on_prompt=false"),
-        ("objective=simpo", "simpo.cpo_alpha=0.5"),
+        pytest.param(("objective=simpo", "simpo.cpo_alpha=0.5"), marks=pytest.mark.sweep),
     ],
     ids=" ".join,
 )

@@ -97,7 +97,7 @@ def test_both_tables_are_trained_and_saved(tmp_path: Path, model_type: str) -> N
     assert torch.equal(whole.lm_head.weight, after[HEADS[model_type]])
     assert loss_of(whole, work / "out") < last
     again = work_with(tmp_path / "again", work / "out", method="full")
-    told = finetune(again, *ONE_ROW).expect(0)
+    told = finetune(again, *ONE_ROW, "max_steps=1").expect(0)
     assert SAID not in told.out + told.err, "the configuration is right now"
     assert metrics(again / "out")[0]["loss"] == pytest.approx(loss_of(whole, work / "out"), rel=1e-5)
 
@@ -119,7 +119,7 @@ def test_an_adapter_beside_both_tables_merges(tmp_path: Path, model_type: str) -
 def test_equal_tables_are_tied(tmp_path: Path) -> None:
     base = make_base(tmp_path / "base", "llama", equal=True)
     work = work_with(tmp_path / "work", base, method="full")
-    done = finetune(work, *ONE_ROW).expect(0)
+    done = finetune(work, *ONE_ROW, "max_steps=1").expect(0)
     assert SAID not in done.out + done.err
     assert metrics(work / "out")[0]["loss"] == pytest.approx(loss_of(by_library(base, "llama"), base), rel=1e-5)
     assert json.loads((work / "out" / "config.json").read_text())["tie_word_embeddings"] is True
