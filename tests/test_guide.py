@@ -25,7 +25,9 @@ STAND_INS = {"Qwen/Qwen3-4B": "model"}
 """Words of a command -> what is given in their place."""
 ADDED = {
     "finetune recipes/quickstart.yaml": ["model=model", "dtype=float32"],
-    "finetune mine.yaml": ["method=lora"],  # as `init` chooses for a model that is not tiny
+    "finetune first.yaml": ["dtype=float32", "max_steps=3", "max_seq_length=256"],
+    # the method is what `init` chooses for a model that is not tiny
+    "finetune mine.yaml": ["dtype=float32", "max_steps=3", "max_seq_length=256", "method=lora"],
     "generate": ["--max-new-tokens", "3", "--dtype", "float32", "--offline"],
 }
 """Beginning of a command -> words behind it, so that it takes seconds."""

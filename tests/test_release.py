@@ -245,7 +245,7 @@ def test_a_finished_run_is_uploaded_where_its_recipe_says_so(trained: Path, tmp_
     shutil.copytree(trained, work, ignore=shutil.ignore_patterns("out", ".log*"))
     with hub_server() as hub:
         environment = {"HF_ENDPOINT": hub.address, "HF_TOKEN": SECRET, "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-        words = ("finetune", "recipe.yaml", "hub_model_id=me/mine", "--no-dashboard")
+        words = ("finetune", "recipe.yaml", "hub_model_id=me/mine", "--no-dashboard", "max_steps=1")
         done = on_hub(work, *words, environment=environment).expect(0)
         assert f"uploaded to {hub.address}/me/mine" in done.err and SECRET not in done.err
         assert hub.is_private == {"me/mine": True}

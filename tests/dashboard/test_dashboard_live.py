@@ -16,7 +16,7 @@ from rich.console import Console
 
 from roundpipe_cli.dashboard.live import MAX_QUEUED, LiveDashboard, Terminal
 from roundpipe_cli.events import Notice
-from tests.support.e2e import REPOSITORY, make_model, make_workspace, metrics
+from tests.support.e2e import REPOSITORY, STAGES, make_model, make_workspace, metrics
 
 MAX_WAIT_S = 200.0
 needs_tmux = pytest.mark.skipif(shutil.which("tmux") is None, reason="needs tmux")
@@ -103,7 +103,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def screen(tmp_path: Path, model: Path) -> Iterator[Screen]:
-    screen = Screen(make_workspace(tmp_path / "w", model, num_train_epochs=10, save_steps=1000))
+    screen = Screen(make_workspace(tmp_path / "w", model, num_train_epochs=7, save_steps=1000, **STAGES))
     yield screen
     screen.close()
 
@@ -122,13 +122,18 @@ def fills(text: str, lines: int) -> bool:
 
 @needs_tmux
 def test_a_run_on_a_terminal(screen: Screen, tmp_path: Path) -> None:
-    """The middle of a run at three sizes, pause, save, quit; then to the end."""
+    """The middle of a run at three sizes, Ctrl-Z, pause, save, quit; then to the end."""
     screen.type(f"{SLOW} {FINETUNE}")
-    screen.wait_for("/30", "worker 0 · cpu", "worker 1 · cpu", "tokens/s", "p pause", "● training")
+    screen.wait_for("/21", "worker 0 · cpu", "worker 1 · cpu", "tokens/s", "p pause", "● training")
     assert screen.is_alternate()
     for columns, lines in ((120, 40), (200, 60), (60, 15), (80, 24)):
         screen.resize(columns, lines)
         screen.wait(lambda text, lines=lines: fills(text, lines))  # type: ignore[misc]
+    screen.key("C-z")
+    screen.wait_for("Stopped", screen.prompt)
+    assert not screen.is_alternate()
+    screen.type("fg")
+    screen.wait_for("● training", "p pause")
     screen.key("p")
     screen.wait_for("● paused", "paused after step", "p resume")
     rows = len(metrics(tmp_path / "w" / "out"))
@@ -144,19 +149,14 @@ def test_a_run_on_a_terminal(screen: Screen, tmp_path: Path) -> None:
     screen.resize(80, 60)  # the frame that stays and what is said below it are together on the screen
     screen.type(f"stty -a | md5sum > before; clear; {FINETUNE} --resume")
     text = screen.expect_clean(0)
-    assert "done: " in text and "predicted" in text and "step 30/30" in text and "● finished" in text
+    assert "done: " in text and "predicted" in text and "step 21/21" in text and "● finished" in text
     assert "roundpipe generate out" in text and "roundpipe export out --merge" in text and "out/report.html" in text
     assert (tmp_path / "w" / "out" / "report.html").is_file()
 
 
 @needs_tmux
-def test_ctrl_c_twice_and_ctrl_z(screen: Screen) -> None:
+def test_ctrl_c_twice(screen: Screen) -> None:
     screen.type(f"{SLOW} {FINETUNE}")
-    screen.wait_for("p pause")
-    screen.key("C-z")
-    screen.wait_for("Stopped", screen.prompt)
-    assert not screen.is_alternate()
-    screen.type("fg")
     screen.wait_for("● training", "p pause")
     screen.key("C-c")
     screen.wait_for("stopping after this step")
@@ -165,14 +165,31 @@ def test_ctrl_c_twice_and_ctrl_z(screen: Screen) -> None:
     assert "stopped" in text and "Traceback" not in text
 
 
+SHOWN = """import os, time; from pathlib import Path; from rich.console import Console
+from roundpipe_cli.dashboard.live import LiveDashboard, Terminal
+LiveDashboard(Terminal(), Console(), time.time, {}).start()
+Path("shown.tmp").write_text(str(os.getpid())); os.rename("shown.tmp", "shown"); time.sleep(999)
+"""
+"""A dashboard without a run."""
+
+
 @needs_tmux
-@pytest.mark.parametrize("action", [pytest.param("raise", marks=pytest.mark.sweep), "kill"])
-def test_a_crash_leaves_the_terminal_clean(screen: Screen, action: str) -> None:
-    """A worker's exception, and SIGKILL: then a small shell that waited for our end puts the terminal back."""
-    screen.type(f"ROUNDPIPE_FAULT=compute:slow=0.2,compute:{action}:step=3 {FINETUNE}")
+def test_a_kill_leaves_the_terminal_clean(screen: Screen, tmp_path: Path) -> None:
+    """A small shell that waited for our end puts the terminal back."""
+    work = tmp_path / "w"
+    (work / "shown.py").write_text(SHOWN)
+    screen.type(f"{sys.executable} shown.py")
+    screen.wait(lambda _: (work / "shown").exists() and screen.is_alternate())
+    os.kill(int((work / "shown").read_text()), signal.SIGKILL)
+    screen.expect_clean(137)
+
+
+@needs_tmux
+@pytest.mark.sweep
+def test_a_worker_that_fails_leaves_the_terminal_clean(screen: Screen) -> None:
+    screen.type(f"ROUNDPIPE_FAULT=compute:slow=0.2,compute:raise:step=3 {FINETUNE}")
     screen.wait_for("p pause")
-    text = screen.expect_clean(1 if action == "raise" else 137)
-    assert ("a worker failed" in text) == (action == "raise")
+    assert "a worker failed" in screen.expect_clean(1)
 
 
 # --- without a terminal -----------------------------------------------------------------------------------------------
@@ -209,6 +226,7 @@ def test_a_terminal_that_is_gone_ends_the_dashboard_only() -> None:
 
 
 @needs_tmux
+@pytest.mark.sweep
 def test_schedules_on_a_terminal(screen: Screen) -> None:
     """`q` ends `bench --run` as Ctrl-C does, and no signal is named."""
     command = f"{sys.executable} -m roundpipe_cli bench recipe.yaml --run --schedule roundpipe --schedule gpipe"

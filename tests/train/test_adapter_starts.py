@@ -28,7 +28,7 @@ from roundpipe_cli.train.result.generate import load_result
 from roundpipe_cli.train.signals import Reporting, StopSignals
 from tests.model.test_quantized_files import save_in_4bit
 from tests.support.adapters import by_peft, load_whole
-from tests.support.e2e import make_model, make_tokenizer, make_workspace
+from tests.support.e2e import STAGES_OF_TWO, make_model, make_tokenizer, make_workspace
 from tests.support.tiny import logits_of, plain_copy
 from tests.train.test_multimodal_result import make_base
 
@@ -89,7 +89,11 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Base]:
     make_model(folder / "gpt2", "gpt2", n_layer=2)
     make_model(folder / "experts", "qwen3_moe", num_hidden_layers=2)
     kinds |= {name: make_base(name, folder / name) for name in WRAPPERS}
-    return {name: Base(make_workspace(folder / f"{name}-work", folder / name), kind) for name, kind in kinds.items()}
+    works = {
+        name: make_workspace(folder / f"{name}-work", folder / name, **({} if name in WRAPPERS else STAGES_OF_TWO))
+        for name in kinds
+    }
+    return {name: Base(works[name], kind) for name, kind in kinds.items()}
 
 
 def make_adapter(base: Base, folder: Path, **options: Any) -> torch.Tensor:

@@ -16,7 +16,7 @@ import torch
 
 from roundpipe_cli.choices import GGUF_NAME
 from roundpipe_cli.train.result.gguf_file import write_gguf
-from tests.support.e2e import finetune, launch, make_model, make_workspace, run
+from tests.support.e2e import STAGES, finetune, launch, make_model, make_workspace, run
 from tests.support.tiny import logits_of
 
 ADAPTER = "adapter_model.safetensors"
@@ -54,7 +54,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, model: Path) -> dict[str, 
     """Of each of `METHODS` the folder of a finished run of two steps, with two checkpoints."""
     works = {name: tmp_path_factory.mktemp("run") / "work" for name in METHODS}
     for name, changes in METHODS.items():
-        finetune(make_workspace(works[name], model, max_steps=2, save_steps=1, **changes)).expect(0)
+        finetune(make_workspace(works[name], model, max_steps=2, save_steps=1, **STAGES, **changes)).expect(0)
     return works
 
 
@@ -85,10 +85,10 @@ def test_the_last_checkpoint_gives_the_result(trained: dict[str, Path], method: 
     assert not list((work / "out").glob(".tmp-*"))
 
 
-@pytest.mark.parametrize("method", ["lora", "full"])
+@pytest.mark.parametrize("method", ["lora", pytest.param("full", marks=pytest.mark.sweep)])
 def test_a_stopped_run_is_exported_and_answers(tmp_path: Path, model: Path, method: str) -> None:
     """Story: a run of days that was stopped had no result: `export` and `generate` refused its folder."""
-    work = make_workspace(tmp_path / "work", model, method=method, num_train_epochs=200, save_steps=1000)
+    work = make_workspace(tmp_path / "work", model, method=method, num_train_epochs=200, save_steps=1000, **STAGES)
     running = launch(work, "finetune", "recipe.yaml", "--no-dashboard")
     running.wait_for_steps(3)
     running.kill(signal.SIGINT)
@@ -134,7 +134,13 @@ def test_a_moved_base_is_named(work: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "method"), [*(("folder", name) for name in ("lora", "full")), ("gguf", "lora"), ("package", "lora")]
+    ("kind", "method"),
+    [
+        ("folder", "lora"),
+        pytest.param("folder", "full", marks=pytest.mark.sweep),
+        ("gguf", "lora"),
+        ("package", "lora"),
+    ],
 )
 def test_the_page_of_a_result_loads_it(work: Path, kind: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Story: `AutoPeftModelForCausalLM` found no base of an adapter on a GGUF file or a relative path."""

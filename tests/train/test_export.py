@@ -21,7 +21,7 @@ from roundpipe_cli.train.prepare.base_files import BaseFiles, read_base_files
 from roundpipe_cli.train.result.export import merge_result, split_shards
 from roundpipe_cli.train.result.gguf_file import write_gguf
 from tests.support.adapters import ADAPTER, load_whole, random_adapter
-from tests.support.e2e import PRELOADED, finetune, make_model, make_tokenizer, make_workspace, run
+from tests.support.e2e import PRELOADED, STAGES, finetune, make_model, make_tokenizer, make_workspace, run
 from tests.support.tiny import logits_of, tiny_config
 
 
@@ -29,7 +29,7 @@ from tests.support.tiny import logits_of, tiny_config
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished LoRA run."""
     folder = tmp_path_factory.mktemp("export")
-    work = make_workspace(folder / "work", make_model(folder / "tiny"))
+    work = make_workspace(folder / "work", make_model(folder / "tiny"), max_steps=2, **STAGES)
     finetune(work).expect(0)
     return work
 

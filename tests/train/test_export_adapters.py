@@ -64,7 +64,7 @@ def check(work: Path, expected: torch.Tensor | None = None) -> Merged:
 HEADS = {"llama": "embed_tokens", "gpt2": "wte"}
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("is_tied", [True, False])
 @pytest.mark.parametrize("touched", ["head", "embedding", "both"])
 @pytest.mark.parametrize("how", ["modules_to_save", "target_modules"])
@@ -127,7 +127,7 @@ EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     [
         ("qwen3_moe", {"target_modules": ["q_proj"], "target_parameters": EXPERTS}),
         ("mixtral", {"target_modules": ["q_proj"], "target_parameters": EXPERTS[1:]}),
-        ("glm4_moe", {"target_modules": ["q_proj"]}),
+        pytest.param("glm4_moe", {"target_modules": ["q_proj"]}, marks=pytest.mark.sweep),
         ("hrm_text", {"target_modules": ["q_proj", "up_proj"]}),
         ("gpt2", {"target_modules": ["c_attn"], "fan_in_fan_out": True}),
     ],
@@ -196,13 +196,13 @@ def test_dequantised_weights_are_listed(tmp_path: Path) -> None:
             },
         ),
         ("llama", {"use_dora": True, "target_modules": ["q_proj", "embed_tokens"]}),
-        ("llama", {"layers_to_transform": [0, 2], "layers_pattern": "layers"}),
+        pytest.param("llama", {"layers_to_transform": [0, 2], "layers_pattern": "layers"}, marks=pytest.mark.sweep),
         ("llama", {"target_modules": [], "target_parameters": ["q_proj.weight"]}),
         ("llama", {"use_bdlora": {"target_modules_bd_b": ["q_proj"], "nblocks": 2}}),
         pytest.param("llama", {"save_tables": True, "modules_to_save": ["embed_tokens"]}, marks=pytest.mark.sweep),
         ("llama", {"modules_to_save": ["lm_head", "embed_tokens", "input_layernorm"]}),
         ("qwen2", {"bias": "all"}),
-        ("qwen2", {"bias": "lora_only"}),
+        pytest.param("qwen2", {"bias": "lora_only"}, marks=pytest.mark.sweep),
         ("gpt2", {"target_modules": ["c_attn"], "fan_in_fan_out": True, "lora_bias": True}),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value),
@@ -306,11 +306,11 @@ def adapter_of_experts(base: Path, folder: Path, targets: tuple[str, ...], **val
     ("model_type", "targets", "values"),
     [
         ("qwen3_moe", MLP, {"use_rslora": True}),
-        ("qwen3_moe", ("gate_proj", "up_proj"), {}),
-        ("qwen3_moe", ("q_proj", "down_proj"), {}),
+        pytest.param("qwen3_moe", ("gate_proj", "up_proj"), {}, marks=pytest.mark.sweep),
+        pytest.param("qwen3_moe", ("q_proj", "down_proj"), {}, marks=pytest.mark.sweep),
         ("mixtral", ("q_proj", "w1", "w2", "w3", "gate"), {"layers_to_transform": [0, 2]}),
         ("qwen2_moe", ("q_proj", *MLP), {}),
-        ("glm4_moe", ("q_proj", *MLP), {}),
+        pytest.param("glm4_moe", ("q_proj", *MLP), {}, marks=pytest.mark.sweep),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )
@@ -364,7 +364,12 @@ def _as_qwen_was(name: str) -> str:
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("lists_paths", [False, True], ids=["names", "paths"])
 @pytest.mark.parametrize(
-    ("model_type", "older"), [("llava", _as_llava_was), ("gemma3", _as_llava_was), ("qwen2_5_vl", _as_qwen_was)]
+    ("model_type", "older"),
+    [
+        ("llava", _as_llava_was),
+        pytest.param("gemma3", _as_llava_was, marks=pytest.mark.sweep),
+        ("qwen2_5_vl", _as_qwen_was),
+    ],
 )
 def test_older_names_around_a_wrapped_language_model(
     tmp_path: Path, model_type: str, older: Callable[[str], str], lists_paths: bool
@@ -388,7 +393,7 @@ def test_older_names_around_a_wrapped_language_model(
         ("mixtral", tuple(f"block_sparse_moe.experts.{{}}.{name}" for name in ("w1", "w3", "w2"))),
         ("glm4_moe", ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj")),
         ("gpt_oss", ()),
-        ("qwen3_5_moe", ()),
+        pytest.param("qwen3_5_moe", (), marks=pytest.mark.sweep),
     ],
 )
 def test_the_layout_that_vllm_documents(model_type: str, names: tuple[str, ...], tmp_path: Path) -> None:
