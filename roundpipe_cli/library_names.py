@@ -6,7 +6,8 @@ import functools
 import importlib
 import inspect
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib import metadata
+from importlib.metadata import PackageNotFoundError
 from typing import Any
 
 from roundpipe_cli.errors import RefusedError
@@ -26,6 +27,9 @@ class LibraryName:
     parameters: tuple[str, ...] = ()
     """The first ones, in order, where this program calls or replaces it; empty for a class or table."""
 
+
+version = functools.cache(metadata.version)
+"""The version of an installed package, by its name for pip; each one's metadata are read once."""
 
 NEWEST_TRIED = {"torch": "2.13", "transformers": "5.23", "peft": "0.21"}
 """Releases with all of the names, for the advice which one to install."""

@@ -7,13 +7,11 @@ Only a few chunks are in memory at a time. A shard whose key is in the cache is 
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from importlib import metadata
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,6 +41,7 @@ from roundpipe_cli.data.sources import Source, find_sources
 from roundpipe_cli.data.tokenized import TokenizedDataset, TokenizedRows, hold_out, part_of
 from roundpipe_cli.errors import Problem, RefusedError
 from roundpipe_cli.events import Say
+from roundpipe_cli.library_names import version
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -51,7 +50,6 @@ if TYPE_CHECKING:
 # A key for the tokens of a source: it changes with every value that the tokens depend on.
 
 LIBRARIES = ("transformers", "tokenizers", "jinja2", "datasets", "pyarrow")
-version = functools.cache(metadata.version)
 
 
 def shard_key(

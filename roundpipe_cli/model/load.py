@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from roundpipe_cli import __version__
 from roundpipe_cli.errors import RefusedError, closest
 from roundpipe_cli.files import cache_folder, new_folder, prune_cache, sync
+from roundpipe_cli.library_names import version
 from roundpipe_cli.model import sink_attention
 from roundpipe_cli.model.files.source import ModelSource
 from roundpipe_cli.model.files.untrusted import MAX_TOKENIZER_BYTES, check_file, check_small_files, refusing

@@ -14,13 +14,14 @@ import tempfile
 import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
 from roundpipe_cli.choices import SIZE_NAMES
 from roundpipe_cli.errors import RefusedError, ResourceError, RoundpipeError
 from roundpipe_cli.files import cache_folder, read_regular, write_atomically
+from roundpipe_cli.library_names import version
 from roundpipe_cli.limited import Limits, run_limited
 
 FORMAT = 5

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError
 
 from packaging.version import InvalidVersion, Version
 
 from roundpipe_cli.errors import Problem, RecipeError
+from roundpipe_cli.library_names import version
 
 FLOORS = {
     "torch": ("2.10", "CVE-2025-32434, CVE-2026-24747"),

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.errors import RefusedError, ResourceError
 from roundpipe_cli.events import Notice, Phase, Tell
 from roundpipe_cli.files import cache_folder, read_json_of_ours, write_atomically
+from roundpipe_cli.library_names import version
 from roundpipe_cli.model.adapter_files import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
