@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from roundpipe_cli.files import CACHE_VARIABLE
 from tests.support.e2e import (
     MAX_WAIT_S,
     REPOSITORY,
@@ -28,7 +29,7 @@ from tests.support.e2e import (
 )
 
 HOUR_S = 3600.0
-WATCHDOG_S = 3.0  # the proof at the start takes a third of a second, and ten times that on a busy machine
+WATCHDOG_S = 3.0  # the proof at the start may take longer on a busy machine: the reference run makes it
 
 
 @pytest.fixture(scope="module")
@@ -37,15 +38,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
+def reference(tmp_path_factory: pytest.TempPathFactory, model: Path, shared_caches: Path) -> Path:
     """Output directory of a run at the right time."""
     work = workspace(tmp_path_factory.mktemp("reference"), model)
-    finetune(work).expect(0)
+    finetune(work, environment={CACHE_VARIABLE: str(shared_caches)}).expect(0)
     return work / "out"
 
 
-def workspace(folder: Path, model: Path) -> Path:
-    return make_workspace(folder / "work", model, save_total_limit=2, watchdog_s=WATCHDOG_S)
+def workspace(folder: Path, model: Path, **changes: Any) -> Path:
+    return make_workspace(folder / "work", model, save_total_limit=2, **changes)
 
 
 def assert_same(out: Path, reference: Path) -> None:
@@ -100,7 +101,7 @@ def jumping_clock() -> None:
 
 def test_jumps_of_an_hour_in_a_run_that_is_stopped_too(tmp_path: Path, model: Path, reference: Path) -> None:
     """Stopped in a step beside a save, for three times as long as the watchdog waits: it is not stuck."""
-    work = workspace(tmp_path, model)
+    work = workspace(tmp_path, model, watchdog_s=WATCHDOG_S)
     slow = {"ROUNDPIPE_FAULT": "compute:slow=0.05,ckpt_writer:slow=0.2"}
     running = launch(work, "finetune", "recipe.yaml", environment=slow, before=jumping_clock)
     out = work / "out"
