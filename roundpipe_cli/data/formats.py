@@ -305,7 +305,7 @@ class RowFormat:
         Raises:
             BadRowError: one of them changes what the row means.
         """
-        return unused_columns(row, set(self.columns.values()), self.type)
+        return unused_columns(row, self.columns.values(), self.type)
 
     def _conversation(self, row: Mapping[str, object]) -> Conversation:
         field, role_key = ("messages", "role") if self.type == "chat" else ("conversations", "from")

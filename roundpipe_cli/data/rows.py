@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from roundpipe_cli.choices import RowRole, RowType
 from roundpipe_cli.errors import Problem
+from roundpipe_cli.units import escape_controls
 
 # Settings for reading data, as plain arguments named like the recipe's keys.
 
@@ -140,8 +141,7 @@ JSON_DECODER = json.JSONDecoder(object_pairs_hook=_checked_object)
 
 def printable(text: str, limit: int = MAX_SHOWN_CHARACTERS) -> str:
     """`text` with control characters escaped and cut to `limit` characters, safe for a terminal and a log."""
-    start = text[: limit + 1]
-    escaped = "".join(one if one.isprintable() else one.encode("unicode_escape").decode("ascii") for one in start)
+    escaped = escape_controls(text[: limit + 1])
     return escaped if len(escaped) <= limit else escaped[: limit - 3] + "..."
 
 

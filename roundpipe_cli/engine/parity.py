@@ -30,6 +30,7 @@ from roundpipe_cli.engine.options import EngineOptions
 from roundpipe_cli.engine.step import Microbatch
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.errors import NoProgressError, RefusedError, ResourceError
+from roundpipe_cli.model.block_calls import NOT_SUPPORTED
 from roundpipe_cli.model.dropout import switch_off_dropout
 from roundpipe_cli.model.files.supported import chunk_refusal, packing_refusal
 from roundpipe_cli.model.fused import find_fused_ops
@@ -137,13 +138,8 @@ def _refuse_if_the_engine_fails(
         exact = copy.deepcopy(reduced.model).float()
         _run_engine(exact, split, weights, usual_pieces(reduced.vocab_size), reduced=reduced)
     except RefusedError as refused:
-        raise ParityRefusedError(
-            "this model cannot be trained on text alone: its own forward and backward fail, and the engine's too",
-            where="model",
-            found=str(error),
-            expected="losses and gradients of made-up tokens",
-            hint="this architecture is not supported; choose another model",
-        ) from refused
+        what = "this model cannot be trained on text alone: its own forward and backward fail, and the engine's too"
+        raise _refusal("model", str(error), "losses and gradients of made-up tokens", what=what) from refused
 
 
 def _prove(reduced: Reduced, split: ModelSplit, weights: Mapping[str, torch.Tensor]) -> Proof:
@@ -273,14 +269,10 @@ def _check(errors: Mapping[str, float], allowed: Mapping[str, float], dtype: str
     )
 
 
-def _refusal(where: str, found: str, expected: str) -> ParityRefusedError:
-    return ParityRefusedError(
-        "this model would be trained wrong",
-        where=where,
-        found=found,
-        expected=expected,
-        hint="this architecture is not supported; choose another model",
-    )
+def _refusal(
+    where: str, found: str, expected: str, *, what: str = "this model would be trained wrong"
+) -> ParityRefusedError:
+    return ParityRefusedError(what, where=where, found=found, expected=expected, hint=NOT_SUPPORTED)
 
 
 # -- microbatches ------------------------------------------------------------------------------------------------

@@ -64,7 +64,7 @@ def copy_modules(model: nn.Module) -> tuple[nn.Module, dict[int, Any]]:
     when `deepcopy` takes them one by one.
     """
     memo: dict[int, Any] = {}
-    modules = [module for module in model.modules() if not hasattr(module, "__deepcopy__")]
+    modules = [module for module in model.modules() if not hasattr(type(module), "__deepcopy__")]
     for module in modules:
         memo[id(module)] = module.__class__.__new__(module.__class__)
         for value in vars(module).values():
@@ -482,9 +482,8 @@ def _probe(model: nn.Module, blocks_path: str, recorder: CallRecorder) -> ModelS
         raise SplitRefusedError("the model has no separate backbone below its head", where=type(model).__name__)
     tail_paths = tuple(path for path in trace.after_blocks if path.startswith(backbone_path + "."))
     casts_tail = _check_tail(probe, tail_paths, recorder.last_hidden, trace)
-    for (
-        path
-    ) in tail_paths:  # whose weights lie with the head, where nothing before the first block reads or trains them
+    # the tail's weights lie with the head, where nothing before the first block reads or trains them
+    for path in tail_paths:
         if path in trace.before_blocks and any(True for _ in probe.get_submodule(path).parameters()):
             what = "the model uses the same weights before its first block and after its last"
             raise SplitRefusedError(what, where=path, hint=NOT_SUPPORTED)

@@ -345,10 +345,8 @@ class Trainer:
         stopping = lambda: alone and self._signals.requested is not None  # noqa: E731
         scorer = Scorer(engine, self._planner, size, stopping, again=again)
         evaluator = self.evaluator = Evaluator(setup, scorer, self.output_dir, self.num_steps, tell=self._tell)
-        evaluator.agree, evaluator.ends_epoch = (
-            self._machines.nodes.from_first,
-            lambda: self.sampler.position.starts_epoch,
-        )
+        evaluator.agree = self._machines.nodes.from_first
+        evaluator.ends_epoch = lambda: self.sampler.position.starts_epoch
         evaluator.start(evaluation)
         self._rows = RowDigest(metrics_path)
         self._log.start()
