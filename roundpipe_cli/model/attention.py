@@ -381,6 +381,7 @@ def _attend_at_once(
 
     longest = max(map(max, rows.lengths))
     window = -1 if rows.window is None else rows.window - 1
+    shared = {"enable_gqa": heads != key.shape[1]} if "enable_gqa" in _variable_length_arguments() else {}  # 2.11: not
     result = varlen.varlen_attn(
         flat(query),
         flat(key),
@@ -391,7 +392,7 @@ def _attend_at_once(
         longest,
         scale=more.get("scaling"),
         window_size=(window, 0),
-        enable_gqa=heads != key.shape[1],
+        **shared,
     )
     assert isinstance(result, torch.Tensor), "no log-sums were asked for"
     return result.view(batch, length, heads, width)

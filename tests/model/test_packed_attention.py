@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -113,11 +114,11 @@ def test_each_row_by_itself_gives_the_numbers_of_the_mask(window: int | None, mo
 
 
 def varlen_by_its_documentation(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, scale: Any, window_size: Any, **more: Any
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, scale: Any, window_size: Any
 ) -> torch.Tensor:
-    """What torch's documentation says that `varlen_attn` computes; the kernel itself needs a GPU."""
+    """What the documentation of torch 2.11 says that `varlen_attn` computes; the kernel itself needs a GPU."""
     ends, same_ends, longest, _ = rest
-    assert torch.equal(ends, same_ends) and ends.dtype == torch.int32 and more == {"enable_gqa": True}
+    assert torch.equal(ends, same_ends) and ends.dtype == torch.int32
     assert longest == int(ends.diff().max())
     places, row = torch.arange(len(query)), torch.bucketize(torch.arange(len(query)), ends[1:].long(), right=True)
     behind = places[:, None] - places
@@ -127,10 +128,21 @@ def varlen_by_its_documentation(
     return out[0].transpose(0, 1)
 
 
+def newer_varlen(*inputs: Any, scale: Any, window_size: Any, enable_gqa: bool = False) -> torch.Tensor:
+    """The same of torch 2.13, which wants to be told of heads that share keys."""
+    assert enable_gqa
+    return varlen_by_its_documentation(*inputs, scale=scale, window_size=window_size)
+
+
 @pytest.mark.parametrize("window", WINDOWS)
-def test_all_rows_at_once_where_a_gpu_has_the_kernel(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kernel", [varlen_by_its_documentation, newer_varlen])
+def test_all_rows_at_once_where_a_gpu_has_the_kernel(
+    window: int | None, kernel: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The arguments that the kernel is given, by what the documentation says they mean."""
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_by_its_documentation)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
+    names = frozenset(inspect.signature(kernel).parameters)
+    monkeypatch.setattr(attention, "_variable_length_arguments", lambda: names)
     rows = packed_rows(window)
     found = gradients(lambda q, k, v: (attention._attend_at_once(q, k, v, rows, more={"scaling": 0.3}), None))
     expected = gradients(lambda q, k, v: _by_mask(q, k, v, rows))
