@@ -16,7 +16,7 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -109,8 +109,18 @@ def main(args: argparse.Namespace) -> int:
         import torch
 
         torch.cuda.memory._record_memory_history(max_entries=100_000)
+    if not place.is_simulated:
+        set_up(indices)
     snapshot = "" if place.is_simulated else args.memory_snapshot or ""
     return run_part(args.child, place, Path(args.results), set(args.done), chosen=set(args.choose), snapshot=snapshot)
+
+
+def set_up(indices: Sequence[int]) -> None:
+    """Attention, memory and threads as a run has them; nothing without a GPU."""
+    from roundpipe_cli.engine.backends import cuda
+
+    if cuda.num_devices():
+        cuda.set_up_process(indices)
 
 
 def visible_gpus(most: int) -> tuple[int, ...]:

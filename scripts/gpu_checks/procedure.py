@@ -113,7 +113,8 @@ def child_words(part: str, args: argparse.Namespace, results: Path, done: Sequen
     words += ["--results", str(results), "--device", args.device, "--scale", args.scale]
     for option, value in (("--trace", args.trace), ("--memory-snapshot", args.memory_snapshot)):
         words += [option, value] if value else []
-    several = {"done": done, "indices": args.indices, "without": args.without, "choose": args.choose}
+    chosen = () if part == "environment" else args.choose  # what names the machine is always asked
+    several = {"done": done, "indices": args.indices, "without": args.without, "choose": chosen}
     for name, values in several.items():
         words += [f"--{name}", *map(str, values)] if values else []
     return words + ["--quick"] * args.quick

@@ -271,12 +271,13 @@ def command_line(*words: str) -> list[str]:
 
 
 def child_environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Our own environment with one thread, no installed copy in front of this one, and `changes`.
+    """Our own environment with one thread, this copy of the program before any installed one, and `changes`.
 
     Commands called in this process set the switches of `--offline` and leave them on.
     """
     own = {name: value for name, value in os.environ.items() if name not in SWITCHES}
-    return {**own, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), **(changes or {})}
+    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+    return {**own, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **(changes or {})}
 
 
 def _command(
