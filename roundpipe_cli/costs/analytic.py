@@ -8,9 +8,9 @@ backward              2x the forward's products when the weights are trained, 1x
                       attention + 3x head for full training, 3x, 4.5x and 2x for LoRA
 time                  products by their FLOPs or their traffic, whichever takes longer; attention by its FLOPs; all
                       other operators by their traffic (`block_work.py` counts, `hardware.py` has the rates)
-unpacking             of 4-bit, 8-bit and FP8 weights: at the rate of device memory, in each forward, recompute and
-                      backward, or once per visit of a stage
-host                  one interpreter issues the operators of all workers, 10 us each, while GPUs compute: no pass ends
+unpacking             of 4-bit and 8-bit weights: at the rate of device memory, of FP8 at a quarter of it; in each
+                      forward, recompute and backward, or once per visit of a stage
+host                  one interpreter issues the operators of all workers, 40 us each, while GPUs compute: no pass ends
                       before its own are issued, and no step before all are
 """
 
@@ -161,9 +161,11 @@ def head_work(architecture: Architecture, settings: TrainingSettings) -> tuple[P
     return tally.forward, tally.backward
 
 
-ISSUED_PER_S = 100e3
-"""Operators a second that one interpreter issues for all workers together: 118,000 by one thread, 100,500 by eight in
-turns, on tensors of a few numbers (`scripts/issue_rate.py`); no GPU's driver was measured."""
+ISSUED_PER_S = 25e3
+"""Operators a second that one interpreter issues for all workers together: 23,000 to 27,000 in steps that were bound by
+it, in a virtual machine with an H100 (`scripts/gpu_check`), the only one measured; a faster processor issues more."""
+FP8_UNPACKING = 0.26
+"""Share of the memory's rate at which FP8 weights are unpacked (measured on an H100)."""
 UPDATE_S_PER_PARAM = 26e-6 / 2**22
 """The interpreter's part of an update on the host: 26 us a block (measured), which sixteen threads share."""
 HOP_S = 100e-6
@@ -324,6 +326,7 @@ class _Timer:
         architecture, settings = self.architecture, self.settings
         work = block_work(architecture, block, settings)
         unpack_s = block.params * settings.unpacking_bytes_per_param / self.device.memory_bytes_per_s
+        unpack_s /= FP8_UNPACKING if settings.packed_as == "fp8" else 1.0
         each_s = 0.0 if settings.unpacks_once else unpack_s
         forward_s, backward_s = self._pass_s(work.forward) + each_s, self._pass_s(work.backward) + each_s
         if settings.deterministic and not self.device.is_cpu:

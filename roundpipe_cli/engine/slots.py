@@ -80,11 +80,6 @@ class WeightCache:
         """In the current step: layer -> the visit that uploads missing weights."""
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes of device memory in use."""
-        return 0 if self._arena is None else self._arena.nbytes
-
-    @property
     def is_on(self) -> bool:
         """Whether weights stay on the device, now or from the next step on."""
         return self._budget_bytes > 0

@@ -30,12 +30,12 @@ MACHINES = (
     "2x3090,host_memory_gib=64",
     "4x4090,host_memory_gib=128",
 )
-NONE, FP8, FOUR = "", "load_in_fp8=true", "load_in_4bit=true"
+NONE, EIGHT, FP8, FOUR = "", "load_in_8bit=true", "load_in_fp8=true", "load_in_4bit=true"
 FITS = (F, NONE)
 PAIRS = {
     "HuggingFaceTB/SmolLM2-1.7B": (FITS, FITS, FITS, FITS),
     "Qwen/Qwen3-4B": (FITS, FITS, FITS, FITS),
-    "mistralai/Mistral-7B-v0.3": ((S, FP8), FITS, FITS, FITS),
+    "mistralai/Mistral-7B-v0.3": ((S, EIGHT), FITS, FITS, FITS),
     "Qwen/Qwen3-8B": ((S, FP8), FITS, FITS, FITS),
     "google/gemma-3-12b-pt": ((S, FOUR), FITS, FITS, FITS),  # FP8 would be slower than weights from disk
     "openai/gpt-oss-20b": ((S, FOUR), (S, FP8), FITS, FITS),

@@ -51,7 +51,7 @@ def test_a_model_that_fits_is_not_recomputed(tmp_path: Path, num_gpus: int, gain
     assert plan.backward_stages == ((0, 33),) and plan.verdict.fits
     assert plan.verdict.device.total_bytes <= DEVICE_SHARE * 24 * 2**30
     assert plan.verdict.host.total_bytes <= streamed.verdict.host.total_bytes
-    assert streamed.step_s > gain * plan.step_s
+    assert streamed.device_step_s > gain * plan.device_step_s  # one interpreter binds eight
     assert plan.links.weights_up < 0.1 * streamed.links.weights_up + num_gpus * 2**27
     text = "\n".join(plan_text(plan, None))
     assert "of weights stay on each GPU" in text and " GiB  weight cache" in text
@@ -160,7 +160,7 @@ def test_a_run_changes_to_them_and_back_without_a_bit(rig: Rig, num_workers: int
         assert run.planner.predicted(len(SIZES)) is not None
         run.cache.give_up(engine)
         assert not run.cache.holds_all and run.planner.schedule(len(SIZES)).backward_stages != ((0, head),)
-        assert all(not worker.slots.cache.num_bytes for worker in engine._workers) and not run.cache.num_bytes
+        assert all(worker.slots.cache._arena is None for worker in engine._workers) and not run.cache.num_bytes
         assert run.step(engine) == expected and run.step(engine, SIZES[:1]) == short
         assert run.cache.num_bytes > 0 and not run.cache.holds_all, "a cache beside the usual stages may come yet"
         run.cache.give_up(engine)
