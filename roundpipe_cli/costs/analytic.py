@@ -44,14 +44,14 @@ from roundpipe_cli.costs.models import Architecture, Block, TrainingSettings
 def activation_bytes(architecture: Architecture, block: Block, settings: TrainingSettings) -> int:
     """Bytes that autograd keeps of one block for the backward of one microbatch; see the head of this file.
 
-    A norm keeps its input in float32 and its output (the next product's input); with trained weights also the
-    normalised input. Attention keeps q, k, v, its output and that output laid out for the next product. A gated MLP
-    keeps gate, activation, up and their product.
+    A norm keeps its input and its output (the next product's input); transformers' own its input in float32, and with
+    trained weights the normalised input too. Attention keeps q, k, v, its output and that output laid out for the next
+    product. A gated MLP keeps gate, activation, up and their product.
     """
     size, hidden = settings.dtype_bytes, architecture.hidden_size
     query = architecture.num_attention_heads * architecture.head_dim
     key_value = architecture.num_key_value_heads * architecture.head_dim
-    per_norm = 4 + size * (2 if settings.method == "full" else 1)
+    per_norm = 2 * size if settings.fused else 4 + size * (2 if settings.method == "full" else 1)
     num_norms = 4 if architecture.four_norms else 2
     total = float(num_norms * per_norm * hidden)  # per token
     if architecture.qk_norm:
@@ -67,7 +67,7 @@ def activation_bytes(architecture: Architecture, block: Block, settings: Trainin
         mlp = size * tensors * width
     if settings.method == "lora":
         total += 7 * size * settings.lora_r
-    if settings.method == "lora" and settings.lora_dropout > 0:  # a bool mask and the masked input, for each product
+    if settings.method == "lora" and settings.lora_dropout > 0 and not settings.fused:  # masks, and what they leave
         total += (1 + size) * (3 * hidden + query)
         mlp += 0 if block.num_experts else (1 + size) * (2 * hidden + width)
     activations = int(settings.tokens_per_microbatch * total + settings.tokens_per_mlp_call * mlp)
@@ -115,21 +115,31 @@ def key_value_bytes(architecture: Architecture, settings: TrainingSettings) -> i
     return int(settings.micro_batch_size * settings.max_seq_length) * width * settings.dtype_bytes
 
 
-def head_chunk_bytes(architecture: Architecture, settings: TrainingSettings) -> int:
-    """The head's working memory, see `head_bytes`."""
-    tokens, chunk = settings.tokens_per_microbatch, settings.head_chunk_tokens
-    return head_bytes(tokens, chunk, architecture.vocab_size, architecture.hidden_size, size=settings.dtype_bytes)
+def head_chunk_bytes(architecture: Architecture, settings: TrainingSettings, device: Device | None = None) -> int:
+    """The head's working memory, see `head_bytes`. None: a device without kernels of ours."""
+    has_kernel = settings.fused and device is not None and not device.is_cpu and device.has_bfloat16
+    return head_bytes(
+        settings.tokens_per_microbatch,
+        settings.head_chunk_tokens,
+        architecture.vocab_size,
+        architecture.hidden_size,
+        size=settings.dtype_bytes,
+        in_place=has_kernel and settings.sequences_per_row == 1,
+    )
 
 
-def head_bytes(tokens: float, chunk_tokens: int, vocab_size: int, hidden_size: int, *, size: int) -> int:
+def head_bytes(
+    tokens: float, chunk_tokens: int, vocab_size: int, hidden_size: int, *, size: int, in_place: bool = False
+) -> int:
     """Bytes of the head: logits in 16 bit and float32 and the gradient of each, for one chunk of tokens; hidden
     states, their float32 copy in the norm and their gradient for all `tokens`.
 
     Args:
         size: bytes of a value.
+        in_place: a kernel writes each logit's gradient over it: 8 bytes a logit cover all that an H100 was seen to use.
     """
     chunk = min(chunk_tokens, tokens)
-    return int(chunk * vocab_size * (2 * size + 8) + tokens * hidden_size * (3 * size + 4))
+    return int(chunk * vocab_size * (2 * size + (4 if in_place else 8)) + tokens * hidden_size * (3 * size + 4))
 
 
 # Kernels of the LM head and its loss for one microbatch, counted as `model/head.py` launches them.
@@ -377,7 +387,7 @@ class _Timer:
             backward_s=self._pass_s(backward),
             recompute=False,
             param_bytes=0 if self.device.is_cpu else architecture.head_params * settings.dtype_bytes,
-            activation_bytes=head_chunk_bytes(architecture, settings),
+            activation_bytes=head_chunk_bytes(architecture, settings, self.device),
         )
 
     def _upload_bytes(self, params: int, has_matrices: bool, adapters: int) -> int:

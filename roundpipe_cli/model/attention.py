@@ -361,7 +361,7 @@ def _has_own_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
 
 @functools.cache
 def _variable_length_arguments() -> frozenset[str]:
-    """Names of the arguments of torch's variable-length attention; those before 2.11 have no windows."""
+    """Names of the arguments of torch's variable-length attention: before 2.11 no windows, in 2.11 no `enable_gqa`."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -381,7 +381,9 @@ def _attend_at_once(
 
     longest = max(map(max, rows.lengths))
     window = -1 if rows.window is None else rows.window - 1
-    shared = {"enable_gqa": heads != key.shape[1]} if "enable_gqa" in _variable_length_arguments() else {}  # 2.11: not
+    shared: Any = (
+        {"enable_gqa": heads != key.shape[1]} if "enable_gqa" in _variable_length_arguments() else {}
+    )  # 2.11: not
     result = varlen.varlen_attn(
         flat(query),
         flat(key),

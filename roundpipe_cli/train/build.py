@@ -31,6 +31,7 @@ from roundpipe_cli.engine.probe import (
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.errors import ResourceError
 from roundpipe_cli.events import Notice, Tell
+from roundpipe_cli.kernels.random_masks import has_kernel
 from roundpipe_cli.model.lora import experts_per_token
 from roundpipe_cli.model.worker_model import WorkerOptions
 from roundpipe_cli.planning.adaptive import AdaptivePlanner, ProfileCache, RunConditions
@@ -195,7 +196,11 @@ def _memory_parts(setup: Setup, form: _Form, active: Sequence[int]) -> tuple[lis
     recipe, config = setup.recipe, setup.model.config
     text_config: Any = config.get_text_config()  # type: ignore[operator,union-attr]
     size, hidden = setup.store.layouts[0].trainable_dtype.itemsize, text_config.hidden_size
-    head = head_bytes(form.tokens, setup.head_chunk_tokens, text_config.vocab_size, hidden, size=size)
+    in_place = setup.fused is not None and not recipe.trains_pairs
+    in_place = in_place and has_kernel(torch.empty(0, device=setup.devices[0]))
+    head = head_bytes(
+        form.tokens, setup.head_chunk_tokens, text_config.vocab_size, hidden, size=size, in_place=in_place
+    )
     widths = (getattr(text_config, name, None) for name in ("moe_intermediate_size", "intermediate_size"))
     width = next(filter(None, widths), 4 * hidden) * max(1, experts_per_token(text_config))
     mlp_tokens = min(form.tokens, recipe.mlp_chunk_tokens or form.tokens)

@@ -3,6 +3,7 @@ cut by."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from roundpipe_cli.costs.cost import CostModel, LayerCost, StageRange
 from roundpipe_cli.costs.memory import DEVICE_SHARE, largest_stage_bytes
 from roundpipe_cli.costs.models import TrainingSettings, parse_config
 from roundpipe_cli.engine.probe import find_saved_bytes
+from roundpipe_cli.model.fused import find_fused_ops
 from roundpipe_cli.model.worker_model import SavedBytes, WorkerOptions, saved_sizes
 from roundpipe_cli.planning.adaptive import AdaptivePlanner, RunConditions
 from roundpipe_cli.planning.search.stages import StageSums, limits_for, within_limits
@@ -224,11 +226,13 @@ def test_plan_foretells_what_is_measured(model_type: str, method: str) -> None:
     """Of widths and lengths where the rest is small beside what the model of memory knows."""
     wide = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, **LONG}
     rig = make_rig(model_type, method, **wide, **window(model_type, 64))
-    found = find_saved_bytes(rig.skeleton, rig.split, rig.store)
-    assert found is not None
     config: Any = rig.plain.config
     architecture = parse_config(config.to_dict(), name="tiny", source="tests")
     settings = TrainingSettings(max_seq_length=512, method=method, dtype="float32", lora_r=4)
-    for index, block in enumerate(architecture.blocks):
-        told, measured = activation_bytes(architecture, block, settings), found[index].of(1, 512, 512)
-        assert 0.85 * measured <= told <= 1.3 * measured, (index, told / measured)
+    for fused in (None, find_fused_ops(rig.skeleton, rig.split)):
+        found = find_saved_bytes(rig.skeleton, rig.split, rig.store, WorkerOptions(fused=fused))
+        assert found is not None
+        for index, block in enumerate(architecture.blocks):
+            told = activation_bytes(architecture, block, replace(settings, fused=fused is not None))
+            measured = found[index].of(1, 512, 512)
+            assert 0.85 * measured <= told <= 1.3 * measured, (index, fused is not None, told / measured)

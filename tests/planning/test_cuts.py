@@ -11,6 +11,7 @@ import pytest
 from roundpipe_cli.choices import ScheduleName
 from roundpipe_cli.cli.plan import plan_text
 from roundpipe_cli.costs.cost import CostModel, LayerCost, StageRange
+from roundpipe_cli.costs.memory import HEAD_CHUNK
 from roundpipe_cli.planning import choose as choosing
 from roundpipe_cli.planning.choose import choose
 from roundpipe_cli.planning.compare import SimulationCase, StageCut, make_schedule, run_step_s
@@ -225,11 +226,14 @@ def test_a_plan_for_pairs_counts_both_answers_and_the_reference(tmp_path: Path) 
     pairs = planned(tmp_path, "objective=dpo", "pipeline.weight_cache=0")
     usual = planned(tmp_path, "micro_batch_size=2", "pipeline.weight_cache=0")
     assert pairs.question.settings.tokens_per_microbatch == usual.question.settings.tokens_per_microbatch == 4096
-    assert pairs.verdict.device == usual.verdict.device
+    first, *others = [
+        [part for part in plan.verdict.device.parts if part.name != HEAD_CHUNK] for plan in (pairs, usual)
+    ]
+    assert others == [first] and pairs.verdict.device.total_bytes > usual.verdict.device.total_bytes
     said = [line for line in plan_text(pairs, None) if "the base model's forward" in line]
     assert len(said) == 1 and "of a step" in said[0]
     assert not any("the base model's forward" in line for line in plan_text(usual, None))
     without = planned(tmp_path, "objective=simpo", "pipeline.weight_cache=0")
-    assert (without.verdict.device, without.step_s) == (usual.verdict.device, usual.step_s)
+    assert (without.verdict.device, without.step_s) == (pairs.verdict.device, usual.step_s)
     forward_s = sum(layer.forward_s for layer in pairs.question.analytic.costs.layers) * 8 / 2
     assert forward_s <= pairs.step_s - usual.step_s <= 1.4 * forward_s

@@ -67,12 +67,12 @@ def test_a_slower_card_takes_proportionally_less(loaded: LoadedRecipe) -> None:
 
 def test_a_card_that_would_hold_the_others_up_is_said_to_be_idle() -> None:
     """`plan -v` ended in an error: the simulated step knew only the cards that get stages."""
-    answer = make_plan(load_recipe("qwen3-8b", []), "2x4090+3060")
+    answer = make_plan(load_recipe("qwen3-14b", []), "2x4090+3060")
     assert answer.cut.workers == (0, 1) and answer.timeline.num_workers == 3
     *others, idle = busy_s(answer.timeline)
     assert idle == 0 < min(others)
     text = "\n".join(plan_text(answer, None))
-    assert "1 x rtx-3060: speed 0.20, stays idle: faster so" in text
+    assert "1 x rtx-3060: speed 0.19, stays idle: faster so" in text
     assert answer.bubble_ratio > 1 / 3, "it counts"
 
 
