@@ -214,7 +214,7 @@ def choose_settings(
         f"max_seq_length {given.max_seq_length}: longer rows are cut.",
         f"micro_batch_tokens auto: {tokens:,}, what the smallest device has room for and what keeps it busy. "
         f"gradient_accumulation_steps {per_step}: {why_rows}{counted(per_step, 'row')} a step, "
-        f"{counted(count, 'full microbatch')}, {count / workers:g} for each of {counted(workers, 'worker')}.",
+        f"{counted(count, 'full microbatch')}{f', {count / workers:g} for each of {workers} workers' * (workers > 1)}.",
         f"It {'fits' if summary_of(plan).word == 'FITS' else 'is SLOW'}: "
         f"{format_bytes(plan.verdict.device.total_bytes)} of a worker's memory, "
         f"{format_bytes(plan.verdict.host.total_bytes)} of host memory, {plan.tokens_per_s:,.0f} tokens/s by "
