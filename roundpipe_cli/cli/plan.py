@@ -71,10 +71,19 @@ def verdict_lines(answer: Plan, found: Sequence[Change] | None = None, length: R
         f"  a step          {format_seconds(answer.step_s)} ({a_step}): {bubble}",
         f"  tokens/s        {answer.tokens_per_s:,.0f} ({least:,.0f} to {most:,.0f}): {answer.band.why}",
         f"  time to finish  {_time_to_finish(answer, length or run_length(answer))}",
+        *(line for line in [_launches(answer)] if line),
         *(note for note in question.hardware.notes if note.startswith(SLOW_NOTE)),
         *([] if found is None or summary.word == "FITS" else _remedy_lines(answer, found)),
         *([NO_GPU_HINT] if question.is_for_lack_of_gpus else []),
     ]
+
+
+def _launches(answer: Plan) -> str:
+    """A line where GPUs wait for launches, and count as busy meanwhile; empty where they do not."""
+    if max(answer.needs_s, key=lambda name: answer.needs_s[name]) != "interpreter":
+        return ""
+    needed = format_seconds(answer.needs_s["arithmetic"])
+    return f"  launches bind   of the step GPUs compute {needed}; microbatches of more tokens have fewer launches"
 
 
 def _memory(answer: Plan) -> list[str]:
@@ -582,9 +591,8 @@ def _link_lines(answer: Plan) -> list[str]:
         f"  {format_bytes(links.boundaries_down):>10}  hidden states and their gradients back",
         f"  {format_bytes(links.gradients_down):>10}  weight gradients back",
     ]
-    if answer.host_s:
-        what = "and the GPUs wait for it" if answer.step_s > answer.device_step_s else "while the GPUs compute"
+    if answer.host_s and not _launches(answer):
         share = 100 * answer.host_s / answer.step_s
         took = f"{format_seconds(answer.host_s)} ({share:.0f} % of the step)"
-        lines.append(f"Python starts the operators in {took}, {what}")
+        lines.append(f"Python starts the operators in {took}, while the GPUs compute")
     return lines

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from roundpipe_cli.cli.plan import verdict_lines
 from roundpipe_cli.costs.cost import CostModel, LayerCost
 from roundpipe_cli.planning.adaptive import AdaptivePlanner, ProfileCache
 from roundpipe_cli.planning.choose import choose
@@ -111,6 +112,8 @@ def test_plan_says_so() -> None:
     alone = make_plan(load_recipe("recipes/llama3.1-8b.yaml", [*words, "pipeline.head_workers=1"]), "8x4090")
     assert SPREAD.why in spread.explanation and SPREAD.why not in alone.explanation
     assert spread.device_step_s < 0.99 * alone.device_step_s
+    few, many = (make_plan(spread.question.loaded, machine) for machine in ("1x4090", "8x4090"))
+    assert ["launches bind" in "\n".join(verdict_lines(plan)) for plan in (few, many)] == [False, True]
 
 
 def with_links(*, trained: bool = False, host_bytes_per_s: float | None = 100e9) -> CostModel:
