@@ -27,7 +27,7 @@ from roundpipe_cli.schedule.builders import Options, Rounds, build_schedule
 from roundpipe_cli.schedule.simulate import simulate
 from roundpipe_cli.schedule.timeline import bubble_ratio
 from roundpipe_cli.train.prepare.setup import describe_padded_to_chunks
-from tests.support.e2e import STAGES_OF_TWO, finetune, make_model, make_workspace, metrics, numbers
+from tests.support.e2e import finetune, make_model, make_workspace, metrics, numbers
 from tests.support.every_type import GATED_DELTA, hybrid_config, tiny_config_of
 from tests.support.schedules import dealt, validate_schedule
 from tests.support.tiny import Rig, _Masks, make_rig, plain_step, random_microbatches, tiny_config
@@ -270,6 +270,9 @@ def test_simulator_and_dealer_agree_that_backward_starts_with_the_last_chunk() -
 # --- the command ----------------------------------------------------------------------------------------------------
 
 
+STAGES = {"pipeline__forward_stages": [[0, 1], [2, 2]], "pipeline__backward_stages": [[3, 3], [2, 2], [0, 1]]}
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("tiny") / "model", "mistral", num_hidden_layers=2)
@@ -277,7 +280,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path, model: Path) -> Path:
-    return make_workspace(tmp_path / "work", model, lora__dropout=0.0, val_set_size=2, **STAGES_OF_TWO)
+    return make_workspace(tmp_path / "work", model, lora__dropout=0.0, val_set_size=2, **STAGES)
 
 
 def test_a_run_in_chunks_has_the_losses_of_one_without_and_resumes_to_the_same_bits(folder: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import sys
 import time
@@ -31,19 +30,23 @@ from roundpipe_cli.train.prepare import devices
 from roundpipe_cli.train.prepare.devices import choose_devices, make_backends, with_dtype_of
 from roundpipe_cli.train.result import generate
 from tests.support.e2e import make_tokenizer
-from tests.support.simulated_cases import CASES, is_equal, page_locked, simulated, two_workers
+from tests.support.simulated_cases import CASES, Bits, is_equal, page_locked, simulated, two_workers
 from tests.support.simulated_cuda import GIB, SMALL_CARD, Card
 from tests.support.tiny import Rig, make_rig
 
 MIB = 1024**2
 FULL = replace(CASES["full"], num_steps=1)
-expected_bits = functools.cache(FULL.on_processor)
 
 
-def step(engine: Engine, rig: Rig) -> StepResult:
+@pytest.fixture(scope="module")
+def expected() -> Bits:
+    return FULL.on_processor()
+
+
+def step(engine: Engine, rig: Rig, expected: Bits) -> StepResult:
     """One of `FULL`, with the processor's bits."""
     result = engine.run_step(FULL.microbatches, FULL.schedule(rig, len(FULL.microbatches)), step=0)
-    assert is_equal([result.loss, result.gradient_norm, *rig.store.gradients], expected_bits()[:-1])
+    assert is_equal([result.loss, result.gradient_norm, *rig.store.gradients], expected[:-1])
     return result
 
 
@@ -203,19 +206,21 @@ def test_page_locked_memory_refused() -> None:
         cuda.unregister_host_buffer(large)
 
 
-def test_page_locked_memory_refused_for_transfers() -> None:
+def test_page_locked_memory_refused_for_transfers(expected: Bits) -> None:
     """What a run asked for beside its weights ended it: now ordinary memory does, said once, with the same bits."""
     rig = FULL.rig()
     room = sum(buffer.nbytes for buffer in rig.store.transferred)
     with simulated(max_locked_bytes=room), page_locked(rig), two_workers(rig) as engine:
-        first, again = step(engine, rig), step(engine, rig)
+        first, again = step(engine, rig, expected), step(engine, rig, expected)
     assert again.loss == first.loss
     assert [text for text in first.notices if "page-lock" in text] == list(first.notices) and len(first.notices) == 1
     assert not again.notices
 
 
 @pytest.mark.parametrize("on_wsl", [False, True])
-def test_weights_leave_page_locked_memory_to_boundaries(on_wsl: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_leave_page_locked_memory_to_boundaries(
+    on_wsl: bool, expected: Bits, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On WSL2 weights took all that may be locked, and cards waited for the copy of every boundary. What is not locked
     went straight to cards, so that lanes waited for each copy of it; now it goes through a ring that is locked."""
     assert cuda.NUM_RING_PIECES * cuda.RING_PIECE_BYTES == PINNED_RING_BYTES, "what plan counts"
@@ -227,7 +232,7 @@ def test_weights_leave_page_locked_memory_to_boundaries(on_wsl: bool, monkeypatc
     with simulated(max_locked_bytes=room, lazy=on_wsl) as simulation, two_workers(rig) as engine:
         with build.page_locked(rig.store, ["cuda:0"], "auto", lambda event: said.append(str(event))):
             locked = sum(end - first for first, end in simulation.machine.registered)
-            result = step(engine, rig)
+            result = step(engine, rig, expected)
         assert not simulation.machine.registered
         assert not [waited for waited in simulation.machine.host_waits if "pageable" in waited[1]]
     assert 0 < locked <= room - 32 * 1024 and not result.notices and len(said) == 1
@@ -321,16 +326,16 @@ def test_dropout_masks_are_equal_on_unlike_cards(shape: tuple[int, int]) -> None
     assert all(torch.equal(one, values * drawn[0][0]) for one in dropped), "the linear layer's mask is another one"
 
 
-def test_a_step_that_runs_out_of_memory_is_run_again_with_less() -> None:
+def test_a_step_that_runs_out_of_memory_is_run_again_with_less(expected: Bits) -> None:
     """`on_oom: adapt`: slots that do not fit are refused before anything runs; with room the bits are as usual."""
     rig = FULL.rig()
     with simulated(), page_locked(rig), two_workers(rig) as engine:
         torch.cuda.set_per_process_memory_fraction(1e-4, 1)
         with pytest.raises(OutOfDeviceMemoryError, match="cuda:1"):
-            step(engine, rig)
+            step(engine, rig, expected)
         torch.cuda.set_per_process_memory_fraction(1.0, 1)
         engine.use_less_memory()
-        step(engine, rig)
+        step(engine, rig, expected)
 
 
 def test_time_in_which_the_host_was_late_is_counted_apart() -> None:
@@ -369,8 +374,8 @@ def test_out_of_memory_has_many_faces(text: str, monkeypatch: pytest.MonkeyPatch
         raise RuntimeError(text)
 
     monkeypatch.setattr(cuda.CudaBackend, "host_like", refuse)
-    expected = DeviceLostError if "illegal" in text else OutOfDeviceMemoryError
+    kind = DeviceLostError if "illegal" in text else OutOfDeviceMemoryError
     with simulated(), page_locked(rig):
         backends = [cuda.CudaBackend(0), cuda.CudaBackend(1)]
-        with pytest.raises(expected), Engine(rig.skeleton, rig.split, rig.store, backends) as engine:
-            step(engine, rig)
+        with pytest.raises(kind), Engine(rig.skeleton, rig.split, rig.store, backends) as engine:
+            step(engine, rig, [])

@@ -145,11 +145,6 @@ def test_a_rotation_that_is_called_otherwise_computes_by_its_own_code() -> None:
     assert all(torch.allclose(one, other, atol=1e-6) for one, other in zip(found, expected, strict=True))
 
 
-def test_nothing_is_fused_below_adapters_in_full_training() -> None:
-    rig = make_rig("llama", "full", kernels="auto")
-    assert rig.fused is not None and not rig.fused.lora_linears
-
-
 def gradients(rig: Rig, kernels: str, **options: Any) -> dict[str, torch.Tensor]:
     """Of a step on one copying worker, by name."""
     rig.kernels = kernels
