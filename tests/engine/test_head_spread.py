@@ -75,7 +75,7 @@ def test_a_long_frozen_head_is_shared_by_all_where_it_is_asked_for() -> None:
         pytest.param({"costs": costs(trained_head=True)}, id="trained, the host unknown"),
         pytest.param({"costs": costs(adapters=False)}, id="nothing is known of gradients"),
         pytest.param({"costs": costs(head_s=0.01)}, id="short"),
-        pytest.param({"staleness": 1, "num_steps": 2}, id="staleness 1"),
+        pytest.param({"staleness": 1, "num_steps": 2}, id="staleness 1", marks=pytest.mark.sweep),
         pytest.param({"accounting": "published"}, id="published", marks=pytest.mark.sweep),
         pytest.param({"num_workers": 1}, id="one worker"),
     ],

@@ -20,7 +20,7 @@ from roundpipe_cli.model.worker_model import WorkerOptions
 from roundpipe_cli.schedule.actions import Schedule
 from tests.engine.test_parity import check_gradients
 from tests.support.covering import swept
-from tests.support.e2e import STAGES_OF_TWO, finetune, make_model, make_workspace, metrics
+from tests.support.e2e import STAGES_OF_TWO, finetune, make_model, make_workspace, numbers
 from tests.support.tiny import Rig, make_rig, plain_copy, plain_step, random_microbatches, schedule_for
 
 SIZES = [(2, 9), (1, 7)]
@@ -252,6 +252,7 @@ def test_a_run_in_chunks(tmp_path: Path) -> None:
     work = make_workspace(tmp_path / "work", model, lora__dropout=0.0, max_steps=2, **STAGES_OF_TWO)
     for words in (["output_dir=whole"], ["output_dir=chunks", "mlp_chunk_tokens=4"]):
         finetune(work, *words).expect(0)
-    losses = [[row["loss"] for row in metrics(work / name)] for name in ("whole", "chunks")]
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
-    assert losses[1] != losses[0], "some rows should be longer than a chunk"
+    rows = [numbers(work / name) for name in ("whole", "chunks")]
+    whole, chunks = ([[row["loss"], row["grad_norm"]] for row in one] for one in rows)
+    assert chunks == [pytest.approx(row, rel=1e-5) for row in whole]
+    assert chunks != whole, "some rows should be longer than a chunk"
