@@ -101,8 +101,8 @@ def test_a_run_shares_it_out_unless_its_recipe_says_otherwise() -> None:
 
 def test_plan_says_so() -> None:
     words = ["gradient_accumulation_steps=16", "pipeline.weight_cache=0"]
-    spread = make_plan(load_recipe("recipes/qwen3-8b.yaml", words), "4x4090")
-    alone = make_plan(load_recipe("recipes/qwen3-8b.yaml", [*words, "pipeline.head_workers=1"]), "4x4090")
+    spread = make_plan(load_recipe("recipes/llama3.1-8b.yaml", words), "8x4090")
+    alone = make_plan(load_recipe("recipes/llama3.1-8b.yaml", [*words, "pipeline.head_workers=1"]), "8x4090")
     assert SPREAD.why in spread.explanation and SPREAD.why not in alone.explanation
     assert spread.step_s < 0.99 * alone.step_s
 
