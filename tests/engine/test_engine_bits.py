@@ -5,19 +5,17 @@ Every case is compared with one worker that does everything in one forward and o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 
-from roundpipe_cli.choices import BOUND_SCHEDULES, SCHEDULE_KINDS, SCHEDULES
+from roundpipe_cli.choices import BOUND_SCHEDULES, SCHEDULE_KINDS
 from roundpipe_cli.engine.program import device_folds, layer_range, lower_for_engine
 from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.schedule.builders import Options, Rounds, build_schedule
 from roundpipe_cli.schedule.program import WEIGHT_GRADIENT
 from roundpipe_cli.schedule.timeline import DOWN
-from roundpipe_cli.train.optim.optimizer import AdamW, HostOptimizer
 from tests.support.schedules import dealt
 from tests.support.tiny import Rig, make_rig, random_microbatches
 
@@ -49,20 +47,14 @@ BOUND_STAGES = {
 """By number of workers: for one stage per worker, and for two."""
 
 
-@dataclass(frozen=True)
-class Bits:
-    """Everything that must not change."""
-
-    loss_hex: str
-    norm_hex: str
-    gradients: tuple[bytes, ...]
+Bits = tuple[object, ...]
 
 
-def run_step(rig: Rig, schedule: Schedule, *, copy: bool, recompute: str, step: int = 0) -> Bits:
+def run_step(rig: Rig, schedule: Schedule, *, copy: bool, recompute: str) -> Bits:
     with rig.engine(schedule.num_workers, copy=copy, recompute=recompute, seed=3, head_chunk_tokens=8) as engine:
-        result = engine.run_step(random_microbatches(SIZES, seed=step), schedule, step=step)
-    flat = tuple(gradient.numpy().tobytes() for gradient in rig.store.gradients)
-    return Bits(result.loss.hex(), result.gradient_norm.hex(), flat)
+        result = engine.run_step(random_microbatches(SIZES), schedule, step=0)
+    gradients = tuple(gradient.numpy().tobytes() for gradient in rig.store.gradients)
+    return result.loss.hex(), result.gradient_norm.hex(), gradients
 
 
 def roundpipe(partition: str, num_workers: int, per_round: int | None = None, options: Options = Options()) -> Schedule:
@@ -126,40 +118,6 @@ def test_a_stage_shared_by_workers(case: tuple[Rig, Bits], options: Options, per
 def test_bound_schedules(case: tuple[Rig, Bits], name: str, num_workers: int, copy: bool, recompute: str) -> None:
     rig, expected = case
     assert run_step(rig, bound(name, num_workers), copy=copy, recompute=recompute) == expected
-
-
-def test_other_seeds_and_steps_do_change_the_bits(case: tuple[Rig, Bits]) -> None:
-    """The comparison can fail: another step has other data (and other dropout masks)."""
-    rig, expected = case
-    other = run_step(rig, roundpipe("whole", 1), copy=False, recompute="stage", step=1)
-    assert other.loss_hex != expected.loss_hex and other.gradients != expected.gradients
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param("llama-lora-dropout-fused", marks=pytest.mark.sweep), "gpt2-full-dropout", "llama-full-bfloat16"],
-)
-def test_masters_after_three_updates(name: str) -> None:
-    schedules = [roundpipe("whole", 1), roundpipe("single", 3), bound("1f1b", 3)]
-    assert {schedule.name for schedule in schedules} <= set(SCHEDULES)
-    results = [_train(name, schedule, copy=index % 2 == 1) for index, schedule in enumerate(schedules)]
-    assert all(result == results[0] for result in results)
-    assert results[0][1][1] != results[0][2][1]
-
-
-def _train(name: str, schedule: Schedule, *, copy: bool) -> list[tuple[str, list[bytes]]]:
-    """Three steps with updates: each one's loss, then masters and weights."""
-    model_type, method, options = MODELS[name]
-    rig = make_rig(model_type, method, **options)
-    optimizer = HostOptimizer(rig.store, AdamW(weight_decay=0.01))
-    found = []
-    with rig.engine(schedule.num_workers, copy=copy, seed=3) as engine:
-        for step in range(3):
-            result = engine.run_step(random_microbatches(SIZES, seed=step), schedule, step=step)
-            optimizer.step(1e-3, 0.05 / (result.gradient_norm + 1e-6))
-            weights = [tensor.numpy().tobytes() for tensor in (*rig.store.masters, *rig.store.buffers)]
-            found.append((result.loss.hex(), weights))
-    return found
 
 
 # --- stages shared by workers: where their gradients are added up ---------------------------------------------------

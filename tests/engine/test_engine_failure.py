@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 
 import pytest
-import torch
 
 from roundpipe_cli.costs.cost import CostModel, LayerCost
 from roundpipe_cli.engine.dispatch import dispatch
@@ -30,6 +29,7 @@ PLACE = re.compile(
 )
 Ask = Callable[[str], None]
 Threads = Callable[[], list[str]]
+Patch, Screen = pytest.MonkeyPatch, pytest.CaptureFixture[str]
 
 
 @pytest.fixture(scope="module")
@@ -37,9 +37,15 @@ def rig() -> Rig:
     return make_rig("llama", "lora")
 
 
-def run_steps(rig: Rig, engine: Engine) -> list[StepResult]:
+def run_steps(rig: Rig, engine: Engine, num_steps: int = NUM_STEPS) -> list[StepResult]:
     schedule = schedule_for(rig, engine.num_workers, len(MICROBATCHES))
-    return [engine.run_step(MICROBATCHES, schedule, step=step) for step in range(NUM_STEPS)]
+    return [engine.run_step(MICROBATCHES, schedule, step=step) for step in range(num_steps)]
+
+
+def bits(rig: Rig, engine: Engine) -> list[object]:
+    """Everything of a step that must not change."""
+    (result,) = run_steps(rig, engine, 1)
+    return [result.loss.hex(), *(gradient.numpy().tobytes() for gradient in rig.store.gradients)]
 
 
 def place_of(error: InternalError | ResourceError) -> re.Match[str]:
@@ -73,7 +79,7 @@ def test_a_fault_is_raised_once_with_its_place(
     assert new_threads() == []
 
 
-@pytest.mark.parametrize(("num_microbatches", "num_chunks"), [(3, 1), (1, 2)])
+@pytest.mark.parametrize(("num_microbatches", "num_chunks"), [(2, 1), (1, 2)])
 def test_every_download_that_fails_names_its_place(rig: Rig, ask: Ask, num_microbatches: int, num_chunks: int) -> None:
     """Story: of a boundary that is in no program, one said `a worker failed: KeyError: <Kind.DOWNLOAD: 'D'>`, and a
     device that was lost in it ended the run, as if the program had a bug."""
@@ -89,7 +95,7 @@ def test_every_download_that_fails_names_its_place(rig: Rig, ask: Ask, num_micro
     assert nth > 10
 
 
-@pytest.mark.parametrize("nth", [1, 4, 9, 13])
+@pytest.mark.parametrize("nth", [4, 13])
 def test_the_named_visit_is_the_one_whose_weights_failed(rig: Rig, ask: Ask, nth: int) -> None:
     """With one worker and one visit per stage, the nth upload belongs to the nth distinct stage in its order."""
     schedule = schedule_for(rig, 1, 1)
@@ -123,9 +129,8 @@ def test_one_error_comes(
     assert new_threads() == []
 
 
-@pytest.mark.parametrize("point", ["compute", "upload", "download"])
-def test_out_of_memory_is_a_resource_error(rig: Rig, ask: Ask, point: str) -> None:
-    ask(f"{point}:raise=MemoryError:step=1:nth=2")
+def test_out_of_memory_is_a_resource_error(rig: Rig, ask: Ask) -> None:
+    ask("upload:raise=MemoryError:step=1:nth=2")
     with pytest.raises(ResourceError) as caught, rig.engine(2, copy=True) as engine:
         run_steps(rig, engine)
     assert caught.value.exit_code == 5
@@ -136,29 +141,21 @@ def test_out_of_memory_is_a_resource_error(rig: Rig, ask: Ask, point: str) -> No
 def test_the_step_can_be_repeated_after_a_failure(rig: Rig, ask: Ask) -> None:
     """Nothing of a failed step stays behind: slots, boundaries, graphs and sums start afresh."""
     with rig.engine(2, copy=True) as engine:
-        expected = [result.loss.hex() for result in run_steps(rig, engine)]
-        gradients = [gradient.clone() for gradient in rig.store.gradients]
+        expected = bits(rig, engine)
     for fault in ("compute:raise:nth=9", "download:raise:nth=2"):
         with rig.engine(2, copy=True) as engine:
             ask(fault)
             with pytest.raises(InternalError):
-                run_steps(rig, engine)
+                run_steps(rig, engine, 1)
             ask("")
-            assert [result.loss.hex() for result in run_steps(rig, engine)] == expected, fault
-            assert all((a == b).all() for a, b in zip(gradients, rig.store.gradients, strict=True)), fault
+            assert bits(rig, engine) == expected, fault
 
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("num_workers", [1, 2])
 @pytest.mark.parametrize("point", ["compute", "upload"])
 def test_a_stuck_worker_ends_the_step(
-    rig: Rig,
-    ask: Ask,
-    new_threads: Threads,
-    point: str,
-    num_workers: int,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    rig: Rig, ask: Ask, new_threads: Threads, point: str, num_workers: int, monkeypatch: Patch, capfd: Screen
 ) -> None:
     """It is named, and its device counts as lost: also where it is the only one.
 
@@ -183,19 +180,17 @@ def test_fewer_workers_compute_the_step_again(
     """Three workers, then two, then one, to the same bits; a thread that hangs is left behind, and not waited for."""
     monkeypatch.setattr(dispatch, "LEAVE_S", 0.5)
     with rig.engine(1, copy=True) as engine:
-        expected = [result.loss.hex() for result in run_steps(rig, engine)]
-        gradients = [gradient.clone() for gradient in rig.store.gradients]
+        expected = bits(rig, engine)
     with rig.engine(3, copy=True, watchdog_s=0.8) as engine:
         for lost in (1, 0):
             ask(f"compute:{'hang' if hang else 'raise=DeviceFault'}:worker={lost}:nth=2")
             with pytest.raises(DeviceLostError) as caught:
-                run_steps(rig, engine)
+                run_steps(rig, engine, 1)
             assert caught.value.workers == (lost,) and caught.value.is_hang == hang
             assert engine.silent(but={lost} if hang else ()) == []
             assert engine.leave_out({lost}, hang=hang) == ((f"worker-{lost}",) if hang else ())
             ask("")
-            assert [result.loss.hex() for result in run_steps(rig, engine)] == expected
-            assert all(map(torch.equal, gradients, rig.store.gradients))
+            assert bits(rig, engine) == expected
         assert engine.lanes == (2,)
         started_s = time.monotonic()
     assert time.monotonic() - started_s < 1
@@ -215,12 +210,11 @@ def test_a_failure_beside_a_stuck_worker_is_told(rig: Rig, ask: Ask, monkeypatch
 
 def test_slow_is_not_stuck(rig: Rig, ask: Ask) -> None:
     """A step far longer than the watchdog's time goes on as long as something moves."""
-    ask("compute:slow=0.15")
-    with rig.engine(2, copy=True, watchdog_s=1.5) as engine:
+    ask("compute:slow=0.08")
+    with rig.engine(2, copy=True, watchdog_s=0.8) as engine:
         started_s = time.monotonic()
-        result = engine.run_step(MICROBATCHES, schedule_for(rig, 2, len(MICROBATCHES)), step=0)
-        assert time.monotonic() - started_s > 1.5
-    assert result.loss > 0
+        run_steps(rig, engine, 1)
+        assert time.monotonic() - started_s > 0.8
 
 
 def test_an_interrupt_in_the_caller_ends_the_workers(
@@ -281,12 +275,7 @@ def test_one_error_with_its_place(ask: Ask, new_threads: Threads, point: str, st
 @pytest.mark.parametrize("step", range(NUM_STEPS))
 @pytest.mark.parametrize("point", sorted(POINTS))
 def test_a_hang_is_ended_by_the_watchdog(
-    ask: Ask,
-    new_threads: Threads,
-    point: str,
-    step: int,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    ask: Ask, new_threads: Threads, point: str, step: int, monkeypatch: Patch, capfd: Screen
 ) -> None:
     for name in ("JOIN_AFTER_ERROR_S", "LEAVE_S"):  # the hung thread never ends: it is a daemon
         monkeypatch.setattr(dispatch, name, 0.5)

@@ -1,4 +1,4 @@
-"""Where host buffers lie: what `/sys` says, what is asked of the system, what `doctor` tells."""
+"""Host buffers: where they lie, what is asked of the system, what `doctor` tells; and arithmetic on gradient sums."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ import functools
 import mmap
 import os
 import platform
+import resource
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,9 +21,20 @@ import torch
 from roundpipe_cli.cli import checks
 from roundpipe_cli.costs import machine
 from roundpipe_cli.costs.machine import NODES, SWITCH, HostLayout, host_layout
-from roundpipe_cli.engine import weights
-from roundpipe_cli.train.optim.optimizer import AdamW, HostOptimizer
-from tests.support.tiny import make_rig
+from roundpipe_cli.engine import gradients, weights
+from roundpipe_cli.engine.backends.cpu import LiveBytes
+from roundpipe_cli.engine.gradients import SQUARED_ELEMENTS, add_to, square_sum
+from roundpipe_cli.engine.weights import mapped_buffers
+from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.planning import choose
+from roundpipe_cli.planning.predict import make_plan
+from roundpipe_cli.planning.question import ask
+from roundpipe_cli.planning.run_plan import check_fits
+from roundpipe_cli.recipe.load import LoadedRecipe, load_recipe
+from roundpipe_cli.train.optim.optimizer import AdamW, AdamW16, HostOptimizer
+from tests.support.e2e import STAGES, finetune, make_model, make_workspace, numbers
+from tests.support.simulated_cases import roundpipe
+from tests.support.tiny import make_rig, random_microbatches
 
 
 def fake_system(folder: Path, memory: str | None, huge: str | None, online: str = "0") -> Path:
@@ -209,3 +223,163 @@ def test_unused_heap_is_given_back_but_rarely(monkeypatch: pytest.MonkeyPatch) -
         heap.give_back()
         now[0] += 0.1
     assert 4 <= len(trims) <= 6
+
+
+# -- gradient sums between steps --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_sums_are_cleared_while_workers_compute(copies: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step cleared the sums of all layers first, in the caller's thread: seconds for 8 billion parameters."""
+    rig, microbatches = make_rig("llama", "full", num_hidden_layers=2), random_microbatches([(1, 5), (2, 4)])
+    places = {flat.data_ptr(): layer for layer, flat in enumerate(rig.store.gradients)}
+    cleared: dict[int, str] = {}
+    zero = torch.Tensor.zero_
+
+    def noted(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.data_ptr() in places:
+            cleared[places[tensor.data_ptr()]] = threading.current_thread().name
+        return zero(tensor)
+
+    found = []
+    with rig.engine(2, copy=copies) as engine:
+        for old in (0.0, float("nan")):
+            for flat in rig.store.gradients:
+                flat.fill_(old)
+            with monkeypatch.context() as patch:
+                patch.setattr(torch.Tensor, "zero_", noted)
+                engine.run_step(microbatches, roundpipe(rig, 2), step=0)
+            found.append([flat.clone() for flat in rig.store.gradients])
+    assert all(map(torch.equal, *found)), "something of the step before was left"
+    by_caller = [layer for layer, thread in cleared.items() if thread == threading.current_thread().name]
+    assert by_caller == [0], "the embed layer's, which is added up at the end, when the workers have begun"
+    if copies:
+        assert set(cleared) == {0}, "the others come down from the devices, as a whole"
+
+
+def test_the_norm_of_a_large_layer_needs_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Story: its float64 copy, 224 MB for the head of a 135M model, was counted nowhere."""
+    monkeypatch.setattr(gradients, "SQUARED_ELEMENTS", 1 << 14)
+    monkeypatch.setattr(weights, "_OWN", weights._Own())
+    flat, live = torch.ones(1 << 21), LiveBytes()
+    with live:
+        assert float(square_sum(flat)) == 1 << 21
+    assert live.peak_bytes + weights._OWN.scratch[torch.float64].nbytes < flat.nbytes / 8
+
+
+def row_by_row(flat: torch.Tensor) -> float:
+    """The sum of squares as it is defined: each row's by itself, then their sum."""
+    rows = [torch.linalg.vector_norm(row, 2, dtype=torch.float64).square() for row in flat.split(SQUARED_ELEMENTS)]
+    return float(torch.stack(rows).sum())
+
+
+@pytest.mark.parametrize(("num_rows", "rest"), [(0, 1), (1, 77_777), (3, 0)])
+def test_squares_have_the_same_bits_with_any_number_of_threads(num_rows: int, rest: int) -> None:
+    """An embedding of 622M parameters was squared by one thread, for 2.4 s at the end of every step."""
+    generator = torch.Generator().manual_seed(rest)
+    flat = torch.randn(max(1, num_rows * SQUARED_ELEMENTS + rest), generator=generator)
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            assert float(square_sum(flat)).hex() == row_by_row(flat).hex()
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("shape", [(5,), (30, 50), (3, 20, 7), (2, 3, 4, 50)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("is_turned", [False, True])
+def test_additions_in_parts_are_torchs(
+    shape: tuple[int, ...], dtype: torch.dtype, is_turned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts are cut between rows, and within them where a row is larger than a part."""
+    generator = torch.Generator().manual_seed(0)
+    total, gradient = torch.randn(shape, generator=generator), torch.randn(shape, generator=generator).to(dtype)
+    if is_turned:
+        gradient = gradient.permute(*reversed(range(len(shape)))).contiguous().permute(*reversed(range(len(shape))))
+    expected = total + gradient
+    for size in (1, 60, 1 << 18):
+        monkeypatch.setattr(gradients, "ADDED_ELEMENTS", size)
+        found = total.clone()
+        add_to(found, gradient)
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("name", ["squares", "addition", "update in bfloat16"])
+def test_host_arithmetic_takes_no_fresh_pages(name: str) -> None:
+    """Temporaries with pages of their own, which the system clears, took most of the time of all three."""
+    rule, flat = AdamW16(), torch.zeros(1 << 20)
+    half = flat.bfloat16()
+    moments = {moment: half.clone() for moment in ("exp_avg", "exp_avg_sq")}
+    work: Callable[[], object] = {
+        "squares": lambda: square_sum(flat),
+        "addition": lambda: add_to(flat, half),
+        "update in bfloat16": lambda: rule.update(flat, flat, moments, 1e-3, number=1, salt=0),
+    }[name]
+    faults = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+        work()
+        faults.append(resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before)
+    assert min(faults[1:]) < 100, "it would take 1,024 pages and more"
+
+
+# -- weights mapped from a file: the same bits, nothing left behind, a plan that counts disk in place of memory -------
+
+
+def test_a_run_on_mapped_weights_gives_the_same_numbers(tmp_path: Path) -> None:
+    folder = make_workspace(tmp_path / "w", make_model(tmp_path / "model"), max_steps=2, **STAGES)
+    finetune(folder).expect(0)
+    mapped = finetune(folder, "weights=mmap", "output_dir=mapped").expect(0)
+    assert "are mapped from a file in mapped" in mapped.err + mapped.out
+    assert numbers(folder / "out") == numbers(folder / "mapped")
+    assert {path.name for path in (folder / "out").iterdir()} == {path.name for path in (folder / "mapped").iterdir()}
+    with pytest.raises(RefusedError, match="weights") as refused:
+        load_recipe(folder / "recipe.yaml", ["weights=mmap", "method=full"])
+    assert "weights=mmap" in str(refused.value) and "method: full" in str(refused.value)
+
+
+def test_buffers_are_separate_aligned_and_on_no_named_file(tmp_path: Path) -> None:
+    buffers = mapped_buffers(tmp_path, [5000, 0, 4096, 1])
+    assert [len(buffer) for buffer in buffers] == [5000, 0, 4096, 1]
+    for value, buffer in enumerate(buffers):
+        buffer.fill_(value + 1)
+        assert buffer.numel() == 0 or buffer.data_ptr() % 4096 == 0
+    assert all(torch.equal(buffer, torch.full_like(buffer, value + 1)) for value, buffer in enumerate(buffers))
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(OSError):
+        mapped_buffers(tmp_path / "missing", [1])
+
+
+def load(folder: Path, *overrides: str) -> LoadedRecipe:
+    (folder / "rows.jsonl").write_text('{"text": "a"}\n')
+    recipe = folder / "recipe.yaml"
+    recipe.write_text("model: Qwen/Qwen3-32B\ndatasets: [{path: rows.jsonl}]\n")
+    return load_recipe(recipe, [f"output_dir={folder / 'out'}", *overrides])
+
+
+def test_the_plan_maps_weights_where_host_memory_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose, "MAX_SEARCHED_LAYERS", 0)  # even cuts: which are best is not asked here
+    machine = "2x4090,host_memory_gib="
+    enough, short = make_plan(load(tmp_path), machine + "128"), make_plan(load(tmp_path), machine + "32")
+    assert enough.verdict.fits and short.verdict.fits
+    assert not enough.question.settings.weights_on_disk and short.question.settings.weights_on_disk
+    assert short.verdict.host.total_bytes < 20e9 and short.verdict.disk.total_bytes > 60e9
+    assert short.step_s > 3 * enough.step_s, "the disk is the link"
+    assert any("mapped from disk and read anew" in line for line in short.assumptions)
+    assert any("at 1 GB/s (`--hardware ...,disk_gb_per_s=` corrects it)" in line for line in short.assumptions)
+    fast = make_plan(load(tmp_path), machine + "32,disk_gb_per_s=7")
+    assert any("at 7 GB/s" in line for line in fast.assumptions)
+    assert short.step_s / 8 < fast.step_s < short.step_s / 2, "and the step by about as much shorter"
+    pinned = make_plan(load(tmp_path, "weights=pageable"), machine + "32")
+    assert not pinned.verdict.fits and "host memory" in pinned.verdict.reasons[0]
+    asked = ask(load(tmp_path, "weights=mmap"), machine + "128")
+    assert any("stay in memory" in note for note in asked.hardware.notes)
+    assert asked.analytic.costs.link_bytes_per_s == ask(load(tmp_path), machine + "128").analytic.costs.link_bytes_per_s
+
+
+def test_full_fine_tuning_is_never_mapped(tmp_path: Path) -> None:
+    answer = make_plan(load(tmp_path, "method=full"), "2x4090,host_memory_gib=64")
+    assert not answer.verdict.fits and not answer.question.settings.weights_on_disk
+    check_fits(ask(load(tmp_path, "model=HuggingFaceTB/SmolLM2-135M-Instruct", "pipeline.devices=[cpu]"), here=True))

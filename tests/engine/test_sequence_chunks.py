@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +27,9 @@ from roundpipe_cli.schedule.builders import Options, Rounds, build_schedule
 from roundpipe_cli.schedule.simulate import simulate
 from roundpipe_cli.schedule.timeline import bubble_ratio
 from roundpipe_cli.train.prepare.setup import describe_padded_to_chunks
-from tests.support.e2e import finetune, launch, make_model, make_workspace, metrics, numbers
+from tests.support.e2e import finetune, make_model, make_workspace, metrics, numbers
 from tests.support.every_type import GATED_DELTA, hybrid_config, tiny_config_of
-from tests.support.schedules import dealt, parse_rows, validate_schedule
+from tests.support.schedules import dealt, validate_schedule
 from tests.support.tiny import Rig, _Masks, make_rig, plain_step, random_microbatches, tiny_config
 
 TOLERANCE = 1e-5
@@ -66,14 +64,14 @@ def assert_gradients_equal(rig: Rig) -> None:
         assert error < TOLERANCE, f"{name}: {error}"
 
 
-def compared(rig: Rig, sizes: Any = SIZES, chunks: int = 4, **options: Any) -> StepResult:
+def compared(rig: Rig, sizes: Any = SIZES, chunks: int = 4, **options: Any) -> None:
     """A step in chunks, with the loss and the gradients of plain PyTorch."""
     microbatches = random_microbatches(sizes)
     loss = plain_step(rig, microbatches)
     result = chunk_step(rig, microbatches, chunks, **options)
     assert result.loss == pytest.approx(loss, rel=TOLERANCE)
+    assert result.num_target_tokens == sum(int((m.labels[:, 1:] != -100).sum()) for m in microbatches)
     assert_gradients_equal(rig)
-    return result
 
 
 def test_a_model_whose_chunks_fail_is_refused_before_a_run() -> None:
@@ -100,11 +98,10 @@ def test_chunks_are_part_of_the_proof() -> None:
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "gemma3_text", "gpt_oss", "gpt2"])
 def test_gradients_are_those_of_the_whole_sequence(model_type: str, method: str) -> None:
     # llama and mistral: two query heads for each key head; mistral, gemma3 and gpt_oss: windows of 4 tokens
-    result = compared(make_rig(model_type, method))
-    assert result.num_target_tokens == sum(int((m.labels[:, 1:] != -100).sum()) for m in random_microbatches(SIZES))
+    compared(make_rig(model_type, method))
 
 
-TRIED = (("qwen3_5_moe_text", 4), ("olmo_hybrid", 16))
+TRIED = (("qwen3_5_moe_text", 4), ("olmo_hybrid", 8))
 
 
 @pytest.mark.parametrize(
@@ -112,7 +109,7 @@ TRIED = (("qwen3_5_moe_text", 4), ("olmo_hybrid", 16))
     [
         pytest.param(name, chunks, marks=[] if (name, chunks) in TRIED else [pytest.mark.sweep])
         for name in GATED_DELTA
-        for chunks in (4, 16)
+        for chunks in (4, 8)
     ],
 )
 def test_a_gated_delta_rule_goes_on_where_the_chunk_before_ended(
@@ -121,7 +118,7 @@ def test_a_gated_delta_rule_goes_on_where_the_chunk_before_ended(
     """With its recurrent state and the inputs that its convolution still needs, also in chunks of one token. In float64
     chunks are whole sequences but for 1e-10. In float32 they are up to 4e-5 apart, for both round: whole sequences are
     0.8e-5 to 3.5e-5 off the truth, chunks 0.3e-5 to 3.4e-5."""
-    microbatches = random_microbatches(SIZES)
+    microbatches = random_microbatches([(1, 9), (2, 8)])
 
     def gradients(dtype: torch.dtype, copy: bool) -> tuple[list[float], list[dict[str, torch.Tensor]]]:
         """Of whole sequences and of chunks."""
@@ -155,7 +152,6 @@ def _worst(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> fl
     [
         ("llama", {"num_key_value_heads": 1}, 4, SIZES),
         ("llama", {"num_key_value_heads": 4}, 4, SIZES),
-        ("mistral", {"tie_word_embeddings": True}, 16, SIZES),
         ("mistral", {"tie_word_embeddings": True}, 6, ((1, 3), (1, 9))),
     ],
 )
@@ -167,10 +163,8 @@ def test_any_number_of_key_heads_and_chunks_even_more_than_tokens(
 
 @pytest.mark.parametrize("method", ["full", pytest.param("lora", marks=pytest.mark.sweep)])
 def test_bits_do_not_depend_on_workers_copies_or_recompute(method: str) -> None:
-    rig = make_rig("mistral", method)
-    microbatches = random_microbatches(SIZES)
+    rig, microbatches, found = make_rig("mistral", method), random_microbatches(SIZES), []
     plain_step(rig, microbatches)
-    found = []
     for num_workers, copy, recompute in ((1, False, "stage"), (3, True, "stage"), (2, True, "layer")):
         result = chunk_step(rig, microbatches, 4, num_workers, copy=copy, recompute=recompute)
         found.append((result.loss.hex(), [gradient.clone() for gradient in rig.store.gradients]))
@@ -181,17 +175,17 @@ def test_bits_do_not_depend_on_workers_copies_or_recompute(method: str) -> None:
 
 
 def test_schedules_with_a_stage_per_worker_and_rounds_of_two_sequences() -> None:
-    stages = [(0, 1), (2, 3)]
-    schedules = [
-        build_schedule(name, forward_stages=stages, num_workers=2, rounds=Rounds(16, sequence_chunks=4))
-        for name in ("gpipe", "looped_bfs")
-    ]
-    schedules.append(chunk_schedule(4, 4, 4, per_round=8))
-    schedules.append(chunk_schedule(4, 4, 4, per_round=16, num_workers=2))
-    rig = make_rig("llama", num_hidden_layers=2)
-    for schedule in schedules:
+    rig, microbatches = make_rig("llama", num_hidden_layers=2), random_microbatches([*SIZES, (1, 9)])
+    rounds = Rounds(6, sequence_chunks=2)
+    loss = plain_step(rig, microbatches)
+    for schedule in (
+        build_schedule("gpipe", forward_stages=[(0, 1), (2, 3)], num_workers=2, rounds=rounds),
+        build_schedule("looped_bfs", forward_stages=[(0, 1), (2, 3)], num_workers=2, rounds=rounds),
+        chunk_schedule(4, 3, 2, per_round=4),
+    ):
         validate_schedule(schedule)
-        compared(rig, [*SIZES, (1, 9), (1, 30)], schedule=schedule, copy=True)
+        assert chunk_step(rig, microbatches, schedule=schedule, copy=True).loss == pytest.approx(loss, rel=TOLERANCE)
+        assert_gradients_equal(rig)
 
 
 @pytest.mark.covering(1)
@@ -220,7 +214,7 @@ def plain_chunks(rig: Rig, microbatch: Any, chunks: int, seed: int) -> None:
     (torch.stack(losses).sum() / int((targets != -100).sum())).backward()
 
 
-@pytest.mark.parametrize("recompute", ["stage", "layer"])
+@pytest.mark.parametrize("recompute", ["layer", pytest.param("stage", marks=pytest.mark.sweep)])
 def test_dropout_is_the_same_in_forward_and_recompute(recompute: str) -> None:
     rig = make_rig("llama", "lora", lora_dropout=0.3, attention_dropout=0.2)
     microbatches = random_microbatches([(1, 23)])
@@ -243,28 +237,9 @@ def test_models_that_need_the_whole_sequence_are_refused(model_type: str, change
 
 
 def test_attention_in_chunks_is_proved_for_every_block() -> None:
-    for model_type in ("llama", "gemma3_text", "gpt2", "bloom"):
+    for model_type in ("gemma3_text", "gpt2", "bloom"):
         skeleton = build_skeleton(tiny_config(model_type), torch.float32)
         check_sequence_chunks(skeleton, split_model(skeleton), max_seq_length=64)
-
-
-def test_order_of_chunks_in_a_schedule() -> None:
-    schedule = chunk_schedule(4, 2, 3)
-    rows = str(schedule).split("\n")
-    assert rows[0].startswith("0F0 0F1 0F2 0B0 0B1 0B2 2R2 2B2 2R1 2B1 2R0 2B0")
-    assert rows[1].startswith("1F0 1F1 1F2 1R2 1B2 1R1 1B1 1R0 1B0")
-    validate_schedule(schedule)
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "cell"), [("1F0 1F1", "1F1 1F0", "1F1"), ("1R2 1B2 1R1 1B1", "1R1 1B1 1R2 1B2", "1R2")]
-)
-def test_chunks_out_of_order_are_found(old: str, new: str, cell: str) -> None:
-    schedule = chunk_schedule(4, 1, 3)
-    assert old in str(schedule)
-    wrong = replace(schedule, actions=parse_rows(str(schedule).replace(old, new)))
-    with pytest.raises(AssertionError, match=f"chunks out of order: {cell}"):
-        validate_schedule(wrong)
 
 
 @pytest.mark.parametrize(
@@ -278,13 +253,8 @@ def test_chunks_out_of_order_are_found(old: str, new: str, cell: str) -> None:
 def test_schedules_that_chunks_do_not_suit_are_refused(name: str, stages: Any, microbatches: int, problem: str) -> None:
     forward = [(0, 1), (2, 3)] if stages is None else [(0, 1)]
     with pytest.raises(RefusedError, match=problem):
-        build_schedule(
-            name,
-            forward_stages=forward,
-            backward_stages=stages,
-            num_workers=2,
-            rounds=Rounds(microbatches, sequence_chunks=4),
-        )
+        rounds = Rounds(microbatches, sequence_chunks=4)
+        build_schedule(name, forward_stages=forward, backward_stages=stages, num_workers=2, rounds=rounds)
 
 
 def test_simulator_and_dealer_agree_that_backward_starts_with_the_last_chunk() -> None:
@@ -300,6 +270,9 @@ def test_simulator_and_dealer_agree_that_backward_starts_with_the_last_chunk() -
 # --- the command ----------------------------------------------------------------------------------------------------
 
 
+STAGES = {"pipeline__forward_stages": [[0, 1], [2, 2]], "pipeline__backward_stages": [[3, 3], [2, 2], [0, 1]]}
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("tiny") / "model", "mistral", num_hidden_layers=2)
@@ -307,20 +280,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path, model: Path) -> Path:
-    return make_workspace(tmp_path / "work", model, num_train_epochs=2, lora__dropout=0.0, val_set_size=2)
+    return make_workspace(tmp_path / "work", model, lora__dropout=0.0, val_set_size=2, **STAGES)
 
 
 def test_a_run_in_chunks_has_the_losses_of_one_without_and_resumes_to_the_same_bits(folder: Path) -> None:
     chunks = "pipeline.sequence_chunks=3"
-    finetune(folder, "output_dir=plain").expect(0)
-    finetune(folder, chunks, "pipeline.devices=[cpu,cpu]", "output_dir=whole").expect(0)
+    finetune(folder, "output_dir=plain", "max_steps=2").expect(0)
+    finetune(folder, chunks, "output_dir=whole", "max_steps=2").expect(0)
     losses = [[row["loss"] for row in metrics(folder / name)] for name in ("plain", "whole")]
     assert losses[1] == pytest.approx(losses[0], rel=TOLERANCE)
-    running = launch(folder, "finetune", "recipe.yaml", chunks, environment={"ROUNDPIPE_FAULT": "optimizer:slow=0.1"})
-    running.wait_for_steps(2)
-    running.kill(signal.SIGTERM)
-    running.finish().expect(128 + signal.SIGTERM)
-    finetune(folder, "--resume", chunks, "pipeline.devices=[cpu]").expect(0)
+    finetune(folder, chunks, "max_steps=1").expect(0)
+    finetune(folder, chunks, "max_steps=2", "--resume", "pipeline.devices=[cpu]").expect(0)
     assert numbers(folder / "out") == numbers(folder / "whole")
 
 
@@ -354,11 +324,10 @@ def test_rows_shorter_than_chunks_are_reported() -> None:
     assert str(describe_padded_to_chunks(lengths, 8)).startswith("2 of 3 rows have fewer tokens than")
 
 
-@pytest.mark.parametrize(("head_workers", "least"), [(1, 0.85), (8, 0.9)])
-def test_one_sequence_of_32_chunks_keeps_8_workers_busy(head_workers: int, least: float) -> None:
+def test_one_sequence_of_32_chunks_keeps_8_workers_busy() -> None:
     block = LayerCost("block", 0.01, 0.02, recompute=True)
     costs = CostModel("blocks", (*[block] * 32, LayerCost("head", 0.01, 0.02, recompute=False)))
-    question = SimulationCase(costs, 8, 32, options=Options(head_workers=head_workers), sequence_chunks=32)
+    question = SimulationCase(costs, 8, 32, options=Options(head_workers=8), sequence_chunks=32)
     result = run("roundpipe", choose("roundpipe", question), question)
     validate_schedule(result.schedule)
-    assert 1 - bubble_ratio(result.timeline) >= least
+    assert 1 - bubble_ratio(result.timeline) >= 0.9

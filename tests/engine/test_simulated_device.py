@@ -20,6 +20,7 @@ from roundpipe_cli.engine.backends import cuda
 from roundpipe_cli.engine.backends.cpu import CpuBackend
 from roundpipe_cli.engine.engine import Engine, launch_bound_s
 from roundpipe_cli.engine.link_speed import measure_links
+from roundpipe_cli.engine.step import StepResult
 from roundpipe_cli.engine.worker import ComputeInterval, WorkerStep
 from roundpipe_cli.errors import DeviceLostError, OutOfDeviceMemoryError, RefusedError
 from roundpipe_cli.kernels.random_masks import Draw, drop, keep_mask, uniform
@@ -29,22 +30,43 @@ from roundpipe_cli.train.prepare import devices
 from roundpipe_cli.train.prepare.devices import choose_devices, make_backends, with_dtype_of
 from roundpipe_cli.train.result import generate
 from tests.support.e2e import make_tokenizer
-from tests.support.simulated_cases import CASES, is_equal, page_locked, simulated, two_workers
+from tests.support.simulated_cases import CASES, Bits, is_equal, page_locked, simulated, two_workers
 from tests.support.simulated_cuda import GIB, SMALL_CARD, Card
-from tests.support.tiny import make_rig
+from tests.support.tiny import Rig, make_rig
 
 MIB = 1024**2
+FULL = replace(CASES["full"], num_steps=1)
+
+
+@pytest.fixture(scope="module")
+def expected() -> Bits:
+    return FULL.on_processor()
+
+
+def step(engine: Engine, rig: Rig, expected: Bits) -> StepResult:
+    """One of `FULL`, with the processor's bits."""
+    result = engine.run_step(FULL.microbatches, FULL.schedule(rig, len(FULL.microbatches)), step=0)
+    assert is_equal([result.loss, result.gradient_norm, *rig.store.gradients], expected[:-1])
+    return result
 
 
 def test_what_is_said_of_a_card() -> None:
     with simulated(cards=[Card(total_bytes=64 * MIB), SMALL_CARD]):
-        assert cuda.num_devices() == 2 and devices.choose_devices("auto") == (("cuda:0", "cuda:1"), None)
+        assert cuda.num_devices() == 2 and choose_devices("auto") == (("cuda:0", "cuda:1"), None)
+        assert choose_devices(["cuda:1", "cuda:1"]) == (("cuda:1", "cuda:1"), None)
+        with pytest.raises(RefusedError, match="no such device") as missing:
+            choose_devices(["cuda:2"])
+        assert missing.value.problems[0].expected == "cpu or one of cuda:0, cuda:1"
+        with pytest.raises(RefusedError, match="cannot work in one pool"):
+            choose_devices(["cpu", "cuda:0"])
         assert cuda.describe_device(1) == "Simulated 75, 4 GiB" and cuda.uuid(1) == "GPU-0000-24"
         kept = cuda.CudaBackend(0).allocate(30 * MIB)
         assert cuda.memory_use(0) == (kept.nbytes, 64 * MIB) and cuda.memory_bytes(0) == 34 * MIB
         assert cuda.memory_use(1)[0] == 0
         cuda.release_workspaces()
     assert cuda.num_devices() == 0
+    with simulated(cards=[]):
+        assert choose_devices("auto")[0] == ("cpu", "cpu")
 
 
 def test_a_device_context_holds_within_a_simulation_and_after_it() -> None:
@@ -53,19 +75,6 @@ def test_a_device_context_holds_within_a_simulation_and_after_it() -> None:
     for within in (simulated(), contextlib.nullcontext()):
         with within, torch.device("meta"):
             assert torch.tensor([]).is_meta and torch.zeros(1).is_meta
-
-
-def test_devices_of_a_machine_with_two_cards() -> None:
-    with simulated():
-        assert choose_devices("auto") == (("cuda:0", "cuda:1"), None)
-        assert choose_devices(["cuda:1", "cuda:1"]) == (("cuda:1", "cuda:1"), None)
-        with pytest.raises(RefusedError, match="no such device") as missing:
-            choose_devices(["cuda:2"])
-        assert missing.value.problems[0].expected == "cpu or one of cuda:0, cuda:1"
-        with pytest.raises(RefusedError, match="cannot work in one pool"):
-            choose_devices(["cpu", "cuda:0"])
-    with simulated(cards=[]):
-        assert choose_devices("auto")[0] == ("cpu", "cpu")
 
 
 def test_a_card_of_another_maker_has_no_compute_capability(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,32 +124,29 @@ def test_a_card_without_bfloat16_trains_in_float16(dtype: str, names: tuple[str,
         (Card(), "PYTORCH_CUDA_ALLOC_CONF", False),
         (Card(), "PYTORCH_ALLOC_CONF", False),
         (Card(maps_memory=False), None, False),
+        (Card(total_bytes=0), None, True),
     ],
 )
 def test_what_a_run_changes_of_torch(
     card: Card, variable: str | None, grows: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Segments that grow, unless the user or the driver has it otherwise; no plans of cuDNN for every new length; lanes
-    do not wait 5 ms for the interpreter."""
+    """Segments that grow, unless the user or the driver has it otherwise, also on a full card; no plans of cuDNN for
+    every new length; lanes do not wait 5 ms for the interpreter; narrow sums of float16 where a recipe says so."""
     before_s = sys.getswitchinterval()
     for name in cuda.ALLOCATOR_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     if variable is not None:
         monkeypatch.setenv(variable, "max_split_size_mb:128")
     with simulated(cards=[card]) as simulation:
-        made = make_backends(["cuda:0", "cuda:0"], 1)
-        assert simulation.machine.grows_segments is grows and not torch.backends.cuda.cudnn_sdp_enabled()
-        assert made[0].allocate(5).nbytes == 5
+        with pytest.raises(torch.OutOfMemoryError) if not card.total_bytes else contextlib.nullcontext():
+            for narrow in (True, False):
+                made = make_backends(["cuda:0", "cuda:0"], 1, float16_accumulation=narrow)
+                assert torch.backends.cuda.matmul.allow_fp16_accumulation is narrow
+            assert not torch.backends.cuda.cudnn_sdp_enabled() and made[0].allocate(5).nbytes == 5
+        assert simulation.machine.grows_segments is grows
     assert sys.getswitchinterval() < 1e-3
     sys.setswitchinterval(before_s)
     assert torch.backends.cuda.cudnn_sdp_enabled()
-
-
-def test_sums_of_float16_are_narrow_only_where_a_recipe_says_so() -> None:
-    with simulated():
-        for narrow in (True, False):
-            make_backends(["cuda:0"], 1, float16_accumulation=narrow)
-            assert torch.backends.cuda.matmul.allow_fp16_accumulation is narrow
 
 
 @pytest.mark.parametrize(("found", "becomes"), [(None, ":4096:8"), (":16:8", ":16:8"), (":0:0", ":4096:8")])
@@ -168,13 +174,6 @@ def test_experts_tokens_are_counted_as_torch_counts_them() -> None:
     assert found.dtype == torch.int32 and torch.equal(found.float(), torch.histc(chosen.float(), 8, 0, 7))
     with pytest.raises(RuntimeError, match="no deterministic implementation"):
         cuda.counts(chosen.float(), bins=8, min=0, max=7)
-
-
-def test_a_full_card_is_no_reason_to_change_the_allocator() -> None:
-    with simulated(cards=[Card(total_bytes=0)]) as simulation:
-        with pytest.raises(torch.OutOfMemoryError):
-            cuda.set_up_process([0])
-        assert simulation.machine.grows_segments
 
 
 def test_a_mark_has_passed_once_the_host_has_seen_it() -> None:
@@ -207,43 +206,37 @@ def test_page_locked_memory_refused() -> None:
         cuda.unregister_host_buffer(large)
 
 
-def test_page_locked_memory_refused_for_transfers() -> None:
+def test_page_locked_memory_refused_for_transfers(expected: Bits) -> None:
     """What a run asked for beside its weights ended it: now ordinary memory does, said once, with the same bits."""
-    case = CASES["full"]
-    rig, expected = case.rig(), case.on_processor()
+    rig = FULL.rig()
     room = sum(buffer.nbytes for buffer in rig.store.transferred)
-    schedule = case.schedule(rig, len(case.microbatches))
     with simulated(max_locked_bytes=room), page_locked(rig), two_workers(rig) as engine:
-        first = engine.run_step(case.microbatches, schedule, step=0)
-        found = [first.loss, first.gradient_norm, *(one.clone() for one in rig.store.gradients)]
-        again = engine.run_step(case.microbatches, schedule, step=0)
-    assert is_equal(found, expected[: len(found)]) and again.loss == first.loss
+        first, again = step(engine, rig, expected), step(engine, rig, expected)
+    assert again.loss == first.loss
     assert [text for text in first.notices if "page-lock" in text] == list(first.notices) and len(first.notices) == 1
     assert not again.notices
 
 
 @pytest.mark.parametrize("on_wsl", [False, True])
-def test_weights_leave_page_locked_memory_to_boundaries(on_wsl: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_leave_page_locked_memory_to_boundaries(
+    on_wsl: bool, expected: Bits, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On WSL2 weights took all that may be locked, and cards waited for the copy of every boundary. What is not locked
     went straight to cards, so that lanes waited for each copy of it; now it goes through a ring that is locked."""
     assert cuda.NUM_RING_PIECES * cuda.RING_PIECE_BYTES == PINNED_RING_BYTES, "what plan counts"
     monkeypatch.setattr(build, "LOCKED_FOR_BOUNDARIES_BYTES", 32 * 1024)
     monkeypatch.setattr(cuda, "RING_PIECE_BYTES", 512)
     monkeypatch.setattr("platform.release", lambda: "6.6.87-microsoft-standard-WSL2" if on_wsl else "6.8.0")
-    case = CASES["full"]
-    rig, said, expected = case.rig(), list[str](), case.on_processor()
+    rig, said = FULL.rig(), list[str]()
     room = sum(buffer.nbytes for buffer in rig.store.transferred) - 1
-    schedule, tell = case.schedule(rig, len(case.microbatches)), lambda event: said.append(str(event))
     with simulated(max_locked_bytes=room, lazy=on_wsl) as simulation, two_workers(rig) as engine:
-        with build.page_locked(rig.store, ["cuda:0"], "auto", tell):
+        with build.page_locked(rig.store, ["cuda:0"], "auto", lambda event: said.append(str(event))):
             locked = sum(end - first for first, end in simulation.machine.registered)
-            result = engine.run_step(case.microbatches, schedule, step=0)
-            found = [result.loss, result.gradient_norm, *(one.clone() for one in rig.store.gradients)]
+            result = step(engine, rig, expected)
         assert not simulation.machine.registered
         assert not [waited for waited in simulation.machine.host_waits if "pageable" in waited[1]]
     assert 0 < locked <= room - 32 * 1024 and not result.notices and len(said) == 1
     assert ("WSL2 lets a process page-lock 0.5 to 2 GiB" in said[0]) == on_wsl
-    assert is_equal(found, expected[: len(found)])
 
 
 def test_other_errors_of_page_locking_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,9 +267,9 @@ def test_squares_of_a_large_sum_are_taken_in_parts(monkeypatch: pytest.MonkeyPat
     assert found == pytest.approx(float(values.double().square().sum()), rel=1e-12)
 
 
-def test_a_result_answers_on_the_card_with_most_free_memory() -> None:
+def test_a_result_answers_on_the_card_with_most_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """`generate` stayed on the processor; a model without room still does, and says so."""
-    model, said = make_rig("llama", "full", num_hidden_layers=1).plain.eval(), []
+    model, said = make_rig("llama", "full", num_hidden_layers=1, vocab_size=20_000).plain.eval(), []
     ids = torch.arange(1, 6)[None]
     with torch.no_grad():
         expected = model(input_ids=ids).logits
@@ -286,19 +279,12 @@ def test_a_result_answers_on_the_card_with_most_free_memory() -> None:
             assert generate.describe_answer(moved, make_tokenizer(), 0.0).startswith("on cuda:1 in float32: ")
             found = moved(input_ids=ids.to("cuda:1")).logits.cpu()
             model = moved.to("cpu")
-        with simulated(cards=[Card(total_bytes=GIB // 2)]):
-            assert generate.move_to_gpu(model, said.append).device.type == "cpu"
-    assert torch.equal(found, expected) and "no GPU has room" in said[0]
-
-
-def test_a_result_without_room_after_all_answers_on_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that was free when it was asked for, and is not when the model comes."""
-    model, said = make_rig("llama", "full", num_hidden_layers=1, vocab_size=20_000).plain.eval(), []
-    monkeypatch.setattr(generate, "roomy_device", lambda model_bytes, free_bytes: 0)
-    with simulated(cards=[Card(total_bytes=4 * MIB)]):
-        moved = generate.move_to_gpu(model, said.append)
-        assert {parameter.device.type for parameter in moved.parameters()} == {"cpu"}
-    assert "no GPU has room" in said[0]
+        with simulated(cards=[Card(total_bytes=4 * MIB)]):
+            for roomy in (generate.roomy_device, lambda model_bytes, free_bytes: 0):  # what was free is not any more
+                monkeypatch.setattr(generate, "roomy_device", roomy)
+                assert generate.move_to_gpu(model, said.append).device.type == "cpu"
+                assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
+    assert torch.equal(found, expected) and all("no GPU has room" in text for text in said) and len(said) == 2
 
 
 @pytest.mark.parametrize(
@@ -340,20 +326,16 @@ def test_dropout_masks_are_equal_on_unlike_cards(shape: tuple[int, int]) -> None
     assert all(torch.equal(one, values * drawn[0][0]) for one in dropped), "the linear layer's mask is another one"
 
 
-def test_a_step_that_runs_out_of_memory_is_run_again_with_less() -> None:
+def test_a_step_that_runs_out_of_memory_is_run_again_with_less(expected: Bits) -> None:
     """`on_oom: adapt`: slots that do not fit are refused before anything runs; with room the bits are as usual."""
-    case = CASES["full"]
-    rig, expected = case.rig(), case.on_processor()
-    schedule = case.schedule(rig, len(case.microbatches))
+    rig = FULL.rig()
     with simulated(), page_locked(rig), two_workers(rig) as engine:
         torch.cuda.set_per_process_memory_fraction(1e-4, 1)
         with pytest.raises(OutOfDeviceMemoryError, match="cuda:1"):
-            engine.run_step(case.microbatches, schedule, step=0)
+            step(engine, rig, expected)
         torch.cuda.set_per_process_memory_fraction(1.0, 1)
         engine.use_less_memory()
-        result = engine.run_step(case.microbatches, schedule, step=0)
-    found = [result.loss, result.gradient_norm, *rig.store.gradients]
-    assert is_equal(found, expected[: len(found)])
+        step(engine, rig, expected)
 
 
 def test_time_in_which_the_host_was_late_is_counted_apart() -> None:
@@ -386,15 +368,14 @@ def test_time_in_which_the_host_was_late_is_counted_apart() -> None:
 )
 def test_out_of_memory_has_many_faces(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Page-locked memory, kernels loaded late and libraries report it in words of their own: `adapt` ignored those."""
-    case = CASES["full"]
-    rig = case.rig()
+    rig = FULL.rig()
 
     def refuse(backend: cuda.CudaBackend, tensor: torch.Tensor) -> torch.Tensor:
         raise RuntimeError(text)
 
     monkeypatch.setattr(cuda.CudaBackend, "host_like", refuse)
-    expected = DeviceLostError if "illegal" in text else OutOfDeviceMemoryError
+    kind = DeviceLostError if "illegal" in text else OutOfDeviceMemoryError
     with simulated(), page_locked(rig):
         backends = [cuda.CudaBackend(0), cuda.CudaBackend(1)]
-        with pytest.raises(expected), Engine(rig.skeleton, rig.split, rig.store, backends) as engine:
-            engine.run_step(case.microbatches, case.schedule(rig, len(case.microbatches)), step=0)
+        with pytest.raises(kind), Engine(rig.skeleton, rig.split, rig.store, backends) as engine:
+            step(engine, rig, [])

@@ -81,13 +81,12 @@ def test_a_pass_that_waits_for_its_device_holds_nobody_up_for_long(monkeypatch: 
         assert time.perf_counter() - off_s >= pause_s - 0.1, "each pause is twice as long"
 
 
-@pytest.mark.parametrize("num_shapes", [1, 5])
-def test_slow_first_passes_of_eight_cards_do_not_end_the_turns(num_shapes: int) -> None:
+def test_slow_first_passes_of_eight_cards_do_not_end_the_turns() -> None:
     """Story: eight waiters for one slow first pass, in which kernels are compiled, ended them for the whole run."""
     turns, barrier = IssueTurns(stuck_s=0.01), threading.Barrier(8)
 
     def card() -> None:
-        for _ in range(num_shapes):
+        for _ in range(3):
             barrier.wait()
             for number in range(module.FORGIVEN):
                 with turns.turn():
@@ -118,14 +117,13 @@ def test_nobody_waits_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
         assert time.perf_counter() - start_s >= 0.02
 
 
-@pytest.mark.parametrize("own", [1, 3])
-def test_another_thread_does_not_change_a_worker(own: int) -> None:
+def test_another_thread_does_not_change_a_worker() -> None:
     """The optimizer's thread begins after the workers' and takes all cores: they used to take its number over."""
     others, found = queue.Queue[int](), queue.Queue[int]()
     before = torch.get_num_threads()
 
     def work() -> None:
-        with CpuBackend(own).worker_thread():
+        with CpuBackend(3).worker_thread():
             for _ in range(2):
                 found.put(others.get())
                 torch.ones(100_000).sum()
@@ -137,7 +135,7 @@ def test_another_thread_does_not_change_a_worker(own: int) -> None:
         for other in (2, 4):
             torch.set_num_threads(other)
             others.put(other)
-            assert [found.get(timeout=30), found.get(timeout=30)] == [other, own]
+            assert [found.get(timeout=30), found.get(timeout=30)] == [other, 3]
     finally:
         thread.join(30)
         torch.set_num_threads(before)

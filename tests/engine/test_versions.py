@@ -36,6 +36,7 @@ from roundpipe_cli.train.optim.optimizer import HostOptimizer, undecayed_names
 from roundpipe_cli.train.optim.updater import Updater
 from roundpipe_cli.train.prepare.setup import Setup, prepare
 from roundpipe_cli.train.signals import Reporting, StopSignals
+from tests.support.covering import swept
 from tests.support.e2e import make_workspace, metrics, untied_and_tied
 from tests.support.schedules import dealt
 from tests.support.simulated_cases import Bits, Case, gradient_bits, is_equal
@@ -144,37 +145,27 @@ def by_one_worker(setup: Setup, trainer: Trainer, overflow_step: int | None = No
 
 
 CASES = {
-    "lora-float32-1-worker": ("untied", 1, ["dtype=float32", "method=lora"]),
-    "full-float32-clipped": ("tied", 2, ["dtype=float32", "method=full", "max_grad_norm=0.05"]),
-    "full-float32-3-workers-no-clip": ("untied", 3, ["dtype=float32", "method=full", "max_grad_norm=0"]),
-    "lora-bfloat16-clipped": ("untied", 2, ["dtype=bfloat16", "method=lora", "max_grad_norm=0.01"]),
-    "full-bfloat16-tied": ("tied", 3, ["dtype=bfloat16", "method=full"]),
-    "full-float16-scaled-overflow": ("untied", 3, ["dtype=float16", "method=full", "max_grad_norm=0.3"]),
+    "full-float32-no-clip": ("tied", ["dtype=float32", "method=full", "max_grad_norm=0"]),
+    "full-bfloat16-tied": ("tied", ["dtype=bfloat16", "method=full"]),
+    "full-float16-scaled-overflow": ("untied", ["dtype=float16", "method=full", "max_grad_norm=0.3"]),
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        # float32: the case without clipping; tied: bfloat16's; clipped: float16's; all three: plain PyTorch's below
-        pytest.param(name, marks=[] if CASES[name][1] == 3 or "bfloat16" in name else [pytest.mark.sweep])
-        for name in sorted(CASES)
-    ],
-)
+@pytest.mark.parametrize("name", CASES)
 def test_bits_of_the_loop(name: str, tmp_path: Path, models: dict[str, Path], ask: Callable[[str], None]) -> None:
-    model, num_workers, overrides = CASES[name]
+    """Three workers, full fine-tuning; LoRA is compared with plain PyTorch below."""
+    model, overrides = CASES[name]
     overflow_step = 1 if name.endswith("overflow") else None
     if overflow_step is not None:
         ask(f"optimizer:inf:step={overflow_step}")
     folder = workspace(tmp_path, models[model])
-    devices = f"pipeline.devices=[{','.join(['cpu'] * num_workers)}]"
-    ours = setup_of(folder, *overrides, devices)
+    ours = setup_of(folder, *overrides, "pipeline.devices=[cpu, cpu, cpu]")
     trainer = train(ours, folder)
 
     reference = by_one_worker(setup_of(folder, *overrides, "pipeline.devices=[cpu]"), trainer, overflow_step)
 
     assert [row["loss_hex"] for row in metrics(folder / "out")] == [loss.hex() for loss in reference.losses]
-    assert ours.store.newest == NUM_STEPS
+    assert ours.store.newest == NUM_STEPS and trainer._updates_early is name.endswith("no-clip")
     for parameter, weights, key in zip(reference.parameters, reference.versions[-1], reference.names, strict=True):
         assert torch.equal(ours.store.master(key), parameter.detach()), key
         assert torch.equal(ours.store.views[key], weights), key
@@ -212,41 +203,10 @@ def test_plain_pytorch_loop(method: str, tmp_path: Path, models: dict[str, Path]
     assert abs(ours[-1] - ours[0]) > 0.01, "nothing was learnt, so nothing was compared"
 
 
-# --- versions -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("copy", [False, True])
-def test_a_step_refuses_weights_of_another_version(copy: bool) -> None:
-    """A worker that is about to bind a layer of a version that is gone fails, naming it."""
-    rig = make_rig("llama")
-    optimizer = HostOptimizer(rig.store)
-    microbatches = random_microbatches([(1, 6), (1, 6)])
-    schedule = schedule_for(rig, 2, 2)
-    with rig.engine(2, copy=copy) as engine:
-        engine.run_step(microbatches, schedule, step=0, version=0)
-        optimizer.step(1e-3)
-        engine.run_step(microbatches, schedule, step=1, version=1)
-        with pytest.raises(Exception, match=r"layer \d has weights of version 1, not 0"):
-            engine.run_step(microbatches, schedule, step=1, version=0)
-
-
 # --- early updates --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("method", "model"), [("lora", "untied"), ("full", "tied")])
-def test_early_updates_change_no_bit(method: str, model: str, tmp_path: Path, models: dict[str, Path]) -> None:
-    results = []
-    for early in (False, True):
-        folder = workspace(tmp_path / str(early), models[model])
-        setup = setup_of(folder, f"method={method}", "max_grad_norm=0", "pipeline.recompute=layer", "max_steps=2")
-        assert train(setup, folder, **({} if early else {"_updates_early": False}))._updates_early is early
-        losses = [row["loss_hex"] for row in metrics(folder / "out")]
-        results.append((losses, [tensor.numpy().tobytes() for tensor in setup.store.masters]))
-    assert results[0] == results[1]
-
-
-@pytest.mark.parametrize("copy", [False, True])
-@pytest.mark.parametrize(("model_type", "late"), [("llama", [0]), ("gemma3_text", [4])])
+@pytest.mark.parametrize(("model_type", "late", "copy"), [("llama", [0], False), ("gemma3_text", [4], True)])
 def test_each_layer_updates_once_and_the_embedding_last(model_type: str, late: list[int], copy: bool) -> None:
     """The tied table, which gets a gradient from the embedding too, is given last; all else during the backward."""
     rig = make_rig(model_type)
@@ -297,6 +257,7 @@ def write_layers(rig: Rig, gradients: Sequence[torch.Tensor], layers: Sequence[i
             place.masters.add_(gradients[layer], alpha=-0.01)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("written", [(), (0, 1)])
 @pytest.mark.parametrize("before", [False, True])
 @pytest.mark.parametrize("copy", [False, True])
@@ -383,7 +344,7 @@ UPDATED = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(UPDATED))
+@pytest.mark.parametrize("name", ["cached", "tied", *swept(["full"])])
 def test_updates_beside_a_step_are_ordered_on_cards(name: str) -> None:
     case = UPDATED[name]
     expected = case.on_processor()

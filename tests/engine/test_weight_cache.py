@@ -23,7 +23,7 @@ from roundpipe_cli.schedule.program import WEIGHTS
 from roundpipe_cli.schedule.timeline import UP
 from tests.support.tiny import Rig, make_rig, random_microbatches, schedule_for, write_new_weights
 
-SIZES = [(2, 9), (1, 7), (2, 5)]
+SIZES = [(2, 5), (1, 7), (2, 4)]
 EVERYTHING = 10**9
 Bits = list[tuple[str, str, bytes]]
 
@@ -66,14 +66,11 @@ def test_no_bit_changes(model_type: str, method: str, dtype: torch.dtype) -> Non
     rig = fresh()
     expected, without = train(rig, schedule_for(rig, 2, len(SIZES)), 0)
     largest = max(layout.num_bytes for layout in rig.store.layouts[1:])
-    for cache in (2 * largest + 512, EVERYTHING):
-        rig = fresh()
-        bits, results = train(rig, schedule_for(rig, 2, len(SIZES)), cache)
-        assert bits == expected
-        assert all(weight_bytes(new) < weight_bytes(old) for new, old in zip(results, without, strict=True))
+    bits, results = train(fresh(), schedule_for(rig, 2, len(SIZES)), EVERYTHING)
+    assert bits == expected
+    assert all(weight_bytes(new) < weight_bytes(old) for new, old in zip(results, without, strict=True))
     for schedule, cache, options in (
         (one_f_one_b(rig), EVERYTHING, {"keep_blocks": 2}),
-        (schedule_for(rig, 1, len(SIZES)), EVERYTHING, {"keep_blocks": 1}),
         (schedule_for(rig, 3, len(SIZES)), 2 * largest + 512, {"recompute": "layer"}),
     ):
         assert train(fresh(), schedule, cache, **options)[0] == expected
@@ -82,11 +79,11 @@ def test_no_bit_changes(model_type: str, method: str, dtype: torch.dtype) -> Non
 @pytest.mark.parametrize("share", [0.4, 1.0])
 def test_uploads_fall_to_what_does_not_fit(share: float) -> None:
     """Per worker and step: every visit of a layer that is not kept, and the adapters once of each that is."""
-    rig = make_rig("llama", "lora", num_hidden_layers=5)
+    rig = make_rig("llama", "lora", num_hidden_layers=4)
     layouts = rig.store.layouts
     budget = int(share * sum(layout.num_bytes + 256 for layout in layouts[1:]))
     schedule = schedule_for(rig, 2, len(SIZES))
-    results = train(rig, schedule, budget, num_steps=3)[1]
+    results = train(rig, schedule, budget)[1]
     program = lower_for_engine(schedule, layouts, 2)
     wanted = [0, 0]
     for worker in range(2):
@@ -97,7 +94,7 @@ def test_uploads_fall_to_what_does_not_fit(share: float) -> None:
         for visit in program.visits:
             for layer in layer_range(visit.layers) if visit.worker == worker and visit.ops else ():
                 if layer > 0:
-                    first, later = (layouts[layer].num_bytes, layouts[layer].num_bytes)
+                    first = later = layouts[layer].num_bytes
                     if layer in kept:
                         first, later = (0, 0) if layer in met else (first, layouts[layer].trainable_num_bytes)
                     wanted[0] += first
@@ -105,12 +102,12 @@ def test_uploads_fall_to_what_does_not_fit(share: float) -> None:
                     met.add(layer)
         if share == 1:
             assert kept == met
-    assert [weight_bytes(result) for result in results] == [wanted[0], wanted[1], wanted[1]]
+    assert [weight_bytes(result) for result in results] == wanted
 
 
 def test_memory_grows_by_the_budget_at_most() -> None:
     """Two runs' peaks may differ by what boundary tensors take: when they are freed depends on the threads' turns."""
-    rigs = [make_rig("llama", "lora", num_hidden_layers=5) for _ in range(3)]
+    rigs = [make_rig("llama", "lora") for _ in range(3)]
     layouts, schedule = rigs[0].store.layouts, schedule_for(rigs[0], 2, len(SIZES))
     whole = sum(layout.num_bytes + 256 for layout in layouts[1:])
     peaks = [
@@ -131,12 +128,12 @@ def test_memory_grows_by_the_budget_at_most() -> None:
 
 def test_other_schedules_in_between() -> None:
     """Evaluation reads what is kept and leaves it; a new cut chooses anew."""
-    rig = make_rig("llama", "lora", num_hidden_layers=6)
+    rig = make_rig("llama", "lora", num_hidden_layers=4)
     microbatches = random_microbatches(SIZES)
     head = rig.num_layers - 1
     scoring = build_forward([(0, 2), (3, head)], num_workers=2, num_microbatches=len(SIZES))
-    coarse = schedule_for(rig, 2, len(SIZES), [(0, 3), (4, head - 1)], [(head, head), (4, head - 1), (0, 3)])
-    budget = 4 * (rig.store.layouts[1].num_bytes + 256)
+    coarse = schedule_for(rig, 2, len(SIZES), [(0, 2), (3, head - 1)], [(head, head), (3, head - 1), (0, 2)])
+    budget = 3 * (rig.store.layouts[1].num_bytes + 256)
 
     def losses(cache: int) -> list[str]:
         found = []

@@ -18,6 +18,7 @@ from roundpipe_cli.kernels.grouped_mm import describe_experts, takes_triton, why
 from roundpipe_cli.model.expert_lora import isolate_expert_adapters, use_grouped_kernel
 from roundpipe_cli.model.stored.packed_weights import PackedParameter, packed_bytes, quantize, whole_weights
 from tests.kernels.groups import error
+from tests.support.covering import swept
 from tests.support.simulated_cases import Case, is_equal, page_locked, simulated
 from tests.support.simulated_cuda import GAMING_CARD
 from tests.support.tiny import Rig, make_rig
@@ -33,7 +34,7 @@ CASES = {
 
 
 @pytest.mark.skipif(why_no_triton() is not None, reason=str(why_no_triton()))
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["adapters", "full", *swept(["4-bit"])])
 def test_no_thread_waits_for_a_card_without_a_kernel_of_torchs(name: str) -> None:
     """sm86: torch would read the counts of tokens on the host, once for each product. The run says what it does."""
     case = CASES[name]

@@ -19,7 +19,7 @@ from tests.support.launches import LaunchCounter
 
 CPU = torch.device("cpu")
 KEYS = st.one_of(st.integers(0, 2**64 - 1), st.sampled_from([0, 1, 2**31, 2**32 - 1, 2**63, 2**64 - 1]))
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+DTYPES = [F32 := torch.float32, torch.bfloat16, torch.float16]
 
 
 def by_torch(shape: tuple[int, ...], draw: Draw) -> torch.Tensor:
@@ -47,11 +47,12 @@ def check(shape: tuple[int, ...], draw: Draw, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.usefixtures("wide")
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(), (0, 3), (7,), (5, 2 * COLUMNS + 5)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((), F32), ((0, 3), torch.bfloat16), ((7,), torch.float16), ((2, COLUMNS + 5), F32)], ids=str
+)
 def test_dropout_of_shapes(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Nothing, less than a program, and more rows than a program has, the last of them short."""
+    """Nothing, less than a program, and more rows than a program has, the last of them short. The numbers of 65,536
+    columns are a function of their place, not a table."""
     check(shape, Draw(0xF123456789ABCDEF, 0.9), dtype)
 
 
@@ -62,16 +63,9 @@ def test_dropout_of_shapes(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     shape=st.lists(st.integers(1, 12), min_size=1, max_size=3).map(tuple),
     dtype=st.sampled_from(DTYPES),
 )
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 def test_any_draw(key: int, keep: float, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     check(shape, Draw(key, keep), dtype)
-
-
-@pytest.mark.usefixtures("wide")
-def test_columns_of_every_program() -> None:
-    """The numbers of 65,536 columns are a function of their place, not a table."""
-    draw = Draw(12345, 0.5)
-    assert torch.equal(keep_mask((COLUMNS + 9,), 0.5, draw.key, CPU), by_torch((COLUMNS + 9,), draw))
 
 
 def test_a_mask_is_one_launch() -> None:
@@ -116,10 +110,10 @@ def test_the_first_launch_of_a_variant_is_alone(interpreter: None) -> None:
 @pytest.mark.parametrize(
     ("dtype", "vocabulary", "smoothing"),
     [
-        *((dtype, 32_000, 0.1) for dtype in DTYPES),
+        *((dtype, 9_001, 0.1) for dtype in DTYPES),
         *((torch.bfloat16, size, 0.0) for size in (2, 4097)),
         *(pytest.param(torch.bfloat16, size, 0.0, marks=pytest.mark.sweep) for size in (50, 4096, 128_256, 262_144)),
-        (torch.float32, 151_935, 0.2),
+        pytest.param(torch.float32, 151_935, 0.2, marks=pytest.mark.sweep),
     ],
 )
 def test_cross_entropy_and_gradients(dtype: torch.dtype, vocabulary: int, smoothing: float) -> None:

@@ -83,27 +83,20 @@ def chosen_kernel(arguments: AttentionArguments, capability: tuple[int, int]) ->
     return next((one for one in ("flash", "efficient") if not reasons_against(one, arguments, capability)), "math")
 
 
-def reasons_against(kernel: str, arguments: AttentionArguments, capability: tuple[int, int]) -> list[str]:
+def reasons_against(kernel: str, one: AttentionArguments, capability: tuple[int, int]) -> list[str]:
     """The reasons why a fused kernel does not take the call; empty: it does."""
-    one, found = arguments, []
-    if not MIN_CAPABILITY[kernel] <= capability <= MAX_CAPABILITY:
-        found.append(f"not for sm{capability[0]}{capability[1]}")
-    if one.has_mask and kernel == "flash":
-        found.append("a mask")
-    if one.dtype == torch.float32 and kernel != "efficient":
-        found.append("float32")
-    if one.dtype == torch.bfloat16 and capability < (8, 0):
-        found.append("bfloat16 before sm80")
-    if kernel == "efficient":
-        if one.heads != one.key_value_heads:
-            found.append("grouped queries")
-        if one.width % ALIGNMENT[one.dtype] or one.value_width % ALIGNMENT[one.dtype]:
-            found.append("a width that is not aligned")
-    if kernel == "flash" and (one.width > MAX_FLASH_WIDTH or one.width != one.value_width):
-        found.append(f"a width of {one.width} and {one.value_width}")
-    if one.is_causal and one.has_mask:
-        found.append("a mask beside is_causal")
-    return found
+    reasons = {
+        "another card": not MIN_CAPABILITY[kernel] <= capability <= MAX_CAPABILITY,
+        "bfloat16 before sm80": one.dtype == torch.bfloat16 and capability < (8, 0),
+        "a mask beside is_causal": one.is_causal and one.has_mask,
+    }
+    if kernel == "flash":
+        reasons |= {"a mask": one.has_mask, "float32": one.dtype == torch.float32}
+        reasons["its width"] = one.width > MAX_FLASH_WIDTH or one.width != one.value_width
+    else:
+        aligned = one.width % ALIGNMENT[one.dtype] == one.value_width % ALIGNMENT[one.dtype] == 0
+        reasons |= {"grouped queries": one.heads != one.key_value_heads, "a width that is not aligned": not aligned}
+    return [reason for reason, holds in reasons.items() if holds]
 
 
 class Noted(TorchFunctionMode):

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from roundpipe_cli.choices import PACKED_FORMATS, PackedFormat
 from roundpipe_cli.engine import parity
 from roundpipe_cli.engine.parity import ParityRefusedError, prove
 from roundpipe_cli.errors import RefusedError
@@ -71,9 +70,9 @@ def test_what_is_odd_about_a_type_is_carried(model_type: str, changes: dict[str,
 def test_dynamic_rotary_scaling_remembers_no_earlier_microbatch() -> None:
     """A worker kept the frequencies of the longest row it had met: bits differed with the number of workers."""
     rig = make_rig("llama", max_position_embeddings=16, **DYNAMIC)
-    microbatches = random_microbatches([(1, 40), (1, 9), (1, 24), (1, 20), (1, 7)])
+    microbatches = random_microbatches([(1, 40), (1, 9), (1, 24)])
     losses = set()
-    for num_workers in (1, 2, 3):
+    for num_workers in (1, 2):
         with rig.engine(num_workers) as engine:
             schedule = schedule_for(rig, num_workers, len(microbatches))
             losses.add(engine.run_step(microbatches, schedule, step=0).loss)
@@ -95,26 +94,19 @@ def test_a_soft_cap_of_attention_is_computed() -> None:
     assert not torch.allclose(*found, rtol=0.01), "the cap changes nothing"
 
 
-@pytest.mark.parametrize("kind", PACKED_FORMATS.values(), ids=lambda kind: kind.name)
-def test_weights_of_which_none_can_be_packed_are_refused(kind: PackedFormat) -> None:
+def test_weights_of_which_none_or_some_can_be_packed_are_refused_or_told(llama: tuple[nn.Module, ModelSplit]) -> None:
     """`load_in_4bit` packed nothing and said nothing, where no matrix of a block can be packed."""
-    model, split = skeleton_of(tiny_config("gpt2"))
+    model, split = llama
     model.requires_grad_(False)
-    with pytest.raises(RefusedError, match=f"none of this model's weights can be kept in {kind.label}") as caught:
-        check_packed(model, split.blocks_path, frozenset(), kind.name)
-    assert caught.value.problems[0].found == "blocks of Conv1D"
-    assert caught.value.exit_code == 2
-
-
-def test_weights_that_are_packed_in_part_are_told() -> None:
-    model, split = skeleton_of(tiny_config("llama"))
-    model.requires_grad_(False)
+    with pytest.raises(RefusedError, match="none of this model's weights can be kept in 4 bit") as caught:
+        check_packed(model, split.blocks_path, frozenset(), "4bit")
+    assert caught.value.problems[0].found == "blocks of Linear" and caught.value.exit_code == 2
     names = quantizable_names(model, split.blocks_path)
     assert check_packed(model, split.blocks_path, names, "4bit") is None
-    some = [name for name in names if "mlp" in name]
-    assert check_packed(model, split.blocks_path, some, "4bit") == (
+    assert check_packed(model, split.blocks_path, [name for name in names if "mlp" in name], "4bit") == (
         "67% of the blocks' frozen weights are kept in 4 bit; whole stay those of Linear"
     )
+    model.requires_grad_(True)
 
 
 def test_rows_beyond_learned_positions_are_refused() -> None:
@@ -180,10 +172,6 @@ def test_a_model_that_the_engine_would_train_otherwise_is_refused_by_name(kind: 
     assert caught.value.problems[0].where in ("loss",) or "gradient of model." in str(caught.value)
 
 
-def test_the_same_blocks_without_such_things_are_accepted() -> None:
-    assert prove(*with_scaled_blocks("nothing")).gradient_error < 1e-5
-
-
 def test_a_model_that_the_engine_cannot_compute_is_refused_with_the_reason() -> None:
     with pytest.raises(ParityRefusedError, match="RuntimeError: nothing without a graph"):
         prove(*with_scaled_blocks("fails without a graph"))
@@ -193,7 +181,11 @@ def test_a_model_that_the_engine_cannot_compute_is_refused_with_the_reason() -> 
 
 
 @pytest.mark.parametrize(
-    ("model_type", "dtype"), [("qwen3_next", torch.bfloat16), ("gpt_oss", torch.bfloat16), ("gemma2", torch.float16)]
+    ("model_type", "dtype"),
+    [
+        *(("qwen3_next", torch.bfloat16), ("gemma2", torch.float16)),
+        pytest.param("gpt_oss", torch.bfloat16, marks=pytest.mark.sweep),
+    ],
 )
 def test_models_in_16_bit_are_accepted(model_type: str, dtype: torch.dtype) -> None:
     proof = prove(*skeleton_of(tiny_config(model_type), dtype))
@@ -233,18 +225,17 @@ def test_narrower_models_of_the_same_type() -> None:
 @pytest.mark.parametrize(
     ("model_type", "method"),
     [
-        *(("llama4_text", "full"), ("llama4_text", "lora"), ("gemma3_text", "full"), ("qwen3_moe", "lora")),
+        *(("llama4_text", "lora"), ("gemma3_text", "full"), ("qwen3_moe", "lora")),
+        *(pytest.param(name, "full", marks=pytest.mark.sweep) for name in ("llama4_text", "qwen3_moe")),
         pytest.param("gemma3_text", "lora", marks=pytest.mark.sweep),
-        pytest.param("qwen3_moe", "full", marks=pytest.mark.sweep),
     ],
 )
 def test_fused_operators_are_proven_too(model_type: str, method: str) -> None:
     """llama4 writes to what its linear layers return, which a view from an autograd function refused in every run."""
     model, split = skeleton_of(tiny_config_of(model_type))
     if method == "lora":
-        add_lora(
-            model, LoraSettings(r=4, alpha=8), dtype=torch.float32, base_name="tiny", blocks_path=split.blocks_path
-        )
+        settings = LoraSettings(r=4, alpha=8)
+        add_lora(model, settings, dtype=torch.float32, base_name="tiny", blocks_path=split.blocks_path)
     assert prove(model, split, fused=True).gradient_error < 1e-5
 
 

@@ -10,14 +10,13 @@ import pytest
 import torch
 
 from roundpipe_cli.costs.analytic import activation_bytes
-from roundpipe_cli.costs.cost import CostModel, LayerCost, StageRange
+from roundpipe_cli.costs.cost import StageRange
 from roundpipe_cli.costs.memory import DEVICE_SHARE, largest_stage_bytes
 from roundpipe_cli.costs.models import TrainingSettings, parse_config
 from roundpipe_cli.engine.probe import find_saved_bytes
 from roundpipe_cli.model.fused import find_fused_ops
 from roundpipe_cli.model.worker_model import SavedBytes, WorkerOptions, saved_sizes
 from roundpipe_cli.planning.adaptive import AdaptivePlanner, RunConditions
-from roundpipe_cli.planning.search.stages import StageSums, limits_for, within_limits
 from roundpipe_cli.recipe.schema import PipelineConfig
 from roundpipe_cli.schedule.builders import Rounds, build_schedule
 from roundpipe_cli.train.auto_cache import modelled_bytes
@@ -58,7 +57,7 @@ def test_longer_microbatches_keep_what_short_ones_foretell(
         assert (one.per_pair > 0) == keeps_scores
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gemma2", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("model_type", ["gemma2", "gpt_oss", *swept(["llama", "qwen3_moe"])])
 def test_a_few_tokens_are_enough(model_type: str) -> None:
     rig = make_rig(model_type, "lora", **LONG, **window(model_type, 4096))
     few, many = (find_saved_bytes(rig.skeleton, rig.split, rig.store, longest=longest) for longest in (33, 512))
@@ -141,13 +140,13 @@ def test_a_device_s_peak_grows_by_what_was_found() -> None:
     rig = make_rig("llama", "lora", num_hidden_layers=6, hidden_size=64, **LONG)
     found = find_saved_bytes(rig.skeleton, rig.split, rig.store)
     assert found is not None
-    microbatches = random_microbatches([(2, 192)] * 2, vocab=128)
+    microbatches = random_microbatches([(2, 192)])
     peaks, slots = [], []
     for size in (1, 3):
         stages = [(first, first + size - 1) for first in range(1, 7, size)]
         backward: list[StageRange] = [(7, 7), *reversed(stages[1:]), (0, stages[0][1])]
         schedule = build_schedule(
-            "roundpipe", forward_stages=[(0, 3), (4, 6)], backward_stages=backward, num_workers=1, rounds=Rounds(2)
+            "roundpipe", forward_stages=[(0, 3), (4, 6)], backward_stages=backward, num_workers=1, rounds=Rounds(1)
         )
         layers = gpu_costs(rig, 10**9).layers
         slots.append(2 * largest_stage_bytes(layers, schedule.forward_stages, backward))
@@ -158,39 +157,6 @@ def test_a_device_s_peak_grows_by_what_was_found() -> None:
 
 
 # --- stages ----------------------------------------------------------------------------------------------------------
-
-
-def layer(name: str, param: int, grad: int, kept: int) -> LayerCost:
-    return LayerCost(name, 1.0, 1.0, name != "head", param_bytes=param, grad_bytes=grad, activation_bytes=kept)
-
-
-@pytest.mark.parametrize("free", [12_000, 20_000, 50_000, 200_000])
-@pytest.mark.parametrize("kept", [0, 500, 5_000])
-def test_every_cut_within_the_limits_fits(free: int, kept: int) -> None:
-    blocks = [layer(f"block.{index}", 1000, 100, kept) for index in range(12)]
-    costs = CostModel("x", (layer("embed", 0, 0, 0), *blocks, layer("head", 3000, 0, 2000)))
-    limits, sums = limits_for(costs, free), StageSums(costs)
-    largest = 0
-    for forward_blocks in range(1, 13):
-        for size in range(1, 13):
-            beside = size - 1
-            edges = sorted({*range(12 - beside, 0, -size), 0}, reverse=True)
-            backward = [(13 - beside, 13)] + [
-                (low + 1 if low else 0, high) for high, low in zip(edges, edges[1:], strict=False)
-            ]
-            forward = [
-                (max(0, start), min(start + forward_blocks - 1, 12 - beside))
-                for start in range(1, 13 - beside, forward_blocks)
-            ]
-            if forward:
-                forward[0] = (0, forward[0][1])
-            if not within_limits(sums, limits, forward, backward, 2):
-                continue
-            slot = largest_stage_bytes(costs.layers, forward, backward)
-            held = max(kept * sum(1 <= at <= 12 for at in range(first, last + 1)) for first, last in backward)
-            assert costs.slots * slot + held <= free
-            largest = max(largest, size)
-    assert largest >= 1, "one block a stage is within every limit"
 
 
 def test_a_run_s_stages_fill_the_device_but_for_the_share_that_nobody_knows() -> None:
@@ -213,9 +179,9 @@ def test_a_run_s_stages_fill_the_device_but_for_the_share_that_nobody_knows() ->
 # --- plan ------------------------------------------------------------------------------------------------------------
 
 FORETOLD = [
-    *("llama", "qwen3", "gemma2", "gemma3_text", "gpt_oss", "mixtral", "qwen3_moe", "phi3", "olmo2", "gpt_neox"),
-    *("starcoder2", "qwen2_moe"),
-    *swept(["qwen2", "gemma", "mistral", "smollm3", "granite", "glm4", "hunyuan_v1_dense"]),  # as another one above
+    *("qwen3", "gemma2", "gpt_oss", "mixtral", "phi3", "olmo2", "gpt_neox", "starcoder2", "qwen2_moe"),
+    *swept(["llama", "qwen2", "gemma", "gemma3_text", "mistral", "qwen3_moe"]),  # as another one above
+    *swept(["smollm3", "granite", "glm4", "hunyuan_v1_dense"]),
 ]
 
 

@@ -16,11 +16,10 @@ from roundpipe_cli.choices import check_sizes
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.limited import Limits, run_limited
 from roundpipe_cli.model.block_calls import SplitRefusedError
-from roundpipe_cli.model.layout import layer_parameters
 from roundpipe_cli.model.load import MANY, build_skeleton, build_without_weights
 from roundpipe_cli.model.split import split_model
 from tests.support.every_type import tiny_config_of
-from tests.support.tiny import make_rig, tiny_config
+from tests.support.tiny import tiny_config
 
 Walk = Callable[["Backbone", torch.Tensor], torch.Tensor]
 """How a backbone takes its embedded tokens through its blocks and its norm."""
@@ -178,21 +177,6 @@ def test_a_model_without_blocks_is_refused() -> None:
     model.model.layers = nn.ModuleList()
     with pytest.raises(SplitRefusedError, match="no list of blocks"):
         split_model(model)
-
-
-@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "gpt2", "bloom", "qwen3_moe"])
-def test_every_parameter_belongs_to_exactly_one_layer(model_type: str) -> None:
-    skeleton = build_skeleton(tiny_config(model_type), torch.float32)
-    split = split_model(skeleton)
-    names = [name for layer in layer_parameters(skeleton, split) for name, _ in layer]
-    assert sorted(names) == sorted(name for name, _ in skeleton.named_parameters())
-    assert len(names) == len(set(names))
-
-
-def test_a_tied_table_is_kept_with_the_head() -> None:
-    rig = make_rig("gemma3_text")
-    assert rig.split.embedding_path + ".weight" in [place.name for place in rig.store.layouts[-1].places]
-    assert rig.store.layouts[0].places == ()
 
 
 def test_a_model_of_several_widths_is_refused() -> None:

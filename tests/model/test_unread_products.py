@@ -20,10 +20,10 @@ from roundpipe_cli.model.worker_model import WorkerOptions
 from roundpipe_cli.schedule.actions import Schedule
 from tests.engine.test_parity import check_gradients
 from tests.support.covering import swept
-from tests.support.e2e import finetune, make_model, make_workspace, metrics
+from tests.support.e2e import STAGES_OF_TWO, finetune, make_model, make_workspace, numbers
 from tests.support.tiny import Rig, make_rig, plain_copy, plain_step, random_microbatches, schedule_for
 
-SIZES = [(2, 9), (1, 7), (2, 5)]
+SIZES = [(2, 9), (1, 7)]
 
 
 def coarse(rig: Rig, num_workers: int) -> Schedule:
@@ -107,7 +107,6 @@ def test_no_bit_changes(name: str) -> None:
     more: dict[str, Any] = {"unread": find(rig), "head_chunk_tokens": 8}
     assert any(more["unread"].values())
     expected = step_bits(rig, 1, head_chunk_tokens=8)
-    assert step_bits(rig, 1, **more) == expected
     assert step_bits(rig, 2, keep_inputs=True, copy=True, **more) == expected
     assert step_bits(rig, 2, recompute="layer", copy=True, **more) == expected
 
@@ -188,11 +187,7 @@ def test_chunks_agree_with_plain_pytorch(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "model_type",
-    [
-        *("gemma2", "llama", "gpt_oss", "phi"),
-        *swept(["qwen3_moe", "mixtral", "glm4_moe", "gpt2"]),
-    ],
+    "model_type", [*("gemma2", "llama", "gpt_oss", "phi"), *swept(["qwen3_moe", "mixtral", "glm4_moe", "gpt2"])]
 )
 def test_what_a_recompute_leaves_out_of_chunks(model_type: str) -> None:
     rig = make_rig(model_type, "lora")
@@ -204,25 +199,21 @@ def bits(rig: Rig, num_workers: int, **options: Any) -> tuple[object, ...]:
     return step_bits(rig, num_workers, **{"mlp_chunk_tokens": CHUNK, **options})
 
 
-@pytest.mark.parametrize("model_type", ["llama", pytest.param("gemma2", marks=pytest.mark.sweep)])
-def test_the_same_bits_whatever_is_recomputed_with_dropout(model_type: str) -> None:
-    rig = make_rig(model_type, "lora", attention_dropout=0.1, lora_dropout=0.2)
+def test_the_same_bits_whatever_is_recomputed_with_dropout() -> None:
+    rig = make_rig("llama", "lora", attention_dropout=0.1, lora_dropout=0.2)
     unread = unread_of(rig)
     expected = bits(rig, 1)
-    assert bits(rig, 1, unread=unread) == expected
     assert bits(rig, 2, unread=unread, keep_inputs=True, copy=True) == expected
     assert bits(rig, 2, recompute="layer", copy=True) == expected
     assert bits(rig, 1, keep_blocks=2, copy=True) == expected
-    whole = make_rig(model_type, "lora", attention_dropout=0.1, lora_dropout=0.0)
+    whole = make_rig("llama", "lora", attention_dropout=0.1)
     assert bits(whole, 1)[0] != expected[0], "the adapters' dropout should be on"
 
 
 def test_live_bytes_fall() -> None:
     """Width 1,024 at hidden size 32: nearly all activations are the feed-forward part's."""
     rig = make_rig("llama", "lora", hidden_size=32, intermediate_size=1024, num_hidden_layers=2)
-    microbatches = random_microbatches([(1, 64)] * 2)
-    schedule = schedule_for(rig, 1, 2)
-    peaks = []
+    microbatches, schedule, peaks = random_microbatches([(1, 64)]), schedule_for(rig, 1, 1), []
     for chunk in (None, 8):
         with rig.engine(1, copy=True, count_bytes=True, mlp_chunk_tokens=chunk) as engine:
             peaks.append(max(engine.run_step(microbatches, schedule, step=0).device_peak_bytes))
@@ -258,9 +249,10 @@ def test_a_short_call_is_an_ordinary_one() -> None:
 def test_a_run_in_chunks(tmp_path: Path) -> None:
     """Through the command line: the losses of a run without."""
     model = make_model(tmp_path / "model", num_hidden_layers=2)
-    work = make_workspace(tmp_path / "work", model, lora__dropout=0.0)
+    work = make_workspace(tmp_path / "work", model, lora__dropout=0.0, max_steps=2, **STAGES_OF_TWO)
     for words in (["output_dir=whole"], ["output_dir=chunks", "mlp_chunk_tokens=4"]):
         finetune(work, *words).expect(0)
-    losses = [[row["loss"] for row in metrics(work / name)] for name in ("whole", "chunks")]
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
-    assert losses[1] != losses[0], "some rows should be longer than a chunk"
+    rows = [numbers(work / name) for name in ("whole", "chunks")]
+    whole, chunks = ([[row["loss"], row["grad_norm"]] for row in one] for one in rows)
+    assert chunks == [pytest.approx(row, rel=1e-5) for row in whole]
+    assert chunks != whole, "some rows should be longer than a chunk"

@@ -9,7 +9,7 @@ import pytest
 from roundpipe_cli.choices import BOUND_SCHEDULES, SCHEDULE_KINDS, SCHEDULES
 from roundpipe_cli.costs.cost import CostModel, StageRange
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.schedule.actions import Action, Kind, Schedule, equal_costs
+from roundpipe_cli.schedule.actions import Schedule, equal_costs
 from roundpipe_cli.schedule.builders import Options, Rounds, build_schedule, interleaved_groups, place_on, schedule_name
 from roundpipe_cli.schedule.simulate import simulate, simulate_published
 from tests.support.schedules import dealt, parse_rows, validate_schedule
@@ -91,12 +91,6 @@ def test_a_stage_may_hold_the_whole_model() -> None:
     validate_schedule(schedule)
 
 
-def test_staleness_0_starts_every_step_afresh_and_staleness_1_goes_on_like_rounds() -> None:
-    fresh, chained = (dealt(*STAGES, 2, 2, num_steps=2, staleness=staleness) for staleness in (0, 1))
-    assert [str(row[-1]) for row in fresh.actions] == ["2B3", "1B3"]
-    assert [str(row[-1]) for row in chained.actions] == ["1B3", "2B3"]
-
-
 def every_small_schedule(num_workers: int, num_microbatches: int):  # type: ignore[no-untyped-def]
     for num_stages in range(1, 13):
         for name in BOUND_SCHEDULES:
@@ -109,7 +103,7 @@ def every_small_schedule(num_workers: int, num_microbatches: int):  # type: igno
 
 
 @pytest.mark.parametrize(
-    "num_workers", [2, 3, 5, *(pytest.param(count, marks=pytest.mark.sweep) for count in (1, 4, 6))]
+    "num_workers", [3, 5, *(pytest.param(count, marks=pytest.mark.sweep) for count in (1, 2, 4, 6))]
 )
 def test_every_schedule_up_to_12_stages_and_12_microbatches_is_valid(num_workers: int) -> None:
     costs = equal_costs(13)
@@ -204,12 +198,12 @@ def test_a_schedule_of_few_workers_can_be_placed_among_many() -> None:
 # --- what finds wrong schedules in these tests ----------------------------------------------------------------------
 
 
-def gpipe(num_steps: int = 1) -> Schedule:
+def gpipe() -> Schedule:
     """
     0F0 0F1 1R0 1B0 1R1 1B1
     1F0 1F1 0R0 0B0 0R1 0B1
     """
-    return build_schedule("gpipe", forward_stages=cut(4, 2), num_workers=2, rounds=Rounds(2, num_steps=num_steps))
+    return build_schedule("gpipe", forward_stages=cut(4, 2), num_workers=2, rounds=Rounds(2))
 
 
 DEADLOCK = "0F0 1R0 1B0 0F1 1R1 1B1\n1F0 1F1 0R0 0B0 0R1 0B1"
@@ -220,9 +214,7 @@ DEADLOCK = "0F0 1R0 1B0 0F1 1R1 1B1\n1F0 1F1 0R0 0B0 0R1 0B1"
     [
         ("0F0 0F1 1R0 1B0 1R1 1B1\n1F0 1F0 1F1 0R0 0B0 0R1 0B1", "there twice: .*FORWARD"),
         ("0F0 0F1 1R0 1B0 1R1 1B1\n1F0 0R0 0B0 0R1 0B1", "missing: .*FORWARD"),
-        ("0F0 0F1 1R0 1B0 1R1 1B1\n1F0 1F1 0R0 0B0 0R1 0B1 2B0", "unknown or there twice: .*BACKWARD"),
         ("0F0 0F1 0F7 1R0 1B0 1R1 1B1\n1F0 1F1 0R0 0B0 0R1 0B1", "unknown or there twice: .*FORWARD"),
-        ("0F0 0F1 1R0 1B0 1R1 1B1\n1F0 1F1 0R0 0B0 0R1 0B1 0U1", "unknown or there twice: .*UPLOAD"),
         ("0F0 0F1 1R0 1B0 1R1 1B1\n1F0 1F1 0R0 0R1 0B0 0B1", "not directly before its backward"),
         ("0F0 0F1 1R0 1B0 1R1 1B1\n0R0 0B0 1F0 1F1 0R1 0B1", "deadlock: .*RECOMPUTE"),
         (DEADLOCK, "deadlock"),
@@ -232,23 +224,6 @@ DEADLOCK = "0F0 1R0 1B0 0F1 1R1 1B1\n1F0 1F1 0R0 0B0 0R1 0B1"
 def test_wrong_actions_are_found(text: str, message: str) -> None:
     with pytest.raises(AssertionError, match=message):
         validate_schedule(replace(gpipe(), actions=parse_rows(text)))
-
-
-def test_wrong_steps_workers_and_heads_are_found() -> None:
-    two_steps = gpipe(num_steps=2)
-    validate_schedule(two_steps)
-    row = list(two_steps.actions[0])
-    row[1], row[6] = row[6], row[1]
-    moved = Action(Kind.FORWARD, 1, 0, 0), *gpipe().actions[1][1:]
-    fused = dealt([(0, 1)], [(2, 2), (0, 1)], 1, 1)
-    assert str(fused) == "0F0 0B0 1R0 1B0"
-    for wrong, message in (
-        (replace(two_steps, actions=(tuple(row), two_steps.actions[1])), "steps out of order"),
-        (replace(gpipe(), actions=(gpipe().actions[0], moved)), "of another worker"),
-        (replace(fused, actions=parse_rows("0F0 0R0 0B0 1R0 1B0")), "unknown or there twice: .*RECOMPUTE"),
-    ):
-        with pytest.raises(AssertionError, match=message):
-            validate_schedule(wrong)
 
 
 def test_simulators_do_not_hang_on_a_deadlock() -> None:

@@ -1,9 +1,10 @@
-"""The lowering, and what simulators make of it, on cases small enough to do by hand; published figures."""
+"""The lowering, and what simulators make of it, on cases small enough to do by hand; published figures; pictures."""
 
 from __future__ import annotations
 
 import json
 import random
+import xml.etree.ElementTree
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -13,8 +14,9 @@ from typing import Any
 import pytest
 
 from roundpipe_cli.costs.cost import CHUNK_BYTES, CostModel, LayerCost, StageRange, keep_activations, skip_projections
-from roundpipe_cli.schedule.actions import Kind, Schedule
+from roundpipe_cli.schedule.actions import Kind, Schedule, equal_costs
 from roundpipe_cli.schedule.builders import Options, Rounds, _dealer, build_schedule
+from roundpipe_cli.schedule.pictures import chrome_trace, svg_picture
 from roundpipe_cli.schedule.program import (
     ACTIVATION,
     GRADIENT,
@@ -27,7 +29,18 @@ from roundpipe_cli.schedule.program import (
     lower,
 )
 from roundpipe_cli.schedule.simulate import simulate, simulate_published, simulated_step_s
-from roundpipe_cli.schedule.timeline import DOWN, HOST, UP, Timeline, bubble, compute_rows, makespan_s, utilization
+from roundpipe_cli.schedule.timeline import (
+    DOWN,
+    HOST,
+    UP,
+    Timeline,
+    bubble,
+    bubble_ratio,
+    compute_rows,
+    makespan_s,
+    utilization,
+)
+from roundpipe_cli.units import round_step
 from tests.support.schedules import dealt
 
 
@@ -230,11 +243,6 @@ def test_recompute_without_the_last_projection_and_kept_activations() -> None:
     assert makespan_s(simulate(schedule, keep_activations(costs, {0, 3}))) == whole - 2
 
 
-def test_activations_count_from_recompute_to_backward() -> None:
-    timeline = simulate(roundpipe(num_microbatches=2), model(4, activation_bytes=7))
-    assert timeline.device_peak_bytes == (14,)
-
-
 @pytest.mark.parametrize(("num_workers", "loops", "num_microbatches"), [(2, 2, 4), (4, 3, 8), (3, 2, 3), (4, 2, 10)])
 def test_looped_orders_are_those_of_pytorch(num_workers: int, loops: int, num_microbatches: int) -> None:
     schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
@@ -320,22 +328,6 @@ def layer(forward_s: float, backward_s: float, recompute: bool = True) -> LayerC
     return LayerCost("layer", forward_s, backward_s, recompute)
 
 
-def test_roundpipe_by_hand() -> None:
-    """Two blocks (1 forward, 2 backward) and a head (1, 1) on two workers, hop 0.5, one microbatch.
-
-    worker 0   F 0-1        B 2-4 (its lead 2-3)              R 6-7, B 7-9      the lead ends when F1 arrives, at 3
-    worker 1         F 1.5-2.5               R 3.5-4.5, B 4.5-6.5              the recompute when the gradient does
-    """
-    costs = CostModel("by hand", (layer(1, 2), layer(1, 2), layer(1, 1, recompute=False)), hop_s=0.5)
-    schedule = dealt([(0, 0), (1, 1)], [(2, 2), (1, 1), (0, 0)], 2, 1, costs)
-    timeline = simulate_published(schedule, costs)
-    spans = [[(row.kind.value, row.start_s, row.end_s) for row in rows] for rows in compute_rows(timeline)]
-    assert spans == [
-        [("F", 0, 1), ("B", 2, 4), ("R", 6, 7), ("B", 7, 9)],
-        [("F", 1.5, 2.5), ("R", 3.5, 4.5), ("B", 4.5, 6.5)],
-    ]
-
-
 def test_a_stage_without_layers_takes_no_time_but_its_hops_count() -> None:
     costs = CostModel("one block", (layer(1, 2), layer(1, 1, recompute=False)), hop_s=0.5)
     schedule = build_schedule(
@@ -346,25 +338,6 @@ def test_a_stage_without_layers_takes_no_time_but_its_hops_count() -> None:
     assert makespan_s(timeline) == 8
     assert utilization(timeline) == [0.5, 0, 0.25]
     assert bubble(timeline).fill == pytest.approx((0 + 8 + 2) / 24)
-
-
-def test_staleness_0_chains_with_a_barrier_and_staleness_1_without() -> None:
-    costs = CostModel("blocks", (*[layer(1, 2)] * 4, layer(1, 1, recompute=False)))
-    spans = []
-    for num_steps, staleness in ((1, 0), (2, 0), (2, 1)):
-        stages = [(0, 3)], [(4, 4), (2, 3), (0, 1)]
-        schedule = dealt(*stages, 3, 3, costs, num_steps=num_steps, staleness=staleness)
-        spans.append(makespan_s(simulate_published(schedule, costs, staleness=staleness)))
-    assert spans[1] == 2 * spans[0]
-    assert spans[2] < spans[1]
-
-
-def test_worker_speed_divides_times() -> None:
-    costs = CostModel("two speeds", (layer(1, 2), layer(1, 1, recompute=False)), worker_speed=(2.0, 0.5))
-    schedule = build_schedule("gpipe", forward_stages=[(0, 0), (1, 1)], num_workers=2, rounds=Rounds(1), costs=costs)
-    timeline = simulate_published(schedule, costs)
-    assert [interval.end_s - interval.start_s for interval in compute_rows(timeline)[1]] == [2, 2]
-    assert makespan_s(timeline) == 0.5 + 2 + 2 + 0.5 + 1
 
 
 @pytest.mark.parametrize(
@@ -385,3 +358,65 @@ def test_the_dealers_clock_is_the_simulators(options: Options) -> None:
         schedule = dealt(*stages, num_workers, num_microbatches, costs, per_round=per_round, options=options)
         rows = compute_rows(simulate_published(schedule, costs))
         assert dealer.free_s == pytest.approx([max((one.end_s for one in row), default=0.0) for row in rows])
+
+
+# --- pictures of one small timeline -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def timeline() -> Timeline:
+    """Two blocks and a head: F 1, R 1, B 2, head F 1 B 2; weights take 0.5 per layer to upload."""
+    costs = equal_costs(3)
+    layers = tuple(replace(layer, param_bytes=1, grad_bytes=1, optimizer_s=0.25) for layer in costs.layers)
+    costs = replace(costs, layers=layers, link_bytes_per_s=2.0)
+    schedule = build_schedule("gpipe", forward_stages=[(0, 0), (1, 2)], num_workers=2, rounds=Rounds(1))
+    return simulate(schedule, costs)
+
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def test_svg_has_a_row_per_timeline_and_a_box_per_action(timeline: Timeline) -> None:
+    """Marks had white strokes that hid the narrow ones; there was no axis, no unit, no word that it is simulated."""
+    text = svg_picture([("one <&>", timeline), ("two", timeline)], heading="a model on <8x4090>", note="simulated")
+    root = xml.etree.ElementTree.fromstring(text)
+    bars = [bar for bar in root.iter(f"{SVG}rect") if bar.attrib.get("class", "").startswith("kind-") and len(bar)]
+    assert [bar[0].text for bar in bars] == ["0F0", "1R0", "1B0", "1F0", "0R0", "0B0"] * 2
+    assert not any("stroke" in bar.attrib for bar in root.iter(f"{SVG}rect"))
+    texts = [element.text for element in root.iter(f"{SVG}text")]
+    assert texts.count("worker 1") == 2
+    assert {"one <&>", "a model on <8x4090>", "simulated", "recompute", "0 s", "10 s"} <= set(texts)
+    assert "prefers-color-scheme: dark" in text and not any("busy" in str(shown) for shown in texts)
+
+
+def test_a_picture_of_one_step_says_how_busy_the_workers_are(timeline: Timeline) -> None:
+    text = svg_picture([("one", timeline)], heading="a", note="simulated")
+    busy = f"workers {100 * (1 - bubble_ratio(timeline)):.0f} % busy"
+    assert busy in [element.text for element in xml.etree.ElementTree.fromstring(text).iter(f"{SVG}text")]
+
+
+def test_ticks_are_round() -> None:
+    assert [round_step(length, 6) for length in (1.0, 7.0, 31.0, 0.0042)] == [0.2, 2.0, 10.0, 0.001]
+
+
+def test_trace_opens_in_perfetto(timeline: Timeline) -> None:
+    trace = json.loads(json.dumps(chrome_trace(timeline)))
+    spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert len(spans) == len(timeline.intervals)
+    first = next(event for event in spans if event["name"] == "0F0")
+    assert (first["pid"], first["tid"], first["ts"], first["dur"]) == (1, 0, 0.5e6, 1e6)
+    names = {event["args"]["name"] for event in trace["traceEvents"] if event["ph"] == "M"}
+    assert names == {"host", "worker 0", "worker 1", "compute", "host to device", "device to host", "optimizer"}
+    assert {"weights up", "weight gradients down", "update of layer 2"} <= {event["name"] for event in spans}
+
+
+@pytest.mark.parametrize("schedule", ["roundpipe", "gpipe"])
+def test_forward_is_seen_inside_the_stage_of_the_loss(schedule: str) -> None:
+    """Roundpipe computes the last layers' forward there, once; it was drawn as backward alone."""
+    fused = schedule == "roundpipe"
+    stages = {"forward_stages": [(0, 1)], "backward_stages": [(2, 2), (0, 1)]} if fused else {}
+    stages = stages or {"forward_stages": [(0, 0), (1, 2)]}
+    timeline = simulate(build_schedule(schedule, **stages, num_workers=2, rounds=Rounds(1)), equal_costs(3))
+    text = svg_picture([(schedule, timeline)], heading="a", note="simulated")
+    assert text.count('class="kind-H"') == (2 if fused else 0), "one action and the legend"
+    assert ("forward and backward" in text) == fused and ("linearGradient" in text) == fused
