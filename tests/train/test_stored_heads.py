@@ -77,7 +77,7 @@ def work_with(folder: Path, base: Path, **changes: Any) -> Path:
     return work
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gemma3"])
+@pytest.mark.parametrize("model_type", [pytest.param("llama", marks=pytest.mark.sweep), "gemma3"])
 def test_both_tables_are_trained_and_saved(tmp_path: Path, model_type: str) -> None:
     base = make_base(tmp_path / "base", model_type)
     work = work_with(tmp_path / "work", base, method="full")
@@ -102,7 +102,7 @@ def test_both_tables_are_trained_and_saved(tmp_path: Path, model_type: str) -> N
     assert metrics(again / "out")[0]["loss"] == pytest.approx(loss_of(whole, work / "out"), rel=1e-5)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gemma3"])
+@pytest.mark.parametrize("model_type", ["llama", pytest.param("gemma3", marks=pytest.mark.sweep)])
 def test_an_adapter_beside_both_tables_merges(tmp_path: Path, model_type: str) -> None:
     base = make_base(tmp_path / "base", model_type)
     work = work_with(tmp_path / "work", base)
