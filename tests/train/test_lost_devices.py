@@ -191,16 +191,19 @@ ON_CARDS = "pipeline.devices=[cuda:0,cuda:1,cuda:2]"
 THREE_CARDS = (Card(), SMALL_CARD, Card())
 
 
+CARD_STEPS = ("dtype=float32", "max_steps=2", "save_steps=1", "check_longest_rows=false")
+
+
 def on_cards(
     output: str, *words: str, how: str = "", seed: int = 0, breaks: Callable[[], None] = lambda: None
 ) -> tuple[list[Event], Simulation]:
-    """A run on three simulated cards, one of which breaks in the third step; its events."""
+    """A run on three simulated cards, one of which breaks in the second step; its events."""
     told: list[Event] = []
 
     def tell(event: Event) -> None:
         told.append(event)
         streams = simulation.machine.streams
-        if isinstance(event, StepFinished) and event.step == 2 and how:
+        if isinstance(event, StepFinished) and event.step == 1 and how:
 
             def break_it(device: int) -> None:
                 getattr(streams, how)(device)
@@ -218,33 +221,31 @@ def on_cards(
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.sweep) for seed in (1, 2))])
 def test_a_card_whose_driver_fails(finetune: Finetune, seed: int) -> None:
     """Whatever it was at. No access is unordered afterwards, and nothing is freed on it: that would end the process."""
-    words = ("dtype=float32", "max_steps=3", "check_longest_rows=false")
-    events, simulation = on_cards("lost", *words, how="fail", seed=seed)
-    assert bits("lost") == bits_of_whole(on_cards, *words)
+    events, simulation = on_cards("lost", *CARD_STEPS, how="fail", seed=seed)
+    assert bits("lost") == bits_of_whole(on_cards, *CARD_STEPS)
     (lost,) = losses_of(events)
-    assert (lost.device, lost.at, lost.left) == ("cuda:1", "step 3", ("cuda:0", "cuda:2"))
+    assert (lost.device, lost.at, lost.left) == ("cuda:1", "step 2", ("cuda:0", "cuda:2"))
     assert "CUDA error" in lost.cause and simulation.machine.streams.num_freed_on_failed == 0
 
 
 def test_a_card_that_hangs(finetune: Finetune, monkeypatch: pytest.MonkeyPatch) -> None:
     """No memory is unlocked afterwards, for which the driver would wait for the card; nor where it is the only one."""
     hangs = see_hangs_soon(partial(monkeypatch.setattr, raising=False))
-    words = ("dtype=float32", "max_steps=3", "check_longest_rows=false")
-    events, _ = on_cards("lost", *words, how="hang", breaks=hangs.set)
-    assert bits("lost") == bits_of_whole(on_cards, *words)
+    events, _ = on_cards("lost", *CARD_STEPS, how="hang", breaks=hangs.set)
+    assert bits("lost") == bits_of_whole(on_cards, *CARD_STEPS)
     (lost,) = losses_of(events)
     assert lost.device == "cuda:1" and "no progress" in lost.cause
     assert "left behind: worker-1" in notices(events)
     hangs.clear()
     with pytest.raises(DeviceLostError, match="no other device is left") as caught:
-        on_cards("alone", *words, "pipeline.devices=[cuda:1]", how="hang", breaks=hangs.set)
-    assert caught.value.exit_code == 5 and load_newest(Path("alone"), None, lambda text: pytest.fail(text)).step == 2
+        on_cards("alone", *CARD_STEPS, "pipeline.devices=[cuda:1]", how="hang", breaks=hangs.set)
+    assert caught.value.exit_code == 5 and load_newest(Path("alone"), None, lambda text: pytest.fail(text)).step == 1
 
 
 def test_an_error_that_takes_all_cards_down(finetune: Finetune) -> None:
     with pytest.raises(DeviceLostError, match="no device of this process answers") as caught:
-        on_cards("lost", "dtype=float32", "max_steps=3", "check_longest_rows=false", how="fail_all")
-    assert load_newest(Path("lost"), None, lambda text: pytest.fail(text)).step == 2
+        on_cards("lost", *CARD_STEPS, how="fail_all")
+    assert load_newest(Path("lost"), None, lambda text: pytest.fail(text)).step == 1
     assert len(caught.value.rest) == 2
 
 

@@ -27,7 +27,7 @@ from roundpipe_cli.schedule.builders import build_forward
 from roundpipe_cli.train.preference import make_pairs, with_nll, with_prompts
 from roundpipe_cli.train.prepare.setup import prepare
 from tests.support.adapters import random_adapter
-from tests.support.e2e import finetune, make_workspace, metrics, numbers, run
+from tests.support.e2e import STAGES, finetune, make_workspace, metrics, numbers, run
 from tests.support.tiny import Rig, make_rig, random_microbatches, schedule_for
 
 BETA = 0.3
@@ -189,7 +189,7 @@ def test_an_answer_of_probability_1_has_a_finite_loss() -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path, model: Path) -> Path:
-    work = make_workspace(tmp_path / "work", model, objective="dpo", learning_rate=2.0e-2)
+    work = make_workspace(tmp_path / "work", model, objective="dpo", learning_rate=2.0e-2, **STAGES)
     rows = [
         {"prompt": f"Count to {n}: ", "chosen": f"yes {n} {'ab' * (n % 4)}", "rejected": f"never {'z' * (n % 3)}"}
         for n in range(10)

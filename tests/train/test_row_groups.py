@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.e2e import finetune, make_workspace, metrics, run
+from tests.support.e2e import STAGES_OF_TWO, finetune, make_workspace, metrics, run
 
 TOLERANCE = 1e-5
 """Relative, of a loss in float32 without dropout."""
@@ -31,9 +31,10 @@ def workspace(folder: Path, two_blocks: Path, **changes: Any) -> Path:
     return folder
 
 
-def trained(folder: Path, *words: str) -> tuple[list[float], list[list[int]]]:
+def trained(folder: Path) -> tuple[list[float], list[list[int]]]:
     """Losses and rows of a run's steps."""
-    finetune(folder, *words, environment={"ROUNDPIPE_ROW_LOG": "rows.log"}).expect(0)
+    stages = (f"{key.replace('__', '.')}={value}" for key, value in STAGES_OF_TWO.items())
+    finetune(folder, *stages, environment={"ROUNDPIPE_ROW_LOG": "rows.log"}).expect(0)
     rows = [sorted(json.loads(line)["rows"]) for line in (folder / "rows.log").read_text().splitlines()]
     return [row["loss"] for row in metrics(folder / "out")], rows
 

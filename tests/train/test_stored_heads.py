@@ -19,7 +19,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
-from tests.support.e2e import finetune, make_model, make_tokenizer, make_workspace, metrics, run
+from tests.support.e2e import STAGES_OF_TWO, finetune, make_model, make_tokenizer, make_workspace, metrics, run
 
 TEXT = "The cat sat on the mat, and it rained all day."
 ONE_ROW = ("max_steps=3", "micro_batch_size=1", "gradient_accumulation_steps=1", "lora.dropout=0", "learning_rate=0.01")
@@ -72,7 +72,7 @@ def loss_of(model: Any, folder: Path) -> float:
 
 
 def work_with(folder: Path, base: Path, **changes: Any) -> Path:
-    work = make_workspace(folder, base, **changes)
+    work = make_workspace(folder, base, **STAGES_OF_TWO, **changes)
     (work / "rows.jsonl").write_text(json.dumps({"text": TEXT}) + "\n")
     return work
 
