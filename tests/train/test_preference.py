@@ -353,7 +353,8 @@ def test_data_shows_the_labels_that_are_trained(folder: Path) -> None:
     files = [folder / f"shape{number}.jsonl" for number in range(len(shapes))]
     for file, row in zip(files, shapes, strict=True):
         file.write_text(json.dumps(row) + "\n")
-    words = [f"datasets=[{', '.join(f'{{path: {file}, type: preference}}' for file in files)}]"]
+    named = ", ".join(f"{{path: {file}, type: preference}}" for file in files)
+    words = [f"datasets=[{named}]", "micro_batch_size=1"]
     document = json.loads(run(folder, "data", "recipe.yaml", *words, "--json").expect(0).out)
     setup = prepare(load_recipe(str(folder / "recipe.yaml"), words), offline=True, tell=lambda event: None)
     (microbatch,), _ = make_pairs(setup, [[[index] for index in range(3)]])
