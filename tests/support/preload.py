@@ -14,8 +14,10 @@ MODULES = (
     *("peft", "zoneinfo", "numpy.ctypeslib", "omegaconf", "rich.console", "rich.table", "rich._emoji_codes"),
     *("pydantic.main", "pydantic.json_schema", "pydantic.type_adapter", "pydantic.functional_validators"),
     *("transformers.models.llama.modeling_llama", "transformers.optimization", "transformers.trainer_pt_utils"),
+    *("tests.support.e2e", "tests.torture.workers"),
 )
-"""All of the program, and what it loads late. Those that a release of a library lacks are left to the runs."""
+"""All of the program, what it loads late, and where what a fork is to call is looked for. Those that a release of a
+library lacks are left to the runs."""
 
 importlib.import_module(
     "roundpipe_cli.model.stored.packed_weights"

@@ -26,14 +26,13 @@ T = TypeVar("T")
 NUM_STEPS = 8
 BASE: dict[str, Any] = {"num_train_epochs": 4, "max_steps": NUM_STEPS, **STAGES}
 """Steps of 2 microbatches, into a third epoch, dropout and shuffling on, saved every 2. Planning would take long."""
-PLANNED = {"pipeline__forward_stages": "auto", "pipeline__backward_stages": "auto"}
 VARIANTS: dict[str, dict[str, Any]] = {
     "lora": {},
-    "full": {"method": "full", "learning_rate": 1.0e-3, **PLANNED},
+    "full": {"method": "full", "learning_rate": 1.0e-3, **dict.fromkeys(STAGES, "auto")},
     "accumulate": {"micro_batch_size": 1, "gradient_accumulation_steps": 4},
-    "4bit": {"load_in_4bit": True, **PLANNED},
-    "8bit": {"load_in_8bit": True, **PLANNED},
-    "fp8": {"load_in_fp8": True, **PLANNED},
+    "4bit": {"load_in_4bit": True},
+    "8bit": {"load_in_8bit": True},
+    "fp8": {"load_in_fp8": True},
 }
 RESULTS = {"lora": "adapter_model.safetensors", "full": "model.safetensors"}
 CLOCK_KEYS = ("training_s", "records")
@@ -99,6 +98,19 @@ class Arena:
             return work / "out"
 
         return self.once(variant + json.dumps(changes, sort_keys=True), make)
+
+    def killed(self) -> Path:
+        """A new working directory whose run was killed after step 5: it has the checkpoints of steps 2 and 4."""
+
+        def make() -> Path:
+            work = self.workspace()
+            died(start(work, environment={"ROUNDPIPE_FAULT": "optimizer:kill:step=5"}))
+            assert len(saved(work)) == 2
+            return work / "out"
+
+        out, copy = self.once("killed", make), self.workspace()
+        shutil.copytree(out, copy / "out")
+        return copy
 
     def once(self, key: str, make: Callable[[], T]) -> T:
         """What `make` returned when it was first asked for."""

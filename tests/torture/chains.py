@@ -14,7 +14,7 @@ from roundpipe_cli.train.batches import ROW_LOG_VARIABLE
 from tests.support.e2e import numbers, write_rows
 from tests.torture.arena import Arena, Seen, resume_words, saved, start
 
-NUM_ROWS, FEW_ROWS = 60, 24
+NUM_ROWS, FEW_ROWS = 60, 16
 NUM_EPOCHS = 3
 NUM_STOPS = 10
 FEW_STOPS = 2

@@ -8,11 +8,8 @@ import shutil
 from pathlib import Path
 
 from tests.support.e2e import Outcome, tree
-from tests.torture.arena import Arena, Seen, assert_identical, died, saved, spread, start
+from tests.torture.arena import Arena, Seen, assert_identical, saved, spread, start
 
-VARIANT = "lora"
-KILLED = {"ROUNDPIPE_FAULT": "optimizer:kill:step=5"}
-"""Leaves the checkpoints of steps 2 and 4; the run has 8."""
 PASSED_OVER = re.compile(r"checkpoint (step-\d+) is damaged and passed over: (.*)")
 
 
@@ -21,7 +18,7 @@ def bit_flips(arena: Arena, count: int) -> Seen:
     unnoticed: list[Path] = []
 
     def attempt(index: int, draw: random.Random) -> None:
-        work = _killed_run(arena)
+        work = arena.killed()
         path = draw.choice(sorted(saved(work)[-1].iterdir()))
         data = bytearray(path.read_bytes())
         data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
@@ -36,7 +33,7 @@ def bit_flips(arena: Arena, count: int) -> Seen:
             assert noticed or path.name == "manifest.json", f"a flipped bit of {path.name} went unseen"
             if not noticed:
                 unnoticed.append(path)
-            assert_identical(work, arena.reference(VARIANT))
+            assert_identical(work, arena.reference())
         shutil.rmtree(work)
 
     failures = arena.each(count, attempt)
@@ -48,7 +45,7 @@ def truncations(arena: Arena, count: int) -> Seen:
     """Cut one file of the newest checkpoint, then resume: one warning with both sizes, and the checkpoint before."""
 
     def attempt(index: int, draw: random.Random) -> None:
-        work = _killed_run(arena)
+        work = arena.killed()
         path = draw.choice(sorted(saved(work)[-1].iterdir()))
         data = path.read_bytes()
         size = draw.randrange(len(data) - 1)  # without the final line break alone a JSON file is whole
@@ -57,7 +54,7 @@ def truncations(arena: Arena, count: int) -> Seen:
         [(name, damage)] = _warnings(done)
         sizes = [] if path.name == "manifest.json" else [f"{size} bytes", f"{len(data)} bytes"]
         assert name == path.parent.name and all(word in damage for word in (path.name, *sizes)), damage
-        assert_identical(work, arena.reference(VARIANT))
+        assert_identical(work, arena.reference())
         shutil.rmtree(work)
 
     return Seen(count, arena.each(count, attempt))
@@ -65,14 +62,14 @@ def truncations(arena: Arena, count: int) -> Seen:
 
 def damaged_sets(arena: Arena, count: int) -> Seen:
     """Files missing, empty, all zero, replaced by a folder, one too many; the newest or both; 16 ways."""
-    names = sorted(path.name for path in saved(_killed_run(arena))[-1].iterdir())
+    names = sorted(path.name for path in saved(arena.killed())[-1].iterdir())
     ways = [(name, way) for name in names for way in ("missing", "empty", "zero")]
     ways += [("", "extra"), ("", "hollow"), ("state.json", "folder"), ("", "all")]
     ways = spread(ways, count)
 
     def attempt(index: int, draw: random.Random) -> None:
         name, way = ways[index]
-        work = _killed_run(arena)
+        work = arena.killed()
         for folder in saved(work) if way == "all" else saved(work)[-1:]:
             _damage(folder, name or names[0], way)
         before = {path: data for path, data in tree(work / "out").items() if "step-" in path}
@@ -85,7 +82,7 @@ def damaged_sets(arena: Arena, count: int) -> Seen:
         else:
             done.expect(0)
             assert len(_warnings(done)) == 1, done.err
-            assert_identical(work, arena.reference(VARIANT))
+            assert_identical(work, arena.reference())
         shutil.rmtree(work)
 
     return Seen(len(ways), arena.each(len(ways), attempt))
@@ -106,20 +103,6 @@ def _damage(folder: Path, name: str, way: str) -> None:
     elif way == "hollow":
         shutil.rmtree(folder)
         folder.mkdir()
-
-
-def _killed_run(arena: Arena) -> Path:
-    """A working directory of its own whose run was killed after step 5."""
-
-    def make() -> Path:
-        work = arena.workspace(VARIANT)
-        died(start(work, environment=KILLED))
-        assert len(saved(work)) == 2
-        return work
-
-    copy = arena.workspace(VARIANT)
-    shutil.copytree(arena.once("killed", make) / "out", copy / "out")
-    return copy
 
 
 def _warnings(done: Outcome) -> list[tuple[str, str]]:

@@ -26,28 +26,13 @@ class Promise:
     """What this machine lacks for it, if anything."""
 
 
+LACKS = syscalls.missing
+PACKED = partial(kills.random_kills, variants=("4bit", "8bit", "fp8"))
+
 PROMISES = (
-    Promise(
-        "kills",
-        "SIGKILL three times at random moments, then resume: the same metrics, result and state, to the bit",
-        kills.random_kills,
-        1,
-        200,
-    ),
-    Promise(
-        "kills-packed",
-        "the same with weights in 4 bit, 8 bit and FP8",
-        partial(kills.random_kills, variants=("4bit", "8bit", "fp8")),
-        1,
-        48,
-    ),
-    Promise(
-        "chains",
-        "stopped and killed ten times across three epochs, packing on and off: no row lost or repeated, same losses",
-        chains.resume_chains,
-        1,
-        20,
-    ),
+    Promise("kills", "SIGKILL three times at random, then resume: the same bits", kills.random_kills, 1, 200),
+    Promise("kills-packed", "the same with weights in 4 bit, 8 bit and FP8", PACKED, 1, 48),
+    Promise("chains", "stops and kills across three epochs: every row once, same losses", chains.resume_chains, 1, 20),
     Promise("flips", "one flipped bit in the newest checkpoint: noticed or harmless", damage.bit_flips, 1, 1000),
     Promise("cuts", "a file of the newest checkpoint cut short: noticed, named", damage.truncations, 1, 200),
     Promise("sets", "files missing, empty, zeroed, too many; all bad: exit 6", damage.damaged_sets, 2, 16),
@@ -58,62 +43,22 @@ PROMISES = (
     Promise("phases", "a signal in each phase of a run: true exit code, resumes", stops.every_phase, 1, 210),
     Promise("holders", "a second run in one directory: exit 3, names the holder", holders.two_at_once, 1, 50),
     Promise("faults", "a failing part: one error block, right exit code, no hang", workers.failing_parts, 1, 1000),
-    Promise(
-        "hangs",
-        "a part that hangs: all stacks, within 10 s, exit 1 (5: the only worker); of two workers the other goes on",
-        workers.hanging_parts,
-        1,
-        1000,
-    ),
-    Promise(
-        "lost",
-        "two of three devices lost at random places: the others go on, to the same bits",
-        workers.lost_devices,
-        1,
-        60,
-    ),
+    Promise("hangs", "a hanging part: all stacks, 10 s, exit 1 or 5, or others go on", workers.hanging_parts, 1, 1000),
+    Promise("lost", "two of three devices lost at random: the others go on, same bits", workers.lost_devices, 1, 60),
     Promise("pickles", "pickles as weights, adapter, tokenizer: exit 2, never opened", hostile.pickled_models, 5, 100),
     Promise("lures", "lures to run a model's code: exit 2, nothing runs", hostile.remote_code, 5, 100),
-    Promise(
-        "crafted",
-        "crafted safetensors and indexes: exit 2, no read outside, 2 s, 300 MB",
-        hostile.crafted_weights,
-        6,
-        100,
-    ),
-    Promise(
-        "order",
-        "fsync of each file, its folder, rename, fsync of the parent, removal: in this order",
-        syscalls.durability_order,
-        1,
-        3,
-        syscalls.missing,
-    ),
-    Promise(
-        "kill-each",
-        "SIGKILL at every system call of a save, then resume: bit-identical",
-        syscalls.kill_at_each,
-        1,
-        1000,
-        syscalls.missing,
-    ),
-    Promise(
-        "error-each",
-        "EIO, ENOSPC at every write, fsync, rename of a save: exit 5, nothing half committed",
-        syscalls.error_at_each,
-        1,
-        1000,
-        syscalls.missing,
-    ),
+    Promise("crafted", "crafted safetensors and indexes: exit 2, 2 s, 300 MB", hostile.crafted_weights, 6, 100),
+    Promise("order", "fsync of files, folder, parent, rename: in order", syscalls.durability_order, 1, 3, LACKS),
+    Promise("kill-each", "SIGKILL at every system call of a save: same bits", syscalls.kill_at_each, 1, 1000, LACKS),
+    Promise("error-each", "EIO, ENOSPC at each call of a save: exit 5", syscalls.error_at_each, 1, 1000, LACKS),
     *(
         Promise(
             f"fuzz-{name}",
             f"{what} damaged at random: success or a documented exit code, a message, 10 s of processor time",
             (fuzz_readers.TRIALS | fuzz_commands.TRIALS)[name],
-            suite_count,
-            count,
+            *counts,
         )
-        for name, what, suite_count, count in (
+        for name, what, *counts in (
             ("gguf", "GGUF files", 4, 2000),
             ("config", "a model's configurations and tokenizer", 4, 2000),
             ("adapter", "an adapter's files", 4, 2000),

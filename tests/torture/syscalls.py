@@ -27,8 +27,6 @@ CALLS = (
 )
 STEP = 6
 STOP = {"ROUNDPIPE_FAULT": f"ckpt_writer:stop:step={STEP}:nth=1"}
-KILLED_BEFORE = {"ROUNDPIPE_FAULT": "optimizer:kill:step=5"}
-"""Leaves the checkpoints of steps 2 and 4, so that the save of step 6 also prunes."""
 LINE = re.compile(r"^(?P<thread>\d+) +(?P<call>\w+)\((?P<arguments>.*)$")
 
 UNFINISHED = "<unfinished ...>"
@@ -194,15 +192,8 @@ def _calls_of_a_save(arena: Arena) -> list[Call]:
 
 
 def _stopped(arena: Arena) -> tuple[Path, Running]:
-    """A run that has stopped itself where the save of step 6 begins."""
-    with arena.lock:
-        before = arena.folder / "before-the-save"
-        if not before.exists():
-            work = arena.workspace()
-            died(start(work, environment=KILLED_BEFORE))
-            shutil.copytree(work / "out", before)
-    work = arena.workspace()
-    shutil.copytree(before, work / "out")
+    """A run that has stopped itself where the save of step 6 begins, which also prunes."""
+    work = arena.killed()
     running = start(work, "--resume", environment=STOP)
     running.wait_until(lambda: all(state.startswith("T") for state in _status(running, "State")))
     return work, running

@@ -57,7 +57,6 @@ def failing_parts(arena: Arena, count: int) -> Seen:
         if kind in ("FaultError", "MemoryError") or workers == 2
     ]
     cases = spread(cases, count)
-    arena.reference()
 
     def attempt(index: int, draw: random.Random) -> None:
         point, text, kind, workers = cases[index]
@@ -67,10 +66,7 @@ def failing_parts(arena: Arena, count: int) -> Seen:
         check_block(done, text, ENDS_WITHIN_S * arena.patience)
         if point in IN_A_STEP[:-1]:
             assert "worker " in done.err and "layer " in done.err and "step " in done.err, done.err
-        if saved(work):
-            check_newest(work)
-        go_on(work)
-        assert_identical(work, arena.reference())
+        _go_on_from_checkpoint(work, arena)
         shutil.rmtree(work)
 
     return Seen(len(cases), arena.each(len(cases), attempt), f"{len(IN_A_STEP) + 1 + len(PASSAGES)} fault points")
@@ -80,7 +76,6 @@ def hanging_parts(arena: Arena, count: int) -> Seen:
     """A part that never comes back, at every fault point: the watchdog ends the run with all stacks shown. Where it is
     one of two workers, the other one goes on; an only worker is a lost device."""
     cases = spread([(point, text, workers) for point, text in fault_texts("hang") for workers in DEVICES], count)
-    arena.reference()
 
     def attempt(index: int, draw: random.Random) -> None:
         point, text, workers = cases[index]
@@ -93,8 +88,7 @@ def hanging_parts(arena: Arena, count: int) -> Seen:
         place = "processes.py" if point == "tokenize" and "processes.py" in done.err else "faults.py"
         assert place in done.err, done.err  # where it hangs, or where the helper process is waited for that hangs
         check_block(done, text, ENDS_WITHIN_S * arena.patience)
-        go_on(work)
-        assert_identical(work, arena.reference())
+        _go_on_from_checkpoint(work, arena)
         shutil.rmtree(work)
 
     return Seen(len(cases), arena.each(len(cases), attempt), "watchdog at 1.5 s")
@@ -174,6 +168,14 @@ def check_block(done: Outcome, text: str, within_s: float) -> None:
     assert len(blocks) == 1, f"{text}: {len(blocks)} error blocks\n{done.err}"
     assert "Traceback" not in done.out + done.err, f"{text}: {done.err}"
     assert done.seconds < within_s, f"{text}: ended after {done.seconds:.1f} s"
+
+
+def _go_on_from_checkpoint(work: Path, arena: Arena) -> None:
+    """To the end of a run that has one, which has to be good; without one it would only be another run."""
+    if saved(work):
+        check_newest(work)
+        go_on(work)
+        assert_identical(work, arena.reference())
 
 
 def _run(arena: Arena, fault: str, workers: int, *words: str) -> tuple[Path, Outcome]:

@@ -50,17 +50,13 @@ def text_loss(model: Any, folder: Path) -> float:
     return total / count
 
 
-WHOLE_TOO = ("gemma4",)
-"""Families that the suite trains whole as well, beside adapters of one more; tests/model/test_multimodal.py trains and
-saves whole models of all, without a run around it."""
-
+IN_SUITE = (("gemma4", "lora"), ("qwen3_vl", "lora"))
+"""Whole models are trained and saved there by tests/model/test_multimodal.py, and by a run in test_stored_heads.py."""
 CASES = [
-    pytest.param(
-        name, method, marks=[] if name in WHOLE_TOO or (name, method) == ("qwen3_vl", "lora") else [pytest.mark.sweep]
-    )
+    pytest.param(*case, marks=[] if case in IN_SUITE else [pytest.mark.sweep])
     for name in sorted(FAMILIES)
     if name not in BROKEN
-    for method in ("lora", "full")
+    for case in ((name, "lora"), (name, "full"))
 ]
 
 

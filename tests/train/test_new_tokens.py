@@ -24,7 +24,7 @@ from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.train.batches import make_microbatches, make_sampler
 from roundpipe_cli.train.build import make_engine, make_planner
 from roundpipe_cli.train.prepare.setup import Setup
-from tests.support.e2e import Outcome, finetune, make_model, make_workspace, run, untied_and_tied
+from tests.support.e2e import STAGES_OF_TWO, Outcome, finetune, make_model, make_workspace, run, untied_and_tied
 from tests.support.tiny import tiny_config
 from tests.train.test_training_options import setup_of
 
@@ -40,7 +40,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def workspace(folder: Path, model: Path, words: list[str] = WORDS, **changes: Any) -> Path:
-    made = make_workspace(folder, model, add_tokens=words, lora__dropout=0.0, **changes)
+    made = make_workspace(folder, model, add_tokens=words, lora__dropout=0.0, **STAGES_OF_TWO, **changes)
     rows = [{"prompt": f"Say <w{n}> {n}: ", "completion": f"{n}<w{n + 3}> is said<w{n}>"} for n in range(10)]
     (made / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return made

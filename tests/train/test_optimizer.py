@@ -12,7 +12,6 @@ from typing import get_args
 
 import pytest
 import torch
-from transformers import Trainer
 
 from roundpipe_cli.choices import OPTIMIZERS, OptimizerName
 from roundpipe_cli.engine.weights import WeightStore, settle_heap
@@ -72,6 +71,8 @@ def test_equal_to_torch_adamw_to_the_bit(method: str, weight_decay: float, spare
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "gpt2"])
 def test_weight_decay_spares_what_transformers_spares(model_type: str) -> None:
     """Norms and biases shrank too: ten steps of full fine-tuning with weight decay were not those of TRL."""
+    from transformers import Trainer  # late: processes that import this module wait for it
+
     rig = make_rig(model_type, "full")
     decayed = set(Trainer.get_decay_parameter_names(None, rig.plain))
     assert set(undecayed_names(rig.store)) == rig.store.trainable_names - decayed != set()

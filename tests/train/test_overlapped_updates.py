@@ -164,8 +164,8 @@ def test_layers_are_updated_in_the_order_in_which_the_next_step_needs_them(
 
 @pytest.mark.parametrize(
     ("words", "is_only", "whole"),
-    [(["val_set_size=3", "eval_steps=3"], True, [1, 3]), ([], True, [1, 6]), ([], False, [1, 2, 3, 4, 5, 6])],
-    ids=["evaluated", "last", "machines"],
+    [(["val_set_size=3", "eval_steps=4"], True, [1, 4, 6]), ([], False, [1, 2, 3, 4, 5, 6])],
+    ids=["evaluated, last", "machines"],
 )
 def test_steps_that_end_with_their_updates(
     words: list[str],

@@ -27,7 +27,7 @@ from roundpipe_cli.schedule.builders import build_forward
 from roundpipe_cli.train.preference import make_pairs, with_nll, with_prompts
 from roundpipe_cli.train.prepare.setup import prepare
 from tests.support.adapters import random_adapter
-from tests.support.e2e import finetune, make_workspace, metrics, numbers, run
+from tests.support.e2e import STAGES, finetune, make_workspace, metrics, numbers, run
 from tests.support.tiny import Rig, make_rig, random_microbatches, schedule_for
 
 BETA = 0.3
@@ -189,7 +189,7 @@ def test_an_answer_of_probability_1_has_a_finite_loss() -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path, model: Path) -> Path:
-    work = make_workspace(tmp_path / "work", model, objective="dpo", learning_rate=2.0e-2)
+    work = make_workspace(tmp_path / "work", model, objective="dpo", learning_rate=2.0e-2, **STAGES)
     rows = [
         {"prompt": f"Count to {n}: ", "chosen": f"yes {n} {'ab' * (n % 4)}", "rejected": f"never {'z' * (n % 3)}"}
         for n in range(10)
@@ -208,15 +208,12 @@ def test_the_first_loss_is_ln_2_and_margins_grow(folder: Path) -> None:
     assert rows[-1]["reward_margin"] == pytest.approx(rows[-1]["rewards_chosen"] - rows[-1]["rewards_rejected"])
 
 
-@pytest.mark.parametrize("start", [pytest.param("plain", marks=pytest.mark.sweep), "whole", "pissa"])
-def test_the_reference_of_a_continued_adapter_is_that_adapter(folder: Path, start: str) -> None:
-    """Story: the bare base was the reference, so a run from a trained adapter began with a margin to it."""
-    options: dict[str, dict[str, Any]] = {
-        "plain": {},
-        "whole": {"modules_to_save": ["embed_tokens", "lm_head"]},
-        "pissa": {"init_lora_weights": "pissa"},
-    }
-    random_adapter(folder / "model", folder / "first", target_modules="all-linear", **options[start])
+@pytest.mark.parametrize("is_plain", [pytest.param(True, marks=pytest.mark.sweep), False])
+def test_the_reference_of_a_continued_adapter_is_that_adapter(folder: Path, is_plain: bool) -> None:
+    """Story: the bare base was the reference, so a run from a trained adapter began with a margin to it. One whose base
+    differs too: by whole tables, and by what PiSSA takes out of its matrices."""
+    other_base = {"modules_to_save": ["embed_tokens", "lm_head"], "init_lora_weights": "pissa"}
+    random_adapter(folder / "model", folder / "first", target_modules="all-linear", **({} if is_plain else other_base))
     words = ("lora.start_from=first", "lora.dropout=0", "eval_datasets=[{path: rows.jsonl}]", "eval_steps=6")
     done = finetune(folder, *words).expect(0)
     said = f"reference model of dpo: model with the adapter {folder / 'first'} as it is, which is trained further"
@@ -348,27 +345,28 @@ def test_data_shows_the_labels_that_are_trained(folder: Path) -> None:
     """`data` once failed on pairs, or showed another reading of them than training had."""
     shapes: list[dict[str, object]] = [
         {"prompt": "Hi", "chosen": "Yo", "rejected": "No, never", "id": 1},
-        {"conversations": [{"from": "human", "value": "Hi"}], "chosen": {"from": "gpt", "value": "Yo"},
+        {"conversations": [{"from": "human", "value": "HiHiHiHi"}], "chosen": {"from": "gpt", "value": "Yo"},
          "rejected": {"from": "gpt", "value": "No, never"}},
-        {"chosen": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}],
-         "rejected": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "No, never"}]},
+        {"chosen": [{"role": "user", "content": "HiHi"}, {"role": "assistant", "content": "Yo"}],
+         "rejected": [{"role": "user", "content": "HiHi"}, {"role": "assistant", "content": "No, never"}]},
     ]  # fmt: skip
-    for number, row in enumerate(shapes):
-        text = json.dumps(row) + "\n"
-        (folder / f"shape{number}.jsonl").write_text("".join(text.replace("Hi", "Hi" * n) for n in (1, 4, 2, 3)))
-        words = [f"datasets=[{{path: {folder}/shape{number}.jsonl, type: preference}}]"]
-        document = json.loads(run(folder, "data", "recipe.yaml", *words, "--json").expect(0).out)
-        setup = prepare(load_recipe(str(folder / "recipe.yaml"), words), offline=True, tell=lambda event: None)
-        (microbatch,), _ = make_pairs(setup, [[[index] for index in range(4)]])
-        assert document["pairs"] == 4 and document["packing"] is None
-        assert document["content_hash"] == setup.dataset.content_hash
-        assert [sample["answer"] for sample in document["samples"]] == ["chosen", "rejected"] * 3
-        for sample in document["samples"]:
-            place = sample["row_id"] + (4 if sample["answer"] == "rejected" else 0)
-            num_tokens = len(sample["labels"])
-            assert sample["labels"] == microbatch.labels[place, :num_tokens].tolist()
-            assert sample["input_ids"] == microbatch.input_ids[place, :num_tokens].tolist()
-            trained = "".join(piece["text"] for piece in sample["pieces"] if piece["trained"])
-            assert trained == ("Yo</s>" if sample["answer"] == "chosen" else "No, never</s>")
+    files = [folder / f"shape{number}.jsonl" for number in range(len(shapes))]
+    for file, row in zip(files, shapes, strict=True):
+        file.write_text(json.dumps(row) + "\n")
+    named = ", ".join(f"{{path: {file}, type: preference}}" for file in files)
+    words = [f"datasets=[{named}]", "micro_batch_size=1"]
+    document = json.loads(run(folder, "data", "recipe.yaml", *words, "--json").expect(0).out)
+    setup = prepare(load_recipe(str(folder / "recipe.yaml"), words), offline=True, tell=lambda event: None)
+    (microbatch,), _ = make_pairs(setup, [[[index] for index in range(3)]])
+    assert document["pairs"] == 3 and document["packing"] is None
+    assert document["content_hash"] == setup.dataset.content_hash
+    assert [sample["answer"] for sample in document["samples"]] == ["chosen", "rejected"] * 3
+    for sample in document["samples"]:
+        place = sample["row_id"] + (3 if sample["answer"] == "rejected" else 0)
+        num_tokens = len(sample["labels"])
+        assert sample["labels"] == microbatch.labels[place, :num_tokens].tolist()
+        assert sample["input_ids"] == microbatch.input_ids[place, :num_tokens].tolist()
+        trained = "".join(piece["text"] for piece in sample["pieces"] if piece["trained"])
+        assert trained == ("Yo</s>" if sample["answer"] == "chosen" else "No, never</s>")
     out = run(folder, "data", "recipe.yaml", *words).expect(0).out
     assert "[[Yo</s>]]" in out and "[[No, never</s>]]" in out and "first pair, rejected" in out

@@ -19,7 +19,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
-from tests.support.e2e import finetune, make_model, make_tokenizer, make_workspace, metrics, run
+from tests.support.e2e import STAGES_OF_TWO, finetune, make_model, make_tokenizer, make_workspace, metrics, run
 
 TEXT = "The cat sat on the mat, and it rained all day."
 ONE_ROW = ("max_steps=3", "micro_batch_size=1", "gradient_accumulation_steps=1", "lora.dropout=0", "learning_rate=0.01")
@@ -72,12 +72,12 @@ def loss_of(model: Any, folder: Path) -> float:
 
 
 def work_with(folder: Path, base: Path, **changes: Any) -> Path:
-    work = make_workspace(folder, base, **changes)
+    work = make_workspace(folder, base, **STAGES_OF_TWO, **changes)
     (work / "rows.jsonl").write_text(json.dumps({"text": TEXT}) + "\n")
     return work
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gemma3"])
+@pytest.mark.parametrize("model_type", [pytest.param("llama", marks=pytest.mark.sweep), "gemma3"])
 def test_both_tables_are_trained_and_saved(tmp_path: Path, model_type: str) -> None:
     base = make_base(tmp_path / "base", model_type)
     work = work_with(tmp_path / "work", base, method="full")
@@ -102,7 +102,7 @@ def test_both_tables_are_trained_and_saved(tmp_path: Path, model_type: str) -> N
     assert metrics(again / "out")[0]["loss"] == pytest.approx(loss_of(whole, work / "out"), rel=1e-5)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gemma3"])
+@pytest.mark.parametrize("model_type", ["llama", pytest.param("gemma3", marks=pytest.mark.sweep)])
 def test_an_adapter_beside_both_tables_merges(tmp_path: Path, model_type: str) -> None:
     base = make_base(tmp_path / "base", model_type)
     work = work_with(tmp_path / "work", base)

@@ -16,7 +16,7 @@ from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.train.monitor import trackers
 from roundpipe_cli.train.monitor.trackers import TRACKERS, RunInfo, Trackers
-from tests.support.e2e import finetune, make_model, make_workspace, metrics, numbers
+from tests.support.e2e import STAGES_OF_TWO, finetune, make_model, make_workspace, metrics, numbers
 from tests.train.test_finetune_output import STEP
 
 SECRET = "canary-4711-secret"
@@ -37,7 +37,8 @@ def scalars(folder: Path) -> dict[str, dict[int, float]]:
 
 def test_tensorboard_has_the_metrics_of_every_step(tmp_path: Path, model: Path) -> None:
     """Also of a run that was killed and resumed; and no secret is in its files."""
-    folder = make_workspace(tmp_path / "work", model, report_to=["tensorboard"], val_set_size=2, num_train_epochs=3)
+    changes = {"report_to": ["tensorboard"], "val_set_size": 2, "num_train_epochs": 3, **STAGES_OF_TWO}
+    folder = make_workspace(tmp_path / "work", model, **changes)
     environment = {"HF_TOKEN": SECRET}
     keys = f"lora.target_modules=.*(q_proj|{SECRET})"
     died = finetune(folder, keys, environment={**environment, "ROUNDPIPE_FAULT": "optimizer:kill:step=5"})
