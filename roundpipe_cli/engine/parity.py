@@ -7,9 +7,9 @@ microbatch by a copy of the model that has met no other:
     microbatches    short | long, positions beyond the limit | as long, just beyond it | short again
     compared        the loss, and every parameter's gradient
 
-In float32 they may differ by 1e-5, or by twice what the model's own float32 differs from its float64: from the one or
-the other, for both round. In 16 bit by twice what the model's own 16 bit differs from its float32: the loss, and of the
-gradients the worst.
+In float32 they may differ by 1e-5, or by four times what the model's own float32 differs from its float64: from the one
+or the other, for both round. In 16 bit by twice what the model's own 16 bit differs from its float32: the loss, and of
+the gradients the worst.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def _prove(reduced: Reduced, split: ModelSplit, weights: Mapping[str, torch.Tens
     errors = differences(found, plain)
     if any(not error <= TOLERANCE for error in errors.values()):
         wide = _run_plain(exact, split, weights, torch.float64, pieces=pieces)
-        allowed = {name: min(max(TOLERANCE, 2 * error), MAX_OWN) for name, error in differences(plain, wide).items()}
+        allowed = {name: min(max(TOLERANCE, 4 * error), MAX_OWN) for name, error in differences(plain, wide).items()}
         errors = _smaller(errors, differences(found, wide))
         again = _run_engine(exact, split, weights, pieces, reduced=reduced)
         _check(errors, allowed, "float32", _smaller(differences(again, plain), differences(again, wide)))
