@@ -83,7 +83,13 @@ def test_a_table_that_the_adapter_changes_is_written_on_its_own(
     assert json.loads((tmp_path / "merged" / "config.json").read_text())["tie_word_embeddings"] is False
 
 
-@pytest.mark.parametrize("options", [{"modules_to_save": ["lm_head"]}, {"target_modules": ["q_proj", "embed_tokens"]}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"modules_to_save": ["lm_head"]},
+        pytest.param({"target_modules": ["q_proj", "embed_tokens"]}, marks=pytest.mark.sweep),
+    ],
+)
 def test_tables_that_peft_keeps_tied_stay_tied(tmp_path: Path, options: dict[str, Any]) -> None:
     make_model(tmp_path / "base", tie_word_embeddings=True)
     adapter(tmp_path, ensure_weight_tying=True, **options)
@@ -92,7 +98,7 @@ def test_tables_that_peft_keeps_tied_stay_tied(tmp_path: Path, options: dict[str
     assert json.loads((tmp_path / "merged" / "config.json").read_text())["tie_word_embeddings"] is True
 
 
-@pytest.mark.parametrize("names", ["both tables", "no prefix"])
+@pytest.mark.parametrize("names", ["both tables", pytest.param("no prefix", marks=pytest.mark.sweep)])
 def test_a_tied_base_with_other_names_in_its_files_is_untied(tmp_path: Path, names: str) -> None:
     make_model(tmp_path / "base", tie_word_embeddings=True)
     path = tmp_path / "base" / "model.safetensors"
@@ -189,19 +195,23 @@ def test_dequantised_weights_are_listed(tmp_path: Path) -> None:
     ("model_type", "options"),
     [
         (
-            "llama",
+            "qwen2",
             {
                 **{"use_rslora": True, "target_modules": ["q_proj", "down_proj"], "rank_pattern": {"down_proj": 2}},
-                **{"alpha_pattern": {"q_proj": 3}, "exclude_modules": ["layers.1.self_attn.q_proj"]},
+                **{"alpha_pattern": {"q_proj": 3}, "exclude_modules": ["layers.1.self_attn.q_proj"], "bias": "all"},
             },
         ),
         ("llama", {"use_dora": True, "target_modules": ["q_proj", "embed_tokens"]}),
         pytest.param("llama", {"layers_to_transform": [0, 2], "layers_pattern": "layers"}, marks=pytest.mark.sweep),
-        ("llama", {"target_modules": [], "target_parameters": ["q_proj.weight"]}),
+        (
+            "llama",
+            {
+                **{"target_modules": [], "target_parameters": ["q_proj.weight"]},
+                **{"modules_to_save": ["lm_head", "embed_tokens", "input_layernorm"]},
+            },
+        ),
         ("llama", {"use_bdlora": {"target_modules_bd_b": ["q_proj"], "nblocks": 2}}),
         pytest.param("llama", {"save_tables": True, "modules_to_save": ["embed_tokens"]}, marks=pytest.mark.sweep),
-        ("llama", {"modules_to_save": ["lm_head", "embed_tokens", "input_layernorm"]}),
-        ("qwen2", {"bias": "all"}),
         pytest.param("qwen2", {"bias": "lora_only"}, marks=pytest.mark.sweep),
         ("gpt2", {"target_modules": ["c_attn"], "fan_in_fan_out": True, "lora_bias": True}),
     ],
@@ -305,11 +315,10 @@ def adapter_of_experts(base: Path, folder: Path, targets: tuple[str, ...], **val
 @pytest.mark.parametrize(
     ("model_type", "targets", "values"),
     [
-        ("qwen3_moe", MLP, {"use_rslora": True}),
         pytest.param("qwen3_moe", ("gate_proj", "up_proj"), {}, marks=pytest.mark.sweep),
         pytest.param("qwen3_moe", ("q_proj", "down_proj"), {}, marks=pytest.mark.sweep),
         ("mixtral", ("q_proj", "w1", "w2", "w3", "gate"), {"layers_to_transform": [0, 2]}),
-        ("qwen2_moe", ("q_proj", *MLP), {}),
+        ("qwen2_moe", ("q_proj", *MLP), {"use_rslora": True}),
         pytest.param("glm4_moe", ("q_proj", *MLP), {}, marks=pytest.mark.sweep),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value),
@@ -390,7 +399,11 @@ def test_older_names_around_a_wrapped_language_model(
 @pytest.mark.parametrize(
     ("model_type", "names"),
     [
-        ("mixtral", tuple(f"block_sparse_moe.experts.{{}}.{name}" for name in ("w1", "w3", "w2"))),
+        pytest.param(
+            "mixtral",
+            tuple(f"block_sparse_moe.experts.{{}}.{name}" for name in ("w1", "w3", "w2")),
+            marks=pytest.mark.sweep,
+        ),
         ("glm4_moe", ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj")),
         ("gpt_oss", ()),
         pytest.param("qwen3_5_moe", (), marks=pytest.mark.sweep),
