@@ -91,8 +91,6 @@ def test_a_stopped_run_is_exported_and_answers(tmp_path: Path, model: Path) -> N
     assert json.loads(answer.out)["tokens"] > 0 and "taking the checkpoint of step" in answer.err
     run(work, "export", "out", "--to", "whole", "--merge").expect(0)
     assert step in (work / "whole" / "README.md").read_text()
-    again = run(work, "generate", "whole", "Say 1", "--max-new-tokens", "4", "--json").expect(0)
-    assert json.loads(again.out)["answer"] == json.loads(answer.out)["answer"]
     assert not list((work / "out").glob(".tmp-*"))
 
 

@@ -14,7 +14,6 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from transformers import CONFIG_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.files.source import ModelSource
@@ -24,12 +23,11 @@ from roundpipe_cli.model.split import split_model
 from roundpipe_cli.train.result.export import Extras, Merged, copy_result, merge_result
 from roundpipe_cli.train.result.generate import load_result
 from roundpipe_cli.train.result.gguf_file import write_gguf
-from tests.model.test_multimodal import QWEN_VISION
 from tests.model.test_stored_formats import save_quantized
 from tests.support.adapters import ADAPTER, CONFIG, by_peft, layout, load_whole, random_adapter
 from tests.support.e2e import make_model, make_tokenizer, run
-from tests.support.every_type import GENERIC, TINY_VISION, tiny_config_of
 from tests.support.tiny import logits_of
+from tests.support.wrappers import save_wrapper, tiny_wrapper
 
 EMBEDDING, HEAD = "base_model.model.model.embed_tokens.weight", "base_model.model.lm_head.weight"
 
@@ -342,22 +340,7 @@ def test_half_of_a_fused_parameter_is_refused_with_the_reason(tmp_path: Path) ->
 
 def wrapped(model_type: str, folder: Path) -> None:
     """A tiny multimodal model by its own class."""
-    kind = CONFIG_MAPPING[model_type]
-    vision = QWEN_VISION if model_type.startswith("qwen") else TINY_VISION
-    if model_type == "llava":
-        text = tiny_config_of("mistral", vocab_size=300).to_dict()
-    else:
-        known = kind.sub_configs["text_config"]().to_dict()
-        text = {key: value for key, value in {**GENERIC, "vocab_size": 300}.items() if key in known}
-        if model_type.startswith("qwen"):
-            text["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
-    config = kind(text_config=text, vision_config=vision)
-    whole = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
-    config.architectures = [whole.__name__]
-    torch.manual_seed(0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        whole._from_config(config, dtype=torch.float32).save_pretrained(folder)
+    save_wrapper(tiny_wrapper(model_type), folder)
     make_tokenizer().save_pretrained(folder)
 
 
