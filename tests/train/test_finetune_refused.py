@@ -30,8 +30,8 @@ def folder(tmp_path: Path, model: Path) -> Path:
 
 
 def slow_at(step: int) -> dict[str, str]:
-    """Environment in which this step takes a second, so that there is time to spoil something."""
-    return {"ROUNDPIPE_FAULT": f"optimizer:slow=1:step={step}"}
+    """Environment in which this step takes two seconds more, so that there is time to spoil something."""
+    return {"ROUNDPIPE_FAULT": f"optimizer:slow=2:step={step}"}
 
 
 def refused(folder: Path, *words: str, code: int = 2) -> Outcome:

@@ -30,7 +30,6 @@ from tests.support.e2e import (
     command_line,
     finetune,
     launch,
-    make_model,
     make_workspace,
     metrics,
     num_lines,
@@ -40,7 +39,7 @@ from tests.support.e2e import (
 from tests.train.test_overlapped_updates import run, trainer_of
 
 ADAPTER = "adapter_model.safetensors"
-SLOW_STEP = {"ROUNDPIPE_FAULT": "optimizer:slow=1:step=3"}
+SLOW_STEP = {"ROUNDPIPE_FAULT": "optimizer:slow=2:step=3"}
 
 
 def _ignore_hangups() -> None:
@@ -287,13 +286,14 @@ def test_a_finished_run_with_a_constant_learning_rate_goes_on_as_if_never_stoppe
     assert_same_run(folder / "longer", folder / "at_once")
 
 
-def test_every_value_of_a_checkpoint_is_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_value_of_a_checkpoint_is_restored(
+    tmp_path: Path, two_blocks: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A checkpoint of a run that was only restored says what the one says that it was restored from, for values that
     no run begins with."""
-    words = ("dtype=float16", "save_steps=2", "max_steps=4", "early_stopping_patience=9", "eval_steps=2")
+    words = ("dtype=float16", "save_steps=2", "max_steps=2", "early_stopping_patience=9", "eval_steps=2")
     words = (*words, "eval_datasets=[{path: rows.jsonl}]", "on_oom=adapt", "micro_batch_size=2")
-    model = make_model(tmp_path / "tiny", "gemma3_text", num_hidden_layers=2)
-    first = trainer_of(tmp_path / "first", model, *words)
+    first = trainer_of(tmp_path / "first", two_blocks, *words)
     run(first)
     checkpoint = load_newest(first.output_dir)
     saved: dict[str, Any] = checkpoint.meta
@@ -305,12 +305,12 @@ def test_every_value_of_a_checkpoint_is_restored(tmp_path: Path, monkeypatch: py
         "skipped_steps": 5,
         "fit": Fit(1, "layer", 3).to_json(first.recipe),
         "data_position": {"epoch": 1, "window": 0, "offset": 2},
-        "evaluation": {"last_step": 4, "last_loss": 1.5, "best_step": 2, "best_loss": 1.25, "kept_step": 2,
+        "evaluation": {"last_step": 2, "last_loss": 1.5, "best_step": 2, "best_loss": 1.25, "kept_step": 2,
                        "kept_loss": 1.25, "num_worse": 4},
     }  # fmt: skip
     assert set(SavedState.__annotations__) == {*changed, "num_steps"}, "num_steps only says that the recipe grew"
     assert all(saved[key] != value for key, value in changed.items())
-    again = trainer_of(tmp_path / "again", model, *words)
+    again = trainer_of(tmp_path / "again", two_blocks, *words)
     monkeypatch.setattr(Trainer, "_is_last", lambda *_: True)
     shutil.copytree(first.output_dir, again.output_dir, dirs_exist_ok=True)
     monkeypatch.setattr(again, "_write_result", lambda _: None)
