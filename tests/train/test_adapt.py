@@ -18,10 +18,15 @@ from roundpipe_cli.train import loop
 from roundpipe_cli.train.adapt import GROWTH_STEPS, Fit, LossScale, resumed_fit
 from roundpipe_cli.train.auto_cache import AutoCache
 from roundpipe_cli.train.loop import longest_batches
-from tests.support.e2e import Outcome, finetune, launch, make_workspace, metrics, numbers
+from tests.support.e2e import STAGES_OF_TWO, Outcome, finetune, launch, make_workspace, metrics, numbers
 
 OUT_OF_MEMORY = "compute:raise=MemoryError:step=2:nth=1"
-COMMON = {"num_train_epochs": 2, "micro_batch_size": 4, "gradient_accumulation_steps": 1, "lora__dropout": 0.0}
+COMMON: dict[str, Any] = {
+    "micro_batch_size": 4,
+    "gradient_accumulation_steps": 1,
+    "lora__dropout": 0.0,
+    **STAGES_OF_TWO,
+}
 
 
 @pytest.fixture
@@ -37,44 +42,35 @@ def whole(tmp_path_factory: pytest.TempPathFactory, two_blocks: Path) -> Path:
     return folder
 
 
-def losses(folder: Path) -> list[float]:
-    return [row["loss"] for row in metrics(folder / "out")]
-
-
-def test_first_by_recomputing_layer_by_layer_without_changing_a_bit(folder: Path, whole: Path) -> None:
-    done = finetune(folder, "on_oom=adapt", fault=OUT_OF_MEMORY).expect(0)
+def test_by_recomputing_layer_by_layer_then_by_dividing_the_microbatches(folder: Path, whole: Path) -> None:
+    """Three times too much: no bit changes at first, then 4 rows become 2, then 1; rows, loss and curve stay, and the
+    run resumes as it was."""
+    later = "compute:raise=MemoryError:step=4:nth=2"
+    faults = f"{OUT_OF_MEMORY},compute:raise=MemoryError:step=3:nth=1,{later}"
+    done = finetune(folder, "on_oom=adapt", fault=faults).expect(0)
     assert "step 3: out of memory on a worker" in done.err and "write pipeline.recompute: layer" in done.err
     assert re.search(r"note: step 3: [^:]*microbatch 0, step 3, layer", done.err), "one number for a step"
-    rows = metrics(folder / "out")
-    assert rows[2].pop("segment") == {"micro_batch_size": 4, "recompute": "layer", "first_step": 3}
-    assert not any("segment" in row for row in rows)
-    assert [row["loss_hex"] for row in rows] == [row["loss_hex"] for row in metrics(whole / "out")]
+    assert "write micro_batch_size: 2, gradient_accumulation_steps: 2" in done.err
+    assert "write micro_batch_size: 1, gradient_accumulation_steps: 4" in done.err
+    rows, expected = metrics(folder / "out"), metrics(whole / "out")
+    assert rows[2]["segment"] == {"micro_batch_size": 4, "recompute": "layer", "first_step": 3}
+    assert [row["segment"]["micro_batch_size"] for row in rows if "segment" in row] == [4, 2, 1]
+    assert [row["loss_hex"] for row in rows[:3]] == [row["loss_hex"] for row in expected[:3]]
+    assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in expected], rel=1e-5)
+    state = json.loads((folder / "out" / "step-00000004" / "state.json").read_text())["meta"]
+    assert state["fit"] == {"micro_batch_size": 2, "recompute": "layer", "first_step": 4}
     report = json.loads((folder / "out" / "report.json").read_text())
     assert report["fit"]["recompute"] == "layer" and report["skipped_steps"] == 0
 
-
-def test_then_by_dividing_the_microbatches(folder: Path, whole: Path) -> None:
-    """Twice too much: 4 rows become 2, then 1; rows, loss and curve stay, and the run resumes as it was."""
-    expected = [row["loss"] for row in metrics(whole / "out")]
-    later = "compute:raise=MemoryError:step=4:nth=2"
-    twice, adapt = f"{OUT_OF_MEMORY},{later}", ["on_oom=adapt", "pipeline.recompute=layer"]
-    done = finetune(folder, *adapt, fault=twice).expect(0)
-    assert "write micro_batch_size: 2, gradient_accumulation_steps: 2" in done.err
-    assert "write micro_batch_size: 1, gradient_accumulation_steps: 4" in done.err
-    rows = metrics(folder / "out")
-    assert [row["segment"]["micro_batch_size"] for row in rows if "segment" in row] == [2, 1]
-    assert [row["loss"] for row in rows] == pytest.approx(expected, rel=1e-5)
-    state = json.loads((folder / "out" / "step-00000004" / "state.json").read_text())["meta"]
-    assert state["fit"] == {"micro_batch_size": 2, "recompute": "layer", "first_step": 3}
-
-    killed = f"{twice},optimizer:kill:step=5"
-    assert finetune(folder, *adapt, "output_dir=killed", "save_steps=1", fault=killed).code == -9
+    killed = f"{faults},optimizer:kill:step=5"
+    words = ("on_oom=adapt", "output_dir=killed", "save_steps=1")
+    assert finetune(folder, *words, fault=killed).code == -9
     shutil.copytree(folder / "killed", folder / "advised")
-    finetune(folder, *adapt, "output_dir=killed", "--resume", fault=later).expect(0)
+    finetune(folder, *words, "--resume", fault=later).expect(0)
     assert numbers(folder / "killed") == numbers(folder / "out")
 
-    # The line that the run said to write is no change of the run.
-    resume = ("--resume", "output_dir=advised")
+    # The lines that the run said to write are no change of the run.
+    resume = ("--resume", "output_dir=advised", "pipeline.recompute=layer")
     other = ("micro_batch_size=2", "gradient_accumulation_steps=2")
     assert "micro_batch_size: changed" in finetune(folder, *resume, *other).expect(2).err
     finetune(folder, *resume, "micro_batch_size=1", "gradient_accumulation_steps=4").expect(0)
@@ -84,7 +80,8 @@ def test_then_by_dividing_the_microbatches(folder: Path, whole: Path) -> None:
 def test_nothing_left_to_adapt_and_no_wish_to(folder: Path) -> None:
     for words in ([], ["on_oom=adapt", "micro_batch_size=1"]):
         done = finetune(folder, *words, fault="compute:raise=MemoryError:step=1")
-        assert "out of memory on a worker" in done.expect(5).err and "on_oom=adapt" in done.err
+        assert "out of memory on a worker" in done.expect(5).err and "micro_batch_size" in done.err
+        assert "on_oom=adapt" in done.err
         assert ("computing it again" in done.err) == bool(words)
 
 
@@ -107,12 +104,13 @@ def test_what_was_kept_of_our_own_accord_goes_first(folder: Path, whole: Path) -
         command, environment = ("finetune", "recipe.yaml", *words), {"ROUNDPIPE_FAULT": faults}
         return launch(folder, *command, environment=environment, before=pretend_a_cache).finish()
 
-    done = run_with_cache(OUT_OF_MEMORY).expect(0)
+    again = f"{OUT_OF_MEMORY},compute:raise=MemoryError:step=4:nth=1"
+    done = run_with_cache(again).expect(5)
     assert "step 3: out of memory on a worker" in done.err and "again without the weight cache" in done.err
-    assert [row["loss_hex"] for row in metrics(folder / "out")] == [row["loss_hex"] for row in metrics(whole / "out")]
-    assert not any("segment" in row for row in metrics(folder / "out"))
+    rows = metrics(folder / "out")
+    assert [row["loss_hex"] for row in rows] == [row["loss_hex"] for row in metrics(whole / "out")[:4]]
+    assert not any("segment" in row for row in rows)
     twice = f"{OUT_OF_MEMORY},compute:raise=MemoryError:step=2:nth=2"
-    assert run_with_cache(twice, "output_dir=twice").code == 5
     adapted = run_with_cache(twice, "output_dir=adapted", "on_oom=adapt", "max_steps=3").expect(0)
     assert "again without the weight cache" in adapted.err and "write pipeline.recompute: layer" in adapted.err
     early = run_with_cache(OUT_OF_MEMORY, "output_dir=early", "max_grad_norm=0")
@@ -143,21 +141,21 @@ def test_what_fits_is_exact_and_divides(folder: Path) -> None:
 
 
 def test_skipped_steps_change_no_weight_and_are_counted(folder: Path, whole: Path) -> None:
-    skip, fault = ["on_nonfinite=skip"], "compute:nan:step=2,optimizer:inf:step=4"
-    done = finetune(folder, *skip, fault=fault).expect(0)
-    assert "step 3: the loss is not finite (loss nan" in done.err and "rows.jsonl:" in done.err
-    assert "step 5: the gradient is not finite" in done.err and "2 skipped so far" in done.err
+    words, fault = ("on_nonfinite=skip", "save_steps=1"), "compute:nan:step=1,optimizer:inf:step=2"
+    done = finetune(folder, *words, "max_steps=4", fault=fault).expect(0)
+    assert "step 2: the loss is not finite (loss nan" in done.err and "rows.jsonl:" in done.err
+    assert "step 3: the gradient is not finite" in done.err and "2 skipped so far" in done.err
     rows = metrics(folder / "out")
-    assert [row.get("skipped") for row in rows] == [None, None, True, None, True, None]
-    assert rows[2]["loss"] is None and rows[2]["loss_hex"] == "nan" and math.isfinite(rows[4]["loss"])
+    assert [row.get("skipped") for row in rows] == [None, True, True, None]
+    assert rows[1]["loss"] is None and rows[1]["loss_hex"] == "nan" and math.isfinite(rows[2]["loss"])
     assert json.loads((folder / "out" / "report.json").read_text())["skipped_steps"] == 2
-    state = json.loads((folder / "out" / "step-00000006" / "state.json").read_text())["meta"]
-    assert state["num_updates"] == 4 and state["skipped_steps"] == 2
-    assert losses(folder)[:2] == losses(whole)[:2]
+    state = json.loads((folder / "out" / "step-00000004" / "state.json").read_text())["meta"]
+    assert state["num_updates"] == 2 and state["skipped_steps"] == 2
+    assert rows[0]["loss"] == metrics(whole / "out")[0]["loss"]
 
-    killed = f"{fault},optimizer:kill:step=5"
-    assert finetune(folder, *skip, "output_dir=killed", "save_steps=1", fault=killed).code == -9
-    finetune(folder, *skip, "output_dir=killed", "--resume", fault="optimizer:inf:step=4").expect(0)
+    words = (*words, "max_steps=4", "output_dir=killed")
+    assert finetune(folder, *words, fault=f"{fault},optimizer:kill:step=3").code == -9
+    finetune(folder, *words, "--resume", fault="optimizer:inf:step=2").expect(0)
     assert numbers(folder / "killed") == numbers(folder / "out")
 
 
@@ -207,7 +205,7 @@ def test_the_longest_rows_come_first() -> None:
 )
 def test_a_run_is_the_same_to_the_bit(tmp_path: Path, two_blocks: Path, words: tuple[str, ...]) -> None:
     """Dropout is on, and a layer is updated early where nothing needs the norm."""
-    folder = make_workspace(tmp_path / "work", two_blocks, num_train_epochs=1)
+    folder = make_workspace(tmp_path / "work", two_blocks, max_steps=2)
     plain = finetune(folder, *words, "output_dir=plain").expect(0)
     done = finetune(folder, *words, "check_longest_rows=true").expect(0)
     assert "longest rows" not in plain.err
@@ -218,21 +216,11 @@ def test_a_run_is_the_same_to_the_bit(tmp_path: Path, two_blocks: Path, words: t
         assert tensors[0].read_bytes() == tensors[1].read_bytes()
 
 
-def test_a_lack_of_memory_ends_the_run_before_its_first_step(tmp_path: Path, two_blocks: Path) -> None:
-    folder = make_workspace(tmp_path / "work", two_blocks)
-    done = finetune(folder, "check_longest_rows=true", fault=FIRST).expect(5)
+def test_a_lack_of_memory_ends_the_run_before_its_first_step_or_adapts_it(tmp_path: Path, two_blocks: Path) -> None:
+    folder = make_workspace(tmp_path / "work", two_blocks, check_longest_rows=True, **STAGES_OF_TWO)
+    done = finetune(folder, fault=FIRST).expect(5)
     assert "computing a step of the longest rows" in done.err and "out of memory" in done.err
     assert "fit: a step" not in done.err and metrics(folder / "out") == []
-
-
-def test_on_oom_adapt_has_less_from_the_first_step_on(tmp_path: Path, two_blocks: Path) -> None:
-    folder = make_workspace(tmp_path / "work", two_blocks)
-    done = finetune(folder, "check_longest_rows=true", "on_oom=adapt", "max_steps=1", fault=FIRST).expect(0)
+    done = finetune(folder, "on_oom=adapt", "max_steps=1", fault=FIRST).expect(0)
     assert "write pipeline.recompute: layer" in done.err and "fit: a step" in done.err
     assert metrics(folder / "out")[0]["segment"] == {"micro_batch_size": 2, "recompute": "layer", "first_step": 1}
-
-
-def test_it_is_said_where_nothing_is_tried(tmp_path: Path, two_blocks: Path) -> None:
-    folder = make_workspace(tmp_path / "work", two_blocks)
-    done = finetune(folder, "check_longest_rows=true", "packing=true", "max_steps=1").expect(0)
-    assert "no step is tried before the first one, since packed sequences" in done.err

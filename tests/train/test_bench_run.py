@@ -13,16 +13,11 @@ import yaml
 from roundpipe_cli.choices import SCHEDULES
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.train.bench_run import Measured, check_losses
-from tests.support.e2e import make_model, make_workspace, run, tree
+from tests.support.e2e import make_workspace, run, tree
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("bench") / "model", num_hidden_layers=4)
-
-
-def test_every_schedule_is_carried_out_and_gives_the_same_loss(model: Path, tmp_path: Path) -> None:
-    folder = make_workspace(tmp_path / "w", model, gradient_accumulation_steps=4)
+def test_every_schedule_is_carried_out_and_gives_the_same_loss(two_blocks: Path, tmp_path: Path) -> None:
+    folder = make_workspace(tmp_path / "w", two_blocks, gradient_accumulation_steps=4)
     before = tree(folder)
     outcome = run(folder, "bench", "recipe.yaml", "--run", "--repetitions", "1", "--json").expect(0)
     assert tree(folder) == before, "bench writes nothing"
@@ -38,8 +33,8 @@ def test_every_schedule_is_carried_out_and_gives_the_same_loss(model: Path, tmp_
     assert keep["schedule"] == fastest["schedule"] and keep.get("forward_stages", []) == fastest["forward_stages"]
 
 
-def test_the_lines_to_keep_are_a_recipe_s(model: Path, tmp_path: Path) -> None:
-    folder = make_workspace(tmp_path / "w", model)
+def test_the_lines_to_keep_are_a_recipe_s(two_blocks: Path, tmp_path: Path) -> None:
+    folder = make_workspace(tmp_path / "w", two_blocks)
     outcome = run(folder, "bench", "recipe.yaml", "--run", "--repetitions", "1", "--schedule", "roundpipe").expect(0)
     table, _, lines = outcome.out.partition("To keep it:")
     assert "roundpipe" in table and "tokens/s" in table

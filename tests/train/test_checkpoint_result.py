@@ -24,11 +24,6 @@ OTHERS = ("README.md", "adapter_config.json")
 """Files that say the run's figures, and a set of names in any order."""
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
 def python_of(page: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", page, re.DOTALL)
 
@@ -42,10 +37,8 @@ def loaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 METHODS: dict[str, dict[str, Any]] = {
-    "lora": {},
-    "dora": {"lora__use_dora": True, "dtype": "bfloat16"},
-    "full": {"method": "full"},
-    "partly frozen": {"method": "full", "frozen_parameters": ["embed_tokens", "layers.0"], "dtype": "bfloat16"},
+    "lora": {"lora__use_dora": True, "dtype": "bfloat16"},
+    "full": {"method": "full", "frozen_parameters": ["embed_tokens", "layers.0"], "dtype": "bfloat16"},
 }
 
 
@@ -85,23 +78,19 @@ def test_the_last_checkpoint_gives_the_result(trained: dict[str, Path], method: 
     assert not list((work / "out").glob(".tmp-*"))
 
 
-@pytest.mark.parametrize("method", ["lora", pytest.param("full", marks=pytest.mark.sweep)])
-def test_a_stopped_run_is_exported_and_answers(tmp_path: Path, model: Path, method: str) -> None:
+def test_a_stopped_run_is_exported_and_answers(tmp_path: Path, model: Path) -> None:
     """Story: a run of days that was stopped had no result: `export` and `generate` refused its folder."""
-    work = make_workspace(tmp_path / "work", model, method=method, num_train_epochs=200, save_steps=1000, **STAGES)
+    work = make_workspace(tmp_path / "work", model, num_train_epochs=200, save_steps=1000, **STAGES)
     running = launch(work, "finetune", "recipe.yaml", "--no-dashboard")
-    running.wait_for_steps(3)
+    running.wait_for_steps(1)
     running.kill(signal.SIGINT)
     done = running.finish().expect(130)
     assert "`roundpipe generate out` tries it" in done.err.splitlines()[-1]
     step = next(path.name for path in (work / "out").glob("step-*"))
     answer = run(work, "generate", "out", "Say 1", "--max-new-tokens", "4", "--json").expect(0)
     assert json.loads(answer.out)["tokens"] > 0 and "taking the checkpoint of step" in answer.err
-    words = ["--merge"] if method == "lora" else []
-    run(work, "export", "out", "--to", "whole", *words).expect(0)
+    run(work, "export", "out", "--to", "whole", "--merge").expect(0)
     assert step in (work / "whole" / "README.md").read_text()
-    again = run(work, "generate", "whole", "Say 1", "--max-new-tokens", "4", "--json").expect(0)
-    assert json.loads(again.out)["answer"] == json.loads(answer.out)["answer"]
     assert not list((work / "out").glob(".tmp-*"))
 
 
@@ -122,7 +111,7 @@ def test_damage_is_passed_over_or_told(work: Path) -> None:
     assert "no such folder" in run(work, "export", "out/step-9", "--to", "x").expect(2).err
 
 
-@pytest.mark.parametrize("method", ["partly frozen"])
+@pytest.mark.parametrize("method", ["full"])
 def test_a_moved_base_is_named(work: Path) -> None:
     """Another base than the one that was trained is refused where its weights are part of the result."""
     (work / "model").rename(work / "moved")
@@ -138,7 +127,7 @@ def test_a_moved_base_is_named(work: Path) -> None:
     [
         ("folder", "lora"),
         pytest.param("folder", "full", marks=pytest.mark.sweep),
-        ("gguf", "lora"),
+        pytest.param("gguf", "lora", marks=pytest.mark.sweep),
         ("package", "lora"),
     ],
 )

@@ -31,6 +31,7 @@ from roundpipe_cli.train.checkpoint.reading import peek
 from roundpipe_cli.train.evaluate import is_due
 from roundpipe_cli.train.result.finish import save_result, verify_best
 from tests.support.e2e import (
+    STAGES,
     Outcome,
     assert_same_run,
     finetune,
@@ -44,13 +45,21 @@ from tests.support.e2e import (
 from tests.support.tiny import Rig, make_rig, plain_copy, random_microbatches
 
 SIZES = [(2, 12), (1, 7), (2, 9), (1, 12), (2, 5)]
-EVALUATION = ("val_set_size=3", "eval_steps=epoch", "save_steps=epoch")
+EVALUATION = (
+    *("val_set_size=3", "eval_steps=epoch", "save_steps=1", "load_best_model_at_end=true"),
+    *("eval_samples=2", "eval_max_new_tokens=8"),
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, model: Path) -> Path:
+    return make_workspace(tmp_path / "work", model, **STAGES)
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, model: Path) -> tuple[Path, Outcome]:
     """A run of `EVALUATION` that nothing disturbed, in `out`, and what it said."""
-    folder = make_workspace(tmp_path_factory.mktemp("whole") / "work", model)
+    folder = make_workspace(tmp_path_factory.mktemp("whole") / "work", model, **STAGES)
     return folder, finetune(folder, *EVALUATION).expect(0)
 
 
@@ -166,7 +175,6 @@ def test_a_run_writes_the_loss_that_plain_pytorch_computes(whole: tuple[Path, Ou
     out = folder / "out"
     rows = evaluations(out)
     assert [row["step"] for row in rows] == [2, 4]  # 7 rows left: 2 steps an epoch
-    assert [step for step, _ in list_checkpoints(out)] == [4, 2]
     assert len(metrics(out)) == 4 and "evaluation: 3 rows, 7 to train on" in done.err
     assert all(float.fromhex(row["loss_hex"]) == row["loss"] for row in rows)
     assert all(row["perplexity"] == pytest.approx(math.exp(row["loss"])) for row in rows)
@@ -190,12 +198,13 @@ def test_a_run_writes_the_loss_that_plain_pytorch_computes(whole: tuple[Path, Ou
 
 
 def test_evaluation_datasets_and_held_out_rows_together(folder: Path, whole: tuple[Path, Outcome]) -> None:
-    """At the end of the run, where nothing is said."""
+    """At the end of the run, where nothing is said; when and on what changes nothing in the training."""
     write_rows(folder / "other.jsonl", 4)
-    finetune(folder, "eval_datasets=[{path: other.jsonl}]", "val_set_size=3", "max_steps=2").expect(0)
+    finetune(folder, "eval_datasets=[{path: other.jsonl}]", "val_set_size=3", "save_steps=epoch").expect(0)
     (row,) = evaluations(folder / "out")
-    assert row["step"] == len(metrics(folder / "out")) == 2
-    assert row["tokens"] > evaluations(whole[0] / "out")[0]["tokens"]
+    assert row["step"] == 4 and row["tokens"] > evaluations(whole[0] / "out")[0]["tokens"]
+    assert numbers(folder / "out") == numbers(whole[0] / "out")
+    assert [step for step, _ in list_checkpoints(folder / "out")] == [4, 2]
 
 
 @pytest.mark.parametrize(
@@ -223,34 +232,28 @@ def unlike_rows(folder: Path) -> tuple[str, str]:
     return "eval_datasets=[{path: unlike.jsonl}]", "learning_rate=0.05"
 
 
-@pytest.mark.parametrize("method", ["lora", "full"])
-def test_the_best_weights_are_the_result(folder: Path, method: str) -> None:
-    words = (*unlike_rows(folder), f"method={method}", "eval_steps=2", "max_steps=4", "lr_scheduler_type=constant")
+def test_the_best_weights_are_the_result(folder: Path) -> None:
+    words = (*unlike_rows(folder), "eval_steps=2", "max_steps=4", "lr_scheduler_type=constant", "warmup_steps=0")
     words = (*words, "kernels=reference")  # at this rate rounding decides which evaluation is the best
-    words = (*words, "warmup_steps=0")
     done = finetune(folder, *words, "load_best_model_at_end=true").expect(0)
     out = folder / "out"
     losses = {row["step"]: row["loss"] for row in evaluations(out)}
     best = min(losses, key=lambda step: losses[step])
     assert best < 4, losses
     assert [path.name for path in out.glob("best-*")] == [f"best-{best:08d}"]
-    name = "adapter_model.safetensors" if method == "lora" else "model.safetensors"
-    assert (out / name).read_bytes() == (out / f"best-{best:08d}" / name).read_bytes()
-    masters = load_file(out / "step-00000004" / "masters.safetensors")
-    result = load_file(out / name)
-    last = {key.removeprefix("base_model.model.").replace(".weight", ".default.weight"): v for key, v in result.items()}
-    last = last if method == "lora" else result
-    assert last.keys() == masters.keys() and not all(torch.equal(last[key], masters[key]) for key in masters)
+    result = load_file(out / "adapter_model.safetensors")
+    for step, is_result in ((best, True), (4, False)):
+        masters = load_file(out / f"step-{step:08d}" / "masters.safetensors")
+        saved = {f"base_model.model.{key.replace('.default.', '.')}": tensor for key, tensor in masters.items()}
+        assert result.keys() == saved.keys()
+        assert all(torch.equal(result[key], saved[key]) for key in saved) == is_result
     assert f"eval {best}/4" in done.out
     report = json.loads((out / "report.json").read_text())["evaluation"]
     assert (report["best_step"], report["result_is_best"]) == (best, True)
-    if method == "lora":
-        finetune(folder, *words, "output_dir=short", f"max_steps={best}").expect(0)
-        assert (out / name).read_bytes() == (folder / "short" / name).read_bytes(), "a run that ends there"
 
 
 def test_early_stopping_ends_the_run_with_its_result(folder: Path) -> None:
-    words = (*unlike_rows(folder), "eval_steps=1", "num_train_epochs=10")
+    words = (*unlike_rows(folder), "eval_steps=1", "num_train_epochs=10", "method=full")
     done = finetune(folder, *words, "early_stopping_patience=2", "load_best_model_at_end=true").expect(0)
     out = folder / "out"
     rows = evaluations(out)
@@ -260,83 +263,61 @@ def test_early_stopping_ends_the_run_with_its_result(folder: Path) -> None:
     assert num_steps - best == 2
     report = json.loads((out / "report.json").read_text())
     assert report["num_steps"] == num_steps and report["evaluation"]["stopped_early"] is True
+    name = "model.safetensors"
+    assert (out / name).read_bytes() == (out / f"best-{best:08d}" / name).read_bytes()
     again = finetune(folder, *words, "--resume").expect(0)
     assert "finished" in again.err
 
 
-KEPT = (
-    *(*EVALUATION, "num_train_epochs=3", "load_best_model_at_end=true", "save_steps=2", "warmup_steps=0"),
-    *("eval_samples=1", "eval_max_new_tokens=4"),
-)
-
-
-@pytest.fixture(scope="module")
-def kept(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
-    """The results of a run of `KEPT` that nothing disturbed."""
-    folder = make_workspace(tmp_path_factory.mktemp("kept") / "work", model)
-    finetune(folder, *KEPT).expect(0)
-    return folder / "out"
-
-
 @pytest.fixture(scope="module")
 def killed_in_export(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
-    """The results of a run of `KEPT` that was killed in an evaluation, in a save and while it wrote its result, to
-    copy."""
-    folder = make_workspace(tmp_path_factory.mktemp("killed") / "work", model)
-    words: tuple[str, ...] = KEPT
+    """The results of a run that was killed in an evaluation, in a save and while it wrote its result, to copy."""
+    folder = make_workspace(tmp_path_factory.mktemp("killed") / "work", model, **STAGES)
+    words: tuple[str, ...] = EVALUATION
     for where in ("eval:kill:step=4", "ckpt_writer:kill:step=4", "export:kill"):
         assert finetune(folder, *words, fault=where).code == -9
-        words = (*KEPT, "--resume")
+        words = (*EVALUATION, "--resume")
+        stated = [peek(path) for _, path in list_checkpoints(folder / "out")]
+        wanted = {meta["evaluation"]["kept_step"] for meta in stated if meta is not None} - {None}
+        assert wanted <= {step for step, _ in list_best(folder / "out")}, "of each checkpoint, not of the newest alone"
+    assert wanted == {2, 4}
     return folder / "out"
 
 
-def test_kills_change_nothing(folder: Path, kept: Path, killed_in_export: Path) -> None:
-    out = Path(shutil.copytree(killed_in_export, folder / "out"))
-    finetune(folder, *KEPT, "--resume").expect(0)
+def test_kills_change_nothing(folder: Path, whole: tuple[Path, Outcome], killed_in_export: Path) -> None:
+    out, kept = Path(shutil.copytree(killed_in_export, folder / "out")), whole[0] / "out"
+    finetune(folder, *EVALUATION, "--resume").expect(0)
     assert_same_run(out, kept)
     assert evaluations(out) == evaluations(kept)
     files = [sorted(path.name for path in base.iterdir()) for base in (out, kept)]
     assert files[0] == files[1]
 
 
-@pytest.mark.parametrize("step", [pytest.param(2, marks=pytest.mark.sweep), 4])
-def test_a_signal_during_an_evaluation_puts_it_off(folder: Path, whole: tuple[Path, Outcome], step: int) -> None:
-    """Also the last one: the run is then not finished."""
-    slow = {"ROUNDPIPE_FAULT": f"eval:slow=2:step={step}"}
-    running = launch(folder, "finetune", "recipe.yaml", *EVALUATION, environment=slow)
-    running.wait_for_steps(step)
+def test_a_signal_during_the_last_evaluation_puts_it_off(folder: Path, whole: tuple[Path, Outcome]) -> None:
+    """The run is then not finished."""
+    running = launch(
+        folder, "finetune", "recipe.yaml", *EVALUATION, environment={"ROUNDPIPE_FAULT": "eval:slow=2:step=4"}
+    )
+    running.wait_for_steps(4)
     time.sleep(0.5)
     running.kill(signal.SIGTERM)
     assert running.finish().code == 143
-    assert [row["step"] for row in evaluations(folder / "out")] == [2][: step // 2 - 1]
-    assert f"resuming after step {step}" in finetune(folder, *EVALUATION, "--resume").expect(0).err
+    assert [row["step"] for row in evaluations(folder / "out")] == [2]
+    assert "resuming after step 4" in finetune(folder, *EVALUATION, "--resume").expect(0).err
     assert evaluations(folder / "out") == evaluations(whole[0] / "out")
     assert numbers(folder / "out") == numbers(whole[0] / "out")
 
 
-@pytest.fixture(scope="module")
-def often(tmp_path_factory: pytest.TempPathFactory, model: Path) -> tuple[Path, Outcome]:
-    """A run that evaluates and answers after every step, and what it said."""
-    folder = make_workspace(tmp_path_factory.mktemp("often") / "work", model)
-    words = ("val_set_size=3", "eval_steps=1", "eval_samples=2", "eval_max_new_tokens=12")
-    return folder, finetune(folder, *words).expect(0)
-
-
-def test_evaluation_changes_no_training_loss(whole: tuple[Path, Outcome], often: tuple[Path, Outcome]) -> None:
-    assert numbers(whole[0] / "out") == numbers(often[0] / "out")
-    assert len(evaluations(often[0] / "out")) == 4 and len(evaluations(whole[0] / "out")) == 2
-
-
-def test_samples_are_the_greedy_answers_of_generate(often: tuple[Path, Outcome]) -> None:
-    folder, done = often
+def test_samples_are_the_greedy_answers_of_generate(whole: tuple[Path, Outcome]) -> None:
+    folder, done = whole
     samples = evaluations(folder / "out")[-1]["samples"]
     tokenizer = AutoTokenizer.from_pretrained(folder / "out")
     base = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
     plain = PeftModel.from_pretrained(base, folder / "out").eval()
-    assert len(samples) == 2 and done.err.count("sample: ") == 4 * 2
+    assert len(samples) == 2 and done.err.count("sample: ") == 2 * 2
     for sample in samples:
         ids = tokenizer(sample["prompt"], return_tensors="pt", add_special_tokens=False).input_ids
-        output = plain.generate(input_ids=ids, max_new_tokens=12, do_sample=False, pad_token_id=0)
+        output = plain.generate(input_ids=ids, max_new_tokens=8, do_sample=False, pad_token_id=0)
         assert sample["answer"] == tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
 
 
@@ -344,7 +325,7 @@ def test_best_weights_that_are_gone_are_told(folder: Path, killed_in_export: Pat
     shutil.copytree(killed_in_export, folder / "out")
     for path in (folder / "out").glob("best-*"):
         shutil.rmtree(path)
-    assert "are gone" in finetune(folder, *KEPT, "--resume").expect(0).err
+    assert "are gone" in finetune(folder, *EVALUATION, "--resume").expect(0).err
 
 
 def test_best_weights_that_are_damaged_are_not_the_result(folder: Path, killed_in_export: Path) -> None:
@@ -360,22 +341,12 @@ def test_best_weights_that_are_damaged_are_not_the_result(folder: Path, killed_i
     with pytest.raises(DamagedError, match=r"adapter_model.safetensors: found SHA-256"):
         save_result(nothing, out, best)
     assert not (out / "adapter_model.safetensors").exists() and not (out / ".tmp-result").exists()
-    done = finetune(folder, *KEPT, "--resume").expect(0)
+    done = finetune(folder, *EVALUATION, "--resume").expect(0)
     assert f"the best weights so far, of step {int(best.name[5:])}, are damaged: " in done.err
     assert "adapter_model.safetensors: found SHA-256" in done.err and "the search begins anew" in done.err
     report = json.loads((out / "report.json").read_text())["evaluation"]
     assert report["best_step"] == int(best.name[5:]) == metrics(out)[-1]["step"] and report["result_is_best"] is True
     assert not list(out.glob("best-*")), "the weights after the last step, which had the best evaluation"
-
-
-def test_the_best_weights_of_each_checkpoint_are_kept(folder: Path, model: Path, tmp_path: Path) -> None:
-    """Story: only those of the newest were, so a run that went back to the one before it lost them."""
-    words = (*unlike_rows(folder), "eval_steps=1", "max_steps=6", "load_best_model_at_end=true", "save_steps=2")
-    assert finetune(folder, *words, fault="optimizer:kill:step=5").code == -9
-    out = folder / "out"
-    stated = [peek(path) for _, path in list_checkpoints(out)]
-    wanted = {meta["evaluation"]["best_step"] for meta in stated if meta is not None}
-    assert wanted and wanted <= {step for step, _ in list_best(out)}
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(folder: Path) -> None:
@@ -386,6 +357,4 @@ def test_a_loss_that_is_not_finite_ends_the_run(folder: Path) -> None:
 def test_keys_of_evaluation_without_rows_are_refused(folder: Path) -> None:
     done = finetune(folder, "eval_steps=2", "load_best_model_at_end=true").expect(2)
     assert "eval_steps needs rows" in done.err and "load_best_model_at_end needs rows" in done.err
-    done = finetune(folder, "val_set_size=10").expect(2)
-    assert "none is left to train on" in done.err
     assert "missing.jsonl" in finetune(folder, "eval_datasets=[{path: missing.jsonl}]").expect(2).err

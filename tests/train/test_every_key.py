@@ -18,12 +18,14 @@ import torch
 
 from roundpipe_cli.cli.lines import LinePrinter
 from roundpipe_cli.cli.plan import plan_document
+from roundpipe_cli.engine.parity import Proof
 from roundpipe_cli.events import StepFinished
 from roundpipe_cli.planning.predict import make_plan
 from roundpipe_cli.recipe.keys import recipe_keys
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.train import build, preference
 from roundpipe_cli.train.optim.optimizer import make_optimizer
+from roundpipe_cli.train.prepare import setup as preparing
 from roundpipe_cli.train.prepare.learning_rate import rate_schedule_of
 from roundpipe_cli.train.prepare.setup import Setup, data_settings, prepare
 from tests.support.e2e import REPOSITORY, make_model, make_workspace
@@ -41,6 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(work)
         patch.setenv("ROUNDPIPE_CACHE", str(base / "cache"))
+        patch.setattr(preparing, "prove_once", lambda *_: Proof(0.0, 0.0))  # which takes a second for each recipe
         yield
     for kept in (prepared, plan_of, tensors_of):
         kept.cache_clear()
@@ -244,9 +247,9 @@ HELD = {
     "report_to": "train/test_trackers.py::test_tensorboard_has_the_metrics_of_every_step",
     "hub_model_id": "test_release.py::test_a_finished_run_is_uploaded_where_its_recipe_says_so",
     "resume_from_checkpoint": "train/test_finetune_resume.py::test_a_named_checkpoint_of_another_run",
-    "on_oom": "train/test_adapt.py::test_then_by_dividing_the_microbatches",
+    "on_oom": "train/test_adapt.py::test_by_recomputing_layer_by_layer_then_by_dividing_the_microbatches",
     "on_device_loss": "train/test_lost_devices.py::test_what_cannot_go_on_ends_with_exit_code_5",
-    "check_longest_rows": "train/test_adapt.py::test_it_is_said_where_nothing_is_tried",
+    "check_longest_rows": "train/test_adapt.py::test_a_run_is_the_same_to_the_bit",
     "on_nonfinite": "train/test_adapt.py::test_skipped_steps_change_no_weight_and_are_counted",
     "hardware": "planning/test_plan_cli.py::test_the_recipe_names_the_machine_that_is_planned_for",
     "pipeline.devices": "engine/test_simulated_device.py::test_devices_of_a_machine_with_two_cards",

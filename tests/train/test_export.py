@@ -26,10 +26,9 @@ from tests.support.tiny import logits_of, tiny_config
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
     """A finished LoRA run."""
-    folder = tmp_path_factory.mktemp("export")
-    work = make_workspace(folder / "work", make_model(folder / "tiny"), max_steps=2, **STAGES)
+    work = make_workspace(tmp_path_factory.mktemp("export") / "work", model, max_steps=2, **STAGES)
     finetune(work).expect(0)
     return work
 
@@ -66,18 +65,17 @@ def test_the_merged_model_answers_as_the_adapter_does(trained: Path) -> None:
     assert tokenizer.chat_template == AutoTokenizer.from_pretrained(trained / "out").chat_template
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_weights_are_rounded_once(tmp_path: Path, dtype: str) -> None:
+def test_weights_are_rounded_once(tmp_path: Path) -> None:
     """A bfloat16 base stays bfloat16 unless another dtype is asked for; the sum is made in float32."""
-    make_model(tmp_path / "base", dtype="bfloat16")
+    make_model(tmp_path / "base", dtype="bfloat16", num_hidden_layers=2)
     adapted = adapter_of(tmp_path)
-    words = [] if dtype == "bfloat16" else ["--dtype", dtype]
-    run(tmp_path, "export", "adapter", "--merge", "--to", "merged", "--base", "base", *words).expect(0)
-    state = load_file(tmp_path / "merged" / "model.safetensors")
-    assert {tensor.dtype for tensor in state.values()} == {getattr(torch, dtype)}
     expected = dict(adapted.merge_and_unload().named_parameters())
-    assert all(torch.equal(tensor, expected[name].to(tensor.dtype)) for name, tensor in state.items())
-    assert json.loads((tmp_path / "merged" / "config.json").read_text())["dtype"] == dtype
+    for dtype, words in (("bfloat16", ()), ("float32", ("--dtype", "float32"))):
+        run(tmp_path, "export", "adapter", "--merge", "--to", dtype, "--base", "base", *words).expect(0)
+        state = load_file(tmp_path / dtype / "model.safetensors")
+        assert {tensor.dtype for tensor in state.values()} == {getattr(torch, dtype)}
+        assert all(torch.equal(tensor, expected[name].to(tensor.dtype)) for name, tensor in state.items())
+        assert json.loads((tmp_path / dtype / "config.json").read_text())["dtype"] == dtype
 
 
 def test_shards_hold_what_they_may() -> None:
@@ -130,29 +128,21 @@ def test_memory_stays_below_the_largest_shard(tmp_path: Path) -> None:
 
 
 def test_a_kill_leaves_nothing_under_the_name(trained: Path) -> None:
-    for nth in (1, 31):
-        words = ("export", "out", "--merge", "--to", "killed")
-        assert run(trained, *words, environment={"ROUNDPIPE_FAULT": f"export:kill:nth={nth}"}).code == -9
-        assert not (trained / "killed").exists()
-    failed = run(
-        trained, "export", "out", "--merge", "--to", "killed", environment={"ROUNDPIPE_FAULT": "export:raise=OSError"}
-    )
-    assert failed.expect(5) and not (trained / "killed").exists() and not (trained / ".tmp-killed").exists()
-    run(trained, "export", "out", "--merge", "--to", "killed").expect(0)
+    words = ("export", "out", "--merge", "--to", "killed")
+    assert run(trained, *words, environment={"ROUNDPIPE_FAULT": "export:kill:nth=31"}).code == -9
+    assert not (trained / "killed").exists()
+    run(trained, *words, environment={"ROUNDPIPE_FAULT": "export:raise=OSError"}).expect(5)
+    assert not (trained / "killed").exists() and not (trained / ".tmp-killed").exists()
+    run(trained, *words).expect(0)
 
 
-def test_the_adapter_alone_and_a_whole_model_are_copied(trained: Path) -> None:
+def test_the_adapter_alone_is_copied(trained: Path) -> None:
     run(trained, "export", "out", "--to", "adapter").expect(0)
     names = {path.name for path in (trained / "adapter").iterdir()}
     tokenizer = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
     assert names == {"adapter_config.json", ADAPTER, "README.md", *tokenizer}
     assert (trained / "adapter").stat().st_mode & 0o777 == 0o755, "a server may run as somebody else"
     assert (trained / "adapter" / ADAPTER).read_bytes() == (trained / "out" / ADAPTER).read_bytes()
-    finetune(trained, "method=full", "output_dir=whole", "max_steps=1").expect(0)
-    assert run(trained, "export", "whole").expect(0).out.strip() == "whole/exported"
-    assert torch.equal(logits_of(load_whole(trained / "whole" / "exported")), logits_of(load_whole(trained / "whole")))
-    done = run(trained, "export", "whole", "--merge", "--to", "again").expect(0)  # the same command for both kinds
-    assert "nothing to merge" in done.err and (trained / "again" / "model.safetensors").is_file()
 
 
 # --- the settings of the base -----------------------------------------------------------------------------------------
@@ -210,15 +200,19 @@ def test_a_merged_model_ends_where_its_base_does(tmp_path: Path) -> None:
 
 def test_a_whole_result_keeps_the_settings_and_so_does_its_copy(trained: Path, tmp_path: Path) -> None:
     """Also the files that tokenizers of transformers do not save, templates by name, and the best weights."""
-    work = make_workspace(tmp_path / "work", trained / "model", method="full", max_steps=1, val_set_size=2)
+    full = {"method": "full", "max_steps": 1, "val_set_size": 2}
+    work = make_workspace(tmp_path / "work", trained / "model", **full, **STAGES)
     settings = give_settings(work / "model")
     tokenizer = make_tokenizer()
     tokenizer.chat_template = {"default": tokenizer.chat_template, "tool_use": "T" + tokenizer.chat_template}
     tokenizer.save_pretrained(str(work / "model"))
     (work / "model" / "tokenizer.model").write_bytes(b"sentencepiece")
     finetune(work, "load_best_model_at_end=true").expect(0)
-    run(work, "export", "out", "--to", "copy").expect(0)
-    for folder in (work / "out", work / "copy"):
+    assert run(work, "export", "out").expect(0).out.strip() == "out/exported"
+    assert torch.equal(logits_of(load_whole(work / "out" / "exported")), logits_of(load_whole(work / "out")))
+    done = run(work, "export", "out", "--merge", "--to", "again").expect(0)  # the same command for both kinds
+    assert "nothing to merge" in done.err and (work / "again" / "model.safetensors").is_file()
+    for folder in (work / "out", work / "out" / "exported"):
         assert settings_of(folder) == settings
         assert json.loads((folder / "config.json").read_text())["use_cache"] is True
         assert (folder / "tokenizer.model").read_bytes() == b"sentencepiece"

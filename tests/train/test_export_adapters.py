@@ -14,7 +14,6 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from transformers import CONFIG_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.files.source import ModelSource
@@ -24,12 +23,11 @@ from roundpipe_cli.model.split import split_model
 from roundpipe_cli.train.result.export import Extras, Merged, copy_result, merge_result
 from roundpipe_cli.train.result.generate import load_result
 from roundpipe_cli.train.result.gguf_file import write_gguf
-from tests.model.test_multimodal import QWEN_VISION
 from tests.model.test_stored_formats import save_quantized
 from tests.support.adapters import ADAPTER, CONFIG, by_peft, layout, load_whole, random_adapter
 from tests.support.e2e import make_model, make_tokenizer, run
-from tests.support.every_type import GENERIC, TINY_VISION, tiny_config_of
 from tests.support.tiny import logits_of
+from tests.support.wrappers import save_wrapper, tiny_wrapper
 
 EMBEDDING, HEAD = "base_model.model.model.embed_tokens.weight", "base_model.model.lm_head.weight"
 
@@ -83,7 +81,13 @@ def test_a_table_that_the_adapter_changes_is_written_on_its_own(
     assert json.loads((tmp_path / "merged" / "config.json").read_text())["tie_word_embeddings"] is False
 
 
-@pytest.mark.parametrize("options", [{"modules_to_save": ["lm_head"]}, {"target_modules": ["q_proj", "embed_tokens"]}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"modules_to_save": ["lm_head"]},
+        pytest.param({"target_modules": ["q_proj", "embed_tokens"]}, marks=pytest.mark.sweep),
+    ],
+)
 def test_tables_that_peft_keeps_tied_stay_tied(tmp_path: Path, options: dict[str, Any]) -> None:
     make_model(tmp_path / "base", tie_word_embeddings=True)
     adapter(tmp_path, ensure_weight_tying=True, **options)
@@ -92,7 +96,7 @@ def test_tables_that_peft_keeps_tied_stay_tied(tmp_path: Path, options: dict[str
     assert json.loads((tmp_path / "merged" / "config.json").read_text())["tie_word_embeddings"] is True
 
 
-@pytest.mark.parametrize("names", ["both tables", "no prefix"])
+@pytest.mark.parametrize("names", ["both tables", pytest.param("no prefix", marks=pytest.mark.sweep)])
 def test_a_tied_base_with_other_names_in_its_files_is_untied(tmp_path: Path, names: str) -> None:
     make_model(tmp_path / "base", tie_word_embeddings=True)
     path = tmp_path / "base" / "model.safetensors"
@@ -189,19 +193,23 @@ def test_dequantised_weights_are_listed(tmp_path: Path) -> None:
     ("model_type", "options"),
     [
         (
-            "llama",
+            "qwen2",
             {
                 **{"use_rslora": True, "target_modules": ["q_proj", "down_proj"], "rank_pattern": {"down_proj": 2}},
-                **{"alpha_pattern": {"q_proj": 3}, "exclude_modules": ["layers.1.self_attn.q_proj"]},
+                **{"alpha_pattern": {"q_proj": 3}, "exclude_modules": ["layers.1.self_attn.q_proj"], "bias": "all"},
             },
         ),
         ("llama", {"use_dora": True, "target_modules": ["q_proj", "embed_tokens"]}),
         pytest.param("llama", {"layers_to_transform": [0, 2], "layers_pattern": "layers"}, marks=pytest.mark.sweep),
-        ("llama", {"target_modules": [], "target_parameters": ["q_proj.weight"]}),
+        (
+            "llama",
+            {
+                **{"target_modules": [], "target_parameters": ["q_proj.weight"]},
+                **{"modules_to_save": ["lm_head", "embed_tokens", "input_layernorm"]},
+            },
+        ),
         ("llama", {"use_bdlora": {"target_modules_bd_b": ["q_proj"], "nblocks": 2}}),
         pytest.param("llama", {"save_tables": True, "modules_to_save": ["embed_tokens"]}, marks=pytest.mark.sweep),
-        ("llama", {"modules_to_save": ["lm_head", "embed_tokens", "input_layernorm"]}),
-        ("qwen2", {"bias": "all"}),
         pytest.param("qwen2", {"bias": "lora_only"}, marks=pytest.mark.sweep),
         ("gpt2", {"target_modules": ["c_attn"], "fan_in_fan_out": True, "lora_bias": True}),
     ],
@@ -305,11 +313,10 @@ def adapter_of_experts(base: Path, folder: Path, targets: tuple[str, ...], **val
 @pytest.mark.parametrize(
     ("model_type", "targets", "values"),
     [
-        ("qwen3_moe", MLP, {"use_rslora": True}),
         pytest.param("qwen3_moe", ("gate_proj", "up_proj"), {}, marks=pytest.mark.sweep),
         pytest.param("qwen3_moe", ("q_proj", "down_proj"), {}, marks=pytest.mark.sweep),
         ("mixtral", ("q_proj", "w1", "w2", "w3", "gate"), {"layers_to_transform": [0, 2]}),
-        ("qwen2_moe", ("q_proj", *MLP), {}),
+        ("qwen2_moe", ("q_proj", *MLP), {"use_rslora": True}),
         pytest.param("glm4_moe", ("q_proj", *MLP), {}, marks=pytest.mark.sweep),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value),
@@ -333,22 +340,7 @@ def test_half_of_a_fused_parameter_is_refused_with_the_reason(tmp_path: Path) ->
 
 def wrapped(model_type: str, folder: Path) -> None:
     """A tiny multimodal model by its own class."""
-    kind = CONFIG_MAPPING[model_type]
-    vision = QWEN_VISION if model_type.startswith("qwen") else TINY_VISION
-    if model_type == "llava":
-        text = tiny_config_of("mistral", vocab_size=300).to_dict()
-    else:
-        known = kind.sub_configs["text_config"]().to_dict()
-        text = {key: value for key, value in {**GENERIC, "vocab_size": 300}.items() if key in known}
-        if model_type.startswith("qwen"):
-            text["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
-    config = kind(text_config=text, vision_config=vision)
-    whole = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
-    config.architectures = [whole.__name__]
-    torch.manual_seed(0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        whole._from_config(config, dtype=torch.float32).save_pretrained(folder)
+    save_wrapper(tiny_wrapper(model_type), folder)
     make_tokenizer().save_pretrained(folder)
 
 
@@ -390,7 +382,11 @@ def test_older_names_around_a_wrapped_language_model(
 @pytest.mark.parametrize(
     ("model_type", "names"),
     [
-        ("mixtral", tuple(f"block_sparse_moe.experts.{{}}.{name}" for name in ("w1", "w3", "w2"))),
+        pytest.param(
+            "mixtral",
+            tuple(f"block_sparse_moe.experts.{{}}.{name}" for name in ("w1", "w3", "w2")),
+            marks=pytest.mark.sweep,
+        ),
         ("glm4_moe", ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj")),
         ("gpt_oss", ()),
         pytest.param("qwen3_5_moe", (), marks=pytest.mark.sweep),

@@ -35,12 +35,11 @@ from tests.support.e2e import (
     num_lines,
     numbers,
     tree,
-    untied_and_tied,
 )
 from tests.train.test_overlapped_updates import run, trainer_of
 
 ADAPTER = "adapter_model.safetensors"
-SLOW_STEPS = {"ROUNDPIPE_FAULT": "optimizer:slow=0.1"}
+SLOW_STEP = {"ROUNDPIPE_FAULT": "optimizer:slow=2:step=3"}
 
 
 def _ignore_hangups() -> None:
@@ -49,23 +48,19 @@ def _ignore_hangups() -> None:
 
 
 @pytest.fixture(scope="module")
-def under_nohup(tmp_path_factory: pytest.TempPathFactory, model: Path) -> tuple[Path, Outcome]:
-    """A working directory with an uninterrupted run of 9 steps, three epochs, whose terminal went; and what it said."""
-    folder = make_workspace(tmp_path_factory.mktemp("whole") / "work", model, num_train_epochs=3, **STAGES)
+def whole(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
+    """A working directory with a run of 6 steps, two epochs, under nohup: it outlives its terminal."""
+    folder = make_workspace(tmp_path_factory.mktemp("whole") / "work", model, **STAGES)
     running = start(folder, before=_ignore_hangups)
     running.wait_for_steps(2)
     running.kill(signal.SIGHUP)
-    return folder, running.finish().expect(0)
-
-
-@pytest.fixture(scope="module")
-def whole(under_nohup: tuple[Path, Outcome]) -> Path:
-    return under_nohup[0]
+    assert "SIGHUP" not in running.finish().expect(0).err
+    return folder
 
 
 @pytest.fixture
 def folder(tmp_path: Path, model: Path) -> Path:
-    return make_workspace(tmp_path / "work", model, num_train_epochs=3, **STAGES)
+    return make_workspace(tmp_path / "work", model, **STAGES)
 
 
 def start(folder: Path, *words: str, **options: Any) -> Running:
@@ -79,9 +74,9 @@ def contents(output_dir: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory, model: Path) -> tuple[Path, Outcome]:
-    """The results of a run that a signal stopped after about 3 of its 9 steps, to copy, and what it said."""
-    folder = make_workspace(tmp_path_factory.mktemp("stopped") / "work", model, num_train_epochs=3, **STAGES)
-    running = start(folder, environment=SLOW_STEPS)
+    """The results of a run that a signal stopped after 4 of its 6 steps, to copy, and what it said."""
+    folder = make_workspace(tmp_path_factory.mktemp("stopped") / "work", model, **STAGES)
+    running = start(folder, environment=SLOW_STEP)
     running.wait_for_steps(3)
     running.kill(signal.SIGTERM)
     return folder / "out", running.finish().expect(128 + signal.SIGTERM)
@@ -121,7 +116,7 @@ def test_a_signal_stops_at_a_step_border_with_a_checkpoint(stopped: tuple[Path, 
     """tests/reliability/test_reliability.py tries Ctrl-C, once and twice, a terminal that goes, and all phases."""
     out, done = stopped
     steps = num_lines(out / "metrics.jsonl")
-    assert f"stopped by SIGTERM after step {steps} of 9, with a checkpoint" in done.err
+    assert f"stopped by SIGTERM after step {steps} of 6, with a checkpoint" in done.err
     assert "SIGTERM: stopping after this step, with a checkpoint" in done.err
     assert "--resume" in done.err and "error" not in done.err
     assert (out / f"step-{steps:08d}").is_dir() and not (out / "report.json").exists()
@@ -141,10 +136,6 @@ def test_a_signal_while_torch_loads(folder: Path) -> None:
     assert not (folder / "out").exists()
 
 
-def test_a_run_under_nohup_outlives_its_terminal(under_nohup: tuple[Path, Outcome]) -> None:
-    assert "SIGHUP" not in under_nohup[1].err
-
-
 # --- resume ---------------------------------------------------------------------------------------------------------
 
 
@@ -159,71 +150,50 @@ def test_resume_where_nothing_was_saved(folder: Path) -> None:
     assert tree(folder / "out") == {"notes.txt": b"mine"}
 
 
-def test_resume_of_a_finished_run_changes_nothing(folder: Path, whole: Path) -> None:
+def test_a_finished_run_is_left_as_it_is(folder: Path, whole: Path) -> None:
     shutil.copytree(whole / "out", folder / "out")
     before = contents(folder / "out")
     done = finetune(folder, "--resume").expect(0)
     assert "this run is finished" in done.err and "nothing was changed" in done.err
-    assert contents(folder / "out") == before
-
-
-def test_a_used_directory_needs_resume(folder: Path, whole: Path) -> None:
-    shutil.copytree(whole / "out", folder / "out")
-    before = contents(folder / "out")
     done = finetune(folder).expect(2)
     assert "--resume" in done.err and "output_dir=" in done.err
+    assert contents(folder / "out") == before
     (folder / "out" / "report.json").unlink()
     before.pop("report.json")
     finetune(folder).expect(2)
     assert contents(folder / "out") == before
 
 
-def test_a_changed_recipe_is_refused_with_a_diff(halfway: Path, whole: Path) -> None:
-    folder = halfway
-    before = contents(folder / "out")
-    changes = ["learning_rate=2e-2", "lora.dropout=0.2", "num_train_epochs=2", "kernels=reference"]
-    done = finetune(folder, "--resume", *changes).expect(2)
-    diff = [("learning_rate", "0.01", "0.02"), ("lora.dropout", "0.1", "0.2"), ("num_train_epochs", "3", "2")]
+def test_what_changed_is_refused_with_a_diff_or_allowed(halfway: Path, whole: Path) -> None:
+    """The recipe, special tokens, numbers that the weights are computed with, rows; and metrics that lost a row."""
+    folder, out = halfway, halfway / "out"
+    before = contents(out)
+    edit_json(folder / "model" / "tokenizer_config.json", eos_token="<s>")
+    edit_json(folder / "model" / "config.json", rms_norm_eps=1e-3)
+    with (folder / "rows.jsonl").open("a") as file:
+        file.write('{"prompt": "new", "completion": "row"}\n')
+    changes = ["learning_rate=2e-2", "lora.dropout=0.2", "kernels=reference"]
+    done = finetune(folder, "--resume", *changes, "num_train_epochs=1").expect(2)
+    diff = [("learning_rate", "0.01", "0.02"), ("lora.dropout", "0.1", "0.2"), ("num_train_epochs", "2", "1")]
     diff.append(("kernels", '"auto"', '"reference"'))
     for key, old, new in diff:
         assert f"{key}: changed since the checkpoint was written\n  found: {new}\n  expected: {old}" in done.err
-    assert contents(folder / "out") == before and done.err.count("changed since") == len(diff)
-    add_row(folder)
-    edit_json(folder / "model" / "config.json", rms_norm_eps=1e-3)
-    allowed = [f"--allow-changed={key}" for key in ("learning_rate", "lora.dropout", "datasets", "model")]
-    finetune(folder, "--resume", *changes[:2], *allowed).expect(0)
-    rows = metrics(folder / "out")
-    assert [row["step"] for row in rows] == list(range(1, 10))
-    assert numbers(folder / "out")[:3] == numbers(whole / "out")[:3]
-    assert rows[-1]["loss"] != metrics(whole / "out")[-1]["loss"]
-
-
-def add_row(folder: Path) -> None:
-    with (folder / "rows.jsonl").open("a") as file:
-        file.write('{"prompt": "new", "completion": "row"}\n')
+    for key in ("tokenizer", "model (config.json)", "datasets (content)"):
+        assert f"{key}: changed" in done.err and f"--allow-changed {key.partition(' ')[0]}" in done.err
+    assert contents(out) == before and done.err.count("changed since") == len(diff) + 3, "not the weights"
+    (out / "metrics.jsonl").write_bytes(b"".join(before["metrics.jsonl"].splitlines(keepends=True)[1:]))
+    keys = ("learning_rate", "lora.dropout", "kernels", "tokenizer", "model", "datasets")
+    allowed = [f"--allow-changed={key}" for key in keys]
+    done = finetune(folder, "--resume", *changes, *allowed).expect(0)
+    assert [row["step"] for row in metrics(out)] == list(range(2, 7))
+    assert numbers(out)[:3] == numbers(whole / "out")[1:4]
+    report, last = report_of(out), metrics(out)[-1]["loss"]
+    assert report["loss"]["first"] is None and report["loss"]["last"] == last != metrics(whole / "out")[-1]["loss"]
+    assert f"last loss {last:.4f}" in done.err
 
 
 def edit_json(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-
-
-def test_other_data_another_tokenizer_or_configuration_is_refused(halfway: Path) -> None:
-    """Same weights and same data file, other special tokens; then other numbers in what the weights compute."""
-    folder = halfway
-    tokenizer, config = folder / "model" / "tokenizer_config.json", folder / "model" / "config.json"
-    before = tokenizer.read_text()
-    edit_json(tokenizer, eos_token="<s>")
-    done = finetune(folder, "--resume").expect(2)
-    assert "tokenizer: changed" in done.err and "--allow-changed tokenizer" in done.err
-    tokenizer.write_text(before)
-    edit_json(config, rms_norm_eps=1e-3)
-    done = finetune(folder, "--resume").expect(2)
-    assert "model (config.json): changed" in done.err and "--allow-changed model" in done.err
-    assert "model (files)" not in done.err and "datasets" not in done.err
-    edit_json(config, rms_norm_eps=1e-6, transformers_version="9.9")
-    add_row(folder)
-    done = finetune(folder, "--resume").expect(2)
-    assert "datasets (content): changed" in done.err and "--allow-changed datasets" in done.err
 
 
 def report_of(output_dir: Path) -> dict[str, Any]:
@@ -237,47 +207,40 @@ OTHER_PIPELINE = (
 )
 
 
-@pytest.mark.parametrize("named", ["on another pipeline", "in another folder"])
-def test_a_resumed_run_has_the_bits_and_the_report_of_the_whole_run(halfway: Path, whole: Path, named: str) -> None:
-    """A run that began at 4.2023 and was resumed at its end was reported with a first loss of 0.3832."""
-    newest = max((halfway / "out").glob("step-*"))
-    first_step, words = int(newest.name[5:]) + 1, ["--resume", *OTHER_PIPELINE]
-    if named == "in another folder":
-        (halfway / "out").rename(halfway / "other")
-        words = [f"resume_from_checkpoint=other/{newest.name}"]
-    done = finetune(halfway, *words).expect(0)
-    assert_same(halfway, whole)
-    mine, theirs = report_of(halfway / "out"), report_of(whole / "out")
+def assert_whole_report(folder: Path, whole: Path, done: Outcome, first_step: int) -> None:
+    """The report of a resumed run has the first loss of the whole one, and says what was measured."""
+    mine, theirs = report_of(folder / "out"), report_of(whole / "out")
     assert mine["loss"] == theirs["loss"] and mine["loss"]["first"] == metrics(whole / "out")[0]["loss"]
-    assert (mine["measured"]["first_step"], mine["measured"]["steps"]) == (first_step, 10 - first_step)
+    assert (mine["measured"]["first_step"], mine["measured"]["steps"]) == (first_step, 7 - first_step)
     assert theirs["measured"]["first_step"] == 1
     assert f"loss {mine['loss']['first']:.4f} -> {mine['loss']['last']:.4f}" in done.err
     assert f"since step {first_step}" in done.err, done.err
+    _, events = RunFiles(folder / "out").poll()
+    assert [event.step for _, event in events if isinstance(event, StepFinished)] == list(range(1, 7))
+
+
+def test_a_resumed_run_has_the_bits_and_the_report_of_the_whole_run(halfway: Path, whole: Path) -> None:
+    """A run that began at 4.2023 and was resumed at its end was reported with a first loss of 0.3832."""
+    edit_json(halfway / "model" / "config.json", transformers_version="9.9")  # which changes nothing
+    first_step = int(max((halfway / "out").glob("step-*")).name[5:]) + 1
+    done = finetune(halfway, "--resume", *OTHER_PIPELINE).expect(0)
+    assert_same(halfway, whole)
+    assert_whole_report(halfway, whole, done, first_step)
     card = model_card(halfway / "out", base=None, merged=False)
-    assert f"| first training loss | {theirs['loss']['first']:.4f} |" in card
-    _, events = RunFiles(halfway / "out").poll()
-    assert [event.step for _, event in events if isinstance(event, StepFinished)] == list(range(1, 10))
-
-
-def test_rows_that_were_lost_leave_no_first_loss(halfway: Path) -> None:
-    path = halfway / "out" / "metrics.jsonl"
-    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[1:]))
-    done = finetune(halfway, "--resume").expect(0)
-    report = report_of(halfway / "out")
-    assert report["loss"]["first"] is None and report["loss"]["last"] == metrics(halfway / "out")[-1]["loss"]
-    assert f"last loss {report['loss']['last']:.4f}" in done.err
+    assert f"| first training loss | {report_of(whole / 'out')['loss']['first']:.4f} |" in card
 
 
 def test_a_named_checkpoint_of_another_run(folder: Path, whole: Path) -> None:
     """It continues in a free folder with the metrics so far; a killed one begins again, a second run is refused."""
     other = Path(shutil.copytree(whole / "out", folder / "other"))
-    named = "resume_from_checkpoint=other/" + min(path.name for path in other.glob("step-*"))
-    died = finetune(folder, "--resume", named, fault="optimizer:kill:step=8")
+    named = "resume_from_checkpoint=other/step-00000004"
+    died = finetune(folder, "--resume", named, fault="optimizer:kill:step=4")
     assert died.code < 0 and not list((folder / "out").glob("step-*"))
     before = contents(other)
     done = finetune(folder, named).expect(0)
     assert "other stays as it is" in done.err and contents(other) == before
     assert_same(folder, whole)
+    assert_whole_report(folder, whole, done, 5)
     done = finetune(folder, "--resume", named).expect(2)
     assert "of another run" in done.err and "resume_from_checkpoint=auto" in done.err
 
@@ -285,14 +248,14 @@ def test_a_named_checkpoint_of_another_run(folder: Path, whole: Path) -> None:
 def test_killed_after_going_back(folder: Path, whole: Path) -> None:
     """Story: resumed from step 4 of 8 and killed before the next save; `--resume` took step 8, and the metrics had
     rows 1, 2, 3, 4, 9."""
-    assert finetune(folder, "save_total_limit=5", fault="optimizer:kill:step=8").code < 0
-    words = ("--resume", "resume_from_checkpoint=out/step-00000004")
-    died = finetune(folder, *words, fault="optimizer:kill:step=4")
+    assert finetune(folder, "save_steps=1", "save_total_limit=5", fault="optimizer:kill:step=4").code < 0
+    words = ("--resume", "resume_from_checkpoint=out/step-00000002")
+    died = finetune(folder, *words, fault="optimizer:kill:step=2")
     assert died.code < 0
-    assert "resuming after step 4" in died.err
-    assert "set-aside-step-00000006" in died.err and "move any that you need" in died.err
-    left = {path.name for path in (folder / "out").glob("*step-*")} - {"set-aside-step-00000008"}  # killed in its save
-    assert left == {"step-00000002", "step-00000004", "set-aside-step-00000006"}
+    assert "resuming after step 2" in died.err
+    assert "set-aside-step-00000003" in died.err and "move any that you need" in died.err
+    left = {path.name for path in (folder / "out").glob("*step-*")} - {"set-aside-step-00000004"}  # killed in its save
+    assert left == {"step-00000001", "step-00000002", "set-aside-step-00000003"}
     finetune(folder, "--resume").expect(0)
     assert_same(folder, whole)
     assert not list((folder / "out").glob("set-aside-*"))
@@ -302,14 +265,14 @@ def test_a_finished_run_goes_on_to_more_epochs(folder: Path, whole: Path) -> Non
     """Story: it said that it was finished. The old result is kept; what becomes of the learning rate is said."""
     shutil.copytree(whole / "out", folder / "out")
     old = (folder / "out" / ADAPTER).read_bytes()
-    done = finetune(folder, "--resume", "num_train_epochs=4").expect(0)
-    assert "the run has 12 steps instead of 9: the learning rate follows the schedule of 12 steps from here" in done.err
-    rate = metrics(folder / "out")[9]["learning_rate"]
-    assert f"step 9 had {metrics(whole / 'out')[8]['learning_rate']:.4g}, step 10 has {rate:.4g}" in done.err
-    assert "A run of 12 steps from the start would have had other rates up to here" in done.err
-    assert [row["step"] for row in metrics(folder / "out")] == list(range(1, 13))
-    assert (folder / "out" / "result-00000009" / ADAPTER).read_bytes() == old
-    assert (folder / "out" / "result-00000009" / "report.json").exists()
+    done = finetune(folder, "--resume", "num_train_epochs=3").expect(0)
+    assert "the run has 9 steps instead of 6: the learning rate follows the schedule of 9 steps from here" in done.err
+    rate = metrics(folder / "out")[6]["learning_rate"]
+    assert f"step 6 had {metrics(whole / 'out')[5]['learning_rate']:.4g}, step 7 has {rate:.4g}" in done.err
+    assert "A run of 9 steps from the start would have had other rates up to here" in done.err
+    assert [row["step"] for row in metrics(folder / "out")] == list(range(1, 10))
+    assert (folder / "out" / "result-00000006" / ADAPTER).read_bytes() == old
+    assert (folder / "out" / "result-00000006" / "report.json").exists()
     assert (folder / "out" / ADAPTER).read_bytes() != old
 
 
@@ -317,19 +280,20 @@ def test_a_finished_run_with_a_constant_learning_rate_goes_on_as_if_never_stoppe
     """To the bit: the rows come in the same order, from the middle of an epoch too."""
     constant = ("lr_scheduler_type=constant", "warmup_steps=0")
     finetune(folder, *constant, "output_dir=longer", "max_steps=2").expect(0)
-    done = finetune(folder, *constant, "output_dir=longer", "max_steps=6", "--resume").expect(0)
-    assert "so far the learning rate is that of a run of 6 steps" in done.err
-    finetune(folder, *constant, "output_dir=at_once", "num_train_epochs=2").expect(0)
+    done = finetune(folder, *constant, "output_dir=longer", "max_steps=4", "--resume").expect(0)
+    assert "so far the learning rate is that of a run of 4 steps" in done.err
+    finetune(folder, *constant, "output_dir=at_once", "max_steps=4").expect(0)
     assert_same_run(folder / "longer", folder / "at_once")
 
 
-def test_every_value_of_a_checkpoint_is_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_value_of_a_checkpoint_is_restored(
+    tmp_path: Path, two_blocks: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A checkpoint of a run that was only restored says what the one says that it was restored from, for values that
     no run begins with."""
-    words = ("dtype=float16", "save_steps=2", "max_steps=4", "early_stopping_patience=9", "eval_steps=2")
+    words = ("dtype=float16", "save_steps=2", "max_steps=2", "early_stopping_patience=9", "eval_steps=2")
     words = (*words, "eval_datasets=[{path: rows.jsonl}]", "on_oom=adapt", "micro_batch_size=2")
-    model = untied_and_tied(tmp_path / "tiny")["tied"]
-    first = trainer_of(tmp_path / "first", model, *words)
+    first = trainer_of(tmp_path / "first", two_blocks, *words)
     run(first)
     checkpoint = load_newest(first.output_dir)
     saved: dict[str, Any] = checkpoint.meta
@@ -341,12 +305,12 @@ def test_every_value_of_a_checkpoint_is_restored(tmp_path: Path, monkeypatch: py
         "skipped_steps": 5,
         "fit": Fit(1, "layer", 3).to_json(first.recipe),
         "data_position": {"epoch": 1, "window": 0, "offset": 2},
-        "evaluation": {"last_step": 4, "last_loss": 1.5, "best_step": 2, "best_loss": 1.25, "kept_step": 2,
+        "evaluation": {"last_step": 2, "last_loss": 1.5, "best_step": 2, "best_loss": 1.25, "kept_step": 2,
                        "kept_loss": 1.25, "num_worse": 4},
     }  # fmt: skip
     assert set(SavedState.__annotations__) == {*changed, "num_steps"}, "num_steps only says that the recipe grew"
     assert all(saved[key] != value for key, value in changed.items())
-    again = trainer_of(tmp_path / "again", model, *words)
+    again = trainer_of(tmp_path / "again", two_blocks, *words)
     monkeypatch.setattr(Trainer, "_is_last", lambda *_: True)
     shutil.copytree(first.output_dir, again.output_dir, dirs_exist_ok=True)
     monkeypatch.setattr(again, "_write_result", lambda _: None)
