@@ -23,7 +23,7 @@ from transformers.masking_utils import chunked_causal_mask_function, sdpa_mask, 
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 from roundpipe_cli.costs.models import parse_config
-from roundpipe_cli.engine.probe import can_attend_in_rows, find_saved_bytes, has_masks
+from roundpipe_cli.engine.probe import Probe
 from roundpipe_cli.engine.step import Microbatch
 from roundpipe_cli.model import attention
 from roundpipe_cli.model.attention import PackedRows, attend_rows, in_rows, rows_or_mask
@@ -216,7 +216,8 @@ def test_rows_longer_than_a_window_need_no_mask(model_type: str, is_same: bool) 
 @pytest.mark.parametrize(("model_type", "at_least"), [("llama", None), ("gemma3_text", 5), ("gpt_oss", 1)])
 def test_who_needs_more_than_the_causal_mask(model_type: str, at_least: int | None) -> None:
     rig = make_rig(model_type, "lora", **({} if model_type == "llama" else {"sliding_window": 4}))
-    needed = [tokens for tokens in (1, 4, 5, 9) if has_masks(rig.skeleton, rig.split, rig.store, tokens)]
+    probe = Probe(rig.skeleton, rig.split, rig.store)
+    needed = [tokens for tokens in (1, 4, 5, 9) if probe.has_masks(tokens)]
     assert needed == [tokens for tokens in (1, 4, 5, 9) if at_least is not None and tokens >= at_least]
 
 
@@ -226,16 +227,16 @@ def worker_of(rig: Rig) -> WorkerModel:
 
 def test_blocks_are_tried_before_they_are_told_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = make_rig("llama", "lora")
-    assert can_attend_in_rows(rig.skeleton, rig.split, rig.store)
+    assert Probe(rig.skeleton, rig.split, rig.store).can_attend_in_rows()
     row = attention._attend_row
     monkeypatch.setattr(attention, "_attend_row", lambda *given: row(*given) * 1.1)
-    assert not can_attend_in_rows(rig.skeleton, rig.split, rig.store), "other numbers"
+    assert not Probe(rig.skeleton, rig.split, rig.store).can_attend_in_rows(), "other numbers"
 
 
 @pytest.mark.parametrize("model_type", ["doge", "codegen"])
 def test_a_model_that_reads_its_mask_itself_keeps_it(model_type: str) -> None:
     rig = make_rig(model_type, "full")
-    assert not can_attend_in_rows(rig.skeleton, rig.split, rig.store)
+    assert not Probe(rig.skeleton, rig.split, rig.store).can_attend_in_rows()
 
 
 class Largest(TorchDispatchMode):
@@ -355,7 +356,7 @@ def test_no_scores_are_kept() -> None:
     """A mask of one or four bytes a pair of tokens, whatever the number of heads; transformers keeps four a head."""
     for heads in (4, 16):
         rig = make_rig("gpt_oss", "lora", num_attention_heads=heads, max_position_embeddings=1024)
-        found = find_saved_bytes(rig.skeleton, rig.split, rig.store)
+        found = Probe(rig.skeleton, rig.split, rig.store).find_saved_bytes()
         assert found is not None and 0 < found[0].per_pair <= 5
 
 

@@ -12,8 +12,8 @@ from roundpipe_cli.costs.analytic import activation_bytes
 from roundpipe_cli.costs.cost import CostModel, LayerCost, StageRange
 from roundpipe_cli.costs.memory import DEVICE_SHARE, largest_stage_bytes
 from roundpipe_cli.costs.models import TrainingSettings, parse_config
-from roundpipe_cli.engine.probe import find_saved_bytes
-from roundpipe_cli.model.worker_model import SavedBytes, WorkerOptions, saved_sizes
+from roundpipe_cli.engine.probe import Probe
+from roundpipe_cli.model.worker_model import SavedBytes, saved_sizes
 from roundpipe_cli.planning.adaptive import AdaptivePlanner, RunConditions
 from roundpipe_cli.planning.search.stages import StageSums, limits_for, within_limits
 from roundpipe_cli.recipe.schema import PipelineConfig
@@ -49,7 +49,7 @@ def test_longer_microbatches_keep_what_short_ones_foretell(
     rig = make_rig(model_type, method, **changes)
     rig.plain.get_input_embeddings().requires_grad_(True)  # type: ignore[operator]  # the first block's input too
     expected = saved_bytes_per_block(rig, random_microbatches([(ROWS, TOKENS)], vocab=128)[0])
-    found = find_saved_bytes(rig.skeleton, rig.split, rig.store)
+    found = Probe(rig.skeleton, rig.split, rig.store).find_saved_bytes()
     assert found is not None and len(found) == len(expected)
     for one, true_bytes in zip(found, expected, strict=True):
         assert true_bytes * (1 - SHARED_TOKENS) <= one.of(ROWS, TOKENS, TOKENS) <= true_bytes * 1.02
@@ -59,7 +59,7 @@ def test_longer_microbatches_keep_what_short_ones_foretell(
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "qwen3_moe", "gpt_oss"])
 def test_a_few_tokens_are_enough(model_type: str) -> None:
     rig = make_rig(model_type, "lora", **LONG, **window(model_type, 4096))
-    few, many = (find_saved_bytes(rig.skeleton, rig.split, rig.store, longest=longest) for longest in (33, 512))
+    few, many = (Probe(rig.skeleton, rig.split, rig.store).find_saved_bytes(longest=longest) for longest in (33, 512))
     assert few is not None and many is not None
     for one, other in zip(few, many, strict=True):
         assert 0.95 <= one.of(1, 1000, 1000) / other.of(1, 1000, 1000) <= 1.1  # eight keys for a sink, beside 16
@@ -99,16 +99,17 @@ def test_weights_and_arguments_are_not_counted_and_views_once() -> None:
 
 def test_packed_rows_have_masks() -> None:
     rig = make_rig("llama", "lora", **LONG)
-    plain = find_saved_bytes(rig.skeleton, rig.split, rig.store)
-    packed = find_saved_bytes(rig.skeleton, rig.split, rig.store, packed=True)
+    probe = Probe(rig.skeleton, rig.split, rig.store)
+    plain = probe.find_saved_bytes()
+    packed = probe.find_saved_bytes(packed=True)
     assert plain is not None and packed is not None
     assert plain[0].per_pair == 0 < packed[0].per_pair
 
 
 def test_feed_forward_parts_in_chunks_keep_their_inputs_only() -> None:
     rig = make_rig("llama", "lora", **LONG)
-    tries = (WorkerOptions(), WorkerOptions(mlp_chunk_tokens=16))
-    whole, chunked = (find_saved_bytes(rig.skeleton, rig.split, rig.store, options) for options in tries)
+    probe = Probe(rig.skeleton, rig.split, rig.store)
+    whole, chunked = probe.find_saved_bytes(), probe.find_saved_bytes(16)
     assert whole is not None and chunked is not None
     products = 4 * 128 * 4  # gate, its activation, up and their product, in float32
     assert 0 < whole[0].per_token - chunked[0].per_token - products < 0.1 * products
@@ -117,8 +118,8 @@ def test_feed_forward_parts_in_chunks_keep_their_inputs_only() -> None:
 def test_short_sequences_are_all_that_some_models_take() -> None:
     rig = make_rig("gpt2", "lora", max_position_embeddings=32)
     with pytest.raises(IndexError):
-        find_saved_bytes(rig.skeleton, rig.split, rig.store)
-    found = find_saved_bytes(rig.skeleton, rig.split, rig.store, longest=32)
+        Probe(rig.skeleton, rig.split, rig.store).find_saved_bytes()
+    found = Probe(rig.skeleton, rig.split, rig.store).find_saved_bytes(longest=32)
     assert found is not None
     true_bytes = saved_bytes_per_block(rig, random_microbatches([(2, 32)], vocab=128)[0])[1]
     assert found[1].of(2, 32, 32) == pytest.approx(true_bytes, rel=0.02)
@@ -131,13 +132,13 @@ def test_a_processor_that_cannot_run_the_blocks(monkeypatch: pytest.MonkeyPatch)
         raise RuntimeError('"addmm_impl_cpu_" not implemented for this type')
 
     monkeypatch.setattr(torch.nn.functional, "linear", fail)
-    assert find_saved_bytes(rig.skeleton, rig.split, rig.store) is None
+    assert Probe(rig.skeleton, rig.split, rig.store).find_saved_bytes() is None
 
 
 def test_a_device_s_peak_grows_by_what_was_found() -> None:
     """Two more blocks to a backward stage: so much more does a copying worker hold."""
     rig = make_rig("llama", "lora", num_hidden_layers=6, hidden_size=64, **LONG)
-    found = find_saved_bytes(rig.skeleton, rig.split, rig.store)
+    found = Probe(rig.skeleton, rig.split, rig.store).find_saved_bytes()
     assert found is not None
     microbatches = random_microbatches([(2, 192)] * 2, vocab=128)
     peaks, slots = [], []
@@ -224,7 +225,7 @@ def test_plan_foretells_what_is_measured(model_type: str, method: str) -> None:
     """Of widths and lengths where the rest is small beside what the model of memory knows."""
     wide = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, **LONG}
     rig = make_rig(model_type, method, **wide, **window(model_type, 64))
-    found = find_saved_bytes(rig.skeleton, rig.split, rig.store)
+    found = Probe(rig.skeleton, rig.split, rig.store).find_saved_bytes()
     assert found is not None
     config: Any = rig.plain.config
     architecture = parse_config(config.to_dict(), name="tiny", source="tests")
