@@ -11,8 +11,9 @@ import roundpipe_cli
 
 MODULES = (
     *(module.name for module in pkgutil.walk_packages(roundpipe_cli.__path__, "roundpipe_cli.")),
-    *("peft", "zoneinfo", "numpy.ctypeslib", "numpy.ma", "omegaconf", "rich.console", "rich.table", "rich._emoji_codes"),
+    *("peft", "zoneinfo", "numpy.ctypeslib", "omegaconf", "rich.console", "rich.table", "rich._emoji_codes"),
     *("pydantic.main", "pydantic.json_schema", "pydantic.type_adapter", "pydantic.functional_validators"),
+    "numpy.ma",
     *("transformers.models.llama.modeling_llama", "transformers.optimization", "transformers.trainer_pt_utils"),
 )
 """All of the program, and what it loads late. Those that a release of a library lacks are left to the runs."""
