@@ -123,7 +123,7 @@ def test_the_three_commands_ask_the_same_and_get_the_same(
     planner.measured = True
     plan, run = make_plan(loaded, machine), planner.schedule(8)
     cut = choose(schedule, benched, effort="quick")
-    expected = plan.forward_stages, plan.backward_stages
+    expected = plan.cut.forward_stages, plan.cut.backward_stages
     assert (cut.forward_stages, cut.backward_stages) == expected
     assert (run.forward_stages, run.backward_stages) == expected
 
@@ -142,7 +142,7 @@ def test_plan_and_bench_agree_with_weights_that_stay_on_gpus(
     path = recipe_of(name, schedule).path
     plan = make_plan(load_recipe(path, words), machine)
     ((_, cut, case),) = as_planned(request_of(str(path), words, machine), [schedule], Answers())
-    assert (cut.forward_stages, cut.backward_stages) == (plan.forward_stages, plan.backward_stages)
+    assert (cut.forward_stages, cut.backward_stages) == (plan.cut.forward_stages, plan.cut.backward_stages)
     result = run(schedule, cut, case)
     assert result.step_s == pytest.approx(plan.device_step_s, rel=1e-9)
     assert result.parts.ratio == pytest.approx(plan.bubble_ratio, abs=1e-9)
