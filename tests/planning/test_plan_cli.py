@@ -371,7 +371,6 @@ NEUTRAL = {
     "label_smoothing": "a term of the loss, far below what is counted",
     "attends_in_rows": "rows are counted as full, and one row fills its sequence either way",
     "watchdog_s": "acts only when nothing moves",
-    "chunk_bytes": "the engine's own defaults in every run; no recipe key sets them",
 }
 """Options that change neither time nor memory of a plan, each with its reason."""
 
