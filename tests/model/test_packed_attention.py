@@ -26,9 +26,16 @@ from roundpipe_cli.costs.models import parse_config
 from roundpipe_cli.engine.probe import Probe
 from roundpipe_cli.engine.step import Microbatch
 from roundpipe_cli.model import attention
-from roundpipe_cli.model.attention import PackedRows, attend_rows, in_rows, rows_or_mask
+from roundpipe_cli.model.attention import (
+    SINK_MODEL_TYPES,
+    SINKS_NAME,
+    PackedRows,
+    attend_rows,
+    in_rows,
+    rows_or_mask,
+    sink_attention,
+)
 from roundpipe_cli.model.load import build_skeleton
-from roundpipe_cli.model.sink_attention import MODEL_TYPES, NAME, sink_attention
 from roundpipe_cli.model.worker_model import WorkerModel
 from tests.support.e2e import finetune, make_model, make_workspace, metrics
 from tests.support.simulated_cases import CASES, is_equal
@@ -287,8 +294,8 @@ def both(**changes: Any) -> tuple[Any, Any]:
             if name.endswith("sinks"):
                 parameter.normal_(std=2.0)
     skeleton = build_skeleton(config, torch.float32)
-    assert skeleton.config._attn_implementation == NAME and theirs.config._attn_implementation == "eager"  # type: ignore[union-attr]
-    ours = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=NAME)
+    assert skeleton.config._attn_implementation == SINKS_NAME and theirs.config._attn_implementation == "eager"  # type: ignore[union-attr]
+    ours = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=SINKS_NAME)
     ours.load_state_dict(theirs.state_dict())
     return theirs, ours
 
@@ -349,7 +356,7 @@ def test_sixteen_bits_are_nearer_to_the_truth_than_transformers(length: int) -> 
 def test_plan_knows_the_same_models() -> None:
     for model_type in EXTRA:
         architecture = parse_config(tiny_config(model_type).to_dict(), name="tiny", source="tests")
-        assert architecture.has_sinks == (model_type in MODEL_TYPES), model_type
+        assert architecture.has_sinks == (model_type in SINK_MODEL_TYPES), model_type
 
 
 def test_no_scores_are_kept() -> None:
@@ -368,4 +375,4 @@ def test_a_run_and_its_result(tmp_path: Path) -> None:
     rows = metrics(work / "out")
     assert len(rows) == 2 and all(row["loss"] > 0 for row in rows)
     written = list((work / "out").rglob("config.json"))
-    assert written and all(NAME not in path.read_text() for path in written)
+    assert written and all(SINKS_NAME not in path.read_text() for path in written)
