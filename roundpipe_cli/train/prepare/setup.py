@@ -602,9 +602,10 @@ def _read_data(
     if dataset.chat_template is not None:
         put_template(tokenizer, dataset.chat_template)  # saved with the result
     tell_notices(tell, *dataset.notices)
-    base_files, added = base_files.ending_as_trained(tokenizer)
-    if added and loaded.recipe.method == "full":
-        tell(Notice(describe_added(added)))
+    if loaded.recipe.method == "full" or loaded.recipe.eval_samples:  # an adapter has no such files
+        base_files, added = base_files.ending_as_trained(tokenizer)
+        if added and loaded.recipe.method == "full":
+            tell(Notice(describe_added(added)))
     counts = f"data: {dataset.report.filter_counts()}; {dataset.report.trained_tokens} trained tokens"
     tell(Notice(counts, is_detail=dataset.report.rows_kept == dataset.report.rows_read))
     tell_notices(tell, describe_padded_to_chunks(dataset.rows.lengths, loaded.recipe.pipeline.num_chunks))
