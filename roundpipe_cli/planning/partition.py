@@ -185,8 +185,10 @@ def _best_rounds(task: _Task) -> _Plan:
     """
     if not task.is_default:
         return _search(task, INFEASIBLE)
-    best = _Plan(task, [], INFEASIBLE)
-    for per_round in _round_sizes(task):  # limits of stages do not depend on the round
+    sizes, best = _round_sizes(task), _Plan(task, [], INFEASIBLE)
+    if len(sizes) == 1:
+        return _search(replace(task, per_round=sizes[0]), INFEASIBLE)
+    for per_round in sizes:  # limits of stages do not depend on the round
         scout = _search(replace(task, per_round=per_round, effort=SCOUT), best.value_s * FAR)
         if scout.value_s > best.value_s * FAR:
             break
