@@ -23,7 +23,7 @@ from roundpipe_cli.costs.find_model import shipped_figures
 from roundpipe_cli.costs.hardware import ASSUMED_HOST_MEMORY_BYTES_PER_S
 from roundpipe_cli.hub.ask import hub_answers, is_offline
 from roundpipe_cli.planning.solve import SEQUENCE, Reach, reach_of
-from roundpipe_cli.train.preflight import FLOORS, WORKING_FLOORS
+from roundpipe_cli.train.floors import FLOORS, WORKING_FLOORS
 from roundpipe_cli.units import GIB, MIB, counted, format_bytes
 
 CheckState = Literal["good", "note", "fails"]

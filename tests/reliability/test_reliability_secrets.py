@@ -13,7 +13,7 @@ import pytest
 
 from roundpipe_cli.errors import RecipeError, redact, redact_values
 from roundpipe_cli.events import Notice, run_clock
-from roundpipe_cli.train import preflight
+from roundpipe_cli.train import floors
 from roundpipe_cli.train.monitor.telemetry import EventRecorder
 from tests.support.e2e import launch, make_model, make_workspace, write_rows
 from tests.torture import guard
@@ -137,21 +137,19 @@ def test_state_is_private_and_the_result_is_not(folder: Path, mask: int, monkeyp
 def test_old_libraries_are_refused(monkeypatch: pytest.MonkeyPatch, old: dict[str, str], words: str) -> None:
     """Unsafe ones, and those with which hundreds of our tests fail. Story: an older PEFT ended the run by an
     ImportError, and only `doctor` knew why."""
-    preflight.check_floors()
+    floors.check_floors()
     real = importlib.metadata.version
-    monkeypatch.setattr(preflight, "version", lambda name: old.get(name) or real(name))
+    monkeypatch.setattr(floors, "version", lambda name: old.get(name) or real(name))
     with pytest.raises(RecipeError, match=f"(?s){words}") as caught:
-        preflight.check_floors()
+        floors.check_floors()
     assert caught.value.exit_code == 2 and len(caught.value.problems) == len(old)
-    assert all(
-        f"pip install -U '{name}>={preflight.WORKING_FLOORS.get(name, '0.8')}" in str(caught.value) for name in old
-    )
+    assert all(f"pip install -U '{name}>={floors.WORKING_FLOORS.get(name, '0.8')}" in str(caught.value) for name in old)
 
 
 def test_the_floors_are_those_of_the_package() -> None:
     text = (Path(__file__).resolve().parents[2] / "pyproject.toml").read_text()
-    safe = {name: floor for name, (floor, _) in preflight.FLOORS.items()}
-    for name, floor in (safe | preflight.WORKING_FLOORS).items():
+    safe = {name: floor for name, (floor, _) in floors.FLOORS.items()}
+    for name, floor in (safe | floors.WORKING_FLOORS).items():
         assert f'"{name}>={floor}"' in text
 
 

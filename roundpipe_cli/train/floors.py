@@ -1,0 +1,57 @@
+"""The oldest versions of libraries without a known hole that lets a model or checkpoint run code."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError
+
+from packaging.version import InvalidVersion, Version
+
+from roundpipe_cli.errors import Problem, RecipeError
+from roundpipe_cli.library_names import version
+
+FLOORS = {
+    "torch": ("2.10", "CVE-2025-32434, CVE-2026-24747"),
+    "transformers": ("5.3", "CVE-2026-4372, CVE-2026-5241, CVE-2026-1839"),
+    "safetensors": ("0.8", "files are not written atomically before"),
+    "PyYAML": ("6", "unsafe loaders by default before"),
+    "Jinja2": ("3.1.6", "ways out of the sandbox before: CVE-2025-27516"),
+}
+WORKING_FLOORS = {
+    "torch": "2.11",
+    "transformers": "5.17",
+    "peft": "0.21",
+    "accelerate": "1.10",
+    "huggingface_hub": "1.31",
+}
+"""The oldest versions with which the test suite passes."""
+
+
+def check_floors() -> None:
+    """Refuse to start with a library that is too old, before it is imported.
+
+    Raises:
+        RecipeError: (exit code 2) each of them with the reason.
+    """
+    problems = []
+    for name in FLOORS | WORKING_FLOORS:
+        safe, reason = FLOORS.get(name, ("0", ""))
+        floor, found = max(safe, WORKING_FLOORS.get(name, "0"), key=Version), _installed(name)
+        if found is None or found < Version(floor):
+            old = f"too old to be safe ({reason})" if found and found < Version(safe) else "too old for this release"
+            problems.append(
+                Problem(
+                    f"{name} is {'missing' if found is None else old}",
+                    found="not installed" if found is None else str(found),
+                    expected=f"{floor} or later",
+                    hint=f"pip install -U '{name}>={floor}'",
+                )
+            )
+    if problems:
+        raise RecipeError(problems)
+
+
+def _installed(name: str) -> Version | None:
+    try:
+        return Version(version(name))
+    except (PackageNotFoundError, InvalidVersion):
+        return None
