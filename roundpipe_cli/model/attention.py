@@ -382,7 +382,8 @@ def _attend_at_once(
 
     longest = max(map(max, rows.lengths))
     window = -1 if rows.window is None else rows.window - 1
-    shared = {"enable_gqa": heads != key.shape[1]} if "enable_gqa" in _variable_length_arguments() else {}  # 2.11: not
+    takes_shared = "enable_gqa" in _variable_length_arguments()  # 2.11: not
+    shared: dict[str, Any] = {"enable_gqa": heads != key.shape[1]} if takes_shared else {}
     result = varlen.varlen_attn(
         flat(query),
         flat(key),

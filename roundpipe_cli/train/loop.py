@@ -236,7 +236,8 @@ class Trainer:
 
     def _evaluation_before(self, checkpoint: Checkpoint) -> dict[str, Any] | None:
         """State of the evaluations before the checkpoint; losses of other rows are not compared with those to come."""
-        state, was = checkpoint.meta["evaluation"], checkpoint.meta["recipe"].get("eval_datasets")
+        state: dict[str, Any] = checkpoint.meta["evaluation"]
+        was = checkpoint.meta["recipe"].get("eval_datasets")
         if state.get("best_step") is None or was == plain_data(self.recipe)["eval_datasets"]:
             return state
         self._say("eval_datasets are others than before: the search for the best evaluation begins anew")
