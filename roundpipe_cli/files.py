@@ -166,13 +166,13 @@ def write_new_file(path: Path, chunks: Iterable[bytes | memoryview], mode: int =
         file.close()
 
 
-def sync_folder(folder: Path) -> None:
-    """Make the names in `folder` durable.
+def sync(path: Path) -> None:
+    """Make a file, or the names in a folder, durable.
 
     Raises:
         OSError: as the system reports it.
     """
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -189,7 +189,7 @@ def write_atomically(path: Path, data: bytes, mode: int = STATE_FILE_MODE) -> No
     try:
         write_new_file(temporary, [data], mode)
         temporary.replace(path)
-        sync_folder(path.parent)
+        sync(path.parent)
     except OSError as error:
         raise disk_error(error, path, path.name, len(data)) from error
     finally:
@@ -401,19 +401,6 @@ def new_folder(name: str) -> Path | None:
         return Path(tempfile.mkdtemp(prefix=TEMPORARY_PREFIX, dir=folder))
     except OSError:  # read-only; no home
         return None
-
-
-def sync(path: Path) -> None:
-    """Make a file, or the names in a folder, durable.
-
-    Raises:
-        OSError: as the system reports it.
-    """
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def prune_cache(folder: Path, mark: str) -> None:

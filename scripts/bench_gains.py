@@ -30,7 +30,7 @@ from roundpipe_cli.engine.backends.cpu import CpuBackend
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.options import EngineOptions
 from roundpipe_cli.engine.prepared import kept_activations
-from roundpipe_cli.engine.probe import find_unread_products
+from roundpipe_cli.engine.probe import Probe
 from roundpipe_cli.engine.program import lower_for_engine
 from roundpipe_cli.engine.step import Microbatch, StepResult
 from roundpipe_cli.planning.adaptive import measured_costs, profile_schedule
@@ -121,7 +121,7 @@ def schedule_for(name: str, costs: CostModel, num_microbatches: int, options: Op
 
 def make_ways(setup: Setup, costs: CostModel, args: argparse.Namespace) -> dict[str, Way]:
     """An engine and a schedule for each row that was asked for."""
-    unread = find_unread_products(setup.model, setup.split, setup.store)
+    unread = Probe(setup.model, setup.split, setup.store).find_unread_products()
     num_blocks = setup.split.num_blocks
     ways = {}
     for title, (name, options, dealing) in WAYS.items():

@@ -32,7 +32,7 @@ from roundpipe_cli.data.tokenized import Packer, Row
 from roundpipe_cli.engine.backends.cpu import CpuBackend
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.options import EngineOptions
-from roundpipe_cli.engine.probe import can_attend_in_rows
+from roundpipe_cli.engine.probe import Probe
 from roundpipe_cli.engine.step import Microbatch
 from roundpipe_cli.planning.search.stages import even_stages
 from roundpipe_cli.recipe.load import load_recipe
@@ -114,7 +114,7 @@ def main(words: Sequence[str] | None = None) -> None:
     args = parser.parse_args(words)
     with tempfile.TemporaryDirectory() as folder:
         setup = setup_for(args, Path(folder))
-        assert can_attend_in_rows(setup.model, setup.split, setup.store)
+        assert Probe(setup.model, setup.split, setup.store).can_attend_in_rows()
         rows = [setup.dataset.rows[index] for index in range(len(setup.dataset.rows))]
         made = {
             "padded": padded(rows, PADDED_ROWS),

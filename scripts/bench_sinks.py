@@ -22,7 +22,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from roundpipe_cli.model.sink_attention import sink_attention
+from roundpipe_cli.model.attention import sink_attention
 from roundpipe_cli.model.worker_model import saved_sizes
 
 

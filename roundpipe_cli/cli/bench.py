@@ -123,14 +123,16 @@ def _known_result(name: str, cut: StageCut, case: SimulationCase, answers: Answe
 
 
 def _known_cut(name: ScheduleName, case: SimulationCase, answers: Answers) -> StageCut:
-    from roundpipe_cli.planning.answers import cut_document, cut_from
+    from dataclasses import asdict
+
+    from roundpipe_cli.planning.answers import cut_from
     from roundpipe_cli.planning.choose import choose
 
     effort: Effort = "full" if case.limits is None else "quick"
     return answers.once(
         ("chosen", name, case, effort),
         lambda: choose(name, case, effort=effort),
-        cut_document,
+        asdict,
         lambda document: cut_from(document, name, len(case.costs.layers), case.num_workers),
     )
 

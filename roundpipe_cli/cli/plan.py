@@ -411,8 +411,8 @@ def plan_document(answer: Plan, solution: Solution | None, found: Sequence[Chang
         "fits": verdict.fits,
         "reasons": list(verdict.reasons),
         "workers": answer.question.num_workers,
-        "forward_stages": [list(stage) for stage in answer.forward_stages],
-        "backward_stages": [list(stage) for stage in answer.backward_stages],
+        "forward_stages": [list(stage) for stage in answer.cut.forward_stages],
+        "backward_stages": [list(stage) for stage in answer.cut.backward_stages],
         "layers": [{key: getattr(layer, key) for key in LAYER_KEYS} for layer in answer.layers],
         "predicted": {
             "step_s": answer.step_s,
@@ -509,9 +509,9 @@ def _stage_lines(answer: Plan, at_most: int | None = None) -> list[str]:
             ranges.
     """
     layers = answer.question.analytic.costs.layers
-    heading = f"{len(answer.forward_stages)} forward, {counted(len(answer.backward_stages), 'backward stage')}"
+    heading = f"{len(answer.cut.forward_stages)} forward, {counted(len(answer.cut.backward_stages), 'backward stage')}"
     lines = [f"  {heading:40}{'layers':>6}{'weights':>18}{'a microbatch':>14}"]
-    for direction, stages in (("forward", answer.forward_stages), ("backward", answer.backward_stages)):
+    for direction, stages in (("forward", answer.cut.forward_stages), ("backward", answer.cut.backward_stages)):
         runs = _alike(layers, stages)
         if at_most is not None and len(runs) > at_most:
             inner = (runs[1][0], runs[-2][1]) if at_most > 1 else (runs[0][0], runs[-1][1])

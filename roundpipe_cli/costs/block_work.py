@@ -500,7 +500,7 @@ def _combine(tally: Tally, pairs: float, of_pairs: float) -> None:
 ATTENTION_BACKWARD = 2.5
 """FLOPs of attention's backward, of its forward's: the scores again, and four products (arXiv 2205.14135)."""
 STEP = 8
-"""Attention with sinks fills widths and keys up to multiples of it, by at least one: `model/sink_attention.py`."""
+"""Attention with sinks fills widths and keys up to multiples of it, by at least one: `model/attention.py`."""
 
 
 def attended_tokens(max_seq_length: int, window: int | None) -> float:
@@ -607,7 +607,7 @@ def _products(tally: Tally, flops_per_token: float) -> None:
 
 def _attend_with_sinks(tally: Tally, architecture: Architecture, keys: float) -> None:
     """Attention whose heads have a number that takes part in the softmax: it is one more key, so queries, keys and
-    values get wider and longer (`model/sink_attention.py`). The mask has a byte for each pair."""
+    values get wider and longer (`model/attention.py`). The mask has a byte for each pair."""
     heads, width, size, tokens = architecture.num_attention_heads, architecture.head_dim, tally.size, tally.tokens
     wide, more = width + STEP - width % STEP, STEP - keys % STEP
     times = tokens / keys

@@ -314,7 +314,7 @@ class Architecture:
 
     @property
     def has_sinks(self) -> bool:
-        """Each head has a sink, a number that takes part in the softmax: `model/sink_attention.py`."""
+        """Each head has a sink, a number that takes part in the softmax: `model/attention.py`."""
         return self.model_type == "gpt_oss"
 
     @property

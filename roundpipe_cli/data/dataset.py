@@ -315,11 +315,13 @@ class _Builder:
         report.count_unused(result.unused)
         is_long = result.full_lengths > self._settings.max_seq_length
         is_kept = result.lengths > 0
-        left_out = np.setdiff1d(result.places, result.places[is_kept])
+        # sets of Python, since numpy's functions for sets load its masked arrays, which takes longer than a small file
+        long, kept = (set(result.places[which].tolist()) for which in (is_long, is_kept))
+        left_out = set(result.places.tolist()) - kept
         if self._settings.long_rows in ("drop", "error"):  # rows that are too long were not checked
-            left_out = np.setdiff1d(left_out, result.places[is_long])
-        report.too_long_rows += numbers[np.unique(result.places[is_long])].tolist()
-        report.untrained_rows += numbers[left_out].tolist()
+            left_out -= long
+        report.too_long_rows += [names[place] for place in sorted(long)]
+        report.untrained_rows += [names[place] for place in sorted(left_out)]
         report.lost_tokens += result.lost_tokens
         report.rows_kept += int(np.count_nonzero(is_kept))
         report.trained_tokens += int(result.num_trained[is_kept].sum())

@@ -99,100 +99,6 @@ def _prompt_columns(spec: DatasetSpec, layout: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def parse_pair(
-    columns: Mapping[str, str], row: Mapping[str, object], answer: PairAnswer, join: AlpacaJoin = "blank_line"
-) -> Exchange | Conversation:
-    """The prompt of a row with one of its answers, which alone is trained.
-
-    Raises:
-        BadRowError: an answer or the prompt is missing or cannot be used, or the answers are to different prompts.
-    """
-    values = {side: _value(columns, row, side) for side in ANSWERS}
-    texts = [value for value in values.values() if isinstance(value, str)]
-    prompt = _prompt_text(columns, row, join)
-    is_alone = not any(_optional(columns, row, field) for field in ("messages", "system", "tools", "history"))
-    if prompt is not None and is_alone and len(texts) == len(values):
-        for side in ANSWERS:
-            checked_text(values[side], f"`{columns[side]}`", filled=True)
-        return Exchange(prompt.user, prompt.plain_prompt, str(values[answer]))
-    sides = {side: read_speech(values[side], columns[side], "assistant") for side in ANSWERS}
-    for side in ANSWERS:
-        check_says_something(sides[side], columns[side])
-    context = _context(columns, row, sides["chosen"], prompt)
-    whole = {side: turns.behind(context) for side, turns in sides.items()}
-    num_shared = _num_shared(whole["chosen"], whole["rejected"])
-    _check_answers(whole, num_shared, columns)
-    turns = whole[answer]
-    before = MessageColumn(turns.messages[:num_shared]).as_prompt()
-    untrained = frozenset(index for index in turns.untrained if index >= num_shared)
-    turns = MessageColumn(turns.messages, before.untrained | untrained)  # whole answers are compared
-    turns = turns.behind(read_history(_optional(columns, row, "history"), columns.get("history", "")).as_prompt())
-    turns = with_system(turns, _optional(columns, row, "system"), columns.get("system", ""))
-    tools = read_tools(_optional(columns, row, "tools"), columns.get("tools", ""))
-    return Conversation(turns.messages, tools, turns.untrained)
-
-
-def _value(columns: Mapping[str, str], row: Mapping[str, object], field: str) -> object:
-    column = columns[field]
-    if column not in row:
-        raise BadRowError(f"`{column}` is missing", found=column_names(row), expected=f"`{column}` (preference pairs)")
-    return row[column]
-
-
-def _optional(columns: Mapping[str, str], row: Mapping[str, object], field: str) -> object:
-    return row.get(columns[field]) if field in columns else None
-
-
-def _prompt_text(columns: Mapping[str, str], row: Mapping[str, object], join: AlpacaJoin) -> Exchange | None:
-    """A prompt that is text, with an empty answer."""
-    if "instruction" in columns:
-        instruction = checked_text(_value(columns, row, "instruction"), f"`{columns['instruction']}`", filled=True)
-        context = _optional(columns, row, "input")
-        if context is not None:
-            context = checked_text(context, f"`{columns['input']}`", filled=False)
-        return alpaca_exchange(instruction, context or "", "", join)
-    prompt = _optional(columns, row, "prompt")
-    if prompt is None or holds_messages(prompt):
-        return None
-    text = checked_text(prompt, f"`{columns['prompt']}`", filled=False)
-    return Exchange(text, text, "")
-
-
-def _context(
-    columns: Mapping[str, str], row: Mapping[str, object], chosen: MessageColumn, text: Exchange | None
-) -> MessageColumn:
-    """The messages before both answers as they are; empty where they are whole conversations that repeat it."""
-    parts = []
-    if text is not None and text.user.strip():
-        parts.append(("instruction" if "instruction" in columns else "prompt", MessageColumn(text.messages[:1])))
-    for field in ("prompt", "messages"):
-        value = _optional(columns, row, field)
-        if holds_messages(value) and value:
-            column = columns[field]
-            parts.append((field, read_turns(value if isinstance(value, (list, tuple)) else [value], column)))
-    parts = [(field, turns) for field, turns in parts if not _repeats(turns, chosen)]
-    if not parts and any(message["role"] == "user" for message in chosen.messages):
-        return MessageColumn(())
-    if not parts:
-        raise BadRowError(
-            "the pair has no prompt", found=column_names(row), expected="a prompt, or answers as whole conversations"
-        )
-    (field, context), *more = parts
-    if more and not _repeats(context, more[0][1]):
-        names = " and ".join(f"`{columns[field]}`" for field, _ in parts)
-        raise BadRowError(f"{names} are two prompts", expected="one prompt for each pair")
-    context = more[0][1] if more else context
-    follows = {"user": ("assistant",), "tool": ("assistant",)}.get(context.messages[-1]["role"], ("user",))
-    if chosen.messages[0]["role"] not in follows:
-        roles = f"{context.messages[-1]['role']}, then {chosen.messages[0]['role']}"
-        raise BadRowError(
-            f"`{columns['chosen']}` does not follow on the prompt in `{columns[field]}`",
-            found=f"roles {roles}",
-            expected="a prompt that ends with the user's turn and an answer of the assistant",
-        )
-    return context
-
-
 def _repeats(prompt: MessageColumn, turns: MessageColumn) -> bool:
     """Whether `turns` already hold the prompt: they begin with it, or its only message is one of theirs."""
     wanted, had = prompt.messages, turns.messages
@@ -214,17 +120,6 @@ def _num_shared(chosen: MessageColumn, rejected: MessageColumn) -> int:
     most = min(len(chosen.messages), len(rejected.messages)) - 1
     pairs = zip(chosen.messages[:most], rejected.messages[:most], strict=True)
     return next((index for index, (one, other) in enumerate(pairs) if one != other), most)
-
-
-def _check_answers(whole: Mapping[PairAnswer, MessageColumn], num_shared: int, columns: Mapping[str, str]) -> None:
-    for side, turns in whole.items():
-        answer = turns.messages[num_shared:]
-        if num_shared == 0 or answer[0]["role"] != "assistant" or answer[-1]["role"] != "assistant":
-            raise BadRowError(
-                f"`{columns[side]}` is no answer to the prompt that both answers share",
-                found=printable("roles " + ", ".join(message["role"] for message in answer)),
-                expected="the same prompt for both, and the assistant's turn behind it",
-            )
 
 
 LIST_FIELDS = ("messages", "conversations", "history")
@@ -283,11 +178,10 @@ class RowFormat:
             row: as of `opened`.
 
         Raises:
-            BadRowError: a field is missing, of the wrong type, empty or no text.
+            BadRowError: a field is missing, of the wrong type, empty or no text, or answers are to different prompts.
         """
         if self.type == "preference":
-            assert self.answer is not None
-            return parse_pair(self.columns, row, self.answer, self.alpaca_join)
+            return self._pair(row)
         if ROW_KINDS[self.type].needs_template:
             return self._conversation(row)
         if self.type == "alpaca":
@@ -312,8 +206,7 @@ class RowFormat:
         column = self.columns[field]
         turns = read_turns(self._field(row, field), column, role_key)
         check_says_something(turns, column)
-        turns = with_system(turns, row.get(self.columns["system"]), self.columns["system"])
-        return Conversation(turns.messages, self._tools(row), turns.untrained, turns.trained)
+        return self._with_columns(row, turns)
 
     def _alpaca(self, row: Mapping[str, object]) -> Exchange:
         instruction = self._text(row, "instruction", filled=True)
@@ -345,24 +238,100 @@ class RowFormat:
         return conversation
 
     def _with_columns(self, row: Mapping[str, object], turns: MessageColumn) -> Conversation:
-        turns = turns.behind(read_history(row.get(self.columns["history"]), self.columns["history"]))
-        turns = with_system(turns, row.get(self.columns["system"]), self.columns["system"])
-        return Conversation(turns.messages, self._tools(row), turns.untrained, turns.trained)
+        history = read_history(*self._optional(row, "history"))
+        turns = turns.behind(history.as_prompt() if self.type == "preference" else history)
+        turns = with_system(turns, *self._optional(row, "system"))
+        return Conversation(turns.messages, read_tools(*self._optional(row, "tools")), turns.untrained, turns.trained)
 
-    def _tools(self, row: Mapping[str, object]) -> tuple[dict[str, object], ...]:
-        return read_tools(row.get(self.columns["tools"]), self.columns["tools"])
+    def _pair(self, row: Mapping[str, object]) -> Exchange | Conversation:
+        """The prompt of a row with one of its answers, which alone is trained."""
+        assert self.answer is not None
+        values = {side: self._field(row, side) for side in ANSWERS}
+        prompt = self._pair_prompt(row)
+        beside = (self._optional(row, field)[0] for field in ("messages", "system", "tools", "history"))
+        if prompt is not None and not any(beside) and all(isinstance(value, str) for value in values.values()):
+            texts = {side: self._text(row, side, filled=True) for side in ANSWERS}
+            return Exchange(prompt.user, prompt.plain_prompt, texts[self.answer])
+        sides = {side: read_speech(values[side], self.columns[side], "assistant") for side in ANSWERS}
+        for side in ANSWERS:
+            check_says_something(sides[side], self.columns[side])
+        context = self._context(row, sides["chosen"], prompt)
+        whole = {side: turns.behind(context) for side, turns in sides.items()}
+        num_shared = _num_shared(whole["chosen"], whole["rejected"])
+        for side, turns in whole.items():
+            answer = turns.messages[num_shared:]
+            if num_shared == 0 or answer[0]["role"] != "assistant" or answer[-1]["role"] != "assistant":
+                raise BadRowError(
+                    f"`{self.columns[side]}` is no answer to the prompt that both answers share",
+                    found=printable("roles " + ", ".join(message["role"] for message in answer)),
+                    expected="the same prompt for both, and the assistant's turn behind it",
+                )
+        turns = whole[self.answer]
+        before = MessageColumn(turns.messages[:num_shared]).as_prompt()
+        untrained = frozenset(index for index in turns.untrained if index >= num_shared)
+        turns = MessageColumn(turns.messages, before.untrained | untrained)  # whole answers are compared
+        return self._with_columns(row, turns)
+
+    def _pair_prompt(self, row: Mapping[str, object]) -> Exchange | None:
+        """A pair's prompt that is text, with an empty answer."""
+        if "instruction" in self.columns:
+            instruction = self._text(row, "instruction", filled=True)
+            context = "" if self._optional(row, "input")[0] is None else self._text(row, "input")
+            return alpaca_exchange(instruction, context, "", self.alpaca_join)
+        prompt, _ = self._optional(row, "prompt")
+        if prompt is None or holds_messages(prompt):
+            return None
+        text = self._text(row, "prompt")
+        return Exchange(text, text, "")
+
+    def _context(self, row: Mapping[str, object], chosen: MessageColumn, text: Exchange | None) -> MessageColumn:
+        """The messages before both answers as they are; empty where they are whole conversations that repeat it."""
+        parts = []
+        if text is not None and text.user.strip():
+            field = "instruction" if "instruction" in self.columns else "prompt"
+            parts.append((self.columns[field], MessageColumn(text.messages[:1])))
+        for field in ("prompt", "messages"):
+            value, column = self._optional(row, field)
+            if holds_messages(value) and value:
+                parts.append((column, read_turns(value if isinstance(value, (list, tuple)) else [value], column)))
+        parts = [(column, turns) for column, turns in parts if not _repeats(turns, chosen)]
+        if not parts and any(message["role"] == "user" for message in chosen.messages):
+            return MessageColumn(())
+        if not parts:
+            raise BadRowError(
+                "the pair has no prompt",
+                found=column_names(row),
+                expected="a prompt, or answers as whole conversations",
+            )
+        (column, context), *more = parts
+        if more and not _repeats(context, more[0][1]):
+            names = " and ".join(f"`{column}`" for column, _ in parts)
+            raise BadRowError(f"{names} are two prompts", expected="one prompt for each pair")
+        context = more[0][1] if more else context
+        follows = {"user": ("assistant",), "tool": ("assistant",)}.get(context.messages[-1]["role"], ("user",))
+        if chosen.messages[0]["role"] not in follows:
+            roles = f"{context.messages[-1]['role']}, then {chosen.messages[0]['role']}"
+            raise BadRowError(
+                f"`{self.columns['chosen']}` does not follow on the prompt in `{column}`",
+                found=f"roles {roles}",
+                expected="a prompt that ends with the user's turn and an answer of the assistant",
+            )
+        return context
+
+    def _optional(self, row: Mapping[str, object], field: str) -> tuple[object, str]:
+        """A field's value, None where the row or the dataset has none, and its column."""
+        column = self.columns.get(field, "")
+        return row.get(column) if field in self.columns else None, column
 
     def _field(self, row: Mapping[str, object], field: str) -> object:
         column = self.columns[field]
         if column not in row:
-            raise BadRowError(
-                f"`{column}` is missing", found=column_names(row), expected=f"`{column}` (type {self.type})"
-            )
+            kind = "preference pairs" if self.type == "preference" else f"type {self.type}"
+            raise BadRowError(f"`{column}` is missing", found=column_names(row), expected=f"`{column}` ({kind})")
         return row[column]
 
     def _text(self, row: Mapping[str, object], field: str, *, filled: bool = False) -> str:
-        column = self.columns[field]
-        return checked_text(self._field(row, field), f"`{column}`", filled=filled)
+        return checked_text(self._field(row, field), f"`{self.columns[field]}`", filled=filled)
 
 
 def decide_format(spec: DatasetSpec, layouts: Sequence[Sequence[str]], where: str) -> RowFormat:

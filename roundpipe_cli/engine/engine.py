@@ -233,9 +233,7 @@ class Engine:
                 index, worker_model, backend, self._trained, layer_bytes=[layout.num_bytes for layout in store.layouts]
             )
             slots = StageSlots(layers, store, WeightCache(index, backend, store, options.weight_cache_bytes))
-            self._workers.append(
-                Worker(StageRunner(layers), store, slots, split.layer_names(), chunk_bytes=options.chunk_bytes)
-            )
+            self._workers.append(Worker(StageRunner(layers), store, slots, split.layer_names()))
             self._workers[-1].whole_per_visit = options.whole_per_visit
         self._notice = describe_experts(capabilities, expert_dtypes, missing)
         """Note of the first result on the kernels; None: nothing."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from roundpipe_cli.costs.cost import CHUNK_BYTES, NUM_SLOTS
+from roundpipe_cli.costs.cost import NUM_SLOTS
 from roundpipe_cli.model.fused import FusedOps
 
 OnGradient = Callable[[int, Callable[[], float]], None]
@@ -60,5 +60,3 @@ class EngineOptions:
     """Memory of each device for weights that stay there; see `slots.py`."""
     watchdog_s: float | None = 600.0
     """Fail after this long without progress, with all stacks on stderr; None: wait forever."""
-    chunk_bytes: int = CHUNK_BYTES
-    """Most bytes of a transfer that a link carries at a time."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -11,6 +11,7 @@ from torch import nn
 from roundpipe_cli.choices import OPTIMIZERS
 from roundpipe_cli.costs.cost import CostModel, LayerCost
 from roundpipe_cli.engine.weights import WeightStore
+from roundpipe_cli.model.fused import FusedOps
 from roundpipe_cli.model.last_projection import by_kind
 from roundpipe_cli.model.layout import LayerLayout
 from roundpipe_cli.model.split import ModelSplit
@@ -24,87 +25,97 @@ MAX_ROW_ERROR = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 """Allowed relative error of a block's output, by dtype: 4 roundings in 16 bit."""
 
 
-def find_unread_products(
-    model: nn.Module, split: ModelSplit, store: WeightStore, options: WorkerOptions | None = None
-) -> dict[int, tuple[str, ...]]:
-    """Per block, names of the modules whose products a recompute may leave out, each kind of block proven.
+class Probe:
+    """Tries one block of each kind, with its own weights. The modules are made once for all questions."""
 
-    Runs one block of each kind, with its own weights, on 16 tokens.
+    def __init__(self, model: nn.Module, split: ModelSplit, store: WeightStore, fused: FusedOps | None = None) -> None:
+        """`fused`: modules that compute by fused operators; None: all by their own code."""
+        self._parts, self._fused = (model, split, store), fused
+        self._workers: dict[int | None, tuple[WorkerModel, Callable[[int], None]]] = {}
+        """By tokens of a chunk of the feed-forward part."""
 
-    Raises:
-        RefusedError: the blocks' feed-forward part cannot be computed in chunks, and `options` ask for them.
-    """
-    options = options or WorkerOptions()
-    in_chunks = options.mlp_chunk_tokens is not None
-    options = replace(options, mlp_chunk_tokens=16 // NUM_CHUNKS if in_chunks else None)
-    worker, bind = worker_on_host(model, split, store, options)
-    if in_chunks:
-        worker.check_mlp_chunks(bind)
-    return worker.find_unread(bind, dropout_seed=0)
+    def forget(self) -> None:
+        """Drop the modules: those of a large model take memory."""
+        self._workers.clear()
 
+    def _worker(
+        self, chunk_tokens: int | None = None, *, attends_in_rows: bool = False
+    ) -> tuple[WorkerModel, Callable[[int], None]]:
+        if chunk_tokens not in self._workers:
+            self._workers[chunk_tokens] = worker_on_host(*self._parts, WorkerOptions(chunk_tokens, self._fused))
+        worker, bind = self._workers[chunk_tokens]
+        worker.set_mode(training=True, adapters=True)
+        worker.attends_in_rows = attends_in_rows
+        return worker, bind
 
-def has_masks(model: nn.Module, split: ModelSplit, store: WeightStore, tokens: int) -> bool:
-    """Whether blocks need more than the causal mask for a row of so many tokens."""
-    worker, _ = worker_on_host(model, split, store, WorkerOptions(attends_in_rows=True))
-    return any(call.holds_rows for call in worker.prologue(worker.probe_ids(1, tokens)).calls)
+    def find_unread_products(self, *, in_chunks: bool = False) -> dict[int, tuple[str, ...]]:
+        """Per block, names of the modules whose products a recompute may leave out, each kind of block proven.
 
+        Runs blocks on 16 tokens; `in_chunks`: with their feed-forward part in chunks.
 
-def can_attend_in_rows(model: nn.Module, split: ModelSplit, store: WeightStore) -> bool:
-    """Whether all blocks compute the same from the rows' positions as from a mask.
+        Raises:
+            RefusedError: the blocks' feed-forward part cannot be computed in chunks.
+        """
+        worker, bind = self._worker(16 // NUM_CHUNKS if in_chunks else None)
+        if in_chunks:
+            worker.check_mlp_chunks(bind)
+        return worker.find_unread(bind, dropout_seed=0)
 
-    Runs one block of each kind, with its own weights, both ways.
-    """
-    worker, bind = worker_on_host(model, split, store, WorkerOptions())
-    worker.set_mode(training=False, adapters=True)
-    ids = worker.probe_ids(1, sum(PROBE_ROWS))
-    positions = torch.cat([torch.arange(tokens) for tokens in PROBE_ROWS])[None]
-    by_mask = worker.prologue(ids, None, positions)
-    worker.attends_in_rows = True
-    by_rows = worker.prologue(ids, None, positions)
-    if not all(call.holds_rows for call in by_rows.calls):
-        return False
+    def has_masks(self, tokens: int) -> bool:
+        """Whether blocks need more than the causal mask for a row of so many tokens."""
+        worker, _ = self._worker(attends_in_rows=True)
+        return any(call.holds_rows for call in worker.prologue(worker.probe_ids(1, tokens)).calls)
 
-    def is_same(index: int) -> bool:
-        bind(index)
-        hidden = by_mask.calls[index].input_like(by_mask.hidden)
-        expected, found = (worker.run_block(index, way.calls[index], hidden).float() for way in (by_mask, by_rows))
-        limit = MAX_ROW_ERROR[hidden.dtype] * float(expected.norm())
-        return float((found - expected).norm()) <= limit
+    def can_attend_in_rows(self) -> bool:
+        """Whether all blocks compute the same from the rows' positions as from a mask; runs them both ways."""
+        worker, bind = self._worker()
+        worker.set_mode(training=False, adapters=True)
+        ids = worker.probe_ids(1, sum(PROBE_ROWS))
+        positions = torch.cat([torch.arange(tokens) for tokens in PROBE_ROWS])[None]
+        by_mask = worker.prologue(ids, None, positions)
+        worker.attends_in_rows = True
+        by_rows = worker.prologue(ids, None, positions)
+        if not all(call.holds_rows for call in by_rows.calls):
+            return False
 
-    try:
-        with torch.no_grad():
-            return all(by_kind(worker.blocks, by_mask.calls, is_same))
-    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # this attention reads the mask itself
-        return False
+        def is_same(index: int) -> bool:
+            bind(index)
+            hidden = by_mask.calls[index].input_like(by_mask.hidden)
+            expected, found = (worker.run_block(index, way.calls[index], hidden).float() for way in (by_mask, by_rows))
+            limit = MAX_ROW_ERROR[hidden.dtype] * float(expected.norm())
+            return float((found - expected).norm()) <= limit
 
+        try:
+            with torch.no_grad():
+                return all(by_kind(worker.blocks, by_mask.calls, is_same))
+        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
+            return False  # this attention reads the mask itself
 
-def find_saved_bytes(
-    model: nn.Module,
-    split: ModelSplit,
-    store: WeightStore,
-    options: WorkerOptions | None = None,
-    *,
-    longest: int = 2 * PROBE_TOKENS,
-    packed: bool = False,
-) -> list[SavedBytes] | None:
-    """Per block, the bytes that autograd keeps for its backward; None where this processor cannot run the blocks.
+    def find_saved_bytes(
+        self,
+        mlp_chunk_tokens: int | None = None,
+        *,
+        attends_in_rows: bool = False,
+        longest: int = 2 * PROBE_TOKENS,
+        packed: bool = False,
+    ) -> list[SavedBytes] | None:
+        """Per block, the bytes that autograd keeps for its backward; None where this processor cannot run the blocks.
 
-    Runs one block of each kind, with its own weights, forward on a sequence of 128 tokens and one of 256, or of half
-    and all of `longest`. A mask that only sequences longer than a sliding window have is not seen.
+        Runs blocks forward on a sequence of 128 tokens and one of 256, or of half and all of `longest`. A mask that
+        only sequences longer than a sliding window have is not seen.
 
-    Args:
-        options: how a worker computes; where it is in chunks, that of the short sequence has three.
-        packed: several rows to a sequence.
-    """
-    tokens = max(1, min(PROBE_TOKENS, longest // 2))
-    options = options or WorkerOptions()
-    if options.mlp_chunk_tokens is not None:
-        options = replace(options, mlp_chunk_tokens=max(1, tokens // NUM_CHUNKS))
-    worker, bind = worker_on_host(model, split, store, options)
-    try:
-        return worker.saved_bytes(bind, dropout_seed=0, tokens=tokens, packed=packed)
-    except RuntimeError:
-        return None
+        Args:
+            mlp_chunk_tokens: the feed-forward part is in chunks; the short sequence has three.
+            attends_in_rows: see `WorkerOptions`.
+            packed: several rows to a sequence.
+        """
+        tokens = max(1, min(PROBE_TOKENS, longest // 2))
+        chunk_tokens = None if mlp_chunk_tokens is None else max(1, tokens // NUM_CHUNKS)
+        worker, bind = self._worker(chunk_tokens, attends_in_rows=attends_in_rows)
+        try:
+            return worker.saved_bytes(bind, dropout_seed=0, tokens=tokens, packed=packed)
+        except RuntimeError:
+            return None
 
 
 def worker_on_host(

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
+from roundpipe_cli.costs.cost import CHUNK_BYTES
 from roundpipe_cli.engine.backends.base import DeviceEvent, Pair
 from roundpipe_cli.engine.carrier import Carrier
 from roundpipe_cli.engine.dispatch.decisions import TransferChunk
@@ -29,8 +30,8 @@ from roundpipe_cli.schedule.timeline import DOWN, UP
 # Copies between host and device, cut into the chunks that a link carries at a time.
 
 
-def chunks_of(pairs: Sequence[Pair], chunk_bytes: int) -> list[TransferChunk]:
-    """Copies cut, and put together, to chunks of at most `chunk_bytes`; a tensor with gaps is a chunk of its own."""
+def chunks_of(pairs: Sequence[Pair]) -> list[TransferChunk]:
+    """Copies cut, and put together, to chunks of at most `CHUNK_BYTES`; a tensor with gaps is a chunk of its own."""
     chunks: list[TransferChunk] = []
     pieces: list[Pair] = []
     filled = 0
@@ -48,12 +49,12 @@ def chunks_of(pairs: Sequence[Pair], chunk_bytes: int) -> list[TransferChunk]:
         target, source = target.view(-1), source.view(-1)
         start = 0
         while start < source.numel():
-            count = max(1, (chunk_bytes - filled) // source.element_size())
+            count = max(1, (CHUNK_BYTES - filled) // source.element_size())
             end = min(source.numel(), start + count)
             pieces.append((target[start:end], source[start:end]))
             filled += (end - start) * source.element_size()
             start = end
-            if filled >= chunk_bytes:
+            if filled >= CHUNK_BYTES:
                 close()
     close()
     return chunks
@@ -114,27 +115,14 @@ class _Now:
 class Worker:
     """Carries out the operations on one device: the dispatcher's `Work`."""
 
-    def __init__(
-        self,
-        runner: StageRunner,
-        store: WeightStore,
-        slots: StageSlots,
-        layer_names: Sequence[str],
-        *,
-        chunk_bytes: int,
-    ) -> None:
-        """
-        Args:
-            layer_names: for messages.
-            chunk_bytes: of a transfer that a link carries at a time.
-        """
+    def __init__(self, runner: StageRunner, store: WeightStore, slots: StageSlots, layer_names: Sequence[str]) -> None:
+        """`layer_names`: for messages."""
         self.runner, self.slots = runner, slots
         self.index = index = runner.layers.worker
         self.backend = backend = runner.layers.backend
         self.lanes: tuple[str, ...] = () if backend.aliases_host else (UP, DOWN)
         self._sums = DeviceSums(backend, store, slots, runner.layers.collector)
         self._layer_names = layer_names
-        self._chunk_bytes = chunk_bytes
         self.whole_per_visit = False
         """Packed weights are dequantised once in a visit."""
         self._whole_visit = -1
@@ -279,7 +267,7 @@ class Worker:
             pairs = self._sums.copies(context, op)
         else:
             pairs = list(carrier.prepare(op))
-        return chunks_of(pairs, self._chunk_bytes)
+        return chunks_of(pairs)
 
     def copy(self, op: Op, chunk: TransferChunk) -> DeviceEvent:
         return self.backend.copy_up(chunk.content) if op.lane == UP else self.backend.copy_down(chunk.content)

@@ -26,7 +26,7 @@ from roundpipe_cli import __version__
 from roundpipe_cli.errors import RefusedError, closest
 from roundpipe_cli.files import cache_folder, new_folder, prune_cache, sync
 from roundpipe_cli.library_names import version
-from roundpipe_cli.model import sink_attention
+from roundpipe_cli.model.attention import SINK_MODEL_TYPES, SINKS_NAME, register_sinks
 from roundpipe_cli.model.files.source import ModelSource
 from roundpipe_cli.model.files.untrusted import MAX_TOKENIZER_BYTES, check_file, check_small_files, refusing
 from roundpipe_cli.model.router_loss import WANTED
@@ -302,9 +302,9 @@ def build_skeleton(config: Any, dtype: torch.dtype) -> nn.Module:
     """
     switch_off(config)
     attention = {}
-    if config.model_type in sink_attention.MODEL_TYPES:
-        sink_attention.register()
-        config, attention = copy.deepcopy(config), {"attn_implementation": sink_attention.NAME}
+    if config.model_type in SINK_MODEL_TYPES:
+        register_sinks()
+        config, attention = copy.deepcopy(config), {"attn_implementation": SINKS_NAME}
     elif getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None:
         # transformers 5.17 would take torch's fused attention for Gemma 2, which leaves the soft cap out
         attention = {"attn_implementation": "eager"}

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from roundpipe_cli.choices import IGNORED_LABEL
-from roundpipe_cli.model import sink_attention
+from roundpipe_cli.model.attention import SINKS_NAME
 from roundpipe_cli.model.block_calls import BlockCall, ResultMark, StandIn, install_stubs
 from roundpipe_cli.model.chunks import ChunkCache
 from roundpipe_cli.model.dropout import NOISE_ATTRIBUTE, SeededDropout, layer_seed
@@ -246,7 +246,7 @@ class PlainModel:
         self._split = split
         plain = copy.deepcopy(model)._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
         config: Any = plain.config
-        if config._attn_implementation == sink_attention.NAME:
+        if config._attn_implementation == SINKS_NAME:
             config._attn_implementation = "eager"  # transformers' own
         if dtype == torch.float64:  # fused products have no kernel for it
             for module in plain.modules():

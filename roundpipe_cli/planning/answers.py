@@ -102,13 +102,8 @@ def code_digest() -> str:
     return digest.hexdigest()
 
 
-def cut_document(cut: StageCut) -> dict[str, Any]:
-    """A cut in JSON's types."""
-    return asdict(cut)
-
-
 def cut_from(document: Any, schedule: str, num_layers: int, num_workers: int) -> StageCut:
-    """The inverse of `cut_document`, for a schedule of these counts.
+    """The inverse of `asdict`, for a schedule of these counts.
 
     Raises:
         ValueError, TypeError, KeyError, RefusedError: not such a document, or stages that do not suit.

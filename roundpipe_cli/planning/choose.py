@@ -222,20 +222,13 @@ def _planned(case: SimulationCase, effort: Effort) -> StageCut:
         why = "the best of a few even cuts: with so many layers evenness hardly matters"
         return replace(quick_cut(case), explanation=(why,))
     if effort == "full":
-        found = plan_partition(case)
+        searched = plan_partition(case)
     else:
         light = LIGHT if case.accounting == "default" else None
-        found = plan_partition(replace(case, num_microbatches=few_rounds), light)
-    searched = StageCut(
-        found.forward_stages,
-        found.backward_stages,
-        found.microbatches_per_round,
-        found.workers,
-        explanation=found.explanation,
-    )
+        searched = plan_partition(replace(case, num_microbatches=few_rounds), light)
     if limits is None:
         return searched
-    counts, per_round = (case.num_workers, case.num_microbatches), found.microbatches_per_round
+    counts, per_round = (case.num_workers, case.num_microbatches), searched.microbatches_per_round or case.num_workers
     is_long = enough_per_round(case.costs, *counts, limits) <= per_round
     if is_long and not links_bind(case.costs, case.num_microbatches, per_round):
         return searched

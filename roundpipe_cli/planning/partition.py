@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from roundpipe_cli.costs.cost import StageRange
 from roundpipe_cli.errors import ResourceError
-from roundpipe_cli.planning.compare import SimulationCase
+from roundpipe_cli.planning.compare import SimulationCase, StageCut
 from roundpipe_cli.planning.search.batch import (
     INFEASIBLE,
     BatchScorer,
@@ -40,24 +39,6 @@ NEAR = 1.004
 """Fewer workers are searched in full if a quick search comes as close as this."""
 FAR = 1.05
 """Once a length of rounds is slower by this factor, shorter rounds are not tried."""
-
-
-@dataclass(frozen=True)
-class PlannedCut:
-    """A choice of stages, and the times that the planner expects."""
-
-    forward_stages: tuple[StageRange, ...]
-    """Inclusive layer ranges in execution order; leaves out what the first backward stage computes itself."""
-    backward_stages: tuple[StageRange, ...]
-    """Inclusive layer ranges in execution order: the one with the head first."""
-    microbatches_per_round: int
-    makespan_s: float
-    """Makespan of the first step alone."""
-    step_s: float
-    """Time per step over the chained steps."""
-    explanation: tuple[str, ...]
-    workers: tuple[int, ...] = ()
-    """The workers that get stages; the others stay idle because they would not make it faster."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +90,7 @@ class _Task:
         return units if scorer.works(finest)[1].all() else layer_bounds(self.sums)
 
     def chain(self, num_steps: int | None = None) -> RoundChain:
-        """The rounds whose times the plan reports; None: of the case's number of steps."""
+        """The rounds of the case's steps, or of `num_steps`."""
         case, num_steps = self.case, num_steps or self.case.num_steps
         waits = self.is_default and case.costs.has_updates
         return chain_of(
@@ -139,7 +120,7 @@ class _Plan:
         return self.found[0].value_s if self.found else INFEASIBLE
 
 
-def plan_partition(case: SimulationCase, effort: SearchEffort | None = None) -> PlannedCut:
+def plan_partition(case: SimulationCase, effort: SearchEffort | None = None) -> StageCut:
     """The partition with the least time per step for the published dispatch.
 
     Published accounting knows neither transfers nor memory and fixes rounds at one microbatch a worker. With staleness
@@ -156,7 +137,14 @@ def plan_partition(case: SimulationCase, effort: SearchEffort | None = None) -> 
     plan = _best_workers(task)
     if not plan.found:
         raise _does_not_fit(task)
-    return _to_partition(plan)
+    best = plan.found[0]
+    return StageCut(
+        forward_ranges(best.sizes[: best.num_forward]),
+        backward_ranges(best.sizes[best.num_forward :], task.sums.num_layers),
+        plan.task.round_size,
+        plan.task.workers,
+        explanation=_explain(plan),
+    )
 
 
 def _best_workers(task: _Task) -> _Plan:
@@ -197,8 +185,10 @@ def _best_rounds(task: _Task) -> _Plan:
     """
     if not task.is_default:
         return _search(task, INFEASIBLE)
-    best = _Plan(task, [], INFEASIBLE)
-    for per_round in _round_sizes(task):  # limits of stages do not depend on the round
+    sizes, best = _round_sizes(task), _Plan(task, [], INFEASIBLE)
+    if len(sizes) == 1:
+        return _search(replace(task, per_round=sizes[0]), INFEASIBLE)
+    for per_round in sizes:  # limits of stages do not depend on the round
         scout = _search(replace(task, per_round=per_round, effort=SCOUT), best.value_s * FAR)
         if scout.value_s > best.value_s * FAR:
             break
@@ -224,35 +214,11 @@ def _search(task: _Task, beat_s: float) -> _Plan:
     return _Plan(task, search.run(), search.least_s)
 
 
-def _to_partition(plan: _Plan) -> PlannedCut:
-    task, best = plan.task, plan.found[0]
-    chain = task.chain()
-    makespan_s, step_s = task.scorer().measure(best.sizes, best.num_forward, chain)
-    updates_s = sum(layer.optimizer_s for layer in task.case.costs.layers) if task.is_default else 0.0
-    if task.case.staleness == 0:
-        makespan_s += updates_s
-    elif chain.from_round:
-        step_s = max(step_s, updates_s)
-    return PlannedCut(
-        forward_stages=forward_ranges(best.sizes[: best.num_forward]),
-        backward_stages=backward_ranges(best.sizes[best.num_forward :], task.sums.num_layers),
-        microbatches_per_round=task.round_size,
-        makespan_s=makespan_s,
-        step_s=step_s,
-        explanation=_explain(plan, updates_s),
-        workers=task.workers,
-    )
-
-
 # Sentences that explain a plan: its lower bound, what limits it, and what a change would gain.
 
 
-def _explain(plan: _Plan, updates_s: float) -> tuple[str, ...]:
-    """One fact a line, for the fastest partition.
-
-    Args:
-        updates_s: seconds of the host's updates of a step.
-    """
+def _explain(plan: _Plan) -> tuple[str, ...]:
+    """One fact a line, for the fastest partition."""
     task, best, chain = plan.task, plan.found[0], plan.task.judged()
     scorer, sums = task.scorer(), task.sums
     lines = [_shape(best), _binds(best, sums, chain, scorer)]
@@ -264,7 +230,8 @@ def _explain(plan: _Plan, updates_s: float) -> tuple[str, ...]:
             works, _ = other.works(one_batch(other.numpy, best.sizes, best.num_forward))
             gain = 100 * (1 - float(other.step_s(works, chain)[0]) / best.value_s) if best.value_s else 0.0
             lines.append(f"If {change}, this plan would be {max(gain, 0.0):.2f} % faster.")
-    if updates_s:
+    updates_s = sum(layer.optimizer_s for layer in task.case.costs.layers)
+    if updates_s and task.is_default:
         where = "beside the next step's forward" if task.case.staleness == 0 else "beside the next step"
         lines.append(f"The host's updates take {format_seconds(updates_s)} {where}.")
     second = next((candidate for candidate in plan.found if candidate.shape != best.shape), None)

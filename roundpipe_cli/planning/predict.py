@@ -10,13 +10,13 @@ from typing import Any
 
 from roundpipe_cli.choices import SCHEDULE_KINDS
 from roundpipe_cli.costs.analytic import ORDERED_BACKWARD, analytic_costs, fused_share
-from roundpipe_cli.costs.cost import ADDING_BYTES, CostModel, LayerCost, StageRange
+from roundpipe_cli.costs.cost import ADDING_BYTES, CostModel, LayerCost
 from roundpipe_cli.costs.hardware import Hardware
 from roundpipe_cli.costs.memory import DEVICE_SHARE, spare_for_cache, whole_cache_bytes, with_cached_weights
 from roundpipe_cli.costs.models import Architecture, TrainingSettings
 from roundpipe_cli.errors import ResourceError
 from roundpipe_cli.planning.admission import unproven
-from roundpipe_cli.planning.answers import Answers, cut_document, cut_from, number
+from roundpipe_cli.planning.answers import Answers, cut_from, number
 from roundpipe_cli.planning.choose import MIN_GAIN, case_for, choose, deal_out, given_cut
 from roundpipe_cli.planning.compare import SimulationCase, StageCut, costs_per_microbatch, make_schedule
 from roundpipe_cli.planning.cuts import enough_per_round, forward_stages, resident_cut
@@ -75,13 +75,8 @@ class SimulatedStep:
     links: LinkBytes
 
 
-def step_document(step: SimulatedStep) -> dict[str, Any]:
-    """A step's figures in JSON's types."""
-    return {"step_s": step.step_s, "bubble_ratio": step.bubble_ratio, "links": asdict(step.links)}
-
-
 def step_from(document: Any) -> SimulatedStep:
-    """The inverse of `step_document`.
+    """The inverse of `asdict`.
 
     Raises:
         ValueError, TypeError, KeyError: not such a document.
@@ -289,8 +284,7 @@ class Plan:
     """The answer of `roundpipe plan`."""
 
     question: PlanRequest
-    forward_stages: tuple[StageRange, ...]
-    backward_stages: tuple[StageRange, ...]
+    cut: StageCut
     microbatches_per_round: int
     verdict: Verdict
     step_s: float
@@ -301,7 +295,6 @@ class Plan:
     """Seconds in which Python issues the step's operators, for one worker at a time, while devices compute."""
     bubble_ratio: float
     links: LinkBytes
-    cut: StageCut
     explanation: tuple[str, ...]
     assumptions: tuple[str, ...]
     needs_s: Mapping[str, float]
@@ -399,8 +392,7 @@ def _plan(question: PlanRequest, answers: Answers | None) -> Plan:
     reference = f"the base model's forward, which pairs are compared with: {format_seconds(pairs_s)} of a step"
     return Plan(
         question=question,
-        forward_stages=cut.forward_stages,
-        backward_stages=cut.backward_stages,
+        cut=cut,
         microbatches_per_round=per_round_of(question, cut),
         verdict=verdict,
         step_s=max(step.step_s, host_s) + pairs_s,
@@ -408,7 +400,6 @@ def _plan(question: PlanRequest, answers: Answers | None) -> Plan:
         host_s=host_s,
         bubble_ratio=step.bubble_ratio,
         links=step.links,
-        cut=cut,
         explanation=(
             *cut.explanation,
             *filter(None, [kept]),
@@ -481,14 +472,14 @@ def _known_cut(question: PlanRequest, answers: Answers | None) -> StageCut:
     def read(document: object) -> StageCut:
         return cut_from(document, schedule, layers, question.num_workers)
 
-    return answers.once(("stages", _figures(question)), lambda: _cut(question, answers), cut_document, read)
+    return answers.once(("stages", _figures(question)), lambda: _cut(question, answers), asdict, read)
 
 
 def _known_step(question: PlanRequest, cut: StageCut, answers: Answers | None) -> SimulatedStep:
     if answers is None:
         return simulate_step(question, cut)
     asked = "step", _figures(question), cut
-    return answers.once(asked, lambda: simulate_step(question, cut), step_document, step_from)
+    return answers.once(asked, lambda: simulate_step(question, cut), asdict, step_from)
 
 
 def _cut(question: PlanRequest, answers: Answers | None) -> StageCut:

@@ -78,17 +78,6 @@ def counted_architecture(found: FoundConfig, build: Build | None = None) -> Arch
     return _noting_no_weights(found, with_stored_count(architecture, count, source))
 
 
-def _says_tied(config: Mapping[str, Any]) -> bool:
-    """Whether a configuration itself says whether the LM head is the embedding."""
-    text = config.get("text_config")
-    return FLAG in config or (isinstance(text, dict) and FLAG in text)
-
-
-def _lists_weights(found: FoundConfig) -> bool:
-    """Whether the names of the model's weights are known."""
-    return found.folder is not None and (holds_weights(found) or (found.folder / INDEX_NAME).is_file())
-
-
 def _has_own_head(found: FoundConfig) -> bool:
     """Whether the files hold an LM head beside the embedding, with other values as far as they are here.
 
@@ -113,7 +102,10 @@ def _as_built(found: FoundConfig, counts: Mapping[str, Any]) -> Architecture:
     if counts["shared"] and _has_own_head(found):
         counts = {**counts, "parameters": counts["parameters"] + counts["shared"], "shared": 0}
     architecture = built_architecture(counts, name=found.name, source=how)
-    if counts["shared"] and not _says_tied(found.config) and not _lists_weights(found):
+    text = found.config.get("text_config")
+    says_tied = FLAG in found.config or (isinstance(text, dict) and FLAG in text)
+    names_weights = found.folder is not None and (holds_weights(found) or (found.folder / INDEX_NAME).is_file())
+    if counts["shared"] and not says_tied and not names_weights:
         note = (
             f"note: the LM head is counted as the embedding, as transformers takes it where config.json says nothing; "
             f"one that the files hold beside it adds {format_count(counts['shared'])} parameters"

@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -20,20 +20,12 @@ from roundpipe_cli.costs.memory import CONTEXT_BYTES, INPUTS_SHARE, backward_wor
 from roundpipe_cli.engine.backends import cuda
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.options import EngineOptions
-from roundpipe_cli.engine.probe import (
-    SHARED_BYTES_PER_S,
-    AssumedDevice,
-    LayerSizes,
-    find_saved_bytes,
-    find_unread_products,
-    rough_costs,
-)
+from roundpipe_cli.engine.probe import SHARED_BYTES_PER_S, AssumedDevice, LayerSizes, rough_costs
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.errors import ResourceError
 from roundpipe_cli.events import Notice, Tell
 from roundpipe_cli.kernels.random_masks import has_kernel
 from roundpipe_cli.model.lora import experts_per_token
-from roundpipe_cli.model.worker_model import WorkerOptions
 from roundpipe_cli.planning.adaptive import AdaptivePlanner, ProfileCache, RunConditions
 from roundpipe_cli.recipe.schema import PipelineConfig
 from roundpipe_cli.train.prepare.devices import gpu_index, make_backends, slowest_link_bytes_per_s, threads_per_worker
@@ -60,9 +52,9 @@ def make_engine(setup: Setup, *, count_bytes: bool = False) -> Engine:
     num_threads = threads_per_worker(recipe.pipeline.threads_per_worker, len(setup.devices))
     skip = recipe.pipeline.skip_last_projection
     chunks = recipe.mlp_chunk_tokens
-    options, unread = WorkerOptions(chunks, setup.fused), {}
-    if skip or chunks:
-        unread = find_unread_products(setup.model, setup.split, setup.store, options)
+    unread = setup.probe.find_unread_products(in_chunks=chunks is not None) if skip or chunks else {}
+    attends_in_rows = setup.attends_in_rows
+    setup.probe.forget()
     return Engine(
         setup.model,
         setup.split,
@@ -82,7 +74,7 @@ def make_engine(setup: Setup, *, count_bytes: bool = False) -> Engine:
             label_smoothing=recipe.label_smoothing_factor,
             recompute=recipe.pipeline.recompute,
             unread=unread if skip else None,
-            attends_in_rows=setup.attends_in_rows,
+            attends_in_rows=attends_in_rows,
             keep_blocks=_kept_blocks(recipe.pipeline, setup.split.num_blocks),
             keep_inputs=skip is True or _inputs_bytes(setup) <= INPUTS_SHARE * host_memory().available_bytes,
             whole_per_visit=setup.unpacks_once,
@@ -210,21 +202,18 @@ def _memory_parts(setup: Setup, form: _Form, active: Sequence[int]) -> tuple[lis
         shared += max(layout.whole_bytes for layout in setup.store.layouts)
     if setup.devices[0] != "cpu":
         shared += CONTEXT_BYTES
-    options = WorkerOptions(None, setup.fused, setup.attends_in_rows)
     find = functools.partial(
-        find_saved_bytes,
-        setup.model,
-        setup.split,
-        setup.store,
+        setup.probe.find_saved_bytes,
+        attends_in_rows=setup.attends_in_rows,
         longest=min(form.context, max(MIN_PROBE_TOKENS, PROBE_PRODUCTS // max(active))),
         packed=recipe.packs,
     )
-    whole = find(options)
+    whole = find()
     if whole is None:
         return None, shared
     saved = whole
     if mlp_tokens < form.tokens:
-        saved = find(replace(options, mlp_chunk_tokens=mlp_tokens)) or whole
+        saved = find(mlp_tokens) or whole
         shared += max(int(mlp_tokens * (a.per_token - b.per_token)) for a, b in zip(whole, saved, strict=True))
     blocks = [one.of(form.rows, form.row_tokens, form.context) for one in saved]
     if recipe.pipeline.recompute == "layer":  # the inputs, and one block whole

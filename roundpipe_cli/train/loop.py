@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import gc
-import statistics
+import shlex
+import signal
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +19,21 @@ from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.options import GradientOptions
 from roundpipe_cli.engine.prepared import in_order_of_need
 from roundpipe_cli.engine.step import Microbatch, StepResult
-from roundpipe_cli.errors import OutOfDeviceMemoryError
-from roundpipe_cli.events import DeviceLost, Event, Notice, Phase, RunFinished, StepFinished, Tell, run_clock
+from roundpipe_cli.engine.weights import UnusedHeap
+from roundpipe_cli.errors import OutOfDeviceMemoryError, StoppedError
+from roundpipe_cli.events import DeviceLost, Event, Notice, Paused, Phase, RunFinished, StepFinished, Tell, run_clock
 from roundpipe_cli.planning.adaptive import AdaptivePlanner
 from roundpipe_cli.planning.question import ENOUGH_PER_WORKER
 from roundpipe_cli.recipe.schema import Recipe, plain_data
-from roundpipe_cli.schedule.timeline import Timeline
 from roundpipe_cli.train.adapt import Again, FiniteGuard, Fit, LostDevices, resumed_fit
 from roundpipe_cli.train.auto_cache import make_auto_cache
 from roundpipe_cli.train.batches import describe_order, log_rows, make_microbatches, make_sampler
-from roundpipe_cli.train.border import Border, layer_state, restore_state
 from roundpipe_cli.train.build import make_engine, make_planner, page_locked
 from roundpipe_cli.train.checkpoint.output_dir import EVAL_NAME, METRICS_NAME
 from roundpipe_cli.train.checkpoint.reading import Checkpoint
-from roundpipe_cli.train.checkpoint.resume import run_state
+from roundpipe_cli.train.checkpoint.resume import check_tensors, run_state
 from roundpipe_cli.train.checkpoint.rewind import RECORDS_KEY, RowDigest, copy_records, losses_by_step, rewind
-from roundpipe_cli.train.checkpoint.writing import Saver, Snapshot
+from roundpipe_cli.train.checkpoint.writing import Saver, Snapshot, State
 from roundpipe_cli.train.evaluate import Evaluator, is_due
 from roundpipe_cli.train.machines import Machines
 from roundpipe_cli.train.monitor.telemetry import (
@@ -57,88 +55,9 @@ from roundpipe_cli.train.prepare.devices import updater_threads
 from roundpipe_cli.train.prepare.learning_rate import describe_change, describe_schedule, num_steps_of, rate_schedule_of
 from roundpipe_cli.train.prepare.setup import Setup, grouping_of
 from roundpipe_cli.train.result.export import write_run_card
-from roundpipe_cli.train.result.finish import RunFigures, make_report, write_report, write_trace
-from roundpipe_cli.train.signals import Reporting, StopSignals
+from roundpipe_cli.train.result.finish import RunLog, make_report, write_report, write_trace
+from roundpipe_cli.train.signals import EXIT_CODES, Reporting, StopSignals
 from roundpipe_cli.units import counted, shown_step
-
-# Measurements of a run's steps, for the report, the trace and the time that is left.
-
-ETA_STEPS = 20
-TRACED_STEPS = 3
-
-
-class RunLog:
-    """The steps since the start or the last resume."""
-
-    def __init__(self, *, trace: bool) -> None:
-        """`trace`: keep the timelines of the last steps."""
-        self.earlier_s = 0.0
-        """Seconds that the run took before it was resumed."""
-        self.earlier_losses: Mapping[int, float] = {}
-        """Step -> loss of the steps before it was resumed, as far as their rows are known."""
-        self.timelines: deque[Timeline] = deque(maxlen=TRACED_STEPS if trace else 0)
-        """The last steps."""
-        self.longest_row = 0
-        """Tokens of the longest row until now."""
-        self._rows: list[StepFinished] = []
-        self._counts: list[int] = []
-        """Microbatches of each step."""
-        self._pipeline_s: list[float] = []
-        self._launch_bound: list[float] = []
-        self._lost: list[tuple[int, DeviceLost]] = []
-        """Lost devices, each with the number of rows before."""
-        self._started_s = time.monotonic()
-
-    def start(self) -> None:
-        """Note the start of training."""
-        self._started_s = time.monotonic()
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of training, those before the last resume included."""
-        return self.earlier_s + time.monotonic() - self._started_s
-
-    @property
-    def tokens(self) -> float | None:
-        """Median of the steps' tokens; None before the first step."""
-        return statistics.median(row.tokens for row in self._rows) if self._rows else None
-
-    @property
-    def num_microbatches(self) -> int | None:
-        """Microbatches of most steps; None before the first step."""
-        return statistics.mode(self._counts) if self._counts else None
-
-    def computed(self, result: StepResult, microbatches: Sequence[Microbatch]) -> None:
-        """A step's forward and backward are done."""
-        self.longest_row = max(self.longest_row, *(one.input_ids.shape[1] for one in microbatches))
-        self._counts.append(len(microbatches))
-        self._pipeline_s.append(result.step_s)
-        self._launch_bound.append(result.launch_bound_ratio)
-        if self.timelines.maxlen:
-            computed = result.timeline
-            intervals = *computed.intervals, *result.links, *result.waits
-            self.timelines.append(replace(computed, intervals=intervals))
-
-    def finished(self, row: StepFinished) -> None:
-        """Note a finished step."""
-        self._rows.append(row)
-
-    def lost(self, event: DeviceLost) -> None:
-        """A device was lost in the step that comes next."""
-        self._lost.append((len(self._rows), event))
-
-    def eta_s(self, step_s: float, steps_left: int) -> float:
-        """Seconds until the end, where the newest step took `step_s`."""
-        recent = [row.step_s for row in self._rows[-ETA_STEPS:]] + [step_s]
-        return statistics.median(recent) * steps_left
-
-    def figures(self, num_steps: int, moments_bytes: int) -> RunFigures:
-        """The figures of the run until now, after `num_steps` steps."""
-        losses = {**self.earlier_losses, **{row.step: row.loss for row in self._rows}}
-        return RunFigures(
-            self._rows, self._pipeline_s, self._launch_bound, losses, num_steps, self.seconds, moments_bytes, self._lost
-        )
-
 
 # A step of the longest rows before the first one: a device that is too small shows at once, not hours later.
 #
@@ -219,6 +138,7 @@ def describe_waiting(setup: Setup, planner: AdaptivePlanner, sampler: BatchSampl
 
 CLIP_EPSILON = 1e-6
 """As in torch.nn.utils.clip_grad_norm_."""
+PAUSE_LOOK_S = 0.1
 TRACE_NAME = "trace.json"
 
 
@@ -251,6 +171,8 @@ class Trainer:
         self._signals = signals
         self._reporting, self._lost_at = reporting, lost_at
         self._log = RunLog(trace=reporting.trace)
+        self._saved_step = 0
+        self._heap = UnusedHeap()
         self.sampler = make_sampler(setup)
         self._say(*describe_order(setup, self.sampler))
         self.num_steps = num_steps_of(recipe, self.sampler)
@@ -288,7 +210,7 @@ class Trainer:
 
     def _tell_lost(self, event: DeviceLost | Notice) -> None:
         if isinstance(event, DeviceLost) and event.left:
-            self._log.lost(event)
+            self._log.lost.append((len(self._log.rows), event))
             self._signals.ask_to_save()
         self._tell(event)
 
@@ -314,9 +236,9 @@ class Trainer:
 
     def _evaluation_before(self, checkpoint: Checkpoint) -> dict[str, Any] | None:
         """State of the evaluations before the checkpoint; losses of other rows are not compared with those to come."""
-        state = checkpoint.meta.get("evaluation")
+        state: dict[str, Any] = checkpoint.meta["evaluation"]
         was = checkpoint.meta["recipe"].get("eval_datasets")
-        if not state or state.get("best_step") is None or was == plain_data(self.recipe)["eval_datasets"]:
+        if state.get("best_step") is None or was == plain_data(self.recipe)["eval_datasets"]:
             return state
         self._say("eval_datasets are others than before: the search for the best evaluation begins anew")
         return {key: state[key] for key in ("last_step", "last_loss")}
@@ -350,18 +272,16 @@ class Trainer:
         evaluator.start(evaluation)
         self._rows = RowDigest(metrics_path)
         self._log.start()
-        saver = Saver(self.output_dir, self.recipe.save_total_limit, self._tell, lambda _: evaluator.prune())
-        self._updater.before_layer = saver.before_layer
+        self._saver = Saver(self.output_dir, self.recipe.save_total_limit, self._tell, lambda _: evaluator.prune())
+        self._updater.before_layer = self._saver.before_layer
         with (
             page_locked(setup.store, setup.devices, self.recipe.weights, self._tell) as self._lost.locks,
             engine,
             self._updater,
-            saver,
-            metrics_path.open("ab", buffering=0) as metrics,
+            self._saver,
+            metrics_path.open("ab", buffering=0) as self._metrics,
             self._machines.sharing(engine) as self._sharing,
         ):
-            save = partial(self._save, saver, metrics)
-            border = Border(self._signals, self._machines.nodes, saver, save, tell=self._tell)
             self._machines.check_weights(setup.store)
             self._machines.nodes.heed(lambda: self._signals.requested)
             self._signals.guard()
@@ -373,13 +293,13 @@ class Trainer:
                     try_longest(setup, self._planner, compute, again, tell=self._tell, is_only=alone)
                 if done and evaluator.is_owed(done):  # a signal came first
                     evaluator.evaluate(done)
-                    self._at_border(border, done)
+                    self._at_border(done)
                 while not self._is_last(done):
-                    self._one_step(engine, done, metrics)
+                    self._one_step(engine, done)
                     done += 1
                     if evaluator.is_owed(done):
                         evaluator.evaluate(done)
-                    self._at_border(border, done)
+                    self._at_border(done)
         self._machines.nodes.leave()
         self._write_result(done)
 
@@ -389,13 +309,12 @@ class Trainer:
         if self._log.timelines:
             write_trace(self.output_dir / TRACE_NAME, list(self._log.timelines))
         files = self.evaluator.save_result() if self._machines.nodes.is_first else []
-        figures = self._log.figures(done, self.optimizer.num_bytes)
-        report = make_report(self.setup, figures, predicted)
+        report = make_report(self.setup, self._log, predicted, num_steps=done, moments_bytes=self.optimizer.num_bytes)
         report |= {"files": files, "skipped_steps": self._guard.num_skipped, "fit": self._fit.to_json(self.recipe)}
         write_report(self.output_dir, report | {"evaluation": self.evaluator.report()})
         if self._machines.nodes.is_first:
             write_run_card(self.output_dir, self.setup.source.name)
-        self._tell(RunFinished(str(self.output_dir), done, figures.seconds))
+        self._tell(RunFinished(str(self.output_dir), done, report["seconds"]))
 
     def _predicted(self) -> dict[str, float]:
         """Prediction of a full step, made before it was measured."""
@@ -411,10 +330,52 @@ class Trainer:
             figures |= {name: max(num_bytes, figures.get(name, 0.0)) for name, num_bytes in need.items()}
         return figures
 
-    def _at_border(self, border: Border, done: int) -> None:
+    def _at_border(self, done: int) -> None:
+        """Between two steps: save where it is due or asked for, wait while the run is paused, stop if asked.
+
+        Raises:
+            StoppedError: a signal asked for it; a checkpoint is written.
+        """
         last, ends_epoch = self._is_last(done), self.sampler.position.starts_epoch
         due = last or is_due(self.recipe.save_steps, done, self.num_steps, ends_epoch=ends_epoch)
-        border.at(done, self.num_steps, due=due, last=last)
+        held = False
+        self._heap.give_back()
+        self._saver.poll()
+        while True:
+            stop, paused, asked = self._asked()
+            if due or asked or stop:
+                self._save(done)
+            if not paused or stop or last or self._signals.requested is not None:
+                break
+            if not held:
+                self._tell(Paused(done, True))
+            held = True
+            time.sleep(PAUSE_LOOK_S)
+        if held:
+            self._tell(Paused(done, False))
+        stop, _, _ = self._asked()  # read once: later requests count at the next border
+        if stop:
+            self._save(done)
+        if last or stop:
+            self._saver.wait()
+        if stop and not last:
+            self._machines.nodes.leave()
+            how = "stopped" if self._signals.asked_by_key else f"stopped by {stop.name}"
+            raise StoppedError(
+                f"{how} after step {done} of {self.num_steps}, with a checkpoint",
+                exit_code=EXIT_CODES[stop],
+                hint=f"the same command with --resume continues; "
+                f"`roundpipe generate {shlex.quote(str(self.output_dir))}` tries it as it is, `export` takes it",
+            )
+
+    def _asked(self) -> tuple[signal.Signals | None, bool, bool]:
+        """The signal that asks for a stop, whether the run is held, and whether a checkpoint is asked for.
+
+        What one machine is told holds for all.
+        """
+        asked = [self._signals.requested or 0, self._signals.paused, self._signals.take_save()]
+        number, paused, save = self._machines.nodes.most(asked)
+        return signal.Signals(number) if number else None, bool(paused), bool(save)
 
     def _is_last(self, done: int) -> bool:
         """Whether nothing is left to train after `done` updates."""
@@ -422,7 +383,7 @@ class Trainer:
 
     # -- one step ------------------------------------------------------------------------------------------------
 
-    def _one_step(self, engine: Engine, step: int, metrics: FileIO) -> None:
+    def _one_step(self, engine: Engine, step: int) -> None:
         started_s = time.monotonic()
         learning_rate = self._learning_rate(step)
         batches = self.sampler.next_step()
@@ -467,8 +428,8 @@ class Trainer:
             epoch=round(self.sampler.epochs_done, 4),
             preference=pair_metrics(result.rewards, microbatches) if result.rewards else None,
         )
-        self._log.finished(event)
-        self._write_row(metrics, event)
+        self._log.rows.append(event)
+        self._write_row(event)
         self._tell(event)
 
     def _compute(
@@ -538,13 +499,13 @@ class Trainer:
             microbatches = add_references(self._references, microbatches, step)
         return microbatches, num_tokens
 
-    def _write_row(self, metrics: FileIO, event: StepFinished) -> None:
+    def _write_row(self, event: StepFinished) -> None:
         row = metrics_row(event)
         if self._fit.first_step == event.step and (segment := self._fit.to_json(self.recipe)):
             row["segment"] = segment  # from here the loss curve has other microbatches
         if self._guard.num_in_a_row:
             row["skipped"] = True
-        self._rows.add(append_row(metrics, self.output_dir / METRICS_NAME, row))
+        self._rows.add(append_row(self._metrics, self.output_dir / METRICS_NAME, row))
 
     def _update(self, step: int, gradient_norm: float, learning_rate: float) -> None:
         if self._updates_early:
@@ -557,13 +518,16 @@ class Trainer:
 
     # -- state ---------------------------------------------------------------------------------------------------
 
-    def _save(self, saver: Saver, metrics: FileIO, step: int) -> None:
-        """Begin a checkpoint after `step` steps."""
+    def _save(self, step: int) -> None:
+        """Begin a checkpoint after `step` steps, once."""
+        if self._saved_step == step:
+            return
+        self._saved_step = step
         self._machines.check_weights(self.setup.store)
         if not self._machines.saves:
             return
         started_s, scale = time.monotonic(), self._guard.loss_scale
-        sync_rows(metrics, self.output_dir / METRICS_NAME)
+        sync_rows(self._metrics, self.output_dir / METRICS_NAME)
         meta = {
             **run_state(self.setup, scale.value, self._log.seconds),
             "num_steps": self.num_steps,
@@ -576,25 +540,40 @@ class Trainer:
             RECORDS_KEY: {METRICS_NAME: self._rows.state(), EVAL_NAME: self.evaluator.rows.state()},
         }
         layers = self.optimizer.layers[:: -1 if self._updates_early else 1]
-        state_of = partial(layer_state, self.setup.store, self.optimizer)
         ready = partial(self.setup.store.wait_for, version=step)
-        saver.begin(self._machines.own_part(Snapshot(step, layers, state_of, ready, meta)), started_s)
+        self._saver.begin(self._machines.own_part(Snapshot(step, layers, self._layer_state, ready, meta)), started_s)
+
+    def _layer_state(self, layer: int) -> State:
+        """One layer's part of a checkpoint."""
+        store = self.setup.store
+        state = [("masters", place.name, store.master(place.name)) for place in store.layouts[layer].trainable]
+        return state + [("moments", name, tensor) for name, tensor in self.optimizer.moments_of(layer)]
 
     def _restore(self, checkpoint: Checkpoint) -> int:
-        meta = checkpoint.meta
-        restore_state(self.setup.store, self.optimizer, checkpoint)
+        """Take up the run where the checkpoint was made; returns its step.
+
+        Raises:
+            NoCheckpointError: its tensors are others than this run's.
+        """
+        meta, store = checkpoint.meta, self.setup.store
+        own = {name: store.master(name) for name in sorted(store.trainable_names)}
+        check_tensors(checkpoint, {"masters": own, "moments": dict(self.optimizer.moments())})
+        masters = checkpoint.tensors("masters")
+        for name in own:
+            store.set_parameter(name, masters[name])
+        store.set_version(checkpoint.step)
+        moments = checkpoint.tensors("moments") if "moments" in checkpoint.groups else {}  # sgd keeps none
+        self.optimizer.load(moments, int(meta["num_updates"]))
         self._guard.loss_scale.value = float(meta["loss_scale"])
         self._guard.loss_scale.num_updates = int(meta["steps_since_overflow"])
         self._log.earlier_s = float(meta["training_s"])
-        self._guard.num_skipped = int(meta.get("skipped_steps") or 0)
-        self._fit = resumed_fit(meta.get("fit"), self.recipe)
+        self._guard.num_skipped = int(meta["skipped_steps"])
+        self._fit = resumed_fit(meta["fit"], self.recipe)
         if self._fit.recipe_lines(self.recipe):
             self._auto_cache.keep_usual_stages()
         self.sampler.seek(Position.from_json(meta["data_position"]))
         self._say(f"resuming after step {checkpoint.step} from {checkpoint.folder}")
-        was = meta["recipe"]
-        epochs = int(was.get("num_train_epochs") or 1)
-        old_steps = int(meta.get("num_steps") or was.get("max_steps") or self.sampler.num_steps(epochs))
+        old_steps = int(meta["num_steps"])
         if old_steps != self.num_steps:
             old, new = rate_schedule_of(self.recipe, old_steps), self._learning_rate
             self._say(describe_change(old, new, step=checkpoint.step, old_steps=old_steps, num_steps=self.num_steps))

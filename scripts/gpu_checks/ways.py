@@ -22,9 +22,9 @@ from roundpipe_cli.engine.backends import cuda
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.options import EngineOptions
 from roundpipe_cli.engine.step import Microbatch, StepResult
-from roundpipe_cli.planning.compare import SimulationCase
+from roundpipe_cli.planning.compare import SimulationCase, StageCut
 from roundpipe_cli.planning.cuts import DEALING, resident_cut
-from roundpipe_cli.planning.partition import PlannedCut, plan_partition
+from roundpipe_cli.planning.partition import plan_partition
 from roundpipe_cli.schedule.builders import Options, Rounds, build_schedule
 from scripts.gpu_checks.models import SPEED_MODEL, BuiltModel, build, random_rows, shipped, tiny
 from scripts.gpu_checks.place import WATCHDOG_S, CheckPlace
@@ -72,7 +72,7 @@ def machine_of(place: CheckPlace) -> Hardware:
     return this_machine((device,), device.name, notes, Path())
 
 
-def cut_of(trial: Trial, cache_bytes: int, num_workers: int = 1) -> PlannedCut:
+def cut_of(trial: Trial, cache_bytes: int, num_workers: int = 1) -> StageCut:
     """Stages of so many workers, as the planner cuts them."""
     costs = trial.analytic.costs
     if cache_bytes:

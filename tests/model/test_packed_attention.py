@@ -23,12 +23,19 @@ from transformers.masking_utils import chunked_causal_mask_function, sdpa_mask, 
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 from roundpipe_cli.costs.models import parse_config
-from roundpipe_cli.engine.probe import can_attend_in_rows, find_saved_bytes, has_masks
+from roundpipe_cli.engine.probe import Probe
 from roundpipe_cli.engine.step import Microbatch
 from roundpipe_cli.model import attention
-from roundpipe_cli.model.attention import PackedRows, attend_rows, in_rows, rows_or_mask
+from roundpipe_cli.model.attention import (
+    SINK_MODEL_TYPES,
+    SINKS_NAME,
+    PackedRows,
+    attend_rows,
+    in_rows,
+    rows_or_mask,
+    sink_attention,
+)
 from roundpipe_cli.model.load import build_skeleton
-from roundpipe_cli.model.sink_attention import MODEL_TYPES, NAME, sink_attention
 from roundpipe_cli.model.worker_model import WorkerModel
 from tests.support.covering import swept
 from tests.support.e2e import STAGES, finetune, make_model, make_workspace, metrics
@@ -212,7 +219,8 @@ def test_rows_longer_than_a_window_need_no_mask(model_type: str) -> None:
 @pytest.mark.parametrize(("model_type", "at_least"), [("llama", None), ("gemma3_text", 5), ("gpt_oss", 1)])
 def test_who_needs_more_than_the_causal_mask(model_type: str, at_least: int | None) -> None:
     rig = make_rig(model_type, "lora", **({} if model_type == "llama" else {"sliding_window": 4}))
-    needed = [tokens for tokens in (1, 4, 5, 9) if has_masks(rig.skeleton, rig.split, rig.store, tokens)]
+    probe = Probe(rig.skeleton, rig.split, rig.store)
+    needed = [tokens for tokens in (1, 4, 5, 9) if probe.has_masks(tokens)]
     assert needed == [tokens for tokens in (1, 4, 5, 9) if at_least is not None and tokens >= at_least]
 
 
@@ -222,16 +230,16 @@ def worker_of(rig: Rig) -> WorkerModel:
 
 def test_blocks_are_tried_before_they_are_told_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = make_rig("llama", "lora")
-    assert can_attend_in_rows(rig.skeleton, rig.split, rig.store)
+    assert Probe(rig.skeleton, rig.split, rig.store).can_attend_in_rows()
     row = attention._attend_row
     monkeypatch.setattr(attention, "_attend_row", lambda *given: row(*given) * 1.1)
-    assert not can_attend_in_rows(rig.skeleton, rig.split, rig.store), "other numbers"
+    assert not Probe(rig.skeleton, rig.split, rig.store).can_attend_in_rows(), "other numbers"
 
 
 @pytest.mark.parametrize("model_type", ["doge", "codegen"])
 def test_a_model_that_reads_its_mask_itself_keeps_it(model_type: str) -> None:
     rig = make_rig(model_type, "full")
-    assert not can_attend_in_rows(rig.skeleton, rig.split, rig.store)
+    assert not Probe(rig.skeleton, rig.split, rig.store).can_attend_in_rows()
 
 
 class Largest(TorchDispatchMode):
@@ -282,8 +290,8 @@ def both(**changes: Any) -> tuple[Any, Any]:
             if name.endswith("sinks"):
                 parameter.normal_(std=2.0)
     skeleton = build_skeleton(config, torch.float32)
-    assert skeleton.config._attn_implementation == NAME and theirs.config._attn_implementation == "eager"  # type: ignore[union-attr]
-    ours = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=NAME)
+    assert skeleton.config._attn_implementation == SINKS_NAME and theirs.config._attn_implementation == "eager"  # type: ignore[union-attr]
+    ours = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=SINKS_NAME)
     ours.load_state_dict(theirs.state_dict())
     return theirs, ours
 
@@ -345,14 +353,14 @@ def test_sixteen_bits_are_nearer_to_the_truth_than_transformers(length: int) -> 
 def test_plan_knows_the_same_models() -> None:
     for model_type in EXTRA:
         architecture = parse_config(tiny_config(model_type).to_dict(), name="tiny", source="tests")
-        assert architecture.has_sinks == (model_type in MODEL_TYPES), model_type
+        assert architecture.has_sinks == (model_type in SINK_MODEL_TYPES), model_type
 
 
 def test_no_scores_are_kept() -> None:
     """A mask of one or four bytes a pair of tokens, whatever the number of heads; transformers keeps four a head."""
     for heads in (4, 16):
         rig = make_rig("gpt_oss", "lora", num_attention_heads=heads, max_position_embeddings=1024)
-        found = find_saved_bytes(rig.skeleton, rig.split, rig.store)
+        found = Probe(rig.skeleton, rig.split, rig.store).find_saved_bytes()
         assert found is not None and 0 < found[0].per_pair <= 5
 
 
@@ -363,4 +371,4 @@ def test_a_run_and_its_result(tmp_path: Path) -> None:
     finetune(work).expect(0)
     assert len(metrics(work / "out")) == 1
     written = list((work / "out").rglob("config.json"))
-    assert written and all(NAME not in path.read_text() for path in written)
+    assert written and all(SINKS_NAME not in path.read_text() for path in written)

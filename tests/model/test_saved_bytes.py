@@ -13,9 +13,9 @@ from roundpipe_cli.costs.analytic import activation_bytes
 from roundpipe_cli.costs.cost import StageRange
 from roundpipe_cli.costs.memory import DEVICE_SHARE, largest_stage_bytes
 from roundpipe_cli.costs.models import TrainingSettings, parse_config
-from roundpipe_cli.engine.probe import find_saved_bytes
+from roundpipe_cli.engine.probe import Probe
 from roundpipe_cli.model.fused import find_fused_ops
-from roundpipe_cli.model.worker_model import SavedBytes, WorkerOptions, saved_sizes
+from roundpipe_cli.model.worker_model import SavedBytes, saved_sizes
 from roundpipe_cli.planning.adaptive import AdaptivePlanner, RunConditions
 from roundpipe_cli.recipe.schema import PipelineConfig
 from roundpipe_cli.schedule.builders import Rounds, build_schedule
@@ -50,7 +50,7 @@ def test_longer_microbatches_keep_what_short_ones_foretell(
     rig = make_rig(model_type, method, **changes)
     rig.plain.get_input_embeddings().requires_grad_(True)  # type: ignore[operator]  # the first block's input too
     expected = saved_bytes_per_block(rig, random_microbatches([(ROWS, TOKENS)], vocab=128)[0])
-    found = find_saved_bytes(rig.skeleton, rig.split, rig.store)
+    found = Probe(rig.skeleton, rig.split, rig.store).find_saved_bytes()
     assert found is not None and len(found) == len(expected)
     for one, true_bytes in zip(found, expected, strict=True):
         assert true_bytes * (1 - SHARED_TOKENS) <= one.of(ROWS, TOKENS, TOKENS) <= true_bytes * 1.02
@@ -60,7 +60,7 @@ def test_longer_microbatches_keep_what_short_ones_foretell(
 @pytest.mark.parametrize("model_type", ["gemma2", "gpt_oss", *swept(["llama", "qwen3_moe"])])
 def test_a_few_tokens_are_enough(model_type: str) -> None:
     rig = make_rig(model_type, "lora", **LONG, **window(model_type, 4096))
-    few, many = (find_saved_bytes(rig.skeleton, rig.split, rig.store, longest=longest) for longest in (33, 512))
+    few, many = (Probe(rig.skeleton, rig.split, rig.store).find_saved_bytes(longest=longest) for longest in (33, 512))
     assert few is not None and many is not None
     for one, other in zip(few, many, strict=True):
         assert 0.95 <= one.of(1, 1000, 1000) / other.of(1, 1000, 1000) <= 1.1  # eight keys for a sink, beside 16
@@ -100,16 +100,17 @@ def test_weights_and_arguments_are_not_counted_and_views_once() -> None:
 
 def test_packed_rows_have_masks() -> None:
     rig = make_rig("llama", "lora", **LONG)
-    plain = find_saved_bytes(rig.skeleton, rig.split, rig.store)
-    packed = find_saved_bytes(rig.skeleton, rig.split, rig.store, packed=True)
+    probe = Probe(rig.skeleton, rig.split, rig.store)
+    plain = probe.find_saved_bytes()
+    packed = probe.find_saved_bytes(packed=True)
     assert plain is not None and packed is not None
     assert plain[0].per_pair == 0 < packed[0].per_pair
 
 
 def test_feed_forward_parts_in_chunks_keep_their_inputs_only() -> None:
     rig = make_rig("llama", "lora", **LONG)
-    tries = (WorkerOptions(), WorkerOptions(mlp_chunk_tokens=16))
-    whole, chunked = (find_saved_bytes(rig.skeleton, rig.split, rig.store, options) for options in tries)
+    probe = Probe(rig.skeleton, rig.split, rig.store)
+    whole, chunked = probe.find_saved_bytes(), probe.find_saved_bytes(16)
     assert whole is not None and chunked is not None
     products = 4 * 128 * 4  # gate, its activation, up and their product, in float32
     assert 0 < whole[0].per_token - chunked[0].per_token - products < 0.1 * products
@@ -118,8 +119,8 @@ def test_feed_forward_parts_in_chunks_keep_their_inputs_only() -> None:
 def test_short_sequences_are_all_that_some_models_take() -> None:
     rig = make_rig("gpt2", "lora", max_position_embeddings=32)
     with pytest.raises(IndexError):
-        find_saved_bytes(rig.skeleton, rig.split, rig.store)
-    found = find_saved_bytes(rig.skeleton, rig.split, rig.store, longest=32)
+        Probe(rig.skeleton, rig.split, rig.store).find_saved_bytes()
+    found = Probe(rig.skeleton, rig.split, rig.store).find_saved_bytes(longest=32)
     assert found is not None
     true_bytes = saved_bytes_per_block(rig, random_microbatches([(2, 32)], vocab=128)[0])[1]
     assert found[1].of(2, 32, 32) == pytest.approx(true_bytes, rel=0.02)
@@ -132,13 +133,13 @@ def test_a_processor_that_cannot_run_the_blocks(monkeypatch: pytest.MonkeyPatch)
         raise RuntimeError('"addmm_impl_cpu_" not implemented for this type')
 
     monkeypatch.setattr(torch.nn.functional, "linear", fail)
-    assert find_saved_bytes(rig.skeleton, rig.split, rig.store) is None
+    assert Probe(rig.skeleton, rig.split, rig.store).find_saved_bytes() is None
 
 
 def test_a_device_s_peak_grows_by_what_was_found() -> None:
     """Two more blocks to a backward stage: so much more does a copying worker hold."""
     rig = make_rig("llama", "lora", num_hidden_layers=6, hidden_size=64, **LONG)
-    found = find_saved_bytes(rig.skeleton, rig.split, rig.store)
+    found = Probe(rig.skeleton, rig.split, rig.store).find_saved_bytes()
     assert found is not None
     microbatches = random_microbatches([(2, 192)])
     peaks, slots = [], []
@@ -196,7 +197,7 @@ def test_plan_foretells_what_is_measured(model_type: str, method: str) -> None:
     architecture = parse_config(config.to_dict(), name="tiny", source="tests")
     settings = TrainingSettings(max_seq_length=512, method=method, dtype="float32", lora_r=4)
     for fused in (None, find_fused_ops(rig.skeleton, rig.split)):
-        found = find_saved_bytes(rig.skeleton, rig.split, rig.store, WorkerOptions(fused=fused))
+        found = Probe(rig.skeleton, rig.split, rig.store, fused).find_saved_bytes()
         assert found is not None
         for index, block in enumerate(architecture.blocks):
             told = activation_bytes(architecture, block, replace(settings, fused=fused is not None))

@@ -14,9 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from roundpipe_cli.engine.backends.cpu import CpuBackend
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.options import EngineOptions
-from roundpipe_cli.engine.probe import find_unread_products
+from roundpipe_cli.engine.probe import Probe
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.model.worker_model import WorkerOptions
 from roundpipe_cli.schedule.actions import Schedule
 from tests.engine.test_parity import check_gradients
 from tests.support.covering import swept
@@ -56,7 +55,7 @@ UNREAD = {
 
 
 def find(rig: Rig) -> dict[int, tuple[str, ...]]:
-    return find_unread_products(rig.skeleton, rig.split, rig.store, WorkerOptions(fused=rig.fused))
+    return Probe(rig.skeleton, rig.split, rig.store, rig.fused).find_unread_products()
 
 
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -73,7 +72,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
 @pytest.mark.parametrize("model_type", sorted(UNREAD))
 def test_what_may_be_left_out(model_type: str) -> None:
     rig = make_rig(model_type, "full")
-    found = find_unread_products(rig.skeleton, rig.split, rig.store)
+    found = Probe(rig.skeleton, rig.split, rig.store).find_unread_products()
     assert list(found) == list(range(rig.split.num_blocks))
     assert sorted(set(found.values())) == UNREAD[model_type]
 
@@ -91,7 +90,7 @@ def test_nothing_is_left_out_of_weights_that_are_not_finite() -> None:
     """The proof compares gradients bit by bit; NaN everywhere would prove anything."""
     rig = make_rig("llama", "full")
     rig.store.views["model.layers.0.mlp.up_proj.weight"].fill_(float("nan"))
-    assert set(find_unread_products(rig.skeleton, rig.split, rig.store).values()) == {()}
+    assert set(Probe(rig.skeleton, rig.split, rig.store).find_unread_products().values()) == {()}
 
 
 @pytest.mark.parametrize(
@@ -138,7 +137,7 @@ class _CountingBackend(CpuBackend):
 def test_it_is_left_out(options: dict[str, Any], blocks_left_out: int) -> None:
     """Stages of one and of two blocks: their ends only, or every block where its input is read again."""
     rig = make_rig("llama", "lora")
-    unread = find_unread_products(rig.skeleton, rig.split, rig.store)
+    unread = Probe(rig.skeleton, rig.split, rig.store).find_unread_products()
     nums = []
     for names in ({}, unread):
         backend, settings = _CountingBackend(), EngineOptions(unread=names, **options)
@@ -166,7 +165,7 @@ WHOLLY_UNREAD = ("llama", "qwen3_moe", "gpt_oss", "mixtral", "glm4_moe", "phi", 
 
 
 def unread_of(rig: Rig) -> dict[int, tuple[str, ...]]:
-    return find_unread_products(rig.skeleton, rig.split, rig.store, WorkerOptions(CHUNK))
+    return Probe(rig.skeleton, rig.split, rig.store).find_unread_products(in_chunks=True)
 
 
 ALIKE = {"llama-lora", "qwen3_moe-lora", "glm4_moe-lora"}

@@ -23,8 +23,8 @@ from roundpipe_cli.costs.memory import fixed_device_need
 from roundpipe_cli.planning.adaptive import AdaptivePlanner, RunConditions
 from roundpipe_cli.planning.answers import Answers
 from roundpipe_cli.planning.choose import choose
-from roundpipe_cli.planning.compare import SimulationCase, run
-from roundpipe_cli.planning.partition import PlannedCut, plan_partition
+from roundpipe_cli.planning.compare import SimulationCase, StageCut, run
+from roundpipe_cli.planning.partition import plan_partition
 from roundpipe_cli.planning.predict import make_plan, stage_case
 from roundpipe_cli.planning.question import PlanRequest, ask
 from roundpipe_cli.planning.search.search import SearchEffort
@@ -69,7 +69,7 @@ def recipe_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], 
 
 
 @cache
-def searched(case: SimulationCase, effort: SearchEffort | None) -> PlannedCut:
+def searched(case: SimulationCase, effort: SearchEffort | None) -> StageCut:
     return plan_partition(case, effort)
 
 
@@ -77,7 +77,7 @@ def searched(case: SimulationCase, effort: SearchEffort | None) -> PlannedCut:
 def each_case_is_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Equal cases get equal cuts; a run's costs also name the devices' memory, in place of which there are limits."""
 
-    def search(case: SimulationCase, effort: SearchEffort | None) -> PlannedCut:
+    def search(case: SimulationCase, effort: SearchEffort | None) -> StageCut:
         assert case.limits is not None
         return searched(replace(case, costs=replace(case.costs, device_memory_bytes=None)), effort)
 
@@ -123,7 +123,7 @@ def test_the_three_commands_ask_the_same_and_get_the_same(
     planner.measured = True
     plan, run = make_plan(loaded, machine), planner.schedule(8)
     cut = choose(schedule, benched, effort="quick")
-    expected = plan.forward_stages, plan.backward_stages
+    expected = plan.cut.forward_stages, plan.cut.backward_stages
     assert (cut.forward_stages, cut.backward_stages) == expected
     assert (run.forward_stages, run.backward_stages) == expected
 
@@ -142,7 +142,7 @@ def test_plan_and_bench_agree_with_weights_that_stay_on_gpus(
     path = recipe_of(name, schedule).path
     plan = make_plan(load_recipe(path, words), machine)
     ((_, cut, case),) = as_planned(request_of(str(path), words, machine), [schedule], Answers())
-    assert (cut.forward_stages, cut.backward_stages) == (plan.forward_stages, plan.backward_stages)
+    assert (cut.forward_stages, cut.backward_stages) == (plan.cut.forward_stages, plan.cut.backward_stages)
     result = run(schedule, cut, case)
     assert result.step_s == pytest.approx(plan.device_step_s, rel=1e-9)
     assert result.parts.ratio == pytest.approx(plan.bubble_ratio, abs=1e-9)

@@ -11,8 +11,9 @@ import pytest
 from roundpipe_cli.costs.cost import CostModel, LayerCost
 from roundpipe_cli.errors import ResourceError
 from roundpipe_cli.planning.choose import in_long_rounds
-from roundpipe_cli.planning.compare import SimulationCase, StageCut, make_schedule, run
-from roundpipe_cli.planning.partition import LIGHT, PlannedCut, _round_sizes, _Task, plan_partition
+from roundpipe_cli.planning.compare import SimulationCase, StageCut, make_schedule, run_step_s
+from roundpipe_cli.planning.partition import LIGHT, _round_sizes, _Task, plan_partition
+from roundpipe_cli.planning.search.batch import one_batch
 from roundpipe_cli.planning.search.search import SearchEffort
 from roundpipe_cli.planning.search.stages import StageLimits, StageSums, even_cut
 from roundpipe_cli.schedule.simulate import simulate
@@ -36,7 +37,7 @@ def with_bytes(costs: CostModel, *, boundary: int = 0) -> CostModel:
     return replace(costs, layers=layers, link_bytes_per_s=100.0)
 
 
-def check_cover(plan: PlannedCut, num_layers: int) -> None:
+def check_cover(plan: StageCut, num_layers: int) -> None:
     forward = [layer for first, last in plan.forward_stages for layer in range(first, last + 1)]
     backward = [layer for first, last in reversed(plan.backward_stages) for layer in range(first, last + 1)]
     assert backward == list(range(num_layers))
@@ -50,13 +51,14 @@ def check_cover(plan: PlannedCut, num_layers: int) -> None:
 @pytest.mark.parametrize("accounting", ["default", "published"])
 def test_every_layer_once_in_both_directions(num_workers: int, num_microbatches: int, accounting: Any) -> None:
     for costs in (model(11), model(1), model(9, embed=0.0), model(0), model(0, embed=0.1)):
-        plan = plan_partition(SimulationCase(costs, num_workers, num_microbatches, accounting=accounting), SMALL)
+        case = SimulationCase(costs, num_workers, num_microbatches, accounting=accounting)
+        plan = plan_partition(case, SMALL)
         check_cover(plan, len(costs.layers))
         assert plan.explanation
         if accounting == "published":
             assert plan.microbatches_per_round == len(plan.workers)
         busy = num_microbatches * sum(layer.forward_s + layer.backward_s for layer in costs.layers)
-        assert plan.makespan_s >= busy / num_workers * (1 - 1e-9)
+        assert run_step_s("roundpipe", plan, case) >= busy / num_workers * (1 - 1e-9)
 
 
 def test_more_workers_are_never_slower() -> None:
@@ -66,7 +68,7 @@ def test_more_workers_are_never_slower() -> None:
         num_microbatches = rng.randint(1, 12)
         for accounting in ("published", "default"):
             cases = (SimulationCase(costs, count, num_microbatches, accounting=accounting) for count in range(1, 7))
-            times = [plan_partition(case, SMALL).step_s for case in cases]
+            times = [run_step_s("roundpipe", plan_partition(case, SMALL), case) for case in cases]
             assert all(more <= fewer * (1 + 1e-9) for fewer, more in zip(times, times[1:], strict=False)), times
 
 
@@ -86,17 +88,20 @@ def test_no_step_is_faster_than_all_workers_at_work() -> None:
         once = sum(layer.forward_s + layer.backward_s for layer in costs.layers)
         once += sum(layer.forward_s for layer in costs.layers[:again] if layer.recompute)
         least = num_microbatches * once / num_workers * (1 - 1e-9)
-        assert plan.step_s >= least
-        cut = StageCut(plan.forward_stages, plan.backward_stages, plan.microbatches_per_round, plan.workers)
-        assert run("roundpipe", cut, case).step_s >= least
+        assert run_step_s("roundpipe", plan, case) >= least
 
 
 def test_a_slow_worker_is_left_idle() -> None:
     costs = replace(model(8), worker_speed=(1.0, 0.01, 1.0))
-    plan = plan_partition(SimulationCase(costs, 3, 6, accounting="published"), SMALL)
+    case, two = (
+        SimulationCase(costs, 3, 6, accounting="published"),
+        SimulationCase(model(8), 2, 6, accounting="published"),
+    )
+    plan = plan_partition(case, SMALL)
     assert plan.workers == (0, 2)
-    two = plan_partition(SimulationCase(model(8), 2, 6, accounting="published"), SMALL)
-    assert plan.step_s == pytest.approx(two.step_s)
+    assert run_step_s("roundpipe", plan, case) == pytest.approx(
+        run_step_s("roundpipe", plan_partition(two, SMALL), two)
+    )
 
 
 def test_same_costs_same_plan() -> None:
@@ -148,9 +153,12 @@ def test_default_time_is_that_of_the_simulator(boundary: int, tolerance: float) 
         costs = with_bytes(model(12), boundary=boundary)
         case = SimulationCase(costs, num_workers, num_microbatches)
         plan = plan_partition(case, SMALL)
-        cut = StageCut(plan.forward_stages, plan.backward_stages, plan.microbatches_per_round, plan.workers)
-        simulated = makespan_s(simulate(make_schedule("roundpipe", cut, case), costs))
-        assert plan.makespan_s == pytest.approx(simulated, rel=tolerance), (num_workers, num_microbatches)
+        task = _Task(case, StageSums(costs), plan.workers, SMALL, plan.microbatches_per_round)
+        scorer, stages = task.scorer(), (*plan.forward_stages, *plan.backward_stages)
+        batch = one_batch(scorer.numpy, [last - first + 1 for first, last in stages], len(plan.forward_stages))
+        scored_s = float(scorer.step_s(scorer.works(batch)[0], task.chain())[0])
+        simulated = makespan_s(simulate(make_schedule("roundpipe", plan, case), costs))
+        assert scored_s == pytest.approx(simulated, rel=tolerance), (num_workers, num_microbatches)
 
 
 def test_even_cut() -> None:

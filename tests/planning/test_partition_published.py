@@ -56,7 +56,14 @@ def scored(
     """Makespan of the first step and time per step, as the search scores them."""
     forward, backward = ([last - first + 1 for first, last in direction] for direction in stages)
     scorer = BatchScorer(StageSums(costs), speeds=worker_speeds(costs, num_workers), hop_s=costs.hop_s)
-    return scorer.measure([*forward, *backward], len(forward), chain)
+    works, _ = scorer.works(one_batch(scorer.numpy, [*forward, *backward], len(forward)))
+
+    def until(num_rounds: int) -> float:
+        rounds = replace(chain, round_sizes=chain.round_sizes[:num_rounds], from_round=0, measured_steps=1)
+        return float(scorer.step_s(works, rounds)[0])
+
+    before_s = until(chain.from_round) if chain.from_round else 0.0
+    return until(chain.rounds_per_step), (until(len(chain.round_sizes)) - before_s) / chain.measured_steps
 
 
 @pytest.mark.parametrize("name", ["Llama3-8B", "Qwen3-32B"])
@@ -75,9 +82,10 @@ def test_published_partition_has_its_published_makespan(name: str) -> None:
     ("name", "most_ms"), [pytest.param("Llama3-8B", 5880.1, marks=pytest.mark.sweep), ("Qwen3-32B", 23770.9)]
 )
 def test_planned_step_is_as_fast_as_the_best_known(name: str, most_ms: float) -> None:
-    plan = plan_partition(SimulationCase(costs_of(published_models()[name]), 8, 16, accounting="published"))
-    assert plan.step_s * 1e3 <= most_ms
-    assert plan.makespan_s == plan.step_s
+    costs = costs_of(published_models()[name])
+    plan = plan_partition(SimulationCase(costs, 8, 16, accounting="published"))
+    _, step_s = scored(costs, (plan.forward_stages, plan.backward_stages), 8, chain_of(16, 8, staleness=0, num_steps=1))
+    assert step_s * 1e3 <= most_ms
 
 
 @pytest.mark.parametrize(
@@ -86,10 +94,11 @@ def test_planned_step_is_as_fast_as_the_best_known(name: str, most_ms: float) ->
 def test_planned_steady_state_is_as_fast_as_the_best_known(name: str, most_ms: float) -> None:
     costs = costs_of(published_models()[name])
     plan = plan_partition(SimulationCase(costs, 8, 8, accounting="published", staleness=1, num_steps=60))
-    assert plan.step_s * 1e3 <= most_ms
+    _, step_s = scored(costs, (plan.forward_stages, plan.backward_stages), 8, chain_of(8, 8, staleness=1, num_steps=60))
+    assert step_s * 1e3 <= most_ms
     whole = sum(layer.forward_s + layer.backward_s for layer in costs.layers)
     recompute = sum(layer.forward_s for layer in costs.layers[: plan.backward_stages[0][0]])
-    assert plan.step_s >= (whole + recompute) * (1 - 1e-9), "the workers cannot do more than they have time for"
+    assert step_s >= (whole + recompute) * (1 - 1e-9), "the workers cannot do more than they have time for"
 
 
 @pytest.mark.parametrize("num_blocks", [24, *(pytest.param(count, marks=pytest.mark.sweep) for count in (32, 48))])
@@ -175,4 +184,4 @@ def test_no_partition_beats_its_lower_bound() -> None:
         works, _ = scorer.works(one_batch(scorer.numpy, sizes, 2))
         chain = chain_of(num_microbatches, num_workers, staleness=0, num_steps=1)
         bound = float(lower_bounds(scorer, works, chain)[0])
-        assert bound <= scorer.measure(sizes, 2, chain)[0] * (1 + 1e-9)
+        assert bound <= float(scorer.step_s(works, chain)[0]) * (1 + 1e-9)

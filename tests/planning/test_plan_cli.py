@@ -160,7 +160,7 @@ def test_a_picture_that_cannot_be_written_is_refused(recipe: Path) -> None:
 
 def test_words_begin_with_the_verdict(recipe: Path) -> None:
     answer = make_plan(load(recipe), "2x4090")
-    assert answer.forward_stages == ((0, 10), (11, 20), (21, 30)), "given"
+    assert answer.cut.forward_stages == ((0, 10), (11, 20), (21, 30)), "given"
     lines = plan_text(answer, None)
     assert lines[0].startswith("FITS: HuggingFaceTB/SmolLM2-135M-Instruct (135M parameters), lora")
     assert lines[1] == "  on 2x4090: as --hardware says"
@@ -299,7 +299,7 @@ def test_sequences_in_chunks_are_planned(recipe: Path) -> None:
     whole = make_plan(load(recipe, *long), words)
     chunks = make_plan(load(recipe, *long, "pipeline.sequence_chunks=32", "pipeline.head_workers=8"), words)
     assert chunks.step_s < whole.step_s / 3 and chunks.bubble_ratio < 0.3
-    assert chunks.backward_stages[0][0] == chunks.backward_stages[0][1], "the head is alone in its stage"
+    assert chunks.cut.backward_stages[0][0] == chunks.cut.backward_stages[0][1], "the head is alone in its stage"
     assert chunks.verdict.fits and not whole.verdict.fits and chunks.tokens_per_s > 3 * whole.tokens_per_s
     assert any("every chunk of a sequence takes the same time" in line for line in chunks.assumptions)
     costs = [plan.question.analytic.costs.layers[1] for plan in (whole, chunks)]
@@ -337,7 +337,7 @@ def test_short_host_memory_takes_fewer_boundaries(recipe: Path) -> None:
     coarse, ample = (make_plan(load(recipe, *words), f"4x3090,host_memory_gib={gib}") for gib in (54, 126))
     assert coarse.verdict.fits and ample.verdict.fits
     assert coarse.microbatches_per_round < ample.microbatches_per_round
-    assert len(coarse.backward_stages) < len(ample.backward_stages)
+    assert len(coarse.cut.backward_stages) < len(ample.cut.backward_stages)
     assert "host memory is short" in coarse.explanation[0] and ample.step_s < coarse.step_s
 
 
@@ -371,7 +371,6 @@ NEUTRAL = {
     "label_smoothing": "a term of the loss, far below what is counted",
     "attends_in_rows": "rows are counted as full, and one row fills its sequence either way",
     "watchdog_s": "acts only when nothing moves",
-    "chunk_bytes": "the engine's own defaults in every run; no recipe key sets them",
 }
 """Options that change neither time nor memory of a plan, each with its reason."""
 

@@ -45,7 +45,7 @@ def with_keys(loaded: LoadedRecipe, *overrides: str) -> LoadedRecipe:
 def check_limits(answer: Plan) -> None:
     """Every stage may land on every worker that the plan uses."""
     smallest = min(answer.question.hardware.devices, key=lambda device: device.memory_bytes)
-    need = device_need(answer.question, answer.forward_stages, answer.backward_stages)
+    need = device_need(answer.question, answer.cut.forward_stages, answer.cut.backward_stages)
     assert answer.verdict.fits and need.total_bytes <= usable_device_bytes(smallest)
 
 

@@ -48,7 +48,7 @@ def planned(folder: Path, hardware: str, *overrides: str) -> Plan:
 def test_a_model_that_fits_is_not_recomputed(tmp_path: Path, num_gpus: int, gain: float) -> None:
     """8B in 4 bit on 24 GB: weights 5 GB, activations of one microbatch 12 GB."""
     plan, streamed = (planned(tmp_path, f"{num_gpus}x4090", *also) for also in ((), ("pipeline.dispatch=round_robin",)))
-    assert plan.backward_stages == ((0, 33),) and plan.verdict.fits
+    assert plan.cut.backward_stages == ((0, 33),) and plan.verdict.fits
     assert plan.verdict.device.total_bytes <= DEVICE_SHARE * 24 * 2**30
     assert plan.verdict.host.total_bytes <= streamed.verdict.host.total_bytes
     assert streamed.device_step_s > gain * plan.device_step_s  # one interpreter binds eight
@@ -59,7 +59,7 @@ def test_a_model_that_fits_is_not_recomputed(tmp_path: Path, num_gpus: int, gain
 
 def test_what_does_not_fit_is_recomputed_on_the_same_worker(tmp_path: Path) -> None:
     plan = planned(tmp_path, "2x4090", "load_in_4bit=false")
-    (first, last), *others = plan.backward_stages
+    (first, last), *others = plan.cut.backward_stages
     assert last == 33 and 1 < first < 30 and plan.verdict.device.total_bytes <= DEVICE_SHARE * 24 * 2**30
     assert all(end - start < last - first for start, end in others)
 

@@ -72,7 +72,7 @@ def test_a_state_that_lacks_something(tmp_path: Path) -> None:
     [
         *(("num_steps", [4]), ("recipe.max_steps", {}), ("recipe.num_train_epochs", "x"), ("recipe.packing", 3)),
         *(("skipped_steps", -1), ("fit", {"micro_batch_size": 0, "first_step": 1}), ("fit", [1]), ("loss_scale", None)),
-        *(("evaluation", {"best_step": [1]}), ("training_s", 10**400), ("data_position.epoch", True)),
+        *(("evaluation.best_step", [1]), ("training_s", 10**400), ("data_position.epoch", True)),
         *(("num_updates", None), ("num_updates", -1), ("loss_scale", "high"), ("data_position", None)),
         ("evaluation", [1]),
         *(("data_position.offset", -1), ("data_position.offset", 2**63)),  # the sampler looked for rows for ever

@@ -8,11 +8,13 @@ import importlib
 import pkgutil
 
 import roundpipe_cli
+from roundpipe_cli.errors import RoundpipeError
 
 MODULES = (
     *(module.name for module in pkgutil.walk_packages(roundpipe_cli.__path__, "roundpipe_cli.")),
     *("peft", "zoneinfo", "numpy.ctypeslib", "omegaconf", "rich.console", "rich.table", "rich._emoji_codes"),
     *("pydantic.main", "pydantic.json_schema", "pydantic.type_adapter", "pydantic.functional_validators"),
+    "numpy.ma",
     *("transformers.models.llama.modeling_llama", "transformers.optimization", "transformers.trainer_pt_utils"),
     *("tests.support.e2e", "tests.torture.workers"),
 )
@@ -27,4 +29,9 @@ for name in MODULES:
         importlib.import_module(name)
 with contextlib.suppress(ImportError, AttributeError):  # a table that is built once a process, in a quarter of a second
     importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("llama")
+with contextlib.suppress(RoundpipeError):  # reads each library's version, once a process
+    importlib.import_module("roundpipe_cli.train.floors").check_floors()
+with contextlib.suppress(ImportError, AttributeError), importlib.import_module("torch").device("meta"):
+    llama = importlib.import_module("transformers.models.llama.modeling_llama")
+    llama.LlamaForCausalLM(llama.LlamaConfig(num_hidden_layers=1))  # the first model of a process takes longer
 gc.freeze()  # a collection in a fork would otherwise write to, and so copy, every page

@@ -9,11 +9,14 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from roundpipe_cli import faults
+from roundpipe_cli.costs.cost import CHUNK_BYTES
+from roundpipe_cli.engine import worker
 from roundpipe_cli.engine.backends import cuda
 from roundpipe_cli.engine.backends.base import Backend
 from roundpipe_cli.engine.backends.cpu import CpuBackend
@@ -174,6 +177,7 @@ class Case:
     """Options of `make_rig`, beside `kernels: auto`."""
     engine: Mapping[str, Any] = field(default_factory=dict)
     """Values of `EngineOptions`."""
+    chunk_bytes: int = CHUNK_BYTES
     schedule: Callable[[Rig, int], Schedule] = roundpipe
     microbatches: Sequence[Microbatch] = field(default_factory=lambda: random_microbatches(SIZES))
     chunks: int = 1
@@ -188,10 +192,18 @@ class Case:
     def rig(self) -> Rig:
         return make_rig(self.model_type, self.method, **{"num_hidden_layers": 2, "kernels": "auto", **self.model})
 
+    @contextmanager
+    def started(self, rig: Rig, backends: Sequence[Backend]) -> Iterator[Engine]:
+        options = EngineOptions(seed=3, head_chunk_tokens=8, fused=rig.fused, **self.engine)
+        with (
+            patch.object(worker, "CHUNK_BYTES", self.chunk_bytes),
+            Engine(rig.skeleton, rig.split, rig.store, backends, options=options) as engine,
+        ):
+            yield engine
+
     def on(self, rig: Rig, backends: Sequence[Backend]) -> Bits:
         """What the steps come to on these devices."""
-        options = EngineOptions(seed=3, head_chunk_tokens=8, fused=rig.fused, **self.engine)
-        with Engine(rig.skeleton, rig.split, rig.store, backends, options=options) as engine:
+        with self.started(rig, backends) as engine:
             return self.steps(engine, rig, self)
 
     def on_processor(self) -> Bits:
@@ -217,12 +229,10 @@ class Case:
                 yield seed, *self.simulated(seed, lazy=seed % 2 == 1)
             return
         rig = self.rig()
-        with simulated() as simulation, page_locked(rig):
-            options = EngineOptions(seed=3, head_chunk_tokens=8, fused=rig.fused, **self.engine)
-            with Engine(rig.skeleton, rig.split, rig.store, backends_of((0, 1)), options=options) as engine:
-                for seed in seeds:
-                    simulation.draw_again(seed, lazy=seed % 2 == 1)
-                    yield seed, self.steps(engine, rig, self), simulation
+        with simulated() as simulation, page_locked(rig), self.started(rig, backends_of((0, 1))) as engine:
+            for seed in seeds:
+                simulation.draw_again(seed, lazy=seed % 2 == 1)
+                yield seed, self.steps(engine, rig, self), simulation
 
 
 class Turns(cuda.IssueTurns):
@@ -345,7 +355,7 @@ CASES: dict[str, Case] = {
     "spread-head": Case("llama", "lora", schedule=partial(roundpipe, options=Options(head_workers=2))),
     "spread-head-full": Case("llama", "full", schedule=partial(roundpipe, options=Options(head_workers=2))),
     "early-updates": Case("llama", "full", num_steps=2, steps=update_early),
-    "small-chunks": Case("llama", "full", engine={"chunk_bytes": 10_000},
+    "small-chunks": Case("llama", "full", chunk_bytes=10_000,
                          microbatches=random_microbatches([(2, 24), (1, 45)])),
     "after-failures": Case("llama", "full", microbatches=random_microbatches(MORE_SIZES), steps=after_failures),
     "after-failures-lora": Case("llama", "lora", microbatches=random_microbatches(MORE_SIZES), steps=after_failures),

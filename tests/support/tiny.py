@@ -18,7 +18,7 @@ from roundpipe_cli.engine.options import EngineOptions
 from roundpipe_cli.engine.probe import AssumedDevice, LayerSizes, rough_costs
 from roundpipe_cli.engine.step import Microbatch
 from roundpipe_cli.engine.weights import WeightStore
-from roundpipe_cli.model import sink_attention
+from roundpipe_cli.model.attention import SINKS_NAME
 from roundpipe_cli.model.dropout import SeededDropout, layer_seed
 from roundpipe_cli.model.fused import FusedOps, find_fused_ops
 from roundpipe_cli.model.layout import layer_parameters, make_layout
@@ -178,7 +178,7 @@ def plain_copy(skeleton: nn.Module, store: WeightStore) -> nn.Module:
 
     plain = copy.deepcopy(skeleton)
     config: Any = plain.config
-    if config._attn_implementation == sink_attention.NAME:
+    if config._attn_implementation == SINKS_NAME:
         config._attn_implementation = "eager"  # transformers' own
     places = {place.name: place for layout in store.layouts for place in layout.places}
     real: dict[str, nn.Parameter] = {}

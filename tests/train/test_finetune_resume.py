@@ -317,7 +317,8 @@ def test_every_value_of_a_checkpoint_is_restored(
     again.run(replace(checkpoint, meta={**saved, **changed}))
     begun: list[Snapshot] = []
     with (again.output_dir / "metrics.jsonl").open("ab", buffering=0) as rows:
-        again._save(cast(Saver, SimpleNamespace(begin=lambda snapshot, _: begun.append(snapshot))), rows, 3)
+        again._saver, again._metrics = cast(Saver, SimpleNamespace(begin=lambda one, _: begun.append(one))), rows
+        again._save(3)
     found = {key: begun[0].meta[key] for key in changed}
     assert 1234.5 < found.pop("training_s") < changed.pop("training_s") + 60  # it goes on counting
     assert found == changed

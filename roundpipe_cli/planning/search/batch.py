@@ -15,7 +15,7 @@ Shapes: C candidates, N stages per round (forward then backward), W workers, R m
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 from roundpipe_cli.costs.cost import NUM_SLOTS, CostModel
@@ -190,28 +190,12 @@ class BatchScorer:
         ]
         return numpy.concatenate(parts) if parts else numpy.zeros(0)
 
-    def measure(self, sizes: Sequence[int], num_forward: int, chain: RoundChain) -> tuple[float, float]:
-        """Makespan of the first step and time per step of one partition."""
-        numpy = self.numpy
-        works, _ = self.works(one_batch(numpy, sizes, num_forward))
-        first = RoundChain(chain.round_sizes[: chain.rounds_per_step], chain.rounds_per_step, 0, 1)
-        alone = replace(works, updated_s=0.0 * works.updated_s)
-        makespan_s, step_s = (
-            float(_Walk(self, part, plain=True).run(rounds)[0]) for part, rounds in ((alone, first), (works, chain))
-        )
-        if not chain.from_round:
-            return makespan_s, step_s
-        once_s = float(numpy.where(works.is_head, works.whole_s, works.lead_s + works.whole_s).sum())
-        work_s = once_s * sum(first.round_sizes)
-        return makespan_s, max(step_s, work_s / float(self.speeds.sum()))  # few steps may end early by chance
-
 
 class _Walk:
     """The walk of one chunk. Row w of `free` and the other states belongs to worker w between rounds."""
 
-    def __init__(self, scorer: BatchScorer, works: Works, plain: bool = False) -> None:
+    def __init__(self, scorer: BatchScorer, works: Works) -> None:
         numpy = scorer.numpy
-        self.plain = plain
         self.numpy, self.scorer, self.works = numpy, scorer, works
         self.lead, self.rest = works.lead_s, numpy.where(works.is_head, works.whole_s - works.lead_s, works.whole_s)
         self.all_count = bool(((self.lead + self.rest > 0) | ~works.real).all())
@@ -256,7 +240,7 @@ class _Walk:
             numpy.maximum(self.makespan, self.states[2].max(axis=0), out=self.makespan)
         after = [self.makespan, self.states[0].mean(axis=0)]
         value, average = ((to_s - from_s) / chain.measured_steps for from_s, to_s in zip(before, after, strict=True))
-        if self.plain or not chain.from_round:
+        if not chain.from_round:
             return value
         # Of two regimes, a slow and a fast one, between which rounds may fall at any time, the measured steps may show
         # the fast one alone; and a plan whose last worker happens to end late before them looks faster than it is.

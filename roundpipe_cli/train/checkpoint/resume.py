@@ -104,17 +104,17 @@ class SavedEvaluation:
 
 @dataclass(frozen=True)
 class SavedState:
-    """A run's state beside tensors and its recipe. Earlier releases had no keys that have a default here."""
+    """A run's state beside tensors and its recipe."""
 
     num_updates: Whole
     loss_scale: Annotated[float, Range(0, MOST)]
     steps_since_overflow: Whole
     training_s: Annotated[float, Range(0, MOST)]
     data_position: SavedPosition
-    num_steps: Whole | None = None
-    skipped_steps: Whole | None = None
-    fit: SavedFit | None = None
-    evaluation: SavedEvaluation | None = None
+    num_steps: Whole
+    skipped_steps: Whole
+    fit: SavedFit | None
+    evaluation: SavedEvaluation
 
 
 def run_state(setup: Setup, loss_scale: float, seconds: float) -> dict[str, Any]:
@@ -194,7 +194,7 @@ def is_complete(checkpoint: Checkpoint, recipe: Recipe, num_steps: int) -> str |
     if checkpoint.step >= num_steps:
         return f"all {num_steps} steps are done"
     patience = recipe.early_stopping_patience
-    num_worse = (checkpoint.meta.get("evaluation") or {}).get("num_worse") or 0
+    num_worse = checkpoint.meta["evaluation"].get("num_worse") or 0
     if patience is not None and num_worse >= patience:
         return "it stopped early; a larger early_stopping_patience continues it"
     return None

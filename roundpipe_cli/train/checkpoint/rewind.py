@@ -29,7 +29,7 @@ from roundpipe_cli.files import (
     read_json_of_ours,
     read_regular,
     remove_tree,
-    sync_folder,
+    sync,
     write_atomically,
 )
 from roundpipe_cli.train.checkpoint.output_dir import (
@@ -197,7 +197,7 @@ def _copy_folder(source: Path, target: Path) -> None:
     try:
         shutil.copytree(source, temporary)
         temporary.rename(target)
-        sync_folder(target.parent)
+        sync(target.parent)
     except OSError as error:
         raise disk_error(error, target, "a copy of the best weights") from error
     finally:
@@ -237,7 +237,7 @@ def _set_later_aside(output_dir: Path, step: int, say: Say) -> None:
     for _, folder in later:
         folder.rename(free_name(folder.with_name(f"{SET_ASIDE_PREFIX}{folder.name}")))
     if later:
-        sync_folder(output_dir)
+        sync(output_dir)
         names = _listed([folder for _, folder in later])
         say(f"continuing after step {step}: {names} and the rows of later steps belong to a future that is left")
     aside = [folder for _, folder in list_set_aside(output_dir)]
@@ -266,8 +266,8 @@ def _set_result_aside(output_dir: Path, say: Say) -> None:
             if not (report.parent / name).exists():
                 (output_dir / name).rename(report.parent / name)
         if names:
-            sync_folder(report.parent)
-            sync_folder(output_dir)
+            sync(report.parent)
+            sync(output_dir)
 
 
 def _result_names(output_dir: Path, report: Path) -> list[str]:

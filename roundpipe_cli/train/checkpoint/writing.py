@@ -37,7 +37,7 @@ from roundpipe_cli.files import (
     free_bytes,
     remove_tree,
     require_free_bytes,
-    sync_folder,
+    sync,
     write_new_file,
 )
 from roundpipe_cli.model.stored.tensors import DTYPES
@@ -195,7 +195,7 @@ def _write_folder(temporary: Path, step: int, specs: Specs, pieces: Pieces, *, s
     head = {"format": FORMAT_NAME, "format_version": FORMAT_VERSION, "step": step}
     manifest = _encode_json({**head, "files": [asdict(record) for record in records]})
     write_new_file(temporary / MANIFEST_NAME, [manifest])
-    sync_folder(temporary)
+    sync(temporary)
     return records
 
 
@@ -249,7 +249,7 @@ def _commit(output_dir: Path, temporary: Path, step: int) -> None:
         _pass_fault(step)
         temporary.rename(target)
         try:
-            sync_folder(output_dir)
+            sync(output_dir)
         except OSError:
             target.rename(temporary)  # its name may not be durable, so it must not count as committed
             raise

@@ -25,7 +25,7 @@ from roundpipe_cli.data.batching import BatchSampler, Grouping
 from roundpipe_cli.data.dataset import build_dataset, build_pairs, hold_out_pairs
 from roundpipe_cli.data.rows import DatasetSpec, DataSettings, TrainRules
 from roundpipe_cli.data.tokenized import Packer, Row, RowMix, TokenizedDataset, TokenizedRows, choose_packing, hold_out
-from roundpipe_cli.engine.probe import can_attend_in_rows, has_masks
+from roundpipe_cli.engine.probe import Probe
 from roundpipe_cli.engine.weights import WeightStore, settle_heap
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import Event, Notice, Phase, Say, Tell, tell_notices
@@ -409,6 +409,11 @@ class Setup:
         return head_chunk_tokens(self.recipe.head_chunk_tokens, config.get_text_config().vocab_size)
 
     @functools.cached_property
+    def probe(self) -> Probe:
+        """Answers what can be known of the blocks before training."""
+        return Probe(self.model, self.split, self.store, self.fused)
+
+    @functools.cached_property
     def attends_in_rows(self) -> bool:
         """Whether blocks are told where rows lie, in place of masks of all pairs of tokens.
 
@@ -417,10 +422,9 @@ class Setup:
         Raises:
             RefusedError: packed rows need masks, which would be too large.
         """
-        recipe, blocks = self.recipe, (self.model, self.split, self.store)
-        longest = int(self.dataset.rows.lengths.max())
-        needed = recipe.packs or (recipe.pipeline.num_chunks == 1 and has_masks(*blocks, longest))
-        if needed and recipe.kernels == "auto" and can_attend_in_rows(*blocks):
+        recipe, longest = self.recipe, int(self.dataset.rows.lengths.max())
+        needed = recipe.packs or (recipe.pipeline.num_chunks == 1 and self.probe.has_masks(longest))
+        if needed and recipe.kernels == "auto" and self.probe.can_attend_in_rows():
             return True
         if recipe.packs:
             check_mask_bytes(max_seq_length=recipe.max_seq_length, micro_batch_size=recipe.rows_per_microbatch)
@@ -598,9 +602,10 @@ def _read_data(
     if dataset.chat_template is not None:
         put_template(tokenizer, dataset.chat_template)  # saved with the result
     tell_notices(tell, *dataset.notices)
-    base_files, added = base_files.ending_as_trained(tokenizer)
-    if added and loaded.recipe.method == "full":
-        tell(Notice(describe_added(added)))
+    if loaded.recipe.method == "full" or loaded.recipe.eval_samples:  # an adapter has no such files
+        base_files, added = base_files.ending_as_trained(tokenizer)
+        if added and loaded.recipe.method == "full":
+            tell(Notice(describe_added(added)))
     counts = f"data: {dataset.report.filter_counts()}; {dataset.report.trained_tokens} trained tokens"
     tell(Notice(counts, is_detail=dataset.report.rows_kept == dataset.report.rows_read))
     tell_notices(tell, describe_padded_to_chunks(dataset.rows.lengths, loaded.recipe.pipeline.num_chunks))

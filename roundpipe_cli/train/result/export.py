@@ -32,7 +32,7 @@ from roundpipe_cli.files import (
     remove_tree,
     require_free_bytes,
     shared_mode,
-    sync_folder,
+    sync,
     write_atomically,
     write_new_file,
 )
@@ -566,10 +566,10 @@ class Destination:
                 for path in self._temporary.rglob("*"):
                     path.chmod(shared_mode(0o777 if path.is_dir() else 0o666))
                 self._temporary.chmod(shared_mode(0o777))
-                sync_folder(self._temporary)
+                sync(self._temporary)
                 fault("export")
                 self._temporary.rename(self._folder)
-                sync_folder(self._folder.parent)
+                sync(self._folder.parent)
                 return
         except OSError as problem:
             error = problem

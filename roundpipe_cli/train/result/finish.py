@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import platform
 import resource
 import shlex
 import shutil
 import statistics
 import sys
+import time
+from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,11 @@ from torch import nn
 from roundpipe_cli import __version__
 from roundpipe_cli.costs.machine import processor_name
 from roundpipe_cli.data.row_chunks import find_template
+from roundpipe_cli.engine.step import Microbatch, StepResult
 from roundpipe_cli.errors import RefusedError, redact
 from roundpipe_cli.events import DeviceLost, StepFinished
 from roundpipe_cli.faults import fault
-from roundpipe_cli.files import TEMPORARY_PREFIX, disk_error, sync_folder, write_atomically, write_new_file
+from roundpipe_cli.files import TEMPORARY_PREFIX, disk_error, sync, write_atomically, write_new_file
 from roundpipe_cli.model.adapter_files import ADAPTER_WEIGHTS
 from roundpipe_cli.model.files.source import ModelSource
 from roundpipe_cli.model.fingerprint import Fingerprint, TrainedOn
@@ -60,40 +62,85 @@ from roundpipe_cli.watchdog import at_work
 # report.json: what a finished run was and what it measured.
 
 LAST_STEPS = 5
+ETA_STEPS = 20
+TRACED_STEPS = 3
 
 
-@dataclass(frozen=True)
-class RunFigures:
-    """Figures of a run; times and bytes are of the steps since the last resume."""
+class RunLog:
+    """Figures of a run. Rows, times and bytes are of the steps since the start or the last resume."""
 
-    rows: Sequence[StepFinished]
-    pipeline_s: Sequence[float]
-    """Seconds of forward and backward of each step."""
-    launch_bound: Sequence[float]
-    """Share of each step's busy time in which GPUs may have waited for launches."""
-    losses: Mapping[int, float]
-    """Step -> loss since the start of the run; steps whose rows were lost are missing."""
-    num_steps: int
-    """Steps since the start of the run."""
-    seconds: float
-    """Seconds of training since the start of the run."""
-    moments_bytes: int
-    """Host memory that the optimizer keeps."""
-    lost: Sequence[tuple[int, DeviceLost]] = ()
-    """Lost devices, each with the number of rows before."""
+    def __init__(self, *, trace: bool) -> None:
+        """`trace`: keep the timelines of the last steps."""
+        self.earlier_s = 0.0
+        """Seconds that the run took before it was resumed."""
+        self.earlier_losses: Mapping[int, float] = {}
+        """Step -> loss of the steps before it was resumed, as far as their rows are known."""
+        self.timelines: deque[Timeline] = deque(maxlen=TRACED_STEPS if trace else 0)
+        """The last steps."""
+        self.longest_row = 0
+        """Tokens of the longest row until now."""
+        self.rows: list[StepFinished] = []
+        self.lost: list[tuple[int, DeviceLost]] = []
+        """Lost devices, each with the number of rows before."""
+        self.pipeline_s: list[float] = []
+        """Seconds of forward and backward of each step."""
+        self.launch_bound: list[float] = []
+        """Share of each step's busy time in which GPUs may have waited for launches."""
+        self._counts: list[int] = []
+        """Microbatches of each step."""
+        self._started_s = time.monotonic()
+
+    def start(self) -> None:
+        """Note the start of training."""
+        self._started_s = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of training, those before the last resume included."""
+        return self.earlier_s + time.monotonic() - self._started_s
+
+    @property
+    def tokens(self) -> float | None:
+        """Median of the steps' tokens; None before the first step."""
+        return _median([row.tokens for row in self.rows])
+
+    @property
+    def num_microbatches(self) -> int | None:
+        """Microbatches of most steps; None before the first step."""
+        return statistics.mode(self._counts) if self._counts else None
+
+    def computed(self, result: StepResult, microbatches: Sequence[Microbatch]) -> None:
+        """A step's forward and backward are done."""
+        self.longest_row = max(self.longest_row, *(one.input_ids.shape[1] for one in microbatches))
+        self._counts.append(len(microbatches))
+        self.pipeline_s.append(result.step_s)
+        self.launch_bound.append(result.launch_bound_ratio)
+        if self.timelines.maxlen:
+            intervals = *result.timeline.intervals, *result.links, *result.waits
+            self.timelines.append(replace(result.timeline, intervals=intervals))
+
+    def eta_s(self, step_s: float, steps_left: int) -> float:
+        """Seconds until the end, where the newest step took `step_s`."""
+        recent = [row.step_s for row in self.rows[-ETA_STEPS:]] + [step_s]
+        return statistics.median(recent) * steps_left
 
 
-def make_report(setup: Setup, figures: RunFigures, predicted: Mapping[str, float]) -> dict[str, Any]:
+def make_report(
+    setup: Setup, log: RunLog, predicted: Mapping[str, float], *, num_steps: int, moments_bytes: int
+) -> dict[str, Any]:
     """The report of a run.
 
     Args:
         predicted: the simulator's figures for a full step, from the costs measured in the first steps, and what
             `plan` says of memory; may be empty.
+        num_steps: since the start of the run.
+        moments_bytes: host memory that the optimizer keeps.
     """
     import transformers
 
-    store, rows = setup.store, figures.rows
-    losses = [figures.losses[step] for step in sorted(figures.losses) if math.isfinite(figures.losses[step])]
+    store, rows = setup.store, log.rows
+    loss_of = {**log.earlier_losses, **{row.step: row.loss for row in rows}}
+    losses = [loss_of[step] for step in sorted(loss_of) if math.isfinite(loss_of[step])]
     return {
         "tool_version": __version__,
         "model": setup.source.name,
@@ -105,14 +152,14 @@ def make_report(setup: Setup, figures: RunFigures, predicted: Mapping[str, float
         "machine": {"processor": processor_name() or platform.machine(), "torch": torch.__version__},
         "command": shlex.join(["roundpipe", *map(redact, sys.argv[1:])]),
         "transformers": transformers.__version__,
-        "num_steps": figures.num_steps,
-        "seconds": figures.seconds,
+        "num_steps": num_steps,
+        "seconds": log.seconds,
         "data": {
             name: getattr(setup.dataset.report, name)
             for name in ("rows_read", "rows_kept", "rows_truncated", "rows_bad", "trained_tokens")
         },
         "loss": {
-            "first": losses[0] if losses and 1 in figures.losses else None,
+            "first": losses[0] if losses and 1 in loss_of else None,
             "last": losses[-1] if losses else None,
             f"mean_of_last_{LAST_STEPS}": statistics.fmean(losses[-LAST_STEPS:]) if losses else None,
         },
@@ -121,17 +168,17 @@ def make_report(setup: Setup, figures: RunFigures, predicted: Mapping[str, float
             "steps": len(rows),
             "first_step": rows[0].step if rows else None,
             "step_s": _median([row.step_s for row in rows]),
-            "pipeline_s": _median(figures.pipeline_s),
+            "pipeline_s": _median(log.pipeline_s),
             "tokens_per_s": _median([row.tokens_per_s for row in rows]),
             # A step's own figure, so that it is the one that the dashboard shows for the run.
             "bubble_ratio": statistics.median_low([row.bubble_ratio for row in rows]) if rows else None,
-            "launch_bound_ratio": _median(figures.launch_bound),
+            "launch_bound_ratio": _median(log.launch_bound),
             "upload_bytes_per_step": _median([float(row.upload_bytes) for row in rows]),
             "device_peak_bytes": max((row.device_peak_bytes for row in rows), default=0),
             "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-            "host_store_bytes": {**store.num_bytes(), "moments": figures.moments_bytes},
+            "host_store_bytes": {**store.num_bytes(), "moments": moments_bytes},
         },
-        "lost_devices": [_loss_figures(rows, before, event) for before, event in figures.lost],
+        "lost_devices": [_loss_figures(rows, before, event) for before, event in log.lost],
     }
 
 
@@ -186,8 +233,8 @@ def save_result(setup: Setup, output_dir: Path, best: Path | None = None) -> lis
                     target.parent.chmod(RESULT_FOLDER_MODE)
                 path.rename(target)
                 if target.parent != output_dir:
-                    sync_folder(target.parent)
-        sync_folder(output_dir)
+                    sync(target.parent)
+        sync(output_dir)
         shutil.rmtree(temporary)
         return [path.relative_to(temporary).as_posix() for path in paths]
     except (DamagedError, OSError) as error:
@@ -210,9 +257,9 @@ def write_best(setup: Setup, folder: Path, note: Mapping[str, Any]) -> None:
         _fill(setup, temporary)
         write_manifest(temporary, BEST_NOTE, note)
         _synced(temporary)
-        sync_folder(temporary)
+        sync(temporary)
         temporary.rename(folder)
-        sync_folder(folder.parent)
+        sync(folder.parent)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise disk_error(error, folder, "the best weights") from error
@@ -266,10 +313,9 @@ def _synced(folder: Path) -> list[Path]:
     files.sort(key=lambda path: (path.name in LAST_NAMES, path.name))
     for path in files:
         path.chmod(0o644)
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
+        sync(path)
         if path.parent != folder:
-            sync_folder(path.parent)
+            sync(path.parent)
     return files
 
 
