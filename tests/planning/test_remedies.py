@@ -62,8 +62,8 @@ ASKED = {
     "Qwen/Qwen3-30B-A3B": (3,),
     "meta-llama/Llama-3.3-70B-Instruct": (1,),
 }
-"""Machines to ask about a model: each fits one, and FP8, 4 bit and another model are first remedies. Planning all
-remedies again takes minutes."""
+"""Machines to ask about a model: each fits one, and 8 bit and another model are first remedies. Planning all remedies
+again takes minutes."""
 EVERY = [
     pytest.param(
         model,
