@@ -181,30 +181,31 @@ def test_layouts_that_are_used(tmp_path: Path) -> None:
         assert trained_text(tokenizer, dataset, index) == (prompt + "Yo</s>\n", "Yo</s>"), name
 
 
-@pytest.mark.parametrize(
-    ("row", "prompt"),
-    [
-        ({"Question": "Hi", "Answer": "Yo"}, HI),
-        ({"PROMPT": "Hi", "Completion": "Yo"}, HI),
-        ({" question": "Hi", "answer ": "Yo"}, HI),
-        ({"Instruction": "Hi", "Input": "you", "Output": "Yo"}, "<s>user\nHi\n\nyou</s>\n<s>assistant\n"),
-        ({"Messages": CHAT, "System": "Be brief."}, SYSTEM + HI),
-        ({"Conversations": SHAREGPT}, HI),
-        ({"prompt": "Hi", "completion": "Yo", "System_Prompt": "Be brief."}, SYSTEM + HI),
-        ({"Question": "no", "question": "Hi", "answer": "Yo", "QUESTION": "Hi"}, None),
-        ({"Question": "no", "QUESTION": "Hi", "answer": "Yo"}, None),
-        ({"Chosen": "Hi", "Rejected": "Yo", "Prompt": "Hi"}, None),
-    ],
-)
-def test_columns_in_other_capitals(tmp_path: Path, row: dict[str, Any], prompt: str | None) -> None:
+CAPITALS: list[tuple[dict[str, Any], str]] = [
+    ({"Question": "Hi", "Answer": "Yo"}, HI),
+    ({"PROMPT": "Hi", "Completion": "Yo"}, HI),
+    ({" question": "Hi", "answer ": "Yo"}, HI),
+    ({"Instruction": "Hi", "Input": "you", "Output": "Yo"}, "<s>user\nHi\n\nyou</s>\n<s>assistant\n"),
+    ({"Messages": CHAT, "System": "Be brief."}, SYSTEM + HI),
+    ({"Conversations": SHAREGPT}, HI),
+    ({"prompt": "Hi", "completion": "Yo", "System_Prompt": "Be brief."}, SYSTEM + HI),
+]
+AMBIGUOUS: list[dict[str, Any]] = [
+    {"Question": "no", "question": "Hi", "answer": "Yo", "QUESTION": "Hi"},
+    {"Question": "no", "QUESTION": "Hi", "answer": "Yo"},
+    {"Chosen": "Hi", "Rejected": "Yo", "Prompt": "Hi"},
+]
+
+
+def test_columns_in_other_capitals(tmp_path: Path) -> None:
     """Story: `Question,Answer` was not known, and the hint offered the answer as the prompt."""
     tokenizer = byte_tokenizer()
-    path = write_rows(tmp_path / "x.jsonl", [row])
-    if prompt is None:
+    dataset = build_dataset(files_of(tmp_path, (row for row, _ in CAPITALS)), tokenizer)
+    for index, (_, prompt) in enumerate(CAPITALS):
+        assert trained_text(tokenizer, dataset, index) == (prompt + "Yo</s>\n", "Yo</s>")
+    for row in AMBIGUOUS:
         with pytest.raises(RefusedError, match=r"part of the prompt|cannot tell the type|preference pairs"):
-            build(path, tokenizer)
-        return
-    assert trained_text(tokenizer, build(path, tokenizer)) == (prompt + "Yo</s>\n", "Yo</s>")
+            build(write_rows(tmp_path / "x.jsonl", [row]), tokenizer)
 
 
 def test_a_column_as_it_is_written_comes_before_other_capitals(tmp_path: Path) -> None:
@@ -239,15 +240,18 @@ OPENED: dict[str, tuple[dict[str, Any], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", OPENED)
-def test_lists_as_json_text_in_csv(tmp_path: Path, name: str) -> None:
+def test_lists_as_json_text_in_csv(tmp_path: Path) -> None:
     """Story: `messages` was refused as text, and a prompt of messages was trained as the letters of its JSON."""
-    row, prompt = OPENED[name]
     tokenizer = byte_tokenizer(template=TOOLS_TEMPLATE)
-    texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in row.items()}
-    for path in (write_csv(tmp_path / "x.csv", row), write_rows(tmp_path / "x.jsonl", [texts])):
+    specs = []
+    for number, (row, _) in enumerate(OPENED.values()):
+        texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in row.items()}
+        paths = write_csv(tmp_path / f"{number}.csv", row), write_rows(tmp_path / f"{number}.jsonl", [texts])
+        specs += [DatasetSpec(str(path)) for path in paths]
+    dataset = build_dataset(DataSettings(tuple(specs), 1000), tokenizer)
+    for index, (name, (_, prompt)) in enumerate(one for one in OPENED.items() for _ in range(2)):
         expected = "B</s>Yo</s>" if "\nB" in prompt else "Yo</s>"
-        assert trained_text(tokenizer, build(path, tokenizer)) == (prompt + "Yo</s>\n", expected)
+        assert trained_text(tokenizer, dataset, index) == (prompt + "Yo</s>\n", expected), name
 
 
 def test_messages_in_a_list_of_json_texts(tmp_path: Path) -> None:
@@ -269,28 +273,30 @@ def test_pairs_as_json_text_in_csv(tmp_path: Path) -> None:
         {"prompt": [USER], "chosen": [YO], "rejected": [NO]},
         {"messages": [USER], "chosen": YO, "rejected": NO},
     ]
-    for index, row in enumerate(rows):
-        chosen, rejected = pairs_of(write_csv(tmp_path / f"{index}.csv", row), tokenizer)
-        assert trained_text(tokenizer, chosen) == (HI + "Yo</s>\n", "Yo</s>")
-        assert trained_text(tokenizer, replace(chosen, rows=rejected)) == (HI + "No</s>\n", "No</s>")
+    specs = tuple(DatasetSpec(str(write_csv(tmp_path / f"{index}.csv", row))) for index, row in enumerate(rows))
+    chosen, rejected = build_pairs(DataSettings(specs, 1000), tokenizer, lambda text: None)
+    for index in range(len(rows)):
+        assert trained_text(tokenizer, chosen, index) == (HI + "Yo</s>\n", "Yo</s>")
+        assert trained_text(tokenizer, replace(chosen, rows=rejected), index) == (HI + "No</s>\n", "No</s>")
 
 
 def test_a_text_of_json_stays_text(tmp_path: Path) -> None:
     """Answers may be JSON, and a chat may be quoted in a question."""
     tokenizer = byte_tokenizer()
-    for prompt, completion in (("Hi", json.dumps([YO])), (json.dumps(CHAT), "greeting"), ('[{"role": 1}]', '{"a": 1}')):
-        row = {"prompt": prompt, "completion": completion}
+    texts = [("Hi", json.dumps([YO])), (json.dumps(CHAT), "greeting"), ('[{"role": 1}]', '{"a": 1}')]
+    dataset = build(write_rows(tmp_path / "x.jsonl", [{"prompt": one, "completion": two} for one, two in texts]))
+    for index, (prompt, completion) in enumerate(texts):
         text = f"<s>user\n{prompt}</s>\n<s>assistant\n{completion}</s>\n"
-        assert trained_text(tokenizer, build(write_csv(tmp_path / "x.csv", row), tokenizer))[0] == text
+        assert trained_text(tokenizer, dataset, index)[0] == text
 
 
-@pytest.mark.parametrize("text", [str(CHAT), f"array({CHAT})", "[{]"])
-def test_messages_that_are_no_json_text(tmp_path: Path, text: str) -> None:
-    with pytest.raises(RefusedError, match="rows cannot be used") as caught:
-        build(write_csv(tmp_path / "x.csv", {"messages": text}))
-    problem = caught.value.problems[1]
-    assert problem.what == "`messages` cannot be read as JSON"
-    assert ("json.dumps" in str(problem.hint)) == ("'role'" in text)
+def test_messages_that_are_no_json_text(tmp_path: Path) -> None:
+    for text in (f"array({CHAT})", "[{]"):
+        with pytest.raises(RefusedError, match="rows cannot be used") as caught:
+            build(write_csv(tmp_path / "x.csv", {"messages": text}))
+        problem = caught.value.problems[1]
+        assert problem.what == "`messages` cannot be read as JSON"
+        assert ("json.dumps" in str(problem.hint)) == ("'role'" in text)
 
 
 @pytest.mark.parametrize(
@@ -362,16 +368,16 @@ def test_a_message_in_two_forms_names_the_one_that_is_not_read(tmp_path: Path) -
 
 def test_a_late_row_is_looked_at_too(tmp_path: Path) -> None:
     """The first rows tell the type; any row can hold a column that changes its meaning."""
-    rows = [{"messages": CHAT}] * 600 + [{"messages": CHAT, "label": False}]
+    rows = [{"messages": CHAT}] * 520 + [{"messages": CHAT, "label": False}]
     path = write_rows(tmp_path / "x.jsonl", rows)
     with pytest.raises(RefusedError) as caught:
         build(path)
     problem = caught.value.problems[1]
-    assert problem.where == f"{path}:601" and "`label`" in problem.what and problem.found == "label: False"
+    assert problem.where == f"{path}:521" and "`label`" in problem.what and problem.found == "label: False"
     dataset = build(path, on_bad_row="skip")
-    assert len(dataset.rows) == 600 and any("KTO" in text for text in dataset.notices)
+    assert len(dataset.rows) == 520 and any("KTO" in text for text in dataset.notices)
     with pytest.raises(RefusedError, match="no row is left") as caught:
-        build(write_rows(tmp_path / "y.jsonl", rows[600:]), on_bad_row="skip")
+        build(write_rows(tmp_path / "y.jsonl", rows[520:]), on_bad_row="skip")
     assert "KTO" in str(caught.value)
 
 
@@ -475,6 +481,7 @@ def pairs_of(path: Path, tokenizer: Any, **options: Any) -> tuple[TokenizedDatas
     return build_pairs(settings, tokenizer, lambda text: None)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dropped", [None, "x" * 2000])
 @pytest.mark.parametrize("side", SIDES)
 def test_pairs_behind_a_dropped_one_keep_their_partners(tmp_path: Path, side: str, dropped: str | None) -> None:
