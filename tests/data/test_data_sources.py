@@ -21,6 +21,7 @@ from roundpipe_cli.data.files import digest_file
 from roundpipe_cli.data.rows import DatasetSpec, RawRow, printable
 from roundpipe_cli.data.sources import Source, check_files, find_sources, parse_split
 from roundpipe_cli.errors import RefusedError
+from tests.support.covering import swept
 from tests.support.versions import at_least
 
 
@@ -509,7 +510,7 @@ def test_a_terabyte_that_its_first_row_makes_useless_is_not_hashed(name: str, tm
         digest_file(path)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [*range(4), *swept(range(4, 20))])
 def test_damaged_deflate_bytes_are_one_error(tmp_path: Path, seed: int) -> None:
     """`zlib.error` is neither an OSError nor an EOFError."""
     chance = random.Random(seed)
