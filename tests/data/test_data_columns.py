@@ -23,147 +23,14 @@ USER = {"role": "user", "content": "Hi"}
 YO, NO = {"role": "assistant", "content": "Yo"}, {"role": "assistant", "content": "No"}
 CHAT = [USER, YO]
 SHAREGPT = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yo"}]
-TOOL = {"type": "function", "function": {"name": "add"}}
 TOOLS_TEMPLATE = "{%- if tools %}{{- tools | tojson }}{%- endif %}" + CHATML
-KTO, MEDIA, TOKENS = "wanted or unwanted (KTO)", "images, video or sound", "tokens or masks"
-PAIR = "preference pair"
-
+MEDIA = "images, video or sound"
 HI, SYSTEM = "<s>user\nHi</s>\n<s>assistant\n", "<s>system\nBe brief.</s>\n"
-
-SINGLE: dict[str, tuple[dict[str, Any], str]] = {
-    # Used: the text before the answer. The answer `Yo` is all that is trained.
-    "llamafactory alpaca with a system prompt": (
-        {"instruction": "Hi", "input": "", "output": "Yo", "system": "Be brief."},
-        SYSTEM + HI,
-    ),
-    "llamafactory alpaca without history": ({"instruction": "Hi", "output": "Yo", "history": []}, HI),
-    "llamafactory sharegpt with system and tools": (
-        {"conversations": SHAREGPT, "system": "Be brief.", "tools": json.dumps([TOOL])},
-        '[{"type": "function", "function": {"name": "add"}}]' + SYSTEM + HI,
-    ),
-    "llamafactory openai with system": ({"messages": CHAT, "system": "Be brief."}, SYSTEM + HI),
-    "llamafactory multimodal rows that are text": ({"conversations": SHAREGPT, "images": [], "videos": None}, HI),
-    "axolotl alpaca_w_system.load_open_orca": (
-        {"id": "1", "system_prompt": "Be brief.", "question": "Hi", "response": "Yo"},
-        SYSTEM + HI,
-    ),
-    "axolotl alpaca_chat.load_qa": ({"question": "Hi", "answer": "Yo"}, HI),
-    "input and output": ({"input": "Hi", "output": "Yo"}, HI),
-    "problem and solution": ({"problem": "Hi", "solution": "Yo"}, HI),
-    "axolotl chat_template with roles in conversations": ({"conversations": CHAT}, HI),
-    "axolotl chat_template with training flags": (
-        {"messages": [USER, {**NO, "training": False}, USER, {**YO, "train": True}]},
-        "<s>user\nHi</s>\n<s>assistant\nNo</s>\n" + HI,
-    ),
-    "axolotl sharegpt with weights": (
-        {"conversations": [SHAREGPT[0], {"from": "gpt", "value": "No", "weight": 0}, *SHAREGPT]},
-        "<s>user\nHi</s>\n<s>assistant\nNo</s>\n" + HI,
-    ),
-    "trl conversational prompt-completion": ({"prompt": [USER, NO, USER], "completion": [YO]},
-        "<s>user\nHi</s>\n<s>assistant\nNo</s>\n" + HI),
-    "trl language modelling with tools": ({"messages": CHAT, "tools": [TOOL]},
-        '[{"type": "function", "function": {"name": "add"}}]' + HI),
-    "a prompt around the question": ({"prompt": "Q: Hi A:", "question": "Hi", "answer": "Yo"}, HI),
-    "alpaca with its whole text": ({"instruction": "Hi", "output": "Yo", "prompt": "### Hi\n### Yo", "text": "x"}, HI),
-    "counts of media": ({"messages": CHAT, "images": 0, "image": False}, HI),
-    "ms-swift query, response and history": ({"query": "Hi", "response": "Yo", "history": [], "system": None}, HI),
-    "a part of the prompt that is in it": ({"context": "Hi", "prompt": "Hi", "completion": "Yo"}, HI),
-    "weights of one": ({"prompt": "Hi", "completion": "Yo", "weight": 1.0, "loss_weight": "1"}, HI),
-}  # fmt: skip
-
-REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
-    # The row, the column that is named, and what is said of it.
-    "trl unpaired preference": ({"prompt": "Hi", "completion": "No", "label": False}, "label", KTO),
-    "trl unpaired preference of a csv file": ({"prompt": "Hi", "completion": "No", "label": "False"}, "label", KTO),
-    "axolotl kto.argilla_chat": ({"completion": [USER, NO], "label": False}, "label", KTO),
-    "llamafactory kto of alpaca": ({"instruction": "Hi", "output": "No", "kto_tag": False}, "kto_tag", KTO),
-    "llamafactory images": ({"conversations": SHAREGPT, "images": ["a.jpg"]}, "images", MEDIA),
-    "llava": ({"conversations": SHAREGPT, "image": "a.jpg"}, "image", MEDIA),
-    "an image under another name": (
-        {"prompt": "<image>Hi", "completion": "Yo", "source_file": "a.jpg"}, "source_file", "only text is trained",
-    ),
-    "trl vision": ({"messages": CHAT, "pixel_values": [[0.5]]}, "pixel_values", MEDIA),
-    "an image in a message": ({"messages": [{**USER, "images": ["a.jpg"]}, YO]}, "messages[0].images", MEDIA),
-    "parts of images": (
-        {"messages": [{"role": "user", "content": [{"type": "image"}]}, YO]}, "messages[0].content", "not text",
-    ),
-    "llamafactory pairs with objective sft": ({"instruction": "Hi", "chosen": "Yo", "rejected": "No"}, "chosen", PAIR),
-    "llamafactory sharegpt pairs with objective sft": (
-        {"conversations": SHAREGPT, "chosen": SHAREGPT[1], "rejected": SHAREGPT[1]}, "chosen", PAIR,
-    ),
-    "trl pairs with objective sft": ({"chosen": CHAT, "rejected": [USER, NO]}, "chosen", PAIR),
-    "trl pairs beside messages": ({"messages": CHAT, "rejected": [USER, NO]}, "rejected", PAIR),
-    "weighted rows": ({"messages": CHAT, "weight": 0.5}, "weight", "how much the row counts"),
-    "rows of a loss weight": ({"prompt": "Hi", "completion": "Yo", "loss_weight": "2"}, "loss_weight", "row counts"),
-    "weighted turns": ({"messages": [USER, {**YO, "weight": 0.5}]}, "messages[1].weight", "how much this turn"),
-    "axolotl training_detail": (
-        {"messages": [USER, {**YO, "training_detail": [{"begin_offset": 0, "end_offset": 1, "train": True}]}]},
-        "messages[1].training_detail", "which part of the turn",
-    ),
-    "axolotl parts with a flag": (
-        {"messages": [USER, {**YO, "content": [{"type": "text", "text": "Yo", "train": False}]}]},
-        "messages[1].content", "a part whose `train`",
-    ),
-    "trl tokenised": ({"input_ids": [1, 2], "labels": [-100, 2], "attention_mask": [1, 1]}, "input_ids", "tokenised"),
-    "tokens beside a text": ({"text": "Hi", "input_ids": [1], "completion_mask": [1]}, "input_ids", TOKENS),
-    "axolotl input_output": ({"segments": [{"label": True, "text": "Yo"}]}, "segments", "segments"),
-    "trl stepwise": (
-        {"prompt": "Hi", "completions": ["a", "b"], "labels": [True, False]}, "completions", "process supervision",
-    ),
-    "trl prompt only": ({"prompt": [USER], "ground_truth": "7"}, "prompt", "prompts without an answer"),
-    "trl chat_template_kwargs": (
-        {"messages": CHAT, "chat_template_kwargs": {"enable_thinking": True}}, "chat_template_kwargs", "chat template",
-    ),
-    "llamafactory alpaca with tools": ({"instruction": "Hi", "output": "Yo", "tools": "[{"}, "tools", "as JSON"),
-    "text with tools": ({"text": "Hi", "tools": [TOOL]}, "tools", "holds tools"),
-    "axolotl context_qa": ({"question": "Hi", "context": "There.", "answer": "Yo"}, "context", "part of the prompt"),
-    "an instruction beside the question": (
-        {"instruction": "In French.", "question": "Hi", "answer": "Yo"}, "instruction", "part of the prompt",
-    ),
-    "openai function_call without a template": (
-        {"messages": [USER, {**YO, "function_call": {"name": "add", "arguments": "{}"}}]},
-        "add", "tool calls of this conversation out",
-    ),
-    "deepseek reasoning_content": (
-        {"messages": [USER, {**YO, "reasoning_content": "Hm."}]}, "reasoning_content", "thoughts out",
-    ),
-    "an answer judged in words": ({"prompt": "Hi", "completion": "No", "label": "rejected"}, "label", KTO),
-    "an answer with thumbs": ({"prompt": "Hi", "response": "No", "thumbs_up": False}, "thumbs_up", KTO),
-    "alpaca with a context": ({"instruction": "Hi", "context": "There.", "output": "Yo"}, "context", "of the prompt"),
-    "alpaca with options": ({"instruction": "Hi", "output": "A", "options": ["a", "b"]}, "options", "of the prompt"),
-    "a question beside the prompt": ({"prompt": "Brief.", "question": "Hi", "completion": "Yo"}, "question", "prompt"),
-    "fill in the middle": ({"prompt": "a", "suffix": "b", "completion": "c"}, "suffix", "part of the prompt"),
-    "a prefix of the answer": ({"prompt": "a", "prefix": "b", "completion": "c"}, "prefix", "part of the prompt"),
-    "axolotl alpaca_reflect": (
-        {"instruction": "Hi", "output": "No", "reflection": "Hm.", "corrected": "Yo"}, "corrected", "corrected answer",
-    ),
-    "template settings that are false": (
-        {"messages": CHAT, "chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs", "chat template",
-    ),
-    "one template setting": ({"messages": CHAT, "enable_thinking": False}, "enable_thinking", "chat template"),
-    "reasoning effort": ({"messages": CHAT, "reasoning_effort": "high"}, "reasoning_effort", "chat template"),
-    "tools in the system message": (
-        {"messages": [{"role": "system", "content": "Hi", "tools": [TOOL]}, *CHAT]}, "messages[0].tools", "holds tools",
-    ),
-    "files of a message": (
-        {"messages": [{**USER, "attachments": [{"url": "a.png"}]}, YO]}, "messages[0].attachments", MEDIA,
-    ),
-    "thoughts of a message under another name": (
-        {"messages": [USER, {**YO, "thought": "Hm."}]}, "messages[1].thought", "name that is not read",
-    ),
-    "thoughts by another name": ({"question": "Hi", "thoughts": "Hm.", "answer": "Yo"}, "thoughts", "holds thoughts"),
-    "thoughts of one model": ({"instruction": "Hi", "output": "Yo", "r1_reasoning": "Hm."}, "r1_reasoning", "thoughts"),
-    "an image of a stored data set": (
-        {"prompt": "Hi", "completion": "Yo", "scan": {"bytes": None, "path": "a.png"}}, "scan", MEDIA,
-    ),
-    "sound of a stored data set": ({"text": "Yo", "clip": {"array": [0.5], "sampling_rate": 16000}}, "clip", MEDIA),
-    "the first image": ({"prompt": "Hi", "completion": "Yo", "image_1": "a.png"}, "image_1", MEDIA),
-    "an image as input": ({"prompt": "Hi", "completion": "Yo", "input_image": "a.png"}, "input_image", MEDIA),
-    "a rejected answer": ({"prompt": "Hi", "completion": "Yo", "rejected_answer": "No"}, "rejected_answer", PAIR),
-    "a mask of no name": ({"prompt": "Hi", "completion": "Yo", "mask": [0, 1]}, "mask", TOKENS),
-    "a row not to train": ({"messages": CHAT, "train": False}, "train", "not trained"),
-    "reasoning beside an answer": ({"question": "Hi", "thinking": "Hm.", "answer": "Yo"}, "thinking", "thoughts"),
-}  # fmt: skip
+TABLES = json.loads((Path(__file__).parents[1] / "golden_data" / "columns.json").read_text(encoding="utf-8"))
+SINGLE, PAIRS, OPENED = (TABLES[name] for name in ("used", "pairs", "opened"))
+"""A row, and the text before its answers, `Yo` and `No`, which alone are trained."""
+REFUSED = TABLES["refused"]
+"""The row, the column that is named, and what is said of it."""
 
 
 def files_of(folder: Path, rows: Iterable[dict[str, Any]]) -> DataSettings:
@@ -223,21 +90,6 @@ def write_csv(path: Path, row: dict[str, Any], delimiter: str = ",") -> Path:
         writer.writerow(row)
         writer.writerow(value if isinstance(value, str) else json.dumps(value) for value in row.values())
     return path
-
-
-OPENED: dict[str, tuple[dict[str, Any], str]] = {
-    "messages": ({"messages": CHAT}, HI),
-    "conversations with tools": (
-        {"conversations": SHAREGPT, "tools": [TOOL]}, '[{"type": "function", "function": {"name": "add"}}]' + HI,
-    ),
-    "history": (
-        {"instruction": "Hi", "output": "Yo", "history": [["A", "B"]]},
-        "<s>user\nA</s>\n<s>assistant\nB</s>\n" + HI,
-    ),
-    "an empty history": ({"instruction": "Hi", "output": "Yo", "history": []}, HI),
-    "prompt and completion": ({"prompt": [USER], "completion": [YO]}, HI),
-    "texts that look alike": ({"prompt": "Hi", "completion": "Yo", "system": ""}, HI),
-}  # fmt: skip
 
 
 def test_lists_as_json_text_in_csv(tmp_path: Path) -> None:
@@ -429,48 +281,6 @@ def test_values_that_say_nothing(value: object) -> None:
 
 
 # --- preference pairs -----------------------------------------------------------------------------------------------
-
-FROM = {"from": "gpt", "value": "Yo"}
-FROM_NO = {"from": "gpt", "value": "No"}
-LONG = [{"role": "system", "content": "Be brief."}, USER]
-
-PAIRS: dict[str, tuple[dict[str, Any], str]] = {
-    # The row and the text before both answers, `Yo` and `No`.
-    "trl explicit, text": ({"prompt": "Hi", "chosen": "Yo", "rejected": "No"}, HI),
-    "trl explicit, conversational": ({"prompt": [USER], "chosen": [YO], "rejected": [NO]}, HI),
-    "trl implicit, conversational": ({"chosen": [*LONG, YO], "rejected": [*LONG, NO]}, SYSTEM + HI),
-    "trl with tools": (
-        {"prompt": [USER], "chosen": [YO], "rejected": [NO], "tools": [TOOL]},
-        '[{"type": "function", "function": {"name": "add"}}]' + HI,
-    ),
-    "ultrafeedback_binarized": (
-        {"prompt": "Hi", "prompt_id": "7", "chosen": CHAT, "rejected": [USER, NO], "messages": CHAT,
-         "score_chosen": 8.5, "score_rejected": 1.0},
-        HI,
-    ),
-    "chosen_messages": ({"chosen_messages": CHAT, "rejected_messages": [USER, NO]}, HI),
-    "chosen_messages with a prompt": ({"prompt": "Hi", "chosen_messages": [YO], "rejected_messages": [NO]}, HI),
-    "chosen_response": ({"prompt": "Hi", "chosen_response": "Yo", "rejected_response": "No", "margin": 1}, HI),
-    "chosen-response": ({"prompt": "Hi", "chosen-response": "Yo", "rejected-response": "No"}, HI),
-    "llamafactory alpaca": ({"instruction": "Hi", "input": "", "chosen": "Yo", "rejected": "No"}, HI),
-    "llamafactory alpaca with input": (
-        {"instruction": "Hi", "input": "you", "chosen": "Yo", "rejected": "No"},
-        "<s>user\nHi\n\nyou</s>\n<s>assistant\n",
-    ),
-    "llamafactory alpaca with system and history": (
-        {"instruction": "Hi", "chosen": "Yo", "rejected": "No", "system": "Be brief.", "history": [["A", "B"]]},
-        SYSTEM + "<s>user\nA</s>\n<s>assistant\nB</s>\n" + HI,
-    ),
-    "llamafactory sharegpt": ({"conversations": [SHAREGPT[0]], "chosen": FROM, "rejected": FROM_NO}, HI),
-    "axolotl chat_template.default": ({"messages": LONG, "chosen": YO, "rejected": NO}, SYSTEM + HI),
-    "axolotl chatml.intel": ({"system": "Be brief.", "question": "Hi", "chosen": "Yo", "rejected": "No"}, SYSTEM + HI),
-    "axolotl chatml.icr": ({"input": "Hi", "chosen": "Yo", "rejected": "No"}, HI),
-    "turns before that both share": (
-        {"prompt": [USER], "chosen": [NO, USER, YO], "rejected": [NO, USER, NO]},
-        "<s>user\nHi</s>\n<s>assistant\nNo</s>\n" + HI,
-    ),
-}  # fmt: skip
-
 
 SIDES = ("chosen", "rejected")
 

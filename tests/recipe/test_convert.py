@@ -23,7 +23,8 @@ from tests.cli.test_terminal_text import said
 from tests.support.convert_files import EXAMPLES
 
 TABLES = json.loads((Path(__file__).parents[1] / "golden_data" / "convert.json").read_text(encoding="utf-8"))
-"""Short training files, and what becomes of each; the table of LLaMA-Factory's data sets."""
+"""Short training files, and what becomes of each; the table of LLaMA-Factory's data sets. `OF_PAIRS` and `LIKED` stand
+for those below."""
 
 
 def look_up(data: dict[str, Any], dotted: str) -> Any:
@@ -110,80 +111,12 @@ TABLE_OF_PAIRS = {
 }
 _OF_PAIRS = f"dataset_dir: {json.dumps(TABLE_OF_PAIRS)}"
 _LIKED = f"{_OF_PAIRS}, dataset: liked"
-OBJECTIVES: tuple[tuple[str, str, dict[str, Any]], ...] = (
-    (
-        "llama-factory",
-        f"{{stage: dpo, pref_beta: 0.2, {_LIKED}}}",
-        {
-            **{"objective": "dpo", "dpo.beta": 0.2, "method": "lora", "datasets[0].type": "preference"},
-            "datasets[0].columns": {"instruction": "q", "input": "c", "chosen": "good", "rejected": "bad"},
-        },
-    ),
-    (
-        "llama-factory",
-        f"{{stage: dpo, pref_loss: orpo, finetuning_type: full, {_LIKED}}}",
-        {"objective": "orpo", "orpo.nll_on_prompt": False, "method": "full"},
-    ),
-    (
-        "llama-factory",
-        f"{{stage: dpo, pref_loss: simpo, pref_beta: 2.5, simpo_gamma: 1.2, dataset: talks, {_OF_PAIRS}}}",
-        {
-            **{"objective": "simpo", "simpo.beta": 2.5, "simpo.simpo_gamma": 1.2},
-            "datasets[0].columns": {"conversations": "talk"},
-        },
-    ),
-    ("llama-factory", f"{{stage: dpo, pref_loss: simpo, {_LIKED}}}", {"simpo.beta": 0.1}),
-    (
-        "llama-factory",
-        f"{{stage: pt, dataset: texts, template: null, {_OF_PAIRS}}}",
-        {"packing": True, "long_rows": "split", "datasets[0].type": "text"},
-    ),
-    ("llama-factory", "{stage: pt, packing: false}", {"packing": False, "datasets[0].type": "text"}),
-    ("llama-factory", "{pref_beta: 0.1, pref_loss: sigmoid, ppo_epochs: 4}", {"method": "lora"}),
-    (
-        "axolotl",
-        "{rl: dpo, adapter: lora, lora_r: 8, lora_alpha: 8, datasets: [{path: x, type: chatml.intel}], rl_beta: 0.3}",
-        {"objective": "dpo", "dpo.beta": 0.3, "datasets[0].columns": {"prompt": "question"}},
-    ),
-    (
-        "axolotl",
-        "{rl: orpo, orpo_alpha: 0.25, datasets: [{path: x, type: chat_template.argilla}], train_on_inputs: true}",
-        {"objective": "orpo", "orpo.beta": 0.25, "method": "full", "datasets[0].type": "preference"},
-    ),
-    (
-        "axolotl",
-        "{rl: simpo, trl: {beta: 2}, rl_beta: null, simpo_gamma: 0.4, cpo_alpha: 0.5,"
-        " datasets: [{path: x, type: {field_prompt: q, field_chosen: a, field_rejected: rejected}}]}",
-        {
-            **{"objective": "simpo", "simpo.beta": 2, "simpo.simpo_gamma": 0.4, "simpo.cpo_alpha": 0.5},
-            "datasets[0].columns": {"prompt": "q", "chosen": "a"},
-        },
-    ),
-    ("axolotl", "{rl: simpo, datasets: [{path: x, type: chat_template}]}", {"simpo.cpo_alpha": 1.0}),
-    (
-        "axolotl",
-        "{datasets: null, pretraining_dataset: [{path: c4, name: en, text_column: body}], max_steps: 9}",
-        {"long_rows": "split", "max_steps": 9, "datasets[0].columns": {"text": "body"}, "datasets[0].name": "en"},
-    ),
-    ("axolotl", "{datasets: null, pretraining_dataset: c4.jsonl, max_steps: 9}", {"datasets[0].path": "c4.jsonl"}),
-    ("axolotl", "{rl_beta: 0.1, dpo_label_smoothing: 0.1, simpo_gamma: 1}", {"method": "full"}),
-    (
-        "trl",
-        "{loss_type: [sigmoid], beta: 0.3, use_peft: true, dataset_text_field: null}",
-        {"objective": "dpo", "dpo.beta": 0.3, "learning_rate": 1e-6, "datasets[0].type": "preference"},
-    ),
-    (
-        "trl",
-        "{loss_type: simpo, beta: 2.0, simpo_gamma: 1.0, cpo_alpha: 0.0, dataset_text_field: null}",
-        {"objective": "simpo", "simpo.beta": 2.0, "simpo.simpo_gamma": 1.0, "simpo.cpo_alpha": 0.0},
-    ),
-)
 
 
-@pytest.mark.parametrize(("tool", "lines", "expected"), OBJECTIVES)
+@pytest.mark.parametrize(("tool", "lines", "expected"), TABLES["objectives"])
 def test_pairs_and_texts_are_converted(tool: str, lines: str, expected: dict[str, Any]) -> None:
     """Such files were refused, as was any file with a stray `pref_beta`; the recipe loads, nothing is left out."""
-    result = converted(tool, lines)
+    result = converted(tool, lines.replace("OF_PAIRS", _OF_PAIRS).replace("LIKED", _LIKED))
     recipe = load_text(result.text("a.yaml"), "a.yaml").recipe
     assert recipe.trains_pairs is ("objective" in result.recipe)
     for key, value in expected.items():
