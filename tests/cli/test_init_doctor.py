@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import functools
 import importlib.util
 import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -238,6 +240,11 @@ def test_doctor_reads_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert check.state == "note" and num_gpus == cuda.num_devices() and check.fix
 
 
+@functools.cache
+def reaches(hardware: str) -> tuple[Any, ...]:
+    return tuple(reach_of(parse_hardware(hardware)))
+
+
 @pytest.mark.parametrize(
     ("hardware", "method", "largest", "limit"),
     [
@@ -250,7 +257,7 @@ def test_doctor_reads_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 )
 def test_the_largest_models_of_a_machine(hardware: str, method: str, largest: str, limit: str) -> None:
     """`doctor` said that training can run, and not what: the three largest models, what limits them, how to fix it."""
-    (found,) = (reach for reach in reach_of(parse_hardware(hardware)) if reach.method == method)
+    (found,) = (reach for reach in reaches(hardware) if reach.method == method)
     assert len(found.models) == (3 if largest else len(found.models))
     assert not largest or found.models[0].name == largest
     assert found.reason is not None and found.reason.startswith(limit) and "too little" in found.reason
