@@ -52,6 +52,12 @@ def finished(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
     return folder / "out"
 
 
+@pytest.fixture(autouse=True)
+def grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How long `watch` waits for more of a run that is over."""
+    monkeypatch.setattr("roundpipe_cli.cli.watch.GRACE_S", 0.2)
+
+
 def steps(state: DashboardState) -> int:
     return state.step.step if state.step else 0
 
