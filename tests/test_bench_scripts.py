@@ -22,6 +22,7 @@ from roundpipe_cli.planning.compare import Result, SimulationCase, run
 from roundpipe_cli.schedule.builders import Options
 from scripts import bench_emulated, bench_packing, bench_published, issue_rate
 from tests.cli.test_bench_cli import costs_of, results_of, write
+from tests.support.covering import swept
 from tests.support.e2e import make_model, write_rows
 
 
@@ -31,12 +32,15 @@ from tests.support.e2e import make_model, write_rows
 def test_the_published_measurement(
     model_type: str, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """15 steps with updates of which 10 count, on weights that no file has."""
+    """15 steps with updates of which 10 count, on weights that no file has; here of 4 steps 2."""
+    assert (bench_published.WARM_UP, bench_published.COUNTED) == (5, 10)
+    monkeypatch.setattr(bench_published, "WARM_UP", 2)
+    monkeypatch.setattr(bench_published, "COUNTED", 2)
     monkeypatch.setenv("ROUNDPIPE_CACHE", str(tmp_path))
     words = ["--tiny", model_type, "--method", method, "--tokens", "32", "--sequences", "4", "--micro-batch-size", "2"]
     name, steps = bench_published.run(bench_published.parse(words))
     assert name == f"tiny {model_type}"
-    assert [step.step for step in steps] == list(range(6, 16))
+    assert [step.step for step in steps] == [3, 4]
     assert all(step.tokens == 4 * 32 and math.isclose(step.loss, math.log(300), rel_tol=0.2) for step in steps)
 
 
@@ -96,7 +100,7 @@ def short(tmp_path: Path) -> Path:
     return write(tmp_path, {"name": "short", "hop_s": 1e-4, "layers": layers})
 
 
-@pytest.mark.parametrize("accounting", [pytest.param("default", marks=pytest.mark.sweep), "published"])
+@pytest.mark.parametrize("accounting", ["published", *swept(["default"])])
 def test_json_has_what_bench_simulates_and_what_was_measured(
     tmp_path: Path, accounting: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -141,9 +145,7 @@ def test_as_a_program(tmp_path: Path) -> None:
     ("workers", "flags"),
     [
         (4, ["--head-workers", "4"]),
-        pytest.param(4, ["--earliest-free"], marks=pytest.mark.sweep),
         (2, ["--skip-projection"]),
-        pytest.param(2, ["--keep-activations", "6"], marks=pytest.mark.sweep),
         (4, ["--earliest-free", "--skip-projection", "--keep-activations", "1"]),
     ],
 )
@@ -180,9 +182,8 @@ def test_the_bound_schedules_beside_it_stay_as_they_are(tmp_path: Path) -> None:
     assert changed[0].makespan_s < plain[0].makespan_s
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("accounting", ["default", "published"])
-@pytest.mark.parametrize("options", [Options(head_workers=2), Options(earliest_free=True)])
+@pytest.mark.parametrize("accounting", ["default", *swept(["published"])])
+@pytest.mark.parametrize("options", [Options(earliest_free=True), *swept([Options(head_workers=2)])])
 def test_stages_are_never_worse_than_the_planners(tmp_path: Path, accounting: Any, options: Options) -> None:
     question = SimulationCase(load_costs(write(tmp_path, loaded())), 3, 6, accounting=accounting)
     planned = choose("roundpipe", question)

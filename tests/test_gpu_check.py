@@ -193,23 +193,22 @@ def test_without_a_gpu_nothing_is_checked(
     assert "nothing was checked" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("kernel", "kind"),
-    [
-        ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128>>", "attention"),
-        ("fmha_cutlassF_bf16_aligned_64x64_rf_sm80", "attention"),
-        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16", "attention"),
-        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", "product"),
-        ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NTT", "product"),
-        ("_grouped_outer_kernel", "product"),
-        ("void at::native::vectorized_elementwise_kernel<4, at::native::silu>", "elementwise"),
-        ("void at::native::reduce_kernel<512, 1, at::native::MeanOps>", "reduction"),
-        ("Memcpy DtoD (Device -> Device)", "copy"),
-        ("void at::native::CatArrayBatchedCopy", "copy"),
-    ],
-)
-def test_kinds_of_kernels(kernel: str, kind: str) -> None:
-    assert kind_of(kernel) == kind
+KERNELS = {
+    "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128>>": "attention",
+    "fmha_cutlassF_bf16_aligned_64x64_rf_sm80": "attention",
+    "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16": "attention",
+    "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64": "product",
+    "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NTT": "product",
+    "_grouped_outer_kernel": "product",
+    "void at::native::vectorized_elementwise_kernel<4, at::native::silu>": "elementwise",
+    "void at::native::reduce_kernel<512, 1, at::native::MeanOps>": "reduction",
+    "Memcpy DtoD (Device -> Device)": "copy",
+    "void at::native::CatArrayBatchedCopy": "copy",
+}
+
+
+def test_kinds_of_kernels() -> None:
+    assert {name: kind_of(name) for name in KERNELS} == KERNELS
 
 
 def test_a_deterministic_step_is_compared_with_itself_and_with_one_worker() -> None:

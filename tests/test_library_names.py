@@ -14,7 +14,6 @@ import ast
 import importlib
 import re
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,7 +21,6 @@ import torch
 from roundpipe_cli import library_names
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.library_names import LIBRARY_NAMES, LibraryName, library_name
-from tests.support.e2e import python
 from tests.test_architecture import dotted, nodes_of, sources
 
 LIBRARIES = ("torch", "transformers", "peft", "datasets", "huggingface_hub", "gguf", "safetensors", "tokenizers")
@@ -86,15 +84,3 @@ def private_names(nodes: Iterable[ast.AST]) -> Iterator[str]:
         path = f"{bound.get(first, first)}.{rest}"
         if path.split(".")[0] in LIBRARIES and re.fullmatch(r"[\w.]+", path) and re.search(r"\._(?!_)", path):
             yield path
-
-
-def test_bitsandbytes_comes_without_a_compiler(tmp_path: Path) -> None:
-    """Its import handed four functions to torch.compile, and so loaded the compiler: a sixth of a run's start."""
-    pytest.importorskip("bitsandbytes")
-    program = (
-        "import sys, torch\nfrom roundpipe_cli.model.stored.packed_weights import import_bitsandbytes\n"
-        "before = torch.compile\nfound = import_bitsandbytes()\nprint(found.__name__, torch.compile is before, "
-        "'torch._inductor.compile_fx' in sys.modules)"
-    )
-    done = python(program, tmp_path)
-    assert done.stdout.split() == ["bitsandbytes", "True", "False"], done.stderr

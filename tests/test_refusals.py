@@ -45,7 +45,8 @@ def refusals() -> Iterator[tuple[str, list[str]]]:
 def test_every_refusal_is_named_by_its_words() -> None:
     """A refusal whose sentence has less than two words of its own in a row is named by them all."""
     texts = [path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("*.py")]
-    texts += [path.read_text(encoding="utf-8") for path in (ROOT / "tests/golden").glob("*.txt")]
+    golden = [*(ROOT / "tests/golden").glob("*.txt"), *(ROOT / "tests/golden_data").glob("*.json")]
+    texts += [path.read_text(encoding="utf-8") for path in golden]
     tested = " ".join(re.sub(r"[\"\\]", " ", " ".join(texts)).split())
     unnamed = []
     for place, parts in refusals():

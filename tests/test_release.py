@@ -32,6 +32,7 @@ from roundpipe_cli.train.result.generate import Prompt, WholeAnswer, roomy_devic
 from roundpipe_cli.train.result.ollama import find_turns, modelfile
 from tests.support.adapters import random_adapter
 from tests.support.e2e import (
+    STAGES_OF_TWO,
     Outcome,
     finetune,
     launch,
@@ -63,7 +64,8 @@ SYSTEM_IN_USER = (
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("release")
-    work = make_workspace(folder / "work", make_model(folder / "tiny", num_hidden_layers=2), val_set_size=2)
+    model = make_model(folder / "tiny", num_hidden_layers=2)
+    work = make_workspace(folder / "work", model, val_set_size=2, **STAGES_OF_TWO)
     finetune(work).expect(0)
     return work
 

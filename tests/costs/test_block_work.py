@@ -16,6 +16,7 @@ from roundpipe_cli.model.load import build_skeleton
 from roundpipe_cli.model.lora import LoraSettings, add_lora
 from scripts.gpu_checks.models import configuration, tiny
 from scripts.plan_ledger import CASES, TOLERANCE, compare, shipped_models
+from tests.support.covering import swept
 from tests.support.every_type import GATED_DELTA
 from tests.support.versions import at_least
 
@@ -72,7 +73,7 @@ def test_dropout_is_counted(by_libraries: bool) -> None:
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("method", ["lora", "full"])
-@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma3_text", "mistral"])
+@pytest.mark.parametrize("model_type", ["qwen3", "gemma3_text", *swept(["llama", "mistral"])])
 def test_what_the_libraries_move_is_the_ledgers(model_type: str, method: str) -> None:
     """Times are predicted by it, for it explains the published runs: with transformers' and PEFT's own operators."""
     for one in compare(FAMILIES[model_type], method, False, TOKENS, by_libraries=True):

@@ -47,14 +47,10 @@ def test_catalogue_is_plausible() -> None:
 @pytest.mark.parametrize(
     ("text", "names"),
     [
-        ("8x4090", ["rtx-4090"] * 8),
         ("4090x2", ["rtx-4090"] * 2),
-        ("rtx-4090", ["rtx-4090"]),
         ("2 x RTX 4090", ["rtx-4090"] * 2),
         ("4x3090+2x4060ti", ["rtx-3090"] * 4 + ["rtx-4060-ti-16gb"] * 2),
         ("7900xtx", ["radeon-7900-xtx"]),
-        ("2x2080Ti", ["rtx-2080-ti"] * 2),
-        ("h100", ["h100-80gb"]),
         ("h100-pcie", ["h100-pcie"]),
         ("NVIDIA GeForce RTX 5090", ["rtx-5090"]),
         ("NVIDIA A100-SXM4-80GB", ["a100-80gb"]),
@@ -99,18 +95,11 @@ def test_given_figures_replace_the_catalogues() -> None:
     assert (machine.host_memory_bytes, machine.disk_free_bytes, machine.accumulate) == (192 * GIB, 0, "fp16")
     assert any("given: 192 GiB" in note for note in machine.notes)
 
-
-def test_custom_gpu_by_its_figures() -> None:
-    device = parse_hardware("2xcustom:memory_gib=20:acc32_tflops=80:pcie_gb_per_s=11").devices[1]
-    assert (device.memory_bytes, device.fp32_accumulate_flops_per_s) == (20 * GIB, 80e12)
-    assert device.link_bytes_per_s == 11e9
-
-
-def test_pcie_rates_scale_with_lanes_and_generation() -> None:
-    assert pcie_bytes_per_s(4, 16) == 25e9
-    assert pcie_bytes_per_s(4, 8) == 12.5e9
-    assert pcie_bytes_per_s(2, 16) == pytest.approx(6.25e9)
-    assert pcie_bytes_per_s(6, 16) == 50e9
+    custom = parse_hardware("2xcustom:memory_gib=20:acc32_tflops=80:pcie_gb_per_s=11").devices[1]
+    assert (custom.memory_bytes, custom.fp32_accumulate_flops_per_s) == (20 * GIB, 80e12)
+    assert custom.link_bytes_per_s == 11e9
+    rates = [pcie_bytes_per_s(*link) for link in ((4, 16), (4, 8), (2, 16), (6, 16))]
+    assert rates == pytest.approx([25e9, 12.5e9, 6.25e9, 50e9]), "by lanes and generation"
 
 
 @pytest.mark.parametrize(
@@ -120,9 +109,7 @@ def test_pcie_rates_scale_with_lanes_and_generation() -> None:
         ("rtx4080supr", "did you mean rtx-4080-super"),
         ("8xbanana", "custom:memory_gib"),
         ("0x4090", "1 to 64"),
-        ("999x4090", "1 to 64"),
         ("40x4090+40x3090", "too many GPUs"),
-        ("", "name is missing"),
         ("4x3090+", "name is missing"),
         ("2x4090,host_memory=3", "did you mean host_memory_gib"),
         ("2x4090,host_memory_gib=nan", "not a number above 0"),

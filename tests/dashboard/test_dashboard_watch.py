@@ -33,7 +33,8 @@ from roundpipe_cli.events import (
     encode,
 )
 from roundpipe_cli.train.monitor.telemetry import metrics_row
-from tests.support.e2e import finetune, make_model, make_workspace, metrics, run
+from tests.cli.test_terminal_text import said
+from tests.support.e2e import finetune, make_model, make_workspace, metrics
 from tests.support.recorded import recorded_run
 
 
@@ -51,6 +52,12 @@ def finished(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
     return folder / "out"
 
 
+@pytest.fixture(autouse=True)
+def grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How long `watch` waits for more of a run that is over."""
+    monkeypatch.setattr("roundpipe_cli.cli.watch.GRACE_S", 0.2)
+
+
 def steps(state: DashboardState) -> int:
     return state.step.step if state.step else 0
 
@@ -63,7 +70,7 @@ def test_every_prefix_of_the_files_can_be_followed(finished: Path, tmp_path: Pat
     data = {name: (finished / name).read_bytes() for name in ("metrics.jsonl", "events.jsonl")}
     whole = [type(event) for _, event in RunFiles(finished).poll()[1]]
     assert whole.count(StepFinished) == 3 and RunStarted in whole
-    for share in [n / 97 for n in range(1, 97)]:
+    for share in [n / 31 for n in range(1, 31)]:
         for name, content in data.items():
             (tmp_path / name).write_bytes(content[: int(share * len(content))])
         files = RunFiles(tmp_path)
@@ -133,33 +140,31 @@ def test_life(finished: Path, tmp_path: Path) -> None:
 
 
 def test_watch_prints_one_line_per_step(finished: Path) -> None:
-    done = run(finished.parent, "watch", "out", "--json").expect(0)
-    rows = [json.loads(line) for line in done.out.splitlines()]
+    rows = [json.loads(line) for line in said("watch", str(finished), "--json")[0].splitlines()]
     assert [(row["step"], row["loss_hex"]) for row in rows] == [(r["step"], r["loss_hex"]) for r in metrics(finished)]
-    plain = run(finished.parent, "watch", "out").expect(0)
-    assert [line.split()[1] for line in plain.out.splitlines()] == ["1/3", "2/3", "3/3"]
+    assert [line.split()[1] for line in said("watch", str(finished))[0].splitlines()] == ["1/3", "2/3", "3/3"]
 
 
 @pytest.mark.parametrize("options", [[], ["--json"]])
 def test_watch_of_a_run_without_a_step_says_so(tmp_path: Path, options: list[str]) -> None:
     """It printed nothing at all."""
     (tmp_path / "report.json").write_text("{}")
-    done = run(tmp_path, "watch", ".", "--no-follow", *options).expect(0)
-    assert done.out == "" and "no step of this run is finished" in done.err
+    out, err = said("watch", str(tmp_path), "--no-follow", *options)
+    assert out == "" and "no step of this run is finished" in err
 
 
 def test_watch_needs_a_run(tmp_path: Path) -> None:
-    done = run(tmp_path, "watch", "nowhere").expect(2)
-    assert "there is no run in this folder" in done.err and "no such folder" in done.err
+    _, err = said("watch", str(tmp_path / "nowhere"), code=2)
+    assert "there is no run in this folder" in err and "no such folder" in err
 
 
-def test_a_page_and_a_picture_in_one_go(finished: Path, tmp_path: Path) -> None:
+def test_a_page_and_a_picture_in_one_go(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of `--html` and `--svg` together only the picture was written, without a word."""
-    done = run(tmp_path, "watch", str(finished), "--html", "run.html", "--svg", "run.svg").expect(0)
-    assert done.err.splitlines() == ["wrote run.svg", "wrote run.html"]
+    monkeypatch.chdir(tmp_path)
+    _, err = said("watch", str(finished), "--html", "run.html", "--svg", "run.svg")
+    assert err.splitlines() == ["wrote run.svg", "wrote run.html"]
     assert {path.name for path in tmp_path.glob("run.*")} == {"run.svg", "run.html"}
-    refused = run(tmp_path, "watch", str(finished), "--html", "run.html", "--json").expect(2)
-    assert "one of them at a time" in refused.err
+    assert "one of them at a time" in said("watch", str(finished), "--html", "run.html", "--json", code=2)[1]
 
 
 # --- figures ----------------------------------------------------------------------------------------------------------

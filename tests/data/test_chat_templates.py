@@ -103,6 +103,7 @@ def templates_folder() -> Path | None:
 
 FOLDER = templates_folder()
 PATHS = sorted(FOLDER.glob("*.jinja")) if FOLDER is not None else []
+MARK = re.compile(r"\{%-?\s*generation")
 needs_trl = pytest.mark.skipif(not PATHS, reason="trl, whose chat templates are tried, is not installed")
 
 
@@ -121,7 +122,10 @@ def template_of(text: str, *, with_specials: bool) -> ChatTemplate:
     return ChatTemplate(tokenizer_for(text, with_specials=with_specials), text)
 
 
-def written(text: str, messages: Messages, *, with_specials: bool = True) -> Rendered | BadRowError:
+@functools.cache
+def written(text: str, name: str, *, with_specials: bool) -> Rendered | BadRowError:
+    """What a template makes of one of `CONVERSATIONS`."""
+    messages = CONVERSATIONS[name]
     tools = (TOOL,) if any(message["role"] == "tool" or "tool_calls" in message for message in messages) else ()
     try:
         template = template_of(text, with_specials=with_specials)
@@ -158,7 +162,7 @@ def test_every_conversation_is_trained_right_or_refused(path: Path, with_special
     """With a tokenizer that knows the template's special tokens, and with one that knows none of them."""
     text = path.read_text(encoding="utf-8")
     for name, messages in CONVERSATIONS.items():
-        rendered = written(text, messages, with_specials=with_specials)
+        rendered = written(text, name, with_specials=with_specials)
         if isinstance(rendered, BadRowError):
             assert rendered.fault.what.startswith("the chat template") and rendered.fault.found, (name, rendered.fault)
             continue
@@ -167,17 +171,15 @@ def test_every_conversation_is_trained_right_or_refused(path: Path, with_special
 
 
 @needs_trl
-@pytest.mark.parametrize(
-    "path", [path for path in PATHS if "generation" in path.read_text()], ids=lambda path: path.stem
-)
+@pytest.mark.parametrize("path", [path for path in PATHS if MARK.search(path.read_text())], ids=lambda path: path.stem)
 def test_masks_of_marked_templates_are_those_of_transformers(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     tokenizer = tokenizer_for(text, with_specials=True)
     compiled = library_name("transformers.utils.chat_template_utils", "_compile_jinja_template")(text)
     compiled.environment.globals["strftime_now"] = TEMPLATE_DATE.strftime
     for name, messages in CONVERSATIONS.items():
-        rendered = written(text, messages)
-        if isinstance(rendered, BadRowError) or not re.search(r"\{%-?\s*generation", text):
+        rendered = written(text, name, with_specials=True)
+        if isinstance(rendered, BadRowError):
             continue
         tools = [TOOL] if any("tool_calls" in message for message in messages) else None
         try:
@@ -203,9 +205,9 @@ def test_the_table_of_kept_and_refused_conversations() -> None:
     texts = [path.read_text(encoding="utf-8") for path in PATHS]
     kept: Counter[str] = Counter()
     named: Counter[str] = Counter()
-    for name, messages in CONVERSATIONS.items():
+    for name in CONVERSATIONS:
         for text in texts:
-            rendered = written(text, messages)
+            rendered = written(text, name, with_specials=True)
             if not isinstance(rendered, BadRowError):
                 kept[name] += 1
                 named[name] += bool(rendered.left_out)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from random import Random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -190,10 +191,8 @@ def test_grouping_by_hand() -> None:
     grouping = Grouping(np.array([40, 300, 90, 310, 50, 80, 50]), 2)
     assert grouping.group([(index,) for index in range(7)]) == [[(3,), (1,)], [(2,), (5,)], [(4,), (6,)], [(0,)]]
     assert grouping.group([(0, 1), (3,), (2, 5)]) == [[(0, 1), (3,)], [(2, 5)]], "packed rows count together"
-
-
-def test_rows_that_stand_alone_keep_their_order() -> None:
-    assert Grouping(np.array([1, 9, 5]), 1).group([(0,), (1,), (2,)]) == [[(0,)], [(1,)], [(2,)]]
+    alone = Grouping(np.array([1, 9, 5]), 1).group([(0,), (1,), (2,)])
+    assert alone == [[(0,)], [(1,)], [(2,)]], "rows that stand alone keep their order"
 
 
 @settings(max_examples=100, deadline=None)
@@ -293,25 +292,16 @@ def test_collate_pads_on_the_right() -> None:
     assert batch.position_ids is None
 
 
-def test_collate_without_padding_needs_no_mask() -> None:
-    batch = collate([make_row(0, [1, 2], [1, 2]), make_row(1, [3, 4], [-100, 4])], pad_token_id=0)
-    assert batch.attention_mask is None
-    assert batch.num_target_tokens == 2
-
-
 def test_collate_never_trains_a_pad_that_is_also_eos() -> None:
     batch = collate([make_row(0, [1, 2, 5], [-100, 2, 5]), make_row(1, [1, 5], [-100, 5])], pad_token_id=5)
     assert batch.labels.tolist() == [[-100, 2, 5], [-100, 5, -100]]
+    even = collate([make_row(0, [1, 2], [1, 2]), make_row(1, [3, 4], [-100, 4])], pad_token_id=0)
+    assert even.attention_mask is None and even.num_target_tokens == 2, "without padding there is no mask"
 
 
 def test_pad_token_falls_back() -> None:
-    class Named:
-        pad_token_id: int | None = None
-        eos_token_id: int | None = None
-
-    tokenizer = Named()
-    assert pad_token_id(tokenizer) == 0
-    tokenizer.eos_token_id = 2
-    assert pad_token_id(tokenizer) == 2
-    tokenizer.pad_token_id = 5
-    assert pad_token_id(tokenizer) == 5
+    found = [
+        pad_token_id(SimpleNamespace(pad_token_id=pad, eos_token_id=eos))
+        for pad, eos in ((None, None), (None, 2), (5, 2))
+    ]
+    assert found == [0, 2, 5]

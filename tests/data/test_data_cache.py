@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 import random
 import shutil
 import signal
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 
 from roundpipe_cli import faults
+from roundpipe_cli.cli import checks
 from roundpipe_cli.data import dataset as dataset_module
 from roundpipe_cli.data import dataset as keys
 from roundpipe_cli.data import shards as block_sums
@@ -25,7 +27,8 @@ from roundpipe_cli.data.tokenized import TokenizedDataset
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.files import CACHE_VARIABLE, cache_folder
 from tests.data.test_data_dataset import CHATML, byte_tokenizer, write_rows
-from tests.support.e2e import launch, make_model, make_workspace
+from tests.support.covering import swept
+from tests.support.e2e import STAGES_OF_TWO, launch, make_model, make_workspace
 
 ROWS = [{"prompt": f"Q{n}", "completion": f"A{n}"} for n in range(20)]
 
@@ -81,21 +84,19 @@ def test_another_value_of_anything_is_another_key(tmp_path: Path, monkeypatch: p
     ]
     patches = {"__version__": "9.9", "version": lambda name: "9.9", "reader_digest": lambda: "other"}
     for number, change in enumerate([*changes, *patches, "content"], 1):
-        options = change if isinstance(change, dict) else {}
         if change == "content":  # same size, same time
             path.write_bytes(path.read_bytes().replace(b"A7", b"B7"))
             os.utime(path, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
         with monkeypatch.context() as patch:
             if isinstance(change, str) and change in patches:
                 patch.setattr(keys, change, patches[change])
-            assert build(path, **options).num_cached == 0, change
+            assert build(path, **(change if isinstance(change, dict) else {})).num_cached == 0, change
             assert len(shards()) == number + 1
-            assert build(path, **options).num_cached == 1, change
 
 
 DAMAGES = (
-    *((name, damage) for name in ("input_ids.bin", "shard.json") for damage in ("gone", "short", "long", "empty")),
-    *(("trained.bin", "short"), ("rows.bin", "gone"), ("lengths.bin", "long")),
+    *(("input_ids.bin", damage) for damage in ("gone", "short", "empty")),
+    *(("shard.json", "short"), ("trained.bin", "short"), ("rows.bin", "gone"), ("lengths.bin", "long")),
 )
 
 
@@ -111,10 +112,10 @@ def test_a_damaged_shard_is_made_again(tmp_path: Path) -> None:
             file.write_bytes({"short": data[:-1], "long": data + b"}", "empty": b""}[damage])
         again = build(path)
         assert again.num_cached == 0 and tokens(again) == expected, (name, damage)
-        assert build(path).num_cached == 1, (name, damage)
+    assert build(path).num_cached == 1
 
 
-@pytest.mark.parametrize("name", ["input_ids.bin", "trained.bin", "rows.bin", "lengths.bin", "shard.json"])
+@pytest.mark.parametrize("name", ["input_ids.bin", "rows.bin", "shard.json", *swept(["trained.bin", "lengths.bin"])])
 def test_one_flipped_bit_in_the_cache_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Story: sizes were compared, not contents, so a flipped bit of an id was another token to train on."""
     monkeypatch.setattr(block_sums, "BLOCK_BYTES", 100)
@@ -183,13 +184,13 @@ def test_a_killed_run_leaves_no_half_shard(tmp_path: Path, monkeypatch: pytest.M
 
 def test_two_programs_at_once_fill_one_cache(tmp_path: Path) -> None:
     """Each may find the other's shard half made, or made meanwhile."""
-    path, pids = write_rows(tmp_path / "rows.jsonl", ROWS * 100), []
+    path, pids = write_rows(tmp_path / "rows.jsonl", ROWS * 30), []
     for _ in range(2):
         pids.append(os.fork())
         if not pids[-1]:
             code = 1
             try:
-                code = 0 if len(build(path).rows) == 2000 else 2
+                code = 0 if len(build(path).rows) == 600 else 2
             finally:
                 os._exit(code)
     assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids] == [0, 0]
@@ -242,19 +243,22 @@ def test_a_mapped_shard_outlives_its_removal(tmp_path: Path) -> None:
 
 def without_a_home() -> None:
     """What a process sees that runs under a number which /etc/passwd does not know, as in many containers."""
-    import pwd
 
     def unknown(number: int) -> Any:
         raise KeyError(f"getpwuid(): uid not found: {number}")
 
-    os.environ.pop("HOME")
+    os.environ.pop("HOME", None)
     pwd.getpwuid = unknown
 
 
-def test_a_user_without_a_home(tmp_path: Path) -> None:
-    work = make_workspace(tmp_path / "work", make_model(tmp_path / "model"))
+def test_a_user_without_a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model(tmp_path / "model", num_hidden_layers=2)
+    work = make_workspace(tmp_path / "work", model, max_steps=1, **STAGES_OF_TWO)
     nowhere = {CACHE_VARIABLE: "", "XDG_CACHE_HOME": ""}
-    for words in (("finetune", "recipe.yaml"), ("doctor", "--offline")):
-        launch(work, *words, environment=nowhere, before=without_a_home).finish().expect(0)
+    launch(work, "finetune", "recipe.yaml", environment=nowhere, before=without_a_home).finish().expect(0)
+    monkeypatch.setenv("HOME", "to be restored")
+    monkeypatch.setattr(pwd, "getpwuid", pwd.getpwuid)
+    without_a_home()
+    assert [check.name for check in checks._disk()] == ["disk, outputs", "disk, models"], "of `doctor`"
     assert (work / "out" / "adapter_model.safetensors").exists()
     assert not (work / "~").exists()

@@ -23,147 +23,14 @@ USER = {"role": "user", "content": "Hi"}
 YO, NO = {"role": "assistant", "content": "Yo"}, {"role": "assistant", "content": "No"}
 CHAT = [USER, YO]
 SHAREGPT = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yo"}]
-TOOL = {"type": "function", "function": {"name": "add"}}
 TOOLS_TEMPLATE = "{%- if tools %}{{- tools | tojson }}{%- endif %}" + CHATML
-KTO, MEDIA, TOKENS = "wanted or unwanted (KTO)", "images, video or sound", "tokens or masks"
-PAIR = "preference pair"
-
+MEDIA = "images, video or sound"
 HI, SYSTEM = "<s>user\nHi</s>\n<s>assistant\n", "<s>system\nBe brief.</s>\n"
-
-SINGLE: dict[str, tuple[dict[str, Any], str]] = {
-    # Used: the text before the answer. The answer `Yo` is all that is trained.
-    "llamafactory alpaca with a system prompt": (
-        {"instruction": "Hi", "input": "", "output": "Yo", "system": "Be brief."},
-        SYSTEM + HI,
-    ),
-    "llamafactory alpaca without history": ({"instruction": "Hi", "output": "Yo", "history": []}, HI),
-    "llamafactory sharegpt with system and tools": (
-        {"conversations": SHAREGPT, "system": "Be brief.", "tools": json.dumps([TOOL])},
-        '[{"type": "function", "function": {"name": "add"}}]' + SYSTEM + HI,
-    ),
-    "llamafactory openai with system": ({"messages": CHAT, "system": "Be brief."}, SYSTEM + HI),
-    "llamafactory multimodal rows that are text": ({"conversations": SHAREGPT, "images": [], "videos": None}, HI),
-    "axolotl alpaca_w_system.load_open_orca": (
-        {"id": "1", "system_prompt": "Be brief.", "question": "Hi", "response": "Yo"},
-        SYSTEM + HI,
-    ),
-    "axolotl alpaca_chat.load_qa": ({"question": "Hi", "answer": "Yo"}, HI),
-    "input and output": ({"input": "Hi", "output": "Yo"}, HI),
-    "problem and solution": ({"problem": "Hi", "solution": "Yo"}, HI),
-    "axolotl chat_template with roles in conversations": ({"conversations": CHAT}, HI),
-    "axolotl chat_template with training flags": (
-        {"messages": [USER, {**NO, "training": False}, USER, {**YO, "train": True}]},
-        "<s>user\nHi</s>\n<s>assistant\nNo</s>\n" + HI,
-    ),
-    "axolotl sharegpt with weights": (
-        {"conversations": [SHAREGPT[0], {"from": "gpt", "value": "No", "weight": 0}, *SHAREGPT]},
-        "<s>user\nHi</s>\n<s>assistant\nNo</s>\n" + HI,
-    ),
-    "trl conversational prompt-completion": ({"prompt": [USER, NO, USER], "completion": [YO]},
-        "<s>user\nHi</s>\n<s>assistant\nNo</s>\n" + HI),
-    "trl language modelling with tools": ({"messages": CHAT, "tools": [TOOL]},
-        '[{"type": "function", "function": {"name": "add"}}]' + HI),
-    "a prompt around the question": ({"prompt": "Q: Hi A:", "question": "Hi", "answer": "Yo"}, HI),
-    "alpaca with its whole text": ({"instruction": "Hi", "output": "Yo", "prompt": "### Hi\n### Yo", "text": "x"}, HI),
-    "counts of media": ({"messages": CHAT, "images": 0, "image": False}, HI),
-    "ms-swift query, response and history": ({"query": "Hi", "response": "Yo", "history": [], "system": None}, HI),
-    "a part of the prompt that is in it": ({"context": "Hi", "prompt": "Hi", "completion": "Yo"}, HI),
-    "weights of one": ({"prompt": "Hi", "completion": "Yo", "weight": 1.0, "loss_weight": "1"}, HI),
-}  # fmt: skip
-
-REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
-    # The row, the column that is named, and what is said of it.
-    "trl unpaired preference": ({"prompt": "Hi", "completion": "No", "label": False}, "label", KTO),
-    "trl unpaired preference of a csv file": ({"prompt": "Hi", "completion": "No", "label": "False"}, "label", KTO),
-    "axolotl kto.argilla_chat": ({"completion": [USER, NO], "label": False}, "label", KTO),
-    "llamafactory kto of alpaca": ({"instruction": "Hi", "output": "No", "kto_tag": False}, "kto_tag", KTO),
-    "llamafactory images": ({"conversations": SHAREGPT, "images": ["a.jpg"]}, "images", MEDIA),
-    "llava": ({"conversations": SHAREGPT, "image": "a.jpg"}, "image", MEDIA),
-    "an image under another name": (
-        {"prompt": "<image>Hi", "completion": "Yo", "source_file": "a.jpg"}, "source_file", "only text is trained",
-    ),
-    "trl vision": ({"messages": CHAT, "pixel_values": [[0.5]]}, "pixel_values", MEDIA),
-    "an image in a message": ({"messages": [{**USER, "images": ["a.jpg"]}, YO]}, "messages[0].images", MEDIA),
-    "parts of images": (
-        {"messages": [{"role": "user", "content": [{"type": "image"}]}, YO]}, "messages[0].content", "not text",
-    ),
-    "llamafactory pairs with objective sft": ({"instruction": "Hi", "chosen": "Yo", "rejected": "No"}, "chosen", PAIR),
-    "llamafactory sharegpt pairs with objective sft": (
-        {"conversations": SHAREGPT, "chosen": SHAREGPT[1], "rejected": SHAREGPT[1]}, "chosen", PAIR,
-    ),
-    "trl pairs with objective sft": ({"chosen": CHAT, "rejected": [USER, NO]}, "chosen", PAIR),
-    "trl pairs beside messages": ({"messages": CHAT, "rejected": [USER, NO]}, "rejected", PAIR),
-    "weighted rows": ({"messages": CHAT, "weight": 0.5}, "weight", "how much the row counts"),
-    "rows of a loss weight": ({"prompt": "Hi", "completion": "Yo", "loss_weight": "2"}, "loss_weight", "row counts"),
-    "weighted turns": ({"messages": [USER, {**YO, "weight": 0.5}]}, "messages[1].weight", "how much this turn"),
-    "axolotl training_detail": (
-        {"messages": [USER, {**YO, "training_detail": [{"begin_offset": 0, "end_offset": 1, "train": True}]}]},
-        "messages[1].training_detail", "which part of the turn",
-    ),
-    "axolotl parts with a flag": (
-        {"messages": [USER, {**YO, "content": [{"type": "text", "text": "Yo", "train": False}]}]},
-        "messages[1].content", "a part whose `train`",
-    ),
-    "trl tokenised": ({"input_ids": [1, 2], "labels": [-100, 2], "attention_mask": [1, 1]}, "input_ids", "tokenised"),
-    "tokens beside a text": ({"text": "Hi", "input_ids": [1], "completion_mask": [1]}, "input_ids", TOKENS),
-    "axolotl input_output": ({"segments": [{"label": True, "text": "Yo"}]}, "segments", "segments"),
-    "trl stepwise": (
-        {"prompt": "Hi", "completions": ["a", "b"], "labels": [True, False]}, "completions", "process supervision",
-    ),
-    "trl prompt only": ({"prompt": [USER], "ground_truth": "7"}, "prompt", "prompts without an answer"),
-    "trl chat_template_kwargs": (
-        {"messages": CHAT, "chat_template_kwargs": {"enable_thinking": True}}, "chat_template_kwargs", "chat template",
-    ),
-    "llamafactory alpaca with tools": ({"instruction": "Hi", "output": "Yo", "tools": "[{"}, "tools", "as JSON"),
-    "text with tools": ({"text": "Hi", "tools": [TOOL]}, "tools", "holds tools"),
-    "axolotl context_qa": ({"question": "Hi", "context": "There.", "answer": "Yo"}, "context", "part of the prompt"),
-    "an instruction beside the question": (
-        {"instruction": "In French.", "question": "Hi", "answer": "Yo"}, "instruction", "part of the prompt",
-    ),
-    "openai function_call without a template": (
-        {"messages": [USER, {**YO, "function_call": {"name": "add", "arguments": "{}"}}]},
-        "add", "tool calls of this conversation out",
-    ),
-    "deepseek reasoning_content": (
-        {"messages": [USER, {**YO, "reasoning_content": "Hm."}]}, "reasoning_content", "thoughts out",
-    ),
-    "an answer judged in words": ({"prompt": "Hi", "completion": "No", "label": "rejected"}, "label", KTO),
-    "an answer with thumbs": ({"prompt": "Hi", "response": "No", "thumbs_up": False}, "thumbs_up", KTO),
-    "alpaca with a context": ({"instruction": "Hi", "context": "There.", "output": "Yo"}, "context", "of the prompt"),
-    "alpaca with options": ({"instruction": "Hi", "output": "A", "options": ["a", "b"]}, "options", "of the prompt"),
-    "a question beside the prompt": ({"prompt": "Brief.", "question": "Hi", "completion": "Yo"}, "question", "prompt"),
-    "fill in the middle": ({"prompt": "a", "suffix": "b", "completion": "c"}, "suffix", "part of the prompt"),
-    "a prefix of the answer": ({"prompt": "a", "prefix": "b", "completion": "c"}, "prefix", "part of the prompt"),
-    "axolotl alpaca_reflect": (
-        {"instruction": "Hi", "output": "No", "reflection": "Hm.", "corrected": "Yo"}, "corrected", "corrected answer",
-    ),
-    "template settings that are false": (
-        {"messages": CHAT, "chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs", "chat template",
-    ),
-    "one template setting": ({"messages": CHAT, "enable_thinking": False}, "enable_thinking", "chat template"),
-    "reasoning effort": ({"messages": CHAT, "reasoning_effort": "high"}, "reasoning_effort", "chat template"),
-    "tools in the system message": (
-        {"messages": [{"role": "system", "content": "Hi", "tools": [TOOL]}, *CHAT]}, "messages[0].tools", "holds tools",
-    ),
-    "files of a message": (
-        {"messages": [{**USER, "attachments": [{"url": "a.png"}]}, YO]}, "messages[0].attachments", MEDIA,
-    ),
-    "thoughts of a message under another name": (
-        {"messages": [USER, {**YO, "thought": "Hm."}]}, "messages[1].thought", "name that is not read",
-    ),
-    "thoughts by another name": ({"question": "Hi", "thoughts": "Hm.", "answer": "Yo"}, "thoughts", "holds thoughts"),
-    "thoughts of one model": ({"instruction": "Hi", "output": "Yo", "r1_reasoning": "Hm."}, "r1_reasoning", "thoughts"),
-    "an image of a stored data set": (
-        {"prompt": "Hi", "completion": "Yo", "scan": {"bytes": None, "path": "a.png"}}, "scan", MEDIA,
-    ),
-    "sound of a stored data set": ({"text": "Yo", "clip": {"array": [0.5], "sampling_rate": 16000}}, "clip", MEDIA),
-    "the first image": ({"prompt": "Hi", "completion": "Yo", "image_1": "a.png"}, "image_1", MEDIA),
-    "an image as input": ({"prompt": "Hi", "completion": "Yo", "input_image": "a.png"}, "input_image", MEDIA),
-    "a rejected answer": ({"prompt": "Hi", "completion": "Yo", "rejected_answer": "No"}, "rejected_answer", PAIR),
-    "a mask of no name": ({"prompt": "Hi", "completion": "Yo", "mask": [0, 1]}, "mask", TOKENS),
-    "a row not to train": ({"messages": CHAT, "train": False}, "train", "not trained"),
-    "reasoning beside an answer": ({"question": "Hi", "thinking": "Hm.", "answer": "Yo"}, "thinking", "thoughts"),
-}  # fmt: skip
+TABLES = json.loads((Path(__file__).parents[1] / "golden_data" / "columns.json").read_text(encoding="utf-8"))
+SINGLE, PAIRS, OPENED = (TABLES[name] for name in ("used", "pairs", "opened"))
+"""A row, and the text before its answers, `Yo` and `No`, which alone are trained."""
+REFUSED = TABLES["refused"]
+"""The row, the column that is named, and what is said of it."""
 
 
 def files_of(folder: Path, rows: Iterable[dict[str, Any]]) -> DataSettings:
@@ -181,30 +48,31 @@ def test_layouts_that_are_used(tmp_path: Path) -> None:
         assert trained_text(tokenizer, dataset, index) == (prompt + "Yo</s>\n", "Yo</s>"), name
 
 
-@pytest.mark.parametrize(
-    ("row", "prompt"),
-    [
-        ({"Question": "Hi", "Answer": "Yo"}, HI),
-        ({"PROMPT": "Hi", "Completion": "Yo"}, HI),
-        ({" question": "Hi", "answer ": "Yo"}, HI),
-        ({"Instruction": "Hi", "Input": "you", "Output": "Yo"}, "<s>user\nHi\n\nyou</s>\n<s>assistant\n"),
-        ({"Messages": CHAT, "System": "Be brief."}, SYSTEM + HI),
-        ({"Conversations": SHAREGPT}, HI),
-        ({"prompt": "Hi", "completion": "Yo", "System_Prompt": "Be brief."}, SYSTEM + HI),
-        ({"Question": "no", "question": "Hi", "answer": "Yo", "QUESTION": "Hi"}, None),
-        ({"Question": "no", "QUESTION": "Hi", "answer": "Yo"}, None),
-        ({"Chosen": "Hi", "Rejected": "Yo", "Prompt": "Hi"}, None),
-    ],
-)
-def test_columns_in_other_capitals(tmp_path: Path, row: dict[str, Any], prompt: str | None) -> None:
+CAPITALS: list[tuple[dict[str, Any], str]] = [
+    ({"Question": "Hi", "Answer": "Yo"}, HI),
+    ({"PROMPT": "Hi", "Completion": "Yo"}, HI),
+    ({" question": "Hi", "answer ": "Yo"}, HI),
+    ({"Instruction": "Hi", "Input": "you", "Output": "Yo"}, "<s>user\nHi\n\nyou</s>\n<s>assistant\n"),
+    ({"Messages": CHAT, "System": "Be brief."}, SYSTEM + HI),
+    ({"Conversations": SHAREGPT}, HI),
+    ({"prompt": "Hi", "completion": "Yo", "System_Prompt": "Be brief."}, SYSTEM + HI),
+]
+AMBIGUOUS: list[dict[str, Any]] = [
+    {"Question": "no", "question": "Hi", "answer": "Yo", "QUESTION": "Hi"},
+    {"Question": "no", "QUESTION": "Hi", "answer": "Yo"},
+    {"Chosen": "Hi", "Rejected": "Yo", "Prompt": "Hi"},
+]
+
+
+def test_columns_in_other_capitals(tmp_path: Path) -> None:
     """Story: `Question,Answer` was not known, and the hint offered the answer as the prompt."""
     tokenizer = byte_tokenizer()
-    path = write_rows(tmp_path / "x.jsonl", [row])
-    if prompt is None:
+    dataset = build_dataset(files_of(tmp_path, (row for row, _ in CAPITALS)), tokenizer)
+    for index, (_, prompt) in enumerate(CAPITALS):
+        assert trained_text(tokenizer, dataset, index) == (prompt + "Yo</s>\n", "Yo</s>")
+    for row in AMBIGUOUS:
         with pytest.raises(RefusedError, match=r"part of the prompt|cannot tell the type|preference pairs"):
-            build(path, tokenizer)
-        return
-    assert trained_text(tokenizer, build(path, tokenizer)) == (prompt + "Yo</s>\n", "Yo</s>")
+            build(write_rows(tmp_path / "x.jsonl", [row]), tokenizer)
 
 
 def test_a_column_as_it_is_written_comes_before_other_capitals(tmp_path: Path) -> None:
@@ -224,30 +92,18 @@ def write_csv(path: Path, row: dict[str, Any], delimiter: str = ",") -> Path:
     return path
 
 
-OPENED: dict[str, tuple[dict[str, Any], str]] = {
-    "messages": ({"messages": CHAT}, HI),
-    "conversations with tools": (
-        {"conversations": SHAREGPT, "tools": [TOOL]}, '[{"type": "function", "function": {"name": "add"}}]' + HI,
-    ),
-    "history": (
-        {"instruction": "Hi", "output": "Yo", "history": [["A", "B"]]},
-        "<s>user\nA</s>\n<s>assistant\nB</s>\n" + HI,
-    ),
-    "an empty history": ({"instruction": "Hi", "output": "Yo", "history": []}, HI),
-    "prompt and completion": ({"prompt": [USER], "completion": [YO]}, HI),
-    "texts that look alike": ({"prompt": "Hi", "completion": "Yo", "system": ""}, HI),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", OPENED)
-def test_lists_as_json_text_in_csv(tmp_path: Path, name: str) -> None:
+def test_lists_as_json_text_in_csv(tmp_path: Path) -> None:
     """Story: `messages` was refused as text, and a prompt of messages was trained as the letters of its JSON."""
-    row, prompt = OPENED[name]
     tokenizer = byte_tokenizer(template=TOOLS_TEMPLATE)
-    texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in row.items()}
-    for path in (write_csv(tmp_path / "x.csv", row), write_rows(tmp_path / "x.jsonl", [texts])):
+    specs = []
+    for number, (row, _) in enumerate(OPENED.values()):
+        texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in row.items()}
+        paths = write_csv(tmp_path / f"{number}.csv", row), write_rows(tmp_path / f"{number}.jsonl", [texts])
+        specs += [DatasetSpec(str(path)) for path in paths]
+    dataset = build_dataset(DataSettings(tuple(specs), 1000), tokenizer)
+    for index, (name, (_, prompt)) in enumerate(one for one in OPENED.items() for _ in range(2)):
         expected = "B</s>Yo</s>" if "\nB" in prompt else "Yo</s>"
-        assert trained_text(tokenizer, build(path, tokenizer)) == (prompt + "Yo</s>\n", expected)
+        assert trained_text(tokenizer, dataset, index) == (prompt + "Yo</s>\n", expected), name
 
 
 def test_messages_in_a_list_of_json_texts(tmp_path: Path) -> None:
@@ -269,28 +125,30 @@ def test_pairs_as_json_text_in_csv(tmp_path: Path) -> None:
         {"prompt": [USER], "chosen": [YO], "rejected": [NO]},
         {"messages": [USER], "chosen": YO, "rejected": NO},
     ]
-    for index, row in enumerate(rows):
-        chosen, rejected = pairs_of(write_csv(tmp_path / f"{index}.csv", row), tokenizer)
-        assert trained_text(tokenizer, chosen) == (HI + "Yo</s>\n", "Yo</s>")
-        assert trained_text(tokenizer, replace(chosen, rows=rejected)) == (HI + "No</s>\n", "No</s>")
+    specs = tuple(DatasetSpec(str(write_csv(tmp_path / f"{index}.csv", row))) for index, row in enumerate(rows))
+    chosen, rejected = build_pairs(DataSettings(specs, 1000), tokenizer, lambda text: None)
+    for index in range(len(rows)):
+        assert trained_text(tokenizer, chosen, index) == (HI + "Yo</s>\n", "Yo</s>")
+        assert trained_text(tokenizer, replace(chosen, rows=rejected), index) == (HI + "No</s>\n", "No</s>")
 
 
 def test_a_text_of_json_stays_text(tmp_path: Path) -> None:
     """Answers may be JSON, and a chat may be quoted in a question."""
     tokenizer = byte_tokenizer()
-    for prompt, completion in (("Hi", json.dumps([YO])), (json.dumps(CHAT), "greeting"), ('[{"role": 1}]', '{"a": 1}')):
-        row = {"prompt": prompt, "completion": completion}
+    texts = [("Hi", json.dumps([YO])), (json.dumps(CHAT), "greeting"), ('[{"role": 1}]', '{"a": 1}')]
+    dataset = build(write_rows(tmp_path / "x.jsonl", [{"prompt": one, "completion": two} for one, two in texts]))
+    for index, (prompt, completion) in enumerate(texts):
         text = f"<s>user\n{prompt}</s>\n<s>assistant\n{completion}</s>\n"
-        assert trained_text(tokenizer, build(write_csv(tmp_path / "x.csv", row), tokenizer))[0] == text
+        assert trained_text(tokenizer, dataset, index)[0] == text
 
 
-@pytest.mark.parametrize("text", [str(CHAT), f"array({CHAT})", "[{]"])
-def test_messages_that_are_no_json_text(tmp_path: Path, text: str) -> None:
-    with pytest.raises(RefusedError, match="rows cannot be used") as caught:
-        build(write_csv(tmp_path / "x.csv", {"messages": text}))
-    problem = caught.value.problems[1]
-    assert problem.what == "`messages` cannot be read as JSON"
-    assert ("json.dumps" in str(problem.hint)) == ("'role'" in text)
+def test_messages_that_are_no_json_text(tmp_path: Path) -> None:
+    for text in (f"array({CHAT})", "[{]"):
+        with pytest.raises(RefusedError, match="rows cannot be used") as caught:
+            build(write_csv(tmp_path / "x.csv", {"messages": text}))
+        problem = caught.value.problems[1]
+        assert problem.what == "`messages` cannot be read as JSON"
+        assert ("json.dumps" in str(problem.hint)) == ("'role'" in text)
 
 
 @pytest.mark.parametrize(
@@ -362,16 +220,16 @@ def test_a_message_in_two_forms_names_the_one_that_is_not_read(tmp_path: Path) -
 
 def test_a_late_row_is_looked_at_too(tmp_path: Path) -> None:
     """The first rows tell the type; any row can hold a column that changes its meaning."""
-    rows = [{"messages": CHAT}] * 600 + [{"messages": CHAT, "label": False}]
+    rows = [{"messages": CHAT}] * 520 + [{"messages": CHAT, "label": False}]
     path = write_rows(tmp_path / "x.jsonl", rows)
     with pytest.raises(RefusedError) as caught:
         build(path)
     problem = caught.value.problems[1]
-    assert problem.where == f"{path}:601" and "`label`" in problem.what and problem.found == "label: False"
+    assert problem.where == f"{path}:521" and "`label`" in problem.what and problem.found == "label: False"
     dataset = build(path, on_bad_row="skip")
-    assert len(dataset.rows) == 600 and any("KTO" in text for text in dataset.notices)
+    assert len(dataset.rows) == 520 and any("KTO" in text for text in dataset.notices)
     with pytest.raises(RefusedError, match="no row is left") as caught:
-        build(write_rows(tmp_path / "y.jsonl", rows[600:]), on_bad_row="skip")
+        build(write_rows(tmp_path / "y.jsonl", rows[520:]), on_bad_row="skip")
     assert "KTO" in str(caught.value)
 
 
@@ -424,48 +282,6 @@ def test_values_that_say_nothing(value: object) -> None:
 
 # --- preference pairs -----------------------------------------------------------------------------------------------
 
-FROM = {"from": "gpt", "value": "Yo"}
-FROM_NO = {"from": "gpt", "value": "No"}
-LONG = [{"role": "system", "content": "Be brief."}, USER]
-
-PAIRS: dict[str, tuple[dict[str, Any], str]] = {
-    # The row and the text before both answers, `Yo` and `No`.
-    "trl explicit, text": ({"prompt": "Hi", "chosen": "Yo", "rejected": "No"}, HI),
-    "trl explicit, conversational": ({"prompt": [USER], "chosen": [YO], "rejected": [NO]}, HI),
-    "trl implicit, conversational": ({"chosen": [*LONG, YO], "rejected": [*LONG, NO]}, SYSTEM + HI),
-    "trl with tools": (
-        {"prompt": [USER], "chosen": [YO], "rejected": [NO], "tools": [TOOL]},
-        '[{"type": "function", "function": {"name": "add"}}]' + HI,
-    ),
-    "ultrafeedback_binarized": (
-        {"prompt": "Hi", "prompt_id": "7", "chosen": CHAT, "rejected": [USER, NO], "messages": CHAT,
-         "score_chosen": 8.5, "score_rejected": 1.0},
-        HI,
-    ),
-    "chosen_messages": ({"chosen_messages": CHAT, "rejected_messages": [USER, NO]}, HI),
-    "chosen_messages with a prompt": ({"prompt": "Hi", "chosen_messages": [YO], "rejected_messages": [NO]}, HI),
-    "chosen_response": ({"prompt": "Hi", "chosen_response": "Yo", "rejected_response": "No", "margin": 1}, HI),
-    "chosen-response": ({"prompt": "Hi", "chosen-response": "Yo", "rejected-response": "No"}, HI),
-    "llamafactory alpaca": ({"instruction": "Hi", "input": "", "chosen": "Yo", "rejected": "No"}, HI),
-    "llamafactory alpaca with input": (
-        {"instruction": "Hi", "input": "you", "chosen": "Yo", "rejected": "No"},
-        "<s>user\nHi\n\nyou</s>\n<s>assistant\n",
-    ),
-    "llamafactory alpaca with system and history": (
-        {"instruction": "Hi", "chosen": "Yo", "rejected": "No", "system": "Be brief.", "history": [["A", "B"]]},
-        SYSTEM + "<s>user\nA</s>\n<s>assistant\nB</s>\n" + HI,
-    ),
-    "llamafactory sharegpt": ({"conversations": [SHAREGPT[0]], "chosen": FROM, "rejected": FROM_NO}, HI),
-    "axolotl chat_template.default": ({"messages": LONG, "chosen": YO, "rejected": NO}, SYSTEM + HI),
-    "axolotl chatml.intel": ({"system": "Be brief.", "question": "Hi", "chosen": "Yo", "rejected": "No"}, SYSTEM + HI),
-    "axolotl chatml.icr": ({"input": "Hi", "chosen": "Yo", "rejected": "No"}, HI),
-    "turns before that both share": (
-        {"prompt": [USER], "chosen": [NO, USER, YO], "rejected": [NO, USER, NO]},
-        "<s>user\nHi</s>\n<s>assistant\nNo</s>\n" + HI,
-    ),
-}  # fmt: skip
-
-
 SIDES = ("chosen", "rejected")
 
 
@@ -475,6 +291,7 @@ def pairs_of(path: Path, tokenizer: Any, **options: Any) -> tuple[TokenizedDatas
     return build_pairs(settings, tokenizer, lambda text: None)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dropped", [None, "x" * 2000])
 @pytest.mark.parametrize("side", SIDES)
 def test_pairs_behind_a_dropped_one_keep_their_partners(tmp_path: Path, side: str, dropped: str | None) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import json
-import os
-import pty
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roundpipe_cli.data.describe import histogram
-from tests.support.e2e import Outcome, make_model, make_workspace, run
+from tests.cli.test_terminal_text import on_a_terminal, said
+from tests.support.e2e import make_model, make_workspace
 
 ROWS: list[Any] = [
     {"prompt": "Say one", "completion": "1"},
@@ -36,12 +35,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def show(folder: Path, *words: str, **options: Any) -> Outcome:
-    return run(folder, "data", "recipe.yaml", *words, **options)
+@pytest.fixture
+def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(folder)
+    return folder
 
 
-def test_the_report_names_every_row_that_is_lost_or_cut(folder: Path) -> None:
-    out = show(folder).expect(0).out
+def test_the_report_names_every_row_that_is_lost_or_cut(here: Path) -> None:
+    out, _ = said("data", "recipe.yaml")
     assert "rows    5 rows read, 1 bad, 2 cut, 1 without a trained token, 3 kept" in out
     assert "bad: 1: rows.jsonl:3" in out
     assert "cut: 2: rows.jsonl:2, rows.jsonl:4" in out
@@ -51,11 +52,11 @@ def test_the_report_names_every_row_that_is_lost_or_cut(folder: Path) -> None:
     assert "longest row: rows.jsonl:4, 128 tokens" in out
     assert "<s>[user] Say one</s>[assistant] [[1</s>]]" in out
     assert "\x1b" not in out and "Say \\x1b[31mtwo" in out, "no row steers the terminal"
-    assert not (folder / "out").exists()
+    assert not (here / "out").exists()
 
 
-def test_json_has_everything(folder: Path) -> None:
-    document = json.loads(show(folder, "--json").expect(0).out)
+def test_json_has_everything(here: Path) -> None:
+    document = json.loads(said("data", "recipe.yaml", "--json")[0])
     assert document["rows"] == {"read": 5, "kept": 3, "bad": 1, "too_long": 2, "truncated": 2, "untrained": 1}
     assert document["packing"]["sequences"] == 2
     assert sum(entry["rows"] for entry in document["lengths"]["histogram"]) == 3
@@ -68,48 +69,22 @@ def test_json_has_everything(folder: Path) -> None:
     assert [label for label in first["labels"] if label != -100] == first["input_ids"][-2:]
     assert document["sources"][0]["bad_rows"][0]["row"] == 3
     assert document["sources_from_cache"] in (0, 1)
-    again = json.loads(show(folder, "--json").expect(0).out)
+    again = json.loads(said("data", "recipe.yaml", "--json")[0])
     assert again["sources_from_cache"] == 1
     assert {**again, "sources_from_cache": 0} == {**document, "sources_from_cache": 0}
 
 
-def give_terminal(path: str) -> None:
-    """Put a terminal of our own in place of stdout; what comes out of it goes to a file when the program ends."""
-    ours, theirs = pty.openpty()
-    pid = os.fork()
-    if pid == 0:
-        os.close(theirs)
-        with Path(path).open("wb") as file:
-            while True:
-                try:
-                    data = os.read(ours, 65536)
-                except OSError:
-                    break
-                file.write(data)
-                file.flush()
-        os.kill(os.getpid(), 9)
-    os.close(ours)
-    os.dup2(theirs, 1)
-    os.close(theirs)
-
-
 @pytest.mark.parametrize("no_color", [False, True])
-def test_trained_tokens_are_green_on_a_terminal(folder: Path, tmp_path: Path, no_color: bool) -> None:
-    from tests.support.e2e import launch
-
-    seen = tmp_path / "terminal"
-    environment = {"TERM": "xterm-256color", "COLUMNS": "100"} | ({"NO_COLOR": "1"} if no_color else {})
-    before = functools.partial(give_terminal, str(seen))
-    launch(folder, "data", "recipe.yaml", environment=environment, before=before).finish().expect(0)
-    text = seen.read_text()
+def test_trained_tokens_are_green_on_a_terminal(folder: Path, no_color: bool) -> None:
+    text = on_a_terminal(folder, 100, "data", "recipe.yaml", **({"NO_COLOR": "1"} if no_color else {}))
     assert ("\x1b[32m1</s>\x1b[0m" in text) is not no_color
     assert ("[[1</s>]]" in text) is no_color
     assert "\x1b[31mtwo" not in text
 
 
-def test_refusals_have_their_exit_code(folder: Path) -> None:
-    assert "1 of 5 rows cannot be used" in show(folder, "on_bad_row=error").expect(2).err
-    assert "dataset not found" in show(folder, "datasets[0].path=missing.jsonl").expect(2).err
+def test_refusals_have_their_exit_code(here: Path) -> None:
+    assert "1 of 5 rows cannot be used" in said("data", "recipe.yaml", "on_bad_row=error", code=2)[1]
+    assert "dataset not found" in said("data", "recipe.yaml", "datasets[0].path=missing.jsonl", code=2)[1]
 
 
 @settings(max_examples=100, deadline=None)
@@ -122,8 +97,8 @@ def test_histogram_counts_every_row_in_few_bins(lengths: list[int]) -> None:
         assert rows == sum(low <= length < high for length in lengths)
 
 
-def test_a_model_folder_that_would_run_code_is_refused_here_too(folder: Path, tmp_path: Path) -> None:
-    bad = make_model(tmp_path / "bad")
+def test_a_model_folder_that_would_run_code_is_refused_here_too(here: Path, tmp_path: Path) -> None:
+    bad = shutil.copytree(here / "model", tmp_path / "bad")
     config = json.loads((bad / "config.json").read_text())
     (bad / "config.json").write_text(json.dumps({**config, "auto_map": {"AutoConfig": "evil.Config"}}))
-    assert "auto_map" in show(folder, f"model={bad}").expect(2).err
+    assert "auto_map" in said("data", "recipe.yaml", f"model={bad}", code=2)[1]

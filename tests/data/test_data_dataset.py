@@ -84,33 +84,33 @@ def trained_text(tokenizer: Any, dataset: TokenizedDataset, index: int = 0) -> t
 CHAT_TEXT = "<s>user\nHi</s>\n<s>assistant\nYo</s>\n"
 
 
-@pytest.mark.parametrize(
-    ("row", "decided", "columns"),
-    [
-        ({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]}, "chat", {}),
-        ({"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yo"}]}, "sharegpt", {}),
-        ({"instruction": "Hi", "input": "", "output": "Yo"}, "alpaca", {}),
-        ({"instruction": "Hi", "output": "Yo"}, "alpaca", {}),
-        ({"instruction": "Hi", "input": None, "output": "Yo"}, "alpaca", {}),
-        ({"prompt": "Hi", "completion": "Yo"}, "prompt_completion", {}),
-        ({"question": "Hi", "answer": "Yo", "text": "no"}, "prompt_completion", {}),
-        ({"prompt": "Hi", "response": "Yo"}, "prompt_completion", {}),
-        ({"q": "Hi", "a": "Yo"}, "prompt_completion", {"prompt": "q", "completion": "a"}),
-        ({"talk": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]}, "chat",
-         {"messages": "talk"}),
-    ],
-)  # fmt: skip
-def test_auto_decides_by_columns_and_says_so(
-    tmp_path: Path, row: dict[str, object], decided: str, columns: dict[str, str]
-) -> None:
+GOOD_CHAT = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]}
+DECIDED: list[tuple[dict[str, object], str, dict[str, str]]] = [
+    (GOOD_CHAT, "chat", {}),
+    ({"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yo"}]}, "sharegpt", {}),
+    ({"instruction": "Hi", "input": "", "output": "Yo"}, "alpaca", {}),
+    ({"instruction": "Hi", "output": "Yo"}, "alpaca", {}),
+    ({"instruction": "Hi", "input": None, "output": "Yo"}, "alpaca", {}),
+    ({"prompt": "Hi", "completion": "Yo"}, "prompt_completion", {}),
+    ({"question": "Hi", "answer": "Yo", "text": "no"}, "prompt_completion", {}),
+    ({"prompt": "Hi", "response": "Yo"}, "prompt_completion", {}),
+    ({"q": "Hi", "a": "Yo"}, "prompt_completion", {"prompt": "q", "completion": "a"}),
+    ({"talk": GOOD_CHAT["messages"]}, "chat", {"messages": "talk"}),
+]
+"""A row, the type of its file, and the recipe's columns."""
+
+
+def test_auto_decides_by_columns_and_says_so(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer()
-    dataset = build(write_rows(tmp_path / "x.jsonl", [row]), tokenizer, columns=columns)
-    assert trained_text(tokenizer, dataset) == (CHAT_TEXT, "Yo</s>")
-    assert dataset.report.sources[0].type == decided
-    assert f"read as type {decided}" in dataset.notices[0]
-    assert [text.split(": ", 1)[1] for text in dataset.notices[1:]] == (
-        ["columns that are not used: text"] if "text" in row else []
-    )
+    paths = [write_rows(tmp_path / f"{number}.jsonl", [row]) for number, (row, _, _) in enumerate(DECIDED)]
+    specs = [DatasetSpec(str(path), columns=one[2]) for path, one in zip(paths, DECIDED, strict=True)]
+    dataset = build_dataset(DataSettings(tuple(specs), 1000), tokenizer)  # a process for each would take longer
+    for number, (path, (row, decided, _)) in enumerate(zip(paths, DECIDED, strict=True)):
+        assert trained_text(tokenizer, dataset, number) == (CHAT_TEXT, "Yo</s>")
+        assert dataset.report.sources[number].type == decided
+        said = [text.split(": ", 1)[1] for text in dataset.notices if text.startswith(f"{path}: ")]
+        assert f"read as type {decided}" in said[0]
+        assert said[1:] == (["columns that are not used: text"] if "text" in row else [])
     assert dataset.chat_template == CHATML
 
 
@@ -123,6 +123,7 @@ def test_a_named_type_needs_no_notice_and_is_believed(tmp_path: Path) -> None:
     assert dataset.report.trained_tokens == 3  # the first token has nothing before it
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("trim", [False, True])
 @pytest.mark.parametrize("bos", [False, True])
 def test_plain_layout_without_a_template(tmp_path: Path, bos: bool, trim: bool) -> None:
@@ -136,8 +137,7 @@ def test_plain_layout_without_a_template(tmp_path: Path, bos: bool, trim: bool) 
     assert trained_text(tokenizer, everything)[1] == "Q:    é  b\n</s>"
 
 
-@pytest.mark.parametrize(("prompt", "completion"), [("Q: ", "🤖 a"), ("Q: b", " a🤖."), ("Q:🤖", "é日"), ("Q:", " a")])
-def test_sentencepiece_style_tokens_with_bytes_for_the_unknown(tmp_path: Path, prompt: str, completion: str) -> None:
+def test_sentencepiece_style_tokens_with_bytes_for_the_unknown(tmp_path: Path) -> None:
     from tokenizers import Tokenizer, decoders, models, normalizers, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -148,9 +148,11 @@ def test_sentencepiece_style_tokens_with_bytes_for_the_unknown(tmp_path: Path, p
     backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
-    path = write_rows(tmp_path / "x.jsonl", [{"prompt": prompt, "completion": completion}])
-    whole, trained = trained_text(tokenizer, build(path, tokenizer))
-    assert (whole, trained) == (f"<s> {prompt}{completion}</s>", f"{completion}</s>")
+    rows = [("Q: ", "🤖 a"), ("Q: b", " a🤖."), ("Q:🤖", "é日"), ("Q:", " a")]
+    path = write_rows(tmp_path / "x.jsonl", [{"prompt": prompt, "completion": answer} for prompt, answer in rows])
+    dataset = build(path, tokenizer)
+    for index, (prompt, answer) in enumerate(rows):
+        assert trained_text(tokenizer, dataset, index) == (f"<s> {prompt}{answer}</s>", f"{answer}</s>")
 
 
 @pytest.mark.parametrize("is_fast", [True, False])
@@ -189,12 +191,8 @@ def test_slow_and_fast_tokenizers_agree(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("num_tokens", "policy", "kept"),
-    [
-        (9, "error", 9), (10, "error", 10), (11, "error", None),
-        (9, "drop", 9), (10, "drop", 10), (11, "drop", 0), (1000, "drop", 0),
-        (10, "truncate", 10), (11, "truncate", 10), (1000, "truncate", 10),
-    ],
-)  # fmt: skip
+    [(10, "error", 10), (11, "error", None), (10, "drop", 10), (11, "drop", 0), (11, "truncate", 10)],
+)
 def test_long_rows(tmp_path: Path, num_tokens: int, policy: str, kept: int | None) -> None:
     rows = [{"text": "short"}, {"text": "x" * (num_tokens - 1)}]  # and EOS
     path = write_rows(tmp_path / "x.jsonl", rows)
@@ -225,7 +223,7 @@ def test_split_texts_lose_nothing(tmp_path: Path, num_tokens: int) -> None:
     path = write_rows(tmp_path / "x.jsonl", [{"text": "short"}, {"text": text}, {"text": "also"}])
     options: dict[str, Any] = {"type": "text", "max_seq_length": 10}
     whole = build(path, **{**options, "max_seq_length": 1000})
-    for overlap in (0, 1, 4):
+    for overlap in (0, 4):
         dataset = build(path, **options, long_rows="split", long_rows_overlap=overlap)
         check_split(dataset, whole, num_tokens, overlap)
 
@@ -278,14 +276,13 @@ def test_variables_of_the_template(tmp_path: Path) -> None:
     assert rendered() == "(brief)" + CHAT_TEXT and rendered(enable_thinking=True) == CHAT_TEXT
 
 
-@pytest.mark.parametrize("value", [True, False, 3, -2.5, 'a "quoted" \\ {{ word }} é\n'])
-def test_a_variable_arrives_as_it_was_written(tmp_path: Path, value: Any) -> None:
-    tokenizer = byte_tokenizer(
-        template="{{ messages[0].content }}|{{ word }}|{{ word is string }}{{ messages[1].content }}"
-    )
+def test_variables_arrive_as_they_were_written(tmp_path: Path) -> None:
+    values: dict[str, Any] = dict(zip("abcde", (True, False, 3, -2.5, 'a "quoted" \\ {{ word }} é\n'), strict=True))
+    shown = "".join(f"|{{{{ {name} }}}}|{{{{ {name} is string }}}}" for name in values)
+    tokenizer = byte_tokenizer(template="{{ messages[0].content }}" + shown + "{{ messages[1].content }}")
     path = write_rows(tmp_path / "x.jsonl", [GOOD_CHAT])
-    text, _ = trained_text(tokenizer, build(path, tokenizer, chat_template_kwargs={"word": value}))
-    assert text == f"Hi|{value}|{isinstance(value, str)}Yo"
+    text, _ = trained_text(tokenizer, build(path, tokenizer, chat_template_kwargs=values))
+    assert text == "Hi" + "".join(f"|{value}|{isinstance(value, str)}" for value in values.values()) + "Yo"
 
 
 @pytest.mark.parametrize(
@@ -339,7 +336,6 @@ MESSAGES_BAD: list[tuple[object, str]] = [
      "`messages[0].tool_calls` is not a list of objects"),
     ([1], "the row is not an object"),
 ]  # fmt: skip
-GOOD_CHAT = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]}
 
 
 @pytest.mark.parametrize("first", [0, len(MESSAGES_BAD) - 1])
@@ -364,20 +360,22 @@ def test_bad_rows_are_named_by_line_field_and_expectation(tmp_path: Path, first:
     assert found == [(line, what) for line, (_, what) in zip(lines, bad, strict=True)]
 
 
-@pytest.mark.parametrize(
-    ("bad", "what"),
-    [
-        ({"prompt": "Hi"}, "`completion` is missing"),
-        ({"prompt": 3, "completion": "Yo"}, "`prompt` is not text"),
-        ({"prompt": "Hi", "completion": ""}, "`completion` is empty"),
-        ({"prompt": "Hi", "completion": ["a"]}, "`completion` is not text"),
-    ],
-)
-def test_bad_prompts(tmp_path: Path, bad: object, what: str) -> None:
-    path = write_rows(tmp_path / "x.jsonl", [bad, {"prompt": "Hi", "completion": "Yo"}])
+def refused_rows(path: Path, rows: Sequence[object], **options: Any) -> list[str]:
+    """What is said of each of some bad rows, of which one file is made."""
     with pytest.raises(RefusedError) as caught:
-        build(path)
-    assert caught.value.problems[1].what == what
+        build(write_rows(path, rows), **options)
+    return [problem.what for problem in caught.value.problems[1:]]
+
+
+def test_bad_prompts(tmp_path: Path) -> None:
+    bad = {
+        "`completion` is missing": {"prompt": "Hi"},
+        "`prompt` is not text": {"prompt": 3, "completion": "Yo"},
+        "`completion` is empty": {"prompt": "Hi", "completion": ""},
+        "`completion` is not text": {"prompt": "Hi", "completion": ["a"]},
+    }
+    rows = [*bad.values(), {"prompt": "Hi", "completion": "Yo"}]
+    assert refused_rows(tmp_path / "x.jsonl", rows) == list(bad)
 
 
 def test_many_bad_rows_ten_listed_with_the_total(tmp_path: Path) -> None:
@@ -466,11 +464,10 @@ def test_text_that_spells_special_tokens_is_noticed(tmp_path: Path) -> None:
     assert any("1 of 2 rows spell special tokens" in notice and "x.jsonl:2" in notice for notice in dataset.notices)
 
 
-@pytest.mark.parametrize("row", [{"text": "<image> a cat"}, {"prompt": "<image>What is it?", "completion": "A cat"}])
-def test_a_placeholder_without_its_file_is_noticed(tmp_path: Path, row: dict[str, str]) -> None:
+def test_a_placeholder_without_its_file_is_noticed(tmp_path: Path) -> None:
     """Without a column of images nothing was refused: the model learnt the letters `<image>`, and nobody knew."""
-    plain = dict.fromkeys(row, "An <img> tag")
-    dataset = build(write_rows(tmp_path / "x.jsonl", [plain, row]))
+    row = {"prompt": "<image>What is it?", "completion": "A cat"}
+    dataset = build(write_rows(tmp_path / "x.jsonl", [dict.fromkeys(row, "An <img> tag"), row]))
     assert dataset.report.sources[0].placeholder_rows == [2] and dataset.report.rows_kept == 2
     assert any("1 of 2 rows have `<image>`" in notice and "x.jsonl:2" in notice for notice in dataset.notices)
 
@@ -508,12 +505,11 @@ def test_content_hash_tells_every_change(tmp_path: Path) -> None:
     assert build(moved).content_hash == base, "the same rows elsewhere are the same data"
     changed = [
         build(path, train_on_inputs=True),
-        build(path, max_seq_length=24),
         build(path, byte_tokenizer(template=CHATML + " ")),
         build(write_rows(tmp_path / "z.jsonl", rows[::-1])),
         build(write_rows(tmp_path / "w.jsonl", [{**rows[0], "completion": "yo"}, rows[1]])),
     ]
-    assert len({base, *(dataset.content_hash for dataset in changed)}) == 6
+    assert len({base, *(dataset.content_hash for dataset in changed)}) == 5
 
 
 def test_rows_share_memory_and_cannot_be_written(tmp_path: Path) -> None:
@@ -526,14 +522,14 @@ def test_rows_share_memory_and_cannot_be_written(tmp_path: Path) -> None:
 
 def test_bad_rows_at_both_ends_of_a_long_file_are_named(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
-    lines = ['{"text": "ok"}'] * 20_000
-    lines[0], lines[9_999], lines[19_999] = '{"text": ', '{"text": null}', '{"text": "\\u0000"}'
+    lines = ['{"text": "ok"}'] * 6_000
+    lines[0], lines[2_999], lines[5_999] = '{"text": ', '{"text": null}', '{"text": "\\u0000"}'
     path.write_text("\n".join(lines))
     with pytest.raises(RefusedError) as caught:
         build(path, type="text")
     head, *faults = caught.value.problems
-    assert head.what == "3 of 20000 rows cannot be used:"
-    assert [problem.where for problem in faults] == [f"{path}:{line}" for line in (1, 10_000, 20_000)]
+    assert head.what == "3 of 6000 rows cannot be used:"
+    assert [problem.where for problem in faults] == [f"{path}:{line}" for line in (1, 3_000, 6_000)]
     assert [problem.what for problem in faults] == [
         "the line is not valid JSON", "`text` is not text", "`text` holds a NUL character",
     ]  # fmt: skip
@@ -542,24 +538,23 @@ def test_bad_rows_at_both_ends_of_a_long_file_are_named(tmp_path: Path) -> None:
 CALL = {"function": {"name": "add", "arguments": '{"a": 1}'}}
 
 
-@pytest.mark.parametrize(
-    ("messages", "tools", "what"),
-    [
-        ([{"role": "assistant", "tool_calls": [CALL]}], None, "the chat template leaves the tool calls"),
-        ([{"role": "assistant", "content": "Yo"}], [{"name": "add"}], "the chat template leaves the tools"),
-        ([{"role": "assistant", "content": "Yo"}], "{", "`tools` cannot be read as JSON"),
-        ([{"role": "assistant", "content": "Yo"}], [{"function": []}], "has a tool whose function is no object"),
-        ([{"role": "assistant", "tool_calls": [{"function": {}}]}], None, "has a call without a name"),
-        ([{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "3"}]}], None, "arguments are no object"),
-        ([{"role": "assistant", "tool_calls": [{"name": "f", "arguments": '{"a": 1, "a": 2}'}]}], None, "as JSON"),
-        ([{"role": "assistant", "content": [{"type": "image"}]}], None, "has a part that is not text"),
-    ],
-)
-def test_tools_are_never_lost_in_silence(tmp_path: Path, messages: list[Any], tools: object, what: str) -> None:
-    row = {"messages": [{"role": "user", "content": "Hi"}, *messages], "tools": tools}
-    with pytest.raises(RefusedError) as caught:
-        build(write_rows(tmp_path / "x.jsonl", [row]))
-    assert what in caught.value.problems[1].what
+ANSWER = {"role": "assistant", "content": "Yo"}
+LOST: list[tuple[dict[str, Any], object, str]] = [
+    ({"role": "assistant", "tool_calls": [CALL]}, None, "the chat template leaves the tool calls"),
+    (ANSWER, [{"name": "add"}], "the chat template leaves the tools"),
+    (ANSWER, "{", "`tools` cannot be read as JSON"),
+    (ANSWER, [{"function": []}], "has a tool whose function is no object"),
+    ({"role": "assistant", "tool_calls": [{"function": {}}]}, None, "has a call without a name"),
+    ({"role": "assistant", "tool_calls": [{"name": "f", "arguments": "3"}]}, None, "arguments are no object"),
+    ({"role": "assistant", "tool_calls": [{"name": "f", "arguments": '{"a": 1, "a": 2}'}]}, None, "as JSON"),
+    ({"role": "assistant", "content": [{"type": "image"}]}, None, "has a part that is not text"),
+]
+
+
+def test_tools_are_never_lost_in_silence(tmp_path: Path) -> None:
+    rows = [{"messages": [{"role": "user", "content": "Hi"}, answer], "tools": tools} for answer, tools, _ in LOST]
+    for found, (_, _, what) in zip(refused_rows(tmp_path / "x.jsonl", rows), LOST, strict=True):
+        assert what in found
 
 
 PRINTS_TOOLS = "{{ tools | tojson }}"
@@ -567,21 +562,20 @@ KNOWN = "{% if m.role in ('user', 'assistant') %}[{{ m.role }}]{{ m.content }}</
 SAYS = "{% for m in messages %}" + KNOWN + "{% endfor %}"
 
 
-@pytest.mark.parametrize(
-    ("before", "what"),
-    [
-        ([{"role": "assistant", "tool_calls": [CALL]}, {"role": "tool", "content": "3"}], "leaves the tool calls out"),
-        ([{"role": "tool", "content": "Hi"}], "leaves a turn of the role tool out"),
-        ([{"role": "system", "content": "Yo"}], "leaves a turn of the role system out"),
-    ],
-)
-def test_turns_that_a_template_does_not_write(tmp_path: Path, before: list[Any], what: str) -> None:
+def test_turns_that_a_template_does_not_write(tmp_path: Path) -> None:
     """Their words stand in the text all the same: the tool's name among the tools, the result in a question."""
-    rows = [{"messages": [{"role": "user", "content": "Hi"}, *before, {"role": "assistant", "content": "Yo"}]}]
-    rows[0]["tools"] = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
-    with pytest.raises(RefusedError) as caught:
-        build(write_rows(tmp_path / "x.jsonl", rows), chat_template=PRINTS_TOOLS + SAYS)
-    assert what in caught.value.problems[1].what
+    before: list[list[dict[str, Any]]] = [
+        [{"role": "assistant", "tool_calls": [CALL]}, {"role": "tool", "content": "3"}],
+        [{"role": "tool", "content": "Hi"}],
+        [{"role": "system", "content": "Yo"}],
+    ]
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    rows = [{"messages": [{"role": "user", "content": "Hi"}, *turns, ANSWER], "tools": tools} for turns in before]
+    found = refused_rows(tmp_path / "x.jsonl", rows, chat_template=PRINTS_TOOLS + SAYS)
+    for text, what in zip(
+        found, ("the tool calls", "a turn of the role tool", "a turn of the role system"), strict=True
+    ):
+        assert f"leaves {what} out" in text
 
 
 def test_plain_text_files(tmp_path: Path) -> None:

@@ -57,10 +57,8 @@ THINKING = (
     "{%- else %}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{%- endif %}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
 )
-MARKED = (
-    "{%- for m in messages %}{%- if m.role == 'assistant' %}{{- 'Bot: ' }}{% generation %}{{- m.content }}"
-    "{% endgeneration %}{{- eos_token + '\n' }}{%- else %}{{- 'User: ' + m.content + '\n' }}{%- endif %}{%- endfor %}"
-)
+
+
 WITHOUT_PROMPT = (
     "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{%- endfor %}"
 )
@@ -211,24 +209,9 @@ def test_thoughts_are_trained_where_the_template_keeps_them(smollm: Any) -> None
     check(smollm, THINKING, say("a", "first", "b", "second"), pieces)
 
 
-def test_generation_marks_of_the_template_are_believed(llama_like: Any) -> None:
-    pieces = [
-        ("User: a\nBot: ", False), ("first<|eot_id|>", True), ("\nUser: b\nBot: ", False),
-        ("second<|eot_id|>", True), ("\n", False),
-    ]  # fmt: skip
-    check(llama_like, MARKED, say("a", "first", "b", "second"), pieces)
-
-
 def test_template_without_generation_prompt_does_not_train_the_header(smollm: Any) -> None:
     turns = say("Hi", "Yo", "And", "So")
     check(smollm, WITHOUT_PROMPT, turns, chatml_pieces([{"role": "system", "content": ""}, *turns], "")[3:])
-
-
-def test_template_that_changes_the_words_is_refused(smollm: Any) -> None:
-    template = ChatTemplate(smollm, WITHOUT_PROMPT.replace("m.content", "m.content | upper"))
-    with pytest.raises(BadRowError, match="cannot tell what the assistant said") as caught:
-        template.render_trained(Conversation(tuple(say("Hi", "you"))))
-    assert "{% generation %}" in (caught.value.fault.expected or "")
 
 
 def test_template_without_an_end_of_turn_token_is_noticed(smollm: Any, tmp_path: Path) -> None:
@@ -248,12 +231,3 @@ def test_every_mask_of_shipped_rows(smollm: Any) -> None:
     assert len(dataset.rows) == len(rows) > 200
     for row, turns in zip(dataset.rows, rows, strict=True):
         assert (row.labels != -100).tolist() == reference_mask(smollm, row.input_ids.tolist(), smollm_pieces(turns))
-
-
-def test_train_on_inputs_trains_everything(smollm: Any, tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text(json.dumps({"messages": say("Hi", "Yo")}))
-    dataset = build_dataset(DataSettings((DatasetSpec(str(path)),), 64, train_on_inputs=True), smollm)
-    row = dataset.rows[0]
-    assert np.array_equal(row.labels, row.input_ids)
-    assert dataset.report.trained_tokens == len(row.input_ids) - 1

@@ -24,6 +24,7 @@ from roundpipe_cli.errors import InternalError, NoProgressError, ResourceError, 
 from roundpipe_cli.limited import signals_held
 from roundpipe_cli.watchdog import watching
 from tests.data.test_data_dataset import CHATML, byte_tokenizer, write_rows
+from tests.support.covering import swept
 
 ROW = {"prompt": "Hi", "completion": "Yo"}
 
@@ -37,18 +38,13 @@ def children() -> set[int]:
     return {int(pid) for pid in Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()}
 
 
-SUBCLASSES = "().__class__.__base__.__subclasses__()"
-
-
 @pytest.mark.parametrize(
     ("template", "what"),
     [
         pytest.param("{{ ''.__class__.__mro__ }}", "rows cannot be used", id="attribute escape"),
-        pytest.param("{{ " + SUBCLASSES + " }}", "rows cannot be used", id="subclasses"),
         pytest.param("{{ cycler.__init__.__globals__.os.system('touch x') }}", "rows cannot be used", id="globals"),
         pytest.param("{{ messages.append(1) }}", "rows cannot be used", id="mutates"),
         pytest.param("{% include '/etc/passwd' %}", "rows cannot be used", id="include"),
-        pytest.param("{% import 'os' as os %}{{ os }}", "rows cannot be used", id="import"),
         pytest.param("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "rows cannot be used", id="recursion"),
         pytest.param(
             "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "too long", id="loops"
@@ -99,19 +95,19 @@ def test_a_row_that_takes_too_much_memory_is_named(tmp_path: Path, monkeypatch: 
 
 
 def test_the_result_does_not_depend_on_the_number_of_processes(tmp_path: Path) -> None:
-    rows = [{"prompt": f"Q{n}", "completion": "a" * (n % 97)} for n in range(2600)]  # every 97th is bad
+    rows = [{"prompt": f"Q{n}", "completion": "a" * (n % 97)} for n in range(1300)]  # every 97th is bad
     path = write_rows(tmp_path / "rows.jsonl", rows)
     one = build(path, num_workers=1, on_bad_row="skip")
     several = build(path, num_workers=3, on_bad_row="skip", long_rows="drop")  # another key: not the cache
     assert several.num_cached == one.num_cached == 0
-    assert several.content_hash == one.content_hash and len(one.rows) == 2573
+    assert several.content_hash == one.content_hash and len(one.rows) == 1286
     assert several.report.sources[0].bad_rows == one.report.sources[0].bad_rows
     assert [several.where(row.row_id) for row in several.rows[::500]] == [
         one.where(row.row_id) for row in one.rows[::500]
     ]
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+@pytest.mark.parametrize("number", [signal.SIGKILL, *swept([signal.SIGSEGV])])
 def test_a_killed_process_is_one_clear_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
@@ -181,12 +177,11 @@ def set_fault(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setattr(faults, "_rules_of", None)
 
 
-@pytest.mark.parametrize("kind", ["FaultError", "FaultExit"])
-def test_an_error_in_a_process_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_an_error_in_a_process_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """FaultExit is no Exception."""
-    set_fault(monkeypatch, f"tokenize:raise={kind}")
+    set_fault(monkeypatch, "tokenize:raise=FaultExit")
     path = write_rows(tmp_path / "rows.jsonl", [ROW])
-    with pytest.raises(InternalError, match=f"tokenising failed: {kind}") as caught:
+    with pytest.raises(InternalError, match="tokenising failed: FaultExit") as caught:
         build(path)
     assert "faults.py" in (caught.value.problems[0].found or "")
 

@@ -35,6 +35,7 @@ from roundpipe_cli.schedule.builders import build_forward, every_stage
 from roundpipe_cli.schedule.program import lower
 from roundpipe_cli.schedule.simulate import simulate_program
 from roundpipe_cli.schedule.timeline import makespan_s
+from tests.support.covering import swept
 
 BLOCKS = 9
 LIMITS = StageLimits(forward_bytes=40, backward_bytes=30, head_bytes=35)
@@ -122,7 +123,7 @@ def test_a_search_of_few_numbers_of_stages_loses_little(staleness: int, monkeypa
     assert Search(one, units, chain, effort).run()[0].value_s <= whole.value_s * 1.005
 
 
-@pytest.mark.parametrize("name", ["looped_bfs", pytest.param("interleaved_1f1b", marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("name", ["looped_bfs", *swept(["interleaved_1f1b"])])
 def test_a_deep_model_tries_fewer_numbers_of_stages(name: ScheduleName, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = [LayerCost(f"block.{index}", 1.0, 2.2, True, param_bytes=100, boundary_bytes=5) for index in range(80)]
     layers = (LayerCost("embed", 0.0, 0.0, False), *blocks, LayerCost("head", 2.0, 4.0, False, param_bytes=300))
@@ -166,7 +167,7 @@ def chosen(costs: CostModel, own: list[StageRange], others: list[StageRange]) ->
     return forward_stages(costs, own, others, num_workers=2, num_microbatches=8)
 
 
-@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.sweep) for seed in range(4, 8))])
+@pytest.mark.parametrize("seed", [*range(3), *swept(range(3, 8))])
 def test_even_stages_hold_every_layer_once_and_are_no_slower(seed: int) -> None:
     draw = random.Random(seed)
     workers, blocks = draw.choice([1, 2, 3, 4, 8]), draw.randint(8, 40)
@@ -222,7 +223,10 @@ def planned(folder: Path, *words: str) -> Plan:
     return make_plan(load_recipe(folder / "recipe.yaml", [f"output_dir={folder / 'out'}", *words]), "2x4090")
 
 
-def test_a_plan_for_pairs_counts_both_answers_and_the_reference(tmp_path: Path) -> None:
+def test_a_plan_for_pairs_counts_both_answers_and_the_reference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choosing, "MAX_SEARCHED_LAYERS", 0)  # any cut will do
     pairs = planned(tmp_path, "objective=dpo", "pipeline.weight_cache=0")
     usual = planned(tmp_path, "micro_batch_size=2", "pipeline.weight_cache=0")
     assert pairs.question.settings.tokens_per_microbatch == usual.question.settings.tokens_per_microbatch == 4096

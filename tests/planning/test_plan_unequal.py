@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from roundpipe_cli.choices import SCHEDULES
 from roundpipe_cli.cli.bench_recipe import as_planned, request_of
 from roundpipe_cli.cli.finetune import ask_on_cards_worth_using
 from roundpipe_cli.cli.plan import plan_text
+from roundpipe_cli.costs.find_model import shipped_figures
 from roundpipe_cli.costs.hardware import parse_hardware
 from roundpipe_cli.costs.memory import device_need, usable_device_bytes
 from roundpipe_cli.errors import ResourceError
@@ -22,19 +24,26 @@ from roundpipe_cli.recipe.load import LoadedRecipe, load_recipe
 from roundpipe_cli.schedule.timeline import busy_s
 
 RECIPE = """
-model: Qwen/Qwen3-0.6B
-datasets: [{path: rows.jsonl}]
+model: {}/model
+datasets: [{{path: rows.jsonl}}]
 max_seq_length: 2048
 packing: false
 micro_batch_size: 1
 gradient_accumulation_steps: 12
 """
+FIGURES = {
+    **shipped_figures()["Qwen/Qwen3-0.6B"],
+    **{"architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 7},
+}
+"""Of the widths of Qwen3-0.6B, and of so few layers that a search takes a moment."""
 
 
 @pytest.fixture
 def loaded(tmp_path: Path) -> LoadedRecipe:
     (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n' * 10)
-    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(FIGURES))
+    (tmp_path / "recipe.yaml").write_text(RECIPE.format(tmp_path))
     return load_recipe(tmp_path / "recipe.yaml", [f"output_dir={tmp_path / 'out'}"])
 
 
@@ -77,8 +86,7 @@ def test_a_card_that_would_hold_the_others_up_is_said_to_be_idle() -> None:
 
 
 def test_cards_that_hold_no_stage_are_left_out(loaded: LoadedRecipe) -> None:
-    machine = "3090+2xcustom:memory_gib=2:acc32_tflops=70+3090"
-    answer = make_plan(loaded, machine)
+    answer = make_plan(loaded, SMALL_CARDS)
     check_limits(answer)
     assert [device.name for device in answer.question.hardware.devices] == ["rtx-3090"] * 2
     text = "\n".join(plan_text(answer, None))
@@ -87,13 +95,13 @@ def test_cards_that_hold_no_stage_are_left_out(loaded: LoadedRecipe) -> None:
     assert answer.step_s == pytest.approx(make_plan(loaded, "2x3090").step_s)
 
 
-SMALL_CARD = "3090+2xcustom:memory_gib=2:acc32_tflops=70+3090"
+SMALL_CARDS = "3090+2xcustom:memory_gib=2:acc32_tflops=70+3090"
 
 
 @pytest.fixture
 def with_small_cards(monkeypatch: pytest.MonkeyPatch) -> None:
     """This machine has two GPUs that hold no stage, between two that do."""
-    devices = parse_hardware(SMALL_CARD).devices
+    devices = parse_hardware(SMALL_CARDS).devices
     monkeypatch.setattr("roundpipe_cli.planning.question.visible_gpus", lambda: (devices, ()))
 
 
@@ -116,7 +124,7 @@ def test_a_run_and_bench_leave_out_what_plan_leaves_out(
     ]
     planned, again = make_plan(loaded), make_plan(alone)
     assert planned.cut == again.cut and planned.step_s == pytest.approx(again.step_s)
-    request = request_of(str(loaded.path), ["pipeline.weight_cache=0"], SMALL_CARD)
+    request = request_of(str(loaded.path), ["pipeline.weight_cache=0"], SMALL_CARDS)
     assert "note: as in `plan`, on 2 of 4 GPUs" in capsys.readouterr().err
     found = as_planned(request, None, Answers())
     assert {case.num_workers for _, _, case in found} == {2} and len(found) == len(SCHEDULES)

@@ -25,6 +25,7 @@ from roundpipe_cli.planning.predict import (
 from roundpipe_cli.planning.question import PlanRequest, ask
 from roundpipe_cli.planning.solve import solve
 from roundpipe_cli.recipe.load import load_recipe, load_text
+from tests.support.covering import swept
 
 RECIPE = "model: {}\nmethod: {}\ndatasets: [{{path: rows.jsonl}}]\nmax_seq_length: 512\n"
 
@@ -62,16 +63,10 @@ def test_a_processor_is_hardly_known() -> None:
 
 
 def test_bands_are_no_wider_than_promised() -> None:
+    """No GPU has run the experts' kernels; the range was as wide as if one had."""
     assert MEASURED.factor <= 1.15
+    assert EXPERTS_BY_OWN_KERNELS.around(3.0) == (2.0, 12.0) and "run on no GPU" in EXPERTS_BY_OWN_KERNELS.why
     assert max(LORA.factor, FULL.factor, FULL_ELSEWHERE.factor, EXPERTS.factor) <= 1.3
-
-
-def test_experts_may_be_far_slower_than_predicted_and_plan_says_why() -> None:
-    """No GPU has run their kernels; the range was as wide as if one had."""
-    plan = make_plan(load_text(RECIPE.format("Qwen/Qwen3-30B-A3B", "lora"), "r.yaml"), "8x4090")
-    least_s, most_s = plan.band.around(plan.step_s)
-    assert most_s / plan.step_s == 4.0 and plan.step_s / least_s == 1.5
-    assert "run on no GPU" in plan.band.why
 
 
 def test_python_binds_small_models_on_many_fast_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,11 +91,7 @@ def test_a_report_says_whether_the_measurement_lay_inside(measured_s: float | No
 
 @pytest.mark.parametrize(
     ("schedule", "machine", "tolerance"),
-    [
-        ("roundpipe", "2x3090,host_memory_gib=64", 1e-3),
-        ("looped_bfs", "4x3090,host_memory_gib=128", 1e-3),
-        ("1f1b", "8x4090,host_memory_gib=128", 3e-3),
-    ],
+    [("roundpipe", "2x3090,host_memory_gib=64", 1e-3), ("1f1b", "8x4090,host_memory_gib=128", 3e-3)],
 )
 def test_a_long_step_takes_what_all_its_microbatches_take(
     schedule: str, machine: str, tolerance: float, monkeypatch: pytest.MonkeyPatch
@@ -176,12 +167,12 @@ def budget(recipe: str, hardware: str, *words: str) -> int | None:
     return asked(recipe, hardware, *words).loaded.recipe.token_budget
 
 
-@pytest.mark.parametrize("recipe", ["qwen3-8b", "qwen3-30b-a3b", "smollm2-1.7b", "gpt-oss-20b"])
+@pytest.mark.parametrize("recipe", ["qwen3-30b-a3b", *swept(["qwen3-8b", "smollm2-1.7b", "gpt-oss-20b"])])
 def test_the_number_of_cards_does_not_count(recipe: str) -> None:
     def of(cards: str) -> int | None:
         return budget(recipe, f"{cards},host_memory_gib=256", "gradient_accumulation_steps=64")
 
-    found = {of(f"{count}x3090") for count in (1, 2, 3, 8)}
+    found = {of(f"{count}x3090") for count in (1, 3, 8)}
     assert len(found) == 1 and None not in found
     assert of("1x4090+1x4060ti-16gb") == of("1x4060ti-16gb")
 
@@ -200,7 +191,7 @@ def test_a_card_that_need_not_compute_twice_keeps_it_so() -> None:
     assert budget("qwen3-1.7b", "1x4060ti-16gb,host_memory_gib=16", "pipeline.weight_cache=0") == 8192
 
 
-@pytest.mark.parametrize("rows, tokens", [(16, 8192), (8, 4096), (12, 6144), (7, 2048), (4, 2048), (1, 2048)])
+@pytest.mark.parametrize("rows, tokens", [(16, 8192), (12, 6144), (7, 2048), (1, 2048)])
 def test_a_step_keeps_four_microbatches_of_equal_rows(rows: int, tokens: int) -> None:
     words = ("micro_batch_size=1", f"gradient_accumulation_steps={rows}")
     question = asked("qwen3-8b", "2x3090,host_memory_gib=64", *words)
@@ -210,7 +201,8 @@ def test_a_step_keeps_four_microbatches_of_equal_rows(rows: int, tokens: int) ->
     assert rows < 4 or settings.num_microbatches >= 4
 
 
-def test_a_plan_says_what_was_chosen_and_predicts_for_it() -> None:
+def test_a_plan_says_what_was_chosen_and_predicts_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose, "MAX_SEARCHED_LAYERS", 0)  # any cut will do
     plan = make_plan(load_recipe("qwen3-8b", [AUTO]), "2x3090,host_memory_gib=64")
     assert "micro_batch_tokens (auto): 8,192: 4 rows of 2,048 tokens" in plan.assumptions
     words = ["micro_batch_tokens=null", "micro_batch_size=4", "gradient_accumulation_steps=4"]
@@ -218,7 +210,8 @@ def test_a_plan_says_what_was_chosen_and_predicts_for_it() -> None:
     assert plan.step_s == fixed.step_s and plan.verdict.device == fixed.verdict.device
 
 
-def test_a_budget_that_does_not_fit_is_lowered_by_its_own_key() -> None:
+def test_a_budget_that_does_not_fit_is_lowered_by_its_own_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose, "MAX_SEARCHED_LAYERS", 0)
     words = ["micro_batch_tokens=131072", "gradient_accumulation_steps=64"]
     plan = make_plan(load_recipe("qwen3-8b", words), "1x3060,host_memory_gib=128")
     assert not plan.verdict.fits

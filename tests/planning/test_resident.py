@@ -29,6 +29,7 @@ from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.recipe.schema import PipelineConfig
 from roundpipe_cli.schedule.builders import Rounds, build_forward, build_schedule, every_stage
 from roundpipe_cli.train.auto_cache import AutoCache
+from tests.support.covering import swept
 from tests.support.tiny import Rig, gpu_costs, make_rig, random_microbatches, schedule_for
 
 SIZES = [(2, 9), (1, 7), (2, 5), (1, 11), (2, 6), (1, 9)]
@@ -44,7 +45,7 @@ def planned(folder: Path, hardware: str, *overrides: str) -> Plan:
     return make_plan(load_recipe(folder / "recipe.yaml", [*usual, *overrides]), hardware)
 
 
-@pytest.mark.parametrize(("num_gpus", "gain"), [(1, 1.05), (8, 1.15)])
+@pytest.mark.parametrize(("num_gpus", "gain"), [(1, 1.05), pytest.param(8, 1.15, marks=pytest.mark.sweep)])
 def test_a_model_that_fits_is_not_recomputed(tmp_path: Path, num_gpus: int, gain: float) -> None:
     """8B in 4 bit on 24 GB: weights 5 GB, activations of one microbatch 12 GB."""
     plan, streamed = (planned(tmp_path, f"{num_gpus}x4090", *also) for also in ((), ("pipeline.dispatch=round_robin",)))
@@ -141,7 +142,7 @@ class Run:
         raise AssertionError("the stages never settled")
 
 
-@pytest.mark.parametrize("num_workers", [2, pytest.param(3, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("num_workers", [2, *swept([3])])
 def test_a_run_changes_to_them_and_back_without_a_bit(rig: Rig, num_workers: int) -> None:
     run = Run(rig, 10**9, 4, num_workers)
     head = rig.num_layers - 1

@@ -20,6 +20,7 @@ from roundpipe_cli.costs.hardware import Hardware, parse_hardware
 from roundpipe_cli.costs.memory import DEVICE_SHARE, device_need
 from roundpipe_cli.costs.models import Architecture, TrainingSettings
 from roundpipe_cli.model.stored import packed_weights
+from roundpipe_cli.planning import choose
 from roundpipe_cli.planning.auto_choices import choose_unpacking
 from roundpipe_cli.planning.compare import SimulationCase, StageCut, make_schedule, run
 from roundpipe_cli.planning.predict import make_plan
@@ -30,6 +31,7 @@ from roundpipe_cli.recipe.schema import PipelineConfig
 from roundpipe_cli.schedule.actions import equal_costs
 from roundpipe_cli.schedule.timeline import busy_s
 from roundpipe_cli.train.prepare.setup import decide_unpacking
+from tests.support.covering import swept
 from tests.support.tiny import make_rig, random_microbatches
 
 TWO_CARDS = parse_hardware("2x4090")
@@ -90,9 +92,8 @@ def test_stages_that_the_recipe_gives_decide(tmp_path: Path) -> None:
 
 
 def test_a_visit_is_shared_out_over_its_microbatches() -> None:
-    block = LayerCost("block.0", 1.0, 2.0, recompute=True, visit_s=0.5)
-    costs = CostModel("one", (block, LayerCost("head", 1.0, 2.0, recompute=False)))
-    shared = share_out_visits(costs, 5).layers[0]
+    block, head = LayerCost("block.0", 1.0, 2.0, True, visit_s=0.5), LayerCost("head", 1.0, 2.0, False)
+    shared = share_out_visits(CostModel("one", (block, head)), 5).layers[0]
     assert (shared.forward_s, shared.recomputed_s, shared.backward_s, shared.visit_s) == (1.1, 1.0, 2.1, 0.0)
 
 
@@ -113,8 +114,9 @@ def test_the_plan_counts_time_and_memory_of_either_way() -> None:
     assert counted == [2 * block.params, 6 * block.params]
 
 
-@pytest.mark.parametrize("machine", ["1x4090", "4x4090", "2x3090,host_memory_gib=40"])
-def test_plans_keep_the_limits_and_say_which(tmp_path: Path, machine: str) -> None:
+@pytest.mark.parametrize("machine", ["1x4090", "2x3090,host_memory_gib=40", *swept(["4x4090"])])
+def test_plans_keep_the_limits_and_say_which(tmp_path: Path, machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose, "MAX_SEARCHED_LAYERS", 0)  # any cut will do
     plan = make_plan(recipe(tmp_path, "pipeline.weight_cache=0"), machine)
     assert plan.verdict.fits and plan.question.settings.unpacks_once
     most = min(device.memory_bytes for device in plan.question.hardware.devices)
@@ -145,7 +147,7 @@ def planned(architecture: Architecture, settings: TrainingSettings, cut: StageCu
     return sum(busy_s(timeline)), need.total_bytes
 
 
-@pytest.mark.parametrize("recompute", ["stage", pytest.param("layer", marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("recompute", ["stage", *swept(["layer"])])
 def test_an_engine_unpacks_as_often_and_holds_as_much_as_is_counted(
     recompute: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

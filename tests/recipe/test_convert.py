@@ -19,8 +19,12 @@ from roundpipe_cli.recipe.convert_tables import CHANGES, NO_COUNTERPART, Convers
 from roundpipe_cli.recipe.load import load_recipe, load_text
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.recipe.strict_yaml import parse_bytes
+from tests.cli.test_terminal_text import said
 from tests.support.convert_files import EXAMPLES
-from tests.support.e2e import run
+
+TABLES = json.loads((Path(__file__).parents[1] / "golden_data" / "convert.json").read_text(encoding="utf-8"))
+"""Short training files, and what becomes of each; the table of LLaMA-Factory's data sets. `OF_PAIRS` and `LIKED` stand
+for those below."""
 
 
 def look_up(data: dict[str, Any], dotted: str) -> Any:
@@ -85,50 +89,7 @@ def test_a_text_that_would_read_as_a_reference_stays_text() -> None:
     assert load_text(text, "recipe.yaml").recipe.output_dir == "out/${run}"
 
 
-OTHER_JOBS = (
-    ("llama-factory", "stage: kto", "preferences"),
-    ("llama-factory", "{stage: dpo, pref_loss: ipo}", "preferences"),
-    ("axolotl", "{rl: dpo, dpo_loss_type: [hinge]}", "preferences"),
-    ("axolotl", "rl: kto", "preferences"),
-    ("trl", "loss_type: ipo", "preferences"),
-    ("llama-factory", "stage: rm", "reward model"),
-    ("llama-factory", "stage: ppo", "reinforcement"),
-    ("llama-factory", "finetuning_type: freeze", "part of the weights"),
-    ("llama-factory", "finetuning_type: oft", "OFT"),
-    ("llama-factory", "do_train: false", "no training"),
-    ("llama-factory", "{do_train: false, do_eval: true}", "evaluation"),
-    ("llama-factory", "{do_train: null, do_predict: true, eval_dataset: x}", "evaluation"),
-    ("llama-factory", "{dataset: null, stage: null, do_train: null, infer_backend: vllm}", "inference"),
-    ("llama-factory", "{export_dir: merged, export_size: 5}", "merging"),
-    ("llama-factory", "{task: mmlu_test, task_dir: evaluation, n_shot: 5}", "evaluation"),
-    ("llama-factory", "image_max_pixels: 262144", "images"),
-    ("llama-factory", "freeze_vision_tower: true", "images"),
-    ("llama-factory", "template: qwen2_vl", "images"),
-    ("llama-factory", "model_name_or_path: Qwen/Qwen3-VL-4B-Instruct", "images"),
-    ("llama-factory", "mixture_of_depths: convert", "mixture of depths"),
-    ("llama-factory", "train_from_scratch: true", "random weights"),
-    ("axolotl", "rl: grpo", "reinforcement"),
-    ("axolotl", "{reward_model: true, num_labels: 1}", "reward model"),
-    ("axolotl", "process_reward_model: true", "reward model"),
-    ("axolotl", "model_type: AutoModelForSequenceClassification", "classifier"),
-    ("axolotl", "processor_type: AutoProcessor", "images"),
-    ("axolotl", "is_multimodal: true", "images"),
-    ("axolotl", "base_model: meta-llama/Llama-3.2-11B-Vision-Instruct", "images"),
-    ("axolotl", "base_model: org/some-tts-1b", "sound"),
-    ("axolotl", "merge_lora: true", "merging"),
-    ("axolotl", "relora: true", "ReLoRA"),
-    ("axolotl", "adapter: llama-adapter", "another kind of adapter"),
-    ("axolotl", "qat: {weight_dtype: int4}", "quantised"),
-    ("axolotl", "plugins: [axolotl.integrations.diffusion.DiffusionPlugin]", "diffusion"),
-    ("axolotl", "plugins: [axolotl.integrations.kd.KDPlugin]", "teacher"),
-    ("trl", "lora_task_type: SEQ_CLS", "classifier"),
-    ("trl", "beta: 0.1", "preferences"),
-    ("trl", "num_generations: 8", "reinforcement"),
-    ("trl", "label_smoothing: 0.1", "preferences"),
-)
-
-
-@pytest.mark.parametrize(("tool", "lines", "job"), OTHER_JOBS)
+@pytest.mark.parametrize(("tool", "lines", "job"), TABLES["other jobs"])
 def test_file_for_another_job_is_refused(tool: str, lines: str, job: str) -> None:
     """A recipe would train something that the file is not for, with batch, rate and epochs that nobody wrote."""
     with pytest.raises(RefusedError, match=f"another job.*{job}") as refused:
@@ -150,80 +111,12 @@ TABLE_OF_PAIRS = {
 }
 _OF_PAIRS = f"dataset_dir: {json.dumps(TABLE_OF_PAIRS)}"
 _LIKED = f"{_OF_PAIRS}, dataset: liked"
-OBJECTIVES: tuple[tuple[str, str, dict[str, Any]], ...] = (
-    (
-        "llama-factory",
-        f"{{stage: dpo, pref_beta: 0.2, {_LIKED}}}",
-        {
-            **{"objective": "dpo", "dpo.beta": 0.2, "method": "lora", "datasets[0].type": "preference"},
-            "datasets[0].columns": {"instruction": "q", "input": "c", "chosen": "good", "rejected": "bad"},
-        },
-    ),
-    (
-        "llama-factory",
-        f"{{stage: dpo, pref_loss: orpo, finetuning_type: full, {_LIKED}}}",
-        {"objective": "orpo", "orpo.nll_on_prompt": False, "method": "full"},
-    ),
-    (
-        "llama-factory",
-        f"{{stage: dpo, pref_loss: simpo, pref_beta: 2.5, simpo_gamma: 1.2, dataset: talks, {_OF_PAIRS}}}",
-        {
-            **{"objective": "simpo", "simpo.beta": 2.5, "simpo.simpo_gamma": 1.2},
-            "datasets[0].columns": {"conversations": "talk"},
-        },
-    ),
-    ("llama-factory", f"{{stage: dpo, pref_loss: simpo, {_LIKED}}}", {"simpo.beta": 0.1}),
-    (
-        "llama-factory",
-        f"{{stage: pt, dataset: texts, template: null, {_OF_PAIRS}}}",
-        {"packing": True, "long_rows": "split", "datasets[0].type": "text"},
-    ),
-    ("llama-factory", "{stage: pt, packing: false}", {"packing": False, "datasets[0].type": "text"}),
-    ("llama-factory", "{pref_beta: 0.1, pref_loss: sigmoid, ppo_epochs: 4}", {"method": "lora"}),
-    (
-        "axolotl",
-        "{rl: dpo, adapter: lora, lora_r: 8, lora_alpha: 8, datasets: [{path: x, type: chatml.intel}], rl_beta: 0.3}",
-        {"objective": "dpo", "dpo.beta": 0.3, "datasets[0].columns": {"prompt": "question"}},
-    ),
-    (
-        "axolotl",
-        "{rl: orpo, orpo_alpha: 0.25, datasets: [{path: x, type: chat_template.argilla}], train_on_inputs: true}",
-        {"objective": "orpo", "orpo.beta": 0.25, "method": "full", "datasets[0].type": "preference"},
-    ),
-    (
-        "axolotl",
-        "{rl: simpo, trl: {beta: 2}, rl_beta: null, simpo_gamma: 0.4, cpo_alpha: 0.5,"
-        " datasets: [{path: x, type: {field_prompt: q, field_chosen: a, field_rejected: rejected}}]}",
-        {
-            **{"objective": "simpo", "simpo.beta": 2, "simpo.simpo_gamma": 0.4, "simpo.cpo_alpha": 0.5},
-            "datasets[0].columns": {"prompt": "q", "chosen": "a"},
-        },
-    ),
-    ("axolotl", "{rl: simpo, datasets: [{path: x, type: chat_template}]}", {"simpo.cpo_alpha": 1.0}),
-    (
-        "axolotl",
-        "{datasets: null, pretraining_dataset: [{path: c4, name: en, text_column: body}], max_steps: 9}",
-        {"long_rows": "split", "max_steps": 9, "datasets[0].columns": {"text": "body"}, "datasets[0].name": "en"},
-    ),
-    ("axolotl", "{datasets: null, pretraining_dataset: c4.jsonl, max_steps: 9}", {"datasets[0].path": "c4.jsonl"}),
-    ("axolotl", "{rl_beta: 0.1, dpo_label_smoothing: 0.1, simpo_gamma: 1}", {"method": "full"}),
-    (
-        "trl",
-        "{loss_type: [sigmoid], beta: 0.3, use_peft: true, dataset_text_field: null}",
-        {"objective": "dpo", "dpo.beta": 0.3, "learning_rate": 1e-6, "datasets[0].type": "preference"},
-    ),
-    (
-        "trl",
-        "{loss_type: simpo, beta: 2.0, simpo_gamma: 1.0, cpo_alpha: 0.0, dataset_text_field: null}",
-        {"objective": "simpo", "simpo.beta": 2.0, "simpo.simpo_gamma": 1.0, "simpo.cpo_alpha": 0.0},
-    ),
-)
 
 
-@pytest.mark.parametrize(("tool", "lines", "expected"), OBJECTIVES)
+@pytest.mark.parametrize(("tool", "lines", "expected"), TABLES["objectives"])
 def test_pairs_and_texts_are_converted(tool: str, lines: str, expected: dict[str, Any]) -> None:
     """Such files were refused, as was any file with a stray `pref_beta`; the recipe loads, nothing is left out."""
-    result = converted(tool, lines)
+    result = converted(tool, lines.replace("OF_PAIRS", _OF_PAIRS).replace("LIKED", _LIKED))
     recipe = load_text(result.text("a.yaml"), "a.yaml").recipe
     assert recipe.trains_pairs is ("objective" in result.recipe)
     for key, value in expected.items():
@@ -281,49 +174,7 @@ def test_file_without_rows_is_refused(tool: str) -> None:
         convert_file(b"model: a/b\ndatasets: [{path: x}]\n", "a.yaml")
 
 
-@pytest.mark.parametrize(
-    ("tool", "lines", "named"),
-    [
-        ("llama-factory", "{finetuning_type: full, use_galore: true, galore_rank: 128}", "GaLore"),
-        ("llama-factory", "{finetuning_type: full, use_badam: true, badam_mode: layer}", "BAdam"),
-        ("llama-factory", "use_dft_loss: true", "DFT"),
-        ("llama-factory", "{pissa_init: true, pissa_iter: 16}", "PiSSA"),
-        ("llama-factory", "{fp8: true, fp8_backend: torchao}", "fp8"),
-        ("llama-factory", "template: vicuna", "vicuna"),
-        ("llama-factory", "num_train_epochs: 0.5", "num_train_epochs: 1"),
-        ("axolotl", "datasets: [{path: x, type: 'alpaca:chatml'}]", "Alpaca prompt"),
-        ("axolotl", "unfrozen_parameters: ['^lm_head', 'model.layers.4[4-9]']", "unfrozen_parameters"),
-        ("axolotl", "{adapter: lora, lora_r: 8, lora_alpha: 8, unfrozen_parameters: [lm_head]}", "unfrozen_parameters"),
-        ("axolotl", "{adapter: lora, lora_r: 8, lora_alpha: 8, peft: {loftq_config: {loftq_bits: 4}}}", "LoftQ"),
-        ("axolotl", "optimizer: muon", "optim: .*adamw"),
-        ("axolotl", "lr_scheduler: rex", "lr_scheduler_type: .*cosine"),
-        ("axolotl", "learning_rate: null", "learning_rate"),
-        ("llama-factory", "adapter_name_or_path: first,second", "without those adapters"),
-        ("llama-factory", "stage: dpo\nadapter_name_or_path: first", "LLaMA-Factory's is the base model below it"),
-        ("trl", "loss_type: dft", "DFT"),
-        ("axolotl", "jagged_restart_steps: 100", "no restarts"),
-        ("axolotl", "group_by_length: true", "which rows a step has is not by length"),
-        ("axolotl", "skip_prepare_dataset: true", "not as tokens"),
-        ("axolotl", "pretrain_multipack_attn: false", "do not see each other"),
-        ("axolotl", "tokenizer_legacy: true", "its own configuration"),
-        ("llama-factory", "train_sampling_strategy: group_by_length", "random order"),
-        ("llama-factory", "ignore_pad_token_for_loss: false", "padding is never trained"),
-        ("llama-factory", "enable_thinking: false", "thoughts are"),
-        ("trl", "average_tokens_across_devices: false", "mean over all tokens"),
-        ("trl", "max_length: null", "max_seq_length: 2048"),
-        ("trl", "{dataset_text_field: null}", "only answers are trained"),
-        ("axolotl", "{adapter: lora, lora_r: 8, lora_alpha: 8, lora_layers_to_transform: [0, 1]}", "every layer"),
-        ("llama-factory", "new_special_tokens: '<a>,<b>'", "answers show them"),
-        ("llama-factory", "new_special_tokens_config: tokens.yaml", "no tokens are added"),
-        ("llama-factory", "resize_vocab: true", "keeps its size"),
-        ("axolotl", "eot_tokens: ['<end>']", "end of its turn"),
-        ("axolotl", "fp32_norms: true", "the recipe's dtype"),
-        ("axolotl", "dataset_shard_num: 4", "not a shard"),
-        ("axolotl", "datasets: [{path: x, type: chat_template, logprobs_field: p}]", "rows are read without it"),
-        ("trl", "dataloader_drop_last: true", "last rows of an epoch"),
-        ("trl", "key_of_a_later_release: 3", "no key that is known here"),
-    ],
-)
+@pytest.mark.parametrize(("tool", "lines", "named"), TABLES["trained differently"])
 def test_first_line_says_what_is_trained_differently(tool: str, lines: str, named: str) -> None:
     result = converted(tool, lines)
     first = result.text("a.yaml").splitlines()[0]
@@ -368,58 +219,7 @@ def test_first_line_of_a_faithful_recipe_names_its_source() -> None:
         assert converted(tool).text("a.yaml").startswith(f"# Converted from a.yaml, a file of {tool}.")
 
 
-@pytest.mark.parametrize(
-    ("tool", "lines", "expected"),
-    [
-        (
-            "llama-factory",
-            "",
-            {
-                **{"micro_batch_size": 8, "gradient_accumulation_steps": 1, "num_train_epochs": 3, "warmup_steps": 0},
-                **{"learning_rate": 5e-5, "lr_scheduler_type": "linear", "lora.r": 8, "lora.alpha": 16},
-                **{"logging_steps": 500, "save_steps": 500, "method": "lora", "lora.target_modules": "all-linear"},
-            },
-        ),
-        (
-            "trl",
-            "use_peft: true",
-            {
-                **{"micro_batch_size": 8, "learning_rate": 2e-5, "max_seq_length": 1024, "warmup_steps": 0},
-                **{"lora.r": 16, "lora.alpha": 32, "lora.dropout": 0.05, "lora.target_modules": ["q_proj", "v_proj"]},
-            },
-        ),
-        (
-            "axolotl",
-            "datasets: [{path: x, type: chat_template}]",
-            {"warmup_steps": 0.03, "max_seq_length": 512, "long_rows": "drop", "num_train_epochs": 1},
-        ),
-        ("axolotl", "excess_length_strategy: drop", {"long_rows": "split"}),  # its completion texts are cut before
-        ("axolotl", "{batch_size: 32, micro_batch_size: 4}", {"gradient_accumulation_steps": 8}),
-        ("axolotl", "bf16: false", {"dtype": "float32"}),
-        ("trl", "full_determinism: true", {"deterministic": True}),
-        ("axolotl", "{saves_per_epoch: 1, evals_per_epoch: 4}", {"save_steps": "epoch"}),
-        ("axolotl", "{evals_per_epoch: 4, num_epochs: 2, val_set_size: 0.1}", {"eval_steps": 0.125}),
-        ("axolotl", "{saves_per_epoch: 1, max_steps: 50, num_epochs: 2}", {"save_steps": 0.5}),
-        ("axolotl", "datasets: [{path: x, type: chat_template}]", {"save_steps": "epoch"}),
-        ("llama-factory", "{save_strategy: epoch, save_steps: 500}", {"save_steps": "epoch"}),
-        ("llama-factory", "{eval_strategy: epoch, val_size: 0.1, eval_steps: 10}", {"eval_steps": "epoch"}),
-        ("trl", "{save_strategy: 'no'}", {"save_steps": None}),
-        ("trl", "save_steps: 0.1", {"save_steps": 0.1}),
-        ("axolotl", "cosine_min_lr_ratio: 0.1", {"lr_scheduler_type": "cosine_with_min_lr"}),
-        ("axolotl", "unfrozen_parameters: [a.b]", {"frozen_parameters": [r"^(?!(?:a\.b))"]}),
-        ("trl", "completion_only_loss: false", {"train_on_inputs": True}),
-        ("llama-factory", "{neat_packing: yes, cutoff_len: 4_096}", {"packing": True, "max_seq_length": 4096}),
-        ("llama-factory", "disable_shuffling: true", {"shuffle": False}),
-        (
-            "trl",
-            "{eval_strategy: steps, eval_steps: 5, load_best_model_at_end: true, early_stopping_patience: 2}",
-            {
-                **{"eval_datasets": [{"path": "x.jsonl", "split": "test"}], "eval_steps": 5},
-                **{"load_best_model_at_end": True, "early_stopping_patience": 2},
-            },
-        ),
-    ],
-)
+@pytest.mark.parametrize(("tool", "lines", "expected"), TABLES["defaults"])
 def test_what_a_file_leaves_unsaid_is_its_tools_default(tool: str, lines: str, expected: dict[str, Any]) -> None:
     """And what it says is carried; the header lists the defaults."""
     result = converted(tool, lines)
@@ -427,23 +227,7 @@ def test_what_a_file_leaves_unsaid_is_its_tools_default(tool: str, lines: str, e
     assert f"{tool}'s default is" in " ".join(result.notes)
 
 
-@pytest.mark.parametrize(
-    ("tool", "model", "template", "is_own"),
-    [
-        ("llama-factory", "Qwen/Qwen3-8B", "qwen3", True),
-        ("llama-factory", "Qwen/Qwen2.5-7B-Instruct", "qwen", True),
-        ("llama-factory", "Qwen/Qwen3-8B", "qwen", False),
-        ("llama-factory", "meta-llama/Meta-Llama-3-8B-Instruct", "llama3", True),
-        ("llama-factory", "/models/Llama-3.1-8B", "llama3", True),
-        ("llama-factory", "meta-llama/Llama-2-7b-chat-hf", "llama3", False),
-        ("llama-factory", "google/gemma-3-1b-it", "gemma3", True),
-        ("llama-factory", "google/gemma-3-1b-it", "gemma", False),
-        ("llama-factory", "Qwen/Qwen3-8B", "qwen3_nothink", False),
-        ("axolotl", "Qwen/Qwen2.5-0.5B", "qwen_25", True),
-        ("axolotl", "microsoft/Phi-3.5-mini-instruct", "phi_35", True),
-        ("axolotl", "meta-llama/Llama-3.2-1B", "chatml", False),
-    ],
-)
+@pytest.mark.parametrize(("tool", "model", "template", "is_own"), TABLES["templates"])
 def test_template_of_the_models_own_family_is_no_loss(tool: str, model: str, template: str, is_own: bool) -> None:
     """Every file names its template, so all were listed as left out; another family's still is."""
     keys = {"axolotl": ("base_model", "chat_template"), "llama-factory": ("model_name_or_path", "template")}[tool]
@@ -531,66 +315,11 @@ def test_no_key_that_a_recipe_has_is_called_unsupported() -> None:
             assert look_up(result.recipe, target) == value, key
 
 
-TABLE: dict[str, Any] = {
-    "plain": {"file_name": "p.json"},
-    "named": {"file_name": "n.json", "columns": {"prompt": "q", "response": "a"}},
-    "three": {"file_name": "t.json", "columns": {"prompt": "q", "query": "c", "response": "a", "system": "s"}},
-    "talks": {"hf_hub_url": "org/talks", "formatting": "sharegpt", "subset": "en", "split": "dev"},
-    "turns": {"hf_hub_url": "org/turns", "formatting": "sharegpt", "columns": {"messages": "turns"}},
-    "chats": {
-        **{"file_name": "c.jsonl", "formatting": "sharegpt", "columns": {"messages": "log"}},
-        "tags": {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"},
-    },
-    "few": {"file_name": "f.json", "num_samples": 7},
-    "pairs": {"file_name": "r.json", "ranking": True, "columns": {"chosen": "c", "rejected": "r"}},
-    "liked": {"file_name": "k.json", "columns": {"prompt": "q", "response": "a", "kto_tag": "label"}},
-    "seen": {"file_name": "i.json", "formatting": "sharegpt", "columns": {"messages": "messages", "images": "images"}},
-    "odd_keys": {"file_name": "o.json", "formatting": "sharegpt", "tags": {"role_tag": "who", "content_tag": "what"}},
-    "odd_roles": {
-        **{"file_name": "o.json", "formatting": "sharegpt"},
-        "tags": {"role_tag": "role", "content_tag": "content", "user_tag": "customer", "assistant_tag": "assistant"},
-    },
-    "script": {"script_url": "code"},
-    "cloud": {"cloud_file_name": "s3://x/y.json"},
-    "scope": {"ms_hub_url": "org/x"},
-    "part": {"hf_hub_url": "org/x", "folder": "en"},
-    "bare": {"file_name": "b.json", "columns": {"prompt": "text"}},
-}
-
-
-@pytest.mark.parametrize(
-    ("dataset", "expected"),
-    [
-        ("plain", {"path": "data/p.json", "type": "alpaca", "alpaca_join": "newline"}),
-        ("named", {"path": "data/n.json", "type": "prompt_completion", "columns": {"prompt": "q", "completion": "a"}}),
-        (
-            "three",
-            {
-                **{"path": "data/t.json", "type": "alpaca", "alpaca_join": "newline"},
-                "columns": {"instruction": "q", "input": "c", "output": "a", "system": "s"},
-            },
-        ),
-        ("talks", {"path": "org/talks", "type": "sharegpt", "name": "en", "split": "dev"}),
-        ("turns", {"path": "org/turns", "type": "sharegpt", "columns": {"conversations": "turns"}}),
-        ("chats", {"path": "data/c.jsonl", "type": "chat", "columns": {"messages": "log"}}),
-        ("few", {"path": "data/f.json", "type": "alpaca", "alpaca_join": "newline", "split": "train[:7]"}),
-        ("pairs", "preferences"),
-        ("liked", "preferences"),
-        ("seen", "images"),
-        ("odd_keys", "such keys"),
-        ("odd_roles", "such a role"),
-        ("script", "cannot be fetched"),
-        ("cloud", "cannot be fetched"),
-        ("scope", "cannot be fetched"),
-        ("part", "folder"),
-        ("bare", "no prompt or no answer"),
-        ("plian", "not in dataset_info.json"),
-    ],
-)
+@pytest.mark.parametrize(("dataset", "expected"), TABLES["datasets"])
 def test_table_of_datasets_beside_the_file(tmp_path: Path, dataset: str, expected: Any) -> None:
     """Columns, tags, ranking, subset and split of `dataset_info.json` are carried or refused by name."""
     (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(TABLE))
+    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(TABLES["dataset_info"]))
     file = f"model_name_or_path: a/b\ntemplate: x\ndo_train: true\ndataset: {dataset}\n"
     if isinstance(expected, str):
         with pytest.raises(RefusedError, match=expected) as refused:
@@ -692,10 +421,11 @@ def test_the_objective_of_a_trl_file_may_be_named(tmp_path: Path, objective: str
     assert judged.recipe["eval_datasets"][0]["split"] == "test" and not judged.left_out
     with pytest.raises(RefusedError, match="--objective dpo"):
         convert_file(f"{file}beta: 0.3\n".encode(), "trl.yaml")
-    (tmp_path / "trl.yaml").write_text(file + "beta: 0.3\n")
-    done = run(tmp_path, "convert", "trl.yaml", "--objective", objective).expect(0)
-    assert f"objective: {objective}" in done.out and "(objective)" not in done.out + done.err
-    assert "did you mean --objective dpo" in run(tmp_path, "convert", "trl.yaml", "--objective", "dop").expect(2).err
+    path = tmp_path / "trl.yaml"
+    path.write_text(file + "beta: 0.3\n")
+    out, err = said("convert", str(path), "--objective", objective)
+    assert f"objective: {objective}" in out and "(objective)" not in out + err
+    assert "did you mean --objective dpo" in said("convert", str(path), "--objective", "dop", code=2)[1]
     with pytest.raises(RefusedError, match="says for itself"):
         convert_file(EXAMPLES["axolotl_qlora"].text.encode(), "a.yaml", objective=objective)  # type: ignore[arg-type]
 
@@ -712,31 +442,25 @@ def test_endless_values_are_no_bug(tmp_path: Path, line: str, code: int, expecte
     """Story: fuzzing found a number of 5,000 digits, and a folder's name of 1,000 letters, called a bug of ours."""
     text = f"model_name_or_path: a/b\nstage: sft\ndo_train: true\nfinetuning_type: lora\ndataset: one\n{line}\n"
     (tmp_path / "a.yaml").write_text(text)
-    done = run(tmp_path, "convert", "a.yaml", "--from", "llama-factory").expect(code)
-    assert expected in done.err
+    assert expected in said("convert", str(tmp_path / "a.yaml"), "--from", "llama-factory", code=code)[1]
 
 
-def test_command(tmp_path: Path) -> None:
-    (tmp_path / "axolotl.yaml").write_text(EXAMPLES["axolotl_qlora"].text)
-    done = run(tmp_path, "convert", "axolotl.yaml", "--gpus", "4", "--output", "mine.yaml").expect(0)
-    assert done.out == "" and "next: roundpipe plan mine.yaml" in done.err and "left out: " not in done.err
-    assert "not the same training" not in done.err
-    assert load_recipe(tmp_path / "mine.yaml").recipe.gradient_accumulation_steps == 16
-    run(tmp_path, "recipes", "validate", "mine.yaml").expect(0)
-    again = run(tmp_path, "convert", "axolotl.yaml", "--output", "mine.yaml").expect(2)
-    assert "not overwritten" in again.err
-    document = json.loads(run(tmp_path, "convert", "axolotl.yaml", "--json").expect(0).out)
+def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("axolotl.yaml").write_text(EXAMPLES["axolotl_qlora"].text)
+    out, err = said("convert", "axolotl.yaml", "--gpus", "4", "--output", "mine.yaml")
+    assert out == "" and "next: roundpipe plan mine.yaml" in err and "left out: " not in err
+    assert "not the same training" not in err
+    assert load_recipe("mine.yaml").recipe.gradient_accumulation_steps == 16
+    assert "not overwritten" in said("convert", "axolotl.yaml", "--output", "mine.yaml", code=2)[1]
+    document = json.loads(said("convert", "axolotl.yaml", "--json")[0])
     assert list(document) == ["tool", "recipe", "changes", "left_out", "without_effect", "notes"]
-    shown = run(tmp_path, "convert", "axolotl.yaml").expect(0)
-    assert load_text(shown.out, "a.yaml").recipe.lora.r == 32
-    (tmp_path / "chat.yaml").write_text("model_name_or_path: a/b\ntemplate: qwen3\ninfer_backend: huggingface\n")
-    refused = run(tmp_path, "convert", "chat.yaml", "--output", "chat-recipe.yaml").expect(2)
-    assert "inference" in refused.err and "expected: " in refused.err
-    assert refused.out == "" and not (tmp_path / "chat-recipe.yaml").exists()
-    missing = run(tmp_path, "convert", "nope.yaml").expect(2)
-    assert "cannot be read" in missing.err
-    wrong = run(tmp_path, "convert", "axolotl.yaml", "--from", "axolot").expect(2)
-    assert "did you mean --from axolotl?" in wrong.err
+    assert load_text(said("convert", "axolotl.yaml")[0], "a.yaml").recipe.lora.r == 32
+    Path("chat.yaml").write_text("model_name_or_path: a/b\ntemplate: qwen3\ninfer_backend: huggingface\n")
+    out, err = said("convert", "chat.yaml", "--output", "chat-recipe.yaml", code=2)
+    assert "inference" in err and "expected: " in err and out == "" and not Path("chat-recipe.yaml").exists()
+    assert "cannot be read" in said("convert", "nope.yaml", code=2)[1]
+    assert "did you mean --from axolotl?" in said("convert", "axolotl.yaml", "--from", "axolot", code=2)[1]
 
 
 @pytest.mark.parametrize(
@@ -787,10 +511,11 @@ def test_sections_of_unsloth_become_a_recipe() -> None:
     ("kinds", "packing"), [(["conv", "full_attention"], "auto"), (["full_attention"] * 2, True), (None, True)]
 )
 def test_packing_is_left_to_the_run_where_the_model_may_not_pack(
-    tmp_path: Path, kinds: list[str] | None, packing: object
+    tmp_path: Path, kinds: list[str] | None, packing: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`packing: true` was written for any model, and `finetune` then refused the recipe. `kinds`: of the blocks, as the
     folder's configuration says; None: there is no configuration here."""
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
     if kinds:
         config = {"model_type": "lfm2", "layer_types": kinds}
@@ -798,7 +523,6 @@ def test_packing_is_left_to_the_run_where_the_model_may_not_pack(
     lines = {"base_model": "model", "sample_packing": True, "sequence_len": 512}
     data = {**parse_bytes(BASES["axolotl"].encode(), "a.yaml").data, **lines}
     (tmp_path / "a.yaml").write_text(json.dumps(data))
-    done = run(tmp_path, "convert", "a.yaml", "--json").expect(0)
-    found = json.loads(done.out)
+    found = json.loads(said("convert", "a.yaml", "--json")[0])
     assert found["recipe"]["packing"] == packing
     assert ("carries state from token to token" in str(found["changes"])) == (packing == "auto")

@@ -198,7 +198,7 @@ def is_accepted(section: str, key: str) -> bool:
     return full in KNOWN or full in ALIASES or full in NO_COUNTERPART
 
 
-@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.sweep), 6])
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.sweep), 12])
 def test_every_single_edit_is_refused_and_nearly_always_explained(tmp_path: Path, every: int) -> None:
     num_tried = num_right = 0
     wrong: list[str] = []

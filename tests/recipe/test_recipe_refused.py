@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import subprocess
@@ -18,81 +19,15 @@ from roundpipe_cli.recipe.strict_yaml import MAX_BYTES, MAX_DEPTH, MAX_NODES, pa
 GOOD = b"model: some/model\ndatasets:\n  - {path: rows.jsonl}\n"
 REPOSITORY = Path(__file__).resolve().parents[2]
 
-# (bytes, line, column, a part of the message)
-BAD_YAML: dict[str, tuple[bytes, int, int, str]] = {
-    "empty": (b"", 1, 1, "empty"),
-    "white space": (b"  \n\n", 1, 1, "empty"),
-    "only a comment": (b"# nothing\n", 1, 1, "empty"),
-    "only a marker": (b"---\n", 1, 1, "empty"),
-    "null at top": (b"null\n", 1, 1, "empty"),
-    "list at top": (b"- model: x\n", 1, 1, "a list"),
-    "late list at top": (b"# a\n\n- x\n", 3, 1, "a list"),
-    "flow list at top": (b"[model, x]\n", 1, 1, "a list"),
-    "text at top": (b"model x\n", 1, 1, "a single value"),
-    "number at top": (b"3\n", 1, 1, "a single value"),
-    "colon without space": (b"model:x\n", 1, 1, "a single value"),
-    "tab indentation": (b"lora:\n\tr: 3\n", 2, 1, "tab"),
-    "tab after spaces": (b"lora:\n  r: 3\n  \talpha: 3\n", 3, 3, "tab"),
-    "tab in a list": (b"datasets:\n\t- x\n", 2, 1, "tab"),
-    "unclosed list": (GOOD + b"pipeline: {devices: [cpu, cpu}\n", 4, 30, "not valid YAML"),
-    "unclosed list at the end": (b"model: [a, b\n", 2, 1, "not valid YAML"),
-    "unclosed mapping": (b"lora: {r: 3\nmodel: x\n", 2, 6, "not valid YAML"),
-    "unclosed double quote": (b'model: "x\nseed: 3\n', 3, 1, "not valid YAML"),
-    "unclosed single quote": (b"model: 'x\nseed: 3\n", 3, 1, "not valid YAML"),
-    "bracket never opened": (b"model: x]\nseed: ]\n", 2, 7, "not valid YAML"),
-    "brace never opened": (b"seed: }\n", 1, 7, "not valid YAML"),
-    "text after a quote": (b'model: "x" y\n', 1, 12, "not valid YAML"),
-    "bad escape": (b'model: "\\q"\n', 1, 9, "not valid YAML"),
-    "bad unicode escape": (b'model: "\\uZZZZ"\n', 1, 11, "not valid YAML"),
-    "indented too far": (b"model: x\n  seed: 3\n", 2, 7, "not valid YAML"),
-    "indented too little": (b"lora:\n    r: 3\n  alpha: 3\n", 3, 3, "not valid YAML"),
-    "key without colon": (b"model: x\nseed\nlora: {r: 3}\n", 3, 1, "not valid YAML"),
-    "two values": (b"a: b: c\n", 1, 5, "not valid YAML"),
-    "list in a mapping": (b"model: x\n- y\n", 2, 1, "not valid YAML"),
-    "mapping in a list": (b"datasets:\n  - a\n  b: c\n", 3, 3, "not valid YAML"),
-    "comma at the start": (b"a: [, b]\n", 1, 5, "not valid YAML"),
-    "starts with percent": (b"%foo\nmodel: x\n", 1, 5, "not valid YAML"),
-    "starts with at": (b"model: @x\n", 1, 8, "not valid YAML"),
-    "starts with backtick": (b"model: `x`\n", 1, 8, "not valid YAML"),
-    "bad block header": (b"model: |x\n  y\n", 1, 9, "not valid YAML"),
-    "bad version": (b"%YAML 9.9\n---\nmodel: x\n", 1, 1, "not valid YAML"),
-    "undefined tag handle": (b"model: !a!b x\n", 1, 8, "not valid YAML"),
-    "two documents": (GOOD + b"---\nmodel: y\n", 4, 1, "second document"),
-    "two documents with end": (b"model: x\n...\n---\nmodel: y\n", 3, 1, "second document"),
-    "inner byte order mark": (b"model: \xef\xbb\xbfx\n", 1, 8, "may not stand"),
-    "utf-16 little endian": ("model: x\n".encode("utf-16"), 1, 1, "UTF-16"),
-    "utf-16 big endian": (b"\xfe\xff" + "model: x\n".encode("utf-16-be"), 1, 1, "UTF-16"),
-    "utf-16 without mark": ("model: x\n".encode("utf-16-le"), 1, 2, "binary"),
-    "utf-32": ("model: x\n".encode("utf-32"), 1, 1, "UTF-16"),
-    "latin-1": ("model: x\nrevision: Grüße\n".encode("latin-1"), 2, 13, "not UTF-8"),
-    "cut off character": (b"model: \xe2\x82", 1, 8, "not UTF-8"),
-    "binary": (b"\x7fELF\x02\x01\x01\x00\x00", 1, 8, "binary"),
-    "zero byte": (b"model: x\nseed: \x003\n", 2, 7, "binary"),
-    "gzip": (b"\x1f\x8b\x08\x08abc", 1, 2, "not UTF-8"),
-    "escape character": (b"model: \x1b[31mx\n", 1, 8, "may not stand"),
-    "bell": (b"model: x\n\n\x07\n", 3, 1, "may not stand"),
-    "alias": (b"model: *x\n", 1, 8, "alias"),
-    "anchor": (b"model: &x y\n", 1, 8, "anchor"),
-    "merge of an anchor": (b"a: &x {r: 3}\nlora:\n  <<: *x\n", 1, 4, "anchor"),
-    "tag": (b"model: !!str 3\n", 1, 8, "tag"),
-    "local tag": (b"model: !x 3\n", 1, 8, "tag"),
-    "non-specific tag": (b"model: ! 3\n", 1, 8, "tag"),
-    "number as key": (b"3: x\n", 1, 1, "not text"),
-    "null as key": (b"? \n: y\n", 1, 2, "not text"),
-    "boolean as key": (b"true: x\n", 1, 1, "not text"),
-    "list as key": (b"[a, b]: x\n", 1, 1, "used as a key"),
-    "mapping as key": (b"? {a: b}\n: x\n", 1, 3, "used as a key"),
-    "CRLF and broken": (b"model: x\r\nseed: ]\r\n", 2, 7, "not valid YAML"),
-    "JSON with comments": (b'{\n  "model": "x", // no\n  "seed": 3\n}\n', 3, 9, "not valid YAML"),
-    "a script": (b"#!/bin/sh\nset -e\nexit 3\n", 2, 1, "a single value"),
-}
+BAD_YAML = json.loads((REPOSITORY / "tests/golden_data/bad_recipes.json").read_text(encoding="utf-8"))["broken"]
+"""Name -> bytes, as Latin-1 has them; line, column, a part of the message."""
 
 
 @pytest.mark.parametrize("name", BAD_YAML)
 def test_bad_yaml_names_line_and_column(tmp_path: Path, name: str) -> None:
-    raw, line, column, part = BAD_YAML[name]
+    text, line, column, part = BAD_YAML[name]
     file = tmp_path / "bad.yaml"
-    file.write_bytes(raw)
+    file.write_bytes(text.encode("latin-1"))
     with pytest.raises(RecipeError) as raised:
         load_recipe(file)
     (problem,) = raised.value.problems
