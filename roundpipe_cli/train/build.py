@@ -24,7 +24,7 @@ from roundpipe_cli.engine.probe import SHARED_BYTES_PER_S, AssumedDevice, LayerS
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.errors import ResourceError
 from roundpipe_cli.events import Notice, Tell
-from roundpipe_cli.kernels.random_masks import has_kernel
+from roundpipe_cli.kernels.grouped_mm import MIN_CAPABILITY, why_no_triton
 from roundpipe_cli.model.lora import experts_per_token
 from roundpipe_cli.planning.adaptive import AdaptivePlanner, ProfileCache, RunConditions
 from roundpipe_cli.recipe.schema import PipelineConfig
@@ -188,8 +188,9 @@ def _memory_parts(setup: Setup, form: _Form, active: Sequence[int]) -> tuple[lis
     recipe, config = setup.recipe, setup.model.config
     text_config: Any = config.get_text_config()  # type: ignore[operator,union-attr]
     size, hidden = setup.store.layouts[0].trainable_dtype.itemsize, text_config.hidden_size
-    in_place = setup.fused is not None and not recipe.trains_pairs
-    in_place = in_place and has_kernel(torch.empty(0, device=setup.devices[0]))
+    in_place = setup.fused is not None and "cpu" not in setup.devices and why_no_triton() is None
+    in_place = in_place and min(map(torch.cuda.get_device_capability, setup.devices)) >= MIN_CAPABILITY
+    in_place = in_place and not recipe.trains_pairs
     head = head_bytes(
         form.tokens, setup.head_chunk_tokens, text_config.vocab_size, hidden, size=size, in_place=in_place
     )
