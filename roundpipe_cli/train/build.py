@@ -189,7 +189,7 @@ def _memory_parts(setup: Setup, form: _Form, active: Sequence[int]) -> tuple[lis
     text_config: Any = config.get_text_config()  # type: ignore[operator,union-attr]
     size, hidden = setup.store.layouts[0].trainable_dtype.itemsize, text_config.hidden_size
     in_place = setup.fused is not None and "cpu" not in setup.devices and why_no_triton() is None
-    in_place = in_place and min(map(torch.cuda.get_device_capability, setup.devices)) >= MIN_CAPABILITY
+    in_place = in_place and cuda.least_capability(setup.devices) >= MIN_CAPABILITY
     in_place = in_place and not recipe.trains_pairs
     head = head_bytes(
         form.tokens, setup.head_chunk_tokens, text_config.vocab_size, hidden, size=size, in_place=in_place

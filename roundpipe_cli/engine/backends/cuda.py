@@ -16,7 +16,7 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
@@ -232,6 +232,11 @@ def counts(values: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0
     return (values.flatten()[:, None] == each).sum(dim=0).to(values.dtype)
 
 
+def least_capability(devices: Iterable[int | str]) -> tuple[int, int]:
+    """Lowest compute capability of these GPUs."""
+    return min(map(torch.cuda.get_device_capability, devices))
+
+
 def set_up_process(
     indices: Collection[int], *, float16_accumulation: bool = False, deterministic: bool = False
 ) -> None:
@@ -255,7 +260,7 @@ def set_up_process(
         _count_in_order()
     torch.use_deterministic_algorithms(deterministic)
     torch.utils.deterministic.fill_uninitialized_memory = not deterministic  # type: ignore[attr-defined]
-    set_up_attention(min(torch.cuda.get_device_capability(index) for index in indices))
+    set_up_attention(least_capability(indices))
     if any(name in os.environ for name in ALLOCATOR_VARIABLES):
         return
     set_allocator = library_name("torch._C", "_accelerator_setAllocatorSettings")
