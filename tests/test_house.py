@@ -35,7 +35,7 @@ RISES: dict[str, tuple[int, int]] = {
     "gated delta rules in packed rows and chunks, experts' adapters by vLLM's names": (0, 290),
     "rows of new tokens": (1, 440),
     "launches that overlap, one order of sums on GPUs, a ring of page-locked memory": (0, 320),
-    "memory of fused operators and launches that bind, as an H100 showed": (0, 33),
+    "memory of fused operators and launches that bind, as an H100 showed": (0, 34),
 }
 """What raised the limits -> (files, lines)."""
 SIGNATURES_OF_LIBRARIES = {

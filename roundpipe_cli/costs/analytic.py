@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from roundpipe_cli.choices import OPTIMIZERS
@@ -115,9 +116,9 @@ def key_value_bytes(architecture: Architecture, settings: TrainingSettings) -> i
     return int(settings.micro_batch_size * settings.max_seq_length) * width * settings.dtype_bytes
 
 
-def head_chunk_bytes(architecture: Architecture, settings: TrainingSettings, device: Device | None = None) -> int:
-    """The head's working memory, see `head_bytes`. None: a device without kernels of ours."""
-    has_kernel = settings.fused and device is not None and not device.is_cpu and device.has_bfloat16
+def head_chunk_bytes(architecture: Architecture, settings: TrainingSettings, devices: Sequence[Device] = ()) -> int:
+    """The head's working memory, see `head_bytes`. A run uses our kernel where all `devices` have it."""
+    has_kernel = settings.fused and bool(devices) and all(one.has_bfloat16 and not one.is_cpu for one in devices)
     return head_bytes(
         settings.tokens_per_microbatch,
         settings.head_chunk_tokens,
@@ -275,7 +276,7 @@ def _layers(
     trainable = trainable_params(architecture, settings)
     layers = [timer.embed()]
     layers += [replace(distinct[block], name=f"block.{i}") for i, block in enumerate(architecture.blocks)]
-    layers.append(timer.head())
+    layers.append(replace(timer.head(), activation_bytes=head_chunk_bytes(architecture, settings, hardware.devices)))
     return tuple(
         replace(
             layer,
@@ -387,7 +388,6 @@ class _Timer:
             backward_s=self._pass_s(backward),
             recompute=False,
             param_bytes=0 if self.device.is_cpu else architecture.head_params * settings.dtype_bytes,
-            activation_bytes=head_chunk_bytes(architecture, settings, self.device),
         )
 
     def _upload_bytes(self, params: int, has_matrices: bool, adapters: int) -> int:
