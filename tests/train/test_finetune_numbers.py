@@ -66,7 +66,7 @@ def test_float16_overflow_skips_halves_the_scale_and_resumes_to_the_same_bits(fo
     state = json.loads((folder / "out" / "step-00000006" / "state.json").read_text())["meta"]
     assert state["loss_scale"] == 2.0 ** (16 - skipped) and state["num_updates"] == 6 - skipped
     assert rows[-1]["loss"] < rows[0]["loss"]
-    assert finetune(folder, *words, "output_dir=killed", fault="optimizer:kill:step=3").code == -9
+    assert finetune(folder, *words, "save_steps=1", "output_dir=killed", fault="optimizer:kill:step=3").code == -9
     finetune(folder, *words, "output_dir=killed", "--resume").expect(0)
     assert numbers(folder / "killed") == numbers(folder / "out")
 

@@ -247,7 +247,7 @@ def sequence_sums(model: Any, microbatch: Microbatch) -> torch.Tensor:
 def test_a_resume_keeps_the_reference(folder: Path) -> None:
     """Also on other workers, which take copies of the weights; another adapter in its place is refused."""
     random_adapter(folder / "model", folder / "first", target_modules="all-linear")
-    words = ("lora.start_from=first", "max_steps=4")
+    words = ("lora.start_from=first", "max_steps=4", "save_steps=1")
     finetune(folder, *words).expect(0)
     three = "pipeline.devices=[cpu, cpu, cpu]"
     assert finetune(folder, *words, three, "output_dir=killed", fault="optimizer:kill:step=2").code == -9

@@ -89,7 +89,7 @@ def test_bits_do_not_depend_on_workers_stages_or_an_interruption(tmp_path: Path,
     shape = {**BY_TOKENS, "micro_batch_tokens": 256}
     folder = workspace(tmp_path / "work", two_blocks, val_set_size=3, **shape)
     finetune(folder, "pipeline.devices=[cpu]", "output_dir=whole").expect(0)
-    assert finetune(folder, fault="optimizer:kill:step=1").code < 0
+    assert finetune(folder, fault="optimizer:kill:step=2").code < 0
     finetune(folder, "--resume", "pipeline.devices=[cpu,cpu,cpu]").expect(0)
     found, expected = ([row["loss_hex"] for row in metrics(folder / name)] for name in ("out", "whole"))
     assert found == expected and len(found) == 3

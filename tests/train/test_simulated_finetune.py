@@ -102,7 +102,7 @@ def test_waits_of_cards_have_their_causes(folder: Path, monkeypatch: pytest.Monk
     events = finetune("max_steps=4", "pipeline.weight_cache=0", ON_CARDS, "output_dir=cards")
     assert asked == [3.1e9]
     lanes = {span.lane for event in events if isinstance(event, StepTimeline) for span in event.spans}
-    assert lanes == {"compute", "up", "down"}
+    assert lanes - {"host"} == {"compute", "up", "down"}, "on a busy machine a step waits for updates"
     state = fold_all((0.0, event) for event in events)
     found = longest_waiting(state)
     assert found is not None and found.by_cause_s and set(found.by_cause_s) <= {"upload", "boundary", "launch", "tail"}
