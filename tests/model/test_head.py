@@ -11,7 +11,7 @@ import torch
 
 from roundpipe_cli.engine.step import Microbatch
 from roundpipe_cli.kernels.fused import product_sum
-from roundpipe_cli.model.head import GradientTaps, HeadLoss, HeadTargets, run_head
+from roundpipe_cli.model.head import GradientTaps, HeadLoss, HeadTargets, run_head, score_head
 from roundpipe_cli.model.load import build_skeleton
 from roundpipe_cli.model.router_loss import describe_router_loss, leave_out_router_loss
 from roundpipe_cli.model.split import split_model
@@ -44,6 +44,28 @@ def test_the_head_has_the_same_bits_either_way_on_the_processor(cap: float | Non
     assert torch.equal(torch.as_tensor(one.loss_sum), torch.as_tensor(other.loss_sum))
     assert one.grad_hidden is not None and other.grad_hidden is not None
     assert torch.equal(one.grad_hidden, other.grad_hidden)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_losses_of_16_bit_logits_are_not_rounded(dtype: torch.dtype) -> None:
+    """In training, an evaluation and a reference model: float32's precision beside float64 from the same logits."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(1, 9, 16, generator=generator), torch.randn(50, 16, generator=generator)
+    targets = HeadTargets(torch.arange(9), torch.randint(50, (9,), generator=generator))
+
+    def logits(rows: torch.Tensor, first: int) -> torch.Tensor:
+        return (rows @ weight.t()).to(dtype)
+
+    exact = logits(hidden[0], 0).double().log_softmax(-1).gather(1, targets.ids[:, None])[:, 0]
+    found = score_head(logits, hidden, targets, chunk_tokens=4, greedy=False)
+    torch.testing.assert_close(found.log_probabilities.double(), exact, rtol=1e-6, atol=1e-6)
+    assert float(found.loss_sum) == pytest.approx(-float(exact.sum()), rel=1e-6)
+    for in_place in (False, True):
+        taps = GradientTaps([], lambda index, gradient: None)
+        trained = run_head(
+            logits, hidden, targets, HeadLoss(1.0, 4, in_place=in_place), taps=taps, needs_hidden_grad=True
+        )
+        assert float(trained.loss_sum) == pytest.approx(-float(exact.sum()), rel=1e-6)
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from roundpipe_cli.costs.analytic import activation_bytes
 from roundpipe_cli.costs.cost import StageRange
 from roundpipe_cli.costs.memory import DEVICE_SHARE, largest_stage_bytes
 from roundpipe_cli.costs.models import TrainingSettings, parse_config
-from roundpipe_cli.engine.probe import Probe
+from roundpipe_cli.engine.probe import ASSUMED_FLOPS, AssumedDevice, LayerSizes, Probe, rough_costs
 from roundpipe_cli.model.fused import find_fused_ops
 from roundpipe_cli.model.worker_model import SavedBytes, saved_sizes
 from roundpipe_cli.planning.adaptive import AdaptivePlanner, RunConditions
@@ -203,3 +203,26 @@ def test_plan_foretells_what_is_measured(model_type: str, method: str) -> None:
             told = activation_bytes(architecture, block, replace(settings, fused=fused is not None))
             measured = found[index].of(1, 512, 512)
             assert 0.85 * measured <= told <= 1.3 * measured, (index, fused is not None, told / measured)
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_rough_costs_by_hand(method: str) -> None:
+    """Of a block, the embedding and the head, before anything is measured."""
+    rig = make_rig("llama", method)
+    layouts, tokens = rig.store.layouts, 18
+    sizes = LayerSizes(layouts, [1000 * layer for layer in range(rig.num_layers)], boundary_columns=64)
+    device = AssumedDevice("cuda", 10**9, link_bytes_per_s=2e9, host_bytes_per_s=5e9, update_bytes=20.0)
+    costs = rough_costs(sizes, device, method=method, tokens=tokens)
+    assert (costs.device_memory_bytes, costs.link_bytes_per_s, costs.host_bytes_per_s) == (10**9, 2e9, 5e9)
+    for index, (layer, layout) in enumerate(zip(costs.layers, layouts, strict=True)):
+        trained, is_block = layout.num_trainable_elements, 0 < index < rig.num_layers - 1
+        widths = [sum(place.shape) for place in layout.places if len(place.shape) == 2]
+        assert layer.forward_s == 2 * 1000 * index * tokens / ASSUMED_FLOPS["cuda"]
+        assert layer.backward_s == layer.forward_s * (1 if method == "lora" else 2)
+        assert layer.recompute is (index < rig.num_layers - 1)
+        assert layer.boundary_bytes == 64 * tokens * 4
+        assert layer.activation_bytes == (sum(widths) * tokens * 4 if is_block else 0)
+        assert (layer.param_bytes, layer.grad_bytes) == ((layout.num_bytes, 4 * trained) if index else (0, 0))
+        assert layer.optimizer_s == pytest.approx(trained * 20 / 5e9)
+    on_processor = rough_costs(sizes, AssumedDevice("cpu"), method=method, tokens=tokens).layers
+    assert not any(layer.param_bytes or layer.grad_bytes or layer.optimizer_s for layer in on_processor)

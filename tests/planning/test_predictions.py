@@ -79,6 +79,15 @@ def test_python_binds_small_models_on_many_fast_gpus(monkeypatch: pytest.MonkeyP
     assert large.step_s == large.device_step_s > large.host_s > 0
 
 
+def test_the_forward_of_the_reference_of_pairs_is_a_part_of_the_step() -> None:
+    """A step of LoRA with recompute takes about three forwards; the reference's is one more."""
+    text = RECIPE.format("Qwen/Qwen3-8B", "lora") + "objective: dpo\ngradient_accumulation_steps: 16\n"
+    plan = make_plan(load_text(text, "r.yaml"), "2x4090")
+    step_s = simulate_step(plan.question, plan.cut).step_s
+    assert plan.device_step_s == plan.step_s == step_s + predict.reference_s(plan.question, plan.cut)
+    assert plan.device_step_s / step_s == pytest.approx(4 / 3, abs=0.05)
+
+
 @pytest.mark.parametrize(
     ("measured_s", "said"), [(1.0, "inside"), (1.14, "inside"), (1.16, "OUTSIDE"), (0.8, "OUTSIDE"), (None, "")]
 )
