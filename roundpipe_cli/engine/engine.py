@@ -37,7 +37,7 @@ from roundpipe_cli.engine.weights import REFERENCE, WeightStore
 from roundpipe_cli.engine.worker import Worker, WorkerPart, WorkerStep
 from roundpipe_cli.errors import OutOfDeviceMemoryError
 from roundpipe_cli.kernels.grouped_mm import (
-    MIN_CAPABILITY,
+    all_run_ours,
     describe_experts,
     forgets_empty_groups,
     takes_triton,
@@ -216,7 +216,7 @@ class Engine:
         capabilities = [backend.capability for backend in backends]
         missing = "kernels: reference" if options.fused is None else why_no_triton()
         takes = functools.partial(takes_triton, capabilities, allowed=missing is None)
-        self._loss_in_place = missing is None and all((one or (0, 0)) >= MIN_CAPABILITY for one in capabilities)
+        self._loss_in_place = missing is None and all_run_ours(capabilities)
         """Whether the loss is our kernel's, on all workers alike."""
         expert_dtypes: frozenset[torch.dtype] = frozenset()
         self._workers = []

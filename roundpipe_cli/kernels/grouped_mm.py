@@ -15,7 +15,7 @@ import importlib.util
 import os
 import shutil
 import sysconfig
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,11 @@ def why_no_triton() -> str | None:
     if not Path(headers, "Python.h").exists():
         return "triton finds no Python.h (install python3-dev)"
     return None
+
+
+def all_run_ours(capabilities: Iterable[Capability | None]) -> bool:
+    """Whether each of these cards runs our kernels, where the machine can (`why_no_triton`); None: no NVIDIA GPU."""
+    return all((one or (0, 0)) >= MIN_CAPABILITY for one in capabilities)
 
 
 def describe_experts(

@@ -11,7 +11,7 @@ import gc
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from roundpipe_cli.costs.machine import host_memory, note_lost_device
 from roundpipe_cli.data.batching import Grouping, RowBatch
@@ -193,18 +193,6 @@ Lasting = Callable[[bool], str | None]
 threads of the attempt may go on."""
 
 
-class Again(Protocol):
-    """Computes something of one engine, again where a device is lost meanwhile."""
-
-    def __call__(self, run: Callable[[], T], at: str, *, lasting: Lasting = lambda hangs: None) -> T:
-        """
-        Args:
-            run: begins anew whenever it is called.
-            at: `step 5`, for the user.
-            lasting: see `Lasting`.
-        """
-
-
 class LostDevices:
     """Leaves devices that are lost out of a run, and computes again what they were at."""
 
@@ -230,7 +218,11 @@ class LostDevices:
         """The store's."""
 
     def again(self, run: Callable[[], T], at: str, *, lasting: Lasting = lambda hangs: None) -> T:
-        """See `Again`.
+        """The result of `run`, which begins anew where a device is lost meanwhile.
+
+        Args:
+            at: `step 5`, for the user.
+            lasting: see `Lasting`.
 
         Raises:
             DeviceLostError: the run cannot go on; says which devices another one should leave out.

@@ -24,19 +24,22 @@ def make_sampler(setup: Setup) -> BatchSampler:
 
 def make_microbatches(setup: Setup, batches: Sequence[RowBatch]) -> tuple[list[Microbatch], int]:
     """Microbatches of the given rows, and the number of their tokens without padding."""
-    pad = pad_token_id(setup.tokenizer)
-    microbatches = []
-    num_tokens = 0
-    for batch in batches:
-        sequences = [[setup.dataset.rows[index] for index in sequence] for sequence in batch]
-        rows = [row for sequence in sequences for row in sequence]
-        num_tokens += sum(len(row.input_ids) for row in rows)
-        made = collate_packed(sequences, pad) if setup.recipe.packs else collate(rows, pad)
-        position_ids = None if made.position_ids is None else torch.from_numpy(made.position_ids)
-        ids, labels = torch.from_numpy(made.input_ids), torch.from_numpy(made.labels)
-        lengths = torch.tensor([sum(len(row.input_ids) for row in sequence) for sequence in sequences])
-        microbatches.append(Microbatch(ids, labels, position_ids, lengths=lengths))
-    return microbatches, num_tokens
+    pad, rows = pad_token_id(setup.tokenizer), setup.dataset.rows
+    parts = ([[rows[index] for index in sequence] for sequence in batch] for batch in batches)
+    microbatches = [_collated(part, pad, packs=setup.recipe.packs) for part in parts]
+    return microbatches, sum(int(one.lengths.sum()) for one in microbatches if one.lengths is not None)
+
+
+def collate_rows(rows: Sequence[Row], pad: int) -> Microbatch:
+    """One microbatch of these rows, not packed."""
+    return _collated([[row] for row in rows], pad, packs=False)
+
+
+def _collated(sequences: Sequence[Sequence[Row]], pad: int, *, packs: bool) -> Microbatch:
+    made = collate_packed(sequences, pad) if packs else collate([row for [row] in sequences], pad)
+    position_ids = None if made.position_ids is None else torch.from_numpy(made.position_ids)
+    lengths = torch.tensor([sum(len(row.input_ids) for row in sequence) for sequence in sequences])
+    return Microbatch(torch.from_numpy(made.input_ids), torch.from_numpy(made.labels), position_ids, lengths=lengths)
 
 
 def describe_order(setup: Setup, sampler: BatchSampler) -> list[str]:
@@ -67,10 +70,3 @@ def log_rows(all_rows: TokenizedRows, step: int, batches: Sequence[RowBatch]) ->
         rows = [all_rows[index].row_id for batch in batches for sequence in batch for index in sequence]
         with Path(path).open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, "rows": rows}) + "\n")
-
-
-def collate_rows(rows: Sequence[Row], pad: int) -> Microbatch:
-    """One microbatch of these rows, not packed."""
-    batch = collate(rows, pad)
-    lengths = torch.tensor([len(row.input_ids) for row in rows])
-    return Microbatch(torch.from_numpy(batch.input_ids), torch.from_numpy(batch.labels), lengths=lengths)

@@ -22,7 +22,7 @@ from roundpipe_cli.recipe.load import LoadedRecipe
 from roundpipe_cli.train.auto_cache import KeptWeights, is_cache_open, trained_weight_bytes, weights_to_keep
 from roundpipe_cli.train.batches import make_microbatches, make_sampler
 from roundpipe_cli.train.build import make_engine, make_planner, page_locked, weight_cache_bytes
-from roundpipe_cli.train.monitor.telemetry import Telemetry, run_started, step_timeline
+from roundpipe_cli.train.monitor.telemetry import Telemetry, run_started, step_figures, step_timeline
 from roundpipe_cli.train.prepare.setup import Setup, prepare
 
 TOLERANCE = {"float32": 1e-6, "bfloat16": 1e-3, "float16": 1e-3}
@@ -113,10 +113,10 @@ def compare_for_real(
     ):
         num_steps = PROFILE_STEPS + 1 + (repetitions + 1) * len(names)
         tell(replace(run_started(setup, clock(), 0, num_steps), goal="speed"))
-        teller = _Teller(tell, clock, num_steps, num_tokens)
+        ran = _teller(tell, clock, num_steps, num_tokens)
         say(f"profiling: {PROFILE_STEPS} steps with one layer a stage")
         planner = make_planner(setup)
-        costs = profile(engine, setup, microbatches, planner.rough, teller=teller)
+        costs = profile(engine, setup, microbatches, planner.rough, ran=ran)
         case = planner.case(len(microbatches) * setup.recipe.pipeline.num_chunks, costs=costs)
         measured = [_planned(setup, name, case, num_tokens) for name in names]
         for repetition in range(repetitions + 1):
@@ -127,7 +127,7 @@ def compare_for_real(
                     if entry.cache_bytes:  # the weights come with a step before
                         engine.run_step(microbatches, entry.predicted.schedule, step=0)
                 result = engine.run_step(microbatches, entry.predicted.schedule, step=0)
-                teller.ran(result)
+                ran(result)
                 if repetition:
                     entry.steps.append(result)
                     continue
@@ -179,40 +179,35 @@ def _settle(setup: Setup, entry: Measured, result: StepResult) -> str | None:
     return kept.words if is_open else None
 
 
-class _Teller:
+Ran = Callable[[StepResult], None]
+"""Is told of each step when it has just ended."""
+
+
+def _teller(tell: Tell, clock: Callable[[], float], num_steps: int, num_tokens: int) -> Ran:
     """Reports each step as if it were a step of training."""
+    taken: list[float] = []
 
-    def __init__(self, tell: Tell, clock: Callable[[], float], num_steps: int, num_tokens: int) -> None:
-        self._tell, self._clock, self._num_steps, self._num_tokens = tell, clock, num_steps, num_tokens
-        self._step_s: list[float] = []
-
-    def ran(self, result: StepResult) -> None:
-        """A step has just ended."""
-        self._step_s.append(result.step_s)
-        step = len(self._step_s)
-        tell_notices(self._tell, *result.notices)
-        self._tell(step_timeline(result, step, self._clock))
-        self._tell(
+    def ran(result: StepResult) -> None:
+        taken.append(result.step_s)
+        step = len(taken)
+        tell_notices(tell, *result.notices)
+        tell(step_timeline(result, step, clock))
+        tell(
             StepFinished(
                 step=step,
-                num_steps=self._num_steps,
-                loss=result.loss,
+                num_steps=num_steps,
                 learning_rate=0.0,
-                grad_norm=result.gradient_norm,
-                tokens=self._num_tokens,
-                tokens_per_s=self._num_tokens / result.step_s,
-                step_s=result.step_s,
-                bubble_ratio=result.bubble_ratio,
                 utilization=result.utilization,
-                upload_bytes=result.upload_bytes,
-                device_peak_bytes=max(result.device_peak_bytes),
-                eta_s=statistics.median(self._step_s) * (self._num_steps - step),
+                eta_s=statistics.median(taken) * (num_steps - step),
+                **step_figures(result, num_tokens, result.step_s),
             )
         )
 
+    return ran
+
 
 def profile(
-    engine: Engine, setup: Setup, microbatches: Sequence[Microbatch], rough: CostModel, *, teller: _Teller
+    engine: Engine, setup: Setup, microbatches: Sequence[Microbatch], rough: CostModel, *, ran: Ran
 ) -> CostModel:
     """Costs of the layers, `rough` before, measured by steps with one layer a stage."""
     chunks = setup.recipe.pipeline.num_chunks
@@ -221,7 +216,7 @@ def profile(
     for _ in range(PROFILE_STEPS + 1):
         result = engine.run_step(microbatches, schedule, step=0)
         steps.append(result.timeline)
-        teller.ran(result)
+        ran(result)
     speeds = measured_speeds(rough, steps[1:], engine.num_workers) if engine.num_workers > 1 else None
     return measured_costs(replace(rough, worker_speed=speeds), steps[1:])
 

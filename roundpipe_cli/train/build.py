@@ -24,7 +24,7 @@ from roundpipe_cli.engine.probe import SHARED_BYTES_PER_S, AssumedDevice, LayerS
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.errors import ResourceError
 from roundpipe_cli.events import Notice, Tell
-from roundpipe_cli.kernels.grouped_mm import MIN_CAPABILITY, why_no_triton
+from roundpipe_cli.kernels.grouped_mm import all_run_ours, why_no_triton
 from roundpipe_cli.model.lora import experts_per_token
 from roundpipe_cli.planning.adaptive import AdaptivePlanner, ProfileCache, RunConditions
 from roundpipe_cli.recipe.schema import PipelineConfig
@@ -55,6 +55,9 @@ def make_engine(setup: Setup, *, count_bytes: bool = False) -> Engine:
     unread = setup.probe.find_unread_products(in_chunks=chunks is not None) if skip or chunks else {}
     attends_in_rows = setup.attends_in_rows
     setup.probe.forget()
+    layouts = setup.store.layouts
+    values = len(layouts) * recipe.rows_per_step * int(setup.dataset.rows.lengths.max()) * setup.split.boundary_columns
+    inputs_bytes = values * layouts[0].trainable_dtype.itemsize  # of every layer, of a step's rows at their longest
     return Engine(
         setup.model,
         setup.split,
@@ -76,7 +79,7 @@ def make_engine(setup: Setup, *, count_bytes: bool = False) -> Engine:
             unread=unread if skip else None,
             attends_in_rows=attends_in_rows,
             keep_blocks=_kept_blocks(recipe.pipeline, setup.split.num_blocks),
-            keep_inputs=skip is True or _inputs_bytes(setup) <= INPUTS_SHARE * host_memory().available_bytes,
+            keep_inputs=skip is True or inputs_bytes <= INPUTS_SHARE * host_memory().available_bytes,
             whole_per_visit=setup.unpacks_once,
             weight_cache_bytes=weight_cache_bytes(recipe.pipeline),
             watchdog_s=recipe.watchdog_s or None,
@@ -94,14 +97,6 @@ def _kept_blocks(pipeline: PipelineConfig, num_blocks: int) -> int:
 def weight_cache_bytes(pipeline: PipelineConfig) -> int:
     """Bytes of each GPU's memory for weights that stay on it."""
     return 0 if pipeline.weight_cache == "auto" else pipeline.weight_cache
-
-
-def _inputs_bytes(setup: Setup) -> int:
-    """Host bytes of the boundary tensors at the input of every layer, of a step's microbatches at their longest."""
-    recipe = setup.recipe
-    tokens = recipe.rows_per_step * int(setup.dataset.rows.lengths.max())
-    layouts = setup.store.layouts
-    return len(layouts) * tokens * setup.split.boundary_columns * layouts[0].trainable_dtype.itemsize
 
 
 def make_planner(setup: Setup) -> AdaptivePlanner:
@@ -188,9 +183,8 @@ def _memory_parts(setup: Setup, form: _Form, active: Sequence[int]) -> tuple[lis
     recipe, config = setup.recipe, setup.model.config
     text_config: Any = config.get_text_config()  # type: ignore[operator,union-attr]
     size, hidden = setup.store.layouts[0].trainable_dtype.itemsize, text_config.hidden_size
-    in_place = setup.fused is not None and "cpu" not in setup.devices and why_no_triton() is None
-    in_place = in_place and cuda.least_capability(setup.devices) >= MIN_CAPABILITY
-    in_place = in_place and not recipe.trains_pairs
+    in_place = setup.fused is not None and why_no_triton() is None and not recipe.trains_pairs
+    in_place = in_place and "cpu" not in setup.devices and all_run_ours([cuda.least_capability(setup.devices)])
     head = head_bytes(
         form.tokens, setup.head_chunk_tokens, text_config.vocab_size, hidden, size=size, in_place=in_place
     )
@@ -223,6 +217,10 @@ def _memory_parts(setup: Setup, form: _Form, active: Sequence[int]) -> tuple[lis
     return [0, *blocks, head], shared
 
 
+TIMED_BY = ("dtype", "float16_accumulation", "deterministic", "mlp_chunk_tokens", "kernels", "packed_as")
+"""Keys of a recipe that layer times depend on."""
+
+
 def _profile_cache(setup: Setup, costs: CostModel) -> ProfileCache:
     """Cache of times measured before, keyed by the devices and all of model and recipe that layer times depend on."""
     recipe = setup.recipe
@@ -239,21 +237,14 @@ def _profile_cache(setup: Setup, costs: CostModel) -> ProfileCache:
             "model": config.model_type,
             "layers": [[layer.name, layer.forward_s, layer.backward_s, layer.boundary_bytes] for layer in costs.layers],
             "bytes": [[layout.num_bytes, layout.num_trainable_elements] for layout in setup.store.layouts],
-            "dtype": recipe.dtype,
-            "float16_accumulation": recipe.float16_accumulation,
-            "deterministic": recipe.deterministic,
             "lora": asdict(recipe.lora) if recipe.method == "lora" else None,
             "micro_batch_size": recipe.rows_per_microbatch,
             "micro_batch_tokens": recipe.token_budget,
             "head_chunk_tokens": setup.head_chunk_tokens,
-            "mlp_chunk_tokens": recipe.mlp_chunk_tokens,
-            "kernels": recipe.kernels,
-            "recompute": recipe.pipeline.recompute,
-            "skip_last_projection": recipe.pipeline.skip_last_projection,
             "sequence_chunks": recipe.pipeline.num_chunks,
-            "keep_activations": recipe.pipeline.keep_activations,
-            "packed_as": recipe.packed_as,
             "unpacks_once": setup.unpacks_once,
+            **{key: getattr(recipe, key) for key in TIMED_BY},
+            **{key: getattr(recipe.pipeline, key) for key in ("recompute", "skip_last_projection", "keep_activations")},
         }
     )
 

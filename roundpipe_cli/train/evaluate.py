@@ -73,9 +73,9 @@ class Evaluator:
         """Step of the best evaluation whose weights are kept: `best_step`, unless those were lost or never kept."""
         self.kept_loss = math.inf
         self.last_loss: float | None = None
-        self._last_step: int | None = None
+        self.last_step: int | None = None
         """Step of the last evaluation."""
-        self._num_worse = 0
+        self.num_worse = 0
         """Evaluations since the best one."""
         self._stated_best: int | None = None
         """The step of the kept weights in the newest checkpoint, which may not be written yet."""
@@ -84,7 +84,7 @@ class Evaluator:
     def exhausted(self) -> bool:
         """Whether early stopping ends the run now."""
         patience = self._setup.recipe.early_stopping_patience
-        return patience is not None and self._num_worse >= patience
+        return patience is not None and self.num_worse >= patience
 
     @property
     def best_folder(self) -> Path | None:
@@ -95,7 +95,7 @@ class Evaluator:
 
     def is_owed(self, done: int) -> bool:
         """Whether an evaluation after `done` updates is due and has not been made."""
-        if not self._setup.eval_rows or self._last_step == done:
+        if not self._setup.eval_rows or self.last_step == done:
             return False
         every = self._setup.recipe.eval_steps
         is_end = done == self._num_steps
@@ -127,11 +127,11 @@ class Evaluator:
                 hint="the last checkpoint is good; lower learning_rate, then --resume",
             )
         best = loss < self.best_loss
-        self._last_step, self.last_loss = done, loss
+        self.last_step, self.last_loss = done, loss
         if best:
-            self.best_step, self.best_loss, self._num_worse = done, loss, 0
+            self.best_step, self.best_loss, self.num_worse = done, loss, 0
         else:
-            self._num_worse += 1
+            self.num_worse += 1
         if loss < self.kept_loss and self._setup.recipe.load_best_model_at_end:
             self.kept_step, self.kept_loss = done, loss
             target = best_folder(self._output_dir, done)
@@ -209,7 +209,7 @@ class Evaluator:
         """For report.json; None without evaluation rows."""
         if not self._setup.eval_rows:
             return None
-        result_step = self._last_step if self.best_folder is None else self.kept_step
+        result_step = self.last_step if self.best_folder is None else self.kept_step
         return {
             "rows": len(self._setup.eval_rows) // (1 if self._setup.rejected is None else 2),
             "last_loss": self.last_loss,
@@ -222,23 +222,17 @@ class Evaluator:
     def state(self) -> dict[str, Any]:
         """For a checkpoint; plain JSON values."""
         self._stated_best = self.kept_step
-        return {
-            "best_step": self.best_step,
-            "best_loss": None if self.best_step is None else self.best_loss,
-            "kept_step": self.kept_step,
-            "kept_loss": None if self.kept_step is None else self.kept_loss,
-            "last_step": self._last_step,
-            "last_loss": self.last_loss,
-            "num_worse": self._num_worse,
-        }
+        names = ("best_step", "best_loss", "kept_step", "kept_loss", "last_step", "last_loss", "num_worse")
+        values = {name: getattr(self, name) for name in names}
+        return {name: None if value == math.inf else value for name, value in values.items()}
 
     def start(self, state: Mapping[str, Any] | None) -> None:
         """Restore the state of a checkpoint, or begin without one."""
         if state and None not in (state.get("last_step"), state.get("last_loss")):
-            self._last_step, self.last_loss = int(state["last_step"]), float(state["last_loss"])
+            self.last_step, self.last_loss = int(state["last_step"]), float(state["last_loss"])
         if state and None not in (state.get("best_step"), state.get("best_loss")):
             self.best_step, self.best_loss = int(state["best_step"]), float(state["best_loss"])
-            self._num_worse = int(state.get("num_worse") or 0)
+            self.num_worse = int(state.get("num_worse") or 0)
             self.kept_step, self.kept_loss = kept_weights(state)
             if self._setup.recipe.load_best_model_at_end and not self.agree(self._is_whole()):
                 self.kept_step, self.kept_loss = None, math.inf

@@ -25,7 +25,7 @@ from roundpipe_cli.events import DeviceLost, Event, Notice, Paused, Phase, RunFi
 from roundpipe_cli.planning.adaptive import AdaptivePlanner
 from roundpipe_cli.planning.question import ENOUGH_PER_WORKER
 from roundpipe_cli.recipe.schema import Recipe, plain_data
-from roundpipe_cli.train.adapt import Again, FiniteGuard, Fit, LostDevices, resumed_fit
+from roundpipe_cli.train.adapt import FiniteGuard, Fit, LostDevices, resumed_fit
 from roundpipe_cli.train.auto_cache import make_auto_cache
 from roundpipe_cli.train.batches import describe_order, log_rows, make_microbatches, make_sampler
 from roundpipe_cli.train.build import make_engine, make_planner, page_locked
@@ -43,6 +43,7 @@ from roundpipe_cli.train.monitor.telemetry import (
     in_lanes,
     metrics_row,
     run_started,
+    step_figures,
     step_timeline,
     sync_rows,
 )
@@ -69,7 +70,7 @@ Compute = Callable[[list[RowBatch], RunStep], object]
 
 
 def try_longest(
-    setup: Setup, planner: AdaptivePlanner, compute: Compute, again: Again, *, tell: Tell, is_only: bool
+    setup: Setup, planner: AdaptivePlanner, compute: Compute, lost: LostDevices, *, tell: Tell, is_only: bool
 ) -> None:
     """Compute a step of the longest rows with the stages of later steps, where the recipe says so, and discard it.
 
@@ -89,7 +90,7 @@ def try_longest(
         def compute() -> StepResult:
             return engine.run_step(microbatches, planner.expected(len(microbatches)), step=step, version=step)
 
-        return again(compute, "the step of the longest rows")
+        return lost.again(compute, "the step of the longest rows")
 
     lengths = setup.dataset.rows.lengths
     if setup.rejected is not None:
@@ -261,11 +262,10 @@ class Trainer:
             tell=self._tell_lost,
             clock=self._clock,
         )
-        again = self._lost.again
-        self._references = Scorer(engine, self._planner, size, lambda: False, again=again)
+        self._references = Scorer(engine, self._planner, size, lambda: False, lost=self._lost)
         alone = self._machines.is_only
         stopping = lambda: alone and self._signals.requested is not None  # noqa: E731
-        scorer = Scorer(engine, self._planner, size, stopping, again=again)
+        scorer = Scorer(engine, self._planner, size, stopping, lost=self._lost)
         evaluator = self.evaluator = Evaluator(setup, scorer, self.output_dir, self.num_steps, tell=self._tell)
         evaluator.agree = self._machines.nodes.from_first
         evaluator.ends_epoch = lambda: self.sampler.position.starts_epoch
@@ -290,7 +290,7 @@ class Trainer:
                 done = first_step
                 if not self._is_last(done):
                     compute = partial(self._compute, engine, done)
-                    try_longest(setup, self._planner, compute, again, tell=self._tell, is_only=alone)
+                    try_longest(setup, self._planner, compute, self._lost, tell=self._tell, is_only=alone)
                 if done and evaluator.is_owed(done):  # a signal came first
                     evaluator.evaluate(done)
                     self._at_border(done)
@@ -414,19 +414,12 @@ class Trainer:
         event = StepFinished(
             step=shown_step(step),
             num_steps=self.num_steps,
-            loss=result.loss,
             learning_rate=learning_rate,
-            grad_norm=result.gradient_norm,
-            tokens=num_tokens,
-            tokens_per_s=num_tokens / step_s,
-            step_s=step_s,
-            bubble_ratio=result.bubble_ratio,
             utilization=in_lanes(result, len(self.setup.devices)),
-            upload_bytes=result.upload_bytes,
-            device_peak_bytes=max(result.device_peak_bytes),
             eta_s=self._log.eta_s(step_s, self.num_steps - step - 1),
             epoch=round(self.sampler.epochs_done, 4),
             preference=pair_metrics(result.rewards, microbatches) if result.rewards else None,
+            **step_figures(result, num_tokens, step_s),
         )
         self._log.rows.append(event)
         self._write_row(event)

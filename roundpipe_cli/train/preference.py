@@ -26,7 +26,7 @@ from roundpipe_cli.planning.cuts import forward_stages
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.schedule.builders import SCORED_PER_WORKER, build_forward, every_stage
-from roundpipe_cli.train.adapt import Again
+from roundpipe_cli.train.adapt import LostDevices
 from roundpipe_cli.train.batches import collate_rows
 from roundpipe_cli.train.prepare.setup import Setup, grouping_of
 from roundpipe_cli.units import counted
@@ -48,17 +48,17 @@ class Scorer:
         step_microbatches: int,
         stopping: Callable[[], bool],
         *,
-        again: Again | None = None,
+        lost: LostDevices | None = None,
     ) -> None:
         """
         Args:
             planner: whose stages of a training step are taken.
             step_microbatches: of a training step.
             stopping: whether the run is asked to stop.
-            again: computes a pass again where a device was lost; None: that is an error.
+            lost: computes a pass again where a device was lost; None: that is an error.
         """
         self._engine, self._planner, self._stopping = engine, planner, stopping
-        self._step_microbatches, self._again = step_microbatches, again
+        self._step_microbatches, self._lost = step_microbatches, lost
         self._schedules: dict[tuple[tuple[StageRange, ...], int, int], Schedule] = {}
 
     def scores(
@@ -90,7 +90,7 @@ class Scorer:
                 raise InterruptedScoring
             run = partial(score, microbatches[start : start + size])
             at = f"a pass without training, after {counted(step, 'step')}"
-            yield from run() if self._again is None else self._again(run, at)
+            yield from run() if self._lost is None else self._lost.again(run, at)
 
     def _schedule(self, num_microbatches: int) -> Schedule:
         step = self._planner.schedule(self._step_microbatches)

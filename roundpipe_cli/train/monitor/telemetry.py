@@ -122,6 +122,9 @@ class DeviceSampler:
 # Rows of `metrics.jsonl`: one a step, each whole or, after a crash, cut off by `--resume`.
 
 
+MEASURED = ["tokens", "tokens_per_s", "step_s", "bubble_ratio", "utilization", "upload_bytes", "device_peak_bytes"]
+
+
 def metrics_row(event: StepFinished) -> dict[str, Any]:
     """The row of a step. `loss_hex` is exact; a value that is not finite is null."""
     return {
@@ -131,13 +134,7 @@ def metrics_row(event: StepFinished) -> dict[str, Any]:
         "loss_hex": event.loss.hex(),
         "learning_rate": event.learning_rate,
         "grad_norm": event.grad_norm if math.isfinite(event.grad_norm) else None,
-        "tokens": event.tokens,
-        "tokens_per_s": event.tokens_per_s,
-        "step_s": event.step_s,
-        "bubble_ratio": event.bubble_ratio,
-        "utilization": list(event.utilization),
-        "upload_bytes": event.upload_bytes,
-        "device_peak_bytes": event.device_peak_bytes,
+        **{name: getattr(event, name) for name in MEASURED},
         **(event.preference or {}),
     }
 
@@ -219,6 +216,15 @@ def step_timeline(result: StepResult, step: int, clock: Clock) -> StepTimeline:
     if result.lanes[-1] >= result.num_workers:  # some are lost
         spans = tuple(replace(span, worker=result.lanes[span.worker]) for span in spans)
     return StepTimeline(step, start_s, spans)
+
+
+def step_figures(result: StepResult, num_tokens: int, step_s: float) -> dict[str, Any]:
+    """The part of `StepFinished` that a step's result tells, by the names there."""
+    return {
+        **{name: getattr(result, name) for name in ("loss", "bubble_ratio", "upload_bytes")},
+        **{"grad_norm": result.gradient_norm, "device_peak_bytes": max(result.device_peak_bytes)},
+        **{"tokens": num_tokens, "tokens_per_s": num_tokens / step_s, "step_s": step_s},
+    }
 
 
 def in_lanes(result: StepResult, num_workers: int) -> tuple[float, ...]:

@@ -54,6 +54,8 @@ class UpdateRule:
     eps: float = 1e-8
     momentum: float = 0.0
     weight_decay: float = 0.0
+    rate: float = 1.0
+    """Factor of the learning rate."""
     is_flat: ClassVar[bool] = True
     """The rule updates each element by itself."""
 
@@ -278,8 +280,6 @@ class _Piece:
     start: int
     stop: int
     shape: torch.Size
-    rate: float
-    """Factor of the learning rate."""
     rule: UpdateRule
     state: Mapping[str, Tensor]
 
@@ -300,7 +300,7 @@ class _Piece:
             else:
                 values, grad, state = values.view(self.shape), grad.view(self.shape), self.state
             own_salt = salt + (self.start + index * size) // SALT_ELEMENTS
-            self.rule.update(values, grad, state, self.rate * learning_rate, number=number, salt=own_salt)
+            self.rule.update(values, grad, state, self.rule.rate * learning_rate, number=number, salt=own_salt)
             if weights:
                 weights[index].copy_(masters[index])
 
@@ -312,7 +312,6 @@ class HostOptimizer:
         self,
         store: WeightStore,
         rule: UpdateRule | None = None,
-        rates: Mapping[str, float] | None = None,
         elsewhere: Collection[int] = (),
         *,
         rules: Mapping[str, UpdateRule] | None = None,
@@ -320,14 +319,12 @@ class HostOptimizer:
         """
         Args:
             rule: what an update is; AdamW with torch's defaults and no weight decay unless given.
-            rates: factor of the learning rate by parameter; 1 where nothing is said.
             elsewhere: layers that another process updates: their state here is on the meta device.
             rules: other rules with the same state, by parameter; `rule` where nothing is said.
         """
         self._elsewhere = frozenset(elsewhere)
         self._store = store
         self._rule = rule or AdamW()
-        self._rates = rates or {}
         self._rules = rules or {}
         self.num_updates = 0
         """Number of updates done or begun (Adam's step count)."""
@@ -341,28 +338,27 @@ class HostOptimizer:
             self._pieces[layer] = make(layer)
 
     def _flat_pieces(self, layer: int) -> list[_Piece]:
-        """Neighbours with the same learning rate and rule are one piece."""
+        """Neighbours with the same rule are one piece."""
         layout = self._store.layouts[layer]
         state = self._make_state(layer, layout.name, torch.Size([layout.num_trainable_elements]))
-        groups = groupby(layout.trainable, key=lambda place: self._way(place.name))
-        firsts = [(next(places).element_offset, way) for way, places in groups]
+        groups = groupby(layout.trainable, key=lambda place: self._rule_of(place.name))
+        firsts = [(next(places).element_offset, rule) for rule, places in groups]
         starts = [0, *(start for start, _ in firsts[1:])]
         pieces = []
-        for start, stop, (_, way) in zip(starts, [*starts[1:], layout.num_trainable_elements], firsts, strict=True):
+        for start, stop, (_, rule) in zip(starts, [*starts[1:], layout.num_trainable_elements], firsts, strict=True):
             part = {name: tensor[start:stop] for name, tensor in state.items()}
-            pieces.append(_Piece(start, stop, torch.Size([stop - start]), *way, part))
+            pieces.append(_Piece(start, stop, torch.Size([stop - start]), rule, part))
         return pieces
 
-    def _way(self, name: str) -> tuple[float, UpdateRule]:
-        """Factor of the learning rate and rule of a parameter."""
-        return self._rates.get(name, 1.0), self._rules.get(name, self._rule)
+    def _rule_of(self, name: str) -> UpdateRule:
+        return self._rules.get(name, self._rule)
 
     def _parameter_pieces(self, layer: int) -> list[_Piece]:
         pieces = []
         for place in self._store.layouts[layer].trainable:
             state = self._make_state(layer, place.name, place.shape)
-            start, (rate, rule) = place.element_offset, self._way(place.name)
-            pieces.append(_Piece(start, start + place.num_elements, place.shape, rate, rule, state))
+            start, rule = place.element_offset, self._rule_of(place.name)
+            pieces.append(_Piece(start, start + place.num_elements, place.shape, rule, state))
         return pieces
 
     def _make_state(self, layer: int, name: str, shape: torch.Size) -> dict[str, Tensor]:
@@ -442,7 +438,7 @@ def measured_update_s(num_elements: int, num_threads: int) -> float:
     """
     values, gradient, *moments = (page_aligned(4 * num_elements).view(torch.float32) for _ in range(4))
     state = dict(zip(("exp_avg", "exp_avg_sq"), moments, strict=True))
-    piece = _Piece(0, num_elements, values.shape, 1.0, AdamW(), state)
+    piece = _Piece(0, num_elements, values.shape, AdamW(), state)
     taken, threads = [], torch.get_num_threads()
     set_own_threads(num_threads)
     for number in range(1, 5):
@@ -467,10 +463,10 @@ def make_optimizer(store: WeightStore, recipe: Recipe, elsewhere: Collection[int
         weight_decay=recipe.weight_decay,
     )
     ratio = recipe.lora.loraplus_lr_ratio if recipe.method == "lora" else 1.0
-    rates = dict.fromkeys(lora_plus_names(store), ratio) if ratio != 1.0 else None
-    bare = replace(rule, weight_decay=0.0)
-    rules = dict.fromkeys(undecayed_names(store), bare) if recipe.weight_decay else None
-    return HostOptimizer(store, rule, rates, elsewhere, rules=rules)
+    rules = dict.fromkeys(undecayed_names(store), replace(rule, weight_decay=0.0)) if recipe.weight_decay else {}
+    if ratio != 1.0:
+        rules |= {name: replace(rules.get(name, rule), rate=ratio) for name in lora_plus_names(store)}
+    return HostOptimizer(store, rule, elsewhere, rules=rules)
 
 
 def undecayed_names(store: WeightStore) -> list[str]:

@@ -67,6 +67,7 @@ from roundpipe_cli.train.prepare.trainable import (
     make_trainable,
     prove_once,
     refuse_long_rows,
+    same_named,
     start_folder,
     start_hash,
 )
@@ -189,10 +190,9 @@ def ask_here(loaded: LoadedRecipe, asked: PlanRequest | None) -> PlanRequest:
 
 def _count_blocks(found: FoundConfig) -> Mapping[str, Any] | None:
     """The counts that `plan` takes of a model that the tables do not know."""
-    try:
+    with suppress(NotBuiltError):
         return count_on_meta(found.config, found.name, found.folder)
-    except NotBuiltError:
-        return None
+    return None
 
 
 # How a run unpacks packed weights: as `plan` says for this machine.
@@ -225,20 +225,8 @@ NLL_NOTICE = "orpo: the chosen rows' prompts are trained too, by the likelihood 
 def data_settings(loaded: LoadedRecipe, offline: bool) -> DataSettings:
     """The recipe's data keys in the data room's terms."""
     recipe = loaded.recipe
-    return DataSettings(
-        datasets=tuple(_spec(dataset) for dataset in recipe.datasets),
-        max_seq_length=recipe.max_seq_length,
-        train_on_inputs=recipe.train_on_inputs,
-        long_rows=recipe.long_rows,
-        long_rows_overlap=recipe.long_rows_overlap,
-        on_bad_row=recipe.on_bad_row,
-        shuffle=recipe.shuffle,
-        seed=recipe.seed,
-        folder=loaded.folder,
-        offline=offline,
-        chat_template=recipe.chat_template,
-        chat_template_kwargs=recipe.chat_template_kwargs,
-    )
+    own = {"datasets": tuple(map(_spec, recipe.datasets)), "folder": loaded.folder, "offline": offline}
+    return DataSettings(**same_named(DataSettings, recipe) | own)
 
 
 def read_rows(
@@ -259,22 +247,12 @@ def read_rows(
 
 
 def _spec(dataset: DatasetConfig) -> DatasetSpec:
-    return DatasetSpec(
-        path=dataset.path,
-        type="auto" if dataset.type == "preference" else dataset.type,  # `build_pairs` handles pairs
-        split=dataset.split,
-        name=dataset.name,
-        columns={str(key): value for key, value in dataset.columns.items()},
-        rules=TrainRules(
-            roles_to_train=dataset.roles_to_train,
-            turns_to_train=dataset.turns_to_train,
-            train_on_eos=dataset.train_on_eos,
-            thoughts=dataset.thoughts,
-        ),
-        as_chat=dataset.as_chat,
-        alpaca_join=dataset.alpaca_join,
-        txt_rows=dataset.txt_rows,
-    )
+    own = {
+        "type": "auto" if dataset.type == "preference" else dataset.type,  # `build_pairs` handles pairs
+        "columns": {str(key): value for key, value in dataset.columns.items()},
+        "rules": TrainRules(**same_named(TrainRules, dataset)),
+    }
+    return DatasetSpec(**same_named(DatasetSpec, dataset) | own)
 
 
 def evaluation_rows(

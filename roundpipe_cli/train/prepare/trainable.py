@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -296,22 +296,17 @@ def make_trainable(
         refuse_other_shape(recipe.lora, peft_model.peft_config[ADAPTER], start)
         _refuse_other_tokens(peft_model.peft_config[ADAPTER], recipe, new, start)
     else:
-        settings = LoraSettings(
-            r=recipe.lora.r,
-            alpha=recipe.lora.alpha,
-            dropout=recipe.lora.dropout,
-            target_modules=recipe.lora.target_modules,
-            modules_to_save=recipe.lora.modules_to_save,
-            use_rslora=recipe.lora.use_rslora,
-            use_dora=recipe.lora.use_dora,
-            init=recipe.lora.init,
-            expert_r=None if recipe.lora.expert_r == "auto" else recipe.lora.expert_r,
-            new_ids=new.ids,
-        )
+        expert_r = None if recipe.lora.expert_r == "auto" else recipe.lora.expert_r
+        settings = LoraSettings(**same_named(LoraSettings, recipe.lora) | {"expert_r": expert_r, "new_ids": new.ids})
         peft_model = add_lora(model, settings, dtype=dtype, base_name=name, blocks_path=split.blocks_path)
     peft_model.peft_config[ADAPTER].revision = source.commit
     refuse_adapters_outside_blocks(model, split.blocks_path)
     return peft_model
+
+
+def same_named(kind: type[Any], source: object) -> dict[str, Any]:
+    """Values for those fields of a dataclass that `source` has attributes of the same names for."""
+    return {one.name: getattr(source, one.name) for one in fields(kind) if hasattr(source, one.name)}
 
 
 def describe_unreached(model: nn.Module, split: ModelSplit) -> str | None:
