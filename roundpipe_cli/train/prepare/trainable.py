@@ -246,6 +246,7 @@ def _key(model: nn.Module, recipe: Recipe) -> str:
         "chunks": recipe.pipeline.num_chunks > 1,
         "kernels": recipe.kernels,
         "lora": asdict(recipe.lora) if recipe.method == "lora" else None,
+        "scaling": [found for module in model.modules() if isinstance(found := getattr(module, "scaling", None), dict)],
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
