@@ -7,7 +7,6 @@ import json
 import math
 import shutil
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -210,13 +209,8 @@ def test_evaluation_datasets_and_held_out_rows_together(folder: Path, whole: tup
 @pytest.mark.parametrize(
     ("every", "num_steps", "due"),
     [
-        (3, 7, [3, 6]),
-        (None, 7, []),
-        (0.34, 10, [4, 8]),
-        (1 / 3, 9, [3, 6, 9]),
-        (1 / 7, 70, [10, 20, 30, 40, 50, 60, 70]),
-        (0.001, 3, [1, 2, 3]),
-        ("epoch", 7, [3, 6]),
+        *((3, 7, [3, 6]), (None, 7, []), (0.34, 10, [4, 8]), (1 / 3, 9, [3, 6, 9]), (0.001, 3, [1, 2, 3])),
+        *((1 / 7, 70, [10, 20, 30, 40, 50, 60, 70]), ("epoch", 7, [3, 6])),
     ],
 )
 def test_intervals_by_steps_by_shares_and_by_epochs(every: Any, num_steps: int, due: list[int]) -> None:
@@ -296,10 +290,9 @@ def test_kills_change_nothing(folder: Path, whole: tuple[Path, Outcome], killed_
 def test_a_signal_during_the_last_evaluation_puts_it_off(folder: Path, whole: tuple[Path, Outcome]) -> None:
     """The run is then not finished."""
     running = launch(
-        folder, "finetune", "recipe.yaml", *EVALUATION, environment={"ROUNDPIPE_FAULT": "eval:slow=2:step=4"}
+        folder, "finetune", "recipe.yaml", *EVALUATION, environment={"ROUNDPIPE_FAULT": "eval:slow=1.2:step=4"}
     )
-    running.wait_for_steps(4)
-    time.sleep(0.5)
+    running.wait_until(lambda: "evaluating: the weights after step 4" in running.err)
     running.kill(signal.SIGTERM)
     assert running.finish().code == 143
     assert [row["step"] for row in evaluations(folder / "out")] == [2]
@@ -321,13 +314,6 @@ def test_samples_are_the_greedy_answers_of_generate(whole: tuple[Path, Outcome])
         assert sample["answer"] == tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
 
 
-def test_best_weights_that_are_gone_are_told(folder: Path, killed_in_export: Path) -> None:
-    shutil.copytree(killed_in_export, folder / "out")
-    for path in (folder / "out").glob("best-*"):
-        shutil.rmtree(path)
-    assert "are gone" in finetune(folder, *EVALUATION, "--resume").expect(0).err
-
-
 def test_best_weights_that_are_damaged_are_not_the_result(folder: Path, killed_in_export: Path) -> None:
     """Story: they were taken as they were, and a flipped bit of them was in the result. At a resume the search begins
     anew; while the result is written, nothing of them is taken."""
@@ -341,6 +327,9 @@ def test_best_weights_that_are_damaged_are_not_the_result(folder: Path, killed_i
     with pytest.raises(DamagedError, match=r"adapter_model.safetensors: found SHA-256"):
         save_result(nothing, out, best)
     assert not (out / "adapter_model.safetensors").exists() and not (out / ".tmp-result").exists()
+    gone = Path(shutil.copytree(out, folder / "gone"))
+    shutil.rmtree(gone / best.name)
+    assert "are gone" in finetune(folder, *EVALUATION, "output_dir=gone", "--resume").expect(0).err
     done = finetune(folder, *EVALUATION, "--resume").expect(0)
     assert f"the best weights so far, of step {int(best.name[5:])}, are damaged: " in done.err
     assert "adapter_model.safetensors: found SHA-256" in done.err and "the search begins anew" in done.err
