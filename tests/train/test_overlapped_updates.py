@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import signal
 import time
 import warnings
 from collections.abc import Callable
@@ -27,16 +26,7 @@ from roundpipe_cli.train.optim.optimizer import HostOptimizer
 from roundpipe_cli.train.optim.updater import Updater
 from roundpipe_cli.train.prepare.setup import prepare
 from roundpipe_cli.train.signals import Reporting, StopSignals
-from tests.support.e2e import (
-    STAGES_OF_TWO,
-    finetune,
-    launch,
-    make_workspace,
-    metrics,
-    num_lines,
-    numbers,
-    untied_and_tied,
-)
+from tests.support.e2e import STAGES_OF_TWO, make_workspace, metrics, num_lines, untied_and_tied
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +37,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def trainer_of(folder: Path, model: Path, *words: str, tell: Tell = lambda event: None) -> Trainer:
     """A run in this process, not started; steps of two rows."""
     work = make_workspace(folder, model, lora={"r": 4, "alpha": 8, "dropout": 0.1}, **STAGES_OF_TWO)
-    if "objective=dpo" in words:
-        rows = [{"prompt": f"Say {n}: ", "chosen": f"{n} {'so ' * (n % 3)}", "rejected": "never"} for n in range(10)]
-        (work / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     common = ["max_steps=6", "num_train_epochs=9", "save_steps=100", "warmup_steps=0", f"output_dir={work / 'out'}"]
     setup = prepare(load_recipe(str(work / "recipe.yaml"), [*common, *words]), offline=True, tell=lambda event: None)
     (work / "out").mkdir()
@@ -97,23 +84,13 @@ def with_delays(patch: pytest.MonkeyPatch, longest_s: float) -> None:
 
 
 CASES = {
-    "full-float32": ("untied", 2, False, ["dtype=float32", "method=full"]),
-    "full-bfloat16-tied-copied": ("tied", 3, True, ["dtype=bfloat16", "method=full", "max_grad_norm=0.1"]),
     "full-float16-overflow": ("untied", 3, True, ["dtype=float16", "method=full"]),
-    "lora-float16-tied-overflow": ("tied", 2, False, ["dtype=float16", "method=lora"]),
     "full-evaluated": ("tied", 2, True, ["dtype=float32", "method=full", "val_set_size=3", "eval_steps=2"]),
-    "lora-dpo": ("untied", 2, False, ["dtype=float32", "method=lora", "objective=dpo"]),
-    "full-early": ("untied", 2, True, ["dtype=float32", "method=full", "max_grad_norm=0"]),
     "full-early-tied": ("tied", 1, False, ["dtype=bfloat16", "method=full", "max_grad_norm=0"]),
 }
 
 
-HELD_BY_OTHERS = ("full-float32", "full-early", "lora-dpo", "lora-float16-tied-overflow", "full-bfloat16-tied-copied")
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.sweep] * (name in HELD_BY_OTHERS)) for name in sorted(CASES)]
-)
+@pytest.mark.parametrize("name", sorted(CASES))
 def test_slow_updates_beside_the_next_step_change_no_bit(
     name: str, tmp_path: Path, models: dict[str, Path], ask: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,7 +156,7 @@ def test_steps_that_end_with_their_updates(
     """Those whose layers are timed, those before an evaluation, the last one, and all where machines share steps."""
     monkeypatch.setattr(Machines, "is_only", property(lambda machines: is_only))
     monkeypatch.setattr(Machines, "sharing", lambda machines, engine: nullcontext(WholeSteps()))
-    ask("update:slow=0.1")
+    ask("update:slow=0.05")
     versions: list[int] = []
 
     def note(event: Event) -> None:
@@ -197,31 +174,31 @@ def test_a_step_lasts_from_the_end_of_the_step_before(
     tmp_path: Path, models: dict[str, Path], ask: Callable[[str], None]
 ) -> None:
     """A wait for an update is in the step that waits, in its lanes and among its causes; the last has its own too."""
-    ask("update:slow=0.1")
+    ask("update:slow=0.05")
     events: list[Event] = []
     trainer = trainer_of(
         tmp_path / "work", models["untied"], "method=full", "pipeline.devices=[cpu]", tell=events.append
     )
     run(trainer)
     rows = metrics(trainer.output_dir)
-    assert all(row["step_s"] > 0.4 for row in rows[3:]) and rows[-1]["step_s"] > 0.65
+    assert all(row["step_s"] > 0.2 for row in rows[3:]) and rows[-1]["step_s"] > 0.32
     step = [event for event in events if isinstance(event, StepTimeline)][-1]
     (wait, *_) = sorted((one for one in step.spans if one.lane == "host"), key=lambda one: one.start_s)
-    assert wait.worker == 0 and wait.start_s == 0 and wait.end_s > 0.15, "for the embedding and the first block"
+    assert wait.worker == 0 and wait.start_s == 0 and wait.end_s > 0.07, "for the embedding and the first block"
     found = waiting(step, 0)
-    assert found is not None and found.by_cause_s["update"] > 0.15
+    assert found is not None and found.by_cause_s["update"] > 0.07
 
 
 # --- failures -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("words", [[], ["max_grad_norm=0"]])
+@pytest.mark.parametrize(("words", "step"), [([], 3), (["max_grad_norm=0"], 3), ([], 5)])
 def test_a_failing_update_ends_the_step_beside_it(
-    words: list[str], tmp_path: Path, models: dict[str, Path], ask: Callable[[str], None], monkeypatch: Any
+    words: list[str], step: int, tmp_path: Path, models: dict[str, Path], ask: Callable[[str], None], monkeypatch: Any
 ) -> None:
-    """Within 3 s, however long the step, with the layer and the cause."""
+    """Within 3 s, however long the step, with the layer and the cause; after the last step, which waits for it, too."""
     trainer = trainer_of(tmp_path / "work", models["untied"], "method=full", "pipeline.devices=[cpu,cpu]", *words)
-    ask("update:raise=MemoryError:step=3:layer=2,work:slow=0.5:step=4")
+    ask(f"update:raise=MemoryError:step={step}:layer=2,work:slow=0.5:step={step + 1}")
     rows, deadline_s = trainer.output_dir / "metrics.jsonl", time.monotonic() + 60
 
     def behind_its_row(point: str, own: Callable[..., Any] = updater.fault, **ids: int) -> Any:
@@ -237,38 +214,19 @@ def test_a_failing_update_ends_the_step_beside_it(
     with pytest.raises(Exception, match="out of host memory in the optimizer") as caught:
         run(trainer)
     assert time.monotonic() - failed_s[0] < 3.0
-    assert "step 4, layer block.1" in str(caught.value) and "fault asked for" in str(caught.value)
-    assert len(metrics(trainer.output_dir)) == 4, "the step beside it is not finished"
-
-
-@pytest.mark.parametrize("step", [pytest.param(3, marks=pytest.mark.sweep), 5])
-@pytest.mark.parametrize("words", [[], pytest.param(["max_grad_norm=0"], marks=pytest.mark.sweep)])
-def test_a_failing_update_ends_the_program(
-    words: list[str], step: int, tmp_path: Path, models: dict[str, Path]
-) -> None:
-    """Within 3 s, beside a step of 4 s or after the last one, with exit code 1, the layer and the cause."""
-    folder = make_workspace(
-        tmp_path / "work", models["untied"], gradient_accumulation_steps=4, num_train_epochs=9, **STAGES_OF_TWO
-    )
-    slow = {"ROUNDPIPE_FAULT": f"update:raise:step={step}:layer=2,work:slow=0.5:step={step + 1}"}
-    words = [*words, "method=full", "max_steps=6", "save_steps=100"]
-    running = launch(folder, "finetune", "recipe.yaml", *words, environment=slow)
-    running.wait_for_steps(step)
-    started_s = time.monotonic()
-    error = running.finish().expect(1).err
-    assert time.monotonic() - started_s < 3.0
-    assert f"step {step + 1}, layer block.1" in error and "fault asked for" in error
-    assert not (folder / "out" / "report.json").exists() and not list((folder / "out").glob("*.safetensors"))
+    assert f"step {step + 1}, layer block.1" in str(caught.value) and "fault asked for" in str(caught.value)
+    assert len(metrics(trainer.output_dir)) == {3: 4, 5: 5}[step], "the step beside it is not finished"
+    assert not (trainer.output_dir / "report.json").exists()
 
 
 # --- checkpoints ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("words", [[], pytest.param(["max_grad_norm=0"], marks=pytest.mark.sweep)])
 def test_an_update_waits_until_a_slow_checkpoint_has_its_layer(
-    words: list[str], tmp_path: Path, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slow, waiting = (trainer_of(tmp_path / n, models["untied"], "method=full", "save_steps=2", *words) for n in "ab")
+    """And the checkpoint until a slow update has its layer."""
+    slow, waiting = (trainer_of(tmp_path / n, models["untied"], "method=full", "save_steps=2") for n in "ab")
 
     def put(ring: Any, *given: Any, own: Callable[..., None] = writing._Ring.put) -> None:
         time.sleep(0.03)
@@ -276,27 +234,10 @@ def test_an_update_waits_until_a_slow_checkpoint_has_its_layer(
 
     with monkeypatch.context() as patch:
         patch.setattr(writing._Ring, "put", put)
+        with_delays(patch, 0.05)
         run(slow)
     with_barrier(monkeypatch)
     run(waiting)
     for name in ("masters", "moments"):
         files = [one.output_dir / "step-00000004" / f"{name}.safetensors" for one in (slow, waiting)]
         assert files[0].read_bytes() == files[1].read_bytes(), name
-
-
-@pytest.mark.parametrize("words", [["method=full"], pytest.param(["max_grad_norm=0"], marks=pytest.mark.sweep)])
-def test_a_stop_in_the_middle_of_an_update_leaves_a_checkpoint_that_resumes_to_the_bit(
-    words: list[str], tmp_path: Path, models: dict[str, Path]
-) -> None:
-    folder = make_workspace(tmp_path / "work", models["untied"], num_train_epochs=3, **STAGES_OF_TWO)
-    finetune(folder, *words, "output_dir=whole").expect(0)
-    slow = {"ROUNDPIPE_FAULT": ",".join(f"update:slow=0.3:step={step}" for step in range(3, 7))}
-    running = launch(folder, "finetune", "recipe.yaml", *words, "pipeline.devices=[cpu,cpu]", environment=slow)
-    running.wait_for_steps(3)
-    running.kill(signal.SIGTERM)
-    assert "with a checkpoint" in running.finish().expect(143).err
-    assert len(metrics(folder / "out")) < len(metrics(folder / "whole"))
-    finetune(folder, *words, "--resume").expect(0)
-    assert numbers(folder / "out") == numbers(folder / "whole")
-    masters = [folder / place / "step-00000009" / "masters.safetensors" for place in ("out", "whole")]
-    assert masters[0].read_bytes() == masters[1].read_bytes()
