@@ -21,11 +21,13 @@ from roundpipe_cli.data.tokenized import Row
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.step import Microbatch
 from roundpipe_cli.engine.weights import REFERENCE
+from roundpipe_cli.errors import RecipeError
+from roundpipe_cli.events import Tell
 from roundpipe_cli.model.head import Preference, chunk_loss, preference_loss
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.schedule.builders import build_forward
 from roundpipe_cli.train.preference import make_pairs, with_nll, with_prompts
-from roundpipe_cli.train.prepare.setup import prepare
+from roundpipe_cli.train.prepare.setup import Setup, prepare
 from tests.support.adapters import random_adapter
 from tests.support.e2e import STAGES, finetune, make_workspace, metrics, numbers, run
 from tests.support.tiny import Rig, make_rig, random_microbatches, schedule_for
@@ -198,6 +200,10 @@ def folder(tmp_path: Path, model: Path) -> Path:
     return work
 
 
+def setup_of(folder: Path, *words: str, tell: Tell = lambda event: None) -> Setup:
+    return prepare(load_recipe(str(folder / "recipe.yaml"), words), offline=True, tell=tell)
+
+
 def test_the_first_loss_is_ln_2_and_margins_grow(folder: Path) -> None:
     done = finetune(folder, "num_train_epochs=4").expect(0)
     rows = metrics(folder / "out")
@@ -208,12 +214,11 @@ def test_the_first_loss_is_ln_2_and_margins_grow(folder: Path) -> None:
     assert rows[-1]["reward_margin"] == pytest.approx(rows[-1]["rewards_chosen"] - rows[-1]["rewards_rejected"])
 
 
-@pytest.mark.parametrize("is_plain", [pytest.param(True, marks=pytest.mark.sweep), False])
-def test_the_reference_of_a_continued_adapter_is_that_adapter(folder: Path, is_plain: bool) -> None:
-    """Story: the bare base was the reference, so a run from a trained adapter began with a margin to it. One whose base
+def test_the_reference_of_a_continued_adapter_is_that_adapter(folder: Path) -> None:
+    """Story: the bare base was the reference, so a run from a trained adapter began with a margin to it. The base
     differs too: by whole tables, and by what PiSSA takes out of its matrices."""
     other_base = {"modules_to_save": ["embed_tokens", "lm_head"], "init_lora_weights": "pissa"}
-    random_adapter(folder / "model", folder / "first", target_modules="all-linear", **({} if is_plain else other_base))
+    random_adapter(folder / "model", folder / "first", target_modules="all-linear", **other_base)
     words = ("lora.start_from=first", "lora.dropout=0", "eval_datasets=[{path: rows.jsonl}]", "eval_steps=6")
     done = finetune(folder, *words).expect(0)
     said = f"reference model of dpo: model with the adapter {folder / 'first'} as it is, which is trained further"
@@ -223,7 +228,7 @@ def test_the_reference_of_a_continued_adapter_is_that_adapter(folder: Path, is_p
     assert rows[-1]["reward_margin"] > 0.05
     # The library alone: log-probabilities of the result against those of the adapter with which training began.
     evaluated = [json.loads(line) for line in (folder / "out" / "eval.jsonl").read_text().splitlines()]
-    setup = prepare(load_recipe(str(folder / "recipe.yaml"), list(words)), offline=True, tell=lambda event: None)
+    setup = setup_of(folder, *words)
     pairs_of = make_pairs(setup, [[(index,)] for index in range(10)])[0]
     sums = []
     for name in ("out", "first"):
@@ -276,7 +281,6 @@ def test_a_run_without_a_reference_model(folder: Path, objective: str) -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        pytest.param(("objective=dpo",), marks=pytest.mark.sweep),
         ("objective=dpo", "micro_batch_tokens=256"),
         pytest.param(("objective=orpo",), marks=pytest.mark.sweep),
         ("objective=orpo", "orpo.nll_on_prompt=false"),
@@ -306,67 +310,42 @@ def test_an_evaluation_of_pairs_is_what_the_next_step_computes(folder: Path, wor
 
 def test_pairs_are_held_out_whole(folder: Path) -> None:
     words, told = ("val_set_size=3", "eval_steps=1", "early_stopping_patience=5"), list[str]()
-    recipe = str(folder / "recipe.yaml")
-    setup = prepare(load_recipe(recipe, words), offline=True, tell=lambda event: told.append(str(event)))
+    setup = setup_of(folder, *words, tell=lambda event: told.append(str(event)))
     assert any("evaluation: 3 pairs, 7 to train on" in text for text in told)
     assert setup.rejected is not None
     kept = [row.row_id for row in setup.dataset.rows]
     held = [row.row_id for row in setup.eval_rows]
     assert kept == [row.row_id for row in setup.rejected] and held[:3] == held[3:]
     assert sorted(kept + held[:3]) == list(range(10))
-    other = prepare(load_recipe(recipe, []), offline=True, tell=lambda event: None)
-    assert other.dataset.content_hash != setup.dataset.content_hash
-    done = finetune(folder, "eval_datasets=[{path: rows.jsonl, type: chat}]", "output_dir=no").expect(2)
-    assert "eval_datasets[0].type" in done.err and "needs preference pairs" in done.err
-
-
-def test_columns_bad_rows_and_pairs_that_are_not_whole(folder: Path) -> None:
-    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
-    renamed = [{"q": r["prompt"], "good": r["chosen"], "bad": r["rejected"]} for r in rows]
-    renamed[3]["bad"], renamed[5]["good"] = "", None
-    (folder / "named.jsonl").write_text("".join(json.dumps(row) + "\n" for row in renamed))
-    words = "datasets=[{path: named.jsonl, type: preference, columns: {prompt: q, chosen: good, rejected: bad}}]"
-    done = finetune(folder, words).expect(2)
-    assert "named.jsonl:6" in done.err
-    loaded = load_recipe(str(folder / "recipe.yaml"), [words.replace("named", f"{folder}/named"), "on_bad_row=skip"])
-    assert len(prepare(loaded, offline=True, tell=lambda event: None).dataset.rows) == 8
+    assert setup_of(folder).dataset.content_hash != setup.dataset.content_hash
+    with pytest.raises(RecipeError, match="needs preference pairs") as caught:
+        setup_of(folder, "eval_datasets=[{path: rows.jsonl, type: chat}]")
+    assert "eval_datasets[0].type" in str(caught.value.problems[0].where)
 
 
 def test_what_does_not_go_with_pairs_is_refused(folder: Path) -> None:
-    done = finetune(folder, "method=full", "packing=true").expect(2)
-    assert "method" in done.err and "packing" in done.err
-    done = finetune(folder, "objective=simpo", "method=full", "train_on_inputs=true", "packing=true").expect(2)
-    assert "train_on_inputs is not offered with objective simpo" in done.err and "method" not in done.err
-    done = finetune(folder, "objective=sft", "datasets=[{path: rows.jsonl, type: preference}]").expect(2)
-    assert "objective: dpo" in done.err
+    for words, said, unsaid in (
+        (["method=full", "packing=true"], ["method", "packing"], "train_on_inputs"),
+        (["objective=simpo", "method=full", "train_on_inputs=true"], ["train_on_inputs is not offered with"], "method"),
+        (["objective=sft", "datasets=[{path: rows.jsonl, type: preference}]"], ["objective: dpo"], "packing"),
+    ):
+        with pytest.raises(RecipeError) as caught:
+            setup_of(folder, *words)
+        assert all(text in str(caught.value) for text in said) and unsaid not in str(caught.value)
 
 
 def test_data_shows_the_labels_that_are_trained(folder: Path) -> None:
     """`data` once failed on pairs, or showed another reading of them than training had."""
-    shapes: list[dict[str, object]] = [
-        {"prompt": "Hi", "chosen": "Yo", "rejected": "No, never", "id": 1},
-        {"conversations": [{"from": "human", "value": "HiHiHiHi"}], "chosen": {"from": "gpt", "value": "Yo"},
-         "rejected": {"from": "gpt", "value": "No, never"}},
-        {"chosen": [{"role": "user", "content": "HiHi"}, {"role": "assistant", "content": "Yo"}],
-         "rejected": [{"role": "user", "content": "HiHi"}, {"role": "assistant", "content": "No, never"}]},
-    ]  # fmt: skip
-    files = [folder / f"shape{number}.jsonl" for number in range(len(shapes))]
-    for file, row in zip(files, shapes, strict=True):
-        file.write_text(json.dumps(row) + "\n")
-    named = ", ".join(f"{{path: {file}, type: preference}}" for file in files)
-    words = [f"datasets=[{named}]", "micro_batch_size=1"]
-    document = json.loads(run(folder, "data", "recipe.yaml", *words, "--json").expect(0).out)
-    setup = prepare(load_recipe(str(folder / "recipe.yaml"), words), offline=True, tell=lambda event: None)
-    (microbatch,), _ = make_pairs(setup, [[[index] for index in range(3)]])
-    assert document["pairs"] == 3 and document["packing"] is None
+    document = json.loads(run(folder, "data", "recipe.yaml", "--json").expect(0).out)
+    setup = setup_of(folder)
+    (microbatch,), _ = make_pairs(setup, [[[index] for index in range(10)]])
+    assert (document["pairs"], document["packing"]) == (10, None)
     assert document["content_hash"] == setup.dataset.content_hash
     assert [sample["answer"] for sample in document["samples"]] == ["chosen", "rejected"] * 3
     for sample in document["samples"]:
-        place = sample["row_id"] + (3 if sample["answer"] == "rejected" else 0)
-        num_tokens = len(sample["labels"])
-        assert sample["labels"] == microbatch.labels[place, :num_tokens].tolist()
-        assert sample["input_ids"] == microbatch.input_ids[place, :num_tokens].tolist()
+        place = sample["row_id"] + (10 if sample["answer"] == "rejected" else 0)
+        for name, values in (("labels", microbatch.labels), ("input_ids", microbatch.input_ids)):
+            assert sample[name] == values[place, : len(sample["labels"])].tolist()
         trained = "".join(piece["text"] for piece in sample["pieces"] if piece["trained"])
-        assert trained == ("Yo</s>" if sample["answer"] == "chosen" else "No, never</s>")
-    out = run(folder, "data", "recipe.yaml", *words).expect(0).out
-    assert "[[Yo</s>]]" in out and "[[No, never</s>]]" in out and "first pair, rejected" in out
+        assert trained.startswith("yes" if sample["answer"] == "chosen" else "never")
+    assert "first pair, rejected" in run(folder, "data", "recipe.yaml").expect(0).out

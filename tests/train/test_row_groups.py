@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from roundpipe_cli.errors import RecipeError
+from roundpipe_cli.recipe.load import load_recipe
 from tests.support.e2e import STAGES_OF_TWO, finetune, make_workspace, metrics, run
 
 TOLERANCE = 1e-5
@@ -47,41 +48,22 @@ def one_by_one(tmp_path_factory: pytest.TempPathFactory, two_blocks: Path) -> tu
     return trained(folder)
 
 
-PACKED = {"packing": True, "micro_batch_size": 1, "gradient_accumulation_steps": 4}
-
-
-@pytest.fixture(scope="module")
-def packed(tmp_path_factory: pytest.TempPathFactory, two_blocks: Path) -> tuple[list[float], list[list[int]]]:
-    """One packed row in a microbatch."""
-    return trained(workspace(tmp_path_factory.mktemp("packed"), two_blocks, **PACKED))
-
-
 BY_TOKENS = {"micro_batch_size": 1, "gradient_accumulation_steps": STEP_ROWS}
 
 
-@pytest.mark.parametrize(
-    ("alone", "shape"),
-    [
-        *(
-            pytest.param("one_by_one", shape, marks=pytest.mark.sweep)
-            for shape in (
-                *({"micro_batch_size": size, "gradient_accumulation_steps": STEP_ROWS // size} for size in (2, 4)),
-                *({**BY_TOKENS, "micro_batch_tokens": tokens} for tokens in (128, 300, 512)),
-            )
-        ),
-        ("one_by_one", {"micro_batch_size": 8, "gradient_accumulation_steps": 1}),
-        pytest.param("packed", {**PACKED, "micro_batch_tokens": 256}, marks=pytest.mark.sweep),
-        ("packed", {**PACKED, "micro_batch_tokens": 1024}),
-    ],
-)
 def test_any_microbatches_keep_rows_and_loss(
-    tmp_path: Path, two_blocks: Path, request: pytest.FixtureRequest, alone: str, shape: dict[str, Any]
+    tmp_path: Path, two_blocks: Path, one_by_one: tuple[list[float], list[list[int]]]
 ) -> None:
-    """Of rows of like length, or filled by tokens; those that run out of memory do the same, see below."""
-    expected, expected_rows = request.getfixturevalue(alone)
-    losses, rows = trained(workspace(tmp_path, two_blocks, **shape))
-    assert rows == expected_rows, "the rows of each step are those that they were"
-    assert losses == pytest.approx(expected, rel=TOLERANCE)
+    """Of rows of like length, or packed ones filled by tokens; those that run out of memory do the same, see below."""
+    packed = {"packing": True, "micro_batch_size": 1, "gradient_accumulation_steps": 4}
+    packed_alone = trained(workspace(tmp_path / "alone", two_blocks, **packed))
+    for name, (expected, expected_rows), shape in (
+        ("like", one_by_one, {"micro_batch_size": 8, "gradient_accumulation_steps": 1}),
+        ("packed", packed_alone, {**packed, "micro_batch_tokens": 1024}),
+    ):
+        losses, rows = trained(workspace(tmp_path / name, two_blocks, **shape))
+        assert rows == expected_rows, "the rows of each step are those that they were"
+        assert losses == pytest.approx(expected, rel=TOLERANCE)
 
 
 def test_bits_do_not_depend_on_workers_stages_or_an_interruption(tmp_path: Path, two_blocks: Path) -> None:
@@ -137,20 +119,15 @@ def test_a_device_that_runs_out_of_memory_gets_smaller_microbatches(
     assert "write micro_batch_tokens: 256, pipeline.recompute: layer" in done.err
     adapted = [row["loss"] for row in metrics(folder / "out")]
     assert adapted == pytest.approx(one_by_one[0], rel=TOLERANCE)
-    shutil.rmtree(folder / "out" / "step-00000003")
-    (folder / "out" / "report.json").unlink()
-    advised = ["micro_batch_tokens=256", "pipeline.recompute=layer"]
-    assert "micro_batch_tokens: changed" in finetune(folder, "--resume", "micro_batch_tokens=128").expect(2).err
-    finetune(folder, "--resume", *advised).expect(0)
 
 
 def test_a_budget_that_makes_no_sense_is_refused(tmp_path: Path, two_blocks: Path) -> None:
-    folder = workspace(tmp_path, two_blocks)
-    done = finetune(folder, "micro_batch_tokens=100").expect(2)
-    assert "a row of max_seq_length tokens does not fit into a microbatch" in done.err
-    assert "hint: micro_batch_tokens=128, or a smaller max_seq_length" in done.err
-    done = finetune(folder, "micro_batch_tokens=auto", "pipeline.sequence_chunks=2").expect(2)
-    assert "microbatches of chunked sequences are not filled by tokens" in done.err
+    recipe = workspace(tmp_path, two_blocks) / "recipe.yaml"
+    with pytest.raises(RecipeError, match="a row of max_seq_length tokens does not fit into a microbatch") as caught:
+        load_recipe(recipe, ["micro_batch_tokens=100"])
+    assert caught.value.problems[0].hint == "micro_batch_tokens=128, or a smaller max_seq_length"
+    with pytest.raises(RecipeError, match="microbatches of chunked sequences are not filled by tokens"):
+        load_recipe(recipe, ["micro_batch_tokens=auto", "pipeline.sequence_chunks=2"])
 
 
 # --- packing: auto ----------------------------------------------------------------------------------------------------
@@ -171,23 +148,5 @@ def test_auto_packs_short_rows_and_a_resumed_run_keeps_to_it(tmp_path: Path, two
     assert "packing (auto)" not in again.err, "decided once"
     tokens = [row["tokens"] for row in metrics(folder / "out")]
     assert len(tokens) == 2 and min(tokens) > 2 * 120, "two rows that are not packed have fewer"
-
-
-def test_data_and_plan_say_what_auto_does(tmp_path: Path, two_blocks: Path) -> None:
-    """Story: `data` packed ten rows and a run did; `plan` said a sentence about packing in general, and no answer."""
-    shape = {"max_seq_length": 512, "micro_batch_size": 1, "gradient_accumulation_steps": 2}
-    folder = workspace(tmp_path, two_blocks, packing="auto", max_steps=2, **shape)
-    assert "packing (auto): on: rows have" in run(folder, "data", "recipe.yaml").expect(0).out
-    document = json.loads(run(folder, "data", "recipe.yaml", "--json").expect(0).out)
-    assert document["packing"]["auto"]["packs"] is True
-    planned = run(folder, "plan", "recipe.yaml", "-v").expect(0).out
-    assert "packing (auto): on: rows have" in planned and "for 2 steps (max_steps, packed)" in planned
-    assert any("packing (auto): on" in line for line in plan_json(folder, "packing=auto")["assumptions"])
-    assert not any("packing (auto)" in line for line in plan_json(folder, "packing=false")["assumptions"])
-    border = plan_json(folder, "max_seq_length=128")["assumptions"]
-    assert any(line.startswith("packing (auto): packed or not as `roundpipe data` says") for line in border)
-
-
-def plan_json(folder: Path, *words: str) -> dict[str, Any]:
-    document: dict[str, Any] = json.loads(run(folder, "plan", "recipe.yaml", *words, "--json").expect(0).out)
-    return document
+    for words in ("data recipe.yaml", "plan recipe.yaml -v max_seq_length=512"):
+        assert "packing (auto): on: rows have" in run(folder, *words.split()).expect(0).out
