@@ -23,15 +23,6 @@ def test_order_is_fixed_for_ever() -> None:
     assert epoch_order(4, 3, 42, shuffle=False).tolist() == [0, 1, 2, 3]
 
 
-def test_orders_of_seeds_and_epochs_differ_and_are_uniform() -> None:
-    orders = {tuple(epoch_order(50, epoch, seed, shuffle=True)) for epoch in range(20) for seed in range(20)}
-    assert len(orders) == 400
-    first_places = np.zeros(5, dtype=int)
-    for epoch in range(2000):
-        first_places[epoch_order(5, epoch, 0, shuffle=True)[0]] += 1
-    assert (abs(first_places - 400) < 100).all()  # 5.6 standard deviations
-
-
 def sampler_of(num_rows: int, size: int, microbatches: int, seed: int, shuffle: bool) -> BatchSampler:
     return BatchSampler(RowMix([num_rows], [1.0], seed, shuffle), size, microbatches)
 

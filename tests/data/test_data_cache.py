@@ -6,7 +6,6 @@ import json
 import os
 import pwd
 import random
-import shutil
 import signal
 import time
 from pathlib import Path
@@ -26,18 +25,11 @@ from roundpipe_cli.data.shards import _content_sum
 from roundpipe_cli.data.tokenized import TokenizedDataset
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.files import CACHE_VARIABLE, cache_folder
-from tests.data.test_data_dataset import CHATML, byte_tokenizer, write_rows
+from tests.data.test_data_dataset import CHATML, build, byte_tokenizer, write_rows
 from tests.support.covering import swept
 from tests.support.e2e import STAGES_OF_TWO, launch, make_model, make_workspace
 
 ROWS = [{"prompt": f"Q{n}", "completion": f"A{n}"} for n in range(20)]
-
-
-def build(path: Path, tokenizer: Any | None = None, **options: Any) -> TokenizedDataset:
-    spec_names = ("type", "split", "columns")
-    spec = DatasetSpec(str(path), **{name: options.pop(name) for name in spec_names if name in options})
-    options = {"max_seq_length": 1000, **options}
-    return build_dataset(DataSettings((spec,), **options), tokenizer or byte_tokenizer())
 
 
 def shards() -> list[Path]:
@@ -230,15 +222,6 @@ def test_old_shards_and_what_killed_runs_left_are_removed(tmp_path: Path) -> Non
         os.utime(folder, (long_ago_s, long_ago_s))
     build(path, max_seq_length=500)
     assert not old.exists() and not left.exists() and foreign.exists()
-
-
-def test_a_mapped_shard_outlives_its_removal(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "rows.jsonl", ROWS)
-    build(path)
-    dataset = build(path)
-    expected = tokens(dataset)
-    shutil.rmtree(cache_folder("tokens"))
-    assert tokens(dataset) == expected
 
 
 def without_a_home() -> None:

@@ -520,21 +520,6 @@ def test_rows_share_memory_and_cannot_be_written(tmp_path: Path) -> None:
         row.input_ids[0] = 1
 
 
-def test_bad_rows_at_both_ends_of_a_long_file_are_named(tmp_path: Path) -> None:
-    path = tmp_path / "x.jsonl"
-    lines = ['{"text": "ok"}'] * 6_000
-    lines[0], lines[2_999], lines[5_999] = '{"text": ', '{"text": null}', '{"text": "\\u0000"}'
-    path.write_text("\n".join(lines))
-    with pytest.raises(RefusedError) as caught:
-        build(path, type="text")
-    head, *faults = caught.value.problems
-    assert head.what == "3 of 6000 rows cannot be used:"
-    assert [problem.where for problem in faults] == [f"{path}:{line}" for line in (1, 3_000, 6_000)]
-    assert [problem.what for problem in faults] == [
-        "the line is not valid JSON", "`text` is not text", "`text` holds a NUL character",
-    ]  # fmt: skip
-
-
 CALL = {"function": {"name": "add", "arguments": '{"a": 1}'}}
 
 
@@ -576,11 +561,3 @@ def test_turns_that_a_template_does_not_write(tmp_path: Path) -> None:
         found, ("the tool calls", "a turn of the role tool", "a turn of the role system"), strict=True
     ):
         assert f"leaves {what} out" in text
-
-
-def test_plain_text_files(tmp_path: Path) -> None:
-    tokenizer = byte_tokenizer()
-    (tmp_path / "x.txt").write_text("One\ntwo\n\n\nThree\n")
-    dataset = build(tmp_path / "x.txt", tokenizer)
-    assert [trained_text(tokenizer, dataset, index)[0] for index in range(2)] == ["One\ntwo</s>", "Three</s>"]
-    assert dataset.where(1).endswith("x.txt:5")

@@ -22,6 +22,7 @@ from roundpipe_cli.data.messages import Conversation
 from roundpipe_cli.data.row_chunks import encode_batch
 from roundpipe_cli.data.rows import BadRowError, DatasetSpec, DataSettings
 from roundpipe_cli.model.load import load_tokenizer
+from tests.data.test_data_dataset import byte_tokenizer
 from tests.support.e2e import REPOSITORY, smollm2_source
 
 Turns = list[dict[str, str]]
@@ -48,17 +49,6 @@ MISTRAL = (
     "{{- '[INST] ' + (system if m == users[-1] else '') + m['content'] + '[/INST]' }}"
     "{%- else %}{{- ' ' + m['content'] | trim + eos_token }}{%- endif %}{%- endfor %}"
 )
-# Drops the thoughts of all turns but the last, and gives the last turn an empty thought, as Qwen3's does.
-THINKING = (
-    "{%- for m in messages %}{%- if m.role == 'assistant' %}{%- set parts = m.content.split('</think>') %}"
-    "{%- set answer = parts[-1].lstrip('\n') %}{{- '<|im_start|>assistant\n' }}"
-    "{%- if loop.last %}{%- set thought = parts[0].split('<think>')[-1].strip('\n') if parts | length > 1 else '' %}"
-    "{{- '<think>\n' + thought + '\n</think>\n\n' }}{%- endif %}{{- answer + '<|im_end|>\n' }}"
-    "{%- else %}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{%- endif %}{%- endfor %}"
-    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
-)
-
-
 WITHOUT_PROMPT = (
     "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{%- endfor %}"
 )
@@ -150,29 +140,20 @@ CONVERSATIONS = [
 
 
 @pytest.mark.parametrize("turns", CONVERSATIONS)
-def test_assistant_turns_of_three_real_templates(smollm: Any, turns: Turns) -> None:
+def test_assistant_turns_of_three_real_templates(smollm: Any, llama_like: Any, turns: Turns) -> None:
     check(smollm, smollm.chat_template, turns, smollm_pieces(turns))
     check(smollm, CHATML, turns, chatml_pieces(turns, "You are helpful."))
-
-
-@pytest.mark.parametrize("turns", CONVERSATIONS)
-def test_llama3_headers_with_trimmed_contents(llama_like: Any, turns: Turns) -> None:
     check(llama_like, LLAMA3, turns, llama3_pieces(turns, "<|begin_of_text|>"))
 
 
 @pytest.fixture(scope="module")
 def llama_like() -> Any:
     """One token a byte, with Llama 3's special tokens."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    vocab = {character: index for index, character in enumerate(sorted(byte_table()))}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer = byte_tokenizer()
     names = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
-    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=names[0], eos_token=names[3])
+    tokenizer.add_tokens(names, special_tokens=True)
+    tokenizer.bos_token, tokenizer.eos_token = names[0], names[3]
+    return tokenizer
 
 
 CONTENT = st.text(alphabet=st.sampled_from("ab 1.\n\té日🤖<|>"), max_size=12)
@@ -195,18 +176,6 @@ def test_template_that_moves_the_system_prompt(llama_like: Any) -> None:
         ("[INST] Rules.\n\nb[/INST] ", False), ("second<|eot_id|>", True),
     ]  # fmt: skip
     check(llama_like, MISTRAL, turns, pieces)
-
-
-def test_thoughts_are_trained_where_the_template_keeps_them(smollm: Any) -> None:
-    turns = say("a", "<think>\nhm\n</think>\n\nfirst", "b", "<think>\nso\n</think>\n\nsecond")
-    pieces = [
-        ("<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n", False), ("first<|im_end|>", True),
-        ("\n<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n", False),
-        ("<think>\nso\n</think>\n\nsecond<|im_end|>", True), ("\n", False),
-    ]  # fmt: skip
-    check(smollm, THINKING, turns, pieces)
-    pieces[3] = ("<think>\n\n</think>\n\nsecond<|im_end|>", True)
-    check(smollm, THINKING, say("a", "first", "b", "second"), pieces)
 
 
 def test_template_without_generation_prompt_does_not_train_the_header(smollm: Any) -> None:

@@ -21,7 +21,6 @@ from roundpipe_cli.data.row_chunks import RowEncoder
 from roundpipe_cli.data.rows import DatasetSpec, DataSettings, RawRow
 from roundpipe_cli.data.tokenized import TokenizedDataset
 from roundpipe_cli.errors import InternalError, NoProgressError, ResourceError, RoundpipeError
-from roundpipe_cli.limited import signals_held
 from roundpipe_cli.watchdog import watching
 from tests.data.test_data_dataset import CHATML, byte_tokenizer, write_rows
 from tests.support.covering import swept
@@ -209,23 +208,6 @@ def test_progress_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     build_dataset(DataSettings((DatasetSpec(str(path)),), 100), byte_tokenizer(), told.append)
     assert [line.split(": ")[1].split(",")[0] for line in told] == ["500 rows", "1000 rows", "1200 rows"]
     assert told[-1].endswith("100 %")
-
-
-def test_signals_wait_for_the_end_of_a_fork() -> None:
-    """What their handler raises would be printed and lost in the callbacks around it."""
-    passed: list[str] = []
-
-    def stop(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGHUP, stop)
-    try:
-        with pytest.raises(KeyboardInterrupt), signals_held():
-            signal.raise_signal(signal.SIGHUP)
-            passed.append("the fork")
-        assert passed and signal.getsignal(signal.SIGHUP) is stop
-    finally:
-        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_signal_in_a_fork_leaves_no_child_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

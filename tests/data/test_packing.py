@@ -131,35 +131,6 @@ def test_packed_and_unpacked_steps_are_equal_through_the_engine(model_type: str)
         assert float((got[name] - gradient).norm()) <= TOLERANCE * (float(gradient.norm()) + 1e-2 * largest), name
 
 
-@pytest.mark.parametrize("model_type", ["gemma3_text", *swept(["llama", "mistral"])])
-def test_each_tokens_loss_is_equal(model_type: str) -> None:
-    """The engine's loss with one target at a time: nothing averages out."""
-    sequences = made_rows(1)
-    rig = make_rig(model_type)
-    row = 1  # rows of 3 and 12 tokens: the second is longer than the window
-    packed = collate_packed([sequences[row]], 0)
-    positions = torch.from_numpy(packed.position_ids) if packed.position_ids is not None else None
-    places = [place for place in range(1, 15) if packed.labels[0, place] != -100]
-    targets = []
-    for place in places:
-        labels = np.full_like(packed.labels, -100)
-        labels[0, place] = packed.labels[0, place]
-        targets.append(Microbatch(torch.from_numpy(packed.input_ids), torch.from_numpy(labels), positions))
-    starts = [0, len(sequences[row][0].input_ids)]
-    alone = []
-    for place in places:
-        index = int(place >= starts[1])
-        single = collate([sequences[row][index]], 0)
-        labels = np.full_like(single.labels, -100)
-        labels[0, place - starts[index]] = packed.labels[0, place]
-        alone.append(Microbatch(torch.from_numpy(single.input_ids), torch.from_numpy(labels)))
-    schedule = schedule_for(rig, 1, 1)
-    with rig.engine(1) as engine:
-        for together, separate in zip(targets, alone, strict=True):
-            loss = engine.run_step([together], schedule, step=0).loss
-            assert abs(loss - engine.run_step([separate], schedule, step=0).loss) <= TOLERANCE
-
-
 def test_documents_would_see_each_other_without_position_ids() -> None:
     """The error that packing must not make is large enough for these tests to see."""
     sequences = made_rows()

@@ -203,6 +203,12 @@ warmup_ratio: 0.1
 stage: sft
 gradient_checkpointing: true
 deepspeed: null
+strict: false
+dataset_prepared_path: last_run_prepared
+sample_packing: true
+wandb_project:
+tf32: false
+flash_attention: true
 """
     loaded = load_recipe(write(tmp_path, text))
     recipe = loaded.recipe
@@ -210,7 +216,7 @@ deepspeed: null
     assert recipe.lora == LoraConfig(r=8, alpha=16.0, dropout=0.1, target_modules=("q_proj", "v_proj"))
     assert (recipe.micro_batch_size, recipe.num_train_epochs, recipe.learning_rate) == (2, 3, 1e-4)
     assert (recipe.dtype, recipe.method, recipe.optim, recipe.report_to) == ("bfloat16", "lora", "adamw", ())
-    assert recipe.warmup_steps == 0.1
+    assert recipe.warmup_steps == 0.1 and recipe.packing is True
     assert len(loaded.notices) == text.count("\n")  # one a line, and one more for `3.0` epochs
     assert any("per_device_train_batch_size is read as micro_batch_size" in notice for notice in loaded.notices)
     assert all("mine.yaml:" in notice for notice in loaded.notices)
@@ -432,39 +438,3 @@ def test_loading_imports_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
-def test_a_recipe_of_another_trainer_is_told_all_that_has_to_change(tmp_path: Path) -> None:
-    """An axolotl QLoRA recipe as published: known spellings are read, every other line is named once, with advice."""
-    text = """
-base_model: NousResearch/Llama-3.2-1B
-load_in_8bit: false
-load_in_4bit: true
-strict: false
-datasets:
-  - path: teknium/GPT4-LLM-Cleaned
-    type: alpaca
-dataset_prepared_path: last_run_prepared
-output_dir: ./outputs/qlora-out
-adapter: qlora
-lora_model_dir:
-sequence_len: 2048
-sample_packing: true
-lora_r: 32
-lora_target_modules: [gate_proj, down_proj]
-wandb_project:
-micro_batch_size: 2
-num_epochs: 1
-optimizer: adamw_bnb_8bit
-bf16: auto
-tf32: false
-gradient_checkpointing: true
-resume_from_checkpoint:
-flash_attention: true
-saves_per_epoch: 1
-special_tokens: {pad_token: "<|end_of_text|>"}
-"""
-    found = problems_of(write(tmp_path, text))
-    parts = ["unknown key saves_per_epoch", "unknown key special_tokens"]
-    assert len(found) == len(parts)
-    assert all(part in problem for part, problem in zip(parts, found, strict=True)), found
