@@ -286,6 +286,16 @@ def named_path(text: str | Path) -> Path:
         raise RefusedError("there is no home folder of this user", where=repr(str(path)[:200])) from None
 
 
+def tried_paths(text: str, folder: Path | None) -> tuple[Path, ...]:
+    """Where a path of a recipe is looked for: the working directory, then the recipe's `folder`. `~` is expanded.
+
+    Raises:
+        RefusedError: as of `named_path`.
+    """
+    path, places = named_path(text), [Path.cwd()] + ([folder.absolute()] if folder is not None else [])
+    return tuple(dict.fromkeys(place / path for place in places))
+
+
 def stays_inside(path: Path, folder: Path) -> bool:
     """Whether `path` leads to a file of this folder, or to a blob of the hub's own cache."""
     try:

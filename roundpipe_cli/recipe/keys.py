@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import json
 import re
@@ -102,6 +103,7 @@ def _as_yaml(value: object) -> str:
     return re.sub(r"^(\d+)e", r"\1.0e", json.dumps(with_lists(value)))
 
 
+@functools.cache
 def field_docstrings(schema: type) -> dict[str, str]:
     """Field of a dataclass -> the docstring under it, on one line.
 

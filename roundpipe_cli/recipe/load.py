@@ -11,12 +11,12 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import yaml
 
 from roundpipe_cli.errors import ContradictionError, Problem, RecipeError, RefusedError, closest
-from roundpipe_cli.files import named_path
+from roundpipe_cli.files import tried_paths
 from roundpipe_cli.recipe.aliases import (
     ALIASES,
     NO_COUNTERPART,
@@ -53,10 +53,6 @@ from roundpipe_cli.recipe.strict_yaml import (
     refuse_characters,
     shown_value,
 )
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
-
 
 # `${key}` in a recipe: only other keys of the same recipe, never the environment or anything else.
 #
@@ -150,10 +146,10 @@ def resolve_references(data: dict[str, Any], findings: Findings) -> dict[str, An
 def look_up(data: Any, path: KeyPath) -> Any:
     """The item of nested dictionaries and lists at `path`, or ABSENT."""
     for part in path:
-        try:
-            data = data[part]
-        except (KeyError, IndexError, TypeError):
+        is_index = isinstance(part, int) and isinstance(data, list) and part < len(data)
+        if not (is_index or (isinstance(data, dict) and part in data)):
             return ABSENT
+        data = data[part]
     return data
 
 
@@ -236,20 +232,12 @@ def translate_file(data: dict[str, Any], findings: Findings, notices: list[str])
     _translate_values(data, (), findings, notices)
 
 
-def apply_overrides(
-    data: dict[str, Any], overrides: Sequence[str], findings: Findings, notices: list[str]
-) -> dict[str, Any]:
-    """The recipe's data with `key=value` overrides written into it and the keys of `~key` removed, in their order."""
-    if not overrides:
-        return data
-    from omegaconf import DictConfig, OmegaConf  # imported late: it takes longer than reading a recipe
-
-    config = OmegaConf.create(data)
-    assert isinstance(config, DictConfig)
+def apply_overrides(data: dict[str, Any], overrides: Sequence[str], findings: Findings, notices: list[str]) -> None:
+    """Write `key=value` overrides into the recipe's data, and remove the keys of `~key`, in their order."""
     for number, text in enumerate(_without_loose_equals(overrides, findings)):
         place = Place(f"override {shown_value(text)[1:-1]}", _LINE_OF_OVERRIDES + number)
         if text.startswith("~"):
-            config = _remove(config, text[1:], place, findings)
+            _remove(data, text[1:], place, findings)
             continue
         try:
             path, value = parse_override(text, place.origin)
@@ -258,10 +246,7 @@ def apply_overrides(
                 findings.add_problem(problem, place.line)
             continue
         for target, meant, shown in _writes_of(path, value, place, findings, notices=notices):
-            _write(config, target, meant, shown, findings=findings)
-    plain = OmegaConf.to_container(config, resolve=False)
-    assert isinstance(plain, dict)
-    return {str(key): value for key, value in plain.items()}
+            _write(data, target, meant, shown, findings=findings)
 
 
 def _without_loose_equals(overrides: Sequence[str], findings: Findings) -> list[str]:
@@ -337,16 +322,11 @@ def _value(written: str, origin: str) -> Any:
     return written.rstrip("\r\n") if isinstance(value, str) else value  # a script of Windows ends its lines with `\r`
 
 
-def _remove(config: DictConfig, key: str, place: Place, findings: Findings) -> DictConfig:
-    """The recipe without a key or an item of a list that the file has; its default is in force again."""
-    from omegaconf import DictConfig, OmegaConf
-
-    plain = OmegaConf.to_container(config, resolve=False)
+def _remove(data: dict[str, Any], key: str, place: Place, findings: Findings) -> None:
+    """Remove a key, or an item of a list, that the file has; its default is in force again."""
     path = _parse(key)
-    section: Any = look_up(plain, path[:-1]) if _PATH.fullmatch(key) else ABSENT
-    if section is ABSENT or look_up(plain, path) is ABSENT:
-        known = sorted(str(name) for name in plain) if isinstance(plain, dict) else []
-        near = closest(key, known)
+    if not _PATH.fullmatch(key) or look_up(data, path) is ABSENT:
+        near = closest(key, sorted(data))
         problem = Problem(
             "there is no such key to remove",
             where=place.origin,
@@ -355,14 +335,11 @@ def _remove(config: DictConfig, key: str, place: Place, findings: Findings) -> D
             hint=f"did you mean ~{near}?" if near else None,
         )
         findings.add_problem(problem, place.line)
-        return config
-    del section[path[-1]]
+        return
+    del look_up(data, path[:-1])[path[-1]]
     findings.forget(path)
     if isinstance(path[-1], int):  # later items of the list have moved up
         _move_up(path, findings)
-    left = OmegaConf.create(plain)
-    assert isinstance(left, DictConfig)
-    return left
 
 
 def _move_up(path: KeyPath, findings: Findings) -> None:
@@ -527,29 +504,40 @@ def _leaves(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
         yield from _leaves(item, (*path, key))
 
 
-def _write(config: DictConfig, path: KeyPath, value: Any, place: Place, *, findings: Findings) -> None:
-    """One override into the merged recipe; mappings are merged, everything else replaced."""
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
+def _write(data: dict[str, Any], path: KeyPath, value: Any, place: Place, *, findings: Findings) -> None:
+    """One override into the recipe's data; mappings are merged, everything else replaced."""
     findings.forget(path, with_places=not isinstance(value, dict))
     findings.places[path] = place
     value = refuse_bad_references(value, path, findings)
-    plain = OmegaConf.to_container(config, resolve=False)
-    section = next((path[:end] for end in range(len(path) - 1, 0, -1) if look_up(plain, path[:end]) is not ABSENT), ())
+    depth = next((end for end in range(len(path) - 1, 0, -1) if look_up(data, path[:end]) is not ABSENT), 0)
+    section, first, rest = look_up(data, path[:depth]), path[depth], path[depth + 1 :]
+    for part in reversed(rest):
+        value = {part: value}
+    is_place = isinstance(section, dict) if isinstance(first, str) else look_up(section, (first,)) is not ABSENT
     try:
-        if not isinstance(look_up(plain, section), dict if isinstance(path[len(section)], str) else list):
-            raise TypeError("a name needs a section, an index a list")
-        if any(isinstance(part, int) for part in path[len(section) + 1 :]):
-            raise IndexError("a list is not made by an index into it")
-        OmegaConf.update(config, ".".join(str(part) for part in path), value, merge=True, force_add=True)
-    except (OmegaConfBaseException, ValueError, TypeError, IndexError):
+        if not is_place or any(isinstance(part, int) for part in rest):
+            raise TypeError("a name needs a section, an index an item of a list")
+        section[first] = _merged(look_up(section, (first,)), value)
+    except TypeError:
         findings.add(
             path,
             f"{format_key(path)} cannot be set: the recipe has no such item",
-            found=f"{format_key(section) or 'the recipe'} is {shown_value(look_up(plain, section))}",
+            found=f"{format_key(path[:depth]) or 'the recipe'} is {shown_value(section)}",
             hint="an index names an item that the file has; to set a whole list write key=[...]",
         )
+
+
+def _merged(old: Any, new: Any) -> Any:
+    """`new` in place of `old`, or the keys of both mappings, of which those of `new` go first.
+
+    Raises:
+        TypeError: a list for a mapping, or a mapping for a list.
+    """
+    if isinstance(old, dict) and isinstance(new, dict):
+        return old | {key: _merged(old.get(key), value) for key, value in new.items()}
+    if isinstance(old, (dict, list)) and isinstance(new, (dict, list)) and type(old) is not type(new):
+        raise TypeError("the recipe has another kind of section here")
+    return new
 
 
 @dataclass(frozen=True)
@@ -598,9 +586,9 @@ def load_recipe_or_model(name: str, overrides: Sequence[str] = ()) -> LoadedReci
         return load_recipe(name, overrides)
     except RefusedError as error:
         is_model = (Path(name) / "config.json").is_file() or (name.endswith(".gguf") and Path(name).is_file())
-        folder, shipped = Path(name).parent, shipped_folder()
+        folder = Path(name).parent
         is_path = name.endswith((".yaml", ".yml")) or folder.is_dir() or folder.parts[:1] == ("recipes",)
-        is_path = is_path or (shipped is not None and (shipped / folder).is_dir())
+        is_path = is_path or (shipped_folder() / folder).is_dir()
         looks_like_one = MODEL_NAME.fullmatch(name) and (name.startswith("package:") or not is_path)
         if isinstance(error, RecipeError) or not (is_model or looks_like_one):
             raise
@@ -627,7 +615,7 @@ def _load(raw: bytes, file: Path, notices: list[str], overrides: Sequence[str]) 
     data: dict[str, Any] = document.data
     translate_file(data, findings, notices)
     data = refuse_bad_references(data, (), findings)
-    data = apply_overrides(data, overrides, findings, notices)
+    apply_overrides(data, overrides, findings, notices)
     remove_unknown_keys(data, Recipe, findings, also_known=list(ALIASES))
     has_own_rate = "learning_rate" in data
     _fill_defaults(data, file.stem)
@@ -644,15 +632,6 @@ def _load(raw: bytes, file: Path, notices: list[str], overrides: Sequence[str]) 
     if recipe.method == "full" and recipe.lora != LoraConfig():
         notices.append("lora: not used, since method is full")
     return LoadedRecipe(recipe, file, file.parent, tuple(notices), has_own_rate)
-
-
-def tried_paths(text: str, folder: Path) -> tuple[Path, ...]:
-    """Where a path of a recipe is looked for: the working directory, then the recipe's `folder`. `~` is expanded."""
-    path = named_path(text)
-    if path.is_absolute():
-        return (path,)
-    here, there = Path.cwd() / path, folder.absolute() / path
-    return (here,) if here == there else (here, there)
 
 
 def resolve_path(text: str, folder: Path) -> Path | None:

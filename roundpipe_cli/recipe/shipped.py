@@ -75,25 +75,19 @@ class ShippedRecipe:
         return f"recipes/{self.name}.yaml"
 
 
-def shipped_folder() -> Path | None:
+def shipped_folder() -> Path:
     """The folder of the recipes that come with the tool: in the wheel, or the repository's `recipes/`."""
     package = Path(roundpipe_cli.__file__).resolve().parent
-    for folder in (package / "shipped_recipes", package.parent / "recipes"):
-        if folder.is_dir():
-            return folder
-    return None
+    folder = package / "shipped_recipes"
+    return folder if folder.is_dir() else package.parent / "recipes"
 
 
 def shipped_recipes() -> list[ShippedRecipe]:
     """The recipes that come with the tool, by name; a short name is no recipe of its own."""
     folder = shipped_folder()
-    if folder is None:
-        return []
     texts = {file: file.read_text(encoding="utf-8") for file in sorted(folder.rglob("*.yaml"))}
-    shorts = {}  # a wheel holds copies where the repository has links: equal text tells
-    for file, text in texts.items():
-        if file.parent == folder:
-            shorts[text] = file.stem
+    # a wheel holds copies where the repository has links: equal text tells
+    shorts = {text: file.stem for file, text in texts.items() if file.parent == folder}
     found = []
     nested = {text for file, text in texts.items() if file.parent != folder}
     for file, text in texts.items():
@@ -151,12 +145,10 @@ def find_recipe(name: Path | str) -> tuple[Path, str | None]:
         return path, None
     if path.exists():
         raise RefusedError(f"{path} is not a recipe file", expected="a YAML file", hint=SEE_LIST)
-    shipped = shipped_folder()
-    file = _shipped_file(path, shipped) if shipped is not None else None
+    file = _shipped_file(path)
     if file is not None:
         return file, f"{path} is not in the working directory: using the shipped recipe {file}"
-    among = f", nor a shipped recipe of that name in {shipped}" if shipped else ""
-    found = f"no file {Path.cwd() / path}{among}"
+    found = f"no file {Path.cwd() / path}, nor a shipped recipe of that name in {shipped_folder()}"
     raise RefusedError(f"there is no recipe {path}", found=found, hint=_near(path) or SEE_LIST)
 
 
@@ -171,8 +163,7 @@ def find_shipped(name: str) -> Path:
     Raises:
         RefusedError: no shipped recipe of that name.
     """
-    shipped = shipped_folder()
-    file = _shipped_file(Path(name), shipped) if shipped is not None else None
+    file = _shipped_file(Path(name))
     if file is None:
         near = closest_name(name.removeprefix("recipes/").removesuffix(".yaml"))
         hint = f"did you mean {near}?" if near else SEE_LIST
@@ -189,11 +180,11 @@ def closest_name(word: str) -> str | None:
     return closest(word, names)
 
 
-def _shipped_file(path: Path, shipped: Path) -> Path | None:
+def _shipped_file(path: Path) -> Path | None:
     parts = path.parts[1:] if path.parts[:1] == ("recipes",) else path.parts
     if path.is_absolute() or not parts or ".." in parts or len(parts) > 2:
         return None
-    named = shipped.joinpath(*parts)
+    named = shipped_folder().joinpath(*parts)
     for file in (named, named.with_name(f"{named.name}.yaml")):
         if file.suffix in (".yaml", ".yml") and file.is_file():
             return file

@@ -20,7 +20,7 @@ from roundpipe_cli.engine.parity import MAX_PARAMETERS, ParityRefusedError, Proo
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.errors import RefusedError, ResourceError
 from roundpipe_cli.events import Notice, Phase, Tell
-from roundpipe_cli.files import cache_folder, read_json_of_ours, write_atomically
+from roundpipe_cli.files import cache_folder, read_json_of_ours, tried_paths, write_atomically
 from roundpipe_cli.library_names import version
 from roundpipe_cli.model.adapter_files import (
     ADAPTER_CONFIG,
@@ -46,7 +46,7 @@ from roundpipe_cli.model.split import ModelSplit
 from roundpipe_cli.model.stored.formats import PackedWeight
 from roundpipe_cli.model.stored.tensors import is_adapter
 from roundpipe_cli.model.weights_io import load_weights
-from roundpipe_cli.recipe.load import LoadedRecipe, resolve_path, tried_paths
+from roundpipe_cli.recipe.load import LoadedRecipe, resolve_path
 from roundpipe_cli.recipe.schema import LoraConfig, Recipe
 from roundpipe_cli.units import format_bytes, format_count, format_seconds
 from roundpipe_cli.watchdog import at_work
