@@ -10,14 +10,13 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from roundpipe_cli import __version__
 from roundpipe_cli.choices import IGNORED_LABEL, ROW_KINDS
@@ -25,7 +24,7 @@ from roundpipe_cli.data.chat import TEMPLATE_DATE, TemplateFacts
 from roundpipe_cli.data.columns import PLAIN_TYPES
 from roundpipe_cli.data.formats import RowFormat, decide_format
 from roundpipe_cli.data.processes import Chunk, EncoderPool
-from roundpipe_cli.data.row_chunks import ChunkResult, find_template
+from roundpipe_cli.data.row_chunks import ChunkResult
 from roundpipe_cli.data.rows import DataSettings, PairAnswer, RawRow, fault_problem, in_chunks
 from roundpipe_cli.data.shards import (
     MAX_LISTED,
@@ -145,9 +144,6 @@ class _Builder:
         self._pool = pool
         self._tell = tell
         self._told_s = time.monotonic()
-        given = (settings.chat_template, settings.folder, settings.chat_template_kwargs)
-        self._template = find_template(tokenizer, *given)
-        self._tool_template = self._template and find_template(tokenizer, *given, with_tools=True)
         self._tokenizer_digest = digest_tokenizer(tokenizer)
         self._sources: list[Source] = []
         self._shards: list[Shard] = []
@@ -168,7 +164,7 @@ class _Builder:
         """
         self._sources.append(source)
         self._source_notices.extend(source.notices)
-        key = shard_key(source, self._settings, self._tokenizer_digest, [self._template, self._tool_template])
+        key = shard_key(source, self._settings, self._tokenizer_digest, self._pool.templates)
         shard = self._cached(source, key) if key is not None else None
         if shard is not None:
             self._num_cached += 1
@@ -202,10 +198,11 @@ class _Builder:
                 hint="put rows into it, or name another file or split",
             )
         self._facts = self._facts or self._pool.facts()
+        rows = self._with_format(source, report, notices, chain([first], chunks))
         with ShardWriter(key) as writer:
-            for numbers, result in self._encoded(source, report, notices, first, rest=chunks):
-                self._count(report, numbers, result)
-                writer.add(result, report.rows_read - len(numbers), numbers)
+            for result in self._pool.encode(rows, source.name):
+                self._count(report, result)
+                writer.add(result, report.rows_read - len(result.numbers))
                 share = source.progress.share()
                 percent = f", {100 * share:.0f} %" if share is not None else ""
                 self._tell_now_and_then(f"tokenising {source.name}: {report.rows_read} rows{percent}")
@@ -213,29 +210,15 @@ class _Builder:
                 writer.leave_out_of_cache()
             return writer.finish(report, tuple(notices))
 
-    def _encoded(
-        self,
-        source: Source,
-        report: SourceReport,
-        notices: list[str],
-        first: list[RawRow],
-        *,
-        rest: Iterator[list[RawRow]],
-    ) -> Iterator[tuple[npt.NDArray[np.int64], ChunkResult]]:
-        """(numbers of the rows, result) of each chunk."""
-        given: list[npt.NDArray[np.int64]] = []
-
-        def chunks() -> Iterator[Chunk]:
-            row_format: RowFormat | None = None
-            for rows in chain([first], rest):
-                if row_format is None:
-                    row_format = self._decide(source, report, notices, rows)
-                given.append(np.array([row.number for row in rows], dtype=np.int64))
-                # After a bad row the rest is read only to count bad rows.
-                yield row_format, rows, bool(report.bad_rows) and self._settings.on_bad_row == "error"
-
-        for result in self._pool.encode(chunks(), source.name):
-            yield given.pop(0), result
+    def _with_format(
+        self, source: Source, report: SourceReport, notices: list[str], chunks: Iterable[list[RawRow]]
+    ) -> Iterator[Chunk]:
+        row_format: RowFormat | None = None
+        for rows in chunks:
+            if row_format is None:
+                row_format = self._decide(source, report, notices, rows)
+            # After a bad row the rest is read only to count bad rows.
+            yield row_format, rows, bool(report.bad_rows) and self._settings.on_bad_row == "error"
 
     def _decide(
         self, source: Source, report: SourceReport, notices: list[str], rows: Sequence[RawRow]
@@ -306,8 +289,8 @@ class _Builder:
                 hint='add to the model\'s tokenizer_config.json: `"eos_token": "</s>"`, with the model\'s own token',
             )
 
-    def _count(self, report: SourceReport, numbers: npt.NDArray[np.int64], result: ChunkResult) -> None:
-        names: list[int] = numbers.tolist()
+    def _count(self, report: SourceReport, result: ChunkResult) -> None:
+        names: list[int] = result.numbers.tolist()
         report.rows_read += len(names)
         report.bad_rows += [(names[place], fault) for place, fault in result.faults]
         report.control_token_rows += [names[place] for place in result.control_tokens]
@@ -363,7 +346,7 @@ class _Builder:
             report,
             rows.content_hash(),
             tuple(dict.fromkeys([*notices, *self._loss_notices(report)])),
-            self._template,
+            self._pool.templates[0],
             tuple(self._sources),
             tuple(self.rows_by_spec),
             self._num_cached,

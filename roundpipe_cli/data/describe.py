@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 
 from roundpipe_cli.choices import IGNORED_LABEL
-from roundpipe_cli.data.shards import SourceReport
 from roundpipe_cli.data.tokenized import (
     Packer,
     PackingChoice,
@@ -20,12 +19,12 @@ from roundpipe_cli.data.tokenized import (
     TokenizedRows,
     count_sequences,
 )
+from roundpipe_cli.units import round_step
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 NUM_BINS = 12
-NICE_STEPS = (1, 2, 5)
 
 
 @dataclass(frozen=True)
@@ -65,12 +64,7 @@ class Fill:
 
 def histogram(lengths: npt.NDArray[np.int64]) -> list[tuple[int, int, int]]:
     """(from, to, rows) of bins of equal round width, `to` excluded, the last with the longest row."""
-    longest = int(lengths.max())
-    width, power = 1, 1
-    while width * NUM_BINS <= longest:
-        width, power = next(
-            ((step * power, power) for step in NICE_STEPS if step * power > width), (10 * power, 10 * power)
-        )
+    width = max(1, round(round_step(int(lengths.max()) + 1, NUM_BINS)))
     counts = np.bincount(lengths // width)
     return [(index * width, (index + 1) * width, int(count)) for index, count in enumerate(counts)]
 
@@ -157,7 +151,10 @@ def data_document(
         },
         "pairs": None if rejected is None else len(rejected),
         "packing": packing and {"max_seq_length": max_seq_length, **packing},
-        "sources": [_source_document(source) for source in report.sources],
+        "sources": [
+            {**asdict(source), "bad_rows": [{"row": number, **asdict(fault)} for number, fault in source.bad_rows]}
+            for source in report.sources
+        ],
         "content_hash": dataset.content_hash,
         "sources_from_cache": dataset.num_cached,
         "notices": list(dataset.notices),
@@ -166,7 +163,3 @@ def data_document(
             for sample in shown
         ],
     }
-
-
-def _source_document(source: SourceReport) -> dict[str, Any]:
-    return {**asdict(source), "bad_rows": [{"row": number, **asdict(fault)} for number, fault in source.bad_rows]}

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from roundpipe_cli.data.chat import TemplateFacts
 from roundpipe_cli.data.formats import RowFormat
-from roundpipe_cli.data.row_chunks import ChunkResult, RowEncoder
+from roundpipe_cli.data.row_chunks import ChunkResult, RowEncoder, find_template
 from roundpipe_cli.data.rows import DataSettings, RawRow
 from roundpipe_cli.errors import InternalError, RefusedError, ResourceError, RoundpipeError
 from roundpipe_cli.limited import OutOfTime, leave_parent, processor_limit, signals_held
@@ -62,9 +62,16 @@ class EncoderPool:
         """
         Args:
             num_workers: children at most; None: as many as this process has cores.
+
+        Raises:
+            RefusedError: as of `find_template`.
         """
         self._settings = settings
         self._tokenizer = tokenizer
+        given = (settings.chat_template, settings.folder, settings.chat_template_kwargs)
+        template = find_template(tokenizer, *given)
+        self.templates = (template, template and find_template(tokenizer, *given, with_tools=True))
+        """For rows without tools, and with them."""
         self._max_children = num_workers or min(len(os.sched_getaffinity(0)), MAX_WORKERS)
         self._children: list[_Child] = []
 
@@ -160,8 +167,9 @@ class EncoderPool:
     def _start(self) -> _Child:
         context = multiprocessing.get_context("fork")
         ours, theirs = context.Pipe()
+        given = (theirs, self._settings, self._tokenizer, self.templates)
         process = context.Process(
-            target=_serve, args=(theirs, self._settings, self._tokenizer, os.getpid()), name="roundpipe-tokenise"
+            target=_serve, args=given, kwargs={"parent_pid": os.getpid()}, name="roundpipe-tokenise"
         )
         child = _Child(process, ours)
         with signals_held():  # Python would wait for ever at its end for a child that is not in the list
@@ -206,7 +214,14 @@ def _died(exit_code: int | None, place: str) -> RoundpipeError:
 # --- in the child ---------------------------------------------------------------------------------------------------
 
 
-def _serve(connection: Connection, settings: DataSettings, tokenizer: PreTrainedTokenizerBase, parent_pid: int) -> None:
+def _serve(
+    connection: Connection,
+    settings: DataSettings,
+    tokenizer: PreTrainedTokenizerBase,
+    templates: Sequence[str | None],
+    *,
+    parent_pid: int,
+) -> None:
     """Answer requests until the parent closes the connection or is gone."""
     leave_parent(connection, MAX_MEMORY_BYTES)
     if os.getppid() != parent_pid:  # it was gone before the kernel was asked to end us with it
@@ -217,7 +232,7 @@ def _serve(connection: Connection, settings: DataSettings, tokenizer: PreTrained
             request = connection.recv()
             reply: object
             try:
-                encoder = encoder or RowEncoder(settings, tokenizer, lambda: processor_limit(MAX_RENDER_S))
+                encoder = encoder or RowEncoder(settings, tokenizer, templates, lambda: processor_limit(MAX_RENDER_S))
                 reply = encoder.facts() if request is None else encoder.encode(*request[:2], count_only=request[2])
             except RoundpipeError as error:
                 reply = error

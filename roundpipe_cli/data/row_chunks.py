@@ -24,7 +24,7 @@ from roundpipe_cli.data.rows import BadRowError, DataSettings, RawRow, RowFault,
 from roundpipe_cli.data.spans import TokenSpan, TurnSpans, behind_thoughts, refuse_open_thought, without_thoughts
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.faults import fault
-from roundpipe_cli.files import named_path, read_regular
+from roundpipe_cli.files import read_regular, tried_paths
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -109,8 +109,7 @@ def _with_defaults(template: str, variables: Mapping[str, bool | int | float | s
 
 
 def _read_template(path: str, folder: Path | None) -> str:
-    written = named_path(path)
-    tried = [Path.cwd() / written] + ([folder / written] if folder is not None else [])
+    tried = tried_paths(path, folder)
     for candidate in tried:
         if candidate.is_file():
             try:
@@ -120,7 +119,7 @@ def _read_template(path: str, folder: Path | None) -> str:
     raise RefusedError(
         "chat template not found",
         where=f"chat_template: {printable(path)}",
-        found="neither " + " nor ".join(str(candidate) for candidate in dict.fromkeys(tried)),
+        found="neither " + " nor ".join(map(str, tried)),
         expected="a file, or the text of a template",
     )
 
@@ -289,6 +288,8 @@ MEDIA_PLACEHOLDER = re.compile(r"<(image|video|audio)>")
 class ChunkResult:
     """The rows of one chunk. Places count from 0 within the chunk; rows without one of the faults are all there."""
 
+    numbers: npt.NDArray[np.int64]
+    """Number of each row of the chunk, as of `RawRow`."""
     places: npt.NDArray[np.int64]
     """Places of the rows that were tokenised, ascending, shape [rows]; of one that is split, once for each sequence."""
     full_lengths: npt.NDArray[np.int64]
@@ -319,10 +320,12 @@ class RowEncoder:
         self,
         settings: DataSettings,
         tokenizer: PreTrainedTokenizerBase,
+        templates: Sequence[str | None],
         limited: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """
         Args:
+            templates: for rows without tools, and with them.
             limited: what the template runs in.
 
         Raises:
@@ -331,17 +334,9 @@ class RowEncoder:
         self._settings = settings
         self._tokenizer = tokenizer
         self._limited = limited
-        self._template = self._find(with_tools=False)
-        self._tool_template = self._find(with_tools=True) if self._template is not None else None
-
-    def _find(self, *, with_tools: bool) -> ChatTemplate | None:
-        settings = self._settings
-        given = (settings.chat_template, settings.folder, settings.chat_template_kwargs)
-        text = find_template(self._tokenizer, *given, with_tools=with_tools)
-        if text is None or (with_tools and self._template is not None and text == self._template.text):
-            return self._template if with_tools else None
         with self._within_limits():
-            return ChatTemplate(self._tokenizer, text)
+            made = {text: ChatTemplate(tokenizer, text) for text in dict.fromkeys(templates) if text is not None}
+        self._template, self._tool_template = (None if text is None else made[text] for text in templates)
 
     def facts(self) -> TemplateFacts | None:
         """None without a template."""
@@ -387,7 +382,7 @@ class RowEncoder:
             else:
                 kept.append((place, result))
         faults.sort(key=lambda item: item[0])
-        made = self._result(kept)
+        made = self._result([row.number for row in rows], kept)
         made.faults, made.unused = faults, unused
         made.control_tokens, made.placeholders = control_tokens, placeholders
         return made
@@ -404,31 +399,22 @@ class RowEncoder:
             yield from encode_batch(self._tokenizer, rendered[start:stop], plain=plain)
             start = stop
 
-    def _result(self, kept: Sequence[tuple[int, Encoded]]) -> ChunkResult:
-        places, full_lengths, lengths, counts = [], [], [], []
+    def _result(self, numbers: Sequence[int], kept: Sequence[tuple[int, Encoded]]) -> ChunkResult:
+        counts: list[tuple[int, int, int, int]] = []
         ids, trained = [np.empty(0, dtype=np.int32)], [np.empty(0, dtype=np.bool_)]
         lost_tokens = 0
         for place, row in kept:
             for sequence, num_new in self._sequences(row):
-                num_trained = int(np.count_nonzero(sequence.trained[1:]))
-                length = len(sequence.input_ids) if num_trained else 0
-                lost_tokens -= num_new if num_trained else 0
-                places.append(place)
-                full_lengths.append(len(row.input_ids))
-                lengths.append(length)
-                counts.append(num_trained)
+                count = int(np.count_nonzero(sequence.trained[1:]))
+                length = len(sequence.input_ids) if count else 0
+                lost_tokens -= num_new if count else 0
+                counts.append((place, len(row.input_ids), length, count))
                 ids.append(sequence.input_ids[:length])
                 trained.append(sequence.trained[:length])
             lost_tokens += len(row.input_ids)
-        return ChunkResult(
-            places=np.array(places, dtype=np.int64),
-            full_lengths=np.array(full_lengths, dtype=np.int64),
-            lengths=np.array(lengths, dtype=np.int64),
-            num_trained=np.array(counts, dtype=np.int64),
-            input_ids=np.concatenate(ids),
-            trained=np.concatenate(trained),
-            lost_tokens=lost_tokens,
-        )
+        places, full_lengths, lengths, num_trained = np.array(counts, dtype=np.int64).reshape(-1, 4).T
+        tokens, is_trained, names = np.concatenate(ids), np.concatenate(trained), np.array(numbers, dtype=np.int64)
+        return ChunkResult(names, places, full_lengths, lengths, num_trained, tokens, is_trained, lost_tokens)
 
     def _sequences(self, row: Encoded) -> Iterator[tuple[Encoded, int]]:
         """(what is kept of a row, how many of its tokens no sequence before had), at least one entry.

@@ -253,8 +253,8 @@ class ShardWriter:
                 file.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def add(self, chunk: ChunkResult, first_place: int, numbers: npt.NDArray[np.int64]) -> None:
-        """Append a chunk whose first row has the place `first_place`; `numbers` [rows of the chunk] name its rows.
+    def add(self, chunk: ChunkResult, first_place: int) -> None:
+        """Append a chunk whose first row has the place `first_place`.
 
         Raises:
             ResourceError: the disk is full.
@@ -262,7 +262,7 @@ class ShardWriter:
         kept = chunk.lengths > 0
         places = chunk.places[kept]
         self._max_id = max(self._max_id, int(chunk.input_ids.max(initial=-1)))
-        rows = np.stack([first_place + places, numbers[places]], axis=1)
+        rows = np.stack([first_place + places, chunk.numbers[places]], axis=1)
         arrays = {
             "input_ids.bin": chunk.input_ids,
             "trained.bin": chunk.trained,

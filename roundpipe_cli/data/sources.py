@@ -7,6 +7,7 @@ import json
 import os
 import re
 import stat
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -30,7 +31,7 @@ from roundpipe_cli.data.files import (
 )
 from roundpipe_cli.data.rows import DELIMITERS, DatasetSpec, RawRow, printable
 from roundpipe_cli.errors import RefusedError, closest
-from roundpipe_cli.files import named_path, read_regular, stays_inside
+from roundpipe_cli.files import read_regular, stays_inside, tried_paths
 from roundpipe_cli.hub.ask import TIMEOUT, Repository, UnreachableError, ask_hub, notice
 
 # Data folders and patterns: chooses the files of a split, or of a pattern, by their names alone.
@@ -54,17 +55,8 @@ METADATA = frozenset({"dataset_info.json", "dataset_infos.json", "dataset_dict.j
 MAX_FILES = 100_000
 
 
-@dataclass(frozen=True)
-class FolderFiles:
-    """Files of one split of a folder, or of a pattern."""
-
-    files: tuple[Path, ...]
-    notices: tuple[str, ...]
-    """Notes for the user on how they were chosen."""
-
-
-def folder_files(folder: Path, split: str, configuration: str | None) -> FolderFiles:
-    """The files that hold a split's rows, sorted by name.
+def folder_files(folder: Path, split: str, configuration: str | None) -> tuple[list[Path], list[str]]:
+    """The files that hold a split's rows, sorted by name, and notes for the user on how they were chosen.
 
     Args:
         configuration: a folder inside the folder; None: the folder itself.
@@ -107,11 +99,11 @@ def folder_files(folder: Path, split: str, configuration: str | None) -> FolderF
             expected="files of one kind",
             hint=f"path: {inside}/*{kinds[0]}",
         )
-    return FolderFiles(tuple(chosen), tuple(_notices(inside, by_split, files, texts, num_links=num_links)))
+    return chosen, _notices(inside, by_split, files, texts, num_links=num_links)
 
 
-def pattern_files(path: Path) -> FolderFiles:
-    """The files that a path fits, in the order of their names.
+def pattern_files(path: Path) -> tuple[list[Path], list[str]]:
+    """The files that a path fits, in the order of their names, and a note on those that are left out.
 
     `*`, `?` and `[...]` work in every part of the path, and `**` as a part is any number of folders. Names that begin
     with a dot fit no pattern without such a part. `**` reads what lies in its folder: links that lead out are left out.
@@ -125,7 +117,7 @@ def pattern_files(path: Path) -> FolderFiles:
         folder /= parts.pop(0)
     pattern = [part if part == "**" else re.sub(r"\*\*+", "*", part) for part in parts]
     if not pattern:
-        return FolderFiles((), ())
+        return [], []
     pattern += ["*"] if pattern[-1] == "**" else []
     names_hidden = any(part.startswith(".") for part in pattern)
     files, left_out = [], Counter[str]()
@@ -144,7 +136,7 @@ def pattern_files(path: Path) -> FolderFiles:
         if len(files) > MAX_FILES:
             raise RefusedError("the pattern fits too many files", where=str(path), expected=f"{MAX_FILES:,} at most")
     kinds = ", ".join(f"{count} ({kind})" for kind, count in left_out.items())
-    return FolderFiles(tuple(files), (f"{folder}: files that fit the pattern are left out: {kinds}",) if kinds else ())
+    return files, [f"{folder}: files that fit the pattern are left out: {kinds}"] if kinds else []
 
 
 def _notices(
@@ -337,26 +329,20 @@ SPLIT = re.compile(r"(?P<name>[\w.-]+)(\[(?P<start>-?\d+%?)?:(?P<stop>-?\d+%?)?\
 
 @dataclass(frozen=True)
 class Split:
-    """`train[10%:200]`: a name and two bounds as the user wrote them (None: open)."""
+    """`train[10%:200]`: a name and two bounds as the user wrote them (empty: open)."""
 
     name: str
-    start: str | None = None
-    stop: str | None = None
+    start: str = ""
+    stop: str = ""
 
     @property
     def needs_length(self) -> bool:
         """Whether the bounds say nothing before the rows are counted."""
-        return any(bound is not None and (bound.startswith("-") or bound.endswith("%")) for bound in self.bounds)
-
-    @property
-    def bounds(self) -> tuple[str | None, str | None]:
-        return self.start, self.stop
+        return not f"0{self.start}{self.stop}".isdigit()
 
     def range(self, num_rows: int) -> tuple[int, int]:
         """The half-open range of rows, percentages rounded to the closest row as `datasets` does."""
-        start = 0 if self.start is None else _bound(self.start, num_rows)
-        stop = num_rows if self.stop is None else _bound(self.stop, num_rows)
-        return start, stop
+        return _bound(self.start or "0", num_rows), _bound(self.stop or "100%", num_rows)
 
 
 def _bound(bound: str, num_rows: int) -> int:
@@ -380,7 +366,7 @@ def parse_split(text: str) -> Split:
             expected="a name with an optional slice: train, train[:200], train[10%:20%], test[-100:]",
             hint="to join splits, list the dataset once for each of them",
         )
-    return Split(match["name"], match["start"], match["stop"])
+    return Split(match["name"], match["start"] or "", match["stop"] or "")
 
 
 @dataclass
@@ -450,16 +436,16 @@ def find_sources(spec: DatasetSpec, folder: Path | None, offline: bool) -> list[
         RefusedError: nothing there, and it cannot be a hub id.
     """
     split = parse_split(spec.split)
-    tried, left_out = _candidates(spec.path, folder), tuple[str, ...]()
+    tried, left_out = tried_paths(spec.path, folder), list[str]()
     for candidate in tried:
         if candidate.is_file():
             return [_file_source(candidate, spec, offline)]
-        if candidate.is_dir():
-            return _folder_sources(candidate, spec, split, offline)
-        found = pattern_files(candidate)
-        left_out += found.notices
-        if found.files:
-            return _sliced([_file_source(path, spec, offline) for path in found.files], split, found.notices)
+        is_folder = candidate.is_dir()
+        files, notices = folder_files(candidate, split.name, spec.name) if is_folder else pattern_files(candidate)
+        if files:
+            each = replace(spec, split="train") if is_folder else spec
+            return _sliced([_file_source(path, each, offline) for path in files], split, notices)
+        left_out += notices
     missing = f"no file or folder {tried[0]}" if len(tried) == 1 else "neither " + " nor ".join(map(str, tried))
     if _looks_like_file(spec.path) or HUB_ID.fullmatch(spec.path) is None:
         raise RefusedError(
@@ -512,17 +498,10 @@ def cached_hub_rows(spec: DatasetSpec, split: str) -> RowCount | None:
     return RowCount(count, size if isinstance(size, int) else 0) if isinstance(count, int) else None
 
 
-def _folder_sources(folder: Path, spec: DatasetSpec, split: Split, offline: bool) -> list[Source]:
-    found = folder_files(folder, split.name, spec.name)
-    whole = replace(spec, split="train")
-    sources = [Source(_shown(path), path, whole, offline, notices=_delimiter_notice(path)) for path in found.files]
-    return _sliced(sources, split, found.notices)
-
-
-def _sliced(sources: list[Source], split: Split, notices: tuple[str, ...]) -> list[Source]:
+def _sliced(sources: list[Source], split: Split, notices: list[str]) -> list[Source]:
     """The sources cut to a slice of all their rows, those without a row of it left out; the first has the notices."""
     cut, before = sources, 0
-    if split.bounds != (None, None):
+    if split.start or split.stop:
         counts = [sum(1 for _ in read_file(one.file, txt_rows=one.spec.txt_rows)) for one in sources if one.file]
         start, stop = split.range(sum(counts))
         cut = []
@@ -534,7 +513,7 @@ def _sliced(sources: list[Source], split: Split, notices: tuple[str, ...]) -> li
     if not cut:
         raise RefusedError(
             "the slice holds no rows",
-            where=f"datasets: {printable(split.name)}[{split.start or ''}:{split.stop or ''}]",
+            where=f"datasets: {printable(split.name)}[{split.start}:{split.stop}]",
             found=f"{before} rows in {len(sources)} files",
             expected="at least one row",
         )
@@ -549,14 +528,6 @@ def _near(tried: Sequence[Path]) -> str | None:
             if near := closest(path.stem, [Path(name).stem for name in beside]):
                 return str(path.parent / f"{near}{path.suffix}")
     return None
-
-
-def _candidates(path: str, folder: Path | None) -> list[Path]:
-    written = named_path(path)
-    candidates = [Path.cwd() / written]
-    if folder is not None and (Path.cwd() / folder / written) not in candidates:
-        candidates.append(folder / written)
-    return candidates
 
 
 def _looks_like_file(path: str) -> bool:
@@ -600,10 +571,5 @@ def _stamp(path: Path) -> tuple[int, int] | None:
 
 def _local_rows(path: Path, spec: DatasetSpec, progress: ReadProgress) -> Iterator[RawRow]:
     split = parse_split(spec.split)
-    if split.bounds == (None, None):
-        return read_file(path, progress, spec.txt_rows)
-    if split.needs_length:
-        start, stop = split.range(sum(1 for _ in read_file(path, txt_rows=spec.txt_rows)))
-    else:
-        start, stop = int(split.start or 0), int(split.stop) if split.stop else None  # type: ignore[assignment]
-    return islice(read_file(path, progress, spec.txt_rows), start, stop)
+    count = sum(1 for _ in read_file(path, txt_rows=spec.txt_rows)) if split.needs_length else sys.maxsize
+    return islice(read_file(path, progress, spec.txt_rows), *split.range(count))
