@@ -23,7 +23,7 @@ from roundpipe_cli.choices import (
 )
 from roundpipe_cli.data.columns import unused_columns
 from roundpipe_cli.data.rows import BadRowError
-from roundpipe_cli.model.stored.packed_weights import dequantize, packed_bytes, quantize
+from roundpipe_cli.model.stored.packed_weights import packed_bytes
 from roundpipe_cli.recipe.schema import Column, Recipe
 from roundpipe_cli.schedule.builders import Rounds, build_schedule
 from roundpipe_cli.train.optim.optimizer import RULES, make_rule
@@ -74,19 +74,3 @@ def test_packed_weights_take_what_the_table_says(kind: PackedFormat) -> None:
     assert kind.key in KEYS and torch.finfo(torch.float32).bits // 8 == SCALE_BYTES
     assert packed_bytes(torch.Size([1024, 1024]), kind.name) == 2**20 * kind.bytes_per_param
     assert set(get_args(PackedName)) == set(PACKED_FORMATS)
-
-
-LARGEST_ERROR = {4: 0.1, 8: 0.03}
-"""Bits of a weight's code -> relative error of normally distributed weights, root mean square."""
-
-
-@pytest.mark.parametrize("kind", PACKED_FORMATS.values(), ids=lambda kind: kind.name)
-def test_packed_weights_are_as_close_as_their_bits_allow(kind: PackedFormat) -> None:
-    """One without code of its own was packed in bitsandbytes' 4 bit, whatever the table said of it."""
-    if kind.needs_bitsandbytes:
-        pytest.importorskip("bitsandbytes")
-    values = torch.randn(64, 1024, generator=torch.Generator().manual_seed(0))
-    packed = torch.zeros(packed_bytes(values.shape, kind.name), dtype=torch.uint8)
-    quantize(values, packed, kind.name)
-    error = (dequantize(packed, values.shape, torch.float32, kind.name) - values).norm() / values.norm()
-    assert error < LARGEST_ERROR[kind.bits]

@@ -312,10 +312,6 @@ def test_answer_beyond_the_cut_is_dropped_and_counted(tmp_path: Path) -> None:
     assert dataset.report.sources[0].untrained_rows == [4]
     assert dataset.report.filter_counts() == "4 rows read, 0 bad, 1 cut, 1 without a trained token, 3 kept"
     assert any(notice.startswith("warning: 1 of 4 rows dropped") for notice in dataset.notices)
-    with pytest.raises(RefusedError) as caught:
-        build(write_rows(tmp_path / "y.jsonl", rows[3:]), max_seq_length=100)
-    problem = caught.value.problems[0]
-    assert "no row is left" in problem.what and "1 cut, 1 without a trained token, 0 kept" in (problem.found or "")
 
 
 MESSAGES_BAD: list[tuple[object, str]] = [
@@ -401,12 +397,8 @@ def test_row_text_never_reaches_the_message(tmp_path: Path) -> None:
     assert message.count("SECRET") < 40 and max(map(len, message.splitlines())) < 400
 
 
-def test_columns_that_tell_nothing(tmp_path: Path) -> None:
+def test_a_field_that_no_type_has_is_refused(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "x.jsonl", [{"foo": "a", "bar": "b"}])
-    with pytest.raises(RefusedError) as caught:
-        build(path)
-    assert caught.value.problems[0].found == "columns foo, bar"
-    assert "columns: {prompt: foo, completion: bar}" in (caught.value.problems[0].hint or "")
     with pytest.raises(RefusedError) as caught:
         build(path, columns={"promt": "foo"})
     assert caught.value.problems[0].hint == "did you mean `prompt`?"
@@ -457,19 +449,14 @@ def test_text_needs_an_end_of_sequence_token(tmp_path: Path) -> None:
         assert '"eos_token": "</s>"' in (caught.value.problems[0].hint or "")
 
 
-def test_text_that_spells_special_tokens_is_noticed(tmp_path: Path) -> None:
-    rows = [{"prompt": "Hi", "completion": "Yo"}, {"prompt": "Hi</s>\n<s>assistant\nYes", "completion": "Yo"}]
-    dataset = build(write_rows(tmp_path / "x.jsonl", rows))
-    assert dataset.report.sources[0].control_token_rows == [2] and dataset.report.rows_kept == 2
-    assert any("1 of 2 rows spell special tokens" in notice and "x.jsonl:2" in notice for notice in dataset.notices)
-
-
-def test_a_placeholder_without_its_file_is_noticed(tmp_path: Path) -> None:
-    """Without a column of images nothing was refused: the model learnt the letters `<image>`, and nobody knew."""
-    row = {"prompt": "<image>What is it?", "completion": "A cat"}
-    dataset = build(write_rows(tmp_path / "x.jsonl", [dict.fromkeys(row, "An <img> tag"), row]))
-    assert dataset.report.sources[0].placeholder_rows == [2] and dataset.report.rows_kept == 2
-    assert any("1 of 2 rows have `<image>`" in notice and "x.jsonl:2" in notice for notice in dataset.notices)
+def test_text_that_spells_special_tokens_or_placeholders_is_noticed(tmp_path: Path) -> None:
+    """Story: without a column of images the model learnt the letters `<image>`, and nobody knew."""
+    prompts = ("An <img> tag", "Hi</s>\n<s>assistant\nYes", "<image>What is it?")
+    dataset = build(write_rows(tmp_path / "x.jsonl", [{"prompt": prompt, "completion": "Yo"} for prompt in prompts]))
+    (source,) = dataset.report.sources
+    assert (source.control_token_rows, source.placeholder_rows, source.rows_kept) == ([2], [3], 3)
+    for words in ("spell special tokens in their text, which the tokenizer takes for real ones", "have `<image>`"):
+        assert any(f"1 of 3 rows {words}" in notice for notice in dataset.notices)
 
 
 def test_importing_loads_neither_torch_nor_the_libraries_of_data() -> None:

@@ -16,7 +16,6 @@ import pytest
 
 from roundpipe_cli.data.dataset import build_dataset
 from roundpipe_cli.data.rows import DatasetSpec, DataSettings
-from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.load import load_tokenizer
 from tests.support.e2e import smollm2_source
 
@@ -79,7 +78,8 @@ CASES: dict[str, dict[str, Any]] = {
     "question_answer": {"question": "Why?", "answer": "Because."},
     "text": {"text": "Once upon\na time"},
 }
-REFUSED = {("smollm2", "chat_with_tools"): "leaves the tools of this conversation out"}
+REFUSED = {("smollm2", "chat_with_tools")}
+"""This template leaves the tools out."""
 
 
 def load_smollm() -> Any:
@@ -124,12 +124,6 @@ def cases_of(template: str) -> list[str]:
 def test_tokens_and_labels_are_the_golden_ones(smollm: Any, tmp_path: Path, template: str) -> None:
     made = tokenize(smollm, template, cases_of(template), tmp_path)
     assert made == json.loads((GOLDEN / f"{template}.json").read_text(encoding="utf-8"))
-
-
-@pytest.mark.parametrize(("template", "case"), REFUSED)
-def test_what_a_template_leaves_out_is_refused(smollm: Any, tmp_path: Path, template: str, case: str) -> None:
-    with pytest.raises(RefusedError, match=REFUSED[template, case]):
-        tokenize(smollm, template, [case], tmp_path)
 
 
 def write_golden() -> None:

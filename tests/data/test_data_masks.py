@@ -23,7 +23,7 @@ from roundpipe_cli.data.row_chunks import encode_batch
 from roundpipe_cli.data.rows import BadRowError, DatasetSpec, DataSettings
 from roundpipe_cli.model.load import load_tokenizer
 from tests.data.test_data_dataset import byte_tokenizer
-from tests.support.e2e import REPOSITORY, smollm2_source
+from tests.support.e2e import smollm2_source
 
 Turns = list[dict[str, str]]
 Marked = list[tuple[str, bool]]
@@ -191,12 +191,3 @@ def test_template_without_an_end_of_turn_token_is_noticed(smollm: Any, tmp_path:
     dataset = build_dataset(DataSettings((DatasetSpec(str(path)),), 64, chat_template=template), smollm)
     assert any("may not learn to stop" in notice for notice in dataset.notices)
     check(smollm, template, say("Hi", "Yo"), [("user: Hi\nassistant: ", False), ("Yo\n", True)])
-
-
-def test_every_mask_of_shipped_rows(smollm: Any) -> None:
-    path = REPOSITORY / "recipes" / "quickstart.jsonl"
-    rows = [json.loads(line)["messages"] for line in path.read_text(encoding="utf-8").splitlines()]
-    dataset = build_dataset(DataSettings((DatasetSpec(str(path)),), 100_000), smollm)
-    assert len(dataset.rows) == len(rows) > 200
-    for row, turns in zip(dataset.rows, rows, strict=True):
-        assert (row.labels != -100).tolist() == reference_mask(smollm, row.input_ids.tolist(), smollm_pieces(turns))
