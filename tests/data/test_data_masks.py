@@ -29,11 +29,6 @@ Turns = list[dict[str, str]]
 Marked = list[tuple[str, bool]]
 """Pieces of text, each with whether it is trained."""
 
-CHATML = (
-    "{%- if messages[0]['role'] != 'system' %}{{- '<|im_start|>system\nYou are helpful.<|im_end|>\n' }}{%- endif %}"
-    "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{%- endfor %}"
-    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
-)
 LLAMA3 = (
     "{{- bos_token }}{%- for m in messages %}"
     "{{- '<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n' + m['content'] | trim + '<|eot_id|>' }}"
@@ -95,10 +90,11 @@ def check(tokenizer: Any, template: str, turns: Turns, pieces: Marked) -> None:
     assert encoded.trained.tolist() == reference_mask(tokenizer, encoded.input_ids.tolist(), pieces)
 
 
-def chatml_pieces(turns: Turns, default_system: str) -> Marked:
+def smollm_pieces(turns: Turns) -> Marked:
     pieces: Marked = []
     if turns[0]["role"] != "system":
-        pieces.append((f"<|im_start|>system\n{default_system}<|im_end|>\n", False))
+        default = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+        pieces.append((f"<|im_start|>system\n{default}<|im_end|>\n", False))
     for turn in turns:
         pieces.append((f"<|im_start|>{turn['role']}\n", False))
         pieces.append((turn["content"] + "<|im_end|>", turn["role"] == "assistant"))
@@ -112,10 +108,6 @@ def llama3_pieces(turns: Turns, bos: str) -> Marked:
         pieces.append((f"<|start_header_id|>{turn['role']}<|end_header_id|>\n\n", False))
         pieces.append((turn["content"].strip() + "<|eot_id|>", turn["role"] == "assistant"))
     return pieces
-
-
-def smollm_pieces(turns: Turns) -> Marked:
-    return chatml_pieces(turns, "You are a helpful AI assistant named SmolLM, trained by Hugging Face")
 
 
 def say(*contents: str, system: str | None = None) -> Turns:
@@ -140,9 +132,8 @@ CONVERSATIONS = [
 
 
 @pytest.mark.parametrize("turns", CONVERSATIONS)
-def test_assistant_turns_of_three_real_templates(smollm: Any, llama_like: Any, turns: Turns) -> None:
+def test_assistant_turns_of_real_templates(smollm: Any, llama_like: Any, turns: Turns) -> None:
     check(smollm, smollm.chat_template, turns, smollm_pieces(turns))
-    check(smollm, CHATML, turns, chatml_pieces(turns, "You are helpful."))
     check(llama_like, LLAMA3, turns, llama3_pieces(turns, "<|begin_of_text|>"))
 
 
@@ -180,7 +171,7 @@ def test_template_that_moves_the_system_prompt(llama_like: Any) -> None:
 
 def test_template_without_generation_prompt_does_not_train_the_header(smollm: Any) -> None:
     turns = say("Hi", "Yo", "And", "So")
-    check(smollm, WITHOUT_PROMPT, turns, chatml_pieces([{"role": "system", "content": ""}, *turns], "")[3:])
+    check(smollm, WITHOUT_PROMPT, turns, smollm_pieces([{"role": "system", "content": ""}, *turns])[3:])
 
 
 def test_template_without_an_end_of_turn_token_is_noticed(smollm: Any, tmp_path: Path) -> None:
