@@ -99,7 +99,8 @@ def test_the_result_does_not_depend_on_the_number_of_processes(tmp_path: Path) -
     one = build(path, num_workers=1, on_bad_row="skip")
     several = build(path, num_workers=3, on_bad_row="skip", long_rows="drop")  # another key: not the cache
     assert several.num_cached == one.num_cached == 0
-    assert several.content_hash == one.content_hash and len(one.rows) == 1286
+    assert several.content_hash == one.content_hash
+    assert one.rows.row_ids.tolist() == [n for n in range(1300) if n % 97]
     assert several.report.sources[0].bad_rows == one.report.sources[0].bad_rows
     assert [several.where(row.row_id) for row in several.rows[::500]] == [
         one.where(row.row_id) for row in one.rows[::500]
