@@ -113,8 +113,6 @@ class RecipeError(RefusedError):
     """A recipe with one or more mistakes; all of them are listed at once. Exit code 2."""
 
     def __init__(self, problems: list[Problem]) -> None:
-        if not problems:
-            raise ValueError("a RecipeError needs at least one problem")
         super().__init__(problems[0].what)
         self.problems = tuple(problems)
 

@@ -206,9 +206,8 @@ class _Builder:
                 share = source.progress.share()
                 percent = f", {100 * share:.0f} %" if share is not None else ""
                 self._tell_now_and_then(f"tokenising {source.name}: {report.rows_read} rows{percent}")
-            if report.bad_rows and self._settings.on_bad_row == "error":
-                writer.leave_out_of_cache()
-            return writer.finish(report, tuple(notices))
+            is_refused = bool(report.bad_rows) and self._settings.on_bad_row == "error"
+            return writer.finish(report, tuple(notices), to_cache=not is_refused)
 
     def _with_format(
         self, source: Source, report: SourceReport, notices: list[str], chunks: Iterable[list[RawRow]]

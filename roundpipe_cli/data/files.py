@@ -148,7 +148,7 @@ def known_suffix(path: Path) -> str | None:
 
 
 def read_file(path: Path, progress: ReadProgress | None = None, txt_rows: str = "paragraph") -> Iterator[RawRow]:
-    """The rows of one local file.
+    """The rows of one local file, whose suffix is a known one.
 
     Args:
         txt_rows: rows of a .txt file, as `DatasetSpec.txt_rows`.
@@ -168,13 +168,9 @@ def read_file(path: Path, progress: ReadProgress | None = None, txt_rows: str = 
             yield from _read_csv(path, csv_delimiter(path), progress)
         elif suffix == ".parquet":
             yield from _read_parquet(path, progress)
-        elif suffix == ".txt":
+        else:
             with _open(path, progress) as file:
                 yield from text_rows(_without_mark(_lines(file, path), path), txt_rows, path)
-        else:
-            raise RefusedError(
-                "no reader for this kind of file", where=str(path), expected="a file named *" + ", *".join(SUFFIXES)
-            )
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise RefusedError(f"cannot read the dataset: {printable(reason)}", where=str(path)) from error

@@ -276,10 +276,6 @@ class ShardWriter:
                 if name in self._digests:
                     self._digests[name].update(data)
 
-    def leave_out_of_cache(self) -> None:
-        """Keep the shard for this process only."""
-        self._key = None
-
     @contextmanager
     def _writing(self) -> Iterator[None]:
         try:
@@ -291,8 +287,8 @@ class ShardWriter:
                 hint="make room there, or name another folder in the environment variable ROUNDPIPE_CACHE",
             ) from error
 
-    def finish(self, report: SourceReport, notices: tuple[str, ...]) -> Shard:
-        """The shard; in the cache too, if it was given a key and the cache can be written.
+    def finish(self, report: SourceReport, notices: tuple[str, ...], *, to_cache: bool = True) -> Shard:
+        """The shard; in the cache too, if it is to be, was given a key and the cache can be written.
 
         Raises:
             ResourceError: the disk is full.
@@ -313,7 +309,7 @@ class ShardWriter:
         document = {"content": content, "checksum": _content_sum(content)}
         (self._folder / SHARD_NAME).write_text(json.dumps(document), encoding="utf-8")
         shard = _open(self._folder)  # mapped: it outlives the folder's name, and the folder
-        if self._key is not None:
+        if to_cache and self._key is not None:
             with suppress(OSError):
                 sync(self._folder / SHARD_NAME)
                 self._folder.rename(cache_folder(FOLDER) / self._key)  # fails if another run was faster

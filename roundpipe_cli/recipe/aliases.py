@@ -156,9 +156,6 @@ ALIASES: dict[str, AliasConversion] = {
 }
 """Dotted key of another trainer -> its meaning here."""
 
-WRITING_VALUES: dict[tuple[str, str], Writes] = {("method", "qlora"): _QLORA["qlora"]}
-"""(recipe key, value) -> the keys that this value of another trainer means."""
-
 REMOVED: dict[str, str] = {
     "fp8_products": "it saved no time; `load_in_fp8: true` alone keeps the weights in FP8, on any GPU",
     "pipeline.optimizer_staleness": "each layer of a step now waits for its own update alone, which hides most of an "
@@ -283,8 +280,8 @@ def was_off(key: str, value: Any) -> bool:
 
 def conversion_of(key: str, value: Any) -> AliasConversion | None:
     """The meaning of a key of another trainer, or of its value for one of ours; None: there is none."""
-    if isinstance(value, str) and (key, value.lower()) in WRITING_VALUES:
-        return lambda value: dict(WRITING_VALUES[key, value.lower()])
+    if key == "method" and isinstance(value, str) and value.lower() == "qlora":
+        return lambda value: dict(_QLORA["qlora"])
     return ALIASES.get(key)
 
 

@@ -96,12 +96,12 @@ def _finished(
         if key in ("name", "split") and isinstance(value, str):
             entry[key] = value
         elif key in known and isinstance(value, str):
-            _rename(columns, known[key], value)
+            columns[known[key]] = value
         elif not (is_off(value) or key in _HARMLESS or value in _USUAL.get(key, ())):
             change = _CHANGES.get(key, WITHOUT_IT)
             result.leave_out(f"{where}.{key}", value, "the rows' own form decides", change=change)
-    if columns:
-        entry["columns"] = columns
+    if renamed := {ours: theirs for ours, theirs in columns.items() if ours != theirs}:
+        entry["columns"] = renamed
     return [{**entry, "path": path} for path in _file_paths(entry["path"], files, f"{name}: {where}")]
 
 
@@ -178,9 +178,9 @@ def _axolotl_messages(item: Entry, entry: Entry, columns: dict[str, str], where:
     """Which keys a message of the rows has: `role` and `content`, or `from` and `value`; others are refused."""
     entry["type"] = kind = _kind_of_messages(item, where)
     if kind == "sharegpt":
-        _rename(columns, "conversations", item.pop("field_messages", None) or "messages")
+        columns["conversations"] = item.pop("field_messages", None) or "messages"
     elif not is_off(item.get("field_messages")):
-        _rename(columns, "messages", item.pop("field_messages"))
+        columns["messages"] = item.pop("field_messages")
 
 
 def _kind_of_messages(item: Entry, where: str) -> str:
@@ -225,11 +225,6 @@ def _check_role(spelling: Any, meant: str, kind: str, where: str) -> None:
             expected=", ".join(name for name, role in known.items() if role == meant),
             hint="rename the roles in the file of the rows",
         )
-
-
-def _rename(columns: dict[str, str], ours: str, theirs: str) -> None:
-    if ours != theirs:
-        columns[ours] = theirs
 
 
 def _file_paths(path: str, files: Any, where: str) -> list[str]:
@@ -492,8 +487,7 @@ class _Dataset:
         for key, target in (("subset", "name"), ("split", "split")):
             if isinstance(self._known.get(key), str) and (key, self._known[key]) != ("split", "train"):
                 entry[target] = self._known[key]
-        renamed = {ours: theirs for ours, theirs in columns.items() if ours != theirs}
-        if renamed:
+        if renamed := {ours: theirs for ours, theirs in columns.items() if ours != theirs}:
             entry["columns"] = renamed
         for key, value in self._known.items():
             if key not in _READ and not is_off(value):
