@@ -187,19 +187,6 @@ def test_grouping_by_hand() -> None:
     assert alone == [[(0,)], [(1,)], [(2,)]], "rows that stand alone keep their order"
 
 
-@settings(max_examples=100, deadline=None)
-@given(st.lists(st.integers(1, 500), min_size=1, max_size=60), st.integers(1, 8))
-def test_same_rows_in_as_many_microbatches_with_less_padding(lengths: list[int], size: int) -> None:
-    rows = np.array(lengths)
-    sequences = [(index,) for index in range(len(rows))]
-    batches = Grouping(rows, size).group(sequences)
-    in_order = [sequences[start : start + size] for start in range(0, len(rows), size)]
-    assert [len(batch) for batch in batches] == [len(batch) for batch in in_order]
-    assert sorted(flat(batches)) == sequences
-    if len(rows) % size == 0:
-        assert padded_tokens(batches, rows) <= padded_tokens(in_order, rows)
-
-
 def test_a_step_has_the_rows_that_it_had_without() -> None:
     lengths = np.random.default_rng(3).integers(1, 900, 100)
     samplers = [

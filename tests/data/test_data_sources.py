@@ -19,7 +19,7 @@ import pytest
 from roundpipe_cli.data import files
 from roundpipe_cli.data.files import digest_file
 from roundpipe_cli.data.rows import DatasetSpec, RawRow
-from roundpipe_cli.data.sources import Source, check_files, find_sources, parse_split
+from roundpipe_cli.data.sources import check_files, find_sources, parse_split
 from roundpipe_cli.errors import RefusedError
 from tests.support.covering import swept
 from tests.support.versions import at_least
@@ -243,19 +243,13 @@ def test_relative_paths_from_the_working_directory_then_the_recipe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here, recipe = tmp_path / "here", tmp_path / "recipes"
-    here.mkdir()
-    recipe.mkdir()
-    monkeypatch.chdir(here)
-    write(recipe / "x.jsonl", '{"a": "recipe"}\n')
-
-    def found() -> Source:
+    for folder in (recipe, here):
+        folder.mkdir()
+        monkeypatch.chdir(here if here.exists() else tmp_path)
+        write(folder / "x.jsonl", json.dumps({"a": folder.name}))
         (source,) = find_sources(DatasetSpec("x.jsonl"), recipe, offline=True)
-        return source
-
-    assert summary(list(found().rows())) == [(1, "recipe")]
-    write(here / "x.jsonl", '{"a": "here"}\n')
-    assert summary(list(found().rows())) == [(1, "here")]
-    assert found().where(3) == "x.jsonl:3"
+        assert summary(list(source.rows())) == [(1, folder.name)]
+    assert source.where(3) == "x.jsonl:3"
     with pytest.raises(RefusedError) as caught:
         find_sources(DatasetSpec("data/none.jsonl"), recipe, offline=True)
     message = str(caught.value)

@@ -86,15 +86,6 @@ SETS: tuple[tuple[int, int, str, str, str], ...] = (
     (10, 40, "text", "csv", "gradient_accumulation_steps: 1\nmax_steps: 2\nval_set_size: 2"),
     (10, 40, "text", "jsonl", "gradient_accumulation_steps: 1\nmax_seq_length: 32"),
 )
-LARGE_SETS: tuple[tuple[int, int, str, str, str], ...] = (
-    (3000, 40, "pair", "jsonl", ""),
-    (1000, 40, "pair", "jsonl", "packing: true\nmax_seq_length: 1024"),
-    (200, 40, "messages", "jsonl", "max_steps: 5"),
-    (40, 40, "pair", "jsonl", "gradient_accumulation_steps: 1"),
-    (7, 40, "pair", "json", "gradient_accumulation_steps: 2"),
-    (1, 40, "text", "jsonl", "gradient_accumulation_steps: 1\nmax_steps: 2"),
-)
-"""More, for `scripts/test -m sweep`."""
 
 
 @pytest.fixture(scope="module")
@@ -126,10 +117,7 @@ def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
         path.write_text("\n".join(lines) if path.suffix == ".jsonl" else f"[{','.join(lines)}]")
 
 
-@pytest.mark.parametrize(
-    ("num_rows", "words", "form", "file", "keys"),
-    [*SETS, *(pytest.param(*one, marks=pytest.mark.sweep) for one in LARGE_SETS)],
-)
+@pytest.mark.parametrize(("num_rows", "words", "form", "file", "keys"), SETS)
 def test_one_rule_for_all_commands(
     tmp_path: Path, tokenizer: Any, parts: Any, num_rows: int, words: int, form: str, file: str, keys: str
 ) -> None:
