@@ -14,7 +14,6 @@ import pytest
 from roundpipe_cli.cli.generate import check_temperature
 from roundpipe_cli.costs.cost import load_costs
 from roundpipe_cli.costs.hardware import MAX_CHARACTERS
-from roundpipe_cli.data.formats import decide_format
 from roundpipe_cli.data.messages import read_called, read_history
 from roundpipe_cli.data.rows import BadRowError, DatasetSpec
 from roundpipe_cli.data.sources import find_sources
@@ -90,7 +89,6 @@ FUNCTIONS: dict[str, Callable[[], Any]] = {
     "calls has no call": lambda: read_called("[]", "calls"),
     "`history[0]` is no exchange": lambda: read_history([["only a question"]], "history"),
     "no token can be drawn at this temperature": lambda: check_temperature(1e-9),
-    "unknown dataset type": lambda: decide_format(DatasetSpec("a.jsonl", type="nothing"), [["text"]], "a.jsonl"),
     "a local file has only the split `train`": lambda: found("rows.jsonl", "test"),
     "several kinds": lambda: found("mixed"),
     "the pattern fits too many files": lambda: found("mixed/*"),

@@ -238,7 +238,7 @@ class _Builder:
                 hint="`long_rows: truncate` or drop, or a larger max_seq_length",
             )
         facts = self._facts  # read before the children start to work
-        joins = not row_format.as_chat and row_format.type in PLAIN_TYPES
+        joins = not source.spec.as_chat and row_format.type in PLAIN_TYPES
         if facts is None or joins:
             self._do_without_template(source, row_format, notices, has_template=facts is not None)
         elif row_format.type == "text":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from roundpipe_cli.choices import ROW_KINDS, RowType
 from roundpipe_cli.data.columns import (
@@ -33,11 +33,9 @@ from roundpipe_cli.data.messages import (
     with_system,
 )
 from roundpipe_cli.data.rows import (
-    AlpacaJoin,
     BadRowError,
     DatasetSpec,
     PairAnswer,
-    TrainRules,
     checked_text,
     column_names,
     delimiter_hint,
@@ -137,17 +135,12 @@ PAIR_COLUMNS = (
 class RowFormat:
     """The way in which the rows of one dataset are read."""
 
+    spec: DatasetSpec
     type: RowType
     columns: Mapping[str, str]
     """Our field name to the file's column, for every field of the type."""
     notice: str | None = None
     """A line on the decision of `auto`."""
-    answer: PairAnswer | None = None
-    """Which answer of a preference pair is read."""
-    rules: TrainRules = TrainRules()
-    as_chat: bool = True
-    alpaca_join: AlpacaJoin = "blank_line"
-    """These three as in `DatasetSpec`."""
 
     def opened(self, row: Mapping[str, object]) -> Mapping[str, object]:
         """The row with its lists of messages in place of their JSON text, which is how CSV files have them.
@@ -212,7 +205,7 @@ class RowFormat:
         instruction = self._text(row, "instruction", filled=True)
         has_input = row.get(self.columns["input"]) is not None
         context = self._text(row, "input") if has_input else ""
-        return alpaca_exchange(instruction, context, self._text(row, "output", filled=True), self.alpaca_join)
+        return alpaca_exchange(instruction, context, self._text(row, "output", filled=True), self.spec.alpaca_join)
 
     def _prompt_completion(self, row: Mapping[str, object]) -> Exchange | Conversation:
         prompt, completion = self._field(row, "prompt"), self._field(row, "completion")
@@ -229,7 +222,7 @@ class RowFormat:
         conversation = self._with_columns(row, MessageColumn(exchange.messages))
         if len(conversation.messages) == 2 and not conversation.tools:
             return exchange
-        if not self.as_chat:
+        if not self.spec.as_chat:
             raise BadRowError(
                 "the row has more than a prompt and an answer, and is not to become a chat",
                 found="a system prompt, tools or earlier turns, and `as_chat: false`",
@@ -245,13 +238,13 @@ class RowFormat:
 
     def _pair(self, row: Mapping[str, object]) -> Exchange | Conversation:
         """The prompt of a row with one of its answers, which alone is trained."""
-        assert self.answer is not None
+        assert self.spec.answer is not None
         values = {side: self._field(row, side) for side in ANSWERS}
         prompt = self._pair_prompt(row)
         beside = (self._optional(row, field)[0] for field in ("messages", "system", "tools", "history"))
         if prompt is not None and not any(beside) and all(isinstance(value, str) for value in values.values()):
             texts = {side: self._text(row, side, filled=True) for side in ANSWERS}
-            return Exchange(prompt.user, prompt.plain_prompt, texts[self.answer])
+            return Exchange(prompt.user, prompt.plain_prompt, texts[self.spec.answer])
         sides = {side: read_speech(values[side], self.columns[side], "assistant") for side in ANSWERS}
         for side in ANSWERS:
             check_says_something(sides[side], self.columns[side])
@@ -266,7 +259,7 @@ class RowFormat:
                     found=printable("roles " + ", ".join(message["role"] for message in answer)),
                     expected="the same prompt for both, and the assistant's turn behind it",
                 )
-        turns = whole[self.answer]
+        turns = whole[self.spec.answer]
         before = MessageColumn(turns.messages[:num_shared]).as_prompt()
         untrained = frozenset(index for index in turns.untrained if index >= num_shared)
         turns = MessageColumn(turns.messages, before.untrained | untrained)  # whole answers are compared
@@ -277,7 +270,7 @@ class RowFormat:
         if "instruction" in self.columns:
             instruction = self._text(row, "instruction", filled=True)
             context = "" if self._optional(row, "input")[0] is None else self._text(row, "input")
-            return alpaca_exchange(instruction, context, "", self.alpaca_join)
+            return alpaca_exchange(instruction, context, "", self.spec.alpaca_join)
         prompt, _ = self._optional(row, "prompt")
         if prompt is None or holds_messages(prompt):
             return None
@@ -342,33 +335,18 @@ def decide_format(spec: DatasetSpec, layouts: Sequence[Sequence[str]], where: st
             fits a type, so that a row without its field is named as bad even where it is the first of the file.
 
     Raises:
-        RefusedError: no type fits, the type is unknown, or `spec.columns` maps a field that the type does not have.
+        RefusedError: no type fits, or `spec.columns` maps a field that the type does not have.
     """
-    found = _decide(spec, layouts, where)
-    return replace(found, rules=spec.rules, as_chat=spec.as_chat, alpaca_join=spec.alpaca_join)
-
-
-def _decide(spec: DatasetSpec, layouts: Sequence[Sequence[str]], where: str) -> RowFormat:
     if spec.answer is not None:
         _check_mapping(spec, _all_fields("preference"), where)
         found, told = find_pair_columns(spec, layouts, where)
-        return RowFormat("preference", found, f"{where}: read as preference pairs ({told})", spec.answer)
-    known: list[str] = [*SINGLE_TYPES, "auto"]
-    if spec.type not in known:
-        near = closest(str(spec.type), known)
-        raise RefusedError(
-            "unknown dataset type",
-            where=where,
-            found=f"type: {printable(str(spec.type))}",
-            expected="one of " + ", ".join(known),
-            hint=f"did you mean `{near}`?" if near else None,
-        )
+        return RowFormat(spec, "preference", found, f"{where}: read as preference pairs ({told})")
     if spec.type != "auto":
         _check_mapping(spec, _all_fields(spec.type), where)
         pair = None
         if spec.type == "prompt_completion":
             pair = _pair_format(spec, layouts[0], where, _written) or _pair_format(spec, layouts[0], where, find_column)
-        return pair or RowFormat(spec.type, _mapped(spec.type, spec.columns, layouts[0]))
+        return pair or RowFormat(spec, spec.type, _mapped(spec.type, spec.columns, layouts[0]))
     _check_mapping(spec, [field for row_type in SINGLE_TYPES for field in _all_fields(row_type)], where)
     for find in (_written, find_column):
         for columns in layouts:
@@ -402,7 +380,7 @@ def _detect(spec: DatasetSpec, columns: Sequence[str], where: str, find: FindCol
         mapped, needed = _mapped(row_type, spec.columns, columns), ROW_KINDS[row_type].fields
         if all(mapped[field] in columns and (field in spec.columns or find(field, columns)) for field in needed):
             shown = ", ".join(mapped[field] for field in _all_fields(row_type) if mapped[field] in columns)
-            return RowFormat(row_type, mapped, f"{where}: read as type {row_type} (columns {printable(shown)})")
+            return RowFormat(spec, row_type, mapped, f"{where}: read as type {row_type} (columns {printable(shown)})")
         pair = _pair_format(spec, columns, where, find) if row_type == "prompt_completion" else None
         if pair is not None:
             return pair
@@ -422,7 +400,7 @@ def _pair_format(spec: DatasetSpec, columns: Sequence[str], where: str, find: Fi
             optional = ROW_KINDS["prompt_completion"].optional
             beside = [mapped[field] for field in optional if mapped[field] in columns]
             decided += f", with {', '.join(beside)}" if beside else ""
-            return RowFormat("prompt_completion", mapped, f"{where}: {decided}")
+            return RowFormat(spec, "prompt_completion", mapped, f"{where}: {decided}")
     return None
 
 

@@ -439,10 +439,10 @@ class RowEncoder:
             yield Encoded(row.input_ids[begin:end], trained), end - seen
 
     def _render(self, content: Content, row_format: RowFormat) -> Rendered:
-        train_all, rules = self._settings.train_on_inputs, row_format.rules
+        train_all, rules = self._settings.train_on_inputs, row_format.spec.rules
         if rules.thoughts == "drop":
             content = without_thoughts(content)
-        is_chat = isinstance(content, Conversation) or (isinstance(content, Exchange) and row_format.as_chat)
+        is_chat = isinstance(content, Conversation) or (isinstance(content, Exchange) and row_format.spec.as_chat)
         template = self._tool_template if isinstance(content, Conversation) and content.tools else self._template
         if is_chat and template is not None:
             assert isinstance(content, (Conversation, Exchange))
