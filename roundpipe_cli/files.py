@@ -225,7 +225,7 @@ def write_named(path: Path, text: str) -> None:
         write_atomically(path, data, mode=0o644)
 
 
-def append_line(path: Path, line: str, mode: int = STATE_FILE_MODE) -> bytes:
+def append_line(path: Path, line: str) -> bytes:
     """Add one line to a log, durably; returns its bytes. A kill may leave it torn; the reader then cuts it off.
 
     Raises:
@@ -233,7 +233,8 @@ def append_line(path: Path, line: str, mode: int = STATE_FILE_MODE) -> bytes:
     """
     data = f"{line}\n".encode()
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(path, flags, STATE_FILE_MODE)
         try:
             if os.write(descriptor, data) < len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

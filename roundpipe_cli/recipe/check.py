@@ -6,14 +6,14 @@ import math
 import re
 import shlex
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from roundpipe_cli.choices import OPTIMIZER_KEYS, OPTIMIZERS, PACKED_FORMATS, SCHEDULE_KINDS
 from roundpipe_cli.errors import Problem, closest, one_edit_apart
-from roundpipe_cli.recipe.aliases import answer_to
+from roundpipe_cli.recipe.aliases import ALIASES, answer_to
 from roundpipe_cli.recipe.schema import DatasetConfig, PipelineConfig, Range, Recipe
 from roundpipe_cli.recipe.strict_yaml import KeyPath, Place, dotted, format_key, parse_scalar, shown_value
 
@@ -29,10 +29,9 @@ NAMED_KEYS = 6
 class Findings:
     """Collects problems with their places, so that all can be shown at once in the order of the file."""
 
-    def __init__(self, places: dict[KeyPath, Place], parent: Findings | None = None) -> None:
+    def __init__(self, places: dict[KeyPath, Place], refused: Collection[KeyPath] = ()) -> None:
         self.places = places
-        self._parent = parent
-        self.refused: set[KeyPath] = set()
+        self.refused = set(refused)
         """Key paths that already have a problem, or depend on one: not looked at again."""
         self._found: list[tuple[int, Problem]] = []
 
@@ -71,10 +70,7 @@ class Findings:
 
     def trial(self) -> Findings:
         """Empty findings about the same data, for trying one type of a value."""
-        return Findings(self.places, self)
-
-    def is_refused(self, path: KeyPath) -> bool:
-        return path in self.refused or (self._parent is not None and self._parent.is_refused(path))
+        return Findings(self.places, self.refused)
 
     def take(self, other: Findings) -> None:
         self._found += other._found
@@ -120,17 +116,12 @@ def section_of(hint: Any) -> tuple[type | None, bool]:
     return (hint, False) if isinstance(hint, type) and is_dataclass(hint) else (None, False)
 
 
-def remove_unknown_keys(
-    data: dict[str, Any], schema: type, findings: Findings, *, also_known: list[str], path: KeyPath = ()
-) -> None:
-    """Delete the keys that `schema` does not have from `data`, each with a problem and the nearest known key.
-
-    `also_known` are dotted keys that are accepted as other spellings; they may be suggested.
-    """
+def remove_unknown_keys(data: dict[str, Any], schema: type, findings: Findings, path: KeyPath = ()) -> None:
+    """Delete the keys that `schema` does not have from `data`, each with a problem and the nearest known key."""
     hints = hints_of(schema)
     for key in [key for key in data if key not in hints]:
         if (*path, key) not in findings.refused:
-            _report_unknown(key, path, schema, findings, also_known=also_known)
+            _report_unknown(key, path, schema, findings)
         del data[key]
     for key, value in data.items():
         section, is_list = section_of(hints[key])
@@ -140,12 +131,12 @@ def remove_unknown_keys(
         for index, item in items:
             if isinstance(item, dict):
                 inner = (*path, key) if index is None else (*path, key, index)
-                remove_unknown_keys(item, section, findings, also_known=also_known, path=inner)
+                remove_unknown_keys(item, section, findings, inner)
 
 
 def check(value: Any, hint: Any, path: KeyPath, findings: Findings) -> Any:
     """The value as the annotation wants it (tuples for lists, dataclasses for sections), or REFUSED with findings."""
-    if findings.is_refused(path):
+    if path in findings.refused:
         return REFUSED
     origin = get_origin(hint)
     if origin is Annotated:
@@ -335,7 +326,7 @@ def _mean(word: str, candidates: list[str]) -> str | None:
     return f"did you mean {near}?" if near else None
 
 
-def _report_unknown(key: str, path: KeyPath, schema: type, findings: Findings, *, also_known: list[str]) -> None:
+def _report_unknown(key: str, path: KeyPath, schema: type, findings: Findings) -> None:
     here = (*path, key)
     hint: str | None = None
     name, colon, value = key.partition(":")
@@ -344,18 +335,18 @@ def _report_unknown(key: str, path: KeyPath, schema: type, findings: Findings, *
     elif colon and name in hints_of(schema):
         hint = f"write a space after the colon: {name}: {value}"
     elif findings.num_found < MAX_SHOWN:  # a suggestion takes about a millisecond
-        near = suggest(key, path, list(hints_of(schema)), also_known)
+        near = suggest(key, path, list(hints_of(schema)))
         hint = f"did you mean {near}?" if near else "`roundpipe recipes keys` lists all keys"
     findings.add(here, f"unknown key {format_key(here)}", hint=hint)
 
 
-def suggest(key: str, path: KeyPath, siblings: list[str], also_known: list[str]) -> str | None:
-    """The known key that was probably meant: one edit away in this section, the same name in another section, or the
-    nearest by similarity here, then anywhere. Keys of other sections come with their path."""
+def suggest(key: str, path: KeyPath, siblings: list[str]) -> str | None:
+    """The known key that was probably meant, of another tool's spellings too: one edit away in this section, the same
+    name in another section, or the nearest by similarity here, then anywhere, which comes with its path."""
     prefix = f"{dotted(path)}." if path else ""
     word = key.strip().lower().replace("-", "_").replace(" ", "_")[:100]
     shown = format_key(path) + "." if path else ""
-    spellings = [alias.removeprefix(prefix) for alias in also_known if alias.startswith(prefix)]
+    spellings = [alias.removeprefix(prefix) for alias in ALIASES if alias.startswith(prefix)]
     for candidates in (siblings, [name for name in spellings if "." not in name]):
         for name in candidates:
             if one_edit_apart(word, name):
@@ -367,7 +358,7 @@ def suggest(key: str, path: KeyPath, siblings: list[str], also_known: list[str])
     near = closest(word, siblings)
     if near:
         return shown + near
-    by_last = {full.rpartition(".")[2]: full for full in reversed(everywhere + also_known)}
+    by_last = {full.rpartition(".")[2]: full for full in reversed([*everywhere, *ALIASES])}
     near = closest(word, list(by_last))
     return by_last[near] if near else None
 

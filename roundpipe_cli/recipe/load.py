@@ -616,7 +616,7 @@ def _load(raw: bytes, file: Path, notices: list[str], overrides: Sequence[str]) 
     translate_file(data, findings, notices)
     data = refuse_bad_references(data, (), findings)
     apply_overrides(data, overrides, findings, notices)
-    remove_unknown_keys(data, Recipe, findings, also_known=list(ALIASES))
+    remove_unknown_keys(data, Recipe, findings)
     has_own_rate = "learning_rate" in data
     _fill_defaults(data, file.stem)
     data = resolve_references(data, findings)
