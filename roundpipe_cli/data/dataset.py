@@ -396,31 +396,20 @@ class _Builder:
             pairs = zip(self._sources, report.sources, strict=True)
             places = [f"{source.where(n)} ({fault.what})" for source, counted in pairs for n, fault in counted.bad_rows]
             yield f"{report.rows_bad} of {report.rows_read} rows skipped as unusable: {listed(places)}"
-        if spelt := self._places(report, "control_token_rows"):
-            yield (
-                f"{len(spelt)} of {report.rows_read} rows spell special tokens in their text, which the tokenizer "
-                f"takes for real ones: {listed(spelt)}"
-            )
-        if literal := self._places(report, "placeholder_rows"):
-            yield (
-                f"{len(literal)} of {report.rows_read} rows have `<image>`, `<video>` or `<audio>` in their "
-                f"text, and no such file belongs to them; the model learns the letters: {listed(literal)}"
-            )
-        if report.rows_too_long:
-            limit = self._settings.max_seq_length
-            ways = {"truncate": f"cut to {limit} tokens", "split": f"split into sequences of {limit} tokens at most"}
-            done = ways.get(self._settings.long_rows, "dropped as too long")
-            if report.lost_tokens:
-                done += f" ({report.lost_tokens} tokens lost)"
-            places = self._places(report, "too_long_rows")
-            yield f"{report.rows_too_long} of {report.rows_read} rows {done}: {listed(places)}"
-        if report.rows_untrained:
-            places = self._places(report, "untrained_rows")
-            warning = "warning: " if report.rows_untrained > UNTRAINED_WARN_SHARE * report.rows_read else ""
-            yield (
-                f"{warning}{report.rows_untrained} of {report.rows_read} rows dropped, since no trained token is left "
-                f"in them: {listed(places)}"
-            )
+        limit = self._settings.max_seq_length
+        ways = {"truncate": f"cut to {limit} tokens", "split": f"split into sequences of {limit} tokens at most"}
+        lost = f" ({report.lost_tokens} tokens lost)" if report.lost_tokens else ""
+        done = {
+            "control_token_rows": "spell special tokens in their text, which the tokenizer takes for real ones",
+            "placeholder_rows": "have `<image>`, `<video>` or `<audio>` in their text, and no such file belongs to "
+            "them; the model learns the letters",
+            "too_long_rows": ways.get(self._settings.long_rows, "dropped as too long") + lost,
+            "untrained_rows": "dropped, since no trained token is left in them",
+        }
+        for kind, words in done.items():
+            if places := self._places(report, kind):
+                warns = kind == "untrained_rows" and len(places) > UNTRAINED_WARN_SHARE * report.rows_read
+                yield f"{'warning: ' * warns}{len(places)} of {report.rows_read} rows {words}: {listed(places)}"
 
 
 # Preference pairs: rows with a chosen and a rejected answer to one prompt (`formats.py` has their shapes).

@@ -74,20 +74,16 @@ def _keys(schema: type, prefix: str) -> Iterator[RecipeKey]:
         default = field.default_factory() if field.default_factory is not MISSING else field.default
         derived = DERIVED.get(name)
         has_none = default is MISSING or is_dataclass(default)
+        explanations = (one.meanings for one in get_args(hints[field.name]) if isinstance(one, Explained))
         yield RecipeKey(
             name=name,
             type=_type_of(hints[field.name], section, is_list),
             default=derived if has_none else _as_yaml(default),
             is_required=default is MISSING and derived is None,
-            meaning=" ".join([meanings[field.name], *_explanations(hints[field.name])]),
+            meaning=" ".join([meanings[field.name], *explanations]),
         )
         if section is not None:
             yield from _keys(section, f"{name}{'[]' if is_list else ''}.")
-
-
-def _explanations(hint: Any) -> list[str]:
-    constraints = get_args(hint) if get_origin(hint) is Annotated else ()
-    return [constraint.meanings for constraint in constraints if isinstance(constraint, Explained)]
 
 
 def _type_of(hint: object, section: type | None, is_list: bool) -> str:
