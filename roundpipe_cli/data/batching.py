@@ -260,23 +260,7 @@ class CollatedBatch:
 
 def collate(rows: Sequence[Row], pad_token_id: int) -> CollatedBatch:
     """Pad `rows` on the right to the longest. What `pad_token_id` is does not matter: it is masked and not trained."""
-    lengths = [len(row.input_ids) for row in rows]
-    shape = (len(rows), max(lengths))
-    input_ids = np.full(shape, pad_token_id, dtype=np.int64)
-    labels = np.full(shape, IGNORED_LABEL, dtype=np.int64)
-    attention_mask = np.zeros(shape, dtype=np.int64)
-    for index, (row, length) in enumerate(zip(rows, lengths, strict=True)):
-        input_ids[index, :length] = row.input_ids
-        labels[index, :length] = row.labels
-        attention_mask[index, :length] = 1
-    return CollatedBatch(
-        input_ids,
-        labels,
-        None if min(lengths) == max(lengths) else attention_mask,
-        None,
-        tuple(row.row_id for row in rows),
-        int(np.count_nonzero(labels[:, 1:] != IGNORED_LABEL)),
-    )
+    return _collated([[row] for row in rows], pad_token_id, packed=False)
 
 
 def collate_packed(sequences: Sequence[Sequence[Row]], pad_token_id: int) -> CollatedBatch:
@@ -286,8 +270,12 @@ def collate_packed(sequences: Sequence[Sequence[Row]], pad_token_id: int) -> Col
     position_ids   0  1  2  0  1  0  1
     labels         x a1 a2  x b1  x  x    a row's first token is never a label: the row before it must not predict it
     """
-    lengths = [sum(len(row.input_ids) for row in rows) for rows in sequences]
-    shape = (len(sequences), max(lengths))
+    return _collated(sequences, pad_token_id, packed=True)
+
+
+def _collated(sequences: Sequence[Sequence[Row]], pad_token_id: int, *, packed: bool) -> CollatedBatch:
+    lengths = np.array([sum(len(row.input_ids) for row in rows) for rows in sequences])
+    shape = (len(sequences), int(lengths.max()))
     input_ids = np.full(shape, pad_token_id, dtype=np.int64)
     labels = np.full(shape, IGNORED_LABEL, dtype=np.int64)
     position_ids = np.empty(shape, dtype=np.int64)
@@ -296,16 +284,17 @@ def collate_packed(sequences: Sequence[Sequence[Row]], pad_token_id: int) -> Col
         for row in rows:
             start, end = end, end + len(row.input_ids)
             input_ids[index, start:end] = row.input_ids
-            labels[index, start + 1 : end] = row.labels[1:]
+            labels[index, start + packed : end] = row.labels[int(packed) :]
             position_ids[index, start:end] = np.arange(end - start)
         position_ids[index, end:] = np.arange(shape[1] - end)
+    is_token = np.arange(shape[1]) < lengths[:, None]
     return CollatedBatch(
         input_ids,
         labels,
-        None,
-        position_ids,
+        None if packed or is_token.all() else is_token.astype(np.int64),
+        position_ids if packed else None,
         tuple(row.row_id for rows in sequences for row in rows),
-        int(np.count_nonzero(labels != IGNORED_LABEL)),
+        int(np.count_nonzero(labels[:, 1:] != IGNORED_LABEL)),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from roundpipe_cli.choices import ROW_KINDS, RowType
 from roundpipe_cli.data.columns import (
@@ -178,7 +178,8 @@ class RowFormat:
         if ROW_KINDS[self.type].needs_template:
             return self._conversation(row)
         if self.type == "alpaca":
-            return self._in_context(row, self._alpaca(row))
+            prompt = self._alpaca(row)
+            return self._in_context(row, replace(prompt, completion=self._text(row, "output", filled=True)))
         if self.type == "prompt_completion":
             return self._prompt_completion(row)
         return PlainText(self._text(row, "text", filled=True))
@@ -202,10 +203,10 @@ class RowFormat:
         return self._with_columns(row, turns)
 
     def _alpaca(self, row: Mapping[str, object]) -> Exchange:
+        """The prompt of such a row, with an empty answer."""
         instruction = self._text(row, "instruction", filled=True)
-        has_input = row.get(self.columns["input"]) is not None
-        context = self._text(row, "input") if has_input else ""
-        return alpaca_exchange(instruction, context, self._text(row, "output", filled=True), self.spec.alpaca_join)
+        context = "" if self._optional(row, "input")[0] is None else self._text(row, "input")
+        return alpaca_exchange(instruction, context, self.spec.alpaca_join)
 
     def _prompt_completion(self, row: Mapping[str, object]) -> Exchange | Conversation:
         prompt, completion = self._field(row, "prompt"), self._field(row, "completion")
@@ -268,9 +269,7 @@ class RowFormat:
     def _pair_prompt(self, row: Mapping[str, object]) -> Exchange | None:
         """A pair's prompt that is text, with an empty answer."""
         if "instruction" in self.columns:
-            instruction = self._text(row, "instruction", filled=True)
-            context = "" if self._optional(row, "input")[0] is None else self._text(row, "input")
-            return alpaca_exchange(instruction, context, "", self.spec.alpaca_join)
+            return self._alpaca(row)
         prompt, _ = self._optional(row, "prompt")
         if prompt is None or holds_messages(prompt):
             return None

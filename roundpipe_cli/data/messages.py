@@ -281,13 +281,13 @@ class Exchange:
         return ({"role": "user", "content": self.user}, {"role": "assistant", "content": self.completion})
 
 
-def alpaca_exchange(instruction: str, context: str, output: str, join: AlpacaJoin = "blank_line") -> Exchange:
-    """The input (`context`, may be blank) behind the instruction, `join` between them in the user's turn."""
+def alpaca_exchange(instruction: str, context: str, join: AlpacaJoin) -> Exchange:
+    """The input (`context`, may be blank) behind the instruction, `join` between them in the user's turn; no answer."""
     if not context.strip():
-        return Exchange(instruction, ALPACA_WITHOUT_INPUT.format(instruction=instruction), output)
+        return Exchange(instruction, ALPACA_WITHOUT_INPUT.format(instruction=instruction), "")
     plain_prompt = ALPACA_WITH_INPUT.format(instruction=instruction, input=context)
     line_break = "\n" if join == "newline" else "\n\n"
-    return Exchange(f"{instruction}{line_break}{context}", plain_prompt, output)
+    return Exchange(f"{instruction}{line_break}{context}", plain_prompt, "")
 
 
 @dataclass(frozen=True, slots=True)
