@@ -66,7 +66,7 @@ def test_hostile_templates_are_refused(
     assert processes.MAX_RENDER_S <= 2 and processes.MAX_MEMORY_BYTES <= 2 * 1024**3, "a run's limits; less is enough"
     # on a busy machine memory takes long to fill: time must not be what ends it
     monkeypatch.setattr(processes, "MAX_RENDER_S", 60.0 if what == "too much memory" else 0.5)
-    monkeypatch.setattr(processes, "MAX_MEMORY_BYTES", 512 * 1024**2)
+    monkeypatch.setattr(processes, "MAX_MEMORY_BYTES", 256 * 1024**2)
     path = write_rows(tmp_path / "rows.jsonl", [ROW])
     before = children()
     with pytest.raises(RoundpipeError) as caught:

@@ -73,11 +73,11 @@ def test_too_few_steps_are_not_worth_it() -> None:
 WORDS = ("the", "river", "was", "low", "that", "summer", "and", "people", "walked", "across", "to", "market")
 SETS: tuple[tuple[int, int, str, str, str], ...] = (
     # rows, words of each, form, file, keys
-    (500, 40, "messages", "json", "max_seq_length: 512"),
-    (750, 40, "pair", "parquet", "max_seq_length: 512"),
+    (125, 40, "messages", "json", "max_seq_length: 512\ngradient_accumulation_steps: 4"),
+    (190, 40, "pair", "parquet", "max_seq_length: 512\ngradient_accumulation_steps: 4"),
     (200, 40, "pair", "jsonl", "packing: true\nmax_seq_length: 256"),
     (200, 40, "pair", "csv", "num_train_epochs: 40"),
-    (1300, 40, "text", "jsonl", "val_set_size: 11\nmax_seq_length: 256"),
+    (325, 40, "text", "jsonl", "val_set_size: 11\nmax_seq_length: 256\ngradient_accumulation_steps: 4"),
     (40, 900, "text", "jsonl", ""),
     (100, 300, "pair", "jsonl", "max_seq_length: 256"),
     # tiny ones, too few for any step of packed rows, and enough for one
