@@ -103,7 +103,7 @@ def folder_files(folder: Path, split: str, configuration: str | None) -> tuple[l
 
 
 def pattern_files(path: Path) -> tuple[list[Path], list[str]]:
-    """The files that a path fits, in the order of their names, and a note on those that are left out.
+    """The files that an absolute path fits, in the order of their names, and a note on those that are left out.
 
     `*`, `?` and `[...]` work in every part of the path, and `**` as a part is any number of folders. Names that begin
     with a dot fit no pattern without such a part. `**` reads what lies in its folder: links that lead out are left out.
@@ -112,7 +112,7 @@ def pattern_files(path: Path) -> tuple[list[Path], list[str]]:
     Raises:
         RefusedError: too many files.
     """
-    folder, parts = Path(path.anchor), list(path.parts[1:] if path.anchor else path.parts)
+    folder, parts = Path(path.anchor), list(path.parts[1:])
     while parts and (not GLOB_CHARACTERS & {*parts[0]} or (folder / parts[0]).exists()):
         folder /= parts.pop(0)
     pattern = [part if part == "**" else re.sub(r"\*\*+", "*", part) for part in parts]
@@ -447,7 +447,7 @@ def find_sources(spec: DatasetSpec, folder: Path | None, offline: bool) -> list[
             return _sliced([_file_source(path, each, offline) for path in files], split, notices)
         left_out += notices
     missing = f"no file or folder {tried[0]}" if len(tried) == 1 else "neither " + " nor ".join(map(str, tried))
-    if _looks_like_file(spec.path) or HUB_ID.fullmatch(spec.path) is None:
+    if known_suffix(Path(spec.path)) is not None or HUB_ID.fullmatch(spec.path) is None:
         raise RefusedError(
             "dataset not found",
             where=f"datasets: {printable(spec.path)}",
@@ -528,10 +528,6 @@ def _near(tried: Sequence[Path]) -> str | None:
             if near := closest(path.stem, [Path(name).stem for name in beside]):
                 return str(path.parent / f"{near}{path.suffix}")
     return None
-
-
-def _looks_like_file(path: str) -> bool:
-    return path.startswith((".", "/", "~")) or "\\" in path or known_suffix(Path(path)) is not None
 
 
 def _file_source(path: Path, spec: DatasetSpec, offline: bool) -> Source:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import shlex
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 import roundpipe_cli
@@ -101,11 +102,7 @@ def shipped_recipes() -> list[ShippedRecipe]:
 
 def purpose_of(text: str) -> str:
     """The first sentence of a recipe's leading comment."""
-    lines = []
-    for line in text.splitlines():
-        if not line.startswith("# "):
-            break
-        lines.append(line[2:].strip())
+    lines = [line[2:].strip() for line in takewhile(lambda line: line.startswith("# "), text.splitlines())]
     return re.split(r"(?<=[\w)])\. (?=[A-Z`])", " ".join(lines))[0].rstrip(".")
 
 
