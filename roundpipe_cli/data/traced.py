@@ -111,12 +111,6 @@ class Traced(str):
 
     __rmul__ = __mul__
 
-    def __mod__(self, values: Any) -> str:
-        return percent(self, values)
-
-    def __rmod__(self, template: str) -> str:
-        return percent(template, self)
-
     def __getitem__(self, key: SupportsIndex | slice) -> str:
         text = str.__getitem__(self, key)
         if isinstance(key, slice):
