@@ -412,12 +412,7 @@ def _may_be_media(name: str, value: object) -> bool:
     items = value if isinstance(value, (list, tuple)) else (value,)
     if any(isinstance(item, str) and item[-5:].lower().endswith(MEDIA_ENDINGS) for item in items):
         return True
-    return _is_media_name(name) and says_something(value)
-
-
-@lru_cache(maxsize=4096)
-def _is_media_name(name: str) -> bool:
-    return MEDIA_WORD.search(name) is not None
+    return MEDIA_WORD.search(name) is not None and says_something(value)
 
 
 def _placeholder(value: object) -> str | None:

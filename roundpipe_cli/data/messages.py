@@ -347,7 +347,11 @@ def _message(item: Mapping[str, object], field: str, role_key: str) -> Message:
     if role is None:
         known = "one of " + ", ".join(roles)
         raise BadRowError(f"{field}.{key}` is unknown", found=shown(spoken), expected=known)
-    calls, text = _calls_of(item, field), item.get(text_key)
+    older, text = item.get("function_call"), item.get(text_key)
+    if older is not None and not item.get("tool_calls"):
+        calls = read_calls([older], f"{field}.function_call`")
+    else:
+        calls = read_calls(item.get("tool_calls"), f"{field}.tool_calls`")
     if spoken == CALL_ROLE and not calls:
         text, calls = read_called(text, f"{field}.{text_key}`")
     content = "" if calls and text is None else _content(text, f"{field}.{text_key}`")
@@ -410,14 +414,6 @@ def _content(value: object, field: str) -> str:
         given = next((part[name] for name in PART_KEYS if part.get(name) is not None), None)
         texts.append(checked_text(given, field, filled=False))
     return "".join(texts)
-
-
-def _calls_of(item: Mapping[str, object], field: str) -> list[dict[str, Any]]:
-    """Calls of a message, in the present or in OpenAI's older form."""
-    older = item.get("function_call")
-    if older is not None and not item.get("tool_calls"):
-        return read_calls([older], f"{field}.function_call`")
-    return read_calls(item.get("tool_calls"), f"{field}.tool_calls`")
 
 
 def holds_messages(value: object) -> bool:

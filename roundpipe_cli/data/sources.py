@@ -218,8 +218,8 @@ def _asks_for_files(readme: Path) -> bool:
 READERS = frozenset({"json", "csv", "parquet", "text", "arrow"})
 """Readers of `datasets` that only parse tables; the others open archives, images or pickles."""
 HUB_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".tsv", ".txt", ".arrow")
-COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4")
-"""One file each, not a collection of files."""
+HUB_ENDINGS = tuple(suffix + packed for suffix in HUB_SUFFIXES for packed in ("", ".gz", ".bz2", ".xz", ".zst", ".lz4"))
+"""Compressed ones too: one file each, not a collection of files."""
 
 
 def load_table(spec: DatasetSpec, offline: bool) -> Any:
@@ -256,7 +256,7 @@ def check_files(spec: DatasetSpec, builder: Any) -> None:
     reader = type(builder).__module__.rsplit(".", 1)[-1]
     files = [str(file) for group in (builder.config.data_files or {}).values() for file in group]
     outside = [file for file in files if not file.startswith(f"hf://datasets/{spec.path}@")]
-    others = [file for file in files if not _without_compression(file).endswith(HUB_SUFFIXES)]
+    others = [file for file in files if not file.lower().endswith(HUB_ENDINGS)]
     if files and (outside or others or reader not in READERS):
         raise RefusedError(
             "the hub dataset asks for files that are not its own tables",
@@ -265,11 +265,6 @@ def check_files(spec: DatasetSpec, builder: Any) -> None:
             expected=f"files of this dataset named *{', *'.join(HUB_SUFFIXES)}",
             hint="download it, and name the files that hold the rows",
         )
-
-
-def _without_compression(file: str) -> str:
-    name = file.lower()
-    return next((name.removesuffix(ending) for ending in COMPRESSED if name.endswith(ending)), name)
 
 
 def _hub_answers(spec: DatasetSpec) -> bool:
@@ -335,11 +330,6 @@ class Split:
     start: str = ""
     stop: str = ""
 
-    @property
-    def needs_length(self) -> bool:
-        """Whether the bounds say nothing before the rows are counted."""
-        return not f"0{self.start}{self.stop}".isdigit()
-
     def range(self, num_rows: int) -> tuple[int, int]:
         """The half-open range of rows, percentages rounded to the closest row as `datasets` does."""
         return _bound(self.start or "0", num_rows), _bound(self.stop or "100%", num_rows)
@@ -391,7 +381,10 @@ class Source:
         """
         if self.file is not None:
             before = _stamp(self.file)
-            yield from _local_rows(self.file, self.spec, self.progress)
+            split, txt_rows = parse_split(self.spec.split), self.spec.txt_rows
+            is_plain = f"0{split.start}{split.stop}".isdigit()  # else bounds say nothing before the rows are counted
+            count = sys.maxsize if is_plain else sum(1 for _ in read_file(self.file, txt_rows=txt_rows))
+            yield from islice(read_file(self.file, self.progress, txt_rows), *split.range(count))
             if _stamp(self.file) != before:
                 raise RefusedError("the file was changed while it was read", where=self.name, hint="start again")
             return
@@ -542,15 +535,10 @@ def _file_source(path: Path, spec: DatasetSpec, offline: bool) -> Source:
             found=f"split: {spec.split}",
             hint="split: " + spec.split.replace(split.name, "train", 1),
         )
-    return Source(shown, path, spec, offline, notices=_delimiter_notice(path))
-
-
-def _delimiter_notice(path: Path) -> tuple[str, ...]:
-    if known_suffix(path) not in (".csv", ".tsv"):
-        return ()
-    own, used = own_delimiter(path), csv_delimiter(path)
-    between = f"{DELIMITERS[used]} between its columns, not {DELIMITERS[own]}"
-    return () if used == own else (f"{_shown(path)} has {between}, and is read so",)
+    notices: list[str] = []
+    if known_suffix(path) in (".csv", ".tsv") and (used := csv_delimiter(path)) != (own := own_delimiter(path)):
+        notices.append(f"{shown} has {DELIMITERS[used]} between its columns, not {DELIMITERS[own]}, and is read so")
+    return Source(shown, path, spec, offline, notices=tuple(notices))
 
 
 def _shown(path: Path) -> str:
@@ -563,9 +551,3 @@ def _stamp(path: Path) -> tuple[int, int] | None:
     except OSError:
         return None
     return status.st_mtime_ns, status.st_size
-
-
-def _local_rows(path: Path, spec: DatasetSpec, progress: ReadProgress) -> Iterator[RawRow]:
-    split = parse_split(spec.split)
-    count = sum(1 for _ in read_file(path, txt_rows=spec.txt_rows)) if split.needs_length else sys.maxsize
-    return islice(read_file(path, progress, spec.txt_rows), *split.range(count))
