@@ -138,7 +138,11 @@ def _axolotl_entries(item: Entry, where: str, name: str, result: Conversion) -> 
             entry["as_chat"] = False
     columns: dict[str, str] = {}
     if entry["type"] == "chat":
-        _axolotl_messages(item, entry, columns, f"{name}: {where}")
+        entry["type"] = _kind_of_messages(item, f"{name}: {where}")
+        if entry["type"] == "sharegpt":
+            columns["conversations"] = item.pop("field_messages", None) or "messages"
+        elif not is_off(item.get("field_messages")):
+            columns["messages"] = item.pop("field_messages")
         _axolotl_rules(item, entry, where, result)
     return _finished(entry, item, where, name, result=result, columns=columns, known=FIELD_COLUMNS)
 
@@ -172,15 +176,6 @@ def _axolotl_rules(item: Entry, entry: Entry, where: str, result: Conversion) ->
         item.pop("train_on_eot", None)
         if ends != "turn":
             entry["train_on_eos"] = ends
-
-
-def _axolotl_messages(item: Entry, entry: Entry, columns: dict[str, str], where: str) -> None:
-    """Which keys a message of the rows has: `role` and `content`, or `from` and `value`; others are refused."""
-    entry["type"] = kind = _kind_of_messages(item, where)
-    if kind == "sharegpt":
-        columns["conversations"] = item.pop("field_messages", None) or "messages"
-    elif not is_off(item.get("field_messages")):
-        columns["messages"] = item.pop("field_messages")
 
 
 def _kind_of_messages(item: Entry, where: str) -> str:
