@@ -163,6 +163,8 @@ def test_calls_that_a_template_leaves_out_are_refused() -> None:
     lost = CALLS.replace("c.function.arguments | tojson", "(c.function.arguments.a | string) + ' a'")
     told = refused(lost, [ASKED, said("", {"a": 1, "b": "Bone"}), output("3"), DONE])
     assert "leaves arguments of a tool call out" in told and "of turn 2 in its text" in told
+    drops = CALLS.replace("c.function.arguments | tojson", "c.function.arguments.keys() | join(' ')")
+    assert "leaves arguments of a tool call out" in refused(drops, [ASKED, said("", {"a": True}), output("3"), DONE])
     assert "leaves the assistant's words out" in refused(
         CALLS.replace("+ m.content }}", "+ (m.content if not m.tool_calls else '') }}"), [ASKED, said("So.", {"a": 1})]
     )
@@ -172,11 +174,6 @@ def test_calls_that_a_template_leaves_out_are_refused() -> None:
 def test_arguments_of_every_kind_are_found(value: object) -> None:
     for template in (CALLS, QWEN3, JOINS):
         assert "[[" in shown(template, [ASKED, said("", {"a": value}), output("3"), DONE])
-
-
-def test_a_constant_that_is_not_written_is_noticed() -> None:
-    drops = CALLS.replace("c.function.arguments | tojson", "c.function.arguments.keys() | join(' ')")
-    assert "leaves arguments of a tool call out" in refused(drops, [ASKED, said("", {"a": True}), output("3"), DONE])
 
 
 def test_gpt_oss_keeps_channels_and_ends_of_earlier_turns() -> None:

@@ -266,9 +266,7 @@ def test_collate_pads_on_the_right() -> None:
     assert batch.row_ids == (7, 3)
     assert batch.num_target_tokens == 2  # the label of a first token has nothing before it to be predicted from
     assert batch.position_ids is None
-
-
-def test_collate_never_trains_a_pad_that_is_also_eos() -> None:
+    # a pad that is also EOS is never trained
     batch = collate([make_row(0, [1, 2, 5], [-100, 2, 5]), make_row(1, [1, 5], [-100, 5])], pad_token_id=5)
     assert batch.labels.tolist() == [[-100, 2, 5], [-100, 5, -100]]
     even = collate([make_row(0, [1, 2], [1, 2]), make_row(1, [3, 4], [-100, 4])], pad_token_id=0)
