@@ -122,18 +122,14 @@ def with_ends(
     Args:
         end_of_turn: the token that the template writes behind every turn; None: none.
     """
-    last = len(turns) - 1
-    whole = [which in ("turn", "all") or (which == "last" and place == last) for place in range(len(turns))]
-    kept = [turn if is_whole else _without_end(turn) for turn, is_whole in zip(turns, whole, strict=True)]
-    made = [span for turn in kept for span in turn.spans]
+    made: list[TokenSpan] = []
+    for turn in turns:
+        made += turn.spans
+        is_whole = which in ("turn", "all") or (which == "last" and turn is turns[-1])
+        if turn.end is not None and not is_whole:
+            first, _ = made[-1]
+            made[-1] = first, max(first, turn.end[0])
     if which == "all" and end_of_turn is not None:
         ends = [found.span() for found in re.finditer(re.escape(end_of_turn), text)]
         made += [end for end in ends if not any(start <= end[0] and end[1] <= stop for start, stop in made)]
     return sorted(made)
-
-
-def _without_end(turn: TurnSpans) -> TurnSpans:
-    if turn.end is None:
-        return turn
-    first, _ = turn.spans[-1]
-    return TurnSpans((*turn.spans[:-1], (first, max(first, turn.end[0]))))
