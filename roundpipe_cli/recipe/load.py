@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import yaml
 
@@ -53,6 +53,9 @@ from roundpipe_cli.recipe.strict_yaml import (
     refuse_characters,
     shown_value,
 )
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 # `${key}` in a recipe: only other keys of the same recipe, never the environment or anything else.
 #
@@ -232,12 +235,20 @@ def translate_file(data: dict[str, Any], findings: Findings, notices: list[str])
     _translate_values(data, (), findings, notices)
 
 
-def apply_overrides(data: dict[str, Any], overrides: Sequence[str], findings: Findings, notices: list[str]) -> None:
-    """Write `key=value` overrides into the recipe's data, and remove the keys of `~key`, in their order."""
+def apply_overrides(
+    data: dict[str, Any], overrides: Sequence[str], findings: Findings, notices: list[str]
+) -> dict[str, Any]:
+    """The recipe's data with `key=value` overrides written into it and the keys of `~key` removed, in their order."""
+    if not overrides:
+        return data
+    from omegaconf import DictConfig, OmegaConf  # imported late: it takes longer than reading a recipe
+
+    config = OmegaConf.create(data)
+    assert isinstance(config, DictConfig)
     for number, text in enumerate(_without_loose_equals(overrides, findings)):
         place = Place(f"override {shown_value(text)[1:-1]}", _LINE_OF_OVERRIDES + number)
         if text.startswith("~"):
-            _remove(data, text[1:], place, findings)
+            config = _remove(config, text[1:], place, findings)
             continue
         try:
             path, value = parse_override(text, place.origin)
@@ -246,7 +257,10 @@ def apply_overrides(data: dict[str, Any], overrides: Sequence[str], findings: Fi
                 findings.add_problem(problem, place.line)
             continue
         for target, meant, shown in _writes_of(path, value, place, findings, notices=notices):
-            _write(data, target, meant, shown, findings=findings)
+            _write(config, target, meant, shown, findings=findings)
+    plain = OmegaConf.to_container(config, resolve=False)
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items()}
 
 
 def _without_loose_equals(overrides: Sequence[str], findings: Findings) -> list[str]:
@@ -322,11 +336,16 @@ def _value(written: str, origin: str) -> Any:
     return written.rstrip("\r\n") if isinstance(value, str) else value  # a script of Windows ends its lines with `\r`
 
 
-def _remove(data: dict[str, Any], key: str, place: Place, findings: Findings) -> None:
-    """Remove a key, or an item of a list, that the file has; its default is in force again."""
+def _remove(config: DictConfig, key: str, place: Place, findings: Findings) -> DictConfig:
+    """The recipe without a key or an item of a list that the file has; its default is in force again."""
+    from omegaconf import DictConfig, OmegaConf
+
+    plain = OmegaConf.to_container(config, resolve=False)
     path = _parse(key)
-    if not _PATH.fullmatch(key) or look_up(data, path) is ABSENT:
-        near = closest(key, sorted(data))
+    section: Any = look_up(plain, path[:-1]) if _PATH.fullmatch(key) else ABSENT
+    if section is ABSENT or look_up(plain, path) is ABSENT:
+        known = sorted(str(name) for name in plain) if isinstance(plain, dict) else []
+        near = closest(key, known)
         problem = Problem(
             "there is no such key to remove",
             where=place.origin,
@@ -335,11 +354,14 @@ def _remove(data: dict[str, Any], key: str, place: Place, findings: Findings) ->
             hint=f"did you mean ~{near}?" if near else None,
         )
         findings.add_problem(problem, place.line)
-        return
-    del look_up(data, path[:-1])[path[-1]]
+        return config
+    del section[path[-1]]
     findings.forget(path)
     if isinstance(path[-1], int):  # later items of the list have moved up
         _move_up(path, findings)
+    left = OmegaConf.create(plain)
+    assert isinstance(left, DictConfig)
+    return left
 
 
 def _move_up(path: KeyPath, findings: Findings) -> None:
@@ -504,40 +526,29 @@ def _leaves(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
         yield from _leaves(item, (*path, key))
 
 
-def _write(data: dict[str, Any], path: KeyPath, value: Any, place: Place, *, findings: Findings) -> None:
-    """One override into the recipe's data; mappings are merged, everything else replaced."""
+def _write(config: DictConfig, path: KeyPath, value: Any, place: Place, *, findings: Findings) -> None:
+    """One override into the merged recipe; mappings are merged, everything else replaced."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
     findings.forget(path, with_places=not isinstance(value, dict))
     findings.places[path] = place
     value = refuse_bad_references(value, path, findings)
-    depth = next((end for end in range(len(path) - 1, 0, -1) if look_up(data, path[:end]) is not ABSENT), 0)
-    section, first, rest = look_up(data, path[:depth]), path[depth], path[depth + 1 :]
-    for part in reversed(rest):
-        value = {part: value}
-    is_place = isinstance(section, dict) if isinstance(first, str) else look_up(section, (first,)) is not ABSENT
+    plain = OmegaConf.to_container(config, resolve=False)
+    section = next((path[:end] for end in range(len(path) - 1, 0, -1) if look_up(plain, path[:end]) is not ABSENT), ())
     try:
-        if not is_place or any(isinstance(part, int) for part in rest):
-            raise TypeError("a name needs a section, an index an item of a list")
-        section[first] = _merged(look_up(section, (first,)), value)
-    except TypeError:
+        if not isinstance(look_up(plain, section), dict if isinstance(path[len(section)], str) else list):
+            raise TypeError("a name needs a section, an index a list")
+        if any(isinstance(part, int) for part in path[len(section) + 1 :]):
+            raise IndexError("a list is not made by an index into it")
+        OmegaConf.update(config, ".".join(str(part) for part in path), value, merge=True, force_add=True)
+    except (OmegaConfBaseException, ValueError, TypeError, IndexError):
         findings.add(
             path,
             f"{format_key(path)} cannot be set: the recipe has no such item",
-            found=f"{format_key(path[:depth]) or 'the recipe'} is {shown_value(section)}",
+            found=f"{format_key(section) or 'the recipe'} is {shown_value(look_up(plain, section))}",
             hint="an index names an item that the file has; to set a whole list write key=[...]",
         )
-
-
-def _merged(old: Any, new: Any) -> Any:
-    """`new` in place of `old`, or the keys of both mappings, of which those of `new` go first.
-
-    Raises:
-        TypeError: a list for a mapping, or a mapping for a list.
-    """
-    if isinstance(old, dict) and isinstance(new, dict):
-        return old | {key: _merged(old.get(key), value) for key, value in new.items()}
-    if isinstance(old, (dict, list)) and isinstance(new, (dict, list)) and type(old) is not type(new):
-        raise TypeError("the recipe has another kind of section here")
-    return new
 
 
 @dataclass(frozen=True)
@@ -615,7 +626,7 @@ def _load(raw: bytes, file: Path, notices: list[str], overrides: Sequence[str]) 
     data: dict[str, Any] = document.data
     translate_file(data, findings, notices)
     data = refuse_bad_references(data, (), findings)
-    apply_overrides(data, overrides, findings, notices)
+    data = apply_overrides(data, overrides, findings, notices)
     remove_unknown_keys(data, Recipe, findings)
     has_own_rate = "learning_rate" in data
     _fill_defaults(data, file.stem)
