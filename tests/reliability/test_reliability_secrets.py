@@ -6,7 +6,6 @@ import functools
 import importlib.metadata
 import json
 import os
-import shutil
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from roundpipe_cli.errors import RecipeError, redact, redact_values
 from roundpipe_cli.events import Notice, run_clock
 from roundpipe_cli.train import floors
 from roundpipe_cli.train.monitor.telemetry import EventRecorder
-from tests.support.e2e import launch, make_model, make_workspace, write_rows
+from tests.support.e2e import launch, make_model, make_workspace
 from tests.torture import guard
 
 CANARIES = {
@@ -151,14 +150,3 @@ def test_the_floors_are_those_of_the_package() -> None:
     safe = {name: floor for name, (floor, _) in floors.FLOORS.items()}
     for name, floor in (safe | floors.WORKING_FLOORS).items():
         assert f'"{name}>={floor}"' in text
-
-
-def test_another_base_model_is_refused(folder: Path, tmp_path: Path) -> None:
-    """The same names and shapes, other values."""
-    environment = {"ROUNDPIPE_FAULT": "optimizer:kill:step=2"}
-    launch(folder, "finetune", "recipe.yaml", "save_steps=1", environment=environment).finish()
-    write_rows(folder / "unused.jsonl")
-    shutil.rmtree(folder / "model")
-    make_model(folder / "model", seed=1)
-    done = launch(folder, "finetune", "recipe.yaml", "save_steps=1", "--resume").finish().expect(2)
-    assert "model (files): changed" in done.err and "--allow-changed model" in done.err
