@@ -155,22 +155,6 @@ def test_an_export_has_card_and_modelfile(trained: Path) -> None:
     assert not (trained / "plain" / "Modelfile").exists()
 
 
-def test_gguf_by_the_converter_that_is_named(trained: Path, tmp_path: Path) -> None:
-    program = tmp_path / "convert.py"
-    program.write_text(
-        "import sys, pathlib\nfolder, flag, target, *_ = sys.argv[1:]\nassert flag == '--outfile'\n"
-        "pathlib.Path(target).write_bytes(b'GGUF' + (pathlib.Path(folder) / 'config.json').read_bytes())\n"
-    )
-    words = ("export", "out", "--merge", "--gguf", "--converter", str(program), "--to", "ggufed")
-    run(trained, *words).expect(0)
-    assert (trained / "ggufed" / "model.gguf").read_bytes().startswith(b"GGUF")
-    assert (trained / "ggufed" / "Modelfile").read_text().startswith("FROM ./model.gguf\n")
-    program.write_text("import sys\nsys.exit('unknown architecture')\n")
-    done = run(trained, *words[:-1], "failed").expect(2)
-    assert "unknown architecture" in done.err and (trained / "failed" / "model.safetensors").exists()
-    assert "add --merge" in run(trained, "export", "out", "--gguf").expect(2).err
-
-
 def test_nothing_is_uploaded_unless_asked_and_a_failure_is_told(trained: Path) -> None:
     nowhere = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_TOKEN": SECRET}
     run(trained, "export", "out", "--to", "kept", environment=nowhere).expect(0)
@@ -362,12 +346,6 @@ def test_a_converter_that_does_not_end_well_is_one_error(
     with pytest.raises(RefusedError, match=words):
         convert_to_gguf(tmp_path / "convert.py", tmp_path)
     assert not (tmp_path / GGUF_NAME).exists()
-
-
-def test_a_converter_that_works_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(export, "LOOK_S", 0.05)
-    (tmp_path / "convert.py").write_text("import sys; open(sys.argv[3], 'w').write('gguf')")
-    assert convert_to_gguf(tmp_path / "convert.py", tmp_path).read_text() == "gguf"
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "deep/notes.txt", "deep"])

@@ -283,6 +283,7 @@ def test_what_cannot_be_exported_is_told(trained: Path, tmp_path: Path) -> None:
         (("out", "--merge", "--to", str(tmp_path / "there")), "exists already"),
         (("nowhere",), "no result of a run"),
         (("out", "--dtype", "float32"), "--dtype is for merged"),
+        (("out", "--gguf"), "add --merge"),
         (("out", "--merge", "--dtype", "int4"), "unknown dtype"),
         (("out", "--merge", "--base", "not-there/at/all", "--offline"), "--base"),
     ]

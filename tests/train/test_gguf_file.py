@@ -166,6 +166,10 @@ def test_a_converter_writes_the_types_that_it_knows(tmp_path: Path) -> None:
     (tmp_path / "convert.py").write_text("import sys; open(sys.argv[3], 'w').write(sys.argv[5])")
     run(tmp_path, *words, "by").expect(0)
     assert (tmp_path / "by" / GGUF_NAME).read_text() == "q8_0"
+    assert (tmp_path / "by" / "Modelfile").read_text().startswith("FROM ./model.gguf\n")
+    (tmp_path / "convert.py").write_text("raise SystemExit('unknown architecture')")
+    assert "unknown architecture" in run(tmp_path, *words, "failed").expect(2).err
+    assert (tmp_path / "failed" / "model.safetensors").exists() and not (tmp_path / "failed" / GGUF_NAME).exists()
     assert "does not write this type" in run(tmp_path, *words, "x", "--gguf", "q4_0").expect(2).err
 
 

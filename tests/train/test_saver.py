@@ -147,16 +147,6 @@ def test_a_pause_is_reported_whenever_the_update_wakes_up(tmp_path: Path) -> Non
     assert saved.pause_s >= 0.05
 
 
-def test_the_update_that_is_to_be_saved_does_not_wait_for_its_own_copy(tmp_path: Path) -> None:
-    """A save may begin before the update has come to an end, or to a beginning. It used to hang."""
-    run = Run(tmp_path)
-    with run.saver:
-        run.save(1)
-        run.update(1)
-        run.saver.wait()
-        assert steps_in(tmp_path, 1) == {1.0}
-
-
 def test_the_ring_is_never_a_second_copy() -> None:
     for total_bytes in (20_000, 10**6, 5 * 10**7):
         assert total_bytes / 10 <= _Ring(total_bytes).num_bytes <= total_bytes / 2
