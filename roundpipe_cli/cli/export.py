@@ -312,7 +312,9 @@ def export(
         _write_gguf(target, gguf, program)
     if push_to is not None:
         say(f"uploaded to {push(target, push_to)}")
-    say_data(json.dumps(_export_document(target, merged=merge, pushed=push_to)) if json_ else str(target))
+    files = {path.name: path.stat().st_size for path in sorted(target.iterdir()) if path.is_file()}
+    document = {"folder": str(target), "merged": merge, "pushed_to": push_to, "files": files}
+    say_data(json.dumps(document) if json_ else str(target))
 
 
 def _write_gguf(folder: Path, type_name: str, program: Path | None) -> None:
@@ -353,7 +355,10 @@ def _export(
         if single_experts and not renamed:
             say("note: no names changed: vLLM reads PEFT's for this model")
         if is_adapter and not single_experts and _has_expert_adapters(result):
-            say(f"note: {EXPERTS_NOTE}")
+            say(
+                "note: this adapter changes fused experts: PEFT loads it as it is; for vLLM add --adapter-layout vllm; "
+                "Ollama needs a merged model (--merge)"
+            )
         if not extras.has_tokenizer:
             say("note: the adapter has no tokenizer: its base's belongs to it")
     else:
@@ -379,12 +384,6 @@ def check_dtype(dtype: str | None) -> None:
         raise RefusedError("unknown dtype", found=dtype, expected=known, hint="leave --dtype out")
 
 
-def _export_document(folder: Path, *, merged: bool, pushed: str | None) -> dict[str, Any]:
-    """The written files, with the bytes of each."""
-    files = {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
-    return {"folder": str(folder), "merged": merged, "pushed_to": pushed, "files": files}
-
-
 def _notes(done: Merged, source: ModelSource) -> Iterator[str]:
     """Notes on differences from the base's files."""
     if done.dequantized:
@@ -395,12 +394,6 @@ def _notes(done: Merged, source: ModelSource) -> Iterator[str]:
         yield "the adapter changes one of the tables that the base shares: both are written, no longer tied"
     if done.replaced:
         yield f"whole weights in the adapter's file take the place of the base's: {', '.join(done.replaced)}"
-
-
-EXPERTS_NOTE = (
-    "this adapter changes fused experts: PEFT loads it as it is; for vLLM add --adapter-layout vllm; Ollama needs a "
-    "merged model (--merge)"
-)
 
 
 def _has_expert_adapters(folder: Path) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -11,35 +12,19 @@ import torch
 from roundpipe_cli.events import Say
 from roundpipe_cli.train.checkpoint.writing import TensorSpec, save_checkpoint, stream_file
 
-Stream = tuple[tuple[TensorSpec, ...], Iterable[tuple[str, torch.Tensor]]]
-"""What `stream_file` takes."""
-Group = Mapping[str, torch.Tensor] | Stream
-
 
 def save_groups(
     folder: Path,
     step: int,
-    groups: Mapping[str, Group],
+    groups: Mapping[str, Mapping[str, torch.Tensor]],
     meta: Mapping[str, Any],
     *,
     keep: int,
     warn: Say = lambda text: None,
 ) -> Path:
-    """One file a group, one after the other; of a mapping the larger elements first."""
-    streams = {name: _stream(group) for name, group in groups.items()}
-    specs = {name: announced for name, (announced, _) in streams.items()}
-    return save_checkpoint(folder, step, specs, _pieces(streams), meta=meta, keep=keep, warn=warn)
-
-
-def _pieces(streams: Mapping[str, Stream]) -> Iterator[tuple[str, memoryview]]:
-    for name, stream in streams.items():
-        pieces = stream_file(*stream)
-        next(pieces)  # the header
-        yield from ((name, memoryview(piece)) for piece in pieces)
-
-
-def _stream(group: Group) -> Stream:
-    if isinstance(group, tuple):
-        return group
-    pairs = sorted(group.items(), key=lambda pair: -pair[1].dtype.itemsize)
-    return tuple(TensorSpec.of(name, tensor) for name, tensor in pairs), pairs
+    """One file a group, one after the other, with the larger elements first."""
+    pairs = {name: sorted(group.items(), key=lambda pair: -pair[1].dtype.itemsize) for name, group in groups.items()}
+    specs = {name: tuple(TensorSpec.of(*pair) for pair in group) for name, group in pairs.items()}
+    after_header = ((name, islice(stream_file(specs[name], group), 1, None)) for name, group in pairs.items())
+    pieces = ((name, memoryview(piece)) for name, group in after_header for piece in group)
+    return save_checkpoint(folder, step, specs, pieces, meta=meta, keep=keep, warn=warn)

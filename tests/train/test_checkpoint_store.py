@@ -20,7 +20,7 @@ from roundpipe_cli.errors import NoCheckpointError, ResourceError
 from roundpipe_cli.train.checkpoint import writing as store
 from roundpipe_cli.train.checkpoint.manifest import DamagedError, read_own_json
 from roundpipe_cli.train.checkpoint.reading import Checkpoint, kept_step_of, load_newest
-from roundpipe_cli.train.checkpoint.writing import DTYPE_NAMES, TensorSpec, list_checkpoints
+from roundpipe_cli.train.checkpoint.writing import DTYPE_NAMES, TensorSpec, list_checkpoints, stream_file
 from tests.support.checkpoints import save_groups
 from tests.support.os_calls import replace_os_call
 
@@ -75,15 +75,13 @@ def test_round_trip_of_every_dtype_and_shape(tmp_path: Path) -> None:
     assert set(load_newest(tmp_path).tensors("all")) == set(tensors)
 
 
-def test_a_stream_that_breaks_its_word_commits_nothing(tmp_path: Path) -> None:
+def test_a_stream_that_breaks_its_word_is_refused() -> None:
     specs = (TensorSpec("a", torch.float32, (2,)), TensorSpec("b", torch.float32, (2,)))
     for tensors in ([("a", torch.ones(2))], [("a", torch.ones(2)), ("b", torch.ones(3))]):
         with pytest.raises(ValueError, match="announced"):
-            save_groups(tmp_path, 1, {"masters": (specs, tensors)}, {}, keep=2)
-    misaligned = (TensorSpec("a", torch.uint8, (3,)), TensorSpec("b", torch.float32, (2,)))
+            list(stream_file(specs, tensors))
     with pytest.raises(ValueError, match="larger element sizes first"):
-        save_groups(tmp_path, 1, {"masters": (misaligned, [])}, {}, keep=2)
-    assert _names(tmp_path) == []
+        list(stream_file((TensorSpec("a", torch.uint8, (3,)), *specs[1:]), []))
 
 
 def test_retention_is_by_step_whatever_the_clock_says(tmp_path: Path) -> None:

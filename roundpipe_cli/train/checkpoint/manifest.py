@@ -99,17 +99,12 @@ def _read_record(path: Path, line: object, depth: int) -> FileRecord:
     if not isinstance(line, dict) or set(line) != {"name", "size", "sha256"}:
         raise DamagedError(path, "a line without name, size and sha256", "all three")
     name, size, sha256 = line["name"], line["size"], line["sha256"]
-    if not isinstance(name, str) or not _is_inside(name, depth) or name == path.name:
+    parts = name.split("/") if isinstance(name, str) else []  # the folder's, at most `depth` names down
+    if not 0 < len(parts) <= depth or not all(map(_FILE_NAME.match, parts)) or name == path.name:
         raise DamagedError(path, f"the file name {str(name)[:80]!r}", "a plain name inside the manifest's folder")
     if type(size) is not int or size < 0 or not isinstance(sha256, str):
         raise DamagedError(path, f"size {size!r} for {name}", "a number of bytes and a SHA-256")
     return FileRecord(name, size, sha256)
-
-
-def _is_inside(name: str, depth: int) -> bool:
-    """Whether a record names a file of the folder, at most `depth` names down."""
-    parts = name.split("/")
-    return len(parts) <= depth and all(_FILE_NAME.match(part) for part in parts)
 
 
 def read_own_json(path: Path) -> dict[str, Any]:

@@ -17,10 +17,11 @@ import json
 import math
 import os
 import re
+import shutil
 import socket
 import stat
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from roundpipe_cli.files import (
     read_json_of_ours,
     read_regular,
     remove_tree,
+    sync,
     write_atomically,
 )
 from roundpipe_cli.recipe.schema import Recipe
@@ -94,6 +96,26 @@ def free_name(path: Path) -> Path:
         attempt += 1
         name = path.with_name(f"{path.name}-{attempt}")
     return name
+
+
+@contextlib.contextmanager
+def whole_folder(target: Path, what: str) -> Iterator[Path]:
+    """The temporary name under which the body makes the folder `target`: it is there whole, or not at all.
+
+    Raises:
+        ResourceError: disk full or failing while `what` is written.
+    """
+    temporary = target.with_name(f"{TEMPORARY_PREFIX}{target.name}")
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        yield temporary
+        temporary.rename(target)
+        sync(target.parent)
+    except BaseException as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise disk_error(error, target, what) from error
+        raise
 
 
 def _list(output_dir: Path, pattern: re.Pattern[str]) -> list[tuple[int, Path]]:

@@ -54,12 +54,6 @@ FREE_KEYS = (
 """Keys that may change at a resume: they do not change what is computed."""
 GROWING_KEYS = ("max_steps", "num_train_epochs")
 """Keys whose values may become larger at a resume."""
-DATA_KEY = "datasets (content)"
-TOKENIZER_KEY = "tokenizer"
-MODEL_KEY = "model (files)"
-CONFIG_KEY = "model (config.json)"
-START_KEY = "lora.start_from (files)"
-FUSED_KEY = "kernels (fused modules)"
 MICROBATCH_KEYS = ("micro_batch_size", "gradient_accumulation_steps", "micro_batch_tokens")
 """Keys that decide how a step's rows are grouped."""
 DECIDED_ONCE = ("packing", "micro_batch_tokens")
@@ -284,14 +278,14 @@ def check_unchanged(saved: Mapping[str, Any], setup: Setup, allowed: Sequence[st
     old_recipe = _with_newer_keys(saved["recipe"])
     changes = [*_changed_keys(old_recipe, plain_data(setup.recipe))]
     for key, name, now in (
-        (DATA_KEY, "data_hash", setup.dataset.content_hash),
-        (TOKENIZER_KEY, "tokenizer_hash", tokenizer_hash(setup.tokenizer)),
-        (MODEL_KEY, "model_hash", setup.model_hash),
-        (CONFIG_KEY, "config_hash", setup.config_hash),
-        (START_KEY, "start_hash", setup.start_hash),
-        (FUSED_KEY, "fused", fused_counts(setup.fused)),
+        ("datasets (content)", "data_hash", setup.dataset.content_hash),
+        ("tokenizer", "tokenizer_hash", tokenizer_hash(setup.tokenizer)),
+        ("model (files)", "model_hash", setup.model_hash),
+        ("model (config.json)", "config_hash", setup.config_hash),
+        ("lora.start_from (files)", "start_hash", setup.start_hash),
+        ("kernels (fused modules)", "fused", fused_counts(setup.fused)),
     ):
-        is_implied = key == FUSED_KEY and any(changed == "kernels" for changed, _, _ in changes)
+        is_implied = name == "fused" and any(changed == "kernels" for changed, _, _ in changes)
         if name in saved and saved.get(name) != now and not is_implied:
             changes.append((key, saved.get(name), now))
     changes = [
@@ -349,9 +343,7 @@ def _filled(old: Any, defaults: Any) -> Any:
     """`old` with the default of every key that an earlier release did not have."""
     if not (isinstance(old, dict) and isinstance(defaults, dict)):
         return old
-    return {key: _filled(old[key], value) if key in old else value for key, value in defaults.items()} | {
-        key: value for key, value in old.items() if key not in defaults
-    }
+    return {key: _filled(old.get(key, defaults.get(key)), defaults.get(key)) for key in {**defaults, **old}}
 
 
 def _changed_keys(old: Any, new: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:

@@ -16,22 +16,13 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import secrets
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from roundpipe_cli.events import Say
-from roundpipe_cli.files import (
-    TEMPORARY_PREFIX,
-    disk_error,
-    read_json_of_ours,
-    read_regular,
-    remove_tree,
-    sync,
-    write_atomically,
-)
+from roundpipe_cli.files import disk_error, read_json_of_ours, read_regular, sync, write_atomically
 from roundpipe_cli.train.checkpoint.output_dir import (
     EVAL_NAME,
     EVENTS_NAME,
@@ -45,6 +36,7 @@ from roundpipe_cli.train.checkpoint.output_dir import (
     list_best,
     list_checkpoints,
     list_set_aside,
+    whole_folder,
 )
 from roundpipe_cli.train.checkpoint.reading import peek
 
@@ -185,24 +177,11 @@ def copy_records(checkpoint: Path, meta: Mapping[str, Any], output_dir: Path, sa
             write_atomically(output_dir / name, read_regular(run_dir / name, MAX_ROWS_BYTES))
     kept_step, _ = kept_weights(meta.get("evaluation"))
     if kept_step is not None:
-        _copy_folder(best_folder(run_dir, kept_step), best_folder(output_dir, kept_step))
+        source, target = (best_folder(folder, kept_step) for folder in (run_dir, output_dir))
+        if source.is_dir() and not target.exists():
+            with whole_folder(target, "a copy of the best weights") as temporary:
+                shutil.copytree(source, temporary)
     say(f"{run_dir} stays as it is; its rows up to {checkpoint.name} are copied to {output_dir}")
-
-
-def _copy_folder(source: Path, target: Path) -> None:
-    """Copy all of `source` or nothing; nothing if there is no such folder, or `target` exists."""
-    if not source.is_dir() or target.exists():
-        return
-    temporary = target.with_name(f"{TEMPORARY_PREFIX}{target.name}-{secrets.token_hex(4)}")
-    try:
-        shutil.copytree(source, temporary)
-        temporary.rename(target)
-        sync(target.parent)
-    except OSError as error:
-        raise disk_error(error, target, "a copy of the best weights") from error
-    finally:
-        if temporary.exists():
-            remove_tree(temporary)
 
 
 def rewind(output_dir: Path, step: int, *, num_steps: int, say: Say) -> None:

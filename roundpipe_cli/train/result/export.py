@@ -12,7 +12,6 @@ import ctypes
 import json
 import os
 import re
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PureWindowsPath
@@ -26,10 +25,7 @@ from roundpipe_cli.choices import GGUF_NAME
 from roundpipe_cli.errors import RecipeError, RefusedError, redact
 from roundpipe_cli.faults import fault
 from roundpipe_cli.files import (
-    TEMPORARY_PREFIX,
-    disk_error,
     read_regular,
-    remove_tree,
     require_free_bytes,
     shared_mode,
     sync,
@@ -54,6 +50,7 @@ from roundpipe_cli.model.stored.formats import is_nf4, untie_stored
 from roundpipe_cli.model.stored.tensors import OpenFiles, base_name, check_finite, is_adapter, tied_names
 from roundpipe_cli.model.weights_io import BaseWeights, WeightGroup
 from roundpipe_cli.recipe.strict_yaml import parse_bytes
+from roundpipe_cli.train.checkpoint.output_dir import whole_folder
 from roundpipe_cli.train.checkpoint.writing import TensorSpec, stream_file
 from roundpipe_cli.train.prepare.base_files import ESCAPED, GENERATION_CONFIG, OTHER_NAMES, BaseFiles, read_base_files
 from roundpipe_cli.train.result.ollama import modelfile
@@ -530,52 +527,32 @@ M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES = -3, 2**20
 FILE_MODE = 0o644
 
 
-class Destination:
-    """A new folder that is built under a temporary name; a context manager that gives the temporary folder."""
+@contextlib.contextmanager
+def _new_folder(folder: Path) -> Iterator[Path]:
+    """The place where the body writes what is to be in the new folder `folder`.
 
-    def __init__(self, folder: Path) -> None:
-        """
-        Raises:
-            RefusedError: there is something at `folder` already.
-        """
-        self._folder = folder
-        self._temporary = folder.with_name(f"{TEMPORARY_PREFIX}{folder.name}")
-        if folder.exists() or folder.is_symlink():
-            raise RefusedError(
-                "the folder to export to exists already",
-                where=str(folder),
-                expected="a new folder",
-                hint="name another one with --to",
-            )
-
-    def __enter__(self) -> Path:
+    Raises:
+        RefusedError: there is something at `folder` already, or it cannot be made.
+        ResourceError: disk full or failing.
+    """
+    if folder.exists() or folder.is_symlink():
+        raise RefusedError(
+            "the folder to export to exists already",
+            where=str(folder),
+            expected="a new folder",
+            hint="name another one with --to",
+        )
+    with whole_folder(folder, "the export") as temporary:
         try:
-            self._folder.parent.mkdir(parents=True, exist_ok=True)
-            if self._temporary.exists():
-                remove_tree(self._temporary)
-            self._temporary.mkdir()
+            temporary.mkdir(parents=True)
         except OSError as error:
-            raise RefusedError(
-                "the folder to export to cannot be made", where=str(self._folder), found=error.strerror
-            ) from error
-        return self._temporary
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        try:
-            if error is None:
-                for path in self._temporary.rglob("*"):
-                    path.chmod(shared_mode(0o777 if path.is_dir() else 0o666))
-                self._temporary.chmod(shared_mode(0o777))
-                sync(self._temporary)
-                fault("export")
-                self._temporary.rename(self._folder)
-                sync(self._folder.parent)
-                return
-        except OSError as problem:
-            error = problem
-        shutil.rmtree(self._temporary, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise disk_error(error, self._folder, "the export") from error
+            what = "the folder to export to cannot be made"
+            raise RefusedError(what, where=str(folder), found=error.strerror) from error
+        yield temporary
+        for path in (*temporary.rglob("*"), temporary):
+            path.chmod(shared_mode(0o777 if path.is_dir() else 0o666))
+        sync(temporary)
+        fault("export")
 
 
 @dataclass
@@ -622,7 +599,7 @@ def copy_result(result: Path, folder: Path, extras: Extras, *, single_experts_of
     single: dict[str, bytes] = {}
     if single_experts_of is not None:
         single = as_single_experts(build_skeleton(load_config(single_experts_of), torch.float32), result)
-    with Destination(folder) as temporary:
+    with _new_folder(folder) as temporary:
         for path in sorted(result.iterdir()):
             is_weights = path.name.endswith((".safetensors", ".safetensors.index.json"))
             if path.is_file() and (is_weights or path.name in RESULT_NAMES):
@@ -692,7 +669,7 @@ def merge_result(
         ResourceError: disk full or failing.
     """
     _return_freed_memory()
-    with Destination(folder) as temporary:
+    with _new_folder(folder) as temporary:
         config = load_config(source)
         base_files = read_base_files(source, config)
         own_dtype = _own_dtype(config)  # a skeleton's own replaces it

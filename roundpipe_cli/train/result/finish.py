@@ -50,7 +50,13 @@ from roundpipe_cli.train.checkpoint.manifest import (
     verify_files,
     write_manifest,
 )
-from roundpipe_cli.train.checkpoint.output_dir import BEST_NOTE, LAST_NAMES, REPORT_NAME, RESULT_FOLDER_MODE
+from roundpipe_cli.train.checkpoint.output_dir import (
+    BEST_NOTE,
+    LAST_NAMES,
+    REPORT_NAME,
+    RESULT_FOLDER_MODE,
+    whole_folder,
+)
 from roundpipe_cli.train.checkpoint.reading import Checkpoint
 from roundpipe_cli.train.checkpoint.resume import check_tensors
 from roundpipe_cli.train.checkpoint.writing import TensorSpec, stream_file
@@ -251,18 +257,11 @@ def write_best(setup: Setup, folder: Path, note: Mapping[str, Any]) -> None:
     Raises:
         ResourceError: disk full or failing.
     """
-    temporary = folder.with_name(f"{TEMPORARY_PREFIX}{folder.name}")
-    try:
-        shutil.rmtree(temporary, ignore_errors=True)
+    with whole_folder(folder, "the best weights") as temporary:
         _fill(setup, temporary)
         write_manifest(temporary, BEST_NOTE, note)
         _synced(temporary)
         sync(temporary)
-        temporary.rename(folder)
-        sync(folder.parent)
-    except OSError as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise disk_error(error, folder, "the best weights") from error
 
 
 def verify_best(folder: Path) -> None:

@@ -393,22 +393,16 @@ def _reader(name: str, stored: StoredTensor, family: Family, config: Any) -> Rea
 
 def _rope_factors(config: Any) -> Iterator[tuple[str, npt.NDArray[Any]]]:
     """Tensors by which llama.cpp divides the frequencies of rotary embeddings."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
     rope = _ropes(config)[0]
     if rope.get("rope_type") == "longrope":
         for length in ("long", "short"):
             yield f"rope_factors_{length}.weight", np.array(rope[f"{length}_factor"], dtype=np.float32)
     if rope.get("rope_type") == "llama3":
-        yield "rope_freqs.weight", _llama3_factors(rope, _head_dim(config))
-
-
-def _llama3_factors(rope: Mapping[str, Any], head_dim: int) -> npt.NDArray[Any]:
-    """Long waves are slowed down by `factor`, short ones not, those between by a part of it (as transformers does)."""
-    before, factor = rope["original_max_position_embeddings"], rope["factor"]
-    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-    waves = 2 * math.pi * rope["rope_theta"] ** (np.arange(0, head_dim, 2) / head_dim)
-    share = np.clip((before / waves - low) / (high - low), 0.0, 1.0)
-    factors: npt.NDArray[Any] = (1 / ((1 - share) / factor + share)).astype(np.float32)
-    return factors
+        slowed, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+        plain = 1.0 / rope["rope_theta"] ** (torch.arange(len(slowed)).float() / len(slowed))
+        yield "rope_freqs.weight", (plain / slowed).numpy()
 
 
 # Notes.
