@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import base64
 import io
 import json
 import os
 import shutil
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,7 +37,7 @@ from tests.support.e2e import (
     run,
     smollm2_folder,
 )
-from tests.support.model_hub import read_hub_settings_again, serving
+from tests.support.model_hub import model_hub, read_hub_settings_again
 
 SECRET = "canary-0815-secret"
 CHATML = (
@@ -152,7 +147,11 @@ def test_an_export_has_card_and_modelfile(trained: Path) -> None:
     assert str(trained) not in card and "output_dir" not in card
     run(trained, "export", "out", "--to", "plain").expect(0)
     assert "library_name: peft" in (trained / "plain" / "README.md").read_text()
-    assert not (trained / "plain" / "Modelfile").exists()
+    weights, tokenizer = "adapter_model.safetensors", {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+    names = {path.name for path in (trained / "plain").iterdir()}
+    assert names == {"adapter_config.json", weights, "README.md", *tokenizer}
+    assert (trained / "plain").stat().st_mode & 0o777 == 0o755, "a server may run as somebody else"
+    assert (trained / "plain" / weights).read_bytes() == (trained / "out" / weights).read_bytes()
 
 
 def test_nothing_is_uploaded_unless_asked_and_a_failure_is_told(trained: Path) -> None:
@@ -164,83 +163,22 @@ def test_nothing_is_uploaded_unless_asked_and_a_failure_is_told(trained: Path) -
     assert "needs a connection" in run(trained, "export", "out", "--push", "me/mine", "--offline").expect(2).err
 
 
-@dataclass
-class Hub:
-    """What was sent to it."""
-
-    address: str = ""
-    files: dict[str, dict[str, bytes]] = field(default_factory=dict)
-    """Repository to its files."""
-    is_private: dict[str, bool] = field(default_factory=dict)
-    refuses_files: bool = False
-    """Whether commits are answered with 403."""
-
-
-@contextmanager
-def hub_server() -> Iterator[Hub]:
-    """A hub on this machine that makes repositories and takes commits while the body runs; name it by HF_ENDPOINT."""
-    hub = Hub()
-
-    class Handler(BaseHTTPRequestHandler):
-        def log_message(self, *_: Any) -> None:
-            return None
-
-        def _answer(self, document: Any, code: int = 200) -> None:
-            body = json.dumps(document).encode()
-            self.send_response(code)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def do_GET(self) -> None:
-            self._answer({"sha": "0" * 40, "siblings": []})
-
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            if self.path == "/api/repos/create":
-                asked = json.loads(body)
-                name = f"{asked.get('organization') or 'me'}/{asked['name']}"
-                hub.files.setdefault(name, {})
-                hub.is_private.setdefault(name, asked.get("private") is True or asked.get("visibility") == "private")
-                self._answer({"url": f"{hub.address}/{name}", "name": name})
-                return
-            if self.path == "/api/validate-yaml":
-                self._answer({"errors": [], "warnings": []})
-                return
-            name = "/".join(self.path.removeprefix("/api/models/").split("/")[:2])
-            if "/preupload/" in self.path:
-                files = [{"path": item["path"], "uploadMode": "regular"} for item in json.loads(body)["files"]]
-                self._answer({"files": [{**item, "shouldIgnore": False, "oid": None} for item in files]})
-            elif hub.refuses_files:
-                self._answer({"error": "no room"}, 403)
-            else:
-                for line in map(json.loads, body.splitlines()):
-                    if line["key"] == "file":
-                        hub.files[name][line["value"]["path"]] = base64.b64decode(line["value"]["content"])
-                url = f"{hub.address}/{name}/commit/{'1' * 40}"
-                self._answer({"commitUrl": url, "commitOid": "1" * 40, "success": True})
-
-    with serving(Handler) as hub.address:
-        yield hub
-
-
 def test_a_finished_run_is_uploaded_where_its_recipe_says_so(trained: Path, tmp_path: Path) -> None:
     """To a small hub on this machine: the result with its card, and neither checkpoints nor metrics."""
     work = tmp_path / "work"
     shutil.copytree(trained, work, ignore=shutil.ignore_patterns("out", ".log*"))
-    with hub_server() as hub:
+    with model_hub("me/other", {}) as hub:
         environment = {"HF_ENDPOINT": hub.address, "HF_TOKEN": SECRET, "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
         words = ("finetune", "recipe.yaml", "hub_model_id=me/mine", "--no-dashboard", "max_steps=1")
         done = on_hub(work, *words, environment=environment).expect(0)
         assert f"uploaded to {hub.address}/me/mine" in done.err and SECRET not in done.err
-        assert hub.is_private == {"me/mine": True}
-        files = hub.files["me/mine"]
+        assert hub.private == {"me/mine"}
+        files = hub.models["me/mine"]
         assert {"adapter_model.safetensors", "adapter_config.json", "README.md", "tokenizer.json"} <= set(files)
         assert files["adapter_model.safetensors"] == (work / "out" / "adapter_model.safetensors").read_bytes()
         assert not any(name.startswith(("step-", "metrics", "events", "report", "recipe")) for name in files)
         assert not list((work / "out").glob(".tmp*"))
-        hub.refuses_files = True
+        hub.status = {"/commit/": [403]}
         done = on_hub(work, *words, "output_dir=other", environment=environment).expect(2)
         assert "the run is finished, and its upload failed" in done.err and SECRET not in done.err
         assert "roundpipe export other --to other-exported --push me/mine" in done.err

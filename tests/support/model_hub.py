@@ -1,7 +1,8 @@
-"""A small hub on this machine that serves models: listings, files in parts, and every way in which a hub can fail."""
+"""A small hub on this machine: it serves models, in parts, fails in every way in which a hub can, and takes uploads."""
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import importlib
 import json
@@ -26,7 +27,9 @@ class ModelHub:
 
     address: str = ""
     models: dict[str, dict[str, bytes]] = field(default_factory=dict)
-    """Model to its files."""
+    """Model to its files, those included that were uploaded."""
+    private: set[str] = field(default_factory=set)
+    """Models that were made as private ones."""
     commit: str = COMMIT
     """Of the default branch of each model."""
     asked: list[tuple[str, str]] = field(default_factory=list)
@@ -108,12 +111,8 @@ def model_hub(name: str, files: dict[str, bytes]) -> Iterator[ModelHub]:
             hub.asked.append((self.command, path))
             hub.tokens |= {self.headers["Authorization"]} if "Authorization" in self.headers else set()
             time.sleep(hub.slow_s)
-            for part, statuses in hub.status.items():
-                if part in path and statuses:
-                    status = statuses.pop(0) if len(statuses) > 1 else statuses[0]
-                    if status != 200:
-                        headers = {} if hub.retry_after is None else {"Retry-After": hub.retry_after}
-                        return self._answer(status, b'{"error": "as the test says"}', headers)
+            if self._fails(path):
+                return None
             if hub.gated:
                 return self._answer(403, b"{}", {"X-Error-Code": "GatedRepo", "X-Error-Message": "accept the terms"})
             words = path.strip("/").split("/")
@@ -124,6 +123,40 @@ def model_hub(name: str, files: dict[str, bytes]) -> Iterator[ModelHub]:
             if content is None or revision not in ("main", hub.commit, COMMIT):
                 return self._answer(404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": hub.commit})
             return self._file(file, content, hub.commit if revision == "main" else revision)
+
+        def _fails(self, path: str) -> bool:
+            """Whether another status than the usual one was answered, as the test has asked."""
+            for part, statuses in hub.status.items():
+                if part in path and statuses:
+                    status = statuses.pop(0) if len(statuses) > 1 else statuses[0]
+                    if status != 200:
+                        headers = {} if hub.retry_after is None else {"Retry-After": hub.retry_after}
+                        self._answer(status, b'{"error": "as the test says"}', headers)
+                        return True
+            return False
+
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            answer: dict[str, Any] = {"errors": [], "warnings": []}
+            name = "/".join(self.path.removeprefix("/api/models/").split("/")[:2])
+            if self._fails(self.path):
+                return
+            if self.path == "/api/repos/create":
+                asked = json.loads(body)
+                name = f"{asked.get('organization') or 'me'}/{asked['name']}"
+                hub.models.setdefault(name, {})
+                hub.private |= {name} if asked.get("private") or asked.get("visibility") == "private" else set()
+                answer = {"url": f"{hub.address}/{name}", "name": name}
+            elif "/preupload/" in self.path:
+                paths = [item["path"] for item in json.loads(body)["files"]]
+                entry = {"uploadMode": "regular", "shouldIgnore": False, "oid": None}
+                answer = {"files": [{"path": path, **entry} for path in paths]}
+            elif "/commit/" in self.path:
+                lines = [line["value"] for line in map(json.loads, body.splitlines()) if line["key"] == "file"]
+                hub.models[name] |= {line["path"]: base64.b64decode(line["content"]) for line in lines}
+                url = f"{hub.address}/{name}/commit/{OTHER_COMMIT}"
+                answer = {"commitUrl": url, "commitOid": OTHER_COMMIT, "success": True}
+            self._answer(200, json.dumps(answer).encode(), {"Content-Type": "application/json"})
 
         def _listing(self, model: str, revision: str) -> None:
             if hub.listing is not None:

@@ -20,7 +20,7 @@ from roundpipe_cli.train.checkpoint.writing import TensorSpec
 from roundpipe_cli.train.prepare.base_files import BaseFiles, read_base_files
 from roundpipe_cli.train.result.export import merge_result, split_shards
 from roundpipe_cli.train.result.gguf_file import write_gguf
-from tests.support.adapters import ADAPTER, load_whole, random_adapter
+from tests.support.adapters import load_whole, random_adapter
 from tests.support.e2e import PRELOADED, STAGES, finetune, make_model, make_tokenizer, make_workspace, run
 from tests.support.tiny import logits_of, tiny_config
 
@@ -134,15 +134,6 @@ def test_a_kill_leaves_nothing_under_the_name(trained: Path) -> None:
     run(trained, *words, environment={"ROUNDPIPE_FAULT": "export:raise=OSError"}).expect(5)
     assert not (trained / "killed").exists() and not (trained / ".tmp-killed").exists()
     run(trained, *words).expect(0)
-
-
-def test_the_adapter_alone_is_copied(trained: Path) -> None:
-    run(trained, "export", "out", "--to", "adapter").expect(0)
-    names = {path.name for path in (trained / "adapter").iterdir()}
-    tokenizer = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
-    assert names == {"adapter_config.json", ADAPTER, "README.md", *tokenizer}
-    assert (trained / "adapter").stat().st_mode & 0o777 == 0o755, "a server may run as somebody else"
-    assert (trained / "adapter" / ADAPTER).read_bytes() == (trained / "out" / ADAPTER).read_bytes()
 
 
 # --- the settings of the base -----------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from roundpipe_cli.train.checkpoint.output_dir import OutputDir
 from roundpipe_cli.train.loop import Trainer
 from roundpipe_cli.train.prepare.setup import Setup, prepare
 from roundpipe_cli.train.signals import Reporting, StopSignals
+from tests.support.covering import swept
 from tests.support.e2e import (
     METRIC_KEYS,
     STAGES,
@@ -39,9 +40,7 @@ from tests.support.e2e import (
     run,
     write_rows,
 )
-from tests.support.tiny import logits_of, plain_copy, tiny_config
-
-HEADS = ("linear_num_value_heads", "linear_num_key_heads", "linear_key_head_dim", "linear_value_head_dim")
+from tests.support.tiny import logits_of, plain_copy
 
 
 @pytest.fixture
@@ -147,23 +146,13 @@ def test_the_adapter_is_the_trained_one_to_the_bit(folder: Path) -> None:
     assert not torch.equal(logits_of(loaded), logits_of(base_model(folder / "model")))
 
 
-@pytest.mark.parametrize(
-    ("model_type", "way"),
-    [
-        ("qwen3_next", ("packing=true",)),
-        pytest.param("qwen3_5_text", ("packing=true",), marks=pytest.mark.sweep),
-        ("qwen3_5_text", ("pipeline.sequence_chunks=3",)),
-        pytest.param("olmo_hybrid", ("pipeline.sequence_chunks=3",), marks=pytest.mark.sweep),
-    ],
-)
-def test_rows_and_chunks_of_a_hybrid_model_resume_to_the_bit(
-    folder: Path, model_type: str, way: tuple[str, ...]
-) -> None:
-    """Recurrent and convolution state begin anew at each packed row, and go on in each chunk."""
+@pytest.mark.parametrize("way", ["packing=true", *swept(["pipeline.sequence_chunks=3"])])
+def test_rows_and_chunks_of_a_hybrid_model_resume_to_the_bit(folder: Path, way: str) -> None:
+    """Recurrent and convolution state begin anew at each packed row, and go on in each chunk: tests/data/test_packing,
+    tests/engine/test_sequence_chunks."""
     kinds = {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2}
-    heads = {name: tiny_config("qwen3_next").to_dict()[name] for name in HEADS} if model_type != "olmo_hybrid" else {}
-    make_model(folder / "hybrid", model_type, **kinds, **heads)
-    words = ("model=hybrid", "lora.dropout=0", *way, "max_steps=2", "save_steps=1", "max_seq_length=128")
+    make_model(folder / "hybrid", "qwen3_next", **kinds)
+    words = ("model=hybrid", "lora.dropout=0", way, "max_steps=2", "save_steps=1", "max_seq_length=128")
     words = (*words, "micro_batch_size=1", "gradient_accumulation_steps=1", "pipeline.forward_stages=[[0,2]]")
     words = (*words, "pipeline.backward_stages=[[3,3],[2,2],[0,1]]")  # sequences are cut beside the head alone
     finetune(folder, *words).expect(0)
