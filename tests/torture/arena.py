@@ -6,6 +6,7 @@ random generator seeded with its index, so that a failure can be repeated; the f
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 import shutil
@@ -67,7 +68,6 @@ class Arena:
     """Time limits are multiplied by this; more than 1 on a machine that does other work too."""
     seed: int = 20261121
     _made_once: dict[str, Any] = field(default_factory=dict)
-    _seconds: dict[tuple[str, str], float] = field(default_factory=dict)
     lock: RLock = field(default_factory=RLock)
     _made: int = 0
 
@@ -127,13 +127,10 @@ class Arena:
         reference = self.reference(variant)  # the first run of all takes longer
         if count == 1:
             return float(json.loads((reference / "report.json").read_text())["seconds"])
-        key = (variant, json.dumps(dict(environment)))
         with self.lock:
-            if key not in self._seconds:
-                work = self.workspace(variant)
-                self._seconds[key] = start(work, environment=environment).finish().expect(0).seconds
-                shutil.rmtree(work)
-        return self._seconds[key]
+            run = functools.partial(start, environment=environment)
+            key = variant + json.dumps(dict(environment))
+            return self.once(key, lambda: run(self.workspace(variant)).finish().expect(0).seconds)
 
     def each(self, count: int, attempt: Callable[[int, random.Random], None]) -> tuple[str, ...]:
         """Run `attempt(index, random)` for each index, `jobs` at a time. Returns what the failed ones said."""

@@ -7,21 +7,13 @@ import hashlib
 import json
 import os
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from roundpipe_cli.files import CACHE_VARIABLE
 from tests.support.e2e import CHAT_TEMPLATE, STAGES, make_model, run, write_recipe, write_rows
 from tests.torture.fuzz import Reader, fuzz
-from tests.torture.mutations import damage_bytes, damage_json, damage_lines, damage_text
-
-
-def _damage_one(folder: Path, draw: random.Random, names: tuple[str, ...]) -> None:
-    path = folder / draw.choice(names)
-    kinds: dict[str, Callable[[Path, random.Random], None]] = {".json": damage_json, ".jsonl": damage_lines}
-    way = kinds.get(path.suffix, damage_text)
-    (way if draw.random() < 0.8 else damage_bytes)(path, draw)
+from tests.torture.mutations import damage_bytes, damage_json, damage_one, damage_text, damages
 
 
 def _in_folder(folder: Path) -> None:
@@ -149,7 +141,7 @@ def _damage_rows(folder: Path, draw: random.Random) -> None:
     names = sorted(path.name for path in folder.iterdir() if path.name[0].isdigit())
     name = draw.choice(names)
     (folder / "chosen").write_text(name)
-    _damage_one(folder, draw, (name,) if draw.random() < 0.95 else ("template.jinja",))
+    damage_one(folder, draw, name if draw.random() < 0.95 else "template.jinja")
 
 
 def _read_rows(folder: Path) -> None:
@@ -228,12 +220,12 @@ def _damage_checkpoint(folder: Path, draw: random.Random) -> None:
     """A file of the newest checkpoint, mostly with a manifest that knows the damage; or one beside it."""
     newest = max((folder / "out").glob("step-*"))
     if draw.random() < 0.3:
-        names = ("metrics.jsonl", "eval.jsonl", "events.jsonl", "recipe.yaml", f"{newest.name}/manifest.json")
-        _damage_one(folder / "out", draw, names)
+        own = ("metrics.jsonl", "eval.jsonl", "events.jsonl", "recipe.yaml", f"{newest.name}/manifest.json")
+        damage_one(folder / "out", draw, *own)
         return
     names = tuple(path.name for path in newest.iterdir() if path.name != "manifest.json")
     name = "state.json" if draw.random() < 0.7 else draw.choice(names)
-    _damage_one(newest, draw, (name,))
+    damage_one(newest, draw, name)
     if draw.random() < 0.8:
         manifest = json.loads((newest / "manifest.json").read_text())
         data = (newest / name).read_bytes()
@@ -294,14 +286,10 @@ def _read_hub(folder: Path) -> None:
         constants.HF_HUB_CACHE = before
 
 
-def _damages(*names: str) -> Callable[[Path, random.Random], None]:
-    return functools.partial(_damage_one, names=names)
-
-
 READERS = {
-    "recipe": Reader(_make_recipe, _damages("recipe.yaml"), _read_recipe),
-    "costs": Reader(_make_costs, _damages("costs.json"), _read_costs),
-    "convert": Reader(_make_others, _damages(*_OTHERS, "dataset_info.json"), _read_others),
+    "recipe": Reader(_make_recipe, damages("recipe.yaml"), _read_recipe),
+    "costs": Reader(_make_costs, damages("costs.json"), _read_costs),
+    "convert": Reader(_make_others, damages(*_OTHERS, "dataset_info.json"), _read_others),
     "rows": Reader(_make_rows, _damage_rows, _read_rows),
     "weights": Reader(_make_weights, _damage_weights, _read_weights),
     "checkpoint": Reader(_make_checkpoint, _damage_checkpoint, _read_checkpoint, _load_training),

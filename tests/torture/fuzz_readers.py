@@ -18,7 +18,7 @@ from roundpipe_cli.train.result.gguf_file import write_gguf
 from tests.support.e2e import make_model, make_tokenizer
 from tests.support.tiny import tiny_config
 from tests.torture.fuzz import Reader, fuzz
-from tests.torture.mutations import damage_bytes, damage_json, damage_lines
+from tests.torture.mutations import damage_bytes, damages
 
 # --- gguf -------------------------------------------------------------------------------------------------------------
 
@@ -60,11 +60,6 @@ def _read_gguf(folder: Path) -> None:
 # --- a model folder ---------------------------------------------------------------------------------------------------
 
 
-def _damage_configs(folder: Path, draw: random.Random) -> None:
-    name = draw.choice(("config.json",) * 6 + ("tokenizer.json", "tokenizer_config.json", "generation_config.json"))
-    damage_json(folder / name, draw)
-
-
 def _read_configs(folder: Path) -> None:
     import torch
 
@@ -101,13 +96,6 @@ def _skeleton() -> Any:
 
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(tiny_config("llama"))
-
-
-def _damage_adapter(folder: Path, draw: random.Random) -> None:
-    if draw.random() < 0.2:
-        damage_bytes(folder / "adapter_model.safetensors", draw)
-    else:
-        damage_json(folder / "adapter_config.json", draw)
 
 
 def _read_adapter(folder: Path) -> None:
@@ -163,18 +151,6 @@ def _make_run(folder: Path) -> None:
     (folder / "recipe.yaml").write_text(recipe)
 
 
-def _damage_run(folder: Path, draw: random.Random) -> None:
-    match draw.randrange(8):
-        case 0 | 1 | 2:
-            damage_lines(folder / "events.jsonl", draw)
-        case 3 | 4:
-            damage_lines(folder / "metrics.jsonl", draw)
-        case 5 | 6:
-            damage_json(folder / "report.json", draw)
-        case _:
-            damage_bytes(folder / "recipe.yaml", draw)
-
-
 def _read_run(folder: Path) -> None:
     from rich.console import Console
 
@@ -221,12 +197,6 @@ def _build_dataset(folder: Path) -> None:
     from roundpipe_cli.data.rows import DatasetSpec, DataSettings
 
     build_dataset(DataSettings((DatasetSpec(str(folder / "rows.jsonl")),), 64), make_tokenizer(), num_workers=1)
-
-
-def _damage_cache(folder: Path, draw: random.Random) -> None:
-    paths = sorted(path for path in (folder / "cache").rglob("*") if path.is_file())
-    path = draw.choice(paths)
-    (damage_json if path.suffix == ".json" else damage_bytes)(path, draw)
 
 
 def _read_cache(folder: Path) -> None:
@@ -303,12 +273,14 @@ def _damage_parquet(folder: Path, draw: random.Random) -> None:
     damage_bytes(_one_of(folder, draw, "*.parquet"), draw)
 
 
+_CONFIGS = damages(*["config.json"] * 6, "tokenizer.json", "tokenizer_config.json", "generation_config.json")
+_RUN_FILES = damages(*["events.jsonl"] * 3, *["metrics.jsonl", "report.json"] * 2, "recipe.yaml")
 READERS = {
     "gguf": Reader(_make_gguf, _damage_gguf, _read_gguf),
-    "config": Reader(make_model, _damage_configs, _read_configs),
-    "adapter": Reader(_make_adapter, _damage_adapter, _read_adapter),
-    "events": Reader(_make_run, _damage_run, _read_run),
-    "cache": Reader(_make_cache, _damage_cache, _read_cache),
+    "config": Reader(make_model, _CONFIGS, _read_configs),
+    "adapter": Reader(_make_adapter, damages("adapter_model.safetensors", *["adapter_config.json"] * 4), _read_adapter),
+    "events": Reader(_make_run, _RUN_FILES, _read_run),
+    "cache": Reader(_make_cache, damages("cache/**/*"), _read_cache),
     "gz": Reader(_make_gz, _damage_gz, _read_rows),
     "parquet": Reader(_make_parquet, _damage_parquet, _read_rows),
 }

@@ -8,7 +8,7 @@ import os
 import random
 import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +130,18 @@ def damage_lines(path: Path, draw: random.Random) -> None:
     for index in draw.sample(range(len(lines)), min(len(lines), draw.choice((1, 2, len(lines))))):
         lines[index] = json.dumps(_damaged(json.loads(lines[index]), draw))
     path.write_text("\n".join(lines) + "\n")
+
+
+def damage_one(folder: Path, draw: random.Random, *patterns: str) -> None:
+    """One file that one of the patterns names, by its kind, now and then its bytes."""
+    path = draw.choice(sorted(path for path in folder.glob(draw.choice(patterns)) if path.is_file()))
+    way = {".json": damage_json, ".jsonl": damage_lines}.get(path.suffix, damage_text)
+    (way if draw.random() < 0.8 else damage_bytes)(path, draw)
+
+
+def damages(*patterns: str) -> Callable[[Path, random.Random], None]:
+    """`damage_one` for these files; one that is named more often is chosen more often."""
+    return lambda folder, draw: damage_one(folder, draw, *patterns)
 
 
 def _damaged(document: Any, draw: random.Random) -> Any:
