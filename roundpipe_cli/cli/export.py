@@ -41,15 +41,6 @@ INSTALL = (
 )
 
 
-def _find_converter(named: Path | None) -> Path:
-    """llama.cpp's converter: as named, else on the PATH; the error's hint is the command that installs it."""
-    found = named_path(named) if named is not None else Path(shutil.which(CONVERTER) or "")
-    if not found.is_file():
-        missing = f"no file {named}" if named is not None else "it is not on the PATH"
-        raise RefusedError(f"--gguf needs llama.cpp's {CONVERTER}", found=missing, hint=INSTALL)
-    return found
-
-
 def convert_to_gguf(converter: Path, folder: Path, type_name: str = GGUF_TYPES[0]) -> Path:
     """Convert the model in `folder` by llama.cpp's converter; returns the file, which is in it.
 
@@ -88,7 +79,8 @@ def _check_gguf_type(type_name: str | None) -> str | None:
 
 
 def _find_gguf_writer(result: Path, base: ModelSource | None, type_name: str, named: Path | None) -> Path | None:
-    """llama.cpp's converter, where the file is not written here or the user named it; None: it is written here.
+    """llama.cpp's converter, as named or on the PATH, where the file is not written here or the user named it; None: it
+    is written here.
 
     The tokenizer in the file is that of `result`, where it has one, else of `base`, into which it is merged.
     """
@@ -112,7 +104,11 @@ def _find_gguf_writer(result: Path, base: ModelSource | None, type_name: str, na
             expected=f"one of {', '.join(CONVERTER_TYPES)}",
             hint=f"--gguf, then llama.cpp's llama-quantize {GGUF_NAME} small.gguf {type_name}",
         )
-    return _find_converter(named)
+    found = named_path(named) if named is not None else Path(shutil.which(CONVERTER) or "")
+    if not found.is_file():
+        missing = f"no file {named}" if named is not None else "it is not on the PATH"
+        raise RefusedError(f"--gguf needs llama.cpp's {CONVERTER}", found=missing, hint=INSTALL)
+    return found
 
 
 def _run(words: list[str], target: Path) -> subprocess.CompletedProcess[str]:

@@ -16,9 +16,8 @@ from transformers import AutoTokenizer
 
 from roundpipe_cli.model.files.source import ModelSource
 from roundpipe_cli.model.load import load_config, load_tokenizer
-from roundpipe_cli.train.checkpoint.writing import TensorSpec
 from roundpipe_cli.train.prepare.base_files import BaseFiles, read_base_files
-from roundpipe_cli.train.result.export import merge_result, split_shards
+from roundpipe_cli.train.result.export import merge_result
 from roundpipe_cli.train.result.gguf_file import write_gguf
 from tests.support.adapters import load_whole, random_adapter
 from tests.support.e2e import PRELOADED, STAGES, finetune, make_model, make_tokenizer, make_workspace, run
@@ -76,13 +75,6 @@ def test_weights_are_rounded_once(tmp_path: Path) -> None:
         assert {tensor.dtype for tensor in state.values()} == {getattr(torch, dtype)}
         assert all(torch.equal(tensor, expected[name].to(tensor.dtype)) for name, tensor in state.items())
         assert json.loads((tmp_path / dtype / "config.json").read_text())["dtype"] == dtype
-
-
-def test_shards_hold_what_they_may() -> None:
-    specs = [TensorSpec(str(n), torch.float32, (size,)) for n, size in enumerate((10, 20, 100, 5, 5))]
-    shards = split_shards(specs, 120)
-    assert [[spec.name for spec in group] for group in shards.values()] == [["0", "1"], ["2"], ["3", "4"]]
-    assert list(shards)[0] == "model-00001-of-00003.safetensors"
 
 
 def test_several_shards_load(tmp_path: Path) -> None:

@@ -117,14 +117,12 @@ def truncate_metrics(path: Path, step: int) -> int:
         data = path.read_bytes()
     except FileNotFoundError:
         return 0
-    kept: list[bytes] = []
-    seen: set[int] = set()
+    kept: dict[int, bytes] = {}
     for line in data.split(b"\n")[:-1]:  # text behind the last line break is torn, or empty
         found = _row_step(line)
-        if found is not None and found < step and found not in seen:
-            seen.add(found)
-            kept.append(line + b"\n")
-    rest = b"".join(kept)
+        if found is not None and found < step:
+            kept.setdefault(found, line + b"\n")
+    rest = b"".join(kept.values())
     if rest != data:
         write_atomically(path, rest)
     return len(kept)

@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -374,7 +375,7 @@ class _Ring:
         """
         rest = tensor.detach().reshape(-1).view(torch.uint8)
         while rest.numel():
-            buffer = self._filling or self._next()
+            buffer = self._filling = self._filling or self._next()
             start = buffer.num_bytes
             count = min(rest.numel(), buffer.data.numel() - start)
             buffer.data[start : start + count].copy_(rest[:count])
@@ -391,7 +392,6 @@ class _Ring:
             raise _StoppedError
         buffer.num_bytes = 0
         buffer.parts.clear()
-        self._filling = buffer
         return buffer
 
     def _hand_over(self) -> None:
@@ -440,9 +440,9 @@ class _Save:
                 specs.setdefault(file, []).append(TensorSpec.of(name, tensor))
         self._specs = {file: tuple(items) for file, items in specs.items()}
         self.ring = _Ring(sum(spec.num_bytes for items in specs.values() for spec in items))
-        self.threads = [threading.Thread(target=self._copy, name="ckpt-copy", daemon=True)]
-        if snapshot.is_written:
-            self.threads.append(threading.Thread(target=self._write, name="ckpt-writer", daemon=True))
+        works = {"ckpt-copy": self._copy, **({"ckpt-writer": self._write} if snapshot.is_written else {})}
+        carry_out = partial(threading.Thread, target=self._carry_out, daemon=True)
+        self.threads = [carry_out(args=(work,), name=name) for name, work in works.items()]
         for thread in self.threads:
             thread.start()
 
@@ -468,24 +468,24 @@ class _Save:
                 self._pause_s += time.monotonic() - self._held_s.pop(layer)
             self._changed.notify_all()
 
-    def _fail(self, error: BaseException) -> None:
-        if self.error is None and not isinstance(error, _StoppedError):
-            self.error = error
-        self.stop()
+    def _carry_out(self, work: Callable[[], None]) -> None:
+        set_own_threads(1)
+        try:
+            work()
+        except BaseException as error:  # travels as a value
+            if self.error is None and not isinstance(error, _StoppedError):
+                self.error = error
+            self.stop()
 
     def _copy(self) -> None:
-        set_own_threads(1)
         contents_of = self.snapshot.contents_of or self.snapshot.state_of
-        try:
-            for layer in self.snapshot.layers:
-                self.snapshot.wait_ready(layer)
-                for file, _, tensor in contents_of(layer):
-                    self.moved_s = time.monotonic()
-                    self.ring.put(file, tensor)
-                self._release([layer])
-            self.ring.finish()
-        except BaseException as error:  # travels as a value
-            self._fail(error)
+        for layer in self.snapshot.layers:
+            self.snapshot.wait_ready(layer)
+            for file, _, tensor in contents_of(layer):
+                self.moved_s = time.monotonic()
+                self.ring.put(file, tensor)
+            self._release([layer])
+        self.ring.finish()
 
     def _pieces(self) -> Iterator[tuple[str, memoryview]]:
         for piece in self.ring.pieces():
@@ -495,19 +495,13 @@ class _Save:
             raise _StoppedError
 
     def _write(self) -> None:
-        set_own_threads(1)
-        step = self.snapshot.step
+        step, meta, pieces = self.snapshot.step, self.snapshot.meta, self._pieces()
 
         def warn(text: str) -> None:
             self._tell(Notice(text))
 
-        try:
-            meta, pieces = self.snapshot.meta, self._pieces()
-            folder = save_checkpoint(self._output_dir, step, self._specs, pieces, meta=meta, keep=self._keep, warn=warn)
-            seconds = time.monotonic() - self._started_s
-            self._tell(CheckpointSaved(step, str(folder), seconds, self._pause_s))
-        except BaseException as error:  # travels as a value
-            self._fail(error)
+        folder = save_checkpoint(self._output_dir, step, self._specs, pieces, meta=meta, keep=self._keep, warn=warn)
+        self._tell(CheckpointSaved(step, str(folder), time.monotonic() - self._started_s, self._pause_s))
 
 
 class Saver:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import yaml
+from huggingface_hub import split_state_dict_into_shards_factory
 from torch import nn
 
 from roundpipe_cli.choices import GGUF_NAME
@@ -680,12 +681,9 @@ def merge_result(
             untie_stored(model, source.folder)
         base = BaseWeights(source, model, own_dtype)
         merging = MergedTensors(model, base, result, dtype or (torch.bfloat16 if source.gguf_file else None))
-        require_free_bytes(temporary, sum(spec.num_bytes for spec in merging.specs), "the merged model")
-        shards = split_shards(merging.specs, max_shard_bytes)
-        for name, specs in shards.items():
-            pieces = stream_file(specs, merging.tensors(specs), {"format": "pt"})
-            write_new_file(temporary / name, pieces, FILE_MODE)
-        _write_index(temporary, shards)
+        total = sum(spec.num_bytes for spec in merging.specs)
+        require_free_bytes(temporary, total, "the merged model")
+        num_shards = _write_shards(merging, temporary, max_shard_bytes)
         tokenizer = _save_tokenizer(result, temporary, source)
         extras = extras or Extras(None)
         base_files, extras.added_ends = base_files.ending_as_trained(tokenizer)
@@ -695,12 +693,11 @@ def merge_result(
                 part.tie_word_embeddings = False
         _write_configs(model, merging.main_dtype, base_files, temporary)
         extras.write(result, temporary, tokenizer, whole=True)
-    total = sum(spec.num_bytes for spec in merging.specs)
     quantized = [name for name, weight in base.stored.items() if weight.is_quantized]
     patterns = dict.fromkeys(re.sub(r"\.\d+(?=\.)", ".*", name) for name in quantized)
     changes = merging.adapted
     untied, replaced = tuple(changes.untied), tuple(changes.replaced)
-    return Merged(changes.num_modules, total, len(shards), tuple(patterns), merging.has_base_names, untied, replaced)
+    return Merged(changes.num_modules, total, num_shards, tuple(patterns), merging.has_base_names, untied, replaced)
 
 
 def _own_dtype(config: Any) -> torch.dtype:
@@ -716,28 +713,22 @@ def _return_freed_memory() -> None:
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES)
 
 
-def split_shards(specs: Sequence[TensorSpec], max_bytes: int) -> dict[str, list[TensorSpec]]:
-    """File name -> its tensors; a file has at most `max_bytes` of them, or one tensor."""
-    groups: list[list[TensorSpec]] = [[]]
-    size = 0
-    for spec in specs:
-        if groups[-1] and size + spec.num_bytes > max_bytes:
-            groups.append([])
-            size = 0
-        groups[-1].append(spec)
-        size += spec.num_bytes
-    if len(groups) == 1:
-        return {"model.safetensors": groups[0]}
-    return {f"model-{n:05d}-of-{len(groups):05d}.safetensors": group for n, group in enumerate(groups, 1)}
-
-
-def _write_index(folder: Path, shards: Mapping[str, Sequence[TensorSpec]]) -> None:
-    if len(shards) == 1:
-        return
-    total = sum(spec.num_bytes for specs in shards.values() for spec in specs)
-    weight_map = {spec.name: name for name, specs in shards.items() for spec in specs}
-    content = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2).encode()
-    write_new_file(folder / "model.safetensors.index.json", [content], FILE_MODE)
+def _write_shards(merging: MergedTensors, folder: Path, max_bytes: int) -> int:
+    """Write the tensors into files of at most `max_bytes`, or of one tensor, with an index; returns their number."""
+    of_name: Any = {spec.name: spec for spec in merging.specs}
+    split = split_state_dict_into_shards_factory(
+        of_name,
+        get_storage_size=lambda spec: spec.num_bytes,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_bytes,
+    )
+    for file, names in split.filename_to_tensors.items():
+        specs = [of_name[name] for name in names]
+        write_new_file(folder / file, stream_file(specs, merging.tensors(specs), {"format": "pt"}), FILE_MODE)
+    if split.is_sharded:
+        content = json.dumps({"metadata": split.metadata, "weight_map": split.tensor_to_filename}, indent=2).encode()
+        write_new_file(folder / "model.safetensors.index.json", [content], FILE_MODE)
+    return len(split.filename_to_tensors)
 
 
 def _write_configs(model: nn.Module, dtype: torch.dtype, base_files: BaseFiles, folder: Path) -> None:
