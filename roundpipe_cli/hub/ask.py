@@ -18,7 +18,6 @@ from urllib.parse import urlsplit
 
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import Say
-from roundpipe_cli.units import counted
 
 T = TypeVar("T")
 CONNECT_S = 5.0
@@ -217,35 +216,31 @@ def _translated(repository: Repository, error: BaseException, attempts: int) -> 
 def _refusal(
     repository: Repository, names: set[str], status: int, error: BaseException, *, attempts: int
 ) -> RefusedError | UnreachableError:
-    name, kind, where = repository.name, repository.kind, repository.where
+    name, kind = repository.name, repository.kind
+    what, found, expected, hint = f"the hub refuses this {kind}", f"{repository.name} ({status})", "", ""
     if "GatedRepoError" in names or status == 403:
-        what = f"the {kind} is gated, and this account has no access to it"
-        if "GatedRepoError" not in names:
-            what = f"the hub refuses this {kind}"
-        hint = "accept its terms on its page on the hub, then `hf auth login` with that account"
-        return RefusedError(what, where=where, found=f"{name} ({status})", expected="access", hint=hint)
-    if "RevisionNotFoundError" in names:
+        if "GatedRepoError" in names:
+            what = f"the {kind} is gated, and this account has no access to it"
+        expected, hint = "access", "accept its terms on its page on the hub, then `hf auth login` with that account"
+    elif "RevisionNotFoundError" in names:
+        what, found, expected = f"the {kind} has no such revision", name, "a branch, tag or commit of it"
         hint = "leave the revision out for the default branch"
-        expected = "a branch, tag or commit of it"
-        return RefusedError(f"the {kind} has no such revision", where=where, found=name, expected=expected, hint=hint)
-    if "EntryNotFoundError" in names:
-        what = f"the {kind} has no such file"
-        return RefusedError(what, where=where, found=f"{name}: {_short(error)}", expected="a file of its listing")
-    if "RepositoryNotFoundError" in names or status in (401, 404):
-        what = f"the hub has no {kind} of this name, or it is private"
+    elif "EntryNotFoundError" in names:
+        what, found, expected = f"the {kind} has no such file", f"{name}: {_short(error)}", "a file of its listing"
+    elif "RepositoryNotFoundError" in names or status in (401, 404):
+        what, expected = f"the hub has no {kind} of this name, or it is private", f"a {kind} that this account can read"
         hint = "check the spelling; for a private one `hf auth login`, or HF_TOKEN="
-        return RefusedError(
-            what, where=where, found=f"{name} ({status})", expected=f"a {kind} that this account can read", hint=hint
-        )
-    if status == 429:
+    elif status == 429:
         asked_s = _asked_wait_s(error)
-        found = f"{name} (429) after {counted(attempts, 'try').replace('trys', 'tries')}"
+        what, tries = "the hub limits how often it is asked", "try" if attempts == 1 else "tries"
+        found += f" after {attempts} {tries}"
         found += f", asked to wait {asked_s:.0f} s" if asked_s is not None and asked_s > MAX_WAIT_S else ""
         hint = "wait a few minutes and run it again, or `hf auth login`: accounts may ask more often"
-        return RefusedError("the hub limits how often it is asked", where=where, found=found, hint=hint)
-    if status >= 500 or status == 408:
+    elif status >= 500 or status == 408:
         return UnreachableError(f"the hub answers {status}, {attempts} times")
-    return RefusedError(f"the hub refuses this {kind}", where=where, found=f"{name} ({status}): {_short(error)}")
+    else:
+        found += f": {_short(error)}"
+    return RefusedError(what, where=repository.where, found=found, expected=expected or None, hint=hint or None)
 
 
 def _short(error: BaseException) -> str:

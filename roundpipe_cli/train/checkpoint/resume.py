@@ -28,28 +28,10 @@ from roundpipe_cli.train.prepare.devices import threads_per_worker
 from roundpipe_cli.train.prepare.setup import Setup
 
 FREE_KEYS = (
-    "output_dir",
-    "pipeline",
-    "logging_steps",
-    "save_steps",
-    "save_total_limit",
-    "eval_steps",
-    "eval_datasets",
-    "eval_samples",
-    "eval_max_new_tokens",
-    "load_best_model_at_end",
-    "early_stopping_patience",
-    "report_to",
-    "hub_model_id",
-    "resume_from_checkpoint",
-    "on_oom",
-    "on_device_loss",
-    "check_longest_rows",
-    "on_nonfinite",
-    "watchdog_s",
-    "weights",
-    "hardware",
-    "nodes",
+    *("output_dir", "pipeline", "nodes", "hardware", "weights", "report_to", "hub_model_id", "resume_from_checkpoint"),
+    *("logging_steps", "save_steps", "save_total_limit", "load_best_model_at_end", "early_stopping_patience"),
+    *("eval_steps", "eval_datasets", "eval_samples", "eval_max_new_tokens"),
+    *("on_oom", "on_device_loss", "on_nonfinite", "check_longest_rows", "watchdog_s"),
 )
 """Keys that may change at a resume: they do not change what is computed."""
 GROWING_KEYS = ("max_steps", "num_train_epochs")
