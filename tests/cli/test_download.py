@@ -12,7 +12,6 @@ import os
 import resource
 import shutil
 import signal
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from roundpipe_cli.hub.download import Listing, RemoteFile, fetch_files
 from tests.support.covering import swept
 from tests.support.e2e import STAGES_OF_TWO, Outcome, Running, launch, make_model, write_recipe, write_rows
 from tests.support.model_hub import COMMIT, OTHER_COMMIT, ModelHub, folder_files, model_hub, read_hub_settings_again
+from tests.support.os_calls import mounted
 from tests.support.tiny import tiny_config
 
 NAME = "me/tiny"
@@ -364,15 +364,10 @@ def test_a_part_that_is_no_file_of_the_cache_is_not_written_to(hub: ModelHub, tm
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 3 MiB."""
-    if os.geteuid() != 0 or shutil.which("mount") is None:
-        pytest.skip("only root can mount a small file system")
     disk = tmp_path / "disk"
     disk.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(disk)], capture_output=True)
-    if done.returncode:
-        pytest.skip(f"cannot mount here: {done.stderr.decode().strip()}")
-    yield disk
-    subprocess.run(["umount", str(disk)], check=True)
+    with mounted(disk, "size=3m"):
+        yield disk
 
 
 def test_no_room_is_said_before_the_weights_come(hub: ModelHub, tmp_path: Path, small_disk: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from roundpipe_cli.files import CACHE_VARIABLE
+from tests.support.convert_files import EXAMPLES
 from tests.support.e2e import CHAT_TEMPLATE, STAGES, make_model, run, write_recipe, write_rows
 from tests.torture.fuzz import Reader, fuzz
 from tests.torture.mutations import damage_bytes, damage_json, damage_one, damage_text, damages
@@ -64,33 +65,17 @@ def _read_costs(folder: Path) -> None:
 
 # --- files of other tools ---------------------------------------------------------------------------------------------
 
-_OTHERS = ("axolotl.yaml", "factory.yaml", "trl.yaml")
+_OTHERS = {"axolotl.yaml": "axolotl_sharegpt", "factory.yaml": "factory_full", "trl.yaml": "trl_lora"}
 
 
 def _make_others(folder: Path) -> None:
-    folder.mkdir()
-    write_rows(folder / "rows.jsonl")
-    (folder / "axolotl.yaml").write_text(
-        "base_model: Qwen/Qwen3-8B\nadapter: lora\nlora_r: 8\nlora_alpha: 16\nlora_target_modules: [q_proj, v_proj]\n"
-        "datasets:\n- path: ./rows.jsonl\n  type: chat_template\n  field_messages: turns\n"
-        "  message_property_mappings: {role: from, content: value}\nsequence_len: 2048\nsample_packing: true\n"
-        "micro_batch_size: 1\ngradient_accumulation_steps: 4\nnum_epochs: 1\nlearning_rate: 1e-4\nbf16: auto\n"
-        "warmup_ratio: 0.1\noutput_dir: out\nsaves_per_epoch: 2\nspecial_tokens: {pad_token: <pad>}\n"
-    )
-    (folder / "factory.yaml").write_text(
-        "model_name_or_path: Qwen/Qwen3-8B\nstage: sft\ndo_train: true\nfinetuning_type: lora\nlora_target: all\n"
-        "dataset: mine,other\ndataset_dir: .\ntemplate: qwen3\ncutoff_len: 2048\noutput_dir: out\nlogging_steps: 1\n"
-        "per_device_train_batch_size: 1\ngradient_accumulation_steps: 8\nlearning_rate: 1.0e-4\nmix_strategy: concat\n"
-        "num_train_epochs: 3.0\nlr_scheduler_type: cosine\nwarmup_ratio: 0.1\nbf16: true\nval_size: 0.1\n"
-    )
-    (folder / "trl.yaml").write_text(
-        "model_name_or_path: Qwen/Qwen3-8B\ndataset_name: ./rows.jsonl\nlearning_rate: 2.0e-4\nmax_length: 1024\n"
-        "packing: true\nuse_peft: true\nlora_r: 32\nlora_alpha: 16\noutput_dir: out\nper_device_train_batch_size: 2\n"
-        "gradient_checkpointing: true\ntorch_dtype: bfloat16\nassistant_only_loss: false\nmax_steps: 10\n"
-    )
+    (folder / "sets").mkdir(parents=True)
+    write_rows(folder / "sets" / "rows.jsonl")
+    for name, example in _OTHERS.items():
+        (folder / name).write_text(EXAMPLES[example].text)
     columns = {"columns": {"messages": "turns"}, "tags": {"role_tag": "from", "content_tag": "value"}}
-    table = {"mine": {"file_name": "rows.jsonl", "formatting": "sharegpt", **columns}, "other": {"hf_hub_url": "a/b"}}
-    (folder / "dataset_info.json").write_text(json.dumps(table))
+    table = {"my_rows": {"file_name": "rows.jsonl", "formatting": "sharegpt", **columns}}
+    (folder / "sets" / "dataset_info.json").write_text(json.dumps({**table, "other": {"hf_hub_url": "a/b"}}))
 
 
 def _read_others(folder: Path) -> None:
@@ -205,7 +190,8 @@ def _read_weights(folder: Path) -> None:
 # --- a checkpoint -----------------------------------------------------------------------------------------------------
 
 
-def _make_checkpoint(folder: Path) -> None:
+def make_trained(folder: Path) -> None:
+    """A run of three steps with evaluations and a checkpoint of each step."""
     make_model(folder / "model")
     write_rows(folder / "rows.jsonl")
     write_recipe(folder / "recipe.yaml", eval_datasets=[{"path": "rows.jsonl"}], eval_steps=1, **STAGES)
@@ -213,6 +199,10 @@ def _make_checkpoint(folder: Path) -> None:
     run(folder, "finetune", "recipe.yaml", "max_steps=3", "save_steps=1", environment=surroundings).expect(0)
     for path in folder.glob(".log-*"):
         path.unlink()
+
+
+def _make_checkpoint(folder: Path) -> None:
+    make_trained(folder)
     (folder / "out" / "report.json").unlink()  # as if it had been killed before its end
 
 
@@ -289,7 +279,7 @@ def _read_hub(folder: Path) -> None:
 READERS = {
     "recipe": Reader(_make_recipe, damages("recipe.yaml"), _read_recipe),
     "costs": Reader(_make_costs, damages("costs.json"), _read_costs),
-    "convert": Reader(_make_others, damages(*_OTHERS, "dataset_info.json"), _read_others),
+    "convert": Reader(_make_others, damages(*_OTHERS, "sets/dataset_info.json"), _read_others),
     "rows": Reader(_make_rows, _damage_rows, _read_rows),
     "weights": Reader(_make_weights, _damage_weights, _read_weights),
     "checkpoint": Reader(_make_checkpoint, _damage_checkpoint, _read_checkpoint, _load_training),

@@ -6,9 +6,9 @@ import dataclasses
 import functools
 import gzip
 import io
-import json
 import os
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from roundpipe_cli.train.result.gguf_file import write_gguf
 from tests.support.e2e import make_model, make_tokenizer
 from tests.support.tiny import tiny_config
 from tests.torture.fuzz import Reader, fuzz
+from tests.torture.fuzz_commands import make_trained
 from tests.torture.mutations import damage_bytes, damages
 
 # --- gguf -------------------------------------------------------------------------------------------------------------
@@ -114,41 +115,14 @@ def _read_adapter(folder: Path) -> None:
 # --- a run's files ----------------------------------------------------------------------------------------------------
 
 
-def _make_run(folder: Path) -> None:
-    from roundpipe_cli.events import (
-        CheckpointSaved,
-        DeviceSample,
-        EvaluationFinished,
-        Notice,
-        Phase,
-        RunFinished,
-        RunStarted,
-        Sample,
-        Span,
-        StepTimeline,
-        encode,
-    )
+_RUN_FILES = ("events.jsonl", "metrics.jsonl", "report.json", "recipe.yaml")
 
-    folder.mkdir()
-    spans = tuple(Span(worker, "compute", kind, 0, 0, 0.1, 0.2) for worker in (0, 1) for kind in "FRB")
-    events: list[Any] = [Notice("hello"), Phase("loading"), RunStarted(1.5, "tiny", "lora", ("cpu", "cpu"), 3, 0)]
-    for step in (1, 2, 3):
-        events.append(StepTimeline(step, 2.0 + step, spans))
-    events += [Sample(3.0, 1, 1, 2, (DeviceSample(1, 2),)), CheckpointSaved(3, "x", 0.1)]
-    events += [EvaluationFinished(3, 3, 1.5, 3.5, 100, 0.5, True, (("p", "a"),)), RunFinished("out", 3, 1.0)]
-    lines = [json.dumps({"t": 1.0 + n, "step": min(n, 3), **encode(event)}) for n, event in enumerate(events)]
-    (folder / "events.jsonl").write_text("\n".join(lines) + "\n")
-    row = {"loss": 2.5, "loss_hex": (2.5).hex(), "learning_rate": 1e-4, "grad_norm": 1.0, "tokens": 100}
-    row |= {"tokens_per_s": 10.0, "step_s": 0.4, "bubble_ratio": 0.1, "utilization": [0.5, 0.5]}
-    rows = [{"step": step, **row, "upload_bytes": 1, "device_peak_bytes": 2} for step in (1, 2, 3)]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    planned = {"step_s": 0.5, "tokens_per_s": 9.0, "bubble_ratio": 0.2, "device_peak_bytes": 3, "host_bytes": 4}
-    measured = {"step_s": 0.4, "tokens_per_s": 10.0, "bubble_ratio": 0.1, "device_peak_bytes": [2, 2]}
-    report = {"model": "tiny", "model_commit": "abc", "num_steps": 3, "loss": {"first": 3.0, "last": 2.5}}
-    report |= {"predicted": planned, "measured": measured, "data": {"rows_kept": 3, "trained_tokens": 9}}
-    (folder / "report.json").write_text(json.dumps(report | {"evaluation": {"loss": 1.5}}))
-    recipe = "model: tiny\ndatasets:\n- {path: /home/me/rows.jsonl, type: text, split: train}\nlora: {r: 4}\n"
-    (folder / "recipe.yaml").write_text(recipe)
+
+def _make_run(folder: Path) -> None:
+    make_trained(folder / "work")
+    for name in _RUN_FILES:
+        (folder / "work" / "out" / name).rename(folder / name)
+    shutil.rmtree(folder / "work")
 
 
 def _read_run(folder: Path) -> None:
@@ -274,12 +248,11 @@ def _damage_parquet(folder: Path, draw: random.Random) -> None:
 
 
 _CONFIGS = damages(*["config.json"] * 6, "tokenizer.json", "tokenizer_config.json", "generation_config.json")
-_RUN_FILES = damages(*["events.jsonl"] * 3, *["metrics.jsonl", "report.json"] * 2, "recipe.yaml")
 READERS = {
     "gguf": Reader(_make_gguf, _damage_gguf, _read_gguf),
     "config": Reader(make_model, _CONFIGS, _read_configs),
     "adapter": Reader(_make_adapter, damages("adapter_model.safetensors", *["adapter_config.json"] * 4), _read_adapter),
-    "events": Reader(_make_run, _RUN_FILES, _read_run),
+    "events": Reader(_make_run, damages(*_RUN_FILES[:1], *_RUN_FILES[:3], *_RUN_FILES), _read_run),
     "cache": Reader(_make_cache, damages("cache/**/*"), _read_cache),
     "gz": Reader(_make_gz, _damage_gz, _read_rows),
     "parquet": Reader(_make_parquet, _damage_parquet, _read_rows),
