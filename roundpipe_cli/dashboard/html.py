@@ -468,7 +468,8 @@ _WORK_LEGEND = _legend(
 
 def _made_by(state: DashboardState, report: Mapping[str, Any]) -> str:
     """When, with which versions, where and by which command; what is not known is left out."""
-    machine = report.get("machine") or {}
+    found = report.get("machine")
+    machine = found if isinstance(found, dict) else {}
     versions = (("roundpipe", report.get("tool_version")), ("torch", machine.get("torch")))
     parts = []
     if state.run is not None:

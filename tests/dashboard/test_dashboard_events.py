@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from roundpipe_cli import events
-from roundpipe_cli.dashboard.html import comparison
+from roundpipe_cli.dashboard.html import comparison, page
 from roundpipe_cli.dashboard.replay import RunFiles
 from roundpipe_cli.errors import RefusedError, StoppedError
 from roundpipe_cli.events import (
@@ -293,3 +293,4 @@ def test_a_run_file_that_is_a_pipe_does_not_hold_the_watcher(tmp_path: Path) -> 
 def test_odd_figures_in_a_report_are_left_out() -> None:
     measured = {"step_s": "1", "tokens_per_s": float("nan"), "bubble_ratio": 0.1, "host_peak_bytes": -1}
     assert [row[0] for row in comparison({"predicted": [], "measured": measured})] == ["bubble"]
+    assert "roundpipe 1</p>" in page([], {"machine": 0.3, "tool_version": "1"}, "")
