@@ -88,21 +88,20 @@ def test_a_secret_of_any_characters_is_masked_in_every_file(
     }
 
 
-def test_a_local_run_opens_no_connection(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        ((), 0),
+        (("--offline", "max_steps=1"), 0),
+        (("--offline", "model=nobody/nothing"), 2),  # names of the hub
+        (("--offline", "datasets=[{path: nobody/rows}]"), 2),
+    ],
+)
+def test_no_connection_is_opened(folder: Path, words: tuple[str, ...], code: int) -> None:
     """Neither `--offline` nor a run of local files: no socket, no other program (Python's audit events)."""
-    for words in ((), ("--offline", "output_dir=again", "max_steps=1")):
-        report = folder / "report"
-        before = functools.partial(guard.watch, str(report), 8 * 1024**3, helpers=True)
-        launch(folder, "finetune", "recipe.yaml", *words, environment=CANARIES, before=before).finish().expect(0)
-        assert report.read_text() == "" and leaks(folder) == []
-
-
-def test_offline_is_total_for_names_of_the_hub(folder: Path) -> None:
-    report = folder / "report"
-    before = functools.partial(guard.watch, str(report), 8 * 1024**3, helpers=True)
-    for words in (("model=nobody/nothing",), ("datasets=[{path: nobody/rows}]",)):
-        launch(folder, "finetune", "recipe.yaml", "--offline", *words, before=before).finish().expect(2)
-    assert report.read_text() == ""
+    before = functools.partial(guard.watch, str(folder / "report"), 8 * 1024**3, helpers=True)
+    launch(folder, "finetune", "recipe.yaml", *words, environment=CANARIES, before=before).finish().expect(code)
+    assert (folder / "report").read_text() == "" and leaks(folder) == []
 
 
 @pytest.mark.parametrize("mask", [0, 0o077])

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import errno
-import gc
 import json
+import multiprocessing
 import os
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -34,18 +33,6 @@ def _save(folder: Path, step: int, keep: int = 2) -> None:
     """All values of a checkpoint are its step, so a mixture of two would show."""
     tensors = {f"block.{layer}": torch.full((_NUM_ELEMENTS,), float(step)) for layer in range(3)}
     save_groups(folder, step, {"masters": tensors, "moments": tensors}, {"step": step}, keep=keep)
-
-
-def _fork(work: Callable[[], None]) -> int:
-    pid = os.fork()
-    if pid == 0:
-        gc.disable()  # a collection would write to, and so copy, every page
-        try:
-            work()
-        except BaseException:
-            os._exit(1)
-        os._exit(0)
-    return pid
 
 
 # --- starting ---------------------------------------------------------------------------------------------------------
@@ -194,8 +181,10 @@ def test_sigkill_at_each_fault_point_of_a_save(tmp_path: Path, nth: int, monkeyp
         faults.load_faults()
         _save(tmp_path, 3)
 
-    code = os.waitstatus_to_exitcode(os.waitpid(_fork(save), 0)[1])
-    assert code == (-signal.SIGKILL if nth <= 5 else 0)
+    process = multiprocessing.get_context("fork").Process(target=save)
+    process.start()
+    process.join()
+    assert process.exitcode == (-signal.SIGKILL if nth <= 5 else 0)
     assert load_newest(tmp_path, warn=pytest.fail).step == (2 if nth <= 4 else 3)
     assert len(list_checkpoints(tmp_path)) == (3 if nth == 5 else 2)
 

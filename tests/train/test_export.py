@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
-from multiprocessing.connection import Connection
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from roundpipe_cli.train.prepare.base_files import BaseFiles, read_base_files
 from roundpipe_cli.train.result.export import merge_result
 from roundpipe_cli.train.result.gguf_file import write_gguf
 from tests.support.adapters import load_whole, random_adapter
-from tests.support.e2e import PRELOADED, STAGES, finetune, make_model, make_tokenizer, make_workspace, run
+from tests.support.e2e import STAGES, finetune, forked, make_model, make_tokenizer, make_workspace, run
 from tests.support.tiny import logits_of, tiny_config
 
 
@@ -86,20 +85,14 @@ def test_several_shards_load(tmp_path: Path) -> None:
     assert torch.allclose(logits_of(load_whole(tmp_path / "merged")), logits_of(adapted), rtol=1e-5, atol=1e-5)
 
 
-def peak_bytes() -> int:
-    """Largest resident memory of this process so far."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1])
-
-
-def merge_and_measure(base: Path, adapter: Path, target: Path, found: Connection) -> None:
-    """Send how many bytes above its base a process of its own has while merging."""
+def merge_and_measure(base: Path, adapter: Path, target: Path) -> int:
+    """How many bytes above its base a process of its own has while merging."""
     torch.set_num_threads(1)
     (torch.ones(64, 64) @ torch.ones(64, 64)).sum()
-    before = peak_bytes()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with torch.no_grad():
         merge_result(adapter, ModelSource("base", base), target, None)
-    found.send(peak_bytes() - before)
+    return 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 
 def test_memory_stays_below_the_largest_shard(tmp_path: Path) -> None:
@@ -107,15 +100,8 @@ def test_memory_stays_below_the_largest_shard(tmp_path: Path) -> None:
     sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6}
     make_model(tmp_path / "base", **sizes)
     adapter_of(tmp_path)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    receiver, sender = context.Pipe(duplex=False)
-    folders = (tmp_path / "base", tmp_path / "adapter", tmp_path / "merged")
-    process = context.Process(target=merge_and_measure, args=(*folders, sender))
-    process.start()
-    sender.close()
-    above, shard = receiver.recv(), (tmp_path / "merged" / "model.safetensors").stat().st_size
-    process.join()
+    above = forked(merge_and_measure, *(tmp_path / name for name in ("base", "adapter", "merged")))
+    shard = (tmp_path / "merged" / "model.safetensors").stat().st_size
     assert shard > 90e6 and above < 1.3 * shard, f"{above / 1e6:.0f} MB above, shard {shard / 1e6:.0f} MB"
 
 

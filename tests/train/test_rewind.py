@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import gc
+import itertools
 import json
+import multiprocessing
 import os
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -71,35 +73,25 @@ def damage(checkpoint: Path) -> None:
     path.write_bytes(data)
 
 
+def die_at(nth: int, folder: Path, step: int, num_steps: int) -> None:
+    """Rewind, and exit with 9 instead of the `nth` call that changes the disk."""
+    count = itertools.count(1)
+
+    def dying(real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return os._exit(9) if next(count) == nth else real(*args, **kwargs)
+
+    for call in CALLS:
+        replace_os_call(call, partial(dying, getattr(os, call)))
+    rewind(folder, step, num_steps=num_steps, say=lambda text: None)
+
+
 def killed_at(nth: int, folder: Path, step: int, num_steps: int) -> bool:
-    """Rewind in a child that dies instead of its `nth` call that changes the disk; whether it got that far."""
-    pid = os.fork()
-    if pid == 0:
-        gc.disable()  # a collection would write to, and so copy, every page
-        count = 0
-
-        def dying(call: str) -> Any:
-            real = getattr(os, call)
-
-            def wrapper(*args: Any, **kwargs: Any) -> Any:
-                nonlocal count
-                count += 1
-                if count == nth:
-                    os._exit(9)
-                return real(*args, **kwargs)
-
-            return wrapper
-
-        for call in CALLS:
-            replace_os_call(call, dying(call))
-        try:
-            rewind(folder, step, num_steps=num_steps, say=lambda text: None)
-        except BaseException:
-            os._exit(1)
-        os._exit(0)
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    assert code in (0, 9)
-    return code == 9
+    """Rewind in a child that dies there; whether it got that far."""
+    process = multiprocessing.get_context("fork").Process(target=die_at, args=(nth, folder, step, num_steps))
+    process.start()
+    process.join()
+    assert process.exitcode in (0, 9)
+    return process.exitcode == 9
 
 
 @pytest.mark.parametrize(
