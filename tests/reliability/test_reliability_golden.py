@@ -18,7 +18,7 @@ import torch
 from roundpipe_cli.errors import NoCheckpointError
 from roundpipe_cli.train.checkpoint.reading import FORMAT_VERSION, Checkpoint, load_newest
 from roundpipe_cli.train.checkpoint.resume import check_state, check_tensors
-from tests.support.e2e import finetune, make_model, make_workspace, metrics
+from tests.support.e2e import edit_json, finetune, make_model, make_workspace, metrics
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 CURRENT = GOLDEN / f"checkpoint-v{FORMAT_VERSION}"
@@ -52,8 +52,7 @@ def test_a_checkpoint_of_a_newer_release_or_without_a_tensor(tmp_path: Path) -> 
     ):
         with pytest.raises(NoCheckpointError, match=found):
             check_tensors(load_newest(out), wanted)
-    path = out / "step-00000004" / "manifest.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "format_version": FORMAT_VERSION + 1}))
+    edit_json(out / "step-00000004" / "manifest.json", format_version=FORMAT_VERSION + 1)
     with pytest.raises(NoCheckpointError, match=f"(?s)version {FORMAT_VERSION + 1}.*version {FORMAT_VERSION} or older"):
         load_newest(out)
 

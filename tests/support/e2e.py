@@ -143,6 +143,12 @@ def make_workspace(folder: Path, model: Path, **changes: Any) -> Path:
     return folder
 
 
+def edit_json(path: Path, **changes: Any) -> None:
+    """Give values to keys of a JSON document, which need not be there yet."""
+    document = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    path.write_text(json.dumps({**document, **changes}), encoding="utf-8")
+
+
 # --- running it -----------------------------------------------------------------------------------------------------
 
 

@@ -214,19 +214,13 @@ def model_hub(name: str, files: dict[str, bytes]) -> Iterator[ModelHub]:
                 self.close_connection = True
             return None
 
-    with serving(Handler) as hub.address:
-        yield hub
-
-
-@contextmanager
-def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
-    """A server on this machine while the body runs; its address."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
+    hub.address = f"http://127.0.0.1:{server.server_port}"
     try:
-        yield f"http://127.0.0.1:{server.server_port}"
+        yield hub
     finally:
         server.shutdown()
         thread.join()

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.support.e2e import Outcome, launch
+from tests.support.e2e import Outcome, edit_json, launch
 from tests.torture import guard
 from tests.torture.arena import Arena, Seen
 
@@ -103,7 +103,7 @@ def _pickle_tokenizer(model: Path, canary: str) -> None:
     (model / "tokenizer.json").unlink()
     (model / "vocab.pkl").write_bytes(_plain(canary))
     (model / "tokenizer.model").write_bytes(_plain(canary))
-    _edit(model / "tokenizer_config.json", tokenizer_class="TransfoXLTokenizer")
+    edit_json(model / "tokenizer_config.json", tokenizer_class="TransfoXLTokenizer")
 
 
 def pickles() -> list[tuple[str, Spoil]]:
@@ -124,11 +124,6 @@ def _seven_zip(model: Path, canary: str) -> None:
 # --- code -------------------------------------------------------------------------------------------------------------
 
 
-def _edit(path: Path, **changes: Any) -> None:
-    config = json.loads(path.read_text()) if path.exists() else {}
-    path.write_text(json.dumps({**config, **changes}))
-
-
 def _with_code(model: Path, canary: str) -> None:
     for name in ("modeling", "configuration", "tokenization", "__init__", "conftest", "sitecustomize"):
         (model / f"{name}.py").write_text(f"open({canary!r}, 'w')\n")
@@ -136,7 +131,7 @@ def _with_code(model: Path, canary: str) -> None:
 
 def _lure(file: str, changes: dict[str, Any], model: Path, canary: str) -> None:
     _with_code(model, canary)
-    _edit(model / file, **changes)
+    edit_json(model / file, **changes)
 
 
 REMOTE: tuple[tuple[str, str, dict[str, Any]], ...] = (

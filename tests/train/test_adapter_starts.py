@@ -6,7 +6,6 @@ be made again: those are refused by name.
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ from roundpipe_cli.train.result.generate import load_result
 from roundpipe_cli.train.signals import Reporting, StopSignals
 from tests.model.test_quantized_files import save_in_4bit
 from tests.support.adapters import by_peft, load_whole
-from tests.support.e2e import STAGES_OF_TWO, make_model, make_tokenizer, make_workspace
+from tests.support.e2e import STAGES_OF_TWO, edit_json, make_model, make_tokenizer, make_workspace
 from tests.support.tiny import logits_of, plain_copy
 from tests.train.test_multimodal_result import make_base
 
@@ -209,7 +208,7 @@ def test_a_start_that_cannot_be_made_again_is_refused_by_name(bases: dict[str, B
         ("PISSA", "expected: one of true, false"),
         (3, "expected: one of true, false"),
     ):
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"init_lora_weights": start}))
+        edit_json(path, init_lora_weights=start)
         for use in uses if start == "corda" else uses[-1:]:  # all ask the same function
             with pytest.raises(RefusedError) as raised:
                 use()

@@ -19,7 +19,7 @@ from roundpipe_cli.train.prepare.base_files import BaseFiles, read_base_files
 from roundpipe_cli.train.result.export import merge_result
 from roundpipe_cli.train.result.gguf_file import write_gguf
 from tests.support.adapters import load_whole, random_adapter
-from tests.support.e2e import STAGES, finetune, forked, make_model, make_tokenizer, make_workspace, run
+from tests.support.e2e import STAGES, edit_json, finetune, forked, make_model, make_tokenizer, make_workspace, run
 from tests.support.tiny import logits_of, tiny_config
 
 
@@ -133,8 +133,7 @@ def give_settings(folder: Path, **changes: Any) -> dict[str, Any]:
     """Give a model folder a generation_config.json, and a config.json as training leaves it; returns the settings."""
     settings = {**SETTINGS, **changes}
     (folder / "generation_config.json").write_text(json.dumps(settings))
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"use_cache": False}))
+    edit_json(folder / "config.json", use_cache=False)
     return settings
 
 

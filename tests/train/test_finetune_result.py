@@ -32,6 +32,7 @@ from tests.support.e2e import (
     STAGES_OF_TWO,
     Outcome,
     assert_same_run,
+    edit_json,
     finetune,
     make_model,
     make_workspace,
@@ -264,8 +265,7 @@ def test_the_balancing_loss_is_trained_not_evaluated_and_resumes_to_the_bit(tmp_
     output = loaded(input_ids=torch.arange(3, 20)[None], labels=torch.arange(3, 20)[None])
     assert float(output.aux_loss.detach()) > 0
 
-    path = without / "model" / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"router_aux_loss_coef": 0.0}))
+    edit_json(without / "model" / "config.json", router_aux_loss_coef=0.0)
     finetune(without, "max_steps=1").expect(0)
     losses = [metrics(folder / "out")[0]["loss"] for folder in (whole, without)]
     assert losses[0] > losses[1] + 0.4, "balanced routers have a loss of their number of chosen experts"

@@ -28,6 +28,7 @@ from tests.support.e2e import (
     assert_same_run,
     child_environment,
     command_line,
+    edit_json,
     finetune,
     launch,
     make_workspace,
@@ -190,10 +191,6 @@ def test_what_changed_is_refused_with_a_diff_or_allowed(halfway: Path, whole: Pa
     report, last = report_of(out), metrics(out)[-1]["loss"]
     assert report["loss"]["first"] is None and report["loss"]["last"] == last != metrics(whole / "out")[-1]["loss"]
     assert f"last loss {last:.4f}" in done.err
-
-
-def edit_json(path: Path, **changes: Any) -> None:
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
 def report_of(output_dir: Path) -> dict[str, Any]:

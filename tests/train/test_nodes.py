@@ -90,10 +90,12 @@ def places(rank: int, count: int, port: int) -> dict[str, str]:
     return {"WORLD_SIZE": str(count), "RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
 
-def start_one(folder: Path, rank: int, count: int, port: int, *words: str, **environment: str) -> Running:
+def start_one(
+    folder: Path, rank: int, count: int, port: int, *words: str, say_after_s: float = 1.0, **environment: str
+) -> Running:
     """One process of a run, which says soon for whom it waits."""
     changes, command = {**places(rank, count, port), **environment}, ("finetune", "recipe.yaml", *words)
-    return launch(machine(folder, rank), *command, environment=changes, before=say_soon)
+    return launch(machine(folder, rank), *command, environment=changes, before=partial(say_soon, say_after_s))
 
 
 def say_soon(after_s: float = 1.0) -> None:
@@ -132,10 +134,9 @@ def shared_by(workspace: Path, count: int) -> list[Outcome]:
     """The workspace's run by `count` processes, which log their rows, the last one with other keys."""
     port, processes = free_port(), []
     for rank in range(count):
-        words = ("finetune", "recipe.yaml", f"output_dir=shared{count}", *(HARMLESS if rank == count - 1 else ()))
+        words = (f"output_dir=shared{count}", *(HARMLESS if rank == count - 1 else ()))
         log = {"ROUNDPIPE_ROW_LOG": str(workspace / f"rows-{count}-{rank}")}
-        there, told = {**places(rank, count, port), **log}, partial(say_soon, math.inf)
-        processes.append(launch(machine(workspace, rank), *words, environment=there, before=told))
+        processes.append(start_one(workspace, rank, count, port, *words, say_after_s=math.inf, **log))
     return [process.finish().expect(0) for process in processes]
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.files.source import ModelSource
 from roundpipe_cli.model.fingerprint import Fingerprint, TrainedOn, check_trained_on, trained_on
-from tests.support.e2e import STAGES, finetune, make_model, make_workspace, run
+from tests.support.e2e import STAGES, edit_json, finetune, make_model, make_workspace, run
 
 ADAPTER = "adapter_model.safetensors"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -66,8 +66,7 @@ def test_the_fingerprint_goes_with_a_copy_of_the_adapter(trained: Path) -> None:
 
 def test_another_config_json_is_another_base(trained: Path, tmp_path: Path) -> None:
     shutil.copytree(trained / "model", tmp_path / "model")
-    path = tmp_path / "model" / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "rms_norm_eps": 0.1}))
+    edit_json(tmp_path / "model" / "config.json", rms_norm_eps=0.1)
     source = ModelSource("model", tmp_path / "model")
     with pytest.raises(RefusedError, match="another base model") as caught:
         check_trained_on(trained / "out", source, allowed=False, weights=Fingerprint(source).result, where="w")
