@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -218,29 +217,23 @@ def test_the_full_model_is_the_trained_one(runs: Runs) -> None:
 # --- packing, mixing and templates ------------------------------------------------------------------------------------
 
 
-def test_packing_is_told_and_a_template_of_the_recipe_saved_with_the_result(folder: Path) -> None:
-    """What neither can be: tests/data/test_packing.py, tests/data/test_data_dataset.py."""
+def test_packing_and_mixing_are_told_and_a_template_of_the_recipe_saved_with_the_result(folder: Path) -> None:
+    """What neither can be: tests/data/test_packing.py, tests/data/test_data_dataset.py; how rows are mixed:
+    tests/data/test_data_batching.py."""
+    for name in ("rows", "more"):
+        write_rows(folder / f"{name}.jsonl", 24)
+    mixed = "datasets=[{path: rows.jsonl, weight: 3}, {path: more.jsonl, weight: 1}]"
     template = (
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
         "{% if add_generation_prompt %}<assistant>{% endif %}"
     )
     (folder / "mine.jinja").write_text(template)
     words = ("max_seq_length=128", "packing=true", "chat_template=mine.jinja", "max_steps=1", "check_longest_rows=true")
-    done = finetune(folder, *words).expect(0)
-    assert "packing: 10 rows in" in done.err and "% full" in done.err
+    done = finetune(folder, mixed, *words).expect(0)
+    assert "mixed by weight: an epoch has 36 rows of rows.jsonl (75 %, each row 1.50 times)" in done.err
+    assert "packing: 48 rows in" in done.err and "% full" in done.err
     assert "no step is tried before the first one, since packed sequences" in done.err
     assert AutoTokenizer.from_pretrained(str(folder / "out")).chat_template == template
-
-
-def test_weights_decide_how_often_rows_come(folder: Path) -> None:
-    for name in ("rows", "more"):
-        write_rows(folder / f"{name}.jsonl", 24)
-    words = ("datasets=[{path: rows.jsonl, weight: 3}, {path: more.jsonl, weight: 1}]", "num_train_epochs=1")
-    words = (*words, "micro_batch_size=4", "gradient_accumulation_steps=3")
-    done = finetune(folder, *words, environment={"ROUNDPIPE_ROW_LOG": "rows.log"}).expect(0)
-    assert "mixed by weight: an epoch has 36 rows of rows.jsonl (75 %, each row 1.50 times)" in done.err
-    logged = [json.loads(line)["rows"] for line in (folder / "rows.log").read_text().splitlines()]
-    assert Counter(row < 24 for rows in logged for row in rows) == {True: 36, False: 12}
 
 
 # --- the routers' balancing loss: `output_router_logits: true` in the model's configuration ---------------------------
