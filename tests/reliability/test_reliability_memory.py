@@ -68,7 +68,7 @@ class Group:
             found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{process.pid}/status").read_text())
             peak = max(peak, int(found[1]) * 1024 if found else 0)
             assert time.monotonic() < deadline_s
-            time.sleep(0.01)
+            time.sleep(0.03)
         return process.returncode, process.communicate()[0], peak
 
 
