@@ -139,6 +139,16 @@ def test_saving_a_step_again(tmp_path: Path) -> None:
     assert _names(tmp_path) == ["step-00000005"]
 
 
+def test_state_is_private(tmp_path: Path) -> None:
+    old_umask = os.umask(0)
+    try:
+        path = _save(tmp_path, 1)
+    finally:
+        os.umask(old_umask)
+    assert path.stat().st_mode & 0o777 == 0o700
+    assert {file.stat().st_mode & 0o777 for file in path.iterdir()} == {0o600}
+
+
 # --- damage -----------------------------------------------------------------------------------------------------------
 
 
