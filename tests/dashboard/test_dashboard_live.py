@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from roundpipe_cli.dashboard.live import MAX_QUEUED, LiveDashboard, Terminal
+from roundpipe_cli.dashboard.live import LEAVE, MAX_QUEUED, LiveDashboard, Terminal
 from roundpipe_cli.events import Notice
+from tests.cli.test_terminal_text import on_a_terminal
 from tests.support.e2e import REPOSITORY, STAGES, make_model, make_workspace, metrics
 
 MAX_WAIT_S = 200.0
@@ -120,7 +121,7 @@ def fills(text: str, lines: int) -> bool:
 
 @needs_tmux
 def test_a_run_on_a_terminal(screen: Screen, tmp_path: Path) -> None:
-    """The middle of a run, which waits there, at four sizes; Ctrl-Z, save, quit; then to the end."""
+    """The middle of a run, which waits there, at four sizes; Ctrl-Z, save, Ctrl-C twice."""
     screen.type(f"{SLOW} {FINETUNE}")
     screen.wait_for("/9", "worker 0 · cpu", "worker 1 · cpu", "tokens/s", "p pause", "● training")
     assert screen.is_alternate()
@@ -140,27 +141,26 @@ def test_a_run_on_a_terminal(screen: Screen, tmp_path: Path) -> None:
     assert len(metrics(tmp_path / "w" / "out")) == rows
     screen.key("p")
     screen.wait_for("● training", "continuing")
-    screen.key("q")
-    text = screen.expect_clean(130)
-    assert "stopped after step" in text and "SIGINT" not in text and "--resume continues" in text
-    assert "● stopped" in text and "worker 0 · cpu" in text, "the last frame stays"
-    screen.resize(80, 60)  # the frame that stays and what is said below it are together on the screen
-    screen.type(f"stty -a | md5sum > before; clear; {FINETUNE} --resume")
-    text = screen.expect_clean(0)
-    assert "done: " in text and "predicted" in text and "step 9/9" in text and "● finished" in text
-    assert "roundpipe generate out" in text and "roundpipe export out --merge" in text and "out/report.html" in text
-    assert (tmp_path / "w" / "out" / "report.html").is_file()
-
-
-@needs_tmux
-def test_ctrl_c_twice(screen: Screen) -> None:
-    screen.type(f"{SLOW} {FINETUNE}")
-    screen.wait_for("● training", "p pause")
     screen.key("C-c")
     screen.wait_for("stopping after this step")
     screen.key("C-c")
     text = screen.expect_clean(130)
-    assert "stopped" in text and "Traceback" not in text
+    assert "stopped at once by a second SIGINT" in text and "Traceback" not in text
+    assert "● stopped" in text and "worker 0 · cpu" in text, "the last frame stays"
+
+
+def test_a_run_that_is_left_by_its_key_and_ends_another_time(tmp_path: Path, model: Path) -> None:
+    """The frame that stays, and what is said below it."""
+    work = make_workspace(tmp_path / "w", model, num_train_epochs=3, save_steps=1000, **STAGES)
+    words = (work, 80, "finetune", "recipe.yaml")
+    shown = on_a_terminal(*words, turns=[("● training", "q")], code=130, ROUNDPIPE_FAULT="compute:slow=0.2")
+    text = shown.rpartition(LEAVE)[2]
+    assert "stopped after step" in text and "SIGINT" not in shown and "--resume continues" in text
+    assert "● stopped" in text and "worker 0" in text
+    text = on_a_terminal(*words, "--resume").rpartition(LEAVE)[2]
+    assert "done: " in text and "predicted" in text and "step 9/9" in text and "● finished" in text
+    assert "roundpipe generate out" in text and "roundpipe export out --merge" in text and "out/report.html" in text
+    assert (work / "out" / "report.html").is_file()
 
 
 SHOWN = """import os, time; from pathlib import Path; from rich.console import Console
