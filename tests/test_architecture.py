@@ -5,16 +5,18 @@ from __future__ import annotations
 
 import ast
 import functools
-import importlib.util
+import importlib
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from scripts.code_map import tree_of
+from tests.support.e2e import forked
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "roundpipe_cli"
@@ -92,13 +94,13 @@ OLD_TYPER = "ignore:'click.utils.:DeprecationWarning"
 """typer 0.22 imports names that the newest click warns of."""
 
 
-def run_python(code: str, *, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+def run_python(code: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run(
         [sys.executable, "-W", "error", "-W", OLD_TYPER, "-c", code],
         capture_output=True,
         text=True,
-        timeout=timeout_s,
+        timeout=60,
         stdin=subprocess.DEVNULL,
         env=environment,
     )
@@ -205,42 +207,27 @@ def test_rooms_without_torch_never_name_it() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def import_effects() -> Any:
+    """What importing everything does, in a process forked from a server that has done it."""
+    return importlib.import_module("tests.support.preload").EFFECTS
+
+
 def test_importing_loads_no_torch_starts_no_thread_and_prints_nothing() -> None:
-    """First the rooms without torch: no heavy module, no thread, no child. Then all: the libraries' own import-time
-    threads, if any, are counted before ours. bitsandbytes comes without a compiler: its import handed four functions
-    to torch.compile, and so loaded it, a sixth of a run's start."""
+    """First the rooms without torch: no heavy module, no thread, no child. Then all, after the libraries, whose own
+    threads, if any, are counted before ours."""
     light = sorted(module_of(path) for room in (*WITHOUT_TORCH, "cli") for path in (PACKAGE / room).rglob("*.py"))
-    has_triton = importlib.util.find_spec("triton") is not None
-    modules = sorted(
-        module_of(path)
-        for path in sources()
-        if path.name != "__main__.py" and (has_triton or not path.name.endswith("_triton.py"))
-    )
     result = run_python(
-        "import importlib, os, signal, sys, threading, warnings\n"
+        "import importlib, sys, threading\n"
         f"for name in {light!r}:\n"
         "    importlib.import_module(name)\n"
         f"    heavy = [heavy for heavy in {HEAVY!r} if heavy in sys.modules]\n"
         "    assert not heavy, f'{name} loads {heavy}'\n"
         "assert threading.active_count() == 1, threading.enumerate()\n"
         "assert 'multiprocessing' not in sys.modules\n"
-        "warnings.simplefilter('ignore')  # the libraries' own\n"
-        "import torch\n"
-        "from roundpipe_cli.model.stored.packed_weights import import_bitsandbytes\n"
-        "compiler = torch.compile\n"
-        "import_bitsandbytes()  # as every room does before it imports peft, which would do it otherwise\n"
-        "assert torch.compile is compiler and 'torch._inductor.compile_fx' not in sys.modules\n"
-        "import transformers, datasets, peft\n"
-        "def state():\n"
-        "    handler = signal.getsignal(signal.SIGINT)\n"
-        "    return threading.active_count(), handler, torch.get_num_threads(), dict(os.environ)\n"
-        "before = state()\n"
-        f"for name in {modules!r}: importlib.import_module(name)\n"
-        "assert state() == before, (before, state())\n"
-        "assert not torch.cuda.is_initialized()\n",
-        timeout_s=120,
     )
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+    before, after, printed, left_compiler = forked(import_effects)
+    assert (before, printed, left_compiler) == (after, "", True)
 
 
 def dotted(node: ast.AST) -> str:

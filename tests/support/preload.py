@@ -5,14 +5,20 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import io
+import os
 import pkgutil
+import signal
+import sys
+import threading
+from typing import Any
 
 import roundpipe_cli
 from roundpipe_cli.errors import RoundpipeError
 
 MODULES = (
     *(module.name for module in pkgutil.walk_packages(roundpipe_cli.__path__, "roundpipe_cli.")),
-    *("peft", "zoneinfo", "numpy.ctypeslib", "omegaconf", "rich.console", "rich.table", "rich._emoji_codes"),
+    *("zoneinfo", "numpy.ctypeslib", "omegaconf", "rich.console", "rich.table", "rich._emoji_codes"),
     *("pydantic.main", "pydantic.json_schema", "pydantic.type_adapter", "pydantic.functional_validators"),
     "numpy.ma",
     *("transformers.models.llama.modeling_llama", "transformers.optimization", "transformers.trainer_pt_utils"),
@@ -21,12 +27,27 @@ MODULES = (
 """All of the program, what it loads late, and where what a fork is to call is looked for. Those that a release of a
 library lacks are left to the runs."""
 
-importlib.import_module(
-    "roundpipe_cli.model.stored.packed_weights"
-).import_bitsandbytes()  # before PEFT does, and without a hub kernel
-for name in MODULES:
-    with contextlib.suppress(ImportError):
-        importlib.import_module(name)
+
+def _state() -> tuple[object, ...]:
+    """What no import of ours may change."""
+    handler, initialized = str(signal.getsignal(signal.SIGINT)), torch.cuda.is_initialized()
+    return threading.active_count(), handler, torch.get_num_threads(), dict(os.environ), initialized
+
+
+torch: Any = importlib.import_module("torch")
+compiler = torch.compile
+importlib.import_module("roundpipe_cli.model.stored.packed_weights").import_bitsandbytes()  # as before PEFT everywhere
+LEFT_COMPILER = torch.compile is compiler and "torch._inductor.compile_fx" not in sys.modules
+"""bitsandbytes comes without a compiler: its import handed four functions to torch.compile, and so loaded it."""
+for name in ("transformers", "datasets", "peft"):
+    importlib.import_module(name)
+BEFORE = _state()
+with contextlib.redirect_stdout(io.StringIO()) as OUT, contextlib.redirect_stderr(OUT):
+    for name in MODULES:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+EFFECTS = BEFORE, _state(), OUT.getvalue(), LEFT_COMPILER
+"""The state before and after all modules, what they printed, and whether no compiler was loaded."""
 with contextlib.suppress(ImportError, AttributeError):  # a table that is built once a process, in a quarter of a second
     importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("llama")
 with contextlib.suppress(RoundpipeError):  # reads each library's version, once a process
