@@ -11,7 +11,7 @@ import pytest
 from roundpipe_cli.costs.cost import CostModel, LayerCost
 from roundpipe_cli.engine.live import ActionTime
 from roundpipe_cli.engine.step import StepResult
-from roundpipe_cli.planning.adaptive import CONFIRM_STEPS, PROFILE_STEPS, AdaptivePlanner, ProfileCache
+from roundpipe_cli.planning.adaptive import CONFIRM_STEPS, PROFILE_STEPS, AdaptivePlanner
 from roundpipe_cli.planning.choose import choose, choose_dealing
 from roundpipe_cli.planning.compare import SimulationCase, StageCut, run
 from roundpipe_cli.recipe.schema import PipelineConfig
@@ -114,14 +114,6 @@ def test_a_small_difference_is_none_and_alike_workers_are_equal() -> None:
     assert trained(Machine((1.0, 0.93), noise=0.01)).costs.worker_speed is None
     found = trained(Machine((1.0, 0.99, 0.51, 0.5), noise=0.01)).costs.worker_speed
     assert found is not None and found[:2] == (1.0, 1.0) and found[2] == found[3] == pytest.approx(0.505, rel=0.03)
-
-
-def test_the_next_run_knows_the_speeds_from_the_start() -> None:
-    cache, planner = ProfileCache({"machine": "unequal"}), trained(Machine((1.0, 0.5)))
-    cache.save(planner.costs)
-    again = AdaptivePlanner(planner.rough, 2, PipelineConfig(), ProfileCache({"machine": "unequal"}))
-    assert again.measured and again.costs.worker_speed == planner.costs.worker_speed
-    assert again.schedule(MICROBATCHES) == planner.schedule(MICROBATCHES)
 
 
 def of_the_bound(question: SimulationCase) -> float:
