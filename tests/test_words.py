@@ -17,7 +17,7 @@ import pytest
 import typer.main
 
 from roundpipe_cli.cli.app import UsageError, app, explain_usage, main, version_lines
-from roundpipe_cli.costs.hardware import catalogue, find_gpu, parse_hardware
+from roundpipe_cli.costs.hardware import catalogue, parse_hardware
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.recipe.load import load_text
 from roundpipe_cli.recipe.shipped import find_shipped, shipped_recipes
@@ -92,10 +92,6 @@ def test_a_misspelt_word_gets_the_right_suggestion(kind: str) -> None:
     tried = [(word, typo, hint) for word, typo in pairs if (hint := hint_of(typo)) is not None]
     wrong = [f"{typo} for {word}: {hint}" for word, typo, hint in tried if expected.format(word) not in hint]
     assert len(tried) > 50 and len(wrong) <= (1 - least) * len(tried), wrong[:40]
-
-
-def test_gpus_are_known_by_their_short_names() -> None:
-    assert all(find_gpu(name.removeprefix("rtx-")) is not None for name in GPUS)
 
 
 # --- help -----------------------------------------------------------------------------------------------------------

@@ -24,7 +24,8 @@ from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.files import CACHE_VARIABLE
 from roundpipe_cli.recipe.schema import PipelineConfig, Recipe
 from roundpipe_cli.train.prepare.devices import choose_devices
-from tests.support.e2e import fresh, python
+from tests.cli.test_terminal_text import said
+from tests.support.e2e import python
 
 NOBODY = 65_533
 """A user without processes, whom the limit binds: root is exempt."""
@@ -187,9 +188,10 @@ def test_hidden_gpus_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "CUDA_VISIBLE_DEVICES is empty" in (choose_devices("auto")[1] or "")
 
 
-def test_the_command_leaves_with_2(tmp_path: Path) -> None:
+def test_the_command_leaves_with_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a user sees it: before the model is looked for, and nothing is made."""
     (tmp_path / "recipe.yaml").write_text("model: nowhere\ndatasets: [{path: rows.jsonl}]\n")
-    done = fresh(tmp_path, "finetune", "recipe.yaml", environment={"RANK": "1"}).expect(2)
-    assert "WORLD_SIZE not set" in done.err
+    monkeypatch.chdir(tmp_path)
+    put(monkeypatch, "RANK=1")
+    assert "WORLD_SIZE not set" in said("finetune", "recipe.yaml", code=2)[1]
     assert [path.name for path in tmp_path.iterdir()] == ["recipe.yaml"]

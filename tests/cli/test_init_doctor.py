@@ -34,7 +34,7 @@ from roundpipe_cli.planning.solve import reach_of
 from roundpipe_cli.planning.what_if import summary_of
 from roundpipe_cli.recipe.load import load_recipe
 from tests.cli.test_terminal_text import on_a_terminal, said
-from tests.support.e2e import STAGES_OF_TWO, child_environment, fresh, make_model, make_workspace, run
+from tests.support.e2e import child_environment, fresh, run
 
 NO_GPU = {"PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1"}
 WORDS = ("--model", "Qwen/Qwen3-1.7B", "--hardware", "2x3090,host_memory_gib=64")
@@ -170,19 +170,10 @@ def test_init_writes_what_finetune_takes_without_a_gpu(tmp_path: Path, monkeypat
     assert "`finetune` needs pipeline.devices=[cpu,cpu] for it" in summary_of(bare).reasons[0]
 
 
-def test_init_of_few_rows_ends_in_a_recipe_that_runs(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step had 128 rows, whatever the data: `finetune` refused the recipe that `init` had just written."""
-    make_workspace(here / "w", make_model(here / "model", num_hidden_layers=2))
-    words = ("--model", "model", "--data", "rows.jsonl", "--hardware", "here", "--output", "mine.yaml")
-    monkeypatch.chdir(here / "w")
-    assert "the data have only 10 rows, for 10 steps an epoch; 1 row a step" in said("init", *words)[1]
-    assert load_recipe("mine.yaml").recipe.rows_per_step == 1
-    stages = [f"{key.replace('__', '.')}={value}".replace(" ", "") for key, value in STAGES_OF_TWO.items()]
-    run(here / "w", "finetune", "mine.yaml", "max_steps=1", *stages, environment=NO_GPU).expect(0)
-
-
 def test_init_takes_what_is_known_of_the_rows() -> None:
+    """A step had 128 rows, whatever the data: `finetune` refused the recipe that `init` had just written."""
     assert [init_choice._rows(2048, 8, num_rows)[0] for num_rows in (None, 640, 639, 25, 0)] == [64, 64, 63, 2, 1]
+    assert init_choice._rows(2048, 8, 10) == (1, "the data have only 10 rows, for 10 steps an epoch; ")
 
 
 # --- doctor ---------------------------------------------------------------------------------------------------------

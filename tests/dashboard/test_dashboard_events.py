@@ -39,7 +39,6 @@ from roundpipe_cli.train.checkpoint.output_dir import EVENTS_NAME, METRICS_NAME
 from roundpipe_cli.train.monitor import telemetry
 from roundpipe_cli.train.monitor.telemetry import EventRecorder, metrics_row, read_lines
 from roundpipe_cli.train.signals import EXIT_CODES, StopSignals
-from tests.support.e2e import make_model, make_workspace, metrics, run
 
 SPAN = Span(1, "compute", "F", 2, 3, 0.125, 0.25)
 EVENTS: tuple[Event, ...] = (
@@ -52,11 +51,6 @@ EVENTS: tuple[Event, ...] = (
     RunStopped("why"),
     EvaluationFinished(3, 10, 0.5, 1.6, 100, 0.5, False, (), {"reward_margin": 0.5, "reward_accuracy": 1.0}),
 )
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("tiny") / "model")
 
 
 @pytest.mark.parametrize("event", EVENTS, ids=lambda event: type(event).__name__)
@@ -172,29 +166,7 @@ def test_a_full_disk_ends_the_record_and_not_the_run(tmp_path: Path, monkeypatch
     assert texts[:2] == ["before", "lost"] and "no longer written" in texts[2] and texts[3] == "after"
 
 
-# --- a real run -------------------------------------------------------------------------------------------------------
-
-
-def test_what_a_run_records(tmp_path: Path, model: Path) -> None:
-    folder = make_workspace(tmp_path / "work", model)
-    run(folder, "finetune", "recipe.yaml").expect(0)
-    lines = read_lines(folder / "out" / EVENTS_NAME)
-    kinds = [line["event"] for line in lines]
-    assert kinds.index("RunStarted") < kinds.index("StepTimeline") < kinds.index("RunFinished")
-    assert [line["step"] for line in lines if line["event"] == "StepTimeline"][-3:] == [4, 5, 6]
-    said = [line["text"] for line in lines if line["event"] == "Notice"]
-    assert any(text.startswith("model: ") for text in said) and any(text.startswith("data: ") for text in said)
-    assert "Sample" in kinds and all(decode(line) is not None for line in lines)
-    [sample] = [decode(line) for line in lines if line["event"] == "Sample"][:1]
-    assert isinstance(sample, Sample)
-    assert 10e6 < sample.process_bytes <= sample.host_total_bytes and sample.devices == (DeviceSample(),) * 2
-    row = metrics(folder / "out")[-1]
-    timeline = next(decode(line) for line in reversed(lines) if line["event"] == "StepTimeline")
-    assert isinstance(timeline, StepTimeline)
-    ends = max(span.end_s for span in timeline.spans)
-    computed = [span for span in timeline.spans if span.lane == "compute"]
-    busy = [sum(span.end_s - span.start_s for span in computed if span.worker == worker) for worker in (0, 1)]
-    assert [share / ends for share in busy] == pytest.approx(row["utilization"], abs=1e-3)
+# --- signals ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -235,8 +207,6 @@ def test_a_stop_that_python_ignores_comes_again(capfd: pytest.CaptureFixture[str
 
 
 def test_pause_and_save_between_steps() -> None:
-    from roundpipe_cli.train.signals import StopSignals
-
     with StopSignals() as signals:
         signals.guard()
         assert not signals.take_save() and not signals.paused

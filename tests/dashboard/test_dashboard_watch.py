@@ -23,16 +23,20 @@ from roundpipe_cli.dashboard.live import MIN_HEIGHT, last_frame
 from roundpipe_cli.dashboard.replay import Life, RunFiles
 from roundpipe_cli.dashboard.state import DashboardState, Median, fold_all
 from roundpipe_cli.events import (
+    DeviceSample,
     EvaluationFinished,
     Event,
+    Notice,
     RunStarted,
     RunStopped,
+    Sample,
     StepFinished,
     StepTimeline,
     WorkSeen,
+    decode,
     encode,
 )
-from roundpipe_cli.train.monitor.telemetry import metrics_row
+from roundpipe_cli.train.monitor.telemetry import metrics_row, read_lines
 from tests.cli.test_terminal_text import said
 from tests.support.e2e import finetune, make_model, make_workspace, metrics
 from tests.support.recorded import recorded_run
@@ -63,6 +67,25 @@ def steps(state: DashboardState) -> int:
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_run_records(finished: Path) -> None:
+    lines = read_lines(finished / "events.jsonl")
+    told = [event for line in lines if (event := decode(line)) is not None]
+    kinds = [type(event).__name__ for event in told]
+    assert len(told) == len(lines)
+    assert kinds.index("RunStarted") < kinds.index("StepTimeline") < kinds.index("RunFinished")
+    said = [event.text for event in told if isinstance(event, Notice)]
+    assert any(text.startswith("model: ") for text in said) and any(text.startswith("data: ") for text in said)
+    sample = next(event for event in told if isinstance(event, Sample))
+    assert 10e6 < sample.process_bytes <= sample.host_total_bytes and sample.devices == (DeviceSample(),) * 2
+    timelines = [event for event in told if isinstance(event, StepTimeline)]
+    assert [event.step for event in timelines] == [1, 2, 3]
+    for timeline, row in zip(timelines, metrics(finished), strict=True):
+        ends = max(span.end_s for span in timeline.spans)
+        computed = [span for span in timeline.spans if span.lane == "compute"]
+        busy = [sum(span.end_s - span.start_s for span in computed if span.worker == worker) for worker in (0, 1)]
+        assert [share / ends for share in busy] == pytest.approx(row["utilization"], abs=1e-3)
 
 
 def test_every_prefix_of_the_files_can_be_followed(finished: Path, tmp_path: Path) -> None:

@@ -89,15 +89,7 @@ def test_many_layers_are_cut_quickly_and_within_the_limits(recipe: Path) -> None
 
 def test_a_235b_mixture_of_experts_in_little_memory() -> None:
     """In a process of its own, without torch or a network."""
-    words = [
-        "plan",
-        "recipes/qwen3-32b.yaml",
-        "model=Qwen/Qwen3-235B-A22B",
-        "--hardware",
-        "8x4090",
-        "--solve",
-        "--json",
-    ]
+    words = ("plan", "qwen3-32b", "model=Qwen/Qwen3-235B-A22B", "--hardware", "8x4090", "--solve", "--json")
     done = python(
         "import os, sys\n"
         "os.environ['HF_HUB_OFFLINE'] = '1'\n"
