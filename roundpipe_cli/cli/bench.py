@@ -133,7 +133,7 @@ def _known_cut(name: ScheduleName, case: SimulationCase, answers: Answers) -> St
         ("chosen", name, case, effort),
         lambda: choose(name, case, effort=effort),
         asdict,
-        lambda document: cut_from(document, name, len(case.costs.layers), case.num_workers),
+        cut_from,
     )
 
 

@@ -80,7 +80,7 @@ def verdict_lines(answer: Plan, found: Sequence[Change] | None = None, length: R
 
 def _launches(answer: Plan) -> str:
     """A line where GPUs wait for launches, and count as busy meanwhile; empty where they do not."""
-    if max(answer.needs_s, key=lambda name: answer.needs_s[name]) != "interpreter":
+    if answer.binds != "interpreter":
         return ""
     needed = format_seconds(answer.needs_s["arithmetic"])
     return f"  launches bind   of the step GPUs compute {needed}; microbatches of more tokens have fewer launches"

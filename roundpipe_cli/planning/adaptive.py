@@ -19,8 +19,9 @@ from typing import Any
 
 from roundpipe_cli.costs.cost import CostModel, LayerCost
 from roundpipe_cli.costs.memory import DEVICE_SHARE, beyond_margin
-from roundpipe_cli.errors import RefusedError, ResourceError
-from roundpipe_cli.files import cache_folder, read_regular, write_atomically
+from roundpipe_cli.errors import ResourceError
+from roundpipe_cli.files import cache_folder, write_atomically
+from roundpipe_cli.planning.answers import sealed, unsealed
 from roundpipe_cli.planning.choose import case_for, choose, dealing_options, given_cut, in_long_rounds
 from roundpipe_cli.planning.compare import SimulationCase, StageCut, make_schedule
 from roundpipe_cli.planning.predict import MEASURED
@@ -171,14 +172,13 @@ def _layer(kind: Kind, stage: int, num_layers: int) -> int:
 
 # Measured layer times, remembered by hardware and model, so that the next run plans its stages at once.
 #
-# A file per key, JSON, seconds: {"layers": [[forward, recompute, backward], ...], "worker_speed": null or [1.0, ...]}.
-# What cannot be read or written is measured again.
+# A file per key, seconds: {"layers": [[forward, recompute, backward], ...], "worker_speed": null or [1.0, ...]}.
+# What cannot be read or written, or is not as it was written, is measured again.
 
-FORMAT = 2
+FORMAT = 3
 """Version of the files; raised when the times get another meaning."""
 
 MAX_BYTES = 16 * 1024**2
-MAX_S = 1e6
 
 
 class ProfileCache:
@@ -197,23 +197,17 @@ class ProfileCache:
     def load(self, base: CostModel) -> CostModel | None:
         """`base` with the remembered times in place of its own; None if there are none, or `damage` says why not."""
         try:
-            found = json.loads(read_regular(self.path, MAX_BYTES))
-            rows, speeds = found["layers"], found["worker_speed"]
-            times = [tuple(None if value is None else float(value) for value in row) for row in rows]
-            layers = tuple(
-                replace(layer, forward_s=forward or 0.0, recompute_s=recompute, backward_s=backward or 0.0)
-                for layer, (forward, recompute, backward) in zip(base.layers, times, strict=True)
-            )
-            speeds = None if speeds is None else tuple(float(speed) for speed in speeds)
-            numbers = [value for row in times for value in row if value is not None]
-            if not all(0 <= value < MAX_S for value in numbers) or not all(0 < speed < MAX_S for speed in speeds or ()):
-                raise ValueError("a time or speed that cannot be")
+            found = unsealed(self.path, MAX_BYTES)
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError, RefusedError) as error:
-            reason = str(error).splitlines()[0][:100] if str(error) else type(error).__name__
-            self.damage = f"the remembered times in {self.path} cannot be used and are measured again: {reason}"
+        except (OSError, ValueError) as error:
+            self.damage = f"the remembered times in {self.path} cannot be used and are measured again: {error}"
             return None
+        layers = tuple(
+            replace(layer, forward_s=forward_s, recompute_s=recompute_s, backward_s=backward_s)
+            for layer, (forward_s, recompute_s, backward_s) in zip(base.layers, found["layers"], strict=True)
+        )
+        speeds = None if found["worker_speed"] is None else tuple(found["worker_speed"])
         return replace(base, name=f"{base.name}, measured by an earlier run", layers=layers, worker_speed=speeds)
 
     def save(self, costs: CostModel) -> None:
@@ -221,7 +215,7 @@ class ProfileCache:
         rows = [[layer.forward_s, layer.recompute_s, layer.backward_s] for layer in costs.layers]
         with suppress(OSError, ResourceError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(self.path, json.dumps({"layers": rows, "worker_speed": costs.worker_speed}).encode())
+            write_atomically(self.path, sealed({"layers": rows, "worker_speed": costs.worker_speed}))
 
 
 PROFILE_STEPS = 2

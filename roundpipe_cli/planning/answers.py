@@ -1,7 +1,7 @@
 """Earlier plans, kept in the user's cache: a repeated question needs neither search nor simulation.
 
-A file per question, JSON. Its name is a hash of all that the answer depends on: the question's figures and the code
-that answers. A file that cannot be read is computed again, and `damage` says so.
+A file per question. Its name is a hash of all that the answer depends on: the question's figures and the code that
+answers. A file that cannot be read, or is not as it was written, is computed again, and `damage` says so.
 """
 
 from __future__ import annotations
@@ -9,20 +9,18 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
-import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from roundpipe_cli.costs.cost import StageRange
-from roundpipe_cli.errors import RefusedError, ResourceError
-from roundpipe_cli.files import KEPT_S, cache_folder, read_regular, write_atomically
+from roundpipe_cli.errors import ResourceError
+from roundpipe_cli.files import KEPT_S, cache_folder, read_json_of_ours, write_atomically
 from roundpipe_cli.planning.compare import Result, SimulationCase, StageCut, make_schedule
-from roundpipe_cli.schedule.builders import Options, check_stages
+from roundpipe_cli.schedule.builders import Options
 from roundpipe_cli.schedule.timeline import Bubble, Timeline
 
 MAX_BYTES = 1024**2
@@ -50,25 +48,44 @@ class Answers:
 
         Args:
             question: its `repr` is the question, so it holds plain data and dataclasses of such.
-            write, read: an answer to JSON's types and back; `read` raises ValueError, TypeError, KeyError or
-                RefusedError for what cannot be.
+            write, read: an answer to JSON's types and back.
         """
         name = hashlib.sha256(f"{code_digest()} {question!r}".encode()).hexdigest()[:32]
         path = cache_folder("plans") / f"{name}.json"
         try:
-            return read(json.loads(read_regular(path, MAX_BYTES)))
+            return read(unsealed(path, MAX_BYTES))
         except FileNotFoundError:
             pass
-        except (OSError, ValueError, TypeError, KeyError, RecursionError, RefusedError) as error:
-            reason = str(error).splitlines()[0][:100] if str(error) else type(error).__name__
-            self.damage.append(f"the remembered plan in {path} cannot be used and is made again: {reason}")
+        except (OSError, ValueError) as error:
+            self.damage.append(f"the remembered plan in {path} cannot be used and is made again: {error}")
         with _paused_collector():
             answer = work()
         with suppress(OSError, ResourceError):  # a cache that cannot be written is no error
             path.parent.mkdir(parents=True, exist_ok=True)
             _forget_old(path.parent)
-            write_atomically(path, json.dumps(write(answer)).encode())
+            write_atomically(path, sealed(write(answer)))
         return answer
+
+
+def sealed(content: object) -> bytes:
+    """JSON with its hash, by which `unsealed` knows damage."""
+    return json.dumps({"sha256": _hash(content), "content": content}).encode()
+
+
+def unsealed(path: Path, max_bytes: int) -> Any:
+    """The content of a file of `sealed`.
+
+    Raises:
+        OSError, ValueError: it is not there, no regular file, too large, or not as it was written.
+    """
+    found = read_json_of_ours(path, max_bytes)
+    if not isinstance(found, dict) or found.get("sha256") != _hash(found.get("content")):
+        raise ValueError("it is not as it was written")
+    return found["content"]
+
+
+def _hash(content: object) -> str:
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
 @contextmanager
@@ -102,26 +119,15 @@ def code_digest() -> str:
     return digest.hexdigest()
 
 
-def cut_from(document: Any, schedule: str, num_layers: int, num_workers: int) -> StageCut:
-    """The inverse of `asdict`, for a schedule of these counts.
+def cut_from(document: Any) -> StageCut:
+    """The inverse of `asdict`."""
+    dealing = document["dealing"]
+    values = {key: _as_tuples(value) for key, value in document.items()}
+    return StageCut(**{**values, "dealing": None if dealing is None else Options(**dealing)})
 
-    Raises:
-        ValueError, TypeError, KeyError, RefusedError: not such a document, or stages that do not suit.
-    """
-    dealing, per_round = document["dealing"], document["microbatches_per_round"]
-    cut = StageCut(
-        _ranges(document["forward_stages"]),
-        _ranges(document["backward_stages"]),
-        None if per_round is None else _count(per_round),
-        tuple(_count(worker, least=0) for worker in document["workers"]),
-        None if dealing is None else _dealing(dealing),
-        tuple(str(sentence) for sentence in document["explanation"]),
-    )
-    if not set(cut.workers) <= set(range(num_workers)):
-        raise ValueError(f"workers {cut.workers} of {num_workers}")
-    stages = cut.forward_stages, cut.backward_stages
-    check_stages(schedule, *stages, num_layers=num_layers, num_workers=len(cut.workers) or num_workers)
-    return cut
+
+def _as_tuples(value: Any) -> Any:
+    return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
 
 
 def result_document(result: Result) -> dict[str, Any]:
@@ -130,46 +136,14 @@ def result_document(result: Result) -> dict[str, Any]:
 
 
 def result_from(document: Any, name: str, cut: StageCut, case: SimulationCase) -> Result:
-    """The inverse of `result_document` for these stages; its timeline is empty.
-
-    Raises:
-        ValueError, TypeError, KeyError, RefusedError: not such a document.
-    """
-    schedule, shares = make_schedule(name, cut, case), document["parts"]
-    if not all(-1 <= shares[field.name] <= 1 for field in fields(Bubble)):
-        raise ValueError("a share that cannot be")
+    """The inverse of `result_document` for these stages; its timeline is empty."""
+    schedule = make_schedule(name, cut, case)
     return Result(
         schedule,
         Timeline(schedule.num_workers, ()),
-        number(document["makespan_s"]),
-        Bubble(**{field.name: float(shares[field.name]) for field in fields(Bubble)}),
-        number(document["step_s"]),
+        document["makespan_s"],
+        Bubble(**document["parts"]),
+        document["step_s"],
         case.num_workers if case.accounting == "published" else schedule.microbatches_per_round,
         cut.dealing or case.options,
     )
-
-
-def number(value: Any) -> float:
-    """A finite number from 0 up.
-
-    Raises:
-        ValueError: it is none.
-    """
-    if type(value) not in (int, float) or not 0 <= value < math.inf:
-        raise ValueError(f"{value!r} is no number from 0 up")
-    return float(value)
-
-
-def _count(value: Any, least: int = 1) -> int:
-    if type(value) is not int or value < least:
-        raise ValueError(f"{value!r} is no count")
-    return value
-
-
-def _dealing(document: Any) -> Options:
-    shared = _count(document["shared_stages"], least=0)
-    return Options(_count(document["head_workers"]), document["earliest_free"] is True, shared)
-
-
-def _ranges(stages: Any) -> tuple[StageRange, ...]:
-    return tuple((_count(first, least=0), _count(last, least=-1)) for first, last in stages)

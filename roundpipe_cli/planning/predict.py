@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -16,7 +16,7 @@ from roundpipe_cli.costs.memory import DEVICE_SHARE, spare_for_cache, whole_cach
 from roundpipe_cli.costs.models import Architecture, TrainingSettings
 from roundpipe_cli.errors import ResourceError
 from roundpipe_cli.planning.admission import unproven
-from roundpipe_cli.planning.answers import Answers, cut_from, number
+from roundpipe_cli.planning.answers import Answers, cut_from
 from roundpipe_cli.planning.choose import MIN_GAIN, case_for, choose, deal_out, given_cut
 from roundpipe_cli.planning.compare import SimulationCase, StageCut, costs_per_microbatch, make_schedule
 from roundpipe_cli.planning.cuts import enough_per_round, forward_stages, resident_cut
@@ -76,13 +76,8 @@ class SimulatedStep:
 
 
 def step_from(document: Any) -> SimulatedStep:
-    """The inverse of `asdict`.
-
-    Raises:
-        ValueError, TypeError, KeyError: not such a document.
-    """
-    links = {field.name: int(number(document["links"][field.name])) for field in fields(LinkBytes)}
-    return SimulatedStep(number(document["step_s"]), number(document["bubble_ratio"]), LinkBytes(**links))
+    """The inverse of `asdict`."""
+    return SimulatedStep(**{**document, "links": LinkBytes(**document["links"])})
 
 
 def simulate_step(question: PlanRequest, cut: StageCut) -> SimulatedStep:
@@ -300,6 +295,11 @@ class Plan:
     needs_s: Mapping[str, float]
     """Seconds of a step that workers, links, interpreter and optimizer each need if nothing waits."""
 
+    @property
+    def binds(self) -> str:
+        """The name in `needs_s` with most seconds."""
+        return max(self.needs_s, key=self.needs_s.__getitem__)
+
     @cached_property
     def timeline(self) -> Timeline:
         """The timeline of one simulated step of at most `MAX_SIMULATED_MICROBATCHES` microbatches."""
@@ -466,13 +466,7 @@ def _figures(question: PlanRequest) -> tuple[object, ...]:
 def _known_cut(question: PlanRequest, answers: Answers | None) -> StageCut:
     if answers is None or given_cut(question.loaded.recipe.pipeline, question.num_workers) is not None:
         return _cut(question, None)
-
-    schedule, layers = question.loaded.recipe.pipeline.schedule, len(question.costs.layers)
-
-    def read(document: object) -> StageCut:
-        return cut_from(document, schedule, layers, question.num_workers)
-
-    return answers.once(("stages", _figures(question)), lambda: _cut(question, answers), asdict, read)
+    return answers.once(("stages", _figures(question)), lambda: _cut(question, answers), asdict, cut_from)
 
 
 def _known_step(question: PlanRequest, cut: StageCut, answers: Answers | None) -> SimulatedStep:
@@ -594,7 +588,7 @@ def _needs_s(question: PlanRequest, step: SimulatedStep, host_s: float) -> dict[
 
 
 def _what_binds(needs_s: Mapping[str, float]) -> str:
-    most = max(needs_s, key=lambda name: needs_s[name])
+    most = max(needs_s, key=needs_s.__getitem__)
     shown = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in needs_s.items())
     return f"{most} binds; without waiting a step would need: {shown}"
 

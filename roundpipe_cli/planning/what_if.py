@@ -45,9 +45,8 @@ def summary_of(plan: Plan) -> Summary:
     if question.reads_disk:
         return Summary("SLOW", (f"weights come from disk in every round: {rate}",))
     if plan.bubble_ratio > WAITING_SHARE:
-        what = max(plan.needs_s, key=lambda name: plan.needs_s[name])
         waits = f"workers wait {100 * plan.bubble_ratio:.0f} % of the time"
-        reason = f"{waits}, most for the {what}: {rate}" if what != "arithmetic" else f"{waits}: {rate}"
+        reason = f"{waits}, most for the {plan.binds}: {rate}" if plan.binds != "arithmetic" else f"{waits}: {rate}"
         return Summary("SLOW", (reason,))
     return Summary("FITS")
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gc
-import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,10 +41,6 @@ def plan(*words: str, answers: Answers | None = None, machine: str = MACHINE) ->
     return make_plan(load_recipe("qwen3/1.7b_lora_1x16gb", words), machine, None, answers or Answers())
 
 
-def files() -> list[Path]:
-    return sorted(cache_folder("plans").glob("*.json"))
-
-
 def test_a_question_that_comes_again_is_not_searched_again(searches: list[object]) -> None:
     """The second plan is the first one's, figures and stages, and so is its timeline."""
     first, again = plan(), plan()
@@ -79,21 +73,12 @@ def test_what_matters_is_part_of_the_question(searches: list[object], monkeypatc
     assert len(searches) == 4
 
 
-@pytest.mark.parametrize(
-    "content",
-    ["", "[1]", '{"forward_stages": "x"}', "[" * 9000, "gap"],
-    ids=["empty", "list", "text", "deep", "stages with a gap"],
-)
-def test_a_damaged_answer_is_ignored_and_said(content: str, searches: list[object]) -> None:
+@pytest.mark.parametrize("old, new", [(b"stages", b"stage"), (b"1", b"2"), (b"{", b"[" * 9000)])
+def test_a_damaged_answer_is_ignored_and_said(old: bytes, new: bytes, searches: list[object]) -> None:
     """Whatever the file holds, the plan is made again, and the reader learns why it took longer."""
     first = plan()
-    for path in files():
-        document = json.loads(path.read_text(encoding="utf-8"))
-        if content == "gap" and "backward_stages" in document:
-            document["backward_stages"] = document["backward_stages"][1:]
-            path.write_text(json.dumps(document), encoding="utf-8")
-        elif content != "gap":
-            path.write_text(content, encoding="utf-8")
+    for path in cache_folder("plans").glob("*.json"):
+        path.write_bytes(path.read_bytes().replace(old, new))
     answers = Answers()
     assert plan(answers=answers).step_s == first.step_s
     assert len(searches) == 2
