@@ -86,6 +86,12 @@ def case_of_costs(path: Path, flags: CaseFlags) -> SimulationCase:
     return flags.applied_to(SimulationCase(load_costs(path), num_workers, num_microbatches))
 
 
+def named_schedules(given: Sequence[str] | None, sequence_chunks: int) -> list[ScheduleName]:
+    """The schedules that are named, else all that suit so many chunks."""
+    known = SCHEDULES if sequence_chunks == 1 else CHUNK_SCHEDULES
+    return list(dict.fromkeys(schedule_name(name) for name in given or known))
+
+
 def asked_cuts(
     schedules: Sequence[str] | None, forward: str | None, backward: str | None, case: SimulationCase
 ) -> list[tuple[ScheduleName, StageCut | None]]:
@@ -99,8 +105,7 @@ def asked_cuts(
         forward: `--forward-stages`, JSON.
         backward: `--backward-stages`, JSON.
     """
-    known = SCHEDULES if case.sequence_chunks == 1 else CHUNK_SCHEDULES
-    names = list(dict.fromkeys(schedule_name(name) for name in schedules or known))
+    names = named_schedules(schedules, case.sequence_chunks)
     if forward is None:
         if backward is not None:
             hint = "give both, or none to have them planned"

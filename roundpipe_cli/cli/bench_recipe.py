@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from roundpipe_cli.choices import BOUND_SCHEDULES, CHUNK_SCHEDULES, SCHEDULES, ScheduleName
-from roundpipe_cli.cli.bench_options import entry
+from roundpipe_cli.choices import BOUND_SCHEDULES
+from roundpipe_cli.cli.bench_options import entry, named_schedules
 from roundpipe_cli.cli.output import build_counts, quiet_libraries, say, say_json
 from roundpipe_cli.events import Event, StepFinished
 from roundpipe_cli.planning.answers import Answers
@@ -14,8 +14,6 @@ from roundpipe_cli.planning.predict import cards_worth_using
 from roundpipe_cli.planning.question import PlanRequest, ask
 from roundpipe_cli.planning.run_plan import contenders
 from roundpipe_cli.recipe.load import load_recipe
-from roundpipe_cli.recipe.schema import Recipe
-from roundpipe_cli.schedule.builders import schedule_name
 from roundpipe_cli.units import format_bytes, format_seconds
 from roundpipe_cli.watchdog import watching
 
@@ -45,7 +43,7 @@ def run_for_real(
     loaded = load_recipe(recipe, overrides)
     for text in loaded.notices:
         say(f"note: {text}")
-    names = _names(schedules, loaded.recipe)
+    names = named_schedules(schedules, loaded.recipe.pipeline.num_chunks)
     from roundpipe_cli.train.bench_run import compare_for_real
 
     printer = LinePrinter(1)
@@ -156,12 +154,6 @@ def request_of(recipe: str, overrides: list[str], hardware: str | None) -> PlanR
     return used
 
 
-def _names(schedules: list[str] | None, recipe: Recipe) -> list[ScheduleName]:
-    """The schedules that are named, else all that suit the recipe."""
-    known = SCHEDULES if recipe.pipeline.num_chunks == 1 else CHUNK_SCHEDULES
-    return list(dict.fromkeys(schedule_name(name) for name in schedules or known))
-
-
 def as_planned(
     request: PlanRequest, schedules: list[str] | None, answers: Answers
 ) -> list[tuple[str, StageCut, SimulationCase]]:
@@ -172,7 +164,7 @@ def as_planned(
     """
     recipe = request.loaded.recipe
     with watching(recipe.watchdog_s):
-        found = contenders(request, _names(schedules, recipe), answers)
+        found = contenders(request, named_schedules(schedules, recipe.pipeline.num_chunks), answers)
     for one in found:
         if one.reasons:
             say(f"note: {one.name} does not fit: {one.reasons[0]}")

@@ -383,47 +383,31 @@ def parse_config(config: dict[str, Any], *, name: str, source: str) -> Architect
     model_type = str(config.get("model_type", "unknown"))
     hidden = reader.positive("hidden_size")
     heads = reader.positive("num_attention_heads")
-    key_value_heads = reader.number("num_key_value_heads") or (1 if config.get("multi_query") else heads)
-    head_dim = reader.number("head_dim") or hidden // heads
-    intermediate = reader.number("intermediate_size") or 4 * hidden
     vocab = reader.positive("vocab_size")
     learned = reader.number("max_position_embeddings") if model_type in _LEARNED_POSITIONS else 0
-    shape = _BlockShape(
-        model_type=model_type,
-        hidden=hidden,
-        heads=heads,
-        key_value_heads=key_value_heads,
-        head_dim=head_dim,
-        intermediate=intermediate,
-        gated=model_type not in _TWO_MATRIX_MLP,
-        experts=reader.number("num_experts"),
-        experts_per_token=reader.number("num_experts_per_tok"),
-        moe_intermediate=reader.number("moe_intermediate_size") or intermediate,
-        shared_intermediate=reader.number("shared_expert_intermediate_size")
-        or reader.number("n_shared_experts") * reader.number("moe_intermediate_size"),
-    )
-    num_layers = reader.positive("num_hidden_layers")
-    blocks = tuple(shape.block(_has_experts(reader, i), _window(reader, i)) for i in range(num_layers))
-    return Architecture(
+    experts = reader.number("num_experts")
+    shape = Architecture(
         name=name,
         model_type=model_type,
         hidden_size=hidden,
         num_attention_heads=heads,
-        num_key_value_heads=key_value_heads,
-        head_dim=head_dim,
-        intermediate_size=intermediate if not shape.experts else shape.moe_intermediate,
-        num_experts_per_tok=max(1, shape.experts_per_token) if shape.experts else 0,
-        gated_mlp=shape.gated,
+        num_key_value_heads=reader.number("num_key_value_heads") or (1 if config.get("multi_query") else heads),
+        head_dim=reader.number("head_dim") or hidden // heads,
+        intermediate_size=(experts and reader.number("moe_intermediate_size")) or _dense_width(reader),
+        num_experts_per_tok=max(1, reader.number("num_experts_per_tok")) if experts else 0,
+        gated_mlp=model_type not in _TWO_MATRIX_MLP,
         qk_norm=model_type in _QK_NORM,
         vocab_size=vocab,
         tied=bool(config.get("tie_word_embeddings", model_type in TIED_BY_DEFAULT)),
         max_position_embeddings=reader.number("max_position_embeddings") or None,
         embed_params=vocab * hidden + learned * hidden,
-        blocks=blocks,
+        blocks=(),
         source=source,
         stored_in_4bit=isinstance(quantized, dict) and bool(quantized.get("load_in_4bit")),
         is_guess=not is_known,
     )
+    num_layers = reader.positive("num_hidden_layers")
+    return replace(shape, blocks=tuple(_block(reader, shape, index) for index in range(num_layers)))
 
 
 class _Reader:
@@ -460,56 +444,43 @@ class _Reader:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _BlockShape:
-    """Widths from which a block's parameters are counted."""
+def _dense_width(reader: _Reader) -> int:
+    return reader.number("intermediate_size") or 4 * reader.number("hidden_size")
 
-    model_type: str
-    hidden: int
-    heads: int
-    key_value_heads: int
-    head_dim: int
-    intermediate: int
-    gated: bool
-    experts: int
-    experts_per_token: int
-    moe_intermediate: int
-    shared_intermediate: int
 
-    def block(self, with_experts: bool, window: int | None) -> Block:
-        """Parameter counts of a block; `window` is its attention's, in tokens, None for the whole sequence."""
-        query, key_value = self.heads * self.head_dim, self.key_value_heads * self.head_dim
-        matrices = 3 if self.gated else 2
-        if with_experts:
-            expert = matrices * self.hidden * self.moe_intermediate
-            shared = matrices * self.hidden * self.shared_intermediate
-            router = self.hidden * self.experts
-            mlp = self.experts * expert + router + shared
-            active = self.experts_per_token * expert + router + shared
-        else:
-            mlp = active = matrices * self.hidden * self.intermediate
-        return Block(
-            attention_params=2 * self.hidden * (query + key_value),
-            mlp_params=mlp,
-            active_mlp_params=active,
-            other_params=self._norms_and_biases(query, key_value, with_experts),
-            num_experts=self.experts if with_experts else 0,
-            window=window,
-        )
+def _block(reader: _Reader, shape: Architecture, index: int) -> Block:
+    """Parameter counts of a block of an architecture that has none yet."""
+    hidden, experts = shape.hidden_size, reader.number("num_experts") if _has_experts(reader, index) else 0
+    query, key_value = (shape.head_dim * heads for heads in (shape.num_attention_heads, shape.num_key_value_heads))
+    column = (3 if shape.gated_mlp else 2) * hidden  # weights of the matrices for each of their inner values
+    mlp = active = column * _dense_width(reader)
+    if experts:
+        shared = reader.number("shared_expert_intermediate_size")
+        shared = shared or reader.number("n_shared_experts") * reader.number("moe_intermediate_size")
+        expert, rest = column * shape.intermediate_size, hidden * experts + column * shared
+        mlp, active = experts * expert + rest, reader.number("num_experts_per_tok") * expert + rest
+    return Block(
+        attention_params=2 * hidden * (query + key_value),
+        mlp_params=mlp,
+        active_mlp_params=active,
+        other_params=_norms_and_biases(shape, query, key_value, experts),
+        num_experts=experts,
+        window=_window(reader, index),
+    )
 
-    def _norms_and_biases(self, query: int, key_value: int, with_experts: bool) -> int:
-        count = (4 if self.model_type in _FOUR_NORMS else 2) * self.hidden
-        if self.model_type in _QK_NORM:
-            count += query + key_value if self.model_type.startswith("olmo") else 2 * self.head_dim
-        if self.model_type in QKV_BIAS:
-            count += query + 2 * key_value
-        if self.model_type in MLP_BIAS:  # also of the output, and of both norms
-            count += 4 * self.hidden + self.intermediate
-        if self.model_type == "gpt_oss":
-            count += self.hidden + self.heads
-            if with_experts:
-                count += self.experts * (2 * self.moe_intermediate + self.hidden) + self.experts
-        return count
+
+def _norms_and_biases(shape: Architecture, query: int, key_value: int, experts: int) -> int:
+    hidden, model_type = shape.hidden_size, shape.model_type
+    count = (4 if shape.four_norms else 2) * hidden
+    if shape.qk_norm:
+        count += query + key_value if model_type.startswith("olmo") else 2 * shape.head_dim
+    if model_type in QKV_BIAS:
+        count += query + 2 * key_value
+    if model_type in MLP_BIAS:  # also of the output, and of both norms
+        count += 4 * hidden + shape.intermediate_size
+    if model_type == "gpt_oss":
+        count += hidden + shape.num_attention_heads + experts * (2 * shape.intermediate_size + hidden + 1)
+    return count
 
 
 def _has_experts(reader: _Reader, index: int) -> bool:

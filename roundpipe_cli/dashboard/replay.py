@@ -10,6 +10,7 @@ import os
 import socket
 import statistics
 from collections import deque
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -174,31 +175,19 @@ class RunFiles:
         return told
 
     def _step(self, row: MetricsRow) -> events.StepFinished | None:
-        try:
-            step, step_s = int(row["step"]), float(row["step_s"])
-            self._step_s.append(step_s)
-            total = max(self._num_steps, step)
-            grad_norm, epoch = row["grad_norm"], row.get("epoch")
-            finished = events.StepFinished(
-                step=step,
-                num_steps=total,
-                loss=float(row["loss"]),
-                learning_rate=float(row["learning_rate"]),
-                grad_norm=math.inf if grad_norm is None else float(grad_norm),
-                tokens=int(row["tokens"]),
-                tokens_per_s=float(row["tokens_per_s"]),
-                step_s=step_s,
-                bubble_ratio=float(row["bubble_ratio"]),
-                utilization=tuple(float(share) for share in row["utilization"]),
-                upload_bytes=int(row["upload_bytes"]),
-                device_peak_bytes=int(row["device_peak_bytes"]),
-                eta_s=statistics.median(self._step_s) * (total - step),
-                epoch=None if epoch is None else float(epoch),
-                preference={name: float(row[name]) for name in PREFERENCE_KEYS if name in row} or None,
-            )
-        except (KeyError, TypeError, ValueError, OverflowError):
+        total = max(self._num_steps, int(_number(row.get("step"))))
+        event = events.decode(
+            {
+                **row,
+                **{"event": "StepFinished", "num_steps": total, "eta_s": 0.0},
+                "grad_norm": math.inf if row.get("grad_norm") is None else row["grad_norm"],
+                "preference": {name: row[name] for name in PREFERENCE_KEYS if name in row} or None,
+            }
+        )
+        if not isinstance(event, events.StepFinished):
             return None
-        return finished if events.is_sound(finished) else None
+        self._step_s.append(event.step_s)
+        return replace(event, eta_s=statistics.median(self._step_s) * (total - event.step))
 
     def before(self, first_step: int) -> DashboardState:
         """The curves of the first `first_step` steps, which a resumed run begins with."""
