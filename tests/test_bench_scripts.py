@@ -141,25 +141,6 @@ def test_as_a_program(tmp_path: Path) -> None:
     assert done.stderr.startswith("error: --earliest-free: only roundpipe has this\n")
 
 
-@pytest.mark.parametrize(
-    ("workers", "flags"),
-    [
-        (4, ["--head-workers", "4"]),
-        (2, ["--skip-projection"]),
-        (4, ["--earliest-free", "--skip-projection", "--keep-activations", "1"]),
-    ],
-)
-def test_each_option_makes_a_step_faster(tmp_path: Path, workers: int, flags: list[str]) -> None:
-    """The head binds four workers, which is what dispatch helps against; recompute binds two.
-
-    Not for the given stages, which are one round as long as the step: they wait for the head once only.
-    """
-    path = write(tmp_path, loaded())
-    for stages in ([],) if "--head-workers" in flags else (STAGES, []):  # given and planned
-        plain_s = makespan_s(path, stages=stages, workers=workers)
-        assert makespan_s(path, *flags, stages=stages, workers=workers) < plain_s
-
-
 def test_skipping_saves_exactly_the_recompute_that_is_left_out_on_one_worker(tmp_path: Path) -> None:
     path = write(tmp_path, loaded())
     spans = [

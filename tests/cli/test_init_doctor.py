@@ -83,9 +83,7 @@ def test_init_names_any_file_in_a_comment(here: Path, name: str) -> None:
     assert load_recipe(here / name).recipe.max_steps is None
 
 
-def test_init_asks_on_a_terminal_only(here: Path, tmp_path: Path) -> None:
-    assert "init needs to know the data" in said("init", "--model", "Qwen/Qwen3-8B", code=2)[1]
-    assert list(tmp_path.glob("*.yaml")) == []
+def test_init_asks_on_a_terminal(here: Path, tmp_path: Path) -> None:
     hardware = "1x4060ti-16gb,host_memory_gib=32"
     turns = (("Model", "Qwen/Qwen3-1.7B"), ("Your rows", "rows.jsonl"), ("Hardware", hardware))
     shown = conversation(tmp_path, *turns, ("next: roundpipe plan qwen3-1.7b.yaml", None), code=0)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from roundpipe_cli.cli.init_choice import LOOKED_AT, choose_objective, look_at_rows
+from roundpipe_cli.cli.init_choice import LOOKED_AT, choose_objective, choose_settings, look_at_rows
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.recipe.load import load_recipe, load_text
 from roundpipe_cli.recipe.schema import plain_data
@@ -108,31 +108,22 @@ def test_the_readme_s_recipe_is_what_init_writes(tmp_path: Path, monkeypatch: py
     )
 
 
-@pytest.mark.parametrize(
-    ("kind", "words", "expected"),
-    [
-        ("chat", ("--objective", "dpo"), "dpo needs preference pairs"),
-        ("preference", ("--objective", "sft"), "sft trains on answers"),
-        ("preference", ("--objective", "dpo", "--method", "full"), "objective dpo needs method lora"),
-        ("chat", ("--objective", "grpo"), "unknown objective"),
-        ("chat", ("--method", "dora"), "unknown method"),
-    ],
-)
-def test_init_refuses_what_does_not_go_with_the_rows(
-    kind: str, words: tuple[str, ...], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    rows = write_rows(tmp_path, kind)
-    given = ("--model", "Qwen/Qwen3-1.7B", "--data", rows, "--hardware", "1x3090,host_memory_gib=64", "-o", "a.yaml")
-    assert expected in said("init", *given, *words, code=2)[1] and not (tmp_path / "a.yaml").exists()
-
-
 def test_the_rows_decide_the_objective(tmp_path: Path) -> None:
     """Rows that `data` would refuse are refused here too; those that are not there yet decide nothing."""
     assert look_at_rows(str(tmp_path / "none.jsonl"), tmp_path)[0] is None
     assert choose_objective(None, None, None) == ("sft", "") and choose_objective("dpo", None, None)[0] == "dpo"
     assert choose_objective("simpo", "full", True) == ("simpo", "objective simpo: the rows are preference pairs.")
     assert choose_objective(None, "full", True)[0] == "orpo" and choose_objective(None, "qlora", True)[0] == "dpo"
+    for asked, refusal in (
+        (("dpo", None, False), "dpo needs preference pairs"),
+        (("sft", None, True), "sft trains on answers"),
+        (("dpo", "full", True), "objective dpo needs method lora"),
+        (("grpo", None, None), "unknown objective"),
+    ):
+        with pytest.raises(RefusedError, match=refusal):
+            choose_objective(*asked)
+    with pytest.raises(RefusedError, match="unknown method"):
+        choose_settings("Qwen/Qwen3-1.7B", None, tmp_path, method="dora")
     file = tmp_path / "rows.jsonl"
     for row, expected in (
         ({"prompt": "a", "completion": "b", "label": True}, "KTO"),

@@ -67,16 +67,6 @@ def test_after_demo_comes_a_recipe_or_nothing() -> None:
     assert recipe_and_overrides(["mine.yaml", "lora.r=4"]) == ("mine.yaml", ["lora.r=4"])
 
 
-@pytest.mark.parametrize(
-    ("words", "options"), [([], {}), (["a", "b"], {}), ([], {"demo": "8x4090", "json_output": True})]
-)
-def test_what_watch_cannot_follow_is_refused(words: list[str], options: dict[str, object]) -> None:
-    with pytest.raises(RefusedError) as caught:
-        watch(words, **options)  # type: ignore[arg-type]
-    problem = caught.value.problems[0]
-    assert problem.found and problem.expected and problem.hint
-
-
 def test_demo_plans_a_recipe_and_writes_its_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small = ["quickstart", "gradient_accumulation_steps=2"]
     watch(small, demo="1x4090", svg=tmp_path / "run.svg")

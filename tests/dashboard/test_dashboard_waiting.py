@@ -199,12 +199,3 @@ def test_plain_lines_say_every_figure_that_a_screen_shows(gpu: bool, capsys: pyt
     assert waited is not None and replace(waited, host_part_s=0.0).text() in said.err  # the row is not the timeline's
     assert all(cause in said.err for cause in waited.by_cause_s)
     assert said.out.count("step ") == 41 and "worker 0" not in said.out, "stdout has one line a step"
-
-
-def test_plain_lines_look_at_the_workers_once_a_minute(capsys: pytest.CaptureFixture[str]) -> None:
-    now_s = [0.0]
-    printer = LinePrinter(1, lambda: now_s[0], is_verbose=True)
-    for _, event in recorded_run(2):
-        now_s[0] += 2.5 if isinstance(event, StepFinished) else 0.0  # 40 steps in 100 s
-        printer(event)
-    assert capsys.readouterr().err.count("worker 1: ") == 2

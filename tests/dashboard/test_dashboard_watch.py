@@ -176,18 +176,12 @@ def test_watch_of_a_run_without_a_step_says_so(tmp_path: Path, options: list[str
     assert out == "" and "no step of this run is finished" in err
 
 
-def test_watch_needs_a_run(tmp_path: Path) -> None:
-    _, err = said("watch", str(tmp_path / "nowhere"), code=2)
-    assert "there is no run in this folder" in err and "no such folder" in err
-
-
 def test_a_page_and_a_picture_in_one_go(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of `--html` and `--svg` together only the picture was written, without a word."""
     monkeypatch.chdir(tmp_path)
     _, err = said("watch", str(finished), "--html", "run.html", "--svg", "run.svg")
     assert err.splitlines() == ["wrote run.svg", "wrote run.html"]
     assert {path.name for path in tmp_path.glob("run.*")} == {"run.svg", "run.html"}
-    assert "one of them at a time" in said("watch", str(finished), "--html", "run.html", "--json", code=2)[1]
 
 
 # --- figures ----------------------------------------------------------------------------------------------------------
