@@ -29,6 +29,7 @@ SHORT = [
     *(f"{key.replace('__', '.')}={value}" for key, value in STAGES_OF_TWO.items()),
 ]
 ADDED = {
+    "data recipes/quickstart.yaml": ["model=model"],
     "finetune recipes/quickstart.yaml": ["model=model", *SHORT],
     "finetune first.yaml": SHORT,
     "finetune mine.yaml": [*SHORT, "method=lora"],  # what `init` chooses for a model that is not tiny

@@ -12,7 +12,7 @@ from roundpipe_cli.planning.answers import Answers
 from roundpipe_cli.planning.compare import SimulationCase, StageCut
 from roundpipe_cli.planning.predict import cards_worth_using
 from roundpipe_cli.planning.question import PlanRequest, ask
-from roundpipe_cli.planning.run_plan import contenders
+from roundpipe_cli.planning.run_plan import contender
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.units import format_bytes, format_seconds
 from roundpipe_cli.watchdog import watching
@@ -162,10 +162,11 @@ def as_planned(
     Raises:
         RefusedError: a schedule, or the recipe with it.
     """
-    recipe = request.loaded.recipe
+    recipe, found = request.loaded.recipe, list[tuple[str, StageCut, SimulationCase]]()
     with watching(recipe.watchdog_s):
-        found = contenders(request, named_schedules(schedules, recipe.pipeline.num_chunks), answers)
-    for one in found:
-        if one.reasons:
-            say(f"note: {one.name} does not fit: {one.reasons[0]}")
-    return [(one.name, one.cut, one.case) for one in found]
+        for name in named_schedules(schedules, recipe.pipeline.num_chunks):
+            cut, case, reasons = contender(request, name, answers)
+            found.append((name, cut, case))
+            if reasons:
+                say(f"note: {name} does not fit: {reasons[0]}")
+    return found

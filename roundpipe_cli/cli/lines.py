@@ -16,36 +16,8 @@ from roundpipe_cli.dashboard.state import DashboardState, fetching_line, fold
 from roundpipe_cli.dashboard.waiting import advice, details
 from roundpipe_cli.units import counted, format_clock, format_loss, format_seconds
 
-# Progress of a download: one line that is painted over on a terminal, a line now and then elsewhere.
-
 EVERY_S = 10.0
-"""Least seconds between two lines where lines cannot be painted over."""
-
-
-class ProgressLine:
-    """Shows `Fetching` events on stderr."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._shown_s = clock()
-        self._is_last = False
-        """Whether the line above the cursor is ours."""
-
-    def show(self, event: events.Fetching) -> None:
-        text = fetching_line(event)
-        if has_codes() and sys.stderr is not None and sys.stderr.isatty():
-            width = shutil.get_terminal_size().columns - 1
-            say(("\x1b[1A\x1b[2K" if self._is_last else "") + text[:width], painted=True)
-            self._is_last = True
-        elif event.files_done == event.num_files or self._clock() - self._shown_s >= EVERY_S:
-            self._shown_s = self._clock()
-            say(text)
-
-    def leave(self) -> None:
-        """Something else is said next."""
-        self._is_last = False
-
-
+"""Least seconds between two lines of a download where lines cannot be painted over."""
 ETA_COLUMNS = 18
 """Columns that a step's line keeps for its last figure, so that all lines of a run leave out the same ones."""
 SAMPLE_CHARACTERS = 200
@@ -83,15 +55,18 @@ class LinePrinter:
         self._details_s, self._details_step = -math.inf, 0
         self._advised: set[str] = set()
         """Causes of waits that were named; each is once."""
-        self._progress = ProgressLine(self._clock)
+        self._progress_s = self._clock()
+        """When the last line of a download was said."""
+        self._has_progress = False
+        """Whether the line above the cursor is one."""
 
     def __call__(self, event: events.Event) -> None:
         if not isinstance(event, events.WorkSeen):
             self._state = fold(self._state, event, self._clock())
         if isinstance(event, events.Fetching):
-            self._progress.show(event)
+            self._show_progress(event)
             return
-        self._progress.leave()
+        self._has_progress = False
         if isinstance(event, events.StepFinished):
             if event.step % self._logging_steps == 0 or event.step in (1, event.num_steps):
                 line = step_json(event) if self._as_json else step_line(event, self._clock(), terminal_width())
@@ -123,6 +98,17 @@ class LinePrinter:
         elif isinstance(event, events.RunFinished):
             took = f"{counted(event.num_steps, 'step')} in {format_seconds(event.seconds)}"
             say(f"done: {took}; the result is in {event.output_dir}")
+
+    def _show_progress(self, event: events.Fetching) -> None:
+        """One line that is painted over on a terminal, a line now and then elsewhere."""
+        text = fetching_line(event)
+        if has_codes() and sys.stderr is not None and sys.stderr.isatty():
+            width = shutil.get_terminal_size().columns - 1
+            say(("\x1b[1A\x1b[2K" if self._has_progress else "") + text[:width], painted=True)
+            self._has_progress = True
+        elif event.files_done == event.num_files or self._clock() - self._progress_s >= EVERY_S:
+            self._progress_s = self._clock()
+            say(text)
 
     def _say_details(self, event: events.StepFinished) -> None:
         """Print what a dashboard shows beside the step's line; only of a run whose start was seen."""

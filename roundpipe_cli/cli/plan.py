@@ -390,19 +390,13 @@ def plan(
         raise typer.Exit(ResourceError.exit_code)
 
 
-LAYER_KEYS = (
-    *("name", "forward_s", "backward_s", "recompute", "param_bytes", "boundary_bytes", "grad_bytes"),
-    *("optimizer_s", "activation_bytes", "recompute_skippable_s"),
-)
-"""Those of a costs file."""
-
-
 def plan_document(answer: Plan, solution: Solution | None, found: Sequence[Change] = ()) -> dict[str, Any]:
     """The document that `--json` prints. Seconds and bytes; layers in the form of a costs file.
 
     Args:
         found: the remedies.
     """
+    from roundpipe_cli.costs.cost import FILE_KEYS
     from roundpipe_cli.planning.solve import fitting_recipe
     from roundpipe_cli.planning.what_if import summary_of
 
@@ -413,7 +407,7 @@ def plan_document(answer: Plan, solution: Solution | None, found: Sequence[Chang
         "workers": answer.question.num_workers,
         "forward_stages": [list(stage) for stage in answer.cut.forward_stages],
         "backward_stages": [list(stage) for stage in answer.cut.backward_stages],
-        "layers": [{key: getattr(layer, key) for key in LAYER_KEYS} for layer in answer.layers],
+        "layers": [{key: getattr(layer, key) for key in FILE_KEYS} for layer in answer.layers],
         "predicted": {
             "step_s": answer.step_s,
             "device_step_s": answer.device_step_s,

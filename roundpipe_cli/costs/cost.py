@@ -195,7 +195,8 @@ def share_out_visits(costs: CostModel, microbatches: float) -> CostModel:
 
 _NOT_IN_FILES = ("recompute_s", "visit_s", "whole_bytes")
 _NOT_IN_MODEL = ("update_bytes", "leaving_bytes", "tied")
-_FILE_KEYS = tuple(field.name for field in fields(LayerCost) if field.name not in _NOT_IN_FILES)
+FILE_KEYS = tuple(field.name for field in fields(LayerCost) if field.name not in _NOT_IN_FILES)
+"""Keys of a layer in a costs file."""
 _MAX_NUMBER = 1e300
 """Largest of a file's figures; NaN and infinity are not below it, and whole numbers beyond cannot be made floats."""
 _MAX_FILE_BYTES = 16 * 1024**2
@@ -293,7 +294,7 @@ def _layer(entry: Any, where: str, problems: list[Problem]) -> LayerCost | None:
     name = entry.get("name")
     if isinstance(name, str):
         where = f"{where} ({name})"
-    _check_keys(entry, list(_FILE_KEYS), where, problems)
+    _check_keys(entry, list(FILE_KEYS), where, problems)
     missing = [key for key in _REQUIRED if key not in entry]
     if missing:
         problems.append(Problem(f"{', '.join(missing)} missing", where, None, "name, forward_s and backward_s"))
@@ -306,7 +307,7 @@ def _layer(entry: Any, where: str, problems: list[Problem]) -> LayerCost | None:
             problems.append(Problem("recompute is not true or false", where, _shown(value), "true or false"))
         elif key in ("name", "recompute"):
             values[key] = value
-        elif key in _FILE_KEYS:
+        elif key in FILE_KEYS:
             values[key] = _number(value, f"{where}: {key}", problems, whole=key not in _FLOATS)
     if values["recompute"] and values.get("recompute_skippable_s", 0.0) > values["forward_s"]:
         expected = "at most forward_s, which the recompute takes"

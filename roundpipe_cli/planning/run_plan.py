@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from roundpipe_cli.choices import SCHEDULE_KINDS, ScheduleName
 from roundpipe_cli.costs.analytic import Case
@@ -165,39 +165,26 @@ def _needs(question: PlanRequest, schedule: Schedule, *, is_whole: bool) -> dict
 # The schedules that `bench` compares on a recipe, each with the stages and costs that `plan` has for it. No torch.
 
 
-@dataclass(frozen=True)
-class Contender:
-    """A schedule as `plan` sees the recipe with it."""
-
-    name: ScheduleName
-    cut: StageCut
-    case: SimulationCase
-    """To be simulated; the costs know the weights that stay on GPUs."""
-    reasons: tuple[str, ...]
-    """Reasons why the recipe does not fit with it; empty: it fits."""
-
-
-def contenders(own: PlanRequest, names: Sequence[ScheduleName], answers: Answers | None) -> list[Contender]:
-    """A contender for each schedule, all with the same microbatches; errors as of `make_plan`.
+def contender(
+    own: PlanRequest, name: ScheduleName, answers: Answers | None
+) -> tuple[StageCut, SimulationCase, tuple[str, ...]]:
+    """A schedule as `plan` sees the recipe with it and the same microbatches: its stages, the case to simulate, without
+    the GPUs of less memory where `plan` leaves them out, and the reasons why it does not fit.
 
     Args:
         own: the recipe as it stands, on the devices to use.
-        answers: as of `make_plan`.
+        answers, errors: as of `make_plan`.
     """
-    least_bytes = min(device.memory_bytes for device in own.hardware.devices)
-
-    def contender(name: ScheduleName) -> Contender:
-        question = own
-        if name != own.loaded.recipe.pipeline.schedule:
-            loaded = replace(own.loaded, recipe=with_schedule(own.loaded.recipe, name))
-            question = with_cards_of(ask_again(own, loaded), least_bytes)
-        question, cut, verdict, _, _ = decide(question, answers)
-        settings, costs = question.settings, question.costs
-        if settings.weight_cache_bytes:
-            costs = with_cached_weights(costs, settings.weight_cache_bytes, settings.dtype_bytes)
-        return Contender(name, cut, replace(stage_case(question), costs=costs), verdict.short_reasons)
-
-    return [contender(name) for name in names]
+    question = own
+    if name != own.loaded.recipe.pipeline.schedule:
+        loaded = replace(own.loaded, recipe=with_schedule(own.loaded.recipe, name))
+        least_bytes = min(device.memory_bytes for device in own.hardware.devices)
+        question = with_cards_of(ask_again(own, loaded), least_bytes)
+    question, cut, verdict, _, _ = decide(question, answers)
+    settings, costs = question.settings, question.costs
+    if settings.weight_cache_bytes:
+        costs = with_cached_weights(costs, settings.weight_cache_bytes, settings.dtype_bytes)
+    return cut, replace(stage_case(question), costs=costs), verdict.short_reasons
 
 
 def with_schedule(recipe: Recipe, name: ScheduleName) -> Recipe:

@@ -70,23 +70,17 @@ SCREENS = {
     "120x40_8gpu_simulated": (120, 40, 8, True, COLOUR),
 }
 SIZES = ((60, 15), (80, 24), (100, 30), (120, 40), (200, 60))
-SCREENS |= {
-    f"{width}x{height}_{num_workers}gpu": (width, height, num_workers, True, LETTERS)
-    for width, height in SIZES
-    for num_workers in (1, 2, 8, 16)
-    if f"{width}x{height}_{num_workers}gpu" not in SCREENS
-}
 ENDS: dict[str, Event] = {
     "paused": Paused(40, True),
     "failed": RunStopped("a worker failed: out of GPU memory"),
     "finished": RunFinished("outputs/qwen3-8b", 100, 437.0),
 }
 SCREENS |= {
-    f"{width}x{height}_{num_workers}gpu_{state}": (width, height, num_workers, True, LETTERS)
+    name: (width, height, num_workers, True, LETTERS)
     for width, height in SIZES
     for num_workers in (1, 2, 8, 16)
-    for state in (*ENDS, "loading")
-    if f"{width}x{height}_{num_workers}gpu_{state}" not in SCREENS
+    for state in ("", *(f"_{state}" for state in (*ENDS, "loading")))
+    if (name := f"{width}x{height}_{num_workers}gpu{state}") not in SCREENS
 }
 LOADING = "loading weights: 3.1 GiB of 15.3 GiB, 420 MiB/s, 30 s left"
 

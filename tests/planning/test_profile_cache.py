@@ -13,7 +13,7 @@ from roundpipe_cli.planning.adaptive import MAX_BYTES, PROFILE_STEPS, AdaptivePl
 from roundpipe_cli.planning.answers import unsealed
 from roundpipe_cli.recipe.schema import PipelineConfig
 from roundpipe_cli.schedule.simulate import simulate
-from tests.support.e2e import finetune, make_model, make_workspace, numbers
+from tests.support.e2e import finetune, make_model, make_workspace
 
 WORKERS, MICROBATCHES, BLOCKS = 2, 4, 6
 
@@ -85,14 +85,12 @@ def test_a_cache_that_cannot_be_written_is_no_error(own_cache: Path, monkeypatch
     ProfileCache({"model": "a"}).save(costs(1.0))
 
 
-def test_a_run_leaves_its_times_and_a_second_one_gives_the_same_numbers(tmp_path: Path, own_cache: Path) -> None:
+def test_a_run_leaves_its_times(tmp_path: Path, own_cache: Path) -> None:
     folder = make_workspace(tmp_path / "w", make_model(tmp_path / "model", num_hidden_layers=2), num_train_epochs=1)
     finetune(folder).expect(0)
     (kept,) = (own_cache / "profiles").iterdir()
     rows = unsealed(kept, MAX_BYTES)["layers"]
     assert all(backward > 0 for _, _, backward in rows[2:])
-    finetune(folder, "output_dir=again").expect(0)
-    assert numbers(folder / "out") == numbers(folder / "again")
 
 
 def test_stages_are_looked_for_a_few_numbers_of_microbatches_only(monkeypatch: pytest.MonkeyPatch) -> None:

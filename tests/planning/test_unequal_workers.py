@@ -116,21 +116,6 @@ def test_a_small_difference_is_none_and_alike_workers_are_equal() -> None:
     assert found is not None and found[:2] == (1.0, 1.0) and found[2] == found[3] == pytest.approx(0.505, rel=0.03)
 
 
-def of_the_bound(question: SimulationCase) -> float:
-    """Work done per second, in fast workers, as a part of what all workers together could do."""
-    speeds = question.costs.worker_speed
-    assert speeds is not None
-    timeline = run("roundpipe", searched(question), question).timeline
-    done = sum(seconds * speed for seconds, speed in zip(busy_s(timeline), speeds, strict=True))
-    return done / (sum(speeds) * makespan_s(timeline))
-
-
-def test_four_fast_and_two_half_speed_workers_come_near_the_bound() -> None:
-    model = replace(costs(16, (1.0, 1.0, 1.0, 1.0, 0.5, 0.5), link=12.5e9), device_memory_bytes=15 * 10**7)
-    question = SimulationCase(model, 6, 24)  # of 160 MB of weights, twice at most half of the device's may be there
-    assert of_the_bound(question) >= 0.97
-
-
 def test_two_workers_one_slowed_twofold_do_the_work_of_one_and_a_half() -> None:
     """Against the fast one alone with a plan of its own, which needs no recompute: whole microbatches, two to one."""
     planner = trained(Machine((1.0, 0.5), noise=0.02))
