@@ -268,7 +268,8 @@ def run_command(command: Callable[[], Any]) -> int:
         if _out_of_memory(error):
             say(f"error: out of host memory\n  found: {error}\n  hint: `roundpipe plan` says what a recipe needs")
             return ResourceError.exit_code
-        if _out_of_threads(error):
+        # Rust and C++ libraries say only in their messages that a limit on threads and processes was reached
+        if any(text in str(error) for text in ("can't start new thread", os.strerror(errno.EAGAIN))):
             what = "the system lets this user start no more threads or processes"
             show_error(ResourceError(what, found=str(error), hint="raise the limit: `ulimit -u`, or the container's"))
             return ResourceError.exit_code
@@ -291,11 +292,6 @@ def _out_of_memory(error: BaseException) -> bool:
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error))
-
-
-def _out_of_threads(error: BaseException) -> bool:
-    """Whether a limit on threads and processes was reached; Rust and C++ libraries say so only in their messages."""
-    return any(text in str(error) for text in ("can't start new thread", os.strerror(errno.EAGAIN)))
 
 
 def _bug(error: BaseException) -> InternalError:

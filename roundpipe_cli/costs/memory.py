@@ -105,12 +105,14 @@ def device_need(case: Case, forward_stages: Sequence[StageRange], backward_stage
     slot_bytes = largest_stage_bytes(layers, forward_stages, backward_stages) if case.gpus else 0
     without = largest_visit_bytes([replace(layer, whole_bytes=0) for layer in layers], (), backward_stages)
     whole_bytes = largest_visit_bytes(layers, forward_stages, backward_stages) - without
+    kept = layers[max(1, len(layers) - 1 - settings.keep_blocks) : len(layers) - 1]
+    kept_bytes = sum(layer.activation_bytes for layer in kept)  # for all microbatches: no worker ever holds more
     return Need(
         (
             NeedPart(f"{costs.slots} slots for the weights and gradients of a stage", costs.slots * slot_bytes),
             NeedPart("activations", _activations(case, backward_stages)),
             *([NeedPart("weights of a stage, unpacked", whole_bytes)] if settings.unpacks_once else []),
-            NeedPart("kept activations", _kept_activations(layers, settings)),
+            NeedPart("kept activations", settings.num_microbatches * kept_bytes),
             NeedPart(LARGEST_GRADIENT, _gradient_bytes(case, backward_stages)),
             *fixed_device_need(case).parts,
         )
@@ -121,11 +123,10 @@ def largest_stage_bytes(
     layers: Sequence[LayerCost], forward_stages: Sequence[StageRange], backward_stages: Sequence[StageRange]
 ) -> int:
     """Bytes that a slot holds: weights, and of a backward stage its gradients too."""
-    return max(
-        [_weights(layers, stage) for stage in forward_stages]
-        + [_weights(layers, stage) + _gradients(layers, stage) for stage in backward_stages],
-        default=0,
-    )
+    forward = [sum(layer.param_bytes for layer in layers[first : last + 1]) for first, last in forward_stages]
+    backward = [layers[first : last + 1] for first, last in backward_stages]
+    held = [sum(layer.param_bytes + layer.grad_bytes for layer in stage) for stage in backward]
+    return max(forward + held, default=0)
 
 
 def largest_visit_bytes(
@@ -216,12 +217,6 @@ def trained_head_bytes(num_elements: int, dtype_bytes: int, *, in_chunks: bool) 
     return num_elements * (dtype_bytes + (4 if in_chunks else 0))
 
 
-def _kept_activations(layers: Sequence[LayerCost], settings: TrainingSettings) -> int:
-    """Activations of the last `keep_blocks` blocks for all microbatches of a step: no worker ever holds more."""
-    kept = layers[max(1, len(layers) - 1 - settings.keep_blocks) : len(layers) - 1]
-    return settings.num_microbatches * sum(layer.activation_bytes for layer in kept)
-
-
 def fixed_device_need(case: Case) -> Need:
     """The part of `device_need` that no cut of the stages changes."""
     architecture, settings, layers = case.architecture, case.settings, case.costs.layers
@@ -263,14 +258,6 @@ def backward_workspace_bytes(tokens: float, mlp_tokens: float, width: int, hidde
 def one_layer_bytes(architecture: Architecture, settings: TrainingSettings) -> int:
     """Activations of the largest block for one microbatch."""
     return max(activation_bytes(architecture, block, settings) for block in set(architecture.blocks))
-
-
-def _weights(layers: Sequence[LayerCost], stage: StageRange) -> int:
-    return sum(layer.param_bytes for layer in layers[stage[0] : stage[1] + 1])
-
-
-def _gradients(layers: Sequence[LayerCost], stage: StageRange) -> int:
-    return sum(layer.grad_bytes for layer in layers[stage[0] : stage[1] + 1])
 
 
 def usable_device_bytes(device: Device) -> int:

@@ -418,7 +418,8 @@ def screen(
         middle = curve_and_figures(state, width, curve_height, theme)
     else:
         middle = _short_figures(state, width, min(2, room), theme)
-    if room == len(middle) > 0 and _has_news(state, now_s):  # an answer to a key is seen on the smallest screen too
+    has_news = bool(state.messages) and not state.is_over and now_s - state.messages[-1].time_s < NEWS_S
+    if room == len(middle) > 0 and has_news:  # an answer to a key is seen on the smallest screen too
         middle = [*middle[:-1], *messages(state, width, 1, theme)]
     said = messages(state, width, room - len(middle), theme)
     blank = [Text()] * (room - len(middle) - len(said))
@@ -431,11 +432,6 @@ def _lanes_s(state: DashboardState) -> float:
     if state.is_simulated and state.timeline is not None:
         return min(shown_s, 1.5 * max((span.end_s for span in state.timeline.spans), default=shown_s))
     return shown_s
-
-
-def _has_news(state: DashboardState, now_s: float) -> bool:
-    """Whether something was said in the last seconds of a run that continues."""
-    return bool(state.messages) and not state.is_over and now_s - state.messages[-1].time_s < NEWS_S
 
 
 def _exactly(lines: Sequence[Text], width: int, height: int, theme: Theme) -> list[Text]:

@@ -81,7 +81,9 @@ def measured_costs(base: CostModel, steps: Iterable[Timeline]) -> CostModel:
     for first in sorted(set(group_of.values())):
         members = [index for index, group in group_of.items() if group == first]
         forward_s, recompute_s, backward_s = (
-            _mean_of_medians(seconds[first, kind]) for kind in (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD)
+            statistics.fmean(map(statistics.median, by_microbatch.values())) if by_microbatch else None
+            for kind in (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD)
+            for by_microbatch in [seconds[first, kind]]
         )
         for index in members:
             layers[index] = replace(
@@ -158,11 +160,6 @@ def _groups(base: CostModel) -> dict[int, int]:
     """Layer -> the first layer of its kind: those of equal costs."""
     first_of: dict[LayerCost, int] = {}
     return {index: first_of.setdefault(replace(layer, name=""), index) for index, layer in enumerate(base.layers)}
-
-
-def _mean_of_medians(seconds: Mapping[int, list[float]]) -> float | None:
-    """Mean of the microbatches' medians; None if nothing was timed."""
-    return statistics.fmean(statistics.median(times) for times in seconds.values()) if seconds else None
 
 
 def _layer(kind: Kind, stage: int, num_layers: int) -> int:

@@ -454,23 +454,20 @@ def dealt_cut(planned: StageCut, case: SimulationCase, keeps: Keeps | None = Non
     finalists = [planned, *(candidate for _, _, candidate in sorted(scored, key=lambda one: one[:2])[:NUM_FINALISTS])]
     if case.options.earliest_free:  # where all layers fit, whole microbatches without any recompute
         whole = _whole_model(case.costs, case.num_microbatches)
-        finalists += filter(keeps, [whole] if _whole_model_fits(case.costs) else [])
+        finalists += filter(keeps, [] if whole is None else [whole])
     return min(finalists, key=lambda partition: run_step_s("roundpipe", partition, whole_step))
 
 
-def _whole_model(costs: CostModel, num_microbatches: int) -> StageCut:
-    """All layers in the stage with the head, except an embedding, whose rows come from the host."""
-    last = len(costs.layers) - 1
-    if costs.layers[0].name != "embed" or not last:
+def _whole_model(costs: CostModel, num_microbatches: int) -> StageCut | None:
+    """All layers in the stage with the head, except an embedding, whose rows come from the host; None where not every
+    slot of a device could hold them all, with the activations of one microbatch."""
+    layers, limit, last = costs.layers, costs.device_memory_bytes, len(costs.layers) - 1
+    held = costs.slots * sum(layer.param_bytes + layer.grad_bytes for layer in layers)
+    if limit is not None and held + sum(layer.visit_bytes for layer in layers) > limit:
+        return None
+    if layers[0].name != "embed" or not last:
         return StageCut((), ((0, last),), num_microbatches)
     return StageCut(((0, 0),), ((1, last), (0, 0)), num_microbatches)
-
-
-def _whole_model_fits(costs: CostModel) -> bool:
-    """Whether every slot of a device could hold all layers, with the activations of one microbatch."""
-    layers, limit = costs.layers, costs.device_memory_bytes
-    held = costs.slots * sum(layer.param_bytes + layer.grad_bytes for layer in layers)
-    return limit is None or held + sum(layer.visit_bytes for layer in layers) <= limit
 
 
 def _published_s(name: str, cut: StageCut, case: SimulationCase) -> float:

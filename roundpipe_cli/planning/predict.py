@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import Any
 
 from roundpipe_cli.choices import SCHEDULE_KINDS
 from roundpipe_cli.costs.analytic import ORDERED_BACKWARD, analytic_costs, fused_share
@@ -75,11 +74,6 @@ class SimulatedStep:
     links: LinkBytes
 
 
-def step_from(document: Any) -> SimulatedStep:
-    """The inverse of `asdict`."""
-    return SimulatedStep(**{**document, "links": LinkBytes(**document["links"])})
-
-
 def simulate_step(question: PlanRequest, cut: StageCut) -> SimulatedStep:
     """One optimizer step as it follows another one. Beyond `MAX_SIMULATED_MICROBATCHES` the time grows by what two more
     rounds cost."""
@@ -97,12 +91,6 @@ def simulate_step(question: PlanRequest, cut: StageCut) -> SimulatedStep:
         ]
     bubble = 1 - busy / (question.num_workers * step_s) if step_s else 0.0
     return SimulatedStep(step_s, max(0.0, bubble), LinkBytes(*num_bytes))
-
-
-def timeline_of_step(question: PlanRequest, cut: StageCut) -> Timeline:
-    """The timeline of one step, of at most `MAX_SIMULATED_MICROBATCHES` microbatches."""
-    program = _program(question, cut, _num_simulated(question, cut))
-    return simulate_program(program, step_costs(question, cut))
 
 
 def _rounds(question: PlanRequest, cut: StageCut) -> int:
@@ -303,7 +291,8 @@ class Plan:
     @cached_property
     def timeline(self) -> Timeline:
         """The timeline of one simulated step of at most `MAX_SIMULATED_MICROBATCHES` microbatches."""
-        return timeline_of_step(self.question, self.cut)
+        program = _program(self.question, self.cut, _num_simulated(self.question, self.cut))
+        return simulate_program(program, step_costs(self.question, self.cut))
 
     @property
     def layers(self) -> tuple[LayerCost, ...]:
@@ -472,8 +461,12 @@ def _known_cut(question: PlanRequest, answers: Answers | None) -> StageCut:
 def _known_step(question: PlanRequest, cut: StageCut, answers: Answers | None) -> SimulatedStep:
     if answers is None:
         return simulate_step(question, cut)
-    asked = "step", _figures(question), cut
-    return answers.once(asked, lambda: simulate_step(question, cut), asdict, step_from)
+    return answers.once(
+        ("step", _figures(question), cut),
+        lambda: simulate_step(question, cut),
+        asdict,
+        lambda known: SimulatedStep(**{**known, "links": LinkBytes(**known["links"])}),
+    )
 
 
 def _cut(question: PlanRequest, answers: Answers | None) -> StageCut:

@@ -8,7 +8,6 @@ backward stages behind the one with the head, and of units in the head's stage. 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -217,13 +216,6 @@ def neighbours(numpy: Any, sizes: Array, num_forward: int) -> Array:
     if sizes[num_forward] > 1:
         moves.append(-trade)
     return sizes + numpy.concatenate(moves)
-
-
-def reshaped(sizes: Sequence[int], num_forward: int) -> list[tuple[int, tuple[int, ...]]]:
-    """Partitions with one or two stages more or one less: (forward stages, sizes)."""
-    forward, head, later = list(sizes[:num_forward]), sizes[num_forward], list(sizes[num_forward + 1 :])
-    found = [(len(cut), (*cut, head, *later)) for cut in _recut(forward)]
-    return found + [(num_forward, (*forward, head, *cut)) for cut in _recut(later)]
 
 
 def _recut(sizes: list[int]) -> list[list[int]]:
@@ -456,7 +448,9 @@ class Search:
     def _reshape(self, start: Candidate) -> list[Candidate]:
         """The best partitions with a few stages more or less."""
         numpy = self.numpy
-        found = reshaped(start.sizes, start.num_forward)
+        forward_sizes, (head, *later) = [*start.sizes[: start.num_forward]], start.sizes[start.num_forward :]
+        found = [(len(cut), (*cut, head, *later)) for cut in _recut(forward_sizes)]
+        found += [(start.num_forward, (*forward_sizes, head, *cut)) for cut in _recut(later)]
         if not found:
             return []
         counts = [len(sizes) for _, sizes in found]
