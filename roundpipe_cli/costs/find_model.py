@@ -383,17 +383,10 @@ def _from_hub(model: str, revision: str | None) -> FoundConfig:
     except UnreachableError as error:
         raise _unreachable(model, f"the hub cannot be reached ({error})") from None
     except RefusedError as error:
-        near = closest(model, list(shipped_figures()))
-        if near is None:
-            raise
         (problem,) = error.problems
-        raise RefusedError(
-            problem.what,
-            where=problem.where,
-            found=problem.found,
-            expected=problem.expected,
-            hint=f"did you mean {near}? {problem.hint or ''}".strip(),
-        ) from None
+        if near := closest(model, list(shipped_figures())):
+            error.problems = (replace(problem, hint=f"did you mean {near}? {problem.hint or ''}".strip()),)
+        raise
     return FoundConfig(_read_config(Path(path)), model, "config.json of the hub", Path(path).parent)
 
 

@@ -83,14 +83,6 @@ def test_init_names_any_file_in_a_comment(here: Path, name: str) -> None:
     assert load_recipe(here / name).recipe.max_steps is None
 
 
-def test_init_asks_on_a_terminal(here: Path, tmp_path: Path) -> None:
-    hardware = "1x4060ti-16gb,host_memory_gib=32"
-    turns = (("Model", "Qwen/Qwen3-1.7B"), ("Your rows", "rows.jsonl"), ("Hardware", hardware))
-    shown = conversation(tmp_path, *turns, ("next: roundpipe plan qwen3-1.7b.yaml", None), code=0)
-    assert "rows.jsonl is not there yet" in shown
-    assert load_recipe(tmp_path / "qwen3-1.7b.yaml").recipe.hardware == hardware
-
-
 def conversation(folder: Path, *turns: tuple[str, str | None], code: int) -> str:
     """What `roundpipe init` says on a terminal to answers, each given when the words before it have been said.
 
@@ -125,10 +117,12 @@ def test_init_asks_again_and_loses_no_answer(tmp_path: Path) -> None:
     assert shown.count("answers so far") == 0 and (tmp_path / "qwen3-8b.yaml").read_text() == "mine\n"
     recipe = load_recipe(tmp_path / "qwen3-8b-2.yaml").recipe
     assert (recipe.model, recipe.datasets[0].path) == ("Qwen/Qwen3-8B", "me/rows")
+    assert recipe.hardware == "8x4090,host_memory_gib=128"
     conversation(
         tmp_path,
         ("Model", "Qwen/Qwen3-14B"),
         ("Your rows", "my-rows/a b.jsonl"),
+        ("a b.jsonl is not there yet", None),
         ("Hardware", "\x04"),
         ("answers so far: roundpipe init --model Qwen/Qwen3-14B --data 'my-rows/a b.jsonl'", None),
         code=130,

@@ -111,12 +111,7 @@ def test_errors_are_cut_between_words_and_what_is_to_be_copied_is_not(width: int
 
 
 def test_one_is_singular() -> None:
-    assert [counted(1, "worker"), counted(2, "worker"), counted(3, "microbatch"), counted(1, "microbatch")] == [
-        "1 worker",
-        "2 workers",
-        "3 microbatches",
-        "1 microbatch",
-    ]
+    assert [counted(number, "microbatch") for number in (1, 3)] == ["1 microbatch", "3 microbatches"]
 
 
 def test_a_run_ends_with_its_figures_and_three_commands() -> None:

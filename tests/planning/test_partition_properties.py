@@ -170,17 +170,16 @@ def test_even_cut() -> None:
     assert even_cut(3, 1, 1, beside_head=1) == ((), ((0, 2),))
 
 
-@pytest.mark.parametrize(("room", "expected"), [(None, 20), (32, 20), (12, 10), (8, 7), (2, 7)])
-def test_given_stages_get_few_equal_rounds(room: int | None, expected: int) -> None:
-    """20 microbatches on 8 workers were run as 8 + 8 + 4, however much memory the host had."""
+@pytest.mark.parametrize(
+    ("workers", "room", "chunks", "expected"),
+    [(8, None, 1, 20), (8, 32, 1, 20), (8, 12, 1, 10), (8, 8, 1, 7), (8, 2, 1, 7), (2, 11, 4, 8)],
+)
+def test_given_stages_get_few_equal_rounds(workers: int, room: int | None, chunks: int, expected: int) -> None:
+    """20 microbatches on 8 workers were run as 8 + 8 + 4, however much memory the host had. Sequences stay whole."""
     limits = StageLimits(microbatches_per_round=room)
-    case = SimulationCase(model(6), 8, 20, limits=limits)
-    assert in_long_rounds(StageCut(*even_cut(6, 1, 1), 8), case).microbatches_per_round == expected
-
-
-def test_rounds_of_sequences_in_chunks_stay_whole() -> None:
-    case = SimulationCase(model(6), 2, 20, sequence_chunks=4, limits=StageLimits(microbatches_per_round=11))
-    assert in_long_rounds(StageCut(*even_cut(6, 1, 1), 4), case).microbatches_per_round == 8
+    case = SimulationCase(model(6), workers, 20, sequence_chunks=chunks, limits=limits)
+    shortest = StageCut(*even_cut(6, 1, 1), max(workers, chunks))
+    assert in_long_rounds(shortest, case).microbatches_per_round == expected
 
 
 @pytest.mark.parametrize(("layers", "expected"), [(30, [20, 10, 7, 5, 4]), (60, [20, 10, 7])])

@@ -216,23 +216,20 @@ def test_a_guessed_count_is_said_in_the_verdict(folder: Path) -> None:
     assert not any("a guess" in line or "not known: whether" in line for line in said)
 
 
-def test_weights_that_are_here_are_counted(folder: Path) -> None:
-    put_config(folder, UNTAUGHT)
-    put_weights(folder, (300, 64), (1000, 500))
-    architecture = ask(load_recipe(folder / "recipe.yaml"), "1x4090").architecture
-    assert architecture.parameters == pytest.approx(519_200, rel=1e-4)
-    assert not architecture.is_guess
-    assert "by the headers of its weights" in architecture.notes[0]
-
-
-@pytest.mark.parametrize("metadata", [{"total_size": 1_038_400}, {"total_parameters": 519_200, "total_size": 9}])
-def test_the_index_of_weights_that_are_elsewhere_is_counted(folder: Path, metadata: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    "metadata", [None, {"total_size": 1_038_400}, {"total_parameters": 519_200, "total_size": 9}], ids=str
+)
+def test_weights_that_are_here_or_in_an_index_are_counted(folder: Path, metadata: dict[str, int] | None) -> None:
     put_config(folder, UNTAUGHT, torch_dtype="bfloat16")
-    index = {"metadata": metadata, "weight_map": {}}
-    (folder / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
+    if metadata is None:
+        put_weights(folder, (300, 64), (1000, 500))
+    else:
+        index = {"metadata": metadata, "weight_map": {}}
+        (folder / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
     architecture = ask(load_recipe(folder / "recipe.yaml"), "1x4090").architecture
-    assert architecture.parameters == pytest.approx(519_200, rel=1e-4)
-    assert "model.safetensors.index.json" in architecture.notes[0]
+    assert architecture.parameters == pytest.approx(519_200, rel=1e-4) and not architecture.is_guess
+    source = "the headers of its weights" if metadata is None else "model.safetensors.index.json"
+    assert f"by {source}" in architecture.notes[0]
 
 
 def test_a_known_type_whose_files_hold_something_else_is_noticed(folder: Path) -> None:
