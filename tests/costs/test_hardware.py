@@ -22,7 +22,7 @@ from roundpipe_cli.costs.hardware import (
     pcie_bytes_per_s,
     rates_of,
 )
-from roundpipe_cli.costs.machine import cpu_devices, host_memory
+from roundpipe_cli.costs.machine import HostMemory, cpu_devices, host_memory
 from roundpipe_cli.costs.models import TrainingSettings
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.units import GIB
@@ -119,12 +119,7 @@ def test_host_memory_obeys_the_containers_limit(tmp_path: Path) -> None:
     proc, cgroup = tmp_path / "proc", tmp_path / "cgroup"
     (proc / "self").mkdir(parents=True)
     (proc / "meminfo").write_text("MemTotal:  67108864 kB\nMemAvailable:  60000000 kB\n")
-    memory = host_memory(proc, tmp_path / "none")
-    assert (memory.total_bytes, memory.available_bytes, memory.limited_by) == (
-        64 * GIB,
-        60_000_000 << 10,
-        "the machine",
-    )
+    assert host_memory(proc, tmp_path / "none") == HostMemory(64 * GIB, 60_000_000 << 10, "the machine")
     (proc / "self" / "cgroup").write_text("0::/box/run\n")
     inner = cgroup / "box" / "run"
     inner.mkdir(parents=True)
