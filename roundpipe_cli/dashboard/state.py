@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from roundpipe_cli import events
 from roundpipe_cli.units import counted, format_bytes, format_loss, format_seconds
@@ -102,12 +103,8 @@ class Median:
     @property
     def value(self) -> float:
         """As `statistics.median_low`; 0 of nothing."""
-        middle, seen = (sum(self.counts) + 1) // 2, 0
-        for at, count in enumerate(self.counts):
-            seen += count
-            if seen >= middle:
-                return at / 1000
-        return 0.0
+        middle = (sum(self.counts) + 1) // 2
+        return next(at for at, seen in enumerate(accumulate(self.counts)) if seen >= middle) / 1000
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ hide behind arithmetic: a few sizes of stages and rounds are simulated.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import islice, product
@@ -45,13 +46,8 @@ def resident_cut(costs: CostModel, num_workers: int, keeps: Callable[[StageCut],
         costs: their first layer is an embedding, which is gathered on the host.
     """
     num_blocks = len(costs.layers) - 2
-    fitting, failing = 0, num_blocks + 1
-    while failing - fitting > 1:  # what a stage takes grows with its blocks
-        middle = (fitting + failing) // 2
-        if keeps(_with_head(num_blocks, middle, num_workers)):
-            fitting = middle
-        else:
-            failing = middle
+    numbers = range(1, num_blocks + 1)  # what a stage takes grows with its blocks
+    fitting = bisect_left(numbers, True, key=lambda count: not keeps(_with_head(num_blocks, count, num_workers)))
     return _with_head(num_blocks, fitting, num_workers) if fitting else None
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -237,13 +238,7 @@ def _largest(limit: int, fits: Callable[[int], bool]) -> int | None:
     """The largest number from 1 to `limit` that fits, by bisection (memory grows with it); None if 1 does not."""
     if not fits(1):
         return None
-    low, high = 1, limit + 1
-    if fits(limit):
-        return limit
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    return limit if fits(limit) else bisect_left(range(1, limit), True, key=lambda number: not fits(number))
 
 
 SolveStep = tuple[Change, Callable[[TrainingSettings], TrainingSettings]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 
 from roundpipe_cli.costs.analytic import Case
@@ -99,14 +100,12 @@ def judge_coarsest(case: Case) -> Verdict:
 def coarsest_cut(case: Case) -> StageCut:
     """Stages of as many blocks each as the devices hold, one block each if not even two fit; the shortest rounds."""
     num_layers, budget = len(case.costs.layers), worker_budget_bytes(case)
-    low, high = 1, num_layers - 1
-    while low < high:  # device memory grows with the blocks of a stage
-        blocks = (low + high + 1) // 2
-        if device_need(case, *even_cut(num_layers, blocks, blocks)).total_bytes <= budget:
-            low = blocks
-        else:
-            high = blocks - 1
-    return StageCut(*even_cut(num_layers, low, low), len(case.hardware.devices))
+
+    def exceeds(blocks: int) -> bool:
+        return device_need(case, *even_cut(num_layers, blocks, blocks)).total_bytes > budget
+
+    most = max(1, bisect_left(range(1, num_layers), True, key=exceeds))  # device memory grows with a stage's blocks
+    return StageCut(*even_cut(num_layers, most, most), len(case.hardware.devices))
 
 
 def worker_budget_bytes(case: Case) -> int:
