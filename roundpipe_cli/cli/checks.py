@@ -310,12 +310,9 @@ def _disk() -> Iterator[Check]:
         ("disk, models", cache, "HF_HOME=/another/disk for downloaded models"),
     ):
         free = machine.free_disk_bytes(folder)
-        if free is None:
-            yield Check(name, "note", f"{folder}: not known")
-        elif free < LOW_DISK_BYTES:
-            yield Check(name, "note", f"{format_bytes(free)} free for {folder}", fix)
-        else:
-            yield Check(name, "good", f"{format_bytes(free)} free for {folder}")
+        is_low = free is not None and free < LOW_DISK_BYTES
+        found = f"{folder}: not known" if free is None else f"{format_bytes(free)} free for {folder}"
+        yield Check(name, "note" if free is None or is_low else "good", found, fix if is_low else None)
 
 
 def _hub(offline: bool) -> Iterator[Check]:

@@ -286,7 +286,8 @@ def test_sequences_in_chunks_are_planned(recipe: Path) -> None:
 
 
 def test_gains_of_the_engine_are_in_the_plan(recipe: Path) -> None:
-    """What the run leaves out of a recompute or keeps on the device, the plan does not count as time, but as memory."""
+    """What the run leaves out of a recompute or keeps on the device, the plan does not count as time; its memory is in
+    tests/costs/test_memory_model.py."""
     skip, words = "pipeline.skip_last_projection", "2x4090,host_memory_gib=64"
     never, auto, always = (ask(load(recipe, f"{skip}={value}"), words) for value in ("false", "auto", "true"))
     block = always.analytic.costs.layers[1]
@@ -295,14 +296,8 @@ def test_gains_of_the_engine_are_in_the_plan(recipe: Path) -> None:
     assert auto.analytic == always.analytic, "the inputs of 32 small layers take little memory"
     large = ask(load(recipe, "gradient_accumulation_steps=4096"), words)
     assert not large.settings.skip_last_projection, "as `train/build.py` decides for so many of them"
-    slow, fast = (make_plan(load(recipe, f"{skip}={value}"), words) for value in ("false", "true"))
-    assert fast.device_step_s < slow.device_step_s
-    assert fast.verdict.host.total_bytes > slow.verdict.host.total_bytes
     kept = ask(load(recipe, "pipeline.keep_activations=3"), "4090")
     assert [layer.recompute for layer in kept.analytic.costs.layers[-5:]] == [True, False, False, False, False]
-    one, other = (make_plan(load(recipe, f"pipeline.keep_activations={count}"), "4090") for count in (0, 3))
-    assert other.step_s < one.step_s
-    assert other.verdict.device.total_bytes > one.verdict.device.total_bytes
     several = ask(load(recipe, "pipeline.keep_activations=3"), "2x4090")
     assert all(layer.recompute for layer in several.analytic.costs.layers[1:-1]), "blocks seldom stay where they were"
 
