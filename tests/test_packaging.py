@@ -51,23 +51,17 @@ def metadata_of(wheel: zipfile.ZipFile) -> Message:
     return Parser().parsestr(wheel.read(name).decode())
 
 
-def test_wheel_carries_recipes_and_their_data(wheel: zipfile.ZipFile) -> None:
-    recipes = ROOT / "recipes"
-    ours = {path.relative_to(recipes).as_posix() for path in recipes.rglob("*") if path.is_file()}
-    assert {"quickstart.yaml", "quickstart.jsonl", "qwen3-32b.yaml", "qwen3/8b_lora_2x24gb.yaml"} <= ours
-    for name in ours:
-        assert wheel.read(f"{SHIPPED}/{name}") == (ROOT / "recipes" / name).read_bytes()
-
-
-def test_wheel_carries_the_package_whole_and_nothing_else(wheel: zipfile.ZipFile) -> None:
-    names = {name for name in wheel.namelist() if not name.startswith(f"{SHIPPED}/")}
+def test_wheel_carries_the_package_and_the_recipes_whole_and_nothing_else(wheel: zipfile.ZipFile) -> None:
+    recipes = {path.relative_to(ROOT / "recipes").as_posix(): path for path in (ROOT / "recipes").rglob("*")}
+    recipes = {f"{SHIPPED}/{name}": path for name, path in recipes.items() if path.is_file()}
     package = {
         path.relative_to(ROOT).as_posix()
         for path in (ROOT / "roundpipe_cli").rglob("*")
         if path.is_file() and path.suffix in (".py", ".json", ".typed", ".md")
     }
     assert "roundpipe_cli/py.typed" in package
-    assert {name for name in names if ".dist-info/" not in name} == package
+    assert {name for name in wheel.namelist() if ".dist-info/" not in name} == package | recipes.keys()
+    assert all(wheel.read(name) == path.read_bytes() for name, path in recipes.items())
 
 
 def test_metadata(wheel: zipfile.ZipFile) -> None:

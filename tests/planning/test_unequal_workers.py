@@ -157,16 +157,3 @@ def test_the_last_microbatches_do_not_wait_for_a_slow_worker() -> None:
     question = SimulationCase(costs(1, (1.0, 0.1)), 2, 1, options=Options(earliest_free=True))
     stages = StageCut(((0, 0), (1, 1)), ((2, 2), (1, 1), (0, 0)))
     assert busy_s(run("roundpipe", stages, question).timeline)[1] == 0.0
-
-
-@pytest.mark.parametrize("limit", [3 * 10**7, 8 * 10**7])
-def test_stages_dealt_earliest_free_keep_the_devices_limits(limit: int) -> None:
-    machine = Machine((1.0, 0.5))
-    rough = replace(costs(), device_memory_bytes=limit)
-    planner = AdaptivePlanner(rough, 2, PipelineConfig())
-    while not planner.measured:
-        planner.observe(machine.step(planner).timeline)
-    schedule = planner.schedule(MICROBATCHES)
-    assert planner.costs.worker_speed == pytest.approx((1.0, 0.5))
-    for first, last in (*schedule.forward_stages, *schedule.backward_stages):
-        assert sum(layer.param_bytes for layer in planner.costs.layers[first : last + 1]) <= 0.85 * limit / 2
