@@ -93,7 +93,7 @@ def trainable_checks() -> Iterator[Check]:
     here = machine.this_machine(devices, "this machine", notes, Path("outputs"))
     free = min(here.host_memory_bytes, machine.host_memory().available_bytes)
     for reach in reach_of(replace(here, host_memory_bytes=free)):
-        models = ", ".join(f"{one.name} at most {one.most_tokens_per_s:,.0f} tokens/s" for one in reach.models)
+        models = ", ".join(f"{name} at most {most:,.0f} tokens/s" for name, most in reach.models.items())
         limit = f"; too large: {reach.too_large} ({reach.reason})" if reach.too_large else ""
         fix = remedy(reach) if reach.reason else None
         name = f"largest, {reach.method}"

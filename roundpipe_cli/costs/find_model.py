@@ -257,16 +257,16 @@ class FoundConfig:
     is_config: bool = True
     """A config.json's content, or what of it ships with the tool; not made of a GGUF file's header."""
 
+    @at_work("reading the model's figures")
     def architecture(self) -> Architecture:
         """The architecture that it describes.
 
         Raises:
             RefusedError: a needed figure is missing or impossible.
         """
-        with at_work("reading the model's figures"):
-            if self.folder is None and "counted" in self.config:
-                return built_architecture({**self.config, **self.config["counted"]}, name=self.name, source=self.source)
-            return parse_config(self.config, name=self.name, source=self.source)
+        if self.folder is None and "counted" in self.config:
+            return built_architecture({**self.config, **self.config["counted"]}, name=self.name, source=self.source)
+        return parse_config(self.config, name=self.name, source=self.source)
 
     @property
     def needs_building(self) -> bool:
@@ -320,12 +320,8 @@ def _packaged(model: str) -> FoundConfig:
     return _local(model, found[0])
 
 
+@at_work("reading the model's configuration")
 def _local(model: str, path: Path) -> FoundConfig:
-    with at_work("reading the model's configuration"):
-        return _read_local(model, path)
-
-
-def _read_local(model: str, path: Path) -> FoundConfig:
     if path.is_file():
         if path.suffix != ".gguf":
             raise RefusedError(

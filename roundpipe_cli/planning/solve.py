@@ -483,21 +483,13 @@ MICROBATCHES_PER_WORKER = 4
 
 
 @dataclass(frozen=True, slots=True)
-class TrainableModel:
-    """A model that fits."""
-
-    name: str
-    most_tokens_per_s: float
-    """Upper bound: workers that never wait, nothing computed twice."""
-
-
-@dataclass(frozen=True, slots=True)
 class Reach:
     """The largest model that a machine can train by one method."""
 
     method: str
-    models: tuple[TrainableModel, ...]
-    """The largest that fit, at most `NUM_SHOWN`, the largest first."""
+    models: dict[str, float]
+    """The largest that fit, at most `NUM_SHOWN`, the largest first -> upper bound of tokens a second: workers that
+    never wait, nothing computed twice."""
     too_large: str | None
     """The next larger model, which does not fit; None if all fit."""
     reason: str | None
@@ -515,7 +507,7 @@ def _reach(method: str, lines: tuple[str, ...], hardware: Hardware) -> Reach:
     own_keys = f"max_seq_length: {SEQUENCE}", f"gradient_accumulation_steps: {count}"
     loaded = load_text("\n".join((*given, *own_keys, *lines)) + "\n", "doctor.yaml")
     lacks_bfloat16 = not all(device.has_bfloat16 for device in hardware.devices)
-    found: list[TrainableModel] = []
+    found: dict[str, float] = {}
     too_large = reason = None
     shipped = filter(None, map(shipped_architecture, shipped_figures()))
     for architecture in sorted(shipped, key=lambda one: -one.parameters):
@@ -531,12 +523,12 @@ def _reach(method: str, lines: tuple[str, ...], hardware: Hardware) -> Reach:
         if lack is None:
             request = PlanRequest(architecture, own, hardware, case.analytic, loaded=loaded)
             tokens = own.num_microbatches * own.tokens_per_microbatch
-            found.append(TrainableModel(architecture.name.rpartition("/")[2], tokens / request.least_step_s))
+            found[architecture.name.rpartition("/")[2]] = tokens / request.least_step_s
             if len(found) == NUM_SHOWN:
                 break
         elif not found:
             too_large, reason = architecture.name.rpartition("/")[2], lack
-    return Reach(method, tuple(found), too_large, reason)
+    return Reach(method, found, too_large, reason)
 
 
 def _lack(case: Case) -> str | None:
