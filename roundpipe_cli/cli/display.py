@@ -53,7 +53,7 @@ class Display:
         """
         self._plain, self._output_dir = plain, output_dir
         self.is_dashboard = dashboard and is_terminal()
-        self._keys = keys if keys is not None else {"q": self.leave_key()}
+        self._keys = keys if keys is not None else {"q": ("quit", self._leave)}
         self._asked_by_key = False
         self._live: LiveDashboard | None = None
         self._early: list[Event] = []
@@ -73,15 +73,10 @@ class Display:
         if isinstance(error, KeyboardInterrupt) and self._asked_by_key:
             raise StoppedError("stopped", exit_code=130) from None
 
-    def leave_key(self) -> KeyBinding:
+    def _leave(self, state: DashboardState) -> str:
         """Stop as Ctrl-C does; the message then names no signal."""
-        from roundpipe_cli.dashboard.live import KeyBinding
-
-        def leave(state: DashboardState) -> str:
-            self._asked_by_key = True
-            return _interrupt()
-
-        return KeyBinding("quit", leave)
+        self._asked_by_key = True
+        return _interrupt()
 
     def __call__(self, event: Event) -> None:
         live = self._live
@@ -160,7 +155,6 @@ def _interrupt() -> str:
 
 def training_keys(signals: StopSignals) -> dict[str, KeyBinding]:
     """The keys: pause after the step, save now, quit with a checkpoint."""
-    from roundpipe_cli.dashboard.live import KeyBinding
 
     def pause(state: DashboardState) -> str:
         signals.paused = not signals.paused
@@ -179,4 +173,4 @@ def training_keys(signals: StopSignals) -> dict[str, KeyBinding]:
         signals.asked_by_key = True
         return _interrupt()
 
-    return {"p": KeyBinding("pause", pause), "s": KeyBinding("save", save), "q": KeyBinding("quit", leave)}
+    return {"p": ("pause", pause), "s": ("save", save), "q": ("quit", leave)}

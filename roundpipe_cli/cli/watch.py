@@ -177,7 +177,7 @@ def _show(
     """A dashboard while `play` reports events to it; q, whose meaning is shown, and Ctrl-C leave."""
     from rich.console import Console
 
-    from roundpipe_cli.dashboard.live import KeyBinding, LiveDashboard, Terminal
+    from roundpipe_cli.dashboard.live import LiveDashboard, Terminal
 
     left = threading.Event()
 
@@ -185,8 +185,7 @@ def _show(
         left.set()
         return ""
 
-    keys = {"q": KeyBinding(meaning, leave)}
-    live = LiveDashboard(Terminal(), Console(file=sys.stdout), clock, keys, state=state)
+    live = LiveDashboard(Terminal(), Console(file=sys.stdout), clock, {"q": (meaning, leave)}, state=state)
     live.start()
     try:
         play(live, left)

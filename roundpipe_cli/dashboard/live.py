@@ -20,7 +20,7 @@ import time
 import tty
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -288,15 +288,8 @@ JOIN_S = 5.0
 _COLOUR_SYSTEMS = {"standard": ColorSystem.STANDARD, "256": ColorSystem.EIGHT_BIT, "truecolor": ColorSystem.TRUECOLOR}
 
 
-@dataclass(frozen=True)
-class KeyBinding:
-    """A key of the dashboard."""
-
-    meaning: str
-    act: Callable[[DashboardState], str]
-    """Returns a message for the user, or nothing."""
-
-
+KeyBinding = tuple[str, Callable[[DashboardState], str]]
+"""What a key of the dashboard means, and does: it returns a message for the user, or nothing."""
 LINES_BESIDE_WORKERS = 6
 """Header, figures, messages and legend of a frame with a line for each worker."""
 MAX_LAST_LINES, LINES_BELOW = 24, 6
@@ -354,7 +347,7 @@ class LiveDashboard:
         self.state = state or DashboardState()
         self._terminal, self._console, self._clock, self._keys = terminal, console, clock, keys
         self._theme = theme_for(console)
-        self._shown_keys = (*((key, entry.meaning) for key, entry in keys.items()), (HELP_KEY, "help"))
+        self._shown_keys = (*((key, meaning) for key, (meaning, _) in keys.items()), (HELP_KEY, "help"))
         self._has_help = False
         self._queue: deque[Event] = deque()
         self._num_dropped = 0
@@ -465,7 +458,6 @@ class LiveDashboard:
         if key == HELP_KEY:
             self._has_help = not self._has_help
             return
-        entry = self._keys.get(key.lower())
-        text = entry.act(self.state) if entry is not None else ""
-        if text:
+        _, act = self._keys.get(key.lower(), ("", lambda state: ""))
+        if text := act(self.state):
             self.state = fold(self.state, Notice(text), self._clock())
