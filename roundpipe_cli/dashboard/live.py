@@ -289,7 +289,7 @@ _COLOUR_SYSTEMS = {"standard": ColorSystem.STANDARD, "256": ColorSystem.EIGHT_BI
 
 
 KeyBinding = tuple[str, Callable[[DashboardState], str]]
-"""What a key of the dashboard means, and does: it returns a message for the user, or nothing."""
+"""The meaning of a key of the dashboard, and what it does: that returns a message for the user, or nothing."""
 LINES_BESIDE_WORKERS = 6
 """Header, figures, messages and legend of a frame with a line for each worker."""
 MAX_LAST_LINES, LINES_BELOW = 24, 6

@@ -74,7 +74,6 @@ def test_values_are_split_at_commas_outside_brackets_and_machines() -> None:
         (["lora.r=8,8"], "empty or alike"),
         ([f"lora.r={','.join(str(n) for n in range(1, 10))}", "seed=1,2,3,4,5,6,7,8"], "too many combinations"),
         (["hardware=1x4090,1x9999"], "unknown GPU"),
-        (["load_in_4bit=true,maybe"], "not accepted"),
         (["lorar=1,2"], "unknown key"),
         (["method=full", "load_in_4bit=true", "lora.r=8,16"], "full fine-tuning trains them"),
     ],
