@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from roundpipe_cli.cli.output import has_codes, say, say_at_once
 from roundpipe_cli.errors import StoppedError
-from roundpipe_cli.events import Event, Notice, RunFinished, RunStarted, RunStopped, Tell, run_clock
+from roundpipe_cli.events import Event, Notice, RunFinished, RunStarted, RunStopped, Say, Tell, run_clock
 
 if TYPE_CHECKING:
     from roundpipe_cli.dashboard.live import KeyBinding, LiveDashboard
@@ -93,19 +93,16 @@ class Display:
         elif isinstance(event, RunFinished):
             self._finished = event
 
-    def say(self, text: str) -> None:
+    def say(self, text: str, plain: Say = say) -> None:
         """A line that is no event."""
         if self._live is not None:
             self._live.tell(Notice(text))
         else:
-            say(text)
+            plain(text)
 
     def announce(self, text: str) -> None:
         """Say something inside a signal's handler."""
-        if self._live is not None:
-            self._live.tell(Notice(text))
-        else:
-            say_at_once(text)
+        self.say(text, say_at_once)
 
     def close(self) -> None:
         """Restore the terminal, with the last frame on it, and print what the frame had no room for."""

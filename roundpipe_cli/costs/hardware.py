@@ -185,25 +185,25 @@ def parse_hardware(text: str, where: str | None = None) -> Hardware:
     devices = [device for group in machine_text.split("+") for device in _parse_group(group.strip(), where, notes)]
     if len(devices) > MAX_WORKERS:
         raise RefusedError("too many GPUs", where=where, found=str(len(devices)), expected=f"1 to {MAX_WORKERS}")
-    options = _parse_options(option_texts, where)
+    options = _parse_figures(option_texts, _OPTIONS, where)
     host_memory_gib = options.get("host_memory_gib")
     if host_memory_gib is None:
         host_memory_bytes = ASSUMED_HOST_MEMORY_PER_GPU_BYTES * len(devices)
         gib = host_memory_bytes // GIB
         notes.append(f"assumed: {gib} GiB of host memory, 128 a GPU (`,host_memory_gib=` corrects it)")
     else:
-        host_memory_bytes = int(float(host_memory_gib) * GIB)
-        notes.append(f"given: {float(host_memory_gib):g} GiB of host memory")
+        host_memory_bytes = int(host_memory_gib * GIB)
+        notes.append(f"given: {host_memory_gib:g} GiB of host memory")
     notes.append("assumed: GPU rates scaled by data sheet from an RTX 4090, not measured on this machine")
     disk_free_gib = options.get("disk_free_gib")
     return Hardware(
         description=machine_text,
         devices=tuple(devices),
         host_memory_bytes=host_memory_bytes,
-        host_memory_bytes_per_s=float(options.get("host_memory_gb_per_s", 0)) * 1e9 or ASSUMED_HOST_MEMORY_BYTES_PER_S,
-        disk_free_bytes=None if disk_free_gib is None else int(float(disk_free_gib) * GIB),
-        disk_bytes_per_s=float(options.get("disk_gb_per_s", 0)) * 1e9 or None,
-        accumulate="fp16" if options.get("accumulate") == "fp16" else "fp32",
+        host_memory_bytes_per_s=options.get("host_memory_gb_per_s", 0.0) * 1e9 or ASSUMED_HOST_MEMORY_BYTES_PER_S,
+        disk_free_bytes=None if disk_free_gib is None else int(disk_free_gib * GIB),
+        disk_bytes_per_s=options.get("disk_gb_per_s", 0.0) * 1e9 or None,
+        accumulate=options.get("accumulate", "fp32"),
         notes=tuple(notes),
         host_memory_is_assumed=host_memory_gib is None,
     )
@@ -249,7 +249,7 @@ def _parse_group(group: str, where: str, notes: list[str]) -> list[Device]:
             expected=f"1 to {MAX_WORKERS}",
             hint=f"--hardware 8x{name}",
         )
-    given = _parse_figures(figure_texts, where)
+    given = _parse_figures(figure_texts, [field.name for field in fields(GpuFigures)], where)
     if name.lower() == "custom":
         return [gpu_device("custom", _custom_figures(given, where))] * count
     known = find_gpu(name)
@@ -291,23 +291,16 @@ def _likeness(plain: str, known: str) -> tuple[float, int]:
 _OPTIONS = ["host_memory_gib", "host_memory_gb_per_s", "disk_free_gib", "disk_gb_per_s", "accumulate"]
 
 
-def _parse_options(option_texts: list[str], where: str) -> dict[str, float | str]:
-    options: dict[str, float | str] = {}
-    for option in option_texts:
-        key, value = _split_pair(option, _OPTIONS, where)
-        if key == "accumulate" and value not in ("fp16", "fp32"):
-            raise RefusedError("unknown accumulation", where=where, found=value, expected="fp16 or fp32")
-        options[key] = value if key == "accumulate" else _positive(key, value, where)
-    return options
-
-
-def _parse_figures(figure_texts: list[str], where: str) -> dict[str, Any]:
-    """Figures of one group, checked and in the types of `GpuFigures`."""
-    names = [field.name for field in fields(GpuFigures)]
+def _parse_figures(texts: list[str], names: list[str], where: str) -> dict[str, Any]:
+    """Figures of one group in the types of `GpuFigures`, or of the machine, checked."""
     figures: dict[str, Any] = {}
-    for figure in figure_texts:
-        key, value = _split_pair(figure, names, where)
-        if key == "bfloat16":
+    for text in texts:
+        key, value = _split_pair(text, names, where)
+        if key == "accumulate":
+            if value not in ("fp16", "fp32"):
+                raise RefusedError("unknown accumulation", where=where, found=value, expected="fp16 or fp32")
+            figures[key] = value
+        elif key == "bfloat16":
             if value.lower() not in ("true", "false"):
                 raise RefusedError("bfloat16 is true or false", where=where, found=value, expected="true or false")
             figures[key] = value.lower() == "true"
