@@ -163,6 +163,16 @@ def test_a_run_that_is_left_by_its_key_and_ends_another_time(tmp_path: Path, mod
     assert (work / "out" / "report.html").is_file()
 
 
+@pytest.mark.sweep
+def test_schedules_are_left_by_the_key_too(tmp_path: Path, model: Path) -> None:
+    work = make_workspace(tmp_path / "w", model, **STAGES)
+    words = ("bench", "recipe.yaml", "--run", "--schedule", "roundpipe", "--schedule", "gpipe")
+    turns = [("● measuring", "q")]
+    shown = on_a_terminal(work, 80, *words, turns=turns, code=130, ROUNDPIPE_FAULT="compute:slow=0.2")
+    text = shown.rpartition(LEAVE)[2]
+    assert "stopped" in text and "SIGINT" not in shown and "worker 0" in text, "the last frame stays"
+
+
 SHOWN = """import os, time; from pathlib import Path; from rich.console import Console
 from roundpipe_cli.dashboard.live import LiveDashboard, Terminal
 LiveDashboard(Terminal(), Console(), time.time, {}).start()
@@ -221,16 +231,3 @@ def test_a_terminal_that_is_gone_ends_the_dashboard_only() -> None:
     assert not live._thread.is_alive()
     live.stop()
     assert signal.getsignal(signal.SIGTSTP) is signal.SIG_DFL
-
-
-@needs_tmux
-@pytest.mark.sweep
-def test_schedules_on_a_terminal(screen: Screen) -> None:
-    """`q` ends `bench --run` as Ctrl-C does, and no signal is named."""
-    command = f"{sys.executable} -m roundpipe_cli bench recipe.yaml --run --schedule roundpipe --schedule gpipe"
-    screen.type(f"{SLOW} {command}")
-    screen.wait_for("● measuring", "worker 0 · cpu", "worker 1 · cpu", "tokens/s", "q quit")
-    assert screen.is_alternate()
-    screen.key("q")
-    text = screen.expect_clean(130)
-    assert "stopped" in text and "SIGINT" not in text and "worker 0 · cpu" in text, "the last frame stays"
