@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from roundpipe_cli.dashboard.live import LiveDashboard
     from roundpipe_cli.dashboard.replay import RunFiles, TimedEvent
     from roundpipe_cli.dashboard.state import DashboardState
-    from roundpipe_cli.events import Event
     from roundpipe_cli.planning.predict import Plan
 
 
@@ -146,15 +145,18 @@ def _one_line(state: DashboardState) -> str:
 def _play(run: SimulatedRun, start_s: float) -> DashboardState:
     """Tell the events at their time, on a clock that makes a step last 1 to 10 seconds; q and Ctrl-C leave."""
     from roundpipe_cli.dashboard.demo import demo_events
-    from roundpipe_cli.dashboard.state import fold_all
+    from roundpipe_cli.dashboard.state import DashboardState, fold
     from roundpipe_cli.schedule.timeline import makespan_s
 
     step_s = makespan_s(run.timeline)
     speed = step_s / min(MOST_SHOWN_S, max(LEAST_SHOWN_S, step_s))
     num_steps = 1 + max(1, round(DEMO_S * speed / step_s))
-    began_s = time.monotonic() - step_s / speed  # the first step is over: its lanes and figures are seen at once
-    events = demo_events(run, num_steps, start_s)
-    state = fold_all(_up_to_a_step(events))
+    began_s = time.monotonic() - step_s / speed
+    events, state = demo_events(run, num_steps, start_s), DashboardState()
+    for time_s, event in events:  # the first step is over: its lanes and figures are seen at once
+        state = fold(state, event, time_s)
+        if isinstance(event, StepFinished):
+            break
 
     def clock() -> float:
         return start_s + speed * (time.monotonic() - began_s)
@@ -194,14 +196,6 @@ def _show(
     finally:
         live.stop()
     return live.state
-
-
-def _up_to_a_step(events: Iterator[tuple[float, Event]]) -> Iterator[tuple[float, Event]]:
-    """The events up to the end of a step; the others are left."""
-    for time_s, event in events:
-        yield time_s, event
-        if isinstance(event, StepFinished):
-            return
 
 
 def _leave_last(state: DashboardState) -> Console:
