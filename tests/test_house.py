@@ -21,7 +21,7 @@ UNPACKED = {
     *("within_limits", "prove_once", "_block", "_dealer", "screen", "help_screen"),
 }
 """Functions that take a pair by position, unpacked: stages forward and backward, a model and its split, a size."""
-MOST_FILES, MOST_LINES = 192, 62_827
+MOST_FILES, MOST_LINES = 192, 62_811
 """The package without `__init__.py`. Both may fall; what raises one gets a row here."""
 RISES: dict[str, tuple[int, int]] = {}
 """What raised the limits -> (files, lines)."""
