@@ -24,7 +24,6 @@ from roundpipe_cli.model.meta_counts import counts_of
 from roundpipe_cli.model.reduced import reduce_model
 from roundpipe_cli.model.router_loss import Carried, Carry
 from roundpipe_cli.model.split import split_model
-from roundpipe_cli.model.stored.packed_weights import quantizable_names
 from tests.engine.test_parity import check_gradients
 from tests.support.adapters import layout, load_whole
 from tests.support.covering import swept
@@ -149,14 +148,6 @@ def test_all_linear_leaves_out_what_an_adapter_would_break(model_type: str) -> N
     model = build_skeleton(tiny_config_of(model_type), torch.float32)
     (text,) = describe_left_out(model, split_model(model).blocks_path)
     assert ("out_proj" in text and "PEFT forbids" in text) or "returns more than one tensor" in text
-
-
-def test_conv1d_is_packed_and_routers_are_not() -> None:
-    """`plan` counted gpt2 as packed while a run refused it."""
-    gpt2 = build_skeleton(tiny_config_of("gpt2"), torch.float32).requires_grad_(False)
-    assert "transformer.h.0.attn.c_attn.weight" in quantizable_names(gpt2, "transformer.h")
-    phimoe = build_skeleton(tiny_config_of("phimoe"), torch.float32).requires_grad_(False)
-    assert not any("router" in name for name in quantizable_names(phimoe, "model.layers"))
 
 
 # -- gemma 4 in every combination of what it may have ---------------------------------------------------------------

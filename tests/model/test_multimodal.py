@@ -15,43 +15,23 @@ from roundpipe_cli.model.lora import LoraSettings, add_lora
 from roundpipe_cli.model.split import split_model
 from roundpipe_cli.model.weights_io import save_model
 from tests.support.covering import swept
-from tests.support.every_type import GENERIC, TINY_VISION, tiny_config_of
 from tests.support.versions import at_least
 from tests.support.wrappers import NoTinyConfigError, first_losses, save_wrapper, tiny_wrapper, wrapper_types
 
-QWEN_VISION = {
-    **{"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64, "patch_size": 14},
-    **{"fullatt_block_indexes": [0], "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+FAMILIES = {
+    **dict.fromkeys(("gemma4", "mistral3", "qwen3_vl"), "model.language_model.layers"),
+    "llama4": "language_model.model.layers",
 }
-LLAMA4_VISION = {**TINY_VISION, "vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32}
-FAMILIES: dict[str, tuple[dict[str, Any], str]] = {
-    "gemma4": (TINY_VISION, "model.language_model.layers"),
-    "llama4": (LLAMA4_VISION, "language_model.model.layers"),
-    "mistral3": ({**TINY_VISION, "head_dim": 16, "num_hidden_layers": 40}, "model.language_model.layers"),
-    "qwen3_vl": (QWEN_VISION, "model.language_model.layers"),
-}
-
-
+"""Type -> path of the language model's blocks."""
 BROKEN = {"llama4"} if at_least("transformers", "5.24") else set()
 """Types whose own forward fails without pictures: transformers 5.24 asks Llama 4's output for those of pictures."""
 
 
 def multimodal(model_type: str, **changes: Any) -> Any:
     """A tiny configuration of the whole checkpoint; `changes` of the language model's."""
-    from transformers import CONFIG_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-
-    kind = CONFIG_MAPPING[model_type]
-    text = kind.sub_configs["text_config"]
-    name = getattr(text, "model_type", "")
-    if name in CONFIG_MAPPING and name != "qwen3_vl_text":
-        inner = tiny_config_of(name, **changes)
-    elif name in CONFIG_MAPPING:
-        known = text().to_dict()
-        inner = text(**{key: value for key, value in {**GENERIC, **changes}.items() if key in known})
-    else:
-        inner = tiny_config_of("mistral", **changes)
-    config = kind(text_config=inner.to_dict(), vision_config=FAMILIES[model_type][0])
-    config.architectures = [MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)].__name__]
+    config = tiny_wrapper(model_type)
+    for key, value in changes.items():
+        setattr(config.text_config, key, value)
     return config
 
 
@@ -60,9 +40,12 @@ def multimodal(model_type: str, **changes: Any) -> Any:
 @pytest.mark.parametrize("model_type", [name for name in sorted(FAMILIES) if name not in BROKEN])
 def test_the_language_model_is_found_and_trained(model_type: str, method: str) -> None:
     """The list with most parameters was taken for the blocks, and such types were no language models."""
-    model = build_skeleton(multimodal(model_type), torch.float32)
+    config = multimodal(model_type)
+    if model_type == "mistral3":
+        config.vision_config.num_hidden_layers = 40
+    model = build_skeleton(config, torch.float32)
     split = split_model(model)
-    assert split.blocks_path == FAMILIES[model_type][1]
+    assert split.blocks_path == FAMILIES[model_type]
     assert any("vision" in name or "visual" in name for name in split.unreached)
     if method == "lora":
         add_lora(model, LoraSettings(r=4, alpha=8), dtype=torch.float32, base_name="t", blocks_path=split.blocks_path)

@@ -4,7 +4,6 @@ same bits on any cut, fewer products and fewer live bytes."""
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.schedule.actions import Schedule
 from tests.engine.test_parity import check_gradients
 from tests.support.covering import swept
-from tests.support.e2e import STAGES_OF_TWO, finetune, make_model, make_workspace, numbers
 from tests.support.tiny import Rig, make_rig, plain_copy, plain_step, random_microbatches, schedule_for
 
 SIZES = [(2, 9), (1, 7)]
@@ -243,15 +241,3 @@ def test_a_part_that_mixes_tokens_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_short_call_is_an_ordinary_one() -> None:
     rig = make_rig("llama", "lora")
     assert bits(rig, 1, mlp_chunk_tokens=18) == bits(rig, 1, mlp_chunk_tokens=None)
-
-
-def test_a_run_in_chunks(tmp_path: Path) -> None:
-    """Through the command line: the losses of a run without."""
-    model = make_model(tmp_path / "model", num_hidden_layers=2)
-    work = make_workspace(tmp_path / "work", model, lora__dropout=0.0, max_steps=2, **STAGES_OF_TWO)
-    for words in (["output_dir=whole"], ["output_dir=chunks", "mlp_chunk_tokens=4"]):
-        finetune(work, *words).expect(0)
-    rows = [numbers(work / name) for name in ("whole", "chunks")]
-    whole, chunks = ([[row["loss"], row["grad_norm"]] for row in one] for one in rows)
-    assert chunks == [pytest.approx(row, rel=1e-5) for row in whole]
-    assert chunks != whole, "some rows should be longer than a chunk"

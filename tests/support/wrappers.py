@@ -21,7 +21,14 @@ from roundpipe_cli.model.load import build_skeleton, load_config
 from roundpipe_cli.model.split import split_model
 from roundpipe_cli.model.stored.formats import untie_stored
 from roundpipe_cli.model.weights_io import load_weights
-from tests.support.every_type import GENERIC, MAX_PARAMETERS, OF_TYPE, NoTinyConfigError, tiny_config_of
+from tests.support.every_type import (
+    GENERIC,
+    MAX_PARAMETERS,
+    OF_TYPE,
+    TINY_VISION,
+    NoTinyConfigError,
+    tiny_config_of,
+)
 from tests.support.tiny import Rig, schedule_for
 
 TOWER: dict[str, Any] = {
@@ -40,20 +47,13 @@ _VQ = {"base_channels": 32, "channel_multiplier": [1], "num_res_blocks": 1, "num
 OF_WRAPPER: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen2_5_omni_thinker", "paddleocr_vl"), {"text_config": _SECTIONS}),
     **dict.fromkeys(("glm4v", "glm46v", "glmga", "glm_ocr", "cosmos3_edge", "hunyuan_vl"), {"text_config": _SECTIONS}),
+    "gemma4": {"vision_config": TINY_VISION},
     "chameleon": {"vocabulary_map": {"<image>": 4}, "vq_config": _VQ},
     "mistral4": {
         "num_key_value_heads": 4,
         "rope_parameters": {**_ROPE, "original_max_position_embeddings": 128, "llama_4_scaling_beta": 0.1},
     },
     "emu3": {"vocabulary_map": {"<image>": 4}, "vq_config": _VQ},
-    "ernie4_5_vl_moe": {
-        "text_config": {
-            "moe_intermediate_size": [32, 32],
-            "moe_num_experts": 4,
-            "moe_k": 2,
-            "mlp_layer_types": ["dense", "sparse", "sparse"],
-        }
-    },
     "glm4v_moe": {
         "text_config": {"rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}}
     },
@@ -63,8 +63,6 @@ OF_WRAPPER: dict[str, dict[str, Any]] = {
         "vision_config": {"num_hidden_layers": 25, "image_size": [28, 28]},
         "adapter_config": {"text_hidden_size": 64, "hidden_size": 32},
     },
-    "muse_glimmer": {"vision_config": {"pos_emb_height": 2, "pos_emb_width": 2, "layer_types": ["full_attention"]}},
-    "muse_spark": {"vision_config": {"num_hidden_layers": 4}},
     "nemotron_h_omni": {"vision_config": {"video_temporal_patch_size": 2}},
     "ovis2": {"vocab_size": 128, "hidden_size": 64},
 }
