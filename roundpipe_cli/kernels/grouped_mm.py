@@ -101,12 +101,9 @@ def describe_experts(
     if missing is None and (min(known) < MIN_CAPABILITY or len(known) < len(capabilities)):
         missing = "our kernels need sm80 or newer on every GPU of a run"
     elif missing is None:
-        missing = f"our kernels take bfloat16 and float16, not {', '.join(sorted(map(_short, dtypes)))}"
+        others = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        missing = f"our kernels take bfloat16 and float16, not {', '.join(others)}"
     return f"experts are multiplied one after the other, and the host waits for each layer ({cards}): {missing}"
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 LowRank = tuple[torch.Tensor, torch.Tensor]
@@ -141,21 +138,9 @@ def grouped_outer(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor, s
     return out
 
 
-@grouped_mm.register_fake
-def _(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-    return x.new_empty((x.shape[0], w.shape[2]))
-
-
-@grouped_mm_lora.register_fake
-def _(
-    x: torch.Tensor, w: torch.Tensor, low: torch.Tensor, b: torch.Tensor, ends: torch.Tensor, scale: float
-) -> torch.Tensor:
-    return x.new_empty((x.shape[0], w.shape[2]))
-
-
-@grouped_outer.register_fake
-def _(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-    return left.new_empty((ends.numel(), left.shape[1], right.shape[1]))
+grouped_mm.register_fake(lambda x, w, *_: x.new_empty((x.shape[0], w.shape[2])))
+grouped_mm_lora.register_fake(lambda x, w, *_: x.new_empty((x.shape[0], w.shape[2])))
+grouped_outer.register_fake(lambda left, right, ends, *_: left.new_empty((len(ends), left.shape[1], right.shape[1])))
 
 
 def _rows(

@@ -186,21 +186,9 @@ def _drop_and_add_(
     return x * mask
 
 
-@_fill_mask_.register_fake
-def _(mask: torch.Tensor, key: int, threshold: int) -> None:
-    return None
-
-
-@_drop.register_fake
-def _(x: torch.Tensor, key: int, threshold: int) -> torch.Tensor:
-    return torch.empty_like(x)
-
-
-@_drop_and_add_.register_fake
-def _(
-    x: torch.Tensor, total: torch.Tensor, product: torch.Tensor, scale: float, key: int, threshold: int
-) -> torch.Tensor:
-    return torch.empty_like(x)
+_fill_mask_.register_fake(lambda *_: None)
+_drop.register_fake(lambda x, *_: torch.empty_like(x))
+_drop_and_add_.register_fake(lambda x, *_: torch.empty_like(x))
 
 
 def _mask_of(x: torch.Tensor, key: int, threshold: int) -> torch.Tensor:

@@ -440,22 +440,7 @@ def _attend_sinks(
 ) -> tuple[torch.Tensor, None]:
     if not isinstance(attention_mask, PackedRows):
         return sink_attention(module, query, key, value, attention_mask, **more)
-    return attend_rows(functools.partial(_attend_sink_row, module), query, key, value, rows=attention_mask, more=more)
-
-
-def _attend_sink_row(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    **more: Any,
-) -> tuple[torch.Tensor, None]:
-    """One row of several; a causal mask where none is given, as `sdpa` takes that."""
-    if mask is None:
-        length = query.shape[2]
-        mask = torch.ones((1, 1, length, length), dtype=torch.bool, device=query.device).tril()
-    return sink_attention(module, query, key, value, mask, **more)
+    return attend_rows(functools.partial(sink_attention, module), query, key, value, rows=attention_mask, more=more)
 
 
 def sink_attention(
@@ -475,7 +460,7 @@ def sink_attention(
         query: [B, heads, T, D].
         key: [B, key-value heads, S, D].
         value: the same shape.
-        attention_mask: [B, 1, T, S], true where a query sees a key; None: everywhere.
+        attention_mask: [B or 1, 1, T, S], true where a query sees a key; None: a causal one, T = S.
         scaling: of the products; None: 1 / sqrt(D).
         s_aux: the sinks, [heads].
 
@@ -496,7 +481,7 @@ def sink_attention(
     sink = functional.pad((s_aux / scale).to(key.dtype)[:, None], (width, more_width - 1))
     key = torch.cat((key[:, :, :seen], sink[:, None].expand(batch, -1, -1, -1), key[:, :, seen + 1 :]), dim=2)
     if attention_mask is None:
-        attention_mask = query.new_ones((batch, 1, length, seen), dtype=torch.bool)
+        attention_mask = query.new_ones((1, 1, length, length), dtype=torch.bool).tril()
     mask = functional.pad(functional.pad(attention_mask, (0, 1), value=True), (0, more_keys - 1), value=False)
     result = functional.scaled_dot_product_attention(query, key, value, mask, dropout_p=dropout, scale=scale)
     return result[..., :width].transpose(1, 2).contiguous(), None

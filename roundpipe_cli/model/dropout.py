@@ -140,17 +140,9 @@ class SeededDropout(OwnDraws, TorchFunctionMode):
         radius = self.uniform(like).double().neg_().add_(1.0).log_().mul_(-2.0).sqrt_()
         return radius.mul_(self.uniform(like).double().mul_(2 * math.pi).cos_()).float()
 
-    def exponential(self, like: torch.Tensor) -> torch.Tensor:
-        """Numbers of the exponential distribution of rate 1, of the shape of `like`, float32, never 0."""
-        return self.uniform(like).double().add_(2.0**-25).log_().neg_().float()
-
-    def mask(self, like: torch.Tensor, p: float) -> torch.Tensor:
-        """A mask, bool of the shape of `like`, of which elements are false with probability `p`."""
-        return keep_mask(like.shape, 1.0 - p, self.next_key(), like.device)
-
     def drop(self, tensor: torch.Tensor, p: float, inplace: bool = False) -> torch.Tensor:
         """`tensor` with elements set to 0 with probability `p` and the rest scaled; backward keeps the mask as bool."""
-        mask = self.mask(tensor, p)
+        mask = keep_mask(tensor.shape, 1.0 - p, self.next_key(), tensor.device)
         scale = 1.0 / (1.0 - p) if p < 1.0 else 0.0
         return (tensor.mul_(mask) if inplace else tensor * mask).mul_(scale)
 
@@ -232,7 +224,8 @@ def _normal_(mode: SeededDropout, _: Function, args: tuple[Any, ...], kwargs: di
 
 def _exponential_(mode: SeededDropout, _: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     tensor: torch.Tensor = args[0]
-    return tensor.copy_(mode.exponential(tensor).div_(float(_argument(args, kwargs, 1, "lambd", default=1.0))))
+    numbers = mode.uniform(tensor).double().add_(2.0**-25).log_().neg_().float()  # of rate 1, never 0
+    return tensor.copy_(numbers.div_(float(_argument(args, kwargs, 1, "lambd", default=1.0))))
 
 
 def _bernoulli_(mode: SeededDropout, _: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:

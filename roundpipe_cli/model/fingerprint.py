@@ -32,10 +32,10 @@ class Fingerprint:
         if self._commit is None:
             self._files = [source.folder / source.gguf_file] if source.gguf_file else find_shards(source.folder)
         self._digests: dict[Path, str | OSError] = {}
-        self._rest = iter(self._files)
-        self._lock = threading.Lock()
-        count = min(NUM_THREADS, len(self._files))
-        self._threads = [threading.Thread(target=self._work, name="fingerprint", daemon=True) for _ in range(count)]
+        shares = [self._files[first::NUM_THREADS] for first in range(min(NUM_THREADS, len(self._files)))]
+        self._threads = [
+            threading.Thread(target=self._work, args=(share,), name="fingerprint", daemon=True) for share in shares
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -57,12 +57,8 @@ class Fingerprint:
             lines.append(f"{digest}  {path.name}\n")
         return hashlib.sha256("".join(lines).encode()).hexdigest()
 
-    def _work(self) -> None:
-        while True:
-            with self._lock:
-                path = next(self._rest, None)
-            if path is None:
-                return
+    def _work(self, files: list[Path]) -> None:
+        for path in files:
             try:
                 self._digests[path] = sha256_of(path)
             except OSError as error:

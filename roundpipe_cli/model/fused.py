@@ -112,16 +112,10 @@ def _is_close(module: nn.Module, form: NormForm, values: torch.Tensor, rows: tor
     dtype = module._parameters[form.weight].dtype  # type: ignore[union-attr]
     values, rows = nn.Parameter(values.detach().to(dtype)), rows.to(dtype)
     own = _run(module, form.weight, values, rows, above=rows)
-    exact = rms_norm_in_float64(rows, values, form)
-    return (
-        own is not None and _error(_fused_norm(rows, values, form), exact) <= 2 * _error(own[0], exact) + MAX_NORM_ERROR
-    )
-
-
-def rms_norm_in_float64(rows: torch.Tensor, values: torch.Tensor, form: NormForm) -> torch.Tensor:
-    """The norm by its definition."""
     wide, factor = rows.double(), values.detach().double() + form.plus_one
-    return wide * (wide.square().mean(-1, keepdim=True) + form.eps).rsqrt() * factor
+    exact = wide * (wide.square().mean(-1, keepdim=True) + form.eps).rsqrt() * factor
+    error = _error(_fused_norm(rows, values, form), exact)
+    return own is not None and error <= 2 * _error(own[0], exact) + MAX_NORM_ERROR
 
 
 def _error(found: torch.Tensor, expected: torch.Tensor) -> float:

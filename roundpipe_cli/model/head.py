@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,16 +44,13 @@ class GradientTaps:
 
     def __enter__(self) -> None:
         for index, parameter in enumerate(self._parameters):
-            self._handles.append(parameter.register_post_accumulate_grad_hook(self._hook(index)))
+            self._handles.append(parameter.register_post_accumulate_grad_hook(partial(self._hand_over, index)))
 
-    def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
-        def hand_over(parameter: torch.Tensor) -> None:
-            gradient = parameter.grad
-            assert gradient is not None
-            parameter.grad = None
-            self._take(index, gradient)
-
-        return hand_over
+    def _hand_over(self, index: int, parameter: torch.Tensor) -> None:
+        gradient = parameter.grad
+        assert gradient is not None
+        parameter.grad = None
+        self._take(index, gradient)
 
     def __exit__(self, *_: object) -> None:
         for handle in self._handles:
@@ -113,6 +111,11 @@ SURE = -1.0e-7
 """Highest mean log-probability that has odds: a higher one is float32's rounding."""
 
 
+def _moved(values: object, move: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
+    """The tensors among a dataclass's values, by name, moved."""
+    return {name: move(value) for name, value in vars(values).items() if isinstance(value, torch.Tensor)}
+
+
 @dataclass(frozen=True)
 class Preference:
     """Inputs of the loss beside the model's own log-probabilities."""
@@ -131,12 +134,7 @@ class Preference:
 
     def map_tensors(self, move: Callable[[torch.Tensor], torch.Tensor]) -> Preference:
         """A copy with every tensor moved."""
-        return replace(
-            self,
-            reference=None if self.reference is None else move(self.reference),
-            nll_weights=None if self.nll_weights is None else move(self.nll_weights),
-            is_answer=None if self.is_answer is None else move(self.is_answer),
-        )
+        return replace(self, **_moved(self, move))
 
 
 @dataclass(frozen=True)
@@ -352,9 +350,7 @@ class HeadScores:
 
     def map_tensors(self, move: Callable[[torch.Tensor], torch.Tensor]) -> HeadScores:
         """The same with every tensor moved."""
-        best_ids = None if self.best_ids is None else move(self.best_ids)
-        loss_sum = move(self.loss_sum) if isinstance(self.loss_sum, torch.Tensor) else self.loss_sum
-        return HeadScores(loss_sum, move(self.log_probabilities), move(self.sequence_sums), best_ids)
+        return replace(self, **_moved(self, move))
 
 
 def score_head(

@@ -234,28 +234,3 @@ def _form(value: Any) -> object:
     if isinstance(value, tuple):
         return tuple(map(_form, value))
     return (value.shape, value.dtype) if isinstance(value, torch.Tensor) else repr(value)
-
-
-def find_unread(
-    blocks: Sequence[nn.Module],
-    calls: Sequence[BlockCall],
-    hidden: torch.Tensor,
-    bind: Callable[[int], None],
-    *,
-    seeded: Callable[[], Any],
-) -> dict[int, tuple[str, ...]]:
-    """For each block, names of the modules whose products a recompute may leave out.
-
-    Args:
-        blocks: one copy of the model's, on the processor.
-        calls: how the model calls each.
-        hidden: hidden states, [B, T, H], to try them with.
-        bind: gives block `index` its weights; one block of each kind is tried.
-        seeded: makes the dropout mode of a call.
-    """
-
-    def find(index: int) -> tuple[str, ...]:
-        bind(index)
-        return BlockProbe(blocks[index], calls[index], hidden, seeded).find()
-
-    return dict(enumerate(by_kind(blocks, calls, find)))

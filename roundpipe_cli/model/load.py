@@ -6,6 +6,7 @@ import copy
 import functools
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -99,12 +100,7 @@ class _EmptyOnMeta(TorchFunctionMode):
 def _count(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Elements that a call of `torch.empty` asks for; 0 where it does not say so in whole numbers."""
     sizes = kwargs.get("size", args[0] if len(args) == 1 and isinstance(args[0], (tuple, list)) else args)
-    count = 1
-    for size in sizes:
-        if not isinstance(size, int):
-            return 0
-        count *= size
-    return count
+    return math.prod(sizes) if all(isinstance(size, int) for size in sizes) else 0
 
 
 # A GGUF file's configuration and tokenizer in Hugging Face's form, kept in the cache: converting takes seconds each.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
 import re
 import tempfile
@@ -135,6 +136,7 @@ def counts_of(folder: Path, name: str) -> dict[str, Any]:
     module: Any = model
     first, last = (_weight(get()) for get in (module.get_input_embeddings, module.get_output_embeddings))
     unreached = sum(parameter.numel() for name, parameter in embed if name in split.unreached)
+    kinds = (_kinds(block, figures, f"{split.blocks_path}.{i}.") for i, block in enumerate(blocks))
     return {
         **figures,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
@@ -142,7 +144,7 @@ def counts_of(folder: Path, name: str) -> dict[str, Any]:
         "boundary": split.boundary_columns,
         "tail": sum(parameter.numel() for _, parameter in head if parameter is not last),
         "shared": last.numel() if last is not None and last is first else 0,
-        "blocks": _runs(_kinds(block, figures, f"{split.blocks_path}.{i}.") for i, block in enumerate(blocks)),
+        "blocks": [[len(list(run)), *kind] for kind, run in itertools.groupby(kinds)],
     }
 
 
@@ -168,17 +170,6 @@ def _kinds(block: Iterable[tuple[str, Any]], figures: Mapping[str, Any], prefix:
     chosen = min(num_experts, figures.get("num_experts_per_tok") or num_experts)
     active = mlp + (routed * chosen // num_experts if num_experts else 0)
     return attention, mlp + routed, active, rest, num_experts
-
-
-def _runs(blocks: Iterable[tuple[int, ...]]) -> list[list[int]]:
-    """Numbers of equal consecutive blocks."""
-    runs: list[list[int]] = []
-    for block in blocks:
-        if runs and tuple(runs[-1][1:]) == block:
-            runs[-1][0] += 1
-        else:
-            runs.append([1, *block])
-    return runs
 
 
 def _figures_of(text: Any, model: Any, blocks_path: str) -> dict[str, Any]:

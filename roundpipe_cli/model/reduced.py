@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -299,12 +300,12 @@ class PlainModel:
             routers = self._split.routers
             if routers is not None:
                 more["output_router_logits"] = True
-            with _Draws(fresh, self._split.blocks_path, seed_of) as draws:
+            with seeded_layers(fresh.get_submodule(self._split.blocks_path), seed_of) as modes:
                 output = fresh(input_ids=piece.input_ids, **more)
             logits = output.logits[:, :-1].flatten(0, 1)
             if routers is not None:
                 balance = routers.coefficient * output.aux_loss * int((piece.labels[:, 1:] != IGNORED_LABEL).sum())
-            self.has_drawn |= draws.num_draws > 0
+            self.has_drawn |= any(mode.num_draws for mode in modes)
         if logits.dtype != torch.float64:
             logits = logits.float()
         labels = piece.labels[:, 1:].flatten()
@@ -314,31 +315,21 @@ class PlainModel:
         return float(loss.detach().double())
 
 
-class _Draws:
-    """Seeds what is drawn by (step, microbatch, layer), as the engine does: a mode around each block's forward."""
+@contextmanager
+def seeded_layers(blocks: nn.Module, seed_of: Callable[[int], int]) -> Iterator[list[SeededDropout]]:
+    """Seeds what is drawn by layer, as the engine does: a mode around each block's forward, and one before the first.
 
-    def __init__(self, model: nn.Module, blocks_path: str, seed_of: Callable[[int], int]) -> None:
-        self._seed_of = seed_of
-        self._mode: SeededDropout | None = None
-        self.num_draws = 0
-        for index, block in enumerate(model.get_submodule(blocks_path).children()):
-            block.register_forward_pre_hook(lambda *_, layer=index + 1: self._enter(layer))
-            block.register_forward_hook(lambda *_: self._leave())
+    Yields the modes that were entered.
+    """
+    modes: list[SeededDropout] = []
+    with ExitStack() as hooks, ExitStack() as entered:
 
-    def _enter(self, layer: int) -> None:
-        self._leave()
-        self._mode = SeededDropout(self._seed_of(layer))
-        self._mode.__enter__()  # type: ignore[no-untyped-call]
+        def enter(layer: int) -> None:
+            entered.close()
+            modes.append(entered.enter_context(SeededDropout(seed_of(layer))))
 
-    def _leave(self) -> None:
-        if self._mode is not None:
-            self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-            self.num_draws += self._mode.num_draws
-            self._mode = None
-
-    def __enter__(self) -> _Draws:
-        self._enter(0)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._leave()
+        enter(0)
+        for number, block in enumerate(blocks.children(), 1):
+            hooks.callback(block.register_forward_pre_hook(lambda *_, layer=number: enter(layer)).remove)
+            hooks.callback(block.register_forward_hook(lambda *_: entered.close()).remove)
+        yield modes

@@ -615,9 +615,7 @@ def _refuse_arguments(index: int, call: BlockCall) -> None:
 
 
 def _carries(value: Any) -> bool:
-    if type(value) in (tuple, list):
-        return all(_carries(item) for item in value)
-    if type(value) is dict:
-        return all(_carries(item) for item in value.values())
+    if type(value) in (tuple, list, dict):
+        return all(map(_carries, value.values() if type(value) is dict else value))
     plain = (torch.Tensor, bool, int, float, str, torch.dtype, Enum, SharedMark, ResultMark)  # an Enum: HIDDEN too
     return value is None or isinstance(value, plain)

@@ -29,7 +29,7 @@ from roundpipe_cli.model.chunks import ChunkCache, cache_argument
 from roundpipe_cli.model.dropout import OwnDraws, SeededDropout, layer_seed
 from roundpipe_cli.model.expert_lora import isolate_expert_adapters
 from roundpipe_cli.model.fused import FusedOps, fuse
-from roundpipe_cli.model.last_projection import UnreadProducts, by_kind, find_unread
+from roundpipe_cli.model.last_projection import BlockProbe, UnreadProducts, by_kind
 from roundpipe_cli.model.lora import ADAPTER
 from roundpipe_cli.model.mlp_chunks import MlpChunks, check_feed_forward_chunks, find_mlp
 from roundpipe_cli.model.new_tokens import TokenRows, replace_row_owners
@@ -58,13 +58,17 @@ class WorkerOptions:
 
 
 class ModuleState:
-    """A snapshot of the attributes and buffers of the modules below `root`.
+    """A snapshot of plain values and tensors among the attributes, and of the buffers, of the modules below `root`.
 
     Only values that a module replaces are put back, not tensors that it writes into.
     """
 
     def __init__(self, root: nn.Module) -> None:
-        self._found = [(module, _attributes(module), dict(module._buffers)) for module in root.modules()]
+        kept = (bool, int, float, torch.Tensor, type(None))
+        self._found = []
+        for module in root.modules():
+            own = {name: one for name, one in vars(module).items() if name not in _MODES and isinstance(one, kept)}
+            self._found.append((module, own, dict(module._buffers)))
 
     def restore(self) -> None:
         """Restore the state of every module."""
@@ -75,12 +79,6 @@ class ModuleState:
 
 _MODES = ("training", "_disable_adapters")
 """Attributes that the worker itself switches."""
-
-
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    """Plain values and tensors among a module's attributes."""
-    kept = (bool, int, float, torch.Tensor, type(None))
-    return {name: value for name, value in vars(module).items() if name not in _MODES and isinstance(value, kept)}
 
 
 # Memory that autograd keeps for a block's backward, measured on a few tokens.
@@ -380,15 +378,13 @@ class WorkerModel:
     def find_unread(self, bind: Callable[[int], None], dropout_seed: int | None) -> dict[int, tuple[str, ...]]:
         """Per block, the modules whose products a recompute may leave out; `bind` gives a block its weights."""
         prologue = self.prologue(self.probe_ids(), dropout_seed)
-        bound = 0
 
-        def bind_block(index: int) -> None:
-            nonlocal bound
+        def find(index: int) -> tuple[str, ...]:
             bind(index)
-            bound = index + 1
+            ready = functools.partial(self._ready, index + 1, dropout_seed)
+            return BlockProbe(self.blocks[index], prologue.calls[index], prologue.hidden, ready).find()
 
-        ready = lambda: self._ready(bound, dropout_seed)  # noqa: E731 - `bound` as it is when a block is called
-        return find_unread(self.blocks, prologue.calls, prologue.hidden, bind_block, seeded=ready)
+        return dict(enumerate(by_kind(self.blocks, prologue.calls, find)))
 
     def saved_bytes(
         self, bind: Callable[[int], None], dropout_seed: int | None, *, tokens: int, packed: bool

@@ -30,7 +30,7 @@ from roundpipe_cli.train.prepare.setup import describe_padded_to_chunks
 from tests.support.e2e import finetune, make_model, make_workspace, metrics, numbers
 from tests.support.every_type import GATED_DELTA, hybrid_config, tiny_config_of
 from tests.support.schedules import dealt, validate_schedule
-from tests.support.tiny import Rig, _Masks, make_rig, plain_step, random_microbatches, tiny_config
+from tests.support.tiny import Rig, make_rig, masks, plain_step, random_microbatches, tiny_config
 
 TOLERANCE = 1e-5
 SIZES = ((1, 23), (2, 16))
@@ -208,7 +208,7 @@ def plain_chunks(rig: Rig, microbatch: Any, chunks: int, seed: int) -> None:
     bounds = [ids.shape[1] * index // chunks for index in range(chunks + 1)]
     for index in range(chunks):
         part = slice(bounds[index], bounds[index + 1])
-        with _Masks(rig.split.blocks_path, rig.plain, 0, index, seed):
+        with masks(rig, rig.plain, 0, index, seed):
             logits = rig.plain(input_ids=ids[:, part], past_key_values=cache, use_cache=True).logits
         losses.append(nn.functional.cross_entropy(logits.flatten(0, 1), targets[:, part].flatten(), reduction="sum"))
     (torch.stack(losses).sum() / int((targets != -100).sum())).backward()

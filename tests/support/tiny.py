@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,11 +22,12 @@ from roundpipe_cli.engine.probe import AssumedDevice, LayerSizes, rough_costs
 from roundpipe_cli.engine.step import Microbatch
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.model.attention import SINKS_NAME
-from roundpipe_cli.model.dropout import SeededDropout, layer_seed
+from roundpipe_cli.model.dropout import layer_seed
 from roundpipe_cli.model.fused import FusedOps, find_fused_ops
 from roundpipe_cli.model.layout import layer_parameters, make_layout
 from roundpipe_cli.model.load import build_skeleton
 from roundpipe_cli.model.lora import LoraSettings, add_lora, initial_values
+from roundpipe_cli.model.reduced import seeded_layers
 from roundpipe_cli.model.split import ModelSplit, split_model
 from roundpipe_cli.model.stored.packed_weights import dequantize, quantizable_names
 from roundpipe_cli.schedule.actions import Schedule
@@ -154,13 +158,9 @@ def make_rig(
         settings = LoraSettings(r=lora_rank, alpha=8, dropout=lora_dropout)
         peft_model = add_lora(skeleton, settings, dtype=dtype, base_name="tiny", blocks_path=split.blocks_path)
     packed = quantizable_names(skeleton, split.blocks_path) if packed_as else frozenset()
-    layouts = [
-        make_layout(name, parameters, dtype, packed, packed_as=packed_as)
-        for name, parameters in zip(split.layer_names(), layer_parameters(skeleton, split), strict=True)
-    ]
-    store = WeightStore(layouts)
+    store = make_store(skeleton, split, dtype, packed, packed_as=packed_as)
     generator = torch.Generator().manual_seed(seed)
-    for place in (place for layout in layouts for place in layout.places):
+    for place in (place for layout in store.layouts for place in layout.places):
         shape, name = place.shape, place.name
         scale = 0.5 / max(shape[-1], 1) ** 0.5 if len(shape) > 1 else 0.1
         values = torch.randn(shape, generator=generator) * scale
@@ -172,10 +172,21 @@ def make_rig(
     return Rig(skeleton, split, store, plain_copy(skeleton, store), peft_model, kernels)
 
 
+def make_store(
+    model: nn.Module,
+    split: ModelSplit,
+    dtype: torch.dtype,
+    packed: Collection[str] = (),
+    *,
+    packed_as: PackedName | None = None,
+) -> WeightStore:
+    """A store for the model's weights, which has none yet."""
+    parameters = zip(split.layer_names(), layer_parameters(model, split), strict=True)
+    return WeightStore([make_layout(name, some, dtype, packed, packed_as=packed_as) for name, some in parameters])
+
+
 def plain_copy(skeleton: nn.Module, store: WeightStore) -> nn.Module:
     """An ordinary module with the store's weights, nothing shared."""
-    import copy
-
     plain = copy.deepcopy(skeleton)
     config: Any = plain.config
     if config._attn_implementation == SINKS_NAME:
@@ -223,7 +234,7 @@ def plain_step(
     num_targets = sum(int((m.labels[:, 1:] != -100).sum()) for m in microbatches)
     total = 0.0
     for index, microbatch in enumerate(microbatches):
-        with _Masks(rig.split.blocks_path, plain, step, index, seed):
+        with masks(rig, plain, step, index, seed):
             logits = plain(input_ids=microbatch.input_ids, use_cache=False).logits
         loss = nn.functional.cross_entropy(
             logits[:, :-1].flatten(0, 1).float(), microbatch.labels[:, 1:].flatten(), ignore_index=-100, reduction="sum"
@@ -233,38 +244,12 @@ def plain_step(
     return total / num_targets
 
 
-class _Masks:
-    """Forward pre-hooks that seed dropout per (step, microbatch, layer), as the engine does."""
-
-    def __init__(self, blocks_path: str, plain: nn.Module, step: int, microbatch: int, seed: int | None) -> None:
-        self._blocks = plain.get_submodule(blocks_path)
-        self._step, self._microbatch, self._seed = step, microbatch, seed
-        self._handles: list[Any] = []
-        self._mode: SeededDropout | None = None
-
-    def _enter_layer(self, layer: int) -> None:
-        self._leave_layer()
-        assert self._seed is not None
-        self._mode = SeededDropout(layer_seed(self._seed, self._step, self._microbatch, layer))
-        self._mode.__enter__()
-
-    def _leave_layer(self) -> None:
-        if self._mode is not None:
-            self._mode.__exit__(None, None, None)
-            self._mode = None
-
-    def __enter__(self) -> None:
-        if self._seed is None:
-            return
-        self._enter_layer(0)
-        for index, block in enumerate(self._blocks.children()):
-            self._handles.append(block.register_forward_pre_hook(lambda *_, layer=index + 1: self._enter_layer(layer)))
-            self._handles.append(block.register_forward_hook(lambda *_: self._leave_layer()))
-
-    def __exit__(self, *_: object) -> None:
-        self._leave_layer()
-        for handle in self._handles:
-            handle.remove()
+def masks(rig: Rig, plain: nn.Module, step: int, microbatch: int, seed: int | None) -> AbstractContextManager[object]:
+    """While entered, a forward of `plain` drops as the engine does; nothing without a seed."""
+    if seed is None:
+        return nullcontext()
+    blocks = plain.get_submodule(rig.split.blocks_path)
+    return seeded_layers(blocks, functools.partial(layer_seed, seed, step, microbatch))
 
 
 def schedule_for(

@@ -14,9 +14,7 @@ from roundpipe_cli.engine.backends.cpu import CpuBackend
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.options import EngineOptions
 from roundpipe_cli.engine.step import Microbatch
-from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.model.files.source import ModelSource
-from roundpipe_cli.model.layout import layer_parameters, make_layout
 from roundpipe_cli.model.load import build_skeleton, load_config
 from roundpipe_cli.model.split import split_model
 from roundpipe_cli.model.stored.formats import untie_stored
@@ -29,7 +27,7 @@ from tests.support.every_type import (
     NoTinyConfigError,
     tiny_config_of,
 )
-from tests.support.tiny import Rig, schedule_for
+from tests.support.tiny import Rig, make_store, schedule_for
 
 TOWER: dict[str, Any] = {
     **{"hidden_size": 32, "intermediate_size": 32, "mlp_dim": 32, "num_hidden_layers": 1, "num_layers": 1, "depth": 1},
@@ -164,11 +162,7 @@ def first_losses(folder: Path) -> tuple[float, float]:
     split = split_model(model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name not in split.unreached)
-    layouts = [
-        make_layout(name, parameters, torch.float32)
-        for name, parameters in zip(split.layer_names(), layer_parameters(model, split), strict=True)
-    ]
-    store = WeightStore(layouts)
+    store = make_store(model, split, torch.float32)
     load_weights(source, model, store.set_parameter)
     rig = Rig(model, split, store, model)
     with Engine(model, split, store, [CpuBackend(1)], options=EngineOptions()) as engine:

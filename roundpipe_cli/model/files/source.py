@@ -121,21 +121,6 @@ def fetch_configuration(listing: Listing, tell: Tell) -> Path:
     return folder
 
 
-def _complete_snapshot(name: str, revision: str | None, *, weights: bool) -> Path | None:
-    """The best folder of the hub's cache that has all of a model's files; raises what is wrong with the only ones."""
-    error = None
-    for folder in cached_snapshots(name, revision):
-        try:
-            check_model_folder(folder, weights=weights)
-        except RefusedError as refused:
-            error = error or refused
-            continue
-        return folder
-    if error is not None:
-        raise error
-    return None
-
-
 def _place(listing: Listing) -> str:
     return f"{listing.repository.name} at {listing.commit[:12]}"
 
@@ -297,8 +282,18 @@ def _hub_model(
 def _cached_model(
     name: str, revision: str | None, weights: bool, tell: Tell, *, why: str, near: str | None
 ) -> ModelSource:
-    """The model in the cache, for when the hub cannot be asked."""
-    folder = _complete_snapshot(name, revision, weights=weights)
+    """The model in the cache, for when the hub cannot be asked: the best folder with all of its files."""
+    folder, wrong = None, list[RefusedError]()
+    for candidate in cached_snapshots(name, revision):
+        try:
+            check_model_folder(candidate, weights=weights)
+        except RefusedError as refused:
+            wrong.append(refused)
+            continue
+        folder = candidate
+        break
+    if folder is None and wrong:
+        raise wrong[0]
     if folder is None:
         raise RefusedError(
             "the model is neither a local folder nor to be had from the hub",

@@ -35,12 +35,6 @@ ROWS_AT_ONCE = 32
 """Least rows at a time, and what their number is a multiple of."""
 
 
-def row_ranges(num_rows: int, num_columns: int) -> Iterator[slice]:
-    """Ranges of rows to compute at once."""
-    step = max(ROWS_AT_ONCE, ELEMENTS_AT_ONCE // max(1, num_columns) // ROWS_AT_ONCE * ROWS_AT_ONCE)
-    return (slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step))
-
-
 def scaled_rows(
     values: Callable[[slice], torch.Tensor],
     scale: torch.Tensor,
@@ -63,7 +57,9 @@ def scaled_rows(
     grid = torch.exp2(scale.float() - E8M0_BIAS) if scale.dtype == torch.uint8 else scale.float()
     grid = grid.reshape(1, 1) if grid.numel() == 1 else grid.reshape(-1, 1) if grid.ndim == 1 else grid
     rows, columns = (_block_size(shape[i], grid.shape[i], None if block is None else block[i]) for i in (0, 1))
-    for part in row_ranges(*shape):
+    step = max(ROWS_AT_ONCE, ELEMENTS_AT_ONCE // max(1, shape[1]) // ROWS_AT_ONCE * ROWS_AT_ONCE)
+    for start in range(0, shape[0], step):
+        part = slice(start, min(start + step, shape[0]))
         of_rows = grid[torch.arange(part.start, part.stop) // rows]
         whole[part] = values(part) * of_rows.repeat_interleave(columns, dim=1)[:, : shape[1]]
     return whole
@@ -395,20 +391,13 @@ def _untie(model: nn.Module, folder: Path) -> Iterator[str]:
     for name in names:
         first, *others = [one for one in (name, *tied[name]) if one in found] or [name]
         for other in others:
-            if not _are_equal(found[first], found[other]):
+            one, same = found[first], found[other]  # quantised ones are never one table
+            if one.is_quantized or same.is_quantized or not are_equal(one.pieces[""], same.pieces[""]):
                 path, _, attribute = other.rpartition(".")
                 old = model.get_parameter(other)
                 fresh = nn.Parameter(torch.empty_like(old), requires_grad=old.requires_grad)
                 setattr(model.get_submodule(path), attribute, fresh)
                 yield other
-
-
-def _are_equal(first: StoredTensor, second: StoredTensor) -> bool:
-    """Whether both are one table, by their bytes; quantised ones are not."""
-    if first.is_quantized or second.is_quantized:
-        return False
-    one, other = (weight.pieces[""] for weight in (first, second))
-    return are_equal(one, other)
 
 
 def _configs_above(model: nn.Module, names: list[str]) -> Iterator[Any]:

@@ -76,15 +76,11 @@ AT_ONCE = 1 << 18
 """Weights that the processor unpacks at once, so that intermediate values stay in its cache."""
 
 
-def quantize_rows(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, at_once: int) -> None:
-    """Write `values` [..., columns] into `codes`, uint8 [values.numel()], and `scales`, float32 [rows].
-
-    Args:
-        at_once: weights that are converted at once, if a row is no longer.
-    """
+def quantize_rows(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
+    """Write `values` [..., columns] into `codes`, uint8 [values.numel()], and `scales`, float32 [rows]."""
     rows = values.reshape(-1, values.shape[-1])
     own_codes = codes.view(torch.float8_e4m3fn).view(rows.shape)
-    num_rows = max(1, at_once // max(1, rows.shape[1]))
+    num_rows = max(1, PACKED_AT_ONCE // max(1, rows.shape[1]))
     for start in range(0, len(rows), num_rows):
         part = rows[start : start + num_rows].float()
         scale = scales[start : start + num_rows]
@@ -193,7 +189,7 @@ def quantize(values: torch.Tensor, packed: torch.Tensor, kind: PackedName) -> No
     flat = values.contiguous().view(-1)
     codes, scales = packed[: _num_codes(len(flat), kind)], packed[_codes_bytes(len(flat), kind) :].view(torch.float32)
     if kind == "fp8":
-        quantize_rows(values, codes, scales, PACKED_AT_ONCE)
+        quantize_rows(values, codes, scales)
         return
     for start in range(0, len(flat), PACKED_AT_ONCE):
         part = flat[start : start + PACKED_AT_ONCE]
