@@ -22,7 +22,7 @@ from roundpipe_cli.data.sources import count_dataset, find_sources
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.files import read_json_of_ours, write_named
 from roundpipe_cli.hub.download import commit_in
-from roundpipe_cli.model.files.source import check_model_name, resolve_model
+from roundpipe_cli.model.files.source import resolve_model
 from roundpipe_cli.recipe.load import load_recipe, resolve_path
 from tests.data.test_data_dataset import byte_tokenizer
 
@@ -38,7 +38,7 @@ def _find_base(name: str, folder: Path) -> None:
     "read",
     [
         lambda name, folder: resolve_model(name, revision=None, recipe_folder=folder, offline=True),
-        lambda name, folder: check_model_name(name, revision=None, recipe_folder=folder, offline=True),
+        lambda name, folder: resolve_model(name, revision=None, recipe_folder=folder, offline=True, weights=False),
         lambda name, folder: find_config(name, resolve_path(name, folder)),
         lambda name, folder: find_sources(DatasetSpec(name), folder, offline=True),
         lambda name, folder: find_template(byte_tokenizer(), name, folder),

@@ -45,11 +45,6 @@ class Tiles:
     num_stages: int
     """Copies of both operands' tiles in shared memory."""
 
-    @property
-    def shared_bytes(self) -> int:
-        """Shared memory of the operands' tiles, by 16-bit elements."""
-        return 2 * (self.m + self.n) * self.depth * self.num_stages
-
 
 def choose_tiles(rows: int, columns: int, dtype: torch.dtype) -> Tiles:
     """Tiles of a result of `rows` (of a group) by `columns`; a pure function of these."""

@@ -164,9 +164,8 @@ def _attention(
         value = value.repeat_interleave(query.size(-3) // value.size(-3), -3)
     factor = 1 / math.sqrt(query.size(-1)) if scale is None else scale
     scores = query @ key.transpose(-2, -1) * factor
-    if is_causal:
-        visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
-        scores = scores.masked_fill(visible.logical_not(), float("-inf"))
+    if is_causal:  # torch takes no mask beside it
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
     if attn_mask is not None:
         if attn_mask.dtype == torch.bool:
             scores = scores.masked_fill(attn_mask.logical_not(), float("-inf"))

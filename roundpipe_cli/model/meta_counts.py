@@ -134,7 +134,7 @@ def counts_of(folder: Path, name: str) -> dict[str, Any]:
     embed, *blocks, head = layer_parameters(model, split)
     figures = _figures_of(config.get_text_config(), model, split.blocks_path)
     module: Any = model
-    first, last = (_weight(get()) for get in (module.get_input_embeddings, module.get_output_embeddings))
+    first, last = module.get_input_embeddings().weight, getattr(module.get_output_embeddings(), "weight", None)
     unreached = sum(parameter.numel() for name, parameter in embed if name in split.unreached)
     kinds = (_kinds(block, figures, f"{split.blocks_path}.{i}.") for i, block in enumerate(blocks))
     return {
@@ -146,10 +146,6 @@ def counts_of(folder: Path, name: str) -> dict[str, Any]:
         "shared": last.numel() if last is not None and last is first else 0,
         "blocks": [[len(list(run)), *kind] for kind, run in itertools.groupby(kinds)],
     }
-
-
-def _weight(module: Any) -> Any:
-    return getattr(module, "weight", None)
 
 
 def _kinds(block: Iterable[tuple[str, Any]], figures: Mapping[str, Any], prefix: str) -> tuple[int, ...]:
@@ -184,7 +180,8 @@ def _figures_of(text: Any, model: Any, blocks_path: str) -> dict[str, Any]:
     latent = [_whole(_attribute(text, name)) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
     if all(latent):  # queries and keys are wider than values: products with both, on average
         figures["head_dim"] = sum(latent) // 2
-    embedding, head = _weight(model.get_input_embeddings()), _weight(model.get_output_embeddings())
+    embedding = model.get_input_embeddings().weight
+    head = getattr(model.get_output_embeddings(), "weight", None)
     figures.setdefault("hidden_size", int(embedding.shape[-1]))
     figures.setdefault("num_attention_heads", 1)
     figures["vocab_size"] = int((embedding if head is None else head).shape[0])

@@ -292,27 +292,35 @@ def load_weights(
     dtype = next(p.dtype for _, p in parameters.values() if p.is_floating_point())
     base = BaseWeights(source, model, dtype)
     left_out = check_unread(model, source.name, base.unread, base.sources)
-    names = {name: own for name, (own, _) in parameters.items()}
-    checked = _Checked(source.name, names, {name: p for name, (_, p) in parameters.items()}, set_parameter)
     buffers = dict(model.named_buffers())
     twins = {found: name for name, found in base.twins.items()}
     tables = {base_name(name) for name in table_names(model)} if new is not None and new.ids else set()
+
+    def put(name: str, weight: torch.Tensor | PackedWeight) -> None:
+        own, parameter = parameters[name]
+        with at_work(f"loading {name}"):
+            fault("load")
+            if new is not None and name in tables and isinstance(weight, torch.Tensor):
+                weight = with_new_rows(weight, len(parameter), new)
+            _check(weight, parameter, f"{source.name}: {name}")
+            if isinstance(weight, torch.Tensor):
+                set_parameter(own, weight)
+            elif set_packed is not None:
+                set_packed(own, weight)
+
     with OpenFiles() as files:
         for group in base.groups:
             files.close_if_read()
             if set_packed is not None and (packed := _packed_name(group, source)):
-                checked.put_packed(packed, read_nf4(next(iter(group.stored.values())), files), set_packed)
+                put(packed, read_nf4(next(iter(group.stored.values())), files))
                 continue
             with at_work(f"loading {next(iter(group.targets))}"):
                 weights = group.read(files, dtype)
             for name, tensor in weights.items():
                 if name in buffers:
                     buffers[name].copy_(tensor)
-                elif twins.get(name, name) in names:  # the other name of a shared matrix may be the model's
-                    own_name = twins.get(name, name)
-                    if new is not None and own_name in tables:
-                        tensor = with_new_rows(tensor, len(parameters[own_name][1]), new)
-                    checked.put(own_name, tensor)
+                elif twins.get(name, name) in parameters:  # the other name of a shared matrix may be the model's
+                    put(twins.get(name, name), tensor)
     dequantized = sum(weight.is_quantized and not is_nf4(weight) for weight in base.stored.values())
     said = f"{dequantized} weights are quantised in the files and dequantised while loading" if dequantized else None
     return [text for text in (left_out, said) if text]
@@ -344,43 +352,23 @@ def packed_names(source: ModelSource, model: nn.Module) -> frozenset[str]:
     return frozenset(names[name] for name in found if name in names)
 
 
-class _Checked:
-    """Checks a tensor and passes it on under the skeleton's name."""
-
-    def __init__(
-        self, where: str, names: Mapping[str, str], parameters: Mapping[str, nn.Parameter], set_parameter: SetParameter
-    ) -> None:
-        self._where, self._names, self._parameters, self._set = where, names, parameters, set_parameter
-
-    def put(self, name: str, tensor: torch.Tensor) -> None:
-        with at_work(f"loading {name}"):
-            fault("load")
-            self._check_shape(name, tensor.shape)
-            if tensor.dtype.itemsize == 1:  # without its scales, which are unknown here
-                raise RefusedError(
-                    "a base weight is quantised in a form that cannot be read",
-                    where=f"{self._where}: {name}",
-                    found=str(tensor.dtype).removeprefix("torch."),
-                    expected=WHAT_WORKS,
-                )
-            check_finite(tensor, self._parameters[name].dtype, f"{self._where}: {name}")
-            self._set(self._names[name], tensor)
-
-    def put_packed(self, name: str, weight: PackedWeight, set_packed: SetPacked) -> None:
-        with at_work(f"loading {name}"):
-            fault("load")
-            self._check_shape(name, weight.shape)
-            check_finite(weight.scales, self._parameters[name].dtype, f"{self._where}: {name}")
-            set_packed(self._names[name], weight)
-
-    def _check_shape(self, name: str, shape: torch.Size) -> None:
-        if shape != self._parameters[name].shape:
-            raise RefusedError(
-                "a weight has another shape than the architecture",
-                where=f"{self._where}: {name}",
-                found=str(list(shape)),
-                expected=str(list(self._parameters[name].shape)),
-            )
+def _check(weight: torch.Tensor | PackedWeight, parameter: nn.Parameter, where: str) -> None:
+    """Refuse a weight that `parameter` of the skeleton cannot have."""
+    if weight.shape != parameter.shape:
+        raise RefusedError(
+            "a weight has another shape than the architecture",
+            where=where,
+            found=str(list(weight.shape)),
+            expected=str(list(parameter.shape)),
+        )
+    if isinstance(weight, torch.Tensor) and weight.dtype.itemsize == 1:  # without its scales, which are unknown here
+        raise RefusedError(
+            "a base weight is quantised in a form that cannot be read",
+            where=where,
+            found=str(weight.dtype).removeprefix("torch."),
+            expected=WHAT_WORKS,
+        )
+    check_finite(weight.scales if isinstance(weight, PackedWeight) else weight, parameter.dtype, where)
 
 
 def save_model(model: nn.Module, weights: Mapping[str, torch.Tensor], folder: Path) -> None:

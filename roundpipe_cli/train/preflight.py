@@ -14,7 +14,7 @@ from roundpipe_cli.data.rows import DatasetSpec
 from roundpipe_cli.data.sources import find_sources
 from roundpipe_cli.events import Tell
 from roundpipe_cli.files import named_path
-from roundpipe_cli.model.files.source import ModelSource, check_model_name, is_hub_model, resolve_model
+from roundpipe_cli.model.files.source import ModelSource, is_hub_model, resolve_model
 from roundpipe_cli.planning.admission import check_configuration, holds_weights
 from roundpipe_cli.recipe.load import LoadedRecipe
 from roundpipe_cli.recipe.schema import Recipe
@@ -73,11 +73,12 @@ def check_base(loaded: LoadedRecipe, start: Start, tell: Tell) -> ModelSource:
     """
     recipe = loaded.recipe
     check_floors()
-    source = check_model_name(
+    source = resolve_model(
         recipe.model,
         revision=base_revision(recipe, start),
         recipe_folder=loaded.folder,
         offline=start.offline,
+        weights=not is_hub_model(recipe.model, loaded.folder),  # else only what is small is fetched yet
         tell=tell,
     )
     if source.gguf_file is not None:  # before a library opens it

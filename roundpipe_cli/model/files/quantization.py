@@ -36,11 +36,6 @@ def quantization_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def _method(settings: Mapping[str, Any]) -> str:
-    packed = settings.get("load_in_4bit") or settings.get("load_in_8bit")
-    return str(settings.get("quant_method") or ("bitsandbytes" if packed else "of an unknown kind"))
-
-
 def stored_form(config: Mapping[str, Any], where: str) -> str | None:
     """`quant_method` of the model's files, such as `bitsandbytes`: NF4, in which they stay; None: not quantised.
 
@@ -53,7 +48,8 @@ def stored_form(config: Mapping[str, Any], where: str) -> str | None:
     settings = quantization_settings(config)
     if not settings:
         return None
-    method = _method(settings)
+    packed = settings.get("load_in_4bit") or settings.get("load_in_8bit")
+    method = str(settings.get("quant_method") or ("bitsandbytes" if packed else "of an unknown kind"))
     unread = None if method in _READ else _unread(method, settings)
     if unread is not None:
         raise RefusedError(

@@ -202,20 +202,6 @@ def is_hub_model(name: str, recipe_folder: Path) -> bool:
     return bool(is_hub_id) and _local_path(name, recipe_folder) is None
 
 
-def check_model_name(
-    name: str, *, revision: str | None, recipe_folder: Path, offline: bool, tell: Tell = _ignore
-) -> ModelSource:
-    """Like `resolve_model`, but the weights of a hub model are not fetched yet: only what is small.
-
-    Raises:
-        RefusedError: as there.
-    """
-    weights = not is_hub_model(name, recipe_folder)
-    return resolve_model(
-        name, revision=revision, recipe_folder=recipe_folder, offline=offline, weights=weights, tell=tell
-    )
-
-
 def _local_path(name: str, recipe_folder: Path) -> Path | None:
     path = named_path(name)
     for candidate in (path, recipe_folder / path):

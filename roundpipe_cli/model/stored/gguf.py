@@ -58,7 +58,11 @@ def gguf_weights(source: ModelSource, model: nn.Module) -> Found:
 
 def _by_tables(tensors: list[Any], architecture: str, model: nn.Module) -> Found:
     processors, usual = (library_name(GGUF_TABLES, name) for name in ("TENSOR_PROCESSORS", "TensorProcessor"))
-    processor = processors.get(architecture, usual)(config=_settings(model.config))
+    config: Any = model.config
+    text = config.get_text_config()
+    # under all names of its values, as processors ask for them; reading them from the file is slow
+    settings = {**text.to_dict(), **{name: getattr(text, name, None) for name in text.attribute_map}}
+    processor = processors.get(architecture, usual)(config=settings)
     table = library_name(GGUF_TABLES, "get_gguf_hf_weights_map")(_BaseNames(model), processor)
     own = own_shapes(model)
     parts: dict[str, list[Any]] = {}
@@ -86,12 +90,6 @@ def _by_tables(tensors: list[Any], architecture: str, model: nn.Module) -> Found
         for target, listed in parts.items()
     ]
     return groups, {tensor.name: functools.partial(_whole, tensor) for tensor in unread}
-
-
-def _settings(config: Any) -> dict[str, Any]:
-    """A configuration under all names of its values, as processors ask for them; reading them from the file is slow."""
-    text = config.get_text_config()
-    return {**text.to_dict(), **{name: getattr(text, name, None) for name in text.attribute_map}}
 
 
 class _BaseNames:
