@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,7 +82,7 @@ def uses_grouped_products(module: nn.Module) -> bool:
 
 
 class GroupedByKernel(TorchFunctionMode):
-    """While active in a thread, grouped products are our kernels'."""
+    """While active in a thread, grouped products are our kernels' where `takes` says so, and have adapters' beside."""
 
     def __init__(self, takes: Takes, *, forgets: bool) -> None:
         super().__init__()
@@ -108,16 +108,24 @@ class GroupedByKernel(TorchFunctionMode):
         kwargs = kwargs or {}
         if not is_grouped_product(func, args):
             return func(*args, **kwargs)
-        tokens, weights = args[:2]
+        (tokens, weights), ends = args[:2], ends_in(args, kwargs)
         place = place_of(weights)
-        adapter = self._adapters.get(place)
-        if adapter is not None:
-            self._used.add(place)
-            ends = ends_in(args, kwargs)
-            return AdaptedProduct.apply(tokens, weights, adapter.a, adapter.b, ends, adapter.scaling)  # type: ignore[no-untyped-call]
-        if self.takes(weights.dtype, 0):
-            return grouped_mm(tokens, weights, ends_in(args, kwargs))
-        return func(tokens, self.with_empty_groups(weights, ends_in(args, kwargs)), *args[2:], **kwargs)
+        one = self._adapters.get(place)
+        if one is None and self.takes(weights.dtype, 0):
+            return grouped_mm(tokens, weights, ends)
+        if one is None:
+            return func(tokens, self.with_empty_groups(weights, ends), *args[2:], **kwargs)
+        self._used.add(place)
+        if self.takes(weights.dtype, one.a.shape[1]):
+            return AdaptedProduct.apply(tokens, weights, one.a, one.b, ends, one.scaling)  # type: ignore[no-untyped-call]
+        groups = _groups(ends, tokens.shape[0]) if tokens.device.type == "cpu" else None
+        if groups is not None:
+            return _Batched.apply(tokens, weights, one.a, one.b, groups, one.scaling)  # type: ignore[no-untyped-call]
+        missing = -one.a.shape[1] % (ROW_BYTES // tokens.element_size())
+        a, b = functional.pad(one.a, (0, 0, 0, missing)), functional.pad(one.b, (0, missing))
+        a, b = (self.with_empty_groups(factors.transpose(1, 2), ends) for factors in (a, b))
+        beside = functional.grouped_mm(functional.grouped_mm(tokens, a, offs=ends), b, offs=ends)
+        return torch.add(func(*args, **kwargs), beside, alpha=one.scaling)
 
     def with_empty_groups(self, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """`weights` [E, in, out] for torch's own product, with gradients of zero for groups that have no rows.
@@ -198,20 +206,15 @@ def _activate(wrapper: Any, active_adapters: list[str]) -> Iterator[None]:
     low_precision = str(weights.dtype).removeprefix("torch.") in library_name(PEFT_LAYER, "UPCAST_DTYPES")
     is_one_matrix = wrapper.num_experts == 1 or low_precision
     kernel: GroupedByKernel | None = layer.__dict__.get(_MODE)
-    rank = wrapper.r[adapters[0]]
-    if kernel is not None and not is_one_matrix and kernel.takes(weights.dtype, rank):
-        with kernel.adapted(weights, _adapter(wrapper, adapters[0])):
-            yield
-        return
     is_grouped = uses_grouped_products(layer) and (weights.device.type == "cpu" or weights.dtype == torch.bfloat16)
-    if is_one_matrix or not is_grouped:
+    is_taken = kernel is not None and kernel.takes(weights.dtype, wrapper.r[adapters[0]])
+    if is_one_matrix or not (is_grouped or is_taken):
         with _added(wrapper, adapters[0], layer, name, low_precision=low_precision):
             yield
         return
-    mode = _Beside(weights, _adapter(wrapper, adapters[0]), kernel)
-    with mode:
+    mode = kernel or GroupedByKernel(lambda dtype, rank: False, forgets=False)
+    with mode if kernel is None else nullcontext(), mode.adapted(weights, _adapter(wrapper, adapters[0])):
         yield
-    assert mode.num_products, f"{type(layer).__name__} does not multiply {name} by a grouped product"
 
 
 def _adapter(wrapper: Any, adapter: str) -> ExpertAdapter:
@@ -238,33 +241,6 @@ def _added(wrapper: Any, adapter: str, layer: Any, name: str, *, low_precision: 
         yield
     finally:
         layer._parameters[name] = weights
-
-
-class _Beside(TorchFunctionMode):
-    """While active in a thread, adds an adapter's product to each grouped product with its weight."""
-
-    def __init__(self, weights: torch.Tensor, adapter: ExpertAdapter, kernel: GroupedByKernel | None) -> None:
-        super().__init__()
-        self._place, self._adapter, self._kernel = place_of(weights), adapter, kernel
-        self.num_products = 0
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if not is_grouped_product(func, args) or place_of(args[1]) != self._place:
-            return func(*args, **kwargs)
-        self.num_products += 1
-        tokens, weights = args[:2]
-        ends, one = ends_in(args, kwargs), self._adapter
-        groups = _groups(ends, tokens.shape[0]) if tokens.device.type == "cpu" else None
-        if groups is None:
-            missing = -one.a.shape[1] % (ROW_BYTES // tokens.element_size())
-            a, b = functional.pad(one.a, (0, 0, 0, missing)).transpose(1, 2), functional.pad(one.b, (0, missing))
-            b = b.transpose(1, 2)
-            if self._kernel is not None:
-                a, b = (self._kernel.with_empty_groups(weights, ends) for weights in (a, b))
-            beside = functional.grouped_mm(functional.grouped_mm(tokens, a, offs=ends), b, offs=ends)
-            return torch.add(func(*args, **kwargs), beside, alpha=one.scaling)
-        return _Batched.apply(tokens, weights, one.a, one.b, groups, one.scaling)  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -548,35 +548,29 @@ def _install_trace(
     depth = 0
     after_depth: int | None = None
 
-    def enter(path: str) -> Callable[..., None]:
-        def hook(*_: Any) -> None:
-            nonlocal depth, after_depth
-            depth += 1
-            if depth == 1:
-                trace.top_level.append(path)
-            if not recorder.calls:
-                trace.before_blocks.add(path)
-            if after_depth is None and len(recorder.calls) == recorder.num_blocks and not blocks_path.startswith(path):
-                trace.after_blocks.append(path)
-                after_depth = depth
+    def enter(path: str, *_: Any) -> None:
+        nonlocal depth, after_depth
+        depth += 1
+        if depth == 1:
+            trace.top_level.append(path)
+        if not recorder.calls:
+            trace.before_blocks.add(path)
+        if after_depth is None and len(recorder.calls) == recorder.num_blocks and not blocks_path.startswith(path):
+            trace.after_blocks.append(path)
+            after_depth = depth
 
-        return hook
-
-    def leave(path: str) -> Callable[..., None]:
-        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-            nonlocal depth, after_depth
-            if after_depth == depth:
-                after_depth = None
-            depth -= 1
-            if blocks_path.startswith(path + "."):
-                trace.around_blocks[path] = output
-
-        return hook
+    def leave(path: str, _module: nn.Module, _args: Any, output: Any) -> None:
+        nonlocal depth, after_depth
+        if after_depth == depth:
+            after_depth = None
+        depth -= 1
+        if blocks_path.startswith(path + "."):
+            trace.around_blocks[path] = output
 
     for path, module in probe.named_modules():
         if path and not (path == blocks_path or path.startswith(blocks_path + ".")):
-            yield module.register_forward_pre_hook(enter(path))
-            yield module.register_forward_hook(leave(path))
+            yield module.register_forward_pre_hook(functools.partial(enter, path))
+            yield module.register_forward_hook(functools.partial(leave, path))
 
 
 def _check_tail(probe: nn.Module, tail_paths: tuple[str, ...], hidden: torch.Tensor, trace: _Trace) -> bool:

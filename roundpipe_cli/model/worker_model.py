@@ -222,17 +222,14 @@ class WorkerModel:
             name = find_mlp(block)
             if name is not None:
                 module = block.get_submodule(name)
-                found[index] = MlpChunks(module, chunk_tokens, self._unpacking(index + 1, frozenset(module.modules())))
+                unpacked = functools.partial(self._unpacked, index + 1, frozenset(module.modules()))
+                found[index] = MlpChunks(module, chunk_tokens, unpacked)
         return found
 
-    def _unpacking(self, layer: int, modules: frozenset[nn.Module]) -> Callable[[], AbstractContextManager[None]]:
+    def _unpacked(self, layer: int, modules: frozenset[nn.Module]) -> AbstractContextManager[None]:
         """Makes the weights of `modules`, a part of `layer`, whole where they lie in 4 bit."""
-
-        def unpack() -> AbstractContextManager[None]:
-            packed = [place for place in self._packed.get(layer, ()) if place[0] in modules]
-            return whole_weights(packed) if packed else nullcontext()
-
-        return unpack
+        packed = [place for place in self._packed.get(layer, ()) if place[0] in modules]
+        return whole_weights(packed) if packed else nullcontext()
 
     def _bind_embed(
         self, split: ModelSplit, host_views: Mapping[str, torch.Tensor], trainable: frozenset[str]

@@ -390,18 +390,9 @@ def refusing(what: str, where: str, hint: str | None = None) -> Iterator[None]:
     """
     try:
         yield
-    except (RoundpipeError, MemoryError):
-        raise
-    except Exception as error:
-        if OUT_OF_MEMORY in str(error):
-            raise
-        raise _refusal(what, where, hint, error) from error
     except BaseException as error:
-        if type(error).__name__ != RUST_PANIC:
+        is_known = isinstance(error, (RoundpipeError, MemoryError)) or OUT_OF_MEMORY in str(error)
+        if is_known or not (isinstance(error, Exception) or type(error).__name__ == RUST_PANIC):
             raise
-        raise _refusal(what, where, hint, error) from error
-
-
-def _refusal(what: str, where: str, hint: str | None, error: BaseException) -> RefusedError:
-    text = next((line for line in str(error).splitlines() if line.strip()), "")[:300]
-    return RefusedError(what, where=where, found=f"{type(error).__name__}: {text}", hint=hint)
+        text = next((line for line in str(error).splitlines() if line.strip()), "")[:300]
+        raise RefusedError(what, where=where, found=f"{type(error).__name__}: {text}", hint=hint) from error

@@ -226,12 +226,11 @@ class PackedWeight:
         return dequantize(packed, self.shape, self.dtype, "4bit")
 
 
-def read_packed(codes: torch.Tensor, parts: Mapping[str, torch.Tensor], where: str) -> PackedWeight:
+def read_packed(parts: Mapping[str, torch.Tensor], where: str) -> PackedWeight:
     """Put a weight's tensors from the files together.
 
     Args:
-        codes: the tensor under the weight's own name, of any dtype of storage.
-        parts: the tensors beside it, by suffix.
+        parts: `codes`, the tensor under the weight's own name, of any dtype of storage; those beside it, by suffix.
 
     Raises:
         RefusedError: one is missing or is not what bitsandbytes writes.
@@ -249,7 +248,7 @@ def read_packed(codes: torch.Tensor, parts: Mapping[str, torch.Tensor], where: s
                 dtype=torch.float32,
             )
             scales = functional.dequantize_blockwise(scales, inner) + float(state["nested_offset"])
-        flat = codes.contiguous().flatten().view(torch.uint8)
+        flat = parts["codes"].contiguous().flatten().view(torch.uint8)
         same_map = torch.equal(parts["quant_map"], functional.get_4bit_type("nf4", device="cpu"))
     except (KeyError, ValueError, TypeError, RuntimeError) as error:
         text = f"{type(error).__name__}: {error}"[:200]
@@ -292,8 +291,7 @@ def find_nf4(
 
 
 def _dequantize_nf4(parts: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    codes = parts["codes"].clone()
-    return read_packed(codes, {role: part.clone() for role, part in parts.items()}, "4 bit").dequantized().to(dtype)
+    return read_packed({role: part.clone() for role, part in parts.items()}, "4 bit").dequantized().to(dtype)
 
 
 def is_nf4(weight: StoredTensor) -> bool:
@@ -309,7 +307,7 @@ def read_nf4(weight: StoredTensor, files: OpenFiles) -> PackedWeight:
     """
     parts = {role: files.tensor(piece).clone() for role, piece in weight.pieces.items()}
     codes = weight.pieces["codes"]
-    return read_packed(parts.pop("codes"), parts, f"{codes.path}: {codes.key}")
+    return read_packed(parts, f"{codes.path}: {codes.key}")
 
 
 # A checkpoint's weights by name.

@@ -74,19 +74,16 @@ def _by_tables(tensors: list[Any], architecture: str, model: nn.Module) -> Found
         else:
             unread.append(tensor)
 
-    def reader(target: str, listed: list[Any]) -> ReadWeights:
-        def read() -> dict[str, torch.Tensor]:
-            if listed[0].data.ndim < 3:
-                return {target: _processed(listed, target, processor, table, rows=slice(None))}
-            whole = torch.empty(own[target])
-            for expert in range(len(listed[0].data)):
-                whole[expert] = _processed(listed, target, processor, table, rows=slice(expert, expert + 1))[0]
-            return {target: whole}
-
-        return read
+    def read(target: str, listed: list[Any]) -> dict[str, torch.Tensor]:
+        if listed[0].data.ndim < 3:
+            return {target: _processed(listed, target, processor, table, rows=slice(None))}
+        whole = torch.empty(own[target])
+        for expert in range(len(listed[0].data)):
+            whole[expert] = _processed(listed, target, processor, table, rows=slice(expert, expert + 1))[0]
+        return {target: whole}
 
     groups: list[Group] = [
-        ({target: own[target]}, reader(target, listed), [one.name for one in listed])
+        ({target: own[target]}, functools.partial(read, target, listed), [one.name for one in listed])
         for target, listed in parts.items()
     ]
     return groups, {tensor.name: functools.partial(_whole, tensor) for tensor in unread}
