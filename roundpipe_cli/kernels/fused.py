@@ -257,6 +257,19 @@ def product_sum(total: torch.Tensor | None, left: torch.Tensor, right: torch.Ten
     return found
 
 
+def cross_entropy(logits: torch.Tensor, targets: torch.Tensor, smoothing: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """`parts` of `cross_entropy_`, and the gradients with factors of 1, float32 [N, V], by torch's operators."""
+    log_probabilities = torch.log_softmax(logits.float(), dim=-1)
+    picked = log_probabilities.gather(1, targets[:, None])
+    parts = logits.new_zeros((2, logits.shape[0]), dtype=torch.float64)
+    parts[0] = -picked[:, 0].double()
+    if smoothing:
+        parts[1] = -log_probabilities.double().mean(dim=-1)
+    gradient = log_probabilities.exp_()  # softmax, in place
+    gradient.scatter_add_(1, targets[:, None], torch.full_like(picked, smoothing - 1.0))
+    return parts, gradient.sub_(smoothing / gradient.shape[1]) if smoothing else gradient
+
+
 @torch.library.custom_op("roundpipe::cross_entropy_", mutates_args=("logits",))
 def cross_entropy_(
     logits: torch.Tensor, targets: torch.Tensor, factors: torch.Tensor | None, smoothing: float, scale: float
@@ -271,16 +284,7 @@ def cross_entropy_(
         from roundpipe_cli.kernels.pointwise_triton import launch_cross_entropy
 
         return launch_cross_entropy(logits, targets, factors, smoothing=smoothing, scale=scale)
-    log_probabilities = torch.log_softmax(logits.float(), dim=-1)
-    picked = log_probabilities.gather(1, targets[:, None])
-    parts = logits.new_zeros((2, logits.shape[0]), dtype=torch.float64)
-    parts[0] = -picked[:, 0].double()
-    if smoothing:
-        parts[1] = -log_probabilities.double().mean(dim=-1)
-    gradient = log_probabilities.exp_()
-    gradient.scatter_add_(1, targets[:, None], torch.full_like(picked, smoothing - 1.0))
-    if smoothing:
-        gradient.sub_(smoothing / gradient.shape[1])
+    parts, gradient = cross_entropy(logits, targets, smoothing)
     if factors is not None:
         gradient.mul_(factors[:, None])
     logits.copy_(gradient.mul_(scale))

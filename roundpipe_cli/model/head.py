@@ -16,7 +16,7 @@ from torch.nn.functional import logsigmoid
 from torch.utils.hooks import RemovableHandle
 
 from roundpipe_cli.choices import IGNORED_LABEL, PairObjective
-from roundpipe_cli.kernels.fused import cross_entropy_
+from roundpipe_cli.kernels.fused import cross_entropy, cross_entropy_
 
 # Takes each parameter's gradient as soon as backward has it, so that a layer's gradients never all exist at once.
 
@@ -155,18 +155,6 @@ class Rewards:
     """Part of the loss that is the chosen sequences' negative log-likelihood."""
 
 
-@dataclass(frozen=True)
-class PairLoss:
-    """Loss of one microbatch of pairs, on the device of the log-probabilities; the host does not wait for it."""
-
-    loss_sum: torch.Tensor
-    """float64, 0-dim."""
-    factors: torch.Tensor
-    """float32 [N, 1]: weight of each target token's cross entropy in the gradient of the loss."""
-    reward_sums: torch.Tensor
-    """Sums of which `Rewards` are the means, float64 [4]."""
-
-
 def sequence_sums(log_probabilities: torch.Tensor, indices: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
     """Sum over the target tokens of each sequence, float64 [B]; row by row, so that a device's bits stay the same.
 
@@ -182,11 +170,15 @@ def sequence_sums(log_probabilities: torch.Tensor, indices: torch.Tensor, shape:
 
 def pair_loss(
     log_probabilities: torch.Tensor, indices: torch.Tensor, shape: tuple[int, int], preference: Preference
-) -> PairLoss:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Loss of one microbatch and each token's weight in its gradient; the preference's tensors are on the device.
 
     Args:
         log_probabilities, indices, shape: as in `sequence_sums`.
+
+    Returns:
+        the sum of losses, float64, 0-dim; float32 [N, 1], weight of each target token's cross entropy in its gradient;
+        sums of which `Rewards` are the means, float64 [4]. All on the device; the host does not wait for it.
     """
     sequences = indices // shape[1]
     is_answer = torch.ones_like(log_probabilities)
@@ -202,7 +194,7 @@ def pair_loss(
     if preference.nll_weights is not None:
         nll = -(preference.nll_weights * sequence_sums(log_probabilities, indices, shape)).sum()
         factors += preference.nll_weights.float()[sequences]
-    return PairLoss(loss + nll, factors[:, None], torch.cat([sums, nll[None]]))
+    return loss + nll, factors[:, None], torch.cat([sums, nll[None]])
 
 
 def preference_loss(policy: torch.Tensor, preference: Preference) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -301,17 +293,14 @@ def chunk_loss(
     Returns:
         the sum of losses, a 0-dim float64 tensor, and the gradient of that sum with respect to the logits, float32.
     """
-    log_probabilities = torch.log_softmax(logits.detach().float(), dim=-1)
-    picked = log_probabilities.gather(1, targets[:, None])
-    loss_sum = -picked.double().sum()
-    if label_smoothing:
-        spread = -log_probabilities.double().mean(dim=-1).sum()
-        loss_sum = (1 - label_smoothing) * loss_sum + label_smoothing * spread
-    gradient = log_probabilities.exp_()  # softmax, in place
-    gradient.scatter_add_(1, targets[:, None], torch.full_like(picked, label_smoothing - 1.0))
-    if label_smoothing:
-        gradient.sub_(label_smoothing / gradient.shape[1])
-    return loss_sum, gradient
+    parts, gradient = cross_entropy(logits.detach(), targets, label_smoothing)
+    return _loss_of(parts, label_smoothing), gradient
+
+
+def _loss_of(parts: torch.Tensor, smoothing: float) -> torch.Tensor:
+    """The sum of losses, from the parts of `cross_entropy_`."""
+    loss_sum = parts[0].sum()
+    return (1 - smoothing) * loss_sum + smoothing * parts[1].sum() if smoothing else loss_sum
 
 
 def _loss_in_place(
@@ -324,10 +313,7 @@ def _loss_in_place(
         values = values.clone(memory_format=torch.contiguous_format)
     each = None if factors is None else factors[:, 0].contiguous()
     parts = cross_entropy_(values, targets, each, loss.label_smoothing, loss.gradient_scale)
-    loss_sum = parts[0].sum()
-    if loss.label_smoothing:
-        loss_sum = (1 - loss.label_smoothing) * loss_sum + loss.label_smoothing * parts[1].sum()
-    return loss_sum, values
+    return _loss_of(parts, loss.label_smoothing), values
 
 
 _VIEWS = frozenset({"SelectBackward0", "SliceBackward0", "ViewBackward0", "UnsafeViewBackward0", "SqueezeBackward0"})
@@ -404,18 +390,18 @@ def run_head(
     indices, preference = targets.indices, targets.preference
     flat = hidden.detach().flatten(0, 1)
     rows = flat[indices]
-    result = HeadResult(0.0, None)
-    pairs = None
+    result, token_factors = HeadResult(0.0, None), None
     if preference is not None:
         scores = score_head(logits_of, hidden, targets, chunk_tokens=loss.chunk_tokens, greedy=False)
-        pairs = pair_loss(scores.log_probabilities, indices, (hidden.shape[0], hidden.shape[1]), preference)
+        shape = hidden.shape[0], hidden.shape[1]
+        pair_sum, token_factors, result.reward_sums = pair_loss(scores.log_probabilities, indices, shape, preference)
     grad_rows = torch.zeros_like(rows) if needs_hidden_grad else None
     for start in range(0, rows.shape[0], loss.chunk_tokens):
         part = slice(start, start + loss.chunk_tokens)
         chunk = rows[part].detach().requires_grad_(needs_hidden_grad)
         with torch.enable_grad():
             logits = logits_of(chunk, start)
-        factors = None if pairs is None else pairs.factors[part]
+        factors = None if token_factors is None else token_factors[part]
         if loss.in_place and logits.requires_grad:
             loss_sum, grad_logits = _loss_in_place(logits, targets.ids[part], loss, factors)
         else:
@@ -433,8 +419,8 @@ def run_head(
         if grad_rows is not None:
             assert chunk.grad is not None
             grad_rows[part] = chunk.grad
-    if pairs is not None:
-        result.loss_sum, result.reward_sums = pairs.loss_sum, pairs.reward_sums
+    if preference is not None:
+        result.loss_sum = pair_sum
     if grad_rows is not None:
         grad_flat = torch.zeros_like(flat)
         grad_flat[indices] = grad_rows

@@ -247,13 +247,9 @@ def _find_missing(
     Raises:
         RefusedError: there is none.
     """
-    tied, missing = tied_names(model), list[str]()
-    twins: dict[str, str] = {}
-    for name in names:
-        if name not in found:
-            twin = next((other for other in tied.get(name, ()) if other in found), None)
-            missing += [name] if twin is None else []
-            twins |= {} if twin is None else {name: twin}
+    tied, lacking = tied_names(model), [name for name in names if name not in found]
+    twins = {name: next((other for other in tied.get(name, ()) if other in found), "") for name in lacking}
+    missing = [name for name, twin in twins.items() if not twin]
     if missing:
         raise RefusedError(
             "weights of the architecture are missing",

@@ -210,10 +210,10 @@ def score_pairs(setup: Setup, scorer: Scorer, step: int) -> tuple[float, int, di
         indices = targets + targets // (microbatch.labels.shape[1] - 1)  # of B * T, where each row has a last token
         preference = microbatch.preference.map_tensors(lambda tensor: tensor.cpu())
         rows, length = microbatch.labels.shape
-        found = pair_loss(scored.log_probabilities.cpu(), indices, (rows, length), preference)
-        loss += float(found.loss_sum)
+        loss_sum, _, sums = pair_loss(scored.log_probabilities.cpu(), indices, (rows, length), preference)
+        loss += float(loss_sum)
         tokens += len(targets)
-        rewards.append(Rewards.of(found.reward_sums))
+        rewards.append(Rewards.of(sums))
     return loss / half, tokens, pair_metrics(rewards, microbatches)
 
 
