@@ -115,8 +115,10 @@ class BlockCall:
         shared: list[MutableMapping[Any, Any]] = []
 
         def fill(value: Any) -> Any:
-            if isinstance(value, SharedMark):
-                shared.append(_filled(value.kind(), parts))
+            if isinstance(value, SharedMark):  # with the carried tensors that earlier blocks put into it
+                shared.append(value.kind())
+                for key in dict.fromkeys(key for key, _ in parts if key not in ("argument", "result")):
+                    shared[-1][key] = tuple(tensor for (other, _), tensor in parts.items() if other == key)
                 return shared[-1]
             if isinstance(value, Mark):
                 return own[value]
@@ -132,14 +134,6 @@ class BlockCall:
         for mapping in shared:
             parts.update({(key, place): one for key, value in mapping.items() for place, one in enumerate(value)})
         return self.carry.pack(output, parts)
-
-
-def _filled(mapping: MutableMapping[Any, Any], parts: dict[Any, torch.Tensor]) -> MutableMapping[Any, Any]:
-    """`mapping` with the carried tensors that earlier blocks put into it."""
-    keys = dict.fromkeys(key for key, _ in parts if key not in ("argument", "result"))
-    for key in keys:
-        mapping[key] = tuple(tensor for (other, _), tensor in parts.items() if other == key)
-    return mapping
 
 
 def map_values(call: BlockCall, function: Callable[[Any], Any]) -> BlockCall:

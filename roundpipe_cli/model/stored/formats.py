@@ -17,7 +17,7 @@ from roundpipe_cli.choices import SCALE_BYTES, WEIGHTS_PER_SCALE
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.files.quantization import WHAT_WORKS, quantization_settings, stored_form
 from roundpipe_cli.model.files.source import ModelSource
-from roundpipe_cli.model.files.untrusted import FileTensor, are_equal, file_tensors, find_shards, read_config
+from roundpipe_cli.model.files.untrusted import FileTensor, are_equal, file_tensors, find_shards, read_config, refusing
 from roundpipe_cli.model.stored.conversions import find_targets
 from roundpipe_cli.model.stored.packed_weights import dequantize, import_bitsandbytes, packed_bytes
 from roundpipe_cli.model.stored.tensors import OpenFiles, StoredTensor, own_shapes, plain, tied_names
@@ -236,7 +236,7 @@ def read_packed(parts: Mapping[str, torch.Tensor], where: str) -> PackedWeight:
         RefusedError: one is missing or is not what bitsandbytes writes.
     """
     functional: Any = import_bitsandbytes().functional
-    try:
+    with refusing("a weight in 4 bit is not as bitsandbytes writes it", where):
         state, shape, dtype = _state_of(parts[STATE])
         found = (state["quant_type"], int(state["blocksize"]))
         scales = parts["absmax"].flatten()
@@ -250,9 +250,6 @@ def read_packed(parts: Mapping[str, torch.Tensor], where: str) -> PackedWeight:
             scales = functional.dequantize_blockwise(scales, inner) + float(state["nested_offset"])
         flat = parts["codes"].contiguous().flatten().view(torch.uint8)
         same_map = torch.equal(parts["quant_map"], functional.get_4bit_type("nf4", device="cpu"))
-    except (KeyError, ValueError, TypeError, RuntimeError) as error:
-        text = f"{type(error).__name__}: {error}"[:200]
-        raise RefusedError("a weight in 4 bit is not as bitsandbytes writes it", where=where, found=text) from error
     if found != ("nf4", WEIGHTS_PER_SCALE) or not same_map:
         text = f"{found[0]}, {found[1]} weights to a scale" + ("" if same_map else ", with its own code")
         expected = f"nf4, {WEIGHTS_PER_SCALE} weights to a scale; else {WHAT_WORKS}"

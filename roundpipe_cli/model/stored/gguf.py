@@ -14,9 +14,9 @@ import numpy
 import torch
 from torch import nn
 
-from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.library_names import library_name
 from roundpipe_cli.model.files.source import ModelSource
+from roundpipe_cli.model.files.untrusted import refusing
 from roundpipe_cli.model.stored.conversions import find_conversions, gguf_rules
 from roundpipe_cli.model.stored.tensors import base_name, is_adapter, own_shapes
 
@@ -41,19 +41,13 @@ def gguf_weights(source: ModelSource, model: nn.Module) -> Found:
 
     assert source.gguf_file is not None
     path = source.folder / source.gguf_file
-    try:
+    with refusing("the model's weights cannot be loaded", str(path)):
         reader = GGUFReader(str(path))
         architecture = bytes(reader.fields["general.architecture"].parts[-1]).decode()
         rules = gguf_rules(architecture, model.config)
         if rules is None:
             return _by_tables(reader.tensors, architecture, model)
         return _by_rules(reader.tensors, rules, model)
-    except (OSError, ValueError, KeyError, NotImplementedError, IndexError) as error:
-        raise RefusedError(
-            "the model's weights cannot be loaded",
-            where=str(path),
-            found=f"{type(error).__name__}: {str(error).splitlines()[0][:300] if str(error) else ''}",
-        ) from error
 
 
 def _by_tables(tensors: list[Any], architecture: str, model: nn.Module) -> Found:

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.model.files.untrusted import FileTensor
+from roundpipe_cli.model.files.untrusted import FileTensor, refusing
 
 # Names of a model's weights: without what adapters put around them, and with those that share one tensor.
 
@@ -101,21 +101,16 @@ class StoredTensor:
         if self.unpack is None:
             return files.tensor(self.pieces[""])
         parts = {role: files.tensor(piece) for role, piece in self.pieces.items()}
-        where = next(iter(self.pieces.values()))
-        try:
+        first = next(iter(self.pieces.values()))
+        where = f"{first.path}: {first.key}"
+        with refusing("a quantised weight is not as its format has it", where):
             weight = self.unpack(parts, self.dtype)
-        except (RuntimeError, ValueError, IndexError, KeyError, TypeError) as error:
-            raise RefusedError(
-                "a quantised weight is not as its format has it",
-                where=f"{where.path}: {where.key}",
-                found=f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}",
-            ) from error
         if self.is_turned:
             weight = weight.T.contiguous()
         if weight.shape != self.shape:
             raise RefusedError(
                 "a quantised weight is not whole",
-                where=f"{where.path}: {where.key}",
+                where=where,
                 found=f"shape {list(weight.shape)}",
                 expected=f"shape {list(self.shape)}",
             )
