@@ -35,7 +35,6 @@ from roundpipe_cli.model.stored.packed_weights import (
     whole_weights,
 )
 from roundpipe_cli.planning.predict import make_plan
-from roundpipe_cli.planning.solve import solve
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.schedule.builders import Rounds, build_schedule
 from tests.engine.test_parity import check_parity
@@ -358,28 +357,3 @@ def test_plan_names_the_format_and_says_what_is_assumed(
     assert f"lora in {PACKED_FORMATS[name].label}, bfloat16" in verdict_lines(answer)[0]
     unpacked = [line for line in answer.assumptions if "FP8 weights" in line and "on an H100" in line]
     assert len(unpacked) == (name == "fp8")
-
-
-def test_what_fits_in_4_bit_in_place_of_fp8_can_be_asked_for(tmp_path: Path) -> None:
-    """`load_in_fp8` makes way."""
-    changes = {"model": "Qwen/Qwen3-32B", "load_in_fp8": True, "weights": "pinned"}
-    recipe = write_recipe(tmp_path / "recipe.yaml", pipeline={}, dtype="bfloat16", **changes)
-    found = solve(make_plan(load_recipe(recipe), "1x4090,host_memory_gib=32"))
-    to_4bit, *_ = (change for change in found.changes if "load_in_4bit=true" in change.overrides)
-    assert load_recipe(recipe, to_4bit.overrides).recipe.packed_as == "4bit"
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["load_in_fp8=true", "method=full"], "full fine-tuning trains them"),
-        (["load_in_8bit=true", "method=full"], "full fine-tuning trains them[^!]*method: lora"),
-        (["load_in_fp8=true", "load_in_4bit=true"], "the base weights cannot be in 4 bit and in FP8"),
-        (["load_in_fp8=true", "load_in_8bit=true"], "the base weights cannot be in 8 bit and in FP8"),
-        (["load_in_8bit=true", "load_in_4bit=true"], "the base weights cannot be in 4 bit and in 8 bit"),
-    ],
-)
-def test_what_does_not_go_together_is_refused_by_name(tmp_path: Path, words: list[str], said: str) -> None:
-    with pytest.raises(RefusedError, match=said) as caught:
-        load_recipe(write_recipe(tmp_path / "recipe.yaml"), words)
-    assert words[0].removesuffix("=true") in str(caught.value) and caught.value.exit_code == 2

@@ -14,7 +14,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from roundpipe_cli.costs.models import parse_config
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.load import build_skeleton, load_config
 from roundpipe_cli.model.stored.formats import STATE
@@ -132,12 +131,6 @@ def test_other_forms_are_refused_with_advice(
     problem = error.value.problems[0]
     assert named in str(problem.found) and "load_in_4bit" in str(problem.expected)
     assert re.search(r"unquantised model, with load_in_4bit: true: .* in 16 bit; .* of host memory", problem.hint or "")
-
-
-def test_plan_counts_what_the_files_hold(saved: tuple[Path, Any]) -> None:
-    for name, stored in (("whole", False), ("single", True)):
-        config = json.loads((saved[0] / name / "config.json").read_text())
-        assert parse_config(config, name=name, source="here").stored_in_4bit is stored
 
 
 Change = Callable[[dict[str, torch.Tensor], str], Any]

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.files.source import ModelSource
 from roundpipe_cli.model.files.untrusted import file_tensors
-from roundpipe_cli.model.load import build_skeleton, load_config
+from roundpipe_cli.model.load import build_skeleton
 from roundpipe_cli.model.lora import LoraSettings, add_lora
 from roundpipe_cli.model.stored.conversions import find_conversions
 from roundpipe_cli.model.stored.formats import find_stored, in_8bit
@@ -193,14 +193,6 @@ def test_blocks_end_where_the_settings_or_the_usual_block_say(tmp_path: Path) ->
     say(tmp_path, quantization_config={"quant_method": "fp8", "weight_block_size": [64, 64]})
     with OpenFiles() as opened, pytest.raises(RefusedError, match="not as its format has it"):
         find_stored(tmp_path, DTYPE)["up_proj.weight"].read(opened)
-
-
-def test_an_export_has_dequantised_weights_in_the_configuration_s_type(tmp_path: Path) -> None:
-    save_quantized(tmp_path, "llama", "fp8-blocks")
-    source = ModelSource("tiny", tmp_path)
-    base = BaseWeights(source, build_skeleton(load_config(source), torch.float32), DTYPE)
-    assert base.dtype("model.layers.0.mlp.up_proj.weight") == DTYPE
-    assert "model.layers.0.mlp.up_proj.weight_scale_inv" not in base.stored
 
 
 def test_mxfp4_loads_as_in_transformers(tmp_path: Path) -> None:
