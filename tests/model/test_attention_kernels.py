@@ -1,15 +1,15 @@
 """Arguments of attention, of every shipped recipe's model, through torch's rules of choice for five kinds of card.
 
 Source of the rules: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp of torch 2.13 (`can_use_flash_attention`,
-`can_use_mem_efficient_attention`, `check_cudnn_*`, `priority_order`). Only those that arguments of language models can
-meet are here; nested tensors, quantised types and complex numbers are not.
+`can_use_mem_efficient_attention`, `priority_order`). Only those that arguments of language models can meet are here;
+cuDNN's kernel, which the engine turns off, is not.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
-from typing import Any
+import inspect
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -44,17 +44,9 @@ MODELS = (
 MASKED_PACKED = "rows of a packed sequence are kept apart by a dense mask until variable-length attention is used"
 
 
-MIN_CAPABILITY = {"flash": FLASH_CAPABILITY, "efficient": (5, 0)}
-MAX_CAPABILITY = (12, 1)
-ALIGNMENT = {torch.float32: 4, torch.float16: 8, torch.bfloat16: 8}
-"""Elements; widths that are no multiple go to no fused kernel of the efficient kind."""
-
-
-@dataclass(frozen=True)
-class AttentionArguments:
+class Call(NamedTuple):
     """The facts about a call of `scaled_dot_product_attention` that decide on its kernel."""
 
-    dtype: torch.dtype
     heads: int
     key_value_heads: int
     width: int
@@ -62,58 +54,33 @@ class AttentionArguments:
     has_mask: bool
     is_causal: bool
 
-    @staticmethod
-    def of(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        **_: Any,
-    ) -> AttentionArguments:
-        """The facts about a call with these arguments, in torch's names."""
-        heads, key_value_heads = query.shape[1], key.shape[1]
-        widths = query.shape[3], value.shape[3]
-        return AttentionArguments(query.dtype, heads, key_value_heads, *widths, attn_mask is not None, is_causal)
-
-
-def chosen_kernel(arguments: AttentionArguments, capability: tuple[int, int]) -> str:
-    """The kernel that a call gets on a card such as (8, 9); cuDNN's, which the engine turns off, is none of them."""
-    return next((one for one in ("flash", "efficient") if not reasons_against(one, arguments, capability)), "math")
-
-
-def reasons_against(kernel: str, one: AttentionArguments, capability: tuple[int, int]) -> list[str]:
-    """The reasons why a fused kernel does not take the call; empty: it does."""
-    reasons = {
-        "another card": not MIN_CAPABILITY[kernel] <= capability <= MAX_CAPABILITY,
-        "bfloat16 before sm80": one.dtype == torch.bfloat16 and capability < (8, 0),
-        "a mask beside is_causal": one.is_causal and one.has_mask,
-    }
-    if kernel == "flash":
-        reasons |= {"a mask": one.has_mask, "float32": one.dtype == torch.float32}
-        reasons["its width"] = one.width > MAX_FLASH_WIDTH or one.width != one.value_width
-    else:
-        aligned = one.width % ALIGNMENT[one.dtype] == one.value_width % ALIGNMENT[one.dtype] == 0
-        reasons |= {"grouped queries": one.heads != one.key_value_heads, "a width that is not aligned": not aligned}
-    return [reason for reason, holds in reasons.items() if holds]
-
 
 class Noted(TorchFunctionMode):
     """Notes calls of attention and lets one operator stand for each."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[AttentionArguments] = []
+        self.calls: list[Call] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is nn.functional.scaled_dot_product_attention:
-            self.calls.append(AttentionArguments.of(*args, **(kwargs or {})))
+            found = inspect.signature(_arguments).bind(*args, **(kwargs or {})).arguments
+            query, key, value = (found[name] for name in ("query", "key", "value"))
+            widths, mask = (query.shape[3], value.shape[3]), found.get("attn_mask")
+            self.calls.append(
+                Call(query.shape[1], key.shape[1], *widths, mask is not None, found.get("is_causal", False))
+            )
         return func(*args, **(kwargs or {}))
 
 
+def _arguments(
+    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: Any = 0.0, is_causal: Any = False, **_: Any
+) -> None:
+    """The names of attention's arguments."""
+
+
 @functools.cache
-def attention_of(hub_id: str, packed: bool, shared: bool) -> tuple[AttentionArguments, ...]:
+def attention_of(hub_id: str, packed: bool, shared: bool) -> tuple[Call, ...]:
     """Calls of one block of each kind, forward on meta tensors, at the model's own heads and widths."""
     set_up_attention((8, 0) if shared else (7, 5))
     layers = 6 if "gemma" in hub_id else 4 if "Qwen3.5" in hub_id else 2
@@ -150,13 +117,13 @@ def test_no_shipped_model_attends_by_the_math_kernel(
         monkeypatch.setattr(attention, "_least_capability", card)
         calls = attention_of(hub_id, packed, takes_shared_keys(torch.empty(1, dtype=dtype, device=META)))
         assert calls
-        for one in (replace(call, dtype=dtype) for call in calls):
-            if one.has_mask:
-                assert packed or model_type in MASKED, MASKED_PACKED
-            else:
-                assert one.is_causal
-            fused = "flash" if dtype == torch.bfloat16 and not one.has_mask else "efficient"
-            assert chosen_kernel(one, card) == fused, reasons_against(fused, one, card)
+        for one in calls:
+            assert one.has_mask != one.is_causal
+            assert not one.has_mask or packed or model_type in MASKED, MASKED_PACKED
+            if card >= FLASH_CAPABILITY and dtype == torch.bfloat16 and not one.has_mask:
+                assert one.width <= MAX_FLASH_WIDTH and one.width == one.value_width, "not by flash attention"
+            else:  # by the efficient kernel
+                assert one.heads == one.key_value_heads and one.width % 8 == one.value_width % 8 == 0
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from roundpipe_cli.engine.backends.cpu import CpuBackend
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.options import EngineOptions
 from roundpipe_cli.engine.probe import AssumedDevice, LayerSizes, rough_costs
-from roundpipe_cli.engine.step import Microbatch
+from roundpipe_cli.engine.step import Microbatch, StepResult
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.model.attention import SINKS_NAME
 from roundpipe_cli.model.dropout import layer_seed
@@ -266,6 +266,18 @@ def schedule_for(
         num_workers=num_workers,
         rounds=Rounds(num_microbatches),
     )
+
+
+def step_of_any_workers(rig: Rig, microbatches: Sequence[Microbatch], **options: Any) -> StepResult:
+    """The result of a step on one worker, and with the same bits on two that copy."""
+    results = []
+    for num_workers, copies in ((1, False), (2, True)):
+        with rig.engine(num_workers, copy=copies, **options) as engine:
+            schedule = schedule_for(rig, num_workers, len(microbatches))
+            results.append(engine.run_step(microbatches, schedule, step=0))
+    one, two = results
+    assert (one.loss, one.gradient_norm) == (two.loss, two.gradient_norm), "the bits depend on the number of workers"
+    return two
 
 
 def write_new_weights(rig: Rig) -> None:

@@ -10,9 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from roundpipe_cli.engine.backends.cpu import CpuBackend
-from roundpipe_cli.engine.engine import Engine
-from roundpipe_cli.engine.options import EngineOptions
 from roundpipe_cli.engine.step import Microbatch
 from roundpipe_cli.model.files.source import ModelSource
 from roundpipe_cli.model.load import build_skeleton, load_config
@@ -165,7 +162,7 @@ def first_losses(folder: Path) -> tuple[float, float]:
     store = make_store(model, split, torch.float32)
     load_weights(source, model, store.set_parameter)
     rig = Rig(model, split, store, model)
-    with Engine(model, split, store, [CpuBackend(1)], options=EngineOptions()) as engine:
+    with rig.engine(1) as engine:
         ours = engine.run_step([Microbatch(ids, ids)], schedule_for(rig, 1, 1), step=0).loss
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
