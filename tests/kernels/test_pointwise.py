@@ -3,8 +3,6 @@ share, shape and type, cross entropy is compared with float64; and what they lau
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -77,31 +75,13 @@ def test_a_mask_is_one_launch() -> None:
 
 def test_the_first_launch_of_a_variant_is_alone(interpreter: None) -> None:
     """Eight GPUs' threads compiled the same kernel at the same time, each for itself."""
-    from roundpipe_cli.kernels.pointwise_triton import _launched, first_alone
-
-    def launch(name: str, inside: threading.Event, go_on: threading.Event) -> threading.Thread:
-        def run() -> None:
-            with first_alone(name):
-                inside.set()
-                go_on.wait(60)
-
-        thread = threading.Thread(target=run, daemon=True)
-        thread.start()
-        return thread
+    from roundpipe_cli.kernels.pointwise_triton import _compiling, _launched, first_alone
 
     with pytest.raises(ZeroDivisionError), first_alone("a"):
         _ = 1 / 0  # not compiled: the next one is alone again
-    events = [threading.Event() for _ in range(4)]
-    threads = [launch("a", *events[:2])]
-    assert events[0].wait(60)
-    threads.append(launch("a", *events[2:]))
-    assert not events[2].wait(0.05)
-    events[1].set()
-    threads[0].join(60)
-    assert events[2].wait(60)
-    with first_alone("a"):  # compiled: nobody waits for anybody
-        events[3].set()
-    threads[1].join(60)
+    for is_alone in (True, False):  # then compiled: nobody waits for anybody
+        with first_alone("a"):
+            assert _compiling.locked() is is_alone
     drop(torch.ones(32, dtype=torch.bfloat16), Draw(1, 0.5))
     assert {("a",), ("dropout", CPU, torch.bfloat16, False, False, True)} <= _launched
 

@@ -31,46 +31,35 @@ from tests.support.tiny import Rig, make_rig, plain_step, random_microbatches, s
 SIZES = [(2, 9), (1, 7)]
 
 
-def counts(model_type: str, **settings: Any) -> dict[str, int]:
-    """Fused modules of a model of three blocks with adapters."""
-    model = build_skeleton(tiny_config(model_type), torch.float32)
-    split = split_model(model)
-    add_lora(model, LoraSettings(r=4, alpha=8, **settings), dtype=torch.float32, base_name="tiny")
-    return find_fused_ops(model, split).counts()
+NORMS = {"rms_norm": 7, "rotary": 3}
 
 
 @pytest.mark.parametrize(
-    ("model_type", "settings", "expected"),
+    ("model_type", "adapters", "expected"),
     [
-        ("llama", {"dropout": 0.1}, 21),
-        ("llama", {"use_rslora": True, "target_modules": ("q_proj", "v_proj")}, 6),
-        ("llama", {"use_dora": True}, None),
-        ("gpt2", {}, None),  # Conv1D holds its weight transposed
-        ("qwen3_moe", {}, 12),  # attention; fused experts have adapters of another kind
+        ("llama", None, NORMS),
+        ("gemma3_text", None, {"rms_norm": 19, "rotary": 3}),  # 1 + weight
+        ("gpt_oss", None, NORMS),  # cos and sin of half a head
+        ("glm4", None, {"rms_norm": 13}),  # pairs are neighbours, not halves
+        ("cohere2", None, {}),  # the mean is taken off, pairs are neighbours
+        ("phi", None, {"rotary": 3}),
+        ("qwen3_next", None, {"rms_norm": 11, "rotary": 1}),  # not the gated norms
+        ("llama", {"dropout": 0.1}, {"lora_linear": 21, **NORMS}),
+        ("llama", {"use_rslora": True, "target_modules": ("q_proj", "v_proj")}, {"lora_linear": 6, **NORMS}),
+        ("llama", {"use_dora": True}, NORMS),
+        ("gpt2", {}, {}),  # Conv1D holds its weight transposed
+        ("qwen3_moe", {}, {"lora_linear": 12, "rms_norm": 13, "rotary": 3}),  # fused experts: adapters of another kind
     ],
-    ids=["llama", "rslora", "dora", "conv1d", "experts"],
 )
-def test_only_plain_adapters_on_plain_linears_are_fused(
-    model_type: str, settings: dict[str, Any], expected: int | None
+def test_modules_are_known_by_what_they_compute(
+    model_type: str, adapters: dict[str, Any] | None, expected: dict[str, int]
 ) -> None:
-    assert counts(model_type, **settings).get("lora_linear") == expected
-
-
-@pytest.mark.parametrize(
-    ("model_type", "expected"),
-    [
-        ("llama", {"rms_norm": 7, "rotary": 3}),
-        ("gemma3_text", {"rms_norm": 19, "rotary": 3}),  # 1 + weight
-        ("gpt_oss", {"rms_norm": 7, "rotary": 3}),  # cos and sin of half a head
-        ("glm4", {"rms_norm": 13}),  # pairs are neighbours, not halves
-        ("cohere2", {}),  # the mean is taken off, pairs are neighbours
-        ("phi", {"rotary": 3}),
-        ("qwen3_next", {"rms_norm": 11, "rotary": 1}),  # not the gated norms
-    ],
-)
-def test_norms_and_rotary_embeddings_are_known_by_what_they_compute(model_type: str, expected: dict[str, int]) -> None:
+    """Plain adapters on plain linear layers, norms and rotary embeddings, of models of three blocks."""
     model = build_skeleton(tiny_config(model_type), torch.bfloat16)
-    assert find_fused_ops(model, split_model(model)).counts() == expected
+    split = split_model(model)
+    if adapters is not None:
+        add_lora(model, LoraSettings(r=4, alpha=8, **adapters), dtype=torch.bfloat16, base_name="tiny")
+    assert find_fused_ops(model, split).counts() == expected
 
 
 class _Norm(nn.Module):

@@ -41,6 +41,12 @@ def skeleton_of(config: Any, dtype: torch.dtype = torch.float32) -> tuple[nn.Mod
     return model, split_model(model)
 
 
+def ask(parts: tuple[nn.Module, ModelSplit]) -> tuple[parity.Proof, list[Event]]:
+    """The proof that a run takes, and what it tells."""
+    told: list[Event] = []
+    return prove_once(*parts, AUTO, lambda config: parts, told.append), told
+
+
 @pytest.fixture(scope="module")
 def llama() -> tuple[nn.Module, ModelSplit]:
     return skeleton_of(tiny_config("llama"))
@@ -243,8 +249,7 @@ def test_a_model_that_fused_operators_train_wrong_keeps_its_own(
 ) -> None:
     compute: Any = FusedNorm.__call__
     monkeypatch.setattr(FusedNorm, "__call__", lambda norm, x: compute(norm, x) * 1.001)
-    told: list[Event] = []
-    proof = prove_once(*llama, AUTO, lambda config: llama, told.append)
+    proof, told = ask(llama)
     assert proof.not_fused and proof.gradient_error < 1e-5
     (notice,) = [event for event in told if isinstance(event, Notice)]
     assert notice.text.startswith("kernels: none of this model is fused, for it would be trained wrong: ")
@@ -261,31 +266,22 @@ def no_proofs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("no_proofs")
 def test_a_proof_is_remembered_by_model_and_options(llama: tuple[nn.Module, ModelSplit]) -> None:
-    model, split = llama
-    told: list[Event] = []
+    def kinds(parts: tuple[nn.Module, ModelSplit]) -> list[type]:
+        return [type(event) for event in ask(parts)[1]]
 
-    def ask(recipe: Any, model: nn.Module = model) -> list[Event]:
-        told.clear()
-        prove_once(model, split, recipe, lambda config: (model, split), told.append)
-        return list(told)
-
-    assert [type(event) for event in ask(AUTO)] == [Phase]
-    assert ask(AUTO) == []
+    assert kinds(llama) == [Phase]
+    assert kinds(llama) == []
     (file,) = cache_folder("proofs").iterdir()
     file.write_text("damaged")
-    assert [type(event) for event in ask(AUTO)] == [Phase]
-    other, _ = skeleton_of(tiny_config("llama", rms_norm_eps=1e-3))
-    assert [type(event) for event in ask(AUTO, other)] == [Phase]
+    assert kinds(llama) == [Phase]
+    assert kinds(skeleton_of(tiny_config("llama", rms_norm_eps=1e-3))) == [Phase]
 
 
 @pytest.mark.usefixtures("no_proofs")
 def test_what_was_not_proven_is_told(llama: tuple[nn.Module, ModelSplit], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parity, "LIMIT_PARAMETERS", 10)
-    told: list[Event] = []
     for _ in range(2):
-        told.clear()
-        prove_once(*llama, AUTO, lambda config: llama, told.append)
-        (notice,) = [event for event in told if isinstance(event, Notice)]
+        (notice,) = [event for event in ask(llama)[1] if isinstance(event, Notice)]
         assert notice.text.startswith("not proven that this model trains as its own code does: one block of each kind")
 
 
@@ -294,7 +290,7 @@ def test_a_cache_that_cannot_be_written_is_no_error(
 ) -> None:
     (tmp_path / "proofs").write_text("")  # a file where the folder would be
     monkeypatch.setenv("ROUNDPIPE_CACHE", str(tmp_path))
-    assert prove_once(*llama, AUTO, lambda config: llama, lambda event: None).unproven == ""
+    assert ask(llama)[0].unproven == ""
 
 
 def test_an_error_is_that_from_the_nearer_of_float32_and_float64() -> None:

@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM, masking_utils
+from transformers import masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import chunked_causal_mask_function, sdpa_mask, sliding_window_causal_mask_function
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
@@ -35,7 +35,6 @@ from roundpipe_cli.model.attention import (
     rows_or_mask,
     sink_attention,
 )
-from roundpipe_cli.model.load import build_skeleton
 from roundpipe_cli.model.weights_io import save_model
 from roundpipe_cli.model.worker_model import WorkerModel
 from tests.support.covering import swept
@@ -282,17 +281,15 @@ POSITIONS = [*range(9), *range(7), *range(5)]
 
 def both(**changes: Any) -> tuple[Any, Any]:
     """transformers' model and the same with our attention; sinks that matter."""
-    config = tiny_config("gpt_oss", **changes)
-    torch.manual_seed(0)
-    theirs = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    rig = make_rig("gpt_oss", **changes)
+    theirs: Any = rig.plain
     with torch.no_grad():
         for name, parameter in theirs.named_parameters():
             if name.endswith("sinks"):
-                parameter.normal_(std=2.0)
-    skeleton = build_skeleton(config, torch.float32)
-    assert skeleton.config._attn_implementation == SINKS_NAME and theirs.config._attn_implementation == "eager"  # type: ignore[union-attr]
-    ours = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=SINKS_NAME)
-    ours.load_state_dict(theirs.state_dict())
+                parameter.mul_(20)
+    ours = copy.deepcopy(theirs)
+    ours.config._attn_implementation = SINKS_NAME
+    assert rig.skeleton.config._attn_implementation == SINKS_NAME and theirs.config._attn_implementation == "eager"  # type: ignore[union-attr]
     return theirs, ours
 
 
