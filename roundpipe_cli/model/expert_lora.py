@@ -64,17 +64,6 @@ def place_of(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
 
 
-def is_grouped_product(func: Any, args: Any) -> bool:
-    """Whether a call that a function mode sees is a grouped product (tokens, weights, ...)."""
-    return len(args) >= 2 and "grouped_mm" in getattr(func, "__name__", str(func))
-
-
-def ends_in(args: Any, kwargs: Any) -> torch.Tensor:
-    """Where each expert's tokens end, int32 [E], of the arguments of a grouped product."""
-    ends: torch.Tensor = kwargs["offs"] if "offs" in kwargs else args[2]
-    return ends
-
-
 def uses_grouped_products(module: nn.Module) -> bool:
     """Whether a module holds fused experts that transformers multiplies by grouped products."""
     implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
@@ -106,9 +95,10 @@ class GroupedByKernel(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not is_grouped_product(func, args):
+        if len(args) < 2 or "grouped_mm" not in getattr(func, "__name__", str(func)):
             return func(*args, **kwargs)
-        (tokens, weights), ends = args[:2], ends_in(args, kwargs)
+        tokens, weights = args[:2]
+        ends = kwargs["offs"] if "offs" in kwargs else args[2]  # int32 [E]: where each expert's tokens end
         place = place_of(weights)
         one = self._adapters.get(place)
         if one is None and self.takes(weights.dtype, 0):

@@ -154,7 +154,8 @@ def import_bitsandbytes() -> Any:
         logger = logging.getLogger("bitsandbytes.backends.cpu.ops")  # it says that the package is missing
         level, sys.modules["kernels"] = logger.level, None  # type: ignore[assignment]  # an import of it fails
         logger.setLevel(logging.ERROR)
-        compiled, torch.compile = torch.compile, _not_compiled  # type: ignore[assignment]
+        compiled = torch.compile
+        torch.compile = lambda function=None, **_: function or (lambda decorated: decorated)  # type: ignore[assignment]
         try:
             importlib.import_module("bitsandbytes")
         finally:
@@ -163,11 +164,6 @@ def import_bitsandbytes() -> Any:
             del sys.modules["kernels"]
             sys.modules.update(hidden)
     return sys.modules["bitsandbytes"]
-
-
-def _not_compiled(function: Any = None, **options: Any) -> Any:
-    """In place of torch.compile: the function, or a decorator that returns it."""
-    return function if function is not None else lambda decorated: decorated
 
 
 def require_bitsandbytes(where: str = "load_in_4bit: true") -> None:
