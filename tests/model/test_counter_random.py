@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 
 import pytest
@@ -59,15 +58,6 @@ def test_a_longer_draw_begins_as_a_shorter_one() -> None:
         assert torch.equal(keep_mask((length,), 0.9, KEY, CPU), longer[:length])
     assert keep_mask((0, 4), 0.9, KEY, CPU).shape == (0, 4)
     assert keep_mask((), 1.0, KEY, CPU).item() is True
-
-
-def test_the_number_of_threads_does_not_matter(request: pytest.FixtureRequest) -> None:
-    request.addfinalizer(functools.partial(torch.set_num_threads, torch.get_num_threads()))
-    drawn = []
-    for count in (1, 2, 3):
-        torch.set_num_threads(count)
-        drawn.append((keep_mask((3 * COLUMNS + 5,), 0.9, KEY, CPU), uniform((3 * COLUMNS + 5,), KEY, CPU)))
-    assert all(torch.equal(a, b) for other in drawn[1:] for a, b in zip(drawn[0], other, strict=True))
 
 
 @pytest.mark.gpu

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -251,12 +251,9 @@ def _hub_model(
     except UnreachableError as error:
         return _cached_model(name, revision, weights, tell, why=str(error), near=near)
     except RefusedError as error:
-        if near is None:
-            raise
         (problem,) = error.problems
-        raise RefusedError(
-            problem.what, where=problem.where, found=problem.found, expected=problem.expected, hint=near
-        ) from error
+        error.problems = (replace(problem, hint=near or problem.hint),)
+        raise
     folder = fetch_configuration(listing, tell)
     if weights:
         fetch_files(listing, weight_files(listing, folder), tell)
