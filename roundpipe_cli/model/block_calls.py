@@ -16,11 +16,9 @@ from roundpipe_cli.model.attention import PackedRows, packed_rows, recurrent_blo
 from roundpipe_cli.model.dropout import NOISE_ATTRIBUTE, embedding_noise
 from roundpipe_cli.model.router_loss import CarriedMark, Carry, Routed
 
-# A module that stands in the place of another one of the model.
-
 
 class StandIn(nn.Module):
-    """Has the attributes of the original, for code that reads them, but does not hold its weights."""
+    """Stands in the place of a module of the model: has its attributes, for code that reads them, not its weights."""
 
     def __init__(self, original: nn.Module) -> None:
         super().__init__()

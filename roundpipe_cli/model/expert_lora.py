@@ -34,13 +34,9 @@ from roundpipe_cli.kernels.grouped_mm import AdaptedProduct, grouped_mm
 from roundpipe_cli.library_names import library_name
 from roundpipe_cli.model.stored.packed_weights import import_bitsandbytes
 
-# Fused experts by our grouped kernels: the model's own forward runs, and its grouped products become our operators.
-#
-#     y = x W^T + s (x A^T) B^T        per expert; two kernels, whatever the number of experts, and no host wait
-#
 # transformers' `grouped_mm` implementation sorts tokens by expert on the device and asks torch for grouped products,
-# which are a loop on most cards (`kernels/grouped_mm.py`). While an expert module runs, a mode of its own answers
-# those questions. Adapters of the module are registered with that mode below.
+# which are a loop on most cards (`kernels/grouped_mm.py`). While an expert module runs, a mode of its own answers those
+# questions; adapters of the module are registered with it.
 
 Takes = Callable[[torch.dtype, int], bool]
 """Whether our kernels multiply weights of such a type, with adapters of such a rank (0: without)."""

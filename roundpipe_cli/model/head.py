@@ -18,8 +18,6 @@ from torch.utils.hooks import RemovableHandle
 from roundpipe_cli.choices import IGNORED_LABEL, PairObjective
 from roundpipe_cli.kernels.fused import cross_entropy, cross_entropy_
 
-# Takes each parameter's gradient as soon as backward has it, so that a layer's gradients never all exist at once.
-
 Take = Callable[[int, torch.Tensor], None]
 """Called with the index of a parameter and its gradient; not called for parameters without one."""
 AddProduct = Callable[[int, torch.Tensor, torch.Tensor], None]
@@ -27,7 +25,8 @@ AddProduct = Callable[[int, torch.Tensor, torch.Tensor], None]
 
 
 class GradientTaps:
-    """While entered, backward passes on the gradients of `parameters` instead of storing them in `.grad`.
+    """While entered, backward passes on the gradients of `parameters` instead of storing them in `.grad`: each as soon
+    as it is there, so that a layer's gradients never all exist at once.
 
     May be entered again after it was left.
     """

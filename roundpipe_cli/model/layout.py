@@ -193,9 +193,6 @@ def _place_trainable(
     return places, elements
 
 
-# The parameters of each layer of a split model.
-
-
 def layer_parameters(model: nn.Module, split: ModelSplit) -> list[list[tuple[str, nn.Parameter]]]:
     """The parameters of each layer, `embed` first and `head` last. A parameter that both share belongs to the head."""
     names = {id(p): name for name, p in model.named_parameters()}

@@ -33,11 +33,10 @@ from roundpipe_cli.model.files.untrusted import MAX_TOKENIZER_BYTES, check_file,
 from roundpipe_cli.model.router_loss import WANTED
 from roundpipe_cli.model.stored.formats import stored_in_4bit
 
-# Which of transformers' classes a configuration becomes: the causal model, or the multimodal one that holds it.
-
 
 def auto_class(config: Any) -> Any:
-    """AutoModelForImageTextToText where the files are such a model's, else AutoModelForCausalLM.
+    """transformers' class for a configuration: AutoModelForImageTextToText where the files are such a model's, which
+    holds the causal one, else AutoModelForCausalLM.
 
     A type that has both classes is what its configuration's `architectures` says, so that the names of the weights are
     those of the files.

@@ -36,8 +36,6 @@ from roundpipe_cli.model.new_tokens import TokenRows, replace_row_owners
 from roundpipe_cli.model.split import ModelSplit, carry_along, copy_modules, weights_dtype
 from roundpipe_cli.model.stored.packed_weights import PackedParameter, PackedPlace, whole_weights
 
-# Settings of a worker's modules, apart from the model itself.
-
 
 @dataclass(frozen=True)
 class WorkerOptions:

@@ -307,8 +307,6 @@ def read_nf4(weight: StoredTensor, files: OpenFiles) -> PackedWeight:
     return read_packed(parts, f"{codes.path}: {codes.key}")
 
 
-# A checkpoint's weights by name.
-
 Find = Callable[[Mapping[str, FileTensor], Mapping[str, Any], torch.dtype], dict[str, StoredTensor]]
 FORMATS: dict[str, Find] = {"fp8": find_fp8, "fbgemm_fp8": find_fp8, "mxfp4": find_mxfp4, "bitsandbytes": find_nf4}
 """By `quant_method` of config.json."""
