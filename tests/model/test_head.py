@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -142,14 +143,8 @@ LOSS: dict[str, Any] = {"output_router_logits": True, "router_aux_loss_coef": 0.
 def padded_microbatches() -> list[Microbatch]:
     """The second row of each is three tokens shorter than the first."""
     return [
-        Microbatch(
-            one.input_ids,
-            one.labels,
-            lengths=torch.tensor([one.input_ids.shape[1]] + [one.input_ids.shape[1] - 3])
-            if len(one.input_ids) > 1
-            else None,
-        )
-        for one in random_microbatches(SIZES)
+        replace(one, lengths=torch.tensor([tokens, tokens - 3]) if rows > 1 else None)
+        for one, (rows, tokens) in zip(random_microbatches(SIZES), SIZES, strict=True)
     ]
 
 

@@ -14,7 +14,7 @@ from roundpipe_cli.costs.cost import StageRange
 from roundpipe_cli.costs.memory import DEVICE_SHARE, largest_stage_bytes
 from roundpipe_cli.costs.models import TrainingSettings, parse_config
 from roundpipe_cli.engine.probe import ASSUMED_FLOPS, AssumedDevice, LayerSizes, Probe, rough_costs
-from roundpipe_cli.model.fused import find_fused_ops
+from roundpipe_cli.model.fused import FusedOps, find_fused_ops
 from roundpipe_cli.model.worker_model import SavedBytes, saved_sizes
 from roundpipe_cli.planning.adaptive import AdaptivePlanner, RunConditions
 from roundpipe_cli.recipe.schema import PipelineConfig
@@ -22,7 +22,7 @@ from roundpipe_cli.schedule.builders import Rounds, build_schedule
 from roundpipe_cli.train.auto_cache import modelled_bytes
 from tests.engine.test_engine_memory import saved_bytes_per_block
 from tests.support.covering import swept
-from tests.support.tiny import EXTRA, gpu_costs, make_rig, random_microbatches
+from tests.support.tiny import EXTRA, Rig, gpu_costs, make_rig, random_microbatches
 
 LONG = {"max_position_embeddings": 1024}
 """Tokens a sequence, of models whose window or scores count."""
@@ -33,6 +33,13 @@ SHARED_TOKENS = 0.04
 
 def window(model_type: str, tokens: int) -> dict[str, int]:
     return {"sliding_window": tokens} if "sliding_window" in EXTRA[model_type] else {}
+
+
+def saved_bytes(rig: Rig, fused: FusedOps | None = None, **how: Any) -> list[SavedBytes]:
+    """What the probe of a run finds."""
+    found = Probe(rig.skeleton, rig.split, rig.store, fused).find_saved_bytes(**how)
+    assert found is not None
+    return found
 
 
 @pytest.mark.covering(1)
@@ -50,9 +57,7 @@ def test_longer_microbatches_keep_what_short_ones_foretell(
     rig = make_rig(model_type, method, **changes)
     rig.plain.get_input_embeddings().requires_grad_(True)  # type: ignore[operator]  # the first block's input too
     expected = saved_bytes_per_block(rig, random_microbatches([(ROWS, TOKENS)], vocab=128)[0])
-    found = Probe(rig.skeleton, rig.split, rig.store).find_saved_bytes()
-    assert found is not None and len(found) == len(expected)
-    for one, true_bytes in zip(found, expected, strict=True):
+    for one, true_bytes in zip(saved_bytes(rig), expected, strict=True):
         assert true_bytes * (1 - SHARED_TOKENS) <= one.of(ROWS, TOKENS, TOKENS) <= true_bytes * 1.02
         assert (one.per_pair > 0) == keeps_scores
 
@@ -60,9 +65,7 @@ def test_longer_microbatches_keep_what_short_ones_foretell(
 @pytest.mark.parametrize("model_type", ["gemma2", "gpt_oss", *swept(["llama", "qwen3_moe"])])
 def test_a_few_tokens_are_enough(model_type: str) -> None:
     rig = make_rig(model_type, "lora", **LONG, **window(model_type, 4096))
-    few, many = (Probe(rig.skeleton, rig.split, rig.store).find_saved_bytes(longest=longest) for longest in (33, 512))
-    assert few is not None and many is not None
-    for one, other in zip(few, many, strict=True):
+    for one, other in zip(saved_bytes(rig, longest=33), saved_bytes(rig, longest=512), strict=True):
         assert 0.95 <= one.of(1, 1000, 1000) / other.of(1, 1000, 1000) <= 1.1  # eight keys for a sink, beside 16
 
 
@@ -100,18 +103,12 @@ def test_weights_and_arguments_are_not_counted_and_views_once() -> None:
 
 def test_packed_rows_have_masks() -> None:
     rig = make_rig("llama", "lora", **LONG)
-    probe = Probe(rig.skeleton, rig.split, rig.store)
-    plain = probe.find_saved_bytes()
-    packed = probe.find_saved_bytes(packed=True)
-    assert plain is not None and packed is not None
-    assert plain[0].per_pair == 0 < packed[0].per_pair
+    assert saved_bytes(rig)[0].per_pair == 0 < saved_bytes(rig, packed=True)[0].per_pair
 
 
 def test_feed_forward_parts_in_chunks_keep_their_inputs_only() -> None:
     rig = make_rig("llama", "lora", **LONG)
-    probe = Probe(rig.skeleton, rig.split, rig.store)
-    whole, chunked = probe.find_saved_bytes(), probe.find_saved_bytes(16)
-    assert whole is not None and chunked is not None
+    whole, chunked = saved_bytes(rig), saved_bytes(rig, mlp_chunk_tokens=16)
     products = 4 * 128 * 4  # gate, its activation, up and their product, in float32
     assert 0 < whole[0].per_token - chunked[0].per_token - products < 0.1 * products
 
@@ -119,9 +116,8 @@ def test_feed_forward_parts_in_chunks_keep_their_inputs_only() -> None:
 def test_short_sequences_are_all_that_some_models_take() -> None:
     rig = make_rig("gpt2", "lora", max_position_embeddings=32)
     with pytest.raises(IndexError):
-        Probe(rig.skeleton, rig.split, rig.store).find_saved_bytes()
-    found = Probe(rig.skeleton, rig.split, rig.store).find_saved_bytes(longest=32)
-    assert found is not None
+        saved_bytes(rig)
+    found = saved_bytes(rig, longest=32)
     true_bytes = saved_bytes_per_block(rig, random_microbatches([(2, 32)], vocab=128)[0])[1]
     assert found[1].of(2, 32, 32) == pytest.approx(true_bytes, rel=0.02)
 
@@ -139,8 +135,7 @@ def test_a_processor_that_cannot_run_the_blocks(monkeypatch: pytest.MonkeyPatch)
 def test_a_device_s_peak_grows_by_what_was_found() -> None:
     """Two more blocks to a backward stage: so much more does a copying worker hold."""
     rig = make_rig("llama", "lora", num_hidden_layers=6, hidden_size=64, **LONG)
-    found = Probe(rig.skeleton, rig.split, rig.store).find_saved_bytes()
-    assert found is not None
+    found = saved_bytes(rig)
     microbatches = random_microbatches([(2, 192)])
     peaks, slots = [], []
     for size in (1, 3):
@@ -197,8 +192,7 @@ def test_plan_foretells_what_is_measured(model_type: str, method: str) -> None:
     architecture = parse_config(config.to_dict(), name="tiny", source="tests")
     settings = TrainingSettings(max_seq_length=512, method=method, dtype="float32", lora_r=4)
     for fused in (None, find_fused_ops(rig.skeleton, rig.split)):
-        found = Probe(rig.skeleton, rig.split, rig.store, fused).find_saved_bytes()
-        assert found is not None
+        found = saved_bytes(rig, fused)
         for index, block in enumerate(architecture.blocks):
             told = activation_bytes(architecture, block, replace(settings, fused=fused is not None))
             measured = found[index].of(1, 512, 512)
