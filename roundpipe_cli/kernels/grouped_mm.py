@@ -106,10 +106,6 @@ def describe_experts(
     return f"experts are multiplied one after the other, and the host waits for each layer ({cards}): {missing}"
 
 
-LowRank = tuple[torch.Tensor, torch.Tensor]
-"""(low [S, R], B [E, R, N]) of a product of low rank that is added."""
-
-
 @torch.library.custom_op("roundpipe::grouped_mm", mutates_args=())
 def grouped_mm(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
     """scale x W for each group of rows: x [S, K], w [E, K, N] in any layout, ends [E] -> [S, N]. Differentiable."""
@@ -144,8 +140,9 @@ grouped_outer.register_fake(lambda left, right, ends, *_: left.new_empty((len(en
 
 
 def _rows(
-    x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor, scale: float, *, beside: LowRank | None
+    x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor, scale: float, *, beside: tuple[torch.Tensor, ...] | None
 ) -> torch.Tensor:
+    """`beside`: (low [S, R], B [E, R, N]) of a product of low rank that is added."""
     assert x.shape[1] == w.shape[1] and ends.shape == w.shape[:1], (x.shape, w.shape, ends.shape)
     assert ends.is_contiguous()
     assert {one.dtype for one in (w, *(beside or ()))} == {x.dtype}, "one type for all"

@@ -153,7 +153,7 @@ def launch_rows(
     ends: torch.Tensor,
     scale: float,
     *,
-    beside: tuple[torch.Tensor, torch.Tensor] | None,
+    beside: tuple[torch.Tensor, ...] | None,
 ) -> torch.Tensor:
     """scale x W per group, or x W + scale low B: x [S, K], W [E, K, N], `beside` = (low [S, R], B [E, R, N])."""
     (num_rows, width), (num_groups, _, columns) = x.shape, w.shape

@@ -209,22 +209,20 @@ def check_file(path: Path, max_bytes: int | None) -> None:
 
 
 def _check_config(path: Path, config: dict[str, Any]) -> None:
+    where = str(path)
     for place, key, value in _entries(config, ""):
         if key == "auto_map" and value:
+            what = "the model needs code from its repository, which is never run"
             expected = "a model type that the installed transformers knows"
-            raise _asks_for_code("the model needs code from its repository, which is never run", path, place, expected)
+            raise RefusedError(what, where=where, found=place, expected=expected)
         if key in ("trust_remote_code", "use_kernels", "custom_generate", "kernel_config") and value:
-            raise _asks_for_code(f"the model asks for code: {key}", path, place, f"no {key}")
+            raise RefusedError(f"the model asks for code: {key}", where=where, found=place, expected=f"no {key}")
         if key.lstrip("_").startswith(("attn_implementation", "experts_implementation")):
             for name in value.values() if isinstance(value, dict) else [value]:
                 if name is not None and name not in ATTENTIONS:
                     expected = f"one of {', '.join(ATTENTIONS)}"
                     text = "the model asks for a kernel from elsewhere, which is never loaded"
-                    raise _asks_for_code(text, path, f"{place}: {str(name)[:80]!r}", expected)
-
-
-def _asks_for_code(what: str, path: Path, found: str, expected: str) -> RefusedError:
-    return RefusedError(what, where=str(path), found=found, expected=expected)
+                    raise RefusedError(text, where=where, found=f"{place}: {str(name)[:80]!r}", expected=expected)
 
 
 def _entries(value: Any, place: str) -> Iterator[tuple[str, str, Any]]:
