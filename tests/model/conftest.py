@@ -8,13 +8,11 @@ from roundpipe_cli.model import fingerprint
 from roundpipe_cli.model.files import untrusted
 from roundpipe_cli.model.stored import formats, gguf, tensors
 
-NUM_ROWS = 3
-
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(formats, "ELEMENTS_AT_ONCE", 1)
-    monkeypatch.setattr(formats, "ROWS_AT_ONCE", NUM_ROWS)
+    monkeypatch.setattr(formats, "ROWS_AT_ONCE", 3)
     monkeypatch.setattr(gguf, "ROWS_AT_ONCE", 50)
     monkeypatch.setattr(tensors, "FINITE_CHECK_ELEMENTS", 1000)
     monkeypatch.setattr(fingerprint, "CHUNK_BYTES", 1 << 16)  # real files are read too

@@ -39,7 +39,7 @@ from roundpipe_cli.model.weights_io import save_model
 from roundpipe_cli.model.worker_model import WorkerModel
 from tests.support.covering import swept
 from tests.support.simulated_cases import CASES, is_equal
-from tests.support.tiny import EXTRA, Rig, make_rig, random_microbatches, tiny_config
+from tests.support.tiny import EXTRA, make_rig, random_microbatches, tiny_config
 
 ROWS = ((9, 1, 14, 8), (20, 12))
 WINDOWS = [None, 1, 4, 40]
@@ -152,15 +152,11 @@ def test_all_rows_at_once_where_a_gpu_has_the_kernel(
     names = frozenset(inspect.signature(kernel).parameters)
     monkeypatch.setattr(attention, "_variable_length_arguments", lambda: names)
     rows = packed_rows(window)
+    by_mask = functools.partial(functional.scaled_dot_product_attention, attn_mask=rows.mask(), scale=0.3)
     found = gradients(lambda q, k, v: (attention._attend_at_once(q, k, v, rows, more={"scaling": 0.3}), None))
-    expected = gradients(lambda q, k, v: _by_mask(q, k, v, rows))
+    expected = gradients(lambda q, k, v: (by_mask(q, k, v, enable_gqa=True).transpose(1, 2), None))
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
-
-
-def _by_mask(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: PackedRows) -> tuple[Any, None]:
-    out = functional.scaled_dot_product_attention(query, key, value, rows.mask(), scale=0.3, enable_gqa=True)
-    return out.transpose(1, 2), None
 
 
 @pytest.mark.parametrize(
@@ -223,10 +219,6 @@ def test_who_needs_more_than_the_causal_mask(model_type: str, at_least: int | No
     assert needed == [tokens for tokens in (1, 4, 5, 9) if at_least is not None and tokens >= at_least]
 
 
-def worker_of(rig: Rig) -> WorkerModel:
-    return WorkerModel(rig.skeleton, rig.split, rig.store.views, rig.store.trainable_names, device=torch.device("cpu"))
-
-
 def test_blocks_are_tried_before_they_are_told_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = make_rig("llama", "lora")
     assert Probe(rig.skeleton, rig.split, rig.store).can_attend_in_rows()
@@ -261,7 +253,8 @@ def test_long_sequences_have_no_tensor_of_all_pairs(model_type: str, window: int
     1.7 GB. Also of one row through a window of 128: 0.3 CPU seconds a microbatch of 8,192."""
     changes = {} if window is None else {"sliding_window": window}
     rig = make_rig(model_type, "full", num_hidden_layers=2, max_position_embeddings=65536, **changes)
-    worker = worker_of(rig)
+    views, trained = rig.store.views, rig.store.trainable_names
+    worker = WorkerModel(rig.skeleton, rig.split, views, trained, device=torch.device("cpu"))
     worker.attends_in_rows = True
     lengths = ((4096 // rows,) * rows,)
     ids = torch.arange(sum(lengths[0]))[None] % 100

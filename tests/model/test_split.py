@@ -80,23 +80,11 @@ def through(*places: int) -> Walk:
 plain = through(0, 1, 2)
 
 
-def two_rounds(model: Backbone, hidden: torch.Tensor) -> torch.Tensor:
-    return plain(model, model.norm(plain(model, hidden)))
-
-
 def scaled_between_blocks(model: Backbone, hidden: torch.Tensor) -> torch.Tensor:
     for index, block in enumerate(model.layers):
         hidden = block(hidden * 2 if index == 1 else hidden)
     result: torch.Tensor = model.norm(hidden)
     return result
-
-
-def norm_before_and_after(model: Backbone, hidden: torch.Tensor) -> torch.Tensor:
-    return plain(model, model.norm(hidden))
-
-
-def scaled_after_norm(model: Backbone, hidden: torch.Tensor) -> torch.Tensor:
-    return plain(model, hidden) * 2
 
 
 def with_argument(make: Callable[[torch.Tensor], Any]) -> Walk:
@@ -123,12 +111,12 @@ def test_an_ordinary_model_comes_apart() -> None:
     ("walk", "what", "where"),
     [
         (through(0, 1, 1, 2), "once and in order", "block.1"),
-        (two_rounds, "once and in order", "block.0"),
+        (lambda model, hidden: plain(model, model.norm(plain(model, hidden))), "once and in order", "block.0"),
         (through(0, 2, 1), "once and in order", "block.2"),
         (through(0, 1), "each of its blocks once", "model.layers"),
         (scaled_between_blocks, "changes the hidden states between two blocks", "block.0 to block.1"),
-        (scaled_after_norm, "more than its modules", "model.norm"),
-        (norm_before_and_after, "before its first block and after its last", "model.norm"),
+        (lambda model, hidden: plain(model, hidden) * 2, "more than its modules", "model.norm"),
+        (lambda model, hidden: plain(model, model.norm(hidden)), "before its first block and after", "model.norm"),
         (with_argument(lambda hidden: (1, {2})), "could change", "block.1, extra"),
         (with_argument(lambda hidden: hidden.sum()), "gradient", "block.1"),
         (with_argument(lambda hidden: hidden.double()), "gradient", "block.1"),
