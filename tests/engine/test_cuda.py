@@ -24,7 +24,7 @@ from roundpipe_cli.schedule.builders import Options
 from tests.support.e2e import fresh, make_model, make_workspace
 from tests.support.schedules import dealt
 from tests.support.simulated_cases import page_locked
-from tests.support.tiny import Rig, make_rig, plain_step, random_microbatches, schedule_for
+from tests.support.tiny import Rig, make_rig, random_microbatches, schedule_for
 
 pytestmark = [
     pytest.mark.gpu,
@@ -43,26 +43,9 @@ def run(
         return engine.run_step(random_microbatches(sizes), schedule, step=0)
 
 
-def gradients(rig: Rig) -> dict[str, torch.Tensor]:
-    return {name: rig.store.gradient(name).clone() for name in sorted(rig.store.trainable_names)}
-
-
-@pytest.mark.parametrize("method", ["lora", "full"])
-@pytest.mark.parametrize("model_type", ["llama", "gpt2", "gemma3_text", "qwen3_moe", "gpt_oss"])
-def test_step_agrees_with_plain_pytorch(model_type: str, method: str) -> None:
-    """Loss and gradient norm of a float32 step, GPU against the plain loop on the processor."""
-    rig = make_rig(model_type, method)
-    sizes = [(2, 12), (2, 12), (1, 7)]
-    result = run(rig, [0], sizes)
-    loss = plain_step(rig, random_microbatches(sizes))
-    assert result.loss == pytest.approx(loss, rel=1e-5)
-    expected = {name: p.grad for name, p in rig.plain.named_parameters() if p.grad is not None}
-    found = gradients(rig)
-    assert expected.keys() == found.keys()
-    for name, gradient in expected.items():
-        assert (found[name] - gradient).norm() <= 1e-3 * gradient.norm() + 1e-7, name
-    norm = torch.stack([gradient.double().norm() for gradient in expected.values()]).norm()
-    assert result.gradient_norm == pytest.approx(float(norm), rel=1e-3)
+def assert_gradients_alike(rig: Rig, usual: Rig) -> None:
+    for name in usual.store.trainable_names:
+        assert torch.allclose(rig.store.gradient(name), usual.store.gradient(name), rtol=1e-4, atol=1e-6), name
 
 
 def late_in(late: str) -> type[cuda.CudaBackend]:
@@ -99,9 +82,7 @@ def test_one_stream_behind_the_others_changes_nothing(late: str, devices: list[i
     rigs = [make_rig("llama", method) for _ in range(2)]
     usual, slow = run(rigs[0], devices, sizes), run(rigs[1], devices, sizes, late_in(late))
     assert slow.loss == pytest.approx(usual.loss, rel=1e-6)
-    expected, found = map(gradients, rigs)
-    for name, gradient in expected.items():
-        assert torch.allclose(found[name], gradient, rtol=1e-4, atol=1e-6), name
+    assert_gradients_alike(rigs[1], rigs[0])
 
 
 @pytest.mark.parametrize("late", ["none", "up", "down", "compute"])
@@ -123,9 +104,7 @@ def test_microbatches_that_stay_on_one_worker(late: str, kept: int) -> None:
         for step in range(3):
             result = engine.run_step(random_microbatches(sizes), schedule, step=step)
             assert result.loss == pytest.approx(usual.loss, rel=1e-6)
-            expected, own = map(gradients, rigs)
-            for name, gradient in expected.items():
-                assert torch.allclose(own[name], gradient, rtol=1e-4, atol=1e-6), name
+            assert_gradients_alike(rig, rigs[0])
         engine.grant_weight_cache(0)
         assert engine.run_step(random_microbatches(sizes), schedule, step=3).loss == result.loss
 
@@ -161,17 +140,6 @@ def test_copies_keep_their_order() -> None:
             backend.copy_down([(back, result)]).synchronize()
             assert back.unique().tolist() == [2.0 * value]
     backend.synchronize()
-
-
-def test_uploads_are_counted_and_memory_is_bounded() -> None:
-    """Weights stream through slots: the device never holds the model."""
-    rig = make_rig("llama", "lora", num_hidden_layers=24, hidden_size=512, intermediate_size=2048)
-    cuda.release_workspaces()  # of earlier tests' streams
-    before = torch.cuda.memory_allocated(0)
-    result = run(rig, [0], [(1, 16)] * 4)
-    model_bytes = sum(layout.num_bytes for layout in rig.store.layouts)
-    assert result.upload_bytes > model_bytes
-    assert result.device_peak_bytes[0] - before < model_bytes / 2
 
 
 def test_generate_answers_on_the_gpu_as_on_the_processor(tmp_path: Path) -> None:

@@ -4,21 +4,16 @@ planted faults, which the simulation finds."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from roundpipe_cli.engine import slots
-from roundpipe_cli.engine import worker as workers
-from roundpipe_cli.engine.backends.base import DeviceEvent, Pair
 from roundpipe_cli.engine.backends.cuda import CudaBackend
 from roundpipe_cli.engine.layer import GradientCollector
 from roundpipe_cli.errors import InternalError, RoundpipeError
-from roundpipe_cli.schedule.timeline import DOWN
-from tests.support.covering import swept
 from tests.support.every_type import tiny_config_of
 from tests.support.simulated_cases import CASES, Bits, is_equal, page_locked, simulated
 from tests.support.simulated_cuda import Card
@@ -55,11 +50,12 @@ def test_the_bits_are_those_of_the_processor(name: str, seeds: tuple[int, ...]) 
     for its losses, in the caller's thread; an early update for its sum of squares.
     """
     case = CASES[name]
-    for seed, found, simulation in case.simulated_seeds(seeds):
+    for seed in seeds:
+        found, simulation = case.simulated(seed, lazy=seed % 2 == 1)
         assert is_equal(found, expected_bits(name), case.bound), f"seed {seed}"
         assert sum(simulation.machine.launches.values()) > 100, "nothing ran on the simulated cards"
         waits = {key: count for key, count in simulation.machine.host_waits.items() if key[0] not in MAY_WAIT}
-        assert case.waits or max(waits.values(), default=0) <= (not case.leaves_a_trace), f"seed {seed}: {waits}"
+        assert case.waits or max(waits.values(), default=0) <= name.startswith("8-bit"), f"seed {seed}: {waits}"
 
 
 @pytest.mark.covering(1)
@@ -83,10 +79,9 @@ def test_experts_without_a_token_have_gradients_of_zero(method: str) -> None:
     assert is_equal(found, case.on_processor(), 0.05)
 
 
-@pytest.mark.parametrize("name", ["cache-whole", *swept(["full"])])
-def test_one_card_listed_twice(name: str) -> None:
-    found, _ = CASES[name].simulated(1, devices=(0, 0), lazy=True)
-    assert is_equal(found, expected_bits(name))
+def test_one_card_listed_twice() -> None:
+    found, _ = CASES["cache-whole"].simulated(1, devices=(0, 0), lazy=True)
+    assert is_equal(found, expected_bits("cache-whole"))
 
 
 # -- faults planted in the engine or its backend: the clocks find each, and lazy copies show most -------------------
@@ -112,11 +107,6 @@ def no_record_stream(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(CudaBackend, "device_like", device_like)
 
 
-def lanes_ignore_events(patch: pytest.MonkeyPatch) -> None:
-    """A lane takes all that was issued for done: it writes over slots, and sends boundaries before they are there."""
-    patch.setattr(workers.Worker, "happens_in_s", lambda worker, event: 0.0)
-
-
 def one_host_buffer(patch: pytest.MonkeyPatch) -> None:
     """All downloads of one size and type go to the same host memory."""
     kept: dict[Any, torch.Tensor] = {}
@@ -128,59 +118,6 @@ def one_host_buffer(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(CudaBackend, "host_like", shared)
 
 
-def folded_at_issue(patch: pytest.MonkeyPatch) -> None:
-    """The host takes gradients for complete when their download has been issued."""
-    issued = workers.Worker.issued
-
-    def early(worker: workers.Worker, op: Any, event: DeviceEvent) -> None:
-        issued(worker, op, event)
-        if op.lane == DOWN:
-            assert worker._context is not None
-            for leaving, host in worker._sums._landing.pop(op.id, ()):
-                collector = worker.runner.layers.collector
-                collector.fold_on_host(worker._context, leaving.layer, leaving.place, leaving.parts_in(host))
-
-    patch.setattr(workers.Worker, "issued", early)
-
-
-def event_before_copy(patch: pytest.MonkeyPatch) -> None:
-    """The event of an upload says nothing of the upload."""
-    copy_up = CudaBackend.copy_up
-
-    def early(backend: CudaBackend, pairs: Sequence[Pair]) -> DeviceEvent:
-        event = backend._up.record_event()
-        copy_up(backend, pairs)
-        return event
-
-    patch.setattr(CudaBackend, "copy_up", early)
-
-
-def event_of_the_first_chunk(patch: pytest.MonkeyPatch) -> None:
-    """A transfer counts as done with its first chunk."""
-    copy = workers.Worker.copy
-
-    def early(worker: workers.Worker, op: Any, chunk: Any) -> DeviceEvent:
-        event = copy(worker, op, chunk)
-        return worker.__dict__.setdefault("first", {}).setdefault((id(worker._step), op.id), event)
-
-    patch.setattr(workers.Worker, "copy", early)
-
-
-def squares_behind_their_event(patch: pytest.MonkeyPatch) -> None:
-    """Squares of a complete sum are taken after the event that its download waits for."""
-    finish, run = slots.DeviceSums.finish, workers.Worker.run
-    late: dict[slots.DeviceSums, Any] = {}
-    patch.setattr(slots.DeviceSums, "finish", lambda sums, *which: late.update({sums: which}))
-
-    def run_and_finish(worker: workers.Worker, *order: Any) -> DeviceEvent:
-        event = run(worker, *order)
-        if worker._sums in late:
-            finish(worker._sums, *late.pop(worker._sums))
-        return event
-
-    patch.setattr(workers.Worker, "run", run_and_finish)
-
-
 def copies_not_waited_for(patch: pytest.MonkeyPatch) -> None:
     """A step's end waits for compute alone, which a failed step's copies outlast."""
     patch.setattr(CudaBackend, "synchronize", lambda backend: backend._compute.synchronize())
@@ -189,15 +126,11 @@ def copies_not_waited_for(patch: pytest.MonkeyPatch) -> None:
 FAULTS: dict[str, tuple[str, Plant, bool]] = {
     "a wait left out": ("lora", no_wait, True),
     "a record_stream left out": ("alike", no_record_stream, False),
-    "a lane that ignores events": ("full", lanes_ignore_events, True),
     "a host buffer used again early": ("full", one_host_buffer, True),
-    "gradients read early": ("resident", folded_at_issue, True),
-    "an event before its copy": ("lora", event_before_copy, True),
-    "an event of the first chunk": ("small-chunks", event_of_the_first_chunk, True),
-    "squares behind their event": ("early-updates", squares_behind_their_event, False),
     "copies of a failed step": ("after-failures", copies_not_waited_for, False),
 }
-"""Name -> (case, what plants it, whether copies put off change the result: compute is never put off)."""
+"""Name -> (case, what plants it, whether copies put off change the result: compute is never put off). One each of the
+host's memory, of the device's, of events and of a step's end."""
 
 
 def outcome(case: str, seed: int, *, lazy: bool) -> tuple[Bits, int]:
@@ -209,11 +142,7 @@ def outcome(case: str, seed: int, *, lazy: bool) -> tuple[Bits, int]:
     return bits, len(simulation.unordered)
 
 
-SUITE = ("a host buffer used again early", "a record_stream left out", "a wait left out", "copies of a failed step")
-"""One each of the host's memory, of the device's, of events and of a step's end."""
-
-
-@pytest.mark.parametrize("name", [*SUITE, *swept(sorted(FAULTS.keys() - set(SUITE)))])
+@pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case, plant, shows = FAULTS[name]
     expected = expected_bits(case)

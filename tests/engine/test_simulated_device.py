@@ -17,12 +17,12 @@ from roundpipe_cli.costs.machine import HostMemory
 from roundpipe_cli.costs.memory import PINNED_RING_BYTES
 from roundpipe_cli.engine import gradients
 from roundpipe_cli.engine.backends import cuda
+from roundpipe_cli.engine.backends.base import is_device_error, is_out_of_memory
 from roundpipe_cli.engine.backends.cpu import CpuBackend
 from roundpipe_cli.engine.engine import Engine, launch_bound_s
-from roundpipe_cli.engine.link_speed import measure_links
 from roundpipe_cli.engine.step import StepResult
 from roundpipe_cli.engine.worker import ComputeInterval, WorkerStep
-from roundpipe_cli.errors import DeviceLostError, OutOfDeviceMemoryError, RefusedError
+from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.kernels.random_masks import Draw, drop, keep_mask, uniform
 from roundpipe_cli.recipe.load import load_text
 from roundpipe_cli.train import build
@@ -30,7 +30,7 @@ from roundpipe_cli.train.prepare import devices
 from roundpipe_cli.train.prepare.devices import choose_devices, make_backends, with_dtype_of
 from roundpipe_cli.train.result import generate
 from tests.support.e2e import make_tokenizer
-from tests.support.simulated_cases import CASES, Bits, is_equal, page_locked, simulated, two_workers
+from tests.support.simulated_cases import CASES, Bits, backends_of, engine_of, is_equal, page_locked, simulated
 from tests.support.simulated_cuda import GIB, SMALL_CARD, Card
 from tests.support.tiny import Rig, make_rig
 
@@ -210,7 +210,7 @@ def test_page_locked_memory_refused_for_transfers(expected: Bits) -> None:
     """What a run asked for beside its weights ended it: now ordinary memory does, said once, with the same bits."""
     rig = FULL.rig()
     room = sum(buffer.nbytes for buffer in rig.store.transferred)
-    with simulated(max_locked_bytes=room), page_locked(rig), two_workers(rig) as engine:
+    with simulated(max_locked_bytes=room), page_locked(rig), engine_of(rig, backends_of((0, 1))) as engine:
         first, again = step(engine, rig, expected), step(engine, rig, expected)
     assert again.loss == first.loss
     assert [text for text in first.notices if "page-lock" in text] == list(first.notices) and len(first.notices) == 1
@@ -229,7 +229,7 @@ def test_weights_leave_page_locked_memory_to_boundaries(
     monkeypatch.setattr("platform.release", lambda: "6.6.87-microsoft-standard-WSL2" if on_wsl else "6.8.0")
     rig, said = FULL.rig(), list[str]()
     room = sum(buffer.nbytes for buffer in rig.store.transferred) - 1
-    with simulated(max_locked_bytes=room, lazy=on_wsl) as simulation, two_workers(rig) as engine:
+    with simulated(max_locked_bytes=room, lazy=on_wsl) as simulation, engine_of(rig, backends_of((0, 1))) as engine:
         with build.page_locked(rig.store, ["cuda:0"], "auto", lambda event: said.append(str(event))):
             locked = sum(end - first for first, end in simulation.machine.registered)
             result = step(engine, rig, expected)
@@ -302,12 +302,6 @@ def test_a_processor_that_is_slow_in_16_bit_answers_in_float32(
     assert f"on the processor in {dtype}: " in generate.describe_answer(moved, make_tokenizer(), 0.0)
 
 
-def test_links_are_measured() -> None:
-    with simulated(lazy=True):
-        speeds = measure_links([cuda.CudaBackend(0), cuda.CudaBackend(1)], 4096)
-    assert all(speed.up_bytes_per_s > 0 and speed.down_bytes_per_s > 0 for speed in speeds)
-
-
 @pytest.mark.parametrize("shape", [(3, 5), (70, 1000)])
 def test_dropout_masks_are_equal_on_unlike_cards(shape: tuple[int, int]) -> None:
     """A generator of torch's deals its numbers to multiprocessors: a recompute on another card drew another mask."""
@@ -324,18 +318,6 @@ def test_dropout_masks_are_equal_on_unlike_cards(shape: tuple[int, int]) -> None
     for mask, numbers in drawn[1:]:
         assert torch.equal(mask, drawn[0][0]) and torch.equal(numbers, drawn[0][1])
     assert all(torch.equal(one, values * drawn[0][0]) for one in dropped), "the linear layer's mask is another one"
-
-
-def test_a_step_that_runs_out_of_memory_is_run_again_with_less(expected: Bits) -> None:
-    """`on_oom: adapt`: slots that do not fit are refused before anything runs; with room the bits are as usual."""
-    rig = FULL.rig()
-    with simulated(), page_locked(rig), two_workers(rig) as engine:
-        torch.cuda.set_per_process_memory_fraction(1e-4, 1)
-        with pytest.raises(OutOfDeviceMemoryError, match="cuda:1"):
-            step(engine, rig, expected)
-        torch.cuda.set_per_process_memory_fraction(1.0, 1)
-        engine.use_less_memory()
-        step(engine, rig, expected)
 
 
 def test_time_in_which_the_host_was_late_is_counted_apart() -> None:
@@ -366,16 +348,7 @@ def test_time_in_which_the_host_was_late_is_counted_apart() -> None:
         "CUDA error: an illegal memory access was encountered",
     ],
 )
-def test_out_of_memory_has_many_faces(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_has_many_faces(text: str) -> None:
     """Page-locked memory, kernels loaded late and libraries report it in words of their own: `adapt` ignored those."""
-    rig = FULL.rig()
-
-    def refuse(backend: cuda.CudaBackend, tensor: torch.Tensor) -> torch.Tensor:
-        raise RuntimeError(text)
-
-    monkeypatch.setattr(cuda.CudaBackend, "host_like", refuse)
-    kind = DeviceLostError if "illegal" in text else OutOfDeviceMemoryError
-    with simulated(), page_locked(rig):
-        backends = [cuda.CudaBackend(0), cuda.CudaBackend(1)]
-        with pytest.raises(kind), Engine(rig.skeleton, rig.split, rig.store, backends) as engine:
-            step(engine, rig, [])
+    error, is_lost = RuntimeError(text), "illegal" in text
+    assert (is_out_of_memory(error), is_device_error(error)) == (not is_lost, is_lost)

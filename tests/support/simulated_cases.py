@@ -192,18 +192,9 @@ class Case:
     def rig(self) -> Rig:
         return make_rig(self.model_type, self.method, **{"num_hidden_layers": 2, "kernels": "auto", **self.model})
 
-    @contextmanager
-    def started(self, rig: Rig, backends: Sequence[Backend]) -> Iterator[Engine]:
-        options = EngineOptions(seed=3, head_chunk_tokens=8, fused=rig.fused, **self.engine)
-        with (
-            patch.object(worker, "CHUNK_BYTES", self.chunk_bytes),
-            Engine(rig.skeleton, rig.split, rig.store, backends, options=options) as engine,
-        ):
-            yield engine
-
     def on(self, rig: Rig, backends: Sequence[Backend]) -> Bits:
         """What the steps come to on these devices."""
-        with self.started(rig, backends) as engine:
+        with patch.object(worker, "CHUNK_BYTES", self.chunk_bytes), engine_of(rig, backends, **self.engine) as engine:
             return self.steps(engine, rig, self)
 
     def on_processor(self) -> Bits:
@@ -216,23 +207,6 @@ class Case:
         with simulated(seed, **options) as simulation, page_locked(rig):
             bits = self.on(rig, backends_of(devices))
         return bits, simulation
-
-    @property
-    def leaves_a_trace(self) -> bool:
-        """Whether a run changes what the next one of the same engine does: other weights, or some on the devices."""
-        return self.num_steps > 1 or bool(self.engine.get("weight_cache_bytes"))
-
-    def simulated_seeds(self, seeds: Sequence[int]) -> Iterator[tuple[int, Bits, Simulation]]:
-        """Runs with each seed, copies put off with odd ones; of one engine, if they leave no trace: half the cost."""
-        if self.leaves_a_trace:
-            for seed in seeds:
-                yield seed, *self.simulated(seed, lazy=seed % 2 == 1)
-            return
-        rig = self.rig()
-        with simulated() as simulation, page_locked(rig), self.started(rig, backends_of((0, 1))) as engine:
-            for seed in seeds:
-                simulation.draw_again(seed, lazy=seed % 2 == 1)
-                yield seed, self.steps(engine, rig, self), simulation
 
 
 class Turns(cuda.IssueTurns):
@@ -305,15 +279,10 @@ def page_locked(rig: Rig) -> Iterator[None]:
             cuda.unregister_host_buffer(buffer)
 
 
-def two_workers(rig: Rig) -> Engine:
-    """On both cards, as a case is run."""
-    return Engine(
-        rig.skeleton,
-        rig.split,
-        rig.store,
-        backends_of((0, 1)),
-        options=EngineOptions(seed=3, head_chunk_tokens=8, fused=rig.fused),
-    )
+def engine_of(rig: Rig, backends: Sequence[Backend], **options: Any) -> Engine:
+    """On these devices, as a case is run; `options` as of `EngineOptions`."""
+    settings = EngineOptions(seed=3, head_chunk_tokens=8, fused=rig.fused, **options)
+    return Engine(rig.skeleton, rig.split, rig.store, backends, options=settings)
 
 
 def is_equal(found: Bits, expected: Bits, bound: float = 0.0) -> bool:

@@ -17,6 +17,7 @@ import types
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import count
 from types import TracebackType
 from typing import Any
 
@@ -41,8 +42,6 @@ class Card:
     total_bytes: int = 8 * GIB
     multi_processors: int = 132
     capability: tuple[int, int] = (9, 0)
-    context_bytes: int = 0
-    """What the driver takes for itself."""
     maps_memory: bool = True
     """Whether segments of memory can grow; those of virtual GPUs cannot."""
 
@@ -65,14 +64,11 @@ class _Actors:
     """The host threads that have been seen, and all streams."""
 
     def __init__(self) -> None:
-        self._lock = _thread.allocate_lock()
-        self._count = 0
+        self._numbers = count(1)
         self._of_thread = threading.local()
 
     def new(self, name: str) -> Actor:
-        with self._lock:
-            self._count += 1
-            return Actor(self._count, name)
+        return Actor(next(self._numbers), name)
 
     def myself(self) -> Actor:
         """The calling thread's."""
@@ -127,11 +123,6 @@ class Simulation:
     def unordered(self) -> list[Unordered]:
         """Pairs of accesses that nothing orders, the first ones."""
         return self.machine.unordered
-
-    def draw_again(self, seed: int, *, lazy: bool) -> None:
-        """Another seed from here on, between two runs of one engine."""
-        self.machine.streams.random.seed(seed)
-        self.machine.lazy = lazy
 
     def __enter__(self) -> Simulation:
         assert not hasattr(SimulatedStream, "owner"), "one simulation at a time"

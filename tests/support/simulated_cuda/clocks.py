@@ -147,14 +147,6 @@ class History:
         self._replace(first, last, self._cut(overlapped, start, end, access, writes))
         return wrong
 
-    def accesses(self, start: int, end: int) -> list[Access]:
-        """The last accesses to a range."""
-        found: list[Access] = []
-        for one in self._ranges:
-            if one.start < end and one.end > start:
-                found += [*([one.write] if one.write is not None else []), *one.reads.values()]
-        return found
-
     def _conflicts(self, overlapped: list[_Range], access: Access, writes: bool) -> list[Unordered]:
         clock, wrong = access.actor.clock, []
         for one in overlapped:

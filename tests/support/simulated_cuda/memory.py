@@ -112,7 +112,6 @@ class CachingAllocator:
         self.on_return: Callable[[Block], None] = lambda block: None
         """Notes where the streams are that a freed block waits for."""
         self.allocated_bytes = self.peak_bytes = self.peak_reserved_bytes = 0
-        self.num_allocations = 0
 
     @property
     def reserved_bytes(self) -> int:
@@ -129,7 +128,6 @@ class CachingAllocator:
         blocks = self._free.setdefault((pool, size), [])
         block = blocks.pop() if blocks else self._cut(size, pool)
         block.segment.num_used += 1
-        self.num_allocations += 1
         self.allocated_bytes += size
         self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
         self._streams.myself().learn(block.known)

@@ -88,12 +88,6 @@ def tensor_patches(machine: Machine, backward_threads: BackwardThreads) -> list[
             machine.inside.cpu = False
         return moved
 
-    def pin_memory(tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
-        assert machine.device_of(tensor) is None, "only host memory can be page-locked"
-        if machine.is_page_locked(tensor):
-            return tensor
-        return torch.empty_like(tensor, pin_memory=True).copy_(tensor)
-
     def composed(name: str) -> Callable[..., Any]:
         real = getattr(torch.nn.functional, name)
 
@@ -153,7 +147,6 @@ def tensor_patches(machine: Machine, backward_threads: BackwardThreads) -> list[
         (torch.Tensor, "to", to),
         (torch.Tensor, "cpu", lambda tensor, **kwargs: to(tensor, "cpu")),
         (torch.Tensor, "cuda", lambda tensor, index=None, **kwargs: to(tensor, torch.device("cuda", index or 0))),
-        (torch.Tensor, "pin_memory", pin_memory),
         (torch.Tensor, "is_pinned", lambda tensor, device=None: machine.is_page_locked(tensor)),
         (torch.Tensor, "record_stream", lambda tensor, stream: machine.record_stream(tensor, stream)),
         (torch.Tensor, "numpy", host_only(real_numpy, "numpy")),
@@ -199,28 +192,18 @@ def cuda_patches(machine: Machine, cards: Any, runtime: Runtime) -> list[Patch]:
     def free(device: Any = None) -> tuple[int, int]:
         streams.check(index_of(device, streams))
         total = card(device).total_bytes
-        return total - card(device).context_bytes - of(device).reserved_bytes, total
+        return total - of(device).reserved_bytes, total
 
     def reset_peak(device: Any = None) -> None:
         one = of(device)
         one.peak_bytes, one.peak_reserved_bytes = one.allocated_bytes, one.reserved_bytes
-
-    def statistics(device: Any = None) -> dict[str, int]:
-        one = of(device)
-        return {
-            "allocated_bytes.all.current": one.allocated_bytes,
-            "allocated_bytes.all.peak": one.peak_bytes,
-            "reserved_bytes.all.current": one.reserved_bytes,
-            "reserved_bytes.all.peak": one.peak_reserved_bytes,
-            "allocation.all.allocated": one.num_allocations,
-        }
 
     def set_fraction(fraction: float, device: Any = None) -> None:
         fractions[index_of(device, streams)] = fraction
 
     for index, allocator in enumerate(devices):
         one = cards[index]
-        allocator.limit_bytes = lambda index=index, one=one: int(fractions[index] * one.total_bytes) - one.context_bytes
+        allocator.limit_bytes = lambda index=index, one=one: int(fractions[index] * one.total_bytes)
 
     def tidied(read: Callable[[Any], int]) -> Callable[..., int]:
         def figure(device: Any = None) -> int:
@@ -251,7 +234,6 @@ def cuda_patches(machine: Machine, cards: Any, runtime: Runtime) -> list[Patch]:
         "memory_reserved": tidied(lambda one: int(one.reserved_bytes)),
         "max_memory_allocated": tidied(lambda one: int(one.peak_bytes)),
         "max_memory_reserved": tidied(lambda one: int(one.peak_reserved_bytes)),
-        "memory_stats": statistics,
         "reset_peak_memory_stats": reset_peak,
         "set_per_process_memory_fraction": set_fraction,
         "get_device_properties": lambda device=None: card(device).properties(),

@@ -203,14 +203,6 @@ class SimulatedStream:
                 event.marker.line.run_until(event.marker.count)
                 self.line.actor.learn(event.marker.clock)
 
-    def wait_stream(self, stream: SimulatedStream) -> None:
-        self.wait_event(stream.record_event())
-
-    def query(self) -> bool:
-        self._streams.check(self.device.index)
-        with self._streams.lock:
-            return self._streams.marker(self.line).poll()
-
     def synchronize(self) -> None:
         self._streams.wait_for_ever_if_hung(self.line)
         with self._streams.lock:
@@ -230,9 +222,6 @@ class SimulatedEvent:
         self._streams.check(stream.line.device)
         with self._streams.lock:
             self.marker = self._streams.marker(stream.line)
-
-    def wait(self, stream: SimulatedStream | None = None) -> None:
-        (self._streams.current(self._streams.device) if stream is None else stream).wait_event(self)
 
     def query(self) -> bool:
         if self.marker is not None:
