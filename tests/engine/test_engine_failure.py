@@ -95,18 +95,17 @@ def test_every_download_that_fails_names_its_place(rig: Rig, ask: Ask, num_micro
     assert nth > 10
 
 
-@pytest.mark.parametrize("nth", [4, 13])
-def test_the_named_visit_is_the_one_whose_weights_failed(rig: Rig, ask: Ask, nth: int) -> None:
+def test_the_named_visit_is_the_one_whose_weights_failed(rig: Rig, ask: Ask) -> None:
     """With one worker and one visit per stage, the nth upload belongs to the nth distinct stage in its order."""
     schedule = schedule_for(rig, 1, 1)
     order = list(dict.fromkeys((action.kind.value in "RB", action.stage) for action in schedule.actions[0]))
     assert schedule.backward_stages[order.pop()[1]] == (0, 0), "the embedding is never uploaded"
-    wanted = order[min(nth, len(order)) - 1]
-    ask(f"prefetch:raise:nth={min(nth, len(order))}")
-    with pytest.raises(InternalError) as caught, rig.engine(1, copy=True) as engine:
-        engine.run_step(MICROBATCHES[:1], schedule, step=0)
-    place = place_of(caught.value)
-    assert ("forward" not in place[0], int(place["stage"])) == wanted
+    for nth in (4, len(order)):
+        ask(f"prefetch:raise:nth={nth}")
+        with pytest.raises(InternalError) as caught, rig.engine(1, copy=True) as engine:
+            engine.run_step(MICROBATCHES[:1], schedule, step=0)
+        place = place_of(caught.value)
+        assert ("forward" not in place[0], int(place["stage"])) == order[nth - 1]
 
 
 @pytest.mark.parametrize(
@@ -115,40 +114,21 @@ def test_the_named_visit_is_the_one_whose_weights_failed(rig: Rig, ask: Ask, nth
         ("compute:raise:step=1:worker=1:nth=3", 2, False, FaultError),
         ("compute:raise:step=1", 3, True, FaultError),
         ("compute:raise=FaultExit:step=1:nth=3", 2, True, FaultExit),
+        ("upload:raise=MemoryError:step=1:nth=2", 2, True, MemoryError),
     ],
-    ids=["workers that copy nothing", "all workers at once", "an exit"],
+    ids=["workers that copy nothing", "all workers at once", "an exit", "out of memory"],
 )
 def test_one_error_comes(
     rig: Rig, ask: Ask, new_threads: Threads, fault: str, num_workers: int, copy: bool, cause: type[BaseException]
 ) -> None:
     ask(fault)
-    with pytest.raises(InternalError) as caught, rig.engine(num_workers, copy=copy) as engine:
+    kind, code = (ResourceError, 5) if cause is MemoryError else (InternalError, 1)
+    with pytest.raises(kind) as caught, rig.engine(num_workers, copy=copy) as engine:
         run_steps(rig, engine)
-    assert isinstance(caught.value.__cause__, cause)
+    assert isinstance(caught.value.__cause__, cause) and caught.value.exit_code == code
     assert place_of(caught.value)["step"] == "2"
+    assert ("micro_batch_size" in str(caught.value)) == (code == 5)
     assert new_threads() == []
-
-
-def test_out_of_memory_is_a_resource_error(rig: Rig, ask: Ask) -> None:
-    ask("upload:raise=MemoryError:step=1:nth=2")
-    with pytest.raises(ResourceError) as caught, rig.engine(2, copy=True) as engine:
-        run_steps(rig, engine)
-    assert caught.value.exit_code == 5
-    assert place_of(caught.value)["step"] == "2"
-    assert "micro_batch_size" in str(caught.value)
-
-
-def test_the_step_can_be_repeated_after_a_failure(rig: Rig, ask: Ask) -> None:
-    """Nothing of a failed step stays behind: slots, boundaries, graphs and sums start afresh."""
-    with rig.engine(2, copy=True) as engine:
-        expected = bits(rig, engine)
-    for fault in ("compute:raise:nth=9", "download:raise:nth=2"):
-        with rig.engine(2, copy=True) as engine:
-            ask(fault)
-            with pytest.raises(InternalError):
-                run_steps(rig, engine, 1)
-            ask("")
-            assert bits(rig, engine) == expected, fault
 
 
 @pytest.mark.covering(1)

@@ -26,7 +26,7 @@ from unittest import mock
 
 from roundpipe_cli.costs.cost import CHUNK_BYTES, CostModel
 from roundpipe_cli.engine.dispatch import dispatch
-from roundpipe_cli.engine.dispatch.decisions import Progress, TransferChunk, TransferQueue, links_of
+from roundpipe_cli.engine.dispatch.decisions import Progress, TransferChunk, TransferQueue, Work, links_of
 from roundpipe_cli.engine.dispatch.dispatch import Pool, StepRun
 from roundpipe_cli.engine.program import describe_op
 from roundpipe_cli.faults import fault
@@ -99,7 +99,7 @@ class Emulated:
         return bubble_ratio(self.timeline)
 
 
-class EmulatedWork:
+class EmulatedWork(Work):
     """Carries out operations of one worker, or of the host (behind the workers), as times on clocks."""
 
     def __init__(self, worker: int, program: Program, costs: CostModel) -> None:
@@ -120,12 +120,6 @@ class EmulatedWork:
 
     def lane_thread(self) -> AbstractContextManager[None]:
         return nullcontext()
-
-    def begin_part(self, part: None) -> None:
-        return None
-
-    def begin(self, op: Op) -> None:
-        return None
 
     def _arrivals_s(self, events: Sequence[EmulatedEvent]) -> list[float]:
         """When each is known here: a hop later from another worker, but not from the host, nor there."""
@@ -171,9 +165,6 @@ class EmulatedWork:
 
     def issued(self, op: Op, event: EmulatedEvent | None) -> None:
         self._after.pop(op.id, None)
-
-    def ended(self, op: Op) -> None:
-        return None
 
     def happens_in_s(self, event: EmulatedEvent) -> float:
         return max(0.0, self._arrivals_s([event])[0] - time.perf_counter())
