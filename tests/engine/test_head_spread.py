@@ -49,21 +49,18 @@ def head_workers(schedule: Schedule) -> int:
     return max(map(len, workers.values()))
 
 
-@pytest.mark.parametrize(("room", "shared"), [(WORKERS * 10**9, True), (WORKERS * 10**9 - 1, False)])
-def test_a_trained_head_is_shared_where_its_gradients_may_wait(room: int | None, shared: bool) -> None:
-    trained = replace(costs(head_s=4.0, trained_head=True), host_bytes_per_s=100e9)
-    limits = StageLimits(waiting_bytes=room)
-    question = SimulationCase(trained, WORKERS, MICROBATCHES, auto_head=True, limits=limits)
-    alone = replace(question, auto_head=False)
-    chosen = searched(question)
-    assert chosen.dealing == (SPREAD if shared else None)
-    if shared:
-        planned_s = run("roundpipe", searched(alone), alone).step_s
-        assert run("roundpipe", chosen, question).step_s < 0.99 * planned_s
+TRAINED = replace(costs(head_s=4.0, trained_head=True), host_bytes_per_s=100e9)
+ROOM_BYTES = WORKERS * 10**9
+"""Of the host, for a head's gradients of all workers that wait to be added up."""
 
 
-def test_a_long_frozen_head_is_shared_by_all_where_it_is_asked_for() -> None:
-    question = SimulationCase(costs(), WORKERS, MICROBATCHES, auto_head=True)
+@pytest.mark.parametrize(
+    "changes",
+    [{"costs": costs()}, {"costs": TRAINED, "limits": StageLimits(waiting_bytes=ROOM_BYTES)}],
+    ids=["frozen", "trained"],
+)
+def test_a_long_head_is_shared_by_all_where_it_is_asked_for(changes: dict[str, Any]) -> None:
+    question = SimulationCase(**changes, num_workers=WORKERS, num_microbatches=MICROBATCHES, auto_head=True)
     alone = replace(question, auto_head=False)
     chosen, planned = searched(question), searched(alone)
     assert chosen.dealing == SPREAD and planned.dealing is None
@@ -74,6 +71,7 @@ def test_a_long_frozen_head_is_shared_by_all_where_it_is_asked_for() -> None:
     "changes",
     [
         pytest.param({"costs": costs(trained_head=True)}, id="trained, the host unknown"),
+        pytest.param({"costs": TRAINED, "limits": StageLimits(waiting_bytes=ROOM_BYTES - 1)}, id="trained, no room"),
         pytest.param({"costs": costs(adapters=False)}, id="nothing is known of gradients"),
         pytest.param({"costs": costs(head_s=0.01)}, id="short"),
         pytest.param({"staleness": 1, "num_steps": 2}, id="staleness 1", marks=pytest.mark.sweep),

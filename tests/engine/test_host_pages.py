@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import mmap
 import os
 import platform
+import re
 import resource
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -32,7 +30,7 @@ from roundpipe_cli.planning.question import ask
 from roundpipe_cli.planning.run_plan import check_fits
 from roundpipe_cli.recipe.load import LoadedRecipe, load_recipe
 from roundpipe_cli.train.optim.optimizer import AdamW, AdamW16, HostOptimizer
-from tests.support.e2e import STAGES, finetune, make_model, make_workspace, numbers
+from tests.support.e2e import STAGES, finetune, forked, make_model, make_workspace, numbers
 from tests.support.simulated_cases import roundpipe
 from tests.support.tiny import make_rig, random_microbatches
 
@@ -63,9 +61,6 @@ def test_what_the_system_says(
 ) -> None:
     found = host_layout(fake_system(tmp_path, memory, huge))
     assert (found, found.gives_huge_pages) == (expected, gives)
-
-
-def test_a_system_that_says_nothing(tmp_path: Path) -> None:
     assert host_layout(tmp_path / "nowhere") == HostLayout((), None)
 
 
@@ -79,52 +74,45 @@ def test_large_buffers_ask_and_small_ones_do_not(monkeypatch: pytest.MonkeyPatch
     assert large.data_ptr() % mmap.PAGESIZE == 0 and weights.page_aligned(0).nbytes == 0
 
 
-def mapping_of(tensor: torch.Tensor) -> dict[str, str]:
-    """What `/proc/self/smaps` says of the memory that a tensor lies in; empty where the system does not tell."""
-    with suppress(OSError):
-        found: dict[str, str] = {}
-        for line in Path("/proc/self/smaps").read_text().splitlines():
-            first, _, rest = line.partition(" ")
-            if first.endswith(":"):
-                found[first] = rest.strip()
-            elif "VmFlags:" in found and int(found["begin"], 16) <= tensor.data_ptr() < int(found["end"], 16):
-                break
-            else:
-                begin, end = first.split("-")
-                found = {"begin": begin, "end": end, "rights": rest.split()[0]}
-        return found
+SMAPS = Path("/proc/self/smaps")
+needs_smaps = pytest.mark.skipif(not SMAPS.exists(), reason="the system does not tell what lies where")
+
+
+def mapping_at(address: int) -> dict[str, str]:
+    """What `/proc/self/smaps` says of this process' memory at `address`; empty where it has none."""
+    for block in re.split(r"\n(?=[0-9a-f]+-)", SMAPS.read_text()):
+        head, *lines = block.splitlines()
+        begin, end = (int(border, 16) for border in head.split()[0].split("-"))
+        if begin <= address < end:
+            found = dict(line.split(":", 1) for line in lines)
+            return {**found, "rights": head.split()[1], "name": head.split()[-1]}
     return {}
 
 
+@needs_smaps
+@pytest.mark.skipif(not host_layout().gives_huge_pages, reason="the system has no pages of 2 MiB")
 def test_buffers_are_private_and_get_large_pages() -> None:
     """They were shared, and an ordinary system gives no pages of 2 MiB to shared memory."""
-    if not mapping_of(torch.zeros(1)) or not host_layout().gives_huge_pages:
-        pytest.skip("the system has no pages of 2 MiB, or does not tell")
     rig = make_rig("llama", "full", dtype=torch.bfloat16, vocab_size=32_768, num_hidden_layers=1)
     moments = HostOptimizer(rig.store, AdamW()).moments_of(0)
     large = [rig.store.masters[0], rig.store.gradients[0], rig.store.buffers[0], moments[0][1]]
     for tensor in large:
         assert tensor.nbytes >= 2 * weights.LEAST_BYTES
         tensor.view(torch.uint8).fill_(1)
-        found = mapping_of(tensor)
-        assert found["rights"].endswith("p") and {"hg", "dc"} <= set(found["VmFlags:"].split())
-        assert int(found["AnonHugePages:"].split()[0]) >= 2048
+        found = mapping_at(tensor.data_ptr())
+        assert found["rights"].endswith("p") and {"hg", "dc"} <= set(found["VmFlags"].split())
+        assert int(found["AnonHugePages"].split()[0]) >= 2048
 
 
+@needs_smaps
 def test_a_forked_child_takes_no_pages_away() -> None:
     """A child would share a private page until its parent, not the child, is given a copy on the next write."""
     tensor = weights.page_aligned(weights.LEAST_BYTES)
     tensor.fill_(1)
     child = os.fork()
     if child == 0:
-        os._exit(0 if not mapped_at(tensor.data_ptr()) else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0 and mapped_at(tensor.data_ptr())
-
-
-def mapped_at(address: int) -> bool:
-    """Whether this process has memory at `address`."""
-    pairs = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
-    return any(int(begin, 16) <= address < int(end, 16) for begin, end in pairs)
+        os._exit(bool(mapping_at(tensor.data_ptr())))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0 and mapping_at(tensor.data_ptr())
 
 
 @pytest.mark.skipif(0 not in host_layout().nodes, reason="the system does not tell its nodes")
@@ -159,56 +147,60 @@ def test_doctor_says_what_it_found(
     assert all(check.fix and "echo madvise" in check.fix for check in found if check.state == "note")
 
 
-HEAP_PROGRAM = """
-import ctypes, threading, torch
-from roundpipe_cli.engine.weights import UnusedHeap, settle_heap
+def heap_of(settings: dict[str, str]) -> tuple[int, bool, bool]:
+    """KiB given back of an unused heap, and whether large tensors lie in the heap and all threads' memory does, as the
+    user has set things; in a process of its own."""
+    os.environ.update(settings)
+    weights.settle_heap()
+    for _ in range(3):
+        large = torch.empty(25_000_000, dtype=torch.uint8)
+    libc, gate = ctypes.CDLL(None), threading.Barrier(4)
+    libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
 
-settle_heap()
-for _ in range(3): place = torch.empty(25_000_000, dtype=torch.uint8)
-heaps = [line.split()[0].split("-") for line in open("/proc/self/maps") if "[heap]" in line]
-print(any(int(low, 16) <= place.data_ptr() < int(high, 16) for low, high in heaps))
+    def work(_: int) -> int:
+        place: int = libc.malloc(ctypes.c_size_t(50_000))
+        gate.wait()
+        return place
 
-libc, gate = ctypes.CDLL(None), threading.Barrier(5)
-libc.malloc.restype = ctypes.c_void_p; libc.free.argtypes = [ctypes.c_void_p]
-def work(): libc.malloc(ctypes.c_size_t(50_000)); gate.wait()
-for _ in range(4): threading.Thread(target=work).start()
-gate.wait(); libc.malloc_stats()
-
-def kib(): return next(int(line.split()[1]) for line in open("/proc/self/status") if "RssAnon" in line)
-held = [libc.malloc(ctypes.c_size_t(50_000)) for _ in range(2000)]
-for place in held: ctypes.memset(place, 1, 50_000)
-for place in held[:-1]: libc.free(place)
-before = kib(); UnusedHeap().give_back(); print(before - kib())
-"""
-"""Prints whether a large tensor lies in the heap, and how much was given back of a heap that is not used. The C library
-itself counts the heaps of four threads that all hold memory."""
-
-
-@functools.cache
-def heap_of(**changes: str) -> tuple[int, bool, bool]:
-    """KiB given back, whether large tensors are in the heap, whether threads share one, as the user has set things."""
-    if platform.libc_ver()[0] != "glibc":
-        pytest.skip("another C library")
-    environment = {key: text for key, text in os.environ.items() if not key.startswith(("MALLOC_", "GLIBC_TUNABLES"))}
-    environment |= changes
-    words = [sys.executable, "-c", HEAP_PROGRAM]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
-    in_heap, given_back = done.stdout.split()
-    return int(given_back), in_heap == "True", done.stderr.count("Arena ") == 1
+    with ThreadPoolExecutor(4) as pool:
+        places = list(pool.map(work, range(4)))
+    held = [libc.malloc(ctypes.c_size_t(50_000)) for _ in range(2000)]
+    for place in held:
+        ctypes.memset(place, 1, 50_000)
+    for place in held[:-1]:
+        libc.free(place)
+    before_kib = anonymous_kib()
+    weights.UnusedHeap().give_back()
+    return before_kib - anonymous_kib(), in_heap(large.data_ptr()), all(map(in_heap, places))
 
 
-SET_BY_THE_USER = {"GLIBC_TUNABLES": "glibc.malloc.arena_max=8", "MALLOC_MMAP_THRESHOLD_": "33554432"}
+def in_heap(address: int) -> bool:
+    return mapping_at(address)["name"] == "[heap]"
 
 
+def anonymous_kib() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+
+
+SET_BY_THE_USER = {
+    "GLIBC_TUNABLES": "glibc.malloc.arena_max=8",
+    "MALLOC_MMAP_THRESHOLD_": "33554432",
+    "MALLOC_TRIM_THRESHOLD_": "131072",
+}
+
+
+@needs_smaps
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
 def test_threads_share_one_heap_and_large_tensors_lie_outside_it_unless_the_user_says_otherwise() -> None:
     """glibc itself raises the limit to 32 MB once such a tensor was freed."""
-    assert heap_of()[1:] == (False, True)
-    assert heap_of(**SET_BY_THE_USER)[1:] == (True, False)
+    given_back_kib, *where = forked(heap_of, {})
+    assert where == [False, True] and given_back_kib > 80_000
+    assert forked(heap_of, SET_BY_THE_USER)[1:] == (True, False)
 
 
-def test_unused_heap_is_given_back_but_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unused_heap_is_given_back_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
     """Giving back takes at most a hundredth of the time."""
-    assert heap_of()[0] > 80_000
     now, trims = [0.0], []
     monkeypatch.setattr(weights.time, "monotonic", lambda: now[0])
     heap = weights.UnusedHeap()

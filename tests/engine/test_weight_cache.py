@@ -8,11 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from roundpipe_cli.costs.analytic import case_of
-from roundpipe_cli.costs.find_model import shipped_architecture
-from roundpipe_cli.costs.hardware import parse_hardware
-from roundpipe_cli.costs.memory import fixed_device_need
-from roundpipe_cli.costs.models import TrainingSettings
 from roundpipe_cli.engine.program import layer_range, lower_for_engine
 from roundpipe_cli.engine.slots import layers_to_keep, stage_bytes
 from roundpipe_cli.engine.step import StepResult
@@ -92,7 +87,7 @@ def test_uploads_fall_to_what_does_not_fit(share: float) -> None:
         assert kept
         met = set()
         for visit in program.visits:
-            for layer in layer_range(visit.layers) if visit.worker == worker and visit.ops else ():
+            for layer in layer_range(visit.layers) if visit.worker == worker else ():
                 if layer > 0:
                     first = later = layouts[layer].num_bytes
                     if layer in kept:
@@ -110,20 +105,18 @@ def test_memory_grows_by_the_budget_at_most() -> None:
     rigs = [make_rig("llama", "lora") for _ in range(3)]
     layouts, schedule = rigs[0].store.layouts, schedule_for(rigs[0], 2, len(SIZES))
     whole = sum(layout.num_bytes + 256 for layout in layouts[1:])
-    peaks = [
-        [max(result.device_peak_bytes) for result in train(rig, schedule, cache, count_bytes=True)[1]]
+    without, some, full = (
+        max(train(rig, schedule, cache, num_steps=1, count_bytes=True)[1][0].device_peak_bytes)
         for rig, cache in zip(rigs, (0, whole // 3, EVERYTHING), strict=True)
-    ]
+    )
     turns = 4 * max(rows * tokens for rows, tokens in SIZES) * rigs[0].skeleton.config.hidden_size * 2
     assert turns < whole // 50
-    for cached, none in zip(peaks[1], peaks[0], strict=True):
-        assert none < cached <= none + whole // 3 + turns
+    assert without < some <= without + whole // 3 + turns
     # With all weights in the cache, slots hold none of them: the largest stage is not there twice more.
     held = [layer_range(visit.layers) for visit in lower_for_engine(schedule, layouts, 2).visits]
     slots = 2 * max(stage_bytes(layouts, layers) for layers in held)
     assert slots > 4 * turns
-    for cached, none in zip(peaks[2], peaks[0], strict=True):
-        assert cached <= none + whole - slots + turns
+    assert full <= without + whole - slots + turns
 
 
 def test_other_schedules_in_between() -> None:
@@ -160,13 +153,3 @@ def test_a_failed_step_is_no_reason_to_trust_the_cache(ask: Callable[[str], None
             ask("")
             for _ in range(2):
                 assert engine.run_step(microbatches, schedule, step=0).loss.hex() == expected
-
-
-def test_the_plan_counts_it() -> None:
-    architecture = shipped_architecture("Qwen/Qwen3-0.6B")
-    assert architecture is not None
-    machine, needs = parse_hardware("1x4090"), []
-    for cache in (0, 3 * 2**30):
-        settings = TrainingSettings(2048, weight_cache_bytes=cache)
-        needs.append(fixed_device_need(case_of(architecture, settings, machine)).total_bytes)
-    assert needs[1] - needs[0] == 3 * 2**30
