@@ -6,7 +6,6 @@ import json
 import random
 import xml.etree.ElementTree
 from dataclasses import replace
-from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 
 from roundpipe_cli.costs.cost import CHUNK_BYTES, CostModel, LayerCost, StageRange, keep_activations, skip_projections
+from roundpipe_cli.planning.search.stages import backward_ranges, forward_ranges
 from roundpipe_cli.schedule.actions import Kind, Schedule, equal_costs
 from roundpipe_cli.schedule.builders import Options, Rounds, _dealer, build_schedule
 from roundpipe_cli.schedule.pictures import chrome_trace, svg_picture
@@ -284,21 +284,16 @@ def published_costs(model: dict[str, Any]) -> CostModel:
     return CostModel("published", (*[block] * model["blocks"], head), hop_s=model["hop_ms"] / 1e3)
 
 
-def ranges(blocks_per_stage: list[int]) -> list[StageRange]:
-    ends = list(accumulate(blocks_per_stage))
-    return [(end - size, end - 1) for size, end in zip(blocks_per_stage, ends, strict=True)]
-
-
 def published_stages(model: dict[str, Any], figures: dict[str, Any]) -> dict[str, list[StageRange]]:
     """The figures count blocks; the head joins the last stage, or the first backward stage of roundpipe."""
     head = model["blocks"]
     if "blocks_per_stage" in figures:
-        stages = ranges(figures["blocks_per_stage"])
-        return {"forward_stages": [*stages[:-1], (stages[-1][0], head)]}
-    backward = ranges(figures["blocks_per_backward_stage"][::-1])[::-1]
+        *before, (first, _) = forward_ranges(figures["blocks_per_stage"])
+        return {"forward_stages": [*before, (first, head)]}
+    in_head_stage, *others = figures["blocks_per_backward_stage"]
     return {
-        "forward_stages": ranges(figures["blocks_per_forward_stage"]),
-        "backward_stages": [(backward[0][0], head), *backward[1:]],
+        "forward_stages": list(forward_ranges(figures["blocks_per_forward_stage"])),
+        "backward_stages": list(backward_ranges([in_head_stage + 1, *others], head + 1)),
     }
 
 
