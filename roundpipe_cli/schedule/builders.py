@@ -149,10 +149,6 @@ class Dealer:
         """Whether a step begins no sooner than the one two before it has ended: at staleness 1."""
         self.times, self.hop_s, self.options = times, hop_s, options
 
-    def start_step(self) -> None:
-        """A barrier: all workers are free at once, time counts from here."""
-        self.free_s = [0.0] * len(self.rows)
-
     def deal_step(self, microbatches: range, per_round: int) -> None:
         """Deal the rounds of one step, of at most `per_round` microbatches, each from the first free worker on."""
         stop = microbatches.stop
@@ -206,17 +202,14 @@ class Dealer:
         for share in range(width):
             yield (first + share) % num_workers, range(count * share // width, count * (share + 1) // width)
 
-    def _parts_s(self, worker: int, position: int) -> tuple[float, float]:
-        """Seconds of a stage before and after it needs what the stage before delivers."""
-        stage = position - len(self.times.forward_s)
-        if stage < 0:
-            return 0.0, self.times.action_s(Kind.FORWARD, position, worker)
-        lead = self.times.lead_s(stage, worker)
-        return lead, self.times.action_s(Kind.BACKWARD, stage, worker) - (lead if stage == 0 else 0.0)
-
     def _ends_s(self, worker: int, position: int, indices: Iterable[int], arrivals: list[_Arrival]) -> list[float]:
         """Times at which a worker would finish each of a stage's microbatches, taken in this order."""
-        lead, rest = self._parts_s(worker, position)
+        stage = position - len(self.times.forward_s)
+        if stage < 0:
+            lead, rest = 0.0, self.times.action_s(Kind.FORWARD, position, worker)
+        else:  # before and after it needs what the stage before delivers
+            lead = self.times.lead_s(stage, worker)
+            rest = self.times.action_s(Kind.BACKWARD, stage, worker) - (lead if stage == 0 else 0.0)
         clock_s, ends_s = self.free_s[worker], []
         ready_s = self.step_ends_s[0] if self.waits else 0.0
         for before in (arrivals[index] for index in indices):
@@ -295,8 +288,8 @@ def build_schedule(
         dealer = _dealer(num_workers, costs, forward, backward, rounds.options, chunks)
         dealer.waits = rounds.staleness == 1 and costs.has_updates
         for step in range(rounds.num_steps):
-            if rounds.staleness == 0:
-                dealer.start_step()
+            if rounds.staleness == 0:  # a barrier: all workers are free at once, time counts from here
+                dealer.free_s = [0.0] * num_workers
             dealer.deal_step(range(step * num_microbatches, (step + 1) * num_microbatches), per_round)
         rows = dealer.rows
     else:

@@ -163,10 +163,9 @@ def _visits(row: Sequence[Interval]) -> list[list[Interval]]:
     visits: list[list[Interval]] = []
     for interval in row:
         before = visits[-1][-1] if visits else None
-        same = before is not None and before.stage == interval.stage
         if (
             before is not None
-            and same
+            and before.stage == interval.stage
             and (before.kind is Kind.FORWARD) == (interval.kind is Kind.FORWARD)
             and interval.start_s - before.end_s <= 0.5 * (interval.end_s - interval.start_s)
         ):

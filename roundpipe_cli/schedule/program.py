@@ -43,7 +43,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from roundpipe_cli.costs.cost import ADDING_BYTES, SQUARING_BYTES, CostModel, LayerCost, StageRange
-from roundpipe_cli.schedule.actions import Action, Kind, Schedule
+from roundpipe_cli.schedule.actions import Kind, Schedule
 from roundpipe_cli.schedule.timeline import COMPUTE, DOWN, HOST, UP
 
 # A lowered program as plain data: operations, visits of stages, and the program of both.
@@ -91,7 +91,7 @@ class Visit:
     num_bytes: int
     """Bytes of weights and gradient accumulators in the slot."""
     ops: list[int] = field(default_factory=list)
-    """Compute operations, in order."""
+    """Compute operations, in order; at least one."""
     upload: int = -1
     downloads: list[int] = field(default_factory=list)
     """Downloads of gradient sums: one, or where they are added up on the host one for each backward."""
@@ -166,8 +166,11 @@ def lower(schedule: Schedule, costs: CostModel, *, staleness: int = 0, after_upd
     for step in range(schedule.num_steps):
         lowering.add_updates(step)
     lowering.connect_rows()
-    for visit_id in range(len(lowering.visits)):
-        lowering.connect_weights(visit_id)
+    in_slot: dict[tuple[int, int], Visit] = {}
+    for visit_id, visit in enumerate(lowering.visits):
+        place = visit.worker, visit.slot
+        lowering.connect_weights(visit_id, in_slot.get(place))
+        in_slot[place] = visit
     return Program(schedule, lowering.ops, lowering.compute, lowering.visits, staleness, lowering.host_folded)
 
 
@@ -232,12 +235,6 @@ class _Lowering:
         self.host_folded: frozenset[StageRange] = frozenset()
         self.updates_cost = costs.has_updates
 
-    def _compute(self, action: Action, step: int, visit: int) -> int:
-        op_id = len(self.ops)
-        place = action.worker, action.stage, action.microbatch, step
-        self.ops.append(Op(op_id, action.kind, COMPUTE, *place, "", 0, visit, (0, 0), [], []))
-        return op_id
-
     def _transfer(self, lane: str, op: Op, load: _Load, priority: tuple[int, int], *, deps: list[int]) -> int:
         """Add a transfer that belongs to the compute operation `op`."""
         op_id, kind = len(self.ops), Kind.UPLOAD if lane == UP else Kind.DOWNLOAD
@@ -272,8 +269,8 @@ class _Lowering:
                 forward = kind is Kind.FORWARD
                 step = microbatch // schedule.num_microbatches
                 layers = (schedule.forward_stages if forward else schedule.backward_stages)[stage]
-                visit = self._visit_for(worker, layers, step)
-                op_id = self._compute(action, step, visit)
+                visit, op_id = self._visit_for(worker, layers, step), len(self.ops)
+                self.ops.append(Op(op_id, kind, COMPUTE, worker, stage, microbatch, step, "", 0, visit, (0, 0), [], []))
                 self.compute[worker].append(op_id)
                 if visit >= 0:
                     self.visits[visit].ops.append(op_id)
@@ -466,17 +463,14 @@ class _Lowering:
             if op.boundary == 0 and op.lane == UP:
                 op.deps.extend(self._version_deps(op.step, [self.embed_source]))
 
-    def connect_weights(self, visit_id: int) -> None:
-        """The upload of a visit's weights, behind its slot's last visit and the updates that it must see."""
+    def connect_weights(self, visit_id: int, previous: Visit | None) -> None:
+        """The upload of a visit's weights, behind its slot's visit before and the updates that it must see."""
         visit = self.visits[visit_id]
-        if not visit.ops:
-            return
         first, last = visit.layers
         deps = self._version_deps(visit.step, range(first, last + 1))
         num_bytes = sum(layer.param_bytes for layer in self.layers[first : last + 1])
         visit.num_bytes += num_bytes
         first_op = self.ops[visit.ops[0]]
-        previous = self._previous_in_slot(visit_id)
         slot_deps = [] if previous is None else [previous.ops[-1], *previous.downloads]
         if num_bytes:
             load = _Load(WEIGHTS, num_bytes, visit=visit_id)
@@ -509,13 +503,3 @@ class _Lowering:
         before = self.ops[self.backward_ops[stage][place_of(stage, place - 1)]]
         earlier = self.visits[before.visit]
         return None if visit.layers in self.host_folded or not earlier.downloads else earlier.downloads[-1]
-
-    def _previous_in_slot(self, visit_id: int) -> Visit | None:
-        visit = self.visits[visit_id]
-        for other in range(visit_id - 1, -1, -1):
-            candidate = self.visits[other]
-            if candidate.worker != visit.worker:
-                return None  # visits are listed worker by worker
-            if candidate.slot == visit.slot:
-                return candidate
-        return None
