@@ -34,7 +34,6 @@ SIGNATURES_OF_LIBRARIES = {
 """Functions whose arguments a library has chosen."""
 USED_OUTSIDE = {
     "release_workspaces": "measurements of memory need it, and no other file names torch's private parts of CUDA",
-    "on_device": "holds a tensor until its copy has arrived; nobody reads it",
     "load_in_fp8": "read by the key that `PACKED_FORMATS` makes of its name",
     "coerce": "typer calls it",
     "list_without_a_word": "typer calls it",

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 
 import torch
 
@@ -23,21 +22,13 @@ from roundpipe_cli.schedule.program import ACTIVATION, GRADIENT, NUM_STAGING, SA
 from roundpipe_cli.schedule.timeline import COMPUTE, DOWN, UP
 
 # Boundary tensors between stages, in host memory, and the state of each microbatch.
-#
-# A boundary is named by (kind, layer, microbatch): the hidden states at the input of `layer`, or their gradient.
 
-
-class BoundaryKind(str, Enum):
-    """Kinds of boundary tensors."""
-
-    HIDDEN = "hidden"
-    GRADIENT = "gradient"
-    KEYS = "keys"
-    """Names keys of a block's attention, which later chunks of the sequence read; `layer` is the block."""
-    VALUES = "values"
-
-
-BoundaryKey = tuple[BoundaryKind, int, int]
+KEYS_VALUES = ("keys", "values")
+"""Payloads of a block's attention, which later chunks of the sequence read; `layer` is the block. Not in programs: the
+compute thread requests and publishes them while it runs."""
+PAYLOADS = (ACTIVATION, GRADIENT, *KEYS_VALUES)
+BoundaryKey = tuple[str, int, int]
+"""(payload, layer, microbatch): the hidden states at the input of `layer`, or their gradient."""
 
 
 @dataclass(eq=False)
@@ -141,18 +132,9 @@ class MicrobatchState:
         return len(self.target_ids) if self.preference is None else len(self.input_ids) // 2
 
 
-_PAYLOADS = {
-    BoundaryKind.HIDDEN: ACTIVATION,
-    BoundaryKind.GRADIENT: GRADIENT,
-    BoundaryKind.KEYS: "keys",  # not in programs: the compute thread requests and publishes them while it runs
-    BoundaryKind.VALUES: "values",
-}
-_KINDS = {payload: kind for kind, payload in _PAYLOADS.items()}
-
-
 def key_of(op: Op) -> BoundaryKey:
     """The boundary that a transfer carries."""
-    return _KINDS[op.payload], op.boundary, op.microbatch
+    return op.payload, op.boundary, op.microbatch
 
 
 _Reader = tuple[bool, int]
@@ -165,17 +147,8 @@ def _reader(op: Op) -> _Reader:
 
 def downloads_of(program: Program) -> dict[BoundaryKey, int]:
     """Boundary -> the program's download of it; what passes by a stage without layers is not downloaded again."""
-    downloads = (op for op in program.ops if op.lane == DOWN and op.payload in _KINDS)
+    downloads = (op for op in program.ops if op.lane == DOWN and op.payload in PAYLOADS)
     return {key_of(op): op.id for op in downloads if program.ops[op.deps[0]].visit >= 0}
-
-
-@dataclass
-class _Held:
-    """Tensors that a transfer reads or writes, kept until it has arrived."""
-
-    tensor: torch.Tensor
-    """The tensor on the host."""
-    on_device: torch.Tensor | None = None
 
 
 class Carrier:
@@ -202,7 +175,8 @@ class Carrier:
         self._leaving: deque[Op] = deque(maxlen=NUM_STAGING)
         self._fetched: dict[int, tuple[_Reader, Boundary]] = {}
         """Upload that the compute thread asked for -> (reader, boundary)."""
-        self._held: dict[int, _Held] = {}
+        self._held: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        """Transfer -> its tensors on the host and on the device, kept until it has arrived."""
 
     # -- compute thread ------------------------------------------------------------------------------------------
 
@@ -216,8 +190,7 @@ class Carrier:
             return tensor
         boundary = self._store.take(key)
         like = self.op._replace(microbatch=key[2])  # of an earlier chunk, where it is keys or values
-        payload, priority = _PAYLOADS[key[0]], (URGENT, -1)
-        transfer = self._run.add(like, boundary.event, lane=UP, payload=payload, boundary=key[1], priority=priority)
+        transfer = self._run.add(like, boundary.event, lane=UP, payload=key[0], boundary=key[1], priority=(URGENT, -1))
         self._fetched[transfer.id] = (_reader(self.op), boundary)
         self._run.start(transfer.id)
         self._backend.wait(self._run.wait_issued(transfer))
@@ -234,8 +207,8 @@ class Carrier:
         event = self._backend.record()
         known = self._downloads.get(key)
         if known is None:
-            payload, priority = _PAYLOADS[key[0]], (SAVED, self.op.id)
-            transfer = self._run.add(self.op, event, lane=DOWN, payload=payload, boundary=key[1], priority=priority)
+            priority = SAVED, self.op.id
+            transfer = self._run.add(self.op, event, lane=DOWN, payload=key[0], boundary=key[1], priority=priority)
             self._outputs[transfer.id] = (tensor, num_readers)
             self._run.start(transfer.id)
         else:
@@ -254,7 +227,7 @@ class Carrier:
         if found is None:
             return ()
         host = self._backend.host_like(found[0])
-        self._held[op.id] = _Held(host, found[0])
+        self._held[op.id] = host, found[0]
         return [(host, found[0])]
 
     def _prepare_up(self, op: Op) -> Sequence[Pair]:
@@ -273,19 +246,19 @@ class Carrier:
             found = there
         device = self._backend.device_like(found.tensor)
         self._inputs[reader, key] = device
-        self._held[op.id] = _Held(found.tensor, device)
+        self._held[op.id] = found.tensor, device
         return [(device, found.tensor)]
 
     def issued(self, op: Op, event: DeviceEvent) -> None:
         """A transfer has been issued: readers may ask for the host tensor that it fills."""
-        held = self._held.get(op.id)
-        if held is None:
+        if op.id not in self._held:
             return
+        host, _ = self._held[op.id]
         if op.lane == DOWN:
             _, num_readers = self._outputs.pop(op.id)
-            self._store.put(key_of(op), held.tensor, event, num_readers)
+            self._store.put(key_of(op), host, event, num_readers)
         if event is None:  # it has arrived: its source may be freed
-            held.on_device = None
+            self._held[op.id] = host, None
 
     def ended(self, op: Op) -> None:
         """A transfer has arrived."""

@@ -440,9 +440,10 @@ class Engine:
             self.step_in_work = StepInWork(context.step, started_s, self._workers, steps, fused_head, self.lanes)
         self.store.tell(run, context.version)
         self._pool.start(run)
-        if context.gradients.folds[0] is not None:
+        embed = context.gradients.folds[0]
+        if embed is not None:  # no worker adds to it, so it is cleared here while they compute
             self.store.wait_for(0, context.version)  # until then an update reads the sum
-            context.gradients.begin_embed()
+            embed.begin()
         try:
             self._pool.wait(run)
         finally:

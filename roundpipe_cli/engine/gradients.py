@@ -136,11 +136,6 @@ class StepGradients:
         self.of_embed: dict[int, list[EmbedGradient]] = {}
         """Microbatch -> gradients of the embed layer's parameters."""
 
-    def begin_embed(self) -> None:
-        """Clear the embed layer's sum, which no worker adds to, while the workers compute."""
-        if self.folds[0] is not None:
-            self.folds[0].begin()
-
     def complete(self, layer: int, squares: torch.Tensor) -> None:
         """Note the sum of squares of a complete gradient, which is on the host."""
         self._square_sums[layer] = squares

@@ -16,7 +16,7 @@ from torch import nn
 
 from roundpipe_cli.costs.cost import StageRange
 from roundpipe_cli.engine.backends.base import Backend, DeviceEvent
-from roundpipe_cli.engine.carrier import BoundaryKind, MicrobatchState, SequenceChunk
+from roundpipe_cli.engine.carrier import MicrobatchState, SequenceChunk
 from roundpipe_cli.engine.gradients import GradientParts, Leaving, add_to, leaving_parts, square_sum
 from roundpipe_cli.engine.prepared import Scoring, StepContext, TrainedLayers, weights_found_again
 from roundpipe_cli.engine.program import layer_range
@@ -39,8 +39,6 @@ from roundpipe_cli.model.worker_model import WorkerModel
 # A recurrent block has states in their place: what it carries from a chunk to the next. Only the next reads them.
 #
 # Shapes: S tokens of the sequence, B sequences, K key heads, D width of a head.
-
-KINDS = (BoundaryKind.KEYS, BoundaryKind.VALUES)
 
 
 @dataclass

@@ -39,21 +39,13 @@ class StepInWork:
 
 @dataclass(frozen=True)
 class LiveNews:
-    """News of the running step; seconds from its start."""
+    """News of a running step; seconds from its start."""
 
-    step: int
-    """From 0."""
-    started_s: float
-    """Start by `time.perf_counter`."""
     now_s: float
     done: tuple[ActionTime, ...]
     """Actions that finished since the previous look."""
     running: tuple[ActionTime, ...]
     """Operations that run now; they end at `now_s`."""
-    fused_head: bool
-    """`fused_head` of the step's schedule."""
-    lanes: tuple[int, ...]
-    """See `StepResult`."""
 
 
 class Watcher:
@@ -63,11 +55,8 @@ class Watcher:
         self._step: StepInWork | None = None
         self._num_seen: list[int] = []
 
-    def look(self, step: StepInWork | None) -> LiveNews | None:
-        """News of `step`, the engine's running step; None where there is none."""
-        if step is None:
-            self._step = None
-            return None
+    def look(self, step: StepInWork) -> LiveNews:
+        """News of the engine's running step."""
         if step is not self._step:
             self._step, self._num_seen = step, [0] * len(step.workers)
         done: list[ActionTime] = []
@@ -77,7 +66,7 @@ class Watcher:
             now = self._look_at(step, worker, done)
             if now is not None:
                 running.append(ActionTime(now.action, now.start_s, max(now_s, now.start_s)))
-        return LiveNews(step.step, step.started_s, now_s, tuple(done), tuple(running), step.fused_head, step.lanes)
+        return LiveNews(now_s, tuple(done), tuple(running))
 
     def _look_at(self, step: StepInWork, worker: int, done: list[ActionTime]) -> ActionTime | None:
         """Add the finished actions of one worker to `done`; returns the running one, without an end."""

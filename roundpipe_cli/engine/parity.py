@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -231,15 +232,10 @@ def differences(found: Outcome, expected: Outcome) -> dict[str, float]:
     norms = {name: float(gradient.norm()) for name, gradient in expected.gradients.items()}
     floor = FLOOR * max(norms.values(), default=0.0) / TOLERANCE
     errors = {"": abs(found.loss - expected.loss) / max(abs(expected.loss), 1e-30)}
+    unreached = torch.zeros(())  # the gradient of a parameter that no token reached
     for name in {**expected.gradients, **found.gradients}:
-        theirs, ours = expected.gradients.get(name), found.gradients.get(name)
-        if theirs is None or ours is None:  # a parameter that no token reached
-            present = theirs if theirs is not None else ours
-            assert present is not None
-            difference = present
-        else:
-            difference = ours.to(theirs.dtype) - theirs
-        size = float(difference.norm())
+        theirs, ours = (one.gradients.get(name, unreached) for one in (expected, found))
+        size = float((ours.to(theirs.dtype) - theirs).norm())
         errors[name] = size / max(norms.get(name, 0.0), floor) if size else 0.0
     return errors
 
@@ -309,9 +305,8 @@ def _piece(vocab_size: int, rows: int, tokens: int, seed: int, *, end: int | Non
     labels = ids.clone()
     labels[torch.rand(ids.shape, generator=generator) < 0.3] = IGNORED_LABEL
     labels[:, 1] = ids[:, 1]
-    if end is None:
-        return Piece(ids, labels, None)
-    return Piece(ids, labels, torch.arange(max(0, end - tokens), max(0, end - tokens) + tokens).expand(rows, -1))
+    start = None if end is None else max(0, end - tokens)
+    return Piece(ids, labels, None if start is None else torch.arange(start, start + tokens).expand(rows, -1))
 
 
 def _packed_piece(vocab_size: int) -> Piece:
@@ -336,15 +331,14 @@ def _run_plain(
     try:
         outcome = PlainModel(model, split, weights, dtype).run(pieces, SEED, STEP)
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError, AssertionError) as error:
-        raise _PlainFailed(f"{type(error).__name__}: {str(error).split(chr(10))[0][:200]}") from error
-    if not all(_finite(outcome)):
+        raise _PlainFailed(_first_line(error)) from error
+    if not (math.isfinite(outcome.loss) and all(one.isfinite().all() for one in outcome.gradients.values())):
         raise _PlainFailed("not finite")
     return outcome
 
 
-def _finite(outcome: Outcome) -> Iterator[bool]:
-    yield outcome.loss - outcome.loss == 0
-    yield from (bool(gradient.isfinite().all()) for gradient in outcome.gradients.values())
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).split(chr(10))[0][:200]}"
 
 
 def _run_engine(
@@ -384,13 +378,10 @@ def _run_engine(
         if isinstance(cause, RefusedError):
             raise cause from error
         if num_chunks > 1:
-            found = f"{type(cause).__name__}: {str(cause).split(chr(10))[0][:200]}"
-            raise chunk_refusal("model", f"a chunk fails where the whole sequence does not: {found}") from error
-        raise _refusal(
-            "the engine's forward and backward, which fail where the model's own do not",
-            f"{type(cause).__name__}: {str(cause).split(chr(10))[0][:200]}",
-            "losses and gradients",
-        ) from error
+            found = f"a chunk fails where the whole sequence does not: {_first_line(cause)}"
+            raise chunk_refusal("model", found) from error
+        where = "the engine's forward and backward, which fail where the model's own do not"
+        raise _refusal(where, _first_line(cause), "losses and gradients") from error
     return Outcome(result.loss, {name: store.gradient(name) for name in store.trainable_names})
 
 

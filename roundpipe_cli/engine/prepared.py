@@ -111,7 +111,8 @@ def trained_layers(store: WeightStore, split: ModelSplit) -> TrainedLayers:
     """The layers of a store that are trained."""
     num_layers = len(store.layouts)
     trained = [layer for layer, layout in enumerate(store.layouts) if layout.num_trainable_elements]
-    if _trains_tied_table(store, split):
+    own = (name for name in store.trainable_names if name.startswith(f"{split.embedding_path}."))
+    if any(store.layer_of(name) > 0 for name in own):  # a tied table, or rows of it, which are kept with the head
         head = num_layers - 1
         return TrainedLayers(num_layers, 0, frozenset({0, head} if 0 in trained else {head}))
     return TrainedLayers(num_layers, min(trained, default=num_layers), frozenset({0} & set(trained)))
@@ -122,12 +123,6 @@ def in_order_of_need(store: WeightStore, split: ModelSplit) -> list[int]:
     head."""
     late = trained_layers(store, split).late
     return sorted(store.trained, key=lambda layer: (0, -layer) if layer in late else (1, layer))
-
-
-def _trains_tied_table(store: WeightStore, split: ModelSplit) -> bool:
-    """Whether the table, or rows of it, are kept with the head but trained through the embed layer too."""
-    own = (name for name in store.trainable_names if name.startswith(f"{split.embedding_path}."))
-    return any(store.layer_of(name) > 0 for name in own)
 
 
 # A schedule with the facts that steps need.

@@ -89,10 +89,10 @@ def weight_readers(
     """
     found: dict[int, list[int]] = {layer: [] for layer in trained}
     for visit in program.visits:
-        own = set(layer_range(visit.layers)) if visit.ops else set()
+        own = set(layer_range(visit.layers))
         uploaded = own - {0} if visit.upload >= 0 else set()
         on_host = own - uploaded | (set(embedding) if 0 in own else set())
-        for op_id, layers in ((visit.upload, uploaded), (visit.ops[0] if visit.ops else -1, on_host)):
+        for op_id, layers in ((visit.upload, uploaded), (visit.ops[0], on_host)):
             for layer in layers.intersection(trained):
                 found[layer].append(op_id)
     return {layer: tuple(op_ids) for layer, op_ids in found.items()}

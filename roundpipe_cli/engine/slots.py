@@ -41,7 +41,7 @@ def layers_to_keep(program: Program, worker: int, layouts: Sequence[LayerLayout]
     """Layers whose weights `worker` should keep: those that save most bytes of uploads per byte of device memory."""
     visits: Counter[int] = Counter()
     for visit in program.visits:
-        if visit.worker == worker and visit.ops:
+        if visit.worker == worker:
             visits.update(layer for layer in layer_range(visit.layers) if layer > 0)
 
     def saved_share(layer: int) -> float:
@@ -127,7 +127,7 @@ class WeightCache:
         """Find out which visits of a program upload."""
         self._first_visits = {}
         for index, visit in enumerate(program.visits):
-            if visit.worker == self.worker and visit.ops:
+            if visit.worker == self.worker:
                 for layer in layer_range(visit.layers):
                     self._first_visits.setdefault(layer, index)
 
@@ -165,7 +165,6 @@ KEPT = -1
 class Slot:
     """Device memory for one stage: its weights and, for a backward stage, its gradient sums."""
 
-    index: int
     weights: torch.Tensor
     gradients: torch.Tensor
 
@@ -215,10 +214,9 @@ class StageSlots:
         if fits and self.slots[0].gradients.nbytes >= 4 * gradient_elements and len(self.slots) >= num_slots:
             return
         self._let_go()
-        for index in range(num_slots):
-            weights = self._backend.allocate(weight_bytes)
-            gradients = self._backend.allocate(4 * gradient_elements).view(torch.float32)
-            self.slots.append(Slot(index, weights, gradients))
+        for _ in range(num_slots):
+            weights, gradients = map(self._backend.allocate, (weight_bytes, 4 * gradient_elements))
+            self.slots.append(Slot(weights, gradients.view(torch.float32)))
 
     def grant_cache(self, num_bytes: int) -> None:
         """Another budget for weights that stay; what was kept is let go at once, and the slots, which are as large as
@@ -259,7 +257,7 @@ class StageSlots:
                 yield (KEPT, 0, layer), kept
             elif layer > 0:
                 size = self._store.layouts[layer].num_bytes
-                yield (slot.index, offset, layer), slot.weights[offset : offset + size]
+                yield (visit.slot, offset, layer), slot.weights[offset : offset + size]
                 offset += round_up(size, DEVICE_ALIGNMENT_BYTES)
 
     def check_versions(self, layers: StageRange, version: int) -> None:
@@ -329,10 +327,7 @@ class DeviceSums:
         """Drop what a failed step left."""
         self._leaving.clear()
         self._landing.clear()
-
-    def begin_step(self) -> None:
-        """Begin a step."""
-        self._squares = {}
+        self._squares.clear()
 
     # -- compute thread ------------------------------------------------------------------------------------------
 

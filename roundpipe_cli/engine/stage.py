@@ -14,13 +14,13 @@ from typing import Any
 import torch
 
 from roundpipe_cli.costs.cost import StageRange
-from roundpipe_cli.engine.carrier import BoundaryKey, BoundaryKind, Carrier, MicrobatchState
-from roundpipe_cli.engine.layer import KINDS, LayerGraph, LayerRunner
+from roundpipe_cli.engine.carrier import KEYS_VALUES, BoundaryKey, Carrier, MicrobatchState
+from roundpipe_cli.engine.layer import LayerGraph, LayerRunner
 from roundpipe_cli.engine.prepared import StepContext
 from roundpipe_cli.engine.program import layer_range, stage_layers
 from roundpipe_cli.faults import fault
 from roundpipe_cli.schedule.actions import Kind
-from roundpipe_cli.schedule.program import Op
+from roundpipe_cli.schedule.program import ACTIVATION, GRADIENT, Op
 
 
 class StageRunner:
@@ -85,7 +85,7 @@ class StageRunner:
             elif layer > 0:
                 hidden, keys_and_values = self.layers.forward(context, layer, state, hidden)
                 if layer in context.prepared.attended_layers:
-                    for kind, tensor in zip(KINDS, keys_and_values, strict=False):
+                    for kind, tensor in zip(KEYS_VALUES, keys_and_values, strict=False):
                         self._put((kind, layer, state.index), tensor, 1)
         end = min(layers[1] + 1, head)
         if end > layers[0]:
@@ -97,7 +97,7 @@ class StageRunner:
         self.layers.layer = layer
         if layer == 0:
             return self.layers.embed(context, state)
-        return self._take((BoundaryKind.HIDDEN, layer, state.index))
+        return self._take((ACTIVATION, layer, state.index))
 
     def _take(self, key: BoundaryKey) -> torch.Tensor:
         """Wait for a boundary tensor; it is on this worker's device when the next computation starts."""
@@ -110,7 +110,7 @@ class StageRunner:
     def _put_hidden(self, context: StepContext, layer: int, state: MicrobatchState, hidden: torch.Tensor) -> None:
         readers = context.prepared.readers[layer]
         if readers:
-            self._put((BoundaryKind.HIDDEN, layer, state.index), self._poisoned(hidden.detach()), readers)
+            self._put((ACTIVATION, layer, state.index), self._poisoned(hidden.detach()), readers)
 
     def _put(self, key: BoundaryKey, tensor: torch.Tensor, num_readers: int) -> None:
         assert self.carrier is not None
@@ -148,7 +148,7 @@ class StageRunner:
             if layer not in context.prepared.attended_layers:
                 continue
             for earlier in context.microbatches[state.index - chunk.index : state.index]:
-                pieces = [self._take((kind, layer, earlier.index)) for kind in KINDS]
+                pieces = [self._take((kind, layer, earlier.index)) for kind in KEYS_VALUES]
                 assert earlier.chunk is not None
                 self.layers.attend_to(layer, state, earlier.chunk, pieces)
 
@@ -166,7 +166,7 @@ class StageRunner:
             if layers[1] < self.layers.trained.first:
                 self.layers.end_backward(layers, state)
                 return
-            gradient = self._take((BoundaryKind.GRADIENT, layers[1] + 1, state.index))
+            gradient = self._take((GRADIENT, layers[1] + 1, state.index))
         if gradient is not None:
             gradient = self._poisoned(gradient)
         if prepared.recomputation.each_layer and not has_head:
@@ -180,7 +180,7 @@ class StageRunner:
             self.layers.embed_backward(context, state, gradient)
         elif layers[0] > self.layers.trained.first:
             assert gradient is not None
-            self._put((BoundaryKind.GRADIENT, layers[0], state.index), gradient, 1)
+            self._put((GRADIENT, layers[0], state.index), gradient, 1)
 
     def _backward_layer_by_layer(
         self, context: StepContext, layers: StageRange, state: MicrobatchState, gradient: torch.Tensor | None

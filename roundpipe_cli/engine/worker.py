@@ -118,7 +118,7 @@ class Worker:
     def __init__(self, runner: StageRunner, store: WeightStore, slots: StageSlots, layer_names: Sequence[str]) -> None:
         """`layer_names`: for messages."""
         self.runner, self.slots = runner, slots
-        self.index = index = runner.layers.worker
+        self.index = runner.layers.worker
         self.backend = backend = runner.layers.backend
         self.lanes: tuple[str, ...] = () if backend.aliases_host else (UP, DOWN)
         self._sums = DeviceSums(backend, store, slots, runner.layers.collector)
@@ -130,9 +130,13 @@ class Worker:
         self._last_ops: frozenset[int] = frozenset()
         """Each microbatch's last operation here."""
         self._now: _Now | None = None
-        self._context: StepContext | None = None
-        self._carrier: Carrier | None = None
-        self._step = WorkerStep(index)
+        self._part: WorkerPart | None = None
+
+    @property
+    def part(self) -> WorkerPart:
+        """Its part of the step that it has taken up."""
+        assert self._part is not None
+        return self._part
 
     def become(self, index: int) -> None:
         """Take another number, between two steps."""
@@ -140,15 +144,13 @@ class Worker:
 
     def begin_part(self, part: WorkerPart) -> None:
         context = part.context
-        if self._context is not None:  # of a step in which the device failed, as it seemed
+        if self._part is not None:  # of a step in which the device failed, as it seemed
             self.reset()
         self.backend.reset_peak()
-        self._context, self._carrier, self.runner.carrier = context, part.carrier, part.carrier
+        self._part, self.runner.carrier = part, part.carrier
         self.slots.begin_step(context.program, context.version)
-        self._sums.begin_step()
         ops = (context.program.ops[op_id] for op_id in context.program.compute[self.index])
         self._last_ops = frozenset({op.microbatch: op.id for op in ops if op.visit >= 0}.values())
-        self._step = part.step
         part.step.started_s = time.perf_counter()
         part.step.start = self.backend.mark()
 
@@ -170,12 +172,10 @@ class Worker:
     def begin(self, op: Op) -> None:
         self._now = None
         if op.visit >= 0:
-            assert self._context is not None
-            self.runner.layers.layer = stage_layers(self._context.program.schedule, op)[0]
+            self.runner.layers.layer = stage_layers(self.part.context.program.schedule, op)[0]
 
     def run(self, op: Op, ready: Sequence[DeviceEvent], late: Sequence[DeviceEvent]) -> DeviceEvent:
-        context, backend = self._context, self.backend
-        assert context is not None and self._carrier is not None
+        context, step, backend = self.part.context, self.part.step, self.backend
         for event in (*ready, *late):
             backend.wait(event)
         if op.visit < 0:  # a stage without layers
@@ -191,15 +191,15 @@ class Worker:
         if self.whole_per_visit and self._whole_visit != op.visit:
             self.runner.layers.model.hold_whole(layer_range(visit.layers))
             self._whole_visit = op.visit
-        self._carrier.op = op
+        self.part.carrier.op = op
         start = backend.mark()
         self.runner.started = None
-        self._now = _Now(self._step, op, start, waits=stage_layers(context.program.schedule, op)[0] > 0)
+        self._now = _Now(step, op, start, waits=stage_layers(context.program.schedule, op)[0] > 0)
         self.runner.run(context, op)
         self._sums.ran(op)
         self._pass_work(context, op)
         started = start if self.runner.started is None else self.runner.started
-        self._step.intervals.append(ComputeInterval(op, started, backend.mark(), time.perf_counter()))
+        step.intervals.append(ComputeInterval(op, started, backend.mark(), time.perf_counter()))
         if visit.ops[-1] == op.id:
             self._drop_whole()
             if not backend.aliases_host:
@@ -225,21 +225,22 @@ class Worker:
 
     def drain(self) -> None:
         self.backend.synchronize()
-        if self._context is not None and not self._context.progress.aborted:
-            self.runner.layers.finish(self._context)
-        self._step.peak_bytes = self.backend.peak_bytes
-        self._step.reserved_bytes = self.backend.peak_reserved_bytes
+        if self._part is None:
+            return
+        context, step = self._part.context, self._part.step
+        if not context.progress.aborted:
+            self.runner.layers.finish(context)
+        step.peak_bytes, step.reserved_bytes = self.backend.peak_bytes, self.backend.peak_reserved_bytes
 
     def reset(self) -> None:
         """Drop what belongs to the step, done or failed."""
         self._sums.reset()
         self._drop_whole()
-        self._now, self._context, self._carrier, self.runner.carrier = None, None, None, None
+        self._now, self._part, self.runner.carrier = None, None, None
         self.runner.reset()
 
     def where(self, op: Op, *, weights: bool) -> str:
-        context = self._context
-        assert context is not None
+        context = self.part.context
         schedule = context.program.schedule
         layers = stage_layers(schedule, op)
         in_work = self.runner.layers.layer
@@ -259,26 +260,22 @@ class Worker:
         return self.backend.happens_in_s(event)
 
     def prepare(self, op: Op, after: Sequence[DeviceEvent]) -> Sequence[TransferChunk]:
-        context, carrier = self._context, self._carrier
-        assert context is not None and carrier is not None
+        context = self.part.context
         if op.payload == WEIGHTS:
             pairs = self.slots.weight_copies(context.program, op.visit, context.version)
         elif op.payload == WEIGHT_GRADIENT:
             pairs = self._sums.copies(context, op)
         else:
-            pairs = list(carrier.prepare(op))
+            pairs = list(self.part.carrier.prepare(op))
         return chunks_of(pairs)
 
     def copy(self, op: Op, chunk: TransferChunk) -> DeviceEvent:
         return self.backend.copy_up(chunk.content) if op.lane == UP else self.backend.copy_down(chunk.content)
 
     def issued(self, op: Op, event: DeviceEvent) -> None:
-        assert self._carrier is not None
-        self._carrier.issued(op, event)
+        self.part.carrier.issued(op, event)
 
     def ended(self, op: Op) -> None:
-        context = self._context
-        assert context is not None and self._carrier is not None
-        self._carrier.ended(op)
+        self.part.carrier.ended(op)
         if op.lane == DOWN and op.payload == WEIGHT_GRADIENT:
-            self._sums.downloaded(context, op)
+            self._sums.downloaded(self.part.context, op)

@@ -24,7 +24,7 @@ from typing import Any
 from roundpipe_cli.costs.machine import host_memory
 from roundpipe_cli.engine.backends import cuda
 from roundpipe_cli.engine.engine import Engine
-from roundpipe_cli.engine.live import ActionTime, LiveNews, Watcher
+from roundpipe_cli.engine.live import ActionTime, StepInWork, Watcher
 from roundpipe_cli.engine.step import StepResult
 from roundpipe_cli.errors import ResourceError, RoundpipeError, redact_values
 from roundpipe_cli.events import (
@@ -277,14 +277,15 @@ class Telemetry:
                 over = self._stop.wait(LOOK_S if self._live else SAMPLE_S)
 
     def _look(self) -> None:
-        look = self._watcher.look(self._engine.step_in_work)
-        if look is None:
+        step = self._engine.step_in_work
+        if step is None:
             self._tell(WorkSeen(self._clock(), 0, (), ()))
             return
-        offset_s = self._clock() - time.perf_counter() + look.started_s
-        done = tuple(_span(item, look, offset_s) for item in look.done)
-        running = tuple(_span(item, look, offset_s) for item in look.running)
-        self._tell(WorkSeen(offset_s + look.now_s, shown_step(look.step), done, running))
+        news = self._watcher.look(step)
+        offset_s = self._clock() - time.perf_counter() + step.started_s
+        done = tuple(_span(item, step, offset_s) for item in news.done)
+        running = tuple(_span(item, step, offset_s) for item in news.running)
+        self._tell(WorkSeen(offset_s + news.now_s, shown_step(step.step), done, running))
 
     def _sample(self) -> Sample:
         memory = host_memory()
@@ -302,11 +303,11 @@ def process_bytes() -> int:
         return 0
 
 
-def _span(item: ActionTime, look: LiveNews, offset_s: float) -> Span:
+def _span(item: ActionTime, step: StepInWork, offset_s: float) -> Span:
     action = item.action
     start_s, end_s = item.start_s + offset_s, item.end_s + offset_s
-    letter = work_letter(action.kind, action.stage, fused_head=look.fused_head)
-    return Span(look.lanes[action.worker], COMPUTE, letter, action.stage, action.microbatch, start_s, end_s)
+    letter = work_letter(action.kind, action.stage, fused_head=step.fused_head)
+    return Span(step.lanes[action.worker], COMPUTE, letter, action.stage, action.microbatch, start_s, end_s)
 
 
 class EventRecorder:
