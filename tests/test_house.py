@@ -21,9 +21,22 @@ UNPACKED = {
     *("within_limits", "prove_once", "_block", "_dealer", "screen", "help_screen"),
 }
 """Functions that take a pair by position, unpacked: stages forward and backward, a model and its split, a size."""
-MOST_FILES, MOST_LINES = 192, 62_811
+MOST_FILES, MOST_LINES = 188, 57_130
 """The package without `__init__.py`. Both may fall; what raises one gets a row here."""
-RISES: dict[str, tuple[int, int]] = {}
+RISES: dict[str, tuple[int, int]] = {
+    "one ladder of remedies, the partition on screen, one packing rule": (0, 250),
+    "results of checkpoints, GGUF without llama.cpp, files of Unsloth": (1, 1050),
+    "epochs and remedies on screen, commands in a chat, answers checked as they are given": (0, 255),
+    "machines that meet, wait and end together": (0, 510),
+    "a lost device costs a step": (0, 830),
+    "experts adapted by one rule": (0, 180),
+    "dropout masks and the loss in one kernel each": (2, 540),
+    "defaults by method, rows that init looks at, words of other trainers": (0, 245),
+    "gated delta rules in packed rows and chunks, experts' adapters by vLLM's names": (0, 290),
+    "rows of new tokens": (1, 440),
+    "launches that overlap, one order of sums on GPUs, a ring of page-locked memory": (0, 320),
+    "memory of fused operators and launches that bind, as an H100 showed": (0, 34),
+}
 """What raised the limits -> (files, lines)."""
 SIGNATURES_OF_LIBRARIES = {
     *("forward", "_grouped_mm_kernel", "_grouped_outer_kernel"),  # torch.autograd.Function, Triton
