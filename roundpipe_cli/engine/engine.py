@@ -59,25 +59,25 @@ LAUNCH_BOUND_SHARE = 0.1
 
 def measured_actions(
     workers: Sequence[Worker], steps: Sequence[WorkerStep], started_s: float
-) -> tuple[list[ActionTime], dict[int, tuple[float, float]]]:
+) -> tuple[list[ActionTime], dict[int, float]]:
     """The actions of a step with their times.
 
     Args:
         started_s: when the step started, of `time.perf_counter`.
 
     Returns:
-        the actions, in seconds since the step started, and operation -> start and end of `time.perf_counter`.
+        the actions, in seconds since the step started, and operation -> its end by `time.perf_counter`.
     """
     actions = []
-    compute_s = {}
+    ends_s = {}
     for step in steps:
         backend, offset_s = workers[step.worker].backend, step.started_s - started_s
         for interval in step.intervals:
             begin_s = offset_s + backend.seconds_between(step.start, interval.start)
             end_s = offset_s + backend.seconds_between(step.start, interval.end)
-            compute_s[interval.op.id] = (started_s + begin_s, started_s + end_s)
+            ends_s[interval.op.id] = started_s + end_s
             actions.append(ActionTime(interval.action, begin_s, end_s))
-    return actions, compute_s
+    return actions, ends_s
 
 
 def measured_transfers(run: StepRun, started_s: float) -> tuple[Interval, ...]:
@@ -100,13 +100,11 @@ MIN_WAIT_S = 1e-3
 """Shorter waits for updates are not shown: the host takes as long to hand a step over."""
 
 
-def measured_waits(
-    run: StepRun, compute_s: Mapping[int, tuple[float, float]], started_s: float
-) -> tuple[Interval, ...]:
+def measured_waits(run: StepRun, ends_s: Mapping[int, float], started_s: float) -> tuple[Interval, ...]:
     """Times in which a worker had nothing to compute and the host had not updated the weights that it reads next.
 
     Args:
-        compute_s: compute operation -> start and end; like `started_s` by `time.perf_counter`.
+        ends_s: compute operation -> its end; like `started_s` by `time.perf_counter`.
     """
     found = []
     for row in run.program.compute:
@@ -117,7 +115,7 @@ def measured_waits(
             if let_go_s - free_s > MIN_WAIT_S:
                 wait_s = free_s - started_s, let_go_s - started_s
                 found.append(Interval(op.worker, HOST, Kind.OPTIMIZER, op.stage, -1, *wait_s))
-            free_s = max(free_s, compute_s[op.id][1] if op.id in compute_s else free_s)
+            free_s = max(free_s, ends_s.get(op.id, free_s))
     return tuple(found)
 
 
@@ -501,7 +499,7 @@ class Engine:
         moved_bytes: Counter[tuple[str, str]] = Counter()
         for record in run.records:
             moved_bytes[record.op.lane, record.op.payload] += record.num_bytes
-        actions, compute_s = measured_actions(self._workers, steps, started_s)
+        actions, ends_s = measured_actions(self._workers, steps, started_s)
         return StepResult(
             loss=loss_sum / num_units if num_units else 0.0,
             num_target_tokens=sum(len(state.target_ids) for state in context.microbatches),
@@ -518,7 +516,7 @@ class Engine:
             started_s=started_s,
             moved_bytes=moved_bytes,
             links=measured_transfers(run, started_s),
-            waits=measured_waits(run, compute_s, started_s),
+            waits=measured_waits(run, ends_s, started_s),
             device_peak_bytes=tuple(step.peak_bytes for step in steps),
             device_reserved_bytes=tuple(step.reserved_bytes for step in steps),
             launch_bound_s=tuple(launch_bound_s(self._workers[step.worker].backend, step) for step in steps),
