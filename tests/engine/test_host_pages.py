@@ -8,9 +8,10 @@ import os
 import platform
 import re
 import resource
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,7 @@ from roundpipe_cli.planning.question import ask
 from roundpipe_cli.planning.run_plan import check_fits
 from roundpipe_cli.recipe.load import LoadedRecipe, load_recipe
 from roundpipe_cli.train.optim.optimizer import AdamW, AdamW16, HostOptimizer
-from tests.support.e2e import STAGES, finetune, forked, make_model, make_workspace, numbers
+from tests.support.e2e import STAGES, finetune, make_model, make_workspace, numbers
 from tests.support.simulated_cases import roundpipe
 from tests.support.tiny import make_rig, random_microbatches
 
@@ -147,56 +148,50 @@ def test_doctor_says_what_it_found(
     assert all(check.fix and "echo madvise" in check.fix for check in found if check.state == "note")
 
 
-def heap_of(settings: dict[str, str]) -> tuple[int, bool, bool]:
-    """KiB given back of an unused heap, and whether large tensors lie in the heap and all threads' memory does, as the
-    user has set things; in a process of its own."""
-    os.environ.update(settings)
-    weights.settle_heap()
-    for _ in range(3):
-        large = torch.empty(25_000_000, dtype=torch.uint8)
-    libc, gate = ctypes.CDLL(None), threading.Barrier(4)
-    libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+HEAP_PROGRAM = """
+import ctypes, threading, torch
+from roundpipe_cli.engine.weights import UnusedHeap, settle_heap
 
-    def work(_: int) -> int:
-        place: int = libc.malloc(ctypes.c_size_t(50_000))
-        gate.wait()
-        return place
+settle_heap()
+for _ in range(3): place = torch.empty(25_000_000, dtype=torch.uint8)
+heaps = [line.split()[0].split("-") for line in open("/proc/self/maps") if "[heap]" in line]
+print(any(int(low, 16) <= place.data_ptr() < int(high, 16) for low, high in heaps))
 
-    with ThreadPoolExecutor(4) as pool:
-        places = list(pool.map(work, range(4)))
-    held = [libc.malloc(ctypes.c_size_t(50_000)) for _ in range(2000)]
-    for place in held:
-        ctypes.memset(place, 1, 50_000)
-    for place in held[:-1]:
-        libc.free(place)
-    before_kib = anonymous_kib()
-    weights.UnusedHeap().give_back()
-    return before_kib - anonymous_kib(), in_heap(large.data_ptr()), all(map(in_heap, places))
+libc, gate = ctypes.CDLL(None), threading.Barrier(5)
+libc.malloc.restype = ctypes.c_void_p; libc.free.argtypes = [ctypes.c_void_p]
+def work(): libc.malloc(ctypes.c_size_t(50_000)); gate.wait()
+for _ in range(4): threading.Thread(target=work).start()
+gate.wait(); libc.malloc_stats()
+
+def kib(): return next(int(line.split()[1]) for line in open("/proc/self/status") if "RssAnon" in line)
+held = [libc.malloc(ctypes.c_size_t(50_000)) for _ in range(2000)]
+for place in held: ctypes.memset(place, 1, 50_000)
+for place in held[:-1]: libc.free(place)
+before = kib(); UnusedHeap().give_back(); print(before - kib())
+"""
+"""Prints whether a large tensor lies in the heap, and how much was given back of a heap that is not used. The C library
+itself counts the heaps of four threads that all hold memory."""
 
 
-def in_heap(address: int) -> bool:
-    return mapping_at(address)["name"] == "[heap]"
+def heap_of(**changes: str) -> tuple[int, bool, bool]:
+    """KiB given back, whether large tensors are in the heap, whether threads share one, as the user has set things."""
+    environment = {key: text for key, text in os.environ.items() if not key.startswith(("MALLOC_", "GLIBC_TUNABLES"))}
+    environment |= changes
+    words = [sys.executable, "-c", HEAP_PROGRAM]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
+    in_heap, given_back = done.stdout.split()
+    return int(given_back), in_heap == "True", done.stderr.count("Arena ") == 1
 
 
-def anonymous_kib() -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+SET_BY_THE_USER = {"GLIBC_TUNABLES": "glibc.malloc.arena_max=8", "MALLOC_MMAP_THRESHOLD_": "33554432"}
 
 
-SET_BY_THE_USER = {
-    "GLIBC_TUNABLES": "glibc.malloc.arena_max=8",
-    "MALLOC_MMAP_THRESHOLD_": "33554432",
-    "MALLOC_TRIM_THRESHOLD_": "131072",
-}
-
-
-@needs_smaps
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
 def test_threads_share_one_heap_and_large_tensors_lie_outside_it_unless_the_user_says_otherwise() -> None:
     """glibc itself raises the limit to 32 MB once such a tensor was freed."""
-    given_back_kib, *where = forked(heap_of, {})
+    given_back_kib, *where = heap_of()
     assert where == [False, True] and given_back_kib > 80_000
-    assert forked(heap_of, SET_BY_THE_USER)[1:] == (True, False)
+    assert heap_of(**SET_BY_THE_USER)[1:] == (True, False)
 
 
 def test_unused_heap_is_given_back_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
