@@ -163,16 +163,6 @@ def test_a_run_that_is_left_by_its_key_and_ends_another_time(tmp_path: Path, mod
     assert (work / "out" / "report.html").is_file()
 
 
-@pytest.mark.sweep
-def test_schedules_are_left_by_the_key_too(tmp_path: Path, model: Path) -> None:
-    work = make_workspace(tmp_path / "w", model, **STAGES)
-    words = ("bench", "recipe.yaml", "--run", "--schedule", "roundpipe", "--schedule", "gpipe")
-    turns = [("● measuring", "q")]
-    shown = on_a_terminal(work, 80, *words, turns=turns, code=130, ROUNDPIPE_FAULT="compute:slow=0.2")
-    text = shown.rpartition(LEAVE)[2]
-    assert "stopped" in text and "SIGINT" not in shown and "worker 0" in text, "the last frame stays"
-
-
 SHOWN = """import os, time; from pathlib import Path; from rich.console import Console
 from roundpipe_cli.dashboard.live import LiveDashboard, Terminal
 LiveDashboard(Terminal(), Console(), time.time, {}).start()

@@ -44,11 +44,10 @@ from roundpipe_cli.events import (
     RunStopped,
     Span,
     StepTimeline,
-    WorkSeen,
 )
 from roundpipe_cli.schedule.pictures import span_of
 from roundpipe_cli.schedule.timeline import makespan_s
-from roundpipe_cli.units import format_clock, format_seconds
+from roundpipe_cli.units import format_seconds
 from tests.support.recorded import START_S, recorded_run, recorded_step, simulated_run
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -174,13 +173,6 @@ def test_a_loss_of_any_size_is_shown(loss: float, shown: str) -> None:
         assert shown in "\n".join(line.plain for line in lines)
 
 
-def test_times_have_three_figures_and_the_unit_that_suits_them() -> None:
-    """`training waited 1e+03 us`."""
-    seconds = (0, 9.994e-4, 9.996e-4, 0.99949, 0.9996, 59.94, 59.96, 3599.6, 86399.9)
-    shown = ["0 s", "999 us", "1 ms", "999 ms", "1 s", "59.9 s", "1m00s", "1h00m", "1d00h"]
-    assert [format_seconds(each) for each in seconds] == shown
-
-
 def test_preference_pairs_show_their_rewards() -> None:
     """The dashboard showed none of them, and plain lines the margin alone."""
     events, state = training(2)
@@ -208,69 +200,9 @@ def test_the_time_left_counts_down_between_steps() -> None:
         assert " eta " in narrow and " at " not in narrow and "epoch" not in narrow, narrow
 
 
-def test_the_day_of_the_end_is_named_where_it_is_another() -> None:
-    shown = [format_clock(START_S + days * 86400.0, START_S) for days in (0, 0.6, 1, 5.9, 6.1, 40)]
-    assert shown == ["08:00", "22:24", "Sat 08:00", "Thu 05:36", "21 Jan 10:24", "24 Feb 08:00"]
-
-
-def test_details_of_the_start_leave_their_rows_to_what_happens() -> None:
-    """The model and its kernels took all rows of messages at 80x24, and an answer to a key or a loss had none."""
-    said = (
-        "model: llama, 30 blocks, 139M parameters, 4.88M trained (lora, bfloat16) on cpu, cpu",
-        "kernels: 61 rms_norm",
-    )
-    start, *rest = recorded_run(2, num_done=0)
-    details = [(START_S, Notice(text, is_detail=True)) for text in said]
-    state = fold_all([start, (START_S, Notice("3 rows are cut")), *details, (START_S + 3, Notice("saving now")), *rest])
-    small, large = (
-        "\n".join(line.plain for line in screen(state, START_S + 9, *size, COLOUR, KEYS))
-        for size in ((80, 24), (200, 60))
-    )
-    assert "3 rows are cut" in small and "saving now" in small and "model: " not in small, small
-    assert large.index("3 rows") < large.index("model: ") < large.index("kernels: ") < large.index("saving now")
-
-
-def test_the_lanes_stay_over_an_evaluation() -> None:
-    """Nothing is seen of an evaluation but that no step runs: lanes went on without work, and were empty at its end."""
-    events = recorded_run(2, num_done=3)[:-1]
-    before = fold_all(events)
-    assert before.timeline is not None
-    now_s, timeline = before.seen_s, before.timeline
-
-    def lanes(state: DashboardState) -> list[str]:
-        return [line.plain for line in screen(state, state.seen_s, 80, 24, LETTERS)][2:8]
-
-    waits = [(now_s + second, WorkSeen(now_s + second, 0, (), ())) for second in range(1, 300)]
-    after = fold_all(waits, before)
-    assert lanes(after) == lanes(before)
-    after = fold(after, EvaluationFinished(3, 100, 1.0, 2.7, 9000, 299.0, True), now_s + 299)
-    moved = [one.moved(now_s + 300) for one in timeline.spans]
-    first = [one for one in moved if one.lane == "compute" and one.start_s < now_s + 300.5]
-    for event in (
-        WorkSeen(now_s + 300.5, 4, (), tuple(replace(one, end_s=now_s + 300.5) for one in first)),
-        StepTimeline(4, now_s + 300, timeline.spans),
-    ):
-        state = fold(after, event, now_s + 310)
-        shown_s = window_s(before.step.step_s if before.step else None) / 3
-        for worker in state.workers:
-            earlier = [one.end_s for one in worker.spans if one.start_s < now_s + 300]
-            assert max(earlier, default=0.0) > now_s + 300 - shown_s
-
-
 def test_terminals_without_unicode_get_ascii() -> None:
     for encoding, glyphs in (("ISO-8859-1", ASCII), ("utf-8", COLOUR.glyphs)):
         assert theme_for(Console(file=io.TextIOWrapper(io.BytesIO(), encoding))).glyphs == glyphs
-
-
-def test_words_say_how_it_goes() -> None:
-    state = fold_all(recorded_run(2, num_done=3))
-    for events, word in (
-        ((Paused(3, True), Paused(3, False)), "training"),
-        ((Phase("writing the result"),), "writing the result"),
-        ((RunStopped("stopped by SIGINT"),), "stopped"),
-    ):
-        after = fold_all([(START_S + 100, event) for event in events], state)
-        assert f"● {word}" in screen(after, START_S + 100, 80, 24, COLOUR)[0].plain
 
 
 def test_a_name_or_message_cannot_steer_the_terminal() -> None:
@@ -321,12 +253,6 @@ def test_very_many_pieces_of_work_keep_their_shares(num_spans: int) -> None:
         assert abs(found.count(kind) - truth.count(kind)) / 2 <= 1, (kind, found, truth)
 
 
-def test_a_slice_shows_one_kind_and_carries_the_rest_over() -> None:
-    spans = [work("F", 0, 1.9), work("R", 1.9, 2.5), work("B", 2.5, 3), work("U", 4, 5.5, "up"), work("B", 6.6, 7)]
-    assert slices(spans, 8, 1.0, 8) == "FFR.~.B."
-    assert slices([], 3, 1.0, 3) == "..."
-
-
 @pytest.mark.parametrize("num_workers", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize("width", [38, 76, 150])
 def test_kinds_of_work_have_their_share_of_a_lane(num_workers: int, width: int) -> None:
@@ -341,15 +267,6 @@ def test_kinds_of_work_have_their_share_of_a_lane(num_workers: int, width: int) 
             assert abs(letters.count(kind) / 2 - width * time_s / seconds) <= 1, (worker, kind, letters)
 
 
-def test_the_stage_with_the_loss_shows_forward_and_backward_in_turn() -> None:
-    """It computes both in one action, which was shown as backward alone: the last block's forward was nowhere."""
-    spans = [work("F", 0, 2), work("H", 2, 8), work("R", 8, 9)]
-    assert slices(spans, 10, 1.0, 10) == "FFFBFBFBR."
-    assert slices(spans, 9, 1.0, 10) == "FFBFBFBR.", "bound to the clock"
-    shown = lane(spans, 10.0, 10.0, 5, theme=COLOUR)[0]
-    assert [str(part.style) for part in shown.spans][1] == f"{COLOUR.kinds['F']} on {COLOUR.kinds['B']}"
-
-
 def test_a_moving_lane_does_not_flicker() -> None:
     """Whatever the moment, a piece of work has the same characters; it only moves left."""
     spans = [work("FRB"[n % 3], 0.37 * n, 0.37 * n + 0.3) for n in range(100)]
@@ -358,11 +275,6 @@ def test_a_moving_lane_does_not_flicker() -> None:
         now = lane(spans, 20 + moment * 0.01, 10.0, 50, theme=LETTERS)[0].plain
         assert now in (before, before[1:] + now[-1]) or not before
         before = now
-
-
-def test_a_lane_shows_about_one_and_a_half_steps() -> None:
-    shown = [window_s(seconds) for seconds in (None, 0.01, 3.0, 10.0, 25.0, 1000.0)]
-    assert shown == [10.0, 5.0, 5.0, 20.0, 60.0, 120.0]
 
 
 def test_a_long_curve_is_thinned_evenly() -> None:

@@ -254,16 +254,6 @@ def test_the_page_needs_nothing_else(finished: Path) -> None:
     assert len(kinds) == len(computed) and set(kinds) == {"F", "R", "B", "H"}
 
 
-def test_the_page_begins_with_predicted_against_measured() -> None:
-    """It came last, and ticks were at values such as 1.4346."""
-    report = {"predicted": {"step_s": 2.0}, "measured": {"pipeline_s": 2.2}, "tool_version": "9.9"}
-    text = page(recorded_run(2), report, "model: a")
-    assert text.index("Predicted and measured") < text.index("<h2>Loss") and "roundpipe 9.9" in text
-    ticks = re.findall(r'text-anchor="end">([\d.]+)<', text)
-    assert ticks and all(len(tick.rstrip("0").lstrip("0.")) <= 3 for tick in ticks), ticks
-    assert 'class="raw"' in text and "training, smoothed" in text and "device in all" in text
-
-
 def test_what_a_run_says_is_no_markup() -> None:
     events = recorded_run(2, num_done=1)
     text = page(events, {}, "model: <script>alert(1)</script>")
