@@ -20,9 +20,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from roundpipe_cli.dashboard.state import fetching_line
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.events import Fetching
 from roundpipe_cli.hub import ask
 from roundpipe_cli.hub.download import Listing, RemoteFile, fetch_files
 from tests.support.covering import swept
@@ -551,12 +549,3 @@ def test_a_slow_or_missing_hub_of_a_dataset(hub: ModelHub, tmp_path: Path) -> No
     assert "the hub is slow: waiting" in slow and "the hub has no dataset of this name" in slow
     gone = said(HF_ENDPOINT="http://127.0.0.1:9")
     assert "the hub cannot be reached (ConnectError" in gone and "the hub dataset is not in the local cache" in gone
-
-
-# --- how it is shown ------------------------------------------------------------------------------------------------
-
-
-def test_the_line_of_a_download() -> None:
-    line = fetching_line(Fetching(3, 12, 3 << 30, 4 << 30, 64 << 20))
-    assert line == "downloading: 3 of 12 files, 3 GiB of 4 GiB, 64 MiB/s, 16 s left"
-    assert fetching_line(Fetching(0, 1, 0, 5, 0.0)) == "downloading: 0 of 1 file, 0 B of 5 B"

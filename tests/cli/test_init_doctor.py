@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import functools
-import importlib.util
 import json
 import os
 import sys
@@ -14,8 +13,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from roundpipe_cli.choices import FAST_KERNELS
-from roundpipe_cli.cli import checks, init_choice
+from roundpipe_cli.cli import checks
 from roundpipe_cli.cli.checks import Check, version_check
 from roundpipe_cli.cli.doctor import check_lines, doctor
 from roundpipe_cli.cli.init import recipe_text
@@ -26,7 +24,6 @@ from roundpipe_cli.engine.backends import cuda
 from roundpipe_cli.engine.backends.cpu import CpuBackend
 from roundpipe_cli.engine.link_speed import measure_links
 from roundpipe_cli.errors import RefusedError, ResourceError
-from roundpipe_cli.kernels.grouped_mm import why_no_triton
 from roundpipe_cli.planning import choose
 from roundpipe_cli.planning.predict import make_plan
 from roundpipe_cli.planning.question import ask
@@ -162,12 +159,6 @@ def test_init_writes_what_finetune_takes_without_a_gpu(tmp_path: Path, monkeypat
     assert "`finetune` needs pipeline.devices=[cpu,cpu] for it" in summary_of(bare).reasons[0]
 
 
-def test_init_takes_what_is_known_of_the_rows() -> None:
-    """A step had 128 rows, whatever the data: `finetune` refused the recipe that `init` had just written."""
-    assert [init_choice._rows(2048, 8, num_rows)[0] for num_rows in (None, 640, 639, 25, 0)] == [64, 64, 63, 2, 1]
-    assert init_choice._rows(2048, 8, 10) == (1, "the data have only 10 rows, for 10 steps an epoch; ")
-
-
 # --- doctor ---------------------------------------------------------------------------------------------------------
 
 
@@ -263,26 +254,6 @@ def test_what_can_be_trained_is_said_before_torch_is_loaded(monkeypatch: pytest.
     names = [check.name for check in early]
     assert {"host memory", "largest, LoRA", "largest, 4-bit LoRA", "largest, full"} <= set(names)
     assert "upper bound" in early[-1].found
-
-
-def test_doctor_says_whether_triton_can_make_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On GPUs only; a missing compiler costs a mixture of experts most of its speed on most cards."""
-    pytest.importorskip("triton")
-    assert checks.triton_check(0) == []
-    (found,) = checks.triton_check(1)
-    assert found.state == ("good" if why_no_triton() is None else "note"), found
-    monkeypatch.setenv("PATH", "")
-    monkeypatch.delenv("CC", raising=False)
-    (found,) = checks.triton_check(1)
-    assert found.state == "note" and "no C compiler (install gcc)" in found.found
-
-
-def test_doctor_says_which_kernels_of_recurrent_blocks_are_missing() -> None:
-    found = {check.name: check for check in checks._optional()}
-    for module, package in FAST_KERNELS.items():
-        is_there = importlib.util.find_spec(module) is not None
-        assert found[package].state == ("good" if is_there else "note") and "recurrent blocks" in found[package].found
-        assert is_there or found[package].fix == f"pip install {package}"
 
 
 def test_links_are_measured_together() -> None:
