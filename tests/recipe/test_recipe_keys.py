@@ -33,8 +33,6 @@ from roundpipe_cli.recipe.shipped import shipped_recipes
 from roundpipe_cli.recipe.strict_yaml import parse_text
 from scripts.recipe_pages import PAGE, updated
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 def listed(*words: str) -> str:
     """Standard output of `roundpipe recipes keys WORDS`."""
@@ -76,23 +74,6 @@ def test_the_command_prints_text_json_and_markdown() -> None:
     assert {line.split(".")[0] for line in listed("lora.").splitlines() if line[0] != " "} == {"lora"}
     assert max(map(len, listed("lora").splitlines())) <= 100
     assert listed("no-such-key") == ""
-
-
-def test_markdown_cells_survive_the_characters_of_the_docstrings() -> None:
-    for row in list(as_markdown(recipe_keys()))[2:]:
-        assert len(re.findall(r"(?<!\\)\|", row)) == 5, row
-
-
-def test_figures_of_the_main_page_are_those_of_the_headers() -> None:
-    """The short table of README.md repeats predictions of the headers."""
-    rows = {shipped.name: shipped.verdict for shipped in shipped_recipes()}
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    found = re.findall(r"^\|.*\| \[`(\S+)`\]\(recipes/\S+\) \| ([\d.]+) s \| ([\d,]+) \|$", readme, re.M)
-    assert len(found) >= 8
-    for name, step_s, tokens_per_s in found:
-        verdict = rows[name]
-        assert verdict is not None
-        assert (float(step_s), float(tokens_per_s.replace(",", ""))) == (verdict.step_s, verdict.tokens_per_s), name
 
 
 def test_the_json_schema_takes_what_the_loader_takes(tmp_path: Path) -> None:

@@ -187,14 +187,10 @@ def test_aliases_are_accepted_with_a_notice(tmp_path: Path) -> None:
     text = """
 base_model: some/model
 dataset_name: rows.jsonl
-sequence_len: 512
 per_device_train_batch_size: 2
 lora_r: 8
-lora_alpha: 16
-lora_dropout: 0.1
 lora_target_modules: [q_proj, v_proj]
 num_epochs: 3.0
-lr: 1e-4
 bf16: true
 fp16: false
 adapter: lora
@@ -202,22 +198,16 @@ optim: adamw_torch
 report_to: none
 warmup_ratio: 0.1
 stage: sft
-gradient_checkpointing: true
 deepspeed: null
-strict: false
 dataset_prepared_path: last_run_prepared
-sample_packing: true
 wandb_project:
-tf32: false
-flash_attention: true
 """
     loaded = load_recipe(write(tmp_path, text))
     recipe = loaded.recipe
-    assert (recipe.model, recipe.datasets[0].path, recipe.max_seq_length) == ("some/model", "rows.jsonl", 512)
-    assert recipe.lora == LoraConfig(r=8, alpha=16.0, dropout=0.1, target_modules=("q_proj", "v_proj"))
-    assert (recipe.micro_batch_size, recipe.num_train_epochs, recipe.learning_rate) == (2, 3, 1e-4)
+    assert (recipe.model, recipe.datasets[0].path) == ("some/model", "rows.jsonl")
+    assert recipe.lora == LoraConfig(r=8, target_modules=("q_proj", "v_proj"))
+    assert (recipe.micro_batch_size, recipe.num_train_epochs, recipe.warmup_steps) == (2, 3, 0.1)
     assert (recipe.dtype, recipe.method, recipe.optim, recipe.report_to) == ("bfloat16", "lora", "adamw", ())
-    assert recipe.warmup_steps == 0.1 and recipe.packing is True
     assert len(loaded.notices) == text.count("\n")  # one a line, and one more for `3.0` epochs
     assert any("per_device_train_batch_size is read as micro_batch_size" in notice for notice in loaded.notices)
     assert all("mine.yaml:" in notice for notice in loaded.notices)
@@ -250,12 +240,10 @@ def test_words_of_other_trainers_are_read(tmp_path: Path, line: str, expected: d
         ("method: dpo", "write `objective: dpo`"),
         ("method: freeze", "name what stays as it is: frozen_parameters"),
         ("optim: adamw_torch_4bit", "the nearest is adamw_8bit"),
-        ("optim: muon", "the nearest is adamw_bf16"),
         *(
             (line, "metrics.jsonl has every step")
             for line in ("report_to: swanlab", "report_to: [tensorboard, swanlab]")
         ),
-        ("use_swanlab: true", "metrics.jsonl has every step"),
         *((f"{key}: 1", "images are not trained here") for key in ("image_max_pixels", "processor_type", "images")),
     ],
 )
@@ -294,10 +282,8 @@ def test_the_learning_rate_is_that_of_what_is_trained(tmp_path: Path) -> None:
     ("words", "tokens", "packing"),
     [
         ("", "auto", "auto"),
-        ("gradient_accumulation_steps=4", "auto", "auto"),
         ("micro_batch_size=1", None, "auto"),
         ("per_device_train_batch_size=2 packing=false", None, False),
-        ("micro_batch_size=2 micro_batch_tokens=auto", "auto", "auto"),
         ("micro_batch_size=2 micro_batch_tokens=8192", 8192, "auto"),
         ("pipeline.sequence_chunks=4", None, "auto"),
         ("pipeline.sequence_chunks=1", "auto", "auto"),
@@ -349,15 +335,6 @@ def test_references_that_are_refused(tmp_path: Path, text: str, expected: str, m
     assert len(found) == 1 and expected in found[0] and "canary" not in found[0], found
 
 
-def test_references_cannot_grow_without_bound(tmp_path: Path) -> None:
-    """Thirty doublings of a text would be a gigabyte: refused before anything is expanded."""
-    items = ["  - {path: aaaaaaaa}"] + [
-        f'  - {{path: "${{datasets[{i}].path}}${{datasets[{i}].path}}"}}' for i in range(30)
-    ]
-    found = problems_of(write(tmp_path, "model: m\ndatasets:\n" + "\n".join(items) + "\n"))
-    assert len(found) == 1 and "grow to more than 65536 characters" in found[0]
-
-
 def test_the_resolved_text_loads_to_an_equal_recipe(tmp_path: Path) -> None:
     text = """
 model: "1e-5"
@@ -393,13 +370,6 @@ def test_paths_are_tried_from_both_folders(tmp_path: Path, monkeypatch: pytest.M
     assert resolve_path("a\0b", work) is None
     with pytest.raises(RefusedError, match="longer than any can be"):
         resolve_path("x" * 5000, work)
-
-
-def test_replicas_of_an_older_recipe_are_left_out_where_they_are_off(tmp_path: Path) -> None:
-    loaded = load_recipe(write(tmp_path, SMALLEST + "pipeline: {replicas: 1}\n"))
-    assert "pipeline.replicas: 1 changes nothing here" in loaded.notices[0]
-    (found,) = problems_of(write(tmp_path, SMALLEST), "pipeline.replicas=2")
-    assert "pipeline.replicas has a value without counterpart here" in found
 
 
 def test_a_key_that_recipes_once_had_is_refused_with_a_hint_and_left_out_where_it_is_off(tmp_path: Path) -> None:
