@@ -14,7 +14,6 @@ import pytest
 
 from roundpipe_cli.choices import OptimizerName
 from roundpipe_cli.costs import find_model
-from roundpipe_cli.costs import hardware as rates
 from roundpipe_cli.costs.analytic import AnalyticCosts, analytic_costs, head_work
 from roundpipe_cli.costs.block_work import attended_tokens, block_work
 from roundpipe_cli.costs.cost import StageRange
@@ -106,15 +105,6 @@ def test_unequal_workers_have_speeds_relative_to_the_fastest() -> None:
     assert costs(hardware="8x4090").costs.worker_speed is None
 
 
-def test_layers_are_embed_blocks_head() -> None:
-    layers = costs(method="full").costs.layers
-    assert [layers[0].name, layers[1].name, layers[-1].name, len(layers)] == ["embed", "block.0", "head", 38]
-    assert layers[0].param_bytes == layers[0].grad_bytes == 0
-    assert [layers[0].recompute, layers[1].recompute, layers[-1].recompute] == [False, True, False]
-    assert layers[1].grad_bytes == 2 * layers[1].param_bytes
-    assert all(layer.boundary_bytes == 8192 * 4096 * 2 for layer in layers[:-1])
-
-
 def test_each_optimizer_has_the_price_of_its_update() -> None:
     """An update in 8 bit, which takes tens of seconds for 8B parameters, was priced like any other."""
     taken = {
@@ -139,7 +129,6 @@ def test_config_json_of_a_folder(tmp_path: Path) -> None:
     ("content", "said"),
     [
         (None, "no config.json"),
-        ("[1]", "not a JSON object"),
         ("{broken", "not a JSON object"),
         ('{"model_type": "bert"}', "no hidden_size"),
         (json.dumps({**TINY, "num_hidden_layers": -1}), "num_hidden_layers is not a whole number"),
@@ -273,26 +262,6 @@ def test_published_throughput_is_met_within_5_percent(counts: Sequence[int]) -> 
     errors = [abs(error) for model in (LLAMA, QWEN) for error in _published_errors(model, counts)]
     assert sum(errors) / len(errors) <= 0.03
     assert max(errors) <= 0.08
-
-
-@pytest.mark.parametrize(("fitted", "other"), [(LLAMA, QWEN), pytest.param(QWEN, LLAMA, marks=pytest.mark.sweep)])
-def test_a_rate_fitted_to_one_model_predicts_the_other(
-    monkeypatch: pytest.MonkeyPatch, fitted: tuple[str, str, str, int], other: tuple[str, str, str, int]
-) -> None:
-    """The one number that is fitted, fitted once more with each of the models left out.
-
-    Throughput grows a little slower than the share, so each division by what is too much comes nearer."""
-    shipped_share = rates.PRODUCTS_SHARE
-    tried = [0.85]
-    for _ in range(2):
-        monkeypatch.setattr(rates, "PRODUCTS_SHARE", tried[-1])
-        tried.append(tried[-1] / (1 + _published_errors(fitted, [1])[0]))
-    share = tried[-1]
-    assert share == pytest.approx(tried[-2], rel=0.01), "two tries are too few"
-    monkeypatch.setattr(rates, "PRODUCTS_SHARE", share)
-    assert share == pytest.approx(shipped_share, rel=0.03)
-    for num_workers, error in zip((1, 8), _published_errors(other, (1, 8)), strict=True):
-        assert abs(error) <= 0.08, f"{num_workers} workers"
 
 
 @pytest.mark.parametrize(

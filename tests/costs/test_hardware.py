@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from roundpipe_cli.costs import machine
-from roundpipe_cli.costs.analytic import analytic_costs, fused_share
+from roundpipe_cli.costs.analytic import analytic_costs
 from roundpipe_cli.costs.block_work import PassWork
 from roundpipe_cli.costs.find_model import find_architecture
 from roundpipe_cli.costs.hardware import (
@@ -50,11 +50,8 @@ def test_catalogue_is_plausible() -> None:
         ("4090x2", ["rtx-4090"] * 2),
         ("2 x RTX 4090", ["rtx-4090"] * 2),
         ("4x3090+2x4060ti", ["rtx-3090"] * 4 + ["rtx-4060-ti-16gb"] * 2),
-        ("7900xtx", ["radeon-7900-xtx"]),
-        ("h100-pcie", ["h100-pcie"]),
         ("NVIDIA GeForce RTX 5090", ["rtx-5090"]),
         ("NVIDIA A100-SXM4-80GB", ["a100-80gb"]),
-        ("NVIDIA H100 80GB HBM3", ["h100-80gb"]),
         ("Tesla T4", ["t4"]),
     ],
 )
@@ -66,7 +63,6 @@ def test_machines_in_words(text: str, names: list[str]) -> None:
     ("text", "host_gib", "count"),
     [
         ("2x3090 64GB", 64, 2),
-        ("2x3090, 64 GB RAM", 64, 2),
         ("rtx 4060 ti 16GB 64gib", 64, 1),
         ("4x3090+2x4060ti 128 GB of memory", 128, 6),
         ("2x 4060ti 16gb", None, 2),
@@ -104,7 +100,6 @@ def test_given_figures_replace_the_catalogues() -> None:
         ("40x4090+40x3090", "too many GPUs"),
         ("4x3090+", "name is missing"),
         ("2x4090,host_memory_gib=nan", "not a number above 0"),
-        ("2x4090:memory_gib=-3", "not a number above 0"),
         ("2x4090:bfloat16=perhaps", "true or false"),
     ],
 )
@@ -218,11 +213,3 @@ def test_unpacking_is_added_once() -> None:
     each_s = weights * replace(SHORT, packed_as="4bit").unpacking_bytes_per_param / 1008e9
     assert packed - whole == pytest.approx(3 * each_s, rel=0.01)
     assert blocks_s("Qwen/Qwen3-8B", "4090", packed_as="4bit", unpacks_once=True) == pytest.approx(whole)
-
-
-def test_what_fused_operators_would_save_is_stated() -> None:
-    small, large = (
-        fused_share(find_architecture(name), SHORT, parse_hardware("1x4090"))
-        for name in ("Qwen/Qwen3-1.7B", "meta-llama/Llama-3.1-8B")
-    )
-    assert 0.5 < small < large < 0.9

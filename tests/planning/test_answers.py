@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from dataclasses import replace
 from typing import Any
 
@@ -47,20 +46,6 @@ def test_a_question_that_comes_again_is_not_searched_again(searches: list[object
     assert len(searches) == 1
     assert again == first
     assert again.timeline == first.timeline
-
-
-def test_cycles_are_not_searched_for_while_an_answer_is_worked_out() -> None:
-    """They are again afterwards, also where the work fails."""
-    answers = Answers()
-
-    def work() -> int:
-        if gc.isenabled():
-            return 1
-        raise ValueError("off")
-
-    with pytest.raises(ValueError, match="off"):
-        answers.once("a question", work, lambda number: {"number": number}, lambda document: int(document["number"]))
-    assert gc.isenabled()
 
 
 def test_what_matters_is_part_of_the_question(searches: list[object], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,13 +84,6 @@ def test_no_cut_beats_the_bound_of_its_cell(per_round: int, link_bytes_per_s: fl
         assert cells.bound_s.min() > 6 * BLOCKS * 4 / 3, "more than arithmetic alone"
 
 
-def test_limits_that_nothing_keeps_find_nothing() -> None:
-    """A head over its limit leaves no cell, and the search says so by finding no partition."""
-    one, chain = scorer(StageLimits(head_bytes=5)), chain_of(6, 3, staleness=0, num_steps=1)
-    tried = Search(one, bounds(), chain, SearchEffort())
-    assert tried.run() == [] and tried.least_s == INFEASIBLE
-
-
 def deep(blocks: int) -> CostModel:
     """Blocks without memory limits, and a head of two blocks' time."""
     block = LayerCost("block", 1.0, 2.0, True, param_bytes=10, boundary_bytes=1)

@@ -168,15 +168,6 @@ def test_time_to_finish_counts_rows_or_steps(recipe: Path) -> None:
     assert hub.steps is None and "org/rows" in hub.why
 
 
-def test_time_to_finish_of_packed_rows(recipe: Path, tmp_path: Path) -> None:
-    """Ten rows of a few tokens fill one sequence, so that a run is one step and not three."""
-    packed = length_of(load(recipe, "packing=true"))
-    assert packed.steps == 1 and packed.is_packed and packed.why.startswith("10 rows of about ")
-    text = plan_text(make_plan(load(recipe, "packing=true"), "2x4090"), None)
-    line = next(line for line in text if " for 1 step " in line)
-    assert line.endswith("tokens, packed)")
-
-
 def test_picture_of_a_step(recipe: Path, tmp_path: Path) -> None:
     words = ("plan", str(recipe), "--hardware", "2x4090", "--check", "--svg")
     out, err = said(*words, str(tmp_path / "step.svg"))

@@ -202,28 +202,6 @@ def test_what_a_failed_step_computed_is_free_when_it_is_run_again(rig: Rig, monk
         engine.run_step(random_microbatches(SIZES), schedule, step=0)
 
 
-@pytest.mark.sweep
-def test_stages_are_as_small_as_the_memory(rig: Rig) -> None:
-    layers = rig.store.layouts[1:]
-    whole = sum(layout.num_bytes for layout in layers)
-    found = set()
-    for share in (2.0, 4.0):
-        memory = int(share * whole / DEVICE_SHARE)
-        run = Run(rig, memory)
-        with rig.engine(2, copy=True, count_bytes=True, seed=3) as engine:
-            run.settle(engine)
-        if not run.cache.holds_all:
-            found.add(0)
-            continue
-        schedule = run.planner.schedule(len(SIZES))
-        with rig.engine(2, copy=True, count_bytes=True, seed=3, weight_cache_bytes=run.cache.num_bytes) as engine:
-            run.step(engine)  # an engine of its own: the count of what the first one had allocated never falls
-        assert run.peak <= DEVICE_SHARE * memory
-        first, last = schedule.backward_stages[0]
-        found.add(last - max(first, 1))
-    assert len(found) > 1, found
-
-
 def test_the_report_compares_with_the_stages_that_were_used(tmp_path: Path) -> None:
     assert planned(tmp_path, "1x4090").question.settings.weight_cache_bytes
     loaded = load_recipe(tmp_path / "recipe.yaml", ["model=HuggingFaceTB/SmolLM2-135M", f"output_dir={tmp_path}"])

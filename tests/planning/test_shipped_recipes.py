@@ -12,7 +12,6 @@ import pytest
 from roundpipe_cli.cli.plan import plan_document, plan_text
 from roundpipe_cli.costs.find_model import shipped_architecture
 from roundpipe_cli.costs.hardware import parse_hardware
-from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.planning import choose
 from roundpipe_cli.planning.compare import StageCut
 from roundpipe_cli.planning.predict import Plan, make_plan, simulate_step
@@ -21,9 +20,9 @@ from roundpipe_cli.planning.search.stages import even_cut
 from roundpipe_cli.planning.solve import Change, fitting_recipe, remedies
 from roundpipe_cli.planning.verdict import judge
 from roundpipe_cli.recipe.load import load_recipe
-from roundpipe_cli.recipe.shipped import find_recipe, find_shipped, shipped_recipes, verdict_of
+from roundpipe_cli.recipe.shipped import shipped_recipes
 from scripts.readme_picture import out_of_date
-from scripts.recipe_verdicts import differences, verdict_of_plan, with_verdict
+from scripts.recipe_verdicts import differences, verdict_of_plan
 from tests.cli.test_terminal_text import said
 from tests.support.covering import swept
 
@@ -124,16 +123,6 @@ def test_no_plain_even_cut_is_faster(name: str) -> None:
     assert not faster
 
 
-def test_verdict_lines_can_be_read_back_and_replaced() -> None:
-    recipe = RECIPES["qwen3/8b_lora_2x24gb"]
-    assert recipe.verdict is not None
-    text = recipe.verdict.text(recipe.command_name)
-    assert verdict_of(text) == recipe.verdict
-    assert with_verdict(f"a\n{text}\nb", recipe.command_name, recipe.verdict) == f"a\n{text}\nb"
-    with pytest.raises(ValueError, match="no verdict"):
-        with_verdict("model: x", "x", recipe.verdict)
-
-
 def test_short_names_are_links() -> None:
     """One text, two names: editing one edits both."""
     shorts = {recipe.short_name: recipe for recipe in RECIPES.values() if recipe.short_name}
@@ -142,17 +131,6 @@ def test_short_names_are_links() -> None:
         link = ROOT / "recipes" / f"{short}.yaml"
         assert link.is_symlink() and link.resolve() == recipe.path.resolve()
         assert f"`recipes/{short}.yaml` is this recipe" in " ".join(recipe.path.read_text().replace("\n#", "").split())
-
-
-def test_names_that_mean_a_shipped_recipe(here: Path) -> None:
-    nested, short = (ROOT / "recipes" / name for name in ("qwen3/8b_lora_2x24gb.yaml", "qwen3-8b.yaml"))
-    for name in ("qwen3/8b_lora_2x24gb", "recipes/qwen3/8b_lora_2x24gb.yaml"):
-        assert find_recipe(name)[0] == nested and find_shipped(name) == nested
-    for name in ("qwen3-8b", "recipes/qwen3-8b.yaml"):
-        assert find_recipe(name)[0] == short and find_shipped(name) == short
-    for name in ("qwen3/../qwen3-8b", "/etc/passwd", "a/b/c", ""):
-        with pytest.raises(RefusedError):
-            find_shipped(name)
 
 
 def test_plan_that_says_no_names_the_recipe_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
