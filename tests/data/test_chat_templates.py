@@ -13,8 +13,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import re
-from collections import Counter
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,6 @@ from roundpipe_cli.data.row_chunks import encode_batch
 from roundpipe_cli.data.rows import BadRowError
 from roundpipe_cli.library_names import library_name
 from tests.data.test_data_dataset import byte_tokenizer
-from tests.support.e2e import REPOSITORY
 
 Messages = list[dict[str, Any]]
 
@@ -192,26 +189,3 @@ def test_masks_of_marked_templates_are_those_of_transformers(path: Path) -> None
         assert not isinstance(encoded, BadRowError)
         assert encoded.input_ids.tolist() == expected["input_ids"], name
         assert encoded.trained.astype(int).tolist() == expected["assistant_masks"], name
-
-
-@needs_trl
-def test_the_table_of_kept_and_refused_conversations() -> None:
-    """The table of the measurements is what the templates of this version do."""
-    try:
-        if version("trl") != "1.16.0":
-            pytest.skip("the table is of trl 1.16")
-    except PackageNotFoundError:
-        pytest.skip("trl without its version")
-    texts = [path.read_text(encoding="utf-8") for path in PATHS]
-    kept: Counter[str] = Counter()
-    named: Counter[str] = Counter()
-    for name in CONVERSATIONS:
-        for text in texts:
-            rendered = written(text, name, with_specials=True)
-            if not isinstance(rendered, BadRowError):
-                kept[name] += 1
-                named[name] += bool(rendered.left_out)
-    rows = [f"| {name} | {kept[name]} | {named[name]} | {len(texts) - kept[name]} |" for name in CONVERSATIONS]
-    page = (REPOSITORY / "scripts" / "MEASUREMENTS.md").read_text(encoding="utf-8")
-    missing = [row for row in rows if row not in page]
-    assert not missing, "\n".join(rows)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from random import Random
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roundpipe_cli.data.batching import BatchSampler, Grouping, Position, RowBatch, collate, pad_token_id
+from roundpipe_cli.data.batching import BatchSampler, Grouping, Position, RowBatch, collate
 from roundpipe_cli.data.tokenized import Packer, Row, RowMix, epoch_order
 from roundpipe_cli.errors import RefusedError
 
@@ -271,11 +270,3 @@ def test_collate_pads_on_the_right() -> None:
     assert batch.labels.tolist() == [[-100, 2, 5], [-100, 5, -100]]
     even = collate([make_row(0, [1, 2], [1, 2]), make_row(1, [3, 4], [-100, 4])], pad_token_id=0)
     assert even.attention_mask is None and even.num_target_tokens == 2, "without padding there is no mask"
-
-
-def test_pad_token_falls_back() -> None:
-    found = [
-        pad_token_id(SimpleNamespace(pad_token_id=pad, eos_token_id=eos))
-        for pad, eos in ((None, None), (None, 2), (5, 2))
-    ]
-    assert found == [0, 2, 5]

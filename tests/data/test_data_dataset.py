@@ -374,18 +374,6 @@ def test_bad_prompts(tmp_path: Path) -> None:
     assert refused_rows(tmp_path / "x.jsonl", rows) == list(bad)
 
 
-def test_many_bad_rows_ten_listed_with_the_total(tmp_path: Path) -> None:
-    path = tmp_path / "x.jsonl"
-    path.write_text(('{"text": "ok"}\n' * 9 + '{"text": 3}\n') * 300)
-    with pytest.raises(RefusedError) as caught:
-        build(path)
-    problems = caught.value.problems
-    assert problems[0].what == "300 of 3000 rows cannot be used; the first 10:"
-    assert [problem.where for problem in problems[1:]] == [f"{path}:{line}" for line in range(10, 101, 10)]
-    notices = build(path, on_bad_row="skip").notices
-    assert any("300 of 3000 rows skipped" in notice and "and 290 more" in notice for notice in notices)
-
-
 def test_row_text_never_reaches_the_message(tmp_path: Path) -> None:
     secret = "SECRET" * 1000
     rows = [{"messages": [{"role": "\x1b]0;evil\x07" + secret, "content": secret}]}, {"messages": secret}]
@@ -497,14 +485,6 @@ def test_content_hash_tells_every_change(tmp_path: Path) -> None:
         build(write_rows(tmp_path / "w.jsonl", [{**rows[0], "completion": "yo"}, rows[1]])),
     ]
     assert len({base, *(dataset.content_hash for dataset in changed)}) == 5
-
-
-def test_rows_share_memory_and_cannot_be_written(tmp_path: Path) -> None:
-    dataset = build(write_rows(tmp_path / "x.jsonl", [{"text": "hello"}]))
-    row = dataset.rows[0]
-    assert row.input_ids.dtype == row.labels.dtype == np.int32
-    with pytest.raises(ValueError, match="read-only"):
-        row.input_ids[0] = 1
 
 
 CALL = {"function": {"name": "add", "arguments": '{"a": 1}'}}

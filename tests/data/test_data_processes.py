@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import threading
@@ -199,16 +198,6 @@ def test_the_date_that_templates_write_is_always_the_same(tmp_path: Path) -> Non
     text = byte_tokenizer().decode(dataset.rows[0].input_ids)
     assert text.startswith("Today: 26 Jul 2024\n<s>user")
     assert any("today's date" in notice for notice in dataset.notices)
-
-
-def test_progress_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("roundpipe_cli.data.dataset.TELL_EVERY_S", 0.0)
-    path = tmp_path / "rows.jsonl"
-    path.write_text((json.dumps(ROW) + "\n") * 1200)
-    told: list[str] = []
-    build_dataset(DataSettings((DatasetSpec(str(path)),), 100), byte_tokenizer(), told.append)
-    assert [line.split(": ")[1].split(",")[0] for line in told] == ["500 rows", "1000 rows", "1200 rows"]
-    assert told[-1].endswith("100 %")
 
 
 def test_a_signal_in_a_fork_leaves_no_child_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
