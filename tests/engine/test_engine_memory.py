@@ -153,12 +153,6 @@ def test_peak_does_not_grow_with_rounds(rig: Rig) -> None:
     assert max(three_rounds) <= max(two_rounds) + boundary
 
 
-def test_workers_that_read_in_place_upload_nothing(rig: Rig) -> None:
-    with rig.engine(NUM_WORKERS) as engine:
-        result = engine.run_step(random_microbatches([(1, 4)] * 2, vocab=VOCABULARY), cut(rig, 1, 2), step=0)
-    assert result.upload_bytes == 0 and result.device_peak_bytes == (0, 0) and result.links == ()
-
-
 def test_every_transfer_has_its_time(rig: Rig) -> None:
     """The links of a measured step were not recorded, so nothing could say what a worker had waited for."""
     result = run(rig, cut(rig, 1, 4), count_bytes=False)

@@ -22,9 +22,8 @@ from roundpipe_cli.model.split import split_model
 from roundpipe_cli.planning.choose import choose
 from roundpipe_cli.planning.compare import SimulationCase, run
 from roundpipe_cli.recipe.load import load_recipe
-from roundpipe_cli.schedule.actions import Schedule, equal_costs
+from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.schedule.builders import Options, Rounds, build_schedule
-from roundpipe_cli.schedule.simulate import simulate
 from roundpipe_cli.schedule.timeline import bubble_ratio
 from roundpipe_cli.train.prepare.setup import describe_padded_to_chunks
 from tests.support.e2e import finetune, make_model, make_workspace, numbers, write_recipe
@@ -245,16 +244,6 @@ def test_schedules_that_chunks_do_not_suit_are_refused(name: str, stages: Any, m
     with pytest.raises(RefusedError, match=problem):
         rounds = Rounds(microbatches, sequence_chunks=4)
         build_schedule(name, forward_stages=forward, backward_stages=stages, num_workers=2, rounds=rounds)
-
-
-def test_simulator_and_dealer_agree_that_backward_starts_with_the_last_chunk() -> None:
-    schedule = chunk_schedule(6, 1, 8, num_workers=3)
-    timeline = simulate(schedule, equal_costs(6))
-    ends = {(item.kind.value, item.stage, item.microbatch): item.end_s for item in timeline.intervals}
-    starts = {(item.kind.value, item.stage, item.microbatch): item.start_s for item in timeline.intervals}
-    for stage in range(1, len(schedule.backward_stages)):
-        assert all(starts["B", stage, chunk] >= ends["B", stage, chunk + 1] for chunk in range(7))
-        assert starts["B", stage, 7] >= ends["B", stage - 1, 7]
 
 
 # --- the command ----------------------------------------------------------------------------------------------------

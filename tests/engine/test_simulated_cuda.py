@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from roundpipe_cli.engine.backends.cuda import CudaBackend
-from roundpipe_cli.engine.layer import GradientCollector
-from roundpipe_cli.errors import InternalError, RoundpipeError
+from roundpipe_cli.errors import RoundpipeError
 from tests.support.every_type import tiny_config_of
 from tests.support.simulated_cases import CASES, Bits, is_equal, page_locked, simulated
 from tests.support.simulated_cuda import Card
@@ -152,21 +151,3 @@ def test_a_planted_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch) ->
         assert any(not is_equal(outcome(case, seed, lazy=True)[0], expected) for seed in SEEDS), (
             "the result is the same"
         )
-
-
-def test_a_gradient_hook_that_takes_a_turn_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a card it runs in autograd's thread, and the thread that has the turn waits for it."""
-    taker = GradientCollector.taker
-
-    def with_turn(collector: GradientCollector, *which: Any) -> Any:
-        take, parts = taker(collector, *which)
-
-        def hook(index: int, gradient: torch.Tensor) -> None:
-            with collector._backend.compute():
-                take(index, gradient)
-
-        return hook, parts
-
-    monkeypatch.setattr(GradientCollector, "taker", with_turn)
-    with pytest.raises(InternalError, match="backward-cuda._0 waits for the turn"):
-        CASES["resident"].simulated(0)

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._device import _device_constructors
 
 from roundpipe_cli.costs.machine import HostMemory
 from roundpipe_cli.costs.memory import PINNED_RING_BYTES
@@ -23,7 +22,6 @@ from roundpipe_cli.engine.engine import Engine, launch_bound_s
 from roundpipe_cli.engine.step import StepResult
 from roundpipe_cli.engine.worker import ComputeInterval, WorkerStep
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.kernels.random_masks import Draw, drop, keep_mask, uniform
 from roundpipe_cli.recipe.load import load_text
 from roundpipe_cli.train import build
 from roundpipe_cli.train.prepare import devices
@@ -67,14 +65,6 @@ def test_what_is_said_of_a_card() -> None:
     assert cuda.num_devices() == 0
     with simulated(cards=[]):
         assert choose_devices("auto")[0] == ("cpu", "cpu")
-
-
-def test_a_device_context_holds_within_a_simulation_and_after_it() -> None:
-    """Story: models that were loaded after one had uninitialised buffers, for transformers found no meta device."""
-    _device_constructors.cache_clear()  # as in a process whose first context is within a simulation
-    for within in (simulated(), contextlib.nullcontext()):
-        with within, torch.device("meta"):
-            assert torch.tensor([]).is_meta and torch.zeros(1).is_meta
 
 
 def test_a_card_of_another_maker_has_no_compute_capability(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,22 +166,6 @@ def test_experts_tokens_are_counted_as_torch_counts_them() -> None:
         cuda.counts(chosen.float(), bins=8, min=0, max=7)
 
 
-def test_a_mark_has_passed_once_the_host_has_seen_it() -> None:
-    cuda.release_workspaces()  # where there is no card
-    with simulated():
-        backend = cuda.CudaBackend(0)
-        with backend.worker_thread():
-            backend.wait(None)
-            start = backend.mark()
-            torch.ones(3, device="cuda").add_(1)
-            end = backend.mark()
-        with pytest.raises(RuntimeError, match="not ready"):
-            backend.seconds_between(start, end)
-        while not backend.has_passed(end):
-            pass
-        assert backend.seconds_between(start, end) >= 0
-
-
 def test_page_locked_memory_refused() -> None:
     """The driver's error stays behind, and would come up in the next kernel that starts."""
     with simulated(max_locked_bytes=4096) as simulation:
@@ -237,19 +211,6 @@ def test_weights_leave_page_locked_memory_to_boundaries(
         assert not [waited for waited in simulation.machine.host_waits if "pageable" in waited[1]]
     assert 0 < locked <= room - 32 * 1024 and not result.notices and len(said) == 1
     assert ("WSL2 lets a process page-lock 0.5 to 2 GiB" in said[0]) == on_wsl
-
-
-def test_other_errors_of_page_locking_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    with simulated() as simulation:
-        backend = cuda.CudaBackend(0)
-
-        def fail(size: int) -> RuntimeError:
-            return RuntimeError("CUDA error: an illegal memory access was encountered")
-
-        simulation.machine.pinned.limit_bytes = lambda: 0
-        monkeypatch.setattr(simulation.machine.pinned, "_out_of_memory", fail)
-        with pytest.raises(RuntimeError, match="illegal"):
-            backend.host_like(torch.ones(3, device="cuda:0"))
 
 
 def test_updates_leave_a_core_for_each_card(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,24 +261,6 @@ def test_a_processor_that_is_slow_in_16_bit_answers_in_float32(
     moved = generate.move_to_gpu(model, pytest.fail)
     assert {parameter.dtype for parameter in moved.parameters()} == {getattr(torch, dtype)}
     assert f"on the processor in {dtype}: " in generate.describe_answer(moved, make_tokenizer(), 0.0)
-
-
-@pytest.mark.parametrize("shape", [(3, 5), (70, 1000)])
-def test_dropout_masks_are_equal_on_unlike_cards(shape: tuple[int, int]) -> None:
-    """A generator of torch's deals its numbers to multiprocessors: a recompute on another card drew another mask."""
-    drawn, dropped, values = [], [], torch.randn(shape)
-    with simulated(cards=[Card(multi_processors=132), Card(multi_processors=24)]):
-        counts = [torch.cuda.get_device_properties(index).multi_processor_count for index in range(2)]
-        for index in range(2):
-            place = torch.device("cuda", index)
-            drawn.append((keep_mask(shape, 0.9, 7, place).cpu(), uniform(shape, 8, place).cpu()))
-            dropped.append(drop(values.to(place), Draw(7, 0.9)).cpu())
-    host = torch.device("cpu")
-    drawn.append((keep_mask(shape, 0.9, 7, host), uniform(shape, 8, host)))
-    assert counts == [132, 24]
-    for mask, numbers in drawn[1:]:
-        assert torch.equal(mask, drawn[0][0]) and torch.equal(numbers, drawn[0][1])
-    assert all(torch.equal(one, values * drawn[0][0]) for one in dropped), "the linear layer's mask is another one"
 
 
 def test_time_in_which_the_host_was_late_is_counted_apart() -> None:
