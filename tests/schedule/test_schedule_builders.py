@@ -9,8 +9,8 @@ import pytest
 from roundpipe_cli.choices import BOUND_SCHEDULES, SCHEDULE_KINDS, SCHEDULES
 from roundpipe_cli.costs.cost import CostModel, StageRange
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.schedule.actions import Schedule, equal_costs
-from roundpipe_cli.schedule.builders import Options, Rounds, build_schedule, interleaved_groups, place_on, schedule_name
+from roundpipe_cli.schedule.actions import equal_costs
+from roundpipe_cli.schedule.builders import Options, Rounds, build_schedule, place_on, schedule_name
 from roundpipe_cli.schedule.simulate import simulate, simulate_published
 from tests.support.covering import swept
 from tests.support.schedules import dealt, parse_rows, validate_schedule
@@ -72,12 +72,6 @@ def test_roundpipe_deals_stages_round_robin_and_goes_on_where_a_worker_is_free()
     assert schedule.microbatches_per_round == 2
 
 
-def test_a_stage_may_hold_the_whole_model() -> None:
-    schedule = dealt([], [(0, 2)], 2, 2)
-    assert str(schedule) == "0B0 0B1\n"
-    validate_schedule(schedule)
-
-
 def every_small_schedule(num_workers: int, num_microbatches: int):  # type: ignore[no-untyped-def]
     for num_stages in range(1, 13):
         for name in BOUND_SCHEDULES:
@@ -99,13 +93,6 @@ def test_every_schedule_up_to_12_stages_and_12_microbatches_is_valid(num_workers
             )
             validate_schedule(schedule)
             assert parse_rows(str(schedule)) == schedule.actions
-
-
-def test_interleaved_groups_follow_pytorch_where_it_accepts_the_numbers() -> None:
-    assert interleaved_groups(16, 8) == [range(0, 8), range(8, 16)]
-    assert interleaved_groups(10, 4) == [range(0, 5), range(5, 10)]
-    assert interleaved_groups(3, 4) == [range(0, 3)]
-    assert interleaved_groups(11, 4) == [range(0, 6), range(6, 11)]
 
 
 def test_names_in_other_spellings() -> None:
@@ -180,39 +167,9 @@ def test_a_schedule_of_few_workers_can_be_placed_among_many() -> None:
     assert place_on(few, (0,), 1) is few
 
 
-# --- what finds wrong schedules in these tests ----------------------------------------------------------------------
-
-
-def gpipe() -> Schedule:
-    """
-    0F0 0F1 1R0 1B0 1R1 1B1
-    1F0 1F1 0R0 0B0 0R1 0B1
-    """
-    return build_schedule("gpipe", forward_stages=cut(4, 2), num_workers=2, rounds=Rounds(2))
-
-
-DEADLOCK = "0F0 1R0 1B0 0F1 1R1 1B1\n1F0 1F1 0R0 0B0 0R1 0B1"
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("0F0 0F1 1R0 1B0 1R1 1B1\n1F0 1F0 1F1 0R0 0B0 0R1 0B1", "there twice: .*FORWARD"),
-        ("0F0 0F1 1R0 1B0 1R1 1B1\n1F0 0R0 0B0 0R1 0B1", "missing: .*FORWARD"),
-        ("0F0 0F1 0F7 1R0 1B0 1R1 1B1\n1F0 1F1 0R0 0B0 0R1 0B1", "unknown or there twice: .*FORWARD"),
-        ("0F0 0F1 1R0 1B0 1R1 1B1\n1F0 1F1 0R0 0R1 0B0 0B1", "not directly before its backward"),
-        ("0F0 0F1 1R0 1B0 1R1 1B1\n0R0 0B0 1F0 1F1 0R1 0B1", "deadlock: .*RECOMPUTE"),
-        (DEADLOCK, "deadlock"),
-        ("0F0 0F1 1R0 1B0 1R1 1B1\n1F0 1F1 0R0 0B0 0R1 0B1\n", "one row per worker"),
-    ],
-)
-def test_wrong_actions_are_found(text: str, message: str) -> None:
-    with pytest.raises(AssertionError, match=message):
-        validate_schedule(replace(gpipe(), actions=parse_rows(text)))
-
-
 def test_simulators_do_not_hang_on_a_deadlock() -> None:
-    stuck = replace(gpipe(), actions=parse_rows(DEADLOCK))
+    gpipe = build_schedule("gpipe", forward_stages=cut(4, 2), num_workers=2, rounds=Rounds(2))
+    stuck = replace(gpipe, actions=parse_rows("0F0 1R0 1B0 0F1 1R1 1B1\n1F0 1F1 0R0 0B0 0R1 0B1"))
     with pytest.raises(ValueError, match="deadlocks"):
         simulate_published(stuck, equal_costs(4))
     with pytest.raises(ValueError, match="deadlocks"):

@@ -35,12 +35,10 @@ from roundpipe_cli.schedule.timeline import (
     UP,
     Timeline,
     bubble,
-    bubble_ratio,
     compute_rows,
     makespan_s,
     utilization,
 )
-from roundpipe_cli.units import round_step
 from tests.support.schedules import dealt
 
 
@@ -384,16 +382,6 @@ def test_svg_has_a_row_per_timeline_and_a_box_per_action(timeline: Timeline) -> 
     assert "prefers-color-scheme: dark" in text and not any("busy" in str(shown) for shown in texts)
 
 
-def test_a_picture_of_one_step_says_how_busy_the_workers_are(timeline: Timeline) -> None:
-    text = svg_picture([("one", timeline)], heading="a", note="simulated")
-    busy = f"workers {100 * (1 - bubble_ratio(timeline)):.0f} % busy"
-    assert busy in [element.text for element in xml.etree.ElementTree.fromstring(text).iter(f"{SVG}text")]
-
-
-def test_ticks_are_round() -> None:
-    assert [round_step(length, 6) for length in (1.0, 7.0, 31.0, 0.0042)] == [0.2, 2.0, 10.0, 0.001]
-
-
 def test_trace_opens_in_perfetto(timeline: Timeline) -> None:
     trace = json.loads(json.dumps(chrome_trace(timeline)))
     spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
@@ -403,15 +391,3 @@ def test_trace_opens_in_perfetto(timeline: Timeline) -> None:
     names = {event["args"]["name"] for event in trace["traceEvents"] if event["ph"] == "M"}
     assert names == {"host", "worker 0", "worker 1", "compute", "host to device", "device to host", "optimizer"}
     assert {"weights up", "weight gradients down", "update of layer 2"} <= {event["name"] for event in spans}
-
-
-@pytest.mark.parametrize("schedule", ["roundpipe", "gpipe"])
-def test_forward_is_seen_inside_the_stage_of_the_loss(schedule: str) -> None:
-    """Roundpipe computes the last layers' forward there, once; it was drawn as backward alone."""
-    fused = schedule == "roundpipe"
-    stages = {"forward_stages": [(0, 1)], "backward_stages": [(2, 2), (0, 1)]} if fused else {}
-    stages = stages or {"forward_stages": [(0, 0), (1, 2)]}
-    timeline = simulate(build_schedule(schedule, **stages, num_workers=2, rounds=Rounds(1)), equal_costs(3))
-    text = svg_picture([(schedule, timeline)], heading="a", note="simulated")
-    assert text.count('class="kind-H"') == (2 if fused else 0), "one action and the legend"
-    assert ("forward and backward" in text) == fused and ("linearGradient" in text) == fused
