@@ -37,7 +37,6 @@ from tests.support.tiny import (
     step_of_any_workers,
     write_new_weights,
 )
-from tests.support.versions import at_least
 from tests.train.test_export_adapters import adapter, merge
 
 FOUR = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
@@ -181,17 +180,6 @@ def save(folder: Path, names: tuple[str, ...], dtype: torch.dtype = torch.float3
 
 BROKEN = {"shared keys", "no inputs of each layer"}
 """transformers 5.23 itself fails with these two together."""
-
-
-@pytest.mark.skipif(not at_least("transformers", "5.18"), reason="transformers 5.17 computes them")
-@pytest.mark.parametrize("names", [names for names in COMBINATIONS if set(names) >= BROKEN], ids=", ".join)
-def test_what_transformers_cannot_compute_is_refused_with_its_words(tmp_path: Path, names: tuple[str, ...]) -> None:
-    model = save(tmp_path / "base", names)
-    with pytest.raises(TypeError, match="not subscriptable"):
-        model(input_ids=torch.arange(10)[None], use_cache=False)
-    with pytest.raises(RefusedError) as refused:
-        counts_of(tmp_path / "base", "here")
-    assert "not subscriptable" in str(refused.value.problems[0].found)
 
 
 COMPUTED = [names for names in COMBINATIONS if not set(names) >= BROKEN]

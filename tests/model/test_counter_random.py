@@ -51,15 +51,6 @@ def test_share_that_is_kept(keep: float) -> None:
         assert kept == keep * NUM
 
 
-def test_a_longer_draw_begins_as_a_shorter_one() -> None:
-    """Blocks are a matter of memory alone."""
-    longer = keep_mask((CPU_ROWS * COLUMNS + 300,), 0.9, KEY, CPU)
-    for length in (1, 300, COLUMNS, COLUMNS + 1):
-        assert torch.equal(keep_mask((length,), 0.9, KEY, CPU), longer[:length])
-    assert keep_mask((0, 4), 0.9, KEY, CPU).shape == (0, 4)
-    assert keep_mask((), 1.0, KEY, CPU).item() is True
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(cuda.num_devices() == 0, reason="no CUDA device here: run scripts/gpu_check where there is one")
 def test_a_gpu_draws_what_a_processor_draws() -> None:

@@ -19,7 +19,6 @@ from roundpipe_cli.model.split import split_model
 from tests.engine.test_parity import check_gradients
 from tests.support.every_type import tiny_config_of
 from tests.support.tiny import Rig, make_rig, plain_step, random_microbatches, step_of_any_workers, tiny_config
-from tests.support.versions import at_least
 
 
 @pytest.mark.parametrize("cap", [None, 30.0])
@@ -131,11 +130,6 @@ def test_gradients_of_the_heads_matrix_are_added_up_unrounded(is_capped: bool) -
 
 # -- the routers' balancing loss ------------------------------------------------------------------------------------
 
-JETMOE = (
-    "its configuration does not say how many experts there are, how many a token has, or the loss's weight"
-    if at_least("transformers", "5.24")
-    else "transformers does not say which module of a block is its router"
-)
 SIZES = [(2, 12), (2, 9), (1, 7)]
 LOSS: dict[str, Any] = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 
@@ -189,7 +183,7 @@ def test_loss_and_gradients_are_transformers_own(model_type: str, method: str) -
 def test_whether_the_loss_is_trained_is_told() -> None:
     """`output_router_logits` was set to false, and the loss not trained."""
     told = {}
-    for model_type in ("mixtral", "doge", "deepseek_v3", "jetmoe", "llama"):
+    for model_type in ("mixtral", "doge", "deepseek_v3", "llama"):
         config = tiny_config_of(model_type)
         config.output_router_logits = model_type != "llama"
         split = split_model(build_skeleton(config, torch.float32))
@@ -200,7 +194,6 @@ def test_whether_the_loss_is_trained_is_told() -> None:
         "leaves it out",
         "doge": f"{asked} trains no balancing loss: its balancing loss is not the usual one",
         "deepseek_v3": f"{asked} trains no balancing loss: transformers has no such loss for this model type",
-        "jetmoe": f"{asked} trains no balancing loss: {JETMOE}",
         "llama": None,
     }
 

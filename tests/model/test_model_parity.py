@@ -285,14 +285,6 @@ def test_what_was_not_proven_is_told(llama: tuple[nn.Module, ModelSplit], monkey
         assert notice.text.startswith("not proven that this model trains as its own code does: one block of each kind")
 
 
-def test_a_cache_that_cannot_be_written_is_no_error(
-    llama: tuple[nn.Module, ModelSplit], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    (tmp_path / "proofs").write_text("")  # a file where the folder would be
-    monkeypatch.setenv("ROUNDPIPE_CACHE", str(tmp_path))
-    assert ask(llama)[0].unproven == ""
-
-
 def test_an_error_is_that_from_the_nearer_of_float32_and_float64() -> None:
     """Story: Blenderbot with LoRA was refused on one machine for 1.3e-5 and accepted on another, Apertus and xLSTM were
     not fused: model and engine both round, and one is judged by the other's rounding."""

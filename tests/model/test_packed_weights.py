@@ -344,9 +344,7 @@ def test_a_recipe_in_fp8_needs_no_bitsandbytes(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("name", PACKED_FORMATS)
-def test_plan_names_the_format_and_says_what_is_assumed(
-    name: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plan_names_the_format_and_says_what_is_assumed(name: Any, tmp_path: Path) -> None:
     words = ["model=Qwen/Qwen3-32B", f"{PACKED_FORMATS[name].key}=true", "pipeline.devices=auto", "dtype=bfloat16"]
     loaded = load_recipe(write_recipe(tmp_path / "recipe.yaml", lora__dropout=0.0), words)
     answer = make_plan(loaded, "1x4090")

@@ -236,8 +236,3 @@ def test_a_part_that_mixes_tokens_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(RefusedError) as caught:
         unread_of(rig)
     assert "another result for a part of the tokens" in (caught.value.problems[0].found or "")
-
-
-def test_a_short_call_is_an_ordinary_one() -> None:
-    rig = make_rig("llama", "lora")
-    assert bits(rig, 1, mlp_chunk_tokens=18) == bits(rig, 1, mlp_chunk_tokens=None)
