@@ -7,9 +7,8 @@ import json
 import math
 import subprocess
 import sys
-import threading
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,40 +17,29 @@ from roundpipe_cli.costs.cost import load_costs
 from roundpipe_cli.engine.backends.cuda import IssueTurns
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.planning.choose import choose, dealt_cut
-from roundpipe_cli.planning.compare import Result, SimulationCase, run
+from roundpipe_cli.planning.compare import SimulationCase, run
 from roundpipe_cli.schedule.builders import Options
 from scripts import bench_emulated, bench_packing, bench_published, issue_rate
 from tests.cli.test_bench_cli import costs_of, results_of, write
-from tests.support.covering import swept
 from tests.support.e2e import make_model, write_rows
 
 
-@pytest.mark.parametrize(
-    ("model_type", "method"), [pytest.param("llama", "full", marks=pytest.mark.sweep), ("qwen3_moe", "lora")]
-)
-def test_the_published_measurement(
-    model_type: str, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_published_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """15 steps with updates of which 10 count, on weights that no file has; here of 4 steps 2."""
     assert (bench_published.WARM_UP, bench_published.COUNTED) == (5, 10)
     monkeypatch.setattr(bench_published, "WARM_UP", 2)
     monkeypatch.setattr(bench_published, "COUNTED", 2)
     monkeypatch.setenv("ROUNDPIPE_CACHE", str(tmp_path))
-    words = ["--tiny", model_type, "--method", method, "--tokens", "32", "--sequences", "4", "--micro-batch-size", "2"]
+    words = ["--tiny", "qwen3_moe", "--method", "lora", "--tokens", "32", "--sequences", "4", "--micro-batch-size", "2"]
     name, steps = bench_published.run(bench_published.parse(words))
-    assert name == f"tiny {model_type}"
+    assert name == "tiny qwen3_moe"
     assert [step.step for step in steps] == [3, 4]
     assert all(step.tokens == 4 * 32 and math.isclose(step.loss, math.log(300), rel_tol=0.2) for step in steps)
 
 
-def test_launches_are_counted_by_threads_at_will_and_in_turns() -> None:
+def test_launches_are_counted_by_threads_in_turns() -> None:
     made = [issue_rate.on_processor("qwen3", "lora") for _ in range(2)]
-    assert issue_rate.num_launches(made[0]) > 100
-    before = threading.active_count()
-    for turns in (None, IssueTurns()):
-        rate, cores = issue_rate.by_threads(made, 0.05, turns)
-        assert rate > 0 and cores > 0
-    assert threading.active_count() == before
+    assert min(issue_rate.by_threads(made, 0.05, IssueTurns())) > 0
 
 
 def test_ways_of_packing_are_run_in_turn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -66,30 +54,9 @@ def test_ways_of_packing_are_run_in_turn(tmp_path: Path, capsys: pytest.CaptureF
 
 # --- on emulated devices --------------------------------------------------------------------------------------------
 
-STAGES = [*("--forward-stages", "[[0, 1], [2, 3], [4, 5]]"), *("--backward-stages", "[[6, 6], [4, 5], [2, 3], [0, 1]]")]
-
-
-def loaded(**head: Any) -> dict[str, Any]:
-    """Six blocks whose recompute may leave out a fifth, and a heavy head."""
-    data = costs_of()
-    for layer in data["layers"][:-1]:
-        layer["recompute_skippable_s"] = 0.004
-    data["layers"][-1].update({"forward_s": 0.06, "backward_s": 0.12, **head})
-    return data
-
 
 def words(path: Path, *flags: str, workers: int = 2, microbatches: int = 4) -> list[str]:
     return ["--costs", str(path), "--workers", str(workers), "--microbatches", str(microbatches), *flags]
-
-
-def simulated(path: Path, *flags: str, **counts: int) -> list[Result]:
-    return [run(*one) for one in bench_emulated.asked_cases(bench_emulated.parse(words(path, *flags, **counts)))]
-
-
-def makespan_s(path: Path, *flags: str, stages: list[str] | None = None, workers: int = 4) -> float:
-    given = STAGES if stages is None else stages
-    (result,) = simulated(path, "--schedule", "roundpipe", *given, *flags, workers=workers, microbatches=8)
-    return result.makespan_s
 
 
 def short(tmp_path: Path) -> Path:
@@ -100,12 +67,11 @@ def short(tmp_path: Path) -> Path:
     return write(tmp_path, {"name": "short", "hop_s": 1e-4, "layers": layers})
 
 
-@pytest.mark.parametrize("accounting", ["published", *swept(["default"])])
 def test_json_has_what_bench_simulates_and_what_was_measured(
-    tmp_path: Path, accounting: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = short(tmp_path)
-    flags = ["--steps", "2", "--staleness", "1", "--accounting", accounting]
+    flags = ["--steps", "2", "--staleness", "1", "--accounting", "published"]
     bench_emulated.main(words(path, *flags, "--json", workers=3))
     document = json.loads(capsys.readouterr().out)
     assert list(document) == ["workers", "microbatches", "results"]
@@ -115,11 +81,10 @@ def test_json_has_what_bench_simulates_and_what_was_measured(
         assert bench.items() <= entry.items()
         measured = ["measured_makespan_s", "measured_bubble_ratio", "late_s", "exposed_transfer_s", "measured_step_s"]
         assert list(entry) == [*bench, *measured]
-        assert entry["measured_makespan_s"] > 0 and entry["late_s"] >= 0
+        assert entry["late_s"] >= 0
         assert isinstance(entry["measured_step_s"], float)  # a difference of two runs, which a busy machine may bend
         assert 0 <= entry["measured_bubble_ratio"] < 1
-        if accounting == "published":
-            assert entry["measured_makespan_s"] >= entry["makespan_s"] * (1 - 1e-9)
+        assert entry["measured_makespan_s"] >= entry["makespan_s"] * (1 - 1e-9)
 
 
 def test_it_prints_what_it_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -134,44 +99,33 @@ def test_it_prints_what_it_measured(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_as_a_program(tmp_path: Path) -> None:
     """Errors are those of a command: on stderr, without a traceback, exit code 2."""
     program = [sys.executable, bench_emulated.__file__, *words(short(tmp_path), "--schedule", "1f1b")]
-    done = subprocess.run([*program, "--json"], capture_output=True, text=True, cwd=tmp_path, check=True)
-    assert json.loads(done.stdout)["results"][0]["measured_makespan_s"] > 0
     done = subprocess.run([*program, "--earliest-free"], capture_output=True, text=True, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: --earliest-free: only roundpipe has this\n")
 
 
 def test_skipping_saves_exactly_the_recompute_that_is_left_out_on_one_worker(tmp_path: Path) -> None:
-    path = write(tmp_path, loaded())
-    spans = [
-        simulated(path, "--schedule", "roundpipe", *STAGES, *flags, workers=1)[0].makespan_s
-        for flags in ([], ["--skip-projection"], ["--keep-activations", "2"], ["--keep-activations", "6"])
-    ]
+    data = costs_of()
+    for layer in data["layers"][:-1]:
+        layer["recompute_skippable_s"] = 0.004
+    stages = ["--forward-stages", "[[0, 5]]", "--backward-stages", "[[6, 6], [0, 5]]", "--schedule", "roundpipe"]
+    spans = []
+    for flags in ([], ["--skip-projection"], ["--keep-activations", "2"], ["--keep-activations", "6"]):
+        asked = bench_emulated.parse(words(write(tmp_path, data), *stages, *flags, workers=1))
+        spans += [run(*one).makespan_s for one in bench_emulated.asked_cases(asked)]
     saved = [spans[0] - span for span in spans[1:]]
     assert saved == pytest.approx([4 * 6 * 0.004, 4 * 2 * 0.02, 4 * 6 * 0.02])
 
 
-def test_the_bound_schedules_beside_it_stay_as_they_are(tmp_path: Path) -> None:
-    path = write(tmp_path, loaded())
-    plain, changed = simulated(path), simulated(path, "--earliest-free", "--skip-projection")
-    assert plain[1:] == changed[1:]
-    assert changed[0].makespan_s < plain[0].makespan_s
-
-
-@pytest.mark.parametrize("accounting", ["default", *swept(["published"])])
-@pytest.mark.parametrize("options", [Options(earliest_free=True), *swept([Options(head_workers=2)])])
-def test_stages_are_never_worse_than_the_planners(tmp_path: Path, accounting: Any, options: Options) -> None:
-    question = SimulationCase(load_costs(write(tmp_path, loaded())), 3, 6, accounting=accounting)
-    planned = choose("roundpipe", question)
-    asked = SimulationCase(question.costs, 3, 6, accounting=accounting, options=options)
-    chosen = dealt_cut(planned, asked)
-    assert run("roundpipe", chosen, asked).makespan_s <= run("roundpipe", planned, asked).makespan_s
-
-
-def test_even_stages_that_do_not_fit_are_not_taken(tmp_path: Path) -> None:
-    data = loaded()
+def test_stages_are_never_worse_than_the_planners_and_fit(tmp_path: Path) -> None:
+    data = costs_of()
     for layer in data["layers"]:
         layer.update(param_bytes=100, activation_bytes=50)
+    data["layers"][-1].update(forward_s=0.06, backward_s=0.12)
+    question = SimulationCase(load_costs(write(tmp_path, data)), 3, 4)
+    asked, planned = replace(question, options=Options(earliest_free=True)), choose("roundpipe", question)
+    spans = [run("roundpipe", stages, asked).makespan_s for stages in (dealt_cut(planned, asked), planned)]
+    assert spans[0] <= spans[1]
     peaks = []
     for limit in (None, 500):
         costs = load_costs(write(tmp_path, {**data, "device_memory_bytes": limit}))
@@ -187,13 +141,8 @@ def test_even_stages_that_do_not_fit_are_not_taken(tmp_path: Path) -> None:
         (["--head-workers", "3"], "--head-workers does not suit the workers"),
         (["--earliest-free", "--head-workers", "2"], "--earliest-free deals out each microbatch separately"),
         (["--skip-projection"], "nothing in the recompute can be left out"),
-        (["--schedule", "gpipe", "--head-workers", "2"], "--head-workers 2: only roundpipe has this"),
-        (["--schedule", "gpipe", "--schedule", "roundpipe", "--earliest-free"], "also gpipe"),
-        (["--forward-stages", "[[0, 2], [3, 6]]", "--keep-activations", "1"], "only roundpipe has this"),
         (["--head-workers", "0"], "expected: 1 to 2"),
         (["--keep-activations", "-1"], "expected: 0 to 6"),
-        (["--steps", "3"], "--steps must be 1 or even"),
-        (["--repetitions", "0"], "--repetitions must be at least 1"),
     ],
 )
 def test_refused_options(tmp_path: Path, arguments: list[str], message: str) -> None:
