@@ -40,7 +40,7 @@ def session_members(leader: int) -> list[int]:
 def test_a_killed_run_leaves_no_process_and_no_lock(tmp_path: Path, sign: str, fault: str) -> None:
     work = make_workspace(tmp_path / "work", make_model(tmp_path / "model", num_hidden_layers=1), num_train_epochs=1)
     words = ("finetune", "recipe.yaml")
-    running = launch(work, *words, environment={"ROUNDPIPE_FAULT": fault}, before=own_session)
+    running = launch(work, *words, environment={"ROUNDPIPE_FAULT": fault}, before=os.setsid)
     running.wait_until(lambda: sign in running.out + running.err)
     assert running.process.pid in session_members(running.process.pid or 0)
     running.kill(signal.SIGKILL)
@@ -51,7 +51,3 @@ def test_a_killed_run_leaves_no_process_and_no_lock(tmp_path: Path, sign: str, f
         time.sleep(0.05)
     with OutputDir(work / "out", resume=any((work / "out").glob("step-*"))):
         pass
-
-
-def own_session() -> None:
-    os.setsid()

@@ -234,10 +234,10 @@ def _write_index(weight_map: Any, model: Path, canary: str) -> None:
     (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
-def _link_out(model: Path, canary: str) -> None:
-    secret = model.parent / f"{guard.SECRET}.safetensors"
-    (model / "model.safetensors").rename(secret)
-    (model / "model.safetensors").symlink_to(secret)
+def _link_out(name: str, model: Path, canary: str) -> None:
+    secret = (model.parent / guard.SECRET).with_suffix(Path(name).suffix)
+    (model / name).rename(secret)
+    (model / name).symlink_to(secret)
 
 
 def _link_to_itself(model: Path, canary: str) -> None:
@@ -250,12 +250,6 @@ def _pipe(model: Path, canary: str) -> None:
     os.mkfifo(model / "model.safetensors", stat.S_IRUSR | stat.S_IWUSR)
 
 
-def _config_link(model: Path, canary: str) -> None:
-    secret = model.parent / f"{guard.SECRET}.json"
-    (model / "config.json").rename(secret)
-    (model / "config.json").symlink_to(secret)
-
-
 def _deep_config(model: Path, canary: str) -> None:
     (model / "config.json").write_text('{"a":' * 100_000 + "1" + "}" * 100_000)
 
@@ -264,31 +258,19 @@ def weights() -> list[tuple[str, Spoil]]:
     """34 folders whose weights or index are crafted."""
     cases: list[tuple[str, Spoil]] = [(name, functools.partial(_write_weights, make)) for name, make in WEIGHTS.items()]
     cases += [(name, functools.partial(_write_index, weight_map)) for name, weight_map in INDEXES.items()]
-    cases += [("link out", _link_out), ("link to itself", _link_to_itself), ("pipe", _pipe)]
-    cases += [("config link out", _config_link), ("deep config", _deep_config)]
-    return cases
+    cases += [("link out", functools.partial(_link_out, "model.safetensors")), ("link to itself", _link_to_itself)]
+    cases += [("pipe", _pipe), ("config link out", functools.partial(_link_out, "config.json"))]
+    return [*cases, ("deep config", _deep_config)]
 
 
 # --- trials -----------------------------------------------------------------------------------------------------------
-
-
-def pickled_models(arena: Arena, count: int) -> Seen:
-    return _refused(arena, pickles(), count)
-
-
-def remote_code(arena: Arena, count: int) -> Seen:
-    return _refused(arena, lures(), count)
 
 
 AFTER_THE_DATA = ("60,000 tensors of nothing", "other tensors", "twice", "more keys")
 """Refused when the model is built: processes of our own have tokenised rows and tried the template by then."""
 
 
-def crafted_weights(arena: Arena, count: int) -> Seen:
-    return _refused(arena, weights(), count)
-
-
-def _refused(arena: Arena, cases: list[tuple[str, Spoil]], count: int) -> Seen:
+def _refused(cases: list[tuple[str, Spoil]], arena: Arena, count: int) -> Seen:
     chosen = [cases[index * len(cases) // count] for index in range(count)] if count < len(cases) else cases
     seconds = [0.0]
 
@@ -316,3 +298,8 @@ def _check(name: str, done: Outcome, canary: Path, report: Path, within_s: float
     assert not canary.exists(), f"{name}: the canary was made"
     assert report.read_text() == "", f"{name}: {report.read_text()}"
     assert done.seconds < within_s, f"{name}: {done.seconds:.1f} s"
+
+
+pickled_models = functools.partial(_refused, pickles())
+remote_code = functools.partial(_refused, lures())
+crafted_weights = functools.partial(_refused, weights())
