@@ -111,25 +111,6 @@ def test_recipe_of_the_working_directory_goes_first(tmp_path: Path, monkeypatch:
     assert loaded.recipe.model == "./mine" and not any("shipped" in notice for notice in loaded.notices)
 
 
-def test_words_of_the_method_are_explained_and_linked_where_they_first_appear() -> None:
-    """`visit`, `slot` and `bubble` stood in the pages without a word of what they are."""
-    page = (ROOT / "roundpipe_cli" / "README.md").read_text(encoding="utf-8")
-    glossary = page.partition("## Glossary")[2].partition("\n## ")[0]
-    anchors = set(re.findall(r'<a id="(\w+)"></a>', glossary))
-    words = {"stage", "visit", "slot", "boundary", "round", "bubble", "lane", "microbatch", "deal", "recompute"}
-    assert words == anchors
-    before = page.partition("## Glossary")[0]
-    assert set(re.findall(r"\]\(#(\w+)\)", before)) == anchors - {"slot", "round"}, "those appear in the glossary first"
-    for name in ("README.md", "recipes/README.md"):
-        linked = re.findall(r"roundpipe_cli/README\.md#(\w+)", (ROOT / name).read_text(encoding="utf-8"))
-        assert linked and set(linked) <= anchors
-
-
-def test_the_main_page_is_short() -> None:
-    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
-    assert len(lines) <= 180, "details belong into the READMEs of the folders"
-
-
 def test_files_of_the_table_of_changes_exist() -> None:
     """The section "I want to change ..." names files relative to the package, or tests and scripts."""
     page = (ROOT / "roundpipe_cli" / "README.md").read_text(encoding="utf-8")

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from roundpipe_cli.cli.generate import check_temperature
 from roundpipe_cli.costs.cost import load_costs
 from roundpipe_cli.costs.hardware import MAX_CHARACTERS
 from roundpipe_cli.data.messages import read_called, read_history
@@ -88,7 +87,6 @@ def stages(forward: list[tuple[int, int]], backward: list[tuple[int, int]]) -> N
 FUNCTIONS: dict[str, Callable[[], Any]] = {
     "calls has no call": lambda: read_called("[]", "calls"),
     "`history[0]` is no exchange": lambda: read_history([["only a question"]], "history"),
-    "no token can be drawn at this temperature": lambda: check_temperature(1e-9),
     "a local file has only the split `train`": lambda: found("rows.jsonl", "test"),
     "several kinds": lambda: found("mixed"),
     "the pattern fits too many files": lambda: found("mixed/*"),
