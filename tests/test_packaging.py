@@ -111,17 +111,6 @@ def test_recipe_of_the_working_directory_goes_first(tmp_path: Path, monkeypatch:
     assert loaded.recipe.model == "./mine" and not any("shipped" in notice for notice in loaded.notices)
 
 
-def test_files_of_the_table_of_changes_exist() -> None:
-    """The section "I want to change ..." names files relative to the package, or tests and scripts."""
-    page = (ROOT / "roundpipe_cli" / "README.md").read_text(encoding="utf-8")
-    table = page.partition("## I want to change")[2].partition("\n## ")[0]
-    named = re.findall(r"`((?:\w+/)+\w+\.(?:py|json))`", table)
-    assert len(named) > 30
-    folders = (ROOT, ROOT / "roundpipe_cli")
-    missing = [name for name in named if not any((folder / name).is_file() for folder in folders)]
-    assert not missing
-
-
 def pins() -> dict[str, Requirement]:
     lines = (ROOT / "scripts" / "constraints.txt").read_text().splitlines()
     requirements = [Requirement(line) for line in lines if line and not line.startswith("#")]

@@ -249,18 +249,18 @@ def test_what_runs_the_readmes_commands_is_there() -> None:
 
 @pytest.mark.parametrize("page", READMES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_links_and_tests_of_the_readmes_exist(page: Path) -> None:
-    """Links lead to files, `tests/...` names are files, and what a link's anchor names is a heading."""
+    """Links lead to files, so do names of files, and what a link's anchor names is a heading."""
     text = page.read_text(encoding="utf-8")
     for link, anchor in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]+))?\)", text):
         target = (page.parent / link).resolve() if link else page
         assert target.exists(), f"{page}: {link}"
         if anchor:
-            text = target.read_text(encoding="utf-8")
-            titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+            other = target.read_text(encoding="utf-8")
+            titles = re.findall(r"^#+ (.+)$", other, re.MULTILINE)
             places = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
-            assert anchor in places | set(re.findall(r'<a id="(\w+)"></a>', text)), anchor
-    for name in re.findall(r"`((?:tests|scripts)/[\w*/]+(?:\.\w+)?)", text):
-        assert list(ROOT.glob(name)), f"{page}: {name}"
+            assert anchor in places | set(re.findall(r'<a id="(\w+)"></a>', other)), anchor
+    for name in re.findall(r"`((?:tests|scripts)/[a-z_\d*/]+(?:\.\w+)?|(?:\w+/)+\w+\.py)", text):
+        assert any(list(folder.glob(name)) for folder in (ROOT, ROOT / "roundpipe_cli")), f"{page}: {name}"
 
 
 def test_every_script_is_on_the_page() -> None:
