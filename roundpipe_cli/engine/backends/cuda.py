@@ -16,7 +16,7 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
@@ -232,9 +232,9 @@ def counts(values: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0
     return (values.flatten()[:, None] == each).sum(dim=0).to(values.dtype)
 
 
-def least_capability(devices: Iterable[int | str]) -> tuple[int, int]:
-    """Lowest compute capability of these GPUs."""
-    return min(map(torch.cuda.get_device_capability, devices))
+def capability_of(device: torch.device | str) -> tuple[int, int] | None:
+    """Compute capability of an NVIDIA GPU, e.g. (8, 6); None: another maker's."""
+    return None if torch.version.hip else torch.cuda.get_device_capability(device)
 
 
 def set_up_process(
@@ -260,7 +260,7 @@ def set_up_process(
         _count_in_order()
     torch.use_deterministic_algorithms(deterministic)
     torch.utils.deterministic.fill_uninitialized_memory = not deterministic  # type: ignore[attr-defined]
-    set_up_attention(least_capability(indices))
+    set_up_attention(min(map(torch.cuda.get_device_capability, indices)))
     if any(name in os.environ for name in ALLOCATOR_VARIABLES):
         return
     set_allocator = library_name("torch._C", "_accelerator_setAllocatorSettings")
@@ -372,8 +372,7 @@ class CudaBackend(Backend):
         self.device = torch.device("cuda", index)
         self._turns = turns
         self.aliases_host = False
-        if torch.version.hip is None:
-            self.capability = torch.cuda.get_device_capability(self.device)
+        self.capability = capability_of(self.device)
         with torch.cuda.device(self.device):
             self._compute = torch.cuda.Stream(self.device, priority=-1)
             self._up = torch.cuda.Stream(self.device)
