@@ -1,4 +1,4 @@
-"""A tiny model, and a working directory with a recipe of it, for the files that need no other."""
+"""Tiny models, and a working directory with a recipe of one, for the files that need no other."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.e2e import make_model, make_workspace
+from tests.support.e2e import STAGES, make_model, make_workspace, untied_and_tied
 
 
 @pytest.fixture(scope="session")
@@ -19,6 +19,11 @@ def two_blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("tiny") / "model", num_hidden_layers=2)
 
 
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return untied_and_tied(tmp_path_factory.mktemp("tiny"))
+
+
 @pytest.fixture
 def folder(tmp_path: Path, model: Path) -> Path:
-    return make_workspace(tmp_path / "work", model)
+    return make_workspace(tmp_path / "work", model, **STAGES)

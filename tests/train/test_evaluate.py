@@ -50,11 +50,6 @@ EVALUATION = (
 )
 
 
-@pytest.fixture
-def folder(tmp_path: Path, model: Path) -> Path:
-    return make_workspace(tmp_path / "work", model, **STAGES)
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, model: Path) -> tuple[Path, Outcome]:
     """A run of `EVALUATION` that nothing disturbed, in `out`, and what it said."""

@@ -6,7 +6,6 @@ import json
 import re
 from pathlib import Path
 
-import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -14,11 +13,6 @@ from tests.support.adapters import random_adapter
 from tests.support.e2e import STAGES, finetune, make_workspace, metrics, numbers, run
 
 OTHER_STAGES = "pipeline.forward_stages=[[0,1],[2,3]]", "pipeline.backward_stages=[[4,4],[3,3],[1,2],[0,0]]"
-
-
-@pytest.fixture
-def folder(tmp_path: Path, model: Path) -> Path:
-    return make_workspace(tmp_path / "work", model, **STAGES)
 
 
 FAULTS = (
@@ -79,9 +73,3 @@ def test_weights_beyond_float16_are_not_written(folder: Path) -> None:
     refused = run(folder, *words).expect(2)
     assert name in refused.err and "overflows in float16" in refused.err
     assert not (folder / "half").exists()
-
-
-def test_out_of_host_memory_is_exit_5(folder: Path) -> None:
-    """While the result is written; in a step: tests/train/test_adapt.py."""
-    done = finetune(folder, "max_steps=2", fault="export:raise=MemoryError").expect(5)
-    assert "out of host memory" in done.err

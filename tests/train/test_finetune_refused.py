@@ -9,10 +9,9 @@ import shutil
 from functools import partial
 from pathlib import Path
 
-import pytest
 from huggingface_hub import constants
 
-from tests.support.e2e import STAGES, Outcome, finetune, launch, make_workspace, numbers, run, tree
+from tests.support.e2e import Outcome, finetune, launch, numbers, run, tree
 from tests.support.os_calls import mounted
 
 NO_WEIGHTS = b"\2\0\0\0\0\0\0\0{}"
@@ -20,11 +19,6 @@ NO_WEIGHTS = b"\2\0\0\0\0\0\0\0{}"
 NO_NETWORK = dict.fromkeys(("HTTPS_PROXY", "https_proxy"), "http://127.0.0.1:9")
 TORCH = "loading torch"
 """A wrong name is told before the seconds that it takes."""
-
-
-@pytest.fixture
-def folder(tmp_path: Path, model: Path) -> Path:
-    return make_workspace(tmp_path / "work", model, **STAGES)
 
 
 def slow_at(step: int) -> dict[str, str]:
@@ -132,12 +126,6 @@ def test_tokens_that_the_model_has_no_embedding_for(folder: Path) -> None:
     done = finetune(folder).expect(2)
     says(done, "tokens that the model has no embedding for", "found: token 313, '<w54>'", "expected: ids below 300")
     assert (folder / "out").is_dir()
-
-
-def test_stages_that_cannot_be(folder: Path) -> None:
-    """Others: tests/schedule/test_schedule_builders.py."""
-    words = ("pipeline.forward_stages=[[0,9]]", "pipeline.backward_stages=[[3,4],[0,2]]")
-    says(refused(folder, *words), "not a range of layers", "[0, 9]")
 
 
 # --- output directory -----------------------------------------------------------------------------------------------

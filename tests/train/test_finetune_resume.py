@@ -59,11 +59,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
     return folder
 
 
-@pytest.fixture
-def folder(tmp_path: Path, model: Path) -> Path:
-    return make_workspace(tmp_path / "work", model, **STAGES)
-
-
 def start(folder: Path, *words: str, **options: Any) -> Running:
     return launch(folder, "finetune", "recipe.yaml", *words, **options)
 

@@ -7,7 +7,6 @@ import random
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +19,12 @@ from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.train import build
 from roundpipe_cli.train.checkpoint import writing
 from roundpipe_cli.train.loop import Trainer
-from roundpipe_cli.train.machines import Machines, WholeSteps
 from roundpipe_cli.train.optim import updater
 from roundpipe_cli.train.optim.optimizer import HostOptimizer
 from roundpipe_cli.train.optim.updater import Updater
 from roundpipe_cli.train.prepare.setup import prepare
 from roundpipe_cli.train.signals import Reporting, StopSignals
-from tests.support.e2e import STAGES_OF_TWO, make_workspace, metrics, num_lines, untied_and_tied
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return untied_and_tied(tmp_path_factory.mktemp("tiny"))
+from tests.support.e2e import STAGES_OF_TWO, make_workspace, metrics, num_lines
 
 
 def trainer_of(folder: Path, model: Path, *words: str, tell: Tell = lambda event: None) -> Trainer:
@@ -114,48 +107,8 @@ def test_slow_updates_beside_the_next_step_change_no_bit(
     assert overlapped.setup.store.newest == 6
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("early", [False, True])
-@pytest.mark.parametrize(("model", "expected"), [("untied", [0, 1, 2, 3]), ("tied", [3, 1, 2])])
-def test_layers_are_updated_in_the_order_in_which_the_next_step_needs_them(
-    model: str, expected: list[int], early: bool, tmp_path: Path, models: dict[str, Path], monkeypatch: Any
-) -> None:
-    """A tied table first, then the embedding, the blocks, the head; of those that are complete, where it is early."""
-    trainer = trainer_of(tmp_path / "work", models[model], "method=full", "max_steps=3", *["max_grad_norm=0"] * early)
-    assert list(trainer._updater.order) == expected and trainer._updates_early is early
-    order: list[int] = []
-    update_layer = HostOptimizer.update_layer
-
-    def note(optimizer: HostOptimizer, layer: int, *args: Any, **named: Any) -> None:
-        order.append(layer)
-        time.sleep(0.05 if layer == max(expected) else 0)  # so that all others are complete when it is done
-        update_layer(optimizer, layer, *args, **named)
-
-    monkeypatch.setattr(HostOptimizer, "update_layer", note)
-    run(trainer)
-    steps = [order[start : start + len(expected)] for start in range(0, len(order), len(expected))]
-    assert len(steps) == 3 and all(sorted(step) == sorted(expected) for step in steps)
-    if not early:
-        assert steps == [expected] * 3
-
-
-@pytest.mark.parametrize(
-    ("words", "is_only", "whole"),
-    [(["val_set_size=3", "eval_steps=4"], True, [1, 4, 6]), ([], False, [1, 2, 3, 4, 5, 6])],
-    ids=["evaluated, last", "machines"],
-)
-def test_steps_that_end_with_their_updates(
-    words: list[str],
-    is_only: bool,
-    whole: list[int],
-    tmp_path: Path,
-    models: dict[str, Path],
-    ask: Callable[[str], None],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Those whose layers are timed, those before an evaluation, the last one, and all where machines share steps."""
-    monkeypatch.setattr(Machines, "is_only", property(lambda machines: is_only))
-    monkeypatch.setattr(Machines, "sharing", lambda machines, engine: nullcontext(WholeSteps()))
+def test_steps_that_end_with_their_updates(tmp_path: Path, models: dict[str, Path], ask: Callable[[str], None]) -> None:
+    """Those whose layers are timed, those before an evaluation, and the last one."""
     ask("update:slow=0.05")
     versions: list[int] = []
 
@@ -164,10 +117,11 @@ def test_steps_that_end_with_their_updates(
             versions.append(trainer.setup.store.newest)
 
     planned = ("pipeline.forward_stages=auto", "pipeline.backward_stages=auto")  # layers are timed to plan by
-    trainer = trainer_of(tmp_path / "work", models["untied"], "method=full", *planned, *words, tell=note)
+    words = ("method=full", *planned, "val_set_size=3", "eval_steps=4")
+    trainer = trainer_of(tmp_path / "work", models["untied"], *words, tell=note)
     run(trainer)
-    assert [versions[done - 1] for done in whole] == whole
-    assert not is_only or versions[4] < 5, "others end before their updates"
+    assert [versions[done - 1] for done in (1, 4, 6)] == [1, 4, 6]
+    assert versions[4] < 5, "others end before their updates"
 
 
 def test_a_step_lasts_from_the_end_of_the_step_before(
