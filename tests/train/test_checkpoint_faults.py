@@ -1,8 +1,7 @@
-"""Fault points: they do nothing unless asked, and what they are asked when they are."""
+"""Fault points do nothing unless asked; what they do then, the tests show that ask them."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import pytest
@@ -25,35 +24,7 @@ def test_unset_they_do_nothing(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> Non
     assert faults._rules_of == {}
 
 
-def test_exceptions_at_a_step(ask: Ask) -> None:
-    ask("compute:raise:step=3,upload:raise=MemoryError:step=4,eval:raise=FaultExit")
-    assert faults.fault("compute", step=2) is None and faults.fault("upload", step=3) is None
-    for point, kind in (("compute", faults.FaultError), ("upload", MemoryError), ("eval", faults.FaultExit)):
-        with pytest.raises(kind, match=f"{point}:raise"):
-            faults.fault(point, step=3 if point == "compute" else 4)
-
-
-def test_nth_counts_matching_passages_only(ask: Ask) -> None:
-    ask("compute:nan:step=1:nth=2,compute:inf:step=5")
-    passages = [(0, 0), (1, 0), (1, 1), (1, 2), (5, 0)]
-    results = [faults.fault("compute", step=step, microbatch=m) for step, m in passages]
-    assert results[:2] == [None, None] and results[3] is None
-    assert results[2] is not None and math.isnan(results[2])
-    assert results[4] == math.inf
-
-
-def test_slow_sleeps_the_time_given(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
-    slept: list[float] = []
-    monkeypatch.setattr(faults.time, "sleep", slept.append)
-    ask("ckpt_writer:slow=0.2")
-    assert faults.fault("ckpt_writer", step=7) is None
-    assert slept == [0.2]
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["compute", "comptue:raise", "compute:explode", "compute:slow=x", "compute:raise=exit", "compute:nan:step=a"],
-)
+@pytest.mark.parametrize("text", ["comptue:raise", "compute:explode", "compute:slow=x", "compute:nan:step=a"])
 def test_nonsense_is_refused(ask: Ask, text: str) -> None:
     with pytest.raises(RefusedError, match="ROUNDPIPE_FAULT"):
         ask(text)

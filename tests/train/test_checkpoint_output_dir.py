@@ -38,14 +38,6 @@ def _save(folder: Path, step: int, keep: int = 2) -> None:
 # --- starting ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_new_folder_is_made_and_can_be_used_again(tmp_path: Path) -> None:
-    folder = tmp_path / "a" / "b"
-    with OutputDir(folder) as output:
-        assert output.state is RunState.FRESH and folder.is_dir()
-    with OutputDir(folder) as output:  # a run killed before its first checkpoint starts afresh
-        assert output.state is RunState.FRESH
-
-
 def test_states_with_and_without_resume(tmp_path: Path) -> None:
     folder = tmp_path / "out"
     with pytest.raises(NoCheckpointError) as nothing, OutputDir(folder, resume=True):
@@ -67,13 +59,6 @@ def test_states_with_and_without_resume(tmp_path: Path) -> None:
     with pytest.raises(RefusedError, match=r"(?s)report.json.*--resume.*output_dir="):
         check_start(folder, resume=False)
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
-
-
-def test_somebody_elses_model_is_not_overwritten(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").write_bytes(b"precious")
-    with pytest.raises(RefusedError, match=r"(?s)model\.safetensors.*output_dir="), OutputDir(tmp_path):
-        pass
-    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
 
 
 def test_leftovers_are_removed_only_where_they_are_ours(tmp_path: Path) -> None:
@@ -219,16 +204,6 @@ def test_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
                 assert load_newest(tmp_path).step == saved + 1
 
 
-def test_a_disk_full_at_the_start(tmp_path: Path) -> None:
-    with mounted(tmp_path, "size=16k"):
-        with (tmp_path / "filler").open("wb", buffering=0) as filler, pytest.raises(OSError):
-            while True:
-                filler.write(b"x" * 4096)
-        with pytest.raises(ResourceError, match=r"0 bytes") as caught, OutputDir(tmp_path / "out"):
-            pass
-        assert caught.value.exit_code == 5
-
-
 # --- metrics ----------------------------------------------------------------------------------------------------------
 
 
@@ -240,7 +215,6 @@ def _rows(*steps: int) -> str:
     ("text", "step", "expected"),
     [
         (_rows(0, 1, 2, 3), 2, _rows(0, 1)),
-        (_rows(0, 1, 2, 3), 9, _rows(0, 1, 2, 3)),
         (_rows(0, 1, 2, 3), 0, ""),
         (_rows(0, 1) + '{"step": 2, "lo', 9, _rows(0, 1)),
         (_rows(0, 1) + '{"step": 2, "loss": 1.5}', 9, _rows(0, 1)),

@@ -121,7 +121,6 @@ def test_a_moved_base_is_named(work: Path) -> None:
     [
         ("folder", "lora"),
         pytest.param("folder", "full", marks=pytest.mark.sweep),
-        pytest.param("gguf", "lora", marks=pytest.mark.sweep),
         ("package", "lora"),
     ],
 )
@@ -133,8 +132,8 @@ def test_the_page_of_a_result_loads_it(work: Path, kind: str, method: str, monke
         (work / "carrier").mkdir()
         (work / "carrier" / "__init__.py").touch()
         write_gguf(work / "model", "f32")[0].rename(work / "carrier" / GGUF_NAME)
-        name = "package:carrier" if kind == "package" else f"carrier/{GGUF_NAME}"
-        launch(work, "finetune", "recipe.yaml", f"model={name}", "max_steps=1", before=start).finish().expect(0)
+        words = ("finetune", "recipe.yaml", "model=package:carrier", "max_steps=1")
+        launch(work, *words, before=start).finish().expect(0)
         monkeypatch.syspath_prepend(work)
     launch(work, "export", "out", "--to", "copy", before=start).finish().expect(0)
     first = logits_of(loaded(work / "out", monkeypatch))

@@ -20,7 +20,7 @@ from roundpipe_cli.errors import RefusedError, ResourceError
 from roundpipe_cli.files import append_line
 from roundpipe_cli.recipe.schema import LoraConfig, Recipe, plain_data
 from roundpipe_cli.train.checkpoint import writing as store
-from roundpipe_cli.train.checkpoint.output_dir import RunState, is_of_other_run, list_best, named_checkpoint, read_state
+from roundpipe_cli.train.checkpoint.output_dir import RunState, list_best, read_state
 from roundpipe_cli.train.checkpoint.reading import Checkpoint, load_newest
 from roundpipe_cli.train.checkpoint.resume import check_not_past_end, check_unchanged, is_complete, may_ask_for_more
 from roundpipe_cli.train.checkpoint.rewind import RowDigest, copy_records, rewind
@@ -66,13 +66,6 @@ def make_run(folder: Path, *, finished: bool = False) -> Path:
     return folder
 
 
-def damage(checkpoint: Path) -> None:
-    path = checkpoint / "masters.safetensors"
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-
-
 def die_at(nth: int, folder: Path, step: int, num_steps: int) -> None:
     """Rewind, and exit with 9 instead of the `nth` call that changes the disk."""
     count = itertools.count(1)
@@ -94,27 +87,16 @@ def killed_at(nth: int, folder: Path, step: int, num_steps: int) -> bool:
     return process.exitcode == 9
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        *("named", "continued"),
-        *(pytest.param(case, marks=pytest.mark.sweep) for case in ("damaged", "continued from an older one")),
-    ],
-)
+@pytest.mark.parametrize("case", ["named", "continued"])
 def test_a_kill_at_every_call_leaves_no_gap(tmp_path: Path, template: Path, case: str) -> None:
     """Story: metrics were cut first; killed before the next save, `--resume` took step 12: rows 1, 2, 3, 4, 13 ..."""
     nth, got_there = 0, True
     while got_there:
         nth += 1
         folder = Path(shutil.copytree(template, tmp_path / str(nth)))
-        if not case.startswith("continued"):
+        if case == "named":
             (folder / "report.json").unlink()
-        num_steps = 20 if case.startswith("continued") else 12
-        if case == "damaged":
-            damage(folder / "step-00000012")
-        named = folder / "step-00000004" if case in ("named", "continued from an older one") else None
-        step = load_newest(folder, named).step
-        assert step == {"named": 4, "damaged": 8, "continued": 12}.get(case, 4)
+        step, num_steps = {"named": (4, 12), "continued": (12, 20)}[case]
         got_there = killed_at(nth, folder, step, num_steps)
         left = steps_in(folder / "metrics.jsonl")
         assert all(set(range(1, other + 1)) <= set(left) for other, _ in list_checkpoints(folder)), nth
@@ -124,11 +106,11 @@ def test_a_kill_at_every_call_leaves_no_gap(tmp_path: Path, template: Path, case
         assert steps_in(folder / "metrics.jsonl") == list(range(1, step + 1))
         assert steps_in(folder / "eval.jsonl") == list(range(4, step + 1, 4))
         assert [other for other, _ in list_checkpoints(folder)][0] == step == list_best(folder)[0][0]
-        if case.startswith("continued"):
+        if case == "continued":
             kept = {path.name for result in folder.glob("result-*") for path in result.iterdir()}
             assert kept == {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json", "report.json"}
             assert not {path.name for path in folder.iterdir()} & kept
-    assert nth > {"named": 12, "damaged": 10, "continued": 6}.get(case, 18)
+    assert nth > {"named": 12, "continued": 6}[case]
 
 
 def test_what_is_set_aside_is_said_and_goes_when_it_is_caught_up_with(tmp_path: Path) -> None:
@@ -185,14 +167,6 @@ def test_a_failing_disk_cuts_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert steps_in(folder / "metrics.jsonl") == list(range(1, 13))
 
 
-def test_rows_that_were_lost_are_said(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "out")
-    (folder / "metrics.jsonl").write_text(rows(1, 2, 3, 4, 10, 11, 12))
-    said: list[str] = []
-    rewind(folder, 12, num_steps=20, say=said.append)
-    assert said == ["metrics.jsonl has rows of only 7 of the 12 steps so far; the others were lost earlier"]
-
-
 # --- whether there is something to continue --------------------------------------------------------------------------
 
 
@@ -205,13 +179,10 @@ def recipe_of(**values: Any) -> Any:
     [
         ({}, {}, False),
         ({"num_train_epochs": 3}, {"num_train_epochs": 6}, True),
-        ({"num_train_epochs": 3}, {"num_train_epochs": 2}, False),
         ({"max_steps": 9}, {"max_steps": 18}, True),
         ({"max_steps": 9}, {"max_steps": 5}, False),
         ({"max_steps": 9}, {"max_steps": None}, True),
-        ({"max_steps": None}, {"max_steps": 18}, True),
         ({"early_stopping_patience": 2}, {"early_stopping_patience": 4}, True),
-        ({"early_stopping_patience": 2}, {}, False),
         ({"learning_rate": 1e-4}, {"learning_rate": 2e-4}, False),
     ],
     ids=str,
@@ -240,22 +211,6 @@ def test_what_is_left_after_a_checkpoint() -> None:
     check_not_past_end(checkpoint(9, 0), 9)
     with pytest.raises(RefusedError, match="past the end"):
         check_not_past_end(checkpoint(9, 0), 8)
-
-
-def test_a_checkpoint_of_another_run_needs_a_free_folder(tmp_path: Path) -> None:
-    """Story: it was refused everywhere, though the key's page said "a checkpoint folder". Only a folder that holds a
-    run already has metrics of its own."""
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        save(tmp_path / name, 4)
-    named: Any = SimpleNamespace(resume_from_checkpoint=str(tmp_path / "a" / "step-00000004"))
-    assert not is_of_other_run(named, tmp_path / "a")
-    assert is_of_other_run(named, tmp_path / "free")
-    with pytest.raises(RefusedError, match=r"(?s)of another run.*output_dir=.*resume_from_checkpoint=auto"):
-        is_of_other_run(named, tmp_path / "b")
-    for newest in (None, "auto"):
-        recipe: Any = SimpleNamespace(resume_from_checkpoint=newest)
-        assert named_checkpoint(recipe) is None and not is_of_other_run(recipe, tmp_path / "b")
 
 
 # --- rows that somebody edited ---------------------------------------------------------------------------------------
@@ -369,9 +324,7 @@ def unchanged_setup(recipe: Recipe) -> Any:
     ("saved", "now", "word"),
     [
         ({"num_steps": 9}, {"max_steps": 18}, None),  # in place of epochs: longer is free, shorter is refused
-        ({"num_steps": 9}, {"max_steps": 9}, None),
         ({"num_steps": 9}, {"max_steps": 8}, "max_steps"),
-        ({"model_hash": "other weights"}, {}, "model"),
         ({"recipe": {"fp8_products": False}}, {}, None),  # a key that recipes once had
         ({"recipe": {"fp8_products": True}}, {}, "fp8_products"),
         ({"recipe": {"weight_decay": ..., "lora": {}}}, {"lora": LoraConfig()}, None),  # keys that came later
