@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from roundpipe_cli.cli.plan import plan_document, plan_text
-from roundpipe_cli.costs.cost import LayerCost
-from roundpipe_cli.costs.memory import DEVICE_ALIGNMENT_BYTES, DEVICE_SHARE, spare_for_cache
+from roundpipe_cli.costs.memory import DEVICE_SHARE
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.step import StepResult
 from roundpipe_cli.events import Event, Notice
@@ -63,15 +62,6 @@ def test_only_clear_room_is_taken(tmp_path: Path) -> None:
     assert tight.verdict.fits and tight.question.settings.weight_cache_bytes == 0
     full = planned(tmp_path, "2x4090", "method=full")
     assert full.question.settings.weight_cache_bytes == 0
-
-
-def test_spare_bytes() -> None:
-    layers = [LayerCost("embed", 0, 0, False), *[LayerCost("block", 1, 1, True, param_bytes=1000)] * 3]
-    block = 1000 + DEVICE_ALIGNMENT_BYTES
-    assert spare_for_cache(10**6, 0, layers, share=0.5) == 3 * block
-    assert spare_for_cache(10**6, 500_000 - 2 * block, layers, share=0.5) == 2 * block
-    assert spare_for_cache(10**6, 500_000 - block + 1, layers, share=0.5) == 0
-    assert spare_for_cache(10**6, 10**7, layers, share=0.5) == spare_for_cache(10**6, 0, layers[:1], share=0.5) == 0
 
 
 def run(

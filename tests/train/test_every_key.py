@@ -6,8 +6,6 @@ update makes of them, and the options of its engine. Nothing is trained.
 
 from __future__ import annotations
 
-import contextlib
-import io
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -16,10 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from roundpipe_cli.cli.lines import LinePrinter
 from roundpipe_cli.cli.plan import plan_document
 from roundpipe_cli.engine.parity import Proof
-from roundpipe_cli.events import StepFinished
 from roundpipe_cli.planning.predict import make_plan
 from roundpipe_cli.recipe.keys import recipe_keys
 from roundpipe_cli.recipe.load import load_recipe
@@ -120,16 +116,6 @@ def loss_of(*overrides: str) -> Any:
     return preference._loss(recipe)
 
 
-def lines_of(*overrides: str) -> Any:
-    """Events of six steps, as `finetune` prints them."""
-    recipe, printed = load_recipe("recipe.yaml", overrides).recipe, io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        show = LinePrinter(recipe.logging_steps, as_json=False, is_verbose=False)
-        for step in range(6):
-            show(StepFinished(step + 1, 6, 1.0, 1e-4, 1.0, 10, 1.0, 1.0, 0.0, (1.0,), 0, 0, 0.0))
-    return printed.getvalue()
-
-
 FULL, DPO, SIMPO, ORPO = "method=full", "objective=dpo", "objective=simpo", "objective=orpo"
 
 MIN_RATE = ("lr_scheduler_type=cosine_with_min_lr", "lr_scheduler_kwargs={min_lr_rate: 0.1}")
@@ -178,7 +164,6 @@ CHANGED: dict[Any, list[str | tuple[str, ...]]] = {
         *("watchdog_s=5", "pipeline.threads_per_worker=3", "pipeline.recompute=layer", "pipeline.keep_activations=1"),
         *("pipeline.weight_cache=1000", "pipeline.skip_last_projection=false"),
     ],
-    lines_of: ["logging_steps=2"],
 }
 """What is observed -> the changed keys, each with keys that it needs."""
 
@@ -205,6 +190,7 @@ HELD = {
     "load_best_model_at_end": "train/test_evaluate.py::test_the_best_weights_are_the_result",
     "early_stopping_patience": "train/test_evaluate.py::test_early_stopping_ends_the_run_with_its_result",
     "save_steps": "train/test_finetune_result.py::test_a_run_leaves_the_documented_files",
+    "logging_steps": "train/test_finetune_output.py::test_steps_go_to_stdout_and_words_to_stderr",
     "report_to": "train/test_trackers.py::test_tensorboard_has_the_metrics_of_every_step",
     "hub_model_id": "test_release.py::test_a_finished_run_is_uploaded_where_its_recipe_says_so",
     "resume_from_checkpoint": "train/test_finetune_resume.py::test_a_named_checkpoint_of_another_run",

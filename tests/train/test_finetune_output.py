@@ -2,36 +2,24 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
-import re
 import subprocess
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from roundpipe_cli.cli.lines import LinePrinter, step_line
 from roundpipe_cli.events import (
-    CheckpointSaved,
     EvaluationFinished,
-    Event,
     Notice,
-    Paused,
     Phase,
     RunFinished,
-    RunStarted,
     StepFinished,
 )
-from roundpipe_cli.model.files.source import ModelSource
-from roundpipe_cli.recipe.schema import Recipe
-from roundpipe_cli.train.prepare.trainable import fill_store
 from tests.support.e2e import STAGES, finetune, fresh, launch, make_workspace, num_lines
-from tests.support.tiny import make_rig
 
 STEP = StepFinished(
     step=12,
@@ -66,17 +54,11 @@ def test_a_step_is_one_line_of_a_terminal() -> None:
     short = replace(STEP, num_steps=20, tokens_per_s=123.4, eta_s=8.4)
     whole = "step 12/20  epoch 0.60  loss 1.2346  grad 0.46  lr 9.5e-04  123 tok/s  bubble 12%  eta 8 s at 08:00"
     assert step_line(short, NOW_S) == step_line(short, NOW_S, 200) == whole
-    assert step_line(replace(STEP, epoch=None), NOW_S).startswith("step   12/5000  loss 1.2346  grad 0.46  lr ")
-    narrow = step_line(STEP, NOW_S, 80)
-    assert narrow == "step   12/5000 epoch 0.60 loss 1.2346 grad 0.46 12346 tok/s eta 3h27m at 11:27"
     for width in (60, 80, 100):
         large, margin = replace(STEP, grad_norm=123456.0, eta_s=2e6), replace(STEP, preference={"reward_margin": 0.1})
         for step in (STEP, large, margin):
             assert len(step_line(step, NOW_S, width)) < max(width, 78), (width, step_line(step, NOW_S, width))
-    assert step_line(replace(STEP, step=5000), NOW_S).endswith("eta 0 s")
-    pairs = step_line(replace(short, preference={"reward_margin": 0.1018}), NOW_S, 80)
-    assert pairs == "step 12/20 epoch 0.60 loss 1.2346 margin 0.102 123 tok/s eta 8 s at 08:00"
-    assert "lr " not in step_line(replace(STEP, step=5000), NOW_S, 80), "the last line has the figures of the others"
+    assert " margin 0.102 " in step_line(replace(short, preference={"reward_margin": 0.1018}), NOW_S, 80)
     assert "grad inf" in step_line(replace(STEP, grad_norm=float("inf")), NOW_S)
 
 
@@ -84,29 +66,12 @@ def test_steps_go_to_stdout_and_words_to_stderr(capsys: pytest.CaptureFixture[st
     printer = LinePrinter(logging_steps=5)
     for step in range(1, 13):
         printer(replace(STEP, step=step, num_steps=12))
-    for event in (
-        Notice("a"),
-        Phase("b"),
-        CheckpointSaved(5, "out/step-00000005", 0.5),
-        RunFinished("out", 12, 60.0),
-        RunStarted(0.0, "m", "lora", ("cpu", "cpu"), 12, 0),
-        Paused(5, True),
-        Paused(5, False),
-        Notice("warning: a lot is lost"),
-    ):
+    for event in (Notice("a"), Phase("b"), RunFinished("out", 12, 60.0), Notice("warning: a lot is lost")):
         printer(event)
     out, err = capsys.readouterr()
     assert [line.split()[1] for line in out.splitlines()] == ["1/12", "5/12", "10/12", "12/12"]
-    assert err.splitlines() == [
-        "note: a",
-        "b ...",
-        "checkpoint out/step-00000005 (500 ms, training waited 0 s)",
-        "done: 12 steps in 1m00s; the result is in out",
-        "training m, lora: 12 steps on cpu, cpu",
-        "paused after step 5",
-        "continuing",
-        "warning: a lot is lost",
-    ]
+    done = "done: 12 steps in 1m00s; the result is in out"
+    assert err.splitlines() == ["note: a", "b ...", done, "warning: a lot is lost"]
 
 
 def test_steps_as_json_are_alone_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
@@ -168,31 +133,3 @@ def test_a_locale_without_utf_8(folder: Path) -> None:
     done = fresh(folder, "finetune", "näher.yaml", environment=environment).expect(2)
     assert "there is no recipe n" in done.err
     assert done.err.isascii() and "\x1b" not in done.err
-
-
-def test_folders_with_other_letters(folder: Path) -> None:
-    (folder / "rows.jsonl").rename(folder / "Zeilen – größer.jsonl")
-    words = ("datasets=[{path: Zeilen – größer.jsonl}]", "output_dir=aus gäbe", "max_steps=1")
-    assert "the result is in aus gäbe" in finetune(folder, *words).expect(0).err
-    assert (folder / "aus gäbe" / "report.json").exists()
-
-
-def test_loading_says_how_much_and_how_fast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing was said between the first weight and the last: minutes of silence for a large model."""
-    rig = make_rig("llama")
-    plain: Any = rig.plain
-    plain.save_pretrained(str(tmp_path))
-    seconds = itertools.count(0.0, 2.0)  # each weight takes two
-    monkeypatch.setattr("roundpipe_cli.train.prepare.trainable.time", SimpleNamespace(monotonic=lambda: next(seconds)))
-    told: list[Event] = []
-    recipe = Recipe(model="tiny", method="full", datasets=(), output_dir="out", learning_rate=1e-4)
-    fill_store(rig.store, ModelSource("tiny", tmp_path), rig.skeleton, recipe, start=None, tell=told.append)
-    texts = [event.text for event in told if isinstance(event, Phase)]
-    assert re.fullmatch(r"loading [\d.]+ KiB of weights", texts[0])
-    pattern = r"loading weights: ([\d.]+) KiB of ([\d.]+) KiB, ([\d.]+) (K?i?B)/s, (\w+|[\d.]+ s) left"
-    found = [re.fullmatch(pattern, text) for text in texts[1:]]
-    assert len(found) == (len(rig.store.views) - 1) // 3 and all(found)
-    done = [float(match[1]) for match in found if match]
-    assert done == sorted(set(done)) and found[0] is not None
-    rate = float(found[0][3]) * (1024 if found[0][4] == "KiB" else 1)
-    assert rate == pytest.approx(1024 * done[0] / 6.0, rel=0.01)

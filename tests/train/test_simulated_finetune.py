@@ -101,8 +101,6 @@ def test_waits_of_cards_have_their_causes(folder: Path, monkeypatch: pytest.Monk
     assert state.timeline is not None
     computing = [span for span in state.timeline.spans if span.lane == "compute"]
     assert found.step_s == max(span.end_s for span in computing)
-    busy_s = sum(span.end_s - span.start_s for span in computing if span.worker == found.worker)
-    assert found.total_s == pytest.approx(found.step_s - busy_s, abs=0.01 * found.step_s)
     shown = report_page(Path("cards"))
     assert f"worker {found.worker} waited " in shown and 'class="up"' in shown and 'class="down"' in shown
 
@@ -181,38 +179,24 @@ def test_weights_unpacked_once_in_a_visit(folder: Path, monkeypatch: pytest.Monk
     assert losses(short) == losses(once) == losses(on_cpu) and len(losses(short)) == 2
 
 
-@pytest.mark.parametrize(
-    ("words", "kept"),
-    [
-        ((), "each microbatch on one"),
-        pytest.param(("pipeline.weight_cache=1000000",), "", marks=pytest.mark.sweep),
-        pytest.param(("method=full",), "", marks=pytest.mark.sweep),
-    ],
-    ids=["auto", "fixed", "none"],
-)
-def test_bench_compares_schedules(folder: Path, words: tuple[str, ...], kept: str) -> None:
+def test_bench_compares_schedules(folder: Path) -> None:
     """The same step by two schedules on both cards, with measured costs and the weights that a run would keep on them;
     the losses are compared there."""
     said: list[str] = []
-    loaded = load_recipe("recipe.yaml", (ON_CARDS, *words))
+    loaded = load_recipe("recipe.yaml", (ON_CARDS,))
     with simulated():
         found = compare_for_real(loaded, ("roundpipe", "1f1b"), repetitions=1, tell=lambda event: None, say=said.append)
     assert found.devices == ("cuda:0", "cuda:1") and [len(one.steps) for one in found.schedules] == [1, 1]
     assert all(one.device_peak_bytes > 0 for one in found.schedules)
     assert not any("counting memory" in text for text in said), "cards count it themselves"
     stays = [text for text in said if "weight cache" in text]
-    if "method=full" in words:
-        assert not stays and not any(one.cache_bytes for one in found.schedules)
-        return
     whole = sum(layer.param_bytes for layer in found.costs.layers)
     for one in found.schedules:
         assert one.cache_bytes > 0
         assert all(step.upload_bytes < whole / 2 for step in one.steps), "frozen weights are on the cards"
-    if kept:
-        assert stays[0].startswith("roundpipe: ") and kept in stays[0] and found.schedules[0].holds_all
-        assert stays[1].startswith("1f1b: weight cache (auto): all of ") and not found.schedules[1].holds_all
-    else:
-        assert not stays, "the recipe says what stays"
+    assert stays[0].startswith("roundpipe: ") and "each microbatch on one" in stays[0]
+    assert stays[1].startswith("1f1b: weight cache (auto): all of ")
+    assert [one.holds_all for one in found.schedules] == [True, False]
 
 
 def test_links_that_cannot_be_measured_are_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
