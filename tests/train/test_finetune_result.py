@@ -24,7 +24,6 @@ from roundpipe_cli.train.checkpoint.output_dir import OutputDir
 from roundpipe_cli.train.loop import Trainer
 from roundpipe_cli.train.prepare.setup import Setup, prepare
 from roundpipe_cli.train.signals import Reporting, StopSignals
-from tests.support.covering import swept
 from tests.support.e2e import (
     METRIC_KEYS,
     STAGES,
@@ -144,23 +143,6 @@ def test_the_adapter_is_the_trained_one_to_the_bit(folder: Path) -> None:
     assert any(bool(tensor.any()) for name, tensor in state.items() if "lora_B" in name)
     assert torch.equal(logits_of(loaded), logits_of(plain_copy(setup.model, setup.store)))
     assert not torch.equal(logits_of(loaded), logits_of(base_model(folder / "model")))
-
-
-@pytest.mark.parametrize("way", ["packing=true", *swept(["pipeline.sequence_chunks=3"])])
-def test_rows_and_chunks_of_a_hybrid_model_resume_to_the_bit(folder: Path, way: str) -> None:
-    """Recurrent and convolution state begin anew at each packed row, and go on in each chunk: tests/data/test_packing,
-    tests/engine/test_sequence_chunks."""
-    kinds = {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2}
-    make_model(folder / "hybrid", "qwen3_next", **kinds)
-    words = ("model=hybrid", "lora.dropout=0", way, "max_steps=2", "save_steps=1", "max_seq_length=128")
-    words = (*words, "micro_batch_size=1", "gradient_accumulation_steps=1", "pipeline.forward_stages=[[0,2]]")
-    words = (*words, "pipeline.backward_stages=[[3,3],[2,2],[0,1]]")  # sequences are cut beside the head alone
-    finetune(folder, *words).expect(0)
-    finetune(folder, *words, "output_dir=again", "resume_from_checkpoint=out/step-00000001").expect(0)
-    assert_same_run(folder / "out", folder / "again")
-    assert len(metrics(folder / "again")) == 2
-    names = load_file(folder / "out" / "adapter_model.safetensors")
-    assert any("linear_attn" in name for name in names) and metrics(folder / "out")[0]["loss"] > 0
 
 
 MOE_TYPES = [

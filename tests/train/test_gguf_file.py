@@ -79,7 +79,7 @@ def read_by_transformers(folder: Path) -> Any:
     return load_whole(folder, "AutoModelForCausalLM", gguf_file=GGUF_NAME)
 
 
-@pytest.mark.parametrize("model_type", SIZES)
+@pytest.mark.parametrize("model_type", FAMILIES)
 def test_a_family_computes_the_same_from_its_file(tmp_path: Path, model_type: str) -> None:
     """A bfloat16 model, bit for bit but for gemma's norms, to which the format adds 1. Our own reader trains on it."""
     folder = make_model(tmp_path / "model", model_type, dtype="bfloat16", **SIZES[model_type])
@@ -139,7 +139,6 @@ def test_sentencepiece_tokens_have_scores_and_kinds(tmp_path: Path) -> None:
     ("model_type", "changes", "expected"),
     [
         ("gpt2", {}, "models of the type gpt2"),
-        ("qwen3_moe", {}, "models of the type qwen3_moe"),
         ("llama", {"hidden_act": "relu"}, "activation relu"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "type dynamic"),
         ("gemma3_text", {"layer_types": ["full_attention"] * 3}, "another pattern"),
@@ -165,9 +164,6 @@ def test_a_converter_writes_the_types_that_it_knows(tmp_path: Path) -> None:
     run(tmp_path, *words, "by").expect(0)
     assert (tmp_path / "by" / GGUF_NAME).read_text() == "q8_0"
     assert (tmp_path / "by" / "Modelfile").read_text().startswith("FROM ./model.gguf\n")
-    (tmp_path / "convert.py").write_text("raise SystemExit('unknown architecture')")
-    assert "unknown architecture" in run(tmp_path, *words, "failed").expect(2).err
-    assert (tmp_path / "failed" / "model.safetensors").exists() and not (tmp_path / "failed" / GGUF_NAME).exists()
     assert "does not write this type" in run(tmp_path, *words, "x", "--gguf", "q4_0").expect(2).err
     unknown = run(tmp_path, *words, "x", "--gguf", "q4_k_m").expect(2).err
     assert "llama-quantize" in unknown and "q4_k_m" in unknown
@@ -224,7 +220,3 @@ def test_modes_follow_the_users_umask(tmp_path: Path, umask: int) -> None:
     for path in (tmp_path / "copy").iterdir():
         assert path.stat().st_mode & 0o777 == 0o666 & ~umask, path.name
     assert (tmp_path / "copy").stat().st_mode & 0o777 == 0o777 & ~umask
-
-
-def test_every_family_is_tried() -> None:
-    assert FAMILIES.keys() == SIZES.keys()

@@ -51,15 +51,14 @@ def text_loss(model: Any, folder: Path, texts: Sequence[str] = TEXTS) -> float:
     return total / count
 
 
-IN_SUITE = (("gemma4", "lora"),)
-"""Whole models are trained and saved there by tests/model/test_multimodal.py, and by a run in test_stored_heads.py;
-other adapters are merged by test_adapter_starts.py."""
 CASES = [
-    pytest.param(*case, marks=[] if case in IN_SUITE else [pytest.mark.sweep])
+    pytest.param(name, method, marks=[] if (name, method) == ("gemma4", "lora") else [pytest.mark.sweep])
     for name in sorted(FAMILIES)
     if name not in BROKEN
-    for case in ((name, "lora"), (name, "full"))
+    for method in ("lora", "full")
 ]
+"""In the suite tests/model/test_multimodal.py and test_stored_heads.py train whole models, and test_adapter_starts.py
+merges other adapters."""
 
 
 # PEFT looks for ranks among modules alone, and these are of parameters

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.files.source import ModelSource
@@ -44,15 +44,6 @@ def test_another_base_is_refused_unless_it_is_meant(trained: Path, words: tuple[
     assert words[0] != "export" or not (trained / "merged").exists()
     done = run(trained, *words, "--allow-other-base").expect(0)
     assert "was trained on a base model of other weights than" in done.err
-
-
-def test_an_adapter_without_a_fingerprint_is_noted(trained: Path) -> None:
-    copy = trained / "foreign"
-    copy.mkdir()
-    shutil.copy(trained / "out" / "adapter_config.json", copy)
-    save_file(load_file(trained / "out" / ADAPTER), copy / ADAPTER, {"format": "pt"})
-    done = run(trained, "export", "foreign", "--merge", "--to", "of-foreign", "--base", "other").expect(0)
-    assert "has no fingerprint of the base model" in done.err
 
 
 def test_the_fingerprint_goes_with_a_copy_of_the_adapter(trained: Path) -> None:

@@ -66,19 +66,6 @@ def test_any_microbatches_keep_rows_and_loss(
         assert losses == pytest.approx(expected, rel=TOLERANCE)
 
 
-def test_bits_do_not_depend_on_workers_stages_or_an_interruption(tmp_path: Path, two_blocks: Path) -> None:
-    """Steps have 2 to 4 microbatches here. One worker; two up to a kill, then three."""
-    shape = {**BY_TOKENS, "micro_batch_tokens": 256}
-    folder = workspace(tmp_path / "work", two_blocks, val_set_size=3, **shape)
-    finetune(folder, "pipeline.devices=[cpu]", "output_dir=whole").expect(0)
-    assert finetune(folder, fault="optimizer:kill:step=2").code < 0
-    finetune(folder, "--resume", "pipeline.devices=[cpu,cpu,cpu]").expect(0)
-    found, expected = ([row["loss_hex"] for row in metrics(folder / name)] for name in ("out", "whole"))
-    assert found == expected and len(found) == 3
-    evaluations = [(folder / name / "eval.jsonl").read_text().splitlines()[-1] for name in ("out", "whole")]
-    assert json.loads(evaluations[0])["loss_hex"] == json.loads(evaluations[1])["loss_hex"]
-
-
 def test_auto_is_resolved_once_whatever_the_number_of_workers(tmp_path: Path, two_blocks: Path) -> None:
     shape = {**BY_TOKENS, "micro_batch_tokens": "auto"}
     found = []

@@ -10,7 +10,7 @@ import json
 import re
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,6 @@ from roundpipe_cli.costs.models import TrainingSettings
 from roundpipe_cli.errors import RecipeError, RefusedError
 from roundpipe_cli.events import Event, Tell
 from roundpipe_cli.model.dropout import embedding_noise, layer_seed
-from roundpipe_cli.model.load import build_skeleton
-from roundpipe_cli.model.lora import describe_dead_alternatives
 from roundpipe_cli.model.stored.packed_weights import import_bitsandbytes
 from roundpipe_cli.recipe.check import SCHEDULE_KEYS
 from roundpipe_cli.recipe.load import load_recipe
@@ -39,7 +37,7 @@ from roundpipe_cli.train.prepare.setup import Setup, prepare
 from roundpipe_cli.train.signals import Reporting, StopSignals
 from tests.support.adapters import random_adapter
 from tests.support.e2e import make_model, make_tokenizer, make_workspace, metrics
-from tests.support.tiny import make_rig, tiny_config
+from tests.support.tiny import make_rig
 from tests.train.test_export_adapters import adapter_of_experts
 
 bitsandbytes: Any = import_bitsandbytes()
@@ -305,14 +303,12 @@ def test_another_shape_than_the_adapters_is_refused(folder: Path) -> None:
         ("untied", "lora.modules_to_save=[lm_hed]", ["no such module to train", "lm_hed", "did you mean lm_head?"]),
         ("experts", "lora.use_dora=true", ["DoRA cannot adapt this model"]),
         ("untied", "lora.target_modules=[lm_head]", ["outside the model's blocks"]),
-        ("untied", "lora.target_modules=[self_attn.v_prj, q_proj]", ["did you mean self_attn.v_proj?"]),
         ("untied", "lora.target_modules=[q_prj, v_prj, o_proj]", ["q_prj, v_prj", "did you mean q_proj, v_proj?"]),
         ("untied", "lora.target_modules=q_proj", ["lora.target_modules=[q_proj]"]),
         ("untied", "lora.target_modules='('", ["unterminated", "lora.target_modules=all-linear"]),
         ("experts", "lora.target_modules=[q_proj, w1]", ["w1", "lora.target_modules=all-linear"]),
         ("experts", "lora.target_modules=[q_proj, gate]", ["gate", "leave it out"]),  # a router is never adapted
         ("untied", "frozen_parameters=[nothing]", ["no parameter has such a name"]),
-        ("untied", "frozen_parameters=['(']", ["not a regular expression"]),
         ("untied", "frozen_parameters=[model, head]", ["nothing is left to train"]),
     ],
 )
@@ -338,34 +334,16 @@ def test_a_name_that_a_continued_adapter_has_no_weights_for_is_refused(folder: P
     random_adapter(folder / "model", folder / "first", target_modules=["q_proj", "v_proj"])
     path = folder / "first" / "adapter_config.json"
     config = json.loads(path.read_text())
-    for name in ("v_prj", "c_attn"):
-        path.write_text(json.dumps({**config, "target_modules": ["q_proj", "v_proj", name]}))
-        with pytest.raises(RefusedError) as raised:
-            setup_of(folder, *_start(folder))
-        (problem,) = raised.value.problems
-        assert (problem.where, problem.found) == (f"{path}: target_modules", name)
-        assert "delete it there" in str(problem.hint)
-
-
-@pytest.mark.parametrize(
-    ("pattern", "said"),
-    [
-        (r".*\.(q_proj|v_prj)", "v_prj in the pattern matches no module of this model; did you mean v_proj?"),
-        (r".*\.q_proj|.*\.v_prj", r".*\.v_prj in the pattern matches no module of this model"),
-        (r"model.layers.[\d]+.(mlp|cross_attn|self_attn).(up|q|o)_proj", "cross_attn in the pattern matches no module"),
-        (r"(?!.*(vision|audio)).*layers\.(0|1)\..*[q|v]_proj", None),
-        (r"(model\.)?layers\.\d+\.self_attn\.(q|v)_proj", None),
-    ],
-)
-def test_a_part_of_a_pattern_that_matches_nothing_is_said(pattern: str, said: str | None) -> None:
-    """A pattern may be for several kinds of models: what is not there is no mistake."""
-    notes = describe_dead_alternatives(build_skeleton(tiny_config("llama"), torch.float32), pattern)
-    assert len(notes) == (said is not None) and (said is None or said in notes[0])
+    path.write_text(json.dumps({**config, "target_modules": ["q_proj", "v_proj", "c_attn"]}))
+    with pytest.raises(RefusedError) as raised:
+        setup_of(folder, *_start(folder))
+    (problem,) = raised.value.problems
+    assert (problem.where, problem.found) == (f"{path}: target_modules", "c_attn")
+    assert "delete it there" in str(problem.hint)
 
 
 OUT_OF_BOUNDS = {
-    "warmup_stable_decay": "min_lr_ratio: -0.1|min_lr_ratio: 1.5|num_stable_steps: -3|num_decay_steps: 2.5"
-    "|decay_type: sideways",
+    "warmup_stable_decay": "min_lr_ratio: -0.1|min_lr_ratio: 1.5|num_decay_steps: 2.5|decay_type: sideways",
     "cosine_with_min_lr": "min_lr_rate: 3|min_lr_rate: .nan|min_lr_rate: '0.1'|min_lr: 0.2|min_lr: -1e-6",
     "polynomial": "lr_end: -1e-5|lr_end: 0.5|power: -1|power: .inf",
     "inverse_sqrt": "timescale: 0",
@@ -414,12 +392,8 @@ def check_rates(name: Any, settings: dict[str, Any], num_steps: int, *, warmup: 
     ("name", "settings", "found"),
     [
         ("warmup_stable_decay", {"num_decay_steps": 5, "num_stable_steps": 9, "min_lr_ratio": -0.1}, "-0.1 at step 18"),
-        ("cosine_with_min_lr", {"min_lr_rate": 3}, "1.00052 at step 5,"),
         ("polynomial", {"lr_end": -0.5}, "-0.0"),
-        ("polynomial", {"power": -1}, "at step 5"),
-        ("inverse_sqrt", {"timescale": -20}, "at step 5"),
         ("inverse_sqrt", {"timescale": 0}, "division"),
-        ("cosine", {"num_cycles": 1e308}, "at step 5"),
         ("warmup_stable_decay", {"num_decay_steps": 3, "decay_type": "sideways"}, "sideways"),
     ],
 )
@@ -435,7 +409,7 @@ def test_every_step_of_a_schedule_is_in_bounds(name: str, settings: dict[str, An
         check_rates("warmup_stable_decay", {"num_decay_steps": 3, "min_lr_ratio": 1.5}, 7_654_321, warmup=0)
 
 
-@pytest.mark.parametrize("num_steps", [1, 5, 100, 3_000_000])
+@pytest.mark.parametrize("num_steps", [1, 100, 3_000_000])
 @pytest.mark.parametrize("name", [*SCHEDULE_KEYS, "linear", "constant"])
 def test_schedules_with_usual_settings_stay_in_bounds(name: str, num_steps: int) -> None:
     """Of any length, warmup as long as the run included."""
@@ -451,24 +425,12 @@ def test_a_rate_above_the_peak_can_be_asked_for(folder: Path) -> None:
     assert rate_schedule_of(recipe, 100)(99) > 2.9 * recipe.learning_rate
 
 
-def test_a_wrong_schedule_is_refused_before_the_weights_are_loaded(folder: Path) -> None:
-    """The whole schedule is looked at as soon as the number of steps is known, not after minutes of loading."""
-    keys = ["lr_scheduler_type=cosine_with_min_lr", "lr_scheduler_kwargs={min_lr_rate: 1}", "max_steps=9"]
-    loaded = load_recipe(str(folder / "recipe.yaml"), keys)
-    loaded = replace(loaded, recipe=replace(loaded.recipe, lr_scheduler_kwargs={"min_lr_rate": 3}))
-    events: list[str] = []
-    with pytest.raises(RefusedError, match="out of bounds"):
-        prepare(loaded, offline=True, tell=lambda event: events.append(str(event)))
-    assert events and not any("of weights" in event for event in events)
-
-
 @pytest.mark.parametrize(
     ("keys", "expected"),
     [
         (["warmup_steps=10", "max_steps=8"], "never reaches 0.01 in this run of 8 steps, 10 of them warmup"),
         (["max_steps=1"], "is 0 at most"),
         (_schedule("warmup_stable_decay", "num_stable_steps: 3"), "is 0 from step 7 to the end, step 10"),
-        (["lr_scheduler_type=linear"], None),
         ([], None),
     ],
 )
