@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from roundpipe_cli import files as durable
 from roundpipe_cli.errors import NoCheckpointError, ResourceError
 from roundpipe_cli.train.checkpoint import writing as store
 from roundpipe_cli.train.checkpoint.manifest import DamagedError, read_own_json
@@ -342,3 +343,20 @@ def _save_with_failing_call(
         return count, error
     finally:
         replace_os_call(call, real, monkeypatch.setattr)
+
+
+def test_too_little_space_is_seen_before_anything_is_written(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(durable, "free_bytes", lambda folder: 1000)
+    with pytest.raises(ResourceError, match=r"(?s)1000 bytes.*expected: .*bytes") as caught:
+        _save(two, 30)
+    assert caught.value.exit_code == 5 and str(two) in str(caught.value)
+    assert _names(two) == ["step-00000010", "step-00000020"]
+
+
+def test_write_atomically_keeps_the_old_file_on_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "recipe.yaml"
+    durable.write_atomically(path, b"old")
+    monkeypatch.setattr(os, "fsync", _failing)
+    with pytest.raises(ResourceError, match="recipe.yaml"):
+        durable.write_atomically(path, b"new")
+    assert path.read_bytes() == b"old" and _names(tmp_path) == ["recipe.yaml"]
