@@ -15,11 +15,14 @@ from roundpipe_cli import faults
 from roundpipe_cli.cli.checks import _lost
 from roundpipe_cli.cli.finetune import restarting
 from roundpipe_cli.costs.machine import note_lost_device
-from roundpipe_cli.dashboard.state import fold_all
-from roundpipe_cli.dashboard.waiting import longest_waiting
+from roundpipe_cli.dashboard.html import comparison, timelines
+from roundpipe_cli.dashboard.state import fold, fold_all
+from roundpipe_cli.dashboard.theme import Theme
+from roundpipe_cli.dashboard.views import Scene, workers_block
+from roundpipe_cli.dashboard.waiting import details, longest_waiting
 from roundpipe_cli.engine.backends.cuda import xid_in
 from roundpipe_cli.errors import DeviceLostError, InternalError
-from roundpipe_cli.events import DeviceLost, Event, Notice, RunStarted, Span, StepFinished, StepTimeline
+from roundpipe_cli.events import DeviceLost, Event, Notice, RunStarted, Span, StepFinished, StepTimeline, decode, encode
 from roundpipe_cli.planning.adaptive import AdaptivePlanner
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.recipe.schema import PipelineConfig
@@ -246,12 +249,23 @@ def test_an_error_that_takes_all_cards_down(finetune: Finetune) -> None:
 def test_said_where_the_user_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROUNDPIPE_CACHE", str(tmp_path))
     lost = DeviceLost(1e9, 1, "cuda:1", "step 5", "CUDA error: x (Xid 79: GPU has fallen off the bus)", ("cuda:0",))
+    assert decode(json.loads(json.dumps(encode(lost)))) == lost
     started = RunStarted(0.0, "model", "lora", ("cuda:0", "cuda:1"), 9, 0)
     spans = (Span(0, "compute", "F", 0, 0, 0.0, 1.0),)
     state = fold_all([(0.0, started), (1.0, lost), (2.0, StepTimeline(5, 1.0, spans))])
     assert [worker.lost_at for worker in state.workers] == ["", "step 5"]
+    for height in (12, 24, 60):
+        frame = "\n".join(line.plain for line in workers_block(Scene(state.workers, 2.0, 10.0, Theme()), 100, height))
+        assert frame.count("lost at step 5") == 1, frame
     waited = longest_waiting(state)
     assert waited is not None and waited.worker == 0
+    assert "lost at step 5" in timelines([StepTimeline(5, 1.0, spans)], ["", "step 5"], title="work")
+    row = StepFinished(5, 9, 1.0, 1e-3, 1.0, 8, 8.0, 1.0, 0.1, (0.9, 0.0), 0, 0, 4.0)
+    state = fold(state, row, 2.0)
+    assert any("cuda:1, lost at step 5" in line for line in details(state))
+    assert state.workers[1].utilization is None, "no share of a step is its"
+    report = {"lost_devices": [{"worker": 1, "tokens_per_s_before": 20.0, "tokens_per_s_after": 10.0}]}
+    assert [row[2] for row in comparison(report)] == ["20", "10"]
     assert list(_lost()) == []
     note_lost_device(lost.text)
     (check,) = _lost()

@@ -120,6 +120,33 @@ def test_an_update_waits_for_the_copy_of_its_layer_and_for_no_other(tmp_path: Pa
     assert saved.seconds >= saved.pause_s >= 0.1, "what training waited is reported"
 
 
+def test_a_pause_is_reported_whenever_the_update_wakes_up(tmp_path: Path) -> None:
+    """It was added by the update's thread: on a loaded machine the checkpoint was reported first, with no pause."""
+    run, go = Run(tmp_path), threading.Event()
+    with run.saver:
+        run.save(1, [0], lambda layer: go.wait(30))
+        save = run.saver._save
+        assert save is not None
+        wait, ended = save._changed.wait, threading.Event()
+
+        def wakes_up_late() -> None:
+            wait()
+            save._changed.release()
+            ended.wait(30)
+            save._changed.acquire()
+
+        save._changed.wait = wakes_up_late  # type: ignore[assignment, method-assign]
+        waiting = threading.Thread(target=run.saver.before_layer, args=(0, 2))
+        waiting.start()
+        waiting.join(0.1)
+        go.set()
+        run.saver.wait()
+        ended.set()
+        waiting.join(30)
+    (saved,) = (event for event in run.events if isinstance(event, CheckpointSaved))
+    assert saved.pause_s >= 0.05
+
+
 def test_the_ring_is_never_a_second_copy() -> None:
     for total_bytes in (20_000, 10**6, 5 * 10**7):
         assert total_bytes / 10 <= _Ring(total_bytes).num_bytes <= total_bytes / 2
