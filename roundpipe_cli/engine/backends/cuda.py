@@ -232,7 +232,7 @@ def counts(values: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0
     return (values.flatten()[:, None] == each).sum(dim=0).to(values.dtype)
 
 
-def capability_of(device: torch.device | str) -> tuple[int, int] | None:
+def nvidia_capability(device: torch.device | str) -> tuple[int, int] | None:
     """Compute capability of an NVIDIA GPU, e.g. (8, 6); None: another maker's."""
     return None if torch.version.hip else torch.cuda.get_device_capability(device)
 
@@ -372,7 +372,7 @@ class CudaBackend(Backend):
         self.device = torch.device("cuda", index)
         self._turns = turns
         self.aliases_host = False
-        self.capability = capability_of(self.device)
+        self.capability = nvidia_capability(self.device)
         with torch.cuda.device(self.device):
             self._compute = torch.cuda.Stream(self.device, priority=-1)
             self._up = torch.cuda.Stream(self.device)
