@@ -309,6 +309,13 @@ def test_losses_and_gradients_are_those_of_transformers(
     assert float(gradients[1]["model.layers.0.self_attn.sinks"].norm()) > 1e-5, "sinks learn"
 
 
+def test_generated_tokens_are_those_of_transformers() -> None:
+    theirs, ours = (
+        model.eval().generate(torch.arange(1, 9)[None], max_new_tokens=12, do_sample=False) for model in both()
+    )
+    assert torch.equal(theirs, ours)
+
+
 @pytest.mark.parametrize("length", [8, 15, 16])
 def test_sixteen_bits_are_nearer_to_the_truth_than_transformers(length: int) -> None:
     generator = torch.Generator().manual_seed(length)
