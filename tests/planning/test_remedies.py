@@ -36,11 +36,11 @@ PAIRS = {
     "HuggingFaceTB/SmolLM2-1.7B": (FITS, FITS, FITS, FITS),
     "Qwen/Qwen3-4B": (FITS, FITS, FITS, FITS),
     "mistralai/Mistral-7B-v0.3": ((S, EIGHT), FITS, FITS, FITS),
-    "Qwen/Qwen3-8B": ((S, FP8), FITS, FITS, FITS),
-    "google/gemma-3-12b-pt": ((S, FOUR), FITS, FITS, FITS),  # FP8 would be slower than weights from disk
+    "Qwen/Qwen3-8B": ((S, EIGHT), FITS, FITS, FITS),
+    "google/gemma-3-12b-pt": ((S, EIGHT), FITS, FITS, FITS),  # FP8 would be slower than weights from disk
     "openai/gpt-oss-20b": ((S, FOUR), (S, FP8), FITS, FITS),
     "Qwen/Qwen3-30B-A3B": ((S, FOUR), (S, FOUR), FITS, FITS),
-    "Qwen/Qwen3-32B": ((S, FOUR), (S, FOUR), (S, FP8), FITS),
+    "Qwen/Qwen3-32B": ((S, f"model=openai/gpt-oss-20b {FOUR}"), (S, FOUR), (S, FP8), FITS),
     "meta-llama/Llama-3.3-70B-Instruct": (
         (S, FOUR),
         (S, f"model=Qwen/Qwen3.5-35B-A3B {FOUR}"),
