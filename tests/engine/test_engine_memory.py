@@ -50,8 +50,8 @@ def deep(request: pytest.FixtureRequest) -> Rig:
 
 @pytest.fixture(scope="module")
 def rig() -> Rig:
-    """A sixth: still more stages than a worker has slots."""
-    return rig_of("full", NUM_BLOCKS // 6)
+    """A third: in stages of two blocks still more stages than a worker has slots."""
+    return rig_of("full", NUM_BLOCKS // 3)
 
 
 def cut(rig: Rig, blocks_per_stage: int, num_microbatches: int) -> Schedule:
@@ -147,15 +147,16 @@ def test_live_bytes_stay_within_the_bound(deep: Rig, blocks_per_stage: int, reco
 
 
 def test_peak_does_not_grow_with_rounds(rig: Rig) -> None:
-    """Each round more would add two microbatches' tensors; when one of them is freed depends on the threads' turns."""
-    two_rounds, three_rounds = (run(rig, cut(rig, 1, count)).device_peak_bytes for count in (4, 6))
+    """Each round more would add two microbatches' tensors; when one of them is freed, and small ones beside it, depends
+    on the threads' turns."""
+    two_rounds, three_rounds = (run(rig, cut(rig, 2, count)).device_peak_bytes for count in (4, 6))
     boundary = ROWS * TOKENS * HIDDEN * 4
-    assert max(three_rounds) <= max(two_rounds) + boundary
+    assert max(three_rounds) <= max(two_rounds) + 1.5 * boundary
 
 
 def test_every_transfer_has_its_time(rig: Rig) -> None:
     """The links of a measured step were not recorded, so nothing could say what a worker had waited for."""
-    result = run(rig, cut(rig, 1, 4), count_bytes=False)
+    result = run(rig, cut(rig, 2, 4), count_bytes=False)
     links, actions = result.links, result.actions
     assert all(0 <= link.start_s <= link.end_s <= result.step_s for link in links)
     uploads = [link for link in links if link.lane == UP and link.microbatch < 0]
