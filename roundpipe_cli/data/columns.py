@@ -297,6 +297,7 @@ MEDIA_ENDINGS = (
     *(".mp4", ".mov", ".avi", ".mkv", ".webm", ".wav", ".mp3", ".flac", ".ogg", ".m4a"),
 )
 MEDIA_WORD = re.compile(r"image|img|video|audio|picture|photo|pixel|frame|media|speech|sound|figure", re.IGNORECASE)
+_media_word = lru_cache(maxsize=4096)(MEDIA_WORD.search)  # asked for each unused column of each row
 
 
 def refuse_layout(layouts: Sequence[Sequence[str]], where: str) -> None:
@@ -412,7 +413,7 @@ def _may_be_media(name: str, value: object) -> bool:
     items = value if isinstance(value, (list, tuple)) else (value,)
     if any(isinstance(item, str) and item[-5:].lower().endswith(MEDIA_ENDINGS) for item in items):
         return True
-    return MEDIA_WORD.search(name) is not None and says_something(value)
+    return _media_word(name) is not None and says_something(value)
 
 
 def _placeholder(value: object) -> str | None:

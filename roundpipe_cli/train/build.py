@@ -55,9 +55,6 @@ def make_engine(setup: Setup, *, count_bytes: bool = False) -> Engine:
     unread = setup.probe.find_unread_products(in_chunks=chunks is not None) if skip or chunks else {}
     attends_in_rows = setup.attends_in_rows
     setup.probe.forget()
-    layouts = setup.store.layouts
-    values = len(layouts) * recipe.rows_per_step * int(setup.dataset.rows.lengths.max()) * setup.split.boundary_columns
-    inputs_bytes = values * layouts[0].trainable_dtype.itemsize  # of every layer, of a step's rows at their longest
     return Engine(
         setup.model,
         setup.split,
@@ -79,7 +76,7 @@ def make_engine(setup: Setup, *, count_bytes: bool = False) -> Engine:
             unread=unread if skip else None,
             attends_in_rows=attends_in_rows,
             keep_blocks=_kept_blocks(recipe.pipeline, setup.split.num_blocks),
-            keep_inputs=skip is True or inputs_bytes <= INPUTS_SHARE * host_memory().available_bytes,
+            keep_inputs=skip is True or _inputs_bytes(setup) <= INPUTS_SHARE * host_memory().available_bytes,
             whole_per_visit=setup.unpacks_once,
             weight_cache_bytes=weight_cache_bytes(recipe.pipeline),
             watchdog_s=recipe.watchdog_s or None,
@@ -97,6 +94,12 @@ def _kept_blocks(pipeline: PipelineConfig, num_blocks: int) -> int:
 def weight_cache_bytes(pipeline: PipelineConfig) -> int:
     """Bytes of each GPU's memory for weights that stay on it."""
     return 0 if pipeline.weight_cache == "auto" else pipeline.weight_cache
+
+
+def _inputs_bytes(setup: Setup) -> int:
+    """Host bytes of the boundary tensors at the input of every layer, of a step's rows at their longest."""
+    layouts, tokens = setup.store.layouts, setup.recipe.rows_per_step * int(setup.dataset.rows.lengths.max())
+    return len(layouts) * tokens * setup.split.boundary_columns * layouts[0].trainable_dtype.itemsize
 
 
 def make_planner(setup: Setup) -> AdaptivePlanner:

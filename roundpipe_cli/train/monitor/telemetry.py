@@ -122,11 +122,9 @@ class DeviceSampler:
 # Rows of `metrics.jsonl`: one a step, each whole or, after a crash, cut off by `--resume`.
 
 
-MEASURED = ["tokens", "tokens_per_s", "step_s", "bubble_ratio", "utilization", "upload_bytes", "device_peak_bytes"]
-
-
 def metrics_row(event: StepFinished) -> dict[str, Any]:
     """The row of a step. `loss_hex` is exact; a value that is not finite is null."""
+    same = "tokens", "tokens_per_s", "step_s", "bubble_ratio", "utilization", "upload_bytes", "device_peak_bytes"
     return {
         "step": event.step,
         "epoch": event.epoch,
@@ -134,7 +132,7 @@ def metrics_row(event: StepFinished) -> dict[str, Any]:
         "loss_hex": event.loss.hex(),
         "learning_rate": event.learning_rate,
         "grad_norm": event.grad_norm if math.isfinite(event.grad_norm) else None,
-        **{name: getattr(event, name) for name in MEASURED},
+        **{name: getattr(event, name) for name in same},
         **(event.preference or {}),
     }
 

@@ -341,7 +341,7 @@ class HostOptimizer:
         """Neighbours with the same rule are one piece."""
         layout = self._store.layouts[layer]
         state = self._make_state(layer, layout.name, torch.Size([layout.num_trainable_elements]))
-        groups = groupby(layout.trainable, key=lambda place: self._rule_of(place.name))
+        groups = groupby(layout.trainable, key=lambda place: self._rules.get(place.name, self._rule))
         firsts = [(next(places).element_offset, rule) for rule, places in groups]
         starts = [0, *(start for start, _ in firsts[1:])]
         pieces = []
@@ -350,14 +350,11 @@ class HostOptimizer:
             pieces.append(_Piece(start, stop, torch.Size([stop - start]), rule, part))
         return pieces
 
-    def _rule_of(self, name: str) -> UpdateRule:
-        return self._rules.get(name, self._rule)
-
     def _parameter_pieces(self, layer: int) -> list[_Piece]:
         pieces = []
         for place in self._store.layouts[layer].trainable:
             state = self._make_state(layer, place.name, place.shape)
-            start, rule = place.element_offset, self._rule_of(place.name)
+            start, rule = place.element_offset, self._rules.get(place.name, self._rule)
             pieces.append(_Piece(start, start + place.num_elements, place.shape, rule, state))
         return pieces
 
