@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import shutil
 import signal
@@ -19,13 +20,12 @@ import typer
 
 from roundpipe_cli.choices import CONVERTER_TYPES, GGUF_NAME, GGUF_TYPES
 from roundpipe_cli.cli.output import go_offline, load_libraries, say, say_data
-from roundpipe_cli.errors import Problem, RecipeError, RefusedError, redact
+from roundpipe_cli.errors import Problem, RefusedError, redact
 from roundpipe_cli.files import TEMPORARY_PREFIX, kind_of_file, named_path, shared_mode, stays_inside
-from roundpipe_cli.units import counted, format_bytes
+from roundpipe_cli.units import format_bytes
 
 if TYPE_CHECKING:
     from roundpipe_cli.model.files.source import ModelSource
-    from roundpipe_cli.train.result.export import Merged
 
 
 # Extras of `export` for a finished folder: a GGUF file by llama.cpp's converter, an upload.
@@ -49,14 +49,13 @@ def convert_to_gguf(converter: Path, folder: Path, type_name: str = GGUF_TYPES[0
     """
     target = folder / GGUF_NAME
     words = [sys.executable, str(converter), str(folder), "--outfile", str(target), "--outtype", type_name]
-    done = _run(words, target)
-    if done.returncode or not target.is_file():
+    exit_code, said = _run(words, target)
+    if exit_code or not target.is_file():
         target.unlink(missing_ok=True)
-        said = " / ".join((done.stderr or done.stdout).strip().splitlines()[-3:])
         raise RefusedError(
             "the converter to GGUF failed; the merged model is as it was",
             where=str(converter),
-            found=redact(said)[-500:] or f"exit code {done.returncode}",
+            found=redact(" / ".join(said.strip().splitlines()[-3:]))[-500:] or f"exit code {exit_code}",
             hint=f"by hand: {' '.join(words)}",
         )
     target.chmod(shared_mode(0o666))
@@ -111,29 +110,24 @@ def _find_gguf_writer(result: Path, base: ModelSource | None, type_name: str, na
     return found
 
 
-def _run(words: list[str], target: Path) -> subprocess.CompletedProcess[str]:
-    """Run a program to its end; ended by SIGKILL once it has done nothing for `STALLED_S`."""
+def _run(words: list[str], target: Path) -> tuple[int, str]:
+    """Exit code of a program, and what it printed; ended by SIGKILL once it has done nothing for `STALLED_S`."""
     with subprocess.Popen(
-        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace"
+        words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
     ) as process:
         before, since_s = (0, 0), time.monotonic()
-        while True:
-            try:
-                out, err = process.communicate(timeout=LOOK_S)
-            except subprocess.TimeoutExpired:
+        try:
+            while True:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    said, _ = process.communicate(timeout=LOOK_S)
+                    return process.returncode, said
                 now = _progress(process.pid, target)
                 if now != before:
                     before, since_s = now, time.monotonic()
                 elif time.monotonic() - since_s > STALLED_S:
-                    process.kill()
-                    process.communicate()
-                    err = f"it did nothing for {STALLED_S:g} s and was ended"
-                    return subprocess.CompletedProcess(words, -signal.SIGKILL, "", err)
-            except BaseException:
-                process.kill()
-                raise
-            else:
-                return subprocess.CompletedProcess(words, process.returncode, out, err)
+                    return -signal.SIGKILL, f"it did nothing for {STALLED_S:g} s and was ended"
+        finally:
+            process.kill()
 
 
 def _progress(pid: int, target: Path) -> tuple[int, int]:
@@ -169,13 +163,13 @@ def push_result(output_dir: Path, name: str, base: str) -> str:
     """
     import tempfile  # would be a tenth of the time of `export --help`
 
-    from roundpipe_cli.train.result.export import Extras, copy_result
+    from roundpipe_cli.train.result.export import copy_result
 
     exported = f"{output_dir}-exported"
     hint = f"hf auth login, then: roundpipe export {output_dir} --to {exported} --push {name}"
     problem = Problem("the run is finished, and its upload failed", f"hub_model_id: {name}", hint=hint)
     with tempfile.TemporaryDirectory(prefix=TEMPORARY_PREFIX, dir=output_dir) as folder:
-        copy_result(output_dir, Path(folder) / "result", Extras(base))
+        copy_result(output_dir, Path(folder) / "result", lambda note: None, base=base)
         return _upload(Path(folder) / "result", name, problem)
 
 
@@ -278,32 +272,38 @@ def export(
         say("note: this result is a whole model: there is nothing to merge, it is copied")
         merge = False
     gguf = _check_gguf_type(gguf)
-    if gguf and found.kind == "adapter" and not merge:
-        raise RefusedError("--gguf needs a whole model", where=str(output_dir), hint="add --merge")
-    if push_to is not None and offline:
-        raise RefusedError("--push needs a connection", hint="leave --offline out")
+    check_dtype(dtype)
     if adapter_layout not in ("peft", "vllm"):
         raise RefusedError("unknown layout of adapters", found=adapter_layout, expected="peft or vllm")
-    if adapter_layout == "vllm" and (merge or found.kind == "model"):
-        raise RefusedError("--adapter-layout is for adapters", where=str(output_dir), hint="leave it or --merge out")
-    check_dtype(dtype)
-    if dtype is not None and not merge:
-        hint = "add --merge" if found.kind == "adapter" else "leave it out: a whole model is copied as it is"
-        raise RefusedError("--dtype is for merged weights", hint=hint)
+    is_whole = merge or found.kind == "model"
+    for is_wrong, what, hint in (
+        (gguf is not None and not is_whole, "--gguf needs a whole model", "add --merge"),
+        (push_to is not None and offline, "--push needs a connection", "leave --offline out"),
+        (adapter_layout == "vllm" and is_whole, "--adapter-layout is for adapters", "leave it or --merge out"),
+        (dtype is not None and not merge, "--dtype is for merged weights", "a whole model is copied as it is"),
+    ):
+        if is_wrong:
+            raise RefusedError(what, where=str(output_dir), hint=hint)
     target = named_path(to or found.default_target("merged" if merge else "exported"))
-    if target.exists():
+    if os.path.lexists(target):
         raise RefusedError("the folder to export to exists already", where=str(target), hint="name another with --to")
     if offline:
         go_offline()
+    load_libraries()
+    from roundpipe_cli.train.result.export import copy_result, merge_result
+
+    program = None
     with opened_result(found, base, offline=offline, needs_base=merge, allowed=allow_other_base) as (result, source):
-        load_libraries()
-        program = None
         if gguf is not None:
             program = _find_gguf_writer(result, source if merge else None, gguf, converter)
-        single = adapter_layout == "vllm"
-        if single and source is None:
-            source = find_adapter_base(result, base, offline=offline)
-        _export(result, source, target, base, dtype=dtype, merge=merge, single_experts=single, gguf=gguf is not None)
+        made: dict[str, Any] = {"tell": _note, "base": base, "gguf": gguf is not None}
+        if merge and source is not None:
+            say(merge_result(result, source, target, dtype, **made))
+        elif adapter_layout == "vllm":
+            model = source or find_adapter_base(result, base, offline=offline)
+            copy_result(result, target, single_experts_of=model, **made)
+        else:
+            copy_result(result, target, **made)
     if gguf is not None:
         _write_gguf(target, gguf, program)
     if push_to is not None:
@@ -311,6 +311,10 @@ def export(
     files = {path.name: path.stat().st_size for path in sorted(target.iterdir()) if path.is_file()}
     document = {"folder": str(target), "merged": merge, "pushed_to": push_to, "files": files}
     say_data(json.dumps(document) if json_ else str(target))
+
+
+def _note(text: str) -> None:
+    say(f"note: {text}")
 
 
 def _write_gguf(folder: Path, type_name: str, program: Path | None) -> None:
@@ -323,51 +327,8 @@ def _write_gguf(folder: Path, type_name: str, program: Path | None) -> None:
 
     path, notes = write_gguf(folder, type_name)
     for note in notes:
-        say(f"note: {note}")
+        _note(note)
     say(f"wrote {format_bytes(path.stat().st_size)} in {type_name}")
-
-
-def _export(
-    result: Path,
-    source: ModelSource | None,
-    target: Path,
-    base: str | None,
-    *,
-    dtype: str | None,
-    merge: bool,
-    single_experts: bool,
-    gguf: bool,
-) -> None:
-    """Write the folder `target`; `source` is the base model, to merge with or to take names of single experts from."""
-    import torch
-
-    from roundpipe_cli.train.prepare.base_files import describe_added
-    from roundpipe_cli.train.result.export import Extras, copy_result, merge_result
-
-    extras = Extras(_base_name(result, base), f"./{GGUF_NAME}" if gguf else ".")
-    is_adapter = (result / "adapter_config.json").is_file()
-    if not merge or source is None:
-        renamed = copy_result(result, target, extras, single_experts_of=source if single_experts else None)
-        if single_experts and not renamed:
-            say("note: no names changed: vLLM reads PEFT's for this model")
-        if is_adapter and not single_experts and _has_expert_adapters(result):
-            say(
-                "note: this adapter changes fused experts: PEFT loads it as it is; for vLLM add --adapter-layout vllm; "
-                "Ollama needs a merged model (--merge)"
-            )
-        if not extras.has_tokenizer:
-            say("note: the adapter has no tokenizer: its base's belongs to it")
-    else:
-        torch.set_grad_enabled(False)
-        done = merge_result(result, source, target, None if dtype is None else getattr(torch, dtype), extras=extras)
-        for note in _notes(done, source):
-            say(f"note: {note}")
-        if extras.added_ends:
-            say(f"note: {describe_added(extras.added_ends)}")
-        size = f"{format_bytes(done.num_bytes)} in {counted(done.num_shards, 'file')}"
-        say(f"merged {done.num_modules} modules: {size}")
-    if not extras.has_template and (merge or not is_adapter):
-        say("note: the chat template cannot be written in Ollama's language, so the Modelfile has none")
 
 
 def check_dtype(dtype: str | None) -> None:
@@ -378,50 +339,6 @@ def check_dtype(dtype: str | None) -> None:
     known = "bfloat16, float16 or float32"
     if dtype not in (None, "bfloat16", "float16", "float32"):
         raise RefusedError("unknown dtype", found=dtype, expected=known, hint="leave --dtype out")
-
-
-def _notes(done: Merged, source: ModelSource) -> Iterator[str]:
-    """Notes on differences from the base's files."""
-    if done.dequantized:
-        yield f"quantised in the base's files, and whole here: {', '.join(done.dequantized)}"
-    if not done.has_base_names and source.gguf_file is None:
-        yield "transformers cannot undo how it fuses this model's weights: they are written as it has them"
-    if done.untied:
-        yield "the adapter changes one of the tables that the base shares: both are written, no longer tied"
-    if done.replaced:
-        yield f"whole weights in the adapter's file take the place of the base's: {', '.join(done.replaced)}"
-
-
-def _has_expert_adapters(folder: Path) -> bool:
-    """Whether an adapter changes fused experts."""
-    from safetensors import safe_open
-
-    with safe_open(str(folder / "adapter_model.safetensors"), framework="numpy") as file:
-        return any(".experts." in key for key in file.keys())  # noqa: SIM118 - the handle is no mapping
-
-
-def _base_name(output_dir: Path, named: str | None) -> str | None:
-    """Name of the base model on the card."""
-    report = output_dir / "report.json"
-    trained = _value_in(report, "model") if report.is_file() else None
-    return named or (None if trained is None else str(trained))
-
-
-def _value_in(path: Path, key: str) -> object:
-    """The value of a key of a small JSON file; None where there is none, or the file cannot be read."""
-    try:
-        return json.loads(_small_text(path)).get(key)
-    except (OSError, ValueError, AttributeError, RecursionError):
-        return None
-
-
-def _small_text(path: Path) -> str:
-    """The text of a regular file in its folder; OSError, ValueError or RefusedError where it is none, or too large."""
-    from roundpipe_cli.files import read_regular
-    from roundpipe_cli.model.files.untrusted import MAX_RUN_FILE_BYTES, check_file
-
-    check_file(path, MAX_RUN_FILE_BYTES)
-    return read_regular(path, MAX_RUN_FILE_BYTES).decode("utf-8")
 
 
 @dataclass(frozen=True)
@@ -487,11 +404,15 @@ def opened_result(
     Raises:
         RefusedError, NoCheckpointError: see `find_adapter_base`, `check_trained_on` and `write_checkpoint_result`.
     """
+    import tempfile  # would be a tenth of the time of `export --help`
+
     with contextlib.ExitStack() as stack:
         result, source = found.folder, None
         if found.checkpoint is not None:
-            made = _made_of_checkpoint(found.folder, found.checkpoint, base, offline=offline)
-            result, source = stack.enter_context(made)
+            made = tempfile.TemporaryDirectory(prefix=TEMPORARY_PREFIX, dir=found.checkpoint.parent)
+            result, source = _make_of_checkpoint(
+                found, found.checkpoint, base, Path(stack.enter_context(made)), offline=offline
+            )
         elif needs_base and found.kind == "adapter":
             source = find_adapter_base(found.folder, base, offline=offline)
         if source is not None and needs_base and found.kind == "adapter":
@@ -499,30 +420,25 @@ def opened_result(
         yield result, source
 
 
-@contextlib.contextmanager
-def _made_of_checkpoint(
-    folder: Path, checkpoint: Path, base: str | None, *, offline: bool
-) -> Iterator[tuple[Path, ModelSource]]:
-    """The result of a checkpoint, in a temporary folder beside it, and its base model."""
-    load_libraries()
-    import tempfile
-
+def _make_of_checkpoint(
+    found: FoundResult, checkpoint: Path, base: str | None, folder: Path, *, offline: bool
+) -> tuple[Path, ModelSource]:
+    """The result of a checkpoint, made in `folder`, and its base model."""
     import torch
 
     from roundpipe_cli.train.checkpoint.reading import load_newest
     from roundpipe_cli.train.result.finish import write_checkpoint_result
 
     run = checkpoint.parent
-    loaded = load_newest(run, checkpoint if folder != run else None, lambda text: say(f"note: {text}"))
+    loaded = load_newest(run, checkpoint if found.folder != run else None, _note)
     say(f"taking the checkpoint of step {loaded.step}: {loaded.folder}")
     recipe = loaded.meta["recipe"]
     revision = loaded.meta.get("model_commit") or recipe.get("revision")
     source = _resolve_base(run, base, recipe["model"], revision, offline=offline)
-    with tempfile.TemporaryDirectory(prefix=TEMPORARY_PREFIX, dir=run) as temporary:
-        result = Path(temporary) / f"{run.absolute().name}-{loaded.folder.name}"
-        with torch.no_grad():
-            write_checkpoint_result(loaded, source, result)
-        yield result, source
+    result = folder / f"{run.absolute().name}-{loaded.folder.name}"
+    with torch.no_grad():
+        write_checkpoint_result(loaded, source, result)
+    return result, source
 
 
 def _compare_base(output_dir: Path, source: ModelSource, *, allowed: bool) -> None:
@@ -535,35 +451,24 @@ def _compare_base(output_dir: Path, source: ModelSource, *, allowed: bool) -> No
 
     text = check_trained_on(output_dir, source, allowed=allowed, weights=weights, where=str(source.name))
     if text is not None:
-        say(f"note: {text}")
+        _note(text)
 
 
 def find_adapter_base(output_dir: Path, named: str | None, *, offline: bool) -> ModelSource:
     """The base model of an adapter: as named, else as the run's recipe or the adapter's configuration says.
 
     Raises:
-        RefusedError: it is not to be found, or is not the commit that was trained.
+        RefusedError: it is named nowhere, or not to be found.
     """
-    from roundpipe_cli.recipe.strict_yaml import parse_text
+    from roundpipe_cli.train.result.export import read_values
 
-    recipe, report, adapter = output_dir / "recipe.yaml", output_dir / "report.json", output_dir / "adapter_config.json"
-    values: dict[str, object] = {}
-    commit = None
-    try:
-        if recipe.is_file():
-            values = parse_text(_small_text(recipe), str(recipe)).data
-        if report.is_file():
-            commit = json.loads(_small_text(report)).get("model_commit")
-        trained = values.get("model") or json.loads(_small_text(adapter)).get("base_model_name_or_path")
-        if not (named or trained):
-            raise ValueError("no base model is named")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, RecipeError) as error:
-        raise RefusedError(
-            "cannot tell the base model of this adapter", where=str(output_dir), hint="name it with --base"
-        ) from error
-    revision = commit or values.get("revision") or None
-    if revision is None and isinstance(of_adapter := _value_in(adapter, "revision"), str):  # PEFT's own
-        revision = of_adapter
+    names = ("recipe.yaml", "report.json", "adapter_config.json")
+    recipe, report, adapter = (read_values(output_dir / name) for name in names)
+    trained = recipe.get("model") or adapter.get("base_model_name_or_path")
+    if not (named or trained):
+        what = "cannot tell the base model of this adapter"
+        raise RefusedError(what, where=str(output_dir), hint="name it with --base")
+    revision = report.get("model_commit") or recipe.get("revision") or adapter.get("revision")
     return _resolve_base(output_dir, named, str(trained), None if revision is None else str(revision), offline=offline)
 
 

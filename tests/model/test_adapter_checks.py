@@ -28,7 +28,7 @@ from roundpipe_cli.model.adapter_files import (
     refuse_unknown_keys,
 )
 from roundpipe_cli.model.files.untrusted import check_small_files
-from roundpipe_cli.train.result.export import Extras, copy_result
+from roundpipe_cli.train.result.export import copy_result
 from tests.support.tiny import tiny_config
 
 GOOD: dict[str, Any] = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "bias": "none"}
@@ -96,7 +96,7 @@ def test_links_out_of_an_adapter_folder_are_refused(tmp_path: Path, name: str) -
     else:
         outside.mkdir()
     (folder / name).symlink_to(outside)
-    copy = lambda folder: copy_result(folder, tmp_path / "copy", Extras(None))  # noqa: E731
+    copy = lambda folder: copy_result(folder, tmp_path / "copy", print)  # noqa: E731
     for check in (check_adapter_folder, check_small_files, copy):
         with pytest.raises(RefusedError, match="leads outside"):
             check(folder)

@@ -128,7 +128,6 @@ def _make_run(folder: Path) -> None:
 def _read_run(folder: Path) -> None:
     from rich.console import Console
 
-    from roundpipe_cli.cli.export import _base_name
     from roundpipe_cli.cli.watch import watch
     from roundpipe_cli.dashboard.replay import RunFiles
     from roundpipe_cli.dashboard.state import fold_all
@@ -142,7 +141,7 @@ def _read_run(folder: Path) -> None:
     state = fold_all(RunFiles(folder).poll()[1])
     console = Console(width=100, file=io.StringIO())
     console.print(screen(state, 100.0, 100, 30, Theme()))
-    model_card(folder, base=_base_name(folder, None), merged=False)
+    model_card(folder, base=None, merged=False)
 
 
 # --- the cache --------------------------------------------------------------------------------------------------------

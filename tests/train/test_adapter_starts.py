@@ -154,7 +154,7 @@ def test_merged_and_continued_adapters_compute_what_peft_computes(
     trained = make_adapter(base, adapter, **STARTS[start], **({"modules_to_save": list(tables)} if tables else {}))
     expected = by_peft(base.load(), adapter)
     assert_equal(expected, trained)
-    merge_result(adapter, ModelSource("base", base.folder), tmp_path / "merged", None)
+    merge_result(adapter, ModelSource("base", base.folder), tmp_path / "merged", None, tell=print)
     assert_equal(logits_of(base.load(tmp_path / "merged")), expected)
     assert float((base.logits - expected).abs().max()) > 0.01
     if tables and name == "tied":
@@ -177,7 +177,7 @@ def test_merged_and_continued_adapters_compute_what_peft_computes(
     assert_equal(by_peft(base.load(), out), trained)
     names = [load_file(folder / "adapter_model.safetensors").keys() for folder in (adapter, out)]
     assert names[0] == names[1]
-    merge_result(out, ModelSource("base", base.folder), tmp_path / "again", None)
+    merge_result(out, ModelSource("base", base.folder), tmp_path / "again", None, tell=print)
     assert_equal(logits_of(base.load(tmp_path / "again")), trained)
 
 
@@ -189,7 +189,7 @@ def test_a_start_that_cannot_be_made_again_is_refused_by_name(bases: dict[str, B
     uses: list[Callable[[], object]] = [
         lambda: continued(base, adapter),
         lambda: load_result(adapter, source, "float32", is_adapter=True),
-        lambda: merge_result(adapter, source, tmp_path / "merged", None),
+        lambda: merge_result(adapter, source, tmp_path / "merged", None, tell=print),
     ]
     for start, reason in (
         ("pissa_niter_4", "random numbers"),
@@ -223,7 +223,9 @@ def test_starts_that_are_not_offered_are_refused(bases: dict[str, Base], tmp_pat
     make_adapter(bases["tied"], tmp_path / "table", init_lora_weights="pissa", target_modules=["lm_head", "q_proj"])
     for base, name, text in (("untied", "kasa", "KaSA"), ("tied", "table", "embedding and LM head share")):
         with pytest.raises(RefusedError, match=text):
-            merge_result(tmp_path / name, ModelSource("base", bases[base].folder), tmp_path / "merged", None)
+            merge_result(
+                tmp_path / name, ModelSource("base", bases[base].folder), tmp_path / "merged", None, tell=print
+            )
 
 
 def test_a_start_that_changes_weights_in_4_bit_is_refused(bases: dict[str, Base], tmp_path: Path) -> None:
@@ -235,4 +237,4 @@ def test_a_start_that_changes_weights_in_4_bit_is_refused(bases: dict[str, Base]
     with pytest.raises(RefusedError, match="these are in 4 bit"):
         continued(work, tmp_path / "adapter")
     with pytest.raises(RefusedError, match="these are in 4 bit"):
-        merge_result(tmp_path / "adapter", ModelSource("base", work.folder), tmp_path / "merged", None)
+        merge_result(tmp_path / "adapter", ModelSource("base", work.folder), tmp_path / "merged", None, tell=print)

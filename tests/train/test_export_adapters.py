@@ -20,7 +20,7 @@ from roundpipe_cli.model.files.source import ModelSource
 from roundpipe_cli.model.load import build_skeleton, load_config
 from roundpipe_cli.model.lora import LoraSettings, add_lora, save_adapter
 from roundpipe_cli.model.split import split_model
-from roundpipe_cli.train.result.export import Merged, merge_result
+from roundpipe_cli.train.result.export import merge_result
 from roundpipe_cli.train.result.generate import load_result
 from roundpipe_cli.train.result.gguf_file import write_gguf
 from tests.model.test_stored_formats import save_quantized
@@ -37,24 +37,26 @@ def adapter(work: Path, **options: Any) -> Any:
     return random_adapter(work / "base", work / "adapter", **options)
 
 
-def merge(work: Path) -> Merged:
-    with torch.no_grad():
-        return merge_result(work / "adapter", ModelSource("base", work / "base"), work / "merged", None)
+def merge(work: Path) -> str:
+    """What is told of a merge."""
+    told = list[str]()
+    merge_result(work / "adapter", ModelSource("base", work / "base"), work / "merged", None, tell=told.append)
+    return "\n".join(told)
 
 
-def check(work: Path, expected: torch.Tensor | None = None) -> Merged:
+def check(work: Path, expected: torch.Tensor | None = None) -> str:
     """Merge, and answer by `generate`'s model: both have these logits, PEFT's unless others are given, and the adapter
-    is not without effect."""
+    is not without effect. Returns what is told of the merge."""
     base = load_whole(work / "base")
     without = logits_of(base)
     expected = by_peft(base, work / "adapter") if expected is None else expected
-    done = merge(work)
+    told = merge(work)
     bound = 1e-5 * max(1.0, float(expected.abs().max()))
     assert torch.allclose(logits_of(load_whole(work / "merged")), expected, rtol=1e-5, atol=bound)
     answering, _ = load_result(work / "adapter", ModelSource("base", work / "base"), "float32", is_adapter=True)
     assert torch.allclose(logits_of(answering), expected, rtol=1e-5, atol=bound)
     assert not torch.allclose(without, expected, atol=1e-2)
-    return done
+    return told
 
 
 # --- one table, two tables --------------------------------------------------------------------------------------------
@@ -76,16 +78,14 @@ def test_a_table_that_the_adapter_changes_is_written_on_its_own(
     inner = "c_attn" if model_type == "gpt2" else "q_proj"
     options = {"modules_to_save": names, "target_modules": [inner]} if how == "modules_to_save" else {}
     adapter(tmp_path, **(options or {"target_modules": [inner, *names]}))
-    done = check(tmp_path)
-    assert bool(done.untied) == is_tied
+    assert ("no longer tied" in check(tmp_path)) == is_tied
     assert json.loads((tmp_path / "merged" / "config.json").read_text())["tie_word_embeddings"] is False
 
 
 def test_tables_that_peft_keeps_tied_stay_tied(tmp_path: Path) -> None:
     make_model(tmp_path / "base", tie_word_embeddings=True)
     adapter(tmp_path, ensure_weight_tying=True, modules_to_save=["lm_head"])
-    done = check(tmp_path)
-    assert not done.untied and "lm_head.weight" not in load_file(tmp_path / "merged" / "model.safetensors")
+    assert not check(tmp_path) and "lm_head.weight" not in load_file(tmp_path / "merged" / "model.safetensors")
     assert json.loads((tmp_path / "merged" / "config.json").read_text())["tie_word_embeddings"] is True
 
 
@@ -96,8 +96,8 @@ def test_a_tied_base_with_both_tables_in_its_files_is_untied(tmp_path: Path) -> 
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     save_file(tensors, path, {"format": "pt"})
     adapter(tmp_path, modules_to_save=["lm_head"])
-    done = check(tmp_path)
-    assert done.has_base_names and done.untied == ("lm_head.weight",)
+    told = check(tmp_path)
+    assert "no longer tied" in told and "as it has them" not in told
 
 
 def test_a_tied_gguf_base_is_untied(tmp_path: Path) -> None:
@@ -105,8 +105,7 @@ def test_a_tied_gguf_base_is_untied(tmp_path: Path) -> None:
     adapter(tmp_path, modules_to_save=["lm_head"])
     expected = by_peft(load_whole(folder), tmp_path / "adapter")
     source = ModelSource("base", folder, write_gguf(folder, "f32")[0].name)
-    with torch.no_grad():
-        merge_result(tmp_path / "adapter", source, tmp_path / "merged", torch.float32)
+    merge_result(tmp_path / "adapter", source, tmp_path / "merged", "float32", tell=print)
     assert torch.allclose(logits_of(load_whole(tmp_path / "merged")), expected, rtol=1e-4, atol=1e-4)
 
 
@@ -131,8 +130,7 @@ def test_a_merged_model_has_the_tensors_of_the_base_s_files(
     """Other programs read the published names, of which the model's own know nothing; it loads without a word."""
     make_model(tmp_path / "base", model_type)
     adapted = adapter(tmp_path, **options)
-    done = merge(tmp_path)
-    assert done.has_base_names and not done.dequantized
+    assert not merge(tmp_path)
     assert layout(tmp_path / "merged") == layout(tmp_path / "base")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -165,9 +163,9 @@ def test_dequantised_weights_are_listed(tmp_path: Path) -> None:
     random_adapter(adapter_base, tmp_path / "adapter", target_modules=["v_proj"])
     _, references = save_quantized(tmp_path / "base", "llama", "fp8-blocks")
     make_tokenizer().save_pretrained(str(tmp_path / "base"))
-    done = merge(tmp_path)
+    told = merge(tmp_path)
     kinds = {".".join("*" if part.isdigit() else part for part in name.split(".")) for name in references}
-    assert set(done.dequantized) == kinds
+    assert set(told.partition("whole here: ")[2].split(", ")) == kinds
     expected = {key: entry for key, entry in layout(tmp_path / "base").items() if not key.endswith("_scale_inv")}
     expected |= {key: ("BF16", entry[1]) for key, entry in expected.items() if key in references}
     assert layout(tmp_path / "merged") == expected
@@ -220,8 +218,8 @@ def test_tables_beside_the_adapter_take_the_place_of_the_base_s(
     tensors = {key: tensor for key, tensor in load_file(path).items() if key in kept or ".lora_" in key}
     change = 0.3 * torch.randn(300, 64, generator=torch.Generator().manual_seed(1))
     save_file({key: tensor + change if key in kept else tensor for key, tensor in tensors.items()}, path)
-    done = check(tmp_path)
-    assert not done.untied and "model.embed_tokens.weight" in done.replaced
+    told = check(tmp_path)
+    assert "no longer tied" not in told and "model.embed_tokens.weight" in told.partition("place of the base")[2]
 
 
 def test_tables_of_another_size_are_refused_with_the_reason(tmp_path: Path) -> None:

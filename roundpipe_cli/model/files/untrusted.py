@@ -39,8 +39,6 @@ MAX_TENSORS = 1 << 16
 MAX_INDEX_BYTES = 50 * 1024**2
 MAX_CONFIG_BYTES = 10 * 1024**2
 MAX_TOKENIZER_BYTES = 256 * 1024**2
-MAX_RUN_FILE_BYTES = 4 * 1024**2
-"""Largest size of a result's recipe.yaml and report.json."""
 COMPARED_BYTES = 8 * 1024**2
 """Read at once of each of two tensors that are compared."""
 

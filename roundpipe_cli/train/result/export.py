@@ -13,7 +13,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
@@ -23,7 +23,8 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from torch import nn
 
 from roundpipe_cli.choices import GGUF_NAME
-from roundpipe_cli.errors import RecipeError, RefusedError, redact
+from roundpipe_cli.errors import RefusedError, redact
+from roundpipe_cli.events import Say
 from roundpipe_cli.faults import fault
 from roundpipe_cli.files import (
     read_regular,
@@ -35,6 +36,7 @@ from roundpipe_cli.files import (
 )
 from roundpipe_cli.model.adapter_files import (
     ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
     StartedBase,
     as_single_experts,
     check_adapter_folder,
@@ -44,17 +46,25 @@ from roundpipe_cli.model.adapter_files import (
     trained_tokens,
 )
 from roundpipe_cli.model.files.source import ModelSource
-from roundpipe_cli.model.files.untrusted import check_file, check_model_folder
+from roundpipe_cli.model.files.untrusted import check_file, check_model_folder, read_json
 from roundpipe_cli.model.load import build_skeleton, has_tokenizer, load_config, load_tokenizer
 from roundpipe_cli.model.new_tokens import grow_tables, trained_rows
 from roundpipe_cli.model.stored.formats import is_nf4, untie_stored
-from roundpipe_cli.model.stored.tensors import OpenFiles, base_name, check_finite, is_adapter, tied_names
+from roundpipe_cli.model.stored.tensors import OpenFiles, base_name, check_finite, is_adapter, open_shard, tied_names
 from roundpipe_cli.model.weights_io import BaseWeights, WeightGroup
 from roundpipe_cli.recipe.strict_yaml import parse_bytes
 from roundpipe_cli.train.checkpoint.output_dir import whole_folder
 from roundpipe_cli.train.checkpoint.writing import TensorSpec, stream_file
-from roundpipe_cli.train.prepare.base_files import ESCAPED, GENERATION_CONFIG, OTHER_NAMES, BaseFiles, read_base_files
+from roundpipe_cli.train.prepare.base_files import (
+    ESCAPED,
+    GENERATION_CONFIG,
+    OTHER_NAMES,
+    BaseFiles,
+    describe_added,
+    read_base_files,
+)
 from roundpipe_cli.train.result.ollama import modelfile
+from roundpipe_cli.units import counted, format_bytes
 
 # README.md of a published result: what was trained, on which data, with which recipe and figures.
 
@@ -70,19 +80,20 @@ def model_card(result: Path, *, base: str | None, merged: bool, gguf: bool = Fal
     """The card of the run in `result`; facts that its files lack are left out.
 
     Args:
-        base: name of the base model, if known.
+        base: name of the base model; None: as the report has it.
         merged: whole weights, not an adapter.
         gguf: there is a GGUF file of them too.
     """
-    report = _read(result / "report.json")
-    recipe = _without_places(_read_yaml(result / "recipe.yaml"))
+    report = read_values(result / "report.json")
+    recipe = _without_places(read_values(result / "recipe.yaml"))
+    base = base or str(report.get("model") or "")
     front: dict[str, Any] = {"tags": ["roundpipe"], "library_name": "transformers" if merged else "peft"}
     if base and _is_hub_id(base, report):
         front["base_model"] = base
     lines = ["---", yaml.safe_dump(front, sort_keys=False).strip(), "---", "", f"# {_plain(result.absolute().name)}"]
     origin = f" from {_plain(_without_places(base))}" if base else ""
     lines += ["", f"Fine-tuned{origin} {MADE_BY}.", ""]
-    lines += [*(_use_whole(gguf) if merged else _use_adapter(base or "", result)), ""]
+    lines += [*(_use_whole(gguf) if merged else _use_adapter(base, result)), ""]
     lines += _data(recipe, report) + _figures(report) + _base(report)
     if recipe:
         shown = {key: value for key, value in recipe.items() if key not in PRIVATE_KEYS}
@@ -137,7 +148,7 @@ def _use_adapter(base: str, result: Path) -> list[str]:
     elif base.endswith(".gguf"):
         arguments = f"folder, gguf_file={json.dumps(Path(base).name)}"
     tokenizer = '"."' if has_tokenizer(result) else arguments
-    tokens = trained_tokens(_read(result / ADAPTER_CONFIG).get("trainable_token_indices"))
+    tokens = trained_tokens(read_values(result / ADAPTER_CONFIG).get("trainable_token_indices"))
     rows = f"max({max(tokens, default=-1) + 1}, base.get_input_embeddings().num_embeddings)"
     lines = _python(
         *imports,
@@ -192,20 +203,13 @@ def _without_places(value: Any) -> Any:
     return value.replace(home, "~") if len(home) > 1 else value
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_values(path: Path) -> dict[str, Any]:
+    """The values of a small file of a result, JSON or a recipe; empty where it is missing or damaged."""
     try:
-        value = json.loads(read_regular(path, MAX_FILE_BYTES))
-    except (OSError, ValueError, RecursionError):
+        check_file(path, MAX_FILE_BYTES)
+        return read_json(path) if path.suffix == ".json" else dict(parse_bytes(path.read_bytes(), str(path)).data)
+    except (OSError, RefusedError):
         return {}
-    return value if isinstance(value, dict) else {}
-
-
-def _read_yaml(path: Path) -> dict[str, Any]:
-    try:
-        value = parse_bytes(read_regular(path, MAX_FILE_BYTES), str(path)).data
-    except (OSError, RecipeError):
-        return {}
-    return dict(value)
 
 
 def _part(values: Mapping[str, Any], key: str) -> dict[str, Any]:
@@ -533,16 +537,9 @@ def _new_folder(folder: Path) -> Iterator[Path]:
     """The place where the body writes what is to be in the new folder `folder`.
 
     Raises:
-        RefusedError: there is something at `folder` already, or it cannot be made.
+        RefusedError: it cannot be made.
         ResourceError: disk full or failing.
     """
-    if folder.exists() or folder.is_symlink():
-        raise RefusedError(
-            "the folder to export to exists already",
-            where=str(folder),
-            expected="a new folder",
-            hint="name another one with --to",
-        )
     with whole_folder(folder, "the export") as temporary:
         try:
             temporary.mkdir(parents=True)
@@ -556,50 +553,39 @@ def _new_folder(folder: Path) -> Iterator[Path]:
         fault("export")
 
 
-@dataclass
-class Extras:
-    """Files beside the weights for those who use them."""
-
-    base: str | None
-    """Name of the base model."""
-    model_file: str = "."
-    """File or folder that the Modelfile loads."""
-    has_template: bool = False
-    """Whether the chat template could be written in Ollama's language; set when it is written."""
-    has_tokenizer: bool = True
-    """Whether the copied result has one; set when it is copied."""
-    added_ends: list[str] = field(default_factory=list)
-    """End tokens that the base model's settings did not have; set when they are written."""
-
-    def write(self, result: Path, folder: Path, tokenizer: Any, *, whole: bool) -> None:
-        """Model card, and for whole weights a Modelfile."""
-        card = model_card(result, base=self.base, merged=whole, gguf=self.model_file != ".")
-        write_new_file(folder / "README.md", [card.encode(errors=ESCAPED)], FILE_MODE)
-        if whole:
-            settings = folder / GENERATION_CONFIG
-            generation = json.loads(settings.read_bytes()) if settings.exists() else {}
-            text, self.has_template = modelfile(tokenizer, self.model_file, generation)
-            write_new_file(folder / "Modelfile", [text.encode(errors=ESCAPED)], FILE_MODE)
-
-
-def copy_result(result: Path, folder: Path, extras: Extras, *, single_experts_of: ModelSource | None = None) -> bool:
+def copy_result(
+    result: Path,
+    folder: Path,
+    tell: Say,
+    *,
+    base: str | None = None,
+    gguf: bool = False,
+    single_experts_of: ModelSource | None = None,
+) -> None:
     """The adapter or model of a run as it is, without the run's own files.
 
     Args:
+        tell: gets notes on what the result lacks.
+        base: name of the base model; None: as the run's report has it.
+        gguf: a GGUF file will be added.
         single_experts_of: an adapter's base; its fused experts get the names of single ones, where it has them.
-
-    Returns:
-        whether they got them.
 
     Raises:
         ResourceError: disk full or failing.
-        RefusedError: `folder` exists, or a file is not safe to open.
+        RefusedError: `folder` cannot be made, or a file is not safe to open.
     """
     is_whole = not (result / ADAPTER_CONFIG).is_file()
     (check_model_folder if is_whole else check_adapter_folder)(result)
     single: dict[str, bytes] = {}
     if single_experts_of is not None:
         single = as_single_experts(build_skeleton(load_config(single_experts_of), torch.float32), result)
+        if not single:
+            tell("no names changed: vLLM reads PEFT's for this model")
+    elif not is_whole and _adapts_experts(result):
+        tell(
+            "this adapter changes fused experts: PEFT loads it as it is; for vLLM add --adapter-layout vllm; "
+            "Ollama needs a merged model (--merge)"
+        )
     with _new_folder(folder) as temporary:
         for path in sorted(result.iterdir()):
             is_weights = path.name.endswith((".safetensors", ".safetensors.index.json"))
@@ -607,10 +593,31 @@ def copy_result(result: Path, folder: Path, extras: Extras, *, single_experts_of
                 check_file(path, None)
                 content = [single[path.name]] if path.name in single else _chunks(path)
                 write_new_file(temporary / path.name, content, FILE_MODE)
-        extras.has_tokenizer = is_whole or has_tokenizer(result)
-        tokenizer = _save_tokenizer(result, temporary) if extras.has_tokenizer else None
-        extras.write(result, temporary, tokenizer, whole=is_whole)
-    return bool(single)
+        tokenizer = None
+        if is_whole or has_tokenizer(result):
+            tokenizer = _save_tokenizer(ModelSource(str(result), result), temporary)
+        else:
+            tell("the adapter has no tokenizer: its base's belongs to it")
+        _add_extras(result, temporary, tokenizer, tell, base=base, gguf=gguf)
+
+
+def _adapts_experts(result: Path) -> bool:
+    with open_shard(result / ADAPTER_WEIGHTS) as file:
+        return any(".experts." in key for key in file.keys())  # noqa: SIM118 - the handle is no mapping
+
+
+def _add_extras(result: Path, folder: Path, tokenizer: Any, tell: Say, *, base: str | None, gguf: bool) -> None:
+    """Model card, and for whole weights a Modelfile."""
+    whole = not (folder / ADAPTER_CONFIG).is_file()
+    card = model_card(result, base=base, merged=whole, gguf=gguf)
+    write_new_file(folder / "README.md", [card.encode(errors=ESCAPED)], FILE_MODE)
+    if whole:
+        settings = folder / GENERATION_CONFIG
+        generation = json.loads(settings.read_bytes()) if settings.exists() else {}
+        text, has_template = modelfile(tokenizer, f"./{GGUF_NAME}" if gguf else ".", generation)
+        write_new_file(folder / "Modelfile", [text.encode(errors=ESCAPED)], FILE_MODE)
+        if not has_template:
+            tell("the chat template cannot be written in Ollama's language, so the Modelfile has none")
 
 
 RESULT_NAMES = (ADAPTER_CONFIG, "config.json", GENERATION_CONFIG, *OTHER_NAMES)
@@ -622,41 +629,24 @@ def _chunks(path: Path) -> Iterator[bytes]:
             yield chunk
 
 
-def _save_tokenizer(result: Path, folder: Path, base: ModelSource | None = None) -> Any:
-    """Save a result's tokenizer, or its base's where it has none, into `folder`."""
-    source = ModelSource(str(result), result) if base is None or has_tokenizer(result) else base
+def _save_tokenizer(source: ModelSource, folder: Path) -> Any:
     tokenizer = load_tokenizer(source)
     tokenizer.save_pretrained(str(folder))
     return tokenizer
 
 
-@dataclass(frozen=True)
-class Merged:
-    """Summary of a written export."""
-
-    num_modules: int
-    """Modules whose weights the adapter changed."""
-    num_bytes: int
-    num_shards: int
-    dequantized: tuple[str, ...]
-    """Names, as `layers.*`, of the weights that the base's files hold quantised and the result does not."""
-    has_base_names: bool
-    """Whether the tensors are those of the base's files; else they are the model's own."""
-    untied: tuple[str, ...] = ()
-    """Names of weights that the base shares with another, and the result does not."""
-    replaced: tuple[str, ...] = ()
-    """Names of the base's weights for which the adapter's file has others."""
-
-
+@torch.no_grad()
 def merge_result(
     result: Path,
     source: ModelSource,
     folder: Path,
-    dtype: torch.dtype | None,
+    dtype: str | None,
     *,
-    extras: Extras | None = None,
+    tell: Say,
+    base: str | None = None,
+    gguf: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-) -> Merged:
+) -> str:
     """Write base model and adapter as one model in Hugging Face format.
 
     Args:
@@ -664,9 +654,14 @@ def merge_result(
         source: the base model.
         dtype: of the weights written; None keeps that of the base's files, bfloat16 for GGUF; for dequantised weights
             that of the base's configuration.
+        tell: gets notes on differences from the base's files.
+        base, gguf: see `copy_result`.
+
+    Returns:
+        a line on how many modules changed, and what was written.
 
     Raises:
-        RefusedError: `folder` exists, the adapter does not fit the base, or one of them cannot be read.
+        RefusedError: `folder` cannot be made, the adapter does not fit the base, or one of them cannot be read.
         ResourceError: disk full or failing.
     """
     _return_freed_memory()
@@ -679,25 +674,34 @@ def merge_result(
         grow_tables(model, tokens, str(result / ADAPTER_CONFIG))
         if source.gguf_file is None:
             untie_stored(model, source.folder)
-        base = BaseWeights(source, model, own_dtype)
-        merging = MergedTensors(model, base, result, dtype or (torch.bfloat16 if source.gguf_file else None))
+        weights = BaseWeights(source, model, own_dtype)
+        asked = dtype or ("bfloat16" if source.gguf_file else None)
+        merging = MergedTensors(model, weights, result, None if asked is None else getattr(torch, asked))
         total = sum(spec.num_bytes for spec in merging.specs)
         require_free_bytes(temporary, total, "the merged model")
         num_shards = _write_shards(merging, temporary, max_shard_bytes)
-        tokenizer = _save_tokenizer(result, temporary, source)
-        extras = extras or Extras(None)
-        base_files, extras.added_ends = base_files.ending_as_trained(tokenizer)
+        tokenizer = _save_tokenizer(ModelSource(str(result), result) if has_tokenizer(result) else source, temporary)
+        base_files, added_ends = base_files.ending_as_trained(tokenizer)
         if merging.adapted.untied:
             written: Any = model.config
             for part in (written, written.get_text_config()):
                 part.tie_word_embeddings = False
         _write_configs(model, merging.main_dtype, base_files, temporary)
-        extras.write(result, temporary, tokenizer, whole=True)
-    quantized = [name for name, weight in base.stored.items() if weight.is_quantized]
-    patterns = dict.fromkeys(re.sub(r"\.\d+(?=\.)", ".*", name) for name in quantized)
-    changes = merging.adapted
-    untied, replaced = tuple(changes.untied), tuple(changes.replaced)
-    return Merged(changes.num_modules, total, num_shards, tuple(patterns), merging.has_base_names, untied, replaced)
+        _add_extras(result, temporary, tokenizer, tell, base=base, gguf=gguf)
+    quantized = [re.sub(r"\.\d+(?=\.)", ".*", name) for name, weight in weights.stored.items() if weight.is_quantized]
+    if quantized:
+        tell(f"quantised in the base's files, and whole here: {', '.join(dict.fromkeys(quantized))}")
+    if not merging.has_base_names and source.gguf_file is None:
+        tell("transformers cannot undo how it fuses this model's weights: they are written as it has them")
+    if merging.adapted.untied:
+        tell("the adapter changes one of the tables that the base shares: both are written, no longer tied")
+    if merging.adapted.replaced:
+        names = ", ".join(merging.adapted.replaced)
+        tell(f"whole weights in the adapter's file take the place of the base's: {names}")
+    if added_ends:
+        tell(describe_added(added_ends))
+    size = f"{format_bytes(total)} in {counted(num_shards, 'file')}"
+    return f"merged {merging.adapted.num_modules} modules: {size}"
 
 
 def _own_dtype(config: Any) -> torch.dtype:
