@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -152,29 +152,24 @@ def write_gguf(folder: Path, type_name: str) -> tuple[Path, list[str]]:
 
     source = ModelSource(str(folder), folder)
     config, tokenizer = load_config(source), load_tokenizer(source)
-    tensors = _tensors(folder, config, type_name)
     target, temporary = folder / GGUF_NAME, folder / f"{TEMPORARY_PREFIX}{GGUF_NAME}"
-    needed_bytes = sum(tensor.num_bytes for tensor in tensors)
+    writer = GGUFWriter(temporary, FAMILIES[config.model_type].architecture)
+    _add_tensors(writer, folder, config, type_name)
+    (tensors,) = writer.tensors
+    needed_bytes = sum(tensor.nbytes for tensor in tensors.values())
     require_free_bytes(folder, needed_bytes, "the GGUF file")
+    writer.add_type("model")
+    writer.add_name(folder.name)
+    prefix = "ALL" if type_name == "f32" else "MOSTLY"
+    writer.add_file_type(LlamaFileType[f"{prefix}_{type_name.upper()}"])
+    writer.add_quantization_version(2)
+    _add_sizes(writer, config)
+    num_tokens = tensors["token_embd.weight"].shape[0]
+    _add_tokenizer(writer, folder, tokenizer, num_tokens, as_spaces=config.model_type.startswith("gemma"))
     try:
-        writer = GGUFWriter(temporary, FAMILIES[config.model_type].architecture)
-        writer.add_type("model")
-        writer.add_name(folder.name)
-        prefix = "ALL" if type_name == "f32" else "MOSTLY"
-        writer.add_file_type(LlamaFileType[f"{prefix}_{type_name.upper()}"])
-        writer.add_quantization_version(2)
-        _add_sizes(writer, config)
-        num_tokens = next(tensor.shape[0] for tensor in tensors if tensor.name == "token_embd.weight")
-        _add_tokenizer(writer, folder, tokenizer, num_tokens, as_spaces=config.model_type.startswith("gemma"))
-        for tensor in tensors:
-            writer.add_tensor_info(
-                tensor.name, tensor.stored_shape, tensor.stored_type, tensor.num_bytes, raw_dtype=tensor.kind
-            )
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
-        for tensor in tensors:
-            writer.write_tensor_data(tensor.data())
+        writer.write_tensors_to_file()
         writer.close()
         temporary.chmod(shared_mode(0o666))
         temporary.rename(target)
@@ -182,7 +177,7 @@ def write_gguf(folder: Path, type_name: str) -> tuple[Path, list[str]]:
         raise disk_error(error, target, "the GGUF file", needed_bytes) from error
     finally:
         temporary.unlink(missing_ok=True)
-    return target, _notes(folder, config, tensors)
+    return target, _notes(folder, config, {one.dtype.name.lower() for one in tensors.values() if len(one.shape) > 1})
 
 
 # Metadata.
@@ -305,61 +300,29 @@ def _add_special_tokens(writer: Any, folder: Path, tokenizer: Any) -> None:
 ReadArray = Callable[[], npt.NDArray[Any]]
 
 
-@dataclass(frozen=True)
-class _Tensor:
-    """A tensor of the file."""
-
-    name: str
-    shape: tuple[int, ...]
-    kind: Any
-    """gguf's type."""
-    read: ReadArray
-    """Its values, float32."""
-
-    @property
-    def stored_shape(self) -> tuple[int, ...]:
-        """Shape of the bytes in the file, as the writer wants it."""
-        from gguf.quants import quant_shape_to_byte_shape
-
-        return self.shape if self.stored_type != np.uint8 else tuple(quant_shape_to_byte_shape(self.shape, self.kind))
-
-    @property
-    def stored_type(self) -> npt.DTypeLike:
-        return {"F32": np.float32, "F16": np.float16}.get(self.kind.name, np.uint8)
-
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.stored_shape) * np.dtype(self.stored_type).itemsize
-
-    def data(self) -> npt.NDArray[Any]:
-        from gguf import quantize
-
-        return np.ascontiguousarray(quantize(self.read(), self.kind))
-
-
-def _tensors(folder: Path, config: Any, type_name: str) -> list[_Tensor]:
-    """The model's tensors in the order of the file.
+def _add_tensors(writer: Any, folder: Path, config: Any, type_name: str) -> None:
+    """Name the model's tensors, each read and quantised when its turn in the file comes.
 
     Raises:
         RefusedError: one has no name there.
     """
-    from gguf import MODEL_ARCH, GGMLQuantizationType, get_tensor_name_map
+    from gguf import MODEL_ARCH, LazyNumpyTensor, get_tensor_name_map, quantize
 
     family = FAMILIES[config.model_type]
     names = get_tensor_name_map(MODEL_ARCH[family.architecture.upper()], config.num_hidden_layers)
-    made = [
-        _Tensor(name, values.shape, GGMLQuantizationType.F32, lambda values=values: values)  # type: ignore[misc]
-        for name, values in _rope_factors(config)
-    ]
+    for name, values in _rope_factors(config):
+        writer.add_tensor(name, values)
     for own_name, stored in find_stored(folder, torch.float32).items():
         if own_name.endswith(".inv_freq") or (own_name == "lm_head.weight" and config.tie_word_embeddings):
             continue
         name = names.get_name(own_name, try_suffixes=(".weight", ".bias"))
         if name is None:
             raise RefusedError("a tensor has no name in GGUF files", where=str(folder), found=own_name)
-        kind = _kind_of(name, tuple(stored.shape), type_name)
-        made.append(_Tensor(name, tuple(stored.shape), kind, _reader(name, stored, family, config)))
-    return made
+        shape = tuple(stored.shape)
+        kind = _kind_of(name, shape, type_name)
+        meta = LazyNumpyTensor.meta_with_dtype_and_shape(np.float32, shape)
+        values = LazyNumpyTensor(meta=meta, func=_reader(name, stored, family, config))
+        writer.add_tensor(name, quantize(values, kind), raw_dtype=kind)
 
 
 def _kind_of(name: str, shape: tuple[int, ...], type_name: str) -> Any:
@@ -408,14 +371,13 @@ def _rope_factors(config: Any) -> Iterator[tuple[str, npt.NDArray[Any]]]:
 # Notes.
 
 
-def _notes(folder: Path, config: Any, tensors: Sequence[_Tensor]) -> list[str]:
-    """Notes on what the file cannot say, and what transformers' reader has otherwise."""
+def _notes(folder: Path, config: Any, kinds: Collection[str]) -> list[str]:
+    """Notes on what the file cannot say, and what transformers' reader has otherwise; `kinds`: of its matrices."""
     from transformers import AutoConfig
 
     notes = []
-    whole = sorted({t.kind.name.lower() for t in tensors if len(t.shape) > 1})
-    if len(whole) > 1:
-        notes.append(f"matrices in the GGUF file are {' and '.join(whole)}")
+    if len(kinds) > 1:
+        notes.append(f"matrices in the GGUF file are {' and '.join(sorted(kinds))}")
     window = getattr(config, "sliding_window", None)
     if FAMILIES[config.model_type].architecture in ("llama", "qwen2", "qwen3") and window:
         notes.append(f"GGUF has no sliding window for this family: answers differ beyond {window} tokens")
