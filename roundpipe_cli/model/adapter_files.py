@@ -79,6 +79,7 @@ BASE_STARTS = ("pissa", "olora")
 """Those that take the adapter's first product out of the base weights; PEFT makes the same ones again when it loads."""
 CONVERT_HINT = "where it was trained, convert it: save_pretrained(..., path_initial_model_for_weight_conversion=)"
 MERGE_HINT = "where it was trained, merge it with merge_and_unload() and take the result for a base"
+BY_PEFT_HINT = "`roundpipe generate` and PEFT use the adapter as it is"
 MERGE_FIRST = "merge it first (`roundpipe export {} --merge`), then train a new adapter on the result"
 """Hint for the folder of an adapter that cannot be trained further."""
 LOST_STARTS = (
@@ -97,19 +98,19 @@ def check_adapter_folder(folder: Path) -> dict[str, Any]:
         RefusedError: a file that leads out of the folder, is too large, damaged or no regular file; a configuration
             that asks for code or has values of other types.
     """
-    path = folder / ADAPTER_CONFIG
     check_small_files(folder)
-    check_file(path, MAX_CONFIG_BYTES)
+    check_file(folder / ADAPTER_CONFIG, MAX_CONFIG_BYTES)
     if (folder / ADAPTER_WEIGHTS).exists():
         check_file(folder / ADAPTER_WEIGHTS, None)
         check_header(folder / ADAPTER_WEIGHTS)
-    config = read_json(path)
+    config = read_json(folder / ADAPTER_CONFIG)
+    what = "the adapter's configuration has a value that cannot be used"
     for key in REFUSED_KEYS:
         if config.get(key):
-            raise _odd(path, key, config[key], f"no {key}")
+            raise _refusal(what, folder, config, key, expected=f"no {key}")
     for key, (fits, expected) in _KEYS.items():
         if config.get(key) is not None and not fits(config[key]):
-            raise _odd(path, key, config[key], expected)
+            raise _refusal(what, folder, config, key, expected=expected)
     return config
 
 
@@ -127,14 +128,13 @@ def base_start(config: Mapping[str, Any], folder: Path) -> str | None:
     name = name.lower() if name.lower() in ("gaussian", "mica", "olora") else name  # as PEFT reads them
     if name in BASE_STARTS:
         return name
-    where, what = str(folder / ADAPTER_CONFIG), "the base weights that this adapter was trained on cannot be made again"
-    for beginning, reason, hint in LOST_STARTS:
+    for beginning, why, hint in LOST_STARTS:
         if name.startswith(beginning):
-            raise RefusedError(what, where=where, found=f"init_lora_weights: {name}: {reason}", hint=hint)
+            what = "the base weights that this adapter was trained on cannot be made again"
+            raise _refusal(what, folder, config, "init_lora_weights", why=why, hint=hint)
     if name not in PLAIN_STARTS and not (value is None or isinstance(value, bool)):
-        known = ", ".join(("true", "false", *PLAIN_STARTS, *BASE_STARTS))
-        what = "this start of an adapter is not known"
-        raise RefusedError(what, where=where, found=f"init_lora_weights: {value!r}"[:200], expected=f"one of {known}")
+        known = f"one of {', '.join(('true', 'false', *PLAIN_STARTS, *BASE_STARTS))}"
+        raise _refusal("this start of an adapter is not known", folder, config, "init_lora_weights", expected=known)
     return None
 
 
@@ -143,9 +143,8 @@ def refuse_not_merged(config: Mapping[str, Any], folder: Path) -> None:
     refuse_unknown_keys(config, folder)
     for key, why in NOT_MERGED.items():
         if config.get(key):
-            hint = "`roundpipe generate` and PEFT use the adapter as it is"
             what = "only PEFT itself can compute with this adapter"
-            raise _not_for(folder, what, key, config[key], why=why, hint=hint)
+            raise _refusal(what, folder, config, key, why=why, hint=BY_PEFT_HINT)
 
 
 def refuse_not_trained(config: Mapping[str, Any], folder: Path) -> None:
@@ -153,8 +152,8 @@ def refuse_not_trained(config: Mapping[str, Any], folder: Path) -> None:
     refuse_not_merged(config, folder)
     for key, why in NOT_TRAINED.items():
         if config.get(key) not in (None, False, "none"):
-            hint = MERGE_FIRST.format(folder)
-            raise _not_for(folder, "this adapter cannot be trained further", key, config[key], why=why, hint=hint)
+            what, hint = "this adapter cannot be trained further", MERGE_FIRST.format(folder)
+            raise _refusal(what, folder, config, key, why=why, hint=hint)
 
 
 def refuse_unknown_keys(config: Mapping[str, Any], folder: Path) -> None:
@@ -162,22 +161,16 @@ def refuse_unknown_keys(config: Mapping[str, Any], folder: Path) -> None:
     known = {*APPLIED_KEYS, *KEYS_WITHOUT_EFFECT, *REFUSED_KEYS, *NOT_MERGED, *OTHER_PROGRAMS_KEYS}
     for key in sorted(config.keys() - known):
         if config[key]:
-            raise RefusedError(
-                "the adapter's configuration has a key that the installed PEFT does not know",
-                where=str(folder / ADAPTER_CONFIG),
-                found=f"{key}: {config[key]!r}"[:200],
-                hint="install the PEFT that wrote it, or delete the key if it changes no result",
-            )
+            what = "the adapter's configuration has a key that the installed PEFT does not know"
+            hint = "install the PEFT that wrote it, or delete the key if it changes no result"
+            raise _refusal(what, folder, config, key, hint=hint)
 
 
-def _not_for(folder: Path, what: str, key: str, value: object, *, why: str, hint: str) -> RefusedError:
-    found = f"{key}: {value!r}"[:200]
-    return RefusedError(what, where=str(folder / ADAPTER_CONFIG), found=f"{found} ({why})", hint=hint)
-
-
-def _odd(path: Path, key: str, value: object, expected: str) -> RefusedError:
-    what = "the adapter's configuration has a value that cannot be used"
-    return RefusedError(what, where=str(path), found=f"{key}: {value!r}"[:200], expected=expected)
+def _refusal(
+    what: str, folder: Path, config: Mapping[str, Any], key: str, *, why: str = "", **more: str
+) -> RefusedError:
+    found = f"{key}: {config[key]!r}"[:200] + (f" ({why})" if why else "")
+    return RefusedError(what, where=str(folder / ADAPTER_CONFIG), found=found, **more)
 
 
 def _is_rank(value: object) -> bool:
@@ -304,52 +297,29 @@ def read_adapter_config(folder: Path, check: Callable[[Mapping[str, Any], Path],
     return config
 
 
-def put_adapter(model: nn.Module, config: Any, folder: Path) -> Any:
-    """Put the adapter's modules into the skeleton `model`; returns PEFT's model around it.
+def put_adapter(model: nn.Module, config: Any, folder: Path, *, on_meta: bool = True) -> Any:
+    """Put the adapter's modules into `model`, and rows for its tokens; returns PEFT's model around it.
+
+    Args:
+        on_meta: the model is a skeleton, and so is what is put into it.
 
     Raises:
         RefusedError: it does not fit the model.
     """
     from peft import get_peft_model
 
-    _make_fit(model, config, folder)
+    check_patterns(config, (name for name, _ in model.named_modules()), folder)
+    grow_tables(model, trained_tokens(config.trainable_token_indices), str(folder / ADAPTER_CONFIG))
+    _name_as_today(config, model, folder)
     with refusing("the adapter does not fit the base model", str(folder)), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return get_peft_model(model, config, autocast_adapter_dtype=False, low_cpu_mem_usage=True)  # type: ignore[arg-type]
+        made: Any = get_peft_model(model, config, autocast_adapter_dtype=not on_meta, low_cpu_mem_usage=on_meta)  # type: ignore[arg-type]
+    return made
 
 
 def trained_tokens(indices: dict[str, list[int]] | list[int] | None) -> list[int]:
     """Tokens whose rows of embedding or LM head an adapter has, by its `trainable_token_indices`."""
     return sorted({*chain(*indices.values())} if isinstance(indices, dict) else {*(indices or ())})
-
-
-def _make_fit(model: nn.Module, config: Any, folder: Path) -> None:
-    """Tables with a row for each of the adapter's tokens, and a configuration with the model's names."""
-    check_patterns(config, (name for name, _ in model.named_modules()), folder)
-    grow_tables(model, trained_tokens(config.trainable_token_indices), str(folder / ADAPTER_CONFIG))
-    _name_as_today(config, model, folder)
-
-
-def load_adapter(model: nn.Module, config: Any, folder: Path) -> Any:
-    """Put the adapter and its tensors into `model`, which has real weights; returns PEFT's model around it.
-
-    Raises:
-        RefusedError: it does not fit the model.
-    """
-    from peft import get_peft_model, set_peft_model_state_dict
-
-    config.inference_mode, config.lora_dropout = True, 0.0
-    _make_fit(model, config, folder)
-    with refusing("the adapter does not fit the base model", str(folder)), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        peft_model = get_peft_model(model, config)  # type: ignore[arg-type]
-        found = set_peft_model_state_dict(peft_model, _read_as_named_today(model, folder))
-    own = {name for name, _ in peft_model.named_parameters()}  # each under one name
-    missing = [name for name in found.missing_keys if is_adapter(name) and name in own]
-    unexpected = [name for name in found.unexpected_keys if not name.endswith(".modules_to_save.weight")]
-    if missing or unexpected:
-        raise _misfit(folder, [*missing, *unexpected])
-    return peft_model
 
 
 def read_adapter_tensors(model: nn.Module, folder: Path) -> dict[str, torch.Tensor]:
@@ -359,11 +329,17 @@ def read_adapter_tensors(model: nn.Module, folder: Path) -> dict[str, torch.Tens
     Raises:
         RefusedError: they are not the adapter's of this model.
     """
+    from peft.utils.transformers_weight_conversion import convert_peft_adapter_state_dict_for_transformers
+
     where = str(folder / ADAPTER_WEIGHTS)
-    with refusing("the adapter does not fit the base model", where):
-        stored = _read_as_named_today(model, folder)
+    with refusing("the adapter does not fit the base model", where), torch.no_grad():
+        with open_shard(folder / ADAPTER_WEIGHTS) as file:
+            stored = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - the handle is no mapping
+        today = {key: stored[old] for old, key in _current_keys(stored, model).items()}
+        config: Any = model.peft_config
+        converted = convert_peft_adapter_state_dict_for_transformers(model, config["default"], today)
     modules = dict(model.named_modules())
-    tensors = {_parameter_name(key, modules): tensor for key, tensor in stored.items()}
+    tensors = {_parameter_name(key, modules): tensor for key, tensor in converted.items()}
     own = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
     found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     needed = {name for name, _ in model.named_parameters() if is_adapter(name)}
@@ -602,37 +578,15 @@ def _current_keys(keys: Iterable[str], model: nn.Module) -> dict[str, str]:
     return found
 
 
-def _read_as_named_today(model: nn.Module, folder: Path) -> dict[str, torch.Tensor]:
-    """The tensors of an adapter's file by the keys that PEFT would save them with today.
-
-    Args:
-        model: has the adapter's modules.
-    """
-    from peft.utils.transformers_weight_conversion import convert_peft_adapter_state_dict_for_transformers
-
-    with open_shard(folder / ADAPTER_WEIGHTS) as file:
-        stored = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - the handle is no mapping
-    names = _current_keys(stored, model)
-    config: Any = model.peft_config
-    with torch.no_grad():
-        converted = convert_peft_adapter_state_dict_for_transformers(
-            model, config["default"], {names[key]: tensor for key, tensor in stored.items()}
-        )
-    modules = {f"{PEFT_PREFIX}{path}" for path, _ in model.named_modules()}
-    found = {}
-    for key, tensor in converted.items():
-        inner, part, _ = key.partition(".base_layer.lora_")  # of two nested adapters of experts; there may be one only
-        is_alone = part and not {f"{inner}.base_layer.lora_A", f"{inner}.base_layer.lora_B"} & modules
-        found[key.replace(".base_layer.lora_", ".lora_") if is_alone else key] = tensor
-    return found
-
-
 _WEIGHT = re.compile(r"(.*?)(\.(?:lora_|base_layer\.|original_module\.|modules_to_save\.|token_adapter\.).*)")
 
 
 def _parameter_name(key: str, modules: dict[str, nn.Module]) -> str:
     """PEFT's files leave the adapter's name out of the names of parameters."""
     name = key.removeprefix(PEFT_PREFIX)
+    inner, part, _ = name.partition(".base_layer.lora_")  # of two nested adapters of experts; there may be one only
+    if part and not {f"{inner}.base_layer.lora_A", f"{inner}.base_layer.lora_B"} & modules.keys():
+        name = name.replace(".base_layer.lora_", ".lora_")
     path, _, attribute = name.rpartition(".")
     if hasattr(modules.get(path), "modules_to_save"):
         return f"{path}.modules_to_save.default.{attribute}"

@@ -37,6 +37,7 @@ from roundpipe_cli.files import (
 from roundpipe_cli.model.adapter_files import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
+    BY_PEFT_HINT,
     StartedBase,
     as_single_experts,
     check_adapter_folder,
@@ -511,7 +512,7 @@ def _refuse_lost_biases(units: Mapping[str, nn.Module], result: Path) -> None:
                 "the adapter has a bias where the base model has none to add it to",
                 where=str(result / ADAPTER_CONFIG),
                 found=f"lora_bias: true on {path}",
-                hint="`roundpipe generate` and PEFT use the adapter as it is",
+                hint=BY_PEFT_HINT,
             )
 
 
