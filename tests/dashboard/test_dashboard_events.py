@@ -148,7 +148,7 @@ def test_the_file_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_full_disk_ends_the_record_and_not_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Event] = []
-    with EventRecorder(tmp_path, Clock(), told.append) as recorder:
+    with EventRecorder(tmp_path, Clock(), told.append).opened(0) as recorder:
         recorder(Notice("before"))
         monkeypatch.setattr(telemetry.os, "write", lambda *arguments: 3)
         recorder(Notice("lost"))

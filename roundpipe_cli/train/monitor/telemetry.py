@@ -15,7 +15,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from io import FileIO
 from pathlib import Path
@@ -56,55 +56,36 @@ from roundpipe_cli.units import shown_step
 
 
 class DeviceSampler:
-    """Samples the devices of all workers; close it in the thread that used it."""
+    """Samples the devices of all workers."""
 
     def __init__(self, devices: Sequence[str]) -> None:
         self._indices = [int(name.removeprefix("cuda:")) if name.startswith("cuda:") else None for name in devices]
-        self._driver: Any = None
         self._handles: dict[int, Any] = {}
-        self._opened = False
+        found = {index for index in self._indices if index is not None}
+        with contextlib.suppress(ImportError):
+            if found:
+                import pynvml
+
+                self._driver: Any = pynvml
+                with contextlib.suppress(pynvml.NVMLError):
+                    pynvml.nvmlInit()
+                    self._handles = {index: pynvml.nvmlDeviceGetHandleByUUID(cuda.uuid(index)) for index in found}
 
     def sample(self, workers: Collection[int]) -> tuple[DeviceSample, ...]:
         """One sample per worker; without figures but for these `workers`."""
-        if not self._opened:
-            self._opened = True
-            self._open()
         return tuple(
             DeviceSample() if index is None or worker not in workers else self._one(index)
             for worker, index in enumerate(self._indices)
         )
-
-    def close(self) -> None:
-        """Release the driver."""
-        if self._driver is not None:
-            with contextlib.suppress(self._driver.NVMLError):
-                self._driver.nvmlShutdown()
-            self._driver = None
-
-    def _open(self) -> None:
-        found = sorted({index for index in self._indices if index is not None})
-        if not found:
-            return
-        try:
-            import pynvml
-        except ImportError:
-            return
-        try:
-            pynvml.nvmlInit()
-            self._driver = pynvml
-            for index in found:
-                self._handles[index] = pynvml.nvmlDeviceGetHandleByUUID(cuda.uuid(index))
-        except pynvml.NVMLError:
-            return
 
     def _one(self, index: int) -> DeviceSample:
         try:
             used_bytes, total_bytes = cuda.memory_use(index)
         except RuntimeError:  # the engine will find that it is lost
             return DeviceSample()
-        driver, handle = self._driver, self._handles.get(index)
-        if driver is None or handle is None:
+        if index not in self._handles:
             return DeviceSample(used_bytes, total_bytes)
+        driver, handle = self._driver, self._handles[index]
         return DeviceSample(
             used_bytes,
             total_bytes,
@@ -113,10 +94,9 @@ class DeviceSampler:
         )
 
     def _ask(self, question: Callable[[], float]) -> float | None:
-        try:
+        with contextlib.suppress(self._driver.NVMLError):  # not every card has this figure
             return float(question())
-        except self._driver.NVMLError:  # not every card has this figure
-            return None
+        return None
 
 
 # Rows of `metrics.jsonl`: one a step, each whole or, after a crash, cut off by `--resume`.
@@ -244,7 +224,7 @@ class Telemetry:
             live: also tell what the workers do.
         """
         self._engine, self._tell, self._clock, self._live = engine, tell, clock, live
-        self._sampler = DeviceSampler(devices)
+        self._devices = devices
         self._watcher = Watcher()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="telemetry", daemon=True)
@@ -259,20 +239,19 @@ class Telemetry:
 
     def _run(self) -> None:
         next_sample_s, over = 0.0, False
-        with contextlib.closing(self._sampler):
+        try:
+            sampler = DeviceSampler(self._devices)
             while True:
-                try:
-                    if self._live:
-                        self._look()
-                    if over or time.monotonic() >= next_sample_s:
-                        next_sample_s = time.monotonic() + SAMPLE_S
-                        self._tell(self._sample())
-                except Exception as error:  # the engine reports a failed device; the run continues without samples
-                    self._tell(Notice(f"memory and devices are no longer watched: {error}"))
-                    return
+                if self._live:
+                    self._look()
+                if over or time.monotonic() >= next_sample_s:
+                    next_sample_s = time.monotonic() + SAMPLE_S
+                    self._tell(self._sample(sampler))
                 if over:
                     return
                 over = self._stop.wait(LOOK_S if self._live else SAMPLE_S)
+        except Exception as error:  # the engine reports a failed device; the run continues without samples
+            self._tell(Notice(f"memory and devices are no longer watched: {error}"))
 
     def _look(self) -> None:
         step = self._engine.step_in_work
@@ -285,12 +264,10 @@ class Telemetry:
         running = tuple(_span(item, step, offset_s) for item in news.running)
         self._tell(WorkSeen(offset_s + news.now_s, shown_step(step.step), done, running))
 
-    def _sample(self) -> Sample:
-        memory = host_memory()
+    def _sample(self, sampler: DeviceSampler) -> Sample:
+        memory, devices = host_memory(), sampler.sample(self._engine.lanes)
         used_bytes = memory.total_bytes - memory.available_bytes
-        return Sample(
-            self._clock(), process_bytes(), used_bytes, memory.total_bytes, self._sampler.sample(self._engine.lanes)
-        )
+        return Sample(self._clock(), process_bytes(), used_bytes, memory.total_bytes, devices)
 
 
 def process_bytes() -> int:
@@ -319,7 +296,6 @@ class EventRecorder:
             tell: gets every event first.
         """
         self._path = output_dir / EVENTS_NAME
-        self._first_step = 0
         self.clock, self._tell = clock, tell
         self._early: deque[tuple[float, Notice]] | None = deque(maxlen=KEPT_NOTICES)
         """Notices from before the file is open, with their times; None from then on."""
@@ -333,40 +309,37 @@ class EventRecorder:
         self._num_done = 0
         """Steps that are finished; a line that names no step says behind which one it is to be shown."""
 
-    def opened(self, first_step: int) -> EventRecorder:
+    @contextlib.contextmanager
+    def opened(self, first_step: int) -> Iterator[EventRecorder]:
         """This recorder, for a run of which `first_step` steps are done: what an earlier attempt wrote about later ones
         is cut off."""
-        self._first_step = self._num_done = first_step
-        return self
-
-    def __enter__(self) -> EventRecorder:
+        self._num_done = first_step
         with self._failing_softly():
-            lines = read_lines(self._path)
-            kept = [line for line in lines if _step(line) <= self._first_step] if self._first_step else []
+            lines = read_lines(self._path) if first_step else []
+            kept = [line for line in lines if _step(line) <= first_step]
             for line in kept:
-                if _step(line, "after") > self._first_step:
-                    line["after"] = self._first_step
+                if _step(line, "after") > first_step:
+                    line["after"] = first_step
             self._rewrite(kept)
         with self._lock:
             early, self._early = self._early or (), None
             for time_s, event in early:
                 self._write(event, time_s)
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        with self._lock:
-            self._write_timelines()
-        if error is not None:
+        try:
+            yield self
+        except BaseException as error:
             text = error.problems[0].what if isinstance(error, RoundpipeError) else f"{type(error).__name__}: {error}"
-            self._record(RunStopped(text))
-        with self._lock:
-            self._close()
+            with self._lock:
+                self._write_timelines()
+                self._write(RunStopped(text))
+            raise
+        finally:
+            with self._lock:
+                self._write_timelines()
+                self._close()
 
     def __call__(self, event: Event) -> None:
         self._tell(event)
-        self._record(event)
-
-    def _record(self, event: Event) -> None:
         with self._lock:
             if isinstance(event, StepFinished):
                 self._num_done = event.step
@@ -416,7 +389,7 @@ class EventRecorder:
         self._file = None
 
     @contextlib.contextmanager
-    def _failing_softly(self) -> Any:
+    def _failing_softly(self) -> Iterator[None]:
         try:
             yield
         except (OSError, ResourceError) as error:

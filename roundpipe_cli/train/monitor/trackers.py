@@ -7,6 +7,7 @@ evaluation, and the recipe, both without secrets.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import json
@@ -150,15 +151,17 @@ class Trackers:
         self._ids_path = output_dir / RUN_IDS_NAME
         self._lock = threading.Lock()
         self._ids = _read_ids(self._ids_path) if first_step and recipe.report_to else {}
-        config = _config(recipe) if recipe.report_to else {}
-        self._threads = []
-        for name in recipe.report_to:
-            run = RunInfo(output_dir.name, output_dir, first_step, config, self._ids.get(name))
-            self._threads.append(_TrackerThread(name, run, tell, self._keep_id))
+        config = _dotted(redact_values(plain_data(recipe)))
+        self._threads = [
+            _TrackerThread(
+                name, RunInfo(output_dir.name, output_dir, first_step, config, self._ids.get(name)), tell, self._keep_id
+            )
+            for name in recipe.report_to
+        ]
 
     def __enter__(self) -> Trackers:
         for thread in self._threads:
-            thread.thread.start()
+            thread.start()
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
@@ -191,19 +194,12 @@ def values_of(event: StepFinished | EvaluationFinished) -> dict[str, float]:
     return {f"{prefix}/{name}": float(value) for name, value in values.items() if math.isfinite(value)}
 
 
-def _config(recipe: Recipe) -> dict[str, Any]:
-    """The recipe with dotted keys and every secret masked."""
-    flat: dict[str, Any] = {}
-
-    def put(value: Any, path: str) -> None:
-        if isinstance(value, dict):
-            for key, item in value.items():
-                put(item, f"{path}.{key}" if path else str(key))
-        else:
-            flat[path] = value
-
-    put(redact_values(plain_data(recipe)), "")
-    return flat
+def _dotted(value: Any, path: str = "") -> dict[str, Any]:
+    """Nested settings with dotted keys."""
+    if not isinstance(value, dict):
+        return {path: value}
+    parts = (_dotted(item, f"{path}.{key}" if path else str(key)) for key, item in value.items())
+    return {name: item for part in parts for name, item in part.items()}
 
 
 def _read_ids(path: Path) -> dict[str, str]:
@@ -214,48 +210,45 @@ def _read_ids(path: Path) -> dict[str, str]:
         return {}
 
 
-class _TrackerThread:
+class _TrackerThread(threading.Thread):
     """One tracker: everything of its package is called from this thread alone."""
 
-    def __init__(self, name: str, run: RunInfo, tell: Tell, keep_id: Callable[[str, str], None]) -> None:
-        self._name, self._run_info, self._tell, self._keep_id = name, run, tell, keep_id
+    def __init__(self, tracker: str, info: RunInfo, tell: Tell, keep_id: Callable[[str, str], None]) -> None:
+        super().__init__(name=f"tracker-{tracker}", daemon=True)
+        self._tracker, self._info, self._tell, self._keep_id = tracker, info, tell, keep_id
         self._rows: queue.Queue[tuple[int, Values] | None] = queue.Queue(MAX_WAITING)
-        self._failed = threading.Event()
         self._is_dropping = False
-        self.thread = threading.Thread(target=self._run, name=f"tracker-{name}", daemon=True)
 
     def put(self, step: int, values: Values) -> None:
         """Queue numbers for the tracker; returns at once."""
-        if self._failed.is_set():
+        if not self.is_alive():
             return
         try:
             self._rows.put_nowait((step, values))
         except queue.Full:
             if not self._is_dropping:
-                self._tell(Notice(f"{self._name} is too slow: rows are left out there; metrics.jsonl has all"))
+                self._tell(Notice(f"{self._tracker} is too slow: rows are left out there; metrics.jsonl has all"))
             self._is_dropping = True
 
     def stop(self, flush_s: float) -> None:
         """Wait until the queue is sent, at most `flush_s` seconds."""
-        try:
-            self._rows.put(None, timeout=flush_s)
-            self.thread.join(flush_s)
-        except queue.Full:
-            pass
-        if self.thread.is_alive() and not self._failed.is_set():
-            self._tell(
-                Notice(f"{self._name} is not done after {flush_s:g} s and is left behind; metrics.jsonl has all")
-            )
+        with contextlib.suppress(queue.Full):
+            if self.is_alive():
+                self._rows.put(None, timeout=flush_s)
+                self.join(flush_s)
+        if self.is_alive():
+            text = f"{self._tracker} is not done after {flush_s:g} s and is left behind; metrics.jsonl has all"
+            self._tell(Notice(text))
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Begin a run there and send rows until `stop`."""
         try:
-            tracker = TRACKERS[self._name](self._run_info)
-            if tracker.run_id is not None:
-                self._keep_id(self._name, tracker.run_id)
+            made = TRACKERS[self._tracker](self._info)
+            if made.run_id is not None:
+                self._keep_id(self._tracker, made.run_id)
             while (row := self._rows.get()) is not None:
-                tracker.log(*row)
-            tracker.close()
+                made.log(*row)
+            made.close()
         except BaseException as error:  # whatever a tracker does, the run continues
-            self._failed.set()
             text = redact(f"{type(error).__name__}: {error}".splitlines()[0])[:300]
-            self._tell(Notice(f"{self._name} gets no more metrics, the run continues: {text}"))
+            self._tell(Notice(f"{self._tracker} gets no more metrics, the run continues: {text}"))
