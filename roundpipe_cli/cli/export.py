@@ -63,7 +63,6 @@ def convert_to_gguf(converter: Path, folder: Path, type_name: str = GGUF_TYPES[0
 
 
 def _check_gguf_type(type_name: str | None) -> str | None:
-    """The type as the tables have it."""
     name = type_name.lower() if type_name is not None else None
     if name not in (None, *GGUF_TYPES, *CONVERTER_TYPES):
         hint = f"--gguf, then llama.cpp's llama-quantize {GGUF_NAME} small.gguf {type_name}; or ollama create NAME "
@@ -79,10 +78,7 @@ def _check_gguf_type(type_name: str | None) -> str | None:
 
 def _find_gguf_writer(result: Path, base: ModelSource | None, type_name: str, named: Path | None) -> Path | None:
     """llama.cpp's converter, as named or on the PATH, where the file is not written here or the user named it; None: it
-    is written here.
-
-    The tokenizer in the file is that of `result`, where it has one, else of `base`, into which it is merged.
-    """
+    is written here. `base`: what `result` is merged into, with its tokenizer where that has none."""
     from roundpipe_cli.model.files.source import ModelSource
     from roundpipe_cli.model.load import has_tokenizer, load_tokenizer
     from roundpipe_cli.train.result.gguf_file import why_not_written
@@ -318,7 +314,6 @@ def _note(text: str) -> None:
 
 
 def _write_gguf(folder: Path, type_name: str, program: Path | None) -> None:
-    """Write the GGUF file of an exported folder, by llama.cpp's converter if that is given."""
     say(f"writing {folder / GGUF_NAME} ...")
     if program is not None:
         convert_to_gguf(program, folder, type_name)
@@ -332,10 +327,7 @@ def _write_gguf(folder: Path, type_name: str, program: Path | None) -> None:
 
 
 def check_dtype(dtype: str | None) -> None:
-    """
-    Raises:
-        RefusedError: no dtype of weights.
-    """
+    """Raise a RefusedError for what is no dtype of weights."""
     known = "bfloat16, float16 or float32"
     if dtype not in (None, "bfloat16", "float16", "float32"):
         raise RefusedError("unknown dtype", found=dtype, expected=known, hint="leave --dtype out")
@@ -473,11 +465,7 @@ def find_adapter_base(output_dir: Path, named: str | None, *, offline: bool) -> 
 
 
 def _resolve_base(folder: Path, named: str | None, trained: str, revision: str | None, *, offline: bool) -> ModelSource:
-    """The base model as `named`, else under the name that it was trained with, then in this revision.
-
-    Raises:
-        RefusedError: it is not to be found.
-    """
+    """The base model as `named`, else under the name that it was trained with, then in this revision."""
     from roundpipe_cli.cli.lines import LinePrinter
     from roundpipe_cli.costs.find_model import find_architecture
     from roundpipe_cli.model.files.source import resolve_model

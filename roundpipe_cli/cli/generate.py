@@ -147,16 +147,13 @@ def _turns() -> Iterator[str]:
         if is_terminal:
             sys.stderr.write("> ")
             sys.stderr.flush()
-        data = sys.stdin.buffer.readline(MAX_PROMPT_BYTES + 1)
-        if len(data) > MAX_PROMPT_BYTES:
-            raise RefusedError("the line is too long", where="stdin", expected=f"at most {MAX_PROMPT_BYTES} bytes")
-        if not data:
+        line = _from_stdin(sys.stdin.buffer.readline)
+        if not line:
             if is_terminal:
                 sys.stderr.write("\n")
             return
-        line = _checked(data.decode("utf-8", errors="surrogateescape"), "stdin").strip()
-        if line:
-            yield line
+        if line.strip():
+            yield line.strip()
 
 
 MIN_TEMPERATURE = 1e-3
@@ -165,10 +162,7 @@ MAX_PROMPT_BYTES = 16 * 1024**2
 
 
 def check_temperature(temperature: float) -> None:
-    """
-    Raises:
-        RefusedError: no token can be drawn at this temperature.
-    """
+    """Raise a RefusedError for a temperature at which no token can be drawn."""
     if not math.isfinite(temperature) or 0 < temperature < MIN_TEMPERATURE:
         raise RefusedError(
             "no token can be drawn at this temperature",
@@ -185,9 +179,11 @@ def read_prompt(prompt: str) -> str:
     Raises:
         RefusedError: it is no UTF-8, or too long.
     """
-    if prompt != "-":
-        return _checked(prompt, "PROMPT")
-    data = sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1)
+    return _from_stdin(sys.stdin.buffer.read) if prompt == "-" else _checked(prompt, "PROMPT")
+
+
+def _from_stdin(read: Callable[[int], bytes]) -> str:
+    data = read(MAX_PROMPT_BYTES + 1)
     if len(data) > MAX_PROMPT_BYTES:
         most = f"at most {MAX_PROMPT_BYTES} bytes"
         raise RefusedError("the prompt is too long", where="stdin", expected=most, hint="give fewer words")

@@ -434,11 +434,7 @@ class StartedBase:
     """The base weights of adapted modules as PEFT's own start of an adapter leaves them."""
 
     def __init__(self, model: nn.Module, folder: Path) -> None:
-        """
-        Args:
-            model: with the adapter's modules.
-            folder: of the adapter.
-        """
+        """`model` has the modules of the adapter in `folder`."""
         self._start = base_start(check_adapter_folder(folder), folder)
         self._folder = folder
         self._wrappers: dict[str, Any] = {}
@@ -508,12 +504,9 @@ def _misfit(folder: Path, names: Sequence[str]) -> RefusedError:
 
 
 def _name_as_today(config: Any, model: nn.Module, folder: Path) -> None:
-    """Have a configuration name the modules as the installed transformers does. An older release had other names around
-    a wrapped language model, and a module for each expert where there is one parameter of all experts today.
-
-    PEFT converts experts too, but loses the layers beside them that have the same names (those of shared experts), and
-    does not know all types.
-    """
+    """Have a configuration name the modules as the installed transformers does: an older release had other names around
+    a wrapped language model, and a module for each expert. PEFT converts experts too, but loses the layers beside them
+    that have the same names (those of shared experts), and does not know all types."""
     for key in ("target_modules", "modules_to_save"):
         listed = getattr(config, key)
         if listed and not isinstance(listed, str):

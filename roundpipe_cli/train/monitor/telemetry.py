@@ -134,11 +134,7 @@ def append_row(file: FileIO, path: Path, row: Mapping[str, Any]) -> bytes:
 
 
 def _check_place(file: FileIO, path: Path) -> None:
-    """Refuse to write to a file that was moved or removed: the row, and the run's result, would be lost.
-
-    Raises:
-        ResourceError: as said.
-    """
+    """Refuse to write to a file that was moved or removed: the row, and the run's result, would be lost."""
     with contextlib.suppress(FileNotFoundError):
         if os.path.samestat(os.fstat(file.fileno()), path.stat()):
             return
@@ -215,14 +211,7 @@ class Telemetry:
     """A thread that reports workers, memory and devices, as a context manager."""
 
     def __init__(self, engine: Engine, devices: Sequence[str], tell: Tell, clock: Clock, *, live: bool) -> None:
-        """
-        Args:
-            engine: is looked at, never changed.
-            devices: of each worker.
-            tell: is told, from the thread.
-            clock: the run's.
-            live: also tell what the workers do.
-        """
+        """`tell` is called from the thread; `live`: also with what the workers do."""
         self._engine, self._tell, self._clock, self._live = engine, tell, clock, live
         self._devices = devices
         self._watcher = Watcher()
@@ -289,12 +278,7 @@ class EventRecorder:
     """Passes events on and keeps those of later use in a file; a full disk ends the file, not the run."""
 
     def __init__(self, output_dir: Path, clock: Clock, tell: Tell) -> None:
-        """
-        Args:
-            output_dir: of this run, locked; nothing is written there before `opened`.
-            clock: the run's.
-            tell: gets every event first.
-        """
+        """`output_dir`: locked; nothing is written there before `opened`. `tell` gets every event first."""
         self._path = output_dir / EVENTS_NAME
         self.clock, self._tell = clock, tell
         self._early: deque[tuple[float, Notice]] | None = deque(maxlen=KEPT_NOTICES)

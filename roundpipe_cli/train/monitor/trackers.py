@@ -36,11 +36,7 @@ Values = Mapping[str, float]
 
 
 def require_trackers(names: Sequence[str]) -> None:
-    """Refuse early where a package is missing.
-
-    Raises:
-        RefusedError: it is not installed.
-    """
+    """Raise a RefusedError where a package is missing."""
     for name in names:
         if importlib.util.find_spec(name) is None:
             raise RefusedError(
@@ -140,13 +136,7 @@ class Trackers:
     def __init__(
         self, recipe: Recipe, output_dir: Path, first_step: int, tell: Tell, *, flush_s: float = FLUSH_S
     ) -> None:
-        """
-        Args:
-            output_dir: of this run, locked.
-            first_step: steps done before.
-            tell: gets every event first.
-            flush_s: how long the end of the run waits for a tracker.
-        """
+        """`first_step`: steps done before; `tell` gets every event first; `flush_s`: wait for a tracker at the end."""
         self._tell, self._flush_s = tell, flush_s
         self._ids_path = output_dir / RUN_IDS_NAME
         self._lock = threading.Lock()
@@ -175,7 +165,7 @@ class Trackers:
                 thread.put(event.step, values_of(event))
 
     def _keep_id(self, name: str, run_id: str) -> None:
-        """Store the tracker's name of the run, so that a resumed run continues there."""
+        """So that a resumed run continues there."""
         with self._lock:
             self._ids[name] = run_id
             write_atomically(self._ids_path, json.dumps(self._ids).encode(), STATE_FILE_MODE)

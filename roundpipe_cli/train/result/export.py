@@ -12,8 +12,8 @@ import ctypes
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
@@ -67,8 +67,6 @@ from roundpipe_cli.train.prepare.base_files import (
 from roundpipe_cli.train.result.ollama import modelfile
 from roundpipe_cli.units import counted, format_bytes
 
-# README.md of a published result: what was trained, on which data, with which recipe and figures.
-
 MAX_FILE_BYTES = 16 * 1024**2
 PRIVATE_KEYS = (
     *("output_dir", "pipeline", "hardware", "weights", "report_to", "resume_from_checkpoint", "on_oom"),
@@ -95,7 +93,9 @@ def model_card(result: Path, *, base: str | None, merged: bool, gguf: bool = Fal
     origin = f" from {_plain(_without_places(base))}" if base else ""
     lines += ["", f"Fine-tuned{origin} {MADE_BY}.", ""]
     lines += [*(_use_whole(gguf) if merged else _use_adapter(base, result)), ""]
-    lines += _data(recipe, report) + _figures(report) + _base(report)
+    lines += _data(recipe, report) + _figures(report)
+    if COMMIT.fullmatch(str(report.get("model_commit"))):
+        lines += [f"Base model at commit {report['model_commit']}.", ""]
     if recipe:
         shown = {key: value for key, value in recipe.items() if key not in PRIVATE_KEYS}
         text = yaml.safe_dump(shown, sort_keys=False).strip()
@@ -118,7 +118,6 @@ MADE_BY = "with RoundPipe CLI"
 
 
 def _use_whole(gguf: bool) -> list[str]:
-    """Lines on how to load whole weights, run in their folder."""
     lines = _python(
         "from transformers import AutoModelForCausalLM, AutoTokenizer",
         "",
@@ -133,12 +132,7 @@ def _use_whole(gguf: bool) -> list[str]:
 
 
 def _use_adapter(base: str, result: Path) -> list[str]:
-    """Lines on how to load an adapter, run in its folder.
-
-    Args:
-        base: name of the base model.
-        result: the folder; where it has no tokenizer, the base's belongs to it.
-    """
+    """Lines on how to load an adapter; where its folder has no tokenizer, the base's belongs to it."""
     imports = ["from peft import PeftConfig, PeftModel", "from transformers import AutoModelForCausalLM, AutoTokenizer"]
     found = ["folder = config.base_model_name_or_path"]
     arguments = "folder, revision=config.revision"
@@ -253,18 +247,12 @@ def _figures(report: Mapping[str, Any]) -> list[str]:
 
 
 def _which_weights(report: Mapping[str, Any], evaluation: Mapping[str, Any]) -> list[str]:
-    """Whether the weights are those of the best evaluation."""
     best_step = evaluation.get("best_step")
     if type(best_step) is not int:
         return []
     if evaluation.get("result_is_best") is True or best_step == report.get("num_steps"):
         return [f"The weights are those of the best evaluation, after step {best_step}.", ""]
     return [f"The weights are not those of the best evaluation, which was after step {best_step}.", ""]
-
-
-def _base(report: Mapping[str, Any]) -> list[str]:
-    commit = report.get("model_commit")
-    return [f"Base model at commit {commit}.", ""] if isinstance(commit, str) and COMMIT.fullmatch(commit) else []
 
 
 # The tensors of a base model with an adapter merged into it, made one module at a time.
@@ -274,41 +262,45 @@ class MergedTensors:
     """The tensors of the result on demand: the base's, those of adapted modules with the adapter added."""
 
     def __init__(self, model: nn.Module, base: BaseWeights, result: Path, dtype: torch.dtype | None) -> None:
-        """
-        Args:
-            model: the base model's skeleton; gets the adapter's modules.
-            result: a folder with the adapter.
-            dtype: of the weights; None: each as the base's files have it.
-        """
+        """`model`: gets the adapter's modules; `dtype`: of the weights; None: each as the base's files have it."""
         tied = tied_names(model)
         parameters = {name: parameter.shape for name, parameter in model.named_parameters()}
-        layout = base_layout(model, base, dtype)
+        named = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         first = {twin: name for name in parameters for twin in tied.get(name, ())}
         self.adapted = _Adapted(model, base, result, first)
         untied = self.adapted.untied
-        self.has_base_names = layout is not None and all(
+        self.has_base_names = base.conversions is not None and all(
             not self.adapted.changes(group) or reverts(group, base, model) for group in base.groups
         )
+        """Whether the tensors are those of the base's files; else they are the model's own."""
         self._model, self._base = model, base
-        in_files = {name for group in base.groups for name in group.targets}
-        if layout is not None and self.has_base_names:
-            changed = [group for group in base.groups if self.adapted.changes(group) and group.is_grown]
-            grown = {next(iter(group.stored)): tuple(*group.targets.values()) for group in changed}
-            self.specs = [replace(spec, shape=grown.get(spec.name, spec.shape)) for spec in layout]
-            added = [name for twin, name in untied.items() for name in (twin, name) if name not in in_files]
-            shapes = {name: parameters[untied.get(name, name)] for name in added}
+        self.specs: list[TensorSpec] = []
+        if base.conversions is not None and self.has_base_names:
+            for group in base.groups:  # what is merged together side by side
+                shapes = {name: stored.shape for name, stored in group.stored.items()}
+                if group.is_grown and self.adapted.changes(group):
+                    shapes = dict.fromkeys(shapes, next(iter(group.targets.values())))
+                asked = dtype if group.targets.keys() & named else None
+                kinds = {name: asked or stored.dtype for name, stored in group.stored.items()}
+                self.specs += [TensorSpec(name, kinds[name], tuple(shape)) for name, shape in shapes.items()]
+            unused = ((name, base.stored[name]) for name in base.conversions.unused)
+            self.specs += [TensorSpec(name, stored.dtype, tuple(stored.shape)) for name, stored in unused]
+            in_files = {name for group in base.groups for name in group.targets}
+            own = [name for twin, name in untied.items() for name in (twin, name) if name not in in_files]
         else:
-            self.specs, shapes = [], {**parameters, **{twin: parameters[name] for twin, name in untied.items()}}
-        kinds = {name: dtype or base.dtype(untied.get(name, name)) for name in shapes}
-        self.specs += [TensorSpec(name, kinds[name], tuple(shape)) for name, shape in shapes.items()]
+            own = [*parameters, *untied]
+        self.specs += [
+            TensorSpec(name, dtype or base.dtype(first_name), tuple(parameters[first_name]))
+            for name, first_name in ((name, untied.get(name, name)) for name in dict.fromkeys(own))
+        ]
         self._group_of = {name: group for group in base.groups for name in group.stored}
         self._current: tuple[WeightGroup | None, Mapping[str, torch.Tensor]] = (None, {})
         # Larger elements first, as the format's alignment wants it; otherwise the files' order, so that a module is
         # merged once.
         self.specs.sort(key=lambda spec: -spec.dtype.itemsize)
-        sizes: dict[torch.dtype, int] = {}
+        sizes = Counter[torch.dtype]()
         for spec in self.specs:
-            sizes[spec.dtype] = sizes.get(spec.dtype, 0) + spec.num_bytes
+            sizes[spec.dtype] += spec.num_bytes
         self.main_dtype = max(sizes, key=lambda dtype: sizes[dtype])
 
     def tensors(self, specs: Sequence[TensorSpec]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -338,31 +330,10 @@ class MergedTensors:
 
 
 def _in_type(values: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """The values in the type in which they are written.
-
-    Raises:
-        RefusedError: they overflow in it.
-    """
+    """The values in the type in which they are written; refused where they overflow in it."""
     if values.is_floating_point() and spec.dtype.is_floating_point and values.dtype != spec.dtype:
         check_finite(values, spec.dtype, spec.name)
     return values.to(spec.dtype)
-
-
-def base_layout(model: nn.Module, base: BaseWeights, dtype: torch.dtype | None) -> list[TensorSpec] | None:
-    """The tensors of the base's files, what is merged together side by side; None for a GGUF file.
-
-    Args:
-        dtype: of the weights to write; None: each as it is.
-    """
-    if base.conversions is None:
-        return None
-    in_groups = [name for group in base.groups for name in group.stored]
-    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    weights = {name for group in base.groups if group.targets.keys() & parameters for name in group.stored}
-    return [
-        TensorSpec(name, dtype if dtype and name in weights else stored.dtype, tuple(stored.shape))
-        for name, stored in ((name, base.stored[name]) for name in [*in_groups, *base.conversions.unused])
-    ]
 
 
 def reverts(group: WeightGroup, base: BaseWeights, model: nn.Module) -> bool:
@@ -378,21 +349,19 @@ class _Adapted:
     """Weights of the model by name, those of adapted modules with the adapter added."""
 
     def __init__(self, model: nn.Module, base: BaseWeights, result: Path, first: Mapping[str, str]) -> None:
-        """
-        Args:
-            first: other names of a shared weight -> the model's.
-
-        Raises:
-            RefusedError: see `adapt`; an adapter has a bias and its layer has none.
-        """
+        """`first`: other names of a shared weight -> the model's."""
         self._base = base
-        self._adapter = adapt(model, result)
+        config = read_adapter_config(result)
+        config.inference_mode, config.lora_dropout = True, 0.0
+        put_adapter(model, config, result)
+        self._adapter = read_adapter_tensors(model, result)
         self._started = StartedBase(model, result)
         for name in self._started.names:
             if any(is_nf4(weight) for weight in base.group_of(base_name(name)).stored.values()):
                 self._started.refuse_packed(name)
         self._units = dict(_units(model))
-        _refuse_lost_biases(self._units, result)
+        for path, unit in self._units.items():
+            _refuse_lost_bias(path, unit, result)
         self._unit_of = {
             base_name(f"{path}.{inner}"): path
             for path, unit in self._units.items()
@@ -404,23 +373,16 @@ class _Adapted:
         }
         self._rows = trained_rows(model, self._adapter)
         self._beside = {base_name(name): tensor for name, tensor in self._adapter.items() if not is_adapter(name)}
-        config: Any = model.peft_config
-        stays_tied = config["default"].ensure_weight_tying
+        self.replaced = sorted(self._beside)
+        """Weights of the base for which the adapter's file has others."""
+        self.num_modules = len(self._units) + len(self._saved_whole) + len(self._rows)
+        """Modules whose weights the adapter changed."""
+        stays_tied = config.ensure_weight_tying
         self.untied = {} if stays_tied else {twin: name for twin, name in first.items() if self._differ(twin, name)}
         """Weights that the base has once and the result twice: other name -> the model's."""
         self._own = {twin: name for twin, name in first.items() if twin not in self.untied}
         self._first = first
         self._current: tuple[str, dict[str, torch.Tensor]] = ("", {})
-
-    @property
-    def num_modules(self) -> int:
-        """Modules whose weights the adapter changed."""
-        return len(self._units) + len(self._saved_whole) + len(self._rows)
-
-    @property
-    def replaced(self) -> list[str]:
-        """Weights of the base for which the adapter's file has others."""
-        return sorted(self._beside)
 
     def _differ(self, twin: str, name: str) -> bool:
         """Whether the adapter treats the names of one weight differently. PEFT adapts the module of one name alone."""
@@ -488,32 +450,15 @@ def _parameters(path: str, unit: nn.Module) -> list[tuple[str, dict[str, nn.Para
     ]
 
 
-def adapt(model: nn.Module, result: Path) -> Mapping[str, torch.Tensor]:
-    """Put the adapter's modules into the skeleton `model`; returns its tensors by parameter name.
-
-    Raises:
-        RefusedError: it cannot be read, or does not fit the model.
-    """
-    config = read_adapter_config(result)
-    config.inference_mode, config.lora_dropout = True, 0.0
-    put_adapter(model, config, result)
-    return read_adapter_tensors(model, result)
-
-
-def _refuse_lost_biases(units: Mapping[str, nn.Module], result: Path) -> None:
-    """
-    Raises:
-        RefusedError: an adapter has a bias (`lora_bias`), and the layer that it is merged into has none.
-    """
-    for path, unit in units.items():
-        layer: Any = unit
-        if any(layer.lora_bias.values()) and getattr(layer.get_base_layer(), "bias", None) is None:
-            raise RefusedError(
-                "the adapter has a bias where the base model has none to add it to",
-                where=str(result / ADAPTER_CONFIG),
-                found=f"lora_bias: true on {path}",
-                hint=BY_PEFT_HINT,
-            )
+def _refuse_lost_bias(path: str, layer: Any, result: Path) -> None:
+    """Raise a RefusedError for an adapter with a bias (`lora_bias`) of a layer that has none to add it to."""
+    if any(layer.lora_bias.values()) and getattr(layer.get_base_layer(), "bias", None) is None:
+        raise RefusedError(
+            "the adapter has a bias where the base model has none to add it to",
+            where=str(result / ADAPTER_CONFIG),
+            found=f"lora_bias: true on {path}",
+            hint=BY_PEFT_HINT,
+        )
 
 
 def _units(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -535,12 +480,7 @@ FILE_MODE = 0o644
 
 @contextlib.contextmanager
 def _new_folder(folder: Path) -> Iterator[Path]:
-    """The place where the body writes what is to be in the new folder `folder`.
-
-    Raises:
-        RefusedError: it cannot be made.
-        ResourceError: disk full or failing.
-    """
+    """The place where the body writes what is to be in the new folder `folder`."""
     with whole_folder(folder, "the export") as temporary:
         try:
             temporary.mkdir(parents=True)
@@ -706,7 +646,6 @@ def merge_result(
 
 
 def _own_dtype(config: Any) -> torch.dtype:
-    """The type in which a model's configuration has its weights."""
     found = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
     return found if isinstance(found, torch.dtype) and found.is_floating_point else torch.bfloat16
 

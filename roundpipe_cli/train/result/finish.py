@@ -384,14 +384,8 @@ def write_checkpoint_result(checkpoint: Checkpoint, source: ModelSource, folder:
 def _whole_weights(
     model: nn.Module, masters: Mapping[str, torch.Tensor], source: ModelSource, trained_on: str
 ) -> dict[str, torch.Tensor]:
-    """Every weight of the model in its own type: the trained ones, and the base's where some were not.
-
-    Args:
-        trained_on: fingerprint of the base's weights.
-
-    Raises:
-        RefusedError: weights of the base are needed, and it is not the one that was trained.
-    """
+    """Every weight of the model in its own type: the trained ones, and the base's where some were not, which must have
+    the fingerprint `trained_on`."""
     parameters = dict(model.named_parameters())
     base: Mapping[str, torch.Tensor] = {}
     if parameters.keys() - set(masters):

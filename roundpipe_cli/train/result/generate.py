@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from roundpipe_cli.costs.machine import host_memory, slow_in_16_bit
 from roundpipe_cli.data.row_chunks import find_template
 from roundpipe_cli.data.rows import printable
@@ -70,10 +72,7 @@ def load_result(result: Path, source: ModelSource, dtype: str, *, is_adapter: bo
     Raises:
         RefusedError: one of them cannot be loaded.
     """
-    import torch
-
     import_bitsandbytes()
-
     config = load_config(source)  # refuses what would run code, and what is no language model
     adapter = read_adapter_config(result, refuse_unknown_keys) if is_adapter else None
     arguments: dict[str, Any] = source.load_arguments or {"use_safetensors": True}
@@ -96,8 +95,6 @@ def move_to_gpu(model: Any, tell: Say) -> Any:
 
     On a processor that is many times slower in 16 bit it is widened to float32, where the memory takes that.
     """
-    import torch
-
     indices = range(cuda.num_devices()) if model.device.type == "cpu" else ()  # bitsandbytes puts its own on a GPU
     free_bytes = [cuda.memory_bytes(index) for index in indices]
     index = roomy_device(_held_bytes(model), free_bytes)
@@ -122,9 +119,8 @@ def _held_bytes(model: Any) -> int:
 
 def roomy_device(model_bytes: int, free_bytes: Sequence[int]) -> int | None:
     """Index of the device with the most free memory, if a model of that size can answer there."""
-    index = max(range(len(free_bytes)), key=lambda index: free_bytes[index], default=None)
-    fits = index is not None and free_bytes[index] >= ROOM_SHARE * model_bytes + ROOM_BYTES
-    return index if fits else None
+    roomy = [free for free in free_bytes if free >= ROOM_SHARE * model_bytes + ROOM_BYTES]
+    return free_bytes.index(max(roomy)) if roomy else None
 
 
 def answer_ends(model: Any, tokenizer: Any) -> list[int]:
@@ -154,7 +150,6 @@ def answer(model: Any, tokenizer: Any, prompt: Prompt, *, is_shown: bool) -> Who
     Args:
         is_shown: write the answer to stdout as it comes.
     """
-    import torch
     from transformers import TextStreamer
 
     if has_template(tokenizer):
@@ -185,11 +180,7 @@ def answer(model: Any, tokenizer: Any, prompt: Prompt, *, is_shown: bool) -> Who
 
 
 def _render(tokenizer: Any, messages: list[dict[str, str]]) -> str:
-    """The prompt for an answer; runs in a child.
-
-    Raises:
-        RefusedError: the template refuses the messages.
-    """
+    """The prompt for an answer; runs in a child."""
     try:
         return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
     except MemoryError:

@@ -184,10 +184,9 @@ def write_gguf(folder: Path, type_name: str) -> tuple[Path, list[str]]:
 
 
 def _add_sizes(writer: Any, config: Any) -> None:
-    """The configuration, under llama.cpp's names."""
     from gguf import RopeScalingType
 
-    head_dim = _head_dim(config)
+    head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -221,20 +220,9 @@ def _add_sizes(writer: Any, config: Any) -> None:
         writer.add_rope_scaling_attn_factors(rope.get("attention_factor") or attention)
 
 
-def _head_dim(config: Any) -> int:
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-
-
 def _add_tokenizer(writer: Any, folder: Path, tokenizer: Any, num_tokens: int, *, as_spaces: bool) -> None:
-    """Tokens, merges, special tokens and the chat template.
-
-    Args:
-        num_tokens: rows of the embedding; those without a token get a name that no text has.
-        as_spaces: tokens of several spaces are written as spaces.
-
-    Raises:
-        RefusedError: a token has no row.
-    """
+    """Tokens, merges, special tokens and the chat template. Of the `num_tokens` rows of the embedding, those without
+    a token get a name that no text has; `as_spaces`: tokens of several spaces are written as spaces."""
     kind = _tokenizer_kind(tokenizer)
     assert kind is not None, "why_not_written has looked"
     model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
@@ -297,15 +285,9 @@ def _add_special_tokens(writer: Any, folder: Path, tokenizer: Any) -> None:
 
 # Tensors.
 
-ReadArray = Callable[[], npt.NDArray[Any]]
-
 
 def _add_tensors(writer: Any, folder: Path, config: Any, type_name: str) -> None:
-    """Name the model's tensors, each read and quantised when its turn in the file comes.
-
-    Raises:
-        RefusedError: one has no name there.
-    """
+    """Name the model's tensors, each read and quantised when its turn in the file comes."""
     from gguf import MODEL_ARCH, LazyNumpyTensor, get_tensor_name_map, quantize
 
     family = FAMILIES[config.model_type]
@@ -337,7 +319,7 @@ def _kind_of(name: str, shape: tuple[int, ...], type_name: str) -> Any:
     return kind if shape[-1] % GGML_QUANT_SIZES[kind][0] == 0 else GGMLQuantizationType.BF16
 
 
-def _reader(name: str, stored: StoredTensor, family: Family, config: Any) -> ReadArray:
+def _reader(name: str, stored: StoredTensor, family: Family, config: Any) -> Callable[[], npt.NDArray[Any]]:
     def read() -> npt.NDArray[Any]:
         with OpenFiles() as files:
             values = stored.read(files).float()

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.errors import InternalError, RefusedError
 from roundpipe_cli.limited import run_limited
 from roundpipe_cli.train.prepare.base_files import TEMPLATE_LIMITS, end_tokens
 
@@ -41,20 +41,17 @@ class TurnMarks:
 
 def find_turns(tokenizer: Any) -> TurnMarks | None:
     """The pieces of the tokenizer's template; None if it does not put a conversation together of such pieces."""
+
+    def find() -> TurnMarks | None:
+        turns = _split(tokenizer)
+        return turns if turns is not None and all(_agrees(turns, tokenizer, case) for case in _CASES) else None
+
     if not tokenizer.chat_template:
         return None
     try:
-        return run_limited(lambda: _find_turns(tokenizer), TEMPLATE_LIMITS)
-    except RefusedError:
+        return run_limited(find, TEMPLATE_LIMITS)
+    except (RefusedError, InternalError):  # a template may raise any exception
         return None
-
-
-def _find_turns(tokenizer: Any) -> TurnMarks | None:
-    try:
-        turns = _split(tokenizer)
-    except Exception:  # a template may raise any exception
-        return None
-    return turns if turns is not None and all(_agrees(turns, tokenizer, case) for case in _CASES) else None
 
 
 def _message(role: str, content: str | None = None) -> dict[str, str]:
