@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -64,16 +64,15 @@ def convert_to_gguf(converter: Path, folder: Path, type_name: str = GGUF_TYPES[0
 
 def _check_gguf_type(type_name: str | None) -> str | None:
     name = type_name.lower() if type_name is not None else None
-    if name not in (None, *GGUF_TYPES, *CONVERTER_TYPES):
-        hint = f"--gguf, then llama.cpp's llama-quantize {GGUF_NAME} small.gguf {type_name}; or ollama create NAME "
-        raise RefusedError(
-            "this type of a GGUF file is not written here",
-            where="--gguf",
-            found=type_name,
-            expected=f"one of {', '.join(GGUF_TYPES)}",
-            hint=f"{hint}--quantize {type_name}",
-        )
+    if type_name is not None and name not in (*GGUF_TYPES, *CONVERTER_TYPES):
+        raise _not_written("this type of a GGUF file is not written here", type_name, GGUF_TYPES, type_name)
     return name
+
+
+def _not_written(what: str, found: str, types: Sequence[str], type_name: str) -> RefusedError:
+    hint = f"--gguf, then llama.cpp's llama-quantize {GGUF_NAME} small.gguf {type_name}"
+    hint += f"; or ollama create NAME --quantize {type_name}"
+    return RefusedError(what, where="--gguf", found=found, expected=f"one of {', '.join(types)}", hint=hint)
 
 
 def _find_gguf_writer(result: Path, base: ModelSource | None, type_name: str, named: Path | None) -> Path | None:
@@ -92,18 +91,13 @@ def _find_gguf_writer(result: Path, base: ModelSource | None, type_name: str, na
             return None
         say(f"note: the GGUF file is made by llama.cpp's {CONVERTER}: {why} are not written here")
     if type_name not in CONVERTER_TYPES:
-        raise RefusedError(
-            f"llama.cpp's {CONVERTER} does not write this type",
-            where="--gguf",
-            found=type_name if why is None else f"{type_name}, and {why} are not written here",
-            expected=f"one of {', '.join(CONVERTER_TYPES)}",
-            hint=f"--gguf, then llama.cpp's llama-quantize {GGUF_NAME} small.gguf {type_name}",
-        )
-    found = named_path(named) if named is not None else Path(shutil.which(CONVERTER) or "")
-    if not found.is_file():
+        found = type_name if why is None else f"{type_name}, and {why} are not written here"
+        raise _not_written(f"llama.cpp's {CONVERTER} does not write this type", found, CONVERTER_TYPES, type_name)
+    program = named_path(named) if named is not None else Path(shutil.which(CONVERTER) or "")
+    if not program.is_file():
         missing = f"no file {named}" if named is not None else "it is not on the PATH"
         raise RefusedError(f"--gguf needs llama.cpp's {CONVERTER}", found=missing, hint=INSTALL)
-    return found
+    return program
 
 
 def _run(words: list[str], target: Path) -> tuple[int, str]:
@@ -147,11 +141,8 @@ def push(folder: Path, name: str) -> str:
     return _upload(folder, name, Problem("the upload failed; the folder is as it was", f"--push {name}", hint=hint))
 
 
-def push_result(output_dir: Path, name: str, base: str) -> str:
+def push_result(output_dir: Path, name: str) -> str:
     """Upload the result of a finished run, without its checkpoints and logs; returns the repository's address.
-
-    Args:
-        base: name of the base model, for the card.
 
     Raises:
         RefusedError: as of `push`; the result is there and can be uploaded later.
@@ -165,7 +156,7 @@ def push_result(output_dir: Path, name: str, base: str) -> str:
     hint = f"hf auth login, then: roundpipe export {output_dir} --to {exported} --push {name}"
     problem = Problem("the run is finished, and its upload failed", f"hub_model_id: {name}", hint=hint)
     with tempfile.TemporaryDirectory(prefix=TEMPORARY_PREFIX, dir=output_dir) as folder:
-        copy_result(output_dir, Path(folder) / "result", lambda note: None, base=base)
+        copy_result(output_dir, Path(folder) / "result", lambda note: None)
         return _upload(Path(folder) / "result", name, problem)
 
 
@@ -276,7 +267,11 @@ def export(
         (gguf is not None and not is_whole, "--gguf needs a whole model", "add --merge"),
         (push_to is not None and offline, "--push needs a connection", "leave --offline out"),
         (adapter_layout == "vllm" and is_whole, "--adapter-layout is for adapters", "leave it or --merge out"),
-        (dtype is not None and not merge, "--dtype is for merged weights", "a whole model is copied as it is"),
+        (
+            dtype is not None and not merge,
+            "--dtype is for merged weights",
+            "add --merge, or leave it out for a whole model",
+        ),
     ):
         if is_wrong:
             raise RefusedError(what, where=str(output_dir), hint=hint)

@@ -275,7 +275,7 @@ def finetune(
             show_end(output_dir)
             if loaded.recipe.hub_model_id is not None:
                 say(f"uploading the result to {loaded.recipe.hub_model_id} ...")
-                say(f"uploaded to {push_result(output_dir, loaded.recipe.hub_model_id, loaded.recipe.model)}")
+                say(f"uploaded to {push_result(output_dir, loaded.recipe.hub_model_id)}")
 
 
 LOST_AT_VARIABLE = "ROUNDPIPE_LOST_AT"

@@ -114,15 +114,9 @@ def check_adapter_folder(folder: Path) -> dict[str, Any]:
     return config
 
 
-def base_start(config: Mapping[str, Any], folder: Path) -> str | None:
+def _base_start(config: Mapping[str, Any], folder: Path) -> str | None:
     """The start by which the adapter changed the weights of its base, `pissa` or `olora`; None: it left them alone.
-
-    Args:
-        config: the adapter's configuration as plain data.
-
-    Raises:
-        RefusedError: those weights cannot be made again, or PEFT knows no such start.
-    """
+    Refuses one after which they cannot be made again."""
     value = config.get("init_lora_weights", True)
     name = value if isinstance(value, str) else ""
     name = name.lower() if name.lower() in ("gaussian", "mica", "olora") else name  # as PEFT reads them
@@ -227,21 +221,12 @@ _KEYS: Mapping[str, tuple[Callable[[object], bool], str]] = {
 }
 
 
-def check_patterns(config: Any, names: Iterable[str], folder: Path) -> None:
+def _check_patterns(config: Any, names: Iterable[str], folder: Path) -> None:
     """Match the adapter's regular expressions with the modules' names in a child with limits: a pattern can be made so
-    that it takes years.
-
-    Args:
-        config: PEFT's LoraConfig.
-
-    Raises:
-        RefusedError: a pattern is none, or takes too long.
-    """
-    patterns = _patterns(config)
+    that it takes years."""
+    patterns, keys, where = _patterns(config), list(names), str(folder / ADAPTER_CONFIG)
     if not patterns:
         return
-    where = str(folder / ADAPTER_CONFIG)
-    keys = list(names)
 
     def match_all() -> None:
         for key, pattern in patterns:
@@ -283,7 +268,7 @@ def read_adapter_config(folder: Path, check: Callable[[Mapping[str, Any], Path],
             or its start changed base weights that cannot be made again.
     """
     values = check_adapter_folder(folder)
-    base_start(values, folder)  # PEFT's own errors do not say what to do
+    _base_start(values, folder)  # PEFT's own errors do not say what to do
     import_bitsandbytes()
     from peft import PeftConfig, PeftType
 
@@ -308,7 +293,7 @@ def put_adapter(model: nn.Module, config: Any, folder: Path, *, on_meta: bool = 
     """
     from peft import get_peft_model
 
-    check_patterns(config, (name for name, _ in model.named_modules()), folder)
+    _check_patterns(config, (name for name, _ in model.named_modules()), folder)
     grow_tables(model, trained_tokens(config.trainable_token_indices), str(folder / ADAPTER_CONFIG))
     _name_as_today(config, model, folder)
     with refusing("the adapter does not fit the base model", str(folder)), warnings.catch_warnings():
@@ -435,7 +420,7 @@ class StartedBase:
 
     def __init__(self, model: nn.Module, folder: Path) -> None:
         """`model` has the modules of the adapter in `folder`."""
-        self._start = base_start(check_adapter_folder(folder), folder)
+        self._start = _base_start(check_adapter_folder(folder), folder)
         self._folder = folder
         self._wrappers: dict[str, Any] = {}
         if self._start is not None:

@@ -313,7 +313,7 @@ class Trainer:
         report |= {"files": files, "skipped_steps": self._guard.num_skipped, "fit": self._fit.to_json(self.recipe)}
         write_report(self.output_dir, report | {"evaluation": self.evaluator.report()})
         if self._machines.nodes.is_first:
-            write_run_card(self.output_dir, self.setup.source.name)
+            write_run_card(self.output_dir)
         self._tell(RunFinished(str(self.output_dir), done, report["seconds"]))
 
     def _predicted(self) -> dict[str, float]:

@@ -104,13 +104,13 @@ def model_card(result: Path, *, base: str | None, merged: bool, gguf: bool = Fal
     return redact("\n".join(lines))
 
 
-def write_run_card(output_dir: Path, base: str) -> None:
+def write_run_card(output_dir: Path) -> None:
     """Write the card of a finished run into its folder, unless a README.md of somebody else is there."""
     path = output_dir / "README.md"
     with contextlib.suppress(OSError):
         if path.exists() and MADE_BY.encode() not in read_regular(path, MAX_FILE_BYTES):
             return
-    card = model_card(output_dir, base=base, merged=not (output_dir / ADAPTER_CONFIG).is_file())
+    card = model_card(output_dir, base=None, merged=not (output_dir / ADAPTER_CONFIG).is_file())
     write_atomically(path, card.encode(errors=ESCAPED), mode=FILE_MODE)
 
 
