@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -81,27 +82,25 @@ def _fetch_for(loaded: LoadedRecipe, *, offline: bool) -> dict[str, Any]:
 def _fetch(model: str, revision: str | None, *, offline: bool, folder: Path | None = None) -> dict[str, Any]:
     from roundpipe_cli.cli.lines import LinePrinter
     from roundpipe_cli.hub.download import find_listing, missing_bytes, missing_files
-    from roundpipe_cli.model.files.source import fetch_configuration, is_hub_model, resolve_model, small_files
+    from roundpipe_cli.model.files.source import fetch_configuration, is_hub_model, resolve_model
 
     place, tell = folder or Path.cwd(), LinePrinter(1)
-    fetched: dict[str, Any] = {"fetched_bytes": 0, "fetched_files": []}
+    to_bring: dict[str, int] = {}
     if is_hub_model(model, place):
-        try:
+        with suppress(UnreachableError):  # `resolve_model` looks in the cache, and says so
             listing = find_listing(model, revision, offline=offline, tell=lambda text: tell(Notice(text)))
-            names = small_files(listing)
-            fetched = {"fetched_bytes": missing_bytes(listing, names), "fetched_files": missing_files(listing, names)}
-            small = fetch_configuration(listing, tell)
-            fetched = _announce(listing, small, fetched)
-        except UnreachableError:
-            pass  # `resolve_model` looks in the cache, and says so
+            to_bring = {name: missing_bytes(listing, [name]) for name in missing_files(listing, [*listing.files])}
+            _announce(listing, fetch_configuration(listing, tell))
     source = resolve_model(model, revision=revision, recipe_folder=place, offline=offline, tell=tell)
     paths = [path for path in sorted(source.folder.rglob("*")) if path.is_file()]
     files = {path.relative_to(source.folder).as_posix(): path.stat().st_size for path in paths}
+    fetched = {name: num_bytes for name, num_bytes in to_bring.items() if name in files}
     found = {"model": model, "revision": revision, "commit": source.commit, "folder": str(source.folder)}
-    return {**found, "files": files, "total_bytes": sum(files.values()), **fetched}
+    found |= {"files": files, "total_bytes": sum(files.values())}
+    return {**found, "fetched_bytes": sum(fetched.values()), "fetched_files": list(fetched)}
 
 
-def _announce(listing: Listing, folder: Path, small: dict[str, Any]) -> dict[str, Any]:
+def _announce(listing: Listing, folder: Path) -> None:
     """Say what is going to be fetched, and how much of it is here; refuse what no run could train."""
     from roundpipe_cli.hub.download import missing_bytes, missing_files
     from roundpipe_cli.model.files.source import ModelSource, small_files, weight_files
@@ -120,4 +119,3 @@ def _announce(listing: Listing, folder: Path, small: dict[str, Any]) -> dict[str
     say(f"in {folder}; here already: {here}")
     if missing:
         say(f"to fetch: {counted(len(missing), 'file')} of weights, {format_bytes(left)}")
-    return {"fetched_bytes": small["fetched_bytes"] + left, "fetched_files": [*small["fetched_files"], *missing]}

@@ -44,7 +44,7 @@ def find_turns(tokenizer: Any) -> TurnMarks | None:
 
     def find() -> TurnMarks | None:
         turns = _split(tokenizer)
-        return turns if turns is not None and all(_agrees(turns, tokenizer, case) for case in _CASES) else None
+        return turns if all(_agrees(turns, tokenizer, case) for case in _CASES) else None
 
     if not tokenizer.chat_template:
         return None
@@ -80,32 +80,23 @@ def _agrees(turns: TurnMarks, tokenizer: Any, messages: Messages) -> bool:
         return messages[0]["role"] == "system" and "system" not in turns.around
 
 
-def _split(tokenizer: Any) -> TurnMarks | None:
+def _split(tokenizer: Any) -> TurnMarks:
+    """Pieces that put one conversation together; whether they do so with others is for `_agrees`."""
     user, assistant = _message("user"), _message("assistant")
-    whole = _render(tokenizer, [user, assistant, user, assistant, user], prompt=False)
-    parts = whole.split(_MARKS["user"])
-    if len(parts) != 4:
-        return None
-    first, middle, again, last = parts
-    if middle != again or middle.count(_MARKS["assistant"]) != 1 or not last:
-        return None
-    after_user_before_answer, after_answer_before_user = middle.split(_MARKS["assistant"])
-    prompt = _render(tokenizer, [user], prompt=True).removeprefix(_render(tokenizer, [user], prompt=False))
-    if not after_user_before_answer.startswith(last) or after_user_before_answer[len(last) :] != prompt:
-        return None
+    question, _, after_user = _render(tokenizer, [user], prompt=False).partition(_MARKS["user"])
+    prompt = _render(tokenizer, [user], prompt=True).removeprefix(question + _MARKS["user"] + after_user)
     after_answer = _render(tokenizer, [user, assistant], prompt=False).partition(_MARKS["assistant"])[2]
-    before_user = after_answer_before_user.removeprefix(after_answer)
-    if not after_answer_before_user.startswith(after_answer) or not first.endswith(before_user):
-        return None
-    around = {"user": (before_user, last), "assistant": (prompt, after_answer)}
+    again = _render(tokenizer, [user, assistant, user], prompt=False).partition(_MARKS["assistant"])[2]
+    before_user = again.partition(_MARKS["user"])[0].removeprefix(after_answer)
+    around = {"user": (before_user, after_user), "assistant": (prompt, after_answer)}
     try:
-        with_system = _render(tokenizer, [_message("system"), user], prompt=False).split(_MARKS["system"])
-        after, _, _ = with_system[1].partition(_MARKS["user"])
+        before, after = _render(tokenizer, [_message("system"), user], prompt=False).split(_MARKS["system"])
+        after, _, _ = after.partition(_MARKS["user"])
         if after.endswith(before_user):
-            around["system"] = (with_system[0], after.removesuffix(before_user))
+            around["system"] = (before, after.removesuffix(before_user))
     except Exception:  # it takes none
         pass
-    return TurnMarks(first.removesuffix(before_user), around, prompt)
+    return TurnMarks(question.removesuffix(before_user), around, prompt)
 
 
 OLLAMA_NAMES = {
