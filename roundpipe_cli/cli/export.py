@@ -384,7 +384,6 @@ def opened_result(
     """The folder of a result, and its base model where that is needed. One made of a checkpoint is removed at the end.
 
     Args:
-        base: the base model's name, where the user gave it.
         needs_base: an adapter is used together with its base model, which is compared with the one that was trained.
         allowed: another base model is meant.
 

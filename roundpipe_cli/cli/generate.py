@@ -111,7 +111,6 @@ def converse(first: Prompt, show: Callable[[Prompt], WholeAnswer], *, keeps_turn
     """Answer one line of stdin after the other, each behind the turns before it, until stdin ends or /exit comes.
 
     Args:
-        first: settings of all answers.
         keeps_turns: otherwise every line stands alone.
 
     Raises:

@@ -95,7 +95,6 @@ def grow_tables(model: nn.Module, ids: Collection[int], where: str = "add_tokens
 
     Args:
         model: weights on the meta device or real; the new rows mean nothing.
-        where: what names the tokens.
 
     Raises:
         RefusedError: another table has a row for each token too, or an adapter has rows for few of them.

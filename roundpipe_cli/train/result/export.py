@@ -80,8 +80,7 @@ def model_card(result: Path, *, base: str | None, merged: bool, gguf: bool = Fal
 
     Args:
         base: name of the base model; None: as the report has it.
-        merged: whole weights, not an adapter.
-        gguf: there is a GGUF file of them too.
+        gguf: there is a GGUF file of merged weights too.
     """
     report = read_values(result / "report.json")
     recipe = _without_places(read_values(result / "recipe.yaml"))
@@ -507,8 +506,7 @@ def copy_result(
 
     Args:
         tell: gets notes on what the result lacks.
-        base: name of the base model; None: as the run's report has it.
-        gguf: a GGUF file will be added.
+        base, gguf: for `model_card`.
         single_experts_of: an adapter's base; its fused experts get the names of single ones, where it has them.
 
     Raises:
@@ -592,11 +590,10 @@ def merge_result(
 
     Args:
         result: a folder with an adapter in PEFT's format; where it has no tokenizer, the base's is taken.
-        source: the base model.
         dtype: of the weights written; None keeps that of the base's files, bfloat16 for GGUF; for dequantised weights
             that of the base's configuration.
         tell: gets notes on differences from the base's files.
-        base, gguf: see `copy_result`.
+        base, gguf: for `model_card`.
 
     Returns:
         a line on how many modules changed, and what was written.
