@@ -95,9 +95,9 @@ def _fetch(model: str, revision: str | None, *, offline: bool, folder: Path | No
     paths = [path for path in sorted(source.folder.rglob("*")) if path.is_file()]
     files = {path.relative_to(source.folder).as_posix(): path.stat().st_size for path in paths}
     fetched = {name: num_bytes for name, num_bytes in to_bring.items() if name in files}
+    sums = {"total_bytes": sum(files.values()), "fetched_bytes": sum(fetched.values())}
     found = {"model": model, "revision": revision, "commit": source.commit, "folder": str(source.folder)}
-    found |= {"files": files, "total_bytes": sum(files.values())}
-    return {**found, "fetched_bytes": sum(fetched.values()), "fetched_files": list(fetched)}
+    return {**found, "files": files, **sums, "fetched_files": list(fetched)}
 
 
 def _announce(listing: Listing, folder: Path) -> None:

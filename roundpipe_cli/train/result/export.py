@@ -376,29 +376,23 @@ class _Adapted:
         """Weights of the base for which the adapter's file has others."""
         self.num_modules = len(self._units) + len(self._saved_whole) + len(self._rows)
         """Modules whose weights the adapter changed."""
+        self._changed = self._unit_of.keys() | self._saved_whole.keys() | self._beside.keys() | self._rows.keys()
+        self._first, self._own = first, dict[str, str]()
+        self._current: tuple[str, dict[str, torch.Tensor]] = ("", {})
         stays_tied = config.ensure_weight_tying
         self.untied = {} if stays_tied else {twin: name for twin, name in first.items() if self._differ(twin, name)}
         """Weights that the base has once and the result twice: other name -> the model's."""
         self._own = {twin: name for twin, name in first.items() if twin not in self.untied}
-        self._first = first
-        self._current: tuple[str, dict[str, torch.Tensor]] = ("", {})
 
     def _differ(self, twin: str, name: str) -> bool:
         """Whether the adapter treats the names of one weight differently. PEFT adapts the module of one name alone."""
-        if any(one in self._unit_of or one in self._saved_whole for one in (twin, name)):
-            whole = [self._adapter[self._saved_whole[one]] for one in (twin, name) if one in self._saved_whole]
-            return len(whole) < 2 or not torch.equal(*whole)
-        if self._rows.get(twin) is not self._rows.get(name):
-            return True
-        beside = [self._beside[one] for one in (twin, name) if one in self._beside]
-        return len(beside) == 2 and not torch.equal(*beside)
+        return not self._changed.isdisjoint((twin, name)) and not torch.equal(self.weight(twin), self.weight(name))
 
     def changes(self, group: WeightGroup) -> bool:
         """Whether one of a group's weights differs from the base's."""
         names = {self._own.get(name, name) for name in group.targets} | set(group.targets)
         others = {twin for twin, name in self._own.items() if name in names}
-        changed = self._unit_of.keys() | self._saved_whole.keys() | self._beside.keys() | self._rows.keys()
-        return bool(changed & (names | others))
+        return bool(self._changed & (names | others))
 
     def weight(self, name: str) -> torch.Tensor:
         """A weight of the result."""

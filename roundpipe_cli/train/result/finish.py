@@ -240,13 +240,11 @@ def save_result(setup: Setup, output_dir: Path, best: Path | None = None) -> lis
                 if target.parent != output_dir:
                     sync(target.parent)
         sync(output_dir)
-        shutil.rmtree(temporary)
         return [path.relative_to(temporary).as_posix() for path in paths]
-    except (DamagedError, OSError) as error:
+    except OSError as error:
+        raise disk_error(error, output_dir, "the result") from error
+    finally:
         shutil.rmtree(temporary, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise disk_error(error, output_dir, "the result") from error
-        raise
 
 
 def write_best(setup: Setup, folder: Path, note: Mapping[str, Any]) -> None:
@@ -285,24 +283,21 @@ def _fill(setup: Setup, folder: Path) -> None:
 
 
 def _write_adapter(peft_model: Any, masters: Mapping[str, torch.Tensor], base: TrainedOn, folder: Path) -> None:
+    """The library's file is written again with more in its header, and its tensors in one order."""
     save_adapter(peft_model, masters, folder)
-    _add_metadata(folder / ADAPTER_WEIGHTS, base.metadata())
+    path = folder / ADAPTER_WEIGHTS
+    with safe_open(str(path), framework="pt") as file:
+        tensors = [(key, file.get_tensor(key)) for key in file.keys()]  # noqa: SIM118 - no mapping
+        specs = [TensorSpec.of(name, tensor) for name, tensor in tensors]
+        temporary = path.with_name(f"{TEMPORARY_PREFIX}{path.name}")
+        write_new_file(temporary, stream_file(specs, tensors, {**file.metadata(), **base.metadata()}), 0o644)
+    temporary.replace(path)
 
 
 def _write_model(model: nn.Module, weights: Mapping[str, torch.Tensor], base_files: BaseFiles, folder: Path) -> None:
     save_model(model, weights, folder)
     for name, content in base_files.contents((folder / "config.json").read_bytes()).items():
         (folder / name).write_bytes(content)
-
-
-def _add_metadata(path: Path, metadata: Mapping[str, str]) -> None:
-    """Write a file of tensors again with more in its header, in one order: the library's own has any."""
-    with safe_open(str(path), framework="pt") as file:
-        tensors = [(key, file.get_tensor(key)) for key in file.keys()]  # noqa: SIM118 - no mapping
-        specs = [TensorSpec.of(name, tensor) for name, tensor in tensors]
-        temporary = path.with_name(f"{TEMPORARY_PREFIX}{path.name}")
-        write_new_file(temporary, stream_file(specs, tensors, {**file.metadata(), **metadata}), 0o644)
-    temporary.replace(path)
 
 
 def _synced(folder: Path) -> list[Path]:
