@@ -172,6 +172,28 @@ def test_dequantised_weights_are_listed(tmp_path: Path) -> None:
     assert "quantization_config" not in json.loads((tmp_path / "merged" / "config.json").read_text())
 
 
+def test_a_module_is_merged_whole_where_its_tensors_are_of_two_types(tmp_path: Path) -> None:
+    """Story: with biases in float32 beside weights in bfloat16 every module was merged twice, the second time, for its
+    weight, without the adapter."""
+    make_model(tmp_path / "base", "qwen2", dtype="bfloat16")
+    path = tmp_path / "base" / "model.safetensors"
+    tensors = {name: one.float() if name.endswith(".bias") else one for name, one in load_file(path).items()}
+    save_file(tensors, path, {"format": "pt"})
+    adapter(tmp_path, target_modules=["q_proj", "v_proj"])
+    merge(tmp_path)
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    assert {name for name, one in merged.items() if one.dtype == torch.float32} == {n for n in tensors if "bias" in n}
+    changed = {name.split(".")[-2] for name, one in merged.items() if not torch.equal(one, tensors[name])}
+    assert changed == {"q_proj", "v_proj"}
+
+
+@pytest.mark.parametrize("touched", ["lm_head", "embed_tokens"])
+def test_a_tied_table_and_other_layers_are_merged_together(tmp_path: Path, touched: str) -> None:
+    make_model(tmp_path / "base", tie_word_embeddings=True)
+    adapter(tmp_path, target_modules=[touched, "q_proj"])
+    assert "no longer tied" in check(tmp_path)
+
+
 # --- what else may be in an adapter's folder --------------------------------------------------------------------------
 
 

@@ -425,6 +425,7 @@ class _Adapted:
         for _, module in unit.named_modules():
             if hasattr(module, "merged_adapters"):
                 module.merge(safe_merge=True)
+                module.merged_adapters.clear()  # it may be asked for again, and PEFT merges nothing twice
         for name, place, attribute, parameter in _parameters(path, unit):
             if not is_adapter(name):
                 real[base_name(name)] = parameter.detach()
