@@ -38,7 +38,6 @@ from roundpipe_cli.model.fused import find_fused_ops
 from roundpipe_cli.model.layout import layer_parameters, make_layout
 from roundpipe_cli.model.reduced import Outcome, Piece, PlainModel, Reduced, random_weights, reduce_model
 from roundpipe_cli.model.split import ModelSplit
-from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.schedule.builders import Rounds, build_schedule
 
 TOLERANCE = 1e-5
@@ -109,72 +108,53 @@ def prove(
     weights = random_weights(reduced.model)
     if fused:
         reduced = replace(reduced, fused=find_fused_ops(reduced.model, split))
+    both = _Both(reduced, split, weights)
     try:
-        proof = _prove(reduced, split, weights)
+        proof = _prove(both)
         ways = [("packed rows do not see each other", _packed_piece(reduced.vocab_size), 1)] if packing else []
         if chunks:
             ways.append(("chunks compute what whole sequences do", _piece(reduced.vocab_size, 2, LONG, 5), NUM_CHUNKS))
         for what, piece, num_chunks in ways:
-            if not _prove_other_way(reduced, split, weights, piece, num_chunks=num_chunks) and not proof.unproven:
+            if not _prove_other_way(both, piece, num_chunks=num_chunks) and not proof.unproven:
                 return replace(proof, unproven=f"that {what} was not compared: the model draws random numbers")
         return proof
     except _PlainFailed as error:
-        _refuse_if_the_engine_fails(reduced, split, weights, error)
+        try:
+            both.in_float32().by_engine(usual_pieces(reduced.vocab_size))
+        except RefusedError as refused:  # a model that wants more than text in training, as Molmo 2 does
+            what = "this model cannot be trained on text alone: its own forward and backward fail, and the engine's too"
+            raise _refusal("model", str(error), "losses and gradients of made-up tokens", what=what) from refused
         return Proof(0.0, 0.0, f"the model's own forward and backward fail on made-up tokens: {error}")
 
 
-class _PlainFailed(Exception):
-    """The model itself cannot compute what it was given."""
-
-
-def _refuse_if_the_engine_fails(
-    reduced: Reduced, split: ModelSplit, weights: Mapping[str, torch.Tensor], error: _PlainFailed
-) -> None:
-    """A model that wants more than text in training, as Molmo 2 does, fails in the engine too.
-
-    Raises:
-        ParityRefusedError: it does.
-    """
+def _prove(both: _Both) -> Proof:
+    exact, limit = both.in_float32(), position_limit(both.reduced.model)
+    pieces = usual_pieces(both.reduced.vocab_size)
+    beyond = [] if limit is None else pieces_beyond(both.reduced, both.split, limit)
     try:
-        exact = copy.deepcopy(reduced.model).float()
-        _run_engine(exact, split, weights, usual_pieces(reduced.vocab_size), reduced=reduced)
-    except RefusedError as refused:
-        what = "this model cannot be trained on text alone: its own forward and backward fail, and the engine's too"
-        raise _refusal("model", str(error), "losses and gradients of made-up tokens", what=what) from refused
-
-
-def _prove(reduced: Reduced, split: ModelSplit, weights: Mapping[str, torch.Tensor]) -> Proof:
-    dtype = next(p.dtype for p in reduced.model.parameters() if p.is_floating_point())
-    exact = reduced.model if dtype == torch.float32 else copy.deepcopy(reduced.model).float()
-    limit = position_limit(reduced.model)
-    pieces = usual_pieces(reduced.vocab_size)
-    beyond = [] if limit is None else pieces_beyond(reduced, split, limit)
-    try:
-        plain = _run_plain(exact, split, weights, torch.float32, pieces=[*pieces, *beyond])
+        plain = exact.by_itself([*pieces, *beyond])
         pieces, limit = [*pieces, *beyond], None
     except _PlainFailed:
-        plain = _run_plain(exact, split, weights, torch.float32, pieces=pieces)
-    found = _run_engine(exact, split, weights, pieces, reduced=reduced)
+        plain = exact.by_itself(pieces)
+    found = exact.by_engine(pieces)
     errors = differences(found, plain)
     if any(not error <= TOLERANCE for error in errors.values()):
-        wide = _run_plain(exact, split, weights, torch.float64, pieces=pieces)
+        wide = exact.by_itself(pieces, torch.float64)
         allowed = {name: min(max(TOLERANCE, 4 * error), MAX_OWN) for name, error in differences(plain, wide).items()}
         errors = _smaller(errors, differences(found, wide))
-        again = _run_engine(exact, split, weights, pieces, reduced=reduced)
+        again = exact.by_engine(pieces)
         _check(errors, allowed, "float32", _smaller(differences(again, plain), differences(again, wide)))
     unproven = ""
-    if dtype != torch.float32:
+    if both.dtype != torch.float32:
         try:
-            _check_16_bit(reduced, exact, split, weights)
+            _check_16_bit(both)
         except _PlainFailed as error:
-            unproven = f"in {dtype} on the processor the model's own forward and backward fail: {error}"
+            unproven = f"in {both.dtype} on the processor the model's own forward and backward fail: {error}"
     gradients = [error for name, error in errors.items() if name]
     return Proof(errors[""], max(gradients, default=0.0), unproven, last_position=limit)
 
 
-def _prove_other_way(
-    reduced: Reduced, split: ModelSplit, weights: Mapping[str, torch.Tensor], piece: Piece, *, num_chunks: int = 1
-) -> bool:
+def _prove_other_way(both: _Both, piece: Piece, *, num_chunks: int) -> bool:
     """Compare a packed sequence with its rows one by one, or one in chunks with the whole, in float32 and without
     dropout.
 
@@ -184,15 +164,15 @@ def _prove_other_way(
     Raises:
         RefusedError: rows change each other's results, or chunks compute something else.
     """
-    exact = copy.deepcopy(reduced.model).float()
-    split = replace(split, routers=None)  # their loss is one of whole forwards
-    switch_off_dropout(exact)
-    plain = PlainModel(exact, split, weights, torch.float32)
-    plain.run(usual_pieces(reduced.vocab_size)[:1], SEED, STEP)
+    exact = both.in_float32()
+    exact = replace(exact, split=replace(exact.split, routers=None))  # their loss is one of whole forwards
+    switch_off_dropout(exact.reduced.model)
+    plain = PlainModel(exact.reduced.model, exact.split, exact.weights, torch.float32)
+    plain.run(usual_pieces(exact.reduced.vocab_size)[:1], SEED, STEP)
     if plain.has_drawn:
         return False
-    expected = _run_plain(exact, split, weights, torch.float32, pieces=[piece])
-    errors = differences(_run_engine(exact, split, weights, [piece], reduced=reduced, num_chunks=num_chunks), expected)
+    expected = exact.by_itself([piece])
+    errors = differences(exact.by_engine([piece], num_chunks=num_chunks), expected)
     worst = max(errors, key=lambda name: errors[name])
     if not errors[worst] <= MAX_OTHER_ERROR:
         what = f"the {f'gradient of {worst}' if worst else 'loss'} is {errors[worst]:.1e} off that of the"
@@ -202,22 +182,21 @@ def _prove_other_way(
     return True
 
 
-def _check_16_bit(reduced: Reduced, exact: nn.Module, split: ModelSplit, weights: Mapping[str, torch.Tensor]) -> None:
+def _check_16_bit(both: _Both) -> None:
     """Compare in the model's own dtype; one of several tries must agree.
 
     Rounding sends a token to another expert now and then, in the engine or in the model itself, which moves gradients
     by their own size. What computes in a wrong way does so with any tokens.
     """
-    dtype = next(p.dtype for p in reduced.model.parameters() if p.is_floating_point())
     for attempt in range(TRIES):
-        pieces = usual_pieces(reduced.vocab_size, attempt)
-        plain = _run_plain(exact, split, weights, torch.float32, pieces=pieces)
-        own = differences(_run_plain(reduced.model, split, weights, dtype, pieces=pieces), plain)
-        here = differences(_run_engine(reduced.model, split, weights, pieces, reduced=reduced), plain)
+        pieces = usual_pieces(both.reduced.vocab_size, attempt)
+        plain = both.in_float32().by_itself(pieces)
+        own = differences(both.by_itself(pieces, both.dtype), plain)
+        here = differences(both.by_engine(pieces), plain)
         worst = max((error for name, error in own.items() if name and error == error), default=0.0)
-        limits = {name: 2 * (worst if name else own[name]) + torch.finfo(dtype).eps for name in here}
+        limits = {name: 2 * (worst if name else own[name]) + torch.finfo(both.dtype).eps for name in here}
         try:
-            _check(here, limits, str(dtype).removeprefix("torch."), here)
+            _check(here, limits, str(both.dtype).removeprefix("torch."), here)
             return
         except ParityRefusedError:
             if attempt + 1 == TRIES:
@@ -320,81 +299,74 @@ def _packed_piece(vocab_size: int) -> Piece:
 # -- the two ways ------------------------------------------------------------------------------------------------
 
 
-def _run_plain(
-    model: nn.Module,
-    split: ModelSplit,
-    weights: Mapping[str, torch.Tensor],
-    dtype: torch.dtype,
-    *,
-    pieces: Sequence[Piece],
-) -> Outcome:
-    try:
-        outcome = PlainModel(model, split, weights, dtype).run(pieces, SEED, STEP)
-    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError, AssertionError) as error:
-        raise _PlainFailed(_first_line(error)) from error
-    if not (math.isfinite(outcome.loss) and all(one.isfinite().all() for one in outcome.gradients.values())):
-        raise _PlainFailed("not finite")
-    return outcome
+class _PlainFailed(Exception):
+    """The model itself cannot compute what it was given."""
+
+
+@dataclass(frozen=True)
+class _Both:
+    """The cut model with weights, for a step by its own code and by the engine."""
+
+    reduced: Reduced
+    split: ModelSplit
+    weights: Mapping[str, torch.Tensor]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(p.dtype for p in self.reduced.model.parameters() if p.is_floating_point())
+
+    def in_float32(self) -> _Both:
+        return replace(self, reduced=replace(self.reduced, model=copy.deepcopy(self.reduced.model).float()))
+
+    def by_itself(self, pieces: Sequence[Piece], dtype: torch.dtype = torch.float32) -> Outcome:
+        try:
+            outcome = PlainModel(self.reduced.model, self.split, self.weights, dtype).run(pieces, SEED, STEP)
+        except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError, AssertionError) as error:
+            raise _PlainFailed(_first_line(error)) from error
+        if not (math.isfinite(outcome.loss) and all(one.isfinite().all() for one in outcome.gradients.values())):
+            raise _PlainFailed("not finite")
+        return outcome
+
+    def by_engine(self, pieces: Sequence[Piece], *, num_chunks: int = 1) -> Outcome:
+        """Every kept block is a stage of its own; in 16 bit by two workers."""
+        model, num_workers = self.reduced.model, 1 if self.dtype == torch.float32 else 2
+        layouts = [
+            make_layout(name, parameters, self.dtype)
+            for name, parameters in zip(self.split.layer_names(), layer_parameters(model, self.split), strict=True)
+        ]
+        store = WeightStore(layouts)
+        for name, values in self.weights.items():
+            store.set_parameter(name, values)
+        head = len(layouts) - 1
+        starts = sorted({0, *(index + 1 for index in self.reduced.kept)})
+        stages = [(start, end - 1) for start, end in zip(starts, [*starts[1:], head], strict=True)]
+        schedule = build_schedule(
+            "roundpipe",
+            forward_stages=stages,
+            backward_stages=[(head, head), *reversed(stages)],
+            num_workers=num_workers,
+            rounds=Rounds(len(pieces) * num_chunks, sequence_chunks=num_chunks),
+        )
+        num_threads = max(1, min(MAX_THREADS, torch.get_num_threads()) // num_workers)
+        backends = [CpuBackend(num_threads) for _ in range(num_workers)]
+        options = EngineOptions(seed=SEED, head_chunk_tokens=SHORT, fused=self.reduced.fused)
+        microbatches = [Microbatch(piece.input_ids, piece.labels, piece.position_ids) for piece in pieces]
+        try:
+            with Engine(model, self.split, store, backends, options=options) as engine:
+                result = engine.run_step(microbatches, schedule, step=STEP)
+        except (NoProgressError, ResourceError):  # a fault of the machine, not of the model
+            raise
+        except Exception as error:
+            cause = error.__cause__ or error
+            if isinstance(cause, RefusedError):
+                raise cause from error
+            if num_chunks > 1:
+                found = f"a chunk fails where the whole sequence does not: {_first_line(cause)}"
+                raise chunk_refusal("model", found) from error
+            where = "the engine's forward and backward, which fail where the model's own do not"
+            raise _refusal(where, _first_line(cause), "losses and gradients") from error
+        return Outcome(result.loss, {name: store.gradient(name) for name in store.trainable_names})
 
 
 def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).split(chr(10))[0][:200]}"
-
-
-def _run_engine(
-    model: nn.Module,
-    split: ModelSplit,
-    weights: Mapping[str, torch.Tensor],
-    pieces: Sequence[Piece],
-    *,
-    reduced: Reduced,
-    num_chunks: int = 1,
-) -> Outcome:
-    """The step by the engine, every kept block a stage of its own; in 16 bit by two workers.
-
-    `model` is the reduced one, perhaps in float32.
-    """
-    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
-    num_workers = 1 if dtype == torch.float32 else 2
-    layouts = [
-        make_layout(name, parameters, dtype)
-        for name, parameters in zip(split.layer_names(), layer_parameters(model, split), strict=True)
-    ]
-    store = WeightStore(layouts)
-    for name, values in weights.items():
-        store.set_parameter(name, values)
-    microbatches = [Microbatch(piece.input_ids, piece.labels, piece.position_ids) for piece in pieces]
-    schedule = _schedule(len(layouts), reduced.kept, num_workers, len(pieces), num_chunks=num_chunks)
-    num_threads = max(1, min(MAX_THREADS, torch.get_num_threads()) // num_workers)
-    backends = [CpuBackend(num_threads) for _ in range(num_workers)]
-    options = EngineOptions(seed=SEED, head_chunk_tokens=SHORT, fused=reduced.fused)
-    try:
-        with Engine(model, split, store, backends, options=options) as engine:
-            result = engine.run_step(microbatches, schedule, step=STEP)
-    except (NoProgressError, ResourceError):  # a fault of the machine, not of the model
-        raise
-    except Exception as error:
-        cause = error.__cause__ or error
-        if isinstance(cause, RefusedError):
-            raise cause from error
-        if num_chunks > 1:
-            found = f"a chunk fails where the whole sequence does not: {_first_line(cause)}"
-            raise chunk_refusal("model", found) from error
-        where = "the engine's forward and backward, which fail where the model's own do not"
-        raise _refusal(where, _first_line(cause), "losses and gradients") from error
-    return Outcome(result.loss, {name: store.gradient(name) for name in store.trainable_names})
-
-
-def _schedule(
-    num_layers: int, kept: Sequence[int], num_workers: int, num_microbatches: int, *, num_chunks: int
-) -> Schedule:
-    head = num_layers - 1
-    starts = sorted({0, *(index + 1 for index in kept)})
-    stages = [(start, end - 1) for start, end in zip(starts, [*starts[1:], head], strict=True)]
-    return build_schedule(
-        "roundpipe",
-        forward_stages=stages,
-        backward_stages=[(head, head), *reversed(stages)],
-        num_workers=num_workers,
-        rounds=Rounds(num_microbatches * num_chunks, sequence_chunks=num_chunks),
-    )
