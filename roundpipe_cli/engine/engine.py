@@ -14,7 +14,7 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from types import TracebackType
 
@@ -27,14 +27,14 @@ from roundpipe_cli.engine.dispatch.decisions import Progress
 from roundpipe_cli.engine.dispatch.dispatch import MEMORY_HINT, Pool, StepRun, keep_forever
 from roundpipe_cli.engine.gradients import StepGradients, gradient_folds
 from roundpipe_cli.engine.layer import LayerRunner, chunk_states
-from roundpipe_cli.engine.live import ActionTime, StepInWork
+from roundpipe_cli.engine.live import StepInWork, WorkerStep
 from roundpipe_cli.engine.options import EngineOptions, GradientOptions
 from roundpipe_cli.engine.prepared import ProgramStore, Scoring, StepContext, trained_layers
 from roundpipe_cli.engine.slots import StageSlots, WeightCache
 from roundpipe_cli.engine.stage import StageRunner
 from roundpipe_cli.engine.step import Microbatch, Part, StepResult
 from roundpipe_cli.engine.weights import REFERENCE, WeightStore
-from roundpipe_cli.engine.worker import Worker, WorkerPart, WorkerStep
+from roundpipe_cli.engine.worker import Worker, WorkerPart
 from roundpipe_cli.errors import OutOfDeviceMemoryError
 from roundpipe_cli.kernels.grouped_mm import (
     all_run_ours,
@@ -57,29 +57,6 @@ LAUNCH_BOUND_SHARE = 0.1
 """An operation waited for its launches if its device was done within this share of its time after the last of them."""
 
 
-def measured_actions(
-    workers: Sequence[Worker], steps: Sequence[WorkerStep], started_s: float
-) -> tuple[list[ActionTime], dict[int, float]]:
-    """The actions of a step with their times.
-
-    Args:
-        started_s: when the step started, of `time.perf_counter`.
-
-    Returns:
-        the actions, in seconds since the step started, and operation -> its end by `time.perf_counter`.
-    """
-    actions = []
-    ends_s = {}
-    for step in steps:
-        backend, offset_s = workers[step.worker].backend, step.started_s - started_s
-        for interval in step.intervals:
-            begin_s = offset_s + backend.seconds_between(step.start, interval.start)
-            end_s = offset_s + backend.seconds_between(step.start, interval.end)
-            ends_s[interval.op.id] = started_s + end_s
-            actions.append(ActionTime(interval.action, begin_s, end_s))
-    return actions, ends_s
-
-
 def measured_transfers(run: StepRun, started_s: float) -> tuple[Interval, ...]:
     """The transfers of a step that has ended, in the order in which they arrived, in seconds since it started.
 
@@ -100,35 +77,31 @@ MIN_WAIT_S = 1e-3
 """Shorter waits for updates are not shown: the host takes as long to hand a step over."""
 
 
-def measured_waits(run: StepRun, ends_s: Mapping[int, float], started_s: float) -> tuple[Interval, ...]:
-    """Times in which a worker had nothing to compute and the host had not updated the weights that it reads next.
-
-    Args:
-        ends_s: compute operation -> its end; like `started_s` by `time.perf_counter`.
-    """
+def measured_waits(run: StepRun, steps: Sequence[WorkerStep], started_s: float) -> tuple[Interval, ...]:
+    """Times in which a worker had nothing to compute and the host had not updated the weights that it reads next."""
     found = []
+    ends_s = {one.op.id: step.seconds(one.end, started_s) for step in steps for one in step.intervals}
     for row in run.program.compute:
-        free_s = started_s
+        free_s = 0.0
         for op in (run.program.ops[op_id] for op_id in row):
             held = (op.id, *(dep for dep in op.deps if run.program.ops[dep].payload == WEIGHTS))
-            let_go_s = max(run.let_go_s.get(op_id, started_s) for op_id in held)
+            let_go_s = max(run.let_go_s.get(op_id, started_s) for op_id in held) - started_s
             if let_go_s - free_s > MIN_WAIT_S:
-                wait_s = free_s - started_s, let_go_s - started_s
-                found.append(Interval(op.worker, HOST, Kind.OPTIMIZER, op.stage, -1, *wait_s))
+                found.append(Interval(op.worker, HOST, Kind.OPTIMIZER, op.stage, -1, free_s, let_go_s))
             free_s = max(free_s, ends_s.get(op.id, free_s))
     return tuple(found)
 
 
-def launch_bound_s(backend: Backend, step: WorkerStep) -> float:
+def launch_bound_s(step: WorkerStep) -> float:
     """Seconds of a GPU's operations in which it kept up with the host, so that it may have waited for launches.
 
     What of them was arithmetic cannot be told. 0 for processors, which compute where they launch.
     """
-    if backend.capability is None:
+    if step.backend.capability is None:
         return 0.0
     total_s = 0.0
     for interval in step.intervals:
-        begin_s, end_s = (backend.seconds_between(step.start, mark) for mark in (interval.start, interval.end))
+        begin_s, end_s = (step.seconds(mark, step.started_s) for mark in (interval.start, interval.end))
         left_s = end_s - (interval.issued_s - step.started_s)
         if left_s <= LAUNCH_BOUND_SHARE * (end_s - begin_s):
             total_s += end_s - begin_s
@@ -422,7 +395,7 @@ class Engine:
             works=self._pool.works,
             readers=prepared.weight_readers if context.version != REFERENCE else None,
         )
-        steps = [WorkerStep(worker.index) for worker in self._workers]
+        steps = [WorkerStep(worker.backend) for worker in self._workers]
         for worker, step in zip(self._workers, steps, strict=True):
             carrier = Carrier(
                 worker.backend,
@@ -435,7 +408,7 @@ class Engine:
         started_s = time.perf_counter()
         if context.scoring is None:
             fused_head = prepared.schedule.fused_head
-            self.step_in_work = StepInWork(context.step, started_s, self._workers, steps, fused_head, self.lanes)
+            self.step_in_work = StepInWork(context.step, started_s, steps, fused_head, self.lanes)
         self.store.tell(run, context.version)
         self._pool.start(run)
         embed = context.gradients.folds[0]
@@ -499,7 +472,6 @@ class Engine:
         moved_bytes: Counter[tuple[str, str]] = Counter()
         for record in run.records:
             moved_bytes[record.op.lane, record.op.payload] += record.num_bytes
-        actions, ends_s = measured_actions(self._workers, steps, started_s)
         return StepResult(
             loss=loss_sum / num_units if num_units else 0.0,
             num_target_tokens=sum(len(state.target_ids) for state in context.microbatches),
@@ -509,15 +481,15 @@ class Engine:
             ),
             gradient_norm=math.sqrt(sum(squares)) / loss_scale,
             step_s=seconds,
-            actions=tuple(actions),
+            actions=tuple(step.timed(one, started_s) for step in steps for one in step.intervals),
             num_workers=self.num_workers,
             lanes=self.lanes,
             fused_head=context.program.schedule.fused_head,
             started_s=started_s,
             moved_bytes=moved_bytes,
             links=measured_transfers(run, started_s),
-            waits=measured_waits(run, ends_s, started_s),
+            waits=measured_waits(run, steps, started_s),
             device_peak_bytes=tuple(step.peak_bytes for step in steps),
             device_reserved_bytes=tuple(step.reserved_bytes for step in steps),
-            launch_bound_s=tuple(launch_bound_s(self._workers[step.worker].backend, step) for step in steps),
+            launch_bound_s=tuple(map(launch_bound_s, steps)),
         )

@@ -1,94 +1,86 @@
-"""A view of the workers while a step runs; it does not slow them down."""
+"""Times of a step's operations on the workers, while it runs and when it is done; to look slows no worker down."""
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from roundpipe_cli.engine.worker import Worker, WorkerStep
-from roundpipe_cli.schedule.actions import Action
+from roundpipe_cli.engine.backends.base import Backend
+from roundpipe_cli.schedule.program import Op
+from roundpipe_cli.schedule.timeline import COMPUTE, Interval
 
 
-@dataclass(frozen=True)
-class ActionTime:
-    """Time of an action on a worker, in seconds from the start of the step."""
+@dataclass
+class ComputeInterval:
+    """One operation; marks are the backend's."""
 
-    action: Action
-    start_s: float
-    end_s: float
+    op: Op
+    start: Any = None
+    """When it had its input: time before it is waiting, not work. None until then."""
+    end: Any = None
+    """None while it is carried out."""
+    issued_s: float = 0.0
+    """Time of its last launch, by `time.perf_counter`."""
 
 
-@dataclass(frozen=True)
+@dataclass
+class WorkerStep:
+    """Record of a worker's operations in one step; grows while the step is carried out. Keeps none of its tensors."""
+
+    backend: Backend
+    intervals: list[ComputeInterval] = field(default_factory=list)
+    start: Any = None
+    """The backend's mark of when the worker took the step up; None until then."""
+    started_s: float = 0.0
+    """The time of that mark, by `time.perf_counter`."""
+    peak_bytes: int = 0
+    """Peak of the device's memory in use."""
+    reserved_bytes: int = 0
+    """Peak of the memory taken from the driver."""
+
+    def seconds(self, mark: Any, since_s: float) -> float:
+        """Time of a mark, in seconds since `since_s` (of `time.perf_counter`)."""
+        return self.started_s - since_s + self.backend.seconds_between(self.start, mark)
+
+    def timed(self, one: ComputeInterval, since_s: float, end_s: float | None = None) -> Interval:
+        """An operation in seconds since `since_s`; `end_s`: its end so far, where it is not done."""
+        op, start_s = one.op, self.seconds(one.start, since_s)
+        end_s = self.seconds(one.end, since_s) if end_s is None else max(start_s, end_s)
+        return Interval(op.worker, COMPUTE, op.kind, op.stage, op.microbatch, start_s, end_s)
+
+
+@dataclass
 class StepInWork:
-    """A step that has begun, with its workers' records. Keeps none of the step's tensors."""
+    """A step that has begun, with its workers' records."""
 
     step: int
     """From 0."""
     started_s: float
     """Start by `time.perf_counter`."""
-    workers: Sequence[Worker]
-    results: Sequence[WorkerStep]
-    """The workers' records, which grow."""
+    records: Sequence[WorkerStep]
     fused_head: bool
     """`fused_head` of its schedule."""
     lanes: tuple[int, ...]
     """See `StepResult`."""
+    _num_seen: Counter[int] = field(default_factory=Counter)
 
-
-@dataclass(frozen=True)
-class LiveNews:
-    """News of a running step; seconds from its start."""
-
-    now_s: float
-    done: tuple[ActionTime, ...]
-    """Actions that finished since the previous look."""
-    running: tuple[ActionTime, ...]
-    """Operations that run now; they end at `now_s`."""
-
-
-class Watcher:
-    """Looks at an engine's running step repeatedly; reports each finished action once."""
-
-    def __init__(self) -> None:
-        self._step: StepInWork | None = None
-        self._num_seen: list[int] = []
-
-    def look(self, step: StepInWork) -> LiveNews:
-        """News of the engine's running step."""
-        if step is not self._step:
-            self._step, self._num_seen = step, [0] * len(step.workers)
-        done: list[ActionTime] = []
-        running: list[ActionTime] = []
-        now_s = time.perf_counter() - step.started_s
-        for worker in range(len(step.workers)):
-            now = self._look_at(step, worker, done)
-            if now is not None:
-                running.append(ActionTime(now.action, now.start_s, max(now_s, now.start_s)))
-        return LiveNews(now_s, tuple(done), tuple(running))
-
-    def _look_at(self, step: StepInWork, worker: int, done: list[ActionTime]) -> ActionTime | None:
-        """Add the finished actions of one worker to `done`; returns the running one, without an end."""
-        backend, result = step.workers[worker].backend, step.results[worker]
-        if result.start is None:  # it still computes the previous step
-            return None
-
-        def since_start_s(mark: Any) -> float:
-            return result.started_s - step.started_s + backend.seconds_between(result.start, mark)
-
-        num_intervals = len(result.intervals)
-        while self._num_seen[worker] < num_intervals:
-            interval = result.intervals[self._num_seen[worker]]
-            if not backend.has_passed(interval.start):
-                return None
-            begin_s = since_start_s(interval.start)
-            if not backend.has_passed(interval.end):
-                return ActionTime(interval.action, begin_s, begin_s)
-            done.append(ActionTime(interval.action, begin_s, since_start_s(interval.end)))
-            self._num_seen[worker] += 1
-        current = step.workers[worker].running(result)
-        if current is None or not backend.has_passed(current.start):
-            return None
-        begin_s = since_start_s(current.start)
-        return ActionTime(current.action, begin_s, begin_s)
+    def look(self) -> tuple[float, list[Interval], list[Interval]]:
+        """Seconds from the step's start until now, the operations that ended since the last look, and those that run
+        now, which end now."""
+        now_s = time.perf_counter() - self.started_s
+        done: list[Interval] = []
+        running: list[Interval] = []
+        for worker, record in enumerate(self.records):
+            has_passed = record.backend.has_passed
+            for one in record.intervals[self._num_seen[worker] :]:
+                if one.start is None or not has_passed(one.start):
+                    break
+                if one.end is None or not has_passed(one.end):
+                    running.append(record.timed(one, self.started_s, now_s))
+                    break
+                done.append(record.timed(one, self.started_s))
+                self._num_seen[worker] += 1
+        return now_s, done, running

@@ -9,13 +9,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from roundpipe_cli.costs.cost import StageRange
 from roundpipe_cli.engine.carrier import KEYS_VALUES, BoundaryKey, Carrier, MicrobatchState
 from roundpipe_cli.engine.layer import LayerGraph, LayerRunner
+from roundpipe_cli.engine.live import ComputeInterval
 from roundpipe_cli.engine.prepared import StepContext
 from roundpipe_cli.engine.program import layer_range, stage_layers
 from roundpipe_cli.faults import fault
@@ -34,8 +33,8 @@ class StageRunner:
         """Microbatch -> graphs of a recompute that wait for their backward."""
         self._head_input: dict[int, torch.Tensor] = {}
         self._poison: float | None = None
-        self.started: Any = None
-        """The backend's mark at which the operation had its input: time before it is waiting, not work."""
+        self.interval: ComputeInterval | None = None
+        """Record of the operation at work."""
 
     def run(self, context: StepContext, op: Op) -> None:
         """Carry out one compute operation on the layers bound now."""
@@ -96,6 +95,7 @@ class StageRunner:
     def _take_hidden(self, context: StepContext, layer: int, state: MicrobatchState) -> torch.Tensor:
         self.layers.layer = layer
         if layer == 0:
+            self._start()
             return self.layers.embed(context, state)
         return self._take((ACTIVATION, layer, state.index))
 
@@ -103,9 +103,13 @@ class StageRunner:
         """Wait for a boundary tensor; it is on this worker's device when the next computation starts."""
         assert self.carrier is not None
         tensor = self.carrier.take(key)
-        if self.started is None:
-            self.started = self.layers.backend.mark()
+        self._start()
         return tensor
+
+    def _start(self) -> None:
+        assert self.interval is not None
+        if self.interval.start is None:
+            self.interval.start = self.layers.backend.mark()
 
     def _put_hidden(self, context: StepContext, layer: int, state: MicrobatchState, hidden: torch.Tensor) -> None:
         readers = context.prepared.readers[layer]

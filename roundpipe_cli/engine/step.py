@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from roundpipe_cli.engine.live import ActionTime
 from roundpipe_cli.model.head import Preference, Rewards
 from roundpipe_cli.schedule.program import WEIGHT_GRADIENT, WEIGHTS
-from roundpipe_cli.schedule.timeline import COMPUTE, UP, Interval, Timeline, bubble_ratio, utilization
+from roundpipe_cli.schedule.timeline import UP, Interval, Timeline, bubble_ratio, utilization
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,8 @@ class StepResult:
     """2-norm of the gradient of `loss`: root of per-layer float64 sums of squares, in layer order."""
     step_s: float
     """Seconds of forward and backward, without the optimizer."""
-    actions: tuple[ActionTime, ...]
+    actions: tuple[Interval, ...]
+    """The computations with their measured times; all figures come from them."""
     num_workers: int
     moved_bytes: Mapping[tuple[str, str], int]
     """Bytes of transfers by (`up` or `down`, payload)."""
@@ -77,14 +77,8 @@ class StepResult:
 
     @property
     def timeline(self) -> Timeline:
-        """The computations with their measured times; all figures come from them. `links` has the transfers."""
-        intervals = tuple(
-            Interval(a.worker, COMPUTE, a.kind, a.stage, a.microbatch, item.start_s, item.end_s)
-            for item in self.actions
-            for a in (item.action,)
-        )
         peaks = self.device_peak_bytes
-        return Timeline(self.num_workers, intervals, fused_head=self.fused_head, device_peak_bytes=peaks)
+        return Timeline(self.num_workers, self.actions, fused_head=self.fused_head, device_peak_bytes=peaks)
 
     @property
     def upload_bytes(self) -> int:

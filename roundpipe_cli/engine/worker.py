@@ -10,20 +10,20 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from roundpipe_cli.costs.cost import CHUNK_BYTES
 from roundpipe_cli.engine.backends.base import DeviceEvent, Pair
 from roundpipe_cli.engine.carrier import Carrier
 from roundpipe_cli.engine.dispatch.decisions import TransferChunk
+from roundpipe_cli.engine.live import ComputeInterval, WorkerStep
 from roundpipe_cli.engine.prepared import StepContext
 from roundpipe_cli.engine.program import describe_op, layer_range, stage_layers
 from roundpipe_cli.engine.slots import DeviceSums, StageSlots
 from roundpipe_cli.engine.stage import StageRunner
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.faults import fault
-from roundpipe_cli.schedule.actions import Action, Kind
+from roundpipe_cli.schedule.actions import Kind
 from roundpipe_cli.schedule.program import WEIGHT_GRADIENT, WEIGHTS, Op
 from roundpipe_cli.schedule.timeline import DOWN, UP
 
@@ -61,55 +61,12 @@ def chunks_of(pairs: Sequence[Pair]) -> list[TransferChunk]:
 
 
 @dataclass(frozen=True)
-class ComputeInterval:
-    """One operation as it was carried out; marks are the backend's."""
-
-    op: Op
-    start: Any
-    end: Any
-    issued_s: float = 0.0
-    """Time of its last launch, by `time.perf_counter`."""
-
-    @property
-    def action(self) -> Action:
-        """The action that was carried out."""
-        return Action(self.op.kind, self.op.stage, self.op.microbatch, self.op.worker)
-
-
-@dataclass
-class WorkerStep:
-    """Record of a worker's operations in one step; grows while the step is carried out."""
-
-    worker: int
-    intervals: list[ComputeInterval] = field(default_factory=list)
-    start: Any = None
-    """The backend's mark of when it took the step up; None until then."""
-    started_s: float = 0.0
-    """The time of that mark, by `time.perf_counter`."""
-    peak_bytes: int = 0
-    """Peak of the device's memory in use."""
-    reserved_bytes: int = 0
-    """Peak of the memory taken from the driver."""
-
-
-@dataclass(frozen=True)
 class WorkerPart:
     """A worker's part of a step."""
 
     context: StepContext
     carrier: Carrier
     step: WorkerStep
-
-
-@dataclass(frozen=True)
-class _Now:
-    """The operation that a worker is at."""
-
-    step: WorkerStep
-    op: Op
-    mark: Any
-    waits: bool
-    """Whether it waits for a boundary tensor before it begins."""
 
 
 class Worker:
@@ -129,7 +86,6 @@ class Worker:
         """The visit whose packed weights are held unpacked; visits alternate, so it is one at a time."""
         self._last_ops: frozenset[int] = frozenset()
         """Each microbatch's last operation here."""
-        self._now: _Now | None = None
         self._part: WorkerPart | None = None
 
     @property
@@ -154,23 +110,12 @@ class Worker:
         part.step.started_s = time.perf_counter()
         part.step.start = self.backend.mark()
 
-    def running(self, step: WorkerStep) -> ComputeInterval | None:
-        """The operation that the worker computes now in `step`, without an end; may be asked from any thread."""
-        now = self._now
-        if now is None or now.step is not step:
-            return None
-        started = self.runner.started
-        if started is None and now.waits:
-            return None
-        return ComputeInterval(now.op, now.mark if started is None else started, None)
-
     # -- compute thread ------------------------------------------------------------------------------------------
 
     def compute_thread(self) -> AbstractContextManager[None]:
         return self.backend.worker_thread()
 
     def begin(self, op: Op) -> None:
-        self._now = None
         if op.visit >= 0:
             self.runner.layers.layer = stage_layers(self.part.context.program.schedule, op)[0]
 
@@ -193,13 +138,14 @@ class Worker:
             self._whole_visit = op.visit
         self.part.carrier.op = op
         start = backend.mark()
-        self.runner.started = None
-        self._now = _Now(step, op, start, waits=stage_layers(context.program.schedule, op)[0] > 0)
+        self.runner.interval = interval = ComputeInterval(op)
+        step.intervals.append(interval)
         self.runner.run(context, op)
         self._sums.ran(op)
         self._pass_work(context, op)
-        started = start if self.runner.started is None else self.runner.started
-        step.intervals.append(ComputeInterval(op, started, backend.mark(), time.perf_counter()))
+        if interval.start is None:
+            interval.start = start
+        interval.end, interval.issued_s = backend.mark(), time.perf_counter()
         if visit.ops[-1] == op.id:
             self._drop_whole()
             if not backend.aliases_host:
@@ -236,7 +182,7 @@ class Worker:
         """Drop what belongs to the step, done or failed."""
         self._sums.reset()
         self._drop_whole()
-        self._now, self._part, self.runner.carrier = None, None, None
+        self._part, self.runner.carrier = None, None
         self.runner.reset()
 
     def where(self, op: Op, *, weights: bool) -> str:

@@ -157,7 +157,7 @@ class AutoCache:
         """Learn from a finished step, before the planner does. A short step at an epoch's end has other stages."""
         if not self.is_open:
             return
-        count = 1 + max(item.action.microbatch for item in result.actions)
+        count = 1 + max(item.microbatch for item in result.actions)
         self._most = max(self._most, count)
         if count < self._most or not self._planner.is_settled:
             return

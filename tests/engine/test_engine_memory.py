@@ -162,7 +162,7 @@ def test_every_transfer_has_its_time(rig: Rig) -> None:
     uploads = [link for link in links if link.lane == UP and link.microbatch < 0]
     assert len(uploads) > NUM_WORKERS
     for link in uploads:  # weights are there before the first action that reads them
-        readers = [one for one in actions if (one.action.worker, one.action.stage) == (link.worker, link.stage)]
+        readers = [one for one in actions if (one.worker, one.stage) == (link.worker, link.stage)]
         assert any(one.start_s >= link.end_s - 1e-3 for one in readers)
     assert result.timeline.intervals and all(item.lane == COMPUTE for item in result.timeline.intervals)
 

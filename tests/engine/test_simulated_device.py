@@ -19,8 +19,8 @@ from roundpipe_cli.engine.backends import cuda
 from roundpipe_cli.engine.backends.base import is_device_error, is_out_of_memory
 from roundpipe_cli.engine.backends.cpu import CpuBackend
 from roundpipe_cli.engine.engine import Engine, launch_bound_s
+from roundpipe_cli.engine.live import ComputeInterval, WorkerStep
 from roundpipe_cli.engine.step import StepResult
-from roundpipe_cli.engine.worker import ComputeInterval, WorkerStep
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.recipe.load import load_text
 from roundpipe_cli.train import build
@@ -277,9 +277,9 @@ def test_time_in_which_the_host_was_late_is_counted_apart() -> None:
         backend.synchronize()
         took_s = backend.seconds_between(start, end)
         for issued_s, expected_s in ((issued_early_s, 0.0), (issued_late_s, took_s)):
-            step = WorkerStep(0, [ComputeInterval(op, start, end, issued_s)], start, started_s)
-            assert launch_bound_s(backend, step) == expected_s and took_s > 0.01
-            assert launch_bound_s(CpuBackend(1), WorkerStep(0)) == 0
+            step = WorkerStep(backend, [ComputeInterval(op, start, end, issued_s)], start, started_s)
+            assert launch_bound_s(step) == expected_s and took_s > 0.01
+            assert launch_bound_s(WorkerStep(CpuBackend(1))) == 0
 
 
 @pytest.mark.parametrize(

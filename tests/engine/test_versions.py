@@ -278,7 +278,7 @@ def test_all_before_a_layer_that_is_not_updated_is_computed(copy: bool) -> None:
 
         def done() -> list[tuple[Kind, tuple[int, int]]]:
             step = engine.step_in_work
-            ops = [item.op for result in step.results for item in result.intervals] if step is not None else []
+            ops = [item.op for record in step.records for item in record.intervals] if step is not None else []
             return [(op.kind, stage_layers(schedule, op)) for op in ops if op.visit >= 0]
 
         before = schedule.microbatches_per_round * sum(first <= end < last for first, end in schedule.forward_stages)

@@ -9,13 +9,11 @@ from dataclasses import replace
 import pytest
 
 from roundpipe_cli.costs.cost import CostModel, LayerCost
-from roundpipe_cli.engine.live import ActionTime
 from roundpipe_cli.engine.step import StepResult
 from roundpipe_cli.planning.adaptive import CONFIRM_STEPS, PROFILE_STEPS, AdaptivePlanner
 from roundpipe_cli.planning.choose import choose, choose_dealing
 from roundpipe_cli.planning.compare import SimulationCase, StageCut, run
 from roundpipe_cli.recipe.schema import PipelineConfig
-from roundpipe_cli.schedule.actions import Action
 from roundpipe_cli.schedule.builders import Options
 from roundpipe_cli.schedule.simulate import simulate
 from roundpipe_cli.schedule.timeline import busy_s, makespan_s
@@ -53,8 +51,7 @@ class Machine:
             if item.lane == "compute":
                 taken = (item.end_s - item.start_s) * self.rng.lognormvariate(0, self.noise)
                 taken *= slow if item.worker == 1 else 1.0
-                action = Action(item.kind, item.stage, item.microbatch, item.worker)
-                actions.append(ActionTime(action, item.start_s, item.start_s + taken))
+                actions.append(item._replace(end_s=item.start_s + taken))
         workers = timeline.num_workers
         return StepResult(0.0, 1, 0.0, makespan_s(timeline), tuple(actions), workers, 0, (0,) * workers)
 

@@ -24,7 +24,7 @@ from typing import Any
 from roundpipe_cli.costs.machine import host_memory
 from roundpipe_cli.engine.backends import cuda
 from roundpipe_cli.engine.engine import Engine
-from roundpipe_cli.engine.live import ActionTime, StepInWork, Watcher
+from roundpipe_cli.engine.live import StepInWork
 from roundpipe_cli.engine.step import StepResult
 from roundpipe_cli.errors import ResourceError, RoundpipeError, redact_values
 from roundpipe_cli.events import (
@@ -44,8 +44,8 @@ from roundpipe_cli.events import (
     encode,
 )
 from roundpipe_cli.files import STATE_FILE_MODE, disk_error, write_atomically
-from roundpipe_cli.schedule.pictures import span_of, work_letter
-from roundpipe_cli.schedule.timeline import COMPUTE
+from roundpipe_cli.schedule.pictures import span_of
+from roundpipe_cli.schedule.timeline import Interval
 from roundpipe_cli.train.checkpoint.output_dir import EVENTS_NAME
 from roundpipe_cli.train.prepare.setup import Setup
 from roundpipe_cli.units import shown_step
@@ -214,7 +214,6 @@ class Telemetry:
         """`tell` is called from the thread; `live`: also with what the workers do."""
         self._engine, self._tell, self._clock, self._live = engine, tell, clock, live
         self._devices = devices
-        self._watcher = Watcher()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="telemetry", daemon=True)
 
@@ -247,11 +246,10 @@ class Telemetry:
         if step is None:
             self._tell(WorkSeen(self._clock(), 0, (), ()))
             return
-        news = self._watcher.look(step)
+        now_s, *seen = step.look()
         offset_s = self._clock() - time.perf_counter() + step.started_s
-        done = tuple(_span(item, step, offset_s) for item in news.done)
-        running = tuple(_span(item, step, offset_s) for item in news.running)
-        self._tell(WorkSeen(offset_s + news.now_s, shown_step(step.step), done, running))
+        done, running = (tuple(_span(item, step, offset_s) for item in items) for items in seen)
+        self._tell(WorkSeen(offset_s + now_s, shown_step(step.step), done, running))
 
     def _sample(self, sampler: DeviceSampler) -> Sample:
         memory, devices = host_memory(), sampler.sample(self._engine.lanes)
@@ -267,11 +265,10 @@ def process_bytes() -> int:
         return 0
 
 
-def _span(item: ActionTime, step: StepInWork, offset_s: float) -> Span:
-    action = item.action
+def _span(item: Interval, step: StepInWork, offset_s: float) -> Span:
     start_s, end_s = item.start_s + offset_s, item.end_s + offset_s
-    letter = work_letter(action.kind, action.stage, fused_head=step.fused_head)
-    return Span(step.lanes[action.worker], COMPUTE, letter, action.stage, action.microbatch, start_s, end_s)
+    item = item._replace(worker=step.lanes[item.worker], start_s=start_s, end_s=end_s)
+    return span_of(item, fused_head=step.fused_head)
 
 
 class EventRecorder:
