@@ -25,11 +25,11 @@ from roundpipe_cli.engine.backends.base import Backend, is_device_error, is_out_
 from roundpipe_cli.engine.carrier import BoundaryStore, Carrier, MicrobatchState
 from roundpipe_cli.engine.dispatch.decisions import Progress
 from roundpipe_cli.engine.dispatch.dispatch import MEMORY_HINT, Pool, StepRun, keep_forever
-from roundpipe_cli.engine.gradients import StepGradients, gradient_folds
+from roundpipe_cli.engine.gradients import GradientFold, StepGradients
 from roundpipe_cli.engine.layer import LayerRunner, chunk_states
 from roundpipe_cli.engine.live import StepInWork, WorkerStep
 from roundpipe_cli.engine.options import EngineOptions, GradientOptions
-from roundpipe_cli.engine.prepared import ProgramStore, Scoring, StepContext, trained_layers
+from roundpipe_cli.engine.prepared import PreparedProgram, StepContext, trained_layers
 from roundpipe_cli.engine.slots import StageSlots, WeightCache
 from roundpipe_cli.engine.stage import StageRunner
 from roundpipe_cli.engine.step import Microbatch, Part, StepResult
@@ -208,7 +208,8 @@ class Engine:
             self._workers[-1].whole_per_visit = options.whole_per_visit
         self._notice = describe_experts(capabilities, expert_dtypes, missing)
         """Note of the first result on the kernels; None: nothing."""
-        self._programs = ProgramStore(store, self._trained, options, copies=not backends[0].aliases_host)
+        self._programs: dict[int, PreparedProgram] = {}
+        """Identity of a schedule -> its program: a run has few and uses each for many steps."""
         self.lanes = tuple(range(len(backends)))
         """See `StepResult`."""
         self._pool = self._new_pool()
@@ -311,43 +312,48 @@ class Engine:
         assert self._open, "use the engine inside its `with` block"
         assert schedule.num_workers == self.num_workers
         assert schedule.num_microbatches == len(microbatches) * schedule.sequence_chunks
-        gradients = gradients or GradientOptions()
         states = microbatch_states(microbatches, schedule.sequence_chunks, part)
         num_units = sum(state.num_units for state in states) if part is None else part.num_units
-        context = self._context(states, schedule, step)
-        sums = self.store.gradients
-        if gradients.kept:
-            sums = [torch.empty_like(flat) if layer in gradients.kept else flat for layer, flat in enumerate(sums)]
-        folds = gradient_folds(self.store.layouts, sums, len(states), context.progress)
-        context = replace(
-            context,
-            version=context.version if version is None else version,
-            num_units=num_units,
-            loss=self._loss(gradients.loss_scale / max(num_units, 1)),
-            gradients=StepGradients(folds, self._trained.late, gradients.on_complete),
+        context = self._context(
+            states, schedule, step, version, num_units=num_units, gradients=gradients or GradientOptions()
         )
-        return self._finish(context, *self._compute(context), loss_scale=gradients.loss_scale)
+        return self._finish(context, *self._compute(context))
 
-    def _context(self, states: list[MicrobatchState], schedule: Schedule, step: int) -> StepContext:
-        """The context of a pass over these microbatches that makes no gradients."""
-        progress = Progress()
+    def _context(
+        self,
+        states: list[MicrobatchState],
+        schedule: Schedule,
+        step: int,
+        version: int | None,
+        *,
+        num_units: int,
+        gradients: GradientOptions,
+        **scoring: bool,
+    ) -> StepContext:
+        """The context of a pass over these microbatches. `scoring`: fields of one that makes no gradients."""
+        progress, options, folds = Progress(), self._options, dict[int, GradientFold]()
+        for layer in () if scoring else self.store.trained:
+            flat = self.store.gradients[layer]
+            flat = torch.empty_like(flat) if layer in gradients.kept else flat
+            folds[layer] = GradientFold(layer, self.store.layouts[layer], flat, len(states), progress=progress)
+        scale = gradients.loss_scale / max(num_units, 1)
+        if id(schedule) not in self._programs:  # each is kept, so no other one gets its number
+            copies = not self._workers[0].backend.aliases_host
+            self._programs[id(schedule)] = PreparedProgram(schedule, self.store, self._trained, options, copies=copies)
         return StepContext(
             step=step,
-            version=self.store.newest,
-            prepared=self._programs.prepared(schedule),
+            version=self.store.newest if version is None else version,
+            prepared=self._programs[id(schedule)],
             microbatches=states,
-            num_units=sum(state.num_units for state in states),
-            loss=self._loss(1.0),
-            dropout_seed=self._options.seed,
+            num_units=num_units,
+            loss=HeadLoss(scale, options.head_chunk_tokens, options.label_smoothing, self._loss_in_place),
+            dropout_seed=options.seed,
             seeds_blocks=self._seeds_blocks,
             progress=progress,
             boundaries=BoundaryStore(progress),
-            gradients=StepGradients([None] * self.num_layers),
+            gradients=StepGradients(folds, self._trained.late, gradients),
+            **scoring,
         )
-
-    def _loss(self, gradient_scale: float) -> HeadLoss:
-        options = self._options
-        return HeadLoss(gradient_scale, options.head_chunk_tokens, options.label_smoothing, self._loss_in_place)
 
     def score(
         self,
@@ -374,10 +380,9 @@ class Engine:
         """
         assert self._open, "use the engine inside its `with` block"
         assert schedule.num_workers == self.num_workers and schedule.num_microbatches == len(microbatches)
-        context = self._context(microbatch_states(microbatches, schedule.sequence_chunks), schedule, step)
-        context = replace(
-            context, scoring=Scoring(adapters, greedy), version=context.version if version is None else version
-        )
+        states = microbatch_states(microbatches, schedule.sequence_chunks)
+        gradients, how = GradientOptions(), {"scoring": True, "adapters": adapters, "greedy": greedy}
+        context = self._context(states, schedule, step, version, num_units=1, gradients=gradients, **how)
         self._compute(context)
         scores = [state.scores for state in context.microbatches]
         return [replace(item, loss_sum=float(item.loss_sum)) for item in scores if item is not None]
@@ -386,7 +391,7 @@ class Engine:
         """Let the workers run the context's program, to its end; returns also when they began, by
         `time.perf_counter`."""
         prepared = context.prepared
-        self._reserve(prepared.program, keeps_weights=context.scoring is None)
+        self._reserve(prepared.program, keeps_weights=not context.scoring)
         run = StepRun(
             prepared.program,
             prepared.links,
@@ -402,16 +407,16 @@ class Engine:
                 context.boundaries,
                 run,
                 prepared.downloads,
-                recompute_each_layer=prepared.recomputation.each_layer,
+                recompute_each_layer=prepared.each_layer,
             )
             run.parts[worker.index] = WorkerPart(context, carrier, step)
         started_s = time.perf_counter()
-        if context.scoring is None:
+        if not context.scoring:
             fused_head = prepared.schedule.fused_head
             self.step_in_work = StepInWork(context.step, started_s, steps, fused_head, self.lanes)
         self.store.tell(run, context.version)
         self._pool.start(run)
-        embed = context.gradients.folds[0]
+        embed = context.gradients.folds.get(0)
         if embed is not None:  # no worker adds to it, so it is cleared here while they compute
             self.store.wait_for(0, context.version)  # until then an update reads the sum
             embed.begin()
@@ -426,7 +431,8 @@ class Engine:
 
     def use_less_memory(self) -> None:
         """After a step ran out of memory: recompute one layer at a time from now on, which changes no bit."""
-        self._programs.use_less_memory()
+        self._options = replace(self._options, recompute="layer", keep_blocks=0)
+        self._programs.clear()
         for worker in self._workers:
             worker.backend.release_unused()
 
@@ -452,9 +458,7 @@ class Engine:
         self._told.update(new)
         return new
 
-    def _finish(
-        self, context: StepContext, run: StepRun, steps: Sequence[WorkerStep], started_s: float, *, loss_scale: float
-    ) -> StepResult:
+    def _finish(self, context: StepContext, run: StepRun, steps: Sequence[WorkerStep], started_s: float) -> StepResult:
         if context.microbatches:  # blocks that drew nothing in the first step never do: later steps need not watch
             models = [worker.runner.layers.model for worker in self._workers]
             self._seeds_blocks &= any(model.blocks_draw for model in models)
@@ -479,7 +483,7 @@ class Engine:
             rewards=tuple(
                 Rewards.of(state.reward_sums) for state in context.microbatches if state.reward_sums is not None
             ),
-            gradient_norm=math.sqrt(sum(squares)) / loss_scale,
+            gradient_norm=math.sqrt(sum(squares)) / context.gradients.options.loss_scale,
             step_s=seconds,
             actions=tuple(step.timed(one, started_s) for step in steps for one in step.intervals),
             num_workers=self.num_workers,

@@ -9,14 +9,14 @@ not change its bits. Two ways, chosen once per step for each layer:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from roundpipe_cli.engine.dispatch.decisions import Progress
-from roundpipe_cli.engine.options import OnGradient
+from roundpipe_cli.engine.options import GradientOptions
 from roundpipe_cli.engine.weights import WeightStore, own_scratch
 from roundpipe_cli.model.block_calls import EmbedGradient
 from roundpipe_cli.model.layout import LayerLayout
@@ -102,35 +102,18 @@ class GradientFold:
         self._begun = True
 
 
-def gradient_folds(
-    layouts: Sequence[LayerLayout], flats: Sequence[torch.Tensor], num_microbatches: int, progress: Progress
-) -> list[GradientFold | None]:
-    """A step's folds, one per layer; None where nothing is trained. Arguments as of `GradientFold`."""
-    return [
-        GradientFold(layer, layout, flats[layer], num_microbatches, progress=progress)
-        if layout.num_trainable_elements
-        else None
-        for layer, layout in enumerate(layouts)
-    ]
-
-
 class StepGradients:
     """The gradient sums of one step on the host; reports each that is complete."""
 
     def __init__(
-        self,
-        folds: Sequence[GradientFold | None],
-        late_layers: Collection[int] = (),
-        on_complete: OnGradient | None = None,
+        self, folds: Mapping[int, GradientFold], late_layers: Collection[int], options: GradientOptions
     ) -> None:
         """
         Args:
-            folds: one per layer; None where nothing is trained.
+            folds: by layer, in ascending order.
             late_layers: layers whose gradient is complete only at the end of the step.
-            on_complete: see `GradientOptions`.
         """
-        self.folds = folds
-        self._late_layers, self._on_complete = late_layers, on_complete
+        self.folds, self.options, self._late_layers = folds, options, late_layers
         self._square_sums: dict[int, torch.Tensor] = {}
         """Layer -> sum of squares of its complete gradient."""
         self.of_embed: dict[int, list[EmbedGradient]] = {}
@@ -139,8 +122,8 @@ class StepGradients:
     def complete(self, layer: int, squares: torch.Tensor) -> None:
         """Note the sum of squares of a complete gradient, which is on the host."""
         self._square_sums[layer] = squares
-        if self._on_complete is not None and layer not in self._late_layers:
-            self._on_complete(layer, partial(float, squares))
+        if layer not in self._late_layers:
+            self._tell(layer)
 
     def finish(self, store: WeightStore) -> list[float]:
         """Complete the late layers, when all workers are done.
@@ -149,18 +132,20 @@ class StepGradients:
             the sums of squares of all trained layers, in their order.
         """
         self._add_embed(store)
-        if self._on_complete is not None:
-            for layer in sorted(self._late_layers, reverse=True):  # as the next step needs them
-                self._on_complete(layer, partial(float, self._square_sums[layer]))
-        return [float(self._square_sums[layer]) for layer, fold in enumerate(self.folds) if fold is not None]
+        for layer in sorted(self._late_layers, reverse=True):  # as the next step needs them
+            self._tell(layer)
+        return [float(self._square_sums[layer]) for layer in self.folds]
+
+    def _tell(self, layer: int) -> None:
+        if self.options.on_complete is not None:
+            self.options.on_complete(layer, partial(float, self._square_sums[layer]))
 
     def _add_embed(self, store: WeightStore) -> None:
         """Add the embed layer's gradients in microbatch order: after the head's, where the table is tied to it."""
-        touched: set[int] = {0} if self.folds[0] is not None else set()
+        touched = {0}.intersection(self.folds)
         for index in sorted(self.of_embed):
             for item in self.of_embed[index]:
                 layer = store.layer_of(item.name)
-                assert self.folds[layer] is not None
                 touched.add(layer)
                 target = store.gradient(item.name)
                 if item.token_ids is None:
@@ -168,9 +153,7 @@ class StepGradients:
                 else:  # ids are distinct, so the order of additions is fixed
                     target.index_add_(0, item.token_ids, item.gradient.float())
         for layer in touched:
-            fold = self.folds[layer]
-            assert fold is not None
-            self._square_sums[layer] = square_sum(fold.flat)
+            self._square_sums[layer] = square_sum(self.folds[layer].flat)
 
 
 @dataclass(frozen=True)

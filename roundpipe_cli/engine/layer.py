@@ -18,7 +18,7 @@ from roundpipe_cli.costs.cost import StageRange
 from roundpipe_cli.engine.backends.base import Backend, DeviceEvent
 from roundpipe_cli.engine.carrier import MicrobatchState, SequenceChunk
 from roundpipe_cli.engine.gradients import GradientParts, Leaving, add_to, leaving_parts, square_sum
-from roundpipe_cli.engine.prepared import Scoring, StepContext, TrainedLayers, weights_found_again
+from roundpipe_cli.engine.prepared import StepContext, TrainedLayers, weights_found_again
 from roundpipe_cli.engine.program import layer_range
 from roundpipe_cli.kernels.fused import adds_products, product_sum
 from roundpipe_cli.model.attention import recurrent_blocks
@@ -177,7 +177,7 @@ class GradientCollector:
 
     def taker(self, context: StepContext, layer: int, microbatch: int) -> tuple[Take, GradientParts]:
         """Adds gradients to the layer's sum as backward makes them; lists them if an earlier microbatch is missing."""
-        fold, prepared = context.gradients.folds[layer], context.prepared
+        fold, prepared = context.gradients.folds.get(layer), context.prepared
         parts: GradientParts = []
         sums = self.accumulators.get(layer, []) if layer in prepared.device_folds else []
         if fold is not None and self._backend.aliases_host and fold.is_turn(prepared.fold_place(layer, microbatch)):
@@ -218,7 +218,7 @@ class GradientCollector:
 
     def fold(self, context: StepContext, layer: int, microbatch: int, parts: GradientParts) -> None:
         """After a layer's backward: add listed gradients, or let them wait for their turn or download."""
-        if context.gradients.folds[layer] is None:
+        if layer not in context.gradients.folds:
             return
         if layer in context.prepared.device_folds:
             with self._backend.compute():
@@ -235,7 +235,6 @@ class GradientCollector:
     def fold_on_host(self, context: StepContext, layer: int, place: int, parts: GradientParts) -> None:
         """Add a microbatch to the layer's sum on the host; it waits until all earlier ones are added."""
         fold = context.gradients.folds[layer]
-        assert fold is not None
         if fold.fold(place, parts):
             context.gradients.complete(layer, square_sum(fold.flat))
 
@@ -314,7 +313,7 @@ class LayerRunner:
             state.prologue = self.model.prologue(
                 state.input_ids, seed, state.position_ids, start, lengths=state.lengths
             )
-            if context.scoring is not None:  # keep no graph
+            if context.scoring:  # keep no graph
                 state.prologue = Prologue(state.prologue.hidden.detach(), state.prologue.calls)
         return self.backend.receive(state.prologue.hidden.detach())
 
@@ -447,7 +446,7 @@ class LayerRunner:
         self.collector.fold(context, layer, state.index, parts)
         return result.grad_hidden
 
-    def score(self, context: StepContext, scoring: Scoring, state: MicrobatchState, hidden: torch.Tensor) -> None:
+    def score(self, context: StepContext, state: MicrobatchState, hidden: torch.Tensor) -> None:
         """Forward of the head in a pass without backward."""
         self.layer = context.prepared.head
         routers = self.model.split.routers
@@ -459,7 +458,7 @@ class LayerRunner:
                 hidden,
                 self._targets(state),
                 chunk_tokens=context.loss.chunk_tokens,
-                greedy=scoring.greedy,
+                greedy=context.greedy,
             )
         state.scores = scores.map_tensors(lambda tensor: self.backend.send(tensor)[0])  # complete when the pass is done
         state.prologue = None  # nothing reads it again
@@ -518,7 +517,7 @@ class LayerRunner:
 
     def _seed(self, context: StepContext, layer: int, state: MicrobatchState) -> int | None:
         """Seed of what `layer` draws at random; None in a pass that draws nothing."""
-        if context.scoring is not None:
+        if context.scoring:
             return None
         return layer_seed(context.dropout_seed, context.step, state.place, layer)
 

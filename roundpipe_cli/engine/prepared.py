@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -11,8 +10,8 @@ from typing import Any
 import torch
 
 from roundpipe_cli.costs.cost import StageRange
-from roundpipe_cli.engine.carrier import BoundaryKey, BoundaryStore, MicrobatchState, downloads_of
-from roundpipe_cli.engine.dispatch.decisions import Dependencies, Progress, links_of
+from roundpipe_cli.engine.carrier import BoundaryStore, MicrobatchState, downloads_of
+from roundpipe_cli.engine.dispatch.decisions import Progress, links_of
 from roundpipe_cli.engine.gradients import StepGradients
 from roundpipe_cli.engine.options import EngineOptions
 from roundpipe_cli.engine.program import device_folds, hidden_readers, layer_range, lower_for_engine, weight_readers
@@ -99,9 +98,8 @@ def weights_found_again(
 class TrainedLayers:
     """Facts about the trained layers that the engine needs."""
 
-    num_layers: int
     first: int
-    """The lowest layer with a gradient; `num_layers` where nothing is trained."""
+    """The lowest layer with a gradient; the number of layers where nothing is trained."""
     late: frozenset[int]
     """Trained layers that get gradients from the embed layer, which are added when all workers are done: complete at
     the end of a step only."""
@@ -110,12 +108,11 @@ class TrainedLayers:
 def trained_layers(store: WeightStore, split: ModelSplit) -> TrainedLayers:
     """The layers of a store that are trained."""
     num_layers = len(store.layouts)
-    trained = [layer for layer, layout in enumerate(store.layouts) if layout.num_trainable_elements]
     own = (name for name in store.trainable_names if name.startswith(f"{split.embedding_path}."))
     if any(store.layer_of(name) > 0 for name in own):  # a tied table, or rows of it, which are kept with the head
         head = num_layers - 1
-        return TrainedLayers(num_layers, 0, frozenset({0, head} if 0 in trained else {head}))
-    return TrainedLayers(num_layers, min(trained, default=num_layers), frozenset({0} & set(trained)))
+        return TrainedLayers(0, frozenset({0, head}.intersection(store.trained)))
+    return TrainedLayers(min(store.trained, default=num_layers), frozenset({0}.intersection(store.trained)))
 
 
 def in_order_of_need(store: WeightStore, split: ModelSplit) -> list[int]:
@@ -125,61 +122,52 @@ def in_order_of_need(store: WeightStore, split: ModelSplit) -> list[int]:
     return sorted(store.trained, key=lambda layer: (0, -layer) if layer in late else (1, layer))
 
 
-# A schedule with the facts that steps need.
-
-
-@dataclass(frozen=True)
-class Recomputation:
-    """Which layers backward stages compute again, and from which inputs."""
-
-    each_layer: bool
-    """One layer at a time, right before its backward; False: a whole stage."""
-    read_layers: frozenset[int]
-    """Layers within a backward stage whose input is read again instead of recomputed: all with `recompute: layer`."""
-    keep_layers: frozenset[int]
-    """Layers that are not computed again where their activations can stay."""
-
-
-def recomputation_of(options: EngineOptions, store: WeightStore) -> Recomputation:
-    """The recomputation that the options ask for."""
-    num_layers, each_layer = len(store.layouts), options.recompute == "layer"
-    read_layers = frozenset(range(1, num_layers)) if each_layer else frozenset()
-    if options.keep_inputs and options.unread:
-        read_layers |= {index + 2 for index, names in options.unread.items() if names}
-    last_blocks = range(max(1, num_layers - 1 - options.keep_blocks), num_layers - 1)
-    packed = {layer for layer in last_blocks if any(place.packed_as for place in store.layouts[layer].places)}
-    return Recomputation(each_layer, read_layers, frozenset(last_blocks) - packed)
-
-
-@dataclass(frozen=True)
 class PreparedProgram:
-    """A program, and the facts about it that steps need."""
+    """A schedule's program, and the facts about it that steps need."""
 
-    program: Program
-    links: Dependencies
-    downloads: dict[BoundaryKey, int]
-    """Boundary -> the program's download of it."""
-    num_layers: int
-    recomputation: Recomputation
-    readers: Counter[int]
-    """Layer -> stages that read the hidden states at its input, for one microbatch."""
-    kept: KeptActivations
-    """Activations that stay on their worker from the forward to the backward."""
-    attended_layers: frozenset[int]
-    """Blocks whose keys and values later chunks of a sequence ask for in the backward; none without chunks."""
-    weight_readers: dict[int, tuple[int, ...]]
-    """Trained layer -> operations before which the host must have its weights."""
-    device_folds: frozenset[int]
-    """Layers whose gradient sums travel with the stage instead of being folded on the host."""
-
-    @property
-    def schedule(self) -> Schedule:
-        return self.program.schedule
-
-    @property
-    def head(self) -> int:
+    def __init__(
+        self,
+        schedule: Schedule,
+        store: WeightStore,
+        trained: TrainedLayers,
+        options: EngineOptions,
+        *,
+        copies: bool,
+    ) -> None:
+        """
+        Args:
+            copies: whether tensors have to be moved to the devices.
+        """
+        num_layers = len(store.layouts)
+        self.schedule = schedule
+        self.head = num_layers - 1
         """The last layer."""
-        return self.num_layers - 1
+        self.program = program = lower_for_engine(schedule, store.layouts, options.num_slots, copies=copies)
+        self.links = links_of(program)
+        self.downloads = downloads_of(program)
+        self.each_layer = options.recompute == "layer"
+        """Backward stages compute one layer at a time again, right before its backward; False: a whole stage."""
+        self.read_layers = frozenset(range(1, num_layers)) if self.each_layer else frozenset()
+        """Layers within a backward stage whose input is read again instead of recomputed."""
+        if options.keep_inputs and options.unread:
+            self.read_layers |= {index + 2 for index, names in options.unread.items() if names}
+        # Backward stages below this layer compute nothing, not even a recompute.
+        lowest_read = trained.first if self.each_layer else 0
+        self.readers = hidden_readers(schedule, self.read_layers, lowest_read)
+        """Layer -> stages that read the hidden states at its input, for one microbatch."""
+        self.kept: KeptActivations = frozenset()
+        """Activations that stay on their worker from the forward to the backward."""
+        self.attended_layers: frozenset[int] = frozenset()
+        """Blocks whose keys and values later chunks of a sequence ask for in the backward; none without chunks."""
+        if schedule.sequence_chunks > 1:  # kept graphs would hold earlier chunks' keys and values too
+            stages = [stage for stage in schedule.backward_stages if stage[1] >= lowest_read]
+            self.attended_layers = frozenset(layer for stage in stages for layer in layer_range(stage)) - {0, self.head}
+        else:
+            last = range(max(1, trained.first, self.head - options.keep_blocks), self.head)
+            packed = {layer for layer in last if any(place.packed_as for place in store.layouts[layer].places)}
+            self.kept = kept_activations(program, set(last) - packed)
+        self.weight_readers = weight_readers(program, store.trained, trained.late)
+        self.device_folds = device_folds(program) if copies else frozenset()
 
     def has_head(self, layers: StageRange) -> bool:
         """Whether a stage ends with the head."""
@@ -190,77 +178,7 @@ class PreparedProgram:
         return self.schedule.backward_place(0 if layer == self.head else 1, microbatch)
 
 
-class ProgramStore:
-    """The prepared programs of an engine: a run has few schedules and uses each for many steps."""
-
-    def __init__(self, store: WeightStore, trained: TrainedLayers, options: EngineOptions, *, copies: bool) -> None:
-        """
-        Args:
-            copies: whether tensors have to be moved to the devices.
-        """
-        self._store, self._trained, self._num_slots, self._copies = store, trained, options.num_slots, copies
-        self._recomputation = recomputation_of(options, store)
-        self._known: dict[int, PreparedProgram] = {}
-        """Identity of a schedule -> its program."""
-
-    def use_less_memory(self) -> None:
-        """Prepare programs that recompute one layer at a time from now on."""
-        num_layers = self._trained.num_layers
-        self._recomputation = Recomputation(True, frozenset(range(1, num_layers)), frozenset())
-        self._known.clear()
-
-    def prepared(self, schedule: Schedule) -> PreparedProgram:
-        """The program of `schedule`."""
-        known = self._known.get(id(schedule))
-        if known is None or known.schedule is not schedule:
-            known = self._known[id(schedule)] = self._prepare(schedule)
-        return known
-
-    def _prepare(self, schedule: Schedule) -> PreparedProgram:
-        recomputation, num_layers = self._recomputation, self._trained.num_layers
-        program = lower_for_engine(schedule, self._store.layouts, self._num_slots, copies=self._copies)
-        # Backward stages below this layer compute nothing, not even a recompute.
-        lowest_read = self._trained.first if recomputation.each_layer else 0
-        return PreparedProgram(
-            program=program,
-            links=links_of(program),
-            downloads=downloads_of(program),
-            num_layers=num_layers,
-            recomputation=recomputation,
-            readers=hidden_readers(schedule, recomputation.read_layers, lowest_read),
-            kept=self._kept(program),
-            attended_layers=_attended(schedule, num_layers, lowest_read),
-            weight_readers=weight_readers(program, self._store.trained, self._trained.late),
-            device_folds=device_folds(program) if self._copies else frozenset(),
-        )
-
-    def _kept(self, program: Program) -> KeptActivations:
-        if program.schedule.sequence_chunks > 1:  # a graph would hold earlier chunks' keys and values too
-            return frozenset()
-        trained = {layer for layer in self._recomputation.keep_layers if layer >= self._trained.first}
-        return kept_activations(program, trained)
-
-
-def _attended(schedule: Schedule, num_layers: int, lowest_read: int) -> frozenset[int]:
-    """Blocks whose keys and values go from the forward to the backward."""
-    if schedule.sequence_chunks == 1:
-        return frozenset()
-    stages = [stage for stage in schedule.backward_stages if stage[1] >= lowest_read]
-    layers = {layer for stage in stages for layer in layer_range(stage)}
-    return frozenset(layers - {0, num_layers - 1})
-
-
 # State that the threads of one step share.
-
-
-@dataclass(frozen=True)
-class Scoring:
-    """A pass without backward, dropout or gradients."""
-
-    adapters: bool = True
-    """False: only the base model computes, without adapters."""
-    greedy: bool = False
-    """Also return the most probable token at each target's place."""
 
 
 @dataclass(frozen=True)
@@ -283,8 +201,12 @@ class StepContext:
     progress: Progress
     boundaries: BoundaryStore
     gradients: StepGradients
-    scoring: Scoring | None = None
-    """None in a training step."""
+    scoring: bool = False
+    """A pass without backward, dropout or gradients."""
+    adapters: bool = True
+    """False: only the base model computes, without adapters."""
+    greedy: bool = False
+    """In such a pass: also return the most probable token at each target's place."""
 
     @property
     def program(self) -> Program:

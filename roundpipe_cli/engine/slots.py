@@ -389,7 +389,7 @@ class DeviceSums:
         """Each trained layer's fold and its sum in the visit's slot."""
         offset = 0
         for layer in layer_range(visit.layers):
-            fold = context.gradients.folds[layer]
+            fold = context.gradients.folds.get(layer)
             if layer == 0 or fold is None or layer not in context.prepared.device_folds:
                 continue
             count = self._store.layouts[layer].num_trainable_elements

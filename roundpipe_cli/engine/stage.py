@@ -40,16 +40,14 @@ class StageRunner:
         """Carry out one compute operation on the layers bound now."""
         layers = stage_layers(context.prepared.schedule, op)
         state = context.microbatches[op.microbatch]
-        self.layers.model.set_mode(
-            training=context.scoring is None, adapters=context.scoring is None or context.scoring.adapters
-        )
+        self.layers.model.set_mode(training=not context.scoring, adapters=context.adapters)
         poison = fault("compute", step=context.step, worker=self.layers.worker)
         if poison is not None:
             self._poison = poison
         if op.kind is Kind.FORWARD:
             self._forward(context, layers, state)
         elif op.kind is Kind.RECOMPUTE:
-            if not context.prepared.recomputation.each_layer:
+            if not context.prepared.each_layer:
                 self._recompute(context, layers, state)
         else:
             self._backward(context, layers, state)
@@ -74,8 +72,8 @@ class StageRunner:
         head = context.prepared.head
         for layer in layer_range(layers):
             if layer == head:
-                if context.scoring is not None:
-                    self.layers.score(context, context.scoring, state, hidden)
+                if context.scoring:
+                    self.layers.score(context, state, hidden)
                 break  # in a training step the head's forward is done with its backward
             if layer > layers[0]:
                 self._put_hidden(context, layer, state, hidden)
@@ -132,9 +130,9 @@ class StageRunner:
             if layer == prepared.head:
                 self._head_input[state.index] = hidden
             elif layer > 0:
-                if layer > first and layer in prepared.recomputation.read_layers and not has_head:
+                if layer > first and layer in prepared.read_layers and not has_head:
                     hidden = self._take_hidden(context, layer, state)
-                is_read = has_head or (layer < last and layer + 1 not in prepared.recomputation.read_layers)
+                is_read = has_head or (layer < last and layer + 1 not in prepared.read_layers)
                 graph = self.layers.graph_of(context, layer, state, hidden, output_is_read=is_read)
                 graphs.append(graph)
                 if graph.output is not None:
@@ -161,7 +159,7 @@ class StageRunner:
     def _backward(self, context: StepContext, layers: StageRange, state: MicrobatchState) -> None:
         prepared, has_head = context.prepared, context.prepared.has_head(layers)
         fused = prepared.schedule.fused_head and has_head
-        if fused or (has_head and prepared.recomputation.each_layer):
+        if fused or (has_head and prepared.each_layer):
             self._recompute(context, layers, state)
         gradient: torch.Tensor | None
         if has_head:
@@ -173,7 +171,7 @@ class StageRunner:
             gradient = self._take((GRADIENT, layers[1] + 1, state.index))
         if gradient is not None:
             gradient = self._poisoned(gradient)
-        if prepared.recomputation.each_layer and not has_head:
+        if prepared.each_layer and not has_head:
             gradient = self._backward_layer_by_layer(context, layers, state, gradient)
         else:
             graphs = self._graphs.pop(state.index)
