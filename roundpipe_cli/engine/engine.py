@@ -30,8 +30,6 @@ from roundpipe_cli.engine.layer import LayerRunner, chunk_states
 from roundpipe_cli.engine.live import StepInWork, WorkerStep
 from roundpipe_cli.engine.options import EngineOptions, GradientOptions
 from roundpipe_cli.engine.prepared import PreparedProgram, StepContext, trained_layers
-from roundpipe_cli.engine.slots import StageSlots, WeightCache
-from roundpipe_cli.engine.stage import StageRunner
 from roundpipe_cli.engine.step import Microbatch, Part, StepResult
 from roundpipe_cli.engine.weights import REFERENCE, WeightStore
 from roundpipe_cli.engine.worker import Worker, WorkerPart
@@ -203,9 +201,7 @@ class Engine:
             layers = LayerRunner(
                 index, worker_model, backend, self._trained, layer_bytes=[layout.num_bytes for layout in store.layouts]
             )
-            slots = StageSlots(layers, store, WeightCache(index, backend, store, options.weight_cache_bytes))
-            self._workers.append(Worker(StageRunner(layers), store, slots, split.layer_names()))
-            self._workers[-1].whole_per_visit = options.whole_per_visit
+            self._workers.append(Worker(layers, store, options, split.layer_names()))
         self._notice = describe_experts(capabilities, expert_dtypes, missing)
         """Note of the first result on the kernels; None: nothing."""
         self._programs: dict[int, PreparedProgram] = {}
@@ -391,7 +387,7 @@ class Engine:
         """Let the workers run the context's program, to its end; returns also when they began, by
         `time.perf_counter`."""
         prepared = context.prepared
-        self._reserve(prepared.program, keeps_weights=not context.scoring)
+        self._reserve(prepared.program, trains=not context.scoring)
         run = StepRun(
             prepared.program,
             prepared.links,
@@ -426,7 +422,7 @@ class Engine:
             self.store.forget(run)
             self.step_in_work = None
         for worker in self._workers:
-            worker.slots.cache.step_done()
+            worker.slots.step_done()
         return run, steps, started_s
 
     def use_less_memory(self) -> None:
@@ -436,14 +432,10 @@ class Engine:
         for worker in self._workers:
             worker.backend.release_unused()
 
-    def _reserve(self, program: Program, *, keeps_weights: bool) -> None:
-        """Take the devices' memory for a program: the weight cache, if this program decides its content, then slots for
-        the layers outside it."""
+    def _reserve(self, program: Program, *, trains: bool) -> None:
         for worker in self._workers:
             try:
-                if keeps_weights or worker.slots.cache.holds_all:
-                    worker.slots.keep_weights(program)
-                worker.slots.reserve(self._options.num_slots, program)
+                worker.slots.reserve(self._options.num_slots, program, trains=trains)
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise

@@ -57,106 +57,6 @@ def layers_to_keep(program: Program, worker: int, layouts: Sequence[LayerLayout]
     return tuple(sorted(chosen))
 
 
-class WeightCache:
-    """The weight cache of one worker."""
-
-    def __init__(self, worker: int, backend: Backend, store: WeightStore, budget_bytes: int) -> None:
-        """
-        Args:
-            budget_bytes: device memory that may be taken; nothing is kept on devices that read host memory as it is.
-        """
-        self.worker, self._backend, self._store = worker, backend, store
-        self._budget_bytes = 0 if backend.aliases_host else budget_bytes
-        self._whole_bytes = sum(round_up(layout.num_bytes, DEVICE_ALIGNMENT_BYTES) for layout in store.layouts[1:])
-        self._arena: torch.Tensor | None = None
-        self._chosen_for: Schedule | None = None
-        self._buffers: dict[int, torch.Tensor] = {}
-        self._starts: dict[int, int] = {}
-        self._filled: set[int] = set()
-        """Layers whose frozen weights are in their buffers."""
-        self._dropped = False
-        """Whether buffers were freed to which modules may still be bound."""
-        self._first_visits: dict[int, int] = {}
-        """In the current step: layer -> the visit that uploads missing weights."""
-
-    @property
-    def is_on(self) -> bool:
-        """Whether weights stay on the device, now or from the next step on."""
-        return self._budget_bytes > 0
-
-    @property
-    def holds_all(self) -> bool:
-        """Whether there is room for all weights, so that they are kept whatever a program visits."""
-        return self._budget_bytes >= self._whole_bytes
-
-    def grant(self, budget_bytes: int) -> None:
-        """Change the budget between steps; kept weights are dropped and uploaded again."""
-        self._budget_bytes = 0 if self._backend.aliases_host else budget_bytes
-        self._dropped = self._dropped or bool(self._buffers)
-        self._arena, self._chosen_for = None, None
-        self._buffers, self._starts, self._filled = {}, {}, set()
-
-    def choose(self, program: Program) -> bool:
-        """Settle what is kept for a training program (for any, where all is); between steps. Returns whether any
-        layer's buffer is another."""
-        dropped, self._dropped = self._dropped, False
-        if not self._budget_bytes or program.schedule is self._chosen_for:
-            return dropped
-        layouts = self._store.layouts
-        if self._arena is None:
-            self._arena = self._backend.allocate(min(self._budget_bytes, self._whole_bytes))
-        self._chosen_for = program.schedule
-        starts, end = {}, 0
-        chosen: Iterable[int] = (layer for layer in range(1, len(layouts)) if layouts[layer].num_bytes)
-        if not self.holds_all:  # otherwise all layers: a later step, or an evaluation, has other visits
-            chosen = layers_to_keep(program, self.worker, layouts, self._arena.nbytes)
-        for layer in chosen:
-            starts[layer] = end
-            end += round_up(layouts[layer].num_bytes, DEVICE_ALIGNMENT_BYTES)
-        same = {layer for layer, start in starts.items() if self._starts.get(layer) == start}
-        if len(same) == len(starts) == len(self._starts):
-            return dropped
-        self._filled &= same
-        self._starts = starts
-        self._buffers = {
-            layer: self._arena[start : start + layouts[layer].num_bytes] for layer, start in starts.items()
-        }
-        return True
-
-    def begin_step(self, program: Program) -> None:
-        """Find out which visits of a program upload."""
-        self._first_visits = {}
-        for index, visit in enumerate(program.visits):
-            if visit.worker == self.worker:
-                for layer in layer_range(visit.layers):
-                    self._first_visits.setdefault(layer, index)
-
-    def step_done(self) -> None:
-        """All that the step uploaded has arrived. Not called for a step that failed: its uploads are done again."""
-        self._filled.update(layer for layer in self._buffers if layer in self._first_visits)
-
-    def buffer(self, layer: int) -> torch.Tensor | None:
-        """Device buffer, uint8, in which the weights of `layer` stay; None if they do not."""
-        return self._buffers.get(layer)
-
-    def missing(self, layer: int, visit: int, version: int) -> list[tuple[int, torch.Tensor]]:
-        """Pieces that `visit` has to upload to the layer's buffer, as (offset, uint8 tensor on the host)."""
-        if self._first_visits[layer] != visit:
-            return []
-        pieces = self._store.pieces(layer, version)
-        return pieces if layer not in self._filled else trained_part(pieces, self._store.layouts[layer])
-
-
-def trained_part(pieces: Sequence[tuple[int, torch.Tensor]], layout: LayerLayout) -> list[tuple[int, torch.Tensor]]:
-    """The bytes of a layer from where its trainable parameters begin."""
-    if not layout.num_trainable_elements:
-        return []
-    begin = layout.trainable_offset_bytes
-    return [
-        (max(start, begin), piece[max(0, begin - start) :]) for start, piece in pieces if start + piece.nbytes > begin
-    ]
-
-
 KEPT = -1
 """Stands for the weight cache where a slot's index is expected."""
 
@@ -177,9 +77,23 @@ def stage_bytes(layouts: Sequence[LayerLayout], layers: Iterable[int]) -> int:
 class StageSlots:
     """One worker's slots and weight cache, and the weights to which its modules are bound."""
 
-    def __init__(self, layers: LayerRunner, store: WeightStore, cache: WeightCache) -> None:
-        self.cache = cache
+    def __init__(self, layers: LayerRunner, store: WeightStore, cache_bytes: int) -> None:
+        """
+        Args:
+            cache_bytes: device memory for weights that stay; none do on devices that read host memory as it is.
+        """
         self._layers, self._store, self._backend = layers, store, layers.backend
+        self._cache_bytes = 0 if self._backend.aliases_host else cache_bytes
+        self._whole_bytes = stage_bytes(store.layouts, range(1, len(store.layouts)))
+        self.arena: torch.Tensor | None = None
+        """The cache's memory, from the first step with one on."""
+        self._chosen_for: Schedule | None = None
+        self._starts: dict[int, int] = {}
+        """Layers whose weights stay -> where in the arena."""
+        self._filled: set[int] = set()
+        """Those of them whose frozen weights are there."""
+        self._first_visits: dict[int, int] = {}
+        """In the current step: layer -> the visit that uploads what the cache lacks."""
         self.slots: list[Slot] = []
         self._bound: dict[tuple[int, int, int], dict[str, nn.Parameter]] = {}
         """By (slot or `KEPT`, offset, layer)."""
@@ -191,21 +105,32 @@ class StageSlots:
 
     def begin_step(self, program: Program, version: int) -> None:
         """Begin a step: find out which visits upload, and bind what is read from host memory."""
-        self.cache.begin_step(program)
+        self._first_visits = {}
+        for index, visit in enumerate(program.visits):
+            if visit.worker == self._layers.worker:
+                for layer in layer_range(visit.layers):
+                    self._first_visits.setdefault(layer, index)
         self.bound_visit = -1
         self._bind_host(version)
 
+    def step_done(self) -> None:
+        """All that the step uploaded has arrived. Not called for a step that failed: its uploads are done again."""
+        self._filled.update(self._starts.keys() & self._first_visits.keys())
+
     # -- memory, between steps -----------------------------------------------------------------------------------
 
-    def reserve(self, num_slots: int, program: Program) -> None:
-        """Make every slot large enough for the largest stage without the layers that the cache keeps."""
+    def reserve(self, num_slots: int, program: Program, *, trains: bool) -> None:
+        """Take the memory for a program: the weight cache, whose content programs that train decide, then slots for the
+        layers outside it, as large as the largest stage."""
         if self._backend.aliases_host:
             return
+        if trains or self._cache_bytes >= self._whole_bytes:
+            self._choose(program)
         layouts = self._store.layouts
         # Without a cache as large as any worker's, so that no later step with other dealing makes them larger.
         worker = self._layers.worker
-        held = (visit.layers for visit in program.visits if visit.worker == worker or not self.cache.is_on)
-        left = ([layer for layer in layer_range(layers) if self.cache.buffer(layer) is None] for layers in held)
+        held = (visit.layers for visit in program.visits if visit.worker == worker or not self._cache_bytes)
+        left = ([layer for layer in layer_range(layers) if layer not in self._starts] for layers in held)
         weight_bytes = max((stage_bytes(layouts, layers) for layers in left), default=0)
         summed = (stage for stage in program.schedule.backward_stages if stage not in program.host_folded)
         counts = ([layouts[layer].num_trainable_elements for layer in layer_range(stage) if layer] for stage in summed)
@@ -218,12 +143,32 @@ class StageSlots:
             weights, gradients = map(self._backend.allocate, (weight_bytes, 4 * gradient_elements))
             self.slots.append(Slot(weights, gradients.view(torch.float32)))
 
+    def _choose(self, program: Program) -> None:
+        """Settle which layers' weights stay: all, where there is room, for a later step has other visits."""
+        if not self._cache_bytes or program.schedule is self._chosen_for:
+            return
+        layouts = self._store.layouts
+        if self.arena is None:
+            self.arena = self._backend.allocate(min(self._cache_bytes, self._whole_bytes))
+        self._chosen_for = program.schedule
+        chosen: Iterable[int] = (layer for layer in range(1, len(layouts)) if layouts[layer].num_bytes)
+        if self._cache_bytes < self._whole_bytes:
+            chosen = layers_to_keep(program, self._layers.worker, layouts, self.arena.nbytes)
+        starts, end = {}, 0
+        for layer in chosen:
+            starts[layer] = end
+            end += round_up(layouts[layer].num_bytes, DEVICE_ALIGNMENT_BYTES)
+        self._filled = {layer for layer in self._filled if starts.get(layer) == self._starts[layer]}
+        self._starts = starts
+
     def grant_cache(self, num_bytes: int) -> None:
         """Another budget for weights that stay; what was kept is let go at once, and the slots, which are as large as
         what is not kept makes them."""
-        if not self._backend.aliases_host:
-            self._let_go()
-        self.cache.grant(num_bytes)
+        if self._backend.aliases_host:
+            return
+        self._let_go()
+        self._cache_bytes, self.arena, self._chosen_for = num_bytes, None, None
+        self._starts, self._filled = {}, set()
         self._backend.release_unused()
 
     def _let_go(self) -> None:
@@ -231,33 +176,29 @@ class StageSlots:
         self.slots, self._bound, self.bound_visit = [], {}, -1
         self._layers.unbind()
 
-    def keep_weights(self, program: Program) -> None:
-        """Settle which layers' weights stay on the device, for a training program."""
-        if self.cache.choose(program):
-            self._bound = {key: bound for key, bound in self._bound.items() if key[0] != KEPT}
-
     # -- uploads -------------------------------------------------------------------------------------------------
 
     def weight_copies(self, program: Program, visit_id: int, version: int) -> list[Pair]:
         """The copies of a visit's upload: weights into its slot, and those that the cache lacks into the cache."""
-        pairs = []
-        for key, target in self._memory(program.visits[visit_id]):
-            layer = key[2]
-            kept = key[0] == KEPT
-            pieces = self.cache.missing(layer, visit_id, version) if kept else self._store.pieces(layer, version)
-            pairs += [(target[start : start + piece.nbytes], piece) for start, piece in pieces]
+        pairs: list[Pair] = []
+        for (slot, _, layer), target in self._memory(program.visits[visit_id]):
+            if slot == KEPT and self._first_visits[layer] != visit_id:
+                continue
+            frozen, trained = self._store.pieces(layer, version)
+            for start, piece in (trained,) if slot == KEPT and layer in self._filled else (frozen, trained):
+                pairs.append((target[start : start + piece.nbytes], piece))
         return pairs
 
     def _memory(self, visit: Visit) -> Iterator[tuple[tuple[int, int, int], torch.Tensor]]:
         """For each layer of a visit the key of its weights in `_bound`, and their memory: in the slot or the cache."""
-        slot, offset = self.slots[visit.slot], 0
+        offset = 0
         for layer in layer_range(visit.layers):
-            kept = self.cache.buffer(layer)
-            if layer > 0 and kept is not None:
-                yield (KEPT, 0, layer), kept
+            size = self._store.layouts[layer].num_bytes
+            if layer in self._starts and self.arena is not None:
+                start = self._starts[layer]
+                yield (KEPT, start, layer), self.arena[start : start + size]
             elif layer > 0:
-                size = self._store.layouts[layer].num_bytes
-                yield (visit.slot, offset, layer), slot.weights[offset : offset + size]
+                yield (visit.slot, offset, layer), self.slots[visit.slot].weights[offset : offset + size]
                 offset += round_up(size, DEVICE_ALIGNMENT_BYTES)
 
     def check_versions(self, layers: StageRange, version: int) -> None:

@@ -239,8 +239,7 @@ class WeightStore:
         }
         self._reference: list[torch.Tensor] = []
         """Per layer, uint8: the trainable weights that were put aside; empty: none were."""
-        self._reference_views: Mapping[str, torch.Tensor] = {}
-        self.views: Mapping[str, torch.Tensor] = self._make_views(NO_VERSION)
+        self.views: Mapping[str, torch.Tensor] = self.views_at(NO_VERSION)
         """Parameter name -> its weights, a view."""
         self.trained = [layer for layer, layout in enumerate(layouts) if layout.num_trainable_elements]
         """Layers with trained weights, in order."""
@@ -252,20 +251,17 @@ class WeightStore:
         """Steps under way, each with the version that it reads."""
         self.set_version(0)
 
-    def _make_views(self, version: int) -> dict[str, torch.Tensor]:
+    def views_at(self, version: int) -> dict[str, torch.Tensor]:
+        """Parameter name -> its weights of `version`, a view."""
         homes = {name: self._home(layer, place, version) for name, (layer, place) in self._places.items()}
         return {name: place.view(buffer) for name, (place, buffer) in homes.items()}
 
     def _home(self, layer: int, place: ParameterPlace, version: int) -> tuple[ParameterPlace, torch.Tensor]:
         """The buffer that has a parameter at a version, and the parameter's place there."""
-        apart = self._apart(layer, version)
-        if apart is None or not place.trainable:
+        if version != REFERENCE or not place.trainable:
             return place, self.buffers[layer]
-        return replace(place, offset_bytes=place.offset_bytes - self.layouts[layer].trainable_offset_bytes), apart
-
-    def _apart(self, layer: int, version: int) -> torch.Tensor | None:
-        """The bytes of a layer's trainable weights that were put aside, if they are the version."""
-        return self._reference[layer] if version == REFERENCE else None
+        offset_bytes = place.offset_bytes - self.layouts[layer].trainable_offset_bytes
+        return replace(place, offset_bytes=offset_bytes), self._reference[layer]
 
     # -- versions ------------------------------------------------------------------------------------------------
 
@@ -274,7 +270,6 @@ class WeightStore:
         self._reference = [page_aligned(layout.trainable_num_bytes) for layout in self.layouts]
         for layer, kept in enumerate(self._reference):
             kept.copy_(self.trained_bytes(layer, self.newest))
-        self._reference_views = self._make_views(REFERENCE)
 
     @property
     def has_reference(self) -> bool:
@@ -342,8 +337,9 @@ class WeightStore:
 
     def trained_bytes(self, layer: int, version: int) -> torch.Tensor:
         """The bytes of a layer's trainable weights of one version, uint8."""
-        apart = self._apart(layer, version)
-        return self.layouts[layer].trainable_bytes(self.buffers[layer]) if apart is None else apart
+        if version == REFERENCE:
+            return self._reference[layer]
+        return self.layouts[layer].trainable_bytes(self.buffers[layer])
 
     @contextmanager
     def next_version(self, layer: int) -> Iterator[LayerUpdate]:
@@ -366,24 +362,17 @@ class WeightStore:
 
     # -- reading -------------------------------------------------------------------------------------------------
 
-    def pieces(self, layer: int, version: int) -> list[tuple[int, torch.Tensor]]:
-        """The bytes of a layer at `version` as (offset in the layer's layout, uint8 tensor): what is to be uploaded."""
+    def pieces(self, layer: int, version: int) -> tuple[tuple[int, torch.Tensor], tuple[int, torch.Tensor]]:
+        """The bytes of a layer at `version` as (offset in the layer's layout, uint8 tensor): the frozen ones, and those
+        that are trained."""
         self.check_version(layer, version)
-        layout, apart = self.layouts[layer], self._apart(layer, version)
-        if not layout.num_trainable_elements or apart is None:
-            return [(0, self.buffers[layer])]
-        frozen_bytes = layout.trainable_offset_bytes
-        frozen = [(0, self.buffers[layer][:frozen_bytes])] if frozen_bytes else []
-        return [*frozen, (frozen_bytes, apart)]
+        begin = self.layouts[layer].trainable_offset_bytes
+        return (0, self.buffers[layer][:begin]), (begin, self.trained_bytes(layer, version))
 
     def parameters(self, layer: int, version: int) -> dict[str, torch.nn.Parameter]:
         """Parameters on the host's own bytes of a layer at `version`, for devices that read host memory."""
         homes = [self._home(layer, place, version) for place in self.layouts[layer].places]
         return {place.name: place.parameter(buffer) for place, buffer in homes}
-
-    def views_at(self, version: int) -> Mapping[str, torch.Tensor]:
-        """Parameter name -> its weights of `version`, a view."""
-        return self._reference_views if version == REFERENCE else self.views
 
     @property
     def trainable_names(self) -> frozenset[str]:

@@ -16,7 +16,9 @@ from roundpipe_cli.costs.cost import CHUNK_BYTES
 from roundpipe_cli.engine.backends.base import DeviceEvent, Pair
 from roundpipe_cli.engine.carrier import Carrier
 from roundpipe_cli.engine.dispatch.decisions import TransferChunk
+from roundpipe_cli.engine.layer import LayerRunner
 from roundpipe_cli.engine.live import ComputeInterval, WorkerStep
+from roundpipe_cli.engine.options import EngineOptions
 from roundpipe_cli.engine.prepared import StepContext
 from roundpipe_cli.engine.program import describe_op, layer_range, stage_layers
 from roundpipe_cli.engine.slots import DeviceSums, StageSlots
@@ -72,15 +74,17 @@ class WorkerPart:
 class Worker:
     """Carries out the operations on one device: the dispatcher's `Work`."""
 
-    def __init__(self, runner: StageRunner, store: WeightStore, slots: StageSlots, layer_names: Sequence[str]) -> None:
+    def __init__(
+        self, layers: LayerRunner, store: WeightStore, options: EngineOptions, layer_names: Sequence[str]
+    ) -> None:
         """`layer_names`: for messages."""
-        self.runner, self.slots = runner, slots
-        self.index = runner.layers.worker
-        self.backend = backend = runner.layers.backend
+        self.runner, self.slots = StageRunner(layers), StageSlots(layers, store, options.weight_cache_bytes)
+        self.index = layers.worker
+        self.backend = backend = layers.backend
         self.lanes: tuple[str, ...] = () if backend.aliases_host else (UP, DOWN)
-        self._sums = DeviceSums(backend, store, slots, runner.layers.collector)
+        self._sums = DeviceSums(backend, store, self.slots, layers.collector)
         self._layer_names = layer_names
-        self.whole_per_visit = False
+        self.whole_per_visit = options.whole_per_visit
         """Packed weights are dequantised once in a visit."""
         self._whole_visit = -1
         """The visit whose packed weights are held unpacked; visits alternate, so it is one at a time."""
@@ -96,7 +100,7 @@ class Worker:
 
     def become(self, index: int) -> None:
         """Take another number, between two steps."""
-        self.index = self.runner.layers.worker = self.slots.cache.worker = index
+        self.index = self.runner.layers.worker = index
 
     def begin_part(self, part: WorkerPart) -> None:
         context = part.context

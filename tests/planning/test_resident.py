@@ -161,7 +161,7 @@ def test_a_run_changes_to_them_and_back_without_a_bit(rig: Rig, num_workers: int
         assert run.planner.predicted(len(SIZES)) is not None
         run.cache.give_up(engine)
         assert not run.cache.holds_all and run.planner.schedule(len(SIZES)).backward_stages != ((0, head),)
-        assert all(worker.slots.cache._arena is None for worker in engine._workers) and not run.cache.num_bytes
+        assert all(worker.slots.arena is None for worker in engine._workers) and not run.cache.num_bytes
         assert run.step(engine) == expected and run.step(engine, SIZES[:1]) == short
         assert run.cache.num_bytes > 0 and not run.cache.holds_all, "a cache beside the usual stages may come yet"
         run.cache.give_up(engine)
