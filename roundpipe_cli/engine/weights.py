@@ -310,7 +310,7 @@ class WeightStore:
         for layer in there:
             reader.ready(layer)
         if error is not None:
-            reader.host_failed(error)
+            reader.give_up(error, "the host's updates")
 
     def forget(self, reader: StepRun) -> None:
         """Report nothing more to `reader`."""
@@ -323,7 +323,7 @@ class WeightStore:
             self._error, readers = error, self._readers
             self._changed.notify_all()
         for reader, _ in readers:
-            reader.host_failed(error)
+            reader.give_up(error, "the host's updates")
 
     def check_version(self, layer: int, version: int) -> None:
         """Assert that `layer` has its weights of `version`, whole; called wherever a step starts to read them."""

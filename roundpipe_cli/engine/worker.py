@@ -194,7 +194,7 @@ class Worker:
         schedule = context.program.schedule
         layers = stage_layers(schedule, op)
         in_work = self.runner.layers.layer
-        layer = in_work if layers[0] <= in_work <= layers[1] else layers[0]
+        layer = in_work if layers[0] <= in_work <= layers[1] and not weights else layers[0]
         what = "weights for " if weights else ""
         return (
             f"worker {self.index} ({self.backend.device}), {what}{describe_op(op, schedule, context.step)}, "

@@ -57,17 +57,18 @@ class Progress:
             self.last_s = time.monotonic()
             self.condition.notify_all()
 
-    def wait_for(self, ready: Callable[[], bool]) -> None:
+    def wait_for(self, ready: Callable[[], bool], condition: threading.Condition | None = None) -> None:
         """Block until `ready()` is true; it is called with the lock held.
+
+        Args:
+            condition: one of `new_condition`'s; None: the one that `moved` notifies.
 
         Raises:
             AbortedError: another thread of the step failed.
         """
-        with self.condition:
-            while not ready():
-                if self.aborted:
-                    raise AbortedError
-                self.condition.wait()
+        condition = condition or self.condition
+        with condition:
+            condition.wait_for(lambda: self.aborted or ready())
             if self.aborted:
                 raise AbortedError
 

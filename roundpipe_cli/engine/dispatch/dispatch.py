@@ -7,8 +7,8 @@
 
 It knows no tensors and no device: what an operation does is a `Work`'s business, which the engine supplies with
 mathematics and the tests' emulation with costs (`decisions.py`). Here are the threads of a step, for compute and links,
-and what they share. PROTOCOL.md says why the order that this gives is safe. An exception in any thread is put into the
-results as a value; the caller raises it, once.
+and what they share. PROTOCOL.md says why the order that this gives is safe. An exception in any thread is noted as
+a value; the caller raises the first, once.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from roundpipe_cli.engine.dispatch.decisions import (
     NOBODY,
@@ -52,13 +53,12 @@ MEMORY_HINT = (
 )
 
 
-@dataclass
-class WorkResult:
-    """The outcome of one worker's part of a step."""
+class Failure(NamedTuple):
+    """An error of a step."""
 
     worker: int
-    error: BaseException | None = None
-    where: str = ""
+    error: BaseException
+    where: str
 
 
 @dataclass
@@ -73,15 +73,6 @@ class _LaneState:
     closed: bool = False
     """No transfer will be added any more."""
     has_left: bool = False
-
-
-@dataclass
-class _WorkerState:
-    condition: threading.Condition
-    waiting_for: int = -1
-    """Operation that the compute thread waits for: a transfer until it is issued, others until they may be."""
-    failed: dict[int, tuple[BaseException, bool]] = field(default_factory=dict)
-    """Compute operation -> error of a transfer that it needs, and whether that transfer carries its weights."""
 
 
 class StepRun:
@@ -109,11 +100,12 @@ class StepRun:
         self.let_go_s: dict[int, float] = {}
         """Operation -> when the last layer that it reads was ready, by `time.perf_counter`."""
         self.records: list[TransferRecord] = []
-        self.errors: list[WorkResult] = []
+        self.failures: list[Failure] = []
+        """In the order of time."""
         self.parts: dict[int, Any] = {}
         """Worker -> the part that its `Work` takes up, until it does."""
-        self.results: queue.Queue[WorkResult] = queue.Queue()
-        """One of each worker."""
+        self.left: queue.Queue[int] = queue.Queue()
+        """Workers that have ended their part."""
         self.is_abandoned = False
         """The step was given up: one of its threads may never return."""
         self.is_broken = False
@@ -124,7 +116,10 @@ class StepRun:
             for worker, work in works.items()
             for lane in work.lanes
         }
-        self._workers = [_WorkerState(progress.new_condition()) for _ in program.compute]
+        self._wakes = [progress.new_condition() for _ in program.compute]
+        """Each worker's compute thread waits for it."""
+        self._waiting_for = [-1 for _ in program.compute]
+        """Operation that each last waited for: a transfer until it is issued, others until they may be."""
         for op in program.ops:
             if (op.lane, op.worker) in self.lanes:
                 self.lanes[op.lane, op.worker].num_left += 1
@@ -146,19 +141,18 @@ class StepRun:
                     self._announce(op_id)
             self.progress.last_s = time.monotonic()
 
-    def host_failed(self, error: BaseException) -> None:
-        """Give the step up: the host will not write the weights that it, or a step behind it, reads."""
+    def give_up(self, error: BaseException, where: str, worker: int = NOBODY) -> None:
+        """Note why the step fails, and let all threads leave it."""
         with self.progress.lock:
-            self.errors.append(WorkResult(NOBODY, error, "the host's updates"))
+            self.failures.append(Failure(worker, error, where))
         self.progress.abort()
 
     def _announce(self, op_id: int) -> None:
         """Tell the thread of `op_id` that it may be issued. Called with the lock held, or before the threads start."""
         op = self.ledger.ops[op_id]
         if op.lane == COMPUTE:
-            state = self._workers[op.worker]
-            if state.waiting_for == op_id:
-                state.condition.notify()
+            if self._waiting_for[op.worker] == op_id:
+                self._wakes[op.worker].notify()
             return
         lane = self.lanes.get((op.lane, op.worker))
         if lane is not None:  # in the engine's steps nobody carries out the host's updates
@@ -173,8 +167,8 @@ class StepRun:
                 self._announce(follower)
             if op.lane != COMPUTE:
                 self.lanes[op.lane, op.worker].num_left -= 1
-                if self._workers[op.worker].waiting_for == op_id:
-                    self._workers[op.worker].condition.notify()
+                if self._waiting_for[op.worker] == op_id:
+                    self._wakes[op.worker].notify()
             self.progress.last_s = time.monotonic()
 
     def release(self, op_id: int, event: DispatchEvent) -> None:
@@ -203,32 +197,15 @@ class StepRun:
 
     def wait_issued(self, op: Op) -> DispatchEvent:
         """Block the compute thread until a transfer of its own worker has been issued; returns its event."""
-        state = self._workers[op.worker]
-        with self.progress.lock:
-            state.waiting_for = op.id
-            while not self.ledger.is_issued[op.id]:
-                self._check(state, op.id)
-                state.condition.wait()
-            state.waiting_for = -1
-            return self.ledger.events[op.id]
+        self._waiting_for[op.worker] = op.id
+        self.progress.wait_for(lambda: bool(self.ledger.is_issued[op.id]), self._wakes[op.worker])
+        return self.ledger.events[op.id]
 
     def wait_issuable(self, op: Op) -> tuple[list[DispatchEvent], list[DispatchEvent]]:
         """Block the compute thread until all that `op` waits for has been issued; returns the events and late ones."""
-        state, ledger = self._workers[op.worker], self.ledger
-        with self.progress.lock:
-            state.waiting_for = op.id
-            while ledger.num_missing[op.id]:
-                self._check(state, op.id)
-                state.condition.wait()
-            self._check(state, op.id)
-            state.waiting_for = -1
+        self._waiting_for[op.worker] = op.id
+        self.progress.wait_for(lambda: not self.ledger.num_missing[op.id], self._wakes[op.worker])
         return self._events(op.deps), self._events(op.late_deps)
-
-    def _check(self, state: _WorkerState, op_id: int) -> None:
-        if op_id in state.failed:
-            raise TransferFailedError(*state.failed[op_id])
-        if self.progress.aborted:
-            raise AbortedError
 
     def _events(self, op_ids: Sequence[int]) -> list[DispatchEvent]:
         return [event for op_id in op_ids if (event := self.ledger.events[op_id]) is not None]
@@ -237,56 +214,32 @@ class StepRun:
         """The events that a transfer waits for; all have been issued."""
         return [event for _, event in self.ledger.inputs(op.id) if event is not None]
 
-    def fail(self, op: Op, error: BaseException) -> None:
-        """Note that a transfer failed. The operation that needs it raises the error, so that the place is right."""
-        is_added = op.id >= len(self.program.ops)  # by the current compute operation, which needs it
-        followers = (self.ledger.ops[follower] for follower in self.ledger.followers(op.id))
-        readers = [op] if is_added else [other for other in followers if other.lane == COMPUTE]
-        consumer = next((other for other in readers if other.worker == op.worker), None)
-        if op.lane == UP and consumer is not None:
-            with self.progress.lock:
-                state = self._workers[op.worker]
-                state.failed[consumer.id] = (error, op.payload == WEIGHTS)
-                state.failed[op.id] = (error, False)
-                state.condition.notify()
-            return
-        with self.progress.lock:
-            place = self.ledger.ops[op.deps[0]] if op.lane == DOWN else op
-            where = self._works[op.worker].where(place, weights=False)
-            self.errors.append(WorkResult(op.worker, error, where))
-        self.progress.abort()
+    def transfer_failed(self, op: Op, error: BaseException) -> None:
+        """Give the step up, in the place of the compute operation that the transfer `op` is for."""
+        place = op
+        if op.lane == DOWN or op.id >= len(self.program.ops):  # added by the operation that waits for it
+            place = self.ledger.ops[op.deps[0]]
+        elif op.lane == UP:
+            followers = (self.ledger.ops[follower] for follower in self.ledger.followers(op.id))
+            place = next((other for other in followers if other.lane == COMPUTE and other.worker == op.worker), op)
+        where = self._works[op.worker].where(place, weights=op.lane == UP and op.payload == WEIGHTS)
+        self.give_up(error, where, op.worker)
 
     def end_part(self, worker: int) -> None:
         """Wait until the lanes of `worker`, whose compute thread has ended its part, have ended theirs."""
-        state = self._workers[worker]
         lanes = [self.lanes[lane, worker] for lane in self._works[worker].lanes]
         with self.progress.lock:
             for lane in lanes:
                 lane.closed = True
                 lane.condition.notify()
             while not (self.is_abandoned or all(lane.has_left for lane in lanes)):
-                state.condition.wait()
-
-    def lane_failed(self, lane: str, worker: int, error: BaseException) -> None:
-        """Note that the lane's thread gave this step up: on a broken device everything that follows fails too."""
-        where = f"worker {worker}, its {lane} lane, step {shown_step(self.step)}"
-        with self.progress.lock:
-            self.errors.append(WorkResult(worker, error, where))
-        self.progress.abort()
+                self._wakes[worker].wait()
 
     def lane_left(self, lane: str, worker: int) -> None:
         """Note that the lane's thread has ended this step."""
         with self.progress.lock:
             self.lanes[lane, worker].has_left = True
-            self._workers[worker].condition.notify()
-
-
-class TransferFailedError(Exception):
-    """A transfer that a compute operation needs has failed."""
-
-    def __init__(self, error: BaseException, weights: bool) -> None:
-        super().__init__(str(error))
-        self.error, self.weights = error, weights
+            self._wakes[worker].notify()
 
 
 # Lane threads: each carries out the transfers of one direction of one worker's link. In emulations the host's updates
@@ -295,39 +248,18 @@ class TransferFailedError(Exception):
 _FAULT_POINTS = {UP: "upload", DOWN: "download", HOST: "optimizer"}
 
 
-class Lane:
-    """The thread of one direction of one worker's link."""
-
-    def __init__(self, lane: str, worker: int, work: Work) -> None:
-        self.name, self.worker, self.work = lane, worker, work
-        self.orders: queue.Queue[StepRun | None] = queue.Queue()
-        self.thread = threading.Thread(target=self._main, name=f"{lane}-{worker}", daemon=True)
-
-    def _main(self) -> None:
-        with self.work.lane_thread():
-            while True:
-                run = self.orders.get()
-                if run is None:
-                    return
-                try:
-                    _LaneStep(self, run).serve()
-                except BaseException as error:  # passed on as a value, as errors of compute threads are
-                    run.lane_failed(self.name, self.worker, error)
-                run.lane_left(self.name, self.worker)
-                run = None
-
-
 class _LaneStep:
-    def __init__(self, lane: Lane, run: StepRun) -> None:
-        self.run, self.work, self.lane = run, lane.work, lane
-        self.state = run.lanes[lane.name, lane.worker]
+    """The part of one direction of one worker's link in a step."""
+
+    def __init__(self, run: StepRun, state: _LaneState, work: Work) -> None:
+        self.run, self.state, self.work = run, state, work
         self.queue = TransferQueue()
         self.waiting: list[tuple[Op, list[DispatchEvent]]] = []
         """Transfers whose inputs have been issued, but have perhaps not all happened."""
-        self.chunks: dict[int, deque[TransferChunk]] = {}
+        self.entered: dict[int, tuple[TransferRecord, deque[TransferChunk]]] = {}
+        """Transfers in the queue, with the chunks that have not been issued."""
         self.moving: deque[tuple[DispatchEvent, TransferRecord | None]] = deque()
         """Chunks on the stream, oldest first; the last one of a transfer with its record."""
-        self.records: dict[int, TransferRecord] = {}
 
     def serve(self) -> None:
         """Issue transfers until all have arrived, or the step is aborted."""
@@ -385,35 +317,33 @@ class _LaneStep:
                     fault("prefetch", step=step, worker=op.worker)
                 fault(_FAULT_POINTS[op.lane], step=step, worker=op.worker)
         except BaseException as error:  # passed on as a value
-            self.run.fail(op, error)
+            self.run.transfer_failed(op, error)
             return
         if not chunks:
             self.work.issued(op, None)
             self.run.issue(op.id, None)
             return
-        self.records[op.id] = TransferRecord(op, sum(chunk.num_bytes for chunk in chunks))
-        self.chunks[op.id] = deque(chunks)
+        self.entered[op.id] = TransferRecord(op, sum(chunk.num_bytes for chunk in chunks)), deque(chunks)
         self.queue.enter(op.id, op.priority, len(chunks))
 
     def _move(self, op_id: int, last: bool) -> None:
-        op, record, chunks = self.run.ledger.ops[op_id], self.records[op_id], self.chunks[op_id]
-        record.start_s = record.start_s or time.perf_counter()
+        record, chunks = self.entered[op_id]
+        op, record.start_s = record.op, record.start_s or time.perf_counter()
         try:
             event = self.work.copy(op, chunks.popleft())
             self.moving.append((event, record if last else None))
             if last:
-                del self.chunks[op_id]
+                del self.entered[op_id]
                 self.work.issued(op, event)
         except BaseException as error:
             self.queue.ended()
-            self.run.fail(op, error)
+            self.run.transfer_failed(op, error)
             return
         if last:
             self.run.issue(op_id, event)
 
     def _arrived(self, record: TransferRecord) -> None:
         record.end_s = time.perf_counter()
-        del self.records[record.op.id]
         self.work.ended(record.op)
         self.run.records.append(record)
 
@@ -442,6 +372,26 @@ LEAVE_S = 5.0
 """Workers that wait leave a step that was given up within this time; the others hang."""
 
 
+Serve = Callable[[StepRun], None]
+
+
+class _Thread:
+    """A thread that is given one step after the other; None ends it."""
+
+    def __init__(self, name: str, setting: Callable[[], AbstractContextManager[None]], serve: Serve) -> None:
+        self.orders: queue.Queue[StepRun | None] = queue.Queue()
+        self.thread = threading.Thread(target=self._main, args=(setting, serve), name=name, daemon=True)
+
+    def _main(self, setting: Callable[[], AbstractContextManager[None]], serve: Serve) -> None:
+        with setting():
+            while True:
+                run = self.orders.get()
+                if run is None:
+                    return
+                serve(run)
+                run = None
+
+
 class Pool:
     """Workers with their threads, which live as long as the `with` block."""
 
@@ -467,12 +417,17 @@ class Pool:
         self._hanging: frozenset[int] = frozenset()
         """Workers whose threads may never return."""
         self._under_way: StepRun | None = None
-        self._orders: list[queue.Queue[StepRun | None]] = [queue.Queue() for _ in works]
-        self._threads = [
-            threading.Thread(target=self._compute_main, args=(worker,), name=f"worker-{worker}", daemon=True)
-            for worker in range(len(works))
-        ]
-        self._lanes = {worker: [Lane(lane, worker, work) for lane in work.lanes] for worker, work in self.works.items()}
+        self._compute, self._lanes = list[_Thread](), list[list[_Thread]]()
+        """Per worker."""
+        for worker, work in self.works.items():
+            compute = partial(self._serve_compute, worker, work)
+            self._compute.append(_Thread(f"worker-{worker}", work.compute_thread, compute))
+            self._lanes.append(
+                [
+                    _Thread(f"{lane}-{worker}", work.lane_thread, partial(self._serve_lane, lane, worker, work))
+                    for lane in work.lanes
+                ]
+            )
 
     def __enter__(self) -> Pool:
         for thread in self._all_threads():
@@ -486,18 +441,17 @@ class Pool:
         if self._under_way is not None:
             self._under_way.progress.abort()
         deadline_s = time.monotonic() + (JOIN_TIMEOUT_S if error is None else JOIN_AFTER_ERROR_S)
-        for orders in self._orders:
-            orders.put(None)
-        for worker, thread in enumerate(self._threads):
-            if worker not in self._hanging:
-                thread.join(max(0.0, deadline_s - time.monotonic()))
-        deadline_s = max(deadline_s, time.monotonic() + JOIN_LANES_S)
-        for lanes in self._lanes.values():  # lanes get their steps from compute threads, so they end after those
-            for lane in lanes:
-                lane.orders.put(None)
-        for worker, lanes in self._lanes.items():
-            for lane in lanes if worker not in self._hanging else ():
-                lane.thread.join(max(0.0, deadline_s - time.monotonic()))
+        self._join([[one] for one in self._compute], deadline_s)
+        # Lanes get their steps from compute threads, so they end after those.
+        self._join(self._lanes, max(deadline_s, time.monotonic() + JOIN_LANES_S))
+
+    def _join(self, threads: Sequence[Sequence[_Thread]], deadline_s: float) -> None:
+        """Let each worker's threads end, and wait for those that do not hang."""
+        for one in chain.from_iterable(threads):
+            one.orders.put(None)
+        for worker, own in enumerate(threads):
+            for one in own if worker not in self._hanging else ():
+                one.thread.join(max(0.0, deadline_s - time.monotonic()))
 
     def end(self) -> tuple[str, ...]:
         """Let the threads end, after a step that failed; returns the names of those that are left behind."""
@@ -507,15 +461,15 @@ class Pool:
         return tuple(thread.name for thread in self._all_threads() if thread.is_alive())
 
     def _all_threads(self) -> list[threading.Thread]:
-        return [*self._threads, *(lane.thread for lanes in self._lanes.values() for lane in lanes)]
+        return [one.thread for threads in (self._compute, *self._lanes) for one in threads]
 
     def start(self, run: StepRun) -> None:
         """Give a step to the workers; returns at once."""
         assert not self.is_stuck, "a pool that got stuck cannot be used any more"
         assert self._under_way is None, "one step at a time"
         self._under_way = run
-        for orders in self._orders:
-            orders.put(run)
+        for one in self._compute:
+            one.orders.put(run)
 
     def wait(self, run: StepRun) -> StepRun:
         """Block until the step is done; returns it.
@@ -526,56 +480,57 @@ class Pool:
         """
         assert run is self._under_way
         try:
-            results = self._collect(run)
+            self._collect(run)
         except BaseException:  # stuck, or interrupted in this thread: workers leave the step, and no other is taken
             self.is_stuck = run.is_abandoned = True
             run.progress.abort()
             raise
         finally:
             self._under_way = None
-        self._raise_first([*results, *run.errors])
+        self._raise_first(run)
         return run
 
-    def _compute_main(self, worker: int) -> None:
-        work, orders = self.works[worker], self._orders[worker]
-        with work.compute_thread():
-            while True:
-                run = orders.get()
-                if run is None:
-                    return
-                result, part = WorkResult(worker), run.parts.pop(worker, None)  # no cycle: it holds the run
-                try:
-                    work.begin_part(part)
-                except BaseException as error:
-                    result.error, result.where = error, f"worker {worker}, taking up step {shown_step(run.step)}"
-                    run.is_broken |= self._is_device_error(error)
-                    run.progress.abort()
-                for lane in self._lanes[worker]:
-                    lane.orders.put(run)
-                if result.error is None:
-                    self._compute(run, work, result)
-                run.end_part(worker)
-                failed = False
-                run.is_broken |= any(self._is_device_error(one.error) for one in run.errors if one.error)
-                try:
-                    work.drain()  # for a failed step too: until then its work reads and writes slots and sums
-                except BaseException as error:
-                    failed = self._is_device_error(error)
-                    if result.error is None and not run.progress.aborted:  # otherwise the first error says more
-                        result.error, result.where = error, f"worker {worker}, finishing the step"
-                run.is_broken |= failed
-                if run.is_broken:
-                    keep_forever(run, part, result.error, *([work] if failed else ()))
-                if not failed:
-                    work.reset()
-                run.results.put(result)
-                run = part = None
-                del result  # a failed step's error holds what was computed
+    def _serve_lane(self, lane: str, worker: int, work: Work, run: StepRun) -> None:
+        try:
+            _LaneStep(run, run.lanes[lane, worker], work).serve()
+        except BaseException as error:  # on a broken device everything that follows fails too
+            run.give_up(error, f"worker {worker}, its {lane} lane, step {shown_step(run.step)}", worker)
+        run.lane_left(lane, worker)
 
-    def _compute(self, run: StepRun, work: Work, result: WorkResult) -> None:
+    def _serve_compute(self, worker: int, work: Work, run: StepRun) -> None:
+        part = run.parts.pop(worker, None)  # no cycle: it holds the run
+        try:
+            work.begin_part(part)
+        except BaseException as error:
+            run.give_up(error, f"worker {worker}, taking up step {shown_step(run.step)}", worker)
+        for lane in self._lanes[worker]:
+            lane.orders.put(run)
+        if not run.progress.aborted:
+            self._issue(run, worker, work)
+        run.end_part(worker)
+        run.is_broken |= any(self._is_device_error(one.error) for one in run.failures)
+        failed = False
+        try:
+            work.drain()  # for a failed step too: until then its work reads and writes slots and sums
+        except BaseException as error:
+            failed = self._is_device_error(error)
+            if not run.progress.aborted:  # otherwise the first error says more
+                run.give_up(error, f"worker {worker}, finishing the step", worker)
+        run.is_broken |= failed
+        if run.is_broken:
+            keep_forever(run, part, *([work] if failed else ()))
+        else:  # their frames hold what was computed, and a step that ran out of memory is to be run again
+            for one in run.failures:
+                traceback.clear_frames(one.error.__traceback__)
+        if not failed:
+            work.reset()
+        run.left.put(worker)
+        del run, part  # an error of the step would hold them
+
+    def _issue(self, run: StepRun, worker: int, work: Work) -> None:
         op: Op | None = None
         try:
-            for op_id in run.program.compute[result.worker]:
+            for op_id in run.program.compute[worker]:
                 op = run.program.ops[op_id]
                 work.begin(op)
                 ready, late = run.wait_issuable(op)
@@ -584,24 +539,15 @@ class Pool:
             pass
         except BaseException as error:  # passed on as a value; the caller raises it
             assert op is not None
-            result.error = error
-            weights = False
-            if isinstance(error, TransferFailedError):
-                result.error, weights = error.error, error.weights
-            run.is_broken |= self._is_device_error(result.error)
-            if not run.is_broken:
-                # Its frames hold what was computed, and a step that ran out of memory is to be run again.
-                traceback.clear_frames(result.error.__traceback__)
-            result.where = work.where(op, weights=weights)
-            run.progress.abort()
+            run.give_up(error, work.where(op, weights=False), worker)
 
-    def _collect(self, run: StepRun) -> list[WorkResult]:
-        """One result per worker; a step that stands still is ended by the watchdog."""
-        results: list[WorkResult] = []
+    def _collect(self, run: StepRun) -> None:
+        """Wait until all workers have left; a step that stands still is ended by the watchdog."""
+        left: set[int] = set()
         seen_s, still_s = run.progress.last_s, 0.0
-        while len(results) < len(self.works):
+        while len(left) < len(self.works):
             try:
-                results.append(run.results.get(timeout=TICK_S))
+                left.add(run.left.get(timeout=TICK_S))
             except queue.Empty:
                 # The host's updates have a watchdog of their own.
                 if run.waits_for_host:
@@ -611,21 +557,20 @@ class Pool:
                 seen_s = run.progress.last_s
                 if self._watchdog_s is not None and still_s > self._watchdog_s:
                     faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
-                    self._raise_stuck(run, results, still_s)
-        return results
+                    self._raise_stuck(run, left, still_s)
 
-    def _raise_stuck(self, run: StepRun, results: list[WorkResult], still_s: float) -> None:
+    def _raise_stuck(self, run: StepRun, left: set[int], still_s: float) -> None:
         """Raise why a step stands still; given up, it is left by the workers that waited for one that hangs."""
         run.progress.abort()
         deadline_s = time.monotonic() + LEAVE_S
         with suppress(queue.Empty):
-            while len(results) < len(self.works):
-                results.append(run.results.get(timeout=max(0.0, deadline_s - time.monotonic())))
-        self._hanging = frozenset(range(len(self._threads))) - {result.worker for result in results}
+            while len(left) < len(self.works):
+                left.add(run.left.get(timeout=max(0.0, deadline_s - time.monotonic())))
+        self._hanging = frozenset(self.works.keys() - left)
         text = f"no progress for {still_s:.0f} s: a worker is stuck (the stacks of all threads are above)"
         where = f"step {shown_step(run.step)}"
         try:
-            self._raise_first([*results, *run.errors])  # one failed and another is stuck: the failure says more
+            self._raise_first(run)  # one failed and another is stuck: the failure says more
             if not self._hanging:
                 raise NoProgressError(text, where=where) from None
             raise DeviceLostError(text, where=f"worker {', '.join(map(str, sorted(self._hanging)))}, {where}") from None
@@ -633,21 +578,19 @@ class Pool:
             lost.workers, lost.is_hang = tuple({*lost.workers, *self._hanging}), bool(self._hanging)
             raise
 
-    def _raise_first(self, results: Sequence[WorkResult]) -> None:
-        failed = next((result for result in results if result.error is not None), None)
-        if failed is None:
+    def _raise_first(self, run: StepRun) -> None:
+        if not run.failures:
             return
-        error = failed.error
-        assert error is not None
+        worker, error, where = run.failures[0]
         if isinstance(error, RoundpipeError):
             raise error
         text = f"{type(error).__name__}: {error}".strip()
         if self._is_out_of_memory(error):
             raise OutOfDeviceMemoryError(
-                "out of memory on a worker", where=failed.where, found=text, hint=MEMORY_HINT
+                "out of memory on a worker", where=where, found=text, hint=MEMORY_HINT
             ) from error
         if self._is_device_error(error):
-            lost = DeviceLostError("a worker's device failed", where=failed.where, found=text)
-            lost.workers = (failed.worker,)
+            lost = DeviceLostError("a worker's device failed", where=where, found=text)
+            lost.workers = (worker,)
             raise lost from error
-        raise InternalError(f"a worker failed: {text}", where=failed.where) from error
+        raise InternalError(f"a worker failed: {text}", where=where) from error
