@@ -6,6 +6,7 @@ blocking the host where the device can; on the CPU everything is done when the c
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -67,7 +68,7 @@ def is_device_error(error: BaseException) -> bool:
 
 
 class Backend(ABC):
-    """One worker's device."""
+    """One worker's device; where it has no say, one that is done when a call returns."""
 
     device: torch.device
     aliases_host: bool
@@ -123,32 +124,30 @@ class Backend(ABC):
     def receive(self, tensor: torch.Tensor) -> torch.Tensor:
         """A device copy of a host tensor for the worker thread's next computation. Past the lanes, for small ones."""
 
-    @abstractmethod
     def record(self) -> DeviceEvent:
         """An event after everything that the worker thread has computed so far."""
+        return None
 
-    @abstractmethod
-    def wait(self, event: DeviceEvent) -> None:
+    def wait(self, event: DeviceEvent) -> None:  # noqa: B027 - it has happened
         """Make the worker thread's next computation wait for `event`."""
 
-    @abstractmethod
     def happens_in_s(self, event: DeviceEvent) -> float:
         """0 if `event` has happened, else the seconds after which to ask again."""
+        return 0.0
 
-    @abstractmethod
     def mark(self) -> Any:
         """A time stamp in the worker thread's work."""
+        return time.perf_counter()
 
-    @abstractmethod
     def seconds_between(self, start: Any, end: Any) -> float:
         """Seconds from one mark to another; both must have passed."""
+        return float(end - start)
 
     def has_passed(self, mark: Any) -> bool:
         """Whether the device has passed a mark; does not wait, may be called by any thread."""
         return True
 
-    @abstractmethod
-    def synchronize(self) -> None:
+    def synchronize(self) -> None:  # noqa: B027 - it is done
         """Block until all issued work is done."""
 
     def answers(self, worker: int) -> bool:

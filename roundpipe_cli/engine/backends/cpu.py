@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -111,24 +110,6 @@ class CpuBackend(Backend):
         copied = self.device_like(tensor)
         copied.copy_(tensor)
         return copied
-
-    def record(self) -> DeviceEvent:
-        return None
-
-    def wait(self, event: DeviceEvent) -> None:
-        return None
-
-    def happens_in_s(self, event: DeviceEvent) -> float:
-        return 0.0
-
-    def mark(self) -> Any:
-        return time.perf_counter()
-
-    def seconds_between(self, start: Any, end: Any) -> float:
-        return float(end - start)
-
-    def synchronize(self) -> None:
-        return None
 
     @property
     def peak_bytes(self) -> int:
