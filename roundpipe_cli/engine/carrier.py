@@ -175,8 +175,8 @@ class Carrier:
         self._leaving: deque[Op] = deque(maxlen=NUM_STAGING)
         self._fetched: dict[int, tuple[_Reader, Boundary]] = {}
         """Upload that the compute thread asked for -> (reader, boundary)."""
-        self._held: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
-        """Transfer -> its tensors on the host and on the device, kept until it has arrived."""
+        self._landing: dict[int, tuple[torch.Tensor, int]] = {}
+        """Download that is being issued -> (host tensor, number of readers)."""
 
     # -- compute thread ------------------------------------------------------------------------------------------
 
@@ -223,12 +223,12 @@ class Carrier:
         """The copies of a boundary's transfer; none where no tensor was made, or where its reader reads none."""
         if op.lane == UP:
             return self._prepare_up(op)
-        found = self._outputs.get(op.id)
-        if found is None:
+        if op.id not in self._outputs:
             return ()
-        host = self._backend.host_like(found[0])
-        self._held[op.id] = host, found[0]
-        return [(host, found[0])]
+        tensor, num_readers = self._outputs.pop(op.id)
+        host = self._backend.host_like(tensor)
+        self._landing[op.id] = host, num_readers
+        return [(host, tensor)]
 
     def _prepare_up(self, op: Op) -> Sequence[Pair]:
         key = key_of(op)
@@ -246,20 +246,10 @@ class Carrier:
             found = there
         device = self._backend.device_like(found.tensor)
         self._inputs[reader, key] = device
-        self._held[op.id] = found.tensor, device
         return [(device, found.tensor)]
 
     def issued(self, op: Op, event: DeviceEvent) -> None:
         """A transfer has been issued: readers may ask for the host tensor that it fills."""
-        if op.id not in self._held:
-            return
-        host, _ = self._held[op.id]
-        if op.lane == DOWN:
-            _, num_readers = self._outputs.pop(op.id)
+        if op.id in self._landing:
+            host, num_readers = self._landing.pop(op.id)
             self._store.put(key_of(op), host, event, num_readers)
-        if event is None:  # it has arrived: its source may be freed
-            self._held[op.id] = host, None
-
-    def ended(self, op: Op) -> None:
-        """A transfer has arrived."""
-        self._held.pop(op.id, None)

@@ -110,24 +110,6 @@ ANSWER_S = 20.0
 """Seconds within which a device that works answers, whatever was issued to it before."""
 
 
-def without_answer(workers: Sequence[Worker]) -> list[int]:
-    """Workers whose devices do not compute a small result."""
-    found: dict[int, bool] = {}
-
-    def ask(worker: Worker) -> None:
-        found[worker.index] = worker.backend.answers(worker.index)
-
-    threads = [
-        threading.Thread(target=ask, args=(worker,), name=f"answer-{worker.index}", daemon=True) for worker in workers
-    ]
-    for thread in threads:
-        thread.start()
-    deadline_s = time.monotonic() + ANSWER_S
-    for thread in threads:
-        thread.join(max(0.0, deadline_s - time.monotonic()))
-    return [worker.index for worker in workers if not found.get(worker.index)]
-
-
 # The states of a step's microbatches.
 
 
@@ -226,8 +208,22 @@ class Engine:
         return len(self._workers)
 
     def silent(self, but: Collection[int] = ()) -> list[int]:
-        """Workers whose devices do not compute any more; `but` are not asked."""
-        return without_answer([worker for worker in self._workers if worker.index not in but])
+        """Workers whose devices do not compute a small result any more; `but` are not asked."""
+        asked = [worker for worker in self._workers if worker.index not in but]
+        found: dict[int, bool] = {}
+
+        def ask(worker: Worker) -> None:
+            found[worker.index] = worker.backend.answers(worker.index)
+
+        threads = [
+            threading.Thread(target=ask, args=(worker,), name=f"answer-{worker.index}", daemon=True) for worker in asked
+        ]
+        for thread in threads:
+            thread.start()
+        deadline_s = time.monotonic() + ANSWER_S
+        for thread in threads:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+        return [worker.index for worker in asked if not found.get(worker.index)]
 
     def leave_out(self, lost: Collection[int], *, hang: bool) -> tuple[str, ...]:
         """Go on without some workers, after a step that failed: the next schedules are for fewer. The others keep what

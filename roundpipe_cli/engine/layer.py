@@ -106,34 +106,6 @@ class BlockSequence:
         ]
 
 
-class Sequences:
-    """A worker's unfinished sequences in one direction, with an entry for each block."""
-
-    def __init__(self, recurrent: frozenset[int]) -> None:
-        """
-        Args:
-            recurrent: layers whose blocks have states.
-        """
-        self._recurrent = recurrent
-        self._found: dict[tuple[int, int], BlockSequence] = {}
-        """(layer, first microbatch of the sequence) -> keys and values."""
-
-    def of(self, layer: int, state: MicrobatchState) -> BlockSequence | None:
-        """The keys and values of a layer in the sequence of a chunk; None for a microbatch that is none."""
-        if state.chunk is None:
-            return None
-        fresh = BlockSequence(layer in self._recurrent)
-        return self._found.setdefault((layer, state.index - state.chunk.index), fresh)
-
-    def end(self, layer: int, state: MicrobatchState) -> None:
-        """Drop keys and values that this worker does not need again."""
-        assert state.chunk is not None
-        self._found.pop((layer, state.index - state.chunk.index), None)
-
-    def clear(self) -> None:
-        self._found.clear()
-
-
 def chunk_states(
     input_ids: torch.Tensor, indices: torch.Tensor, targets: torch.Tensor, first: int, *, num_chunks: int
 ) -> list[MicrobatchState]:
@@ -172,8 +144,8 @@ class GradientCollector:
         self._backend = backend
         self.accumulators: dict[int, list[torch.Tensor]] = {}
         """Per layer of the current visit, the device's gradient sums (empty if folded on the host)."""
-        self.leaving: list[Leaving] = []
-        """Gradients of the current operation, which its download takes to the host's sum."""
+        self.leaving: dict[tuple[int, int], list[Leaving]] = {}
+        """(layer, microbatch) -> its gradients, which the operation's download takes to the host's sum."""
 
     def taker(self, context: StepContext, layer: int, microbatch: int) -> tuple[Take, GradientParts]:
         """Adds gradients to the layer's sum as backward makes them; lists them if an earlier microbatch is missing."""
@@ -228,7 +200,7 @@ class GradientCollector:
         place = context.prepared.fold_place(layer, microbatch)
         if parts and not self._backend.aliases_host:
             with self._backend.compute():
-                self.leaving += leaving_parts(layer, place, parts)
+                self.leaving[layer, microbatch] = leaving_parts(layer, place, parts)
         else:
             self.fold_on_host(context, layer, place, parts)
 
@@ -283,8 +255,9 @@ class LayerRunner:
         """Per layer, the trainable parameters as bound now, in layout order."""
         self._kept: dict[tuple[int, int], LayerGraph] = {}
         """By (layer, microbatch), from the forward to the backward."""
-        recurrent = recurrent_blocks(model.blocks, first=1)
-        self._forward_sequences, self._backward_sequences = Sequences(recurrent), Sequences(recurrent)
+        self._recurrent = recurrent_blocks(model.blocks, first=1)
+        self._sequences: dict[tuple[bool, int, int], BlockSequence] = {}
+        """(whether it goes forward, layer, first microbatch) -> keys and values of an unfinished sequence."""
         self._sent: deque[_Sent] = deque()
         self.layer = 0
         """The current layer, for error messages."""
@@ -299,9 +272,8 @@ class LayerRunner:
         """Drop what a failed step left."""
         self._kept.clear()
         self._sent.clear()
-        self.collector.leaving = []
-        self._forward_sequences.clear()
-        self._backward_sequences.clear()
+        self.collector.leaving.clear()
+        self._sequences.clear()
 
     # -- embedding -----------------------------------------------------------------------------------------------
 
@@ -349,7 +321,7 @@ class LayerRunner:
         Returns:
             its output, and the keys and values that later chunks of the sequence will ask for in the backward.
         """
-        sequence = self._forward_sequences.of(layer, state)
+        sequence = self._sequence(layer, state, forward=True)
         cache = self._cache(state, sequence)
         with torch.no_grad(), self.backend.compute():
             output = self._run_block(context, layer, state, hidden, cache=cache)
@@ -358,7 +330,7 @@ class LayerRunner:
             own = cache.only(f"block.{layer - 1}")
             pieces = [] if state.chunk.is_last else sequence.write(state.chunk, own)
         if state.chunk.is_last:
-            self._forward_sequences.end(layer, state)
+            del self._sequences[True, layer, state.index - state.chunk.index]
         return output, pieces
 
     def keep(self, context: StepContext, layer: int, state: MicrobatchState, hidden: torch.Tensor) -> torch.Tensor:
@@ -382,7 +354,7 @@ class LayerRunner:
             return LayerGraph(layer, leaf, None, parameters)
         leaf.requires_grad_(layer > self.trained.first)
         graph = LayerGraph(layer, leaf, None, parameters)
-        cache = self._cache(state, self._backward_sequences.of(layer, state))
+        cache = self._cache(state, self._sequence(layer, state))
         if cache is not None and cache.earlier is not None:
             keys, values = (tensor.detach().requires_grad_() for tensor in cache.earlier)
             graph.earlier = cache.earlier = (keys, values)
@@ -395,7 +367,7 @@ class LayerRunner:
         self, context: StepContext, layer: int, state: MicrobatchState, hidden: torch.Tensor
     ) -> torch.Tensor:
         """Output of a block below the first trained layer, in a recompute."""
-        cache = self._cache(state, self._backward_sequences.of(layer, state))
+        cache = self._cache(state, self._sequence(layer, state))
         with torch.no_grad(), self.backend.compute():
             return self._run_block(context, layer, state, hidden, cache=cache)
 
@@ -408,7 +380,7 @@ class LayerRunner:
         self.layer = graph.layer
         take, parts = self.collector.taker(context, graph.layer, state.index)
         outputs: list[tuple[torch.Tensor, torch.Tensor | None]] = [(graph.output, gradient)]
-        sequence = self._backward_sequences.of(graph.layer, state)
+        sequence = self._sequence(graph.layer, state)
         with self.backend.compute():
             if state.chunk is not None and sequence is not None and graph.own is not None:
                 outputs += sequence.waiting(state.chunk, graph.own)
@@ -480,7 +452,7 @@ class LayerRunner:
         self, layer: int, state: MicrobatchState, earlier: SequenceChunk, keys_and_values: list[torch.Tensor]
     ) -> None:
         """Before the backward of a sequence's last chunk: take back keys and values of an earlier chunk's forward."""
-        sequence = self._backward_sequences.of(layer, state)
+        sequence = self._sequence(layer, state)
         assert sequence is not None
         with self.backend.compute():
             sequence.fill(earlier, keys_and_values)
@@ -489,7 +461,14 @@ class LayerRunner:
         """Note that a stage's backward of this microbatch is done; drop a sequence after its first chunk, the last."""
         if state.chunk is not None and state.chunk.index == 0:
             for layer in layer_range(layers):
-                self._backward_sequences.end(layer, state)
+                self._sequences.pop((False, layer, state.index), None)
+
+    def _sequence(self, layer: int, state: MicrobatchState, *, forward: bool = False) -> BlockSequence | None:
+        """Keys and values of a layer in the sequence of a chunk; None for a microbatch that is none."""
+        if state.chunk is None:
+            return None
+        key = forward, layer, state.index - state.chunk.index
+        return self._sequences.setdefault(key, BlockSequence(layer in self._recurrent))
 
     def _cache(self, state: MicrobatchState, sequence: BlockSequence | None) -> ChunkCache | None:
         """The cache that a block is called with for a chunk; None for a whole sequence."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import nn
@@ -257,8 +258,6 @@ class DeviceSums:
 
     def __init__(self, backend: Backend, store: WeightStore, slots: StageSlots, collector: GradientCollector) -> None:
         self._backend, self._store, self._slots, self._collector = backend, store, slots, collector
-        self._leaving: dict[int, list[Leaving]] = {}
-        """By backward operation: gradients that wait for their download."""
         self._landing: dict[int, list[tuple[Leaving, torch.Tensor]]] = {}
         """By download: gradients on their way to the host's fold, with the host memory that they go to."""
         self._squares: dict[int, torch.Tensor] = {}
@@ -266,7 +265,6 @@ class DeviceSums:
 
     def reset(self) -> None:
         """Drop what a failed step left."""
-        self._leaving.clear()
         self._landing.clear()
         self._squares.clear()
 
@@ -288,11 +286,6 @@ class DeviceSums:
             for _, flat in self._sums(context, context.program.visits[op.visit]):
                 flat.zero_()
 
-    def ran(self, op: Op) -> None:
-        """After an operation: gradients that it made for the host's sums wait for their download."""
-        if self._collector.leaving:
-            self._leaving[op.id], self._collector.leaving = self._collector.leaving, []
-
     def finish(self, context: StepContext, visit_id: int) -> None:
         """After a visit's last operation: take the squares of sums that are complete."""
         backwards = backward_ops(context.program, visit_id)
@@ -307,7 +300,8 @@ class DeviceSums:
         one backward."""
         visit = context.program.visits[op.visit]
         if visit.layers in context.program.host_folded:
-            leaving = self._leaving.pop(op.deps[0], [])
+            keys = [(layer, context.program.ops[op.deps[0]].microbatch) for layer in layer_range(visit.layers)]
+            leaving = chain.from_iterable(self._collector.leaving.pop(key, ()) for key in keys)
             self._landing[op.id] = [(one, self._backend.host_like(one.flat)) for one in leaving]
             return [(host, one.flat) for one, host in self._landing[op.id]]
         sums = self._sums(context, visit)

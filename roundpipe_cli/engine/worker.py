@@ -145,7 +145,6 @@ class Worker:
         self.runner.interval = interval = ComputeInterval(op)
         step.intervals.append(interval)
         self.runner.run(context, op)
-        self._sums.ran(op)
         self._pass_work(context, op)
         if interval.start is None:
             interval.start = start
@@ -226,6 +225,5 @@ class Worker:
         self.part.carrier.issued(op, event)
 
     def ended(self, op: Op) -> None:
-        self.part.carrier.ended(op)
         if op.lane == DOWN and op.payload == WEIGHT_GRADIENT:
             self._sums.downloaded(self.part.context, op)

@@ -258,37 +258,33 @@ class _LaneStep:
         """Transfers whose inputs have been issued, but have perhaps not all happened."""
         self.entered: dict[int, tuple[TransferRecord, deque[TransferChunk]]] = {}
         """Transfers in the queue, with the chunks that have not been issued."""
-        self.moving: deque[tuple[DispatchEvent, TransferRecord | None]] = deque()
-        """Chunks on the stream, oldest first; the last one of a transfer with its record."""
+        self.moving: deque[tuple[DispatchEvent, TransferChunk | None, TransferRecord | None]] = deque()
+        """Chunks on the stream, oldest first, which live until they have arrived; the last one of a transfer with its
+        record."""
 
     def serve(self) -> None:
         """Issue transfers until all have arrived, or the step is aborted."""
-        run, state, lock = self.run, self.state, self.run.progress.lock
+        run, state = self.run, self.state
         while True:
-            with lock:
-                if run.progress.aborted:
-                    return
-                new, state.inbox = state.inbox, []
-                self.waiting += [(op, run.inputs(op)) for op in (run.ledger.ops[op_id] for op_id in new)]
             wait_s = self._advance()
             decision = self.queue.next()
             if decision is not None:
                 self._move(*decision)
-                continue
-            with lock:
+            with run.progress.lock:
+                if decision is None and not state.inbox and not run.progress.aborted:
+                    if state.closed and not state.num_left and not self.moving:
+                        return
+                    state.condition.wait(wait_s)
                 if run.progress.aborted:
                     return
-                if state.inbox:
-                    continue
-                if state.closed and not state.num_left and not self.moving:
-                    return
-                state.condition.wait(wait_s)
+                new, state.inbox = state.inbox, []
+                self.waiting += [(op, run.inputs(op)) for op in (run.ledger.ops[op_id] for op_id in new)]
 
     def _advance(self) -> float | None:
         """Retire arrived chunks and issue new ones; returns the seconds until the next look (None: until woken)."""
         work, look_s = self.work, None
         while self.moving:
-            event, record = self.moving[0]
+            event, _, record = self.moving[0]
             left_s = work.happens_in_s(event)
             if left_s > 0:
                 look_s = left_s
@@ -330,8 +326,9 @@ class _LaneStep:
         record, chunks = self.entered[op_id]
         op, record.start_s = record.op, record.start_s or time.perf_counter()
         try:
-            event = self.work.copy(op, chunks.popleft())
-            self.moving.append((event, record if last else None))
+            chunk = chunks.popleft()
+            event = self.work.copy(op, chunk)
+            self.moving.append((event, None if event is None else chunk, record if last else None))
             if last:
                 del self.entered[op_id]
                 self.work.issued(op, event)
