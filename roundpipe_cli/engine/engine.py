@@ -16,17 +16,18 @@ import time
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from types import TracebackType
 
 import torch
 from torch import nn
 
 from roundpipe_cli.engine.backends.base import Backend, is_device_error, is_out_of_memory
-from roundpipe_cli.engine.carrier import BoundaryStore, Carrier, MicrobatchState
+from roundpipe_cli.engine.carrier import BoundaryStore, Carrier, MicrobatchState, SequenceChunk
 from roundpipe_cli.engine.dispatch.decisions import Progress
 from roundpipe_cli.engine.dispatch.dispatch import MEMORY_HINT, Pool, StepRun, keep_forever
 from roundpipe_cli.engine.gradients import GradientFold, StepGradients
-from roundpipe_cli.engine.layer import LayerRunner, chunk_states
+from roundpipe_cli.engine.layer import LayerRunner
 from roundpipe_cli.engine.live import StepInWork, WorkerStep
 from roundpipe_cli.engine.options import EngineOptions, GradientOptions
 from roundpipe_cli.engine.prepared import PreparedProgram, StepContext, trained_layers
@@ -116,22 +117,34 @@ ANSWER_S = 20.0
 def microbatch_states(
     microbatches: Sequence[Microbatch], num_chunks: int, part: Part | None = None
 ) -> list[MicrobatchState]:
-    """A step's microbatches, each sequence cut into `num_chunks`; `part`: see `Engine.run_step`."""
+    """A step's microbatches, each sequence [B, T] cut into `num_chunks` of about equal length. Each has its own target
+    tokens: the target of a chunk's last token is the next chunk's first.
+
+    Args:
+        part: see `Engine.run_step`.
+    """
     states: list[MicrobatchState] = []
+    place = 0 if part is None else part.first * num_chunks
     for microbatch in microbatches:
-        first, (indices, targets) = len(states), target_rows(microbatch.labels)
-        if num_chunks == 1:
-            state = MicrobatchState(first, microbatch.input_ids, indices, targets, microbatch.position_ids, place=first)
-            state.preference, state.lengths = microbatch.preference, microbatch.lengths
+        ids, (indices, targets) = microbatch.input_ids, target_rows(microbatch.labels)
+        rows, columns = indices // ids.shape[1], indices % ids.shape[1]
+        missing = num_chunks - ids.shape[1]
+        if missing > 0:  # at least one token a chunk; added tokens are not trained
+            ids = torch.cat([ids, ids[:, -1:].expand(-1, missing)], dim=1)
+        bounds = [ids.shape[1] * index // num_chunks for index in range(num_chunks + 1)]
+        for number, (start, end) in enumerate(pairwise(bounds)):
+            inside = (columns >= start) & (columns < end)
+            own = rows[inside] * (end - start) + columns[inside] - start
+            index = len(states)
+            state = MicrobatchState(index, ids[:, start:end], own, targets[inside], place=place + index)
+            if num_chunks > 1:
+                state.chunk = SequenceChunk(number, num_chunks, start, end, ids.shape[1])
+                uncut = microbatch.position_ids is None and microbatch.preference is None
+                assert uncut, "packed rows and pairs are not cut"
+            else:
+                state.position_ids, state.preference = microbatch.position_ids, microbatch.preference
+                state.lengths = microbatch.lengths
             states.append(state)
-        else:
-            assert microbatch.position_ids is None and microbatch.preference is None, (
-                "packed rows and pairs are not cut"
-            )
-            states += chunk_states(microbatch.input_ids, indices, targets, first, num_chunks=num_chunks)
-    if part is not None:
-        for state in states:
-            state.place += part.first * num_chunks
     return states
 
 
@@ -180,9 +193,7 @@ class Engine:
             if backend.capability is not None:
                 forgets = forgets_empty_groups(backend.capability)
                 expert_dtypes = use_grouped_kernel(worker_model.blocks, takes, forgets=forgets)
-            layers = LayerRunner(
-                index, worker_model, backend, self._trained, layer_bytes=[layout.num_bytes for layout in store.layouts]
-            )
+            layers = LayerRunner(index, worker_model, backend, self._trained, layouts=store.layouts)
             self._workers.append(Worker(layers, store, options, split.layer_names()))
         self._notice = describe_experts(capabilities, expert_dtypes, missing)
         """Note of the first result on the kernels; None: nothing."""

@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import pairwise
 
 import torch
 from torch import nn
@@ -26,6 +25,7 @@ from roundpipe_cli.model.block_calls import BlockCall, Prologue
 from roundpipe_cli.model.chunks import ChunkCache, KeyValues
 from roundpipe_cli.model.dropout import layer_seed
 from roundpipe_cli.model.head import AddProduct, GradientTaps, HeadTargets, Take, run_head, score_head
+from roundpipe_cli.model.layout import LayerLayout
 from roundpipe_cli.model.worker_model import WorkerModel
 
 # Sequences in chunks on one worker: keys and values of the chunks so far, and the gradients that wait for them.
@@ -104,31 +104,6 @@ class BlockSequence:
             for tensor, total in zip(own, self.gradients, strict=True)
             if tensor.requires_grad
         ]
-
-
-def chunk_states(
-    input_ids: torch.Tensor, indices: torch.Tensor, targets: torch.Tensor, first: int, *, num_chunks: int
-) -> list[MicrobatchState]:
-    """The chunks of sequences `input_ids` [B, T], of about equal length, as microbatches from the index `first` on.
-
-    Args:
-        indices: positions of target tokens in B * T; each chunk gets its own, so that its last token's target is the
-            next chunk's first.
-        targets: their ids.
-    """
-    rows, places = indices // input_ids.shape[1], indices % input_ids.shape[1]
-    missing = num_chunks - input_ids.shape[1]
-    if missing > 0:  # at least one token a chunk; added tokens are not trained
-        input_ids = torch.cat([input_ids, input_ids[:, -1:].expand(-1, missing)], dim=1)
-    states, tokens = [], input_ids.shape[1]
-    bounds = [tokens * index // num_chunks for index in range(num_chunks + 1)]
-    for number, (start, end) in enumerate(pairwise(bounds)):
-        chunk = SequenceChunk(number, num_chunks, start, end, tokens)
-        inside = (places >= start) & (places < end)
-        index, part = first + number, input_ids[:, start:end]
-        own = rows[inside] * part.shape[1] + places[inside] - start
-        states.append(MicrobatchState(index, part, own, targets[inside], chunk=chunk, place=index))
-    return states
 
 
 # Brings the gradients of one worker's backward passes to their sums.
@@ -241,16 +216,18 @@ class LayerRunner:
     """Computes layers on one worker's module objects."""
 
     def __init__(
-        self, worker: int, model: WorkerModel, backend: Backend, trained: TrainedLayers, *, layer_bytes: Sequence[int]
+        self,
+        worker: int,
+        model: WorkerModel,
+        backend: Backend,
+        trained: TrainedLayers,
+        *,
+        layouts: Sequence[LayerLayout],
     ) -> None:
-        """
-        Args:
-            layer_bytes: per layer, bytes of its weights.
-        """
         self.worker, self.model, self.backend = worker, model, backend
         self.trained = trained
         self.collector = GradientCollector(backend)
-        self._layer_bytes = layer_bytes
+        self._layouts = layouts
         self.parameters: dict[int, list[nn.Parameter]] = {}
         """Per layer, the trainable parameters as bound now, in layout order."""
         self._kept: dict[tuple[int, int], LayerGraph] = {}
@@ -299,17 +276,13 @@ class LayerRunner:
             host, event = self.backend.send(gradient)
             self._sent.append(_Sent(state.index, state.prologue, host, event))
             state.prologue = replace(state.prologue, hidden=state.prologue.hidden.detach())
-        while self._sent and self.backend.happens_in_s(self._sent[0].event) <= 0:
-            self._finish_embed(context)
+        self.finish_arrived(context)
 
-    def finish(self, context: StepContext) -> None:
-        """At the end of a step, when the device is done: finish the work on the host."""
-        while self._sent:
-            self._finish_embed(context)
-
-    def _finish_embed(self, context: StepContext) -> None:
-        sent = self._sent.popleft()
-        context.gradients.of_embed[sent.microbatch] = sent.prologue.backward(sent.gradient)
+    def finish_arrived(self, context: StepContext, *, all_have: bool = False) -> None:
+        """Finish the embed layer's backward of gradients that have arrived; `all_have`: the device is done."""
+        while self._sent and (all_have or self.backend.happens_in_s(self._sent[0].event) <= 0):
+            sent = self._sent.popleft()
+            context.gradients.of_embed[sent.microbatch] = sent.prologue.backward(sent.gradient)
 
     # -- blocks --------------------------------------------------------------------------------------------------
 
@@ -336,7 +309,7 @@ class LayerRunner:
     def keep(self, context: StepContext, layer: int, state: MicrobatchState, hidden: torch.Tensor) -> torch.Tensor:
         """Forward of a block whose graph stays until the backward; returns its output."""
         moves = not self.backend.aliases_host
-        with weights_found_again(moves, partial(self.model.first_weight, layer), self._layer_bytes[layer]):
+        with weights_found_again(moves, partial(self.model.first_weight, layer), self._layouts[layer].num_bytes):
             graph = self.graph_of(context, layer, state, hidden, output_is_read=True)
         assert graph.output is not None
         self._kept[layer, state.index] = graph

@@ -80,14 +80,8 @@ def _place(buffer: mmap.mmap) -> None:
         interleave(ctypes.addressof(ctypes.c_char.from_buffer(buffer)), len(buffer), layout().nodes)
 
 
-class _Own(threading.local):
-    """Memory that each thread keeps."""
-
-    def __init__(self) -> None:
-        self.scratch: dict[torch.dtype, torch.Tensor] = {}
-
-
-_OWN = _Own()
+_OWN = threading.local()
+"""Memory that each thread keeps, by its dtype's name."""
 
 
 def own_scratch(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
@@ -96,11 +90,12 @@ def own_scratch(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
     Memory that is asked for anew each time has pages that the system must clear first, which takes longer than most
     arithmetic on them (scripts/MEASUREMENTS.md has figures).
     """
-    held = _OWN.scratch
-    if dtype not in held or held[dtype].numel() < num_elements:
-        held.pop(dtype, None)
-        held[dtype] = page_aligned(num_elements * dtype.itemsize).view(dtype)
-    return held[dtype][:num_elements]
+    held: dict[str, torch.Tensor] = vars(_OWN)
+    name = str(dtype)
+    if name not in held or held[name].numel() < num_elements:
+        held.pop(name, None)
+        held[name] = page_aligned(num_elements * dtype.itemsize).view(dtype)
+    return held[name][:num_elements]
 
 
 def interleave(address: int, num_bytes: int, nodes: tuple[int, ...]) -> bool:

@@ -178,7 +178,7 @@ class Worker:
             return
         context, step = self._part.context, self._part.step
         if not context.progress.aborted:
-            self.runner.layers.finish(context)
+            self.runner.layers.finish_arrived(context, all_have=True)
         step.peak_bytes, step.reserved_bytes = self.backend.peak_bytes, self.backend.peak_reserved_bytes
 
     def reset(self) -> None:
