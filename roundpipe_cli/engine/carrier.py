@@ -166,7 +166,7 @@ class Carrier:
         self._backend, self._store, self._run = backend, store, run
         self._downloads = downloads
         self._recompute_each_layer = recompute_each_layer
-        self.op: Op | None = None
+        self.op: Op
         """The compute operation that is being issued."""
         self._inputs: dict[tuple[_Reader, BoundaryKey], torch.Tensor] = {}
         """(reader, boundary) -> device tensor that has arrived, or whose arrival the reader already waits for."""
@@ -184,7 +184,6 @@ class Carrier:
         """A boundary tensor, on this worker's device when the next computation starts."""
         if self._backend.aliases_host:
             return self._store.take(key).tensor
-        assert self.op is not None
         tensor = self._inputs.pop((_reader(self.op), key), None)
         if tensor is not None:
             return tensor
@@ -203,7 +202,6 @@ class Carrier:
             return
         if len(self._leaving) == NUM_STAGING:
             self._backend.wait(self._run.wait_issued(self._leaving[0]))
-        assert self.op is not None
         event = self._backend.record()
         known = self._downloads.get(key)
         if known is None:

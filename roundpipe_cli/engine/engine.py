@@ -28,7 +28,7 @@ from roundpipe_cli.engine.dispatch.decisions import Progress
 from roundpipe_cli.engine.dispatch.dispatch import MEMORY_HINT, Pool, StepRun, keep_forever
 from roundpipe_cli.engine.gradients import GradientFold, StepGradients
 from roundpipe_cli.engine.layer import LayerRunner
-from roundpipe_cli.engine.live import StepInWork, WorkerStep
+from roundpipe_cli.engine.live import StepInWork, WorkerStep, op_interval
 from roundpipe_cli.engine.options import EngineOptions, GradientOptions
 from roundpipe_cli.engine.prepared import PreparedProgram, StepContext, trained_layers
 from roundpipe_cli.engine.step import Microbatch, Part, StepResult
@@ -50,26 +50,10 @@ from roundpipe_cli.schedule.actions import Kind, Schedule
 from roundpipe_cli.schedule.program import WEIGHTS, Program
 from roundpipe_cli.schedule.timeline import HOST, Interval
 
-# Times of a finished step's operations, from its workers' marks, and of its transfers.
+# Figures of a finished step, from its workers' marks.
 
 LAUNCH_BOUND_SHARE = 0.1
 """An operation waited for its launches if its device was done within this share of its time after the last of them."""
-
-
-def measured_transfers(run: StepRun, started_s: float) -> tuple[Interval, ...]:
-    """The transfers of a step that has ended, in the order in which they arrived, in seconds since it started.
-
-    A transfer lasts from the issue of its first chunk until a lane's thread has seen that its last one is there: on a
-    GPU up to a millisecond late.
-
-    Args:
-        started_s: when the step started, of `time.perf_counter`.
-    """
-    return tuple(
-        Interval(op.worker, op.lane, op.kind, op.stage, op.microbatch, item.start_s - started_s, item.end_s - started_s)
-        for item in run.records
-        for op in (item.op,)
-    )
 
 
 MIN_WAIT_S = 1e-3
@@ -490,7 +474,7 @@ class Engine:
             fused_head=context.program.schedule.fused_head,
             started_s=started_s,
             moved_bytes=moved_bytes,
-            links=measured_transfers(run, started_s),
+            links=tuple(op_interval(one.op, one.start_s - started_s, one.end_s - started_s) for one in run.records),
             waits=measured_waits(run, steps, started_s),
             device_peak_bytes=tuple(step.peak_bytes for step in steps),
             device_reserved_bytes=tuple(step.reserved_bytes for step in steps),

@@ -33,32 +33,28 @@ def measure_links(backends: Sequence[Backend], num_bytes: int) -> list[LinkSpeed
     """
     barrier = threading.Barrier(len(backends))
 
-    def measure(backend: Backend) -> LinkSpeed:
-        try:
-            return _measure(backend, num_bytes, barrier)
-        except BaseException:
-            barrier.abort()
-            raise
-
     with ThreadPoolExecutor(len(backends)) as pool:
-        measured = [pool.submit(measure, backend) for backend in backends]
-    errors = [error for error in (one.exception() for one in measured) if error is not None]
-    first = next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0] if errors else None)
-    if first is not None:
+        measured = [pool.submit(_measure, backend, num_bytes, barrier) for backend in backends]
+    errors = [error for one in measured if (error := one.exception()) is not None]
+    if errors:
+        first = next((error for error in errors if not isinstance(error, threading.BrokenBarrierError)), errors[0])
         raise RuntimeError(f"the links cannot be measured: {first}") from first
     return [one.result() for one in measured]
 
 
 def _measure(backend: Backend, num_bytes: int, barrier: threading.Barrier) -> LinkSpeed:
-    host = torch.zeros(num_bytes, dtype=torch.uint8)
-    is_gpu = backend.device.type != "cpu"
-    registered = is_gpu and cuda.register_host_buffer(host, backend.device.index or 0)
+    registered = False
     try:
+        host = torch.zeros(num_bytes, dtype=torch.uint8)
+        registered = backend.device.type != "cpu" and cuda.register_host_buffer(host, backend.device.index or 0)
         with backend.worker_thread():
             device = backend.allocate(num_bytes)
         with backend.copy_thread():
             up_s = _timed(lambda: backend.copy_up([(device, host)]), backend, barrier)
             down_s = _timed(lambda: backend.copy_down([(host, device)]), backend, barrier)
+    except BaseException:
+        barrier.abort()
+        raise
     finally:
         if registered:
             with contextlib.suppress(RuntimeError):

@@ -10,7 +10,12 @@ from typing import Any
 
 from roundpipe_cli.engine.backends.base import Backend
 from roundpipe_cli.schedule.program import Op
-from roundpipe_cli.schedule.timeline import COMPUTE, Interval
+from roundpipe_cli.schedule.timeline import Interval
+
+
+def op_interval(op: Op, start_s: float, end_s: float) -> Interval:
+    """The interval in which an operation was carried out."""
+    return Interval(op.worker, op.lane, op.kind, op.stage, op.microbatch, start_s, end_s)
 
 
 @dataclass
@@ -47,9 +52,8 @@ class WorkerStep:
 
     def timed(self, one: ComputeInterval, since_s: float, end_s: float | None = None) -> Interval:
         """An operation in seconds since `since_s`; `end_s`: its end so far, where it is not done."""
-        op, start_s = one.op, self.seconds(one.start, since_s)
-        end_s = self.seconds(one.end, since_s) if end_s is None else max(start_s, end_s)
-        return Interval(op.worker, COMPUTE, op.kind, op.stage, op.microbatch, start_s, end_s)
+        start_s = self.seconds(one.start, since_s)
+        return op_interval(one.op, start_s, self.seconds(one.end, since_s) if end_s is None else max(start_s, end_s))
 
 
 @dataclass

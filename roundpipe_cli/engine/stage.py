@@ -33,7 +33,7 @@ class StageRunner:
         """Microbatch -> graphs of a recompute that wait for their backward."""
         self._head_input: dict[int, torch.Tensor] = {}
         self._poison: float | None = None
-        self.interval: ComputeInterval | None = None
+        self.interval: ComputeInterval
         """Record of the operation at work."""
 
     def run(self, context: StepContext, op: Op) -> None:
@@ -105,7 +105,6 @@ class StageRunner:
         return tensor
 
     def _start(self) -> None:
-        assert self.interval is not None
         if self.interval.start is None:
             self.interval.start = self.layers.backend.mark()
 

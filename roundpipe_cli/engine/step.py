@@ -67,7 +67,9 @@ class StepResult:
     fused_head: bool = True
     """As of the schedule."""
     links: tuple[Interval, ...] = ()
-    """The transfers; none where workers read host memory in place."""
+    """The transfers in the order in which they arrived; none where workers read host memory in place. Each lasts from
+    the issue of its first chunk until a lane's thread has seen that its last one is there: on a GPU up to a millisecond
+    late."""
     waits: tuple[Interval, ...] = ()
     """Waits of workers for updates of the weights that they needed next."""
     lanes: tuple[int, ...] = ()

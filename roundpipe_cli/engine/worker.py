@@ -119,10 +119,6 @@ class Worker:
     def compute_thread(self) -> AbstractContextManager[None]:
         return self.backend.worker_thread()
 
-    def begin(self, op: Op) -> None:
-        if op.visit >= 0:
-            self.runner.layers.layer = stage_layers(self.part.context.program.schedule, op)[0]
-
     def run(self, op: Op, ready: Sequence[DeviceEvent], late: Sequence[DeviceEvent]) -> DeviceEvent:
         context, step, backend = self.part.context, self.part.step, self.backend
         for event in (*ready, *late):
@@ -130,6 +126,7 @@ class Worker:
         if op.visit < 0:  # a stage without layers
             return backend.record()
         visit = context.program.visits[op.visit]
+        self.runner.layers.layer = visit.layers[0]
         if visit.ops[0] == op.id:
             self.slots.check_versions(visit.layers, context.version)
         if not backend.aliases_host:

@@ -108,9 +108,6 @@ class Work(Protocol):
             part: what `StepRun.parts` has for this worker.
         """
 
-    def begin(self, op: Op) -> None:
-        """Note that `op` comes next in the compute thread."""
-
     def run(self, op: Op, ready: Sequence[DispatchEvent], late: Sequence[DispatchEvent]) -> DispatchEvent:
         """Issue a compute operation behind its events (`late`: of `late_deps`); returns the event of its end."""
 

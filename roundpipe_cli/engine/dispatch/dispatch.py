@@ -529,7 +529,6 @@ class Pool:
         try:
             for op_id in run.program.compute[worker]:
                 op = run.program.ops[op_id]
-                work.begin(op)
                 ready, late = run.wait_issuable(op)
                 run.issue(op_id, work.run(op, ready, late))
         except AbortedError:
