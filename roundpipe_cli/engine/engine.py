@@ -102,11 +102,7 @@ def microbatch_states(
     microbatches: Sequence[Microbatch], num_chunks: int, part: Part | None = None
 ) -> list[MicrobatchState]:
     """A step's microbatches, each sequence [B, T] cut into `num_chunks` of about equal length. Each has its own target
-    tokens: the target of a chunk's last token is the next chunk's first.
-
-    Args:
-        part: see `Engine.run_step`.
-    """
+    tokens: the target of a chunk's last token is the next chunk's first. `part`: see `Engine.run_step`."""
     states: list[MicrobatchState] = []
     place = 0 if part is None else part.first * num_chunks
     for microbatch in microbatches:
@@ -147,10 +143,7 @@ class Engine:
         """
         Args:
             model: skeleton of the causal language model (parameters on the meta device), adapters included.
-            split: how the model is cut into layers.
-            store: the weights.
             backends: one per worker.
-            options: how it computes; None: the defaults.
         """
         options = options or EngineOptions()
         self.store = store

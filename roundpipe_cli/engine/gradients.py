@@ -38,14 +38,7 @@ class GradientFold:
     def __init__(
         self, layer: int, layout: LayerLayout, flat: torch.Tensor, num_microbatches: int, *, progress: Progress
     ) -> None:
-        """
-        Args:
-            layer: index of the layer.
-            layout: where its parameters lie.
-            flat: float32 [num_trainable_elements], the host's accumulator; set to zero by whoever adds to it first.
-            num_microbatches: of the step.
-            progress: shared by the step's threads.
-        """
+        """`flat`: float32 [num_trainable_elements], the host's sum; set to zero by whoever adds to it first."""
         self.layer = layer
         self.flat = flat
         self.num_microbatches = num_microbatches
@@ -158,11 +151,8 @@ class StepGradients:
 
 @dataclass(frozen=True)
 class Leaving:
-    """One microbatch's gradients of one layer, on their way from a device to the host's sum."""
+    """Gradients of one microbatch and layer on their way from a device to the host's sum."""
 
-    layer: int
-    place: int
-    """Place of the microbatch in the fold's order."""
     shapes: tuple[tuple[int, torch.Size], ...]
     """(index of the parameter, shape), in the order in which they lie in `flat`."""
     flat: torch.Tensor
@@ -177,15 +167,12 @@ OWN_COPY_BYTES = 1 << 22
 """Gradients from here on leave by themselves, as the one of a head's matrix does: to join them would copy them."""
 
 
-def leaving_parts(layer: int, place: int, parts: GradientParts) -> list[Leaving]:
-    """One microbatch's gradients of one layer: small ones as one tensor, which is one copy. Arguments as of
-    `Leaving`."""
+def leaving_parts(parts: GradientParts) -> list[Leaving]:
+    """The gradients of one microbatch and layer: small ones as one tensor, which is one copy."""
     large = [[part] for part in parts if part[1].nbytes >= OWN_COPY_BYTES]
     small = [part for part in parts if part[1].nbytes < OWN_COPY_BYTES]
     return [
         Leaving(
-            layer,
-            place,
             tuple((index, gradient.shape) for index, gradient in group),
             group[0][1].reshape(-1) if len(group) == 1 else torch.cat([gradient.reshape(-1) for _, gradient in group]),
         )

@@ -138,14 +138,13 @@ class GradientCollector:
 
         return take, parts
 
-    def chunk_taker(self, *, adds_up: bool) -> tuple[Take, AddProduct, GradientParts]:
+    def chunk_taker(self, *, adds_up: bool) -> tuple[Take, AddProduct, dict[int, torch.Tensor]]:
         """Adds up a trained head's gradients over the chunks of one microbatch, in float32: apart from the other
         microbatches', so that one sum of each worker's is all that has to reach the host.
 
         Args:
             adds_up: whether there is more than one chunk.
         """
-        parts: GradientParts = []
         sums: dict[int, torch.Tensor] = {}
 
         def take(index: int, gradient: torch.Tensor) -> None:
@@ -153,15 +152,11 @@ class GradientCollector:
                 add_to(sums[index], gradient)
             else:
                 sums[index] = gradient.float() if adds_up else gradient
-                parts.append((index, sums[index]))
 
         def add_product(index: int, left: torch.Tensor, right: torch.Tensor) -> None:
-            is_first = index not in sums
             sums[index] = product_sum(sums.get(index), left, right)
-            if is_first:
-                parts.append((index, sums[index]))
 
-        return take, add_product, parts
+        return take, add_product, sums
 
     def fold(self, context: StepContext, layer: int, microbatch: int, parts: GradientParts) -> None:
         """After a layer's backward: add listed gradients, or let them wait for their turn or download."""
@@ -172,17 +167,16 @@ class GradientCollector:
                 for index, gradient in parts:
                     add_to(self.accumulators[layer][index], gradient)
             return
-        place = context.prepared.fold_place(layer, microbatch)
         if parts and not self._backend.aliases_host:
             with self._backend.compute():
-                self.leaving[layer, microbatch] = leaving_parts(layer, place, parts)
+                self.leaving[layer, microbatch] = leaving_parts(parts)
         else:
-            self.fold_on_host(context, layer, place, parts)
+            self.fold_on_host(context, layer, microbatch, parts)
 
-    def fold_on_host(self, context: StepContext, layer: int, place: int, parts: GradientParts) -> None:
+    def fold_on_host(self, context: StepContext, layer: int, microbatch: int, parts: GradientParts) -> None:
         """Add a microbatch to the layer's sum on the host; it waits until all earlier ones are added."""
         fold = context.gradients.folds[layer]
-        if fold.fold(place, parts):
+        if fold.fold(context.prepared.fold_place(layer, microbatch), parts):
             context.gradients.complete(layer, square_sum(fold.flat))
 
 
@@ -371,7 +365,7 @@ class LayerRunner:
         """Forward and backward of the head; returns the gradient of its input."""
         layer = self.layer = context.prepared.head
         adds_up = state.target_indices.numel() > context.loss.chunk_tokens
-        take, add_product, parts = self.collector.chunk_taker(adds_up=adds_up)
+        take, add_product, gradients = self.collector.chunk_taker(adds_up=adds_up)
         taps = GradientTaps(self.parameters[layer], take, add_product if adds_up and adds_products(hidden) else None)
         routers = self.model.split.routers
         with self.backend.compute():
@@ -388,7 +382,7 @@ class LayerRunner:
             if routers is not None:
                 routers.add_to(result, sums, state.num_units, context.loss.gradient_scale)
         state.loss_sum, state.reward_sums = result.loss_sum, result.reward_sums  # read when the step is done
-        self.collector.fold(context, layer, state.index, parts)
+        self.collector.fold(context, layer, state.index, list(gradients.items()))
         return result.grad_hidden
 
     def score(self, context: StepContext, state: MicrobatchState, hidden: torch.Tensor) -> None:

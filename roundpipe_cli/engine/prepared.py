@@ -134,10 +134,7 @@ class PreparedProgram:
         *,
         copies: bool,
     ) -> None:
-        """
-        Args:
-            copies: whether tensors have to be moved to the devices.
-        """
+        """`copies`: whether tensors have to be moved to the devices."""
         num_layers = len(store.layouts)
         self.schedule = schedule
         self.head = num_layers - 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import torch
 from torch import nn
@@ -79,10 +78,7 @@ class StageSlots:
     """One worker's slots and weight cache, and the weights to which its modules are bound."""
 
     def __init__(self, layers: LayerRunner, store: WeightStore, cache_bytes: int) -> None:
-        """
-        Args:
-            cache_bytes: device memory for weights that stay; none do on devices that read host memory as it is.
-        """
+        """`cache_bytes`: device memory for weights that stay; none do on devices that read host memory as it is."""
         self._layers, self._store, self._backend = layers, store, layers.backend
         self._cache_bytes = 0 if self._backend.aliases_host else cache_bytes
         self._whole_bytes = stage_bytes(store.layouts, range(1, len(store.layouts)))
@@ -258,8 +254,8 @@ class DeviceSums:
 
     def __init__(self, backend: Backend, store: WeightStore, slots: StageSlots, collector: GradientCollector) -> None:
         self._backend, self._store, self._slots, self._collector = backend, store, slots, collector
-        self._landing: dict[int, list[tuple[Leaving, torch.Tensor]]] = {}
-        """By download: gradients on their way to the host's fold, with the host memory that they go to."""
+        self._landing: dict[int, list[tuple[int, Leaving, torch.Tensor]]] = {}
+        """By download: gradients on their way to the host's fold, with their layer and the host memory they go to."""
         self._squares: dict[int, torch.Tensor] = {}
         """Layer -> sum of squares of its complete gradient, which is on its way to the host."""
 
@@ -300,20 +296,23 @@ class DeviceSums:
         one backward."""
         visit = context.program.visits[op.visit]
         if visit.layers in context.program.host_folded:
-            keys = [(layer, context.program.ops[op.deps[0]].microbatch) for layer in layer_range(visit.layers)]
-            leaving = chain.from_iterable(self._collector.leaving.pop(key, ()) for key in keys)
-            self._landing[op.id] = [(one, self._backend.host_like(one.flat)) for one in leaving]
-            return [(host, one.flat) for one, host in self._landing[op.id]]
+            microbatch = context.program.ops[op.deps[0]].microbatch
+            self._landing[op.id] = [
+                (layer, one, self._backend.host_like(one.flat))
+                for layer in layer_range(visit.layers)
+                for one in self._collector.leaving.pop((layer, microbatch), ())
+            ]
+            return [(host, one.flat) for _, one, host in self._landing[op.id]]
         sums = self._sums(context, visit)
         return [(flat, fold.flat) if op.lane == UP else (fold.flat, flat) for fold, flat in sums]
 
     def downloaded(self, context: StepContext, op: Op) -> None:
         """A download of gradients has arrived."""
-        landed: dict[tuple[int, int], GradientParts] = defaultdict(list)
-        for leaving, host in self._landing.pop(op.id, ()):
-            landed[leaving.layer, leaving.place] += leaving.parts_in(host)
-        for (layer, place), parts in landed.items():
-            self._collector.fold_on_host(context, layer, place, parts)
+        landed: dict[int, GradientParts] = defaultdict(list)
+        for layer, leaving, host in self._landing.pop(op.id, ()):
+            landed[layer] += leaving.parts_in(host)
+        for layer, parts in landed.items():
+            self._collector.fold_on_host(context, layer, context.program.ops[op.deps[0]].microbatch, parts)
         end = _fold_place(context.program, backward_ops(context.program, op.visit)[-1]) + 1
         for fold, _ in self._sums(context, context.program.visits[op.visit]):
             fold.finish_visit(end)

@@ -317,10 +317,7 @@ class Ring:
     """
 
     def __init__(self, stream: torch.cuda.Stream, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """
-        Args:
-            make: host memory for a tensor, page-locked unless the system refuses.
-        """
+        """`make`: host memory for a tensor, page-locked unless the system refuses."""
         self._stream, self._make = stream, make
         self._pieces: deque[tuple[torch.Tensor, torch.cuda.Event]] | None = None
         """Each with the event after which it is free, oldest first; None: not asked for yet."""
@@ -365,10 +362,7 @@ class CudaBackend(Backend):
     """One worker on one GPU. The same GPU may serve several workers."""
 
     def __init__(self, index: int, turns: IssueTurns | None = None) -> None:
-        """
-        Args:
-            turns: taken with the other GPUs of this process; None: there are none.
-        """
+        """`turns`: taken with the other GPUs of this process; None: there are none."""
         self.device = torch.device("cuda", index)
         self._turns = turns
         self.aliases_host = False

@@ -58,7 +58,7 @@ class Progress:
             self.condition.notify_all()
 
     def wait_for(self, ready: Callable[[], bool], condition: threading.Condition | None = None) -> None:
-        """Block until `ready()` is true; it is called with the lock held.
+        """Block until `ready()` is true, which is called with the lock held.
 
         Args:
             condition: one of `new_condition`'s; None: the one that `moved` notifies.

@@ -88,10 +88,7 @@ class StepRun:
         works: dict[int, Work],
         readers: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
-        """
-        Args:
-            readers: layer -> operations that wait until `ready` names it: they read weights that the host writes.
-        """
+        """`readers`: layer -> operations that wait until `ready` names it: they read weights that the host writes."""
         self.program, self.step, self.progress = program, step, progress
         self.ledger = Ledger(program, links)
         self._readers = dict(readers or {})
