@@ -187,7 +187,7 @@ class LayerGraph:
     layer: int
     leaf: torch.Tensor
     output: torch.Tensor | None
-    """None for a layer below the first trained one."""
+    """None where nothing reads it."""
     parameters: list[nn.Parameter]
     """Trained parameters, as bound at the time of the forward."""
     earlier: KeyValues | None = None
@@ -312,37 +312,30 @@ class LayerRunner:
     def graph_of(
         self, context: StepContext, layer: int, state: MicrobatchState, hidden: torch.Tensor, *, output_is_read: bool
     ) -> LayerGraph:
-        """The forward of one block with its graph, computed or kept; no graph below the first trained layer."""
+        """The forward of one block with its graph, computed or kept; below the first trained layer without one, and
+        only if its output is read."""
         if (layer, state.index) in self._kept:
             return self._kept.pop((layer, state.index))
-        leaf = hidden.detach()
-        parameters = self.parameters[layer]
-        if layer < self.trained.first:
-            return LayerGraph(layer, leaf, None, parameters)
-        leaf.requires_grad_(layer > self.trained.first)
-        graph = LayerGraph(layer, leaf, None, parameters)
+        is_trained = layer >= self.trained.first
+        graph = LayerGraph(layer, hidden.detach(), None, self.parameters[layer])
+        graph.leaf.requires_grad_(layer > self.trained.first)
+        if not (is_trained or output_is_read):
+            return graph
         cache = self._cache(state, self._sequence(layer, state))
-        if cache is not None and cache.earlier is not None:
+        if is_trained and cache is not None and cache.earlier is not None:
             keys, values = (tensor.detach().requires_grad_() for tensor in cache.earlier)
             graph.earlier = cache.earlier = (keys, values)
-        with torch.enable_grad(), self.backend.compute():
+        with torch.set_grad_enabled(is_trained), self.backend.compute():
+            leaf = graph.leaf
             graph.output = self._run_block(context, layer, state, leaf, output_is_read=output_is_read, cache=cache)
         graph.own = None if cache is None else cache.only(f"block.{layer - 1}")
         return graph
-
-    def forward_again(
-        self, context: StepContext, layer: int, state: MicrobatchState, hidden: torch.Tensor
-    ) -> torch.Tensor:
-        """Output of a block below the first trained layer, in a recompute."""
-        cache = self._cache(state, self._sequence(layer, state))
-        with torch.no_grad(), self.backend.compute():
-            return self._run_block(context, layer, state, hidden, cache=cache)
 
     def backward(
         self, context: StepContext, graph: LayerGraph, state: MicrobatchState, gradient: torch.Tensor | None
     ) -> torch.Tensor | None:
         """Backward of one block: folds its parameters' gradients, returns that of its input."""
-        if graph.output is None:
+        if graph.layer < self.trained.first or graph.output is None:
             return None
         self.layer = graph.layer
         take, parts = self.collector.taker(context, graph.layer, state.index)

@@ -136,8 +136,6 @@ class StageRunner:
                 graphs.append(graph)
                 if graph.output is not None:
                     hidden = graph.output.detach()
-                elif is_read:
-                    hidden = self.layers.forward_again(context, layer, state, hidden)
         self._graphs[state.index] = graphs
 
     def _take_keys_and_values(self, context: StepContext, layers: StageRange, state: MicrobatchState) -> None:
