@@ -414,13 +414,10 @@ class Pool:
         self._compute, self._lanes = list[_Thread](), list[list[_Thread]]()
         """Per worker."""
         for worker, work in self.works.items():
-            compute = partial(self._serve_compute, worker, work)
+            compute, lane = partial(self._serve_compute, worker, work), partial(self._serve_lane, worker, work)
             self._compute.append(_Thread(f"worker-{worker}", work.compute_thread, compute))
             self._lanes.append(
-                [
-                    _Thread(f"{lane}-{worker}", work.lane_thread, partial(self._serve_lane, lane, worker, work))
-                    for lane in work.lanes
-                ]
+                [_Thread(f"{name}-{worker}", work.lane_thread, partial(lane, name)) for name in work.lanes]
             )
 
     def __enter__(self) -> Pool:
@@ -465,8 +462,8 @@ class Pool:
         for one in self._compute:
             one.orders.put(run)
 
-    def wait(self, run: StepRun) -> StepRun:
-        """Block until the step is done; returns it.
+    def wait(self, run: StepRun) -> None:
+        """Block until the step is done.
 
         Raises:
             ResourceError: out of device memory, or a device is lost (exit code 5).
@@ -482,9 +479,8 @@ class Pool:
         finally:
             self._under_way = None
         self._raise_first(run)
-        return run
 
-    def _serve_lane(self, lane: str, worker: int, work: Work, run: StepRun) -> None:
+    def _serve_lane(self, worker: int, work: Work, lane: str, run: StepRun) -> None:
         try:
             _LaneStep(run, run.lanes[lane, worker], work).serve()
         except BaseException as error:  # on a broken device everything that follows fails too
