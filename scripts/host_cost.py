@@ -184,6 +184,7 @@ def upload(rig: Rig, steps: int) -> float:
         binding.append((time.thread_time_ns() - start) / 1e3)
 
     worker.lane_thread, worker.slots.bind = timed_lane, timed_bind  # type: ignore[method-assign]
+    engine._pool = engine._new_pool()  # whose threads call them
     with engine:
         for step in range(steps + WARM_UP):
             engine.score(microbatches, schedule, step=step)
