@@ -9,7 +9,7 @@ the next step begins; it does not depend on workers, and the windows before it a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -125,10 +125,6 @@ class Position:
 
     def to_json(self) -> dict[str, int]:
         return {"epoch": self.epoch, "window": self.window, "offset": self.offset}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, int]) -> Position:
-        return cls(int(data["epoch"]), int(data["window"]), int(data["offset"]))
 
 
 class BatchSampler:

@@ -29,46 +29,11 @@ from roundpipe_cli.units import counted, shown_step
 
 T = TypeVar("T")
 
-# The loss scale of float16, whose gradients would vanish without one.
+# Responses to a loss or a gradient that is not finite: a smaller loss scale, a step left out, or the end.
 
 INITIAL_SCALE = 2.0**16
 GROWTH_STEPS = 2000
 """As in torch.amp.GradScaler."""
-
-
-@dataclass
-class LossScale:
-    """Loss scale: doubled after many updates without an overflow, halved at each; constantly 1 but for float16."""
-
-    value: float
-    grows: bool
-    num_updates: int = 0
-    """Updates since the last overflow."""
-
-    @classmethod
-    def of(cls, dtype: str) -> LossScale:
-        """The scale at the start of a run in this type."""
-        return cls(INITIAL_SCALE, True) if dtype == "float16" else cls(1.0, False)
-
-    @property
-    def may_be_too_large(self) -> bool:
-        """Whether the scale may have caused an overflow."""
-        return self.grows and self.value > 1
-
-    def updated(self) -> None:
-        """Note an update."""
-        self.num_updates += 1
-        if self.grows and self.num_updates % GROWTH_STEPS == 0:
-            self.value *= 2
-
-    def overflowed(self) -> None:
-        """Note a gradient that overflowed."""
-        self.value /= 2
-        self.num_updates = 0
-
-
-# Responses to a loss or a gradient that is not finite: a smaller loss scale, a step left out, or the end.
-
 MAX_SKIPPED_IN_A_ROW = 10
 """With more steps left out in a row than these, the weights are the cause, not the rows."""
 
@@ -79,12 +44,15 @@ class FiniteGuard:
     """Counts steps that are left out, and holds float16's loss scale."""
 
     def __init__(self, recipe: Recipe, dataset: TokenizedDataset) -> None:
-        self.loss_scale = LossScale.of(recipe.dtype)
+        self._is_float16 = recipe.dtype == "float16"
+        self.loss_scale = INITIAL_SCALE if self._is_float16 else 1.0
+        """For float16, whose gradients would vanish without one: doubled after many updates, halved at an overflow."""
+        self.num_updates = 0
+        """Updates since the last overflow."""
         self.num_skipped = 0
         """Steps left out since the start of the run."""
         self.num_in_a_row = 0
         """Steps left out since the last update."""
-        self._is_float16 = recipe.dtype == "float16"
         self._may_skip = recipe.on_nonfinite == "skip"
         self._dataset = dataset
 
@@ -95,16 +63,22 @@ class FiniteGuard:
             self.num_in_a_row = 0
         return is_finite
 
+    def updated(self) -> None:
+        """Note an update."""
+        self.num_updates += 1
+        if self._is_float16 and self.num_updates % GROWTH_STEPS == 0:
+            self.loss_scale *= 2
+
     def skip(self, step: int, batches: list[RowBatch], result: StepResult, tell: Tell) -> None:
         """Leave the update out, where float16's loss scale was too large or the recipe says so.
 
         Raises:
             NotFiniteError: neither, or too often.
         """
-        if math.isfinite(result.loss) and self.loss_scale.may_be_too_large:
-            self.loss_scale.overflowed()
-            scale = self.loss_scale.value
-            tell(Notice(f"step {shown_step(step)}: gradient overflow, update skipped, loss scale {scale:g}"))
+        if math.isfinite(result.loss) and self.loss_scale > 1:  # from 1 on, as without float16, it is not the cause
+            self.loss_scale, self.num_updates = self.loss_scale / 2, 0
+            text = f"gradient overflow, update skipped, loss scale {self.loss_scale:g}"
+            tell(Notice(f"step {shown_step(step)}: {text}"))
             return
         dataset = self._dataset
         self.num_skipped += 1

@@ -14,7 +14,8 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,9 @@ from roundpipe_cli.files import append_line, remove_tree
 from roundpipe_cli.recipe.schema import StepInterval
 from roundpipe_cli.train.batches import collate_rows
 from roundpipe_cli.train.checkpoint.manifest import DamagedError
-from roundpipe_cli.train.checkpoint.output_dir import EVAL_NAME, best_folder, kept_weights, list_best, list_checkpoints
+from roundpipe_cli.train.checkpoint.output_dir import EVAL_NAME, best_folder, list_best, list_checkpoints
 from roundpipe_cli.train.checkpoint.reading import kept_step_of
+from roundpipe_cli.train.checkpoint.resume import SavedEvaluation
 from roundpipe_cli.train.checkpoint.rewind import RowDigest
 from roundpipe_cli.train.preference import InterruptedScoring, Scorer, score_pairs
 from roundpipe_cli.train.prepare.base_files import end_tokens
@@ -58,48 +60,55 @@ def is_due(every: StepInterval | None, done: int, num_steps: int, *, ends_epoch:
 class Evaluator:
     """Decides when to evaluate, and keeps the results so far."""
 
-    def __init__(self, setup: Setup, scorer: Scorer, output_dir: Path, num_steps: int, *, tell: Tell) -> None:
+    def __init__(
+        self,
+        setup: Setup,
+        scorer: Scorer,
+        output_dir: Path,
+        num_steps: int,
+        *,
+        seen: SavedEvaluation,
+        tell: Tell,
+        agree: Callable[[float], float],
+        ends_epoch: Callable[[], bool],
+    ) -> None:
+        """
+        Args:
+            seen: the evaluations before.
+            agree: makes one of the losses of all machines of the run, each of which computes its own, equal to the last
+                bits.
+            ends_epoch: whether the last finished step was an epoch's last.
+        """
         self._setup, self._scorer, self._output_dir, self._tell = setup, scorer, output_dir, tell
         self._num_steps = num_steps
         self.rows = RowDigest(output_dir / EVAL_NAME)
-        self.agree: Callable[[float], float] = float
-        """The loss on which all machines of the run go on; each computes its own, equal to the last bits."""
-        self.ends_epoch: Callable[[], bool] = lambda: False
-        """Whether the last finished step was an epoch's last."""
-        self.best_step: int | None = None
-        """Step of the run's best evaluation."""
-        self.best_loss = math.inf
-        self.kept_step: int | None = None
-        """Step of the best evaluation whose weights are kept: `best_step`, unless those were lost or never kept."""
-        self.kept_loss = math.inf
-        self.last_loss: float | None = None
-        self.last_step: int | None = None
-        """Step of the last evaluation."""
-        self.num_worse = 0
-        """Evaluations since the best one."""
-        self._stated_best: int | None = None
+        self._agree, self._ends_epoch, self._seen = agree, ends_epoch, seen
+        if seen.best_step is not None and setup.recipe.load_best_model_at_end and not agree(self._is_whole()):
+            seen.kept_step = seen.kept_loss = None
+        self._stated_best = seen.kept_step
         """The step of the kept weights in the newest checkpoint, which may not be written yet."""
+        self.prune()
 
     @property
     def exhausted(self) -> bool:
         """Whether early stopping ends the run now."""
         patience = self._setup.recipe.early_stopping_patience
-        return patience is not None and self.num_worse >= patience
+        return patience is not None and self._seen.num_worse >= patience
 
     @property
     def best_folder(self) -> Path | None:
         """The kept weights, if there are any."""
-        if self.kept_step is None or not self._setup.recipe.load_best_model_at_end:
-            return None
-        return best_folder(self._output_dir, self.kept_step)
+        step = self._seen.kept_step
+        keeps = step is not None and self._setup.recipe.load_best_model_at_end
+        return best_folder(self._output_dir, step) if keeps else None
 
     def is_owed(self, done: int) -> bool:
         """Whether an evaluation after `done` updates is due and has not been made."""
-        if not self._setup.eval_rows or self.last_step == done:
+        if not self._setup.eval_rows or self._seen.last_step == done:
             return False
         every = self._setup.recipe.eval_steps
         is_end = done == self._num_steps
-        return is_end or is_due(every, done, self._num_steps, ends_epoch=self.ends_epoch())
+        return is_end or is_due(every, done, self._num_steps, ends_epoch=self._ends_epoch())
 
     def evaluate(self, done: int) -> None:
         """Evaluate after `done` updates, write the row, keep the weights if they are the best.
@@ -118,7 +127,7 @@ class Evaluator:
             samples = tuple(self._samples(done))
         except InterruptedScoring:
             return
-        loss = self.agree(loss if poison is None else poison)
+        loss = self._agree(loss if poison is None else poison)
         if not math.isfinite(loss):
             raise NotFiniteError(
                 "the loss of the evaluation is not finite",
@@ -126,14 +135,15 @@ class Evaluator:
                 found=f"loss {loss}",
                 hint="the last checkpoint is good; lower learning_rate, then --resume",
             )
-        best = loss < self.best_loss
-        self.last_step, self.last_loss = done, loss
+        seen = self._seen
+        best = seen.best_loss is None or loss < seen.best_loss
+        seen.last_step, seen.last_loss = done, loss
         if best:
-            self.best_step, self.best_loss, self.num_worse = done, loss, 0
+            seen.best_step, seen.best_loss, seen.num_worse = done, loss, 0
         else:
-            self.num_worse += 1
-        if loss < self.kept_loss and self._setup.recipe.load_best_model_at_end:
-            self.kept_step, self.kept_loss = done, loss
+            seen.num_worse += 1
+        if self._setup.recipe.load_best_model_at_end and (seen.kept_loss is None or loss < seen.kept_loss):
+            seen.kept_step, seen.kept_loss = done, loss
             target = best_folder(self._output_dir, done)
             if target.exists():
                 remove_tree(target)
@@ -146,7 +156,7 @@ class Evaluator:
         self.rows.add(append_line(self._output_dir / EVAL_NAME, json.dumps(eval_row(event))))
         self._tell(event)
         if self.exhausted and done < self._num_steps:
-            self._tell(Notice(f"stopping early: the best evaluation was that of step {self.best_step}"))
+            self._tell(Notice(f"stopping early: the best evaluation was that of step {seen.best_step}"))
 
     def _loss(self, done: int) -> tuple[float, int, dict[str, float] | None]:
         """Mean loss over all target tokens, and their number; of pairs over pairs, with what their rewards show."""
@@ -179,7 +189,7 @@ class Evaluator:
 
     def prune(self) -> None:
         """Remove best weights that no durable checkpoint needs any more: the run may have to go back to each."""
-        keep = {self.kept_step, self._stated_best}
+        keep = {self._seen.kept_step, self._stated_best}
         for _, folder in list_checkpoints(self._output_dir):
             keep.add(kept_step_of(folder))
         for step, folder in list_best(self._output_dir):
@@ -196,12 +206,12 @@ class Evaluator:
         try:
             names = save_result(self._setup, self._output_dir, best)
         except DamagedError as damage:
-            text = f"the best weights, of step {self.kept_step}, are damaged ({damage})"
+            text = f"the best weights, of step {self._seen.kept_step}, are damaged ({damage})"
             self._tell(Notice(f"{text}: the result is the weights after the last step"))
-            self.kept_step, self.kept_loss = None, math.inf
+            self._seen.kept_step = self._seen.kept_loss = None
             return save_result(self._setup, self._output_dir)
         for step, folder in list_best(self._output_dir):
-            if step != self.kept_step:  # from here the run goes back to no checkpoint
+            if step != self._seen.kept_step:  # from here the run goes back to no checkpoint
                 remove_tree(folder)
         return names
 
@@ -209,49 +219,35 @@ class Evaluator:
         """For report.json; None without evaluation rows."""
         if not self._setup.eval_rows:
             return None
-        result_step = self.last_step if self.best_folder is None else self.kept_step
+        seen = self._seen
+        result_step = seen.last_step if self.best_folder is None else seen.kept_step
         return {
             "rows": len(self._setup.eval_rows) // (1 if self._setup.rejected is None else 2),
-            "last_loss": self.last_loss,
-            "best_loss": None if self.best_step is None else self.best_loss,
-            "best_step": self.best_step,
-            "result_is_best": result_step is not None and result_step == self.best_step,
+            "last_loss": seen.last_loss,
+            "best_loss": seen.best_loss,
+            "best_step": seen.best_step,
+            "result_is_best": result_step is not None and result_step == seen.best_step,
             "stopped_early": self.exhausted,
         }
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint; plain JSON values."""
-        self._stated_best = self.kept_step
-        names = ("best_step", "best_loss", "kept_step", "kept_loss", "last_step", "last_loss", "num_worse")
-        values = {name: getattr(self, name) for name in names}
-        return {name: None if value == math.inf else value for name, value in values.items()}
-
-    def start(self, state: Mapping[str, Any] | None) -> None:
-        """Restore the state of a checkpoint, or begin without one."""
-        if state and None not in (state.get("last_step"), state.get("last_loss")):
-            self.last_step, self.last_loss = int(state["last_step"]), float(state["last_loss"])
-        if state and None not in (state.get("best_step"), state.get("best_loss")):
-            self.best_step, self.best_loss = int(state["best_step"]), float(state["best_loss"])
-            self.num_worse = int(state.get("num_worse") or 0)
-            self.kept_step, self.kept_loss = kept_weights(state)
-            if self._setup.recipe.load_best_model_at_end and not self.agree(self._is_whole()):
-                self.kept_step, self.kept_loss = None, math.inf
-        self._stated_best = self.kept_step
-        self.prune()
+        self._stated_best = self._seen.kept_step
+        return asdict(self._seen)
 
     def _is_whole(self) -> bool:
         """Whether the kept weights are as they were written; reports if they are not, or cannot be compared."""
         folder = self.best_folder
         if folder is None:
-            text = f"{self.best_step}, were not kept: the result is the best of the evaluations from here on"
+            text = f"{self._seen.best_step}, were not kept: the result is the best of the evaluations from here on"
         elif not folder.is_dir():
-            text = f"{self.kept_step}, are gone; the search begins anew"
+            text = f"{self._seen.kept_step}, are gone; the search begins anew"
         else:
             try:
                 verify_best(folder)
                 return True
             except (DamagedError, OSError) as damage:
-                text = f"{self.kept_step}, are damaged: {damage}; the search begins anew"
+                text = f"{self._seen.kept_step}, are damaged: {damage}; the search begins anew"
         self._tell(Notice(f"the best weights so far, of step {text}"))
         return False
 

@@ -6,11 +6,10 @@ import gc
 import shlex
 import signal
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -31,7 +30,7 @@ from roundpipe_cli.train.batches import describe_order, log_rows, make_microbatc
 from roundpipe_cli.train.build import make_engine, make_planner, page_locked
 from roundpipe_cli.train.checkpoint.output_dir import EVAL_NAME, METRICS_NAME
 from roundpipe_cli.train.checkpoint.reading import Checkpoint
-from roundpipe_cli.train.checkpoint.resume import check_tensors, run_state
+from roundpipe_cli.train.checkpoint.resume import SavedEvaluation, check_state, check_tensors, run_state
 from roundpipe_cli.train.checkpoint.rewind import RECORDS_KEY, RowDigest, copy_records, losses_by_step, rewind
 from roundpipe_cli.train.checkpoint.writing import Saver, Snapshot, State
 from roundpipe_cli.train.evaluate import Evaluator, is_due
@@ -173,6 +172,7 @@ class Trainer:
         self._reporting, self._lost_at = reporting, lost_at
         self._log = RunLog(trace=reporting.trace)
         self._saved_step = 0
+        self._seen = SavedEvaluation()
         self._heap = UnusedHeap()
         self.sampler = make_sampler(setup)
         self._say(*describe_order(setup, self.sampler))
@@ -233,18 +233,9 @@ class Trainer:
             Trackers(told, self.output_dir, first_step, recorder) as trackers,
         ):
             self._listener = trackers
-            self._train(first_step, metrics_path, self._evaluation_before(checkpoint) if checkpoint else None)
+            self._train(first_step, metrics_path)
 
-    def _evaluation_before(self, checkpoint: Checkpoint) -> dict[str, Any] | None:
-        """State of the evaluations before the checkpoint; losses of other rows are not compared with those to come."""
-        state: dict[str, Any] = checkpoint.meta["evaluation"]
-        was = checkpoint.meta["recipe"].get("eval_datasets")
-        if state.get("best_step") is None or was == plain_data(self.recipe)["eval_datasets"]:
-            return state
-        self._say("eval_datasets are others than before: the search for the best evaluation begins anew")
-        return {key: state[key] for key in ("last_step", "last_loss")}
-
-    def _train(self, first_step: int, metrics_path: Path, evaluation: Mapping[str, Any] | None) -> None:
+    def _train(self, first_step: int, metrics_path: Path) -> None:
         setup = self.setup
         self._tell(Phase("starting the workers"))
         engine = make_engine(setup)
@@ -266,10 +257,16 @@ class Trainer:
         alone = self._machines.is_only
         stopping = lambda: alone and self._signals.requested is not None  # noqa: E731
         scorer = Scorer(engine, self._planner, size, stopping, lost=self._lost)
-        evaluator = self.evaluator = Evaluator(setup, scorer, self.output_dir, self.num_steps, tell=self._tell)
-        evaluator.agree = self._machines.nodes.from_first
-        evaluator.ends_epoch = lambda: self.sampler.position.starts_epoch
-        evaluator.start(evaluation)
+        evaluator = self.evaluator = Evaluator(
+            setup,
+            scorer,
+            self.output_dir,
+            self.num_steps,
+            seen=self._seen,
+            tell=self._tell,
+            agree=self._machines.nodes.from_first,
+            ends_epoch=lambda: self.sampler.position.starts_epoch,
+        )
         self._rows = RowDigest(metrics_path)
         self._log.start()
         self._saver = Saver(self.output_dir, self.recipe.save_total_limit, self._tell, lambda _: evaluator.prune())
@@ -454,7 +451,7 @@ class Trainer:
             self._say(f"step {shown_step(step)}: {cause}; computing it again, {text} {lines}")
 
     def _run_step(self, engine: Engine, step: int, microbatches: list[Microbatch]) -> StepResult:
-        scale = self._guard.loss_scale.value
+        scale = self._guard.loss_scale
         own, part = self._sharing.share_of(microbatches)
         on_gradient = self._sharing.begin(step, self._updater.gradient_complete if self._updates_early else None)
 
@@ -503,11 +500,11 @@ class Trainer:
     def _update(self, step: int, gradient_norm: float, learning_rate: float) -> None:
         if self._updates_early:
             return
-        factor = 1.0 / self._guard.loss_scale.value
+        factor = 1.0 / self._guard.loss_scale
         if self.recipe.max_grad_norm > 0:
             factor *= min(1.0, self.recipe.max_grad_norm / (gradient_norm + CLIP_EPSILON))
         self._updater.begin(step, learning_rate, factor)
-        self._guard.loss_scale.updated()
+        self._guard.updated()
 
     # -- state ---------------------------------------------------------------------------------------------------
 
@@ -519,13 +516,13 @@ class Trainer:
         self._machines.check_weights(self.setup.store)
         if not self._machines.saves:
             return
-        started_s, scale = time.monotonic(), self._guard.loss_scale
+        started_s = time.monotonic()
         sync_rows(self._metrics, self.output_dir / METRICS_NAME)
         meta = {
-            **run_state(self.setup, scale.value, self._log.seconds),
+            **run_state(self.setup, self._guard.loss_scale, self._log.seconds),
             "num_steps": self.num_steps,
             "num_updates": self.optimizer.num_updates,
-            "steps_since_overflow": scale.num_updates,
+            "steps_since_overflow": self._guard.num_updates,
             "data_position": self.sampler.position.to_json(),
             "evaluation": self.evaluator.state(),
             "fit": self._fit.to_json(self.recipe),
@@ -548,25 +545,28 @@ class Trainer:
         Raises:
             NoCheckpointError: its tensors are others than this run's.
         """
-        meta, store = checkpoint.meta, self.setup.store
+        meta, state, store = checkpoint.meta, check_state(checkpoint), self.setup.store
         own = {name: store.master(name) for name in sorted(store.trainable_names)}
         check_tensors(checkpoint, {"masters": own, "moments": dict(self.optimizer.moments())})
-        masters = checkpoint.tensors("masters")
         for name in own:
-            store.set_parameter(name, masters[name])
+            store.set_parameter(name, checkpoint.tensors["masters"][name])
         store.set_version(checkpoint.step)
-        moments = checkpoint.tensors("moments") if "moments" in checkpoint.groups else {}  # sgd keeps none
-        self.optimizer.load(moments, int(meta["num_updates"]))
-        self._guard.loss_scale.value = float(meta["loss_scale"])
-        self._guard.loss_scale.num_updates = int(meta["steps_since_overflow"])
-        self._log.earlier_s = float(meta["training_s"])
-        self._guard.num_skipped = int(meta["skipped_steps"])
+        self.optimizer.load(checkpoint.tensors.get("moments", {}), state.num_updates)  # sgd keeps none
+        checkpoint.tensors.clear()
+        guard = self._guard
+        guard.loss_scale, guard.num_updates = state.loss_scale, state.steps_since_overflow
+        guard.num_skipped, self._log.earlier_s = state.skipped_steps, state.training_s
+        self._seen = state.evaluation
+        others = meta["recipe"].get("eval_datasets") != plain_data(self.recipe)["eval_datasets"]
+        if self._seen.best_step is not None and others:
+            self._say("eval_datasets are others than before: the search for the best evaluation begins anew")
+            self._seen = SavedEvaluation(last_step=self._seen.last_step, last_loss=self._seen.last_loss)
         self._fit = resumed_fit(meta["fit"], self.recipe)
         if self._fit.recipe_lines(self.recipe):
             self._auto_cache.keep_usual_stages()
-        self.sampler.seek(Position.from_json(meta["data_position"]))
+        self.sampler.seek(Position(**asdict(state.data_position)))
         self._say(f"resuming after step {checkpoint.step} from {checkpoint.folder}")
-        old_steps = int(meta["num_steps"])
+        old_steps = state.num_steps
         if old_steps != self.num_steps:
             old, new = rate_schedule_of(self.recipe, old_steps), self._learning_rate
             self._say(describe_change(old, new, step=checkpoint.step, old_steps=old_steps, num_steps=self.num_steps))

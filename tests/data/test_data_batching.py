@@ -79,7 +79,7 @@ def test_a_step_depends_on_the_saved_position_alone(packing: bool, weights: tupl
     num_steps = sampler.num_steps(2)
     positions, steps = [], []
     for _ in range(num_steps):
-        positions.append(Position.from_json(json.loads(json.dumps(sampler.position.to_json()))))
+        positions.append(Position(**json.loads(json.dumps(sampler.position.to_json()))))
         steps.append(sampler.next_step())
     assert sampler.position == Position(2)
     assert {position.window for position in positions} == {0, 1, 2}

@@ -72,11 +72,11 @@ def test_a_state_with_values_of_other_kinds(key: str, value: Any) -> None:
     """Story: fuzzing found one such value after the other, each a bug of ours."""
     folder = CURRENT / "out" / "step-00000004"
     meta = json.loads((folder / "state.json").read_text())["meta"]
-    check_state(Checkpoint(folder, 4, meta, ()))
+    check_state(Checkpoint(folder, 4, meta, {}))
     part, _, name = key.rpartition(".")
     (meta[part] if part else meta)[name] = value
     with pytest.raises(NoCheckpointError, match=f"found: {key} (has a value that is not accepted|is no mapping)"):
-        check_state(Checkpoint(folder, 4, meta, ()))
+        check_state(Checkpoint(folder, 4, meta, {}))
 
 
 def make(folder: Path) -> None:

@@ -6,16 +6,19 @@ import json
 import math
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from roundpipe_cli.data.batching import Grouping
+from roundpipe_cli.errors import NotFiniteError
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.train import loop
-from roundpipe_cli.train.adapt import GROWTH_STEPS, Fit, LossScale, resumed_fit
+from roundpipe_cli.train.adapt import GROWTH_STEPS, FiniteGuard, Fit, resumed_fit
 from roundpipe_cli.train.auto_cache import AutoCache
 from roundpipe_cli.train.loop import longest_batches
 from tests.support.e2e import STAGES_OF_TWO, Outcome, finetune, launch, make_workspace, metrics, numbers
@@ -148,21 +151,25 @@ def test_skipped_steps_change_no_weight_and_are_counted(folder: Path, whole: Pat
     assert rows[0]["loss"] == metrics(whole / "out")[0]["loss"]
 
 
-def test_a_loss_scale_is_halved_down_to_1_alone() -> None:
+def test_a_loss_scale_is_halved_down_to_1_alone(folder: Path) -> None:
     """Below 1 the scale is not the cause: the run left steps out for ever. It is doubled after `GROWTH_STEPS` updates
     in a row."""
-    scale, others = LossScale(4.0, grows=True), LossScale.of("bfloat16")
+    overflow: Any = SimpleNamespace(loss=1.0, gradient_norm=math.inf)
+    dataset: Any = None
+    recipe = load_recipe(str(folder / "recipe.yaml"), ["dtype=float16"]).recipe
+    guard, other = FiniteGuard(recipe, dataset), FiniteGuard(replace(recipe, dtype="bfloat16"), dataset)
+    guard.loss_scale = 4.0
     for expected in (2.0, 1.0):
-        assert scale.may_be_too_large
-        scale.overflowed()
-        assert (scale.value, scale.num_updates) == (expected, 0)
-    assert not scale.may_be_too_large and not others.may_be_too_large
-    for one in (scale, others):
+        guard.skip(1, [], overflow, lambda event: None)
+        assert (guard.loss_scale, guard.num_updates) == (expected, 0)
+    for one in (guard, other):
+        with pytest.raises(NotFiniteError):
+            one.skip(1, [], overflow, lambda event: None)
         for _ in range(GROWTH_STEPS - 1):
             one.updated()
-        assert one.value == 1.0
+        assert one.loss_scale == 1.0
         one.updated()
-    assert (scale.value, others.value) == (2.0, 1.0)
+    assert (guard.loss_scale, other.loss_scale) == (2.0, 1.0)
 
 
 def test_ten_bad_steps_in_a_row_stop_the_run(folder: Path) -> None:

@@ -43,9 +43,9 @@ def _save(folder: Path, step: int, keep: int = 2) -> Path:
 def _assert_is(loaded: Checkpoint, step: int) -> None:
     assert loaded.step == step
     assert loaded.meta == {"cursor": step * 8, "loss_hex": (1 / (step + 1)).hex()}
-    assert set(loaded.groups) == {"masters", "moments"}
+    assert set(loaded.tensors) == {"masters", "moments"}
     for group, expected in (("masters", _group(step)), ("moments", _group(step + 1000))):
-        tensors = loaded.tensors(group)
+        tensors = loaded.tensors[group]
         assert set(tensors) == set(expected)
         for name, tensor in expected.items():
             assert tensors[name].dtype == tensor.dtype and torch.equal(tensors[name], tensor), (group, name)
@@ -72,7 +72,7 @@ def test_round_trip_of_every_dtype_and_shape(tmp_path: Path) -> None:
             assert read.dtype == tensor.dtype and read.shape == tensor.shape
             as_bytes = [t.contiguous().reshape(-1).view(torch.uint8) for t in (read, tensor)]
             assert torch.equal(*as_bytes), name
-    assert set(load_newest(tmp_path).tensors("all")) == set(tensors)
+    assert set(load_newest(tmp_path).tensors["all"]) == set(tensors)
 
 
 def test_retention_is_by_step_whatever_the_clock_says(tmp_path: Path) -> None:

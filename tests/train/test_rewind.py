@@ -202,7 +202,7 @@ def test_a_finished_run_is_continued_where_the_recipe_grew(
 
 def test_what_is_left_after_a_checkpoint() -> None:
     def checkpoint(step: int, num_worse: int) -> Checkpoint:
-        return Checkpoint(Path(f"step-{step}"), step, {"evaluation": {"num_worse": num_worse}}, ())
+        return Checkpoint(Path(f"step-{step}"), step, {"evaluation": {"num_worse": num_worse}}, {})
 
     assert is_complete(checkpoint(9, 0), recipe_of(), 18) is None
     assert is_complete(checkpoint(9, 0), recipe_of(), 9) == "all 9 steps are done"

@@ -68,7 +68,7 @@ def steps_in(output_dir: Path, step: int) -> set[float]:
     assert checkpoint.step == step and checkpoint.meta == {"step": step}
     found: set[float] = set()
     for group in ("masters", "moments", "weights"):
-        tensors = checkpoint.tensors(group)
+        tensors = checkpoint.tensors[group]
         assert set(tensors) == {f"layer.{layer}" for layer in range(NUM_LAYERS)}
         for name in tensors:
             found.update(tensors[name].float().unique().tolist())

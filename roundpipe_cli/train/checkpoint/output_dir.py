@@ -14,17 +14,15 @@ import contextlib
 import errno
 import fcntl
 import json
-import math
 import os
 import re
 import shutil
 import socket
 import stat
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
-from typing import Any
 
 from roundpipe_cli.errors import NoCheckpointError, OutputInUseError, RefusedError, ResourceError, RoundpipeError
 from roundpipe_cli.files import (
@@ -66,12 +64,6 @@ def step_folder(output_dir: Path, step: int) -> Path:
 def best_folder(output_dir: Path, step: int) -> Path:
     """`best_folder(Path("out"), 12)` is `out/best-00000012`."""
     return output_dir / f"best-{step:08d}"
-
-
-def kept_weights(state: Mapping[str, Any] | None) -> tuple[int | None, float]:
-    """(step, loss) of the kept weights in a checkpoint's state."""
-    step, loss = ((state or {}).get(key) for key in ("kept_step", "kept_loss"))
-    return (None, math.inf) if step is None or loss is None else (int(step), float(loss))
 
 
 def list_checkpoints(output_dir: Path) -> list[tuple[int, Path]]:

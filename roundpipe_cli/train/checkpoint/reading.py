@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 
 from roundpipe_cli.errors import NoCheckpointError, Problem
 from roundpipe_cli.events import Say
@@ -30,29 +30,6 @@ FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
 
 
-class LazyTensors(Mapping[str, torch.Tensor]):
-    """The tensors of one group, each read from the disk when it is asked for.
-
-    A tensor may be a private view of the mapped file: copy it into place and let go of it.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._file = cast(Any, safe_open(str(path), framework="pt", device="cpu"))
-        self._names: dict[str, None] = dict.fromkeys(self._file.offset_keys())
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        if name not in self._names:
-            raise KeyError(name)
-        tensor: torch.Tensor = self._file.get_tensor(name)
-        return tensor
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-
 @dataclass(frozen=True)
 class Checkpoint:
     """A verified checkpoint."""
@@ -61,11 +38,9 @@ class Checkpoint:
     step: int
     """Finished optimizer updates; the next step to run has this number, counted from 0."""
     meta: dict[str, Any]
-    groups: tuple[str, ...]
-
-    def tensors(self, group: str) -> LazyTensors:
-        """Those of one of `groups`."""
-        return LazyTensors(self.folder / f"{group}.safetensors")
+    tensors: dict[str, dict[str, torch.Tensor]]
+    """By group and name: views of the mapped files, read when they are used. Whoever has copied them clears this: as
+    long as it is mapped, a file keeps its place on the disk, removed or not."""
 
 
 def load_newest(output_dir: Path, path: Path | None = None, warn: Say | None = None) -> Checkpoint:
@@ -120,19 +95,16 @@ def kept_step_of(folder: Path) -> int | None:
 
 def _load(folder: Path, step: int) -> Checkpoint:
     records = verify_checkpoint(folder, step)
-    groups = []
-    for record in records:
-        if record.name.endswith(".safetensors"):
-            groups.append(record.name.removesuffix(".safetensors"))
-            try:
-                LazyTensors(folder / record.name)  # a header that lies must be found before any tensor is used
-            except (SafetensorError, OSError, ValueError) as error:
-                found = f"no safetensors file ({error})"
-                raise DamagedError(folder / record.name, found, "a safetensors file") from error
+    tensors = {}
+    for path in (folder / record.name for record in records if record.name.endswith(".safetensors")):
+        try:
+            tensors[path.stem] = load_file(path)
+        except (SafetensorError, OSError, ValueError) as error:
+            raise DamagedError(path, f"no safetensors file ({error})", "a safetensors file") from error
     state = read_own_json(folder / STATE_NAME)
     if state.get("step") != step or not isinstance(state.get("meta"), dict):
         raise DamagedError(folder / STATE_NAME, f"step {state.get('step')!r}", f"step {step} and its state")
-    return Checkpoint(folder, step, state["meta"], tuple(groups))
+    return Checkpoint(folder, step, state["meta"], tensors)
 
 
 def verify_checkpoint(folder: Path, step: int) -> list[FileRecord]:

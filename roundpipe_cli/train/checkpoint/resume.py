@@ -65,17 +65,21 @@ class SavedFit:
     first_step: Whole
 
 
-@dataclass(frozen=True)
+@dataclass
 class SavedEvaluation:
-    """The last evaluation, and the best."""
+    """The evaluations until now."""
 
-    last_step: Whole | None = None
-    last_loss: float | None = None
     best_step: Whole | None = None
+    """Step of the run's best evaluation."""
     best_loss: float | None = None
     kept_step: Whole | None = None
+    """Step of the best evaluation whose weights are kept: `best_step`, unless those were lost or never kept."""
     kept_loss: float | None = None
-    num_worse: Whole | None = None
+    last_step: Whole | None = None
+    """Step of the last evaluation."""
+    last_loss: float | None = None
+    num_worse: Whole = 0
+    """Evaluations since the best one."""
 
 
 @dataclass(frozen=True)
@@ -191,16 +195,14 @@ def check_not_past_end(checkpoint: Checkpoint, num_steps: int) -> None:
         )
 
 
-def check_state(checkpoint: Checkpoint) -> None:
-    """Refuse an undamaged checkpoint whose values a run cannot continue with: another program or release wrote it.
-
-    All are looked at before any is used.
+def check_state(checkpoint: Checkpoint) -> SavedState:
+    """The state in a checkpoint; refuses one whose values a run cannot continue with: another program wrote it.
 
     Raises:
         NoCheckpointError: every key that is missing, or has a value of another type or out of range.
     """
     findings = Findings({(): Place(STATE_NAME, 0)})
-    check(checkpoint.meta, SavedState, (), findings)
+    state: SavedState = check(checkpoint.meta, SavedState, (), findings)
     recipe = checkpoint.meta.get("recipe")
     if not isinstance(recipe, dict):
         findings.add(("recipe",), "recipe is no mapping", found=short_json(recipe))
@@ -210,6 +212,7 @@ def check_state(checkpoint: Checkpoint) -> None:
     wrong = [f"{one.what} ({one.found})" if one.found else one.what for one in findings.problems]
     if wrong:
         raise _not_ours(checkpoint, STATE_NAME, "; ".join(wrong), "the state that this release saves")
+    return state
 
 
 def check_tensors(checkpoint: Checkpoint, wanted: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
@@ -220,9 +223,9 @@ def check_tensors(checkpoint: Checkpoint, wanted: Mapping[str, Mapping[str, torc
     """
     for group, tensors in wanted.items():
         file_name = f"{group}.safetensors"
-        if tensors and group not in checkpoint.groups:
+        found = checkpoint.tensors.get(group, {})
+        if tensors and not found:
             raise _not_ours(checkpoint, file_name, "no such file", f"{len(tensors)} tensors")
-        found = checkpoint.tensors(group) if tensors else {}
         for name, tensor in tensors.items():
             shape = tuple(found[name].shape) if name in found else None
             if shape != tuple(tensor.shape):

@@ -32,7 +32,6 @@ from roundpipe_cli.train.checkpoint.output_dir import (
     SET_ASIDE_PREFIX,
     best_folder,
     free_name,
-    kept_weights,
     list_best,
     list_checkpoints,
     list_set_aside,
@@ -173,7 +172,7 @@ def copy_records(checkpoint: Path, meta: Mapping[str, Any], output_dir: Path, sa
     for name in (METRICS_NAME, EVAL_NAME, EVENTS_NAME):
         if (run_dir / name).exists():
             write_atomically(output_dir / name, read_regular(run_dir / name, MAX_ROWS_BYTES))
-    kept_step, _ = kept_weights(meta.get("evaluation"))
+    kept_step = (meta.get("evaluation") or {}).get("kept_step")
     if kept_step is not None:
         source, target = (best_folder(folder, kept_step) for folder in (run_dir, output_dir))
         if source.is_dir() and not target.exists():

@@ -11,16 +11,19 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import json
 import os
-import queue
 import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NoAnswerError
+from dataclasses import asdict
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -269,26 +272,25 @@ class Nodes:
         """The first process' checkpoint, on all; the others need not see its files."""
         if self.count == 1:
             return checkpoint
-        head = None
-        if self.is_first and checkpoint is not None:
-            groups = {group: _shapes(checkpoint.tensors(group)) for group in checkpoint.groups}
-            head = {"folder": str(checkpoint.folder), "step": checkpoint.step, "meta": checkpoint.meta}
-            head["groups"] = groups
+        head: Any = None
+        if checkpoint is not None:
+            kinds = {
+                group: {name: (str(tensor.dtype), list(tensor.shape)) for name, tensor in tensors.items()}
+                for group, tensors in checkpoint.tensors.items()
+            }
+            head = {"folder": str(checkpoint.folder), "step": checkpoint.step, "meta": checkpoint.meta, "kinds": kinds}
         head = self.from_first(head)
         if head is None:
             return None
-        received: dict[str, dict[str, torch.Tensor]] = {}
-        for group, shapes in head["groups"].items():
-            mine = checkpoint.tensors(group) if self.is_first and checkpoint is not None else None
-            received[group] = {}
-            for name, (dtype, shape) in shapes.items():
-                tensor = torch.empty(shape, dtype=DTYPES[dtype]) if mine is None else mine[name].contiguous()
-                self._run(lambda tensor=tensor: dist.broadcast(tensor, 0), "the checkpoint")  # type: ignore[misc]
-                if mine is None:
-                    received[group][name] = tensor
-        if self.is_first:
-            return checkpoint
-        return _Received(Path(head["folder"]), head["step"], head["meta"], tuple(head["groups"]), received)
+        if checkpoint is None:
+            received = {
+                group: {name: torch.empty(shape, dtype=DTYPES[dtype]) for name, (dtype, shape) in kinds.items()}
+                for group, kinds in head["kinds"].items()
+            }
+            checkpoint = Checkpoint(Path(head["folder"]), head["step"], head["meta"], received)
+        for tensor in itertools.chain.from_iterable(group.values() for group in checkpoint.tensors.values()):
+            self._run(partial(dist.broadcast, tensor, 0), "the checkpoint")
+        return checkpoint
 
     # -- the store -----------------------------------------------------------------------------------------------
 
@@ -407,42 +409,27 @@ class Nodes:
                 self._behind = [rank for rank in range(self.count) if at[rank] < at[self.rank]]
 
 
-@dataclass(frozen=True)
-class _Received(Checkpoint):
-    """A checkpoint that came from the first process."""
-
-    content: dict[str, dict[str, torch.Tensor]]
-
-    def tensors(self, group: str) -> Any:
-        return self.content[group]
-
-
-def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, list[int]]]:
-    return {name: (str(tensors[name].dtype), list(tensors[name].shape)) for name in tensors}
-
-
 def _beside(work: Callable[[], Answer], limit_s: float, obstacle: Callable[[], str] = lambda: "no answer") -> Answer:
     """The answer of `work`, which a thread carries out; while it is waited for, signals are heard.
 
     Raises:
         RuntimeError: it takes longer than `limit_s`.
     """
-    answers: queue.Queue[tuple[Answer | None, BaseException | None]] = queue.Queue()
+    answer: Future[Answer] = Future()
 
     def carry_out() -> None:
         try:
-            answers.put((work(), None))
+            answer.set_result(work())
         except BaseException as error:  # passed on as a value
-            answers.put((None, error))
+            answer.set_exception(error)
 
     threading.Thread(target=carry_out, name="waits", daemon=True).start()
     try:
-        answer, error = answers.get(timeout=limit_s)
-    except queue.Empty:
+        return answer.result(limit_s)
+    except NoAnswerError:
+        if answer.done():  # an error of the work
+            raise
         raise RuntimeError(f"{obstacle()} for {limit_s:g} s") from None
-    if error is not None:
-        raise error
-    return answer  # type: ignore[return-value]
 
 
 def _launcher_listens() -> bool:

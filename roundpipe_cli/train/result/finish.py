@@ -360,7 +360,7 @@ def write_checkpoint_result(checkpoint: Checkpoint, source: ModelSource, folder:
     )
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     check_tensors(checkpoint, {"masters": trained})
-    masters = checkpoint.tensors("masters")
+    masters = checkpoint.tensors["masters"]
     template = find_template(tokenizer, recipe.chat_template, loaded.folder, recipe.chat_template_kwargs)
     if template is not None:
         put_template(tokenizer, template)
