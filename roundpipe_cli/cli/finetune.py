@@ -237,7 +237,7 @@ def finetune(
                 from roundpipe_cli.train.preflight import as_restarted
 
                 loaded, start = as_restarted(loaded, start)
-            refuse_wrong_start(loaded.recipe, resume=start.resume)  # again in `check_names`, which imports more
+            refuse_wrong_start(loaded.recipe, resume=start.resume)
         else:  # the first machine alone looks at the output directory
             loaded = replace(loaded, recipe=replace(loaded.recipe, resume_from_checkpoint=None))
             start = replace(start, resume=False)
@@ -245,10 +245,13 @@ def finetune(
         from roundpipe_cli.cli.export import make_repository, push_result
         from roundpipe_cli.cli.lines import LinePrinter
         from roundpipe_cli.planning.run_plan import planned_bytes, reason_against
-        from roundpipe_cli.train.preflight import check_names, check_sources, fetch_model, found_config
+        from roundpipe_cli.train.monitor.trackers import require_trackers
+        from roundpipe_cli.train.preflight import check_sources, fetch_model, found_config
 
         plain = LinePrinter(loaded.recipe.logging_steps, as_json=json_, is_verbose=verbose) if is_first else _silent
-        source = (check_names if is_first else check_sources)(loaded, start, plain)
+        if is_first:
+            require_trackers(loaded.recipe.report_to)
+        source = check_sources(loaded, start, plain)
         asked = ask_on_cards_worth_using(loaded, plain, found_config(source))
         refuse_too_large(asked)
         if asked is not None and asked.given is not None:

@@ -98,9 +98,8 @@ class Evaluator:
     @property
     def best_folder(self) -> Path | None:
         """The kept weights, if there are any."""
-        step = self._seen.kept_step
-        keeps = step is not None and self._setup.recipe.load_best_model_at_end
-        return best_folder(self._output_dir, step) if keeps else None
+        step = self._seen.kept_step if self._setup.recipe.load_best_model_at_end else None
+        return None if step is None else best_folder(self._output_dir, step)
 
     def is_owed(self, done: int) -> bool:
         """Whether an evaluation after `done` updates is due and has not been made."""

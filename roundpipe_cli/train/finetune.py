@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
-from roundpipe_cli.events import Notice, run_clock
+from roundpipe_cli.events import Notice, run_clock, tell_notices
 from roundpipe_cli.files import named_path, write_atomically
-from roundpipe_cli.model.files.source import ModelSource
+from roundpipe_cli.model.files.source import ModelSource, resolve_model
 from roundpipe_cli.model.fingerprint import check_trained_on
-from roundpipe_cli.model.layout import LayerLayout
 from roundpipe_cli.planning.question import PlanRequest
 from roundpipe_cli.recipe.load import LoadedRecipe, resolved_yaml
 from roundpipe_cli.train.checkpoint.output_dir import (
@@ -36,9 +35,8 @@ from roundpipe_cli.train.machines import Machines
 from roundpipe_cli.train.monitor.telemetry import EventRecorder
 from roundpipe_cli.train.nodes.agreement import setup_facts
 from roundpipe_cli.train.nodes.group import Nodes, has_begun
-from roundpipe_cli.train.optim.shard import Shards, make_shards
 from roundpipe_cli.train.preflight import begun_with
-from roundpipe_cli.train.prepare.setup import find_base, prepare, with_token_budget
+from roundpipe_cli.train.prepare.setup import prepare
 from roundpipe_cli.train.prepare.trainable import start_folder
 from roundpipe_cli.train.signals import Reporting, Start, StopSignals
 from roundpipe_cli.watchdog import watching
@@ -89,39 +87,34 @@ def run_finetune(
         checkpoint = nodes.share_checkpoint(checkpoint)
         if checkpoint is not None:
             loaded = as_decided(loaded, checkpoint.meta["recipe"])
-        elif loaded.rate_note is not None:
-            tell(Notice(loaded.rate_note))
-        revision = recipe.revision
-        if checkpoint is not None:
-            revision = begun_with(checkpoint.meta, recipe, start.allow_changed)
+        else:
+            tell_notices(tell, loaded.rate_note)
         with watching(recipe.watchdog_s):
-            shards: list[Shards] = []
-
-            def share_out(layouts: Sequence[LayerLayout]) -> frozenset[int]:
-                shards.extend(filter(None, [make_shards(nodes, recipe, layouts, tell)]))
-                return shards[0].elsewhere if shards else frozenset()
-
-            loaded = with_token_budget(loaded, tell, lambda tokens: -nodes.most([-tokens])[0], asked)
-            if checkpoint is not None and source is not None and source.commit not in (None, revision):
-                source = None  # the checkpoint is of another commit than the one that was looked for
-            base = find_base(loaded, revision, offline=start.offline, tell=tell, source=source)
-            setup = prepare(loaded, offline=start.offline, tell=tell, base=base, asked=asked, elsewhere=share_out)
+            if checkpoint is not None:
+                revision = begun_with(checkpoint.meta, recipe, start.allow_changed)
+                if source is None or source.commit not in (None, revision):
+                    source = resolve_model(
+                        recipe.model, revision=revision, recipe_folder=loaded.folder, offline=start.offline, tell=tell
+                    )
+                if revision != recipe.revision and source.commit is not None:
+                    tell(Notice(f"base model: commit {source.commit[:12]}, with which the run began"))
+            machines = Machines(nodes)
+            setup = prepare(
+                loaded,
+                offline=start.offline,
+                tell=tell,
+                source=source,
+                asked=asked,
+                smallest=lambda tokens: -nodes.most([-tokens])[0],
+                elsewhere=partial(machines.share_out, recipe, tell),
+            )
             nodes.check_same(lambda: setup_facts(setup))
-            if checkpoint is None and (folder := start_folder(loaded)) is not None:
-                other = check_trained_on(
-                    folder,
-                    setup.source,
-                    allowed=start.allow_other_base,
-                    weights=lambda: setup.model_hash,
-                    where="model",
-                )
-                if other is not None:
-                    tell(Notice(other))
             if checkpoint is not None:
                 check_unchanged(checkpoint.meta, setup, start.allow_changed)
-                if text := describe_other_bits(checkpoint.meta, setup):
-                    tell(Notice(text))
-            machines = Machines(nodes, *shards)
+                tell_notices(tell, describe_other_bits(checkpoint.meta, setup))
+            elif (folder := start_folder(loaded)) is not None:
+                same = partial(check_trained_on, weights=lambda: setup.model_hash, where="model")
+                tell_notices(tell, same(folder, setup.source, allowed=start.allow_other_base))
             trainer = Trainer(
                 setup, output_dir, signals, reporting, machines=machines, recorder=recorder, lost_at=start.lost_at
             )

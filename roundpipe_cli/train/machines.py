@@ -24,11 +24,14 @@ from roundpipe_cli.engine.options import OnGradient
 from roundpipe_cli.engine.step import Microbatch, Part, StepResult
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.errors import RoundpipeError
+from roundpipe_cli.events import Tell
 from roundpipe_cli.model.head import target_rows
+from roundpipe_cli.model.layout import LayerLayout
+from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.train.checkpoint.writing import Snapshot
 from roundpipe_cli.train.nodes.agreement import weight_facts
 from roundpipe_cli.train.nodes.group import Nodes
-from roundpipe_cli.train.optim.shard import Shards
+from roundpipe_cli.train.optim.shard import Shards, make_shards
 
 
 class Sharing:
@@ -199,9 +202,15 @@ class WholeSteps:
 class Machines:
     """The machines of a run as the training loop sees them."""
 
-    def __init__(self, nodes: Nodes, shards: Shards | None = None) -> None:
-        """`shards`: who keeps which layers' masters; None: all keep all."""
-        self.nodes, self.shards = nodes, shards
+    def __init__(self, nodes: Nodes) -> None:
+        self.nodes = nodes
+        self.shards: Shards | None = None
+        """Who keeps which layers' masters; None: all keep all."""
+
+    def share_out(self, recipe: Recipe, tell: Tell, layouts: Sequence[LayerLayout]) -> frozenset[int]:
+        """Share masters and optimizer state out, where the recipe says so; returns what `elsewhere` is from then on."""
+        self.shards = make_shards(self.nodes, recipe, layouts, tell)
+        return self.elsewhere
 
     @property
     def is_only(self) -> bool:

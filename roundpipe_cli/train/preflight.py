@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,24 +17,10 @@ from roundpipe_cli.model.files.source import ModelSource, is_hub_model, resolve_
 from roundpipe_cli.planning.admission import check_configuration, holds_weights
 from roundpipe_cli.recipe.load import LoadedRecipe
 from roundpipe_cli.recipe.schema import Recipe
-from roundpipe_cli.train.checkpoint.manifest import STATE_NAME, DamagedError, read_own_json
-from roundpipe_cli.train.checkpoint.output_dir import list_checkpoints, named_checkpoint, refuse_wrong_start
+from roundpipe_cli.train.checkpoint.manifest import peek
+from roundpipe_cli.train.checkpoint.output_dir import list_checkpoints, named_checkpoint
 from roundpipe_cli.train.floors import check_floors
-from roundpipe_cli.train.monitor.trackers import require_trackers
 from roundpipe_cli.train.signals import Start
-
-
-def check_names(loaded: LoadedRecipe, start: Start, tell: Tell) -> ModelSource:
-    """Check that output directory, model and datasets exist and that a run may start; returns the place of the model.
-
-    Raises:
-        RefusedError: no such model, dataset or tracker, or the output directory holds another run.
-        NoCheckpointError: nothing to resume from.
-    """
-    recipe = loaded.recipe
-    refuse_wrong_start(recipe, resume=start.resume)
-    require_trackers(recipe.report_to)
-    return check_sources(loaded, start, tell)
 
 
 def as_restarted(loaded: LoadedRecipe, start: Start) -> tuple[LoadedRecipe, Start]:
@@ -133,12 +118,8 @@ def base_revision(recipe: Recipe, start: Start) -> str | None:
         return recipe.revision
     named = named_checkpoint(recipe)
     folders = [named] if named else [folder for _, folder in list_checkpoints(named_path(recipe.output_dir))]
-    for folder in folders:
-        with contextlib.suppress(DamagedError):
-            meta = read_own_json(folder / STATE_NAME).get("meta")
-            if isinstance(meta, dict):
-                return begun_with(meta, recipe, start.allow_changed)
-    return recipe.revision
+    meta = next(filter(None, map(peek, folders)), None)
+    return recipe.revision if meta is None else begun_with(meta, recipe, start.allow_changed)
 
 
 def begun_with(saved: Mapping[str, Any], recipe: Recipe, allowed: Sequence[str]) -> str | None:

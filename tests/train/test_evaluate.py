@@ -24,9 +24,8 @@ from roundpipe_cli.data.tokenized import held_out_positions, hold_out
 from roundpipe_cli.engine.step import Microbatch
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.schedule.builders import build_forward
-from roundpipe_cli.train.checkpoint.manifest import DamagedError
+from roundpipe_cli.train.checkpoint.manifest import DamagedError, peek
 from roundpipe_cli.train.checkpoint.output_dir import list_best, list_checkpoints
-from roundpipe_cli.train.checkpoint.reading import peek
 from roundpipe_cli.train.evaluate import is_due
 from roundpipe_cli.train.result.finish import save_result, verify_best
 from tests.support.e2e import (

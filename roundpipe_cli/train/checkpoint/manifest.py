@@ -130,6 +130,15 @@ def read_own_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def peek(folder: Path) -> dict[str, Any] | None:
+    """The `meta` of a checkpoint without any look at its other files; None where it cannot be read."""
+    try:
+        meta = read_own_json(folder / STATE_NAME).get("meta")
+    except DamagedError:
+        return None
+    return meta if isinstance(meta, dict) else None
+
+
 def _finite(text: str) -> float:
     """The value of a JSON number; we write finite ones alone, and could not write others again."""
     value = float(text)

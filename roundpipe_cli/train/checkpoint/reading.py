@@ -17,6 +17,7 @@ from roundpipe_cli.train.checkpoint.manifest import (
     STATE_NAME,
     DamagedError,
     FileRecord,
+    peek,
     read_own_json,
     read_records,
     verify_files,
@@ -74,15 +75,6 @@ def load_newest(output_dir: Path, path: Path | None = None, warn: Say | None = N
     )
     error.problems += tuple(Problem(damage) for damage in damages)
     raise error
-
-
-def peek(folder: Path) -> dict[str, Any] | None:
-    """The `meta` of a checkpoint without any look at its other files; None where it cannot be read."""
-    try:
-        meta = read_own_json(folder / STATE_NAME).get("meta")
-    except DamagedError:
-        return None
-    return meta if isinstance(meta, dict) else None
 
 
 def kept_step_of(folder: Path) -> int | None:

@@ -21,9 +21,9 @@ from roundpipe_cli.recipe.check import Findings, check, hints_of
 from roundpipe_cli.recipe.load import LoadedRecipe
 from roundpipe_cli.recipe.schema import DEFAULT_LEARNING_RATES, DatasetConfig, Range, Recipe, plain_data, with_lists
 from roundpipe_cli.recipe.strict_yaml import MAX_BYTES, Place, parse_bytes
-from roundpipe_cli.train.checkpoint.manifest import STATE_NAME
+from roundpipe_cli.train.checkpoint.manifest import STATE_NAME, peek
 from roundpipe_cli.train.checkpoint.output_dir import list_checkpoints
-from roundpipe_cli.train.checkpoint.reading import Checkpoint, peek
+from roundpipe_cli.train.checkpoint.reading import Checkpoint
 from roundpipe_cli.train.prepare.devices import threads_per_worker
 from roundpipe_cli.train.prepare.setup import Setup
 

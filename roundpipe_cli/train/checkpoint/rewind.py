@@ -23,6 +23,7 @@ from typing import Any
 
 from roundpipe_cli.events import Say
 from roundpipe_cli.files import disk_error, read_json_of_ours, read_regular, sync, write_atomically
+from roundpipe_cli.train.checkpoint.manifest import peek
 from roundpipe_cli.train.checkpoint.output_dir import (
     EVAL_NAME,
     EVENTS_NAME,
@@ -37,7 +38,6 @@ from roundpipe_cli.train.checkpoint.output_dir import (
     list_set_aside,
     whole_folder,
 )
-from roundpipe_cli.train.checkpoint.reading import peek
 
 # Whether a run's rows are as it wrote them: a running SHA-256, held by each checkpoint and compared at resume.
 

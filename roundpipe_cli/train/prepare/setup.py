@@ -73,47 +73,6 @@ from roundpipe_cli.train.prepare.trainable import (
 )
 from roundpipe_cli.units import format_bytes, format_count
 
-# The base model of a run: its files, and the format of its weights in memory.
-
-
-@dataclass(frozen=True)
-class BaseModel:
-    """The base model's files."""
-
-    source: ModelSource
-    packed_as: PackedName | None
-    """Format of the blocks' frozen weights; None: they are not packed."""
-    is_stored_packed: bool
-    """Whether the files themselves are in 4 bit."""
-
-
-def find_base(
-    loaded: LoadedRecipe, revision: str | None, *, offline: bool, tell: Tell, source: ModelSource | None = None
-) -> BaseModel:
-    """The base model of a recipe; a hub model is downloaded if it is not here.
-
-    Args:
-        revision: of a hub model; a run that continues may have another than its recipe.
-        source: the model's files, where they were found and checked before.
-
-    Raises:
-        RefusedError, ResourceError: see `resolve_model`.
-    """
-    recipe = loaded.recipe
-    packed_as = recipe.packed_as
-    if packed_as is not None and PACKED_FORMATS[packed_as].needs_bitsandbytes:
-        require_bitsandbytes(f"{PACKED_FORMATS[packed_as].key}: true")
-    if source is None:
-        source = resolve_model(recipe.model, revision=revision, recipe_folder=loaded.folder, offline=offline, tell=tell)
-    if revision != recipe.revision and source.commit is not None:
-        tell(Notice(f"base model: commit {source.commit[:12]}, with which the run began"))
-    if not stored_in_4bit(source):
-        return BaseModel(source, packed_as, False)
-    check_stored_in_4bit(source.name, method=recipe.method, packed_as=packed_as)
-    require_bitsandbytes(f"{source.name}, whose files are in bitsandbytes' 4 bit")
-    return BaseModel(source, "4bit", True)
-
-
 # The choice of `packing: auto` for a run, from its rows and its model.
 
 
@@ -150,18 +109,10 @@ def _obstacle(recipe: Recipe, model: nn.Module, split: ModelSplit) -> str | None
 # The value of `micro_batch_tokens: auto` for a run.
 
 
-def with_token_budget(
-    loaded: LoadedRecipe,
-    tell: Tell,
-    smallest: Callable[[int], int] = lambda tokens: tokens,
-    asked: PlanRequest | None = None,
+def _with_token_budget(
+    loaded: LoadedRecipe, tell: Tell, smallest: Callable[[int], int], asked: PlanRequest | None
 ) -> LoadedRecipe:
-    """The recipe with `micro_batch_tokens` decided; a full row where `plan` has no figures of the model.
-
-    Args:
-        smallest: of the numbers of all machines of the run.
-        asked: see `ask_here`.
-    """
+    """The recipe with `micro_batch_tokens` decided; a full row where `plan` has no figures of the model."""
     recipe = loaded.recipe
     if recipe.micro_batch_tokens != "auto":
         return loaded
@@ -414,15 +365,17 @@ def prepare(
     *,
     offline: bool,
     tell: Tell,
-    base: BaseModel | None = None,
+    source: ModelSource | None = None,
     asked: PlanRequest | None = None,
+    smallest: Callable[[int], int] = lambda tokens: tokens,
     elsewhere: Callable[[Sequence[LayerLayout]], Collection[int]] = lambda layouts: (),
 ) -> Setup:
     """Load all that a run needs.
 
     Args:
-        base: None: as the recipe names it.
+        source: the base model's files, where they were found before.
         asked: see `ask_here`.
+        smallest: of the numbers of all machines of the run.
         elsewhere: says which layers' masters another process keeps.
 
     Raises:
@@ -430,21 +383,27 @@ def prepare(
         ResourceError: not enough host memory (exit code 5).
     """
     settle_heap()
-    loaded = with_token_budget(loaded, tell, asked=asked)
-    base = base or find_base(loaded, loaded.recipe.revision, offline=offline, tell=tell)
-    fingerprint = Fingerprint(base.source)
+    loaded = _with_token_budget(loaded, tell, smallest, asked)
+    recipe = loaded.recipe
+    if recipe.packed_as is not None and PACKED_FORMATS[recipe.packed_as].needs_bitsandbytes:
+        require_bitsandbytes(f"{PACKED_FORMATS[recipe.packed_as].key}: true")
+    source = source or resolve_model(
+        recipe.model, revision=recipe.revision, recipe_folder=loaded.folder, offline=offline, tell=tell
+    )
+    packed_as = _packed_as(source, recipe)
+    fingerprint = Fingerprint(source)
     devices, loaded = _on_devices(loaded, tell)
     recipe = loaded.recipe
-    config, base_files = config_and_files(base.source, recipe, tell)
+    config, base_files = config_and_files(source, recipe, tell)
     model = build_skeleton(config, DTYPES[recipe.dtype])
-    if base.source.gguf_file is None and (untied := untie_stored(model, base.source.folder)):
+    if source.gguf_file is None and (untied := untie_stored(model, source.folder)):
         tell(Notice(untied))
     split = split_model(model)
     slow = describe_slow_kernels(model.get_submodule(split.blocks_path).children(), devices)
     balance = describe_router_loss(split.routers, split.no_router_loss)
     tell_notices(tell, balance, describe_unreached(model, split), slow)
     _check_model(model, split, recipe, devices)
-    tokenizer, new = load_with_tokens(base.source, recipe.add_tokens)
+    tokenizer, new = load_with_tokens(source, recipe.add_tokens)
     grow_tables(model, new.ids)
     dataset, rejected, evaluation, base_files = _read_data(loaded, tokenizer, base_files, offline, tell=tell)
     tell_notices(tell, *new.describe(dataset.rows))
@@ -454,27 +413,27 @@ def prepare(
     if recipe.lr_scheduler_kwargs:
         rate_schedule_of(recipe, num_steps_of(recipe, sampler))  # and a learning rate out of bounds
     start = start_folder(loaded)
-    put_into, build = _making_trainable(recipe, base.source, start, new)
+    put_into, build = _making_trainable(recipe, source, start, new)
     if start is None:
         tell_notices(tell, *_describe_targets(model, split, recipe))
     peft_model = put_into(model, split)
     adapted = describe_adapted_experts(model) if peft_model is not None else None
-    tell_notices(tell, adapted, describe_reference(recipe, base.source, start))
-    packed = _packed_names(base, model, split, tell)
+    tell_notices(tell, adapted, describe_reference(recipe, source, start))
+    packed = _packed_names(source, packed_as, model, split, tell=tell)
     proof = prove_once(model, split, recipe, build, tell)
     refuse_long_rows(longest_row(dataset, rejected, evaluation), proof)
     layouts = [
-        make_layout(name, parameters, DTYPES[recipe.dtype], packed, packed_as=base.packed_as)
+        make_layout(name, parameters, DTYPES[recipe.dtype], packed, packed_as=packed_as)
         for name, parameters in zip(split.layer_names(), layer_parameters(model, split), strict=True)
     ]
     store = _make_store(recipe, layouts, tell, elsewhere(layouts))
-    fill_store(store, base.source, model, recipe, new=new, start=start, tell=tell)
+    fill_store(store, source, model, recipe, new=new, start=start, tell=tell)
     tell(Notice(_describe_model(config, layouts, recipe, devices), is_detail=True))
     fused = None if proof.not_fused else _find_fused(recipe, model, split, tell)
     chunk = head_chunk_tokens(recipe.head_chunk_tokens, config.get_text_config().vocab_size)
     return Setup(
         replace(recipe, head_chunk_tokens=chunk),
-        base.source,
+        source,
         tokenizer,
         dataset,
         rejected,
@@ -486,10 +445,10 @@ def prepare(
         store,
         base_files,
         fingerprint.result(),
-        config_fingerprint(base.source),
+        config_fingerprint(source),
         start_hash(start, recipe),
         fused,
-        decide_unpacking(loaded, base.packed_as, tell, asked),
+        decide_unpacking(loaded, packed_as, tell, asked),
     )
 
 
@@ -606,14 +565,24 @@ def _making_trainable(
     return put_into, build
 
 
-def _packed_names(base: BaseModel, model: nn.Module, split: ModelSplit, tell: Tell) -> frozenset[str]:
-    """Names of the weights that lie packed."""
-    packed = quantizable_names(model, split.blocks_path) if base.packed_as else frozenset()
-    if base.is_stored_packed:
+def _packed_as(source: ModelSource, recipe: Recipe) -> PackedName | None:
+    """Format of the blocks' frozen weights; None: they are not packed."""
+    if not stored_in_4bit(source):
+        return recipe.packed_as
+    check_stored_in_4bit(source.name, method=recipe.method, packed_as=recipe.packed_as)
+    require_bitsandbytes(f"{source.name}, whose files are in bitsandbytes' 4 bit")
+    return "4bit"
+
+
+def _packed_names(
+    source: ModelSource, packed_as: PackedName | None, model: nn.Module, split: ModelSplit, *, tell: Tell
+) -> frozenset[str]:
+    packed = quantizable_names(model, split.blocks_path) if packed_as else frozenset()
+    if stored_in_4bit(source):
         kinds = {name: type(model.get_submodule(name.rpartition(".")[0])).__name__ for name in packed}
         packed = frozenset(name for name in packed if kinds[name] != "Conv1D")  # files hold these transposed
-        return packed_names(base.source, model) & packed
-    if base.packed_as and (whole := check_packed(model, split.blocks_path, packed, base.packed_as)):
+        return packed_names(source, model) & packed
+    if packed_as and (whole := check_packed(model, split.blocks_path, packed, packed_as)):
         tell(Notice(whole))
     return packed
 
