@@ -43,7 +43,7 @@ from roundpipe_cli.planning.search.stages import StageLimits
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.schedule.builders import Rounds, build_schedule
-from roundpipe_cli.train.build import make_planner, page_locked
+from roundpipe_cli.train.build import PageLocks, make_planner
 from roundpipe_cli.train.optim.optimizer import HostOptimizer
 from roundpipe_cli.train.prepare.setup import Setup, prepare
 
@@ -172,7 +172,7 @@ def measure(args: argparse.Namespace, dtype: str) -> dict[str, list[float]]:
     workers = backends(args)
     planner = make_planner(setup)
     seconds: dict[str, list[float]] = {name: [] for name in ("plain", "independent", "engine", "planned", "bubble")}
-    locked = page_locked(setup.store, setup.devices, setup.recipe.weights, print)
+    locked = PageLocks(setup.store, setup.devices, setup.recipe.weights, print)
     with (
         locked,
         Engine(setup.model, setup.split, setup.store, workers, options=EngineOptions(fused=setup.fused)) as engine,

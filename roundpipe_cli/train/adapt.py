@@ -177,6 +177,7 @@ class LostDevices:
         cache: AutoCache,
         devices: Sequence[str],
         *,
+        locks: PageLocks,
         stops: bool,
         lost_at: str = "",
         refused: Callable[[Sequence[int]], str | None] | None = None,
@@ -187,9 +188,7 @@ class LostDevices:
         `Reporting`."""
         self._engine, self._planner, self._cache = engine, planner, cache
         self._devices, self._stops, self._lost_at = tuple(devices), stops, lost_at
-        self._refused, self._tell, self._clock = refused, tell, clock
-        self.locks = PageLocks("pageable", tell)
-        """The store's."""
+        self._refused, self._tell, self._clock, self._locks = refused, tell, clock, locks
 
     def again(self, run: Callable[[], T], at: str, *, lasting: Lasting = lambda hangs: None) -> T:
         """The result of `run`, which begins anew where a device is lost meanwhile.
@@ -225,7 +224,7 @@ class LostDevices:
             DeviceLostError: this cannot be.
         """
         engine = self._engine
-        self.locks.stays |= hangs
+        self._locks.stays |= hangs
         silent = set(engine.silent(but=shown if hangs else ()))
         lost = self._of_one_device(silent | shown if hangs or not silent else silent)
         left = [worker for worker in range(engine.num_workers) if worker not in lost]
@@ -248,7 +247,7 @@ class LostDevices:
         self._say(lost, at, cause, names)
         threads = engine.leave_out(lost, hang=hangs)
         if hangs:
-            self.locks.lock(engine.store.gradients, self._name(0))
+            self._locks.lock(engine.store.gradients, self._name(0))
         self._planner.leave_out(lost)
         self._cache.leave_out(lost)
         if threads:

@@ -21,7 +21,7 @@ from roundpipe_cli.planning.run_plan import with_schedule
 from roundpipe_cli.recipe.load import LoadedRecipe
 from roundpipe_cli.train.auto_cache import KeptWeights, is_cache_open, trained_weight_bytes, weights_to_keep
 from roundpipe_cli.train.batches import make_microbatches, make_sampler
-from roundpipe_cli.train.build import make_engine, make_planner, page_locked, weight_cache_bytes
+from roundpipe_cli.train.build import PageLocks, make_engine, make_planner, weight_cache_bytes
 from roundpipe_cli.train.monitor.telemetry import Telemetry, run_started, step_figures, step_timeline
 from roundpipe_cli.train.prepare.setup import Setup, prepare
 
@@ -107,7 +107,7 @@ def compare_for_real(
     microbatches, num_tokens = make_microbatches(setup, make_sampler(setup).next_step())
     clock = run_clock()
     with (
-        page_locked(setup.store, setup.devices, setup.recipe.weights, tell),
+        PageLocks(setup.store, setup.devices, setup.recipe.weights, tell),
         make_engine(setup) as engine,
         Telemetry(engine, setup.devices, tell, clock, live=live),
     ):

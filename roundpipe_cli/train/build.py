@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -257,13 +256,32 @@ LOCKED_FOR_BOUNDARIES_BYTES = 2 * 1024**3
 
 
 class PageLocks:
-    """Host buffers that are page-locked, by `page_locked`."""
+    """Page-locks a store's weights and gradients inside `with`, so that copies to GPUs run beside the host.
 
-    def __init__(self, weights: str, tell: Callable[[Notice], None]) -> None:
-        self._weights, self._tell = weights, tell
+    `weights: auto` continues with ordinary memory where the system refuses, and says so. Some of what was locked is
+    given back then: without any for the boundaries GPUs would wait for each of them.
+
+    Raises (on entry):
+        ResourceError: `weights: pinned` and the system refuses.
+    """
+
+    def __init__(self, store: WeightStore, devices: Sequence[str], weights: str, tell: Tell) -> None:
+        """`weights`: as in the recipe."""
+        self._store, self._devices, self._weights, self._tell = store, devices, weights, tell
         self._locked: list[torch.Tensor] = []
         self.stays = False
         """Nothing is unlocked any more: the driver would wait for a device that hangs."""
+
+    def __enter__(self) -> PageLocks:
+        try:
+            self.lock(self._store.transferred, self._devices[0])
+        except BaseException:
+            self.unlock()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.unlock()
 
     def lock(self, buffers: Sequence[torch.Tensor], device: str) -> None:
         """Page-lock more buffers, by the driver's context of a device that works."""
@@ -283,24 +301,3 @@ class PageLocks:
         while self._locked and freed < num_bytes and not self.stays:
             freed += self._locked[-1].nbytes
             cuda.unregister_host_buffer(self._locked.pop())
-
-
-@contextmanager
-def page_locked(store: WeightStore, devices: Sequence[str], weights: str, tell: Tell) -> Iterator[PageLocks]:
-    """Page-lock the store's weights and gradients inside the `with` block, so that copies to GPUs run beside the host.
-
-    Args:
-        weights: as in the recipe.
-
-    `weights: auto` continues with ordinary memory where the system refuses, and says so. Some of what was locked is
-    given back then: without any for the boundaries GPUs would wait for each of them.
-
-    Raises:
-        ResourceError: `weights: pinned` and the system refuses.
-    """
-    locks = PageLocks(weights, tell)
-    try:
-        locks.lock(store.transferred, devices[0])
-        yield locks
-    finally:
-        locks.unlock()

@@ -27,7 +27,7 @@ from roundpipe_cli.recipe.schema import Recipe, plain_data
 from roundpipe_cli.train.adapt import FiniteGuard, Fit, LostDevices, resumed_fit
 from roundpipe_cli.train.auto_cache import make_auto_cache
 from roundpipe_cli.train.batches import describe_order, log_rows, make_microbatches, make_sampler
-from roundpipe_cli.train.build import make_engine, make_planner, page_locked
+from roundpipe_cli.train.build import PageLocks, make_engine, make_planner
 from roundpipe_cli.train.checkpoint.output_dir import EVAL_NAME, METRICS_NAME
 from roundpipe_cli.train.checkpoint.reading import Checkpoint
 from roundpipe_cli.train.checkpoint.resume import SavedEvaluation, check_state, check_tensors, run_state
@@ -53,51 +53,13 @@ from roundpipe_cli.train.optim.updater import Updater
 from roundpipe_cli.train.preference import Scorer, add_references, make_pairs, pair_metrics
 from roundpipe_cli.train.prepare.devices import updater_threads
 from roundpipe_cli.train.prepare.learning_rate import describe_change, describe_schedule, num_steps_of, rate_schedule_of
-from roundpipe_cli.train.prepare.setup import Setup, grouping_of
+from roundpipe_cli.train.prepare.setup import Setup
 from roundpipe_cli.train.result.export import write_run_card
 from roundpipe_cli.train.result.finish import RunLog, make_report, write_report, write_trace
 from roundpipe_cli.train.signals import EXIT_CODES, Reporting, StopSignals
 from roundpipe_cli.units import counted, shown_step
 
-# A step of the longest rows before the first one: a device that is too small shows at once, not hours later.
-#
-# The result is discarded: weights, the order of the rows and every bit of the run are as without it.
-
 RunStep = Callable[[Engine, int, list[Microbatch]], StepResult]
-Compute = Callable[[list[RowBatch], RunStep], object]
-"""Computes a step of such rows by the given function; where the recipe lets it adapt, with less memory."""
-
-
-def try_longest(
-    setup: Setup, planner: AdaptivePlanner, compute: Compute, lost: LostDevices, *, tell: Tell, is_only: bool
-) -> None:
-    """Compute a step of the longest rows with the stages of later steps, where the recipe says so, and discard it.
-
-    Raises:
-        OutOfDeviceMemoryError: it does not fit.
-    """
-    asked, recipe = setup.recipe.check_longest_rows, setup.recipe
-    if asked is False or (asked == "auto" and setup.devices[0] == "cpu"):
-        return
-    if recipe.packs or not is_only:
-        if asked is True:
-            why = "packed sequences are about as long" if recipe.packs else "there are several machines"
-            tell(Notice(f"check_longest_rows: no step is tried before the first one, since {why}"))
-        return
-
-    def run(engine: Engine, step: int, microbatches: list[Microbatch]) -> StepResult:
-        def compute() -> StepResult:
-            return engine.run_step(microbatches, planner.expected(len(microbatches)), step=step, version=step)
-
-        return lost.again(compute, "the step of the longest rows")
-
-    lengths = setup.dataset.rows.lengths
-    if setup.rejected is not None:
-        lengths = np.maximum(lengths, setup.rejected.lengths)
-    tell(Phase("computing a step of the longest rows"))
-    compute(longest_batches(grouping_of(recipe, lengths), recipe.rows_per_step), run)
-    text = f"the longest rows ({lengths.max()} tokens) fit: a step of them was computed and discarded"
-    tell(Notice(f"{text}; check_longest_rows=false begins without it"))
 
 
 def longest_batches(grouping: Grouping, num_rows: int) -> list[RowBatch]:
@@ -242,11 +204,13 @@ class Trainer:
         if self._fit.recompute != self.recipe.pipeline.recompute:
             engine.use_less_memory()
         size = self.recipe.microbatches_per_step
+        locks = PageLocks(setup.store, setup.devices, self.recipe.weights, self._tell)
         self._lost = LostDevices(
             engine,
             self._planner,
             self._auto_cache,
             setup.devices,
+            locks=locks,
             stops=self.recipe.on_device_loss == "stop",
             lost_at=self._lost_at,
             refused=self._reporting.refused,
@@ -272,7 +236,7 @@ class Trainer:
         self._saver = Saver(self.output_dir, self.recipe.save_total_limit, self._tell, lambda _: evaluator.prune())
         self._updater.before_layer = self._saver.before_layer
         with (
-            page_locked(setup.store, setup.devices, self.recipe.weights, self._tell) as self._lost.locks,
+            locks,
             engine,
             self._updater,
             self._saver,
@@ -286,8 +250,7 @@ class Trainer:
             with Telemetry(engine, setup.devices, self._tell, self._clock, live=self._reporting.live):
                 done = first_step
                 if not self._is_last(done):
-                    compute = partial(self._compute, engine, done)
-                    try_longest(setup, self._planner, compute, self._lost, tell=self._tell, is_only=alone)
+                    self._try_longest(engine, done)
                 if done and evaluator.is_owed(done):  # a signal came first
                     evaluator.evaluate(done)
                     self._at_border(done)
@@ -380,6 +343,33 @@ class Trainer:
 
     # -- one step ------------------------------------------------------------------------------------------------
 
+    def _try_longest(self, engine: Engine, done: int) -> None:
+        """Compute a step of the longest rows with the stages of later steps, where the recipe says so, and discard it:
+        a device that is too small shows at once, not hours later, and every bit of the run is as without it.
+
+        Raises:
+            OutOfDeviceMemoryError: it does not fit.
+        """
+        asked, recipe, grouping = self.recipe.check_longest_rows, self.recipe, self.sampler.grouping
+        if asked is False or (asked == "auto" and self.setup.devices[0] == "cpu"):
+            return
+        if recipe.packs or not self._machines.is_only:
+            if asked is True:
+                why = "packed sequences are about as long" if recipe.packs else "there are several machines"
+                self._say(f"check_longest_rows: no step is tried before the first one, since {why}")
+            return
+        assert grouping is not None
+        self._tell(Phase("computing a step of the longest rows"))
+        self._compute(engine, done, longest_batches(grouping, recipe.rows_per_step), self._run_discarded)
+        text = f"the longest rows ({grouping.lengths.max()} tokens) fit: a step of them was computed and discarded"
+        self._say(f"{text}; check_longest_rows=false begins without it")
+
+    def _run_discarded(self, engine: Engine, step: int, microbatches: list[Microbatch]) -> StepResult:
+        def run() -> StepResult:
+            return engine.run_step(microbatches, self._planner.expected(len(microbatches)), step=step, version=step)
+
+        return self._lost.again(run, "the step of the longest rows")
+
     def _one_step(self, engine: Engine, step: int) -> None:
         started_s = time.monotonic()
         learning_rate = self._learning_rate(step)
@@ -453,7 +443,7 @@ class Trainer:
     def _run_step(self, engine: Engine, step: int, microbatches: list[Microbatch]) -> StepResult:
         scale = self._guard.loss_scale
         own, part = self._sharing.share_of(microbatches)
-        on_gradient = self._sharing.begin(step, self._updater.gradient_complete if self._updates_early else None)
+        on_gradient = self._sharing.begin(self._updater.gradient_complete if self._updates_early else None)
 
         def run() -> StepResult:
             return engine.run_step(

@@ -8,9 +8,9 @@ others. All machines then make the same update. The first one writes metrics, ch
 from __future__ import annotations
 
 import math
-import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 
@@ -30,12 +30,12 @@ from roundpipe_cli.model.layout import LayerLayout
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.train.checkpoint.writing import Snapshot
 from roundpipe_cli.train.nodes.agreement import weight_facts
-from roundpipe_cli.train.nodes.group import Nodes
+from roundpipe_cli.train.nodes.group import Nodes, in_thread
 from roundpipe_cli.train.optim.shard import Shards, make_shards
 
 
 class Sharing:
-    """One process' part in the steps of a run; owns the thread that sums gradients, inside `with`."""
+    """One process' part in the steps of a run, inside `with`; a thread sums the gradients of each."""
 
     def __init__(
         self,
@@ -65,15 +65,13 @@ class Sharing:
         """Layers in the order of their sums, which must be equal on all processes; about that of backward."""
         self._complete: dict[int, Callable[[], float]] = {}
         self._changed = threading.Condition()
-        self._orders: queue.Queue[int | None] = queue.Queue()
-        self._answers: queue.Queue[dict[int, float] | BaseException] = queue.Queue()
+        self._squares: Future[dict[int, float]] | None = None
+        """The sum of squares of each layer's gradient, when all are summed."""
         self._given_up = False
         self.given: set[int] = set()
         """Layers of the step whose gradients the others may have: where the step is computed again, those stay."""
-        self._thread = threading.Thread(target=self._main, name="gradient-sums", daemon=True)
 
     def __enter__(self) -> Sharing:
-        self._thread.start()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -82,8 +80,7 @@ class Sharing:
             self._changed.notify()
         if error is not None:
             self._nodes.leave(error)
-        self._orders.put(None)
-        self._thread.join(1.0 if error is not None else 5.0)
+            wait([self._squares] if self._squares else [], 1.0)
 
     def share_of(self, microbatches: Sequence[Microbatch]) -> tuple[list[Microbatch], Part]:
         """This process' microbatches of a step: every process has about as many, in order."""
@@ -98,12 +95,12 @@ class Sharing:
             mine = [replace(nothing, labels=torch.full_like(nothing.labels, IGNORED_LABEL))]
         return mine, Part(first, num_units)
 
-    def begin(self, step: int, on_gradient: OnGradient | None = None) -> OnGradient:
-        """The gradients of `step` will be summed as `complete` names their layers; returns that. There is no
+    def begin(self, on_gradient: OnGradient | None = None) -> OnGradient:
+        """The gradients of a step will be summed as `complete` names their layers; returns that. There is no
         `on_gradient`: nobody may use a gradient before it is summed."""
         assert on_gradient is None
         self._complete, self.given = {}, set()
-        self._orders.put(step)
+        self._squares = in_thread(self._sum, "gradient-sums")
         return self.complete
 
     def complete(self, layer: int, square_sum: Callable[[], float]) -> None:
@@ -120,26 +117,16 @@ class Sharing:
         Raises:
             NodeLostError: another process ended.
         """
-        answer = self._answers.get()
-        if isinstance(answer, BaseException):
-            raise answer
-        squares = [answer[layer] for layer in sorted(answer)]
+        assert self._squares is not None
+        squares = [square for _, square in sorted(self._squares.result().items())]
         shared = squares if self._owner is not None else []
         loss, tokens, *whole = self._nodes.sums([result.loss, result.num_target_tokens, *shared])
         squares = whole or squares
         norm = math.sqrt(sum(squares)) / loss_scale
         return replace(result, loss=loss, num_target_tokens=int(tokens), gradient_norm=norm)
 
-    def _main(self) -> None:
+    def _sum(self) -> dict[int, float]:
         set_own_threads(1)  # a sum over several threads would depend on their number
-        while (step := self._orders.get()) is not None:
-            try:
-                answer: dict[int, float] | BaseException = self._sum(step)
-            except BaseException as error:  # passed on as a value; `finish` raises it
-                answer = error
-            self._answers.put(answer)
-
-    def _sum(self, step: int) -> dict[int, float]:
         squares = {}
         for layer in self._layers:
             with self._changed:
@@ -190,7 +177,7 @@ class WholeSteps:
         """This machine's microbatches of a step: all."""
         return list(microbatches), None
 
-    def begin(self, step: int, on_gradient: OnGradient | None) -> OnGradient | None:
+    def begin(self, on_gradient: OnGradient | None) -> OnGradient | None:
         """Begin a step; returns the function that is called with complete gradients."""
         return on_gradient
 

@@ -204,7 +204,7 @@ def test_weights_leave_page_locked_memory_to_boundaries(
     rig, said = FULL.rig(), list[str]()
     room = sum(buffer.nbytes for buffer in rig.store.transferred) - 1
     with simulated(max_locked_bytes=room, lazy=on_wsl) as simulation, engine_of(rig, backends_of((0, 1))) as engine:
-        with build.page_locked(rig.store, ["cuda:0"], "auto", lambda event: said.append(str(event))):
+        with build.PageLocks(rig.store, ["cuda:0"], "auto", lambda event: said.append(str(event))):
             locked = sum(end - first for first, end in simulation.machine.registered)
             result = step(engine, rig, expected)
         assert not simulation.machine.registered

@@ -19,7 +19,6 @@ import re
 import shutil
 import socket
 import stat
-import time
 from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
@@ -144,9 +143,6 @@ RUN_SUFFIXES = (".json", ".jsonl", ".yaml", ".safetensors", ".html")
 
 RESULT_FOLDER_MODE = 0o755
 """Others may read the folder, for the adapter; private files in it have stricter modes."""
-
-_HOLDER_WAIT_S = 0.5
-"""How long to wait for a holder that has the lock but has not written its name yet."""
 
 
 class RunState(Enum):
@@ -430,33 +426,16 @@ def _read_spared(marker: Path) -> frozenset[str] | None:
 
 
 def _in_use(folder: Path) -> OutputInUseError:
-    pid, host = _read_holder(folder / LOCK_NAME)
+    pid, host = "unknown", "unknown"
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, OverflowError):
+        holder = read_json_of_ours(folder / LOCK_NAME, MAX_LOCK_BYTES)
+        pid, host = str(int(holder["pid"])), str(holder["host"])
     return OutputInUseError(
         "another run is using the output directory",
         where=str(folder),
         found=f"process {pid} on host {host}",
         hint="wait for it or stop it, or start this run with another output_dir=",
     )
-
-
-def _read_holder(lock_path: Path) -> tuple[str, str]:
-    """Process id and host written in the lock file; waits briefly for a holder that is just starting.
-
-    A file left by a killed run names a process that is gone; the new holder overwrites it within moments.
-    """
-    deadline_s = time.monotonic() + _HOLDER_WAIT_S
-    pid, host = "unknown", "unknown"
-    while True:
-        try:
-            holder = read_json_of_ours(lock_path, MAX_LOCK_BYTES)
-            pid, host = str(int(holder["pid"])), str(holder["host"])
-            if host != socket.gethostname() or _is_alive(int(pid)):
-                return pid, host
-        except (OSError, ValueError, KeyError, TypeError, OverflowError):
-            pass
-        if time.monotonic() > deadline_s:
-            return pid, host
-        time.sleep(0.02)
 
 
 def _is_alive(pid: int) -> bool:

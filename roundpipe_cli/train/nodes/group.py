@@ -409,12 +409,8 @@ class Nodes:
                 self._behind = [rank for rank in range(self.count) if at[rank] < at[self.rank]]
 
 
-def _beside(work: Callable[[], Answer], limit_s: float, obstacle: Callable[[], str] = lambda: "no answer") -> Answer:
-    """The answer of `work`, which a thread carries out; while it is waited for, signals are heard.
-
-    Raises:
-        RuntimeError: it takes longer than `limit_s`.
-    """
+def in_thread(work: Callable[[], Answer], name: str) -> Future[Answer]:
+    """The answer of `work`, or its error, which a daemon thread carries out."""
     answer: Future[Answer] = Future()
 
     def carry_out() -> None:
@@ -423,7 +419,17 @@ def _beside(work: Callable[[], Answer], limit_s: float, obstacle: Callable[[], s
         except BaseException as error:  # passed on as a value
             answer.set_exception(error)
 
-    threading.Thread(target=carry_out, name="waits", daemon=True).start()
+    threading.Thread(target=carry_out, name=name, daemon=True).start()
+    return answer
+
+
+def _beside(work: Callable[[], Answer], limit_s: float, obstacle: Callable[[], str] = lambda: "no answer") -> Answer:
+    """The answer of `work`, which a thread carries out; while it is waited for, signals are heard.
+
+    Raises:
+        RuntimeError: it takes longer than `limit_s`.
+    """
+    answer = in_thread(work, "waits")
     try:
         return answer.result(limit_s)
     except NoAnswerError:
