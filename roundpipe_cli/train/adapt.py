@@ -217,12 +217,8 @@ class LostDevices:
             self._leave_out(lost, at, cause, hangs=hangs, lasting=lasting(hangs))
 
     def _leave_out(self, shown: set[int], at: str, cause: str, *, hangs: bool, lasting: str | None) -> None:
-        """Go on without the devices that are lost. An error tells of the workers `shown`: that of one device comes up
-        on others too, which wait for it.
-
-        Raises:
-            DeviceLostError: this cannot be.
-        """
+        """Go on without the devices that are lost, or raise a DeviceLostError. An error tells of the workers `shown`:
+        that of one device comes up on others too, which wait for it."""
         engine = self._engine
         self._locks.stays |= hangs
         silent = set(engine.silent(but=shown if hangs else ()))
@@ -276,7 +272,6 @@ class LostDevices:
         return needed < host_memory().available_bytes
 
     def _end(self, lost: set[int], reason: str, at: str, cause: str) -> DeviceLostError:
-        """The error that ends the run and says which devices to leave out."""
         rest = [self._name(worker) for worker in range(self._engine.num_workers) if worker not in lost]
         names = ", ".join(sorted({self._name(worker) for worker in lost}))
         self._say(lost, at, cause, ())

@@ -131,7 +131,6 @@ class AutoCache:
         """
         Args:
             devices: of each worker; one that is listed twice counts the memory of both.
-            is_open: whether there is anything to decide.
             trained_bytes: of a trained weight; None: stages stay as they are, even if all weights fit.
         """
         self._planner, self._tell, self._trained_bytes = planner, tell, trained_bytes

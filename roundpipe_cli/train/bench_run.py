@@ -91,17 +91,12 @@ def compare_for_real(
     live: bool = False,
     asked: PlanRequest | None = None,
 ) -> Comparison:
-    """Profile the layers, plan each schedule with the measured costs, then run all of them in turn.
-
-    No weight is changed: the same step is computed again and again.
+    """Profile the layers, plan each schedule with the measured costs, then run all of them in turn: the same step again
+    and again, which changes no weight.
 
     Args:
         live: report several times a second what the workers do.
         asked: see `ask_here`.
-
-    Raises:
-        RefusedError: recipe, model or data refused.
-        InternalError: two schedules give different losses.
     """
     setup = prepare(loaded, offline=False, tell=tell, asked=asked)
     microbatches, num_tokens = make_microbatches(setup, make_sampler(setup).next_step())
@@ -184,7 +179,6 @@ Ran = Callable[[StepResult], None]
 
 
 def _teller(tell: Tell, clock: Callable[[], float], num_steps: int, num_tokens: int) -> Ran:
-    """Reports each step as if it were a step of training."""
     taken: list[float] = []
 
     def ran(result: StepResult) -> None:
@@ -222,11 +216,7 @@ def profile(
 
 
 def check_losses(measured: Sequence[Measured], tolerance: float) -> None:
-    """Refuse to compare schedules that do not compute the same.
-
-    Raises:
-        InternalError: which two, and their losses.
-    """
+    """Raise an InternalError for two schedules that do not compute the same."""
     first = measured[0]
     for entry in measured[1:]:
         if abs(entry.loss - first.loss) > tolerance * abs(first.loss):

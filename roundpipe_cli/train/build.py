@@ -161,7 +161,6 @@ class _Form:
 
 
 def _microbatch_form(setup: Setup, *, longest: bool) -> _Form:
-    """Shape of the longest microbatch, or of a usual one."""
     recipe = setup.recipe
     lengths = setup.dataset.rows.lengths
     tokens = int(lengths.max()) if longest else max(1, int(lengths.mean()))

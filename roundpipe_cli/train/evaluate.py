@@ -173,7 +173,6 @@ class Evaluator:
         return loss_sum / tokens, tokens, None
 
     def _samples(self, done: int) -> Iterator[tuple[str, str]]:
-        """Greedy answers to the prompts of the first evaluation rows."""
         recipe, tokenizer = self._setup.recipe, self._setup.tokenizer
         prompts = [prompt_ids(row) for row in self._setup.eval_rows[: recipe.eval_samples]]
         if not prompts:

@@ -27,11 +27,7 @@ WORKING_FLOORS = {
 
 
 def check_floors() -> None:
-    """Refuse to start with a library that is too old, before it is imported.
-
-    Raises:
-        RecipeError: (exit code 2) each of them with the reason.
-    """
+    """Raise a RecipeError (exit code 2) for libraries that are too old, with the reasons, before they are imported."""
     problems = []
     for name in FLOORS | WORKING_FLOORS:
         safe, reason = FLOORS.get(name, ("0", ""))

@@ -291,11 +291,7 @@ class Trainer:
         return figures
 
     def _at_border(self, done: int) -> None:
-        """Between two steps: save where it is due or asked for, wait while the run is paused, stop if asked.
-
-        Raises:
-            StoppedError: a signal asked for it; a checkpoint is written.
-        """
+        """Between two steps: save where it is due or asked for, wait while paused, stop if asked (StoppedError)."""
         last, ends_epoch = self._is_last(done), self.sampler.position.starts_epoch
         due = last or is_due(self.recipe.save_steps, done, self.num_steps, ends_epoch=ends_epoch)
         held = False
@@ -329,27 +325,20 @@ class Trainer:
             )
 
     def _asked(self) -> tuple[signal.Signals | None, bool, bool]:
-        """The signal that asks for a stop, whether the run is held, and whether a checkpoint is asked for.
-
-        What one machine is told holds for all.
-        """
+        """The signal that asks for a stop, whether the run is held, and whether a checkpoint is asked for: what one
+        machine is told holds for all."""
         asked = [self._signals.requested or 0, self._signals.paused, self._signals.take_save()]
         number, paused, save = self._machines.nodes.most(asked)
         return signal.Signals(number) if number else None, bool(paused), bool(save)
 
     def _is_last(self, done: int) -> bool:
-        """Whether nothing is left to train after `done` updates."""
         return (done >= self.num_steps or self.evaluator.exhausted) and not self.evaluator.is_owed(done)
 
     # -- one step ------------------------------------------------------------------------------------------------
 
     def _try_longest(self, engine: Engine, done: int) -> None:
         """Compute a step of the longest rows with the stages of later steps, where the recipe says so, and discard it:
-        a device that is too small shows at once, not hours later, and every bit of the run is as without it.
-
-        Raises:
-            OutOfDeviceMemoryError: it does not fit.
-        """
+        a device that is too small shows at once, not hours later, and every bit of the run is as without it."""
         asked, recipe, grouping = self.recipe.check_longest_rows, self.recipe, self.sampler.grouping
         if asked is False or (asked == "auto" and self.setup.devices[0] == "cpu"):
             return
@@ -524,17 +513,12 @@ class Trainer:
         self._saver.begin(self._machines.own_part(Snapshot(step, layers, self._layer_state, ready, meta)), started_s)
 
     def _layer_state(self, layer: int) -> State:
-        """One layer's part of a checkpoint."""
         store = self.setup.store
         state = [("masters", place.name, store.master(place.name)) for place in store.layouts[layer].trainable]
         return state + [("moments", name, tensor) for name, tensor in self.optimizer.moments_of(layer)]
 
     def _restore(self, checkpoint: Checkpoint) -> int:
-        """Take up the run where the checkpoint was made; returns its step.
-
-        Raises:
-            NoCheckpointError: its tensors are others than this run's.
-        """
+        """Take up the run where the checkpoint was made; returns its step."""
         meta, state, store = checkpoint.meta, check_state(checkpoint), self.setup.store
         own = {name: store.master(name) for name in sorted(store.trainable_names)}
         check_tensors(checkpoint, {"masters": own, "moments": dict(self.optimizer.moments())})

@@ -48,7 +48,6 @@ class Sharing:
     ) -> None:
         """
         Args:
-            store: of the gradients.
             late_layers: trained layers whose gradients are complete at the end of a step only.
             table: name of the embedding table.
             owner: rank by layer, where one process alone wants the sum of each; None: all want all.
@@ -150,10 +149,8 @@ class Sharing:
         self._nodes.add_up(tensor, None if self._owner is None else self._owner[layer])
 
     def _sum_embed(self, gradient: torch.Tensor, table: str) -> None:
-        """Sum the embed layer's gradient, of the table only the rows that the step has tokens for.
-
-        It is complete last, with nothing left to compute beside its sum, and the table may be a good part of a model.
-        """
+        """Sum the embed layer's gradient, of the table only the rows that the step has tokens for: it is complete last,
+        with nothing left to compute beside its sum, and the table may be a good part of a model."""
         rows, view = self._rows, self._store.gradient(table)
         if rows is None or 2 * len(rows) > len(view):
             self._add_up(0, gradient)

@@ -105,10 +105,8 @@ class Scorer:
 
 
 def make_pairs(setup: Setup, batches: Sequence[RowBatch]) -> tuple[list[Microbatch], int]:
-    """Microbatches of a step's pairs, chosen rows first, and the number of their tokens without padding.
-
-    They have their loss, but for DPO's reference: see `add_references`.
-    """
+    """Microbatches of a step's pairs, chosen rows first, with their loss (but see `add_references`), and the number of
+    their tokens without padding."""
     assert setup.rejected is not None
     parts = [[index for sequence in batch for index in sequence] for batch in batches]
     return _collated(
@@ -158,9 +156,8 @@ def with_prompts(microbatch: Microbatch, chosen: Sequence[Row]) -> Microbatch:
 
 
 def with_nll(microbatches: Sequence[Microbatch], factor: float, *, by_answer: bool) -> list[Microbatch]:
-    """A step's microbatches whose loss has `factor` times the negative log-likelihood of the chosen sequences.
-
-    The engine takes the mean over pairs of what each microbatch sums up.
+    """A step's microbatches whose loss, of which the engine takes the mean over pairs, has `factor` times the negative
+    log-likelihood of the chosen sequences.
 
     Args:
         by_answer: the mean over pairs of each sequence's mean; otherwise the mean over all target tokens of the step,
@@ -190,11 +187,7 @@ def add_references(scorer: Scorer, microbatches: Sequence[Microbatch], step: int
 
 
 def score_pairs(setup: Setup, scorer: Scorer, step: int) -> tuple[float, int, dict[str, float]]:
-    """The mean loss of the evaluation pairs, the number of their target tokens, and their rewards as `pair_metrics`.
-
-    Raises:
-        InterruptedScoring: as of `Scorer.scores`.
-    """
+    """The mean loss of the evaluation pairs, the number of their target tokens, and their rewards as `pair_metrics`."""
     half = len(setup.eval_rows) // 2
     chosen, rejected = setup.eval_rows[:half], setup.eval_rows[half:]
     longer = [max(len(one.input_ids), len(two.input_ids)) for one, two in zip(chosen, rejected, strict=True)]

@@ -36,11 +36,7 @@ def as_restarted(loaded: LoadedRecipe, start: Start) -> tuple[LoadedRecipe, Star
 
 
 def check_sources(loaded: LoadedRecipe, start: Start, tell: Tell) -> ModelSource:
-    """Check that model and datasets exist, see `check_base`.
-
-    Raises:
-        RefusedError: no such model or dataset, a model that cannot be trained, or a library with a known hole.
-    """
+    """Check that model and datasets exist, see `check_base`."""
     recipe = loaded.recipe
     source = check_base(loaded, start, tell)
     for dataset in (*recipe.datasets, *recipe.eval_datasets):
@@ -83,11 +79,7 @@ def found_config(source: ModelSource) -> FoundConfig | None:
 
 def fetch_model(loaded: LoadedRecipe, start: Start, tell: Tell, source: ModelSource) -> ModelSource:
     """Download the weights of a hub model that are not here yet, once it is proven; returns the place of the model.
-    `source`: as `check_base` found it.
-
-    Raises:
-        RefusedError, ResourceError: see `prove_unfetched` and `resolve_model`.
-    """
+    `source`: as `check_base` found it."""
     recipe = loaded.recipe
     if is_hub_model(recipe.model, loaded.folder):
         prove_unfetched(loaded, source, start, tell)
@@ -99,11 +91,7 @@ def fetch_model(loaded: LoadedRecipe, start: Start, tell: Tell, source: ModelSou
 
 
 def prove_unfetched(loaded: LoadedRecipe, source: ModelSource, start: Start, tell: Tell) -> None:
-    """Refuse a hub model that does not pass the proof before its weights are fetched. Loads torch if they are to be.
-
-    Raises:
-        RefusedError: see `prove_from_configuration`.
-    """
+    """Refuse a hub model that does not pass the proof before its weights are fetched. Loads torch if they are to be."""
     found = FoundConfig(source.config, source.name, loaded.recipe.model, source.folder)
     if start.offline or holds_weights(found):
         return
@@ -123,12 +111,8 @@ def base_revision(recipe: Recipe, start: Start) -> str | None:
 
 
 def begun_with(saved: Mapping[str, Any], recipe: Recipe, allowed: Sequence[str]) -> str | None:
-    """The revision of the base model for a run that continues: the commit that it began with, whatever the hub has now.
-
-    Args:
-        saved: meta of the checkpoint.
-        allowed: keys that the user allows to differ; `model` asks for the hub's newest again.
-    """
+    """The same of a run whose checkpoint has the meta `saved`; `model` among the `allowed` changes asks for the hub's
+    newest again."""
     before = saved.get("recipe")
     commit = saved.get("model_commit")
     if not isinstance(before, dict) or not isinstance(commit, str) or "model" in {key.split(" ")[0] for key in allowed}:

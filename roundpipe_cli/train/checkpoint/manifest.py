@@ -39,11 +39,7 @@ class DamagedError(Exception):
 
 
 def write_manifest(folder: Path, manifest_name: str, head: Mapping[str, Any]) -> None:
-    """Write the manifest of all files below `folder`, after `head`'s own keys.
-
-    Raises:
-        OSError, DamagedError: as the system reports it.
-    """
+    """Write the manifest of all files below `folder`, after `head`'s own keys."""
     paths = sorted(path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
     records = [
         FileRecord(path.relative_to(folder).as_posix(), path.stat().st_size, file_sha256(path)) for path in paths
@@ -53,11 +49,7 @@ def write_manifest(folder: Path, manifest_name: str, head: Mapping[str, Any]) ->
 
 
 def verify_files(folder: Path, records: Sequence[FileRecord], manifest_name: str) -> None:
-    """Compare every byte of `folder` with its manifest's records.
-
-    Raises:
-        DamagedError: the first difference.
-    """
+    """Raise a DamagedError for the first byte of `folder` that is another than in its manifest's records."""
     named = [Path(record.name) for record in records]
     expected = {manifest_name, *map(Path.as_posix, named), *(path.parts[0] for path in named)}
     extra = sorted({entry.relative_to(folder).as_posix() for entry in folder.rglob("*")} - expected)

@@ -110,10 +110,6 @@ def whole_folder(target: Path, what: str) -> Iterator[Path]:
 
 
 def _list(output_dir: Path, pattern: re.Pattern[str]) -> list[tuple[int, Path]]:
-    """
-    Raises:
-        ResourceError: the folder is there and cannot be read.
-    """
     try:
         entries = list(output_dir.iterdir())
     except (FileNotFoundError, NotADirectoryError):
@@ -268,11 +264,7 @@ def refuse_if_held(folder: Path) -> None:
 
 
 def _check_run_files(folder: Path) -> None:
-    """Refuse what only looks like a run's file: opening a pipe waits for ever, and a device is no place for rows.
-
-    Raises:
-        RefusedError: as said.
-    """
+    """Raise a RefusedError for what only looks like a run's file: a pipe is waited for, a device keeps no rows."""
     if not folder.is_dir():
         return
     for path in folder.iterdir():
@@ -410,7 +402,6 @@ class OutputDir:
 
 
 def _is_file(descriptor: int, path: Path) -> bool:
-    """Whether `path` still names the open file."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:

@@ -127,11 +127,7 @@ def _computed_by(setup: Setup) -> dict[str, Any]:
 
 
 def describe_other_bits(saved: Mapping[str, Any], setup: Setup) -> str | None:
-    """A notice about what changed since the checkpoint and changes the last bits; None: nothing did.
-
-    Args:
-        saved: `run_state` of the checkpoint.
-    """
+    """A notice about what changed since the checkpoint, `saved`, and changes the last bits; None: nothing did."""
     was = saved.get("computed_by")
     changes = [
         f"{key} is {now}, was {was[key]}"
@@ -181,10 +177,7 @@ def is_complete(checkpoint: Checkpoint, recipe: Recipe, num_steps: int) -> str |
 
 
 def check_not_past_end(checkpoint: Checkpoint, num_steps: int) -> None:
-    """
-    Raises:
-        RefusedError: the checkpoint is of a step that the run, as the recipe is now, does not have.
-    """
+    """Raise a RefusedError for a checkpoint of a step that the run, as the recipe is now, does not have."""
     if checkpoint.step > num_steps:
         raise RefusedError(
             "the checkpoint is past the end of the run",
@@ -216,11 +209,8 @@ def check_state(checkpoint: Checkpoint) -> SavedState:
 
 
 def check_tensors(checkpoint: Checkpoint, wanted: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-    """Refuse a checkpoint without the tensors that the run has, by group and name, each of the same shape.
-
-    Raises:
-        NoCheckpointError: the first that is missing or has another shape.
-    """
+    """Raise a NoCheckpointError for the first tensor of the run, by group and name, that the checkpoint lacks in this
+    shape."""
     for group, tensors in wanted.items():
         file_name = f"{group}.safetensors"
         found = checkpoint.tensors.get(group, {})
@@ -253,11 +243,11 @@ def check_unchanged(saved: Mapping[str, Any], setup: Setup, allowed: Sequence[st
     """Refuse to continue a run under other conditions.
 
     Args:
-        saved: `run_state` of the checkpoint.
+        saved: meta of the checkpoint.
         allowed: keys that the user allows to differ (`--allow-changed`).
 
     Raises:
-        RecipeError: something else changed; every changed key with its old and new value.
+        RecipeError: every other changed key with its old and new value.
     """
     problems = []
     old_recipe = _with_newer_keys(saved["recipe"])
@@ -325,7 +315,6 @@ def short_json(value: Any) -> str:
 
 
 def _filled(old: Any, defaults: Any) -> Any:
-    """`old` with the default of every key that an earlier release did not have."""
     if not (isinstance(old, dict) and isinstance(defaults, dict)):
         return old
     return {key: _filled(old.get(key, defaults.get(key)), defaults.get(key)) for key in {**defaults, **old}}

@@ -182,12 +182,7 @@ def copy_records(checkpoint: Path, meta: Mapping[str, Any], output_dir: Path, sa
 
 
 def rewind(output_dir: Path, step: int, *, num_steps: int, say: Say) -> None:
-    """Make `step` the last one of which `output_dir` says anything.
-
-    Args:
-        step: updates done by the checkpoint to continue from; 0 at the start of a run.
-        num_steps: of the whole run.
-        say: is told what was set aside, and where rows are missing.
+    """Make `step` the last one of which `output_dir` says anything; 0 at the start of a run.
 
     Raises:
         ResourceError: disk full or failing; what counts as a checkpoint still has all its rows.
@@ -207,7 +202,6 @@ def rewind(output_dir: Path, step: int, *, num_steps: int, say: Say) -> None:
 
 
 def _set_later_aside(output_dir: Path, step: int, say: Say) -> None:
-    """Rename every checkpoint and best weights of a later step, the newest first."""
     later = sorted([*list_checkpoints(output_dir), *list_best(output_dir)], key=lambda item: item[0], reverse=True)
     later = [(other, folder) for other, folder in later if other > step]
     for _, folder in later:

@@ -186,7 +186,6 @@ def _file_bytes(specs: Sequence[TensorSpec]) -> int:
 
 
 def _write_folder(temporary: Path, step: int, specs: Specs, pieces: Pieces, *, state: bytes) -> list[FileRecord]:
-    """Write and fsync every file of a checkpoint, the manifest last, then the folder."""
     if os.path.lexists(temporary):
         remove_tree(temporary)
     temporary.mkdir(mode=STATE_FOLDER_MODE)
@@ -345,8 +344,6 @@ class _StoppedError(Exception):
 
 @dataclass
 class _Buffer:
-    """One place of the ring."""
-
     data: torch.Tensor
     """uint8"""
     num_bytes: int = 0
@@ -368,11 +365,7 @@ class _Ring:
             self._free.put(_Buffer(torch.empty(size, dtype=torch.uint8)))
 
     def put(self, file: str, tensor: torch.Tensor) -> None:
-        """Copy a contiguous tensor into the ring; waits for room. When it returns, the tensor may change.
-
-        Raises:
-            _StoppedError: nobody reads any more.
-        """
+        """Copy a contiguous tensor, which may change when this returns, into the ring; waits for room."""
         rest = tensor.detach().reshape(-1).view(torch.uint8)
         while rest.numel():
             buffer = self._filling = self._filling or self._next()
@@ -399,13 +392,11 @@ class _Ring:
         self._filling = None
 
     def finish(self) -> None:
-        """Note that nothing more will be put."""
         if self._filling is not None:
             self._hand_over()
         self._full.put(None)
 
     def pieces(self) -> Iterator[tuple[str, memoryview]]:
-        """Everything that was put, in order."""
         while (buffer := self._full.get()) is not None:
             array: Any = buffer.data.numpy()
             for file, start, end in buffer.parts:
@@ -413,7 +404,6 @@ class _Ring:
             self._free.put(buffer)
 
     def stop(self) -> None:
-        """Let both threads end."""
         self._free.put(None)
         self._full.put(None)
 
@@ -510,8 +500,6 @@ class Saver:
     def __init__(self, output_dir: Path, keep: int, tell: Tell, saved: Callable[[Mapping[str, Any]], None]) -> None:
         """
         Args:
-            output_dir: of the run.
-            keep: checkpoints kept.
             tell: is told of each checkpoint, from a thread of the saver's.
             saved: called in the owner's thread, some time after a checkpoint has become durable, with its `meta`.
         """
@@ -536,33 +524,20 @@ class Saver:
                 thread.join(0.05)
 
     def begin(self, snapshot: Snapshot, started_s: float) -> None:
-        """Start to save; waits for the save before this one.
-
-        Args:
-            started_s: monotonic time since when the training waits.
-
-        Raises:
-            as `wait`.
-        """
+        """Start to save, after the save before; `started_s`: monotonic time since when the training waits."""
         self.wait()
         pause_s = time.monotonic() - started_s
         self._save = _Save(snapshot, self.output_dir, self._keep, self._tell, pause_s=pause_s)
 
     def before_layer(self, layer: int, version: int) -> None:
-        """Block until the save in flight, if any, has copied `layer`, which is about to become that of step `version`.
-
-        Called by the thread that changes it.
-        """
+        """Block until the save in flight, if any, has copied `layer`, which the calling thread is about to make that of
+        step `version`."""
         save = self._save
         if save is not None:
             save.before_layer(layer, version)
 
     def poll(self) -> None:
-        """Note the end of a save that has finished.
-
-        Raises:
-            as `wait`.
-        """
+        """Note the end of a save that has finished."""
         save = self._save
         if save is not None and not any(thread.is_alive() for thread in save.threads):
             self.wait()

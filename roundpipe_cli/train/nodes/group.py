@@ -125,11 +125,7 @@ class Nodes:
         self._run(lambda: stores.init_process_group("gloo", store=store, timeout=self._timeout, **place), "to connect")
 
     def check_same(self, make_facts: Callable[[], Mapping[str, Any]]) -> None:
-        """Refuse to train together on different things; called on all processes, in the same order.
-
-        Raises:
-            RecipeError: see `require_same`.
-        """
+        """Raise a RecipeError for machines that train different things; called on all, in the same order."""
         if self.count == 1:
             return
         facts = redact_values(make_facts())
@@ -295,7 +291,6 @@ class Nodes:
     # -- the store -----------------------------------------------------------------------------------------------
 
     def _connect(self) -> Any:
-        """The store of this attempt of the run."""
         host, port = _address()
         self._is_host = self.rank == 0 and not _launcher_listens()
         listener = self._listen_at(host, port) if self._is_host else None
@@ -352,7 +347,6 @@ class Nodes:
         self._store.set(f"heard/{self.rank}", "1")
 
     def _until_heard(self) -> None:
-        """Wait until every other machine knows why this one ends."""
         while not all(self._store.check([f"heard/{rank}"]) for rank in range(self.count)):
             time.sleep(LOOK_S)
 

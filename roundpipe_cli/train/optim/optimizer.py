@@ -42,7 +42,6 @@ PART_ELEMENTS = 2**18
 
 
 def _parts(num_elements: int, step: int) -> Iterator[slice]:
-    """Consecutive parts of a flat tensor."""
     return (slice(start, min(start + step, num_elements)) for start in range(0, num_elements, step))
 
 
@@ -338,7 +337,6 @@ class HostOptimizer:
             self._pieces[layer] = make(layer)
 
     def _flat_pieces(self, layer: int) -> list[_Piece]:
-        """Neighbours with the same rule are one piece."""
         layout = self._store.layouts[layer]
         state = self._make_state(layer, layout.name, torch.Size([layout.num_trainable_elements]))
         groups = groupby(layout.trainable, key=lambda place: self._rules.get(place.name, self._rule))
@@ -372,12 +370,7 @@ class HostOptimizer:
         return state
 
     def step(self, learning_rate: float, gradient_factor: float = 1.0) -> None:
-        """One update of every layer, at once.
-
-        Args:
-            learning_rate: of this update.
-            gradient_factor: gradients are multiplied by this first: clipping and loss scale.
-        """
+        """One update of every layer, at once; clipping and loss scale come in by `gradient_factor`."""
         self.num_updates += 1
         number, gradients = self.num_updates, self._store.gradients
         for layer in self.layers:
@@ -427,12 +420,7 @@ class HostOptimizer:
 
 
 def measured_update_s(num_elements: int, num_threads: int) -> float:
-    """Seconds that AdamW takes for an element on this machine: the fastest of a few updates, in a run's blocks.
-
-    Args:
-        num_elements: of a made-up layer.
-        num_threads: intra-op threads.
-    """
+    """Seconds that AdamW takes for an element of a made-up layer: the fastest of a few updates, in a run's blocks."""
     values, gradient, *moments = (page_aligned(4 * num_elements).view(torch.float32) for _ in range(4))
     state = dict(zip(("exp_avg", "exp_avg_sq"), moments, strict=True))
     piece = _Piece(0, num_elements, values.shape, AdamW(), state)
@@ -447,11 +435,7 @@ def measured_update_s(num_elements: int, num_threads: int) -> float:
 
 
 def make_optimizer(store: WeightStore, recipe: Recipe, elsewhere: Collection[int] = ()) -> HostOptimizer:
-    """The optimizer that a recipe asks for; `elsewhere` as of `HostOptimizer`.
-
-    Raises:
-        RefusedError: its library is not installed.
-    """
+    """The optimizer that a recipe asks for; `elsewhere` as of `HostOptimizer`."""
     rule = make_rule(
         recipe.optim,
         betas=(recipe.adam_beta1, recipe.adam_beta2),

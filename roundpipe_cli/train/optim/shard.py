@@ -38,10 +38,8 @@ class Shards:
 
     @property
     def order(self) -> list[int]:
-        """Trained layers in the order in which their new weights are sent: every owner's first, every owner's second.
-
-        So all update at the same time.
-        """
+        """Trained layers in the order in which their new weights are sent: every owner's first, every owner's second,
+        so that all update at the same time."""
         mine: list[list[int]] = [[] for _ in range(self.nodes.count)]
         for layer in sorted(self.owner):
             mine[self.owner[layer]].append(layer)

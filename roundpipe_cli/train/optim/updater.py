@@ -50,8 +50,6 @@ class Updater:
     ) -> None:
         """
         Args:
-            store: weights and gradients.
-            optimizer: what an update is.
             num_threads: intra-op threads of the update.
             shards: layers that other processes update; a thread of its own sends new weights round.
             order: the trained layers as a step needs them, from `in_order_of_need`; None: as they are numbered.
@@ -121,21 +119,14 @@ class Updater:
             self._stopped_at = step
 
     def gradient_complete(self, layer: int, square_sum: Callable[[], float]) -> None:
-        """Note that the gradient of `layer` is complete and its weights are no longer read. Called by any thread.
-
-        Args:
-            square_sum: waits until the gradient is on the host and gives its sum of squares.
-        """
+        """Note that the gradient of `layer` is complete and its weights are no longer read. Called by any thread;
+        `square_sum` waits until the gradient is on the host."""
         assert self._early is not None
         self.has_begun = True
         self._give(partial(self._update, *self._early, layer, square_sum=square_sum), self._early[0], layer)
 
     def poison(self, step: int) -> float | None:
-        """The value that a fault point of the optimizer puts in place of the gradient norm of `step`, usually None.
-
-        Raises:
-            as `wait`.
-        """
+        """The value that a fault point of the optimizer puts in place of the gradient norm of `step`, usually None."""
         return self._pass_fault(step) if self._early is None else self._poison
 
     def wait(self) -> None:

@@ -92,13 +92,7 @@ def make_backends(
     deterministic: bool = False,
     count_bytes: bool = False,
 ) -> list[Backend]:
-    """One backend per worker.
-
-    Args:
-        float16_accumulation: GPUs add up in float16 in products of float16.
-        deterministic: GPUs add up in the same order each time.
-        count_bytes: workers on the processor count their live bytes, which makes them slow.
-    """
+    """One backend per worker; with `count_bytes` those on the processor count their live bytes, which is slow."""
     if gpus := {gpu_index(device) for device in devices if device != "cpu"}:
         cuda.set_up_process(gpus, float16_accumulation=float16_accumulation, deterministic=deterministic)
     turns = IssueTurns() if len(devices) > 1 else None
@@ -111,11 +105,8 @@ def make_backends(
 
 
 def slowest_link_bytes_per_s(devices: Sequence[str]) -> float:
-    """How fast weights come to the GPU with the slowest link while all GPUs' links are in use; a few milliseconds.
-
-    A GPU that is named twice gives each of its workers half.
-    What cannot be measured counts as ASSUMED_LINK_BYTES_PER_S.
-    """
+    """How fast weights come to the GPU with the slowest link while all GPUs' links are in use; a few milliseconds. A
+    GPU that is named twice gives each of its workers half; ASSUMED_LINK_BYTES_PER_S where it cannot be measured."""
     names = list(dict.fromkeys(devices))
     try:
         speeds = measure_links([cuda.CudaBackend(gpu_index(name)) for name in names], LINK_BYTES)

@@ -129,9 +129,6 @@ def ask_here(loaded: LoadedRecipe, asked: PlanRequest | None) -> PlanRequest:
 
     Args:
         asked: before torch was there, so without that count; None: there was no answer, or nobody asked.
-
-    Raises:
-        RefusedError: see `ask`.
     """
     found = None if asked is None else asked.found
     if asked is None or found is None or found.needs_building:
@@ -152,12 +149,7 @@ def _count_blocks(found: FoundConfig) -> Mapping[str, Any] | None:
 def decide_unpacking(
     loaded: LoadedRecipe, packed_as: PackedName | None, tell: Tell, asked: PlanRequest | None = None
 ) -> bool:
-    """Whether packed weights are unpacked once per visit of a stage; else for each microbatch and pass.
-
-    Args:
-        packed_as: how the base's weights lie.
-        asked: see `ask_here`.
-    """
+    """Whether weights packed as `packed_as` are unpacked once per visit of a stage; else for each microbatch."""
     if packed_as is None:
         return False
     found = None
@@ -183,11 +175,7 @@ def data_settings(loaded: LoadedRecipe, offline: bool) -> DataSettings:
 def read_rows(
     loaded: LoadedRecipe, tokenizer: Any, offline: bool, tell: Say
 ) -> tuple[TokenizedDataset, TokenizedRows | None]:
-    """The rows to train on; of preference pairs the chosen ones, and the rejected ones beside them.
-
-    Raises:
-        RefusedError: see `build_dataset` and `build_pairs`.
-    """
+    """The rows to train on; of preference pairs the chosen ones, and the rejected ones beside them."""
     settings = data_settings(loaded, offline)
     if loaded.recipe.trains_pairs:
         chosen, rejected = build_pairs(settings, tokenizer, tell)
@@ -479,7 +467,6 @@ def prove_from_configuration(loaded: LoadedRecipe, source: ModelSource, tell: Te
 
 
 def _describe_targets(model: nn.Module, split: ModelSplit, recipe: Recipe) -> list[str]:
-    """Notes on what the recipe's names of adapted modules leave out."""
     targets = recipe.lora.target_modules
     if recipe.method != "lora" or not isinstance(targets, str):
         return []
@@ -588,7 +575,6 @@ def _packed_names(
 
 
 def _find_fused(recipe: Recipe, model: nn.Module, split: ModelSplit, tell: Tell) -> FusedOps | None:
-    """The modules that compute by fused operators, as `kernels` asks; the user is told which."""
     if recipe.kernels == "reference":
         return None
     found = find_fused_ops(model, split)

@@ -106,17 +106,8 @@ def fill_store(
     start: Path | None,
     tell: Tell,
 ) -> None:
-    """Load the base weights, then the adapter's: first values, or those that are trained further, which DPO's reference
-    keeps.
-
-    Args:
-        model: the skeleton, adapters included.
-        new: tokens that the recipe adds; None: it adds none.
-        start: folder of the adapter to train further.
-
-    Raises:
-        RefusedError: see `load_weights` and `StartedBase`.
-    """
+    """Load the base weights, then the adapter's: first values, or those of the folder `start`, which is trained
+    further, and which DPO's reference keeps. `model`: the skeleton, adapters included."""
     progress = _Progress(store, None if start is None else StartedBase(model, start), tell)
     for text in load_weights(source, model, progress.set_parameter, progress.set_packed, new=new):
         tell(Notice(text))
@@ -278,7 +269,6 @@ def make_trainable(
     """Put adapters into a model, or mark which of its parameters are trained.
 
     Args:
-        new: tokens that the recipe adds.
         dtype: of adapters' weights while training.
         start: folder of an adapter to train further.
 
@@ -323,11 +313,7 @@ def describe_unreached(model: nn.Module, split: ModelSplit) -> str | None:
 
 
 def _train_all_but(model: nn.Module, patterns: Sequence[str], unreached: Collection[str]) -> None:
-    """Train every parameter that text uses and whose name matches none of the patterns.
-
-    Raises:
-        RefusedError: a pattern that is none or is found nowhere, or nothing is left.
-    """
+    """Train every parameter that text uses and whose name matches none of the patterns, each of which has a match."""
     frozen = set(unreached)
     for pattern in patterns:
         try:
@@ -352,7 +338,6 @@ def _train_all_but(model: nn.Module, patterns: Sequence[str], unreached: Collect
 
 
 def _refuse_frozen_rows(model: nn.Module, recipe: Recipe, new: NewTokens) -> None:
-    """Raise a RefusedError where full fine-tuning would leave the rows of new tokens as they are."""
     frozen = sorted(name for name in table_names(model) if not model.get_parameter(name).requires_grad)
     if new.ids and frozen:
         raise RefusedError(
