@@ -174,6 +174,18 @@ class StoppedError(RoundpipeError):
         self.exit_code = exit_code
 
 
+def as_ours(error: BaseException, what: str, where: str) -> RoundpipeError:
+    """The error for whatever ended `what`: itself if it is one of ours, else one with it as its cause."""
+    if isinstance(error, RoundpipeError):
+        return error
+    text = f"{type(error).__name__}: {error}".strip()
+    ours: RoundpipeError = InternalError(f"{what} failed: {text}", where=where)
+    if isinstance(error, MemoryError):
+        ours = ResourceError(f"out of host memory in {what}", where=where, found=text)
+    ours.__cause__ = error
+    return ours
+
+
 def render_problem(problem: Problem) -> str:
     """The plain text of one problem, one fact a line."""
     where = _without_repeated_key(problem.where, problem.what) if problem.where else ""

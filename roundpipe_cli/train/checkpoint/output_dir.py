@@ -391,14 +391,17 @@ class OutputDir:
         """
         marker = self.path / MARKER_NAME
         leftovers = [path for path in self.path.iterdir() if path.name.startswith((TEMPORARY_PREFIX, DELETED_PREFIX))]
-        if marker.is_file():
-            spared = _read_spared(marker)
-            for path in leftovers:
-                if spared is not None and path.name not in spared:
-                    remove_tree(path)
-        else:
+        try:
+            spared = set(read_json_of_ours(marker).get("not_ours", ()))
+        except FileNotFoundError:
             content = {"made_by": "roundpipe", "not_ours": sorted(path.name for path in leftovers)}
             write_atomically(marker, json.dumps(content).encode() + b"\n")
+        except (OSError, ValueError, TypeError, AttributeError):  # damaged: anything may be somebody else's
+            pass
+        else:
+            for path in leftovers:
+                if path.name not in spared:
+                    remove_tree(path)
 
 
 def _is_file(descriptor: int, path: Path) -> bool:
@@ -406,14 +409,6 @@ def _is_file(descriptor: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:
         return False
-
-
-def _read_spared(marker: Path) -> frozenset[str] | None:
-    """Names that are not ours; None where the marker is damaged, and anything may be somebody else's."""
-    try:
-        return frozenset(read_json_of_ours(marker).get("not_ours", ()))
-    except (OSError, ValueError, TypeError, AttributeError):
-        return None
 
 
 def _in_use(folder: Path) -> OutputInUseError:

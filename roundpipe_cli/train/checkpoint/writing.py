@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from roundpipe_cli.engine.backends.base import set_own_threads
-from roundpipe_cli.errors import InternalError, NoCheckpointError, ResourceError, RoundpipeError
+from roundpipe_cli.errors import NoCheckpointError, ResourceError, as_ours
 from roundpipe_cli.events import CheckpointSaved, Notice, Say, Tell
 from roundpipe_cli.faults import fault
 from roundpipe_cli.files import (
@@ -558,10 +558,4 @@ class Saver:
         if save.error is None:
             self._saved(save.snapshot.meta)
             return
-        if isinstance(save.error, RoundpipeError):
-            raise save.error
-        text = f"{type(save.error).__name__}: {save.error}".strip()
-        where = f"the checkpoint of step {save.snapshot.step}"
-        if isinstance(save.error, MemoryError):
-            raise ResourceError("out of host memory while saving", where=where, found=text) from save.error
-        raise InternalError(f"saving failed: {text}", where=where) from save.error
+        raise as_ours(save.error, "saving", f"the checkpoint of step {save.snapshot.step}")

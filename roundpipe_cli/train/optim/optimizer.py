@@ -340,10 +340,10 @@ class HostOptimizer:
         layout = self._store.layouts[layer]
         state = self._make_state(layer, layout.name, torch.Size([layout.num_trainable_elements]))
         groups = groupby(layout.trainable, key=lambda place: self._rules.get(place.name, self._rule))
-        firsts = [(next(places).element_offset, rule) for rule, places in groups]
-        starts = [0, *(start for start, _ in firsts[1:])]
+        firsts = [(rule, next(places).element_offset) for rule, places in groups]
+        borders = [0, *(start for _, start in firsts[1:]), layout.num_trainable_elements]
         pieces = []
-        for start, stop, (_, rule) in zip(starts, [*starts[1:], layout.num_trainable_elements], firsts, strict=True):
+        for (rule, _), (start, stop) in zip(firsts, pairwise(borders), strict=True):
             part = {name: tensor[start:stop] for name, tensor in state.items()}
             pieces.append(_Piece(start, stop, torch.Size([stop - start]), rule, part))
         return pieces
@@ -445,8 +445,9 @@ def make_optimizer(store: WeightStore, recipe: Recipe, elsewhere: Collection[int
     )
     ratio = recipe.lora.loraplus_lr_ratio if recipe.method == "lora" else 1.0
     rules = dict.fromkeys(undecayed_names(store), replace(rule, weight_decay=0.0)) if recipe.weight_decay else {}
-    if ratio != 1.0:
-        rules |= {name: replace(rules.get(name, rule), rate=ratio) for name in lora_plus_names(store)}
+    for place in (place for layout in store.layouts for place in layout.trainable if ratio != 1.0):
+        if ".lora_B." in place.name or len(place.shape) == 1:  # what LoRA+ trains faster, as in PEFT
+            rules[place.name] = replace(rules.get(place.name, rule), rate=ratio)
     return HostOptimizer(store, rule, elsewhere, rules=rules)
 
 
@@ -454,9 +455,3 @@ def undecayed_names(store: WeightStore) -> list[str]:
     """Parameters without weight decay: biases and the weights of norms, as in transformers' Trainer."""
     names = (place.name for layout in store.layouts for place in layout.trainable)
     return [name for name in names if _UNDECAYED.search(name.lower())]
-
-
-def lora_plus_names(store: WeightStore) -> list[str]:
-    """Parameters that LoRA+ trains faster: the B matrices, and what has one dimension, as in PEFT."""
-    places = (place for layout in store.layouts for place in layout.trainable)
-    return [place.name for place in places if ".lora_B." in place.name or len(place.shape) == 1]

@@ -18,7 +18,7 @@ from functools import partial
 
 from roundpipe_cli.engine.backends.base import set_own_threads
 from roundpipe_cli.engine.weights import WeightStore
-from roundpipe_cli.errors import InternalError, ResourceError, RoundpipeError
+from roundpipe_cli.errors import as_ours
 from roundpipe_cli.faults import fault
 from roundpipe_cli.train.optim.optimizer import HostOptimizer
 from roundpipe_cli.train.optim.shard import Shards
@@ -142,19 +142,6 @@ class Updater:
                 self._changed.wait()
         self._store.check_updates()
 
-    @staticmethod
-    def _described(error: BaseException, where: str) -> RoundpipeError:
-        if isinstance(error, RoundpipeError):
-            return error
-        text = f"{type(error).__name__}: {error}".strip()
-        described: RoundpipeError
-        if isinstance(error, MemoryError):
-            described = ResourceError("out of host memory in the optimizer", where=where, found=text)
-        else:
-            described = InternalError(f"the optimizer failed: {text}", where=where)
-        described.__cause__ = error
-        return described
-
     # -- the thread ----------------------------------------------------------------------------------------------
 
     def _give(self, work: Callable[[], None], step: int, layer: int, to: UpdateQueue | None = None) -> None:
@@ -170,7 +157,7 @@ class Updater:
                 self._store.check_updates()
                 work()
             except BaseException as error:  # passed on as a value; all who wait raise it
-                self._store.fail(self._described(error, self._where))
+                self._store.fail(as_ours(error, "the optimizer", self._where))
             with self._changed:
                 self._num_pending -= 1
                 self._changed.notify_all()
@@ -181,7 +168,7 @@ class Updater:
             try:
                 return fault("optimizer", step=step)
             except Exception as error:
-                raise self._described(error, where) from error
+                raise as_ours(error, "the optimizer", where) from error
 
     def _enter_layer(self, step: int, layer: int) -> None:
         self._where = f"the optimizer, step {shown_step(step)}, layer {self._store.layouts[layer].name}"

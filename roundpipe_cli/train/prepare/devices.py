@@ -61,8 +61,7 @@ def with_dtype_of(recipe: Recipe, devices: Sequence[str]) -> tuple[Recipe, str |
     if recipe.dtype != "bfloat16":
         return recipe, None
     indices = {name: gpu_index(name) for name in devices if name != "cpu"}
-    without = {name: index for name, index in indices.items() if not cuda.has_bfloat16(index)}
-    lacking = [f"{name} ({cuda.describe_device(index)})" for name, index in without.items()]
+    lacking = [f"{n} ({cuda.describe_device(index)})" for n, index in indices.items() if not cuda.has_bfloat16(index)]
     if not lacking:
         return recipe, None
     text = f"no bfloat16 on {', '.join(lacking)}: training in float16 with loss scaling (dtype: float16)"

@@ -227,12 +227,6 @@ def evaluation_rows(
     return dataset, rejected, rows + rejected_rows
 
 
-def longest_row(dataset: TokenizedDataset, rejected: TokenizedRows | None, eval_rows: Sequence[Row]) -> int:
-    """Tokens of the longest row."""
-    lengths = [int(rows.lengths.max()) for rows in (dataset.rows, rejected) if rows is not None and len(rows)]
-    return max([*lengths, *(len(row.input_ids) for row in eval_rows)])
-
-
 def refuse_unknown_ids(
     model: nn.Module, tokenizer: Any, datasets: Sequence[TokenizedRows], eval_rows: Sequence[Row]
 ) -> None:
@@ -395,7 +389,8 @@ def prepare(
     grow_tables(model, new.ids)
     dataset, rejected, evaluation, base_files = _read_data(loaded, tokenizer, base_files, offline, tell=tell)
     tell_notices(tell, *new.describe(dataset.rows))
-    refuse_unknown_ids(model, tokenizer, [dataset.rows, *([rejected] if rejected else [])], evaluation)
+    trained = [rows for rows in (dataset.rows, rejected) if rows is not None]
+    refuse_unknown_ids(model, tokenizer, trained, evaluation)
     recipe = with_packing(recipe, model, split, dataset, tell=tell)
     sampler = rows_of_steps(recipe, dataset, rejected)  # report too few rows before the weights are loaded
     if recipe.lr_scheduler_kwargs:
@@ -409,7 +404,8 @@ def prepare(
     tell_notices(tell, adapted, describe_reference(recipe, source, start))
     packed = _packed_names(source, packed_as, model, split, tell=tell)
     proof = prove_once(model, split, recipe, build, tell)
-    refuse_long_rows(longest_row(dataset, rejected, evaluation), proof)
+    longest = max([*(int(rows.lengths.max()) for rows in trained), *(len(row.input_ids) for row in evaluation)])
+    refuse_long_rows(longest, proof)
     layouts = [
         make_layout(name, parameters, DTYPES[recipe.dtype], packed, packed_as=packed_as)
         for name, parameters in zip(split.layer_names(), layer_parameters(model, split), strict=True)
@@ -452,10 +448,8 @@ def prove_from_configuration(loaded: LoadedRecipe, source: ModelSource, tell: Te
             tell(event)
 
     devices, loaded = _on_devices(loaded, tell_phase)
-    recipe, config = loaded.recipe, load_config(source)
-    switch_off(config)
-    if recipe.pipeline.num_chunks > 1:
-        leave_out_router_loss(config)
+    recipe = loaded.recipe
+    config, _ = config_and_files(source, recipe, tell_phase)
     model = build_skeleton(config, DTYPES[recipe.dtype])
     split = split_model(model)
     _check_model(model, split, recipe, devices)
