@@ -224,18 +224,15 @@ class LostDevices:
         silent = set(engine.silent(but=shown if hangs else ()))
         lost = self._of_one_device(silent | shown if hangs or not silent else silent)
         left = [worker for worker in range(engine.num_workers) if worker not in lost]
-        reason = None
-        if self._stops:
-            reason = "on_device_loss: stop"
-        elif not left and silent:
-            reason = "no device of this process answers any more"
-        elif not left:
-            reason = "no other device is left"
-        elif lasting is not None:
-            reason = lasting
-        elif hangs and not self._has_room():
-            reason = "too little host memory for other gradients than those that the device may still write"
-        elif self._refused is not None:
+        reasons = (
+            (self._stops, "on_device_loss: stop"),
+            (not left and silent, "no device of this process answers any more"),
+            (not left, "no other device is left"),
+            (lasting is not None, lasting),
+            (hangs and not self._has_room(), "too little host memory for other gradients than those that it may write"),
+        )
+        reason = next((words for holds, words in reasons if holds), None)
+        if reason is None and self._refused is not None:
             reason = self._refused([engine.lanes[worker] for worker in left])
         if reason is not None:
             raise self._end(lost if left else self._of_one_device(shown), reason, at, cause)

@@ -297,11 +297,13 @@ class Trainer:
         held = False
         self._heap.give_back()
         self._saver.poll()
+        if due:
+            self._save(done)
         while True:
             stop, paused, asked = self._asked()
-            if due or asked or stop:
+            if asked or stop:
                 self._save(done)
-            if not paused or stop or last or self._signals.requested is not None:
+            if not paused or stop or last:
                 break
             if not held:
                 self._tell(Paused(done, True))
@@ -309,9 +311,6 @@ class Trainer:
             time.sleep(PAUSE_LOOK_S)
         if held:
             self._tell(Paused(done, False))
-        stop, _, _ = self._asked()  # read once: later requests count at the next border
-        if stop:
-            self._save(done)
         if last or stop:
             self._saver.wait()
         if stop and not last:
@@ -498,7 +497,9 @@ class Trainer:
         started_s = time.monotonic()
         sync_rows(self._metrics, self.output_dir / METRICS_NAME)
         meta = {
-            **run_state(self.setup, self._guard.loss_scale, self._log.seconds),
+            **run_state(self.setup),
+            "loss_scale": self._guard.loss_scale,
+            "training_s": self._log.seconds,
             "num_steps": self.num_steps,
             "num_updates": self.optimizer.num_updates,
             "steps_since_overflow": self._guard.num_updates,

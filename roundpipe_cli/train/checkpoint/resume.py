@@ -97,8 +97,8 @@ class SavedState:
     evaluation: SavedEvaluation
 
 
-def run_state(setup: Setup, loss_scale: float, seconds: float) -> dict[str, Any]:
-    """The JSON part of a checkpoint."""
+def run_state(setup: Setup) -> dict[str, Any]:
+    """The JSON values of a checkpoint that say what is trained, and how."""
     return {
         "tool_version": __version__,
         "recipe": plain_data(setup.recipe),
@@ -110,8 +110,6 @@ def run_state(setup: Setup, loss_scale: float, seconds: float) -> dict[str, Any]
         "start_hash": setup.start_hash,
         "fused": fused_counts(setup.fused),
         "computed_by": _computed_by(setup),
-        "loss_scale": loss_scale,
-        "training_s": seconds,
     }
 
 

@@ -37,9 +37,8 @@ def recipe_facts(recipe: Recipe) -> dict[str, Any]:
 
 def setup_facts(setup: Setup) -> dict[str, Any]:
     """The same of a run that is ready to train: `auto` is decided, and files are hashed."""
-    state = run_state(setup, 0.0, 0.0)
-    left_out = ("recipe", "computed_by", "loss_scale", "training_s")
-    return recipe_facts(setup.recipe) | {key: value for key, value in state.items() if key not in left_out}
+    state = run_state(setup)
+    return recipe_facts(setup.recipe) | {key: state[key] for key in state if key not in ("recipe", "computed_by")}
 
 
 def weight_facts(store: WeightStore, *, masters: bool) -> dict[str, str]:
