@@ -27,8 +27,6 @@ from roundpipe_cli.watchdog import at_work
 
 Order = tuple[float, int, int, Callable[[], None] | None]
 """Step, place of its layer in the order of need, number of the order, and the work; None: the end."""
-UpdateQueue = queue.PriorityQueue[Order]
-
 _END: Order = (math.inf, 0, 0, None)
 
 JOIN_TIMEOUT_S = 5.0
@@ -37,7 +35,7 @@ JOIN_AFTER_ERROR_S = 2.0
 
 
 class Updater:
-    """Carries out updates step by step; owns its thread inside `with`."""
+    """Carries out updates step by step, in a thread of its own inside `with`."""
 
     def __init__(
         self,
@@ -51,7 +49,7 @@ class Updater:
         """
         Args:
             num_threads: intra-op threads of the update.
-            shards: layers that other processes update; a thread of its own sends new weights round.
+            shards: layers that other processes update; their new weights go round after each step.
             order: the trained layers as a step needs them, from `in_order_of_need`; None: as they are numbered.
         """
         self._shards = shards
@@ -59,14 +57,12 @@ class Updater:
         """The trained layers in the order in which they are updated, where all can be."""
         self._place = {layer: place for place, layer in enumerate(self.order)}
         self._own = [layer for layer in self.order if shards is None or shards.is_own(layer)]
-        self._rounds: UpdateQueue = queue.PriorityQueue()
-        self._sender = threading.Thread(target=self._run, args=(self._rounds, 1), name="weights-round", daemon=True)
         self.before_layer: Callable[[int, int], None] | None = None
         """Called in the thread with a layer and the version that it is about to get, before it changes: a checkpoint
         may still have to copy what is there."""
         self._store = store
         self._optimizer = optimizer
-        self._work: UpdateQueue = queue.PriorityQueue()
+        self._work: queue.PriorityQueue[Order] = queue.PriorityQueue()
         self._changed = threading.Condition()
         self._num_given = 0
         self._num_pending = 0
@@ -77,20 +73,15 @@ class Updater:
         """Whether an update of the step under way has begun before its end."""
         self._stopped_at = math.inf
         """A step whose gradients are not finite: the run will stop, and nothing more is to be spoilt."""
-        self._thread = threading.Thread(target=self._run, args=(self._work, num_threads), name="optimizer", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(num_threads,), name="optimizer", daemon=True)
 
     def __enter__(self) -> Updater:
         self._thread.start()
-        if self._shards is not None:
-            self._sender.start()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._work.put(_END)
-        self._rounds.put(_END)
         self._thread.join(JOIN_TIMEOUT_S if error is None else JOIN_AFTER_ERROR_S)
-        if self._shards is not None:
-            self._sender.join(JOIN_TIMEOUT_S if error is None else JOIN_AFTER_ERROR_S)
 
     # -- orders --------------------------------------------------------------------------------------------------
 
@@ -144,23 +135,26 @@ class Updater:
 
     # -- the thread ----------------------------------------------------------------------------------------------
 
-    def _give(self, work: Callable[[], None], step: int, layer: int, to: UpdateQueue | None = None) -> None:
+    def _give(self, work: Callable[[], None], step: int, layer: int) -> None:
         with self._changed:
             self._num_pending += 1
             self._num_given += 1
-            (to or self._work).put((step, self._place[layer] if to is None else 0, self._num_given, work))
+            self._work.put((step, self._place[layer], self._num_given, work))
 
-    def _run(self, orders: UpdateQueue, num_threads: int) -> None:
+    def _run(self, num_threads: int) -> None:
         set_own_threads(num_threads)
-        while (work := orders.get()[-1]) is not None:
-            try:
-                self._store.check_updates()
-                work()
-            except BaseException as error:  # passed on as a value; all who wait raise it
-                self._store.fail(as_ours(error, "the optimizer", self._where))
-            with self._changed:
-                self._num_pending -= 1
-                self._changed.notify_all()
+        while (work := self._work.get()[-1]) is not None:
+            self._carry_out(work)
+
+    def _carry_out(self, work: Callable[[], None]) -> None:
+        try:
+            self._store.check_updates()
+            work()
+        except BaseException as error:  # passed on as a value; all who wait raise it
+            self._store.fail(as_ours(error, "the optimizer", self._where))
+        with self._changed:
+            self._num_pending -= 1
+            self._changed.notify_all()
 
     def _pass_fault(self, step: int) -> float | None:
         where = f"the optimizer, step {shown_step(step)}"
@@ -202,18 +196,22 @@ class Updater:
             self._optimizer.skip_layer(layer)
 
     def _send_round(self, step: int) -> None:
-        """Let the sender's thread pass on the new version of every layer from its owner to the others."""
-        for layer in self._shards.order if self._shards is not None else ():
-            self._give(partial(self._exchange, step, layer, step + 1), step, layer, self._rounds)
+        """Pass the new version of every layer from its owner to the others, in a thread beside the updates."""
+        if self._shards is not None:
+            with self._changed:
+                self._num_pending += 1
+            exchange = partial(self._carry_out, partial(self._exchange, self._shards, step, step + 1))
+            threading.Thread(target=exchange, name="weights-round", daemon=True).start()
 
-    def _exchange(self, step: int, layer: int, version: int) -> None:
-        assert self._shards is not None
-        if self._shards.is_own(layer):
-            self._store.wait_for(layer, version)
-            self._shards.share(layer, self._store.trained_bytes(layer, version))
-            return
-        if self.before_layer is not None:
-            self.before_layer(layer, version)
-        where = f"new weights of {self._store.layouts[layer].name}, step {shown_step(step)}"
-        with at_work(where), self._store.next_version(layer) as target:
-            self._shards.share(layer, target.whole)
+    def _exchange(self, shards: Shards, step: int, version: int) -> None:
+        set_own_threads(1)
+        for layer in shards.order:
+            if shards.is_own(layer):
+                self._store.wait_for(layer, version)
+                shards.share(layer, self._store.trained_bytes(layer, version))
+                continue
+            if self.before_layer is not None:
+                self.before_layer(layer, version)
+            where = f"new weights of {self._store.layouts[layer].name}, step {shown_step(step)}"
+            with at_work(where), self._store.next_version(layer) as target:
+                shards.share(layer, target.whole)

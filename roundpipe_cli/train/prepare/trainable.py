@@ -19,7 +19,7 @@ from roundpipe_cli import __version__
 from roundpipe_cli.engine.parity import MAX_PARAMETERS, ParityRefusedError, Proof, prove
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.errors import RefusedError, ResourceError
-from roundpipe_cli.events import Notice, Phase, Tell
+from roundpipe_cli.events import Notice, Phase, Tell, tell_notices
 from roundpipe_cli.files import cache_folder, read_json_of_ours, tried_paths, write_atomically
 from roundpipe_cli.library_names import version
 from roundpipe_cli.model.adapter_files import (
@@ -109,8 +109,7 @@ def fill_store(
     """Load the base weights, then the adapter's: first values, or those of the folder `start`, which is trained
     further, and which DPO's reference keeps. `model`: the skeleton, adapters included."""
     progress = _Progress(store, None if start is None else StartedBase(model, start), tell)
-    for text in load_weights(source, model, progress.set_parameter, progress.set_packed, new=new):
-        tell(Notice(text))
+    tell_notices(tell, *load_weights(source, model, progress.set_parameter, progress.set_packed, new=new))
     if recipe.method == "full":
         return
     first = initial_values(model, recipe.seed, store.base_weight, recipe.lora.init)
