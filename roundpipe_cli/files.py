@@ -341,6 +341,15 @@ def read_regular(path: Path, max_bytes: int) -> bytes:
     return data
 
 
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file, hexadecimal."""
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(_CHUNK_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while num_read := file.readinto(buffer):
+            digest.update(buffer[:num_read])
+    return digest.hexdigest()
+
+
 def read_json_of_ours(path: Path, max_bytes: int = 4 * 1024**2) -> Any:
     """A document that this program wrote, which a crash or somebody else may have damaged.
 

@@ -23,13 +23,13 @@ from roundpipe_cli.costs.find_model import shipped_figures
 from roundpipe_cli.costs.hardware import ASSUMED_HOST_MEMORY_BYTES_PER_S
 from roundpipe_cli.hub.ask import hub_answers, is_offline
 from roundpipe_cli.planning.solve import SEQUENCE, Reach, reach_of
-from roundpipe_cli.train.floors import FLOORS, WORKING_FLOORS
+from roundpipe_cli.train.floors import FLOORS
 from roundpipe_cli.units import GIB, MIB, counted, format_bytes
 
 CheckState = Literal["good", "note", "fails"]
 """Results of a check. `note`: training runs, but slower or without some feature."""
 
-LEAST_VERSIONS = {**{name: floor for name, (floor, _) in FLOORS.items()}, **WORKING_FLOORS}
+LEAST_VERSIONS = {name: floor for name, (floor, _, _) in FLOORS.items()}
 OPTIONAL = {
     "bitsandbytes": "4-bit base weights",
     **dict.fromkeys(FAST_KERNELS, "recurrent blocks at full speed on GPUs, as Qwen3.5 and Qwen3-Next have them"),

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.files import sha256_of
 from roundpipe_cli.model.adapter_files import ADAPTER_WEIGHTS, check_adapter_folder
 from roundpipe_cli.model.files.source import ModelSource
 from roundpipe_cli.model.files.untrusted import find_shards, refusing
 
 NUM_THREADS = 8
-CHUNK_BYTES = 8 * 1024**2
 
 
 class Fingerprint:
@@ -150,13 +150,3 @@ def config_fingerprint(source: ModelSource) -> str:
         return ""
     values = {key: value for key, value in source.config.items() if key != "transformers_version"}
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
-
-
-def sha256_of(path: Path) -> str:
-    """SHA-256 of a file, hexadecimal."""
-    digest = hashlib.sha256()
-    buffer = memoryview(bytearray(CHUNK_BYTES))
-    with path.open("rb", buffering=0) as file:
-        while num_read := file.readinto(buffer):
-            digest.update(buffer[:num_read])
-    return digest.hexdigest()

@@ -10,28 +10,23 @@ from roundpipe_cli.errors import Problem, RecipeError
 from roundpipe_cli.library_names import version
 
 FLOORS = {
-    "torch": ("2.10", "CVE-2025-32434, CVE-2026-24747"),
-    "transformers": ("5.3", "CVE-2026-4372, CVE-2026-5241, CVE-2026-1839"),
-    "safetensors": ("0.8", "files are not written atomically before"),
-    "PyYAML": ("6", "unsafe loaders by default before"),
-    "Jinja2": ("3.1.6", "ways out of the sandbox before: CVE-2025-27516"),
+    "torch": ("2.11", "2.10", "CVE-2025-32434, CVE-2026-24747"),
+    "transformers": ("5.17", "5.3", "CVE-2026-4372, CVE-2026-5241, CVE-2026-1839"),
+    "safetensors": ("0.8", "0.8", "files are not written atomically before"),
+    "PyYAML": ("6", "6", "unsafe loaders by default before"),
+    "Jinja2": ("3.1.6", "3.1.6", "ways out of the sandbox before: CVE-2025-27516"),
+    "peft": ("0.21", "0", ""),
+    "accelerate": ("1.10", "0", ""),
+    "huggingface_hub": ("1.31", "0", ""),
 }
-WORKING_FLOORS = {
-    "torch": "2.11",
-    "transformers": "5.17",
-    "peft": "0.21",
-    "accelerate": "1.10",
-    "huggingface_hub": "1.31",
-}
-"""The oldest versions with which the test suite passes."""
+"""Library -> the oldest version that will do, the oldest without a known hole, and the hole."""
 
 
 def check_floors() -> None:
     """Raise a RecipeError (exit code 2) for libraries that are too old, with the reasons, before they are imported."""
     problems = []
-    for name in FLOORS | WORKING_FLOORS:
-        safe, reason = FLOORS.get(name, ("0", ""))
-        floor, found = max(safe, WORKING_FLOORS.get(name, "0"), key=Version), _installed(name)
+    for name, (floor, safe, reason) in FLOORS.items():
+        found = _installed(name)
         if found is None or found < Version(floor):
             old = f"too old to be safe ({reason})" if found and found < Version(safe) else "too old for this release"
             problems.append(

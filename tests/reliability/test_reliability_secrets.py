@@ -141,11 +141,10 @@ def test_old_libraries_are_refused(monkeypatch: pytest.MonkeyPatch, old: dict[st
     with pytest.raises(RecipeError, match=f"(?s){words}") as caught:
         floors.check_floors()
     assert caught.value.exit_code == 2 and len(caught.value.problems) == len(old)
-    assert all(f"pip install -U '{name}>={floors.WORKING_FLOORS.get(name, '0.8')}" in str(caught.value) for name in old)
+    assert all(f"pip install -U '{name}>={floors.FLOORS[name][0]}" in str(caught.value) for name in old)
 
 
 def test_the_floors_are_those_of_the_package() -> None:
     text = (Path(__file__).resolve().parents[2] / "pyproject.toml").read_text()
-    safe = {name: floor for name, (floor, _) in floors.FLOORS.items()}
-    for name, floor in (safe | floors.WORKING_FLOORS).items():
+    for name, (floor, _, _) in floors.FLOORS.items():
         assert f'"{name}>={floor}"' in text

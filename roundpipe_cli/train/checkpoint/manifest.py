@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from roundpipe_cli.files import write_new_file
+from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.files import read_regular, sha256_of, write_new_file
 
 _FILE_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
 _MAX_JSON_BYTES = 16 * 1024**2
@@ -41,9 +40,7 @@ class DamagedError(Exception):
 def write_manifest(folder: Path, manifest_name: str, head: Mapping[str, Any]) -> None:
     """Write the manifest of all files below `folder`, after `head`'s own keys."""
     paths = sorted(path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
-    records = [
-        FileRecord(path.relative_to(folder).as_posix(), path.stat().st_size, file_sha256(path)) for path in paths
-    ]
+    records = [FileRecord(path.relative_to(folder).as_posix(), path.stat().st_size, _sha256(path)) for path in paths]
     document = {**head, "files": [asdict(record) for record in records]}
     write_new_file(folder / manifest_name, [json.dumps(document).encode() + b"\n"])
 
@@ -64,7 +61,7 @@ def verify_files(folder: Path, records: Sequence[FileRecord], manifest_name: str
         if size != record.size:
             raise DamagedError(path, "no file" if size is None else f"{size} bytes", f"{record.size} bytes")
     for record in records:
-        found = file_sha256(folder / record.name)
+        found = _sha256(folder / record.name)
         if found != record.sha256:
             raise DamagedError(folder / record.name, f"SHA-256 {found}", record.sha256)
 
@@ -106,19 +103,15 @@ def read_own_json(path: Path) -> dict[str, Any]:
         DamagedError: missing, a link, too large, or not a JSON object.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-        with os.fdopen(descriptor, "rb") as file:
-            data = file.read(_MAX_JSON_BYTES + 1)
+        value = json.loads(read_regular(path, _MAX_JSON_BYTES), parse_float=_finite, parse_constant=_finite)
     except OSError as error:
         raise DamagedError(path, error.strerror or "an error", "a file") from error
-    if len(data) > _MAX_JSON_BYTES:
-        raise DamagedError(path, f"over {_MAX_JSON_BYTES} bytes", "a small file")
-    try:
-        value = json.loads(data, parse_float=_finite, parse_constant=_finite)
+    except RefusedError as error:
+        raise DamagedError(path, error.in_short, "a small file") from error
     except (ValueError, RecursionError) as error:
-        raise DamagedError(path, f"{len(data)} bytes that are not JSON", "JSON") from error
-    if not isinstance(value, dict):
-        raise DamagedError(path, "JSON that is not an object", "an object")
+        raise DamagedError(path, "bytes that are not JSON", "JSON") from error
+    if path.is_symlink() or not isinstance(value, dict):
+        raise DamagedError(path, "a link, or JSON that is not an object", "an object")
     return value
 
 
@@ -139,19 +132,8 @@ def _finite(text: str) -> float:
     return value
 
 
-def file_sha256(path: Path) -> str:
-    """Hexadecimal.
-
-    Raises:
-        DamagedError: the file cannot be read, or is a link.
-    """
-    digest = hashlib.sha256()
-    buffer = memoryview(bytearray(1024**2))
+def _sha256(path: Path) -> str:
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        with os.fdopen(descriptor, "rb", buffering=0) as file:
-            while num_read := file.readinto(buffer):
-                digest.update(buffer[:num_read])
+        return sha256_of(path)
     except OSError as error:
         raise DamagedError(path, error.strerror or "an error", "a readable file") from error
-    return digest.hexdigest()

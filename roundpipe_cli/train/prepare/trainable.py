@@ -20,7 +20,7 @@ from roundpipe_cli.engine.parity import MAX_PARAMETERS, ParityRefusedError, Proo
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.errors import RefusedError, ResourceError
 from roundpipe_cli.events import Notice, Phase, Tell, tell_notices
-from roundpipe_cli.files import cache_folder, read_json_of_ours, tried_paths, write_atomically
+from roundpipe_cli.files import cache_folder, read_json_of_ours, sha256_of, tried_paths, write_atomically
 from roundpipe_cli.library_names import version
 from roundpipe_cli.model.adapter_files import (
     ADAPTER_CONFIG,
@@ -31,7 +31,6 @@ from roundpipe_cli.model.adapter_files import (
 )
 from roundpipe_cli.model.dropout import NOISE_ATTRIBUTE
 from roundpipe_cli.model.files.source import ModelSource
-from roundpipe_cli.model.fingerprint import sha256_of
 from roundpipe_cli.model.lora import (
     ADAPTER,
     LoraSettings,
