@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from roundpipe_cli.model import fingerprint
+from roundpipe_cli import files
 from roundpipe_cli.model.files import untrusted
 from roundpipe_cli.model.stored import formats, gguf, tensors
 
@@ -15,5 +15,5 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(formats, "ROWS_AT_ONCE", 3)
     monkeypatch.setattr(gguf, "ROWS_AT_ONCE", 50)
     monkeypatch.setattr(tensors, "FINITE_CHECK_ELEMENTS", 1000)
-    monkeypatch.setattr(fingerprint, "CHUNK_BYTES", 1 << 16)  # real files are read too
+    monkeypatch.setattr(files, "_CHUNK_BYTES", 1 << 16)  # real files are read too
     monkeypatch.setattr(untrusted, "COMPARED_BYTES", 1000)

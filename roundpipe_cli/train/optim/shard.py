@@ -15,13 +15,13 @@ from itertools import zip_longest
 
 import torch
 
+from roundpipe_cli.choices import OPTIMIZERS
 from roundpipe_cli.costs.machine import host_memory
 from roundpipe_cli.events import Notice, Tell
 from roundpipe_cli.model.layout import LayerLayout
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.train.checkpoint.writing import State
 from roundpipe_cli.train.nodes.group import Nodes
-from roundpipe_cli.train.optim.optimizer import make_rule
 from roundpipe_cli.train.prepare.setup import MAX_MEMORY_SHARE
 from roundpipe_cli.units import format_bytes
 
@@ -114,7 +114,6 @@ def _whole_bytes(recipe: Recipe, layouts: Sequence[LayerLayout]) -> int:
 
 def _state_bytes(recipe: Recipe, num_elements: int) -> int:
     """Bytes of masters and moments."""
-    rule = make_rule(recipe.optim, momentum=recipe.sgd_momentum)
-    with torch.device("meta"):
-        moments = sum(tensor.nbytes for tensor in rule.make_state(torch.Size([num_elements])).values())
-    return moments + (0 if recipe.dtype == "float32" else 4 * num_elements)
+    kind, master_bytes = OPTIMIZERS[recipe.optim], 0 if recipe.dtype == "float32" else 4
+    moment_bytes = kind.moment_bytes + (kind.momentum_bytes if recipe.sgd_momentum else 0)
+    return int((master_bytes + moment_bytes) * num_elements)

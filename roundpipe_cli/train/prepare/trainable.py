@@ -55,44 +55,27 @@ from roundpipe_cli.watchdog import at_work
 TELL_EVERY_S = 5.0
 
 
-class _Progress:
-    """Gives weights to the store and reports from time to time how many bytes are filled."""
+def _counting(store: WeightStore, tell: Tell) -> Callable[[str], None]:
+    """A function that is told of each weight that is filled, and reports from time to time how many bytes are."""
+    places = [place for layout in store.layouts for place in layout.places if not is_adapter(place.name)]
+    sizes = {place.name: place.num_bytes for place in places}
+    total, done = sum(sizes.values()), 0
+    began_s = told_s = time.monotonic()
+    tell(Phase(f"loading {format_bytes(total)} of weights"))
 
-    def __init__(self, store: WeightStore, started: StartedBase | None, tell: Tell) -> None:
-        # started: base weights as changed by an adapter that is trained further
-        self._store, self._started, self._tell = store, started, tell
-        places = [place for layout in store.layouts for place in layout.places if not is_adapter(place.name)]
-        self._sizes = {place.name: place.num_bytes for place in places}
-        self._num_bytes = sum(self._sizes.values())
-        self._done_bytes = 0
-        self._began_s = self._told_s = time.monotonic()
-        tell(Phase(f"loading {format_bytes(self._num_bytes)} of weights"))
-
-    def set_parameter(self, name: str, values: torch.Tensor) -> None:
-        self._store.set_parameter(name, values if self._started is None else self._started.weight(name, values))
-        self._count(name)
-
-    def set_packed(self, name: str, weight: PackedWeight) -> None:
-        if self._started is not None:
-            self._started.refuse_packed(name)
-        self._store.set_packed(name, weight)
-        self._count(name)
-
-    def _count(self, name: str) -> None:
-        self._done_bytes += self._sizes[name]
+    def count(name: str) -> None:
+        nonlocal done, told_s
+        done += sizes[name]
         now_s = time.monotonic()
-        if now_s - self._told_s < TELL_EVERY_S or self._done_bytes >= self._num_bytes:
+        if now_s - told_s < TELL_EVERY_S or done >= total:
             return
-        self._told_s = now_s
-        done, total = self._done_bytes, self._num_bytes
-        bytes_per_s = max(1.0, done / (now_s - self._began_s))
-        left_s = max(1, round((total - done) / bytes_per_s))
-        self._tell(
-            Phase(
-                f"loading weights: {format_bytes(done)} of {format_bytes(total)}, {format_bytes(bytes_per_s)}/s, "
-                f"{format_seconds(left_s)} left"
-            )
-        )
+        told_s = now_s
+        bytes_per_s = max(1.0, done / (now_s - began_s))
+        left = format_seconds(max(1, round((total - done) / bytes_per_s)))
+        of = f"{format_bytes(done)} of {format_bytes(total)}, {format_bytes(bytes_per_s)}/s"
+        tell(Phase(f"loading weights: {of}, {left} left"))
+
+    return count
 
 
 def fill_store(
@@ -107,8 +90,20 @@ def fill_store(
 ) -> None:
     """Load the base weights, then the adapter's: first values, or those of the folder `start`, which is trained
     further, and which DPO's reference keeps. `model`: the skeleton, adapters included."""
-    progress = _Progress(store, None if start is None else StartedBase(model, start), tell)
-    tell_notices(tell, *load_weights(source, model, progress.set_parameter, progress.set_packed, new=new))
+    started = None if start is None else StartedBase(model, start)
+    count = _counting(store, tell)
+
+    def set_parameter(name: str, values: torch.Tensor) -> None:
+        store.set_parameter(name, values if started is None else started.weight(name, values))
+        count(name)
+
+    def set_packed(name: str, weight: PackedWeight) -> None:
+        if started is not None:
+            started.refuse_packed(name)
+        store.set_packed(name, weight)
+        count(name)
+
+    tell_notices(tell, *load_weights(source, model, set_parameter, set_packed, new=new))
     if recipe.method == "full":
         return
     first = initial_values(model, recipe.seed, store.base_weight, recipe.lora.init)
