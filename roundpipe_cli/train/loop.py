@@ -31,7 +31,7 @@ from roundpipe_cli.train.build import PageLocks, make_engine, make_planner
 from roundpipe_cli.train.checkpoint.output_dir import EVAL_NAME, METRICS_NAME
 from roundpipe_cli.train.checkpoint.reading import Checkpoint
 from roundpipe_cli.train.checkpoint.resume import SavedEvaluation, check_state, check_tensors, run_state
-from roundpipe_cli.train.checkpoint.rewind import RECORDS_KEY, RowDigest, copy_records, losses_by_step, rewind
+from roundpipe_cli.train.checkpoint.rewind import RECORDS_KEY, RowDigest, copy_records, rewind
 from roundpipe_cli.train.checkpoint.writing import Saver, Snapshot, State
 from roundpipe_cli.train.evaluate import Evaluator, is_due
 from roundpipe_cli.train.machines import Machines
@@ -187,8 +187,7 @@ class Trainer:
             say = self._say
             if checkpoint is not None and not checkpoint.folder.parent.samefile(self.output_dir):
                 copy_records(checkpoint.folder, checkpoint.meta, self.output_dir, say)
-            rewind(self.output_dir, first_step, num_steps=self.num_steps, say=say)
-            self._log.earlier_losses = losses_by_step(metrics_path)
+            self._log.earlier_losses = rewind(self.output_dir, first_step, num_steps=self.num_steps, say=say)
         told = self.recipe if self._machines.nodes.is_first else replace(self.recipe, report_to=())
         with (
             self._recorder.opened(first_step) as recorder,

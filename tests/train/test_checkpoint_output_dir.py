@@ -225,9 +225,9 @@ def _rows(*steps: int) -> str:
 )
 def test_metrics_are_cut_to_the_resumed_step(tmp_path: Path, text: str, step: int, expected: str) -> None:
     path = tmp_path / "metrics.jsonl"
-    assert truncate_metrics(path, step) == 0 and not path.exists()  # no metrics yet
+    assert truncate_metrics(path, step) == {} and not path.exists()  # no metrics yet
     path.write_text(text)
-    assert truncate_metrics(path, step) == expected.count("\n")
+    assert len(truncate_metrics(path, step)) == expected.count("\n")
     assert path.read_text() == expected
     assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
 

@@ -100,12 +100,13 @@ def _is_as_saved(data: bytes, saved: Mapping[str, Any], step: int) -> bool:
     num_bytes = saved.get("num_bytes")
     if type(num_bytes) is not int or hashlib.sha256(data[:num_bytes]).hexdigest() != saved.get("sha256"):
         return False
-    later = [_row_step(line) for line in data[num_bytes:].split(b"\n")[:-1]]  # behind the last line break: torn
-    return all(found is not None and found >= step for found in later)
+    later = [_row(line) for line in data[num_bytes:].split(b"\n")[:-1]]  # behind the last line break: torn
+    return all(row is not None and row["step"] >= step for row in later)
 
 
-def truncate_metrics(path: Path, step: int) -> int:
-    """Cut `metrics.jsonl` back to the rows of steps before `step`, the next to run. Returns the number of rows kept.
+def truncate_metrics(path: Path, step: int) -> dict[int, float]:
+    """Cut `metrics.jsonl` back to the rows of steps before `step`, the next to run. Returns the loss of each step that
+    is left, NaN where it was not finite.
 
     A torn last line goes too, and so does any row that repeats a step: one row per step, always. Atomic.
 
@@ -115,36 +116,26 @@ def truncate_metrics(path: Path, step: int) -> int:
     try:
         data = path.read_bytes()
     except FileNotFoundError:
-        return 0
-    kept: dict[int, bytes] = {}
+        return {}
+    kept, losses = list[bytes](), dict[int, float]()
     for line in data.split(b"\n")[:-1]:  # text behind the last line break is torn, or empty
-        found = _row_step(line)
-        if found is not None and found < step:
-            kept.setdefault(found, line + b"\n")
-    rest = b"".join(kept.values())
-    if rest != data:
+        row = _row(line)
+        if row is not None and row["step"] < step and row["step"] not in losses:
+            loss = row.get("loss")
+            losses[row["step"]] = float(loss) if isinstance(loss, (int, float)) else math.nan
+            kept.append(line + b"\n")
+    if (rest := b"".join(kept)) != data:
         write_atomically(path, rest)
-    return len(kept)
-
-
-def losses_by_step(path: Path) -> dict[int, float]:
-    """Step -> loss of the rows in `metrics.jsonl`, NaN where it was not finite; empty where there is no file."""
-    losses: dict[int, float] = {}
-    for line in path.read_bytes().split(b"\n")[:-1] if path.exists() else ():
-        step = _row_step(line)
-        if step is not None:
-            loss = json.loads(line).get("loss")
-            losses[step] = float(loss) if isinstance(loss, (int, float)) else math.nan
     return losses
 
 
-def _row_step(line: bytes) -> int | None:
+def _row(line: bytes) -> dict[str, Any] | None:
+    """The row, if the line is one."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    step = row.get("step") if isinstance(row, dict) else None
-    return step if type(step) is int else None
+    return row if isinstance(row, dict) and type(row.get("step")) is int else None
 
 
 # A run that continues from a checkpoint of another run, in an output directory that is still free.
@@ -181,8 +172,8 @@ def copy_records(checkpoint: Path, meta: Mapping[str, Any], output_dir: Path, sa
     say(f"{run_dir} stays as it is; its rows up to {checkpoint.name} are copied to {output_dir}")
 
 
-def rewind(output_dir: Path, step: int, *, num_steps: int, say: Say) -> None:
-    """Make `step` the last one of which `output_dir` says anything; 0 at the start of a run.
+def rewind(output_dir: Path, step: int, *, num_steps: int, say: Say) -> dict[int, float]:
+    """Make `step`, 0 at the start of a run, the last one of which `output_dir` says anything; the losses until then.
 
     Raises:
         ResourceError: disk full or failing; what counts as a checkpoint still has all its rows.
@@ -195,10 +186,11 @@ def rewind(output_dir: Path, step: int, *, num_steps: int, say: Say) -> None:
             _set_later_aside(output_dir, step, say)
         except OSError as error:
             raise disk_error(error, output_dir, "what came after the checkpoint") from error
-    num_rows = truncate_metrics(output_dir / METRICS_NAME, step + 1)
+    losses = truncate_metrics(output_dir / METRICS_NAME, step + 1)
     truncate_metrics(output_dir / EVAL_NAME, step + 1)
-    if num_rows < step:
-        say(f"{METRICS_NAME} has rows of only {num_rows} of the {step} steps so far; the others were lost earlier")
+    if len(losses) < step:
+        say(f"{METRICS_NAME} has rows of only {len(losses)} of the {step} steps so far; the others were lost earlier")
+    return losses
 
 
 def _set_later_aside(output_dir: Path, step: int, say: Say) -> None:
