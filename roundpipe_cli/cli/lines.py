@@ -13,7 +13,8 @@ from collections.abc import Callable
 from roundpipe_cli import events
 from roundpipe_cli.cli.output import has_codes, say, say_data, terminal_width
 from roundpipe_cli.dashboard.state import DashboardState, fetching_line, fold
-from roundpipe_cli.dashboard.waiting import advice, details
+from roundpipe_cli.dashboard.views import details
+from roundpipe_cli.dashboard.waiting import advice
 from roundpipe_cli.units import counted, format_clock, format_loss, format_seconds
 
 EVERY_S = 10.0

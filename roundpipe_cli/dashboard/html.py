@@ -19,7 +19,7 @@ from rich.table import Table
 
 from roundpipe_cli.dashboard.replay import REPORT_NAME, RunFiles, TimedEvent
 from roundpipe_cli.dashboard.state import DashboardState, fold_all
-from roundpipe_cli.dashboard.waiting import CAUSES, longest_waiting
+from roundpipe_cli.dashboard.waiting import longest_waiting
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import MAX_NUMBER, RunStarted, Sample, Span, StepTimeline
 from roundpipe_cli.files import read_regular
@@ -508,10 +508,7 @@ def _workers(events: Sequence[TimedEvent], state: DashboardState) -> str:
 def _waiting(state: DashboardState) -> str:
     """Why the worker that waited most in the newest step did so."""
     found = longest_waiting(state)
-    if found is None:
-        return ""
-    meanings = (f"{cause}: {CAUSES[cause]}" for cause in found.by_cause_s)
-    return f'<p class="sub">{"<br>".join(map(escape, (found.text(), *meanings)))}</p>'
+    return f'<p class="sub">{"<br>".join(map(escape, found.lines()))}</p>' if found is not None else ""
 
 
 def _memory(events: Sequence[TimedEvent]) -> tuple[str, str]:

@@ -18,7 +18,8 @@ from rich.text import Text
 
 from roundpipe_cli.dashboard.chart import chart, large
 from roundpipe_cli.dashboard.state import SIMULATED, DashboardState, WorkerView, window_s
-from roundpipe_cli.dashboard.theme import Theme, beside, fit, framed, spread
+from roundpipe_cli.dashboard.theme import ASCII, Theme, beside, fit, framed, spread
+from roundpipe_cli.dashboard.waiting import longest_waiting
 from roundpipe_cli.events import Span
 from roundpipe_cli.schedule.pictures import BOTH, WORK_NAMES
 from roundpipe_cli.units import GIB, escape_controls, format_clock, format_loss, format_seconds
@@ -234,34 +235,30 @@ class Scene:
 _Look = Callable[[Scene, int, int], list[Text]]
 
 
-def workers_block(scene: Scene, width: int, height: int) -> list[Text]:
-    """At most `height` lines; workers that have no room at all are counted in the last line."""
+def workers_block(scene: Scene, width: int, height: int, *, is_staircase: bool = False) -> list[Text]:
+    """At most `height` lines; workers that have no room at all are counted in the last line.
+
+    Args:
+        is_staircase: rather one column of lanes, as high as there is room for.
+    """
     workers = scene.workers
     if not workers or height <= 0:
         return []
-    looks: list[tuple[int, _Look]] = [(n + 3, _framed(n)) for n in ((3, 2, 1) if scene.theme.has_colour else (1,))]
-    looks += [(2, _two_lines), (1, _one_line)]
+    heights = (3, 2, 1) if scene.theme.has_colour else (1,)
+    looks = [*((lanes + 3, _framed(lanes)) for lanes in heights), (2, _two_lines), (1, _named(1))]
     columns = [1] if width < 2 * MIN_COLUMN else [1, 2] if width < 4 * MIN_COLUMN else [1, 2, 4]
-    candidates = [(lines, look, count) for lines, look in looks for count in columns if not (count > 1 and lines == 6)]
-    reserved = RESERVED_LINES if height >= 18 else 0
-    for room in (height - reserved, height):
-        for lines, look, count in candidates:
-            if lines * -(-len(workers) // count) <= room:
-                return _grid(scene, look, count, width)
+    ways = [(lines, look, count) for lines, look in looks for count in columns if not (count > 1 and lines == 6)]
+    candidates = [(RESERVED_LINES if height >= 18 else 0, *way) for way in ways] + [(0, *way) for way in ways]
+    if is_staircase:
+        stairs = [(RESERVED_LINES if lanes > 1 else 0, lanes, _named(lanes), 1) for lanes in heights]
+        candidates = [*stairs, *candidates]
+    for reserved, lines, look, count in candidates:
+        if lines * -(-len(workers) // count) <= height - reserved:
+            return _grid(scene, look, count, width)
     shown = max(0, height - 1) * columns[-1]
     some = replace(scene, workers=workers[:shown])
     rest = Text(f"  and {len(workers) - shown} more workers: a higher terminal shows them", style=scene.theme.faint)
-    return [*_grid(some, _one_line, columns[-1], width), rest]
-
-
-def _staircase_block(scene: Scene, width: int, height: int) -> list[Text]:
-    """One column of lanes, as high as there is room for."""
-    for lines in (3, 2) if scene.theme.has_colour else ():
-        if 0 < lines * len(scene.workers) <= height - RESERVED_LINES:
-            return _grid(scene, _named(lines), 1, width)
-    if len(scene.workers) > height:
-        return workers_block(scene, width, height)
-    return _grid(scene, _one_line, 1, width)
+    return [*_grid(some, _named(1), columns[-1], width), rest]
 
 
 def _grid(scene: Scene, look: _Look, count: int, width: int) -> list[Text]:
@@ -286,7 +283,7 @@ def _framed(num_lanes: int) -> _Look:
     def look(scene: Scene, index: int, width: int) -> list[Text]:
         worker, theme = scene.workers[index], scene.theme
         title = Text.assemble((f"worker {index}", "bold"), f" {theme.glyphs.between} {escape_controls(worker.device)}")
-        body = [*_lane(scene, worker, width - 4, num_lanes), _figures(worker, width - 4, theme)]
+        body = [*_lane(scene, worker, width - 4, num_lanes), _joined(_worker_figures(worker, theme), width - 4)]
         return framed(title, f"last {format_seconds(scene.seconds)}", body, width, theme=theme)
 
     return look
@@ -298,16 +295,19 @@ def _two_lines(scene: Scene, index: int, width: int) -> list[Text]:
     indent = name.cell_len
     return [
         Text.assemble(name, *_lane(scene, worker, width - indent - 1)),
-        Text.assemble(" " * indent, _figures(worker, width - indent - 1, theme)),
+        Text.assemble(" " * indent, _joined(_worker_figures(worker, theme), width - indent - 1)),
     ]
 
 
 def _named(num_lanes: int) -> _Look:
-    """A lane of several lines with its name and share beside one of them, and no line between two lanes."""
+    """A lane with its name, share and memory beside one of its lines, and no line between two lanes."""
 
     def look(scene: Scene, index: int, width: int) -> list[Text]:
         worker, middle = scene.workers[index], (num_lanes - 1) // 2
-        name, tail = _name_of(scene, index), Text(f" {_percent(worker.utilization)} ")
+        name, tail, sample = _name_of(scene, index), Text(f" {_percent(worker.utilization)}"), worker.sample
+        if sample.used_bytes is not None and sample.total_bytes:
+            tail.append(f" {sample.used_bytes / GIB:4.1f}/{sample.total_bytes / GIB:.0f} GiB")
+        tail.append(" ")
         blank, after = Text(" " * name.cell_len), Text(" " * tail.cell_len)
         lanes = _lane(scene, worker, width - name.cell_len - tail.cell_len, num_lanes)
         return [
@@ -326,24 +326,14 @@ def _name_of(scene: Scene, index: int) -> Text:
     return fit(name, max(10, number + 3 + max(map(len, devices))), scene.theme)
 
 
-def _one_line(scene: Scene, index: int, width: int) -> list[Text]:
-    worker, name = scene.workers[index], _name_of(scene, index)
-    tail = Text(f" {_percent(worker.utilization)}")
-    sample = worker.sample
-    if sample.used_bytes is not None and sample.total_bytes:
-        tail.append(f" {sample.used_bytes / GIB:4.1f}/{sample.total_bytes / GIB:.0f} GiB")
-    tail.append(" ")
-    return [Text.assemble(name, *_lane(scene, worker, width - name.cell_len - tail.cell_len), tail)]
-
-
 def _percent(share: float | None) -> str:
     return f"{100 * share:3.0f} %" if share is not None else "  - %"
 
 
-def _figures(worker: WorkerView, width: int, theme: Theme) -> Text:
-    """Share of the last step that it computed, and what the device tells; the rest is left out where it has no room."""
+def _worker_figures(worker: WorkerView, theme: Theme) -> list[Text]:
+    """Share of the last step that it computed, and what the device tells."""
     if worker.lost_at:
-        return Text()
+        return []
     now, mean = worker.utilization, worker.mean_utilization.value
     parts, sample = [Text("first step", style=theme.faint)], worker.sample
     if now is not None:
@@ -360,7 +350,7 @@ def _figures(worker: WorkerView, width: int, theme: Theme) -> Text:
         parts.append(Text(f"{sample.temperature_c:.0f}{theme.glyphs.degree}"))
     if sample.power_w is not None:
         parts.append(Text(f"{sample.power_w:.0f} W"))
-    return _joined(parts, width)
+    return parts
 
 
 def _joined(parts: Sequence[Text], width: int) -> Text:
@@ -409,8 +399,8 @@ def screen(
         keys = [(key, "resume" if meaning == "pause" else meaning) for key, meaning in keys]
     foot = [footer(keys, width, theme, updates=updates)]
     room = height - len(head) - len(foot)
-    draw = _staircase_block if state.is_simulated else workers_block
-    workers = draw(Scene(state.workers, state.seen_s, _lanes_s(state), theme), width, room - MIN_MESSAGES)
+    scene = Scene(state.workers, state.seen_s, _lanes_s(state), theme)
+    workers = workers_block(scene, width, room - MIN_MESSAGES, is_staircase=state.is_simulated)
     room -= len(workers)
     messages_room = max(MIN_MESSAGES, min(len(state.messages) + 1, room // 3))
     curve_height = room - messages_room
@@ -600,3 +590,17 @@ def legend(theme: Theme, *, short: bool = False, updates: bool = False) -> Text:
     if updates:
         text.append(glyphs.wait if has_colour else UPDATE, theme.update if has_colour else "").append(" update ")
     return text.append(glyphs.idle if has_colour else ".", theme.faint).append(" idle ")
+
+
+def details(state: DashboardState) -> list[str]:
+    """What a screen shows beside the step's line, in plain lines: for screen readers, logs and pipes."""
+    if state.step is None:
+        return []
+    lines = []
+    for what, rows in ((f"step {state.step.step}", _step_rows(state, False)), ("machine", _machine_rows(state))):
+        lines.append(f"{what}: {', '.join(f'{name} {value}{note}' for name, value, note in rows)}")
+    for index, worker in enumerate(state.workers):
+        found = [part.plain for part in _worker_figures(worker, Theme(glyphs=ASCII))] or [f"lost at {worker.lost_at}"]
+        lines.append(f"worker {index}: {', '.join([worker.device, *found])}")
+    longest = longest_waiting(state)
+    return [*lines, *(longest.lines() if longest is not None else ())]

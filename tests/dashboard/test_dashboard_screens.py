@@ -31,8 +31,7 @@ from roundpipe_cli.dashboard.state import (
     window_s,
 )
 from roundpipe_cli.dashboard.theme import ASCII, Theme, theme_for
-from roundpipe_cli.dashboard.views import lane, screen, slices
-from roundpipe_cli.dashboard.waiting import details
+from roundpipe_cli.dashboard.views import details, lane, screen, slices
 from roundpipe_cli.events import (
     EvaluationFinished,
     Event,

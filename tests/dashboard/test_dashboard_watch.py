@@ -286,7 +286,7 @@ def test_a_run_that_is_over_is_told_as_it_was(tmp_path: Path, capsys: pytest.Cap
     events = recorded_run(2)
     watch([str(write_files(tmp_path, [*events, (events[-1][0], RunStopped("stopped by SIGINT"))]))], verbose=True)
     said = capsys.readouterr().err
-    looks = [line.split()[1] for line in said.splitlines() if line.startswith("  step ")]
+    looks = [line.split()[1].rstrip(":") for line in said.splitlines() if line.startswith("  step ")]
     assert looks[0] == "1" and looks[-1] == "40" and 4 <= len(looks) <= 8, looks
     assert said.count("  worker 0: cuda:0, busy ") == said.count("  worker 1: cuda:1, busy ") == len(looks)
     assert said.rstrip().endswith("stopped by SIGINT")

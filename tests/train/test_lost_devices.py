@@ -19,7 +19,8 @@ from roundpipe_cli.dashboard.html import comparison, timelines
 from roundpipe_cli.dashboard.state import fold, fold_all
 from roundpipe_cli.dashboard.theme import Theme
 from roundpipe_cli.dashboard.views import Scene, workers_block
-from roundpipe_cli.dashboard.waiting import details, longest_waiting
+from roundpipe_cli.dashboard.views import details
+from roundpipe_cli.dashboard.waiting import longest_waiting
 from roundpipe_cli.engine.backends.cuda import xid_in
 from roundpipe_cli.errors import DeviceLostError, InternalError
 from roundpipe_cli.events import DeviceLost, Event, Notice, RunStarted, Span, StepFinished, StepTimeline, decode, encode
