@@ -1,9 +1,10 @@
-"""Formatting of bytes, seconds, counts and names. Inside the program all values are plain bytes and seconds."""
+"""Formatting of bytes, seconds, counts, names and tables. Inside the program all values are plain bytes and seconds."""
 
 from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 
 MIB = 1024**2
 GIB = 1024**3
@@ -89,3 +90,30 @@ def format_count(count: float) -> str:
             return f"{value:.3g}{unit}"
         value /= 1000
     return f"{value:.3g}T"
+
+
+def aligned(
+    rows: Sequence[Sequence[str]], num_left: int, left_out: Sequence[str] = (), width: int | None = None
+) -> list[str]:
+    """Rows as lines of padded cells; the first row has the headings.
+
+    Args:
+        num_left: columns whose cells begin at the left; those of the others end at the right.
+        left_out: headings of columns to leave out where the terminal is too narrow, the first one first.
+        width: columns of the terminal; None: any number.
+    """
+    if not rows:
+        return []
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    shown = list(range(len(widths)))
+    for name in left_out:
+        if width is None or sum(widths[column] for column in shown) + 2 * (len(shown) - 1) <= width:
+            break
+        shown.remove(rows[0].index(name))
+    return [
+        "  ".join(
+            row[column].ljust(widths[column]) if column < num_left else row[column].rjust(widths[column])
+            for column in shown
+        ).rstrip()
+        for row in rows
+    ]

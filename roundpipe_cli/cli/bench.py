@@ -9,13 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from roundpipe_cli.choices import BOUND_SCHEDULES, ScheduleName
-from roundpipe_cli.cli.output import say, say_json
+from roundpipe_cli.cli.output import say, say_data, say_json, terminal_width, wrapped
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.units import counted, format_seconds
+from roundpipe_cli.units import aligned, counted, format_seconds
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from roundpipe_cli.cli.bench_options import CaseFlags
     from roundpipe_cli.planning.answers import Answers
     from roundpipe_cli.planning.choose import Effort
@@ -197,48 +195,40 @@ def _write_svg(path: Path, question: SimulationCase, machine: str, results: list
     write_named(path, svg_picture(rows, heading=_case_words(question), note=note))
 
 
-def _print_whole(table: Table) -> None:
-    """Print a table with whole figures: without its last column where the terminal is too narrow for all."""
-    from rich.console import Console
-
-    console, wide = Console(), Console(width=1000)
-    if wide.measure(table).maximum > console.width:
-        table.columns.pop()
-        say("note: the terminal is too narrow for the parts of a bubble; --json has them")
-    if wide.measure(table).maximum > console.width:
-        console, table.title = wide, None  # wrapped lines are better than cut figures
-    console.print(table)
-
-
 def _case_words(question: SimulationCase) -> str:
     workers, microbatches = counted(question.num_workers, "worker"), counted(question.num_microbatches, "microbatch")
     return f"{question.costs.name}: {workers}, {microbatches}"
 
 
-def _print_table(question: SimulationCase, results: list[Result], forward_stages: str | None) -> None:
-    from rich.table import Table
+PARTS = "  fill switch  drain steady"
+"""Heading of the column that a narrow terminal has no room for; --json has it."""
 
+
+def _print_table(question: SimulationCase, results: list[Result], forward_stages: str | None) -> None:
     search = "full search" if question.limits is None else "quick search, as by plan"
     found = search if forward_stages is None else "given stages"
-    title = f"{_case_words(question)}, simulated ({question.accounting} accounting, {found})"
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    table.add_column("schedule", no_wrap=True)
-    for heading in ("stages", "makespan", "step", "bubble", "  fill switch  drain steady"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    best = min(results, key=lambda result: result.step_s) if len(results) > 1 else None
+    rows = [["schedule", "stages", "makespan", "step", "bubble", PARTS]]
     for result in results:
         parts, both = result.parts, (result.schedule.forward_stages, result.schedule.backward_stages)
         shares = (parts.fill, parts.switch, parts.drain, parts.steady)
-        table.add_row(
-            f"{result.schedule.name}{_dealing_words(result.dealing)}",
-            "+".join(str(sum(last >= first for first, last in stages)) for stages in both),
-            format_seconds(result.makespan_s),
-            format_seconds(result.step_s),
-            f"{100 * parts.ratio:.1f} %",
-            " ".join(f"{100 * share:4.1f} %" for share in shares),
-            style="green" if result is best else None,
+        rows.append(
+            [
+                f"{result.schedule.name}{_dealing_words(result.dealing)}",
+                "+".join(str(sum(last >= first for first, last in stages)) for stages in both),
+                format_seconds(result.makespan_s),
+                format_seconds(result.step_s),
+                f"{100 * parts.ratio:.1f} %",
+                " ".join(f"{100 * share:4.1f} %" for share in shares),
+            ]
         )
-    _print_whole(table)
+    width = terminal_width()
+    title = f"{_case_words(question)}, simulated ({question.accounting} accounting, {found})"
+    heading, *lines = aligned(rows, 1, (PARTS,), width)
+    for line in (*wrapped([title], width), heading):
+        say_data(line)
+    best = min(results, key=lambda result: result.step_s) if len(results) > 1 else None
+    for line, result in zip(lines, results, strict=True):
+        say_data(line, colours={".+": "32"} if result is best else None)
     for num_idle in sorted({_num_idle(result) for result in results} - {0}, reverse=True):
         names = ", ".join(result.schedule.name for result in results if _num_idle(result) == num_idle)
         say(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from roundpipe_cli.choices import BOUND_SCHEDULES
 from roundpipe_cli.cli.bench_options import entry, named_schedules
-from roundpipe_cli.cli.output import build_counts, quiet_libraries, say, say_json
+from roundpipe_cli.cli.output import build_counts, quiet_libraries, say, say_data, say_json
 from roundpipe_cli.events import Event, StepFinished
 from roundpipe_cli.planning.answers import Answers
 from roundpipe_cli.planning.compare import SimulationCase, StageCut
@@ -14,7 +14,7 @@ from roundpipe_cli.planning.predict import cards_worth_using
 from roundpipe_cli.planning.question import PlanRequest, ask
 from roundpipe_cli.planning.run_plan import contender
 from roundpipe_cli.recipe.load import load_recipe
-from roundpipe_cli.units import format_bytes, format_seconds
+from roundpipe_cli.units import aligned, format_bytes, format_seconds
 from roundpipe_cli.watchdog import watching
 
 if TYPE_CHECKING:
@@ -105,38 +105,31 @@ def keep_lines(comparison: Comparison) -> dict[str, Any]:
 
 
 def _print(comparison: Comparison, repetitions: int) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    basis = f"{', '.join(comparison.devices)}; {comparison.num_microbatches} microbatches"
-    title = f"{basis}; medians of {repetitions} alternating rounds"
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    table.add_column("schedule", no_wrap=True)
-    for heading in ("tokens/s", "step", "predicted", "off", "bubble", "memory"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    rows = [["schedule", "tokens/s", "step", "predicted", "off", "bubble", "memory"]]
     for item in comparison.schedules:
         predicted_s = item.predicted.makespan_s
-        table.add_row(
-            item.name,
-            f"{item.tokens_per_s:.0f}",
-            format_seconds(item.makespan_s),
-            format_seconds(predicted_s),
-            f"{100 * (item.makespan_s / predicted_s - 1):+.0f} %",
-            f"{100 * item.bubble_ratio:.1f} %",
-            format_bytes(item.device_peak_bytes) if item.device_peak_bytes else "-",
+        rows.append(
+            [
+                item.name,
+                f"{item.tokens_per_s:.0f}",
+                format_seconds(item.makespan_s),
+                format_seconds(predicted_s),
+                f"{100 * (item.makespan_s / predicted_s - 1):+.0f} %",
+                f"{100 * item.bubble_ratio:.1f} %",
+                format_bytes(item.device_peak_bytes) if item.device_peak_bytes else "-",
+            ]
         )
-    console = Console()
-    console.print(table)
-
+    basis = f"{', '.join(comparison.devices)}; {comparison.num_microbatches} microbatches"
+    lines = [f"{basis}; medians of {repetitions} alternating rounds", *aligned(rows, 1)]
     best = most_tokens_per_s(comparison)
     others = [item for item in comparison.schedules if item is not best]
     if others:
         second = max(others, key=lambda item: item.tokens_per_s)
         gain = 100 * (best.tokens_per_s / second.tokens_per_s - 1)
-        console.print(f"{best.name} is the fastest here, {gain:.1f} % before {second.name}; all losses agree.")
-    console.print("To keep it:\n\npipeline:", soft_wrap=True)
-    for key, value in keep_lines(comparison)["pipeline"].items():
-        console.print(f"  {key}: {value}", soft_wrap=True, highlight=False, markup=False)
+        lines.append(f"{best.name} is the fastest here, {gain:.1f} % before {second.name}; all losses agree.")
+    kept = (f"  {key}: {value}" for key, value in keep_lines(comparison)["pipeline"].items())
+    for line in [*lines, "To keep it:", "", "pipeline:", *kept]:
+        say_data(line)
 
 
 def request_of(recipe: str, overrides: list[str], hardware: str | None) -> PlanRequest:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import io
 import os
 import shlex
 import sys
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from roundpipe_cli.cli.output import go_offline, quiet_libraries, say, show_error, terminal_width, wrapped
+from roundpipe_cli.cli.output import go_offline, quiet_libraries, say, show_error
 from roundpipe_cli.costs import machine
 from roundpipe_cli.errors import DeviceLostError, RefusedError, RoundpipeError
 from roundpipe_cli.events import DeviceLost, Notice
@@ -98,22 +97,15 @@ def _refuse_unshareable(recipe: Recipe, count: int) -> None:
 
 def show_end(output_dir: Path) -> None:
     """Say how a finished run went and which commands come next, and write its page."""
-    from rich.console import Console
-
-    from roundpipe_cli.dashboard.html import comparison, comparison_table, range_note, read_report, report_page
+    from roundpipe_cli.dashboard.html import comparison_lines, read_report, report_page
 
     page = output_dir / "report.html"
     finished = output_dir / "report.json"
     if page.exists() and finished.exists() and page.stat().st_mtime >= finished.stat().st_mtime:
         return  # the run was finished already
     report = read_report(output_dir)
-    width = terminal_width(2)
-    for line in filter(None, wrapped([summary(report)], width)):
-        say(line)
-    if comparison(report):
-        table = io.StringIO()  # not to a terminal, which may be gone
-        Console(file=table, width=80).print(comparison_table(report))
-        say("\n".join(line for line in (table.getvalue().rstrip(), *wrapped([range_note(report)], width)) if line))
+    for text in filter(None, [summary(report), "\n".join(comparison_lines(report))]):
+        say(text)
     try:
         write_named(page, report_page(output_dir))
     except RoundpipeError as error:  # the result itself is complete

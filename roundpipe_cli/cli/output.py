@@ -11,7 +11,7 @@ import shutil
 import sys
 import textwrap
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -65,33 +65,6 @@ def wrapped(lines: Iterable[str], width: int | None) -> Iterator[str]:
             break_long_words=False,
         )
         yield from (part.replace("\0", " ") for part in parts)
-
-
-def aligned(
-    rows: Sequence[Sequence[str]], num_left: int, left_out: Sequence[str] = (), width: int | None = None
-) -> list[str]:
-    """Rows as lines of padded cells; the first row has the headings.
-
-    Args:
-        num_left: columns whose cells begin at the left; those of the others end at the right.
-        left_out: headings of columns to leave out where the terminal is too narrow, the first one first.
-        width: columns of the terminal; None: any number.
-    """
-    if not rows:
-        return []
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    shown = list(range(len(widths)))
-    for name in left_out:
-        if width is None or sum(widths[column] for column in shown) + 2 * (len(shown) - 1) <= width:
-            break
-        shown.remove(rows[0].index(name))
-    return [
-        "  ".join(
-            row[column].ljust(widths[column]) if column < num_left else row[column].rjust(widths[column])
-            for column in shown
-        ).rstrip()
-        for row in rows
-    ]
 
 
 # Colour of single words in lines that are printed on a terminal.

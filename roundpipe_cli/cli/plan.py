@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from roundpipe_cli.cli.output import VERDICTS, aligned, build_counts, say, say_data, say_json, terminal_width, wrapped
+from roundpipe_cli.cli.output import VERDICTS, build_counts, say, say_data, say_json, terminal_width, wrapped
 from roundpipe_cli.errors import RefusedError, ResourceError
-from roundpipe_cli.units import counted, format_bytes, format_count, format_seconds
+from roundpipe_cli.units import aligned, counted, format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from roundpipe_cli.costs.cost import LayerCost, StageRange

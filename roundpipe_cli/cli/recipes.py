@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from roundpipe_cli.cli.app import PlainGroup
-from roundpipe_cli.cli.output import aligned, say, say_data, say_json, show_error, terminal_width
+from roundpipe_cli.cli.output import say, say_data, say_json, show_error, terminal_width
 from roundpipe_cli.errors import DISK_ERRORS, RefusedError, ResourceError
-from roundpipe_cli.units import GIB
+from roundpipe_cli.units import GIB, aligned
 
 if TYPE_CHECKING:
     from roundpipe_cli.recipe.shipped import ShippedRecipe

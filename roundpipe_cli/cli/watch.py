@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 import sys
 import threading
@@ -21,8 +20,6 @@ from roundpipe_cli.files import named_path, write_named
 from roundpipe_cli.units import format_seconds
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from roundpipe_cli.dashboard.demo import SimulatedRun
     from roundpipe_cli.dashboard.live import LiveDashboard
     from roundpipe_cli.dashboard.replay import RunFiles, TimedEvent
@@ -198,8 +195,8 @@ def _show(
     return live.state
 
 
-def _leave_last(state: DashboardState) -> Console:
-    """The last frame stays on the terminal; returns what prints below it."""
+def _leave_last(state: DashboardState) -> None:
+    """The last frame stays on the terminal."""
     from rich.console import Console
 
     from roundpipe_cli.dashboard.live import last_frame
@@ -207,7 +204,6 @@ def _leave_last(state: DashboardState) -> Console:
     console = Console(file=sys.stdout)
     for line in last_frame(state, console, shutil.get_terminal_size()):
         console.print(line, crop=True, no_wrap=True)
-    return console
 
 
 POLL_S = 0.25
@@ -356,7 +352,7 @@ def _as_lines(files: RunFiles, follow: bool, is_verbose: bool) -> None:
 
 def _on_screen(files: RunFiles, follow: bool) -> None:
     """A dashboard while the run lasts; its last screen stays."""
-    from roundpipe_cli.dashboard.html import comparison, comparison_table, range_note, read_report
+    from roundpipe_cli.dashboard.html import comparison_lines, read_report
     from roundpipe_cli.dashboard.replay import Life
     from roundpipe_cli.dashboard.state import fold_all
 
@@ -373,10 +369,8 @@ def _on_screen(files: RunFiles, follow: bool) -> None:
     state = fold_all(files.poll()[1])
     if follow and files.life() is Life.RUNNING:
         state = _show(state, run_clock(), "leave; the run continues", play)
-    console, report = _leave_last(state), read_report(files.folder)
-    with contextlib.suppress(OSError):
-        if comparison(report):
-            console.print(comparison_table(report))
-            console.print(range_note(report), markup=False, highlight=False, end="\n" if range_note(report) else "")
+    _leave_last(state)
+    for line in comparison_lines(read_report(files.folder)):
+        say_data(line, is_kept=True)
     if files.life() is Life.STOPPED:
         say(f"the run in {files.folder} is not finished and not running")

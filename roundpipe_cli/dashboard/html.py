@@ -15,8 +15,6 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from roundpipe_cli.dashboard.replay import REPORT_NAME, RunFiles, TimedEvent
 from roundpipe_cli.dashboard.state import DashboardState, fold_all
 from roundpipe_cli.dashboard.waiting import longest_waiting
@@ -24,7 +22,7 @@ from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import MAX_NUMBER, RunStarted, Sample, Span, StepTimeline
 from roundpipe_cli.files import read_regular
 from roundpipe_cli.schedule.pictures import BOTH_ID, BOTH_NAME, BOTH_PAINT, DRAWN_NAMES, WORK_COLOURS, WORK_NAMES
-from roundpipe_cli.units import GIB, counted, format_bytes, format_loss, format_seconds, round_step
+from roundpipe_cli.units import GIB, aligned, counted, format_bytes, format_loss, format_seconds, round_step
 
 # Pictures of a run as SVG: curves over steps or time, and what each worker did. Colours come from the page's CSS.
 
@@ -270,14 +268,10 @@ def figures(report: Mapping[str, Any], key: str) -> dict[str, float]:
     }
 
 
-def comparison_table(report: Mapping[str, Any]) -> Table:
-    """The table as lines for a terminal."""
-    table = Table(box=None, pad_edge=False)
-    for index, heading in enumerate(headings(report)):
-        table.add_column(heading, justify="right" if index else "left", no_wrap=True)
-    for row in comparison(report):
-        table.add_row(*row)
-    return table
+def comparison_lines(report: Mapping[str, Any]) -> list[str]:
+    """The table and the note on its range as lines for a terminal; none where nothing was measured."""
+    rows = comparison(report)
+    return [*aligned([headings(report), *rows], 1), *filter(None, [range_note(report)])] if rows else []
 
 
 def headings(report: Mapping[str, Any]) -> ComparisonRow:
