@@ -8,8 +8,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import UnionType
 from typing import Any, cast, get_args, get_origin, get_type_hints
 
 
@@ -268,6 +269,7 @@ def run_clock() -> Callable[[], float]:
 # --- as lines of a file -----------------------------------------------------------------------------------------------
 
 _CLASSES: dict[str, Any] = {kind.__name__: kind for kind in get_args(Event)}
+_DATACLASSES = {DeviceSample, *_CLASSES.values()}
 
 
 def encode(event: Event) -> dict[str, Any]:
@@ -290,78 +292,66 @@ def _encode_span(span: Span) -> list[Any]:
     return [*names, start_us, round(span.end_s * 1e6) - start_us]
 
 
-def decode(fields: Mapping[str, Any]) -> Event | None:
-    """The event of `encode`'s values; None for what no event has, such as a later version's, and for values of other
-    types."""
-    kind = _CLASSES.get(str(fields.get("event")))
-    if kind is None:
-        return None
-    try:
-        asked = [one for one in dataclasses.fields(kind) if one.name in fields or one.default is dataclasses.MISSING]
-        values = {field.name: fields[field.name] for field in asked}
-        for name, value in values.items():
-            if name in ("spans", "running"):
-                values[name] = tuple(_decode_span(item) for item in value)
-            elif kind is Sample and name == "devices":
-                values[name] = tuple(DeviceSample(**item) for item in value)
-            elif isinstance(value, list):
-                values[name] = tuple(tuple(item) if isinstance(item, list) else item for item in value)
-        event: Event = kind(**values)
-    except (KeyError, TypeError, ValueError, OverflowError):
-        return None
-    return event if is_sound(event) else None
-
-
 MAX_NUMBER = 2.0**62
 """Times in seconds, counts and bytes are below it; larger ones cannot be drawn."""
 MAX_INDEX = 1 << 20
 """Largest number of a worker, stage or microbatch: lists are made of that many."""
-
-
 UNBOUNDED = frozenset({"perplexity", "grad_norm"})
 """Fields that may be infinite."""
 
 
-def is_sound(event: Event | Span | DeviceSample) -> bool:
-    """Whether every value is of its field's type, and finite."""
-    if getattr(event, "step_s", 1.0) == 0:  # rates are divided by it
-        return False
-    return all(
-        _fits(getattr(event, name), hint) or (name in UNBOUNDED and getattr(event, name) == float("inf"))
-        for name, hint in _field_types(cast("Hashable", type(event))).items()
-    )
+def decode(fields: Mapping[str, Any]) -> Event | None:
+    """The event of `encode`'s values; None for what no event has, such as a later version's, and for values of other
+    types."""
+    kind = _CLASSES.get(str(fields.get("event")))
+    if kind is None or fields.get("step_s") == 0:  # rates are divided by it
+        return None
+    try:
+        return cast("Event", _made(fields, kind))
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return None
 
 
-def _fits(value: Any, hint: Any) -> bool:
-    if dataclasses.is_dataclass(hint):
-        return isinstance(value, hint) and is_sound(value)  # type: ignore[arg-type]
+def _made(value: Any, hint: Any) -> Any:
+    """The value of a field's type that JSON's `value` stands for: of the right types, and finite.
+
+    Raises:
+        KeyError, TypeError, ValueError, OverflowError: there is none.
+    """
     origin, inner = get_origin(hint), get_args(hint)
-    if origin is tuple:
-        if not isinstance(value, tuple):
-            return False
+    if hint is Span:
+        return _made_span(*value)
+    if hint in _DATACLASSES and isinstance(value, Mapping):
+        asked = (one for one in dataclasses.fields(hint) if one.name in value or one.default is dataclasses.MISSING)
+        given = {one.name: value[one.name] for one in asked}
+        types = _field_types(hint)
+        unbounded = {name for name in UNBOUNDED & given.keys() if given[name] == float("inf")}
+        return hint(**{n: given[n] if n in unbounded else _made(given[n], types[n]) for n in given})
+    if origin is tuple and isinstance(value, list):
         wanted = [inner[0]] * len(value) if inner[-1] is Ellipsis else inner
-        return len(value) == len(wanted) and all(map(_fits, value, wanted))
-    if origin is Mapping:
-        return isinstance(value, dict) and all(
-            _fits(key, inner[0]) and _fits(of, inner[1]) for key, of in value.items()
-        )
-    if origin is not None:  # a union
-        return any(_fits(value, one) for one in inner)
-    if hint is float or hint is int:
-        kinds = (int, float) if hint is float else int
-        return isinstance(value, kinds) and not isinstance(value, bool) and abs(value) < MAX_NUMBER
-    return hint is None or isinstance(value, hint)
+        return tuple(_made(item, of) for item, of in zip(value, wanted, strict=True))
+    if origin is Mapping and isinstance(value, dict):
+        return {_made(key, inner[0]): _made(of, inner[1]) for key, of in value.items()}
+    if origin is UnionType:  # with None
+        return None if value is None else _made(value, inner[0])
+    if hint in (float, int):
+        is_number = isinstance(value, (int, float) if hint is float else int) and not isinstance(value, bool)
+        if is_number and abs(value) < MAX_NUMBER:
+            return value
+    elif origin is None and isinstance(value, hint):
+        return value
+    raise ValueError(f"{value} is no {hint}")
 
 
 @functools.cache
-def _field_types(kind: Hashable) -> dict[str, Any]:
+def _field_types(kind: Any) -> dict[str, Any]:
     return get_type_hints(kind)
 
 
-def _decode_span(item: Sequence[Any]) -> Span:
-    worker, lane, kind, stage, microbatch, start_us, us = item
+def _made_span(worker: int, lane: str, kind: str, stage: int, microbatch: int, start_us: int, us: int) -> Span:
     if not all(isinstance(index, int) and -1 <= index < MAX_INDEX for index in (worker, stage, microbatch)):
-        raise ValueError(f"a piece of work {item}")
-    if not isinstance(kind, str) or len(kind) != 1:  # lanes draw one letter for each slice of time
+        raise ValueError("a piece of work of nobody")
+    if len(_made(kind, str)) != 1:  # lanes draw one letter for each slice of time
         raise ValueError(f"a kind of work {kind!r}")
-    return Span(worker, lane, kind, stage, microbatch, start_us / 1e6, (start_us + us) / 1e6)
+    start_s, end_s = (_made(time_us / 1e6, float) for time_us in (start_us, start_us + us))
+    return Span(worker, _made(lane, str), kind, stage, microbatch, start_s, end_s)
