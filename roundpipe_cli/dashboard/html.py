@@ -68,8 +68,11 @@ class Axis:
         wanted = (right - left) / NUM_TICKS
         if self.round_lengths and self.round_lengths[0] <= wanted <= self.round_lengths[-1]:
             step = next(length for length in self.round_lengths if length >= wanted)
-        first, last = math.ceil(left / step - 1e-9), math.floor(right / step + 1e-9)
-        return [index * step for index in range(first, last + 1)]
+        return _multiples(step, left, right)
+
+
+def _multiples(step: float, low: float, high: float) -> list[float]:
+    return [index * step for index in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
 
 
 STEPS = Axis("step", lambda step: f"{step:.0f}", least=1.0)
@@ -83,61 +86,44 @@ TIME = Axis(
 def curves(series: Sequence[Series], axis: Axis, *, title: str, height: int = 260, from_zero: bool = False) -> str:
     """Lines over a common axis; an empty picture says so."""
     points = [point for one in series for point in one.points]
-    body = [f'<text class="note" x="{WIDTH / 2}" y="{height / 2}" text-anchor="middle">nothing was recorded</text>']
-    if points:
-        box = _Box(points, height, from_zero)
-        body = [*box.axes(axis), *(_draw(one, box) for one in series if one.points)]
+    if not points:
+        note = f'<text class="note" x="{WIDTH / 2}" y="{height / 2}" text-anchor="middle">nothing was recorded</text>'
+        return _picture(title, height, [note])
+    left, right = min(x for x, _ in points), max(x for x, _ in points)
+    low, high = 0.0 if from_zero else min(y for _, y in points), max(y for _, y in points)
+    if high - low <= 1e-9 * abs(high):
+        low, high = low - 0.5, high + 0.5
+
+    def pixel(point: SvgPoint) -> SvgPoint:
+        across = (point[0] - left) / (right - left) if right > left else 0.5
+        up = (point[1] - low) / (high - low)
+        return (LEFT + across * (WIDTH - LEFT - RIGHT), height - BOTTOM - up * (height - TOP - BOTTOM))
+
+    body = []
+    for value in _multiples(round_step(high - low, NUM_TICKS), low, high):
+        _, y = pixel((left, value))
+        body.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        body.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{value:.6g}</text>')
+    body.append(f'<text x="{LEFT - 8}" y="{height - 8}" text-anchor="end">{escape(axis.name)}</text>')
+    body += [tick(pixel((value, low))[0], height - 8, axis.show(value)) for value in axis.ticks(left, right)]
+    for one in series:
+        name, pixels = escape(one.name), [pixel(point) for point in one.points]
+        if one.marks or len(pixels) == 1:
+            body += [
+                f'<circle class="{one.css} dot" cx="{x:.1f}" cy="{y:.1f}" r="4">'
+                f"<title>{name} {value:.4f} at {at:g}</title></circle>"
+                for (x, y), (at, value) in zip(pixels, one.points, strict=True)
+            ]
+        elif pixels:
+            path = " ".join(f"{x:.1f},{y:.1f}" for x, y in pixels)
+            body.append(f'<polyline class="{one.css}" points="{path}"><title>{name}</title></polyline>')
     return _picture(title, height, body)
-
-
-class _Box:
-    """From values to pixels of a picture."""
-
-    def __init__(self, points: Sequence[SvgPoint], height: int, from_zero: bool) -> None:
-        self.left, self.right = min(x for x, _ in points), max(x for x, _ in points)
-        self.low = 0.0 if from_zero else min(y for _, y in points)
-        self.high = max(y for _, y in points)
-        if self.high - self.low <= 1e-9 * abs(self.high):
-            self.low, self.high = self.low - 0.5, self.high + 0.5
-        self.height = height
-
-    def pixel(self, point: SvgPoint) -> SvgPoint:
-        across = (point[0] - self.left) / (self.right - self.left) if self.right > self.left else 0.5
-        up = (point[1] - self.low) / (self.high - self.low)
-        return (LEFT + across * (WIDTH - LEFT - RIGHT), self.height - BOTTOM - up * (self.height - TOP - BOTTOM))
-
-    def axes(self, axis: Axis) -> list[str]:
-        parts = []
-        step = round_step(self.high - self.low, NUM_TICKS)
-        for index in range(math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9) + 1):
-            value = index * step
-            _, y = self.pixel((self.left, value))
-            parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-            parts.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{value:.6g}</text>')
-        bottom = self.height - 8
-        parts.append(f'<text x="{LEFT - 8}" y="{bottom}" text-anchor="end">{escape(axis.name)}</text>')
-        for value in axis.ticks(self.left, self.right):
-            x, _ = self.pixel((value, self.low))
-            parts.append(tick(x, bottom, axis.show(value)))
-        return parts
 
 
 def tick(x: float, y: float, text: str) -> str:
     """A value of the lower axis, inside the picture at both of its ends."""
     anchor = "start" if x < LEFT + 1 else "end" if x > WIDTH - RIGHT - MIN_MARGIN else "middle"
     return f'<text x="{x:.1f}" y="{y}" text-anchor="{anchor}">{escape(text)}</text>'
-
-
-def _draw(series: Series, box: _Box) -> str:
-    pixels = [box.pixel(point) for point in series.points]
-    if series.marks or len(pixels) == 1:
-        return "".join(
-            f'<circle class="{series.css} dot" cx="{x:.1f}" cy="{y:.1f}" r="4"><title>{escape(series.name)} '
-            f"{value:.4f} at {at:g}</title></circle>"
-            for (x, y), (at, value) in zip(pixels, series.points, strict=True)
-        )
-    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in pixels)
-    return f'<polyline class="{series.css}" points="{path}"><title>{escape(series.name)}</title></polyline>'
 
 
 def timelines(steps: Sequence[StepTimeline], lost_at: Sequence[str], *, title: str) -> str:
