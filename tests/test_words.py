@@ -14,8 +14,9 @@ import pytest
 import typer.main
 
 from roundpipe_cli.cli.app import app, main, version_lines
-from roundpipe_cli.errors import RefusedError
-from tests.cli.test_terminal_text import call, said
+from roundpipe_cli.cli.finetune import LOST_AT_VARIABLE, restarting
+from roundpipe_cli.errors import DeviceLostError
+from tests.cli.test_terminal_text import said
 from tests.support.e2e import fresh, python
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -74,18 +75,18 @@ def test_results_come_as_json_too(words: str) -> None:
     assert any("--json" in param.opts for param in command_of(words).params) == (words not in {*NO_RESULT, "recipes"})
 
 
-def test_a_restart_keeps_every_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_restart_keeps_every_word(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Story: a run that started again without a lost device forgot `--verbose`."""
-    kept: dict[str, Any] = {}
-
-    def stop(again: Any, restarts: int) -> None:
-        kept.update(again.keywords)
-        raise RefusedError("enough is seen")
-
-    monkeypatch.setattr("roundpipe_cli.cli.finetune.restarting", stop)
-    switches = {param.opts[0] for param in command_of("finetune").params if getattr(param, "is_flag", False)}
-    assert call("finetune", "a.yaml", *switches)[0] == 2 and {"--verbose", "--resume", "--json"} <= switches
-    assert {*kept["words"]} == switches - {"--resume"} and kept["resume"] is True
+    lost, started = DeviceLostError("lost"), list[str]()
+    lost.rest, lost.at = ("cpu", "cpu"), "step 2"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(LOST_AT_VARIABLE, "")
+    monkeypatch.setattr("os.execv", lambda program, words: started.extend(words))
+    monkeypatch.setattr(sys, "argv", ["roundpipe", "finetune", "quickstart", "--restarts=2", "-v", "max_steps=2"])
+    with pytest.raises(DeviceLostError), restarting("quickstart", ["max_steps=2"], 2):
+        raise lost
+    assert started[2:8] == ["roundpipe_cli", *sys.argv[1:]] and started[8] == "--restarts=1"
+    assert os.environ[LOST_AT_VARIABLE] == "step 2" and started[-1] == "pipeline.devices=[cpu,cpu]"
 
 
 LONG_COMMANDS = ("finetune a", "plan a", "bench a", "bench --costs a", "data a", "doctor", "generate a b", "export a")

@@ -7,7 +7,7 @@ import functools
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -191,16 +191,7 @@ def finetune(
     from roundpipe_cli.recipe.load import load_recipe
     from roundpipe_cli.train.signals import StopSignals
 
-    switches = {
-        **{"--json": json_, "--no-dashboard": no_dashboard, "--allow-other-base": allow_other_base},
-        **{"--offline": offline, "--trace": trace, "--verbose": verbose},
-    }
-    words = [word for word, is_on in switches.items() if is_on]
-    words += [f"--allow-changed={key}" for key in allow_changed or ()]
-    again = functools.partial(
-        _start_again, recipe, overrides=overrides or (), words=words, restarts=restarts, resume=resume
-    )
-    with restarting(again, restarts), StopSignals() as signals, contextlib.ExitStack() as stack:
+    with restarting(recipe, overrides or (), restarts), StopSignals() as signals, contextlib.ExitStack() as stack:
         if offline:
             go_offline()
         process, nodes = machine.this_process(), None
@@ -278,8 +269,8 @@ LOST_AT_VARIABLE = "ROUNDPIPE_LOST_AT"
 
 
 @contextlib.contextmanager
-def restarting(again: Callable[[DeviceLostError], None], restarts: int) -> Iterator[None]:
-    """Where a lost device ends the run, and others are left, it is started again by `again`, up to `restarts` times.
+def restarting(recipe: str, overrides: Sequence[str], restarts: int) -> Iterator[None]:
+    """Where a lost device ends the run, and others are left, this command starts again, up to `restarts` times.
 
     Raises:
         RefusedError: several machines, whose processes torchrun starts again.
@@ -290,24 +281,21 @@ def restarting(again: Callable[[DeviceLostError], None], restarts: int) -> Itera
         yield
     except DeviceLostError as error:
         if restarts and error.rest:
+            from roundpipe_cli.recipe.load import load_recipe
+
             show_error(error)
-            again(error)
+            _start_again(load_recipe(recipe, overrides).recipe, error, restarts - 1)
         raise
 
 
-def _start_again(
-    recipe: str, error: DeviceLostError, *, overrides: Sequence[str], words: Sequence[str], restarts: int, resume: bool
-) -> None:
-    """Become the same command, its other options in `words`, on the devices that are left, from the newest checkpoint:
-    another program, since the driver may serve this process no device any more."""
+def _start_again(own: Recipe, error: DeviceLostError, restarts: int) -> None:
+    """Become the same command on the devices that are left, from the newest checkpoint: another program, since the
+    driver may serve this process no device any more. Of a word that is there twice the last one counts."""
     from roundpipe_cli.engine.backends import cuda
-    from roundpipe_cli.recipe.load import load_recipe
     from roundpipe_cli.train.checkpoint.output_dir import list_checkpoints
     from roundpipe_cli.train.prepare.devices import choose_devices, gpu_index, threads_per_worker
 
-    own = load_recipe(recipe, overrides).recipe
-    devices = list(error.rest)
-    words = [recipe, *words, *overrides, f"--restarts={restarts - 1}"]
+    devices, words = list(error.rest), [*sys.argv[1:], f"--restarts={restarts}"]
     if devices[0] == "cpu":  # the number of threads changes bits
         every, _ = choose_devices(own.pipeline.devices)
         words.append(f"pipeline.threads_per_worker={threads_per_worker(own.pipeline.threads_per_worker, len(every))}")
@@ -318,11 +306,9 @@ def _start_again(
     words.append(f"pipeline.devices=[{','.join(devices)}]")
     if list_checkpoints(named_path(own.output_dir)):  # its own, wherever it began
         words += ["--resume", *(["resume_from_checkpoint=auto"] if own.resume_from_checkpoint else [])]
-    elif resume:
-        words.append("--resume")
-    say(f"starting again on {', '.join(error.rest)}; {counted(restarts - 1, 'more restart')} would be made")
+    say(f"starting again on {', '.join(error.rest)}; {counted(restarts, 'more restart')} would be made")
     os.environ[LOST_AT_VARIABLE] = error.at
-    os.execv(sys.executable, [sys.executable, "-m", "roundpipe_cli", "finetune", *words])
+    os.execv(sys.executable, [sys.executable, "-m", "roundpipe_cli", *words])
 
 
 def _silent(event: Event) -> None:

@@ -18,8 +18,7 @@ from roundpipe_cli.costs.machine import note_lost_device
 from roundpipe_cli.dashboard.html import comparison, timelines
 from roundpipe_cli.dashboard.state import fold, fold_all
 from roundpipe_cli.dashboard.theme import Theme
-from roundpipe_cli.dashboard.views import Scene, workers_block
-from roundpipe_cli.dashboard.views import details
+from roundpipe_cli.dashboard.views import Scene, details, workers_block
 from roundpipe_cli.dashboard.waiting import longest_waiting
 from roundpipe_cli.engine.backends.cuda import xid_in
 from roundpipe_cli.errors import DeviceLostError, InternalError
@@ -171,7 +170,7 @@ def test_a_restart_goes_on_without_the_lost_device(finetune: Finetune, tmp_path:
 
 
 def test_without_another_device_nothing_starts_again() -> None:
-    with pytest.raises(DeviceLostError), restarting(lambda error: pytest.fail("started again"), 2):
+    with pytest.raises(DeviceLostError), restarting("no-recipe.yaml", (), 2):
         raise DeviceLostError("no other device is left")
 
 
