@@ -114,26 +114,13 @@ UsageError: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__nam
 OTHER_NAMES = ("train", "tune", "sft", "fit", "run", "lora")
 """Names that other programs use for `finetune`."""
 
-_EXAMPLES = {
-    "roundpipe finetune": "roundpipe finetune recipes/quickstart.yaml",
-    "roundpipe plan": "roundpipe plan recipes/qwen3-8b.yaml --hardware 2x3090",
-    "roundpipe bench": "roundpipe bench recipes/quickstart.yaml --run",
-    "roundpipe data": "roundpipe data recipes/quickstart.yaml",
-    "roundpipe generate": 'roundpipe generate outputs/quickstart "How do I undo the last commit?"',
-    "roundpipe export": "roundpipe export outputs/quickstart --merge",
-    "roundpipe convert": "roundpipe convert axolotl.yaml --output mine.yaml",
-    "roundpipe download": "roundpipe download Qwen/Qwen3-8B",
-    "roundpipe recipes show": "roundpipe recipes show qwen3-8b",
-    "roundpipe recipes cp": "roundpipe recipes cp qwen3-8b mine.yaml",
-    "roundpipe recipes validate": "roundpipe recipes validate mine.yaml",
-}
-"""Shown where an argument is missing."""
 _OPTION_EXAMPLES = {
     "--demo": "roundpipe watch --demo 8x4090 qwen3-32b",
     "--hardware": "--hardware 2x3090,host_memory_gib=64, for instance",
     "--costs": "roundpipe bench --costs costs.json --workers 8 --microbatches 16",
 }
 """Shown where the value of an option is missing."""
+
 
 _KEYS_OF_BENCH = {
     "--head-workers": "pipeline.head_workers={}",
@@ -157,7 +144,9 @@ def explain_usage(error: Any, words: Sequence[str]) -> RefusedError:
     if kind == "MissingParameter" and error.param is not None and error.param.param_type_name == "argument":
         name = str(error.param.metavar or error.param.name).lower()
         article = "an" if name[0] in "aeiou" else "a"
-        return RefusedError(f"{program} needs {article} {name}", hint=_EXAMPLES.get(program, f"{program} --help"))
+        example = re.search(r"Example: (.+)", context.command.help or "")
+        hint = example[1] if example is not None else f"{program} --help"
+        return RefusedError(f"{program} needs {article} {name}", hint=hint)
     if kind == "BadParameter" and error.param is not None:
         return _bad_value(error, program, words)
     if kind == "BadOptionUsage":
@@ -231,7 +220,7 @@ def _typed_value(typed: str, words: Sequence[str]) -> str:
     if equals:
         return value
     after = words[words.index(typed) + 1 :][:1] if typed in words else ()
-    return next((word for word in after if "=" not in word and (word[:1] != "-" or _is_number(word))), "VALUE")
+    return next((word for word in after if "=" not in word and re.match(r"[^-]|-[\d.]", word)), "VALUE")
 
 
 def _is_recipe_key(key: str) -> bool:
@@ -241,14 +230,6 @@ def _is_recipe_key(key: str) -> bool:
     from roundpipe_cli.recipe.schema import Recipe
 
     return key in ALIASES or key.partition(".")[0].partition("[")[0] in hints_of(Recipe)
-
-
-def _is_number(word: str) -> bool:
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True
 
 
 # Output of `roundpipe --version`: this program, torch and what it was built for, the driver. Loads no torch.

@@ -184,7 +184,7 @@ def finetune(
 ) -> None:
     """Fine-tune a model as a recipe says.
 
-    Example: roundpipe finetune recipes/quickstart.yaml lora.r=8 output_dir=outputs/try
+    Example: roundpipe finetune recipes/quickstart.yaml
     """
     if os.environ.get("RANK", "0") in ("", "0"):  # of several machines the first one speaks
         say(f"reading {recipe} ...")
