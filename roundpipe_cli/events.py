@@ -320,7 +320,7 @@ def _made(value: Any, hint: Any) -> Any:
     """
     origin, inner = get_origin(hint), get_args(hint)
     if hint is Span:
-        return _made_span(*value)
+        return _made_span(value)
     if hint in _DATACLASSES and isinstance(value, Mapping):
         asked = (one for one in dataclasses.fields(hint) if one.name in value or one.default is dataclasses.MISSING)
         given = {one.name: value[one.name] for one in asked}
@@ -348,7 +348,8 @@ def _field_types(kind: Any) -> dict[str, Any]:
     return get_type_hints(kind)
 
 
-def _made_span(worker: int, lane: str, kind: str, stage: int, microbatch: int, start_us: int, us: int) -> Span:
+def _made_span(item: Any) -> Span:
+    worker, lane, kind, stage, microbatch, start_us, us = item
     if not all(isinstance(index, int) and -1 <= index < MAX_INDEX for index in (worker, stage, microbatch)):
         raise ValueError("a piece of work of nobody")
     if len(_made(kind, str)) != 1:  # lanes draw one letter for each slice of time

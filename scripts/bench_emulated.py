@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from roundpipe_cli.choices import BOUND_SCHEDULES
-from roundpipe_cli.cli.bench_options import CaseFlags, asked_cuts, bench_document, case_of_costs
+from roundpipe_cli.cli.bench_schedules import CaseFlags, asked_cuts, bench_document, case_of_costs
 from roundpipe_cli.cli.output import run_command, say
 from roundpipe_cli.costs.cost import CostModel, keep_activations, skip_projections
 from roundpipe_cli.errors import RefusedError

@@ -13,8 +13,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from roundpipe_cli.cli.follow import watch_demo
 from roundpipe_cli.cli.plan import verdict_lines
-from roundpipe_cli.cli.watch import watch_demo
 from roundpipe_cli.planning.predict import make_plan
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.recipe.shipped import shipped_recipes

@@ -354,7 +354,7 @@ def plan(
     Example: roundpipe plan qwen3-8b --hardware 2x3090,host_memory_gib=64 --solve
     """
     say(f"planning {recipe} ...")
-    from roundpipe_cli.cli.watch import write_plan_picture
+    from roundpipe_cli.cli.follow import write_plan_picture
     from roundpipe_cli.planning.answers import Answers
     from roundpipe_cli.planning.predict import make_plan
     from roundpipe_cli.planning.solve import remedies

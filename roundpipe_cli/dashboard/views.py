@@ -593,7 +593,7 @@ def legend(theme: Theme, *, short: bool = False, updates: bool = False) -> Text:
 
 
 def details(state: DashboardState) -> list[str]:
-    """What a screen shows beside the step's line, in plain lines: for screen readers, logs and pipes."""
+    """The figures that a screen shows beside the step's line, in plain lines: for screen readers, logs and pipes."""
     if state.step is None:
         return []
     lines = []

@@ -254,7 +254,7 @@ def test_the_table_keeps_its_figures_on_a_narrow_terminal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: int
 ) -> None:
     """At 60 columns all figures were cut: `2.…  3.9…`."""
-    monkeypatch.setattr("roundpipe_cli.cli.bench.terminal_width", lambda: columns)
+    monkeypatch.setattr("roundpipe_cli.cli.bench_schedules.terminal_width", lambda: columns)
     output = invoke(write(tmp_path, costs_of())).output
     assert "roundpipe" in output and "bubble" in output and "…" not in output
     assert ("drain" in output) == (columns >= 80)

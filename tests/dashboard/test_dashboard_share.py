@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from roundpipe_cli.cli.watch import DEMO_RECIPE, recipe_and_overrides, watch
+from roundpipe_cli.cli.follow import DEMO_RECIPE, recipe_and_overrides
+from roundpipe_cli.cli.watch import watch
 from roundpipe_cli.dashboard.demo import demo_events, shared_picture
 from roundpipe_cli.dashboard.html import page
 from roundpipe_cli.dashboard.state import DashboardState, fold_all

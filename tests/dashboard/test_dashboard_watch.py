@@ -59,7 +59,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
 @pytest.fixture(autouse=True)
 def grace(monkeypatch: pytest.MonkeyPatch) -> None:
     """How long `watch` waits for more of a run that is over."""
-    monkeypatch.setattr("roundpipe_cli.cli.watch.GRACE_S", 0.2)
+    monkeypatch.setattr("roundpipe_cli.cli.follow.GRACE_S", 0.2)
 
 
 def steps(state: DashboardState) -> int:

@@ -16,9 +16,7 @@ from typing import Any
 import pytest
 
 from roundpipe_cli.choices import SCHEDULES, ScheduleName
-from roundpipe_cli.cli.bench import _question
-from roundpipe_cli.cli.bench_options import CaseFlags
-from roundpipe_cli.cli.bench_recipe import as_planned, request_of
+from roundpipe_cli.cli.bench_schedules import CaseFlags, _question, as_planned, request_of
 from roundpipe_cli.costs.memory import fixed_device_need
 from roundpipe_cli.planning.adaptive import AdaptivePlanner, RunConditions
 from roundpipe_cli.planning.answers import Answers

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from roundpipe_cli.choices import SCHEDULES
-from roundpipe_cli.cli.bench_recipe import as_planned, request_of
+from roundpipe_cli.cli.bench_schedules import as_planned, request_of
 from roundpipe_cli.cli.finetune import ask_on_cards_worth_using
 from roundpipe_cli.cli.plan import plan_text
 from roundpipe_cli.costs.find_model import shipped_figures

@@ -1,0 +1,480 @@
+"""The work of `roundpipe bench`: cases from flags, a costs file or a recipe; their simulation; `--run`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from roundpipe_cli.choices import BOUND_SCHEDULES, CHUNK_SCHEDULES, SCHEDULE_KINDS, SCHEDULES, ScheduleName
+from roundpipe_cli.cli.output import build_counts, quiet_libraries, say, say_data, say_json, terminal_width, wrapped
+from roundpipe_cli.costs.cost import load_costs
+from roundpipe_cli.errors import RefusedError, closest
+from roundpipe_cli.events import Event, StepFinished
+from roundpipe_cli.files import write_named
+from roundpipe_cli.planning.answers import Answers, cut_from, result_document, result_from
+from roundpipe_cli.planning.choose import Effort, choose, in_long_rounds
+from roundpipe_cli.planning.compare import Result, SimulationCase, StageCut, check_case, run
+from roundpipe_cli.planning.predict import cards_worth_using, stage_case
+from roundpipe_cli.planning.question import PlanRequest, ask
+from roundpipe_cli.planning.run_plan import contender
+from roundpipe_cli.recipe.load import load_recipe
+from roundpipe_cli.schedule.actions import Kind
+from roundpipe_cli.schedule.builders import Options, schedule_name
+from roundpipe_cli.schedule.pictures import svg_picture
+from roundpipe_cli.units import aligned, counted, format_bytes, format_seconds
+from roundpipe_cli.watchdog import watching
+
+if TYPE_CHECKING:
+    from roundpipe_cli.train.bench_run import Comparison, Measured
+
+
+# The flags that say what is simulated: their checks and effect on the case.
+
+MAX_WORKERS, MAX_MICROBATCHES, MAX_STEPS = 256, 20_000, 1000
+"""2,000 microbatches of five layers on four workers, with all schedules, take 5 s of processor time."""
+
+
+@dataclass(frozen=True, slots=True)
+class CaseFlags:
+    """The flags that apply to every schedule; None leaves the value to the recipe or the default."""
+
+    workers: int | None = None
+    microbatches: int | None = None
+    accounting: str = "default"
+    staleness: int | None = None
+    steps: int | None = None
+
+    def check(self) -> None:
+        """Refuse an accounting that does not exist, and a case that would be simulated for hours.
+
+        Raises:
+            RefusedError: as said.
+        """
+        for flag, value, most in (
+            ("--workers", self.workers, MAX_WORKERS),
+            ("--microbatches", self.microbatches, MAX_MICROBATCHES),
+            ("--steps", self.steps, MAX_STEPS),
+        ):
+            if value is not None and value > most:
+                raise RefusedError(f"{flag} is too large to simulate", found=str(value), expected=f"at most {most}")
+        if self.accounting not in ("default", "published"):
+            nearest = closest(self.accounting, ["default", "published"])
+            hint = f"did you mean {nearest}?" if nearest else None
+            found, expected = repr(self.accounting), "default or published"
+            raise RefusedError("unknown accounting", found=found, expected=expected, hint=hint)
+
+    def counts(self) -> tuple[int, int]:
+        """Workers and microbatches, which a costs file does not contain.
+
+        Raises:
+            RefusedError: one of them is not given.
+        """
+        if self.workers is not None and self.microbatches is not None:
+            return self.workers, self.microbatches
+        given = (("--workers", self.workers), ("--microbatches", self.microbatches))
+        missing = " and ".join(flag for flag, value in given if value is None)
+        hint = "--workers 8 --microbatches 16"
+        raise RefusedError(f"{missing} missing", expected="both, beside --costs", hint=hint)
+
+    def applied_to(self, case: SimulationCase) -> SimulationCase:
+        """The case with the flags' values in place of its own."""
+        is_published = self.accounting == "published"
+        if self.staleness is not None and self.staleness != case.staleness:
+            case = replace(case, staleness=1 if self.staleness else 0, num_steps=1)
+        return replace(
+            case,
+            num_workers=case.num_workers if self.workers is None else self.workers,
+            num_microbatches=case.num_microbatches if self.microbatches is None else self.microbatches,
+            accounting="published" if is_published else "default",
+            limits=None if is_published else case.limits,
+            num_steps=case.num_steps if self.steps is None else self.steps,
+        )
+
+
+def case_of_costs(path: Path, flags: CaseFlags) -> SimulationCase:
+    """The case of a costs file.
+
+    Raises:
+        RefusedError: the file, or counts that are missing.
+    """
+    num_workers, num_microbatches = flags.counts()
+    return flags.applied_to(SimulationCase(load_costs(path), num_workers, num_microbatches))
+
+
+def named_schedules(given: Sequence[str] | None, sequence_chunks: int) -> list[ScheduleName]:
+    """The schedules that are named, else all that suit so many chunks."""
+    known = SCHEDULES if sequence_chunks == 1 else CHUNK_SCHEDULES
+    return list(dict.fromkeys(schedule_name(name) for name in given or known))
+
+
+def asked_cuts(
+    schedules: Sequence[str] | None, forward: str | None, backward: str | None, case: SimulationCase
+) -> list[tuple[ScheduleName, StageCut | None]]:
+    """The schedules to simulate with the stages that were given; None: they are to be planned.
+
+    Given without backward stages, forward stages are those of bound schedules; with them, those of roundpipe. Without
+    `--schedule` the schedules that they suit are simulated. Rounds are as long as a run's with such stages.
+
+    Args:
+        schedules: the values of `--schedule`.
+        forward: `--forward-stages`, JSON.
+        backward: `--backward-stages`, JSON.
+    """
+    names = named_schedules(schedules, case.sequence_chunks)
+    if forward is None:
+        if backward is not None:
+            hint = "give both, or none to have them planned"
+            raise RefusedError("--backward-stages without --forward-stages", hint=hint)
+        return [(name, None) for name in names]
+    forward_ranges = _stages("--forward-stages", forward)
+    backward_ranges = _stages("--backward-stages", backward) if backward is not None else ()
+    if not schedules and backward is not None:
+        names = [name for name in SCHEDULES if name not in BOUND_SCHEDULES]
+    elif not schedules:
+        one_each = len(forward_ranges) == case.num_workers
+        names = [name for name in BOUND_SCHEDULES if one_each or not SCHEDULE_KINDS[name].one_stage_each]
+    dealt = [name for name in names if name not in BOUND_SCHEDULES]
+    if backward is None and dealt:
+        what, hint = f"{dealt[0]} needs --backward-stages beside --forward-stages", "or neither: planned then"
+        raise RefusedError(what, hint=hint)
+    cut, chunks = StageCut(forward_ranges, backward_ranges), case.sequence_chunks
+    in_rounds = replace(cut, microbatches_per_round=-(-case.num_workers // chunks) * chunks)
+    long = in_long_rounds(in_rounds, case) if case.accounting == "default" else cut
+    return [(name, long if name in dealt else cut) for name in names]
+
+
+_RANGES = "like '[[0, 3], [4, 7]]'"
+_RANGES_HINT = "one [first, last] per stage, layers counted from 0, all in single quotes for the shell"
+
+
+def _stages(flag: str, text: str) -> tuple[tuple[int, int], ...]:
+    """Layer ranges from JSON such as `[[0, 3], [4, 7]]`."""
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RefusedError(f"{flag} is not JSON", found=str(error), expected=_RANGES, hint=_RANGES_HINT) from error
+    good = isinstance(data, list) and all(
+        isinstance(pair, list) and len(pair) == 2 and all(type(end) is int for end in pair) for pair in data
+    )
+    if not good:
+        shown = text if len(text) <= 60 else text[:57] + "..."
+        raise RefusedError(f"{flag} is not a list of ranges", found=shown, expected=_RANGES, hint=_RANGES_HINT)
+    return tuple((first, last) for first, last in data)
+
+
+# The simulation.
+
+
+def simulate(
+    recipe: str | None,
+    overrides: list[str],
+    costs: Path | None,
+    hardware: str | None,
+    *,
+    flags: CaseFlags,
+    schedules: list[str] | None,
+    forward_stages: str | None,
+    backward_stages: str | None,
+    svg: Path | None,
+    as_json: bool,
+) -> None:
+    """Print the figures of the schedules, and draw them."""
+    question, request = _question(recipe, overrides, costs, hardware, flags=flags)
+    check_case(question)
+    answers = Answers()
+    if request and not (forward_stages or backward_stages) and flags == CaseFlags():
+        asked = as_planned(request, schedules, answers)
+    else:
+        asked, bound = [], replace(question, options=Options())  # only roundpipe deals out its stages as a recipe says
+        for name, cut in asked_cuts(schedules, forward_stages, backward_stages, question):
+            case = bound if name in BOUND_SCHEDULES else question
+            asked.append((name, cut or _known_cut(name, case, answers), case))
+        if request:
+            say("note: with these flags no weights stay on GPUs, as `weight_cache: auto` would have them")
+    results = [_known_result(*one, answers) if svg is None else run(*one) for one in asked]
+    for damage in answers.damage:
+        say(f"notice: {damage}")
+    if svg is not None:
+        _write_svg(svg, question, request.hardware.description if request else "", results)
+    if as_json:
+        say_json(bench_document(question, results), indent=None)
+    else:
+        _print_table(question, results, forward_stages)
+
+
+def _question(
+    recipe: str | None, overrides: list[str], costs_file: Path | None, hardware: str | None, *, flags: CaseFlags
+) -> tuple[SimulationCase, PlanRequest | None]:
+    """The case to simulate, and the recipe's request that it is from; None with a costs file."""
+    flags.check()
+    if (recipe is None) == (costs_file is None):
+        raise RefusedError(
+            "bench needs a recipe or a costs file, one of them",
+            found="both" if recipe else "neither",
+            expected="roundpipe bench RECIPE, or roundpipe bench --costs FILE --workers 8 --microbatches 16",
+            hint="roundpipe bench qwen3-8b --hardware 4x3090",
+        )
+    if costs_file is not None:
+        return case_of_costs(costs_file, flags), None
+    assert recipe is not None
+    request = request_of(recipe, overrides, hardware)
+    if host_s := request.analytic.host_s(request.settings.num_microbatches):
+        say(f"note: Python takes {format_seconds(host_s)} a step to start the operators; no step is faster")
+    return flags.applied_to(stage_case(request)), request
+
+
+def request_of(recipe: str, overrides: list[str], hardware: str | None) -> PlanRequest:
+    """The question that `plan` answers for this recipe, for the devices that it uses.
+
+    Raises:
+        RefusedError: the recipe, its model or the hardware.
+    """
+    loaded = load_recipe(recipe, overrides)
+    with watching(loaded.recipe.watchdog_s):
+        question = ask(loaded, hardware, build=build_counts)
+        used = cards_worth_using(question, Answers())
+    if used.num_workers < question.num_workers:
+        say(f"note: as in `plan`, on {used.num_workers} of {question.num_workers} GPUs")
+    return used
+
+
+def as_planned(
+    request: PlanRequest, schedules: list[str] | None, answers: Answers
+) -> list[tuple[str, StageCut, SimulationCase]]:
+    """Each schedule with its stages and the case to simulate; all schedules where none is named.
+
+    Raises:
+        RefusedError: a schedule, or the recipe with it.
+    """
+    recipe, found = request.loaded.recipe, list[tuple[str, StageCut, SimulationCase]]()
+    with watching(recipe.watchdog_s):
+        for name in named_schedules(schedules, recipe.pipeline.num_chunks):
+            cut, case, reasons = contender(request, name, answers)
+            found.append((name, cut, case))
+            if reasons:
+                say(f"note: {name} does not fit: {reasons[0]}")
+    return found
+
+
+def _known_result(name: str, cut: StageCut, case: SimulationCase, answers: Answers) -> Result:
+    """The simulated schedule; without a timeline where its figures come from the cache."""
+    return answers.once(
+        ("simulated", name, cut, case),
+        lambda: run(name, cut, case),
+        result_document,
+        lambda document: result_from(document, name, cut, case),
+    )
+
+
+def _known_cut(name: ScheduleName, case: SimulationCase, answers: Answers) -> StageCut:
+    effort: Effort = "full" if case.limits is None else "quick"
+    return answers.once(
+        ("chosen", name, case, effort),
+        lambda: choose(name, case, effort=effort),
+        asdict,
+        cut_from,
+    )
+
+
+def _write_svg(path: Path, question: SimulationCase, machine: str, results: list[Result]) -> None:
+    rows = []
+    for result in results:
+        title = f"{result.schedule.name}: {format_seconds(result.makespan_s)}, bubble {100 * result.parts.ratio:.1f} %"
+        rows.append((title, result.timeline))
+    basis = f" with the costs of {machine}" if machine else ""
+    note = f"simulated{basis}, {question.accounting} accounting, one step"
+    write_named(path, svg_picture(rows, heading=_case_words(question), note=note))
+
+
+def _case_words(question: SimulationCase) -> str:
+    workers, microbatches = counted(question.num_workers, "worker"), counted(question.num_microbatches, "microbatch")
+    return f"{question.costs.name}: {workers}, {microbatches}"
+
+
+PARTS = "  fill switch  drain steady"
+"""Heading of the column that a narrow terminal has no room for; --json has it."""
+
+
+def _print_table(question: SimulationCase, results: list[Result], forward_stages: str | None) -> None:
+    search = "full search" if question.limits is None else "quick search, as by plan"
+    found = search if forward_stages is None else "given stages"
+    rows = [["schedule", "stages", "makespan", "step", "bubble", PARTS]]
+    for result in results:
+        parts, both = result.parts, (result.schedule.forward_stages, result.schedule.backward_stages)
+        shares = (parts.fill, parts.switch, parts.drain, parts.steady)
+        rows.append(
+            [
+                f"{result.schedule.name}{_dealing_words(result.dealing)}",
+                "+".join(str(sum(last >= first for first, last in stages)) for stages in both),
+                format_seconds(result.makespan_s),
+                format_seconds(result.step_s),
+                f"{100 * parts.ratio:.1f} %",
+                " ".join(f"{100 * share:4.1f} %" for share in shares),
+            ]
+        )
+    width = terminal_width()
+    title = f"{_case_words(question)}, simulated ({question.accounting} accounting, {found})"
+    heading, *lines = aligned(rows, 1, (PARTS,), width)
+    for line in (*wrapped([title], width), heading):
+        say_data(line)
+    best = min(results, key=lambda result: result.step_s) if len(results) > 1 else None
+    for line, result in zip(lines, results, strict=True):
+        say_data(line, colours={".+": "32"} if result is best else None)
+    for num_idle in sorted({_num_idle(result) for result in results} - {0}, reverse=True):
+        names = ", ".join(result.schedule.name for result in results if _num_idle(result) == num_idle)
+        say(
+            f"note: {num_idle} of {counted(question.num_workers, 'worker')} have nothing to do, "
+            f"with {len(question.costs.layers)} layers and {question.num_microbatches} microbatches: {names}"
+        )
+
+
+def _dealing_words(dealing: Options) -> str:
+    if dealing.earliest_free:
+        return ", earliest free"
+    return ", last stages shared" if dealing.shared_stages else ""
+
+
+def _num_idle(result: Result) -> int:
+    """Workers that get no layer of the model."""
+    schedule = result.schedule
+    held = {
+        action.worker
+        for row in schedule.actions
+        for action in row
+        for stages in [schedule.forward_stages if action.kind is Kind.FORWARD else schedule.backward_stages]
+        if stages[action.stage][1] >= stages[action.stage][0]
+    }
+    return schedule.num_workers - len(held)
+
+
+def bench_document(question: SimulationCase, results: list[Result]) -> dict[str, Any]:
+    """The document that `--json` prints. Seconds; the four parts sum to the bubble ratio."""
+    counts = {"workers": question.num_workers, "microbatches": question.num_microbatches}
+    return {**counts, "results": [entry(result) for result in results]}
+
+
+def entry(result: Result) -> dict[str, Any]:
+    """One schedule's simulated figures as `--json` prints them."""
+    return {
+        "schedule": result.schedule.name,
+        "round": result.microbatches_per_round,
+        "makespan_s": result.makespan_s,
+        "bubble_ratio": result.parts.ratio,
+        **{part: getattr(result.parts, part) for part in ("fill", "switch", "drain", "steady")},
+        "step_s": result.step_s,
+        "forward_stages": [list(stage) for stage in result.schedule.forward_stages],
+        "backward_stages": [list(stage) for stage in result.schedule.backward_stages],
+    }
+
+
+# The `--run` half of `roundpipe bench`: schedules carried out by the engine, predicted against measured.
+
+
+def run_for_real(
+    recipe: str,
+    overrides: list[str],
+    schedules: list[str] | None,
+    repetitions: int,
+    *,
+    json_output: bool,
+    plain: bool = False,
+) -> None:
+    """Run the schedules of a recipe on its devices and print what was measured."""
+    from roundpipe_cli.cli.display import Display, LinePrinter
+    from roundpipe_cli.cli.finetune import ask_on_cards_worth_using
+    from roundpipe_cli.train.preflight import check_sources, fetch_model, found_config
+    from roundpipe_cli.train.signals import Start
+
+    loaded = load_recipe(recipe, overrides)
+    for text in loaded.notices:
+        say(f"note: {text}")
+    names = named_schedules(schedules, loaded.recipe.pipeline.num_chunks)
+    from roundpipe_cli.train.bench_run import compare_for_real
+
+    printer = LinePrinter(1)
+    source = check_sources(loaded, Start(), printer)
+    quiet_libraries()
+    source = fetch_model(loaded, Start(), printer, source)
+    asked = ask_on_cards_worth_using(loaded, printer, found_config(source))
+    if asked is not None and asked.given is not None:
+        loaded = asked.given
+
+    def show(event: Event) -> None:
+        if not isinstance(event, StepFinished):  # stdout is for the comparison
+            printer(event)
+
+    with Display(show, dashboard=not plain) as display:
+        comparison = compare_for_real(
+            loaded,
+            names,
+            repetitions=repetitions,
+            tell=display,
+            say=display.say,
+            live=display.is_dashboard,
+            asked=asked,
+        )
+    if json_output:
+        rows = [{**entry(item.predicted), **_measured(item)} for item in comparison.schedules]
+        counts = {"workers": len(comparison.devices), "microbatches": comparison.num_microbatches}
+        say_json({**counts, "results": rows, "keep": keep_lines(comparison)}, indent=None)
+    else:
+        _print(comparison, repetitions)
+
+
+def _measured(item: Measured) -> dict[str, Any]:
+    return {
+        "measured_makespan_s": item.makespan_s,
+        "measured_bubble_ratio": item.bubble_ratio,
+        "tokens_per_s": item.tokens_per_s,
+        "device_peak_bytes": item.device_peak_bytes,
+        "loss": item.loss,
+    }
+
+
+def most_tokens_per_s(comparison: Comparison) -> Measured:
+    """The schedule with the most tokens per second."""
+    return max(comparison.schedules, key=lambda item: item.tokens_per_s)
+
+
+def keep_lines(comparison: Comparison) -> dict[str, Any]:
+    """Recipe keys that select the fastest schedule as it was measured."""
+    best = most_tokens_per_s(comparison).predicted.schedule
+    if not best.forward_stages:  # a run chooses whole microbatches on each worker where it may
+        return {"pipeline": {"schedule": best.name}}
+    keep: dict[str, Any] = {"schedule": best.name, "forward_stages": [list(stage) for stage in best.forward_stages]}
+    if best.name not in BOUND_SCHEDULES:
+        keep["backward_stages"] = [list(stage) for stage in best.backward_stages]
+        if most_tokens_per_s(comparison).predicted.dealing.earliest_free:
+            keep["dispatch"] = "earliest_free"
+    return {"pipeline": keep}
+
+
+def _print(comparison: Comparison, repetitions: int) -> None:
+    rows = [["schedule", "tokens/s", "step", "predicted", "off", "bubble", "memory"]]
+    for item in comparison.schedules:
+        predicted_s = item.predicted.makespan_s
+        rows.append(
+            [
+                item.name,
+                f"{item.tokens_per_s:.0f}",
+                format_seconds(item.makespan_s),
+                format_seconds(predicted_s),
+                f"{100 * (item.makespan_s / predicted_s - 1):+.0f} %",
+                f"{100 * item.bubble_ratio:.1f} %",
+                format_bytes(item.device_peak_bytes) if item.device_peak_bytes else "-",
+            ]
+        )
+    basis = f"{', '.join(comparison.devices)}; {comparison.num_microbatches} microbatches"
+    lines = [f"{basis}; medians of {repetitions} alternating rounds", *aligned(rows, 1)]
+    best = most_tokens_per_s(comparison)
+    others = [item for item in comparison.schedules if item is not best]
+    if others:
+        second = max(others, key=lambda item: item.tokens_per_s)
+        gain = 100 * (best.tokens_per_s / second.tokens_per_s - 1)
+        lines.append(f"{best.name} is the fastest here, {gain:.1f} % before {second.name}; all losses agree.")
+    kept = (f"  {key}: {value}" for key, value in keep_lines(comparison)["pipeline"].items())
+    for line in [*lines, "To keep it:", "", "pipeline:", *kept]:
+        say_data(line)
