@@ -16,8 +16,7 @@ import pytest
 from roundpipe_cli.cli import checks
 from roundpipe_cli.cli.checks import Check, version_check
 from roundpipe_cli.cli.doctor import check_lines, doctor
-from roundpipe_cli.cli.init import recipe_text
-from roundpipe_cli.cli.init_choice import choose_settings
+from roundpipe_cli.cli.init_choice import choose_settings, recipe_text
 from roundpipe_cli.cli.recipes import write_new
 from roundpipe_cli.costs.hardware import parse_hardware
 from roundpipe_cli.engine.backends import cuda
