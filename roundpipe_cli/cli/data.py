@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from roundpipe_cli.cli.output import go_offline, quiet_libraries, say, say_data, say_json
+from roundpipe_cli.cli.output import go_offline, has_colour, quiet_libraries, say, say_data, say_json
 from roundpipe_cli.units import counted, escape_controls
 
 if TYPE_CHECKING:
@@ -163,29 +163,23 @@ def _places(where: Any, numbers: Sequence[int]) -> str:
 
 def _show_samples(shown: Sequence[RowSample]) -> None:
     """Trained tokens in green on a terminal, otherwise (and with NO_COLOR) between [[ and ]]."""
-    from rich.console import Console
-    from rich.text import Text
-
-    console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
-    has_colour = console.is_terminal and not console.no_color
+    is_painted = sys.stdout is not None and has_colour(sys.stdout)
+    marks = "trained in green" if is_painted else "trained between [[ and ]]"
     for sample in shown:
         num_trained = sum(piece.num_tokens for piece in sample.pieces if piece.trained)
-        marks = "trained in green" if has_colour else "trained between [[ and ]]"
         kind = f"{sample.kind} row" if sample.answer is None else f"{sample.kind} pair, {sample.answer}"
         say_data(f"\n{kind}: {sample.where}, {len(sample.input_ids)} tokens, {num_trained} {marks}")
-        left = MAX_SAMPLE_CHARACTERS
-        text = Text()
+        text, left = "", MAX_SAMPLE_CHARACTERS
         for piece in sample.pieces:
             part = escape_controls(piece.text[:left], kept="\n")
             left -= len(piece.text[:left])
-            if has_colour:
-                text.append(part, style="green" if piece.trained else "dim")
+            if is_painted:
+                text += f"\x1b[{32 if piece.trained else 2}m{part}\x1b[0m"
             else:
-                text.append(f"[[{part}]]" if piece.trained else part)
+                text += f"[[{part}]]" if piece.trained else part
         hidden = sum(len(piece.text) for piece in sample.pieces) - MAX_SAMPLE_CHARACTERS
-        if hidden > 0:
-            text.append(f" ... and {hidden} more characters")
-        if has_colour:
-            console.print(text)
+        text += f" ... and {hidden} more characters" if hidden > 0 else ""
+        if is_painted:
+            say(text, stream=sys.stdout, painted=True)
         else:
-            say_data(text.plain)
+            say_data(text)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -227,37 +227,47 @@ class DashboardState:
 
 def fold(state: DashboardState, event: events.Event, now_s: float) -> DashboardState:
     """The state after `event`, which came at `now_s` of the run's clock."""
-    if isinstance(event, events.WorkSeen):
-        return _work_seen(state, event)
-    if isinstance(event, events.StepTimeline):
-        return _step_timeline(state, event)
-    if isinstance(event, events.StepFinished):
-        return _step_finished(state, event, now_s)
-    if isinstance(event, events.Sample):
-        workers = tuple(
-            replace(worker, sample=sample) for worker, sample in zip(state.workers, event.devices, strict=False)
-        )
-        return replace(state, sample=event, workers=workers + state.workers[len(workers) :])
-    if isinstance(event, events.RunStarted):
-        workers = tuple(WorkerView(device) for device in event.devices)
-        return replace(
-            state, run=event, workers=workers, stopped="", finished=None, paused=False, phase="", median_bubble=Median()
-        )
-    if isinstance(event, events.EvaluationFinished):
-        if math.isfinite(event.loss):
-            state = replace(state, evaluations=(*state.evaluations[-MAX_POINTS:], (event.step, event.loss)))
-        return _said(replace(state, phase=""), now_s, _evaluation_words(event))
-    if isinstance(event, events.DeviceLost):
-        workers = tuple(
-            WorkerView(worker.device, worker.spans, lost_at=event.at) if index == event.worker else worker
-            for index, worker in enumerate(state.workers)
-        )
-        return _said(replace(state, workers=workers), now_s, event.text)
-    if isinstance(event, events.RunFinished):
-        return replace(state, finished=event, phase="", paused=False)
-    if isinstance(event, events.RunStopped):
-        return _said(replace(state, stopped=event.text, phase="", paused=False), now_s, event.text)
-    return _words(state, event, now_s)
+    match event:
+        case events.WorkSeen():
+            return _work_seen(state, event)
+        case events.StepTimeline():
+            return _step_timeline(state, event)
+        case events.StepFinished():
+            return _step_finished(state, event, now_s)
+        case events.Sample():
+            pairs = zip(state.workers, event.devices, strict=False)
+            workers = tuple(replace(worker, sample=sample) for worker, sample in pairs)
+            return replace(state, sample=event, workers=workers + state.workers[len(workers) :])
+        case events.RunStarted():
+            workers = tuple(WorkerView(device) for device in event.devices)
+            state = replace(state, run=event, workers=workers, stopped="", finished=None, median_bubble=Median())
+            return replace(state, paused=False, phase="")
+        case events.EvaluationFinished():
+            if math.isfinite(event.loss):
+                state = replace(state, evaluations=(*state.evaluations[-MAX_POINTS:], (event.step, event.loss)))
+            return _said(replace(state, phase=""), now_s, _evaluation_words(event))
+        case events.DeviceLost():
+            workers = tuple(
+                WorkerView(worker.device, worker.spans, lost_at=event.at) if index == event.worker else worker
+                for index, worker in enumerate(state.workers)
+            )
+            return _said(replace(state, workers=workers), now_s, event.text)
+        case events.RunFinished():
+            return replace(state, finished=event, phase="", paused=False)
+        case events.RunStopped():
+            return _said(replace(state, stopped=event.text, phase="", paused=False), now_s, event.text)
+        case events.Notice():
+            return _said(state, now_s, event.text, is_detail=event.is_detail)
+        case events.Phase():
+            return replace(state, phase=event.text)
+        case events.Fetching():
+            return replace(state, phase=fetching_line(event))
+        case events.CheckpointSaved():
+            folder = event.folder.rstrip("/").rpartition("/")[2]
+            return _said(state, now_s, f"checkpoint {folder} saved in {format_seconds(event.seconds)}")
+        case events.Paused():
+            text = f"paused after step {event.step}" if event.paused else "continuing"
+            return _said(replace(state, paused=event.paused), now_s, text)
 
 
 def fold_all(timed: Iterable[tuple[float, events.Event]], state: DashboardState | None = None) -> DashboardState:
@@ -266,21 +276,6 @@ def fold_all(timed: Iterable[tuple[float, events.Event]], state: DashboardState 
     for time_s, event in timed:
         state = fold(state, event, time_s)
     return state
-
-
-def _words(state: DashboardState, event: events.Event, now_s: float) -> DashboardState:
-    if isinstance(event, events.Notice):
-        return _said(state, now_s, event.text, is_detail=event.is_detail)
-    if isinstance(event, events.Phase):
-        return replace(state, phase=event.text)
-    if isinstance(event, events.Fetching):
-        return replace(state, phase=fetching_line(event))
-    if isinstance(event, events.CheckpointSaved):
-        folder = event.folder.rstrip("/").rpartition("/")[2]
-        return _said(state, now_s, f"checkpoint {folder} saved in {format_seconds(event.seconds)}")
-    assert isinstance(event, events.Paused), event
-    text = f"paused after step {event.step}" if event.paused else "continuing"
-    return _said(replace(state, paused=event.paused), now_s, text)
 
 
 def _evaluation_words(event: events.EvaluationFinished) -> str:
@@ -318,37 +313,37 @@ def _closer(state: DashboardState, begin_s: float) -> tuple[WorkerView, ...]:
 def _work_seen(state: DashboardState, event: events.WorkSeen) -> DashboardState:
     if not event.step:  # between two steps the lanes stand still
         return replace(state, workers=tuple(replace(worker, running=None) for worker in state.workers))
-    running = {span.worker: span for span in event.running}
     begin_s = min((span.start_s for span in (*event.spans, *event.running)), default=event.time_s)
-    step_s = state.step.step_s if state.step else None
-    by_worker: dict[int, list[events.Span]] = {}
-    for span in event.spans:
-        by_worker.setdefault(span.worker, []).append(span)
-    workers = tuple(
-        replace(
-            worker,
-            spans=recent((*worker.spans, *by_worker.get(index, ())), event.time_s, step_s),
-            running=running.get(index),
-        )
-        for index, worker in enumerate(_closer(state, begin_s))
-    )
+    workers = _with_work(_closer(state, begin_s), event.spans, event.time_s, state.step.step_s if state.step else None)
+    running = {span.worker: span for span in event.running}
+    workers = tuple(replace(worker, running=running.get(index)) for index, worker in enumerate(workers))
     return replace(state, workers=workers, seen_s=max(state.seen_s, event.time_s), phase="")
 
 
 def _step_timeline(state: DashboardState, event: events.StepTimeline) -> DashboardState:
     """The step's spans as measured take the place of what was seen of them while it ran."""
-    by_worker: dict[int, list[events.Span]] = {}
-    end_s = event.start_s
-    step_s = state.step.step_s if state.step else timeline_s(event)
-    for span in event.spans:
-        moved = span.moved(event.start_s)
-        by_worker.setdefault(span.worker, []).append(moved)
-        end_s = max(end_s, moved.end_s)
-    workers = []
-    for index, worker in enumerate(_closer(state, event.start_s)):
-        before = tuple(span for span in worker.spans if span.start_s < event.start_s - SAME_MOMENT_S)
-        workers.append(replace(worker, spans=recent((*before, *by_worker.get(index, ())), end_s, step_s), running=None))
-    return replace(state, workers=tuple(workers), timeline=event, seen_s=max(state.seen_s, end_s), phase="")
+    spans = [span.moved(event.start_s) for span in event.spans]
+    end_s = max((span.end_s for span in spans), default=event.start_s)
+    before = [
+        replace(worker, spans=tuple(span for span in worker.spans if span.start_s < event.start_s - SAME_MOMENT_S))
+        for worker in _closer(state, event.start_s)
+    ]
+    workers = _with_work(before, spans, end_s, state.step.step_s if state.step else timeline_s(event))
+    return replace(state, workers=workers, timeline=event, seen_s=max(state.seen_s, end_s), phase="")
+
+
+def _with_work(
+    workers: Sequence[WorkerView], spans: Sequence[events.Span], end_s: float, step_s: float | None
+) -> tuple[WorkerView, ...]:
+    """The workers with these spans, too, of which the last one ends at `end_s`; none is known to run."""
+    new: list[list[events.Span]] = [[] for _ in workers]
+    for span in spans:
+        if 0 <= span.worker < len(new):
+            new[span.worker].append(span)
+    return tuple(
+        replace(worker, spans=recent((*worker.spans, *own), end_s, step_s), running=None)
+        for worker, own in zip(workers, new, strict=True)
+    )
 
 
 def _step_finished(state: DashboardState, event: events.StepFinished, now_s: float) -> DashboardState:
