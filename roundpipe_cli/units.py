@@ -46,12 +46,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_clock(time_s: float, now_s: float) -> str:
-    """The time of day in local time: `14:32` today, `Sat 14:32` within a week, `5 Dec 14:32` later.
-
-    Args:
-        time_s: Unix time to show.
-        now_s: Unix time of the reader.
-    """
+    """A Unix time in local time: `14:32` on the day of `now_s`, `Sat 14:32` within a week, `5 Dec 14:32` later."""
     at, now = time.localtime(time_s), time.localtime(now_s)
     if at[:3] == now[:3]:
         return time.strftime("%H:%M", at)

@@ -132,12 +132,7 @@ _KEYS_OF_BENCH = {
 
 
 def explain_usage(error: Any, words: Sequence[str]) -> RefusedError:
-    """The error to show in place of click's.
-
-    Args:
-        error: a `UsageError`.
-        words: the command line, without the program's name.
-    """
+    """The error to show in place of click's, for the words behind the program's name."""
     context = error.ctx
     program = context.command_path if context else "roundpipe"
     kind = type(error).__name__

@@ -48,11 +48,7 @@ class CaseFlags:
     steps: int | None = None
 
     def check(self) -> None:
-        """Refuse an accounting that does not exist, and a case that would be simulated for hours.
-
-        Raises:
-            RefusedError: as said.
-        """
+        """Refuse an accounting that does not exist, and a case that would be simulated for hours."""
         for flag, value, most in (
             ("--workers", self.workers, MAX_WORKERS),
             ("--microbatches", self.microbatches, MAX_MICROBATCHES),
@@ -65,19 +61,6 @@ class CaseFlags:
             hint = f"did you mean {nearest}?" if nearest else None
             found, expected = repr(self.accounting), "default or published"
             raise RefusedError("unknown accounting", found=found, expected=expected, hint=hint)
-
-    def counts(self) -> tuple[int, int]:
-        """Workers and microbatches, which a costs file does not contain.
-
-        Raises:
-            RefusedError: one of them is not given.
-        """
-        if self.workers is not None and self.microbatches is not None:
-            return self.workers, self.microbatches
-        given = (("--workers", self.workers), ("--microbatches", self.microbatches))
-        missing = " and ".join(flag for flag, value in given if value is None)
-        hint = "--workers 8 --microbatches 16"
-        raise RefusedError(f"{missing} missing", expected="both, beside --costs", hint=hint)
 
     def applied_to(self, case: SimulationCase) -> SimulationCase:
         """The case with the flags' values in place of its own."""
@@ -95,13 +78,18 @@ class CaseFlags:
 
 
 def case_of_costs(path: Path, flags: CaseFlags) -> SimulationCase:
-    """The case of a costs file.
+    """The case of a costs file, which has no counts of workers and microbatches.
 
     Raises:
-        RefusedError: the file, or counts that are missing.
+        RefusedError: the file, or a count that no flag gives.
     """
-    num_workers, num_microbatches = flags.counts()
-    return flags.applied_to(SimulationCase(load_costs(path), num_workers, num_microbatches))
+    workers, microbatches = flags.workers, flags.microbatches
+    if workers is None or microbatches is None:
+        given = (("--workers", workers), ("--microbatches", microbatches))
+        missing = " and ".join(flag for flag, value in given if value is None)
+        hint = "--workers 8 --microbatches 16"
+        raise RefusedError(f"{missing} missing", expected="both, beside --costs", hint=hint)
+    return flags.applied_to(SimulationCase(load_costs(path), workers, microbatches))
 
 
 def named_schedules(given: Sequence[str] | None, sequence_chunks: int) -> list[ScheduleName]:
@@ -113,15 +101,10 @@ def named_schedules(given: Sequence[str] | None, sequence_chunks: int) -> list[S
 def asked_cuts(
     schedules: Sequence[str] | None, forward: str | None, backward: str | None, case: SimulationCase
 ) -> list[tuple[ScheduleName, StageCut | None]]:
-    """The schedules to simulate with the stages that were given; None: they are to be planned.
+    """The schedules to simulate with the stages that were given, as JSON; None: they are to be planned.
 
     Given without backward stages, forward stages are those of bound schedules; with them, those of roundpipe. Without
     `--schedule` the schedules that they suit are simulated. Rounds are as long as a run's with such stages.
-
-    Args:
-        schedules: the values of `--schedule`.
-        forward: `--forward-stages`, JSON.
-        backward: `--backward-stages`, JSON.
     """
     names = named_schedules(schedules, case.sequence_chunks)
     if forward is None:
@@ -151,7 +134,6 @@ _RANGES_HINT = "one [first, last] per stage, layers counted from 0, all in singl
 
 
 def _stages(flag: str, text: str) -> tuple[tuple[int, int], ...]:
-    """Layer ranges from JSON such as `[[0, 3], [4, 7]]`."""
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -338,7 +320,6 @@ def _dealing_words(dealing: Options) -> str:
 
 
 def _num_idle(result: Result) -> int:
-    """Workers that get no layer of the model."""
     schedule = result.schedule
     held = {
         action.worker

@@ -255,7 +255,6 @@ def _links(num_gpus: int) -> Iterator[Check]:
 
 
 def _update(num_gpus: int) -> Check:
-    """An update by AdamW, with the threads that a run on all GPUs has for it."""
     from roundpipe_cli.train.optim.optimizer import measured_update_s
     from roundpipe_cli.train.prepare.devices import updater_threads
 

@@ -116,7 +116,6 @@ class LinePrinter:
             say(f"done: {took}; the result is in {event.output_dir}")
 
     def _show_progress(self, event: events.Fetching) -> None:
-        """One line that is painted over on a terminal, a line now and then elsewhere."""
         text = fetching_line(event)
         if has_codes() and sys.stderr is not None and sys.stderr.isatty():
             width = shutil.get_terminal_size().columns - 1

@@ -318,11 +318,7 @@ def _silent(event: Event) -> None:
 
 def ask_on_cards_worth_using(loaded: LoadedRecipe, tell: Tell, found: FoundConfig | None = None) -> PlanRequest | None:
     """The planner's question on the GPUs that `plan` uses, with a notice of those left out; None where `plan` has no
-    figures for the model.
-
-    Args:
-        found: see `ask`.
-    """
+    figures for the model."""
     from roundpipe_cli.planning.question import ask
     from roundpipe_cli.planning.run_plan import leave_small_cards
 

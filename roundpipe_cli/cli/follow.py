@@ -38,13 +38,7 @@ LEAST_SHOWN_S, MOST_SHOWN_S = 1.0, 10.0
 
 
 def watch_demo(hardware: str, words: Sequence[str], svg: Path | None) -> None:
-    """Plan a recipe on a machine and play the simulated step.
-
-    Args:
-        hardware: in words, such as 8x4090.
-        words: a recipe and key=value texts; without a recipe a well-known one.
-        svg: write one step as a picture there, in place of playing it.
-    """
+    """Plan a recipe on `hardware`, such as 8x4090, and play the simulated step, or write it as a picture."""
     from roundpipe_cli.planning.predict import make_plan
     from roundpipe_cli.recipe.load import load_recipe
 
@@ -77,7 +71,7 @@ def _after_one_step(run: SimulatedRun) -> DashboardState:
 
 
 def recipe_and_overrides(words: Sequence[str]) -> tuple[str, list[str]]:
-    """(recipe, overrides) of what follows `--demo`."""
+    """(recipe, overrides) of the words that follow `--demo`; without a recipe a well-known one."""
     is_override = bool(words) and "=" in words[0]
     if not words or is_override:
         return DEMO_RECIPE, list(words)
@@ -181,7 +175,6 @@ def _show(
 
 
 def _leave_last(state: DashboardState) -> None:
-    """The last frame stays on the terminal."""
     console = Console(file=sys.stdout)
     for line in last_frame(state, console, shutil.get_terminal_size()):
         console.print(line, crop=True, no_wrap=True)

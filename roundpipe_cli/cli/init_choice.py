@@ -406,7 +406,6 @@ def _about_devices(dtype: DType, by_processor: bool) -> Iterator[str]:
 def _method(
     architecture: Architecture, machine: Hardware, dtype: DType, *, asked: str | None, objective: Objective
 ) -> tuple[Literal["lora", "full"], str]:
-    """The method, and the reason for it in words."""
     if asked is not None or objective == "dpo":
         return METHOD_ANSWERS[asked or "lora"], f"method {asked}: as asked." if asked else ""
     settings = TrainingSettings(SEQUENCE, num_microbatches=1, method="full", dtype=dtype)

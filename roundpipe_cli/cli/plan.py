@@ -222,7 +222,6 @@ def run_length(answer: Plan) -> RunLength:
 
 
 def _assumptions(answer: Plan, length: RunLength) -> list[str]:
-    """Lines on what the plan rests on, with the answer of `packing: auto` for these rows."""
     return [*answer.assumptions, *([length.packing] if length.packing else [])]
 
 
@@ -236,7 +235,6 @@ def _time_to_finish(answer: Plan, length: RunLength) -> str:
 
 
 def _remedy_lines(answer: Plan, found: Sequence[Change]) -> list[str]:
-    """Lines on the remedies, and on the shipped recipe for this machine."""
     from roundpipe_cli.planning.solve import fitting_recipe
 
     lines = [f"  {'or' if number else 'remedy':16}{change.what}" for number, change in enumerate(found)]
@@ -255,11 +253,7 @@ QUIET_S = 1.0
 
 
 def show_comparison(recipe: str, overrides: Sequence[str], hardware: str | None, *, as_json: bool) -> None:
-    """Print the table, or its JSON document.
-
-    Raises:
-        RefusedError: as `compare_plans`.
-    """
+    """Print the table, or its JSON document; refuses as `compare_plans`."""
     from roundpipe_cli.planning.what_if import compare_plans
 
     rows = compare_plans(recipe, overrides, hardware, build_counts, tell=_progress())
@@ -272,7 +266,6 @@ def show_comparison(recipe: str, overrides: Sequence[str], hardware: str | None,
 
 
 def _progress() -> Any:
-    """Shows the progress on a terminal, from the second second on."""
     started_s = time.monotonic()
 
     def tell(done: int, count: int, values: Mapping[str, str]) -> None:
@@ -304,11 +297,7 @@ LEFT_OUT = ("host", "GPU")
 
 
 def comparison_lines(rows: Sequence[Combination], width: int | None = None) -> list[str]:
-    """Aligned columns; the reason of a row that is slow, does not fit or is refused follows below it.
-
-    Args:
-        width: columns of the terminal; None: any number.
-    """
+    """Aligned columns; the reason of a row that is slow, does not fit or is refused follows below it."""
     cells = [[*rows[0].values, "verdict", "GPU", "host", "step", "tokens/s"]]
     for row in rows:
         document = row_document(row)
@@ -391,11 +380,8 @@ def plan(
 
 
 def plan_document(answer: Plan, solution: Solution | None, found: Sequence[Change] = ()) -> dict[str, Any]:
-    """The document that `--json` prints. Seconds and bytes; layers in the form of a costs file.
-
-    Args:
-        found: the remedies.
-    """
+    """The document that `--json` prints, with the remedies that were found. Seconds and bytes; layers in the form of a
+    costs file."""
     from roundpipe_cli.costs.cost import FILE_KEYS
     from roundpipe_cli.planning.solve import fitting_recipe
     from roundpipe_cli.planning.what_if import summary_of
@@ -449,11 +435,7 @@ def _change_document(change: Change) -> dict[str, Any]:
 def plan_text(
     answer: Plan, solution: Solution | None, *, details: bool = True, found: Sequence[Change] | None = None
 ) -> list[str]:
-    """The plan as text, the verdict first.
-
-    Args:
-        found: see `verdict_lines`.
-    """
+    """The plan as text, the verdict first."""
     from roundpipe_cli.planning.question import who_does_what
 
     length = run_length(answer)

@@ -29,11 +29,7 @@ _COLUMNS = 3
 
 
 def large(text: str, width: int, height: int, theme: Theme) -> list[Text]:
-    """`GPUs 94% busy` with the figure in five lines where there is room for them, otherwise in one.
-
-    Args:
-        text: words, one figure with a per cent sign, words.
-    """
+    """`GPUs 94% busy` with the figure in five lines where there is room for them, otherwise in one."""
     before, figure, after = re.split(r"(\d+%)", text)
     across = 2 if 2 * (_COLUMNS + 1) * len(figure) + len(before) + len(after) <= width else 1
     if height < _ROWS or across * (_COLUMNS + 1) * len(figure) + len(before) + len(after) > width:
@@ -61,12 +57,7 @@ LABEL_WIDTH = 7
 
 
 def chart(points: Sequence[Point], marks: Sequence[Point], width: int, height: int, *, theme: Theme) -> list[Text]:
-    """A curve with its axes in `height` lines of `width` characters.
-
-    Args:
-        points: (step, value), ascending.
-        marks: (step, value) drawn as single points.
-    """
+    """A curve of (step, value), ascending, and single marks, with axes, in `height` lines of `width` characters."""
     columns, rows = width - LABEL_WIDTH - 1, height - 1
     every = [*points, *marks]
     if not every or columns < 4 or rows < 2:

@@ -19,11 +19,8 @@ from roundpipe_cli.units import format_loss, format_seconds
 def shared_picture(state: DashboardState, *, where: str) -> str:
     """An SVG document of the newest step of which it is known what the workers did.
 
-    Args:
-        where: what is shown, for an error.
-
     Raises:
-        RefusedError: there is no such step yet.
+        RefusedError: there is no such step yet in the run `where`.
     """
     run, step, timeline = state.run, state.step, state.timeline
     if run is None or step is None or timeline is None:

@@ -218,7 +218,6 @@ def comparison(report: Mapping[str, Any]) -> list[ComparisonRow]:
 
 
 def _lost_rows(report: Mapping[str, Any]) -> Iterator[ComparisonRow]:
-    """The speed before and after each device was lost."""
     losses = report.get("lost_devices")
     for loss in losses if isinstance(losses, list) else ():
         if isinstance(loss, dict) and isinstance(loss.get("worker"), int):
@@ -354,13 +353,7 @@ def _text(path: Path) -> str:
 
 
 def page(events: Sequence[TimedEvent], report: Mapping[str, Any], recipe: str) -> str:
-    """The page as a string.
-
-    Args:
-        events: (time, event), oldest first.
-        report: what report.json holds; may be empty.
-        recipe: the resolved recipe's text.
-    """
+    """The page of a run's events, its report.json, which may be empty, and the text of its resolved recipe."""
     state = fold_all(events)
     title = state.run.title if state.run else str(report.get("model", "run"))
     sections = [
@@ -470,7 +463,6 @@ def smoothed(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
 
 
 def _loss(state: DashboardState) -> tuple[str, str]:
-    """Picture and legend."""
     points, entries = state.losses.all_points, [("faint", "training"), ("f", "training, smoothed")]
     lines = [Series("loss", points, "raw"), Series("smoothed loss", smoothed(points), "c1")]
     if state.evaluations:
@@ -486,7 +478,6 @@ def _workers(events: Sequence[TimedEvent], state: DashboardState) -> str:
 
 
 def _waiting(state: DashboardState) -> str:
-    """Why the worker that waited most in the newest step did so."""
     found = longest_waiting(state)
     return f'<p class="sub">{"<br>".join(map(escape, found.lines()))}</p>' if found is not None else ""
 

@@ -51,11 +51,7 @@ _LANES = (
 def help_screen(
     state: DashboardState, width: int, height: int, theme: Theme, keys: Sequence[tuple[str, str]]
 ) -> list[Text]:
-    """Exactly `height` lines of `width` columns: the step first, what is always true after it.
-
-    Args:
-        keys: (key, what it does).
-    """
+    """Exactly `height` lines of `width` columns, as of `screen`: the step first, what is always true after it."""
     found = longest_waiting(state)
     why = found.text() if found is not None else "no step is finished yet"
     lines = [Text(" why workers waited", style="bold"), *_indented(why, width)]
@@ -297,11 +293,8 @@ MAX_LAST_LINES, LINES_BELOW = 24, 6
 
 
 def last_frame(state: DashboardState, console: Console, size: tuple[int, int]) -> list[Text]:
-    """The screen that stays when a run is over, with room below it for an error or the prompt.
-
-    Args:
-        size: columns and lines of the terminal.
-    """
+    """The screen that stays when a run is over, with room below it for an error or the prompt, on a terminal of `size`
+    (columns, lines)."""
     columns, lines = size
     last_s = max(state.seen_s, state.step_seen_s, state.sample.time_s if state.sample else 0.0)
     least = max(MIN_HEIGHT, len(state.workers) + LINES_BESIDE_WORKERS)  # more than the terminal has scroll up

@@ -28,11 +28,7 @@ def window_s(step_s: float | None) -> float:
 
 
 def recent(spans: tuple[events.Span, ...], now_s: float, step_s: float | None) -> tuple[events.Span, ...]:
-    """The spans that a lane needs, in order of time; of very many, those that cannot be seen apart as one.
-
-    Args:
-        step_s: seconds of a step, as for `window_s`.
-    """
+    """The spans that a lane needs, in order of time; of very many, those that cannot be seen apart as one."""
     kept_s = KEPT_WINDOWS * NICE_S[-1]
     if spans and spans[0].end_s < now_s - kept_s:
         spans = tuple(span for span in spans if span.end_s >= now_s - kept_s)

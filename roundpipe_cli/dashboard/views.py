@@ -115,7 +115,6 @@ def slices(spans: Sequence[Span], num_slices: int, slice_s: float, end_index: in
 
     Args:
         spans: of one worker, on the run's clock.
-        num_slices: how many.
         end_index: of the world's slice after the last one shown.
     """
     if num_slices <= 0:
@@ -195,7 +194,6 @@ def _line(letters: str, width: int, idle: str, theme: Theme) -> Text:
 
 
 def _block(pair: str, idle: str, theme: Theme) -> tuple[str, str]:
-    """Character and style of two slices."""
     left, right = pair[0], pair[1]
     glyphs, colours = theme.glyphs, theme.kinds
     if left in colours and right in colours:
@@ -387,7 +385,6 @@ def screen(
     """Exactly `height` lines of exactly `width` columns.
 
     Args:
-        state: what is known.
         now_s: of the run's clock.
         keys: (key, what it does), shown at the bottom.
     """
