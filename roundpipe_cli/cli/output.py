@@ -150,8 +150,8 @@ def say(text: str, *, stream: TextIO | None = None, painted: bool = False, is_da
     if target is None or id(target) in _broken:
         return
     line = text if painted else _printable(text)
-    if stream is None and not painted:
-        line = _fitted(line, target)
+    if stream is None and not painted:  # cut between words where the terminal is narrower
+        line = "\n".join(wrapped(line.split("\n"), terminal_width(2)))
     try:
         try:
             print(line, file=target, flush=True)
@@ -161,15 +161,6 @@ def say(text: str, *, stream: TextIO | None = None, painted: bool = False, is_da
         _broken.add(id(target))
         if is_data and isinstance(error, OSError) and error.errno in DISK_ERRORS:
             _lost.append(error)
-
-
-def _fitted(line: str, target: TextIO) -> str:
-    """A message cut between words where the terminal is narrower."""
-    try:
-        width = terminal_width(target.fileno())
-    except (AttributeError, OSError, ValueError):  # no file
-        width = None
-    return "\n".join(wrapped(line.split("\n"), width))
 
 
 def say_data(text: str, *, colours: Mapping[str, str] | None = None, is_kept: bool = False) -> None:

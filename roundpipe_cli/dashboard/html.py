@@ -147,20 +147,16 @@ def timelines(steps: Sequence[StepTimeline], lost_at: Sequence[str], *, title: s
         last_s = max((span.end_s for span in step.spans), default=0.0)
         body.append(f'<text class="strong" x="4" y="{top + 20}">step {step.step}: {format_seconds(last_s)}</text>')
         for worker in range(num_workers):
-            y = top + heading + worker * (lane + gap)
+            y, spans = top + heading + worker * (lane + gap), [span for span in step.spans if span.worker == worker]
             body.append(f'<text x="{LEFT - 8}" y="{y + 13}" text-anchor="end">w{worker}</text>')
             body.append(
                 f'<rect class="idle" x="{LEFT}" y="{y}" width="{last_s * scale:.2f}" height="{lane}">'
                 f"<title>idle</title></rect>"
             )
-            if any(lost_at[worker : worker + 1]) and not any(span.worker == worker for span in step.spans):
+            if any(lost_at[worker : worker + 1]) and not spans:
                 words = escape(f"lost at {lost_at[worker]}")
                 body.append(f'<text class="note" x="{LEFT + 6}" y="{y + 13}">{words}</text>')
-        for span in step.spans:
-            if span.end_s - span.start_s < smallest_s or not 0 <= span.worker < num_workers:
-                continue
-            y = top + heading + span.worker * (lane + gap)
-            body.append(_rectangle(span, y, scale))
+            body += [_rectangle(span, y, scale) for span in spans if span.end_s - span.start_s >= smallest_s]
     body += [tick(LEFT + value * scale, height - 8, TIME.show(value)) for value in TIME.ticks(0.0, longest_s)]
     return _picture(title, height, body)
 
@@ -428,9 +424,7 @@ _HEAD_NOTE = (
     '<p class="sub">The stage that ends with the loss computes forward and backward in one and has both colours.</p>'
 )
 _WORK_LEGEND = _legend(
-    ("f", "forward"),
-    ("r", "recompute"),
-    ("b", "backward"),
+    *((letter.lower(), name) for letter, name in WORK_NAMES.items()),
     ("both", BOTH_NAME),
     ("idle", "idle"),
     ("update", UPDATE_NAME),
