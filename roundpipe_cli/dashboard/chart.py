@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import groupby
+from operator import itemgetter
 
 from rich.text import Text
 
@@ -77,31 +79,21 @@ def chart(points: Sequence[Point], marks: Sequence[Point], width: int, height: i
     for mark in marks:
         x, y = dot(mark)
         marked.add((y * rows // down, min(columns - 1, x * columns // across)))
-    lines = [
-        _row(index, cells[index], [x for y, x in sorted(marked) if y == index], (rows, low, high), theme=theme)
-        for index in range(rows)
-    ]
+    lines = []
+    for index in range(rows):
+        labelled = index in (0, rows - 1) or (rows >= 7 and index == rows // 2)
+        value = high - (high - low) * index / max(1, rows - 1)
+        label = f"{_number(value):>{LABEL_WIDTH - 1}} " if labelled else " " * LABEL_WIDTH
+        text, start = Text.assemble((label + theme.glyphs.axis[0 if labelled else 1], theme.faint)), 0
+        for column in sorted(x for y, x in marked if y == index):
+            text.append(cells[index][start:column], theme.accent).append(theme.glyphs.point, theme.wait)
+            start = column + 1
+        lines.append(text.append(cells[index][start:], theme.accent))
     left, right = f"{first:.0f}", f"{last:.0f}"
     room = max(1, columns - len(left) - len(right))
     axis = " " * LABEL_WIDTH + theme.glyphs.axis[2]
     lines.append(Text.assemble((axis + left + " " * room + (right if last > first else ""), theme.faint)))
     return lines
-
-
-def _row(index: int, cells: str, marked: Sequence[int], scale: tuple[int, float, float], *, theme: Theme) -> Text:
-    """One line: label, axis, curve, and the marks at these columns; `scale` is (lines, lowest, highest value)."""
-    rows, low, high = scale
-    labelled = index in (0, rows - 1) or (rows >= 7 and index == rows // 2)
-    value = high - (high - low) * index / max(1, rows - 1)
-    label = f"{_number(value):>{LABEL_WIDTH - 1}} " if labelled else " " * LABEL_WIDTH
-    text = Text.assemble((label + theme.glyphs.axis[0 if labelled else 1], theme.faint))
-    start = 0
-    for column in marked:
-        text.append(cells[start:column], theme.accent)
-        text.append(theme.glyphs.point, theme.wait)
-        start = column + 1
-    text.append(cells[start:], theme.accent)
-    return text
 
 
 def _range(values: Sequence[float]) -> tuple[float, float]:
@@ -122,10 +114,8 @@ def _number(value: float) -> str:
 
 def _line(corners: Sequence[tuple[int, int]]) -> set[tuple[int, int]]:
     """Dots of a line through the corners, which are in order of x; several in one column become their mean."""
-    columns: dict[int, list[int]] = {}
-    for x, y in corners:
-        columns.setdefault(x, []).append(y)
-    ends = [(x, round(sum(ys) / len(ys))) for x, ys in sorted(columns.items())]
+    columns = [(x, [y for _, y in group]) for x, group in groupby(corners, key=itemgetter(0))]
+    ends = [(x, round(sum(ys) / len(ys))) for x, ys in columns]
     dots = set(ends[:1])
     for (x0, y0), (x1, y1) in zip(ends, ends[1:], strict=False):
         steps = max(x1 - x0, abs(y1 - y0))

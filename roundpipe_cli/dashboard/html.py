@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -216,10 +217,10 @@ def comparison(report: Mapping[str, Any]) -> list[ComparisonRow]:
 def _lost_rows(report: Mapping[str, Any]) -> Iterator[ComparisonRow]:
     losses = report.get("lost_devices")
     for loss in losses if isinstance(losses, list) else ():
-        if isinstance(loss, dict) and isinstance(loss.get("worker"), int):
-            for when in ("before", "after"):
-                speed = figures({"loss": loss}, "loss").get(f"tokens_per_s_{when}")
-                yield _row(f"tokens/s {when} worker {loss['worker']} was lost", None, speed, "{:,.0f}".format)
+        found = figures({"loss": loss}, "loss")
+        for when in ("before", "after") if "worker" in found else ():
+            speed = found.get(f"tokens_per_s_{when}")
+            yield _row(f"tokens/s {when} worker {found['worker']} was lost", None, speed, "{:,.0f}".format)
 
 
 def range_note(report: Mapping[str, Any]) -> str:
@@ -449,11 +450,8 @@ def _made_by(state: DashboardState, report: Mapping[str, Any]) -> str:
 def smoothed(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """Exponential means of the values, over a twentieth of the points."""
     share = 2 / (max(1.0, len(points) / SMOOTHING) + 1)
-    mean, found = 0.0, []
-    for index, (at, value) in enumerate(points):
-        mean = value if index == 0 else mean + share * (value - mean)
-        found.append((at, mean))
-    return found
+    means = accumulate((value for _, value in points), lambda mean, value: mean + share * (value - mean))
+    return [(at, mean) for (at, _), mean in zip(points, means, strict=True)]
 
 
 def _loss(state: DashboardState) -> tuple[str, str]:

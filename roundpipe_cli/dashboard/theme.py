@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 from rich.console import Console
 from rich.text import Text
@@ -102,11 +103,5 @@ def framed(title: Text, note: str, lines: Sequence[Text], width: int, *, theme: 
 
 def beside(blocks: Sequence[Sequence[Text]], widths: Sequence[int], theme: Theme) -> list[Text]:
     """Blocks of lines next to each other, the shorter ones filled up."""
-    height = max((len(block) for block in blocks), default=0)
-    rows = []
-    for index in range(height):
-        row = Text()
-        for block, width in zip(blocks, widths, strict=True):
-            row.append_text(fit(block[index] if index < len(block) else Text(), width, theme))
-        rows.append(row)
-    return rows
+    rows = zip_longest(*blocks, fillvalue=Text())
+    return [Text.assemble(*(fit(line, width, theme) for line, width in zip(row, widths, strict=True))) for row in rows]

@@ -13,6 +13,7 @@ import math
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 from rich.text import Text
 
@@ -183,13 +184,10 @@ def lane(
 
 def _line(letters: str, width: int, idle: str, theme: Theme) -> Text:
     text = Text()
-    start = 0
-    pairs = [letters[index : index + 2] for index in range(0, 2 * width, 2)]
-    for index in range(1, width + 1):  # runs of equal characters are one piece: fewer bytes for the terminal
-        if index == width or pairs[index] != pairs[start]:
-            character, style = _block(pairs[start], idle, theme)
-            text.append(character * (index - start), style)
-            start = index
+    pairs = (letters[index : index + 2] for index in range(0, 2 * width, 2))
+    for pair, run in groupby(pairs):  # equal characters are one piece: fewer bytes for the terminal
+        character, style = _block(pair, idle, theme)
+        text.append(character * len(list(run)), style)
     return text
 
 
