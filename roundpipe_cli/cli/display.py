@@ -25,7 +25,6 @@ from roundpipe_cli.dashboard.replay import RunFiles
 from roundpipe_cli.dashboard.state import DashboardState, fetching_line, fold
 from roundpipe_cli.dashboard.views import details
 from roundpipe_cli.dashboard.waiting import advice
-from roundpipe_cli.errors import StoppedError
 from roundpipe_cli.events import Event, Notice, RunFinished, RunStarted, RunStopped, Say, Tell, run_clock
 from roundpipe_cli.units import counted, format_clock, format_loss, format_seconds
 
@@ -223,13 +222,12 @@ class Display:
         Args:
             plain: shows an event as a line, before and after the dashboard, or all the time.
             dashboard: show one while the workers run, if this is a terminal.
-            keys: what keys do; None: q leaves.
+            keys: what keys do; None: q does as Ctrl-C.
             output_dir: of the run, whose files know the steps before a resume.
         """
         self._plain, self._output_dir = plain, output_dir
         self.is_dashboard = dashboard and is_terminal()
-        self._keys = keys if keys is not None else {"q": ("quit", self._leave)}
-        self._asked_by_key = False
+        self._keys = keys if keys is not None else {"q": ("quit", lambda state: _interrupt())}
         self._live: LiveDashboard | None = None
         self._early: list[Event] = []
         self._late: list[Notice] = []
@@ -245,13 +243,6 @@ class Display:
             lines = ["stopped"] if isinstance(error, KeyboardInterrupt) else str(error).splitlines()
             self._live.tell(RunStopped(lines[0] if lines else type(error).__name__))
         self.close()
-        if isinstance(error, KeyboardInterrupt) and self._asked_by_key:
-            raise StoppedError("stopped", exit_code=130) from None
-
-    def _leave(self, state: DashboardState) -> str:
-        """Stop as Ctrl-C does; the message then names no signal."""
-        self._asked_by_key = True
-        return _interrupt()
 
     def __call__(self, event: Event) -> None:
         live = self._live

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import textwrap
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
@@ -54,19 +55,14 @@ def doctor(
 
 def check_lines(check: Check, width: int | None) -> Iterator[str]:
     """The lines of a check, of at most `width` columns; None: no limit."""
-    indent = " " * (7 + NAME_WIDTH + 2)
-    texts = [(f"{check.state:5}  {check.name:{NAME_WIDTH}}  ", check.found)]
-    if check.fix:
-        texts.append((indent, f"fix: {check.fix}"))
-    for first, text in texts:
-        if width is None:
-            yield first + text
-        else:
-            yield from textwrap.wrap(
-                text,
-                max(width, len(indent) + 20),
-                initial_indent=first,
-                subsequent_indent=indent,
-                break_on_hyphens=False,
-                break_long_words=False,
-            )
+    name = f"{check.state:5}  {check.name:{NAME_WIDTH}}  "
+    indent = " " * len(name)
+    for first, text in ((name, check.found), (indent, f"fix: {check.fix}" if check.fix else "")):
+        yield from textwrap.wrap(
+            text,
+            max(width, len(indent) + 20) if width is not None else sys.maxsize,
+            initial_indent=first,
+            subsequent_indent=indent,
+            break_on_hyphens=False,
+            break_long_words=False,
+        )

@@ -19,7 +19,6 @@ from roundpipe_cli.units import aligned, counted, format_bytes, format_count, fo
 
 if TYPE_CHECKING:
     from roundpipe_cli.costs.cost import LayerCost, StageRange
-    from roundpipe_cli.costs.memory import Need
     from roundpipe_cli.data.files import RowCount
     from roundpipe_cli.data.tokenized import PackingChoice
     from roundpipe_cli.planning.predict import Plan
@@ -543,19 +542,15 @@ def _memory_lines(answer: Plan) -> list[str]:
     has = f" of {format_bytes(smallest.memory_bytes)}" if not smallest.is_cpu else ""
     host = f" of {format_bytes(hardware.host_memory_bytes)}"
     disk = f" of {format_bytes(hardware.disk_free_bytes)} free" if hardware.disk_free_bytes is not None else ""
-    lines = [f"memory of one worker ({smallest.name}): {format_bytes(verdict.device.total_bytes)}{has}"]
-    lines += _part_lines(verdict.device)
-    lines += [f"host memory: {format_bytes(verdict.host.total_bytes)}{host}", *_part_lines(verdict.host)]
+    needs = [(f"memory of one worker ({smallest.name})", verdict.device, has), ("host memory", verdict.host, host)]
     if verdict.loading.total_bytes > verdict.host.total_bytes:
-        lines += [f"host memory while loading: {format_bytes(verdict.loading.total_bytes)}{host}"]
-        lines += _part_lines(verdict.loading)
-    lines += [f"disk: {format_bytes(verdict.disk.total_bytes)}{disk}", *_part_lines(verdict.disk)]
+        needs.append(("host memory while loading", verdict.loading, host))
+    lines = []
+    for what, need, there in [*needs, ("disk", verdict.disk, disk)]:
+        lines.append(f"{what}: {format_bytes(need.total_bytes)}{there}")
+        parts = sorted((part for part in need.parts if part.num_bytes), key=lambda part: -part.num_bytes)
+        lines += [f"  {format_bytes(part.num_bytes):>10}  {part.name}" for part in parts]
     return lines
-
-
-def _part_lines(need: Need) -> list[str]:
-    parts = sorted((part for part in need.parts if part.num_bytes), key=lambda part: -part.num_bytes)
-    return [f"  {format_bytes(part.num_bytes):>10}  {part.name}" for part in parts]
 
 
 def _link_lines(answer: Plan) -> list[str]:
