@@ -116,6 +116,7 @@ def packing_choice(loaded: LoadedRecipe, dataset: TokenizedDataset) -> PackingCh
 def report_lines(look: DataView, max_seq_length: int) -> Iterator[str]:
     """The lines of the report, without its samples."""
     from roundpipe_cli.data.describe import histogram, sequence_lengths
+    from roundpipe_cli.data.shards import listed
 
     dataset, report = look.dataset, look.dataset.report
     lengths = sequence_lengths(dataset, look.rejected)
@@ -131,7 +132,7 @@ def report_lines(look: DataView, max_seq_length: int) -> Iterator[str]:
             ("dropped, no trained token", filtered.untrained_rows),
         ):
             if numbers:
-                yield f"    {what}: {_places(source.where, numbers)}"
+                yield f"    {what}: {len(numbers)}: {listed([source.where(number) for number in numbers])}"
     share = 100 * report.trained_tokens / report.total_tokens
     lost = f"; {report.lost_tokens} lost to cuts and dropped rows" if report.lost_tokens else ""
     yield f"tokens  {report.total_tokens}, {report.trained_tokens} of them trained ({share:.1f} %){lost}"
@@ -153,12 +154,6 @@ def report_lines(look: DataView, max_seq_length: int) -> Iterator[str]:
         yield f"  {low:>{width}} to {high - 1:>{width}}  {bar:<{BAR_COLUMNS}} {rows}"
     for notice in dataset.notices:
         yield f"note: {notice}"
-
-
-def _places(where: Any, numbers: Sequence[int]) -> str:
-    from roundpipe_cli.data.shards import listed
-
-    return f"{len(numbers)}: " + listed([where(number) for number in numbers])
 
 
 def _show_samples(shown: Sequence[RowSample]) -> None:

@@ -72,10 +72,9 @@ def _after_one_step(run: SimulatedRun) -> DashboardState:
 
 def recipe_and_overrides(words: Sequence[str]) -> tuple[str, list[str]]:
     """(recipe, overrides) of the words that follow `--demo`; without a recipe a well-known one."""
-    is_override = bool(words) and "=" in words[0]
-    if not words or is_override:
-        return DEMO_RECIPE, list(words)
-    return words[0], list(words[1:])
+    if words and "=" not in words[0]:
+        return words[0], list(words[1:])
+    return DEMO_RECIPE, list(words)
 
 
 def simulated_run(answer: Plan) -> SimulatedRun:

@@ -25,8 +25,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from rich.color import ColorSystem
-from rich.console import Console
+from rich.console import COLOR_SYSTEMS, Console
+from rich.segment import Segment
 from rich.text import Text
 
 from roundpipe_cli.dashboard.state import DashboardState, fold
@@ -94,15 +94,15 @@ rm -f "$2"
 class Terminal:
     """A terminal to paint on. Not safe for several threads at once; whoever owns it has a lock."""
 
-    def __init__(self, output: int = 1, keys: int | None = 0) -> None:
+    def __init__(self, output: int = 1, keys: int = 0) -> None:
         """
         Args:
             output: descriptor of the terminal that is painted on.
-            keys: descriptor that keys come from; None or no terminal: none come.
+            keys: descriptor that keys come from; none come where it is no terminal.
         """
         self._tty = os.dup(output)
         os.set_inheritable(self._tty, False)
-        self._keys = keys if keys is not None and os.isatty(keys) else None
+        self._keys = keys if os.isatty(keys) else None
         self._saved: list[Any] | None = None
         self._aside: Path | None = None
         self._aside_read = 0
@@ -281,9 +281,6 @@ KEY_S = 0.1
 """Seconds within which a key takes effect."""
 JOIN_S = 5.0
 
-_COLOUR_SYSTEMS = {"standard": ColorSystem.STANDARD, "256": ColorSystem.EIGHT_BIT, "truecolor": ColorSystem.TRUECOLOR}
-
-
 KeyBinding = tuple[str, Callable[[DashboardState], str]]
 """The meaning of a key of the dashboard, and what it does: that returns a message for the user, or nothing."""
 LINES_BESIDE_WORKERS = 6
@@ -305,16 +302,10 @@ def last_frame(state: DashboardState, console: Console, size: tuple[int, int]) -
 
 def ansi(line: Text, console: Console) -> str:
     """A line as the characters and escape sequences that show it on the console's terminal."""
-    system = _COLOUR_SYSTEMS.get(console.color_system or "")
-    parts = []
-    for segment in line.render(console, end=""):
-        style = segment.style
-        if style is None:
-            parts.append(segment.text)
-        else:
-            shown = style.without_color if console.no_color else style
-            parts.append(shown.render(segment.text, color_system=system or ColorSystem.STANDARD))
-    return "".join(parts)
+    system, segments = COLOR_SYSTEMS[console.color_system or "standard"], line.render(console, end="")
+    if console.no_color:
+        segments = Segment.remove_color(segments)
+    return "".join(style.render(text, color_system=system) if style else text for text, style, _ in segments)
 
 
 class LiveDashboard:

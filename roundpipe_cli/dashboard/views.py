@@ -562,15 +562,15 @@ def footer(keys: Sequence[tuple[str, str]], width: int, theme: Theme, *, updates
     Args:
         updates: a lane shows a wait for an update.
     """
-    plain = [(key, "" if key == "?" else meaning) for key, meaning in keys]
-    for gap, short, named in ((3, False, keys), (2, False, keys), (2, True, keys), (1, True, keys), (1, True, plain)):
+    plain, bare = [(key, "" if key == "?" else meaning) for key, meaning in keys], [(key, "") for key, _ in keys]
+    ways = ((3, False, keys), (2, False, keys), (2, True, keys), (1, True, keys), (1, True, plain), (1, True, bare))
+    for gap, short, named in ways:
         left = Text(" ")
         for key, meaning in named:
             left.append(key, "bold").append(f"{' ' * bool(meaning)}{meaning}{' ' * gap}")
         right = legend(theme, short=short, updates=updates)
         if left.cell_len + right.cell_len <= width:
-            return spread(left, right, width, theme)
-    left = Text.assemble(" ", *((f"{key} ", "bold") for key, _ in keys))
+            break
     return spread(left, right, width, theme)
 
 
