@@ -245,26 +245,21 @@ def check_sizes(config: Mapping[str, Any], where: str) -> None:
     Raises:
         RefusedError: naming key, value and limit.
     """
-    layers, experts = 1, 1
+    layers, experts, found, expected = 1, 1, "", ""
     has_modules = str(config.get("model_type")) not in _ROWS_AS_EXPERTS
     for key, value in _whole_numbers(config):
         limit = next((limit for pattern, limit in _LIMITS if pattern.search(key)), MAX_NUMBER)
         if abs(value) > limit:
-            raise _too_large(where, f"{key}: {_short(value)}", f"at most {limit:,}")
+            shown = f"{value:,}" if abs(value) < 2**70 else "a number of more than 20 digits"
+            found, expected = f"{key}: {shown}", f"at most {limit:,}"
+            break
         layers = max(layers, value if limit == MAX_LAYERS else 1)
         experts = max(experts, value if re.search(r"experts$", key) and has_modules else 1)
-    if layers * experts > MAX_MODULES:
-        raise _too_large(where, f"{layers:,} layers with {experts:,} experts", f"at most {MAX_MODULES:,} in all layers")
-
-
-def _short(value: int) -> str:
-    return f"{value:,}" if abs(value) < 2**70 else "a number of more than 20 digits"
-
-
-def _too_large(where: str, found: str, expected: str) -> RefusedError:
-    return RefusedError(
-        "the model's configuration has a size that no model has", where=where, found=found, expected=expected
-    )
+    if not found and layers * experts > MAX_MODULES:
+        found, expected = f"{layers:,} layers with {experts:,} experts", f"at most {MAX_MODULES:,} in all layers"
+    if found:
+        what = "the model's configuration has a size that no model has"
+        raise RefusedError(what, where=where, found=found, expected=expected)
 
 
 def _whole_numbers(config: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
