@@ -269,6 +269,7 @@ def run_clock() -> Callable[[], float]:
 # --- as lines of a file -----------------------------------------------------------------------------------------------
 
 _CLASSES: dict[str, Any] = {kind.__name__: kind for kind in get_args(Event)}
+_field_types = functools.cache(get_type_hints)
 _DATACLASSES = {DeviceSample, *_CLASSES.values()}
 
 
@@ -341,11 +342,6 @@ def _made(value: Any, hint: Any) -> Any:
     elif origin is None and isinstance(value, hint):
         return value
     raise ValueError(f"{value} is no {hint}")
-
-
-@functools.cache
-def _field_types(kind: Any) -> dict[str, Any]:
-    return get_type_hints(kind)
 
 
 def _made_span(item: Any) -> Span:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -247,15 +246,12 @@ def _remedy_lines(answer: Plan, found: Sequence[Change]) -> list[str]:
 
 # `roundpipe plan --compare`: one row for each combination of values.
 
-QUIET_S = 1.0
-"""Seconds before the first report of progress."""
-
 
 def show_comparison(recipe: str, overrides: Sequence[str], hardware: str | None, *, as_json: bool) -> None:
     """Print the table, or its JSON document; refuses as `compare_plans`."""
     from roundpipe_cli.planning.what_if import compare_plans
 
-    rows = compare_plans(recipe, overrides, hardware, build_counts, tell=_progress())
+    rows = compare_plans(recipe, overrides, hardware, build_counts, tell=_say_progress)
     if as_json:
         say_json({"rows": [row_document(row) for row in rows]})
         return
@@ -264,15 +260,10 @@ def show_comparison(recipe: str, overrides: Sequence[str], hardware: str | None,
         say_data(line, colours=VERDICTS)
 
 
-def _progress() -> Any:
-    started_s = time.monotonic()
-
-    def tell(done: int, count: int, values: Mapping[str, str]) -> None:
-        if os.isatty(2) and time.monotonic() - started_s > QUIET_S:
-            words = " ".join(f"{key}={value}" for key, value in values.items())
-            say(f"planning {done + 1} of {count}: {words} ...")
-
-    return tell
+def _say_progress(done: int, count: int, values: Mapping[str, str]) -> None:
+    if os.isatty(2):
+        words = " ".join(f"{key}={value}" for key, value in values.items())
+        say(f"planning {done + 1} of {count}: {words} ...")
 
 
 def row_document(row: Combination) -> dict[str, Any]:

@@ -31,6 +31,7 @@ WIDTH = 720
 """Units of a picture; the page scales it."""
 LEFT, RIGHT, TOP, BOTTOM = 76, 12, 14, 30
 MAX_RECTANGLES = 6000
+"""More than a page can show: the shortest pieces are left out."""
 MIN_MARGIN = 24
 """A value nearer to the right end than this ends below its place, in place of having its middle there."""
 NUM_TICKS = 5
@@ -142,7 +143,8 @@ def timelines(steps: Sequence[StepTimeline], lost_at: Sequence[str], *, title: s
     body = [BOTH_PAINT]
     if not steps:
         body.append(f'<text class="note" x="{WIDTH / 2}" y="34" text-anchor="middle">no timeline was recorded</text>')
-    smallest_s = _smallest_s(steps, longest_s)
+    lengths = sorted((span.end_s - span.start_s for step in steps for span in step.spans), reverse=True)
+    smallest_s = max(lengths[MAX_RECTANGLES], 1e-5 * longest_s) if len(lengths) > MAX_RECTANGLES else 0.0
     for index, step in enumerate(steps):
         top = index * block
         last_s = max((span.end_s for span in step.spans), default=0.0)
@@ -160,14 +162,6 @@ def timelines(steps: Sequence[StepTimeline], lost_at: Sequence[str], *, title: s
             body += [_rectangle(span, y, scale) for span in spans if span.end_s - span.start_s >= smallest_s]
     body += [tick(LEFT + value * scale, height - 8, TIME.show(value)) for value in TIME.ticks(0.0, longest_s)]
     return _picture(title, height, body)
-
-
-def _smallest_s(steps: Sequence[StepTimeline], longest_s: float) -> float:
-    """Shorter pieces are left out where there are more than a page can show."""
-    lengths = sorted((span.end_s - span.start_s for step in steps for span in step.spans), reverse=True)
-    if len(lengths) <= MAX_RECTANGLES:
-        return 0.0
-    return max(lengths[MAX_RECTANGLES], 1e-5 * longest_s)
 
 
 def _rectangle(span: Span, y: float, scale: float) -> str:
