@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from roundpipe_cli.choices import PACKED_FORMATS
-from roundpipe_cli.cli.display import LinePrinter, is_terminal, step_json
+from roundpipe_cli.cli.display import LinePrinter, is_terminal
 from roundpipe_cli.cli.output import build_counts, say, say_data
 from roundpipe_cli.dashboard.demo import SimulatedRun, demo_events, shared_picture
 from roundpipe_cli.dashboard.html import comparison_lines, read_report
@@ -205,27 +205,10 @@ def _polls(files: RunFiles, follow: bool) -> Iterator[tuple[bool, list[TimedEven
         time.sleep(POLL_S)
 
 
-_NO_STEP = "no step of this run is finished"
-
-
-def print_json(files: RunFiles, follow: bool) -> None:
-    """A line for each step."""
-    last = 0
-    for anew, events in _polls(files, follow):
-        if anew:
-            last = 0
-        for _, event in events:
-            if isinstance(event, StepFinished) and event.step > last:
-                last = event.step
-                say_data(step_json(event))
-    if not last:
-        say(f"{files.folder}: {_NO_STEP}")
-
-
-def print_lines(files: RunFiles, follow: bool, is_verbose: bool) -> None:
+def print_lines(files: RunFiles, follow: bool, *, is_verbose: bool, as_json: bool) -> None:
     """Lines as of the run itself."""
     time_s, has_step = 0.0, False
-    show = LinePrinter(1, lambda: time_s, is_verbose=is_verbose)  # of the run, which may be over
+    show = LinePrinter(1, lambda: time_s, as_json=as_json, is_verbose=is_verbose)  # of the run, which may be over
     for _, events in _polls(files, follow):
         for time_s, event in events:  # noqa: B007 (the clock reads it)
             show(event)
@@ -233,7 +216,7 @@ def print_lines(files: RunFiles, follow: bool, is_verbose: bool) -> None:
             if isinstance(event, RunStopped):
                 say(event.text)
     if not has_step:
-        say(f"{files.folder}: {_NO_STEP}")
+        say(f"{files.folder}: no step of this run is finished")
 
 
 def show_on_screen(files: RunFiles, follow: bool) -> None:

@@ -41,7 +41,7 @@ def watch(
     Example: roundpipe watch outputs/first; roundpipe watch --demo 8x4090 qwen3-8b
     """
     from roundpipe_cli.cli.display import is_terminal
-    from roundpipe_cli.cli.follow import print_json, print_lines, show_on_screen, watch_demo, write_picture
+    from roundpipe_cli.cli.follow import print_lines, show_on_screen, watch_demo, write_picture
     from roundpipe_cli.dashboard.html import report_page
     from roundpipe_cli.dashboard.replay import RunFiles, run_hint
     from roundpipe_cli.dashboard.state import fold_all
@@ -81,9 +81,7 @@ def watch(
         say(f"wrote {html}")
     if svg is not None or html is not None:
         return
-    if json_output:
-        print_json(files, follow)
-    elif is_terminal() and not no_dashboard:
+    if is_terminal() and not (no_dashboard or json_output):
         show_on_screen(files, follow)
     else:
-        print_lines(files, follow, verbose)
+        print_lines(files, follow, is_verbose=verbose, as_json=json_output)
