@@ -215,11 +215,6 @@ class DashboardState:
         devices = self.run.devices if self.run else ()
         return "workers" if any(device.partition(":")[0] == "cpu" for device in devices) else "GPUs"
 
-    @property
-    def bubble_ratio(self) -> float | None:
-        """Bubble ratio of the last step."""
-        return self.step.bubble_ratio if self.step else None
-
 
 def fold(state: DashboardState, event: events.Event, now_s: float) -> DashboardState:
     """The state after `event`, which came at `now_s` of the run's clock."""

@@ -511,9 +511,9 @@ def curve_and_figures(state: DashboardState, width: int, height: int, theme: The
 
 def _busy(state: DashboardState, width: int, height: int, theme: Theme) -> list[Text]:
     """The share of a step in which the workers compute, in large digits, in the middle of the room."""
-    if state.bubble_ratio is None:
+    if state.step is None:
         return [Text("waiting for the first step", style=theme.faint)]
-    busy = f"{state.worker_word} {100 * (1 - state.bubble_ratio):.0f}% busy"
+    busy = f"{state.worker_word} {100 * (1 - state.step.bubble_ratio):.0f}% busy"
     lines = large(busy, width, height, theme)
     margin = " " * ((width - max(line.cell_len for line in lines)) // 2)
     lines = [Text.assemble(margin, line) for line in lines]
