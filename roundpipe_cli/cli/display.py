@@ -56,6 +56,7 @@ class LinePrinter:
         *,
         as_json: bool = False,
         is_verbose: bool = False,
+        is_kept: bool = True,
     ) -> None:
         """
         Args:
@@ -63,9 +64,10 @@ class LinePrinter:
             clock: Unix time; None: now.
             as_json: on stdout a line of JSON for each of these steps, and nothing else.
             is_verbose: say all that a dashboard shows of the workers instead, after the first step too.
+            is_kept: see `say_data`.
         """
         self._logging_steps, self._clock = logging_steps, clock or run_clock()
-        self._as_json, self._is_verbose = as_json, is_verbose
+        self._as_json, self._is_verbose, self._is_kept = as_json, is_verbose, is_kept
         self._state = DashboardState()
         self._details_s, self._details_step = -math.inf, 0
         self._advised: set[str] = set()
@@ -85,13 +87,13 @@ class LinePrinter:
         if isinstance(event, events.StepFinished):
             if event.step % self._logging_steps == 0 or event.step in (1, event.num_steps):
                 line = step_json(event) if self._as_json else step_line(event, self._clock(), terminal_width())
-                say_data(line, is_kept=True)
+                say_data(line, is_kept=self._is_kept)
                 self._say_details(event)
         elif isinstance(event, events.EvaluationFinished):
             if self._as_json:
                 say(evaluation_line(event))
             else:
-                say_data(evaluation_line(event), is_kept=True)
+                say_data(evaluation_line(event), is_kept=self._is_kept)
             for prompt, answer in event.samples:
                 say(f"sample: {prompt[-SAMPLE_CHARACTERS:]!r} -> {answer[:SAMPLE_CHARACTERS]!r}")
         elif isinstance(event, events.Notice):

@@ -208,7 +208,8 @@ def _polls(files: RunFiles, follow: bool) -> Iterator[tuple[bool, list[TimedEven
 def print_lines(files: RunFiles, follow: bool, *, is_verbose: bool, as_json: bool) -> None:
     """Lines as of the run itself."""
     time_s, has_step = 0.0, False
-    show = LinePrinter(1, lambda: time_s, as_json=as_json, is_verbose=is_verbose)  # of the run, which may be over
+    how = {"as_json": as_json, "is_verbose": is_verbose, "is_kept": False}
+    show = LinePrinter(1, lambda: time_s, **how)  # the clock of the run, which may be over
     for _, events in _polls(files, follow):
         for time_s, event in events:  # noqa: B007 (the clock reads it)
             show(event)

@@ -19,7 +19,9 @@ from roundpipe_cli.events import (
     RunFinished,
     StepFinished,
 )
+from tests.dashboard.test_dashboard_watch import write_files
 from tests.support.e2e import STAGES, finetune, fresh, launch, make_workspace, num_lines
+from tests.support.recorded import recorded_run
 
 STEP = StepFinished(
     step=12,
@@ -125,6 +127,9 @@ def test_data_that_a_full_disk_lost_are_an_error(folder: Path) -> None:
     for words in ("recipes ls --json", "plan recipe.yaml", "recipes show quickstart"):
         done = launch(folder, *words.split(), before=partial(_write_to, "/dev/full", 1)).finish().expect(5)
         assert "the output could not be written whole" in done.err, words
+    write_files(folder, recorded_run(2))
+    for words in ("watch .", "watch . --json"):
+        launch(folder, *words.split(), before=partial(_write_to, "/dev/full", 1)).finish().expect(5)
     launch(folder, "finetune", "nope.yaml", before=partial(_write_to, "/dev/full", 1, 2)).finish().expect(2)
 
 
