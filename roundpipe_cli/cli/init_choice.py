@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import typer
 
@@ -25,7 +25,6 @@ from roundpipe_cli.costs.machine import MAX_PARAMETERS_ON_CPU, is_large_for_cpu
 from roundpipe_cli.costs.models import Architecture, DType, TrainingSettings
 from roundpipe_cli.data.formats import decide_format, find_pair_columns
 from roundpipe_cli.data.rows import BadRowError, DatasetSpec, fault_problem, in_chunks, printable
-from roundpipe_cli.data.sources import Source, count_dataset, find_sources
 from roundpipe_cli.errors import RefusedError, RoundpipeError
 from roundpipe_cli.files import named_path
 from roundpipe_cli.planning.answers import Answers
@@ -38,6 +37,9 @@ from roundpipe_cli.recipe.load import LoadedRecipe, load_recipe, load_text, reso
 from roundpipe_cli.recipe.schema import DEFAULT_LEARNING_RATES, Objective, Recipe, trained_kind
 from roundpipe_cli.recipe.strict_yaml import parse_scalar
 from roundpipe_cli.units import counted, format_bytes, format_count
+
+if TYPE_CHECKING:
+    from roundpipe_cli.data.sources import Source
 
 # Questions on a terminal.
 
@@ -119,6 +121,8 @@ def ask_and_write(answers: dict[str, str], output: Path | None, *, method: str |
     Raises:
         RefusedError: an answer, or there is no terminal to ask on.
     """
+    from roundpipe_cli.data.sources import count_dataset  # which loads multiprocessing
+
     missing = [question for question in QUESTIONS if not answers[question.flag]]
     folder = output.absolute().parent if output is not None else Path.cwd()
     try:
@@ -199,6 +203,8 @@ def look_at_rows(data: str, folder: Path) -> tuple[bool | None, str]:
     Raises:
         RefusedError: `data` would refuse the rows of a file, whatever the objective.
     """
+    from roundpipe_cli.data.sources import find_sources
+
     sources: list[Source] = []
     try:
         sources = find_sources(DatasetSpec(data), folder, offline=True)
