@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from html import escape
 from typing import Any
-from xml.sax.saxutils import escape
 
 from roundpipe_cli.events import Span
 from roundpipe_cli.schedule.actions import Kind
