@@ -362,8 +362,7 @@ class LayerRunner:
         taps = GradientTaps(self.parameters[layer], take, add_product if adds_up and adds_products(hidden) else None)
         routers = self.model.split.routers
         with self.backend.compute():
-            if routers is not None:
-                hidden, sums = routers.split(hidden, self._last_shape(state))
+            hidden, sums = self._without_sums(state, hidden)
             result = run_head(
                 partial(self.model.logits, dropout_seed=self._seed(context, layer, state)),
                 hidden,
@@ -372,7 +371,7 @@ class LayerRunner:
                 taps=taps,
                 needs_hidden_grad=self.trained.first < layer,
             )
-            if routers is not None:
+            if routers is not None and sums is not None:
                 routers.add_to(result, sums, state.num_units, context.loss.gradient_scale)
         state.loss_sum, state.reward_sums = result.loss_sum, result.reward_sums  # read when the step is done
         self.collector.fold(context, layer, state.index, list(gradients.items()))
@@ -381,10 +380,8 @@ class LayerRunner:
     def score(self, context: StepContext, state: MicrobatchState, hidden: torch.Tensor) -> None:
         """Forward of the head in a pass without backward."""
         self.layer = context.prepared.head
-        routers = self.model.split.routers
         with self.backend.compute():
-            if routers is not None:
-                hidden, _ = routers.split(hidden, self._last_shape(state))
+            hidden, _ = self._without_sums(state, hidden)
             scores = score_head(
                 self.model.logits,
                 hidden,
@@ -395,11 +392,11 @@ class LayerRunner:
         state.scores = scores.map_tensors(lambda tensor: self.backend.send(tensor)[0])  # complete when the pass is done
         state.prologue = None  # nothing reads it again
 
-    def _last_shape(self, state: MicrobatchState) -> tuple[int, ...] | None:
-        """Shape of the last block's hidden states behind [B, T]."""
+    def _without_sums(self, state: MicrobatchState, boundary: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The last block's hidden states, and what the routers' loss is made of."""
         assert state.prologue is not None
-        routed = state.prologue.calls[-1].routed
-        return None if routed is None else routed.output_shape
+        carry = state.prologue.calls[-1].carry
+        return (boundary, None) if carry is None else carry.unpack_last(boundary)
 
     def _targets(self, state: MicrobatchState) -> HeadTargets:
         receive, preference = self.backend.receive, state.preference

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -14,7 +15,7 @@ from torch import nn
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.attention import PackedRows, packed_rows, recurrent_blocks
 from roundpipe_cli.model.dropout import NOISE_ATTRIBUTE, embedding_noise
-from roundpipe_cli.model.router_loss import CarriedMark, Carry, Routed
+from roundpipe_cli.model.router_loss import SUMS, CarriedMark, Carry, Routed
 
 
 class StandIn(nn.Module):
@@ -72,22 +73,18 @@ class BlockCall:
     carry: Carry | None = None
     """Tensors that travel beside the hidden states; None: nothing."""
     routed: Routed | None = None
-    """Sums of the routers' loss travel behind all of these; None: no such loss is trained."""
+    """How it adds to the sums of the routers among them; None: no such loss is trained."""
 
     def input_like(self, hidden: torch.Tensor) -> torch.Tensor:
         """Something that this block could be given where the first one is given `hidden`."""
-        if self.carry is None:
-            return hidden  # with its sums, if there are any
-        sample = self.carry.sample(hidden)
-        if self.routed is None:
-            return sample
-        loss = self.routed.loss
-        return loss.join(sample, torch.zeros(2 * loss.num_experts, device=sample.device))
+        return hidden if self.carry is None else self.carry.sample(hidden)
 
     def map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor]) -> BlockCall:
         """This call with `function` applied to every tensor among its arguments."""
         call = map_values(self, lambda value: function(value) if isinstance(value, torch.Tensor) else value)
-        return call if call.routed is None else replace(call, routed=call.routed.map_tensors(function))
+        if call.routed is None or call.routed.weights is None:
+            return call
+        return replace(call, routed=replace(call.routed, weights=function(call.routed.weights)))
 
     @property
     def holds_rows(self) -> bool:
@@ -100,12 +97,6 @@ class BlockCall:
         Where something travels with them, both are boundary tensors as `Carry` says. `cache` takes the place of
         `CACHE`, in calls that were recorded with one.
         """
-        if self.routed is not None:
-            return self.routed.run(block, hidden, lambda inner: self._run(block, inner, cache))
-        return self._run(block, hidden, cache)
-
-    def _run(self, block: nn.Module, hidden: torch.Tensor, cache: object) -> torch.Tensor:
-        """`run`, without the routers' sums."""
         parts: dict[Any, torch.Tensor] = {}
         if self.carry is not None:
             hidden, parts = self.carry.unpack(hidden)
@@ -115,7 +106,7 @@ class BlockCall:
         def fill(value: Any) -> Any:
             if isinstance(value, SharedMark):  # with the carried tensors that earlier blocks put into it
                 shared.append(value.kind())
-                for key in dict.fromkeys(key for key, _ in parts if key not in ("argument", "result")):
+                for key in dict.fromkeys(key for key, _ in parts if key not in ("argument", "result", "sums")):
                     shared[-1][key] = tuple(tensor for (other, _), tensor in parts.items() if other == key)
                 return shared[-1]
             if isinstance(value, Mark):
@@ -123,7 +114,11 @@ class BlockCall:
             return parts[value.name] if isinstance(value, CarriedMark) else value
 
         call = map_values(self, fill)
-        result = block(*call.args, **call.kwargs)
+        run = functools.partial(block, *call.args, **call.kwargs)
+        if self.routed is None:
+            result = run()
+        else:
+            result, parts[SUMS] = self.routed.run(block, run, parts[SUMS])
         output: torch.Tensor = result[0] if isinstance(result, (tuple, list)) else result
         if self.carry is None:
             return output

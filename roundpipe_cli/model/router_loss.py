@@ -1,6 +1,6 @@
-"""The routers' load-balancing loss (`output_router_logits: true`), whose sums travel behind the hidden states.
+"""What travels behind the hidden states from block to block, and the routers' load-balancing loss, whose sums do.
 
-The sums travel behind the hidden states, from block to block, and the gradient of the loss comes back the same way:
+The loss (`output_router_logits: true`) is one of all blocks; its gradient comes back the way the sums came:
 
     embed -> [hidden | 0] -> block.0 -> [hidden | sums] -> ... -> block.L-1 -> [hidden | sums] -> head, which adds
                                                                                 coefficient x E x sum_e f_e p_e
@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -31,10 +32,12 @@ if TYPE_CHECKING:
 # Layout of a boundary tensor between two blocks: the hidden states, and behind them carried tensors.
 #
 # Shapes: B sequences of T tokens; a tensor of n elements takes n / (B x T) columns of the last dimension, whole numbers
-# twice as many in 16 bit.
+# and sums twice as many in 16 bit.
 
 Name = tuple[object, int]
-"""(key of a shared mapping, place in its value), ("argument", number), or ("result", its place)."""
+"""(key of a shared mapping, place in its value), ("argument", number), ("result", its place), or `SUMS`."""
+SUMS: Name = ("sums", 0)
+"""The sums of the routers, which keep their bits."""
 
 
 @dataclass(frozen=True)
@@ -71,75 +74,98 @@ class Carry:
     @property
     def num_columns(self) -> int:
         """Size of the last dimension of the incoming boundary tensor."""
-        return self._hidden_columns + sum(map(self._columns, self.tensors.values()))
+        return sum(self._columns())
 
     def most_columns(self, limit: int) -> int:
         """`num_columns` where the last dimension of what is open is `limit`, as many keys as an indexer chooses."""
-        forms = (
-            replace(form, shape=(*form.shape[:-1], limit)) if form.is_open else form for form in self.tensors.values()
-        )
-        return self._hidden_columns + sum(map(self._columns, forms))
+        forms = {
+            name: replace(form, shape=(*form.shape[:-1], limit)) if form.is_open else form
+            for name, form in self.tensors.items()
+        }
+        return replace(self, tensors=forms).num_columns
 
     def unpack(self, boundary: torch.Tensor) -> tuple[torch.Tensor, dict[Name, torch.Tensor]]:
         """The hidden states and the carried tensors by name."""
         if not self.tensors:
             return boundary, {}
-        columns = [self._hidden_columns, *map(self._columns, self.tensors.values())]
+        columns = self._columns()
         excess = boundary.shape[-1] - sum(columns)
-        columns = [
-            count + (excess if form is not None and form.is_open else 0)
-            for count, form in zip(columns, (None, *self.tensors.values()), strict=True)
-        ]
+        for index, form in enumerate(self.tensors.values(), 1):
+            columns[index] += excess if form.is_open else 0
         hidden, *others = boundary.split(columns, dim=-1)
         parts = zip(self.tensors.items(), others, strict=True)
-        return hidden.reshape(self.hidden_shape), {name: _decoded(part, form) for (name, form), part in parts}
+        return hidden.reshape(self.hidden_shape), {name: _decoded(name, part, form) for (name, form), part in parts}
+
+    def unpack_last(self, boundary: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The last block's hidden states, and the sums of the routers if they travel behind them."""
+        hidden, parts = replace(self, tensors={name: self.tensors[name] for name in self.kept}).unpack(boundary)
+        return hidden, parts.get(SUMS)
 
     def pack(self, hidden: torch.Tensor, tensors: Mapping[Name, torch.Tensor]) -> torch.Tensor:
         """The boundary tensor: hidden states, and behind them the tensors that later blocks read."""
-        return join(hidden, [tensors[name] for name in self.kept])
+        return join(hidden, {name: tensors[name] for name in self.kept})
 
     def sample(self, hidden: torch.Tensor) -> torch.Tensor:
-        """An example of an incoming boundary tensor, for hidden states like `hidden`; whole numbers are zeros."""
-        rows = hidden.shape[:2]
+        """An example of an incoming boundary tensor, for hidden states like `hidden`; zeros for whole numbers, sums."""
         if not self.tensors:
             return torch.randn(self.hidden_shape).to(hidden.device, hidden.dtype)
-        parts = [torch.randn(*rows, self._hidden_columns)]
-        for form in self.tensors.values():
-            make = torch.randn if form.dtype.is_floating_point else torch.zeros
-            parts.append(make(*rows, self._columns(form)))
+        own, *others = self._columns()
+        parts = [torch.randn(*hidden.shape[:2], own)]
+        for (name, form), columns in zip(self.tensors.items(), others, strict=True):
+            make = torch.zeros if _keeps_bits(name, form.dtype) else torch.randn
+            parts.append(make(*hidden.shape[:2], columns))
         return torch.cat(parts, dim=-1).to(hidden.device, hidden.dtype)
 
-    @property
-    def _hidden_columns(self) -> int:
-        return math.prod(self.hidden_shape[2:])
+    def _columns(self) -> list[int]:
+        """Of the hidden states and of each tensor that comes in."""
+        found, lead = [math.prod(self.hidden_shape[2:])], math.prod(self.hidden_shape[:2])
+        for name, form in self.tensors.items():
+            width = _width(self.dtype) if _keeps_bits(name, form.dtype) else 1
+            found.append(-(-math.prod(form.shape) * width // lead))
+        return found
 
-    def _columns(self, form: Carried) -> int:
-        is_number = form.dtype.is_floating_point or form.dtype == torch.bool
-        width = 1 if is_number else torch.int32.itemsize // self.dtype.itemsize  # columns that one element takes
-        return math.prod(form.shape) // math.prod(self.hidden_shape[:2]) * width
+
+def _keeps_bits(name: Name, dtype: torch.dtype) -> bool:
+    return name == SUMS or not (dtype.is_floating_point or dtype == torch.bool)
 
 
-def _encoded(tensor: torch.Tensor, lead: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """`tensor` as columns [B, T, columns] of `dtype`: whole numbers of up to 31 bits keep their bits."""
-    if tensor.dtype.is_floating_point or tensor.dtype == torch.bool:
+def _width(dtype: torch.dtype) -> int:
+    """Columns of a boundary tensor of `dtype` that 32 bits take."""
+    return max(1, torch.float32.itemsize // dtype.itemsize)
+
+
+def _encoded(name: Name, tensor: torch.Tensor, lead: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """`tensor` as columns [B, T, columns] of `dtype`: sums, and whole numbers of up to 31 bits, keep their bits."""
+    if name == SUMS:
+        return _filled(_ToBits.apply(tensor, dtype), lead)  # type: ignore[no-untyped-call]
+    if not _keeps_bits(name, tensor.dtype):
         return tensor.to(dtype).reshape(*lead, -1)
     return tensor.to(torch.int32).reshape(*lead, -1).contiguous().view(dtype)
 
 
-def _decoded(part: torch.Tensor, form: Carried) -> torch.Tensor:
+def _filled(values: torch.Tensor, lead: torch.Size) -> torch.Tensor:
+    """`values` [n] as columns [B, T, columns], zeros behind them."""
+    columns = -(-values.numel() // lead.numel())
+    return nn.functional.pad(values, (0, lead.numel() * columns - values.numel())).view(*lead, columns)
+
+
+def _decoded(name: Name, part: torch.Tensor, form: Carried) -> torch.Tensor:
     """The inverse of `_encoded`."""
+    if name == SUMS:
+        sums: torch.Tensor = _OfBits.apply(part.flatten()[: math.prod(form.shape) * _width(part.dtype)])  # type: ignore[no-untyped-call]
+        return sums
     shape = (*form.shape[:-1], -1) if form.is_open else form.shape
-    if form.dtype.is_floating_point or form.dtype == torch.bool:
+    if not _keeps_bits(name, form.dtype):
         return part.reshape(shape).to(form.dtype)
     return part.detach().contiguous().view(torch.int32).reshape(shape).to(form.dtype)
 
 
-def join(hidden: torch.Tensor, others: Sequence[torch.Tensor]) -> torch.Tensor:
+def join(hidden: torch.Tensor, others: Mapping[Name, torch.Tensor]) -> torch.Tensor:
     """One boundary tensor [B, T, columns]; the hidden states as they are where nothing goes with them."""
     if not others:
         return hidden
-    lead = hidden.shape[:2]
-    return torch.cat([_encoded(tensor, lead, hidden.dtype) for tensor in (hidden, *others)], dim=-1)
+    lead, dtype = hidden.shape[:2], hidden.dtype
+    return torch.cat([hidden.flatten(2), *(_encoded(name, one, lead, dtype) for name, one in others.items())], dim=-1)
 
 
 WANTED = "trains_router_loss"
@@ -161,50 +187,11 @@ class RouterLoss:
     place: int
     """Index of the logits in what they return."""
 
-    def begin(
-        self, boundary: torch.Tensor, carries: Sequence[Carry | None], lengths: torch.Tensor | None
-    ) -> tuple[torch.Tensor, list[Routed]]:
-        """The first boundary tensor with sums of nothing, and how each block adds to them.
-
-        Args:
-            boundary: [B, T, ...], which may carry more than hidden states.
-            carries: what each block's call carries beside them.
-            lengths: [B], tokens of each sequence without padding; None: nothing is padded.
-        """
-        weights = None
-        if lengths is not None and bool((lengths < boundary.shape[1]).any()):
-            weights = (torch.arange(boundary.shape[1])[None] < lengths[:, None]).float().flatten()
-        last = carries[-1]
-        hidden_shape = tuple((boundary.shape if last is None else last.hidden_shape)[2:])
-        routed = []
-        for carry, paths in zip(carries, self.routers, strict=True):
-            flat = carry is not None and bool(carry.tensors)
-            routed.append(Routed(self, paths, weights, None if flat else hidden_shape, hidden_shape))
-        return self.join(boundary, torch.zeros(2 * self.num_experts)), routed
-
-    def join(self, boundary: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
-        """`boundary` [B, T, ...] as [B, T, columns] with the bits of `sums` behind it."""
-        values: torch.Tensor = _ToBits.apply(sums.to(boundary.device), boundary.dtype)  # type: ignore[no-untyped-call]
-        return self._join(boundary, values)
-
-    def _join(self, boundary: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        rows, columns = boundary.shape[:2], self.num_columns(boundary)
-        values = nn.functional.pad(values, (0, rows.numel() * columns - values.numel())).view(*rows, columns)
-        return torch.cat([boundary.flatten(2), values], dim=-1)
-
-    def num_columns(self, boundary: torch.Tensor) -> int:
-        """Columns that sums take behind `boundary`."""
-        width = max(1, torch.float32.itemsize // boundary.dtype.itemsize)
-        return -(-2 * self.num_experts * width // boundary.shape[:2].numel())
-
-    def split(self, boundary: torch.Tensor, shape: Sequence[int] | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Undo `join`; `shape`: of the first part behind [B, T], None: as it is."""
-        columns = self.num_columns(boundary)
-        width = max(1, torch.float32.itemsize // boundary.dtype.itemsize)
-        values = boundary[..., -columns:].flatten()[: 2 * self.num_experts * width]
-        first = boundary[..., :-columns]
-        sums: torch.Tensor = _OfBits.apply(values)  # type: ignore[no-untyped-call]
-        return first if shape is None else first.reshape(*first.shape[:2], *shape), sums
+    def weights_of(self, lengths: torch.Tensor | None, tokens: int) -> torch.Tensor | None:
+        """float32 [B x T]: 0 for padding, else 1, from the `lengths` [B] without it; None: nothing is padded."""
+        if lengths is None or not bool((lengths < tokens).any()):
+            return None
+        return (torch.arange(tokens)[None] < lengths[:, None]).float().flatten()
 
     def sums_of(self, logits: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
         """Sums over the tokens of one router, in the order of transformers' own."""
@@ -229,8 +216,9 @@ class RouterLoss:
         loss, of_sums = self.of_sums(sums)
         head.loss_sum = head.loss_sum + num_units * loss
         if head.grad_hidden is not None:  # the gradient of what `join` makes, from those of its parts
-            bits = _gradient_of_bits(of_sums * (num_units * gradient_scale), head.grad_hidden.dtype)
-            head.grad_hidden = self._join(head.grad_hidden, bits)
+            own = head.grad_hidden
+            bits = _gradient_of_bits(of_sums * (num_units * gradient_scale), own.dtype)
+            head.grad_hidden = torch.cat([own.flatten(2), _filled(bits, own.shape[:2])], dim=-1)
 
 
 @dataclass(frozen=True)
@@ -240,36 +228,23 @@ class Routed:
     loss: RouterLoss
     paths: tuple[str, ...]
     weights: torch.Tensor | None
-    """float32 [B x T]: 0 for padding, else 1; None: no padding."""
-    hidden_shape: tuple[int, ...] | None
-    """Shape behind [B, T] of the incoming tensor without sums; None: as it travels."""
-    output_shape: tuple[int, ...]
-    """Shape behind [B, T] of the last block's hidden states."""
+    """Of tokens, from `weights_of`."""
 
-    def run(
-        self, block: nn.Module, boundary: torch.Tensor, inner: Callable[[torch.Tensor], torch.Tensor]
-    ) -> torch.Tensor:
-        """The outgoing boundary tensor, sums included; `inner` calls the block on a boundary without them."""
-        first, sums = self.loss.split(boundary, self.hidden_shape)
+    def run(self, block: nn.Module, call: Callable[[], Any], sums: torch.Tensor) -> tuple[Any, torch.Tensor]:
+        """The result of `call`, in which the block runs, and the sums that it leaves."""
         logits: list[torch.Tensor] = []
-        modules = dict(block.named_modules()) if self.paths else {}
 
         def note(_module: nn.Module, _args: Any, result: Any) -> None:
             logits.append(result[self.loss.place] if isinstance(result, tuple) else result)
 
-        handles = [modules[path].register_forward_hook(note) for path in self.paths if path in modules]
-        try:
-            output = inner(first)
-        finally:
-            for handle in handles:
-                handle.remove()
+        with ExitStack() as hooks:
+            for path, module in block.named_modules():
+                if path in self.paths:
+                    hooks.callback(module.register_forward_hook(note).remove)
+            result = call()
         for one in logits:
             sums = sums + self.loss.sums_of(one, self.weights)
-        return self.loss.join(output, sums)
-
-    def map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Routed:
-        """A copy with `function` applied to the weights of tokens."""
-        return self if self.weights is None else replace(self, weights=function(self.weights))
+        return result, sums
 
 
 def find_router_loss(model: nn.Module, blocks_path: str) -> RouterLoss | str:

@@ -40,11 +40,13 @@ from roundpipe_cli.model.block_calls import (
     map_values,
 )
 from roundpipe_cli.model.router_loss import (
+    SUMS,
     WANTED,
     Carried,
     CarriedMark,
     Carry,
     Name,
+    Routed,
     RouterLoss,
     find_router_loss,
     join,
@@ -115,6 +117,8 @@ def carry_along(
     handed: Sequence[HandedOn],
     *,
     dtype: torch.dtype,
+    routers: RouterLoss | None = None,
+    lengths: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, tuple[BlockCall, ...]]:
     """The first boundary tensor, and the calls with marks for what it carries.
 
@@ -124,15 +128,22 @@ def carry_along(
         shared: for each block; empty where blocks share nothing.
         handed: for each block; empty where blocks return nothing that the next one reads.
         dtype: of the blocks' weights.
+        routers: whose sums travel too.
+        lengths: [B], tokens of each sequence without padding, for these; None: nothing is padded.
 
     Raises:
         SplitRefusedError: an argument with a gradient cannot lie beside the hidden states.
     """
     given, marked = _mark_arguments(hidden, calls)
+    last_use: dict[Name, int] = {}
+    routed: list[Routed | None] = [None] * len(calls)
+    if routers is not None:
+        given[SUMS], last_use[SUMS] = torch.zeros(2 * routers.num_experts), len(calls)
+        weights = routers.weights_of(lengths, hidden.shape[1])
+        routed = [Routed(routers, paths, weights) for paths in routers.routers]
     if not given and not shared and not handed:
         return hidden, tuple(calls)
     marked = _mark_results(marked, handed)
-    last_use: dict[Name, int] = {}
     for index, call in enumerate(marked):
         last_use |= {value.name: index for value in _values(call) if isinstance(value, CarriedMark)}
     states = shared or [SharedStates()] * len(calls)
@@ -149,8 +160,9 @@ def carry_along(
         for place, symbolic, own in handed[index] if handed else ():
             travelling[("result", place)] = Carried(_shape(symbolic, sizes), own or dtype, "T" in symbolic[2:])
         travelling = {name: form for name, form in travelling.items() if last_use.get(name, -1) > index}
-        done.append(replace(call, carry=Carry(tuple(hidden.shape), hidden.dtype, incoming, tuple(travelling))))
-    return join(hidden, list(given.values())), tuple(done)
+        carry = Carry(tuple(hidden.shape), hidden.dtype, incoming, tuple(travelling))
+        done.append(replace(call, carry=carry, routed=routed[index]))
+    return join(hidden, given), tuple(done)
 
 
 def _shape(symbolic: Symbols, sizes: Mapping[str, int]) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -356,12 +356,10 @@ class WorkerModel:
         if self._embedding._trainable:
             assert self._embedding.rows is not None
             leaves.insert(0, (self._embedding_name, self._embedding.token_ids, self._embedding.rows))
+        split, recorded = self.split, self._recorder.calls
         boundary, calls = carry_along(
-            hidden, self._recorder.calls, self.split.shared, self.split.handed, dtype=self._dtype
+            hidden, recorded, split.shared, split.handed, dtype=self._dtype, routers=split.routers, lengths=lengths
         )
-        if self.split.routers is not None:
-            boundary, routed = self.split.routers.begin(boundary, [call.carry for call in calls], lengths)
-            calls = tuple(replace(call, routed=its) for call, its in zip(calls, routed, strict=True))
         return Prologue(boundary, calls, tuple(leaves))
 
     def probe_ids(self, rows: int = 2, tokens: int = 8) -> torch.Tensor:
