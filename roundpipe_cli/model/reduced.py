@@ -245,7 +245,13 @@ class PlainModel:
             dtype: in which all is computed; `model`'s own or a wider one.
         """
         self._split = split
-        plain = copy.deepcopy(model)._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+        self._parameters: dict[str, nn.Parameter] = {}
+        own: dict[int, Any] = {}
+        for name, parameter in model.named_parameters():
+            values = weights[name].to(dtype if parameter.is_floating_point() else parameter.dtype, copy=True)
+            own[id(parameter)] = self._parameters[name] = nn.Parameter(values, parameter.requires_grad)
+        plain = copy.deepcopy(model, own)
+        plain._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
         config: Any = plain.config
         if config._attn_implementation == SINKS_NAME:
             config._attn_implementation = "eager"  # transformers' own
@@ -253,17 +259,6 @@ class PlainModel:
             for module in plain.modules():
                 if hasattr(getattr(module, "config", None), "_experts_implementation"):
                     module.config._experts_implementation = "eager"  # type: ignore[union-attr]
-        names = {id(parameter): name for name, parameter in plain.named_parameters()}
-        self._parameters: dict[str, nn.Parameter] = {}
-        for module in plain.modules():
-            for attribute, parameter in list(module._parameters.items()):
-                if parameter is None:
-                    continue
-                name = names[id(parameter)]
-                if name not in self._parameters:
-                    values = weights[name].to(parameter.dtype, copy=True)
-                    self._parameters[name] = nn.Parameter(values, requires_grad=parameter.requires_grad)
-                module._parameters[attribute] = self._parameters[name]
         self._plain = plain.train()
         self.has_drawn = False
         """Whether a forward drew random numbers."""

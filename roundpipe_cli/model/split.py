@@ -58,14 +58,16 @@ _CONTAINERS = {OrderedDict, dict, set, list}
 _PLAIN = {type(None), bool, int, float, str, torch.dtype, torch.device}
 
 
-def copy_modules(model: nn.Module) -> tuple[nn.Module, dict[int, Any]]:
+def copy_modules(model: nn.Module, memo: dict[int, Any] | None = None) -> tuple[nn.Module, dict[int, Any]]:
     """A deep copy of `model` that shares its configurations, and a table of copies: id of an object -> its copy.
+
+    `memo` begins that table: what takes the place of the model's own.
 
     Configurations are read and never written while a model runs; they are half of a copy's time. The other half is the
     dozen of empty containers that every module has, mostly hooks that nobody registered, and the modules themselves,
     when `deepcopy` takes them one by one.
     """
-    memo: dict[int, Any] = {}
+    memo = {} if memo is None else memo
     modules = [module for module in model.modules() if not hasattr(type(module), "__deepcopy__")]
     for module in modules:
         memo[id(module)] = module.__class__.__new__(module.__class__)
@@ -537,21 +539,14 @@ def _unreached(probe: nn.Module, blocks_path: str, results: Sequence[torch.Tenso
 
 def materialised_copy(model: nn.Module, blocks_path: str) -> nn.Module:
     """A copy whose parameters outside the blocks are real. Large ones are zero pages that cost no memory."""
-    probe, _ = copy_modules(model)
     real: dict[int, nn.Parameter] = {}
-    for path, module in probe.named_modules():
-        if path == blocks_path or path.startswith(blocks_path + "."):
-            continue
-        for name, parameter in list(module._parameters.items()):
-            if parameter is None or parameter.device.type != "meta":
-                continue
-            if id(parameter) not in real:
-                data = torch.empty(parameter.shape, dtype=parameter.dtype)
-                if data.numel() < 1_000_000:
-                    data.normal_()
-                real[id(parameter)] = nn.Parameter(data, requires_grad=data.is_floating_point())
-            module._parameters[name] = real[id(parameter)]
-    return probe
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter.is_meta and id(parameter) not in real and not name.startswith(f"{blocks_path}."):
+            data = torch.empty(parameter.shape, dtype=parameter.dtype)
+            if data.numel() < 1_000_000:
+                data.normal_()
+            real[id(parameter)] = nn.Parameter(data, requires_grad=data.is_floating_point())
+    return copy_modules(model, real)[0]
 
 
 def _install_trace(
