@@ -302,10 +302,17 @@ def _loss_of(parts: torch.Tensor, smoothing: float) -> torch.Tensor:
     return (1 - smoothing) * loss_sum + smoothing * parts[1].sum() if smoothing else loss_sum
 
 
-def _loss_in_place(
+def _scaled_loss(
     logits: torch.Tensor, targets: torch.Tensor, loss: HeadLoss, factors: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `chunk_loss`; the gradient is scaled, also by `factors` [N, 1], and lies over logits that no graph reads."""
+    """As `chunk_loss`; the gradient is scaled, also by `factors` [N, 1], and of the logits' type.
+
+    In place it lies over logits that no graph reads.
+    """
+    if not loss.in_place:
+        loss_sum, gradient = chunk_loss(logits, targets, loss.label_smoothing)
+        gradient = gradient if factors is None else gradient.mul_(factors)
+        return loss_sum, gradient.mul_(loss.gradient_scale).to(logits.dtype)
     step = _before_views(logits)
     values = logits.detach()
     if step is None or step.name() not in _FORGETS_RESULT or not values.is_contiguous():
@@ -401,17 +408,10 @@ def run_head(
         with torch.enable_grad():
             logits = logits_of(chunk, start)
         factors = None if token_factors is None else token_factors[part]
-        if loss.in_place and logits.requires_grad:
-            loss_sum, grad_logits = _loss_in_place(logits, targets.ids[part], loss, factors)
-        else:
-            loss_sum, grad_logits = chunk_loss(logits, targets.ids[part], loss.label_smoothing)
+        loss_sum, grad_logits = _scaled_loss(logits, targets.ids[part], loss, factors)
         result.loss_sum += loss_sum
         if not logits.requires_grad:
             continue
-        if not loss.in_place:
-            if factors is not None:
-                grad_logits.mul_(factors)
-            grad_logits = grad_logits.mul_(loss.gradient_scale).to(logits.dtype)
         with taps:
             taps.differentiate(logits, grad_logits)
         del logits, grad_logits
