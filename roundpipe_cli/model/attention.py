@@ -357,17 +357,13 @@ def _has_own_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     width, has_sinks = query.shape[-1], more.get("s_aux") is not None
     if query.device.type != "cuda" or more.get("dropout") or width != value.shape[-1] or has_sinks:
         return False
-    return width <= MAX_FLASH_WIDTH and has_flash(query.dtype) and "window_size" in _variable_length_arguments()
+    return width <= MAX_FLASH_WIDTH and has_flash(query.dtype)
 
 
 @functools.cache
-def _variable_length_arguments() -> frozenset[str]:
-    """Names of the arguments of torch's variable-length attention: before 2.11 no windows, in 2.11 no `enable_gqa`."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return frozenset()
-    return frozenset(inspect.signature(varlen_attn).parameters)
+def _is_told_of_shared_keys(kernel: Callable[..., Any]) -> bool:
+    """Whether torch's variable-length attention wants to know; that of 2.11 does not."""
+    return "enable_gqa" in inspect.signature(kernel).parameters
 
 
 def _attend_at_once(
@@ -382,8 +378,7 @@ def _attend_at_once(
 
     longest = max(map(max, rows.lengths))
     window = -1 if rows.window is None else rows.window - 1
-    takes_shared = "enable_gqa" in _variable_length_arguments()
-    shared: dict[str, Any] = {"enable_gqa": heads != key.shape[1]} if takes_shared else {}
+    shared = {"enable_gqa": heads != key.shape[1]} if _is_told_of_shared_keys(varlen.varlen_attn) else {}
     result = varlen.varlen_attn(
         flat(query),
         flat(key),

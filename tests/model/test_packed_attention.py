@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -149,8 +148,6 @@ def test_all_rows_at_once_where_a_gpu_has_the_kernel(
 ) -> None:
     """The arguments that the kernel is given, by what the documentation says they mean."""
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
-    names = frozenset(inspect.signature(kernel).parameters)
-    monkeypatch.setattr(attention, "_variable_length_arguments", lambda: names)
     rows = packed_rows(window)
     by_mask = functools.partial(functional.scaled_dot_product_attention, attn_mask=rows.mask(), scale=0.3)
     found = gradients(lambda q, k, v: (attention._attend_at_once(q, k, v, rows, more={"scaling": 0.3}), None))
