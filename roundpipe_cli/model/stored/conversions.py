@@ -105,10 +105,12 @@ def find_conversions(model: nn.Module, stored: Shapes, own: Shapes, rules: list[
     Raises:
         RefusedError: tensors that do not fit together.
     """
+    from transformers.core_model_loading import dot_natural_key  # experts.2 before experts.10
+
     rules = _rules(model) if rules is None else rules
     groups: dict[str, list[tuple[str, str | None]]] = {}
     unused = []
-    for name in sorted(stored, key=_natural_order):
+    for name in sorted(stored, key=dot_natural_key):
         target, pattern = _renamed(name, rules, model, own)
         if target in own:
             groups.setdefault(target, []).append((name, pattern))
@@ -261,15 +263,3 @@ def _by_expert(
                 whole[target] = torch.empty((len(lists[0]), *part.shape[1:]), dtype=part.dtype, device=part.device)
             whole[target][expert] = part[0]
     return whole
-
-
-def _natural_order(name: str) -> list[tuple[int, int, str, int]]:
-    """Names in the order of their numbers, as transformers sorts them: experts.2 before experts.10."""
-    parts = []
-    for part in name.split("."):
-        if part.isdigit():
-            parts.append((0, int(part), "", 0))
-        else:
-            text = part.rstrip("0123456789")
-            parts.append((1, 0, text, int(part[len(text) :] or -1)))
-    return parts
