@@ -54,21 +54,12 @@ _GAMMA = 0x9E3779B97F4A7C15
 _MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
 """Shifts and factors of `mix`."""
 _WORD = 1 << 32
-_MASK64 = (1 << 64) - 1
 
 
 def _signed(value: int, bits: int = 64) -> int:
     """`value` mod 2^bits as a signed number, as torch has them."""
     half = 1 << bits - 1
     return (value + half) % (2 * half) - half
-
-
-def _word64(key: int, index: int) -> int:
-    """Word `index`, from 0, of SplitMix64 from the state `key`."""
-    word = (key + (index + 1) * _GAMMA) & _MASK64
-    for shift, factor in _MIX:
-        word = ((word ^ (word >> shift)) * factor) & _MASK64
-    return word
 
 
 def _splitmix64(key: int, count: int) -> torch.Tensor:
@@ -95,9 +86,9 @@ def _draw(result: torch.Tensor, key: int, write: Callable[[torch.Tensor, torch.T
     device, count = result.device, result.numel()
     whole, rest = divmod(count, COLUMNS)
     block = CPU_ROWS if device.type == "cpu" else DEVICE_ROWS
+    words = _splitmix64(key, whole + 1)
     if whole:
-        words = _splitmix64(key, whole)
-        low, high = (part.to(torch.int32)[:, None].to(device, non_blocking=True) for part in (words, words >> 32))
+        low, high = (part[:-1].to(torch.int32)[:, None].to(device, non_blocking=True) for part in (words, words >> 32))
     spans = [(first, min(block, whole - first), COLUMNS) for first in range(0, whole, block)]
     spans += [(whole, 1, rest)] if rest else []
     buffer = torch.empty(min(count, block * COLUMNS), dtype=torch.int32, device=device)
@@ -107,7 +98,7 @@ def _draw(result: torch.Tensor, key: int, write: Callable[[torch.Tensor, torch.T
         if first < whole:
             torch.addcmul(low[own], high[own], table, out=part).mul_(table)
         else:  # a row alone, the only one of a small tensor: two numbers of the host's are no copies to a device
-            word = _word64(key, whole)
+            word = int(words[-1])
             torch.mul(table, _signed(word >> 32, 32), out=part[0]).add_(_signed(word, 32)).mul_(table)
         begin = first * COLUMNS
         write(result[begin : begin + rows * columns].view(rows, columns), part)
