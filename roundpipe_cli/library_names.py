@@ -42,7 +42,6 @@ LIBRARY_NAMES = (
     LibraryName("peft", _PEFT, "ParamWrapper.get_delta_weight", "adapters on fused experts", ("self", "adapter_name")),
     LibraryName("peft", _PEFT, "_LoraFactorsProxy", "adapters on fused experts", ("lhs", "rhs", "scaling")),
     LibraryName("peft", _PEFT, "_LoraParameterProxy", "adapters on fused experts", ("delta_weight",)),
-    LibraryName("peft", _PEFT, "UPCAST_DTYPES", "adapters on fused experts"),
     LibraryName(
         "transformers",
         "transformers.utils.chat_template_utils",

@@ -189,13 +189,11 @@ def _activate(wrapper: Any, active_adapters: list[str]) -> Iterator[None]:
     assert len(adapters) == 1, "the trainer has one adapter"
     layer, name = wrapper.get_base_layer(), wrapper.parameter_name
     weights = layer._parameters[name]
-    low_precision = str(weights.dtype).removeprefix("torch.") in library_name(PEFT_LAYER, "UPCAST_DTYPES")
-    is_one_matrix = wrapper.num_experts == 1 or low_precision
     kernel: GroupedByKernel | None = layer.__dict__.get(_MODE)
     is_grouped = uses_grouped_products(layer) and (weights.device.type == "cpu" or weights.dtype == torch.bfloat16)
     is_taken = kernel is not None and kernel.takes(weights.dtype, wrapper.r[adapters[0]])
-    if is_one_matrix or not (is_grouped or is_taken):
-        with _added(wrapper, adapters[0], layer, name, low_precision=low_precision):
+    if wrapper.num_experts == 1 or not (is_grouped or is_taken):
+        with _added(wrapper, adapters[0], layer, name):
             yield
         return
     mode = kernel or GroupedByKernel(lambda dtype, rank: False, forgets=False)
@@ -212,11 +210,10 @@ def _adapter(wrapper: Any, adapter: str) -> ExpertAdapter:
 
 
 @contextmanager
-def _added(wrapper: Any, adapter: str, layer: Any, name: str, *, low_precision: bool) -> Iterator[None]:
+def _added(wrapper: Any, adapter: str, layer: Any, name: str) -> Iterator[None]:
     """PEFT's own way: adapted weights in the parameter's slot for the time of the call."""
     weights = layer._parameters[name]
-    proxy: nn.Module
-    if wrapper.num_experts > 1 and not low_precision:
+    if wrapper.num_experts > 1:
         library_name(PEFT_LAYER, "ParamWrapper.get_delta_factors")
         proxy = library_name(PEFT_LAYER, "_LoraFactorsProxy")(*wrapper.get_delta_factors(adapter))
     else:
