@@ -73,25 +73,21 @@ def _routers(model: nn.Module) -> set[str]:
     return {path for path in paths if path in tops or path.startswith(tuple(f"{top}." for top in tops))}
 
 
-def _targets_with_experts(
+def _targets(
     model: nn.Module, settings: LoraSettings, blocks_path: str | None
-) -> tuple[list[str], list[str]] | None:
-    """Modules and parameters that the settings name, in PEFT's words; None: no experts, so PEFT finds them.
+) -> tuple[str | list[str], list[str], dict[str, int]]:
+    """Modules and parameters that the settings name, and ranks other than most adapters', all in PEFT's words.
 
     Raises:
         RefusedError: a name of a router, or one that nothing has.
+        re.error: a pattern that is none.
     """
     paths = {path: module for path, module in model.named_modules() if path}
     fused, routers = fused_experts(model, blocks_path), _routers(model)
-    taken = _names_taken_by_peft(model)
-    if not fused and not routers and not taken:
-        return None
-    left_out = re.compile(left_out_pattern(model, blocks_path) or "(?!)")
-    head = model.get_output_embeddings()  # type: ignore[operator]
     names = settings.target_modules
-    linear = {path for path, module in paths.items() if isinstance(module, nn.Linear) and module is not head}
     if names == "all-linear":
-        chosen = {path for path in linear if not left_out.fullmatch(path)} - routers
+        left_out = {path for path, _ in _left_out_of_blocks(model, blocks_path)}
+        chosen = {path for path, _ in _linear_layers(model, blocks_path)} - left_out - routers
         experts = fused
     else:
         chosen = {path for path in paths if _is_named(path, names)}
@@ -105,13 +101,20 @@ def _targets_with_experts(
             )
         chosen -= routers
         experts = [name for name in fused if _names_experts(name, names)]
+        if not chosen and not experts:
+            raise _nothing_to_adapt(model, settings, "no module has such a name")
         _refuse_names(model, [name for name in listed if not _is_known(name, chosen, experts)])
-    if settings.ranks_of(model.config)[1] == 0:
+    rank, expert_rank = settings.ranks_of(model.config)
+    if expert_rank == 0:
         chosen, experts = {path for path in chosen if ".experts." not in path}, []
+    taken = _names_taken_by_peft(model)
     by_weight = {path for path in chosen if path.rpartition(".")[2] in taken}
+    if names != "all-linear" and not (fused or routers or by_weight):  # as they are: `lora.start_from` compares them
+        return names if isinstance(names, str) else list(names), [], {}
     parameters = {name for name, _ in model.named_parameters()}
     weights = _shortest({*experts, *(f"{path}.weight" for path in by_weight)}, parameters)
-    return _shortest(chosen - by_weight, paths), weights
+    ranks = {EXPERT_PATTERN: expert_rank} if (fused or routers) and expert_rank not in (0, rank) else {}
+    return _shortest(chosen - by_weight, paths), weights, ranks
 
 
 def _is_named(path: str, names: str | Sequence[str]) -> bool:
@@ -176,18 +179,15 @@ def describe_adapted_experts(model: nn.Module) -> str | None:
     return f"adapters: {adapted} ({experts}: lora.expert_r; routers are never adapted)"
 
 
-# Linear layers that `all-linear` leaves out: PEFT forbids them, they return no tensor, or are outside the blocks.
+# `all-linear` means the linear layers of the blocks, but for those that PEFT forbids or that return no tensor.
 
 
-def left_out_pattern(model: nn.Module, blocks_path: str | None) -> str | None:
-    """A regular expression for whole names of what `all-linear` leaves out beside the LM head; None: nothing."""
-    parts = [re.escape(path) for path, _ in _left_out_of_blocks(model, blocks_path)]
-    if blocks_path:
-        head = model.get_output_embeddings()  # type: ignore[operator]
-        linear = (path for path, one in model.named_modules() if isinstance(one, nn.Linear) and one is not head)
-        if any(not path.startswith(f"{blocks_path}.") for path in linear):
-            parts.append(rf"(?!{re.escape(blocks_path)}\.).*")
-    return "|".join(parts) or None
+def _linear_layers(model: nn.Module, blocks_path: str | None) -> Iterator[tuple[str, nn.Module]]:
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    for path, module in model.named_modules():
+        is_inside = not blocks_path or path.startswith(f"{blocks_path}.")
+        if is_inside and module is not head and (isinstance(module, nn.Linear) or is_linear(module)):
+            yield path, module
 
 
 def describe_left_out(model: nn.Module, blocks_path: str) -> list[str]:
@@ -204,9 +204,7 @@ def describe_left_out(model: nn.Module, blocks_path: str) -> list[str]:
 def _left_out_of_blocks(model: nn.Module, blocks_path: str | None) -> Iterator[tuple[str, str]]:
     """(path, reason) of linear layers that an adapter would break."""
     forbidden = _peft_forbids(model)
-    for path, module in model.named_modules():
-        if not isinstance(module, nn.Linear) or (blocks_path and not path.startswith(f"{blocks_path}.")):
-            continue
+    for path, module in _linear_layers(model, blocks_path):
         if not is_linear(module):
             yield path, f"{type(module).__name__} returns more than one tensor"
         elif path.rpartition(".")[2] in forbidden:
@@ -286,21 +284,17 @@ def add_lora(
     import_bitsandbytes()
     from peft import LoraConfig, get_peft_model
 
-    names = settings.target_modules if isinstance(settings.target_modules, str) else list(settings.target_modules)
     try:
-        targets = _targets_with_experts(model, settings, blocks_path)
+        modules, parameters, ranks = _targets(model, settings, blocks_path)
     except re.error as error:
         raise _nothing_to_adapt(model, settings, str(error)) from error
-    modules, parameters = targets or (names, [])
-    rank, expert_rank = settings.ranks_of(model.config)
     config = LoraConfig(
-        r=rank,
+        r=settings.r,
         lora_alpha=settings.alpha,
         lora_dropout=settings.dropout,
         target_modules=modules,
         target_parameters=parameters or None,
-        rank_pattern={EXPERT_PATTERN: expert_rank} if targets and expert_rank not in (0, rank) else {},
-        exclude_modules=left_out_pattern(model, blocks_path) if not targets and names == "all-linear" else None,
+        rank_pattern=ranks,
         bias="none",
         task_type="CAUSAL_LM",
         modules_to_save=list(settings.modules_to_save) or None,
@@ -314,7 +308,7 @@ def add_lora(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # says that all-linear covers fused experts; the run's notices say it too
             peft_model = get_peft_model(model, config, autocast_adapter_dtype=False)  # type: ignore[arg-type]
-    except (ValueError, re.error) as error:
+    except ValueError as error:
         reason = str(error).splitlines()[0][:200]
         leave_out = "or leave the experts out with lora.expert_r=0"
         if settings.use_dora and "dora" in reason.lower():
@@ -328,8 +322,6 @@ def add_lora(
                 "adapters on fused experts have no dropout", where="lora.dropout", found=found, expected="0", hint=hint
             ) from error
         raise _nothing_to_adapt(model, settings, reason) from error
-    if not targets and names != "all-linear":  # PEFT makes a list of it, with names of layers that it then leaves out
-        _refuse_unmatched(peft_model, "lora.target_modules")
     peft_model.peft_config[ADAPTER].base_model_name_or_path = base_name
     _use_dtype(model, dtype)
     return peft_model
@@ -418,11 +410,8 @@ def _refuse_missing(model: nn.Module, modules_to_save: tuple[str, ...], start: P
             )
 
 
-def _refuse_unmatched(peft_model: Any, where: str, hint: str | None = None) -> None:
+def _refuse_unmatched(peft_model: Any, where: str, hint: str) -> None:
     """PEFT adapts what it finds of several names, and says nothing of the others.
-
-    Args:
-        hint: None: the nearest names of the model.
 
     Raises:
         RefusedError: a name that matches nothing.
