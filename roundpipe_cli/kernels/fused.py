@@ -19,7 +19,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from roundpipe_cli.kernels.random_masks import Draw, drop, drop_and_add_, has_kernel
+from roundpipe_cli.kernels.random_masks import Draw, drop, has_kernel
 
 # A frozen linear layer with a low-rank adapter as one autograd function, which launches matrix products alone.
 #
@@ -105,7 +105,7 @@ class _LoraLinear(torch.autograd.Function):
         elif grad_x is None:
             seen = drop(rows, draw)
         else:
-            seen = drop_and_add_(rows, draw, grad_x, torch.mm(grad_low, lora_a), scale=s)
+            seen = drop(rows, draw, grad_x, torch.mm(grad_low, lora_a), scale=s)
         # with beta 0 the first argument gives the shape alone
         grad_a = torch.addmm(lora_a, grad_low.t(), seen, beta=0, alpha=s)
         grad_b = torch.addmm(lora_b, above.t(), low, beta=0, alpha=s)

@@ -1,8 +1,8 @@
 """Grouped products as operators that dispatch modes see: each group of rows with a matrix of its own.
 
-    grouped_mm          y = s x W                   x [S, K] sorted by group, W [E, K, N], y [S, N]
-    grouped_mm_lora     y = x W + s low B           low [S, R], B [E, R, N]
-    grouped_outer       Z = s left^T right          left [S, M], right [S, N], Z [E, M, N]: the gradient of W
+    grouped_mm        y = s x W                   x [S, K] sorted by group, W [E, K, N], y [S, N]
+                      y = x W + s low B           low [S, R], B [E, R, N]
+    grouped_outer     Z = s left^T right          left [S, M], right [S, N], Z [E, M, N]: the gradient of W
 
 `ends` int32 [E], on the device, is where each group's rows end; rows behind the last group have a result of zero. Each
 operator is one kernel, whatever E and however the rows are distributed. On a GPU the kernels are Triton's; tensors on
@@ -107,17 +107,34 @@ def describe_experts(
 
 
 @torch.library.custom_op("roundpipe::grouped_mm", mutates_args=())
-def grouped_mm(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-    """scale x W for each group of rows: x [S, K], w [E, K, N] in any layout, ends [E] -> [S, N]. Differentiable."""
-    return _rows(x, w, ends, scale, beside=None)
-
-
-@torch.library.custom_op("roundpipe::grouped_mm_lora", mutates_args=())
-def grouped_mm_lora(
-    x: torch.Tensor, w: torch.Tensor, low: torch.Tensor, b: torch.Tensor, ends: torch.Tensor, scale: float
+def grouped_mm(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    ends: torch.Tensor,
+    scale: float = 1.0,
+    low: torch.Tensor | None = None,
+    b: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x W + scale low B: x [S, K], w [E, K, N], low [S, R], b [E, R, N], ends [E] -> [S, N]."""
-    return _rows(x, w, ends, scale, beside=(low, b))
+    """scale x W for each group of rows: x [S, K], w [E, K, N] in any layout, ends [E] -> [S, N]. Differentiable.
+
+    With low [S, R] and b [E, R, N] it is x W + scale low B, without a gradient.
+    """
+    beside = () if low is None or b is None else (low, b)
+    assert x.shape[1] == w.shape[1] and ends.shape == w.shape[:1], (x.shape, w.shape, ends.shape)
+    assert ends.is_contiguous()
+    assert {one.dtype for one in (w, *beside)} == {x.dtype}, "one type for all"
+    if _has_kernels(x):
+        from roundpipe_cli.kernels.grouped_triton import launch_rows
+
+        return launch_rows(x, w, ends, scale, beside=beside)
+    out = x.new_zeros((x.shape[0], w.shape[2]))
+    for group, (start, end) in enumerate(_borders(ends)):
+        product = x[start:end].float() @ w[group].float()
+        if low is None or b is None:
+            out[start:end] = product * scale
+        else:
+            out[start:end] = product + (low[start:end].float() @ b[group].float()) * scale
+    return out
 
 
 @torch.library.custom_op("roundpipe::grouped_outer", mutates_args=())
@@ -135,29 +152,7 @@ def grouped_outer(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor, s
 
 
 grouped_mm.register_fake(lambda x, w, *_: x.new_empty((x.shape[0], w.shape[2])))
-grouped_mm_lora.register_fake(lambda x, w, *_: x.new_empty((x.shape[0], w.shape[2])))
 grouped_outer.register_fake(lambda left, right, ends, *_: left.new_empty((len(ends), left.shape[1], right.shape[1])))
-
-
-def _rows(
-    x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor, scale: float, *, beside: tuple[torch.Tensor, ...] | None
-) -> torch.Tensor:
-    """`beside`: (low [S, R], B [E, R, N]) of a product of low rank that is added."""
-    assert x.shape[1] == w.shape[1] and ends.shape == w.shape[:1], (x.shape, w.shape, ends.shape)
-    assert ends.is_contiguous()
-    assert {one.dtype for one in (w, *(beside or ()))} == {x.dtype}, "one type for all"
-    if _has_kernels(x):
-        from roundpipe_cli.kernels.grouped_triton import launch_rows
-
-        return launch_rows(x, w, ends, scale, beside=beside)
-    out = x.new_zeros((x.shape[0], w.shape[2]))
-    for group, (start, end) in enumerate(_borders(ends)):
-        product = x[start:end].float() @ w[group].float()
-        if beside is None:
-            out[start:end] = product * scale
-        else:
-            out[start:end] = product + (beside[0][start:end].float() @ beside[1][group].float()) * scale
-    return out
 
 
 def _has_kernels(tensor: torch.Tensor) -> bool:
@@ -171,7 +166,7 @@ def _borders(ends: torch.Tensor) -> list[tuple[int, int]]:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    x, w, ends, ctx.scale = inputs
+    x, w, ends, ctx.scale, *_ = inputs
     of_x, of_w = ctx.needs_input_grad[:2]
     ctx.save_for_backward(x if of_w else None, w if of_x else None, ends)
     ctx.is_transposed = w.stride(1) == 1 != w.stride(2)
@@ -180,11 +175,12 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
 def _differentiate(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     x, w, ends = ctx.saved_tensors
     grad_x = None if w is None else grouped_mm(gradient, w.transpose(1, 2), ends, ctx.scale)
-    if x is None:
-        return grad_x, None, None, None
-    if ctx.is_transposed:  # the gradient in the layout of the weight, so that nobody has to copy it
-        return grad_x, grouped_outer(gradient, x, ends, ctx.scale).transpose(1, 2), None, None
-    return grad_x, grouped_outer(x, gradient, ends, ctx.scale), None, None
+    grad_w = None
+    if x is not None and ctx.is_transposed:  # in the layout of the weight, so that nobody has to copy it
+        grad_w = grouped_outer(gradient, x, ends, ctx.scale).transpose(1, 2)
+    elif x is not None:
+        grad_w = grouped_outer(x, gradient, ends, ctx.scale)
+    return grad_x, grad_w, None, None, None, None
 
 
 grouped_mm.register_autograd(_differentiate, setup_context=_save)
@@ -201,7 +197,7 @@ class AdaptedProduct(torch.autograd.Function):
         low = grouped_mm(x, a.transpose(1, 2), ends)
         ctx.save_for_backward(x, w, a, b, ends, low)
         ctx.scaling = s
-        result: torch.Tensor = grouped_mm_lora(x, w, low, b.transpose(1, 2), ends, s)
+        result: torch.Tensor = grouped_mm(x, w, ends, s, low, b.transpose(1, 2))
         return result
 
     @staticmethod
@@ -211,7 +207,7 @@ class AdaptedProduct(torch.autograd.Function):
         grad_low = grouped_mm(gradient, b, ends, ctx.scaling) if of_x or of_a else None
         grad_x = grad_a = grad_b = None
         if of_x:
-            grad_x = grouped_mm_lora(gradient, w.transpose(1, 2), grad_low, a, ends, 1.0)
+            grad_x = grouped_mm(gradient, w.transpose(1, 2), ends, 1.0, grad_low, a)
         if of_a:
             grad_a = grouped_outer(grad_low, x, ends)
         if of_b:

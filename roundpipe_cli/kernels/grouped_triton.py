@@ -148,14 +148,9 @@ def _new_result(like: torch.Tensor, *shape: int) -> torch.Tensor:
 
 
 def launch_rows(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    ends: torch.Tensor,
-    scale: float,
-    *,
-    beside: tuple[torch.Tensor, ...] | None,
+    x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor, scale: float, *, beside: tuple[torch.Tensor, ...]
 ) -> torch.Tensor:
-    """scale x W per group, or x W + scale low B: x [S, K], W [E, K, N], `beside` = (low [S, R], B [E, R, N])."""
+    """scale x W per group, or x W + scale low B: x [S, K], W [E, K, N], `beside` = (low [S, R], B [E, R, N]) or ()."""
     (num_rows, width), (num_groups, _, columns) = x.shape, w.shape
     out = _new_result(x, num_rows, columns)
     if not out.numel():
@@ -165,11 +160,11 @@ def launch_rows(
     rank = low.shape[1]
     grid = (num_rows // tiles.m + num_groups + 1) * triton.cdiv(columns, tiles.n)
     strides = (*x.stride(), *w.stride(), *low.stride(), *b.stride())
-    with first_alone("rows", x.device, x.dtype, tiles, width, columns, rank, num_groups, strides, beside is not None):
+    with first_alone("rows", x.device, x.dtype, tiles, width, columns, rank, num_groups, strides, bool(beside)):
         _grouped_mm_kernel[(grid,)](
             x, w, low, b, out, ends, num_rows, num_groups, width, columns, rank, scale, *strides,
             M=tiles.m, N=tiles.n, DEPTH=tiles.depth, RANK=min(32, max(SMALLEST, triton.next_power_of_2(rank))),
-            GROUPS=max(SMALLEST, triton.next_power_of_2(num_groups)), HAS_LOW=beside is not None,
+            GROUPS=max(SMALLEST, triton.next_power_of_2(num_groups)), HAS_LOW=bool(beside),
             num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )  # fmt: skip
     return out.to(x.dtype)

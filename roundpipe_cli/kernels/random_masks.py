@@ -1,10 +1,9 @@
 """Dropout masks and uniform numbers from a counter, the same on every device: our Triton kernel's and torch's.
 
-    keep_mask       a mask, bool
-    drop            m * x
-    drop_and_add_   m * x, and total += s m * product in the same pass
+    keep_mask   a mask, bool
+    drop        m * x, and perhaps total += s m * product in the same pass
 
-The last two never write the mask m to memory: each element's is a function of the draw and its place. On a GPU each is
+The second never writes the mask m to memory: each element's is a function of the draw and its place. On a GPU each is
 one kernel, on cards that Triton compiles for; elsewhere torch's operators compute the same.
 """
 
@@ -129,17 +128,19 @@ def keep_mask(shape: Sequence[int], keep: float, key: int, device: torch.device)
     return mask
 
 
-def drop(x: torch.Tensor, draw: Draw) -> torch.Tensor:
-    """x where the mask of `draw` keeps an element, 0 elsewhere; x contiguous. Has no graph."""
-    kept: torch.Tensor = _drop(x, _signed(draw.key), draw.threshold)
-    return kept
-
-
-def drop_and_add_(
-    x: torch.Tensor, draw: Draw, total: torch.Tensor, product: torch.Tensor, *, scale: float
+def drop(
+    x: torch.Tensor,
+    draw: Draw,
+    total: torch.Tensor | None = None,
+    product: torch.Tensor | None = None,
+    *,
+    scale: float = 1.0,
 ) -> torch.Tensor:
-    """As `drop`; also adds `scale` m * product to `total`, in place: the backward of m * x. All contiguous."""
-    kept: torch.Tensor = _drop_and_add_(x, total, product, scale, _signed(draw.key), draw.threshold)
+    """x where the mask of `draw` keeps an element, 0 elsewhere. Has no graph.
+
+    Also adds `scale` m * product to `total`, in place: the backward of m * x. All contiguous.
+    """
+    kept: torch.Tensor = _drop(x, total, product, scale, _signed(draw.key), draw.threshold)
     return kept
 
 
@@ -152,34 +153,24 @@ def _fill_mask_(mask: torch.Tensor, key: int, threshold: int) -> None:
     return _draw(mask.view(-1), key, lambda part, words: torch.le(words, threshold, out=part))
 
 
-@torch.library.custom_op("roundpipe::drop", mutates_args=())
-def _drop(x: torch.Tensor, key: int, threshold: int) -> torch.Tensor:
-    assert x.is_contiguous()
-    if has_kernel(x):
-        from roundpipe_cli.kernels.pointwise_triton import launch_drop
-
-        return launch_drop(x, _halves(key), threshold)
-    return x * _mask_of(x, key, threshold)
-
-
-@torch.library.custom_op("roundpipe::drop_and_add_", mutates_args=("total",))
-def _drop_and_add_(
-    x: torch.Tensor, total: torch.Tensor, product: torch.Tensor, scale: float, key: int, threshold: int
+@torch.library.custom_op("roundpipe::drop", mutates_args=("total",))
+def _drop(
+    x: torch.Tensor, total: torch.Tensor | None, product: torch.Tensor | None, scale: float, key: int, threshold: int
 ) -> torch.Tensor:
-    assert total.shape == product.shape == x.shape
-    assert total.is_contiguous() and product.is_contiguous() and x.is_contiguous()
+    beside = None if total is None or product is None else (total, product, scale)
+    assert all(one.is_contiguous() and one.shape == x.shape for one in (x, *(beside or ())[:2]))
     if has_kernel(x):
         from roundpipe_cli.kernels.pointwise_triton import launch_drop
 
-        return launch_drop(x, _halves(key), threshold, beside=(total, product, scale))
+        return launch_drop(x, _halves(key), threshold, beside=beside)
     mask = _mask_of(x, key, threshold)
-    total.addcmul_(product, mask, value=scale)
+    if total is not None and product is not None:
+        total.addcmul_(product, mask, value=scale)
     return x * mask
 
 
 _fill_mask_.register_fake(lambda *_: None)
 _drop.register_fake(lambda x, *_: torch.empty_like(x))
-_drop_and_add_.register_fake(lambda x, *_: torch.empty_like(x))
 
 
 def _mask_of(x: torch.Tensor, key: int, threshold: int) -> torch.Tensor:

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from roundpipe_cli.kernels.fused import adds_products, cross_entropy_, product_sum
 from roundpipe_cli.kernels.grouped_mm import MIN_CAPABILITY, AdaptedProduct, loops_over_groups, why_no_triton
-from roundpipe_cli.kernels.random_masks import Draw, drop, drop_and_add_, keep_mask
+from roundpipe_cli.kernels.random_masks import Draw, drop, keep_mask
 from roundpipe_cli.model.head import chunk_loss
 from scripts.gpu_checks.place import Check, CheckPlace, Figures, SkippedCheckError, check, skip_unless_real
 
@@ -150,15 +150,15 @@ def dropout(place: CheckPlace) -> Figures:
     found = (
         keep_mask(x.shape, draw.keep, draw.key, device),
         drop(x, draw),
-        drop_and_add_(x, draw, total, product, scale=0.5),
+        drop(x, draw, total, product, scale=0.5),
     )
     mask = keep_mask(x.shape, draw.keep, draw.key, torch.device("cpu"))
-    expected = mask, drop(host[0], draw), drop_and_add_(host[0], draw, host[1], host[2], scale=0.5)
+    expected = mask, drop(host[0], draw), drop(host[0], draw, host[1], host[2], scale=0.5)
     assert all(torch.equal(one.cpu(), other) for one, other in zip(found, expected, strict=True)), "other bits"
     error = float((total.cpu().double() - host[1].double()).norm() / host[1].double().norm())
     assert error <= 1e-2, f"the sum beside it is {error:.1e} off"
     forward_s = sorted(seconds(lambda: drop(x, draw)) for _ in range(REPEATS))[REPEATS // 2]
-    backward_s = sorted(seconds(lambda: drop_and_add_(x, draw, total, product, scale=0.5)) for _ in range(REPEATS))
+    backward_s = sorted(seconds(lambda: drop(x, draw, total, product, scale=0.5)) for _ in range(REPEATS))
     return {"bytes_per_s": [2 * x.nbytes / forward_s, 5 * x.nbytes / backward_s[REPEATS // 2]]}
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from roundpipe_cli.kernels import random_masks
 from roundpipe_cli.kernels.fused import cross_entropy_
-from roundpipe_cli.kernels.random_masks import COLUMNS, Draw, drop, drop_and_add_, keep_mask
+from roundpipe_cli.kernels.random_masks import COLUMNS, Draw, drop, keep_mask
 from roundpipe_cli.model.head import chunk_loss
 from tests.kernels.groups import error
 from tests.support.launches import LaunchCounter
@@ -40,7 +40,7 @@ def check(shape: tuple[int, ...], draw: Draw, dtype: torch.dtype) -> None:
     x, total, product = (torch.randn(shape, generator=generator).to(dtype) for _ in range(3))
     sums = total.clone().addcmul_(product, expected, value=0.75)
     assert torch.equal(drop(x, draw), x * expected)
-    assert torch.equal(drop_and_add_(x, draw, total, product, scale=0.75), x * expected)
+    assert torch.equal(drop(x, draw, total, product, scale=0.75), x * expected)
     assert torch.equal(total, sums)
 
 

@@ -46,7 +46,7 @@ META = torch.device("meta")
 TIMED_PASSES = 2
 PRODUCTS = frozenset(
     {"mm", "bmm", "addmm", "addmm_", "baddbmm", "linear", "_grouped_mm", "attention", "attention_backward"}
-    | {"grouped_mm", "grouped_mm_lora", "grouped_outer"}
+    | {"grouped_mm", "grouped_outer"}
     | {f"_scaled_dot_product_{kind}_attention{end}" for kind in ("flash", "efficient", "cudnn", "fused")
        for end in ("", "_backward", "_for_cpu", "_for_cpu_backward")}
 )  # fmt: skip
@@ -169,8 +169,8 @@ def product_flops(name: str, tensors: Sequence[torch.Tensor], arguments: Mapping
     if name == "grouped_outer":  # [S, M], [S, N]
         return 2 * left.numel() * right.shape[1]
     flops = 2 * left.numel() * right.shape[-1]
-    if name == "grouped_mm_lora":
-        low, b = tensors[2:4]
+    if name == "grouped_mm" and len(tensors) > 3:
+        low, b = tensors[3:5]
         flops += 2 * low.numel() * b.shape[-1]
     return flops
 
