@@ -113,11 +113,7 @@ class _LoraLinear(torch.autograd.Function):
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, plus_one: bool = False) -> torch.Tensor:
-    """The norm of x [..., H] over its last dimension; x and weight [H] of one dtype.
-
-    Args:
-        plus_one: the factor is 1 + weight.
-    """
+    """The norm of x [..., H] over its last dimension; x and weight [H] of one dtype. `plus_one`: times 1 + weight."""
     if takes_own_formula(x.device):
         composed: torch.Tensor = _RmsNorm.apply(x, weight, eps, plus_one)  # type: ignore[no-untyped-call]
         return composed
@@ -276,8 +272,7 @@ def cross_entropy_(
 ) -> torch.Tensor:
     """Write the gradients over `logits` [N, V], contiguous; targets int64 [N], factors float32 [N] or None.
 
-    Returns:
-        parts: float64 [2, N]; the second row is zero without smoothing.
+    Returns `parts`, float64 [2, N]; the second row is zero without smoothing.
     """
     assert logits.is_contiguous()
     if has_kernel(logits):

@@ -51,9 +51,7 @@ def set_up_attention(least_capability: tuple[int, int]) -> None:
     transformers shares them wherever there is no mask. Flash attention takes that, the efficient kernel does not, and
     the math kernel, which is left, keeps scores of all pairs of tokens: in float32, and before sm80. One choice for all
     cards of a run, or workers would round gradients of keys differently; what runs on the processor stays as it was.
-
-    Args:
-        least_capability: the smallest of the cards that the run uses, e.g. (8, 6).
+    `least_capability`: the smallest of the cards that the run uses, e.g. (8, 6).
     """
     from transformers.integrations import sdpa_attention  # late: it imports torch's compiler
 
@@ -101,11 +99,7 @@ class PackedRows:
         return f"PackedRows(window={self.window})"  # equal for all blocks that compute the same
 
     def __getitem__(self, places: Any) -> PackedRows:
-        """The same, for slices of everything: gemma4 with shared keys cuts masks to the tokens that have logits.
-
-        Raises:
-            TypeError: less than everything.
-        """
+        """The same, for slices of everything: gemma4 with shared keys cuts masks to the tokens that have logits."""
         if all(one in (slice(None), slice(0, None)) for one in places):
             return self
         raise TypeError(f"a part of a mask of packed rows: {places}")
@@ -181,10 +175,8 @@ def _forward_by_row(
 def in_rows(position_ids: torch.Tensor, *, as_masks: bool = False) -> AbstractContextManager[None]:
     """Within, in this thread, masks of "sdpa" for `position_ids` [B, T], which restart with each row, are `PackedRows`.
 
-    A mask that shows anything else (chunks of a local attention, tokens on both sides) stays what it was.
-
-    Args:
-        as_masks: tensors instead, as the model's own code makes them.
+    A mask that shows anything else (chunks of a local attention, tokens on both sides) stays what it was. With
+    `as_masks` all stay tensors, as the model's own code makes them.
     """
     return _within(_row_lengths(position_ids), as_masks=as_masks, are_packed=True)
 
@@ -302,17 +294,12 @@ def attend_rows(
     rows: PackedRows,
     more: dict[str, Any],
 ) -> tuple[torch.Tensor, None]:
-    """Attention of one layer.
+    """Attention of one layer: [B, T, heads, D], and no scores.
 
     Args:
         attend: attention of (query, key, value, mask or None for a causal one), as transformers calls it, for a row.
-        query: [B, heads, T, D].
-        key: [B, key-value heads, T, D].
-        value: the same shape, of another width where the model has one.
+        query: [B, heads, T, D]; key and value have key-value heads, and value may have another width.
         more: the caller's other arguments.
-
-    Returns:
-        [B, T, heads, D], and no scores.
     """
     if more.get("position_bias") is not None or more.get("is_causal") is False:
         return attend(query, key, value, rows.mask(), **more)
@@ -449,18 +436,13 @@ def sink_attention(
     s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of one layer, as transformers calls it.
+    """Attention of one layer, as transformers calls it: [B, T, heads, D], and no scores.
 
     Args:
-        query: [B, heads, T, D].
-        key: [B, key-value heads, S, D].
-        value: the same shape.
+        query: [B, heads, T, D]; key and value are [B, key-value heads, S, D].
         attention_mask: [B or 1, 1, T, S], true where a query sees a key; None: a causal one, T = S.
         scaling: of the products; None: 1 / sqrt(D).
         s_aux: the sinks, [heads].
-
-    Returns:
-        [B, T, heads, D], and no scores.
     """
     assert s_aux is not None, "this attention is for models with sinks"
     batch, heads, length, width = query.shape

@@ -305,10 +305,7 @@ class GatheringEmbedding(StandIn):
     """
 
     def __init__(self, embedding: nn.Module, trainable: bool, added: Any = None) -> None:
-        """
-        Args:
-            added: `TokenRows` that take the place of some of its rows; None: there are none.
-        """
+        """`added`: `TokenRows` that take the place of some of its rows; None: there are none."""
         super().__init__(embedding)
         self._trainable = trainable
         self.added = added

@@ -140,10 +140,8 @@ class _EmptyGroups(torch.autograd.Function):
 def use_grouped_kernel(blocks: Iterable[nn.Module], takes: Takes, *, forgets: bool = False) -> frozenset[torch.dtype]:
     """Have the fused experts in `blocks` (one worker's own) multiply by our kernels where `takes` says so.
 
-    `forgets`: torch's own product writes no gradient for an expert without a token on this worker's device.
-
-    Returns:
-        types of their weights; empty: there are none.
+    `forgets`: torch's own product writes no gradient for an expert without a token on this worker's device. Returns the
+    types of their weights.
     """
     found = set()
     for module in (module for block in blocks for module in block.modules()):

@@ -40,11 +40,7 @@ class Fingerprint:
             thread.start()
 
     def result(self) -> str:
-        """Waits for the end of it.
-
-        Raises:
-            RefusedError: a file that cannot be read.
-        """
+        """Waits for the end of it; raises a RefusedError for a file that cannot be read."""
         if self._commit is not None:
             return self._commit
         for thread in self._threads:
@@ -104,18 +100,15 @@ def trained_on(folder: Path) -> TrainedOn | None:
 def check_trained_on(
     folder: Path, source: ModelSource, *, allowed: bool, weights: Callable[[], str], where: str
 ) -> str | None:
-    """Compare the base model that an adapter was trained on with the one that it is used with.
+    """A notice where an adapter was trained on another base model than `source`, or they could not be compared.
 
     Args:
         allowed: the user says that another one is meant (`--allow-other-base`).
         weights: gives the result of the `Fingerprint` of `source`; asked only where there is one to compare with.
         where: what named the base model.
 
-    Returns:
-        a notice where they differ and may, or could not be compared.
-
     Raises:
-        RefusedError: they differ.
+        RefusedError: they differ and may not.
     """
     trained = trained_on(folder)
     if trained is None:

@@ -32,10 +32,7 @@ class GradientTaps:
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], take: Take, add_product: AddProduct | None = None) -> None:
-        """
-        Args:
-            add_product: takes the gradient of the matrix that logits are a product of, see `run_head`; None: `take`.
-        """
+        """`add_product` takes the gradient of the matrix that logits are a product of; None: `take` does."""
         self._parameters = parameters
         self._take = take
         self._add_product = add_product
@@ -157,10 +154,7 @@ class Rewards:
 def sequence_sums(log_probabilities: torch.Tensor, indices: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
     """Sum over the target tokens of each sequence, float64 [B]; row by row, so that a device's bits stay the same.
 
-    Args:
-        log_probabilities: [N], of target tokens.
-        indices: [N], their positions in B * T.
-        shape: B, T.
+    `log_probabilities` [N] are of target tokens, `indices` [N] their positions in `shape`, B * T.
     """
     rows = torch.zeros(shape, dtype=torch.float64, device=log_probabilities.device)
     rows.view(-1)[indices] = log_probabilities.double()
@@ -171,9 +165,6 @@ def pair_loss(
     log_probabilities: torch.Tensor, indices: torch.Tensor, shape: tuple[int, int], preference: Preference
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Loss of one microbatch and each token's weight in its gradient; the preference's tensors are on the device.
-
-    Args:
-        log_probabilities, indices, shape: as in `sequence_sums`.
 
     Returns:
         the sum of losses, float64, 0-dim; float32 [N, 1], weight of each target token's cross entropy in its gradient;
@@ -197,14 +188,8 @@ def pair_loss(
 
 
 def preference_loss(policy: torch.Tensor, preference: Preference) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Loss of the pairs alone, without the negative log-likelihood.
-
-    Args:
-        policy: float64 [2P], log-probability of each sequence.
-
-    Returns:
-        the sum of the pairs' losses, its gradient with respect to `policy` (float64 [2P]), and the first sums of
-        `Rewards` (float64 [3]).
+    """Loss of the pairs alone, without the negative log-likelihood: its sum, its gradient with respect to `policy`, and
+    the first sums of `Rewards` (float64 [3]). `policy`: float64 [2P], log-probability of each sequence.
     """
     gained = policy if preference.reference is None else policy - preference.reference
     chosen, rejected = (preference.beta * gained).chunk(2)
@@ -269,10 +254,9 @@ class HeadResult:
 
 
 def target_rows(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Positions whose next token is a target, and that token. `labels` [B, T], -100 where nothing is trained.
+    """Positions [N] in B * T whose next token is a target, and these tokens [N].
 
-    Returns:
-        indices [N] into the flattened [B * T] hidden states, and target ids [N].
+    `labels` [B, T]: -100 where nothing is trained.
     """
     shifted = torch.full_like(labels, IGNORED_LABEL)
     shifted[:, :-1] = labels[:, 1:]
@@ -284,13 +268,9 @@ def target_rows(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def chunk_loss(
     logits: torch.Tensor, targets: torch.Tensor, label_smoothing: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cross entropy of `logits` [N, V] against `targets` [N], in float32.
+    """Cross entropy of `logits` [N, V] against `targets` [N]: its sum, 0-dim float64, and that sum's float32 gradient.
 
-    Args:
-        label_smoothing: share of each target's probability that is spread evenly over the vocabulary.
-
-    Returns:
-        the sum of losses, a 0-dim float64 tensor, and the gradient of that sum with respect to the logits, float32.
+    `label_smoothing`: share of each target's probability that is spread evenly over the vocabulary.
     """
     parts, gradient = cross_entropy(logits.detach(), targets, label_smoothing)
     return _loss_of(parts, label_smoothing), gradient
@@ -348,11 +328,8 @@ class HeadScores:
 def score_head(
     logits_of: Logits, hidden: torch.Tensor, targets: HeadTargets, *, chunk_tokens: int, greedy: bool
 ) -> HeadScores:
-    """Forward of the head alone, in the chunks of `run_head`; arguments as there.
-
-    Args:
-        greedy: also tell the most probable tokens.
-    """
+    """Forward of the head alone, in the chunks of `run_head`; arguments as there. `greedy`: with the most probable
+    tokens."""
     rows = hidden.flatten(0, 1)[targets.indices]
     loss_sum = torch.zeros((), dtype=torch.float64, device=rows.device)
     every = torch.empty(rows.shape[0], device=rows.device)
@@ -388,8 +365,6 @@ def run_head(
     Args:
         logits_of: hidden states [N, H], index of their first row -> logits [N, V], with a graph.
         hidden: output of the last block, [B, T, H].
-        targets: the target tokens.
-        loss: settings of the loss.
         taps: take the gradients of the head's trainable parameters, one at a time, chunk after chunk.
         needs_hidden_grad: whether anything below the head is trained.
     """

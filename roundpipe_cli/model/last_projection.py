@@ -115,13 +115,7 @@ class BlockProbe:
     """Runs one block on a few tokens, forward and backward, as often as needed."""
 
     def __init__(self, block: nn.Module, call: BlockCall, hidden: torch.Tensor, seeded: Callable[[], Any]) -> None:
-        """
-        Args:
-            block: with weights that can be read; keeps no gradients.
-            call: how the model calls it.
-            hidden: its input, [B, T, H].
-            seeded: makes the dropout mode of a call, the same for all.
-        """
+        """`block` has weights that can be read and keeps no gradients; `seeded` makes the dropout mode of each call."""
         self._block, self._call, self._seeded = block, call, seeded
         self._hidden = call.input_like(hidden).detach()
 

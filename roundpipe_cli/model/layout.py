@@ -141,11 +141,7 @@ def make_layout(
     *,
     packed_as: PackedName | None = "4bit",
 ) -> LayerLayout:
-    """Lay out the parameters of one layer; a parameter is trainable if it requires grad.
-
-    Args:
-        packed: names of the frozen ones to keep packed.
-        packed_as: in which format.
+    """Lay out the parameters of one layer: trainable ones require grad, frozen ones named in `packed` are kept packed.
 
     Raises:
         ValueError: a trainable parameter is neither of `dtype` nor of float32.

@@ -123,13 +123,8 @@ Describe = Callable[[Any], Any]
 def convert_once(source: ModelSource, kind: str, load: Load, describe: Describe) -> Any:
     """The result of `load` for a GGUF file, taken from the cache where an earlier run has left it.
 
-    Args:
-        kind: name of this kind of result.
-        load: takes the GGUF file, and the folder that `save_pretrained` wrote.
-        describe: all that matters of a loaded one, to be compared.
-
-    Raises:
-        RefusedError: the GGUF file cannot be loaded.
+    `load` takes the GGUF file, and the folder that `save_pretrained` wrote; `describe` gives all that matters of a
+    loaded one, to be compared. Each `kind` of result has its own place.
     """
     try:
         folder = cache_folder(FOLDER) / _key(source, kind)
@@ -267,11 +262,7 @@ def is_encoder(config: Any) -> bool:
 
 
 def switch_off(config: Any) -> list[str]:
-    """Switch off in `config` what cannot be trained when blocks compute separately.
-
-    Returns:
-        notices for the user.
-    """
+    """Switch off in `config` what cannot be trained when blocks compute separately; returns notices for the user."""
     texts = []
     for part in {id(part): part for part in (config, config.get_text_config())}.values():
         for key in ("use_cache", "output_attentions", "output_hidden_states"):

@@ -76,12 +76,7 @@ def _routers(model: nn.Module) -> set[str]:
 def _targets(
     model: nn.Module, settings: LoraSettings, blocks_path: str | None
 ) -> tuple[str | list[str], list[str], dict[str, int]]:
-    """Modules and parameters that the settings name, and ranks other than most adapters', all in PEFT's words.
-
-    Raises:
-        RefusedError: a name of a router, or one that nothing has.
-        re.error: a pattern that is none.
-    """
+    """Modules and parameters that the settings name, and ranks other than most adapters', all in PEFT's words."""
     paths = {path: module for path, module in model.named_modules() if path}
     fused, routers = fused_experts(model, blocks_path), _routers(model)
     names = settings.target_modules
@@ -268,15 +263,12 @@ class LoraSettings:
 def add_lora(
     model: nn.Module, settings: LoraSettings, *, dtype: torch.dtype, base_name: str, blocks_path: str | None = None
 ) -> Any:
-    """Put LoRA modules into `model` (parameters on the meta device) and leave only them trainable.
+    """The PEFT model around `model` (parameters on the meta device), in which only LoRA modules are trainable.
 
     Args:
         dtype: of the adapter's weights while training; their masters are float32.
         base_name: what the adapter's configuration calls the base model.
         blocks_path: of the language model's blocks; `all-linear` then leaves out linear layers elsewhere.
-
-    Returns:
-        the PEFT model around `model`.
 
     Raises:
         RefusedError: no module of that name, or one that the engine cannot adapt.
@@ -328,11 +320,7 @@ def add_lora(
 
 
 def _trained_rows(model: nn.Module, settings: LoraSettings) -> dict[str, list[int]] | None:
-    """Name of a table, as PEFT finds it -> its trained rows; of tables that are one, the first.
-
-    Raises:
-        RefusedError: PEFT would leave out the bias of the LM head.
-    """
+    """Name of a table, as PEFT finds it -> its trained rows; of tables that are one, the first."""
     found: dict[int, str] = {}
     paths = {path: module for path, module in model.named_modules() if path}
     ends = [get() for get in (model.get_input_embeddings, model.get_output_embeddings)]  # type: ignore[operator]
@@ -386,11 +374,7 @@ def _use_dtype(model: nn.Module, dtype: torch.dtype) -> None:
 def _refuse_missing(model: nn.Module, modules_to_save: tuple[str, ...], start: Path | None = None) -> None:
     """PEFT leaves out what it does not find, and a table that embedding and head share would come apart.
 
-    Args:
-        start: folder of the adapter that is trained further and has these modules.
-
-    Raises:
-        RefusedError: either of them.
+    `start`: folder of the adapter that is trained further and has these modules.
     """
     for wanted in modules_to_save:
         found = [m for path, m in model.named_modules() if path == wanted or path.endswith(f".{wanted}")]
@@ -411,11 +395,7 @@ def _refuse_missing(model: nn.Module, modules_to_save: tuple[str, ...], start: P
 
 
 def _refuse_unmatched(peft_model: Any, where: str, hint: str) -> None:
-    """PEFT adapts what it finds of several names, and says nothing of the others.
-
-    Raises:
-        RefusedError: a name that matches nothing.
-    """
+    """PEFT adapts what it finds of several names, and says nothing of the others."""
     tuner, config = peft_model.base_model, peft_model.peft_config[ADAPTER]
     if isinstance(config.target_modules, str):
         return
@@ -482,11 +462,7 @@ def _alternatives(pattern: str) -> Iterator[tuple[str, str]]:
 
 
 def refuse_adapters_outside_blocks(model: nn.Module, blocks_path: str) -> None:
-    """The head computes in chunks and the embedding stays on the host, so low-rank adapters belong into blocks.
-
-    Raises:
-        RefusedError: an adapted module outside the blocks.
-    """
+    """Low-rank adapters belong into blocks: the head computes in chunks, and the embedding stays on the host."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and ".lora_" in name and not name.startswith(blocks_path + "."):
             raise RefusedError(

@@ -114,11 +114,7 @@ def _answer(folder: Path, name: str) -> dict[str, Any] | RefusedError:
 
 
 def counts_of(folder: Path, name: str) -> dict[str, Any]:
-    """The document of `count_on_meta` for the folder's config.json, made here and now. Loads torch and transformers.
-
-    Raises:
-        RefusedError: as `finetune` raises it.
-    """
+    """The document of `count_on_meta` for the folder's config.json, made here and now. Loads torch and transformers."""
     import torch
     from transformers import logging
 

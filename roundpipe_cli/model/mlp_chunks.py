@@ -144,10 +144,7 @@ def check_feed_forward_chunks(
 ) -> None:
     """Try a block whose feed-forward part goes in chunks against the same without.
 
-    Args:
-        block: with weights that can be read; its `MlpChunks` makes several chunks of the rows of `hidden`.
-        hidden: its input, [B, T, H].
-        run: calls the block, without dropout.
+    Its weights can be read, `run` calls it without dropout, and its input `hidden` [B, T, H] makes several chunks.
 
     Raises:
         RefusedError: it has none that can be cut, or tokens are not independent in it.

@@ -48,10 +48,7 @@ class SkippedBlock(StandIn):
     """Passes the hidden states on as a block returns them; other attributes are those of the block."""
 
     def __init__(self, block: nn.Module, result_length: int, handed: Mapping[int, int | str]) -> None:
-        """
-        Args:
-            handed: place in the result -> argument with what the block before returned there.
-        """
+        """`handed`: place in the result -> argument with what the block before returned there."""
         super().__init__(block)
         self._result_length, self._handed = result_length, handed
 
@@ -238,12 +235,7 @@ class PlainModel:
     def __init__(
         self, model: nn.Module, split: ModelSplit, weights: Mapping[str, torch.Tensor], dtype: torch.dtype
     ) -> None:
-        """
-        Args:
-            model: parameters on the meta device; not kept.
-            weights: float32, by name.
-            dtype: in which all is computed; `model`'s own or a wider one.
-        """
+        """`model` (on the meta device) with float32 `weights`, computing in `dtype`: its own or a wider one."""
         self._split = split
         self._parameters: dict[str, nn.Parameter] = {}
         own: dict[int, Any] = {}
@@ -313,9 +305,7 @@ class PlainModel:
 @contextmanager
 def seeded_layers(blocks: nn.Module, seed_of: Callable[[int], int]) -> Iterator[list[SeededDropout]]:
     """Seeds what is drawn by layer, as the engine does: a mode around each block's forward, and one before the first.
-
-    Yields the modes that were entered.
-    """
+    Yields those that were entered."""
     modes: list[SeededDropout] = []
     with ExitStack() as hooks, ExitStack() as entered:
 

@@ -1,4 +1,4 @@
-"""What travels behind the hidden states from block to block, and the routers' load-balancing loss, whose sums do.
+"""Layout of what travels behind the hidden states from block to block: the sums of the routers' balancing loss, too.
 
 The loss (`output_router_logits: true`) is one of all blocks; its gradient comes back the way the sums came:
 
@@ -117,7 +117,7 @@ class Carry:
         return torch.cat(parts, dim=-1).to(hidden.device, hidden.dtype)
 
     def _columns(self) -> list[int]:
-        """Of the hidden states and of each tensor that comes in."""
+        """Widths of the hidden states and of each tensor that comes in."""
         found, lead = [math.prod(self.hidden_shape[2:])], math.prod(self.hidden_shape[:2])
         for name, form in self.tensors.items():
             width = _width(self.dtype) if _keeps_bits(name, form.dtype) else 1
@@ -228,7 +228,7 @@ class Routed:
     loss: RouterLoss
     paths: tuple[str, ...]
     weights: torch.Tensor | None
-    """Of tokens, from `weights_of`."""
+    """From `weights_of`."""
 
     def run(self, block: nn.Module, call: Callable[[], Any], sums: torch.Tensor) -> tuple[Any, torch.Tensor]:
         """The result of `call`, in which the block runs, and the sums that it leaves."""

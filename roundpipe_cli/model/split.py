@@ -126,9 +126,7 @@ def carry_along(
 
     Args:
         hidden: input of the first block, [B, T, ...].
-        calls: as recorded for this microbatch.
-        shared: for each block; empty where blocks share nothing.
-        handed: for each block; empty where blocks return nothing that the next one reads.
+        shared, handed: for each block, from `find_states`.
         dtype: of the blocks' weights.
         routers: whose sums travel too.
         lengths: [B], tokens of each sequence without padding, for these; None: nothing is padded.
@@ -235,11 +233,7 @@ def find_states(
     """For each block, the keys that it sets and reads in the mapping that blocks share, and what it returns for the
     next one; each empty where there is no such thing.
 
-    Runs the blocks on the meta device.
-
-    Args:
-        blocks: parameters on the meta device.
-        calls: as recorded for `hidden`, [B, T, ...], with other numbers of sequences and tokens than any width.
+    Runs the blocks on the meta device. `calls` were recorded for `hidden` [B, T, ...], B and T unlike any width.
     """
     shares = any(isinstance(value, SharedMark) for call in calls for value in _values(call))
     read = {value.place for call in calls for value in _values(call) if isinstance(value, ResultMark)}
@@ -581,11 +575,7 @@ def _install_trace(
 
 
 def _check_tail(probe: nn.Module, tail_paths: tuple[str, ...], hidden: torch.Tensor, trace: _Trace) -> bool:
-    """Whether the model casts the hidden states before its tail.
-
-    Raises:
-        SplitRefusedError: it does something else with them.
-    """
+    """Whether the model casts the hidden states before its tail; whatever else it does with them is refused."""
     expected = trace.backbone_output[0]
     tail = [probe.get_submodule(path) for path in tail_paths]
     dtypes = [parameter.dtype for module in tail for parameter in module.parameters()]

@@ -55,13 +55,9 @@ BY_CONFIG = "correct config.json: its keys say whether there are biases, norms a
 
 
 def check_unread(model: nn.Module, where: str, unread: Mapping[str, Read], read: Mapping[str, str]) -> str | None:
-    """A notice about tensors that are left out; None where there are none.
+    """A notice about the `unread` tensors of the files, each with what reads it; None where there are none.
 
-    Args:
-        model: the skeleton; adapters may be in it.
-        where: the model's name.
-        unread: name -> reads the tensor.
-        read: names of all others -> a weight that is made of them.
+    `read`: names of all others -> a weight of `model`, the skeleton, that is made of them.
 
     Raises:
         RefusedError: the model's blocks are not those of the files without them.
@@ -242,11 +238,7 @@ class BaseWeights(Mapping[str, torch.Tensor]):
 def _find_missing(
     source: ModelSource, model: nn.Module, names: list[str], found: Mapping[str, WeightGroup]
 ) -> dict[str, str]:
-    """Names that the files do not have -> another name of the same parameter that they have.
-
-    Raises:
-        RefusedError: there is none.
-    """
+    """Names that the files do not have -> another name of the same parameter that they have."""
     tied, lacking = tied_names(model), [name for name in names if name not in found]
     twins = {name: next((other for other in tied.get(name, ()) if other in found), "") for name in lacking}
     missing = [name for name, twin in twins.items() if not twin]
@@ -273,13 +265,11 @@ def load_weights(
     new: NewTokens | None = None,
 ) -> list[str]:
     """Pass every base weight of `model` (a skeleton, adapters included) to `set_parameter`, and fill its buffers.
+    Returns notices about what the files hold.
 
     Args:
         set_packed: takes the weights that lie in the files in 4 bit; None: they are unpacked for `set_parameter`.
         new: tokens whose rows the files do not have, or not for them.
-
-    Returns:
-        notices about what the files hold.
 
     Raises:
         RefusedError: missing or misshapen tensors, values that are not finite, unreadable files.
@@ -323,11 +313,7 @@ def load_weights(
 
 
 def _packed_name(group: WeightGroup, source: ModelSource) -> str | None:
-    """Name of the group's weight, if the files hold it in bitsandbytes' 4 bit.
-
-    Raises:
-        RefusedError: they do, but it is only a part of a weight.
-    """
+    """Name of the group's weight, if the files hold it in bitsandbytes' 4 bit; only a part of a weight is refused."""
     if not any(is_nf4(weight) for weight in group.stored.values()):
         return None
     is_turned = any(weight.is_turned for weight in group.stored.values())

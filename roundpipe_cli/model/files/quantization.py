@@ -39,9 +39,6 @@ def quantization_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 def stored_form(config: Mapping[str, Any], where: str) -> str | None:
     """`quant_method` of the model's files, such as `bitsandbytes`: NF4, in which they stay; None: not quantised.
 
-    Args:
-        where: the file that holds the configuration.
-
     Raises:
         RefusedError: they are quantised in a form that cannot be read here.
     """

@@ -81,10 +81,7 @@ def _is_beside_weights(name: str) -> bool:
 
 
 def weight_files(listing: Listing, folder: Path) -> list[str]:
-    """The files of weights, as a local folder would be read.
-
-    Args:
-        folder: with the index, if the repository has one.
+    """The files of weights, as a local `folder` would be read; it has the index, if the repository does.
 
     Raises:
         RefusedError: no weights in safetensors, or not all that the index names.
@@ -105,11 +102,7 @@ def weight_files(listing: Listing, folder: Path) -> list[str]:
 
 
 def fetch_configuration(listing: Listing, tell: Tell) -> Path:
-    """Fetch and check everything but the weights; returns the folder.
-
-    Raises:
-        RefusedError, ResourceError: see `fetch_files` and `check_model_folder`.
-    """
+    """Fetch and check everything but the weights; returns the folder."""
     names = small_files(listing)
     folder = fetch_files(listing, names[:1], tell)
     check_model_folder(folder, weights=False)  # a model that asks for code is refused before anything else is fetched
@@ -142,11 +135,7 @@ class ModelSource:
 
     @functools.cached_property
     def config(self) -> dict[str, Any]:
-        """config.json as plain data, read once; nobody changes it.
-
-        Raises:
-            RefusedError: see `read_config`.
-        """
+        """config.json as plain data, read once; nobody changes it."""
         return read_config(self.folder)
 
     @property
@@ -241,11 +230,7 @@ def _near_folder(name: str, recipe_folder: Path) -> str | None:
 def _hub_model(
     name: str, revision: str | None, weights: bool, tell: Tell, *, offline: bool, near: str | None
 ) -> ModelSource:
-    """The model in the hub's cache, downloaded if it is not there.
-
-    Args:
-        near: a hint for a misspelt local folder.
-    """
+    """The model in the hub's cache, downloaded if it is not there; `near`: a hint for a misspelt local folder."""
     try:
         listing = find_listing(name, revision, offline=offline, tell=lambda text: tell(Notice(text)))
     except UnreachableError as error:

@@ -48,9 +48,7 @@ def check_mask_bytes(*, max_seq_length: int, micro_batch_size: int) -> None:
 def scaled_by_length(kinds: Collection[str], limit: int | None, max_seq_length: int) -> str | None:
     """The error for position scaling that depends on the longest row of a batch, so that rows depend on others.
 
-    Args:
-        kinds: transformers' names of the ways in which positions are scaled.
-        limit: tokens up to which they are not; None: always.
+    `kinds` are transformers' names of scalings, `limit` the tokens up to which positions are not scaled; None: always.
     """
     above = limit or max_seq_length
     if not set(kinds) & {"dynamic", "longrope"} or max_seq_length <= above:

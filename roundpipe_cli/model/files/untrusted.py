@@ -57,10 +57,7 @@ PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle", "*.msgpack",
 
 
 def check_model_folder(folder: Path, *, weights: bool = True) -> None:
-    """Refuse a folder that cannot be loaded safely.
-
-    Args:
-        weights: False: only configuration and tokenizer are going to be loaded.
+    """Refuse a folder that cannot be loaded safely; without `weights` only its configuration and tokenizer are loaded.
 
     Raises:
         RefusedError: no config.json, no safetensors, anything that would run code or lead out of the folder, a damaged
@@ -154,11 +151,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object.
-
-    Raises:
-        RefusedError: missing or not JSON.
-    """
+    """A JSON object; a file that is missing or is none is refused."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -304,11 +297,7 @@ def _outside(index: Path, shard: str) -> RefusedError:
 
 
 def check_header(path: Path) -> None:
-    """Check that a safetensors file is what its header says, to the byte: the library does it when it opens one.
-
-    Raises:
-        RefusedError: naming the file.
-    """
+    """Refuse a safetensors file that is not what its header says, to the byte, as its library finds on opening it."""
     try:
         with path.open("rb") as raw:
             length = int.from_bytes(raw.read(8), "little")

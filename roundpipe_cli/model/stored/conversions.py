@@ -40,10 +40,7 @@ class WeightConversion:
     """For each source, the pattern of the rule that it matched."""
 
     def apply(self, read: Callable[[str], torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor]:
-        """The model's weights from the checkpoint's tensors.
-
-        Args:
-            read: gives a tensor of the checkpoint by its name.
+        """The model's weights from the checkpoint's tensors, which `read` gives by name.
 
         Raises:
             RefusedError: they do not fit together.
@@ -76,11 +73,8 @@ class Conversions:
     def revert(
         self, conversion: WeightConversion, weights: Mapping[str, torch.Tensor], model: nn.Module
     ) -> dict[str, torch.Tensor] | None:
-        """The checkpoint's tensors from the model's weights; None where transformers' rules do not lead back.
-
-        Args:
-            weights: all of the conversion's targets, real or on the meta device.
-        """
+        """The checkpoint's tensors from all of the conversion's targets, real or on the meta device; None where
+        transformers' rules do not lead back."""
         if conversion.rule is None:
             return {conversion.sources[0]: next(iter(weights.values()))}
         from transformers.core_model_loading import revert_weight_conversion
@@ -95,12 +89,9 @@ class Conversions:
 
 
 def find_conversions(model: nn.Module, stored: Shapes, own: Shapes, rules: list[Any] | None = None) -> Conversions:
-    """How a checkpoint's tensors become a model's weights.
+    """How a checkpoint's tensors, `stored`, become a model's weights and persistent buffers, `own`, without adapters.
 
-    Args:
-        stored: the checkpoint's tensors.
-        own: the model's weights and persistent buffers, without adapters.
-        rules: transformers' for another kind of file; None: those for safetensors.
+    `rules`: transformers' for another kind of file; None: those for safetensors.
 
     Raises:
         RefusedError: tensors that do not fit together.

@@ -262,11 +262,7 @@ def read_packed(parts: Mapping[str, torch.Tensor], where: str) -> PackedWeight:
 
 
 def _state_of(part: torch.Tensor) -> tuple[dict[str, Any], torch.Size, torch.dtype]:
-    """The state that bitsandbytes notes of a weight, its shape and its type.
-
-    Raises:
-        KeyError, ValueError, TypeError: the files lack it.
-    """
+    """The state that bitsandbytes notes of a weight, its shape and its type; other errors where the files lack it."""
     state = json.loads(bytes(part.numpy()).decode())
     return state, torch.Size(int(size) for size in state["shape"]), _STATE_DTYPES[state["dtype"]]
 
@@ -297,11 +293,7 @@ def is_nf4(weight: StoredTensor) -> bool:
 
 
 def read_nf4(weight: StoredTensor, files: OpenFiles) -> PackedWeight:
-    """A weight as bitsandbytes packed it.
-
-    Raises:
-        RefusedError: it is not as bitsandbytes writes it.
-    """
+    """A weight as bitsandbytes packed it; what it does not write so is refused."""
     parts = {role: files.tensor(piece).clone() for role, piece in weight.pieces.items()}
     codes = weight.pieces["codes"]
     return read_packed(parts, f"{codes.path}: {codes.key}")
@@ -317,10 +309,7 @@ BESIDE = frozenset(
 
 
 def find_stored(folder: Path, dtype: torch.dtype) -> dict[str, StoredTensor]:
-    """Name in the unquantised checkpoint -> weight, of a model folder.
-
-    Args:
-        dtype: of the weights that are dequantised.
+    """Name in the unquantised checkpoint -> weight, of a model folder; `dtype` is that of dequantised ones.
 
     Raises:
         RefusedError: the files are quantised in a form that cannot be read, or cannot be read at all.
@@ -350,15 +339,8 @@ FLAG = "tie_word_embeddings"
 def untie_stored(model: nn.Module, folder: Path) -> str | None:
     """Give each table that the files hold a parameter, and change the configuration to say so.
 
-    Args:
-        model: the skeleton, tied by its configuration, without adapters.
-        folder: of safetensors files.
-
-    Returns:
-        a notice for the user; None where the configuration is right.
-
-    Raises:
-        RefusedError: files that cannot be read.
+    `model`: the skeleton, tied by its configuration, without adapters. Returns a notice for the user; None where the
+    configuration is right.
     """
     untied = list(_untie(model, folder))
     if not untied:

@@ -89,11 +89,9 @@ def quantize_rows(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tenso
 
 
 def dequantize_rows(codes: torch.Tensor, scales: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """The weights, a new tensor; the same on every device: an exact factor, one product in float32, rounded once.
+    """The weights, a new tensor, of uint8 codes and float32 scales [rows].
 
-    Args:
-        codes: uint8 [shape.numel()].
-        scales: float32 [rows].
+    The same on every device: an exact factor, one product in float32, rounded once.
     """
     rows = codes.view(-1, shape[-1]).view(torch.float8_e4m3fn)
     return rows.to(dtype).mul_(scales[:, None]).view(shape)
@@ -251,13 +249,7 @@ class PackedParameter(nn.Parameter):
 
     @staticmethod
     def of(packed: torch.Tensor, shape: torch.Size, dtype: torch.dtype, kind: PackedName) -> PackedParameter:
-        """
-        Args:
-            packed: uint8 [packed_bytes].
-            shape: of the weight.
-            dtype: in which the weight is used.
-            kind: its format.
-        """
+        """`packed`, uint8 [packed_bytes], in place of a weight of `shape` that is used in `dtype`."""
         parameter = PackedParameter(packed, requires_grad=False)
         parameter.whole_shape, parameter.whole_dtype, parameter.kind = shape, dtype, kind
         return parameter

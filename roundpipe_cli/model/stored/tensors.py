@@ -118,11 +118,7 @@ class StoredTensor:
 
 
 def plain(piece: FileTensor) -> StoredTensor:
-    """A weight that is one tensor of the files.
-
-    Raises:
-        RefusedError: torch has no such type.
-    """
+    """A weight that is one tensor of the files; a type that torch does not have is refused."""
     if piece.dtype not in DTYPES:
         raise RefusedError(
             "a tensor of the files has a type that cannot be read",
@@ -181,11 +177,7 @@ class OpenFiles(AbstractContextManager["OpenFiles"]):
 
 
 def open_shard(path: Path) -> Any:
-    """A safetensors file, mapped; a context manager.
-
-    Raises:
-        RefusedError: it cannot be read.
-    """
+    """A safetensors file, mapped; a context manager. One that cannot be read is refused."""
     try:
         return safe_open(str(path), framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
