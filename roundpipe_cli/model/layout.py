@@ -196,17 +196,12 @@ def layer_parameters(model: nn.Module, split: ModelSplit) -> list[list[tuple[str
         [(names[id(p)], p) for p in block.parameters()] for block in model.get_submodule(split.blocks_path).children()
     ]
     in_blocks = {id(p) for block in blocks for _, p in block}
-    tail_ids = {id(p) for path in split.tail_paths for p in model.get_submodule(path).parameters()}
-    backbone_ids = {id(p) for p in model.get_submodule(split.backbone_path).parameters()}
-    outside_ids: set[int] = set()
-    for path, module in model.named_modules(remove_duplicate=False):  # PEFT has rows of a tied table in one module
-        if path != split.backbone_path and not path.startswith(split.backbone_path + "."):
-            outside_ids.update(id(p) for p in module.parameters(recurse=False))
-    head_ids = (tail_ids | outside_ids) - in_blocks
-    head = [(name, p) for name, p in model.named_parameters() if id(p) in head_ids]
-    embed = [
-        (name, p)
-        for name, p in model.named_parameters()
-        if id(p) in backbone_ids and id(p) not in head_ids and id(p) not in in_blocks
-    ]
+    others = [(name, p) for name, p in model.named_parameters() if id(p) not in in_blocks]
+    backbone, tail = f"{split.backbone_path}.", tuple(f"{path}." for path in split.tail_paths)
+    head_ids = {
+        id(p)
+        for name, p in model.named_parameters(remove_duplicate=False)  # under all names of a tied table
+        if name.startswith(tail) or not name.startswith(backbone)
+    }
+    embed, head = ([(name, p) for name, p in others if (id(p) in head_ids) is is_head] for is_head in (False, True))
     return [embed, *blocks, head]
