@@ -229,11 +229,6 @@ class FusedOps:
     rotaries: tuple[str, ...] = ()
     """Attention modules, whose queries and keys are turned."""
 
-    def counts(self) -> dict[str, int]:
-        """Number of modules of each kind, where there are any."""
-        kinds = {"lora_linear": self.lora_linears, "rms_norm": self.norms, "rotary": self.rotaries}
-        return {name: len(modules) for name, modules in kinds.items() if modules}
-
 
 def find_fused_ops(model: nn.Module, split: ModelSplit) -> FusedOps:
     """Find the modules of `model` that can be fused (parameters on the meta device, adapters included)."""
@@ -255,8 +250,10 @@ def find_fused_ops(model: nn.Module, split: ModelSplit) -> FusedOps:
 
 
 def fused_counts(ops: FusedOps | None) -> dict[str, int]:
-    """Number of fused modules of each kind, for reports and checkpoints."""
-    return {} if ops is None else ops.counts()
+    """Number of fused modules of each kind, where there are any."""
+    ops = ops or FusedOps()
+    kinds = {"lora_linear": ops.lora_linears, "rms_norm": ops.norms, "rotary": ops.rotaries}
+    return {name: len(modules) for name, modules in kinds.items() if modules}
 
 
 def fuse(model: nn.Module, ops: FusedOps) -> None:

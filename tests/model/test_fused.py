@@ -19,6 +19,7 @@ from roundpipe_cli.model.fused import (
     can_rotate,
     find_fused_ops,
     fuse_rotary,
+    fused_counts,
     norm_form,
     norm_kind,
 )
@@ -59,7 +60,7 @@ def test_modules_are_known_by_what_they_compute(
     split = split_model(model)
     if adapters is not None:
         add_lora(model, LoraSettings(r=4, alpha=8, **adapters), dtype=torch.bfloat16, base_name="tiny")
-    assert find_fused_ops(model, split).counts() == expected
+    assert fused_counts(find_fused_ops(model, split)) == expected
 
 
 class _Norm(nn.Module):

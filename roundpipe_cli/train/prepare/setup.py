@@ -36,7 +36,7 @@ from roundpipe_cli.model.files.quantization import check_stored_in_4bit
 from roundpipe_cli.model.files.source import ModelSource, resolve_model
 from roundpipe_cli.model.files.supported import check_mask_bytes
 from roundpipe_cli.model.fingerprint import Fingerprint, config_fingerprint
-from roundpipe_cli.model.fused import FusedOps, find_fused_ops
+from roundpipe_cli.model.fused import FusedOps, find_fused_ops, fused_counts
 from roundpipe_cli.model.layout import LayerLayout, layer_parameters, make_layout
 from roundpipe_cli.model.load import build_skeleton, load_config, switch_off
 from roundpipe_cli.model.lora import (
@@ -572,7 +572,7 @@ def _find_fused(recipe: Recipe, model: nn.Module, split: ModelSplit, tell: Tell)
     if recipe.kernels == "reference":
         return None
     found = find_fused_ops(model, split)
-    text = ", ".join(f"{count} {name}" for name, count in found.counts().items())
+    text = ", ".join(f"{count} {name}" for name, count in fused_counts(found).items())
     own_code = "kernels=reference uses the model's and PEFT's own code"
     tell(Notice(f"kernels: {text or 'none of this model is fused'} ({own_code})", is_detail=bool(text)))
     return found
