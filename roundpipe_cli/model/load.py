@@ -36,7 +36,7 @@ from roundpipe_cli.model.stored.formats import stored_in_4bit
 
 def auto_class(config: Any) -> Any:
     """transformers' class for a configuration: AutoModelForImageTextToText where the files are such a model's, which
-    holds the causal one, else AutoModelForCausalLM.
+    holds the causal one, else AutoModelForCausalLM; None where there is no causal language model in it.
 
     A type that has both classes is what its configuration's `architectures` says, so that the names of the weights are
     those of the files.
@@ -48,19 +48,12 @@ def auto_class(config: Any) -> Any:
         AutoModelForImageTextToText,
     )
 
-    if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
-        return AutoModelForCausalLM
-    whole = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)].__name__
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or whole in (getattr(config, "architectures", None) or ()):
-        return AutoModelForImageTextToText
-    return AutoModelForCausalLM
-
-
-def is_language_model(config: Any) -> bool:
-    """Whether there is a causal language model in what `config` describes."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-
-    return type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    is_causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        whole = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)].__name__
+        if not is_causal or whole in (getattr(config, "architectures", None) or ()):
+            return AutoModelForImageTextToText
+    return AutoModelForCausalLM if is_causal else None
 
 
 # Building a model without its weights: parameters on the meta device, buffers real.
@@ -240,7 +233,7 @@ def _load_config(source: ModelSource) -> Any:
     stored_in_4bit(source)  # refuses unreadable forms
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # of the files; what is made of them is another matter
-    if not is_language_model(config) or is_encoder(config):
+    if auto_class(config) is None or is_encoder(config):
         classes = ", ".join(map(str, config.architectures or ())) or "no architecture named"
         raise RefusedError(
             "not a decoder-only language model",
