@@ -11,7 +11,7 @@ import re
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -23,7 +23,7 @@ from roundpipe_cli.model.files.quantization import WHAT_WORKS
 from roundpipe_cli.model.files.source import ModelSource
 from roundpipe_cli.model.new_tokens import NewTokens, table_names, with_new_rows
 from roundpipe_cli.model.split import find_blocks
-from roundpipe_cli.model.stored.conversions import Conversions, WeightConversion, find_conversions
+from roundpipe_cli.model.stored.conversions import Conversions, WeightConversion, WeightGroup, find_conversions
 from roundpipe_cli.model.stored.formats import PackedWeight, find_stored, is_nf4, read_nf4
 from roundpipe_cli.model.stored.gguf import gguf_weights
 from roundpipe_cli.model.stored.tensors import (
@@ -125,24 +125,6 @@ MOST_TENSORS_PER_WEIGHT = 1024
 """Most tensors of a group: a fused weight of 512 experts may be stored as a tensor per expert and projection."""
 
 
-@dataclass(frozen=True)
-class WeightGroup:
-    """Weights of the model that are read together."""
-
-    targets: Mapping[str, torch.Size]
-    read: Callable[[OpenFiles, torch.dtype | None], dict[str, torch.Tensor]]
-    """Reads them, as the files have them or in a type; what lies in a file as it is stays a view of it."""
-    stored: Mapping[str, StoredTensor]
-    """The tensors they are made of; empty for a GGUF file."""
-    conversion: WeightConversion | None = None
-
-    @property
-    def is_grown(self) -> bool:
-        """Whether it is a table that has more rows in the model than in the files."""
-        shapes = [*self.targets.values()], [one.shape for one in self.stored.values()]
-        return self.conversion is not None and self.conversion.rule is None and shapes[0] != shapes[1]
-
-
 class BaseWeights(Mapping[str, torch.Tensor]):
     """Name in the model -> tensor, read again at each access."""
 
@@ -161,8 +143,6 @@ class BaseWeights(Mapping[str, torch.Tensor]):
         """The files' weights under the names of the unquantised checkpoint; empty for a GGUF file."""
         self.unread: Mapping[str, Callable[[], torch.Tensor]] = {}
         """Tensors of the files that are in no weight of the model, and how each is read."""
-        self.sources: dict[str, str] = {}
-        """All other tensors of the files, and a weight that each is in."""
         self._model = model
         self.groups = self._find_groups(source, dtype)
         self._group_of = {name: group for group in self.groups for name in group.targets}
@@ -172,12 +152,8 @@ class BaseWeights(Mapping[str, torch.Tensor]):
 
     def _find_groups(self, source: ModelSource, dtype: torch.dtype) -> list[WeightGroup]:
         if source.gguf_file is not None:
-            found, self.unread = gguf_weights(source, self._model)
-            self.sources = {name: next(iter(targets)) for targets, _, names in found for name in names}
-            return [
-                WeightGroup(targets, lambda files, dtype, read=read: read(), {})  # type: ignore[misc]
-                for targets, read, _ in found
-            ]
+            groups, self.unread = gguf_weights(source, self._model)
+            return groups
         self.stored = find_stored(source.folder, dtype)
         for name in conv1d_names(self._model) & self.stored.keys():
             if (weight := self.stored[name]).is_quantized:
@@ -192,7 +168,6 @@ class BaseWeights(Mapping[str, torch.Tensor]):
             )
         shapes = {name: weight.shape for name, weight in self.stored.items()}
         self.conversions = find_conversions(self._model, shapes, own)
-        self.sources = {name: next(iter(one.targets)) for one in self.conversions.found for name in one.sources}
         self.unread = {name: functools.partial(self._stored, name) for name in self.conversions.unused}
         return [self._group(conversion) for conversion in self.conversions.found]
 
@@ -212,7 +187,7 @@ class BaseWeights(Mapping[str, torch.Tensor]):
             return conversion.apply(tensor, self._model)
 
         stored = {name: self.stored[name] for name in conversion.sources}
-        return WeightGroup(conversion.targets, read, stored, conversion)
+        return WeightGroup(conversion.targets, conversion.sources, read, stored, conversion)
 
     def __getitem__(self, name: str) -> torch.Tensor:
         name = self.twins.get(name, name)
@@ -277,7 +252,8 @@ def load_weights(
     parameters = {base_name(name): (name, p) for name, p in model.named_parameters() if not is_adapter(name)}
     dtype = next(p.dtype for _, p in parameters.values() if p.is_floating_point())
     base = BaseWeights(source, model, dtype)
-    left_out = check_unread(model, source.name, base.unread, base.sources)
+    read = {name: next(iter(group.targets)) for group in base.groups for name in group.sources}
+    left_out = check_unread(model, source.name, base.unread, read)
     buffers = dict(model.named_buffers())
     twins = {found: name for name, found in base.twins.items()}
     tables = {base_name(name) for name in table_names(model)} if new is not None and new.ids else set()

@@ -260,11 +260,11 @@ def test_fused_experts_of_a_gguf_file_are_dequantised_one_at_a_time(tmp_path: Pa
     write_gguf(tmp_path / "m.gguf", "qwen3moe", 1, {**tensors, "token_embd.weight": embedding})
     groups, unread = gguf_weights(ModelSource("m", tmp_path, "m.gguf"), model)
     assert not unread
-    found = {next(iter(targets)): read for targets, read, _ in groups}
+    found = {next(iter(group.targets)): group.read(OpenFiles(), None) for group in groups}
     name = "model.layers.0.mlp.experts.gate_up_proj"
-    assert torch.equal(found[name]()[name], torch.cat([expected["gate"], expected["up"]], dim=1))
+    assert torch.equal(found[name][name], torch.cat([expected["gate"], expected["up"]], dim=1))
     name = "model.embed_tokens.weight"
-    assert torch.equal(found[name]()[name], torch.from_numpy(embedding))
+    assert torch.equal(found[name][name], torch.from_numpy(embedding))
 
 
 def test_a_gguf_file_is_read_into_a_model_with_adapters(tmp_path: Path) -> None:

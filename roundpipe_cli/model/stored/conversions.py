@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.model.stored.tensors import own_shapes
+from roundpipe_cli.model.stored.tensors import OpenFiles, StoredTensor, own_shapes
 
 Shapes = Mapping[str, torch.Size]
 
@@ -58,6 +58,26 @@ class WeightConversion:
                 found=str(error).splitlines()[0][:200] if str(error) else type(error).__name__,
                 expected=f"what makes {', '.join(self.targets)}",
             ) from error
+
+
+@dataclass(frozen=True)
+class WeightGroup:
+    """Weights of the model that are read together."""
+
+    targets: Shapes
+    sources: Sequence[str]
+    """The tensors of the files that they are made of."""
+    read: Callable[[OpenFiles, torch.dtype | None], dict[str, torch.Tensor]]
+    """Reads them, as the files have them or in a type; what lies in a file as it is stays a view of it."""
+    stored: Mapping[str, StoredTensor] = field(default_factory=dict)
+    """The same tensors by name; empty for a GGUF file."""
+    conversion: WeightConversion | None = None
+
+    @property
+    def is_grown(self) -> bool:
+        """Whether it is a table that has more rows in the model than in the files."""
+        shapes = [*self.targets.values()], [one.shape for one in self.stored.values()]
+        return self.conversion is not None and self.conversion.rule is None and shapes[0] != shapes[1]
 
 
 @dataclass(frozen=True)

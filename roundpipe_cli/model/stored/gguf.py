@@ -7,7 +7,7 @@ dequantised one expert after the other, other weights some rows after the others
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy
@@ -17,18 +17,15 @@ from torch import nn
 from roundpipe_cli.library_names import library_name
 from roundpipe_cli.model.files.source import ModelSource
 from roundpipe_cli.model.files.untrusted import refusing
-from roundpipe_cli.model.stored.conversions import find_conversions, gguf_rules
+from roundpipe_cli.model.stored.conversions import WeightGroup, find_conversions, gguf_rules
 from roundpipe_cli.model.stored.tensors import base_name, is_adapter, own_shapes
 
 GGUF_TABLES = "transformers.modeling_gguf_pytorch_utils"
 
 ROWS_AT_ONCE = 4096
 BACKBONE_DEPTH = 2
-ReadWeights = Callable[[], dict[str, torch.Tensor]]
-Group = tuple[Mapping[str, torch.Size], ReadWeights, Sequence[str]]
-"""Weights of the model that are read together, how, and the file's tensors that they are made of."""
-Found = tuple[list[Group], Mapping[str, Callable[[], torch.Tensor]]]
-"""The groups, and the tensors of the file that are in none, each with what reads it."""
+Found = tuple[list[WeightGroup], Mapping[str, Callable[[], torch.Tensor]]]
+"""Weights that are read together, and the tensors of the file that are in none, each with what reads it."""
 
 
 def gguf_weights(source: ModelSource, model: nn.Module) -> Found:
@@ -68,7 +65,7 @@ def _by_tables(tensors: list[Any], architecture: str, model: nn.Module) -> Found
         else:
             unread.append(tensor)
 
-    def read(target: str, listed: list[Any]) -> dict[str, torch.Tensor]:
+    def read(target: str, listed: list[Any], *_: object) -> dict[str, torch.Tensor]:
         if listed[0].data.ndim < 3:
             return {target: _processed(listed, target, processor, table, rows=slice(None))}
         whole = torch.empty(own[target])
@@ -76,8 +73,8 @@ def _by_tables(tensors: list[Any], architecture: str, model: nn.Module) -> Found
             whole[expert] = _processed(listed, target, processor, table, rows=slice(expert, expert + 1))[0]
         return {target: whole}
 
-    groups: list[Group] = [
-        ({target: own[target]}, functools.partial(read, target, listed), [one.name for one in listed])
+    groups = [
+        WeightGroup({target: own[target]}, [one.name for one in listed], functools.partial(read, target, listed))
         for target, listed in parts.items()
     ]
     return groups, {tensor.name: functools.partial(_whole, tensor) for tensor in unread}
@@ -144,8 +141,8 @@ def _by_rules(tensors: list[Any], rules: list[Any], model: nn.Module) -> Found:
     def read(name: str) -> torch.Tensor:
         return _whole(by_name[name])
 
-    groups: list[Group] = [
-        (one.targets, lambda one=one: one.apply(read, model), one.sources)  # type: ignore[misc]
+    groups = [
+        WeightGroup(one.targets, one.sources, lambda *_, one=one: one.apply(read, model))  # type: ignore[misc]
         for one in conversions.found
     ]
     return groups, {name: functools.partial(read, name) for name in conversions.unused}
