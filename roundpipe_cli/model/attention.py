@@ -365,7 +365,8 @@ def _attend_at_once(
 
     longest = max(map(max, rows.lengths))
     window = -1 if rows.window is None else rows.window - 1
-    shared = {"enable_gqa": heads != key.shape[1]} if _is_told_of_shared_keys(varlen.varlen_attn) else {}
+    is_told = _is_told_of_shared_keys(varlen.varlen_attn)
+    shared: dict[str, Any] = {"enable_gqa": heads != key.shape[1]} if is_told else {}
     result = varlen.varlen_attn(
         flat(query),
         flat(key),

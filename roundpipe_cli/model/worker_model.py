@@ -124,10 +124,8 @@ class SavedBytes:
 
 
 def saved_sizes(run: Callable[[], object], known: Iterable[torch.Tensor]) -> list[int]:
-    """Bytes of each storage that autograd keeps of what `run` computes and returns, in the order of first use.
-
-    Args:
-        known: tensors that are there anyway: weights, and what all blocks are called with.
+    """Bytes of each storage that autograd keeps of what `run` computes and returns, in the order of first use; but for
+    the `known`, which are there anyway: weights, and what all blocks are called with.
     """
     there = {tensor.untyped_storage().data_ptr() for tensor in known}
     found: dict[int, int] = {}
@@ -161,15 +159,12 @@ class WorkerModel:
         device: torch.device,
         options: WorkerOptions | None = None,
     ) -> None:
-        """Copy the skeleton `model` (parameters on the meta device, buffers real).
+        """Copy the skeleton `model`, adapters included (parameters on the meta device, buffers real).
 
         Args:
-            model: the causal language model, adapters included; not kept.
-            split: its cut into layers.
             host_views: parameter name -> the host's weights, for the embed layer.
             trainable: names of all trainable parameters.
             device: where blocks and head run.
-            options: how it computes; None: the defaults.
         """
         options = options or WorkerOptions()
         self.split, self.device = split, device
@@ -384,9 +379,7 @@ class WorkerModel:
     ) -> list[SavedBytes]:
         """Per block, what autograd keeps of it; `bind` gives a block its weights, one block of each kind is tried.
 
-        Args:
-            tokens: of the shorter of two sequences; the other has twice as many.
-            packed: several rows to a sequence, which masks keep apart.
+        Two sequences are: of `tokens`, and of twice as many; if `packed`, of several rows each.
 
         Raises:
             RuntimeError: an operation that this processor does not have in this dtype.
@@ -414,11 +407,7 @@ class WorkerModel:
             return saved_sizes(lambda: call.run(block, leaf), known)
 
     def check_mlp_chunks(self, bind: Callable[[int], None]) -> None:
-        """Try the feed-forward part of one block of each kind in chunks; `bind` gives a block its weights.
-
-        Raises:
-            RefusedError: it cannot be cut.
-        """
+        """Try the feed-forward part of one block of each kind in chunks; `bind` gives a block its weights."""
         training, adapters = self._mode
         self.set_mode(training=False, adapters=True)
         prologue = self.prologue(self.probe_ids())
@@ -475,11 +464,9 @@ class WorkerModel:
         return self._blocks_draw or any(chunks.has_drawn for chunks in self._mlp_chunks.values())
 
     def logits(self, hidden: torch.Tensor, first: int = 0, dropout_seed: int | None = None) -> torch.Tensor:
-        """Tail and LM head of the model's own forward: hidden states [N, H] -> logits [N, V].
+        """Tail and LM head of the model's own forward: a chunk of a microbatch's rows [N, H] -> logits [N, V].
 
-        Args:
-            hidden: a chunk of a microbatch's rows.
-            first: how many rows came before; chunks draw their own random numbers.
+        `first`: how many rows came before; chunks draw their own random numbers.
         """
         rows = hidden[None]
         if self.split.casts_tail:
