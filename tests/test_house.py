@@ -38,7 +38,7 @@ SIGNATURES_OF_LIBRARIES = {
     *("forward", "_grouped_mm_kernel", "_grouped_outer_kernel"),  # torch.autograd.Function, Triton
     *("_dropout_kernel", "_cross_entropy_kernel"),
     *("of", "_attention", "sink_attention"),  # torch's scaled_dot_product_attention, transformers' attention
-    *("attend", "_attend_sinks", "_attend_sink_row", "_attend_row"),
+    *("attend_or_read", "_attend_row"),
 }
 """Functions whose arguments a library has chosen."""
 USED_OUTSIDE = {

@@ -217,16 +217,20 @@ def _register() -> None:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-    @functools.wraps(sdpa_attention_forward)
-    def attend(module: nn.Module, query: Any, key: Any, value: Any, attention_mask: Any, **more: Any) -> Any:
-        if not isinstance(attention_mask, PackedRows):
-            return sdpa_attention_forward(module, query, key, value, attention_mask, **more)
-        return attend_rows(
-            functools.partial(sdpa_attention_forward, module), query, key, value, rows=attention_mask, more=more
-        )
-
     AttentionMaskInterface.register(NAME, functools.wraps(sdpa_mask)(functools.partial(rows_or_mask, sdpa_mask)))
-    AttentionInterface.register(NAME, attend)
+    AttentionInterface.register(NAME, _reading_rows(sdpa_attention_forward))
+
+
+def _reading_rows(attend: Callable[..., Any]) -> Callable[..., Any]:
+    """The same attention, as transformers calls it, which also takes `PackedRows` for a mask."""
+
+    @functools.wraps(attend)
+    def attend_or_read(module: nn.Module, query: Any, key: Any, value: Any, attention_mask: Any, **more: Any) -> Any:
+        if not isinstance(attention_mask, PackedRows):
+            return attend(module, query, key, value, attention_mask, **more)
+        return attend_rows(functools.partial(attend, module), query, key, value, rows=attention_mask, more=more)
+
+    return attend_or_read
 
 
 def rows_or_mask(make_mask: Callable[..., torch.Tensor | None], *args: Any, **kwargs: Any) -> Any:
@@ -406,7 +410,7 @@ def register_sinks() -> None:
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
-    AttentionInterface.register(SINKS_NAME, _attend_sinks)
+    AttentionInterface.register(SINKS_NAME, _reading_rows(sink_attention))
     AttentionMaskInterface.register(SINKS_NAME, _sink_mask)
 
 
@@ -416,14 +420,6 @@ def _sink_mask(**kwargs: Any) -> Any:
     from transformers.masking_utils import sdpa_mask
 
     return rows_or_causal_mask(sdpa_mask, **{**kwargs, "allow_is_causal_skip": False})
-
-
-def _attend_sinks(
-    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **more: Any
-) -> tuple[torch.Tensor, None]:
-    if not isinstance(attention_mask, PackedRows):
-        return sink_attention(module, query, key, value, attention_mask, **more)
-    return attend_rows(functools.partial(sink_attention, module), query, key, value, rows=attention_mask, more=more)
 
 
 def sink_attention(
