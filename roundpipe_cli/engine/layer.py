@@ -24,7 +24,7 @@ from roundpipe_cli.model.attention import recurrent_blocks
 from roundpipe_cli.model.block_calls import BlockCall, Prologue
 from roundpipe_cli.model.chunks import ChunkCache, KeyValues
 from roundpipe_cli.model.dropout import layer_seed
-from roundpipe_cli.model.head import AddProduct, GradientTaps, HeadTargets, Take, run_head, score_head
+from roundpipe_cli.model.head import AddProduct, GradientTaps, HeadTargets, Take, map_tensors, run_head, score_head
 from roundpipe_cli.model.layout import LayerLayout
 from roundpipe_cli.model.worker_model import WorkerModel
 
@@ -389,7 +389,7 @@ class LayerRunner:
                 chunk_tokens=context.loss.chunk_tokens,
                 greedy=context.greedy,
             )
-        state.scores = scores.map_tensors(lambda tensor: self.backend.send(tensor)[0])  # complete when the pass is done
+        state.scores = map_tensors(scores, lambda one: self.backend.send(one)[0])  # complete when the pass is done
         state.prologue = None  # nothing reads it again
 
     def _without_sums(self, state: MicrobatchState, boundary: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -401,7 +401,7 @@ class LayerRunner:
     def _targets(self, state: MicrobatchState) -> HeadTargets:
         receive, preference = self.backend.receive, state.preference
         indices, ids = receive(state.target_indices), receive(state.target_ids)
-        return HeadTargets(indices, ids, None if preference is None else preference.map_tensors(receive))
+        return HeadTargets(indices, ids, None if preference is None else map_tensors(preference, receive))
 
     # -- chunks of a sequence ------------------------------------------------------------------------------------
 

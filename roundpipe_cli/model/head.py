@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.nn.functional import logsigmoid
@@ -107,11 +107,6 @@ SURE = -1.0e-7
 """Highest mean log-probability that has odds: a higher one is float32's rounding."""
 
 
-def _moved(values: object, move: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
-    """The tensors among a dataclass's values, by name, moved."""
-    return {name: move(value) for name, value in vars(values).items() if isinstance(value, torch.Tensor)}
-
-
 @dataclass(frozen=True)
 class Preference:
     """Inputs of the loss beside the model's own log-probabilities."""
@@ -127,10 +122,6 @@ class Preference:
     has no part in the loss."""
     is_answer: torch.Tensor | None = None
     """bool [B, T]: tokens of the answers, which are compared; None: every target token is one."""
-
-    def map_tensors(self, move: Callable[[torch.Tensor], torch.Tensor]) -> Preference:
-        """A copy with every tensor moved."""
-        return replace(self, **_moved(self, move))
 
 
 @dataclass(frozen=True)
@@ -320,9 +311,14 @@ class HeadScores:
     best_ids: torch.Tensor | None
     """int64 [N]: the most probable token at each target's place, if asked for."""
 
-    def map_tensors(self, move: Callable[[torch.Tensor], torch.Tensor]) -> HeadScores:
-        """The same with every tensor moved."""
-        return replace(self, **_moved(self, move))
+
+Values = TypeVar("Values", Preference, HeadScores)
+
+
+def map_tensors(values: Values, move: Callable[[torch.Tensor], torch.Tensor]) -> Values:
+    """A copy with every tensor moved."""
+    moved: dict[str, Any] = {name: move(one) for name, one in vars(values).items() if isinstance(one, torch.Tensor)}
+    return replace(values, **moved)
 
 
 def score_head(

@@ -20,7 +20,7 @@ from roundpipe_cli.data.tokenized import Row
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.step import Microbatch
 from roundpipe_cli.engine.weights import REFERENCE
-from roundpipe_cli.model.head import HeadScores, Preference, Rewards, pair_loss
+from roundpipe_cli.model.head import HeadScores, Preference, Rewards, map_tensors, pair_loss
 from roundpipe_cli.planning.adaptive import AdaptivePlanner
 from roundpipe_cli.planning.cuts import forward_stages
 from roundpipe_cli.recipe.schema import Recipe
@@ -201,7 +201,7 @@ def score_pairs(setup: Setup, scorer: Scorer, step: int) -> tuple[float, int, di
         assert microbatch.preference is not None
         (targets,) = (microbatch.labels[:, 1:] != IGNORED_LABEL).flatten().nonzero(as_tuple=True)
         indices = targets + targets // (microbatch.labels.shape[1] - 1)  # of B * T, where each row has a last token
-        preference = microbatch.preference.map_tensors(lambda tensor: tensor.cpu())
+        preference = map_tensors(microbatch.preference, lambda tensor: tensor.cpu())
         rows, length = microbatch.labels.shape
         loss_sum, _, sums = pair_loss(scored.log_probabilities.cpu(), indices, (rows, length), preference)
         loss += float(loss_sum)
