@@ -57,12 +57,9 @@ def takes_triton(
         rank: of their adapters, 0 without; torch's own takes rows of 16 bytes only.
         allowed: whether kernels of ours may be used, and can be (`why_no_triton`).
     """
-    known = [capability for capability in capabilities if capability is not None]
-    if not allowed or dtype not in DTYPES or len(known) < len(capabilities):
+    if not allowed or dtype not in DTYPES or not all_run_ours(capabilities):
         return False
-    if min(known, default=(0, 0)) < MIN_CAPABILITY:
-        return False
-    return rank % 8 != 0 or any(loops_over_groups(capability, dtype) for capability in known)
+    return rank % 8 != 0 or any(loops_over_groups(one, dtype) for one in capabilities if one is not None)
 
 
 def why_no_triton() -> str | None:
@@ -98,7 +95,7 @@ def describe_experts(
     cards = ", ".join(f"sm{major}{minor}" for major, minor in sorted(set(known)))
     if all(takes_triton(capabilities, dtype, allowed=missing is None) for dtype in dtypes):
         return f"the experts of a layer are multiplied by one Triton kernel ({cards})"
-    if missing is None and (min(known) < MIN_CAPABILITY or len(known) < len(capabilities)):
+    if missing is None and not all_run_ours(capabilities):
         missing = "our kernels need sm80 or newer on every GPU of a run"
     elif missing is None:
         others = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)

@@ -376,12 +376,11 @@ def _refuse_missing(model: nn.Module, modules_to_save: tuple[str, ...], start: P
 
     `start`: folder of the adapter that is trained further and has these modules.
     """
+    where, hint = "lora.modules_to_save", "leave it out, or use method: full"
+    if start is not None:
+        where, hint = "lora.start_from", MERGE_FIRST.format(start)
     for wanted in modules_to_save:
         found = [m for path, m in model.named_modules() if path == wanted or path.endswith(f".{wanted}")]
-        where, hint = "lora.modules_to_save", "leave it out, or use method: full"
-        if start is not None:
-            where = "lora.start_from"
-            hint = MERGE_FIRST.format(start)
         if not found:
             raise RefusedError("no such module to train", where=where, found=wanted, hint=_nearest(model, [wanted]))
         uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
@@ -475,7 +474,7 @@ def refuse_adapters_outside_blocks(model: nn.Module, blocks_path: str) -> None:
 
 
 def initial_values(
-    model: nn.Module, seed: int, base: Callable[[str], torch.Tensor] | None = None, init: str = "default"
+    model: nn.Module, seed: int, base: Callable[[str], torch.Tensor], init: str = "default"
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """PEFT's start of an adapter, each random tensor from a seed of its own name.
 
@@ -483,7 +482,7 @@ def initial_values(
     base weight's rows; modules that are saved whole, and rows of tables: their base weights.
 
     Args:
-        base: the base weight of a parameter's name, in any dtype; needed for the latter two.
+        base: the base weight of a parameter's name, in any dtype.
         init: of A, `default` or `gaussian`.
     """
     for name, parameter in model.named_parameters():
@@ -499,14 +498,11 @@ def initial_values(
             else:
                 nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)
         elif ".lora_magnitude_vector." in name:
-            assert base is not None
             path = name.partition(".lora_magnitude_vector.")[0]
             values = torch.linalg.norm(base(f"{path}.base_layer.weight").float(), dim=1)
         elif ".modules_to_save." in name:
-            assert base is not None
             values = base(name.replace(f".modules_to_save.{ADAPTER}.", ".original_module.")).float()
         elif ".trainable_tokens_delta." in name:
-            assert base is not None
             path = name.partition(".trainable_tokens_delta.")[0]
             owner: Any = model.get_submodule(path)
             values = base(f"{path}.base_layer.weight")[owner.token_indices[ADAPTER]].float()

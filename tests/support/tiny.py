@@ -166,7 +166,7 @@ def make_rig(
         values = torch.randn(shape, generator=generator) * scale
         store.set_parameter(name, values + 1 if len(shape) == 1 and "norm" in name else values)
     if method == "lora":
-        for name, values in initial_values(skeleton, seed):
+        for name, values in initial_values(skeleton, seed, store.master):
             if ".lora_A." in name:
                 store.set_parameter(name, values)
     return Rig(skeleton, split, store, plain_copy(skeleton, store), peft_model, kernels)
