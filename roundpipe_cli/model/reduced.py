@@ -18,13 +18,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from roundpipe_cli.choices import IGNORED_LABEL
+from roundpipe_cli.choices import IGNORED_LABEL, SIZE_NAMES
 from roundpipe_cli.model.attention import SINKS_NAME
 from roundpipe_cli.model.block_calls import BlockCall, ResultMark, StandIn, install_stubs
 from roundpipe_cli.model.chunks import ChunkCache
 from roundpipe_cli.model.dropout import NOISE_ATTRIBUTE, SeededDropout, layer_seed
 from roundpipe_cli.model.fused import FusedOps
 from roundpipe_cli.model.last_projection import block_kind
+from roundpipe_cli.model.lora import experts_per_token
 from roundpipe_cli.model.new_tokens import row_owners
 from roundpipe_cli.model.split import ModelSplit, materialised_copy
 
@@ -39,9 +40,7 @@ WIDTHS = (
     *("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"),
     *("moe_shared_expert_intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "expert_ffn_hidden_size"),
 )
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-CHOSEN = ("num_experts_per_tok", "moe_topk", "top_k_experts")
-"""Keys of a configuration, in transformers' names: widths of feed-forward parts, experts, and experts of one token."""
+"""Keys of a configuration, in transformers' names: widths of feed-forward parts."""
 
 
 class SkippedBlock(StandIn):
@@ -136,9 +135,8 @@ def _narrow_feed_forward(config: Any) -> Any:
     """The configuration with fewer experts too."""
     small = copy.deepcopy(config)
     text = small.get_text_config()
-    chosen = max(_number(text, key) for key in CHOSEN)
-    experts = max(8, 2 * _number(text, "n_group"), 2 * chosen)
-    for keys, most in ((WIDTHS, MAX_WIDTH), (EXPERTS, experts)):
+    experts = max(8, 2 * _number(text, "n_group"), 2 * experts_per_token(text))
+    for keys, most in ((WIDTHS, MAX_WIDTH), (SIZE_NAMES["num_experts"], experts)):
         for key in keys:
             value = getattr(text, key, None)
             if isinstance(value, int):

@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from roundpipe_cli.choices import SIZE_NAMES
+
 if TYPE_CHECKING:
     from roundpipe_cli.model.head import HeadResult
 
@@ -170,9 +172,6 @@ def join(hidden: torch.Tensor, others: Mapping[Name, torch.Tensor]) -> torch.Ten
 
 WANTED = "trains_router_loss"
 """Attribute of a configuration, set where its file says `output_router_logits: true`."""
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_CHOSEN = ("num_experts_per_tok", "top_k", "moe_k", "moe_top_k", "num_experts_per_token")
-"""Attributes of models and configurations: number of experts, and of those that a token is routed to."""
 
 
 @dataclass(frozen=True)
@@ -265,7 +264,7 @@ def find_router_loss(model: nn.Module, blocks_path: str) -> RouterLoss | str:
     target = getattr(spec, "target_class", None)
     if target is None:
         return "transformers does not say which module of a block is its router"
-    num_experts, top_k = (_number((model, text), names) for names in (_EXPERTS, _CHOSEN))
+    num_experts, top_k = (_number((model, text), SIZE_NAMES[key]) for key in ("num_experts", "num_experts_per_tok"))
     weight = getattr(model, "router_aux_loss_coef", getattr(text, "router_aux_loss_coef", None))
     if not num_experts or not top_k or not isinstance(weight, (int, float)):
         return "its configuration does not say how many experts there are, how many a token has, or the loss's weight"
