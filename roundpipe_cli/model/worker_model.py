@@ -369,7 +369,7 @@ class WorkerModel:
 
         def find(index: int) -> tuple[str, ...]:
             bind(index)
-            ready = functools.partial(self._ready, index + 1, dropout_seed)
+            ready = functools.partial(self._ready, index, dropout_seed)
             return BlockProbe(self.blocks[index], prologue.calls[index], prologue.hidden, ready).find()
 
         return dict(enumerate(by_kind(self.blocks, prologue.calls, find)))
@@ -399,9 +399,7 @@ class WorkerModel:
     def _saved_sizes(self, index: int, prologue: Prologue, dropout_seed: int | None) -> list[int]:
         block, call = self.blocks[index], prologue.calls[index]
         leaf = call.input_like(prologue.hidden).detach().clone().requires_grad_()
-        if index in self._mlp_chunks:
-            self._mlp_chunks[index].dropout_seed = dropout_seed
-        with self._ready(index + 1, dropout_seed):
+        with self._ready(index, dropout_seed):
             given = torch.utils._pytree.tree_leaves([call.args, call.kwargs])
             known = [*block.parameters(), *(value for value in given if isinstance(value, torch.Tensor))]
             return saved_sizes(lambda: call.run(block, leaf), known)
@@ -440,15 +438,15 @@ class WorkerModel:
         (`output_is_read` false), the output's values mean nothing.
         """
         left_out = None if output_is_read else self._left_out.get(index)
-        if index in self._mlp_chunks:
-            self._mlp_chunks[index].dropout_seed = dropout_seed
-        with self._ready(index + 1, dropout_seed), left_out or nullcontext():
+        with self._ready(index, dropout_seed), left_out or nullcontext():
             return call.run(self.blocks[index], hidden, cache)
 
     @contextmanager
-    def _ready(self, layer: int, dropout_seed: int | None) -> Iterator[None]:
+    def _ready(self, index: int, dropout_seed: int | None) -> Iterator[None]:
         """Around a call of a block: its dropout, and its packed weights unpacked."""
-        packed = self._packed.get(layer)
+        packed = self._packed.get(index + 1)
+        if index in self._mlp_chunks:
+            self._mlp_chunks[index].dropout_seed = dropout_seed
         with (
             seeded(dropout_seed, watch=self.watches_torch) as draws,
             whole_weights(packed) if packed else nullcontext(),
