@@ -178,7 +178,11 @@ def in_rows(position_ids: torch.Tensor, *, as_masks: bool = False) -> AbstractCo
     A mask that shows anything else (chunks of a local attention, tokens on both sides) stays what it was. With
     `as_masks` all stay tensors, as the model's own code makes them.
     """
-    return _within(_row_lengths(position_ids), as_masks=as_masks, are_packed=True)
+    found = []
+    for sequence in position_ids.cpu():
+        starts = [0, *(torch.nonzero(sequence.diff() != 1).flatten() + 1).tolist(), len(sequence)]
+        found.append(tuple(end - start for start, end in itertools.pairwise(starts)))
+    return _within(tuple(found), as_masks=as_masks, are_packed=True)
 
 
 def in_whole_rows(num_rows: int, tokens: int) -> AbstractContextManager[None]:
@@ -201,14 +205,6 @@ def packed_rows() -> PackedRows | None:
     """Where this thread's rows lie, without a window; None: it is not within `in_rows`."""
     rows: PackedRows | None = getattr(_now, "rows", None)
     return rows if rows is not None and _now.are_packed else None
-
-
-def _row_lengths(position_ids: torch.Tensor) -> tuple[tuple[int, ...], ...]:
-    found = []
-    for sequence in position_ids.cpu():
-        starts = [0, *(torch.nonzero(sequence.diff() != 1).flatten() + 1).tolist(), len(sequence)]
-        found.append(tuple(end - start for start, end in itertools.pairwise(starts)))
-    return tuple(found)
 
 
 @functools.cache

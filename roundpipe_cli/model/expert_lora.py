@@ -194,17 +194,13 @@ def _activate(wrapper: Any, active_adapters: list[str]) -> Iterator[None]:
         with _added(wrapper, adapters[0], layer, name):
             yield
         return
+    experts, rank = wrapper.num_experts, wrapper.r[adapters[0]]
+    lora_a, lora_b = wrapper.lora_A[adapters[0]].weight, wrapper.lora_B[adapters[0]].weight
+    b = lora_b.view(-1, rank, experts).permute(2, 0, 1).contiguous()  # PEFT's parameters, an expert at a time
+    adapter = ExpertAdapter(lora_a.view(experts, rank, -1), b, float(wrapper.scaling[adapters[0]]))
     mode = kernel or GroupedByKernel(lambda dtype, rank: False, forgets=False)
-    with mode if kernel is None else nullcontext(), mode.adapted(weights, _adapter(wrapper, adapters[0])):
+    with mode if kernel is None else nullcontext(), mode.adapted(weights, adapter):
         yield
-
-
-def _adapter(wrapper: Any, adapter: str) -> ExpertAdapter:
-    """PEFT's parameters, an expert at a time."""
-    experts, rank = wrapper.num_experts, wrapper.r[adapter]
-    lora_a, lora_b = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight
-    b = lora_b.view(-1, rank, experts).permute(2, 0, 1).contiguous()
-    return ExpertAdapter(lora_a.view(experts, rank, -1), b, float(wrapper.scaling[adapter]))
 
 
 @contextmanager
