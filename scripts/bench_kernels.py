@@ -31,7 +31,6 @@ from roundpipe_cli.cli.output import quiet_libraries
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.probe import worker_on_host
 from roundpipe_cli.model.fused import FusedOps
-from roundpipe_cli.model.worker_model import WorkerOptions
 from roundpipe_cli.planning.adaptive import PROFILE_STEPS
 from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.train.build import make_engine, make_planner
@@ -48,7 +47,7 @@ TOLERANCE = {"float32": 1e-5, "bfloat16": 3e-2}
 
 def block_runner(setup: Setup, fused: FusedOps | None, tokens: int) -> Callable[[], None]:
     """Forward, recompute and backward of the first block on one microbatch."""
-    worker, bind = worker_on_host(setup.model, setup.split, setup.store, WorkerOptions(fused=fused))
+    worker, bind = worker_on_host(setup.model, setup.split, setup.store, fused)
     bind(0)
     prologue = worker.prologue(torch.arange(tokens)[None] + 10)
     hidden = prologue.hidden.detach().requires_grad_()

@@ -35,7 +35,7 @@ from roundpipe_cli.model.head import GradientTaps
 from roundpipe_cli.model.load import build_skeleton
 from roundpipe_cli.model.lora import LoraSettings, add_lora
 from roundpipe_cli.model.split import split_model
-from roundpipe_cli.model.worker_model import WorkerModel, WorkerOptions
+from roundpipe_cli.model.worker_model import WorkerModel
 from scripts.gpu_checks.models import FAMILIES, build, configuration, shipped, tiny
 from tests.support.launches import LaunchCounter, block_passes
 
@@ -62,8 +62,8 @@ def on_processor(model_type: str, method: str, device: str = "cpu") -> Passes:
     """Of a few numbers, with their arithmetic, on the processor or a GPU."""
     model = build(tiny(model_type), method, torch.float32)
     views, trainable = model.store.views, model.store.trainable_names
-    options = WorkerOptions(fused=model.fused)
-    worker = WorkerModel(model.skeleton, model.split, views, trainable, device=torch.device(device), options=options)
+    place, fused = torch.device(device), model.fused
+    worker = WorkerModel(model.skeleton, model.split, views, trainable, device=place, fused=fused)
     worker.bind(1, {one.name: nn.Parameter(views[one.name].to(device, copy=True), one.name in trainable)
                     for one in model.store.layouts[1].places})  # fmt: skip
     prologue = worker.prologue(torch.zeros((1, FEW_TOKENS), dtype=torch.long))

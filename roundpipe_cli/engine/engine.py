@@ -45,7 +45,7 @@ from roundpipe_cli.kernels.grouped_mm import (
 from roundpipe_cli.model.expert_lora import use_grouped_kernel
 from roundpipe_cli.model.head import HeadLoss, HeadScores, Rewards, target_rows
 from roundpipe_cli.model.split import ModelSplit
-from roundpipe_cli.model.worker_model import WorkerModel, WorkerOptions
+from roundpipe_cli.model.worker_model import WorkerModel
 from roundpipe_cli.schedule.actions import Kind, Schedule
 from roundpipe_cli.schedule.program import WEIGHTS, Program
 from roundpipe_cli.schedule.timeline import HOST, Interval
@@ -161,10 +161,13 @@ class Engine:
         """Whether the loss is our kernel's, on all workers alike."""
         expert_dtypes: frozenset[torch.dtype] = frozenset()
         self._workers = []
-        how = WorkerOptions(options.mlp_chunk_tokens, options.fused, options.attends_in_rows)
         for index, backend in enumerate(backends):
             worker_model = WorkerModel(
-                model, split, store.views, store.trainable_names, device=backend.device, options=how
+                *(model, split, store.views, store.trainable_names),
+                device=backend.device,
+                fused=options.fused,
+                mlp_chunk_tokens=options.mlp_chunk_tokens,
+                attends_in_rows=options.attends_in_rows,
             )
             worker_model.leave_out(options.unread or {})
             if backend.capability is not None:

@@ -15,7 +15,7 @@ from roundpipe_cli.model.fused import FusedOps
 from roundpipe_cli.model.last_projection import by_kind
 from roundpipe_cli.model.layout import LayerLayout
 from roundpipe_cli.model.split import ModelSplit
-from roundpipe_cli.model.worker_model import PROBE_TOKENS, SavedBytes, WorkerModel, WorkerOptions
+from roundpipe_cli.model.worker_model import PROBE_TOKENS, SavedBytes, WorkerModel
 
 NUM_CHUNKS = 3
 """Chunks of a probe's tokens, where feed-forward parts are computed in chunks."""
@@ -42,7 +42,7 @@ class Probe:
         self, chunk_tokens: int | None = None, *, attends_in_rows: bool = False
     ) -> tuple[WorkerModel, Callable[[int], None]]:
         if chunk_tokens not in self._workers:
-            self._workers[chunk_tokens] = worker_on_host(*self._parts, WorkerOptions(chunk_tokens, self._fused))
+            self._workers[chunk_tokens] = worker_on_host(*self._parts, self._fused, chunk_tokens=chunk_tokens)
         worker, bind = self._workers[chunk_tokens]
         worker.set_mode(training=True, adapters=True)
         worker.attends_in_rows = attends_in_rows
@@ -106,7 +106,7 @@ class Probe:
 
         Args:
             mlp_chunk_tokens: the feed-forward part is in chunks; the short sequence has three.
-            attends_in_rows: see `WorkerOptions`.
+            attends_in_rows: see `WorkerModel`.
             packed: several rows to a sequence.
         """
         tokens = max(1, min(PROBE_TOKENS, longest // 2))
@@ -119,10 +119,11 @@ class Probe:
 
 
 def worker_on_host(
-    model: nn.Module, split: ModelSplit, store: WeightStore, options: WorkerOptions
+    model: nn.Module, split: ModelSplit, store: WeightStore, fused: FusedOps | None, *, chunk_tokens: int | None = None
 ) -> tuple[WorkerModel, Callable[[int], None]]:
     """A worker on the processor, and a function that gives one of its blocks the host's weights."""
-    worker = WorkerModel(model, split, store.views, store.trainable_names, device=torch.device("cpu"), options=options)
+    views, trainable, host = store.views, store.trainable_names, torch.device("cpu")
+    worker = WorkerModel(model, split, views, trainable, device=host, fused=fused, mlp_chunk_tokens=chunk_tokens)
 
     def bind(block: int) -> None:
         layer = block + 1

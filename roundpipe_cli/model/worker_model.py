@@ -36,19 +36,6 @@ from roundpipe_cli.model.new_tokens import TokenRows, replace_row_owners
 from roundpipe_cli.model.split import ModelSplit, carry_along, copy_modules, weights_dtype
 from roundpipe_cli.model.stored.packed_weights import PackedParameter, PackedPlace, whole_weights
 
-
-@dataclass(frozen=True)
-class WorkerOptions:
-    """Settings of a `WorkerModel`; equal for all workers of a run."""
-
-    mlp_chunk_tokens: int | None = None
-    """Tokens of a chunk of the blocks' feed-forward part; None: it is computed whole."""
-    fused: FusedOps | None = None
-    """Modules that compute by fused operators; None: all by their own code."""
-    attends_in_rows: bool = False
-    """Blocks get the places of rows instead of a mask of all pairs of tokens; `engine/probe.py` proves it."""
-
-
 # State that modules keep from call to call, and how it is reset.
 #
 # Dynamic rotary scaling (`rope_type: dynamic`) keeps the frequencies of the longest sequence that it has met. A worker
@@ -157,7 +144,9 @@ class WorkerModel:
         trainable: frozenset[str],
         *,
         device: torch.device,
-        options: WorkerOptions | None = None,
+        fused: FusedOps | None = None,
+        mlp_chunk_tokens: int | None = None,
+        attends_in_rows: bool = False,
     ) -> None:
         """Copy the skeleton `model`, adapters included (parameters on the meta device, buffers real).
 
@@ -165,8 +154,10 @@ class WorkerModel:
             host_views: parameter name -> the host's weights, for the embed layer.
             trainable: names of all trainable parameters.
             device: where blocks and head run.
+            fused: modules that compute by fused operators; None: all by their own code.
+            mlp_chunk_tokens: tokens of a chunk of the blocks' feed-forward part; None: it is computed whole.
+            attends_in_rows: blocks get the places of rows instead of a mask of all pairs; `engine/probe.py` proves it.
         """
-        options = options or WorkerOptions()
         self.split, self.device = split, device
         names = {id(p): name for name, p in model.named_parameters()}
         causal, memo = copy_modules(model)
@@ -174,7 +165,7 @@ class WorkerModel:
         causal.train()
         isolate_expert_adapters(causal)
         replace_row_owners(causal, ADAPTER)
-        fuse(causal, options.fused or FusedOps())
+        fuse(causal, fused or FusedOps())
         self._recorder = split.recorder()
         self._tail = [causal.get_submodule(path) for path in split.tail_paths]
         for path in split.tail_paths:
@@ -206,8 +197,8 @@ class WorkerModel:
         """Whether a block has drawn random numbers by a function of torch in a call with a seed."""
         self.watches_torch = True
         """Whether functions of torch that draw are answered in blocks."""
-        self._mlp_chunks = self._cut_mlps(options.mlp_chunk_tokens) if options.mlp_chunk_tokens else {}
-        self.attends_in_rows = options.attends_in_rows
+        self._mlp_chunks = self._cut_mlps(mlp_chunk_tokens) if mlp_chunk_tokens else {}
+        self.attends_in_rows = attends_in_rows
 
     def _cut_mlps(self, chunk_tokens: int) -> dict[int, MlpChunks]:
         found = {}

@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from roundpipe_cli.engine.backends.cuda import IssueTurns
 from roundpipe_cli.kernels.grouped_mm import takes_triton, why_no_triton
 from roundpipe_cli.model.expert_lora import use_grouped_kernel
-from roundpipe_cli.model.worker_model import WorkerModel, WorkerOptions
+from roundpipe_cli.model.worker_model import WorkerModel
 from scripts import issue_rate
 from scripts.gpu_checks.models import FAMILIES, build, of_scale, random_rows
 from scripts.gpu_checks.place import Check, CheckPlace, Figures, check
@@ -91,9 +91,9 @@ def one_block(place: CheckPlace, model_type: str, method: str, kernels: str) -> 
     ids = random_rows(1, tokens, model.figures["vocab_size"])[0].input_ids
     with place.devices():
         device = torch.device("cuda", place.first)
-        options = WorkerOptions(fused=model.fused if kernels == "auto" else None)
+        fused = model.fused if kernels == "auto" else None
         worker = WorkerModel(
-            model.skeleton, model.split, model.store.views, model.store.trainable_names, device=device, options=options
+            model.skeleton, model.split, model.store.views, model.store.trainable_names, device=device, fused=fused
         )
         capability = torch.cuda.get_device_capability(device)
         ours = kernels == "auto" and why_no_triton() is None

@@ -40,7 +40,7 @@ from roundpipe_cli.model.head import GradientTaps
 from roundpipe_cli.model.last_projection import block_kind
 from roundpipe_cli.model.split import ModelSplit
 from roundpipe_cli.model.stored.packed_weights import PackedParameter, packed_bytes, quantizable_names
-from roundpipe_cli.model.worker_model import WorkerModel, WorkerOptions
+from roundpipe_cli.model.worker_model import WorkerModel
 
 META = torch.device("meta")
 TIMED_PASSES = 2
@@ -324,7 +324,7 @@ def worker_on_meta(
     names = dict(model.named_parameters())
     trainable = frozenset(name for name, parameter in names.items() if parameter.requires_grad)
     host = {name: torch.zeros((), dtype=one.dtype).expand(one.shape) for name, one in names.items()}
-    worker = WorkerModel(model, split, host, trainable, device=META, options=WorkerOptions(fused=fused))
+    worker = WorkerModel(model, split, host, trainable, device=META, fused=fused)
     in_form = quantizable_names(model, split.blocks_path) if packed else frozenset()
 
     def on_meta(name: str) -> nn.Parameter:
