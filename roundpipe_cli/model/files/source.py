@@ -251,18 +251,16 @@ def _cached_model(
     name: str, revision: str | None, weights: bool, tell: Tell, *, why: str, near: str | None
 ) -> ModelSource:
     """The model in the cache, for when the hub cannot be asked: the best folder with all of its files."""
-    folder, wrong = None, list[RefusedError]()
-    for candidate in cached_snapshots(name, revision):
+    wrong = list[RefusedError]()
+    for folder in cached_snapshots(name, revision):
         try:
-            check_model_folder(candidate, weights=weights)
+            check_model_folder(folder, weights=weights)
+            break
         except RefusedError as refused:
             wrong.append(refused)
-            continue
-        folder = candidate
-        break
-    if folder is None and wrong:
-        raise wrong[0]
-    if folder is None:
+    else:
+        if wrong:
+            raise wrong[0]
         raise RefusedError(
             "the model is neither a local folder nor to be had from the hub",
             where="model",
