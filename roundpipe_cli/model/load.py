@@ -15,7 +15,6 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -136,15 +135,8 @@ def _key(source: ModelSource, kind: str) -> str:
     status = path.stat()
     with path.open("rb") as file:
         head = hashlib.sha256(file.read(HEAD_BYTES)).hexdigest()
-    parts = [kind, head, status.st_size, status.st_mtime_ns, __version__, *map(_version, LIBRARIES)]
+    parts = [kind, head, status.st_size, status.st_mtime_ns, __version__, *map(version, LIBRARIES)]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:40]
-
-
-def _version(library: str) -> str:
-    try:
-        return version(library)
-    except PackageNotFoundError:
-        return "none"
 
 
 def _load_kept(folder: Path, name: str, load: Load) -> Any | None:

@@ -15,7 +15,6 @@ import tempfile
 import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -92,11 +91,7 @@ def is_remembered(config: Mapping[str, Any]) -> bool:
 
 
 def _remembered(config: Mapping[str, Any]) -> Path:
-    versions = []
-    for package in ("transformers", "torch"):
-        with suppress(PackageNotFoundError):
-            versions.append(version(package))
-    text = json.dumps([FORMAT, versions, config], sort_keys=True, default=str)
+    text = json.dumps([FORMAT, version("transformers"), version("torch"), config], sort_keys=True, default=str)
     return cache_folder("parameter_counts") / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
 
 
