@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Collection, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import ExitStack, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -65,50 +65,37 @@ class NoProducts(TorchDispatchMode):
         return args[0].new_full(shape(*args), self._fill)
 
 
+class _Unread:
+    """Replaces the forward of a linear module that cannot leave its product out itself."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.fill: float | None = None
+        self._forward = module.forward
+        module.__dict__["forward"] = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with nullcontext() if self.fill is None else NoProducts(self.fill):
+            return self._forward(*args, **kwargs)
+
+
 class UnreadProducts:
-    """Leaves out the products of some modules of one block. Belongs to one thread."""
+    """Leaves out the products of some modules of one block while entered. Belongs to one thread."""
 
-    def __init__(self, block: nn.Module, names: Sequence[str], fill: float = 0.0) -> None:
+    def __init__(self, block: nn.Module, names: Iterable[str], fill: float = 0.0) -> None:
         """Wrap the modules `names` of `block`, one worker's own copy."""
-        self._active = False
-        self._mode = NoProducts(fill)
         self._fill = fill
-        modules = [block.get_submodule(name) for name in names]
-        self._filling = [module.__dict__["forward"] for module in modules if _fills(module)]
-        """Forwards that can leave their own product out: fused ones, and those in chunks of tokens."""
-        self._modules = [module for module in modules if not _fills(module)]
-        for module in self._modules:
-            module.__dict__["forward"] = self._wrapped(module.forward)
-
-    def _wrapped(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            if not self._active:
-                return forward(*args, **kwargs)
-            with self._mode:
-                return forward(*args, **kwargs)
-
-        return run
+        self._forwards = []
+        for module in map(block.get_submodule, names):
+            own = module.__dict__.get("forward")
+            self._forwards.append(own if isinstance(own, (MlpChunks, FusedLora, _Unread)) else _Unread(module))
 
     def __enter__(self) -> None:
-        """Leave the products out from now on."""
-        self._active = True
-        for forward in self._filling:
+        for forward in self._forwards:
             forward.fill = self._fill
 
     def __exit__(self, *_: object) -> None:
-        self._active = False
-        for forward in self._filling:
+        for forward in self._forwards:
             forward.fill = None
-
-    def unwrap(self) -> None:
-        """Restore the modules' own forwards."""
-        for module in self._modules:
-            del module.__dict__["forward"]
-
-
-def _fills(module: nn.Module) -> bool:
-    """Whether the module's forward was replaced by one that can leave its product out."""
-    return isinstance(module.__dict__.get("forward"), (MlpChunks, FusedLora))
 
 
 class BlockProbe:
@@ -182,14 +169,12 @@ class BlockProbe:
             note(name, parameter.grad)
             parameter.grad = None  # a large model's block has gigabytes of them
 
-        wrapped = UnreadProducts(self._block, tuple(left_out), math.nan)
         with ExitStack() as hooks:
-            hooks.callback(wrapped.unwrap)
             for name, parameter in self._block.named_parameters():
                 if parameter.requires_grad:
                     handle = parameter.register_post_accumulate_grad_hook(lambda p, name=name: drop(name, p))
                     hooks.callback(handle.remove)
-            with wrapped:
+            with UnreadProducts(self._block, left_out, math.nan):
                 leaf, output = self._run()
             generator = torch.Generator().manual_seed(0)
             torch.autograd.backward(output, torch.randn(output.shape, generator=generator).to(output.dtype))

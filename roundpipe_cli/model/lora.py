@@ -81,8 +81,7 @@ def _targets(
     fused, routers = fused_experts(model, blocks_path), _routers(model)
     names = settings.target_modules
     if names == "all-linear":
-        left_out = {path for path, _ in _left_out_of_blocks(model, blocks_path)}
-        chosen = {path for path, _ in _linear_layers(model, blocks_path)} - left_out - routers
+        chosen = {path for path, reason in _linear_layers(model, blocks_path) if not reason} - routers
         experts = fused
     else:
         chosen = {path for path in paths if _is_named(path, names)}
@@ -174,37 +173,32 @@ def describe_adapted_experts(model: nn.Module) -> str | None:
     return f"adapters: {adapted} ({experts}: lora.expert_r; routers are never adapted)"
 
 
-# `all-linear` means the linear layers of the blocks, but for those that PEFT forbids or that return no tensor.
-
-
-def _linear_layers(model: nn.Module, blocks_path: str | None) -> Iterator[tuple[str, nn.Module]]:
-    head = model.get_output_embeddings()  # type: ignore[operator]
-    for path, module in model.named_modules():
-        is_inside = not blocks_path or path.startswith(f"{blocks_path}.")
-        if is_inside and module is not head and (isinstance(module, nn.Linear) or is_linear(module)):
-            yield path, module
-
-
 def describe_left_out(model: nn.Module, blocks_path: str) -> list[str]:
     """Notes on linear layers within the blocks that get no adapter: one text for each reason."""
     reasons: dict[str, set[str]] = {}
-    for path, reason in _left_out_of_blocks(model, blocks_path):
-        reasons.setdefault(reason, set()).add(re.sub(r"^\d+\.", "", path[len(blocks_path) + 1 :]))
+    for path, reason in _linear_layers(model, blocks_path):
+        if reason:
+            reasons.setdefault(reason, set()).add(re.sub(r"^\d+\.", "", path[len(blocks_path) + 1 :]))
     return [
         f"lora.target_modules: all-linear leaves out {', '.join(sorted(names))} of the blocks: {reason}"
         for reason, names in reasons.items()
     ]
 
 
-def _left_out_of_blocks(model: nn.Module, blocks_path: str | None) -> Iterator[tuple[str, str]]:
-    """(path, reason) of linear layers that an adapter would break."""
-    forbidden = _peft_forbids(model)
-    for path, module in _linear_layers(model, blocks_path):
+def _linear_layers(model: nn.Module, blocks_path: str | None) -> Iterator[tuple[str, str]]:
+    """(path, reason) of the linear layers that `all-linear` means: why an adapter would break it; empty: none."""
+    forbidden, head = _peft_forbids(model), model.get_output_embeddings()  # type: ignore[operator]
+    for path, module in model.named_modules():
+        is_inside = not blocks_path or path.startswith(f"{blocks_path}.")
+        if not is_inside or module is head or not (isinstance(module, nn.Linear) or is_linear(module)):
+            continue
+        reason = ""
         if not is_linear(module):
-            yield path, f"{type(module).__name__} returns more than one tensor"
+            reason = f"{type(module).__name__} returns more than one tensor"
         elif path.rpartition(".")[2] in forbidden:
             kind = getattr(getattr(model, "config", None), "model_type", "")
-            yield path, f"PEFT forbids it in models of the type {kind}"
+            reason = f"PEFT forbids it in models of the type {kind}"
+        yield path, reason
 
 
 def _peft_forbids(model: nn.Module) -> set[str]:
