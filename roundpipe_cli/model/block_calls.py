@@ -6,7 +6,6 @@ import copy
 import functools
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from typing import Any
 
 import torch
@@ -39,22 +38,12 @@ class SplitRefusedError(RefusedError):
     """The model does something that the split cannot carry. Exit code 2."""
 
 
-class Mark(Enum):
-    """Stands in recorded arguments for what each call is given anew."""
-
-    HIDDEN = "hidden states"
-    CACHE = "cache"
+HIDDEN, CACHE = CarriedMark(("hidden", 0)), CarriedMark(("cache", 0))
 
 
-HIDDEN, CACHE = Mark.HIDDEN, Mark.CACHE
-
-
-@dataclass(frozen=True)
-class ResultMark:
-    """Stands for what the block before returned beside the hidden states."""
-
-    place: int
-    """Place in its result."""
+def result_place(value: Any) -> int | None:
+    """Place in the result of the block before that an argument stands for; None: it is something else."""
+    return value.name[1] if isinstance(value, CarriedMark) and value.name[0] == "result" else None
 
 
 @dataclass(frozen=True)
@@ -100,7 +89,7 @@ class BlockCall:
         parts: dict[Any, torch.Tensor] = {}
         if self.carry is not None:
             hidden, parts = self.carry.unpack(hidden)
-        own = {HIDDEN: hidden, CACHE: cache}
+        given = {**parts, HIDDEN.name: hidden, CACHE.name: cache}
         shared: list[MutableMapping[Any, Any]] = []
 
         def fill(value: Any) -> Any:
@@ -109,9 +98,7 @@ class BlockCall:
                 for key in dict.fromkeys(key for key, _ in parts if key not in ("argument", "result", "sums")):
                     shared[-1][key] = tuple(tensor for (other, _), tensor in parts.items() if other == key)
                 return shared[-1]
-            if isinstance(value, Mark):
-                return own[value]
-            return parts[value.name] if isinstance(value, CarriedMark) else value
+            return given[value.name] if isinstance(value, CarriedMark) else value
 
         call = map_values(self, fill)
         run = functools.partial(block, *call.args, **call.kwargs)
@@ -214,7 +201,8 @@ class CallRecorder:
         self._expected = hidden
         if self.result_length == 0:
             return hidden
-        return (hidden, *(ResultMark(place) if self.hands_on else None for place in range(1, self.result_length)))
+        marks = (CarriedMark(("result", place)) for place in range(1, self.result_length))
+        return (hidden, *(mark if self.hands_on else None for mark in marks))
 
     def _marked(self, value: Any) -> Any:
         """A mark for the cache, and for an empty mapping, which blocks fill: each call then gets one of its own."""

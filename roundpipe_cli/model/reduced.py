@@ -20,7 +20,7 @@ from torch import nn
 
 from roundpipe_cli.choices import IGNORED_LABEL, SIZE_NAMES
 from roundpipe_cli.model.attention import SINKS_NAME
-from roundpipe_cli.model.block_calls import BlockCall, ResultMark, StandIn, install_stubs
+from roundpipe_cli.model.block_calls import BlockCall, StandIn, install_stubs, result_place
 from roundpipe_cli.model.chunks import ChunkCache
 from roundpipe_cli.model.dropout import NOISE_ATTRIBUTE, SeededDropout, layer_seed
 from roundpipe_cli.model.fused import FusedOps
@@ -106,7 +106,7 @@ def reduce_model(model: nn.Module, split: ModelSplit) -> Reduced:
 def _handed(call: BlockCall) -> dict[int, int | str]:
     """Place in the result of the block before -> argument that it is."""
     arguments: dict[int | str, Any] = {**dict(enumerate(call.args)), **call.kwargs}  # type: ignore[dict-item]
-    return {value.place: key for key, value in arguments.items() if isinstance(value, ResultMark)}
+    return {place: key for key, value in arguments.items() if (place := result_place(value)) is not None}
 
 
 def shrunk_configs(config: Any) -> Iterator[Any]:

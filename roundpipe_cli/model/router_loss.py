@@ -37,14 +37,15 @@ if TYPE_CHECKING:
 # and sums twice as many in 16 bit.
 
 Name = tuple[object, int]
-"""(key of a shared mapping, place in its value), ("argument", number), ("result", its place), or `SUMS`."""
+"""(key of a shared mapping, place in its value), ("argument", number), ("result", place in that of the block before) or
+`SUMS`; a mark may also stand for ("hidden", 0) and ("cache", 0)."""
 SUMS: Name = ("sums", 0)
 """The sums of the routers, which keep their bits."""
 
 
 @dataclass(frozen=True)
 class CarriedMark:
-    """Stands for a carried tensor in a recorded argument."""
+    """Stands in a recorded argument for what each call is given anew: the carried tensor of that name, say."""
 
     name: Name
 

@@ -32,12 +32,12 @@ from roundpipe_cli.model.block_calls import (
     NOT_SUPPORTED,
     BlockCall,
     CallRecorder,
-    ResultMark,
     SharedMark,
     SplitRefusedError,
     WrongResultShapeError,
     install_stubs,
     map_values,
+    result_place,
 )
 from roundpipe_cli.model.router_loss import (
     SUMS,
@@ -174,9 +174,7 @@ def _mark_results(calls: Sequence[BlockCall], handed: Sequence[HandedOn]) -> lis
     before = ((), *handed[:-1]) if handed else ((),) * len(calls)
 
     def mark(value: Any, places: set[int]) -> Any:
-        if not isinstance(value, ResultMark):
-            return value
-        return CarriedMark(("result", value.place)) if value.place in places else None
+        return value if result_place(value) in (None, *places) else None
 
     return [
         map_values(call, functools.partial(mark, places={place for place, _, _ in own}))
@@ -236,7 +234,7 @@ def find_states(
     Runs the blocks on the meta device. `calls` were recorded for `hidden` [B, T, ...], B and T unlike any width.
     """
     shares = any(isinstance(value, SharedMark) for call in calls for value in _values(call))
-    read = {value.place for call in calls for value in _values(call) if isinstance(value, ResultMark)}
+    read = {place for call in calls for place in map(result_place, _values(call)) if place is not None}
     if not shares and not read:
         return (), ()
     on_meta = functools.partial(_on_meta, dtype=weights_dtype(blocks))
@@ -248,8 +246,8 @@ def find_states(
             mapping.read, mapping.written = [], []
 
             def fill(value: Any, before: dict[int, Any] = before) -> Any:
-                if isinstance(value, ResultMark):
-                    return before.get(value.place)
+                if (place := result_place(value)) is not None:
+                    return before.get(place)
                 return mapping if isinstance(value, SharedMark) else value
 
             results: list[Any] = []
@@ -608,5 +606,5 @@ def _refuse_arguments(index: int, call: BlockCall) -> None:
 def _carries(value: Any) -> bool:
     if type(value) in (tuple, list, dict):
         return all(map(_carries, value.values() if type(value) is dict else value))
-    plain = (torch.Tensor, bool, int, float, str, torch.dtype, Enum, SharedMark, ResultMark)  # an Enum: HIDDEN too
+    plain = (torch.Tensor, bool, int, float, str, torch.dtype, Enum, SharedMark, CarriedMark)
     return value is None or isinstance(value, plain)
