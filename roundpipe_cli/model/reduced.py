@@ -87,20 +87,23 @@ def reduce_model(model: nn.Module, split: ModelSplit) -> Reduced:
     """Cut `model` (parameters on the meta device), which is left as it is."""
     blocks = list(model.get_submodule(split.blocks_path).children())
     kept = list(range(len(blocks)))
-    memo: dict[int, Any] = {}
+    memo, vocab_size = _cut_tables(model, split.blocks_path)
     if sum(parameter.numel() for parameter in model.parameters()) > SMALL_MODEL_PARAMETERS:
         calls = _calls(model, split)
         kept = _one_of_each_kind(blocks, calls)
-        memo = {
-            id(block): SkippedBlock(block, split.result_length, _handed(call))
-            for index, (block, call) in enumerate(zip(blocks, calls, strict=True))
-            if index not in kept
-        }
-    cut = copy.deepcopy(model, memo)
+        for index, (block, call) in enumerate(zip(blocks, calls, strict=True)):
+            if index not in kept:
+                memo[id(block)] = SkippedBlock(block, split.result_length, _handed(call))
+    cut: Any = copy.deepcopy(model, memo)
+    if vocab_size < cut.config.get_text_config().vocab_size:
+        for owner in row_owners(cut).values():
+            owner.token_indices.update({name: [*range(len(ids))] for name, ids in owner.token_indices.items()})
     for module in cut.modules():
+        if (getattr(module, "padding_idx", None) or 0) >= vocab_size:
+            module.padding_idx = vocab_size - 1
         if NOISE_ATTRIBUTE in vars(module):  # which is not the model's own
             setattr(module, NOISE_ATTRIBUTE, 0.0)
-    return Reduced(cut, tuple(kept), _cut_vocabulary(cut, split.blocks_path))
+    return Reduced(cut, tuple(kept), vocab_size)
 
 
 def _handed(call: BlockCall) -> dict[int, int | str]:
@@ -169,28 +172,18 @@ def _one_of_each_kind(blocks: Sequence[nn.Module], calls: Sequence[BlockCall]) -
     return sorted(found.values())
 
 
-def _cut_vocabulary(model: nn.Module, blocks_path: str) -> int:
-    """Cut the first dimension of what has a row for each token; returns the number of tokens left."""
+def _cut_tables(model: nn.Module, blocks_path: str) -> tuple[dict[int, Any], int]:
+    """By id, tables with fewer rows for those that have one for each token; and the number of tokens left."""
     config: Any = model.config
     whole: int = config.get_text_config().vocab_size
-    owners = row_owners(model).values()
-    trained = max((len(ids) for owner in owners for ids in owner.token_indices.values()), default=0)
-    size = min(whole, MAX_VOCABULARY + trained)
-    for owner in owners if size < whole else ():
-        owner.token_indices.update({name: [*range(len(ids))] for name, ids in owner.token_indices.items()})
-    real: dict[int, nn.Parameter] = {}
-    for path, module in model.named_modules():
-        if whole == size or path.startswith(f"{blocks_path}."):
-            continue
-        for name, parameter in list(module._parameters.items()):
-            if parameter is not None and parameter.shape[:1] == (whole,):
-                if id(parameter) not in real:
-                    data = torch.empty((size, *parameter.shape[1:]), dtype=parameter.dtype, device="meta")
-                    real[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
-                module._parameters[name] = real[id(parameter)]
-                if (getattr(module, "padding_idx", None) or 0) >= size:
-                    module.padding_idx = size - 1  # type: ignore[assignment]
-    return size
+    trained = (len(ids) for owner in row_owners(model).values() for ids in owner.token_indices.values())
+    size = min(whole, MAX_VOCABULARY + max(trained, default=0))
+    tables = {
+        id(table): nn.Parameter(table.new_empty((size, *table.shape[1:])), table.requires_grad)
+        for name, table in model.named_parameters(remove_duplicate=False)
+        if table.shape[:1] == (whole,) and not name.startswith(f"{blocks_path}.")
+    }
+    return tables, size
 
 
 def random_weights(model: nn.Module) -> dict[str, torch.Tensor]:
