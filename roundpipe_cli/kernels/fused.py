@@ -155,7 +155,6 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def _factor(weight: torch.Tensor, plus_one: bool) -> torch.Tensor:
-    """w, float32."""
     return weight.float() + 1 if plus_one else weight.float()
 
 

@@ -135,7 +135,6 @@ def _number(text: Any, key: str) -> int:
 
 
 def _narrow_feed_forward(config: Any) -> Any:
-    """The configuration with fewer experts too."""
     small = copy.deepcopy(config)
     text = small.get_text_config()
     experts = max(8, 2 * _number(text, "n_group"), 2 * experts_per_token(text))

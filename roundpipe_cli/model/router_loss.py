@@ -153,7 +153,6 @@ def _filled(values: torch.Tensor, lead: torch.Size) -> torch.Tensor:
 
 
 def _decoded(name: Name, part: torch.Tensor, form: Carried) -> torch.Tensor:
-    """The inverse of `_encoded`."""
     if name == SUMS:
         sums: torch.Tensor = _OfBits.apply(part.flatten()[: math.prod(form.shape) * _width(part.dtype)])  # type: ignore[no-untyped-call]
         return sums

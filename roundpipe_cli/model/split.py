@@ -209,8 +209,6 @@ def _mark_arguments(
 
 
 class _NotedMapping(dict[Any, Any]):
-    """A mapping that records which keys are read and set."""
-
     def __init__(self) -> None:
         super().__init__()
         self.read: list[Any] = []

@@ -311,7 +311,6 @@ def packed_names(source: ModelSource, model: nn.Module) -> frozenset[str]:
 
 
 def _check(weight: torch.Tensor | PackedWeight, parameter: nn.Parameter, where: str) -> None:
-    """Refuse a weight that `parameter` of the skeleton cannot have."""
     if weight.shape != parameter.shape:
         raise RefusedError(
             "a weight has another shape than the architecture",

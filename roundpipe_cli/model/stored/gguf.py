@@ -129,7 +129,6 @@ def _dequantized(tensor: Any, rows: slice) -> Any:
 
 
 def _whole(tensor: Any) -> torch.Tensor:
-    """A tensor of the file, dequantised."""
     return torch.from_numpy(numpy.require(_dequantized(tensor, slice(None)), requirements=["C", "W"]))
 
 

@@ -120,7 +120,6 @@ def _num_codes(num_elements: int, kind: PackedName) -> int:
 
 
 def _num_scales(num_elements: int) -> int:
-    """bitsandbytes'."""
     return -(-num_elements // WEIGHTS_PER_SCALE)
 
 
