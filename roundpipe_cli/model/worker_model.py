@@ -225,17 +225,11 @@ class WorkerModel:
             embedding = self._backbone.get_submodule(path)
         added = embedding if isinstance(embedding, TokenRows) else None
         embedding = embedding.table if isinstance(embedding, TokenRows) else embedding
-        self._embed_leaves: list[tuple[str, torch.Tensor]] = []
-        self._embedding_name = ""
-        for module, attribute, name in self._bindings[0]:
-            if module is embedding and attribute == "weight":
-                module._parameters[attribute] = nn.Parameter(host_views[name], requires_grad=False)
-                self._embedding_name = name
-                continue
-            leaf = nn.Parameter(host_views[name], requires_grad=name in trainable)
-            module._parameters[attribute] = leaf
-            if leaf.requires_grad:
-                self._embed_leaves.append((name, leaf))
+        tables = [name for module, key, name in self._bindings[0] if module is embedding and key == "weight"]
+        self._embedding_name = tables[0] if tables else ""
+        leaves = [name for _, _, name in self._bindings[0] if name in trainable and name not in tables]
+        self._embed_leaves = [(name, host_views[name]) for name in dict.fromkeys(leaves)]
+        self.bind_embed(self.embed_parameters(host_views))
         gathering = GatheringEmbedding(embedding, self._embedding_name in trainable, added)
         replace_module(self._backbone, path, gathering)
         return gathering
