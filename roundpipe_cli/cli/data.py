@@ -116,7 +116,7 @@ def packing_choice(loaded: LoadedRecipe, dataset: TokenizedDataset) -> PackingCh
 def report_lines(look: DataView, max_seq_length: int) -> Iterator[str]:
     """The lines of the report, without its samples."""
     from roundpipe_cli.data.describe import histogram, sequence_lengths
-    from roundpipe_cli.data.shards import listed
+    from roundpipe_cli.data.rows import listed
 
     dataset, report = look.dataset, look.dataset.report
     lengths = sequence_lengths(dataset, look.rejected)

@@ -24,7 +24,7 @@ from roundpipe_cli.costs.hardware import Hardware, parse_hardware
 from roundpipe_cli.costs.machine import MAX_PARAMETERS_ON_CPU, is_large_for_cpu
 from roundpipe_cli.costs.models import Architecture, DType, TrainingSettings
 from roundpipe_cli.data.formats import decide_format, find_pair_columns
-from roundpipe_cli.data.rows import BadRowError, DatasetSpec, fault_problem, in_chunks, printable
+from roundpipe_cli.data.rows import BadRowError, DatasetSpec, in_chunks, printable
 from roundpipe_cli.errors import RefusedError, RoundpipeError
 from roundpipe_cli.files import named_path
 from roundpipe_cli.planning.answers import Answers
@@ -242,7 +242,7 @@ def _are_pairs(source: Source) -> bool | None:
     except (OSError, ValueError):  # another command says what is wrong
         return None
     rows = [row for row in read if row.fault is None][:LOOKED_AT]
-    faults = [fault_problem(row.fault, source.where(row.number)) for row in read if row.fault is not None]
+    faults = [replace(row.fault, where=source.where(row.number)) for row in read if row.fault is not None]
     if faults and not rows:
         raise RefusedError(**asdict(faults[0]))
     if not rows:
@@ -260,7 +260,7 @@ def _are_pairs(source: Source) -> bool | None:
             row_format.parse(opened)
             return pairs
         except BadRowError as error:
-            faults.append(fault_problem(error.fault, source.where(row.number)))
+            faults.append(replace(error.fault, where=source.where(row.number)))
     raise RefusedError(**asdict(faults[0]))
 
 

@@ -24,18 +24,17 @@ from roundpipe_cli.data.chat import TEMPLATE_DATE, TemplateFacts
 from roundpipe_cli.data.columns import PLAIN_TYPES
 from roundpipe_cli.data.formats import RowFormat, decide_format
 from roundpipe_cli.data.processes import Chunk, EncoderPool
-from roundpipe_cli.data.row_chunks import ChunkResult
-from roundpipe_cli.data.rows import DataSettings, PairAnswer, RawRow, fault_problem, in_chunks
-from roundpipe_cli.data.shards import (
+from roundpipe_cli.data.rows import (
     MAX_LISTED,
-    DamageError,
     DataReport,
-    Shard,
-    ShardWriter,
+    DataSettings,
+    PairAnswer,
+    RawRow,
     SourceReport,
+    in_chunks,
     listed,
-    load_shard,
 )
+from roundpipe_cli.data.shards import DamageError, Shard, ShardWriter, load_shard
 from roundpipe_cli.data.sources import Source, find_sources
 from roundpipe_cli.data.tokenized import TokenizedDataset, TokenizedRows, hold_out, part_of
 from roundpipe_cli.errors import Problem, RefusedError
@@ -201,11 +200,12 @@ class _Builder:
         rows = self._with_format(source, report, notices, chain([first], chunks))
         with ShardWriter(key) as writer:
             for result in self._pool.encode(rows, source.name):
-                self._count(report, result)
-                writer.add(result, report.rows_read - len(result.numbers))
+                writer.add(result, report.rows_read)
+                report.add(result.report)
                 share = source.progress.share()
                 percent = f", {100 * share:.0f} %" if share is not None else ""
                 self._tell_now_and_then(f"tokenising {source.name}: {report.rows_read} rows{percent}")
+            report.bad_rows = [(n, replace(fault, where=source.where(n))) for n, fault in report.bad_rows]
             is_refused = bool(report.bad_rows) and self._settings.on_bad_row == "error"
             return writer.finish(report, tuple(notices), to_cache=not is_refused)
 
@@ -288,28 +288,6 @@ class _Builder:
                 hint='add to the model\'s tokenizer_config.json: `"eos_token": "</s>"`, with the model\'s own token',
             )
 
-    def _count(self, report: SourceReport, result: ChunkResult) -> None:
-        names: list[int] = result.numbers.tolist()
-        report.rows_read += len(names)
-        report.bad_rows += [(names[place], fault) for place, fault in result.faults]
-        report.control_token_rows += [names[place] for place in result.control_tokens]
-        report.placeholder_rows += [names[place] for place in result.placeholders]
-        report.count_unused(result.unused)
-        is_long = result.full_lengths > self._settings.max_seq_length
-        is_kept = result.lengths > 0
-        # sets of Python, since numpy's functions for sets load its masked arrays, which takes longer than a small file
-        long, kept = (set(result.places[which].tolist()) for which in (is_long, is_kept))
-        left_out = set(result.places.tolist()) - kept
-        if self._settings.long_rows in ("drop", "error"):  # rows that are too long were not checked
-            left_out -= long
-        report.too_long_rows += [names[place] for place in sorted(long)]
-        report.untrained_rows += [names[place] for place in sorted(left_out)]
-        report.lost_tokens += result.lost_tokens
-        report.rows_kept += int(np.count_nonzero(is_kept))
-        report.trained_tokens += int(result.num_trained[is_kept].sum())
-        report.total_tokens += int(result.lengths.sum())
-        report.longest_row_tokens = max(report.longest_row_tokens, int(result.full_lengths.max(initial=0)))
-
     def _tell_now_and_then(self, text: str) -> None:
         now_s = time.monotonic()
         if self._tell is not None and now_s - self._told_s >= TELL_EVERY_S:
@@ -321,20 +299,21 @@ class _Builder:
         Raises:
             RefusedError: see `build_dataset`.
         """
-        report = DataReport(tuple(shard.report for shard in self._shards), self._settings.long_rows)
-        if report.rows_bad and self._settings.on_bad_row == "error":
+        sources = tuple(shard.report for shard in self._shards)
+        report = DataReport(sources=sources, long_rows=self._settings.long_rows)
+        if report.bad_rows and self._settings.on_bad_row == "error":
             raise self._bad_rows_error(report)
-        if report.rows_too_long and self._settings.long_rows == "error":
+        if report.too_long_rows and self._settings.long_rows == "error":
             raise self._long_rows_error(report)
         if report.rows_kept == 0:
-            longest = max((source.longest_row_tokens for source in report.sources), default=0)
+            longest = report.longest_row_tokens
             hint = f"the longest row has {longest} tokens: max_seq_length={longest}"
             error = RefusedError(
                 "no row is left to train on",
                 where="datasets: " + ", ".join(source.name for source in self._sources),
                 found=report.filter_counts(),
                 expected="at least one row with a trained token",
-                hint=hint if report.rows_too_long else None,
+                hint=hint if report.too_long_rows else None,
             )
             error.problems = (*error.problems, *self._first_faults(report))
             raise error
@@ -365,17 +344,15 @@ class _Builder:
     def _first_faults(self, report: DataReport) -> list[Problem]:
         """At most `MAX_LISTED`, each hint once."""
         faults: list[Problem] = []
-        for source, counted in zip(self._sources, report.sources, strict=True):
-            for number, fault in counted.bad_rows[: MAX_LISTED - len(faults)]:
-                problem = fault_problem(fault, source.where(number))
-                is_said = any(problem.hint == other.hint for other in faults)
-                faults.append(replace(problem, hint=None) if is_said else problem)
+        for _, fault in report.bad_rows[:MAX_LISTED]:
+            is_said = any(fault.hint == other.hint for other in faults)
+            faults.append(replace(fault, hint=None) if is_said else fault)
         return faults
 
     def _long_rows_error(self, report: DataReport) -> RefusedError:
-        longest = max(source.longest_row_tokens for source in report.sources)
+        count, longest = len(report.too_long_rows), report.longest_row_tokens
         return RefusedError(
-            f"{report.rows_too_long} of {report.rows_read} rows are longer than {self._settings.max_seq_length} tokens",
+            f"{count} of {report.rows_read} rows are longer than {self._settings.max_seq_length} tokens",
             where=listed(self._places(report, "too_long_rows")),
             found=f"up to {longest} tokens",
             expected="max_seq_length tokens at most, since the recipe says `long_rows: error`",
@@ -392,10 +369,9 @@ class _Builder:
         for source in report.sources:
             if source.unused_columns:
                 yield f"{source.name}: columns that are not used: {source.unused_text()}"
-        if report.rows_bad:
-            pairs = zip(self._sources, report.sources, strict=True)
-            places = [f"{source.where(n)} ({fault.what})" for source, counted in pairs for n, fault in counted.bad_rows]
-            yield f"{report.rows_bad} of {report.rows_read} rows skipped as unusable: {listed(places)}"
+        if report.bad_rows:
+            places = [f"{fault.where} ({fault.what})" for _, fault in report.bad_rows]
+            yield f"{len(places)} of {report.rows_read} rows skipped as unusable: {listed(places)}"
         limit = self._settings.max_seq_length
         ways = {"truncate": f"cut to {limit} tokens", "split": f"split into sequences of {limit} tokens at most"}
         lost = f" ({report.lost_tokens} tokens lost)" if report.lost_tokens else ""
@@ -487,7 +463,7 @@ def _joint_report(
         start, stop = np.searchsorted(kept.row_ids, [first_id, first_id + one.rows_read]).tolist()
         first_id += one.rows_read
         sources.append(_joint_source(one, other, range(start, stop), (kept, rejected_kept)))
-    return DataReport(tuple(sources), chosen.long_rows)
+    return DataReport(sources=tuple(sources), long_rows=chosen.long_rows)
 
 
 def _joint_source(

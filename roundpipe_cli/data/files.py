@@ -25,13 +25,12 @@ from roundpipe_cli.data.rows import (
     DELIMITERS,
     JSON_DECODER,
     RawRow,
-    RowFault,
     TwiceError,
     delimiter_hint,
     describe_value,
     printable,
 )
-from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.errors import Problem, RefusedError
 from roundpipe_cli.limited import Limits, run_limited
 from roundpipe_cli.units import format_bytes
 
@@ -103,10 +102,11 @@ def _row(number: int, data: bytes, kind: str) -> RawRow:
     try:
         text = data.decode("utf-8").replace("\r\n", "\n")
     except UnicodeDecodeError:
-        return RawRow(number, {}, RowFault(f"the {kind} is not valid UTF-8"))
+        return _bad_row(number, f"the {kind} is not valid UTF-8")
     return RawRow(number, {"text": text.strip("\n") if kind == "text between separators" else text.rstrip("\n")})
 
 
+ONE_A_LINE = "one JSON object a line"
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".tsv", ".txt")
 MAX_LINE_BYTES = 64 * 1024**2
 """Largest line: a row's text may have 16 Mi characters of up to 4 bytes."""
@@ -233,29 +233,35 @@ def _read_jsonl(path: Path, progress: ReadProgress) -> Iterator[RawRow]:
                 yield _parse_json_line(line.rstrip(b"\r\n"), number)
 
 
+def _bad_row(
+    number: int, what: str, found: str | None = None, expected: str | None = None, *, hint: str | None = None
+) -> RawRow:
+    return RawRow(number, {}, Problem(what, None, found, expected, hint))
+
+
 def _parse_json_line(line: bytes, number: int) -> RawRow:
     try:
         return _as_row(JSON_DECODER.decode(line.decode("utf-8")), number)
     except UnicodeDecodeError as error:
-        fault = RowFault("the line is not valid UTF-8", f"byte 0x{line[error.start]:02x} at column {error.start + 1}")
+        found = f"byte 0x{line[error.start]:02x} at column {error.start + 1}"
+        return _bad_row(number, "the line is not valid UTF-8", found)
     except json.JSONDecodeError as error:
         what = error.msg.removesuffix(" at")  # some messages of json end in this way
-        fault = RowFault("the line is not valid JSON", f"{what} at column {error.colno}", "one JSON object a line")
+        return _bad_row(number, "the line is not valid JSON", f"{what} at column {error.colno}", ONE_A_LINE)
     except TwiceError as error:
-        fault = _twice(error)
+        return _twice(number, error)
     except (ValueError, RecursionError) as error:  # an integer of thousands of digits; thousands of nested lists
-        fault = RowFault("the line cannot be read as JSON", printable(str(error)), "one JSON object a line")
-    return RawRow(number, {}, fault)
+        return _bad_row(number, "the line cannot be read as JSON", printable(str(error)), ONE_A_LINE)
 
 
-def _twice(error: TwiceError) -> RowFault:
-    return RowFault("the row has two values for one key", str(error), "each key once in an object")
+def _twice(number: int, error: TwiceError) -> RawRow:
+    return _bad_row(number, "the row has two values for one key", str(error), "each key once in an object")
 
 
 def _as_row(value: object, number: int) -> RawRow:
     if isinstance(value, dict):
         return RawRow(number, value)
-    return RawRow(number, {}, RowFault("the row is not an object", describe_value(value), 'an object: {"text": "..."}'))
+    return _bad_row(number, "the row is not an object", describe_value(value), 'an object: {"text": "..."}')
 
 
 def _read_json(path: Path, progress: ReadProgress) -> Iterator[RawRow]:
@@ -339,7 +345,7 @@ def _next_of_list(text: str, position: int, line: int) -> tuple[RawRow, int]:
     try:
         value, end = JSON_DECODER.raw_decode(text, position)
     except TwiceError as error:
-        return RawRow(line, {}, _twice(error)), json.JSONDecoder().raw_decode(text, position)[1]
+        return _twice(line, error), json.JSONDecoder().raw_decode(text, position)[1]
     return _as_row(value, line), end
 
 
@@ -356,7 +362,7 @@ def _checked_utf8(row: RawRow, source: str) -> RawRow:
         source.encode("utf-8")
     except UnicodeEncodeError as error:
         broken = f"byte 0x{ord(source[error.start]) - 0xDC00:02x} at character {error.start + 1} of the row"
-        return RawRow(row.number, {}, RowFault("the row is not valid UTF-8", broken))
+        return _bad_row(row.number, "the row is not valid UTF-8", broken)
     return row
 
 
@@ -426,7 +432,7 @@ def _read_csv(path: Path, delimiter: str, progress: ReadProgress) -> Iterator[Ra
             except StopIteration:
                 return
             except csv.Error as error:
-                yield RawRow(number, {}, RowFault("the row is not valid CSV", printable(str(error))))
+                yield _bad_row(number, "the row is not valid CSV", printable(str(error)))
             else:
                 if values:  # an empty line is no row
                     yield _csv_row(header, values, number)
@@ -442,7 +448,7 @@ def _csv_row(header: list[str], values: list[str], number: int) -> RawRow:
     if len(values) == len(header):
         return RawRow(number, dict(zip(header, values, strict=True)))
     found, expected = f"{len(values)} fields", f"{len(header)} fields"
-    return RawRow(number, {}, RowFault("the row does not fit the header", found, expected, delimiter_hint(header)))
+    return _bad_row(number, "the row does not fit the header", found, expected, hint=delimiter_hint(header))
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,8 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +21,9 @@ import numpy.typing as npt
 from roundpipe_cli.data.chat import ChatTemplate, Rendered, TemplateFacts
 from roundpipe_cli.data.formats import RowFormat
 from roundpipe_cli.data.messages import Content, Conversation, Exchange, PlainText
-from roundpipe_cli.data.rows import BadRowError, DataSettings, RawRow, RowFault, TrainRules, printable
+from roundpipe_cli.data.rows import BadRowError, DataSettings, RawRow, SourceReport, TrainRules, printable
 from roundpipe_cli.data.spans import TokenSpan, TurnSpans, behind_thoughts, refuse_open_thought, without_thoughts
-from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.errors import Problem, RefusedError
 from roundpipe_cli.faults import fault
 from roundpipe_cli.files import read_regular, tried_paths
 
@@ -286,31 +287,17 @@ MEDIA_PLACEHOLDER = re.compile(r"<(image|video|audio)>")
 
 @dataclass
 class ChunkResult:
-    """The rows of one chunk. Places count from 0 within the chunk; rows without one of the faults are all there."""
+    """The kept rows of one chunk, a sequence each; of a row that is split several."""
 
-    numbers: npt.NDArray[np.int64]
-    """Number of each row of the chunk, as of `RawRow`."""
     places: npt.NDArray[np.int64]
-    """Places of the rows that were tokenised, ascending, shape [rows]; of one that is split, once for each sequence."""
-    full_lengths: npt.NDArray[np.int64]
-    """Tokens before any cut, [rows]; of one that is split, at each of its sequences."""
+    """[sequences, 2]: place of the row within the chunk, from 0, ascending, and its number."""
     lengths: npt.NDArray[np.int64]
-    """Tokens that are kept, [rows]; 0 for what is left out as too long or without a trained token."""
-    num_trained: npt.NDArray[np.int64]
-    """Labels that count in the loss, [rows]."""
+    """Tokens of each sequence, above 0."""
     input_ids: npt.NDArray[np.int32]
-    """Tokens of the rows of `lengths` above 0, end to end."""
+    """Tokens of all sequences, end to end."""
     trained: npt.NDArray[np.bool_]
-    lost_tokens: int = 0
-    """Tokens of tokenised rows that are in no sequence."""
-    faults: list[tuple[int, RowFault]] = field(default_factory=list)
-    """(place, what is wrong), ascending."""
-    control_tokens: list[int] = field(default_factory=list)
-    """Places of conversations that spell a special token."""
-    placeholders: list[int] = field(default_factory=list)
-    """Places of rows whose text has a placeholder of an image, a video or a sound."""
-    unused: Counter[str] = field(default_factory=Counter)
-    """Rows that have a column, or a key in their messages, that is not used, by its name."""
+    report: SourceReport
+    """All rows of the chunk, also those that are not kept."""
 
 
 class RowEncoder:
@@ -352,16 +339,16 @@ class RowEncoder:
         Raises:
             RefusedError: the template needs too much memory.
         """
+        report = SourceReport(rows_read=len(rows))
         places: list[int] = []
         rendered: list[Rendered] = []
-        faults: list[tuple[int, RowFault]] = []
-        control_tokens, placeholders = [], []
+        faults: list[tuple[int, Problem]] = []
         unused: Counter[str] = Counter()
         for place, raw in enumerate(rows):
+            if raw.fault is not None or row_format is None:
+                faults.append((place, raw.fault or Problem("the row cannot be read")))
+                continue
             try:
-                if raw.fault is not None or row_format is None:
-                    fault = raw.fault or RowFault("the row cannot be read")
-                    raise BadRowError(fault.what, found=fault.found, expected=fault.expected, hint=fault.hint)
                 columns = row_format.opened(raw.columns)
                 unused.update(row_format.unused(columns))
                 content = row_format.parse(columns)
@@ -370,9 +357,9 @@ class RowEncoder:
                 places.append(place)
                 messages = () if isinstance(content, PlainText) else content.messages
                 if self._template is not None and self._template.holds_control_token(messages):
-                    control_tokens.append(place)
+                    report.control_token_rows.append(raw.number)
                 if MEDIA_PLACEHOLDER.search(rendered[-1].text):
-                    placeholders.append(place)
+                    report.placeholder_rows.append(raw.number)
             except BadRowError as error:
                 faults.append((place, error.fault))
         kept: list[tuple[int, Encoded]] = []
@@ -381,11 +368,9 @@ class RowEncoder:
                 faults.append((place, result.fault))
             else:
                 kept.append((place, result))
-        faults.sort(key=lambda item: item[0])
-        made = self._result([row.number for row in rows], kept)
-        made.faults, made.unused = faults, unused
-        made.control_tokens, made.placeholders = control_tokens, placeholders
-        return made
+        report.bad_rows = [(rows[place].number, fault) for place, fault in sorted(faults, key=itemgetter(0))]
+        report.unused_columns = dict(unused)
+        return self._cut(rows, kept, report)
 
     def _tokenise(self, rendered: Sequence[Rendered]) -> Iterator[Encoded | BadRowError]:
         start = 0
@@ -399,22 +384,38 @@ class RowEncoder:
             yield from encode_batch(self._tokenizer, rendered[start:stop], plain=plain)
             start = stop
 
-    def _result(self, numbers: Sequence[int], kept: Sequence[tuple[int, Encoded]]) -> ChunkResult:
-        counts: list[tuple[int, int, int, int]] = []
-        ids, trained = [np.empty(0, dtype=np.int32)], [np.empty(0, dtype=np.bool_)]
-        lost_tokens = 0
-        for place, row in kept:
+    def _cut(
+        self, rows: Sequence[RawRow], tokenised: Sequence[tuple[int, Encoded]], report: SourceReport
+    ) -> ChunkResult:
+        """The sequences of rows, by their places; the report counts what of them is kept and lost."""
+        limit, drops = self._settings.max_seq_length, self._settings.long_rows in ("drop", "error")
+        places: list[tuple[int, int]] = []
+        kept: list[Encoded] = []
+        for place, row in tokenised:
+            number, num_tokens = rows[place].number, len(row.input_ids)
+            report.longest_row_tokens = max(report.longest_row_tokens, num_tokens)
+            report.lost_tokens += num_tokens
+            is_kept = False
             for sequence, num_new in self._sequences(row):
-                count = int(np.count_nonzero(sequence.trained[1:]))
-                length = len(sequence.input_ids) if count else 0
-                lost_tokens -= num_new if count else 0
-                counts.append((place, len(row.input_ids), length, count))
-                ids.append(sequence.input_ids[:length])
-                trained.append(sequence.trained[:length])
-            lost_tokens += len(row.input_ids)
-        places, full_lengths, lengths, num_trained = np.array(counts, dtype=np.int64).reshape(-1, 4).T
-        tokens, is_trained, names = np.concatenate(ids), np.concatenate(trained), np.array(numbers, dtype=np.int64)
-        return ChunkResult(names, places, full_lengths, lengths, num_trained, tokens, is_trained, lost_tokens)
+                if num_trained := int(np.count_nonzero(sequence.trained[1:])):
+                    report.trained_tokens += num_trained
+                    report.lost_tokens -= num_new
+                    places.append((place, number))
+                    kept.append(sequence)
+                    is_kept = True
+            if num_tokens > limit:
+                report.too_long_rows.append(number)
+            if not is_kept and not (drops and num_tokens > limit):  # rows that are too long were not checked
+                report.untrained_rows.append(number)
+        lengths = [len(sequence.input_ids) for sequence in kept]
+        report.rows_kept, report.total_tokens = len(kept), sum(lengths)
+        return ChunkResult(
+            np.array(places, dtype=np.int64).reshape(-1, 2),
+            np.array(lengths, dtype=np.int64),
+            np.concatenate([np.empty(0, dtype=np.int32), *(sequence.input_ids for sequence in kept)]),
+            np.concatenate([np.empty(0, dtype=np.bool_), *(sequence.trained for sequence in kept)]),
+            report,
+        )
 
     def _sequences(self, row: Encoded) -> Iterator[tuple[Encoded, int]]:
         """(what is kept of a row, how many of its tokens no sequence before had), at least one entry.

@@ -1,10 +1,10 @@
-"""Rows as they are read from a file, the settings for reading them, and descriptions of bad rows without their text."""
+"""Rows as they are read from a file, the settings for reading them, and what is said of rows without their text."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -86,23 +86,13 @@ CHUNK_CHARACTERS = 2_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class RowFault:
-    """Why a row cannot be used."""
-
-    what: str
-    found: str | None = None
-    expected: str | None = None
-    hint: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class RawRow:
     """A row as its source holds it: its columns, or the reason why they could not be read."""
 
     number: int
     """Counted from 1: the line of a text file at which the row begins, or the row of a table or a hub dataset."""
     columns: Mapping[str, object]
-    fault: RowFault | None = None
+    fault: Problem | None = None
 
 
 class BadRowError(Exception):
@@ -112,12 +102,7 @@ class BadRowError(Exception):
         self, what: str, *, found: str | None = None, expected: str | None = None, hint: str | None = None
     ) -> None:
         super().__init__(what)
-        self.fault = RowFault(what, found, expected, hint)
-
-
-def fault_problem(fault: RowFault, where: str) -> Problem:
-    """The problem of an error message for a fault of a row."""
-    return Problem(fault.what, where=where, found=fault.found, expected=fault.expected, hint=fault.hint)
+        self.fault = Problem(what, found=found, expected=expected, hint=hint)
 
 
 class TwiceError(ValueError):
@@ -243,3 +228,118 @@ def checked_text(value: object, field: str, *, filled: bool) -> str:
         raise unfit(f"{field} is empty", value, "a string with some text")
     check_text(value, field)
     return value
+
+
+# The report on rows: everything that was dropped, cut or skipped is counted.
+
+MAX_LISTED = 10
+"""Rows named in one message; the report holds them all."""
+
+MAX_UNUSED_NAMES = 100
+"""Unused columns that are counted one by one; rows of JSON can have a name of their own each."""
+OTHER_NAMES = "(others)"
+
+
+@dataclass
+class SourceReport:
+    """Counts of the rows of a chunk, or of one file or hub dataset. Row numbers count as in `RawRow.number`."""
+
+    name: str = ""
+    type: RowType | None = None
+    """Type of the rows, from the recipe or the columns; None where no row could be read."""
+    rows_read: int = 0
+    rows_kept: int = 0
+    """Sequences to train: a row that is split is several."""
+    bad_rows: list[tuple[int, Problem]] = field(default_factory=list)
+    too_long_rows: list[int] = field(default_factory=list)
+    """Rows of more than `max_seq_length` tokens: kept and cut, split, dropped or refused, as `long_rows` says."""
+    untrained_rows: list[int] = field(default_factory=list)
+    """Rows without one token to train (left), always dropped."""
+    control_token_rows: list[int] = field(default_factory=list)
+    """Rows of a conversation whose text spells a special token of the tokenizer, such as `<|im_end|>`; kept."""
+    placeholder_rows: list[int] = field(default_factory=list)
+    """Rows whose text has `<image>`, `<video>` or `<audio>` and that have no column with it: letters to the model."""
+    unused_columns: dict[str, int] = field(default_factory=dict)
+    """Rows with a column that is not used, by its name; keys in messages are called `messages[].id`."""
+    trained_tokens: int = 0
+    """Labels that count in the loss: all but each row's first token, which nothing predicts."""
+    total_tokens: int = 0
+    lost_tokens: int = 0
+    """Tokens of rows that were read and could be used, and that no sequence has: cut off, or dropped with their row."""
+    longest_row_tokens: int = 0
+    """Before any cut."""
+
+    def add(self, other: SourceReport) -> None:
+        """Count the rows of `other` too; behind `MAX_UNUSED_NAMES` names, unused columns are counted together."""
+        for name in SUMMED:
+            counted = getattr(self, name)
+            counted += getattr(other, name)
+            setattr(self, name, counted)
+        self.longest_row_tokens = max(self.longest_row_tokens, other.longest_row_tokens)
+        for name, count in other.unused_columns.items():
+            has_room = name in self.unused_columns or len(self.unused_columns) < MAX_UNUSED_NAMES
+            key = name if has_room else OTHER_NAMES
+            self.unused_columns[key] = self.unused_columns.get(key, 0) + count
+
+    def unused_text(self) -> str:
+        """`id, source (3 of 12 rows)`; empty if all columns are used."""
+        return ", ".join(
+            printable(name, 80) + (f" ({count} of {self.rows_read} rows)" if count < self.rows_read else "")
+            for name, count in self.unused_columns.items()
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """In the types of JSON; `from_json` takes it back."""
+        return {**asdict(self), "bad_rows": [[number, *astuple(fault)] for number, fault in self.bad_rows]}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> SourceReport:
+        """
+        Raises:
+            TypeError, ValueError: not what `to_json` makes.
+        """
+        bad_rows = [(int(number), Problem(*texts)) for number, *texts in data["bad_rows"]]
+        return cls(**{**data, "bad_rows": bad_rows})
+
+
+SUMMED = (
+    *("rows_read", "rows_kept", "bad_rows", "too_long_rows", "untrained_rows", "control_token_rows"),
+    *("placeholder_rows", "trained_tokens", "total_tokens", "lost_tokens"),
+)
+
+
+@dataclass
+class DataReport(SourceReport):
+    """Counts of all sources together."""
+
+    sources: tuple[SourceReport, ...] = ()
+    long_rows: str = "truncate"
+    """Treatment of `too_long_rows`: error, drop, truncate or split."""
+
+    def __post_init__(self) -> None:
+        for source in self.sources:
+            self.add(source)
+
+    @property
+    def rows_bad(self) -> int:
+        return len(self.bad_rows)
+
+    @property
+    def rows_truncated(self) -> int:
+        return len(self.too_long_rows) if self.long_rows == "truncate" else 0
+
+    def filter_counts(self) -> str:
+        """`120 rows read, 3 bad, 2 too long, 0 without a trained token, 115 kept`."""
+        long_verb = {"truncate": "cut", "split": "split"}.get(self.long_rows, "too long")
+        kept = f"{self.rows_kept} sequences" if self.long_rows == "split" else f"{self.rows_kept} kept"
+        return (
+            f"{self.rows_read} rows read, {len(self.bad_rows)} bad, {len(self.too_long_rows)} {long_verb}, "
+            f"{len(self.untrained_rows)} without a trained token, {kept}"
+        )
+
+
+def listed(places: Sequence[str]) -> str:
+    """The first places, and how many more there are."""
+    shown = ", ".join(places[:MAX_LISTED])
+    rest = len(places) - MAX_LISTED
+    return f"{shown} and {rest} more" if rest > 0 else shown

@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from roundpipe_cli.choices import IGNORED_LABEL
-from roundpipe_cli.data.shards import DataReport, Shard
+from roundpipe_cli.data.rows import DataReport
+from roundpipe_cli.data.shards import Shard
 from roundpipe_cli.data.sources import Source
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.units import counted

@@ -178,7 +178,7 @@ def test_layouts_that_are_refused_by_name(name: str) -> None:
     spec = DatasetSpec("x.jsonl")
     encoder = RowEncoder(DataSettings((spec,), 1000), byte_tokenizer(), (CHATML, None))
     try:
-        ((_, fault),) = encoder.encode(decide_format(spec, [list(row)], "x.jsonl"), [RawRow(1, row)]).faults
+        ((_, fault),) = encoder.encode(decide_format(spec, [list(row)], "x.jsonl"), [RawRow(1, row)]).report.bad_rows
         message = str(fault)
     except RefusedError as error:
         message = str(error)
