@@ -252,7 +252,7 @@ def _are_pairs(source: Source) -> bool | None:
     with suppress(RefusedError):
         find_pair_columns(spec, layouts, source.name)
         pairs = True
-    row_format = decide_format(replace(spec, answer="chosen") if pairs else spec, layouts, source.name)
+    row_format = decide_format(replace(spec, pairs=pairs), layouts, source.name)
     for row in rows:
         try:
             opened = row_format.opened(row.columns)

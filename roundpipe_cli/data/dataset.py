@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from roundpipe_cli import __version__
-from roundpipe_cli.choices import IGNORED_LABEL, ROW_KINDS
+from roundpipe_cli.choices import ROW_KINDS
 from roundpipe_cli.data.chat import TEMPLATE_DATE, TemplateFacts
 from roundpipe_cli.data.columns import PLAIN_TYPES
 from roundpipe_cli.data.formats import RowFormat, decide_format
@@ -28,7 +28,6 @@ from roundpipe_cli.data.rows import (
     MAX_LISTED,
     DataReport,
     DataSettings,
-    PairAnswer,
     RawRow,
     SourceReport,
     in_chunks,
@@ -36,7 +35,7 @@ from roundpipe_cli.data.rows import (
 )
 from roundpipe_cli.data.shards import DamageError, Shard, ShardWriter, load_shard
 from roundpipe_cli.data.sources import Source, find_sources
-from roundpipe_cli.data.tokenized import TokenizedDataset, TokenizedRows, hold_out, part_of
+from roundpipe_cli.data.tokenized import TokenizedDataset, TokenizedRows, hold_out
 from roundpipe_cli.errors import Problem, RefusedError
 from roundpipe_cli.events import Say
 from roundpipe_cli.library_names import version
@@ -198,7 +197,7 @@ class _Builder:
             )
         self._facts = self._facts or self._pool.facts()
         rows = self._with_format(source, report, notices, chain([first], chunks))
-        with ShardWriter(key) as writer:
+        with ShardWriter(key, 2 if source.spec.pairs else 1) as writer:
             for result in self._pool.encode(rows, source.name):
                 writer.add(result, report.rows_read)
                 report.add(result.report)
@@ -390,7 +389,7 @@ class _Builder:
 
 # Preference pairs: rows with a chosen and a rejected answer to one prompt (`formats.py` has their shapes).
 #
-# The rows are read twice, once for each answer; a pair is kept if both were.
+# A row is read once, and its two answers are sequences of their own; a pair is kept if both are.
 
 
 def build_pairs(
@@ -401,27 +400,20 @@ def build_pairs(
     The report counts a row once and the tokens of both answers.
 
     Raises:
-        RefusedError: as `build_dataset`; or no pair is whole.
+        RefusedError: as `build_dataset`.
     """
-    chosen = build_dataset(_with_answer(settings, "chosen"), tokenizer, tell)
-    rejected = build_dataset(_with_answer(settings, "rejected"), tokenizer, tell)
-    _, places, other_places = np.intersect1d(
-        chosen.rows.row_ids, rejected.rows.row_ids, assume_unique=True, return_indices=True
-    )
-    if len(places) == 0:
-        raise RefusedError("no row has both a chosen and a rejected completion that can be used", where="datasets")
-    rows = rejected.rows.select(other_places.astype(np.int64))
-    kept = part_of(chosen, places.astype(np.int64))
-    told = set(chosen.notices)
-    notices = [*chosen.notices, *(f"rejected: {text}" for text in rejected.notices if text not in told)]
-    equal = [kept.where(kept.rows[index].row_id) for index in _equal_pairs(kept.rows, rows)]
+    specs = tuple(replace(spec, pairs=True) for spec in settings.datasets)
+    dataset = build_dataset(replace(settings, datasets=specs), tokenizer, tell)
+    chosen, rejected = dataset.rows.answers()
+    dataset = _of_pairs(replace(dataset, rows=chosen), rejected)
+    equal = [dataset.where(chosen[index].row_id) for index in _equal_pairs(chosen, rejected)]
     if equal:
-        notices.append(
-            f"{len(equal)} of {len(rows)} pairs have two equal answers, which prefer nothing (they are kept): "
+        notice = (
+            f"{len(equal)} of {len(rejected)} pairs have two equal answers, which prefer nothing (they are kept): "
             f"{listed(equal)}"
         )
-    report = _joint_report(chosen.report, rejected.report, kept.rows, rows)
-    return replace(_of_pairs(kept, rows), notices=tuple(notices), report=report), rows
+        dataset = replace(dataset, notices=(*dataset.notices, notice))
+    return dataset, rejected
 
 
 def _equal_pairs(chosen: TokenizedRows, rejected: TokenizedRows) -> list[int]:
@@ -445,43 +437,5 @@ def hold_out_pairs(
 
 def _of_pairs(chosen: TokenizedDataset, rejected: TokenizedRows) -> TokenizedDataset:
     """The chosen rows with a hash of both sides."""
-    both = hashlib.sha256(f"{chosen.content_hash} {rejected.content_hash()}".encode()).hexdigest()
+    both = hashlib.sha256(f"{chosen.rows.content_hash()} {rejected.content_hash()}".encode()).hexdigest()
     return replace(chosen, content_hash=both)
-
-
-def _with_answer(settings: DataSettings, answer: PairAnswer) -> DataSettings:
-    return replace(settings, datasets=tuple(replace(spec, answer=answer) for spec in settings.datasets))
-
-
-def _joint_report(
-    chosen: DataReport, rejected: DataReport, kept: TokenizedRows, rejected_kept: TokenizedRows
-) -> DataReport:
-    """Report on the pairs: a fault of either answer is one of the row."""
-    sources = []
-    first_id = 0
-    for one, other in zip(chosen.sources, rejected.sources, strict=True):
-        start, stop = np.searchsorted(kept.row_ids, [first_id, first_id + one.rows_read]).tolist()
-        first_id += one.rows_read
-        sources.append(_joint_source(one, other, range(start, stop), (kept, rejected_kept)))
-    return DataReport(sources=tuple(sources), long_rows=chosen.long_rows)
-
-
-def _joint_source(
-    chosen: SourceReport, rejected: SourceReport, pairs: range, sides: tuple[TokenizedRows, TokenizedRows]
-) -> SourceReport:
-    labels = [rows[index].labels for index in pairs for rows in sides]
-    counts = (chosen.unused_columns, rejected.unused_columns)
-    unused = {name: max(side.get(name, 0) for side in counts) for name in (*counts[0], *counts[1])}
-    kinds = ("too_long_rows", "untrained_rows", "control_token_rows", "placeholder_rows")
-    either: dict[str, Any] = {kind: sorted({*getattr(chosen, kind), *getattr(rejected, kind)}) for kind in kinds}
-    return replace(
-        chosen,
-        rows_kept=len(pairs),
-        bad_rows=sorted(({**dict(rejected.bad_rows), **dict(chosen.bad_rows)}).items()),
-        **either,
-        unused_columns=unused,
-        trained_tokens=sum(int(np.count_nonzero(row[1:] != IGNORED_LABEL)) for row in labels),
-        total_tokens=sum(map(len, labels)),
-        lost_tokens=chosen.lost_tokens + rejected.lost_tokens,
-        longest_row_tokens=max(chosen.longest_row_tokens, rejected.longest_row_tokens),
-    )

@@ -35,7 +35,6 @@ from roundpipe_cli.data.messages import (
 from roundpipe_cli.data.rows import (
     BadRowError,
     DatasetSpec,
-    PairAnswer,
     checked_text,
     column_names,
     delimiter_hint,
@@ -49,10 +48,8 @@ from roundpipe_cli.errors import RefusedError, closest
 #     instruction, input  + chosen + rejected     texts (LLaMA-Factory's alpaca), with `system` and `history`
 #     conversations       + chosen + rejected     the prompt as a list, an answer as a message (sharegpt)
 #                           chosen + rejected     whole conversations: what both begin with is the prompt
-#
-# The rejected answer is read with the chosen one, so that a row is bad for both or for neither.
 
-ANSWERS: tuple[PairAnswer, PairAnswer] = ("chosen", "rejected")
+ANSWERS = ("chosen", "rejected")
 PROMPT_COLUMNS = ("prompt", "instruction", "question", "query", "input")
 HISTORY_COLUMNS = ("messages", "conversations", "conversation")
 SYSTEM_COLUMNS = ("system", "system_prompt", "system_message")
@@ -165,8 +162,9 @@ class RowFormat:
             found |= {prompt: messages} if (messages := messages_in_text(row.get(prompt))) else {}
         return {**row, **found} if found else row
 
-    def parse(self, row: Mapping[str, object]) -> Content:
-        """
+    def parse(self, row: Mapping[str, object]) -> tuple[Content, ...]:
+        """The words of a row: of a pair, its prompt with the chosen answer, and with the rejected one.
+
         Args:
             row: as of `opened`.
 
@@ -176,13 +174,13 @@ class RowFormat:
         if self.type == "preference":
             return self._pair(row)
         if ROW_KINDS[self.type].needs_template:
-            return self._conversation(row)
+            return (self._conversation(row),)
         if self.type == "alpaca":
             prompt = self._alpaca(row)
-            return self._in_context(row, replace(prompt, completion=self._text(row, "output", filled=True)))
+            return (self._in_context(row, replace(prompt, completion=self._text(row, "output", filled=True))),)
         if self.type == "prompt_completion":
-            return self._prompt_completion(row)
-        return PlainText(self._text(row, "text", filled=True))
+            return (self._prompt_completion(row),)
+        return (PlainText(self._text(row, "text", filled=True)),)
 
     def unused(self, row: Mapping[str, object]) -> list[str]:
         """Names of the columns, and of the keys in messages, that `parse` does not read.
@@ -237,21 +235,20 @@ class RowFormat:
         turns = with_system(turns, *self._optional(row, "system"))
         return Conversation(turns.messages, read_tools(*self._optional(row, "tools")), turns.untrained, turns.trained)
 
-    def _pair(self, row: Mapping[str, object]) -> Exchange | Conversation:
-        """The prompt of a row with one of its answers, which alone is trained."""
-        assert self.spec.answer is not None
+    def _pair(self, row: Mapping[str, object]) -> tuple[Content, ...]:
+        """The prompt of a row with each of its answers, which alone are trained."""
         values = {side: self._field(row, side) for side in ANSWERS}
         prompt = self._pair_prompt(row)
         beside = (self._optional(row, field)[0] for field in ("messages", "system", "tools", "history"))
         if prompt is not None and not any(beside) and all(isinstance(value, str) for value in values.values()):
-            texts = {side: self._text(row, side, filled=True) for side in ANSWERS}
-            return Exchange(prompt.user, prompt.plain_prompt, texts[self.spec.answer])
+            return tuple(replace(prompt, completion=self._text(row, side, filled=True)) for side in ANSWERS)
         sides = {side: read_speech(values[side], self.columns[side], "assistant") for side in ANSWERS}
         for side in ANSWERS:
             check_says_something(sides[side], self.columns[side])
         context = self._context(row, sides["chosen"], prompt)
         whole = {side: turns.behind(context) for side, turns in sides.items()}
         num_shared = _num_shared(whole["chosen"], whole["rejected"])
+        made = []
         for side, turns in whole.items():
             answer = turns.messages[num_shared:]
             if num_shared == 0 or answer[0]["role"] != "assistant" or answer[-1]["role"] != "assistant":
@@ -260,11 +257,9 @@ class RowFormat:
                     found=printable("roles " + ", ".join(message["role"] for message in answer)),
                     expected="the same prompt for both, and the assistant's turn behind it",
                 )
-        turns = whole[self.spec.answer]
-        before = MessageColumn(turns.messages[:num_shared]).as_prompt()
-        untrained = frozenset(index for index in turns.untrained if index >= num_shared)
-        turns = MessageColumn(turns.messages, before.untrained | untrained)  # whole answers are compared
-        return self._with_columns(row, turns)
+            untrained = turns.untrained | frozenset(range(num_shared))  # and no turn is trained of those that say so
+            made.append(self._with_columns(row, MessageColumn(turns.messages, untrained)))
+        return tuple(made)
 
     def _pair_prompt(self, row: Mapping[str, object]) -> Exchange | None:
         """A pair's prompt that is text, with an empty answer."""
@@ -336,7 +331,7 @@ def decide_format(spec: DatasetSpec, layouts: Sequence[Sequence[str]], where: st
     Raises:
         RefusedError: no type fits, or `spec.columns` maps a field that the type does not have.
     """
-    if spec.answer is not None:
+    if spec.pairs:
         _check_mapping(spec, _all_fields("preference"), where)
         found, told = find_pair_columns(spec, layouts, where)
         return RowFormat(spec, "preference", found, f"{where}: read as preference pairs ({told})")

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -287,7 +286,7 @@ MEDIA_PLACEHOLDER = re.compile(r"<(image|video|audio)>")
 
 @dataclass
 class ChunkResult:
-    """The kept rows of one chunk, a sequence each; of a row that is split several."""
+    """The kept rows of one chunk, a sequence each; of a row that is split several, of a pair the two answers."""
 
     places: npt.NDArray[np.int64]
     """[sequences, 2]: place of the row within the chunk, from 0, ascending, and its number."""
@@ -340,37 +339,39 @@ class RowEncoder:
             RefusedError: the template needs too much memory.
         """
         report = SourceReport(rows_read=len(rows))
-        places: list[int] = []
-        rendered: list[Rendered] = []
-        faults: list[tuple[int, Problem]] = []
+        rendered: list[tuple[int, Rendered]] = []  # with the place of its row
+        faults: dict[int, Problem] = {}
         unused: Counter[str] = Counter()
         for place, raw in enumerate(rows):
             if raw.fault is not None or row_format is None:
-                faults.append((place, raw.fault or Problem("the row cannot be read")))
+                faults[place] = raw.fault or Problem("the row cannot be read")
                 continue
             try:
                 columns = row_format.opened(raw.columns)
                 unused.update(row_format.unused(columns))
-                content = row_format.parse(columns)
-                rendered.append(self._render(content, row_format))
-                unused.update(rendered[-1].left_out)
-                places.append(place)
-                messages = () if isinstance(content, PlainText) else content.messages
+                contents = row_format.parse(columns)
+                made = [self._render(content, row_format) for content in contents]
+                unused.update(list(dict.fromkeys(name for one in made for name in one.left_out)))
+                rendered += [(place, one) for one in made]
+                messages = [turn for one in contents if not isinstance(one, PlainText) for turn in one.messages]
                 if self._template is not None and self._template.holds_control_token(messages):
                     report.control_token_rows.append(raw.number)
-                if MEDIA_PLACEHOLDER.search(rendered[-1].text):
+                if any(MEDIA_PLACEHOLDER.search(one.text) for one in made):
                     report.placeholder_rows.append(raw.number)
             except BadRowError as error:
-                faults.append((place, error.fault))
-        kept: list[tuple[int, Encoded]] = []
-        for place, result in zip(places, [] if count_only else self._tokenise(rendered), strict=not count_only):
-            if isinstance(result, BadRowError):
-                faults.append((place, result.fault))
-            else:
-                kept.append((place, result))
-        report.bad_rows = [(rows[place].number, fault) for place, fault in sorted(faults, key=itemgetter(0))]
+                faults[place] = error.fault
+        answers: dict[int, list[Encoded]] = {}
+        if not count_only:
+            encoded = self._tokenise([one for _, one in rendered])
+            for (place, _), result in zip(rendered, encoded, strict=True):
+                if isinstance(result, BadRowError):
+                    faults.setdefault(place, result.fault)
+                else:
+                    answers.setdefault(place, []).append(result)
+        report.bad_rows = [(rows[place].number, faults[place]) for place in sorted(faults)]
         report.unused_columns = dict(unused)
-        return self._cut(rows, kept, report)
+        whole = {(place, rows[place].number): made for place, made in answers.items() if place not in faults}
+        return self._cut(whole, report)
 
     def _tokenise(self, rendered: Sequence[Rendered]) -> Iterator[Encoded | BadRowError]:
         start = 0
@@ -384,31 +385,34 @@ class RowEncoder:
             yield from encode_batch(self._tokenizer, rendered[start:stop], plain=plain)
             start = stop
 
-    def _cut(
-        self, rows: Sequence[RawRow], tokenised: Sequence[tuple[int, Encoded]], report: SourceReport
-    ) -> ChunkResult:
-        """The sequences of rows, by their places; the report counts what of them is kept and lost."""
+    def _cut(self, rows: Mapping[tuple[int, int], Sequence[Encoded]], report: SourceReport) -> ChunkResult:
+        """The sequences of rows, which have one answer or, of pairs, two; the report counts what is kept and lost.
+
+        Args:
+            rows: by place and number.
+        """
         limit, drops = self._settings.max_seq_length, self._settings.long_rows in ("drop", "error")
         places: list[tuple[int, int]] = []
         kept: list[Encoded] = []
-        for place, row in tokenised:
-            number, num_tokens = rows[place].number, len(row.input_ids)
-            report.longest_row_tokens = max(report.longest_row_tokens, num_tokens)
-            report.lost_tokens += num_tokens
-            is_kept = False
-            for sequence, num_new in self._sequences(row):
-                if num_trained := int(np.count_nonzero(sequence.trained[1:])):
-                    report.trained_tokens += num_trained
-                    report.lost_tokens -= num_new
-                    places.append((place, number))
-                    kept.append(sequence)
-                    is_kept = True
-            if num_tokens > limit:
-                report.too_long_rows.append(number)
-            if not is_kept and not (drops and num_tokens > limit):  # rows that are too long were not checked
-                report.untrained_rows.append(number)
+        for row, answers in rows.items():
+            full_lengths = [len(answer.input_ids) for answer in answers]
+            report.longest_row_tokens = max(report.longest_row_tokens, *full_lengths)
+            report.lost_tokens += sum(full_lengths)
+            made = [[one for one in self._sequences(answer) if one[0].trained[1:].any()] for answer in answers]
+            if all(made):
+                sequences = [one for of_answer in made for one in of_answer]
+                places += [row] * len(sequences)
+                kept += [sequence for sequence, _ in sequences]
+                report.lost_tokens -= sum(num_new for _, num_new in sequences)
+                report.rows_kept += len(sequences) // len(answers)
+            if max(full_lengths) > limit:
+                report.too_long_rows.append(row[1])
+            # rows that are too long were not checked
+            if any(not one and not (drops and full > limit) for one, full in zip(made, full_lengths, strict=True)):
+                report.untrained_rows.append(row[1])
         lengths = [len(sequence.input_ids) for sequence in kept]
-        report.rows_kept, report.total_tokens = len(kept), sum(lengths)
+        report.total_tokens = sum(lengths)
+        report.trained_tokens = sum(int(np.count_nonzero(sequence.trained[1:])) for sequence in kept)
         return ChunkResult(
             np.array(places, dtype=np.int64).reshape(-1, 2),
             np.array(lengths, dtype=np.int64),

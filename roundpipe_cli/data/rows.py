@@ -14,7 +14,6 @@ from roundpipe_cli.units import escape_controls
 
 # Settings for reading data, as plain arguments named like the recipe's keys.
 
-PairAnswer = Literal["chosen", "rejected"]
 AlpacaJoin = Literal["blank_line", "newline"]
 
 
@@ -41,8 +40,8 @@ class DatasetSpec:
     """Configuration of a hub dataset, e.g. `main`."""
     columns: Mapping[str, str] = field(default_factory=dict)
     """Our field name to the file's column: `{"prompt": "question"}`."""
-    answer: PairAnswer | None = None
-    """Rows are preference pairs, of which this answer is read; None: they are no pairs."""
+    pairs: bool = False
+    """Rows are preference pairs."""
     rules: TrainRules = TrainRules()
     as_chat: bool = True
     """Whether plain prompts and completions become turns where there is a chat template."""
@@ -249,7 +248,7 @@ class SourceReport:
     """Type of the rows, from the recipe or the columns; None where no row could be read."""
     rows_read: int = 0
     rows_kept: int = 0
-    """Sequences to train: a row that is split is several."""
+    """Sequences to train: a row that is split is several, a pair is one."""
     bad_rows: list[tuple[int, Problem]] = field(default_factory=list)
     too_long_rows: list[int] = field(default_factory=list)
     """Rows of more than `max_seq_length` tokens: kept and cut, split, dropped or refused, as `long_rows` says."""

@@ -93,8 +93,9 @@ class Shard:
     lengths: npt.NDArray[np.int64]
     max_id: int
     """Largest of `input_ids`; -1 without any."""
-    digest: str
-    """SHA-256 over lengths, ids and trained: equal exactly if every row is."""
+    digests: tuple[str, ...]
+    """SHA-256 over lengths, ids and trained: equal exactly if every row is. Of pairs, whose answers stand in turn, two:
+    of the chosen rows and of the rejected ones."""
     report: SourceReport
     notices: tuple[str, ...]
     """Decisions about this source, for the user."""
@@ -103,16 +104,18 @@ class Shard:
 class ShardWriter:
     """Takes chunks in order; `finish` makes a `Shard` of them. Use it inside `with`: unfinished, it leaves nothing."""
 
-    def __init__(self, key: str | None) -> None:
+    def __init__(self, key: str | None, num_answers: int = 1) -> None:
         """
         Args:
             key: name in the cache; None keeps the shard out of the cache, for this process only.
+            num_answers: sequences that belong together, 2 of pairs.
         """
         self._key = key
         in_cache = new_folder(FOLDER) if key is not None else None  # read-only, no home: without a cache, then
         self._folder = in_cache or Path(tempfile.mkdtemp(prefix="roundpipe-tokens-"))
         self._files: dict[str, IO[bytes]] = {name: (self._folder / name).open("wb") for name in ARRAYS}
-        self._digests = {name: hashlib.sha256(name.encode()) for name in ARRAYS if name != "rows.bin"}
+        names = [name for name in ARRAYS if name != "rows.bin"]
+        self._digests = [{name: hashlib.sha256(name.encode()) for name in names} for _ in range(num_answers)]
         self._max_id = -1
 
     def __enter__(self) -> ShardWriter:
@@ -139,10 +142,13 @@ class ShardWriter:
         }
         with self._writing():
             for name, array in arrays.items():
-                data = np.ascontiguousarray(array, dtype=ARRAYS[name]).tobytes()
-                self._files[name].write(data)
-                if name in self._digests:
-                    self._digests[name].update(data)
+                self._files[name].write(array.astype(ARRAYS[name]).tobytes())
+        answers = np.arange(len(chunk.lengths)) % len(self._digests)
+        of_tokens = np.repeat(answers, chunk.lengths)
+        for index, digests in enumerate(self._digests):
+            for name, digest in digests.items():
+                own = (answers if name == "lengths.bin" else of_tokens) == index
+                digest.update(arrays[name][own].astype(ARRAYS[name]).tobytes())
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -166,9 +172,9 @@ class ShardWriter:
                 file.flush()
                 os.fsync(file.fileno())
                 file.close()
-        digest = hashlib.sha256("".join(item.hexdigest() for item in self._digests.values()).encode()).hexdigest()
+        digests = ["".join(one.hexdigest() for one in of_answer.values()) for of_answer in self._digests]
         content = {
-            "digest": digest,
+            "digests": [hashlib.sha256(text.encode()).hexdigest() for text in digests],
             "max_id": self._max_id,
             "sums": block_sums(self._folder),
             "report": report.to_json(),
@@ -240,6 +246,6 @@ def _open(folder: Path) -> Shard:
     num_tokens = len(arrays["input_ids.bin"])
     if len(lengths) != len(rows) or int(lengths.sum()) != num_tokens or len(arrays["trained.bin"]) != num_tokens:
         raise ValueError("arrays that do not fit each other")
-    facts = int(document["max_id"]), str(document["digest"]), SourceReport.from_json(document["report"])
+    facts = int(document["max_id"]), tuple(map(str, document["digests"])), SourceReport.from_json(document["report"])
     notices = tuple(str(text) for text in document["notices"])
     return Shard(arrays["input_ids.bin"], arrays["trained.bin"], rows, np.array(lengths), *facts, notices)

@@ -186,19 +186,23 @@ class Row:
 class TokenizedRows(Sequence[Row]):
     """The kept rows of all sources, read from their mapped shards."""
 
-    def __init__(self, shards: Sequence[Shard], positions: npt.NDArray[np.int64] | None = None) -> None:
+    def __init__(
+        self, shards: Sequence[Shard], positions: npt.NDArray[np.int64] | None = None, answer: int | None = None
+    ) -> None:
         """
         Args:
-            positions: of the rows that there are, ascending; None: all rows of the shards.
+            positions: of the rows that there are, ascending; None: all of the shards.
+            answer: of preference pairs, the rows with the chosen answers (0) or the rejected ones (1).
         """
-        self._shards = tuple(shards)
-        self._positions = positions
-        lengths: npt.NDArray[np.int64] = np.concatenate([shard.lengths for shard in shards])
+        self._shards, self._positions, self._answer = tuple(shards), positions, answer
+        own = slice(None) if answer is None else slice(answer, None, 2)
+        self._places = [shard.places[own] for shard in shards]
+        self._starts = [(np.cumsum(shard.lengths) - shard.lengths)[own] for shard in shards]
+        lengths: npt.NDArray[np.int64] = np.concatenate([shard.lengths[own] for shard in shards])
         self.lengths = lengths if positions is None else lengths[positions]
         """Tokens of each row."""
-        self._first_rows = np.cumsum([0, *(len(shard.lengths) for shard in shards)])
+        self._first_rows = np.cumsum([0, *map(len, self._places)])
         self._first_ids = np.cumsum([0, *(shard.report.rows_read for shard in shards)])
-        self._starts = [np.cumsum(shard.lengths) - shard.lengths for shard in shards]
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -213,22 +217,28 @@ class TokenizedRows(Sequence[Row]):
         source, place = self._find(index)
         shard = self._shards[source]
         start = int(self._starts[source][place])
-        stop = start + int(shard.lengths[place])
+        stop = start + int(self.lengths[index])
         input_ids = shard.input_ids[start:stop]
         labels = np.where(shard.trained[start:stop], input_ids, np.int32(IGNORED_LABEL))
         labels.flags.writeable = False
-        return Row(int(self._first_ids[source] + shard.places[place, 0]), input_ids, labels)
+        return Row(int(self._first_ids[source] + self._places[source][place, 0]), input_ids, labels)
 
     @property
     def row_ids(self) -> npt.NDArray[np.int64]:
         """Identifiers of the rows, ascending, shape [rows]."""
-        firsts = zip(self._first_ids, self._shards, strict=False)
-        ids: npt.NDArray[np.int64] = np.concatenate([first + shard.places[:, 0] for first, shard in firsts])
+        firsts = zip(self._first_ids, self._places, strict=False)
+        ids: npt.NDArray[np.int64] = np.concatenate([first + places[:, 0] for first, places in firsts])
         return ids if self._positions is None else ids[self._positions]
 
     def select(self, positions: npt.NDArray[np.int64]) -> TokenizedRows:
         """The rows at these ascending positions, as rows of their own."""
-        return TokenizedRows(self._shards, positions if self._positions is None else self._positions[positions])
+        kept = positions if self._positions is None else self._positions[positions]
+        return TokenizedRows(self._shards, kept, self._answer)
+
+    def answers(self) -> tuple[TokenizedRows, TokenizedRows]:
+        """The chosen and the rejected rows of preference pairs; row i of both is one pair."""
+        every = np.arange(len(self) // 2)  # not None: checkpoints hold a hash over these positions too
+        return TokenizedRows(self._shards, every, 0), TokenizedRows(self._shards, every, 1)
 
     @property
     def max_id(self) -> int:
@@ -241,7 +251,7 @@ class TokenizedRows(Sequence[Row]):
 
     def content_hash(self) -> str:
         """SHA-256 over the tokens and labels of every row: equal exactly if every batch would be."""
-        digest = hashlib.sha256("".join(shard.digest for shard in self._shards).encode())
+        digest = hashlib.sha256("".join(shard.digests[self._answer or 0] for shard in self._shards).encode())
         if self._positions is not None:
             digest.update(self._positions.astype("<i8").tobytes())
         return digest.hexdigest()
@@ -254,7 +264,7 @@ class TokenizedRows(Sequence[Row]):
         """
         source = int(np.searchsorted(self._first_ids, row_id, side="right")) - 1
         if 0 <= source < len(self._shards):
-            places = self._shards[source].places
+            places = self._places[source]
             place = int(np.searchsorted(places[:, 0], row_id - self._first_ids[source]))
             if place < len(places) and places[place, 0] == row_id - self._first_ids[source]:
                 return source, int(places[place, 1])
@@ -334,10 +344,10 @@ def hold_out(dataset: TokenizedDataset, size: float, seed: int) -> tuple[Tokeniz
             expected=f"less than {num_rows}",
         )
     is_held = np.isin(row_of, held)
-    return part_of(dataset, np.flatnonzero(~is_held)), part_of(dataset, np.flatnonzero(is_held))
+    return _part_of(dataset, np.flatnonzero(~is_held)), _part_of(dataset, np.flatnonzero(is_held))
 
 
-def part_of(dataset: TokenizedDataset, positions: npt.NDArray[np.int64]) -> TokenizedDataset:
+def _part_of(dataset: TokenizedDataset, positions: npt.NDArray[np.int64]) -> TokenizedDataset:
     """The rows of `dataset` at these ascending positions, as a dataset of their own."""
     rows = dataset.rows.select(positions)
     borders = np.cumsum([0, *dataset.rows_by_spec])

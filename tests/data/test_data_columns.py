@@ -262,7 +262,7 @@ def pairs_of(path: Path, tokenizer: Any, **options: Any) -> tuple[TokenizedDatas
 @pytest.mark.parametrize("dropped", [None, "x" * 2000])
 @pytest.mark.parametrize("side", SIDES)
 def test_pairs_behind_a_dropped_one_keep_their_partners(tmp_path: Path, side: str, dropped: str | None) -> None:
-    """A bad row is dropped on both sides, one that is too long on its own. A checkpoint's hash is one of both."""
+    """A pair of which one answer is bad or too long is dropped. A checkpoint's hash is one of both."""
     rows: list[dict[str, Any]] = [{"prompt": "Go ", "chosen": f"yes {n}", "rejected": f"no {n}"} for n in range(4)]
     rows[0][side] = dropped
     tokenizer, hashes = byte_tokenizer(), set()
