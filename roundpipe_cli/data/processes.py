@@ -12,12 +12,13 @@ import multiprocessing
 import os
 import signal
 import traceback
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from roundpipe_cli.data.chat import TemplateFacts
 from roundpipe_cli.data.formats import RowFormat
@@ -36,8 +37,6 @@ MAX_RENDER_S = 2.0
 MAX_MEMORY_BYTES = 2 * 1024**3
 """Address space that a child may take."""
 MAX_WORKERS = 16
-CHUNKS_AHEAD = 4
-"""Finished chunks, times workers, that may wait for a slower one before them."""
 
 Chunk = tuple[RowFormat | None, list[RawRow], bool]
 """Format, rows, and whether they are only counted: the arguments of `RowEncoder.encode`."""
@@ -47,8 +46,6 @@ Chunk = tuple[RowFormat | None, list[RawRow], bool]
 class _Child:
     process: BaseProcess
     connection: Connection
-    chunk: int | None = None
-    """Index of its current chunk; None: idle."""
     place: str = "datasets"
     """File and rows of its current chunk."""
 
@@ -108,54 +105,25 @@ class EncoderPool:
             ResourceError: a child was killed, probably for want of memory.
             InternalError: a child failed.
         """
-        results: dict[int, ChunkResult] = {}
-        num_given = num_done = 0
+        idle, working = [*self._children], deque[_Child]()
         for chunk in chunks:
-            child = self._idle_child(results)
+            if len(working) == self._max_children:
+                yield cast("ChunkResult", self._receive(working[0]))
+                idle.append(working.popleft())
+            child = idle.pop() if idle else self._start()
             child.place = _place(name, chunk[1])
             self._send(child, (*chunk, child.place))
-            child.chunk, num_given = num_given, num_given + 1
-            while num_given - num_done > CHUNKS_AHEAD * self._max_children and num_done not in results:
-                self._wait(results)
-            while num_done in results:
-                yield results.pop(num_done)
-                num_done += 1
-        while num_done < num_given:
-            while num_done not in results:
-                self._wait(results)
-            yield results.pop(num_done)
-            num_done += 1
-
-    def _idle_child(self, results: dict[int, ChunkResult]) -> _Child:
-        while True:
-            for child in self._children:
-                if child.chunk is None:
-                    return child
-            if len(self._children) < self._max_children:
-                return self._start()
-            self._wait(results)
-
-    def _wait(self, results: dict[int, ChunkResult]) -> None:
-        """Take in the results of at least one child."""
-        busy = {child.connection: child for child in self._children if child.chunk is not None}
-        for connection in self._ready(list(busy)):
-            child = busy[cast("Connection", connection)]
-            result = self._receive(child)
-            assert child.chunk is not None
-            results[child.chunk], child.chunk = cast("ChunkResult", result), None
+            working.append(child)
+        while working:
+            yield cast("ChunkResult", self._receive(working.popleft()))
 
     def _send(self, child: _Child, request: object) -> None:
         with at_work("handing rows to a tokenising process"), suppress(BrokenPipeError):  # it died, see `_receive`
             child.connection.send(request)
 
-    def _ready(self, connections: Sequence[Connection]) -> list[Any]:
-        with at_work("tokenising rows"):  # the watchdog ends a run whose children are stuck
-            return list(wait(connections))
-
     def _receive(self, child: _Child) -> object:
-        self._ready([child.connection])
         try:
-            with at_work("taking tokens from a tokenising process"):  # stopped in the middle of them, it never ends
+            with at_work("tokenising rows"):  # the watchdog ends a run whose children are stuck
                 reply = child.connection.recv()
         except (EOFError, OSError):  # no reply, or the beginning of one
             child.process.join()
