@@ -1,9 +1,9 @@
-"""The tokens of one source on disk, and the report on its rows: written once, mapped into memory from then on.
+"""The tokens of one source on disk: written once, mapped into memory from then on.
 
     <cache>/tokens/<key>/
       input_ids.bin   int32, all kept rows end to end        rows.bin      int64 [rows, 2]: place in the source, number
       trained.bin     one byte a token                       lengths.bin   int64 [rows]
-      shard.json      written last: sizes, checksums, digest, report
+      shard.json      written last: checksums, digests, the report on all rows
 
 A shard is written in a folder of its own and renamed when it is complete and durable, so that neither a killed run nor
 two runs at once leave half of one behind. One from the cache is compared with its checksums, byte by byte, before any
@@ -18,7 +18,6 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,54 +31,37 @@ from roundpipe_cli.data.rows import SourceReport
 from roundpipe_cli.errors import ResourceError
 from roundpipe_cli.files import cache_folder, new_folder, prune_cache, sync
 
-# Checksums of a file's blocks, so that several threads can compare a large file with them.
-#
-# BLAKE2b: faster than SHA-256 on processors without instructions for it, and as good at finding damage.
-
 BLOCK_BYTES = 16 * 1024**2
-MAX_THREADS = 16
-
-ToldShare = Callable[[float], None]
-"""Called with the share of the blocks that has been read."""
+"""Read at a time, to compare a file with its checksum."""
+FOLDER = "tokens"
+SHARD_NAME = "shard.json"
+ARRAYS = {"input_ids.bin": np.int32, "trained.bin": np.bool_, "rows.bin": np.int64, "lengths.bin": np.int64}
 
 
 class DamageError(Exception):
     """A file differs from what was written."""
 
 
-def checksum(data: bytes) -> str:
-    """Checksum of one piece, hexadecimal."""
-    return hashlib.blake2b(data, digest_size=32).hexdigest()
+def file_sums(folder: Path, progress: Callable[[float], None] = lambda share: None) -> dict[str, str]:
+    """Checksum of each array's file. BLAKE2b: faster than SHA-256 on processors without instructions for that.
 
-
-def block_sums(folder: Path, progress: ToldShare = lambda share: None) -> dict[str, list[str]]:
-    """Checksums of the blocks of each array's file, which are read once, on all cores.
+    Args:
+        progress: is told the share of all bytes that has been read.
 
     Raises:
         OSError: a file cannot be read.
     """
-    blocks = [(name, start) for name in ARRAYS for start in range(0, (folder / name).stat().st_size, BLOCK_BYTES)]
-
-    def sum_of(block: tuple[str, int]) -> str:
-        with (folder / block[0]).open("rb", buffering=0) as file:
-            return checksum(os.pread(file.fileno(), BLOCK_BYTES, block[1]))
-
-    sums: dict[str, list[str]] = {name: [] for name in ARRAYS}
-    num_threads = min(len(os.sched_getaffinity(0)), MAX_THREADS)
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="token-sums") as threads:
-        try:
-            for done, ((name, _), found) in enumerate(zip(blocks, threads.map(sum_of, blocks), strict=True), start=1):
-                sums[name].append(found)
-                progress(done / len(blocks))
-        except BaseException:
-            threads.shutdown(cancel_futures=True)
-            raise
+    num_bytes, num_read = sum((folder / name).stat().st_size for name in ARRAYS), 0
+    sums = {}
+    for name in ARRAYS:
+        digest = hashlib.blake2b(digest_size=32)
+        with (folder / name).open("rb") as file:
+            while block := file.read(BLOCK_BYTES):
+                digest.update(block)
+                num_read += len(block)
+                progress(num_read / num_bytes)
+        sums[name] = digest.hexdigest()
     return sums
-
-
-FOLDER = "tokens"
-SHARD_NAME = "shard.json"
-ARRAYS = {"input_ids.bin": np.int32, "trained.bin": np.bool_, "rows.bin": np.int64, "lengths.bin": np.int64}
 
 
 @dataclass(frozen=True)
@@ -91,8 +73,6 @@ class Shard:
     places: npt.NDArray[np.int64]
     """[rows, 2]: place among all rows of the source, from 0, ascending, and the row's number in there."""
     lengths: npt.NDArray[np.int64]
-    max_id: int
-    """Largest of `input_ids`; -1 without any."""
     digests: tuple[str, ...]
     """SHA-256 over lengths, ids and trained: equal exactly if every row is. Of pairs, whose answers stand in turn, two:
     of the chosen rows and of the rejected ones."""
@@ -116,7 +96,6 @@ class ShardWriter:
         self._files: dict[str, IO[bytes]] = {name: (self._folder / name).open("wb") for name in ARRAYS}
         names = [name for name in ARRAYS if name != "rows.bin"]
         self._digests = [{name: hashlib.sha256(name.encode()) for name in names} for _ in range(num_answers)]
-        self._max_id = -1
 
     def __enter__(self) -> ShardWriter:
         return self
@@ -133,7 +112,6 @@ class ShardWriter:
         Raises:
             ResourceError: the disk is full.
         """
-        self._max_id = max(self._max_id, int(chunk.input_ids.max(initial=-1)))
         arrays = {
             "input_ids.bin": chunk.input_ids,
             "trained.bin": chunk.trained,
@@ -175,8 +153,7 @@ class ShardWriter:
         digests = ["".join(one.hexdigest() for one in of_answer.values()) for of_answer in self._digests]
         content = {
             "digests": [hashlib.sha256(text.encode()).hexdigest() for text in digests],
-            "max_id": self._max_id,
-            "sums": block_sums(self._folder),
+            "sums": file_sums(self._folder),
             "report": report.to_json(),
             "notices": list(notices),
         }
@@ -192,7 +169,7 @@ class ShardWriter:
         return shard
 
 
-def load_shard(key: str, vocabulary: int, progress: ToldShare) -> Shard | None:
+def load_shard(key: str, vocabulary: int, progress: Callable[[float], None]) -> Shard | None:
     """The shard of that key, every byte of it compared with its checksums; None if it is not there.
 
     Args:
@@ -206,9 +183,9 @@ def load_shard(key: str, vocabulary: int, progress: ToldShare) -> Shard | None:
     if not folder.is_dir():
         return None
     try:
-        written, found = _content(folder)["sums"], block_sums(folder, progress)
-        for name, sums in found.items():
-            if sums != written[name]:
+        written = _content(folder)["sums"]
+        for name, found in file_sums(folder, progress).items():
+            if found != written[name]:
                 raise DamageError(f"{name} is not as it was written")
         shard = _open(folder)
         if len(shard.input_ids) and not 0 <= shard.input_ids.min() <= shard.input_ids.max() < vocabulary:
@@ -222,7 +199,7 @@ def load_shard(key: str, vocabulary: int, progress: ToldShare) -> Shard | None:
 
 
 def _content_sum(content: dict[str, Any]) -> str:
-    return checksum(json.dumps(content, sort_keys=True).encode())
+    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=32).hexdigest()
 
 
 def _content(folder: Path) -> dict[str, Any]:
@@ -246,6 +223,6 @@ def _open(folder: Path) -> Shard:
     num_tokens = len(arrays["input_ids.bin"])
     if len(lengths) != len(rows) or int(lengths.sum()) != num_tokens or len(arrays["trained.bin"]) != num_tokens:
         raise ValueError("arrays that do not fit each other")
-    facts = int(document["max_id"]), tuple(map(str, document["digests"])), SourceReport.from_json(document["report"])
+    facts = tuple(map(str, document["digests"])), SourceReport.from_json(document["report"])
     notices = tuple(str(text) for text in document["notices"])
     return Shard(arrays["input_ids.bin"], arrays["trained.bin"], rows, np.array(lengths), *facts, notices)

@@ -243,7 +243,7 @@ class TokenizedRows(Sequence[Row]):
     @property
     def max_id(self) -> int:
         """Largest token id of the sources."""
-        return max(shard.max_id for shard in self._shards)
+        return max(int(shard.input_ids.max(initial=-1)) for shard in self._shards)
 
     def ids_from(self, first: int) -> set[int]:
         """Token ids from `first` on in the sources."""

@@ -18,10 +18,10 @@ from roundpipe_cli import faults
 from roundpipe_cli.cli import checks
 from roundpipe_cli.data import dataset as dataset_module
 from roundpipe_cli.data import dataset as keys
-from roundpipe_cli.data import shards as block_sums
+from roundpipe_cli.data import shards as shards_module
 from roundpipe_cli.data.dataset import build_dataset
 from roundpipe_cli.data.rows import DatasetSpec, DataSettings
-from roundpipe_cli.data.shards import _content_sum
+from roundpipe_cli.data.shards import _content_sum, file_sums
 from roundpipe_cli.data.tokenized import TokenizedDataset
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.files import CACHE_VARIABLE, cache_folder
@@ -110,7 +110,7 @@ def test_a_damaged_shard_is_made_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["input_ids.bin", "rows.bin", "shard.json", *swept(["trained.bin", "lengths.bin"])])
 def test_one_flipped_bit_in_the_cache_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Story: sizes were compared, not contents, so a flipped bit of an id was another token to train on."""
-    monkeypatch.setattr(block_sums, "BLOCK_BYTES", 100)
+    monkeypatch.setattr(shards_module, "BLOCK_BYTES", 100)
     path = write_rows(tmp_path / "rows.jsonl", ROWS)
     expected = tokens(build(path))
     draw = random.Random(name)
@@ -137,7 +137,7 @@ def test_cached_ids_outside_the_vocabulary_are_made_again(tmp_path: Path) -> Non
         ids[3] = wrong
         ids.tofile(folder / "input_ids.bin")
         content = json.loads((folder / "shard.json").read_text())["content"]
-        content["sums"]["input_ids.bin"] = [block_sums.checksum(ids.tobytes())]
+        content["sums"] = file_sums(folder)
         document = {"content": content, "checksum": _content_sum(content)}
         (folder / "shard.json").write_text(json.dumps(document))
         again = build(path)
@@ -145,7 +145,7 @@ def test_cached_ids_outside_the_vocabulary_are_made_again(tmp_path: Path) -> Non
 
 
 def test_a_large_cache_is_checked_with_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_sums, "BLOCK_BYTES", 100)
+    monkeypatch.setattr(shards_module, "BLOCK_BYTES", 100)
     monkeypatch.setattr(dataset_module, "TELL_EVERY_S", 0.0)
     path = write_rows(tmp_path / "rows.jsonl", ROWS)
     build(path)
