@@ -10,7 +10,6 @@ import stat
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -32,7 +31,7 @@ from roundpipe_cli.data.files import (
 from roundpipe_cli.data.rows import DELIMITERS, DatasetSpec, RawRow, printable
 from roundpipe_cli.errors import RefusedError, closest
 from roundpipe_cli.files import read_regular, stays_inside, tried_paths
-from roundpipe_cli.hub.ask import TIMEOUT, Repository, UnreachableError, ask_hub, notice
+from roundpipe_cli.hub.ask import TIMEOUT, Repository, UnreachableError, ask_hub, notice, other_settings
 
 # Data folders and patterns: chooses the files of a split, or of a pattern, by their names alone.
 #
@@ -228,11 +227,16 @@ def load_table(spec: DatasetSpec, offline: bool) -> Any:
     Raises:
         RefusedError: missing, private, unreachable and not cached, or without the split or configuration.
     """
-    import datasets
+    import datasets.config
+    import huggingface_hub.constants
 
     use_cache_only = offline or not _hub_answers(spec)
+    offline_setting = {"HF_HUB_OFFLINE": True} if use_cache_only else {}
     try:
-        with _no_network(use_cache_only):
+        with (
+            other_settings(datasets.config, **offline_setting),
+            other_settings(huggingface_hub.constants, **offline_setting),
+        ):
             builder = datasets.load_dataset_builder(spec.path, spec.name)
             check_files(spec, builder)
             builder.download_and_prepare()
@@ -298,21 +302,6 @@ def _refusal(spec: DatasetSpec, error: Exception, use_cache_only: bool, offline:
         found=printable(f"{type(error).__name__}: {error}"),
         hint=None if spec.name else "some datasets need a configuration: `name: ...` beside `path:`",
     )
-
-
-@contextmanager
-def _no_network(active: bool) -> Iterator[None]:
-    """Switch both libraries offline while the body runs; they read the environment only once, when imported."""
-    import datasets.config
-    import huggingface_hub.constants
-
-    before = (datasets.config.HF_HUB_OFFLINE, huggingface_hub.constants.HF_HUB_OFFLINE)
-    if active:
-        datasets.config.HF_HUB_OFFLINE = huggingface_hub.constants.HF_HUB_OFFLINE = True
-    try:
-        yield
-    finally:
-        datasets.config.HF_HUB_OFFLINE, huggingface_hub.constants.HF_HUB_OFFLINE = before
 
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")

@@ -249,6 +249,17 @@ def _short(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0][:200]}" if lines and lines[0] else type(error).__name__
 
 
+@contextlib.contextmanager
+def other_settings(module: Any, **values: object) -> Iterator[None]:
+    """While the body runs, these settings of a library, which reads the environment only once, have other values."""
+    before = {name: getattr(module, name) for name in values}
+    vars(module).update(values)
+    try:
+        yield
+    finally:
+        vars(module).update(before)
+
+
 _listeners: list[Say] = []
 
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from roundpipe_cli.errors import RefusedError, ResourceError
 from roundpipe_cli.events import Fetching, Notice, Say, Tell
-from roundpipe_cli.files import disk_error, free_bytes, read_regular
+from roundpipe_cli.files import disk_error, free_bytes, read_regular, stays_inside, write_atomically
 from roundpipe_cli.hub.ask import (
     READ_S,
     TIMEOUT,
@@ -34,6 +34,7 @@ from roundpipe_cli.hub.ask import (
     is_offline,
     library_messages,
     no_hub,
+    other_settings,
 )
 from roundpipe_cli.units import format_bytes
 
@@ -246,23 +247,14 @@ def fetch_files(listing: Listing, names: Sequence[str], tell: Tell) -> Path:
     return snapshot_folder(listing)
 
 
-def remember_revision(listing: Listing, name: str, tell: Tell) -> None:
-    """Let huggingface_hub note in the cache which commit the revision is, so that it is found there without the hub.
-
-    Args:
-        name: a file that is here.
-    """
-    from huggingface_hub import hf_hub_download
-
-    revision, timeout = listing.revision or "main", TIMEOUT
-
-    def question() -> str:
-        return hf_hub_download(listing.repository.name, name, revision=revision, etag_timeout=timeout)
-
-    ref = repository_folder(listing.repository.name) / "refs" / revision
-    if revision != listing.commit and commit_in(ref) != listing.commit:
-        with library_messages(lambda text: tell(Notice(text))):
-            ask_hub(listing.repository, question, lambda text: tell(Notice(text)), is_transfer=True)
+def remember_revision(listing: Listing) -> None:
+    """Note in the cache which commit the revision is, as huggingface_hub does, so that it is found without the hub."""
+    refs = repository_folder(listing.repository.name) / "refs"
+    ref = refs / (listing.revision or "main")
+    if listing.revision != listing.commit and commit_in(ref) != listing.commit and stays_inside(ref, refs):
+        with contextlib.suppress(OSError, ResourceError):  # then it is not found without the hub
+            ref.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(ref, listing.commit.encode(), mode=0o644)
 
 
 def _refuse_above_limit(listing: Listing, names: Sequence[str]) -> None:
@@ -286,19 +278,13 @@ def _library_settings() -> Iterator[None]:
     hub, unless the user said otherwise."""
     from huggingface_hub import constants
 
-    changed = {"DOWNLOAD_CHUNK_SIZE": CHUNK_BYTES, "HF_HUB_DISABLE_XET": True}
-    if "HF_HUB_DOWNLOAD_TIMEOUT" not in os.environ:
-        changed["HF_HUB_DOWNLOAD_TIMEOUT"] = int(READ_S)
-    before = {name: getattr(constants, name) for name in changed}
-    with warnings.catch_warnings():
+    patience = {} if "HF_HUB_DOWNLOAD_TIMEOUT" in os.environ else {"HF_HUB_DOWNLOAD_TIMEOUT": int(READ_S)}
+    with (
+        warnings.catch_warnings(),
+        other_settings(constants, DOWNLOAD_CHUNK_SIZE=CHUNK_BYTES, HF_HUB_DISABLE_XET=True, **patience),
+    ):
         warnings.filterwarnings("ignore", "Not enough free disk space")  # an error says so where it is true
-        try:
-            for name, value in changed.items():
-                setattr(constants, name, value)
-            yield
-        finally:
-            for name, value in before.items():
-                setattr(constants, name, value)
+        yield
 
 
 class StoppedFetchError(Exception):
@@ -323,6 +309,7 @@ class _Bar:
         if self._fetch.cut.is_set():
             raise StoppedFetchError
         self._fetch.num_bytes_of[self._name] += int(num_bytes or 0)
+        self._fetch.moved_s = time.monotonic()
 
 
 class _Fetch:
@@ -343,13 +330,12 @@ class _Fetch:
         self.num_bytes_of = dict.fromkeys(names, 0)
         """Bytes that came of each file; each is counted by one thread."""
         self._done: list[str] = []
-        self._hashing: set[str] = set()
         self._ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         """The error, if any, with which each thread ended."""
         self._num_running = 0
         self._error: BaseException | None = None
-        self._seen = (0, time.monotonic())
-        """Bytes at the last look that found new ones, and when it was; the time is infinite once it was told."""
+        self.moved_s = time.monotonic()
+        """Time of the last bytes that came; infinite once a wait was told, and while files are compared."""
 
     def run(self) -> None:
         waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -395,11 +381,9 @@ class _Fetch:
 
     def _report(self, seconds: float) -> None:
         here = sum(self.num_bytes_of.values())
-        if here != self._seen[0] or self._hashing:
-            self._seen = (here, time.monotonic())
-        elif time.monotonic() - self._seen[1] > STALL_S:
+        if time.monotonic() - self.moved_s > STALL_S:
             self._notice(f"no bytes for {STALL_S:.0f} s: the hub is slow, or another program fetches the same files")
-            self._seen = (here, float("inf"))
+            self.moved_s = float("inf")
         total = max(self._num_bytes, here)
         self._tell(Fetching(len(self._done), len(self._names), here, total, here / max(seconds, 1e-3)))
 
@@ -433,6 +417,7 @@ class _Fetch:
         except ValueError as error:  # the library makes no path of such a name
             raise no_hub(repository, f"a file {name!r}: {error}"[:200]) from error
         self._done.append(name)
+        self.moved_s = time.monotonic()
 
     def _compare(self, file: RemoteFile, etag: str, path: Path) -> None:
         """Compare the hash of a file that came with the hub's; what is wrong is removed."""
@@ -444,7 +429,7 @@ class _Fetch:
         else:
             return  # not a hash of the content: a mirror's own
         found: list[str] = []
-        self._hashing.add(file.name)
+        self.moved_s = float("inf")  # it is not the hub that takes long
         try:
             with path.open("rb") as content:
                 while chunk := content.read(READ_BYTES):
@@ -453,7 +438,6 @@ class _Fetch:
                 os.fsync(content.fileno())
             found = [digest.hexdigest() for digest in digests]
         finally:
-            self._hashing.discard(file.name)
             if expected not in found:
                 for place in (path, self._blobs / etag):
                     place.unlink(missing_ok=True)

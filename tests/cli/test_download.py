@@ -519,7 +519,7 @@ def test_a_run_records_its_commit_and_keeps_to_it(hub: ModelHub, tmp_path: Path)
     assert adapter["base_model_name_or_path"] == NAME and adapter["revision"] == COMMIT
     state: dict[str, Any] = json.loads((work / "out" / "step-00000001" / "state.json").read_text())
     assert state["meta"]["model_commit"] == COMMIT and state["meta"]["recipe"]["revision"] is None
-    assert [path for _, path in hub.asked if "/main/" in path] == [f"/{NAME}/resolve/main/config.json"], "noted once"
+    assert (snapshot(tmp_path).parents[1] / "refs" / "main").read_text() == COMMIT
     hub.commit = OTHER_COMMIT
     done = run("--resume", "max_steps=2").expect(0)
     assert f"note: base model: commit {COMMIT[:12]}, with which the run began" in done.err

@@ -110,7 +110,7 @@ def fetch_configuration(listing: Listing, tell: Tell) -> Path:
     if INDEX_NAME in names:
         fetch_files(listing, [INDEX_NAME], tell)
     check_model_folder(folder, weights=False)
-    remember_revision(listing, CONFIG, tell)
+    remember_revision(listing)
     return folder
 
 
