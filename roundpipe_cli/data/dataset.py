@@ -70,6 +70,7 @@ def shard_key(
         "libraries": {name: version(name) for name in LIBRARIES},
         "content": content,
         "name": source.name,
+        "span": source.span,
         "spec": {name: value for name, value in asdict(spec).items() if name != "path"},
         "tokenizer": tokenizer_digest,
         "templates": templates,

@@ -9,7 +9,7 @@ import re
 import stat
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -64,16 +64,17 @@ def folder_files(folder: Path, split: str, configuration: str | None) -> tuple[l
         RefusedError: no such folder or split, no file that can be read, or files of several kinds.
     """
     inside = folder if configuration is None else _inner(folder, configuration)
-    all_files, num_links = _data_files(inside)
+    found = (path for path in inside.rglob("*") if known_suffix(path) is not None and path.name not in METADATA)
+    plain = (path for path in found if not any(part.startswith("__") for part in path.relative_to(inside).parts))
+    all_files, notices = _regular_files(inside, plain, hidden=False, links=False)
     texts = [path for path in all_files if known_suffix(path) == ".txt"]
     files = [path for path in all_files if known_suffix(path) != ".txt"] or texts
     if not files:
         shown = ", ".join(sorted(printable(path.name, 40) for path in inside.iterdir())[:5])
-        found = "links that lead out of it" if num_links else shown or "an empty folder"
         raise RefusedError(
             "the data folder holds no file that can be read",
             where=str(inside),
-            found=found,
+            found="; ".join(notices) or shown or "an empty folder",
             expected="*.jsonl, *.json, *.parquet, *.csv, *.tsv or *.txt inside the folder; archives are not opened",
         )
     by_split: dict[str, list[Path]] = {}
@@ -98,7 +99,13 @@ def folder_files(folder: Path, split: str, configuration: str | None) -> tuple[l
             expected="files of one kind",
             hint=f"path: {inside}/*{kinds[0]}",
         )
-    return chosen, _notices(inside, by_split, files, texts, num_links=num_links)
+    if _asks_for_files(inside / "README.md"):
+        notices.append(f"{inside}/README.md says which files to read: files are chosen by their own names instead")
+    if texts and texts is not files:
+        notices.append(f"{inside}: {len(texts)} .txt files are left out, as there are files with columns beside them")
+    if "" in by_split:
+        notices.append(f"{inside}: {len(by_split[''])} files without a split in their names are left out")
+    return chosen, notices
 
 
 def pattern_files(path: Path) -> tuple[list[Path], list[str]]:
@@ -118,39 +125,36 @@ def pattern_files(path: Path) -> tuple[list[Path], list[str]]:
     if not pattern:
         return [], []
     pattern += ["*"] if pattern[-1] == "**" else []
-    names_hidden = any(part.startswith(".") for part in pattern)
+    is_recursive, hidden = "**" in pattern, any(part.startswith(".") for part in pattern)
+    return _regular_files(folder, folder.glob("/".join(pattern)), hidden=hidden, links=not is_recursive)
+
+
+def _regular_files(folder: Path, found: Iterable[Path], *, hidden: bool, links: bool) -> tuple[list[Path], list[str]]:
+    """The regular files among `found`, sorted, and a note on others.
+
+    Args:
+        hidden: whether names that begin with a dot count.
+        links: whether links that lead out of the folder count.
+    """
     files, left_out = [], Counter[str]()
-    for found in sorted(set(folder.glob("/".join(pattern)))):
-        is_hidden = any(part.startswith(".") for part in found.relative_to(folder).parts)
-        if found.is_dir():
+    for path in sorted(set(found)):
+        mode = 0
+        with contextlib.suppress(OSError):
+            mode = path.stat().st_mode
+        if stat.S_ISDIR(mode):
             continue
-        if is_hidden and not names_hidden:
+        if not hidden and any(part.startswith(".") for part in path.relative_to(folder).parts):
             left_out["hidden"] += 1
-        elif "**" in pattern and not stays_inside(found, folder):
+        elif not links and not stays_inside(path, folder):
             left_out["links that lead out of the folder"] += 1
-        elif not _is_regular(found):
+        elif not stat.S_ISREG(mode):
             left_out["no regular files"] += 1
         else:
-            files.append(found)
+            files.append(path)
         if len(files) > MAX_FILES:
-            raise RefusedError("the pattern fits too many files", where=str(path), expected=f"{MAX_FILES:,} at most")
+            raise RefusedError("there are too many files", where=str(folder), expected=f"{MAX_FILES:,} at most")
     kinds = ", ".join(f"{count} ({kind})" for kind, count in left_out.items())
-    return files, [f"{folder}: files that fit the pattern are left out: {kinds}"] if kinds else []
-
-
-def _notices(
-    folder: Path, by_split: dict[str, list[Path]], files: list[Path], texts: list[Path], *, num_links: int
-) -> list[str]:
-    notices = []
-    if _asks_for_files(folder / "README.md"):
-        notices.append(f"{folder}/README.md says which files to read: files are chosen by their own names instead")
-    if texts and texts is not files:
-        notices.append(f"{folder}: {len(texts)} .txt files are left out, as there are files with columns beside them")
-    if "" in by_split:
-        notices.append(f"{folder}: {len(by_split[''])} files without a split in their names are left out")
-    if num_links:
-        notices.append(f"{folder}: {num_links} links that lead out of the folder are left out")
-    return notices
+    return files, [f"{folder}: files are left out: {kinds}"] if kinds else []
 
 
 def _inner(folder: Path, configuration: str) -> Path:
@@ -163,32 +167,6 @@ def _inner(folder: Path, configuration: str) -> Path:
             expected="a folder inside it; a README's `configs:` are not read",
         )
     return inside
-
-
-def _data_files(folder: Path) -> tuple[list[Path], int]:
-    """Files of known kinds at any depth, sorted, and how many links lead out of the folder."""
-    files, num_links = [], 0
-    for place, folders, names in os.walk(folder):  # does not follow links to folders
-        links = [name for name in folders if (Path(place) / name).is_symlink()]
-        num_links += sum(not stays_inside(Path(place) / name, folder) for name in links)
-        folders[:] = [name for name in folders if not name.startswith((".", "__"))]
-        for path in (Path(place) / name for name in names if not name.startswith((".", "__"))):
-            if path.name in METADATA or known_suffix(path) is None:
-                continue
-            if not stays_inside(path, folder):
-                num_links += 1
-            elif _is_regular(path):
-                files.append(path)
-        if len(files) > MAX_FILES:
-            raise RefusedError("the data folder holds too many files", where=str(folder), expected=f"{MAX_FILES:,}")
-    return sorted(files), num_links
-
-
-def _is_regular(path: Path) -> bool:
-    try:
-        return stat.S_ISREG(path.stat().st_mode)
-    except OSError:
-        return False
 
 
 def _split_of(path: Path) -> str:
@@ -231,12 +209,9 @@ def load_table(spec: DatasetSpec, offline: bool) -> Any:
     import huggingface_hub.constants
 
     use_cache_only = offline or not _hub_answers(spec)
-    offline_setting = {"HF_HUB_OFFLINE": True} if use_cache_only else {}
+    mode = {"HF_HUB_OFFLINE": True} if use_cache_only else {}
     try:
-        with (
-            other_settings(datasets.config, **offline_setting),
-            other_settings(huggingface_hub.constants, **offline_setting),
-        ):
+        with other_settings(datasets.config, **mode), other_settings(huggingface_hub.constants, **mode):
             builder = datasets.load_dataset_builder(spec.path, spec.name)
             check_files(spec, builder)
             builder.download_and_prepare()
@@ -361,6 +336,8 @@ class Source:
     """How far `rows` has come."""
     notices: tuple[str, ...] = ()
     """Notes for the user on how it was chosen."""
+    span: tuple[int, int] = (0, sys.maxsize)
+    """Half-open range of the file's rows that are read."""
     _table: Any = None
 
     def rows(self) -> Iterator[RawRow]:
@@ -370,10 +347,7 @@ class Source:
         """
         if self.file is not None:
             before = _stamp(self.file)
-            split, txt_rows = parse_split(self.spec.split), self.spec.txt_rows
-            is_plain = f"0{split.start}{split.stop}".isdigit()  # else bounds say nothing before the rows are counted
-            count = sys.maxsize if is_plain else sum(1 for _ in read_file(self.file, txt_rows=txt_rows))
-            yield from islice(read_file(self.file, self.progress, txt_rows), *split.range(count))
+            yield from islice(read_file(self.file, self.progress, self.spec.txt_rows), *self.span)
             if _stamp(self.file) != before:
                 raise RefusedError("the file was changed while it was read", where=self.name, hint="start again")
             return
@@ -420,13 +394,14 @@ def find_sources(spec: DatasetSpec, folder: Path | None, offline: bool) -> list[
     split = parse_split(spec.split)
     tried, left_out = tried_paths(spec.path, folder), list[str]()
     for candidate in tried:
-        if candidate.is_file():
-            return [_file_source(candidate, spec, offline)]
-        is_folder = candidate.is_dir()
-        files, notices = folder_files(candidate, split.name, spec.name) if is_folder else pattern_files(candidate)
+        if candidate.is_dir():
+            files, notices = folder_files(candidate, split.name, spec.name)
+        else:
+            files, notices = ([candidate], []) if candidate.is_file() else pattern_files(candidate)
+            for path in files:
+                _refuse_other_split(path, split, spec)
         if files:
-            each = replace(spec, split="train") if is_folder else spec
-            return _sliced([_file_source(path, each, offline) for path in files], split, notices)
+            return _sliced([_file_source(path, spec, offline) for path in files], split, notices)
         left_out += notices
     missing = f"no file or folder {tried[0]}" if len(tried) == 1 else "neither " + " nor ".join(map(str, tried))
     if known_suffix(Path(spec.path)) is not None or HUB_ID.fullmatch(spec.path) is None:
@@ -483,14 +458,16 @@ def cached_hub_rows(spec: DatasetSpec, split: str) -> RowCount | None:
 def _sliced(sources: list[Source], split: Split, notices: list[str]) -> list[Source]:
     """The sources cut to a slice of all their rows, those without a row of it left out; the first has the notices."""
     cut, before = sources, 0
-    if split.start or split.stop:
+    if len(sources) == 1 and f"0{split.start}{split.stop}".isdigit():  # the bounds do not depend on the number of rows
+        sources[0].span = split.range(sys.maxsize)
+    elif split.start or split.stop:
         counts = [sum(1 for _ in read_file(one.file, txt_rows=one.spec.txt_rows)) for one in sources if one.file]
         start, stop = split.range(sum(counts))
         cut = []
         for source, count in zip(sources, counts, strict=True):
             begin, end = max(start - before, 0), min(stop - before, count)
             if begin < end:
-                cut.append(replace(source, spec=replace(source.spec, split=f"train[{begin}:{end}]")))
+                cut.append(replace(source, span=(begin, end)))
             before += count
     if not cut:
         raise RefusedError(
@@ -512,18 +489,20 @@ def _near(tried: Sequence[Path]) -> str | None:
     return None
 
 
+def _refuse_other_split(path: Path, split: Split, spec: DatasetSpec) -> None:
+    if split.name not in ("train", "all", path.name.split(".")[0]):
+        raise RefusedError(
+            "a local file has only the split `train`",
+            where=f"datasets: {_shown(path)}",
+            found=f"split: {spec.split}",
+            hint="split: " + spec.split.replace(split.name, "train", 1),
+        )
+
+
 def _file_source(path: Path, spec: DatasetSpec, offline: bool) -> Source:
     shown = _shown(path)
     if known_suffix(path) is None:
         raise RefusedError("no reader for this kind of file", where=shown, expected="*" + ", *".join(SUFFIXES))
-    split = parse_split(spec.split)
-    if split.name not in ("train", "all", path.name.split(".")[0]):
-        raise RefusedError(
-            "a local file has only the split `train`",
-            where=f"datasets: {shown}",
-            found=f"split: {spec.split}",
-            hint="split: " + spec.split.replace(split.name, "train", 1),
-        )
     notices: list[str] = []
     if known_suffix(path) in (".csv", ".tsv") and (used := csv_delimiter(path)) != (own := own_delimiter(path)):
         notices.append(f"{shown} has {DELIMITERS[used]} between its columns, not {DELIMITERS[own]}, and is read so")
