@@ -30,7 +30,6 @@ from typing import TYPE_CHECKING, Any
 
 from roundpipe_cli.data.messages import (
     Conversation,
-    Exchange,
     Message,
     calls_as_text,
     with_plans,
@@ -123,7 +122,7 @@ class ChatTemplate:
 
     def render_trained(
         self,
-        conversation: Conversation | Exchange,
+        conversation: Conversation,
         rules: TrainRules | None = TrainRules(),  # noqa: B008 - it is frozen
     ) -> Rendered:
         """The text of a conversation and the spans of the turns that `rules` train; None: all of the text is trained.
@@ -158,9 +157,7 @@ class ChatTemplate:
         pattern = self._control_tokens
         return pattern is not None and any(pattern.search(message["content"]) for message in messages)
 
-    def _first_that_fits(
-        self, conversation: Conversation | Exchange, make: Callable[[WrittenTurns], Rendered]
-    ) -> Rendered:
+    def _first_that_fits(self, conversation: Conversation, make: Callable[[WrittenTurns], Rendered]) -> Rendered:
         """The result of `make` for the conversation as it is, else for the first form of its calls that it takes."""
         try:
             return make(self._write(conversation.messages, conversation.tools))

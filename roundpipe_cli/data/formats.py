@@ -18,11 +18,9 @@ from roundpipe_cli.data.messages import (
     LIST_TEXT,
     Content,
     Conversation,
-    Exchange,
-    MessageColumn,
-    PlainText,
-    alpaca_exchange,
+    alpaca_prompt,
     check_says_something,
+    exchange,
     from_json_text,
     holds_messages,
     messages_in_text,
@@ -94,7 +92,7 @@ def _prompt_columns(spec: DatasetSpec, layout: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def _repeats(prompt: MessageColumn, turns: MessageColumn) -> bool:
+def _repeats(prompt: Conversation, turns: Conversation) -> bool:
     """Whether `turns` already hold the prompt: they begin with it, or its only message is one of theirs."""
     wanted, had = prompt.messages, turns.messages
     if had[0]["role"] == "assistant":  # an answer alone
@@ -110,7 +108,7 @@ def _same(message: Mapping[str, object], other: Mapping[str, object]) -> bool:
     return str(message["content"]).strip() == str(other["content"]).strip()
 
 
-def _num_shared(chosen: MessageColumn, rejected: MessageColumn) -> int:
+def _num_shared(chosen: Conversation, rejected: Conversation) -> int:
     """Messages with which both begin; the last one of each is never among them."""
     most = min(len(chosen.messages), len(rejected.messages)) - 1
     pairs = zip(chosen.messages[:most], rejected.messages[:most], strict=True)
@@ -176,11 +174,11 @@ class RowFormat:
         if ROW_KINDS[self.type].needs_template:
             return (self._conversation(row),)
         if self.type == "alpaca":
-            prompt = self._alpaca(row)
-            return (self._in_context(row, replace(prompt, completion=self._text(row, "output", filled=True))),)
+            prompt = self._alpaca_prompt(row)
+            return (self._in_context(row, exchange(*prompt, self._text(row, "output", filled=True))),)
         if self.type == "prompt_completion":
             return (self._prompt_completion(row),)
-        return (PlainText(self._text(row, "text", filled=True)),)
+        return (self._text(row, "text", filled=True),)
 
     def unused(self, row: Mapping[str, object]) -> list[str]:
         """Names of the columns, and of the keys in messages, that `parse` does not read.
@@ -200,40 +198,39 @@ class RowFormat:
         check_says_something(turns, column)
         return self._with_columns(row, turns)
 
-    def _alpaca(self, row: Mapping[str, object]) -> Exchange:
-        """The prompt of such a row, with an empty answer."""
+    def _alpaca_prompt(self, row: Mapping[str, object]) -> tuple[str, str]:
         instruction = self._text(row, "instruction", filled=True)
         context = "" if self._optional(row, "input")[0] is None else self._text(row, "input")
-        return alpaca_exchange(instruction, context, self.spec.alpaca_join)
+        return alpaca_prompt(instruction, context, self.spec.alpaca_join)
 
-    def _prompt_completion(self, row: Mapping[str, object]) -> Exchange | Conversation:
+    def _prompt_completion(self, row: Mapping[str, object]) -> Conversation:
         prompt, completion = self._field(row, "prompt"), self._field(row, "completion")
         if not holds_messages(prompt) and not holds_messages(completion):
             prompt, completion = self._text(row, "prompt"), self._text(row, "completion", filled=True)
-            return self._in_context(row, Exchange(prompt, prompt, completion))
+            return self._in_context(row, exchange(prompt, prompt, completion))
         before = read_speech(prompt, self.columns["prompt"], "user")
         answer = read_speech(completion, self.columns["completion"], "assistant")
         check_says_something(answer, self.columns["completion"])
         return self._with_columns(row, answer.behind(before.as_prompt()))
 
-    def _in_context(self, row: Mapping[str, object], exchange: Exchange) -> Exchange | Conversation:
-        """The exchange behind the row's system prompt, tools and earlier exchanges, where it has any."""
-        conversation = self._with_columns(row, MessageColumn(exchange.messages))
+    def _in_context(self, row: Mapping[str, object], turns: Conversation) -> Conversation:
+        """A prompt and its completion behind the row's system prompt, tools and earlier exchanges, where it has any."""
+        conversation = self._with_columns(row, turns)
         if len(conversation.messages) == 2 and not conversation.tools:
-            return exchange
+            return conversation
         if not self.spec.as_chat:
             raise BadRowError(
                 "the row has more than a prompt and an answer, and is not to become a chat",
                 found="a system prompt, tools or earlier turns, and `as_chat: false`",
                 expected="a prompt and an answer, or `as_chat: true`",
             )
-        return conversation
+        return replace(conversation, plain_prompt=None)
 
-    def _with_columns(self, row: Mapping[str, object], turns: MessageColumn) -> Conversation:
+    def _with_columns(self, row: Mapping[str, object], turns: Conversation) -> Conversation:
         history = read_history(*self._optional(row, "history"))
         turns = turns.behind(history.as_prompt() if self.type == "preference" else history)
         turns = with_system(turns, *self._optional(row, "system"))
-        return Conversation(turns.messages, read_tools(*self._optional(row, "tools")), turns.untrained, turns.trained)
+        return replace(turns, tools=read_tools(*self._optional(row, "tools")))
 
     def _pair(self, row: Mapping[str, object]) -> tuple[Content, ...]:
         """The prompt of a row with each of its answers, which alone are trained."""
@@ -241,7 +238,7 @@ class RowFormat:
         prompt = self._pair_prompt(row)
         beside = (self._optional(row, field)[0] for field in ("messages", "system", "tools", "history"))
         if prompt is not None and not any(beside) and all(isinstance(value, str) for value in values.values()):
-            return tuple(replace(prompt, completion=self._text(row, side, filled=True)) for side in ANSWERS)
+            return tuple(exchange(*prompt, self._text(row, side, filled=True)) for side in ANSWERS)
         sides = {side: read_speech(values[side], self.columns[side], "assistant") for side in ANSWERS}
         for side in ANSWERS:
             check_says_something(sides[side], self.columns[side])
@@ -258,32 +255,32 @@ class RowFormat:
                     expected="the same prompt for both, and the assistant's turn behind it",
                 )
             untrained = turns.untrained | frozenset(range(num_shared))  # and no turn is trained of those that say so
-            made.append(self._with_columns(row, MessageColumn(turns.messages, untrained)))
+            made.append(self._with_columns(row, Conversation(turns.messages, untrained=untrained)))
         return tuple(made)
 
-    def _pair_prompt(self, row: Mapping[str, object]) -> Exchange | None:
-        """A pair's prompt that is text, with an empty answer."""
+    def _pair_prompt(self, row: Mapping[str, object]) -> tuple[str, str] | None:
+        """A pair's prompt that is text: the user's turn, and as plain text."""
         if "instruction" in self.columns:
-            return self._alpaca(row)
+            return self._alpaca_prompt(row)
         prompt, _ = self._optional(row, "prompt")
         if prompt is None or holds_messages(prompt):
             return None
         text = self._text(row, "prompt")
-        return Exchange(text, text, "")
+        return text, text
 
-    def _context(self, row: Mapping[str, object], chosen: MessageColumn, text: Exchange | None) -> MessageColumn:
+    def _context(self, row: Mapping[str, object], chosen: Conversation, prompt: tuple[str, str] | None) -> Conversation:
         """The messages before both answers as they are; empty where they are whole conversations that repeat it."""
         parts = []
-        if text is not None and text.user.strip():
+        if prompt is not None and prompt[0].strip():
             field = "instruction" if "instruction" in self.columns else "prompt"
-            parts.append((self.columns[field], MessageColumn(text.messages[:1])))
+            parts.append((self.columns[field], Conversation(({"role": "user", "content": prompt[0]},))))
         for field in ("prompt", "messages"):
             value, column = self._optional(row, field)
             if holds_messages(value) and value:
                 parts.append((column, read_turns(value if isinstance(value, (list, tuple)) else [value], column)))
         parts = [(column, turns) for column, turns in parts if not _repeats(turns, chosen)]
         if not parts and any(message["role"] == "user" for message in chosen.messages):
-            return MessageColumn(())
+            return Conversation(())
         if not parts:
             raise BadRowError(
                 "the pair has no prompt",

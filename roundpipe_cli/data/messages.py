@@ -6,8 +6,8 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any
 
 from roundpipe_cli.choices import CHAT_ROLES, SHAREGPT_ROLES
 from roundpipe_cli.data.rows import (
@@ -251,7 +251,7 @@ ALPACA_WITHOUT_INPUT = (
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages that only a chat template turns into text; the assistant's are trained."""
+    """Turns, of which the assistant's are trained."""
 
     messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...] = ()
@@ -261,67 +261,47 @@ class Conversation:
     to the prompt."""
     trained: frozenset[int] = frozenset()
     """Turns that are trained whatever their role: the row says so (`train: true`)."""
+    plain_prompt: str | None = None
+    """Of a prompt and its completion, the text before the completion where there is no chat template; None: only a
+    template turns the messages into text."""
 
-
-@dataclass(frozen=True, slots=True)
-class Exchange:
-    """A prompt and its completion: a conversation of two turns where there is a chat template, else plain text."""
-
-    user: str
-    """The user's turn."""
-    plain_prompt: str
-    """The text before the completion where there is no template."""
-    completion: str
-    tools: ClassVar[tuple[dict[str, Any], ...]] = ()
-    untrained: ClassVar[frozenset[int]] = frozenset()
-    trained: ClassVar[frozenset[int]] = frozenset()
-
-    @property
-    def messages(self) -> tuple[Message, ...]:
-        return ({"role": "user", "content": self.user}, {"role": "assistant", "content": self.completion})
-
-
-def alpaca_exchange(instruction: str, context: str, join: AlpacaJoin) -> Exchange:
-    """The input (`context`, may be blank) behind the instruction, `join` between them in the user's turn; no answer."""
-    if not context.strip():
-        return Exchange(instruction, ALPACA_WITHOUT_INPUT.format(instruction=instruction), "")
-    plain_prompt = ALPACA_WITH_INPUT.format(instruction=instruction, input=context)
-    line_break = "\n" if join == "newline" else "\n\n"
-    return Exchange(f"{instruction}{line_break}{context}", plain_prompt, "")
-
-
-@dataclass(frozen=True, slots=True)
-class PlainText:
-    """A text of which every token is trained."""
-
-    text: str
-
-
-Content = Conversation | Exchange | PlainText
-
-
-@dataclass(frozen=True, slots=True)
-class MessageColumn:
-    """Messages as one column holds them."""
-
-    messages: tuple[Message, ...]
-    untrained: frozenset[int] = frozenset()
-    """Turns that the row excludes from training."""
-    trained: frozenset[int] = frozenset()
-    """Turns that the row includes in training."""
-
-    def behind(self, before: MessageColumn) -> MessageColumn:
+    def behind(self, before: Conversation) -> Conversation:
         """A copy with the turns of `before` in front."""
         start = len(before.messages)
         untrained, trained = (frozenset(index + start for index in turns) for turns in (self.untrained, self.trained))
-        return MessageColumn(before.messages + self.messages, before.untrained | untrained, before.trained | trained)
+        return replace(
+            self,
+            messages=before.messages + self.messages,
+            untrained=before.untrained | untrained,
+            trained=before.trained | trained,
+        )
 
-    def as_prompt(self) -> MessageColumn:
+    def as_prompt(self) -> Conversation:
         """A copy in which no turn is trained."""
-        return MessageColumn(self.messages, frozenset(range(len(self.messages))))
+        return replace(self, untrained=frozenset(range(len(self.messages))), trained=frozenset())
 
 
-def read_turns(value: object, column: str, role_key: str = "role") -> MessageColumn:
+Content = Conversation | str
+"""A row's words: a text is trained whole."""
+
+
+def exchange(user: str, plain_prompt: str, completion: str) -> Conversation:
+    """A prompt, as the user's turn and as plain text, with its completion."""
+    messages = ({"role": "user", "content": user}, {"role": "assistant", "content": completion})
+    return Conversation(messages, plain_prompt=plain_prompt)
+
+
+def alpaca_prompt(instruction: str, context: str, join: AlpacaJoin) -> tuple[str, str]:
+    """The user's turn, with the input (`context`, may be blank) behind the instruction and `join` between them, and the
+    prompt as plain text."""
+    if not context.strip():
+        return instruction, ALPACA_WITHOUT_INPUT.format(instruction=instruction)
+    line_break = "\n" if join == "newline" else "\n\n"
+    plain_prompt = ALPACA_WITH_INPUT.format(instruction=instruction, input=context)
+    return f"{instruction}{line_break}{context}", plain_prompt
+
+
+def read_turns(value: object, column: str, role_key: str = "role") -> Conversation:
     """The messages of a list, each with `role` and `content` (OpenAI's) or `from` and `value` (ShareGPT's).
 
     Args:
@@ -336,7 +316,7 @@ def read_turns(value: object, column: str, role_key: str = "role") -> MessageCol
         field = f"`{column}[{index}]"
         messages.append(_message(item, field, role_key))
         turns[_is_trained(item, field)].add(index)
-    return MessageColumn(tuple(messages), frozenset(turns[False]), frozenset(turns[True]))
+    return Conversation(tuple(messages), untrained=frozenset(turns[False]), trained=frozenset(turns[True]))
 
 
 def _message(item: Mapping[str, object], field: str, role_key: str) -> Message:
@@ -422,7 +402,7 @@ def holds_messages(value: object) -> bool:
     return isinstance(first, Mapping)
 
 
-def read_speech(value: object, column: str, role: str) -> MessageColumn:
+def read_speech(value: object, column: str, role: str) -> Conversation:
     """One side of a conversation: a text (a message of `role`), a message, or a list of messages.
 
     Raises:
@@ -432,10 +412,10 @@ def read_speech(value: object, column: str, role: str) -> MessageColumn:
         value = [value]
     if holds_messages(value):
         return read_turns(value, column)
-    return MessageColumn(({"role": role, "content": checked_text(value, f"`{column}`", filled=role == "assistant")},))
+    return Conversation(({"role": role, "content": checked_text(value, f"`{column}`", filled=role == "assistant")},))
 
 
-def read_history(value: object, column: str) -> MessageColumn:
+def read_history(value: object, column: str) -> Conversation:
     """Earlier exchanges: a list of [question, answer], as LLaMA-Factory has them, or of messages.
 
     Raises:
@@ -444,7 +424,7 @@ def read_history(value: object, column: str) -> MessageColumn:
     if holds_messages(value):
         return read_turns(value, column)
     if value is None or value == "":
-        return MessageColumn(())
+        return Conversation(())
     if not isinstance(value, (list, tuple)):
         raise unfit(f"`{column}` is not a list", value, "a list of [question, answer]")
     messages: list[Message] = []
@@ -453,10 +433,10 @@ def read_history(value: object, column: str) -> MessageColumn:
             raise unfit(f"`{column}[{index}]` is no exchange", pair, "[question, answer]")
         for role, text in zip(("user", "assistant"), pair, strict=True):
             messages.append({"role": role, "content": checked_text(text, f"`{column}[{index}]`", filled=False)})
-    return MessageColumn(tuple(messages))
+    return Conversation(tuple(messages))
 
 
-def with_system(turns: MessageColumn, system: object, column: str) -> MessageColumn:
+def with_system(turns: Conversation, system: object, column: str) -> Conversation:
     """The turns behind the system prompt of a column of its own; null and blank text are none.
 
     Raises:
@@ -467,7 +447,7 @@ def with_system(turns: MessageColumn, system: object, column: str) -> MessageCol
     text = checked_text(system, f"`{column}`", filled=False)
     first = turns.messages[0] if turns.messages else {}
     if first.get("role") not in ("system", "developer"):
-        return turns.behind(MessageColumn(({"role": "system", "content": text},)))
+        return turns.behind(Conversation(({"role": "system", "content": text},)))
     if first["content"].strip() != text.strip():
         raise BadRowError(
             f"`{column}` and the first message are two system prompts", expected="one of them, or both the same"
@@ -475,7 +455,7 @@ def with_system(turns: MessageColumn, system: object, column: str) -> MessageCol
     return turns
 
 
-def check_says_something(turns: MessageColumn, column: str) -> None:
+def check_says_something(turns: Conversation, column: str) -> None:
     """
     Raises:
         BadRowError: no message of the assistant has content.

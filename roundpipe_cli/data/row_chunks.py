@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from roundpipe_cli.data.chat import ChatTemplate, Rendered, TemplateFacts
 from roundpipe_cli.data.formats import RowFormat
-from roundpipe_cli.data.messages import Content, Conversation, Exchange, PlainText
+from roundpipe_cli.data.messages import Content
 from roundpipe_cli.data.rows import BadRowError, DataSettings, RawRow, SourceReport, TrainRules, printable
 from roundpipe_cli.data.spans import TokenSpan, TurnSpans, behind_thoughts, refuse_open_thought, without_thoughts
 from roundpipe_cli.errors import Problem, RefusedError
@@ -353,7 +353,7 @@ class RowEncoder:
                 made = [self._render(content, row_format) for content in contents]
                 unused.update(list(dict.fromkeys(name for one in made for name in one.left_out)))
                 rendered += [(place, one) for one in made]
-                messages = [turn for one in contents if not isinstance(one, PlainText) for turn in one.messages]
+                messages = [turn for one in contents if not isinstance(one, str) for turn in one.messages]
                 if self._template is not None and self._template.holds_control_token(messages):
                     report.control_token_rows.append(raw.number)
                 if any(MEDIA_PLACEHOLDER.search(one.text) for one in made):
@@ -447,21 +447,20 @@ class RowEncoder:
         train_all, rules = self._settings.train_on_inputs, row_format.spec.rules
         if rules.thoughts == "drop":
             content = without_thoughts(content)
-        is_chat = isinstance(content, Conversation) or (isinstance(content, Exchange) and row_format.spec.as_chat)
-        template = self._tool_template if isinstance(content, Conversation) and content.tools else self._template
-        if is_chat and template is not None:
-            assert isinstance(content, (Conversation, Exchange))
+        if isinstance(content, str):
+            rendered = Rendered(content, ((0, len(content)),), is_plain=True)
+        elif content.plain_prompt is not None and (self._template is None or not row_format.spec.as_chat):
+            rendered = _plain(content.plain_prompt, content.messages[-1]["content"], rules, train_all=train_all)
+        elif template := self._tool_template if content.tools else self._template:
             with self._within_limits():
                 rendered = template.render_trained(content, None if train_all else rules)
-        elif isinstance(content, Conversation):
+        else:
             raise BadRowError(
                 "the row is a conversation, and the tokenizer has no chat template",
                 found="roles " + ", ".join(message["role"] for message in content.messages),
                 expected="a prompt and an answer, both text, or a template",
                 hint="add to the recipe: `chat_template: path/to/template.jinja`",
             )
-        else:
-            rendered = _plain(content, rules, train_all=train_all)
         if len(rendered.text) > MAX_ROW_CHARACTERS:
             found, expected = f"{len(rendered.text)} characters", f"at most {MAX_ROW_CHARACTERS}"
             raise BadRowError("the row is too large", found=found, expected=expected)
@@ -477,11 +476,9 @@ class RowEncoder:
             raise RefusedError(what, where="chat_template", hint=hint) from None
 
 
-def _plain(content: Exchange | PlainText, rules: TrainRules, *, train_all: bool) -> Rendered:
-    """A text that goes to the tokenizer without a template."""
-    if isinstance(content, PlainText):
-        return Rendered(content.text, ((0, len(content.text)),), is_plain=True)
-    text, border = content.plain_prompt + content.completion, len(content.plain_prompt)
+def _plain(prompt: str, completion: str, rules: TrainRules, *, train_all: bool) -> Rendered:
+    """A prompt and its completion as they go to the tokenizer without a template."""
+    text, border = prompt + completion, len(prompt)
     if "assistant" not in rules.roles_to_train and not train_all:
         raise BadRowError(
             "a prompt and an answer that are joined as they stand have no roles to train",
@@ -491,6 +488,6 @@ def _plain(content: Exchange | PlainText, rules: TrainRules, *, train_all: bool)
     begins_at_prompt = train_all or "user" in rules.roles_to_train
     span = (0 if begins_at_prompt else border, len(text))
     if rules.thoughts == "mask" and not train_all:
-        refuse_open_thought(content.completion)
+        refuse_open_thought(completion)
         (span,) = behind_thoughts(text, TurnSpans((span,)), {}).spans or ((len(text), len(text)),)
     return Rendered(text, (span,), is_plain=True, trains_eos=train_all or rules.train_on_eos != "none")

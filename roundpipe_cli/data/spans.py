@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from roundpipe_cli.data.messages import END_OF_THOUGHT, Content, Conversation, Exchange
+from roundpipe_cli.data.messages import END_OF_THOUGHT, Content, Conversation
 from roundpipe_cli.data.rows import BadRowError, TrainRules
 
 BEGIN_OF_THOUGHT = "<think>"
@@ -19,7 +19,7 @@ TokenSpan = tuple[int, int]
 """Half-open range of characters."""
 
 
-def turns_to_train(conversation: Conversation | Exchange, rules: TrainRules) -> list[int]:
+def turns_to_train(conversation: Conversation, rules: TrainRules) -> list[int]:
     """Indices of the trained turns."""
     roles = {*rules.roles_to_train, *(("developer",) if "system" in rules.roles_to_train else ())}
     turns = [
@@ -83,29 +83,23 @@ def without_thoughts(content: Content) -> Content:
     Raises:
         BadRowError: no answer is left, or a thought has no end.
     """
-    if isinstance(content, Exchange):
-        content = replace(content, completion=_without_thought(content.completion))
-        answers: list[Any] = [content.completion.strip()]
-    elif isinstance(content, Conversation):
-        messages = tuple(
-            {key: _without_thought(value) if key == "content" else value for key, value in message.items()
-             if key != "reasoning_content"}
-            if message["role"] == "assistant"
-            else message
-            for message in content.messages
-        )  # fmt: skip
-        content = replace(content, messages=messages)
-        spoken = [message for message in messages if message["role"] == "assistant"]
-        answers = [message["content"].strip() or message.get("tool_calls") for message in spoken]
-    else:
+    if isinstance(content, str):
         return content
-    if not any(answers):
+    messages = tuple(
+        {key: _without_thought(value) if key == "content" else value for key, value in message.items()
+         if key != "reasoning_content"}
+        if message["role"] == "assistant"
+        else message
+        for message in content.messages
+    )  # fmt: skip
+    spoken = [message for message in messages if message["role"] == "assistant"]
+    if not any(message["content"].strip() or message.get("tool_calls") for message in spoken):
         raise BadRowError(
             "the row has thoughts and no answer",
             found="nothing behind the thoughts, which `thoughts: drop` leaves out",
             expected="an answer behind them",
         )
-    return content
+    return replace(content, messages=messages)
 
 
 def _without_thought(text: str) -> str:
