@@ -191,7 +191,7 @@ def _packing_choice(
     recipe: Recipe, rows: int | None, tokens: float | None, obstacle: str | None
 ) -> PackingChoice | None:
     """The answer of `packing: auto` by the rule of `data` and a run; None where only counted tokens can tell."""
-    from roundpipe_cli.data.tokenized import PackingChoice, RowFigures, decide_packing
+    from roundpipe_cli.data.tokenized import PackingChoice, decide_packing
 
     if tokens is None and obstacle is not None:
         return PackingChoice(False, obstacle)
@@ -201,7 +201,7 @@ def _packing_choice(
     for each in (1, most / 2, most) if tokens is None else (tokens, tokens / MOST_OFF, tokens * MOST_OFF):
         whole = math.ceil(rows / max(1, most // max(1, round(each))))  # a sequence has whole rows only
         for count in (_packed_sequences(rows, each, most), whole):
-            answers.append(decide_packing(RowFigures(each, rows, partial(int, count)), recipe, obstacle))
+            answers.append(decide_packing(recipe, each, rows, partial(int, count), obstacle=obstacle))
     if len({answer.packs for answer in answers}) > 1:
         return None
     too_few = PackingChoice(False, f"{counted(rows, 'row')} would make too few steps")

@@ -25,7 +25,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from roundpipe_cli.data.messages import (
@@ -39,7 +38,7 @@ from roundpipe_cli.data.messages import (
 from roundpipe_cli.data.rows import BadRowError, TrainRules, printable
 from roundpipe_cli.data.spans import TokenSpan, behind_thoughts, turns_to_train, with_ends
 from roundpipe_cli.data.traced import Fields, Laid, lay, traced_environment
-from roundpipe_cli.data.turns import TEMPLATE_HINT, TurnEnds, WrittenTurns
+from roundpipe_cli.data.turns import TurnEnds, WrittenTurns
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.library_names import library_name
 
@@ -63,7 +62,6 @@ CALL_FORMS: tuple[tuple[Callable[[Sequence[Message]], list[Message]], ...], ...]
 NEW_IDS = "ids of tool calls (written anew, with the nine letters and digits that the chat template asks for)"
 TRACED_NAME = re.compile(r"(roundpipe_cli\.data\.traced\.)?\b(Safe)?Traced\b")
 REFUSED = "the chat template refuses this conversation"
-OR_DROP = ", or `thoughts: drop`"
 
 TEMPLATE_DATE = datetime.datetime(2024, 7, 26)
 """The date that templates get, which is the default of Llama 3's."""
@@ -87,17 +85,6 @@ class Rendered:
     """Whether an EOS that is appended to a trained text is trained."""
 
 
-@dataclass(frozen=True, slots=True)
-class TemplateFacts:
-    """Facts about a template."""
-
-    end_of_turn: str | None
-    """The special token behind every turn of the assistant, as text; None where the template writes none."""
-    writes_date: bool
-    ends_by_next: bool
-    """An answer ends with the first special token of the next turn, if there is one."""
-
-
 class ChatTemplate:
     """A template bound to the tokenizer whose special tokens it may name."""
 
@@ -117,8 +104,7 @@ class ChatTemplate:
         self._owners: list[int] = []
         self._plain: set[int] = set()
         self._compiled, self._has_marks = self._compile()
-        self._ends = self._probe_ends(next_special)
-        self.facts = TemplateFacts(self._ends.end_of_turn, "strftime_now" in text, self._ends.next_mark_ends)
+        self.ends = self._probe_ends(next_special)
 
     def render_trained(
         self,
@@ -147,7 +133,7 @@ class ChatTemplate:
             if rules.thoughts == "mask":
                 messages = conversation.messages
                 chosen = [behind_thoughts(text, spans[index], messages[index]) for index in sorted(spans)]
-            ends = with_ends(text, chosen, self.facts.end_of_turn, rules.train_on_eos)
+            ends = with_ends(text, chosen, self.ends.end_of_turn, rules.train_on_eos)
             return Rendered(text, tuple(ends), tuple(dict.fromkeys(left_out)))
 
         return self._first_that_fits(conversation, trained)
@@ -189,7 +175,7 @@ class ChatTemplate:
                 return self._lay(of, part, tools, add_generation_prompt=prompt) if part else None
             return None
 
-        return WrittenTurns(fields, lay_part, self._ends, laid, thought_hint=self._thought_hint)
+        return WrittenTurns(fields, lay_part, self.ends, laid)
 
     def _lay(
         self, fields: Fields, messages: Sequence[Message], tools: Tools, *, add_generation_prompt: bool = False
@@ -213,19 +199,6 @@ class ChatTemplate:
                 else "turns in an order and tool calls in a form that it takes",
             ) from error
         return lay(pieces, fields.fields)
-
-    def _thought_hint(self, in_content: bool) -> str:
-        other = self._keeps_thoughts(in_content=not in_content)
-        if in_content:
-            return TEMPLATE_HINT + (", or move the thoughts to `reasoning_content`" if other else "") + OR_DROP
-        return TEMPLATE_HINT + (", or write the thoughts into `content` as the model does" if other else "") + OR_DROP
-
-    @lru_cache(maxsize=2)  # noqa: B019 - a template lives as long as its process
-    def _keeps_thoughts(self, *, in_content: bool) -> bool:
-        answer: Message = {"role": "assistant", "content": "x", "reasoning_content": PLACEHOLDER}
-        if in_content:
-            answer = {"role": "assistant", "content": f"<think>\n{PLACEHOLDER}\n</think>\n\nx"}
-        return PLACEHOLDER in (self._try_render([{"role": "user", "content": "x"}, answer]) or "")
 
     def _try_render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str | None:
         fields = Fields(messages)

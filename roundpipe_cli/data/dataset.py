@@ -20,7 +20,7 @@ import numpy as np
 
 from roundpipe_cli import __version__
 from roundpipe_cli.choices import ROW_KINDS
-from roundpipe_cli.data.chat import TEMPLATE_DATE, TemplateFacts
+from roundpipe_cli.data.chat import TEMPLATE_DATE
 from roundpipe_cli.data.columns import PLAIN_TYPES
 from roundpipe_cli.data.formats import RowFormat, decide_format
 from roundpipe_cli.data.processes import Chunk, EncoderPool
@@ -36,6 +36,7 @@ from roundpipe_cli.data.rows import (
 from roundpipe_cli.data.shards import DamageError, Shard, ShardWriter, load_shard
 from roundpipe_cli.data.sources import Source, find_sources
 from roundpipe_cli.data.tokenized import TokenizedDataset, TokenizedRows, hold_out
+from roundpipe_cli.data.turns import TurnEnds
 from roundpipe_cli.errors import Problem, RefusedError
 from roundpipe_cli.events import Say
 from roundpipe_cli.library_names import version
@@ -147,7 +148,7 @@ class _Builder:
         self._sources: list[Source] = []
         self._shards: list[Shard] = []
         self._num_cached = 0
-        self._facts: TemplateFacts | None = None
+        self._ends: TurnEnds | None = None
         self._vocabulary = max([len(tokenizer), *(token_id + 1 for token_id in tokenizer.get_vocab().values())])
         self._source_notices: list[str] = []
         self.rows_by_spec: list[int] = []
@@ -196,7 +197,7 @@ class _Builder:
                 expected="at least one row",
                 hint="put rows into it, or name another file or split",
             )
-        self._facts = self._facts or self._pool.facts()
+        self._ends = self._ends or self._pool.ends()  # before the children start to work
         rows = self._with_format(source, report, notices, chain([first], chunks))
         with ShardWriter(key, 2 if source.spec.pairs else 1) as writer:
             for result in self._pool.encode(rows, source.name):
@@ -237,24 +238,23 @@ class _Builder:
                 expected="texts: a later piece of a conversation would have no prompt",
                 hint="`long_rows: truncate` or drop, or a larger max_seq_length",
             )
-        facts = self._facts  # read before the children start to work
         joins = not source.spec.as_chat and row_format.type in PLAIN_TYPES
-        if facts is None or joins:
-            self._do_without_template(source, row_format, notices, has_template=facts is not None)
+        if self._ends is None or joins:
+            self._do_without_template(source, row_format, notices, has_template=self._ends is not None)
         elif row_format.type == "text":
             self._check_eos(source, row_format)
         else:
-            if facts.ends_by_next:
+            if self._ends.next_mark_ends:
                 notices.append(
                     "the chat template ends an answer with the mark of the next turn: behind the last answer of a row "
                     "the model does not learn to stop"
                 )
-            elif facts.end_of_turn is None:
+            elif self._ends.end_of_turn is None:
                 notices.append(
                     "the chat template ends the assistant's turns without a special token: the model may not learn to "
                     "stop"
                 )
-            if facts.writes_date:
+            if "strftime_now" in str(self._pool.templates[0]):
                 notices.append(
                     f"the chat template writes today's date: it always gets {TEMPLATE_DATE:%d %B %Y}, so that rows "
                     "do not change from day to day"

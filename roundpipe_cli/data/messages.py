@@ -262,7 +262,7 @@ class Conversation:
     trained: frozenset[int] = frozenset()
     """Turns that are trained whatever their role: the row says so (`train: true`)."""
     plain_prompt: str | None = None
-    """Of a prompt and its completion, the text before the completion where there is no chat template; None: only a
+    """Text before the completion of a prompt and its completion, where there is no chat template; None: only a
     template turns the messages into text."""
 
     def behind(self, before: Conversation) -> Conversation:

@@ -20,10 +20,10 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, cast
 
-from roundpipe_cli.data.chat import TemplateFacts
 from roundpipe_cli.data.formats import RowFormat
 from roundpipe_cli.data.row_chunks import ChunkResult, RowEncoder, find_template
 from roundpipe_cli.data.rows import DataSettings, RawRow
+from roundpipe_cli.data.turns import TurnEnds
 from roundpipe_cli.errors import InternalError, RefusedError, ResourceError, RoundpipeError
 from roundpipe_cli.limited import OutOfTime, leave_parent, processor_limit, signals_held
 from roundpipe_cli.units import format_bytes
@@ -84,15 +84,15 @@ class EncoderPool:
                 child.connection.close()
             self._children.clear()
 
-    def facts(self) -> TemplateFacts | None:
-        """Facts about the chat template in force.
+    def ends(self) -> TurnEnds | None:
+        """How the chat template in force ends turns; None without one.
 
         Raises:
             RefusedError: it is not valid, or too slow, or too large.
         """
         child = self._children[0] if self._children else self._start()
         self._send(child, None)
-        return cast("TemplateFacts | None", self._receive(child))
+        return cast("TurnEnds | None", self._receive(child))
 
     def encode(self, chunks: Iterable[Chunk], name: str = "datasets") -> Iterator[ChunkResult]:
         """The result of each chunk, in their order; the next chunks are read while children work.
@@ -201,7 +201,7 @@ def _serve(
             reply: object
             try:
                 encoder = encoder or RowEncoder(settings, tokenizer, templates, lambda: processor_limit(MAX_RENDER_S))
-                reply = encoder.facts() if request is None else encoder.encode(*request[:2], count_only=request[2])
+                reply = encoder.ends() if request is None else encoder.encode(*request[:2], count_only=request[2])
             except RoundpipeError as error:
                 reply = error
             except OutOfTime:

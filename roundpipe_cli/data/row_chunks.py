@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from roundpipe_cli.data.chat import ChatTemplate, Rendered, TemplateFacts
+from roundpipe_cli.data.chat import ChatTemplate, Rendered
 from roundpipe_cli.data.formats import RowFormat
 from roundpipe_cli.data.messages import Content
 from roundpipe_cli.data.rows import BadRowError, DataSettings, RawRow, SourceReport, TrainRules, printable
 from roundpipe_cli.data.spans import TokenSpan, TurnSpans, behind_thoughts, refuse_open_thought, without_thoughts
+from roundpipe_cli.data.turns import TurnEnds
 from roundpipe_cli.errors import Problem, RefusedError
 from roundpipe_cli.faults import fault
 from roundpipe_cli.files import read_regular, tried_paths
@@ -324,9 +325,9 @@ class RowEncoder:
             made = {text: ChatTemplate(tokenizer, text) for text in dict.fromkeys(templates) if text is not None}
         self._template, self._tool_template = (None if text is None else made[text] for text in templates)
 
-    def facts(self) -> TemplateFacts | None:
+    def ends(self) -> TurnEnds | None:
         """None without a template."""
-        return None if self._template is None else self._template.facts
+        return None if self._template is None else self._template.ends
 
     def encode(self, row_format: RowFormat | None, rows: Sequence[RawRow], *, count_only: bool = False) -> ChunkResult:
         """Tokenise `rows`.

@@ -399,16 +399,6 @@ class PackingKeys(Protocol):
     def shuffle(self) -> bool: ...
 
 
-@dataclass(frozen=True, slots=True)
-class RowFigures:
-    """Figures of an epoch's rows, counted or estimated."""
-
-    mean_tokens: float
-    num_rows: int
-    num_sequences: Callable[[], int]
-    """Sequences that packing makes of them."""
-
-
 def count_sequences(mix: RowMix, packer: Packer) -> int:
     """Packed sequences of the first epoch."""
     order = mix.order(0)
@@ -427,30 +417,35 @@ def choose_packing(
     """
     packer = Packer(lengths, recipe.max_seq_length, recipe.seed, recipe.shuffle)
     mean = float(lengths[mix.order(0)].mean())
-    return decide_packing(RowFigures(mean, mix.rows_per_epoch, lambda: count_sequences(mix, packer)), recipe, obstacle)
+    return decide_packing(recipe, mean, mix.rows_per_epoch, lambda: count_sequences(mix, packer), obstacle=obstacle)
 
 
-def decide_packing(rows: RowFigures, recipe: PackingKeys, obstacle: str | None = None) -> PackingChoice:
+def decide_packing(
+    recipe: PackingKeys, mean: float, num_rows: int, count: Callable[[], int], *, obstacle: str | None = None
+) -> PackingChoice:
     """The rule of `packing: auto`, for `plan`, which estimates tokens, for `data` and for a run.
 
     Args:
+        mean: tokens of a row.
+        num_rows: of an epoch.
+        count: counts the sequences that packing makes of these rows.
         obstacle: why this model or recipe cannot train on packed rows; None where it can.
     """
-    mean, longest = rows.mean_tokens, recipe.max_seq_length
+    longest = recipe.max_seq_length
     measured = f"rows have {mean:,.0f} tokens on average, max_seq_length is {longest:,}"
     if mean > SHORT_SHARE * longest:
         return PackingChoice(False, measured)
     if obstacle is not None:
         little = f"a step has {mean / longest:.0%} of the tokens that `plan` counts"
         return PackingChoice(False, f"{obstacle}; {measured}: {little}, more with gradient_accumulation_steps")
-    num_sequences, per_step = rows.num_sequences(), recipe.rows_per_step
+    num_sequences, per_step = count(), recipe.rows_per_step
     per_epoch = -(-num_sequences // per_step)
     steps = per_epoch * recipe.num_train_epochs if num_sequences >= per_step else 0
     if not steps or (recipe.max_steps is None and steps < MIN_STEPS):
         few = f"{counted(num_sequences, 'sequence')} would make {counted(steps, 'step')} of {per_step}"
         change = "fewer gradient_accumulation_steps" + (", or packing=true" if steps else "")
         return PackingChoice(False, f"{measured}, but {few}; {change}")
-    each = round(rows.num_rows * per_step / num_sequences)
-    unpacked = -(-rows.num_rows // per_step)
+    each = round(num_rows * per_step / num_sequences)
+    unpacked = -(-num_rows // per_step)
     change = f"a step has about {each} rows in place of {per_step}, an epoch {per_epoch} steps in place of {unpacked}"
     return PackingChoice(True, f"{measured}: {change}; packing=false keeps to {per_step} rows")

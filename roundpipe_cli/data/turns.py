@@ -49,21 +49,17 @@ class WrittenTurns:
         lay: Callable[[Fields, Sequence[Message], bool], Laid | None],
         ends: TurnEnds,
         laid: Laid,
-        *,
-        thought_hint: Callable[[bool], str],
     ) -> None:
         """
         Args:
             lay: renders messages, with a generation prompt or without; None: the template refuses them.
             laid: the whole text.
-            thought_hint: what to do about thoughts that are left out (True: of those in contents).
         """
         self.laid = laid
         self.messages = fields.messages
         self._fields = fields
         self._lay = lay
         self._ends = ends
-        self._thought_hint = thought_hint
         self._starts: dict[tuple[object, ...], int] = {}
         self._tails: dict[tuple[str, str], str | None] = {}
         self._until: dict[int, Laid | None] = {len(self.messages) - 1: laid}
@@ -116,7 +112,7 @@ class WrittenTurns:
             "the chat template leaves the assistant's thoughts out",
             found=f"no {what} of turn {of.message + 1} in its text",
             expected="a template with `reasoning_content`" if beside else "a template that keeps thoughts",
-            hint=self._thought_hint(not beside),
+            hint=f"{TEMPLATE_HINT}, or `thoughts: drop`",
         )
 
     def _lost_words(self, place: int, of: Field) -> str:

@@ -142,7 +142,7 @@ def test_a_stopped_process_is_one_error_within_the_watchdog(num_bytes: int) -> N
         watching(0.5),
         EncoderPool(settings, byte_tokenizer(template=CHATML), 1) as pool,
     ):
-        pool.facts()
+        pool.ends()
         (child,) = children() - before
         os.kill(child, signal.SIGSTOP)
         list(pool.encode([(None, [row], False)]))
@@ -163,7 +163,7 @@ def test_a_process_that_is_killed_while_it_answers_is_one_error(monkeypatch: pyt
     ours = os.getpid()
     monkeypatch.setattr(RowEncoder, "encode", lambda *_, **__: b"x" * 8 * 1024**2)  # the child has it by its fork
     with EncoderPool(DataSettings((DatasetSpec("rows.jsonl"),), 1000), byte_tokenizer(template=CHATML), 1) as pool:
-        pool.facts()
+        pool.ends()
         monkeypatch.setattr(Connection, "recv", kill_then_read)
         with pytest.raises(ResourceError, match="ended by SIGKILL"):
             list(pool.encode([(None, [RawRow(1, ROW)], False)]))

@@ -109,7 +109,7 @@ def trained_ends(tokenizer: Any) -> list[int]:
     with suppress(RefusedError):  # a template that does not run ends no turn
         template = find_template(tokenizer, None, None)
         if template is not None:
-            turn_end = run_limited(lambda: ChatTemplate(tokenizer, template).facts.end_of_turn, TEMPLATE_LIMITS)
+            turn_end = run_limited(lambda: ChatTemplate(tokenizer, template).ends.end_of_turn, TEMPLATE_LIMITS)
     if turn_end is not None:
         ends.append(tokenizer.convert_tokens_to_ids(turn_end))
     return [token for token in dict.fromkeys(ends) if isinstance(token, int)]
