@@ -178,8 +178,8 @@ def our_rows(path: Path, tokenizer: Any, template: str | None, *, pairs: bool) -
 
     settings = DataSettings((DatasetSpec(str(path)),), 4096, chat_template=template)
     if pairs:
-        dataset, rejected = build_pairs(settings, tokenizer, lambda text: None)
-        sides = [dataset.rows, rejected]
+        dataset = build_pairs(settings, tokenizer, lambda text: None)
+        sides = [dataset.rows, dataset.rejected]
     else:
         sides = [build_dataset(settings, tokenizer).rows]
     return [[(list(row.input_ids), list(row.labels)) for row in rows] for rows in zip(*sides, strict=True)]

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from roundpipe_cli.choices import IGNORED_LABEL
 from roundpipe_cli.cli.output import go_offline, has_colour, quiet_libraries, say, say_data, say_json
 from roundpipe_cli.units import counted, escape_controls
 
@@ -162,18 +161,18 @@ def _show_samples(shown: Sequence[RowSample]) -> None:
     is_painted = sys.stdout is not None and has_colour(sys.stdout)
     marks = "trained in green" if is_painted else "trained between [[ and ]]"
     for sample in shown:
-        num_trained = len(sample.labels) - sample.labels.count(IGNORED_LABEL)
+        num_trained = sum(piece.num_tokens for piece in sample.pieces if piece.trained)
         kind = f"{sample.kind} row" if sample.answer is None else f"{sample.kind} pair, {sample.answer}"
         say_data(f"\n{kind}: {sample.where}, {len(sample.input_ids)} tokens, {num_trained} {marks}")
         text, left = "", MAX_SAMPLE_CHARACTERS
         for piece in sample.pieces:
-            part = escape_controls(piece["text"][:left], kept="\n")
-            left -= len(piece["text"][:left])
+            part = escape_controls(piece.text[:left], kept="\n")
+            left -= len(piece.text[:left])
             if is_painted:
-                text += f"\x1b[{32 if piece['trained'] else 2}m{part}\x1b[0m"
+                text += f"\x1b[{32 if piece.trained else 2}m{part}\x1b[0m"
             else:
-                text += f"[[{part}]]" if piece["trained"] else part
-        hidden = sum(len(piece["text"]) for piece in sample.pieces) - MAX_SAMPLE_CHARACTERS
+                text += f"[[{part}]]" if piece.trained else part
+        hidden = sum(len(piece.text) for piece in sample.pieces) - MAX_SAMPLE_CHARACTERS
         text += f" ... and {hidden} more characters" if hidden > 0 else ""
         if is_painted:
             say(text, stream=sys.stdout, painted=True)

@@ -35,7 +35,7 @@ from roundpipe_cli.data.rows import (
 )
 from roundpipe_cli.data.shards import DamageError, Shard, ShardWriter, load_shard
 from roundpipe_cli.data.sources import Source, find_sources
-from roundpipe_cli.data.tokenized import TokenizedDataset, TokenizedRows, hold_out
+from roundpipe_cli.data.tokenized import TokenizedDataset, TokenizedRows
 from roundpipe_cli.data.turns import TurnEnds
 from roundpipe_cli.errors import Problem, RefusedError
 from roundpipe_cli.events import Say
@@ -318,11 +318,9 @@ class _Builder:
             error.problems = (*error.problems, *self._first_faults(report))
             raise error
         notices = [*self._source_notices, *(text for shard in self._shards for text in shard.notices)]
-        rows = TokenizedRows(self._shards)
         return TokenizedDataset(
-            rows,
+            TokenizedRows(self._shards),
             report,
-            rows.content_hash(),
             tuple(dict.fromkeys([*notices, *self._loss_notices(report)])),
             self._pool.templates[0],
             tuple(self._sources),
@@ -393,12 +391,8 @@ class _Builder:
 # A row is read once, and its two answers are sequences of their own; a pair is kept if both are.
 
 
-def build_pairs(
-    settings: DataSettings, tokenizer: PreTrainedTokenizerBase, tell: Say
-) -> tuple[TokenizedDataset, TokenizedRows]:
-    """The chosen rows as a dataset, and the rejected rows beside them; row i of both is one pair.
-
-    The report counts a row once and the tokens of both answers.
+def build_pairs(settings: DataSettings, tokenizer: PreTrainedTokenizerBase, tell: Say) -> TokenizedDataset:
+    """The chosen rows and the rejected ones. The report counts a row once and the tokens of both answers.
 
     Raises:
         RefusedError: as `build_dataset`.
@@ -406,37 +400,15 @@ def build_pairs(
     specs = tuple(replace(spec, pairs=True) for spec in settings.datasets)
     dataset = build_dataset(replace(settings, datasets=specs), tokenizer, tell)
     chosen, rejected = dataset.rows.answers()
-    dataset = _of_pairs(replace(dataset, rows=chosen), rejected)
+    notices = dataset.notices
     equal = [dataset.where(chosen[index].row_id) for index in _equal_pairs(chosen, rejected)]
     if equal:
-        notice = (
-            f"{len(equal)} of {len(rejected)} pairs have two equal answers, which prefer nothing (they are kept): "
-            f"{listed(equal)}"
-        )
-        dataset = replace(dataset, notices=(*dataset.notices, notice))
-    return dataset, rejected
+        places = f"(they are kept): {listed(equal)}"
+        notices += (f"{len(equal)} of {len(rejected)} pairs have two equal answers, which prefer nothing {places}",)
+    return replace(dataset, rows=chosen, rejected=rejected, notices=notices)
 
 
 def _equal_pairs(chosen: TokenizedRows, rejected: TokenizedRows) -> list[int]:
     """Pairs whose answers have the same tokens: as they stand in the file, or once they are cut."""
     candidates = np.flatnonzero(chosen.lengths == rejected.lengths).tolist()
     return [index for index in candidates if np.array_equal(chosen[index].input_ids, rejected[index].input_ids)]
-
-
-def hold_out_pairs(
-    chosen: TokenizedDataset, rejected: TokenizedRows, size: float, seed: int
-) -> tuple[tuple[TokenizedDataset, TokenizedRows], tuple[TokenizedDataset, TokenizedRows]]:
-    """Pairs to train on and pairs to evaluate on, each as of `build_pairs`; size and errors as of `hold_out`."""
-
-    def with_rejected(part: TokenizedDataset) -> tuple[TokenizedDataset, TokenizedRows]:
-        rows = rejected.select(np.flatnonzero(np.isin(rejected.row_ids, part.rows.row_ids)).astype(np.int64))
-        return _of_pairs(part, rows), rows
-
-    kept, held = hold_out(chosen, size, seed)
-    return with_rejected(kept), with_rejected(held)
-
-
-def _of_pairs(chosen: TokenizedDataset, rejected: TokenizedRows) -> TokenizedDataset:
-    """The chosen rows with a hash of both sides."""
-    both = hashlib.sha256(f"{chosen.rows.content_hash()} {rejected.content_hash()}".encode()).hexdigest()
-    return replace(chosen, content_hash=both)

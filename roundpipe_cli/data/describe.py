@@ -28,6 +28,15 @@ NUM_BINS = 12
 
 
 @dataclass(frozen=True)
+class TextPiece:
+    """A run of tokens of a row that are all trained, or all not."""
+
+    text: str
+    trained: bool
+    num_tokens: int
+
+
+@dataclass(frozen=True)
 class RowSample:
     """A row that is shown."""
 
@@ -39,8 +48,7 @@ class RowSample:
     """`chosen` or `rejected`, of a preference pair."""
     input_ids: list[int]
     labels: list[int]
-    pieces: list[dict[str, Any]]
-    """`text` and `trained` of runs of tokens that are all trained, or all not."""
+    pieces: tuple[TextPiece, ...]
 
 
 @dataclass(frozen=True)
@@ -90,8 +98,8 @@ def _sample(row: Row, tokenizer: PreTrainedTokenizerBase, kind: str, where: str,
     for start, stop in zip(borders, borders[1:], strict=False):
         ids = row.input_ids[start:stop].tolist()
         text: Any = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        pieces.append({"text": str(text), "trained": bool(trained[start])})
-    return RowSample(kind, where, row.row_id, answer, row.input_ids.tolist(), row.labels.tolist(), pieces)
+        pieces.append(TextPiece(str(text), bool(trained[start]), stop - start))
+    return RowSample(kind, where, row.row_id, answer, row.input_ids.tolist(), row.labels.tolist(), tuple(pieces))
 
 
 def sequence_lengths(dataset: TokenizedDataset, rejected: TokenizedRows | None) -> npt.NDArray[np.int64]:
@@ -150,5 +158,8 @@ def data_document(
         "content_hash": dataset.content_hash,
         "sources_from_cache": dataset.num_cached,
         "notices": list(dataset.notices),
-        "samples": [asdict(sample) for sample in shown],
+        "samples": [
+            {**asdict(sample), "pieces": [{"text": one.text, "trained": one.trained} for one in sample.pieces]}
+            for sample in shown
+        ],
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Protocol, overload
 
 import numpy as np
@@ -285,9 +286,8 @@ class TokenizedDataset:
     """The data as training needs it."""
 
     rows: TokenizedRows
+    """Of preference pairs, with the chosen answers."""
     report: DataReport
-    content_hash: str
-    """Over the tokens and labels of every row: the same exactly if every batch would be."""
     notices: tuple[str, ...]
     """Decisions and lost rows, a line each for the user."""
     chat_template: str | None
@@ -297,6 +297,16 @@ class TokenizedDataset:
     """Kept rows of each entry of the recipe's `datasets`; a glob is several sources and one entry."""
     num_cached: int
     """Sources whose tokens were taken from the cache."""
+    rejected: TokenizedRows | None = None
+    """The rejected answers of preference pairs, a row for each of `rows`."""
+
+    @cached_property
+    def content_hash(self) -> str:
+        """Over the tokens and labels of every row: the same exactly if every batch would be."""
+        own = self.rows.content_hash()
+        if self.rejected is None:
+            return own
+        return hashlib.sha256(f"{own} {self.rejected.content_hash()}".encode()).hexdigest()
 
     def where(self, row_id: int) -> str:
         """`data/train.jsonl:17` of a kept row.
@@ -349,12 +359,10 @@ def hold_out(dataset: TokenizedDataset, size: float, seed: int) -> tuple[Tokeniz
 
 def _part_of(dataset: TokenizedDataset, positions: npt.NDArray[np.int64]) -> TokenizedDataset:
     """The rows of `dataset` at these ascending positions, as a dataset of their own."""
-    rows = dataset.rows.select(positions)
+    rejected = None if dataset.rejected is None else dataset.rejected.select(positions)
     borders = np.cumsum([0, *dataset.rows_by_spec])
-    by_spec = np.diff(np.searchsorted(positions, borders))
-    return replace(
-        dataset, rows=rows, content_hash=rows.content_hash(), rows_by_spec=tuple(int(count) for count in by_spec)
-    )
+    by_spec = np.diff(np.searchsorted(positions, borders)).tolist()
+    return replace(dataset, rows=dataset.rows.select(positions), rejected=rejected, rows_by_spec=tuple(by_spec))
 
 
 # `packing: auto`: rows are packed where they are short, where the model allows it, and where enough steps are left.

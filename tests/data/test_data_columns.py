@@ -126,7 +126,7 @@ def test_pairs_as_json_text_in_csv(tmp_path: Path) -> None:
         {"messages": [USER], "chosen": YO, "rejected": NO},
     ]
     specs = tuple(DatasetSpec(str(write_csv(tmp_path / f"{index}.csv", row))) for index, row in enumerate(rows))
-    chosen, rejected = build_pairs(DataSettings(specs, 1000), tokenizer, lambda text: None)
+    chosen, rejected = both(DataSettings(specs, 1000), tokenizer)
     for index in range(len(rows)):
         assert trained_text(tokenizer, chosen, index) == (HI + "Yo</s>\n", "Yo</s>")
         assert trained_text(tokenizer, replace(chosen, rows=rejected), index) == (HI + "No</s>\n", "No</s>")
@@ -255,7 +255,13 @@ SIDES = ("chosen", "rejected")
 def pairs_of(path: Path, tokenizer: Any, **options: Any) -> tuple[TokenizedDataset, TokenizedRows]:
     columns = options.pop("columns", {})
     settings = DataSettings((DatasetSpec(str(path), columns=columns),), 1000, **options)
-    return build_pairs(settings, tokenizer, lambda text: None)
+    return both(settings, tokenizer)
+
+
+def both(settings: DataSettings, tokenizer: Any) -> tuple[TokenizedDataset, TokenizedRows]:
+    dataset = build_pairs(settings, tokenizer, lambda text: None)
+    assert dataset.rejected is not None
+    return dataset, dataset.rejected
 
 
 @pytest.mark.covering(1)
@@ -280,7 +286,7 @@ def test_pairs_behind_a_dropped_one_keep_their_partners(tmp_path: Path, side: st
 def test_pairs_in_every_common_shape(tmp_path: Path) -> None:
     """Both answers behind the same prompt, and the answers alone are trained."""
     tokenizer = byte_tokenizer(template=TOOLS_TEMPLATE)
-    chosen, rejected = build_pairs(files_of(tmp_path, (row for row, _ in PAIRS.values())), tokenizer, lambda text: None)
+    chosen, rejected = both(files_of(tmp_path, (row for row, _ in PAIRS.values())), tokenizer)
     assert len(chosen.rows) == len(rejected) == len(PAIRS)
     for index, (name, (_, prompt)) in enumerate(PAIRS.items()):
         assert trained_text(tokenizer, chosen, index) == (prompt + "Yo</s>\n", "Yo</s>"), name

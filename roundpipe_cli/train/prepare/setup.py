@@ -22,7 +22,7 @@ from roundpipe_cli.costs.find_model import FoundConfig
 from roundpipe_cli.costs.machine import MAX_PARAMETERS_ON_CPU, host_memory, slow_in_16_bit
 from roundpipe_cli.costs.models import head_chunk_tokens
 from roundpipe_cli.data.batching import BatchSampler, Grouping
-from roundpipe_cli.data.dataset import build_dataset, build_pairs, hold_out_pairs
+from roundpipe_cli.data.dataset import build_dataset, build_pairs
 from roundpipe_cli.data.rows import DatasetSpec, DataSettings, TrainRules
 from roundpipe_cli.data.tokenized import Packer, Row, RowMix, TokenizedDataset, TokenizedRows, choose_packing, hold_out
 from roundpipe_cli.engine.probe import Probe
@@ -178,10 +178,10 @@ def read_rows(
     """The rows to train on; of preference pairs the chosen ones, and the rejected ones beside them."""
     settings = data_settings(loaded, offline)
     if loaded.recipe.trains_pairs:
-        chosen, rejected = build_pairs(settings, tokenizer, tell)
+        chosen = build_pairs(settings, tokenizer, tell)
         if loaded.recipe.objective == "orpo" and loaded.recipe.orpo.nll_on_prompt:
             chosen = replace(chosen, notices=(*chosen.notices, NLL_NOTICE))
-        return chosen, rejected
+        return chosen, chosen.rejected
     return build_dataset(settings, tokenizer, tell), None
 
 
@@ -206,17 +206,16 @@ def evaluation_rows(
     ones in the same order."""
     recipe, (dataset, rejected) = loaded.recipe, training
     rows, rejected_rows = list[Row](), list[Row]()
-    if recipe.val_set_size and rejected is not None:
-        (dataset, rejected), (held, held_rejected) = hold_out_pairs(dataset, rejected, recipe.val_set_size, recipe.seed)
-        rows, rejected_rows = [*held.rows], [*held_rejected]
-    elif recipe.val_set_size:
+    if recipe.val_set_size:
         dataset, held = hold_out(dataset, recipe.val_set_size, recipe.seed)
+        rejected = dataset.rejected
         rows += held.rows
+        rejected_rows += held.rejected or ()
     if recipe.eval_datasets:
         settings = replace(data_settings(loaded, offline), datasets=tuple(map(_spec, recipe.eval_datasets)))
         if rejected is not None:
-            other, other_rejected = build_pairs(settings, tokenizer, lambda text: None)
-            rejected_rows += other_rejected
+            other = build_pairs(settings, tokenizer, lambda text: None)
+            rejected_rows += other.rejected or ()
         else:
             other = build_dataset(settings, tokenizer)
         tell_notices(tell, *(f"evaluation: {text}" for text in other.notices))
