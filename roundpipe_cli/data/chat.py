@@ -38,7 +38,7 @@ from roundpipe_cli.data.messages import (
 from roundpipe_cli.data.rows import BadRowError, TrainRules, printable
 from roundpipe_cli.data.spans import TokenSpan, behind_thoughts, turns_to_train, with_ends
 from roundpipe_cli.data.traced import Fields, Laid, lay, traced_environment
-from roundpipe_cli.data.turns import TurnEnds, WrittenTurns
+from roundpipe_cli.data.turns import TurnEnds, WrittenTurns, leaves_out
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.library_names import library_name
 
@@ -264,8 +264,5 @@ def _check_tools(messages: Sequence[Message], tools: Tools, text: str) -> None:
         for entry in entries:
             name = entry.get("function", entry).get("name")
             if isinstance(name, str) and name not in text:
-                raise BadRowError(
-                    f"the chat template leaves the {what} of this conversation out",
-                    found=f"no {printable(name, 40)} in its text",
-                    expected="a template with tools, given as `chat_template: FILE`",
-                )
+                found = f"no {printable(name, 40)} in its text"
+                raise leaves_out(f"the {what} of this conversation", found, "a template with tools")

@@ -50,10 +50,8 @@ if TYPE_CHECKING:
 LIBRARIES = ("transformers", "tokenizers", "jinja2", "datasets", "pyarrow")
 
 
-def shard_key(
-    source: Source, settings: DataSettings, tokenizer_digest: str, templates: Sequence[str | None]
-) -> str | None:
-    """Name of the source's shard in the cache; None where its content cannot be told from its name.
+def shard_key(source: Source, settings: DataSettings, tokenizer_digest: str, templates: Sequence[str | None]) -> str:
+    """Name of the source's shard in the cache.
 
     Args:
         templates: for rows without tools, and with them.
@@ -61,18 +59,14 @@ def shard_key(
     Raises:
         RefusedError: a hub dataset cannot be loaded.
     """
-    content = source.fingerprint()
-    if content is None:
-        return None
-    spec = source.spec
     parts: Mapping[str, Any] = {
         "tool": __version__,
         "code": reader_digest(),
         "libraries": {name: version(name) for name in LIBRARIES},
-        "content": content,
+        "content": source.fingerprint(),
         "name": source.name,
         "span": source.span,
-        "spec": {name: value for name, value in asdict(spec).items() if name != "path"},
+        "spec": {name: value for name, value in asdict(source.spec).items() if name != "path"},
         "tokenizer": tokenizer_digest,
         "templates": templates,
         "max_seq_length": settings.max_seq_length,
@@ -165,7 +159,7 @@ class _Builder:
         self._sources.append(source)
         self._source_notices.extend(source.notices)
         key = shard_key(source, self._settings, self._tokenizer_digest, self._pool.templates)
-        shard = self._cached(source, key) if key is not None else None
+        shard = self._cached(source, key)
         if shard is not None:
             self._num_cached += 1
         else:
@@ -184,7 +178,7 @@ class _Builder:
             self._source_notices.append(f"the cached tokens of {source.name} are damaged ({damage}): made again")
             return None
 
-    def _make_shard(self, source: Source, key: str | None) -> Shard:
+    def _make_shard(self, source: Source, key: str) -> Shard:
         report = SourceReport(source.name)
         notices: list[str] = []
         chunks = in_chunks(source.rows())

@@ -25,7 +25,7 @@ from roundpipe_cli.data.row_chunks import ChunkResult, RowEncoder, find_template
 from roundpipe_cli.data.rows import DataSettings, RawRow
 from roundpipe_cli.data.turns import TurnEnds
 from roundpipe_cli.errors import InternalError, RefusedError, ResourceError, RoundpipeError
-from roundpipe_cli.limited import OutOfTime, leave_parent, processor_limit, signals_held
+from roundpipe_cli.limited import Limits, OutOfTime, leave_parent, processor_limit, signals_held
 from roundpipe_cli.units import format_bytes
 from roundpipe_cli.watchdog import at_work
 
@@ -148,12 +148,8 @@ class EncoderPool:
 
 
 def _slow_template() -> RefusedError:
-    return RefusedError(
-        "the chat template takes too long",
-        where="chat_template",
-        found=f"more than {MAX_RENDER_S:g} s of processor time for one conversation",
-        hint="chat_template: path/to/template.jinja",
-    )
+    hint = "chat_template: path/to/template.jinja"
+    return Limits("the chat template", "chat_template", MAX_RENDER_S, hint=hint).too_slow()
 
 
 def _place(name: str, rows: Sequence[RawRow]) -> str:

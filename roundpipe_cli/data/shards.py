@@ -84,15 +84,14 @@ class Shard:
 class ShardWriter:
     """Takes chunks in order; `finish` makes a `Shard` of them. Use it inside `with`: unfinished, it leaves nothing."""
 
-    def __init__(self, key: str | None, num_answers: int = 1) -> None:
+    def __init__(self, key: str, num_answers: int) -> None:
         """
         Args:
-            key: name in the cache; None keeps the shard out of the cache, for this process only.
+            key: name in the cache.
             num_answers: sequences that belong together, 2 of pairs.
         """
         self._key = key
-        in_cache = new_folder(FOLDER) if key is not None else None  # read-only, no home: without a cache, then
-        self._folder = in_cache or Path(tempfile.mkdtemp(prefix="roundpipe-tokens-"))
+        self._folder = new_folder(FOLDER) or Path(tempfile.mkdtemp(prefix="roundpipe-tokens-"))  # read-only, no home
         self._files: dict[str, IO[bytes]] = {name: (self._folder / name).open("wb") for name in ARRAYS}
         names = [name for name in ARRAYS if name != "rows.bin"]
         self._digests = [{name: hashlib.sha256(name.encode()) for name in names} for _ in range(num_answers)]
@@ -140,7 +139,7 @@ class ShardWriter:
             ) from error
 
     def finish(self, report: SourceReport, notices: tuple[str, ...], *, to_cache: bool = True) -> Shard:
-        """The shard; in the cache too, if it is to be, was given a key and the cache can be written.
+        """The shard; in the cache too, if it is to be and the cache can be written.
 
         Raises:
             ResourceError: the disk is full.
@@ -159,8 +158,8 @@ class ShardWriter:
         }
         document = {"content": content, "checksum": _content_sum(content)}
         (self._folder / SHARD_NAME).write_text(json.dumps(document), encoding="utf-8")
-        shard = _open(self._folder)  # mapped: it outlives the folder's name, and the folder
-        if to_cache and self._key is not None:
+        shard = _open(self._folder, content)  # mapped: it outlives the folder's name, and the folder
+        if to_cache:
             with suppress(OSError):
                 sync(self._folder / SHARD_NAME)
                 self._folder.rename(cache_folder(FOLDER) / self._key)  # fails if another run was faster
@@ -183,11 +182,13 @@ def load_shard(key: str, vocabulary: int, progress: Callable[[float], None]) -> 
     if not folder.is_dir():
         return None
     try:
-        written = _content(folder)["sums"]
-        for name, found in file_sums(folder, progress).items():
+        document = json.loads((folder / SHARD_NAME).read_bytes())
+        content = document["content"]
+        written = {SHARD_NAME: document["checksum"], **content["sums"]}
+        for name, found in {SHARD_NAME: _content_sum(content), **file_sums(folder, progress)}.items():
             if found != written[name]:
                 raise DamageError(f"{name} is not as it was written")
-        shard = _open(folder)
+        shard = _open(folder, content)
         if len(shard.input_ids) and not 0 <= shard.input_ids.min() <= shard.input_ids.max() < vocabulary:
             raise DamageError(f"input_ids.bin: ids outside of a vocabulary of {vocabulary}")
     except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, DamageError) as damage:
@@ -202,16 +203,7 @@ def _content_sum(content: dict[str, Any]) -> str:
     return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=32).hexdigest()
 
 
-def _content(folder: Path) -> dict[str, Any]:
-    document: dict[str, Any] = json.loads((folder / SHARD_NAME).read_bytes())
-    content: dict[str, Any] = document["content"]
-    if _content_sum(content) != document["checksum"]:
-        raise ValueError(f"{SHARD_NAME} is not as it was written")
-    return content
-
-
-def _open(folder: Path) -> Shard:
-    document = _content(folder)
+def _open(folder: Path, content: dict[str, Any]) -> Shard:
     arrays: dict[str, Any] = {}
     for name, dtype in ARRAYS.items():
         path = folder / name
@@ -219,10 +211,7 @@ def _open(folder: Path) -> Shard:
         mapped = np.memmap(path, dtype=dtype, mode="r").view(np.ndarray) if path.stat().st_size else np.empty(0, dtype)
         mapped.flags.writeable = False
         arrays[name] = mapped
-    lengths, rows = arrays["lengths.bin"], arrays["rows.bin"].reshape(-1, 2)
-    num_tokens = len(arrays["input_ids.bin"])
-    if len(lengths) != len(rows) or int(lengths.sum()) != num_tokens or len(arrays["trained.bin"]) != num_tokens:
-        raise ValueError("arrays that do not fit each other")
-    facts = tuple(map(str, document["digests"])), SourceReport.from_json(document["report"])
-    notices = tuple(str(text) for text in document["notices"])
-    return Shard(arrays["input_ids.bin"], arrays["trained.bin"], rows, np.array(lengths), *facts, notices)
+    rows, lengths = arrays["rows.bin"].reshape(-1, 2), np.array(arrays["lengths.bin"])
+    report, notices = SourceReport.from_json(content["report"]), tuple(content["notices"])
+    digests = tuple(content["digests"])
+    return Shard(arrays["input_ids.bin"], arrays["trained.bin"], rows, lengths, digests, report, notices)

@@ -357,15 +357,14 @@ class Source:
             self.progress.known_share = number / len(table)
             yield table_row(number, columns, structs)
 
-    def fingerprint(self) -> str | None:
-        """A fingerprint of the content; None where it cannot be known.
+    def fingerprint(self) -> str:
+        """A fingerprint of the content.
 
         Raises:
             RefusedError: the source is missing or cannot be read.
         """
         if self.file is None:
-            text = getattr(self._loaded_table(), "_fingerprint", None)  # as the `datasets` library's own caches
-            return f"table {text}" if isinstance(text, str) else None
+            return f"table {self._loaded_table()._fingerprint}"  # as the `datasets` library's own caches
         try:
             return f"{known_suffix(self.file)} {self.file.suffix} {digest_file(self.file, self.spec.txt_rows)}"
         except OSError as error:

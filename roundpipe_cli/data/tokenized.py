@@ -286,7 +286,7 @@ class TokenizedDataset:
     """The data as training needs it."""
 
     rows: TokenizedRows
-    """Of preference pairs, with the chosen answers."""
+    """The rows of preference pairs have the chosen answers."""
     report: DataReport
     notices: tuple[str, ...]
     """Decisions and lost rows, a line each for the user."""

@@ -40,6 +40,11 @@ class TurnEnds:
     """The rest of a text behind an answer that it ends with; None: it cannot be told."""
 
 
+def leaves_out(what: str, found: str, expected: str, hint: str = TEMPLATE_HINT) -> BadRowError:
+    """The error for a part of a conversation that is not in the text."""
+    return BadRowError(f"the chat template leaves {what} out", found=found, expected=expected, hint=hint)
+
+
 class WrittenTurns:
     """A conversation and its text."""
 
@@ -86,12 +91,8 @@ class WrittenTurns:
             elif role == "assistant" and (of.message in trained or not self.laid.holds(place)):
                 left_out.append(self._lost_words(place, of))
             elif not self.laid.holds(place):
-                raise BadRowError(
-                    f"the chat template leaves a turn of the role {role} out",
-                    found=f"nothing of turn {of.message + 1} in its text",
-                    expected="a template that writes such turns",
-                    hint=TEMPLATE_HINT,
-                )
+                found = f"nothing of turn {of.message + 1} in its text"
+                raise leaves_out(f"a turn of the role {role}", found, "a template that writes such turns")
         if any(message.get("name", "") not in self.laid.text for message in self.messages):
             left_out.append("name of messages (not in the chat template)")
         return left_out
@@ -107,26 +108,18 @@ class WrittenTurns:
         if self._is_kept_at_the_end(place):
             return f"{name} of earlier turns {NOT_KEPT}"
         beside = of.part == "thought"
-        what = "`reasoning_content`" if beside else "thought in `content`"
-        raise BadRowError(
-            "the chat template leaves the assistant's thoughts out",
-            found=f"no {what} of turn {of.message + 1} in its text",
-            expected="a template with `reasoning_content`" if beside else "a template that keeps thoughts",
-            hint=f"{TEMPLATE_HINT}, or `thoughts: drop`",
-        )
+        found = f"no {'`reasoning_content`' if beside else 'thought in `content`'} of turn {of.message + 1} in its text"
+        expected = "a template with `reasoning_content`" if beside else "a template that keeps thoughts"
+        raise leaves_out("the assistant's thoughts", found, expected, f"{TEMPLATE_HINT}, or `thoughts: drop`")
 
     def _lost_words(self, place: int, of: Field) -> str:
         if "tool_calls" in self.messages[of.message] and self._is_kept_at_the_end(place):
             return f"content beside tool calls of earlier turns {NOT_KEPT}"
         if self.laid.holds(place):
             raise self._cannot_tell(of.message)
-        beside = "tool_calls" in self.messages[of.message]
-        raise BadRowError(
-            "the chat template leaves the assistant's words out",
-            found=f"nothing of the content of turn {of.message + 1} in its text{', which has tool calls' * beside}",
-            expected="a template that writes them, or turns whose content is empty",
-            hint=TEMPLATE_HINT,
-        )
+        beside = ", which has tool calls" if "tool_calls" in self.messages[of.message] else ""
+        found = f"nothing of the content of turn {of.message + 1} in its text{beside}"
+        raise leaves_out("the assistant's words", found, "a template that writes them, or turns whose content is empty")
 
     def _lost_call(self, of: Field) -> BadRowError:
         turn = of.message + 1
@@ -134,19 +127,13 @@ class WrittenTurns:
         names = [place for place, item in fields if item.part == "name" and item.message == of.message]
         written = [place for place in names if not self.laid.missing(place)]
         if not written:
-            return BadRowError(
-                "the chat template leaves the tool calls out",
-                found=f"nothing of turn {turn} in its text",
-                expected="a template that writes calls of tools",
-                hint=TEMPLATE_HINT,
-            )
+            found = f"nothing of turn {turn} in its text"
+            return leaves_out("the tool calls", found, "a template that writes calls of tools")
         if len(written) < len(names):
-            return BadRowError(
-                "the chat template leaves some tool calls of a turn out",
-                found=f"{len(written)} of the {len(names)} calls of turn {turn} in its text",
-                expected="one call a turn, or a template that writes several",
-                hint="one call a turn, its output behind it, then the next call; or " + TEMPLATE_HINT,
-            )
+            found = f"{len(written)} of the {len(names)} calls of turn {turn} in its text"
+            hint = "one call a turn, its output behind it, then the next call; or " + TEMPLATE_HINT
+            expected = "one call a turn, or a template that writes several"
+            return leaves_out("some tool calls of a turn", found, expected, hint)
         return BadRowError(
             "the chat template leaves arguments of a tool call out, or writes them in another way",
             found=printable(f"no {of.text!r} of turn {turn} in its text", 100),
