@@ -351,7 +351,6 @@ def _find_rule(name: str, value: object, row_type: str) -> ColumnRule | None:
 
 @lru_cache(maxsize=4096)
 def _rules_named(name: str, row_type: str) -> tuple[ColumnRule, ...]:
-    """Rules for a column of this name; for most names there are none."""
     lower, rules = name.strip().lower(), MESSAGE_RULES if row_type == IN_MESSAGES else RULES
     fitting = (rule for rule in rules if rule.types is None or row_type in rule.types)
     return tuple(rule for rule in fitting if re.fullmatch(rule.names, lower))
@@ -417,7 +416,6 @@ def _may_be_media(name: str, value: object) -> bool:
 
 
 def _placeholder(value: object) -> str | None:
-    """The first one in any text of the value."""
     if isinstance(value, str):
         found = PLACEHOLDER.search(value)
         return found.group() if found else None

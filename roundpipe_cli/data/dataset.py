@@ -128,8 +128,6 @@ def build_dataset(
 
 
 class _Builder:
-    """Collects the rows of one source after the other."""
-
     def __init__(
         self, settings: DataSettings, tokenizer: PreTrainedTokenizerBase, pool: EncoderPool, tell: Say | None
     ) -> None:
@@ -152,10 +150,6 @@ class _Builder:
         return sum(shard.report.rows_kept for shard in self._shards)
 
     def add(self, source: Source) -> None:
-        """
-        Raises:
-            RefusedError: no row in it, or none of its rows can ever be used (see `build_dataset`).
-        """
         self._sources.append(source)
         self._source_notices.extend(source.notices)
         key = shard_key(source, self._settings, self._tokenizer_digest, self._pool.templates)
@@ -167,8 +161,6 @@ class _Builder:
         self._shards.append(shard)
 
     def _cached(self, source: Source, key: str) -> Shard | None:
-        """The source's shard from the cache, if it is there and as it was written."""
-
         def progress(share: float) -> None:
             self._tell_now_and_then(f"checking the cached tokens of {source.name}: {100 * share:.0f} %")
 
@@ -289,10 +281,6 @@ class _Builder:
             self._tell(text)
 
     def finish(self) -> TokenizedDataset:
-        """
-        Raises:
-            RefusedError: see `build_dataset`.
-        """
         sources = tuple(shard.report for shard in self._shards)
         report = DataReport(sources=sources, long_rows=self._settings.long_rows)
         if report.bad_rows and self._settings.on_bad_row == "error":
@@ -334,7 +322,6 @@ class _Builder:
         return error
 
     def _first_faults(self, report: DataReport) -> list[Problem]:
-        """At most `MAX_LISTED`, each hint once."""
         faults: list[Problem] = []
         for _, fault in report.bad_rows[:MAX_LISTED]:
             is_said = any(fault.hint == other.hint for other in faults)
@@ -352,7 +339,6 @@ class _Builder:
         )
 
     def _places(self, report: DataReport, kind: str) -> list[str]:
-        """Places of the rows in one of the lists of `SourceReport`."""
         pairs = zip(self._sources, report.sources, strict=True)
         return [source.where(number) for source, counted in pairs for number in getattr(counted, kind)]
 
@@ -403,6 +389,5 @@ def build_pairs(settings: DataSettings, tokenizer: PreTrainedTokenizerBase, tell
 
 
 def _equal_pairs(chosen: TokenizedRows, rejected: TokenizedRows) -> list[int]:
-    """Pairs whose answers have the same tokens: as they stand in the file, or once they are cut."""
     candidates = np.flatnonzero(chosen.lengths == rejected.lengths).tolist()
     return [index for index in candidates if np.array_equal(chosen[index].input_ids, rejected[index].input_ids)]

@@ -148,10 +148,7 @@ def known_suffix(path: Path) -> str | None:
 
 
 def read_file(path: Path, progress: ReadProgress | None = None, txt_rows: str = "paragraph") -> Iterator[RawRow]:
-    """The rows of one local file, whose suffix is a known one.
-
-    Args:
-        txt_rows: rows of a .txt file, as `DatasetSpec.txt_rows`.
+    """The rows of one local file, whose suffix is a known one; `txt_rows` as in `DatasetSpec`.
 
     Raises:
         RefusedError: the file cannot be opened or is broken as a whole.
@@ -465,9 +462,6 @@ def count_rows(path: Path, txt_rows: str = "paragraph") -> RowCount | None:
     """As many rows as `read_file` gives, mostly without reading them; None where that takes long, or cannot be.
 
     Of large files that have a row a line, and of .txt files, the first `MAX_COUNTED_BYTES` are counted and scaled.
-
-    Args:
-        txt_rows: as of `read_file`.
     """
     suffix, progress = known_suffix(path), ReadProgress()
     try:
@@ -619,9 +613,6 @@ LARGE_BYTES = 1 << 30
 
 def digest_file(path: Path, txt_rows: str = "paragraph") -> str:
     """SHA-256 of a file's bytes. A large file that its size or its first row makes useless is refused at once.
-
-    Args:
-        txt_rows: as of `read_file`.
 
     Raises:
         OSError: it cannot be read.

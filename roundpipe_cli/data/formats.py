@@ -128,7 +128,11 @@ PAIR_COLUMNS = (
 
 @dataclass(frozen=True)
 class RowFormat:
-    """The way in which the rows of one dataset are read."""
+    """The way in which the rows of one dataset are read.
+
+    The methods raise `BadRowError` for a field that is missing, of the wrong type, empty or no text, for answers to
+    different prompts, and for columns that change what the row means and are not read.
+    """
 
     spec: DatasetSpec
     type: RowType
@@ -142,9 +146,6 @@ class RowFormat:
 
         A prompt and its answers may be any text: they are opened where both answers of a pair, or a prompt and its
         completion, are the text of messages.
-
-        Raises:
-            BadRowError: what must be a list is a text that is no JSON.
         """
         found: dict[str, object] = {}
         for field in LIST_FIELDS:
@@ -161,14 +162,7 @@ class RowFormat:
         return {**row, **found} if found else row
 
     def parse(self, row: Mapping[str, object]) -> tuple[Content, ...]:
-        """The words of a row: of a pair, its prompt with the chosen answer, and with the rejected one.
-
-        Args:
-            row: as of `opened`.
-
-        Raises:
-            BadRowError: a field is missing, of the wrong type, empty or no text, or answers are to different prompts.
-        """
+        """The words of an opened row: of a pair, its prompt with the chosen answer, and with the rejected one."""
         if self.type == "preference":
             return self._pair(row)
         if ROW_KINDS[self.type].needs_template:
@@ -181,14 +175,7 @@ class RowFormat:
         return (self._text(row, "text", filled=True),)
 
     def unused(self, row: Mapping[str, object]) -> list[str]:
-        """Names of the columns, and of the keys in messages, that `parse` does not read.
-
-        Args:
-            row: as of `opened`.
-
-        Raises:
-            BadRowError: one of them changes what the row means.
-        """
+        """Names of the columns of an opened row, and of the keys in messages, that `parse` does not read."""
         return unused_columns(row, self.columns.values(), self.type)
 
     def _conversation(self, row: Mapping[str, object]) -> Conversation:

@@ -1,4 +1,7 @@
-"""Messages of a conversation and the tools that they call, read from the lists and texts in a row's columns."""
+"""Messages of a conversation and the tools that they call, read from the lists and texts in a row's columns.
+
+Readers raise `BadRowError` for a value that they cannot use.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +36,7 @@ SHORT_ID = re.compile("[A-Za-z0-9]{9}")
 
 
 def read_calls(value: object, field: str) -> list[dict[str, Any]]:
-    """Tool calls in the form that chat templates read: arguments as an object, not as the text of one.
-
-    Raises:
-        BadRowError: no list of calls.
-    """
+    """Tool calls in the form that chat templates read: arguments as an object, not as the text of one."""
     calls = []
     value = from_json_text(value, field)
     for call in _checked_list([] if value is None else value, field):
@@ -58,11 +57,7 @@ def read_calls(value: object, field: str) -> list[dict[str, Any]]:
 
 def read_called(value: object, field: str) -> tuple[str, list[dict[str, Any]]]:
     """The text of a turn before its calls, and the calls: its text is their JSON, one call or a list of them, which
-    thoughts between <think> marks may precede.
-
-    Raises:
-        BadRowError: something else.
-    """
+    thoughts between <think> marks may precede."""
     thought = ""
     if isinstance(value, str):
         before, mark, rest = value.rpartition(END_OF_THOUGHT)
@@ -74,11 +69,7 @@ def read_called(value: object, field: str) -> tuple[str, list[dict[str, Any]]]:
 
 
 def read_tools(value: object, column: str) -> tuple[dict[str, Any], ...]:
-    """The schemas in the column of tools: a list, or the JSON text of one.
-
-    Raises:
-        BadRowError: something else.
-    """
+    """The schemas in the column of tools: a list, or the JSON text of one."""
     field = f"`{column}`"
     tools = _checked_list(from_json_text(value, field) or [], field)
     return tuple(_wrapped(_plain(tool, field), field) for tool in tools)
@@ -97,11 +88,7 @@ def _wrapped(tool: dict[str, Any], field: str) -> dict[str, Any]:
 
 
 def from_json_text(value: object, field: str) -> object:
-    """A list or an object that may be JSON text, as in a CSV file, as may be the objects of a list; None for a blank.
-
-    Raises:
-        BadRowError: a text that is no JSON.
-    """
+    """A list or an object that may be JSON text, as in a CSV file, as may be a list's objects; None for a blank."""
     if isinstance(value, str):
         value = _parsed(value, field) if value.strip() else None
     if isinstance(value, (list, tuple)) and any(map(_is_object_text, value)):
@@ -306,9 +293,6 @@ def read_turns(value: object, column: str, role_key: str = "role") -> Conversati
 
     Args:
         role_key: `role` or `from`, whichever a message without both should have.
-
-    Raises:
-        BadRowError: no list of messages, or one that cannot be used.
     """
     messages: list[Message] = []
     turns: dict[bool | None, set[int]] = {True: set(), False: set(), None: set()}
@@ -403,11 +387,7 @@ def holds_messages(value: object) -> bool:
 
 
 def read_speech(value: object, column: str, role: str) -> Conversation:
-    """One side of a conversation: a text (a message of `role`), a message, or a list of messages.
-
-    Raises:
-        BadRowError: none of them, or one that cannot be used.
-    """
+    """One side of a conversation: a text (a message of `role`), a message, or a list of messages."""
     if isinstance(value, Mapping):
         value = [value]
     if holds_messages(value):
@@ -416,11 +396,7 @@ def read_speech(value: object, column: str, role: str) -> Conversation:
 
 
 def read_history(value: object, column: str) -> Conversation:
-    """Earlier exchanges: a list of [question, answer], as LLaMA-Factory has them, or of messages.
-
-    Raises:
-        BadRowError: something else.
-    """
+    """Earlier exchanges: a list of [question, answer], as LLaMA-Factory has them, or of messages."""
     if holds_messages(value):
         return read_turns(value, column)
     if value is None or value == "":
@@ -437,11 +413,8 @@ def read_history(value: object, column: str) -> Conversation:
 
 
 def with_system(turns: Conversation, system: object, column: str) -> Conversation:
-    """The turns behind the system prompt of a column of its own; null and blank text are none.
-
-    Raises:
-        BadRowError: no text, or the turns begin with another system prompt.
-    """
+    """The turns behind the system prompt of a column of its own; null and blank text are none, and another system
+    prompt before the turns is refused."""
     if system is None or (isinstance(system, str) and not system.strip()):
         return turns
     text = checked_text(system, f"`{column}`", filled=False)
@@ -456,10 +429,7 @@ def with_system(turns: Conversation, system: object, column: str) -> Conversatio
 
 
 def check_says_something(turns: Conversation, column: str) -> None:
-    """
-    Raises:
-        BadRowError: no message of the assistant has content.
-    """
+    """Refuse turns of which no message of the assistant has content."""
     answers = [message for message in turns.messages if message["role"] == "assistant"]
     if not any(message["content"].strip() or message.get("tool_calls") for message in answers):
         raise BadRowError(

@@ -167,11 +167,7 @@ def delimiter_hint(columns: Sequence[str]) -> str | None:
 
 
 def check_text(text: str, field: str) -> None:
-    """Refuse text that no tokenizer should get.
-
-    Raises:
-        BadRowError: a NUL character, or half of a surrogate pair (text that was not valid Unicode).
-    """
+    """Raise a BadRowError for a NUL character, or half of a surrogate pair (text that was not valid Unicode)."""
     if "\0" in text:
         raise BadRowError(
             f"{field} holds a NUL character",
@@ -217,10 +213,7 @@ def _num_characters(value: object) -> int:
 
 
 def checked_text(value: object, field: str, *, filled: bool) -> str:
-    """
-    Raises:
-        BadRowError: no text, text that no tokenizer should see, or blank although `filled` is asked for.
-    """
+    """The value, or a BadRowError where it is no text, as of `check_text`, or blank although `filled` is asked for."""
     if not isinstance(value, str):
         raise unfit(f"{field} is not text", value, "a string")
     if filled and not value.strip():
@@ -293,10 +286,6 @@ class SourceReport:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> SourceReport:
-        """
-        Raises:
-            TypeError, ValueError: not what `to_json` makes.
-        """
         bad_rows = [(int(number), Problem(*texts)) for number, *texts in data["bad_rows"]]
         return cls(**{**data, "bad_rows": bad_rows})
 

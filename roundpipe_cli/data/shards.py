@@ -82,7 +82,10 @@ class Shard:
 
 
 class ShardWriter:
-    """Takes chunks in order; `finish` makes a `Shard` of them. Use it inside `with`: unfinished, it leaves nothing."""
+    """Takes chunks in order; `finish` makes a `Shard` of them. Use it inside `with`: unfinished, it leaves nothing.
+
+    A full disk is a ResourceError.
+    """
 
     def __init__(self, key: str, num_answers: int) -> None:
         """
@@ -106,11 +109,7 @@ class ShardWriter:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def add(self, chunk: ChunkResult, first_place: int) -> None:
-        """Append a chunk whose first row has the place `first_place`.
-
-        Raises:
-            ResourceError: the disk is full.
-        """
+        """Append a chunk whose first row has the place `first_place`."""
         arrays = {
             "input_ids.bin": chunk.input_ids,
             "trained.bin": chunk.trained,
@@ -139,11 +138,7 @@ class ShardWriter:
             ) from error
 
     def finish(self, report: SourceReport, notices: tuple[str, ...], *, to_cache: bool = True) -> Shard:
-        """The shard; in the cache too, if it is to be and the cache can be written.
-
-        Raises:
-            ResourceError: the disk is full.
-        """
+        """The shard; in the cache too, if it is to be and the cache can be written."""
         with self._writing():
             for file in self._files.values():
                 file.flush()

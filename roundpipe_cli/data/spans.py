@@ -41,11 +41,7 @@ class TurnSpans:
 
 
 def behind_thoughts(text: str, turn: TurnSpans, message: Mapping[str, Any]) -> TurnSpans:
-    """The rest of an answer behind its thoughts and the blanks that follow them.
-
-    Raises:
-        BadRowError: a thought has no end.
-    """
+    """The rest of an answer behind its thoughts, which must have an end, and the blanks that follow them."""
     refuse_open_thought(str(message.get("content", "")))
     if not turn.spans:
         return turn
@@ -64,11 +60,7 @@ def behind_thoughts(text: str, turn: TurnSpans, message: Mapping[str, Any]) -> T
 
 
 def refuse_open_thought(content: str) -> None:
-    """Refuse an answer that is a thought up to its end.
-
-    Raises:
-        BadRowError: <think> without </think> behind it.
-    """
+    """Raise a BadRowError for an answer that is a thought up to its end: <think> without </think> behind it."""
     if content.rfind(BEGIN_OF_THOUGHT) > content.rfind(END_OF_THOUGHT):
         raise BadRowError(
             "an answer begins a thought that never ends",
@@ -78,11 +70,8 @@ def refuse_open_thought(content: str) -> None:
 
 
 def without_thoughts(content: Content) -> Content:
-    """The row without the assistant's thoughts: those beside the answers, and those in <think> marks within them.
-
-    Raises:
-        BadRowError: no answer is left, or a thought has no end.
-    """
+    """The row without the assistant's thoughts: those beside the answers, and those in <think> marks within them. A row
+    without an answer is a BadRowError."""
     if isinstance(content, str):
         return content
     messages = tuple(

@@ -46,7 +46,10 @@ def leaves_out(what: str, found: str, expected: str, hint: str = TEMPLATE_HINT) 
 
 
 class WrittenTurns:
-    """A conversation and its text."""
+    """A conversation and its text.
+
+    The methods raise `BadRowError` where what is to be learnt is not in the text, or cannot be told apart in it.
+    """
 
     def __init__(
         self,
@@ -70,14 +73,8 @@ class WrittenTurns:
         self._until: dict[int, Laid | None] = {len(self.messages) - 1: laid}
 
     def check_kept(self, trained: Collection[int]) -> list[str]:
-        """Parts of messages that are not in the text, by name.
-
-        Args:
-            trained: turns that have to be found as they stand.
-
-        Raises:
-            BadRowError: one that is to be learnt, or a whole turn, is not in it.
-        """
+        """Parts of messages that are not in the text, by name; turns that are `trained` have to be there as they stand,
+        others in part."""
         left_out = []
         for place, of in enumerate(self._fields.fields):
             lost = self.laid.missing(place)
@@ -153,11 +150,7 @@ class WrittenTurns:
         )
 
     def answer(self, index: int) -> TurnSpans:
-        """The spans of a turn of the assistant, by the pieces of it that the text has.
-
-        Raises:
-            BadRowError: it cannot be told apart.
-        """
+        """The spans of a turn of the assistant, by the pieces of it that the text has."""
         stretches = self._stretches(index)
         if not stretches:
             return self._empty_answer(index)
@@ -311,11 +304,7 @@ class WrittenTurns:
         return TurnSpans(((start, last),), end) if last > start else TurnSpans(())
 
     def other(self, index: int) -> TurnSpans:
-        """The span of a turn that is not the assistant's, with its end of turn.
-
-        Raises:
-            BadRowError: it is not in the text as it stands.
-        """
+        """The span of a turn that is not the assistant's, with its end of turn."""
         runs = self.laid.of_message(index)
         lost = any(self.laid.missing(place) for place, of in enumerate(self._fields.fields) if of.message == index)
         if not runs or lost:
@@ -337,11 +326,7 @@ class WrittenTurns:
         return TurnSpans((*spans[:-1], (start, end)), (stop - len(token), stop) if closes else None)
 
     def marked(self, turns: Sequence[int]) -> dict[int, TurnSpans]:
-        """The spans between the template's own marks, of the assistant's turns among these.
-
-        Raises:
-            BadRowError: marks are around turns that are trained and others at once.
-        """
+        """The spans between the template's own marks, of the assistant's turns among these."""
         spans: dict[int, list[TokenSpan]] = {}
         answers = [index for index, message in enumerate(self.messages) if message["role"] == "assistant"]
         starts = [run.start for run in self.laid.runs]
@@ -365,11 +350,7 @@ class WrittenTurns:
         return {index: self._to_end_of_turn(*spans.get(index, [])) for index in answers if index in turns}
 
     def check_spans(self, turns: dict[int, TurnSpans]) -> list[str]:
-        """Check the rule: what is trained is of the trained turns, and all of it. Returns what is named as left out.
-
-        Raises:
-            BadRowError: it is not so.
-        """
+        """Check the rule: what is trained is of the trained turns, and all of it. Returns what is named as left out."""
         left_out = []
         starts = [run.start for run in self.laid.runs]
         inside: set[Run] = set()
