@@ -172,7 +172,6 @@ class _Builder:
 
     def _make_shard(self, source: Source, key: str) -> Shard:
         report = SourceReport(source.name)
-        notices: list[str] = []
         chunks = in_chunks(source.rows())
         first = next(chunks, None)
         if first is None:
@@ -184,7 +183,7 @@ class _Builder:
                 hint="put rows into it, or name another file or split",
             )
         self._ends = self._ends or self._pool.ends()  # before the children start to work
-        rows = self._with_format(source, report, notices, chain([first], chunks))
+        rows = self._with_format(source, report, chain([first], chunks))
         with ShardWriter(key, 2 if source.spec.pairs else 1) as writer:
             for result in self._pool.encode(rows, source.name):
                 writer.add(result, report.rows_read)
@@ -194,28 +193,24 @@ class _Builder:
                 self._tell_now_and_then(f"tokenising {source.name}: {report.rows_read} rows{percent}")
             report.bad_rows = [(n, replace(fault, where=source.where(n))) for n, fault in report.bad_rows]
             is_refused = bool(report.bad_rows) and self._settings.on_bad_row == "error"
-            return writer.finish(report, tuple(notices), to_cache=not is_refused)
+            return writer.finish(report, to_cache=not is_refused)
 
-    def _with_format(
-        self, source: Source, report: SourceReport, notices: list[str], chunks: Iterable[list[RawRow]]
-    ) -> Iterator[Chunk]:
+    def _with_format(self, source: Source, report: SourceReport, chunks: Iterable[list[RawRow]]) -> Iterator[Chunk]:
         row_format: RowFormat | None = None
         for rows in chunks:
             if row_format is None:
-                row_format = self._decide(source, report, notices, rows)
+                row_format = self._decide(source, report, rows)
             # After a bad row the rest is read only to count bad rows.
             yield row_format, rows, bool(report.bad_rows) and self._settings.on_bad_row == "error"
 
-    def _decide(
-        self, source: Source, report: SourceReport, notices: list[str], rows: Sequence[RawRow]
-    ) -> RowFormat | None:
+    def _decide(self, source: Source, report: SourceReport, rows: Sequence[RawRow]) -> RowFormat | None:
         layouts = list(dict.fromkeys(tuple(row.columns) for row in rows if row.fault is None))
         if not layouts:
             return None
         row_format = decide_format(source.spec, layouts, source.name)
         report.type = row_format.type
         if row_format.notice is not None:
-            notices.append(row_format.notice)
+            report.notices.append(row_format.notice)
         if self._settings.long_rows == "split" and row_format.type != "text":
             raise RefusedError(
                 "only rows of type text can be split",
@@ -226,30 +221,28 @@ class _Builder:
             )
         joins = not source.spec.as_chat and row_format.type in PLAIN_TYPES
         if self._ends is None or joins:
-            self._do_without_template(source, row_format, notices, has_template=self._ends is not None)
+            self._do_without_template(source, row_format, report)
         elif row_format.type == "text":
             self._check_eos(source, row_format)
         else:
             if self._ends.next_mark_ends:
-                notices.append(
+                report.notices.append(
                     "the chat template ends an answer with the mark of the next turn: behind the last answer of a row "
                     "the model does not learn to stop"
                 )
             elif self._ends.end_of_turn is None:
-                notices.append(
+                report.notices.append(
                     "the chat template ends the assistant's turns without a special token: the model may not learn to "
                     "stop"
                 )
             if "strftime_now" in str(self._pool.templates[0]):
-                notices.append(
+                report.notices.append(
                     f"the chat template writes today's date: it always gets {TEMPLATE_DATE:%d %B %Y}, so that rows "
                     "do not change from day to day"
                 )
         return row_format
 
-    def _do_without_template(
-        self, source: Source, row_format: RowFormat, notices: list[str], *, has_template: bool
-    ) -> None:
+    def _do_without_template(self, source: Source, row_format: RowFormat, report: SourceReport) -> None:
         if ROW_KINDS[row_format.type].needs_template:
             raise RefusedError(
                 "this dataset needs a chat template, and the tokenizer has none",
@@ -261,8 +254,8 @@ class _Builder:
         self._check_eos(source, row_format)
         if row_format.type != "text":
             layout = "the Alpaca prompt" if row_format.type == "alpaca" else "prompt and completion as they stand"
-            why = "as_chat: false" if has_template else "the tokenizer has no chat template"
-            notices.append(f"{source.name}: {why}; rows are {layout}, joined without a blank, and EOS")
+            why = "as_chat: false" if self._ends is not None else "the tokenizer has no chat template"
+            report.notices.append(f"{source.name}: {why}; rows are {layout}, joined without a blank, and EOS")
 
     def _check_eos(self, source: Source, row_format: RowFormat) -> None:
         if self._tokenizer.eos_token_id is None:
@@ -299,7 +292,7 @@ class _Builder:
             )
             error.problems = (*error.problems, *self._first_faults(report))
             raise error
-        notices = [*self._source_notices, *(text for shard in self._shards for text in shard.notices)]
+        notices = [*self._source_notices, *(text for one in sources for text in one.notices)]
         return TokenizedDataset(
             TokenizedRows(self._shards),
             report,

@@ -315,17 +315,16 @@ def decide_format(spec: DatasetSpec, layouts: Sequence[Sequence[str]], where: st
     Raises:
         RefusedError: no type fits, or `spec.columns` maps a field that the type does not have.
     """
+    types = ("preference",) if spec.pairs else SINGLE_TYPES if spec.type == "auto" else (spec.type,)
+    _refuse_unknown_fields(spec, [field for row_type in types for field in _all_fields(row_type)], where)
     if spec.pairs:
-        _check_mapping(spec, _all_fields("preference"), where)
         found, told = find_pair_columns(spec, layouts, where)
         return RowFormat(spec, "preference", found, f"{where}: read as preference pairs ({told})")
     if spec.type != "auto":
-        _check_mapping(spec, _all_fields(spec.type), where)
         pair = None
         if spec.type == "prompt_completion":
             pair = _pair_format(spec, layouts[0], where, _written) or _pair_format(spec, layouts[0], where, find_column)
         return pair or RowFormat(spec, spec.type, _mapped(spec.type, spec.columns, layouts[0]))
-    _check_mapping(spec, [field for row_type in SINGLE_TYPES for field in _all_fields(row_type)], where)
     for find in (_written, find_column):
         for columns in layouts:
             row_format = _detect(spec, columns, where, find)
@@ -395,7 +394,7 @@ def _mapped(row_type: RowType, columns: Mapping[str, str], layout: Sequence[str]
     return mapped
 
 
-def _check_mapping(spec: DatasetSpec, fields: Sequence[str], where: str) -> None:
+def _refuse_unknown_fields(spec: DatasetSpec, fields: Sequence[str], where: str) -> None:
     for field in spec.columns:
         if field not in fields:
             near = closest(field, list(fields))

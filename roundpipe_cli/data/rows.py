@@ -239,6 +239,8 @@ class SourceReport:
     name: str = ""
     type: RowType | None = None
     """Type of the rows, from the recipe or the columns; None where no row could be read."""
+    notices: list[str] = field(default_factory=list)
+    """Decisions about them, for the user."""
     rows_read: int = 0
     rows_kept: int = 0
     """Sequences to train: a row that is split is several, a pair is one."""

@@ -77,8 +77,6 @@ class Shard:
     """SHA-256 over lengths, ids and trained: equal exactly if every row is. Of pairs, whose answers stand in turn, two:
     of the chosen rows and of the rejected ones."""
     report: SourceReport
-    notices: tuple[str, ...]
-    """Decisions about this source, for the user."""
 
 
 class ShardWriter:
@@ -137,7 +135,7 @@ class ShardWriter:
                 hint="make room there, or name another folder in the environment variable ROUNDPIPE_CACHE",
             ) from error
 
-    def finish(self, report: SourceReport, notices: tuple[str, ...], *, to_cache: bool = True) -> Shard:
+    def finish(self, report: SourceReport, *, to_cache: bool) -> Shard:
         """The shard; in the cache too, if it is to be and the cache can be written."""
         with self._writing():
             for file in self._files.values():
@@ -149,7 +147,6 @@ class ShardWriter:
             "digests": [hashlib.sha256(text.encode()).hexdigest() for text in digests],
             "sums": file_sums(self._folder),
             "report": report.to_json(),
-            "notices": list(notices),
         }
         document = {"content": content, "checksum": _content_sum(content)}
         (self._folder / SHARD_NAME).write_text(json.dumps(document), encoding="utf-8")
@@ -207,6 +204,5 @@ def _open(folder: Path, content: dict[str, Any]) -> Shard:
         mapped.flags.writeable = False
         arrays[name] = mapped
     rows, lengths = arrays["rows.bin"].reshape(-1, 2), np.array(arrays["lengths.bin"])
-    report, notices = SourceReport.from_json(content["report"]), tuple(content["notices"])
-    digests = tuple(content["digests"])
-    return Shard(arrays["input_ids.bin"], arrays["trained.bin"], rows, lengths, digests, report, notices)
+    digests, report = tuple(content["digests"]), SourceReport.from_json(content["report"])
+    return Shard(arrays["input_ids.bin"], arrays["trained.bin"], rows, lengths, digests, report)
