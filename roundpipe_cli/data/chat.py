@@ -27,14 +27,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from roundpipe_cli.data.messages import (
-    Conversation,
-    Message,
-    calls_as_text,
-    with_plans,
-    with_short_ids,
-    without_empty_content,
-)
+from roundpipe_cli.data.messages import CALL_FORMS, Conversation, Message, in_form
 from roundpipe_cli.data.rows import BadRowError, TrainRules, printable
 from roundpipe_cli.data.spans import TokenSpan, behind_thoughts, turns_to_train, with_ends
 from roundpipe_cli.data.traced import Fields, Laid, lay, traced_environment
@@ -51,14 +44,6 @@ PROBE_TOOL = {"type": "function", "function": {"name": "f", "description": "f", 
 LOOKS_SPECIAL = r"<[|\uff5c][^<>\s]{1,40}[|\uff5c]>"
 """Marks that are written as special tokens are, where a tokenizer does not know them."""
 
-CALL_FORMS: tuple[tuple[Callable[[Sequence[Message]], list[Message]], ...], ...] = (
-    (calls_as_text,),
-    (without_empty_content,),
-    (with_short_ids,),
-    (with_plans,),
-    (calls_as_text, without_empty_content, with_short_ids),
-)
-"""Other forms of calls that templates take, each tried where the usual one is refused."""
 NEW_IDS = "ids of tool calls (written anew, with the nine letters and digits that the chat template asks for)"
 TRACED_NAME = re.compile(r"(roundpipe_cli\.data\.traced\.)?\b(Safe)?Traced\b")
 REFUSED = "the chat template refuses this conversation"
@@ -152,16 +137,13 @@ class ChatTemplate:
                 raise
             refusal = error
         refused: list[BadRowError] = []
-        for forms in CALL_FORMS:
-            messages: Sequence[Message] = conversation.messages
-            for form in forms:
-                messages = form(messages)
+        for form in CALL_FORMS:
             try:
-                made = make(self._write(messages, conversation.tools))
+                made = make(self._write(in_form(conversation.messages, form), conversation.tools))
             except BadRowError as error:
                 refused.append(error)
             else:
-                return replace(made, left_out=(*made.left_out, NEW_IDS)) if with_short_ids in forms else made
+                return replace(made, left_out=(*made.left_out, NEW_IDS)) if "short ids" in form else made
         # What a form lacks that the template takes says more than why it takes no other.
         raise next((error for error in [refusal, *refused] if error.fault.what != REFUSED), refusal)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -142,44 +142,35 @@ def _plain(value: object, field: str) -> Any:
     return value
 
 
-def calls_as_text(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages with the arguments of calls as JSON text, which some templates join to their own."""
-
-    def with_text(call: dict[str, Any]) -> dict[str, Any]:
-        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
-        return {**call, "function": {**call["function"], "arguments": arguments}}
-
-    return [
-        {**message, "tool_calls": list(map(with_text, message["tool_calls"]))} if "tool_calls" in message else message
-        for message in messages
-    ]
+CALL_FORMS = (("text",), ("silent",), ("short ids",), ("plan",), ("text", "silent", "short ids"))
+"""Other forms of calls that templates take: arguments as JSON text, which some templates join to their own; no content
+where a turn of calls says nothing else; ids of nine letters and digits, as Mistral's want; what is said or thought
+before calls as `tool_plan`, where Cohere's look for it."""
 
 
-def without_empty_content(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages without a content where a turn of calls says nothing else."""
-    return [
-        {key: value for key, value in message.items() if key != "content"}
-        if "tool_calls" in message and not message["content"].strip()
-        else message
-        for message in messages
-    ]
+def in_form(messages: Sequence[Message], form: Collection[str]) -> list[Message]:
+    """The messages with their calls in one of `CALL_FORMS`."""
+    made = []
+    for message in messages:
+        if "tool_calls" in message:
+            message, said = {**message}, message["content"].strip()
+            if "text" in form:
+                message["tool_calls"] = [_with_text(call) for call in message["tool_calls"]]
+            if "plan" in form and (said or "reasoning_content" in message):
+                message["tool_plan"] = message["content"] if said else message["reasoning_content"]
+            if "silent" in form and not said:
+                del message["content"]
+        made.append(message)
+    return _with_short_ids(made) if "short ids" in form else made
 
 
-def with_plans(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages with what is said or thought before calls as `tool_plan`, where Cohere's templates look for it."""
-    return [
-        {**message, "tool_plan": message["content"] if message["content"].strip() else message["reasoning_content"]}
-        if "tool_calls" in message and (message["content"].strip() or "reasoning_content" in message)
-        else message
-        for message in messages
-    ]
+def _with_text(call: dict[str, Any]) -> dict[str, Any]:
+    arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+    return {**call, "function": {**call["function"], "arguments": arguments}}
 
 
-def with_short_ids(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages with ids of nine letters and digits for calls and their results, which Mistral's templates want.
-
-    The results behind a turn belong to its calls in turn, where they do not name one.
-    """
+def _with_short_ids(messages: Sequence[Message]) -> list[Message]:
+    """The results behind a turn belong to its calls in turn, where they do not name one."""
     made: list[dict[str, Any]] = []
     ids: dict[str, str] = {}
     open_calls: list[str] = []

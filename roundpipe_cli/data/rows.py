@@ -191,14 +191,11 @@ def in_chunks(rows: Iterable[RawRow]) -> Iterator[list[RawRow]]:
     characters = 0
     for row in rows:
         own = _num_characters(row.columns)
-        if chunk and own >= CHUNK_CHARACTERS:  # alone, so that an error names it
+        if chunk and (len(chunk) == CHUNK_ROWS or characters + own > CHUNK_CHARACTERS):
             yield chunk
             chunk, characters = [], 0
         chunk.append(row)
         characters += own
-        if len(chunk) == CHUNK_ROWS or characters >= CHUNK_CHARACTERS:
-            yield chunk
-            chunk, characters = [], 0
     if chunk:
         yield chunk
 
