@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
@@ -13,8 +12,7 @@ from roundpipe_cli.cli.output import say, say_data, say_json
 from roundpipe_cli.errors import RefusedError, closest
 
 if TYPE_CHECKING:
-    from roundpipe_cli.recipe.convert_rules import Job
-    from roundpipe_cli.recipe.convert_tables import Conversion
+    from roundpipe_cli.recipe.convert_rules import Conversion, Job
 
 
 def convert(
@@ -78,7 +76,7 @@ def convert(
     if output is not None:
         write_new(output, text.encode())
     if json_:
-        say_json(asdict(result))
+        say_json(result.document())
     elif output is None:
         say_data(text.rstrip("\n"))
     for change in result.changes:

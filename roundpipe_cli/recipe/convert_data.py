@@ -12,11 +12,21 @@ from roundpipe_cli.choices import CHAT_ROLES, SHAREGPT_ROLES
 from roundpipe_cli.errors import RefusedError, closest
 from roundpipe_cli.files import named_path
 from roundpipe_cli.recipe.aliases import is_off
-from roundpipe_cli.recipe.convert_rules import Job, is_pairs, job_of
-from roundpipe_cli.recipe.convert_tables import DATASET_TYPES, FACTORY_COLUMNS, FIELD_COLUMNS, Conversion
+from roundpipe_cli.recipe.convert_rules import Conversion, is_pairs
+from roundpipe_cli.recipe.convert_tables import DATASET_TYPES, FIELD_COLUMNS, Tool
 from roundpipe_cli.recipe.strict_yaml import MAX_BYTES, shown_value
 
 Entry = dict[str, Any]
+
+DATASET_KEYS: Mapping[Tool, tuple[str, ...]] = {
+    "axolotl": ("datasets", "test_datasets", "pretraining_dataset"),
+    "llama-factory": ("dataset", "dataset_dir", "max_samples", "eval_dataset", "mask_history"),
+    "trl": (
+        *("dataset_name", "dataset_config", "dataset_train_split", "dataset_mixture", "dataset_text_field"),
+        "dataset_test_split",
+    ),
+}
+"""Keys of a file that are read here."""
 
 _ALPACA = "rows are put into the Alpaca prompt, not into axolotl's"
 _TEMPLATED = "rows are put into the chat template where the tokenizer has one"
@@ -33,7 +43,7 @@ _CHANGES = {
     "drop_system_message": "system messages stay",
     "field_system": "system prompts in a column are not used",
     "system_prompt": "no system prompt is added",
-    **dict.fromkeys(("format", "no_input_format"), _TEMPLATED),
+    **dict.fromkeys(("format", "no_input_format", "prompt_format", "chosen_format", "rejected_format"), _TEMPLATED),
     "message_field_training_detail": "answers are trained whole",
     "split_thinking": "thoughts stay as the rows have them",
     "data_dir": "the dataset's own folder is read",
@@ -52,38 +62,51 @@ _USUAL: dict[str, tuple[Any, ...]] = {
 """Values that ask for what is always done here."""
 
 
-def axolotl_datasets(items: Any, key: str, name: str, result: Conversion, *, pairs: bool = False) -> list[Entry]:
-    """The entries of axolotl's `datasets` or `test_datasets`.
-
-    Args:
-        pairs: the file has `rl`, and rows have two answers.
+def read_datasets(result: Conversion) -> tuple[list[Entry], list[Entry]]:
+    """The recipe's `datasets` and `eval_datasets`.
 
     Raises:
-        RefusedError: an entry without a path, of rows that are tokens already, or with messages that are not read here.
+        RefusedError: the file names no rows, or such as are not trained or cannot be read here.
     """
-    read = _pair_entries if pairs else _axolotl_entries
-    return [entry for where, item in _with_paths(items, key, name) for entry in read(item, where, name, result)]
+    if result.tool == "axolotl":
+        key = wanted = "pretraining_dataset" if result.job == "pretraining" else "datasets"
+        datasets, eval_datasets = _axolotl_datasets(key, result), _axolotl_datasets("test_datasets", result)
+    elif result.tool == "llama-factory":
+        wanted = "dataset"
+        datasets, eval_datasets = _factory_datasets("dataset", result), _factory_datasets("eval_dataset", result)
+        if result.job == "sft" and result.data.get("mask_history") is True:
+            for entry in (*datasets, *eval_datasets):
+                entry["turns_to_train"] = "last"
+    else:
+        wanted = "dataset_name or dataset_mixture"
+        datasets, eval_datasets = _trl_datasets(result), _trl_eval_datasets(result)
+        if is_pairs(result.job):
+            for entry in (*datasets, *eval_datasets):
+                entry["type"] = "preference"
+    if not datasets:
+        raise RefusedError(
+            "this file names no rows to train on",
+            where=result.name,
+            found=f"no {wanted}",
+            expected=wanted,
+            hint=f"add {wanted.split()[0]} to the file",
+        )
+    return datasets, eval_datasets
 
 
-def _with_paths(items: Any, key: str, name: str) -> Iterator[tuple[str, Entry]]:
+def _with_paths(items: Any, key: str, result: Conversion) -> Iterator[tuple[str, Entry]]:
     """(place, copy) of each item of the list `key`."""
     for index, item in enumerate(items if isinstance(items, list) else [items]):
         where = f"{key}[{index}]"
         if not isinstance(item, dict) or not isinstance(item.get("path"), str):
             hint = "give it a file, a folder or the id of a hub dataset: path: data/train.jsonl"
-            raise RefusedError("this dataset has no path", where=f"{name}: {where}", found=shown_value(item), hint=hint)
+            place, found = f"{result.name}: {where}", shown_value(item)
+            raise RefusedError("this dataset has no path", where=place, found=found, hint=hint)
         yield where, dict(item)
 
 
 def _finished(
-    entry: Entry,
-    item: Entry,
-    where: str,
-    name: str,
-    *,
-    result: Conversion,
-    columns: dict[str, str],
-    known: Mapping[str, str],
+    entry: Entry, item: Entry, where: str, result: Conversion, *, columns: dict[str, str], known: Mapping[str, str]
 ) -> list[Entry]:
     """The entry with what `item` says beside, once for each of its files; what has no counterpart is left out.
 
@@ -102,33 +125,69 @@ def _finished(
             result.leave_out(f"{where}.{key}", value, "the rows' own form decides", change=change)
     if renamed := {ours: theirs for ours, theirs in columns.items() if ours != theirs}:
         entry["columns"] = renamed
-    return [{**entry, "path": path} for path in _file_paths(entry["path"], files, f"{name}: {where}")]
+    return [{**entry, "path": path} for path in _file_paths(entry["path"], files, f"{result.name}: {where}")]
 
 
-def axolotl_texts(items: Any, name: str, result: Conversion) -> list[Entry]:
-    """The entries of axolotl's `pretraining_dataset`: texts.
+def _file_paths(path: str, files: Any, where: str) -> list[str]:
+    """The paths of a dataset, which may name its files apart."""
+    if is_off(files):
+        return [path]
+    names = files if isinstance(files, list) else [files]
+    if not all(isinstance(file, str) for file in names):
+        raise RefusedError(
+            "files by split cannot be read",
+            where=where,
+            found=shown_value(files),
+            expected="a list of files",
+            hint="name the files of the split to train on: data_files: [train.jsonl]",
+        )
+    return names if path in _LOADERS else [f"{path}/{file}" for file in names]
 
-    Raises:
-        RefusedError: an entry without a path.
-    """
-    listed = items if isinstance(items, list) else [items]
-    named = [{"path": item} if isinstance(item, str) else item for item in listed]
-    kinds = [{**item, "type": item.get("type") or "pretrain"} if isinstance(item, dict) else item for item in named]
-    return axolotl_datasets(kinds, "pretraining_dataset", name, result)
+
+# axolotl's datasets. Of preference pairs, the `type` names the columns of a row.
+
+_PROMPTS: Mapping[str, str] = {"intel": "question", "icr": "input", "prompt_pairs": "prompt", "ultra": "prompt"}
+"""axolotl's shapes of rows, the second word of a `type`, whose prompt has a column of its own."""
+_WHOLE = ("argilla", "argilla_chat")
+"""Shapes whose answers are whole conversations, or whose columns are found by their names."""
+_FAMILIES = ("chatml", "llama3", "zephyr")
+"""Templates that such a `type` writes out, whatever the tokenizer's own is."""
+_PAIR_COLUMNS: Mapping[str, str] = {
+    **{"field_prompt": "prompt", "field_system": "system", "field_messages": "messages"},
+    **{"field_chosen": "chosen", "field_rejected": "rejected"},
+}
 
 
-def _axolotl_entries(item: Entry, where: str, name: str, result: Conversion) -> list[Entry]:
+def _axolotl_datasets(key: str, result: Conversion) -> list[Entry]:
+    items = result.data.get(key) or []
+    if key == "pretraining_dataset":  # texts, whose type need not be said
+        listed = items if isinstance(items, list) else [items]
+        named = [{"path": item} if isinstance(item, str) else item for item in listed]
+        items = [{**one, "type": one.get("type") or "pretrain"} if isinstance(one, dict) else one for one in named]
+    return [entry for where, item in _with_paths(items, key, result) for entry in _axolotl_entries(item, where, result)]
+
+
+def _axolotl_entries(item: Entry, where: str, result: Conversion) -> list[Entry]:
     entry: Entry = {"path": item.pop("path")}
     kind = item.pop("type", None)
+    columns: dict[str, str] = {}
+    if is_pairs(result.job):
+        if isinstance(kind, dict):  # a format written out: names of columns, and texts around them
+            item |= kind
+        else:
+            columns = _shape(str(kind or ""), where, result)
+        _kind_of_messages(item, f"{result.name}: {where}")
+        entry["type"] = "preference"
+        return _finished(entry, item, where, result, columns=columns, known=_PAIR_COLUMNS)
     if is_off(kind):
         raise RefusedError(
             "the rows of this dataset are tokens already",
-            where=f"{name}: {where}",
+            where=f"{result.name}: {where}",
             found="no type, by which axolotl knows such rows",
             expected="rows of text: a type such as chat_template or alpaca",
             hint="if the rows are texts, give the dataset its type; else name the files that the tokens came from",
         )
-    if isinstance(kind, dict):  # a format written out: names of columns, and texts around them
+    if isinstance(kind, dict):
         item |= kind
         entry["type"] = "alpaca"
         result.change(f"{where}.type", _TEMPLATED)
@@ -136,15 +195,23 @@ def _axolotl_entries(item: Entry, where: str, name: str, result: Conversion) -> 
         entry["type"] = _axolotl_type(str(kind), where, result)
         if entry["type"] == "alpaca":  # a text, whatever template the tokenizer has
             entry["as_chat"] = False
-    columns: dict[str, str] = {}
     if entry["type"] == "chat":
-        entry["type"] = _kind_of_messages(item, f"{name}: {where}")
-        if entry["type"] == "sharegpt":
-            columns["conversations"] = item.pop("field_messages", None) or "messages"
-        elif not is_off(item.get("field_messages")):
-            columns["messages"] = item.pop("field_messages")
+        entry["type"] = _kind_of_messages(item, f"{result.name}: {where}")
+        messages = item.pop("field_messages", None) or "messages"
+        columns["conversations" if entry["type"] == "sharegpt" else "messages"] = messages
         _axolotl_rules(item, entry, where, result)
-    return _finished(entry, item, where, name, result=result, columns=columns, known=FIELD_COLUMNS)
+    return _finished(entry, item, where, result, columns=columns, known=FIELD_COLUMNS)
+
+
+def _shape(kind: str, where: str, result: Conversion) -> dict[str, str]:
+    """Columns of the rows of a `type` such as chatml.intel."""
+    family, _, shape = kind.partition(".")
+    if family in _FAMILIES:
+        result.change(f"{where}.type", f"rows are put into the tokenizer's own chat template, not {family}")
+    elif family != "chat_template" or shape not in ("", "default", *_PROMPTS, *_WHOLE):
+        result.leave_out(f"{where}.type", kind, "read as preference pairs", change="the rows' columns decide how")
+    prompt = _PROMPTS.get(shape)
+    return {} if prompt in (None, "prompt") else {"prompt": str(prompt)}
 
 
 def _axolotl_type(kind: str, where: str, result: Conversion) -> str:
@@ -222,40 +289,26 @@ def _check_role(spelling: Any, meant: str, kind: str, where: str) -> None:
         )
 
 
-def _file_paths(path: str, files: Any, where: str) -> list[str]:
-    """The paths of a dataset, which may name its files apart."""
-    if is_off(files):
-        return [path]
-    names = files if isinstance(files, list) else [files]
-    if not all(isinstance(file, str) for file in names):
-        raise RefusedError(
-            "files by split cannot be read",
-            where=where,
-            found=shown_value(files),
-            expected="a list of files",
-            hint="name the files of the split to train on: data_files: [train.jsonl]",
-        )
-    return names if path in _LOADERS else [f"{path}/{file}" for file in names]
+# TRL's datasets.
 
 
-def trl_datasets(data: Mapping[str, Any], name: str, result: Conversion) -> list[Entry]:
-    """The entries of TRL's `dataset_mixture` or `dataset_name`.
-
-    Raises:
-        RefusedError: a part of a mixture without a path.
-    """
-    mixture = data.get("dataset_mixture")
+def _trl_datasets(result: Conversion) -> list[Entry]:
+    """Those of `dataset_mixture` or `dataset_name`; the settings beside a mixture go where they belong."""
+    data, mixture = result.data, result.data.get("dataset_mixture")
     entries: list[Entry] = []
     if isinstance(mixture, dict):  # TRL reads nothing else then
-        items = mixture.get("datasets")
-        for where, item in _with_paths(items or [], "dataset_mixture.datasets", name):
-            entries += _trl_entries(item, where, name, result)
+        for where, item in _with_paths(mixture.get("datasets") or [], "dataset_mixture.datasets", result):
+            entries += _trl_entries(item, where, result)
+        for key, value in mixture.items():
+            name = f"dataset_mixture.{key}"
+            if key == "test_split_size" and not is_off(value):
+                result.put("val_set_size", value, name, value)
+            elif key == "streaming":
+                result.without_effect.append(name)
+            elif key != "datasets" and not is_off(value):
+                result.leave_out(name, value, "one seed, the recipe's, is for everything")
     elif isinstance(data.get("dataset_name"), str):
-        entry: Entry = {"path": data["dataset_name"]}
-        for key, target in (("dataset_config", "name"), ("dataset_train_split", "split")):
-            if isinstance(data.get(key), str):
-                entry[target] = data[key]
-        entries.append(entry)
+        entries.append(_named(data, "dataset_train_split"))
     column = data.get("dataset_text_field")
     for entry in entries:
         if isinstance(column, str):
@@ -267,78 +320,52 @@ def trl_datasets(data: Mapping[str, Any], name: str, result: Conversion) -> list
     return entries
 
 
-def _trl_entries(item: Entry, where: str, name: str, result: Conversion) -> list[Entry]:
+def _named(data: Mapping[str, Any], split: str) -> Entry:
+    keys = {"path": "dataset_name", "name": "dataset_config", "split": split}
+    return {ours: data[key] for ours, key in keys.items() if isinstance(data.get(key), str)}
+
+
+def _trl_entries(item: Entry, where: str, result: Conversion) -> list[Entry]:
     entry = {key: item.pop(key) for key in ("path", "name", "split") if isinstance(item.get(key), str)}
     kinds = {("messages",): "chat", ("completion", "prompt"): "prompt_completion", ("text",): "text"}
     columns = item.get("columns")
     if isinstance(columns, list) and tuple(sorted(map(str, columns))) in kinds:
         entry["type"] = kinds[tuple(sorted(map(str, item.pop("columns"))))]
-    return _finished(entry, item, where, name, result=result, columns={}, known={})
+    return _finished(entry, item, where, result, columns={}, known={})
 
 
-def trl_eval_datasets(data: Mapping[str, Any]) -> list[Entry]:
+def _trl_eval_datasets(result: Conversion) -> list[Entry]:
     """TRL evaluates on the test split where its `eval_strategy` says when."""
+    data = result.data
     if data.get("eval_strategy") in (None, "no", False) or not isinstance(data.get("dataset_name"), str):
+        if "dataset_test_split" in data:
+            result.without_effect.append("dataset_test_split")
         return []
-    entry: Entry = {"path": data["dataset_name"], "split": data.get("dataset_test_split") or "test"}
-    if isinstance(data.get("dataset_config"), str):
-        entry["name"] = data["dataset_config"]
-    if not isinstance(data.get("dataset_text_field"), str):
-        entry["as_chat"] = False
-    return [entry]
-
-
-# `datasets` of preference pairs in axolotl's files, whose `type` names the columns of a row.
-
-_PROMPTS: Mapping[str, str] = {"intel": "question", "icr": "input", "prompt_pairs": "prompt", "ultra": "prompt"}
-"""axolotl's shapes of rows, the second word of a `type`, whose prompt has a column of its own."""
-_WHOLE = ("argilla", "argilla_chat")
-"""Shapes whose answers are whole conversations, or whose columns are found by their names."""
-_FAMILIES = ("chatml", "llama3", "zephyr")
-"""Templates that such a `type` writes out, whatever the tokenizer's own is."""
-_COLUMNS: Mapping[str, str] = {
-    **{"field_prompt": "prompt", "field_system": "system", "field_messages": "messages"},
-    **{"field_chosen": "chosen", "field_rejected": "rejected"},
-}
-_FORMATS = ("prompt_format", "chosen_format", "rejected_format")
-
-
-def _pair_entries(item: Entry, where: str, name: str, result: Conversion) -> list[Entry]:
-    entry: Entry = {"path": item.pop("path"), "type": "preference"}
-    kind = item.pop("type", None)
-    columns: dict[str, str] = {}
-    if isinstance(kind, dict):  # a format written out: names of columns, and texts around them
-        item |= {setting: value for setting, value in kind.items() if setting not in _FORMATS}
-        if any(not is_off(kind.get(setting)) for setting in _FORMATS):
-            result.change(f"{where}.type", _TEMPLATED)
-    else:
-        columns = _shape(str(kind or ""), where, result)
-    _kind_of_messages(item, f"{name}: {where}")
-    return _finished(entry, item, where, name, result=result, columns=columns, known=_COLUMNS)
-
-
-def _shape(kind: str, where: str, result: Conversion) -> dict[str, str]:
-    """Columns of the rows of a `type` such as chatml.intel."""
-    family, _, shape = kind.partition(".")
-    if family in _FAMILIES:
-        result.change(f"{where}.type", f"rows are put into the tokenizer's own chat template, not {family}")
-    elif family != "chat_template" or shape not in ("", "default", *_PROMPTS, *_WHOLE):
-        result.leave_out(f"{where}.type", kind, "read as preference pairs", change="the rows' columns decide how")
-    prompt = _PROMPTS.get(shape)
-    return {} if prompt in (None, "prompt") else {"prompt": str(prompt)}
+    entry = _named(data, "dataset_test_split")
+    entry.setdefault("split", "test")
+    return [entry if isinstance(data.get("dataset_text_field"), str) else {**entry, "as_chat": False}]
 
 
 # LLaMA-Factory's datasets: the names in a file, and what its table `dataset_info.json` says of each.
 
 _TABLE = "dataset_info.json"
-_SIDES = ("chosen", "rejected")
-_PROMPT_COLUMNS = {
-    "prompt": "instruction",
-    "query": "input",
-    "system": "system",
-    "history": "history",
-    "tools": "tools",
+_BESIDE = {"system": "system", "tools": "tools"}
+_COLUMNS: Mapping[str, Mapping[str, str]] = {
+    "text": {"prompt": "text"},
+    "alpaca": {
+        **{"prompt": "instruction", "query": "input", "response": "output", "history": "history"},
+        **_BESIDE,
+    },
+    "prompt_completion": {"prompt": "prompt", "response": "completion", "history": "history", **_BESIDE},
+    "sharegpt": {"messages": "conversations", **_BESIDE},
+    "chat": {"messages": "messages", **_BESIDE},
 }
+"""Type of rows -> LLaMA-Factory's `columns` -> ours."""
+_UNSAID: Mapping[str, Mapping[str, str]] = {
+    "text": {"prompt": "instruction"},
+    **dict.fromkeys(("sharegpt", "chat"), {"messages": "conversations"}),
+}
+"""The same for columns that LLaMA-Factory reads where none are named; those of alpaca rows are ours."""
 _TAGS = {
     **{"role_tag": "from", "content_tag": "value", "user_tag": "human", "assistant_tag": "gpt"},
     **{"observation_tag": "observation", "function_tag": "function_call", "system_tag": "system"},
@@ -352,20 +379,16 @@ _READ = (
 """Keys of a dataset in the table that this module reads."""
 
 
-def factory_datasets(data: Mapping[str, Any], key: str, name: str, result: Conversion) -> list[Entry]:
-    """The entries of `dataset` or `eval_dataset`.
-
-    Raises:
-        RefusedError: the table cannot be read or lacks a dataset, or one has rows that are not trained here.
-    """
+def _factory_datasets(key: str, result: Conversion) -> list[Entry]:
+    data, name, job = result.data, result.name, result.job
     names = data.get(key) or []
     names = [str(part).strip() for part in (names if isinstance(names, list) else str(names).split(","))]
-    base, job = data.get("dataset_dir") or "data", job_of(data, "llama-factory")
+    base = data.get("dataset_dir") or "data"
+    plain: Entry = {"type": "preference" if is_pairs(job) else "auto", "alpaca_join": "newline"}
     if base == "ONLINE":
-        known = {"pretraining": {"type": "text", "columns": {"text": "instruction"}}}
-        plain: Entry = {"type": "preference" if is_pairs(job) else "alpaca", "alpaca_join": "newline"}
-        entry = known.get(str(job), plain)
-        return [_limited({"path": dataset, **entry}, data, {}, result) for dataset in names]
+        plain = plain if is_pairs(job) else {**plain, "type": "alpaca"}
+        plain = {"type": "text", "columns": {"text": "instruction"}} if job == "pretraining" else plain
+        return [_limited({"path": dataset, **plain}, {}, result) for dataset in names]
     if isinstance(base, str) and base.startswith("REMOTE:"):
         raise RefusedError(
             "the table of datasets lies on the hub and is not fetched",
@@ -377,7 +400,11 @@ def factory_datasets(data: Mapping[str, Any], key: str, name: str, result: Conve
     table = base if isinstance(base, dict) else _table(Path(name).parent, str(base))
     folder = base if isinstance(base, str) else "data"
     if table is None:
-        return _guesses(names, folder, data, result)
+        paths = [f"{folder}/{dataset}.json" for dataset in names]  # as LLaMA-Factory's own data sets lie
+        if paths:
+            result.change("dataset", f"no {_TABLE} was found; check the guessed {', '.join(paths)} and their type")
+        plain = {"type": "text"} if job == "pretraining" else plain
+        return [_limited({"path": path, **plain}, {}, result) for path in paths]
     entries = []
     for dataset in names:
         if not isinstance(table.get(dataset), dict):
@@ -388,9 +415,9 @@ def factory_datasets(data: Mapping[str, Any], key: str, name: str, result: Conve
                 found=", ".join(list(table)[:8]),
                 hint=f"did you mean {near}?" if near else None,
             )
-        entry = _Dataset(dataset, table[dataset], name, result, job=job).entry(folder)
-        entries.append(_limited(entry, data, table[dataset], result))
-    return _with_weights(entries, data) if key == "dataset" else entries
+        entry = _Dataset(dataset, table[dataset], result).entry(folder)
+        entries.append(_limited(entry, table[dataset], result))
+    return _with_weights(entries, data.get("interleave_probs")) if key == "dataset" else entries
 
 
 def _table(folder: Path, base: str) -> dict[str, Any] | None:
@@ -416,20 +443,9 @@ def _table(folder: Path, base: str) -> dict[str, Any] | None:
     return None
 
 
-def _guesses(names: list[str], folder: str, data: Mapping[str, Any], result: Conversion) -> list[Entry]:
-    """Entries where there is no table: LLaMA-Factory's own data sets lie in files of such names."""
-    paths = [f"{folder}/{dataset}.json" for dataset in names]
-    if paths:
-        result.change("dataset", f"no {_TABLE} was found; check the guessed {', '.join(paths)} and their type")
-    job = job_of(data, "llama-factory")
-    beside = {"type": "preference" if is_pairs(job) else "auto", "alpaca_join": "newline"}
-    beside = {"type": "text"} if job == "pretraining" else beside
-    return [_limited({"path": path, **beside}, data, {}, result) for path in paths]
-
-
-def _limited(entry: Entry, data: Mapping[str, Any], known: Mapping[str, Any], result: Conversion) -> Entry:
+def _limited(entry: Entry, known: Mapping[str, Any], result: Conversion) -> Entry:
     """The entry with the first rows only, where the file or the table says how many."""
-    limits = [limit for limit in (data.get("max_samples"), known.get("num_samples")) if isinstance(limit, int)]
+    limits = [limit for limit in (result.data.get("max_samples"), known.get("num_samples")) if isinstance(limit, int)]
     if limits:
         entry["split"] = f"{entry.get('split', 'train')}[:{min(limits)}]"
     if known.get("num_samples"):
@@ -437,64 +453,61 @@ def _limited(entry: Entry, data: Mapping[str, Any], known: Mapping[str, Any], re
     return entry
 
 
-def _with_weights(entries: list[Entry], data: Mapping[str, Any]) -> list[Entry]:
+def _with_weights(entries: list[Entry], given: Any) -> list[Entry]:
     """Shares of datasets that LLaMA-Factory interleaves."""
-    given = data.get("interleave_probs")
     shares = given if isinstance(given, list) else str(given or "").split(",")
     try:
         weights = [float(share) for share in shares]
     except ValueError:
         return entries
-    is_whole = len(weights) == len(entries) and min(weights) > 0
-    return (
-        [{**entry, "weight": weight} for entry, weight in zip(entries, weights, strict=True)] if is_whole else entries
-    )
+    if len(weights) != len(entries) or min(weights) <= 0:
+        return entries
+    return [{**entry, "weight": weight} for entry, weight in zip(entries, weights, strict=True)]
 
 
 class _Dataset:
     """One dataset of the table."""
 
-    def __init__(
-        self, dataset: str, known: Mapping[str, Any], name: str, result: Conversion, *, job: Job | None
-    ) -> None:
-        self._dataset, self._known, self._result, self._job = dataset, known, result, job
-        self._where = f"{name}: dataset {dataset}"
+    def __init__(self, dataset: str, known: Mapping[str, Any], result: Conversion) -> None:
+        self._dataset, self._known, self._result, self._job = dataset, known, result, result.job
+        self._where = f"{result.name}: dataset {dataset}"
         columns, tags = known.get("columns"), known.get("tags")
-        self._columns: Mapping[str, Any] | None = columns if isinstance(columns, dict) else None
+        self._has_columns = isinstance(columns, dict)
+        given = columns if isinstance(columns, dict) else {}
+        self._columns = {key: column for key, column in given.items() if not is_off(column)}
         self._tags: Mapping[str, Any] = tags if isinstance(tags, dict) else _TAGS
 
     def entry(self, folder: str) -> Entry:
         """Its entry in a recipe, which refuses what cannot be said there, or is not trained."""
         self._refuse_other_rows()
-        entry: Entry = {"path": self._path(folder)}
-        formatting = self._known.get("formatting") or "alpaca"
-        if formatting not in ("alpaca", "sharegpt", "openai"):
-            raise self._refusal("rows of this format cannot be read", "formatting", "alpaca, sharegpt or openai")
-        if self._job == "pretraining":
-            kind, columns = self._texts(str(formatting))
-        else:
-            kind, columns = self._instructions() if formatting == "alpaca" else self._messages()
-        if is_pairs(self._job):
-            kind, columns = "preference", self._answers(columns)
-        entry["type"] = kind
-        if kind == "alpaca" or (kind == "preference" and "instruction" in columns):
+        path, kind = self._path(folder), self._kind()
+        entry: Entry = {"path": path, "type": "preference" if is_pairs(self._job) else kind}
+        if kind == "alpaca":
             entry["alpaca_join"] = "newline"
         for key, target in (("subset", "name"), ("split", "split")):
             if isinstance(self._known.get(key), str) and (key, self._known[key]) != ("split", "train"):
                 entry[target] = self._known[key]
+        names = dict(_COLUMNS[kind])
+        if is_pairs(self._job):
+            names.pop("response", None)
+            names |= {"chosen": "chosen", "rejected": "rejected"}
+        given = {**_UNSAID.get(kind, {}), **self._columns}
+        columns = {ours: str(given[theirs]) for theirs, ours in names.items() if theirs in given}
         if renamed := {ours: theirs for ours, theirs in columns.items() if ours != theirs}:
             entry["columns"] = renamed
+        for key in (key for key in given if key not in names):
+            where, why = f"{self._dataset}.columns.{key}", "rows of this type have no such column"
+            self._result.leave_out(where, given[key], why, change="it is not read")
         for key, value in self._known.items():
             if key not in _READ and not is_off(value):
                 self._result.leave_out(f"{self._dataset}.{key}", value, "no counterpart here", change=WITHOUT_IT)
         return entry
 
     def _refuse_other_rows(self) -> None:
-        columns = self._columns or {}
-        media = next((key for key in ("images", "videos", "audios") if not is_off(columns.get(key))), None)
+        media = next((key for key in ("images", "videos", "audios") if key in self._columns), None)
         if media is not None:
             raise self._refusal("this dataset has images, video or sound", f"columns.{media}", "rows of text")
-        pairs = [f"columns.{key}" for key in (*_SIDES, "kto_tag") if not is_off(columns.get(key))]
+        pairs = [f"columns.{key}" for key in ("chosen", "rejected", "kto_tag") if key in self._columns]
         signs = ["ranking", *pairs] if self._known.get("ranking") else pairs
         if is_pairs(self._job):
             if signs[:3] != ["ranking", "columns.chosen", "columns.rejected"]:
@@ -517,23 +530,23 @@ class _Dataset:
             raise self._refusal("this dataset has no place", "file_name", "hf_hub_url or file_name")
         return f"{folder}/{known['file_name']}"
 
-    def _instructions(self) -> tuple[str, dict[str, str]]:
-        """Type and columns of rows with an instruction and an answer."""
-        columns = self._columns
-        if columns is None:
-            return "alpaca", {}
-        if is_pairs(self._job):
-            named = {ours: columns.get(theirs) for theirs, ours in _PROMPT_COLUMNS.items()}
-            return "alpaca", {ours: str(column) for ours, column in named.items() if not is_off(column)}
-        if is_off(columns.get("prompt")) or is_off(columns.get("response")):
-            raise self._refusal("the rows of this dataset have no prompt or no answer", "columns", "prompt, response")
-        beside = {key: str(columns[key]) for key in ("system", "history", "tools") if not is_off(columns.get(key))}
-        if is_off(columns.get("query")):  # LLaMA-Factory reads no column `input` then
-            return "prompt_completion", {"prompt": columns["prompt"], "completion": columns["response"], **beside}
-        return "alpaca", {**{ours: columns[theirs] for theirs, ours in FACTORY_COLUMNS.items()}, **beside}
-
-    def _messages(self) -> tuple[str, dict[str, str]]:
-        """Type and columns of rows with messages, as the tags name their keys and roles."""
+    def _kind(self) -> str:
+        """The rows' type; of pairs, that of their prompts."""
+        formatting = self._known.get("formatting") or "alpaca"
+        if formatting not in ("alpaca", "sharegpt", "openai"):
+            raise self._refusal("rows of this format cannot be read", "formatting", "alpaca, sharegpt or openai")
+        if self._job == "pretraining":
+            if formatting != "alpaca":
+                raise self._refusal("chats are no texts to pretrain on", "formatting", "alpaca, with columns.prompt")
+            return "text"
+        if formatting == "alpaca":
+            if is_pairs(self._job) or not self._has_columns:
+                return "alpaca"
+            if not {"prompt", "response"} <= self._columns.keys():
+                what = "the rows of this dataset have no prompt or no answer"
+                raise self._refusal(what, "columns", "prompt, response")
+            # LLaMA-Factory reads no column `input` where none is named
+            return "alpaca" if "query" in self._columns else "prompt_completion"
         kind = _message_type(self._tags.get("role_tag"), self._tags.get("content_tag"), f"{self._where}: tags")
         for tag, meant in _ROLES.items():
             if not is_off(self._tags.get(tag)):
@@ -544,29 +557,7 @@ class _Dataset:
                 self._tags["function_tag"],
                 "calls are read in turns of function_call; rows with this role are refused when they are read",
             )
-        columns = self._columns or {}
-        beside = {key: str(columns[key]) for key in ("system", "tools") if not is_off(columns.get(key))}
-        messages = columns.get("messages") or "conversations"
-        return kind, {"conversations" if kind == "sharegpt" else "messages": messages, **beside}
-
-    def _answers(self, columns: Mapping[str, str]) -> dict[str, str]:
-        """The columns of a prompt with those of both answers."""
-        given = self._columns or {}
-        prompt = {ours: theirs for ours, theirs in columns.items() if ours not in ("output", "messages")}
-        if "messages" in columns:
-            prompt["messages"] = columns["messages"]
-        return {**prompt, **{side: str(given[side]) for side in _SIDES}}
-
-    def _texts(self, formatting: str) -> tuple[str, dict[str, str]]:
-        """Type and column of rows with one text: LLaMA-Factory's prompts."""
-        columns = self._columns or {}
-        if formatting != "alpaca":
-            raise self._refusal("chats are no texts to pretrain on", "formatting", "alpaca, with columns.prompt")
-        for key in ("query", "response", "system", "history"):
-            if not is_off(columns.get(key)):
-                where, why = f"{self._dataset}.columns.{key}", "rows of this type have no such column"
-                self._result.leave_out(where, columns[key], why, change="it is not read")
-        return "text", {"text": str(columns.get("prompt") or "instruction")}
+        return kind
 
     def _refusal(self, what: str, key: str, expected: str) -> RefusedError:
         value: Any = self._known

@@ -1,30 +1,110 @@
-"""Keys of other tools whose meaning depends on their value or on other keys: one small function each."""
+"""Rules for the keys of other tools, and the lists into which they bring a file's lines."""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping
-from dataclasses import MISSING, fields
+import textwrap
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from roundpipe_cli.choices import PAIR_OBJECTIVES, PairObjective
-from roundpipe_cli.errors import RecipeError, RefusedError
+from roundpipe_cli.errors import RecipeError
 from roundpipe_cli.recipe.aliases import ALIASES, SPECIAL_TOKENS, Writes, is_off, value_alias
+from roundpipe_cli.recipe.check import known_keys
 from roundpipe_cli.recipe.convert_tables import (
-    INTERVAL_RULES,
-    NEAR_OPTIMIZERS,
+    CHANGES,
+    NO_COUNTERPART,
     OTHER_TEMPLATES,
-    Conversion,
-    ConversionRule,
-    Data,
-    LeaveOutError,
-    Partly,
+    TEMPLATE_FAMILIES,
+    UNKNOWN,
+    UNSLOTH_USUAL,
+    WITHOUT_EFFECT,
+    WITHOUT_EFFECT_PREFIXES,
     Tool,
-    is_own_template,
-    short,
 )
-from roundpipe_cli.recipe.schema import LoraConfig, Recipe
+from roundpipe_cli.recipe.keys import recipe_keys
+from roundpipe_cli.recipe.load import values_as_yaml
+from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.recipe.strict_yaml import shown_value
+
+# Rules: from a line of a file to values of a recipe. First the few kinds that most of them are of.
+
+
+class LeaveOutError(ValueError):
+    """This line is left out, for the reason given; `change` says what training does instead, where that differs."""
+
+    def __init__(self, reason: str, change: str | None = None) -> None:
+        super().__init__(reason)
+        self.change = change
+
+
+class Partly(dict[str, Any]):
+    """Writes that do nearly what the line says; `change` names the difference."""
+
+    def __init__(self, writes: Writes, change: str) -> None:
+        super().__init__(writes)
+        self.change = change
+
+
+Data = Mapping[str, Any]
+ConversionRule = Callable[[Any, Data], Writes]
+"""(value, the whole file) -> dotted recipe key to value; nothing where the line changes nothing. Values are never None.
+
+Raises LeaveOutError, or another ValueError where this value has no counterpart."""
+
+
+def _as(target: str) -> ConversionRule:
+    return lambda value, data: {target: value}
+
+
+def _left_out(reason: str, change: str | None = None) -> ConversionRule:
+    """No counterpart; `change` may name the value: {}."""
+
+    def writes_of(value: Any, data: Data) -> Writes:
+        raise LeaveOutError(reason, change and change.format(value))
+
+    return writes_of
+
+
+def _choice(choices: Mapping[Any, Writes], other: ConversionRule) -> ConversionRule:
+    def writes_of(value: Any, data: Data) -> Writes:
+        known = next((choice for choice in choices if type(choice) is type(value) and choice == value), None)
+        return other(value, data) if known is None else choices[known]
+
+    return writes_of
+
+
+def _only(usual: tuple[Any, ...], reason: str, change: str | None) -> ConversionRule:
+    """Values that ask for what is always done here; of others the line is left out."""
+    return _choice(dict.fromkeys(usual, {}), _left_out(reason, change))
+
+
+def _on_by_default(change: str) -> ConversionRule:
+    """A switch that does what is done here; `change` says what becomes of a file that turns it off."""
+    return lambda value, data: {} if value is not False else _left_out("cannot be turned off here", change)(value, data)
+
+
+def _if_true(writes: Writes) -> ConversionRule:
+    """A switch that changes nothing where it is off."""
+    return lambda value, data: writes if value is True else {}
+
+
+def _unless_off(rule: ConversionRule) -> ConversionRule:
+    return lambda value, data: {} if is_off(value) else rule(value, data)
+
+
+def _alias(name: str) -> ConversionRule:
+    """A spelling that recipes take too; one of rows stands in a file whose tool reads others."""
+    if name == "dataset_name":
+        return _unless_off(_left_out("no counterpart here", UNKNOWN))
+    return _unless_off(lambda value, data: ALIASES[name](value))
+
+
+def _own(key: str) -> ConversionRule:
+    return lambda value, data: {} if is_off(value) and value is not False else {key: value}
+
 
 # The objective of another tool's file, and its keys for losses that compare answers.
 #
@@ -34,32 +114,9 @@ Job = Literal["sft", "pretraining"] | PairObjective
 _LOSSES: Mapping[str, Job] = {"sigmoid": "dpo", "orpo": "orpo", "simpo": "simpo"}
 """LLaMA-Factory's `pref_loss`."""
 
-OBJECTIVE_KEY = "(objective)"
-"""Key under which a file's data hold an objective that the user named."""
-
-
-def with_objective(data: Mapping[str, Any], tool: Tool, objective: Job, name: str) -> dict[str, Any]:
-    """The data of a file whose objective the user names.
-
-    Raises:
-        RefusedError: the file says for itself what it trains.
-    """
-    found = job_of(data, tool)
-    if tool != "trl" and found != objective:
-        raise RefusedError(
-            "a file of this tool says for itself what it trains",
-            where=name,
-            found=f"{tool}, {found or 'another job'}",
-            expected="--objective for a file of TRL's trainers",
-        )
-    return {**data, OBJECTIVE_KEY: objective} if tool == "trl" else dict(data)
-
 
 def job_of(data: Mapping[str, Any], tool: Tool) -> Job | None:
     """The job of a file, as far as its objective goes; None: one that is not offered."""
-    named: Job | None = data.get(OBJECTIVE_KEY)
-    if named is not None:
-        return named
     if tool == "llama-factory":
         stage = "sft" if data.get("stage") is None else str(data["stage"])
         stages: Mapping[str, Job] = {"sft": "sft", "pt": "pretraining"}
@@ -123,24 +180,9 @@ _OF_SFT = frozenset(("train_on_prompt", "train_on_inputs", "mask_history", "loss
 LOSS_KEYS = frozenset({*_TARGETS, *_PAIR_CHANGES, *_WITHOUT_EFFECT, *_DECIDE} - _OF_SFT)
 """Keys about losses that compare answers."""
 
-JOB_DEFAULTS: Mapping[Tool, Mapping[str, Mapping[str, Any]]] = {
-    "axolotl": {"simpo": {"simpo.beta": 0.1, "simpo.cpo_alpha": 1.0}},
-    "llama-factory": {
-        "pretraining": {"packing": True},
-        "orpo": {"orpo.nll_on_prompt": False},
-        "simpo": {"simpo.beta": 0.1},
-    },
-    "trl": {
-        "dpo": {"learning_rate": 1.0e-6},
-        "orpo": {"learning_rate": 1.0e-6},
-        "simpo": {"learning_rate": 1.0e-6, "simpo.beta": 0.1, "simpo.cpo_alpha": 1.0},
-    },
-}
-"""Defaults of a tool in a job where ours are others: as in `convert_tables.DEFAULTS`, which they go before."""
-
 
 def reads_loss_key(key: str, job: Job, tool: Tool) -> bool:
-    """Whether `loss_writes` knows the key in a file of this job.
+    """Whether such a key in a file of this job is known to change it, or nothing.
 
     The files of TRL do not say for which of its programs they are: there, such a key is a sign of another job.
     """
@@ -149,13 +191,9 @@ def reads_loss_key(key: str, job: Job, tool: Tool) -> bool:
     return key in LOSS_KEYS and tool != "trl" and not (tool == "axolotl" and key in ("trl", "reward_model"))
 
 
-def loss_writes(key: str, value: Any, data: Mapping[str, Any], job: Job) -> Writes:
-    """The keys that a key of such losses becomes; nothing where the job does not read it.
-
-    Raises:
-        LeaveOutError: it has no counterpart.
-    """
-    if value is None or not is_pairs(job) or key in _WITHOUT_EFFECT:
+def _loss_writes(key: str, value: Any, data: Data, job: Job) -> Writes:
+    """The keys that a key of such losses becomes; nothing where the job does not read it."""
+    if not is_pairs(job) or key in _WITHOUT_EFFECT:
         return {}
     if key in _DECIDE:
         return {"objective": job}
@@ -163,8 +201,7 @@ def loss_writes(key: str, value: Any, data: Mapping[str, Any], job: Job) -> Writ
         return _trl_section(value, job)
     if key in ("rl_beta", "orpo_alpha", "dpo_beta") and _precedes(key, data):
         raise LeaveOutError("another key decides: trl.beta, then rl_beta, then orpo_alpha")
-    target = _TARGETS.get(key, {}).get(job)
-    if target is not None:
+    if (target := _TARGETS.get(key, {}).get(job)) is not None:
         return {target: value}
     is_usual = is_off(value) or value in (0, 0.0, data.get("model_name_or_path"), "reverse_kl")
     if key in _PAIR_CHANGES and not is_usual and not (job != "dpo" and _PAIR_CHANGES[key] == _REFERENCE):
@@ -188,30 +225,10 @@ def _trl_section(value: Any, job: Job) -> Writes:
     return {} if section.get("beta") is None else {_BETAS[job]: section["beta"]}
 
 
-def _only(usual: tuple[Any, ...], reason: str, change: str | None) -> ConversionRule:
-    """Values that ask for what is always done here; of others the line is left out, and `change` says what is done."""
-
-    def writes_of(value: Any, data: Data) -> Writes:
-        if value in usual:
-            return {}
-        raise LeaveOutError(reason, change and change.format(value))
-
-    return writes_of
+_UNKNOWN_KEY = _unless_off(_left_out("no counterpart here", UNKNOWN))
 
 
-def _on_by_default(change: str) -> ConversionRule:
-    """A switch that does what is done here; `change` says what becomes of a file that turns it off."""
-    return lambda value, data: {} if value is not False else _only((), "cannot be turned off here", change)(value, data)
-
-
-def _if_true(writes: Writes) -> ConversionRule:
-    """A switch that changes nothing where it is off."""
-    return lambda value, data: writes if value is True else {}
-
-
-def _as(target: str) -> ConversionRule:
-    """The value as it is, under the recipe's name."""
-    return lambda value, data: {target: value}
+# Rules that depend on other keys, or on more than a table of values.
 
 
 def _min_lr_ratio(value: Any, data: Data) -> Writes:
@@ -249,24 +266,10 @@ def _accumulation_of_batch(value: Any, data: Data) -> Writes:
     return {"gradient_accumulation_steps": value // micro}
 
 
-def _optimizer(value: Any, data: Data) -> Writes:
-    if isinstance(value, str) and value in NEAR_OPTIMIZERS:
-        ours, change = NEAR_OPTIMIZERS[value]
-        return Partly({"optim": ours}, change)
-    return {"optim": value}
-
-
 def _lora_targets(value: Any, data: Data) -> Writes:
     if data.get("lora_target_linear") is True:
         raise LeaveOutError("lora_target_linear adapts every linear layer, these among them")
     return {"lora.target_modules": value}
-
-
-def _start_of_adapters(value: Any, data: Data) -> Writes:
-    if value is True or value in ("default", "gaussian"):
-        return {"lora.init": "default" if value is True else value}
-    reason = "starts that change the base weights are not offered"
-    raise LeaveOutError(reason, "the adapters start by lora.init in place of that")
 
 
 def _adapters(value: Any, data: Data) -> Writes:
@@ -288,17 +291,6 @@ def _packing_strategy(value: Any, data: Data) -> Writes:
     if value == "bfd" or data.get("packing") is not True:
         return {}
     raise LeaveOutError("long rows are cut, never continued in the next sequence", "rows are packed whole")
-
-
-def _sampling(value: Any, data: Data) -> Writes:
-    if value in ("sequential", "random"):
-        return {"shuffle": value == "random"}
-    raise LeaveOutError("rows come in random order or in theirs", f"rows come in random order, not {value}")
-
-
-def _thinking(value: Any, data: Data) -> Writes:
-    """LLaMA-Factory cuts thoughts out of answers or adds empty ones; here the tokenizer's template decides."""
-    return Partly({"chat_template_kwargs": {"enable_thinking": value}}, "thoughts are as the chat template writes them")
 
 
 def _generated(value: Any, data: Data) -> Writes:
@@ -342,30 +334,35 @@ def _unfrozen(value: Any, data: Data) -> Writes:
 _TEMPLATE_FILES = (".jinja", ".jinja2", ".j2")
 
 
-def _chat_template(value: Any, data: Data) -> Writes:
-    if "{%" in str(value) or "{{" in str(value) or str(value).endswith(_TEMPLATE_FILES):
+def _template(value: Any, data: Data) -> Writes:
+    """A file or a text, or a name, which may be that of the model's own template."""
+    name, model = str(value), str(data.get("base_model") or data.get("model_name_or_path"))
+    if "{%" in name or "{{" in name or name.endswith(_TEMPLATE_FILES):
         return {"chat_template": value}
-    if str(value).startswith("tokenizer_default") or (value == "jinja" and data.get("chat_template_jinja")):
-        return {}
-    if is_own_template(str(value), str(data.get("base_model"))):
+    is_default = name.startswith("tokenizer_default") or (value == "jinja" and data.get("chat_template_jinja"))
+    if is_default or _is_own_template(name, model):
         return {}
     reason = "the tokenizer's own chat template is used; another one is text or a separate file in the recipe"
-    change = f"not the template {value}, but the tokenizer's own" if value in OTHER_TEMPLATES else None
-    raise LeaveOutError(reason, change)
+    raise LeaveOutError(
+        reason, f"not the template {value}, but the tokenizer's own" if value in OTHER_TEMPLATES else None
+    )
+
+
+def _is_own_template(template: str, model: str) -> bool:
+    """Whether the template is that of the model's family, by both names: `llama3` and `meta-llama/Llama-3.1-8B`."""
+    name = model.rstrip("/").rpartition("/")[2].lower()
+    if template in TEMPLATE_FAMILIES:
+        return re.search(TEMPLATE_FAMILIES[template], name) is not None
+    family, plain = (re.sub(r"[^a-z0-9]", "", text.lower()) for text in (template, name))
+    return len(family) > 2 and re.search(rf"(?:^|meta){re.escape(family)}", plain) is not None
 
 
 def _template_path(value: Any, data: Data) -> Writes:
+    """A template's file, or a model whose template it is."""
     if str(value).endswith(_TEMPLATE_FILES):
         return {"chat_template": value}
     reason = "the tokenizer's own chat template is used: give a template's own file"
     raise LeaveOutError(reason, f"not the chat template of {value}")
-
-
-def _factory_template(value: Any, data: Data) -> Writes:
-    if is_own_template(str(value), str(data.get("model_name_or_path"))):
-        return {}
-    change = f"not the template {value}, but the tokenizer's own" if value in OTHER_TEMPLATES else None
-    raise LeaveOutError("the tokenizer's own chat template is used; check that it is the one meant", change)
 
 
 _MORE = "additional_special_tokens"
@@ -375,9 +372,11 @@ def _new_tokens(value: Any, data: Data) -> Writes:
     """All words that a file adds: LLaMA-Factory and axolotl have two lists of them."""
     section = data.get("special_tokens")
     more = section.get(_MORE) if isinstance(section, dict) else None
-    lists = [data.get(key) for key in ("add_tokens", "tokens", *SPECIAL_TOKENS)] + [more]
-    words = [word for one in lists if one for word in ALIASES["tokens"](one)["add_tokens"]]
-    return {"add_tokens": list(dict.fromkeys(words))} if value else {}
+    given = [data.get(key) for key in ("add_tokens", "tokens", *SPECIAL_TOKENS)] + [more]
+    lists = [ALIASES["tokens"](one)["add_tokens"] for one in given if one]
+    if not all(isinstance(one, list) for one in lists):
+        raise LeaveOutError("no list of words", "no tokens are added")
+    return {"add_tokens": list(dict.fromkeys(word for one in lists for word in one))} if value else {}
 
 
 def _special(value: Any, data: Data) -> Writes:
@@ -385,10 +384,9 @@ def _special(value: Any, data: Data) -> Writes:
 
 
 def _resized(value: Any, data: Data) -> Writes:
-    return {} if not value or _new_tokens(True, data)["add_tokens"] else _only((), *_SAME_SIZE)(value, data)
-
-
-_SAME_SIZE = "the embedding grows with add_tokens only", "the embedding keeps its size"
+    if not value or _new_tokens(True, data)["add_tokens"]:
+        return {}
+    raise LeaveOutError("the embedding grows with add_tokens only", "the embedding keeps its size")
 
 
 def _tokens(value: Any, data: Data) -> Writes:
@@ -406,12 +404,6 @@ def _bf16(value: Any, data: Data) -> Writes:
     return {} if value == "auto" and data.get("fp16") is True else {"dtype": "bfloat16"}
 
 
-def _loss_type(value: Any, data: Data) -> Writes:
-    if value == "dft":
-        raise LeaveOutError("only cross-entropy is offered", "the ordinary cross-entropy is trained in place of DFT's")
-    return {}
-
-
 def _plugins(value: Any, data: Data) -> Writes:
     harmless = {"liger", "cut_cross_entropy", "kernels", "expert_parallel", "swanlab", "hatchery", "lm_eval"}
     plugins = value if isinstance(value, list) else [value]
@@ -421,11 +413,80 @@ def _plugins(value: Any, data: Data) -> Writes:
     return {}
 
 
+_BY_STRATEGY = ("epoch", "no", False, "best")
+"""Strategies with which transformers does not read the number of steps."""
+
+
+def _eval_steps(value: Any, data: Data) -> Writes:
+    strategies = [data.get(key) for key in ("eval_strategy", "evaluation_strategy")]
+    return {} if any(strategy in _BY_STRATEGY for strategy in strategies) else {"eval_steps": value}
+
+
+def _eval_strategy(value: Any, data: Data) -> Writes:
+    """With `steps`, transformers evaluates every `eval_steps`, or every `logging_steps` where that is not given."""
+    if value == "no" or value is False:
+        return {}
+    if value not in ("steps", "epoch"):
+        raise LeaveOutError("evaluations come every eval_steps steps, and at the end")
+    steps = "epoch" if value == "epoch" else data.get("eval_steps") or data.get("logging_steps")
+    return {"eval_steps": steps} if steps else {}
+
+
+def _per_epoch(target: str) -> ConversionRule:
+    """axolotl's number of saves or evaluations in an epoch: it makes a share of all steps of it."""
+
+    def writes_of(value: Any, data: Data) -> Writes:
+        if target == "eval_steps" and not (data.get("val_set_size") or data.get("test_datasets")):
+            return {}
+        if value == 1 and not data.get("max_steps"):
+            return {target: "epoch"}
+        epochs = data.get("num_epochs") or 1
+        if not isinstance(value, (int, float)) or not isinstance(epochs, (int, float)) or value <= 0 or epochs <= 0:
+            raise LeaveOutError("no number above 0")
+        if value * epochs > 1:
+            return {target: 1 / (value * epochs)}
+        return {target: "epoch" if target == "save_steps" else None}
+
+    return writes_of
+
+
+_TORCHAO = Partly({"optim": "adamw_8bit"}, "torchao's 8-bit AdamW becomes bitsandbytes'")
+_NEAR_OPTIMIZERS: Mapping[str, Writes] = {
+    **dict.fromkeys(("adamw_torch_8bit", "ao_adamw_8bit"), _TORCHAO),
+    "adamw_apex_fused": Partly({"optim": "adamw"}, "apex's AdamW becomes torch's"),
+    "adamw_torch_npu_fused": Partly({"optim": "adamw"}, "AdamW of another device becomes torch's"),
+}
+"""Other tools' optimizers that do the same with other code."""
+_STARTS: Mapping[Any, Writes] = {
+    **dict.fromkeys((True, "default"), {"lora.init": "default"}),
+    "gaussian": {"lora.init": "gaussian"},
+}
+_SAVES: Mapping[Any, Writes] = {
+    "steps": {},
+    "epoch": {"save_steps": "epoch"},
+    **dict.fromkeys(("no", False), {"save_steps": None}),
+}
+_NO_SUCH_SAVES = "checkpoints come every save_steps steps; load_best_model_at_end keeps the best weights"
+_NO_SUCH_START = (
+    "starts that change the base weights are not offered",
+    "the adapters start by lora.init in place of that",
+)
+_ORDERS: Mapping[Any, Writes] = {"sequential": {"shuffle": False}, "random": {"shuffle": True}}
+_NO_SUCH_ORDER = "rows come in random order or in theirs", "rows come in random order, not {}"
+_THOUGHTS = "thoughts are as the chat template writes them"
+_NO_DFT = "only cross-entropy is offered", "the ordinary cross-entropy is trained in place of DFT's"
 _SHARES = "shares of the draws become datasets[].weight, shares of an epoch's rows"
 _BEST = "the loss decides which weights are best", "the best weights are those of the lowest loss"
 _NF4 = "4 bit is bitsandbytes' NF4", "the base weights are packed as NF4, not {}"
 
 RULES: Mapping[str, ConversionRule] = {
+    **{key: _own(key) for key in known_keys(Recipe) if "." not in key and key != "datasets"},
+    **{key: _alias(key) for key in ALIASES},
+    **{key: _unless_off(_left_out(reason)) for key, reason in NO_COUNTERPART.items()},
+    **{key: _unless_off(_left_out("no counterpart here", change)) for key, change in CHANGES.items()},
+    **dict.fromkeys(WITHOUT_EFFECT, lambda value, data: {}),
+    **{key: _only((usual,), "no counterpart here", "{} is not done") for key, usual in UNSLOTH_USUAL.items()},
+    "use_peft": lambda value, data: ALIASES["use_peft"](value),
     "hub_model_id": _hub_name,
     "push_to_hub": _hub_push,
     "excess_length_strategy": lambda value, data: {"long_rows": "error" if value == "raise" else value},
@@ -434,32 +495,36 @@ RULES: Mapping[str, ConversionRule] = {
     "warmup_steps": lambda value, data: {} if not value and data.get("warmup_ratio") else {"warmup_steps": value},
     "warmup_ratio": _warmup_ratio,
     "batch_size": _accumulation_of_batch,
-    **dict.fromkeys(("optimizer", "optim"), _optimizer),
+    **dict.fromkeys(("optimizer", "optim"), _choice(_NEAR_OPTIMIZERS, _as("optim"))),
     "lora_target_modules": _lora_targets,
-    "peft_init_lora_weights": _start_of_adapters,
-    "peft": _only((), "see lora.init", "the adapters start by lora.init in place of LoftQ"),
+    "peft_init_lora_weights": _choice(_STARTS, _left_out(*_NO_SUCH_START)),
+    "peft": _left_out("see lora.init", "the adapters start by lora.init in place of LoftQ"),
     "adapter_name_or_path": _adapters,
     "neat_packing": _if_true({"packing": True}),
     "packing": _packing,
     "packing_strategy": _packing_strategy,
     "truncation_mode": _only(("keep_start",), "the start of a long row is kept", "long rows lose their end"),
     **dict.fromkeys(("disable_shuffling", "curriculum_sampling"), _if_true({"shuffle": False})),
-    "train_sampling_strategy": _sampling,
+    "train_sampling_strategy": _choice(_ORDERS, _left_out(*_NO_SUCH_ORDER)),
     "ignore_pad_token_for_loss": _on_by_default("padding is never trained"),
     "average_tokens_across_devices": _on_by_default("the loss is a mean over all tokens of a step"),
     "pretrain_multipack_attn": _on_by_default("packed texts do not see each other"),
-    "enable_thinking": _thinking,
+    "enable_thinking": lambda value, data: Partly({"chat_template_kwargs": {"enable_thinking": value}}, _THOUGHTS),
     "max_length": _generated,
     "shuffle_dataset": lambda value, data: {},
-    **INTERVAL_RULES,
+    "save_strategy": _choice(_SAVES, _left_out(_NO_SUCH_SAVES)),
+    "save_steps": lambda value, data: {} if data.get("save_strategy") in _BY_STRATEGY else {"save_steps": value},
+    "eval_steps": _eval_steps,
+    **dict.fromkeys(("eval_strategy", "evaluation_strategy"), _eval_strategy),
+    "saves_per_epoch": _per_epoch("save_steps"),
+    "evals_per_epoch": _per_epoch("eval_steps"),
     "metric_for_best_model": _only(("loss", "eval_loss"), *_BEST),
     **dict.fromkeys(("resume_from_checkpoint", "auto_resume_from_checkpoints"), _resume),
     "early_stopping_steps": _as("early_stopping_patience"),
     "unfrozen_parameters": _unfrozen,
-    "chat_template": _chat_template,
+    **dict.fromkeys(("chat_template", "template"), _template),
     "chat_template_jinja": _as("chat_template"),
     "chat_template_path": _template_path,
-    "template": _factory_template,
     "special_tokens": _tokens,
     **dict.fromkeys(("add_tokens", "tokens"), _new_tokens),
     **dict.fromkeys(SPECIAL_TOKENS, _special),
@@ -470,21 +535,21 @@ RULES: Mapping[str, ConversionRule] = {
     **{name: _if_true({"dtype": name}) for name in ("float16", "float32")},
     "completion_only_loss": lambda value, data: {"train_on_inputs": not value},
     "assistant_only_loss": _if_true({"train_on_inputs": False}),
-    "loss_type": _loss_type,
+    "loss_type": lambda value, data: _left_out(*_NO_DFT)(value, data) if value == "dft" else {},
     **dict.fromkeys(("bnb_4bit_quant_type", "quantization_type", "quantization_method"), _only(("nf4", "bnb"), *_NF4)),
     **dict.fromkeys(("lora_bias", "bias"), _only(("none", False), "biases stay frozen", "no biases are trained")),
     "plugins": _plugins,
-    **dict.fromkeys(("do_predict", "predict_with_generate"), _only((), "predictions are no part of training", None)),
+    **dict.fromkeys(("do_predict", "predict_with_generate"), _left_out("predictions are no part of training")),
     "report_to": lambda value, data: {"report_to": [] if value == ["none"] else value},
     "use_tensorboard": _if_true({"report_to": ["tensorboard"]}),
     "mix_strategy": _only(("concat",), "rows are mixed by datasets[].weight", "rows are not mixed by {!r}"),
     "interleave_probs": lambda value, data: Partly({}, _SHARES),
     "adam_eps": _as("adam_epsilon"),
 }
-"""Key of another tool -> its rule; they go before every table."""
+"""Key of another tool -> its rule. A later line goes before an earlier one: rules for single keys before tables."""
 
 
-# Collects the values of a converted recipe, each checked alone, and the defaults of the other tool.
+# The result of a conversion, and its recipe as text, whose header begins with what trains differently.
 
 _NOT_TRAINING = frozenset(
     ("output_dir", "logging_steps", "save_steps", "save_total_limit", "report_to", "eval_steps", "eval_samples")
@@ -493,30 +558,112 @@ _NOT_TRAINING = frozenset(
 """Recipe keys that do not change what is trained: without them, the recipe's first line says nothing."""
 
 
-class RecipeWrites:
-    """Values for dotted recipe keys, each with the key of the file that it comes from."""
+@dataclass(frozen=True, slots=True)
+class UnusedLine:
+    """A line of the file that the recipe does not have."""
 
-    def __init__(self, result: Conversion) -> None:
-        self.values: dict[str, Any] = {}
-        self.defaults: dict[str, Any] = {}
-        """Keys that come from the other tool's defaults."""
-        self._sources: dict[str, tuple[str, Any]] = {}
-        self.result = result
-        self.refused: set[str] = set()
-        """Recipe keys that the file speaks of with a value that is not accepted: no default comes in its place."""
+    key: str
+    value: Any
+    reason: str
+
+
+@dataclass(slots=True)
+class Conversion:
+    """One file of another tool: the values for a recipe's keys, and what becomes of every other line."""
+
+    tool: Tool
+    name: str
+    """The file's, for errors."""
+    data: Data
+    job: Job
+    recipe: dict[str, Any] = field(default_factory=dict)
+    """Nested, as it is written."""
+    changes: list[str] = field(default_factory=list)
+    """Differences between what recipe and file train, a clause each; they stand in the recipe's first line."""
+    left_out: list[UnusedLine] = field(default_factory=list)
+    without_effect: list[str] = field(default_factory=list)
+    """Keys that change nothing here."""
+    notes: list[str] = field(default_factory=list)
+    """Notes for users of the other tool."""
+    values: dict[str, Any] = field(default_factory=dict)
+    """Dotted recipe key -> value."""
+    defaults: dict[str, Any] = field(default_factory=dict)
+    """Those of them that come from the other tool's defaults."""
+    refused: set[str] = field(default_factory=set)
+    """Recipe keys that the file speaks of with a value that is not accepted: no default comes in its place."""
+    sources: dict[str, tuple[str, Any]] = field(default_factory=dict)
+    """Dotted recipe key -> the file's line: its key and value."""
+
+    @property
+    def is_lora(self) -> bool:
+        """Whether the file trains adapters."""
+        return {
+            "axolotl": self.data.get("adapter") in ("lora", "qlora"),
+            "llama-factory": self.data.get("finetuning_type") in (None, "lora"),
+            "trl": self.data.get("use_peft") is True,
+        }[self.tool]
+
+    def convert(self, key: str, value: Any) -> None:
+        """One line of the file into the recipe's values or one of the lists."""
+        try:
+            writes = {} if value is None else self._rule_of(key)(value, self.data)
+        except ValueError as error:
+            change = error.change if isinstance(error, LeaveOutError) else f"not {short(value)}"
+            self.leave_out(key, value, str(error), change=change)
+            return
+        if isinstance(writes, Partly):
+            self.change(key, writes.change)
+        if not writes:
+            self.without_effect.append(key)
+        for target, meant in writes.items():
+            self.put(target, meant, key, value)
+
+    def _rule_of(self, key: str) -> ConversionRule:
+        if reads_loss_key(key, self.job, self.tool):
+            return lambda value, data: _loss_writes(key, value, data, self.job)
+        is_idle = key not in RULES and key.startswith(WITHOUT_EFFECT_PREFIXES)
+        return RULES["shuffle_dataset"] if is_idle else RULES.get(key, _UNKNOWN_KEY)
 
     def put(self, target: str, value: Any, key: str, written: Any) -> None:
-        """Write `value`, or list the file's line as left out: it contradicts another, or a recipe refuses it."""
+        """Write a value, or list the file's line as left out where it contradicts another."""
         known, meant = value_alias(target, value)
         value = meant if known else value
         if target in self.values and self.values[target] != value:
-            other = self._sources[target][0]
-            self.result.leave_out(key, written, f"{other} says otherwise", change=f"{other} decides")
+            other = self.sources[target][0]
+            self.leave_out(key, written, f"{other} says otherwise", change=f"{other} decides")
             return
         self.values[target] = value
-        self._sources.setdefault(target, (key, written))
+        self.sources.setdefault(target, (key, written))
 
-    def leave_out(self, error: RecipeError) -> None:
+    def default(self, key: str, value: Any) -> None:
+        """A default of the other tool, where its file says nothing about the same thing."""
+        for target, meant in RULES.get(key, _as(key))(value, {}).items():
+            if target not in self.values and target not in self.refused:
+                self.values[target] = self.defaults[target] = meant
+                self.sources[target] = (f"{key} (default of {self.tool})", value)
+
+    def leave_out(self, key: str, value: Any, reason: str, *, change: str | None = None) -> None:
+        """List a line as left out; `change` says what training does instead, where that is not the same."""
+        self.left_out.append(UnusedLine(key, value, reason))
+        if change is not None:
+            self.change(key, change)
+
+    def change(self, key: str, what: str) -> None:
+        """Name in the first line what training does in place of `key`."""
+        sentence = f"{key}: {what}"
+        if sentence not in self.changes:
+            self.changes.append(sentence)
+
+    def refuse(self, target: str, key: str, written: Any, reason: str) -> None:
+        """List a line whose value no recipe can have, with what the recipe does instead."""
+        self.refused.add(target)
+        change = None
+        if target.partition(".")[0] not in _NOT_TRAINING:
+            ours = {one.name: one.default for one in recipe_keys()}.get(target) or "what it is without that line"
+            change = f"not {short(written)}, but {target}: {ours}"
+        self.leave_out(key, written, reason, change=change)
+
+    def take_out(self, error: RecipeError) -> None:
         """Take the value of the first problem out of the recipe; its line is listed as left out.
 
         Raises:
@@ -525,44 +672,48 @@ class RecipeWrites:
         problem = error.problems[0]
         place = (problem.where or "").rpartition(": ")[2].partition(" (")[0]
         target = max(
-            (known for known in self._sources if re.match(rf"{re.escape(known)}\b", place)), key=len, default="model"
+            (known for known in self.sources if re.match(rf"{re.escape(known)}\b", place)), key=len, default="model"
         )
         if target == "model":
             raise error
-        key, written = self._sources.pop(target)
+        key, written = self.sources.pop(target)
         del self.values[target]
         self.defaults.pop(target, None)
         expected = f" (expected: {problem.expected})" if problem.expected else ""
         self.refuse(target, key, written, problem.what + expected)
 
-    def refuse(self, target: str, key: str, written: Any, reason: str) -> None:
-        """List a line whose value no recipe can have, with what the recipe does instead."""
-        self.refused.add(target)
-        change = None
-        if target.partition(".")[0] not in _NOT_TRAINING:
-            change = f"not {short(written)}, but {target}: {_ours(target)}"
-        self.result.leave_out(key, written, reason, change=change)
-
-    def default(self, key: str, value: Any) -> None:
-        """A default of the other tool, where its file says nothing about the same thing."""
-        alias = ALIASES.get(key, lambda value: {key: value})
-        for target, meant in (RULES[key](value, {}) if key in RULES else alias(value)).items():
-            if target not in self.values and target not in self.refused:
-                self.values[target] = meant
-                self._sources[target] = (f"{key} (default of {self.result.tool})", value)
-                self.defaults[target] = meant
-
-    def drop(self, section: str, why: str) -> None:
-        """Take a section out of the recipe again; its lines are listed as left out."""
-        for target in [key for key in self.values if key.startswith(f"{section}.")]:
-            key, written = self._sources.pop(target)
+    def drop_adapters(self) -> None:
+        """Take what is said of adapters out of the recipe again, where every weight is trained."""
+        for target in [key for key in self.values if key.startswith("lora.")]:
             del self.values[target]
-            if self.defaults.pop(target, None) is None:
-                self.result.leave_out(key, written, why)
+            self.leave_out(*self.sources.pop(target), "every weight is trained")
+
+    def document(self) -> dict[str, Any]:
+        """The result as JSON."""
+        lists = {key: getattr(self, key) for key in ("recipe", "changes", "left_out", "without_effect", "notes")}
+        return {"tool": self.tool, **lists, "left_out": [asdict(line) for line in self.left_out]}
+
+    def text(self, source: str) -> str:
+        """The recipe's file: a header that says what happened, then the keys."""
+        lines = []
+        if self.changes:
+            changes = "; ".join(self.changes).replace("\n", " ")
+            lines.append(f"# Not the same training as {source}: {changes}.")  # one line, however long
+        notes = " ".join([f"Converted from {source}, a file of {self.tool}.", *self.notes])
+        lines += _comment(notes, width=118, indent="# ", later="# ")
+        if self.left_out:
+            lines += ["#", "# Left out:"]
+            for entry in self.left_out:
+                text = f"{entry.key}: {short(entry.value)} - {entry.reason}"
+                lines += _comment(text, width=116, indent="#   ", later="#     ")
+        return "\n".join([*lines, "", values_as_yaml(self.recipe, width=110)])
 
 
-def _ours(target: str) -> Any:
-    """A recipe key's own default, as a note shows it."""
-    schema = LoraConfig if target.startswith("lora.") else Recipe
-    default = {entry.name: entry.default for entry in fields(schema)}.get(target.rpartition(".")[2], MISSING)
-    return "what it is without that line" if default is MISSING else short(default)
+def short(value: Any) -> str:
+    """A value as JSON, cut to 60 characters."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _comment(text: str, width: int, indent: str, later: str) -> list[str]:
+    return textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=later, break_on_hyphens=False)

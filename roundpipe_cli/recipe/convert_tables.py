@@ -1,4 +1,4 @@
-"""Tables of the keys of axolotl, LLaMA-Factory and TRL, and the outcomes and the result of a conversion.
+"""Tables of the keys of axolotl, LLaMA-Factory, TRL and Unsloth, of their defaults, and of names that they share.
 
 The spellings that a recipe accepts itself (`aliases.py`) are not repeated; what depends on the value is in
 `convert_rules.py`. A key that is in no table and is no recipe key either has no counterpart.
@@ -6,19 +6,11 @@ The spellings that a recipe accepts itself (`aliases.py`) are not repeated; what
 
 from __future__ import annotations
 
-import json
-import re
-import textwrap
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
-
-from roundpipe_cli.recipe.aliases import Writes
-from roundpipe_cli.recipe.load import values_as_yaml
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
 
 Tool = Literal["axolotl", "llama-factory", "trl"]
-
-TOOLS: tuple[Tool, ...] = ("axolotl", "llama-factory", "trl")
+TOOLS: tuple[Tool, ...] = get_args(Tool)
 
 SIGNS: Mapping[Tool, tuple[str, ...]] = {
     "axolotl": (
@@ -40,44 +32,38 @@ _OF_TRANSFORMERS = {
     **{"num_train_epochs": 3, "packing": False, "gradient_accumulation_steps": 1, "per_device_train_batch_size": 8},
     **{"learning_rate": 5.0e-5, "lr_scheduler_type": "linear", "warmup_steps": 0},
 }
-DEFAULTS: Mapping[Tool, Mapping[str, Any]] = {
-    "axolotl": {
-        "num_epochs": 1,
-        "packing": False,
-        "gradient_accumulation_steps": 1,
-        "micro_batch_size": 1,
-        "lr_scheduler": "cosine",
-        "warmup_ratio": 0.03,
-        "sequence_len": 512,
-        "excess_length_strategy": "drop",
-        "save_total_limit": 4,
-        "save_strategy": "epoch",
-    },
-    "llama-factory": {**_OF_TRANSFORMERS, "cutoff_len": 2048, "logging_steps": 500, "save_steps": 500},
-    "trl": {
-        **_OF_TRANSFORMERS,
-        **{"learning_rate": 2.0e-5, "max_length": 1024, "logging_steps": 10, "save_steps": 500},
-    },
-}
-"""Defaults of a tool where this one would do something else: axolotl 0.19's schema and trainer
-builder, LLaMA-Factory 0.9.5's and TRL 1.16's arguments above transformers' TrainingArguments."""
-
 PEFT_TARGETS = ("q_proj", "v_proj")
 """The modules that PEFT adapts in most architectures where none are named."""
 
-ADAPTER_DEFAULTS: Mapping[Tool, Mapping[str, Any]] = {
-    "axolotl": {"lora_dropout": 0.0, "lora_target_modules": list(PEFT_TARGETS)},
-    "llama-factory": {"lora_rank": 8, "lora_dropout": 0.0, "lora_target": "all"},
-    "trl": {"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "lora_target_modules": list(PEFT_TARGETS)},
+DEFAULTS: Mapping[tuple[Tool, str], Mapping[str, Any]] = {
+    ("axolotl", "all"): {
+        **{"num_epochs": 1, "packing": False, "gradient_accumulation_steps": 1, "micro_batch_size": 1},
+        **{"lr_scheduler": "cosine", "warmup_ratio": 0.03, "sequence_len": 512, "excess_length_strategy": "drop"},
+        **{"save_total_limit": 4, "save_strategy": "epoch"},
+    },
+    ("axolotl", "simpo"): {"simpo.beta": 0.1, "simpo.cpo_alpha": 1.0},
+    ("axolotl", "lora"): {"lora_dropout": 0.0, "lora_target_modules": list(PEFT_TARGETS)},
+    ("llama-factory", "all"): {**_OF_TRANSFORMERS, "cutoff_len": 2048, "logging_steps": 500, "save_steps": 500},
+    ("llama-factory", "pretraining"): {"packing": True},
+    ("llama-factory", "orpo"): {"orpo.nll_on_prompt": False},
+    ("llama-factory", "simpo"): {"simpo.beta": 0.1},
+    ("llama-factory", "lora"): {"lora_rank": 8, "lora_dropout": 0.0, "lora_target": "all"},
+    ("trl", "all"): {
+        **_OF_TRANSFORMERS,
+        **{"learning_rate": 2.0e-5, "max_length": 1024, "logging_steps": 10, "save_steps": 500},
+    },
+    ("trl", "dpo"): {"learning_rate": 1.0e-6},
+    ("trl", "orpo"): {"learning_rate": 1.0e-6},
+    ("trl", "simpo"): {"learning_rate": 1.0e-6, "simpo.beta": 0.1, "simpo.cpo_alpha": 1.0},
+    ("trl", "lora"): {
+        **{"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "lora_target_modules": list(PEFT_TARGETS)},
+    },
 }
-"""The same, for training with LoRA."""
+"""Defaults of a tool where this one would do something else, in all jobs, in one of them, with LoRA: axolotl 0.19's
+schema and trainer builder, LLaMA-Factory 0.9.5's and TRL 1.16's arguments above transformers' TrainingArguments."""
 
-REQUIRED: Mapping[Tool, tuple[str, ...]] = {
-    "axolotl": ("learning_rate", "lora.r", "lora.alpha"),
-    "llama-factory": (),
-    "trl": (),
-}
-"""Recipe keys for which a tool has no default: a file without them takes ours, and the first line says so."""
+REQUIRED = ("learning_rate", "lora.r", "lora.alpha")
+"""Recipe keys for which axolotl has no default: a file without them takes ours, and the first line says so."""
 
 _DECIDED_HERE = """
     model_type tokenizer_type is_llama_derived_model is_mistral_derived_model is_qwen_derived_model strict
@@ -138,6 +124,8 @@ _DECIDED_HERE = """
     peft_layers_pattern freeze_trainable_layers freeze_trainable_modules freeze_extra_modules module_dropout
     init_special_tokens embeddings_skip_upcast mean_resizing_embeddings quantization merge_method torchdistx_path
     resources_per_worker infer_backend fp32_norm_classes num_dataset_shards_to_save pad_token
+    training.gradient_checkpointing data.format_type logging.wandb_project logging.wandb_token
+    logging.tensorboard_dir logging.hf_token
 """
 WITHOUT_EFFECT = frozenset(_DECIDED_HERE.split())
 """How another tool gets onto its devices, what its kernels and loaders are: decided by the program itself here. And
@@ -250,14 +238,6 @@ NO_COUNTERPART: Mapping[str, str] = {
 }
 """Keys without a key here, and what to do instead. Never one that a recipe has: a test holds that."""
 
-NEAR_OPTIMIZERS: Mapping[str, tuple[str, str]] = {
-    "adamw_torch_8bit": ("adamw_8bit", "torchao's 8-bit AdamW becomes bitsandbytes'"),
-    "ao_adamw_8bit": ("adamw_8bit", "torchao's 8-bit AdamW becomes bitsandbytes'"),
-    "adamw_apex_fused": ("adamw", "apex's AdamW becomes torch's"),
-    "adamw_torch_npu_fused": ("adamw", "AdamW of another device becomes torch's"),
-}
-"""Other tools' optimizers that do the same with other code: (ours, what changes)."""
-
 OTHER_TEMPLATES = ("alpaca", "chatml", "default", "empty", "fewshot", "inst", "metharme", "vicuna", "ziya")
 """Chat templates that belong to no model: naming one overrides the tokenizer's own."""
 
@@ -273,38 +253,10 @@ FIELD_COLUMNS: Mapping[str, str] = {
 }
 """Names of columns in axolotl's datasets -> ours."""
 
-FACTORY_COLUMNS: Mapping[str, str] = {"prompt": "instruction", "query": "input", "response": "output"}
-"""LLaMA-Factory's `columns` of rows in the alpaca format -> ours; the values are its own defaults too."""
-
-
-# The outcomes of a rule for one line of another tool's file: values to write, a part of them, or none.
-
-Data = Mapping[str, Any]
-
-
-class LeaveOutError(ValueError):
-    """This line is left out, for the reason given; `change` says what training does instead, where that differs."""
-
-    def __init__(self, reason: str, change: str | None = None) -> None:
-        super().__init__(reason)
-        self.change = change
-
-
-class Partly(dict[str, Any]):
-    """Writes that do nearly what the line says; `change` names the difference."""
-
-    def __init__(self, writes: Writes, change: str) -> None:
-        super().__init__(writes)
-        self.change = change
-
-
-ConversionRule = Callable[[Any, Data], Writes]
-"""(value, the whole file) -> dotted recipe key to value; nothing where the line changes nothing."""
-
 
 # Names of chat templates in axolotl and LLaMA-Factory that are a model's own, so that its tokenizer has them.
 
-_FAMILIES: Mapping[str, str] = {
+TEMPLATE_FAMILIES: Mapping[str, str] = {
     "qwen": r"qwen(1\.5|2)",
     "gemma": r"gemma-?(2b|7b|1\.1)",
     "smollm": r"smollm-",
@@ -325,148 +277,9 @@ _FAMILIES: Mapping[str, str] = {
 """Templates whose name is not, or not only, how the names of their models begin."""
 
 
-def is_own_template(template: str, model: str) -> bool:
-    """Whether the template is that of the model's family, by both names: `llama3` and `meta-llama/Llama-3.1-8B`."""
-    name = model.rstrip("/").rpartition("/")[2].lower()
-    if template in _FAMILIES:
-        return re.search(_FAMILIES[template], name) is not None
-    family, plain = (re.sub(r"[^a-z0-9]", "", text.lower()) for text in (template, name))
-    return len(family) > 2 and re.search(rf"(?:^|meta){re.escape(family)}", plain) is not None
-
-
-# The result of a conversion, and its recipe as text, whose header begins with what trains differently.
-
-
-@dataclass(frozen=True, slots=True)
-class UnusedLine:
-    """A line of the file that the recipe does not have."""
-
-    key: str
-    value: Any
-    reason: str
-
-
-@dataclass(slots=True)
-class Conversion:
-    """The result of converting one file."""
-
-    tool: Tool
-    recipe: dict[str, Any] = field(default_factory=dict)
-    """Nested, as it is written."""
-    changes: list[str] = field(default_factory=list)
-    """Differences between what recipe and file train, a clause each; they stand in the recipe's first line."""
-    left_out: list[UnusedLine] = field(default_factory=list)
-    without_effect: list[str] = field(default_factory=list)
-    """Keys that change nothing here."""
-
-    notes: list[str] = field(default_factory=list)
-    """Notes for users of the other tool."""
-
-    def leave_out(self, key: str, value: Any, reason: str, *, change: str | None = None) -> None:
-        """List a line as left out; `change` says what training does instead, where that is not the same."""
-        self.left_out.append(UnusedLine(key, value, reason))
-        if change is not None:
-            self.change(key, change)
-
-    def change(self, key: str, what: str) -> None:
-        """Name in the first line what training does in place of `key`."""
-        sentence = f"{key}: {what}"
-        if sentence not in self.changes:
-            self.changes.append(sentence)
-
-    def text(self, source: str) -> str:
-        """The recipe's file: a header that says what happened, then the keys."""
-        lines = []
-        if self.changes:
-            changes = "; ".join(self.changes).replace("\n", " ")
-            lines.append(f"# Not the same training as {source}: {changes}.")  # one line, however long
-        notes = " ".join([f"Converted from {source}, a file of {self.tool}.", *self.notes])
-        lines += _comment(notes, width=118, indent="# ", later="# ")
-        if self.left_out:
-            lines += ["#", "# Left out:"]
-            for entry in self.left_out:
-                text = f"{entry.key}: {short(entry.value)} - {entry.reason}"
-                lines += _comment(text, width=116, indent="#   ", later="#     ")
-        return "\n".join([*lines, "", values_as_yaml(self.recipe, width=110)])
-
-
-def short(value: Any) -> str:
-    """A value as JSON, cut to 60 characters."""
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _comment(text: str, width: int, indent: str, later: str) -> list[str]:
-    return textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=later, break_on_hyphens=False)
-
-
-# Other tools' settings for saving and evaluating, as `save_steps` and `eval_steps`.
-
-_BY_STRATEGY = ("epoch", "no", False, "best")
-"""Strategies with which transformers does not read the number of steps."""
-
-
-def _save_strategy(value: Any, data: Data) -> Writes:
-    if value in ("steps", "epoch"):
-        return {} if value == "steps" else {"save_steps": "epoch"}
-    if value == "no" or value is False:
-        return {"save_steps": None}
-    raise LeaveOutError("checkpoints come every save_steps steps; load_best_model_at_end keeps the best weights")
-
-
-def _save_steps(value: Any, data: Data) -> Writes:
-    return {} if data.get("save_strategy") in _BY_STRATEGY else {"save_steps": value}
-
-
-def _eval_steps(value: Any, data: Data) -> Writes:
-    strategies = [data.get(key) for key in ("eval_strategy", "evaluation_strategy")]
-    return {} if any(strategy in _BY_STRATEGY for strategy in strategies) else {"eval_steps": value}
-
-
-def _per_epoch(target: str) -> ConversionRule:
-    """axolotl's number of saves or evaluations in an epoch: it makes a share of all steps of it."""
-
-    def writes_of(value: Any, data: Data) -> Writes:
-        if target == "eval_steps" and not (data.get("val_set_size") or data.get("test_datasets")):
-            return {}
-        if value == 1 and not data.get("max_steps"):
-            return {target: "epoch"}
-        epochs = data.get("num_epochs") or 1
-        if not isinstance(value, (int, float)) or not isinstance(epochs, (int, float)) or value <= 0 or epochs <= 0:
-            raise LeaveOutError("no number above 0")
-        if value * epochs > 1:
-            return {target: 1 / (value * epochs)}
-        return {target: "epoch" if target == "save_steps" else None}
-
-    return writes_of
-
-
-def _eval_strategy(value: Any, data: Data) -> Writes:
-    """With `steps`, transformers evaluates every `eval_steps`, or every `logging_steps` where that is not given."""
-    if value == "no" or value is False:
-        return {}
-    if value == "epoch":
-        return {"eval_steps": "epoch"}
-    if value != "steps":
-        raise LeaveOutError("evaluations come every eval_steps steps, and at the end")
-    steps = data.get("eval_steps") or data.get("logging_steps")
-    return {"eval_steps": steps} if steps else {}
-
-
-INTERVAL_RULES: Mapping[str, ConversionRule] = {
-    "save_strategy": _save_strategy,
-    "save_steps": _save_steps,
-    "eval_steps": _eval_steps,
-    "saves_per_epoch": _per_epoch("save_steps"),
-    "evals_per_epoch": _per_epoch("eval_steps"),
-    **dict.fromkeys(("eval_strategy", "evaluation_strategy"), _eval_strategy),
-}
-"""Key of another tool -> its rule."""
-
-
 # Files of Unsloth's command line: sections whose keys stand for TRL's arguments, with defaults of their own.
 
-_UNSLOTH: Mapping[str, tuple[str, Any]] = {
+UNSLOTH: Mapping[str, tuple[str, Any]] = {
     "model": ("model_name_or_path", None),
     "data.dataset": ("dataset_name", None),
     "training.max_seq_length": ("max_length", 2048),
@@ -489,58 +302,10 @@ _UNSLOTH: Mapping[str, tuple[str, Any]] = {
     "lora.target_modules": ("lora_target_modules", "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"),
 }
 """Key with its section -> TRL's argument, and Unsloth's default; None: nothing is said."""
-_OFF_AT_ZERO = ("max_steps", "save_steps")
-_UNSLOTH_READ = ("training.training_type", "training.train_on_completions", "data.local_dataset")
-"""Keys that `from_unsloth` reads itself."""
-_UNSLOTH_WITHOUT_EFFECT = (
-    *("training.gradient_checkpointing", "data.format_type", "logging.wandb_project", "logging.wandb_token"),
-    *("logging.tensorboard_dir", "logging.hf_token"),
-)
-"""Keys that decide nothing here: the form of the rows is found by looking at them."""
-_UNSLOTH_USUAL: Mapping[str, Any] = {
+
+UNSLOTH_USUAL: Mapping[str, bool] = {
     **dict.fromkeys(("lora.vision_all_linear", "lora.use_loftq"), False),
-    **{f"lora.finetune_{part}": True for part in ("vision_layers", "language_layers", "attention_modules")},
-    "lora.finetune_mlp_modules": True,
+    **dict.fromkeys((f"lora.finetune_{part}" for part in ("vision_layers", "language_layers")), True),
+    **dict.fromkeys((f"lora.finetune_{part}_modules" for part in ("attention", "mlp")), True),
 }
 """Keys with the one value that a recipe has a meaning for."""
-
-
-def is_unsloth(data: Mapping[str, Any]) -> bool:
-    """Whether a file is one of Unsloth's command line."""
-    return isinstance(data.get("training"), dict) and isinstance(data.get("data", {}), dict)
-
-
-def from_unsloth(data: Mapping[str, Any], result: Conversion) -> dict[str, Any]:
-    """The same training as arguments of TRL, which Unsloth calls; what has none is listed in `result`."""
-    flat: dict[str, Any] = {}
-    for name, value in data.items():
-        flat |= {f"{name}.{key}": inner for key, inner in value.items()} if isinstance(value, dict) else {name: value}
-    is_lora = flat.get("training.training_type", "lora") == "lora"
-    made: dict[str, Any] = {"use_peft": is_lora}
-    for name, (target, default) in _UNSLOTH.items():
-        value = flat.pop(name, default)
-        is_off_here = value is None or (target in _OFF_AT_ZERO and value == 0)
-        if not is_off_here and (is_lora or not name.startswith("lora.")):
-            made[target] = value
-    if not is_lora:
-        made.pop("load_in_4bit", None)
-    targets = made.get("lora_target_modules")
-    if isinstance(targets, str) and targets != "all-linear":
-        made["lora_target_modules"] = [one.strip() for one in targets.split(",")]
-    local = flat.get("data.local_dataset")
-    if local:
-        paths = local if isinstance(local, list) else [local]
-        made["dataset_mixture"] = {"datasets": [{"path": path} for path in paths]}
-    made["train_on_inputs"] = not flat.get("training.train_on_completions", False)
-    reports = [name for name in ("wandb", "tensorboard") if flat.pop(f"logging.enable_{name}", None)]
-    if reports:
-        made["report_to"] = reports
-    for name, value in flat.items():
-        if name in _UNSLOTH_READ:
-            continue
-        if name in _UNSLOTH_WITHOUT_EFFECT or _UNSLOTH_USUAL.get(name, ...) == value:
-            result.without_effect.append(name)
-        else:
-            result.leave_out(name, value, "a recipe has no such setting", change=f"{short(value)} is not done")
-    result.notes.append("A file of Unsloth's command line: its sections stand for TRL's arguments, named so here.")
-    return made

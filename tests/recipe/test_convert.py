@@ -14,8 +14,8 @@ from roundpipe_cli.recipe.aliases import _NAMES, ALIASES
 from roundpipe_cli.recipe.aliases import NO_COUNTERPART as RECIPES_NO_COUNTERPART
 from roundpipe_cli.recipe.check import NEEDS_EVALUATION, known_keys
 from roundpipe_cli.recipe.convert import convert_file
-from roundpipe_cli.recipe.convert_rules import RULES
-from roundpipe_cli.recipe.convert_tables import CHANGES, NO_COUNTERPART, Conversion, Tool
+from roundpipe_cli.recipe.convert_rules import RULES, Conversion
+from roundpipe_cli.recipe.convert_tables import CHANGES, NO_COUNTERPART, Tool
 from roundpipe_cli.recipe.load import load_recipe, load_text
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.recipe.strict_yaml import parse_bytes
