@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import yaml
 
@@ -54,19 +54,15 @@ from roundpipe_cli.recipe.strict_yaml import (
     shown_value,
 )
 
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
-
 # `${key}` in a recipe: only other keys of the same recipe, never the environment or anything else.
-#
-# OmegaConf does the replacing; before it sees a text, everything but plain references to single values is refused here,
-# cycles and texts that would grow without bound included. `\${` stands for a literal `${`.
+# A text that is one reference becomes the value that it names. `\${` stands for a literal `${`.
 
 MAX_CHARACTERS = 65_536
 """Longest text after its references are replaced."""
 
 MAX_CHAIN = 20
 """References that may lead from one to the next."""
+_LONG_CHAIN = f"is part of a chain of more than {MAX_CHAIN} references"
 
 ABSENT: Any = object()
 """Stands for an item that does not exist."""
@@ -75,16 +71,6 @@ _OPENING = re.compile(r"(\\*)\$\{")
 _VARIABLE = re.compile(r"\$([A-Z_][A-Z0-9_]*)(?=/|$)")
 """A path such as `$HOME/rows.jsonl`, which would name a folder called `$HOME`."""
 _REFERENCE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z_][A-Za-z0-9_]*|\[\d{1,5}\])*)\}")
-
-
-_LONG_CHAIN = f"is part of a chain of more than {MAX_CHAIN} references"
-
-
-class _Size(NamedTuple):
-    length: int
-    """Characters after replacing."""
-    chain: int
-    """References that lead from one to the next."""
 
 
 def escape(text: str) -> str:
@@ -130,20 +116,53 @@ def resolve_references(data: dict[str, Any], findings: Findings) -> dict[str, An
 
     Expects texts that passed `refuse_bad_references`.
     """
-    texts = {path: text for path, text in _texts(data, ()) if "${" in text}
-    if not texts:
-        return data
-    sizes: dict[KeyPath, _Size] = {}
-    for path in texts:
-        _measure(path, data, sizes, [], findings=findings)
-    for path in texts:
-        if path in findings.refused:
-            look_up(data, path[:-1])[path[-1]] = None
-    from omegaconf import OmegaConf  # imported late: it takes longer than reading a recipe, and few recipes need it
+    known: dict[KeyPath, Any] = {}
+    chains: dict[KeyPath, int] = {}
 
-    plain = OmegaConf.to_container(OmegaConf.create(data), resolve=True)
-    assert isinstance(plain, dict)
-    return {str(key): value for key, value in plain.items()}
+    def value_of(path: KeyPath, open_paths: tuple[KeyPath, ...]) -> Any:
+        text = look_up(data, path)
+        if path in known or not isinstance(text, str) or "${" not in text:
+            return known.get(path, text)
+        pieces: list[str] = []
+        end = 0
+        for opening in _OPENING.finditer(text):
+            pieces += text[end : opening.start()], "\\" * (len(opening[1]) // 2)
+            end = opening.end()
+            if len(opening[1]) % 2 == 1:
+                pieces.append("${")
+                continue
+            match = _REFERENCE.match(text, end - 2)
+            assert match is not None, "refuse_bad_references comes first"
+            target, end = _parse(match[1]), match.end()
+            problem = _problem_of(target, data, (*open_paths, path))
+            value = None if problem else value_of(target, (*open_paths, path))
+            pieces.append(str(value))
+            chains[path] = max(chains.get(path, 0), chains.get(target, 0) + 1)
+            if problem is None and chains[path] > MAX_CHAIN:
+                problem = _LONG_CHAIN
+            if problem is None and sum(map(len, pieces)) > MAX_CHARACTERS:
+                problem = f"makes the text grow to more than {MAX_CHARACTERS} characters"
+            if target in findings.refused:
+                findings.refused.add(path)
+            elif problem is not None:
+                findings.add(
+                    path,
+                    f"{format_key(path)}: the reference {match[0]} {problem}",
+                    found=shown_value(text),
+                    expected="${key} with another key of the recipe",
+                    hint="`roundpipe recipes keys` lists the keys",
+                )
+            if path in findings.refused or match[0] == text:
+                known[path] = None if path in findings.refused else value
+                return known[path]
+        known[path] = "".join([*pieces, text[end:]])
+        return known[path]
+
+    for path in _texts(data, ()):
+        value_of(path, ())
+    for path, value in known.items():
+        look_up(data, path[:-1])[path[-1]] = value
+    return data
 
 
 def look_up(data: Any, path: KeyPath) -> Any:
@@ -161,51 +180,14 @@ def _openings(text: str) -> list[int]:
     return [match.end() - 2 for match in _OPENING.finditer(text) if len(match[1]) % 2 == 0]
 
 
-def _texts(value: Any, path: KeyPath) -> list[tuple[KeyPath, str]]:
-    if isinstance(value, dict):
-        return [found for key, item in value.items() for found in _texts(item, (*path, key))]
-    if isinstance(value, list):
-        return [found for i, item in enumerate(value) for found in _texts(item, (*path, i))]
-    return [(path, value)] if isinstance(value, str) else []
+def _texts(value: Any, path: KeyPath) -> list[KeyPath]:
+    if isinstance(value, (dict, list)):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        return [found for key, item in items for found in _texts(item, (*path, key))]
+    return [path] if isinstance(value, str) else []
 
 
-def _measure(
-    path: KeyPath, data: dict[str, Any], sizes: dict[KeyPath, _Size], open_paths: list[KeyPath], *, findings: Findings
-) -> _Size:
-    """Size of the text at `path` after replacing; a finding where it cannot be replaced. Nothing is expanded."""
-    value = look_up(data, path)
-    if path in sizes or not isinstance(value, str):
-        return sizes.get(path, _Size(len(shown_value(value)), 0))
-    length, chain = len(value), 0
-    for opening in _openings(value):
-        match = _REFERENCE.match(value, opening)
-        assert match is not None, "refuse_bad_references comes first"
-        target = _parse(match[1])
-        problem = _problem_of(target, data, [*open_paths, path])
-        if problem is None:
-            size = _measure(target, data, sizes, [*open_paths, path], findings=findings)
-            length, chain = length + size.length, max(chain, size.chain + 1)
-            if length > MAX_CHARACTERS:
-                problem = f"makes the text grow to more than {MAX_CHARACTERS} characters"
-            elif chain > MAX_CHAIN:
-                problem = _LONG_CHAIN
-        if target in findings.refused:
-            findings.refused.add(path)
-        elif problem is not None and path not in findings.refused:
-            findings.add(
-                path,
-                f"{format_key(path)}: the reference {match[0]} {problem}",
-                found=shown_value(value),
-                expected="${key} with another key of the recipe",
-                hint="`roundpipe recipes keys` lists the keys",
-            )
-        if path in findings.refused:
-            break
-    sizes[path] = _Size(length, chain)
-    return sizes[path]
-
-
-def _problem_of(target: KeyPath, data: dict[str, Any], open_paths: list[KeyPath]) -> str | None:
+def _problem_of(target: KeyPath, data: dict[str, Any], open_paths: tuple[KeyPath, ...]) -> str | None:
     if target in open_paths:
         return "leads back to itself"
     if len(open_paths) > MAX_CHAIN:
@@ -239,16 +221,10 @@ def apply_overrides(
     data: dict[str, Any], overrides: Sequence[str], findings: Findings, notices: list[str]
 ) -> dict[str, Any]:
     """The recipe's data with `key=value` overrides written into it and the keys of `~key` removed, in their order."""
-    if not overrides:
-        return data
-    from omegaconf import DictConfig, OmegaConf  # imported late: it takes longer than reading a recipe
-
-    config = OmegaConf.create(data)
-    assert isinstance(config, DictConfig)
     for number, text in enumerate(_without_loose_equals(overrides, findings)):
         place = Place(f"override {shown_value(text)[1:-1]}", _LINE_OF_OVERRIDES + number)
         if text.startswith("~"):
-            config = _remove(config, text[1:], place, findings)
+            _remove(data, text[1:], place, findings)
             continue
         try:
             path, value = parse_override(text, place.origin)
@@ -257,10 +233,8 @@ def apply_overrides(
                 findings.add_problem(problem, place.line)
             continue
         for target, meant, shown in _writes_of(path, value, place, findings, notices=notices):
-            _write(config, target, meant, shown, findings=findings)
-    plain = OmegaConf.to_container(config, resolve=False)
-    assert isinstance(plain, dict)
-    return {str(key): value for key, value in plain.items()}
+            data = _written(data, target, meant, shown, findings=findings)
+    return data
 
 
 def _without_loose_equals(overrides: Sequence[str], findings: Findings) -> list[str]:
@@ -336,16 +310,12 @@ def _value(written: str, origin: str) -> Any:
     return written.rstrip("\r\n") if isinstance(value, str) else value  # a script of Windows ends its lines with `\r`
 
 
-def _remove(config: DictConfig, key: str, place: Place, findings: Findings) -> DictConfig:
-    """The recipe without a key or an item of a list that the file has; its default is in force again."""
-    from omegaconf import DictConfig, OmegaConf
-
-    plain = OmegaConf.to_container(config, resolve=False)
+def _remove(data: dict[str, Any], key: str, place: Place, findings: Findings) -> None:
+    """Delete a key or an item of a list that the file has; its default is in force again."""
     path = _parse(key)
-    section: Any = look_up(plain, path[:-1]) if _PATH.fullmatch(key) else ABSENT
-    if section is ABSENT or look_up(plain, path) is ABSENT:
-        known = sorted(str(name) for name in plain) if isinstance(plain, dict) else []
-        near = closest(key, known)
+    section: Any = look_up(data, path[:-1]) if _PATH.fullmatch(key) else ABSENT
+    if section is ABSENT or look_up(data, path) is ABSENT:
+        near = closest(key, sorted(data))
         problem = Problem(
             "there is no such key to remove",
             where=place.origin,
@@ -354,14 +324,11 @@ def _remove(config: DictConfig, key: str, place: Place, findings: Findings) -> D
             hint=f"did you mean ~{near}?" if near else None,
         )
         findings.add_problem(problem, place.line)
-        return config
+        return
     del section[path[-1]]
     findings.forget(path)
     if isinstance(path[-1], int):  # later items of the list have moved up
         _move_up(path, findings)
-    left = OmegaConf.create(plain)
-    assert isinstance(left, DictConfig)
-    return left
 
 
 def _move_up(path: KeyPath, findings: Findings) -> None:
@@ -526,18 +493,18 @@ def _leaves(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
         yield from _leaves(item, (*path, key))
 
 
-def _write(config: DictConfig, path: KeyPath, value: Any, place: Place, *, findings: Findings) -> None:
-    """One override into the merged recipe; mappings are merged, everything else replaced."""
-    from omegaconf import OmegaConf
+def _written(data: dict[str, Any], path: KeyPath, value: Any, place: Place, *, findings: Findings) -> dict[str, Any]:
+    """The recipe's data with one override in it; mappings are merged, everything else replaced."""
+    from omegaconf import OmegaConf  # imported late: it takes longer than reading a recipe
     from omegaconf.errors import OmegaConfBaseException
 
     findings.forget(path, with_places=not isinstance(value, dict))
     findings.places[path] = place
     value = refuse_bad_references(value, path, findings)
-    plain = OmegaConf.to_container(config, resolve=False)
-    section = next((path[:end] for end in range(len(path) - 1, 0, -1) if look_up(plain, path[:end]) is not ABSENT), ())
+    section = next((path[:end] for end in range(len(path) - 1, 0, -1) if look_up(data, path[:end]) is not ABSENT), ())
+    config = OmegaConf.create(data)
     try:
-        if not isinstance(look_up(plain, section), dict if isinstance(path[len(section)], str) else list):
+        if not isinstance(look_up(data, section), dict if isinstance(path[len(section)], str) else list):
             raise TypeError("a name needs a section, an index a list")
         if any(isinstance(part, int) for part in path[len(section) + 1 :]):
             raise IndexError("a list is not made by an index into it")
@@ -546,9 +513,12 @@ def _write(config: DictConfig, path: KeyPath, value: Any, place: Place, *, findi
         findings.add(
             path,
             f"{format_key(path)} cannot be set: the recipe has no such item",
-            found=f"{format_key(section) or 'the recipe'} is {shown_value(look_up(plain, section))}",
+            found=f"{format_key(section) or 'the recipe'} is {shown_value(look_up(data, section))}",
             hint="an index names an item that the file has; to set a whole list write key=[...]",
         )
+    plain = OmegaConf.to_container(config, resolve=False)
+    assert isinstance(plain, dict)
+    return {str(key): item for key, item in plain.items()}
 
 
 @dataclass(frozen=True)
