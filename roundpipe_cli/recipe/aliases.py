@@ -67,27 +67,21 @@ def _renamed(target: str) -> AliasConversion:
     return lambda value: {target: value}
 
 
-def _precision(dtype: str) -> AliasConversion:
-    def writes_of(value: Any) -> Writes:
-        if value is True or value in ("auto", "full"):
-            return {"dtype": dtype}
-        if value is False or value is None:
-            return {}
-        raise ValueError(f"write `dtype: {dtype}` or delete the line")
-
-    return writes_of
-
-
-def _one_of(choices: dict[Any, Writes]) -> AliasConversion:
-    """A fixed table of values; anything else has no counterpart."""
+def _one_of(choices: dict[Any, Writes], otherwise: str | None = None) -> AliasConversion:
+    """A fixed table of values; of anything else it says `otherwise`."""
 
     def writes_of(value: Any) -> Writes:
         for choice, writes in choices.items():
             if type(choice) is type(value) and choice == value:
                 return dict(writes)
-        raise ValueError("expected one of " + ", ".join(str(choice).lower() for choice in choices))
+        raise ValueError(otherwise or "expected one of " + ", ".join(str(choice).lower() for choice in choices))
 
     return writes_of
+
+
+def _precision(dtype: str) -> AliasConversion:
+    choices: dict[Any, Writes] = {**dict.fromkeys((True, "auto", "full"), {"dtype": dtype}), False: {}, None: {}}
+    return _one_of(choices, f"write `dtype: {dtype}` or delete the line")
 
 
 def _words(target: str) -> AliasConversion:
@@ -99,14 +93,6 @@ def _words(target: str) -> AliasConversion:
         return {target: [word.strip() for word in value.split(",")] if isinstance(value, str) else value}
 
     return writes_of
-
-
-def _recompute(value: Any) -> Writes:
-    if value is True:
-        return {"pipeline.recompute": "stage"}
-    if value is False:
-        return {"pipeline.recompute": "none"}
-    raise ValueError("write `pipeline: {recompute: stage}` or delete the line")
 
 
 _REWARDED = "not here: it trains on rewards of answers that the model writes meanwhile, which TRL does"
@@ -127,6 +113,7 @@ def _job(value: Any) -> Writes:
 _ON_INPUTS = {True: {"train_on_inputs": False}, False: {"train_on_inputs": True}}
 _FULL_OR_LORA: dict[Any, Writes] = {"lora": {"method": "lora"}, "full": {"method": "full"}}
 _FUSED: dict[Any, Writes] = {True: {"kernels": "auto"}, False: {}}
+_RECOMPUTES: dict[Any, Writes] = {True: {"pipeline.recompute": "stage"}, False: {"pipeline.recompute": "none"}}
 _QLORA: dict[Any, Writes] = {"qlora": {"method": "lora", "load_in_4bit": True}}
 
 ALIASES: dict[str, AliasConversion] = {
@@ -144,7 +131,7 @@ ALIASES: dict[str, AliasConversion] = {
     "lora_target_linear": _one_of({True: {"lora.target_modules": "all-linear"}, False: {}, None: {}}),
     "dataset_name": lambda value: {"datasets": [{"path": value}]},
     **dict.fromkeys(("completion_only_loss", "assistant_only_loss"), _one_of(_ON_INPUTS)),
-    "gradient_checkpointing": _recompute,
+    "gradient_checkpointing": _one_of(_RECOMPUTES, "write `pipeline: {recompute: stage}` or delete the line"),
     "full_determinism": _one_of({True: {"deterministic": True}, False: {}, None: {}}),
     **dict.fromkeys(("stage", "rl"), _job),
     **dict.fromkeys(("use_liger_kernel", "enable_liger_kernel"), _one_of(_FUSED)),
@@ -279,10 +266,13 @@ def was_off(key: str, value: Any) -> bool:
 
 
 def conversion_of(key: str, value: Any) -> AliasConversion | None:
-    """The meaning of a key of another trainer, or of its value for one of ours; None: there is none."""
+    """The meaning of a key of another trainer, or of its value for one of ours; None: it is no such key."""
     if key == "method" and isinstance(value, str) and value.lower() == "qlora":
         return lambda value: dict(_QLORA["qlora"])
-    return ALIASES.get(key)
+    advice = REMOVED.get(key) or NO_COUNTERPART.get(key)
+    if advice is None:
+        return ALIASES.get(key)
+    return (lambda value: {}) if is_off(value) or was_off(key, value) else _one_of({}, advice)
 
 
 def answer_to(key: str, value: Any) -> str | None:

@@ -25,9 +25,7 @@ from roundpipe_cli.recipe.aliases import (
     AliasConversion,
     Writes,
     conversion_of,
-    is_off,
     value_alias,
-    was_off,
 )
 from roundpipe_cli.recipe.check import Findings, check, find_contradictions, hints_of, remove_unknown_keys, section_of
 from roundpipe_cli.recipe.schema import (
@@ -386,8 +384,6 @@ def _translate_keys(
                     findings=findings,
                     plain=len(writes) == 1 and meant is value,
                 )
-        elif name in NO_COUNTERPART or name in REMOVED:
-            _no_counterpart(here, mapping.pop(key), findings, notices)
     for key, value in mapping.items():
         if isinstance(value, dict):
             _translate_keys(root, value, (*path, key), findings, notices=notices)
@@ -401,7 +397,10 @@ def _convert(
     try:
         writes = conversion(value)
     except ValueError as error:
-        findings.add(path, f"{alias} has a value without counterpart here", found=shown_value(value), hint=str(error))
+        what = f"{alias} has a value without counterpart here"
+        what = f"unknown key {alias}" if alias in NO_COUNTERPART else what
+        what = f"{alias} is no longer a key" if alias in REMOVED else what
+        findings.add(path, what, found=shown_value(value), hint=str(error))
         return {}
     origin = findings.place(path).origin
     if not writes:
@@ -411,17 +410,6 @@ def _convert(
         shown = alias if alias in ALIASES else f"{alias}: {shown_value(value)}"
         notices.append(f"{origin}: {shown} is read as {meant}{NOTES.get(alias, '')}")
     return writes
-
-
-def _no_counterpart(path: KeyPath, value: Any, findings: Findings, notices: list[str]) -> None:
-    name = dotted(path)
-    if is_off(value) or was_off(name, value):
-        notices.append(
-            f"{findings.place(path).origin}: {name}: {shown_value(value)} changes nothing here and is left out"
-        )
-    else:
-        what = f"{name} is no longer a key" if name in REMOVED else f"unknown key {name}"
-        findings.add(path, what, found=shown_value(value), hint=REMOVED.get(name) or NO_COUNTERPART[name])
 
 
 def _move(
@@ -635,11 +623,11 @@ def resolved_yaml(recipe: Recipe) -> str:
 
 def values_as_yaml(values: Mapping[str, Any], *, width: int = 120) -> str:
     """The text of a recipe with these values, in their order; lines of `width` characters."""
-    return yaml.dump(_escaped(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=width)
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=width)
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes what `strict_yaml` reads: no aliases, and quotes wherever a text would read as another value."""
+    """Writes what is read back as it is: no aliases, and quotes wherever a text would read as another value."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -647,18 +635,10 @@ class _Dumper(yaml.SafeDumper):
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     stays_text = isinstance(parse_scalar(text), str)
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if stays_text else "'")
+    return dumper.represent_scalar("tag:yaml.org,2002:str", escape(text), style=None if stays_text else "'")
 
 
 _Dumper.add_representer(str, _represent_text)
-
-
-def _escaped(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _escaped(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_escaped(item) for item in value]
-    return escape(value) if isinstance(value, str) else value
 
 
 def _read(file: Path) -> bytes:
