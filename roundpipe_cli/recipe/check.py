@@ -438,13 +438,8 @@ def _find_above_peak(recipe: Recipe, given: dict[str, Any], findings: Findings) 
 
 # Checks for keys that make no sense together; one problem names both.
 
-NEEDS_EVALUATION = (
-    *(("eval_steps", None), ("eval_samples", 0)),
-    *(("load_best_model_at_end", False), ("early_stopping_patience", None)),
-)
-"""(key, off value) of keys without effect where there are no rows to evaluate on."""
-
-
+NEEDS_EVALUATION = ("eval_steps", "eval_samples", "load_best_model_at_end", "early_stopping_patience")
+"""Keys without effect where there are no rows to evaluate on."""
 PAIRS = "preference"
 PAIRS_HINT = "add the line `objective: dpo` (or orpo, simpo)"
 SPLIT_HINT = "`long_rows: truncate` or drop, or a larger max_seq_length"
@@ -461,13 +456,19 @@ def find_contradictions(recipe: Recipe, findings: Findings) -> None:
     _find_preference_problems(recipe, findings)
     find_schedule_problems(recipe, findings)
     _find_chunk_problems(recipe, findings)
-    _find_optimizer_problems(recipe, findings)
-    _find_frozen_full(recipe, findings)
     _find_stage_problems(recipe.pipeline, findings)
+    defaults = {field.name: field.default for field in fields(Recipe)}
+    for key, why, hint in _unread(recipe):
+        if getattr(recipe, key) != defaults[key]:
+            findings.add((key,), f"{key} {why}", hint=hint or f"delete the line {key}")
     packed = [kind for kind in PACKED_FORMATS.values() if getattr(recipe, kind.key)]
     for other in packed[1:]:
         what = f"the base weights cannot be in {packed[0].label} and in {other.label}"
         findings.add((other.key,), what, hint=f"delete {packed[0].key} or {other.key}")
+    for key in [*(kind.key for kind in packed), *(["weights"] if recipe.weights == "mmap" else [])]:
+        if recipe.method == "full":
+            what = "such weights are frozen, and full fine-tuning trains them"
+            findings.add((key,), what, found="method: full", expected="method: lora")
     if recipe.float16_accumulation and recipe.dtype != "float16":
         what, found = "only products of float16 can add up in float16", f"dtype: {recipe.dtype}"
         findings.add(("float16_accumulation",), what, found=found, hint="`dtype: float16`, or delete the line")
@@ -480,15 +481,23 @@ def find_contradictions(recipe: Recipe, findings: Findings) -> None:
     if recipe.nodes.shard_optimizer is True and recipe.method == "lora":
         hint = "the state of adapters is small: delete the line"
         findings.add(("nodes", "shard_optimizer"), "only full fine-tuning shares its state out", hint=hint)
+
+
+def _unread(recipe: Recipe) -> Iterator[tuple[str, str, str | None]]:
+    """(key, why nothing reads it here, what to do); at its default a key asks for nothing."""
+    for key in OPTIMIZER_KEYS:
+        if key not in OPTIMIZERS[recipe.optim].keys:
+            yield key, f"is not used by optim {recipe.optim}", None
+    if recipe.method == "lora":
+        why = "is not used with method lora: the base weights are frozen anyway"
+        yield "frozen_parameters", why, "choose what is adapted with lora.target_modules"
     if not recipe.val_set_size and not recipe.eval_datasets:
-        for key, off in NEEDS_EVALUATION:
-            if getattr(recipe, key) != off:
-                findings.add(
-                    (key,),
-                    f"{key} needs rows to evaluate on",
-                    found="neither val_set_size nor eval_datasets",
-                    hint="add a line such as `val_set_size: 0.05`",
-                )
+        for key in NEEDS_EVALUATION:
+            yield key, "needs rows to evaluate on", "add a line such as `val_set_size: 0.05`, or eval_datasets"
+    if recipe.trains_pairs:
+        # with orpo and simpo a prompt's log-probability would be part of the means that are compared
+        for key in ("label_smoothing_factor", *(["train_on_inputs"] if recipe.objective != "dpo" else [])):
+            yield key, f"is not offered with objective {recipe.objective}", None
 
 
 def _find_budget_problems(recipe: Recipe, findings: Findings) -> None:
@@ -544,28 +553,20 @@ def _find_rule_problems(recipe: Recipe, findings: Findings) -> None:
 
 
 def _find_preference_problems(recipe: Recipe, findings: Findings) -> None:
-    if not recipe.trains_pairs:
-        for path in (path for path, dataset in _datasets_of(recipe) if dataset.type == PAIRS):
+    objective, has_pairs = recipe.objective, recipe.trains_pairs
+    for path, dataset in _datasets_of(recipe):
+        if not has_pairs and dataset.type == PAIRS:
             findings.add((*path, "type"), "preference pairs need another objective", hint=PAIRS_HINT)
-        return
-    objective = recipe.objective
-    off: list[tuple[str, object]] = [("label_smoothing_factor", 0.0)]
-    if recipe.long_rows == "split":
+        if has_pairs and dataset.type not in ("auto", PAIRS):
+            what = f"objective {objective} needs preference pairs"
+            findings.add((*path, "type"), what, found=dataset.type, expected=PAIRS)
+    if has_pairs and recipe.long_rows == "split":
         findings.add(("long_rows",), "pairs cannot be split", hint=SPLIT_HINT)
+    if has_pairs and recipe.packs:  # `auto` is off with pairs
+        findings.add(("packing",), f"packing is not offered with objective {objective}", hint="delete the line packing")
     if objective == "dpo" and recipe.method != "lora":
         why = "the reference leaves the trained adapter out, or has its start; objective orpo and simpo need none"
         findings.add(("method",), "objective dpo needs method lora", found=recipe.method, hint=why)
-    if objective != "dpo":  # a prompt's log-probability would be part of the means that are compared
-        off.append(("train_on_inputs", False))
-    if recipe.packs:  # `auto` is off with pairs
-        off.append(("packing", "auto"))
-    for key, without in off:
-        if getattr(recipe, key) != without:
-            findings.add((key,), f"{key} is not offered with objective {objective}", hint=f"delete the line {key}")
-    for path, dataset in _datasets_of(recipe):
-        if dataset.type not in ("auto", PAIRS):
-            what = f"objective {objective} needs preference pairs"
-            findings.add((*path, "type"), what, found=dataset.type, expected=PAIRS)
 
 
 def _find_chunk_problems(recipe: Recipe, findings: Findings) -> None:
@@ -598,18 +599,6 @@ def _find_chunk_problems(recipe: Recipe, findings: Findings) -> None:
         )
 
 
-def _find_frozen_full(recipe: Recipe, findings: Findings) -> None:
-    """Packed weights, or such on a mapped file, cannot be trained."""
-    kinds = (
-        *((kind.key, getattr(recipe, kind.key)) for kind in PACKED_FORMATS.values()),
-        ("weights", recipe.weights == "mmap"),
-    )
-    for key, asked in kinds:
-        if asked and recipe.method == "full":
-            what = "such weights are frozen, and full fine-tuning trains them"
-            findings.add((key,), what, found="method: full", expected="method: lora")
-
-
 def _find_stage_problems(pipeline: PipelineConfig, findings: Findings) -> None:
     """Check for stages and devices that no schedule takes."""
     forward_auto, backward_auto = pipeline.forward_stages == "auto", pipeline.backward_stages == "auto"
@@ -629,15 +618,3 @@ def _find_stage_problems(pipeline: PipelineConfig, findings: Findings) -> None:
     if not isinstance(devices, str) and len({device == "cpu" for device in devices}) > 1:
         what, found = "processors and GPUs cannot work in one pool", ", ".join(devices)
         findings.add(("pipeline", "devices"), what, found=found, expected="either cpu or cuda devices")
-
-
-def _find_optimizer_problems(recipe: Recipe, findings: Findings) -> None:
-    """Check for keys that nothing reads."""
-    defaults = {field.name: field.default for field in fields(Recipe)}
-    used = OPTIMIZERS[recipe.optim].keys
-    for key in OPTIMIZER_KEYS:
-        if key not in used and getattr(recipe, key) != defaults[key]:
-            findings.add((key,), f"{key} is not used by optim {recipe.optim}", hint=f"delete the line {key}")
-    if recipe.frozen_parameters and recipe.method == "lora":
-        hint = "choose what is adapted with lora.target_modules"
-        findings.add(("frozen_parameters",), "with method lora the base weights are frozen anyway", hint=hint)

@@ -283,7 +283,7 @@ def test_no_key_that_a_recipe_has_is_called_unsupported() -> None:
             "push_to_hub": target == "hub_model_id",
         }
         together |= {"optim": "sgd"} if target == "sgd_momentum" else {}
-        together |= {"eval_strategy": "steps"} if target in dict(NEEDS_EVALUATION) else {}
+        together |= {"eval_strategy": "steps"} if target in NEEDS_EVALUATION else {}
         result = converted("trl", json.dumps(together))
         assert not result.left_out, (key, result.left_out)
         if key != "shuffle_dataset" and value not in ({}, []):
