@@ -96,6 +96,14 @@ def hints_of(schema: type) -> dict[str, Any]:
 
 
 @cache
+def defaults_of(schema: type) -> dict[str, Any]:
+    """Key -> default of a schema dataclass; keys that must be given are not in it."""
+    made = {field.name: field.default_factory for field in fields(schema) if field.default_factory is not MISSING}
+    plain = {field.name: field.default for field in fields(schema) if field.default is not MISSING}
+    return {key: made[key]() if key in made else plain[key] for key in hints_of(schema) if key in made or key in plain}
+
+
+@cache
 def known_keys(schema: type, prefix: str = "") -> tuple[str, ...]:
     """Every key path of a schema with dots, list items as `[]`: `lora.r`, `datasets[].path`."""
     paths: list[str] = []
@@ -242,8 +250,7 @@ def _check_section(value: dict[str, Any], schema: type, path: KeyPath, findings:
     """A schema dataclass from a mapping; unknown keys are left out, and reported elsewhere."""
     hints = hints_of(schema)
     arguments = {key: check(item, hints[key], (*path, key), findings) for key, item in value.items() if key in hints}
-    missing = [f.name for f in fields(schema) if f.default is MISSING and f.default_factory is MISSING]  # type: ignore[arg-type]
-    missing = [key for key in missing if key not in value]
+    missing = [key for key in hints if key not in value and key not in defaults_of(schema)]
     for key in missing:
         here = (*path, key)
         example = {"model": "model: Qwen/Qwen3-32B", "datasets": "datasets: [{path: data/train.jsonl}]"}.get(key)
@@ -457,9 +464,8 @@ def find_contradictions(recipe: Recipe, findings: Findings) -> None:
     find_schedule_problems(recipe, findings)
     _find_chunk_problems(recipe, findings)
     _find_stage_problems(recipe.pipeline, findings)
-    defaults = {field.name: field.default for field in fields(Recipe)}
     for key, why, hint in _unread(recipe):
-        if getattr(recipe, key) != defaults[key]:
+        if getattr(recipe, key) != defaults_of(Recipe)[key]:
             findings.add((key,), f"{key} {why}", hint=hint or f"delete the line {key}")
     packed = [kind for kind in PACKED_FORMATS.values() if getattr(recipe, kind.key)]
     for other in packed[1:]:
@@ -540,13 +546,12 @@ def _datasets_of(recipe: Recipe) -> Iterator[tuple[KeyPath, DatasetConfig]]:
 
 def _find_rule_problems(recipe: Recipe, findings: Findings) -> None:
     """Rules for what is trained of a conversation, where all of it is, or where an answer is compared."""
-    plain = {field.name: field.default for field in fields(DatasetConfig)}
     every = recipe.train_on_inputs
     why = "train_on_inputs trains every token" if every else f"objective {recipe.objective} compares whole answers"
     keys = ["roles_to_train", "turns_to_train"] if every or recipe.trains_pairs else []
     for path, dataset in _datasets_of(recipe):
         for key in [*keys, *(["train_on_eos"] if every else [])]:
-            if getattr(dataset, key) != plain[key]:
+            if getattr(dataset, key) != defaults_of(DatasetConfig)[key]:
                 findings.add((*path, key), f"{why}: {key} changes nothing", hint=f"delete {key}")
         if every and dataset.thoughts == "mask":
             findings.add((*path, "thoughts"), f"{why}, thoughts too", found="mask", expected="train or drop")

@@ -484,8 +484,8 @@ class _Dataset:
         entry: Entry = {"path": path, "type": "preference" if is_pairs(self._job) else kind}
         if kind == "alpaca":
             entry["alpaca_join"] = "newline"
-        for key, target in (("subset", "name"), ("split", "split")):
-            if isinstance(self._known.get(key), str) and (key, self._known[key]) != ("split", "train"):
+        for key, target, usual in (("subset", "name", None), ("split", "split", "train")):
+            if isinstance(self._known.get(key), str) and self._known[key] != usual:
                 entry[target] = self._known[key]
         names = dict(_COLUMNS[kind])
         if is_pairs(self._job):
@@ -493,15 +493,12 @@ class _Dataset:
             names |= {"chosen": "chosen", "rejected": "rejected"}
         given = {**_UNSAID.get(kind, {}), **self._columns}
         columns = {ours: str(given[theirs]) for theirs, ours in names.items() if theirs in given}
-        if renamed := {ours: theirs for ours, theirs in columns.items() if ours != theirs}:
-            entry["columns"] = renamed
         for key in (key for key in given if key not in names):
             where, why = f"{self._dataset}.columns.{key}", "rows of this type have no such column"
             self._result.leave_out(where, given[key], why, change="it is not read")
-        for key, value in self._known.items():
-            if key not in _READ and not is_off(value):
-                self._result.leave_out(f"{self._dataset}.{key}", value, "no counterpart here", change=WITHOUT_IT)
-        return entry
+        rest = {key: value for key, value in self._known.items() if key not in _READ}
+        (finished,) = _finished(entry, rest, self._dataset, self._result, columns=columns, known={})
+        return finished
 
     def _refuse_other_rows(self) -> None:
         media = next((key for key in ("images", "videos", "audios") if key in self._columns), None)

@@ -10,11 +10,11 @@ import re
 import textwrap
 import types
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from roundpipe_cli.recipe.aliases import spellings
-from roundpipe_cli.recipe.check import describe_type, hints_of, section_of
+from roundpipe_cli.recipe.check import defaults_of, describe_type, hints_of, section_of
 from roundpipe_cli.recipe.schema import (
     DEFAULT_LEARNING_RATES,
     Explained,
@@ -67,20 +67,18 @@ def find_keys(words: Sequence[str]) -> list[RecipeKey]:
 
 
 def _keys(schema: type, prefix: str) -> Iterator[RecipeKey]:
-    hints, meanings = hints_of(schema), field_docstrings(schema)
-    for field in fields(schema):
-        section, is_list = section_of(hints[field.name])
-        name = prefix + field.name
-        default = field.default_factory() if field.default_factory is not MISSING else field.default
-        derived = DERIVED.get(name)
-        has_none = default is MISSING or is_dataclass(default)
-        explanations = (one.meanings for one in get_args(hints[field.name]) if isinstance(one, Explained))
+    defaults, meanings = defaults_of(schema), field_docstrings(schema)
+    for key, hint in hints_of(schema).items():
+        section, is_list = section_of(hint)
+        name = prefix + key
+        has_own = key in defaults and not is_dataclass(defaults[key])
+        explanations = (one.meanings for one in get_args(hint) if isinstance(one, Explained))
         yield RecipeKey(
             name=name,
-            type=_type_of(hints[field.name], section, is_list),
-            default=derived if has_none else _as_yaml(default),
-            is_required=default is MISSING and derived is None,
-            meaning=" ".join([meanings[field.name], *explanations]),
+            type=_type_of(hint, section, is_list),
+            default=_as_yaml(defaults[key]) if has_own else DERIVED.get(name),
+            is_required=key not in defaults and name not in DERIVED,
+            meaning=" ".join([meanings[key], *explanations]),
         )
         if section is not None:
             yield from _keys(section, f"{name}{'[]' if is_list else ''}.")
@@ -161,19 +159,12 @@ def recipe_json_schema() -> JsonSchema:
 
 
 def _mapping_with_keys(schema: type) -> JsonSchema:
-    hints, meanings = hints_of(schema), field_docstrings(schema)
-    properties: JsonSchema = {}
-    for field in fields(schema):
-        entry = {"description": meanings[field.name], **_described(hints[field.name])}
-        default = field.default_factory() if field.default_factory is not MISSING else field.default
-        if default is not MISSING and not is_dataclass(default):
-            entry["default"] = with_lists(default)
-        properties[field.name] = entry
-    required = [
-        field.name
-        for field in fields(schema)
-        if field.default is MISSING and field.default_factory is MISSING and field.name not in DERIVED
-    ]
+    hints, defaults, meanings = hints_of(schema), defaults_of(schema), field_docstrings(schema)
+    properties = {key: {"description": meanings[key], **_described(hint)} for key, hint in hints.items()}
+    for key, default in defaults.items():
+        if not is_dataclass(default):
+            properties[key]["default"] = with_lists(default)
+    required = [key for key in hints if key not in defaults and key not in DERIVED]
     document: JsonSchema = {"type": "object", "properties": properties, "additionalProperties": False}
     return {**document, "required": required} if required else document
 

@@ -9,7 +9,7 @@ import json
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from roundpipe_cli.recipe.aliases import (
     conversion_of,
     value_alias,
 )
-from roundpipe_cli.recipe.check import Findings, check, find_contradictions, hints_of, remove_unknown_keys, section_of
+from roundpipe_cli.recipe.check import Findings, check, defaults_of, find_contradictions, hints_of, remove_unknown_keys
 from roundpipe_cli.recipe.schema import (
     DEFAULT_LEARNING_RATES,
     LoraConfig,
@@ -661,12 +661,8 @@ def _fill_defaults(data: dict[str, Any], stem: str) -> None:
         data.setdefault("micro_batch_tokens", None)
     kind = trained_kind(data.get("method"), data.get("objective"))
     data.setdefault("learning_rate", DEFAULT_LEARNING_RATES[kind])
-    for field in fields(Recipe):
-        section, is_list = section_of(hints_of(Recipe)[field.name])
-        if section is not None and not is_list:
-            inner = data.setdefault(field.name, {})
-            if isinstance(inner, dict):
-                for name, default in asdict(section()).items():
-                    inner.setdefault(name, with_lists(default))
-        elif field.default is not MISSING:
-            data.setdefault(field.name, with_lists(field.default))
+    for key, default in defaults_of(Recipe).items():
+        value = with_lists(vars(default) if is_dataclass(default) else default)
+        given = data.setdefault(key, value)
+        if is_dataclass(default) and isinstance(given, dict):
+            data[key] = {**given, **{name: inner for name, inner in value.items() if name not in given}}
