@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 from roundpipe_cli.choices import OPTIMIZER_KEYS, OPTIMIZERS, PACKED_FORMATS, SCHEDULE_KINDS
 from roundpipe_cli.errors import Problem, closest, one_edit_apart
 from roundpipe_cli.recipe.aliases import ALIASES, answer_to
-from roundpipe_cli.recipe.schema import DatasetConfig, PipelineConfig, Range, Recipe
+from roundpipe_cli.recipe.schema import RATE_SCHEDULES, RATE_SETTINGS, DatasetConfig, Named, PipelineConfig, Recipe
 from roundpipe_cli.recipe.strict_yaml import KeyPath, Place, dotted, format_key, parse_scalar, shown_value
 
 MAX_SHOWN = 30
@@ -322,7 +322,8 @@ def _choices(hint: Any) -> list[Any]:
     if origin is Literal:
         return list(arguments)
     if origin is Annotated:
-        return _choices(arguments[0])
+        tables = [list(one.table) for one in arguments if isinstance(one, Named)]
+        return tables[0] if tables else _choices(arguments[0])
     if origin in (Union, types.UnionType):
         return [choice for member in arguments for choice in _choices(member)]
     return []
@@ -370,34 +371,15 @@ def suggest(key: str, path: KeyPath, siblings: list[str]) -> str | None:
     return by_last[near] if near else None
 
 
-# The settings of learning-rate schedules, and their values that keep the learning rate in bounds.
+# Settings of learning-rate schedules that keep the learning rate in bounds.
 #
 # No schedule may give a learning rate that is negative, or above `learning_rate` unless `lr_above_peak` asks for it.
 # The bounds here do not depend on the number of steps; `train/prepare/learning_rate.py` looks at every step before
 # training.
 
-SCHEDULE_KEYS: dict[str, tuple[str, ...]] = {
-    "cosine": ("num_cycles",),
-    "cosine_with_restarts": ("num_cycles",),
-    "cosine_with_min_lr": ("num_cycles", "min_lr", "min_lr_rate"),
-    "polynomial": ("lr_end", "power"),
-    "inverse_sqrt": ("timescale",),
-    "warmup_stable_decay": (
-        *("num_decay_steps", "num_stable_steps", "warmup_type", "decay_type", "min_lr_ratio", "num_cycles"),
-    ),
-}
-"""Settings of each schedule in transformers."""
 NEEDED_SCHEDULE_KEYS = {"cosine_with_min_lr": ("min_lr", "min_lr_rate"), "warmup_stable_decay": ("num_decay_steps",)}
 """Exactly one of these is required."""
 
-_NOT_NEGATIVE, _COUNT = Annotated[float, Range(0)], Annotated[int, Range(0)]
-_CURVE = Literal["linear", "cosine", "1-sqrt"]
-KINDS: dict[str, Any] = {
-    **dict.fromkeys(("num_cycles", "lr_end", "power", "min_lr", "min_lr_rate", "min_lr_ratio"), _NOT_NEGATIVE),
-    "timescale": Annotated[float, Range(0, above=True)],
-    **{"num_decay_steps": _COUNT, "num_stable_steps": _COUNT, "warmup_type": _CURVE, "decay_type": _CURVE},
-}
-"""Values of each setting for which no step has a negative learning rate. A negative power has no bound above."""
 DEFAULT_LR_END = 1e-7
 """transformers' `lr_end` of the polynomial schedule."""
 
@@ -408,10 +390,10 @@ def find_schedule_problems(recipe: Recipe, findings: Findings) -> None:
     good: dict[str, Any] = {}
     for key, value in given.items():
         path = ("lr_scheduler_kwargs", key)
-        if key not in SCHEDULE_KEYS.get(name, ()):
-            known = ", ".join(SCHEDULE_KEYS.get(name, ())) or "no settings"
+        if key not in RATE_SCHEDULES[name]:
+            known = ", ".join(RATE_SCHEDULES[name]) or "no settings"
             findings.add(path, f"the schedule {name} has no setting {key}", expected=known)
-        elif (checked := check(value, KINDS[key], path, findings)) is not REFUSED:
+        elif (checked := check(value, RATE_SETTINGS[key], path, findings)) is not REFUSED:
             good[key] = checked
     needed = NEEDED_SCHEDULE_KEYS.get(name, ())
     if needed and sum(key in given for key in needed) != 1:

@@ -17,9 +17,9 @@ from roundpipe_cli.recipe.aliases import spellings
 from roundpipe_cli.recipe.check import defaults_of, describe_type, hints_of, section_of
 from roundpipe_cli.recipe.schema import (
     DEFAULT_LEARNING_RATES,
-    Explained,
     InclusiveRange,
     Matching,
+    Named,
     NotEmpty,
     Range,
     Recipe,
@@ -72,7 +72,7 @@ def _keys(schema: type, prefix: str) -> Iterator[RecipeKey]:
         section, is_list = section_of(hint)
         name = prefix + key
         has_own = key in defaults and not is_dataclass(defaults[key])
-        explanations = (one.meanings for one in get_args(hint) if isinstance(one, Explained))
+        explanations = (one.meanings for one in get_args(hint) if isinstance(one, Named) and one.meanings)
         yield RecipeKey(
             name=name,
             type=_type_of(hint, section, is_list),
@@ -193,6 +193,8 @@ def _limited(hint: Any, constraints: Sequence[Any]) -> JsonSchema:
         if isinstance(constraint, Range):
             limits["exclusiveMinimum" if constraint.above else "minimum"] = constraint.low
             limits["exclusiveMaximum" if constraint.below else "maximum"] = constraint.high
+        elif isinstance(constraint, Named):
+            limits["enum"] = list(constraint.table)
         elif isinstance(constraint, Matching):
             limits["pattern"] = f"^(?:{constraint.pattern})$"
         elif isinstance(constraint, InclusiveRange):

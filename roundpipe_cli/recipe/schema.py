@@ -15,6 +15,7 @@ from roundpipe_cli.choices import (
     OPTIMIZERS,
     PACKED_FORMATS,
     PAIR_OBJECTIVES,
+    ROW_KINDS,
     SCHEDULE_KINDS,
     OptimizerKind,
     OptimizerName,
@@ -68,20 +69,21 @@ class Matching:
 
 
 @dataclass(frozen=True, eq=False)
-class Explained:
-    """One of a table's names; the list of keys shows their meanings behind the key's own."""
+class Named:
+    """One of a table's names; where its entries have meanings, the list of keys shows them behind the key's own."""
 
-    table: Mapping[Any, OptimizerKind]
+    table: Mapping[str, Any]
 
     def accepts(self, value: Any) -> bool:
         return value in self.table
 
     def describe(self, noun: str) -> str:
-        return noun
+        return f"one of {', '.join(self.table)}"
 
     @property
     def meanings(self) -> str:
-        return "; ".join(f"{name} {kind.meaning}" for name, kind in self.table.items()) + "."
+        told = [f"{name} {kind.meaning}" for name, kind in self.table.items() if isinstance(kind, OptimizerKind)]
+        return "; ".join(told) + "." if told else ""
 
 
 @dataclass(frozen=True)
@@ -116,20 +118,8 @@ StepInterval = Literal["epoch"] | PositiveInt | Annotated[float, Range(0, 1, abo
 DeviceName = Annotated[str, Matching(r"cpu|cuda:\d{1,3}", "cpu or cuda:N, for instance cuda:0")]
 VariableName = Annotated[str, Matching(r"[A-Za-z_]\w{0,63}", "a name, for instance enable_thinking")]
 Stages = Annotated[tuple[Annotated[tuple[int, ...], InclusiveRange()], ...], NotEmpty()]
-Column = Literal[
-    "text",
-    "prompt",
-    "completion",
-    "instruction",
-    "input",
-    "output",
-    "messages",
-    "conversations",
-    "chosen",
-    "rejected",
-    "system",
-    "tools",
-    "history",
+Column = Annotated[
+    str, Named(dict.fromkeys(name for kind in ROW_KINDS.values() for name in (*kind.fields, *kind.optional)))
 ]
 MAX_LEARNING_RATE = 10
 """Higher ones are slips, such as 2e4 for 2e-4."""
@@ -144,19 +134,26 @@ def trained_kind(method: object, objective: object) -> str:
     return "full fine-tuning" if method == "full" else "LoRA"
 
 
-ScheduleKey = Literal[
-    "num_cycles",
-    "lr_end",
-    "power",
-    "timescale",
-    "min_lr",
-    "min_lr_rate",
-    "num_decay_steps",
-    "num_stable_steps",
-    "warmup_type",
-    "decay_type",
-    "min_lr_ratio",
-]
+RATE_SCHEDULES: Mapping[str, tuple[str, ...]] = {
+    "cosine": ("num_cycles",),
+    **dict.fromkeys(("linear", "constant"), ()),
+    "cosine_with_restarts": ("num_cycles",),
+    "cosine_with_min_lr": ("num_cycles", "min_lr", "min_lr_rate"),
+    "polynomial": ("lr_end", "power"),
+    "inverse_sqrt": ("timescale",),
+    "warmup_stable_decay": (
+        *("num_decay_steps", "num_stable_steps", "warmup_type", "decay_type", "min_lr_ratio", "num_cycles"),
+    ),
+}
+"""transformers' schedules of the learning rate, with their settings."""
+_NOT_NEGATIVE, _COUNT = Annotated[float, Range(0)], Annotated[int, Range(0)]
+_CURVE = Literal["linear", "cosine", "1-sqrt"]
+RATE_SETTINGS: Mapping[str, Any] = {
+    **dict.fromkeys(("num_cycles", "lr_end", "power", "min_lr", "min_lr_rate", "min_lr_ratio"), _NOT_NEGATIVE),
+    "timescale": Annotated[float, Range(0, above=True)],
+    **{"num_decay_steps": _COUNT, "num_stable_steps": _COUNT, "warmup_type": _CURVE, "decay_type": _CURVE},
+}
+"""Values of each setting for which no step has a negative learning rate. A negative power has no bound above."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -434,26 +431,19 @@ class Recipe:
     2305.14314) and Unsloth's guide; 5.0e-6 for preference pairs, Unsloth's guide again (TRL's default is 1.0e-6);
     1.0e-5 for all weights (TRL's default is 2.0e-5), as "LoRA without regret" (thinkingmachines.ai, 2025) found LoRA's
     best rate to be about ten times that of full fine-tuning."""
-    lr_scheduler_type: Literal[
-        "cosine",
-        "linear",
-        "constant",
-        "cosine_with_restarts",
-        "cosine_with_min_lr",
-        "polynomial",
-        "inverse_sqrt",
-        "warmup_stable_decay",
-    ] = "cosine"
+    lr_scheduler_type: Annotated[str, Named(RATE_SCHEDULES)] = "cosine"
     """How the learning rate falls after warmup, by transformers' schedules: to zero by a cosine or a line, not at all,
     ..."""
-    lr_scheduler_kwargs: Mapping[ScheduleKey, int | float | Words] = field(default_factory=dict)
+    lr_scheduler_kwargs: Mapping[Annotated[str, Named(RATE_SETTINGS)], int | float | Words] = field(
+        default_factory=dict
+    )
     """Settings of the schedule, by transformers' names: {min_lr_rate: 0.1} for cosine_with_min_lr."""
     lr_above_peak: bool = False
     """Let `lr_scheduler_kwargs` take the learning rate above `learning_rate`, by a min_lr_rate over 1 say. Otherwise
     that is refused, as is any step with a negative or infinite learning rate."""
     warmup_steps: Annotated[int, Range(0)] | Annotated[float, Range(0, 1, below=True)] = 0.03
     """Steps in which the learning rate rises from zero: a number of steps, or a fraction (below 1) of all steps."""
-    optim: Annotated[OptimizerName, Explained(OPTIMIZERS)] = "adamw"
+    optim: Annotated[OptimizerName, Named(OPTIMIZERS)] = "adamw"
     """The optimizer on the host. Bytes of its state for each trained parameter:"""
     adam_beta1: Annotated[float, Range(0, 1, below=True)] = 0.9
     """AdamW: decay of the gradient's average."""

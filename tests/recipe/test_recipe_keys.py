@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import get_args
 
 import jsonschema
 import pytest
@@ -20,15 +19,10 @@ from typer.testing import CliRunner
 from roundpipe_cli.cli.recipes import recipes
 from roundpipe_cli.errors import RecipeError, RefusedError, one_edit_apart
 from roundpipe_cli.recipe.aliases import ALIASES, NO_COUNTERPART
-from roundpipe_cli.recipe.check import KINDS, SCHEDULE_KEYS, known_keys
+from roundpipe_cli.recipe.check import known_keys
 from roundpipe_cli.recipe.keys import as_markdown, as_text, find_keys, recipe_keys
 from roundpipe_cli.recipe.load import load_recipe
-from roundpipe_cli.recipe.schema import (
-    DatasetConfig,
-    Recipe,
-    ScheduleKey,
-    plain_data,
-)
+from roundpipe_cli.recipe.schema import RATE_SCHEDULES, RATE_SETTINGS, DatasetConfig, Recipe, plain_data
 from roundpipe_cli.recipe.shipped import shipped_recipes
 from roundpipe_cli.recipe.strict_yaml import parse_text
 from scripts.recipe_pages import PAGE, updated
@@ -101,7 +95,7 @@ def test_the_json_schema_takes_what_the_loader_takes(tmp_path: Path) -> None:
 
 def test_every_setting_of_a_learning_rate_schedule_has_its_range() -> None:
     """One without a range ended in a KeyError, one that no schedule takes could not be used."""
-    assert set(get_args(ScheduleKey)) == KINDS.keys() == {key for keys in SCHEDULE_KEYS.values() for key in keys}
+    assert RATE_SETTINGS.keys() == {key for keys in RATE_SCHEDULES.values() for key in keys}
 
 
 @pytest.mark.parametrize(
