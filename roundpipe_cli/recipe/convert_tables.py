@@ -67,65 +67,46 @@ REQUIRED = ("learning_rate", "lora.r", "lora.alpha")
 
 _DECIDED_HERE = """
     model_type tokenizer_type is_llama_derived_model is_mistral_derived_model is_qwen_derived_model strict
-    is_falcon_derived_model
-    flash_attention sdp_attention xformers_attention attn_implementation flash_attn use_fast_tokenizer
-    flex_attention flex_attn_compile_kwargs eager_attention sage_attention flash_optimum flash_attn_cross_entropy
-    flash_attn_rms_norm flash_attn_fuse_mlp flash_attn_fuse_qkv flash_attn_d512 fused_attn_kernel scattermoe
-    gemma4_hybrid_attn_impl large_head_attention sdpa_varlen tokenizer_use_fast
-    dataset_prepared_path dataset_processes dataset_num_proc preprocessing_num_workers dataloader_num_workers
-    dataloader_pin_memory dataloader_prefetch_factor dataloader_persistent_workers overwrite_cache
-    overwrite_output_dir plot_loss do_train do_eval ddp_timeout dataset_keep_in_memory preprocessing_batch_size
-    data_shared_file_system streaming dataset_streaming buffer_size tokenized_path
-    streaming_multipack_buffer_size preprocess_shards use_v1_kernels use_kernels activation_offloading
-    layer_offloading offload_folder ple_cpu_offload experimental_skip_move_to_device lora_on_cpu
-    ddp_find_unused_parameters ddp_backend ddp_bucket_cap_mb ddp_broadcast_buffers gradient_checkpointing_kwargs
-    selective_checkpointing disable_gradient_checkpointing use_reentrant_gc save_safetensors save_only_model
-    logging_first_step logging_strategy logging_dir save_strategy_steps remove_unused_columns low_cpu_mem_usage
-    include_tokens_per_second include_num_input_tokens_seen include_tkps include_effective_tokens_per_second
-    print_param_status eval_batch_size per_device_eval_batch_size stage
+    is_falcon_derived_model flash_attention sdp_attention xformers_attention attn_implementation flash_attn
+    use_fast_tokenizer flex_attention flex_attn_compile_kwargs eager_attention sage_attention fused_attn_kernel
+    scattermoe gemma4_hybrid_attn_impl large_head_attention sdpa_varlen tokenizer_use_fast dataset_prepared_path
+    dataset_processes dataset_num_proc preprocessing_num_workers overwrite_cache overwrite_output_dir plot_loss
+    do_train do_eval dataset_keep_in_memory preprocessing_batch_size data_shared_file_system streaming
+    dataset_streaming buffer_size tokenized_path streaming_multipack_buffer_size preprocess_shards use_v1_kernels
+    use_kernels layer_offloading offload_folder ple_cpu_offload experimental_skip_move_to_device lora_on_cpu
+    gradient_checkpointing_kwargs selective_checkpointing disable_gradient_checkpointing use_reentrant_gc
+    remove_unused_columns low_cpu_mem_usage include_tokens_per_second include_num_input_tokens_seen include_tkps
+    include_effective_tokens_per_second print_param_status eval_batch_size per_device_eval_batch_size stage
     pad_to_sequence_len pad_to_multiple_of padding_free eval_sample_packing eval_packing disable_tqdm
-    sample_packing_sequentially sample_packing_group_size sample_packing_bin_size sample_packing_eff_est
-    total_num_tokens batch_flattening multipack_real_batches
-    tf32 local_rank debug use_cache use_kv_cache device_map max_memory gpu_memory_limit
-    deepspeed deepcompile fsdp fsdp_config fsdp_version fsdp_transformer_layer_cls_to_wrap fsdp_final_state_dict_type
-    dp_shard_size dp_replicate_size context_parallel_size sequence_parallel_degree tensor_parallel_size
-    expert_parallel_size expert_parallel_num_nvl_bytes expert_parallel_token_capacity heads_k_stride ring_attn_func
+    total_num_tokens batch_flattening multipack_real_batches tf32 local_rank debug use_cache use_kv_cache device_map
+    max_memory gpu_memory_limit deepspeed deepcompile fsdp fsdp_config dp_shard_size dp_replicate_size
+    context_parallel_size sequence_parallel_degree tensor_parallel_size heads_k_stride ring_attn_func
     tensor_model_parallel_size pipeline_model_parallel_size sequence_parallel expert_model_parallel_size
     overlap_param_gather overlap_grad_reduce bias_activation_fusion apply_rope_fusion use_distributed_optimizer
     moe_grouped_gemm moe_token_dispatcher_type recompute_granularity use_mca use_hyper_parallel hyper_parallel_args
-    use_ray ray_num_workers ray_init_kwargs use_kt world_size accelerator_config
-    enable_liger_kernel use_liger_kernel liger_rope liger_rms_norm liger_rms_norm_gated liger_layer_norm
-    liger_glu_activation liger_fused_linear_cross_entropy liger_cross_entropy cut_cross_entropy
-    chunked_cross_entropy chunked_cross_entropy_num_chunks tiled_mlp tiled_mlp_num_shards
-    tiled_mlp_use_original_mlp use_scattermoe use_sonicmoe use_dsv4_kernels use_glm_dsa_kernels
-    dsv4_fp4_grouped_mode nvfp4_merge_aware experts_implementation quantize_moe_experts llama4_linearized_experts
-    use_unsloth use_unsloth_gc upcast_layernorm upcast_lmhead_output torch_compile torch_compile_mode
-    torch_compile_backend shuffle_merged_datasets shuffle_before_merging_datasets
-    lora_task_type use_adapter trl_version
-    use_bnb_nested_quant double_quantization bnb_4bit_use_double_quant bnb_4bit_compute_dtype
-    bnb_4bit_quant_storage run_name gc_steps torch_empty_cache_steps
-    lora_mlp_kernel lora_qkv_kernel lora_o_kernel lora_embedding_kernel optim_target_modules eval_on_start
-    pissa_iter pissa_convert asft_alpha eaft_alpha eaft_k
-    fp8_backend fp8_config fp8_enable_fsdp_float8_all_gather gradient_checkpointing infer_dtype hub_private_repo
-    generation_max_length generation_num_beams do_causal_lm_eval eval_causal_lm_metrics eval_table_size
-    media_dir greater_is_better ignore_data_skip create_new_adapter
-    bf16_full_eval fp16_full_eval activation_checkpointing activation_checkpointing_kwargs liger_kernel_config
-    log_on_each_node logging_nan_inf_filter log_level log_level_replica project include_for_metrics batch_eval_metrics
-    prediction_loss_only eval_do_concat_batches eval_use_gather_object eval_accumulation_steps eval_on_each_dataset
-    eval_num_beams save_on_each_node save_first_step enable_jit_checkpoint dynamic_checkpoint use_cpu
-    restore_callback_states_from_checkpoint parallelism_config dataloader_multiprocessing_context dataloader_in_order
-    ddp_static_graph ddp skip_memory_metrics label_names length_column_name ignore_bias_buffers compute_accuracy
-    cache_dir temperature top_p top_k num_beams max_new_tokens repetition_penalty length_penalty skip_special_tokens
-    quantization_device_map bnb_config_kwargs master_addr master_port enable_torch_profiler capabilities
-    env_capabilities device do_bench_eval bench_dataset bench_split gc_collect_steps is_preprocess preprocess_iterable
-    sample_packing_mp_start_method pretrain_multipack_buffer_size torch_compile_options axolotl_config_path
-    total_supervised_tokens push_dataset_to_hub num_generation_samples type_of_model cls_model_config
-    tokenizer_save_jinja_files qlora_sharded_model_loading peft_autocast_adapter_dtype peft_ensure_weight_tying
-    peft_layers_pattern freeze_trainable_layers freeze_trainable_modules freeze_extra_modules module_dropout
-    init_special_tokens embeddings_skip_upcast mean_resizing_embeddings quantization merge_method torchdistx_path
-    resources_per_worker infer_backend fp32_norm_classes num_dataset_shards_to_save pad_token
-    training.gradient_checkpointing data.format_type logging.wandb_project logging.wandb_token
-    logging.tensorboard_dir logging.hf_token
+    use_ray use_kt world_size accelerator_config enable_liger_kernel use_liger_kernel cut_cross_entropy
+    chunked_cross_entropy chunked_cross_entropy_num_chunks use_scattermoe use_sonicmoe use_dsv4_kernels
+    use_glm_dsa_kernels dsv4_fp4_grouped_mode nvfp4_merge_aware experts_implementation quantize_moe_experts
+    llama4_linearized_experts use_unsloth use_unsloth_gc upcast_layernorm upcast_lmhead_output
+    shuffle_merged_datasets shuffle_before_merging_datasets lora_task_type use_adapter trl_version
+    use_bnb_nested_quant double_quantization run_name gc_steps torch_empty_cache_steps lora_mlp_kernel
+    lora_qkv_kernel lora_o_kernel lora_embedding_kernel optim_target_modules eval_on_start pissa_iter pissa_convert
+    asft_alpha eaft_alpha eaft_k gradient_checkpointing infer_dtype do_causal_lm_eval eval_causal_lm_metrics
+    eval_table_size media_dir greater_is_better ignore_data_skip create_new_adapter bf16_full_eval fp16_full_eval
+    project include_for_metrics batch_eval_metrics prediction_loss_only eval_do_concat_batches
+    eval_use_gather_object eval_accumulation_steps eval_on_each_dataset eval_num_beams enable_jit_checkpoint
+    dynamic_checkpoint use_cpu restore_callback_states_from_checkpoint parallelism_config ddp skip_memory_metrics
+    label_names length_column_name ignore_bias_buffers compute_accuracy cache_dir temperature top_p top_k num_beams
+    max_new_tokens repetition_penalty length_penalty skip_special_tokens quantization_device_map bnb_config_kwargs
+    master_addr master_port enable_torch_profiler capabilities env_capabilities device do_bench_eval bench_dataset
+    bench_split gc_collect_steps is_preprocess preprocess_iterable pretrain_multipack_buffer_size
+    axolotl_config_path total_supervised_tokens push_dataset_to_hub num_generation_samples type_of_model
+    cls_model_config tokenizer_save_jinja_files qlora_sharded_model_loading peft_autocast_adapter_dtype
+    peft_ensure_weight_tying peft_layers_pattern freeze_trainable_layers freeze_trainable_modules
+    freeze_extra_modules module_dropout init_special_tokens embeddings_skip_upcast mean_resizing_embeddings
+    quantization merge_method torchdistx_path resources_per_worker infer_backend fp32_norm_classes
+    num_dataset_shards_to_save pad_token training.gradient_checkpointing data.format_type logging.wandb_project
+    logging.wandb_token logging.tensorboard_dir logging.hf_token
 """
 WITHOUT_EFFECT = frozenset(_DECIDED_HERE.split())
 """How another tool gets onto its devices, what its kernels and loaders are: decided by the program itself here. And
@@ -143,7 +124,9 @@ WITHOUT_EFFECT_PREFIXES = (
     *("wandb_", "swanlab_", "mlflow_", "comet_", "gradio_", "ray_", "otel_", "trackio_", "hub_", "hf_mlflow_"),
     *("use_wandb", "use_swanlab", "use_mlflow", "use_comet", "use_otel", "use_trackio", "hf_use_auth_token"),
     *("vllm_", "sglang_", "kt_", "export_", "generation_", "generate_samples", "lm_eval_", "profile_"),
-    *("hf_hub_token", "ms_hub_token", "om_hub_token", "hatchery_"),
+    *("hf_hub_token", "ms_hub_token", "om_hub_token", "hatchery_", "liger_", "flash_", "torch_compile", "tiled_mlp"),
+    *("dataloader_", "ddp_", "fsdp_", "expert_parallel_", "sample_packing_", "activation_", "fp8_", "bnb_4bit_"),
+    *("save_", "log_", "logging_"),
 )
 """Beginnings of the names of such settings."""
 
