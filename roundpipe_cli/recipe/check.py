@@ -489,7 +489,6 @@ def _unread(recipe: Recipe) -> Iterator[tuple[str, str, str | None]]:
 
 
 def _find_budget_problems(recipe: Recipe, findings: Findings) -> None:
-    """Check for a token budget that is too small for a row, or that nothing reads."""
     path, row = ("micro_batch_tokens",), recipe.tokens_of_full_row
     if recipe.micro_batch_tokens is not None and recipe.pipeline.num_chunks > 1:
         what = "microbatches of chunked sequences are not filled by tokens"
@@ -503,7 +502,6 @@ def _find_budget_problems(recipe: Recipe, findings: Findings) -> None:
 
 
 def _find_split_problems(recipe: Recipe, findings: Findings) -> None:
-    """Long texts in pieces."""
     splits, overlap = recipe.long_rows == "split", recipe.long_rows_overlap
     if overlap and not splits:
         findings.add(("long_rows_overlap",), "only sequences of a split row can overlap", hint="`long_rows: split`")
@@ -557,7 +555,6 @@ def _find_preference_problems(recipe: Recipe, findings: Findings) -> None:
 
 
 def _find_chunk_problems(recipe: Recipe, findings: Findings) -> None:
-    """Check for keys that do not go with sequences in chunks."""
     pipeline = recipe.pipeline
     if pipeline.num_chunks == 1:
         return
@@ -587,7 +584,6 @@ def _find_chunk_problems(recipe: Recipe, findings: Findings) -> None:
 
 
 def _find_stage_problems(pipeline: PipelineConfig, findings: Findings) -> None:
-    """Check for stages and devices that no schedule takes."""
     forward_auto, backward_auto = pipeline.forward_stages == "auto", pipeline.backward_stages == "auto"
     is_bound = pipeline.binds_stages
     if not is_bound and forward_auto != backward_auto:

@@ -236,12 +236,7 @@ def convert_file(
     _keep_long_texts(result, datasets)
     _fill_defaults(result)
     _multiply(result, num_gpus)
-    _say_defaults(result)
-    # TRL trains the whole of a chat unless it is told otherwise, but only the completion of a prompt, or of a pair
-    is_said = result.values.get("objective") is not None or "train_on_inputs" in result.values
-    if tool == "trl" and not is_said and any(one.get("type") not in ("text", "prompt_completion") for one in datasets):
-        what = "only answers are trained; TRL trains the prompts of chats too (here: train_on_inputs: true)"
-        result.change("assistant_only_loss", what)
+    _say_defaults(result, datasets)
     result.recipe = _accepted(result, datasets)
     return result
 
@@ -262,9 +257,8 @@ def _from_unsloth(data: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(targets, str) and targets != "all-linear":
         made["lora_target_modules"] = [one.strip() for one in targets.split(",")]
     if local := flat.pop("data.local_dataset", None):
-        made["dataset_mixture"] = {
-            "datasets": [{"path": path} for path in (local if isinstance(local, list) else [local])]
-        }
+        paths = local if isinstance(local, list) else [local]
+        made["dataset_mixture"] = {"datasets": [{"path": path} for path in paths]}
     made["train_on_inputs"] = not flat.pop("training.train_on_completions", False)
     if reports := [name for name in ("wandb", "tensorboard") if flat.pop(f"logging.enable_{name}", None)]:
         made["report_to"] = reports
@@ -314,11 +308,9 @@ def _tool_of(data: dict[str, Any], name: str) -> Tool:
 
 
 def _fill_defaults(result: Conversion) -> None:
-    """Values for what the file leaves unsaid, from the other tool's defaults."""
-    sets = [
-        DEFAULTS.get((result.tool, name), {}) for name in ("all", result.job, *(["lora"] if result.is_lora else []))
-    ]
-    defaults = {key: value for one in sets for key, value in one.items()}
+    defaults = {**DEFAULTS[result.tool, "all"], **DEFAULTS.get((result.tool, result.job), {})}
+    if result.is_lora:
+        defaults |= DEFAULTS[result.tool, "lora"]
     if result.is_lora and result.tool == "llama-factory":
         rank = result.data.get("lora_rank")
         defaults["lora_alpha"] = 2 * (rank if rank and isinstance(rank, int) else defaults["lora_rank"])
@@ -342,8 +334,8 @@ def _multiply(result: Conversion, num_gpus: int) -> None:
         result.notes.append(note)
 
 
-def _say_defaults(result: Conversion) -> None:
-    """Notes about keys that the file does not have."""
+def _say_defaults(result: Conversion, datasets: list[Entry]) -> None:
+    """Say what follows from keys that the file does not have."""
     tool, data = result.tool, result.data
     if result.defaults:
         shown = ", ".join(f"{target} {short(value)}" for target, value in result.defaults.items())
@@ -361,6 +353,11 @@ def _say_defaults(result: Conversion) -> None:
             result.notes.append(f"The template {template} {note}")
     if tool == "llama-factory" and "do_train" not in data:
         result.notes.append("The file has no do_train: true, without which LLaMA-Factory trains nothing.")
+    # TRL trains the whole of a chat unless it is told otherwise, but only the completion of a prompt, or of a pair
+    is_said = result.values.get("objective") is not None or "train_on_inputs" in result.values
+    if tool == "trl" and not is_said and any(one.get("type") not in ("text", "prompt_completion") for one in datasets):
+        what = "only answers are trained; TRL trains the prompts of chats too (here: train_on_inputs: true)"
+        result.change("assistant_only_loss", what)
 
 
 def _accepted(result: Conversion, datasets: list[Entry]) -> dict[str, Any]:

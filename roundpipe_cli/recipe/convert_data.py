@@ -129,7 +129,6 @@ def _finished(
 
 
 def _file_paths(path: str, files: Any, where: str) -> list[str]:
-    """The paths of a dataset, which may name its files apart."""
     if is_off(files):
         return [path]
     names = files if isinstance(files, list) else [files]

@@ -96,12 +96,12 @@ def refuse_bad_references(value: Any, path: KeyPath, findings: Findings) -> Any:
             hint=f"write ~{value[named.end() :]}" if named[1] == "HOME" else "write the whole path",
         )
         return None
-    for opening in _openings(value):
-        if not _REFERENCE.match(value, opening):
+    for opening in _OPENING.finditer(value):
+        if len(opening[1]) % 2 == 0 and not _REFERENCE.match(value, opening.end() - 2):
             findings.add(
                 path,
                 f"{format_key(path)} holds a reference that is refused",
-                found=shown_value(value[opening:]),
+                found=shown_value(value[opening.end() - 2 :]),
                 expected="${key} with another key of the recipe, for instance ${output_dir} or ${lora.r}",
                 hint="environment variables and resolvers are never read; for a literal `${` write `\\${`",
             )
@@ -171,11 +171,6 @@ def look_up(data: Any, path: KeyPath) -> Any:
             return ABSENT
         data = data[part]
     return data
-
-
-def _openings(text: str) -> list[int]:
-    """Where a `${` begins that is not escaped by a backslash."""
-    return [match.end() - 2 for match in _OPENING.finditer(text) if len(match[1]) % 2 == 0]
 
 
 def _texts(value: Any, path: KeyPath) -> list[KeyPath]:
@@ -343,7 +338,6 @@ def _move_up(path: KeyPath, findings: Findings) -> None:
 
 
 def _no_override(text: str, key: str, equals: str, origin: str) -> Problem:
-    """The error for an override that is not `key=value`."""
     if equals:
         hint = f"write {shlex.quote(text.lstrip('-'))}" if _PATH.fullmatch(key.lstrip("-")) else None
     elif _PATH.fullmatch(key) and (known := _known_key(key)):
