@@ -43,22 +43,15 @@ def convert(
     say(f"reading {file} ...")
     from roundpipe_cli.choices import PAIR_OBJECTIVES
     from roundpipe_cli.cli.recipes import write_new
-    from roundpipe_cli.files import open_regular
+    from roundpipe_cli.files import read_regular
     from roundpipe_cli.recipe.convert import convert_file
     from roundpipe_cli.recipe.convert_tables import TOOLS
-    from roundpipe_cli.recipe.shipped import ROW_SUFFIXES
+    from roundpipe_cli.recipe.shipped import refuse_rows
     from roundpipe_cli.recipe.strict_yaml import MAX_BYTES, shown_value
 
-    if file.suffix in ROW_SUFFIXES and file.is_file():
-        raise RefusedError(
-            f"{file} is a file of rows, not a training file",
-            found=f"a {file.suffix} file",
-            expected="a YAML file of axolotl, LLaMA-Factory or TRL",
-            hint=f"`roundpipe init --data {file}` writes a recipe for it",
-        )
+    refuse_rows(file, "a training file", "a YAML file of axolotl, LLaMA-Factory or TRL")
     try:
-        with open_regular(file) as stream:
-            raw = stream.read(MAX_BYTES + 1)
+        raw = read_regular(file, MAX_BYTES)
     except OSError as error:
         raise RefusedError(
             "the file cannot be read",

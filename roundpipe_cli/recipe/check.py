@@ -355,16 +355,13 @@ def suggest(key: str, path: KeyPath, siblings: list[str]) -> str | None:
     word = key.strip().lower().replace("-", "_").replace(" ", "_")[:100]
     shown = format_key(path) + "." if path else ""
     spellings = [alias.removeprefix(prefix) for alias in ALIASES if alias.startswith(prefix)]
-    for candidates in (siblings, [name for name in spellings if "." not in name]):
-        for name in candidates:
-            if one_edit_apart(word, name):
-                return shown + name
-    everywhere = list(known_keys(Recipe))
-    for full in everywhere:
-        if full.rpartition(".")[2] == word.rpartition(".")[2] or full == word:
-            return full
-    near = closest(word, siblings)
-    if near:
+    here = [*siblings, *(name for name in spellings if "." not in name)]
+    if near := next((name for name in here if one_edit_apart(word, name)), None):
+        return shown + near
+    everywhere = known_keys(Recipe)
+    if same := next((full for full in everywhere if full.rpartition(".")[2] == word.rpartition(".")[2]), None):
+        return same
+    if near := closest(word, siblings):
         return shown + near
     by_last = {full.rpartition(".")[2]: full for full in reversed([*everywhere, *ALIASES])}
     near = closest(word, list(by_last))

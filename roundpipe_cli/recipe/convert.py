@@ -31,7 +31,7 @@ from roundpipe_cli.recipe.convert_tables import (
 )
 from roundpipe_cli.recipe.load import load_text, values_as_yaml
 from roundpipe_cli.recipe.schema import Recipe
-from roundpipe_cli.recipe.strict_yaml import MAX_BYTES, parse_bytes, shown_value
+from roundpipe_cli.recipe.strict_yaml import parse_bytes, shown_value
 
 # Refuses files of other tools for a job that no recipe does: a recipe of such a file would train another model.
 # Settings that only change the way there are converted, and named in the first line (`convert_tables.CHANGES`).
@@ -184,7 +184,7 @@ def convert_file(
     Raises:
         RefusedError: not YAML, not a file of a known tool, for a job that no recipe does, or without rows.
     """
-    data = _as_yaml_1_1(cast("dict[str, Any]", parse_bytes(raw[: MAX_BYTES + 1], name).data))
+    data = _as_yaml_1_1(cast("dict[str, Any]", parse_bytes(raw, name).data))
     is_unsloth = tool is None and isinstance(data.get("training"), dict) and isinstance(data.get("data", {}), dict)
     if is_unsloth:
         tool, data = "trl", _from_unsloth(data)

@@ -134,10 +134,7 @@ def find_recipe(name: Path | str) -> tuple[Path, str | None]:
         RefusedError: no such file, with the places tried and the nearest names.
     """
     path = named_path(name)
-    if path.suffix in ROW_SUFFIXES and path.is_file():
-        what = f"{path} is a file of rows, not a recipe"
-        hint = f"`roundpipe init --data {path}` writes a recipe for it"
-        raise RefusedError(what, found=f"a {path.suffix} file", expected="a YAML file", hint=hint)
+    refuse_rows(path, "a recipe")
     if path.is_file():
         return path, None
     if path.exists():
@@ -151,6 +148,19 @@ def find_recipe(name: Path | str) -> tuple[Path, str | None]:
 
 ROW_SUFFIXES = frozenset({".jsonl", ".csv", ".tsv", ".parquet", ".txt", ".gz"})
 """Files of rows, by their names."""
+
+
+def refuse_rows(path: Path, wanted: str, expected: str = "a YAML file") -> None:
+    """
+    Raises:
+        RefusedError: `path` is a file of rows, where one of settings is `wanted`.
+    """
+    if path.suffix in ROW_SUFFIXES and path.is_file():
+        what = f"{path} is a file of rows, not {wanted}"
+        hint = f"`roundpipe init --data {path}` writes a recipe for it"
+        raise RefusedError(what, found=f"a {path.suffix} file", expected=expected, hint=hint)
+
+
 SEE_LIST = "`roundpipe recipes ls` lists the recipes that come with the tool"
 
 
