@@ -204,7 +204,7 @@ def _state(data: dict[str, Any], field: Field) -> str:
         return "listed"
     if any(field.name in change for change in set(with_it.changes) - set(without.changes)):
         return "listed"
-    if with_it.recipe != without.recipe or field.name in with_it.written or len(with_it.notes) > len(without.notes):
+    if with_it.recipe != without.recipe or len(with_it.notes) > len(without.notes):
         return "converted"
     return "no effect" if field.name in with_it.without_effect else "SILENT"
 
