@@ -115,21 +115,18 @@ def validate(
         raise RefusedError("no recipe to check", found=" ".join(words), hint="roundpipe recipes validate mine.yaml")
     documents: list[dict[str, Any]] = []
     for file in files:
-        notices: tuple[str, ...] = ()
-        error: RefusedError | None = None
+        document: dict[str, Any] = {"file": file, "valid": True, "problems": [], "notices": []}
+        documents.append(document)
         try:
-            notices = load_recipe(file, overrides).notices
-        except RefusedError as refused:
-            error = refused
-        problems = [] if error is None else [asdict(problem) for problem in error.problems]
-        documents.append({"file": file, "valid": error is None, "problems": problems, "notices": list(notices)})
-        if json_:
-            continue
-        for notice in notices:
-            say(f"note: {notice}")
-        if error is not None:
-            show_error(error)
-        say_data(f"{file}: {'is a good recipe' if error is None else 'has mistakes'}")
+            document["notices"] = list(load_recipe(file, overrides).notices)
+        except RefusedError as error:
+            document |= {"valid": False, "problems": [asdict(problem) for problem in error.problems]}
+            if not json_:
+                show_error(error)
+        if not json_:
+            for notice in document["notices"]:
+                say(f"note: {notice}")
+            say_data(f"{file}: {'is a good recipe' if document['valid'] else 'has mistakes'}")
     if json_:
         say_json(documents)
     if not all(document["valid"] for document in documents):

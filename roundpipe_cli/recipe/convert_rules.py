@@ -55,6 +55,10 @@ ConversionRule = Callable[[Any, Data], Writes]
 Raises LeaveOutError, or another ValueError where this value has no counterpart."""
 
 
+def _nothing(value: Any, data: Data) -> Writes:
+    return {}
+
+
 def _as(target: str) -> ConversionRule:
     return lambda value, data: {target: value}
 
@@ -484,7 +488,7 @@ RULES: Mapping[str, ConversionRule] = {
     **{key: _alias(key) for key in ALIASES},
     **{key: _unless_off(_left_out(reason)) for key, reason in NO_COUNTERPART.items()},
     **{key: _unless_off(_left_out("no counterpart here", change)) for key, change in CHANGES.items()},
-    **dict.fromkeys(WITHOUT_EFFECT, lambda value, data: {}),
+    **dict.fromkeys(WITHOUT_EFFECT, _nothing),
     **{key: _only((usual,), "no counterpart here", "{} is not done") for key, usual in UNSLOTH_USUAL.items()},
     "use_peft": lambda value, data: ALIASES["use_peft"](value),
     "hub_model_id": _hub_name,
@@ -511,7 +515,6 @@ RULES: Mapping[str, ConversionRule] = {
     "pretrain_multipack_attn": _on_by_default("packed texts do not see each other"),
     "enable_thinking": lambda value, data: Partly({"chat_template_kwargs": {"enable_thinking": value}}, _THOUGHTS),
     "max_length": _generated,
-    "shuffle_dataset": lambda value, data: {},
     "save_strategy": _choice(_SAVES, _left_out(_NO_SUCH_SAVES)),
     "save_steps": lambda value, data: {} if data.get("save_strategy") in _BY_STRATEGY else {"save_steps": value},
     "eval_steps": _eval_steps,
@@ -621,8 +624,7 @@ class Conversion:
     def _rule_of(self, key: str) -> ConversionRule:
         if reads_loss_key(key, self.job, self.tool):
             return lambda value, data: _loss_writes(key, value, data, self.job)
-        is_idle = key not in RULES and key.startswith(WITHOUT_EFFECT_PREFIXES)
-        return RULES["shuffle_dataset"] if is_idle else RULES.get(key, _UNKNOWN_KEY)
+        return RULES.get(key, _nothing if key.startswith(WITHOUT_EFFECT_PREFIXES) else _UNKNOWN_KEY)
 
     def put(self, target: str, value: Any, key: str, written: Any) -> None:
         """Write a value, or list the file's line as left out where it contradicts another."""

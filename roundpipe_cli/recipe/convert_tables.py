@@ -105,8 +105,8 @@ _DECIDED_HERE = """
     peft_ensure_weight_tying peft_layers_pattern freeze_trainable_layers freeze_trainable_modules
     freeze_extra_modules module_dropout init_special_tokens embeddings_skip_upcast mean_resizing_embeddings
     quantization merge_method torchdistx_path resources_per_worker infer_backend fp32_norm_classes
-    num_dataset_shards_to_save pad_token training.gradient_checkpointing data.format_type logging.wandb_project
-    logging.wandb_token logging.tensorboard_dir logging.hf_token
+    num_dataset_shards_to_save pad_token shuffle_dataset training.gradient_checkpointing data.format_type
+    logging.wandb_project logging.wandb_token logging.tensorboard_dir logging.hf_token
 """
 WITHOUT_EFFECT = frozenset(_DECIDED_HERE.split())
 """How another tool gets onto its devices, what its kernels and loaders are: decided by the program itself here. And
