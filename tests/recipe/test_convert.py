@@ -434,6 +434,7 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("axolotl", "eval_datasets: 5", "eval_datasets"),
         ("trl", "datasets: [{path: other.jsonl}]", "datasets"),
         ("trl", "method: lora_plus", "method"),
+        ("llama-factory", "add_tokens: true", "add_tokens"),
     ],
 )
 def test_values_of_another_kind_are_left_out(tool: str, lines: str, key: str) -> None:
