@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -53,14 +53,15 @@ from roundpipe_cli.recipe.strict_yaml import (
 )
 
 # `${key}` in a recipe: only other keys of the same recipe, never the environment or anything else.
-# A text that is one reference becomes the value that it names. `\${` stands for a literal `${`.
+#
+# OmegaConf does the replacing; before it sees a text, everything but plain references to single values is refused here,
+# cycles and texts that would grow without bound included. `\${` stands for a literal `${`.
 
 MAX_CHARACTERS = 65_536
 """Longest text after its references are replaced."""
 
 MAX_CHAIN = 20
 """References that may lead from one to the next."""
-_LONG_CHAIN = f"is part of a chain of more than {MAX_CHAIN} references"
 
 ABSENT: Any = object()
 """Stands for an item that does not exist."""
@@ -69,6 +70,16 @@ _OPENING = re.compile(r"(\\*)\$\{")
 _VARIABLE = re.compile(r"\$([A-Z_][A-Z0-9_]*)(?=/|$)")
 """A path such as `$HOME/rows.jsonl`, which would name a folder called `$HOME`."""
 _REFERENCE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z_][A-Za-z0-9_]*|\[\d{1,5}\])*)\}")
+
+
+_LONG_CHAIN = f"is part of a chain of more than {MAX_CHAIN} references"
+
+
+class _Size(NamedTuple):
+    length: int
+    """Characters after replacing."""
+    chain: int
+    """References that lead from one to the next."""
 
 
 def escape(text: str) -> str:
@@ -96,12 +107,12 @@ def refuse_bad_references(value: Any, path: KeyPath, findings: Findings) -> Any:
             hint=f"write ~{value[named.end() :]}" if named[1] == "HOME" else "write the whole path",
         )
         return None
-    for opening in _OPENING.finditer(value):
-        if len(opening[1]) % 2 == 0 and not _REFERENCE.match(value, opening.end() - 2):
+    for opening in _openings(value):
+        if not _REFERENCE.match(value, opening):
             findings.add(
                 path,
                 f"{format_key(path)} holds a reference that is refused",
-                found=shown_value(value[opening.end() - 2 :]),
+                found=shown_value(value[opening:]),
                 expected="${key} with another key of the recipe, for instance ${output_dir} or ${lora.r}",
                 hint="environment variables and resolvers are never read; for a literal `${` write `\\${`",
             )
@@ -114,53 +125,20 @@ def resolve_references(data: dict[str, Any], findings: Findings) -> dict[str, An
 
     Expects texts that passed `refuse_bad_references`.
     """
-    known: dict[KeyPath, Any] = {}
-    chains: dict[KeyPath, int] = {}
+    texts = {path: text for path, text in _texts(data, ()) if "${" in text}
+    if not texts:
+        return data
+    sizes: dict[KeyPath, _Size] = {}
+    for path in texts:
+        _measure(path, data, sizes, [], findings=findings)
+    for path in texts:
+        if path in findings.refused:
+            look_up(data, path[:-1])[path[-1]] = None
+    from omegaconf import OmegaConf  # imported late: it takes longer than reading a recipe, and few recipes need it
 
-    def value_of(path: KeyPath, open_paths: tuple[KeyPath, ...]) -> Any:
-        text = look_up(data, path)
-        if path in known or not isinstance(text, str) or "${" not in text:
-            return known.get(path, text)
-        pieces: list[str] = []
-        end = 0
-        for opening in _OPENING.finditer(text):
-            pieces += text[end : opening.start()], "\\" * (len(opening[1]) // 2)
-            end = opening.end()
-            if len(opening[1]) % 2 == 1:
-                pieces.append("${")
-                continue
-            match = _REFERENCE.match(text, end - 2)
-            assert match is not None, "refuse_bad_references comes first"
-            target, end = _parse(match[1]), match.end()
-            problem = _problem_of(target, data, (*open_paths, path))
-            value = None if problem else value_of(target, (*open_paths, path))
-            pieces.append(str(value))
-            chains[path] = max(chains.get(path, 0), chains.get(target, 0) + 1)
-            if problem is None and chains[path] > MAX_CHAIN:
-                problem = _LONG_CHAIN
-            if problem is None and sum(map(len, pieces)) > MAX_CHARACTERS:
-                problem = f"makes the text grow to more than {MAX_CHARACTERS} characters"
-            if target in findings.refused:
-                findings.refused.add(path)
-            elif problem is not None:
-                findings.add(
-                    path,
-                    f"{format_key(path)}: the reference {match[0]} {problem}",
-                    found=shown_value(text),
-                    expected="${key} with another key of the recipe",
-                    hint="`roundpipe recipes keys` lists the keys",
-                )
-            if path in findings.refused or match[0] == text:
-                known[path] = None if path in findings.refused else value
-                return known[path]
-        known[path] = "".join([*pieces, text[end:]])
-        return known[path]
-
-    for path in _texts(data, ()):
-        value_of(path, ())
-    for path, value in known.items():
-        look_up(data, path[:-1])[path[-1]] = value
-    return data
+    plain = OmegaConf.to_container(OmegaConf.create(data), resolve=True)
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items()}
 
 
 def look_up(data: Any, path: KeyPath) -> Any:
@@ -173,14 +151,56 @@ def look_up(data: Any, path: KeyPath) -> Any:
     return data
 
 
-def _texts(value: Any, path: KeyPath) -> list[KeyPath]:
-    if isinstance(value, (dict, list)):
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        return [found for key, item in items for found in _texts(item, (*path, key))]
-    return [path] if isinstance(value, str) else []
+def _openings(text: str) -> list[int]:
+    """Where a `${` begins that is not escaped by a backslash."""
+    return [match.end() - 2 for match in _OPENING.finditer(text) if len(match[1]) % 2 == 0]
 
 
-def _problem_of(target: KeyPath, data: dict[str, Any], open_paths: tuple[KeyPath, ...]) -> str | None:
+def _texts(value: Any, path: KeyPath) -> list[tuple[KeyPath, str]]:
+    if isinstance(value, dict):
+        return [found for key, item in value.items() for found in _texts(item, (*path, key))]
+    if isinstance(value, list):
+        return [found for i, item in enumerate(value) for found in _texts(item, (*path, i))]
+    return [(path, value)] if isinstance(value, str) else []
+
+
+def _measure(
+    path: KeyPath, data: dict[str, Any], sizes: dict[KeyPath, _Size], open_paths: list[KeyPath], *, findings: Findings
+) -> _Size:
+    """Size of the text at `path` after replacing; a finding where it cannot be replaced. Nothing is expanded."""
+    value = look_up(data, path)
+    if path in sizes or not isinstance(value, str):
+        return sizes.get(path, _Size(len(shown_value(value)), 0))
+    length, chain = len(value), 0
+    for opening in _openings(value):
+        match = _REFERENCE.match(value, opening)
+        assert match is not None, "refuse_bad_references comes first"
+        target = _parse(match[1])
+        problem = _problem_of(target, data, [*open_paths, path])
+        if problem is None:
+            size = _measure(target, data, sizes, [*open_paths, path], findings=findings)
+            length, chain = length + size.length, max(chain, size.chain + 1)
+            if length > MAX_CHARACTERS:
+                problem = f"makes the text grow to more than {MAX_CHARACTERS} characters"
+            elif chain > MAX_CHAIN:
+                problem = _LONG_CHAIN
+        if target in findings.refused:
+            findings.refused.add(path)
+        elif problem is not None and path not in findings.refused:
+            findings.add(
+                path,
+                f"{format_key(path)}: the reference {match[0]} {problem}",
+                found=shown_value(value),
+                expected="${key} with another key of the recipe",
+                hint="`roundpipe recipes keys` lists the keys",
+            )
+        if path in findings.refused:
+            break
+    sizes[path] = _Size(length, chain)
+    return sizes[path]
+
+
+def _problem_of(target: KeyPath, data: dict[str, Any], open_paths: list[KeyPath]) -> str | None:
     if target in open_paths:
         return "leads back to itself"
     if len(open_paths) > MAX_CHAIN:
