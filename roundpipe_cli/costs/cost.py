@@ -140,8 +140,9 @@ class CostModel:
 
 
 def without_bytes(costs: CostModel) -> CostModel:
-    """The same model as the published accounting sees it: nothing is moved."""
-    layers = tuple(replace(layer, param_bytes=0, boundary_bytes=0, grad_bytes=0) for layer in costs.layers)
+    """The same model as the published accounting sees it: nothing is moved or updated."""
+    none: dict[str, Any] = dict.fromkeys(("param_bytes", "boundary_bytes", "grad_bytes", "optimizer_s"), 0)
+    layers = tuple(replace(layer, **none) for layer in costs.layers)
     return replace(costs, layers=layers)
 
 

@@ -79,8 +79,7 @@ class StepResult:
 
     @property
     def timeline(self) -> Timeline:
-        peaks = self.device_peak_bytes
-        return Timeline(self.num_workers, self.actions, fused_head=self.fused_head, device_peak_bytes=peaks)
+        return Timeline(self.num_workers, self.actions, fused_head=self.fused_head)
 
     @property
     def upload_bytes(self) -> int:

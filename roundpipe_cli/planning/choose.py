@@ -16,13 +16,13 @@ from typing import Literal
 
 from roundpipe_cli.choices import SCHEDULE_KINDS, ScheduleName
 from roundpipe_cli.costs.cost import CostModel, StageRange
+from roundpipe_cli.costs.memory import largest_stage_bytes
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.planning.compare import (
     SimulationCase,
     StageCut,
     costs_per_microbatch,
     make_schedule,
-    run,
     run_step_s,
 )
 from roundpipe_cli.planning.cuts import (
@@ -47,8 +47,7 @@ from roundpipe_cli.planning.search.stages import (
 from roundpipe_cli.recipe.schema import PipelineConfig
 from roundpipe_cli.schedule.builders import Options, options_of
 from roundpipe_cli.schedule.program import lower
-from roundpipe_cli.schedule.simulate import Ends, simulate_published, simulated_ends
-from roundpipe_cli.schedule.timeline import makespan_s
+from roundpipe_cli.schedule.simulate import Ends, simulated_ends
 
 Effort = Literal["quick", "full"]
 MAX_JUDGED_ROUNDS = 4
@@ -246,13 +245,14 @@ def _bound_cut(name: ScheduleName, case: SimulationCase, allowed: Keeps, effort:
     num_layers, num_workers, kind = len(case.costs.layers), case.num_workers, SCHEDULE_KINDS[name]
     max_loops = 1 if kind.one_stage_each else -(-num_layers // num_workers)
     per_round = num_workers if kind.keeps_few else case.num_microbatches
+    published = replace(case, accounting="published", staleness=0, num_steps=1)
     drafts: list[tuple[bool, float, int, StageCut]] = []
     is_deep = effort == "quick" and num_layers > MAX_SEARCHED_LAYERS
     for loops in _loops(num_layers, num_workers, max_loops) if is_deep else range(1, max_loops + 1):
         num_stages = loops * num_workers
         candidates = {balanced_stages(case.costs, num_stages), even_stages(num_layers, num_stages)}
         cuts = [StageCut(stages, tuple(reversed(stages))) for stages in sorted(candidates)]
-        least_s, best = min(((_published_s(name, cut, case), cut) for cut in cuts), key=lambda one: one[0])
+        least_s, best = min(((run_step_s(name, cut, published), cut) for cut in cuts), key=lambda one: one[0])
         breaks = not allowed(replace(best, microbatches_per_round=per_round))
         drafts.append((breaks, least_s, loops, best))
     drafts.sort(key=lambda one: one[:3])
@@ -444,18 +444,24 @@ def dealt_cut(planned: StageCut, case: SimulationCase, keeps: Keeps | None = Non
         for sizes in product([-(-blocks // count) for count in counts], repeat=2)
         for per_round in (rounds[:1] if case.accounting == "published" else rounds)
     ]
-    scored = [(run_step_s("roundpipe", planned, short), 0, planned)]
-    limit = None if case.accounting == "published" else case.costs.device_memory_bytes
-    for candidate in filter(keeps, candidates):
-        result = run("roundpipe", candidate, short)
-        peaks = result.timeline.device_peak_bytes or (0,)
-        if result.step_s < scored[0][0] * (1 - 1e-9) and (limit is None or max(peaks) <= limit):
-            scored.append((result.step_s, len(scored), candidate))
-    finalists = [planned, *(candidate for _, _, candidate in sorted(scored, key=lambda one: one[:2])[:NUM_FINALISTS])]
+    planned_s = run_step_s("roundpipe", planned, short)
+    timed = [(run_step_s("roundpipe", one, short), one) for one in filter(keeps, candidates) if _fits(one, case)]
+    faster_ones = sorted((one for one in timed if one[0] < planned_s * (1 - 1e-9)), key=lambda one: one[0])
+    finalists = [planned, *(candidate for _, candidate in faster_ones[:NUM_FINALISTS])]
     if case.options.earliest_free:  # where all layers fit, whole microbatches without any recompute
         whole = _whole_model(case.costs, case.num_microbatches)
         finalists += filter(keeps, [] if whole is None else [whole])
     return min(finalists, key=lambda partition: run_step_s("roundpipe", partition, whole_step))
+
+
+def _fits(cut: StageCut, case: SimulationCase) -> bool:
+    """Whether a device holds the stages, by the rule of the search, where a costs file alone gives its memory."""
+    costs, layers, most = case.costs, case.costs.layers, case.costs.device_memory_bytes
+    if most is None or case.limits is not None or case.accounting == "published":
+        return True
+    slot_bytes = largest_stage_bytes(layers, cut.forward_stages, cut.backward_stages)
+    kept = max(sum(layer.visit_bytes for layer in layers[first : last + 1]) for first, last in cut.backward_stages)
+    return costs.slots * slot_bytes + kept + 4 * max(layer.boundary_bytes for layer in layers) <= most
 
 
 def _whole_model(costs: CostModel, num_microbatches: int) -> StageCut | None:
@@ -468,8 +474,3 @@ def _whole_model(costs: CostModel, num_microbatches: int) -> StageCut | None:
     if layers[0].name != "embed" or not last:
         return StageCut((), ((0, last),), num_microbatches)
     return StageCut(((0, 0),), ((1, last), (0, 0)), num_microbatches)
-
-
-def _published_s(name: str, cut: StageCut, case: SimulationCase) -> float:
-    schedule = make_schedule(name, cut, replace(case, staleness=0))
-    return makespan_s(simulate_published(schedule, case.costs))

@@ -18,6 +18,9 @@ from roundpipe_cli.choices import CHUNK_SCHEDULES, SCHEDULE_KINDS, SCHEDULES, Sc
 from roundpipe_cli.costs.cost import CostModel, StageRange
 from roundpipe_cli.errors import RefusedError, closest
 from roundpipe_cli.schedule.actions import (
+    BACKWARD,
+    FORWARD,
+    RECOMPUTE,
     Action,
     Kind,
     Schedule,
@@ -113,7 +116,7 @@ def options_of(
 
 def backward_run(stage: int, microbatches: Iterable[int]) -> WorkerRow:
     """The row with each backward directly preceded by its recompute."""
-    return [(kind, stage, microbatch) for microbatch in microbatches for kind in (Kind.RECOMPUTE, Kind.BACKWARD)]
+    return [(kind, stage, microbatch) for microbatch in microbatches for kind in (RECOMPUTE, BACKWARD)]
 
 
 def backward_order(microbatches: Sequence[int], sequence_chunks: int) -> Sequence[int]:
@@ -125,7 +128,7 @@ def backward_order(microbatches: Sequence[int], sequence_chunks: int) -> Sequenc
 
 def forward_run(stage: int, microbatches: Iterable[int]) -> WorkerRow:
     """The forwards of one stage, in order."""
-    return [(Kind.FORWARD, stage, microbatch) for microbatch in microbatches]
+    return [(FORWARD, stage, microbatch) for microbatch in microbatches]
 
 
 class Dealer:
@@ -174,7 +177,7 @@ class Dealer:
                 if stage < 0:
                     self.rows[worker] += forward_run(position, dealt)
                 elif stage == 0:  # the head's stage keeps its activations: nothing to recompute
-                    self.rows[worker] += [(Kind.BACKWARD, 0, microbatch) for microbatch in dealt]
+                    self.rows[worker] += [(BACKWARD, 0, microbatch) for microbatch in dealt]
                 else:
                     self.rows[worker] += backward_run(stage, backward_order(dealt, self.sequence_chunks))
                 order = backward_order(indices, self.sequence_chunks) if stage > 0 else indices
@@ -206,10 +209,10 @@ class Dealer:
         """Times at which a worker would finish each of a stage's microbatches, taken in this order."""
         stage = position - len(self.times.forward_s)
         if stage < 0:
-            lead, rest = 0.0, self.times.action_s(Kind.FORWARD, position, worker)
+            lead, rest = 0.0, self.times.action_s(FORWARD, position, worker)
         else:  # before and after it needs what the stage before delivers
             lead = self.times.lead_s(stage, worker)
-            rest = self.times.action_s(Kind.BACKWARD, stage, worker) - (lead if stage == 0 else 0.0)
+            rest = self.times.action_s(BACKWARD, stage, worker) - (lead if stage == 0 else 0.0)
         clock_s, ends_s = self.free_s[worker], []
         ready_s = self.step_ends_s[0] if self.waits else 0.0
         for before in (arrivals[index] for index in indices):
@@ -374,10 +377,10 @@ def every_stage(schedule: Schedule) -> tuple[StageRange, ...]:
 
 def _in_chunk_order(row: WorkerRow, num_microbatches: int, sequence_chunks: int) -> WorkerRow:
     """The row with each backward stage's microbatches in the order that chunks need, behind all forwards."""
-    stages = dict.fromkeys(stage for kind, stage, _ in row if kind is Kind.BACKWARD)
+    stages = dict.fromkeys(stage for kind, stage, _ in row if kind is BACKWARD)
     order = backward_order(range(num_microbatches), sequence_chunks)
     backward = [item for stage in stages for item in backward_run(stage, order)]
-    return [item for item in row if item[0] is Kind.FORWARD] + backward
+    return [item for item in row if item[0] is FORWARD] + backward
 
 
 def _gpipe_row(worker: int, num_workers: int, num_stages: int, num_microbatches: int) -> WorkerRow:
@@ -460,7 +463,7 @@ def place_on(schedule: Schedule, workers: Sequence[int], num_workers: int) -> Sc
         return schedule
     rows: list[tuple[Action, ...]] = [()] * num_workers
     for row, worker in zip(schedule.actions, workers, strict=True):
-        rows[worker] = tuple(replace(action, worker=worker) for action in row)
+        rows[worker] = tuple(action._replace(worker=worker) for action in row)
     return replace(schedule, num_workers=num_workers, actions=tuple(rows))
 
 

@@ -114,7 +114,7 @@ def svg_picture(rows: Sequence[tuple[str, Timeline]], *, heading: str, note: str
         busy = f"{pool} {100 * (1 - bubble_ratio(rows[0][1])):.0f} % busy"
         parts.append(f'<text class="large" x="{width - _RIGHT}" y="40" text-anchor="end">{busy}</text>')
     top, lane = 60, _HIGH_LANE if len(rows) == 1 else _LANE_HEIGHT
-    has_host = len(rows) == 1 and any(interval.lane == HOST for interval in rows[0][1].intervals)
+    has_host = len(rows) == 1 and any(one.lane == HOST and one.end_s > one.start_s for one in rows[0][1].intervals)
     for title, timeline in rows:
         parts += _svg_row(title, timeline, top, longest_s, lane=lane)
         top += _TITLE_HEIGHT + timeline.num_workers * lane + _GAP

@@ -43,7 +43,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from roundpipe_cli.costs.cost import ADDING_BYTES, SQUARING_BYTES, CostModel, LayerCost, StageRange
-from roundpipe_cli.schedule.actions import Kind, Schedule
+from roundpipe_cli.schedule.actions import BACKWARD, FORWARD, RECOMPUTE, Kind, Schedule
 from roundpipe_cli.schedule.timeline import COMPUTE, DOWN, HOST, UP
 
 # A lowered program as plain data: operations, visits of stages, and the program of both.
@@ -123,7 +123,7 @@ def host_folded(
     spans: dict[tuple[StageRange, int], list[list[int]]] = {}
     workers: dict[tuple[StageRange, int, int], set[int]] = {}
     for visit in visits:
-        backward_ops = [ops[op_id] for op_id in visit.ops if ops[op_id].kind is Kind.BACKWARD]
+        backward_ops = [ops[op_id] for op_id in visit.ops if ops[op_id].kind is BACKWARD]
         trained = any(layer.grad_bytes for layer in layers[visit.layers[0] : visit.layers[1] + 1])
         if not backward_ops or not trained:
             continue
@@ -218,11 +218,12 @@ class _Lowering:
         """Per step: layer -> update; key -1 is the gate. Empty where updates take no time and nothing waits."""
         self.hidden_bytes = [0] + [layer.boundary_bytes for layer in costs.layers]
         """Bytes of one microbatch's hidden states at the input of each layer."""
-        inputs = {first for index, (first, _) in enumerate(schedule.backward_stages)}
-        self.saved = [
-            [first for first in sorted(inputs) if start < first <= end] for start, end in schedule.forward_stages
+        read = {first for first, _ in schedule.backward_stages}
+        self.outputs = [
+            [at for at in range(first + 1, last + 2) if self._moves(at) and (at in read or at == last + 1)]
+            for first, last in schedule.forward_stages
         ]
-        """Per forward stage: boundaries within it at which a recompute will start."""
+        """Per forward stage: boundaries that it sends down, to the next stage or to where a recompute will start."""
         self.producer_stage = {
             boundary: index
             for index, (first, last) in enumerate(schedule.forward_stages)
@@ -266,7 +267,7 @@ class _Lowering:
         for worker, row in enumerate(schedule.actions):
             for action in row:
                 kind, stage, microbatch = action.kind, action.stage, action.microbatch
-                forward = kind is Kind.FORWARD
+                forward = kind is FORWARD
                 step = microbatch // schedule.num_microbatches
                 layers = (schedule.forward_stages if forward else schedule.backward_stages)[stage]
                 visit, op_id = self._visit_for(worker, layers, step), len(self.ops)
@@ -276,7 +277,7 @@ class _Lowering:
                     self.visits[visit].ops.append(op_id)
                 if forward:
                     self.forward_ops[stage][microbatch] = op_id
-                elif kind is Kind.BACKWARD:
+                elif kind is BACKWARD:
                     self.backward_ops[stage][microbatch] = op_id
 
     def _visit_for(self, worker: int, layers: StageRange, step: int) -> int:
@@ -306,19 +307,20 @@ class _Lowering:
         outputs: list[list[int]] = []
         for position, op_id in enumerate(row):
             op = self.ops[op_id]
-            if op.kind is Kind.FORWARD:
+            if op.kind is FORWARD:
                 self._input(_Reader(op, op, position), self.schedule.forward_stages[op.stage][0], inputs)
-                self._forward_output(op, outputs)
+                downloads = [self._boundary_download(boundary, op.microbatch) for boundary in self.outputs[op.stage]]
+                self._stage_output(op, downloads, outputs)
                 continue
             fused = self.schedule.fused_head
-            if op.kind is Kind.RECOMPUTE or (fused and op.stage == 0):
-                consumer = op if op.kind is Kind.BACKWARD else self.ops[row[position + 1]]
+            if op.kind is RECOMPUTE or (fused and op.stage == 0):
+                consumer = op if op.kind is BACKWARD else self.ops[row[position + 1]]
                 self._input(_Reader(op, consumer, position), self.schedule.backward_stages[op.stage][0], inputs)
-            if (op.kind is Kind.BACKWARD) == fused:
+            if (op.kind is BACKWARD) == fused:
                 consumer = op if fused else self.ops[row[position + 1]]
                 self._gradient_input(_Reader(op, consumer, position), gradients)
-            if op.kind is Kind.BACKWARD:
-                if row[position - 1] == op_id - 1 and self.ops[op_id - 1].kind is Kind.RECOMPUTE:
+            if op.kind is BACKWARD:
+                if row[position - 1] == op_id - 1 and self.ops[op_id - 1].kind is RECOMPUTE:
                     op.deps.append(op_id - 1)
                 self._gradient_output(op, outputs)
 
@@ -341,10 +343,10 @@ class _Lowering:
         if self._bytes_at(boundary):
             deps = [] if boundary == 0 else [self._boundary_download(boundary, op.microbatch)]
             op.deps.append(self._upload(reader, _Load(ACTIVATION, self._bytes_at(boundary), boundary), deps, staged))
-        elif op.kind is Kind.FORWARD:
+        elif op.kind is FORWARD:
             if op.stage:
                 op.deps.append(self.forward_ops[op.stage - 1][op.microbatch])
-        elif op.kind is Kind.BACKWARD and self.forward_ops:
+        elif op.kind is BACKWARD and self.forward_ops:
             op.late_deps.append(self.forward_ops[-1][op.microbatch])
         elif not self.schedule.fused_head:
             op.deps.append(self.forward_ops[len(self.forward_ops) - 1 - op.stage][op.microbatch])
@@ -368,6 +370,9 @@ class _Lowering:
         staged.append(reader.consumer.id)
         return self._transfer(UP, reader.op, load, (URGENT, reader.position), deps=deps)
 
+    def _moves(self, boundary: int) -> bool:
+        return boundary < len(self.layers) and self.hidden_bytes[boundary] > 0
+
     def _bytes_at(self, boundary: int) -> int:
         """Bytes of what goes up to a stage that begins there; the embedding's rows come from the host."""
         from_host = boundary == 0 and self.layers[0].name == "embed"
@@ -384,18 +389,6 @@ class _Lowering:
             load = _Load(GRADIENT, self._gradient_bytes(stage), self.schedule.backward_stages[stage][0])
             self.gradient_ops[key] = self._transfer(DOWN, op, load, (URGENT, op.id), deps=[op.id])
         return self.gradient_ops[key]
-
-    def _forward_output(self, op: Op, outputs: list[list[int]]) -> None:
-        boundaries = set(self.saved[op.stage])
-        last = self.schedule.forward_stages[op.stage][1]
-        if last + 1 < len(self.layers):
-            boundaries.add(last + 1)
-        downloads = [
-            self._boundary_download(boundary, op.microbatch)
-            for boundary in sorted(boundaries)
-            if self.hidden_bytes[boundary] and boundary > self.schedule.forward_stages[op.stage][0]
-        ]
-        self._stage_output(op, downloads, outputs)
 
     def _gradient_output(self, op: Op, outputs: list[list[int]]) -> None:
         if self._gradient_bytes(op.stage) and op.stage + 1 < len(self.schedule.backward_stages):
@@ -414,7 +407,7 @@ class _Lowering:
         landed: list[int] = []
         visits = [(index, visit) for index, visit in enumerate(self.visits) if visit.step == step]
         for index, visit in visits:
-            backwards = [op_id for op_id in visit.ops if self.ops[op_id].kind is Kind.BACKWARD]
+            backwards = [op_id for op_id in visit.ops if self.ops[op_id].kind is BACKWARD]
             layers = range(visit.layers[0], visit.layers[1] + 1)
             num_bytes = sum(self.layers[layer].grad_bytes for layer in layers)
             if backwards and num_bytes:
@@ -480,7 +473,7 @@ class _Lowering:
             first_op.deps.extend(deps)
         before = self._accumulator_before(visit)
         if before is not None:  # separately, because a visit may begin with forwards, which must not wait for this
-            backward = next(self.ops[op_id] for op_id in visit.ops if self.ops[op_id].kind is Kind.BACKWARD)
+            backward = next(self.ops[op_id] for op_id in visit.ops if self.ops[op_id].kind is BACKWARD)
             num_bytes = sum(layer.grad_bytes for layer in self.layers[first : last + 1])
             load = _Load(WEIGHT_GRADIENT, num_bytes, visit=visit_id)
             backward.deps.append(self._transfer(UP, backward, load, (NEXT, visit_id), deps=[*slot_deps, before]))
@@ -493,7 +486,7 @@ class _Lowering:
 
     def _accumulator_before(self, visit: Visit) -> int | None:
         """The download that a backward visit continues, if an earlier visit has folded the microbatches before."""
-        backwards = [self.ops[op_id] for op_id in visit.ops if self.ops[op_id].kind is Kind.BACKWARD]
+        backwards = [self.ops[op_id] for op_id in visit.ops if self.ops[op_id].kind is BACKWARD]
         if not backwards:
             return None
         stage, place_of = backwards[0].stage, self.schedule.backward_place

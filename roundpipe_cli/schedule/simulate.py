@@ -1,183 +1,31 @@
 """The simulator: interprets a lowered program in virtual time. Deterministic, discrete-event. Seconds and bytes.
 
 The default accounting: every worker has its compute stream and one link per direction, the host updates layers one
-at a time. With all bytes and optimizer times zero nothing is left but compute and hops, and the result is that of the
-published accounting.
-
-A link moves one transfer at a time. A more urgent one that turns up meanwhile goes first from the next chunk border:
+at a time. A link moves one transfer at a time. A more urgent one that turns up meanwhile goes first from the next chunk
+border:
 
     link  |weights chunk 1|weights chunk 2|boundary|weights chunk 3|...
                              ^ boundary is ready
+
+The published accounting, under which arXiv 2604.27085 reports its schedules, is the same of a model of which nothing is
+moved or updated: compute and hops are left. What a backward stage of roundpipe does before it needs its gradient may
+run before that has arrived, and is placed right before the backward: the recompute and, as the published figures show
+(Qwen3-32B: 23978.8 ms; 24042.8 ms otherwise), the fused head's forward:
+
+    gradient of microbatch m              |->
+    worker        BBBBBB.......RRRRRRRRRRRBBBBBBBBBBB
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from itertools import accumulate, count
+from itertools import count
 
-from roundpipe_cli.costs.cost import CHUNK_BYTES, CostModel
-from roundpipe_cli.schedule.actions import Action, Kind, Schedule, StageTimes, stage_times
-from roundpipe_cli.schedule.program import ACTIVATION, GRADIENT, Op, Program, lower
-from roundpipe_cli.schedule.timeline import COMPUTE, DOWN, HOST, UP, Interval, Timeline, makespan_s
-
-# The published accounting: the rules under which arXiv 2604.27085 reports its schedules. Seconds.
-#
-# No transfer, no optimizer, no memory limit. A dependency between two workers arrives `hop_s` later, on one worker it
-# is free. A worker carries out its list in order.
-#
-# - Bound schedules: recompute and backward start when the worker is free and the next stage's backward has arrived.
-# - roundpipe: what a backward stage does before it needs its gradient may run before that has arrived and is placed
-#   right before the backward. That is the recompute, and, as the published figures show (Qwen3-32B: 23978.8 ms;
-#   24042.8 ms otherwise), also the fused head's forward before the last forward stage has delivered:
-#
-#       gradient of microbatch m              |->
-#       worker        BBBBBB.......RRRRRRRRRRRBBBBBBBBBBB
-
-
-def simulate_published(schedule: Schedule, costs: CostModel, *, staleness: int = 0) -> Timeline:
-    """Time every action by the published rules; `staleness` 0 chains steps with a barrier, 1 without.
-
-    Raises:
-        ValueError: the schedule deadlocks.
-    """
-    times = stage_times(costs, schedule.forward_stages, schedule.backward_stages, fused_head=schedule.fused_head)
-    walk = _Walk(schedule, times, costs.hop_s)
-    for rows in _rows_by_step(schedule) if staleness == 0 else [schedule.actions]:
-        walk.run(rows)
-        if staleness == 0:
-            walk.free_s = [max(walk.free_s)] * schedule.num_workers
-    return Timeline(
-        num_workers=schedule.num_workers,
-        intervals=tuple(walk.intervals),
-        fused_head=schedule.fused_head,
-        updates_overlap=staleness == 1,
-    )
-
-
-def _rows_by_step(schedule: Schedule) -> list[list[list[Action]]]:
-    steps: list[list[list[Action]]] = [[[] for _ in schedule.actions] for _ in range(schedule.num_steps)]
-    for worker, row in enumerate(schedule.actions):
-        for action in row:
-            steps[action.microbatch // schedule.num_microbatches][worker].append(action)
-    return steps
-
-
-class _Walk:
-    """Walks all workers' lists, each as far as the actions that it waits for are done.
-
-    `forward_end` and `backward_end` hold (end, worker) per stage and microbatch, None before it is known.
-    """
-
-    def __init__(self, schedule: Schedule, times: StageTimes, hop_s: float) -> None:
-        total = schedule.num_microbatches * schedule.num_steps
-        self.times = times
-        self.hop_s = hop_s
-        self.early_lead = schedule.fused_head
-        self.free_s = [0.0] * schedule.num_workers
-        self.intervals: list[Interval] = []
-        self.forward_end: list[list[tuple[float, int] | None]] = [[None] * total for _ in schedule.forward_stages]
-        self.backward_end: list[list[tuple[float, int] | None]] = [[None] * total for _ in schedule.backward_stages]
-
-    def run(self, rows: list[list[Action]] | tuple[tuple[Action, ...], ...]) -> None:
-        """Time all workers' actions, each row in its order, each action once its inputs have ended.
-
-        Raises:
-            ValueError: the schedule deadlocks.
-        """
-        position = [0] * len(rows)
-        progress = True
-        while progress:
-            progress = False
-            for worker, row in enumerate(rows):
-                before = position[worker]
-                while position[worker] < len(row) and self._try(row[position[worker]]):
-                    position[worker] += 1
-                progress = progress or position[worker] > before
-        if any(position[worker] < len(row) for worker, row in enumerate(rows)):
-            raise ValueError("the schedule deadlocks")
-
-    def _try(self, action: Action) -> bool:
-        """Time one action if the ends of its inputs are known. A recompute is timed together with its backward."""
-        if action.kind is Kind.RECOMPUTE:
-            return True
-        worker, stage, microbatch = action.worker, action.stage, action.microbatch
-        forward = action.kind is Kind.FORWARD
-        arrival_s = 0.0
-        if stage or (not forward and self.early_lead and self.forward_end):
-            if stage:
-                done = (self.forward_end if forward else self.backward_end)[stage - 1][microbatch]
-            else:
-                done = self.forward_end[-1][microbatch]
-            if done is None:
-                return False
-            arrival_s = done[0] if done[1] == worker else done[0] + self.hop_s
-        if forward:
-            start_s = max(self.free_s[worker], arrival_s)
-            end_s = start_s + self.times.action_s(Kind.FORWARD, stage, worker)
-            self.forward_end[stage][microbatch] = (end_s, worker)
-            self.intervals.append(Interval(worker, COMPUTE, Kind.FORWARD, stage, microbatch, start_s, end_s))
-        else:
-            end_s = self._backward(worker, stage, microbatch, arrival_s)
-        self.free_s[worker] = end_s
-        return True
-
-    def _backward(self, worker: int, stage: int, microbatch: int, arrival_s: float) -> float:
-        lead_s = self.times.lead_s(stage, worker)
-        start_s = max(self.free_s[worker], arrival_s - lead_s if self.early_lead else arrival_s)
-        middle_s = start_s + self.times.action_s(Kind.RECOMPUTE, stage, worker)
-        end_s = middle_s + self.times.action_s(Kind.BACKWARD, stage, worker)
-        self.backward_end[stage][microbatch] = (end_s, worker)
-        if stage or not self.early_lead:
-            self.intervals.append(Interval(worker, COMPUTE, Kind.RECOMPUTE, stage, microbatch, start_s, middle_s))
-        self.intervals.append(Interval(worker, COMPUTE, Kind.BACKWARD, stage, microbatch, middle_s, end_s))
-        return end_s
-
-
-# Device memory over time, from a program and the times of its operations. Bytes.
-#
-# Counted: weights and gradient accumulators of a visit while it holds its slot, its weights that lie unpacked while it
-# computes, activations between recompute (or the
-# fused head's forward) and backward, and boundary tensors while they wait or travel.
-
-
-def device_peak_bytes(program: Program, costs: CostModel, start_s: list[float], end_s: list[float]) -> tuple[int, ...]:
-    """The most bytes that each worker held at once."""
-    changes: list[list[tuple[float, int]]] = [[] for _ in program.compute]
-    """Per worker: (time, bytes taken or, negative, given back)."""
-
-    def hold(worker: int, taken_s: float, freed_s: float, num_bytes: int) -> None:
-        if num_bytes:
-            changes[worker] += [(taken_s, num_bytes), (freed_s, -num_bytes)]
-
-    for visit in program.visits:
-        first, last = visit.layers
-        uploaded = visit.upload if visit.upload >= 0 else visit.ops[0]
-        freed_s = max(end_s[op_id] for op_id in (*visit.downloads, visit.ops[-1]))
-        hold(visit.worker, start_s[uploaded], freed_s, visit.num_bytes)
-        whole = sum(layer.whole_bytes for layer in costs.layers[first : last + 1])
-        hold(visit.worker, start_s[visit.ops[0]], end_s[visit.ops[-1]], whole)
-    stage_bytes = [
-        sum(layer.activation_bytes for layer in costs.layers[first : last + 1])
-        for first, last in program.schedule.backward_stages
-    ]
-    readers: dict[int, int] = {}
-    for worker, row in enumerate(program.compute):
-        for op_id in row:
-            op = program.ops[op_id]
-            if op.kind is Kind.BACKWARD:
-                paired = bool(op.deps) and program.ops[op_id - 1].kind is Kind.RECOMPUTE
-                hold(worker, start_s[op_id - 1 if paired else op_id], end_s[op_id], stage_bytes[op.stage])
-            # a recompute's input is read until its backward, the next operation, has ended
-            reader = op_id + 1 if op.kind is Kind.RECOMPUTE else op_id
-            readers.update(dict.fromkeys((*op.deps, *op.late_deps), reader))
-    for op in program.ops:
-        if op.payload in (ACTIVATION, GRADIENT) and op.lane == UP:
-            hold(op.worker, start_s[op.id], end_s[readers.get(op.id, op.id)], op.num_bytes)
-        elif op.payload in (ACTIVATION, GRADIENT):
-            hold(op.worker, end_s[op.deps[0]], end_s[op.id], op.num_bytes)
-    # at equal times, memory is freed before it is taken
-    return tuple(max(accumulate((size for _, size in sorted(row)), initial=0)) for row in changes)
+from roundpipe_cli.costs.cost import CHUNK_BYTES, CostModel, without_bytes
+from roundpipe_cli.schedule.actions import BACKWARD, FORWARD, RECOMPUTE, Schedule, StageTimes, stage_times
+from roundpipe_cli.schedule.program import Op, Program, lower
+from roundpipe_cli.schedule.timeline import COMPUTE, DOWN, HOST, UP, Interval, Timeline
 
 
 def simulate(
@@ -186,13 +34,12 @@ def simulate(
     """Time a schedule under either accounting, `default` or `published`.
 
     Args:
-        after_update: as of `lower`; the published accounting knows no updates.
+        after_update: as of `lower`.
 
     Raises:
         ValueError: the schedule deadlocks.
     """
-    if accounting == "published":
-        return simulate_published(schedule, costs, staleness=staleness)
+    costs = without_bytes(costs) if accounting == "published" else costs
     return simulate_program(lower(schedule, costs, staleness=staleness, after_update=after_update), costs)
 
 
@@ -203,8 +50,7 @@ def simulated_step_s(schedule: Schedule, costs: CostModel, *, accounting: str = 
     Raises:
         ValueError: as `simulate`.
     """
-    if accounting != "default":
-        return makespan_s(simulate(schedule, costs, accounting=accounting, staleness=staleness))
+    costs = without_bytes(costs) if accounting == "published" else costs
     return simulated_ends(lower(schedule, costs, staleness=staleness, after_update=staleness == 0), costs).makespan_s
 
 
@@ -258,7 +104,6 @@ def simulate_program(program: Program, costs: CostModel) -> Timeline:
         intervals=tuple(run.intervals()),
         fused_head=schedule.fused_head,
         updates_overlap=program.staleness == 1,
-        device_peak_bytes=device_peak_bytes(program, costs, run.start_s, run.end_s),
         host_memory_s=host_memory_s(program, costs)[1],
     )
 
@@ -334,7 +179,7 @@ class _Run:
                     is_near = worker_of[dep] == worker or worker < 0 or worker_of[dep] < 0
                     followers[dep].append((op_id, times_s, 0.0 if is_near else hop_s))
             if lane == COMPUTE:
-                if op.kind is Kind.RECOMPUTE:
+                if op.kind is RECOMPUTE:
                     self.paired[op_id] = True
                     self.waiting[op_id + 1] -= 1  # the recompute itself
                 continue
@@ -406,7 +251,7 @@ class _Run:
         """
         op_id, kind, worker, stage = op.id, op.kind, op.worker, op.stage
         start_s = max(self.free_s[worker], self.ready_s[op_id])
-        if kind is not Kind.FORWARD:
+        if kind is not FORWARD:
             lead_s = self.times.lead_s(stage, worker)
             needed_s = max(self.late_s[backward], self.ready_s[backward] if backward != op_id else 0.0)
             start_s = max(start_s, needed_s - lead_s)
@@ -414,7 +259,7 @@ class _Run:
         end_s = self.end_s[op_id] = start_s + self.times.action_s(kind, stage, worker)
         if backward != op_id:
             self.start_s[backward] = end_s
-            end_s = self.end_s[backward] = end_s + self.times.action_s(Kind.BACKWARD, stage, worker)
+            end_s = self.end_s[backward] = end_s + self.times.action_s(BACKWARD, stage, worker)
         self.free_s[worker] = end_s
         if self.followers[backward]:
             heappush(self.events, (end_s, next(self.order), backward, 0))

@@ -45,8 +45,6 @@ class Timeline:
     """`fused_head` of the schedule; decides what counts as warm-up (`bubble`)."""
     updates_overlap: bool = False
     """Staleness 1: the host's updates run beside the next step and do not lengthen the makespan."""
-    device_peak_bytes: tuple[int, ...] = ()
-    """Peak of each worker's memory; empty: unknown."""
     host_memory_s: float = 0.0
     """Time that the host's memory needs for all traffic of a simulation, which no interval shows."""
 

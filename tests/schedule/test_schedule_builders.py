@@ -11,7 +11,7 @@ from roundpipe_cli.costs.cost import CostModel, StageRange
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.schedule.actions import equal_costs
 from roundpipe_cli.schedule.builders import Options, Rounds, build_schedule, place_on, schedule_name
-from roundpipe_cli.schedule.simulate import simulate, simulate_published
+from roundpipe_cli.schedule.simulate import simulate
 from tests.support.covering import swept
 from tests.support.schedules import dealt, parse_rows, validate_schedule
 
@@ -167,10 +167,8 @@ def test_a_schedule_of_few_workers_can_be_placed_among_many() -> None:
     assert place_on(few, (0,), 1) is few
 
 
-def test_simulators_do_not_hang_on_a_deadlock() -> None:
+def test_the_simulator_does_not_hang_on_a_deadlock() -> None:
     gpipe = build_schedule("gpipe", forward_stages=cut(4, 2), num_workers=2, rounds=Rounds(2))
     stuck = replace(gpipe, actions=parse_rows("0F0 1R0 1B0 0F1 1R1 1B1\n1F0 1F1 0R0 0B0 0R1 0B1"))
-    with pytest.raises(ValueError, match="deadlocks"):
-        simulate_published(stuck, equal_costs(4))
     with pytest.raises(ValueError, match="deadlocks"):
         simulate(stuck, equal_costs(4))

@@ -28,7 +28,7 @@ from roundpipe_cli.schedule.program import (
     WEIGHTS,
     lower,
 )
-from roundpipe_cli.schedule.simulate import simulate, simulate_published, simulated_step_s
+from roundpipe_cli.schedule.simulate import simulate, simulated_step_s
 from roundpipe_cli.schedule.timeline import (
     DOWN,
     HOST,
@@ -120,7 +120,6 @@ def test_prefetch_hides_uploads_where_there_are_two_slots() -> None:
     assert [(start, end) for _, start, end in spans(one, UP)] == [(0, 1), (2, 5), (10, 12), (18, 20)]
     assert makespan_s(simulate(schedule, costs, accounting="published")) == 18
     assert (makespan_s(two), makespan_s(one)) == (21, 26)
-    assert (two.device_peak_bytes, one.device_peak_bytes) == ((4,), (3,))
 
 
 def test_a_boundary_overtakes_weights_at_the_next_chunk_border() -> None:
@@ -309,7 +308,7 @@ def test_published_figures(model_name: str, name: str) -> None:
         rounds=Rounds(data["microbatches"]),
         costs=costs,
     )
-    timeline = simulate_published(schedule, costs)
+    timeline = simulate(schedule, costs, accounting="published")
     parts = bubble(timeline)
     assert makespan_s(timeline) * 1e3 == pytest.approx(figures["makespan_ms"], rel=1e-6)
     for part in ("fill", "switch", "drain", "steady"):
@@ -326,7 +325,7 @@ def test_a_stage_without_layers_takes_no_time_but_its_hops_count() -> None:
     schedule = build_schedule(
         "gpipe", forward_stages=[(0, 0), (1, 0), (1, 1)], num_workers=3, rounds=Rounds(1), costs=costs
     )
-    timeline = simulate_published(schedule, costs)
+    timeline = simulate(schedule, costs, accounting="published")
     # F0 0-1, hop, nothing, hop, F 2-3, B 3-4, hop, nothing, hop, R 5-6, B 6-8
     assert makespan_s(timeline) == 8
     assert utilization(timeline) == [0.5, 0, 0.25]
@@ -349,7 +348,7 @@ def test_the_dealers_clock_is_the_simulators(options: Options) -> None:
         per_round = draw.randint(1, num_microbatches)
         dealer.deal_step(range(num_microbatches), per_round)
         schedule = dealt(*stages, num_workers, num_microbatches, costs, per_round=per_round, options=options)
-        rows = compute_rows(simulate_published(schedule, costs))
+        rows = compute_rows(simulate(schedule, costs, accounting="published"))
         assert dealer.free_s == pytest.approx([max((one.end_s for one in row), default=0.0) for row in rows])
 
 
