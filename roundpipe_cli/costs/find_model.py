@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import mmap
 import re
 import struct
 from collections.abc import Mapping
@@ -15,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from roundpipe_cli.choices import CARRIERS, missing_package
 from roundpipe_cli.costs.models import Architecture, Block, is_counted_exactly, parse_config
@@ -28,7 +29,7 @@ from roundpipe_cli.watchdog import at_work
 #
 # Format: magic `GGUF`, version (u32), number of tensors and of metadata pairs (u64 each), then pairs of key, type and
 # value, all little-endian (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md). Arrays are skipped, only their
-# length is kept. Every length is checked against the file's size, so a damaged file cannot take memory or time.
+# length is kept. Nothing goes beyond the file's end, so a damaged file cannot take memory or time.
 
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _STRING, _ARRAY = 8, 9
@@ -37,7 +38,7 @@ _MAX_TEXTS = 1 << 22
 """Largest length of one array; the largest vocabularies have 2^18 tokens, and a few times as many merges."""
 _MAX_ELEMENTS = 1 << 48
 _MAX_KEPT_STRING_BYTES = 1 << 16
-_BLOCK_BYTES = 1 << 16
+"""A longer text, such as a chat template, is cut off here."""
 
 
 def read_gguf_config(path: Path) -> dict[str, Any]:
@@ -47,11 +48,11 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
         RefusedError: the file cannot be read, is damaged, or is not a GGUF file.
     """
     try:
-        with open_regular(path) as stream:
-            metadata = _Header(stream, path.stat().st_size).metadata()
+        with open_regular(path) as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            metadata = _Header(data).metadata()
     except OSError as error:
         raise RefusedError(f"the model file cannot be read: {error.strerror}", where=str(path)) from None
-    except (ValueError, struct.error) as error:
+    except ValueError as error:
         raise RefusedError(
             f"the model file is not a readable GGUF file: {error}",
             where=str(path),
@@ -61,13 +62,13 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
 
 
 class _Header:
-    def __init__(self, stream: BinaryIO, size: int) -> None:
-        self._stream = stream
-        self._size = size
+    def __init__(self, data: mmap.mmap) -> None:
+        self._data = data
+        self._place = 0
 
     def metadata(self) -> dict[str, Any]:
         """All pairs; an array's value is its length. Tied embeddings show as no tensor named `output.weight`."""
-        if self._take(4) != b"GGUF":
+        if self._data[self._pass(4) : 4] != b"GGUF":
             raise ValueError("it does not begin with GGUF")
         version, num_tensors, num_pairs = self._number("<I"), self._number("<Q"), self._number("<Q")
         if version not in (2, 3) or num_pairs > _MAX_PAIRS or num_tensors > 10 * _MAX_PAIRS:
@@ -88,7 +89,7 @@ class _Header:
         if dimensions > 8:
             raise ValueError(f"tensor {name} has {dimensions} dimensions")
         shape = [self._number("<Q") for _ in range(dimensions)]
-        self._take(4 + 8)
+        self._pass(4 + 8)
         if math.prod(shape) > _MAX_ELEMENTS:
             raise ValueError(f"tensor {name} has {' x '.join(map(str, shape))[:80]} elements")
         return name, math.prod(shape)
@@ -102,49 +103,31 @@ class _Header:
             raise ValueError(f"unknown value type {kind}")
         item, count = self._number("<I"), self._number("<Q")
         if item in _SCALARS:
-            self._skip(count * struct.calcsize(_SCALARS[item]))
-        elif item == _STRING and count <= min(_MAX_TEXTS, self._size // 8):
-            self._skip_texts(count)
+            self._pass(count * struct.calcsize(_SCALARS[item]))
+        elif item == _STRING and count <= _MAX_TEXTS:
+            length_at, place, last = struct.Struct("<Q").unpack_from, self._place, len(self._data) - 8
+            for _ in range(count):  # a vocabulary has 10^5
+                place += 8 + length_at(self._data, place)[0] if place <= last else 8
+            self._pass(place - self._place)
         else:
             raise ValueError(f"an array of {count} values of type {item}")
         return count
 
-    def _skip_texts(self, count: int) -> None:
-        """Skip texts by reading only their lengths: a vocabulary has 10^5 of them."""
-        length_at, block, place = struct.Struct("<Q").unpack_from, b"", 0
-        for _ in range(count):
-            if place + 8 > len(block):
-                block, place = block[place:] + self._stream.read(_BLOCK_BYTES), 0
-                if len(block) < 8:
-                    raise ValueError("it ends in the middle of its header")
-            place += 8 + length_at(block, place)[0]
-            if place > len(block):
-                self._skip(place - len(block))
-                block, place = b"", 0
-        self._stream.seek(place - len(block), 1)
-
     def _string(self) -> str:
         length = self._number("<Q")
-        if length > _MAX_KEPT_STRING_BYTES * 64:
-            raise ValueError(f"a text of {length} bytes")
-        if length > _MAX_KEPT_STRING_BYTES:  # such as a chat template
-            self._skip(length)
-            return ""
-        return self._take(length).decode("utf-8", errors="replace")
+        start = self._pass(length)
+        return self._data[start : start + min(length, _MAX_KEPT_STRING_BYTES)].decode("utf-8", errors="replace")
 
     def _number(self, form: str) -> Any:
-        return struct.unpack(form, self._take(struct.calcsize(form)))[0]
+        return struct.unpack_from(form, self._data, self._pass(struct.calcsize(form)))[0]
 
-    def _take(self, count: int) -> bytes:
-        data = self._stream.read(count)
-        if len(data) != count:
+    def _pass(self, count: int) -> int:
+        """Go on by so many bytes; returns where they begin."""
+        start = self._place
+        self._place += count
+        if self._place > len(self._data):
             raise ValueError("it ends in the middle of its header")
-        return data
-
-    def _skip(self, count: int) -> None:
-        if self._stream.tell() + count > self._size:
-            raise ValueError("it ends in the middle of its header")
-        self._stream.seek(count, 1)
+        return start
 
 
 def _as_config(metadata: dict[str, Any]) -> dict[str, Any]:
