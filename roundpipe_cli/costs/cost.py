@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -194,18 +194,18 @@ def share_out_visits(costs: CostModel, microbatches: float) -> CostModel:
     return replace(costs, layers=tuple(layers))
 
 
-_NOT_IN_FILES = ("recompute_s", "visit_s", "whole_bytes")
-_NOT_IN_MODEL = ("update_bytes", "leaving_bytes", "tied")
-FILE_KEYS = tuple(field.name for field in fields(LayerCost) if field.name not in _NOT_IN_FILES)
+_NOT_IN_FILES = ("recompute_s", "visit_s", "whole_bytes", "layers", "update_bytes", "leaving_bytes", "tied")
+_LAYER_FORMS, _MODEL_FORMS = (
+    {field.name: str(field.type) for field in fields(kind) if field.name not in _NOT_IN_FILES}
+    for kind in (LayerCost, CostModel)
+)
+"""Keys of a layer and of the whole model in a costs file, with the types of their values."""
+FILE_KEYS = tuple(_LAYER_FORMS)
 """Keys of a layer in a costs file."""
+_ABOVE_ZERO = ("link_bytes_per_s", "host_bytes_per_s", "device_memory_bytes", "slots", "worker_speed")
 _MAX_NUMBER = 1e300
 """Largest of a file's figures; NaN and infinity are not below it, and whole numbers beyond cannot be made floats."""
 _MAX_FILE_BYTES = 16 * 1024**2
-_REQUIRED = ("name", "forward_s", "backward_s")
-_FLOATS = (
-    *("forward_s", "backward_s", "optimizer_s", "recompute_skippable_s"),
-    *("hop_s", "link_bytes_per_s", "host_bytes_per_s"),
-)
 COSTS_FORM = (
     '{"name": ..., "hop_s": ..., "layers": [{"name": "block.0", "forward_s": ..., "backward_s": ..., '
     '"recompute": true, "param_bytes": ..., "boundary_bytes": ...}, ...]} in seconds and bytes'
@@ -230,7 +230,7 @@ def load_costs(path: Path) -> CostModel:
         raise RefusedError(what, where=str(path), found=reason, expected=COSTS_FORM, hint=COSTS_HINT) from error
     problems: list[Problem] = []
     costs = _cost_model(data, str(path), problems)
-    if problems or costs is None:
+    if costs is None or problems:
         raise RecipeError(problems)
     return costs
 
@@ -248,8 +248,8 @@ def _cost_model(data: Any, file: str, problems: list[Problem]) -> CostModel | No
     if not isinstance(data, dict):
         problems.append(Problem("not a costs file", file, type(data).__name__, 'an object with "name" and "layers"'))
         return None
-    _check_keys(data, [field.name for field in fields(CostModel) if field.name not in _NOT_IN_MODEL], file, problems)
-    listed = data.get("layers")
+    listed = data.pop("layers", None)
+    values = {"name": Path(file).stem, **_values(data, _MODEL_FORMS, file, problems)}
     if not isinstance(listed, list) or not listed:
         problems.append(Problem("no layers", f"{file}: layers", _shown(listed), "a list of layers, the head last"))
         return None
@@ -266,26 +266,7 @@ def _cost_model(data: Any, file: str, problems: list[Problem]) -> CostModel | No
             problems.append(Problem("a layer out of place", where, repr(layer.name), expected))
     if not any(layer.forward_s or layer.backward_s for layer in known):
         problems.append(Problem("no layer takes any time", f"{file}: layers", "all times are 0", "times in seconds"))
-    values: dict[str, Any] = {"name": data.get("name", Path(file).stem), "layers": tuple(known)}
-    if not isinstance(values["name"], str):
-        problems.append(Problem("not a name", f"{file}: name", _shown(values["name"]), "text"))
-    _check_model_values(data, values, file, problems)
-    return None if problems else CostModel(**values)
-
-
-def _check_model_values(data: dict[str, Any], values: dict[str, Any], file: str, problems: list[Problem]) -> None:
-    for key in ("hop_s", "link_bytes_per_s", "host_bytes_per_s", "device_memory_bytes", "slots"):
-        if key not in data or (key in ("host_bytes_per_s", "device_memory_bytes") and data[key] is None):
-            continue
-        whole, above_zero = key not in _FLOATS, key != "hop_s"
-        values[key] = _number(data[key], f"{file}: {key}", problems, whole=whole, above_zero=above_zero)
-    speeds, where = data.get("worker_speed"), f"{file}: worker_speed"
-    if isinstance(speeds, list) and speeds:
-        values["worker_speed"] = tuple(
-            _number(speed, f"{where}[{index}]", problems, above_zero=True) for index, speed in enumerate(speeds)
-        )
-    elif speeds is not None:
-        problems.append(Problem("not a list of speeds", where, _shown(speeds), "like [1.0, 0.5]"))
+    return CostModel(layers=tuple(known), **values)
 
 
 def _layer(entry: Any, where: str, problems: list[Problem]) -> LayerCost | None:
@@ -293,46 +274,54 @@ def _layer(entry: Any, where: str, problems: list[Problem]) -> LayerCost | None:
         problems.append(Problem("not a layer", where, _shown(entry), "an object with name, forward_s, backward_s"))
         return None
     name = entry.get("name")
-    if isinstance(name, str):
-        where = f"{where} ({name})"
-    _check_keys(entry, list(FILE_KEYS), where, problems)
-    missing = [key for key in _REQUIRED if key not in entry]
+    where = f"{where} ({name})" if isinstance(name, str) else where
+    values = {"recompute": name != "head", **_values(entry, _LAYER_FORMS, where, problems)}
+    missing = [key for key in ("name", "forward_s", "backward_s") if key not in entry]
     if missing:
         problems.append(Problem(f"{', '.join(missing)} missing", where, None, "name, forward_s and backward_s"))
         return None
-    values: dict[str, Any] = {"recompute": name != "head"}
-    for key, value in entry.items():
-        if key == "name" and not isinstance(value, str):
-            problems.append(Problem("not a name", where, _shown(value), "text"))
-        elif key == "recompute" and not isinstance(value, bool):
-            problems.append(Problem("recompute is not true or false", where, _shown(value), "true or false"))
-        elif key in ("name", "recompute"):
-            values[key] = value
-        elif key in FILE_KEYS:
-            values[key] = _number(value, f"{where}: {key}", problems, whole=key not in _FLOATS)
-    if values["recompute"] and values.get("recompute_skippable_s", 0.0) > values["forward_s"]:
-        expected = "at most forward_s, which the recompute takes"
-        found = str(values["recompute_skippable_s"])
+    layer = LayerCost(**values)
+    if layer.recompute and layer.recompute_skippable_s > layer.forward_s:
+        expected, found = "at most forward_s, which the recompute takes", str(layer.recompute_skippable_s)
         problems.append(Problem("more is skipped than recomputed", f"{where}: recompute_skippable_s", found, expected))
-    return LayerCost(**values) if "name" in values else None
+    return layer
 
 
-def _check_keys(entry: dict[str, Any], known: list[str], where: str, problems: list[Problem]) -> None:
-    for key in entry:
-        if key not in known:
-            nearest = closest(key, known)
-            hint = f"did you mean {nearest}?" if nearest else f"known: {', '.join(known)}"
+def _values(entry: dict[str, Any], forms: Mapping[str, str], where: str, problems: list[Problem]) -> dict[str, Any]:
+    """The values of known keys; with something in place of a refused one, so that the rest can still be checked."""
+    values: dict[str, Any] = {}
+    for key, value in entry.items():
+        form = forms.get(key, "")
+        if not form:
+            nearest = closest(key, list(forms))
+            hint = f"did you mean {nearest}?" if nearest else f"known: {', '.join(forms)}"
             problems.append(Problem("unknown key", where, repr(key), None, hint))
+        elif form == "str":
+            values[key] = value if isinstance(value, str) else ""
+            if not isinstance(value, str):
+                problems.append(Problem("not a name", where, _shown(value), "text"))
+        elif form == "bool":
+            values[key] = bool(value)
+            if not isinstance(value, bool):
+                problems.append(Problem(f"{key} is not true or false", where, _shown(value), "true or false"))
+        elif value is None and form.endswith("None"):
+            values[key] = None
+        elif not form.startswith("tuple"):
+            values[key] = _number(value, key, f"{where}: {key}", problems, whole=form.startswith("int"))
+        elif isinstance(value, list) and value:
+            places = (f"{where}: {key}[{index}]" for index in range(len(value)))
+            values[key] = tuple(_number(one, key, place, problems) for one, place in zip(value, places, strict=False))
+        else:
+            problems.append(Problem("not a list of speeds", f"{where}: {key}", _shown(value), "like [1.0, 0.5]"))
+    return values
 
 
-def _number(
-    value: Any, where: str, problems: list[Problem], *, whole: bool = False, above_zero: bool = False
-) -> float | int:
-    """The value as a number; 1 for a refused value, so that the rest can still be checked."""
+def _number(value: Any, key: str, where: str, problems: list[Problem], *, whole: bool = False) -> float | int:
+    above_zero = key in _ABOVE_ZERO
     expected = f"a {'whole ' if whole else ''}number, {'above 0' if above_zero else '0 or more'}"
     good = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _MAX_NUMBER
     if not good or (whole and value != int(value)):
-        problems.append(Problem("not a number" if not whole else "not a whole number", where, _shown(value), expected))
+        problems.append(Problem("not a whole number" if whole else "not a number", where, _shown(value), expected))
     elif value < 0 or (above_zero and not value):
         problems.append(Problem("negative" if value < 0 else "zero", where, _shown(value), expected))
     else:
