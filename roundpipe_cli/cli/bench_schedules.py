@@ -166,9 +166,9 @@ def simulate(
     """Print the figures of the schedules, and draw them."""
     question, request = _question(recipe, overrides, costs, hardware, flags=flags)
     check_case(question)
-    answers = Answers()
+    answers = (request.answers if request else None) or Answers()
     if request and not (forward_stages or backward_stages) and flags == CaseFlags():
-        asked = as_planned(request, schedules, answers)
+        asked = as_planned(request, schedules)
     else:
         asked, bound = [], replace(question, options=Options())  # only roundpipe deals out its stages as a recipe says
         for name, cut in asked_cuts(schedules, forward_stages, backward_stages, question):
@@ -216,16 +216,14 @@ def request_of(recipe: str, overrides: list[str], hardware: str | None) -> PlanR
     """
     loaded = load_recipe(recipe, overrides)
     with watching(loaded.recipe.watchdog_s):
-        question = ask(loaded, hardware, build=build_counts)
-        used = cards_worth_using(question, Answers())
+        question = ask(loaded, hardware, build=build_counts, answers=Answers())
+        used = cards_worth_using(question)
     if used.num_workers < question.num_workers:
         say(f"note: as in `plan`, on {used.num_workers} of {question.num_workers} GPUs")
     return used
 
 
-def as_planned(
-    request: PlanRequest, schedules: list[str] | None, answers: Answers
-) -> list[tuple[str, StageCut, SimulationCase]]:
+def as_planned(request: PlanRequest, schedules: list[str] | None) -> list[tuple[str, StageCut, SimulationCase]]:
     """Each schedule with its stages and the case to simulate; all schedules where none is named.
 
     Raises:
@@ -234,7 +232,7 @@ def as_planned(
     recipe, found = request.loaded.recipe, list[tuple[str, StageCut, SimulationCase]]()
     with watching(recipe.watchdog_s):
         for name in named_schedules(schedules, recipe.pipeline.num_chunks):
-            cut, case, reasons = contender(request, name, answers)
+            cut, case, reasons = contender(request, name)
             found.append((name, cut, case))
             if reasons:
                 say(f"note: {name} does not fit: {reasons[0]}")
@@ -380,7 +378,7 @@ def run_for_real(
     quiet_libraries()
     source = fetch_model(loaded, Start(), printer, source)
     asked = ask_on_cards_worth_using(loaded, printer, found_config(source))
-    if asked is not None and asked.given is not None:
+    if asked is not None:
         loaded = asked.given
 
     def show(event: Event) -> None:

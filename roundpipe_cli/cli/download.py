@@ -75,7 +75,7 @@ def _fetch_for(loaded: LoadedRecipe, *, offline: bool) -> dict[str, Any]:
     refuse_too_large(asked)
     if source.commit is not None:
         quiet_libraries()
-        prove_unfetched(loaded if asked is None or asked.given is None else asked.given, source, start, printer)
+        prove_unfetched(loaded if asked is None else asked.given, source, start, printer)
     return _fetch(loaded.recipe.model, loaded.recipe.revision, offline=offline, folder=loaded.folder)
 
 

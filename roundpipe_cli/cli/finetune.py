@@ -236,7 +236,7 @@ def finetune(
         source = check_sources(loaded, start, plain)
         asked = ask_on_cards_worth_using(loaded, plain, found_config(source))
         refuse_too_large(asked)
-        if asked is not None and asked.given is not None:
+        if asked is not None:
             loaded = asked.given
         if is_first and loaded.recipe.hub_model_id is not None:
             make_repository(loaded.recipe.hub_model_id, offline=offline)

@@ -333,7 +333,7 @@ def choose_settings(
         recipe = replace(recipe, pipeline=replace(recipe.pipeline, devices=("cpu", "cpu")))
     plan, change, advice = _planned(replace(loaded, recipe=recipe), machine, keeps_method=method is not None)
     question, settings = plan.question, plan.question.settings
-    given = question.given.recipe if question.given is not None else recipe
+    given = question.given.recipe
     workers, count, tokens = question.num_workers, settings.num_microbatches, int(settings.tokens_per_microbatch)
     reasons = [
         f"{architecture.name}: {format_count(architecture.parameters)} parameters, on {machine.description} with "
@@ -371,10 +371,9 @@ def _planned(loaded: LoadedRecipe, machine: Hardware, keeps_method: bool) -> tup
     Raises:
         RefusedError: it does not fit, with what fits.
     """
-    answers = Answers()
-    question = ask(loaded, machine)
-    plan = best_plan(question, answers)[1]
-    summary, found = summary_of(plan), remedies(plan, answers)
+    question = ask(loaded, machine, answers=Answers())
+    plan = best_plan(question)[1]
+    summary, found = summary_of(plan), remedies(plan)
     why = summary.reasons[0] if summary.reasons else ""
     left_to_user: tuple[str, ...] = ("model=", "gradient_accumulation_steps=")  # as many as the data have rows for
     left_to_user += ("method=",) if keeps_method else ()
@@ -387,7 +386,7 @@ def _planned(loaded: LoadedRecipe, machine: Hardware, keeps_method: bool) -> tup
         name = question.architecture.name
         raise RefusedError(f"{name} does not fit {machine.description}", found=why, hint="; ".join(hints))
     if own is not None:
-        plan = best_plan(ask_again(question, changed(loaded, own.overrides)), answers)[1]
+        plan = best_plan(ask_again(question, changed(loaded, own.overrides)))[1]
     return plan, own, [why, *(f"Faster: {change.what}." for change in others)]
 
 

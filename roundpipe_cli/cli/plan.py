@@ -213,8 +213,7 @@ def run_length(answer: Plan) -> RunLength:
     from roundpipe_cli.planning.admission import packing_obstacle
 
     question = answer.question
-    recipe, found = question.loaded.recipe, question.found
-    obstacle = packing_obstacle(found, recipe) if found is not None else recipe.unpackable
+    obstacle = packing_obstacle(question.found, question.loaded.recipe)
     of_bytes = question.architecture.vocab_size <= MAX_BYTE_VOCABULARY
     return length_of(question.loaded, obstacle, 1 if of_bytes else BYTES_PER_TOKEN)
 
@@ -354,8 +353,8 @@ def plan(
     answers = Answers()
     with watching(loaded.recipe.watchdog_s):
         answer = make_plan(loaded, hardware, build_counts, answers)
-        found = remedies(answer, answers)
-        solution = solve_plan(answer, answers) if solve else None
+        found = remedies(answer)
+        solution = solve_plan(answer) if solve else None
     for damage in answers.damage:
         say(f"notice: {damage}")
     if svg is not None:

@@ -245,6 +245,18 @@ class Case:
         """The devices that are no processors."""
         return [device for device in self.hardware.devices if not device.is_cpu]
 
+    @property
+    def num_workers(self) -> int:
+        return len(self.hardware.devices)
+
+    @property
+    def least_step_s(self) -> float:
+        """Lower bound on the step time: workers that never wait, and nothing computed twice."""
+        costs, num_microbatches = self.costs, self.settings.num_microbatches
+        once_s = sum(layer.forward_s + layer.backward_s for layer in costs.layers) * num_microbatches
+        device_s = once_s / sum(costs.worker_speed or (1.0,) * self.num_workers)
+        return max(device_s, self.analytic.host_s(num_microbatches))
+
 
 def case_of(architecture: Architecture, settings: TrainingSettings, hardware: Hardware) -> Case:
     """The case with its analytic costs."""

@@ -341,28 +341,27 @@ def make_plan(
     only that fits, or is faster.
 
     Args:
-        hardware, build: as of `ask`.
-        answers: to earlier questions; None: all is worked out anew.
+        hardware, build, answers: as of `ask`.
 
     Raises:
         RefusedError: no such model or hardware, or stages of the recipe that do not cover the layers.
     """
-    return best_plan(ask(loaded, hardware, build=build), answers)[1]
+    return best_plan(ask(loaded, hardware, build=build, answers=answers))[1]
 
 
-def cards_worth_using(question: PlanRequest, answers: Answers | None) -> PlanRequest:
+def cards_worth_using(question: PlanRequest) -> PlanRequest:
     """The question for the devices that its plan uses: all, or the GPUs of more memory."""
-    return best_plan(question, answers)[0] if any(without_small_cards(question)) else question
+    return best_plan(question)[0] if any(without_small_cards(question)) else question
 
 
-def best_plan(question: PlanRequest, answers: Answers | None) -> tuple[PlanRequest, Plan]:
+def best_plan(question: PlanRequest) -> tuple[PlanRequest, Plan]:
     """The plan, and the question for the devices that it uses. Those that the recipe lists are all used."""
-    best = _plan(question, answers)
+    best = _plan(question)
     asked, advice = question, []
     for fewer in without_small_cards(question):
         if best.verdict.fits and fewer.least_step_s >= best.step_s:
             continue
-        other = _plan(fewer, answers)
+        other = _plan(fewer)
         if other.verdict.fits and (not best.verdict.fits or other.step_s < best.step_s):
             why = describe_idle_gpus(question, fewer, fits=best.verdict.fits)
             if question.lists_devices:
@@ -372,9 +371,9 @@ def best_plan(question: PlanRequest, answers: Answers | None) -> tuple[PlanReque
     return asked, replace(best, explanation=(*advice, *best.explanation))
 
 
-def _plan(question: PlanRequest, answers: Answers | None) -> Plan:
+def _plan(question: PlanRequest) -> Plan:
     """The plan for all devices of the question's machine."""
-    question, cut, verdict, step, kept = decide(question, answers)
+    question, cut, verdict, step, kept = decide(question)
     host_s = question.analytic.host_s(question.settings.num_microbatches)
     pairs_s = reference_s(question, cut)
     needs_s = _needs_s(question, step, host_s)
@@ -400,20 +399,18 @@ def _plan(question: PlanRequest, answers: Answers | None) -> Plan:
     )
 
 
-def decide(
-    question: PlanRequest, answers: Answers | None
-) -> tuple[PlanRequest, StageCut, Verdict, SimulatedStep, str | None]:
+def decide(question: PlanRequest) -> tuple[PlanRequest, StageCut, Verdict, SimulatedStep, str | None]:
     """The stages of a step, for `plan` and `bench`; the question then has the weight cache, which the line names."""
     whole = with_all_weights(question)
-    cut = _known_cut(question, answers)
+    cut = _known_cut(question)
     verdict = _judged(question, cut)
     question, kept = with_auto_cache(question, verdict)
     if kept is not None:
         verdict = _judged(question, cut)
-    step = _known_step(question, cut, answers)
+    step = _known_step(question, cut)
     # Of two ways that send every stage to several workers, the one that does so once.
     gain = 0.0 if cut.dealing is not None and cut.dealing.splits_stages else MIN_GAIN
-    resident = _resident(whole, step.step_s * (1 - gain) if verdict.fits else math.inf, answers)
+    resident = _resident(whole, step.step_s * (1 - gain) if verdict.fits else math.inf)
     if resident is not None:
         question, cut, verdict, step = resident
         held = question.settings.weight_cache_bytes
@@ -423,7 +420,7 @@ def decide(
 
 
 def _resident(
-    question: PlanRequest | None, streamed_s: float, answers: Answers | None
+    question: PlanRequest | None, streamed_s: float
 ) -> tuple[PlanRequest, StageCut, Verdict, SimulatedStep] | None:
     """Stages for GPUs that hold all weights, if those fit and a step is faster so than `streamed_s`."""
     if question is None:
@@ -436,7 +433,7 @@ def _resident(
     if found is None:
         return None
     cut = replace(found, explanation=(RESIDENT_CUT,))
-    step = _known_step(question, cut, answers)
+    step = _known_step(question, cut)
     return (question, cut, _judged(question, cut), step) if step.step_s < streamed_s else None
 
 
@@ -452,16 +449,16 @@ def _figures(question: PlanRequest) -> tuple[object, ...]:
     return question.loaded.recipe, question.architecture, question.settings, question.hardware, question.analytic
 
 
-def _known_cut(question: PlanRequest, answers: Answers | None) -> StageCut:
-    if answers is None or given_cut(question.loaded.recipe.pipeline, question.num_workers) is not None:
-        return _cut(question, None)
-    return answers.once(("stages", _figures(question)), lambda: _cut(question, answers), asdict, cut_from)
+def _known_cut(question: PlanRequest) -> StageCut:
+    if question.answers is None or given_cut(question.loaded.recipe.pipeline, question.num_workers) is not None:
+        return _cut(question)
+    return question.answers.once(("stages", _figures(question)), lambda: _cut(question), asdict, cut_from)
 
 
-def _known_step(question: PlanRequest, cut: StageCut, answers: Answers | None) -> SimulatedStep:
-    if answers is None:
+def _known_step(question: PlanRequest, cut: StageCut) -> SimulatedStep:
+    if question.answers is None:
         return simulate_step(question, cut)
-    return answers.once(
+    return question.answers.once(
         ("step", _figures(question), cut),
         lambda: simulate_step(question, cut),
         asdict,
@@ -469,7 +466,7 @@ def _known_step(question: PlanRequest, cut: StageCut, answers: Answers | None) -
     )
 
 
-def _cut(question: PlanRequest, answers: Answers | None) -> StageCut:
+def _cut(question: PlanRequest) -> StageCut:
     """The recipe's own stages where it has them, the planner's otherwise."""
     pipeline, settings = question.loaded.recipe.pipeline, question.settings
     given, case = given_cut(pipeline, question.num_workers), stage_case(question)
@@ -495,12 +492,12 @@ def _cut(question: PlanRequest, answers: Answers | None) -> StageCut:
     except ResourceError:
         return _coarsest(question, "no cut keeps the devices' limits")
     if settings.weights_on_disk:  # the search sees little of uploads, which bind there
-        return _coarser(question, cut, answers)
+        return _coarser(question, cut)
     fits, whole = keeps(cut), replace(cut, microbatches_per_round=settings.num_microbatches)
-    if fits and (keeps(whole) or _known_step(question, cut, answers).bubble_ratio < 2 * MIN_GAIN):
+    if fits and (keeps(whole) or _known_step(question, cut).bubble_ratio < 2 * MIN_GAIN):
         return cut
     least = (cut.microbatches_per_round or 0) + 1 if fits else 0
-    return deal_out("roundpipe", _coarser(question, cut, answers, least_round=least), case, keeps)
+    return deal_out("roundpipe", _coarser(question, cut, least_round=least), case, keeps)
 
 
 def _coarsest(question: PlanRequest, why: str) -> StageCut:
@@ -514,7 +511,7 @@ def _judged(question: PlanRequest, cut: StageCut) -> Verdict:
     return judge(question, judged)
 
 
-def _coarser(question: PlanRequest, cut: StageCut, answers: Answers | None, *, least_round: int = 0) -> StageCut:
+def _coarser(question: PlanRequest, cut: StageCut, *, least_round: int = 0) -> StageCut:
     """The fastest of `cut` and coarser even ones that fit: every backward stage keeps a boundary of each microbatch.
 
     Args:
@@ -533,7 +530,7 @@ def _coarser(question: PlanRequest, cut: StageCut, answers: Answers | None, *, l
             verdict = _judged(question, one)
             steps[one] = math.inf
             if verdict.fits:
-                steps[one] = _known_step(with_auto_cache(question, verdict)[0], one, answers).step_s
+                steps[one] = _known_step(with_auto_cache(question, verdict)[0], one).step_s
         return steps[one]
 
     def even(forward: int, backward: int, beside_head: int, per_round: int) -> StageCut:

@@ -6,7 +6,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from roundpipe_cli.planning.admission import (
     has_weights,
     holds_weights,
 )
+from roundpipe_cli.planning.answers import Answers
 from roundpipe_cli.planning.auto_choices import Unpacking, choose_token_budget, choose_unpacking, with_smallest_card
 from roundpipe_cli.planning.verdict import judge_coarsest
 from roundpipe_cli.recipe.load import LoadedRecipe, resolve_path
@@ -168,21 +169,22 @@ class PlanRequest(Case):
     """A recipe's model and settings on a machine, to be planned."""
 
     loaded: LoadedRecipe
+    given: LoadedRecipe
+    """The recipe as it was asked about: `loaded`, with `auto` where a number was decided."""
+    found: FoundConfig
+    """The model's configuration."""
+    machine: Hardware
+    """The machine as it was found: `hardware` without the notes on what was decided for it."""
     reads_disk: bool = False
     """Weights are read from the disk again in every round."""
     machine_source: str = ""
     """Who named the machine, as a text for the user."""
     choices: tuple[str, ...] = ()
     """A line for each key whose value is `auto`: what it became."""
-
     unpacking: Unpacking | None = None
     """How packed weights are unpacked; None: there are none."""
-    given: LoadedRecipe | None = None
-    """The recipe as it was asked about: `loaded`, with `auto` where a number was decided."""
-    found: FoundConfig | None = None
-    """The model's configuration."""
-    machine: Hardware | None = None
-    """The machine as it was found: `hardware` without the notes on what was decided for it."""
+    answers: Answers | None = field(default=None, compare=False)
+    """Answers to earlier questions; None: all is worked out anew."""
 
     @property
     def is_for_lack_of_gpus(self) -> bool:
@@ -194,18 +196,6 @@ class PlanRequest(Case):
     def lists_devices(self) -> bool:
         """Whether the devices are those that the recipe lists, so that a run uses all of them."""
         return self.machine_source == THIS_MACHINE and not isinstance(self.loaded.recipe.pipeline.devices, str)
-
-    @property
-    def num_workers(self) -> int:
-        return len(self.hardware.devices)
-
-    @property
-    def least_step_s(self) -> float:
-        """Lower bound on the step time: workers that never wait, and nothing computed twice."""
-        costs, settings = self.costs, self.settings
-        once_s = sum(layer.forward_s + layer.backward_s for layer in costs.layers) * settings.num_microbatches
-        device_s = once_s / sum(costs.worker_speed or (1.0,) * self.num_workers)
-        return max(device_s, self.analytic.host_s(settings.num_microbatches))
 
 
 ENOUGH_PER_WORKER = 4
@@ -260,6 +250,7 @@ def ask(
     here: bool = False,
     build: Build | None = None,
     found: FoundConfig | None = None,
+    answers: Answers | None = None,
 ) -> PlanRequest:
     """Find the model's figures and the machine.
 
@@ -268,6 +259,7 @@ def ask(
         here: leave the recipe's `hardware` out.
         build: counts models that are not counted exactly here.
         found: the model's configuration, where its files were read and checked before.
+        answers: see `PlanRequest`.
 
     Raises:
         RefusedError: no such model or hardware.
@@ -285,7 +277,8 @@ def ask(
         source = "the recipe's `hardware`"
     elif isinstance(hardware, str):
         hardware = parse_hardware(hardware)
-    return _decided(loaded, found, architecture, hardware or hardware_of(recipe, architecture), source=source)
+    machine = hardware or hardware_of(recipe, architecture)
+    return _decided(loaded, found, architecture, machine, source=source, answers=answers)
 
 
 def ask_again(question: PlanRequest, loaded: LoadedRecipe) -> PlanRequest:
@@ -294,17 +287,21 @@ def ask_again(question: PlanRequest, loaded: LoadedRecipe) -> PlanRequest:
     Raises:
         RefusedError: the recipe asks for what this model cannot do.
     """
-    given, found = question.given, question.found
-    machine = question.machine
-    assert given is not None and found is not None and machine is not None
-    if loaded.recipe in (given.recipe, question.loaded.recipe):
+    if loaded.recipe in (question.given.recipe, question.loaded.recipe):
         return question
+    found, source, answers = question.found, question.machine_source, question.answers
     check_configuration(found, loaded.recipe)
-    return _decided(loaded, found, question.architecture, machine, source=question.machine_source)
+    return _decided(loaded, found, question.architecture, question.machine, source=source, answers=answers)
 
 
 def _decided(
-    loaded: LoadedRecipe, found: FoundConfig, architecture: Architecture, machine: Hardware, *, source: str
+    loaded: LoadedRecipe,
+    found: FoundConfig,
+    architecture: Architecture,
+    machine: Hardware,
+    *,
+    source: str,
+    answers: Answers | None,
 ) -> PlanRequest:
     """The question, with all that the recipe leaves open decided for the model and the machine."""
     given, found_machine = loaded, machine
@@ -350,6 +347,7 @@ def _decided(
         given=given,
         found=found,
         machine=found_machine,
+        answers=answers,
     )
 
 

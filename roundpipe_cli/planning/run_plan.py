@@ -43,11 +43,10 @@ def leave_small_cards(question: PlanRequest) -> tuple[PlanRequest, str | None]:
         RefusedError: the recipe, with these devices.
     """
     loaded, machine = question.given, question.machine
-    assert loaded is not None and machine is not None
     is_open = loaded.recipe.pipeline.devices == "auto" and num_machines() == 1
     if not is_open or question.architecture.is_guess or not machine.is_here:
         return question, None
-    used = cards_worth_using(question, Answers())
+    used = cards_worth_using(replace(question, answers=Answers()))
     if used.num_workers == question.num_workers:
         return question, None
     names = names_of_cards(question, used)
@@ -90,9 +89,9 @@ def check_fits(question: PlanRequest) -> None:
         return
     error = ResourceError(verdict.reasons[0])
     found = f"{format_bytes(available)} available now of {format_bytes(memory.total_bytes)} ({memory.limited_by})"
-    found_machine = replace(question.machine or machine, host_memory_bytes=available)
-    here = replace(question, hardware=machine, machine=found_machine)
-    best = "; ".join(change.what for change in best_remedies(here, None, Answers()))
+    as_found = replace(question.machine, host_memory_bytes=available)
+    here = replace(question, hardware=machine, machine=as_found, answers=Answers())
+    best = "; ".join(change.what for change in best_remedies(here, None))
     hint = f"`roundpipe plan {loaded.path} --solve` names more changes that make it fit"
     hint = f"{best}; {hint}" if best else "no change of the recipe and no smaller model that the tool knows fits here"
     for fewer in without_small_cards(replace(question, settings=case.settings, hardware=machine)):
@@ -165,22 +164,19 @@ def _needs(question: PlanRequest, schedule: Schedule, *, is_whole: bool) -> dict
 # The schedules that `bench` compares on a recipe, each with the stages and costs that `plan` has for it. No torch.
 
 
-def contender(
-    own: PlanRequest, name: ScheduleName, answers: Answers | None
-) -> tuple[StageCut, SimulationCase, tuple[str, ...]]:
+def contender(own: PlanRequest, name: ScheduleName) -> tuple[StageCut, SimulationCase, tuple[str, ...]]:
     """A schedule as `plan` sees the recipe with it and the same microbatches: its stages, the case to simulate, without
     the GPUs of less memory where `plan` leaves them out, and the reasons why it does not fit.
 
     Args:
         own: the recipe as it stands, on the devices to use.
-        answers, errors: as of `make_plan`.
     """
     question = own
     if name != own.loaded.recipe.pipeline.schedule:
         loaded = replace(own.loaded, recipe=with_schedule(own.loaded.recipe, name))
         least_bytes = min(device.memory_bytes for device in own.hardware.devices)
         question = with_cards_of(ask_again(own, loaded), least_bytes)
-    question, cut, verdict, _, _ = decide(question, answers)
+    question, cut, verdict, _, _ = decide(question)
     settings, costs = question.settings, question.costs
     if settings.weight_cache_bytes:
         costs = with_cached_weights(costs, settings.weight_cache_bytes, settings.dtype_bytes)

@@ -27,7 +27,6 @@ from roundpipe_cli.costs.machine import MAX_PARAMETERS_ON_CPU, is_large_for_cpu
 from roundpipe_cli.costs.memory import HOST_MARGIN_BYTES
 from roundpipe_cli.costs.models import Architecture, TrainingSettings
 from roundpipe_cli.errors import RefusedError, ResourceError
-from roundpipe_cli.planning.answers import Answers
 from roundpipe_cli.planning.predict import Plan, best_plan
 from roundpipe_cli.planning.question import PlanRequest, ask, ask_again, rows_that_keep_busy, settings_of
 from roundpipe_cli.planning.verdict import judge_coarsest
@@ -95,18 +94,14 @@ class Solution:
     """Changes that make the recipe fit, or faster where it is slow; empty where it is neither."""
 
 
-def solve(plan: Plan, answers: Answers | None = None) -> Solution:
-    """Settings that would fit, and the three cheapest changes where it does not, or is slow.
-
-    Args:
-        answers: as of `make_plan`.
-    """
+def solve(plan: Plan) -> Solution:
+    """Settings that would fit, and the three cheapest changes where it does not, or is slow."""
     question, changes = plan.question, list[Change]()
     if summary_of(plan).word != "FITS":
         now = plan if plan.verdict.fits else None
-        changes += islice(_changes(question, now, answers), NUM_CHANGES)
+        changes += islice(_changes(question, now), NUM_CHANGES)
         rest = sorted([*_machines(question), *_smaller_models(question)], key=lambda change: change.rank)
-        planned = (_with_speed(question, change, answers) for change in rest)
+        planned = (_with_speed(question, change) for change in rest)
         good = (one for one in planned if one and one.word == "FITS" and (now is None or one.speed > now.tokens_per_s))
         changes += islice(good, NUM_CHANGES - len(changes))
     cache = question.loaded.recipe.pipeline.weight_cache  # a cache of `auto` takes spare memory only
@@ -118,31 +113,30 @@ def solve(plan: Plan, answers: Answers | None = None) -> Solution:
     )
 
 
-def remedies(plan: Plan, answers: Answers | None = None) -> tuple[Change, ...]:
+def remedies(plan: Plan) -> tuple[Change, ...]:
     """The best remedies for a plan that does not fit or is slow; none for one that fits."""
     if summary_of(plan).word == "FITS":
         return ()
-    return best_remedies(plan.question, plan if plan.verdict.fits else None, answers)
+    return best_remedies(plan.question, plan if plan.verdict.fits else None)
 
 
-def best_remedies(question: PlanRequest, now: Plan | None, answers: Answers | None = None) -> tuple[Change, ...]:
+def best_remedies(question: PlanRequest, now: Plan | None) -> tuple[Change, ...]:
     """The cheapest change of the recipe that makes it fit, or fast; and where there is none, the nearest smaller model
     that this machine trains fast, after what makes this one faster at least.
 
     Args:
         now: the plan as it is, which is slow; None: it does not fit.
-        answers: as of `make_plan`.
     """
-    found = list(islice(_changes(question, now, answers), 1))
+    found = list(islice(_changes(question, now), 1))
     if not found or found[0].word != "FITS":
         least = max((WORTH * change.speed for change in found), default=0.0)
-        planned = (_with_speed(question, change, answers) for change in _smaller_models(question))
+        planned = (_with_speed(question, change) for change in _smaller_models(question))
         nearest = next((change for change in planned if change is not None and change.word == "FITS"), None)
         found += [nearest] if nearest is not None and nearest.speed >= least else []
     return tuple(found)
 
 
-def _changes(question: PlanRequest, now: Plan | None, answers: Answers | None) -> Iterator[Change]:
+def _changes(question: PlanRequest, now: Plan | None) -> Iterator[Change]:
     """Changes of the recipe with their speeds, the cheapest first."""
     if now is not None and is_large_for_cpu(question.hardware, question.architecture.parameters):
         return  # no change makes a processor fast enough
@@ -150,7 +144,7 @@ def _changes(question: PlanRequest, now: Plan | None, answers: Answers | None) -
     ladder = _against_waiting(question) if waits else _against_need(question, from_disk=False)
     is_found = False
     for change in ladder:
-        planned = _with_speed(question, change, answers)
+        planned = _with_speed(question, change)
         if planned is None or (now is not None and planned.speed < now.tokens_per_s):
             continue
         if now is None or planned.word == "FITS":
@@ -158,24 +152,23 @@ def _changes(question: PlanRequest, now: Plan | None, answers: Answers | None) -
             yield planned
     if now is None:
         ladder = _against_need(question, from_disk=True)
-        yield from filter(None, (_with_speed(question, change, answers) for change in ladder))
+        yield from filter(None, (_with_speed(question, change) for change in ladder))
     elif not is_found and (smallest := [*_packings(question)][-1:]):
-        planned = _with_speed(question, smallest[0][0], answers)
+        planned = _with_speed(question, smallest[0][0])
         if planned is not None and planned.speed > WORTH * now.tokens_per_s:
             yield planned
 
 
-def _with_speed(question: PlanRequest, change: Change, answers: Answers | None) -> Change | None:
+def _with_speed(question: PlanRequest, change: Change) -> Change | None:
     """The change with its own plan's verdict and speed; None where it does not fit after all."""
     given, machine = question.given, change.machine or question.machine
-    assert given is not None
     loaded = changed(given, change.overrides)
     with suppress(RefusedError, ResourceError):
         if loaded.recipe.model == given.recipe.model and change.machine is None:
             asked = ask_again(question, loaded)
         else:
-            asked = replace(ask(loaded, machine), machine_source=question.machine_source)
-        plan = best_plan(asked, answers)[1]
+            asked = replace(ask(loaded, machine, answers=question.answers), machine_source=question.machine_source)
+        plan = best_plan(asked)[1]
         if plan.verdict.fits:
             return replace(change, tokens_per_s=plan.tokens_per_s, word=summary_of(plan).word)
     return None
@@ -196,7 +189,7 @@ def _as_asked(question: PlanRequest) -> TrainingSettings:
     """The settings without what was decided for lack of memory, or to use what is spare."""
     recipe, settings = question.loaded.recipe, question.settings
     cache = recipe.pipeline.weight_cache
-    if question.given is not None and question.given.recipe.micro_batch_tokens == "auto":
+    if question.given.recipe.micro_batch_tokens == "auto":
         count = recipe.rows_per_step * settings.sequence_chunks  # `auto` takes a row where there is no room for more
         settings = replace(settings, micro_batch_size=1, num_microbatches=count, counts_tokens=False)
     return replace(
@@ -459,7 +452,7 @@ def fitting_recipe(question: PlanRequest, remedy: Change | None = None) -> tuple
         settings = settings_of(loaded.recipe, architecture.vocab_size)
         if _fits(architecture, settings, question.hardware):
             is_own = shipped.path.resolve() == question.loaded.path.resolve()
-            asked = (question.given or question.loaded).recipe
+            asked = question.given.recipe
             is_known = is_own and (words or settings == settings_of(asked, architecture.vocab_size))
             return None if is_known else (shipped.command_name, *words)
     return None
@@ -521,9 +514,8 @@ def _reach(method: str, lines: tuple[str, ...], hardware: Hardware) -> Reach:
         case = case_of(architecture, own, hardware)
         lack = _lack(case)
         if lack is None:
-            request = PlanRequest(architecture, own, hardware, case.analytic, loaded=loaded)
             tokens = own.num_microbatches * own.tokens_per_microbatch
-            found[architecture.name.rpartition("/")[2]] = tokens / request.least_step_s
+            found[architecture.name.rpartition("/")[2]] = tokens / case.least_step_s
             if len(found) == NUM_SHOWN:
                 break
         elif not found:

@@ -19,7 +19,6 @@ from roundpipe_cli.choices import SCHEDULES, ScheduleName
 from roundpipe_cli.cli.bench_schedules import CaseFlags, _question, as_planned, request_of
 from roundpipe_cli.costs.memory import fixed_device_need
 from roundpipe_cli.planning.adaptive import AdaptivePlanner, RunConditions
-from roundpipe_cli.planning.answers import Answers
 from roundpipe_cli.planning.choose import choose
 from roundpipe_cli.planning.compare import SimulationCase, StageCut, run
 from roundpipe_cli.planning.partition import plan_partition
@@ -139,7 +138,7 @@ def test_plan_and_bench_agree_with_weights_that_stay_on_gpus(
     words.remove("pipeline.weight_cache=0")
     path = recipe_of(name, schedule).path
     plan = make_plan(load_recipe(path, words), machine)
-    ((_, cut, case),) = as_planned(request_of(str(path), words, machine), [schedule], Answers())
+    ((_, cut, case),) = as_planned(request_of(str(path), words, machine), [schedule])
     assert (cut.forward_stages, cut.backward_stages) == (plan.cut.forward_stages, plan.cut.backward_stages)
     result = run(schedule, cut, case)
     assert result.step_s == pytest.approx(plan.device_step_s, rel=1e-9)
@@ -151,6 +150,6 @@ def test_a_schedule_that_does_not_fit_is_told(
 ) -> None:
     words = ["method=full", "pipeline.keep_activations=7", "gradient_accumulation_steps=32"]
     request = request_of(str(recipe_of("llama", "gpipe").path), words, "2x3090")
-    as_planned(request, ["gpipe"], Answers())
+    as_planned(request, ["gpipe"])
     err = capsys.readouterr().err
     assert "note: gpipe does not fit: memory of rtx-3090: needs" in err and "Needed are" not in err

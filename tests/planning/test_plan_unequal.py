@@ -16,7 +16,6 @@ from roundpipe_cli.costs.hardware import parse_hardware
 from roundpipe_cli.costs.memory import device_need, usable_device_bytes
 from roundpipe_cli.errors import ResourceError
 from roundpipe_cli.events import Event, Notice
-from roundpipe_cli.planning.answers import Answers
 from roundpipe_cli.planning.predict import Plan, make_plan
 from roundpipe_cli.planning.question import ask, without_small_cards
 from roundpipe_cli.planning.run_plan import check_fits
@@ -126,7 +125,7 @@ def test_a_run_and_bench_leave_out_what_plan_leaves_out(
     assert planned.cut == again.cut and planned.step_s == pytest.approx(again.step_s)
     request = request_of(str(loaded.path), ["pipeline.weight_cache=0"], SMALL_CARDS)
     assert "note: as in `plan`, on 2 of 4 GPUs" in capsys.readouterr().err
-    found = as_planned(request, None, Answers())
+    found = as_planned(request, None)
     assert {case.num_workers for _, _, case in found} == {2} and len(found) == len(SCHEDULES)
 
 

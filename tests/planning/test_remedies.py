@@ -119,7 +119,7 @@ def test_every_command_says_the_same(
     """`init` refused what `plan` called SLOW, and named a model of a quarter of the size."""
     loaded, answers = recipe_of(model, machine), Answers()
     plan = make_plan(loaded, machine, None, answers)
-    found = remedies(plan, answers)
+    found = remedies(plan)
     assert summary_of(plan).word == word and [" ".join(change.overrides) for change in found[:1]] == [
         *filter(None, [first])
     ]
@@ -139,7 +139,7 @@ def test_every_command_says_the_same(
 def check_advice(loaded: LoadedRecipe, machine: str, plan: Plan, found: tuple[Change, ...]) -> None:
     """Each remedy does what it says; `plan` fits a screen and names them, `--solve` begins with the same."""
     word, answers = summary_of(plan).word, Answers()
-    solved = solve(plan, answers).changes
+    solved = solve(plan).changes
     screen = list(wrapped(plan_text(plan, None, details=False, found=found), 80))
     assert len(screen) <= 22 and max(map(len, screen)) <= 80, "\n".join(screen)  # two lines come before it
     if word == F:

@@ -130,9 +130,8 @@ def ask_here(loaded: LoadedRecipe, asked: PlanRequest | None) -> PlanRequest:
     Args:
         asked: before torch was there, so without that count; None: there was no answer, or nobody asked.
     """
-    found = None if asked is None else asked.found
-    if asked is None or found is None or found.needs_building:
-        return ask(loaded, here=True, build=_count_blocks, found=found)
+    if asked is None or asked.found.needs_building:
+        return ask(loaded, here=True, build=_count_blocks, found=None if asked is None else asked.found)
     return ask_again(asked, loaded)
 
 
