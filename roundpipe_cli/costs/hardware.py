@@ -17,14 +17,13 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass, fields, replace
-from difflib import SequenceMatcher
 from functools import lru_cache
 from importlib.resources import files
 from typing import Any, Literal
 
 from roundpipe_cli.costs.block_work import PassWork, Product
 from roundpipe_cli.costs.models import DType
-from roundpipe_cli.errors import RefusedError, closest, one_edit_apart
+from roundpipe_cli.errors import RefusedError, closest
 from roundpipe_cli.units import GIB
 
 MAX_WORKERS = 64
@@ -124,18 +123,19 @@ def find_gpu(name: str) -> str | None:
 
     A bare name with several memory sizes (`4060ti`, `a100`) is looked up in the catalogue's aliases.
     """
-    by_plain: dict[str, str] = {}
-    for known in catalogue():
-        by_plain.setdefault(_squeeze(known), known)
-    for known in catalogue():
-        by_plain.setdefault(re.sub(r"^(rtx|radeon|titan)", "", _squeeze(known)), known)
-    by_plain.update(_raw_catalogue()["aliases"])
-    plain = _squeeze(name)
+    by_plain, plain = {**_spellings(), **_raw_catalogue()["aliases"]}, _squeeze(name)
     bare = re.sub(r"^(rtx|gtx|radeonrx|radeonpro|radeon|rx|tesla|quadrortx|quadro)", "", plain)
     for spelling in (plain, bare, plain.replace("pcie", ""), bare.replace("gpu", "")):
         if spelling in by_plain:
             return by_plain[spelling]
     return None
+
+
+@lru_cache(maxsize=1)
+def _spellings() -> dict[str, str]:
+    """Plain spelling, with and without its family -> name in the catalogue."""
+    whole = {_squeeze(known): known for known in catalogue()}
+    return {re.sub(r"^(rtx|radeon|titan)", "", plain): known for plain, known in reversed(whole.items())} | whole
 
 
 def _squeeze(name: str) -> str:
@@ -265,8 +265,7 @@ def _parse_group(group: str, where: str, notes: list[str]) -> list[Device]:
 
 def _unknown_gpu(name: str, where: str) -> RefusedError:
     plain = _squeeze(name)
-    likeness = {known: _likeness(plain, known) for known in catalogue()}
-    near = max(likeness, key=lambda known: (one_edit_apart(name.lower(), known), likeness[known]))
+    near = closest(plain, list(_spellings()))
     if plain == "cpu":
         return RefusedError(
             "a processor is no GPU", where=where, found=name, hint="without --hardware, plan is for this machine"
@@ -277,15 +276,8 @@ def _unknown_gpu(name: str, where: str) -> RefusedError:
         where=where,
         found=name,
         expected=f"one of {', '.join(catalogue())}",
-        hint=f"did you mean {near}? Otherwise, {custom}" if likeness[near] >= (0.6, 0) else custom,
+        hint=custom if near is None else f"did you mean {_spellings()[near]}? Otherwise, {custom}",
     )
-
-
-def _likeness(plain: str, known: str) -> tuple[float, int]:
-    """How like a catalogue name is to `plain`, with or without its family; swapped digits break ties."""
-    full = _squeeze(known)
-    spellings = (full, re.sub(r"^(rtx|radeon|titan)", "", full))
-    return max((SequenceMatcher(None, plain, one).ratio(), int(sorted(plain) == sorted(one))) for one in spellings)
 
 
 _OPTIONS = ["host_memory_gib", "host_memory_gb_per_s", "disk_free_gib", "disk_gb_per_s", "accumulate"]
