@@ -13,7 +13,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -225,22 +225,6 @@ MAX_SEARCHES = 4
 """Numbers of microbatches for which stages are searched; a step of another number takes the nearest one's."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunConditions:
-    """Conditions that bind a run's planner beside the recipe's pipeline section and the layers' costs."""
-
-    weights_stay: bool = False
-    """Every worker can read all weights, so a microbatch may stay on one worker."""
-    shared_bytes: int = 0
-    """Bytes of a device's memory that are needed whatever the stages are."""
-    microbatches_per_round: int | None = None
-    """Upper limit; None: no limit."""
-    waiting_bytes: int | None = None
-    """See `StageLimits`."""
-    head_gradient_bytes: int = 0
-    """See `limits_for`."""
-
-
 class AdaptivePlanner:
     """Builds the schedule of each step; the last step of an epoch may have fewer microbatches."""
 
@@ -251,7 +235,11 @@ class AdaptivePlanner:
         pipeline: PipelineConfig,
         cache: ProfileCache | None = None,
         *,
-        conditions: RunConditions | None = None,
+        weights_stay: bool = False,
+        shared_bytes: int = 0,
+        microbatches_per_round: int | None = None,
+        waiting_bytes: int | None = None,
+        head_gradient_bytes: int = 0,
     ) -> None:
         """
         Args:
@@ -259,14 +247,24 @@ class AdaptivePlanner:
             num_workers: devices.
             pipeline: the recipe's section.
             cache: of what an earlier run has measured.
-            conditions: None: the defaults.
+            weights_stay: every worker can read all weights, so a microbatch may stay on one worker.
+            shared_bytes: of a device's memory, needed whatever the stages are.
+            microbatches_per_round: at most; None: no limit.
+            waiting_bytes: see `StageLimits`.
+            head_gradient_bytes: see `limits_for`.
 
         Raises:
             RefusedError: stages of one direction given and the other left to the planner, or backward stages for a
                 schedule that mirrors the forward ones.
         """
         self.costs = self.rough = costs
-        self._conditions = conditions or RunConditions()
+        self._weights_stay = weights_stay
+        limits, memory_bytes = StageLimits(microbatches_per_round=microbatches_per_round), costs.device_memory_bytes
+        if memory_bytes is not None:
+            free = int(DEVICE_SHARE * memory_bytes) - shared_bytes
+            head = beyond_margin(head_gradient_bytes, memory_bytes)
+            limits = limits_for(costs, free, microbatches_per_round, head_gradient_bytes=head)
+        self._limits = replace(limits, waiting_bytes=waiting_bytes)
         self._cache = cache
         self._num_workers = num_workers
         self._pipeline = pipeline
@@ -427,15 +425,5 @@ class AdaptivePlanner:
         Args:
             costs: of the layers; None: as far as they are known.
         """
-        counts, stay = (self._num_workers, num_microbatches), self._conditions.weights_stay and self._num_workers > 1
-        return case_for(self._pipeline, costs or self.costs, counts, self._limits(), weights_stay=stay)
-
-    def _limits(self) -> StageLimits:
-        """The part of a device's memory that one stage may take."""
-        memory_bytes, conditions = self.costs.device_memory_bytes, self._conditions
-        limits = StageLimits(microbatches_per_round=conditions.microbatches_per_round)
-        if memory_bytes is not None:
-            free = int(DEVICE_SHARE * memory_bytes) - conditions.shared_bytes
-            head = beyond_margin(conditions.head_gradient_bytes, memory_bytes)
-            limits = limits_for(self.costs, free, conditions.microbatches_per_round, head_gradient_bytes=head)
-        return replace(limits, waiting_bytes=conditions.waiting_bytes)
+        counts, stay = (self._num_workers, num_microbatches), self._weights_stay and self._num_workers > 1
+        return case_for(self._pipeline, costs or self.costs, counts, self._limits, weights_stay=stay)

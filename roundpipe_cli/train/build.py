@@ -25,7 +25,7 @@ from roundpipe_cli.errors import ResourceError
 from roundpipe_cli.events import Notice, Tell
 from roundpipe_cli.kernels.grouped_mm import all_run_ours, why_no_triton
 from roundpipe_cli.model.lora import experts_per_token
-from roundpipe_cli.planning.adaptive import AdaptivePlanner, ProfileCache, RunConditions
+from roundpipe_cli.planning.adaptive import AdaptivePlanner, ProfileCache
 from roundpipe_cli.recipe.schema import PipelineConfig
 from roundpipe_cli.train.prepare.devices import gpu_index, make_backends, slowest_link_bytes_per_s, threads_per_worker
 from roundpipe_cli.train.prepare.setup import Setup, active_parameters
@@ -131,16 +131,14 @@ def make_planner(setup: Setup) -> AdaptivePlanner:
         len(setup.devices),
         recipe.pipeline,
         _profile_cache(setup, costs),
-        conditions=RunConditions(
-            microbatches_per_round=max(room, len(setup.devices), recipe.pipeline.num_chunks),
-            weights_stay=not on_gpu and recipe.may_hold_all_weights,
-            shared_bytes=shared_bytes,
-            waiting_bytes=waiting_bytes,
-            head_gradient_bytes=trained_head_bytes(
-                layouts[-1].num_trainable_elements if on_gpu else 0,
-                layouts[0].trainable_dtype.itemsize,
-                in_chunks=form.tokens > setup.head_chunk_tokens,
-            ),
+        microbatches_per_round=max(room, len(setup.devices), recipe.pipeline.num_chunks),
+        weights_stay=not on_gpu and recipe.may_hold_all_weights,
+        shared_bytes=shared_bytes,
+        waiting_bytes=waiting_bytes,
+        head_gradient_bytes=trained_head_bytes(
+            layouts[-1].num_trainable_elements if on_gpu else 0,
+            layouts[0].trainable_dtype.itemsize,
+            in_chunks=form.tokens > setup.head_chunk_tokens,
         ),
     )
 

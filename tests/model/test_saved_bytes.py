@@ -15,7 +15,7 @@ from roundpipe_cli.costs.models import TrainingSettings, parse_config
 from roundpipe_cli.engine.probe import ASSUMED_FLOPS, AssumedDevice, LayerSizes, Probe, rough_costs
 from roundpipe_cli.model.fused import FusedOps, find_fused_ops
 from roundpipe_cli.model.worker_model import SavedBytes, saved_sizes
-from roundpipe_cli.planning.adaptive import AdaptivePlanner, RunConditions
+from roundpipe_cli.planning.adaptive import AdaptivePlanner
 from roundpipe_cli.recipe.schema import PipelineConfig
 from roundpipe_cli.train.auto_cache import modelled_bytes
 from tests.engine.test_engine_memory import saved_bytes_per_block
@@ -138,9 +138,7 @@ def test_a_run_s_stages_fill_the_device_but_for_the_share_that_nobody_knows() ->
     rig, shared = make_rig("llama", "lora", num_hidden_layers=12), 50_000
     sizes = []
     for memory in (800_000, 1_600_000, 3_200_000, 10_000_000):
-        planner = AdaptivePlanner(
-            gpu_costs(rig, memory), 1, PipelineConfig(), conditions=RunConditions(shared_bytes=shared)
-        )
+        planner = AdaptivePlanner(gpu_costs(rig, memory), 1, PipelineConfig(), shared_bytes=shared)
         planner.measured = True
         schedule = planner.schedule(4)
         needed = modelled_bytes(planner.costs, schedule.forward_stages, schedule.backward_stages)

@@ -18,7 +18,7 @@ import pytest
 from roundpipe_cli.choices import SCHEDULES, ScheduleName
 from roundpipe_cli.cli.bench_schedules import CaseFlags, _question, as_planned, request_of
 from roundpipe_cli.costs.memory import fixed_device_need
-from roundpipe_cli.planning.adaptive import AdaptivePlanner, RunConditions
+from roundpipe_cli.planning.adaptive import AdaptivePlanner
 from roundpipe_cli.planning.choose import choose
 from roundpipe_cli.planning.compare import SimulationCase, StageCut, run
 from roundpipe_cli.planning.partition import plan_partition
@@ -90,9 +90,8 @@ def planner_of(question: PlanRequest) -> AdaptivePlanner:
         replace(question.analytic.costs, device_memory_bytes=memory),
         question.num_workers,
         recipe.pipeline,
-        conditions=RunConditions(
-            microbatches_per_round=limits.microbatches_per_round, shared_bytes=fixed_device_need(question).total_bytes
-        ),
+        microbatches_per_round=limits.microbatches_per_round,
+        shared_bytes=fixed_device_need(question).total_bytes,
     )
 
 
