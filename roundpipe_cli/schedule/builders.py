@@ -483,33 +483,54 @@ def check_stages(
     Raises:
         RefusedError: names the direction, the stage and what was expected there.
     """
+    kind, count, last_layer = SCHEDULE_KINDS[name], len(forward_stages), num_layers - 1
     if not backward_stages:
         raise RefusedError("no backward stages", expected="at least the stage that holds the head")
+    most = -(-num_layers // num_workers) * num_workers if kind.binds_stages else num_layers
     for direction, stages in (("forward", forward_stages), ("backward", backward_stages)):
-        _check_ranges(direction, stages, num_layers)
-    if not SCHEDULE_KINDS[name].binds_stages:
-        _check_count("backward", len(backward_stages), num_layers, 1)
-        _check_count("forward", len(forward_stages), num_layers, 1)
-        head_first, head_last = backward_stages[0]
-        if head_last != num_layers - 1 or head_first > head_last:
+        for index, (first, last) in enumerate(stages):
+            if first < 0 or last < first - 1 or last > last_layer:
+                raise RefusedError(
+                    "not a range of layers",
+                    where=f"{direction} stage {index}",
+                    found=str([first, last]),
+                    expected=f"[a, b] with 0 <= a <= b <= {last_layer}, or [a, a - 1] for an empty stage",
+                )
+        if len(stages) > most:
+            raise RefusedError(
+                "more stages than layers",
+                where=f"{direction} stages",
+                found=f"{len(stages)} stages",
+                expected=f"at most {most} for {num_layers} layers",
+            )
+    ends_before, head_stage = num_layers, backward_stages[0]
+    if not kind.binds_stages:
+        ends_before = head_stage[0]
+        if head_stage[1] != last_layer or ends_before > last_layer:
             raise RefusedError(
                 "the first backward stage must hold the head",
                 where="backward stage 0",
-                found=str([head_first, head_last]),
-                expected=f"a range that ends with layer {num_layers - 1}",
+                found=str(list(head_stage)),
+                expected=f"a range that ends with layer {last_layer}",
             )
-        _check_cover("forward", forward_stages, head_first)
-    else:
-        _check_count("forward", len(forward_stages), num_layers, num_workers)
-        _check_bound_count(name, len(forward_stages), num_workers)
-        _check_cover("forward", forward_stages, num_layers)
-        if tuple(backward_stages) != tuple(reversed(forward_stages)):
-            raise RefusedError(
-                f"the backward stages of {name} are the mirror of its forward stages",
-                where="backward stages",
-                found=str([list(stage) for stage in backward_stages]),
-                hint="leave them out",
-            )
+    elif count != num_workers if kind.one_stage_each else not count or count % num_workers:
+        raise RefusedError(
+            f"{name} has one stage per worker"
+            if kind.one_stage_each
+            else f"{name} needs a multiple of the workers as stages",
+            where="forward stages",
+            found=f"{count} stages, {num_workers} workers",
+            expected=f"{num_workers}{'' if kind.one_stage_each else f', {2 * num_workers}, ...'} stages",
+            hint="an empty stage is [a, a - 1]",
+        )
+    elif tuple(backward_stages) != tuple(reversed(forward_stages)):
+        raise RefusedError(
+            f"the backward stages of {name} are the mirror of its forward stages",
+            where="backward stages",
+            found=str([list(stage) for stage in backward_stages]),
+            hint="leave them out",
+        )
+    _check_cover("forward", forward_stages, ends_before)
     _check_cover("backward", tuple(reversed(backward_stages)), num_layers)
 
 
@@ -548,65 +569,19 @@ def check_chunks(
         )
 
 
-def _check_ranges(direction: str, stages: Sequence[StageRange], num_layers: int) -> None:
-    for index, (first, last) in enumerate(stages):
-        if first < 0 or last < first - 1 or last >= num_layers:
-            raise RefusedError(
-                "not a range of layers",
-                where=f"{direction} stage {index}",
-                found=str([first, last]),
-                expected=f"[a, b] with 0 <= a <= b <= {num_layers - 1}, or [a, a - 1] for an empty stage",
-            )
-
-
-def _check_count(direction: str, num_stages: int, num_layers: int, multiple: int) -> None:
-    limit = -(-num_layers // multiple) * multiple
-    if num_stages > limit:
-        raise RefusedError(
-            "more stages than layers",
-            where=f"{direction} stages",
-            found=f"{num_stages} stages",
-            expected=f"at most {limit} for {num_layers} layers",
-        )
-
-
-def _check_bound_count(name: str, num_stages: int, num_workers: int) -> None:
-    if SCHEDULE_KINDS[name].one_stage_each and num_stages != num_workers:
-        raise RefusedError(
-            f"{name} has one stage per worker",
-            where="forward stages",
-            found=f"{num_stages} stages, {num_workers} workers",
-            expected=f"{num_workers} stages",
-        )
-    if num_stages == 0 or num_stages % num_workers:
-        raise RefusedError(
-            f"{name} needs a multiple of the workers as stages",
-            where="forward stages",
-            found=f"{num_stages} stages, {num_workers} workers",
-            expected=f"{num_workers}, {2 * num_workers}, ... stages; an empty stage is [a, a - 1]",
-        )
-
-
 def _check_cover(direction: str, ascending: Sequence[StageRange], end: int) -> None:
     """Layers 0 .. end - 1 exactly once; `ascending` in layer order, empty stages anywhere."""
     next_layer = 0
-    for first, last in ascending:
+    for first, last in (*ascending, (end, end)):
         if last < first:
             continue
         if first != next_layer:
-            problem = "overlap" if first < next_layer else "leave a gap"
+            belongs = "what the first backward stage computes is in no forward stage"
             raise RefusedError(
-                f"{direction} stages {problem}",
-                where=f"{direction} stage [{first}, {last}]",
-                found=f"it starts with layer {first}",
-                expected=f"layer {next_layer}",
+                f"{direction} stages {'overlap' if first < next_layer else 'leave a gap'}",
+                where=f"{direction} stages",
+                found=f"before layer {first} they end with layer {next_layer - 1}",
+                expected=f"layer {first - 1}",
+                hint=belongs if direction == "forward" and first == end else None,
             )
         next_layer = last + 1
-    if next_layer != end:
-        raise RefusedError(
-            f"{direction} stages {'overlap' if next_layer > end else 'leave a gap'}",
-            where=f"{direction} stages",
-            found=f"they end with layer {next_layer - 1}",
-            expected=f"layer {end - 1}"
-            + (", the rest belongs to the first backward stage" if direction == "forward" else ""),
-        )
