@@ -14,15 +14,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import islice, product
 
-from roundpipe_cli.costs.cost import CostModel, LayerCost, StageRange
+from roundpipe_cli.costs.cost import CostModel, StageRange
 from roundpipe_cli.costs.memory import largest_visit_bytes
 from roundpipe_cli.planning.compare import SimulationCase, StageCut, run_step_s
 from roundpipe_cli.planning.search.stages import StageLimits, even_cut, forward_ranges
 from roundpipe_cli.schedule.actions import stage_times
 from roundpipe_cli.schedule.builders import Dealer, Options, build_forward
 from roundpipe_cli.schedule.program import lower
-from roundpipe_cli.schedule.simulate import simulate_program
-from roundpipe_cli.schedule.timeline import makespan_s
+from roundpipe_cli.schedule.simulate import simulated_ends
 
 # Stages for workers that hold all frozen weights.
 #
@@ -107,27 +106,30 @@ def _clock_s(case: SimulationCase, shape: Shape) -> float:
     return max(dealer.free_s)
 
 
-def balanced_sizes(layer_s: Sequence[float], num_stages: int) -> list[int]:
-    """Layers of each of at most `num_stages` consecutive stages, so that the slowest is fastest; filled in order."""
+def balanced_sizes(
+    layer_s: Sequence[float], num_stages: int, fits: Callable[[int, int], bool] = lambda first, stop: True
+) -> list[int]:
+    """Layers of each of at most `num_stages` consecutive stages, so that the slowest is fastest; filled in order. There
+    are more stages where the layers `first:stop` do not fit into as few."""
     low, high = max(layer_s), sum(layer_s)
     for _ in range(60):
         middle = (low + high) / 2
-        if len(_fill(layer_s, middle)) <= num_stages:
+        if len(_filled(layer_s, middle, fits)) <= num_stages:
             high = middle
         else:
             low = middle
-    return _fill(layer_s, high)
+    return _filled(layer_s, high, fits)
 
 
-def _fill(layer_s: Sequence[float], limit_s: float) -> list[int]:
+def _filled(layer_s: Sequence[float], limit_s: float, fits: Callable[[int, int], bool]) -> list[int]:
     """Sizes of stages filled one after the other up to `limit_s`."""
-    sizes, filled = [0], 0.0
-    for seconds in layer_s:
-        if sizes[-1] and filled + seconds > limit_s * (1 + 1e-12):
+    sizes, first, filled_s = [0], 0, 0.0
+    for index, seconds in enumerate(layer_s):
+        if sizes[-1] and (filled_s + seconds > limit_s * (1 + 1e-12) or not fits(first, index + 1)):
             sizes.append(0)
-            filled = 0.0
+            first, filled_s = index, 0.0
         sizes[-1] += 1
-        filled += seconds
+        filled_s += seconds
     return sizes
 
 
@@ -266,7 +268,6 @@ def _sizes(limit_bytes: int | None, block_bytes: int, num_blocks: int) -> list[i
 #     worker 0   0F0 0F1 0F2 0F3   2F0 2F1 2F2 2F3
 #     worker 1       1F0 1F1 1F2 1F3   3F0 3F1 3F2 3F3
 
-SEARCH_STEPS = 40
 COUNTS_TRIED = 3
 """So many numbers of stages are tried, from the fewest that slots allow."""
 
@@ -291,57 +292,34 @@ def forward_stages(
     if len(own) <= 2:
         return tuple(own)
     most = max(weights), largest_visit_bytes(layers, (*own, *others), ())
-    if _keeps(layers, most):
+
+    def fits(first: int, stop: int) -> bool:
+        stage = layers[
+            first + 1 if first else 0 : stop + 1
+        ]  # the embedding, which takes no time, is with the first one
+        whole_bytes = sum(layer.whole_bytes for layer in stage)
+        return sum(layer.param_bytes for layer in stage) <= most[0] and whole_bytes <= most[1]
+
+    if fits(0, len(layers)):
         return ((0, len(layers) - 1),)
-    even = (_even(layers, count, most) for count in range(num_workers, len(layers), num_workers))
+    # A head's time may be known for its backward alone, which begins with its forward.
+    seconds = [layer.forward_s or layer.backward_s / 2 for layer in layers[1:]]
+    counts = range(num_workers, len(layers), num_workers)
+    even = (_of_count(balanced_sizes(seconds, count, fits), count) for count in counts)
     tried = [tuple(own), *islice(filter(None, even), COUNTS_TRIED)]
 
     def taken_s(stages: tuple[StageRange, ...]) -> float:
         schedule = build_forward(stages, num_workers=num_workers, num_microbatches=num_microbatches)
-        return makespan_s(simulate_program(lower(schedule, costs), costs))
+        return simulated_ends(lower(schedule, costs), costs).makespan_s
 
     return min(tried, key=taken_s)
 
 
-def _keeps(layers: Sequence[LayerCost], most_bytes: tuple[int, int]) -> bool:
-    """Whether a stage of these layers keeps both limits: bytes of weights, and of unpacked weights."""
-    weights, whole = sum(layer.param_bytes for layer in layers), sum(layer.whole_bytes for layer in layers)
-    return weights <= most_bytes[0] and whole <= most_bytes[1]
-
-
-def _even(layers: Sequence[LayerCost], count: int, most_bytes: tuple[int, int]) -> tuple[StageRange, ...] | None:
-    """`count` stages of at most so many bytes, the longest as short as can be; None where they are too few."""
-    # A head's time may be known for its backward alone, which begins with its forward.
-    seconds = [layer.forward_s or layer.backward_s / 2 for layer in layers]
-    low, high, best = 0.0, sum(seconds) or 1.0, None
-    for _ in range(SEARCH_STEPS):
-        middle = (low + high) / 2
-        found = _filled(layers, seconds, middle, most_bytes)
-        if found is not None and len(found) <= count:
-            best, high = found, middle
-        else:
-            low = middle
-    while best is not None and len(best) < count:
-        widest = max(best, key=lambda stage: stage[1] - max(1, stage[0]))
-        if widest[1] == max(1, widest[0]):
-            return None
-        half = (max(1, widest[0]) + widest[1]) // 2
-        best = sorted([*(stage for stage in best if stage != widest), (widest[0], half), (half + 1, widest[1])])
-    return None if best is None else tuple(best)
-
-
-def _filled(
-    layers: Sequence[LayerCost], seconds: Sequence[float], most_s: float, most_bytes: tuple[int, int]
-) -> list[StageRange] | None:
-    """Stages filled up one after the other; None where a layer alone takes longer. The first block is always with the
-    embedding, which takes no time and no weights."""
-    stages: list[StageRange] = []
-    first, taken_s = 0, 0.0
-    for index in range(len(layers)):
-        if index > 1 and (taken_s + seconds[index] > most_s or not _keeps(layers[first : index + 1], most_bytes)):
-            stages.append((first, index - 1))
-            first, taken_s = index, 0.0
-        taken_s += seconds[index]
-        if taken_s > most_s or not _keeps(layers[first : index + 1], most_bytes):
-            return None
-    return [*stages, (first, len(layers) - 1)]
+def _of_count(sizes: list[int], count: int) -> tuple[StageRange, ...]:
+    """Stages of these sizes behind the embedding, the largest cut in halves until they are `count`; none where there
+    are more, or too few layers."""
+    while len(sizes) < count and max(sizes) > 1:
+        index = sizes.index(max(sizes))
+        half = sizes[index] // 2
+        sizes[index : index + 1] = [sizes[index] - half, half]
+    return forward_ranges([sizes[0] + 1, *sizes[1:]]) if len(sizes) == count else ()

@@ -123,13 +123,12 @@ def test_a_deep_model_tries_fewer_numbers_of_stages(name: ScheduleName, monkeypa
     costs = CostModel("deep", layers, hop_s=0.01, link_bytes_per_s=100.0)
     case = SimulationCase(costs, 4, 8, limits=StageLimits(10_000, 10_000, 10_000))
     tried: list[StageCut] = []
-    published_s = choosing._published_s
 
     def noted(asked: str, cut: StageCut, question: SimulationCase) -> float:
         tried.append(cut)
-        return published_s(asked, cut, question)
+        return run_step_s(asked, cut, question)
 
-    monkeypatch.setattr(choosing, "_published_s", noted)
+    monkeypatch.setattr(choosing, "run_step_s", noted)
     quick = choose(name, case, effort="quick")
     few = len(tried)
     monkeypatch.setattr(choosing, "MAX_SEARCHED_LAYERS", 1000)
