@@ -207,19 +207,22 @@ def analytic_costs(architecture: Architecture, settings: TrainingSettings, hardw
     speeds = tuple(totals[fastest] / total for total in totals)
     trainable = trainable_params(architecture, settings)
     any_cpu = any(device.is_cpu for device in hardware.devices)
+    costs = CostModel(
+        name=architecture.name,
+        layers=by_device[hardware.devices[fastest]],
+        hop_s=HOP_S,
+        link_bytes_per_s=min(device.link_bytes_per_s for device in hardware.devices),
+        worker_speed=None if min(speeds) == 1.0 else speeds,
+        host_bytes_per_s=None if any_cpu else hardware.host_memory_bytes_per_s,
+        update_bytes=OPTIMIZERS[settings.optimizer].update_bytes,
+        leaving_bytes=settings.dtype_bytes,
+        tied=architecture.tied,
+    )
+    if settings.skip_last_projection:
+        costs = skip_projections(costs)
+    head = len(costs.layers) - 1
     return AnalyticCosts(
-        costs=CostModel(
-            name=architecture.name,
-            layers=_with_gains(by_device[hardware.devices[fastest]], settings),
-            hop_s=HOP_S,
-            link_bytes_per_s=min(device.link_bytes_per_s for device in hardware.devices),
-            device_memory_bytes=None,
-            worker_speed=None if min(speeds) == 1.0 else speeds,
-            host_bytes_per_s=None if any_cpu else hardware.host_memory_bytes_per_s,
-            update_bytes=OPTIMIZERS[settings.optimizer].update_bytes,
-            leaving_bytes=settings.dtype_bytes,
-            tied=architecture.tied,
-        ),
+        costs=keep_activations(costs, range(max(1, head - settings.keep_blocks), head)),
         host_s_per_microbatch=0.0 if any_cpu else host_s_per_microbatch(architecture, settings),
         host_s_per_update=0.0 if any_cpu else UPDATE_S_PER_PARAM * sum(trainable),
         trainable_params=sum(trainable),
@@ -261,21 +264,6 @@ class Case:
 def case_of(architecture: Architecture, settings: TrainingSettings, hardware: Hardware) -> Case:
     """The case with its analytic costs."""
     return Case(architecture, settings, hardware, analytic_costs(architecture, settings, hardware))
-
-
-def with_gains(analytic: AnalyticCosts, settings: TrainingSettings) -> AnalyticCosts:
-    """Costs of settings that have no `skip_last_projection` and no `keep_blocks`, with those of `settings`."""
-    layers = _with_gains(analytic.costs.layers, settings)
-    return replace(analytic, costs=replace(analytic.costs, layers=layers))
-
-
-def _with_gains(layers: tuple[LayerCost, ...], settings: TrainingSettings) -> tuple[LayerCost, ...]:
-    """The costs with shorter recomputes, and with none of blocks whose activations are kept."""
-    costs = CostModel("", layers)
-    if settings.skip_last_projection:
-        costs = skip_projections(costs)
-    kept = range(max(1, len(layers) - 1 - settings.keep_blocks), len(layers) - 1)
-    return keep_activations(costs, kept).layers
 
 
 def _layers(

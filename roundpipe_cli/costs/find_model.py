@@ -210,15 +210,11 @@ def built_architecture(counts: Mapping[str, Any], *, name: str, source: str) -> 
     figures["tie_word_embeddings"] = bool(counts["shared"])
     shape = parse_config(figures, name=name, source=source)
     rows = [row for count, *row in counts["blocks"] for _ in range(count)]
-    blocks = tuple(_block(*row, window=one.window) for row, one in zip(rows, shape.blocks, strict=True))
+    blocks = tuple(Block(*(*row, one.window)) for row, one in zip(rows, shape.blocks, strict=True))
     found = replace(shape, blocks=blocks, tail_params=counts["tail"], is_guess=False)
     embed_params = found.embed_params + counts["parameters"] - found.parameters
     unreached, columns = counts["unreached"], counts["boundary"]
     return replace(found, embed_params=embed_params, unreached_params=unreached, boundary_columns=columns)
-
-
-def _block(attention: int, mlp: int, active: int, rest: int, num_experts: int, *, window: int | None) -> Block:
-    return Block(attention, mlp, active, rest, num_experts, window)
 
 
 _MAX_CONFIG_BYTES = 16 * 1024 * 1024

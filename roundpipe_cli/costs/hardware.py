@@ -123,7 +123,8 @@ def find_gpu(name: str) -> str | None:
 
     A bare name with several memory sizes (`4060ti`, `a100`) is looked up in the catalogue's aliases.
     """
-    by_plain, plain = {**_spellings(), **_raw_catalogue()["aliases"]}, _squeeze(name)
+    by_plain: dict[str, str] = {**_spellings(), **_raw_catalogue()["aliases"]}
+    plain = _squeeze(name)
     bare = re.sub(r"^(rtx|gtx|radeonrx|radeonpro|radeon|rx|tesla|quadrortx|quadro)", "", plain)
     for spelling in (plain, bare, plain.replace("pcie", ""), bare.replace("gpu", "")):
         if spelling in by_plain:

@@ -45,7 +45,7 @@ from roundpipe_cli.planning.search.stages import (
     within_limits,
 )
 from roundpipe_cli.recipe.schema import PipelineConfig
-from roundpipe_cli.schedule.builders import Options, options_of
+from roundpipe_cli.schedule.builders import Options
 from roundpipe_cli.schedule.program import lower
 from roundpipe_cli.schedule.simulate import Ends, simulated_ends
 
@@ -106,12 +106,13 @@ def case_for(
 
 
 def dealing_options(pipeline: PipelineConfig) -> Options:
-    """How the recipe says that stages are dealt out.
+    """How the recipe says that stages are dealt out; `auto` is the published way until the workers' speeds are known.
 
     Raises:
         RefusedError: another dealing than the default for a schedule that binds its stages to workers.
     """
-    options = options_of(pipeline.head_workers, pipeline.dispatch)
+    head_workers = 1 if pipeline.head_workers == "auto" else pipeline.head_workers
+    options = Options(head_workers, earliest_free=pipeline.dispatch == "earliest_free")
     if options != Options() and pipeline.binds_stages:
         raise RefusedError(
             f"{pipeline.schedule} binds its stages to workers",

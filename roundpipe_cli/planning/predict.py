@@ -16,7 +16,7 @@ from roundpipe_cli.costs.models import Architecture, TrainingSettings
 from roundpipe_cli.errors import ResourceError
 from roundpipe_cli.planning.admission import unproven
 from roundpipe_cli.planning.answers import Answers, cut_from
-from roundpipe_cli.planning.choose import MIN_GAIN, case_for, choose, deal_out, given_cut
+from roundpipe_cli.planning.choose import MIN_GAIN, case_for, choose, deal_out, dealing_options, given_cut
 from roundpipe_cli.planning.compare import SimulationCase, StageCut, costs_per_microbatch, make_schedule
 from roundpipe_cli.planning.cuts import enough_per_round, forward_stages, resident_cut
 from roundpipe_cli.planning.question import (
@@ -30,7 +30,7 @@ from roundpipe_cli.planning.question import (
 from roundpipe_cli.planning.search.stages import even_cut
 from roundpipe_cli.planning.verdict import Verdict, coarsest_cut, judge, judge_coarsest, stage_limits
 from roundpipe_cli.recipe.load import LoadedRecipe
-from roundpipe_cli.schedule.builders import SCORED_PER_WORKER, build_forward, options_of
+from roundpipe_cli.schedule.builders import SCORED_PER_WORKER, build_forward
 from roundpipe_cli.schedule.program import WEIGHT_GRADIENT, WEIGHTS, Program, lower
 from roundpipe_cli.schedule.simulate import simulate_program, simulated_ends
 from roundpipe_cli.schedule.timeline import DOWN, UP, Timeline
@@ -148,7 +148,7 @@ def _program(question: PlanRequest, cut: StageCut, num_microbatches: int) -> Pro
         costs,
         question.num_workers,
         num_microbatches,
-        options=options_of(pipeline.head_workers, pipeline.dispatch),
+        options=dealing_options(pipeline),
         sequence_chunks=question.settings.sequence_chunks,
     )
     return lower(make_schedule(pipeline.schedule, cut, case), costs, after_update=True)

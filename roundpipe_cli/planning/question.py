@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from roundpipe_cli.choices import check_sizes
-from roundpipe_cli.costs.analytic import Case, analytic_costs, case_of, with_gains
+from roundpipe_cli.costs.analytic import Case, analytic_costs, case_of
 from roundpipe_cli.costs.find_model import FoundConfig, built_architecture, find_config
 from roundpipe_cli.costs.hardware import ASSUMED_DISK_BYTES_PER_S, Device, Hardware, parse_hardware
 from roundpipe_cli.costs.machine import MAX_PARAMETERS_ON_CPU, cpu_devices, slow_in_16_bit, this_machine, visible_gpus
@@ -324,13 +324,9 @@ def _decided(
     case = case_of(architecture, settings, machine)
     if recipe.weights == "auto":
         case = choose_tier(case)
-    settings = replace(
-        case.settings,
-        skip_last_projection=_skips(recipe, case),
-        keep_blocks=_kept_blocks(recipe, len(machine.devices)),
-    )
-    case = replace(case, settings=settings, analytic=with_gains(case.analytic, settings))
-    unpacking, case = choose_unpacking(case, recipe.pipeline)
+    skips, kept = _skips(recipe, case), _kept_blocks(recipe, case.num_workers)
+    settings = replace(case.settings, skip_last_projection=skips, keep_blocks=kept)
+    unpacking, case = choose_unpacking(case_of(architecture, settings, machine), recipe.pipeline)
     in_memory = case.analytic
     if case.settings.weights_on_disk:
         case = _read_from_disk(case)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from roundpipe_cli.choices import CHUNK_SCHEDULES, SCHEDULE_KINDS, SCHEDULES, ScheduleName
 from roundpipe_cli.costs.cost import CostModel, StageRange
@@ -105,13 +104,6 @@ class Rounds:
     """So many consecutive microbatches are one sequence; rounds hold whole sequences."""
     options: Options = Options()
     """How roundpipe deals stages out."""
-
-
-def options_of(
-    head_workers: int | Literal["auto"], dispatch: Literal["auto", "round_robin", "earliest_free"]
-) -> Options:
-    """The dealing that a recipe asks for; `auto` is the published way until the workers' speeds are known."""
-    return Options(1 if head_workers == "auto" else head_workers, dispatch == "earliest_free")
 
 
 def backward_run(stage: int, microbatches: Iterable[int]) -> WorkerRow:
