@@ -274,7 +274,7 @@ def restarting(recipe: str, overrides: Sequence[str], restarts: int) -> Iterator
     Raises:
         RefusedError: several machines, whose processes torchrun starts again.
     """
-    if restarts and machine.num_machines() > 1:
+    if restarts and machine.this_process().count > 1:
         raise RefusedError("--restarts: not with several machines", hint="torchrun --max-restarts does so")
     try:
         yield

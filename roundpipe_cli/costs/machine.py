@@ -42,6 +42,7 @@ class Process:
 
     rank: int = 0
     count: int = 1
+    """Processes of the run, one on each machine."""
     num_local: int = 1
     """Processes of the run on this machine."""
 
@@ -259,15 +260,6 @@ def _cgroup_folders(proc: Path, cgroup: Path) -> list[Path]:
 def _read_int(path: Path) -> int | None:
     text = _read(path)
     return int(text) if text.isdecimal() else None
-
-
-def num_machines() -> int:
-    """Processes of this run, one on each machine, as torchrun's environment says.
-
-    Raises:
-        RefusedError: it has impossible values.
-    """
-    return this_process().count
 
 
 def num_cores() -> int:

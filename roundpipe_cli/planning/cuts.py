@@ -96,11 +96,9 @@ def chunk_shapes(case: SimulationCase) -> list[StageCut]:
 
 
 def _clock_s(case: SimulationCase, shape: Shape) -> float:
-    costs, (forward, backward, per_round) = case.costs, shape
-    times = stage_times(costs, forward, backward, fused_head=True)
-    if costs.boundaries_move:
-        times = replace(times, head_forward_s=0.0)
-    dealer = Dealer(case.num_workers, times, costs.hop_s, case.options, sequence_chunks=case.sequence_chunks)
+    forward, backward, per_round = shape
+    stages, chunks = (forward, backward), case.sequence_chunks
+    dealer = Dealer(case.num_workers, case.costs, stages, case.options, sequence_chunks=chunks)
     for start in range(0, case.num_microbatches, per_round):
         dealer.deal_round(range(start, min(start + per_round, case.num_microbatches)))
     return max(dealer.free_s)

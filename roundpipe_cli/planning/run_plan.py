@@ -8,7 +8,7 @@ from dataclasses import replace
 from roundpipe_cli.choices import SCHEDULE_KINDS, ScheduleName
 from roundpipe_cli.costs.analytic import Case
 from roundpipe_cli.costs.cost import without_unpacked
-from roundpipe_cli.costs.machine import host_memory, is_large_for_cpu, num_machines
+from roundpipe_cli.costs.machine import host_memory, is_large_for_cpu, this_process
 from roundpipe_cli.costs.memory import with_cached_weights
 from roundpipe_cli.errors import Problem, RefusedError, ResourceError
 from roundpipe_cli.planning.answers import Answers
@@ -43,7 +43,7 @@ def leave_small_cards(question: PlanRequest) -> tuple[PlanRequest, str | None]:
         RefusedError: the recipe, with these devices.
     """
     loaded, machine = question.given, question.machine
-    is_open = loaded.recipe.pipeline.devices == "auto" and num_machines() == 1
+    is_open = loaded.recipe.pipeline.devices == "auto" and this_process().count == 1
     if not is_open or question.architecture.is_guess or not machine.is_here:
         return question, None
     used = cards_worth_using(replace(question, answers=Answers()))
@@ -80,7 +80,7 @@ def check_fits(question: PlanRequest) -> None:
     settings = replace(question.settings, unpacks_once=False)  # what needs least
     analytic = replace(question.analytic, costs=without_unpacked(question.costs))
     if settings.method == "full" and loaded.recipe.nodes.shard_optimizer is not False:
-        settings = replace(settings, num_shards=num_machines())
+        settings = replace(settings, num_shards=this_process().count)
     case = Case(question.architecture, settings, machine, analytic)
     if loaded.recipe.weights == "auto":
         case = choose_tier(case)

@@ -23,7 +23,6 @@ from roundpipe_cli.schedule.actions import (
     Action,
     Kind,
     Schedule,
-    StageTimes,
     equal_costs,
     in_backward_order,
     stage_times,
@@ -131,8 +130,21 @@ class Dealer:
     """
 
     def __init__(
-        self, num_workers: int, times: StageTimes, hop_s: float, options: Options, *, sequence_chunks: int = 1
+        self,
+        num_workers: int,
+        costs: CostModel,
+        stages: tuple[Sequence[StageRange], Sequence[StageRange]],
+        options: Options,
+        *,
+        sequence_chunks: int = 1,
     ) -> None:
+        """
+        Args:
+            stages: forward and backward.
+        """
+        times = stage_times(costs, *stages, fused_head=True)
+        self.times = replace(times, head_forward_s=0.0) if costs.boundaries_move else times
+        self.hop_s, self.options = costs.hop_s, options
         self.sequence_chunks = sequence_chunks
         """See `Schedule`; a round holds whole sequences."""
         self.rows: list[WorkerRow] = [[] for _ in range(num_workers)]
@@ -142,7 +154,6 @@ class Dealer:
         """Ends of the last two steps dealt; 0 where there are none."""
         self.waits = False
         """Whether a step begins no sooner than the one two before it has ended: at staleness 1."""
-        self.times, self.hop_s, self.options = times, hop_s, options
 
     def deal_step(self, microbatches: range, per_round: int) -> None:
         """Deal the rounds of one step, of at most `per_round` microbatches, each from the first free worker on."""
@@ -280,7 +291,7 @@ def build_schedule(
         if per_round < 1:
             raise RefusedError("a round needs at least one microbatch", found=str(per_round), expected="1 or more")
         costs = costs or equal_costs(num_layers)
-        dealer = _dealer(num_workers, costs, forward, backward, rounds.options, chunks)
+        dealer = Dealer(num_workers, costs, (forward, backward), rounds.options, sequence_chunks=chunks)
         dealer.waits = rounds.staleness == 1 and costs.has_updates
         for step in range(rounds.num_steps):
             if rounds.staleness == 0:  # a barrier: all workers are free at once, time counts from here
@@ -307,20 +318,6 @@ def build_schedule(
         num_steps=rounds.num_steps,
         sequence_chunks=chunks,
     )
-
-
-def _dealer(
-    num_workers: int,
-    costs: CostModel,
-    forward: tuple[StageRange, ...],
-    backward: tuple[StageRange, ...],
-    options: Options,
-    sequence_chunks: int = 1,
-) -> Dealer:
-    times = stage_times(costs, forward, backward, fused_head=True)
-    if costs.boundaries_move:
-        times = replace(times, head_forward_s=0.0)
-    return Dealer(num_workers, times, costs.hop_s, options, sequence_chunks=sequence_chunks)
 
 
 def _actions(rows: Sequence[WorkerRow]) -> tuple[tuple[Action, ...], ...]:

@@ -23,7 +23,7 @@ from heapq import heappop, heappush
 from itertools import count
 
 from roundpipe_cli.costs.cost import CHUNK_BYTES, CostModel, without_bytes
-from roundpipe_cli.schedule.actions import BACKWARD, FORWARD, RECOMPUTE, Schedule, StageTimes, stage_times
+from roundpipe_cli.schedule.actions import BACKWARD, FORWARD, RECOMPUTE, Schedule, stage_times
 from roundpipe_cli.schedule.program import Op, Program, lower
 from roundpipe_cli.schedule.timeline import COMPUTE, DOWN, HOST, UP, Interval, Timeline
 
@@ -86,7 +86,8 @@ def simulated_ends(program: Program, costs: CostModel) -> Ends:
     Raises:
         ValueError: the program deadlocks.
     """
-    run = _run(program, costs)
+    run = _Run(program, costs)
+    run.go()
     links_s, least_s = host_memory_s(program, costs)
     makespan_s = max(run.makespan_s(updates_overlap=program.staleness == 1), least_s)
     return Ends(makespan_s, run.busy_s(), links_s)
@@ -98,7 +99,8 @@ def simulate_program(program: Program, costs: CostModel) -> Timeline:
     Raises:
         ValueError: the program deadlocks.
     """
-    run, schedule = _run(program, costs), program.schedule
+    run, schedule = _Run(program, costs), program.schedule
+    run.go()
     return Timeline(
         num_workers=schedule.num_workers,
         intervals=tuple(run.intervals()),
@@ -106,14 +108,6 @@ def simulate_program(program: Program, costs: CostModel) -> Timeline:
         updates_overlap=program.staleness == 1,
         host_memory_s=host_memory_s(program, costs)[1],
     )
-
-
-def _run(program: Program, costs: CostModel) -> _Run:
-    schedule = program.schedule
-    times = stage_times(costs, schedule.forward_stages, schedule.backward_stages, fused_head=schedule.fused_head)
-    run = _Run(program, costs, times)
-    run.go()
-    return run
 
 
 class _Link:
@@ -140,9 +134,11 @@ class _Run:
     wait for is known: then their end is known too, however far in the future it lies.
     """
 
-    def __init__(self, program: Program, costs: CostModel, times: StageTimes) -> None:
-        ops = program.ops
-        self.ops, self.compute, self.times = ops, program.compute, times
+    def __init__(self, program: Program, costs: CostModel) -> None:
+        ops, schedule = program.ops, program.schedule
+        self.ops, self.compute = ops, program.compute
+        stages = schedule.forward_stages, schedule.backward_stages
+        self.times = stage_times(costs, *stages, fused_head=schedule.fused_head)
         self.paired = [False] * len(ops)
         """Per operation: whether it is a recompute, settled together with the operation after it."""
         self.waiting = [len(op.deps) + len(op.late_deps) for op in ops]

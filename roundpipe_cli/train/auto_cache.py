@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from roundpipe_cli.costs.cost import CostModel, StageRange, without_unpacked
-from roundpipe_cli.costs.machine import num_machines
+from roundpipe_cli.costs.machine import this_process
 from roundpipe_cli.costs.memory import (
     DEVICE_SHARE,
     largest_stage_bytes,
@@ -213,7 +213,7 @@ def modelled_bytes(
 
 def make_auto_cache(setup: Setup, planner: AdaptivePlanner, tell: Tell) -> AutoCache:
     """The cache of a run."""
-    trained_bytes = trained_weight_bytes(setup) if num_machines() == 1 else None  # several cannot repeat a step
+    trained_bytes = trained_weight_bytes(setup) if this_process().count == 1 else None  # several cannot repeat a step
     return AutoCache(planner, setup.devices, tell, is_open=is_cache_open(setup), trained_bytes=trained_bytes)
 
 

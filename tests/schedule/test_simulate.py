@@ -15,7 +15,7 @@ import pytest
 from roundpipe_cli.costs.cost import CHUNK_BYTES, CostModel, LayerCost, StageRange, keep_activations, skip_projections
 from roundpipe_cli.planning.search.stages import backward_ranges, forward_ranges
 from roundpipe_cli.schedule.actions import Kind, Schedule, equal_costs
-from roundpipe_cli.schedule.builders import Options, Rounds, _dealer, build_schedule
+from roundpipe_cli.schedule.builders import Dealer, Options, Rounds, build_schedule
 from roundpipe_cli.schedule.pictures import chrome_trace, svg_picture
 from roundpipe_cli.schedule.program import (
     ACTIVATION,
@@ -344,7 +344,7 @@ def test_the_dealers_clock_is_the_simulators(options: Options) -> None:
         costs = CostModel("random", (*blocks, layer(draw.random(), 1, recompute=False)), hop_s=draw.choice((0.0, 0.3)))
         costs = replace(costs, worker_speed=tuple(draw.choice((1.0, 0.6)) for _ in range(num_workers)))
         stages = ((0, 2), (3, 4), (5, 5)), ((6, 6), (4, 5), (2, 3), (0, 1))
-        dealer = _dealer(num_workers, costs, *stages, options)
+        dealer = Dealer(num_workers, costs, stages, options)
         per_round = draw.randint(1, num_microbatches)
         dealer.deal_step(range(num_microbatches), per_round)
         schedule = dealt(*stages, num_workers, num_microbatches, costs, per_round=per_round, options=options)
