@@ -538,8 +538,7 @@ def _memory_lines(answer: Plan) -> list[str]:
     lines = []
     for what, need, there in [*needs, ("disk", verdict.disk, disk)]:
         lines.append(f"{what}: {format_bytes(need.total_bytes)}{there}")
-        parts = sorted((part for part in need.parts if part.num_bytes), key=lambda part: -part.num_bytes)
-        lines += [f"  {format_bytes(part.num_bytes):>10}  {part.name}" for part in parts]
+        lines += [f"  {format_bytes(num_bytes):>10}  {name}" for name, num_bytes in need.largest_first]
     return lines
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -75,27 +75,23 @@ HEAD_CHUNK, LARGEST_GRADIENT = "head chunk", "gradient of the largest weight"
 
 
 @dataclass(frozen=True, slots=True)
-class NeedPart:
-    """One line of a breakdown."""
-
-    name: str
-    num_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class Need:
     """Bytes needed of one memory, by part."""
 
-    parts: tuple[NeedPart, ...]
+    parts: Mapping[str, int]
 
     @property
     def total_bytes(self) -> int:
-        return sum(part.num_bytes for part in self.parts)
+        return sum(self.parts.values())
+
+    @property
+    def largest_first(self) -> list[tuple[str, int]]:
+        """The parts without the empty ones."""
+        return sorted(filter(lambda part: part[1], self.parts.items()), key=lambda part: -part[1])
 
     def describe(self) -> str:
-        """`weights 3.1 GiB + activations 4 GiB`, largest first, without the empty ones."""
-        shown = sorted((part for part in self.parts if part.num_bytes), key=lambda part: -part.num_bytes)
-        return " + ".join(f"{part.name} {format_bytes(part.num_bytes)}" for part in shown)
+        """`weights 3.1 GiB + activations 4 GiB`, largest first."""
+        return " + ".join(f"{name} {format_bytes(num_bytes)}" for name, num_bytes in self.largest_first)
 
 
 def device_need(case: Case, forward_stages: Sequence[StageRange], backward_stages: Sequence[StageRange]) -> Need:
@@ -108,14 +104,14 @@ def device_need(case: Case, forward_stages: Sequence[StageRange], backward_stage
     kept = layers[max(1, len(layers) - 1 - settings.keep_blocks) : len(layers) - 1]
     kept_bytes = sum(layer.activation_bytes for layer in kept)  # for all microbatches: no worker ever holds more
     return Need(
-        (
-            NeedPart(f"{costs.slots} slots for the weights and gradients of a stage", costs.slots * slot_bytes),
-            NeedPart("activations", _activations(case, backward_stages)),
-            *([NeedPart("weights of a stage, unpacked", whole_bytes)] if settings.unpacks_once else []),
-            NeedPart("kept activations", settings.num_microbatches * kept_bytes),
-            NeedPart(LARGEST_GRADIENT, _gradient_bytes(case, backward_stages)),
-            *fixed_device_need(case).parts,
-        )
+        {
+            f"{costs.slots} slots for the weights and gradients of a stage": costs.slots * slot_bytes,
+            "activations": _activations(case, backward_stages),
+            "weights of a stage, unpacked": whole_bytes if settings.unpacks_once else 0,
+            "kept activations": settings.num_microbatches * kept_bytes,
+            LARGEST_GRADIENT: _gradient_bytes(case, backward_stages),
+            **fixed_device_need(case).parts,
+        }
     )
 
 
@@ -227,21 +223,19 @@ def fixed_device_need(case: Case) -> Need:
     )
     if settings.tokens_per_mlp_call < tokens:  # gradients of its weights are summed over the chunks
         workspace += max((layer.grad_bytes for layer in layers[1:-1]), default=0)
-    parts = [
-        NeedPart(HEAD_CHUNK, layers[-1].activation_bytes),
-        NeedPart("boundary tensors", 4 * max(layer.boundary_bytes for layer in layers)),
-        NeedPart("workspace of backward", workspace),
-    ]
+    parts = {
+        HEAD_CHUNK: layers[-1].activation_bytes,
+        "boundary tensors": 4 * max(layer.boundary_bytes for layer in layers),
+        "workspace of backward": workspace,
+    }
     if settings.packed_bytes_per_param and not settings.unpacks_once:
         matrices = max((block.params for block in architecture.blocks), default=0)
-        parts.append(NeedPart("weights of a block, unpacked", matrices * settings.dtype_bytes))
+        parts["weights of a block, unpacked"] = matrices * settings.dtype_bytes
     if settings.recompute == "layer":
-        parts.append(NeedPart("activations of the layer at work", one_layer_bytes(architecture, settings)))
+        parts["activations of the layer at work"] = one_layer_bytes(architecture, settings)
     if case.gpus:
-        parts.append(NeedPart("CUDA context", CONTEXT_BYTES))
-        if settings.weight_cache_bytes:
-            parts.append(NeedPart("weight cache", settings.weight_cache_bytes))
-    return Need(tuple(parts))
+        parts |= {"CUDA context": CONTEXT_BYTES, "weight cache": settings.weight_cache_bytes}
+    return Need(parts)
 
 
 def backward_workspace_bytes(tokens: float, mlp_tokens: float, width: int, hidden_size: int, *, size: int) -> int:
@@ -307,20 +301,20 @@ def host_need(case: Case, stages: tuple[int, int], microbatches_per_round: int, 
     temporaries = update_temporary_bytes(architecture, settings)
     num_inputs = len(layers) if settings.skip_last_projection else stages[1]
     return Need(
-        (
-            NeedPart("frozen weights", 0 if settings.weights_on_disk else frozen_bytes(architecture, settings)),
-            NeedPart("trained weights", trainable * size if size == 2 else 0),  # float32: the masters are the weights
-            NeedPart("float32 masters", (updated if size == 2 else trainable) * 4),
-            NeedPart("optimizer state", int(updated * moment_bytes_per_param(settings, architecture.hidden_size))),
-            *([NeedPart("temporaries of the optimizer", temporaries)] if temporaries else []),
-            NeedPart("gradients", trainable * 4),
-            *([NeedPart("gradients in line", waiting_bytes)] if waiting_bytes else []),
-            NeedPart("boundary activations", boundary * (num_inputs + 2) * in_flight),
-            *([NeedPart("keys and values of chunks", keys_and_values)] if keys_and_values else []),
-            NeedPart("page-locked rings", 2 * PINNED_RING_BYTES * num_gpus),
-            NeedPart("interpreter and contexts", interpreter_bytes(num_gpus) + CONTEXT_HOST_BYTES * num_gpus),
-            NeedPart("tokenizer", TOKEN_BYTES * architecture.vocab_size),
-        )
+        {
+            "frozen weights": 0 if settings.weights_on_disk else frozen_bytes(architecture, settings),
+            "trained weights": trainable * size if size == 2 else 0,  # float32: the masters are the weights
+            "float32 masters": (updated if size == 2 else trainable) * 4,
+            "optimizer state": int(updated * moment_bytes_per_param(settings, architecture.hidden_size)),
+            "temporaries of the optimizer": temporaries,
+            "gradients": trainable * 4,
+            "gradients in line": waiting_bytes,
+            "boundary activations": boundary * (num_inputs + 2) * in_flight,
+            "keys and values of chunks": keys_and_values,
+            "page-locked rings": 2 * PINNED_RING_BYTES * num_gpus,
+            "interpreter and contexts": interpreter_bytes(num_gpus) + CONTEXT_HOST_BYTES * num_gpus,
+            "tokenizer": TOKEN_BYTES * architecture.vocab_size,
+        }
     )
 
 
@@ -339,14 +333,14 @@ def loading_need(architecture: Architecture, settings: TrainingSettings) -> Need
     trainable = sum(trainable_params(architecture, settings))
     size = settings.dtype_bytes
     return Need(
-        (
-            NeedPart("frozen weights", 0 if settings.weights_on_disk else frozen_bytes(architecture, settings)),
-            NeedPart("trained weights", trainable * size if size == 2 else 0),
-            NeedPart("float32 masters", trainable * 4),
-            NeedPart("a weight while it is converted", converted_bytes(architecture, settings)),
-            NeedPart("interpreter", INTERPRETER_BYTES),
-            NeedPart("tokenizer", TOKEN_BYTES * architecture.vocab_size),
-        )
+        {
+            "frozen weights": 0 if settings.weights_on_disk else frozen_bytes(architecture, settings),
+            "trained weights": trainable * size if size == 2 else 0,
+            "float32 masters": trainable * 4,
+            "a weight while it is converted": converted_bytes(architecture, settings),
+            "interpreter": INTERPRETER_BYTES,
+            "tokenizer": TOKEN_BYTES * architecture.vocab_size,
+        }
     )
 
 
@@ -386,11 +380,11 @@ def disk_need(architecture: Architecture, settings: TrainingSettings) -> Need:
     count = settings.save_total_limit + 1
     mapped = frozen_bytes(architecture, settings) if settings.weights_on_disk else 0
     return Need(
-        (
-            NeedPart(f"{count} checkpoints", checkpoint * count),
-            NeedPart("the result", result),
-            NeedPart("mapped weights", mapped),
-        )
+        {
+            f"{count} checkpoints": checkpoint * count,
+            "the result": result,
+            "mapped weights": mapped,
+        }
     )
 
 
@@ -403,7 +397,7 @@ KEPT_BYTES = 64 * MIB
 
 def cpu_workers_need(
     case: Case, stages: tuple[Sequence[StageRange], Sequence[StageRange]], microbatches_per_round: int
-) -> tuple[NeedPart, ...]:
+) -> dict[str, int]:
     """Bytes of all CPU workers together at their peak.
 
     Stages are dealt out in turn, so no two workers compute the same one unless there are more workers than stages: only
@@ -421,11 +415,11 @@ def cpu_workers_need(
         need = device_need(case, forward, [stage])
         lacks = () if stage[1] == head else (HEAD_CHUNK, LARGEST_GRADIENT)
         of_weight = block_gradient_bytes(case.architecture, case.settings) if lacks else 0
-        visits.append(of_weight + sum(part.num_bytes for part in need.parts if part.name not in lacks))
+        visits.append(of_weight + sum(num_bytes for name, num_bytes in need.parts.items() if name not in lacks))
     visits = sorted(visits * at_once, reverse=True)[:workers]
     waiting = (at_once - 1) * microbatches_per_round * sum(layer.grad_bytes for layer in case.costs.layers)
-    return (
-        NeedPart(f"{workers} CPU workers", sum(visits)),
-        NeedPart("heap that the C library keeps", min(KEPT_BYTES, sum(visits))),
-        *([NeedPart("gradients that wait for their turn", waiting)] if waiting else []),
-    )
+    return {
+        f"{workers} CPU workers": sum(visits),
+        "heap that the C library keeps": min(KEPT_BYTES, sum(visits)),
+        "gradients that wait for their turn": waiting,
+    }

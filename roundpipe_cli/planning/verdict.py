@@ -10,7 +10,6 @@ from roundpipe_cli.costs.hardware import Device
 from roundpipe_cli.costs.memory import (
     DEVICE_SHARE,
     Need,
-    NeedPart,
     beyond_margin,
     cpu_workers_need,
     device_need,
@@ -57,13 +56,12 @@ def judge(case: Case, cut: StageCut) -> Verdict:
     settings, hardware = case.settings, case.hardware
     device = device_need(case, cut.forward_stages, cut.backward_stages)
     head_bytes, waiting_bytes = _waiting_bytes(case, cut)
-    if head_bytes:
-        device = Need((*device.parts, NeedPart("a gradient of the head on its way to the host", head_bytes)))
+    device = Need({**device.parts, "a gradient of the head on its way to the host": head_bytes})
     per_round, stages = cut.microbatches_per_round, (len(cut.forward_stages), len(cut.backward_stages))
     host = host_need(case, stages, per_round, waiting_bytes=waiting_bytes)
     if len(case.gpus) < len(hardware.devices):
         of_workers = cpu_workers_need(case, (cut.forward_stages, cut.backward_stages), per_round)
-        host = Need((*host.parts, *of_workers))
+        host = Need({**host.parts, **of_workers})
     loading, disk = loading_need(case.architecture, settings), disk_need(case.architecture, settings)
     reasons = [
         _reason(f"memory of {one.name}", device, usable_device_bytes(one), one.memory_bytes)

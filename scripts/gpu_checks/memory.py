@@ -68,7 +68,7 @@ def step(place: CheckPlace, method: str) -> Figures:
             results = engine_steps(place, trial, "streamed")
         reserved = torch.cuda.max_memory_reserved(index)
     allocated = max(max(result.device_peak_bytes) for result in results)
-    parts = {part.name: part.num_bytes for part in need.parts}
+    parts = dict(need.parts)
     return {
         "planned_bytes": need.total_bytes,
         "planned_parts": parts,

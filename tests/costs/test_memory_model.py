@@ -56,7 +56,7 @@ def changed(case: Case, **changes: Any) -> Case:
 
 
 def part(need: Need, name: str) -> int:
-    return sum(one.num_bytes for one in need.parts if name in one.name)
+    return sum(num_bytes for part, num_bytes in need.parts.items() if name in part)
 
 
 @pytest.mark.parametrize("optimizer", get_args(OptimizerName))
@@ -255,7 +255,7 @@ MIB = 1024**2
 
 
 def _by_name(need: Need) -> dict[str, int]:
-    return {one.name: one.num_bytes for one in need.parts if one.num_bytes}
+    return dict(need.largest_first)
 
 
 @pytest.mark.parametrize(

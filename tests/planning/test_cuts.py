@@ -223,7 +223,7 @@ def test_a_plan_for_pairs_counts_both_answers_and_the_reference(
     usual = planned(tmp_path, "micro_batch_size=2", "pipeline.weight_cache=0")
     assert pairs.question.settings.tokens_per_microbatch == usual.question.settings.tokens_per_microbatch == 4096
     first, *others = [
-        [part for part in plan.verdict.device.parts if part.name != HEAD_CHUNK] for plan in (pairs, usual)
+        [part for part in plan.verdict.device.parts.items() if part[0] != HEAD_CHUNK] for plan in (pairs, usual)
     ]
     assert others == [first] and pairs.verdict.device.total_bytes > usual.verdict.device.total_bytes
     said = [line for line in plan_text(pairs, None) if "the base model's forward" in line]

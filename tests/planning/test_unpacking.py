@@ -108,7 +108,7 @@ def test_the_plan_counts_time_and_memory_of_either_way() -> None:
     assert once.visit_s == pytest.approx(unpack_s) and once.whole_bytes == 2 * block.params
     case = case_of(architecture, replace(LARGE, unpacks_once=True), hardware)
     sizes = [device_need(case, *even_cut(len(case.costs.layers), blocks, blocks)) for blocks in (1, 3)]
-    counted = [sum(one.num_bytes for one in need.parts if "unpacked" in one.name) for need in sizes]
+    counted = [sum(size for name, size in need.parts.items() if "unpacked" in name) for need in sizes]
     assert counted == [2 * block.params, 6 * block.params]
 
 
