@@ -15,9 +15,10 @@ import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import combinations, islice
+from typing import Any
 
 from roundpipe_cli.choices import PACKED_FORMATS, PackedName
 from roundpipe_cli.costs.analytic import Case, case_of
@@ -68,6 +69,8 @@ class Change:
     """Speed with it, as `plan` predicts it; None: not planned yet."""
     word: Word | None = None
     """`plan`'s verdict with it."""
+    apply: Callable[[TrainingSettings], TrainingSettings] = field(default=lambda settings: settings, compare=False)
+    """What it makes of settings."""
 
     @property
     def speed(self) -> float:
@@ -154,7 +157,7 @@ def _changes(question: PlanRequest, now: Plan | None) -> Iterator[Change]:
         ladder = _against_need(question, from_disk=True)
         yield from filter(None, (_with_speed(question, change) for change in ladder))
     elif not is_found and (smallest := [*_packings(question)][-1:]):
-        planned = _with_speed(question, smallest[0][0])
+        planned = _with_speed(question, smallest[0])
         if planned is not None and planned.speed > WORTH * now.tokens_per_s:
             yield planned
 
@@ -234,7 +237,7 @@ def _largest(limit: int, fits: Callable[[int], bool]) -> int | None:
     return limit if fits(limit) else bisect_left(range(1, limit), True, key=lambda number: not fits(number))
 
 
-SolveStep = tuple[Change, Callable[[TrainingSettings], TrainingSettings]]
+AS_IS = Change((), "", 0.0)
 
 
 def _against_need(question: PlanRequest, *, from_disk: bool) -> Iterator[Change]:
@@ -252,40 +255,36 @@ def _against_need(question: PlanRequest, *, from_disk: bool) -> Iterator[Change]
         return _fits(architecture, replace(settings, weights_on_disk=on_disk), hardware)
 
     steps = list(_candidates(question))
-    opening = Change((), "", 0.0)
+    opening = AS_IS
     if recipe.weights in (("pinned", "pageable") if from_disk else ("mmap",)):
         cost = "frozen weights are read from the disk in every round" if from_disk else "host memory holds all weights"
         opening = Change(("weights=auto",), cost, 0.5)
         if fits(base):
             yield opening
     if from_disk and (packings := list(_packings(question))):  # the fewest bytes, which take all the time
-        opening, base = _both(opening, packings[-1][0]), packings[-1][1](base)
-        steps = [step for step in steps if not _keys(step[0]) & _keys(opening)]
+        opening, base = _both(opening, packings[-1]), packings[-1].apply(base)
+        steps = [step for step in steps if not _keys(step) & _keys(opening)]
         if fits(base):
             yield opening
     smallest = base
-    for _, apply in steps:
-        smallest = apply(smallest)
+    for step in steps:
+        smallest = step.apply(smallest)
     if not fits(_with_length(smallest, 1)):
         return  # not even all of them together
-    tried = [(change, apply(base)) for change, apply in steps]
-    for (one, apply), (other, apply_other) in combinations(steps, 2):
-        if not _keys(one) & _keys(other):
-            tried.append((_both(one, other), apply_other(apply(base))))
-    as_is: SolveStep = (Change((), "", 0.0), lambda settings: settings)
-    for before, apply in (as_is, *(() if from_disk else list(_packings(question))[-1:])):
-        settings = apply(base)
+    tried = steps + [_both(*pair) for pair in combinations(steps, 2) if not _keys(pair[0]) & _keys(pair[1])]
+    for before in (AS_IS, *(() if from_disk else list(_packings(question))[-1:])):
+        settings = before.apply(base)
         tokens = _longest(settings.max_seq_length, settings, fits)
         if tokens is not None and tokens < settings.max_seq_length:
             share = tokens / settings.max_seq_length
-            shorter = Change(
-                (f"max_seq_length={tokens}",), f"longer rows are cut to {share:.0%} of what was asked", 1.85 - share / 4
-            )
-            tried.append((_both(before, shorter), _with_length(settings, tokens)))
+            cost, apply = f"longer rows are cut to {share:.0%} of what was asked", partial(_with_length, tokens=tokens)
+            shorter = Change((f"max_seq_length={tokens}",), cost, 1.85 - share / 4, apply=apply)
+            tried.append(_both(before, shorter))
     enough: list[frozenset[str]] = []
-    for change, settings in sorted(tried, key=lambda one: one[0].rank):
+    for change in sorted(tried, key=lambda one: one.rank):
         keys = frozenset(text.partition("=")[0] for text in change.overrides)
-        if not any(one <= keys for one in enough) and fits(settings):  # a cheaper change of the same keys is enough
+        is_new = not any(one <= keys for one in enough)  # a cheaper change of the same keys is enough
+        if is_new and fits(change.apply(base)):
             enough.append(keys)
             yield _both(opening, change)
 
@@ -304,10 +303,10 @@ def _against_waiting(question: PlanRequest) -> Iterator[Change]:
         yield Change(overrides, f"a step has {rows:,} rows in place of {recipe.rows_per_step:,}", 0.1)
     if recipe.micro_batch_tokens is None:
         yield Change(("micro_batch_tokens=auto",), "the same step in larger pieces", 0.2)
-    yield from (change for change, _ in _packings(question))
+    yield from _packings(question)
 
 
-def _candidates(question: PlanRequest) -> Iterator[SolveStep]:
+def _candidates(question: PlanRequest) -> Iterator[Change]:
     """Single changes of the recipe that save memory, each with its price."""
     settings = _as_asked(question)
     rows, count = int(settings.micro_batch_size), settings.num_sequences
@@ -323,35 +322,34 @@ def _candidates(question: PlanRequest) -> Iterator[SolveStep]:
         else:
             overrides = (f"micro_batch_size={smaller}", f"gradient_accumulation_steps={fewer}")
             each = fewer * settings.sequence_chunks
-        change = Change(overrides, "the same rows a step, in smaller pieces", rank)
-        yield change, partial(replace, micro_batch_size=smaller, num_microbatches=each)
+        apply = partial(replace, micro_batch_size=smaller, num_microbatches=each)
+        yield Change(overrides, "the same rows a step, in smaller pieces", rank, apply=apply)
     if settings.head_chunk_tokens > 256:
-        yield (
-            Change(("head_chunk_tokens=256",), "the head's logits in smaller pieces", 0.2),
-            partial(replace, head_chunk_tokens=256),
-        )
+        yield _setting("head_chunk_tokens", 256, "the head's logits in smaller pieces", rank=0.2)
     if settings.tokens_per_mlp_call > MLP_CHUNK_TOKENS:
         cost = "the blocks' feed-forward part in pieces, computed again in backward"
-        change = Change((f"mlp_chunk_tokens={MLP_CHUNK_TOKENS}",), cost, 0.25)
-        yield change, partial(replace, mlp_chunk_tokens=MLP_CHUNK_TOKENS)
+        yield _setting("mlp_chunk_tokens", MLP_CHUNK_TOKENS, cost, rank=0.25)
     if settings.save_total_limit > 2:
-        yield (
-            Change(("save_total_limit=2",), "fewer old checkpoints are kept", 0.3),
-            partial(replace, save_total_limit=2),
-        )
+        yield _setting("save_total_limit", 2, "fewer old checkpoints are kept", rank=0.3)
     if settings.dtype == "float32":
-        yield Change(("dtype=bfloat16",), "16-bit weights and activations", 0.9), partial(replace, dtype="bfloat16")
+        yield _setting("dtype", "bfloat16", "16-bit weights and activations", rank=0.9)
     yield from _packings(question)
     if settings.method == "full":
-        yield Change(("method=lora",), TO_LORA, 2.0), partial(replace, method="lora")
+        yield _setting("method", "lora", TO_LORA, rank=2.0)
     elif settings.lora_r > 8:
-        yield Change(("lora.r=8",), "adapters of lower rank", 1.9), partial(replace, lora_r=8)
+        yield Change(("lora.r=8",), "adapters of lower rank", 1.9, apply=partial(replace, lora_r=8))
+
+
+def _setting(key: str, value: int | str, cost: str, *, rank: float) -> Change:
+    """Another value of a key that settings have by the same name."""
+    change: dict[str, Any] = {key: value}
+    return Change((f"{key}={value}",), cost, rank, apply=lambda settings: replace(settings, **change))
 
 
 TO_LORA = "trains adapters in place of all weights"
 
 
-def _packings(question: PlanRequest) -> Iterator[SolveStep]:
+def _packings(question: PlanRequest) -> Iterator[Change]:
     """Smaller formats for the frozen weights, the least change first; they are frozen with LoRA only."""
     settings = question.settings
     before = PACKED_FORMATS[settings.packed_as] if settings.packed_as else None
@@ -361,14 +359,14 @@ def _packings(question: PlanRequest) -> Iterator[SolveStep]:
         overrides = [f"{PACKED_FORMATS[name].key}=true", *([f"{before.key}=false"] if before else [])]
         if settings.method == "full":
             overrides, rank, cost = ["method=lora", *overrides], 2 + rank / 10, f"{TO_LORA}; {cost}"
-        yield Change(tuple(overrides), cost, rank), partial(replace, method="lora", packed_as=name)
+        yield Change(tuple(overrides), cost, rank, apply=partial(replace, method="lora", packed_as=name))
 
 
 def _both(one: Change, other: Change) -> Change:
-    """Two changes as one."""
     less, more = sorted((one.rank, other.rank))
     cost = "; ".join(filter(None, (one.cost, other.cost)))
-    return Change((*one.overrides, *other.overrides), cost, more + 0.05 * less)
+    overrides = *one.overrides, *other.overrides
+    return Change(overrides, cost, more + 0.05 * less, apply=lambda settings: other.apply(one.apply(settings)))
 
 
 def _keys(change: Change) -> frozenset[str]:
@@ -408,12 +406,11 @@ def _smaller_models(question: PlanRequest) -> Iterator[Change]:
     smaller = sorted(
         (one for one in known if one is not None and one.parameters < own.parameters), key=lambda one: -one.parameters
     )
-    as_is: SolveStep = (Change((), "", 0.0), lambda s: s)
     for number, other in enumerate(smaller):
         if is_large_for_cpu(hardware, other.parameters):
             continue
-        for change, apply in (as_is, *(_packings(question) if settings.method == "lora" else ())):
-            if _fits(other, replace(apply(settings), weights_on_disk=False), hardware):
+        for change in (AS_IS, *(_packings(question) if settings.method == "lora" else ())):
+            if _fits(other, replace(change.apply(settings), weights_on_disk=False), hardware):
                 cost = f"{format_count(other.parameters)} parameters; {change.cost}".removesuffix("; ")
                 yield Change((f"model={other.name}", *change.overrides), cost, 5.0 + 0.1 * number)
                 break
