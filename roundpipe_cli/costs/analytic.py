@@ -303,8 +303,6 @@ def trainable_params(architecture: Architecture, settings: TrainingSettings) -> 
 
 @dataclass(frozen=True, slots=True)
 class _Timer:
-    """Layer costs of one model on one device."""
-
     architecture: Architecture
     settings: TrainingSettings
     device: Device

@@ -383,7 +383,6 @@ def route(tally: Tally, router: Matrix, per_token: int, model_type: str) -> None
 
 
 def _score(tally: Tally, router: Matrix) -> None:
-    """The router's product."""
     tokens, inputs, outputs, size = tally.tokens, router.inputs, router.outputs, tally.size
     tally.forward.product(tokens, inputs, outputs, size)
     tally.backward.product(tokens, outputs, inputs, size)
@@ -600,7 +599,6 @@ def _attend(tally: Tally, architecture: Architecture, block: Block) -> None:
 
 
 def _products(tally: Tally, flops_per_token: float) -> None:
-    """Scores and values of attention."""
     tally.forward.attends(tally.tokens * flops_per_token)
     tally.backward.attends(ATTENTION_BACKWARD * tally.tokens * flops_per_token)
 

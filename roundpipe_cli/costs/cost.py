@@ -330,6 +330,5 @@ def _number(value: Any, key: str, where: str, problems: list[Problem], *, whole:
 
 
 def _shown(value: Any) -> str:
-    """A value of the file, shortened for a message."""
     text = "nothing" if value is None else json.dumps(value)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -411,8 +411,6 @@ def parse_config(config: dict[str, Any], *, name: str, source: str) -> Architect
 
 
 class _Reader:
-    """Whole numbers out of a configuration, under any of their names."""
-
     def __init__(self, config: dict[str, Any], name: str, source: str) -> None:
         self.config = config
         self._name = name
@@ -484,7 +482,6 @@ def _norms_and_biases(shape: Architecture, query: int, key_value: int, experts: 
 
 
 def _has_experts(reader: _Reader, index: int) -> bool:
-    """Whether block `index` has routed experts, by the keys that say which blocks do."""
     if not reader.number("num_experts"):
         return False
     dense = reader.config.get("mlp_only_layers")

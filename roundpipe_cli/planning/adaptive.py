@@ -126,7 +126,6 @@ _Spread = tuple[float, float, float]
 
 
 def _slower(spreads: Sequence[_Spread]) -> set[int]:
-    """Workers that are clearly slower than the fastest worker."""
     fastest = min(spreads, key=lambda spread: spread[1])
     return {
         worker
@@ -163,7 +162,6 @@ def _groups(base: CostModel) -> dict[int, int]:
 
 
 def _layer(kind: Kind, stage: int, num_layers: int) -> int:
-    """The layer of a profile stage."""
     return stage + 1 if kind is Kind.FORWARD else num_layers - 1 - stage
 
 
@@ -415,7 +413,6 @@ class AdaptivePlanner:
         return self._cuts[num_microbatches]
 
     def _forget_schedules(self) -> None:
-        """Forget stages and schedules that were made with older costs."""
         self._schedules.clear()
         self._cuts.clear()
 

@@ -101,7 +101,6 @@ def _paused_collector() -> Iterator[None]:
 
 
 def _forget_old(folder: Path) -> None:
-    """Remove answers that are older than the cache keeps anything."""
     oldest_s = time.time() - KEPT_S
     for path in folder.glob("*.json"):
         if path.stat().st_mtime < oldest_s:

@@ -100,7 +100,6 @@ def _keeps_all(case: Case) -> bool:
 
 
 def _has_room(case: Case) -> bool:
-    """Whether such microbatches fit one device, and `MICROBATCHES_KEPT` of them the host."""
     kept = replace(coarsest_cut(case), microbatches_per_round=min(MICROBATCHES_KEPT, case.settings.num_microbatches))
     if not judge(case, kept).fits:
         return False

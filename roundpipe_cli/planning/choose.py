@@ -203,7 +203,6 @@ def deal_out(name: ScheduleName, planned: StageCut, case: SimulationCase, keeps:
 
 
 def _allowed(case: SimulationCase, keeps: Keeps | None) -> Keeps:
-    """Whether a cut keeps all limits."""
     sums = StageSums(case.costs)
 
     def allowed(cut: StageCut) -> bool:

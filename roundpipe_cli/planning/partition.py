@@ -108,8 +108,6 @@ class _Task:
 
 @dataclass(frozen=True)
 class _Plan:
-    """A task and the partitions that the search found for it, fastest first."""
-
     task: _Task
     found: list[Candidate]
     bound_s: float
@@ -218,7 +216,6 @@ def _search(task: _Task, beat_s: float) -> _Plan:
 
 
 def _explain(plan: _Plan) -> tuple[str, ...]:
-    """One fact a line, for the fastest partition."""
     task, best, chain = plan.task, plan.found[0], plan.task.judged()
     scorer, sums = task.scorer(), task.sums
     lines = [_shape(best), _binds(best, sums, chain, scorer)]
@@ -278,7 +275,6 @@ def _binds(best: Candidate, sums: StageSums, chain: RoundChain, scorer: BatchSco
 
 
 def _does_not_fit(task: _Task) -> ResourceError:
-    """The error for a layer that is too large by itself."""
     sums, costs, limits = task.sums, task.case.costs, task.case.limits
     largest = max(range(sums.num_layers), key=lambda index: sums.backward_bytes(index, index + 1))
     needed = format_bytes(sums.backward_bytes(largest, largest + 1))

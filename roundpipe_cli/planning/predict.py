@@ -567,7 +567,6 @@ def _longest_round(question: PlanRequest, cut: StageCut) -> int:
 
 
 def _needs_s(question: PlanRequest, step: SimulatedStep, host_s: float) -> dict[str, float]:
-    """Where the time of a step goes: workers' arithmetic, links, interpreter, optimizer."""
     workers, costs = question.num_workers, question.costs
     return {
         "arithmetic": step.step_s * (1 - step.bubble_ratio),
@@ -584,7 +583,6 @@ def _what_binds(needs_s: Mapping[str, float]) -> str:
 
 
 def _assumptions(question: PlanRequest, cut: StageCut) -> tuple[str, ...]:
-    """Lines that say which figures were measured, given or assumed."""
     architecture, settings, hardware = question.architecture, question.settings, question.hardware
     lines = [
         f"model: {architecture.source}",

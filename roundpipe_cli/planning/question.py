@@ -348,7 +348,6 @@ def _decided(
 
 
 def _token_budget(recipe: Recipe, architecture: Architecture, settings: TrainingSettings, machine: Hardware) -> int:
-    """The value of `micro_batch_tokens: auto` for this model and machine."""
     by_row = replace(settings, micro_batch_size=1, num_microbatches=recipe.rows_per_step)
     by_row = replace(by_row, keep_blocks=_kept_blocks(recipe, 1))
     smallest = with_smallest_card(machine)

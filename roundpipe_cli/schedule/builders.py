@@ -373,7 +373,6 @@ def _in_chunk_order(row: WorkerRow, num_microbatches: int, sequence_chunks: int)
 
 
 def _gpipe_row(worker: int, num_workers: int, num_stages: int, num_microbatches: int) -> WorkerRow:
-    """All forwards in microbatch order, then all backwards in microbatch order."""
     microbatches = range(num_microbatches)
     return forward_run(worker, microbatches) + backward_run(num_stages - 1 - worker, microbatches)
 

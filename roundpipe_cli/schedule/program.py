@@ -175,8 +175,6 @@ def lower(schedule: Schedule, costs: CostModel, *, staleness: int = 0, after_upd
 
 
 class _Load(NamedTuple):
-    """The load of a transfer, as in `Op`."""
-
     payload: str
     num_bytes: int
     boundary: int = -1
@@ -194,8 +192,6 @@ class _Reader(NamedTuple):
 
 
 class _Lowering:
-    """The program while it is being built."""
-
     def __init__(self, schedule: Schedule, costs: CostModel, staleness: int, after_update: bool) -> None:
         self.schedule, self.layers, self.staleness = schedule, costs.layers, staleness
         self.prices_host, self.leaving_bytes = costs.host_bytes_per_s is not None, costs.leaving_bytes
@@ -237,7 +233,6 @@ class _Lowering:
         self.updates_cost = costs.has_updates
 
     def _transfer(self, lane: str, op: Op, load: _Load, priority: tuple[int, int], *, deps: list[int]) -> int:
-        """Add a transfer that belongs to the compute operation `op`."""
         op_id, kind = len(self.ops), Kind.UPLOAD if lane == UP else Kind.DOWNLOAD
         microbatch = op.microbatch if load.boundary >= 0 else -1
         place = op.worker, op.stage, microbatch, op.step
@@ -338,7 +333,6 @@ class _Lowering:
         return self.boundary_ops[key]
 
     def _input(self, reader: _Reader, boundary: int, staged: list[int]) -> None:
-        """The hidden states that an operation reads."""
         op = reader.op
         if self._bytes_at(boundary):
             deps = [] if boundary == 0 else [self._boundary_download(boundary, op.microbatch)]
