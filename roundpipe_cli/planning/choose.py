@@ -190,16 +190,9 @@ def choose(name: ScheduleName, case: SimulationCase, keeps: Keeps | None = None,
     if case.options != Options():
         # The planner knows the published dispatch only; for another one even stages may be better than its own.
         return dealt_cut(planned, case, allowed)
-    chosen = deal_out(name, planned, unshared, allowed)
+    chosen = deal_out(planned, unshared, allowed)
     whole = resident_cut(case.costs, case.num_workers, allowed) if case.weights_stay else None
     return chosen if whole is None else faster(chosen, whole, case)
-
-
-def deal_out(name: ScheduleName, planned: StageCut, case: SimulationCase, keeps: Keeps | None = None) -> StageCut:
-    """Stages of roundpipe, dealt out in the way that is fastest for this case and keeps the limits."""
-    may_split = not any(layer.visit_s for layer in case.costs.layers)
-    shared = replace(case, costs=costs_per_microbatch(name, case), may_split=may_split)
-    return choose_dealing(planned, shared, keeps)
 
 
 def _allowed(case: SimulationCase, keeps: Keeps | None) -> Keeps:
@@ -321,12 +314,14 @@ def _chunk_cut(case: SimulationCase, keeps: Keeps | None) -> StageCut:
     return min(kept, key=lambda cut: run_step_s("roundpipe", cut, one_step))
 
 
-def choose_dealing(planned: StageCut, case: SimulationCase, keeps: Keeps | None = None) -> StageCut:
+def deal_out(planned: StageCut, case: SimulationCase, keeps: Keeps | None = None) -> StageCut:
     """The planner's stages in turn, or where a simulated step is faster so: if workers differ in speed, earliest-free
     dispatch with stages that suit it; if they are equal, stages that several share. Not under published accounting.
 
     The planner leaves out workers that would only hold the others up, so no choice is slower than without them.
     """
+    may_split = not any(layer.visit_s for layer in case.costs.layers)
+    case = replace(case, costs=costs_per_microbatch("roundpipe", case), may_split=may_split)
     spread = _head_spread(case)
     if spread is not None:
         return _shared_out(planned, spread, case, keeps)

@@ -497,7 +497,7 @@ def _cut(question: PlanRequest) -> StageCut:
     if fits and (keeps(whole) or _known_step(question, cut).bubble_ratio < 2 * MIN_GAIN):
         return cut
     least = (cut.microbatches_per_round or 0) + 1 if fits else 0
-    return deal_out("roundpipe", _coarser(question, cut, least_round=least), case, keeps)
+    return deal_out(_coarser(question, cut, least_round=least), case, keeps)
 
 
 def _coarsest(question: PlanRequest, why: str) -> StageCut:

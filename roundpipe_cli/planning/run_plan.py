@@ -129,7 +129,7 @@ def reason_against(asked: PlanRequest, left: Sequence[int]) -> str | None:
 
 def planned_bytes(
     asked: PlanRequest, recipe: Recipe, schedules: Sequence[Schedule], holds_all: bool
-) -> list[dict[str, float]]:
+) -> list[dict[str, int]]:
     """Predicted device and host bytes of each schedule; none for devices that `plan` has no figures for.
 
     Args:
@@ -143,22 +143,15 @@ def planned_bytes(
         return []
     if not question.hardware.is_here:
         return []
-    whole = with_all_weights(question) if holds_all else None
-    return [_needs(whole or question, schedule, is_whole=whole is not None) for schedule in schedules]
-
-
-def _needs(question: PlanRequest, schedule: Schedule, *, is_whole: bool) -> dict[str, float]:
-    """Bytes that `schedule` needs.
-
-    Args:
-        is_whole: the question is for devices that hold all weights; any other may have room for a cache.
-    """
-    cut = StageCut(schedule.forward_stages, schedule.backward_stages, schedule.microbatches_per_round)
-    verdict = judge(question, cut)
-    if not is_whole:
-        cached, kept = with_auto_cache(question, verdict)
-        verdict = judge(cached, cut) if kept else verdict
-    return {"device_peak_bytes": verdict.device.total_bytes, "host_bytes": verdict.host.total_bytes}
+    whole, found = with_all_weights(question) if holds_all else None, []
+    for schedule in schedules:
+        cut = StageCut(schedule.forward_stages, schedule.backward_stages, schedule.microbatches_per_round)
+        verdict = judge(whole or question, cut)
+        if whole is None:  # there may be room for a cache
+            cached, kept = with_auto_cache(question, verdict)
+            verdict = judge(cached, cut) if kept else verdict
+        found.append({"device_peak_bytes": verdict.device.total_bytes, "host_bytes": verdict.host.total_bytes})
+    return found
 
 
 # The schedules that `bench` compares on a recipe, each with the stages and costs that `plan` has for it. No torch.

@@ -11,7 +11,7 @@ import pytest
 from roundpipe_cli.costs.cost import CostModel, LayerCost
 from roundpipe_cli.engine.step import StepResult
 from roundpipe_cli.planning.adaptive import CONFIRM_STEPS, PROFILE_STEPS, AdaptivePlanner
-from roundpipe_cli.planning.choose import choose, choose_dealing
+from roundpipe_cli.planning.choose import choose, deal_out
 from roundpipe_cli.planning.compare import SimulationCase, StageCut, run
 from roundpipe_cli.recipe.schema import PipelineConfig
 from roundpipe_cli.schedule.builders import Options
@@ -146,7 +146,7 @@ def test_equal_workers_and_published_accounting_take_turns() -> None:
         SimulationCase(costs(4, (1.0, 0.5)), 2, 6, auto_dealing=False),
         SimulationCase(costs(4, (1.0, 0.5)), 2, 6, options=Options(head_workers=2)),
     ):
-        assert choose_dealing(planned, question) is planned
+        assert deal_out(planned, question) is planned
 
 
 def test_the_last_microbatches_do_not_wait_for_a_slow_worker() -> None:

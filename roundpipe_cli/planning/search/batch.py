@@ -71,10 +71,6 @@ class Batch:
     num_stages: Array
     """(C,) how many of the N are stages."""
 
-    def take(self, which: Array) -> Batch:
-        """Some of the candidates, by mask or index."""
-        return Batch(self.sizes[which], self.num_forward[which], self.num_stages[which])
-
 
 def one_batch(numpy: Any, sizes: Sequence[int], num_forward: int) -> Batch:
     """A batch of one candidate."""
