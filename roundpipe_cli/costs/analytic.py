@@ -218,15 +218,20 @@ def analytic_costs(architecture: Architecture, settings: TrainingSettings, hardw
         leaving_bytes=settings.dtype_bytes,
         tied=architecture.tied,
     )
-    if settings.skip_last_projection:
-        costs = skip_projections(costs)
-    head = len(costs.layers) - 1
     return AnalyticCosts(
-        costs=keep_activations(costs, range(max(1, head - settings.keep_blocks), head)),
+        costs=with_gains(costs, settings),
         host_s_per_microbatch=0.0 if any_cpu else host_s_per_microbatch(architecture, settings),
         host_s_per_update=0.0 if any_cpu else UPDATE_S_PER_PARAM * sum(trainable),
         trainable_params=sum(trainable),
     )
+
+
+def with_gains(costs: CostModel, settings: TrainingSettings) -> CostModel:
+    """The costs with shorter recomputes, and with none of blocks whose activations are kept."""
+    if settings.skip_last_projection:
+        costs = skip_projections(costs)
+    head = len(costs.layers) - 1
+    return keep_activations(costs, range(max(1, head - settings.keep_blocks), head))
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from roundpipe_cli.choices import check_sizes
-from roundpipe_cli.costs.analytic import Case, analytic_costs, case_of
+from roundpipe_cli.costs.analytic import Case, analytic_costs, case_of, with_gains
 from roundpipe_cli.costs.find_model import FoundConfig, built_architecture, find_config
 from roundpipe_cli.costs.hardware import ASSUMED_DISK_BYTES_PER_S, Device, Hardware, parse_hardware
 from roundpipe_cli.costs.machine import MAX_PARAMETERS_ON_CPU, cpu_devices, slow_in_16_bit, this_machine, visible_gpus
@@ -326,7 +326,8 @@ def _decided(
         case = choose_tier(case)
     skips, kept = _skips(recipe, case), _kept_blocks(recipe, case.num_workers)
     settings = replace(case.settings, skip_last_projection=skips, keep_blocks=kept)
-    unpacking, case = choose_unpacking(case_of(architecture, settings, machine), recipe.pipeline)
+    analytic = replace(case.analytic, costs=with_gains(case.costs, settings))
+    unpacking, case = choose_unpacking(replace(case, settings=settings, analytic=analytic), recipe.pipeline)
     in_memory = case.analytic
     if case.settings.weights_on_disk:
         case = _read_from_disk(case)
