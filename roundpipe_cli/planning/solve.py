@@ -70,7 +70,7 @@ class Change:
     word: Word | None = None
     """`plan`'s verdict with it."""
     apply: Callable[[TrainingSettings], TrainingSettings] = field(default=lambda settings: settings, compare=False)
-    """What it makes of settings."""
+    """Settings with it."""
 
     @property
     def speed(self) -> float:
