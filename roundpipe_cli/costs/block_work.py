@@ -293,11 +293,12 @@ class Tally:
             self.backward.moves(*((3 * values, values + weight) if adds_one else (2 * values + rows + weight,)))
             self.accumulate(width)
 
-    def linear(self, matrix: Matrix) -> None:
+    def linear(self, matrix: Matrix, *, is_packed: bool = True) -> None:
         """A linear layer on all tokens; an adapter's products are launched beside it (`kernels/fused.py`)."""
         tokens, rank = self.tokens, matrix.rank
         inputs, outputs, size = matrix.inputs, matrix.outputs, self.size
-        self.unpack(matrix)
+        if is_packed:
+            self.unpack(matrix)
         self.forward.product(tokens, inputs, outputs, size)
         self.backward.product(tokens, outputs, inputs, size)
         if self.trains:
@@ -363,7 +364,8 @@ def expert_fill(settings: TrainingSettings, num_experts: int, per_token: int) ->
 
 def route(tally: Tally, router: Matrix, per_token: int, model_type: str) -> None:
     """Scores of all experts, the chosen ones of each token and their weights."""
-    _score(tally, router)
+    tally.linear(router, is_packed=False)
+    tally.sum_gradients(2)
     tokens, size = tally.tokens, tally.size
     scores, chosen = tokens * router.outputs, tokens * per_token
     forward, backward = tally.forward, tally.backward
@@ -380,19 +382,6 @@ def route(tally: Tally, router: Matrix, per_token: int, model_type: str) -> None
         forward.moves(weights + sums, each)
         backward.moves(each, each, 2 * weights, 3 * weights, each, weights + sums, each)
     backward.moves(cast[1], exact, 2 * exact + chosen * (EXACT_BYTES + INDEX_BYTES), 3 * exact, cast[0])
-
-
-def _score(tally: Tally, router: Matrix) -> None:
-    tokens, inputs, outputs, size = tally.tokens, router.inputs, router.outputs, tally.size
-    tally.forward.product(tokens, inputs, outputs, size)
-    tally.backward.product(tokens, outputs, inputs, size)
-    tally.sum_gradients(2)
-    if tally.trains:
-        tally.backward.product(outputs, tokens, inputs, size)
-        tally.accumulate(router.params)
-        if router.has_bias:
-            tally.backward.moves((tokens + 1) * outputs * size)
-            tally.accumulate(router.outputs)
 
 
 def compute_experts(tally: Tally, matrices: tuple[Matrix, ...], per_token: int, *, clamps_gates: bool) -> None:

@@ -288,43 +288,37 @@ def _parse_figures(texts: list[str], names: list[str], where: str) -> dict[str, 
     """Figures of one group in the types of `GpuFigures`, or of the machine, checked."""
     figures: dict[str, Any] = {}
     for text in texts:
-        key, value = _split_pair(text, names, where)
-        if key == "accumulate":
-            if value not in ("fp16", "fp32"):
-                raise RefusedError("unknown accumulation", where=where, found=value, expected="fp16 or fp32")
-            figures[key] = value
-        elif key == "bfloat16":
-            if value.lower() not in ("true", "false"):
-                raise RefusedError("bfloat16 is true or false", where=where, found=value, expected="true or false")
-            figures[key] = value.lower() == "true"
-        else:
-            number = _positive(key, value, where)
-            figures[key] = int(number) if key in ("pcie_generation", "pcie_lanes") else number
+        key, separator, value = (part.strip() for part in text.partition("="))
+        if not separator or key not in names:
+            near = closest(key, names)
+            raise RefusedError(
+                f"unknown figure {key!r}",
+                where=where,
+                found=text,
+                expected="one of " + ", ".join(f"{name}=" for name in names),
+                hint=f"did you mean {near}=...?" if near else None,
+            )
+        if key in _WORDS:
+            what, words = _WORDS[key]
+            if value.lower() not in words:
+                raise RefusedError(what, where=where, found=value, expected=" or ".join(words))
+            figures[key] = words[value.lower()]
+            continue
+        try:
+            number = float(value)
+        except ValueError:
+            number = -1.0
+        if not (0 < number < 1e9 or (number == 0 and key == "disk_free_gib")):
+            raise RefusedError(f"{key} is not a number above 0", where=where, found=value, expected="such as 24")
+        figures[key] = int(number) if key in ("pcie_generation", "pcie_lanes") else number
     return figures
 
 
-def _split_pair(pair: str, names: list[str], where: str) -> tuple[str, str]:
-    key, separator, value = (part.strip() for part in pair.partition("="))
-    if not separator or key not in names:
-        near = closest(key, names)
-        raise RefusedError(
-            f"unknown figure {key!r}",
-            where=where,
-            found=pair,
-            expected="one of " + ", ".join(f"{name}=" for name in names),
-            hint=f"did you mean {near}=...?" if near else None,
-        )
-    return key, value
-
-
-def _positive(key: str, value: str, where: str) -> float:
-    try:
-        number = float(value)
-    except ValueError:
-        number = -1.0
-    if not (0 < number < 1e9 or (number == 0 and key == "disk_free_gib")):
-        raise RefusedError(f"{key} is not a number above 0", where=where, found=value, expected="such as 24")
-    return number
+_WORDS: dict[str, tuple[str, dict[str, object]]] = {
+    "accumulate": ("unknown accumulation", {"fp16": "fp16", "fp32": "fp32"}),
+    "bfloat16": ("bfloat16 is true or false", {"true": True, "false": False}),
+}
+"""Figures that are words: the error's text, and what each word means."""
 
 
 def _custom_figures(given: dict[str, Any], where: str) -> GpuFigures:
