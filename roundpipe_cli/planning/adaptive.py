@@ -250,10 +250,6 @@ class AdaptivePlanner:
             microbatches_per_round: at most; None: no limit.
             waiting_bytes: see `StageLimits`.
             head_gradient_bytes: see `limits_for`.
-
-        Raises:
-            RefusedError: stages of one direction given and the other left to the planner, or backward stages for a
-                schedule that mirrors the forward ones.
         """
         self.costs = self.rough = costs
         self._weights_stay = weights_stay

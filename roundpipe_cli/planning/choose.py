@@ -17,7 +17,6 @@ from typing import Literal
 from roundpipe_cli.choices import SCHEDULE_KINDS, ScheduleName
 from roundpipe_cli.costs.cost import CostModel, StageRange
 from roundpipe_cli.costs.memory import largest_stage_bytes
-from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.planning.compare import (
     SimulationCase,
     StageCut,
@@ -89,9 +88,6 @@ def case_for(
         counts: workers, and microbatches of a step (chunks of sequences, where sequences are cut).
         limits: of stages and rounds on the machine.
         weights_stay: see `SimulationCase`.
-
-    Raises:
-        RefusedError: another dealing than the default for a schedule that binds its stages to workers.
     """
     return SimulationCase(
         costs,
@@ -106,51 +102,19 @@ def case_for(
 
 
 def dealing_options(pipeline: PipelineConfig) -> Options:
-    """How the recipe says that stages are dealt out; `auto` is the published way until the workers' speeds are known.
-
-    Raises:
-        RefusedError: another dealing than the default for a schedule that binds its stages to workers.
-    """
+    """How the recipe has stages dealt out; `auto` is the published way until the workers' speeds are known."""
     head_workers = 1 if pipeline.head_workers == "auto" else pipeline.head_workers
-    options = Options(head_workers, earliest_free=pipeline.dispatch == "earliest_free")
-    if options != Options() and pipeline.binds_stages:
-        raise RefusedError(
-            f"{pipeline.schedule} binds its stages to workers",
-            where="pipeline: head_workers, dispatch",
-            found=f"schedule: {pipeline.schedule}",
-            expected="schedule: roundpipe, or none of these keys",
-        )
-    return options
+    return Options(head_workers, earliest_free=pipeline.dispatch == "earliest_free")
 
 
 def given_cut(pipeline: PipelineConfig, num_workers: int) -> StageCut | None:
-    """The stages that the recipe gives; None where it leaves them to the planner.
-
-    Raises:
-        RefusedError: stages of one direction given and the other left to the planner, or backward stages for a
-            schedule that mirrors the forward ones.
-    """
-    forward, backward = pipeline.forward_stages, pipeline.backward_stages
-    if not pipeline.binds_stages and (forward == "auto") != (backward == "auto"):
-        raise RefusedError(
-            "forward_stages and backward_stages go together",
-            where="pipeline",
-            found="one of them is auto",
-            expected="both given or both auto",
-        )
-    if pipeline.binds_stages and backward != "auto":
-        raise RefusedError(
-            f"{pipeline.schedule} takes no backward_stages: they mirror forward_stages",
-            where="pipeline.backward_stages",
-            expected="auto",
-        )
-    if forward == "auto":
+    """The stages that the recipe gives; None where it leaves them to the planner."""
+    if pipeline.forward_stages == "auto":
         return None
-    stages = _ranges(forward)
+    stages, chunks = _ranges(pipeline.forward_stages), pipeline.num_chunks
     if pipeline.binds_stages:
         return StageCut(stages, tuple(reversed(stages)))
-    chunks = pipeline.num_chunks
-    return StageCut(stages, _ranges(backward), -(-num_workers // chunks) * chunks)
+    return StageCut(stages, _ranges(pipeline.backward_stages), -(-num_workers // chunks) * chunks)
 
 
 def in_long_rounds(cut: StageCut, case: SimulationCase) -> StageCut:

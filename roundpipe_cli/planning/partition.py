@@ -110,7 +110,7 @@ class _Task:
 class _Plan:
     task: _Task
     found: list[Candidate]
-    bound_s: float
+    """Partitions, the fastest first."""
 
     @property
     def value_s(self) -> float:
@@ -183,7 +183,7 @@ def _best_rounds(task: _Task) -> _Plan:
     """
     if not task.is_default:
         return _search(task, INFEASIBLE)
-    sizes, best = _round_sizes(task), _Plan(task, [], INFEASIBLE)
+    sizes, best = _round_sizes(task), _Plan(task, [])
     if len(sizes) == 1:
         return _search(replace(task, per_round=sizes[0]), INFEASIBLE)
     for per_round in sizes:  # limits of stages do not depend on the round
@@ -209,7 +209,7 @@ def _round_sizes(task: _Task) -> list[int]:
 
 def _search(task: _Task, beat_s: float) -> _Plan:
     search = Search(task.scorer(), task.bounds(), task.judged(), task.effort, beat_s=beat_s)
-    return _Plan(task, search.run(), search.least_s)
+    return _Plan(task, search.run())
 
 
 # Sentences that explain a plan: its lower bound, what limits it, and what a change would gain.
