@@ -238,9 +238,8 @@ def schedule_name(name: str) -> ScheduleName:
         RefusedError: no such schedule.
     """
     plain = name.strip().lower().replace("-", "_").replace(" ", "_")
-    for known in SCHEDULES:
-        if plain == known:
-            return known
+    if known := next((known for known in SCHEDULES if plain == known), None):
+        return known
     nearest = closest(plain, list(SCHEDULES))
     raise RefusedError(
         "unknown schedule",
@@ -269,8 +268,7 @@ def build_schedule(
         costs: decides on which worker the next round of roundpipe starts; None takes equal cost per layer.
 
     Raises:
-        RefusedError: unknown schedule, no worker or microbatch, stages that do not fit the schedule, or chunks that do
-            not fit either.
+        RefusedError: unknown schedule, or stages or chunks that do not fit it.
     """
     name = schedule_name(name)
     binds_stages = SCHEDULE_KINDS[name].binds_stages
@@ -278,9 +276,6 @@ def build_schedule(
     if binds_stages and not backward:
         backward = tuple(reversed(forward))
     num_microbatches, chunks = rounds.num_microbatches, rounds.sequence_chunks
-    for what, count in (("workers", num_workers), ("microbatches", num_microbatches), ("steps", rounds.num_steps)):
-        if count < 1:
-            raise RefusedError(f"a schedule needs at least one of: {what}", found=str(count), expected="1 or more")
     num_layers = len(costs.layers) if costs else 1 + max((last for _, last in (*forward, *backward)), default=-1)
     check_stages(name, forward, backward, num_layers=num_layers, num_workers=num_workers)
     per_round = rounds.per_round
@@ -288,8 +283,6 @@ def build_schedule(
         per_round = -(-num_workers // chunks) * chunks
     check_chunks(name, backward[0], num_layers, num_microbatches, per_round=per_round, sequence_chunks=chunks)
     if not binds_stages:
-        if per_round < 1:
-            raise RefusedError("a round needs at least one microbatch", found=str(per_round), expected="1 or more")
         costs = costs or equal_costs(num_layers)
         dealer = Dealer(num_workers, costs, (forward, backward), rounds.options, sequence_chunks=chunks)
         dealer.waits = rounds.staleness == 1 and costs.has_updates
