@@ -135,12 +135,12 @@ def _is_view(func: Any) -> bool:
 def _written(func: Any, args: Any) -> list[torch.Tensor]:
     """What an operator writes over, among the arguments without a name."""
     given = zip(func._schema.arguments, args, strict=False)
-    return [one for of, one in given if of.alias_info is not None and of.alias_info.is_write]
+    return [one for of, one in given if of.alias_info is not None and of.alias_info.is_write and one is not None]
 
 
 def _reads_target(name: str) -> bool:
     """Whether an operator that writes in place also reads what it writes over."""
-    return name.endswith("_") and name not in ("copy_", "fill_", "fill_mask_", "zero_")
+    return name == "drop" or (name.endswith("_") and name not in ("copy_", "fill_", "fill_mask_", "zero_"))
 
 
 def touched_bytes(tensor: torch.Tensor) -> int:

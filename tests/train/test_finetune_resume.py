@@ -6,6 +6,7 @@ import json
 import shutil
 import signal
 import subprocess
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -74,6 +75,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory, model: Path) -> tuple[Path
     folder = make_workspace(tmp_path_factory.mktemp("stopped") / "work", model, **STAGES)
     running = start(folder, environment=SLOW_STEP)
     running.wait_for_steps(3)
+    time.sleep(0.5)  # into the slow step, behind the look for signals after the one before
     running.kill(signal.SIGTERM)
     return folder / "out", running.finish().expect(128 + signal.SIGTERM)
 
