@@ -125,8 +125,8 @@ WITHOUT_EFFECT_PREFIXES = (
     *("use_wandb", "use_swanlab", "use_mlflow", "use_comet", "use_otel", "use_trackio", "hf_use_auth_token"),
     *("vllm_", "sglang_", "kt_", "export_", "generation_", "generate_samples", "lm_eval_", "profile_"),
     *("hf_hub_token", "ms_hub_token", "om_hub_token", "hatchery_", "liger_", "flash_", "torch_compile", "tiled_mlp"),
-    *("dataloader_", "ddp_", "fsdp_", "expert_parallel_", "sample_packing_", "activation_", "fp8_", "bnb_4bit_"),
-    *("save_", "log_", "logging_"),
+    *("dataloader_", "ddp_", "fsdp_", "expert_parallel_", "sample_packing_", "fp8_", "bnb_4bit_", "save_"),
+    *("activation_checkpointing", "activation_offloading", "log_", "logging_"),
 )
 """Beginnings of the names of such settings."""
 
@@ -145,6 +145,7 @@ CHANGES: Mapping[str, str] = {
     "use_dft_loss": f"{_LOSS} the DFT loss",
     "use_asft_loss": f"{_LOSS} the ASFT loss",
     **dict.fromkeys(("use_eaft_loss", "use_eaft"), f"{_LOSS} the EAFT loss"),
+    "liger_use_token_scaling": f"{_LOSS} one with each token weighted by its probability",
     "pissa_init": "the adapters start by lora.init in place of PiSSA",
     "fp8": "products are computed in the recipe's dtype, not in fp8",
     **dict.fromkeys(("shift_attn", "s2_attention"), "attention is whole, not shifted as in LongLoRA"),
