@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 from roundpipe_cli.errors import RecipeError, RefusedError
-from roundpipe_cli.recipe.aliases import is_off
+from roundpipe_cli.recipe.aliases import ALIASES, is_off
 from roundpipe_cli.recipe.check import known_keys
 from roundpipe_cli.recipe.convert_data import DATASET_KEYS, Entry, read_datasets
 from roundpipe_cli.recipe.convert_rules import Conversion, Job, is_pairs, job_of, reads_loss_key, short
@@ -26,6 +26,7 @@ from roundpipe_cli.recipe.convert_tables import (
     SHARING_KEYS,
     SIGNS,
     TOOLS,
+    UNKNOWN,
     UNSLOTH,
     Tool,
 )
@@ -186,8 +187,9 @@ def convert_file(
     """
     data = _as_yaml_1_1(cast("dict[str, Any]", parse_bytes(raw, name).data))
     is_unsloth = tool is None and isinstance(data.get("training"), dict) and isinstance(data.get("data", {}), dict)
+    others: dict[str, Any] = {}
     if is_unsloth:
-        tool, data = "trl", _from_unsloth(data)
+        tool, (data, others) = "trl", _from_unsloth(data)
     tool = tool or _tool_of(data, name)
     job = job_of(data, tool)
     if objective is not None and tool != "trl" and job != objective:
@@ -219,14 +221,19 @@ def convert_file(
     for key, value in data.items():
         if key == "stage" and job == "pretraining":
             result.notes.append("stage: pt: rows are texts, trained whole.")
+        elif tool == "trl" and key == "max_length" and value is None:
+            result.refuse("max_seq_length", key, None, "rows have a largest length here")
         elif key not in DATASET_KEYS[tool]:
             result.convert(key, value)
+    for key, value in others.items():
+        if "." in key and key not in ALIASES:
+            result.convert(key, value)
+        else:  # called like a key of TRL's or of recipes, but Unsloth has none of that name
+            result.leave_out(key, value, "no counterpart here", change=UNKNOWN)
     if is_pairs(job):
         result.values.setdefault("objective", job)
     if eval_datasets:
         result.put("eval_datasets", eval_datasets, "eval_datasets", eval_datasets)
-    if tool == "trl" and data.get("max_length", 0) is None:
-        result.refuse("max_seq_length", "max_length", None, "rows have a largest length here")
     method = "lora" if result.is_lora else "full"
     result.values.setdefault("method", method)
     _accepted(result, datasets)  # before anything counts with the values
@@ -241,17 +248,18 @@ def convert_file(
     return result
 
 
-def _from_unsloth(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The same training as arguments of TRL, which Unsloth calls; what has none keeps its name, with its section."""
+def _from_unsloth(data: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The same training as arguments of TRL, which Unsloth calls, and the rest by its names, with their sections."""
     flat: dict[str, Any] = {}
     for name, value in data.items():
         flat |= {f"{name}.{key}": inner for key, inner in value.items()} if isinstance(value, dict) else {name: value}
     is_lora = flat.pop("training.training_type", "lora") == "lora"
     made: dict[str, Any] = {"use_peft": is_lora}
     for name, (target, default) in UNSLOTH.items():
-        value = flat.pop(name, default)
-        is_off_here = value is None or (target in ("max_steps", "save_steps") and value == 0)
-        if not is_off_here and (is_lora or target != "load_in_4bit" and not name.startswith("lora.")):
+        if not is_lora and target == "load_in_4bit":
+            continue  # where all weights are trained, none are packed
+        value = flat.pop(name, default if is_lora or not name.startswith("lora.") else None)
+        if value is not None and not (target in ("max_steps", "save_steps") and value == 0):
             made[target] = value
     targets = made.get("lora_target_modules")
     if isinstance(targets, str) and targets != "all-linear":
@@ -262,7 +270,7 @@ def _from_unsloth(data: Mapping[str, Any]) -> dict[str, Any]:
     made["train_on_inputs"] = not flat.pop("training.train_on_completions", False)
     if reports := [name for name in ("wandb", "tensorboard") if flat.pop(f"logging.enable_{name}", None)]:
         made["report_to"] = reports
-    return made | flat
+    return made, flat
 
 
 def _keep_long_texts(result: Conversion, datasets: list[Entry]) -> None:

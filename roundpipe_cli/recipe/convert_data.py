@@ -70,6 +70,8 @@ def read_datasets(result: Conversion) -> tuple[list[Entry], list[Entry]]:
     """
     if result.tool == "axolotl":
         key = wanted = "pretraining_dataset" if result.job == "pretraining" else "datasets"
+        if key != "datasets" and "datasets" in result.data:  # which axolotl does not read then
+            result.without_effect.append("datasets")
         datasets, eval_datasets = _axolotl_datasets(key, result), _axolotl_datasets("test_datasets", result)
     elif result.tool == "llama-factory":
         wanted = "dataset"
@@ -296,6 +298,8 @@ def _trl_datasets(result: Conversion) -> list[Entry]:
     data, mixture = result.data, result.data.get("dataset_mixture")
     entries: list[Entry] = []
     if isinstance(mixture, dict):  # TRL reads nothing else then
+        beside = ("dataset_name", "dataset_config", "dataset_train_split")
+        result.without_effect += [key for key in data if key in beside]
         for where, item in _with_paths(mixture.get("datasets") or [], "dataset_mixture.datasets", result):
             entries += _trl_entries(item, where, result)
         for key, value in mixture.items():
@@ -336,7 +340,8 @@ def _trl_entries(item: Entry, where: str, result: Conversion) -> list[Entry]:
 def _trl_eval_datasets(result: Conversion) -> list[Entry]:
     """TRL evaluates on the test split where its `eval_strategy` says when."""
     data = result.data
-    if data.get("eval_strategy") in (None, "no", False) or not isinstance(data.get("dataset_name"), str):
+    name = None if isinstance(data.get("dataset_mixture"), dict) else data.get("dataset_name")
+    if data.get("eval_strategy") in (None, "no", False) or not isinstance(name, str):
         if "dataset_test_split" in data:
             result.without_effect.append("dataset_test_split")
         return []
@@ -494,7 +499,10 @@ class _Dataset:
         columns = {ours: str(given[theirs]) for theirs, ours in names.items() if theirs in given}
         for key in (key for key in given if key not in names):
             where, why = f"{self._dataset}.columns.{key}", "rows of this type have no such column"
-            self._result.leave_out(where, given[key], why, change="it is not read")
+            if self._job == "pretraining":
+                self._result.leave_out(where, given[key], why, change="it is not read")
+            else:  # LLaMA-Factory does not read it either
+                self._result.without_effect.append(where)
         rest = {key: value for key, value in self._known.items() if key not in _READ}
         (finished,) = _finished(entry, rest, self._dataset, self._result, columns=columns, known={})
         return finished

@@ -106,7 +106,7 @@ _DECIDED_HERE = """
     freeze_extra_modules module_dropout init_special_tokens embeddings_skip_upcast mean_resizing_embeddings
     quantization merge_method torchdistx_path resources_per_worker infer_backend fp32_norm_classes
     num_dataset_shards_to_save pad_token shuffle_dataset training.gradient_checkpointing data.format_type
-    logging.wandb_project logging.wandb_token logging.tensorboard_dir logging.hf_token
+    logging.wandb_project logging.wandb_token logging.tensorboard_dir logging.hf_token training.load_in_4bit
 """
 WITHOUT_EFFECT = frozenset(_DECIDED_HERE.split())
 """How another tool gets onto its devices, what its kernels and loaders are: decided by the program itself here. And

@@ -450,6 +450,8 @@ training: {max_seq_length: 4096, load_in_4bit: false, num_epochs: 1, warmup_step
 lora: {lora_r: 16, target_modules: "q_proj,k_proj", use_loftq: true, finetune_mlp_modules: true}
 logging: {enable_wandb: true, hf_token: hf_abcdefghijklmnop}
 surprise: 1
+seed: 5
+beta: 0.1
 """
 
 
@@ -462,14 +464,40 @@ def test_sections_of_unsloth_become_a_recipe() -> None:
     assert recipe.max_seq_length == 4096 and not recipe.train_on_inputs and not recipe.load_in_4bit
     assert (recipe.micro_batch_size, recipe.gradient_accumulation_steps, recipe.seed) == (2, 4, 3407)
     assert recipe.warmup_steps == 5 and recipe.max_steps is None and recipe.report_to == ("wandb",)
-    assert {line.key for line in result.left_out} == {"lora.use_loftq", "surprise"} and len(result.changes) == 2
+    assert {line.key for line in result.left_out} == {"lora.use_loftq", "surprise", "seed", "beta"}
+    assert len(result.changes) == 4
     assert set(result.without_effect) == {
         *("data.format_type", "training.gradient_checkpointing", "lora.finetune_mlp_modules", "logging.hf_token")
     }
     assert "hf_abcdefghijklmnop" not in result.text("unsloth.yaml")
-    whole = convert_file(b"model: a/b\ndata: {dataset: c/d}\ntraining: {training_type: full}\n", "full.yaml").recipe
+    full = b"model: a/b\ndata: {dataset: c/d}\ntraining: {training_type: full, load_in_4bit: true}\nlora: {lora_r: 8}\n"
+    all_weights = convert_file(full, "full.yaml")
+    assert [line.key for line in all_weights.left_out] == ["lora_r"]
+    assert all_weights.without_effect == ["training.load_in_4bit"]
+    whole = all_weights.recipe
     assert whole["method"] == "full" and "lora" not in whole and not whole.get("load_in_4bit")
     assert whole["train_on_inputs"] is True and whole["num_train_epochs"] == 3
+
+
+@pytest.mark.parametrize(
+    ("tool", "lines", "key"),
+    [
+        ("axolotl", "{pretraining_dataset: c4.jsonl, max_steps: 9}", "datasets"),
+        ("trl", "{dataset_mixture: {datasets: [{path: a}]}, eval_strategy: epoch}", "dataset_name"),
+        ("trl", "max_length: null", "max_length"),
+        (
+            "llama-factory",
+            "{dataset: x, dataset_dir: {x: {file_name: a, columns: {prompt: a, response: b, messages: c}}}}",
+            "x.columns.messages",
+        ),
+    ],
+)
+def test_each_key_is_in_one_list(tool: str, lines: str, key: str) -> None:
+    """Rows that a tool does not read beside others were in no list, TRL's could be evaluated on; null was in two; and a
+    column that LLaMA-Factory does not read either was called a difference."""
+    result = converted(tool, lines)
+    assert [*result.without_effect, *(line.key for line in result.left_out)].count(key) == 1
+    assert "eval_datasets" not in result.recipe and "it is not read" not in str(result.changes)
 
 
 @pytest.mark.parametrize(
