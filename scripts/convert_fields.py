@@ -85,11 +85,11 @@ CONTEXTS: dict[str, tuple[dict[str, Any], ...]] = {
 """Keys beside which some fields are read only: a field counts by the context that takes it."""
 VALUES: dict[str, Any] = {
     **{"optimizer": "adamw_8bit", "optim": "adamw_8bit", "lr_scheduler": "linear", "lr_scheduler_type": "cosine"},
-    **{"dtype": "float16", "num_epochs": 2, "num_train_epochs": 2, "report_to": ["wandb"], "save_strategy": "epoch"},
-    **{"eval_strategy": "steps", "evaluation_strategy": "steps", "adapter": "lora", "finetuning_type": "full"},
+    **{"dtype": "float16", "num_epochs": 2, "num_train_epochs": 2, "report_to": ["wandb"], "save_strategy": "no"},
+    **{"eval_strategy": "epoch", "evaluation_strategy": "epoch", "adapter": "lora", "finetuning_type": "full"},
     **{"rl": "orpo", "loraplus_lr_ratio": 16.0, "max_steps": 10, "eval_steps": 5, "loss_type": "simpo"},
     **{"template": "chatml", "chat_template": "chatml", "lora_model_dir": "before", "quantization_bit": 4},
-    **{"dpo_loss_type": ["sigmoid"], "pref_loss": "orpo", "trl": {"beta": 0.2}, "metric_for_best_model": "loss"},
+    **{"dpo_loss_type": ["ipo"], "pref_loss": "orpo", "trl": {"beta": 0.2}, "metric_for_best_model": "loss"},
     **{"test_datasets": [{"path": "t.jsonl", "type": "completion"}], "special_tokens": {"pad_token": "<pad>"}},
     **{"datasets": [{"path": "y.jsonl", "type": "completion"}], "lora_target_modules": ["q_proj"]},
     **{"lora_modules_to_save": ["lm_head"], "peft_init_lora_weights": "gaussian", "unfrozen_parameters": ["lm_head"]},
