@@ -197,7 +197,7 @@ def reads_loss_key(key: str, job: Job, tool: Tool) -> bool:
 
 def _loss_writes(key: str, value: Any, data: Data, job: Job) -> Writes:
     """The keys that a key of such losses becomes; nothing where the job does not read it."""
-    if not is_pairs(job) or key in _WITHOUT_EFFECT:
+    if not is_pairs(job) or key in _WITHOUT_EFFECT or (key == "dpo_loss_type" and job != "dpo"):
         return {}
     if key in _DECIDE:
         return {"objective": job}

@@ -485,6 +485,7 @@ def test_sections_of_unsloth_become_a_recipe() -> None:
         ("axolotl", "{pretraining_dataset: c4.jsonl, max_steps: 9}", "datasets"),
         ("trl", "{dataset_mixture: {datasets: [{path: a}]}, eval_strategy: epoch}", "dataset_name"),
         ("trl", "max_length: null", "max_length"),
+        ("axolotl", "{rl: simpo, dpo_loss_type: [ipo], datasets: [{path: x}]}", "dpo_loss_type"),
         (
             "llama-factory",
             "{dataset: x, dataset_dir: {x: {file_name: a, columns: {prompt: a, response: b, messages: c}}}}",
