@@ -5,17 +5,23 @@ from __future__ import annotations
 import itertools
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from roundpipe_cli.costs.cost import CostModel, LayerCost
+from roundpipe_cli.engine.backends.base import Pair
+from roundpipe_cli.engine.backends.cpu import CpuBackend
 from roundpipe_cli.engine.dispatch import dispatch
 from roundpipe_cli.engine.engine import Engine
+from roundpipe_cli.engine.prepared import StepContext
+from roundpipe_cli.engine.stage import StageRunner
 from roundpipe_cli.engine.step import StepResult
 from roundpipe_cli.errors import DeviceLostError, InternalError, ResourceError
 from roundpipe_cli.faults import FaultError, FaultExit
 from roundpipe_cli.planning.adaptive import profile_schedule
+from roundpipe_cli.schedule.program import Op
 from tests.support.emulated import run_emulated
 from tests.support.schedules import dealt
 from tests.support.tiny import Rig, make_rig, random_microbatches, schedule_for
@@ -186,6 +192,38 @@ def test_a_failure_beside_a_stuck_worker_is_told(rig: Rig, ask: Ask, monkeypatch
         run_steps(rig, engine)
     assert isinstance(caught.value.__cause__, FaultError)
     assert place_of(caught.value)["worker"] == "0"
+
+
+def test_what_is_being_copied_lives_until_its_device_is_done(rig: Rig, monkeypatch: Patch) -> None:
+    """Story: lanes that left a failed step let go of it, and what is freed on a device that failed ends the process."""
+    copied: list[StorageWeakRef] = []
+    seen: list[bool] = []
+    run = StageRunner.run
+
+    class Late(CpuBackend):
+        def copy_down(self, pairs: Sequence[Pair]) -> str:
+            super().copy_down(pairs)
+            copied.extend(StorageWeakRef(source.untyped_storage()) for _, source in pairs)
+            return "arrives late"
+
+        def happens_in_s(self, event: object) -> float:
+            return 1e-3 * (event is not None)
+
+        def synchronize(self) -> None:
+            seen.extend(source.expired() for source in copied)
+
+    def fails(self: StageRunner, context: StepContext, op: Op) -> None:
+        run(self, context, op)
+        while not copied:
+            time.sleep(1e-3)
+        raise MemoryError
+
+    monkeypatch.setattr(StageRunner, "run", fails)
+    engine = Engine(rig.skeleton, rig.split, rig.store, [Late(1, copy=True)])
+    with engine, pytest.raises(ResourceError):
+        run_steps(rig, engine, 1)
+    assert seen and not any(seen)
+    assert all(source.expired() for source in copied), "a step that ran out of memory is to be run again"
 
 
 def test_slow_is_not_stuck(rig: Rig, ask: Ask) -> None:

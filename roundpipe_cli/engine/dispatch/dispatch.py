@@ -73,6 +73,9 @@ class _LaneState:
     closed: bool = False
     """No transfer will be added any more."""
     has_left: bool = False
+    moving: deque[tuple[DispatchEvent, TransferChunk | None, TransferRecord | None]] = field(default_factory=deque)
+    """Chunks on the stream, oldest first, which live until they have arrived, or for ever where the device fails; the
+    last one of a transfer with its record."""
 
 
 class StepRun:
@@ -255,9 +258,6 @@ class _LaneStep:
         """Transfers whose inputs have been issued, but have perhaps not all happened."""
         self.entered: dict[int, tuple[TransferRecord, deque[TransferChunk]]] = {}
         """Transfers in the queue, with the chunks that have not been issued."""
-        self.moving: deque[tuple[DispatchEvent, TransferChunk | None, TransferRecord | None]] = deque()
-        """Chunks on the stream, oldest first, which live until they have arrived; the last one of a transfer with its
-        record."""
 
     def serve(self) -> None:
         """Issue transfers until all have arrived, or the step is aborted."""
@@ -269,7 +269,7 @@ class _LaneStep:
                 self._move(*decision)
             with run.progress.lock:
                 if decision is None and not state.inbox and not run.progress.aborted:
-                    if state.closed and not state.num_left and not self.moving:
+                    if state.closed and not state.num_left and not state.moving:
                         return
                     state.condition.wait(wait_s)
                 if run.progress.aborted:
@@ -279,14 +279,14 @@ class _LaneStep:
 
     def _advance(self) -> float | None:
         """Retire arrived chunks and issue new ones; returns the seconds until the next look (None: until woken)."""
-        work, look_s = self.work, None
-        while self.moving:
-            event, _, record = self.moving[0]
+        work, moving, look_s = self.work, self.state.moving, None
+        while moving:
+            event, _, record = moving[0]
             left_s = work.happens_in_s(event)
             if left_s > 0:
                 look_s = left_s
                 break
-            self.moving.popleft()
+            moving.popleft()
             self.queue.ended()
             if record is not None:
                 self._arrived(record)
@@ -325,7 +325,7 @@ class _LaneStep:
         try:
             chunk = chunks.popleft()
             event = self.work.copy(op, chunk)
-            self.moving.append((event, None if event is None else chunk, record if last else None))
+            self.state.moving.append((event, None if event is None else chunk, record if last else None))
             if last:
                 del self.entered[op_id]
                 self.work.issued(op, event)
@@ -498,7 +498,6 @@ class Pool:
         if not run.progress.aborted:
             self._issue(run, worker, work)
         run.end_part(worker)
-        run.is_broken |= any(self._is_device_error(one.error) for one in run.failures)
         failed = False
         try:
             work.drain()  # for a failed step too: until then its work reads and writes slots and sums
@@ -506,12 +505,15 @@ class Pool:
             failed = self._is_device_error(error)
             if not run.progress.aborted:  # otherwise the first error says more
                 run.give_up(error, f"worker {worker}, finishing the step", worker)
-        run.is_broken |= failed
+        run.is_broken |= failed or any(self._is_device_error(one.error) for one in run.failures)
         if run.is_broken:
             keep_forever(run, part, *([work] if failed else ()))
-        else:  # their frames hold what was computed, and a step that ran out of memory is to be run again
+        else:  # a step that ran out of memory is to be run again
+            for name in work.lanes:
+                run.lanes[name, worker].moving.clear()
             for one in run.failures:
-                traceback.clear_frames(one.error.__traceback__)
+                if one.worker == worker:  # another one's device may have failed meanwhile
+                    traceback.clear_frames(one.error.__traceback__)  # its frames hold what was computed
         if not failed:
             work.reset()
         run.left.put(worker)
