@@ -328,7 +328,8 @@ class LayerRunner:
         with torch.set_grad_enabled(is_trained), self.backend.compute():
             leaf = graph.leaf
             graph.output = self._run_block(context, layer, state, leaf, output_is_read=output_is_read, cache=cache)
-        graph.own = None if cache is None else cache.only(f"block.{layer - 1}")
+        if is_trained and cache is not None:
+            graph.own = cache.only(f"block.{layer - 1}")
         return graph
 
     def backward(

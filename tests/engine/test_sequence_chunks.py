@@ -12,6 +12,7 @@ from torch import nn
 from transformers.integrations import moe
 
 from roundpipe_cli.costs.cost import CostModel, LayerCost
+from roundpipe_cli.engine.layer import LayerGraph, LayerRunner
 from roundpipe_cli.engine.parity import prove
 from roundpipe_cli.engine.step import StepResult
 from roundpipe_cli.errors import RefusedError
@@ -180,10 +181,20 @@ def test_schedules_with_a_stage_per_worker_and_rounds_of_two_sequences() -> None
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("recompute", ["stage", "layer"])
 @pytest.mark.parametrize("backward", [[(4, 4), (0, 3)], [(4, 4), (2, 3), (0, 1)]])
-def test_keys_and_values_of_frozen_lower_blocks(recompute: str, backward: Any) -> None:
+def test_keys_and_values_of_frozen_lower_blocks(recompute: str, backward: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Story: a recompute kept those of its own chunk until the backward, which has no use for them."""
+    useless, take_backward = set[int](), LayerRunner.backward
+
+    def note(layers: LayerRunner, context: Any, graph: LayerGraph, *rest: Any) -> Any:
+        if graph.own is not None and graph.layer < layers.trained.first:
+            useless.add(graph.layer)
+        return take_backward(layers, context, graph, *rest)
+
+    monkeypatch.setattr(LayerRunner, "backward", note)
     rig = make_rig("llama", frozen=["embed_tokens", "layers.0.", "layers.1.self_attn", "layers.1.input"])
     schedule = dealt([(0, 3)], backward, 2, 8, sequence_chunks=4)
     compared(rig, schedule=schedule, copy=True, recompute=recompute)
+    assert not useless
 
 
 def plain_chunks(rig: Rig, microbatch: Any, chunks: int, seed: int) -> None:
