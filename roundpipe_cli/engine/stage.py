@@ -160,6 +160,7 @@ class StageRunner:
             self._recompute(context, layers, state)
         gradient: torch.Tensor | None
         if has_head:
+            self._start()
             gradient = self.layers.head(context, state, self._head_input.pop(state.index))
         else:
             if layers[1] < self.layers.trained.first:
