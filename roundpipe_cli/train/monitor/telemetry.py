@@ -69,7 +69,8 @@ class DeviceSampler:
                 self._driver: Any = pynvml
                 with contextlib.suppress(pynvml.NVMLError):
                     pynvml.nvmlInit()
-                    self._handles = {index: pynvml.nvmlDeviceGetHandleByUUID(cuda.uuid(index)) for index in found}
+                    for index in sorted(found):  # one that the driver does not know leaves those before it
+                        self._handles[index] = pynvml.nvmlDeviceGetHandleByUUID(cuda.uuid(index))
 
     def sample(self, workers: Collection[int]) -> tuple[DeviceSample, ...]:
         """One sample per worker; without figures but for these `workers`."""
