@@ -302,6 +302,27 @@ def put_adapter(model: nn.Module, config: Any, folder: Path, *, on_meta: bool = 
     return made
 
 
+def load_adapter(model: nn.Module, config: Any, folder: Path) -> Any:
+    """Put the adapter and its tensors into `model`, which has real weights; returns PEFT's model around it. PEFT itself
+    puts the tensors in place, as it knows kinds of adapters that nothing else here does.
+
+    Raises:
+        RefusedError: it does not fit the model.
+    """
+    from peft import set_peft_model_state_dict
+
+    config.inference_mode, config.lora_dropout = True, 0.0
+    made = put_adapter(model, config, folder, on_meta=False)
+    with refusing("the adapter does not fit the base model", str(folder)):
+        found = set_peft_model_state_dict(made, _read_as_named_today(model, folder))
+    own = {name for name, _ in made.named_parameters()}  # each under one name
+    missing = [name for name in found.missing_keys if is_adapter(name) and name in own]
+    unexpected = [name for name in found.unexpected_keys if not name.endswith(".modules_to_save.weight")]
+    if missing or unexpected:
+        raise _misfit(folder, [*missing, *unexpected])
+    return made
+
+
 def trained_tokens(indices: dict[str, list[int]] | list[int] | None) -> list[int]:
     """Tokens whose rows of embedding or LM head an adapter has, by its `trainable_token_indices`."""
     return sorted({*chain(*indices.values())} if isinstance(indices, dict) else {*(indices or ())})
@@ -314,17 +335,11 @@ def read_adapter_tensors(model: nn.Module, folder: Path) -> dict[str, torch.Tens
     Raises:
         RefusedError: they are not the adapter's of this model.
     """
-    from peft.utils.transformers_weight_conversion import convert_peft_adapter_state_dict_for_transformers
-
     where = str(folder / ADAPTER_WEIGHTS)
-    with refusing("the adapter does not fit the base model", where), torch.no_grad():
-        with open_shard(folder / ADAPTER_WEIGHTS) as file:
-            stored = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - the handle is no mapping
-        today = {key: stored[old] for old, key in _current_keys(stored, model).items()}
-        config: Any = model.peft_config
-        converted = convert_peft_adapter_state_dict_for_transformers(model, config["default"], today)
+    with refusing("the adapter does not fit the base model", where):
+        stored = _read_as_named_today(model, folder)
     modules = dict(model.named_modules())
-    tensors = {_parameter_name(key, modules): tensor for key, tensor in converted.items()}
+    tensors = {_parameter_name(key, modules): tensor for key, tensor in stored.items()}
     own = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
     found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     needed = {name for name, _ in model.named_parameters() if is_adapter(name)}
@@ -556,15 +571,31 @@ def _current_keys(keys: Iterable[str], model: nn.Module) -> dict[str, str]:
     return found
 
 
+def _read_as_named_today(model: nn.Module, folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors of an adapter's file by the keys that PEFT would save them with today; `model` has its modules."""
+    from peft.utils.transformers_weight_conversion import convert_peft_adapter_state_dict_for_transformers
+
+    with open_shard(folder / ADAPTER_WEIGHTS) as file:
+        stored = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - the handle is no mapping
+    today = {key: stored[old] for old, key in _current_keys(stored, model).items()}
+    config: Any = model.peft_config
+    with torch.no_grad():
+        converted = convert_peft_adapter_state_dict_for_transformers(model, config["default"], today)
+    modules = {f"{PEFT_PREFIX}{path}" for path, _ in model.named_modules()}
+    found = {}
+    for key, tensor in converted.items():
+        inner, part, _ = key.partition(".base_layer.lora_")  # of two nested adapters of experts; there may be one only
+        is_alone = part and not {f"{inner}.base_layer.lora_A", f"{inner}.base_layer.lora_B"} & modules
+        found[key.replace(".base_layer.lora_", ".lora_") if is_alone else key] = tensor
+    return found
+
+
 _WEIGHT = re.compile(r"(.*?)(\.(?:lora_|base_layer\.|original_module\.|modules_to_save\.|token_adapter\.).*)")
 
 
 def _parameter_name(key: str, modules: dict[str, nn.Module]) -> str:
     """PEFT's files leave the adapter's name out of the names of parameters."""
     name = key.removeprefix(PEFT_PREFIX)
-    inner, part, _ = name.partition(".base_layer.lora_")  # of two nested adapters of experts; there may be one only
-    if part and not {f"{inner}.base_layer.lora_A", f"{inner}.base_layer.lora_B"} & modules.keys():
-        name = name.replace(".base_layer.lora_", ".lora_")
     path, _, attribute = name.rpartition(".")
     if hasattr(modules.get(path), "modules_to_save"):
         return f"{path}.modules_to_save.default.{attribute}"

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
@@ -192,6 +193,22 @@ def test_a_tied_table_and_other_layers_are_merged_together(tmp_path: Path, touch
     make_model(tmp_path / "base", tie_word_embeddings=True)
     adapter(tmp_path, target_modules=[touched, "q_proj"])
     assert "no longer tied" in check(tmp_path)
+
+
+# --- what only PEFT knows ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["kasa", "velora", "monteclora", "a module of several weights"])
+def test_generate_takes_adapters_that_only_peft_can_compute_with(tmp_path: Path, what: str) -> None:
+    """As the refusals of `--merge` say."""
+    make_model(tmp_path / "base")
+    kinds = {"kasa": peft.KasaConfig, "velora": peft.VeloraConfig, "monteclora": peft.MontecloraConfig}
+    adapter(tmp_path, **({f"{what}_config": kinds[what]()} if what in kinds else {"modules_to_save": ["mlp"]}))
+    expected = by_peft(load_whole(tmp_path / "base"), tmp_path / "adapter")
+    answering, _ = load_result(tmp_path / "adapter", ModelSource("base", tmp_path / "base"), "float32", is_adapter=True)
+    assert torch.equal(logits_of(answering), expected)
+    with pytest.raises(RefusedError):
+        merge(tmp_path)
 
 
 # --- what else may be in an adapter's folder --------------------------------------------------------------------------

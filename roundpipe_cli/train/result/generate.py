@@ -17,12 +17,7 @@ from roundpipe_cli.data.rows import printable
 from roundpipe_cli.engine.backends import cuda
 from roundpipe_cli.events import Say
 from roundpipe_cli.limited import run_limited
-from roundpipe_cli.model.adapter_files import (
-    put_adapter,
-    read_adapter_config,
-    read_adapter_tensors,
-    refuse_unknown_keys,
-)
+from roundpipe_cli.model.adapter_files import load_adapter, read_adapter_config, refuse_unknown_keys
 from roundpipe_cli.model.files.source import ModelSource
 from roundpipe_cli.model.files.untrusted import refusing
 from roundpipe_cli.model.load import auto_class, has_tokenizer, load_config, load_tokenizer
@@ -82,10 +77,7 @@ def load_result(result: Path, source: ModelSource, dtype: str, *, is_adapter: bo
             str(source.folder), dtype=getattr(torch, dtype), trust_remote_code=False, **arguments
         )
         if adapter is not None:
-            adapter.inference_mode, adapter.lora_dropout = True, 0.0
-            whole = put_adapter(model, adapter, result, on_meta=False)
-            model.load_state_dict(read_adapter_tensors(model, result), strict=False)
-            model = whole
+            model = load_adapter(model, adapter, result)
     own = not is_adapter or has_tokenizer(result)
     return model.eval(), load_tokenizer(ModelSource(str(result), result) if own else source)
 
