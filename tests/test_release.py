@@ -272,6 +272,7 @@ def test_a_model_answers_on_the_gpu_that_has_most_room(free_gib: list[float], ex
         ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "exit code -9"),
         ("import time; time.sleep(60)", "did nothing for"),
         ("raise SystemExit('no such architecture')", "no such architecture"),
+        ("import sys; print('step\\n' * 9); sys.stderr.write('no such tensor'); sys.exit(1)", "no such tensor"),
     ],
 )
 def test_a_converter_that_does_not_end_well_is_one_error(
@@ -280,6 +281,7 @@ def test_a_converter_that_does_not_end_well_is_one_error(
     """One that was stopped was waited for without an end."""
     monkeypatch.setattr(export, "STALLED_S", 0.4)
     monkeypatch.setattr(export, "LOOK_S", 0.1)
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     (tmp_path / "convert.py").write_text(code)
     with pytest.raises(RefusedError, match=words):
         convert_to_gguf(tmp_path / "convert.py", tmp_path)

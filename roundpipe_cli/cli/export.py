@@ -103,14 +103,14 @@ def _find_gguf_writer(result: Path, base: ModelSource | None, type_name: str, na
 def _run(words: list[str], target: Path) -> tuple[int, str]:
     """Exit code of a program, and what it printed; ended by SIGKILL once it has done nothing for `STALLED_S`."""
     with subprocess.Popen(
-        words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace"
     ) as process:
         before, since_s = (0, 0), time.monotonic()
         try:
             while True:
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    said, _ = process.communicate(timeout=LOOK_S)
-                    return process.returncode, said
+                    said, errors = process.communicate(timeout=LOOK_S)
+                    return process.returncode, errors or said
                 now = _progress(process.pid, target)
                 if now != before:
                     before, since_s = now, time.monotonic()
