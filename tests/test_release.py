@@ -128,6 +128,8 @@ def test_a_modelfile_by_hand() -> None:
         "{{ messages | length }}",
         CHATML.replace("m['content']", "m['content'] | upper"),
         CHATML.replace("<|im_start|>{{", "{{ loop.index }}<|im_start|>{{"),
+        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('none') }}{% endif %}"
+        + CHATML.replace("<|im_start|>{{", "{{ 'late ' if loop.index > 3 }}<|im_start|>{{"),
     ],
 )
 def test_other_templates_are_left_to_the_weights_file(template: str | None) -> None:

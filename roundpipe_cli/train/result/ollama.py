@@ -61,7 +61,8 @@ def _message(role: str, content: str | None = None) -> dict[str, str]:
 _CASES: list[Messages] = [
     [_message("user", "a b")],
     [_message("system", "Be short."), _message("user", "x?")],
-    [_message("user", "1"), _message("assistant", "2"), _message("user", "3 {4}")],
+    [_message("user", "1"), _message("assistant", "2"), _message("user", "3 {4}"), _message("assistant", "5")]
+    + [_message("user", "6")],
     [*(_message(role, f"{role}1") for role in _MARKS), _message("user", "u2"), _message("assistant", "a2")]
     + [_message("user", "u3")],
 ]
