@@ -280,11 +280,11 @@ def export(
         raise RefusedError("the folder to export to exists already", where=str(target), hint="name another with --to")
     if offline:
         go_offline()
-    load_libraries()
-    from roundpipe_cli.train.result.export import copy_result, merge_result
-
     program = None
     with opened_result(found, base, offline=offline, needs_base=merge, allowed=allow_other_base) as (result, source):
+        load_libraries()
+        from roundpipe_cli.train.result.export import copy_result, merge_result
+
         if gguf is not None:
             program = _find_gguf_writer(result, source if merge else None, gguf, converter)
         made: dict[str, Any] = {"tell": _note, "base": base, "gguf": gguf is not None}
@@ -410,6 +410,7 @@ def _make_of_checkpoint(
     found: FoundResult, checkpoint: Path, base: str | None, folder: Path, *, offline: bool
 ) -> tuple[Path, ModelSource]:
     """The result of a checkpoint, made in `folder`, and its base model."""
+    load_libraries()
     import torch
 
     from roundpipe_cli.train.checkpoint.reading import load_newest
@@ -446,7 +447,7 @@ def find_adapter_base(output_dir: Path, named: str | None, *, offline: bool) -> 
     Raises:
         RefusedError: it is named nowhere, or not to be found.
     """
-    from roundpipe_cli.train.result.export import read_values
+    from roundpipe_cli.train.checkpoint.output_dir import read_values
 
     names = ("recipe.yaml", "report.json", "adapter_config.json")
     recipe, report, adapter = (read_values(output_dir / name) for name in names)

@@ -64,18 +64,18 @@ def generate(
     text = None if prompt is None else read_prompt(prompt)
     system = None if system is None else _checked(system, "--system")
     check_temperature(temperature)
-    load_libraries()
-    from roundpipe_cli.model.files.source import resolve_model
-    from roundpipe_cli.train.result.generate import (
-        Prompt,
-        answer,
-        describe_answer,
-        has_template,
-        load_result,
-        move_to_gpu,
-    )
-
     with opened_result(found, base, offline=offline, needs_base=True, allowed=allow_other_base) as (result, source):
+        load_libraries()
+        from roundpipe_cli.model.files.source import resolve_model
+        from roundpipe_cli.train.result.generate import (
+            Prompt,
+            answer,
+            describe_answer,
+            has_template,
+            load_result,
+            move_to_gpu,
+        )
+
         if source is None or found.kind == "model":
             source = resolve_model(str(result.absolute()), revision=None, recipe_folder=result, offline=True)
         model, tokenizer = load_result(result, source, dtype, is_adapter=found.kind == "adapter")

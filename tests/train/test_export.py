@@ -19,7 +19,17 @@ from roundpipe_cli.train.prepare.base_files import BaseFiles, read_base_files
 from roundpipe_cli.train.result.export import merge_result
 from roundpipe_cli.train.result.gguf_file import write_gguf
 from tests.support.adapters import load_whole, random_adapter
-from tests.support.e2e import STAGES, edit_json, finetune, forked, make_model, make_tokenizer, make_workspace, run
+from tests.support.e2e import (
+    STAGES,
+    edit_json,
+    finetune,
+    forked,
+    fresh,
+    make_model,
+    make_tokenizer,
+    make_workspace,
+    run,
+)
 from tests.support.tiny import logits_of, tiny_config
 
 
@@ -61,6 +71,13 @@ def test_the_merged_model_answers_as_the_adapter_does(trained: Path) -> None:
     )
     tokenizer = AutoTokenizer.from_pretrained(trained / "merged")
     assert tokenizer.chat_template == AutoTokenizer.from_pretrained(trained / "out").chat_template
+
+
+def test_a_base_that_is_not_there_is_refused_at_once(trained: Path) -> None:
+    """Before torch is loaded, which takes seconds."""
+    for words in (("export", "out", "--merge"), ("generate", "out", "hello")):
+        done = fresh(trained, *words, "--base", "mistyped", "--offline").expect(2)
+        assert "not to be found" in done.err and "loading" not in done.err
 
 
 def test_weights_are_rounded_once(tmp_path: Path) -> None:

@@ -38,7 +38,9 @@ from roundpipe_cli.files import (
     sync,
     write_atomically,
 )
+from roundpipe_cli.model.files.untrusted import check_file, read_json
 from roundpipe_cli.recipe.schema import Recipe
+from roundpipe_cli.recipe.strict_yaml import parse_bytes
 
 # Names of a run's folders with a step number in them. Apart from `writing.py`, since finding them needs no torch.
 #
@@ -107,6 +109,18 @@ def whole_folder(target: Path, what: str) -> Iterator[Path]:
         if isinstance(error, OSError):
             raise disk_error(error, target, what) from error
         raise
+
+
+MAX_FILE_BYTES = 16 * 1024**2
+
+
+def read_values(path: Path) -> dict[str, Any]:
+    """The values of a small file of a result, JSON or a recipe; empty where it is missing or damaged."""
+    try:
+        check_file(path, MAX_FILE_BYTES)
+        return read_json(path) if path.suffix == ".json" else dict(parse_bytes(path.read_bytes(), str(path)).data)
+    except (OSError, RefusedError):
+        return {}
 
 
 def _list(output_dir: Path, pattern: re.Pattern[str]) -> list[tuple[int, Path]]:

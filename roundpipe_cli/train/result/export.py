@@ -47,15 +47,14 @@ from roundpipe_cli.model.adapter_files import (
     trained_tokens,
 )
 from roundpipe_cli.model.files.source import ModelSource
-from roundpipe_cli.model.files.untrusted import check_file, check_model_folder, read_json
+from roundpipe_cli.model.files.untrusted import check_file, check_model_folder
 from roundpipe_cli.model.load import build_skeleton, has_tokenizer, load_config, load_tokenizer
 from roundpipe_cli.model.new_tokens import grow_tables, trained_rows
 from roundpipe_cli.model.stored.conversions import WeightGroup
 from roundpipe_cli.model.stored.formats import is_nf4, untie_stored
 from roundpipe_cli.model.stored.tensors import OpenFiles, base_name, check_finite, is_adapter, open_shard, tied_names
 from roundpipe_cli.model.weights_io import BaseWeights
-from roundpipe_cli.recipe.strict_yaml import parse_bytes
-from roundpipe_cli.train.checkpoint.output_dir import whole_folder
+from roundpipe_cli.train.checkpoint.output_dir import MAX_FILE_BYTES, read_values, whole_folder
 from roundpipe_cli.train.checkpoint.writing import TensorSpec, stream_file
 from roundpipe_cli.train.prepare.base_files import (
     ESCAPED,
@@ -68,7 +67,6 @@ from roundpipe_cli.train.prepare.base_files import (
 from roundpipe_cli.train.result.ollama import modelfile
 from roundpipe_cli.units import counted, format_bytes
 
-MAX_FILE_BYTES = 16 * 1024**2
 PRIVATE_KEYS = (
     *("output_dir", "pipeline", "hardware", "weights", "report_to", "resume_from_checkpoint", "on_oom"),
     "on_device_loss",
@@ -196,15 +194,6 @@ def _without_places(value: Any) -> Any:
         return re.split(r"[/\\]", path.rstrip("/\\"))[-1]
     home = os.path.expanduser("~")  # noqa: PTH111 (no home: as it is)
     return value.replace(home, "~") if len(home) > 1 else value
-
-
-def read_values(path: Path) -> dict[str, Any]:
-    """The values of a small file of a result, JSON or a recipe; empty where it is missing or damaged."""
-    try:
-        check_file(path, MAX_FILE_BYTES)
-        return read_json(path) if path.suffix == ".json" else dict(parse_bytes(path.read_bytes(), str(path)).data)
-    except (OSError, RefusedError):
-        return {}
 
 
 def _part(values: Mapping[str, Any], key: str) -> dict[str, Any]:
