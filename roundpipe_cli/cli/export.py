@@ -267,11 +267,7 @@ def export(
         (gguf is not None and not is_whole, "--gguf needs a whole model", "add --merge"),
         (push_to is not None and offline, "--push needs a connection", "leave --offline out"),
         (adapter_layout == "vllm" and is_whole, "--adapter-layout is for adapters", "leave it or --merge out"),
-        (
-            dtype is not None and not merge,
-            "--dtype is for merged weights",
-            "add --merge, or leave it out for a whole model",
-        ),
+        (dtype and not merge, "--dtype is for merged weights", "leave it out" if is_whole else "add --merge"),
     ):
         if is_wrong:
             raise RefusedError(what, where=str(output_dir), hint=hint)

@@ -140,6 +140,7 @@ def make_report(
         predicted: the simulator's figures for a full step, from the costs measured in the first steps, and what
             `plan` says of memory; may be empty.
         num_steps: since the start of the run.
+        moments_bytes: host memory that the optimizer keeps.
     """
     import transformers
 
