@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from functools import partial
 from pathlib import Path
 
@@ -151,6 +152,20 @@ def test_a_second_process_is_told_who_holds_the_folder(tmp_path: Path) -> None:
     refuse_if_held(tmp_path)
     os.mkfifo(tmp_path / ".roundpipe.lock")
     refuse_if_held(tmp_path)
+
+
+@pytest.mark.parametrize("by_killed", [False, True])
+def test_a_holder_that_has_just_begun_is_named(tmp_path: Path, by_killed: bool) -> None:
+    """Of two runs that start at once, one looks before the other has put its name into the lock's file."""
+    with subprocess.Popen(["true"]) as gone:
+        gone.wait()
+    with OutputDir(tmp_path):
+        lock = tmp_path / ".roundpipe.lock"
+        name = json.loads(lock.read_text())
+        lock.write_text(json.dumps({**name, "pid": gone.pid}) if by_killed else "")
+        threading.Timer(0.1, lock.write_text, [json.dumps(name)]).start()
+        with pytest.raises(OutputInUseError, match=f"process {os.getpid()} on host "):
+            OutputDir(tmp_path).__enter__()
 
 
 # --- kills ------------------------------------------------------------------------------------------------------------

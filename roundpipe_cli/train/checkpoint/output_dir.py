@@ -19,6 +19,7 @@ import re
 import shutil
 import socket
 import stat
+import time
 from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
@@ -427,9 +428,13 @@ def _is_file(descriptor: int, path: Path) -> bool:
 
 def _in_use(folder: Path) -> OutputInUseError:
     pid, host = "unknown", "unknown"
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, OverflowError):
-        holder = read_json_of_ours(folder / LOCK_NAME, MAX_LOCK_BYTES)
-        pid, host = str(int(holder["pid"])), str(holder["host"])
+    for _ in range(25):  # until a holder that has just taken the lock has put its name over that of a killed run
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, OverflowError):
+            holder = read_json_of_ours(folder / LOCK_NAME, MAX_LOCK_BYTES)
+            pid, host = str(int(holder["pid"])), str(holder["host"])
+            if host != socket.gethostname() or _is_alive(int(pid)):
+                break
+        time.sleep(0.02)
     return OutputInUseError(
         "another run is using the output directory",
         where=str(folder),
