@@ -75,7 +75,7 @@ class FiniteGuard:
         Raises:
             NotFiniteError: neither, or too often.
         """
-        if math.isfinite(result.loss) and self.loss_scale > 1:  # from 1 on, as without float16, it is not the cause
+        if math.isfinite(result.loss) and self._is_float16 and self.loss_scale > 1:  # from 1 on it is not the cause
             self.loss_scale, self.num_updates = self.loss_scale / 2, 0
             text = f"gradient overflow, update skipped, loss scale {self.loss_scale:g}"
             tell(Notice(f"step {shown_step(step)}: {text}"))

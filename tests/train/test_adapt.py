@@ -162,6 +162,10 @@ def test_a_loss_scale_is_halved_down_to_1_alone(folder: Path) -> None:
     for expected in (2.0, 1.0):
         guard.skip(1, [], overflow, lambda event: None)
         assert (guard.loss_scale, guard.num_updates) == (expected, 0)
+    other.loss_scale = 4.0  # of a checkpoint in float16
+    with pytest.raises(NotFiniteError):
+        other.skip(1, [], overflow, lambda event: None)
+    other.loss_scale = 1.0
     for one in (guard, other):
         with pytest.raises(NotFiniteError):
             one.skip(1, [], overflow, lambda event: None)
