@@ -427,8 +427,8 @@ def _beside(work: Callable[[], Answer], limit_s: float, obstacle: Callable[[], s
     try:
         return answer.result(limit_s)
     except NoAnswerError:
-        if answer.done():  # an error of the work
-            raise
+        if answer.done():  # an error of the work, or its answer at the last moment
+            return answer.result()
         raise RuntimeError(f"{obstacle()} for {limit_s:g} s") from None
 
 
