@@ -23,6 +23,7 @@ import time
 from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 from roundpipe_cli.errors import NoCheckpointError, OutputInUseError, RefusedError, ResourceError, RoundpipeError
 from roundpipe_cli.files import (
