@@ -64,7 +64,7 @@ def folder_files(folder: Path, split: str, configuration: str | None) -> tuple[l
         RefusedError: no such folder or split, no file that can be read, or files of several kinds.
     """
     inside = folder if configuration is None else _inner(folder, configuration)
-    found = (path for path in inside.rglob("*") if known_suffix(path) is not None and path.name not in METADATA)
+    found = (path for path in inside.rglob("*") if path.is_dir() or (known_suffix(path) and path.name not in METADATA))
     plain = (path for path in found if not any(part.startswith("__") for part in path.relative_to(inside).parts))
     all_files, notices = _regular_files(inside, plain, hidden=False, links=False)
     texts = [path for path in all_files if known_suffix(path) == ".txt"]
@@ -141,11 +141,12 @@ def _regular_files(folder: Path, found: Iterable[Path], *, hidden: bool, links: 
         mode = 0
         with contextlib.suppress(OSError):
             mode = path.stat().st_mode
-        if stat.S_ISDIR(mode):
+        leads_out = not links and not stays_inside(path, folder)
+        if stat.S_ISDIR(mode) and not leads_out:
             continue
         if not hidden and any(part.startswith(".") for part in path.relative_to(folder).parts):
             left_out["hidden"] += 1
-        elif not links and not stays_inside(path, folder):
+        elif leads_out:
             left_out["links that lead out of the folder"] += 1
         elif not stat.S_ISREG(mode):
             left_out["no regular files"] += 1
