@@ -66,7 +66,7 @@ def shard_key(source: Source, settings: DataSettings, tokenizer_digest: str, tem
         "content": source.fingerprint(),
         "name": source.name,
         "span": source.span,
-        "spec": {name: value for name, value in asdict(source.spec).items() if name != "path"},
+        "spec": {name: value for name, value in asdict(source.spec).items() if name not in ("path", "split")},
         "tokenizer": tokenizer_digest,
         "templates": templates,
         "max_seq_length": settings.max_seq_length,

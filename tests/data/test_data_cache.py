@@ -86,6 +86,14 @@ def test_another_value_of_anything_is_another_key(tmp_path: Path, monkeypatch: p
             assert len(shards()) == number + 1
 
 
+def test_a_file_that_is_whole_in_another_slice_keeps_its_tokens(tmp_path: Path) -> None:
+    """Story: the slice of all files was part of each file's key."""
+    write_rows(tmp_path / "a.jsonl", ROWS)
+    write_rows(tmp_path / "b.jsonl", ROWS)
+    cached = [build(tmp_path / "*.jsonl", split=split).num_cached for split in ("train[:25]", "train[:30]", "all[:30]")]
+    assert cached == [0, 1, 2]
+
+
 DAMAGES = (
     *(("input_ids.bin", damage) for damage in ("gone", "short", "empty")),
     *(("shard.json", "short"), ("trained.bin", "short"), ("rows.bin", "gone"), ("lengths.bin", "long")),
