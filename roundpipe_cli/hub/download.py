@@ -335,7 +335,10 @@ class _Fetch:
         self._num_running = 0
         self._error: BaseException | None = None
         self.moved_s = time.monotonic()
-        """Time of the last bytes that came; infinite once a wait was told, and while files are compared."""
+        """Time of the last bytes that came, or of the last look while a file was compared; infinite once a wait was
+        told."""
+        self._compared: set[str] = set()
+        """Files that are being compared: it is not the hub that takes long."""
 
     def run(self) -> None:
         waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -381,7 +384,9 @@ class _Fetch:
 
     def _report(self, seconds: float) -> None:
         here = sum(self.num_bytes_of.values())
-        if time.monotonic() - self.moved_s > STALL_S:
+        if self._compared:
+            self.moved_s = time.monotonic()
+        elif time.monotonic() - self.moved_s > STALL_S:
             self._notice(f"no bytes for {STALL_S:.0f} s: the hub is slow, or another program fetches the same files")
             self.moved_s = float("inf")
         total = max(self._num_bytes, here)
@@ -417,7 +422,6 @@ class _Fetch:
         except ValueError as error:  # the library makes no path of such a name
             raise no_hub(repository, f"a file {name!r}: {error}"[:200]) from error
         self._done.append(name)
-        self.moved_s = time.monotonic()
 
     def _compare(self, file: RemoteFile, etag: str, path: Path) -> None:
         """Compare the hash of a file that came with the hub's; what is wrong is removed."""
@@ -429,7 +433,7 @@ class _Fetch:
         else:
             return  # not a hash of the content: a mirror's own
         found: list[str] = []
-        self.moved_s = float("inf")  # it is not the hub that takes long
+        self._compared.add(file.name)
         try:
             with path.open("rb") as content:
                 while chunk := content.read(READ_BYTES):
@@ -438,6 +442,7 @@ class _Fetch:
                 os.fsync(content.fileno())
             found = [digest.hexdigest() for digest in digests]
         finally:
+            self._compared.discard(file.name)
             if expected not in found:
                 for place in (path, self._blobs / etag):
                     place.unlink(missing_ok=True)

@@ -12,6 +12,7 @@ import os
 import resource
 import shutil
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.events import Event, Notice
 from roundpipe_cli.hub import ask
+from roundpipe_cli.hub import download as fetching
 from roundpipe_cli.hub.download import Listing, RemoteFile, fetch_files
 from tests.support.covering import swept
 from tests.support.e2e import STAGES_OF_TWO, Outcome, Running, launch, make_model, write_recipe, write_rows
@@ -307,6 +310,28 @@ def test_a_file_beyond_the_limit_of_plain_downloads(tmp_path: Path, monkeypatch:
     with pytest.raises(RefusedError, match="model.safetensors is too large for a plain download") as refused:
         fetch_files(Listing(ask.Repository(NAME), None, COMMIT, {file.name: file}), [file.name], lambda _: None)
     assert f"`hf download {NAME} --revision {COMMIT}` fetches it" in str(refused.value)
+
+
+def test_a_comparison_is_no_silence_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Story: bytes of another file began a wait, which was told of a hub that had nothing left to send."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(fetching, "STALL_S", 0.05)
+    file = RemoteFile("a", 1, None, hashlib.sha256(b"a").hexdigest())
+    told: list[Event] = []
+    fetch = fetching._Fetch(Listing(ask.Repository(NAME), None, COMMIT, {"a": file}), ["a"], told.append)
+
+    def slow(number: int) -> None:
+        fetching._Bar(fetch, "b").update(1)
+        time.sleep(0.1)
+        fetch._report(1.0)
+
+    monkeypatch.setattr(os, "fsync", slow)
+    (tmp_path / "a").write_bytes(b"a")
+    fetch._compare(file, "etag", tmp_path / "a")
+    assert [event for event in told if isinstance(event, Notice)] == [] and len(told) == 1
+    time.sleep(0.1)
+    fetch._report(1.0)
+    assert isinstance(told[1], Notice), "and then the hub is silent"
 
 
 @pytest.mark.parametrize("spoilt", [SHARDS[1], "tokenizer.json"])
