@@ -65,7 +65,7 @@ def shard_key(source: Source, settings: DataSettings, tokenizer_digest: str, tem
         "libraries": {name: version(name) for name in LIBRARIES},
         "content": source.fingerprint(),
         "name": source.name,
-        "span": source.span,
+        "slice": [source.cut.start, source.cut.stop],
         "spec": {name: value for name, value in asdict(source.spec).items() if name not in ("path", "split")},
         "tokenizer": tokenizer_digest,
         "templates": templates,

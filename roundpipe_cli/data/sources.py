@@ -337,8 +337,8 @@ class Source:
     """How far `rows` has come."""
     notices: tuple[str, ...] = ()
     """Notes for the user on how it was chosen."""
-    span: tuple[int, int] = (0, sys.maxsize)
-    """Half-open range of the file's rows that are read."""
+    cut: Split = Split("")
+    """The file's rows that are read, by its bounds."""
     _table: Any = None
 
     def rows(self) -> Iterator[RawRow]:
@@ -348,7 +348,9 @@ class Source:
         """
         if self.file is not None:
             before = _stamp(self.file)
-            yield from islice(read_file(self.file, self.progress, self.spec.txt_rows), *self.span)
+            is_plain = f"0{self.cut.start}{self.cut.stop}".isdigit()  # else the bounds depend on the number of rows
+            count = sys.maxsize if is_plain else _num_rows(self.file, self.spec)
+            yield from islice(read_file(self.file, self.progress, self.spec.txt_rows), *self.cut.range(count))
             if _stamp(self.file) != before:
                 raise RefusedError("the file was changed while it was read", where=self.name, hint="start again")
             return
@@ -458,16 +460,16 @@ def cached_hub_rows(spec: DatasetSpec, split: str) -> RowCount | None:
 def _sliced(sources: list[Source], split: Split, notices: list[str]) -> list[Source]:
     """The sources cut to a slice of all their rows, those without a row of it left out; the first has the notices."""
     cut, before = sources, 0
-    if len(sources) == 1 and f"0{split.start}{split.stop}".isdigit():  # the bounds do not depend on the number of rows
-        sources[0].span = split.range(sys.maxsize)
+    if len(sources) == 1:
+        sources[0].cut = split
     elif split.start or split.stop:
-        counts = [sum(1 for _ in read_file(one.file, txt_rows=one.spec.txt_rows)) for one in sources if one.file]
+        counts = [_num_rows(one.file, one.spec) for one in sources if one.file]
         start, stop = split.range(sum(counts))
         cut = []
         for source, count in zip(sources, counts, strict=True):
             begin, end = max(start - before, 0), min(stop - before, count)
             if begin < end:
-                cut.append(replace(source, span=(begin, end)))
+                cut.append(replace(source, cut=Split("", str(begin), str(end))))
             before += count
     if not cut:
         raise RefusedError(
@@ -477,6 +479,10 @@ def _sliced(sources: list[Source], split: Split, notices: list[str]) -> list[Sou
             expected="at least one row",
         )
     return [replace(cut[0], notices=(*cut[0].notices, *notices)), *cut[1:]]
+
+
+def _num_rows(file: Path, spec: DatasetSpec) -> int:
+    return sum(1 for _ in read_file(file, txt_rows=spec.txt_rows))
 
 
 def _near(tried: Sequence[Path]) -> str | None:

@@ -313,7 +313,7 @@ def read_all(path: Path, split: str = "train", name: str | None = None) -> list[
     return [row.columns.get("a") for source in sources for row in source.rows()]
 
 
-def test_a_slice_counts_the_rows_of_all_files(tmp_path: Path) -> None:
+def test_a_slice_counts_the_rows_of_all_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "a.jsonl", '{"a": 1}\n{"a": 2}\n')
     write(tmp_path / "b.jsonl", '{"a": 3}\n{"a": 4}\n')
     for place in (tmp_path, tmp_path / "*.jsonl"):
@@ -321,6 +321,9 @@ def test_a_slice_counts_the_rows_of_all_files(tmp_path: Path) -> None:
         assert read_all(place, "train[-1:]") == [4] and read_all(place, "train[:50%]") == [1, 2]
         with pytest.raises(RefusedError, match="slice holds no rows"):
             read_all(place, "train[4:]")
+    assert read_all(tmp_path / "a.jsonl", "train[50%:]") == read_all(tmp_path / "a.jsonl", "train[-1:]") == [2]
+    monkeypatch.setattr("roundpipe_cli.data.sources.read_file", lambda *_, **__: pytest.fail("a whole pass"))
+    find_sources(DatasetSpec(str(tmp_path / "a.jsonl"), split="train[:50%]"), None, offline=True)
 
 
 def test_a_folder_has_the_splits_that_its_names_say(tmp_path: Path) -> None:
