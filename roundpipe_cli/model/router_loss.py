@@ -299,7 +299,7 @@ def leave_out_router_loss(config: Any) -> str | None:
     delattr(text, WANTED)
     return (
         "output_router_logits: true in the model's configuration trains no balancing loss: it is a sum over whole "
-        "sequences, which pipeline.sequence_chunks cuts"
+        "sequences, which pipeline.sequence_chunks and mlp_chunk_tokens cut"
     )
 
 

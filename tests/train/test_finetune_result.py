@@ -233,6 +233,8 @@ def test_the_balancing_loss_is_trained_not_evaluated_and_resumes_to_the_bit(tmp_
     assert finetune(parted, "save_steps=1", fault="optimizer:kill:step=3").code < 0
     finetune(parted, "--resume", "pipeline.devices=[cpu]").expect(0)
     assert numbers(parted / "out") == numbers(whole / "out")
+    chunked = finetune(parted, "mlp_chunk_tokens=4", "max_steps=1", "output_dir=chunked").expect(0)
+    assert "trains no balancing loss" in chunked.out + chunked.err, "its gradient passes no chunks of an MLP"
     config = json.loads((whole / "out" / "config.json").read_text())
     assert config["output_router_logits"] is True and config["router_aux_loss_coef"] == 0.5
     assert not [key for key in config if "trains" in key]

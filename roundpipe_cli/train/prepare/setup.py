@@ -486,7 +486,7 @@ def config_and_files(source: ModelSource, recipe: Recipe, tell: Tell) -> tuple[A
     config = load_config(source)
     base_files = read_base_files(source, config)
     texts = switch_off(config)
-    if recipe.pipeline.num_chunks > 1 and (without := leave_out_router_loss(config)):
+    if (recipe.pipeline.num_chunks > 1 or recipe.mlp_chunk_tokens) and (without := leave_out_router_loss(config)):
         texts.append(without)
     tell_notices(tell, *texts)
     return config, base_files
