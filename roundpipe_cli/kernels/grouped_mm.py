@@ -163,7 +163,8 @@ def _borders(ends: torch.Tensor) -> list[tuple[int, int]]:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    x, w, ends, ctx.scale, *_ = inputs
+    x, w, ends, ctx.scale, *beside = inputs
+    assert all(one is None for one in beside), "a product of low rank beside it has no gradient here"
     of_x, of_w = ctx.needs_input_grad[:2]
     ctx.save_for_backward(x if of_w else None, w if of_x else None, ends)
     ctx.is_transposed = w.stride(1) == 1 != w.stride(2)
