@@ -113,7 +113,7 @@ def test_packing_and_unpacking_in_parts_change_nothing(
         return at_once(codes, scales, shape, *args, **more)
 
     monkeypatch.setattr(packed_weights, "_dequantize", counted)
-    for name in ("PACKED_AT_ONCE", "UNPACKED_AT_ONCE"):
+    for name in ("PACKED_AT_ONCE", "AT_ONCE", "UNPACKED_AT_ONCE"):
         monkeypatch.setattr(packed_weights, name, 128)
     assert torch.equal(packed_of(values, kind), whole)
     assert torch.equal(dequantize(whole, values.shape, torch.bfloat16, kind), expected)
@@ -291,6 +291,15 @@ def test_codes_are_the_nearest_and_scales_those_of_the_rows(shape: tuple[int, ..
     found = codes.view(torch.float8_e4m3fn).double().view(rows.shape)
     off = (rows / scales.double()[:, None] - found).abs()
     assert bool((off <= nearest + 1e-5 * found.abs()).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_processors_table_gives_what_a_card_computes(dtype: torch.dtype) -> None:
+    """A card converts by torch's own kernel and multiplies in place: one rounding as well."""
+    codes, scales = FINITE.repeat(9), 10 ** (4 * torch.rand(9) - 4)
+    found = packed_weights.dequantize_rows(codes, scales, torch.Size([9, len(FINITE)]), dtype)
+    on_card = codes.view(9, -1).view(torch.float8_e4m3fn).to(dtype).mul_(scales[:, None])
+    assert torch.equal(found, on_card)
 
 
 def test_rows_of_zeros_of_the_smallest_and_of_the_largest_numbers() -> None:

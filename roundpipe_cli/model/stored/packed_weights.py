@@ -72,6 +72,8 @@ def _returns_a_tensor(module: nn.Linear) -> bool:
 
 LARGEST_E4M3 = 448.0
 """The largest number of e4m3."""
+AT_ONCE = 1 << 18
+"""Weights that the processor unpacks at once, so that intermediate values stay in its cache."""
 
 
 def quantize_rows(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
@@ -93,8 +95,19 @@ def dequantize_rows(codes: torch.Tensor, scales: torch.Tensor, shape: torch.Size
 
     The same on every device: an exact factor, one product in float32, rounded once.
     """
-    rows = codes.view(-1, shape[-1]).view(torch.float8_e4m3fn)
-    return rows.to(dtype).mul_(scales[:, None]).view(shape)
+    rows = codes.view(-1, shape[-1])
+    if codes.device.type != "cpu":
+        return rows.view(torch.float8_e4m3fn).to(dtype).mul_(scales[:, None]).view(shape)
+    # a table: the processor's own conversion takes each number by itself, 2.5 times the time
+    table = torch.arange(256, dtype=torch.uint8, device="cpu").view(torch.float8_e4m3fn).float()
+    whole = torch.empty(rows.shape, dtype=dtype, device="cpu")
+    num_rows = max(1, AT_ONCE // max(1, rows.shape[1]))
+    for start in range(0, len(rows), num_rows):
+        part = rows[start : start + num_rows]
+        values = table.index_select(0, part.reshape(-1).int()).view(part.shape)
+        torch.mul(values, scales[start : start + num_rows, None], out=values)
+        whole[start : start + num_rows].copy_(values)
+    return whole.view(shape)
 
 
 ALIGNMENT_BYTES = 64
