@@ -87,6 +87,11 @@ def test_a_restart_keeps_every_word(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         raise lost
     assert started[2:8] == ["roundpipe_cli", *sys.argv[1:]] and started[8] == "--restarts=1"
     assert os.environ[LOST_AT_VARIABLE] == "step 2" and started[-1] == "pipeline.devices=[cpu,cpu]"
+    started.clear()
+    monkeypatch.setattr(sys, "argv", ["roundpipe", "finetune", "--restarts", "2", "--", "quickstart"])
+    with pytest.raises(DeviceLostError), restarting("quickstart", (), 2):
+        raise lost
+    assert started[3:8] == ["finetune", "--restarts", "2", "--restarts=1", "--"], "behind -- no word is an option"
 
 
 LONG_COMMANDS = ("finetune a", "plan a", "bench a", "bench --costs a", "data a", "doctor", "generate a b", "export a")

@@ -294,17 +294,21 @@ def _start_again(own: Recipe, error: DeviceLostError, restarts: int) -> None:
     from roundpipe_cli.train.checkpoint.output_dir import list_checkpoints
     from roundpipe_cli.train.prepare.devices import choose_devices, gpu_index, threads_per_worker
 
-    devices, words = list(error.rest), [*sys.argv[1:], f"--restarts={restarts}"]
+    devices, options, changes = list(error.rest), [f"--restarts={restarts}"], list[str]()
     if devices[0] == "cpu":  # the number of threads changes bits
         every, _ = choose_devices(own.pipeline.devices)
-        words.append(f"pipeline.threads_per_worker={threads_per_worker(own.pipeline.threads_per_worker, len(every))}")
+        changes.append(f"pipeline.threads_per_worker={threads_per_worker(own.pipeline.threads_per_worker, len(every))}")
     else:  # by names that stay when a card is gone
         names = list(dict.fromkeys(devices))
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(cuda.uuid(gpu_index(name)) for name in names)
         devices = [f"cuda:{names.index(name)}" for name in devices]
-    words.append(f"pipeline.devices=[{','.join(devices)}]")
+    changes.append(f"pipeline.devices=[{','.join(devices)}]")
     if list_checkpoints(named_path(own.output_dir)):  # its own, wherever it began
-        words += ["--resume", *(["resume_from_checkpoint=auto"] if own.resume_from_checkpoint else [])]
+        options.append("--resume")
+        changes += ["resume_from_checkpoint=auto"] if own.resume_from_checkpoint else []
+    given = sys.argv[1:]
+    end = given.index("--") if "--" in given else len(given)  # behind it no word is an option
+    words = [*given[:end], *options, *given[end:], *changes]
     say(f"starting again on {', '.join(error.rest)}; {counted(restarts, 'more restart')} would be made")
     os.environ[LOST_AT_VARIABLE] = error.at
     os.execv(sys.executable, [sys.executable, "-m", "roundpipe_cli", *words])
