@@ -591,8 +591,8 @@ def details(state: DashboardState) -> list[str]:
     """The figures that a screen shows beside the step's line, in plain lines: for screen readers, logs and pipes."""
     if state.step is None:
         return []
-    lines = []
-    for what, rows in ((f"step {state.step.step}", _step_rows(state, False)), ("machine", _machine_rows(state))):
+    lines, machine = [], _machine_rows(replace(state, workers=()))  # the step's own figures of devices, too
+    for what, rows in ((f"step {state.step.step}", _step_rows(state, False)), ("machine", machine)):
         lines.append(f"{what}: {', '.join(f'{name} {value}{note}' for name, value, note in rows)}")
     for index, worker in enumerate(state.workers):
         found = [part.plain for part in _worker_figures(worker, Theme(glyphs=ASCII))] or [f"lost at {worker.lost_at}"]

@@ -289,6 +289,7 @@ def test_a_run_that_is_over_is_told_as_it_was(tmp_path: Path, capsys: pytest.Cap
     looks = [line.split()[1].rstrip(":") for line in said.splitlines() if line.startswith("  step ")]
     assert looks[0] == "1" and looks[-1] == "40" and 4 <= len(looks) <= 8, looks
     assert said.count("  worker 0: cuda:0, busy ") == said.count("  worker 1: cuda:1, busy ") == len(looks)
+    assert said.count(", device peak ") == len(looks), "beside what the devices tell"
     assert said.rstrip().endswith("stopped by SIGINT")
 
 
