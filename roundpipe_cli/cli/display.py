@@ -25,6 +25,7 @@ from roundpipe_cli.dashboard.replay import RunFiles
 from roundpipe_cli.dashboard.state import DashboardState, fetching_line, fold
 from roundpipe_cli.dashboard.views import details
 from roundpipe_cli.dashboard.waiting import advice
+from roundpipe_cli.errors import StoppedError
 from roundpipe_cli.events import Event, Notice, RunFinished, RunStarted, RunStopped, Say, Tell, run_clock
 from roundpipe_cli.units import counted, format_clock, format_loss, format_seconds
 
@@ -241,10 +242,13 @@ class Display:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        is_left = kind is KeyboardInterrupt and self._live is not None  # that of a run says why it stopped
         if error is not None and self._live is not None:
             lines = ["stopped"] if isinstance(error, KeyboardInterrupt) else str(error).splitlines()
             self._live.tell(RunStopped(lines[0] if lines else type(error).__name__))
         self.close()
+        if is_left:  # by q or Ctrl-C: no matter which signal
+            raise StoppedError("stopped", exit_code=130) from None
 
     def __call__(self, event: Event) -> None:
         live = self._live

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from roundpipe_cli.choices import PACKED_FORMATS
 from roundpipe_cli.cli.display import LinePrinter, is_terminal
-from roundpipe_cli.cli.output import build_counts, say, say_data
+from roundpipe_cli.cli.output import build_counts, say, say_data, terminal_width, wrapped
 from roundpipe_cli.dashboard.demo import SimulatedRun, demo_events, shared_picture
 from roundpipe_cli.dashboard.html import comparison_lines, read_report
 from roundpipe_cli.dashboard.live import LiveDashboard, Terminal, last_frame
@@ -237,7 +237,7 @@ def show_on_screen(files: RunFiles, follow: bool) -> None:
     if follow and files.life() is Life.RUNNING:
         state = _show(state, run_clock(), "leave; the run continues", play)
     _leave_last(state)
-    for line in comparison_lines(read_report(files.folder)):
+    for line in wrapped(comparison_lines(read_report(files.folder)), terminal_width()):
         say_data(line, is_kept=True)
     if files.life() is Life.STOPPED:
         say(f"the run in {files.folder} is not finished and not running")
