@@ -332,7 +332,6 @@ def plan(
     Example: roundpipe plan qwen3-8b --hardware 2x3090,host_memory_gib=64 --solve
     """
     say(f"planning {recipe} ...")
-    from roundpipe_cli.cli.follow import write_plan_picture
     from roundpipe_cli.planning.answers import Answers
     from roundpipe_cli.planning.predict import make_plan
     from roundpipe_cli.planning.solve import remedies
@@ -358,6 +357,8 @@ def plan(
     for damage in answers.damage:
         say(f"notice: {damage}")
     if svg is not None:
+        from roundpipe_cli.cli.follow import write_plan_picture
+
         write_plan_picture(answer, svg)
     if json_:
         say_json(plan_document(answer, solution, found))
