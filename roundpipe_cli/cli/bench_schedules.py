@@ -303,6 +303,8 @@ def _print_table(question: SimulationCase, results: list[Result], forward_stages
     best = min(results, key=lambda result: result.step_s) if len(results) > 1 else None
     for line, result in zip(lines, results, strict=True):
         say_data(line, colours={".+": "32"} if result is best else None)
+    if PARTS not in heading:
+        say("note: the terminal is too narrow for the parts of a bubble; --json has them")
     for num_idle in sorted({_num_idle(result) for result in results} - {0}, reverse=True):
         names = ", ".join(result.schedule.name for result in results if _num_idle(result) == num_idle)
         say(
