@@ -284,7 +284,7 @@ def deal_out(planned: StageCut, case: SimulationCase, keeps: Keeps | None = None
 
     The planner leaves out workers that would only hold the others up, so no choice is slower than without them.
     """
-    may_split = not any(layer.visit_s for layer in case.costs.layers)
+    may_split = not any(layer.whole_bytes for layer in case.costs.layers)
     case = replace(case, costs=costs_per_microbatch("roundpipe", case), may_split=may_split)
     spread = _head_spread(case)
     if spread is not None:
