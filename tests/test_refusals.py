@@ -61,6 +61,7 @@ LAYER = {"name": "block", "forward_s": 1.0, "backward_s": 1.0}
 COSTS: dict[str, dict[str, Any]] = {
     "a layer out of place": {"layers": [{**LAYER, "name": "head"}, LAYER]},
     "not a layer": {"layers": [LAYER, 3]},
+    "did you mean layers": {"layer": [LAYER]},
     "not a name": {"layers": [LAYER], "name": 3},
     "layers[0]: not a name": {"layers": [{**LAYER, "name": 3}]},
     "not a list of speeds": {"layers": [LAYER], "worker_speed": 3},

@@ -194,7 +194,7 @@ def share_out_visits(costs: CostModel, microbatches: float) -> CostModel:
     return replace(costs, layers=tuple(layers))
 
 
-_NOT_IN_FILES = ("recompute_s", "visit_s", "whole_bytes", "layers", "update_bytes", "leaving_bytes", "tied")
+_NOT_IN_FILES = ("recompute_s", "visit_s", "whole_bytes", "update_bytes", "leaving_bytes", "tied")
 _LAYER_FORMS, _MODEL_FORMS = (
     {field.name: str(field.type) for field in fields(kind) if field.name not in _NOT_IN_FILES}
     for kind in (LayerCost, CostModel)
