@@ -79,6 +79,7 @@ class StepResult:
 
     @property
     def timeline(self) -> Timeline:
+        """The computations with their measured times; all figures come from them. `links` has the transfers."""
         return Timeline(self.num_workers, self.actions, fused_head=self.fused_head)
 
     @property
