@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from roundpipe_cli.costs.cost import CostModel, LayerCost, StageRange
-from roundpipe_cli.planning.compare import SimulationCase, StageCut, make_schedule
+from roundpipe_cli.planning.compare import SimulationCase, StageCut, make_schedule, run
 from roundpipe_cli.planning.partition import plan_partition
 from roundpipe_cli.planning.search.batch import BatchScorer, RoundChain, chain_of, one_batch, worker_speeds
 from roundpipe_cli.planning.search.search import lower_bounds
@@ -77,6 +77,18 @@ def test_published_partition_has_its_published_makespan(name: str) -> None:
     makespan_s, step_s = scored(costs_of(model), stages, 8, chain_of(16, 8, staleness=0, num_steps=1))
     assert makespan_s * 1e3 == pytest.approx(partition["makespan_ms"], rel=1e-6)
     assert step_s == makespan_s
+
+
+def test_updates_change_no_published_figure() -> None:
+    model, speeds = published_models()["Llama3-8B"], (1.0, 0.7, 1.0, 1.0, 0.5)
+    costs = replace(costs_of(model), worker_speed=speeds)
+    updated = replace(costs, layers=tuple(replace(layer, optimizer_s=0.5) for layer in costs.layers))
+    cut = StageCut(((0, 19),), ((20, len(costs.layers) - 1), (0, 19)))
+    steps = [
+        run("roundpipe", cut, SimulationCase(one, 5, 2, accounting="published", staleness=1, num_steps=6)).step_s
+        for one in (costs, updated)
+    ]
+    assert steps[0] == steps[1]
 
 
 @pytest.mark.parametrize(
