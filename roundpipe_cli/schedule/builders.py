@@ -553,16 +553,23 @@ def check_chunks(
 def _check_cover(direction: str, ascending: Sequence[StageRange], end: int) -> None:
     """Layers 0 .. end - 1 exactly once; `ascending` in layer order, empty stages anywhere."""
     next_layer = 0
-    for first, last in (*ascending, (end, end)):
+    for first, last in ascending:
         if last < first:
             continue
         if first != next_layer:
-            belongs = "what the first backward stage computes is in no forward stage"
+            problem = "overlap" if first < next_layer else "leave a gap"
             raise RefusedError(
-                f"{direction} stages {'overlap' if first < next_layer else 'leave a gap'}",
-                where=f"{direction} stages",
-                found=f"before layer {first} they end with layer {next_layer - 1}",
-                expected=f"layer {first - 1}",
-                hint=belongs if direction == "forward" and first == end else None,
+                f"{direction} stages {problem}",
+                where=f"{direction} stage [{first}, {last}]",
+                found=f"it starts with layer {first}",
+                expected=f"layer {next_layer}",
             )
         next_layer = last + 1
+    if next_layer != end:
+        raise RefusedError(
+            f"{direction} stages {'overlap' if next_layer > end else 'leave a gap'}",
+            where=f"{direction} stages",
+            found=f"they end with layer {next_layer - 1}",
+            expected=f"layer {end - 1}"
+            + (", the rest belongs to the first backward stage" if direction == "forward" else ""),
+        )
