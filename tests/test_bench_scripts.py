@@ -1,5 +1,5 @@
-"""Scripts that measure what only a larger machine can show, tried on tiny shapes; `scripts/bench_emulated.py`: what it
-prints, each option of roundpipe's dispatch and recompute, what is refused."""
+"""Scripts that measure what only a larger machine can show, tried on tiny shapes; `scripts/bench_emulated.py`: its
+JSON, options of roundpipe's dispatch and recompute, an error."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import pytest
 from roundpipe_cli.choices import SCHEDULES
 from roundpipe_cli.costs.cost import load_costs
 from roundpipe_cli.engine.backends.cuda import IssueTurns
-from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.planning.choose import choose, dealt_cut
 from roundpipe_cli.planning.compare import SimulationCase, run
 from roundpipe_cli.schedule.builders import Options
@@ -87,15 +86,6 @@ def test_json_has_what_bench_simulates_and_what_was_measured(
         assert entry["measured_makespan_s"] >= entry["makespan_s"] * (1 - 1e-9)
 
 
-def test_it_prints_what_it_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--schedule", "roundpipe", "--repetitions", "2", "--head-workers", "2", "--steps", "2"]
-    bench_emulated.main(words(short(tmp_path), *flags, microbatches=3))
-    shown = capsys.readouterr()
-    printed = " ".join(shown.out.split())
-    assert "2 emulated workers" in printed and "roundpipe with --head-workers 2" in printed
-    assert "per chained step" in printed and "running on emulated devices: about 1 s" in shown.err
-
-
 def test_as_a_program(tmp_path: Path) -> None:
     """Errors are those of a command: on stderr, without a traceback, exit code 2."""
     program = [sys.executable, bench_emulated.__file__, *words(short(tmp_path), "--schedule", "1f1b")]
@@ -137,19 +127,3 @@ def test_stages_are_never_worse_than_the_planners_and_fit(tmp_path: Path) -> Non
         )
         peaks.append(2 * 100 * largest + 50 * kept)
     assert peaks[1] <= 500 < peaks[0]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--head-workers", "3"], "--head-workers does not suit the workers"),
-        (["--earliest-free", "--head-workers", "2"], "--earliest-free deals out each microbatch separately"),
-        (["--skip-projection"], "nothing in the recompute can be left out"),
-        (["--head-workers", "0"], "expected: 1 to 2"),
-        (["--keep-activations", "-1"], "expected: 0 to 6"),
-    ],
-)
-def test_refused_options(tmp_path: Path, arguments: list[str], message: str) -> None:
-    with pytest.raises(RefusedError) as caught:
-        bench_emulated.main(words(write(tmp_path, costs_of()), *arguments))
-    assert message in str(caught.value)

@@ -247,14 +247,3 @@ def test_optional_keys_are_read(tmp_path: Path) -> None:
     assert (block.grad_bytes, block.optimizer_s, block.activation_bytes) == (7, 0.5, 9)
     assert block.recompute_skippable_s == 0.01
     assert (costs.layers[0].recompute, costs.layers[-1].recompute) == (True, False)
-
-
-@pytest.mark.parametrize("columns", [30, 60, 80])
-def test_the_table_keeps_its_figures_on_a_narrow_terminal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: int
-) -> None:
-    """At 60 columns all figures were cut: `2.…  3.9…`."""
-    monkeypatch.setattr("roundpipe_cli.cli.bench_schedules.terminal_width", lambda: columns)
-    output = invoke(write(tmp_path, costs_of())).output
-    assert "roundpipe" in output and "bubble" in output and "…" not in output
-    assert ("drain" in output) == ("--json has them" not in output) == (columns >= 80)
