@@ -311,9 +311,11 @@ class Engine:
         *,
         num_units: int,
         gradients: GradientOptions,
-        **scoring: bool,
+        scoring: bool = False,
+        adapters: bool = True,
+        greedy: bool = False,
     ) -> StepContext:
-        """The context of a pass over these microbatches. `scoring`: fields of one that makes no gradients."""
+        """The context of a pass over these microbatches; one that scores makes no gradients."""
         progress, options, folds = Progress(), self._options, dict[int, GradientFold]()
         for layer in () if scoring else self.store.trained:
             flat = self.store.gradients[layer]
@@ -335,7 +337,9 @@ class Engine:
             progress=progress,
             boundaries=BoundaryStore(progress),
             gradients=StepGradients(folds, self._trained.late, gradients),
-            **scoring,
+            scoring=scoring,
+            adapters=adapters,
+            greedy=greedy,
         )
 
     def score(
@@ -364,8 +368,17 @@ class Engine:
         assert self._open, "use the engine inside its `with` block"
         assert schedule.num_workers == self.num_workers and schedule.num_microbatches == len(microbatches)
         states = microbatch_states(microbatches, schedule.sequence_chunks)
-        gradients, how = GradientOptions(), {"scoring": True, "adapters": adapters, "greedy": greedy}
-        context = self._context(states, schedule, step, version, num_units=1, gradients=gradients, **how)
+        context = self._context(
+            states,
+            schedule,
+            step,
+            version,
+            num_units=1,
+            gradients=GradientOptions(),
+            scoring=True,
+            adapters=adapters,
+            greedy=greedy,
+        )
         self._compute(context)
         scores = [state.scores for state in context.microbatches]
         return [replace(item, loss_sum=float(item.loss_sum)) for item in scores if item is not None]
