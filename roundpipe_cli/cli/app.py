@@ -121,7 +121,6 @@ _OPTION_EXAMPLES = {
 }
 """Shown where the value of an option is missing."""
 
-
 _KEYS_OF_BENCH = {
     "--head-workers": "pipeline.head_workers={}",
     "--earliest-free": "pipeline.dispatch=earliest_free",

@@ -128,7 +128,8 @@ def prove(
 
 
 def _prove(both: _Both) -> Proof:
-    exact, limit = both.in_float32(), position_limit(both.reduced.model)
+    exact = both if both.dtype == torch.float32 else both.in_float32()
+    limit = position_limit(both.reduced.model)
     pieces = usual_pieces(both.reduced.vocab_size)
     beyond = [] if limit is None else pieces_beyond(both.reduced, both.split, limit)
     try:
@@ -147,7 +148,7 @@ def _prove(both: _Both) -> Proof:
     unproven = ""
     if both.dtype != torch.float32:
         try:
-            _check_16_bit(both)
+            _check_16_bit(both, exact)
         except _PlainFailed as error:
             unproven = f"in {both.dtype} on the processor the model's own forward and backward fail: {error}"
     gradients = [error for name, error in errors.items() if name]
@@ -182,7 +183,7 @@ def _prove_other_way(both: _Both, piece: Piece, *, num_chunks: int) -> bool:
     return True
 
 
-def _check_16_bit(both: _Both) -> None:
+def _check_16_bit(both: _Both, exact: _Both) -> None:
     """Compare in the model's own dtype; one of several tries must agree.
 
     Rounding sends a token to another expert now and then, in the engine or in the model itself, which moves gradients
@@ -190,7 +191,7 @@ def _check_16_bit(both: _Both) -> None:
     """
     for attempt in range(TRIES):
         pieces = usual_pieces(both.reduced.vocab_size, attempt)
-        plain = both.in_float32().by_itself(pieces)
+        plain = exact.by_itself(pieces)
         own = differences(both.by_itself(pieces, both.dtype), plain)
         here = differences(both.by_engine(pieces), plain)
         worst = max((error for name, error in own.items() if name and error == error), default=0.0)

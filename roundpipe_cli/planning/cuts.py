@@ -292,9 +292,8 @@ def forward_stages(
     most = max(weights), largest_visit_bytes(layers, (*own, *others), ())
 
     def fits(first: int, stop: int) -> bool:
-        stage = layers[
-            first + 1 if first else 0 : stop + 1
-        ]  # the embedding, which takes no time, is with the first one
+        # the embedding, which takes no time, is with the first one
+        stage = layers[first + 1 if first else 0 : stop + 1]
         whole_bytes = sum(layer.whole_bytes for layer in stage)
         return sum(layer.param_bytes for layer in stage) <= most[0] and whole_bytes <= most[1]
 
