@@ -17,7 +17,7 @@ MAX_PARAMETERS, MAX_POSITIONAL = 10, 4
 SHORT = 100
 UNPACKED = {"within_limits", "prove_once", "screen", "help_screen"}
 """Functions that take a pair by position, unpacked: stages forward and backward, a model and its split, a size."""
-MOST_FILES, MOST_LINES = 187, 53_780
+MOST_FILES, MOST_LINES = 187, 53_779
 """The package without `__init__.py`. Both may fall; what raises one gets a row here."""
 RISES: dict[str, tuple[int, int]] = {
     "one ladder of remedies, the partition on screen, one packing rule": (0, 250),
