@@ -1,5 +1,4 @@
-"""Scripts that measure what only a larger machine can show, tried on tiny shapes; `scripts/bench_emulated.py`: its
-JSON, options of roundpipe's dispatch and recompute, an error."""
+"""Scripts that measure what only a larger machine can show, on tiny shapes; `bench_emulated`: JSON and options."""
 
 from __future__ import annotations
 

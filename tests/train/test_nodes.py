@@ -388,7 +388,8 @@ def waiting(folder: Path, place: str, port: int) -> tuple[Running, list[Running]
         return one, [one]
     frozen = 0 if place == "in a step" else 1
     fault = "compute:stop:step=1" if place == "in a step" else "tokenize:stop"
-    both = start(folder, 2, **{f"p{frozen}": {"ROUNDPIPE_FAULT": fault}})
+    own = {"ROUNDPIPE_FAULT": fault, "ROUNDPIPE_CACHE": str(folder / "cache")}  # where the other one has put no tokens
+    both = start(folder, 2, **{f"p{frozen}": own})
     return both[1 - frozen], both
 
 
