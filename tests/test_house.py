@@ -10,30 +10,16 @@ from pathlib import Path
 
 from scripts.code_map import out_of_date, tree_of
 from tests.conftest import FORKING, LONGEST, SMOKE
-from tests.test_architecture import PACKAGE, ROOT, imports_of, nodes_of, place, sources
+from tests.test_architecture import PACKAGE, ROOT, nodes_of, place, sources
 
 MAX_LINES = 800
 MAX_PARAMETERS, MAX_POSITIONAL = 10, 4
-SHORT = 100
 UNPACKED = {"within_limits", "prove_once", "screen", "help_screen"}
 """Functions that take a pair by position, unpacked: stages forward and backward, a model and its split, a size."""
-MOST_FILES, MOST_LINES = 187, 53_779
-"""The package without `__init__.py`. Both may fall; what raises one gets a row here."""
-RISES: dict[str, tuple[int, int]] = {
-    "one ladder of remedies, the partition on screen, one packing rule": (0, 250),
-    "results of checkpoints, GGUF without llama.cpp, files of Unsloth": (1, 1050),
-    "epochs and remedies on screen, commands in a chat, answers checked as they are given": (0, 255),
-    "machines that meet, wait and end together": (0, 510),
-    "a lost device costs a step": (0, 830),
-    "experts adapted by one rule": (0, 180),
-    "dropout masks and the loss in one kernel each": (2, 540),
-    "defaults by method, rows that init looks at, words of other trainers": (0, 245),
-    "gated delta rules in packed rows and chunks, experts' adapters by vLLM's names": (0, 290),
-    "rows of new tokens": (1, 440),
-    "launches that overlap, one order of sums on GPUs, a ring of page-locked memory": (0, 320),
-    "memory of fused operators and launches that bind, as an H100 showed": (0, 34),
-}
-"""What raised the limits -> (files, lines)."""
+MOST_LINES, SLACK = 58_800, 0.02
+"""The package without `__init__.py`. Who needs more than the slack moves the number and says in the commit for what."""
+MOST_FILES_OF_SEVERAL_STORIES, PART_LINES = 27, 40
+"""Files with parts of so many lines that never refer to each other."""
 SIGNATURES_OF_LIBRARIES = {
     *("forward", "_grouped_mm_kernel", "_grouped_outer_kernel"),  # torch.autograd.Function, Triton
     *("_dropout_kernel", "_cross_entropy_kernel"),
@@ -181,22 +167,42 @@ def _is_operator(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
 
 
 def test_the_package_does_not_grow_by_itself() -> None:
-    files = [path for path in sources() if path.name != "__init__.py"]
-    lines = sum(path.read_text(encoding="utf-8").count("\n") for path in files)
-    more_files, more_lines = (sum(column) for column in zip((0, 0), *RISES.values(), strict=True))
-    assert len(files) <= MOST_FILES + more_files, f"{len(files)} files: say in RISES for what"
-    assert lines <= MOST_LINES + more_lines, f"{lines} lines: say in RISES for what"
+    lines = sum(path.read_text(encoding="utf-8").count("\n") for path in sources() if path.name != "__init__.py")
+    assert lines <= MOST_LINES * (1 + SLACK), f"{lines} lines: move MOST_LINES and say in the commit for what"
 
 
-def test_short_files_are_imported_by_several() -> None:
-    names = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in sources()}
-    importers = Counter(module for path in names.values() for module in {module for _, module in imports_of(path)})
-    short = {
-        path.relative_to(PACKAGE).as_posix()
-        for module, path in names.items()
-        if path.read_text(encoding="utf-8").count("\n") < SHORT and importers[module] == 1
+def test_a_file_tells_one_story() -> None:
+    """Story: files were merged by who imports them; 27 of them held parts that had nothing to do with each other."""
+    several = {
+        place(path, 1): ["/".join(names[:3]) for names in parts]
+        for path in sources()
+        if len(parts := _parts(tree_of(path))) > 1
     }
-    assert not short, "one file imports each of these: put them there"
+    told = "\n".join(f"{file}: {parts}" for file, parts in several.items())
+    assert len(several) <= MOST_FILES_OF_SEVERAL_STORIES, told
+
+
+def _parts(tree: ast.Module) -> list[list[str]]:
+    """Names of a module's top level, in groups that refer to each other, those of at least PART_LINES lines."""
+    definitions: dict[str, ast.stmt] = {}
+    for node in tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            definitions[node.name] = node
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            definitions |= {each.id: node for one in targets for each in ast.walk(one) if isinstance(each, ast.Name)}
+    groups = {name: {name} for name in definitions}
+    for name, node in definitions.items():
+        if isinstance(node, (ast.Assign, ast.AnnAssign)):  # a table joins nothing by what it holds
+            continue
+        for used in {each.id for each in ast.walk(node) if isinstance(each, ast.Name)} & definitions.keys():
+            if groups[used] is not groups[name]:
+                groups[name] |= groups[used]
+                groups |= dict.fromkeys(groups[used], groups[name])
+    distinct = {id(group): group for group in groups.values()}.values()
+    ordered = [[name for name in definitions if name in group] for group in distinct]
+    size = {name: (node.end_lineno or 0) - node.lineno + 1 for name, node in definitions.items()}
+    return [names for names in ordered if sum(size[name] for name in names) >= PART_LINES]
 
 
 def test_only_the_package_has_something_in_its_init_file() -> None:
