@@ -13,6 +13,7 @@ from email.parser import Parser
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 
 from roundpipe_cli.recipe.load import load_recipe
@@ -87,6 +88,23 @@ def test_floors_against_known_holes(wheel: zipfile.ZipFile) -> None:
     floors = {"torch": "2.11", "transformers": "5.17", "safetensors": "0.8", "pyyaml": "6", "jinja2": "3.1.6"}
     found = {canonical(one.name): str(one.specifier) for one in requirements_of(wheel)}
     assert {name: found.get(name) for name in floors} == {name: f">={floor}" for name, floor in floors.items()}
+
+
+def test_the_table_of_supported_versions_begins_at_the_floors(wheel: zipfile.ZipFile) -> None:
+    lines = (ROOT / "CONTRIBUTING.md").read_text().splitlines()
+    rows = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ") and line.count("|") == 4]
+    oldest = {cells[0]: cells[1] for cells in rows}
+    floors = {canonical(one.name): str(one.specifier) for one in requirements_of(wheel) if one.marker is None}
+    assert metadata_of(wheel)["Requires-Python"] == f">={oldest['Python']}"
+    assert {name: f">={oldest[name]}" for name in ("torch", "transformers", "peft")}.items() <= floors.items()
+
+
+def test_the_version_is_written_once() -> None:
+    pages = [ROOT / "CITATION.cff", ROOT / "pyproject.toml", *ROOT.glob("*.md")]
+    version = importlib.metadata.version("roundpipe-cli")
+    assert [path.name for path in pages if re.search(rf"\bversion\W+{re.escape(version)}", path.read_text())] == []
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["authors"] == [{"name": "The RoundPipe CLI developers"}] and citation["cff-version"] == "1.2.0"
 
 
 def test_missing_recipe_resolves_to_the_shipped_one_with_a_notice(unpacked: Path, tmp_path: Path) -> None:

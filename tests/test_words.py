@@ -170,6 +170,7 @@ READMES = [
     *(ROOT / name / "README.md" for name in ("", "recipes", "roundpipe_cli", "scripts", "tests")),
     ROOT / "scripts" / "MEASUREMENTS.md",
     ROOT / "recipes" / "GUIDE.md",
+    ROOT / "CONTRIBUTING.md",
 ]
 RUN_HERE = (*(f"roundpipe recipes {name}" for name in ("ls", "show", "keys", "schema")), "roundpipe --version")
 """Beginnings of commands that this file runs as they stand, unless they name a file of the user's."""
