@@ -34,6 +34,7 @@ QUESTIONS: dict[str, tuple[str, ...]] = {
     "plan": ("qwen3-8b", "--hardware", "1x4090"),
     "bench": ("--costs", f"{ROOT}/recipes/example_costs.json", "--workers", "2", "--microbatches", "4"),
     "watch": ("out",),
+    "runs": (),
     "data": ("recipe.yaml",),
     "recipes ls": (),
     "recipes show": ("qwen3-8b",),

@@ -183,6 +183,7 @@ RUN_ELSEWHERE = {
     "roundpipe finetune": "tests/train/test_finetune_*.py, with tiny models",
     "roundpipe bench": "tests/cli/test_bench_cli.py, tests/train/test_bench_run.py",
     "roundpipe watch": "tests/dashboard/test_dashboard_watch.py",
+    "roundpipe runs": "tests/cli/test_runs.py",
     "roundpipe download": "tests/cli/test_download.py, against a small hub on this machine",
     "roundpipe data": "tests/data/test_data_command.py",
     "roundpipe export": "tests/train/test_export.py",

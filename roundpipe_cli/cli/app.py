@@ -267,6 +267,7 @@ COMMANDS = {
     "plan": "Does a recipe fit, how is it cut, how long does it take?",
     "bench": "Compare pipeline schedules on a recipe or a costs file.",
     "watch": "Follow a running or finished run from its files.",
+    "runs": "List runs side by side: losses, speed, what differs.",
     "data": "Show what training would see: rows, lengths, tokens.",
     "download": "Fetch a hub model before it is trained.",
     "recipes": "List, show, copy and check recipes; list every recipe key.",

@@ -359,11 +359,16 @@ def page(events: Sequence[TimedEvent], report: Mapping[str, Any], recipe: str) -
         f"<h2>Recipe</h2><pre>{escape(recipe) or 'not found'}</pre>",
         _messages(state),
     ]
+    return document(f"{title}: report", sections)
+
+
+def document(title: str, sections: Sequence[str]) -> str:
+    """A page of HTML sections, with the styles of a run's report; empty ones are left out."""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<link rel="icon" href="data:,">'
-        f"<title>{escape(title)}: report</title><style>{_CSS}</style></head>\n<body>\n"
+        f"<title>{escape(title)}</title><style>{_CSS}</style></head>\n<body>\n"
         + "\n".join(section for section in sections if section)
         + "\n</body></html>\n"
     )

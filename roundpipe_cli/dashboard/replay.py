@@ -41,7 +41,7 @@ class Life(Enum):
     STOPPED = "stopped"
 
 
-class _GrowingFile:
+class GrowingFile:
     """The lines of a file that another process appends to or replaces."""
 
     def __init__(self, path: Path) -> None:
@@ -129,8 +129,8 @@ class RunFiles:
         self._restart()
 
     def _restart(self) -> None:
-        self._metrics = _GrowingFile(self.folder / METRICS_NAME)
-        self._events = _GrowingFile(self.folder / EVENTS_NAME)
+        self._metrics = GrowingFile(self.folder / METRICS_NAME)
+        self._events = GrowingFile(self.folder / EVENTS_NAME)
         self._rows: deque[MetricsRow] = deque()
         self._timelines: dict[int, events.StepTimeline] = {}
         """Events that were read and not returned yet."""

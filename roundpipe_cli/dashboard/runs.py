@@ -1,0 +1,199 @@
+"""Runs side by side: the state, figures and loss curve of every run below a folder, as a table and as one page."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from roundpipe_cli import events
+from roundpipe_cli.dashboard.html import STEPS, Series, curves, document, figures, read_report, smoothed
+from roundpipe_cli.dashboard.replay import EVENTS_NAME, LOCK_NAME, METRICS_NAME, REPORT_NAME, GrowingFile, RunFiles
+from roundpipe_cli.units import counted, format_loss
+
+MAX_DEPTH = 4
+"""Folders below the given one in which runs are looked for."""
+EVALUATIONS_NAME = "eval.jsonl"
+MAX_CURVES = 8
+"""Colours of curves; further ones repeat them."""
+MAX_CURVE_POINTS = 500
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """The figures of one run; None: not known (yet)."""
+
+    name: str
+    """Its folder, as it was found."""
+    folder: Path
+    state: str
+    """`running`, `finished` or `stopped`, as far as this machine can tell."""
+    steps: int
+    num_steps: int | None
+    rows: int | None
+    """Rows of data that it trains on."""
+    loss: float | None
+    """Loss of the last step."""
+    best_evaluation: float | None
+    tokens_per_s: float | None
+    """Median of its steps."""
+    bubble_ratio: float | None
+    losses: Sequence[tuple[float, float]] = ()
+    """(step, loss)."""
+    evaluations: Sequence[tuple[float, float]] = ()
+    recipe: Mapping[str, Any] = field(default_factory=dict)
+    """Keys, such as `lora.r`, to values; empty where recipe.yaml cannot be read."""
+
+    def document(self, differs: Sequence[str]) -> dict[str, Any]:
+        """The run for `--json`; `differs`: the keys in which the runs differ."""
+        names = ("state", "steps", "num_steps", "rows", "loss", "best_evaluation", "tokens_per_s", "bubble_ratio")
+        about = {key: self.recipe.get(key) for key in ("model", "method", "objective")}
+        differing = {key: self.recipe.get(key) for key in differs} if self.recipe else {}
+        return {"folder": self.name, **about, **{name: getattr(self, name) for name in names}, "differs": differing}
+
+
+def find_folders(folder: Path) -> Iterator[Path]:
+    """Folders at and below `folder` that may hold a run, sorted; links, hidden folders and runs are not entered."""
+    for place, names, files in os.walk(folder):
+        depth = len(Path(place).relative_to(folder).parts)
+        inside = {METRICS_NAME, EVENTS_NAME, REPORT_NAME, LOCK_NAME} & set(files)
+        if inside:
+            yield Path(place)
+        is_deep = bool(inside) or depth >= MAX_DEPTH
+        names[:] = [] if is_deep else sorted(name for name in names if not name.startswith("."))
+
+
+def read_run(folder: Path, name: str, recipe: Mapping[str, Any]) -> RunSummary | None:
+    """The run in a folder; None: files of these names are there, and none has a line of ours."""
+    rows = GrowingFile(folder / METRICS_NAME).new_rows()
+    steps = [point for row in rows if (point := _number(row, "loss"))]
+    told = GrowingFile(folder / EVENTS_NAME).new_rows()
+    report = read_report(folder)
+    started = [row for row in told if row.get("event") == events.RunStarted.__name__]
+    if not (steps or started or "tool_version" in report or (folder / LOCK_NAME).exists()):
+        return None
+    evaluations = [
+        point for row in GrowingFile(folder / EVALUATIONS_NAME).new_rows() if (point := _number(row, "loss"))
+    ]
+    measured, data = figures(report, "measured"), figures(report, "data")
+    total = _of(started[-1], "num_steps") if started else None
+    if total is None and isinstance(report.get("num_steps"), int):
+        total = report["num_steps"]
+    return RunSummary(
+        name,
+        folder,
+        RunFiles(folder).life().value,
+        steps=int(steps[-1][0]) if steps else 0,
+        num_steps=None if total is None else int(total),
+        rows=int(data["rows_kept"]) if "rows_kept" in data else None,
+        loss=steps[-1][1] if steps else None,
+        best_evaluation=min((loss for _, loss in evaluations), default=None),
+        tokens_per_s=measured.get("tokens_per_s") or _median(rows, "tokens_per_s"),
+        bubble_ratio=measured.get("bubble_ratio", _median(rows, "bubble_ratio")),
+        losses=steps,
+        evaluations=evaluations,
+        recipe=recipe,
+    )
+
+
+def _number(row: Mapping[str, Any], key: str) -> tuple[float, float] | None:
+    """(step, value) of a row; None where one of them is no finite number."""
+    step, value = _of(row, "step"), _of(row, key)
+    return None if step is None or value is None else (step, value)
+
+
+def _of(row: Mapping[str, Any], key: str) -> float | None:
+    value = row.get(key)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return float(value) if is_number and abs(value) < events.MAX_NUMBER else None
+
+
+def _median(rows: Sequence[Mapping[str, Any]], key: str) -> float | None:
+    return statistics.median([value for row in rows if (value := _of(row, key)) is not None] or [0.0]) or None
+
+
+LEFT_OUT = frozenset({"output_dir", "run_name", "hub_model_id", "resume_from_checkpoint"})
+"""Keys in which runs differ always, or without a consequence."""
+
+
+def differing_keys(runs: Sequence[RunSummary]) -> list[str]:
+    """Keys of which two recipes have different values, in the recipes' order."""
+    recipes = [run.recipe for run in runs if run.recipe]
+    keys = dict.fromkeys(key for recipe in recipes for key in recipe)
+    return [
+        key
+        for key in keys
+        if key.split(".")[0] not in LEFT_OUT and len({repr(recipe.get(key)) for recipe in recipes}) > 1
+    ]
+
+
+def table(runs: Sequence[RunSummary], differs: Sequence[str]) -> list[list[str]]:
+    """Rows of cells, the headings first; one column for each differing key."""
+    shown = [key for key in differs if key not in ("model", "method")]
+    headings = ["run", "state", "model", "method", "rows", "steps", "loss", "best eval", "tokens/s", "bubble"]
+    cells = [[*headings, *shown]]
+    for run in runs:
+        steps = str(run.steps) if run.num_steps is None else f"{run.steps}/{run.num_steps}"
+        about = [str(run.recipe.get(key, "-")) for key in ("model", "method")]
+        figures_ = [
+            "-" if run.rows is None else f"{run.rows:,}",
+            steps,
+            *("-" if loss is None else format_loss(loss) for loss in (run.loss, run.best_evaluation)),
+            "-" if run.tokens_per_s is None else f"{run.tokens_per_s:,.0f}",
+            "-" if run.bubble_ratio is None else f"{100 * run.bubble_ratio:.1f} %",
+        ]
+        values = [_shown(run.recipe[key]) if key in run.recipe else "-" for key in shown]
+        cells.append([run.name, run.state, *about, *figures_, *values])
+    return cells
+
+
+def _shown(value: object) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def runs_page(runs: Sequence[RunSummary], differs: Sequence[str]) -> str:
+    """The table and the loss curves of all runs on one page, without network or script."""
+    headings, *rows = table(runs, differs)
+    head = "".join(f"<th>{escape(cell)}</th>" for cell in headings)
+    dot = '<i style="background: hsl(HUE 65% 50%)"></i>'
+    body = "".join(
+        f"<tr><td class='legend'>{dot.replace('HUE', str(_hue(index)))}{escape(cells[0])}</td>"
+        + "".join(f"<td>{escape(cell)}</td>" for cell in cells[1:])
+        + "</tr>"
+        for index, cells in enumerate(rows)
+    )
+    colours = "".join(
+        f".r{at} {{ stroke: hsl({_hue(at)} 65% 50%); }} .r{at}.dot {{ fill: hsl({_hue(at)} 65% 50%); }}"
+        for at in range(MAX_CURVES)
+    )
+    sections = [
+        f"<h1>{counted(len(runs), 'run')}</h1>",
+        f"<style>{colours}</style>",
+        f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div>',
+        "<h2>Loss</h2>",
+        '<p class="sub">Training, smoothed.</p>',
+        f'<div class="scroll">{_picture(runs, "losses")}</div>',
+    ]
+    if any(run.evaluations for run in runs):
+        sections += ["<h2>Evaluation</h2>", f'<div class="scroll">{_picture(runs, "evaluations")}</div>']
+    return document("runs", sections)
+
+
+def _hue(index: int) -> int:
+    return 360 * (index % MAX_CURVES) // MAX_CURVES + 10
+
+
+def _picture(runs: Sequence[RunSummary], name: str) -> str:
+    series = []
+    for index, run in enumerate(runs):
+        points = getattr(run, name)
+        points = smoothed(points) if name == "losses" else points
+        points = points[:: max(1, len(points) // MAX_CURVE_POINTS)]
+        series.append(Series(run.name, points, f"r{index % MAX_CURVES}"))
+    return curves(series, STEPS, title=f"{name.capitalize()} by step", height=320)

@@ -1,0 +1,79 @@
+"""`roundpipe runs`: finished, stopped, running, foreign and damaged folders side by side."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+from pathlib import Path
+
+import pytest
+
+from tests.cli.test_terminal_text import said
+from tests.support.e2e import finetune, make_model, make_workspace
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Real runs of three steps, and copies of them as a kill, another process and a bad disk leave them."""
+    root = tmp_path_factory.mktemp("runs")
+    model = make_model(root / "tiny" / "model")
+    for name, rate in (("one", 1e-2), ("two", 2e-2)):
+        work = make_workspace(root / "work" / name, model, num_train_epochs=1, learning_rate=rate, val_set_size=2)
+        finetune(work).expect(0)
+        shutil.copytree(work / "out", root / "outputs" / name)
+    shutil.rmtree(root / "work")
+    for name in ("stopped", "running", "damaged"):
+        shutil.copytree(root / "outputs" / "one", root / "outputs" / "more" / name)
+        (root / "outputs" / "more" / name / "report.json").unlink()
+    lines = (root / "outputs" / "more" / "stopped" / "metrics.jsonl").read_text().splitlines()
+    (root / "outputs" / "more" / "stopped" / "metrics.jsonl").write_text(lines[0] + "\n" + lines[1][:30])
+    lock = {"host": socket.gethostname(), "pid": os.getpid()}
+    (root / "outputs" / "more" / "running" / ".roundpipe.lock").write_text(json.dumps(lock))
+    for name in ("metrics.jsonl", "recipe.yaml", "eval.jsonl", "report.json"):
+        (root / "outputs" / "more" / "damaged" / name).write_bytes(b"\xff\x00{[\n" * 5)
+    (root / "outputs" / "foreign").mkdir()
+    (root / "outputs" / "foreign" / "metrics.jsonl").write_text('{"epoch": 1, "accuracy": 0.5}\n[1]\n')
+    (root / "outputs" / "empty").mkdir()
+    return root
+
+
+def test_every_run_below_a_folder_is_a_row(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    out, err = said("runs", "outputs", "--json")
+    rows = {Path(row["folder"]).name: row for row in json.loads(out)["runs"]}
+    assert {name: row["state"] for name, row in rows.items()} == {
+        **dict.fromkeys(("one", "two", "damaged"), "finished"),
+        **{"stopped": "stopped", "running": "running"},
+    }
+    assert "1 folder left out" in err
+    assert {name: row["steps"] for name, row in rows.items()} == {
+        **dict.fromkeys(("one", "two", "running"), rows["one"]["num_steps"]),
+        **{"stopped": 1, "damaged": 0},
+    }
+    metrics = [json.loads(line) for line in (folder / "outputs" / "two" / "metrics.jsonl").read_text().splitlines()]
+    assert rows["two"]["loss"] == metrics[-1]["loss"] and rows["two"]["rows"] == 10
+    assert rows["two"]["best_evaluation"] is not None and rows["damaged"]["loss"] is None
+    assert rows["damaged"]["differs"] == {}
+    assert [rows[name]["differs"]["learning_rate"] for name in ("one", "two")] == [1e-2, 2e-2]
+    assert set(rows["one"]["differs"]) == {"learning_rate"}
+
+
+def test_the_table_is_cut_to_the_terminal_and_the_page_has_every_curve(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    heading, *lines = said("runs", "outputs")[0].splitlines()
+    assert heading.split()[0] == "run" and heading.split()[-1] == "learning_rate" and len(lines) == 5
+    assert said("runs", "outputs", "--html", "runs.html")[0] == ""
+    page = (folder / "runs.html").read_text()
+    curves, points = page.count("<polyline"), page.count("<circle")
+    assert (curves, points) == (3, 1 + 4), "a loss of a single step and each run's one evaluation are points"
+    assert "learning_rate" in page and "<script" not in page
+
+
+@pytest.mark.parametrize(("where", "why"), [("nowhere", "no such folder"), ("outputs/empty", "no run here")])
+def test_a_folder_without_runs_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch, where: str, why: str) -> None:
+    monkeypatch.chdir(folder)
+    assert why in said("runs", where, code=2)[1]
