@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 from roundpipe_cli.costs.block_work import PassWork, Product
 from roundpipe_cli.costs.models import DType
-from roundpipe_cli.errors import RefusedError, closest
+from roundpipe_cli.errors import RefusedError, closest, one_edit_apart
 from roundpipe_cli.units import GIB
 
 MAX_WORKERS = 64
@@ -265,20 +265,72 @@ def _parse_group(group: str, where: str, notes: list[str]) -> list[Device]:
 
 
 def _unknown_gpu(name: str, where: str) -> RefusedError:
-    plain = _squeeze(name)
-    near = closest(plain, list(_spellings()))
-    if plain == "cpu":
+    if _squeeze(name) == "cpu":
         return RefusedError(
             "a processor is no GPU", where=where, found=name, hint="without --hardware, plan is for this machine"
         )
+    near = _same_model(name)
     custom = "a GPU that is not in the catalogue: --hardware 2xcustom:memory_gib=24:acc32_tflops=70"
     return RefusedError(
         f"unknown GPU {name!r}",
         where=where,
         found=name,
-        expected=f"one of {', '.join(catalogue())}",
-        hint=custom if near is None else f"did you mean {_spellings()[near]}? Otherwise, {custom}",
+        expected=f"one of {'; '.join(', '.join(sorted(names)) for names in _by_family().values())}",
+        hint=custom if near is None else f"did you mean {near}? Otherwise, {custom}",
     )
+
+
+def _by_family() -> dict[str, list[str]]:
+    """The catalogue's names by the letters before their number, GeForce first."""
+    families: dict[str, list[str]] = {"rtx": []}
+    for known in catalogue():
+        families.setdefault(re.split(r"-?\d", known)[0], []).append(known)
+    return families
+
+
+_FAMILY_WORDS = re.compile(r"^(?:[rg]tx|rxt|rt|titan|radeon|rx|quadro|tesla|arc|gpu)+")
+
+
+def _same_model(name: str) -> str | None:
+    """The catalogue's GPU that a misspelt name means; None where its number is another one's.
+
+    The number says generation and class, so a card is never taken for one of another number: a 1080 Ti is no 3080 Ti,
+    an Arc B580 no 5080. Two swapped digits, and one too few or too many of a GeForce, are slips of the finger.
+    """
+    wanted = _model_words(name)
+    if wanted is None:
+        return None
+    series, number, rest = wanted
+    near: dict[str, str] = {}
+    for known in catalogue():
+        words = _model_words(known)
+        is_amd = known.startswith(("radeon", "mi"))
+        if words is None or words[0] != series or (_says_amd(name) is not None and _says_amd(name) != is_amd):
+            continue
+        is_slip = sorted(words[1]) == sorted(number) or (not series and len(words[1]) == 4 != len(number))
+        is_near = len(number) > 2 and words[1][0] == number[0] and is_slip and one_edit_apart(number, words[1])
+        if words[1] == number or is_near:
+            near[words[2]] = known
+    begins = max((known for known in near if rest.startswith(known)), key=len, default="")
+    return near[begins or closest(rest, list(near)) or min(near, key=len)] if near else None
+
+
+def _model_words(name: str) -> tuple[str, str, str] | None:
+    """`RTX A6000 Ada` as series `a`, number `6000` and rest `ada`; None where there is no number."""
+    plain = re.sub(r"nvidia|geforce|amd|instinct|[^a-z0-9]+", " ", name.lower())
+    parts = re.match(r"([a-z ]*)(\d+)(.*)", plain)
+    if parts is None:
+        return None
+    series, rest = (parts[at].replace(" ", "") for at in (1, 3))
+    return _FAMILY_WORDS.sub("", series), parts[2], rest
+
+
+def _says_amd(name: str) -> bool | None:
+    """Whether a name is of an AMD card; None where it does not say."""
+    lowered = name.lower()
+    if re.search(r"amd|radeon|instinct|\brx[ \d]", lowered):
+        return True
+    return False if re.search(r"nvidia|geforce|[rg]tx|quadro|tesla|titan|intel|\barc", lowered) else None
 
 
 _OPTIONS = ["host_memory_gib", "host_memory_gb_per_s", "disk_free_gib", "disk_gb_per_s", "accumulate"]

@@ -453,6 +453,14 @@ def test_gated_missing_and_limited(hub: ModelHub, tmp_path: Path) -> None:
     assert hub.gets() == []
 
 
+def test_a_near_name_is_said_before_the_hub_is_asked(hub: ModelHub, tmp_path: Path) -> None:
+    """Story: of a mistyped model one heard after all retries of an unreachable hub, 24 s later."""
+    words = ("plan", "Qwen/Qwen3-8C", "--hardware", "1x4090")
+    done = start(tmp_path, *words, environment=settings(hub, tmp_path / "cache")).finish().expect(2)
+    near, missing = (done.err.index(text) for text in ("did you mean Qwen/Qwen3-8B?", "has no model of this name"))
+    assert near < missing and hub.asked, done.err
+
+
 def test_a_busy_hub_is_asked_again(hub: ModelHub, tmp_path: Path) -> None:
     hub.status, hub.retry_after = {"/api/models": [503, 429, 200], f"/{SHARDS[0]}": [429, 200]}, "1"
     done = download(hub, tmp_path).expect(0)

@@ -96,7 +96,7 @@ def test_given_figures_replace_the_catalogues() -> None:
     ("text", "said"),
     [
         ("rtx4080supr", "did you mean rtx-4080-super"),
-        ("2xfoo", f"one of {', '.join(catalogue())}"),
+        ("2xfoo", "; rtx-a4000, rtx-a5000, rtx-a6000; "),
         ("40x4090+40x3090", "too many GPUs"),
         ("4x3090+", "name is missing"),
         ("2x4090,host_memory_gib=nan", "not a number above 0"),
@@ -108,6 +108,23 @@ def test_wrong_hardware_is_refused_with_advice(text: str, said: str) -> None:
         parse_hardware(text)
     assert caught.value.exit_code == 2
     assert said in str(caught.value)
+
+
+def test_a_gpu_is_never_taken_for_one_of_another_maker_or_generation() -> None:
+    """Story: an RTX PRO 6000 was taken for an A6000, a GTX 1080 Ti for a 3080 Ti, an Arc B580 for a 5080."""
+    same = {
+        **{"rtx-pro-6000": "rtx-pro-6000-blackwell", "rtx4080supr": "rtx-4080-super", "4009": "rtx-4090"},
+        **{"40900": "rtx-4090", "409": "rtx-4090", "rxt 4090": "rtx-4090", "3080ti super": "rtx-3080-ti"},
+        **{"rx 7900": "radeon-7900-xt", "v100s": "v100-32gb", "rtx4090ti": "rtx-4090", "5090 mobile": "rtx-5090"},
+    }
+    other = "1080ti, gtx 1080, b580, arc a770, mi250, rtx a1000, rtx a4500, rtx 7900, h101, rx580, w7600, titan v, p100"
+    found = {}
+    for name in [*same, *other.split(", ")]:
+        with pytest.raises(RefusedError) as caught:
+            parse_hardware(f"2x{name}")
+        hint = caught.value.problems[0].hint or ""
+        found[name] = hint.removeprefix("did you mean ").split("?")[0] if "did you mean" in hint else None
+    assert found == {**same, **dict.fromkeys(other.split(", "))}
 
 
 def test_host_memory_obeys_the_containers_limit(tmp_path: Path) -> None:
