@@ -457,7 +457,7 @@ def test_a_near_name_is_said_before_the_hub_is_asked(hub: ModelHub, tmp_path: Pa
     """Story: of a mistyped model one heard after all retries of an unreachable hub, 24 s later."""
     words = ("plan", "Qwen/Qwen3-8C", "--hardware", "1x4090")
     done = start(tmp_path, *words, environment=settings(hub, tmp_path / "cache")).finish().expect(2)
-    near, missing = (done.err.index(text) for text in ("did you mean Qwen/Qwen3-8B?", "has no model of this name"))
+    near, missing = (done.err.index(text) for text in ("; did you mean Qwen/Qwen3-8B?", "error: "))
     assert near < missing and hub.asked, done.err
 
 
