@@ -62,7 +62,8 @@ def runs(
     if json_:
         say_json({"runs": [run.document(differs) for run in found]})
     elif html is None:
-        for line in aligned(table(found, differs), 4, NARROW, terminal_width()):
+        cells = table(found, differs)
+        for line in aligned(cells, 2, [name for name in NARROW if name in cells[0]], terminal_width()):
             say_data(line)
 
 

@@ -20,7 +20,7 @@ from roundpipe_cli.dashboard.replay import REPORT_NAME, RunFiles, TimedEvent
 from roundpipe_cli.dashboard.state import DashboardState, fold_all
 from roundpipe_cli.dashboard.waiting import longest_waiting
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.events import MAX_NUMBER, RunStarted, Sample, Span, StepTimeline
+from roundpipe_cli.events import MAX_NUMBER, RunStarted, Sample, Span, StepFinished, StepTimeline
 from roundpipe_cli.files import read_regular
 from roundpipe_cli.schedule.pictures import BOTH_ID, BOTH_NAME, BOTH_PAINT, DRAWN_NAMES, WORK_COLOURS, WORK_NAMES
 from roundpipe_cli.units import GIB, aligned, counted, format_bytes, format_loss, format_seconds, round_step
@@ -267,6 +267,11 @@ def _share(name: str, predicted: float | None, measured: float | None) -> Compar
 
 
 NUM_TIMELINES = 3
+MAX_EVALUATIONS = 20
+MAX_EXPONENT = 700.0
+"""Larger losses have no perplexity in a float."""
+FAR_OFF = 25.0
+"""Per cent, or ten points of a share, from which on a difference is coloured."""
 MAX_SAMPLES = 1500
 MAX_FILE_BYTES = 64 * 1024**2
 """Largest size of report.json and recipe.yaml."""
@@ -309,6 +314,7 @@ td:first-child, th:first-child { text-align: left; padding-left: 0; white-space:
 pre { background: var(--card); border-radius: 0.5rem; padding: 0.8rem; overflow-x: auto; font-size: 0.85rem;
   white-space: pre-wrap; }
 details summary { cursor: pointer; }
+.off { color: var(--wait); font-weight: 600; }
 """
 _CSS = _CSS.replace("BOTH_ID", BOTH_ID)
 for _letter, _name in WORK_NAMES.items():
@@ -352,11 +358,13 @@ def page(events: Sequence[TimedEvent], report: Mapping[str, Any], recipe: str) -
         f'<p class="sub">{escape(_subtitle(state))}</p>',
         f'<p class="sub">{escape(_made_by(state, report))}</p>',
         _cards(state, report),
-        _comparison(report),
         _section("Loss", *_loss(state)),
+        _evaluations(state),
+        _rates(events),
+        _comparison(report),
         _section("Workers", _workers(events, state), f"{_waiting(state)}{_HEAD_NOTE}{_WORK_LEGEND}"),
         _section("Memory in GiB", *_memory(events)),
-        f"<h2>Recipe</h2><pre>{escape(recipe) or 'not found'}</pre>",
+        _folded("Recipe", counted(len(recipe.splitlines()), "line"), recipe),
         _messages(state),
     ]
     return document(f"{title}: report", sections)
@@ -462,6 +470,33 @@ def _loss(state: DashboardState) -> tuple[str, str]:
     return curves(lines, STEPS, title="Loss by step"), _legend(*entries)
 
 
+def _evaluations(state: DashboardState) -> str:
+    """A table of the newest evaluations, the best one in bold."""
+    if not state.evaluations:
+        return ""
+    best = min(loss for _, loss in state.evaluations)
+    rows = [
+        f"<tr><td>{step:.0f}</td>" + "".join(f"<td>{f'<b>{text}</b>' if loss == best else text}</td>" for text in texts)
+        for step, loss in state.evaluations[-MAX_EVALUATIONS:]
+        for texts in [(format_loss(loss), f"{math.exp(loss):.4g}" if loss < MAX_EXPONENT else "-")]
+    ]
+    left_out = len(state.evaluations) - len(rows)
+    note = f'<p class="sub">{counted(left_out, "earlier evaluation")} left out.</p>' if left_out else ""
+    head = "<tr><th>step</th><th>loss</th><th>perplexity</th></tr>"
+    return f'<h2>Evaluations</h2><div class="scroll"><table>{head}{"".join(rows)}</table></div>{note}'
+
+
+def _rates(events: Sequence[TimedEvent]) -> str:
+    points = [(float(event.step), event.learning_rate) for _, event in events if isinstance(event, StepFinished)]
+    points = points[:: max(1, len(points) // MAX_SAMPLES)]
+    if not any(rate > 0 for _, rate in points):
+        return ""
+    power = math.floor(math.log10(max(rate for _, rate in points)))  # short numbers fit beside the axis
+    scaled = [(step, rate / 10.0**power) for step, rate in points]
+    picture = curves([Series("learning rate", scaled, "c1")], STEPS, title="Learning rate", height=140, from_zero=True)
+    return _section(f"Learning rate, in 1e{power}", picture)
+
+
 def _workers(events: Sequence[TimedEvent], state: DashboardState) -> str:
     steps = [event for _, event in events if isinstance(event, StepTimeline)][-NUM_TIMELINES:]
     lost_at = [worker.lost_at for worker in state.workers]
@@ -481,7 +516,7 @@ def _memory(events: Sequence[TimedEvent]) -> tuple[str, str]:
     zero_s = min([*started[:1], *(sample.time_s for sample in samples[:1])], default=0.0)
     lines = {
         "this program": ("c1", "f"),
-        "host in use": ("c2", "b"),
+        "all programs": ("c2", "b"),
         "host in all": ("c2 limit", "b"),
         "fullest device": ("c3", "r"),
         "device in all": ("c3 limit", "r"),
@@ -506,14 +541,29 @@ def _comparison(report: Mapping[str, Any]) -> str:
     if not rows:
         return ""
     head = "<tr>" + "".join(f"<th>{escape(heading)}</th>" for heading in headings(report)) + "</tr>"
-    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    body = "".join(
+        "<tr>"
+        + "".join(f"<td>{escape(cell)}</td>" for cell in row[:-1])
+        + f"<td{_colour(row[-1])}>{escape(row[-1])}</td></tr>"
+        for row in rows
+    )
     note = f"<p>{escape(range_note(report))}</p>" if range_note(report) else ""
     return f'<h2>Predicted and measured</h2><div class="scroll"><table>{head}{body}</table></div>{note}'
 
 
+def _colour(off: str) -> str:
+    """The class of a cell such as `+124 %` or `-3.1 points`, where it is far off."""
+    amount, _, unit = off.partition(" ")
+    far = {"%": FAR_OFF, "points": FAR_OFF / 2.5}.get(unit)
+    return ' class="off"' if far is not None and abs(float(amount)) > far else ""
+
+
 def _messages(state: DashboardState) -> str:
-    if not state.messages:
+    lines = "\n".join(message.text for message in state.messages)
+    return _folded("Messages", counted(len(state.messages), "message"), lines)
+
+
+def _folded(heading: str, summary: str, text: str) -> str:
+    if not text:
         return ""
-    lines = "\n".join(escape(message.text) for message in state.messages)
-    count = counted(len(state.messages), "message")
-    return f"<h2>Messages</h2><details><summary>{count}</summary><pre>{lines}</pre></details>"
+    return f"<h2>{heading}</h2><details><summary>{summary}</summary><pre>{escape(text)}</pre></details>"

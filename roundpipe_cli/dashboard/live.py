@@ -31,7 +31,7 @@ from rich.text import Text
 
 from roundpipe_cli.dashboard.state import DashboardState, fold
 from roundpipe_cli.dashboard.theme import Theme, fit, theme_for
-from roundpipe_cli.dashboard.views import MIN_HEIGHT, screen
+from roundpipe_cli.dashboard.views import MIN_HEIGHT, header, progress, screen
 from roundpipe_cli.dashboard.waiting import CAUSES, longest_waiting
 from roundpipe_cli.events import Event, Notice
 from roundpipe_cli.units import counted
@@ -49,12 +49,13 @@ _LANES = (
 
 
 def help_screen(
-    state: DashboardState, width: int, height: int, theme: Theme, keys: Sequence[tuple[str, str]]
+    state: DashboardState, now_s: float, width: int, height: int, theme: Theme, keys: Sequence[tuple[str, str]]
 ) -> list[Text]:
-    """Exactly `height` lines of `width` columns, as of `screen`: the step first, what is always true after it."""
+    """Exactly `height` lines of `width` columns, as of `screen`, whose first two stay: the run goes on meanwhile."""
     found = longest_waiting(state)
     why = found.text() if found is not None else "no step is finished yet"
-    lines = [Text(" why workers waited", style="bold"), *_indented(why, width)]
+    lines = [header(state, now_s, width, theme), progress(state, now_s, width, theme)]
+    lines += [Text(" why workers waited", style="bold"), *_indented(why, width)]
     causes = (f"{cause}: {meaning}" for cause, meaning in CAUSES.items())
     lines += [Text(" causes", style="bold"), *(line for text in causes for line in _indented(text, width))]
     meanings = "   ".join(f"{key} {meaning}" for key, meaning in keys)
@@ -414,7 +415,7 @@ class LiveDashboard:
                 self.state = fold(self.state, Notice(line), self._clock())
             size = self._terminal.size()
             if self._has_help:
-                lines = help_screen(self.state, *size, self._theme, self._shown_keys)
+                lines = help_screen(self.state, self._clock(), *size, self._theme, self._shown_keys)
             else:
                 lines = screen(self.state, self._clock(), *size, self._theme, self._shown_keys)
             self._terminal.paint([ansi(line, self._console) for line in lines], size)

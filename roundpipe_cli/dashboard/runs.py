@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -64,7 +65,12 @@ def find_folders(folder: Path) -> Iterator[Path]:
         if inside:
             yield Path(place)
         is_deep = bool(inside) or depth >= MAX_DEPTH
-        names[:] = [] if is_deep else sorted(name for name in names if not name.startswith("."))
+        names[:] = [] if is_deep else sorted((name for name in names if not name.startswith(".")), key=_by_number)
+
+
+def _by_number(name: str) -> list[str]:
+    """`r2` before `r10`."""
+    return [part.zfill(12) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
 def read_run(folder: Path, name: str, recipe: Mapping[str, Any]) -> RunSummary | None:
@@ -132,13 +138,14 @@ def differing_keys(runs: Sequence[RunSummary]) -> list[str]:
 
 
 def table(runs: Sequence[RunSummary], differs: Sequence[str]) -> list[list[str]]:
-    """Rows of cells, the headings first; one column for each differing key."""
-    shown = [key for key in differs if key not in ("model", "method")]
-    headings = ["run", "state", "model", "method", "rows", "steps", "loss", "best eval", "tokens/s", "bubble"]
+    """Rows of cells, the headings first; one column for each differing key. Model and method only where they differ."""
+    about_keys = [key for key in ("model", "method") if key in differs or len(runs) == 1]
+    shown = [key for key in differs if key not in about_keys]
+    headings = ["run", "state", *about_keys, "rows", "steps", "loss", "best eval", "tokens/s", "bubble"]
     cells = [[*headings, *shown]]
     for run in runs:
         steps = str(run.steps) if run.num_steps is None else f"{run.steps}/{run.num_steps}"
-        about = [str(run.recipe.get(key, "-")) for key in ("model", "method")]
+        about = [str(run.recipe.get(key, "-")) for key in about_keys]
         figures_ = [
             "-" if run.rows is None else f"{run.rows:,}",
             steps,
@@ -160,10 +167,11 @@ def _shown(value: object) -> str:
 def runs_page(runs: Sequence[RunSummary], differs: Sequence[str]) -> str:
     """The table and the loss curves of all runs on one page, without network or script."""
     headings, *rows = table(runs, differs)
+    common = {key: run.recipe[key] for run in runs for key in ("model", "method") if key in run.recipe}
     head = "".join(f"<th>{escape(cell)}</th>" for cell in headings)
     dot = '<i style="background: hsl(HUE 65% 50%)"></i>'
     body = "".join(
-        f"<tr><td class='legend'>{dot.replace('HUE', str(_hue(index)))}{escape(cells[0])}</td>"
+        f"<tr><td class='legend'><span>{dot.replace('HUE', str(_hue(index)))}{escape(cells[0])}</span></td>"
         + "".join(f"<td>{escape(cell)}</td>" for cell in cells[1:])
         + "</tr>"
         for index, cells in enumerate(rows)
@@ -174,6 +182,7 @@ def runs_page(runs: Sequence[RunSummary], differs: Sequence[str]) -> str:
     )
     sections = [
         f"<h1>{counted(len(runs), 'run')}</h1>",
+        f'<p class="sub">{escape(", ".join(str(value) for key, value in common.items() if key not in headings))}</p>',
         f"<style>{colours}</style>",
         f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div>',
         "<h2>Loss</h2>",

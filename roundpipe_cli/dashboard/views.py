@@ -76,8 +76,8 @@ def _machine_rows(state: DashboardState) -> list[tuple[str, str, str]]:
     sample, step = state.sample, state.step
     if sample is not None:
         total = f" of {sample.host_total_bytes / GIB:.3g} GiB"
-        rows.append(("host memory", f"{sample.host_used_bytes / GIB:.1f} GiB", total))
-        rows.append(("this program", f"{sample.process_bytes / GIB:.1f} GiB", ""))
+        rows.append(("host memory", f"{sample.process_bytes / GIB:.1f} GiB", total))
+        rows.append(("all programs", f"{sample.host_used_bytes / GIB:.1f} GiB", ""))
     rates = [worker.sample.upload_bytes_per_s for worker in state.workers]
     if step is not None and step.upload_bytes and all(rate is None for rate in rates):
         rows.append(("upload", f"{step.upload_bytes / step.step_s / 1e9:.1f} GB/s", ""))

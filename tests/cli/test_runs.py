@@ -66,6 +66,8 @@ def test_the_table_is_cut_to_the_terminal_and_the_page_has_every_curve(
     monkeypatch.chdir(folder)
     heading, *lines = said("runs", "outputs")[0].splitlines()
     assert heading.split()[0] == "run" and heading.split()[-1] == "learning_rate" and len(lines) == 5
+    monkeypatch.setattr("roundpipe_cli.cli.runs.terminal_width", lambda: 60)
+    assert "tokens/s" not in said("runs", "outputs")[0].splitlines()[0], "what is left out first"
     assert said("runs", "outputs", "--html", "runs.html")[0] == ""
     page = (folder / "runs.html").read_text()
     curves, points = page.count("<polyline"), page.count("<circle")

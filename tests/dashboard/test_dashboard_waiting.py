@@ -142,12 +142,12 @@ def test_causes_sum_to_the_idle_time(num_workers: int) -> None:
 def test_help_says_why_the_worker_that_waited_most_waited() -> None:
     state = fold_all(recorded_run(8))
     for width, height in ((60, 15), (80, 24), (200, 60)):
-        lines = help_screen(state, width, height, Theme(), KEYS)
+        lines = help_screen(state, 0.0, width, height, Theme(), KEYS)
         assert [line.cell_len for line in lines] == [width] * height
         text = " ".join(" ".join(line.plain for line in lines).split())
         assert "worker 2 waited" in text and "of step 40 (26 %): " in text and "? back" in text
         assert ("more on a higher terminal" in text) == (height == 15), "what was cut is missed by nobody otherwise"
-    assert "no step is finished yet" in help_screen(DashboardState(), 80, 24, Theme(), KEYS)[1].plain
+    assert "no step is finished yet" in help_screen(DashboardState(), 0.0, 80, 24, Theme(), KEYS)[3].plain
     assert "worker 2 waited" in page(recorded_run(8), {}, ""), "the page says it too"
 
 

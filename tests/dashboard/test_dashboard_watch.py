@@ -235,7 +235,7 @@ class Parsed(HTMLParser):
 def test_the_page_needs_nothing_else(finished: Path) -> None:
     text = (finished / "report.html").read_text(encoding="utf-8")
     parsed = Parsed(text)
-    assert parsed.tags.count("svg") == 3 and "script" not in parsed.tags and parsed.addresses == ["data:,"]
+    assert parsed.tags.count("svg") == 4 and "script" not in parsed.tags and parsed.addresses == ["data:,"]
     assert set(re.findall(r"url\((.)", text)) == {"#"} and "@import" not in text, "a pattern of its own, nothing else"
     assert text == report_page(finished)
     for words in (
@@ -256,7 +256,13 @@ def test_the_page_needs_nothing_else(finished: Path) -> None:
 
 def test_what_a_run_says_is_no_markup() -> None:
     events = recorded_run(2, num_done=1)
-    text = page(events, {}, "model: <script>alert(1)</script>")
+    report = {
+        "predicted": {"step_s": 1.0, "tokens_per_s": 100.0},
+        "measured": {"pipeline_s": 2.0, "tokens_per_s": 99.0},
+    }
+    text = page(events, report, "model: <script>alert(1)</script>")
+    assert re.findall(r'class="off">([^<]*)<', text) == ["+100 %"], "what is far off is seen, and nothing else"
+    assert text.index("Loss by step") < text.index("Predicted and measured")
     assert "<script>" not in text and "&lt;script&gt;" in text
     assert Parsed(page([], {}, "")).tags.count("svg") == 3, "of nothing too"
 
