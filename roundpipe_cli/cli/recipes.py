@@ -37,7 +37,7 @@ def list_without_a_word(context: typer.Context) -> None:
 @recipes.command("ls", short_help="List the recipes that come with the tool, with figures.")
 def list_recipes(
     words: Annotated[
-        list[str] | None, typer.Argument(metavar="WORD", help="Only names with all of these, e.g. qwen3 2x24gb.")
+        list[str] | None, typer.Argument(metavar="WORD", help="Only recipes with all of these: qwen3 full 3090.")
     ] = None,
     json_: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
 ) -> None:
@@ -47,18 +47,20 @@ def list_recipes(
     """
     from roundpipe_cli.recipe.shipped import shipped_recipes
 
-    found = [
-        recipe
-        for recipe in shipped_recipes()
-        if all(word.lower() in f"{recipe.name} {recipe.short_name or ''}" for word in words or ())
-    ]
+    found = [recipe for recipe in shipped_recipes() if all(word.lower() in _text_of(recipe) for word in words or ())]
     if json_:
         say_json([recipe_document(recipe) for recipe in found])
         return
     for line in table(found, terminal_width()):
         say_data(line)
     if not found:
-        say(f"no recipe has {' and '.join(words or ())} in its name; `roundpipe recipes ls` lists all")
+        say(f"no recipe has {' and '.join(words or ())} in name, method, machine or purpose; `recipes ls` lists all")
+
+
+def _text_of(recipe: ShippedRecipe) -> str:
+    """All that a recipe can be looked for by, in lower case."""
+    hardware = "" if recipe.verdict is None else recipe.verdict.hardware
+    return " ".join((recipe.name, recipe.short_name or "", recipe.method, hardware, recipe.purpose)).lower()
 
 
 @recipes.command("show")
@@ -200,7 +202,13 @@ def schema() -> None:
 def recipe_document(recipe: ShippedRecipe) -> dict[str, Any]:
     """One entry of `recipes ls --json`. Bytes and seconds."""
     verdict = recipe.verdict
-    named = {"name": recipe.name, "short_name": recipe.short_name, "path": str(recipe.path), "purpose": recipe.purpose}
+    named = {
+        "name": recipe.name,
+        "short_name": recipe.short_name,
+        "path": str(recipe.path),
+        "purpose": recipe.purpose,
+        "method": recipe.method,
+    }
     if verdict is None:
         return {**named, "hardware": None, "predicted": None}
     predicted = {
@@ -213,8 +221,8 @@ def recipe_document(recipe: ShippedRecipe) -> dict[str, Any]:
     return {**named, "hardware": verdict.hardware, "predicted": predicted}
 
 
-COLUMNS = ("NAME", "SHORT NAME", "PLANNED FOR", "TOKENS/S", "GPU", "HOST")
-LEFT_OUT = ("SHORT NAME", "HOST", "GPU", "TOKENS/S")
+COLUMNS = ("NAME", "SHORT NAME", "METHOD", "PLANNED FOR", "TOKENS/S", "GPU", "HOST")
+LEFT_OUT = ("SHORT NAME", "HOST", "GPU", "TOKENS/S", "METHOD")
 """Columns to leave out where the terminal is too narrow, the first one first; --json has all."""
 
 
@@ -236,8 +244,8 @@ def table(found: list[ShippedRecipe], width: int | None = None) -> list[str]:
                 f"{verdict.device_bytes / GIB:.1f} GiB",
                 f"{verdict.host_bytes / GIB:.0f} GiB",
             )
-        rows.append((recipe.name, recipe.short_name or "", *planned))
-    return aligned(rows, 3, LEFT_OUT, width)
+        rows.append((recipe.name, recipe.short_name or "", recipe.method, *planned))
+    return aligned(rows, 4, LEFT_OUT, width)
 
 
 def write_new(path: Path, content: bytes) -> None:
@@ -247,7 +255,7 @@ def write_new(path: Path, content: bytes) -> None:
         RefusedError: it exists, or cannot be written.
         ResourceError: the disk is full or failing.
     """
-    from roundpipe_cli.files import TEMPORARY_PREFIX
+    from roundpipe_cli.files import TEMPORARY_PREFIX, shared_mode
 
     if path.is_dir():
         raise RefusedError(f"{path} is a folder", expected="a file to write", hint=f"name one: {path / 'mine.yaml'}")
@@ -258,6 +266,7 @@ def write_new(path: Path, content: bytes) -> None:
         try:
             with temporary.open("wb") as stream:
                 stream.write(content)
+            temporary.chmod(shared_mode(0o666))  # others may read it, as the umask says
             _put_in_place(temporary, path)
         finally:
             with contextlib.suppress(NotADirectoryError):

@@ -68,6 +68,8 @@ class ShippedRecipe:
     path: Path
     purpose: str
     """First sentence of the header."""
+    method: str
+    """As a table shows it: `lora`, `full`, `qlora` (4 bit), with the objective where it is not sft: `lora, dpo`."""
     verdict: HeaderVerdict | None
 
     @property
@@ -96,8 +98,15 @@ def shipped_recipes() -> list[ShippedRecipe]:
             continue
         name = file.relative_to(folder).with_suffix("").as_posix()
         short = shorts.get(text) if file.parent != folder else None
-        found.append(ShippedRecipe(name, short, file, purpose_of(text), verdict_of(text)))
+        found.append(ShippedRecipe(name, short, file, purpose_of(text), _method_of(text), verdict_of(text)))
     return found
+
+
+def _method_of(text: str) -> str:
+    """The method by the recipe's own lines, without loading it: shipped recipes write these keys at the left."""
+    written = dict(re.findall(r"^(method|objective|load_in_4bit): *(\w+)", text, re.MULTILINE))
+    method = "qlora" if written.get("load_in_4bit") == "true" else written.get("method", "lora")
+    return f"{method}, {written['objective']}" if written.get("objective", "sft") != "sft" else method
 
 
 def purpose_of(text: str) -> str:

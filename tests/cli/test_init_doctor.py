@@ -23,6 +23,7 @@ from roundpipe_cli.engine.backends import cuda
 from roundpipe_cli.engine.backends.cpu import CpuBackend
 from roundpipe_cli.engine.link_speed import measure_links
 from roundpipe_cli.errors import RefusedError, ResourceError
+from roundpipe_cli.files import shared_mode
 from roundpipe_cli.planning import choose
 from roundpipe_cli.planning.predict import make_plan
 from roundpipe_cli.planning.question import ask
@@ -292,6 +293,7 @@ def test_a_recipe_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
             break
     assert codes[0] == 9 and codes[-1] == 0
     write_new(path, content)
+    assert path.stat().st_mode & 0o777 == shared_mode(0o666), "a recipe is no secret"
     with pytest.raises(RefusedError, match="is there already"):
         write_new(path, b"other")
     assert path.read_bytes() == content

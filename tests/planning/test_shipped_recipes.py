@@ -162,13 +162,16 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_ls() -> None:
     listed, _ = said("recipes", "ls")
     assert all(f"\n{name} " in listed for name in RECIPES)
-    assert max(map(len, listed.splitlines())) <= 100
+    assert max(map(len, listed.splitlines())) <= 112
     few = json.loads(said("recipes", "ls", "qwen3", "2x24gb", "--json")[0])
     assert {"qwen3/8b_lora_2x24gb", "qwen3/14b_lora_2x24gb"} <= {entry["name"] for entry in few}
     assert all("2x24gb" in entry["name"] and entry["predicted"]["tokens_per_s"] > 0 for entry in few)
     assert said("recipes")[0] == listed, "alone it lists them too"
+    full = json.loads(said("recipes", "ls", "full", "4x3090", "--json")[0])
+    assert {entry["method"] for entry in full} == {"full"} and len(full) == 3
+    assert [entry["method"] for entry in json.loads(said("recipes", "ls", "DPO", "--json")[0])] == ["lora, dpo"]
     out, err = said("recipes", "ls", "nonsense")
-    assert out == "" and "no recipe has nonsense in its name" in err
+    assert out == "" and "no recipe has nonsense in name" in err
 
 
 def test_show_and_cp(here: Path) -> None:
