@@ -250,7 +250,7 @@ def _torch_line() -> str:
 
 
 def _driver_line() -> str:
-    from roundpipe_cli.costs.machine import ask_nvidia_smi
+    from roundpipe_cli.costs.nvidia_smi import ask_nvidia_smi
 
     try:
         done = ask_nvidia_smi(["driver_version"])

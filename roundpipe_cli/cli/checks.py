@@ -18,9 +18,10 @@ from packaging.version import InvalidVersion, Version
 
 from roundpipe_cli import __version__
 from roundpipe_cli.choices import FAST_KERNELS, OPTIMIZERS
-from roundpipe_cli.costs import machine
+from roundpipe_cli.costs import machine, nvidia_smi
 from roundpipe_cli.costs.find_model import shipped_figures
 from roundpipe_cli.costs.hardware import ASSUMED_HOST_MEMORY_BYTES_PER_S
+from roundpipe_cli.costs.lost_devices import lost_devices
 from roundpipe_cli.hub.ask import hub_answers, is_offline
 from roundpipe_cli.planning.solve import SEQUENCE, Reach, reach_of
 from roundpipe_cli.train.floors import FLOORS
@@ -88,7 +89,7 @@ def all_checks(*, offline: bool) -> Iterator[Check]:
 
 def trainable_checks() -> Iterator[Check]:
     """Report what this machine can train, by the memory model: its largest models, and what bars larger ones."""
-    gpus, notes = machine.visible_gpus()
+    gpus, notes = nvidia_smi.visible_gpus()
     devices = gpus or machine.cpu_devices(2)
     here = machine.this_machine(devices, "this machine", notes, Path("outputs"))
     free = min(here.host_memory_bytes, machine.host_memory().available_bytes)
@@ -148,7 +149,7 @@ def version_check(name: str, version: str, floor: str) -> Check:
 def _driver() -> tuple[list[list[str]], Check]:
     """One row of nvidia-smi for each GPU, and the check of the driver."""
     try:
-        answer = machine.ask_nvidia_smi(_SMI_FIELDS, timeout_s=20.0)
+        answer = nvidia_smi.ask_nvidia_smi(_SMI_FIELDS, timeout_s=20.0)
     except (OSError, subprocess.SubprocessError) as error:
         return [], Check("driver", "note", f"nvidia-smi does not answer: {error}", "reboot, or reinstall the driver")
     if answer is None:
@@ -158,7 +159,7 @@ def _driver() -> tuple[list[list[str]], Check]:
     if answer.returncode != 0:
         words = (answer.stdout + answer.stderr).strip().splitlines()
         return [], Check("driver", "note", f"nvidia-smi: {words[0] if words else 'failed'}", "reinstall the driver")
-    rows = machine.smi_rows(answer, _SMI_FIELDS)
+    rows = nvidia_smi.smi_rows(answer, _SMI_FIELDS)
     return rows, Check("driver", "good", f"NVIDIA {rows[0][0]}" if rows else "no GPU listed")
 
 
@@ -207,7 +208,7 @@ def _gpus(rows: list[list[str]]) -> Iterator[Check]:
 
 def _lost() -> Iterator[Check]:
     """The newest losses of devices, one for each device."""
-    newest = {text.split(" ", 1)[0]: (time_s, text) for time_s, text in machine.lost_devices()}
+    newest = {text.split(" ", 1)[0]: (time_s, text) for time_s, text in lost_devices()}
     for time_s, text in newest.values():
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(time_s))
         fix = "look at its power, cooling, riser and `dmesg | grep Xid`; pipeline.devices leaves it out"

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from roundpipe_cli import torchrun
 from roundpipe_cli.cli.output import go_offline, quiet_libraries, say, show_error
-from roundpipe_cli.costs import machine
 from roundpipe_cli.errors import DeviceLostError, RefusedError, RoundpipeError
 from roundpipe_cli.events import DeviceLost, Notice
 from roundpipe_cli.faults import load_faults
@@ -37,7 +37,7 @@ YES, NO = ("1", "ON", "YES", "TRUE"), ("", "0", "OFF", "NO", "FALSE")
 SWITCHES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
 
 
-def check_environment(recipe: Recipe) -> machine.Process:
+def check_environment(recipe: Recipe) -> torchrun.Process:
     """This process' place in the run, when all variables make sense.
 
     Raises:
@@ -57,7 +57,7 @@ def check_environment(recipe: Recipe) -> machine.Process:
             os.environ.pop(name, None)  # PEFT refuses an empty value when it saves
     cache_folder("data")  # refuses a path that cannot be one
     load_faults()
-    process = machine.this_process()
+    process = torchrun.this_process()
     if process.num_local > 1 and recipe.pipeline.devices == "auto":
         raise RefusedError(
             "several processes on one machine would each take all of its devices",
@@ -68,8 +68,8 @@ def check_environment(recipe: Recipe) -> machine.Process:
         )
     if process.count > 1:
         _refuse_unshareable(recipe, process.count)
-        machine.require_address()
-    if notice := machine.launched_without_ranks():
+        torchrun.require_address()
+    if notice := torchrun.launched_without_ranks():
         say(f"note: {notice}")
     return process
 
@@ -194,7 +194,7 @@ def finetune(
     with restarting(recipe, overrides or (), restarts), StopSignals() as signals, contextlib.ExitStack() as stack:
         if offline:
             go_offline()
-        process, nodes = machine.this_process(), None
+        process, nodes = torchrun.this_process(), None
         if process.count > 1:  # from here on a refusal of one machine ends all
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # a lost store shows C++ stacks; our error says it
             quiet_libraries()
@@ -216,7 +216,7 @@ def finetune(
             from roundpipe_cli.train.checkpoint.output_dir import refuse_if_held, refuse_wrong_start
 
             refuse_if_held(named_path(loaded.recipe.output_dir))
-            if machine.was_restarted():
+            if torchrun.was_restarted():
                 from roundpipe_cli.train.preflight import as_restarted
 
                 loaded, start = as_restarted(loaded, start)
@@ -274,7 +274,7 @@ def restarting(recipe: str, overrides: Sequence[str], restarts: int) -> Iterator
     Raises:
         RefusedError: several machines, whose processes torchrun starts again.
     """
-    if restarts and machine.this_process().count > 1:
+    if restarts and torchrun.this_process().count > 1:
         raise RefusedError("--restarts: not with several machines", hint="torchrun --max-restarts does so")
     try:
         yield

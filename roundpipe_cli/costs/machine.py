@@ -1,148 +1,20 @@
-"""Figures of this machine: GPUs (asked of nvidia-smi, so without torch), host memory and its layout, cores, disk.
+"""Figures of this machine apart from its GPUs: host memory, its layout and its locking, cores, disk.
 
 A container's memory limit counts before the machine's: cgroup v2 and v1 are both read.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import re
 import shutil
-import subprocess
-import time
-from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-from roundpipe_cli.costs.hardware import Device, Hardware, catalogue, find_gpu, gpu_device
-from roundpipe_cli.errors import RefusedError, ResourceError
-from roundpipe_cli.files import append_line, cache_folder, read_regular
-from roundpipe_cli.units import GIB, MIB
-
-# The place of this process in a run, by torchrun's environment variables. No torch.
-#
-#     RANK, WORLD_SIZE              this process, and how many there are; both or none
-#     MASTER_ADDR, MASTER_PORT      where the first one listens
-#     LOCAL_RANK, LOCAL_WORLD_SIZE  the same two on this machine, where there is to be one
-#
-# An empty variable counts as one that is not set.
-
-EXAMPLE = "torchrun --nnodes 2 --nproc-per-node 1 --node-rank 0 --master-addr HOST --master-port 29500 --no-python ..."
-MAX_PORT = 65535
-LAUNCHERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-"""Number of tasks, of srun and the two kinds of mpirun; none of them sets RANK."""
-
-
-@dataclass(frozen=True, slots=True)
-class Process:
-    """One process of a run; alone, it is the first of one."""
-
-    rank: int = 0
-    count: int = 1
-    """Processes of the run, one on each machine."""
-    num_local: int = 1
-    """Processes of the run on this machine."""
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this process writes the run's files."""
-        return self.rank == 0
-
-
-def this_process() -> Process:
-    """This process' place in the run.
-
-    Raises:
-        RefusedError: variables that are no numbers, contradict each other, or are incomplete.
-    """
-    rank, count = _number("RANK"), _number("WORLD_SIZE")
-    local_rank, num_local = _number("LOCAL_RANK"), _number("LOCAL_WORLD_SIZE")
-    if rank is None and (count or 1) > 1:
-        raise _half("WORLD_SIZE", "RANK")
-    if count is None and rank is not None:
-        raise _half("RANK", "WORLD_SIZE")
-    was_restarted()
-    _refuse_outside("RANK", rank, "WORLD_SIZE", count)
-    _refuse_outside("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", num_local)
-    return Process(rank or 0, 1 if count is None else count, max(1, num_local or 1, (local_rank or 0) + 1))
-
-
-def require_address() -> None:
-    """Refuse an environment that does not say where the first of several processes listens.
-
-    Raises:
-        RefusedError: MASTER_ADDR or MASTER_PORT is missing, or is no port.
-    """
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not _text(name)]
-    if missing:
-        raise _half("WORLD_SIZE", " and ".join(missing))
-    port = _text("MASTER_PORT")
-    if not (port.isascii() and port.isdecimal() and len(port) <= 5 and 1 <= int(port) <= MAX_PORT):
-        raise _wrong("MASTER_PORT", f"a port from 1 to {MAX_PORT}")
-
-
-def launched_without_ranks() -> str | None:
-    """A warning where a launcher started several tasks but none of them knows of the others; else None."""
-    for name in LAUNCHERS:
-        text = _text(name)
-        if text.isdecimal() and int(text) > 1 and not _text("WORLD_SIZE"):
-            alone = "RANK and WORLD_SIZE are not set, so each of them trains alone, on all rows"
-            return f"{name}={text} tasks were started, but {alone}; torchrun makes them one run"
-    return None
-
-
-def was_restarted() -> bool:
-    """Whether torchrun has started this run again after one of its processes ended.
-
-    Raises:
-        RefusedError: the variable is no number.
-    """
-    return (_number("TORCHELASTIC_RESTART_COUNT") or 0) > 0
-
-
-def _text(name: str) -> str:
-    return os.environ.get(name, "").strip()
-
-
-def _number(name: str) -> int | None:
-    """The variable's value; None where it is not set."""
-    text = _text(name)
-    if not text:
-        return None
-    if not (text.isascii() and text.isdecimal()) or len(text) > len(str(2**31)):
-        raise _wrong(name, "a whole number of at least 0")
-    return int(text)
-
-
-def _refuse_outside(rank_name: str, rank: int | None, count_name: str, count: int | None) -> None:
-    if count is not None and count < 1:
-        raise _wrong(count_name, "a whole number of at least 1")
-    if rank is not None and count is not None and rank >= count:
-        raise _wrong(rank_name, f"less than {count_name}={count}")
-
-
-def _wrong(name: str, expected: str) -> RefusedError:
-    return RefusedError(
-        "an environment variable of torchrun makes no sense",
-        where=name,
-        found=repr(os.environ.get(name, "")),
-        expected=expected,
-        hint=f"unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE for a run on one machine; for several: {EXAMPLE}",
-    )
-
-
-def _half(there: str, missing: str) -> RefusedError:
-    return RefusedError(
-        "the environment says only in part which process of a run this is",
-        where=f"{missing} not set",
-        found=f"{there}={_text(there)}",
-        expected="all of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or none of them",
-        hint=f"unset {there} for a run on one machine; for several: {EXAMPLE}",
-    )
-
+from roundpipe_cli.costs.hardware import Device, Hardware
+from roundpipe_cli.units import GIB
 
 # Layout of the host's memory: NUMA nodes, and pages of 2 MiB for memory that asks for them.
 
@@ -195,9 +67,11 @@ def _numbers(text: str) -> tuple[int, ...]:
 CPU_FLOAT32_FLOPS_PER_S_PER_CORE = 60e9
 """Whole training steps of SmolLM2-135M in float32 on a 2-core AVX-512 machine: 150 tokens/s."""
 CPU_BFLOAT16_SPEEDUP = 2.6
-"""The same in bfloat16 where the processor has matrix units for it (amx_bf16). Reported, not measured here."""
+"""Speed of bfloat16, in that of float32, where the processor has matrix units for it (amx_bf16). Reported, not
+measured here."""
 CPU_SLOW_BFLOAT16 = 0.75
-"""Where it has none, avx512_bf16 included: 102 against 136 tokens/s, measured on a 2-core AVX512-BF16 machine."""
+"""Speed of bfloat16 without such units, avx512_bf16 included: 102 against 136 tokens/s on a 2-core
+AVX512-BF16 machine."""
 CPU_NO_16_BIT = 0.1
 """In bfloat16 or float16 on an x86 processor without AVX-512: 10 against 96 tokens/s, on a 2-core AVX2 machine."""
 CPU_MEMORY_BYTES_PER_S = 20e9
@@ -244,7 +118,7 @@ def host_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup"
 
 
 def _cgroup_folders(proc: Path, cgroup: Path) -> list[Path]:
-    """This process's memory cgroups and their parents, outermost first."""
+    """Memory cgroups of this process and their parents, outermost first."""
     folders = [cgroup, cgroup / "memory"]
     for line in _read(proc / "self" / "cgroup").splitlines():
         _, controllers, path = (line.split(":", 2) + ["", ""])[:3]
@@ -317,75 +191,6 @@ def _speedup_in_16_bit() -> float:
     return CPU_NO_16_BIT if "avx2" in features and "avx512" not in features else CPU_SLOW_BFLOAT16
 
 
-def visible_gpus() -> tuple[tuple[Device, ...], tuple[str, ...]]:
-    """The GPUs that nvidia-smi lists (those, in the order, that CUDA_VISIBLE_DEVICES says), and notes on them.
-
-    Empty where there is no driver; takes no GPU memory and loads no torch.
-    """
-    fields = ("name", "memory.total", "pcie.link.gen.max", "pcie.link.width.max", "uuid")
-    try:
-        answer = ask_nvidia_smi(fields)
-    except (OSError, subprocess.SubprocessError):
-        return (), ()
-    if answer is None or answer.returncode != 0:
-        return (), ()
-    rows = smi_rows(answer, fields)
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is not None:
-        rows = _chosen(rows, chosen.split(","))
-    devices, notes = zip(*(_gpu_of(row) for row in rows), strict=True) if rows else ((), ())
-    return tuple(devices), tuple(dict.fromkeys(note for pair in notes for note in pair))
-
-
-def ask_nvidia_smi(fields: Sequence[str], timeout_s: float = 10.0) -> subprocess.CompletedProcess[str] | None:
-    """The answer of nvidia-smi on these fields, a line for each GPU; None where there is no such program.
-
-    Raises:
-        OSError, subprocess.SubprocessError: it does not answer.
-    """
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return None
-    words = [program, f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
-    return subprocess.run(words, capture_output=True, text=True, timeout=timeout_s, check=False)
-
-
-def smi_rows(answer: subprocess.CompletedProcess[str], fields: Sequence[str]) -> list[list[str]]:
-    """The lines of an answer that have all fields."""
-    rows = [[cell.strip() for cell in line.split(",")] for line in answer.stdout.splitlines()]
-    return [row for row in rows if len(row) == len(fields)]
-
-
-def _chosen(rows: list[list[str]], names: list[str]) -> list[list[str]]:
-    """Lines of nvidia-smi by number or by the beginning of a UUID. Like CUDA, ends at the first name of no GPU."""
-    found = []
-    for name in map(str.strip, names):
-        by_number = rows[int(name) : int(name) + 1] if name.isdigit() else []
-        row = by_number or [row for row in rows if name.startswith("GPU-") and row[-1].startswith(name)]
-        if len(row) != 1:
-            break
-        found.append(row[0])
-    return found
-
-
-def _gpu_of(row: list[str]) -> tuple[Device, tuple[str, ...]]:
-    """A device from one line of nvidia-smi: memory and link as reported, rates from the catalogue."""
-    name, memory_mib, generation, lanes, _ = row
-    known = find_gpu(name)
-    notes = [f"read from nvidia-smi: {name}, {memory_mib} MiB, PCIe {generation} x{lanes}"]
-    if known is None:
-        notes.append(f"assumed: {name} is not in the catalogue; rates of an rtx-3090")
-    else:
-        notes.append(f"assumed: rates of {known} by its data sheet, not measured")
-    figures = catalogue()[known or "rtx-3090"]
-    if generation.isdigit() and lanes.isdigit() and int(lanes):
-        figures = replace(figures, pcie_generation=int(generation), pcie_lanes=int(lanes))
-    device = gpu_device(known or name, figures)
-    if memory_mib.replace(".", "").isdigit():
-        device = replace(device, memory_bytes=int(float(memory_mib) * MIB))
-    return device, tuple(notes)
-
-
 def this_machine(devices: tuple[Device, ...], description: str, notes: tuple[str, ...], output_dir: Path) -> Hardware:
     """The machine with these devices, its measured host memory and the free disk under `output_dir`."""
     memory = host_memory()
@@ -411,35 +216,6 @@ def describe_locking() -> str:
 def is_wsl() -> bool:
     """Whether this is Linux inside Windows, by its kernel's name."""
     return "microsoft" in platform.release().lower()
-
-
-# Devices that runs on this machine lost, for `doctor`.
-
-LOST_DAYS = 30
-
-
-def _lost_path() -> Path:
-    return cache_folder("lost") / "devices.jsonl"
-
-
-def note_lost_device(text: str) -> None:
-    """Remember that a run lost a device; a cache that cannot be written is no error."""
-    with suppress(OSError, ResourceError, RefusedError):
-        path = _lost_path()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        append_line(path, json.dumps({"time": time.time(), "text": text}))
-
-
-def lost_devices() -> list[tuple[float, str]]:
-    """(Unix time, which and why) of devices that runs lost in the last `LOST_DAYS` days, oldest first."""
-    found = []
-    with suppress(OSError, RefusedError):
-        for line in read_regular(_lost_path(), 1 << 20).decode(errors="replace").splitlines():
-            with suppress(ValueError, KeyError, TypeError):
-                row = json.loads(line)
-                if time.time() - float(row["time"]) < LOST_DAYS * 86400:
-                    found.append((float(row["time"]), str(row["text"])))
-    return found
 
 
 def free_disk_bytes(folder: Path) -> int | None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from roundpipe_cli.choices import SCHEDULE_KINDS, ScheduleName
 from roundpipe_cli.costs.analytic import Case
 from roundpipe_cli.costs.cost import without_unpacked
-from roundpipe_cli.costs.machine import host_memory, is_large_for_cpu, this_process
+from roundpipe_cli.costs.machine import host_memory, is_large_for_cpu
 from roundpipe_cli.costs.memory import with_cached_weights
 from roundpipe_cli.errors import Problem, RefusedError, ResourceError
 from roundpipe_cli.planning.answers import Answers
@@ -28,6 +28,7 @@ from roundpipe_cli.planning.solve import best_remedies
 from roundpipe_cli.planning.verdict import judge, judge_coarsest
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.schedule.actions import Schedule
+from roundpipe_cli.torchrun import this_process
 from roundpipe_cli.units import format_bytes
 
 

@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
-from roundpipe_cli.costs.machine import host_memory, note_lost_device
+from roundpipe_cli.costs.lost_devices import note_lost_device
+from roundpipe_cli.costs.machine import host_memory
 from roundpipe_cli.data.batching import Grouping, RowBatch
 from roundpipe_cli.data.tokenized import TokenizedDataset
 from roundpipe_cli.engine.backends import cuda

@@ -13,7 +13,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from roundpipe_cli.costs.cost import CostModel, StageRange, without_unpacked
-from roundpipe_cli.costs.machine import this_process
 from roundpipe_cli.costs.memory import (
     DEVICE_SHARE,
     largest_stage_bytes,
@@ -31,6 +30,7 @@ from roundpipe_cli.planning.cuts import DEALING, resident_cut
 from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.schedule.simulate import simulate
 from roundpipe_cli.schedule.timeline import makespan_s
+from roundpipe_cli.torchrun import this_process
 from roundpipe_cli.train.prepare.setup import Setup
 from roundpipe_cli.units import format_bytes
 

@@ -19,10 +19,10 @@ import pytest
 
 from roundpipe_cli.cli.finetune import check_environment
 from roundpipe_cli.cli.output import run_command
-from roundpipe_cli.costs.machine import Process, launched_without_ranks, this_process
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.files import CACHE_VARIABLE
 from roundpipe_cli.recipe.schema import PipelineConfig, Recipe
+from roundpipe_cli.torchrun import Process, launched_without_ranks, this_process
 from roundpipe_cli.train.prepare.devices import choose_devices
 from tests.cli.test_terminal_text import said
 from tests.support.e2e import python

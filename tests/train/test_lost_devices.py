@@ -14,7 +14,7 @@ import pytest
 from roundpipe_cli import faults
 from roundpipe_cli.cli.checks import _lost
 from roundpipe_cli.cli.finetune import restarting
-from roundpipe_cli.costs.machine import note_lost_device
+from roundpipe_cli.costs.lost_devices import note_lost_device
 from roundpipe_cli.dashboard.html import comparison, timelines
 from roundpipe_cli.dashboard.state import fold, fold_all
 from roundpipe_cli.dashboard.theme import Theme
