@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 from accelerate import init_empty_weights
 
+from roundpipe_cli.costs.exact_counts import is_counted_exactly
 from roundpipe_cli.costs.find_model import find_config, shipped_figures
-from roundpipe_cli.costs.models import is_counted_exactly
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.files.source import ModelSource
 from roundpipe_cli.model.load import auto_class, build_skeleton, load_config

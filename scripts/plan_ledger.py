@@ -26,7 +26,7 @@ import torch
 
 from roundpipe_cli.costs.block_work import PassWork, Tally, block_work
 from roundpipe_cli.costs.find_model import figures_of, shipped_architecture
-from roundpipe_cli.costs.models import TrainingSettings
+from roundpipe_cli.costs.settings import TrainingSettings
 from roundpipe_cli.model.fused import find_fused_ops
 from roundpipe_cli.model.load import build_skeleton
 from roundpipe_cli.model.lora import LoraSettings, add_lora

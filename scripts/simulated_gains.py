@@ -22,7 +22,8 @@ from roundpipe_cli.costs.cost import CostModel, LayerCost, keep_activations, ski
 from roundpipe_cli.costs.find_model import shipped_architecture
 from roundpipe_cli.costs.hardware import parse_hardware
 from roundpipe_cli.costs.memory import device_need, one_layer_bytes, usable_device_bytes
-from roundpipe_cli.costs.models import Architecture, TrainingSettings
+from roundpipe_cli.costs.models import Architecture
+from roundpipe_cli.costs.settings import TrainingSettings
 from roundpipe_cli.planning.choose import choose, dealt_cut
 from roundpipe_cli.planning.compare import SimulationCase, StageCut, run
 from roundpipe_cli.schedule.builders import Options

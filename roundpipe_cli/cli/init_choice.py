@@ -22,7 +22,8 @@ from roundpipe_cli.costs.analytic import case_of
 from roundpipe_cli.costs.find_model import find_architecture
 from roundpipe_cli.costs.hardware import Hardware, parse_hardware
 from roundpipe_cli.costs.machine import MAX_PARAMETERS_ON_CPU, is_large_for_cpu
-from roundpipe_cli.costs.models import Architecture, DType, TrainingSettings
+from roundpipe_cli.costs.models import Architecture
+from roundpipe_cli.costs.settings import DType, TrainingSettings
 from roundpipe_cli.data.formats import decide_format, find_pair_columns
 from roundpipe_cli.data.rows import BadRowError, DatasetSpec, in_chunks, printable
 from roundpipe_cli.errors import RefusedError, RoundpipeError

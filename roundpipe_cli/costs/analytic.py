@@ -34,7 +34,8 @@ from roundpipe_cli.costs.block_work import (
 )
 from roundpipe_cli.costs.cost import CostModel, LayerCost, keep_activations, skip_projections
 from roundpipe_cli.costs.hardware import Accumulate, Device, Hardware, Rates, rates_of
-from roundpipe_cli.costs.models import Architecture, Block, TrainingSettings
+from roundpipe_cli.costs.models import Architecture, Block
+from roundpipe_cli.costs.settings import TrainingSettings
 
 # Bytes that a microbatch's forward keeps on a device for the backward.
 #

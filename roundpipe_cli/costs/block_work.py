@@ -23,8 +23,8 @@ from roundpipe_cli.costs.models import (
     UNTURNED,
     Architecture,
     Block,
-    TrainingSettings,
 )
+from roundpipe_cli.costs.settings import TrainingSettings
 
 # The matrices of a block: their shapes, which of them are adapted or have a bias.
 

@@ -22,7 +22,7 @@ from importlib.resources import files
 from typing import Any, Literal
 
 from roundpipe_cli.costs.block_work import PassWork, Product
-from roundpipe_cli.costs.models import DType
+from roundpipe_cli.costs.settings import DType
 from roundpipe_cli.errors import RefusedError, closest, one_edit_apart
 from roundpipe_cli.units import GIB
 

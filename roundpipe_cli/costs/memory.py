@@ -21,7 +21,8 @@ from roundpipe_cli.choices import OPTIMIZERS
 from roundpipe_cli.costs.analytic import Case, activation_bytes, key_value_bytes, trainable_params
 from roundpipe_cli.costs.cost import CostModel, LayerCost, StageRange
 from roundpipe_cli.costs.hardware import Device, Hardware
-from roundpipe_cli.costs.models import Architecture, TrainingSettings
+from roundpipe_cli.costs.models import Architecture
+from roundpipe_cli.costs.settings import TrainingSettings
 from roundpipe_cli.units import GIB, MIB, format_bytes
 
 # The largest single weights of a block, which exist twice for a moment: while they are filled, and as gradients.

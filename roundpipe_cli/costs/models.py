@@ -1,19 +1,16 @@
-"""A model's architecture and a recipe's settings in numbers: enough to count parameters, bytes and operations.
+"""A model's architecture in numbers: enough to count parameters, bytes and operations.
 
 `parse_config` reads any decoder-only Hugging Face configuration as plain JSON; nothing is imported from transformers.
-Types in `COUNTED_TYPES` are counted within 2 %, those listed below and the shipped models exactly, and a test
+Types in `COUNTED_TYPES` are counted within 2 %, those of `exact_counts.py` and the shipped models exactly, and a test
 holds both; any other type may be counted wrong by a multiple, and is said to be a guess.
 """
 
 from __future__ import annotations
 
-import math
-import re
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
-from roundpipe_cli.choices import PACKED_FORMATS, SIZE_NAMES, OptimizerName, PackedName, check_sizes
+from roundpipe_cli.choices import SIZE_NAMES, check_sizes
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.units import format_count
 
@@ -36,161 +33,8 @@ CHOSEN_SUM_TO_ONE = frozenset({"qwen3_moe", "mixtral", "glm4_moe", "qwen3_next"}
 """Weights of the chosen experts are divided by their sum (`norm_topk_prob`, as the published models have it)."""
 
 
-LOGITS_AT_ONCE = 2**27
-
-
-def head_chunk_tokens(given: int | None, vocab_size: int) -> int:
-    """Tokens for which the LM head computes logits at once: as given, or about `LOGITS_AT_ONCE` logits. A rule of the
-    vocabulary alone: with one of the card's memory other cards would compute other bits."""
-    return given or max(256, min(1024, 2 ** round(math.log2(LOGITS_AT_ONCE / max(1, vocab_size)))))
-
-
-# The settings of a recipe that decide costs and memory.
-
-DType = Literal["bfloat16", "float16", "float32"]
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingSettings:
-    """A recipe's settings for costs and memory. Sequences are counted as full: `max_seq_length` tokens each."""
-
-    max_seq_length: int
-    micro_batch_size: float = 1
-    sequences_per_row: int = 1
-    """Sequences of a row: 2 for pairs of answers."""
-    num_microbatches: int = 8
-    """Microbatches of a step."""
-    counts_tokens: bool = False
-    """The recipe fills microbatches by tokens; `micro_batch_size` is their number of full rows."""
-    method: Literal["lora", "full"] = "lora"
-    lora_r: int = 16
-    expert_r: int | None = None
-    """Rank of experts' adapters; 0: they have none; None: `lora_r` divided by the experts of a token, at least 1."""
-    lora_dropout: float = 0.0
-    lora_targets: tuple[str, ...] | None = None
-    """Names of the adapted projections; None: all of them."""
-    dtype: DType = "bfloat16"
-    float16_accumulation: bool = False
-    """Matrix products of float16 add up in float16."""
-    deterministic: bool = False
-    """GPUs add up in order in attention's backward."""
-    packed_as: PackedName | None = None
-    """Format of the blocks' frozen weights; None: they lie whole."""
-    unpacks_once: bool = False
-    """Packed weights are unpacked once per visit of a stage, not for each microbatch and pass."""
-    recompute: Literal["stage", "layer", "none"] = "stage"
-    fused: bool = True
-    """Operators and kernels of ours (`kernels: auto`), not transformers' and PEFT's own."""
-    optimizer: OptimizerName = "adamw"
-    new_tokens: int = 0
-    """Tokens of the recipe's `add_tokens`; LoRA trains their rows of embedding and LM head."""
-    has_momentum: bool = False
-    """The recipe's `sgd_momentum` is not 0."""
-    head_chunk_tokens: int = 1024
-    mlp_chunk_tokens: int | None = None
-    """Tokens for which a block's feed-forward part is computed at once, again in backward; None: all."""
-    save_total_limit: int = 2
-    weight_cache_bytes: int = 0
-    """Bytes of each GPU's memory for weights that stay there."""
-    weights_on_disk: bool = False
-    """Frozen weights are mapped from a file and take host memory only as far as there is some to spare."""
-    skip_last_projection: bool = False
-    """Recompute leaves out what backward never reads, for which the host keeps the input of every layer."""
-    keep_blocks: int = 0
-    """Blocks, counted from the last, that are not recomputed: their activations stay on the device."""
-    num_shards: int = 1
-    """Machines over which masters and the optimizer's state are shared out."""
-
-    sequence_chunks: int = 1
-    """Chunks into which each sequence is cut; a chunk is a microbatch, so `num_microbatches` counts chunks."""
-
-    @property
-    def tokens_per_microbatch(self) -> float:
-        return self.micro_batch_size * self.sequences_per_row * self.max_seq_length / self.sequence_chunks
-
-    @property
-    def num_sequences(self) -> int:
-        """Sequences of a step, divided by `micro_batch_size`."""
-        return self.num_microbatches // self.sequence_chunks
-
-    @property
-    def tokens_per_mlp_call(self) -> float:
-        """Tokens of one call of a block's feed-forward part."""
-        return min(self.tokens_per_microbatch, self.mlp_chunk_tokens or self.tokens_per_microbatch)
-
-    @property
-    def dtype_bytes(self) -> int:
-        return 4 if self.dtype == "float32" else 2
-
-    @property
-    def frozen_bytes_per_param(self) -> float:
-        """Bytes of each weight of a matrix that is not trained."""
-        return self.packed_bytes_per_param or self.dtype_bytes
-
-    @property
-    def packed_bytes_per_param(self) -> float:
-        """The same where it is packed, else 0."""
-        if self.method == "full" or self.packed_as is None:
-            return 0.0
-        return PACKED_FORMATS[self.packed_as].bytes_per_param
-
-    @property
-    def unpacking_bytes_per_param(self) -> float:
-        """Bytes of a GPU's memory that unpacking a weight to 16 bit reads and writes; 0 where it is not packed."""
-        if not self.packed_bytes_per_param or self.packed_as is None:
-            return 0.0
-        return self.packed_bytes_per_param + 4 * PACKED_FORMATS[self.packed_as].passes - 2
-
-
-# The configurations that are counted exactly, so that the model need not be built for a count.
-
 TIED_BY_DEFAULT = frozenset({"gpt2", "gemma", "gemma2", "gemma3_text", "smollm3"})
 """Types whose embedding and LM head share a matrix unless config.json says otherwise."""
-_OWN_HEAD_DIM = frozenset({"gemma", "gemma2", "gemma3_text", "gpt_oss", "qwen3"})
-"""Types whose heads have a width of their own where config.json gives none."""
-EXACT_TYPES = frozenset(
-    {
-        *("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text", "gpt_oss"),
-        *("granite", "smollm3", "olmo2", "olmo3", "phi3"),
-    }
-)
-_NEEDED = (
-    *("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "num_key_value_heads"),
-    "vocab_size",
-)
-_COUNTED = frozenset(
-    {
-        *(*_NEEDED, "head_dim", "tie_word_embeddings"),
-        *("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"),
-        *("decoder_sparse_step", "mlp_only_layers"),
-    }
-)
-_NEUTRAL = re.compile(
-    r"_.*|.*dropout|.*_pdrop|.*_token_id|.*_eps|.*_multiplier|.*softcapping|rope_.*|partial_rotary_factor|no_rope_.*"
-    r"|(sliding|max)_window.*|sliding_window|layer_types|use_sliding_window|original_max_position_embeddings"
-    r"|architectures|chunk_size_feed_forward|dtype|torch_dtype|hidden_act|hidden_activation|id2label|label2id"
-    r"|initializer_(range|factor)|logits_scaling|max_position_embeddings|model_type|output_.*|parameters"
-    r"|pretraining_tp|problem_type|query_pre_attn_scalar|quantization_config|return_dict|router_aux_loss_coef"
-    r"|norm_topk_prob|router_jitter_noise|swiglu_(alpha|limit)|transformers_version|use_bidirectional_attention|use_cache"
-    r"|initial_context_length|experts_per_token|auto_map|name_or_path"
-)
-"""Keys that do not change any parameter."""
-
-
-def is_counted_exactly(config: Mapping[str, Any]) -> bool:
-    """Whether `parse_config` counts the parameters of this configuration to the last one.
-
-    It does for a few types, where all sizes are given and no key is there that the tables do not know.
-    """
-    model_type = config.get("model_type")
-    if model_type not in EXACT_TYPES or any(config.get(key) is None for key in _NEEDED):
-        return False
-    if model_type in _OWN_HEAD_DIM and config.get("head_dim") is None:
-        return False
-    if model_type == "gpt_oss":
-        config = {**config, "attention_bias": config.get("attention_bias") is False}
-    unknown = (key for key in config if key not in _COUNTED and not _NEUTRAL.fullmatch(key))
-    return not any(config[key] for key in unknown)
 
 
 _TWO_MATRIX_MLP = frozenset(
@@ -245,7 +89,7 @@ class Block:
         return self.attention_params + self.mlp_params + self.other_params
 
     def scaled(self, factor: float) -> Block:
-        """The same with `factor` times the parameters."""
+        """A block with `factor` times the parameters."""
         return replace(
             self,
             attention_params=round(self.attention_params * factor),
@@ -329,7 +173,7 @@ class Architecture:
         return self.vocab_size * self.hidden_size + tail
 
     def with_tokens(self, count: int) -> Architecture:
-        """The same with `count` more rows of embedding and LM head: as if no padding row were left for new tokens."""
+        """The model with `count` more rows of embedding and LM head: as if no padding row were left for new tokens."""
         rows = self.embed_params + count * self.hidden_size
         return replace(self, vocab_size=self.vocab_size + count, embed_params=rows) if count else self
 
@@ -340,7 +184,7 @@ class Architecture:
 
 
 def with_stored_count(architecture: Architecture, count: int | None = None, source: str = "") -> Architecture:
-    """The same with as many parameters as the model's files hold, and what to tell of the count.
+    """The model with as many parameters as the model's files hold, and what to tell of the count.
 
     Args:
         count: of the files; None: they are not here.

@@ -12,7 +12,8 @@ from roundpipe_cli.costs.analytic import ORDERED_BACKWARD, analytic_costs, fused
 from roundpipe_cli.costs.cost import ADDING_BYTES, CostModel, LayerCost
 from roundpipe_cli.costs.hardware import Hardware
 from roundpipe_cli.costs.memory import DEVICE_SHARE, spare_for_cache, whole_cache_bytes, with_cached_weights
-from roundpipe_cli.costs.models import Architecture, TrainingSettings
+from roundpipe_cli.costs.models import Architecture
+from roundpipe_cli.costs.settings import TrainingSettings
 from roundpipe_cli.errors import ResourceError
 from roundpipe_cli.planning.admission import unproven
 from roundpipe_cli.planning.answers import Answers, cut_from

@@ -17,14 +17,9 @@ from roundpipe_cli.costs.find_model import FoundConfig, built_architecture, find
 from roundpipe_cli.costs.hardware import ASSUMED_DISK_BYTES_PER_S, Device, Hardware, parse_hardware
 from roundpipe_cli.costs.machine import MAX_PARAMETERS_ON_CPU, cpu_devices, slow_in_16_bit, this_machine
 from roundpipe_cli.costs.memory import INPUTS_SHARE, frozen_bytes, host_need, usable_host_bytes
-from roundpipe_cli.costs.models import (
-    MAX_COUNT_ERROR,
-    Architecture,
-    TrainingSettings,
-    head_chunk_tokens,
-    with_stored_count,
-)
+from roundpipe_cli.costs.models import MAX_COUNT_ERROR, Architecture, with_stored_count
 from roundpipe_cli.costs.nvidia_smi import visible_gpus
+from roundpipe_cli.costs.settings import TrainingSettings, head_chunk_tokens
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.files.quantization import quantization_settings
 from roundpipe_cli.model.files.untrusted import INDEX_NAME, are_equal, file_tensors, find_shards, read_json

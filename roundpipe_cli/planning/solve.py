@@ -26,7 +26,8 @@ from roundpipe_cli.costs.find_model import shipped_architecture, shipped_figures
 from roundpipe_cli.costs.hardware import Hardware, catalogue, gpu_device
 from roundpipe_cli.costs.machine import MAX_PARAMETERS_ON_CPU, is_large_for_cpu
 from roundpipe_cli.costs.memory import HOST_MARGIN_BYTES
-from roundpipe_cli.costs.models import Architecture, TrainingSettings
+from roundpipe_cli.costs.models import Architecture
+from roundpipe_cli.costs.settings import TrainingSettings
 from roundpipe_cli.errors import RefusedError, ResourceError
 from roundpipe_cli.planning.predict import Plan, best_plan
 from roundpipe_cli.planning.question import PlanRequest, ask, ask_again, rows_that_keep_busy, settings_of

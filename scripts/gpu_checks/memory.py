@@ -9,7 +9,8 @@ import torch
 
 from roundpipe_cli.costs.analytic import Case
 from roundpipe_cli.costs.memory import device_need
-from roundpipe_cli.costs.models import TrainingSettings, parse_config
+from roundpipe_cli.costs.models import parse_config
+from roundpipe_cli.costs.settings import TrainingSettings
 from roundpipe_cli.engine.backends import cuda
 from scripts.gpu_checks.models import SPEED_MODEL
 from scripts.gpu_checks.place import Check, CheckPlace, Figures, check

@@ -17,8 +17,9 @@ from roundpipe_cli.costs.analytic import AnalyticCosts, analytic_costs
 from roundpipe_cli.costs.hardware import Device, Hardware, catalogue, gpu_device
 from roundpipe_cli.costs.machine import this_machine
 from roundpipe_cli.costs.memory import with_cached_weights
-from roundpipe_cli.costs.models import TrainingSettings, parse_config
+from roundpipe_cli.costs.models import parse_config
 from roundpipe_cli.costs.nvidia_smi import visible_gpus
+from roundpipe_cli.costs.settings import TrainingSettings
 from roundpipe_cli.engine.backends import cuda
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.options import EngineOptions

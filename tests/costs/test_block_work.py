@@ -11,7 +11,8 @@ from roundpipe_cli.costs.analytic import analytic_costs
 from roundpipe_cli.costs.block_work import block_work, has_mask, lora_params
 from roundpipe_cli.costs.find_model import find_architecture
 from roundpipe_cli.costs.hardware import parse_hardware
-from roundpipe_cli.costs.models import TrainingSettings, parse_config
+from roundpipe_cli.costs.models import parse_config
+from roundpipe_cli.costs.settings import TrainingSettings
 from roundpipe_cli.model.load import build_skeleton
 from roundpipe_cli.model.lora import LoraSettings, add_lora
 from scripts.gpu_checks.models import configuration, tiny

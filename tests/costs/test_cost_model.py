@@ -18,7 +18,8 @@ from roundpipe_cli.costs.block_work import attended_tokens, block_work
 from roundpipe_cli.costs.cost import StageRange
 from roundpipe_cli.costs.find_model import find_architecture, read_gguf_config, shipped_architecture, shipped_figures
 from roundpipe_cli.costs.hardware import parse_hardware
-from roundpipe_cli.costs.models import TrainingSettings, head_chunk_tokens, parse_config
+from roundpipe_cli.costs.models import parse_config
+from roundpipe_cli.costs.settings import TrainingSettings, head_chunk_tokens
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.files.source import resolve_model
 from roundpipe_cli.model.files.untrusted import check_small_files

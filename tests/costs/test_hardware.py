@@ -23,7 +23,7 @@ from roundpipe_cli.costs.hardware import (
     rates_of,
 )
 from roundpipe_cli.costs.machine import HostMemory, cpu_devices, host_memory
-from roundpipe_cli.costs.models import TrainingSettings
+from roundpipe_cli.costs.settings import TrainingSettings
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.units import GIB
 

@@ -29,7 +29,7 @@ from roundpipe_cli.costs.memory import (
     rounds_kept,
     usable_device_bytes,
 )
-from roundpipe_cli.costs.models import TrainingSettings
+from roundpipe_cli.costs.settings import TrainingSettings
 from roundpipe_cli.planning.compare import SimulationCase, StageCut, make_schedule
 from roundpipe_cli.planning.partition import QUICK, plan_partition
 from roundpipe_cli.planning.search.stages import even_cut

@@ -23,7 +23,8 @@ from roundpipe_cli.costs.analytic import analytic_costs
 from roundpipe_cli.costs.find_model import find_architecture
 from roundpipe_cli.costs.hardware import parse_hardware
 from roundpipe_cli.costs.memory import frozen_bytes
-from roundpipe_cli.costs.models import TrainingSettings, parse_config
+from roundpipe_cli.costs.models import parse_config
+from roundpipe_cli.costs.settings import TrainingSettings
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.stored import packed_weights
 from roundpipe_cli.model.stored.packed_weights import (

@@ -11,7 +11,8 @@ import torch
 
 from roundpipe_cli.costs.analytic import activation_bytes
 from roundpipe_cli.costs.memory import DEVICE_SHARE
-from roundpipe_cli.costs.models import TrainingSettings, parse_config
+from roundpipe_cli.costs.models import parse_config
+from roundpipe_cli.costs.settings import TrainingSettings
 from roundpipe_cli.engine.probe import ASSUMED_FLOPS, AssumedDevice, LayerSizes, Probe, rough_costs
 from roundpipe_cli.model.fused import FusedOps, find_fused_ops
 from roundpipe_cli.model.worker_model import SavedBytes, saved_sizes

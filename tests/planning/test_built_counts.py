@@ -17,9 +17,11 @@ from roundpipe_cli.cli.output import build_counts
 from roundpipe_cli.cli.plan import plan_text
 from roundpipe_cli.costs.analytic import analytic_costs
 from roundpipe_cli.costs.block_work import block_work
+from roundpipe_cli.costs.exact_counts import EXACT_TYPES, is_counted_exactly
 from roundpipe_cli.costs.find_model import built_architecture, find_config, shipped_figures
 from roundpipe_cli.costs.hardware import parse_hardware
-from roundpipe_cli.costs.models import EXACT_TYPES, TIED_BY_DEFAULT, Architecture, TrainingSettings, is_counted_exactly
+from roundpipe_cli.costs.models import TIED_BY_DEFAULT, Architecture
+from roundpipe_cli.costs.settings import TrainingSettings
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model import meta_counts
 from roundpipe_cli.model.files.source import ModelSource

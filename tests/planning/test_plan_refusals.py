@@ -15,7 +15,8 @@ from safetensors.torch import save_file
 from roundpipe_cli.cli.finetune import refuse_too_large
 from roundpipe_cli.cli.output import build_counts
 from roundpipe_cli.cli.plan import plan_document, plan_text
-from roundpipe_cli.costs.models import COUNTED_TYPES, MAX_COUNT_ERROR, is_counted_exactly, parse_config
+from roundpipe_cli.costs.exact_counts import is_counted_exactly
+from roundpipe_cli.costs.models import COUNTED_TYPES, MAX_COUNT_ERROR, parse_config
 from roundpipe_cli.errors import RecipeError, RefusedError
 from roundpipe_cli.model.files.source import ModelSource, resolve_model
 from roundpipe_cli.model.load import load_config

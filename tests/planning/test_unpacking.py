@@ -18,7 +18,8 @@ from roundpipe_cli.costs.cost import CostModel, LayerCost, share_out_visits
 from roundpipe_cli.costs.find_model import find_architecture
 from roundpipe_cli.costs.hardware import Hardware, parse_hardware
 from roundpipe_cli.costs.memory import DEVICE_SHARE, device_need
-from roundpipe_cli.costs.models import Architecture, TrainingSettings
+from roundpipe_cli.costs.models import Architecture
+from roundpipe_cli.costs.settings import TrainingSettings
 from roundpipe_cli.model.stored import packed_weights
 from roundpipe_cli.planning.auto_choices import choose_unpacking
 from roundpipe_cli.planning.compare import SimulationCase, StageCut, make_schedule, run

@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from roundpipe_cli.costs.block_work import lora_params
-from roundpipe_cli.costs.models import TrainingSettings, parse_config
+from roundpipe_cli.costs.models import parse_config
+from roundpipe_cli.costs.settings import TrainingSettings
 from roundpipe_cli.events import Event, Notice
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.train.checkpoint.output_dir import OutputDir

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from roundpipe_cli.costs.memory import moment_bytes_per_param
-from roundpipe_cli.costs.models import TrainingSettings
+from roundpipe_cli.costs.settings import TrainingSettings
 from roundpipe_cli.errors import RecipeError, RefusedError
 from roundpipe_cli.events import Event, Tell
 from roundpipe_cli.model.dropout import embedding_noise, layer_seed

@@ -13,7 +13,8 @@ from typing import Any
 
 from roundpipe_cli.choices import PACKED_FORMATS, PackedName
 from roundpipe_cli.costs.memory import loading_need
-from roundpipe_cli.costs.models import TrainingSettings, parse_config
+from roundpipe_cli.costs.models import parse_config
+from roundpipe_cli.costs.settings import TrainingSettings
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.units import format_bytes, format_count
 

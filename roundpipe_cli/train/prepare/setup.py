@@ -20,7 +20,7 @@ from torch import nn
 from roundpipe_cli.choices import PACKED_FORMATS, PackedName
 from roundpipe_cli.costs.find_model import FoundConfig
 from roundpipe_cli.costs.machine import MAX_PARAMETERS_ON_CPU, host_memory, slow_in_16_bit
-from roundpipe_cli.costs.models import head_chunk_tokens
+from roundpipe_cli.costs.settings import head_chunk_tokens
 from roundpipe_cli.data.batching import BatchSampler, Grouping
 from roundpipe_cli.data.dataset import build_dataset, build_pairs
 from roundpipe_cli.data.rows import DatasetSpec, DataSettings, TrainRules
