@@ -26,7 +26,7 @@ import torch
 from roundpipe_cli.costs.machine import HostLayout, host_layout
 from roundpipe_cli.engine.dispatch.dispatch import StepRun
 from roundpipe_cli.model.layout import LayerLayout, ParameterPlace, round_up
-from roundpipe_cli.model.stored.formats import PackedWeight
+from roundpipe_cli.model.stored.nf4 import PackedWeight
 from roundpipe_cli.model.stored.packed_weights import dequantize
 
 # The host's memory: large buffers over all NUMA nodes, on pages of 2 MiB where the system gives them; one heap.

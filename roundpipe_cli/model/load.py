@@ -30,7 +30,7 @@ from roundpipe_cli.model.attention import SINK_MODEL_TYPES, SINKS_NAME, register
 from roundpipe_cli.model.files.source import ModelSource
 from roundpipe_cli.model.files.untrusted import MAX_TOKENIZER_BYTES, check_file, check_small_files, refusing
 from roundpipe_cli.model.router_loss import WANTED
-from roundpipe_cli.model.stored.formats import stored_in_4bit
+from roundpipe_cli.model.stored.nf4 import stored_in_4bit
 
 
 def auto_class(config: Any) -> Any:

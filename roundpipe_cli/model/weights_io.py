@@ -24,8 +24,9 @@ from roundpipe_cli.model.files.source import ModelSource
 from roundpipe_cli.model.new_tokens import NewTokens, table_names, with_new_rows
 from roundpipe_cli.model.split import find_blocks
 from roundpipe_cli.model.stored.conversions import Conversions, WeightConversion, WeightGroup, find_conversions
-from roundpipe_cli.model.stored.formats import PackedWeight, find_stored, is_nf4, read_nf4
+from roundpipe_cli.model.stored.formats import find_stored
 from roundpipe_cli.model.stored.gguf import gguf_weights
+from roundpipe_cli.model.stored.nf4 import PackedWeight, is_nf4, read_nf4
 from roundpipe_cli.model.stored.tensors import (
     OpenFiles,
     StoredTensor,

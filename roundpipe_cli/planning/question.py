@@ -78,7 +78,7 @@ def counted_architecture(found: FoundConfig, build: Build | None = None) -> Arch
 def _has_own_head(found: FoundConfig) -> bool:
     """Whether the files hold an LM head beside the embedding, with other values as far as they are here.
 
-    `finetune` then uses both, whatever the configuration says (`model/stored/formats.py`).
+    `finetune` then uses both, whatever the configuration says (`model/stored/untied.py`).
     """
     if found.folder is None:
         return False

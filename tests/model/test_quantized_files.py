@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.load import build_skeleton, load_config
-from roundpipe_cli.model.stored.formats import STATE
+from roundpipe_cli.model.stored.nf4 import STATE
 from roundpipe_cli.model.stored.packed_weights import import_bitsandbytes
 from roundpipe_cli.model.stored.tensors import base_name
 from roundpipe_cli.model.weights_io import BaseWeights

@@ -22,8 +22,9 @@ from roundpipe_cli.model.files.untrusted import file_tensors
 from roundpipe_cli.model.load import build_skeleton
 from roundpipe_cli.model.lora import LoraSettings, add_lora
 from roundpipe_cli.model.stored.conversions import find_conversions
-from roundpipe_cli.model.stored.formats import find_stored, in_8bit
+from roundpipe_cli.model.stored.formats import find_stored
 from roundpipe_cli.model.stored.gguf import gguf_weights
+from roundpipe_cli.model.stored.scaled_floats import in_8bit
 from roundpipe_cli.model.stored.tensors import OpenFiles, own_shapes
 from roundpipe_cli.model.weights_io import BaseWeights
 from tests.model.test_weights_io import change, gguf_tensors, load, say, write_gguf

@@ -14,7 +14,7 @@ from roundpipe_cli.engine.step import Microbatch
 from roundpipe_cli.model.files.source import ModelSource
 from roundpipe_cli.model.load import build_skeleton, load_config
 from roundpipe_cli.model.split import split_model
-from roundpipe_cli.model.stored.formats import untie_stored
+from roundpipe_cli.model.stored.untied import untie_stored
 from roundpipe_cli.model.weights_io import load_weights
 from tests.support.every_type import (
     GENERIC,

@@ -49,8 +49,9 @@ from roundpipe_cli.model.meta_counts import NotBuiltError, count_on_meta
 from roundpipe_cli.model.new_tokens import NewTokens, grow_tables, load_with_tokens
 from roundpipe_cli.model.router_loss import describe_router_loss, leave_out_router_loss
 from roundpipe_cli.model.split import ModelSplit, split_model
-from roundpipe_cli.model.stored.formats import stored_in_4bit, untie_stored
+from roundpipe_cli.model.stored.nf4 import stored_in_4bit
 from roundpipe_cli.model.stored.packed_weights import check_packed, quantizable_names, require_bitsandbytes
+from roundpipe_cli.model.stored.untied import untie_stored
 from roundpipe_cli.model.weights_io import packed_names
 from roundpipe_cli.planning.auto_choices import MIN_MICROBATCHES, Unpacking
 from roundpipe_cli.planning.question import PlanRequest, ask, ask_again, describe_budget

@@ -42,7 +42,7 @@ from roundpipe_cli.model.lora import (
 from roundpipe_cli.model.new_tokens import NewTokens, table_names
 from roundpipe_cli.model.reduced import reduce_model, shrunk_configs
 from roundpipe_cli.model.split import ModelSplit
-from roundpipe_cli.model.stored.formats import PackedWeight
+from roundpipe_cli.model.stored.nf4 import PackedWeight
 from roundpipe_cli.model.stored.tensors import is_adapter
 from roundpipe_cli.model.weights_io import load_weights
 from roundpipe_cli.recipe.load import LoadedRecipe, resolve_path

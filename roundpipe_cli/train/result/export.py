@@ -51,8 +51,9 @@ from roundpipe_cli.model.files.untrusted import check_file, check_model_folder
 from roundpipe_cli.model.load import build_skeleton, has_tokenizer, load_config, load_tokenizer
 from roundpipe_cli.model.new_tokens import grow_tables, trained_rows
 from roundpipe_cli.model.stored.conversions import WeightGroup
-from roundpipe_cli.model.stored.formats import is_nf4, untie_stored
+from roundpipe_cli.model.stored.nf4 import is_nf4
 from roundpipe_cli.model.stored.tensors import OpenFiles, base_name, check_finite, is_adapter, open_shard, tied_names
+from roundpipe_cli.model.stored.untied import untie_stored
 from roundpipe_cli.model.weights_io import BaseWeights
 from roundpipe_cli.train.checkpoint.output_dir import MAX_FILE_BYTES, read_values, whole_folder
 from roundpipe_cli.train.checkpoint.writing import TensorSpec, stream_file

@@ -37,8 +37,8 @@ from roundpipe_cli.model.load import build_skeleton
 from roundpipe_cli.model.lora import save_adapter
 from roundpipe_cli.model.new_tokens import grow_tables, load_with_tokens
 from roundpipe_cli.model.split import split_model
-from roundpipe_cli.model.stored.formats import untie_stored
 from roundpipe_cli.model.stored.tensors import is_adapter
+from roundpipe_cli.model.stored.untied import untie_stored
 from roundpipe_cli.model.weights_io import BaseWeights, save_model
 from roundpipe_cli.recipe.load import load_text, resolved_yaml, values_as_yaml
 from roundpipe_cli.schedule.pictures import chrome_trace
