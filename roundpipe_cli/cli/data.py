@@ -76,7 +76,7 @@ class DataView:
 
 
 def _look(loaded: LoadedRecipe, offline: bool) -> DataView:
-    from roundpipe_cli.cli.display import LinePrinter
+    from roundpipe_cli.cli.lines import LinePrinter
     from roundpipe_cli.data.describe import fill_with_packing, samples
     from roundpipe_cli.model.files.source import resolve_model
     from roundpipe_cli.model.new_tokens import load_with_tokens

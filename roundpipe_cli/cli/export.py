@@ -457,7 +457,7 @@ def find_adapter_base(output_dir: Path, named: str | None, *, offline: bool) -> 
 
 def _resolve_base(folder: Path, named: str | None, trained: str, revision: str | None, *, offline: bool) -> ModelSource:
     """The base model as `named`, else under the name that it was trained with, then in this revision."""
-    from roundpipe_cli.cli.display import LinePrinter
+    from roundpipe_cli.cli.lines import LinePrinter
     from roundpipe_cli.costs.find_model import find_architecture
     from roundpipe_cli.model.files.source import resolve_model
 

@@ -224,8 +224,9 @@ def finetune(
         else:  # the first machine alone looks at the output directory
             loaded = replace(loaded, recipe=replace(loaded.recipe, resume_from_checkpoint=None))
             start = replace(start, resume=False)
-        from roundpipe_cli.cli.display import Display, LinePrinter, training_keys
+        from roundpipe_cli.cli.display import Display, training_keys
         from roundpipe_cli.cli.export import make_repository, push_result
+        from roundpipe_cli.cli.lines import LinePrinter
         from roundpipe_cli.planning.run_plan import planned_bytes, reason_against
         from roundpipe_cli.train.monitor.trackers import require_trackers
         from roundpipe_cli.train.preflight import check_sources, fetch_model, found_config

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from roundpipe_cli.cli.display import LinePrinter
+from roundpipe_cli.cli.lines import LinePrinter
 from roundpipe_cli.dashboard.html import page
 from roundpipe_cli.dashboard.live import help_screen
 from roundpipe_cli.dashboard.state import DashboardState, fold_all

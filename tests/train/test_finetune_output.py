@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from roundpipe_cli.cli.display import LinePrinter, step_line
+from roundpipe_cli.cli.lines import LinePrinter, step_line
 from roundpipe_cli.events import (
     EvaluationFinished,
     Notice,
