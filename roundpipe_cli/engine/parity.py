@@ -36,7 +36,8 @@ from roundpipe_cli.model.dropout import switch_off_dropout
 from roundpipe_cli.model.files.supported import chunk_refusal, packing_refusal
 from roundpipe_cli.model.fused import find_fused_ops
 from roundpipe_cli.model.layout import layer_parameters, make_layout
-from roundpipe_cli.model.reduced import Outcome, Piece, PlainModel, Reduced, random_weights, reduce_model
+from roundpipe_cli.model.reduced import Reduced, random_weights, reduce_model
+from roundpipe_cli.model.reference import Outcome, Piece, PlainModel
 from roundpipe_cli.model.split import ModelSplit
 from roundpipe_cli.schedule.builders import Rounds, build_schedule
 

@@ -27,7 +27,7 @@ from roundpipe_cli.model.fused import FusedOps, find_fused_ops
 from roundpipe_cli.model.layout import layer_parameters, make_layout
 from roundpipe_cli.model.load import build_skeleton
 from roundpipe_cli.model.lora import LoraSettings, add_lora, initial_values
-from roundpipe_cli.model.reduced import seeded_layers
+from roundpipe_cli.model.reference import seeded_layers
 from roundpipe_cli.model.split import ModelSplit, split_model
 from roundpipe_cli.model.stored.packed_weights import dequantize, quantizable_names
 from roundpipe_cli.schedule.actions import Schedule
