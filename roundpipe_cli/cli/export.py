@@ -426,7 +426,8 @@ def _make_of_checkpoint(
 
 def _compare_base(output_dir: Path, source: ModelSource, *, allowed: bool) -> None:
     """Say where a base model may be another than the adapter was trained on; refuse another, unless it is meant."""
-    from roundpipe_cli.model.fingerprint import Fingerprint, check_trained_on
+    from roundpipe_cli.model.fingerprint import Fingerprint
+    from roundpipe_cli.model.trained_on import check_trained_on
 
     def weights() -> str:
         say("comparing the base model with the one that was trained ...")

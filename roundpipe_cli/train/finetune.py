@@ -10,7 +10,7 @@ from pathlib import Path
 from roundpipe_cli.events import Notice, run_clock, tell_notices
 from roundpipe_cli.files import named_path, write_atomically
 from roundpipe_cli.model.files.source import ModelSource, resolve_model
-from roundpipe_cli.model.fingerprint import check_trained_on
+from roundpipe_cli.model.trained_on import check_trained_on
 from roundpipe_cli.planning.question import PlanRequest
 from roundpipe_cli.recipe.load import LoadedRecipe, resolved_yaml
 from roundpipe_cli.train.checkpoint.output_dir import (

@@ -11,7 +11,8 @@ from safetensors.torch import save_file
 
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.files.source import ModelSource
-from roundpipe_cli.model.fingerprint import Fingerprint, TrainedOn, check_trained_on, trained_on
+from roundpipe_cli.model.fingerprint import Fingerprint
+from roundpipe_cli.model.trained_on import TrainedOn, check_trained_on, trained_on
 from tests.support.e2e import STAGES, edit_json, finetune, make_model, make_workspace, run
 
 ADAPTER = "adapter_model.safetensors"

@@ -31,7 +31,7 @@ from roundpipe_cli.faults import fault
 from roundpipe_cli.files import TEMPORARY_PREFIX, disk_error, sync, write_atomically, write_new_file
 from roundpipe_cli.model.adapter_files import ADAPTER_WEIGHTS
 from roundpipe_cli.model.files.source import ModelSource
-from roundpipe_cli.model.fingerprint import Fingerprint, TrainedOn
+from roundpipe_cli.model.fingerprint import Fingerprint
 from roundpipe_cli.model.fused import fused_counts
 from roundpipe_cli.model.load import build_skeleton
 from roundpipe_cli.model.lora import save_adapter
@@ -39,6 +39,7 @@ from roundpipe_cli.model.new_tokens import grow_tables, load_with_tokens
 from roundpipe_cli.model.split import split_model
 from roundpipe_cli.model.stored.tensors import is_adapter
 from roundpipe_cli.model.stored.untied import untie_stored
+from roundpipe_cli.model.trained_on import TrainedOn
 from roundpipe_cli.model.weights_io import BaseWeights, save_model
 from roundpipe_cli.recipe.load import load_text, resolved_yaml, values_as_yaml
 from roundpipe_cli.schedule.pictures import chrome_trace
