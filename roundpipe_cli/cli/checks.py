@@ -334,7 +334,7 @@ def triton_check(num_gpus: int) -> list[Check]:
     """Whether Triton's kernels can be made here; processors use none."""
     if not num_gpus:
         return []
-    from roundpipe_cli.kernels.grouped_mm import why_no_triton
+    from roundpipe_cli.kernels.capability import why_no_triton
 
     missing = why_no_triton()
     if missing is not None:

@@ -35,7 +35,7 @@ from roundpipe_cli.engine.step import Microbatch, Part, StepResult
 from roundpipe_cli.engine.weights import REFERENCE, WeightStore
 from roundpipe_cli.engine.worker import Worker, WorkerPart
 from roundpipe_cli.errors import OutOfDeviceMemoryError
-from roundpipe_cli.kernels.grouped_mm import (
+from roundpipe_cli.kernels.capability import (
     all_run_ours,
     describe_experts,
     forgets_empty_groups,

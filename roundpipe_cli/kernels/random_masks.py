@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from roundpipe_cli.kernels.grouped_mm import MIN_CAPABILITY, why_no_triton
+from roundpipe_cli.kernels.capability import MIN_CAPABILITY, why_no_triton
 
 # Random numbers from a counter: each is a hash of (key, index), the same on every device and number of threads.
 #

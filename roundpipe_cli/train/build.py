@@ -23,7 +23,7 @@ from roundpipe_cli.engine.probe import SHARED_BYTES_PER_S, AssumedDevice, LayerS
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.errors import ResourceError
 from roundpipe_cli.events import Notice, Tell
-from roundpipe_cli.kernels.grouped_mm import all_run_ours, why_no_triton
+from roundpipe_cli.kernels.capability import all_run_ours, why_no_triton
 from roundpipe_cli.model.lora import experts_per_token
 from roundpipe_cli.planning.adaptive import AdaptivePlanner, ProfileCache
 from roundpipe_cli.recipe.schema import PipelineConfig

@@ -14,7 +14,7 @@ from torch import nn
 from roundpipe_cli.engine.backends.cuda import CudaBackend
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.options import EngineOptions
-from roundpipe_cli.kernels.grouped_mm import describe_experts, takes_triton, why_no_triton
+from roundpipe_cli.kernels.capability import describe_experts, takes_triton, why_no_triton
 from roundpipe_cli.model.expert_lora import isolate_expert_adapters, use_grouped_kernel
 from roundpipe_cli.model.stored.packed_weights import PackedParameter, packed_bytes, quantize, whole_weights
 from tests.kernels.groups import error

@@ -32,7 +32,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from roundpipe_cli.choices import PackedName
-from roundpipe_cli.kernels.grouped_mm import loops_over_groups, takes_triton
+from roundpipe_cli.kernels.capability import loops_over_groups, takes_triton
 from roundpipe_cli.model.block_calls import BlockCall
 from roundpipe_cli.model.expert_lora import use_grouped_kernel
 from roundpipe_cli.model.fused import FusedOps

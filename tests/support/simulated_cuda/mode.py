@@ -12,7 +12,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from roundpipe_cli.kernels.grouped_mm import forgets_empty_groups, loops_over_groups
+from roundpipe_cli.kernels.capability import forgets_empty_groups, loops_over_groups
 from tests.support.simulated_cuda.clocks import Access, Actor, History, Unordered, short_stack
 from tests.support.simulated_cuda.memory import Block, CachingAllocator
 from tests.support.simulated_cuda.operations import SUBSTITUTES, Operation, byte_range, operation_of, tensors_in
