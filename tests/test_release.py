@@ -18,12 +18,12 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
-from roundpipe_cli.choices import GGUF_NAME
 from roundpipe_cli.cli import export
 from roundpipe_cli.cli.export import check_upload, convert_to_gguf, push
 from roundpipe_cli.cli.generate import check_temperature, converse, read_prompt
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.train.result.generate import Prompt, WholeAnswer, roomy_device
+from roundpipe_cli.train.result.gguf_types import GGUF_NAME
 from roundpipe_cli.train.result.ollama import find_turns, modelfile
 from tests.support.adapters import random_adapter
 from tests.support.e2e import (

@@ -18,11 +18,11 @@ import typer
 from typer.core import TyperGroup
 
 from roundpipe_cli import __version__
-from roundpipe_cli.choices import GGUF_TYPES
 from roundpipe_cli.cli.output import open_closed_streams, run_command, say, say_at_once, say_data
 from roundpipe_cli.errors import RefusedError, closest
 from roundpipe_cli.files import keep_private
 from roundpipe_cli.hub.ask import listen
+from roundpipe_cli.train.result.gguf_types import GGUF_TYPES
 
 # A command line that imports only the chosen command's modules: imports are most of the time of `--help`.
 

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from roundpipe_cli.choices import CONVERTER_TYPES, GGUF_NAME, GGUF_TYPES
 from roundpipe_cli.cli.output import go_offline, load_libraries, say, say_data
 from roundpipe_cli.errors import Problem, RefusedError, redact
 from roundpipe_cli.files import TEMPORARY_PREFIX, kind_of_file, named_path, shared_mode, stays_inside
+from roundpipe_cli.train.result.gguf_types import CONVERTER_TYPES, GGUF_NAME, GGUF_TYPES
 from roundpipe_cli.units import format_bytes
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from roundpipe_cli.choices import SIZE_NAMES, check_sizes
 from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.sizes import SIZE_NAMES, check_sizes
 from roundpipe_cli.units import format_count
 
 # Facts on the structure of model types that decide which operators a block launches; no fitted factors.

@@ -32,8 +32,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from roundpipe_cli.choices import FAST_KERNELS
 from roundpipe_cli.library_names import library_name
+from roundpipe_cli.packages import FAST_KERNELS
 
 # Attention on cards whose kernels take no keys that several query heads share: each head gets its own copy.
 

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from roundpipe_cli.choices import SIZE_NAMES
 from roundpipe_cli.errors import RefusedError, closest
 from roundpipe_cli.model.adapter_files import (
     ADAPTER_CONFIG,
@@ -29,6 +28,7 @@ from roundpipe_cli.model.adapter_files import (
 )
 from roundpipe_cli.model.stored.packed_weights import import_bitsandbytes, is_linear
 from roundpipe_cli.model.stored.tensors import base_name, is_adapter
+from roundpipe_cli.sizes import SIZE_NAMES
 
 # Mixtures of experts: one rule for all types, whatever PEFT's own names for them are.
 #

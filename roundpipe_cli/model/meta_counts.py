@@ -18,11 +18,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from roundpipe_cli.choices import SIZE_NAMES
 from roundpipe_cli.errors import RefusedError, ResourceError, RoundpipeError
 from roundpipe_cli.files import cache_folder, read_regular, write_atomically
 from roundpipe_cli.library_names import version
 from roundpipe_cli.limited import Limits, run_limited
+from roundpipe_cli.sizes import SIZE_NAMES
 
 FORMAT = 5
 """Version of the documents; raised when they get another meaning."""

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from roundpipe_cli.choices import SIZE_NAMES
 from roundpipe_cli.model.block_calls import BlockCall, StandIn, install_stubs, result_place
 from roundpipe_cli.model.chunks import ChunkCache
 from roundpipe_cli.model.dropout import NOISE_ATTRIBUTE
@@ -25,6 +24,7 @@ from roundpipe_cli.model.last_projection import block_kind
 from roundpipe_cli.model.lora import experts_per_token
 from roundpipe_cli.model.new_tokens import row_owners
 from roundpipe_cli.model.split import ModelSplit, materialised_copy
+from roundpipe_cli.sizes import SIZE_NAMES
 
 SMALL_MODEL_PARAMETERS = 200_000
 """Up to here a model is tried whole."""

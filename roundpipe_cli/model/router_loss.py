@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from roundpipe_cli.choices import SIZE_NAMES
+from roundpipe_cli.sizes import SIZE_NAMES
 
 if TYPE_CHECKING:
     from roundpipe_cli.model.head import HeadResult

@@ -11,13 +11,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from roundpipe_cli.choices import FAST_KERNELS, PACKED_FORMATS
+from roundpipe_cli.choices import PACKED_FORMATS
 from roundpipe_cli.costs.find_model import FoundConfig
 from roundpipe_cli.costs.models import COUNTED_TYPES, Architecture
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.files.quantization import check_stored_in_4bit, stored_form
 from roundpipe_cli.model.files.supported import chunk_refusal, packing_refusal, scaled_by_length
 from roundpipe_cli.model.files.untrusted import PICKLES, check_model_folder, find_shards
+from roundpipe_cli.packages import FAST_KERNELS
 from roundpipe_cli.recipe.schema import Recipe
 
 _STATEFUL_KIND = re.compile(r"mamba|compress|conv|linear|recurrent|ssm|rwkv|lightning|delta|retention|lstm|hybrid")

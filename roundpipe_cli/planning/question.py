@@ -11,7 +11,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from roundpipe_cli.choices import check_sizes
 from roundpipe_cli.costs.analytic import Case, analytic_costs, case_of, with_gains
 from roundpipe_cli.costs.find_model import FoundConfig, built_architecture, find_config
 from roundpipe_cli.costs.hardware import ASSUMED_DISK_BYTES_PER_S, Device, Hardware, parse_hardware
@@ -35,6 +34,7 @@ from roundpipe_cli.planning.verdict import judge_coarsest
 from roundpipe_cli.recipe.load import LoadedRecipe, resolve_path
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.schedule.timeline import Timeline, busy_s
+from roundpipe_cli.sizes import check_sizes
 from roundpipe_cli.units import counted, format_bytes, format_count
 
 # Number of parameters of a model, by `plan`'s own count, by the model itself or by its files. No torch.

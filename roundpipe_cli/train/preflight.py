@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from roundpipe_cli.choices import check_sizes
 from roundpipe_cli.costs.find_model import FoundConfig, read_gguf_config
 from roundpipe_cli.data.rows import DatasetSpec
 from roundpipe_cli.data.sources import find_sources
@@ -16,6 +15,7 @@ from roundpipe_cli.model.files.source import ModelSource, is_hub_model, resolve_
 from roundpipe_cli.planning.admission import check_configuration, holds_weights
 from roundpipe_cli.recipe.load import LoadedRecipe
 from roundpipe_cli.recipe.schema import Recipe
+from roundpipe_cli.sizes import check_sizes
 from roundpipe_cli.torchrun import was_restarted
 from roundpipe_cli.train.checkpoint.manifest import peek
 from roundpipe_cli.train.checkpoint.output_dir import list_checkpoints, named_checkpoint

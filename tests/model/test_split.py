@@ -12,12 +12,12 @@ import torch
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
-from roundpipe_cli.choices import check_sizes
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.limited import Limits, run_limited
 from roundpipe_cli.model.block_calls import SplitRefusedError
 from roundpipe_cli.model.load import MANY, build_skeleton, build_without_weights
 from roundpipe_cli.model.split import split_model
+from roundpipe_cli.sizes import check_sizes
 from tests.support.every_type import tiny_config_of
 from tests.support.tiny import tiny_config
 

@@ -12,9 +12,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from roundpipe_cli.choices import GGUF_NAME
 from roundpipe_cli.files import CACHE_VARIABLE
 from roundpipe_cli.train.result.gguf_file import write_gguf
+from roundpipe_cli.train.result.gguf_types import GGUF_NAME
 from tests.support.e2e import make_model, make_tokenizer
 from tests.support.tiny import tiny_config
 from tests.torture.fuzz import Reader, fuzz

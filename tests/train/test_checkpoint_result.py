@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from roundpipe_cli.choices import GGUF_NAME
 from roundpipe_cli.train.result.gguf_file import write_gguf
+from roundpipe_cli.train.result.gguf_types import GGUF_NAME
 from tests.support.e2e import STAGES, finetune, launch, make_model, make_workspace, run
 from tests.support.tiny import logits_of
 

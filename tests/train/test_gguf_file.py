@@ -13,12 +13,12 @@ import torch
 from gguf import GGUFReader
 from transformers import AutoTokenizer
 
-from roundpipe_cli.choices import GGUF_NAME
 from roundpipe_cli.cli.app import with_gguf_type
 from roundpipe_cli.model.files.source import ModelSource
 from roundpipe_cli.model.load import build_skeleton, load_config, load_tokenizer
 from roundpipe_cli.model.weights_io import load_weights
 from roundpipe_cli.train.result.gguf_file import FAMILIES, why_not_written, write_gguf
+from roundpipe_cli.train.result.gguf_types import GGUF_NAME
 from tests.support.adapters import load_whole, random_adapter
 from tests.support.e2e import launch, make_model, make_tokenizer, run
 from tests.support.tiny import logits_of

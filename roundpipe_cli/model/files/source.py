@@ -14,7 +14,6 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from roundpipe_cli.choices import missing_package
 from roundpipe_cli.errors import RefusedError, closest
 from roundpipe_cli.events import Event, Notice, Tell
 from roundpipe_cli.files import named_path
@@ -34,6 +33,7 @@ from roundpipe_cli.model.files.untrusted import (
     read_config,
     unread_shards,
 )
+from roundpipe_cli.packages import missing_package
 from roundpipe_cli.units import counted, format_bytes
 
 # Which files of a hub model are fetched, and in which order: what is small and decides whether the model can be

@@ -22,7 +22,6 @@ import yaml
 from huggingface_hub import split_state_dict_into_shards_factory
 from torch import nn
 
-from roundpipe_cli.choices import GGUF_NAME
 from roundpipe_cli.errors import RefusedError, redact
 from roundpipe_cli.events import Say
 from roundpipe_cli.faults import fault
@@ -65,6 +64,7 @@ from roundpipe_cli.train.prepare.base_files import (
     describe_added,
     read_base_files,
 )
+from roundpipe_cli.train.result.gguf_types import GGUF_NAME
 from roundpipe_cli.train.result.ollama import modelfile
 from roundpipe_cli.units import counted, format_bytes
 

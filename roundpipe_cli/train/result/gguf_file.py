@@ -21,7 +21,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from roundpipe_cli.choices import GGUF_NAME
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.files import TEMPORARY_PREFIX, disk_error, require_free_bytes, shared_mode
 from roundpipe_cli.model.files.source import ModelSource
@@ -30,6 +29,7 @@ from roundpipe_cli.model.load import load_config, load_tokenizer
 from roundpipe_cli.model.stored.formats import find_stored
 from roundpipe_cli.model.stored.tensors import OpenFiles, StoredTensor
 from roundpipe_cli.train.prepare.base_files import GENERATION_CONFIG, end_tokens, trained_ends
+from roundpipe_cli.train.result.gguf_types import GGUF_NAME
 
 
 @dataclass(frozen=True)
