@@ -1,4 +1,4 @@
-"""Files that are wholly there or not at all, checks of files from outside, and the cache of what can be made again.
+"""Files that are wholly there or not at all.
 
 The order that makes it true: write under a temporary name, fsync the file, fsync the folder it is in, rename, fsync the
 parent. An error of fsync is final: after one the kernel may have dropped the bytes, and a second fsync would report
@@ -10,15 +10,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import json
 import os
 import shutil
-import stat
-import tempfile
-import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, BinaryIO
 
 from roundpipe_cli.errors import RefusedError, ResourceError
 from roundpipe_cli.units import format_bytes
@@ -258,89 +253,6 @@ def remove_tree(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-# Checks of untrusted files: regular, inside their folder, of limited size, opened without waiting.
-#
-# And of paths that no file can have.
-
-MAX_NAME_BYTES, MAX_PATH_BYTES = 255, 4095
-"""Linux's limits.h: NAME_MAX, and PATH_MAX without the zero behind it."""
-
-
-def named_path(text: str | Path) -> Path:
-    """The path that a user or a file wrote, with `~` expanded.
-
-    Raises:
-        RefusedError: a user without a home folder, or longer than any path.
-    """
-    path = Path(text)
-    longest = max((len(part.encode("utf-8", errors="replace")) for part in path.parts), default=0)
-    if longest > MAX_NAME_BYTES or len(str(path)) > MAX_PATH_BYTES:
-        raise RefusedError(
-            "a path is longer than any can be",
-            where=f"{str(path)[:60]!r}...",
-            found=f"{len(str(path))} characters, {longest} bytes between two slashes",
-            expected=f"at most {MAX_PATH_BYTES}, and {MAX_NAME_BYTES} between two slashes",
-        )
-    try:
-        return path.expanduser()
-    except RuntimeError:
-        raise RefusedError("there is no home folder of this user", where=repr(str(path)[:200])) from None
-
-
-def tried_paths(text: str, folder: Path | None) -> tuple[Path, ...]:
-    """Where a path of a recipe is looked for: the working directory, then the recipe's `folder`. `~` is expanded.
-
-    Raises:
-        RefusedError: as of `named_path`.
-    """
-    path, places = named_path(text), [Path.cwd()] + ([folder.absolute()] if folder is not None else [])
-    return tuple(dict.fromkeys(place / path for place in places))
-
-
-def stays_inside(path: Path, folder: Path) -> bool:
-    """Whether `path` leads to a file of this folder, or to a blob of the hub's own cache."""
-    try:
-        real, home = path.resolve(), folder.resolve()
-    except (OSError, RuntimeError):  # a link that leads to itself
-        return False
-    blobs = home.parent.parent / "blobs"
-    return real.is_relative_to(home) or (home.parent.name == "snapshots" and real.is_relative_to(blobs))
-
-
-def open_regular(path: Path) -> BinaryIO:
-    """Open a file to read it; a pipe without a writer or a device would make a plain `open` wait or never end.
-
-    Raises:
-        OSError: it cannot be opened.
-        RefusedError: it is no regular file.
-    """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        kind = kind_of_file(os.fstat(descriptor).st_mode)
-        os.close(descriptor)
-        raise RefusedError("this is no regular file", where=str(path), found=kind, expected="a regular file")
-    return os.fdopen(descriptor, "rb")
-
-
-def read_regular(path: Path, max_bytes: int) -> bytes:
-    """The content of a regular file.
-
-    Raises:
-        OSError: it cannot be read.
-        RefusedError: it is no regular file, or larger than `max_bytes`.
-    """
-    with open_regular(path) as file:
-        data = file.read(max_bytes + 1)
-    if len(data) > max_bytes:
-        raise RefusedError(
-            f"{path.name} is too large",
-            where=str(path),
-            found=f"more than {format_bytes(max_bytes)}",
-            expected=f"at most {format_bytes(max_bytes)}",
-        )
-    return data
-
-
 def sha256_of(path: Path) -> str:
     """SHA-256 of a file, hexadecimal."""
     digest, buffer = hashlib.sha256(), memoryview(bytearray(_CHUNK_BYTES))
@@ -348,93 +260,3 @@ def sha256_of(path: Path) -> str:
         while num_read := file.readinto(buffer):
             digest.update(buffer[:num_read])
     return digest.hexdigest()
-
-
-def read_json_of_ours(path: Path, max_bytes: int = 4 * 1024**2) -> Any:
-    """A document that this program wrote, which a crash or somebody else may have damaged.
-
-    Raises:
-        OSError, ValueError: not there, no regular file, too large, or no JSON; nesting too deep is a ValueError too.
-    """
-    try:
-        return json.loads(read_regular(path, max_bytes))
-    except (RefusedError, RecursionError) as error:
-        raise ValueError(f"{path.name}: {type(error).__name__}") from error
-
-
-def kind_of_file(mode: int) -> str:
-    """The kind of file that a mode of `stat` means, for the reader."""
-    kinds = {stat.S_IFIFO: "a named pipe", stat.S_IFDIR: "a folder", stat.S_IFSOCK: "a socket"}
-    return kinds.get(stat.S_IFMT(mode), "a device" if not stat.S_ISREG(mode) else "a regular file")
-
-
-# Where the tool keeps what it can make again: a leaf that any room may ask.
-#
-# What is several files is made in a folder of its own and renamed when it is whole and durable (`new_folder`, `sync`).
-
-CACHE_VARIABLE = "ROUNDPIPE_CACHE"
-KEPT_S = 30 * 24 * 3600.0
-"""Age in seconds since a file's last use from which it is removed."""
-ABANDONED_S = 24 * 3600.0
-"""Age in seconds of an unfinished file that never will be finished."""
-
-
-def cache_folder(name: str) -> Path:
-    """The cache's folder `name`; it need not exist. `$ROUNDPIPE_CACHE`, else roundpipe in the user's cache folder.
-
-    Raises:
-        RefusedError: `$ROUNDPIPE_CACHE` is a file, or lies below one.
-    """
-    chosen = os.environ.get(CACHE_VARIABLE)
-    if chosen:
-        return _chosen_folder(chosen) / name
-    base = os.environ.get("XDG_CACHE_HOME")
-    try:
-        return (Path(base) if base else Path("~/.cache").expanduser()) / "roundpipe" / name
-    except RuntimeError:  # a user without a home, as in containers: nothing can be read or written there
-        return Path(os.devnull) / name
-
-
-def _chosen_folder(chosen: str) -> Path:
-    try:
-        folder = Path(chosen).expanduser()
-        existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-        found = f"{existing} is no folder" if not existing.is_dir() else ""
-    except (OSError, RuntimeError, ValueError) as error:  # a name that is too long; `~` of nobody
-        folder, found = Path(os.devnull), str(error)
-    if found:
-        raise RefusedError(
-            "the cache cannot be kept where the environment says",
-            where=CACHE_VARIABLE,
-            found=found,
-            expected="a folder; it is made where it does not exist",
-            hint=f"unset {CACHE_VARIABLE}",
-        )
-    return folder
-
-
-def new_folder(name: str) -> Path | None:
-    """An empty folder in `cache_folder(name)`, to be renamed; None where nothing can be written there."""
-    try:
-        folder = cache_folder(name)
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        return Path(tempfile.mkdtemp(prefix=TEMPORARY_PREFIX, dir=folder))
-    except OSError:  # read-only; no home
-        return None
-
-
-def prune_cache(folder: Path, mark: str) -> None:
-    """Remove what nobody used for long, and what killed runs left; only folders that are ours.
-
-    Args:
-        mark: name of the file that tells a finished one.
-
-    Raises:
-        OSError: the folder cannot be read.
-    """
-    now = time.time()
-    for entry in folder.iterdir():
-        age_s = now - entry.stat().st_mtime
-        is_finished = (entry / mark).is_file()
-        if (is_finished and age_s > KEPT_S) or (entry.name.startswith(TEMPORARY_PREFIX) and age_s > ABANDONED_S):
-            shutil.rmtree(entry, ignore_errors=True)

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from roundpipe_cli import faults
-from roundpipe_cli.files import CACHE_VARIABLE
+from roundpipe_cli.cache import CACHE_VARIABLE
 from tests.support.covering import covering
 
 SMOKE = (

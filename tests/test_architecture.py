@@ -21,18 +21,8 @@ PACKAGE = ROOT / "roundpipe_cli"
 
 TRAIN = {"hub", "recipe", "costs", "schedule", "planning", "kernels", "model", "data", "engine"}
 LEAVES = {
-    "choices",
-    "errors",
-    "units",
-    "events",
-    "faults",
-    "files",
-    "watchdog",
-    "library_names",
-    "limited",
-    "torchrun",
-    "sizes",
-    "packages",
+    *("cache", "choices", "errors", "events", "faults", "files", "library_names", "limited", "packages"),
+    *("regular_files", "sizes", "torchrun", "units", "watchdog"),
 }
 # What a room may import beside itself and the leaves. Read from left to right:
 #   leaves <- recipe | costs <- schedule <- planning;   costs, kernels <- model;

@@ -20,10 +20,11 @@ from roundpipe_cli.data.row_chunks import find_template
 from roundpipe_cli.data.rows import DatasetSpec
 from roundpipe_cli.data.sources import count_dataset, find_sources
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.files import read_json_of_ours, write_named
+from roundpipe_cli.files import write_named
 from roundpipe_cli.hub.download import commit_in
 from roundpipe_cli.model.files.source import resolve_model
 from roundpipe_cli.recipe.load import load_recipe, resolve_path
+from roundpipe_cli.regular_files import read_json_of_ours
 from tests.data.test_data_dataset import byte_tokenizer
 
 HERE = Path(__file__).parent

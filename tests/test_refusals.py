@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from roundpipe_cli.cache import cache_folder
 from roundpipe_cli.costs.cost import load_costs
 from roundpipe_cli.costs.hardware import MAX_CHARACTERS
 from roundpipe_cli.data.messages import read_called, read_history
@@ -18,7 +19,6 @@ from roundpipe_cli.data.rows import BadRowError, DatasetSpec
 from roundpipe_cli.data.sources import find_sources
 from roundpipe_cli.errors import RoundpipeError
 from roundpipe_cli.faults import load_faults
-from roundpipe_cli.files import cache_folder
 from roundpipe_cli.schedule.builders import check_stages
 from tests.cli.test_terminal_text import GOOD, ROWS, call
 

@@ -43,11 +43,11 @@ def convert(
     say(f"reading {file} ...")
     from roundpipe_cli.choices import PAIR_OBJECTIVES
     from roundpipe_cli.cli.recipes import write_new
-    from roundpipe_cli.files import read_regular
     from roundpipe_cli.recipe.convert import convert_file
     from roundpipe_cli.recipe.convert_tables import TOOLS
     from roundpipe_cli.recipe.shipped import refuse_rows
     from roundpipe_cli.recipe.strict_yaml import MAX_BYTES, shown_value
+    from roundpipe_cli.regular_files import read_regular
 
     refuse_rows(file, "a training file", "a YAML file of axolotl, LLaMA-Factory or TRL")
     try:

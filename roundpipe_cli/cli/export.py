@@ -20,7 +20,8 @@ import typer
 
 from roundpipe_cli.cli.output import go_offline, load_libraries, say, say_data
 from roundpipe_cli.errors import Problem, RefusedError, redact
-from roundpipe_cli.files import TEMPORARY_PREFIX, kind_of_file, named_path, shared_mode, stays_inside
+from roundpipe_cli.files import TEMPORARY_PREFIX, shared_mode
+from roundpipe_cli.regular_files import kind_of_file, named_path, stays_inside
 from roundpipe_cli.train.result.gguf_types import CONVERTER_TYPES, GGUF_NAME, GGUF_TYPES
 from roundpipe_cli.units import format_bytes
 

@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from roundpipe_cli import torchrun
+from roundpipe_cli.cache import cache_folder
 from roundpipe_cli.cli.output import go_offline, quiet_libraries, say, show_error
 from roundpipe_cli.errors import DeviceLostError, RefusedError, RoundpipeError
 from roundpipe_cli.events import DeviceLost, Notice
 from roundpipe_cli.faults import load_faults
-from roundpipe_cli.files import cache_folder, named_path, write_named
+from roundpipe_cli.files import write_named
 from roundpipe_cli.recipe.schema import Recipe
+from roundpipe_cli.regular_files import named_path
 from roundpipe_cli.units import counted, format_loss, format_seconds
 
 if TYPE_CHECKING:

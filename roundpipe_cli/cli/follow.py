@@ -22,7 +22,8 @@ from roundpipe_cli.dashboard.live import LiveDashboard, Terminal, last_frame
 from roundpipe_cli.dashboard.replay import Life, RunFiles, TimedEvent
 from roundpipe_cli.dashboard.state import DashboardState, fold, fold_all
 from roundpipe_cli.events import RunStopped, StepFinished, run_clock
-from roundpipe_cli.files import named_path, write_named
+from roundpipe_cli.files import write_named
+from roundpipe_cli.regular_files import named_path
 from roundpipe_cli.schedule.timeline import makespan_s
 from roundpipe_cli.units import format_seconds
 

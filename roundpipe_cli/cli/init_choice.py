@@ -27,7 +27,6 @@ from roundpipe_cli.costs.settings import DType, TrainingSettings
 from roundpipe_cli.data.formats import decide_format, find_pair_columns
 from roundpipe_cli.data.rows import BadRowError, DatasetSpec, in_chunks, printable
 from roundpipe_cli.errors import RefusedError, RoundpipeError
-from roundpipe_cli.files import named_path
 from roundpipe_cli.planning.answers import Answers
 from roundpipe_cli.planning.predict import Plan, best_plan
 from roundpipe_cli.planning.question import ask, ask_again, hardware_of
@@ -37,6 +36,7 @@ from roundpipe_cli.planning.what_if import summary_of
 from roundpipe_cli.recipe.load import LoadedRecipe, load_recipe, load_text, resolve_path
 from roundpipe_cli.recipe.schema import DEFAULT_LEARNING_RATES, Objective, Recipe, trained_kind
 from roundpipe_cli.recipe.strict_yaml import parse_scalar
+from roundpipe_cli.regular_files import named_path
 from roundpipe_cli.units import counted, format_bytes, format_count
 
 if TYPE_CHECKING:

@@ -9,7 +9,8 @@ import typer
 
 from roundpipe_cli.cli.output import say
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.files import named_path, write_named
+from roundpipe_cli.files import write_named
+from roundpipe_cli.regular_files import named_path
 
 
 def watch(

@@ -10,7 +10,7 @@ from typing import Any
 
 from roundpipe_cli.choices import OPTIMIZERS
 from roundpipe_cli.errors import Problem, RecipeError, RefusedError, closest
-from roundpipe_cli.files import read_regular
+from roundpipe_cli.regular_files import read_regular
 
 CHUNK_BYTES = 32 * 1024**2
 """A transfer can be overtaken by a more urgent one after every chunk of this size."""

@@ -21,9 +21,9 @@ from typing import Any
 from roundpipe_cli.costs.exact_counts import is_counted_exactly
 from roundpipe_cli.costs.models import Architecture, Block, parse_config
 from roundpipe_cli.errors import RefusedError, closest, one_edit_apart
-from roundpipe_cli.files import open_regular, read_regular
 from roundpipe_cli.hub.ask import TIMEOUT, Repository, UnreachableError, ask_hub, is_offline, library_messages, notice
 from roundpipe_cli.packages import CARRIERS, missing_package
+from roundpipe_cli.regular_files import open_regular, read_regular
 from roundpipe_cli.watchdog import at_work
 
 # The metadata at the head of a GGUF file, read without any library and without its tensors.

@@ -7,8 +7,10 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from roundpipe_cli.cache import cache_folder
 from roundpipe_cli.errors import RefusedError, ResourceError
-from roundpipe_cli.files import append_line, cache_folder, read_regular
+from roundpipe_cli.files import append_line
+from roundpipe_cli.regular_files import read_regular
 
 LOST_DAYS = 30
 

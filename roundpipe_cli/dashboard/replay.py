@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 from roundpipe_cli import events
 from roundpipe_cli.dashboard.state import DashboardState, fold_all
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.files import open_regular, read_regular
+from roundpipe_cli.regular_files import open_regular, read_regular
 
 METRICS_NAME, EVENTS_NAME, REPORT_NAME, LOCK_NAME = "metrics.jsonl", "events.jsonl", "report.json", ".roundpipe.lock"
 ETA_STEPS = 20

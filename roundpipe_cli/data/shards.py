@@ -26,10 +26,11 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
+from roundpipe_cli.cache import cache_folder, new_folder, prune_cache
 from roundpipe_cli.data.row_chunks import ChunkResult
 from roundpipe_cli.data.rows import SourceReport
 from roundpipe_cli.errors import ResourceError
-from roundpipe_cli.files import cache_folder, new_folder, prune_cache, sync
+from roundpipe_cli.files import sync
 
 BLOCK_BYTES = 16 * 1024**2
 """Read at a time, to compare a file with its checksum."""

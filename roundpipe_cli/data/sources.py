@@ -30,8 +30,8 @@ from roundpipe_cli.data.files import (
 )
 from roundpipe_cli.data.rows import DELIMITERS, DatasetSpec, RawRow, printable
 from roundpipe_cli.errors import RefusedError, closest
-from roundpipe_cli.files import read_regular, stays_inside, tried_paths
 from roundpipe_cli.hub.ask import TIMEOUT, Repository, UnreachableError, ask_hub, notice, other_settings
+from roundpipe_cli.regular_files import read_regular, stays_inside, tried_paths
 
 # Data folders and patterns: chooses the files of a split, or of a pattern, by their names alone.
 #

@@ -23,7 +23,7 @@ from typing import Any
 
 from roundpipe_cli.errors import RefusedError, ResourceError
 from roundpipe_cli.events import Fetching, Notice, Say, Tell
-from roundpipe_cli.files import disk_error, free_bytes, read_regular, stays_inside, write_atomically
+from roundpipe_cli.files import disk_error, free_bytes, write_atomically
 from roundpipe_cli.hub.ask import (
     READ_S,
     TIMEOUT,
@@ -36,6 +36,7 @@ from roundpipe_cli.hub.ask import (
     no_hub,
     other_settings,
 )
+from roundpipe_cli.regular_files import read_regular, stays_inside
 from roundpipe_cli.units import format_bytes
 
 MAX_REF_BYTES = 1024

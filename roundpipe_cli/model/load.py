@@ -23,8 +23,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from roundpipe_cli import __version__
+from roundpipe_cli.cache import cache_folder, new_folder, prune_cache
 from roundpipe_cli.errors import RefusedError, closest
-from roundpipe_cli.files import cache_folder, new_folder, prune_cache, sync
+from roundpipe_cli.files import sync
 from roundpipe_cli.library_names import version
 from roundpipe_cli.model.attention import SINK_MODEL_TYPES, SINKS_NAME, register_sinks
 from roundpipe_cli.model.files.source import ModelSource

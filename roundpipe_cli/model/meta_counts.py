@@ -18,10 +18,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from roundpipe_cli.cache import cache_folder
 from roundpipe_cli.errors import RefusedError, ResourceError, RoundpipeError
-from roundpipe_cli.files import cache_folder, read_regular, write_atomically
+from roundpipe_cli.files import write_atomically
 from roundpipe_cli.library_names import version
 from roundpipe_cli.limited import Limits, run_limited
+from roundpipe_cli.regular_files import read_regular
 from roundpipe_cli.sizes import SIZE_NAMES
 
 FORMAT = 5

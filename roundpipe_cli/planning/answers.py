@@ -17,9 +17,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
+from roundpipe_cli.cache import KEPT_S, cache_folder
 from roundpipe_cli.errors import ResourceError
-from roundpipe_cli.files import KEPT_S, cache_folder, read_json_of_ours, write_atomically
+from roundpipe_cli.files import write_atomically
 from roundpipe_cli.planning.compare import Result, SimulationCase, StageCut, make_schedule
+from roundpipe_cli.regular_files import read_json_of_ours
 from roundpipe_cli.schedule.builders import Options
 from roundpipe_cli.schedule.timeline import Bubble, Timeline
 

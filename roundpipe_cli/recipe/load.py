@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import yaml
 
 from roundpipe_cli.errors import ContradictionError, Problem, RecipeError, RefusedError, closest
-from roundpipe_cli.files import tried_paths
 from roundpipe_cli.recipe.aliases import (
     ALIASES,
     NO_COUNTERPART,
@@ -51,6 +50,7 @@ from roundpipe_cli.recipe.strict_yaml import (
     refuse_characters,
     shown_value,
 )
+from roundpipe_cli.regular_files import tried_paths
 
 # `${key}` in a recipe: only other keys of the same recipe, never the environment or anything else.
 #

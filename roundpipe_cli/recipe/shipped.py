@@ -14,7 +14,7 @@ from pathlib import Path
 
 import roundpipe_cli
 from roundpipe_cli.errors import RefusedError, closest
-from roundpipe_cli.files import named_path
+from roundpipe_cli.regular_files import named_path
 from roundpipe_cli.units import GIB
 
 VERDICT = re.compile(

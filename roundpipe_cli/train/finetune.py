@@ -8,11 +8,12 @@ from functools import partial
 from pathlib import Path
 
 from roundpipe_cli.events import Notice, run_clock, tell_notices
-from roundpipe_cli.files import named_path, write_atomically
+from roundpipe_cli.files import write_atomically
 from roundpipe_cli.model.files.source import ModelSource, resolve_model
 from roundpipe_cli.model.trained_on import check_trained_on
 from roundpipe_cli.planning.question import PlanRequest
 from roundpipe_cli.recipe.load import LoadedRecipe, resolved_yaml
+from roundpipe_cli.regular_files import named_path
 from roundpipe_cli.train.checkpoint.output_dir import (
     OutputDir,
     RunState,

@@ -10,11 +10,11 @@ from roundpipe_cli.costs.find_model import FoundConfig, read_gguf_config
 from roundpipe_cli.data.rows import DatasetSpec
 from roundpipe_cli.data.sources import find_sources
 from roundpipe_cli.events import Tell
-from roundpipe_cli.files import named_path
 from roundpipe_cli.model.files.source import ModelSource, is_hub_model, resolve_model
 from roundpipe_cli.planning.admission import check_configuration, holds_weights
 from roundpipe_cli.recipe.load import LoadedRecipe
 from roundpipe_cli.recipe.schema import Recipe
+from roundpipe_cli.regular_files import named_path
 from roundpipe_cli.sizes import check_sizes
 from roundpipe_cli.torchrun import was_restarted
 from roundpipe_cli.train.checkpoint.manifest import peek

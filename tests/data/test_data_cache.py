@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from roundpipe_cli import faults
+from roundpipe_cli.cache import CACHE_VARIABLE, cache_folder
 from roundpipe_cli.cli import checks
 from roundpipe_cli.data import dataset as dataset_module
 from roundpipe_cli.data import dataset as keys
@@ -24,7 +25,6 @@ from roundpipe_cli.data.rows import DatasetSpec, DataSettings
 from roundpipe_cli.data.shards import _content_sum, file_sums
 from roundpipe_cli.data.tokenized import TokenizedDataset
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.files import CACHE_VARIABLE, cache_folder
 from tests.data.test_data_dataset import CHATML, build, byte_tokenizer, write_rows
 from tests.support.covering import swept
 from tests.support.e2e import STAGES_OF_TWO, launch, make_model, make_workspace

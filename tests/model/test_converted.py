@@ -12,8 +12,8 @@ from typing import Any
 import gguf
 import pytest
 
+from roundpipe_cli.cache import CACHE_VARIABLE, cache_folder
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.files import CACHE_VARIABLE, cache_folder
 from roundpipe_cli.model.files.source import ModelSource
 from roundpipe_cli.model.load import (
     FOLDER,

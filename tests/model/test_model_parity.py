@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
+from roundpipe_cli.cache import cache_folder
 from roundpipe_cli.engine import parity
 from roundpipe_cli.engine.parity import ParityRefusedError, prove
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import Event, Notice, Phase
-from roundpipe_cli.files import cache_folder
 from roundpipe_cli.model.fused import FusedNorm
 from roundpipe_cli.model.load import build_skeleton, switch_off
 from roundpipe_cli.model.lora import LoraSettings, add_lora

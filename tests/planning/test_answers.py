@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from roundpipe_cli.cache import cache_folder
 from roundpipe_cli.cli.bench_schedules import _known_cut, _known_result
 from roundpipe_cli.costs.cost import CostModel, LayerCost
-from roundpipe_cli.files import cache_folder
 from roundpipe_cli.planning import answers as known
 from roundpipe_cli.planning import predict
 from roundpipe_cli.planning.answers import Answers

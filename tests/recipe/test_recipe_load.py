@@ -14,13 +14,13 @@ import pytest
 
 from roundpipe_cli.cli.recipes import resolve
 from roundpipe_cli.errors import RecipeError, RefusedError
-from roundpipe_cli.files import tried_paths
 from roundpipe_cli.recipe import schema
 from roundpipe_cli.recipe.aliases import ALIASES, NO_COUNTERPART, REMOVED
 from roundpipe_cli.recipe.check import known_keys
 from roundpipe_cli.recipe.load import load_recipe, resolve_path, resolved_yaml
 from roundpipe_cli.recipe.schema import DatasetConfig, LoraConfig, Recipe, plain_data
 from roundpipe_cli.recipe.shipped import find_recipe
+from roundpipe_cli.regular_files import tried_paths
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 BAD = json.loads((REPOSITORY / "tests/golden_data/bad_recipes.json").read_text(encoding="utf-8"))

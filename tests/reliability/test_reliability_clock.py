@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from roundpipe_cli.files import CACHE_VARIABLE
+from roundpipe_cli.cache import CACHE_VARIABLE
 from tests.support.e2e import (
     MAX_WAIT_S,
     REPOSITORY,

@@ -18,7 +18,7 @@ from pathlib import Path
 from threading import RLock
 from typing import Any, TypeVar
 
-from roundpipe_cli.files import CACHE_VARIABLE
+from roundpipe_cli.cache import CACHE_VARIABLE
 from roundpipe_cli.train.checkpoint.reading import load_newest
 from roundpipe_cli.train.checkpoint.resume import FREE_KEYS
 from tests.support.e2e import STAGES, Outcome, Running, launch, make_model, numbers, write_recipe, write_rows

@@ -10,7 +10,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from roundpipe_cli.files import CACHE_VARIABLE
+from roundpipe_cli.cache import CACHE_VARIABLE
 from tests.support.convert_files import EXAMPLES
 from tests.support.e2e import CHAT_TEMPLATE, STAGES, make_model, run, write_recipe, write_rows
 from tests.torture.fuzz import Reader, fuzz

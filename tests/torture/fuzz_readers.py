@@ -12,7 +12,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from roundpipe_cli.files import CACHE_VARIABLE
+from roundpipe_cli.cache import CACHE_VARIABLE
 from roundpipe_cli.train.result.gguf_file import write_gguf
 from roundpipe_cli.train.result.gguf_types import GGUF_NAME
 from tests.support.e2e import make_model, make_tokenizer

@@ -16,7 +16,6 @@ from typing import Any
 
 from roundpipe_cli.errors import RefusedError, closest
 from roundpipe_cli.events import Event, Notice, Tell
-from roundpipe_cli.files import named_path
 from roundpipe_cli.hub.ask import UnreachableError
 from roundpipe_cli.hub.download import Listing, cached_snapshots, fetch_files, find_listing, remember_revision
 from roundpipe_cli.model.files.untrusted import (
@@ -34,6 +33,7 @@ from roundpipe_cli.model.files.untrusted import (
     unread_shards,
 )
 from roundpipe_cli.packages import missing_package
+from roundpipe_cli.regular_files import named_path
 from roundpipe_cli.units import counted, format_bytes
 
 # Which files of a hub model are fetched, and in which order: what is small and decides whether the model can be

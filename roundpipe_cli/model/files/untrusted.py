@@ -26,7 +26,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from roundpipe_cli.errors import RefusedError, RoundpipeError
-from roundpipe_cli.files import kind_of_file, stays_inside
+from roundpipe_cli.regular_files import kind_of_file, stays_inside
 from roundpipe_cli.sizes import check_sizes
 from roundpipe_cli.units import format_bytes
 

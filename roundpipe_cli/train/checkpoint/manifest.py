@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.files import read_regular, sha256_of, write_new_file
+from roundpipe_cli.files import sha256_of, write_new_file
+from roundpipe_cli.regular_files import read_regular
 
 _FILE_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
 _MAX_JSON_BYTES = 16 * 1024**2

@@ -31,11 +31,6 @@ from roundpipe_cli.files import (
     STATE_FILE_MODE,
     TEMPORARY_PREFIX,
     disk_error,
-    kind_of_file,
-    named_path,
-    open_regular,
-    read_json_of_ours,
-    read_regular,
     remove_tree,
     sync,
     write_atomically,
@@ -43,6 +38,7 @@ from roundpipe_cli.files import (
 from roundpipe_cli.model.files.untrusted import check_file, read_json
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.recipe.strict_yaml import parse_bytes
+from roundpipe_cli.regular_files import kind_of_file, named_path, open_regular, read_json_of_ours, read_regular
 
 # Names of a run's folders with a step number in them. Apart from `writing.py`, since finding them needs no torch.
 #

@@ -14,13 +14,13 @@ import torch
 
 from roundpipe_cli import __version__
 from roundpipe_cli.errors import NoCheckpointError, Problem, RecipeError, RefusedError
-from roundpipe_cli.files import read_regular
 from roundpipe_cli.model.fused import fused_counts
 from roundpipe_cli.recipe.aliases import REMOVED, was_off
 from roundpipe_cli.recipe.check import Findings, check, hints_of
 from roundpipe_cli.recipe.load import LoadedRecipe
 from roundpipe_cli.recipe.schema import DEFAULT_LEARNING_RATES, DatasetConfig, Range, Recipe, plain_data, with_lists
 from roundpipe_cli.recipe.strict_yaml import MAX_BYTES, Place, parse_bytes
+from roundpipe_cli.regular_files import read_regular
 from roundpipe_cli.train.checkpoint.manifest import STATE_NAME, peek
 from roundpipe_cli.train.checkpoint.output_dir import list_checkpoints
 from roundpipe_cli.train.checkpoint.reading import Checkpoint

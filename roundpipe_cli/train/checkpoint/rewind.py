@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from roundpipe_cli.events import Say
-from roundpipe_cli.files import disk_error, read_json_of_ours, read_regular, sync, write_atomically
+from roundpipe_cli.files import disk_error, sync, write_atomically
+from roundpipe_cli.regular_files import read_json_of_ours, read_regular
 from roundpipe_cli.train.checkpoint.manifest import peek
 from roundpipe_cli.train.checkpoint.output_dir import (
     EVAL_NAME,

@@ -22,8 +22,9 @@ from typing import Any, NamedTuple
 
 from roundpipe_cli.errors import RefusedError, redact, redact_values
 from roundpipe_cli.events import EvaluationFinished, Event, Notice, StepFinished, Tell
-from roundpipe_cli.files import STATE_FILE_MODE, read_json_of_ours, write_atomically
+from roundpipe_cli.files import STATE_FILE_MODE, write_atomically
 from roundpipe_cli.recipe.schema import Recipe, plain_data
+from roundpipe_cli.regular_files import read_json_of_ours
 
 MAX_WAITING = 10_000
 """Rows that wait for a tracker; further ones are dropped until it catches up."""

@@ -29,7 +29,7 @@ from roundpipe_cli.engine.probe import Probe
 from roundpipe_cli.engine.weights import WeightStore, settle_heap
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.events import Event, Notice, Phase, Say, Tell, tell_notices
-from roundpipe_cli.files import disk_error, named_path, require_free_bytes
+from roundpipe_cli.files import disk_error, require_free_bytes
 from roundpipe_cli.model.attention import describe_slow_kernels
 from roundpipe_cli.model.chunks import check_packing, check_sequence_chunks
 from roundpipe_cli.model.files.quantization import check_stored_in_4bit
@@ -57,6 +57,7 @@ from roundpipe_cli.planning.auto_choices import MIN_MICROBATCHES, Unpacking
 from roundpipe_cli.planning.question import PlanRequest, ask, ask_again, describe_budget
 from roundpipe_cli.recipe.load import LoadedRecipe
 from roundpipe_cli.recipe.schema import DatasetConfig, Recipe
+from roundpipe_cli.regular_files import named_path
 from roundpipe_cli.train.prepare.base_files import BaseFiles, describe_added, put_template, read_base_files
 from roundpipe_cli.train.prepare.devices import choose_devices, with_dtype_of
 from roundpipe_cli.train.prepare.learning_rate import num_steps_of, rate_schedule_of

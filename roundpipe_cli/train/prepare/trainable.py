@@ -16,11 +16,12 @@ import torch
 from torch import nn
 
 from roundpipe_cli import __version__
+from roundpipe_cli.cache import cache_folder
 from roundpipe_cli.engine.parity import MAX_PARAMETERS, ParityRefusedError, Proof, prove
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.errors import RefusedError, ResourceError
 from roundpipe_cli.events import Notice, Phase, Tell, tell_notices
-from roundpipe_cli.files import cache_folder, read_json_of_ours, sha256_of, tried_paths, write_atomically
+from roundpipe_cli.files import sha256_of, write_atomically
 from roundpipe_cli.library_names import version
 from roundpipe_cli.model.adapter_files import (
     ADAPTER_CONFIG,
@@ -47,6 +48,7 @@ from roundpipe_cli.model.stored.tensors import is_adapter
 from roundpipe_cli.model.weights_io import load_weights
 from roundpipe_cli.recipe.load import LoadedRecipe, resolve_path
 from roundpipe_cli.recipe.schema import LoraConfig, Recipe
+from roundpipe_cli.regular_files import read_json_of_ours, tried_paths
 from roundpipe_cli.units import format_bytes, format_count, format_seconds
 from roundpipe_cli.watchdog import at_work
 

@@ -25,14 +25,7 @@ from torch import nn
 from roundpipe_cli.errors import RefusedError, redact
 from roundpipe_cli.events import Say
 from roundpipe_cli.faults import fault
-from roundpipe_cli.files import (
-    read_regular,
-    require_free_bytes,
-    shared_mode,
-    sync,
-    write_atomically,
-    write_new_file,
-)
+from roundpipe_cli.files import require_free_bytes, shared_mode, sync, write_atomically, write_new_file
 from roundpipe_cli.model.adapter_files import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -54,6 +47,7 @@ from roundpipe_cli.model.stored.nf4 import is_nf4
 from roundpipe_cli.model.stored.tensors import OpenFiles, base_name, check_finite, is_adapter, open_shard, tied_names
 from roundpipe_cli.model.stored.untied import untie_stored
 from roundpipe_cli.model.weights_io import BaseWeights
+from roundpipe_cli.regular_files import read_regular
 from roundpipe_cli.train.checkpoint.output_dir import MAX_FILE_BYTES, read_values, whole_folder
 from roundpipe_cli.train.checkpoint.writing import TensorSpec, stream_file
 from roundpipe_cli.train.prepare.base_files import (

@@ -1,0 +1,83 @@
+"""The cache of what can be made again.
+
+Several files that belong together are written to a folder of their own, renamed when it is whole and durable
+(`new_folder`, `sync`).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.files import TEMPORARY_PREFIX
+
+CACHE_VARIABLE = "ROUNDPIPE_CACHE"
+KEPT_S = 30 * 24 * 3600.0
+"""Age in seconds since a file's last use from which it is removed."""
+ABANDONED_S = 24 * 3600.0
+"""Age in seconds of an unfinished file that never will be finished."""
+
+
+def cache_folder(name: str) -> Path:
+    """The cache's folder `name`; it need not exist. `$ROUNDPIPE_CACHE`, else roundpipe in the user's cache folder.
+
+    Raises:
+        RefusedError: `$ROUNDPIPE_CACHE` is a file, or lies below one.
+    """
+    chosen = os.environ.get(CACHE_VARIABLE)
+    if chosen:
+        return _chosen_folder(chosen) / name
+    base = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return (Path(base) if base else Path("~/.cache").expanduser()) / "roundpipe" / name
+    except RuntimeError:  # a user without a home, as in containers: nothing can be read or written there
+        return Path(os.devnull) / name
+
+
+def _chosen_folder(chosen: str) -> Path:
+    try:
+        folder = Path(chosen).expanduser()
+        existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        wrong = f"{existing} is no folder" if not existing.is_dir() else ""
+    except (OSError, RuntimeError, ValueError) as error:  # a name that is too long; `~` of nobody
+        folder, wrong = Path(os.devnull), str(error)
+    if wrong:
+        raise RefusedError(
+            "the cache cannot be kept where the environment says",
+            where=CACHE_VARIABLE,
+            found=wrong,
+            expected="a folder; it is made where it does not exist",
+            hint=f"unset {CACHE_VARIABLE}",
+        )
+    return folder
+
+
+def new_folder(name: str) -> Path | None:
+    """An empty folder in `cache_folder(name)`, to be renamed; None where nothing can be written there."""
+    try:
+        folder = cache_folder(name)
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        return Path(tempfile.mkdtemp(prefix=TEMPORARY_PREFIX, dir=folder))
+    except OSError:  # read-only; no home
+        return None
+
+
+def prune_cache(folder: Path, mark: str) -> None:
+    """Remove what nobody used for long, and what killed runs left; only folders that are ours.
+
+    Args:
+        mark: name of the file that tells a finished one.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    now = time.time()
+    for entry in folder.iterdir():
+        age_s = now - entry.stat().st_mtime
+        is_finished = (entry / mark).is_file()
+        if (is_finished and age_s > KEPT_S) or (entry.name.startswith(TEMPORARY_PREFIX) and age_s > ABANDONED_S):
+            shutil.rmtree(entry, ignore_errors=True)
