@@ -35,9 +35,9 @@ from roundpipe_cli.engine.program import lower_for_engine
 from roundpipe_cli.engine.step import Microbatch, StepResult
 from roundpipe_cli.planning.adaptive import measured_costs, profile_schedule
 from roundpipe_cli.planning.compare import SimulationCase
-from roundpipe_cli.planning.cuts import DEALING, resident_cut
 from roundpipe_cli.planning.partition import plan_partition
-from roundpipe_cli.planning.search.stages import even_stages
+from roundpipe_cli.planning.resident import DEALING, resident_cut
+from roundpipe_cli.planning.search.ranges import even_stages
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.schedule.builders import Options, Rounds, build_schedule

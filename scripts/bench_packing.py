@@ -34,7 +34,7 @@ from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.options import EngineOptions
 from roundpipe_cli.engine.probe import Probe
 from roundpipe_cli.engine.step import Microbatch
-from roundpipe_cli.planning.search.stages import even_stages
+from roundpipe_cli.planning.search.ranges import even_stages
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.schedule.builders import Rounds, build_schedule
 from roundpipe_cli.train.prepare.setup import Setup, prepare

@@ -29,7 +29,7 @@ from roundpipe_cli.costs.memory import (
 from roundpipe_cli.costs.models import Architecture
 from roundpipe_cli.costs.settings import TrainingSettings
 from roundpipe_cli.planning.choose import given_cut
-from roundpipe_cli.planning.search.stages import even_cut, even_stages
+from roundpipe_cli.planning.search.ranges import even_cut, even_stages
 from roundpipe_cli.planning.verdict import coarsest_cut, judge, judge_coarsest, worker_budget_bytes
 from roundpipe_cli.recipe.schema import PipelineConfig
 from roundpipe_cli.units import format_bytes

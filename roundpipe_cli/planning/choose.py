@@ -17,6 +17,7 @@ from typing import Literal
 from roundpipe_cli.choices import SCHEDULE_KINDS, ScheduleName
 from roundpipe_cli.costs.cost import CostModel, StageRange
 from roundpipe_cli.costs.memory import largest_stage_bytes
+from roundpipe_cli.planning.chunk_shapes import chunk_shapes
 from roundpipe_cli.planning.compare import (
     SimulationCase,
     StageCut,
@@ -24,25 +25,11 @@ from roundpipe_cli.planning.compare import (
     make_schedule,
     run_step_s,
 )
-from roundpipe_cli.planning.cuts import (
-    balanced_stages,
-    chunk_shapes,
-    enough_per_round,
-    links_bind,
-    quick_cut,
-    resident_cut,
-    single_cut,
-)
+from roundpipe_cli.planning.cuts import enough_per_round, links_bind, quick_cut, single_cut
 from roundpipe_cli.planning.partition import LIGHT, plan_partition
-from roundpipe_cli.planning.search.stages import (
-    StageLimits,
-    StageSums,
-    backward_ranges,
-    even_cut,
-    even_sizes,
-    even_stages,
-    within_limits,
-)
+from roundpipe_cli.planning.resident import resident_cut
+from roundpipe_cli.planning.search.ranges import backward_ranges, balanced_stages, even_cut, even_sizes, even_stages
+from roundpipe_cli.planning.search.stages import StageLimits, StageSums, within_limits
 from roundpipe_cli.recipe.schema import PipelineConfig
 from roundpipe_cli.schedule.builders import Options
 from roundpipe_cli.schedule.program import lower

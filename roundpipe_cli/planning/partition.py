@@ -16,8 +16,9 @@ from roundpipe_cli.planning.search.batch import (
     one_batch,
     worker_speeds,
 )
+from roundpipe_cli.planning.search.ranges import backward_ranges, forward_ranges
 from roundpipe_cli.planning.search.search import DENSE, SAME, Candidate, Search, SearchEffort, layer_bounds, unit_bounds
-from roundpipe_cli.planning.search.stages import StageSums, backward_ranges, forward_ranges
+from roundpipe_cli.planning.search.stages import StageSums
 from roundpipe_cli.units import format_bytes, format_seconds
 
 MIN_ROUNDS, LEAST_ROUNDS = 40, 8

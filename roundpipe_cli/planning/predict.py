@@ -19,7 +19,8 @@ from roundpipe_cli.planning.admission import unproven
 from roundpipe_cli.planning.answers import Answers, cut_from
 from roundpipe_cli.planning.choose import MIN_GAIN, case_for, choose, deal_out, dealing_options, given_cut
 from roundpipe_cli.planning.compare import SimulationCase, StageCut, costs_per_microbatch, make_schedule
-from roundpipe_cli.planning.cuts import enough_per_round, forward_stages, resident_cut
+from roundpipe_cli.planning.cuts import enough_per_round
+from roundpipe_cli.planning.forward_stages import forward_stages
 from roundpipe_cli.planning.question import (
     Build,
     PlanRequest,
@@ -28,7 +29,8 @@ from roundpipe_cli.planning.question import (
     rows_that_keep_busy,
     without_small_cards,
 )
-from roundpipe_cli.planning.search.stages import even_cut
+from roundpipe_cli.planning.resident import resident_cut
+from roundpipe_cli.planning.search.ranges import even_cut
 from roundpipe_cli.planning.verdict import Verdict, coarsest_cut, judge, judge_coarsest, stage_limits
 from roundpipe_cli.recipe.load import LoadedRecipe
 from roundpipe_cli.schedule.builders import SCORED_PER_WORKER, build_forward

@@ -22,7 +22,8 @@ from roundpipe_cli.costs.memory import (
     usable_host_bytes,
 )
 from roundpipe_cli.planning.compare import StageCut
-from roundpipe_cli.planning.search.stages import StageLimits, even_cut, limits_for
+from roundpipe_cli.planning.search.ranges import even_cut
+from roundpipe_cli.planning.search.stages import StageLimits, limits_for
 from roundpipe_cli.units import format_bytes
 
 

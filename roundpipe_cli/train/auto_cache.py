@@ -3,7 +3,7 @@
 Only frozen weights are worth it, which are uploaded once in a run. The first step with the stages that the run would
 keep shows what it takes; what the memory model says of longer microbatches counts where it is more. Up to
 `DEVICE_SHARE` of the memory is then filled. Where all weights fit, so that stages need no room for them, and other
-stages are then faster (`planning/cuts.py`), the run changes to them. If a device still runs out of memory,
+stages are then faster (`planning/resident.py`), the run changes to them. If a device still runs out of memory,
 the cache is given up first, and such stages with it.
 """
 
@@ -26,7 +26,7 @@ from roundpipe_cli.events import Notice, Tell
 from roundpipe_cli.planning.adaptive import AdaptivePlanner
 from roundpipe_cli.planning.choose import MIN_GAIN
 from roundpipe_cli.planning.compare import SimulationCase, StageCut, make_schedule
-from roundpipe_cli.planning.cuts import DEALING, resident_cut
+from roundpipe_cli.planning.resident import DEALING, resident_cut
 from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.schedule.simulate import simulate
 from roundpipe_cli.schedule.timeline import makespan_s

@@ -22,7 +22,7 @@ from roundpipe_cli.engine.step import Microbatch
 from roundpipe_cli.engine.weights import REFERENCE
 from roundpipe_cli.model.head import HeadScores, Preference, Rewards, map_tensors, pair_loss
 from roundpipe_cli.planning.adaptive import AdaptivePlanner
-from roundpipe_cli.planning.cuts import forward_stages
+from roundpipe_cli.planning.forward_stages import forward_stages
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.schedule.builders import SCORED_PER_WORKER, build_forward, every_stage

@@ -25,8 +25,8 @@ from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.options import EngineOptions
 from roundpipe_cli.engine.step import Microbatch, StepResult
 from roundpipe_cli.planning.compare import SimulationCase, StageCut
-from roundpipe_cli.planning.cuts import DEALING, resident_cut
 from roundpipe_cli.planning.partition import plan_partition
+from roundpipe_cli.planning.resident import DEALING, resident_cut
 from roundpipe_cli.schedule.builders import Options, Rounds, build_schedule
 from scripts.gpu_checks.models import SPEED_MODEL, BuiltModel, build, random_rows, shipped, tiny
 from scripts.gpu_checks.place import WATCHDOG_S, CheckPlace

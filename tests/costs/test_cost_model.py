@@ -24,7 +24,7 @@ from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.files.source import resolve_model
 from roundpipe_cli.model.files.untrusted import check_small_files
 from roundpipe_cli.planning.compare import SimulationCase, StageCut, make_schedule
-from roundpipe_cli.planning.search.stages import backward_ranges, forward_ranges
+from roundpipe_cli.planning.search.ranges import backward_ranges, forward_ranges
 from roundpipe_cli.schedule.simulate import simulate
 from roundpipe_cli.schedule.timeline import COMPUTE
 

@@ -32,7 +32,7 @@ from roundpipe_cli.costs.memory import (
 from roundpipe_cli.costs.settings import TrainingSettings
 from roundpipe_cli.planning.compare import SimulationCase, StageCut, make_schedule
 from roundpipe_cli.planning.partition import QUICK, plan_partition
-from roundpipe_cli.planning.search.stages import even_cut
+from roundpipe_cli.planning.search.ranges import even_cut
 from roundpipe_cli.planning.solve import largest_micro_batch, longest_sequence
 from roundpipe_cli.planning.verdict import coarsest_cut, judge, judge_coarsest, stage_limits
 from roundpipe_cli.schedule.actions import Kind, Schedule

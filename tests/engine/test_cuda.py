@@ -18,7 +18,7 @@ from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.options import EngineOptions
 from roundpipe_cli.engine.step import StepResult
 from roundpipe_cli.model.attention import sink_attention
-from roundpipe_cli.planning.cuts import resident_cut
+from roundpipe_cli.planning.resident import resident_cut
 from roundpipe_cli.schedule.actions import equal_costs
 from roundpipe_cli.schedule.builders import Options
 from tests.support.e2e import fresh, make_model, make_workspace

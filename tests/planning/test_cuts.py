@@ -15,7 +15,7 @@ from roundpipe_cli.costs.memory import HEAD_CHUNK
 from roundpipe_cli.planning import choose as choosing
 from roundpipe_cli.planning.choose import choose
 from roundpipe_cli.planning.compare import SimulationCase, StageCut, make_schedule, run_step_s
-from roundpipe_cli.planning.cuts import forward_stages
+from roundpipe_cli.planning.forward_stages import forward_stages
 from roundpipe_cli.planning.partition import QUICK, plan_partition
 from roundpipe_cli.planning.predict import Plan, make_plan
 from roundpipe_cli.planning.search import search

@@ -14,8 +14,9 @@ from roundpipe_cli.planning.choose import in_long_rounds
 from roundpipe_cli.planning.compare import SimulationCase, StageCut, make_schedule, run_step_s
 from roundpipe_cli.planning.partition import LIGHT, _round_sizes, _Task, plan_partition
 from roundpipe_cli.planning.search.batch import one_batch
+from roundpipe_cli.planning.search.ranges import even_cut
 from roundpipe_cli.planning.search.search import SearchEffort
-from roundpipe_cli.planning.search.stages import StageLimits, StageSums, even_cut
+from roundpipe_cli.planning.search.stages import StageLimits, StageSums
 from roundpipe_cli.schedule.simulate import simulate
 from roundpipe_cli.schedule.timeline import makespan_s
 

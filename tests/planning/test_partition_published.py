@@ -15,8 +15,9 @@ from roundpipe_cli.costs.cost import CostModel, LayerCost, StageRange
 from roundpipe_cli.planning.compare import SimulationCase, StageCut, make_schedule, run
 from roundpipe_cli.planning.partition import plan_partition
 from roundpipe_cli.planning.search.batch import BatchScorer, RoundChain, chain_of, one_batch, worker_speeds
+from roundpipe_cli.planning.search.ranges import backward_ranges, forward_ranges
 from roundpipe_cli.planning.search.search import lower_bounds
-from roundpipe_cli.planning.search.stages import StageSums, backward_ranges, forward_ranges
+from roundpipe_cli.planning.search.stages import StageSums
 from roundpipe_cli.schedule.simulate import simulate
 from roundpipe_cli.schedule.timeline import makespan_s
 from tests.support.covering import swept

@@ -21,9 +21,9 @@ from roundpipe_cli.errors import OutOfDeviceMemoryError
 from roundpipe_cli.events import Event, Notice
 from roundpipe_cli.planning.adaptive import AdaptivePlanner
 from roundpipe_cli.planning.compare import SimulationCase, StageCut, make_schedule
-from roundpipe_cli.planning.cuts import DEALING, resident_cut
 from roundpipe_cli.planning.predict import Plan, make_plan
 from roundpipe_cli.planning.question import ask
+from roundpipe_cli.planning.resident import DEALING, resident_cut
 from roundpipe_cli.planning.run_plan import planned_bytes
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.recipe.schema import PipelineConfig

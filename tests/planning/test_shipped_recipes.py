@@ -16,7 +16,7 @@ from roundpipe_cli.planning import choose
 from roundpipe_cli.planning.compare import StageCut
 from roundpipe_cli.planning.predict import Plan, make_plan, simulate_step
 from roundpipe_cli.planning.question import ask
-from roundpipe_cli.planning.search.stages import even_cut
+from roundpipe_cli.planning.search.ranges import even_cut
 from roundpipe_cli.planning.solve import Change, fitting_recipe, remedies
 from roundpipe_cli.planning.verdict import judge
 from roundpipe_cli.recipe.load import load_recipe

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from roundpipe_cli.costs.cost import CHUNK_BYTES, CostModel, LayerCost, StageRange, keep_activations, skip_projections
-from roundpipe_cli.planning.search.stages import backward_ranges, forward_ranges
+from roundpipe_cli.planning.search.ranges import backward_ranges, forward_ranges
 from roundpipe_cli.schedule.actions import Kind, Schedule, equal_costs
 from roundpipe_cli.schedule.builders import Dealer, Options, Rounds, build_schedule
 from roundpipe_cli.schedule.pictures import chrome_trace, svg_picture

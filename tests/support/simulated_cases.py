@@ -28,7 +28,7 @@ from roundpipe_cli.kernels import fused, random_masks
 from roundpipe_cli.model import attention
 from roundpipe_cli.model.head import Preference
 from roundpipe_cli.model.stored import packed_weights
-from roundpipe_cli.planning.cuts import DEALING, resident_cut
+from roundpipe_cli.planning.resident import DEALING, resident_cut
 from roundpipe_cli.schedule.actions import Schedule, equal_costs
 from roundpipe_cli.schedule.builders import Options, Rounds, build_forward, build_schedule
 from roundpipe_cli.train.optim.optimizer import HostOptimizer

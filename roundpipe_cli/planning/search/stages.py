@@ -1,12 +1,4 @@
-"""Stages as runs of layers: sizes, ranges, sums of layer costs and limits.
-
-The planner counts in sizes: how many layers each stage holds, in execution order. Forward stages start at layer 0,
-backward stages at the last layer; the first backward stage holds the head and is not part of any forward stage:
-
-      layer      0   1   2   3   4   5  head
-      forward   |  0  |    1    |             sizes (2, 3)
-      backward  |  2  |  1  |       0    |    sizes (3, 2, 2)
-"""
+"""Sums of layer costs over stages, and the limits that stages keep."""
 
 from __future__ import annotations
 
@@ -153,58 +145,3 @@ def _updated_s(costs: CostModel) -> list[list[float]]:
         ends_s[0] = max(ends_s[0], ends_s[-1])
     count = len(ends_s)
     return [[max(ends_s[first:stop], default=0.0) for stop in range(count + 1)] for first in range(count + 1)]
-
-
-def forward_ranges(sizes: Sequence[int]) -> tuple[StageRange, ...]:
-    """Layer ranges of stages of these sizes, in execution order, from layer 0 up."""
-    ranges = []
-    first = 0
-    for size in sizes:
-        ranges.append((first, first + size - 1))
-        first += size
-    return tuple(ranges)
-
-
-def backward_ranges(sizes: Sequence[int], num_layers: int) -> tuple[StageRange, ...]:
-    """Layer ranges of stages of these sizes, in execution order, from the last layer down."""
-    ranges = []
-    stop = num_layers
-    for size in sizes:
-        ranges.append((stop - size, stop - 1))
-        stop -= size
-    return tuple(ranges)
-
-
-def even_sizes(total: int, parts: int, *, larger_first: bool) -> tuple[int, ...]:
-    """`total` divided into `parts` numbers that differ by at most one."""
-    size, larger = divmod(total, parts)
-    small, large = [size] * (parts - larger), [size + 1] * larger
-    return tuple(large + small if larger_first else small + large)
-
-
-def even_cut(
-    num_layers: int, forward_blocks: int, backward_blocks: int, *, beside_head: int = 0, num_free: int = 1
-) -> tuple[tuple[StageRange, ...], tuple[StageRange, ...]]:
-    """Forward and backward stages of at most so many blocks each, as equal as can be.
-
-    Args:
-        num_layers: all layers; the last one is the head.
-        beside_head: blocks in the head's stage.
-        num_free: layers at the start, such as an embedding, that take no time: they join the first block.
-    """
-    blocks = num_layers - 1 - num_free - beside_head
-    if blocks <= 0:
-        return (), ((0, num_layers - 1),)
-    forward = list(even_sizes(blocks, -(-blocks // forward_blocks), larger_first=False))
-    backward = [1 + beside_head, *even_sizes(blocks, -(-blocks // backward_blocks), larger_first=True)]
-    forward[0] += num_free
-    backward[-1] += num_free
-    return forward_ranges(forward), backward_ranges(backward, num_layers)
-
-
-def even_stages(num_layers: int, num_stages: int) -> tuple[StageRange, ...]:
-    """Equal numbers of blocks, larger stages last; the head, layer `num_layers - 1`, joins the last stage."""
-    size, larger = divmod(num_layers - 1, num_stages)
-    sizes = [size + (index >= num_stages - larger) for index in range(num_stages)]
-    sizes[-1] += 1
-    return forward_ranges(sizes)
