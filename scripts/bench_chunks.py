@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from roundpipe_cli.costs.cost import CostModel
 from roundpipe_cli.costs.find_model import shipped_architecture
-from roundpipe_cli.planning.choose import chunk_cut
+from roundpipe_cli.planning.chunk_shapes import chunk_cut
 from roundpipe_cli.planning.compare import SimulationCase, make_schedule
 from roundpipe_cli.schedule.builders import Options
 from roundpipe_cli.schedule.simulate import simulate

@@ -24,8 +24,9 @@ from roundpipe_cli.costs.hardware import parse_hardware
 from roundpipe_cli.costs.memory import device_need, one_layer_bytes, usable_device_bytes
 from roundpipe_cli.costs.models import Architecture
 from roundpipe_cli.costs.settings import TrainingSettings
-from roundpipe_cli.planning.choose import choose, dealt_cut
+from roundpipe_cli.planning.choose import choose
 from roundpipe_cli.planning.compare import SimulationCase, StageCut, run
+from roundpipe_cli.planning.dealing import dealt_cut
 from roundpipe_cli.schedule.builders import Options
 
 HUB_IDS = {"Llama3-8B": "meta-llama/Llama-3.1-8B", "Qwen3-32B": "Qwen/Qwen3-32B"}

@@ -14,8 +14,9 @@ import pytest
 from roundpipe_cli.choices import SCHEDULES
 from roundpipe_cli.costs.cost import load_costs
 from roundpipe_cli.engine.backends.cuda import IssueTurns
-from roundpipe_cli.planning.choose import choose, dealt_cut
+from roundpipe_cli.planning.choose import choose
 from roundpipe_cli.planning.compare import SimulationCase, run
+from roundpipe_cli.planning.dealing import dealt_cut
 from roundpipe_cli.schedule.builders import Options
 from scripts import bench_emulated, bench_packing, bench_published, issue_rate
 from tests.cli.test_bench_cli import costs_of, results_of, write

@@ -1,4 +1,4 @@
-"""Shapes of a step whose sequences come in chunks.
+"""Stages of a step whose sequences come in chunks.
 
 A backward stage starts with the last chunk, so nothing of a sequence goes backward before all of it has gone forward.
 
@@ -12,10 +12,12 @@ Few shapes are worth trying, so all are: stages of about equal time, as many of 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 from roundpipe_cli.costs.cost import StageRange
-from roundpipe_cli.planning.compare import SimulationCase, StageCut
+from roundpipe_cli.planning.compare import Keeps, SimulationCase, StageCut, run_step_s
+from roundpipe_cli.planning.dealing import faster, head_spread
 from roundpipe_cli.planning.search.ranges import balanced_sizes, forward_ranges
 from roundpipe_cli.schedule.actions import stage_times
 from roundpipe_cli.schedule.builders import Dealer
@@ -56,3 +58,30 @@ def _clock_s(case: SimulationCase, shape: Shape) -> float:
     for start in range(0, case.num_microbatches, per_round):
         dealer.deal_round(range(start, min(start + per_round, case.num_microbatches)))
     return max(dealer.free_s)
+
+
+NUM_SIMULATED = 4
+"""So many of the shapes of a step in chunks that are fastest without transfers are simulated with transfers."""
+
+
+def chunk_cut(case: SimulationCase, keeps: Keeps | None = None) -> StageCut:
+    """Stages of roundpipe where sequences come in chunks, and the head's workers if the case leaves them open."""
+    narrow = _chunk_cut(case, keeps)
+    spread = head_spread(case)
+    if spread is None:
+        return narrow
+    wide = replace(_chunk_cut(replace(case, options=spread), keeps), dealing=spread)
+    return faster(narrow, wide, case)
+
+
+def _chunk_cut(case: SimulationCase, keeps: Keeps | None) -> StageCut:
+    """The fastest by simulation of the first few shapes that keep their limits; if none does, that of least memory."""
+    shapes = chunk_shapes(case)
+    kept = list(filter(keeps, shapes))[:NUM_SIMULATED]
+    if not kept:
+        return max(
+            shapes,
+            key=lambda cut: (len(cut.backward_stages), len(cut.forward_stages), -(cut.microbatches_per_round or 0)),
+        )
+    one_step = replace(case, num_steps=1)
+    return min(kept, key=lambda cut: run_step_s("roundpipe", cut, one_step))

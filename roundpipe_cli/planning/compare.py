@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -192,3 +193,7 @@ def _timed(name: str, cut: StageCut, case: SimulationCase, num_steps: int) -> tu
         schedule, case.costs, accounting=case.accounting, staleness=case.staleness, after_update=after_update
     )
     return schedule, timeline
+
+
+Keeps = Callable[[StageCut], bool]
+"""Whether stages keep limits that are not in the case, such as the host's memory."""

@@ -17,9 +17,10 @@ from roundpipe_cli.costs.settings import TrainingSettings
 from roundpipe_cli.errors import ResourceError
 from roundpipe_cli.planning.admission import unproven
 from roundpipe_cli.planning.answers import Answers, cut_from
-from roundpipe_cli.planning.choose import MIN_GAIN, case_for, choose, deal_out, dealing_options, given_cut
+from roundpipe_cli.planning.choose import case_for, choose, dealing_options, given_cut
 from roundpipe_cli.planning.compare import SimulationCase, StageCut, costs_per_microbatch, make_schedule
 from roundpipe_cli.planning.cuts import enough_per_round
+from roundpipe_cli.planning.dealing import MIN_GAIN, deal_out
 from roundpipe_cli.planning.forward_stages import forward_stages
 from roundpipe_cli.planning.question import (
     Build,

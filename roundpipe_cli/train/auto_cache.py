@@ -24,8 +24,8 @@ from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.step import StepResult
 from roundpipe_cli.events import Notice, Tell
 from roundpipe_cli.planning.adaptive import AdaptivePlanner
-from roundpipe_cli.planning.choose import MIN_GAIN
 from roundpipe_cli.planning.compare import SimulationCase, StageCut, make_schedule
+from roundpipe_cli.planning.dealing import MIN_GAIN
 from roundpipe_cli.planning.resident import DEALING, resident_cut
 from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.schedule.simulate import simulate

@@ -11,8 +11,9 @@ import pytest
 from roundpipe_cli.costs.cost import CostModel, LayerCost
 from roundpipe_cli.engine.step import StepResult
 from roundpipe_cli.planning.adaptive import CONFIRM_STEPS, PROFILE_STEPS, AdaptivePlanner
-from roundpipe_cli.planning.choose import choose, deal_out
+from roundpipe_cli.planning.choose import choose
 from roundpipe_cli.planning.compare import SimulationCase, StageCut, run
+from roundpipe_cli.planning.dealing import deal_out
 from roundpipe_cli.recipe.schema import PipelineConfig
 from roundpipe_cli.schedule.builders import Options
 from roundpipe_cli.schedule.simulate import simulate
