@@ -29,7 +29,8 @@ from roundpipe_cli.planning.admission import (
     holds_weights,
 )
 from roundpipe_cli.planning.answers import Answers
-from roundpipe_cli.planning.auto_choices import Unpacking, choose_token_budget, choose_unpacking, with_smallest_card
+from roundpipe_cli.planning.token_budget import choose_token_budget, with_smallest_card
+from roundpipe_cli.planning.unpacking import Unpacking, choose_unpacking
 from roundpipe_cli.planning.verdict import judge_coarsest
 from roundpipe_cli.recipe.load import LoadedRecipe, resolve_path
 from roundpipe_cli.recipe.schema import Recipe

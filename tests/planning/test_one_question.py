@@ -13,8 +13,9 @@ import pytest
 
 from roundpipe_cli.costs.analytic import analytic_costs
 from roundpipe_cli.model.files.untrusted import check_model_folder, read_config, read_json
-from roundpipe_cli.planning.auto_choices import choose_token_budget, choose_unpacking
 from roundpipe_cli.planning.question import ask
+from roundpipe_cli.planning.token_budget import choose_token_budget
+from roundpipe_cli.planning.unpacking import choose_unpacking
 from roundpipe_cli.planning.verdict import judge, judge_coarsest
 from tests.support.e2e import launch, make_model, make_workspace
 

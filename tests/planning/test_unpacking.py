@@ -21,10 +21,10 @@ from roundpipe_cli.costs.memory import DEVICE_SHARE, device_need
 from roundpipe_cli.costs.models import Architecture
 from roundpipe_cli.costs.settings import TrainingSettings
 from roundpipe_cli.model.stored import packed_weights
-from roundpipe_cli.planning.auto_choices import choose_unpacking
 from roundpipe_cli.planning.compare import SimulationCase, StageCut, make_schedule, run
 from roundpipe_cli.planning.question import ask
 from roundpipe_cli.planning.search.ranges import even_cut
+from roundpipe_cli.planning.unpacking import choose_unpacking
 from roundpipe_cli.recipe.load import LoadedRecipe, load_recipe
 from roundpipe_cli.recipe.schema import PipelineConfig
 from roundpipe_cli.schedule.actions import equal_costs

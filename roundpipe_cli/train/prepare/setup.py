@@ -53,8 +53,9 @@ from roundpipe_cli.model.stored.nf4 import stored_in_4bit
 from roundpipe_cli.model.stored.packed_weights import check_packed, quantizable_names, require_bitsandbytes
 from roundpipe_cli.model.stored.untied import untie_stored
 from roundpipe_cli.model.weights_io import packed_names
-from roundpipe_cli.planning.auto_choices import MIN_MICROBATCHES, Unpacking
 from roundpipe_cli.planning.question import PlanRequest, ask, ask_again, describe_budget
+from roundpipe_cli.planning.token_budget import MIN_MICROBATCHES
+from roundpipe_cli.planning.unpacking import Unpacking
 from roundpipe_cli.recipe.load import LoadedRecipe
 from roundpipe_cli.recipe.schema import DatasetConfig, Recipe
 from roundpipe_cli.regular_files import named_path
