@@ -24,7 +24,7 @@ from roundpipe_cli.costs.hardware import ASSUMED_HOST_MEMORY_BYTES_PER_S
 from roundpipe_cli.costs.lost_devices import lost_devices
 from roundpipe_cli.hub.ask import hub_answers, is_offline
 from roundpipe_cli.packages import FAST_KERNELS
-from roundpipe_cli.planning.solve import SEQUENCE, Reach, reach_of
+from roundpipe_cli.planning.reach import SEQUENCE, Reach, reach_of
 from roundpipe_cli.train.floors import FLOORS
 from roundpipe_cli.units import GIB, MIB, counted, format_bytes
 

@@ -28,9 +28,10 @@ from roundpipe_cli.data.formats import decide_format, find_pair_columns
 from roundpipe_cli.data.rows import BadRowError, DatasetSpec, in_chunks, printable
 from roundpipe_cli.errors import RefusedError, RoundpipeError
 from roundpipe_cli.planning.answers import Answers
+from roundpipe_cli.planning.fitting_recipe import fitting_recipe
 from roundpipe_cli.planning.predict import Plan, best_plan
 from roundpipe_cli.planning.question import ask, ask_again, hardware_of
-from roundpipe_cli.planning.solve import Change, changed, fitting_recipe, remedies
+from roundpipe_cli.planning.solve import Change, changed, remedies
 from roundpipe_cli.planning.verdict import judge_coarsest
 from roundpipe_cli.planning.what_if import summary_of
 from roundpipe_cli.recipe.load import LoadedRecipe, load_recipe, load_text, resolve_path

@@ -232,7 +232,7 @@ def _time_to_finish(answer: Plan, length: RunLength) -> str:
 
 
 def _remedy_lines(answer: Plan, found: Sequence[Change]) -> list[str]:
-    from roundpipe_cli.planning.solve import fitting_recipe
+    from roundpipe_cli.planning.fitting_recipe import fitting_recipe
 
     lines = [f"  {'or' if number else 'remedy':16}{change.what}" for number, change in enumerate(found)]
     if not found:
@@ -373,7 +373,7 @@ def plan_document(answer: Plan, solution: Solution | None, found: Sequence[Chang
     """The document that `--json` prints, with the remedies that were found. Seconds and bytes; layers in the form of a
     costs file."""
     from roundpipe_cli.costs.cost import FILE_KEYS
-    from roundpipe_cli.planning.solve import fitting_recipe
+    from roundpipe_cli.planning.fitting_recipe import fitting_recipe
     from roundpipe_cli.planning.what_if import summary_of
 
     verdict = answer.verdict

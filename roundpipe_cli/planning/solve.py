@@ -1,7 +1,7 @@
 """Remedies for a recipe that does not fit or is slow: the one ladder for `plan`, `plan --solve`, `init` and `finetune`.
 
     16 bit | FP8 | 8 bit | 4 bit | shorter sequences | lower rank | LoRA       with all weights in host memory
-    the same                                                                   with frozen weights read from the disk
+    the same ladder                                                            with frozen weights read from the disk
     the nearest smaller model, in 16 bit or packed                             a machine with more memory
 
 What changes no number comes before the first rung: smaller pieces of the same step. The memory model alone chooses, in
@@ -21,20 +21,19 @@ from itertools import combinations, islice
 from typing import Any
 
 from roundpipe_cli.choices import PACKED_FORMATS, PackedName
-from roundpipe_cli.costs.analytic import Case, case_of
+from roundpipe_cli.costs.analytic import case_of
 from roundpipe_cli.costs.find_model import shipped_architecture, shipped_figures
 from roundpipe_cli.costs.hardware import Hardware, catalogue, gpu_device
-from roundpipe_cli.costs.machine import MAX_PARAMETERS_ON_CPU, is_large_for_cpu
+from roundpipe_cli.costs.machine import is_large_for_cpu
 from roundpipe_cli.costs.memory import HOST_MARGIN_BYTES
 from roundpipe_cli.costs.models import Architecture
 from roundpipe_cli.costs.settings import TrainingSettings
 from roundpipe_cli.errors import RefusedError, ResourceError
 from roundpipe_cli.planning.predict import Plan, best_plan
-from roundpipe_cli.planning.question import PlanRequest, ask, ask_again, rows_that_keep_busy, settings_of
+from roundpipe_cli.planning.question import PlanRequest, ask, ask_again, rows_that_keep_busy
 from roundpipe_cli.planning.verdict import judge_coarsest
 from roundpipe_cli.planning.what_if import Word, summary_of
-from roundpipe_cli.recipe.load import LoadedRecipe, load_recipe, load_text, parse_override
-from roundpipe_cli.recipe.shipped import shipped_recipes
+from roundpipe_cli.recipe.load import LoadedRecipe, parse_override
 from roundpipe_cli.units import GIB, format_count
 
 MAX_SEQUENCE_TOKENS = 1 << 24
@@ -60,7 +59,7 @@ class Change:
     overrides: tuple[str, ...]
     """`key=value` texts for the command line; empty for a change of the machine."""
     cost: str
-    """Its cost, in words; of a change of the machine, the change."""
+    """The cost in words; of a change of the machine, the change."""
     rank: float
     """Price for ordering: below 1 costs at most some speed, below 2 some ability, below 3 changes the method, above
     that it costs money."""
@@ -207,15 +206,16 @@ def _as_asked(question: PlanRequest) -> TrainingSettings:
 def longest_sequence(architecture: Architecture, settings: TrainingSettings, hardware: Hardware) -> int | None:
     """Tokens of the longest sequence that fits, all else equal, up to the model's own limit."""
     limit = architecture.max_position_embeddings or MAX_SEQUENCE_TOKENS
-    return _largest(limit, lambda tokens: _fits(architecture, _with_length(settings, tokens), hardware))
+    return _largest(limit, lambda tokens: fits_coarsest(architecture, _with_length(settings, tokens), hardware))
 
 
-def _fits(architecture: Architecture, settings: TrainingSettings, hardware: Hardware) -> bool:
+def fits_coarsest(architecture: Architecture, settings: TrainingSettings, hardware: Hardware) -> bool:
+    """Whether the memories hold the coarsest cut that the devices hold."""
     return judge_coarsest(case_of(architecture, settings, hardware)).fits
 
 
 def _with_length(settings: TrainingSettings, tokens: int) -> TrainingSettings:
-    """The same with other rows; a microbatch that is filled by tokens has fewer of them if they are longer."""
+    """The settings with other rows; a microbatch that is filled by tokens has fewer of them if they are longer."""
     changed = replace(settings, max_seq_length=tokens)
     if not settings.counts_tokens:
         return changed
@@ -227,7 +227,7 @@ def _with_length(settings: TrainingSettings, tokens: int) -> TrainingSettings:
 def largest_micro_batch(architecture: Architecture, settings: TrainingSettings, hardware: Hardware) -> int | None:
     """Rows of the largest microbatch that fits, all else equal."""
     return _largest(
-        MAX_MICRO_BATCH, lambda rows: _fits(architecture, replace(settings, micro_batch_size=rows), hardware)
+        MAX_MICRO_BATCH, lambda rows: fits_coarsest(architecture, replace(settings, micro_batch_size=rows), hardware)
     )
 
 
@@ -253,7 +253,7 @@ def _against_need(question: PlanRequest, *, from_disk: bool) -> Iterator[Change]
 
     def fits(settings: TrainingSettings) -> bool:
         on_disk = from_disk and settings.method == "lora"
-        return _fits(architecture, replace(settings, weights_on_disk=on_disk), hardware)
+        return fits_coarsest(architecture, replace(settings, weights_on_disk=on_disk), hardware)
 
     steps = list(_candidates(question))
     opening = AS_IS
@@ -381,7 +381,7 @@ def _machines(question: PlanRequest) -> Iterator[Change]:
     verdict = judge_coarsest(case_of(architecture, settings, replace(hardware, disk_free_bytes=None)))
     host_gib = math.ceil((verdict.host.total_bytes + HOST_MARGIN_BYTES) / GIB / 32) * 32
     more_host = replace(hardware, host_memory_bytes=host_gib * GIB)
-    if _fits(architecture, settings, replace(more_host, disk_free_bytes=None)):
+    if fits_coarsest(architecture, settings, replace(more_host, disk_free_bytes=None)):
         if hardware.disk_free_bytes is not None and verdict.disk.total_bytes > hardware.disk_free_bytes:
             free_gib = math.ceil(verdict.disk.total_bytes / GIB)
             machine = replace(more_host, disk_free_bytes=None)
@@ -393,7 +393,7 @@ def _machines(question: PlanRequest) -> Iterator[Change]:
     count = len(hardware.devices)
     for name, figures in by_memory:
         other = replace(more_host, devices=(gpu_device(name, figures),) * count, disk_free_bytes=None)
-        if _fits(architecture, settings, other):
+        if fits_coarsest(architecture, settings, other):
             host = "" if host_gib * GIB <= hardware.host_memory_bytes else f" and {host_gib} GiB of host memory"
             what = f"GPUs of at least {figures.memory_gib:g} GiB{host}: --hardware {count}x{name}"
             yield Change((), what if not host else f"{what},host_memory_gib={host_gib}", 4.0, other)
@@ -411,119 +411,7 @@ def _smaller_models(question: PlanRequest) -> Iterator[Change]:
         if is_large_for_cpu(hardware, other.parameters):
             continue
         for change in (AS_IS, *(_packings(question) if settings.method == "lora" else ())):
-            if _fits(other, replace(change.apply(settings), weights_on_disk=False), hardware):
+            if fits_coarsest(other, replace(change.apply(settings), weights_on_disk=False), hardware):
                 cost = f"{format_count(other.parameters)} parameters; {change.cost}".removesuffix("; ")
                 yield Change((f"model={other.name}", *change.overrides), cost, 5.0 + 0.1 * number)
                 break
-
-
-# Which shipped recipe fits a machine that another recipe does not fit.
-
-
-def fitting_recipe(question: PlanRequest, remedy: Change | None = None) -> tuple[str, ...] | None:
-    """The words after `roundpipe plan` for the shipped recipe whose weights this machine's memory holds: of the same
-    model if there is one, otherwise of the next smaller one. None also where it is the question's own.
-
-    Args:
-        remedy: tried where no recipe of a model fits as it is.
-    """
-    candidates = []
-    for shipped in shipped_recipes():
-        loaded = load_recipe(shipped.path)
-        architecture = shipped_architecture(loaded.recipe.model)
-        most = question.architecture.parameters
-        if not question.gpus:
-            most = min(most, MAX_PARAMETERS_ON_CPU)
-        if architecture is None or architecture.parameters > most:
-            continue
-        overrides = [text for text in (remedy.overrides if remedy is not None else ()) if not text.startswith("model=")]
-        needed = tuple(text for text in overrides if changed(loaded, (text,)) != loaded)
-        other_machine = 0  # a recipe for about as many GPUs keeps them busy
-        if shipped.verdict is not None:
-            other_machine = abs(int(shipped.verdict.hardware.partition("x")[0]) - question.num_workers)
-        for words in dict.fromkeys([(), needed]):
-            other_method = loaded.recipe.method != question.settings.method
-            is_longer = loaded.recipe.max_seq_length > max(4096, question.loaded.recipe.max_seq_length)
-            distance = -architecture.parameters, is_longer, words != (), other_method, other_machine
-            candidates.append((distance, shipped, changed(loaded, words), words, architecture))
-    for _, shipped, loaded, words, architecture in sorted(candidates, key=lambda one: one[0]):
-        settings = settings_of(loaded.recipe, architecture.vocab_size)
-        if _fits(architecture, settings, question.hardware):
-            is_own = shipped.path.resolve() == question.loaded.path.resolve()
-            asked = question.given.recipe
-            is_known = is_own and (words or settings == settings_of(asked, architecture.vocab_size))
-            return None if is_known else (shipped.command_name, *words)
-    return None
-
-
-# The largest models that a machine can train, by the memory model alone: no stages are searched, nothing is simulated.
-#
-#     LoRA | 4-bit LoRA | full   x   the models whose figures ship with the tool
-
-METHODS = {
-    "LoRA": ("method: lora",),
-    "4-bit LoRA": ("method: lora", "load_in_4bit: true"),
-    "full": ("method: full",),
-}
-"""Displayed name -> lines of a recipe; every other key has its default."""
-NUM_SHOWN = 3
-SEQUENCE = 2048
-"""Tokens of a row."""
-MICROBATCHES_PER_WORKER = 4
-"""Per step: enough to keep workers busy."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reach:
-    """The largest model that a machine can train by one method."""
-
-    method: str
-    models: dict[str, float]
-    """The largest that fit, at most `NUM_SHOWN`, the largest first -> upper bound of tokens a second: workers that
-    never wait, nothing computed twice."""
-    too_large: str | None
-    """The next larger model, which does not fit; None if all fit."""
-    reason: str | None
-    """The memory it lacks, such as `host memory: needs 70 GiB, has 64 GiB: 6 GiB too little`."""
-
-
-def reach_of(hardware: Hardware) -> list[Reach]:
-    """The largest models that `hardware` can train, method by method."""
-    return [_reach(method, lines, hardware) for method, lines in METHODS.items()]
-
-
-def _reach(method: str, lines: tuple[str, ...], hardware: Hardware) -> Reach:
-    count = MICROBATCHES_PER_WORKER * len(hardware.devices)
-    given = "model: any", "datasets: [{path: rows.jsonl}]", "micro_batch_size: 1", "output_dir: outputs"
-    own_keys = f"max_seq_length: {SEQUENCE}", f"gradient_accumulation_steps: {count}"
-    loaded = load_text("\n".join((*given, *own_keys, *lines)) + "\n", "doctor.yaml")
-    lacks_bfloat16 = not all(device.has_bfloat16 for device in hardware.devices)
-    found: dict[str, float] = {}
-    too_large = reason = None
-    shipped = filter(None, map(shipped_architecture, shipped_figures()))
-    for architecture in sorted(shipped, key=lambda one: -one.parameters):
-        if method == "full" and architecture.stored_in_4bit:
-            continue  # refused by `finetune`: such weights are frozen
-        own = settings_of(loaded.recipe, architecture.vocab_size)
-        if own.dtype == "bfloat16" and lacks_bfloat16:
-            own = replace(own, dtype="float16")
-        if architecture.stored_in_4bit:
-            own = replace(own, packed_as="4bit")
-        case = case_of(architecture, own, hardware)
-        lack = _lack(case)
-        if lack is None:
-            tokens = own.num_microbatches * own.tokens_per_microbatch
-            found[architecture.name.rpartition("/")[2]] = tokens / case.least_step_s
-            if len(found) == NUM_SHOWN:
-                break
-        elif not found:
-            too_large, reason = architecture.name.rpartition("/")[2], lack
-    return Reach(method, found, too_large, reason)
-
-
-def _lack(case: Case) -> str | None:
-    """None if it fits, otherwise which memory is too small."""
-    if is_large_for_cpu(case.hardware, case.architecture.parameters):
-        return "without a GPU, models of more than 2B parameters are trained only with pipeline.devices=[cpu,cpu]"
-    verdict = judge_coarsest(case)
-    return None if verdict.fits else verdict.short_reasons[0]

@@ -27,7 +27,7 @@ from roundpipe_cli.files import shared_mode
 from roundpipe_cli.planning import choose
 from roundpipe_cli.planning.predict import make_plan
 from roundpipe_cli.planning.question import ask
-from roundpipe_cli.planning.solve import reach_of
+from roundpipe_cli.planning.reach import reach_of
 from roundpipe_cli.planning.what_if import summary_of
 from roundpipe_cli.recipe.load import load_recipe
 from tests.cli.test_terminal_text import on_a_terminal, said

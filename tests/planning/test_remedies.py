@@ -17,9 +17,10 @@ from roundpipe_cli.cli.plan import plan_document, plan_text
 from roundpipe_cli.errors import RefusedError, ResourceError
 from roundpipe_cli.planning import choose, run_plan
 from roundpipe_cli.planning.answers import Answers
+from roundpipe_cli.planning.fitting_recipe import fitting_recipe
 from roundpipe_cli.planning.predict import Plan, make_plan
 from roundpipe_cli.planning.run_plan import check_fits
-from roundpipe_cli.planning.solve import Change, changed, fitting_recipe, remedies, solve
+from roundpipe_cli.planning.solve import Change, changed, remedies, solve
 from roundpipe_cli.planning.what_if import summary_of
 from roundpipe_cli.recipe.load import LoadedRecipe, load_recipe, load_text
 

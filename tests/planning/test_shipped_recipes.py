@@ -14,10 +14,11 @@ from roundpipe_cli.costs.find_model import shipped_architecture
 from roundpipe_cli.costs.hardware import parse_hardware
 from roundpipe_cli.planning import choose
 from roundpipe_cli.planning.compare import StageCut
+from roundpipe_cli.planning.fitting_recipe import fitting_recipe
 from roundpipe_cli.planning.predict import Plan, make_plan, simulate_step
 from roundpipe_cli.planning.question import ask
 from roundpipe_cli.planning.search.ranges import even_cut
-from roundpipe_cli.planning.solve import Change, fitting_recipe, remedies
+from roundpipe_cli.planning.solve import Change, remedies
 from roundpipe_cli.planning.verdict import judge
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.recipe.shipped import shipped_recipes
