@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roundpipe_cli.choices import BOUND_SCHEDULES, CHUNK_SCHEDULES, SCHEDULE_KINDS, SCHEDULES, ScheduleName
-from roundpipe_cli.cli.output import build_counts, quiet_libraries, say, say_data, say_json, terminal_width, wrapped
+from roundpipe_cli.cli.output import quiet_libraries, say, say_data, say_json, terminal_width, wrapped
+from roundpipe_cli.cli.parameter_counts import build_counts
 from roundpipe_cli.costs.cost import load_costs
 from roundpipe_cli.errors import RefusedError, closest
 from roundpipe_cli.events import Event, StepFinished

@@ -15,7 +15,8 @@ from rich.console import Console
 from roundpipe_cli.choices import PACKED_FORMATS
 from roundpipe_cli.cli.display import is_terminal
 from roundpipe_cli.cli.lines import LinePrinter
-from roundpipe_cli.cli.output import build_counts, say, say_data, terminal_width, wrapped
+from roundpipe_cli.cli.output import say, say_data, terminal_width, wrapped
+from roundpipe_cli.cli.parameter_counts import build_counts
 from roundpipe_cli.dashboard.demo import SimulatedRun, demo_events, shared_picture
 from roundpipe_cli.dashboard.html import comparison_lines, read_report
 from roundpipe_cli.dashboard.live import LiveDashboard, Terminal, last_frame

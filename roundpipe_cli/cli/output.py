@@ -19,7 +19,7 @@ from roundpipe_cli.errors import DISK_ERRORS, InternalError, ResourceError, Roun
 from roundpipe_cli.units import escape_controls
 
 if TYPE_CHECKING:
-    from roundpipe_cli.costs.find_model import FoundConfig
+    pass
 
 
 # Fits lines to a terminal. In a pipe or a file they stay whole, for `grep` and comparisons.
@@ -269,25 +269,3 @@ def _bug(error: BaseException) -> InternalError:
     )
     internal.__cause__ = error
     return internal
-
-
-# The count of parameters for `plan` and `bench`, by building the model.
-
-
-def build_counts(found: FoundConfig) -> Mapping[str, Any] | None:
-    """Parameters of each layer, counted on the model itself without its weights; None where that cannot be done.
-
-    Raises:
-        RefusedError: `finetune` would refuse the model with these words.
-    """
-    from roundpipe_cli.model.meta_counts import NotBuiltError, count_on_meta, is_remembered
-
-    if not is_remembered(found.config):
-        kind = found.config.get("model_type")
-        say(f"building the model ({kind}) without weights, to count its parameters: loads torch, takes seconds ...")
-    try:
-        return count_on_meta(found.config, found.name, found.folder)
-    except NotBuiltError as error:
-        problem = error.problems[0]
-        say(f"note: the parameters are not counted on the model: {problem.what} ({problem.found or 'no reason given'})")
-        return None

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from roundpipe_cli.cli.output import VERDICTS, build_counts, say, say_data, say_json, terminal_width, wrapped
+from roundpipe_cli.cli.output import VERDICTS, say, say_data, say_json, terminal_width, wrapped
+from roundpipe_cli.cli.parameter_counts import build_counts
 from roundpipe_cli.errors import RefusedError, ResourceError
 from roundpipe_cli.units import aligned, counted, format_bytes, format_count, format_seconds
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING
 
-from roundpipe_cli.cli.output import build_counts
+from roundpipe_cli.cli.parameter_counts import build_counts
 from roundpipe_cli.cli.plan import plan_text
 from roundpipe_cli.costs.analytic import analytic_costs
 from roundpipe_cli.costs.block_work import block_work
