@@ -31,10 +31,10 @@ from torch import nn
 
 from roundpipe_cli.engine.backends.cuda import SWITCH_INTERVAL_S, IssueTurns
 from roundpipe_cli.model.fused import find_fused_ops
-from roundpipe_cli.model.head import GradientTaps
 from roundpipe_cli.model.load import build_skeleton
 from roundpipe_cli.model.lora import LoraSettings, add_lora
 from roundpipe_cli.model.split import split_model
+from roundpipe_cli.model.taps import GradientTaps
 from roundpipe_cli.model.worker_model import WorkerModel
 from scripts.gpu_checks.models import FAMILIES, build, configuration, shipped, tiny
 from tests.support.launches import LaunchCounter, block_passes

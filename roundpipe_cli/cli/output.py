@@ -13,14 +13,10 @@ import textwrap
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 from roundpipe_cli.errors import DISK_ERRORS, InternalError, ResourceError, RoundpipeError, redact, render_problem
 from roundpipe_cli.units import escape_controls
-
-if TYPE_CHECKING:
-    pass
-
 
 # Fits lines to a terminal. In a pipe or a file they stay whole, for `grep` and comparisons.
 

@@ -16,7 +16,8 @@ from roundpipe_cli.engine.backends.base import Backend, DeviceEvent, Pair
 from roundpipe_cli.engine.dispatch.decisions import Progress
 from roundpipe_cli.engine.dispatch.dispatch import StepRun
 from roundpipe_cli.model.block_calls import BlockCall, Prologue
-from roundpipe_cli.model.head import HeadScores, Preference
+from roundpipe_cli.model.head import HeadScores
+from roundpipe_cli.model.pair_loss import Preference
 from roundpipe_cli.schedule.actions import Kind
 from roundpipe_cli.schedule.program import ACTIVATION, GRADIENT, NUM_STAGING, SAVED, URGENT, Op, Program
 from roundpipe_cli.schedule.timeline import COMPUTE, DOWN, UP

@@ -43,7 +43,8 @@ from roundpipe_cli.kernels.capability import (
     why_no_triton,
 )
 from roundpipe_cli.model.expert_lora import use_grouped_kernel
-from roundpipe_cli.model.head import HeadLoss, HeadScores, Rewards, target_rows
+from roundpipe_cli.model.head import HeadLoss, HeadScores, target_rows
+from roundpipe_cli.model.pair_loss import Rewards
 from roundpipe_cli.model.split import ModelSplit
 from roundpipe_cli.model.worker_model import WorkerModel
 from roundpipe_cli.schedule.actions import Kind, Schedule

@@ -24,8 +24,9 @@ from roundpipe_cli.model.attention import recurrent_blocks
 from roundpipe_cli.model.block_calls import BlockCall, Prologue
 from roundpipe_cli.model.chunks import ChunkCache, KeyValues
 from roundpipe_cli.model.dropout import layer_seed
-from roundpipe_cli.model.head import AddProduct, GradientTaps, HeadTargets, Take, map_tensors, run_head, score_head
+from roundpipe_cli.model.head import HeadTargets, map_tensors, run_head, score_head
 from roundpipe_cli.model.layout import LayerLayout
+from roundpipe_cli.model.taps import AddProduct, GradientTaps, Take
 from roundpipe_cli.model.worker_model import WorkerModel
 
 # Sequences in chunks on one worker: keys and values of the chunks so far, and the gradients that wait for them.

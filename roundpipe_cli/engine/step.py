@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from roundpipe_cli.model.head import Preference, Rewards
+from roundpipe_cli.model.pair_loss import Preference, Rewards
 from roundpipe_cli.schedule.program import WEIGHT_GRADIENT, WEIGHTS
 from roundpipe_cli.schedule.timeline import UP, Interval, Timeline, bubble_ratio, utilization
 

@@ -20,7 +20,8 @@ from roundpipe_cli.data.tokenized import Row
 from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.step import Microbatch
 from roundpipe_cli.engine.weights import REFERENCE
-from roundpipe_cli.model.head import HeadScores, Preference, Rewards, map_tensors, pair_loss
+from roundpipe_cli.model.head import HeadScores, map_tensors
+from roundpipe_cli.model.pair_loss import Preference, Rewards, pair_loss
 from roundpipe_cli.planning.adaptive import AdaptivePlanner
 from roundpipe_cli.planning.forward_stages import forward_stages
 from roundpipe_cli.recipe.schema import Recipe

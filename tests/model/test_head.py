@@ -12,10 +12,11 @@ import torch
 
 from roundpipe_cli.engine.step import Microbatch
 from roundpipe_cli.kernels.fused import product_sum
-from roundpipe_cli.model.head import GradientTaps, HeadLoss, HeadTargets, run_head, score_head
+from roundpipe_cli.model.head import HeadLoss, HeadTargets, run_head, score_head
 from roundpipe_cli.model.load import build_skeleton
 from roundpipe_cli.model.router_loss import describe_router_loss, leave_out_router_loss
 from roundpipe_cli.model.split import split_model
+from roundpipe_cli.model.taps import GradientTaps
 from tests.engine.test_parity import check_gradients
 from tests.support.every_type import tiny_config_of
 from tests.support.tiny import Rig, make_rig, plain_step, random_microbatches, step_of_any_workers, tiny_config

@@ -36,10 +36,10 @@ from roundpipe_cli.kernels.capability import loops_over_groups, takes_triton
 from roundpipe_cli.model.block_calls import BlockCall
 from roundpipe_cli.model.expert_lora import use_grouped_kernel
 from roundpipe_cli.model.fused import FusedOps
-from roundpipe_cli.model.head import GradientTaps
 from roundpipe_cli.model.last_projection import block_kind
 from roundpipe_cli.model.split import ModelSplit
 from roundpipe_cli.model.stored.packed_weights import PackedParameter, packed_bytes, quantizable_names
+from roundpipe_cli.model.taps import GradientTaps
 from roundpipe_cli.model.worker_model import WorkerModel
 
 META = torch.device("meta")

@@ -23,7 +23,8 @@ from roundpipe_cli.engine.step import Microbatch
 from roundpipe_cli.engine.weights import REFERENCE
 from roundpipe_cli.errors import RecipeError
 from roundpipe_cli.events import Tell
-from roundpipe_cli.model.head import Preference, chunk_loss, preference_loss
+from roundpipe_cli.model.head import chunk_loss
+from roundpipe_cli.model.pair_loss import Preference, preference_loss
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.schedule.builders import build_forward
 from roundpipe_cli.train.preference import make_pairs, with_nll, with_prompts

@@ -1,0 +1,124 @@
+"""Losses of preference pairs, on the log-probabilities of whole sequences.
+
+    c, r       log-probability of the chosen and of the rejected answer: its sum over tokens (DPO), or their mean
+    reward     beta * (log-probability - that of the reference model, DPO only)
+    margin     reward of the chosen - reward of the rejected answer
+
+    dpo        -log sigmoid(margin)                                                            (arXiv 2305.18290)
+    simpo      -log sigmoid(margin - simpo_gamma)                                              (arXiv 2405.14734)
+               label smoothing s: (1 - s) * that + s * -log sigmoid(of the negative)
+    orpo       -beta * log sigmoid(log odds(c) - log odds(r)), log odds(x) = x - log(1 - exp x)   (arXiv 2403.07691)
+
+Summed over pairs. ORPO, and SimPO with `cpo_alpha`, add the chosen sequences' negative log-likelihood; its weights
+say what it is a mean over.
+
+P pairs in a microbatch: sequences 0 .. P-1 are the chosen ones, P .. 2P-1 the rejected ones, in the same order. B =
+2P sequences of T tokens; N target tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import logsigmoid
+
+from roundpipe_cli.choices import PairObjective
+
+SURE = -1.0e-7
+"""Highest mean log-probability that has odds: a higher one is float32's rounding."""
+
+
+@dataclass(frozen=True)
+class Preference:
+    """Inputs of the loss beside the model's own log-probabilities."""
+
+    reference: torch.Tensor | None
+    """float64 [2P]: log-probability of each sequence under the reference model; None where there is none (yet)."""
+    beta: float
+    label_smoothing: float = 0.0
+    objective: PairObjective = "dpo"
+    simpo_gamma: float = 0.0
+    nll_weights: torch.Tensor | None = None
+    """float64 [2P]: factor of each sequence's negative log-likelihood, which is summed over its target tokens; None: it
+    has no part in the loss."""
+    is_answer: torch.Tensor | None = None
+    """bool [B, T]: tokens of the answers, which are compared; None: every target token is one."""
+
+
+@dataclass(frozen=True)
+class Rewards:
+    """Sums over the pairs of a microbatch."""
+
+    @staticmethod
+    def of(sums: torch.Tensor) -> Rewards:
+        """The rewards from the sums of `pair_loss`; waits for the device."""
+        chosen, rejected, num_right, nll = sums.tolist()
+        return Rewards(chosen, rejected, int(num_right), nll)
+
+    chosen: float
+    rejected: float
+    num_right: int
+    """Pairs whose chosen sequence has the higher reward."""
+    nll: float
+    """Part of the loss that is the chosen sequences' negative log-likelihood."""
+
+
+def sequence_sums(log_probabilities: torch.Tensor, indices: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    """Sum over the target tokens of each sequence, float64 [B]; row by row, so that a device's bits stay the same.
+
+    `log_probabilities` [N] are of target tokens, `indices` [N] their positions in `shape`, B * T.
+    """
+    rows = torch.zeros(shape, dtype=torch.float64, device=log_probabilities.device)
+    rows.view(-1)[indices] = log_probabilities.double()
+    return rows.sum(dim=1)
+
+
+def pair_loss(
+    log_probabilities: torch.Tensor, indices: torch.Tensor, shape: tuple[int, int], preference: Preference
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Loss of one microbatch and each token's weight in its gradient; the preference's tensors are on the device.
+
+    Returns:
+        the sum of losses, float64, 0-dim; float32 [N, 1], weight of each target token's cross entropy in its gradient;
+        sums of which `Rewards` are the means, float64 [4]. All on the device; the host does not wait for it.
+    """
+    sequences = indices // shape[1]
+    is_answer = torch.ones_like(log_probabilities)
+    if preference.is_answer is not None:  # of the token at an index, the target is the next one
+        is_answer = preference.is_answer.flatten()[indices + 1].to(is_answer.dtype)
+    policy = sequence_sums(log_probabilities * is_answer, indices, shape)
+    counts = torch.ones_like(policy)
+    if preference.objective != "dpo":  # a sequence's log-probability is the mean over its tokens, not their sum
+        counts = sequence_sums(is_answer, indices, shape).clamp(min=1.0)
+    loss, slopes, sums = preference_loss(policy / counts, preference)
+    factors = -(slopes / counts).float()[sequences] * is_answer
+    nll = torch.zeros_like(loss)
+    if preference.nll_weights is not None:
+        nll = -(preference.nll_weights * sequence_sums(log_probabilities, indices, shape)).sum()
+        factors += preference.nll_weights.float()[sequences]
+    return loss + nll, factors[:, None], torch.cat([sums, nll[None]])
+
+
+def preference_loss(policy: torch.Tensor, preference: Preference) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Loss of the pairs alone, without the negative log-likelihood: its sum, its gradient with respect to `policy`, and
+    the first sums of `Rewards` (float64 [3]). `policy`: float64 [2P], log-probability of each sequence.
+    """
+    gained = policy if preference.reference is None else policy - preference.reference
+    chosen, rejected = (preference.beta * gained).chunk(2)
+    sums = torch.stack([chosen.sum(), rejected.sum(), (chosen > rejected).sum().double()])
+    if preference.objective == "orpo":
+        return *_odds_ratio_loss(policy, preference.beta), sums
+    margin, smoothing = chosen - rejected - preference.simpo_gamma, preference.label_smoothing
+    loss = -(1 - smoothing) * logsigmoid(margin) - smoothing * logsigmoid(-margin)
+    slope = preference.beta * (smoothing * torch.sigmoid(margin) - (1 - smoothing) * torch.sigmoid(-margin))
+    return loss.sum(), torch.cat([slope, -slope]), sums
+
+
+def _odds_ratio_loss(policy: torch.Tensor, beta: float) -> tuple[torch.Tensor, torch.Tensor]:
+    sure = policy.clamp(max=SURE)
+    rest = -torch.expm1(sure)  # 1 - p; the slope of log(p / (1 - p)) with respect to log p is 1 / (1 - p)
+    chosen, rejected = (sure - rest.log()).chunk(2)
+    ratio = chosen - rejected
+    slope = -beta * torch.sigmoid(-ratio)
+    return -beta * logsigmoid(ratio).sum(), torch.cat([slope, -slope]) / rest
