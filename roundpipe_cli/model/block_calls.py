@@ -13,8 +13,9 @@ from torch import nn
 
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.attention import PackedRows, packed_rows, recurrent_blocks
+from roundpipe_cli.model.boundary import SUMS, CarriedMark, Carry
 from roundpipe_cli.model.dropout import NOISE_ATTRIBUTE, embedding_noise
-from roundpipe_cli.model.router_loss import SUMS, CarriedMark, Carry, Routed
+from roundpipe_cli.model.router_loss import Routed
 
 
 class StandIn(nn.Module):

@@ -26,7 +26,8 @@ from torch import nn
 from roundpipe_cli.model.attention import in_rows, recurrent_modules
 from roundpipe_cli.model.block_calls import CACHE, BlockCall, install_stubs
 from roundpipe_cli.model.files.supported import check_mask_bytes, chunk_refusal, packing_refusal, scaled_by_length
-from roundpipe_cli.model.split import ModelSplit, materialised_copy
+from roundpipe_cli.model.module_copies import materialised_copy
+from roundpipe_cli.model.split import ModelSplit
 
 # Proof that a model keeps packed rows apart, by the arguments of its blocks; other models are refused.
 #

@@ -22,8 +22,9 @@ from roundpipe_cli.model.dropout import NOISE_ATTRIBUTE
 from roundpipe_cli.model.fused import FusedOps
 from roundpipe_cli.model.last_projection import block_kind
 from roundpipe_cli.model.lora import experts_per_token
+from roundpipe_cli.model.module_copies import materialised_copy
 from roundpipe_cli.model.new_tokens import row_owners
-from roundpipe_cli.model.split import ModelSplit, materialised_copy
+from roundpipe_cli.model.split import ModelSplit
 from roundpipe_cli.sizes import SIZE_NAMES
 
 SMALL_MODEL_PARAMETERS = 200_000

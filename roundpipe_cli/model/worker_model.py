@@ -25,6 +25,7 @@ from roundpipe_cli.model.block_calls import (
     install_stubs,
     replace_module,
 )
+from roundpipe_cli.model.carried import carry_along, weights_dtype
 from roundpipe_cli.model.chunks import ChunkCache, cache_argument
 from roundpipe_cli.model.dropout import OwnDraws, SeededDropout, layer_seed
 from roundpipe_cli.model.expert_lora import isolate_expert_adapters
@@ -32,8 +33,9 @@ from roundpipe_cli.model.fused import FusedOps, fuse
 from roundpipe_cli.model.last_projection import BlockProbe, UnreadProducts, by_kind
 from roundpipe_cli.model.lora import ADAPTER
 from roundpipe_cli.model.mlp_chunks import MlpChunks, check_feed_forward_chunks, find_mlp
+from roundpipe_cli.model.module_copies import copy_modules
 from roundpipe_cli.model.new_tokens import TokenRows, replace_row_owners
-from roundpipe_cli.model.split import ModelSplit, carry_along, copy_modules, weights_dtype
+from roundpipe_cli.model.split import ModelSplit
 from roundpipe_cli.model.stored.packed_weights import PackedParameter, PackedPlace, whole_weights
 
 # State that modules keep from call to call, and how it is reset.

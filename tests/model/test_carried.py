@@ -17,12 +17,12 @@ from transformers import AutoModelForCausalLM
 from roundpipe_cli.costs.find_model import built_architecture
 from roundpipe_cli.engine.parity import prove
 from roundpipe_cli.errors import RefusedError
+from roundpipe_cli.model.boundary import Carried, Carry
 from roundpipe_cli.model.chunks import check_sequence_chunks
 from roundpipe_cli.model.load import build_skeleton
 from roundpipe_cli.model.lora import LoraSettings, add_lora, describe_left_out
 from roundpipe_cli.model.meta_counts import counts_of
 from roundpipe_cli.model.reduced import reduce_model
-from roundpipe_cli.model.router_loss import Carried, Carry
 from roundpipe_cli.model.split import split_model
 from tests.engine.test_parity import check_gradients
 from tests.support.adapters import layout, load_whole
