@@ -105,7 +105,7 @@ def test_a_long_command_says_its_first_line_at_once() -> None:
         "from roundpipe_cli.cli.app import main\n"
         "class FirstLine:\n"
         "    def write(self, text):\n"
-        "        loaded = {'pydantic', 'yaml', 'omegaconf', 'numpy', 'torch'} & set(sys.modules)\n"
+        "        loaded = {'yaml', 'omegaconf', 'numpy', 'torch'} & set(sys.modules)\n"
         "        print(text, sorted(loaded))\n"
         "        raise SystemExit\n"
         "    flush = write\n"

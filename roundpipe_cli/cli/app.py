@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,20 +25,15 @@ from roundpipe_cli.train.result.gguf_types import GGUF_TYPES
 
 # A command line that imports only the chosen command's modules: imports are most of the time of `--help`.
 
-KNOWN_TYPER = "0.29."
-"""Versions whose way to convert values is known; older ones convert without pydantic, newer ones as they like."""
-PLAIN: Mapping[Any, Any] = {str: str, Path: Path, list[str]: list, int: int}
-"""Types of options whose values need little check, with what makes these."""
-
 
 def _stands_for_a_command() -> None:
     raise AssertionError("LazyGroup puts the command itself in its place")
 
 
-class PlainGroup(TyperGroup):
-    """A group whose commands convert plain options themselves, and only those that are given.
+class CommandGroup(TyperGroup):
+    """A group that reads options of its own only where there are some.
 
-    Typer does both by a library (pydantic) that takes longer to import than help takes to print.
+    Typer converts them by a library (pydantic) that takes longer to import than help takes to print.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -52,12 +46,7 @@ class PlainGroup(TyperGroup):
         """The command that the words name; click's signature."""
         name, command, rest = super().resolve_command(ctx, args)
         rest = with_gguf_type(rest) if name == "export" else rest
-        if command is not None:
-            command = self.loaded(command)
-            for param in command.get_params(ctx) if typer.__version__.startswith(KNOWN_TYPER) else ():
-                if hasattr(param, "_runtime_param"):
-                    param._runtime_param = PlainValue()
-        return name, command, rest
+        return name, None if command is None else self.loaded(command), rest
 
     def loaded(self, command: Any) -> Any:
         """The command itself, where `command` stands for it."""
@@ -76,7 +65,7 @@ def with_gguf_type(words: Sequence[str]) -> list[str]:
     return found
 
 
-class LazyGroup(PlainGroup):
+class LazyGroup(CommandGroup):
     """A group whose help and completion list names; only the command that is chosen is imported."""
 
     def loaded(self, command: Any) -> Any:
@@ -87,23 +76,6 @@ class LazyGroup(PlainGroup):
         alone = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
         alone.command(command.name)(implementation)
         return typer.main.get_command(alone)
-
-
-class PlainValue:
-    """Converts an option's value as typer does, and leaves to typer what has to be checked."""
-
-    def coerce(self, value: Any, param: Any, ctx: Any) -> Any:
-        """The value that the command's function gets; typer's signature."""
-        if value is None:
-            return () if param.multiple or param.nargs == -1 else None
-        annotation = param.type_descriptor.annotation
-        if type(value) is annotation:  # a default
-            return value
-        if annotation in PLAIN and not param.type_descriptor.is_ranged:
-            with contextlib.suppress(ValueError):
-                return PLAIN[annotation](value)
-        param._runtime_param = None  # typer converts it, or refuses it with its own message
-        return param.get_runtime_param().coerce(value, param=param, ctx=ctx)
 
 
 # Messages for mistyped commands and options, and for words in the wrong place. Exit code 2.

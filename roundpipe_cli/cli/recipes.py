@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from roundpipe_cli.cli.app import PlainGroup
+from roundpipe_cli.cli.app import CommandGroup
 from roundpipe_cli.cli.output import say, say_data, say_json, show_error, terminal_width
 from roundpipe_cli.errors import DISK_ERRORS, RefusedError, ResourceError
 from roundpipe_cli.units import GIB, aligned
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from roundpipe_cli.recipe.shipped import ShippedRecipe
 
 recipes = typer.Typer(
-    cls=PlainGroup, name="recipes", invoke_without_command=True, add_completion=False, rich_markup_mode=None
+    cls=CommandGroup, name="recipes", invoke_without_command=True, add_completion=False, rich_markup_mode=None
 )
 
 
