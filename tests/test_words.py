@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import typer.main
 
-from roundpipe_cli.cli.app import app, main, version_lines
+from roundpipe_cli.cli.app import app, main
 from roundpipe_cli.cli.finetune import LOST_AT_VARIABLE, restarting
+from roundpipe_cli.cli.versions import version_lines
 from roundpipe_cli.errors import DeviceLostError
 from tests.cli.test_terminal_text import said
 from tests.support.e2e import fresh, python
