@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from roundpipe_cli.costs.cost import load_costs
 from roundpipe_cli.errors import RefusedError, closest
 from roundpipe_cli.events import Event, StepFinished
 from roundpipe_cli.files import write_named
-from roundpipe_cli.planning.answers import Answers, cut_from, result_document, result_from
+from roundpipe_cli.planning.answers import Answers, cut_from, paused_collector
 from roundpipe_cli.planning.choose import Effort, choose, in_long_rounds
 from roundpipe_cli.planning.compare import Result, SimulationCase, StageCut, check_case, run
 from roundpipe_cli.planning.predict import cards_worth_using, stage_case
@@ -177,7 +177,8 @@ def simulate(
             asked.append((name, cut or _known_cut(name, case, answers), case))
         if request:
             say("note: with these flags no weights stay on GPUs, as `weight_cache: auto` would have them")
-    results = [_known_result(*one, answers) if svg is None else run(*one) for one in asked]
+    with paused_collector():
+        results = [run(*one) for one in asked]
     for damage in answers.damage:
         say(f"notice: {damage}")
     if svg is not None:
@@ -238,16 +239,6 @@ def as_planned(request: PlanRequest, schedules: list[str] | None) -> list[tuple[
             if reasons:
                 say(f"note: {name} does not fit: {reasons[0]}")
     return found
-
-
-def _known_result(name: str, cut: StageCut, case: SimulationCase, answers: Answers) -> Result:
-    """The simulated schedule; without a timeline where its figures come from the cache."""
-    return answers.once(
-        ("simulated", name, cut, case),
-        lambda: run(name, cut, case),
-        result_document,
-        lambda document: result_from(document, name, cut, case),
-    )
 
 
 def _known_cut(name: ScheduleName, case: SimulationCase, answers: Answers) -> StageCut:

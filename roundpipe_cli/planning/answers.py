@@ -12,7 +12,6 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,10 +19,9 @@ from typing import Any, TypeVar
 from roundpipe_cli.cache import KEPT_S, cache_folder
 from roundpipe_cli.errors import ResourceError
 from roundpipe_cli.files import write_atomically
-from roundpipe_cli.planning.compare import Result, SimulationCase, StageCut, make_schedule
+from roundpipe_cli.planning.compare import StageCut
 from roundpipe_cli.regular_files import read_json_of_ours
 from roundpipe_cli.schedule.builders import Options
-from roundpipe_cli.schedule.timeline import Bubble, Timeline
 
 MAX_BYTES = 1024**2
 ROOMS = ("costs", "planning", "schedule")
@@ -60,7 +58,7 @@ class Answers:
             pass
         except (OSError, ValueError) as error:
             self.damage.append(f"the remembered plan in {path} cannot be used and is made again: {error}")
-        with _paused_collector():
+        with paused_collector():
             answer = work()
         with suppress(OSError, ResourceError):  # a cache that cannot be written is no error
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -91,8 +89,8 @@ def _hash(content: object) -> str:
 
 
 @contextmanager
-def _paused_collector() -> Iterator[None]:
-    """Stops the search for reference cycles, up to a quarter of a long simulation's time: its objects form none."""
+def paused_collector() -> Iterator[None]:
+    """Stop the search for reference cycles, up to a quarter of a long simulation's time: its objects form none."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -121,7 +119,7 @@ def code_digest() -> str:
 
 
 def cut_from(document: Any) -> StageCut:
-    """The inverse of `asdict`."""
+    """Stages from what `asdict` made of them."""
     dealing = document["dealing"]
     values = {key: _as_tuples(value) for key, value in document.items()}
     return StageCut(**{**values, "dealing": None if dealing is None else Options(**dealing)})
@@ -129,22 +127,3 @@ def cut_from(document: Any) -> StageCut:
 
 def _as_tuples(value: Any) -> Any:
     return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
-
-
-def result_document(result: Result) -> dict[str, Any]:
-    """A schedule's figures in JSON's types."""
-    return {"makespan_s": result.makespan_s, "parts": asdict(result.parts), "step_s": result.step_s}
-
-
-def result_from(document: Any, name: str, cut: StageCut, case: SimulationCase) -> Result:
-    """The inverse of `result_document` for these stages; its timeline is empty."""
-    schedule = make_schedule(name, cut, case)
-    return Result(
-        schedule,
-        Timeline(schedule.num_workers, ()),
-        document["makespan_s"],
-        Bubble(**document["parts"]),
-        document["step_s"],
-        case.num_workers if case.accounting == "published" else schedule.microbatches_per_round,
-        cut.dealing or case.options,
-    )
