@@ -9,7 +9,8 @@ import typer
 
 from roundpipe_cli.cli.output import say, say_data, say_json, terminal_width
 from roundpipe_cli.errors import RefusedError
-from roundpipe_cli.files import named_path, write_named
+from roundpipe_cli.files import write_named
+from roundpipe_cli.regular_files import named_path
 from roundpipe_cli.units import aligned, counted
 
 NARROW = ("bubble", "tokens/s", "rows", "method", "model")
