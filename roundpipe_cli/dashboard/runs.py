@@ -114,8 +114,9 @@ def _number(row: Mapping[str, Any], key: str) -> tuple[float, float] | None:
 
 def _of(row: Mapping[str, Any], key: str) -> float | None:
     value = row.get(key)
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return float(value) if is_number and abs(value) < events.MAX_NUMBER else None
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return None
+    return float(value) if abs(value) < events.MAX_NUMBER else None
 
 
 def _median(rows: Sequence[Mapping[str, Any]], key: str) -> float | None:
