@@ -30,7 +30,6 @@ SIGNATURES_OF_LIBRARIES = {
 USED_OUTSIDE = {
     "release_workspaces": "measurements of memory need it, and no other file names torch's private parts of CUDA",
     "load_in_fp8": "read by the key that `PACKED_FORMATS` makes of its name",
-    "coerce": "typer calls it",
     "list_without_a_word": "typer calls it",
     **dict.fromkeys(
         ("is_compileable", "is_dummy", "get_seq_length", "get_query_offset", "get_mask_sizes"),

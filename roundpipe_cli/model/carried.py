@@ -82,7 +82,7 @@ def carry_along(
         return hidden, tuple(calls)
     marked = _mark_results(marked, handed)
     for index, call in enumerate(marked):
-        last_use |= {value.name: index for value in values_of(call) if isinstance(value, CarriedMark)}
+        last_use |= {value.name: index for value in call_values(call) if isinstance(value, CarriedMark)}
     states = shared or [SharedStates()] * len(calls)
     readers = {key: index for index, state in enumerate(states) for key in state.read}
     travelling = {name: Carried(tuple(tensor.shape), tensor.dtype) for name, tensor in given.items()}
@@ -168,8 +168,8 @@ def find_states(
 
     Runs the blocks on the meta device. `calls` were recorded for `hidden` [B, T, ...], B and T unlike any width.
     """
-    shares = any(isinstance(value, SharedMark) for call in calls for value in values_of(call))
-    read = {place for call in calls for place in map(result_place, values_of(call)) if place is not None}
+    shares = any(isinstance(value, SharedMark) for call in calls for value in call_values(call))
+    read = {place for call in calls for place in map(result_place, call_values(call)) if place is not None}
     if not shares and not read:
         return (), ()
     on_meta = functools.partial(_on_meta, dtype=weights_dtype(blocks))
@@ -222,7 +222,7 @@ def _on_meta(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return tensor.to("meta", torch.bfloat16 if narrow else tensor.dtype)
 
 
-def values_of(call: BlockCall) -> list[Any]:
+def call_values(call: BlockCall) -> list[Any]:
     """All arguments, and parts of tuples, lists and dicts."""
     values: list[Any] = []
     map_values(call, lambda value: values.append(value) or value)  # type: ignore[func-returns-value]

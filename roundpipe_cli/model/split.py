@@ -35,7 +35,7 @@ from roundpipe_cli.model.block_calls import (
     install_stubs,
 )
 from roundpipe_cli.model.boundary import CarriedMark
-from roundpipe_cli.model.carried import HandedOn, SharedStates, carry_along, find_states, values_of, weights_dtype
+from roundpipe_cli.model.carried import HandedOn, SharedStates, call_values, carry_along, find_states, weights_dtype
 from roundpipe_cli.model.module_copies import materialised_copy
 from roundpipe_cli.model.router_loss import WANTED, RouterLoss, find_router_loss
 
@@ -238,7 +238,7 @@ def _probe(model: nn.Module, blocks_path: str, recorder: CallRecorder) -> ModelS
         if path in trace.before_blocks and any(True for _ in probe.get_submodule(path).parameters()):
             what = "the model uses the same weights before its first block and after its last"
             raise SplitRefusedError(what, where=path, hint=NOT_SUPPORTED)
-    given = [value for call in recorder.calls for value in values_of(call) if isinstance(value, torch.Tensor)]
+    given = [value for call in recorder.calls for value in call_values(call) if isinstance(value, torch.Tensor)]
     embedding = probe.get_input_embeddings()  # type: ignore[operator]
     embedding_path = next(path for path, module in probe.named_modules() if module is embedding)
     return ModelSplit(
