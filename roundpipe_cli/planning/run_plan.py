@@ -78,6 +78,8 @@ def check_fits(question: PlanRequest) -> None:
     memory = host_memory()
     available = min(question.hardware.host_memory_bytes, memory.available_bytes)
     machine = replace(question.hardware, host_memory_bytes=available)
+    if not this_process().is_first:  # the first of several machines alone writes checkpoints and the result
+        machine = replace(machine, disk_free_bytes=None)
     settings = replace(question.settings, unpacks_once=False)  # what needs least
     analytic = replace(question.analytic, costs=without_unpacked(question.costs))
     if settings.method == "full" and loaded.recipe.nodes.shard_optimizer is not False:

@@ -174,6 +174,7 @@ class Trainer:
     def _tell_lost(self, event: DeviceLost | Notice) -> None:
         if isinstance(event, DeviceLost) and event.left:
             self._log.lost.append((len(self._log.rows), event))
+            self._machines.nodes.tell_lost([len(self._log.rows), asdict(event)])
             self._signals.ask_to_save()
         self._tell(event)
 
@@ -232,7 +233,8 @@ class Trainer:
         )
         self._rows = RowDigest(metrics_path)
         self._log.start()
-        self._saver = Saver(self.output_dir, self.recipe.save_total_limit, self._tell, lambda _: evaluator.prune())
+        keep, saved = self.recipe.save_total_limit, lambda _: evaluator.prune()  # noqa: E731
+        self._saver = Saver(self.output_dir, keep, self._tell, saved, failed=self._machines.nodes.fail)
         self._updater.before_layer = self._saver.before_layer
         with (
             locks,
@@ -259,7 +261,7 @@ class Trainer:
                     if evaluator.is_owed(done):
                         evaluator.evaluate(done)
                     self._at_border(done)
-        self._machines.nodes.leave()
+        self._machines.nodes.finish()
         self._write_result(done)
 
     def _write_result(self, done: int) -> None:
@@ -268,6 +270,9 @@ class Trainer:
         if self._log.timelines:
             write_trace(self.output_dir / TRACE_NAME, list(self._log.timelines))
         files = self.evaluator.save_result() if self._machines.nodes.is_first else []
+        for rank, (before, values) in self._machines.nodes.lost:
+            event = DeviceLost(**values | {"device": f"{values['device']} of machine {rank + 1}"})
+            self._log.lost.append((before, event))
         report = make_report(self.setup, self._log, predicted, num_steps=done, moments_bytes=self.optimizer.num_bytes)
         report |= {"files": files, "skipped_steps": self._guard.num_skipped, "fit": self._fit.to_json(self.recipe)}
         write_report(self.output_dir, report | {"evaluation": self.evaluator.report()})
@@ -315,12 +320,12 @@ class Trainer:
         if stop and not last:
             self._machines.nodes.leave()
             how = "stopped" if self._signals.asked_by_key else f"stopped by {stop.name}"
-            raise StoppedError(
-                f"{how} after step {done} of {self.num_steps}, with a checkpoint",
-                exit_code=EXIT_CODES[stop],
-                hint=f"the same command with --resume continues; "
-                f"`roundpipe generate {shlex.quote(str(self.output_dir))}` tries it as it is, `export` takes it",
-            )
+            hint = "the same command with --resume continues"
+            if self._machines.nodes.is_first:  # elsewhere nothing is kept
+                folder = shlex.quote(str(self.output_dir))
+                hint += f"; `roundpipe generate {folder}` tries it as it is, `export` takes it"
+            where = f"{how} after step {done} of {self.num_steps}, with a checkpoint"
+            raise StoppedError(where, exit_code=EXIT_CODES[stop], hint=hint)
 
     def _asked(self) -> tuple[signal.Signals | None, bool, bool]:
         """The signal that asks for a stop, whether the run is held, and whether a checkpoint is asked for: what one

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from roundpipe_cli.engine.backends.base import set_own_threads
-from roundpipe_cli.errors import NoCheckpointError, ResourceError, as_ours
+from roundpipe_cli.errors import NoCheckpointError, ResourceError, RoundpipeError, as_ours
 from roundpipe_cli.events import CheckpointSaved, Notice, Say, Tell
 from roundpipe_cli.faults import fault
 from roundpipe_cli.files import (
@@ -314,6 +314,7 @@ MIN_BUFFER_BYTES = 4096
 STILL_S = 3.0
 """If a run ends by an error, it waits for a save in flight that makes progress at least this often."""
 
+Failed = Callable[[RoundpipeError], None]
 State = list[tuple[str, str, torch.Tensor]]
 """(file, tensor name, tensor) of one layer."""
 
@@ -411,9 +412,11 @@ class _Ring:
 class _Save:
     """One checkpoint on its way to the disk."""
 
-    def __init__(self, snapshot: Snapshot, output_dir: Path, keep: int, tell: Tell, *, pause_s: float) -> None:
-        self.snapshot = snapshot
-        self.error: BaseException | None = None
+    def __init__(
+        self, snapshot: Snapshot, output_dir: Path, keep: int, tell: Tell, *, pause_s: float, failed: Failed
+    ) -> None:
+        self.snapshot, self._failed = snapshot, failed
+        self.error: RoundpipeError | None = None
         self.moved_s = time.monotonic()
         self._output_dir, self._keep, self._tell = output_dir, keep, tell
         self._started_s = time.monotonic()
@@ -463,9 +466,12 @@ class _Save:
         try:
             work()
         except BaseException as error:  # travels as a value
-            if self.error is None and not isinstance(error, _StoppedError):
-                self.error = error
+            is_first = self.error is None and not isinstance(error, _StoppedError)
+            if is_first:
+                self.error = as_ours(error, "saving", f"the checkpoint of step {self.snapshot.step}")
             self.stop()
+            if is_first and self.error is not None:
+                self._failed(self.error)
 
     def _copy(self) -> None:
         contents_of = self.snapshot.contents_of or self.snapshot.state_of
@@ -497,13 +503,23 @@ class _Save:
 class Saver:
     """Writes checkpoints in the background, one at a time; owns its threads inside `with`."""
 
-    def __init__(self, output_dir: Path, keep: int, tell: Tell, saved: Callable[[Mapping[str, Any]], None]) -> None:
+    def __init__(
+        self,
+        output_dir: Path,
+        keep: int,
+        tell: Tell,
+        saved: Callable[[Mapping[str, Any]], None],
+        *,
+        failed: Failed = lambda error: None,
+    ) -> None:
         """
         Args:
             tell: is told of each checkpoint, from a thread of the saver's.
             saved: called in the owner's thread, some time after a checkpoint has become durable, with its `meta`.
+            failed: called with the error of a save as soon as it fails, from a thread of the saver's.
         """
         self.output_dir, self._keep, self._tell, self._saved = output_dir, keep, tell, saved
+        self._failed = failed
         self._save: _Save | None = None
 
     def __enter__(self) -> Saver:
@@ -522,12 +538,13 @@ class Saver:
         for thread in save.threads:
             while thread.is_alive() and time.monotonic() - save.moved_s < STILL_S:
                 thread.join(0.05)
+        save.stop()
 
     def begin(self, snapshot: Snapshot, started_s: float) -> None:
         """Start to save, after the save before; `started_s`: monotonic time since when the training waits."""
         self.wait()
         pause_s = time.monotonic() - started_s
-        self._save = _Save(snapshot, self.output_dir, self._keep, self._tell, pause_s=pause_s)
+        self._save = _Save(snapshot, self.output_dir, self._keep, self._tell, pause_s=pause_s, failed=self._failed)
 
     def before_layer(self, layer: int, version: int) -> None:
         """Block until the save in flight, if any, has copied `layer`, which the calling thread is about to make that of
@@ -558,4 +575,4 @@ class Saver:
         if save.error is None:
             self._saved(save.snapshot.meta)
             return
-        raise as_ours(save.error, "saving", f"the checkpoint of step {save.snapshot.step}")
+        raise save.error

@@ -1,10 +1,9 @@
 """The processes of a run on several machines: what they send each other (gloo), and how they wait for each other.
 
-They meet in a store, at which the first of them (or torchrun) listens. What waits for another machine never runs in the
-main thread, which hears signals meanwhile. Two threads watch until the process leaves:
-
-    ticker     says for whom the run waits; ends one that was asked to stop and waits in vain
-    listener   reads in the store why another machine ended, and which of them are behind
+They meet in a store, at which the first of them (or torchrun) listens, and have lines to each other (`lines`): one that
+ends or dies ends every wait of the others. What waits for another machine never runs in the main thread, which hears
+signals meanwhile. A thread, the ticker, says for whom the run waits; it ends a process that was asked to stop and waits
+in vain, and one that goes on beside an end.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as NoAnswerError
+from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
@@ -35,6 +33,7 @@ from roundpipe_cli.events import Say
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.train.checkpoint.reading import Checkpoint
 from roundpipe_cli.train.nodes.agreement import recipe_facts, require_same
+from roundpipe_cli.train.nodes.lines import Lines
 from roundpipe_cli.watchdog import interrupt, interruptible
 
 TICK_S, LOOK_S = 0.25, 0.05
@@ -42,7 +41,8 @@ SAY_AFTER_S, STOP_AFTER_S = 5.0, 3.0
 """Waits that last longer are said, if none until now took half as long; from then on a stop that was asked for waits as
 long as the second."""
 TELL_S, HEAR_S = 10.0, 2.0
-"""How long a machine that ends waits for the others to come, and for those that came to hear why."""
+"""How long a machine that ends waits for the others to come, and one that another's end reaches for its own words."""
+GONE = "its connection ended without a goodbye"
 SIGNALLED = 128
 """Exit codes of stopped runs are above it, by the signal's number."""
 LONGEST_WAIT = timedelta(days=1)
@@ -67,15 +67,22 @@ class Nodes:
         """Whether there is a checkpoint; None: another machine knows."""
         self._store: Any = None
         self._requested: Callable[[], signal.Signals | None] = lambda: None
-        self._is_host = self._has_met = False
-        self._behind = [0] if rank else [*range(1, count)]
-        """Ranks that are waited for."""
+        self._is_host = self._has_met = self._needs_nobody = False
+        self._at: dict[int, int] = {}
+        """Rank -> waits that it has begun."""
         self._waits: dict[int, tuple[str, float]] = {}
         """Thread -> what for, and since when."""
         self._num_waits = self._num_compared = 0
         self._longest_s = 0.0
         self._obstacle = "no answer"
+        self._lines, self._own_host = Lines(rank, self._take), ""
         self._failure: RoundpipeError | None = None
+        self._dead: int | None = None
+        self._over: Future[None] = Future()
+        """Done when this process, or another one, leaves or fails: every wait ends."""
+        self._first_left = threading.Event()
+        self.lost: list[tuple[int, Any]] = []
+        """Words of other machines about their devices, with their ranks."""
         self._left = threading.Event()
         self._handler = contextlib.ExitStack()
         self._weights: Any = None
@@ -99,11 +106,9 @@ class Nodes:
         if is_refusal and self._store is None:
             self.say(f"telling the other machines why this one ends; it waits {TELL_S:g} s for them")
             with contextlib.suppress(RuntimeError, RefusedError, KeyError, ValueError):
-                self._store = _beside(self._connect, TELL_S)
+                _beside(self._reach, TELL_S)
         self.leave(error)
-        if error is not None and self._is_host and self._store is not None:
-            with contextlib.suppress(RuntimeError):
-                _beside(self._until_heard, TELL_S if is_refusal and not self._has_met else HEAR_S)
+        self._lines.say("left")
         if dist.is_initialized():
             dist.destroy_process_group()
         self._handler.close()
@@ -117,10 +122,9 @@ class Nodes:
         """
         limit_s = recipe.watchdog_s
         self._timeout = timedelta(seconds=limit_s) if limit_s else LONGEST_WAIT
-        self._store = self._run(self._connect, "to begin")
+        self._run(self._connect, "to begin")
         self.check_same(lambda: {"WORLD_SIZE": self.count, **recipe_facts(recipe)})
         self._has_met = True
-        threading.Thread(target=self._listen, name="machines-news", daemon=True).start()
         store, place = stores.PrefixStore("gloo", self._store), {"rank": self.rank, "world_size": self.count}
         self._run(lambda: stores.init_process_group("gloo", store=store, timeout=self._timeout, **place), "to connect")
 
@@ -140,10 +144,7 @@ class Nodes:
                     if self._store.check([f"{topic}/{rank}"]):
                         seen[rank] = json.loads(self._store.get(f"{topic}/{rank}"))
                 require_same(seen, self.count)
-                if self._store.check(["failed"]):
-                    raise self._read_failure()
-                self._behind = sorted(set(range(self.count)) - set(seen))
-                time.sleep(LOOK_S if self._behind else 0)
+                time.sleep(LOOK_S if len(seen) < self.count else 0)
 
         self._run(gather, "to compare what is trained")
 
@@ -151,8 +152,9 @@ class Nodes:
         """Training begins: a signal that is only noted ends a wait that lasts much longer than any until now."""
         self._requested, self._longest_s = requested, 0.0
 
-    def _run(self, work: Callable[[], Answer], what: str) -> Answer:
-        """The answer of `work`, which waits for other machines. In any thread.
+    def _run(self, work: Callable[[], Answer], what: str, *, is_endless: bool = False) -> Answer:
+        """The answer of `work`, which waits for other machines, with `is_endless` for longer than the watchdog allows.
+        In any thread.
 
         Raises:
             NodeLostError: one of them ended or does not answer.
@@ -162,47 +164,58 @@ class Nodes:
         self._waits[thread] = (what, since)
         self._num_waits += 1
         try:
-            if threading.current_thread() is threading.main_thread():
-                return _beside(work, self._timeout.total_seconds(), lambda: self._obstacle)
-            return work()
+            limit_s = None if is_endless else self._timeout.total_seconds()
+            return _beside(work, limit_s, lambda: self._obstacle, self._over)
         except RuntimeError as error:  # torch raises this for a lost peer, a timeout and a refused connection
-            deadline_s = time.monotonic() + HEAR_S
-            while self._has_met and self._failure is None and time.monotonic() < deadline_s and not self._left.is_set():
-                time.sleep(LOOK_S)
-            if self._failure is not None:
-                raise self._failure from None
-            resume = ", with --resume if there is a checkpoint" if self.may_resume is None else ""
-            resume = " with --resume" if self.may_resume and self.may_resume() else resume
-            raise NodeLostError(
-                f"another process of this run ended or cannot be reached: {self._whom()} ({what})",
-                where=f"machine {self.rank + 1} of {self.count}",
-                found=str(error).strip().partition("\n")[0][:200],
-                hint=f"its own output says why; start all of them again{resume}",
-            ) from error
+            wait([self._over], HEAR_S if self._lines.open else 0)
+            raise self._why(what, str(error)) from error
         finally:
             del self._waits[thread]
             self._longest_s = max(self._longest_s, time.monotonic() - since)
 
+    def _why(self, what: str, found: str) -> RoundpipeError:
+        """The error that ends a wait: another process' own, or that it died or is not reached."""
+        if self._failure is not None:
+            return self._failure
+        resume = ", with --resume if there is a checkpoint" if self.may_resume is None else ""
+        resume = " with --resume" if self.may_resume and self.may_resume() else resume
+        return NodeLostError(
+            f"another process of this run ended or cannot be reached: {self._whom()} ({what})",
+            where=f"machine {self.rank + 1} of {self.count}",
+            found=found.strip().partition("\n")[0][:200],
+            hint=f"its own output says why; start all of them again{resume}",
+        )
+
+    def fail(self, error: RoundpipeError) -> None:
+        """Work beside the main thread failed, which raises `error` now, or soon. In any thread."""
+        self._failure = self._failure or error
+        self._end_waits()
+
+    def finish(self) -> None:
+        """All steps are done. The first process needs nobody from here on; the others wait until it leaves, so that all
+        begin again where it dies before its result is written."""
+        self._needs_nobody = self.is_first
+        if not self.is_first and self._lines.open:
+            self._run(self._first_left.wait, "the result", is_endless=True)
+
     def leave(self, error: BaseException | None = None) -> None:
-        """Wait for no other machine from here on; they hear of `error`, if there is one."""
+        """Wait for no other machine from here on; they hear of `error`, if there is one that they do not know."""
         if self.count == 1 or self._left.is_set():
             return
         self._left.set()
+        self._end_waits()
         error = getattr(error, "stopped", error)
-        if self._store is None or error is None:
+        if error is None or (self._dead is not None and isinstance(error, NodeLostError)):
             return
         problems = (
             error.problems if isinstance(error, RoundpipeError) else [Problem(f"{type(error).__name__}: {error}")]
         )
         code = getattr(error, "exit_code", 1)
-        told = json.dumps({"rank": self.rank, "code": code, "problems": redact_values([*map(asdict, problems)])})
+        self._lines.say("failed", {"code": code, "problems": redact_values([*map(asdict, problems)])})
 
-        def tell() -> None:
-            self._store.compare_set("failed", "", told)
-            self._note_heard()
-
-        with contextlib.suppress(RuntimeError):
-            _beside(tell, HEAR_S)
+    def tell_lost(self, document: Any) -> None:
+        """Pass a word about a device of this machine on to the others."""
+        self._lines.say("lost", redact_values(document))
 
     # -- values and tensors -------------------------------------------------------------------------------------------
 
@@ -290,13 +303,15 @@ class Nodes:
 
     # -- the store -----------------------------------------------------------------------------------------------
 
-    def _connect(self) -> Any:
-        host, port = _address()
+    def _connect(self) -> None:
+        host, port = self._own_host, _ = _address()
         self._is_host = self.rank == 0 and not _launcher_listens()
         listener = self._listen_at(host, port) if self._is_host else None
         while listener is None:  # torch would not say that nobody is there
             try:
-                socket.create_connection((host, port), timeout=1.0).close()
+                with socket.create_connection((host, port), timeout=1.0) as probe:
+                    if (own := probe.getsockname()[0]) != probe.getpeername()[0]:
+                        self._own_host = own
                 break
             except OSError as error:
                 self._obstacle = f"{host}:{port}: {error.strerror or error}"
@@ -312,9 +327,25 @@ class Nodes:
         if number > 1 and not _launcher_listens():
             what = "two processes of the run say that they are the same machine"
             raise RefusedError(what, where="RANK", found=str(self.rank), expected="another on each machine")
-        store = stores.PrefixStore(f"{attempt}/{number}", store)
-        store.set(f"at/{self.rank}", "0")
-        return store
+        self._store = store = stores.PrefixStore(f"{attempt}/{number}", store)
+        if self.is_first:
+            own = self._listen_at(self._own_host, 0)
+            store.set("lines", json.dumps([self._own_host, own.getsockname()[1], self._lines.listen(own)]))
+            return
+        while not store.check(["lines"]):
+            if self._left.wait(LOOK_S):
+                return
+        host, port, key = json.loads(store.get("lines"))
+        try:
+            self._lines.call(socket.create_connection((host, port), TELL_S), key)
+        except OSError as error:
+            self.say(f"note: no line to machine 1 at {host}:{port} ({error}): only watchdog_s notices a death")
+
+    def _reach(self) -> None:
+        """Meet the others only to tell them why this process ends."""
+        self._connect()
+        while self.is_first and len(self._lines.open) < self.count - 1:
+            time.sleep(LOOK_S)
 
     def _listen_at(self, host: str, port: int) -> socket.socket:
         """Listens at the given address alone, if this machine has it and others can reach it."""
@@ -343,22 +374,31 @@ class Nodes:
             self.say(f"note: {text}: trusted network only")
         return listener
 
-    def _note_heard(self) -> None:
-        self._store.set(f"heard/{self.rank}", "1")
+    def _take(self, kind: str, rank: int, rest: Any) -> None:
+        """Take a word of another process, or that it died."""
+        if kind == "at":
+            self._at[rank] = rest
+        elif kind == "lost":
+            self.lost.append((rank, rest))
+        elif kind == "left" and rank == 0:
+            self._first_left.set()
+        elif kind == "failed" and not self._over.done():
+            self.fail(self._read_failure(rank, rest))
+        elif kind == "died" and not self._over.done():
+            self._dead = rank
+            self._end_waits()
 
-    def _until_heard(self) -> None:
-        while not all(self._store.check([f"heard/{rank}"]) for rank in range(self.count)):
-            time.sleep(LOOK_S)
+    def _end_waits(self) -> None:
+        with contextlib.suppress(InvalidStateError):
+            self._over.set_result(None)
 
-    def _read_failure(self) -> RoundpipeError:
+    def _read_failure(self, rank: int, told: Mapping[str, Any]) -> RoundpipeError:
         """Why another machine ended: its error, with its place."""
-        told = json.loads(self._store.get("failed"))
-        self._note_heard()
         problems = [Problem(**problem) for problem in told["problems"]]
         what, code = problems[0].what, int(told["code"])
         error = StoppedError(what, exit_code=code) if code > SIGNALLED else RoundpipeError(what)
         error.exit_code = code
-        place = f"machine {told['rank'] + 1} of {self.count}"
+        place = f"machine {rank + 1} of {self.count}"
         error.problems = tuple(
             Problem(one.what, f"{place}: {one.where}" if one.where else place, one.found, one.expected, one.hint)
             for one in problems
@@ -368,17 +408,20 @@ class Nodes:
     # -- threads -------------------------------------------------------------------------------------------------
 
     def _whom(self) -> str:
-        ranks = self._behind or [rank for rank in range(self.count) if rank != self.rank]
+        others = [rank for rank in range(self.count) if rank != self.rank] if self._lines.open or self.is_first else [0]
+        behind = [rank for rank in others if self._at.get(rank, 0) < self._num_waits]
+        ranks = [self._dead] if self._dead is not None else behind or others
         word = "machine" if len(ranks) == 1 else "machines"
         place = "" if self._has_met else f" at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         return f"{word} {', '.join(str(rank + 1) for rank in ranks)} of {self.count}{place}"
 
     def _tick(self) -> None:
         said, asked_s = 0.0, None
-        while not self._left.wait(TICK_S):
-            if self._failure is not None:
+        while not self._left.wait(TICK_S) and not self._needs_nobody:
+            self._lines.say("at", self._num_waits)
+            if self._over.done():
                 if not self._left.wait(HEAR_S):  # this machine may be about to end for the same reason
-                    interrupt(self._failure)
+                    interrupt(self._why("this one was at work", GONE))
                 return
             now, patience_s = time.monotonic(), max(SAY_AFTER_S, 2 * self._longest_s)
             asked = self._requested()
@@ -391,16 +434,6 @@ class Nodes:
                     text = f"stopped by {asked.name} while waiting for {self._whom()} ({what})"
                     interrupt(StoppedError(f"{text}; the last checkpoint is as it was", exit_code=SIGNALLED + asked))
                     return
-
-    def _listen(self) -> None:
-        with contextlib.suppress(RuntimeError):  # the store is gone: whoever waits gets an error without us
-            while not self._left.wait(TICK_S):
-                self._store.set(f"at/{self.rank}", str(self._num_waits))
-                if self._store.check(["failed"]):
-                    self._failure = self._read_failure()
-                    return
-                at = [int(self._store.get(f"at/{rank}")) for rank in range(self.count)]
-                self._behind = [rank for rank in range(self.count) if at[rank] < at[self.rank]]
 
 
 def in_thread(work: Callable[[], Answer], name: str) -> Future[Answer]:
@@ -417,19 +450,22 @@ def in_thread(work: Callable[[], Answer], name: str) -> Future[Answer]:
     return answer
 
 
-def _beside(work: Callable[[], Answer], limit_s: float, obstacle: Callable[[], str] = lambda: "no answer") -> Answer:
+def _beside(
+    work: Callable[[], Answer],
+    limit_s: float | None,
+    obstacle: Callable[[], str] = lambda: "no answer",
+    over: Future[None] | None = None,
+) -> Answer:
     """The answer of `work`, which a thread carries out; while it is waited for, signals are heard.
 
     Raises:
-        RuntimeError: it takes longer than `limit_s`.
+        RuntimeError: it takes longer than `limit_s`, or `over` is done first.
     """
     answer = in_thread(work, "waits")
-    try:
-        return answer.result(limit_s)
-    except NoAnswerError:
-        if answer.done():  # an error of the work, or its answer at the last moment
-            return answer.result()
-        raise RuntimeError(f"{obstacle()} for {limit_s:g} s") from None
+    wait([answer] if over is None else [answer, over], limit_s, FIRST_COMPLETED)
+    if answer.done():
+        return answer.result()
+    raise RuntimeError(GONE if over is not None and over.done() else f"{obstacle()} for {limit_s:g} s")
 
 
 def _launcher_listens() -> bool:

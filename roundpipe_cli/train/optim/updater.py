@@ -31,7 +31,7 @@ _END: Order = (math.inf, 0, 0, None)
 
 JOIN_TIMEOUT_S = 5.0
 JOIN_AFTER_ERROR_S = 2.0
-"""Seconds to wait for the thread at the end; one that hangs is left behind (it is a daemon)."""
+"""Seconds to wait for a thread at the end; one that hangs is left behind (it is a daemon)."""
 
 
 class Updater:
@@ -74,6 +74,7 @@ class Updater:
         self._stopped_at = math.inf
         """A step whose gradients are not finite: the run will stop, and nothing more is to be spoilt."""
         self._thread = threading.Thread(target=self._run, args=(num_threads,), name="optimizer", daemon=True)
+        self._round: threading.Thread | None = None
 
     def __enter__(self) -> Updater:
         self._thread.start()
@@ -81,7 +82,8 @@ class Updater:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._work.put(_END)
-        self._thread.join(JOIN_TIMEOUT_S if error is None else JOIN_AFTER_ERROR_S)
+        for thread in filter(None, (self._thread, self._round)):
+            thread.join(JOIN_TIMEOUT_S if error is None else JOIN_AFTER_ERROR_S)
 
     # -- orders --------------------------------------------------------------------------------------------------
 
@@ -201,7 +203,8 @@ class Updater:
             with self._changed:
                 self._num_pending += 1
             exchange = partial(self._carry_out, partial(self._exchange, self._shards, step, step + 1))
-            threading.Thread(target=exchange, name="weights-round", daemon=True).start()
+            self._round = threading.Thread(target=exchange, name="weights-round", daemon=True)
+            self._round.start()
 
     def _exchange(self, shards: Shards, step: int, version: int) -> None:
         set_own_threads(1)
