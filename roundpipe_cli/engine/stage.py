@@ -73,7 +73,7 @@ class StageRunner:
         for layer in layer_range(layers):
             if layer == head:
                 if context.scoring:
-                    self.layers.score(context, state, hidden)
+                    self.layers.score(context, state, self._poisoned(hidden))
                 break  # in a training step the head's forward is done with its backward
             if layer > layers[0]:
                 self._put_hidden(context, layer, state, hidden)

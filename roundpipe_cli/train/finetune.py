@@ -19,7 +19,9 @@ from roundpipe_cli.train.checkpoint.output_dir import (
     RunState,
     is_of_other_run,
     list_checkpoints,
+    missing_files,
     named_checkpoint,
+    no_checkpoint,
 )
 from roundpipe_cli.train.checkpoint.reading import load_newest
 from roundpipe_cli.train.checkpoint.resume import (
@@ -77,7 +79,12 @@ def run_finetune(
             nodes.may_resume = lambda: bool(list_checkpoints(output_dir))
             has_begun(recipe.output_dir, now=True)
         tell = recorder = EventRecorder(output_dir, run_clock(), reporting.tell)
-        finished = nodes.from_first(held.state is RunState.FINISHED)
+        missing = missing_files(output_dir) if held.state is RunState.FINISHED else []
+        if missing:
+            tell(Notice(f"files of the result are gone: {', '.join(missing)}; it is written from the last checkpoint"))
+            if not list_checkpoints(output_dir):
+                raise no_checkpoint(output_dir, f"a result without {', '.join(missing)}, and nothing named step-*")
+        finished = nodes.from_first(held.state is RunState.FINISHED and not missing)
         if nodes.from_first(finished and not may_ask_for_more(output_dir, recipe)):
             tell(Notice(f"this run is finished: the result is in {output_dir}; nothing was changed"))
             return

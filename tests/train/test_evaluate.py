@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import signal
 from pathlib import Path
@@ -321,6 +322,12 @@ def test_best_weights_that_are_damaged_are_not_the_result(folder: Path, killed_i
     with pytest.raises(DamagedError, match=r"adapter_model.safetensors: found SHA-256"):
         save_result(nothing, out, best)
     assert not (out / "adapter_model.safetensors").exists() and not (out / ".tmp-result").exists()
+    for name in ("adapter_model.safetensors", "."):
+        odd = Path(shutil.copytree(out / best.name, folder / f"odd-{len(name)}")) / name
+        shutil.rmtree(odd) if odd.is_dir() else odd.unlink()
+        os.mkfifo(odd)
+        with pytest.raises(DamagedError, match=r"a named pipe|no such folder"):  # once a list of Python's
+            save_result(nothing, out, folder / f"odd-{len(name)}")
     gone = Path(shutil.copytree(out, folder / "gone"))
     shutil.rmtree(gone / best.name)
     assert "are gone" in finetune(folder, *EVALUATION, "output_dir=gone", "--resume").expect(0).err
@@ -334,6 +341,15 @@ def test_best_weights_that_are_damaged_are_not_the_result(folder: Path, killed_i
 
 def test_a_loss_that_is_not_finite_ends_the_run(folder: Path) -> None:
     done = finetune(folder, *EVALUATION, fault="eval:nan:step=2").expect(4)
+    assert "the loss of the evaluation is not finite" in done.err and "after step 2" in done.err
+
+
+@pytest.mark.parametrize("stages", [[[0, 3]], [[0, 1], [2, 3]]])
+def test_nan_in_a_pass_without_training_ends_the_run(folder: Path, stages: list[list[int]]) -> None:
+    """Story: a stage that ends in the head lost a planted NaN. Step 2, counted from 0, follows the evaluation of the
+    weights after step 2, so that evaluation's pass is the first computation with that number."""
+    words = (*EVALUATION, "eval_samples=0", "pipeline.devices=[cpu]", f"pipeline.forward_stages={stages}")
+    done = finetune(folder, *words, fault="compute:nan:step=2:nth=1").expect(4)
     assert "the loss of the evaluation is not finite" in done.err and "after step 2" in done.err
 
 

@@ -162,6 +162,22 @@ def test_a_finished_run_is_left_as_it_is(folder: Path, whole: Path) -> None:
     assert contents(folder / "out") == before
 
 
+def test_a_finished_result_of_which_a_file_is_gone_is_written_again(folder: Path, whole: Path) -> None:
+    """It once said that the result is there. Without a checkpoint it says what is missing."""
+    out = Path(shutil.copytree(whole / "out", folder / "out"))
+    for name in ("adapter_model.safetensors", "adapter_config.json", "tokenizer.json"):
+        before = (out / name).read_bytes()
+        (out / name).unlink()
+        done = finetune(folder, "--resume").expect(0)
+        assert f"files of the result are gone: {name}" in done.err
+        assert (out / name).read_bytes() == before
+    assert_same_run(out, whole / "out")
+    (out / "adapter_config.json").unlink()
+    for checkpoint in out.glob("step-*"):
+        shutil.rmtree(checkpoint)
+    assert "a result without adapter_config.json" in finetune(folder, "--resume").expect(6).err
+
+
 def test_what_changed_is_refused_with_a_diff_or_allowed(halfway: Path, whole: Path) -> None:
     """The recipe, special tokens, numbers that the weights are computed with, rows; and metrics that lost a row."""
     folder, out = halfway, halfway / "out"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
+import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,7 +14,7 @@ from typing import Any
 
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.files import sha256_of, write_new_file
-from roundpipe_cli.regular_files import read_regular
+from roundpipe_cli.regular_files import kind_of_file, read_regular
 
 _FILE_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
 _MAX_JSON_BYTES = 16 * 1024**2
@@ -65,6 +67,24 @@ def verify_files(folder: Path, records: Sequence[FileRecord], manifest_name: str
         found = _sha256(folder / record.name)
         if found != record.sha256:
             raise DamagedError(folder / record.name, f"SHA-256 {found}", record.sha256)
+
+
+def copy_folder(source: Path, target: Path) -> None:
+    """Copy a folder that holds nothing but folders and regular files.
+
+    Raises:
+        DamagedError: it holds something else, which a copy might wait for.
+        OSError: of the first file that cannot be copied.
+    """
+    target.mkdir()
+    for path in sorted(source.rglob("*")):  # a folder comes before what is in it
+        mode = path.lstat().st_mode
+        if stat.S_ISDIR(mode):
+            (target / path.relative_to(source)).mkdir()
+        elif stat.S_ISREG(mode):
+            shutil.copy2(path, target / path.relative_to(source))
+        else:
+            raise DamagedError(path, kind_of_file(mode), "a regular file")
 
 
 def read_records(path: Path, lines: object, *, depth: int = 1) -> list[FileRecord]:

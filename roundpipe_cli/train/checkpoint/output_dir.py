@@ -170,6 +170,12 @@ def read_state(folder: Path) -> RunState:
     return RunState.FRESH
 
 
+def missing_files(folder: Path) -> list[str]:
+    """Files of a finished run's result that are there no more."""
+    names = read_values(folder / REPORT_NAME).get("files")
+    return [str(name) for name in names if not (folder / str(name)).is_file()] if isinstance(names, list) else []
+
+
 def named_checkpoint(recipe: Recipe) -> Path | None:
     """The checkpoint that `resume_from_checkpoint` names; None for the newest one, and where it is not set."""
     named = recipe.resume_from_checkpoint

@@ -16,7 +16,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from typing import Any
 from roundpipe_cli.events import Say
 from roundpipe_cli.files import disk_error, sync, write_atomically
 from roundpipe_cli.regular_files import read_json_of_ours, read_regular
-from roundpipe_cli.train.checkpoint.manifest import peek
+from roundpipe_cli.train.checkpoint.manifest import DamagedError, copy_folder, peek
 from roundpipe_cli.train.checkpoint.output_dir import (
     EVAL_NAME,
     EVENTS_NAME,
@@ -168,8 +167,11 @@ def copy_records(checkpoint: Path, meta: Mapping[str, Any], output_dir: Path, sa
     if kept_step is not None:
         source, target = (best_folder(folder, kept_step) for folder in (run_dir, output_dir))
         if source.is_dir() and not target.exists():
-            with whole_folder(target, "a copy of the best weights") as temporary:
-                shutil.copytree(source, temporary)
+            try:
+                with whole_folder(target, "a copy of the best weights") as temporary:
+                    copy_folder(source, temporary)
+            except DamagedError as damage:
+                say(f"the best weights so far, of step {kept_step}, are damaged ({damage}) and stay where they are")
     say(f"{run_dir} stays as it is; its rows up to {checkpoint.name} are copied to {output_dir}")
 
 

@@ -46,6 +46,7 @@ from roundpipe_cli.schedule.pictures import chrome_trace
 from roundpipe_cli.schedule.timeline import Interval, Timeline, makespan_s
 from roundpipe_cli.train.checkpoint.manifest import (
     DamagedError,
+    copy_folder,
     read_own_json,
     read_records,
     verify_files,
@@ -226,7 +227,7 @@ def save_result(setup: Setup, output_dir: Path, best: Path | None = None) -> lis
         else:
             if not best.is_dir():
                 raise DamagedError(best, "no such folder", "the best weights")
-            shutil.copytree(best, temporary)
+            copy_folder(best, temporary)
             verify_best(temporary)  # of the copy, so that the verified bytes are the ones used
         paths = _synced(temporary)
         for name in LAST_NAMES:  # files of an earlier result: old and new weights must not mix
