@@ -19,7 +19,7 @@ from roundpipe_cli.engine.options import GradientOptions
 from roundpipe_cli.engine.prepared import in_order_of_need
 from roundpipe_cli.engine.step import Microbatch, StepResult
 from roundpipe_cli.engine.weights import UnusedHeap
-from roundpipe_cli.errors import OutOfDeviceMemoryError, StoppedError
+from roundpipe_cli.errors import OutOfDeviceMemoryError, StoppedError, redact_values
 from roundpipe_cli.events import DeviceLost, Event, Notice, Paused, Phase, RunFinished, StepFinished, Tell, run_clock
 from roundpipe_cli.planning.adaptive import AdaptivePlanner
 from roundpipe_cli.planning.question import ENOUGH_PER_WORKER
@@ -174,7 +174,7 @@ class Trainer:
     def _tell_lost(self, event: DeviceLost | Notice) -> None:
         if isinstance(event, DeviceLost) and event.left:
             self._log.lost.append((len(self._log.rows), event))
-            self._machines.nodes.tell_lost([len(self._log.rows), asdict(event)])
+            self._machines.nodes.lines.say("lost", redact_values([len(self._log.rows), asdict(event)]))
             self._signals.ask_to_save()
         self._tell(event)
 

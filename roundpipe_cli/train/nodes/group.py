@@ -1,9 +1,8 @@
 """The processes of a run on several machines: what they send each other (gloo), and how they wait for each other.
 
-They meet in a store, at which the first of them (or torchrun) listens, and have lines to each other (`lines`): one that
-ends or dies ends every wait of the others. What waits for another machine never runs in the main thread, which hears
-signals meanwhile. A thread, the ticker, says for whom the run waits; it ends a process that was asked to stop and waits
-in vain, and one that goes on beside an end.
+They meet in a store, at which the first of them (or torchrun) listens. Over lines (`lines`) the end of one ends all
+waits of the others. No wait is in the main thread: that hears signals meanwhile. A thread, the ticker, says for whom the
+run waits; it ends one that was asked to stop and waits in vain, and one that goes on beside another's end.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
+from concurrent.futures import TimeoutError as NoAnswerError
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
@@ -67,22 +67,22 @@ class Nodes:
         """Whether there is a checkpoint; None: another machine knows."""
         self._store: Any = None
         self._requested: Callable[[], signal.Signals | None] = lambda: None
-        self._is_host = self._has_met = self._needs_nobody = False
-        self._at: dict[int, int] = {}
-        """Rank -> waits that it has begun."""
+        self._has_met = self._needs_nobody = False
         self._waits: dict[int, tuple[str, float]] = {}
         """Thread -> what for, and since when."""
+        self._at: dict[int, int] = {}
+        """Rank -> waits that it has begun."""
         self._num_waits = self._num_compared = 0
         self._longest_s = 0.0
         self._obstacle = "no answer"
-        self._lines, self._own_host = Lines(rank, self._take), ""
+        self.lines = Lines(rank, self._take)
         self._failure: RoundpipeError | None = None
         self._dead: int | None = None
         self._over: Future[None] = Future()
         """Done when this process, or another one, leaves or fails: every wait ends."""
         self._first_left = threading.Event()
         self.lost: list[tuple[int, Any]] = []
-        """Words of other machines about their devices, with their ranks."""
+        """Ranks, and their words about devices."""
         self._left = threading.Event()
         self._handler = contextlib.ExitStack()
         self._weights: Any = None
@@ -105,10 +105,10 @@ class Nodes:
         is_refusal = isinstance(error, RoundpipeError) and not isinstance(error, (StoppedError, NodeLostError))
         if is_refusal and self._store is None:
             self.say(f"telling the other machines why this one ends; it waits {TELL_S:g} s for them")
-            with contextlib.suppress(RuntimeError, RefusedError, KeyError, ValueError):
-                _beside(self._reach, TELL_S)
+            with contextlib.suppress(RuntimeError, OSError, RefusedError, KeyError, ValueError, NoAnswerError):
+                in_thread(self._reach, "waits").result(TELL_S)
         self.leave(error)
-        self._lines.say("left")
+        self.lines.say("left")
         if dist.is_initialized():
             dist.destroy_process_group()
         self._handler.close()
@@ -152,9 +152,8 @@ class Nodes:
         """Training begins: a signal that is only noted ends a wait that lasts much longer than any until now."""
         self._requested, self._longest_s = requested, 0.0
 
-    def _run(self, work: Callable[[], Answer], what: str, *, is_endless: bool = False) -> Answer:
-        """The answer of `work`, which waits for other machines, with `is_endless` for longer than the watchdog allows.
-        In any thread.
+    def _run(self, work: Callable[[], Answer], what: str) -> Answer:
+        """The answer of `work`, which waits for other machines. In any thread.
 
         Raises:
             NodeLostError: one of them ended or does not answer.
@@ -164,10 +163,9 @@ class Nodes:
         self._waits[thread] = (what, since)
         self._num_waits += 1
         try:
-            limit_s = None if is_endless else self._timeout.total_seconds()
-            return _beside(work, limit_s, lambda: self._obstacle, self._over)
-        except RuntimeError as error:  # torch raises this for a lost peer, a timeout and a refused connection
-            wait([self._over], HEAR_S if self._lines.open else 0)
+            return _beside(work, self._timeout.total_seconds(), lambda: self._obstacle, self._over)
+        except (RuntimeError, OSError) as error:  # torch raises the first for a lost peer and a timeout
+            wait([self._over], HEAR_S if self.lines.open else 0)
             raise self._why(what, str(error)) from error
         finally:
             del self._waits[thread]
@@ -186,24 +184,25 @@ class Nodes:
             hint=f"its own output says why; start all of them again{resume}",
         )
 
-    def fail(self, error: RoundpipeError) -> None:
-        """Work beside the main thread failed, which raises `error` now, or soon. In any thread."""
-        self._failure = self._failure or error
-        self._end_waits()
+    def fail(self, error: RoundpipeError | None) -> None:
+        """End every wait with this error; the main thread raises it soon. In any thread."""
+        with contextlib.suppress(InvalidStateError):
+            self._failure = self._failure or error
+            self._over.set_result(None)
 
     def finish(self) -> None:
         """All steps are done. The first process needs nobody from here on; the others wait until it leaves, so that all
         begin again where it dies before its result is written."""
-        self._needs_nobody = self.is_first
-        if not self.is_first and self._lines.open:
-            self._run(self._first_left.wait, "the result", is_endless=True)
+        self._needs_nobody, self._timeout = self.is_first, LONGEST_WAIT
+        if not self.is_first:
+            self._run(self._first_left.wait, "the result")
 
     def leave(self, error: BaseException | None = None) -> None:
         """Wait for no other machine from here on; they hear of `error`, if there is one that they do not know."""
         if self.count == 1 or self._left.is_set():
             return
         self._left.set()
-        self._end_waits()
+        self.fail(None)
         error = getattr(error, "stopped", error)
         if error is None or (self._dead is not None and isinstance(error, NodeLostError)):
             return
@@ -211,11 +210,7 @@ class Nodes:
             error.problems if isinstance(error, RoundpipeError) else [Problem(f"{type(error).__name__}: {error}")]
         )
         code = getattr(error, "exit_code", 1)
-        self._lines.say("failed", {"code": code, "problems": redact_values([*map(asdict, problems)])})
-
-    def tell_lost(self, document: Any) -> None:
-        """Pass a word about a device of this machine on to the others."""
-        self._lines.say("lost", redact_values(document))
+        self.lines.say("failed", {"code": code, "problems": redact_values([*map(asdict, problems)])})
 
     # -- values and tensors -------------------------------------------------------------------------------------------
 
@@ -304,14 +299,14 @@ class Nodes:
     # -- the store -----------------------------------------------------------------------------------------------
 
     def _connect(self) -> None:
-        host, port = self._own_host, _ = _address()
-        self._is_host = self.rank == 0 and not _launcher_listens()
-        listener = self._listen_at(host, port) if self._is_host else None
+        host, port = _address()
+        own_host, is_host = host, self.rank == 0 and not _launcher_listens()
+        listener = self._listen_at(host, port) if is_host else None
         while listener is None:  # torch would not say that nobody is there
             try:
                 with socket.create_connection((host, port), timeout=1.0) as probe:
-                    if (own := probe.getsockname()[0]) != probe.getpeername()[0]:
-                        self._own_host = own
+                    own, other = probe.getsockname()[0], probe.getpeername()[0]
+                    own_host = host if own == other else own  # where others reach this machine
                 break
             except OSError as error:
                 self._obstacle = f"{host}:{port}: {error.strerror or error}"
@@ -329,22 +324,21 @@ class Nodes:
             raise RefusedError(what, where="RANK", found=str(self.rank), expected="another on each machine")
         self._store = store = stores.PrefixStore(f"{attempt}/{number}", store)
         if self.is_first:
-            own = self._listen_at(self._own_host, 0)
-            store.set("lines", json.dumps([self._own_host, own.getsockname()[1], self._lines.listen(own)]))
+            own = self._listen_at(own_host, 0)
+            in_thread(partial(self.lines.listen, own), "lines")
+            store.set("line", json.dumps([own_host, own.getsockname()[1]]))
             return
-        while not store.check(["lines"]):
+        while not store.check(["line"]):
             if self._left.wait(LOOK_S):
                 return
-        host, port, key = json.loads(store.get("lines"))
-        try:
-            self._lines.call(socket.create_connection((host, port), TELL_S), key)
-        except OSError as error:
-            self.say(f"note: no line to machine 1 at {host}:{port} ({error}): only watchdog_s notices a death")
+        self.lines.open[0] = line = socket.create_connection(tuple(json.loads(store.get("line"))), TELL_S)
+        self.lines.keep(line, 0)
+        self.lines.say("here")
 
     def _reach(self) -> None:
         """Meet the others only to tell them why this process ends."""
         self._connect()
-        while self.is_first and len(self._lines.open) < self.count - 1:
+        while self.is_first and len(self.lines.open) < self.count - 1:
             time.sleep(LOOK_S)
 
     def _listen_at(self, host: str, port: int) -> socket.socket:
@@ -382,15 +376,9 @@ class Nodes:
             self.lost.append((rank, rest))
         elif kind == "left" and rank == 0:
             self._first_left.set()
-        elif kind == "failed" and not self._over.done():
-            self.fail(self._read_failure(rank, rest))
-        elif kind == "died" and not self._over.done():
-            self._dead = rank
-            self._end_waits()
-
-    def _end_waits(self) -> None:
-        with contextlib.suppress(InvalidStateError):
-            self._over.set_result(None)
+        elif kind in ("failed", "died") and not self._over.done():
+            self._dead = rank if kind == "died" else None
+            self.fail(self._read_failure(rank, rest) if rest else None)
 
     def _read_failure(self, rank: int, told: Mapping[str, Any]) -> RoundpipeError:
         """Why another machine ended: its error, with its place."""
@@ -408,7 +396,7 @@ class Nodes:
     # -- threads -------------------------------------------------------------------------------------------------
 
     def _whom(self) -> str:
-        others = [rank for rank in range(self.count) if rank != self.rank] if self._lines.open or self.is_first else [0]
+        others = [rank for rank in range(self.count) if rank != self.rank] if self.lines.open or self.is_first else [0]
         behind = [rank for rank in others if self._at.get(rank, 0) < self._num_waits]
         ranks = [self._dead] if self._dead is not None else behind or others
         word = "machine" if len(ranks) == 1 else "machines"
@@ -418,7 +406,7 @@ class Nodes:
     def _tick(self) -> None:
         said, asked_s = 0.0, None
         while not self._left.wait(TICK_S) and not self._needs_nobody:
-            self._lines.say("at", self._num_waits)
+            self.lines.say("at", self._num_waits)
             if self._over.done():
                 if not self._left.wait(HEAR_S):  # this machine may be about to end for the same reason
                     interrupt(self._why("this one was at work", GONE))
@@ -450,22 +438,17 @@ def in_thread(work: Callable[[], Answer], name: str) -> Future[Answer]:
     return answer
 
 
-def _beside(
-    work: Callable[[], Answer],
-    limit_s: float | None,
-    obstacle: Callable[[], str] = lambda: "no answer",
-    over: Future[None] | None = None,
-) -> Answer:
+def _beside(work: Callable[[], Answer], limit_s: float, obstacle: Callable[[], str], over: Future[None]) -> Answer:
     """The answer of `work`, which a thread carries out; while it is waited for, signals are heard.
 
     Raises:
         RuntimeError: it takes longer than `limit_s`, or `over` is done first.
     """
     answer = in_thread(work, "waits")
-    wait([answer] if over is None else [answer, over], limit_s, FIRST_COMPLETED)
+    wait([answer, over], limit_s, FIRST_COMPLETED)
     if answer.done():
         return answer.result()
-    raise RuntimeError(GONE if over is not None and over.done() else f"{obstacle()} for {limit_s:g} s")
+    raise RuntimeError(GONE if over.done() else f"{obstacle()} for {limit_s:g} s")
 
 
 def _launcher_listens() -> bool:
@@ -482,8 +465,8 @@ def has_begun(output_dir: str, *, now: bool = False) -> bool:
     With `now`, it does from now on."""
     if not _launcher_listens():
         return True
-    with contextlib.suppress(RuntimeError, KeyError, ValueError):
+    with contextlib.suppress(RuntimeError, KeyError, ValueError, NoAnswerError):
         limit, options = timedelta(seconds=TELL_S), {"wait_for_workers": False}
-        store = _beside(lambda: stores.TCPStore(*_address(), None, False, limit, **options), TELL_S)
+        store = in_thread(lambda: stores.TCPStore(*_address(), None, False, limit, **options), "waits").result(TELL_S)
         return int(store.add(f"roundpipe/begun/{output_dir}", int(now))) > 0
     return False
