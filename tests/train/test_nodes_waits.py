@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -13,9 +16,11 @@ from typing import Any
 
 import pytest
 
+from roundpipe_cli.files import NewFile
+from roundpipe_cli.train.checkpoint import writing
 from roundpipe_cli.train.nodes.group import Nodes
-from tests.support.e2e import STAGES, Outcome, Running, finetune, launch, make_model, make_workspace
-from tests.train.test_nodes import CHANGES, copy_of, free_port, machine, places
+from tests.support.e2e import STAGES, Outcome, Running, finetune, launch, make_model, make_workspace, numbers
+from tests.train.test_nodes import CHANGES, copy_of, free_port, machine, places, start, succeed, tensors_of
 
 LORA: tuple[str, ...] = ()
 FULL = ("method=full", "learning_rate=1e-3")
@@ -100,3 +105,108 @@ def test_a_death_ends_every_wait(workspace: Path, tmp_path: Path, wait: str, who
         assert why.groups()[:2] == (str(killed + 1), str(count)), outcome.err
         beside = "sending new weights round" if wait == "checkpoint" else ""  # by another thread of an owner
         assert rank == held or why.group(3) in (WAITS[wait][0], beside), outcome.err
+
+
+# --- a failed checkpoint --------------------------------------------------------------------------------------------
+
+SAVED = (*SHARDED, "save_steps=2", "max_steps=6")
+FAILURES = {
+    "first write": "ckpt_writer:raise=OSError:step=4:nth=1",
+    "later write": "ckpt_writer:raise=OSError:step=4:nth=3",
+    "writer's memory": "ckpt_writer:raise=MemoryError:step=4:nth=2",
+    "full disk": "write",
+    "receiver's memory": "receive_like",
+    "sender's memory": "send_to_first",
+}
+"""What fails in the second checkpoint: a fault, or the function in which it is planted."""
+
+
+def plant(name: str) -> None:
+    """Let a function fail from the second checkpoint on, for lack of disk or memory."""
+    begin, is_second = writing.Saver.begin, threading.Event()
+
+    def begin_and_note(self: writing.Saver, snapshot: writing.Snapshot, started_s: float) -> None:
+        if snapshot.step == 4:
+            is_second.set()
+        begin(self, snapshot, started_s)
+
+    owner: Any = NewFile if name == "write" else Nodes
+    function = getattr(owner, name)
+
+    def fail(*given: Any) -> Any:
+        if is_second.is_set():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) if name == "write" else MemoryError("planted")
+        return function(*given)
+
+    writing.Saver.begin = begin_and_note  # type: ignore[method-assign]
+    setattr(owner, name, fail)
+
+
+@pytest.fixture(scope="module")
+def saved(workspace: Path) -> Path:
+    """The run without a failure."""
+    folder = copy_of(workspace, "saved")
+    succeed(folder, 2, *SAVED)
+    return folder / "out"
+
+
+@pytest.mark.parametrize(
+    ("failure", "count"),
+    [
+        (name, count)
+        if (name, count) in (("full disk", 2), ("sender's memory", 2), ("later write", 3))
+        else pytest.param(name, count, marks=pytest.mark.sweep)
+        for name in FAILURES
+        for count in (2, 3)
+    ],
+)
+def test_a_failed_checkpoint_ends_all_by_its_own_name(workspace: Path, saved: Path, failure: str, count: int) -> None:
+    """With a shared-out optimizer the others once waited to send to a saver that had given up, until the watchdog
+    blamed the weights."""
+    folder = copy_of(workspace, f"failed-{failure.replace(' ', '-')}-{count}")
+    port, text, started = free_port(), FAILURES[failure], list[Running]()
+    for rank in range(count):
+        is_it = rank == (1 if text == "send_to_first" else 0)
+        told = {**places(rank, count, port), "ROUNDPIPE_FAULT": text if is_it and ":" in text else ""}
+        before = partial(plant, text) if is_it and ":" not in text else None
+        command = ("finetune", "recipe.yaml", *SAVED)
+        started.append(launch(machine(folder, rank), *command, environment=told, before=before))
+    started[0].wait_for_steps(4)
+    began_s = time.monotonic()
+    for outcome in [process.finish() for process in started]:
+        named = "memory" if "memory" in failure else "disk"
+        assert named in outcome.expect(5).err and outcome.err.count("error: ") == 1, outcome.err
+    assert time.monotonic() - began_s < 15
+    if count == 2:
+        succeed(folder, 2, *SAVED, "--resume")
+        assert numbers(folder / "out") == numbers(saved)
+        assert tensors_of(folder / "out") == tensors_of(saved) != {}
+
+
+# --- the end --------------------------------------------------------------------------------------------------------
+
+
+def test_all_begin_again_where_the_first_dies_while_it_writes_the_result(workspace: Path) -> None:
+    """The others once had ended with 0, and its restart waited for them in vain."""
+    folder = copy_of(workspace, "ends")
+    first, *others = [process.finish() for process in start(folder, 3, p0={"ROUNDPIPE_FAULT": "export:kill:nth=2"})]
+    assert first.code == -signal.SIGKILL
+    for other in others:
+        assert "machine 1 of 3 (the result)" in other.expect(1).err
+    again = {"TORCHELASTIC_RESTART_COUNT": "1"}
+    first, *others = succeed(folder, 3, p0=again, p1=again, p2=again)
+    assert "resuming after step" in first.err and (folder / "out" / "adapter_model.safetensors").exists()
+
+
+def test_a_failure_to_write_the_result_ends_all(workspace: Path) -> None:
+    folder = copy_of(workspace, "unwritten")
+    for process in start(folder, 2, p0={"ROUNDPIPE_FAULT": "export:raise=OSError:nth=2"}):
+        assert "the result" in process.finish().expect(5).err
+
+
+def test_the_first_needs_nobody_while_it_writes_the_result(workspace: Path) -> None:
+    folder = copy_of(workspace, "alone-at-the-end")
+    first, second = start(folder, 2, p0={"ROUNDPIPE_FAULT": "export:slow=1"})
+    first.wait_until((folder / "out" / ".tmp-result").exists)
+    second.kill()
+    first.finish().expect(0)

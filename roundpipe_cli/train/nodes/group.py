@@ -1,8 +1,8 @@
 """The processes of a run on several machines: what they send each other (gloo), and how they wait for each other.
 
 They meet in a store, at which the first of them (or torchrun) listens. Over lines (`lines`) the end of one ends all
-waits of the others. No wait is in the main thread: that hears signals meanwhile. A thread, the ticker, says for whom the
-run waits; it ends one that was asked to stop and waits in vain, and one that goes on beside another's end.
+waits of the others. No wait is in the main thread: that hears signals meanwhile. A thread, the ticker, says for whom
+the run waits; it ends one that was asked to stop and waits in vain, and one that goes on beside another's end.
 """
 
 from __future__ import annotations
