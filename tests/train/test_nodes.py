@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from roundpipe_cli.costs import machine as machines
 from roundpipe_cli.engine.weights import WeightStore
 from roundpipe_cli.train.nodes import group
 from roundpipe_cli.train.nodes.group import Nodes
@@ -187,11 +188,18 @@ def test_a_lost_device_is_its_machines_own_affair(trained: Path) -> None:
     first = start_one(trained, 0, 2, port, *words, ROUNDPIPE_FAULT="compute:raise=DeviceFault:step=2:worker=1:nth=1")
     command, after = ("finetune", "recipe.yaml", *words), partial(lose_after_gradients, 3)
     second = launch(machine(trained, 1), *command, environment=places(1, 2, port), before=after)
-    for process, lost in ((first, r"cpu \(worker 1\) was lost at step 3"), (second, r"was lost at step 4")):
+    cases = ((first, r"cpu \(worker 1\) was lost at step 3"), (second, r"was lost at step 4"))
+    for rank, (process, lost) in enumerate(cases):
         err = process.finish().expect(0).err
         assert re.search(lost, err) and err.count("was lost at") == 1, err
         assert ("after gradients were passed on" in err) == (process is second)
+        assert rank == 0 or "machine 2: cpu (worker 0)" in err, err
     assert numbers(trained / "lost") == numbers(trained / "full2")
+    report = json.loads((trained / "lost" / "report.json").read_text())
+    assert {(one["device"], one["at"]) for one in report["lost_devices"]} == {
+        ("cpu", "step 3"),
+        ("cpu of machine 2", "step 4"),
+    }
 
 
 def tensors_of(folder: Path) -> dict[str, bytes]:
@@ -235,6 +243,7 @@ def test_a_signal_to_one_stops_all_with_a_checkpoint(workspace: Path) -> None:
     second.kill(signal.SIGTERM)
     outcomes = [first.finish(), second.finish()]
     assert [outcome.code for outcome in outcomes] == [143, 143], outcomes
+    assert ["generate" in outcome.err for outcome in outcomes] == [True, False], "nothing is kept elsewhere"
     step = metrics(folder / "out")[-1]["step"]
     assert (folder / "out" / f"step-{step:08d}").is_dir()
 
@@ -261,6 +270,29 @@ def test_other_bytes_on_one_machine_are_refused(
         assert "do not train the same" in outcome.expect(2).err
         assert differs in outcome.err and "on machine 2 of 2" in outcome.err
     assert num_lines(folder / "out" / "metrics.jsonl") == 0
+
+
+def little_disk() -> None:
+    say_soon()
+    machines.free_disk_bytes = lambda folder: 8192  # type: ignore[assignment]
+
+
+def test_only_the_machine_that_writes_checkpoints_needs_a_disk_for_them(workspace: Path) -> None:
+    folder, port, outcomes = copy_of(workspace, "little-disk"), free_port(), []
+    for little in (1, 0):
+        started = [
+            launch(
+                machine(folder, rank),
+                *("finetune", "recipe.yaml", "max_steps=1"),
+                environment=places(rank, 2, port),
+                before=little_disk if rank == little else say_soon,
+            )
+            for rank in (0, 1)
+        ]
+        outcomes.append([process.finish() for process in started])
+        shutil.rmtree(folder / "out", ignore_errors=True)
+    assert [[outcome.code for outcome in pair] for pair in outcomes] == [[0, 0], [5, 5]], outcomes
+    assert all("disk" in outcome.err and "8 KiB" in outcome.err for outcome in outcomes[1])
 
 
 def test_what_cannot_be_shared_is_refused(workspace: Path) -> None:

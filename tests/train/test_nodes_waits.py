@@ -19,6 +19,7 @@ import pytest
 from roundpipe_cli.files import NewFile
 from roundpipe_cli.train.checkpoint import writing
 from roundpipe_cli.train.nodes.group import Nodes
+from roundpipe_cli.train.optim.updater import Updater
 from tests.support.e2e import STAGES, Outcome, Running, finetune, launch, make_model, make_workspace, numbers
 from tests.train.test_nodes import CHANGES, copy_of, free_port, machine, places, start, succeed, tensors_of
 
@@ -55,17 +56,23 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def hold(folder: Path, what: str, nth: int, held: int) -> None:
     """Note in `folder` which process comes to a wait; `held` never begins it."""
-    run, seen = Nodes._run, list[str]()
+    run, seen, leave_updater = Nodes._run, list[str](), Updater.__exit__
 
     def run_or_stay(self: Nodes, work: Any, its: str, **more: Any) -> Any:
         seen.append(its)
         if its == what and seen.count(what) == nth:
             (folder / f"at-{self.rank}").touch()
             if self.rank == held:
-                time.sleep(600)
+                self._left.wait()
         return run(self, work, its, **more)
 
+    def leave_and_look(self: Updater, *error: Any) -> None:
+        leave_updater(self, *error)
+        if self._round is not None:
+            (folder / f"threads-{os.getpid()}").write_text(" ".join(one.name for one in threading.enumerate()))
+
     Nodes._run = run_or_stay  # type: ignore[method-assign]
+    Updater.__exit__ = leave_and_look  # type: ignore[method-assign]
 
 
 def kill_in(workspace: Path, folder: Path, wait: str, who: tuple[int, int, int]) -> list[Outcome]:
@@ -94,7 +101,8 @@ def kill_in(workspace: Path, folder: Path, wait: str, who: tuple[int, int, int])
     ids=lambda who: "of {}, {} held, {} killed".format(*who),
 )
 def test_a_death_ends_every_wait(workspace: Path, tmp_path: Path, wait: str, who: tuple[int, int, int]) -> None:
-    """A comparison once looked into a store alone, which says nothing of a process that is gone."""
+    """A comparison once looked into a store alone, which says nothing of a process that is gone. The thread of an
+    exchange once was left behind."""
     count, held, killed = who
     folder = copy_of(workspace, f"{tmp_path.name}-{wait.replace(' ', '-')}")
     outcomes = kill_in(workspace, folder, wait, who)
@@ -105,6 +113,9 @@ def test_a_death_ends_every_wait(workspace: Path, tmp_path: Path, wait: str, who
         assert why.groups()[:2] == (str(killed + 1), str(count)), outcome.err
         beside = "sending new weights round" if wait == "checkpoint" else ""  # by another thread of an owner
         assert rank == held or why.group(3) in (WAITS[wait][0], beside), outcome.err
+    left = [path.read_text().split() for path in folder.glob("threads-*")]
+    assert not any("weights-round" in names for names in left), "an exchange ends before its run leaves"
+    assert wait != "new weights" or left
 
 
 # --- a failed checkpoint --------------------------------------------------------------------------------------------
@@ -206,7 +217,7 @@ def test_a_failure_to_write_the_result_ends_all(workspace: Path) -> None:
 
 def test_the_first_needs_nobody_while_it_writes_the_result(workspace: Path) -> None:
     folder = copy_of(workspace, "alone-at-the-end")
-    first, second = start(folder, 2, p0={"ROUNDPIPE_FAULT": "export:slow=1"})
+    first, second = start(folder, 2, p0={"ROUNDPIPE_FAULT": "export:slow=0.3"})
     first.wait_until((folder / "out" / ".tmp-result").exists)
     second.kill()
     first.finish().expect(0)
