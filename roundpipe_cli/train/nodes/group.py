@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
 from concurrent.futures import TimeoutError as NoAnswerError
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -65,15 +65,13 @@ class Nodes:
         self._timeout = LONGEST_WAIT
         self.may_resume: Callable[[], bool] | None = None
         """Whether there is a checkpoint; None: another machine knows."""
-        self._store: Any = None
         self._requested: Callable[[], signal.Signals | None] = lambda: None
-        self._has_met = self._needs_nobody = False
+        self._needs_nobody = False
         self._waits: dict[int, tuple[str, float]] = {}
         """Thread -> what for, and since when."""
         self._at: dict[int, int] = {}
         """Rank -> waits that it has begun."""
-        self._num_waits = self._num_compared = 0
-        self._longest_s = 0.0
+        self._num_waits, self._num_compared, self._longest_s = 0, 0, 0.0
         self._obstacle = "no answer"
         self.lines = Lines(rank, self._take)
         self._failure: RoundpipeError | None = None
@@ -85,8 +83,7 @@ class Nodes:
         """Ranks, and their words about devices."""
         self._left = threading.Event()
         self._handler = contextlib.ExitStack()
-        self._weights: Any = None
-        self._state: Any = None
+        self._store = self._weights = self._state = None  # type: Any
 
     @property
     def is_first(self) -> bool:
@@ -120,11 +117,9 @@ class Nodes:
             NodeLostError: one does not come.
             RefusedError: see `check_same`, or the port is taken.
         """
-        limit_s = recipe.watchdog_s
-        self._timeout = timedelta(seconds=limit_s) if limit_s else LONGEST_WAIT
+        self._timeout = timedelta(seconds=recipe.watchdog_s) if recipe.watchdog_s else LONGEST_WAIT
         self._run(self._connect, "to begin")
         self.check_same(lambda: {"WORLD_SIZE": self.count, **recipe_facts(recipe)})
-        self._has_met = True
         store, place = stores.PrefixStore("gloo", self._store), {"rank": self.rank, "world_size": self.count}
         self._run(lambda: stores.init_process_group("gloo", store=store, timeout=self._timeout, **place), "to connect")
 
@@ -163,7 +158,11 @@ class Nodes:
         self._waits[thread] = (what, since)
         self._num_waits += 1
         try:
-            return _beside(work, self._timeout.total_seconds(), lambda: self._obstacle, self._over)
+            answer, limit_s = in_thread(work, "waits"), self._timeout.total_seconds()
+            wait([answer, self._over], limit_s, FIRST_COMPLETED)
+            if answer.done():
+                return answer.result()
+            raise RuntimeError(GONE if self._over.done() else f"{self._obstacle} for {limit_s:g} s")
         except (RuntimeError, OSError) as error:  # torch raises the first for a lost peer and a timeout
             wait([self._over], HEAR_S if self.lines.open else 0)
             raise self._why(what, str(error)) from error
@@ -232,10 +231,8 @@ class Nodes:
     def add_up(self, tensor: torch.Tensor, owner: int | None = None) -> None:
         """Replace a host tensor by its sum over all processes, with the same bits on each; with `owner`, the only
         process that wants it, anything is left in it elsewhere."""
-        if owner is None:
-            self._run(lambda: dist.all_reduce(tensor), "summing gradients")
-        else:
-            self._run(lambda: dist.reduce(tensor, owner), "summing gradients")
+        work: Callable[[torch.Tensor], Any] = dist.all_reduce if owner is None else partial(dist.reduce, dst=owner)
+        self._run(partial(work, tensor), "summing gradients")
 
     def open_links(self) -> None:
         """Make `share`, `send_to_first` and `receive_like` possible; on all processes."""
@@ -282,16 +279,16 @@ class Nodes:
                 group: {name: (str(tensor.dtype), list(tensor.shape)) for name, tensor in tensors.items()}
                 for group, tensors in checkpoint.tensors.items()
             }
-            head = {"folder": str(checkpoint.folder), "step": checkpoint.step, "meta": checkpoint.meta, "kinds": kinds}
-        head = self.from_first(head)
-        if head is None:
+            head = [str(checkpoint.folder), checkpoint.step, checkpoint.meta, kinds]
+        if (head := self.from_first(head)) is None:
             return None
         if checkpoint is None:
+            folder, step, meta, kinds_of = head
             received = {
                 group: {name: torch.empty(shape, dtype=DTYPES[dtype]) for name, (dtype, shape) in kinds.items()}
-                for group, kinds in head["kinds"].items()
+                for group, kinds in kinds_of.items()
             }
-            checkpoint = Checkpoint(Path(head["folder"]), head["step"], head["meta"], received)
+            checkpoint = Checkpoint(Path(folder), step, meta, received)
         for tensor in itertools.chain.from_iterable(group.values() for group in checkpoint.tensors.values()):
             self._run(partial(dist.broadcast, tensor, 0), "the checkpoint")
         return checkpoint
@@ -305,8 +302,7 @@ class Nodes:
         while listener is None:  # torch would not say that nobody is there
             try:
                 with socket.create_connection((host, port), timeout=1.0) as probe:
-                    own, other = probe.getsockname()[0], probe.getpeername()[0]
-                    own_host = host if own == other else own  # where others reach this machine
+                    own_host = host if probe.getsockname()[0] == probe.getpeername()[0] else probe.getsockname()[0]
                 break
             except OSError as error:
                 self._obstacle = f"{host}:{port}: {error.strerror or error}"
@@ -328,9 +324,8 @@ class Nodes:
             in_thread(partial(self.lines.listen, own), "lines")
             store.set("line", json.dumps([own_host, own.getsockname()[1]]))
             return
-        while not store.check(["line"]):
-            if self._left.wait(LOOK_S):
-                return
+        while not store.check(["line"]) and not self._left.wait(LOOK_S):
+            pass
         self.lines.open[0] = line = socket.create_connection(tuple(json.loads(store.get("line"))), TELL_S)
         self.lines.keep(line, 0)
         self.lines.say("here")
@@ -387,10 +382,7 @@ class Nodes:
         error = StoppedError(what, exit_code=code) if code > SIGNALLED else RoundpipeError(what)
         error.exit_code = code
         place = f"machine {rank + 1} of {self.count}"
-        error.problems = tuple(
-            Problem(one.what, f"{place}: {one.where}" if one.where else place, one.found, one.expected, one.hint)
-            for one in problems
-        )
+        error.problems = tuple(replace(one, where=": ".join(filter(None, (place, one.where)))) for one in problems)
         return error
 
     # -- threads -------------------------------------------------------------------------------------------------
@@ -400,7 +392,7 @@ class Nodes:
         behind = [rank for rank in others if self._at.get(rank, 0) < self._num_waits]
         ranks = [self._dead] if self._dead is not None else behind or others
         word = "machine" if len(ranks) == 1 else "machines"
-        place = "" if self._has_met else f" at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        place = "" if dist.is_initialized() else f" at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         return f"{word} {', '.join(str(rank + 1) for rank in ranks)} of {self.count}{place}"
 
     def _tick(self) -> None:
@@ -436,19 +428,6 @@ def in_thread(work: Callable[[], Answer], name: str) -> Future[Answer]:
 
     threading.Thread(target=carry_out, name=name, daemon=True).start()
     return answer
-
-
-def _beside(work: Callable[[], Answer], limit_s: float, obstacle: Callable[[], str], over: Future[None]) -> Answer:
-    """The answer of `work`, which a thread carries out; while it is waited for, signals are heard.
-
-    Raises:
-        RuntimeError: it takes longer than `limit_s`, or `over` is done first.
-    """
-    answer = in_thread(work, "waits")
-    wait([answer, over], limit_s, FIRST_COMPLETED)
-    if answer.done():
-        return answer.result()
-    raise RuntimeError(GONE if over.done() else f"{obstacle()} for {limit_s:g} s")
 
 
 def _launcher_listens() -> bool:

@@ -49,7 +49,7 @@ class Lines:
 
     def _hear(self, line: socket.socket, rank: int | None) -> None:
         has_left = False
-        with contextlib.suppress(OSError, ValueError):  # words of no process of this run
+        with contextlib.suppress(OSError, ValueError, TypeError):  # words of no process of this run
             for text in line.makefile("rb"):
                 kind, sender, rest = json.loads(text)
                 rank = sender if rank is None else rank
