@@ -19,7 +19,7 @@ from roundpipe_cli.train.checkpoint.output_dir import (
     RunState,
     is_of_other_run,
     list_checkpoints,
-    missing_files,
+    missing_from_result,
     named_checkpoint,
     no_checkpoint,
 )
@@ -79,7 +79,7 @@ def run_finetune(
             nodes.may_resume = lambda: bool(list_checkpoints(output_dir))
             has_begun(recipe.output_dir, now=True)
         tell = recorder = EventRecorder(output_dir, run_clock(), reporting.tell)
-        missing = missing_files(output_dir) if held.state is RunState.FINISHED else []
+        missing = missing_from_result(output_dir) if held.state is RunState.FINISHED else []
         if missing:
             tell(Notice(f"files of the result are gone: {', '.join(missing)}; it is written from the last checkpoint"))
             if not list_checkpoints(output_dir):

@@ -170,7 +170,7 @@ def read_state(folder: Path) -> RunState:
     return RunState.FRESH
 
 
-def missing_files(folder: Path) -> list[str]:
+def missing_from_result(folder: Path) -> list[str]:
     """Files of a finished run's result that are there no more."""
     names = read_values(folder / REPORT_NAME).get("files")
     return [str(name) for name in names if not (folder / str(name)).is_file()] if isinstance(names, list) else []

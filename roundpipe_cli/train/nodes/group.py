@@ -76,7 +76,7 @@ class Nodes:
         self.lines = Lines(rank, self._take)
         self._failure: RoundpipeError | None = None
         self._dead: int | None = None
-        self._over: Future[None] = Future()
+        self._over: Future[Any] = Future()
         """Done when this process, or another one, leaves or fails: every wait ends."""
         self._first_left = threading.Event()
         self.lost: list[tuple[int, Any]] = []
