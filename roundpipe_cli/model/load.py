@@ -305,13 +305,13 @@ def load_tokenizer(source: ModelSource) -> Any:
     """
     if source.gguf_file is None:
         return _load_tokenizer(source)
-    tokenizer = convert_once(source, "tokenizer", _load_tokenizer, _tokenizer_values)
+    tokenizer = convert_once(source, "tokenizer", _load_tokenizer, tokenizer_values)
     tokenizer.name_or_path = str(source.folder)
     end_as_the_model_does(tokenizer, load_config(source))
     return tokenizer
 
 
-def _tokenizer_values(tokenizer: Any) -> list[Any]:
+def tokenizer_values(tokenizer: Any) -> list[Any]:
     """Everything that decides the tokens of a text and the text of tokens."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     added = sorted((number, repr(token)) for number, token in tokenizer.added_tokens_decoder.items())

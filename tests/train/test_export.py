@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from roundpipe_cli.model.files.source import ModelSource
-from roundpipe_cli.model.load import load_config, load_tokenizer
+from roundpipe_cli.model.load import build_skeleton, load_config, load_tokenizer
+from roundpipe_cli.model.router_loss import WANTED
 from roundpipe_cli.train.prepare.base_files import BaseFiles, read_base_files
 from roundpipe_cli.train.result.export import merge_result
 from roundpipe_cli.train.result.gguf_file import write_gguf
@@ -211,12 +212,12 @@ def test_end_tokens_of_training_are_added_to_the_base_s() -> None:
     tokenizer = make_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<end>"]})
     tokenizer.chat_template = tokenizer.chat_template.replace("{{ eos_token }}", "<end>")
-    files, added = BaseFiles({}, {"eos_token_id": 2, "top_p": 0.9}, {}).ending_as_trained(tokenizer)
+    files, added = BaseFiles({}, {}, {"eos_token_id": 2, "top_p": 0.9}).ending_as_trained(tokenizer)
     assert added == ["<end>"]
     assert files.generation == {"eos_token_id": [2, len(tokenizer) - 1], "top_p": 0.9}
     same, added = files.ending_as_trained(tokenizer)
     assert same is files and not added
-    complete = BaseFiles({}, {"eos_token_id": 2}, {})
+    complete = BaseFiles({}, {}, {"eos_token_id": 2})
     assert complete.ending_as_trained(make_tokenizer())[0].generation == {"eos_token_id": 2}
 
 
@@ -239,16 +240,18 @@ def test_the_settings_of_a_base_are_read_as_transformers_reads_them(
     if in_generation is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(in_generation))
     source = ModelSource("base", tmp_path)
-    files = read_base_files(source, load_config(source))
+    loaded = load_config(source)
+    files = read_base_files(source, loaded)
     assert files.generation.items() >= expected.items() and files.generation.get("use_cache") is not False
-    assert files.config == {"use_cache": True, "output_router_logits": True}
+    made = json.loads(files.contents(build_skeleton(loaded, torch.float32), torch.float32)["config.json"])
+    assert made["use_cache"] is True and made["output_router_logits"] is True and WANTED not in made
 
 
 def test_the_settings_of_a_gguf_base(tmp_path: Path) -> None:
     source = ModelSource("base", make_model(tmp_path), write_gguf(tmp_path, "f32")[0].name)
     files = read_base_files(source, load_config(source))
     files, added = files.ending_as_trained(load_tokenizer(source))
-    assert files.generation["eos_token_id"] == 2 and files.config["use_cache"] is True and not added
+    assert files.generation["eos_token_id"] == 2 and files.config.get("use_cache", True) and not added
 
 
 def test_what_cannot_be_exported_is_told(trained: Path, tmp_path: Path) -> None:

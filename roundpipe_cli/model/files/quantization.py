@@ -18,7 +18,7 @@ from roundpipe_cli.costs.settings import TrainingSettings
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.units import format_bytes, format_count
 
-_SETTINGS = ("quantization_config", "compression_config")
+SETTINGS = ("quantization_config", "compression_config")
 WHAT_WORKS = (
     "FP8, MXFP4, bitsandbytes' NF4, a .gguf file, or the unquantised model "
     "(load_in_4bit, load_in_8bit or load_in_fp8: true packs it while loading)"
@@ -30,7 +30,7 @@ _READ = ("fp8", "fbgemm_fp8", "mxfp4")
 def quantization_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a configuration about how the model's files are quantised; empty where they are not."""
     for part in (config, config.get("text_config")):
-        for key in _SETTINGS:
+        for key in SETTINGS:
             found = part.get(key) if isinstance(part, dict) else None
             if found:
                 return found if isinstance(found, dict) else {"quant_method": str(found)}
@@ -63,7 +63,7 @@ def stored_form(config: Mapping[str, Any], where: str) -> str | None:
 def _unquantised(config: Mapping[str, Any], where: str) -> str:
     """Advice to take the unquantised model, with its size and need where the configuration has its figures."""
     advice = "name the unquantised model, with load_in_4bit: true"
-    plain = {key: value for key, value in config.items() if key not in _SETTINGS}
+    plain = {key: value for key, value in config.items() if key not in SETTINGS}
     try:
         architecture = parse_config(plain, name="the unquantised model", source=where)
     except RefusedError:

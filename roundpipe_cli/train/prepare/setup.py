@@ -389,6 +389,7 @@ def prepare(
     tokenizer, new = load_with_tokens(source, recipe.add_tokens)
     grow_tables(model, new.ids)
     dataset, rejected, evaluation, base_files = _read_data(loaded, tokenizer, base_files, offline, tell=tell)
+    base_files = base_files.with_tokenizer(source, tokenizer)
     tell_notices(tell, *new.describe(dataset.rows))
     trained = [rows for rows in (dataset.rows, rejected) if rows is not None]
     refuse_unknown_ids(model, tokenizer, trained, evaluation)

@@ -54,9 +54,9 @@ from roundpipe_cli.train.prepare.base_files import (
     ESCAPED,
     GENERATION_CONFIG,
     OTHER_NAMES,
-    BaseFiles,
     describe_added,
     read_base_files,
+    read_tokenizer_files,
 )
 from roundpipe_cli.train.result.gguf_types import GGUF_NAME
 from roundpipe_cli.train.result.ollama import modelfile
@@ -514,7 +514,8 @@ def copy_result(
                 write_new_file(temporary / path.name, content, FILE_MODE)
         tokenizer = None
         if is_whole or has_tokenizer(result):
-            tokenizer = _save_tokenizer(ModelSource(str(result), result), temporary)
+            tokenizer = load_tokenizer(ModelSource(str(result), result))
+            _write_files(read_tokenizer_files(result, tokenizer), temporary)
         else:
             tell("the adapter has no tokenizer: its base's belongs to it")
         _add_extras(result, temporary, tokenizer, tell, base=base, gguf=gguf)
@@ -548,10 +549,10 @@ def _chunks(path: Path) -> Iterator[bytes]:
             yield chunk
 
 
-def _save_tokenizer(source: ModelSource, folder: Path) -> Any:
-    tokenizer = load_tokenizer(source)
-    tokenizer.save_pretrained(str(folder))
-    return tokenizer
+def _write_files(files: Mapping[str, bytes], folder: Path) -> None:
+    for name, content in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        write_new_file(folder / name, [content], FILE_MODE)
 
 
 @torch.no_grad()
@@ -598,13 +599,14 @@ def merge_result(
         total = sum(spec.num_bytes for spec in merging.specs)
         require_free_bytes(temporary, total, "the merged model")
         num_shards = _write_shards(merging, temporary, max_shard_bytes)
-        tokenizer = _save_tokenizer(ModelSource(str(result), result) if has_tokenizer(result) else source, temporary)
-        base_files, added_ends = base_files.ending_as_trained(tokenizer)
+        own = result if has_tokenizer(result) else None
+        tokenizer = load_tokenizer(source if own is None else ModelSource(str(own), own))
+        base_files, added_ends = base_files.with_tokenizer(source, tokenizer, own).ending_as_trained(tokenizer)
         if merging.adapted.untied:
             written: Any = model.config
             for part in (written, written.get_text_config()):
                 part.tie_word_embeddings = False
-        _write_configs(model, merging.main_dtype, base_files, temporary)
+        _write_files({**base_files.contents(model, merging.main_dtype), **base_files.tokenizer}, temporary)
         _add_extras(result, temporary, tokenizer, tell, base=base, gguf=gguf)
     quantized = [re.sub(r"\.\d+(?=\.)", ".*", name) for name, weight in weights.stored.items() if weight.is_quantized]
     if quantized:
@@ -650,13 +652,3 @@ def _write_shards(merging: MergedTensors, folder: Path, max_bytes: int) -> int:
         content = json.dumps({"metadata": split.metadata, "weight_map": split.tensor_to_filename}, indent=2).encode()
         write_new_file(folder / "model.safetensors.index.json", [content], FILE_MODE)
     return len(split.filename_to_tensors)
-
-
-def _write_configs(model: nn.Module, dtype: torch.dtype, base_files: BaseFiles, folder: Path) -> None:
-    config: Any = model.config
-    config.dtype = dtype
-    config.architectures = [type(model).__name__]
-    config.save_pretrained(str(folder))
-    for name, content in base_files.contents((folder / "config.json").read_bytes()).items():
-        (folder / name).unlink(missing_ok=True)
-        write_new_file(folder / name, [content], FILE_MODE)

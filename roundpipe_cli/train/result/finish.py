@@ -62,7 +62,7 @@ from roundpipe_cli.train.checkpoint.output_dir import (
 from roundpipe_cli.train.checkpoint.reading import Checkpoint
 from roundpipe_cli.train.checkpoint.resume import check_tensors
 from roundpipe_cli.train.checkpoint.writing import TensorSpec, stream_file
-from roundpipe_cli.train.prepare.base_files import BaseFiles, put_template
+from roundpipe_cli.train.prepare.base_files import BaseFiles, put_template, write_files
 from roundpipe_cli.train.prepare.setup import DTYPES, Setup, config_and_files
 from roundpipe_cli.train.prepare.trainable import make_trainable, start_folder
 from roundpipe_cli.watchdog import at_work
@@ -282,7 +282,7 @@ def _fill(setup: Setup, folder: Path) -> None:
         _write_adapter(setup.peft_model, masters, TrainedOn(setup.model_hash, setup.config_hash), folder)
     else:
         _write_model(setup.model, setup.store.views, setup.base_files, folder)
-    setup.tokenizer.save_pretrained(str(folder))
+    write_files(setup.base_files.tokenizer, folder)
 
 
 def _write_adapter(peft_model: Any, masters: Mapping[str, torch.Tensor], base: TrainedOn, folder: Path) -> None:
@@ -297,10 +297,9 @@ def _write_adapter(peft_model: Any, masters: Mapping[str, torch.Tensor], base: T
     temporary.replace(path)
 
 
-def _write_model(model: nn.Module, weights: Mapping[str, torch.Tensor], base_files: BaseFiles, folder: Path) -> None:
+def _write_model(model: Any, weights: Mapping[str, torch.Tensor], base_files: BaseFiles, folder: Path) -> None:
     save_model(model, weights, folder)
-    for name, content in base_files.contents((folder / "config.json").read_bytes()).items():
-        (folder / name).write_bytes(content)
+    write_files(base_files.contents(model, model.dtype), folder)
 
 
 def _synced(folder: Path) -> list[Path]:
@@ -367,13 +366,14 @@ def write_checkpoint_result(checkpoint: Checkpoint, source: ModelSource, folder:
     template = find_template(tokenizer, recipe.chat_template, loaded.folder, recipe.chat_template_kwargs)
     if template is not None:
         put_template(tokenizer, template)
+    base_files = base_files.with_tokenizer(source, tokenizer)
     folder.mkdir()
     if peft_model is not None:
         _write_adapter(peft_model, masters, TrainedOn(meta["model_hash"], meta["config_hash"]), folder)
     else:
         weights = _whole_weights(model, masters, source, meta["model_hash"])
         _write_model(model, weights, base_files.ending_as_trained(tokenizer)[0], folder)
-    tokenizer.save_pretrained(str(folder))
+    write_files(base_files.tokenizer, folder)
     (folder / "recipe.yaml").write_text(resolved_yaml(recipe), encoding="utf-8")
     write_report(folder, {"model": recipe.model, "model_commit": source.commit, "num_steps": checkpoint.step})
 
