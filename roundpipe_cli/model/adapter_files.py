@@ -340,7 +340,8 @@ def read_adapter_tensors(model: nn.Module, folder: Path) -> dict[str, torch.Tens
         stored = _read_as_named_today(model, folder)
     modules = dict(model.named_modules())
     tensors = {_parameter_name(key, modules): tensor for key, tensor in stored.items()}
-    own = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
+    every = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+    own = {name: tuple(one.shape) for name, one in every}
     found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     needed = {name for name, _ in model.named_parameters() if is_adapter(name)}
     wrong = sorted(name for name in needed | found.keys() if own.get(name) != found.get(name))
@@ -597,8 +598,10 @@ def _parameter_name(key: str, modules: dict[str, nn.Module]) -> str:
     """PEFT's files leave the adapter's name out of the names of parameters."""
     name = key.removeprefix(PEFT_PREFIX)
     path, _, attribute = name.rpartition(".")
-    if hasattr(modules.get(path), "modules_to_save"):
-        return f"{path}.modules_to_save.default.{attribute}"
+    parts = path.split(".")
+    for count in range(len(parts), 0, -1):  # the nearest module around it that is saved whole
+        if hasattr(modules.get(outer := ".".join(parts[:count])), "modules_to_save"):
+            return f"{outer}.modules_to_save.default.{name.removeprefix(f'{outer}.')}"
     if attribute == "lora_magnitude_vector":  # of PEFT before 0.12
         return f"{name}.default.weight"
     if attribute in ("lora_embedding_A", "lora_embedding_B", "trainable_tokens_delta"):

@@ -153,6 +153,12 @@ def _ends(path: str) -> Iterator[str]:
     return (".".join(parts[-count:]) for count in range(1, len(parts) + 1))
 
 
+def _outer(path: str) -> Iterator[str]:
+    """`a.b`, `a` of `a.b.c`."""
+    while path := path.rpartition(".")[0]:
+        yield path
+
+
 def describe_adapted_experts(model: nn.Module) -> str | None:
     """A notice on what is adapted in a model with experts, read from its adapters; None: it has none."""
     if not _routers(model) and not fused_experts(model, None):
@@ -373,10 +379,21 @@ def _refuse_missing(model: nn.Module, modules_to_save: tuple[str, ...], start: P
     where, hint = "lora.modules_to_save", "leave it out, or use method: full"
     if start is not None:
         where, hint = "lora.start_from", MERGE_FIRST.format(start)
+    paths = dict(model.named_modules())
+    saved = {path for path in paths if _is_named(path, modules_to_save)}
     for wanted in modules_to_save:
-        found = [m for path, m in model.named_modules() if path == wanted or path.endswith(f".{wanted}")]
+        named = [path for path in saved if _is_named(path, [wanted])]
+        found = [paths[path] for path in named]
         if not found:
             raise RefusedError("no such module to train", where=where, found=wanted, hint=_nearest(model, [wanted]))
+        outer = [end for path in named for end in _outer(path) if end in saved]
+        if outer:  # PEFT cannot read what it would write
+            raise RefusedError(
+                "a module that is trained whole is inside another one",
+                where=where,
+                found=f"{wanted}, inside {outer[0]}",
+                hint=f"leave {wanted} out: it is trained with the other one" if start is None else hint,
+            )
         uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
         if any(uses[id(parameter)] > 1 for module in found for parameter in module.parameters()):
             raise RefusedError(
@@ -392,7 +409,10 @@ def _refuse_unmatched(peft_model: Any, where: str, hint: str) -> None:
     tuner, config = peft_model.base_model, peft_model.peft_config[ADAPTER]
     if isinstance(config.target_modules, str):
         return
-    found = [f".{path}" for path in (*tuner.targeted_module_names, *tuner.targeted_parameter_names)]
+    # What is saved whole needs no adapter beside it: PEFT makes none.
+    inner = (path.partition(f".modules_to_save.{ADAPTER}") for path, _ in tuner.model.named_modules())
+    saved = [f"{path}{rest}" for path, mark, rest in inner if mark]
+    found = [f".{path}" for path in (*tuner.targeted_module_names, *tuner.targeted_parameter_names, *saved)]
     # PEFT itself moves names of experts whose weights are fused to the parameters that hold them.
     names = sorted({*(config.target_modules or ()), *(config.target_parameters or ())})
     unmatched = [name for name in names if not any(path.endswith(f".{name}") for path in found)]
@@ -505,7 +525,8 @@ def initial_values(
 
 def save_adapter(peft_model: Any, masters: Mapping[str, torch.Tensor], folder: Path) -> None:
     """Write the adapter in PEFT's format, from float32 `masters` by parameter name of the inner model."""
-    state = {PEFT_PREFIX + name: tensor.contiguous() for name, tensor in masters.items()}
+    kept = {name: b for name, b in peft_model.base_model.model.named_buffers() if ".modules_to_save." in name}
+    state = {PEFT_PREFIX + name: tensor.contiguous() for name, tensor in {**kept, **masters}.items()}
     # Embeddings are never resized here; to find out, PEFT would ask the hub for the newest configuration.
     options = {"safe_serialization": True, "save_embedding_layers": False}
     peft_model.create_or_update_model_card = lambda folder: None  # full of blanks, and longer to make than all the rest

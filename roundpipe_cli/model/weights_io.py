@@ -28,6 +28,7 @@ from roundpipe_cli.model.stored.formats import find_stored
 from roundpipe_cli.model.stored.gguf import gguf_weights
 from roundpipe_cli.model.stored.nf4 import PackedWeight, is_nf4, read_nf4
 from roundpipe_cli.model.stored.tensors import (
+    SAVED_WHOLE,
     OpenFiles,
     StoredTensor,
     base_name,
@@ -255,7 +256,7 @@ def load_weights(
     base = BaseWeights(source, model, dtype)
     read = {name: next(iter(group.targets)) for group in base.groups for name in group.sources}
     left_out = check_unread(model, source.name, base.unread, read)
-    buffers = dict(model.named_buffers())
+    buffers = _buffers(model)
     twins = {found: name for name, found in base.twins.items()}
     tables = {base_name(name) for name in table_names(model)} if new is not None and new.ids else set()
 
@@ -280,13 +281,32 @@ def load_weights(
             with at_work(f"loading {next(iter(group.targets))}"):
                 weights = group.read(files, dtype)
             for name, tensor in weights.items():
-                if name in buffers:
-                    buffers[name].copy_(tensor)
-                elif twins.get(name, name) in parameters:  # the other name of a shared matrix may be the model's
+                for buffer in buffers.get(name, ()):
+                    buffer.copy_(tensor)
+                if name not in buffers and twins.get(name, name) in parameters:  # its other name may be the model's
                     put(twins.get(name, name), tensor)
     dequantized = sum(weight.is_quantized and not is_nf4(weight) for weight in base.stored.values())
     said = f"{dequantized} weights are quantised in the files and dequantised while loading" if dequantized else None
     return [text for text in (left_out, said) if text]
+
+
+def fill_buffers(source: ModelSource, model: nn.Module) -> None:
+    """Fill the buffers of `model` (a skeleton, adapters included) that the base's files hold."""
+    buffers = _buffers(model)
+    with OpenFiles() as files:
+        for group in BaseWeights(source, model, torch.float32).groups:
+            if buffers.keys() & group.targets.keys():
+                for name, tensor in group.read(files, torch.float32).items():
+                    for buffer in buffers.get(name, ()):
+                        buffer.copy_(tensor)
+
+
+def _buffers(model: nn.Module) -> dict[str, list[torch.Tensor]]:
+    """Buffers by their names in the base: one, and its copy in a module that is saved whole."""
+    found: dict[str, list[torch.Tensor]] = {}
+    for name, buffer in model.named_buffers():
+        found.setdefault(base_name(re.sub(SAVED_WHOLE, "", name)), []).append(buffer)
+    return found
 
 
 def _packed_name(group: WeightGroup, source: ModelSource) -> str | None:

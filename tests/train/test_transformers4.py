@@ -18,7 +18,7 @@ import torch
 from transformers import AutoTokenizer
 
 from tests.support.adapters import load_whole
-from tests.support.e2e import CHAT_TEMPLATE, edit_json, finetune, make_model, make_workspace, run
+from tests.support.e2e import CHAT_TEMPLATE, finetune, make_workspace, run
 from tests.support.tiny import BASE
 
 RELEASE = "4.57.6"

@@ -29,6 +29,10 @@ def base_name(name: str) -> str:
     return re.sub(r"\.(token_adapter|base_layer|original_module)(?=\.|$)", "", name)
 
 
+SAVED_WHOLE = r"\.modules_to_save\.default"
+"""PEFT's words in the names of a module that an adapter has whole."""
+
+
 def is_adapter(name: str) -> bool:
     """Whether a parameter is an adapter's: low-rank factors, magnitudes, rows of a table, a whole module."""
     return any(mark in name for mark in (".lora_", ".modules_to_save.", ".trainable_tokens_delta"))

@@ -126,6 +126,9 @@ def _started_from(start: Path, model: nn.Module, store: WeightStore) -> dict[str
     places = {place.name for layout in store.layouts for place in layout.places}
     twins = dict(model.named_parameters(remove_duplicate=False))
     names = {id(parameter): name for name, parameter in twins.items() if name in places}
+    buffers = dict(model.named_buffers())
+    for name in found.keys() & buffers.keys():
+        buffers[name].copy_(found.pop(name))
     for name in [name for name in found if not is_adapter(name)]:
         base = store.base_weight(names[id(twins[name])])
         if not torch.equal(found.pop(name).to(base.dtype), base):

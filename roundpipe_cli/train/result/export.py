@@ -359,7 +359,8 @@ class _Adapted:
         self._beside = {base_name(name): tensor for name, tensor in self._adapter.items() if not is_adapter(name)}
         self.replaced = sorted(self._beside)
         """Weights of the base for which the adapter's file has others."""
-        self.num_modules = len(self._units) + len(self._saved_whole) + len(self._rows)
+        whole = {name.partition(".modules_to_save.")[0] for name in self._saved_whole.values()}
+        self.num_modules = len(self._units) + len(whole) + len(self._rows)
         """Modules whose weights the adapter changed."""
         self._changed = self._unit_of.keys() | self._saved_whole.keys() | self._beside.keys() | self._rows.keys()
         self._first, self._own = first, dict[str, str]()

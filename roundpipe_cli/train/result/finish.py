@@ -40,7 +40,7 @@ from roundpipe_cli.model.split import split_model
 from roundpipe_cli.model.stored.tensors import is_adapter
 from roundpipe_cli.model.stored.untied import untie_stored
 from roundpipe_cli.model.trained_on import TrainedOn
-from roundpipe_cli.model.weights_io import BaseWeights, save_model
+from roundpipe_cli.model.weights_io import BaseWeights, fill_buffers, save_model
 from roundpipe_cli.recipe.load import load_text, resolved_yaml, values_as_yaml
 from roundpipe_cli.schedule.pictures import chrome_trace
 from roundpipe_cli.schedule.timeline import Interval, Timeline, makespan_s
@@ -360,6 +360,7 @@ def write_checkpoint_result(checkpoint: Checkpoint, source: ModelSource, folder:
     peft_model = make_trainable(
         model, split_model(model), recipe, source, new=new, dtype=DTYPES[recipe.dtype], start=start_folder(loaded)
     )
+    fill_buffers(source, model)
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     check_tensors(checkpoint, {"masters": trained})
     masters = checkpoint.tensors["masters"]
