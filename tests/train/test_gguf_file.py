@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,122 @@ def test_sentencepiece_tokens_have_scores_and_kinds(tmp_path: Path) -> None:
     assert fields["tokenizer.ggml.add_space_prefix"].contents() is True
 
 
+_PLAIN = {"rope_type": "default", "rope_theta": 900.0}
+_LINEAR = {"rope_type": "linear", "rope_theta": 800.0, "factor": 3.0}
+_YARN = {
+    **{"rope_type": "yarn", "rope_theta": 700.0, "factor": 8.0, "original_max_position_embeddings": 16},
+    **{"attention_factor": 1.5, "beta_fast": 20.0, "beta_slow": 2.0},
+}
+_LONG = {"rope_type": "longrope", "rope_theta": 600.0, "original_max_position_embeddings": 32}
+_SIZES = {
+    **{"hidden_size": 96, "intermediate_size": 80, "num_attention_heads": 6, "num_key_value_heads": 3},
+    **{"max_position_embeddings": 144, "rms_norm_eps": 0.25, "num_hidden_layers": 2},
+}
+_WRITTEN = {
+    **{"embedding_length": 96, "feed_forward_length": 80, "attention.head_count": 6, "attention.head_count_kv": 3},
+    **{"context_length": 144, "attention.layer_norm_rms_epsilon": 0.25, "block_count": 2, "vocab_size": 300},
+}
+_HEADS = {"attention.key_length": 24, "attention.value_length": 24}
+_YARN_WRITTEN = {
+    **{"rope.freq_base": 700.0, "rope.scaling.type": "yarn", "rope.scaling.factor": 8.0},
+    **{"rope.scaling.original_context_length": 16, "rope.scaling.yarn_beta_fast": 20.0},
+    **{"rope.scaling.yarn_beta_slow": 2.0, "rope.scaling.attn_factor": 1.5 / (0.1 * math.log(8) + 1)},
+}
+FIELDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "yarn": (
+        "llama",
+        {"head_dim": 24, "rope_parameters": _YARN},
+        {**_HEADS, **_YARN_WRITTEN, "rope.dimension_count": 24},
+    ),
+    "mscale": (
+        "qwen3",
+        {"head_dim": 24, "rope_parameters": {**_YARN, "attention_factor": None, "mscale": 2.0, "mscale_all_dim": 0.5}},
+        {
+            **{**_HEADS, **_YARN_WRITTEN},
+            "rope.scaling.attn_factor": (0.2 * math.log(8) + 1) / (0.05 * math.log(8) + 1) / (0.1 * math.log(8) + 1),
+        },
+    ),
+    "linear, some layers sliding": (
+        "qwen2",
+        {
+            **{"rope_parameters": _LINEAR, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+            "layer_types": ["full_attention", "sliding_attention"],
+        },
+        {
+            **{"rope.freq_base": 800.0, "rope.scaling.type": "linear", "rope.scaling.factor": 3.0},
+            **{"attention.sliding_window": 8, "attention.sliding_window_pattern": [False, True]},
+            **{"attention.key_length": 16, "attention.value_length": 16},
+        },
+    ),
+    "all layers sliding": (
+        "mistral",
+        {"head_dim": 24, "rope_parameters": _PLAIN, "sliding_window": 9},
+        {**_HEADS, "rope.freq_base": 900.0, "rope.dimension_count": 24, "attention.sliding_window": 9},
+    ),
+    "gemma 3": (
+        "gemma3_text",
+        {
+            **{"head_dim": 24, "query_pre_attn_scalar": 100, "sliding_window": 8, "final_logit_softcapping": 12.0},
+            "rope_parameters": {"full_attention": _LINEAR, "sliding_attention": _PLAIN},
+        },
+        {
+            **{**_HEADS, "rope.freq_base": 800.0, "rope.scaling.type": "linear", "rope.scaling.factor": 3.0},
+            **{"rope.freq_base_swa": 900.0, "attention.sliding_window": 8, "attention.scale": 0.1},
+            "final_logit_softcapping": 12.0,
+        },
+    ),
+    "phi 3, part of a head": (
+        "phi3",
+        {
+            **{"sliding_window": 10, "original_max_position_embeddings": 32},
+            "rope_parameters": {
+                **{**_LONG, "partial_rotary_factor": 0.75, "attention_factor": 1.25},
+                **{"long_factor": [4.0, 3.0, 2.0, 1.5, 1.0, 1.0], "short_factor": [1.0, 1.5, 2.0, 2.5, 3.0, 3.5]},
+            },
+        },
+        {
+            **{"rope.freq_base": 600.0, "rope.scaling.type": "longrope", "rope.scaling.attn_factor": 1.25},
+            **{"rope.scaling.original_context_length": 32, "rope.dimension_count": 12, "attention.sliding_window": 10},
+            **{"attention.key_length": 16, "attention.value_length": 16},
+        },
+    ),
+    "phi 3, its own factor": (
+        "phi3",
+        {
+            "original_max_position_embeddings": 32,
+            "rope_parameters": {**_LONG, "factor": 16.0, "long_factor": [4.0] * 8, "short_factor": [1.5] * 8},
+        },
+        {
+            **{"rope.freq_base": 600.0, "rope.scaling.type": "longrope", "rope.dimension_count": 16},
+            "rope.scaling.attn_factor": math.sqrt(1 + math.log(16) / math.log(32)),
+            **{"rope.scaling.original_context_length": 32, "attention.key_length": 16, "attention.value_length": 16},
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FIELDS)
+def test_every_field_of_the_architecture_is_read_back(tmp_path: Path, case: str) -> None:
+    """Story: yarn's attention factor and betas, soft caps, windows were left out in silence."""
+    model_type, changes, expected = FIELDS[case]
+    folder = make_model(tmp_path / "model", model_type, **{**_SIZES, **changes})
+    source = ModelSource("m", folder)
+    assert why_not_written(source, load_tokenizer(source)) is None
+    reader = GGUFReader(write_gguf(folder, "f32")[0])
+    start = f"{FAMILIES[model_type].architecture}."
+    found = {name.removeprefix(start): f.contents() for name, f in reader.fields.items() if name.startswith(start)}
+    wanted = {**_WRITTEN, **expected}
+    assert found.keys() == wanted.keys()
+    for name, value in found.items():
+        assert value == pytest.approx(wanted[name], rel=1e-6) if isinstance(value, float) else value == wanted[name], (
+            name
+        )
+    factors = {t.name: t.data.tolist() for t in reader.tensors if t.name.startswith("rope_factors")}
+    if model_type == "phi3":
+        rope = changes["rope_parameters"]
+        assert factors == {f"rope_factors_{n}.weight": pytest.approx(rope[f"{n}_factor"]) for n in ("long", "short")}
+
+
 @pytest.mark.parametrize(
     ("model_type", "changes", "expected"),
     [
@@ -142,6 +259,14 @@ def test_sentencepiece_tokens_have_scores_and_kinds(tmp_path: Path) -> None:
         ("llama", {"hidden_act": "relu"}, "activation relu"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "type dynamic"),
         ("gemma3_text", {"layer_types": ["full_attention"] * 3}, "another pattern"),
+        ("gemma3_text", {"attn_logit_softcapping": 30.0}, "soft caps of its attention"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "both directions"),
+        ("gemma3_text", {"rope_parameters": {"full_attention": _PLAIN, "sliding_attention": _LINEAR}}, "types linear"),
+        ("gemma3_text", {"rope_parameters": {"full_attention": _YARN, "sliding_attention": _PLAIN}}, "and yarn"),
+        ("qwen3", {"attention_bias": True}, "biases"),
+        ("llama", {"rope_parameters": {**_YARN, "truncate": False}}, "yarn with truncate: False"),
+        ("qwen2", {"rope_parameters": {**_LINEAR, "partial_rotary_factor": 0.5}}, "partial_rotary_factor: 0.5"),
+        ("llama", {"rope_parameters": {**_LONG, "long_factor": [1.0] * 8, "short_factor": [1.0] * 8}}, "type longrope"),
     ],
 )
 def test_other_families_are_left_to_the_converter(
@@ -171,9 +296,8 @@ def test_a_converter_writes_the_types_that_it_knows(tmp_path: Path) -> None:
 
 def test_what_the_file_cannot_say_is_told(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "model", "mistral", sliding_window=8, attention_bias=False)
-    assert any(
-        "no sliding window for this family: answers differ beyond 8 tokens" in n for n in write_gguf(folder, "bf16")[1]
-    )
+    expected = "no sliding window for this family: answers differ beyond 8 tokens"
+    assert any(expected in note for note in write_gguf(folder, "bf16")[1])
     rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
     scaled = make_model(tmp_path / "scaled", "qwen2", rope_parameters=rope)
     assert any("rope_parameters" in note for note in write_gguf(scaled, "bf16")[1])

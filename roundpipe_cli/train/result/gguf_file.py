@@ -54,6 +54,24 @@ FAMILIES: Mapping[str, Family] = {
     "phi3": Family("phi3"),
 }
 """transformers' type of model -> its family."""
+ROPE_SETTINGS: Mapping[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+    "longrope": ("factor", "original_max_position_embeddings", "attention_factor", "long_factor", "short_factor"),
+    "yarn": (
+        *("factor", "original_max_position_embeddings", "attention_factor", "mscale", "mscale_all_dim"),
+        *("beta_fast", "beta_slow"),
+    ),
+}
+"""Type of rotary embeddings -> its settings that are written; what another one asks for is not."""
+WITHOUT_EFFECT: Mapping[str, Any] = {"truncate": True, "partial_rotary_factor": 1.0}
+"""Values of other settings with which llama.cpp computes."""
+ROPE_TENSORS: Mapping[str, tuple[str, ...]] = {
+    "llama3": ("rope_freqs",),
+    "longrope": ("rope_factors_long", "rope_factors_short"),
+}
+"""Type of rotary embeddings -> tensors that divide their frequencies."""
 GEMMA_PATTERN = 6
 """Every sixth layer attends to everything; llama.cpp has no key for another pattern."""
 SPLITS: Mapping[str, str] = {
@@ -98,22 +116,50 @@ def why_not_written(source: ModelSource, tokenizer: Any) -> str | None:
     activation = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
     if activation != family.activation:
         return f"{config.model_type} with the activation {activation}"
-    ropes = {rope.get("rope_type", "default") for rope in _ropes(config)}
-    if unknown := ropes - {"default", "linear", "yarn", "llama3", "longrope"}:
-        return f"rotary embeddings of the type {', '.join(sorted(unknown))}"
+    for rope in _ropes(config):
+        if why := _why_rope_not_written(rope, family):
+            return why
+    if getattr(config, "attention_bias", False) and family.architecture in ("qwen3", "gemma3"):
+        return f"{config.model_type} with biases of its attention"
     if family.architecture == "gemma3":
+        sliding, whole_rope = (rope.get("rope_type", "default") for rope in _ropes(config))
+        if sliding != "default" or whole_rope == "yarn":  # both would hold for all layers
+            return f"gemma 3 with rotary embeddings of the types {sliding} and {whole_rope}"
+        if getattr(config, "use_bidirectional_attention", False):
+            return "gemma 3 with attention in both directions"
         whole = [kind == "full_attention" for kind in config.layer_types]
         if whole != [(number + 1) % GEMMA_PATTERN == 0 for number in range(len(whole))]:
             return "gemma 3 with another pattern of layers"
-        if config.final_logit_softcapping or config.attn_logit_softcapping:
-            return "gemma 3 with soft caps"
+        if config.attn_logit_softcapping:
+            return "gemma 3 with soft caps of its attention"
     return None if _tokenizer_kind(tokenizer) is not None else f"the tokenizer {type(tokenizer).__name__}"
 
 
+def _why_rope_not_written(rope: Mapping[str, Any], family: Family) -> str | None:
+    """Why these rotary embeddings have no place in the file; None: they have."""
+    from gguf import MODEL_ARCH, MODEL_TENSOR, MODEL_TENSORS
+
+    kind = rope.get("rope_type", "default")
+    places = MODEL_TENSORS[MODEL_ARCH[family.architecture.upper()]]
+    if kind not in ROPE_SETTINGS or any(MODEL_TENSOR[n.upper()] not in places for n in ROPE_TENSORS.get(kind, ())):
+        return f"rotary embeddings of the type {kind}"
+    written = {"rope_theta", "rope_type", "type", *ROPE_SETTINGS[kind]}
+    if family.architecture == "phi3":
+        written.add("partial_rotary_factor")
+    others = {name: value for name, value in rope.items() if name not in written and value is not None}
+    named = [f"{name}: {value}" for name, value in others.items() if value != WITHOUT_EFFECT.get(name)]
+    return f"rotary embeddings of the type {kind} with {', '.join(named)}" if named else None
+
+
 def _ropes(config: Any) -> list[Mapping[str, Any]]:
-    """Rotary embeddings of a model: one, or one for each kind of layer."""
+    """Rotary embeddings of a model: one, or those of sliding and of other layers."""
     found = config.rope_parameters or {}
-    return [found] if "rope_theta" in found else list(found.values())
+    return [found] if "rope_theta" in found else [found["sliding_attention"], found["full_attention"]]
+
+
+def _main_rope(config: Any) -> Mapping[str, Any]:
+    """Rotary embeddings of layers that attend to everything."""
+    return _ropes(config)[-1]
 
 
 def _tokenizer_kind(tokenizer: Any) -> tuple[str, str] | None:
@@ -184,8 +230,6 @@ def write_gguf(folder: Path, type_name: str) -> tuple[Path, list[str]]:
 
 
 def _add_sizes(writer: Any, config: Any) -> None:
-    from gguf import RopeScalingType
-
     head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
@@ -197,27 +241,52 @@ def _add_sizes(writer: Any, config: Any) -> None:
     writer.add_vocab_size(config.vocab_size)
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
-    rope = _ropes(config)[0]
+    if window := _window(config):
+        writer.add_sliding_window(window)
     if config.model_type == "gemma3_text":
-        rope = config.rope_parameters["full_attention"]
-        writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
-        writer.add_sliding_window(config.sliding_window)
-    elif config.model_type == "phi3" and config.sliding_window:
-        writer.add_sliding_window(config.sliding_window)
+        writer.add_rope_freq_base_swa(_ropes(config)[0]["rope_theta"])
+        if config.query_pre_attn_scalar != head_dim:
+            writer.add_attention_scale(config.query_pre_attn_scalar**-0.5)
+        if config.final_logit_softcapping:
+            writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    elif window and len(set(getattr(config, "layer_types", None) or ())) > 1:
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+    _add_rope(writer, config, head_dim)
+
+
+def _window(config: Any) -> int | None:
+    """Tokens to which sliding layers attend; None: there are none."""
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
+    return getattr(config, "sliding_window", None) if "sliding_attention" in kinds else None
+
+
+def _add_rope(writer: Any, config: Any, head_dim: int) -> None:
+    from gguf import RopeScalingType
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    rope = _main_rope(config)
+    kind = rope.get("rope_type", "default")
     writer.add_rope_freq_base(rope["rope_theta"])
-    if config.model_type in ("llama", "mistral", "phi3"):
-        writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
-    kind, before = rope.get("rope_type", "default"), rope.get("original_max_position_embeddings")
-    if kind in ("linear", "yarn"):
+    partial = rope.get("partial_rotary_factor") or 1.0
+    if partial != 1 or config.model_type in ("llama", "mistral", "phi3"):
+        writer.add_rope_dimension_count(int(head_dim * partial))
+    before = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+    factor = rope.get("factor") or (config.max_position_embeddings / before if before else 1.0)
+    if kind in ("linear", "yarn", "longrope"):
         writer.add_rope_scaling_type(RopeScalingType[kind.upper()])
-        writer.add_rope_scaling_factor(rope["factor"])
+    if kind in ("linear", "yarn"):
+        writer.add_rope_scaling_factor(factor)
     if kind in ("yarn", "longrope"):
-        writer.add_rope_scaling_orig_ctx_len(before or config.original_max_position_embeddings)
-    if kind == "longrope":
-        before = before or config.original_max_position_embeddings
-        scale = config.max_position_embeddings / before
-        attention = math.sqrt(1 + math.log(scale) / math.log(before)) if scale > 1 else 1.0
-        writer.add_rope_scaling_attn_factors(rope.get("attention_factor") or attention)
+        writer.add_rope_scaling_orig_ctx_len(before)
+        _, attention = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+        if kind == "longrope":
+            writer.add_rope_scaling_attn_factors(attention)
+        elif not math.isclose(attention, own := 0.1 * math.log(max(factor, 1.0)) + 1.0):
+            writer.add_rope_scaling_attn_factors(attention / own)  # llama.cpp multiplies by its own factor of yarn
+    if kind == "yarn" and rope.get("beta_fast"):
+        writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
+    if kind == "yarn" and rope.get("beta_slow"):
+        writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
 
 
 def _add_tokenizer(writer: Any, folder: Path, tokenizer: Any, num_tokens: int, *, as_spaces: bool) -> None:
@@ -340,14 +409,15 @@ def _rope_factors(config: Any) -> Iterator[tuple[str, npt.NDArray[Any]]]:
     """Tensors by which llama.cpp divides the frequencies of rotary embeddings."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    rope = _ropes(config)[0]
-    if rope.get("rope_type") == "longrope":
-        for length in ("long", "short"):
-            yield f"rope_factors_{length}.weight", np.array(rope[f"{length}_factor"], dtype=np.float32)
-    if rope.get("rope_type") == "llama3":
-        slowed, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
-        plain = 1.0 / rope["rope_theta"] ** (torch.arange(len(slowed)).float() / len(slowed))
-        yield "rope_freqs.weight", (plain / slowed).numpy()
+    rope = _main_rope(config)
+    kind = rope.get("rope_type", "default")
+    for name in ROPE_TENSORS.get(kind, ()):
+        if kind == "longrope":
+            yield f"{name}.weight", np.array(rope[f"{name.rpartition('_')[2]}_factor"], dtype=np.float32)
+        else:
+            slowed, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+            plain = 1.0 / rope["rope_theta"] ** (torch.arange(len(slowed)).float() / len(slowed))
+            yield f"{name}.weight", (plain / slowed).numpy()
 
 
 # Notes.
@@ -360,9 +430,12 @@ def _notes(folder: Path, config: Any, kinds: Collection[str]) -> list[str]:
     notes = []
     if len(kinds) > 1:
         notes.append(f"matrices in the GGUF file are {' and '.join(sorted(kinds))}")
-    window = getattr(config, "sliding_window", None)
-    if FAMILIES[config.model_type].architecture in ("llama", "qwen2", "qwen3") and window:
-        notes.append(f"GGUF has no sliding window for this family: answers differ beyond {window} tokens")
+    window, family = _window(config), FAMILIES[config.model_type].architecture
+    if family in ("llama", "qwen2", "qwen3") and window:
+        notes.append(f"llama.cpp has no sliding window for this family: answers differ beyond {window} tokens")
+    scalar = getattr(config, "query_pre_attn_scalar", None)
+    if scalar is not None and scalar not in (config.head_dim, config.hidden_size / config.num_attention_heads):
+        notes.append(f"attention.scale says query_pre_attn_scalar {scalar}: llama.cpp may take 1/sqrt(head_dim)")
     read = AutoConfig.from_pretrained(str(folder), gguf_file=GGUF_NAME, trust_remote_code=False)
     other = [name for name in COMPARED if not _same(getattr(read, name, None), getattr(config, name, None))]
     if other:
