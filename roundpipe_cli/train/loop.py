@@ -141,7 +141,7 @@ class Trainer:
         self.num_steps = num_steps_of(recipe, self.sampler)
         self._learning_rate = rate_schedule_of(recipe, self.num_steps)
         self._say(*describe_schedule(self._learning_rate, recipe, self.num_steps))
-        self.optimizer = make_optimizer(setup.store, recipe, self._machines.elsewhere)
+        self.optimizer = make_optimizer(setup.store, recipe, setup.model, self._machines.elsewhere)
         num_threads = updater_threads(setup.devices)
         order = in_order_of_need(setup.store, setup.split)
         shards = self._machines.shards

@@ -89,7 +89,7 @@ class Reference:
         self.names = sorted(store.trainable_names)
         self.parameters = [torch.nn.Parameter(store.master(name).clone()) for name in self.names]
         weight_decay = self.setup.recipe.weight_decay
-        spared = undecayed_names(store)
+        spared = undecayed_names(self.setup.model)
         named = list(zip(self.names, self.parameters, strict=True))
         groups = [
             {"params": [one for name, one in named if name not in spared], "weight_decay": weight_decay},

@@ -81,7 +81,7 @@ def updates_of(*overrides: str) -> Any:
     setup = prepared(*(words for words in overrides if not words.startswith(OPTIMIZER_KEYS)))
     store = setup.store
     saved = [(tensor, tensor.clone()) for tensor in (*store.masters, *store.gradients)]
-    optimizer = make_optimizer(store, load_recipe("recipe.yaml", overrides).recipe)
+    optimizer = make_optimizer(store, load_recipe("recipe.yaml", overrides).recipe, setup.model)
     for number in range(2):
         for master, gradient in zip(store.masters, store.gradients, strict=True):
             if number == 0:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
+import re
 import resource
 from pathlib import Path
 from typing import get_args
@@ -12,10 +14,13 @@ import torch
 
 from roundpipe_cli.choices import OPTIMIZERS, OptimizerName
 from roundpipe_cli.engine.weights import WeightStore, settle_heap
+from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model.layout import make_layout
+from roundpipe_cli.model.load import build_skeleton
 from roundpipe_cli.train.optim.optimizer import AdamW, HostOptimizer, make_rule, undecayed_names
 from roundpipe_cli.train.optim.updater import Updater
 from tests.support.e2e import forked
+from tests.support.every_type import NoTinyConfigError, causal_types, tiny_config_of
 from tests.support.tiny import Rig, make_rig
 
 NUM_STEPS = 6
@@ -40,16 +45,16 @@ def test_equal_to_torch_adamw_to_the_bit(method: str, weight_decay: float, spare
     """A layer's flat tensor is updated as one parameter, or as few where some are spared the decay; torch updates each
     by itself."""
     rig = make_rig("llama", method)
-    spared = undecayed_names(rig.store) if spares else []
+    kept = sorted(undecayed_names(rig.skeleton) & rig.store.trainable_names) if spares else []
     names = sorted(rig.store.trainable_names)
     parameters = {name: torch.nn.Parameter(rig.store.master(name).clone()) for name in names}
     groups = [
-        {"params": [parameters[name] for name in names if name not in spared], "weight_decay": weight_decay},
-        {"params": [parameters[name] for name in spared], "weight_decay": 0.0},
+        {"params": [parameters[name] for name in names if name not in kept], "weight_decay": weight_decay},
+        {"params": [parameters[name] for name in kept], "weight_decay": 0.0},
     ]
     theirs = torch.optim.AdamW([one for one in groups if one["params"]], betas=(0.9, 0.95), eps=1e-7, fused=True)
     rule, bare = (AdamW(betas=(0.9, 0.95), eps=1e-7, weight_decay=decay) for decay in (weight_decay, 0.0))
-    ours = HostOptimizer(rig.store, rule, rules=dict.fromkeys(spared, bare))
+    ours = HostOptimizer(rig.store, rule, rules=dict.fromkeys(kept, bare))
     for step in range(NUM_STEPS):
         fill_gradients(rig, step)
         factor, rate = (1.0, 0.3)[step % 2], 1e-3 / (step + 1)
@@ -65,14 +70,38 @@ def test_equal_to_torch_adamw_to_the_bit(method: str, weight_decay: float, spare
     assert ours.num_updates == NUM_STEPS
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gpt2"])
+SPARED_BY_CLASS = ("gpt2", "rwkv", "mpt", "dbrx")
+"""Types with norms that no name tells: `ln1`, `pre_ln`, `ln_f`, `norm_1`."""
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", *SPARED_BY_CLASS])
 def test_weight_decay_spares_what_transformers_spares(model_type: str) -> None:
-    """Norms and biases shrank too: ten steps of full fine-tuning with weight decay were not those of TRL."""
+    """Norms and biases shrank too: ten steps of full fine-tuning with weight decay were not those of TRL. Norms were
+    then told by their names, and those of RWKV, `ln1` and `pre_ln`, shrank still."""
+    ours, theirs = spared(model_type)
+    assert ours == theirs != set()
+    if model_type in SPARED_BY_CLASS:
+        assert any(not re.search("norm$|bias$", name.removesuffix(".weight")) for name in ours)
+
+
+@pytest.mark.sweep
+def test_weight_decay_spares_what_transformers_spares_in_all_types() -> None:
+    compared = 0
+    for model_type in causal_types():
+        with contextlib.suppress(NoTinyConfigError, RefusedError):  # no tiny model can be built here
+            ours, theirs = spared(model_type)
+            assert ours == theirs, model_type
+            compared += 1
+    assert compared > 170
+
+
+def spared(model_type: str) -> tuple[set[str], set[str]]:
+    """Parameters of a tiny model that weight decay leaves alone: here, and in transformers' Trainer."""
     from transformers import Trainer  # late: processes that import this module wait for it
 
-    rig = make_rig(model_type, "full")
-    decayed = set(Trainer.get_decay_parameter_names(None, rig.plain))
-    assert set(undecayed_names(rig.store)) == rig.store.trainable_names - decayed != set()
+    model = build_skeleton(tiny_config_of(model_type), torch.float32)
+    names = {name for name, _ in model.named_parameters()}
+    return undecayed_names(model), names - set(Trainer.get_decay_parameter_names(None, model))
 
 
 def test_sixteen_bit_weights_are_the_rounded_masters() -> None:

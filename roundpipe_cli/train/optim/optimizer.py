@@ -14,7 +14,7 @@ from itertools import groupby, pairwise
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from roundpipe_cli.choices import OptimizerName
 from roundpipe_cli.engine.backends.base import set_own_threads
@@ -260,8 +260,8 @@ def make_rule(name: OptimizerName, **settings: Any) -> UpdateRule:
     return RULES[name](**settings)
 
 
-_UNDECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)|(?:^|\.)ln_")
-"""transformers 5.23, `Trainer.get_decay_parameter_names`, which knows `ln_1` and `ln_f` by their modules."""
+_UNDECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
+"""transformers 5.23, `Trainer.get_decay_parameter_names`, which also spares whatever is in an `nn.LayerNorm`."""
 BLOCK_ELEMENTS = 2**20
 """Elements of a sweep: a block's gradient, masters and moments (16 MiB) pass through the cache once for all work."""
 
@@ -434,8 +434,10 @@ def measured_update_s(num_elements: int, num_threads: int) -> float:
     return min(taken) / num_elements
 
 
-def make_optimizer(store: WeightStore, recipe: Recipe, elsewhere: Collection[int] = ()) -> HostOptimizer:
-    """The optimizer that a recipe asks for; `elsewhere` as of `HostOptimizer`."""
+def make_optimizer(
+    store: WeightStore, recipe: Recipe, model: nn.Module, elsewhere: Collection[int] = ()
+) -> HostOptimizer:
+    """The optimizer that a recipe asks for, of a model's weights; `elsewhere` as of `HostOptimizer`."""
     rule = make_rule(
         recipe.optim,
         betas=(recipe.adam_beta1, recipe.adam_beta2),
@@ -444,14 +446,20 @@ def make_optimizer(store: WeightStore, recipe: Recipe, elsewhere: Collection[int
         weight_decay=recipe.weight_decay,
     )
     ratio = recipe.lora.loraplus_lr_ratio if recipe.method == "lora" else 1.0
-    rules = dict.fromkeys(undecayed_names(store), replace(rule, weight_decay=0.0)) if recipe.weight_decay else {}
+    spared = undecayed_names(model) & store.trainable_names if recipe.weight_decay else set()
+    rules = dict.fromkeys(sorted(spared), replace(rule, weight_decay=0.0))
     for place in (place for layout in store.layouts for place in layout.trainable if ratio != 1.0):
         if ".lora_B." in place.name or len(place.shape) == 1:  # what LoRA+ trains faster, as in PEFT
             rules[place.name] = replace(rules.get(place.name, rule), rate=ratio)
     return HostOptimizer(store, rule, elsewhere, rules=rules)
 
 
-def undecayed_names(store: WeightStore) -> list[str]:
+def undecayed_names(model: nn.Module) -> set[str]:
     """Parameters without weight decay: biases and the weights of norms, as in transformers' Trainer."""
-    names = (place.name for layout in store.layouts for place in layout.trainable)
-    return [name for name in names if _UNDECAYED.search(name.lower())]
+    in_norms = {
+        f"{path}.{name}"
+        for path, module in model.named_modules()
+        if path and isinstance(module, nn.LayerNorm)
+        for name, _ in module.named_parameters()
+    }
+    return in_norms.union(name for name, _ in model.named_parameters() if _UNDECAYED.search(name.lower()))
