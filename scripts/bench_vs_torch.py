@@ -43,8 +43,9 @@ from roundpipe_cli.planning.search.stages import StageLimits
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.schedule.builders import Rounds, build_schedule
-from roundpipe_cli.train.build import PageLocks, make_planner
+from roundpipe_cli.train.build import make_planner
 from roundpipe_cli.train.optim.optimizer import HostOptimizer
+from roundpipe_cli.train.page_locks import PageLocks
 from roundpipe_cli.train.prepare.setup import Setup, prepare
 
 LEARNING_RATE = 0.0

@@ -81,7 +81,7 @@ def run(folder: Path, model: Path, words: list[str], fault_text: str) -> tuple[f
     setup = prepare(recipe, offline=True, tell=lambda event: None)
     (folder / "out").mkdir()
     events: list[Event] = []
-    Trainer(setup, folder / "out", StopSignals(), Reporting(events.append)).run(None)
+    Trainer(setup, folder / "out", StopSignals(), Reporting(events.append)).run()
     steps = [event for event in events if isinstance(event, StepTimeline)][STEPS]
     computed = [[span for span in step.spans if span.lane == COMPUTE] for step in steps]
     forward = [max((span.end_s for span in spans if span.kind == "F"), default=0.0) for spans in computed]

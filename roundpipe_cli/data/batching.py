@@ -159,11 +159,25 @@ class BatchSampler:
 
     def seek(self, position: Position) -> None:
         """Continue from a saved position; if rows are missing and it no longer exists, at the end of its epoch."""
+        self.position = self._existing(position)
+
+    def _existing(self, position: Position) -> Position:
+        """The position, or the end of its epoch where the epoch has no sequences from there on."""
         last = self._num_windows - 1
         is_beyond = position.window > last or (
             position.window == last and position.offset >= len(self._sequences(position.epoch, last))
         )
-        self.position = Position(position.epoch + 1) if is_beyond else position
+        return Position(position.epoch + 1) if is_beyond else position
+
+    def position_after(self, num_epochs: float) -> Position:
+        """The position after so many epochs, the inverse of `epochs_done` to the nearest sequence."""
+        epoch, per_epoch = int(num_epochs), self.mix.rows_per_epoch
+        rows = (num_epochs - epoch) * per_epoch
+        window = min(int(rows / WINDOW_ROWS), self._num_windows - 1)
+        first = window * WINDOW_ROWS
+        count = len(self._sequences(epoch, window))
+        offset = round((rows - first) / min(WINDOW_ROWS, per_epoch - first) * count)
+        return self._existing(Position(epoch, window, offset) if offset < count else Position(epoch, window + 1))
 
     def next_step(self) -> list[RowBatch]:
         """The microbatches of the next step; the position moves on behind them.
@@ -194,12 +208,29 @@ class BatchSampler:
             rows += at.offset / len(self._sequences(at.epoch, at.window)) * min(WINDOW_ROWS, per_epoch - rows)
         return at.epoch + rows / per_epoch
 
-    def num_steps(self, num_epochs: int) -> int:
-        """Steps of the first `num_epochs` epochs. With packing each epoch is packed to count its sequences."""
-        per_step = self._sequences_per_step
+    def num_steps(self, num_epochs: int, since: Position | None = None) -> int:
+        """Steps from `since`, None being the start, to the end of so many epochs; below 0 where it is behind that end.
+
+        With packing each epoch is packed to count its sequences.
+        """
+        at = self._existing(since or Position())
+        if at.starts_epoch:
+            return self._steps_of(range(at.epoch, num_epochs)) - self._steps_of(range(num_epochs, at.epoch))
+        done = at.offset + self._sequences_before(at)
+        if at.epoch >= num_epochs:
+            return -self._steps_of(range(num_epochs, at.epoch)) - -(-done // self._sequences_per_step)
+        rest = self.num_sequences(at.epoch) - done
+        return -(-rest // self._sequences_per_step) + self._steps_of(range(at.epoch + 1, num_epochs))
+
+    def _sequences_before(self, at: Position) -> int:
+        """Sequences of the whole windows before a position in its epoch."""
         if self._packer is None:
-            return num_epochs * -(-self.mix.rows_per_epoch // per_step)
-        return sum(-(-self.num_sequences(epoch) // per_step) for epoch in range(num_epochs))
+            return at.window * WINDOW_ROWS
+        return sum(len(self._sequences(at.epoch, window)) for window in range(at.window))
+
+    def _steps_of(self, epochs: range) -> int:
+        """Steps of whole epochs."""
+        return sum(-(-self.num_sequences(epoch) // self._sequences_per_step) for epoch in epochs)
 
     def num_sequences(self, epoch: int) -> int:
         """Sequences of an epoch."""

@@ -1,34 +1,25 @@
-"""Answers to numbers that are not finite (a smaller loss scale, a step left out, the end), to a full device, and to one
-that is lost: the others go on.
+"""Answers to numbers that are not finite (a smaller loss scale, a step left out, the end), and to a full device.
 
-First one layer is recomputed at a time, which changes no bit; then microbatches are divided, again and again: more of
-them in a step, of fewer rows, the same rows and the same loss (dropout masks differ: each microbatch has its own).
+On a full one first one layer is recomputed at a time, which changes no bit; then microbatches are divided, again and
+again: more of them in a step, of fewer rows, the same rows and the same loss (dropout masks differ: each microbatch has
+its own).
 """
 
 from __future__ import annotations
 
-import gc
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from roundpipe_cli.costs.lost_devices import note_lost_device
-from roundpipe_cli.costs.machine import host_memory
 from roundpipe_cli.data.batching import Grouping, RowBatch
 from roundpipe_cli.data.tokenized import TokenizedDataset
-from roundpipe_cli.engine.backends import cuda
-from roundpipe_cli.engine.engine import Engine
 from roundpipe_cli.engine.step import StepResult
-from roundpipe_cli.errors import DeviceLostError, InternalError, NotFiniteError
-from roundpipe_cli.events import DeviceLost, Notice, Tell
-from roundpipe_cli.planning.adaptive import AdaptivePlanner
+from roundpipe_cli.errors import NotFiniteError
+from roundpipe_cli.events import Notice, Tell
 from roundpipe_cli.recipe.schema import Recipe
-from roundpipe_cli.train.auto_cache import AutoCache
-from roundpipe_cli.train.build import PageLocks
-from roundpipe_cli.units import counted, shown_step
-
-T = TypeVar("T")
+from roundpipe_cli.units import shown_step
 
 # Responses to a loss or a gradient that is not finite: a smaller loss scale, a step left out, or the end.
 
@@ -158,128 +149,3 @@ def resumed_fit(saved: Mapping[str, Any] | None, recipe: Recipe) -> Fit:
         return own
     size, first_step = int(saved["micro_batch_size"]), int(saved["first_step"])
     return Fit(size if own.micro_batch_size % size == 0 else own.micro_batch_size, "layer", first_step)
-
-
-# Devices that fail or hang: left out, where the others can go on.
-
-
-Lasting = Callable[[bool], str | None]
-"""Why a failed attempt cannot be repeated, in words: something that it did lasts; None: it can be. It is told whether
-threads of the attempt may go on."""
-
-
-class LostDevices:
-    """Leaves devices that are lost out of a run, and computes again what they were at."""
-
-    def __init__(
-        self,
-        engine: Engine,
-        planner: AdaptivePlanner,
-        cache: AutoCache,
-        devices: Sequence[str],
-        *,
-        locks: PageLocks,
-        stops: bool,
-        lost_at: str = "",
-        refused: Callable[[Sequence[int]], str | None] | None = None,
-        tell: Callable[[DeviceLost | Notice], None],
-        clock: Callable[[], float],
-    ) -> None:
-        """`devices`: of each worker; `stops`: a lost device ends the run; `lost_at`: see `Start`; `refused`: see
-        `Reporting`."""
-        self._engine, self._planner, self._cache = engine, planner, cache
-        self._devices, self._stops, self._lost_at = tuple(devices), stops, lost_at
-        self._refused, self._tell, self._clock, self._locks = refused, tell, clock, locks
-
-    def again(self, run: Callable[[], T], at: str, *, lasting: Lasting = lambda hangs: None) -> T:
-        """The result of `run`, which begins anew where a device is lost meanwhile.
-
-        Args:
-            at: `step 5`, for the user.
-            lasting: see `Lasting`.
-
-        Raises:
-            DeviceLostError: the run cannot go on; says which devices another one should leave out.
-            InternalError: the same was lost on another device: it is a bug.
-        """
-        while True:
-            try:
-                return run()
-            except DeviceLostError as error:
-                found = error.problems[0]
-                lost, hangs = set(error.workers), error.is_hang
-                error.__cause__ = None  # its frames hold tensors of the step
-            gc.collect()
-            cause = ": ".join(filter(None, [found.what, found.where, found.found]))
-            if self._lost_at == at:
-                text = "the same was lost on another device, so it is no device's fault"
-                raise InternalError(text, where=at, found=cause, hint="please report it: this is a bug")
-            self._lost_at = at
-            self._leave_out(lost, at, cause, hangs=hangs, lasting=lasting(hangs))
-
-    def _leave_out(self, shown: set[int], at: str, cause: str, *, hangs: bool, lasting: str | None) -> None:
-        """Go on without the devices that are lost, or raise a DeviceLostError. An error tells of the workers `shown`:
-        that of one device comes up on others too, which wait for it."""
-        engine = self._engine
-        self._locks.stays |= hangs
-        silent = set(engine.silent(but=shown if hangs else ()))
-        lost = self._of_one_device(silent | shown if hangs or not silent else silent)
-        left = [worker for worker in range(engine.num_workers) if worker not in lost]
-        reasons = (
-            (self._stops, "on_device_loss: stop"),
-            (not left and silent, "no device of this process answers any more"),
-            (not left, "no other device is left"),
-            (lasting is not None, lasting),
-            (hangs and not self._has_room(), "too little host memory for other gradients than those that it may write"),
-        )
-        reason = next((words for holds, words in reasons if holds), None)
-        if reason is None and self._refused is not None:
-            reason = self._refused([engine.lanes[worker] for worker in left])
-        if reason is not None:
-            raise self._end(lost if left else self._of_one_device(shown), reason, at, cause)
-        names = [self._name(worker) for worker in left]
-        self._say(lost, at, cause, names)
-        threads = engine.leave_out(lost, hang=hangs)
-        if hangs:
-            self._locks.lock(engine.store.gradients, self._name(0))
-        self._planner.leave_out(lost)
-        self._cache.leave_out(lost)
-        if threads:
-            text = f"{counted(len(threads), 'thread')} of a device that hangs left behind: {', '.join(threads)}"
-            self._tell(Notice(text))
-
-    def _say(self, lost: set[int], at: str, cause: str, left: Sequence[str]) -> None:
-        for worker in sorted(lost):
-            name = self._name(worker)
-            xid = None if name == "cpu" else cuda.last_xid(int(name.removeprefix("cuda:")))
-            said = f"{cause} ({xid})" if xid else cause
-            event = DeviceLost(self._clock(), self._engine.lanes[worker], name, at, said, tuple(left))
-            self._tell(event)
-            note_lost_device(event.text)
-
-    def _name(self, worker: int) -> str:
-        return self._devices[self._engine.lanes[worker]]
-
-    def _of_one_device(self, lost: set[int]) -> set[int]:
-        """These workers, and others of the same GPUs."""
-        names = {self._name(worker) for worker in lost} - {"cpu"}
-        return lost | {worker for worker in range(self._engine.num_workers) if self._name(worker) in names}
-
-    def _has_room(self) -> bool:
-        needed = sum(gradient.nbytes for gradient in self._engine.store.gradients)
-        return needed < host_memory().available_bytes
-
-    def _end(self, lost: set[int], reason: str, at: str, cause: str) -> DeviceLostError:
-        rest = [self._name(worker) for worker in range(self._engine.num_workers) if worker not in lost]
-        names = ", ".join(sorted({self._name(worker) for worker in lost}))
-        self._say(lost, at, cause, ())
-        hint = "--resume continues from the newest checkpoint, after a restart of the machine perhaps; please report a "
-        hint += "loss that comes again at the same step"
-        if rest:
-            hint = f"pipeline.devices=[{','.join(rest)}] with --resume leaves it out and continues from the newest "
-            hint += "checkpoint; --restarts N does so by itself"
-        error = DeviceLostError(
-            f"a device was lost and the run cannot go on: {reason}", where=f"{names}, {at}", found=cause, hint=hint
-        )
-        error.rest, error.at = tuple(rest), at
-        return error

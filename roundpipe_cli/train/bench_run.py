@@ -21,8 +21,9 @@ from roundpipe_cli.planning.run_plan import with_schedule
 from roundpipe_cli.recipe.load import LoadedRecipe
 from roundpipe_cli.train.auto_cache import KeptWeights, is_cache_open, trained_weight_bytes, weights_to_keep
 from roundpipe_cli.train.batches import make_microbatches, make_sampler
-from roundpipe_cli.train.build import PageLocks, make_engine, make_planner, weight_cache_bytes
+from roundpipe_cli.train.build import make_engine, make_planner, weight_cache_bytes
 from roundpipe_cli.train.monitor.telemetry import Telemetry, run_started, step_figures, step_timeline
+from roundpipe_cli.train.page_locks import PageLocks
 from roundpipe_cli.train.prepare.setup import Setup, prepare
 
 TOLERANCE = {"float32": 1e-6, "bfloat16": 1e-3, "float16": 1e-3}

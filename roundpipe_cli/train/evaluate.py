@@ -30,31 +30,17 @@ from roundpipe_cli.errors import NotFiniteError
 from roundpipe_cli.events import EvaluationFinished, Notice, Phase, Tell
 from roundpipe_cli.faults import fault
 from roundpipe_cli.files import append_line, remove_tree
-from roundpipe_cli.recipe.schema import StepInterval
 from roundpipe_cli.train.batches import collate_rows
 from roundpipe_cli.train.checkpoint.manifest import DamagedError
 from roundpipe_cli.train.checkpoint.output_dir import EVAL_NAME, best_folder, list_best, list_checkpoints
 from roundpipe_cli.train.checkpoint.reading import kept_step_of
 from roundpipe_cli.train.checkpoint.resume import SavedEvaluation
 from roundpipe_cli.train.checkpoint.rewind import RowDigest
+from roundpipe_cli.train.intervals import is_due
 from roundpipe_cli.train.preference import InterruptedScoring, Scorer, score_pairs
 from roundpipe_cli.train.prepare.base_files import end_tokens
 from roundpipe_cli.train.prepare.setup import Setup, grouping_of
 from roundpipe_cli.train.result.finish import save_result, verify_best, write_best
-
-# When a run saves and evaluates: after every so many steps, after a share of all steps, or after each epoch.
-
-
-def is_due(every: StepInterval | None, done: int, num_steps: int, *, ends_epoch: bool) -> bool:
-    """Whether an interval ends after `done` of `num_steps` steps; None has no intervals.
-
-    A share is rounded up to whole steps: 0.34 of 10 steps is 4, so that steps 4 and 8 end one.
-    """
-    if every is None:
-        return False
-    if isinstance(every, str):
-        return ends_epoch
-    return done % (every if isinstance(every, int) else max(1, math.ceil(round(every * num_steps, 6)))) == 0
 
 
 class Evaluator:

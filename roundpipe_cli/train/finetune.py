@@ -124,7 +124,7 @@ def run_finetune(
                 same = partial(check_trained_on, weights=lambda: setup.model_hash, where="model")
                 tell_notices(tell, same(folder, setup.source, allowed=start.allow_other_base))
             trainer = Trainer(
-                setup, output_dir, signals, reporting, machines=machines, recorder=recorder, lost_at=start.lost_at
+                setup, output_dir, signals, reporting, machines=machines, recorder=recorder, checkpoint=checkpoint
             )
             if checkpoint is not None:
                 if finished and (why := is_complete(checkpoint, recipe, trainer.num_steps)):
@@ -132,4 +132,4 @@ def run_finetune(
                     return
                 check_not_past_end(checkpoint, trainer.num_steps)
             write_atomically(output_dir / "recipe.yaml", resolved_yaml(setup.recipe).encode(), mode=0o644)
-            trainer.run(checkpoint)
+            trainer.run(start.lost_at)

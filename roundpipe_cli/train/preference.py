@@ -27,8 +27,8 @@ from roundpipe_cli.planning.forward_stages import forward_stages
 from roundpipe_cli.recipe.schema import Recipe
 from roundpipe_cli.schedule.actions import Schedule
 from roundpipe_cli.schedule.builders import SCORED_PER_WORKER, build_forward, every_stage
-from roundpipe_cli.train.adapt import LostDevices
 from roundpipe_cli.train.batches import collate_rows
+from roundpipe_cli.train.lost_devices import LostDevices
 from roundpipe_cli.train.prepare.setup import Setup, grouping_of
 from roundpipe_cli.units import counted
 

@@ -71,7 +71,7 @@ def train(setup: Setup, folder: Path) -> Trainer:
     trainer = Trainer(setup, folder / "out", StopSignals(), Reporting(lambda event: None))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PEFT's, when it saves
-        trainer.run(None)
+        trainer.run()
     return trainer
 
 
@@ -156,7 +156,7 @@ def test_bits_of_the_loop(name: str, tmp_path: Path, models: dict[str, Path], as
     reference = by_one_worker(setup_of(folder, *overrides, "pipeline.devices=[cpu]"), trainer, overflow_step)
 
     assert [row["loss_hex"] for row in metrics(folder / "out")] == [loss.hex() for loss in reference.losses]
-    assert ours.store.newest == NUM_STEPS and trainer._updates_early is name.endswith("no-clip")
+    assert ours.store.newest == NUM_STEPS and trainer.steps.updates_early is name.endswith("no-clip")
     for parameter, weights, key in zip(reference.parameters, reference.weights, reference.names, strict=True):
         assert torch.equal(ours.store.master(key), parameter.detach()), key
         assert torch.equal(ours.store.views[key], weights), key

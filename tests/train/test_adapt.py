@@ -17,10 +17,10 @@ import pytest
 from roundpipe_cli.data.batching import Grouping
 from roundpipe_cli.errors import NotFiniteError
 from roundpipe_cli.recipe.load import load_recipe
-from roundpipe_cli.train import loop
+from roundpipe_cli.train import step_runner
 from roundpipe_cli.train.adapt import GROWTH_STEPS, FiniteGuard, Fit, resumed_fit
 from roundpipe_cli.train.auto_cache import AutoCache
-from roundpipe_cli.train.loop import longest_batches
+from roundpipe_cli.train.step_runner import longest_batches
 from tests.support.e2e import STAGES_OF_TWO, Outcome, finetune, launch, make_workspace, metrics, numbers
 
 OUT_OF_MEMORY = "compute:raise=MemoryError:step=2:nth=1"
@@ -84,14 +84,14 @@ def test_nothing_left_to_adapt_and_no_wish_to(folder: Path) -> None:
 
 def pretend_a_cache() -> None:
     """In a run's process: a weight cache that was granted, where no device has memory of its own."""
-    made = loop.make_auto_cache
+    made = step_runner.make_auto_cache
 
     def with_cache(*arguments: Any) -> AutoCache:
         cache = made(*arguments)
         cache.num_bytes = 1
         return cache
 
-    loop.make_auto_cache = with_cache
+    step_runner.make_auto_cache = with_cache
 
 
 def test_what_was_kept_of_our_own_accord_goes_first(folder: Path, whole: Path) -> None:

@@ -171,7 +171,7 @@ def test_merged_and_continued_adapters_compute_what_peft_computes(
     out.mkdir()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PEFT's, when it saves
-        Trainer(setup, out, StopSignals(), Reporting(lambda event: None)).run(None)
+        Trainer(setup, out, StopSignals(), Reporting(lambda event: None)).run()
     trained = logits_of(plain_copy(setup.model, setup.store))
     assert float((trained - expected).abs().max()) > 0.01
     assert_equal(by_peft(base.load(), out), trained)

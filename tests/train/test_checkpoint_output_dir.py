@@ -23,7 +23,7 @@ from roundpipe_cli.train.checkpoint.output_dir import OutputDir, RunState, check
 from roundpipe_cli.train.checkpoint.reading import load_newest
 from roundpipe_cli.train.checkpoint.rewind import truncate_metrics
 from roundpipe_cli.train.checkpoint.writing import list_checkpoints
-from roundpipe_cli.train.monitor.telemetry import append_row
+from roundpipe_cli.train.monitor.telemetry import MetricsFile
 from tests.support.checkpoints import save_groups
 from tests.support.os_calls import mounted
 
@@ -268,8 +268,8 @@ def test_rows_are_not_written_to_a_file_that_is_gone(tmp_path: Path, what: str) 
     folder = tmp_path / "out"
     folder.mkdir()
     path = folder / "metrics.jsonl"
-    with path.open("ab", buffering=0) as file:
-        append_row(file, path, {"step": 1})
+    with MetricsFile(path) as file:
+        file.add({"step": 1})
         if what == "folder moved":
             folder.rename(tmp_path / "elsewhere")
         elif what == "folder removed":
@@ -279,7 +279,7 @@ def test_rows_are_not_written_to_a_file_that_is_gone(tmp_path: Path, what: str) 
         if what == "file replaced":
             path.write_text("")
         with pytest.raises(ResourceError, match="output directory was" if "folder" in what else "metrics.jsonl was"):
-            append_row(file, path, {"step": 2})
+            file.add({"step": 2})
     assert folder.exists() == ("file" in what)
 
 

@@ -27,7 +27,7 @@ from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.schedule.builders import build_forward
 from roundpipe_cli.train.checkpoint.manifest import DamagedError, peek
 from roundpipe_cli.train.checkpoint.output_dir import list_best, list_checkpoints
-from roundpipe_cli.train.evaluate import is_due
+from roundpipe_cli.train.intervals import is_due
 from roundpipe_cli.train.result.finish import save_result, verify_best
 from tests.support.e2e import (
     STAGES,

@@ -79,7 +79,7 @@ def train_here(folder: Path, *overrides: str, told: list[str] | None = None) -> 
     output_dir = Path(loaded.recipe.output_dir)
     with StopSignals() as signals, OutputDir(output_dir):
         setup = prepare(loaded, offline=True, tell=events.append)
-        Trainer(setup, output_dir, signals, Reporting(events.append)).run(None)
+        Trainer(setup, output_dir, signals, Reporting(events.append)).run()
     if told is not None:
         told += [event.text for event in events if isinstance(event, Notice)]
     return setup

@@ -320,14 +320,15 @@ def test_every_value_of_a_checkpoint_is_restored(
     }  # fmt: skip
     assert set(SavedState.__annotations__) == {*changed, "num_steps"}, "num_steps only says that the recipe grew"
     assert all(saved[key] != value for key, value in changed.items())
-    again = trainer_of(tmp_path / "again", two_blocks, *words)
+    older = replace(checkpoint, meta={**saved, **changed})
+    again = trainer_of(tmp_path / "again", two_blocks, *words, checkpoint=older)
     monkeypatch.setattr(Trainer, "_is_last", lambda *_: True)
     shutil.copytree(first.output_dir, again.output_dir, dirs_exist_ok=True)
     monkeypatch.setattr(again, "_write_result", lambda _: None)
-    again.run(replace(checkpoint, meta={**saved, **changed}))
+    again.run()
     begun: list[Snapshot] = []
-    with (again.output_dir / "metrics.jsonl").open("ab", buffering=0) as rows:
-        again._saver, again._metrics = cast(Saver, SimpleNamespace(begin=lambda one, _: begun.append(one))), rows
+    with again._rows:
+        again._saver = cast(Saver, SimpleNamespace(begin=lambda one, _: begun.append(one)))
         again._save(3)
     found = {key: begun[0].meta[key] for key in changed}
     assert 1234.5 < found.pop("training_s") < changed.pop("training_s") + 60  # it goes on counting

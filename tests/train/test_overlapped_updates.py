@@ -18,6 +18,7 @@ from roundpipe_cli.events import Event, StepFinished, StepTimeline, Tell
 from roundpipe_cli.recipe.load import load_recipe
 from roundpipe_cli.train import build
 from roundpipe_cli.train.checkpoint import writing
+from roundpipe_cli.train.checkpoint.reading import Checkpoint
 from roundpipe_cli.train.loop import Trainer
 from roundpipe_cli.train.optim import updater
 from roundpipe_cli.train.optim.optimizer import HostOptimizer
@@ -27,19 +28,21 @@ from roundpipe_cli.train.signals import Reporting, StopSignals
 from tests.support.e2e import STAGES_OF_TWO, make_workspace, metrics, num_lines
 
 
-def trainer_of(folder: Path, model: Path, *words: str, tell: Tell = lambda event: None) -> Trainer:
+def trainer_of(
+    folder: Path, model: Path, *words: str, tell: Tell = lambda event: None, checkpoint: Checkpoint | None = None
+) -> Trainer:
     """A run in this process, not started; steps of two rows."""
     work = make_workspace(folder, model, lora={"r": 4, "alpha": 8, "dropout": 0.1}, **STAGES_OF_TWO)
     common = ["max_steps=6", "num_train_epochs=9", "save_steps=100", "warmup_steps=0", f"output_dir={work / 'out'}"]
     setup = prepare(load_recipe(str(work / "recipe.yaml"), [*common, *words]), offline=True, tell=lambda event: None)
     (work / "out").mkdir()
-    return Trainer(setup, work / "out", StopSignals(), Reporting(tell))
+    return Trainer(setup, work / "out", StopSignals(), Reporting(tell), checkpoint=checkpoint)
 
 
 def run(trainer: Trainer) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PEFT's, when it saves
-        trainer.run(None)
+        trainer.run()
 
 
 def bits_of(trainer: Trainer) -> list[object]:
@@ -49,7 +52,7 @@ def bits_of(trainer: Trainer) -> list[object]:
         lines = (trainer.output_dir / "eval.jsonl").read_text().splitlines()
         rows += [json.loads(line)["loss"] for line in lines]
     store: Any = trainer.setup.store
-    moments = [tensor.numpy().tobytes() for _, tensor in trainer.optimizer.moments()]
+    moments = [tensor.numpy().tobytes() for _, tensor in trainer.steps.updater.optimizer.moments()]
     return [rows, [one.numpy().tobytes() for one in (*store.masters, *store.buffers)], moments]
 
 

@@ -163,7 +163,7 @@ def train(setup: Setup, output: Path) -> Trainer:
     trainer = Trainer(setup, output, StopSignals(), Reporting(lambda event: None))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PEFT's, when it saves
-        trainer.run(None)
+        trainer.run()
     return trainer
 
 

@@ -47,6 +47,7 @@ from roundpipe_cli.files import STATE_FILE_MODE, disk_error, write_atomically
 from roundpipe_cli.schedule.pictures import span_of
 from roundpipe_cli.schedule.timeline import Interval
 from roundpipe_cli.train.checkpoint.output_dir import EVENTS_NAME
+from roundpipe_cli.train.checkpoint.rewind import RowDigest
 from roundpipe_cli.train.prepare.setup import Setup
 from roundpipe_cli.units import shown_step
 
@@ -118,20 +119,48 @@ def metrics_row(event: StepFinished) -> dict[str, Any]:
     }
 
 
-def append_row(file: FileIO, path: Path, row: Mapping[str, Any]) -> bytes:
-    """Write one more row; returns its line.
+class MetricsFile:
+    """The rows of a run's steps in metrics.jsonl, open for more of them inside `with`."""
 
-    Raises:
-        ResourceError: the disk is full or does not take it, or the file is no longer where it was.
-    """
-    _check_place(file, path)
-    line = (json.dumps(row, allow_nan=False) + "\n").encode()
-    try:
-        if file.write(line) < len(line):  # the rest does not fit; --resume cuts off a torn line
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    except OSError as error:
-        raise disk_error(error, path, f"the metrics of step {row['step']}") from error
-    return line
+    def __init__(self, path: Path) -> None:
+        self._path, self._digest = path, RowDigest(path)
+
+    def __enter__(self) -> MetricsFile:
+        self._file = self._path.open("ab", buffering=0)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Write one more row.
+
+        Raises:
+            ResourceError: the disk is full or does not take it, or the file is no longer where it was.
+        """
+        _check_place(self._file, self._path)
+        line = (json.dumps(row, allow_nan=False) + "\n").encode()
+        try:
+            if self._file.write(line) < len(line):  # the rest does not fit; --resume cuts off a torn line
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            raise disk_error(error, self._path, f"the metrics of step {row['step']}") from error
+        self._digest.add(line)
+
+    def sync(self) -> None:
+        """All rows are on the disk when this returns.
+
+        Raises:
+            ResourceError: the disk does not take them.
+        """
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise disk_error(error, self._path, "the metrics") from error
+
+    def state(self) -> dict[str, Any]:
+        """Size and digest of the rows, for a checkpoint."""
+        return self._digest.state()
 
 
 def _check_place(file: FileIO, path: Path) -> None:
@@ -145,18 +174,6 @@ def _check_place(file: FileIO, path: Path) -> None:
     else:
         what, hint = f"{path.name} was removed or replaced during the run", "--resume continues from a checkpoint"
     raise ResourceError(what, where=str(path if folder.is_dir() else folder), hint=hint)
-
-
-def sync_rows(file: FileIO, path: Path) -> None:
-    """All rows are on the disk when this returns.
-
-    Raises:
-        ResourceError: the disk does not take them.
-    """
-    try:
-        os.fsync(file.fileno())
-    except OSError as error:
-        raise disk_error(error, path, "the metrics") from error
 
 
 LOOK_S = 0.2

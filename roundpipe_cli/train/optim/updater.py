@@ -61,7 +61,7 @@ class Updater:
         """Called in the thread with a layer and the version that it is about to get, before it changes: a checkpoint
         may still have to copy what is there."""
         self._store = store
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self._work: queue.PriorityQueue[Order] = queue.PriorityQueue()
         self._changed = threading.Condition()
         self._num_given = 0
@@ -89,8 +89,8 @@ class Updater:
 
     def begin(self, step: int, learning_rate: float, gradient_factor: float) -> None:
         """Update every layer with the gradients of `step`; returns at once."""
-        self._optimizer.num_updates += 1
-        number = self._optimizer.num_updates
+        self.optimizer.num_updates += 1
+        number = self.optimizer.num_updates
         for layer in self._own:
             update = partial(self._update, step, number, learning_rate, layer, gradient_factor=gradient_factor)
             self._give(update, step, layer)
@@ -104,8 +104,8 @@ class Updater:
 
     def begin_early(self, step: int, learning_rate: float) -> None:
         """Begin `step`: update each layer with its gradients when `gradient_complete` names the layer."""
-        self._optimizer.num_updates += 1
-        self._early = (step, self._optimizer.num_updates, learning_rate)
+        self.optimizer.num_updates += 1
+        self._early = (step, self.optimizer.num_updates, learning_rate)
         self.has_begun = False
         self._poison = self._pass_fault(step)
         if self._poison is not None:
@@ -190,12 +190,12 @@ class Updater:
         with at_work(self._where):
             fault("update", step=step, layer=layer)
             gradient = self._store.gradients[layer]
-            self._optimizer.update_layer(layer, gradient, number, learning_rate, gradient_factor=gradient_factor)
+            self.optimizer.update_layer(layer, gradient, number, learning_rate, gradient_factor=gradient_factor)
 
     def _skip(self, step: int, layer: int) -> None:
         self._enter_layer(step, layer)
         with at_work(self._where):
-            self._optimizer.skip_layer(layer)
+            self.optimizer.skip_layer(layer)
 
     def _send_round(self, step: int) -> None:
         """Pass the new version of every layer from its owner to the others, in a thread beside the updates."""

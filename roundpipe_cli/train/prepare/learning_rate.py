@@ -113,13 +113,24 @@ def describe_schedule(schedule: RateSchedule, recipe: Recipe, num_steps: int) ->
     return lines
 
 
-def describe_change(old: RateSchedule, new: RateSchedule, *, step: int, old_steps: int, num_steps: int) -> str:
-    """One line for the user: how another number of steps changes a run that continues after `step` updates."""
+def describe_change(
+    old: RateSchedule, new: RateSchedule, *, step: int, old_steps: int, num_steps: int, same_rows: bool = True
+) -> str:
+    """One line for the user: how another number of steps changes a run that continues after `step` updates.
+
+    The rate of an update is that of its number, in a run of as many steps as it now has.
+
+    Args:
+        same_rows: steps have as many rows as those that are done.
+    """
     text = f"the run has {num_steps} steps instead of {old_steps}"
     now, before = f"step {shown_step(step)} has {new(step):.4g}", f"step {step} had {old(step - 1):.4g}"
     if all(old(k) == new(k) for k in range(step)):
         return f"{text}: so far the learning rate is that of a run of {num_steps} steps; {before}, {now}"
+    text = f"{text}: the learning rate follows the schedule of {num_steps} steps from here on; {before}, {now}"
+    if not same_rows:
+        return text
     return (
-        f"{text}: the learning rate follows the schedule of {num_steps} steps from here on; {before}, {now}. A run of "
-        f"{num_steps} steps from the start would have had other rates up to here; its rows come in the same order"
+        f"{text}. A run of {num_steps} steps from the start would have had other rates up to here; its rows come in "
+        "the same order"
     )
