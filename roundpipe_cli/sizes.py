@@ -27,7 +27,7 @@ SIZE_NAMES: Mapping[str, tuple[str, ...]] = {
     "num_experts": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
     "num_experts_per_tok": (
         *("num_experts_per_tok", "moe_k", "moe_topk", "num_experts_per_token"),
-        *("top_k_experts", "top_k"),
+        *("top_k_experts", "top_k", "moe_top_k"),
     ),
     "moe_intermediate_size": ("moe_intermediate_size", "expert_ffn_hidden_size"),
     "max_position_embeddings": ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"),

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from roundpipe_cli.costs.exact_counts import is_counted_exactly
-from roundpipe_cli.costs.models import Architecture, Block, parse_config
+from roundpipe_cli.costs.models import Architecture, Block, noting_all_experts, parse_config
 from roundpipe_cli.errors import RefusedError, closest, one_edit_apart
 from roundpipe_cli.hub.ask import TIMEOUT, Repository, UnreachableError, ask_hub, is_offline, library_messages, notice
 from roundpipe_cli.packages import CARRIERS, missing_package
@@ -212,7 +212,7 @@ def built_architecture(counts: Mapping[str, Any], *, name: str, source: str) -> 
     shape = parse_config(figures, name=name, source=source)
     rows = [row for count, *row in counts["blocks"] for _ in range(count)]
     blocks = tuple(Block(*(*row, one.window)) for row, one in zip(rows, shape.blocks, strict=True))
-    found = replace(shape, blocks=blocks, tail_params=counts["tail"], is_guess=False)
+    found = noting_all_experts(replace(shape, blocks=blocks, tail_params=counts["tail"], is_guess=False))
     embed_params = found.embed_params + counts["parameters"] - found.parameters
     unreached, columns = counts["unreached"], counts["boundary"]
     return replace(found, embed_params=embed_params, unreached_params=unreached, boundary_columns=columns)

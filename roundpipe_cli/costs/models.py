@@ -198,7 +198,7 @@ def with_stored_count(architecture: Architecture, count: int | None = None, sour
             f"the parameter count is a guess, and so are memory and times: `plan` was not taught the model type "
             f"{architecture.model_type}, and no weights are here to count"
         )
-        return replace(architecture, notes=(note,))
+        return replace(architecture, notes=(*architecture.notes, note))
     blocks = sum(block.params for block in architecture.blocks)
     factor = (count - own + blocks) / blocks
     off = own / count - 1
@@ -207,10 +207,10 @@ def with_stored_count(architecture: Architecture, count: int | None = None, sour
     shown = f"{format_count(count)} parameters by {source}, {format_count(own)} by the configuration ({off:+.0%})"
     if not MIN_SCALE <= factor <= 1 / MIN_SCALE:
         note = f"note: {shown}: the files do not look like this model's, so the parameter count is a guess"
-        return replace(architecture, is_guess=True, notes=(note,))
+        return replace(architecture, is_guess=True, notes=(*architecture.notes, note))
     note = f"note: {shown}: blocks are scaled to the former; times and activations of such blocks are a guess"
     scaled = tuple(block.scaled(factor) for block in architecture.blocks)
-    return replace(architecture, blocks=scaled, is_guess=False, notes=(note,))
+    return replace(architecture, blocks=scaled, is_guess=False, notes=(*architecture.notes, note))
 
 
 def parse_config(config: dict[str, Any], *, name: str, source: str) -> Architecture:
@@ -238,7 +238,7 @@ def parse_config(config: dict[str, Any], *, name: str, source: str) -> Architect
         num_key_value_heads=reader.number("num_key_value_heads") or (1 if config.get("multi_query") else heads),
         head_dim=reader.number("head_dim") or hidden // heads,
         intermediate_size=(experts and reader.number("moe_intermediate_size")) or _dense_width(reader),
-        num_experts_per_tok=max(1, reader.number("num_experts_per_tok")) if experts else 0,
+        num_experts_per_tok=min(experts, reader.number("num_experts_per_tok")),
         gated_mlp=model_type not in _TWO_MATRIX_MLP,
         qk_norm=model_type in _QK_NORM,
         vocab_size=vocab,
@@ -251,7 +251,20 @@ def parse_config(config: dict[str, Any], *, name: str, source: str) -> Architect
         is_guess=not is_known,
     )
     num_layers = reader.positive("num_hidden_layers")
-    return replace(shape, blocks=tuple(_block(reader, shape, index) for index in range(num_layers)))
+    return noting_all_experts(replace(shape, blocks=tuple(_block(reader, shape, index) for index in range(num_layers))))
+
+
+def noting_all_experts(architecture: Architecture) -> Architecture:
+    """The same; with all experts computing every token, and a note, where it has experts and nothing says how many."""
+    experts = max((block.num_experts for block in architecture.blocks), default=0)
+    if not experts or architecture.num_experts_per_tok:
+        return architecture
+    names = ", ".join(SIZE_NAMES["num_experts_per_tok"][:3])
+    note = (
+        f"the configuration does not say how many of {experts} experts compute a token ({names}, ...): times and "
+        "activations are a guess, for all of them"
+    )
+    return replace(architecture, num_experts_per_tok=experts, notes=(*architecture.notes, note))
 
 
 class _Reader:
@@ -300,7 +313,7 @@ def _block(reader: _Reader, shape: Architecture, index: int) -> Block:
         shared = reader.number("shared_expert_intermediate_size")
         shared = shared or reader.number("n_shared_experts") * reader.number("moe_intermediate_size")
         expert, rest = column * shape.intermediate_size, hidden * experts + column * shared
-        mlp, active = experts * expert + rest, reader.number("num_experts_per_tok") * expert + rest
+        mlp, active = experts * expert + rest, (shape.num_experts_per_tok or experts) * expert + rest
     return Block(
         attention_params=2 * hidden * (query + key_value),
         mlp_params=mlp,

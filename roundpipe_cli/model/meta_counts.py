@@ -164,8 +164,9 @@ def _kinds(block: Iterable[tuple[str, Any]], figures: Mapping[str, Any], prefix:
 def _figures_of(text: Any, model: Any, blocks_path: str) -> dict[str, Any]:
     """Whole numbers of the language model's configuration; the largest of a list."""
     figures: dict[str, Any] = {"model_type": str(getattr(text, "model_type", "") or model.config.model_type)}
+    places = (text, _attribute(text, "ffn_config"))  # dbrx has its experts there
     for key, names in _FIGURES.items():
-        if value := next(filter(None, (_whole(_attribute(text, name)) for name in names)), 0):
+        if value := next(filter(None, (_whole(_attribute(place, name)) for place in places for name in names)), 0):
             figures[key] = value
     latent = [_whole(_attribute(text, name)) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
     if all(latent):  # queries and keys are wider than values: products with both, on average

@@ -108,7 +108,7 @@ def _as_built(found: FoundConfig, counts: Mapping[str, Any]) -> Architecture:
             f"note: the LM head is counted as the embedding, as transformers takes it where config.json says nothing; "
             f"one that the files hold beside it adds {format_count(counts['shared'])} parameters"
         )
-        architecture = replace(architecture, notes=(note,))
+        architecture = replace(architecture, notes=(*architecture.notes, note))
     count, source = _stored_count(found, architecture.tied)
     if count is not None and abs(architecture.parameters / count - 1) > MAX_COUNT_ERROR:
         held, own = format_count(count), format_count(architecture.parameters)

@@ -26,6 +26,7 @@ from roundpipe_cli.train.checkpoint.output_dir import (
 from roundpipe_cli.train.checkpoint.reading import load_newest
 from roundpipe_cli.train.checkpoint.resume import (
     as_decided,
+    check_more_is_possible,
     check_not_past_end,
     check_state,
     check_unchanged,
@@ -85,7 +86,7 @@ def run_finetune(
             if not list_checkpoints(output_dir):
                 raise no_checkpoint(output_dir, f"a result without {', '.join(missing)}, and nothing named step-*")
         finished = nodes.from_first(held.state is RunState.FINISHED and not missing)
-        if nodes.from_first(finished and not may_ask_for_more(output_dir, recipe)):
+        if nodes.from_first(finished and not may_ask_for_more(output_dir, loaded)):
             tell(Notice(f"this run is finished: the result is in {output_dir}; nothing was changed"))
             return
         checkpoint = None
@@ -128,6 +129,7 @@ def run_finetune(
             )
             if checkpoint is not None:
                 if finished and (why := is_complete(checkpoint, recipe, trainer.num_steps)):
+                    check_more_is_possible(checkpoint, recipe, why)
                     tell(Notice(f"this run is finished: {why}; the result is in {output_dir}; nothing was changed"))
                     return
                 check_not_past_end(checkpoint, trainer.num_steps)

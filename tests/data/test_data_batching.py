@@ -94,6 +94,38 @@ def test_a_step_depends_on_the_saved_position_alone(packing: bool, weights: tupl
         assert sorted(seen) == sorted(expected.tolist())
 
 
+@pytest.mark.parametrize("packing", [False, True])
+def test_steps_are_counted_from_any_position_with_any_number_of_rows(packing: bool) -> None:
+    """A run may continue with another number of rows a step: from where it is, its last epoch still ends whole."""
+    sampler, places = long_sampler(packing), []
+    for _ in range(sampler.num_steps(2)):
+        places.append(sampler.position)
+        sampler.next_step()
+    packer = Packer(LENGTHS, 300, seed=1, shuffle=True) if packing else None
+    others = [BatchSampler(sampler.mix, 2, count, packer) for count in (25, 50, 133)]
+    for place in places[:: len(places) // 7]:
+        for other in others:
+            left = other.num_steps(2, place)
+            other.seek(place)
+            for _ in range(left):
+                assert other.position.epoch < 2
+                other.next_step()
+            assert other.position == Position(2)
+            assert (other.num_steps(1, place) < 0) == (place.epoch > 0 and not place.starts_epoch)
+    assert others[1].num_steps(1, Position(3)) == -(others[1].num_steps(3) - others[1].num_steps(1))
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_position_is_the_one_after_its_epochs(packing: bool) -> None:
+    sampler = long_sampler(packing)
+    for _ in range(sampler.num_steps(2)):
+        place, done = sampler.position, sampler.epochs_done
+        assert sampler.position_after(done) == place
+        sampler.seek(place)
+        sampler.next_step()
+    assert sampler.position_after(0.5 + 1e-9).epoch == 0 and sampler.position_after(2.0) == Position(2)
+
+
 def test_packed_epochs_are_counted_one_by_one() -> None:
     """Each epoch packs other rows together, so that their numbers of sequences may differ."""
     packer = Packer(LENGTHS[:5000], 110, seed=1, shuffle=True)

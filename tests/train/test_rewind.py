@@ -180,10 +180,15 @@ def recipe_of(**values: Any) -> Any:
         ({}, {}, False),
         ({"num_train_epochs": 3}, {"num_train_epochs": 6}, True),
         ({"max_steps": 9}, {"max_steps": 18}, True),
-        ({"max_steps": 9}, {"max_steps": 5}, False),
+        ({"max_steps": 9}, {"max_steps": 5}, True),
         ({"max_steps": 9}, {"max_steps": None}, True),
         ({"early_stopping_patience": 2}, {"early_stopping_patience": 4}, True),
-        ({"learning_rate": 1e-4}, {"learning_rate": 2e-4}, False),
+        ({"max_steps": None}, {"max_steps": 5}, True),
+        ({"learning_rate": 1e-4}, {"learning_rate": 2e-4}, True),  # which is refused, as for a run that was stopped
+        ({"packing": True}, {"packing": "auto"}, False),  # decided once
+        ({"save_steps": 5}, {"save_steps": 7}, False),  # free to change
+        ({}, {"resume_from_checkpoint": "auto"}, False),
+        ({}, {"resume_from_checkpoint": "out/step-00000004"}, True),
     ],
     ids=str,
 )
@@ -191,13 +196,14 @@ def recipe_of(**values: Any) -> Any:
 def test_a_finished_run_is_continued_where_the_recipe_grew(
     tmp_path: Path, old: dict[str, Any], new: dict[str, Any], more: bool, where: str
 ) -> None:
-    from roundpipe_cli.recipe.load import resolved_yaml
+    from roundpipe_cli.recipe.load import LoadedRecipe, resolved_yaml
 
     if where == "checkpoint":
         save_groups(tmp_path, 9, {"masters": {"w": torch.ones(1)}}, {"recipe": plain_data(recipe_of(**old))}, keep=2)
     else:  # its checkpoints were deleted
         (tmp_path / "recipe.yaml").write_text(resolved_yaml(recipe_of(**old)))
-    assert may_ask_for_more(tmp_path, recipe_of(**new)) is more
+    loaded = LoadedRecipe(recipe_of(**new), tmp_path / "recipe.yaml", tmp_path, ())
+    assert may_ask_for_more(tmp_path, loaded) is more
 
 
 def test_what_is_left_after_a_checkpoint() -> None:

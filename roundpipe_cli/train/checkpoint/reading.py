@@ -22,7 +22,7 @@ from roundpipe_cli.train.checkpoint.manifest import (
     read_records,
     verify_files,
 )
-from roundpipe_cli.train.checkpoint.output_dir import STEP_FOLDER, list_checkpoints, no_checkpoint
+from roundpipe_cli.train.checkpoint.output_dir import SET_ASIDE_FOLDER, STEP_FOLDER, list_checkpoints, no_checkpoint
 
 FORMAT_NAME = "roundpipe-checkpoint"
 FORMAT_VERSION = 1
@@ -54,7 +54,7 @@ def load_newest(output_dir: Path, path: Path | None = None, warn: Say | None = N
         NoCheckpointError: none there, none valid, or one was written by a newer release.
     """
     if path is not None:
-        match = STEP_FOLDER.match(path.name)
+        match = STEP_FOLDER.match(path.name) or SET_ASIDE_FOLDER.match(path.name)
         candidates = [(int(match.group(1)), path)] if match and os.path.lexists(path) else []
     else:
         candidates = list_checkpoints(output_dir)

@@ -22,7 +22,7 @@ from roundpipe_cli.recipe.schema import DEFAULT_LEARNING_RATES, DatasetConfig, R
 from roundpipe_cli.recipe.strict_yaml import MAX_BYTES, Place, parse_bytes
 from roundpipe_cli.regular_files import read_regular
 from roundpipe_cli.train.checkpoint.manifest import STATE_NAME, peek
-from roundpipe_cli.train.checkpoint.output_dir import list_checkpoints
+from roundpipe_cli.train.checkpoint.output_dir import list_checkpoints, named_checkpoint
 from roundpipe_cli.train.checkpoint.reading import Checkpoint
 from roundpipe_cli.train.prepare.devices import threads_per_worker
 from roundpipe_cli.train.prepare.setup import Setup
@@ -144,8 +144,11 @@ def as_decided(loaded: LoadedRecipe, saved: Mapping[str, Any]) -> LoadedRecipe:
     return replace(loaded, recipe=replace(loaded.recipe, **found))
 
 
-def may_ask_for_more(output_dir: Path, recipe: Recipe) -> bool:
-    """Whether the recipe may have more steps than the finished run in `output_dir`; a look at small files only."""
+def may_ask_for_more(output_dir: Path, loaded: LoadedRecipe) -> bool:
+    """Whether there may be something to do for the finished run in `output_dir`: the recipe has more steps, names the
+    checkpoint to go back to, or is another one, which is refused. A look at small files only."""
+    if named_checkpoint(loaded.recipe) is not None:
+        return True
     metas = [peek(folder) for _, folder in list_checkpoints(output_dir)]
     old: Any = next((meta["recipe"] for meta in metas if meta and isinstance(meta.get("recipe"), dict)), None)
     if old is None:
@@ -154,13 +157,15 @@ def may_ask_for_more(output_dir: Path, recipe: Recipe) -> bool:
             old = parse_bytes(read_regular(path, MAX_BYTES), str(path)).data
         except (OSError, RefusedError):
             return False
-    new = plain_data(recipe)
     if not isinstance(old, dict):
         return False
+    new = plain_data(as_decided(loaded, old).recipe)
     pairs = [(old[key], new[key]) for key in GROWING_KEYS if key in old]
     longer = any(before != now and (before is None or _grew(before, now)) for before, now in pairs)
+    if longer or any(not was_off(key, value) for key, value, _ in _recipe_changes(old, new)):
+        return True
     before, now = old.get("early_stopping_patience"), new["early_stopping_patience"]
-    return longer or (type(before) is int and now is not None and now > before)  # null: the command has no such key
+    return type(before) is int and now is not None and now > before  # null: the command has no such key
 
 
 def is_complete(checkpoint: Checkpoint, recipe: Recipe, num_steps: int) -> str | None:
@@ -172,6 +177,19 @@ def is_complete(checkpoint: Checkpoint, recipe: Recipe, num_steps: int) -> str |
     if patience is not None and num_worse >= patience:
         return "it stopped early; a larger early_stopping_patience continues it"
     return None
+
+
+def check_more_is_possible(checkpoint: Checkpoint, recipe: Recipe, why: str) -> None:
+    """Raise a RefusedError where the recipe asks for more steps of a finished run, and nothing is left: `why`."""
+    old: Mapping[str, Any] = checkpoint.meta["recipe"]
+    if grown := [key for key in GROWING_KEYS if (getattr(recipe, key) or 0) > (old.get(key) or math.inf)]:
+        has_limit = recipe.max_steps is not None and "max_steps" not in grown
+        raise RefusedError(
+            f"{' and '.join(grown)} ask for more than the finished run has, and nothing is left to train",
+            where=" and ".join(grown),
+            found=why,
+            hint=f"max_steps: {recipe.max_steps} ends the run, whatever num_train_epochs says" if has_limit else None,
+        )
 
 
 def check_not_past_end(checkpoint: Checkpoint, num_steps: int) -> None:
@@ -249,7 +267,7 @@ def check_unchanged(saved: Mapping[str, Any], setup: Setup, allowed: Sequence[st
     """
     problems = []
     old_recipe = _with_newer_keys(saved["recipe"])
-    changes = [*_changed_keys(old_recipe, plain_data(setup.recipe))]
+    changes = _recipe_changes(saved["recipe"], plain_data(setup.recipe))
     for key, name, now in (
         ("datasets (content)", "data_hash", setup.dataset.content_hash),
         ("tokenizer", "tokenizer_hash", tokenizer_hash(setup.tokenizer)),
@@ -304,6 +322,11 @@ def _with_newer_keys(saved: Mapping[str, Any]) -> Any:
     if isinstance(entries, list):
         filled["datasets"] = [_filled(entry, of_rows) for entry in entries]
     return filled
+
+
+def _recipe_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """(dotted key, old, new) of what differs between a checkpoint's recipe and the recipe now, and is not free."""
+    return [*_changed_keys(_with_newer_keys(old), new)]
 
 
 def short_json(value: Any) -> str:
