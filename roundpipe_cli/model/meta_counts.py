@@ -149,7 +149,8 @@ def _kinds(block: Iterable[tuple[str, Any]], figures: Mapping[str, Any], prefix:
         listed = re.search(r"(^|\.)experts\.(\d+)\.", inside)
         if _IN_EXPERTS.search(inside):
             routed += count
-            num_experts = max(num_experts, int(listed[2]) + 1 if listed else parameter.shape[0])
+            stacked = parameter.shape[0] if parameter.dim() > 2 else figures.get("num_experts", parameter.shape[0])
+            num_experts = max(num_experts, int(listed[2]) + 1 if listed else stacked)
         elif parameter.dim() < 2:
             rest += count
         elif _IN_MLP.search(inside):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 from dataclasses import replace
@@ -20,7 +21,7 @@ from roundpipe_cli.costs.block_work import block_work
 from roundpipe_cli.costs.exact_counts import EXACT_TYPES, is_counted_exactly
 from roundpipe_cli.costs.find_model import built_architecture, find_config, shipped_figures
 from roundpipe_cli.costs.hardware import parse_hardware
-from roundpipe_cli.costs.models import TIED_BY_DEFAULT, Architecture
+from roundpipe_cli.costs.models import Architecture, TIED_BY_DEFAULT, parse_config
 from roundpipe_cli.costs.settings import TrainingSettings
 from roundpipe_cli.errors import RefusedError
 from roundpipe_cli.model import meta_counts
@@ -30,7 +31,7 @@ from roundpipe_cli.model.meta_counts import NotBuiltError, count_on_meta, counts
 from roundpipe_cli.planning.predict import make_plan
 from roundpipe_cli.planning.question import counted_architecture
 from roundpipe_cli.recipe.load import load_recipe
-from tests.support.every_type import tiny_config_of
+from tests.support.every_type import NoTinyConfigError, causal_types, tiny_config_of
 from tests.support.wrappers import tiny_wrapper
 
 STAGES = ("pipeline.forward_stages=[[0,2]]", "pipeline.backward_stages=[[3,4],[0,2]]")
@@ -239,3 +240,50 @@ def _write_weights(folder: Path) -> list[str]:
     weights = {name: torch.zeros(p.shape, dtype=p.dtype) for name, p in model.named_parameters()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return list(weights)
+
+
+METHODS = [TrainingSettings(max_seq_length=128, method=method) for method in ("lora", "full")]
+
+
+def costs_of(architecture: Architecture) -> None:
+    for settings in METHODS:
+        analytic_costs(architecture, settings, parse_hardware("2x4090,host_memory_gib=1000"))
+
+
+@pytest.mark.parametrize("model_type", ["dbrx", "qwen3_moe"])
+def test_experts_of_unknown_number_per_token_are_a_guess(tmp_path: Path, model_type: str) -> None:
+    """Story: `plan` divided by zero where experts had a number, and those of a token had none under a known name."""
+    folder, _ = put_model(tmp_path, model_type)
+    counts = counts_of(folder, "here")
+    exact = built_architecture(counts, name="here", source="a test")
+    costs_of(exact)
+    assert exact.num_experts_per_tok == 2 and not exact.notes
+    guessed = built_architecture(
+        {key: value for key, value in counts.items() if key != "num_experts_per_tok"}, name="here", source="a test"
+    )
+    costs_of(guessed)
+    most = max(block.num_experts for block in guessed.blocks)
+    assert guessed.num_experts_per_tok == most > 2
+    assert [f"how many of {most} experts" in note for note in guessed.notes] == [True]
+
+
+@pytest.mark.parametrize("missing", ["num_experts_per_tok", "moe_intermediate_size", "num_key_value_heads", "head_dim"])
+def test_a_configuration_without_a_figure_is_counted_or_refused(missing: str) -> None:
+    config = {**shipped_figures()["Qwen/Qwen3-30B-A3B"]}
+    assert config.pop(missing)
+    architecture = parse_config(config, name="here", source="a test")
+    costs_of(architecture)
+    assert bool(architecture.notes) == (missing == "num_experts_per_tok")
+
+
+@pytest.mark.sweep
+def test_every_type_is_planned_or_refused(tmp_path: Path) -> None:
+    """By the configuration alone, and by the model that is built of it; never by an error of ours."""
+    planned = 0
+    for model_type in causal_types():
+        with contextlib.suppress(NoTinyConfigError, RefusedError):
+            folder, _ = put_model(tmp_path, model_type)
+            costs_of(built_architecture(counts_of(folder, "here"), name="here", source="a test"))
+            planned += 1
+            costs_of(parse_config(json.loads((folder / "config.json").read_text()), name="here", source="a test"))
+    assert planned > 150
