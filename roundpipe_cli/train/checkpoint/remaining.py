@@ -1,4 +1,4 @@
-"""What is left of a run that continues: the place of its rows, and its steps to the end.
+"""Place in the data and steps to the end of a run that continues, whose steps may have other rows than before.
 
 Steps count rows, and how many rows a step has may change where the user allows it. So the steps done stay as many as
 they are, and the steps to come are counted from the place in the data to the end of the last epoch.
@@ -33,7 +33,7 @@ class Remaining:
 
 
 def remaining(checkpoint: Checkpoint | None, setup: Setup, sampler: BatchSampler) -> Remaining:
-    """What is left after a checkpoint, or, with None, of a run that begins."""
+    """Place and steps to the end after a checkpoint, or, with None, of a run that begins."""
     recipe = setup.recipe
     if checkpoint is None:
         return Remaining(0, Position(), num_steps_of(recipe, sampler))
