@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -33,6 +34,8 @@ LIST_TEXT = re.compile(r"\s*(array\()?[\[{]")
 PYTHON_TEXT = re.compile(r"\s*(array\()?[\[(]*\{'")
 """The beginning of a list of objects as Python prints it, for instance pandas into a CSV file."""
 SHORT_ID = re.compile("[A-Za-z0-9]{9}")
+ARGUMENT_KEYS = ("arguments", "parameters", "input")
+"""Keys of a call with its arguments: OpenAI's, Llama's and Anthropic's."""
 
 
 def read_calls(value: object, field: str) -> list[dict[str, Any]]:
@@ -43,16 +46,23 @@ def read_calls(value: object, field: str) -> list[dict[str, Any]]:
         function = call.get("function", call)
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise unfit(f"{field} has a call without a name", call, "function.name")
-        arguments = function.get("arguments", {})
-        if isinstance(arguments, str):
-            arguments = _parsed(arguments, f"{field}: the arguments")
-        if not isinstance(arguments, Mapping):
-            raise unfit(f"{field}: the arguments are no object", arguments, "an object")
-        made = {"type": "function", "function": {"name": function["name"], "arguments": _plain(arguments, field)}}
+        arguments = _arguments(function, f"{field}: the arguments")
+        made = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
         if isinstance(call.get("id"), str):
             made["id"] = call["id"]
         calls.append(made)
     return calls
+
+
+def _arguments(function: Mapping[str, Any], field: str) -> dict[str, Any]:
+    """An object, or the text of one. Clients write none as an empty text, as null or, in PHP, as an empty list."""
+    value = from_json_text(next((function[key] for key in ARGUMENT_KEYS if key in function), None), field)
+    if value is None or value == []:
+        return {}
+    if not isinstance(value, Mapping):
+        raise unfit(f"{field} are no object", value, "an object")
+    made: dict[str, Any] = _plain(value, field)
+    return made
 
 
 def read_called(value: object, field: str) -> tuple[str, list[dict[str, Any]]]:
@@ -137,6 +147,8 @@ def _plain(value: object, field: str) -> Any:
         return [_plain(item, field) for item in value]
     if isinstance(value, str):
         check_text(value, field)
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise BadRowError(f"{field}: JSON has no such number", found=str(value), expected="a finite number, or null")
     elif value is not None and not isinstance(value, (bool, int, float)):
         raise unfit(f"{field} holds something that is not JSON", value)
     return value

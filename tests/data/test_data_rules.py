@@ -193,6 +193,46 @@ def test_a_thought_before_a_function_call_is_kept(tmp_path: Path) -> None:
     assert shown == "<s>user\nx</s>\n<s>assistant\n[[<think>hm</think>add{}</s>]]\n"
 
 
+@pytest.mark.parametrize("given", [{}, *({"arguments": none} for none in ("", " ", None, "null", [], "{}"))])
+def test_calls_without_arguments_have_an_empty_object(tmp_path: Path, given: dict[str, Any]) -> None:
+    """Story: OpenAI's clients write an empty text for a tool without parameters, which was refused."""
+    forms: list[dict[str, Any]] = [
+        {"tool_calls": [{"function": {"name": "add", **given}}]},
+        {"tool_calls": [{"name": "add", **given}]},
+        {"function_call": {"name": "add", **given}},
+    ]
+    for form in forms:
+        turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", **form}]
+        shown = read(tmp_path / "x.jsonl", [{"messages": turns}], template=CALLS)[1]
+        assert shown == "<s>user\nx</s>\n<s>assistant\n[[add{}</s>]]\n"
+
+
+@pytest.mark.parametrize("key", ["arguments", "parameters", "input"])
+def test_arguments_under_other_names_are_not_lost(tmp_path: Path, key: str) -> None:
+    """Story: Llama's own form of a call was trained as a call without arguments."""
+    turns = [
+        {"from": "human", "value": "x"},
+        {"from": "function_call", "value": json.dumps({"name": "add", key: {"a": 1}})},
+    ]
+    shown = read(tmp_path / "x.jsonl", [{"conversations": turns}], template=CALLS)[1]
+    assert shown == '<s>user\nx</s>\n<s>assistant\n[[add{"a": 1}</s>]]\n'
+
+
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
+def test_arguments_and_tools_with_a_number_that_json_lacks_are_bad_rows(tmp_path: Path, number: str) -> None:
+    """Story: Python reads and writes `NaN`, so the model learnt a call that no other program can read."""
+    user = '{"role": "user", "content": "x"}'
+    for arguments in (f'{{"a": [{number}]}}', json.dumps(f'{{"a": {number}}}')):
+        call = f'{{"role": "assistant", "content": "", "tool_calls": [{{"name": "add", "arguments": {arguments}}}]}}'
+        (tmp_path / "x.jsonl").write_text(f'{{"messages": [{user}, {call}]}}')
+        with pytest.raises(RefusedError, match="JSON has no such number"):
+            build_dataset(DataSettings((DatasetSpec(str(tmp_path / "x.jsonl")),), 1000), byte_tokenizer(template=CALLS))
+    tools = f'[{{"name": "add", "parameters": {{"minimum": {number}}}}}]'
+    (tmp_path / "x.jsonl").write_text(f'{{"prompt": "x", "completion": "y", "tools": {tools}}}')
+    with pytest.raises(RefusedError, match="JSON has no such number"):
+        build_dataset(DataSettings((DatasetSpec(str(tmp_path / "x.jsonl")),), 1000), byte_tokenizer(template=CALLS))
+
+
 NULLS = {"a": None, "of": [None, {"b": None}]}
 NULL_TOOL = {"name": "add", "parameters": {"type": "object", "default": None}}
 ALL_OF_TOOLS = CALLS.replace("t.function.name", "t.function | tojson")
