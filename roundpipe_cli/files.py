@@ -12,8 +12,10 @@ import errno
 import hashlib
 import os
 import shutil
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from roundpipe_cli.errors import RefusedError, ResourceError
 from roundpipe_cli.units import format_bytes
@@ -42,6 +44,7 @@ def shared_mode(mode: int) -> int:
 
 
 _CHUNK_BYTES = 8 * 1024**2
+_TELL_S = 0.25
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -260,3 +263,46 @@ def sha256_of(path: Path) -> str:
         while num_read := file.readinto(buffer):
             digest.update(buffer[:num_read])
     return digest.hexdigest()
+
+
+def digests_of(
+    paths: Sequence[Path], new: Callable[[], Any], progress: Callable[[float], None] = lambda share: None
+) -> list[str | OSError]:
+    """The hexadecimal digest of each file, or the error of reading it; files are read side by side, one a core.
+
+    Args:
+        new: makes an empty digest of `hashlib`.
+        progress: is told the share of all bytes that has been read, in this thread.
+    """
+    from concurrent.futures import ThreadPoolExecutor, wait  # which takes 9 ms to import, and few commands need it
+
+    sizes, num_read, stopped = [_size_of(path) for path in paths], [0] * len(paths), threading.Event()
+
+    def digest_of(index: int) -> str | OSError:
+        digest, buffer = new(), memoryview(bytearray(_CHUNK_BYTES))
+        try:
+            with paths[index].open("rb", buffering=0) as file:
+                while not stopped.is_set() and (count := file.readinto(buffer)):
+                    digest.update(buffer[:count])  # which releases the interpreter's lock
+                    num_read[index] += count
+        except OSError as error:
+            return error
+        return str(digest.hexdigest())
+
+    largest_first = sorted(range(len(paths)), key=lambda index: -sizes[index])
+    with ThreadPoolExecutor(max(1, min(len(paths), len(os.sched_getaffinity(0))))) as pool:
+        try:
+            futures = {index: pool.submit(digest_of, index) for index in largest_first}
+            while wait(futures.values(), _TELL_S).not_done:
+                progress(sum(num_read) / max(1, sum(sizes)))
+        finally:
+            stopped.set()
+    progress(1.0)
+    return [futures[index].result() for index in range(len(paths))]
+
+
+def _size_of(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0

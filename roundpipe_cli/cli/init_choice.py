@@ -7,7 +7,7 @@ import re
 import shlex
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -25,7 +25,7 @@ from roundpipe_cli.costs.machine import MAX_PARAMETERS_ON_CPU, is_large_for_cpu
 from roundpipe_cli.costs.models import Architecture
 from roundpipe_cli.costs.settings import DType, TrainingSettings
 from roundpipe_cli.data.formats import decide_format, find_pair_columns
-from roundpipe_cli.data.rows import BadRowError, DatasetSpec, in_chunks, printable
+from roundpipe_cli.data.rows import BadRowError, DatasetSpec, RawRow, in_chunks, printable
 from roundpipe_cli.errors import RefusedError, RoundpipeError
 from roundpipe_cli.planning.answers import Answers
 from roundpipe_cli.planning.fitting_recipe import fitting_recipe
@@ -205,7 +205,7 @@ def look_at_rows(data: str, folder: Path) -> tuple[bool | None, str]:
     Raises:
         RefusedError: `data` would refuse the rows of a file, whatever the objective.
     """
-    from roundpipe_cli.data.sources import find_sources
+    from roundpipe_cli.data.sources import find_sources, no_rows
 
     sources: list[Source] = []
     try:
@@ -214,13 +214,18 @@ def look_at_rows(data: str, folder: Path) -> tuple[bool | None, str]:
         if (folder / named_path(data)).exists():  # otherwise the rows may come later
             raise
     known: dict[bool, str] = {}
-    unknown = [source.name for source in sources[LOOKED_AT:]]
+    unknown, num_empty = [source.name for source in sources[LOOKED_AT:]], 0
     for source in sources[:LOOKED_AT]:
-        pairs = _are_pairs(source)
-        if pairs is None:
+        read = _first_rows(source)
+        pairs = _are_pairs(source, read or [])
+        if read is not None and not read:
+            num_empty += 1
+        elif pairs is None:
             unknown.append(source.name)
         else:
             known.setdefault(pairs, source.name)
+    if sources and num_empty == len(sources):
+        raise no_rows(sources)
     if len(known) == 2:
         what, found = "files with and without preference pairs", f"pairs in {known[True]}, none in {known[False]}"
         raise RefusedError(f"{what} cannot be trained together", where=data, found=found, hint="a recipe for each kind")
@@ -232,17 +237,21 @@ def look_at_rows(data: str, folder: Path) -> tuple[bool | None, str]:
     return None, f"Nothing is known of the rows of {what}: {after}; preference pairs need `init --objective`."
 
 
-def _are_pairs(source: Source) -> bool | None:
-    """Whether the first rows are preference pairs; None where they cannot be read without a network.
+def _first_rows(source: Source) -> list[RawRow] | None:
+    """None where they cannot be read, or not without a network."""
+    try:
+        return next(in_chunks(source.rows()), []) if source.file is not None else None
+    except (OSError, ValueError):  # another command says what is wrong
+        return None
+
+
+def _are_pairs(source: Source, read: Sequence[RawRow]) -> bool | None:
+    """Whether these first rows are preference pairs; None without rows.
 
     Raises:
         RefusedError: `data` would refuse them all.
     """
     spec = source.spec
-    try:
-        read = next(in_chunks(source.rows()), []) if source.file is not None else []
-    except (OSError, ValueError):  # another command says what is wrong
-        return None
     rows = [row for row in read if row.fault is None][:LOOKED_AT]
     faults = [replace(row.fault, where=source.where(row.number)) for row in read if row.fault is not None]
     if faults and not rows:

@@ -149,6 +149,8 @@ def length_of(loaded: LoadedRecipe, obstacle: str | None = None, bytes_per_token
             if recipe.max_steps is not None:
                 return RunLength(recipe.max_steps, f"max_steps{how}", is_packed, line)
             return RunLength(None, f"the rows of {entry.path} cannot be counted here", is_packed, line)
+        if found.is_exact and not found.num_rows:
+            return RunLength(None, f"{entry.path} has no rows, which `finetune` refuses")
         counts.append(found)
     total = sum(count.num_rows for count in counts)
     share = 1 - held_out_count(total, recipe.val_set_size) / max(1, total)

@@ -33,8 +33,8 @@ from roundpipe_cli.data.rows import (
     in_chunks,
     listed,
 )
-from roundpipe_cli.data.shards import DamageError, Shard, ShardWriter, load_shard
-from roundpipe_cli.data.sources import Source, find_sources
+from roundpipe_cli.data.shards import DamageError, Shard, ShardWriter, load_shards
+from roundpipe_cli.data.sources import Source, find_sources, fingerprint, no_rows
 from roundpipe_cli.data.tokenized import TokenizedDataset, TokenizedRows
 from roundpipe_cli.data.turns import TurnEnds
 from roundpipe_cli.errors import Problem, RefusedError
@@ -51,19 +51,16 @@ LIBRARIES = ("transformers", "tokenizers", "jinja2", "datasets", "pyarrow")
 
 
 def shard_key(source: Source, settings: DataSettings, tokenizer_digest: str, templates: Sequence[str | None]) -> str:
-    """Name of the source's shard in the cache.
+    """Name of the source's shard in the cache; its `content` is set.
 
     Args:
         templates: for rows without tools, and with them.
-
-    Raises:
-        RefusedError: a hub dataset cannot be loaded.
     """
     parts: Mapping[str, Any] = {
         "tool": __version__,
         "code": reader_digest(),
         "libraries": {name: version(name) for name in LIBRARIES},
-        "content": source.fingerprint(),
+        "content": source.content,
         "name": source.name,
         "slice": [source.cut.start, source.cut.stop],
         "spec": {name: value for name, value in asdict(source.spec).items() if name not in ("path", "split")},
@@ -119,11 +116,10 @@ def build_dataset(
     """
     with EncoderPool(settings, tokenizer, num_workers) as pool:
         builder = _Builder(settings, tokenizer, pool, tell)
-        for spec in settings.datasets:
-            before = builder.num_kept
-            for source in find_sources(spec, settings.folder, settings.offline):
-                builder.add(source)
-            builder.rows_by_spec.append(builder.num_kept - before)
+        entries = [find_sources(spec, settings.folder, settings.offline) for spec in settings.datasets]
+        builder.look_up(list(chain.from_iterable(entries)))
+        for sources in entries:
+            builder.add(sources)
     return builder.finish()
 
 
@@ -139,6 +135,8 @@ class _Builder:
         self._tokenizer_digest = digest_tokenizer(tokenizer)
         self._sources: list[Source] = []
         self._shards: list[Shard] = []
+        self._keys: dict[int, str] = {}
+        self._cached: dict[str, Shard] = {}
         self._num_cached = 0
         self._ends: TurnEnds | None = None
         self._vocabulary = max([len(tokenizer), *(token_id + 1 for token_id in tokenizer.get_vocab().values())])
@@ -149,39 +147,54 @@ class _Builder:
     def num_kept(self) -> int:
         return sum(shard.report.rows_kept for shard in self._shards)
 
-    def add(self, source: Source) -> None:
-        self._sources.append(source)
-        self._source_notices.extend(source.notices)
-        key = shard_key(source, self._settings, self._tokenizer_digest, self._pool.templates)
-        shard = self._cached(source, key)
-        if shard is not None:
-            self._num_cached += 1
-        else:
-            shard = self._make_shard(source, key)
-        self._shards.append(shard)
+    def look_up(self, sources: Sequence[Source]) -> None:
+        """Find the tokens of all sources that are in the cache. No child may be forked while the threads of it run."""
 
-    def _cached(self, source: Source, key: str) -> Shard | None:
         def progress(share: float) -> None:
-            self._tell_now_and_then(f"checking the cached tokens of {source.name}: {100 * share:.0f} %")
+            self._tell_now_and_then(f"checking the cached tokens: {100 * share:.0f} %")
 
-        try:
-            return load_shard(key, self._vocabulary, progress)
-        except DamageError as damage:
-            self._source_notices.append(f"the cached tokens of {source.name} are damaged ({damage}): made again")
-            return None
+        fingerprint(sources)
+        for source in sources:
+            self._keys[id(source)] = shard_key(source, self._settings, self._tokenizer_digest, self._pool.templates)
+        keys = list(self._keys.values())
+        for source, key, found in zip(sources, keys, load_shards(keys, self._vocabulary, progress), strict=True):
+            if isinstance(found, DamageError):
+                self._source_notices.append(f"the cached tokens of {source.name} are damaged ({found}): made again")
+            elif found is not None:
+                self._cached[key] = found
 
-    def _make_shard(self, source: Source, key: str) -> Shard:
+    def add(self, sources: Sequence[Source]) -> None:
+        """Take the rows of an entry of `datasets`.
+
+        Raises:
+            RefusedError: none of its sources has a row.
+        """
+        before, empty = self.num_kept, list[str]()
+        for source in sources:
+            self._source_notices.extend(source.notices)
+            key = self._keys[id(source)]
+            shard = self._cached.get(key)
+            self._num_cached += shard is not None
+            shard = shard or self._make_shard(source, key)
+            if shard is None:
+                empty.append(source.name)
+                continue
+            self._cached[key] = shard
+            self._sources.append(source)
+            self._shards.append(shard)
+        if len(empty) == len(sources):
+            raise no_rows(sources)
+        if empty:
+            self._source_notices.append(f"{len(empty)} of {len(sources)} files have no rows: {listed(empty)}")
+        self.rows_by_spec.append(self.num_kept - before)
+
+    def _make_shard(self, source: Source, key: str) -> Shard | None:
+        """None where the source has no rows."""
         report = SourceReport(source.name)
         chunks = in_chunks(source.rows())
         first = next(chunks, None)
         if first is None:
-            raise RefusedError(
-                "the dataset is empty",
-                where=source.name,
-                found=f"no rows in split `{source.spec.split}`",
-                expected="at least one row",
-                hint="put rows into it, or name another file or split",
-            )
+            return None
         self._ends = self._ends or self._pool.ends()  # before the children start to work
         rows = self._with_format(source, report, chain([first], chunks))
         with ShardWriter(key, 2 if source.spec.pairs else 1) as writer:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import csv
 import gzip
-import hashlib
 import io
 import json
 import os
@@ -157,7 +156,9 @@ def read_file(path: Path, progress: ReadProgress | None = None, txt_rows: str = 
     progress = progress or ReadProgress()
     try:
         progress.num_bytes = path.stat().st_size
-        if suffix in (".jsonl", ".ndjson"):
+        if not progress.num_bytes:  # no kind of file needs a byte to say that it has no rows
+            progress.known_share = 1.0
+        elif suffix in (".jsonl", ".ndjson"):
             yield from _read_jsonl(path, progress)
         elif suffix == ".json":
             yield from _read_json(path, progress)
@@ -167,20 +168,47 @@ def read_file(path: Path, progress: ReadProgress | None = None, txt_rows: str = 
             yield from _read_parquet(path, progress)
         else:
             with _open(path, progress) as file:
-                yield from text_rows(_without_mark(_lines(file, path), path), txt_rows, path)
+                yield from text_rows(_without_mark(_lines(file, path)), txt_rows, path)
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise RefusedError(f"cannot read the dataset: {printable(reason)}", where=str(path)) from error
 
 
+GZIP = b"\x1f\x8b"
+OTHER_KINDS = {
+    **{b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16", b"PAR1": "parquet", b"PK\3\4": "a zip archive or an Excel table"},
+    **{
+        b"(\xb5/\xfd": "compressed by zstd",
+        b"\xfd7zXZ\0": "compressed by xz",
+        b"\x04\x22\x4d\x18": "compressed by lz4",
+    },
+    **dict.fromkeys((b"ARROW1", b"\xff\xff\xff\xff"), "arrow"),
+    b"BZh91AY": "compressed by bzip2",
+}
+"""First bytes of files that are no text, and what they are."""
+
+
+def is_packed(path: Path) -> bool:
+    """Whether it is compressed by gzip, whatever its name says."""
+    with path.open("rb") as file:
+        return file.read(len(GZIP)) == GZIP
+
+
 @contextmanager
 def _open(path: Path, progress: ReadProgress) -> Iterator[IO[bytes]]:
+    """The text of a file, unpacked.
+
+    Raises:
+        RefusedError: it begins as other kinds of files do.
+    """
     with path.open("rb") as raw:
         progress.raw = raw
-        if path.name.lower().endswith(".gz"):
+        if is_packed(path):
             with gzip.open(raw, "rb") as unpacked:
+                _refuse_other_kind(cast("io.BufferedReader", unpacked).peek(8), path)
                 yield cast("IO[bytes]", unpacked)
         else:
+            _refuse_other_kind(raw.peek(8), path)
             yield raw
     progress.known_share = 1.0
 
@@ -199,33 +227,33 @@ def _too_long(path: Path, number: int, what: str) -> RefusedError:
     return RefusedError(
         f"this {what} is too long",
         where=f"{path}:{number}",
-        found=f"more than {format_bytes(MAX_LINE_BYTES)}" + (" unpacked" if path.suffix.lower() == ".gz" else ""),
+        found=f"more than {format_bytes(MAX_LINE_BYTES)}" + (" unpacked" if is_packed(path) else ""),
         expected="rows of a few megabytes at most",
     )
 
 
-def _refuse_utf16(head: bytes, path: Path) -> None:
-    if head.startswith((b"\xff\xfe", b"\xfe\xff")):
+def _refuse_other_kind(head: bytes, path: Path) -> None:
+    found = next((kind for mark, kind in OTHER_KINDS.items() if head.startswith(mark)), None)
+    if found is not None:
+        convert = f"iconv -f UTF-16 -t UTF-8 {path.name} > converted{known_suffix(path) or ''}"
         raise RefusedError(
             "the file is not UTF-8",
             where=str(path),
-            found="UTF-16",
-            expected="UTF-8",
-            hint=f"iconv -f UTF-16 -t UTF-8 {path.name} > converted{known_suffix(path) or ''}",
+            found=found,
+            expected="text in UTF-8, plain or compressed by gzip",
+            hint=convert if found == "UTF-16" else "name it by what it is, or unpack it",
         )
 
 
-def _without_mark(lines: Iterator[bytes], path: Path) -> Iterator[bytes]:
-    """The lines without a byte order mark; those of UTF-16 are refused."""
-    first = next(lines, b"")
-    _refuse_utf16(first, path)
-    yield first.removeprefix(b"\xef\xbb\xbf")
+def _without_mark(lines: Iterator[bytes]) -> Iterator[bytes]:
+    """The lines without a byte order mark."""
+    yield next(lines, b"").removeprefix(b"\xef\xbb\xbf")
     yield from lines
 
 
 def _read_jsonl(path: Path, progress: ReadProgress) -> Iterator[RawRow]:
     with _open(path, progress) as file:
-        for number, line in enumerate(_without_mark(_lines(file, path), path), start=1):
+        for number, line in enumerate(_without_mark(_lines(file, path)), start=1):
             if line.strip():
                 yield _parse_json_line(line.rstrip(b"\r\n"), number)
 
@@ -265,7 +293,6 @@ def _read_json(path: Path, progress: ReadProgress) -> Iterator[RawRow]:
     """A JSON list of rows, or JSON lines under the name `.json`."""
     with _open(path, progress) as file:
         content = _read_whole(file, path)
-    _refuse_utf16(content, path)
     # Broken bytes survive as lone surrogates here, so that they spoil one row and not the file.
     text = content.removeprefix(b"\xef\xbb\xbf").decode("utf-8", errors="surrogateescape")
     start = _skip_space(text, 0)
@@ -283,7 +310,7 @@ def _read_json(path: Path, progress: ReadProgress) -> Iterator[RawRow]:
 
 
 def _read_whole(file: IO[bytes], path: Path) -> bytes:
-    if path.suffix.lower() != ".gz":
+    if not isinstance(file, gzip.GzipFile):
         check_list_size(path)
         return file.read()
     content = file.read(MAX_UNPACKED_BYTES + 1)
@@ -299,7 +326,7 @@ def _read_whole(file: IO[bytes], path: Path) -> bytes:
 
 def check_list_size(path: Path) -> None:
     """Refuse a list of rows that is too large; its bytes and its text are in memory at once, and rows beside them."""
-    if path.suffix.lower() == ".gz":
+    if is_packed(path):
         return
     limit, size = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4, path.stat().st_size
     if size > limit:
@@ -394,7 +421,7 @@ def csv_delimiter(path: Path) -> str:
     fitting = []
     for delimiter in DELIMITERS:
         header, row = _first_records(head, delimiter)
-        if len(header) > 1 and all(map(str.strip, header)) and len(row) in (0, len(header)):
+        if len(header) > 1 and all(map(str.strip, header[1:])) and len(row) in (0, len(header)):
             fitting.append(delimiter)
     return fitting[0] if len(fitting) == 1 else own
 
@@ -412,7 +439,6 @@ def _first_records(head: str, delimiter: str) -> tuple[list[str], list[str]]:
 def _read_csv(path: Path, delimiter: str, progress: ReadProgress) -> Iterator[RawRow]:
     csv.field_size_limit(MAX_LINE_BYTES)  # the module's own limit of 131,072 is shorter than real documents
     with _open(path, progress) as binary, io.TextIOWrapper(binary, "utf-8-sig", "surrogateescape", newline="") as file:
-        _refuse_utf16(cast("io.BufferedReader", binary).peek(4)[:4], path)
         reader = csv.reader(_lines(file, path), delimiter=delimiter, strict=True)
         try:
             header = next(reader, None)
@@ -421,6 +447,7 @@ def _read_csv(path: Path, delimiter: str, progress: ReadProgress) -> Iterator[Ra
             raise RefusedError("the header is not valid CSV", where=f"{path}:1", found=found) from error
         if header is None:
             return
+        header = _named(header)
         _refuse_double_columns(header, f"{path}:1")
         number = reader.line_num + 1
         while True:
@@ -434,6 +461,17 @@ def _read_csv(path: Path, delimiter: str, progress: ReadProgress) -> Iterator[Ra
                 if values:  # an empty line is no row
                     yield _csv_row(header, values, number)
             number = reader.line_num + 1
+
+
+def _named(header: list[str]) -> list[str]:
+    """The header with the names that pandas gives to columns without one, such as its own index."""
+    made = list(header)
+    for index, name in enumerate(header):
+        if not name.strip():
+            made[index] = f"Unnamed: {index}"
+            while made[index] in header:
+                made[index] += ".1"
+    return made
 
 
 def _refuse_double_columns(names: list[str], where: str) -> None:
@@ -465,14 +503,16 @@ def count_rows(path: Path, txt_rows: str = "paragraph") -> RowCount | None:
     """
     suffix, progress = known_suffix(path), ReadProgress()
     try:
+        if not path.stat().st_size:
+            return RowCount(0, 0)
         if suffix == ".parquet":
             return RowCount(_parquet_head(path, COUNT_HEAD_S).num_rows, 0)
         most = MAX_PARSED_BYTES if suffix in (".json", ".csv", ".tsv") else MAX_COUNTED_BYTES
         with _open(path, progress) as file:
-            head, size = file.read(most + 1), path.stat().st_size
+            head, size = file.read(most + 1).removeprefix(b"\xef\xbb\xbf"), path.stat().st_size
             read = cast("IO[bytes]", progress.raw).tell()
         is_whole = len(head) <= most
-        if suffix == ".json" and head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
+        if suffix == ".json" and head.lstrip(b" \t\r\n").startswith(b"["):
             return RowCount(len(json.loads(head)), len(head)) if is_whole else None
         rows = _rows_in(head, path, txt_rows)
     except (OSError, EOFError, ValueError, RecursionError, csv.Error, zlib.error, RefusedError):
@@ -604,15 +644,12 @@ def _refusing_parquet(path: Path, last_row: Callable[[], int]) -> Iterator[None]
         ) from error
 
 
-# SHA-256 of files of rows.
-
-BLOCK_BYTES = 1024**2
 LARGE_BYTES = 1 << 30
 """The first row of larger files is looked at before all of them is."""
 
 
-def digest_file(path: Path, txt_rows: str = "paragraph") -> str:
-    """SHA-256 of a file's bytes. A large file that its size or its first row makes useless is refused at once.
+def refuse_useless(path: Path, txt_rows: str = "paragraph") -> None:
+    """Refuse a large file that its size or its first row makes useless, before all of it is read for its digest.
 
     Raises:
         OSError: it cannot be read.
@@ -623,8 +660,3 @@ def digest_file(path: Path, txt_rows: str = "paragraph") -> str:
             check_list_size(path)
         else:
             next(read_file(path, txt_rows=txt_rows), None)
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(BLOCK_BYTES):
-            digest.update(block)
-    return digest.hexdigest()

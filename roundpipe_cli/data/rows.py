@@ -275,7 +275,7 @@ class SourceReport:
     def unused_text(self) -> str:
         """`id, source (3 of 12 rows)`; empty if all columns are used."""
         return ", ".join(
-            printable(name, 80) + (f" ({count} of {self.rows_read} rows)" if count < self.rows_read else "")
+            (printable(name, 80) or '""') + (f" ({count} of {self.rows_read} rows)" if count < self.rows_read else "")
             for name, count in self.unused_columns.items()
         )
 

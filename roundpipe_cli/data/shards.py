@@ -17,7 +17,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,10 +30,8 @@ from roundpipe_cli.cache import cache_folder, new_folder, prune_cache
 from roundpipe_cli.data.row_chunks import ChunkResult
 from roundpipe_cli.data.rows import SourceReport
 from roundpipe_cli.errors import ResourceError
-from roundpipe_cli.files import sync
+from roundpipe_cli.files import digests_of, sync
 
-BLOCK_BYTES = 16 * 1024**2
-"""Read at a time, to compare a file with its checksum."""
 FOLDER = "tokens"
 SHARD_NAME = "shard.json"
 ARRAYS = {"input_ids.bin": np.int32, "trained.bin": np.bool_, "rows.bin": np.int64, "lengths.bin": np.int64}
@@ -43,26 +41,25 @@ class DamageError(Exception):
     """A file differs from what was written."""
 
 
-def file_sums(folder: Path, progress: Callable[[float], None] = lambda share: None) -> dict[str, str]:
-    """Checksum of each array's file. BLAKE2b: faster than SHA-256 on processors without instructions for that.
-
-    Args:
-        progress: is told the share of all bytes that has been read.
+def file_sums(folder: Path) -> dict[str, str]:
+    """Checksum of each array's file.
 
     Raises:
         OSError: a file cannot be read.
     """
-    num_bytes, num_read = sum((folder / name).stat().st_size for name in ARRAYS), 0
-    sums = {}
-    for name in ARRAYS:
-        digest = hashlib.blake2b(digest_size=32)
-        with (folder / name).open("rb") as file:
-            while block := file.read(BLOCK_BYTES):
-                digest.update(block)
-                num_read += len(block)
-                progress(num_read / num_bytes)
-        sums[name] = digest.hexdigest()
-    return sums
+    return _checked(digests_of([folder / name for name in ARRAYS], _new_sum))
+
+
+def _new_sum() -> Any:
+    """BLAKE2b: faster than SHA-256 on processors without instructions for that."""
+    return hashlib.blake2b(digest_size=32)
+
+
+def _checked(sums: Sequence[str | OSError]) -> dict[str, str]:
+    for found in sums:
+        if isinstance(found, OSError):
+            raise found
+    return dict(zip(ARRAYS, map(str, sums), strict=True))
 
 
 @dataclass(frozen=True)
@@ -161,32 +158,40 @@ class ShardWriter:
         return shard
 
 
-def load_shard(key: str, vocabulary: int, progress: Callable[[float], None]) -> Shard | None:
-    """The shard of that key, every byte of it compared with its checksums; None if it is not there.
+def load_shards(
+    keys: Sequence[str], vocabulary: int, progress: Callable[[float], None] = lambda share: None
+) -> list[Shard | DamageError | None]:
+    """The shard of each key, every byte of it compared with its checksums; None where it is not there.
+
+    One that is not as it was written is removed, and is an error in its place. Files are compared side by side.
 
     Args:
         vocabulary: ids are below it.
-        progress: is told which share has been compared.
-
-    Raises:
-        DamageError: it is not as it was written; it is removed.
+        progress: is told which share of all has been compared.
     """
-    folder = cache_folder(FOLDER) / key
-    if not folder.is_dir():
-        return None
-    try:
-        document = json.loads((folder / SHARD_NAME).read_bytes())
-        content = document["content"]
-        written = {SHARD_NAME: document["checksum"], **content["sums"]}
-        for name, found in {SHARD_NAME: _content_sum(content), **file_sums(folder, progress)}.items():
-            if found != written[name]:
-                raise DamageError(f"{name} is not as it was written")
-        shard = _open(folder, content)
-        if len(shard.input_ids) and not 0 <= shard.input_ids.min() <= shard.input_ids.max() < vocabulary:
-            raise DamageError(f"input_ids.bin: ids outside of a vocabulary of {vocabulary}")
-    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, DamageError) as damage:
-        shutil.rmtree(folder, ignore_errors=True)  # an incomplete shard would block its successor
-        raise DamageError(str(damage)) from damage
+    folders = [cache_folder(FOLDER) / key for key in keys]
+    there = [folder for folder in dict.fromkeys(folders) if folder.is_dir()]
+    sums = digests_of([folder / name for folder in there for name in ARRAYS], _new_sum, progress) if there else []
+    found: dict[Path, Shard | DamageError] = {}
+    for index, folder in enumerate(there):
+        try:
+            found[folder] = _load(folder, _checked(sums[index * len(ARRAYS) : (index + 1) * len(ARRAYS)]), vocabulary)
+        except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, DamageError) as damage:
+            shutil.rmtree(folder, ignore_errors=True)  # an incomplete shard would block its successor
+            found[folder] = DamageError(str(damage))
+    return [found.get(folder) for folder in folders]
+
+
+def _load(folder: Path, sums: Mapping[str, str], vocabulary: int) -> Shard:
+    document = json.loads((folder / SHARD_NAME).read_bytes())
+    content = document["content"]
+    written = {SHARD_NAME: document["checksum"], **content["sums"]}
+    for name, found in {SHARD_NAME: _content_sum(content), **sums}.items():
+        if found != written[name]:
+            raise DamageError(f"{name} is not as it was written")
+    shard = _open(folder, content)
+    if len(shard.input_ids) and int(shard.input_ids.view(np.uint32).max()) >= vocabulary:  # negative ids are large
+        raise DamageError(f"input_ids.bin: ids outside of a vocabulary of {vocabulary}")
     with suppress(OSError):
         os.utime(folder)  # mark it as used
     return shard

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -21,15 +22,17 @@ from roundpipe_cli.data.files import (
     RowCount,
     count_rows,
     csv_delimiter,
-    digest_file,
+    is_packed,
     known_suffix,
     own_delimiter,
     read_file,
+    refuse_useless,
     structs_of,
     table_row,
 )
 from roundpipe_cli.data.rows import DELIMITERS, DatasetSpec, RawRow, printable
 from roundpipe_cli.errors import RefusedError, closest
+from roundpipe_cli.files import digests_of
 from roundpipe_cli.hub.ask import TIMEOUT, Repository, UnreachableError, ask_hub, notice, other_settings
 from roundpipe_cli.regular_files import read_regular, stays_inside, tried_paths
 
@@ -216,6 +219,9 @@ def load_table(spec: DatasetSpec, offline: bool) -> Any:
             builder = datasets.load_dataset_builder(spec.path, spec.name)
             check_files(spec, builder)
             builder.download_and_prepare()
+            found = (builder.info.splits or {}).get(parse_split(spec.split).name)
+            if found is not None and not found.num_examples:  # which `datasets` calls "no data"
+                return datasets.Dataset.from_dict({})
             return builder.as_dataset(split=spec.split)
     except RefusedError:
         raise
@@ -339,6 +345,10 @@ class Source:
     """Notes for the user on how it was chosen."""
     cut: Split = Split("")
     """The file's rows that are read, by its bounds."""
+    content: str = ""
+    """A fingerprint of the whole content, once `fingerprint` has set it."""
+    stamp: tuple[int, int] | None = None
+    """Time and size of the file when its content was read."""
     _table: Any = None
 
     def rows(self) -> Iterator[RawRow]:
@@ -347,33 +357,21 @@ class Source:
             RefusedError: missing, unreadable, or changed while it was read.
         """
         if self.file is not None:
-            before = _stamp(self.file)
+            before = self.stamp or _stamp(self.file)
             is_plain = f"0{self.cut.start}{self.cut.stop}".isdigit()  # else the bounds depend on the number of rows
             count = sys.maxsize if is_plain else _num_rows(self.file, self.spec)
             yield from islice(read_file(self.file, self.progress, self.spec.txt_rows), *self.cut.range(count))
             if _stamp(self.file) != before:
                 raise RefusedError("the file was changed while it was read", where=self.name, hint="start again")
             return
-        table = self._loaded_table()
+        table = self.table()
         structs = structs_of(table.features.arrow_schema)
         for number, columns in enumerate(table, start=1):
             self.progress.known_share = number / len(table)
             yield table_row(number, columns, structs)
 
-    def fingerprint(self) -> str:
-        """A fingerprint of the content.
-
-        Raises:
-            RefusedError: the source is missing or cannot be read.
-        """
-        if self.file is None:
-            return f"table {self._loaded_table()._fingerprint}"  # as the `datasets` library's own caches
-        try:
-            return f"{known_suffix(self.file)} {self.file.suffix} {digest_file(self.file, self.spec.txt_rows)}"
-        except OSError as error:
-            raise RefusedError(f"cannot read the dataset: {error.strerror}", where=self.name) from error
-
-    def _loaded_table(self) -> Any:
+    def table(self) -> Any:
+        """The rows of a hub dataset, loaded once."""
         if self._table is None:
             self._table = load_table(self.spec, self.offline)
         return self._table
@@ -382,6 +380,35 @@ class Source:
         """`data/train.jsonl:17`, or `row 17` where there are no lines."""
         has_lines = self.file is not None and known_suffix(self.file) != ".parquet"
         return f"{self.name}:{number}" if has_lines else f"{self.name}: row {number}"
+
+
+def fingerprint(sources: Sequence[Source]) -> None:
+    """Set the `content` of each source. Files are read side by side.
+
+    Raises:
+        RefusedError: a source is missing or cannot be read.
+    """
+    files = [(source, source.file) for source in sources if source.file is not None]
+    for source, file in files:
+        with _refusing(source):
+            refuse_useless(file, source.spec.txt_rows)
+            source.stamp = _stamp(file)
+    for (source, file), digest in zip(files, digests_of([file for _, file in files], hashlib.sha256), strict=True):
+        with _refusing(source):
+            if isinstance(digest, OSError):
+                raise digest
+        source.content = f"{known_suffix(file)} {file.suffix} {digest}"
+    for source in sources:
+        if source.file is None:
+            source.content = f"table {source.table()._fingerprint}"  # as the `datasets` library's own caches
+
+
+@contextlib.contextmanager
+def _refusing(source: Source) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise RefusedError(f"cannot read the dataset: {error.strerror}", where=source.name) from error
 
 
 def find_sources(spec: DatasetSpec, folder: Path | None, offline: bool) -> list[Source]:
@@ -419,6 +446,18 @@ def find_sources(spec: DatasetSpec, folder: Path | None, offline: bool) -> list[
     return [Source(f"{spec.path}[{split.name}]", None, spec, offline)]
 
 
+def no_rows(sources: Sequence[Source]) -> RefusedError:
+    """The error for an entry of `datasets` of whose sources none has a row."""
+    spec, files = sources[0].spec, f" of {len(sources)} files" if len(sources) > 1 else ""
+    return RefusedError(
+        "the dataset is empty",
+        where=f"datasets: {printable(spec.path)}" if files else sources[0].name,
+        found=f"no rows in split `{printable(spec.split)}`{files}",
+        expected="at least one row",
+        hint="put rows into it, or name another file or split",
+    )
+
+
 def count_dataset(spec: DatasetSpec, folder: Path | None) -> RowCount | None:
     """Rows of what `spec` names, without a network; None where they are not known.
 
@@ -436,7 +475,7 @@ def count_dataset(spec: DatasetSpec, folder: Path | None) -> RowCount | None:
         if found is None:
             return None
         counts.append(found)
-    total, sizes = sum(count.num_rows for count in counts), [count.num_bytes for count in counts]
+    total, sizes = sum(count.num_rows for count in counts), [count.num_bytes for count in counts if count.num_rows]
     start, stop = split.range(total)
     kept = max(0, stop - start)
     num_bytes = sum(sizes) * kept / max(1, total) if all(sizes) else 0
@@ -458,7 +497,7 @@ def cached_hub_rows(spec: DatasetSpec, split: str) -> RowCount | None:
 
 
 def _sliced(sources: list[Source], split: Split, notices: list[str]) -> list[Source]:
-    """The sources cut to a slice of all their rows, those without a row of it left out; the first has the notices."""
+    """The sources cut to a slice of all rows, without those of whose rows it takes none; the first has the notices."""
     cut, before = sources, 0
     if len(sources) == 1:
         sources[0].cut = split
@@ -468,9 +507,10 @@ def _sliced(sources: list[Source], split: Split, notices: list[str]) -> list[Sou
         cut = []
         for source, count in zip(sources, counts, strict=True):
             begin, end = max(start - before, 0), min(stop - before, count)
-            if begin < end:
+            if begin < end or not count:
                 cut.append(replace(source, cut=Split("", str(begin), str(end))))
             before += count
+        cut = cut if start < min(stop, before) else []
     if not cut:
         raise RefusedError(
             "the slice holds no rows",
@@ -512,6 +552,9 @@ def _file_source(path: Path, spec: DatasetSpec, offline: bool) -> Source:
     notices: list[str] = []
     if known_suffix(path) in (".csv", ".tsv") and (used := csv_delimiter(path)) != (own := own_delimiter(path)):
         notices.append(f"{shown} has {DELIMITERS[used]} between its columns, not {DELIMITERS[own]}, and is read so")
+    with contextlib.suppress(OSError):  # told where it is read
+        if is_packed(path) and path.suffix.lower() != ".gz" and known_suffix(path) != ".parquet":
+            notices.append(f"{shown} is compressed by gzip, and is read so")
     return Source(shown, path, spec, offline, notices=tuple(notices))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import io
 import json
 import subprocess
 import sys
@@ -10,10 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow  # type: ignore[import-untyped]
+import pyarrow.parquet  # type: ignore[import-untyped]
 import pytest
 
+from roundpipe_cli.cli.init_choice import look_at_rows
 from roundpipe_cli.data.dataset import build_dataset
 from roundpipe_cli.data.rows import DatasetSpec, DataSettings
+from roundpipe_cli.data.sources import count_dataset
 from roundpipe_cli.data.tokenized import TokenizedDataset, hold_out
 from roundpipe_cli.errors import RefusedError
 
@@ -392,15 +398,61 @@ def test_a_field_that_no_type_has_is_refused(tmp_path: Path) -> None:
     assert caught.value.problems[0].hint == "did you mean `prompt`?"
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [("x.jsonl", ""), ("x.json", "[]"), ("x.json", ""), ("x.csv", "prompt,completion\n"), ("x.csv", "")],
-)
-def test_empty_datasets_are_refused(tmp_path: Path, name: str, content: str) -> None:
-    (tmp_path / name).write_text(content)
-    with pytest.raises(RefusedError, match="the dataset is empty") as caught:
-        build(tmp_path / name)
-    assert caught.value.exit_code == 2
+def table(*rows: str) -> bytes:
+    """A parquet file."""
+    written = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.table({"text": pyarrow.array(rows, pyarrow.string())}), written)
+    return written.getvalue()
+
+
+JSON_ROW, CSV_ROW = b'{"text": "one"}\n', b"text\none\n"
+EMPTY = [
+    *((".jsonl", JSON_ROW, empty) for empty in (b"", b"\n \n", b"\xef\xbb\xbf")),
+    *((".jsonl.gz", gzip.compress(JSON_ROW), empty) for empty in (b"", gzip.compress(b""))),
+    *((".json", b'[{"text": "one"}]', empty) for empty in (b"[]", b" [ ] ", b"")),
+    *((".csv", CSV_ROW, empty) for empty in (b"text\n", b"text", b"")),
+    (".csv.gz", gzip.compress(CSV_ROW), gzip.compress(b"text\n")),
+    (".tsv", b"id\ttext\n1\tone\n", b"id\ttext\n"),
+    *((".txt", b"one\n", empty) for empty in (b"", b"\n\n")),
+    *((".parquet", table("one"), empty) for empty in (table(), b"")),
+]
+"""Ending of a file, one with a row, and one without."""
+
+
+@pytest.mark.parametrize(("ending", "row", "empty"), EMPTY)
+def test_a_file_without_rows_is_left_out_and_counted(tmp_path: Path, ending: str, row: bytes, empty: bytes) -> None:
+    """Story: one empty file among many refused the whole data set. `plan` and `init` agree with `data`."""
+    for name, content in (("a", empty), ("b", row), ("c", empty), ("d", row)):
+        (tmp_path / "set").mkdir(exist_ok=True)
+        (tmp_path / "set" / f"{name}{ending}").write_bytes(content)
+    folder, pattern = tmp_path / "set", tmp_path / "set" / f"*{ending}"
+    left_out = f"2 of 4 files have no rows: {folder}/a{ending}, {folder}/c{ending}"
+    for path, split, kept in ((folder, "train", 2), (pattern, "train", 2), (pattern, "train[-1:]", 1)):
+        dataset = build(path, split=split)
+        assert len(dataset.rows) == kept and dataset.rows_by_spec == (kept,)
+        assert [source.name for source in dataset.sources] == [f"{folder}/{name}{ending}" for name in "bd"[2 - kept :]]
+        assert left_out in dataset.notices or "2 of 3 files have no rows" in str(dataset.notices)
+        assert dataset.where(dataset.rows[-1].row_id).startswith(f"{folder}/d{ending}")
+        count = count_dataset(DatasetSpec(str(path), split=split), None)
+        assert count is not None and (count.num_rows, count.is_exact) == (kept, True)
+        assert bool(count.num_bytes) == (ending != ".parquet"), "the tokens of the others can be estimated"
+    assert look_at_rows(str(folder), tmp_path) == (False, "")
+    for name in "bd":
+        (folder / f"{name}{ending}").unlink()
+    for path, told in ((folder, "of 2 files"), (folder / f"a{ending}", "")):
+        for refuse in (lambda path=path: build(path), lambda path=path: look_at_rows(str(path), tmp_path)):
+            with pytest.raises(RefusedError, match="the dataset is empty") as caught:
+                refuse()
+            assert caught.value.exit_code == 2 and told in str(caught.value)
+        count = count_dataset(DatasetSpec(str(path)), None)
+        assert count is not None and count.num_rows == 0
+
+
+def test_an_empty_entry_is_refused_beside_another(tmp_path: Path) -> None:
+    """Each entry has a weight, of which nothing can be drawn."""
+    full, empty = write_rows(tmp_path / "full.jsonl", [{"text": "one"}]), write_rows(tmp_path / "empty.jsonl", [])
+    with pytest.raises(RefusedError, match=r"empty.jsonl: the dataset is empty"):
+        build_dataset(DataSettings((DatasetSpec(str(full)), DatasetSpec(str(empty))), 1000), byte_tokenizer())
 
 
 def test_all_rows_filtered_is_refused_with_counts(tmp_path: Path) -> None:

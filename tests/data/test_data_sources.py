@@ -17,9 +17,9 @@ import pyarrow.parquet  # type: ignore[import-untyped]
 import pytest
 
 from roundpipe_cli.data import files
-from roundpipe_cli.data.files import digest_file
+from roundpipe_cli.data.files import OTHER_KINDS, refuse_useless
 from roundpipe_cli.data.rows import DatasetSpec, RawRow
-from roundpipe_cli.data.sources import check_files, find_sources, parse_split
+from roundpipe_cli.data.sources import check_files, count_dataset, find_sources, fingerprint, no_rows, parse_split
 from roundpipe_cli.errors import RefusedError
 from tests.support.covering import swept
 from tests.support.versions import at_least
@@ -191,6 +191,40 @@ def test_compressed_files(tmp_path: Path) -> None:
     assert summary(read(path)) == [(1, 1), (2, 2)]
     with pytest.raises(RefusedError, match="cannot read the dataset"):
         read(write(tmp_path / "cut.jsonl.gz", path.read_bytes()[:-9]))
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.json", "x.csv", "x.txt", "x.ndjson", "x.tsv"])
+def test_a_file_is_what_its_bytes_say(tmp_path: Path, name: str) -> None:
+    """Story: each line of a file that gzip had compressed under another name was "not valid UTF-8"."""
+    text = {".csv": "a\n1\n", ".tsv": "a\tb\n1\t2\n", ".txt": "1\n"}.get(Path(name).suffix, '{"a": "1"}\n').encode()
+    (source,) = find_sources(DatasetSpec(str(write(tmp_path / name, gzip.compress(text)))), None, offline=True)
+    assert source.notices == (f"{tmp_path / name} is compressed by gzip, and is read so",)
+    assert [next(iter(row.columns.values())) for row in source.rows()] == ["1"]
+    count = count_dataset(DatasetSpec(str(tmp_path / name)), None)
+    assert count is not None and count.num_rows == 1
+    plain = find_sources(DatasetSpec(str(write(tmp_path / f"{name}.gz", text))), None, offline=True)
+    assert not plain[0].notices and len(list(plain[0].rows())) == 1, "nor need a file of that name be compressed"
+    for head, kind in OTHER_KINDS.items():
+        with pytest.raises(RefusedError, match="not UTF-8") as caught:
+            read(write(tmp_path / name, head + b"\0" * 20))
+        assert caught.value.problems[0].found == kind
+
+
+@pytest.mark.parametrize(
+    ("header", "names"),
+    [
+        (",prompt,completion", ["Unnamed: 0", "prompt", "completion"]),
+        ("prompt,completion,", ["prompt", "completion", "Unnamed: 2"]),
+        (",,b", ["Unnamed: 0", "Unnamed: 1", "b"]),
+        (" ,Unnamed: 0,b", ["Unnamed: 0.1", "Unnamed: 0", "b"]),
+        (";b;c", ["Unnamed: 0", "b", "c"]),
+    ],
+)
+def test_columns_without_a_name_have_that_of_pandas(tmp_path: Path, header: str, names: list[str]) -> None:
+    """Story: an index that pandas wrote was listed as `columns that are not used: `, and two were refused."""
+    values = "1;2;3" if ";" in header else "1,2,3"
+    (row,) = read(write(tmp_path / "x.csv", f"{header}\n{values}\n"))
+    assert row.columns == dict(zip(names, "123", strict=True))
 
 
 def test_utf16_and_unknown_kinds_are_refused(tmp_path: Path) -> None:
@@ -382,6 +416,24 @@ def test_a_hub_dataset_reads_only_tables_of_its_own(tmp_path: Path) -> None:
     check_files(DatasetSpec("org/set"), builder)
 
 
+@pytest.mark.parametrize(("kind", "name", "content"), [("csv", "x.csv", "a\n"), ("json", "x.json", "[]")])
+def test_a_hub_split_without_rows_is_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, name: str, content: str
+) -> None:
+    """Story: it was `ValueError: Instruction "train" corresponds to no data!`."""
+    import datasets
+
+    files = {"train": str(write(tmp_path / name, content))}
+    builder = datasets.load_dataset_builder(kind, data_files=files, cache_dir=str(tmp_path / "cache"))
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda *_: builder)
+    monkeypatch.setattr("roundpipe_cli.data.sources.check_files", lambda *_: None)  # it wants files of the hub
+    monkeypatch.chdir(tmp_path)
+    (source,) = find_sources(DatasetSpec("some-org/some-set"), None, offline=True)
+    fingerprint([source])
+    assert list(source.rows()) == [] and source.content
+    assert str(no_rows([source])).startswith("some-org/some-set[train]: the dataset is empty")
+
+
 def test_hub_dataset_offline_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
     import huggingface_hub
@@ -466,7 +518,7 @@ def test_a_terabyte_that_its_first_row_makes_useless_is_not_hashed(name: str, tm
     path.touch()
     os.truncate(path, 2**40)
     with pytest.raises(RefusedError, match=r"too long|too large|cannot read|not a"):
-        digest_file(path)
+        refuse_useless(path)
 
 
 @pytest.mark.parametrize("seed", [*range(4), *swept(range(4, 20))])

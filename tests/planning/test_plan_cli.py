@@ -164,6 +164,9 @@ def test_time_to_finish_counts_rows_or_steps(recipe: Path) -> None:
     assert length_of(load(recipe, "num_train_epochs=2", "val_set_size=6")).steps == 2
     few = length_of(load(recipe, "datasets[0].split=train[2:5]"))
     assert few.why == "3 rows; fewer rows than the 4 of a step, which `finetune` refuses"
+    (recipe.parent / "empty.jsonl").touch()
+    empty = length_of(load(recipe, "datasets[0].path=empty.jsonl", "max_steps=7"))
+    assert empty == RunLength(None, "empty.jsonl has no rows, which `finetune` refuses")
     hub = length_of(load(recipe, "datasets[0].path=org/rows"))
     assert hub.steps is None and "org/rows" in hub.why
 
