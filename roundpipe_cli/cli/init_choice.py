@@ -24,7 +24,7 @@ from roundpipe_cli.costs.hardware import Hardware, parse_hardware
 from roundpipe_cli.costs.machine import MAX_PARAMETERS_ON_CPU, is_large_for_cpu
 from roundpipe_cli.costs.models import Architecture
 from roundpipe_cli.costs.settings import DType, TrainingSettings
-from roundpipe_cli.data.formats import decide_format, find_pair_columns
+from roundpipe_cli.data.formats import decide_format
 from roundpipe_cli.data.rows import BadRowError, DatasetSpec, RawRow, in_chunks, printable
 from roundpipe_cli.errors import RefusedError, RoundpipeError
 from roundpipe_cli.planning.answers import Answers
@@ -258,17 +258,17 @@ def _are_pairs(source: Source, read: Sequence[RawRow]) -> bool | None:
         raise RefusedError(**asdict(faults[0]))
     if not rows:
         return None
-    layouts = list(dict.fromkeys(tuple(row.columns) for row in rows))
-    pairs = False
+    columns, row_format = [row.columns for row in rows], None
     with suppress(RefusedError):
-        find_pair_columns(spec, layouts, source.name)
-        pairs = True
-    row_format = decide_format(replace(spec, pairs=pairs), layouts, source.name)
+        row_format = decide_format(replace(spec, pairs=True), columns, source.name)
+    pairs = row_format is not None
+    row_format = row_format or decide_format(spec, columns, source.name)
     for row in rows:
         try:
-            opened = row_format.opened(row.columns)
-            row_format.unused(opened)
-            row_format.parse(opened)
+            own = row_format.fitted(row.columns)
+            opened = own.opened(row.columns)
+            own.unused(opened)
+            own.parse(opened)
             return pairs
         except BadRowError as error:
             faults.append(replace(error.fault, where=source.where(row.number)))

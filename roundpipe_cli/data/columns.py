@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 from roundpipe_cli.choices import ROW_KINDS
-from roundpipe_cli.data.messages import MESSAGE_KEYS, holds_messages
+from roundpipe_cli.data.messages import MESSAGE_KEYS, holds_messages, messages_in_text
 from roundpipe_cli.data.rows import BadRowError, column_names, describe_value, printable
 from roundpipe_cli.errors import RefusedError
 
@@ -364,6 +364,16 @@ def likely_columns(layout: Sequence[str]) -> tuple[str, str]:
     prompt = next((name for name in rest if name != answer and PROMPT_WORDS & words[name]), None)
     others = iter([*(name for name in rest if name not in (answer, prompt)), "COLUMN", "COLUMN"])
     return prompt or next(others), answer or next(others)
+
+
+def messages_hint(row: Mapping[str, object], field: str = "messages") -> str | None:
+    """A hint where a column of the row holds messages under a name that is not known; `field`: what it should be."""
+    for name, value in row.items():
+        items = messages_in_text(value) or value
+        first = items[0] if isinstance(items, (list, tuple)) and items else None
+        if isinstance(first, Mapping) and ("role" in first or "from" in first):
+            return f"name the column: `columns: {{{field}: {printable(name, 40)}}}`"
+    return None
 
 
 def _may_hold_text(name: str) -> bool:

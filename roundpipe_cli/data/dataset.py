@@ -217,10 +217,10 @@ class _Builder:
             yield row_format, rows, bool(report.bad_rows) and self._settings.on_bad_row == "error"
 
     def _decide(self, source: Source, report: SourceReport, rows: Sequence[RawRow]) -> RowFormat | None:
-        layouts = list(dict.fromkeys(tuple(row.columns) for row in rows if row.fault is None))
-        if not layouts:
+        columns = [row.columns for row in rows if row.fault is None]
+        if not columns:
             return None
-        row_format = decide_format(source.spec, layouts, source.name)
+        row_format = decide_format(source.spec, columns, source.name)
         report.type = row_format.type
         if row_format.notice is not None:
             report.notices.append(row_format.notice)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from roundpipe_cli.choices import ROW_KINDS, RowType
 from roundpipe_cli.data.columns import (
@@ -11,6 +12,7 @@ from roundpipe_cli.data.columns import (
     SINGLE_TYPES,
     find_column,
     likely_columns,
+    messages_hint,
     refuse_layout,
     unused_columns,
 )
@@ -53,8 +55,8 @@ HISTORY_COLUMNS = ("messages", "conversations", "conversation")
 SYSTEM_COLUMNS = ("system", "system_prompt", "system_message")
 
 
-def find_pair_columns(spec: DatasetSpec, layouts: Sequence[Sequence[str]], where: str) -> tuple[dict[str, str], str]:
-    """Our fields to the columns of the first layout with both answers, and these columns in words.
+def find_answers(spec: DatasetSpec, layouts: Sequence[Sequence[str]], where: str) -> dict[str, str]:
+    """The columns of both answers in the first layout that has them.
 
     Raises:
         RefusedError: no layout has them.
@@ -64,8 +66,7 @@ def find_pair_columns(spec: DatasetSpec, layouts: Sequence[Sequence[str]], where
         found = ([find_column(name, layout) for name in pair] for pair in names)
         answers = next((pair for pair in found if None not in pair), None)
         if answers is not None:
-            columns = dict(zip(ANSWERS, map(str, answers), strict=True)) | _prompt_columns(spec, layout)
-            return columns, printable("columns " + ", ".join(dict.fromkeys(columns.values())))
+            return dict(zip(ANSWERS, map(str, answers), strict=True))
     raise RefusedError(
         "cannot find preference pairs in the columns of this dataset",
         where=where,
@@ -128,7 +129,8 @@ PAIR_COLUMNS = (
 
 @dataclass(frozen=True)
 class RowFormat:
-    """The way in which the rows of one dataset are read.
+    """The way in which the rows of one dataset are read. The first rows decide the type and the columns that every row
+    has; the others are found in each row, so that the order of rows does not matter.
 
     The methods raise `BadRowError` for a field that is missing, of the wrong type, empty or no text, for answers to
     different prompts, and for columns that change what the row means and are not read.
@@ -137,9 +139,17 @@ class RowFormat:
     spec: DatasetSpec
     type: RowType
     columns: Mapping[str, str]
-    """Our field name to the file's column, for every field of the type."""
+    """Our field name to the file's column."""
     notice: str | None = None
     """A line on the decision of `auto`."""
+
+    def fitted(self, row: Iterable[str]) -> RowFormat:
+        """The format with the optional columns of this row: those that the recipe names, or else by their own names."""
+        layout, kind = tuple(row), ROW_KINDS[self.type]
+        fixed = {field: self.columns[field] for field in kind.fields}
+        if self.type == "preference":
+            return replace(self, columns=fixed | _prompt_columns(self.spec, layout))
+        return replace(self, columns=_mapped(self.type, {**self.spec.columns, **fixed}, layout))
 
     def opened(self, row: Mapping[str, object]) -> Mapping[str, object]:
         """The row with its lists of messages in place of their JSON text, which is how CSV files have them.
@@ -298,36 +308,43 @@ class RowFormat:
         column = self.columns[field]
         if column not in row:
             kind = "preference pairs" if self.type == "preference" else f"type {self.type}"
-            raise BadRowError(f"`{column}` is missing", found=column_names(row), expected=f"`{column}` ({kind})")
+            hint = messages_hint(row, field) if field in LIST_FIELDS else None
+            expected = f"`{column}` ({kind})"
+            raise BadRowError(f"`{column}` is missing", found=column_names(row), expected=expected, hint=hint)
         return row[column]
 
     def _text(self, row: Mapping[str, object], field: str, *, filled: bool = False) -> str:
         return checked_text(self._field(row, field), f"`{self.columns[field]}`", filled=filled)
 
 
-def decide_format(spec: DatasetSpec, layouts: Sequence[Sequence[str]], where: str) -> RowFormat:
+def decide_format(spec: DatasetSpec, rows: Sequence[Mapping[str, object]], where: str) -> RowFormat:
     """The type and the columns of a dataset, with what its recipe says of its rows.
 
     Args:
-        layouts: the different sets of columns of its first rows, in order; at least one. `auto` takes the first that
-            fits a type, so that a row without its field is named as bad even where it is the first of the file.
+        rows: its first ones, at least one. `auto` takes the first whose columns fit a type, so that a row without its
+            field is named as bad even where it is the first of the file.
 
     Raises:
         RefusedError: no type fits, or `spec.columns` maps a field that the type does not have.
     """
+    layouts = list(dict.fromkeys(map(tuple, rows)))
+    every = tuple(dict.fromkeys(chain.from_iterable(layouts)))
     types = ("preference",) if spec.pairs else SINGLE_TYPES if spec.type == "auto" else (spec.type,)
     _refuse_unknown_fields(spec, [field for row_type in types for field in _all_fields(row_type)], where)
     if spec.pairs:
-        found, told = find_pair_columns(spec, layouts, where)
-        return RowFormat(spec, "preference", found, f"{where}: read as preference pairs ({told})")
+        made = RowFormat(spec, "preference", find_answers(spec, layouts, where)).fitted(every)
+        shown = printable("columns " + ", ".join(dict.fromkeys(made.columns.values())))
+        return replace(made, notice=f"{where}: read as preference pairs ({shown})")
     if spec.type != "auto":
         pair = None
         if spec.type == "prompt_completion":
-            pair = _pair_format(spec, layouts[0], where, _written) or _pair_format(spec, layouts[0], where, find_column)
-        return pair or RowFormat(spec, spec.type, _mapped(spec.type, spec.columns, layouts[0]))
+            ways = ((find, columns) for find in (_written, find_column) for columns in layouts)
+            found = (_pair_format(spec, columns, where, find, every=every) for find, columns in ways)
+            pair = next(filter(None, found), None)
+        return pair or RowFormat(spec, spec.type, _mapped(spec.type, spec.columns, every))
     for find in (_written, find_column):
         for columns in layouts:
-            row_format = _detect(spec, columns, where, find)
+            row_format = _detect(spec, columns, where, find, every=every)
             if row_format is not None:
                 return row_format
     refuse_layout(layouts, where)
@@ -338,7 +355,8 @@ def decide_format(spec: DatasetSpec, layouts: Sequence[Sequence[str]], where: st
         where=where,
         found=column_names(dict.fromkeys(layouts[0])),
         expected=expected,
-        hint=delimiter_hint(layouts[0])
+        hint=next(filter(None, map(messages_hint, rows)), None)
+        or delimiter_hint(layouts[0])
         or f"name the columns: `columns: {{prompt: {printable(first, 40)}, completion: {printable(second, 40)}}}`",
     )
 
@@ -352,32 +370,37 @@ def _written(name: str, layout: Sequence[str]) -> str | None:
     return name if name in layout else None
 
 
-def _detect(spec: DatasetSpec, columns: Sequence[str], where: str, find: FindColumn) -> RowFormat | None:
+def _detect(
+    spec: DatasetSpec, columns: Sequence[str], where: str, find: FindColumn, *, every: Sequence[str]
+) -> RowFormat | None:
+    """The format of `auto` for rows with these `columns`; `every`: those of all first rows, for the notice."""
     for row_type in SINGLE_TYPES:
         mapped, needed = _mapped(row_type, spec.columns, columns), ROW_KINDS[row_type].fields
         if all(mapped[field] in columns and (field in spec.columns or find(field, columns)) for field in needed):
-            shown = ", ".join(mapped[field] for field in _all_fields(row_type) if mapped[field] in columns)
-            return RowFormat(spec, row_type, mapped, f"{where}: read as type {row_type} (columns {printable(shown)})")
-        pair = _pair_format(spec, columns, where, find) if row_type == "prompt_completion" else None
+            made = RowFormat(spec, row_type, mapped).fitted(every)
+            shown = ", ".join(column for column in made.columns.values() if column in every)
+            return replace(made, notice=f"{where}: read as type {row_type} (columns {printable(shown)})")
+        pair = _pair_format(spec, columns, where, find, every=every) if row_type == "prompt_completion" else None
         if pair is not None:
             return pair
     return None
 
 
-def _pair_format(spec: DatasetSpec, columns: Sequence[str], where: str, find: FindColumn) -> RowFormat | None:
+def _pair_format(
+    spec: DatasetSpec, columns: Sequence[str], where: str, find: FindColumn, *, every: Sequence[str]
+) -> RowFormat | None:
     """A prompt and its completion under other names, unless the recipe maps columns or the usual names are there."""
     if spec.columns or find("prompt", columns) and find("completion", columns):
         return None
     for names in PAIR_COLUMNS:
         prompt, completion = (find(name, columns) for name in names)
         if prompt is not None and completion is not None:
-            mapped = _mapped("prompt_completion", {"prompt": prompt, "completion": completion}, columns)
+            made = RowFormat(spec, "prompt_completion", {"prompt": prompt, "completion": completion}).fitted(every)
             shown = f"{printable(prompt)} as the prompt and {printable(completion)} as the completion"
             decided = f"read as type prompt_completion, {shown}"
-            optional = ROW_KINDS["prompt_completion"].optional
-            beside = [mapped[field] for field in optional if mapped[field] in columns]
+            beside = [made.columns[field] for field in ROW_KINDS[made.type].optional if made.columns[field] in every]
             decided += f", with {', '.join(beside)}" if beside else ""
-            return RowFormat(spec, "prompt_completion", mapped, f"{where}: {decided}")
+            return replace(made, notice=f"{where}: {decided}")
     return None
 
 

@@ -348,10 +348,11 @@ class RowEncoder:
                 faults[place] = raw.fault or Problem("the row cannot be read")
                 continue
             try:
-                columns = row_format.opened(raw.columns)
-                unused.update(row_format.unused(columns))
-                contents = row_format.parse(columns)
-                made = [self._render(content, row_format) for content in contents]
+                own = row_format.fitted(raw.columns)
+                columns = own.opened(raw.columns)
+                unused.update(own.unused(columns))
+                contents = own.parse(columns)
+                made = [self._render(content, own) for content in contents]
                 unused.update(list(dict.fromkeys(name for one in made for name in one.left_out)))
                 rendered += [(place, one) for one in made]
                 messages = [turn for one in contents if not isinstance(one, str) for turn in one.messages]

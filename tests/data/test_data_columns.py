@@ -75,6 +75,86 @@ def test_columns_in_other_capitals(tmp_path: Path) -> None:
             build(write_rows(tmp_path / "x.jsonl", [row]), tokenizer)
 
 
+TURNS = [["Before?", "So."]]
+TOOL = [{"type": "function", "function": {"name": "clock", "parameters": {}}}]
+BESIDE: list[dict[str, Any]] = [
+    {},
+    {"system": "Be brief."},
+    {"system_prompt": "Be kind."},
+    {"System": "Be quick."},
+    {"tools": TOOL},
+    {"Tools": TOOL, "system": "Be brief."},
+]
+"""Columns that every type of conversation may have beside its own."""
+BARE: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
+    "chat": ({"messages": CHAT}, BESIDE),
+    "sharegpt": ({"conversations": SHAREGPT}, BESIDE),
+    "alpaca": (
+        {"instruction": "Hi", "output": "Yo"},
+        [*BESIDE, {"input": "you"}, {"Input": "all"}, {"history": TURNS}],
+    ),
+    "prompt_completion": ({"prompt": "Hi", "completion": "Yo"}, [*BESIDE, {"history": TURNS}]),
+    "question and answer": ({"question": "Hi", "answer": "Yo"}, [*BESIDE, {"history": TURNS}]),
+    "preference": (
+        {"prompt": "Hi", "chosen": "Yo", "rejected": "No"},
+        [*BESIDE, {"history": TURNS}, {"prompt": None, "messages": [USER]}, {"prompt": None, "question": "Hi"}],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BARE)
+def test_optional_columns_are_found_in_every_row(tmp_path: Path, name: str) -> None:
+    """Story: they were looked for in the first row's columns, so a later row with a system prompt was refused.
+
+    A row among others is read as it is alone, in any order, in the first chunk and behind it.
+    """
+    bare, beside = BARE[name]
+    rows = [{key: value for key, value in {**bare, **more}.items() if value is not None} for more in beside]
+    tokenizer, make = byte_tokenizer(template=TOOLS_TEMPLATE), build_pairs if name == "preference" else build_dataset
+
+    def texts(settings: DataSettings) -> list[str]:
+        dataset = make(settings, tokenizer, lambda text: None)  # type: ignore[operator]
+        return [trained_text(tokenizer, dataset, index)[0] for index in range(len(dataset.rows))]
+
+    alone = texts(files_of(tmp_path, rows))
+    assert len(set(alone)) >= len(rows) - 2, "each of the columns is read"
+    for order in (1, -1):
+        path = write_rows(tmp_path / "x.jsonl", rows[::order])
+        assert texts(DataSettings((DatasetSpec(str(path)),), 1000)) == alone[::order]
+    path = write_rows(tmp_path / "x.jsonl", [*rows[:1] * 501, *rows])
+    assert texts(DataSettings((DatasetSpec(str(path)),), 1000)) == [*alone[:1] * 501, *alone]
+
+
+def test_a_column_of_the_recipe_is_read_in_every_row(tmp_path: Path) -> None:
+    """Also where only a later row has it; and the notice names what any of the first rows has."""
+    tokenizer = byte_tokenizer()
+    rows = [{"q": "Hi", "a": "Yo"}, {"q": "Hi", "a": "Yo", "role": "Be brief."}]
+    dataset = build(
+        write_rows(tmp_path / "x.jsonl", rows), tokenizer, columns={"prompt": "q", "completion": "a", "system": "role"}
+    )
+    assert [trained_text(tokenizer, dataset, index)[0] for index in range(2)] == [
+        HI + "Yo</s>\n",
+        SYSTEM + HI + "Yo</s>\n",
+    ]
+    assert dataset.notices[0].endswith("(columns q, a, role)")
+    dataset = build(
+        write_rows(tmp_path / "y.jsonl", [{"MESSAGES": 3}, {"messages": CHAT}]), type="chat", on_bad_row="skip"
+    )
+    assert len(dataset.rows) == 1, "a type that is given has its columns where any row has them"
+
+
+@pytest.mark.parametrize("written", [CHAT, SHAREGPT, json.dumps(CHAT)])
+def test_the_hint_for_messages_under_an_unknown_name(tmp_path: Path, written: object) -> None:
+    """Story: it was `columns: {prompt: dialog, completion: COLUMN}`."""
+    tokenizer, path = byte_tokenizer(), write_rows(tmp_path / "x.jsonl", [{"id": 3, "dialog": written}])
+    for options in ({}, {"type": "chat"}, {"type": "sharegpt"}):
+        with pytest.raises(RefusedError) as caught:
+            build(path, **options)
+        field = "conversations" if options.get("type") == "sharegpt" else "messages"
+        assert f"`columns: {{{field}: dialog}}`" in str(caught.value)
+        assert trained_text(tokenizer, build(path, tokenizer, columns={field: "dialog"}, **options))[1] == "Yo</s>"
+
+
 def test_a_column_as_it_is_written_comes_before_other_capitals(tmp_path: Path) -> None:
     """A file that was read before is read in the same way: `Messages` beside `text` stays an unused column."""
     dataset = build(write_rows(tmp_path / "x.jsonl", [{"Messages": CHAT, "text": "Hi"}]))
@@ -178,7 +258,7 @@ def test_layouts_that_are_refused_by_name(name: str) -> None:
     spec = DatasetSpec("x.jsonl")
     encoder = RowEncoder(DataSettings((spec,), 1000), byte_tokenizer(), (CHATML, None))
     try:
-        ((_, fault),) = encoder.encode(decide_format(spec, [list(row)], "x.jsonl"), [RawRow(1, row)]).report.bad_rows
+        ((_, fault),) = encoder.encode(decide_format(spec, [row], "x.jsonl"), [RawRow(1, row)]).report.bad_rows
         message = str(fault)
     except RefusedError as error:
         message = str(error)
